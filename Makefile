@@ -1,0 +1,44 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Tests are many and small: one thread each, one process per core.
+RUN_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+.PHONY: help install demo test test-all test-gpu lint bench clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(STAMP) ## a virtual environment in .venv with all that development needs
+
+$(STAMP): pyproject.toml constraints-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints-dev.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e '.[dev]'
+	@touch $@
+
+demo: install ## the operator on packed documents, checked against the dense float64 computation
+	$(BIN)/python examples/packed_documents.py
+
+lint: install ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint ## style, types and the test suite (a covering sample of the large grids)
+	$(RUN_TESTS)
+
+test-all: lint ## the same with the whole grids
+	$(RUN_TESTS) -m 'grid or not grid' --whole-grid
+
+test-gpu: ## tests that need a GPU, with the Python and torch at hand: installs nothing
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+bench: install ## what can be measured without a GPU
+	$(BIN)/python bench/masks.py
+	$(BIN)/python bench/cpu.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,134 @@
+"""The operator for one device: `attention`, and torch's two signatures for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from longspan.engine import ops
+from longspan.engine.checks import check_captured, check_scale, check_sink, check_tensors
+from longspan.engine.spec import Spec
+from longspan.engine.trace_cache import TraceCache
+from longspan.kernels.dense import dense_attention
+from longspan.kernels.protocol import state_dtype
+from longspan.kernels.registry import check_name
+from longspan.masks.algebra import Full, Mask, as_mask
+from longspan.masks.tracing import Traced
+
+_traces = TraceCache()
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Any = None,
+    score_mod: Callable[..., Tensor] | None = None,
+    scale: float | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    kernel: str = "auto",
+) -> Any:
+    """Attention of q [B, H, Q, D] over k [B, G, K, D] and v [B, G, K, E]: out [B, H, Q, E], or (out, lse [B, H, Q]).
+
+    Heads are grouped when G < H (H a multiple of G). Query i stands at position i, key j at position j.
+
+    mask:       a longspan mask, a torch BlockMask or a mask_mod callable; None lets every query see every key.
+    score_mod:  fn(score, b, h, q_idx, kv_idx) → score, FlexAttention's contract; may capture tensors, which get gradients.
+    scale:      multiplies q·k before score_mod; 1/√D unless given.
+    sink:       [H], a learned logit per head that takes its share of every softmax and gives nothing; it is part of lse.
+    return_lse: also the log of each softmax's denominator, in natural log and float32 (float64 for float64); differentiable.
+    kernel:     "auto", "cpu", "triton" or "dense"; a named kernel is used or refused.
+
+    Scores, sums and running results are held in float32 (float64 for float64). A query that sees nothing gives out 0, lse −inf
+    (the sink's logit where there is one) and gradients 0. The output's dims lie in memory in the order of q's.
+    """
+    out, lse, _ = attend(q, k, v, mask=mask, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel, peak=False)
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Any,
+    score_mod: Callable[..., Tensor] | None,
+    scale: float | None,
+    sink: Tensor | None,
+    kernel: str,
+    peak: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, peak) after every check; peak, the rows' largest scores, has no elements unless asked for."""
+    check_tensors(q, k, v)
+    check_sink(sink, q)
+    check_name(kernel)
+    scale = check_scale(scale, q.shape[-1])
+    found = _checked_mask(mask, q, k)
+    if score_mod is not None and not callable(score_mod):
+        raise TypeError(f"score_mod: expected a callable (score, b, h, q_idx, kv_idx) -> score, got {type(score_mod).__name__}")
+    if torch.compiler.is_dynamo_compiling():
+        from longspan.engine.compiled import attend_compiled
+
+        return attend_compiled(q, k, v, mask=found, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel, peak=peak)
+    mask_traced = None if found is None else _trace(found, "mask", q)
+    score_traced = None if score_mod is None else _trace(score_mod, "score", q)
+    return call(q, k, v, mask_traced, score_traced, scale=scale, sink=sink, kernel=kernel, peak=peak)
+
+
+def call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Traced | None,
+    score: Traced | None,
+    *,
+    scale: float,
+    sink: Tensor | None,
+    kernel: str,
+    peak: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run traced programs on checked tensors."""
+    mask_captured = [] if mask is None else [t.detach().to(q.device) for t in mask.captured()]
+    score_captured = [] if score is None else score.captured()
+    check_captured(score_captured, q, "score_mod")
+    spec = Spec(mask=None if mask is None else mask.program, score=None if score is None else score.program, kernel=kernel)
+    if kernel == "dense":
+        return dense_attention(
+            q, k, v, scale=scale, mask=spec.mask, mask_captured=mask_captured, score=spec.score, score_captured=score_captured, sink=sink
+        )
+    spec = ops.specs.intern(spec)
+    if torch.is_grad_enabled():
+        _ = spec.joint  # traced here, where autograd runs; below the operator it does not
+    _refuse_forward_mode([q, k, v, *score_captured] if sink is None else [q, k, v, sink, *score_captured])
+    try:
+        out, lse, most = ops.attend(q, k, v, sink, mask_captured, score_captured, spec.handle, scale, peak)
+    except RuntimeError as error:
+        if "functorch transforms" in str(error):
+            raise RuntimeError(ops.NO_TRANSFORMS) from error
+        raise
+    return out, lse, most.detach()
+
+
+def _refuse_forward_mode(tensors: list[Tensor]) -> None:
+    """The operator has no rule for tangents; torch would drop them in silence."""
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(ops.NO_TRANSFORMS)
+
+
+def _checked_mask(mask: Any, q: Tensor, k: Tensor) -> Mask | None:
+    if mask is None:
+        return None
+    found = as_mask(mask)
+    found.extent.check(f"mask {found}", q_len=q.shape[2], kv_len=k.shape[2], batch=q.shape[0], heads=q.shape[1])
+    return None if isinstance(found, Full) else found
+
+
+def _trace(fn: Any, kind: Any, q: Tensor) -> Traced:
+    dtype = state_dtype(q.dtype) if kind == "score" else torch.float32
+    return _traces.trace(fn, kind, score_dtype=dtype, name=str(fn) if isinstance(fn, Mask) else None)

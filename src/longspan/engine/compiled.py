@@ -1,0 +1,184 @@
+"""Under torch.compile: how a mod, which is a Python callable, reaches an opaque operator.
+
+Custom operators take no callables, and Dynamo has no public way to trace a callable into a value. FlexAttention's own way is a
+higher-order operator: Dynamo traces the callable into a subgraph and lifts every tensor it captures into an operand. `BaseHOP` lets
+another operator be treated so. When the subgraph arrives (in AOTAutograd, where it is a plain Python call), it is traced like any
+mod and the ordinary operator is called; nothing of the higher-order operator remains in the compiled graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from longspan._torch_private import BaseHOP, outside_of_modes
+from longspan.engine import ops
+from longspan.engine.spec import Spec
+from longspan.kernels.dense import dense_attention
+from longspan.kernels.protocol import like_query, state_dtype
+from longspan.masks.algebra import Mask
+from longspan.masks.program import Kind
+from longspan.masks.tracing import Traced, trace
+
+_SCALARS = ("score", "b", "h", "q", "kv")
+
+
+def attend_compiled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None,
+    score_mod: Callable[..., Tensor] | None,
+    scale: float,
+    sink: Tensor | None,
+    kernel: str,
+    peak: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `attend` does, as Dynamo sees it.
+
+    Operands reach the operator in an order of Dynamo's choosing, equal ones merged. The body therefore returns, after its results, an empty
+    tensor made from each argument: they tell which operand is which.
+    """
+    tensors = [q, k, v] if sink is None else [q, k, v, sink]
+    # One-element vectors, not scalars: indexing with a scalar tensor makes Dynamo ask for its value.
+    scalars = [q.new_zeros((1,), dtype=state_dtype(q.dtype)), *(q.new_zeros((1,), dtype=torch.int64) for _ in range(4))]
+    rows = q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
+    outputs = [like_query(q, v.shape[-1], q.dtype), rows, rows if peak else rows.new_empty((0,))]
+
+    def body(
+        out: Tensor, lse: Tensor, most: Tensor, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *args: Tensor
+    ) -> tuple[Tensor, ...]:
+        results = []
+        if score_mod is not None:
+            results.append(score_mod(score, b, h, i, j))
+        if mask is not None:
+            results.append(mask(b, h, i, j))
+        tags = [t.new_empty((0,)) for t in (score, b, h, i, j, *args)]
+        return (out.clone(), lse.clone(), most.clone(), *results, *tags)
+
+    found = _attend_hop(
+        cast(GraphModule, body),
+        *outputs,
+        *scalars,
+        *tensors,
+        has_score=score_mod is not None,
+        has_mask=mask is not None,
+        has_sink=sink is not None,
+        scale=scale,
+        kernel=kernel,
+        peak=peak,
+    )
+    return found[0], found[1], found[2].detach()
+
+
+class _AttendHop(BaseHOP):
+    def __init__(self) -> None:
+        super().__init__("longspan_attend")
+
+    def __call__(
+        self,
+        subgraph: GraphModule,
+        *operands: Any,
+        has_score: bool,
+        has_mask: bool,
+        has_sink: bool,
+        scale: float,
+        kernel: str,
+        peak: bool,
+    ) -> tuple[Tensor, ...]:
+        placeholders = [n for n in subgraph.graph.nodes if n.op == "placeholder"]
+        returned = next(n for n in subgraph.graph.nodes if n.op == "output").args[0]
+        count = len(_SCALARS) + 3 + has_sink
+        tags, results = returned[-count:], list(returned[3:-count])
+        operand_of = dict(zip(placeholders, operands, strict=True))
+        scalars = [_source(tag) for tag in tags[: len(_SCALARS)]]
+        q, k, v, *rest = (operand_of[_source(tag)] for tag in tags[len(_SCALARS) :])
+        with outside_of_modes():
+            score = _traced(subgraph, results.pop(0), scalars, "score", state_dtype(q.dtype)) if has_score else None
+            mask = _traced(subgraph, results.pop(0), scalars, "mask", torch.float32) if has_mask else None
+            spec = Spec(mask=None if mask is None else mask[0].program, score=None if score is None else score[0].program, kernel=kernel)
+            _ = spec.joint
+            if kernel != "dense":
+                spec = ops.specs.pin(spec)
+
+        def captured(found: tuple[Traced, list[Node]] | None) -> list[Tensor]:
+            if found is None:
+                return []
+            traced, nodes = found
+            values = [operand_of[n] for n in nodes]
+            sources = [t if isinstance(t, Tensor) else torch.full((), t, dtype=torch.int64, device=q.device) for t in values]
+            return sources if traced.preamble is None else list(traced.preamble(*sources))
+
+        mask_captured = [t.detach().to(q.device) for t in captured(mask)]
+        sink = rest[0] if has_sink else None
+        if kernel == "dense":
+            out, lse, most = dense_attention(
+                q,
+                k,
+                v,
+                scale=scale,
+                mask=spec.mask,
+                mask_captured=mask_captured,
+                score=spec.score,
+                score_captured=captured(score),
+                sink=sink,
+            )
+        else:
+            out, lse, most = ops.attend(q, k, v, sink, mask_captured, captured(score), spec.handle, scale, peak)
+        return (out, lse, most if peak else lse.new_empty((0,)), *(q.new_empty((0,)) for _ in returned[3:]))
+
+
+_attend_hop = _AttendHop()
+
+
+def _source(tag: Any) -> Node:
+    """The placeholder that a tag was made from."""
+    return tag.args[0]
+
+
+def _traced(module: GraphModule, result: Node, scalars: list[Node], kind: Kind, dtype: torch.dtype) -> tuple[Traced, list[Node]]:
+    """One result of Dynamo's subgraph as a program, and the subgraph's placeholders that it captures, in the program's order of sources."""
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    needed = _needed(module.graph, result)
+    inputs = [n for n in module.graph.nodes if n.op == "placeholder" and (n in needed or n in scalars)]
+    for node in inputs:
+        env[node] = graph.node_copy(node)
+    for node in module.graph.nodes:
+        if node in needed and node.op != "placeholder":
+            env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(env[result])
+    part = GraphModule(module, graph)
+    lifted = [n for n in inputs if n not in scalars]
+    stand_ins = {n: _stand_in(n) for n in lifted}
+    wanted = scalars if kind == "score" else scalars[1:]
+
+    def mod(*args: Tensor) -> Tensor:
+        given = dict(zip(wanted, args, strict=True))
+        return part(*(given[n] if n in given else stand_ins.get(n, args[0]) for n in inputs))
+
+    traced = trace(mod, kind, score_dtype=dtype, name=f"{kind}_mod of a compiled function")
+    return traced, [next(n for n in lifted if stand_ins[n] is source) for source in traced.sources]
+
+
+def _stand_in(node: Node) -> Tensor:
+    """A small real tensor in place of an operand: the trace needs its dtype and rank, and it must be one object."""
+    value = node.meta["example_value"]
+    if isinstance(value, Tensor):
+        return torch.empty([1 if not isinstance(s, int) else s for s in value.shape], dtype=value.dtype)
+    return torch.zeros((), dtype=torch.int64)
+
+
+def _needed(graph: Graph, root: Node) -> set[Node]:
+    seen, todo = {root}, [root]
+    while todo:
+        for parent in todo.pop().all_input_nodes:
+            if parent not in seen:
+                seen.add(parent)
+                todo.append(parent)
+    return seen

@@ -1,0 +1,197 @@
+"""The operators `longspan::attend` and `longspan::attend_backward`: opaque to compilers, differentiable once.
+
+They take tensors, captured tensors and the handle of a `Spec`; see `longspan.engine.spec`. Legend as in `longspan.kernels.protocol`.
+This module does not postpone annotations: torch reads the operators' schemas from them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.engine.spec import Spec, SpecRegistry
+from longspan.engine.tables import TableCache
+from longspan.kernels.protocol import Kernel, State, Tiling, Work, like_query, state_dtype
+from longspan.kernels.registry import choose
+
+BLOCK = (128, 128)
+
+NO_TRANSFORMS = "longspan.attention does not run under torch.vmap, torch.func or forward-mode differentiation; with kernel='dense' it does"
+
+specs = SpecRegistry()
+_tables = TableCache()
+
+
+def make_work(
+    spec: Spec, q: Tensor, k: Tensor, mask_captured: Sequence[Tensor], score_captured: Sequence[Tensor], scale: float, *, backward: bool
+) -> Work:
+    """The whole attention of q over k as one piece of work."""
+    batch, heads, q_len, _ = q.shape
+    kv_len = k.shape[2]
+    table = _tables.table(spec.mask, mask_captured, q_len, kv_len, block=BLOCK, batch=batch, heads=heads)
+    return Work(
+        table=table,
+        q_tiles=Tiling(length=q_len, block=BLOCK[0]),
+        kv_tiles=Tiling(length=kv_len, block=BLOCK[1]),
+        scale=scale,
+        mask=spec.mask,
+        mask_captured=[t.to(q.device) for t in mask_captured],
+        score=spec.score,
+        score_captured=[t.to(q.device) for t in score_captured],
+        joint=spec.joint if backward else None,
+    )
+
+
+@torch.library.custom_op("longspan::attend", mutates_args=())
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    mask_captured: Sequence[Tensor],
+    score_captured: Sequence[Tensor],
+    spec: int,
+    scale: float,
+    peak: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, peak): peak has no elements unless asked for."""
+    kernel, work = _kernel_and_work(q, k, v, mask_captured, score_captured, spec, scale, backward=False)
+    result = kernel.forward(q, k, v, work, state=_sink_state(sink, q, v, peak), final=True, peak=peak)
+    out = like_query(q, v.shape[-1], q.dtype)
+    if result.out.stride() == out.stride():
+        out = result.out
+    else:
+        out.copy_(result.out)
+    return out, result.lse.contiguous(), result.lse.new_empty(0) if result.peak is None else result.peak.contiguous()
+
+
+@attend.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    mask_captured: Sequence[Tensor],
+    score_captured: Sequence[Tensor],
+    spec: int,
+    scale: float,
+    peak: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = q.new_empty(q.shape[:-1], dtype=state_dtype(q.dtype))
+    return like_query(q, v.shape[-1], q.dtype), rows, torch.empty_like(rows) if peak else rows.new_empty(0)
+
+
+@torch.library.custom_op("longspan::attend_backward", mutates_args=())
+def attend_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    mask_captured: Sequence[Tensor],
+    score_captured: Sequence[Tensor],
+    needs: Sequence[bool],
+    spec: int,
+    scale: float,
+) -> list[Tensor]:
+    """[dq, dk, dv], then the sink's gradient if there is one, then those of the captured tensors that need it; all contiguous."""
+    kernel, work = _kernel_and_work(q, k, v, mask_captured, score_captured, spec, scale, backward=True)
+    delta = kernel.delta(out, grad_out, grad_lse)
+    grads = kernel.backward(q, k, v, out, lse, delta, grad_out, work, needs=needs, wide=False, through_lse=grad_lse is not None)
+    found = [grads.q, grads.k, grads.v]
+    if sink is not None:
+        share = torch.exp(sink.to(lse.dtype)[:, None] - lse)
+        found.append(-(share * delta).sum((0, 2)).to(sink.dtype))
+    for need, grad, tensor in zip(needs, grads.captured, score_captured, strict=False):
+        if need and grad is not None:
+            found.append(grad.to(tensor.dtype).to(tensor.device))
+    return [g.contiguous() for g in found]
+
+
+@attend_backward.register_fake
+def _(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    mask_captured: Sequence[Tensor],
+    score_captured: Sequence[Tensor],
+    needs: Sequence[bool],
+    spec: int,
+    scale: float,
+) -> list[Tensor]:
+    wanted = [q, k, v] + ([sink] if sink is not None else []) + [t for t, need in zip(score_captured, needs, strict=True) if need]
+    return [t.new_empty(t.shape) for t in wanted]
+
+
+def _kernel_and_work(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_captured: Sequence[Tensor],
+    score_captured: Sequence[Tensor],
+    spec: int,
+    scale: float,
+    *,
+    backward: bool,
+) -> tuple[Kernel, Work]:
+    found = specs[spec]
+    work = make_work(found, q, k, mask_captured, score_captured, scale, backward=backward)
+    return choose(found.kernel, q, k, v, work), work
+
+
+def _sink_state(sink: Tensor | None, q: Tensor, v: Tensor, peak: bool) -> State | None:
+    """A sink is a key of value 0 that every row has seen already."""
+    if sink is None:
+        return None
+    wide = state_dtype(q.dtype)
+    lse = sink.to(wide)[None, :, None].expand(q.shape[:3]).contiguous()
+    out = torch.zeros((*q.shape[:3], v.shape[-1]), dtype=wide, device=q.device)
+    return State(out=out, lse=lse, peak=torch.full_like(lse, -torch.inf) if peak else None)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, sink, mask_captured, score_captured, spec, scale, _ = inputs
+    out, lse, _ = output
+    ctx.save_for_backward(q, k, v, sink, out, lse, *mask_captured, *score_captured)
+    ctx.counts = len(mask_captured), len(score_captured)
+    ctx.spec, ctx.scale = spec, scale
+    ctx.keep_alive = specs[spec]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_peak: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, sink, out, lse, *captured = ctx.saved_tensors
+    mask_captured, score_captured = captured[: ctx.counts[0]], captured[ctx.counts[0] :]
+    needs = [bool(n) for n in ctx.needs_input_grad[5]] if score_captured else []
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    found = iter(attend_backward(grad_out, grad_lse, q, k, v, sink, out, lse, mask_captured, score_captured, needs, ctx.spec, ctx.scale))
+    dq, dk, dv = next(found), next(found), next(found)
+    dsink = None if sink is None else next(found)
+    return dq, dk, dv, dsink, [None] * len(mask_captured), [next(found) if n else None for n in needs], None, None, None
+
+
+def _refuse_double_backward(ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError(
+        "longspan.attention can be differentiated once, not twice (create_graph=True, torch.func.hessian, gradient penalties). "
+        "kernel='dense' can be differentiated to any order"
+    )
+
+
+def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+    raise RuntimeError(NO_TRANSFORMS)
+
+
+attend.register_autograd(_backward, setup_context=_setup_context)
+attend_backward.register_autograd(_refuse_double_backward, setup_context=lambda ctx, inputs, output: None)
+attend.register_vmap(_refuse_vmap)
+attend_backward.register_vmap(_refuse_vmap)

@@ -1,0 +1,161 @@
+"""What every kernel does: compute a set of tiles and fold them into a running state; the same backwards.
+
+Legend: B batch, H query heads, G key/value heads (H a multiple of G), Q query tokens here, K key tokens here,
+D query/key head dim, E value head dim.  q [B, H, Q, D], k [B, G, K, D], v [B, G, K, E], out [B, H, Q, E], lse [B, H, Q].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from longspan.masks.joint import Joint
+from longspan.masks.program import Program
+from longspan.masks.table import BlockTable
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tiling:
+    """Where the tiles of one side lie. Tile i: rows row[i] … row[i] + count[i] − 1 of the tensor, the first at global position pos[i].
+
+    `None` for all three is a whole sequence in order: row = pos = i · block, the last tile cut at `length`.
+    """
+
+    length: int
+    block: int
+    row: Tensor | None = None
+    pos: Tensor | None = None
+    count: Tensor | None = None
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.length // self.block) if self.row is None else len(self.row)
+
+    def span(self, tile: int) -> tuple[int, int, int]:
+        """(first row, count, first position) of one tile."""
+        if self.row is None or self.pos is None or self.count is None:
+            start = tile * self.block
+            return start, min(self.block, self.length - start), start
+        return int(self.row[tile]), int(self.count[tile]), int(self.pos[tile])
+
+    def positions(self, device: torch.device) -> Tensor:
+        """The global position of each row [length], int64; rows in no tile have position 0."""
+        if self.row is None or self.pos is None or self.count is None:
+            return torch.arange(self.length, device=device)
+        out = torch.zeros(self.length, dtype=torch.int64)
+        for tile in range(self.tiles):
+            row, count, pos = self.span(tile)
+            out[row : row + count] = torch.arange(pos, pos + count)
+        return out.to(device)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Work:
+    """Which tiles to compute, and how each score is made. Rows and columns of `table` are tiles of `q_tiles` and `kv_tiles`.
+
+    `mask` decides inside partial tiles; full tiles are computed whole. `score` applies to every computed score. Both see global
+    positions. `mask_captured`, `score_captured` are the tensors that those programs read, on the device of the queries.
+    """
+
+    table: BlockTable
+    q_tiles: Tiling
+    kv_tiles: Tiling
+    scale: float
+    mask: Program | None = None
+    mask_captured: Sequence[Tensor] = ()
+    score: Program | None = None
+    score_captured: Sequence[Tensor] = ()
+    joint: Joint | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class State:
+    """A running result. `out` is normalised: softmax over what was seen so far, times the values. Rows that saw nothing: out 0, lse −inf.
+
+    `lse` is in natural log and float32 (float64 for float64 inputs). `out` is in that dtype too between stages and in the
+    query's after the last. `peak`, if asked for, is the largest score of each row.
+    """
+
+    out: Tensor
+    lse: Tensor
+    peak: Tensor | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class Grads:
+    """Gradients; `captured[i]` is None where score_captured[i] needs none, else float32 or float64, of its shape."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    captured: list[Tensor | None]
+
+
+class Kernel(Protocol):
+    """One way to compute tiles. Stateless; an instance per name, in `longspan.kernels.registry`."""
+
+    @property
+    def name(self) -> str: ...
+
+    def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
+        """Why this kernel cannot do this work, or None if it can."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, *, state: State | None, final: bool, peak: bool) -> State:
+        """Attend over `work`'s tiles, folded into `state`. `final`: `out` comes back in the query's dtype, else in the state's."""
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        grad_out: Tensor,
+        work: Work,
+        *,
+        needs: Sequence[bool],
+        wide: bool,
+        through_lse: bool,
+    ) -> Grads:
+        """Gradients of `work`'s tiles, given the final out and lse over all tiles of all stages.
+
+        `delta` [B, H, Q] = Σ out·grad_out − grad_lse, in the dtype of lse: rows' share of every score's gradient.
+        `needs[i]`: whether score_captured[i] needs a gradient. `wide`: gradients of q, k, v in the dtype of lse (to be summed over
+        stages), else in the inputs'. `through_lse`: whether a gradient of lse is part of `delta`.
+        """
+
+    def delta(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
+        """What `backward` takes as `delta`."""
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which scores, sums and running results are held for inputs of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def plain_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """`delta` in plain torch."""
+    wide = state_dtype(out.dtype)
+    delta = (out.to(wide) * grad_out.to(wide)).sum(-1)
+    return delta if grad_lse is None else delta - grad_lse.to(wide)
+
+
+def like_query(q: Tensor, last: int, dtype: torch.dtype) -> Tensor:
+    """An empty tensor of q's shape but for the last dim, its dims in memory in the order of q's."""
+    shape = (*q.shape[:-1], last)
+    order: list[int] = []  # outermost dim first; an insertion sort, since compilers cannot sort symbolic strides
+    for dim in range(q.ndim):
+        at = len(order)
+        while at > 0 and q.stride(order[at - 1]) < q.stride(dim) and q.stride(order[at - 1]) > 0:
+            at -= 1
+        order.insert(at, dim)
+    strides, step = [0] * q.ndim, 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step = step * shape[dim]
+    return torch.empty_strided(shape, strides, dtype=dtype, device=q.device)

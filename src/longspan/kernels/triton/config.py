@@ -1,0 +1,66 @@
+"""How the kernels are cut into tiles, by device, head dims and dtype. No tuning at run time: the same inputs give the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """One pass: queries × keys per step, warps per program, stages of the software pipeline.
+
+    `tma`: the loop's tiles come through the copy engine (Hopper and later) where the tensors' strides allow it.
+    """
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    tma: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """`l2_bytes`: how many bytes of keys and values the programs in flight may share, so that they stay in the cache."""
+
+    forward: Tile
+    dkdv: Tile
+    dq: Tile
+    l2_bytes: int = 24 * 2**20
+
+
+def choose(*, capability: tuple[int, int], d: int, e: int, dtype: torch.dtype, scored: bool) -> Config:
+    """The configuration for a device of this compute capability, padded head dims d and e. `scored`: there is a score program."""
+    wide = max(d, e)
+    if dtype == torch.float32:
+        small = Tile(m=32, n=32, warps=4, stages=2)
+        if wide <= 64:
+            return Config(forward=Tile(m=64, n=32, warps=4, stages=3), dkdv=small, dq=small)
+        tiny = Tile(m=16, n=32, warps=4, stages=1) if wide > 128 else small
+        return Config(forward=Tile(m=32, n=32, warps=4, stages=2), dkdv=tiny, dq=tiny)
+    if capability >= (9, 0):
+        if wide <= 64:
+            step = Tile(m=64, n=128, warps=8 if scored else 4, stages=3)
+            return Config(forward=Tile(m=128, n=128, warps=8, stages=3), dkdv=step, dq=Tile(m=128, n=64, warps=8, stages=3))
+        if wide <= 128:
+            return Config(
+                forward=Tile(m=128, n=128, warps=8, stages=2),
+                dkdv=Tile(m=64, n=128, warps=8, stages=2),
+                dq=Tile(m=128, n=64, warps=8, stages=2),
+            )
+        return Config(
+            forward=Tile(m=128, n=64, warps=8, stages=2), dkdv=Tile(m=32, n=64, warps=8, stages=1), dq=Tile(m=64, n=32, warps=4, stages=1)
+        )
+    if wide <= 64:
+        return Config(
+            forward=Tile(m=128, n=64, warps=4, stages=3), dkdv=Tile(m=64, n=64, warps=4, stages=3), dq=Tile(m=64, n=64, warps=4, stages=3)
+        )
+    if wide <= 128:
+        return Config(
+            forward=Tile(m=64, n=64, warps=4, stages=2), dkdv=Tile(m=32, n=64, warps=4, stages=2), dq=Tile(m=64, n=32, warps=4, stages=2)
+        )
+    return Config(
+        forward=Tile(m=64, n=32, warps=4, stages=2), dkdv=Tile(m=16, n=32, warps=4, stages=1), dq=Tile(m=32, n=16, warps=4, stages=1)
+    )

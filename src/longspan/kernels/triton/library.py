@@ -1,0 +1,139 @@
+"""Device functions that generated programs call: torch's meaning of operations that Triton has not, or has with another meaning.
+
+All take and return scalars or tiles and broadcast like operators. Floating point is float32 unless the operands are wider.
+"""
+
+# Device code: its arguments are tiles and pointers, which Python types do not describe.
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def floor_div(a, b):
+    """Integers: rounds down, as torch does; the hardware rounds towards zero."""
+    quotient = a // b
+    rest = a - quotient * b
+    return quotient - ((rest != 0) & ((rest < 0) != (b < 0))).to(tl.int32)
+
+
+@triton.jit
+def trunc_div(a, b):
+    """Integers: rounds towards zero, whichever way `//` goes."""
+    quotient = a // b
+    rest = a - quotient * b
+    return quotient + ((rest != 0) & ((rest < 0) != (a < 0))).to(tl.int32)
+
+
+@triton.jit
+def wrap(index, size):
+    """A position in a dim of `size`: negative ones count from the end; never outside, whatever padding rows compute."""
+    index = tl.where(index < 0, index + size, index)
+    return tl.minimum(tl.maximum(index, 0), size - 1)
+
+
+@triton.jit
+def extent(sizes, WHICH: tl.constexpr):
+    """Size number WHICH of the packed sizes (see `launch.pack_sizes`)."""
+    return (sizes[WHICH] >> 1) - 1
+
+
+@triton.jit
+def tanh_fast(x):
+    """The hardware's tanh, one instruction: relative error up to 2⁻¹¹, no more than rounding to float16 costs."""
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def tanh(x):
+    """tanh to a few float32 ulps: a series where 1 − exp(−2|x|) would cancel."""
+    square = x * x
+    series = x + x * square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835))))
+    small = tl.exp(-2.0 * tl.abs(x))
+    large = (1.0 - small) / (1.0 + small)
+    return tl.where(square < 0.09, series, tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def expm1(x):
+    series = x * (1.0 + x * (1.0 / 2 + x * (1.0 / 6 + x * (1.0 / 24 + x * (1.0 / 120)))))
+    return tl.where(tl.abs(x) < 0.1, series, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def log1p(x):
+    """The rounding error of 1 + x cancels in the quotient."""
+    shifted = 1.0 + x
+    rest = shifted - 1.0
+    return tl.where(rest == 0.0, x, tl.where(shifted == float("inf"), shifted, tl.log(shifted) * (x / tl.where(rest == 0.0, 1.0, rest))))
+
+
+@triton.jit
+def softplus(x, beta, threshold):
+    return tl.where(x * beta > threshold, x, log1p(tl.exp(tl.minimum(x * beta, threshold))) / beta)
+
+
+@triton.jit
+def truncate(x):
+    return tl.where(x < 0, tl.ceil(x), tl.floor(x))
+
+
+@triton.jit
+def round_even(x):
+    """To the nearest integer, halves to the even one."""
+    up = tl.floor(x + 0.5)
+    odd = up - 2.0 * tl.floor(up * 0.5)
+    return tl.where((up - x == 0.5) & (odd == 1.0), up - 1.0, tl.where(tl.abs(x) >= 8388608.0, x, up))
+
+
+@triton.jit
+def sign(x):
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+@triton.jit
+def power(x, y):
+    """x ** y for any float32 x: the sign of a negative base follows the parity of an integral exponent, else NaN."""
+    magnitude = tl.exp2(y * tl.log2(tl.abs(x)))
+    odd = y - 2.0 * tl.floor(y * 0.5)
+    signed = tl.where(odd == 1.0, -magnitude, tl.where(odd == 0.0, magnitude, float("nan")))
+    return tl.where(y == 0.0, 1.0, tl.where(x < 0, signed, magnitude))
+
+
+@triton.jit
+def gelu(x):
+    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def gelu_grad(grad, x):
+    density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    return grad * (0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density)
+
+
+@triton.jit
+def gelu_tanh(x):
+    return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+@triton.jit
+def gelu_tanh_grad(grad, x):
+    t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
+    return grad * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * 0.7978845608028654 * (1.0 + 0.134145 * x * x))
+
+
+@triton.jit
+def silu_grad(grad, x):
+    s = sigmoid(x)
+    return grad * s * (1.0 + x * (1.0 - s))

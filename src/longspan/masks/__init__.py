@@ -1,0 +1,1 @@
+"""Masks: their algebra, the programs they trace into, and their block tables."""

@@ -1,0 +1,342 @@
+"""Masks: symbolic, composable, and each a FlexAttention `mask_mod` callable.
+
+A mask answers `mask(b, h, q_idx, kv_idx)` with a bool tensor, for scalar index tensors (as torch's `create_block_mask` and our
+tracer call it) and for index tensors that broadcast. Masks are immutable values; `&`, `|` and `~` combine them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from longspan.masks.block_mask import ListedMask, mask_mod_of_block_mask, table_of_block_mask
+from longspan.masks.classify import classify
+from longspan.masks.documents import document_ids, renumbered
+from longspan.masks.table import BlockTable
+from longspan.masks.tracing import Traced, mod_name, trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """The sizes a mask was made for; None where any will do."""
+
+    q_len: int | None = None
+    kv_len: int | None = None
+    batch: int | None = None
+    heads: int | None = None
+
+    def check(self, what: str, **got: int) -> None:
+        """Raise ValueError where a size in use is not the one the mask was made for."""
+        for name, value in got.items():
+            want = getattr(self, name)
+            if want is not None and want != value:
+                raise ValueError(f"{what} was made for {name}={want}, got {name}={value}: make a mask for these sizes")
+
+    def joined(self, other: Extent, what: str) -> Extent:
+        sizes: dict[str, int | None] = {}
+        for name in ("q_len", "kv_len", "batch", "heads"):
+            a, b = getattr(self, name), getattr(other, name)
+            if a is not None and b is not None and a != b:
+                raise ValueError(f"{what}: the parts were made for different sizes, {name}={a} and {name}={b}")
+            sizes[name] = b if a is None else a
+        return Extent(**sizes)
+
+
+class Mask:
+    """Which (query, key) pairs exist. Build one with `full`, `causal`, `sliding_window`, `documents`, `prefix` or `mask_mod`."""
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def extent(self) -> Extent:
+        return Extent()
+
+    def __and__(self, other: Any) -> Mask:
+        return And(self, as_mask(other)) if _is_mask_like(other) else NotImplemented
+
+    def __or__(self, other: Any) -> Mask:
+        return Or(self, as_mask(other)) if _is_mask_like(other) else NotImplemented
+
+    def __rand__(self, other: Any) -> Mask:
+        return And(as_mask(other), self) if _is_mask_like(other) else NotImplemented
+
+    def __ror__(self, other: Any) -> Mask:
+        return Or(as_mask(other), self) if _is_mask_like(other) else NotImplemented
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+    @cached_property
+    def traced(self) -> Traced:
+        """The mask's program and the tensors it captures, traced once."""
+        return trace(self, "mask", name=str(self))
+
+    def block_table(
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        block: int | tuple[int, int] = 128,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+    ) -> BlockTable:
+        """Empty, partial or full for each tile of a q_len × kv_len attention (kv_len: q_len unless given).
+
+        `batch` and `heads` matter only where the mask depends on them; where it was made for a number of them, that is the default.
+        """
+        kv_len = q_len if kv_len is None else kv_len
+        size = (block, block) if isinstance(block, int) else block
+        if q_len < 0 or kv_len < 0 or min(size) < 1:
+            raise ValueError(f"block_table: lengths must be >= 0 and blocks >= 1, got q_len={q_len}, kv_len={kv_len}, block={block}")
+        extent = self.extent
+        batch = (extent.batch or 1) if batch is None else batch
+        heads = (extent.heads or 1) if heads is None else heads
+        extent.check(f"mask {self}", q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
+        return self._table(q_len, kv_len, size, batch, heads)
+
+    def _table(self, q_len: int, kv_len: int, block: tuple[int, int], batch: int, heads: int) -> BlockTable:
+        with torch.no_grad():
+            captured = self.traced.captured()
+        table = classify(self.traced.program, captured, q_len, kv_len, block=block, batch=batch, heads=heads)
+        object.__setattr__(table, "mask_mod", self)
+        return table
+
+
+@dataclass(frozen=True, eq=False)
+class Full(Mask):
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx >= 0) & (kv_idx >= 0)
+
+    def __str__(self) -> str:
+        return "full()"
+
+
+@dataclass(frozen=True, eq=False)
+class Causal(Mask):
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return q_idx >= kv_idx
+
+    def __str__(self) -> str:
+        return "causal()"
+
+
+@dataclass(frozen=True, eq=False)
+class SlidingWindow(Mask):
+    left: int
+    right: int
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx - kv_idx < self.left) & (kv_idx - q_idx <= self.right)
+
+    def __str__(self) -> str:
+        return f"sliding_window({self.left}, {self.right})"
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Mask):
+    """`ids` [S] or [B, S]; `real`, if there is padding, is False where a token attends to and is seen by nothing."""
+
+    ids: Tensor
+    real: Tensor | None
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        same = self._at(self.ids, b, q_idx) == self._at(self.ids, b, kv_idx)
+        if self.real is None:
+            return same
+        return same & self._at(self.real, b, q_idx) & self._at(self.real, b, kv_idx)
+
+    @staticmethod
+    def _at(table: Tensor, b: Tensor, i: Tensor) -> Tensor:
+        return table[i] if table.ndim == 1 else table[b, i]
+
+    @property
+    def extent(self) -> Extent:
+        length = self.ids.shape[-1]
+        return Extent(q_len=length, kv_len=length, batch=self.ids.shape[0] if self.ids.ndim == 2 else None)
+
+    def __str__(self) -> str:
+        return f"documents({self.ids.shape[-1]} tokens)"
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix(Mask):
+    """`length` is an int, or [B] for one length per batch row."""
+
+    length: int | Tensor
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        length = self.length[b] if isinstance(self.length, Tensor) else self.length
+        return (kv_idx < length) & (q_idx >= 0)
+
+    @property
+    def extent(self) -> Extent:
+        return Extent(batch=self.length.shape[0]) if isinstance(self.length, Tensor) else Extent()
+
+    def __str__(self) -> str:
+        return f"prefix({self.length if isinstance(self.length, int) else '…'})"
+
+
+@dataclass(frozen=True, eq=False)
+class Custom(Mask):
+    fn: Callable[..., Tensor]
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.fn(b, h, q_idx, kv_idx)
+
+    def __str__(self) -> str:
+        return f"mask_mod({mod_name(self.fn)})"
+
+
+@dataclass(frozen=True, eq=False)
+class FromBlockMask(Mask):
+    """A torch BlockMask: what its block lists and its mask_mod together let through."""
+
+    block_mask: BlockMask
+    listed: ListedMask
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.listed(b, h, q_idx, kv_idx)
+
+    @property
+    def extent(self) -> Extent:
+        batch, heads = self.block_mask.shape[:2]
+        q_len, kv_len = self.block_mask.seq_lengths
+        return Extent(q_len=q_len, kv_len=kv_len, batch=batch if batch > 1 else None, heads=heads if heads > 1 else None)
+
+    def _table(self, q_len: int, kv_len: int, block: tuple[int, int], batch: int, heads: int) -> BlockTable:
+        if tuple(self.block_mask.BLOCK_SIZE) == block:
+            return table_of_block_mask(self.block_mask)
+        return super()._table(q_len, kv_len, block, batch, heads)
+
+    def __str__(self) -> str:
+        return f"BlockMask{tuple(self.block_mask.shape)}"
+
+
+@dataclass(frozen=True, eq=False)
+class And(Mask):
+    a: Mask
+    b: Mask
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.a(b, h, q_idx, kv_idx) & self.b(b, h, q_idx, kv_idx)
+
+    @property
+    def extent(self) -> Extent:
+        return self.a.extent.joined(self.b.extent, str(self))
+
+    def __str__(self) -> str:
+        return f"({self.a} & {self.b})"
+
+
+@dataclass(frozen=True, eq=False)
+class Or(Mask):
+    a: Mask
+    b: Mask
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.a(b, h, q_idx, kv_idx) | self.b(b, h, q_idx, kv_idx)
+
+    @property
+    def extent(self) -> Extent:
+        return self.a.extent.joined(self.b.extent, str(self))
+
+    def __str__(self) -> str:
+        return f"({self.a} | {self.b})"
+
+
+@dataclass(frozen=True, eq=False)
+class Not(Mask):
+    a: Mask
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return ~self.a(b, h, q_idx, kv_idx)
+
+    @property
+    def extent(self) -> Extent:
+        return self.a.extent
+
+    def __str__(self) -> str:
+        return f"~{self.a}"
+
+
+def full() -> Mask:
+    """Every query sees every key."""
+    return Full()
+
+
+def causal() -> Mask:
+    """A query sees the keys at and before its own position."""
+    return Causal()
+
+
+def sliding_window(left: int, right: int = 0) -> Mask:
+    """A query sees itself, the `left` − 1 keys before it and the `right` keys after it: q − kv < left and kv − q <= right."""
+    for name, value, least in (("left", left, 1), ("right", right, 0)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"sliding_window: {name} must be an int, got {type(value).__name__}")
+        if value < least:
+            raise ValueError(f"sliding_window: {name} must be >= {least}, got {value}")
+    return SlidingWindow(left, right)
+
+
+def documents(
+    lengths: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
+    *,
+    ids: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
+) -> Mask:
+    """A query sees the keys of its own document, before and after it (combine with `causal()` for packed language models).
+
+    `lengths`: the documents' lengths in order, or one such list per batch row; a shorter row is filled with padding that sees nothing.
+    `ids`: a document id per token, [S] or [B, S], in any order; tokens with a negative id see nothing and are seen by nothing.
+    """
+    if (lengths is None) == (ids is None):
+        raise TypeError("documents: give either lengths or ids")
+    if ids is None:
+        assert lengths is not None
+        return Documents(*renumbered(document_ids(lengths)))
+    tensor = ids if isinstance(ids, Tensor) else torch.tensor(ids)
+    if tensor.dtype.is_floating_point or tensor.dtype == torch.bool or tensor.ndim not in (1, 2) or tensor.numel() == 0:
+        raise ValueError(f"documents: ids must be integers of shape [S] or [B, S], got {tensor.dtype} of shape {tuple(tensor.shape)}")
+    return Documents(*renumbered(tensor))
+
+
+def prefix(length: int | Tensor | Sequence[int]) -> Mask:
+    """Every query sees the first `length` keys: one number, or one per batch row."""
+    if isinstance(length, int) and not isinstance(length, bool):
+        if length < 0:
+            raise ValueError(f"prefix: length must be >= 0, got {length}")
+        return Prefix(length)
+    tensor = length if isinstance(length, Tensor) else torch.tensor(length)
+    if tensor.dtype.is_floating_point or tensor.dtype == torch.bool or tensor.ndim != 1:
+        raise ValueError(f"prefix: length must be an int or integers of shape [B], got {tensor.dtype} of shape {tuple(tensor.shape)}")
+    return Prefix(tensor)
+
+
+def mask_mod(fn: Callable[..., Tensor]) -> Mask:
+    """Any FlexAttention `mask_mod`: fn(b, h, q_idx, kv_idx) → bool, captured tensors allowed."""
+    if not callable(fn):
+        raise TypeError(f"mask_mod: expected a callable (b, h, q_idx, kv_idx) -> bool, got {type(fn).__name__}")
+    return fn if isinstance(fn, Mask) else Custom(fn)
+
+
+def _is_mask_like(value: Any) -> bool:
+    return isinstance(value, Mask | BlockMask) or (callable(value) and not isinstance(value, type))
+
+
+def as_mask(value: Any) -> Mask:
+    """A mask from what users pass for one: a mask, a torch BlockMask or a mask_mod callable."""
+    if isinstance(value, Mask):
+        return value
+    if isinstance(value, BlockMask):
+        return FromBlockMask(value, mask_mod_of_block_mask(value))
+    if _is_mask_like(value):
+        return Custom(value)
+    hint = "; for a dense mask use longspan.scaled_dot_product_attention(attn_mask=…)" if isinstance(value, Tensor) else ""
+    raise TypeError(f"mask: expected a longspan mask, a torch BlockMask or a mask_mod callable, got {type(value).__name__}{hint}")

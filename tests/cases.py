@@ -1,0 +1,162 @@
+"""Masks, score mods and shapes that the operator is held against the oracle on, and the error it may make."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import longspan as ls
+from longspan.testing import oracle
+
+
+def cuts(length: int, parts: int) -> list[int]:
+    """`parts` document lengths that sum to `length`, uneven on purpose."""
+    ends = sorted({length * (i * i + i) // (parts * parts + parts) for i in range(1, parts)} | {0, length})
+    return [b - a for a, b in itertools.pairwise(ends)]
+
+
+def masks(length: int, device: str = "cpu") -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(7)
+    shuffled = torch.randint(0, 4, (length,), generator=generator).to(device)
+    lookup = (torch.rand(length // 16 + 1, length // 16 + 1, generator=generator) < 0.6).to(device)
+    limits = torch.randint(0, length + 1, (16,), generator=generator).to(device)
+    return {
+        "full": ls.full(),
+        "causal": ls.causal(),
+        "window": ls.sliding_window(37, 5),
+        "documents": ls.causal() & ls.documents(lengths=cuts(length, 5)),
+        "prefix": ls.causal() | ls.prefix(max(1, length // 3)),
+        "dilated": ls.mask_mod(lambda b, h, q, kv: ((q - kv) % 3 == 0) & (q >= kv)),
+        "per_head_window": ls.mask_mod(lambda b, h, q, kv: (q - kv).abs() < 9 * (h + 1)),
+        "shuffled_ids": ls.mask_mod(lambda b, h, q, kv: shuffled[q] == shuffled[kv]) & ls.causal(),
+        "block_lookup": ls.mask_mod(lambda b, h, q, kv: lookup[q // 16, kv // 16]),
+        "empty_rows": ls.mask_mod(lambda b, h, q, kv: (q % 5 != 0) & (kv < limits[h]) & (q >= kv)),
+    }
+
+
+def score_mods(length: int, heads: int, device: str = "cpu") -> dict[str, tuple[Callable[..., Tensor] | None, list[Tensor]]]:
+    """Name → (score_mod, the captured tensors that get a gradient)."""
+    generator = torch.Generator().manual_seed(11)
+    slopes = torch.exp2(-torch.arange(1, heads + 1) * 8.0 / heads).to(device)
+    table = (0.5 * torch.randn(2 * length, generator=generator)).to(device).requires_grad_()
+    bias = torch.randn(heads, generator=generator).to(device).requires_grad_()
+    return {
+        "none": (None, []),
+        "alibi": (lambda s, b, h, q, kv: s - slopes[h] * (q - kv).abs(), []),
+        "softcap": (lambda s, b, h, q, kv: 5.0 * torch.tanh(s / 5.0), []),
+        "relative_bias": (lambda s, b, h, q, kv: s + table[q - kv + length], [table]),
+        "head_bias": (lambda s, b, h, q, kv: s * torch.sigmoid(bias[h]) + bias[h], [bias]),
+    }
+
+
+HEADS = {"mha": (4, 4), "gqa": (8, 2), "mqa": (3, 1)}
+DIMS = {"64": (64, 64), "128": (128, 128), "192/128": (192, 128)}
+LENGTHS = (1, 7, 128, 300, 1000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    mask: str
+    score: str
+    heads: str
+    dims: str
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.mask}-{self.score}-{self.heads}-{self.dims}-{self.length}"
+
+
+def whole_grid(lengths: Sequence[int] = LENGTHS) -> list[Case]:
+    names = (masks(64), score_mods(64, 4), HEADS, DIMS, lengths)
+    return [Case(mask=m, score=s, heads=h, dims=d, length=n) for m, s, h, d, n in itertools.product(*names)]
+
+
+def covering_sample(grid: list[Case]) -> list[Case]:
+    """Few cases in which every pair of choices occurs: greedily the case that covers most pairs not seen yet."""
+
+    def pairs(case: Case) -> set[tuple[Any, ...]]:
+        return set(itertools.combinations(vars(case).items(), 2))
+
+    todo = set().union(*(pairs(c) for c in grid))
+    sample = []
+    while todo:
+        best = max(grid, key=lambda c: len(pairs(c) & todo))
+        todo -= pairs(best)
+        sample.append(best)
+    return sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor
+    captured: list[Tensor] = field(default_factory=list)
+
+
+def inputs(case: Case, dtype: torch.dtype, device: str = "cpu", *, batch: int = 2, seed: int = 0) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    heads, groups = HEADS[case.heads]
+    dim, value_dim = DIMS[case.dims]
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    q, k = draw(batch, heads, case.length, dim), draw(batch, groups, case.length, dim)
+    v, grad_out = draw(batch, groups, case.length, value_dim), draw(batch, heads, case.length, value_dim)
+    q, k, v, grad_out = (t.to(dtype) for t in (q, k, v, grad_out))
+    return Inputs(
+        q=q.requires_grad_(), k=k.requires_grad_(), v=v.requires_grad_(), grad_out=grad_out, grad_lse=draw(batch, heads, case.length)
+    )
+
+
+def results(fn: Callable[[], tuple[Tensor, Tensor]], given: Inputs, captured: list[Tensor], *, through_lse: bool) -> dict[str, Tensor]:
+    """out, lse and every gradient of a call."""
+    out, lse = fn()
+    loss = (out * given.grad_out.to(out.dtype)).sum()
+    if through_lse:
+        loss = loss + (torch.where(lse == -torch.inf, 0.0, lse) * given.grad_lse.to(lse.dtype)).sum()
+    wanted = {"dq": given.q, "dk": given.k, "dv": given.v, **{f"captured {i}": t for i, t in enumerate(captured)}}
+    grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    zeros = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, wanted.values(), strict=True)]
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(wanted, zeros, strict=True))}
+
+
+def check_against_oracle(
+    case: Case, kernel: str, dtype: torch.dtype, device: str = "cpu", *, through_lse: bool = False, batch: int = 2
+) -> None:
+    """Every result within twice the error of the dense computation in the same dtype.
+
+    Where that error is (almost) nothing, as for a single key, rounding of the terms that cancel is allowed for: a few units in the
+    last place of float32 (float64) times their size.
+    """
+    given = inputs(case, dtype, device, batch=batch)
+    mask = masks(case.length, device)[case.mask]
+    score_mod, captured = score_mods(case.length, HEADS[case.heads][0], device)[case.score]
+
+    def by_oracle(dtype: torch.dtype) -> dict[str, Tensor]:
+        call = lambda: oracle(given.q, given.k, given.v, mask=mask, score_mod=score_mod, return_lse=True, dtype=dtype)
+        return results(call, given, captured, through_lse=through_lse)
+
+    right, dense = by_oracle(torch.float64), by_oracle(dtype)
+    call = lambda: ls.attention(given.q, given.k, given.v, mask=mask, score_mod=score_mod, return_lse=True, kernel=kernel)
+    got = results(call, given, captured, through_lse=through_lse)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for name, want in right.items():
+        have = got[name].double()
+        finite = torch.isfinite(want)
+        assert torch.equal(torch.isfinite(have), finite), f"{case} {kernel} {name}: NaN or infinity in the wrong places"
+        assert have.shape == want.shape, f"{case} {kernel} {name}: shape {tuple(have.shape)}, expected {tuple(want.shape)}"
+        if not finite.any():
+            continue
+        size = max(1.0, float(want[finite].abs().max()))
+        error = float((have - want)[finite].abs().max())
+        budget = 2 * float((dense[name].double() - want)[finite].abs().max()) + 16 * torch.finfo(wide).eps * size
+        assert error <= budget, f"{case} {kernel} {name}: error {error:.2e}, budget {budget:.2e}"

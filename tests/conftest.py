@@ -1,0 +1,23 @@
+"""Set up before any test module is imported: without a GPU, Triton kernels run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole-grid", action="store_true", help="run every case of the large grids, not a covering sample")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device: run `make test-gpu` on a machine that has one"))
+        if "grid" in item.keywords and not config.getoption("--whole-grid"):
+            item.add_marker(pytest.mark.skip(reason="the whole grid: run `make test-all`"))

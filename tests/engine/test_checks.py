@@ -1,0 +1,89 @@
+"""Bad input: an error that says expected, got and what to do, before any kernel runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+import longspan as ls
+from longspan.kernels import registry
+
+
+@pytest.fixture(autouse=True)
+def _no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reached(*args: Any) -> Any:
+        raise AssertionError("bad input reached a kernel")
+
+    monkeypatch.setattr(registry, "kernel_named", reached)
+
+
+def tensors(**changes: Any) -> dict[str, Any]:
+    made = {"q": torch.randn(2, 6, 11, 8), "k": torch.randn(2, 3, 13, 8), "v": torch.randn(2, 3, 13, 5)}
+    return {**made, **changes}
+
+
+BAD_TENSORS = [
+    ({"q": [1.0]}, TypeError, "q: expected a tensor, got list"),
+    ({"q": torch.randn(6, 11, 8)}, ValueError, r"q: expected 4 dims .* got shape \(6, 11, 8\)"),
+    ({"k": torch.randn(2, 3, 13, 7)}, ValueError, "k: expected the head dim of q, 8, got 7"),
+    ({"k": torch.randn(2, 4, 13, 8), "v": torch.randn(2, 4, 13, 5)}, ValueError, "multiple of key heads, got 6 and 4"),
+    ({"k": torch.randn(1, 3, 13, 8)}, ValueError, "k: expected the batch of q, 2, got 1"),
+    ({"v": torch.randn(2, 3, 12, 5)}, ValueError, r"v: expected the heads and tokens of k, \(3, 13\), got \(3, 12\)"),
+    ({"v": torch.randn(2, 3, 13, 5, dtype=torch.float64)}, TypeError, "v: expected the dtype of q, torch.float32, got torch.float64"),
+    ({"q": torch.ones(2, 6, 11, 8, dtype=torch.int64)}, TypeError, "q: expected one of .* got torch.int64"),
+    ({"k": torch.empty(2, 3, 13, 8, device="meta")}, ValueError, "k: expected the device of q, cpu, got meta"),
+    ({"q": torch.randn(2, 6, 11, 0), "k": torch.randn(2, 3, 13, 0)}, ValueError, "must be >= 1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "match"), BAD_TENSORS, ids=[m for _, _, m in BAD_TENSORS])
+def test_tensors_that_do_not_fit_are_refused(changes: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        ls.attention(**tensors(**changes))
+
+
+BAD_SETTINGS = [
+    ({"kernel": "tritonn"}, ValueError, "kernel: expected one of 'auto', 'dense', 'cpu', 'triton'.*got 'tritonn'"),
+    ({"scale": "big"}, TypeError, "scale: expected a number"),
+    ({"scale": torch.tensor(2.0)}, TypeError, "a learned scale belongs in a score_mod"),
+    ({"scale": float("nan")}, ValueError, "scale: expected a finite number"),
+    ({"sink": torch.randn(3)}, ValueError, r"sink: expected one logit per query head, shape \[6\], got \(3,\)"),
+    ({"sink": 1.0}, TypeError, "sink: expected a floating-point tensor"),
+    ({"mask": torch.ones(11, 13, dtype=torch.bool)}, TypeError, "mask: expected a longspan mask.*got Tensor.*attn_mask"),
+    ({"mask": "causal"}, TypeError, "mask: expected a longspan mask.*got str"),
+    ({"mask": ls.documents(lengths=[5, 7])}, ValueError, "was made for q_len=12, got q_len=11"),
+    ({"mask": ls.prefix([1, 2, 3])}, ValueError, "was made for batch=3, got batch=2"),
+    ({"mask": create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 256, 256, device="cpu")}, ValueError, "made for q_len=256"),
+    ({"score_mod": 3}, TypeError, "score_mod: expected a callable"),
+    ({"score_mod": lambda s, b, h, q, kv: s > 0}, ValueError, "floating-point tensor, got dtype torch.bool"),
+    ({"mask": lambda b, h, q, kv: q - kv}, ValueError, "bool tensor, got dtype torch.int64"),
+]
+
+
+@pytest.mark.parametrize(("settings", "error", "match"), BAD_SETTINGS, ids=[m for _, _, m in BAD_SETTINGS])
+def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        ls.attention(**tensors(), **settings)
+
+
+def test_torchs_signatures_refuse_what_they_cannot_honour() -> None:
+    q, k, v = (torch.randn(2, 4, 7, 8) for _ in range(3))
+    few = k[:, :2], v[:, :2]
+    refusals = [
+        (lambda: ls.scaled_dot_product_attention(q, k, v, dropout_p=0.1), "dropout_p: expected 0, got 0.1"),
+        (lambda: ls.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(7, 7).bool(), is_causal=True), "not both"),
+        (
+            lambda: ls.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(6, 7).bool()),
+            r"broadcasts to \(2, 4, 7, 7\), got \(6, 7\)",
+        ),
+        (lambda: ls.scaled_dot_product_attention(q, *few), "enable_gqa=True"),
+        (lambda: ls.flex_attention(q, *few), "enable_gqa=True"),
+        (lambda: ls.flex_attention(q, k, v, kernel_options={"BLOCK_M": 64}), "kernel_options"),
+        (lambda: ls.flex_attention(q, k, v, return_lse=True, return_aux=torch.nn.attention.flex_attention.AuxRequest()), "not both"),
+    ]
+    for call, match in refusals:
+        with pytest.raises(ValueError, match=match):
+            call()

@@ -1,0 +1,70 @@
+"""torch's two signatures give torch's results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+from torch.nn.attention.flex_attention import flex_attention as torch_flex
+
+import longspan as ls
+
+SHAPES = [((2, 4, 9, 8), (2, 4, 13, 8)), ((5, 9, 8), (5, 13, 8)), ((9, 8), (13, 8))]
+
+
+@pytest.mark.parametrize(("q_shape", "kv_shape"), SHAPES)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_sdpa_equals_torchs(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], is_causal: bool) -> None:
+    tensors = [torch.randn(s, requires_grad=True) for s in (q_shape, kv_shape, kv_shape)]
+    want, got = (fn(*tensors, is_causal=is_causal, scale=0.7) for fn in (F.scaled_dot_product_attention, ls.scaled_dot_product_attention))
+    torch.testing.assert_close(got, want)
+    for a, b in zip(torch.autograd.grad(got.sin().sum(), tensors), torch.autograd.grad(want.sin().sum(), tensors), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("shape", [(9, 13), (1, 13), (1, 1), (2, 1, 1, 13), (1, 6, 9, 13), (2, 1, 9, 1)])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_sdpa_masks_of_any_broadcasting_shape_equal_torchs(shape: tuple[int, ...], kind: str) -> None:
+    q, k, v = torch.randn(2, 6, 9, 8), torch.randn(2, 3, 13, 8), torch.randn(2, 3, 13, 8)
+    mask = torch.rand(shape) < 0.7 if kind == "bool" else torch.randn(shape, requires_grad=True)
+    want, got = (fn(q, k, v, attn_mask=mask, enable_gqa=True) for fn in (F.scaled_dot_product_attention, ls.scaled_dot_product_attention))
+    torch.testing.assert_close(got, want)
+    if kind == "float":
+        a, b = (torch.autograd.grad(t.sin().sum(), mask)[0] for t in (got, want))
+        torch.testing.assert_close(a, b)
+
+
+def test_flex_attention_equals_torchs_with_every_option() -> None:
+    q, k, v = torch.randn(2, 4, 150, 16), torch.randn(2, 2, 200, 16), torch.randn(2, 2, 200, 24)
+    bias = torch.randn(4)
+    mod = lambda s, b, h, i, j: torch.where(i % 3 == 0, s * 0.5, s) + bias[h]
+    block_mask = create_block_mask(lambda b, h, i, j: (i + b >= j) | (j < 20), 2, None, 150, 200, device="cpu")
+    options = {"score_mod": mod, "block_mask": block_mask, "scale": 0.2, "enable_gqa": True}
+    out, aux = ls.flex_attention(q, k, v, **options, return_aux=AuxRequest(lse=True, max_scores=True))
+    want, want_aux = torch_flex(q, k, v, **options, return_aux=AuxRequest(lse=True))
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(aux.lse, want_aux.lse)
+    # torch returns no maxima on CPU: they are the scores of the dense computation.
+    scores = q @ k.repeat_interleave(2, 1).transpose(-1, -2) * 0.2
+    i, j, b = torch.arange(150)[:, None], torch.arange(200)[None, :], torch.arange(2)[:, None, None, None]
+    scores = torch.where(i % 3 == 0, scores * 0.5, scores) + bias[:, None, None]
+    torch.testing.assert_close(aux.max_scores, torch.where((i + b >= j) | (j < 20), scores, -torch.inf).amax(-1))
+
+
+def test_flex_attention_serves_every_batch_from_one_and_returns_lse() -> None:
+    q, k, v = torch.randn(3, 2, 20, 16), torch.randn(1, 2, 31, 16, requires_grad=True), torch.randn(1, 2, 31, 16)
+    out, lse = ls.flex_attention(q, k, v, return_lse=True)
+    want, want_lse = ls.attention(q, k.expand(3, -1, -1, -1), v.expand(3, -1, -1, -1), return_lse=True)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+    assert torch.autograd.grad(out.sum(), k)[0].shape == k.shape
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 2, 0, 3)])
+def test_the_output_keeps_the_memory_order_of_the_query(order: tuple[int, ...]) -> None:
+    sizes = [2, 4, 19, 8]
+    q = torch.randn([sizes[d] for d in order]).permute([order.index(d) for d in range(4)])
+    out = ls.attention(q, torch.randn(2, 2, 19, 8), torch.randn(2, 2, 19, 5))
+    want = torch.empty([[*sizes[:3], 5][d] for d in order]).permute([order.index(d) for d in range(4)])
+    assert out.stride() == want.stride()

@@ -1,0 +1,107 @@
+"""Compile the triton kernels for GPUs that need not be here, and print shared memory per program.
+
+The interpreter accepts Python that Triton's compiler does not; this finds the difference on a machine without a GPU. test_triton runs it,
+in a process without the interpreter, for two configurations; `python triton_compile.py --all` takes minutes and tries all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from longspan.kernels.triton import Tile, codegen
+from longspan.kernels.triton.backward import keys_kernel, queries_kernel
+from longspan.kernels.triton.config import choose
+from longspan.kernels.triton.forward import forward_kernel
+from longspan.masks.joint import joint_of
+from longspan.masks.tracing import trace
+
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+OPTIONS = codegen.Options(fast=True)
+TABLE = torch.zeros(64)
+
+
+def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q >= kv) & (q // 3 % 5 != 1)
+
+
+def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return 30 * torch.tanh(s / 30) + (kv - q) * TABLE[h]
+
+
+def compile_kernel(
+    kernel: Any, tile: Tile, *, dims: tuple[int, int], dtype: str, target: int, scored: bool, streamed: tuple[str, ...], arrays: bool
+) -> int:
+    """Compile one kernel as a launch with contiguous inputs would; returns bytes of shared memory."""
+    program = trace(score, "score").program
+    padded = [max(16, triton.next_power_of_2(d)) for d in dims]
+    functions: dict[str, Any] = {"MASK": codegen.program_function(trace(mask, "mask").program, OPTIONS), "SCORE": None, "JOINT": None}
+    if scored:
+        functions["SCORE"] = codegen.program_function(program, OPTIONS)
+        functions["JOINT"] = codegen.joint_function(program, joint_of(program), [kernel is queries_kernel], OPTIONS)
+    known: dict[str, Any] = {
+        **functions, "PER_BATCH": False, "PER_HEAD": True, "FOLD": not scored, "TMA": tile.tma,
+        "M": tile.m, "N": tile.n, "M_SUBS": 128 // tile.m, "N_SUBS": 128 // tile.n,
+        "D": dims[0], "DP": padded[0], "E": dims[1], "EP": padded[1], "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+    }  # fmt: skip
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in known:
+            signature[name], constants[i,] = "constexpr", known[name]
+        elif name.endswith("_stride"):
+            signature[name], constants[i, 3] = ("i32", "i32", "i32", "constexpr"), 1
+            attributes.update({(i, j): [["tt.divisibility", 16]] for j in range(3)})
+        elif name in ("q_side", "kv_side"):
+            signature[name] = ("*i32" if arrays else "constexpr",) * 3
+            constants.update({} if arrays else {(i, j): None for j in range(3)})
+        elif name in ("peak_ptr", "old_out_ptr", "old_lse_ptr", "old_peak_ptr") and not arrays:
+            signature[name], constants[i,] = "constexpr", None
+        elif tile.tma and name in streamed:
+            rows, dim = (tile.m if kernel is keys_kernel else tile.n), padded[0 if name in ("q_ptr", "k_ptr") else 1]
+            signature[name] = f"tensordesc<{dtype}[1, 1, {rows}, {dim}]>"
+        elif name in ("full", "partial"):
+            signature[name] = ("*i32",) * 3
+        elif name in ("mask_captured", "score_captured", "grads"):
+            signature[name] = ("*fp32",)
+        elif name in ("mask_sizes", "score_sizes"):
+            signature[name] = ("i32",)
+        elif name.endswith("_ptr"):
+            in_float32 = name.startswith(("lse", "delta", "old", "peak"))
+            signature[name] = "*fp32" if in_float32 else f"*{dtype}"
+            attributes[i,] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = {"order": "*i32", "scale": "fp32"}.get(name, "i32")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": tile.warps, "num_stages": tile.stages})
+    return compiled.metadata.shared
+
+
+def main() -> None:
+    grid = [(90, (128, 128), "bf16", True, False), (80, (64, 64), "fp16", False, True)]
+    if "--all" in sys.argv:
+        grid += [(target, (64, 64), "bf16", False, True) for target in (80, 90)]
+        grid += [(t, d, dt, True, False) for t in (80, 90) for d in ((128, 128), (192, 128), (256, 256)) for dt in ("fp16", "fp32")]
+    for target, dims, dtype, scored, arrays in grid:
+        torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+        d, e = (max(16, triton.next_power_of_2(x)) for x in dims)
+        config = choose(capability=(target // 10, target % 10), d=d, e=e, dtype=torch_dtype, scored=scored)
+        for kernel, tile in ((forward_kernel, config.forward), (keys_kernel, config.dkdv), (queries_kernel, config.dq)):
+            tile = replace(tile, tma=target >= 90 and not arrays)
+            streamed = ("q_ptr", "do_ptr") if kernel is keys_kernel else ("k_ptr", "v_ptr")
+            used = compile_kernel(kernel, tile, dims=dims, dtype=dtype, target=target, scored=scored, streamed=streamed, arrays=arrays)
+            print(f"sm_{target} {kernel.fn.__name__} {dims} {dtype} {tile} scored={scored} arrays={arrays}: {used} bytes", flush=True)
+            if used > SHARED_MEMORY[target]:
+                raise SystemExit(f"more shared memory than sm_{target} has")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Masks as values and as mask_mods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+import longspan as ls
+
+
+def dense(mask: Any, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:
+    return create_mask(mask, batch, heads, q_len, kv_len, device="cpu").expand(batch, heads, q_len, kv_len)
+
+
+Q, KV = torch.arange(11)[:, None], torch.arange(13)[None, :]
+IDS = torch.tensor([4, 4, 2, 2, 2, -1, 7, 7, -1, -1, 4])
+EXPECTED = [
+    (ls.full(), torch.ones(11, 13).bool()),
+    (ls.causal(), Q >= KV),
+    (ls.sliding_window(3), (Q - KV < 3) & (KV <= Q)),
+    (ls.sliding_window(2, 4), (Q - KV < 2) & (KV - Q <= 4)),
+    (ls.prefix(5), (KV < 5).expand(11, 13)),
+    (~ls.causal(), Q < KV),
+    (ls.causal() | ls.prefix(2), (Q >= KV) | (KV < 2)),
+    (ls.causal() & (lambda b, h, q, kv: q % 2 == kv % 2), (Q >= KV) & (Q % 2 == KV % 2)),
+    (ls.mask_mod(lambda b, h, q, kv: q == kv) | ~ls.sliding_window(4), (Q == KV) | ~((Q - KV < 4) & (KV <= Q))),
+]
+
+
+@pytest.mark.parametrize(("mask", "want"), EXPECTED, ids=[str(m) for m, _ in EXPECTED])
+def test_masks_say_what_they_mean_and_torch_accepts_them(mask: Any, want: Tensor) -> None:
+    assert torch.equal(dense(mask, 2, 3, 11, 13), want.expand(2, 3, 11, 13))
+    assert torch.equal(mask(torch.tensor(0), torch.tensor(0), Q, KV).expand(11, 13), want), "index tensors broadcast too"
+
+
+def test_documents_by_ids_in_any_order_with_padding() -> None:
+    want = (IDS[:, None] == IDS[None, :]) & (IDS[:, None] >= 0)
+    assert torch.equal(dense(ls.documents(ids=IDS), 1, 1, 11, 11)[0, 0], want)
+    two = torch.stack([IDS, torch.arange(11) // 4])
+    got = dense(ls.documents(ids=two), 2, 1, 11, 11)[:, 0]
+    assert torch.equal(got, (two[:, :, None] == two[:, None, :]) & (two[:, :, None] >= 0))
+
+
+def test_documents_by_lengths_flat_and_per_batch_row() -> None:
+    ids = torch.tensor([0, 0, 0, 1, 2, 2])
+    for lengths in ([3, 1, 2], torch.tensor([3, 1, 2]), [3, 0, 1, 2]):
+        assert torch.equal(dense(ls.documents(lengths), 1, 1, 6, 6)[0, 0], ids[:, None] == ids[None, :])
+    rows = torch.tensor([[0, 0, 0, 1, 2, 2], [0, 0, 1, 1, -1, -1]])
+    want = (rows[:, :, None] == rows[:, None, :]) & (rows[:, :, None] >= 0)
+    assert torch.equal(dense(ls.documents(lengths=[[3, 1, 2], [2, 2]]), 2, 1, 6, 6)[:, 0], want)
+
+
+def test_prefix_per_batch_row() -> None:
+    got = dense(ls.prefix([1, 4]), 2, 1, 3, 5)[:, 0]
+    assert torch.equal(got, (torch.arange(5) < torch.tensor([[1], [4]]))[:, None].expand(2, 3, 5))
+
+
+def test_masks_work_in_torchs_create_block_mask() -> None:
+    mask = ls.causal() & ls.documents(lengths=[100, 200, 84])
+    block_mask = create_block_mask(mask, None, None, 384, 384, device="cpu")
+    table = mask.block_table(384)
+    assert table.counts().partial == int(block_mask.kv_num_blocks.sum())
+    assert table.counts().full == int(block_mask.full_kv_num_blocks.sum())
+
+
+def test_a_block_mask_is_a_mask() -> None:
+    block_mask = create_block_mask(lambda b, h, q, kv: q + 40 * b >= kv, 2, None, 150, 200, device="cpu")
+    both = ls.sliding_window(60) & block_mask
+    want = create_mask(lambda b, h, q, kv: (q + 40 * b >= kv) & (q - kv < 60) & (kv <= q), 2, 1, 150, 200, device="cpu")
+    assert torch.equal(dense(both, 2, 1, 150, 200), want)
+    q, k, v = torch.randn(2, 3, 150, 8), torch.randn(2, 3, 200, 8), torch.randn(2, 3, 200, 8)
+    got = ls.attention(q, k, v, mask=block_mask)
+    torch.testing.assert_close(got, ls.attention(q, k, v, mask=lambda b, h, q, kv: q + 40 * b >= kv))
+    torch.testing.assert_close(ls.attention(q, k, v, mask=both), ls.attention(q, k, v, mask=both, kernel="dense"))
+
+
+BAD = [
+    (lambda: ls.sliding_window(0), ValueError, "left must be >= 1, got 0"),
+    (lambda: ls.sliding_window(3, -1), ValueError, "right must be >= 0, got -1"),
+    (lambda: ls.sliding_window(2.5), TypeError, "left must be an int, got float"),
+    (lambda: ls.prefix(-3), ValueError, "length must be >= 0, got -3"),
+    (lambda: ls.prefix([[1, 2]]), ValueError, r"shape \[B\]"),
+    (lambda: ls.documents(), TypeError, "either lengths or ids"),
+    (lambda: ls.documents([3], ids=IDS), TypeError, "either lengths or ids"),
+    (lambda: ls.documents([3, -1]), ValueError, "must be >= 0"),
+    (lambda: ls.documents([]), ValueError, "list of integers"),
+    (lambda: ls.documents(ids=torch.zeros(3)), ValueError, "ids must be integers"),
+    (lambda: ls.mask_mod(3), TypeError, "expected a callable"),
+    (lambda: ls.causal() & 3, TypeError, "unsupported operand"),
+    (lambda: (ls.documents([3]) & ls.documents([4])).block_table(3), ValueError, "different sizes, q_len=3 and q_len=4"),
+    (lambda: ls.documents([3]).block_table(4), ValueError, "made for q_len=3, got q_len=4"),
+    (lambda: ls.causal().block_table(-1), ValueError, "lengths must be >= 0"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "match"), BAD, ids=[m for _, _, m in BAD])
+def test_bad_masks_are_refused(make: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        make()

@@ -1,0 +1,105 @@
+"""Block tables against torch's BlockMask: the same tiles, both ways."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, noop_mask
+
+from longspan.masks.block_mask import mask_mod_of_block_mask, table_of_block_mask
+from longspan.masks.classify import classify
+from longspan.masks.table import FULL, PARTIAL
+from longspan.masks.tracing import trace
+
+Q_LEN, KV_LEN = 300, 260
+torch.manual_seed(0)
+IDS = torch.sort(torch.randint(0, 7, (Q_LEN,)))[0]
+SHUFFLED = torch.randint(0, 9, (Q_LEN,))
+BATCHED = torch.sort(torch.randint(0, 5, (3, Q_LEN)))[0]
+LENGTHS = torch.tensor([100, 260, 7])
+PADDED = torch.where(torch.arange(Q_LEN) % 40 == 39, -1, torch.arange(Q_LEN) // 40)
+SLOPES = torch.tensor([0.5, 1.0])
+
+MASKS = {
+    "causal": lambda b, h, q, kv: q >= kv,
+    "documents": lambda b, h, q, kv: IDS[q] == IDS[kv],
+    "causal documents": lambda b, h, q, kv: (q >= kv) & (IDS[q] == IDS[kv]),
+    "window": lambda b, h, q, kv: (q - kv).abs() <= 50,
+    "prefix": lambda b, h, q, kv: (kv < 70) | (q >= kv),
+    "dilated": lambda b, h, q, kv: ((q - kv) % 3 == 0) & ((q - kv).abs() < 90),
+    "neighbourhood": lambda b, h, q, kv: ((q // 20 - kv // 20).abs() <= 3) & ((q % 20 - kv % 20).abs() <= 3),
+    "shuffled": lambda b, h, q, kv: SHUFFLED[q] == SHUFFLED[kv],
+    "lengths": lambda b, h, q, kv: kv < LENGTHS[b],
+    "batched documents": lambda b, h, q, kv: BATCHED[b, q] == BATCHED[b, kv],
+    "padded": lambda b, h, q, kv: (q >= kv) & (PADDED[q] == PADDED[kv]) & (PADDED[q] >= 0),
+    "per head": lambda b, h, q, kv: (q - kv).float() * SLOPES[h] < 40.5,
+    "nothing": lambda b, h, q, kv: q < 0,
+    "everything": lambda b, h, q, kv: q >= 0,
+    "negated": lambda b, h, q, kv: ~((q < kv) | torch.logical_not(q - kv < 80)) | torch.where(q < 64, kv < 32, kv == q),
+}
+
+
+def listed(mask: BlockMask) -> torch.Tensor:
+    """Kinds [B, H, rows, columns] as the BlockMask lists them."""
+    kinds = torch.zeros(mask.kv_indices.shape, dtype=torch.int8)
+    for count, indices, kind in ((mask.kv_num_blocks, mask.kv_indices, PARTIAL), (mask.full_kv_num_blocks, mask.full_kv_indices, FULL)):
+        for at in torch.cartesian_prod(*(torch.arange(n) for n in count.shape)).tolist():
+            b, h, row = at
+            kinds[b, h, row, indices[b, h, row, : count[b, h, row]].long()] = kind
+    return kinds
+
+
+@pytest.mark.parametrize("block", [(128, 128), (32, 64)])
+@pytest.mark.parametrize("name", MASKS)
+def test_a_table_equals_create_block_mask(name, block):
+    mask = MASKS[name]
+    want = create_block_mask(mask, 3, 2, Q_LEN, KV_LEN, device="cpu", BLOCK_SIZE=block)
+    traced = trace(mask, "mask")
+    table = classify(traced.program, traced.captured(), Q_LEN, KV_LEN, block=block, batch=3, heads=2, mask_mod=mask)
+    tiles = (3, 2, table.q_tiles, table.kv_tiles)
+    torch.testing.assert_close(table.to_dense().expand(tiles), listed(want), rtol=0, atol=0)
+    ours = table.to_block_mask()
+    assert ours.seq_lengths == want.seq_lengths and ours.BLOCK_SIZE == want.BLOCK_SIZE
+    torch.testing.assert_close(listed(ours).expand(tiles), listed(want), rtol=0, atol=0)
+    assert torch.equal(ours.to_dense().expand(tiles), want.to_dense())
+    back = table_of_block_mask(ours)
+    for mine, theirs in zip((table.ptr, table.first, table.last, table.kind), (back.ptr, back.first, back.last, back.kind), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_block_masks_mod_sees_full_tiles_whole_and_asks_in_partial_ones():
+    count = torch.tensor([[[2, 0, 1]]], dtype=torch.int32)
+    indices = torch.tensor([[[[2, 0, 1], [0, 1, 2], [1, 0, 2]]]], dtype=torch.int32)
+    full_count = torch.tensor([[[1, 2, 1]]], dtype=torch.int32)
+    full_indices = torch.tensor([[[[1, 0, 2], [2, 0, 1], [2, 0, 1]]]], dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(
+        count, indices, full_count, full_indices, BLOCK_SIZE=(4, 8), mask_mod=lambda b, h, q, kv: (q + kv) % 2 == 0, seq_lengths=(11, 20)
+    )
+    kinds = torch.tensor([[1, 2, 1], [2, 0, 2], [0, 1, 2]])
+    q, kv = torch.arange(11)[:, None], torch.arange(20)
+    kind = kinds[q // 4, kv // 8]
+    want = (kind == 2) | ((kind == 1) & ((q + kv) % 2 == 0))
+    mod = mask_mod_of_block_mask(mask)
+    assert torch.equal(create_mask(mod, 1, 1, 11, 20, device="cpu")[0, 0], want)
+    table = table_of_block_mask(mask)
+    assert table.to_dense()[0, 0].tolist() == [[1, 2, 1], [2, 0, 1], [0, 1, 1]]  # ragged tiles are partial
+    traced = trace(mod, "mask")
+    assert traced.program.pointwise
+    assert not traced.program.uses_batch and not traced.program.uses_head
+
+
+@pytest.mark.parametrize("mask_mod", [None, noop_mask])
+def test_a_block_mask_without_a_mod_shows_every_listed_tile(mask_mod):
+    count = torch.tensor([[[1, 1]], [[2, 0]]], dtype=torch.int32)
+    indices = torch.tensor([[[[1, 0], [0, 1]]], [[[0, 1], [0, 1]]]], dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(count, indices, BLOCK_SIZE=4, mask_mod=mask_mod)
+    mod = mask_mod_of_block_mask(mask)
+    seen = create_mask(mod, 2, 1, 8, 8, device="cpu")[:, 0]
+    assert torch.equal(seen[:, ::4, ::4], torch.tensor([[[False, True], [True, False]], [[True, True], [False, False]]]))
+    assert trace(mod, "mask").program.uses_batch
+    assert table_of_block_mask(mask).to_dense()[:, 0].tolist() == [[[0, 1], [1, 0]], [[1, 1], [0, 0]]]
+
+
+def test_a_block_mask_with_too_few_rows_is_refused():
+    count, indices = torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 2, dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(count, indices, BLOCK_SIZE=4, mask_mod=noop_mask, seq_lengths=(100, 8))
+    with pytest.raises(ValueError, match="expected 25 rows of tiles"):
+        table_of_block_mask(mask)

@@ -1,0 +1,203 @@
+"""Interval rules never lie: whatever values the operands take between their bounds, the result lies between its own."""
+
+import operator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longspan.masks.intervals import KV, Interpreter, Q, bounds
+from longspan.masks.lookups import RangeTable
+from longspan.masks.rules import Interval, carrier
+from longspan.masks.tracing import trace
+
+torch.manual_seed(0)
+I64, I32, F32, F64 = torch.int64, torch.int32, torch.float32, torch.float64
+
+# Each makes a value from the query's and the key's position; together they reach every rule.
+EXPRESSIONS = {
+    "add": lambda q, kv: q + kv,
+    "sub": lambda q, kv: q - kv,
+    "rsub": lambda q, kv: torch.rsub(q, 7) - kv,
+    "alpha": lambda q, kv: torch.add(q, kv, alpha=3),
+    "mul": lambda q, kv: (q - 90) * (kv - 40),
+    "mul narrow": lambda q, kv: (q.to(I32) - 90) * (kv.to(I32) - 40),
+    "mul scalar": lambda q, kv: q * -3 + kv,
+    "neg": lambda q, kv: -q + kv,
+    "abs": lambda q, kv: (q - kv).abs(),
+    "square": lambda q, kv: (q - kv).square() + (q - 5) ** 2,
+    "cube": lambda q, kv: (q - kv) ** 3,
+    "floor divide": lambda q, kv: (q - kv) // 7 + (q - kv) // -9,
+    "trunc divide": lambda q, kv: torch.div(q - kv, 7, rounding_mode="trunc"),
+    "divide by a range": lambda q, kv: (q - 30) // (kv + 3),
+    "divide by maybe zero": lambda q, kv: q // ((kv - 4) * 2 + 1),
+    "true divide": lambda q, kv: (q - kv) / (kv + 1),
+    "float floor divide": lambda q, kv: torch.floor_divide(q.float(), kv + 1.5),
+    "remainder": lambda q, kv: (q - kv) % 17,
+    "remainder by a range": lambda q, kv: q % (kv + 5),
+    "remainder by a negative": lambda q, kv: (q - kv) % -17,
+    "fmod": lambda q, kv: torch.fmod(q + kv, 17) + torch.fmod(q - kv, 5),
+    "minimum": lambda q, kv: torch.minimum(q, 2 * kv) - torch.maximum(q, kv),
+    "clamp": lambda q, kv: q.clamp(min=3) + kv.clamp(max=50) - (q - kv).clamp(-5, 9),
+    "clamp to tensors": lambda q, kv: torch.clamp(q, kv, kv + 9),
+    "clamp to a float": lambda q, kv: (q - kv).clamp(-2.5, 7.25),
+    "where": lambda q, kv: torch.where(q > kv, q - kv, kv * 2.5),
+    "masked fill": lambda q, kv: (q - kv).masked_fill(q > kv, -7),
+    "and": lambda q, kv: ((q - kv) & 15) + (q & 12) + (q & kv),
+    "or": lambda q, kv: (q | kv) + (q | -5),
+    "xor": lambda q, kv: q ^ kv,
+    "not": lambda q, kv: ~q + kv,
+    "not unsigned": lambda q, kv: ~q.to(torch.uint8),
+    "shift": lambda q, kv: (q >> 2) + (kv << 3) + ((q - kv) >> 1),
+    "shift by a range": lambda q, kv: q << (kv % 3),
+    "wrap 8 bits": lambda q, kv: q.to(torch.int8) - kv.to(torch.uint8),
+    "truth": lambda q, kv: torch.logical_and(q - 3, kv) ^ torch.logical_or(q > 5, kv - 2),
+    "to bool": lambda q, kv: (q - kv).bool() & torch.logical_not(q - 7) | torch.logical_xor(q, kv > 3),
+    "compare": lambda q, kv: (q == kv) | (q != 2 * kv) & (q < 0.5 * kv) | ~(q <= kv),
+    "compare floats": lambda q, kv: (q / 3 == kv / 3) | (q.float() / 7 >= kv * 0.25),
+    "float": lambda q, kv: (q - kv).float() * 0.01 - q.double() * 0.3,
+    "half": lambda q, kv: (q * 900).half() + kv.half() * 0.1,
+    "bfloat": lambda q, kv: q.bfloat16() * 0.7 + kv,
+    "large ints as floats": lambda q, kv: (q + 2**24).float() - (kv + 2**24).float(),
+    "float to int": lambda q, kv: (q * 0.37 - kv).to(I64),
+    "huge float to int": lambda q, kv: (q * 1e30).to(I64),
+    "rounding": lambda q, kv: (q * 0.3).floor() + (kv * 0.7).ceil() + (q / 2).round() - (kv / 7).trunc(),
+    "sign": lambda q, kv: (q - kv).sign() + torch.relu(q - kv),
+    "exp": lambda q, kv: torch.exp((kv - q) * 0.1) + torch.exp2(q * 0.1),
+    "exp overflows": lambda q, kv: torch.exp((q - kv) * 3.0),
+    "log": lambda q, kv: torch.log(q + 1.0) + torch.log2(kv + 2.0) - torch.log1p(q.double()),
+    "log of zero": lambda q, kv: torch.log(q.float()),
+    "sqrt": lambda q, kv: (q * kv).float().sqrt() + torch.tanh(q - kv) + torch.sigmoid((q - kv).float()),
+    "nan": lambda q, kv: (q - 50).float().sqrt(),
+    "infinite": lambda q, kv: torch.where(q > kv, torch.inf, kv.float()) * 0.0,
+    "isnan": lambda q, kv: torch.isnan(q.float()) | torch.isnan((q - 50).float().sqrt()),
+    "overflow": lambda q, kv: q * 2**60 + kv,
+    "like": lambda q, kv: torch.ones_like(q) + q.new_full((), 4) + kv,
+    "unknown": lambda q, kv: torch.sin(q.float()) > 2,
+}
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_bounds_hold_for_every_value_in_a_square(name):
+    fn = EXPRESSIONS[name]
+    generator = torch.Generator().manual_seed(1)
+    lows = torch.randint(0, 100, (2, 40), generator=generator)
+    sizes = torch.randint(0, 12, (2, 40), generator=generator) * (torch.rand(2, 40, generator=generator) < 0.8)
+    highs = lows + sizes
+    for threshold in (-40, 0, 5, 60):
+        for compare in (operator.lt, operator.ge, operator.eq):
+
+            def mask(b, h, q, kv, compare=compare, threshold=threshold):
+                value = fn(q, kv)
+                return compare(value, threshold) if value.dtype != torch.bool else value
+
+            traced = trace(mask, "mask")
+            domain = Interpreter(traced.program, traced.captured(), b=(0, 0), h=(0, 0), q=(0, 120), kv=(0, 120))
+            if domain.constant is not None:
+                must, may = (x.expand(40) for x in domain.constant)
+            else:
+                rows, columns = domain.along(Q, lows[0], highs[0]), domain.along(KV, lows[1], highs[1])
+                must, may = (x.expand(40) for x in domain.squares(rows, columns))
+            for i in range(40):
+                q, kv = (torch.arange(int(lows[a, i]), int(highs[a, i]) + 1) for a in (0, 1))
+                seen = mask(None, None, q[:, None], kv[None, :])
+                assert not must[i] or bool(seen.all())
+                assert may[i] or not bool(seen.any())
+
+
+DECIDED = {
+    "remainder in one period": (lambda b, h, q, kv: q % 128 < 64, (0, 63), (0, 9), True),
+    "window": (lambda b, h, q, kv: (q - kv).abs() <= 200, (300, 400), (0, 90), False),
+    "float slope": (lambda b, h, q, kv: (q - kv).float() * 0.01 < 5.0, (0, 400), (0, 90), True),
+    "neighbourhood": (lambda b, h, q, kv: (q // 50 - kv // 50).abs() <= 3, (0, 49), (210, 300), False),
+    "power-of-two mask": (lambda b, h, q, kv: (q & 127) < 64, (64, 127), (0, 9), False),
+}
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_rules_are_precise_where_masks_need_it(name):
+    mask, q, kv, want = DECIDED[name]
+    domain = Interpreter(trace(mask, "mask").program, (), b=(0, 0), h=(0, 0), q=(0, 2000), kv=(0, 2000))
+    ends = [torch.tensor([x]) for x in (*q, *kv)]
+    must, may = domain.squares(domain.along(Q, *ends[:2]), domain.along(KV, *ends[2:]))
+    assert (bool(must), bool(may)) == (want, want)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    size=st.integers(1, 200),
+    dtype=st.sampled_from([I64, I32, torch.uint8, torch.bool, F32, torch.bfloat16]),
+    lo=st.integers(-250, 250),
+    span=st.integers(0, 120),
+    restrict=st.booleans(),
+)
+def test_range_tables_bound_every_entry_in_reach(size, dtype, lo, span, restrict):
+    generator = torch.Generator().manual_seed(size)
+    values = torch.randint(0, 100, (size,), generator=generator).to(dtype)
+    keep = torch.rand(size, generator=generator) < 0.5 if restrict else None
+    found = RangeTable(values, keep).query(Interval(torch.tensor([lo]), torch.tensor([lo + span])), inside=False)
+    assert found.lo.dtype == carrier(dtype)
+    reach = [i for i in range(lo, lo + span + 1) if -size <= i < size]
+    reach = [i for i in reach if keep is None or keep[i]]
+    if reach:
+        entries = values[torch.tensor(reach)].to(carrier(dtype))
+        assert bool((found.lo <= entries).all()) and bool((found.hi >= entries).all())
+    if keep is None and span == 0 and reach:
+        assert found.lo == found.hi == values[lo].to(carrier(dtype))
+
+
+def test_range_tables_of_a_million_entries_stay_small():
+    table = RangeTable(torch.zeros(2**20, dtype=I64))
+    assert sum(t.numel() * t.element_size() for t in (table.low, table.high, table.log2)) < 20 * 2**20
+
+
+def test_padding_in_a_conjunction_is_looked_through():
+    ids = torch.arange(1024) // 8
+    ids[7::8] = -1
+    masks = (
+        lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]) & (ids[q] >= 0),
+        lambda b, h, q, kv: (ids[kv] == ids[q]) & ~(ids[q] < 0) & (q >= kv),
+        lambda b, h, q, kv: (ids[q] != -1) & (q >= kv) & (ids[q] == ids[kv]),
+        lambda b, h, q, kv: (ids >= 0)[q] & (ids >= 0)[kv] & (ids[q] == ids[kv]),
+    )
+    for mask in masks:
+        traced = trace(mask, "mask")
+        domain = Interpreter(traced.program, traced.captured(), b=(0, 0), h=(0, 0), q=(0, 1023), kv=(0, 1023))
+        ends = [torch.tensor([x]) for x in (512, 575, 64, 127)]
+        must, may = domain.squares(domain.along(Q, *ends[:2]), domain.along(KV, *ends[2:]))
+        assert not must and not may
+
+
+def _bounds(mask, q_len=1000, kv_len=1000, **options):
+    traced = trace(mask, "mask")
+    found = bounds(traced.program, traced.captured(), q_len, kv_len, **options)
+    return found.int32, list(found.lookups.values())
+
+
+def test_bounds_tell_whether_32_bits_suffice():
+    big = torch.tensor([2**40] * 1000)
+    assert _bounds(lambda b, h, q, kv: q >= kv) == (True, [])
+    assert _bounds(lambda b, h, q, kv: (q * 7919 + kv * 104729) % 1024 < 8) == (True, [])
+    assert _bounds(lambda b, h, q, kv: (q * 7919 + kv * 104729) % 1024 < 8, 10**6, 10**6)[0] is False
+    assert _bounds(lambda b, h, q, kv: big[q] > 0) == (False, [True])
+    assert _bounds(lambda b, h, q, kv: q >= kv, 2**31, 2**31) == (True, [])
+    assert _bounds(lambda b, h, q, kv: q >= kv, 2**31 + 1, 5)[0] is False
+
+
+def test_bounds_tell_which_lookups_stay_inside():
+    ids, rows = torch.zeros(1000, dtype=I64), torch.zeros(4, 1000, dtype=I64)
+    assert _bounds(lambda b, h, q, kv: ids[q] == ids[kv]) == (True, [True, True])
+    assert _bounds(lambda b, h, q, kv: ids[q] == ids[kv - 1]) == (True, [True, False])
+    assert _bounds(lambda b, h, q, kv: ids[q] == ids[(kv + 1).clamp(max=999)]) == (True, [True, True])
+    assert _bounds(lambda b, h, q, kv: ids[q] == 0, 1001) == (True, [False])
+    assert _bounds(lambda b, h, q, kv: rows[b, q] == rows[b, kv], batch=4) == (True, [True, True])
+    assert _bounds(lambda b, h, q, kv: rows[h, q] == 0, heads=5) == (True, [False])
+    assert _bounds(lambda b, h, q, kv: rows[h, q] == 0, heads=4) == (True, [True])
+
+
+def test_bounds_take_score_programs():
+    bias = torch.randn(2, 100)
+    traced = trace(lambda score, b, h, q, kv: score + bias[h, q - kv + 50], "score")
+    found = bounds(traced.program, traced.captured(), 50, 50, heads=2)
+    assert found.int32 and list(found.lookups.values()) == [True]

@@ -1,0 +1,121 @@
+"""Tracing mods into programs: what is accepted, what is refused, and that programs compute what the mods compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longspan.masks.joint import joint_of
+from longspan.masks.program import Program
+from longspan.masks.tracing import ProgramError, trace
+
+TABLE = torch.randn(5, 7)
+
+
+def indices(batch: int = 2, heads: int = 3, queries: int = 5, keys: int = 7) -> tuple[Tensor, ...]:
+    sizes = (batch, heads, queries, keys)
+    return tuple(torch.arange(n).view([-1 if d == i else 1 for d in range(4)]) for i, n in enumerate(sizes))
+
+
+def test_captured_tensors_are_lifted_out_once_and_by_identity() -> None:
+    ids, bias = torch.arange(9), nn.Parameter(torch.randn(3))
+    traced = trace(lambda s, b, h, q, kv: s + bias[h] * (ids[q] == ids[kv]) + bias[h], "score")
+    assert [t is x for t, x in zip(traced.sources, (bias, ids), strict=True)] == [True, True]
+    assert traced.program.pointwise
+    assert traced.preamble is None
+
+
+def test_what_depends_on_captured_tensors_alone_runs_before_and_gets_gradients() -> None:
+    weight = torch.randn(4, 3, requires_grad=True)
+    traced = trace(lambda s, b, h, q, kv: s + weight.softmax(-1).sum(0)[h], "score")
+    (captured,) = traced.captured()
+    torch.testing.assert_close(captured, weight.softmax(-1).sum(0))
+    assert captured.requires_grad
+    assert traced.program.pointwise
+
+
+def test_lookups_in_rows_of_tables_are_one_lookup() -> None:
+    traced = trace(lambda b, h, q, kv: TABLE[q][kv] > 0, "mask")
+    assert traced.program.pointwise
+    torch.testing.assert_close(traced.program(*indices(), *traced.captured()).expand(2, 3, 5, 7), (TABLE > 0).expand(2, 3, 5, 7))
+
+
+def test_mods_with_vectors_inside_run_too() -> None:
+    vectors = torch.randn(9, 6, requires_grad=True)
+    traced = trace(lambda s, b, h, q, kv: s * (vectors[q] * vectors[kv]).sum(), "score")
+    assert not traced.program.pointwise
+    score = torch.randn(2, 3, 5, 7)
+    want = score * (vectors[:5] @ vectors[:7].T)
+    torch.testing.assert_close(traced.program(score, *indices(), *traced.captured()), want)
+
+
+def test_equal_mods_are_the_same_program_whatever_they_captured() -> None:
+    def make(size: float, ids: Tensor) -> Program:
+        return trace(lambda b, h, q, kv: (q - kv < size) & (ids[q] == ids[kv]), "mask").program
+
+    a, b = make(3, torch.arange(5)), make(3, torch.zeros(99, dtype=torch.int64))
+    assert a.key == b.key
+    assert make(4, torch.arange(5)).key != a.key
+    assert make(3, torch.arange(5, dtype=torch.int32)).key != a.key
+
+
+def test_the_joint_program_gives_autograds_gradients() -> None:
+    table, gain = torch.randn(12, requires_grad=True), torch.tensor(0.7, requires_grad=True)
+    fns = [
+        lambda s, b, h, q, kv: gain * torch.tanh(s) + table[q - kv + 6],
+        lambda s, b, h, q, kv: torch.where(q > kv, s * table[q].exp(), torch.minimum(s.clamp(min=-0.5), table[h])),
+        lambda s, b, h, q, kv: torch.maximum(s, table[kv]) ** 2 + s.detach() * gain,
+        lambda s, b, h, q, kv: table[h] * gain,
+    ]
+    for fn in fns:
+        traced = trace(fn, "score", score_dtype=torch.float64)
+        joint = joint_of(traced.program)
+        score = torch.randn(2, 3, 5, 7, dtype=torch.float64, requires_grad=True)
+        out = traced.program(score, *indices(), *traced.captured()).expand(2, 3, 5, 7)
+        grad = torch.randn(2, 3, 5, 7, dtype=out.dtype)
+        d_score, d_reads, read_indices = joint(grad, score.detach(), *indices(), *(t.detach() for t in traced.captured()))
+        want_score, *want = torch.autograd.grad(out, [score, *traced.sources], grad, allow_unused=True)
+        want_score = torch.zeros_like(score) if want_score is None else want_score
+        torch.testing.assert_close(d_score.expand(2, 3, 5, 7), want_score, check_dtype=False)
+        totals = [torch.zeros_like(t) for t in traced.sources]
+        for captured, d_read, index in zip(joint.reads, d_reads, read_indices, strict=True):
+            full = d_read.expand(2, 3, 5, 7).to(totals[captured].dtype)
+            where = [i.expand(2, 3, 5, 7) for i in index]
+            totals[captured] = totals[captured].index_put(where, full, accumulate=True) if where else totals[captured] + full.sum()
+        for have, expected in zip(totals, want, strict=True):
+            torch.testing.assert_close(have, torch.zeros_like(have) if expected is None else expected)
+
+
+def branching(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return s if q > kv else -s
+
+
+def in_place(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    s += 1
+    return s
+
+
+REFUSED = [
+    (branching, "score", "score_mod 'branching'.*Python control flow depends on the value of a tensor.*torch.where"),
+    (in_place, "score", "score_mod 'in_place' mutates a tensor.*`x = x \\+ y`"),
+    (lambda s, b, h, q, kv: s * q.item(), "score", "reads the value of a tensor in Python"),
+    (lambda s, b, h, q, kv: s + torch.rand(()), "score", "draws random numbers"),
+    (lambda s, b, h, q, kv: s[None], "score", r"floating-point tensor, got shape \(1,\)"),
+    (lambda s, b, h, q, kv: q, "score", "got dtype torch.int64: use .float"),
+    (lambda b, h, q, kv: TABLE[q] > 0, "mask", r"bool tensor, got shape \(7,\): reduce it"),
+    (lambda b, h, q, kv: q * 1.0, "mask", "got dtype torch.float32: compare"),
+    (lambda b, h, q, kv: q > kv.nothing, "mask", "cannot be traced: .*no attribute 'nothing'"),
+]
+
+
+@pytest.mark.parametrize(("fn", "kind", "match"), REFUSED, ids=[m for _, _, m in REFUSED])
+def test_what_cannot_be_a_program_is_refused_by_name_and_reason(fn: object, kind: str, match: str) -> None:
+    with pytest.raises(ProgramError, match=match):
+        trace(fn, kind)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [True, 1.0, None])
+def test_a_mod_must_return_a_tensor(value: object) -> None:
+    with pytest.raises(TypeError, match="must return a scalar"):
+        trace(lambda s, b, h, q, kv: value, "score")  # type: ignore[arg-type,return-value]

@@ -1,0 +1,271 @@
+"""Block tables equal brute force, tile by tile; their views (transposed, dense, printed) agree with each other."""
+
+import io
+from contextlib import redirect_stderr
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from longspan.masks import classify as classify_module
+from longspan.masks.classify import classify
+from longspan.masks.table import EMPTY, FULL, PARTIAL, BlockTable
+from longspan.masks.tracing import trace
+
+SIZE = 320
+torch.manual_seed(0)
+TABLES = {
+    "sorted": torch.sort(torch.randint(0, 12, (SIZE,)))[0],
+    "unsorted": torch.randint(-3, 6, (SIZE,)),
+    "padded": torch.where(torch.arange(SIZE) % 23 > 19, -1, torch.arange(SIZE) // 23),
+    "narrow": torch.sort(torch.randint(-100, 100, (SIZE,), dtype=torch.int8))[0],
+    "shuffled": torch.randperm(SIZE).int(),
+}
+VALID = torch.rand(SIZE) < 0.7
+GRID = torch.rand(24, 24) < 0.4
+WEIGHTS = torch.randn(SIZE).sort()[0]
+BATCHED = torch.sort(torch.randint(0, 9, (2, SIZE)))[0]
+
+
+BINARY = {"+": torch.add, "-": torch.sub, "min": torch.minimum, "max": torch.maximum}
+UNARY = {
+    "*": lambda x, c: x * c,
+    "//": lambda x, c: x // c,
+    "%": lambda x, c: x % c,
+    "abs": lambda x, c: x.long().abs(),
+    "clamp": lambda x, c: x.clamp(-c, 2 * c),
+    "int32": lambda x, c: x.to(torch.int32),
+    "shift": lambda x, c: x >> 3,
+    "and": lambda x, c: x & c,
+    "square": lambda x, c: x**2,
+    "neg": lambda x, c: -x,
+}
+
+
+def _binary(draw, depth, make):
+    a, b = draw(numbers(depth - 1)), draw(numbers(depth - 1))
+    return lambda *x: make(a(*x), b(*x))
+
+
+@st.composite
+def numbers(draw, depth):
+    """An integer expression of (b, h, q, kv) as a function."""
+    if depth == 0:
+        leaf = draw(st.sampled_from(["q", "kv", "q", "kv", "b", "h", "constant", "lookup"]))
+        if leaf == "constant":
+            value = draw(st.integers(-40, 300))
+            return lambda b, h, q, kv: q.new_full((), value)
+        if leaf == "lookup":
+            table, of_q = TABLES[draw(st.sampled_from(sorted(TABLES)))], draw(st.booleans())
+            return lambda b, h, q, kv: table[q if of_q else kv]
+        return {"b": lambda *x: x[0], "h": lambda *x: x[1], "q": lambda *x: x[2], "kv": lambda *x: x[3]}[leaf]
+    kind = draw(st.sampled_from([*BINARY, *UNARY, "lookup", "where", "batched"]))
+    if kind in BINARY:
+        return _binary(draw, depth, BINARY[kind])
+    inner = draw(numbers(depth - 1))
+    if kind == "where":
+        choice, other = draw(conditions(depth - 1)), draw(numbers(depth - 1))
+        return lambda *x: torch.where(choice(*x), inner(*x), other(*x))
+    if kind == "lookup":
+        table, shift = TABLES[draw(st.sampled_from(sorted(TABLES)))], draw(st.sampled_from([0, 0, SIZE]))
+        return lambda *x: table[inner(*x).long() % SIZE - shift]
+    if kind == "batched":
+        return lambda *x: BATCHED[x[0], inner(*x).long() % SIZE]
+    c = draw(st.sampled_from([1, 2, 3, 7, 16, 50, 64]))
+    negative = draw(st.booleans())
+    c = -c if kind in ("*", "//") and negative else c
+    return lambda *x: UNARY[kind](inner(*x), c)
+
+
+@st.composite
+def conditions(draw, depth):
+    """A boolean expression of (b, h, q, kv) as a function."""
+    kinds = ["compare"] * 3 + ["valid", "grid", "float", "same"] + (["and", "or", "not", "xor", "and", "padded"] if depth else [])
+    kind = draw(st.sampled_from(kinds))
+    if kind == "compare":
+        op = draw(st.sampled_from([torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge]))
+        a, b = draw(numbers(max(0, depth - 1))), draw(numbers(max(0, depth - 1)))
+        return lambda *x: op(a(*x), b(*x))
+    if kind == "valid":
+        return lambda b, h, q, kv: VALID[kv]
+    if kind == "grid":
+        return lambda b, h, q, kv: GRID[q // 16, kv // 16]
+    if kind == "float":
+        slope, bound = draw(st.sampled_from([0.01, 0.3, -1.7])), draw(st.floats(-50, 50))
+        return lambda b, h, q, kv: (q - kv).float() * slope + WEIGHTS[kv] / 3 < bound
+    if kind == "same":
+        table = TABLES[draw(st.sampled_from(sorted(TABLES)))]
+        return lambda b, h, q, kv: table[q] == table[kv]
+    if kind == "padded":
+        table, least = TABLES["padded"], draw(st.integers(-1, 3))
+        more = draw(conditions(depth - 1))
+        return lambda b, h, q, kv: (table[q] == table[kv]) & more(b, h, q, kv) & (table[q] >= least) & VALID[kv]
+    a = draw(conditions(depth - 1))
+    if kind == "not":
+        return lambda *x: ~a(*x)
+    b = draw(conditions(depth - 1))
+    return {"and": lambda *x: a(*x) & b(*x), "or": lambda *x: a(*x) | b(*x), "xor": lambda *x: a(*x) ^ b(*x)}[kind]
+
+
+def brute_force(mask, q_len, kv_len, block, batch=1, heads=1):
+    """Kinds [batch, heads, q_tiles, kv_tiles] by evaluating every element."""
+    b, h, q, kv = (torch.arange(n) for n in (batch, heads, q_len, kv_len))
+    seen = mask(b[:, None, None, None], h[:, None, None], q[:, None], kv).expand(batch, heads, q_len, kv_len)
+    pad = torch.nn.functional.pad(seen, (0, -kv_len % block[1], 0, -q_len % block[0]))
+    tiles = pad.unflatten(3, (-1, block[1])).unflatten(2, (-1, block[0])).transpose(3, 4).flatten(4)
+    return torch.where(tiles.all(-1), FULL, torch.where(tiles.any(-1), PARTIAL, EMPTY)).to(torch.int8)
+
+
+def table_of(mask, q_len, kv_len, **options):
+    traced = trace(mask, "mask")
+    return classify(traced.program, traced.captured(), q_len, kv_len, mask_mod=mask, **options)
+
+
+def check_well_formed(table: BlockTable):
+    assert len(table.ptr) == table.rows + 1 and int(table.ptr[-1]) == len(table.first)
+    row = torch.repeat_interleave(torch.arange(table.rows), table.ptr.diff().long())
+    same = row[1:] == row[:-1]
+    assert bool((table.first <= table.last).all()) and bool((table.first[1:] > table.last[:-1])[same].all())
+    joinable = same & (table.first[1:] == table.last[:-1] + 1) & (table.kind[1:] == table.kind[:-1])
+    assert not bool(joinable.any())
+
+
+SHAPES = st.tuples(st.integers(1, 300), st.integers(1, 300))
+BLOCKS = st.sampled_from([(16, 16), (7, 13), (32, 16), (128, 128), (1, 5)])
+LEVELS = st.sampled_from([None, (1,), (2, 1), (4, 2, 1), (8, 4, 1), (6, 3, 1)])
+
+
+@settings(max_examples=600, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(mask=conditions(3), lengths=SHAPES, block=BLOCKS, levels=LEVELS)
+def test_a_table_equals_brute_force(mask, lengths, block, levels):
+    table = table_of(mask, *lengths, block=block, levels=levels, batch=2, heads=2)
+    want = brute_force(mask, *lengths, block, 2, 2)
+    assert torch.equal(table.to_dense().expand_as(want), want)
+    check_well_formed(table)
+    turned = table.transposed
+    check_well_formed(turned)
+    assert torch.equal(turned.to_dense(), table.to_dense().transpose(2, 3))
+
+
+OVERFLOWING = {
+    "hash": lambda b, h, q, kv: (q * 7919 + kv * 104729) % 1024 < 8,
+    "hash in 32 bits": lambda b, h, q, kv: (q.int() * 7919123 + kv.int() * 104729) % 1024 < 300,
+    "hash in 8 bits": lambda b, h, q, kv: q.to(torch.int8) * 3 > kv.to(torch.int8),
+    "product in 64 bits": lambda b, h, q, kv: (q * 2**61) + (kv * 2**61) > 0,
+    "huge scalar": lambda b, h, q, kv: q * (2**62) < kv * (2**62 + 1),
+    "shift out": lambda b, h, q, kv: (q << 60) >= (kv << 61),
+    "unsigned": lambda b, h, q, kv: q.to(torch.uint8) - kv.to(torch.uint8) < 100,
+    "float beyond its integers": lambda b, h, q, kv: (q + 2**24).float() <= (kv + 2**24).float(),
+    "half": lambda b, h, q, kv: (q * 300).half() * 0.5 < (kv * 290).half(),
+    "bfloat": lambda b, h, q, kv: q.bfloat16() + 0.3 < kv.bfloat16(),
+    "divides by zero": lambda b, h, q, kv: (q.float() / (kv - 5).float()) > 1.5,
+    "not a number": lambda b, h, q, kv: ~(((q - 40).float().sqrt() - (kv - 30).float().log()) < 3.0),
+    "infinities": lambda b, h, q, kv: torch.where(q > kv, 0.0, -torch.inf) * (q % 2) < 0.5,
+    "exponent": lambda b, h, q, kv: torch.exp((kv - q).float() * 0.1) > 0.25,
+    "vector inside": lambda b, h, q, kv: (TABLES["sorted"][:7] + q > kv + 3).any(),
+    "mixed widths": lambda b, h, q, kv: TABLES["narrow"][q] * 2 + kv > TABLES["shuffled"][kv],
+}
+
+
+@pytest.mark.parametrize("levels", [None, (4, 2, 1)])
+@pytest.mark.parametrize("name", OVERFLOWING)
+def test_overflow_rounding_and_nan_never_make_a_table_wrong(name, levels):
+    mask, block = OVERFLOWING[name], (16, 16)
+    table = table_of(mask, 200, 150, block=block, levels=levels)
+    if name == "vector inside":
+        mask = lambda b, h, q, kv: (TABLES["sorted"][:7] + q[..., None] > kv[..., None] + 3).any(-1)
+    assert torch.equal(table.to_dense(), brute_force(mask, 200, 150, block))
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (128, 128), (127, 256), (256, 130), (129, 127)])
+def test_without_a_mask_all_but_ragged_tiles_are_full(lengths):
+    table = classify(None, (), *lengths, block=(64, 32), batch=3, heads=2)
+    assert (table.batch, table.heads) == (1, 1)
+    want = brute_force(lambda b, h, q, kv: (q >= 0) & (kv >= 0), *lengths, (64, 32))
+    assert torch.equal(table.to_dense(), want)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (5, 0), (0, 0)])
+def test_no_queries_or_no_keys_give_an_empty_table(q_len, kv_len):
+    table = table_of(lambda b, h, q, kv: q >= kv, q_len, kv_len)
+    assert len(table.first) == 0 and table.ptr.tolist() == [0] * (table.rows + 1)
+    assert table.density == 0.0 and repr(table) == str(table)
+    assert len(table.transposed.first) == 0 and table.transposed.rows == table.kv_tiles
+
+
+def test_a_dim_that_the_mask_does_not_use_collapses():
+    lengths = torch.tensor([10, 60, 64])
+    table = table_of(lambda b, h, q, kv: kv < lengths[b], 64, 64, block=(16, 16), batch=3, heads=5)
+    assert (table.batch, table.heads) == (3, 1)
+    assert table.counts() == (12, 8, 28)
+
+
+def test_a_million_tokens_cost_few_runs():
+    size = 2**20
+    table = table_of(lambda b, h, q, kv: (q >= kv) & (q - kv < 4096), size, size)
+    assert len(table.first) < 4 * table.rows
+    assert table.counts().full == sum(min(i, 31) for i in range(8192))
+    turned = table.transposed
+    assert turned.counts() == table.counts()
+    assert torch.equal(turned.transposed.first, table.first) and torch.equal(turned.transposed.ptr, table.ptr)
+
+
+def test_a_lookup_outside_its_table_is_refused():
+    ids = torch.zeros(100, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"looks outside a captured tensor of shape \(100,\).*reaches 128.*100 entries"):
+        table_of(lambda b, h, q, kv: ids[q] == ids[kv], 129, 50)
+    with pytest.raises(ValueError, match="looks outside a captured tensor"):
+        table_of(lambda b, h, q, kv: ids[b] == q, 10, 10, batch=101)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block": (0, 16)}, "block: expected two sizes"),
+        ({"levels": (4, 3, 1)}, "levels: expected falling sides"),
+        ({"levels": (4, 2)}, "levels: expected falling sides"),
+        ({"batch": -1}, "expected lengths, batch and heads of 0 or more"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        table_of(lambda b, h, q, kv: q >= kv, 10, 10, **options)
+
+
+def test_progress_is_reported_and_silent_when_fast(monkeypatch):
+    noise = torch.randint(0, 2000, (2000,))
+
+    def mask(b, h, q, kv):
+        return noise[q] == noise[kv]
+
+    with redirect_stderr(io.StringIO()) as quiet:
+        table_of(lambda b, h, q, kv: q >= kv, 2000, 2000, block=(16, 16))
+    assert quiet.getvalue() == ""
+    monkeypatch.setattr(classify_module, "PATIENCE", -1.0)
+    monkeypatch.setattr(classify_module, "INTERVAL", -1.0)
+    with redirect_stderr(io.StringIO()) as heard:
+        table_of(mask, 2000, 2000, block=(16, 16))
+    assert "\rblock table:" in heard.getvalue() and heard.getvalue().endswith("\n")
+    shares: list[float] = []
+    table_of(mask, 2000, 2000, block=(16, 16), progress=shares.append)
+    assert shares == sorted(shares) and shares[0] >= 0 and shares[-1] == 1.0
+
+
+def test_a_printed_table_is_a_small_picture():
+    text = str(table_of(lambda b, h, q, kv: q >= kv, 2**16, 2**16))
+    head, *lines = text.splitlines()
+    assert head.startswith("BlockTable(65536 × 65536, block 128 × 128") and "density 0.501" in head
+    assert len(lines) == 32 and {len(line) for line in lines} == {64}
+    assert lines[-1].startswith("█" * 62) and lines[0].endswith(" " * 62)
+    small = table_of(lambda b, h, q, kv: q >= kv, 64, 64, block=(16, 16))
+    assert small.picture().splitlines() == ["▒   ", "█▒  ", "██▒ ", "███▒"]
+
+
+def test_runs_of_one_kind_and_row_order():
+    table = table_of(lambda b, h, q, kv: q >= kv, 64, 64, block=(16, 16))
+    full, partial = table.runs(FULL), table.runs(PARTIAL)
+    assert full.ptr.tolist() == [0, 0, 1, 2, 3] and full.last.tolist() == [0, 1, 2]
+    assert partial.first.tolist() == partial.last.tolist() == [0, 1, 2, 3]
+    assert table.heavy_first.tolist() == [3, 2, 1, 0]
+    assert table.transposed.mask_mod(0, 0, torch.tensor(3), torch.tensor(5))

@@ -1,0 +1,23 @@
+"""`import longspan` stays light, and the public surface is what it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import longspan as ls
+
+
+def test_importing_longspan_imports_nothing_heavier_than_torch() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); import longspan; "
+        "new = {m.split('.')[0] for m in set(sys.modules) - before}; print(sorted(new - set(sys.stdlib_module_names)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    loaded = set(eval(out))
+    assert not loaded & {"triton", "numpy", "matplotlib", "typer", "rich", "transformers", "pytest", "hypothesis"}, loaded
+
+
+def test_every_public_name_exists_and_is_documented() -> None:
+    for name in ls.__all__:
+        assert getattr(ls, name).__doc__, name
