@@ -1,6 +1,7 @@
 """The `cpu` kernel: blockwise attention in plain torch operations, memory O(S · block).
 
-Rectangles that need no score program go to torch's CPU flash operator; the rest is computed here, tile by tile. The latter part runs on any
+Rectangles that need no score program go to torch's CPU flash operator, in float32 (float64) whatever the inputs: in half precision
+it rounds partial sums. The rest is computed here, tile by tile. The latter part runs on any
 device and serves as the portable kernel for programs that no compiled kernel takes.
 """
 
@@ -50,7 +51,7 @@ class CpuKernel:
         rects = rectangles(work)
         if flash and state is None and len(rects) == 1 and call.is_everything(rects[0]):
             out, lse = call.flash_forward(rects[0])
-            return State(out=out if final else out.to(call.wide), lse=lse)
+            return State(out=out.to(q.dtype) if final else out, lse=lse)
         shape = (*q.shape[:3], v.shape[-1])
         result = empty_state(shape, call.wide, q.device, peak=peak)
         if state is not None:
@@ -92,7 +93,7 @@ class CpuKernel:
         flash = call.flash_fits and not through_lse
         if flash and not wide and len(rects) == 1 and call.is_everything(rects[0]):
             dq, dk, dv = call.flash_backward(rects[0], out, lse, grad_out)
-            return Grads(q=dq, k=dk, v=dv, captured=[])
+            return Grads(q=dq.to(q.dtype), k=dk.to(k.dtype), v=dv.to(v.dtype), captured=[])
         captured = [torch.zeros_like(c, dtype=torch.float64) if n else None for c, n in zip(work.score_captured, needs, strict=True)]
         dq, dk, dv = (torch.zeros_like(t, dtype=call.wide) for t in (q, k, v))
         total = Grads(q=dq, k=dk, v=dv, captured=captured)
@@ -209,16 +210,15 @@ class _Call:
         assert seen is not None
         shape = (*seen.shape[:2], rect.q1 - rect.q0, rect.k1 - rect.k0)
         seen = seen.expand(shape)
-        bias = torch.zeros(shape, dtype=self.q.dtype).masked_fill_(~seen, -torch.inf)
+        bias = torch.zeros(shape, dtype=self.wide).masked_fill_(~seen, -torch.inf)
         return bias, seen.any(-1)
 
     def flash_forward(self, rect: Rectangle) -> tuple[Tensor, Tensor]:
         (b, h), g = self.slices(rect)
         rows, keys = slice(rect.q0, rect.q1), slice(rect.k0, rect.k1)
         bias, any_seen = self._flash_bias(rect)
-        q, k, v = self.q[b, h, rows], self.k[(*g, keys)], self.v[(*g, keys)]
+        q, k, v = (t.to(self.wide) for t in (self.q[b, h, rows], self.k[(*g, keys)], self.v[(*g, keys)]))
         out, lse = _flash(q, k, v, 0.0, rect.kind == "causal", attn_mask=bias, scale=self.work.scale)
-        lse = lse.to(self.wide)
         if any_seen is not None:
             # The operator gives such rows lse 0: they would count as one key of score 0.
             lse = torch.where(any_seen, lse, -torch.inf)
@@ -231,15 +231,6 @@ class _Call:
         bias, _ = self._flash_bias(rect)
         norm = lse[b, h, rows]
         norm = norm.masked_fill(norm == -torch.inf, 0.0)
-        return _flash_backward(
-            grad_out[b, h, rows],
-            self.q[b, h, rows],
-            self.k[(*g, keys)],
-            self.v[(*g, keys)],
-            out[b, h, rows],
-            norm,
-            0.0,
-            rect.kind == "causal",
-            attn_mask=bias,
-            scale=self.work.scale,
-        )
+        tensors = (grad_out[b, h, rows], self.q[b, h, rows], self.k[(*g, keys)], self.v[(*g, keys)], out[b, h, rows])
+        wide = (t.to(self.wide) for t in tensors)
+        return _flash_backward(*wide, norm, 0.0, rect.kind == "causal", attn_mask=bias, scale=self.work.scale)

@@ -7,7 +7,7 @@ call in plain torch, under autograd, and its results are what the program captur
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -167,7 +167,7 @@ def _split(module: GraphModule, kind: Kind, name: str, score_dtype: torch.dtype)
         for used in node.all_input_nodes:
             if (node in depends or node.op == "output") and used not in depends and used not in constants and used not in frontier:
                 frontier.append(used)
-    sources, preamble, order = _preamble(module, frontier)
+    sources, preamble, order = _preamble(module, frontier, constants)
 
     graph = Graph()
     env: dict[Node, Node] = {}
@@ -218,7 +218,9 @@ def _constant(node: Node, known: dict[Node, Tensor], module: GraphModule) -> Ten
     return None
 
 
-def _preamble(module: GraphModule, frontier: list[Node]) -> tuple[tuple[Tensor, ...], GraphModule | None, list[list[Node]]]:
+def _preamble(
+    module: GraphModule, frontier: list[Node], constants: dict[Node, Tensor]
+) -> tuple[tuple[Tensor, ...], GraphModule | None, list[list[Node]]]:
     """Sources, the graph from them to what the program captures, and the trace's nodes for each captured tensor.
 
     Several nodes that read one tensor are one capture.
@@ -232,11 +234,14 @@ def _preamble(module: GraphModule, frontier: list[Node]) -> tuple[tuple[Tensor, 
     graph = Graph()
     env: dict[Node, Node] = {}
     sources: dict[int, tuple[Tensor, Node]] = {}
-    needed = _ancestors(frontier)
+    needed = _ancestors(frontier, stop=constants)
     for node in module.graph.nodes:
         if node not in needed:
             continue
-        if node.op == "get_attr":
+        if node in constants:
+            value = constants[node]
+            env[node] = graph.call_function(torch.ops.aten.scalar_tensor.default, (value.item(),), {"dtype": value.dtype})
+        elif node.op == "get_attr":
             tensor = _value(node, module)
             if id(tensor) not in sources:
                 sources[id(tensor)] = (tensor, graph.placeholder(f"source_{len(sources)}"))
@@ -247,10 +252,12 @@ def _preamble(module: GraphModule, frontier: list[Node]) -> tuple[tuple[Tensor, 
     return tuple(t for t, _ in sources.values()), GraphModule(torch.nn.Module(), graph), order
 
 
-def _ancestors(nodes: list[Node]) -> set[Node]:
+def _ancestors(nodes: list[Node], *, stop: Container[Node]) -> set[Node]:
+    """`nodes` and what they are made from, not going beyond `stop`."""
     seen, todo = set(nodes), list(nodes)
     while todo:
-        for parent in todo.pop().all_input_nodes:
+        node = todo.pop()
+        for parent in node.all_input_nodes if node not in stop else ():
             if parent not in seen:
                 seen.add(parent)
                 todo.append(parent)
