@@ -245,7 +245,7 @@ def variants(name: str) -> Iterator[Tile]:
 
 
 def built_in(case: Case) -> Config:
-    return choose(capability=torch.cuda.get_device_capability(), d=128, e=128, dtype=torch.bfloat16, scored=case.score is not None)
+    return choose(capability=(9, 0), d=128, e=128, dtype=torch.bfloat16, scored=case.score is not None, fine=BLOCK == 64)
 
 
 def short(error: Exception) -> str:

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from longspan.engine import ops
 from longspan.engine.checks import check_captured, check_scale, check_sink, check_tensors
 from longspan.engine.spec import Spec
+from longspan.engine.tables import DeviceCopies
 from longspan.engine.trace_cache import TraceCache
 from longspan.kernels.dense import dense_attention
 from longspan.kernels.protocol import state_dtype
@@ -20,6 +21,7 @@ from longspan.masks.algebra import Full, Mask, as_mask
 from longspan.masks.tracing import Traced
 
 _traces = TraceCache()
+_copies = DeviceCopies()
 
 
 def attention(
@@ -94,7 +96,7 @@ def call(
     peak: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run traced programs on checked tensors."""
-    mask_captured = [] if mask is None else [t.detach().to(q.device) for t in mask.captured()]
+    mask_captured = [] if mask is None else [_copies.on(t.detach() if t.requires_grad else t, q.device) for t in mask.captured()]
     score_captured = [] if score is None else score.captured()
     check_captured(score_captured, q, "score_mod")
     spec = Spec(mask=None if mask is None else mask.program, score=None if score is None else score.program, kernel=kernel)
@@ -130,5 +132,8 @@ def _checked_mask(mask: Any, q: Tensor, k: Tensor) -> Mask | None:
 
 
 def _trace(fn: Any, kind: Any, q: Tensor) -> Traced:
-    dtype = state_dtype(q.dtype) if kind == "score" else torch.float32
-    return _traces.trace(fn, kind, score_dtype=dtype, name=str(fn) if isinstance(fn, Mask) else None)
+    if not isinstance(fn, Mask):
+        return _traces.trace(fn, kind, score_dtype=state_dtype(q.dtype) if kind == "score" else torch.float32)
+    if "traced" not in fn.__dict__:
+        fn.__dict__["traced"] = _traces.trace(fn, kind, score_dtype=torch.float32, name=str(fn))
+    return fn.traced

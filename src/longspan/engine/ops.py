@@ -24,16 +24,24 @@ _tables = TableCache()
 
 
 def make_work(
-    spec: Spec, q: Tensor, k: Tensor, mask_captured: Sequence[Tensor], score_captured: Sequence[Tensor], scale: float, *, backward: bool
+    spec: Spec,
+    q: Tensor,
+    k: Tensor,
+    mask_captured: Sequence[Tensor],
+    score_captured: Sequence[Tensor],
+    scale: float,
+    *,
+    backward: bool,
+    block: tuple[int, int] = BLOCK,
 ) -> Work:
     """The whole attention of q over k as one piece of work."""
     batch, heads, q_len, _ = q.shape
     kv_len = k.shape[2]
-    table = _tables.table(spec.mask, mask_captured, q_len, kv_len, block=BLOCK, batch=batch, heads=heads)
+    table = _tables.table(spec.mask, mask_captured, q_len, kv_len, block=block, batch=batch, heads=heads)
     return Work(
         table=table,
-        q_tiles=Tiling(length=q_len, block=BLOCK[0]),
-        kv_tiles=Tiling(length=kv_len, block=BLOCK[1]),
+        q_tiles=Tiling(length=q_len, block=block[0]),
+        kv_tiles=Tiling(length=kv_len, block=block[1]),
         scale=scale,
         mask=spec.mask,
         mask_captured=[t.to(q.device) for t in mask_captured],
@@ -145,7 +153,11 @@ def _kernel_and_work(
 ) -> tuple[Kernel, Work]:
     found = specs[spec]
     work = make_work(found, q, k, mask_captured, score_captured, scale, backward=backward)
-    return choose(found.kernel, q, k, v, work), work
+    kernel = choose(found.kernel, q, k, v, work)
+    block = kernel.block(q, v, work.table)
+    if block != BLOCK:
+        work = make_work(found, q, k, mask_captured, score_captured, scale, backward=backward, block=block)
+    return kernel, work
 
 
 def _sink_state(sink: Tensor | None, q: Tensor, v: Tensor, peak: bool) -> State | None:

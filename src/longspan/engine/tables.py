@@ -37,6 +37,25 @@ class _Snapshot:
         return tensor.shape == self.copy.shape and tensor.dtype == self.copy.dtype and torch.equal(tensor.detach().cpu(), self.copy)
 
 
+class DeviceCopies:
+    """Copies of captured tensors on the device of the queries, made once per tensor and version."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[weakref.ref[Tensor], int | None, Tensor]] = {}
+
+    def on(self, tensor: Tensor, device: torch.device) -> Tensor:
+        if tensor.device == device:
+            return tensor
+        key, version = id(tensor), _version(tensor)
+        if key in self._copies:
+            source, then, copy = self._copies[key]
+            if source() is tensor and version is not None and then == version and copy.device == device:
+                return copy
+        copy = tensor.detach().to(device)
+        self._copies[key] = weakref.ref(tensor, lambda _: self._copies.pop(key, None)), version, copy
+        return copy
+
+
 class TableCache:
     """A bounded memo of `classify`, keyed by what the captured tensors hold, not by where they lie."""
 

@@ -25,6 +25,7 @@ from longspan.kernels.fold import (
 )
 from longspan.kernels.protocol import Grads, State, Work, plain_delta, state_dtype
 from longspan.kernels.rectangles import Rectangle, rectangles
+from longspan.masks.table import BlockTable
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -41,6 +42,9 @@ class CpuKernel:
 
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
         return None
+
+    def block(self, q: Tensor, v: Tensor, table: BlockTable) -> tuple[int, int]:
+        return table.block
 
     def delta(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
         return plain_delta(out, grad_out, grad_lse)

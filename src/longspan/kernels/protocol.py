@@ -104,6 +104,9 @@ class Kernel(Protocol):
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
         """Why this kernel cannot do this work, or None if it can."""
 
+    def block(self, q: Tensor, v: Tensor, table: BlockTable) -> tuple[int, int]:
+        """The tile size that suits this kernel for such a table: the table's own, or another one for the same mask."""
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, *, state: State | None, final: bool, peak: bool) -> State:
         """Attend over `work`'s tiles, folded into `state`. `final`: `out` comes back in the query's dtype, else in the state's."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -36,11 +37,20 @@ class Rectangle:
 _Run = tuple[int, int, int]  # first tile, last tile, kind
 
 
-def rectangles(work: Work, *, most_masked_tiles: int = 64) -> list[Rectangle]:
-    """Cover the work's tiles, each exactly once, heaviest rectangles first.
+_kept: WeakKeyDictionary[BlockTable, list[Rectangle]] = WeakKeyDictionary()
 
-    A masked rectangle spans at most `most_masked_tiles` tiles, which bounds the memory for its mask.
-    """
+
+def rectangles(work: Work) -> list[Rectangle]:
+    """Cover the work's tiles, each exactly once, heaviest rectangles first. Found once per table of a whole sequence."""
+    if work.q_tiles.row is not None or work.kv_tiles.row is not None:
+        return _cover(work, most_masked_tiles=64)
+    if work.table not in _kept:
+        _kept[work.table] = _cover(work, most_masked_tiles=64)
+    return _kept[work.table]
+
+
+def _cover(work: Work, *, most_masked_tiles: int) -> list[Rectangle]:
+    """A masked rectangle spans at most `most_masked_tiles` tiles (or one row of a run), which bounds the memory for its mask."""
     table = work.table
     out: list[Rectangle] = []
     ptr, first, last, kind = (t.tolist() for t in (table.ptr, table.first, table.last, table.kind))

@@ -75,7 +75,7 @@ class Mask:
 
     @cached_property
     def traced(self) -> Traced:
-        """The mask's program and the tensors it captures, traced once."""
+        """The mask's program and the tensors it captures, traced once: a mask is a value, what its mod read then it keeps."""
         return trace(self, "mask", name=str(self))
 
     def block_table(

@@ -31,8 +31,19 @@ class Config:
     l2_bytes: int = 24 * 2**20
 
 
-def choose(*, capability: tuple[int, int], d: int, e: int, dtype: torch.dtype, scored: bool) -> Config:
-    """The configuration for a device of this compute capability, padded head dims d and e. `scored`: there is a score program."""
+FINE = (64, 64)
+
+
+def prefers_fine_tables(*, capability: tuple[int, int], d: int, e: int, dtype: torch.dtype, partial_share: float) -> bool:
+    """Whether tables of 64 × 64 tiles pay: where many tiles are partial, less is computed in vain; elsewhere larger tiles run faster."""
+    return capability >= (9, 0) and dtype != torch.float32 and max(d, e) <= 128 and partial_share > 0.1
+
+
+def choose(*, capability: tuple[int, int], d: int, e: int, dtype: torch.dtype, scored: bool, fine: bool) -> Config:
+    """The configuration for a device of this compute capability, padded head dims d and e.
+
+    `scored`: there is a score program. `fine`: the table's tiles are 64 × 64. Measured on an H200 (see bench/results), guessed elsewhere.
+    """
     wide = max(d, e)
     if dtype == torch.float32:
         small = Tile(m=32, n=32, warps=4, stages=2)
@@ -44,11 +55,17 @@ def choose(*, capability: tuple[int, int], d: int, e: int, dtype: torch.dtype, s
         if wide <= 64:
             step = Tile(m=64, n=128, warps=8 if scored else 4, stages=3)
             return Config(forward=Tile(m=128, n=128, warps=8, stages=3), dkdv=step, dq=Tile(m=128, n=64, warps=8, stages=3))
+        if wide <= 128 and fine:
+            return Config(
+                forward=Tile(m=64, n=64, warps=4, stages=3 if scored else 2, tma=True),
+                dkdv=Tile(m=64, n=64, warps=4, stages=2, tma=True) if scored else Tile(m=32, n=64, warps=4, stages=2, tma=True),
+                dq=Tile(m=64, n=64, warps=4, stages=2, tma=True),
+            )
         if wide <= 128:
             return Config(
-                forward=Tile(m=128, n=128, warps=8, stages=2),
-                dkdv=Tile(m=64, n=128, warps=8, stages=2),
-                dq=Tile(m=128, n=64, warps=8, stages=2),
+                forward=Tile(m=64, n=64, warps=4, stages=3, tma=True) if scored else Tile(m=128, n=64, warps=4, stages=2, tma=True),
+                dkdv=Tile(m=64, n=64, warps=4, stages=2, tma=True) if scored else Tile(m=32, n=64, warps=4, stages=3, tma=True),
+                dq=Tile(m=128, n=64, warps=8, stages=3),
             )
         return Config(
             forward=Tile(m=128, n=64, warps=8, stages=2), dkdv=Tile(m=32, n=64, warps=8, stages=1), dq=Tile(m=64, n=32, warps=4, stages=1)

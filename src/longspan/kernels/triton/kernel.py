@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from longspan.kernels.protocol import Grads, State, Work, like_query
 from longspan.kernels.triton import codegen, launch
 from longspan.kernels.triton.backward import delta_kernel, keys_kernel, queries_kernel
-from longspan.kernels.triton.config import Config, Tile, choose
+from longspan.kernels.triton.config import FINE, Config, Tile, choose, prefers_fine_tables
 from longspan.kernels.triton.forward import forward_kernel
 from longspan.kernels.triton.interpreter import computable, interpreted, quiet
 from longspan.masks.table import BlockTable
@@ -48,6 +50,13 @@ class TritonKernel:
                 return f"table block {work.table.block}: both sizes must be multiples of 16"
         opts = launch.options(work, q.dtype)
         return codegen.unsupported(work.mask, None, opts) or codegen.unsupported(work.score, work.joint, opts)
+
+    def block(self, q: Tensor, v: Tensor, table: BlockTable) -> tuple[int, int]:
+        counts = table.counts()
+        share = counts.partial / max(1, counts.partial + counts.full)
+        dims = {"d": launch.padded(q.shape[-1]), "e": launch.padded(v.shape[-1])}
+        fine = prefers_fine_tables(capability=_capability(q.device), dtype=q.dtype, partial_share=share, **dims)
+        return FINE if fine else table.block
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, *, state: State | None, final: bool, peak: bool) -> State:
         B, H, Q, _ = q.shape
@@ -103,10 +112,12 @@ class TritonKernel:
             )
         common = _Common(self, q, k, v, work)
         lse, delta = lse.contiguous(), delta.contiguous()
-        if dk.numel():
-            common.keys(grad_out, lse, delta, dk, dv)
-        if dq.numel():
-            common.queries(grad_out, lse, delta, dq, captured)
+        with _Beside(q.device) as beside:
+            if dk.numel():
+                common.keys(grad_out, lse, delta, dk, dv)
+            with beside.stream():
+                if dq.numel():
+                    common.queries(grad_out, lse, delta, dq, captured)
         grads.q, grads.k, grads.v = (g.to(dtype) for g in (grads.q, grads.k, grads.v))
         return grads
 
@@ -130,9 +141,13 @@ class _Common:
     def __init__(self, kernel: TritonKernel, q: Tensor, k: Tensor, v: Tensor, work: Work) -> None:
         self.q, self.k, self.v, self.work = q, k, v, work
         self.d, self.e = q.shape[-1], v.shape[-1]
-        capability = (8, 0) if interpreted() else torch.cuda.get_device_capability(q.device)
         self.config = kernel.config or choose(
-            capability=capability, d=launch.padded(self.d), e=launch.padded(self.e), dtype=q.dtype, scored=work.score is not None
+            capability=_capability(q.device),
+            d=launch.padded(self.d),
+            e=launch.padded(self.e),
+            dtype=q.dtype,
+            scored=work.score is not None,
+            fine=work.table.block == FINE,
         )
         self.options = launch.options(work, q.dtype)
         self.captured = launch.captured(work, q)
@@ -222,6 +237,36 @@ def _prefill_unvisited(work: Work, result: State, state: State | None) -> None:
             result.peak.copy_(state.peak)
         else:
             result.peak.fill_(float("-inf"))
+
+
+class _Beside:
+    """A second stream for a launch that does not depend on the first: its programs fill what the other leaves idle at its end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            self._main, self._side = torch.cuda.current_stream(device), _side_stream(device)
+
+    def __enter__(self) -> _Beside:
+        if self._cuda:
+            self._side.wait_stream(self._main)
+        return self
+
+    def stream(self) -> Any:
+        return torch.cuda.stream(self._side) if self._cuda else nullcontext()
+
+    def __exit__(self, *error: object) -> None:
+        if self._cuda:
+            self._main.wait_stream(self._side)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return (8, 0) if interpreted() else torch.cuda.get_device_capability(device)
 
 
 def _on(device: torch.device) -> Any:
