@@ -4,6 +4,7 @@
                           through which torch lets an operator take one (see `longspan.engine.compiled`).
 `_disable_current_modes`  A mod is traced on the side. Modes of the caller (selective checkpointing, fake tensors, AOTAutograd's own
                           tracing) must not see, record or replay those operations; there is no public way to step out of them.
+`_get_current_dispatch_mode_stack`  Whether such modes are there: without any, the operator may be called without torch's dispatcher.
 `tracing`                 `make_fx` takes the fake mode of a compilation in progress from this context, whatever modes are active.
 """
 
@@ -14,9 +15,14 @@ from contextlib import contextmanager
 
 from torch._guards import tracing
 from torch._higher_order_ops.base_hop import BaseHOP
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-__all__ = ["BaseHOP", "outside_of_modes"]
+__all__ = ["BaseHOP", "modes_are_active", "outside_of_modes"]
+
+
+def modes_are_active() -> bool:
+    """Whether a dispatch mode would see operators that are called now."""
+    return bool(_get_current_dispatch_mode_stack())
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from longspan.engine import ops
+from longspan.engine import eager, ops
 from longspan.engine.checks import check_captured, check_scale, check_sink, check_tensors
 from longspan.engine.spec import Spec
 from longspan.engine.tables import DeviceCopies
@@ -109,6 +109,9 @@ def call(
         _ = spec.joint  # traced here, where autograd runs; below the operator it does not
     _refuse_forward_mode([q, k, v, *score_captured] if sink is None else [q, k, v, sink, *score_captured])
     try:
+        tensors = [q, k, v, *mask_captured, *score_captured]
+        if eager.is_plain(tensors if sink is None else [*tensors, sink]):
+            return eager.attend(q, k, v, sink, mask_captured, score_captured, spec, scale, peak)
         out, lse, most = ops.attend(q, k, v, sink, mask_captured, score_captured, spec.handle, scale, peak)
     except RuntimeError as error:
         if "functorch transforms" in str(error):

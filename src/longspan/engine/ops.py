@@ -51,6 +51,52 @@ def make_work(
     )
 
 
+def run_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    mask_captured: Sequence[Tensor],
+    score_captured: Sequence[Tensor],
+    spec: Spec,
+    scale: float,
+    peak: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `attend` computes."""
+    kernel, work = _kernel_and_work(q, k, v, mask_captured, score_captured, spec, scale, backward=False)
+    result = kernel.forward(q, k, v, work, state=_sink_state(sink, q, v, peak), final=True, peak=peak)
+    return result.out, result.lse.contiguous(), result.lse.new_empty(0) if result.peak is None else result.peak.contiguous()
+
+
+def run_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    mask_captured: Sequence[Tensor],
+    score_captured: Sequence[Tensor],
+    needs: Sequence[bool],
+    spec: Spec,
+    scale: float,
+) -> list[Tensor]:
+    """What `attend_backward` computes."""
+    kernel, work = _kernel_and_work(q, k, v, mask_captured, score_captured, spec, scale, backward=True)
+    delta = kernel.delta(out, grad_out, grad_lse)
+    grads = kernel.backward(q, k, v, out, lse, delta, grad_out, work, needs=needs, wide=False, through_lse=grad_lse is not None)
+    found = [grads.q, grads.k, grads.v]
+    if sink is not None:
+        share = torch.exp(sink.to(lse.dtype)[:, None] - lse)
+        found.append(-(share * delta).sum((0, 2)).to(sink.dtype))
+    for need, grad, tensor in zip(needs, grads.captured, score_captured, strict=False):
+        if need and grad is not None:
+            found.append(grad.to(tensor.dtype).to(tensor.device))
+    return [g.contiguous() for g in found]
+
+
 @torch.library.custom_op("longspan::attend", mutates_args=())
 def attend(
     q: Tensor,
@@ -64,14 +110,7 @@ def attend(
     peak: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, peak): peak has no elements unless asked for."""
-    kernel, work = _kernel_and_work(q, k, v, mask_captured, score_captured, spec, scale, backward=False)
-    result = kernel.forward(q, k, v, work, state=_sink_state(sink, q, v, peak), final=True, peak=peak)
-    out = like_query(q, v.shape[-1], q.dtype)
-    if result.out.stride() == out.stride():
-        out = result.out
-    else:
-        out.copy_(result.out)
-    return out, result.lse.contiguous(), result.lse.new_empty(0) if result.peak is None else result.peak.contiguous()
+    return run_forward(q, k, v, sink, mask_captured, score_captured, specs[spec], scale, peak)
 
 
 @attend.register_fake
@@ -107,17 +146,7 @@ def attend_backward(
     scale: float,
 ) -> list[Tensor]:
     """[dq, dk, dv], then the sink's gradient if there is one, then those of the captured tensors that need it; all contiguous."""
-    kernel, work = _kernel_and_work(q, k, v, mask_captured, score_captured, spec, scale, backward=True)
-    delta = kernel.delta(out, grad_out, grad_lse)
-    grads = kernel.backward(q, k, v, out, lse, delta, grad_out, work, needs=needs, wide=False, through_lse=grad_lse is not None)
-    found = [grads.q, grads.k, grads.v]
-    if sink is not None:
-        share = torch.exp(sink.to(lse.dtype)[:, None] - lse)
-        found.append(-(share * delta).sum((0, 2)).to(sink.dtype))
-    for need, grad, tensor in zip(needs, grads.captured, score_captured, strict=False):
-        if need and grad is not None:
-            found.append(grad.to(tensor.dtype).to(tensor.device))
-    return [g.contiguous() for g in found]
+    return run_backward(grad_out, grad_lse, q, k, v, sink, out, lse, mask_captured, score_captured, needs, specs[spec], scale)
 
 
 @attend_backward.register_fake
@@ -146,17 +175,16 @@ def _kernel_and_work(
     v: Tensor,
     mask_captured: Sequence[Tensor],
     score_captured: Sequence[Tensor],
-    spec: int,
+    spec: Spec,
     scale: float,
     *,
     backward: bool,
 ) -> tuple[Kernel, Work]:
-    found = specs[spec]
-    work = make_work(found, q, k, mask_captured, score_captured, scale, backward=backward)
-    kernel = choose(found.kernel, q, k, v, work)
+    work = make_work(spec, q, k, mask_captured, score_captured, scale, backward=backward)
+    kernel = choose(spec.kernel, q, k, v, work)
     block = kernel.block(q, v, work.table)
     if block != BLOCK:
-        work = make_work(found, q, k, mask_captured, score_captured, scale, backward=backward, block=block)
+        work = make_work(spec, q, k, mask_captured, score_captured, scale, backward=backward, block=block)
     return kernel, work
 
 

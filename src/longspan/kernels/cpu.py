@@ -23,7 +23,7 @@ from longspan.kernels.fold import (
     softmax_tile,
     tile_indices,
 )
-from longspan.kernels.protocol import Grads, State, Work, plain_delta, state_dtype
+from longspan.kernels.protocol import Grads, State, Work, like_query, plain_delta, state_dtype
 from longspan.kernels.rectangles import Rectangle, rectangles
 from longspan.masks.table import BlockTable
 
@@ -55,7 +55,7 @@ class CpuKernel:
         rects = rectangles(work)
         if flash and state is None and len(rects) == 1 and call.is_everything(rects[0]):
             out, lse = call.flash_forward(rects[0])
-            return State(out=out.to(q.dtype) if final else out, lse=lse)
+            return State(out=_finished(out, q) if final else out, lse=lse)
         shape = (*q.shape[:3], v.shape[-1])
         result = empty_state(shape, call.wide, q.device, peak=peak)
         if state is not None:
@@ -74,7 +74,7 @@ class CpuKernel:
                 out = grouped_matmul(weights, v[(*g, slice(part.k0, part.k1))].to(call.wide))
                 fold_(result, (*call.heads(part), slice(part.q0, part.q1)), out, lse, most)
         if final:
-            result.out = result.out.to(q.dtype)
+            result.out = _finished(result.out, q)
         return result
 
     def backward(
@@ -115,6 +115,11 @@ class CpuKernel:
         if not wide:
             total.q, total.k, total.v = total.q.to(q.dtype), total.k.to(k.dtype), total.v.to(v.dtype)
         return total
+
+
+def _finished(out: Tensor, q: Tensor) -> Tensor:
+    """The result as callers get it: the query's dtype and memory order."""
+    return like_query(q, out.shape[-1], q.dtype).copy_(out)
 
 
 class _Call:

@@ -108,7 +108,11 @@ class Kernel(Protocol):
         """The tile size that suits this kernel for such a table: the table's own, or another one for the same mask."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, *, state: State | None, final: bool, peak: bool) -> State:
-        """Attend over `work`'s tiles, folded into `state`. `final`: `out` comes back in the query's dtype, else in the state's."""
+        """Attend over `work`'s tiles, folded into `state`.
+
+        `final`: `out` comes back in the query's dtype, its dims in memory in the order of the query's (`like_query`); else in the state's.
+        `peak`: also the rows' largest scores.
+        """
 
     def backward(
         self,

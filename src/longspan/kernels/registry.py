@@ -28,12 +28,17 @@ def kernel_named(name: str) -> Kernel:
 
         return CpuKernel()
     if name == "triton":
-        if find_spec("triton") is None:
+        if not _has_triton():
             raise KernelRefused("kernel 'triton' needs the triton package: pip install 'longspan[triton]', or use kernel='auto'")
         from longspan.kernels.triton import TritonKernel
 
         return TritonKernel()
     raise AssertionError(f"no kernel of the protocol is called {name!r}")
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def choose(name: str, q: Tensor, k: Tensor, v: Tensor, work: Work) -> Kernel:
@@ -44,7 +49,7 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, work: Work) -> Kernel:
         if reason is not None:
             raise KernelRefused(f"kernel {name!r} cannot do this: {reason}. kernel='auto' picks one that can")
         return kernel
-    if q.device.type == "cuda" and find_spec("triton") is not None:
+    if q.device.type == "cuda" and _has_triton():
         kernel = kernel_named("triton")
         if kernel.refuses(q, k, v, work) is None:
             return kernel

@@ -77,6 +77,10 @@ class BlockTable:
         return torch.zeros(self.rows, dtype=torch.int64).index_add_(0, self._row_of_run, length)
 
     def counts(self) -> Counts:
+        return self._counts
+
+    @cached_property
+    def _counts(self) -> Counts:
         length = (self.last - self.first + 1).long()
         partial = int(length[self.kind == PARTIAL].sum())
         full = int(length[self.kind == FULL].sum())
