@@ -1,11 +1,11 @@
 """The operator on one GPU against compiled FlexAttention, forward and backward, same inputs, same run.
 
-    PYTHONPATH=src python bench/gpu_kernels.py [--quick] [--json]
+    PYTHONPATH=src python bench/gpu_kernels.py [--tokens N] [--kv-heads N] [--json]
 
 B 1, H 32, D 128, bfloat16; 8,192 and 32,768 tokens; 32 and 8 key heads. Both sides are called as users call them: `longspan.attention`, and
-`torch.compile(flex_attention)`; backward through autograd. A time is the median over repetitions of ten calls in a row, so that the host
-runs ahead of the device as it does in training. FLOP: 4·D per pair that the mask allows, 2.5 times that backward.
-`error` is the largest difference of out to a float32 computation of a few rows, next to FlexAttention's.
+`torch.compile(flex_attention)`; backward through autograd. Times are of the device; what the host takes to launch stands beside them.
+FLOP: 4·D per pair that the mask allows, 2.5 times that backward. Errors are the largest difference of out to a float32 computation of
+64 rows.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import datetime
 import json
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import longspan as ls
 
 HEADS, DIM = 32, 128
+STEPS = ("forward", "backward")
 Mod = Callable[..., Tensor]
 
 
@@ -58,19 +60,36 @@ def cases(tokens: int) -> list[Case]:
     ]
 
 
-def milliseconds(fn: Callable[[], Any], repeat: int, calls: int = 10) -> float:
-    for _ in range(3):
-        fn()
-    times = []
-    for _ in range(repeat):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(calls):
+class Clock:
+    """Times calls on the device and on the host.
+
+    Ten calls are put into the stream behind a matrix product that keeps the device busy until all ten are queued: what is measured
+    between the events is the device's own time, whatever the host takes to launch.
+    """
+
+    def __init__(self, repeat: int) -> None:
+        self.repeat = repeat
+        self.block = torch.randn(16384, 16384, device="cuda", dtype=torch.bfloat16)
+
+    def __call__(self, fn: Callable[[], Any], calls: int = 10) -> tuple[float, float]:
+        """(device milliseconds, host microseconds) per call, medians."""
+        for _ in range(2):
             fn()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    return statistics.median(times)
+        device, host = [], []
+        for _ in range(self.repeat):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            for _ in range(4):
+                self.block @ self.block
+            start.record()
+            began = time.perf_counter()
+            for _ in range(calls):
+                fn()
+            host.append((time.perf_counter() - began) / calls * 1e6)
+            end.record()
+            end.synchronize()
+            device.append(start.elapsed_time(end) / calls)
+        return statistics.median(device), statistics.median(host)
 
 
 def pairs(mask: Any, tokens: int) -> int:
@@ -93,15 +112,15 @@ def reference_rows(case: Case, q: Tensor, k: Tensor, v: Tensor, rows: Tensor) ->
     return torch.softmax(torch.where(case.mask(*index), scores, -torch.inf), -1) @ values
 
 
-def measure(case: Case, tokens: int, kv_heads: int, repeat: int) -> dict[str, Any]:
+def measure(case: Case, tokens: int, kv_heads: int, clock: Clock) -> dict[str, Any]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(1, h, tokens, DIM, device="cuda", dtype=torch.bfloat16) for h in (HEADS, kv_heads, kv_heads, HEADS))
     inputs = [t.requires_grad_() for t in (q, k, v)]
     block_mask = torch.compile(create_block_mask)(case.mask, None, None, tokens, tokens, device="cuda")
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
     calls: dict[str, Callable[[], Tensor]] = {
-        "flex": lambda: compiled(q, k, v, score_mod=case.score_mod, block_mask=block_mask, enable_gqa=kv_heads != HEADS),  # type: ignore[dict-item,return-value]
+        "flex": lambda: compiled(q, k, v, score_mod=case.score_mod, block_mask=block_mask, enable_gqa=kv_heads != HEADS),
         "longspan": lambda: ls.attention(q, k, v, mask=case.mask, score_mod=case.score_mod),
     }
     rows = torch.randint(0, tokens, (64,), device="cuda")
@@ -111,18 +130,29 @@ def measure(case: Case, tokens: int, kv_heads: int, repeat: int) -> dict[str, An
     for name, call in calls.items():
         out = call()
         row[f"{name}_error"] = float((out.detach()[:, :, rows].float() - want).abs().max())
-        row[f"{name}_forward_ms"] = milliseconds(call, repeat)
-        row[f"{name}_backward_ms"] = milliseconds(lambda out=out: torch.autograd.grad(out, inputs, grad, retain_graph=True), repeat)  # type: ignore[misc]
-        row[f"{name}_forward_tflops"] = flop / row[f"{name}_forward_ms"] / 1e9
-        row[f"{name}_backward_tflops"] = 2.5 * flop / row[f"{name}_backward_ms"] / 1e9
-    for step in ("forward", "backward"):
+
+        def back(out: Tensor = out) -> Any:
+            return torch.autograd.grad(out, inputs, grad, retain_graph=True)
+
+        for step, fn, work in (("forward", call, flop), ("backward", back, 2.5 * flop)):
+            row[f"{name}_{step}_ms"], row[f"{name}_{step}_host_us"] = clock(fn)
+            row[f"{name}_{step}_tflops"] = work / row[f"{name}_{step}_ms"] / 1e9
+    for step in STEPS:
         row[f"{step}_ratio"] = row[f"flex_{step}_ms"] / row[f"longspan_{step}_ms"]
     return row
 
 
+def line(row: dict[str, Any]) -> str:
+    steps = [f"{row[f'flex_{s}_tflops']:6.0f}{row[f'longspan_{s}_tflops']:6.0f}{row[f'{s}_ratio']:7.2f}" for s in STEPS]
+    host = [" /".join(f"{row[f'{name}_{s}_host_us']:5.0f}" for s in STEPS) for name in ("flex", "longspan")]
+    errors = f"{row['flex_error']:.1e} {row['longspan_error']:.1e}"
+    return f"{row['case']:18}{row['tokens']:7d}{row['heads']:>7} |{steps[0]} |{steps[1]} | {errors} | {host[0]} {host[1]}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="8,192 tokens, 32 key heads only")
+    parser.add_argument("--tokens", type=int, choices=(8192, 32768), help="this length only")
+    parser.add_argument("--kv-heads", type=int, choices=(8, 32), help="this number of key heads only")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--repeat", type=int, default=10)
     args = parser.parse_args()
@@ -134,20 +164,16 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
     }
     print(", ".join(f"{k} {v}" for k, v in about.items()))
-    print("TFLOP/s of useful work; ratio: time of compiled FlexAttention over time of longspan")
-    print(
-        f"{'':18}{'tokens':>7}{'heads':>7} |{'flex':>6}{'ours':>6}{'ratio':>7} fwd |{'flex':>6}{'ours':>6}{'ratio':>7} bwd | error flex / ours"
-    )
-    rows = []
-    for tokens, kv_heads in [(8192, 32)] if args.quick else [(8192, 32), (32768, 32), (8192, 8), (32768, 8)]:
-        for case in cases(tokens):
-            row = measure(case, tokens, kv_heads, args.repeat)
-            rows.append(row)
-            steps = [
-                f"{row[f'flex_{s}_tflops']:6.0f}{row[f'longspan_{s}_tflops']:6.0f}{row[f'{s}_ratio']:7.2f}" for s in ("forward", "backward")
-            ]
-            errors = f"{row['flex_error']:.1e} / {row['longspan_error']:.1e}"
-            print(f"{case.name:18}{tokens:7d}{row['heads']:>7} |{steps[0]} fwd |{steps[1]} bwd | {errors}", flush=True)
+    print("TFLOP/s of useful work on the device; ratio: time of compiled FlexAttention over time of longspan")
+    print(f"{'':32} |{'forward':^19} |{'backward':^19} | largest error   | host µs fwd / bwd")
+    columns = f"{'flex':>6}{'ours':>6}{'ratio':>7}"
+    print(f"{'':18}{'tokens':>7}{'heads':>7} |{columns} |{columns} | flex    ours    | flex         ours")
+    clock, rows = Clock(args.repeat), []
+    for tokens, kv_heads in [(8192, 32), (32768, 8), (32768, 32), (8192, 8)]:
+        if args.tokens in (None, tokens) and args.kv_heads in (None, kv_heads):
+            for case in cases(tokens):
+                rows.append(measure(case, tokens, kv_heads, clock))
+                print(line(rows[-1]), flush=True)
     if args.json:
         print(json.dumps({**about, "rows": rows}))
 

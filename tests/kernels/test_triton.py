@@ -205,7 +205,7 @@ def check(case: Case, *, kernel: TritonKernel | None = None, work: Work | None =
     dlse = torch.where(torch.isfinite(want.lse), dlse, 0.0)
     delta = kernel.delta(state.out, do, dlse)
     needs = [any(c.data_ptr() == t.data_ptr() for t in case.learned) for c in work.score_captured]
-    grads = kernel.backward(q, k, v, state.out, state.lse, delta, do, work, needs=needs, wide=wide, through_lse=False)
+    grads = kernel.backward(q, k, v, state.out, state.lse, do, None, work, needs=needs, wide=wide, delta=delta)
     assert grads.q.dtype == (torch.float32 if wide else case.dtype)
     for name, got, expected in zip(("dq", "dk", "dv"), (grads.q, grads.k, grads.v), want.grads, strict=False):
         close(got, expected, case.dtype, name)
@@ -354,7 +354,7 @@ def test_permuted_tiles_give_permuted_rows() -> None:
     want = kernel.forward(q, k, v, plain, state=None, final=True, peak=False)
     delta = kernel.delta(want.out, do, None)
     want_grads = kernel.backward(
-        q, k, v, want.out, want.lse, delta, do, plain, needs=[False] * len(plain.score_captured), wide=False, through_lse=False
+        q, k, v, want.out, want.lse, do, None, plain, needs=[False] * len(plain.score_captured), wide=False, delta=delta
     )
 
     # Tiles of the sequence in the order 2, 0, 1; the last one holds 32 tokens.
@@ -376,12 +376,12 @@ def test_permuted_tiles_give_permuted_rows() -> None:
         pv,
         got.out,
         got.lse,
-        delta[:, :, tokens],
         pdo,
+        None,
         work,
         needs=[False] * len(work.score_captured),
         wide=False,
-        through_lse=False,
+        delta=delta[:, :, tokens],
     )
     for name, a, b in (("q", grads.q, want_grads.q), ("k", grads.k, want_grads.k), ("v", grads.v, want_grads.v)):
         torch.testing.assert_close(a, b[:, :, tokens], msg=name)

@@ -85,10 +85,10 @@ def run_backward(
 ) -> list[Tensor]:
     """What `attend_backward` computes."""
     kernel, work = _kernel_and_work(q, k, v, mask_captured, score_captured, spec, scale, backward=True)
-    delta = kernel.delta(out, grad_out, grad_lse)
-    grads = kernel.backward(q, k, v, out, lse, delta, grad_out, work, needs=needs, wide=False, through_lse=grad_lse is not None)
+    delta = None if sink is None else kernel.delta(out, grad_out, grad_lse)
+    grads = kernel.backward(q, k, v, out, lse, grad_out, grad_lse, work, needs=needs, wide=False, delta=delta)
     found = [grads.q, grads.k, grads.v]
-    if sink is not None:
+    if sink is not None and delta is not None:
         share = torch.exp(sink.to(lse.dtype)[:, None] - lse)
         found.append(-(share * delta).sum((0, 2)).to(sink.dtype))
     for need, grad, tensor in zip(needs, grads.captured, score_captured, strict=False):

@@ -84,23 +84,25 @@ class CpuKernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        delta: Tensor,
         grad_out: Tensor,
+        grad_lse: Tensor | None,
         work: Work,
         *,
         needs: Sequence[bool],
         wide: bool,
-        through_lse: bool,
+        delta: Tensor | None = None,
     ) -> Grads:
         call = _Call(q, k, v, work)
         rects = rectangles(work)
-        flash = call.flash_fits and not through_lse
+        flash = call.flash_fits and grad_lse is None
         if flash and not wide and len(rects) == 1 and call.is_everything(rects[0]):
             dq, dk, dv = call.flash_backward(rects[0], out, lse, grad_out)
             return Grads(q=dq.to(q.dtype), k=dk.to(k.dtype), v=dv.to(v.dtype), captured=[])
         captured = [torch.zeros_like(c, dtype=torch.float64) if n else None for c, n in zip(work.score_captured, needs, strict=True)]
         dq, dk, dv = (torch.zeros_like(t, dtype=call.wide) for t in (q, k, v))
         total = Grads(q=dq, k=dk, v=dv, captured=captured)
+        if delta is None and not flash:
+            delta = self.delta(out, grad_out, grad_lse)
         for rect in rects:
             heads, groups = call.slices(rect)
             rows, keys = slice(rect.q0, rect.q1), slice(rect.k0, rect.k1)
@@ -110,6 +112,7 @@ class CpuKernel:
                 total.k[(*groups, keys)] += dk
                 total.v[(*groups, keys)] += dv
                 continue
+            assert delta is not None
             for part in call.parts(rect):
                 call.add_tile_grads_(total, part, lse, delta, grad_out)
         if not wide:

@@ -121,23 +121,22 @@ class Kernel(Protocol):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        delta: Tensor,
         grad_out: Tensor,
+        grad_lse: Tensor | None,
         work: Work,
         *,
         needs: Sequence[bool],
         wide: bool,
-        through_lse: bool,
+        delta: Tensor | None = None,
     ) -> Grads:
         """Gradients of `work`'s tiles, given the final out and lse over all tiles of all stages.
 
-        `delta` [B, H, Q] = Σ out·grad_out − grad_lse, in the dtype of lse: rows' share of every score's gradient.
         `needs[i]`: whether score_captured[i] needs a gradient. `wide`: gradients of q, k, v in the dtype of lse (to be summed over
-        stages), else in the inputs'. `through_lse`: whether a gradient of lse is part of `delta`.
+        stages), else in the inputs'. `delta` [B, H, Q]: what `delta` gives, where it was computed before.
         """
 
     def delta(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
-        """What `backward` takes as `delta`."""
+        """Σ out·grad_out − grad_lse [B, H, Q], in the dtype of lse: rows' share of every score's gradient."""
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -109,6 +109,11 @@ class Mask:
         return table
 
 
+def _near(table: Tensor, index: Tensor) -> Tensor:
+    """A mask's own table where its index is: masks made from lists live on the CPU and serve every device."""
+    return table.to(index.device) if index.is_cuda and not table.is_cuda else table
+
+
 @dataclass(frozen=True, eq=False)
 class Full(Mask):
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -154,6 +159,7 @@ class Documents(Mask):
 
     @staticmethod
     def _at(table: Tensor, b: Tensor, i: Tensor) -> Tensor:
+        table = _near(table, i)
         return table[i] if table.ndim == 1 else table[b, i]
 
     @property
@@ -172,7 +178,7 @@ class Prefix(Mask):
     length: int | Tensor
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        length = self.length[b] if isinstance(self.length, Tensor) else self.length
+        length = _near(self.length, b)[b] if isinstance(self.length, Tensor) else self.length
         return (kv_idx < length) & (q_idx >= 0)
 
     @property

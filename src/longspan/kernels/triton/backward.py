@@ -150,15 +150,18 @@ def queries_step(
 
 @triton.jit(do_not_specialize=_DYNAMIC)
 def queries_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
-    q_stride, k_stride, v_stride, do_stride, dq_stride,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, out_ptr, grad_lse_ptr,
+    q_stride, k_stride, v_stride, do_stride, dq_stride, out_stride,
     order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes, grads,
     rows, tiles, heads, shared, group, q_len, kv_len, scale,
     MASK: tl.constexpr, SCORE: tl.constexpr, JOINT: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, M_SUBS: tl.constexpr, N_SUBS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of queries; the gradients of captured tensors are added up here too."""
+    """dQ of one tile of queries; the gradients of captured tensors are added up here too.
+
+    Given `out`, delta is computed here, where both its factors are at hand, and stored for the pass over keys.
+    """
     tile, sub, b, h = locate(order, rows, tiles, heads, group, M_SUBS, PER_BATCH, PER_HEAD)
     table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
     g, b64, h64 = h // shared, wide(b), wide(h)
@@ -167,7 +170,15 @@ def queries_kernel(
     do = load_rows(do_ptr + b64 * do_stride[0] + h64 * do_stride[1], row, left, do_stride[2], do_stride[3], M, E, EP, True)
     state = (b64 * heads + h64) * q_len
     lse = base_two(row_state(lse_ptr + state, row, left, M, True))
-    delta = row_state(delta_ptr + state, row, left, M, True)
+    if out_ptr is None:
+        delta = row_state(delta_ptr + state, row, left, M, True)
+    else:
+        i = tl.arange(0, M)
+        out = load_rows(out_ptr + b64 * out_stride[0] + h64 * out_stride[1], row, left, out_stride[2], out_stride[3], M, E, EP, True)
+        delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+        if grad_lse_ptr is not None:
+            delta -= row_state(grad_lse_ptr + state, row, left, M, True)
+        tl.store(delta_ptr + state + row + i, delta, mask=i < left)
     k_head, v_head = head_of(k_ptr, b, g, k_stride, TMA), head_of(v_ptr, b, g, v_stride, TMA)
     q_pos = (pos + tl.arange(0, M))[:, None]
     dq = tl.zeros([M, DP], tl.float32)

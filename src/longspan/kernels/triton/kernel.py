@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -87,13 +85,13 @@ class TritonKernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        delta: Tensor,
         grad_out: Tensor,
+        grad_lse: Tensor | None,
         work: Work,
         *,
         needs: Sequence[bool],
         wide: bool,
-        through_lse: bool,
+        delta: Tensor | None = None,
     ) -> Grads:
         dtype = torch.float32 if wide else q.dtype
         q, k, v, grad_out = map(computable, (q, k, v, grad_out))
@@ -111,13 +109,16 @@ class TritonKernel:
                 f"score_mod {work.score.name!r}: expected work.joint for a backward pass, got None; make it with joint_of(program)"
             )
         common = _Common(self, q, k, v, work)
-        lse, delta = lse.contiguous(), delta.contiguous()
-        with _Beside(q.device) as beside:
-            if dk.numel():
-                common.keys(grad_out, lse, delta, dk, dv)
-            with beside.stream():
-                if dq.numel():
-                    common.queries(grad_out, lse, delta, dq, captured)
+        lse = lse.contiguous()
+        fuse = delta is None and work.q_tiles.row is None
+        if delta is None and not fuse:
+            delta = self.delta(out, grad_out, grad_lse)
+        rows = torch.empty_like(lse) if delta is None else delta.contiguous()
+        if dq.numel():
+            fused = (computable(out), None if grad_lse is None else grad_lse.float().contiguous()) if fuse else (None, None)
+            common.queries(grad_out, lse, rows, dq, captured, *fused)
+        if dk.numel():
+            common.keys(grad_out, lse, rows, dk, dv)
         grads.q, grads.k, grads.v = (g.to(dtype) for g in (grads.q, grads.k, grads.v))
         return grads
 
@@ -148,6 +149,7 @@ class _Common:
             dtype=q.dtype,
             scored=work.score is not None,
             fine=work.table.block == FINE,
+            keys=k.shape[2],
         )
         self.options = launch.options(work, q.dtype)
         self.captured = launch.captured(work, q)
@@ -161,12 +163,22 @@ class _Common:
             strides=(q, k, v, grad_out, dk, dv), JOINT=self._joint([False] * len(self.work.score_captured)),
         )  # fmt: skip
 
-    def queries(self, grad_out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, captured: Sequence[Tensor | None]) -> None:
-        """Fill dq, and add to the gradients of captured tensors that are not None."""
+    def queries(
+        self,
+        grad_out: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        dq: Tensor,
+        captured: Sequence[Tensor | None],
+        out: Tensor | None = None,
+        grad_lse: Tensor | None = None,
+    ) -> None:
+        """Fill dq, and add to the gradients of captured tensors that are not None. Given `out`, compute and fill delta on the way."""
         q, k, v = self.q, self.k, self.v
         self.launch(
-            queries_kernel, self.config.dq, self.work.table, over="queries", tensors=(q, k, v, grad_out, lse, delta, dq),
-            strides=(q, k, v, grad_out, dq), JOINT=self._joint([g is not None for g in captured]),
+            queries_kernel, self.config.dq, self.work.table, over="queries",
+            tensors=(q, k, v, grad_out, lse, delta, dq, out, grad_lse),
+            strides=(q, k, v, grad_out, dq, q if out is None else out), JOINT=self._joint([g is not None for g in captured]),
             grads=tuple(g for g in captured if g is not None) or (lse,),
         )  # fmt: skip
 
@@ -237,32 +249,6 @@ def _prefill_unvisited(work: Work, result: State, state: State | None) -> None:
             result.peak.copy_(state.peak)
         else:
             result.peak.fill_(float("-inf"))
-
-
-class _Beside:
-    """A second stream for a launch that does not depend on the first: its programs fill what the other leaves idle at its end."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        if self._cuda:
-            self._main, self._side = torch.cuda.current_stream(device), _side_stream(device)
-
-    def __enter__(self) -> _Beside:
-        if self._cuda:
-            self._side.wait_stream(self._main)
-        return self
-
-    def stream(self) -> Any:
-        return torch.cuda.stream(self._side) if self._cuda else nullcontext()
-
-    def __exit__(self, *error: object) -> None:
-        if self._cuda:
-            self._main.wait_stream(self._side)
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
