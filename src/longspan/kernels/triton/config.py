@@ -49,7 +49,8 @@ def _over_keys(*, scored: bool, keys: int) -> Tile:
 def choose(*, capability: tuple[int, int], d: int, e: int, dtype: torch.dtype, scored: bool, fine: bool, keys: int) -> Config:
     """The configuration for a device of this compute capability, padded head dims d and e.
 
-    `scored`: there is a score program. `fine`: the table's tiles are 64 × 64. `keys`: how many keys there are. Measured on an H200 (see bench/results), guessed elsewhere.
+    `scored`: there is a score program. `fine`: the table's tiles are 64 × 64. `keys`: how many keys there are. Measured on an H200
+    (see bench/results), guessed elsewhere.
     """
     wide = max(d, e)
     if dtype == torch.float32:
