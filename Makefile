@@ -31,7 +31,7 @@ test: lint ## style, types and the test suite (a covering sample of the large gr
 	$(RUN_TESTS)
 
 test-all: lint ## the same with the whole grids
-	$(RUN_TESTS) -m 'grid or not grid' --whole-grid
+	$(RUN_TESTS) --whole-grid
 
 test-gpu: ## tests that need a GPU, with the Python and torch at hand: installs nothing
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu

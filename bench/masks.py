@@ -2,8 +2,8 @@
 
     python bench/masks.py [--tokens 1048576] [--json]
 
-"extra MB" is the rise of the process's peak resident memory over what it held before (Linux only). Times are the best of three,
-tracing apart, except for the masks that are measured once because they take long.
+Times are of making the mask, tracing it and building its table, the best of three (the hopeless mask and torch: once). "extra MB" is the
+rise of the process's peak resident memory over what it held before (Linux only), in the first of the three.
 """
 
 from __future__ import annotations
@@ -17,45 +17,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
-from longspan.masks.classify import classify
-from longspan.masks.tracing import trace
+import longspan as ls
 
-MaskMod = Callable[..., torch.Tensor]
+MakeMask = Callable[[], ls.Mask]
 
 
-def masks(tokens: int) -> dict[str, MaskMod]:
-    """The masks to measure. Documents: 1000, and 128 tokens long on average with padding between them."""
+def masks(tokens: int) -> dict[str, MakeMask]:
+    """How to make the masks to measure. Documents: 1000, and 128 tokens long on average with padding between them."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 1000, (tokens,), generator=generator).sort()[0]
+    lengths = ids.bincount(minlength=1000)
     short = torch.randint(0, max(1, tokens // 128), (tokens,), generator=generator).sort()[0]
     short[torch.cat([short[1:] != short[:-1], torch.tensor([True])])] = -1
-
-    def causal_documents(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return (q >= kv) & (ids[q] == ids[kv])
-
-    def causal_window(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return (q >= kv) & (q - kv < 4096)
-
-    def causal_or_prefix(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return (q >= kv) | (kv < 100_000)
-
-    def own_documents(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return ids[q] == ids[kv]
-
-    def padded_short_documents(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return (q >= kv) & (short[q] == short[kv]) & (short[q] >= 0)
-
-    return {f.__name__: f for f in (causal_documents, causal_window, causal_or_prefix, own_documents, padded_short_documents)}
+    return {
+        "causal & documents (1000)": lambda: ls.causal() & ls.documents(lengths=lengths),
+        "causal & sliding_window(4096)": lambda: ls.causal() & ls.sliding_window(4096),
+        "causal | prefix(100000)": lambda: ls.causal() | ls.prefix(100_000),
+        "mask_mod with sorted ids": lambda: ls.mask_mod(lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])),
+        "causal & documents(ids), padded": lambda: ls.causal() & ls.documents(ids=short),
+        "mask_mod with padded ids": lambda: ls.mask_mod(lambda b, h, q, kv: (q >= kv) & (short[q] == short[kv]) & (short[q] >= 0)),
+    }
 
 
-def hopeless(tokens: int) -> MaskMod:
+def hopeless(tokens: int) -> MakeMask:
     noise = torch.randint(0, 1000, (tokens,), generator=torch.Generator().manual_seed(0))
-
-    def random_lookups(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return noise[q] == noise[kv]
-
-    return random_lookups
+    return lambda: ls.mask_mod(lambda b, h, q, kv: noise[q] == noise[kv])
 
 
 def resident(field: str) -> float | None:
@@ -83,18 +71,15 @@ def measured(work: Callable[[], Any], repeat: int) -> tuple[Any, float, float | 
     return result, best, extra
 
 
-def ours(name: str, mask: MaskMod, tokens: int, repeat: int = 3) -> dict[str, Any]:
-    traced = trace(mask, "mask")
-    table, seconds, extra = measured(lambda: classify(traced.program, traced.captured(), tokens, tokens), repeat)
+def ours(name: str, make: MakeMask, tokens: int, repeat: int = 3) -> dict[str, Any]:
+    table, seconds, extra = measured(lambda: make().block_table(tokens), repeat)
     return {"mask": name, "tokens": tokens, "seconds": seconds, "extra_mb": extra, "runs": len(table.first), "density": table.density}
 
 
-def torchs(name: str, mask: MaskMod, tokens: int) -> dict[str, Any]:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    table, seconds, extra = measured(lambda: create_block_mask(mask, None, None, tokens, tokens, device="cpu"), 1)
+def torchs(name: str, make: MakeMask, tokens: int) -> dict[str, Any]:
+    table, seconds, extra = measured(lambda: create_block_mask(make(), None, None, tokens, tokens, device="cpu"), 1)
     density = 1 - table.sparsity() / 100
-    return {"mask": f"{name} (torch)", "tokens": tokens, "seconds": seconds, "extra_mb": extra, "runs": None, "density": density}
+    return {"mask": f"{name}: torch", "tokens": tokens, "seconds": seconds, "extra_mb": extra, "runs": None, "density": density}
 
 
 def show(row: dict[str, Any]) -> None:
@@ -117,16 +102,25 @@ def main() -> None:
     for name, mask in masks(options.tokens).items():
         rows.append(ours(name, mask, options.tokens))
         show(rows[-1])
-    rows.append(ours("random_lookups (hopeless)", hopeless(options.hopeless_tokens), options.hopeless_tokens, repeat=1))
+    rows.append(ours("hopeless: random lookups", hopeless(options.hopeless_tokens), options.hopeless_tokens, repeat=1))
     show(rows[-1])
-    beside = [(name, mask) for name, mask in masks(options.torch_tokens).items() if name in ("causal_documents", "causal_window")]
-    for name, mask in beside:
+    for name, mask in list(masks(options.torch_tokens).items())[:2]:
         for measure in (ours, torchs):
             rows.append(measure(name, mask, options.torch_tokens))
             show(rows[-1])
     print(f"torch's create_block_mask holds every element of the mask: {options.torch_tokens} tokens is the largest size tried.")
     if options.json:
-        print(json.dumps({"torch": torch.__version__, "machine": platform.machine(), "threads": torch.get_num_threads(), "rows": rows}))
+        print(
+            json.dumps(
+                {
+                    "bench": "masks",
+                    "torch": torch.__version__,
+                    "machine": platform.machine(),
+                    "threads": torch.get_num_threads(),
+                    "rows": rows,
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -15,9 +15,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole-grid", action="store_true", help="run every case of the large grids, not a covering sample")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device: run `make test-gpu` on a machine that has one"))
-        if "grid" in item.keywords and not config.getoption("--whole-grid"):
-            item.add_marker(pytest.mark.skip(reason="the whole grid: run `make test-all`"))
