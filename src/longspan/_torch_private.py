@@ -5,6 +5,7 @@
 `_disable_current_modes`  A mod is traced on the side. Modes of the caller (selective checkpointing, fake tensors, AOTAutograd's own
                           tracing) must not see, record or replay those operations; there is no public way to step out of them.
 `_get_current_dispatch_mode_stack`  Whether such modes are there: without any, the operator may be called without torch's dispatcher.
+`OpOverload`              The type of a traced operation, whose schema says whether it mutates; it has no public name.
 `tracing`                 `make_fx` takes the fake mode of a compilation in progress from this context, whatever modes are active.
 """
 
@@ -12,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import RLock
 
 from torch._guards import tracing
 from torch._higher_order_ops.base_hop import BaseHOP
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-__all__ = ["BaseHOP", "modes_are_active", "outside_of_modes"]
+__all__ = ["BaseHOP", "OpOverload", "modes_are_active", "outside_of_modes"]
 
 
 def modes_are_active() -> bool:
@@ -25,8 +28,11 @@ def modes_are_active() -> bool:
     return bool(_get_current_dispatch_mode_stack())
 
 
+_one_at_a_time = RLock()
+
+
 @contextmanager
 def outside_of_modes() -> Iterator[None]:
-    """Run as if no dispatch mode and no compilation were active."""
-    with _disable_current_modes(), tracing(None):
+    """Trace here: as if no dispatch mode and no compilation were active, one thread at a time (`make_fx` patches torch itself)."""
+    with _one_at_a_time, _disable_current_modes(), tracing(None):
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
@@ -99,3 +100,16 @@ def test_the_cache_is_bounded() -> None:
     for n in range(5):
         cache.trace(lambda s, b, h, q, kv, n=n: s * n, "score", score_dtype=torch.float32)
     assert len(cache._entries) == 2
+
+
+def test_threads_may_call_the_operator_at_once() -> None:
+    q, k, v = (torch.randn(1, 2, 40, 8) for _ in range(3))
+    scales = [1.0, 2.0, 3.0, 4.0]
+
+    def call(scale: float) -> Tensor:
+        return ls.attention(q, k, v, mask=ls.sliding_window(int(scale)), score_mod=lambda s, b, h, i, j: s * scale)
+
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(call, scales * 3))
+    for scale, out in zip(scales * 3, got, strict=True):
+        torch.testing.assert_close(out, ls.attention(q, k, v, mask=ls.sliding_window(int(scale)), scale=scale * 8**-0.5))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -76,6 +78,14 @@ def test_a_block_mask_is_a_mask() -> None:
     got = ls.attention(q, k, v, mask=block_mask)
     torch.testing.assert_close(got, ls.attention(q, k, v, mask=lambda b, h, q, kv: q + 40 * b >= kv))
     torch.testing.assert_close(ls.attention(q, k, v, mask=both), ls.attention(q, k, v, mask=both, kernel="dense"))
+
+
+def test_masks_are_values_that_can_be_copied_and_pickled() -> None:
+    mask = (ls.causal() | ls.prefix([2, 3])) & ~ls.sliding_window(4) & ls.documents(lengths=[[5, 6], [11]])
+    want = dense(mask, 2, 1, 11, 11)
+    assert mask.traced.program.pointwise
+    for copied in (pickle.loads(pickle.dumps(mask)), copy.deepcopy(mask)):
+        assert torch.equal(dense(copied, 2, 1, 11, 11), want)
 
 
 BAD = [

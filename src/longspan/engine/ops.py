@@ -114,18 +114,9 @@ def attend(
 
 
 @attend.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    mask_captured: Sequence[Tensor],
-    score_captured: Sequence[Tensor],
-    spec: int,
-    scale: float,
-    peak: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     rows = q.new_empty(q.shape[:-1], dtype=state_dtype(q.dtype))
+    peak = rest[-1]
     return like_query(q, v.shape[-1], q.dtype), rows, torch.empty_like(rows) if peak else rows.new_empty(0)
 
 
@@ -150,21 +141,8 @@ def attend_backward(
 
 
 @attend_backward.register_fake
-def _(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    mask_captured: Sequence[Tensor],
-    score_captured: Sequence[Tensor],
-    needs: Sequence[bool],
-    spec: int,
-    scale: float,
-) -> list[Tensor]:
+def _(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *rest: Any) -> list[Tensor]:
+    _out, _lse, _mask_captured, score_captured, needs, _spec, _scale = rest
     wanted = [q, k, v] + ([sink] if sink is not None else []) + [t for t, need in zip(score_captured, needs, strict=True) if need]
     return [t.new_empty(t.shape) for t in wanted]
 

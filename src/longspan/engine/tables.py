@@ -6,6 +6,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -61,6 +62,7 @@ class TableCache:
 
     def __init__(self, size: int = 32) -> None:
         self._size = size
+        self._lock = Lock()
         self._entries: OrderedDict[Hashable, list[tuple[list[_Snapshot], BlockTable]]] = OrderedDict()
 
     def table(
@@ -77,14 +79,17 @@ class TableCache:
         batch = batch if program is not None and program.uses_batch else 1
         heads = heads if program is not None and program.uses_head else 1
         key = (None if program is None else program.key, q_len, kv_len, block, batch, heads)
-        found = self._entries.get(key, [])
+        with self._lock:
+            found = self._entries.get(key, [])
+            if found:
+                self._entries.move_to_end(key)
         for snapshots, table in found:
             if all(s.still_is(t) for s, t in zip(snapshots, captured, strict=True)):
-                self._entries.move_to_end(key)
                 return table
         table = classify(program, captured, q_len, kv_len, block=block, batch=batch, heads=heads)
-        self._entries[key] = [([_Snapshot.of(t) for t in captured], table), *found][:8]
-        self._entries.move_to_end(key)
-        if len(self._entries) > self._size:
-            self._entries.popitem(last=False)
+        with self._lock:
+            self._entries[key] = [([_Snapshot.of(t) for t in captured], table), *found][:8]
+            self._entries.move_to_end(key)
+            if len(self._entries) > self._size:
+                self._entries.popitem(last=False)
         return table

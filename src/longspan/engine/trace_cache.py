@@ -13,6 +13,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 import torch
@@ -131,6 +132,7 @@ class TraceCache:
         self._size = size
         self._entries: OrderedDict[Hashable, tuple[Traced, tuple[int, ...]]] = OrderedDict()
         self.hits = 0
+        self._lock = Lock()
 
     def trace(self, fn: Callable[..., Any], kind: Kind, *, score_dtype: torch.dtype, name: str | None = None) -> Traced:
         try:
@@ -139,11 +141,12 @@ class TraceCache:
             hash(key)
         except (_Unknown, TypeError, RecursionError):
             return trace(fn, kind, score_dtype=score_dtype, name=name)
-        if key in self._entries:
-            self._entries.move_to_end(key)
-            self.hits += 1
-            traced, places = self._entries[key]
-            return replace(traced, sources=tuple(tensors[i] for i in places))
+        with self._lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+                self.hits += 1
+                traced, places = self._entries[key]
+                return replace(traced, sources=tuple(tensors[i] for i in places))
         # What a module computes when it is called is beyond the walk: a mod that calls one is not kept.
         modules: list[Any] = []
         hook = register_module_forward_pre_hook(lambda module, _: modules.append(module))
@@ -153,7 +156,8 @@ class TraceCache:
             hook.remove()
         found = [next((i for i, t in enumerate(tensors) if t is source), None) for source in traced.sources]
         if None not in found and not modules:
-            self._entries[key] = replace(traced, sources=()), tuple(i for i in found if i is not None)
-            if len(self._entries) > self._size:
-                self._entries.popitem(last=False)
+            with self._lock:
+                self._entries[key] = replace(traced, sources=()), tuple(i for i in found if i is not None)
+                if len(self._entries) > self._size:
+                    self._entries.popitem(last=False)
         return traced

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -77,6 +77,10 @@ class Mask:
     def traced(self) -> Traced:
         """The mask's program and the tensors it captures, traced once: a mask is a value, what its mod read then it keeps."""
         return trace(self, "mask", name=str(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles carry the mask, not its trace."""
+        return {name: value for name, value in self.__dict__.items() if name != "traced"}
 
     def block_table(
         self,
@@ -226,35 +230,31 @@ class FromBlockMask(Mask):
 
 
 @dataclass(frozen=True, eq=False)
-class And(Mask):
+class _Pair(Mask):
     a: Mask
     b: Mask
+    sign: ClassVar[str]
+
+    @property
+    def extent(self) -> Extent:
+        return self.a.extent.joined(self.b.extent, str(self))
+
+    def __str__(self) -> str:
+        return f"({self.a} {self.sign} {self.b})"
+
+
+class And(_Pair):
+    sign = "&"
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.a(b, h, q_idx, kv_idx) & self.b(b, h, q_idx, kv_idx)
 
-    @property
-    def extent(self) -> Extent:
-        return self.a.extent.joined(self.b.extent, str(self))
 
-    def __str__(self) -> str:
-        return f"({self.a} & {self.b})"
-
-
-@dataclass(frozen=True, eq=False)
-class Or(Mask):
-    a: Mask
-    b: Mask
+class Or(_Pair):
+    sign = "|"
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.a(b, h, q_idx, kv_idx) | self.b(b, h, q_idx, kv_idx)
-
-    @property
-    def extent(self) -> Extent:
-        return self.a.extent.joined(self.b.extent, str(self))
-
-    def __str__(self) -> str:
-        return f"({self.a} | {self.b})"
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from longspan._torch_private import outside_of_modes
+from longspan._torch_private import OpOverload, outside_of_modes
 from longspan.masks.program import CapturedSpec, Kind, Program, call, op_name
 
 INPUTS: dict[Kind, tuple[str, ...]] = {"score": ("score", "b", "h", "q", "kv"), "mask": ("b", "h", "q", "kv")}
@@ -120,7 +120,7 @@ def _checked(fn: Callable[..., Any], kind: Kind, name: str) -> Callable[..., Ten
 def _refuse_side_effects(graph: Graph, kind: Kind, name: str) -> None:
     for node in graph.nodes:
         target = node.target
-        if not isinstance(target, torch._ops.OpOverload):
+        if not isinstance(target, OpOverload):
             continue
         if target._schema.is_mutable:
             raise ProgramError(
