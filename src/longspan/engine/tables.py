@@ -32,10 +32,25 @@ class _Snapshot:
     def of(cls, tensor: Tensor) -> _Snapshot:
         return cls(weakref.ref(tensor), _version(tensor), tensor.detach().to("cpu", copy=True))
 
-    def still_is(self, tensor: Tensor) -> bool:
-        if self.tensor() is tensor and self.version is not None and _version(tensor) == self.version:
-            return True
-        return tensor.shape == self.copy.shape and tensor.dtype == self.copy.dtype and torch.equal(tensor.detach().cpu(), self.copy)
+    def is_same(self, tensor: Tensor) -> bool:
+        """The same tensor, not written to since."""
+        return self.tensor() is tensor and self.version is not None and _version(tensor) == self.version
+
+    def holds(self, host: Tensor) -> bool:
+        """The same contents."""
+        return host.shape == self.copy.shape and host.dtype == self.copy.dtype and torch.equal(host, self.copy)
+
+
+def _unchanged(snapshots: Sequence[_Snapshot], captured: Sequence[Tensor], host: dict[int, Tensor]) -> bool:
+    """Whether captured tensors are what they were. `host` keeps the copies that had to be made to tell."""
+    for i, (snapshot, tensor) in enumerate(zip(snapshots, captured, strict=True)):
+        if snapshot.is_same(tensor):
+            continue
+        if i not in host:
+            host[i] = tensor.detach().cpu()
+        if not snapshot.holds(host[i]):
+            return False
+    return True
 
 
 class DeviceCopies:
@@ -83,8 +98,9 @@ class TableCache:
             found = self._entries.get(key, [])
             if found:
                 self._entries.move_to_end(key)
+        host: dict[int, Tensor] = {}
         for snapshots, table in found:
-            if all(s.still_is(t) for s, t in zip(snapshots, captured, strict=True)):
+            if _unchanged(snapshots, captured, host):
                 return table
         table = classify(program, captured, q_len, kv_len, block=block, batch=batch, heads=heads)
         with self._lock:

@@ -1,0 +1,48 @@
+"""Kept block tables follow what captured tensors hold, not where they lie."""
+
+from __future__ import annotations
+
+import torch
+
+import longspan as ls
+from longspan.engine.tables import DeviceCopies, TableCache
+
+
+def test_a_table_is_reused_for_equal_contents_and_rebuilt_for_others() -> None:
+    ids = torch.arange(300) // 70
+    traced = ls.mask_mod(lambda b, h, q, kv: ids[q] == ids[kv]).traced
+    cache = TableCache()
+
+    def table(tensor: torch.Tensor) -> object:
+        return cache.table(traced.program, [tensor], 300, 300, block=(128, 128), batch=2, heads=3)
+
+    first = table(ids)
+    assert table(ids) is first
+    assert table(ids.clone()) is first
+    assert table(ids + 1) is not first
+    ids[150:] = 9
+    changed = table(ids)
+    assert changed is not first
+    assert torch.equal(changed.to_dense(), ls.mask_mod(lambda b, h, q, kv: ids[q] == ids[kv]).block_table(300).to_dense())  # type: ignore[attr-defined]
+
+
+def test_the_operator_sees_in_place_changes_of_captured_tensors() -> None:
+    q, k, v = (torch.randn(1, 2, 300, 8) for _ in range(3))
+    ids = torch.arange(300) // 70
+    mask = ls.mask_mod(lambda b, h, i, j: ids[i] == ids[j])
+    for _ in range(2):
+        torch.testing.assert_close(ls.attention(q, k, v, mask=mask), ls.attention(q, k, v, mask=mask, kernel="dense"))
+        ids.copy_((torch.arange(300) + 40) // 90)
+
+
+def test_the_cache_is_bounded_and_copies_go_with_their_tensors() -> None:
+    cache = TableCache(size=3)
+    for length in range(1, 9):
+        cache.table(None, [], length, length, block=(16, 16), batch=1, heads=1)
+    assert len(cache._entries) == 3
+    copies = DeviceCopies()
+    tensor = torch.arange(5)
+    assert copies.on(tensor, torch.device("cpu")) is tensor
+    assert copies.on(tensor, torch.device("meta")) is copies.on(tensor, torch.device("meta"))
+    del tensor
+    assert not copies._copies
