@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import longspan as ls
@@ -33,6 +34,15 @@ def test_the_operator_sees_in_place_changes_of_captured_tensors() -> None:
     for _ in range(2):
         torch.testing.assert_close(ls.attention(q, k, v, mask=mask), ls.attention(q, k, v, mask=mask, kernel="dense"))
         ids.copy_((torch.arange(300) + 40) // 90)
+
+
+def test_a_mask_written_to_between_forward_and_backward_is_refused() -> None:
+    q, k, v = (torch.randn(1, 2, 300, 8, requires_grad=True) for _ in range(3))
+    ids = torch.arange(300) // 70
+    out = ls.attention(q, k, v, mask=lambda b, h, i, j: ids[i] == ids[j])
+    ids += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 def test_the_cache_is_bounded_and_copies_go_with_their_tensors() -> None:

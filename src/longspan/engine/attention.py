@@ -78,8 +78,8 @@ def attend(
         from longspan.engine.compiled import attend_compiled
 
         return attend_compiled(q, k, v, mask=found, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel, peak=peak)
-    mask_traced = None if found is None else _trace(found, "mask", q)
-    score_traced = None if score_mod is None else _trace(score_mod, "score", q)
+    mask_traced = None if found is None else _traced(found)
+    score_traced = None if score_mod is None else _traces.trace(score_mod, "score", score_dtype=state_dtype(q.dtype))
     return call(q, k, v, mask_traced, score_traced, scale=scale, sink=sink, kernel=kernel, peak=peak)
 
 
@@ -134,9 +134,8 @@ def _checked_mask(mask: Any, q: Tensor, k: Tensor) -> Mask | None:
     return None if isinstance(found, Full) else found
 
 
-def _trace(fn: Any, kind: Any, q: Tensor) -> Traced:
-    if not isinstance(fn, Mask):
-        return _traces.trace(fn, kind, score_dtype=state_dtype(q.dtype) if kind == "score" else torch.float32)
-    if "traced" not in fn.__dict__:
-        fn.__dict__["traced"] = _traces.trace(fn, kind, score_dtype=torch.float32, name=str(fn))
-    return fn.traced
+def _traced(mask: Mask) -> Traced:
+    """The mask's own trace; a mask that has none yet may share that of an equal one."""
+    if "traced" not in mask.__dict__:
+        mask.__dict__["traced"] = _traces.trace(mask, "mask", score_dtype=torch.float32, name=str(mask))
+    return mask.traced

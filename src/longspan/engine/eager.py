@@ -47,24 +47,26 @@ class _Attend(torch.autograd.Function):
         *score: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         out, lse, most = ops.run_forward(q, k, v, sink, mask, score, spec, scale, peak)
-        ctx.save_for_backward(q, k, v, sink, out, lse, *score)
-        ctx.mask, ctx.spec, ctx.scale = mask, spec, scale
+        # The mask's tensors too: torch then refuses a backward pass after they were written to, instead of one over another mask.
+        ctx.save_for_backward(q, k, v, sink, out, lse, *mask, *score)
+        ctx.masks, ctx.spec, ctx.scale = len(mask), spec, scale
         ctx.mark_non_differentiable(most)
         ctx.set_materialize_grads(False)
         return out, lse, most
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _most: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        q, k, v, sink, out, lse, *score = ctx.saved_tensors
+        q, k, v, sink, out, lse, *captured = ctx.saved_tensors
+        mask, score = captured[: ctx.masks], captured[ctx.masks :]
         needs = [bool(n) for n in ctx.needs_input_grad[8:]]
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         if torch.is_grad_enabled():
             # create_graph=True: the operator's result says, when it is differentiated, why it cannot be.
             found = ops.attend_backward(
-                grad_out, grad_lse, q, k, v, sink, out, lse, ctx.mask, score, needs, ops.specs.intern(ctx.spec).handle, ctx.scale
+                grad_out, grad_lse, q, k, v, sink, out, lse, mask, score, needs, ops.specs.intern(ctx.spec).handle, ctx.scale
             )
         else:
-            found = ops.run_backward(grad_out, grad_lse, q, k, v, sink, out, lse, ctx.mask, score, needs, ctx.spec, ctx.scale)
+            found = ops.run_backward(grad_out, grad_lse, q, k, v, sink, out, lse, mask, score, needs, ctx.spec, ctx.scale)
         grads = iter(found)
         dq, dk, dv = next(grads), next(grads), next(grads)
         dsink = None if sink is None else next(grads)
