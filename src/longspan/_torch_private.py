@@ -6,6 +6,8 @@
                           tracing) must not see, record or replay those operations; there is no public way to step out of them.
 `_get_current_dispatch_mode_stack`  Whether such modes are there: without any, the operator may be called without torch's dispatcher.
 `OpOverload`              The type of a traced operation, whose schema says whether it mutates; it has no public name.
+`_resolve_process_group`  A mesh is a value that can be pickled, so it holds its groups' names. torch's own table from names to groups (the
+                          one DeviceMesh uses) has no public door.
 `tracing`                 `make_fx` takes the fake mode of a compilation in progress from this context, whatever modes are active.
 """
 
@@ -14,13 +16,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import RLock
+from typing import TYPE_CHECKING
 
 from torch._guards import tracing
 from torch._higher_order_ops.base_hop import BaseHOP
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-__all__ = ["BaseHOP", "OpOverload", "modes_are_active", "outside_of_modes"]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["BaseHOP", "OpOverload", "modes_are_active", "outside_of_modes", "process_group_by_name"]
 
 
 def modes_are_active() -> bool:
@@ -36,3 +42,17 @@ def outside_of_modes() -> Iterator[None]:
     """Trace here: as if no dispatch mode and no compilation were active, one thread at a time (`make_fx` patches torch itself)."""
     with _one_at_a_time, _disable_current_modes(), tracing(None):
         yield
+
+
+def process_group_by_name(name: str) -> ProcessGroup | None:
+    """The process group of this process that torch knows under a name, if any."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError):
+        return None

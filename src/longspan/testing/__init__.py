@@ -1,5 +1,7 @@
-"""What tests of attention need: the oracle."""
+"""What tests of attention need: the oracle, and ranks without a cluster."""
 
 from longspan.testing.oracle import oracle
+from longspan.testing.processes import run_processes
+from longspan.testing.virtual import VirtualWorld, virtual_world
 
-__all__ = ["oracle"]
+__all__ = ["VirtualWorld", "oracle", "run_processes", "virtual_world"]

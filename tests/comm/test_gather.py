@@ -1,0 +1,85 @@
+"""Rows of all ranks on all ranks, and the adjoint: against the plain concatenation and sum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.comm.exchanges import counts_of
+
+from longspan.comm.gather import all_gather_rows, reduce_scatter_rows
+from longspan.comm.mesh import Mesh
+from longspan.testing import virtual_world
+
+SHAPES = [1, 2, 5, (1, 3), (2, 3), (3, 2)]
+
+
+def rows(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(count, 3, 2, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gathered_rows_come_in_the_order_of_shards(shape: int | tuple[int, int]) -> None:
+    world = virtual_world(shape)
+    counts = counts_of(world.size)
+    expected = torch.cat([rows(r, n) for r, n in enumerate(counts)])
+    for got in world.run(lambda mesh: all_gather_rows(mesh, rows(mesh.rank, counts[mesh.rank]), counts)):
+        assert torch.equal(got, expected)
+
+
+def test_strided_rows_are_gathered_by_value() -> None:
+    for got in virtual_world(2).run(lambda mesh: all_gather_rows(mesh, rows(mesh.rank, 3).permute(1, 2, 0), [3, 3])):
+        assert torch.equal(got, torch.cat([rows(r, 3).permute(1, 2, 0) for r in range(2)]))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_scattered_sums_are_the_sums_of_all_ranks(shape: int | tuple[int, int], dtype: torch.dtype) -> None:
+    world = virtual_world(shape)
+    counts = counts_of(world.size)
+    inputs = [rows(r, sum(counts), dtype) for r in range(world.size)]
+    for got, expected in zip(
+        world.run(lambda mesh: reduce_scatter_rows(mesh, inputs[mesh.rank], counts)), sum(x.double() for x in inputs).split(counts)
+    ):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, expected.to(dtype))
+
+
+def test_half_sums_are_made_in_float32_in_rank_order() -> None:
+    inputs = [torch.tensor([[256.0]]), *[torch.tensor([[1.0]])] * 7]  # in bfloat16, 256 + 1 is 256
+    (got, *_) = virtual_world(8).run(lambda mesh: reduce_scatter_rows(mesh, inputs[mesh.rank].bfloat16(), [1, *[0] * 7]))
+    assert got.item() == 264.0  # the nearest to 263
+    (got, *_) = virtual_world((2, 4)).run(lambda mesh: reduce_scatter_rows(mesh, inputs[mesh.rank].bfloat16(), [1, *[0] * 7]))
+    assert got.item() == 264.0
+
+
+@pytest.mark.parametrize("shape", [4, (2, 2)], ids=str)
+def test_the_same_bits_come_every_time(shape: int | tuple[int, int]) -> None:
+    world = virtual_world(shape)
+    counts = counts_of(4)
+    runs = [world.run(lambda mesh: reduce_scatter_rows(mesh, rows(mesh.rank, sum(counts)), counts)) for _ in range(4)]
+    assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other))
+
+
+def test_scattering_is_the_adjoint_of_gathering() -> None:
+    world, counts = virtual_world((2, 3)), counts_of(6)
+    xs = [rows(r, n, torch.float64) for r, n in enumerate(counts)]
+    ys = [rows(10 + r, sum(counts), torch.float64) for r in range(6)]
+    gathered = world.run(lambda mesh: all_gather_rows(mesh, xs[mesh.rank], counts))
+    scattered = world.run(lambda mesh: reduce_scatter_rows(mesh, ys[mesh.rank], counts))
+    left, right = sum((g * y).sum() for g, y in zip(gathered, ys)), sum((x * s).sum() for x, s in zip(xs, scattered))
+    torch.testing.assert_close(left, right)
+
+
+def test_wrong_counts_are_refused_on_every_rank() -> None:
+    for call in (all_gather_rows, reduce_scatter_rows):
+        for counts in ([1, 2], [1, 2, 9], [5, 5, 5]):
+            with pytest.raises(ValueError, match="rank 0 expected 3 counts"):
+                virtual_world(3).run(lambda mesh, call=call, counts=counts: call(mesh, torch.zeros(4), counts))
+
+
+def test_a_gradient_is_not_dropped_in_silence() -> None:
+    x = torch.zeros(1, requires_grad=True)
+    with pytest.raises(RuntimeError, match="no gradient flows"):
+        all_gather_rows(Mesh.abstract(1), x, [1])
+    with torch.no_grad():
+        assert torch.equal(all_gather_rows(Mesh.abstract(1), x, [1]), x)

@@ -1,0 +1,84 @@
+"""Meshes are values: picklable, without process groups until something is sent."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+
+import pytest
+import torch
+from tests.comm.exchanges import uneven_exchange
+
+from longspan.comm.mesh import Axis, Mesh, as_mesh
+from longspan.testing import virtual_world
+
+
+def test_the_rank_counts_coordinates_in_row_major_order() -> None:
+    mesh = Mesh.abstract((2, 5), 7, ("ulysses", "ring"))
+    assert (mesh.size, mesh.rank, mesh.coordinate, mesh.axes) == (10, 7, (1, 2), (Axis("ulysses", 2), Axis("ring", 5)))
+    assert [Mesh.abstract((2, 5), r).rank for r in range(10)] == list(range(10))
+    assert Mesh.abstract(3).axes == (Axis("axis0", 3),)
+
+
+def test_a_mesh_equals_its_pickle_and_finds_its_world_again() -> None:
+    world = virtual_world((2, 2), axis_names=("a", "b"))
+    for mesh in (*world.meshes, Mesh.abstract(4, 3)):
+        assert pickle.loads(pickle.dumps(mesh)) == mesh
+        assert hash(pickle.loads(pickle.dumps(mesh))) == hash(mesh)
+    assert all(world.run(lambda mesh: uneven_exchange(pickle.loads(pickle.dumps(mesh)).group("b"))))
+
+
+def test_an_abstract_mesh_does_not_communicate() -> None:
+    mesh = Mesh.abstract(4, 2)
+    assert as_mesh(mesh) is mesh
+    with pytest.raises(RuntimeError, match=r"abstract.*rank 2 cannot reach the 4 ranks of axis 'axis0'.*DeviceMesh or ProcessGroup"):
+        mesh.group(0)
+
+
+def test_a_rank_alone_needs_no_group() -> None:
+    group = Mesh.abstract(1).group(0)
+    assert (group.rank, group.size) == (0, 1)
+    assert uneven_exchange(group)
+
+
+def test_a_group_that_is_not_in_this_process_is_missed_only_when_it_is_asked_for() -> None:
+    mesh = Mesh(axes=(Axis("cp", 3),), coordinate=(1,), groups=("17",))
+    assert as_mesh(mesh).rank == 1
+    with pytest.raises(RuntimeError, match=r"axis 'cp' .*process group '17'.*init_process_group"):
+        mesh.group("cp")
+
+
+def test_a_virtual_world_that_is_gone_is_named() -> None:
+    mesh = virtual_world(2).meshes[0]
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"virtual world of axis 'axis0' .*no longer exists"):
+        mesh.group(0)
+
+
+@pytest.mark.parametrize("value", [None, 4, "cp", torch.zeros(2)])
+def test_what_is_no_mesh_is_refused(value: object) -> None:
+    with pytest.raises(TypeError, match=r"mesh: expected a DeviceMesh of one or two dims, a ProcessGroup.*Mesh.abstract"):
+        as_mesh(value)
+
+
+@pytest.mark.parametrize("axis", [1, -1, "ring", None])
+def test_an_axis_that_is_not_there_is_refused(axis: int | str) -> None:
+    with pytest.raises(ValueError, match=r"expected an axis of \['axis0'\]"):
+        Mesh.abstract(2).group(axis)
+
+
+def test_bad_shapes_ranks_and_names_are_refused() -> None:
+    for make in (
+        lambda: Mesh.abstract(0),
+        lambda: Mesh.abstract(()),
+        lambda: Mesh.abstract((2, 2, 2)),
+        lambda: Mesh.abstract(4, 4),
+        lambda: Mesh.abstract(4, -1),
+        lambda: Mesh.abstract((2, 2), 0, ("a", "a")),
+        lambda: Mesh.abstract((2, 2), 0, ("a",)),
+        lambda: Mesh(axes=(Axis("a", 2),), coordinate=(2,)),
+        lambda: Mesh(axes=(Axis("a", 2),), coordinate=(0, 0)),
+        lambda: Mesh(axes=(Axis("a", 2),), coordinate=(0,), groups=("1", "2")),
+    ):
+        with pytest.raises(ValueError, match="mesh: expected"):
+            make()
