@@ -1,0 +1,27 @@
+"""Digests of tensors' contents: how ranks tell, without sending it, that they hold the same plan."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Iterable
+
+from torch import Tensor
+
+
+def content(tensor: Tensor) -> bytes:
+    """A tensor's bytes, row-major."""
+    host = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(host.data_ptr(), host.numel() * host.element_size()) if host.numel() else b""
+
+
+def digest_of(parts: Iterable[str | Tensor]) -> str:
+    """One digest of texts and tensors, in order."""
+    found = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Tensor):
+            found.update(f"[{part.dtype} {tuple(part.shape)}]".encode())
+            found.update(content(part))
+        else:
+            found.update(f"[{len(part)}]{part}".encode())
+    return found.hexdigest()

@@ -1,0 +1,385 @@
+"""`plan`: from a mask, lengths and a mesh to a Plan. Local and deterministic; no rank talks to another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from longspan.comm.mesh import Mesh, as_mesh
+from longspan.masks.algebra import Full, Mask, as_mask
+from longspan.masks.classify import classify
+from longspan.masks.table import BlockTable
+from longspan.plan import balance, layouts, schedule
+from longspan.plan.cost import Cluster, Shape, overlapped, transposed
+from longspan.plan.layout import Layout
+from longspan.plan.plan import Plan, PlanData, PlannedMask, PlanSet
+from longspan.plan.schedule import Reads, Schedule
+from longspan.plan.strategies import LAYOUTS, Strategy, check_name, heads_refusal, strategy_for
+from longspan.plan.tiles import Side, reads
+
+BLOCK = 128
+# A stage brings at least this many tokens where it can: below that, kernels and links idle between launches.
+STAGE_TOKENS = 16384
+
+
+def plan(
+    mask: Any,
+    seq_len: int | tuple[int, int],
+    mesh: Any,
+    *,
+    layout: Any = "auto",
+    strategy: Any = "auto",
+    batch: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    stages: int | None = None,
+    grad_reduce_dtype: torch.dtype | None = None,
+    cluster: Cluster | None = None,
+) -> Any:
+    """A plan for attention under `mask` over `seq_len` tokens, split over `mesh`. The same on every rank, without communication.
+
+    mask:      what `longspan.attention` takes; or a dict of several, which get one layout: a set of plans by the same names.
+    seq_len:   the whole sequence's length, or (q_len, kv_len) for cross-attention.
+    mesh:      a DeviceMesh of one or two axes, a ProcessGroup, a virtual world's mesh, or `longspan.Mesh.abstract(…)` to plan only.
+    layout:    "contiguous", "head_tail", "per_document", "round_robin", "auto", a Layout, or a pair of Layouts (queries, keys).
+    strategy:  "ring", "allgather", "exchange", "ulysses", "ulysses_ring", "ulysses_exchange", "ulysses_allgather", "auto", or a Schedule.
+    batch, heads, kv_heads, head_dim: the sizes of the calls to come; what is given is checked there. Masks that depend on batch or head
+               need them, and so does `auto` to weigh Ulysses against an exchange.
+    stages:    in how many stages an exchange brings its keys; by default as few as keep a stage at one shard or 16,384 tokens.
+    grad_reduce_dtype: the dtype in which partial gradients of keys and values travel; float32 (float64) unless given.
+    cluster:   speeds by which `auto` weighs strategies.
+    """
+    masks = dict(mask) if isinstance(mask, Mapping) else {"": mask}
+    if not masks:
+        raise ValueError("plan: expected a mask or a dict of masks, got an empty dict")
+    q_len, kv_len = _lengths(seq_len)
+    sizes = _sizes(batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    if stages is not None and stages < 1:
+        raise ValueError(f"plan: stages must be 1 or more, got {stages}")
+    if grad_reduce_dtype is not None and not grad_reduce_dtype.is_floating_point:
+        raise ValueError(f"plan: grad_reduce_dtype must be a floating-point dtype, got {grad_reduce_dtype}")
+    found = as_mesh(mesh)
+    wanted = [_Wanted.of(as_mask(m), q_len, kv_len, sizes) for m in masks.values()]
+    maker = _Maker(wanted, found, sizes, strategy, layout, stages, cluster or Cluster())
+    plans = maker.plans(grad_reduce_dtype)
+    if not isinstance(mask, Mapping):
+        return plans[0]
+    return PlanSet(dict(zip(masks, plans, strict=True)))
+
+
+def _lengths(seq_len: Any) -> tuple[int, int]:
+    pair = tuple(seq_len) if isinstance(seq_len, tuple | list) else (seq_len, seq_len)
+    if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in pair):
+        raise ValueError(f"plan: seq_len must be an int of 1 or more, or (q_len, kv_len), got {seq_len!r}")
+    return pair[0], pair[1]
+
+
+def _sizes(**sizes: int | None) -> dict[str, int | None]:
+    for name, size in sizes.items():
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(f"plan: {name} must be an int of 1 or more, got {size!r}")
+    heads, kv_heads = sizes["heads"], sizes["kv_heads"]
+    if kv_heads is not None and heads is not None and heads % kv_heads:
+        raise ValueError(f"plan: heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
+    if heads is not None and kv_heads is None:
+        sizes["kv_heads"] = None
+    return sizes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Wanted:
+    """One mask of a plan, checked."""
+
+    mask: Mask
+    planned: PlannedMask
+    q_len: int
+    kv_len: int
+    batch: int
+    heads: int
+
+    @classmethod
+    def of(cls, mask: Mask, q_len: int, kv_len: int, sizes: dict[str, int | None]) -> _Wanted:
+        extent = mask.extent
+        for name in ("batch", "heads"):
+            known = getattr(extent, name)
+            if known is not None and sizes[name] is None:
+                sizes[name] = known
+        extent.check(f"mask {mask}", q_len=q_len, kv_len=kv_len, **{n: s for n in ("batch", "heads") if (s := sizes[n]) is not None})
+        if isinstance(mask, Full):
+            planned = PlannedMask(text=str(mask), program=None)
+        else:
+            with torch.no_grad():
+                captured = tuple(t.detach().to("cpu", copy=True) for t in mask.traced.captured())
+            planned = PlannedMask(text=str(mask), program=mask.traced.program, captured=captured)
+        for name, depends in (("batch", planned.per_batch), ("heads", planned.per_head)):
+            if depends and sizes[name] is None:
+                raise ValueError(f"plan: mask {mask} depends on the {name.removesuffix('s')}: say {name}=… when planning")
+        return cls(mask=mask, planned=planned, q_len=q_len, kv_len=kv_len, batch=sizes["batch"] or 1, heads=sizes["heads"] or 1)
+
+    def table(self, block: int) -> BlockTable:
+        p = self.planned
+        return classify(p.program, p.captured, self.q_len, self.kv_len, block=(block, block), batch=self.batch, heads=self.heads)
+
+    def demands(self, unit: int, rows: Sequence[int | None]) -> list[balance.Demand]:
+        """What a layout is judged by, for each batch row, or for all together."""
+        table = self.table(unit)
+        pairs = balance.pairs_per_row(table, self.planned.program, self.planned.captured)
+        return [balance.Demand.of(table, pairs, row=row) for row in rows]
+
+
+class _Maker:
+    def __init__(
+        self,
+        wanted: list[_Wanted],
+        mesh: Mesh,
+        sizes: dict[str, int | None],
+        strategy: Any,
+        layout: Any,
+        stages: int | None,
+        cluster: Cluster,
+    ) -> None:
+        self.wanted, self.mesh, self.sizes, self.stages, self.cluster = wanted, mesh, sizes, stages, cluster
+        self.q_len, self.kv_len = wanted[0].q_len, wanted[0].kv_len
+        self.schedule = strategy if isinstance(strategy, Schedule) else None
+        self.layout = layout
+        if self.schedule is None and not isinstance(strategy, str):
+            raise TypeError(f"strategy: expected a name or a Schedule, got {type(strategy).__name__}")
+        if isinstance(layout, str) and layout not in LAYOUTS:
+            raise ValueError(f"layout: expected one of {', '.join(map(repr, LAYOUTS))} or a Layout, got {layout!r}")
+        self.strategy = self._strategy(strategy if self.schedule is None else "exchange")
+        self._check_heads(self.strategy)
+
+    @property
+    def ring_size(self) -> int:
+        return 1 if self.strategy.ring is None else self.mesh.axes[self.strategy.ring].size
+
+    def _strategy(self, name: str) -> Strategy:
+        check_name(name)
+        if name == "auto":
+            name = "exchange" if len(self.mesh.axes) == 1 else "ulysses_exchange"
+            if name == "exchange" and self._prefers_ulysses():
+                name = "ulysses"
+        return strategy_for(name, self.mesh)
+
+    def _check_heads(self, strategy: Strategy) -> None:
+        heads = self.sizes["heads"]
+        if strategy.ulysses is None or heads is None:
+            return
+        degree, kv_heads = self.mesh.axes[strategy.ulysses].size, self.sizes["kv_heads"] or heads
+        reason = heads_refusal(degree, heads, kv_heads)
+        if reason:
+            raise ValueError(f"strategy {strategy.name!r}: {reason}. Use 'exchange' or 'ring', or a mesh with another Ulysses degree")
+
+    def _prefers_ulysses(self) -> bool:
+        """Whether transposing heads is faster than moving keys. Without head counts nobody can tell: no."""
+        heads, kv_heads = self.sizes["heads"], self.sizes["kv_heads"] or self.sizes["heads"]
+        n = self.mesh.size
+        if n == 1 or heads is None or kv_heads is None or heads_refusal(n, heads, kv_heads) or self.q_len != self.kv_len:
+            return False
+        shape = Shape(batch=self.sizes["batch"] or 1, heads=heads, kv_heads=kv_heads, head_dim=self.sizes["head_dim"] or 128)
+        layout = self._layouts(n)[0]
+        pairs, moved = 0.0, 0.0
+        for want in self.wanted:
+            side = Side.of(layout, BLOCK)
+            table = classify(
+                want.planned.program, want.planned.captured, self.q_len, self.kv_len, block=(BLOCK, BLOCK),
+                batch=want.batch, heads=want.heads, edges=(side.edges, side.edges),
+            )  # fmt: skip
+            wanted = reads(table, side, n)
+            per_head = table.tiles_per_row.view(table.batch * table.heads, -1).double().mean(0) * BLOCK * BLOCK
+            pairs += float(torch.zeros(n, dtype=torch.float64).index_add_(0, side.owner, per_head).max())
+            away = wanted & (side.owner != torch.arange(n)[:, None])
+            moved += float((away * side.count).sum(1).max())
+        local = len(self.wanted) * layout.local_len(0)
+        stages = max(1, round(moved / max(1, local)))
+        direct = overlapped(pairs=pairs, received=moved, stages=stages, shape=shape, cluster=self.cluster)
+        return transposed(pairs=pairs, local=local, degree=n, shape=shape, cluster=self.cluster) < direct
+
+    # ------------------------------------------------------------------------------------------------------------------- layouts
+
+    def _layouts(self, ranks: int) -> tuple[Layout, Layout]:
+        """Layouts of queries and keys over `ranks` ranks of the ring axis."""
+        if isinstance(self.layout, Layout | tuple):
+            raise AssertionError("layouts that are given cover the whole mesh")
+        if self.q_len != self.kv_len:
+            return self._cross_layouts(ranks)
+        one = self._self_layout(ranks)
+        return one, one
+
+    def _self_layout(self, ranks: int) -> Layout:
+        name, length = self.layout, self.q_len
+        if name == "contiguous":
+            return layouts.contiguous(length, ranks)
+        if name == "head_tail":
+            return layouts.head_tail(length, ranks)
+        if name == "per_document":
+            for want in self.wanted:
+                documents = layouts.documents_of(want.mask)
+                if documents:
+                    laid = [layouts.per_document(lengths, ranks) for lengths in documents]
+                    return laid[0] if len(laid) == 1 else layouts.stack(laid)
+            raise ValueError(
+                f"layout 'per_document': no mask is made of longspan.documents, got {', '.join(str(w.mask) for w in self.wanted)}"
+            )
+        batch, per_row = self.wanted[0].batch, any(w.planned.per_batch for w in self.wanted)
+        rows: Sequence[int | None] = range(batch) if per_row and batch > 1 else [None]
+        unit = layouts.unit_for(length, ranks)
+        found = []
+        for demands in zip(*(w.demands(unit, rows) for w in self.wanted), strict=True):
+            if name == "round_robin":
+                together = replace(demands[0], work=torch.stack([d.work for d in demands]).sum(0))
+                found.append(layouts.round_robin(together, ranks))
+            else:
+                found.append(balance.auto(demands, ranks))
+        return found[0] if len(found) == 1 else layouts.stack(found)
+
+    def _cross_layouts(self, ranks: int) -> tuple[Layout, Layout]:
+        """Queries by their work, keys evenly: who owns a key matters less where queries and keys are different tokens."""
+        name = self.layout
+        if name == "per_document":
+            raise ValueError(
+                "layout 'per_document' needs queries and keys to be the same tokens; use 'auto', 'contiguous' or 'round_robin'"
+            )
+        if name == "head_tail":
+            return layouts.head_tail(self.q_len, ranks), layouts.head_tail(self.kv_len, ranks)
+        keys = layouts.contiguous(self.kv_len, ranks)
+        if name == "contiguous":
+            return layouts.contiguous(self.q_len, ranks), keys
+        unit = layouts.unit_for(self.q_len, ranks)
+        work = torch.zeros(-(-self.q_len // unit), dtype=torch.float64)
+        for want in self.wanted:
+            table = want.table(unit)
+            work += balance.pairs_per_row(table, want.planned.program, want.planned.captured).view(-1, len(work)).sum(0)
+        none = torch.zeros(0, dtype=torch.int64)
+        demand = balance.Demand(
+            length=self.q_len, unit=unit, work=work, ptr=torch.zeros(len(work) + 1, dtype=torch.int64), first=none, last=none
+        )
+        dealt = layouts.round_robin(demand, ranks)
+        return (dealt if name == "round_robin" else balance.auto(demand, ranks)), keys
+
+    def _whole_layouts(self) -> tuple[Layout, Layout]:
+        """Layouts over all ranks of the mesh."""
+        given = self.layout
+        if isinstance(given, Layout | tuple):
+            pair = (given, given) if isinstance(given, Layout) else given
+            if len(pair) != 2 or not all(isinstance(x, Layout) for x in pair):
+                raise TypeError("layout: expected a name, a Layout or a pair of Layouts (queries, keys)")
+            for side, layout, length in zip(("queries", "keys"), pair, (self.q_len, self.kv_len), strict=True):
+                if (layout.length, layout.ranks) != (length, self.mesh.size):
+                    raise ValueError(
+                        f"layout of {side}: expected {length} tokens over {self.mesh.size} ranks, got {layout.length} over {layout.ranks}"
+                    )
+                if len(layout.rows) not in (1, self.sizes["batch"] or 1):
+                    raise ValueError(f"layout of {side}: {len(layout.rows)} batch rows, but the plan is for batch={self.sizes['batch']}")
+            return pair
+        if not isinstance(given, str):
+            raise TypeError(f"layout: expected a name, a Layout or a pair of Layouts, got {type(given).__name__}")
+        inner = self._layouts(self.ring_size)
+        if self.strategy.ulysses is None:
+            return inner
+        split = _split(inner[0], self.mesh, self.strategy.ulysses)
+        return split, split if inner[1] is inner[0] else _split(inner[1], self.mesh, self.strategy.ulysses)
+
+    # ------------------------------------------------------------------------------------------------------------------- plans
+
+    def plans(self, grad_reduce_dtype: torch.dtype | None) -> list[Plan]:
+        pair = self._whole_layouts()
+        out = []
+        for want in self.wanted:
+            data = PlanData(
+                mask=want.planned,
+                q_len=self.q_len,
+                kv_len=self.kv_len,
+                mesh=self.mesh,
+                layouts=pair,
+                schedule=schedule.none([]),
+                ulysses=self.strategy.ulysses,
+                ring=self.strategy.ring,
+                layout=self.layout if isinstance(self.layout, str) else "given",
+                strategy=self.strategy.name if self.schedule is None else self.schedule.name,
+                block=BLOCK,
+                batch=self.sizes["batch"],
+                heads=self.sizes["heads"],
+                kv_heads=self.sizes["kv_heads"],
+                head_dim=self.sizes["head_dim"],
+                grad_reduce_dtype=grad_reduce_dtype,
+            )
+            object.__setattr__(data, "schedule", self._schedule(data))
+            out.append(Plan(data))
+        return out
+
+    def _schedule(self, data: PlanData) -> Schedule:
+        if data.ring is None or self.ring_size == 1:
+            return schedule.none([])
+        rows = []
+        for row in range(data.rows):
+            keys = data.side(1, BLOCK, row)
+            table = data.table((BLOCK, BLOCK), row)
+            rows.append(Reads(keys=keys, wanted=reads(table, data.side(0, BLOCK, row), self.ring_size)))
+        if self.schedule is not None:
+            _check_brings(self.schedule, rows)
+            return self.schedule
+        local = -(-self.kv_len // self.ring_size) * data.rows
+        if self.strategy.moves == "ring":
+            return schedule.ring(rows, step_tokens=STAGE_TOKENS)
+        if self.strategy.moves == "allgather":
+            return schedule.allgather(rows)
+        return schedule.exchange(rows, stage_tokens=max(local, STAGE_TOKENS), stages=self.stages)
+
+
+def _split(layout: Layout, mesh: Mesh, ulysses: int) -> Layout:
+    """Each ring rank's tokens cut into equal parts for the ranks of its Ulysses group."""
+    degree = mesh.axes[ulysses].size
+    sizes = [axis.size for axis in mesh.axes]
+    index = torch.arange(mesh.size).view(sizes).movedim(ulysses, -1).reshape(-1, degree).tolist()
+    rows = []
+    for ranks in layout.rows:
+        parts: list[Any] = [()] * mesh.size
+        for members, segments in zip(index, ranks, strict=True):
+            for member, piece in zip(members, _cut(segments, degree), strict=True):
+                parts[member] = piece
+        rows.append(tuple(parts))
+    return Layout(length=layout.length, rows=tuple(rows))
+
+
+def _cut(segments: Any, parts: int) -> list[Any]:
+    """Segments in order as `parts` lists of them, equal but for a unit."""
+    total = sum(n for _, n in segments)
+    unit = layouts.unit_for(total, parts) if total else 1
+    ends = [min(total, -(-(i + 1) * (-(-total // unit)) // parts) * unit) for i in range(parts)]
+    out: list[list[tuple[int, int]]] = [[] for _ in range(parts)]
+    done, part = 0, 0
+    for start, length in segments:
+        while length:
+            while ends[part] <= done:
+                part += 1
+            take = min(length, ends[part] - done)
+            out[part].append((start, take))
+            start, length, done = start + take, length - take, done + take
+    return [tuple(p) for p in out]
+
+
+def _check_brings(given: Schedule, rows: list[Reads]) -> None:
+    """A schedule that users made must bring every tile that is read, once, from its owner."""
+    for row, r in enumerate(rows):
+        mine = given.row == row
+        receiver, source, start, length = (c[mine] for c in (given.receiver, given.source, given.start, given.length))
+        first, end = r.keys.within(start, length)
+        if bool((r.keys.edges[first] != start).any() | (r.keys.edges[end] != start + length).any()):
+            raise ValueError("schedule: moves must begin and end where tiles do: at multiples of 128 tokens or at a segment's ends")
+        arrived = torch.zeros(r.ranks, r.keys.tiles, dtype=torch.int64)
+        for to, src, a, b in zip(receiver.tolist(), source.tolist(), first.tolist(), end.tolist(), strict=True):
+            if bool((r.keys.owner[a:b] != src).any()):
+                raise ValueError(f"schedule: rank {src} is to send tokens {int(r.keys.edges[a])}… to rank {to} but does not own them")
+            arrived[to, a:b] += 1
+        wrong = torch.where(r.wanted & r.away, arrived != 1, (arrived > 1) | ((arrived > 0) & ~r.away))
+        if bool(wrong.any()):
+            rank, tile = (int(i) for i in wrong.nonzero()[0])
+            raise ValueError(
+                f"schedule: tokens {int(r.keys.edges[tile])}… arrive {int(arrived[rank, tile])} times at rank {rank}; "
+                "what a rank reads and does not own must arrive exactly once"
+            )

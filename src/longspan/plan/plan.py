@@ -1,0 +1,314 @@
+"""Plans: who owns which tokens and what moves when, for one mask over one mesh. Plain values: immutable, picklable, the same on every rank.
+
+A plan knows the mesh's shape and this rank's place in it, and the names of its groups; no communicator. Making one takes no
+communication, and it can be made where there is no process group at all, such as in a data loader's worker.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.comm.mesh import Mesh, as_mesh
+from longspan.masks.classify import classify
+from longspan.masks.program import Program
+from longspan.masks.table import BlockTable
+from longspan.plan.digest import digest_of
+from longspan.plan.layout import Layout
+from longspan.plan.schedule import Schedule
+from longspan.plan.shards import shard, unshard
+from longspan.plan.tiles import Side
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedMask:
+    """A mask as a plan keeps it: its program, and a copy of the tensors it captured, on the host."""
+
+    text: str
+    program: Program | None
+    captured: tuple[Tensor, ...] = ()
+
+    @property
+    def per_batch(self) -> bool:
+        return self.program is not None and self.program.uses_batch
+
+    @property
+    def per_head(self) -> bool:
+        return self.program is not None and self.program.uses_head
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlanData:
+    """All that a plan says. Sizes that were not given are None and not checked.
+
+    Over the mesh's axis `ulysses` heads and tokens are transposed; the ranks along axis `ring` then each hold the tokens of a whole
+    Ulysses group (`inner` layouts) and exchange keys as the schedule says. Either may be None: no such axis.
+    """
+
+    mask: PlannedMask
+    q_len: int
+    kv_len: int
+    mesh: Mesh
+    layouts: tuple[Layout, Layout]  # of queries and of keys, over all ranks of the mesh
+    schedule: Schedule
+    ulysses: int | None = None
+    ring: int | None = None
+    layout: str
+    strategy: str
+    block: int
+    batch: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    grad_reduce_dtype: torch.dtype | None = None
+    _kept: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _lock: Any = field(default_factory=threading.RLock, repr=False)
+
+    @property
+    def degree(self) -> int:
+        """How many ranks share the heads of one attention."""
+        return 1 if self.ulysses is None else self.mesh.axes[self.ulysses].size
+
+    @property
+    def rows(self) -> int:
+        """Batch rows that are laid out differently; 1 where all are alike."""
+        return max(len(layout.rows) for layout in self.layouts)
+
+    @cached_property
+    def inner(self) -> tuple[Layout, Layout]:
+        """Layouts over the ring axis: what a rank holds after the transpose."""
+        return tuple(inner_layout(layout, self.mesh, self.ulysses) for layout in self.layouts)  # type: ignore[return-value]
+
+    def side(self, which: int, block: int, row: int) -> Side:
+        """Queries (0) or keys (1) of a batch row in tiles."""
+        which = 0 if self.layouts[0] is self.layouts[1] else which
+        return self._keep(("side", which, block, row), lambda: Side.of(self.inner[which], block, batch_row=row))
+
+    def table(self, block: tuple[int, int], row: int) -> BlockTable:
+        """The block table of a batch row (of all, where they are laid out alike), over the tiles of `side`."""
+
+        def make() -> BlockTable:
+            return classify(
+                self.mask.program,
+                self.mask.captured,
+                self.q_len,
+                self.kv_len,
+                block=block,
+                batch=1 if self.rows > 1 else self.batch or 1,
+                heads=self.heads or 1,
+                edges=(self.side(0, block[0], row).edges, self.side(1, block[1], row).edges),
+                first_batch=row if self.rows > 1 else 0,
+            )
+
+        return self._keep(("table", block, row), make)
+
+    def _keep(self, key: Any, make: Any) -> Any:
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = make()
+            return self._kept[key]
+
+    @cached_property
+    def digest(self) -> str:
+        """What ranks compare: all but this rank's own place."""
+        m = self.mask
+        sizes = (self.q_len, self.kv_len, self.batch, self.heads, self.kv_heads, self.head_dim, self.block, self.grad_reduce_dtype)
+        texts = [str(sizes), str(self.mesh.axes), str((self.ulysses, self.ring)), m.program.key if m.program else "", self.schedule.digest]
+        return digest_of([*texts, *(layout.digest for layout in self.layouts), *m.captured])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tables travel along; what is derived for this rank and its device does not."""
+        kept = {key: value for key, value in self._kept.items() if key[0] in ("side", "table")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_kept", "inner")} | {"_kept": kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
+
+
+def inner_layout(layout: Layout, mesh: Mesh, ulysses: int | None) -> Layout:
+    """Each Ulysses group as one rank of the ring axis."""
+    if ulysses is None:
+        return layout
+    if len(mesh.axes) == 1:
+        return layout.merged([range(mesh.size)])
+    sizes = [axis.size for axis in mesh.axes]
+    index = torch.arange(mesh.size).view(sizes)
+    groups = index.movedim(ulysses, -1).reshape(-1, sizes[ulysses])
+    return layout.merged(groups.tolist())
+
+
+_handles = itertools.count(1)
+live: weakref.WeakValueDictionary[int, PlanData] = weakref.WeakValueDictionary()
+
+
+class Plan:
+    """How one attention spans a mesh. Made by `longspan.plan`; handed to `longspan.attention(q, k, v, plan=plan)`."""
+
+    def __init__(self, data: PlanData) -> None:
+        self.data = data
+        handle = next(_handles)
+        live[handle] = data
+        # The handle is a tensor: compiled code takes it as an input like any other and is not compiled anew for another plan.
+        # While anything holds this tensor, an autograd graph for instance, the plan behind its number lives.
+        self.token = torch.tensor(handle)
+        self.token.plan_data = data  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, (self.data,)
+
+    # ------------------------------------------------------------------------------------------------------------- shape and place
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.data.mesh
+
+    @property
+    def layout(self) -> Layout:
+        """Who owns which queries (in self-attention: which tokens)."""
+        return self.data.layouts[0]
+
+    @property
+    def kv_layout(self) -> Layout:
+        return self.data.layouts[1]
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.data.schedule
+
+    @property
+    def strategy(self) -> str:
+        return self.data.strategy
+
+    @property
+    def digest(self) -> str:
+        return self.data.digest
+
+    @property
+    def local_len(self) -> int:
+        """Tokens (queries) that this rank owns."""
+        return self.layout.local_len(self.mesh.rank)
+
+    @property
+    def kv_local_len(self) -> int:
+        return self.kv_layout.local_len(self.mesh.rank)
+
+    @property
+    def positions(self) -> Tensor:
+        """Global positions of this rank's queries, int64 [S_local], or [B, S_local] where batch rows are laid out differently."""
+        return self.layout.positions(self.mesh.rank)
+
+    @property
+    def kv_positions(self) -> Tensor:
+        return self.kv_layout.positions(self.mesh.rank)
+
+    def on(self, mesh: Any) -> Plan:
+        """The same plan for another rank, or for a mesh of the same shape: nothing is planned again."""
+        found = as_mesh(mesh)
+        if [axis.size for axis in found.axes] != [axis.size for axis in self.mesh.axes]:
+            want, got = ([axis.size for axis in m.axes] for m in (self.mesh, found))
+            raise ValueError(f"plan.on: the plan was made for a mesh of shape {want}, got one of shape {got}: make a plan for that mesh")
+        kept = {key: value for key, value in self.data._kept.items() if key[0] in ("side", "table")}
+        return Plan(replace(self.data, mesh=found, _kept=kept, _lock=threading.RLock()))
+
+    # ------------------------------------------------------------------------------------------------------------------ shards
+
+    def shard(self, x: Tensor, dim: int, *, side: str | None = None) -> Tensor:
+        """This rank's part of a whole tensor along `dim`, in local order. Differentiable.
+
+        Where batch rows are laid out differently, dim 0 of x is the batch. `side`: "q" or "kv"; by default the one whose length x has.
+        """
+        which = self._side(x, dim, side, "shard", local=False)
+        return shard(x, dim, self.data.layouts[which], self.mesh.rank)
+
+    def unshard(self, x: Tensor, dim: int, *, side: str | None = None) -> Tensor:
+        """The whole tensor from every rank's part: a collective call. Its gradient is the sum of all ranks' gradients for this part."""
+        which = self._side(x, dim, side, "unshard", local=True)
+        return unshard(x, dim, self.data.layouts[which], self.mesh)
+
+    def _side(self, x: Tensor, dim: int, side: str | None, what: str, *, local: bool) -> int:
+        if side not in (None, "q", "kv"):
+            raise ValueError(f"plan.{what}: side must be 'q', 'kv' or None, got {side!r}")
+        if not -x.ndim <= dim < x.ndim:
+            raise ValueError(f"plan.{what}: dim {dim} is not a dim of a tensor of shape {tuple(x.shape)}")
+        sizes = [self.local_len, self.kv_local_len] if local else [self.data.q_len, self.data.kv_len]
+        options = [0, 1] if side is None else [0 if side == "q" else 1]
+        fitting = [i for i in options if x.shape[dim] == sizes[i]]
+        names = {i: f"{'q' if i == 0 else 'kv'} {sizes[i]}" for i in options}
+        if not fitting:
+            raise ValueError(f"plan.{what}: expected size {' or '.join(dict.fromkeys(names.values()))} in dim {dim}, got {tuple(x.shape)}")
+        rows = len(self.data.layouts[fitting[0]].rows)
+        if rows > 1 and (x.shape[0] != rows or dim % x.ndim == 0):
+            raise ValueError(f"plan.{what}: batch rows are laid out differently: dim 0 must be the batch of {rows}, got {tuple(x.shape)}")
+        if local and len(fitting) == 2 and self.data.layouts[0] != self.data.layouts[1]:
+            raise ValueError(f"plan.{what}: queries and keys have {sizes[0]} tokens here: say side='q' or side='kv'")
+        return fitting[0]
+
+    def report(self) -> Any:
+        """Balance, bytes, memory and predicted time; print it."""
+        from longspan.plan.report import report
+
+        return report(self.data)
+
+    def __repr__(self) -> str:
+        d = self.data
+        shape = " × ".join(f"{axis.name} {axis.size}" for axis in d.mesh.axes)
+        tokens = str(d.q_len) if d.q_len == d.kv_len else f"{d.q_len} × {d.kv_len}"
+        stages = f", {d.schedule.stages} stages" if d.schedule.stages else ""
+        return f"Plan({d.mask.text}, {tokens} tokens over {shape}: layout {d.layout}, {d.strategy}{stages}, rank {d.mesh.rank})"
+
+
+class PlanSet(Mapping[str, Plan]):
+    """Plans for several masks over one layout: `plans["sliding"]`; shards and positions are common to all."""
+
+    def __init__(self, plans: dict[str, Plan]) -> None:
+        self._plans = dict(plans)
+        self._first = next(iter(self._plans.values()))
+
+    def __getitem__(self, name: str) -> Plan:
+        try:
+            return self._plans[name]
+        except KeyError:
+            raise KeyError(f"no mask is called {name!r}; there are {', '.join(map(repr, self._plans))}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plans)
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    @property
+    def layout(self) -> Layout:
+        return self._first.layout
+
+    @property
+    def local_len(self) -> int:
+        return self._first.local_len
+
+    @property
+    def kv_local_len(self) -> int:
+        return self._first.kv_local_len
+
+    @property
+    def positions(self) -> Tensor:
+        return self._first.positions
+
+    @property
+    def kv_positions(self) -> Tensor:
+        return self._first.kv_positions
+
+    def shard(self, x: Tensor, dim: int, *, side: str | None = None) -> Tensor:
+        return self._first.shard(x, dim, side=side)
+
+    def unshard(self, x: Tensor, dim: int, *, side: str | None = None) -> Tensor:
+        return self._first.unshard(x, dim, side=side)
+
+    def on(self, mesh: Any) -> PlanSet:
+        return PlanSet({name: plan.on(mesh) for name, plan in self._plans.items()})

@@ -1,0 +1,362 @@
+"""Demands, their evaluation and the choice of `auto`: against brute force, and never worse than a named layout."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import longspan as ls
+from longspan.masks.table import FULL, PARTIAL, BlockTable
+from longspan.plan.balance import Demand, Evaluation, auto, candidates, choose, evaluate, pairs_per_row, preferred
+from longspan.plan.balance_build import lead_and_fill, structure_of
+from longspan.plan.balance_swaps import Swapper
+from longspan.plan.layouts import contiguous, stack, unit_for, units_per_rank
+
+
+def table_of(kinds, length, block):
+    """A table from kinds [batch, heads, T, T]."""
+    batch, heads, tiles, _ = kinds.shape
+    ptr, first, last, kind = [0], [], [], []
+    for row in kinds.view(-1, tiles).tolist():
+        for j, k in enumerate(row):
+            if k and j and row[j - 1] == k:
+                last[-1] = j
+            elif k:
+                first.append(j), last.append(j), kind.append(k)
+        ptr.append(len(first))
+    runs = [torch.tensor(x, dtype=torch.int32) for x in (ptr, first, last)]
+    return BlockTable(
+        q_len=length,
+        kv_len=length,
+        block=(block, block),
+        batch=batch,
+        heads=heads,
+        ptr=runs[0],
+        first=runs[1],
+        last=runs[2],
+        kind=torch.tensor(kind, dtype=torch.int8),
+    )
+
+
+def random_kinds(seed, batch, heads, tiles):
+    generator = torch.Generator().manual_seed(seed)
+    dense = torch.randint(0, 3, (batch, heads, tiles, tiles), generator=generator)
+    return dense * (torch.rand(dense.shape, generator=generator) < 0.6)
+
+
+def demand_of(mask, length, unit=128):
+    table = mask.block_table(length, block=unit)
+    return Demand.of(table, pairs_per_row(table, mask.traced.program, mask.traced.captured()))
+
+
+def visible(mask, length, b=0, h=0):
+    q, kv = torch.arange(length)[:, None], torch.arange(length)[None, :]
+    return mask(torch.full((1, 1), b), torch.full((1, 1), h), q, kv).expand(length, length)
+
+
+def packed(length, seed, scale):
+    """Lengths of documents with a long tail that add up to `length`."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = []
+    while sum(lengths) < length:
+        drawn = int(scale * torch.exp(1.4 * torch.randn((), generator=generator)))
+        lengths.append(min(max(16, drawn), length - sum(lengths)))
+    return lengths
+
+
+# ---------------------------------------------------------------------------------------------------------------------- demand
+
+
+@given(seed=st.integers(0, 10**6), batch=st.integers(1, 2), heads=st.integers(1, 3), tiles=st.integers(1, 9))
+@settings(deadline=None)
+def test_demand_unites_reads_and_sums_work_over_heads_and_rows(seed, batch, heads, tiles):
+    kinds = random_kinds(seed, batch, heads, tiles)
+    table = table_of(kinds, tiles * 5 - 2, 5)
+    for row in (None, *range(batch)):
+        demand = Demand.of(table, row=row)
+        part = kinds if row is None else kinds[row : row + 1]
+        read = torch.zeros(tiles, tiles, dtype=torch.bool)
+        for t in range(tiles):
+            here = slice(int(demand.ptr[t]), int(demand.ptr[t + 1]))
+            runs = list(zip(demand.first[here].tolist(), demand.last[here].tolist()))
+            assert all(b[0] > a[1] + 1 for a, b in pairwise(runs))
+            for first, last in runs:
+                read[t, first : last + 1] = True
+        assert torch.equal(read, (part > 0).any(0).any(0))
+        assert torch.equal(demand.work, (part > 0).sum((0, 1, 3)).double() * 25)
+
+
+def test_demand_takes_given_pairs_for_work():
+    kinds = random_kinds(3, 2, 3, 4)
+    pairs = torch.arange(24.0)
+    assert torch.equal(Demand.of(table_of(kinds, 20, 5), pairs).work, pairs.double().view(6, 4).sum(0))
+    assert torch.equal(Demand.of(table_of(kinds, 20, 5), pairs, row=1).work, pairs.double().view(2, 3, 4)[1].sum(0))
+
+
+@pytest.mark.parametrize(
+    ("table", "why"),
+    [
+        (ls.causal().block_table(30, 40, 10), "30 × 40 tokens"),
+        (ls.causal().block_table(30, 30, (10, 5)), "blocks of 10 × 5"),
+        (ls.causal().block_table(40, block=10).select(torch.tensor([1]), torch.tensor([2])), "one sequence in square blocks"),
+    ],
+)
+def test_tables_that_are_not_of_one_sequence_are_refused(table, why):
+    with pytest.raises(ValueError, match=why):
+        Demand.of(table)
+
+
+def test_wrong_rows_and_pairs_are_refused():
+    table = table_of(random_kinds(0, 2, 1, 3), 15, 5)
+    with pytest.raises(ValueError, match="2 batch rows, got row 2"):
+        Demand.of(table, row=2)
+    with pytest.raises(ValueError, match="6 in all"):
+        Demand.of(table, torch.ones(5))
+
+
+# ----------------------------------------------------------------------------------------------------------------------- pairs
+
+TABLE = torch.randint(0, 4, (3, 2, 97), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        ls.causal(),
+        ls.full(),
+        ls.sliding_window(9, 4),
+        ls.causal() & ls.documents([31, 5, 40, 21]),
+        ls.prefix(23) | ls.causal(),
+        ls.mask_mod(lambda b, h, q, kv: TABLE[b, h, q] == TABLE[b, h, kv]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("block", [1, 7, 16])
+def test_pairs_are_exact_in_small_blocks(mask, block):
+    table = mask.block_table(97, block=block, batch=3, heads=2)
+    pairs = pairs_per_row(table, mask.traced.program, mask.traced.captured()).view(table.batch, table.heads, -1)
+    for b in range(table.batch):
+        for h in range(table.heads):
+            per_query = torch.nn.functional.pad(visible(mask, 97, b, h).sum(1), (0, -97 % block))
+            assert torch.equal(pairs[b, h], per_query.view(-1, block).sum(1).double())
+
+
+@pytest.mark.parametrize("length", [2 * 1024, 3001])
+@pytest.mark.parametrize("block", [128, 100])
+def test_pairs_are_nearly_right_in_large_blocks(length, block):
+    for mask in (ls.causal(), ls.sliding_window(300, 77), ls.causal() & ls.documents([length // 3, 400, length - length // 3 - 400])):
+        table = mask.block_table(length, block=block)
+        pairs = pairs_per_row(table, mask.traced.program, mask.traced.captured())
+        per_query = torch.nn.functional.pad(visible(mask, length).sum(1), (0, -length % block))
+        right = per_query.view(-1, block).sum(1)
+        assert float((pairs - right).abs().max()) <= 0.12 * block * block
+        assert abs(float(pairs.sum() / right.sum()) - 1) < 0.005
+
+
+def test_no_mask_is_every_pair():
+    table = ls.full().block_table(70, block=32)
+    assert pairs_per_row(table, None).tolist() == [70 * 32, 70 * 32, 70 * 6]
+
+
+def test_tables_with_very_many_partial_tiles_are_looked_at_less_closely():
+    mask = ls.mask_mod(lambda b, h, q, kv: (q + kv) % 3 == 0)
+    table = mask.block_table(512 * 20, block=20)
+    pairs = pairs_per_row(table, mask.traced.program, mask.traced.captured())
+    assert abs(float(pairs.sum()) / (512 * 20) ** 2 * 3 - 1) < 0.01
+
+
+def test_pairs_of_selected_tiles_are_refused():
+    with pytest.raises(ValueError, match="selected tiles"):
+        pairs_per_row(ls.causal().block_table(40, block=10).select(torch.tensor([1]), torch.tensor([2])), None)
+
+
+# ------------------------------------------------------------------------------------------------------------------ evaluation
+
+
+@given(seed=st.integers(0, 10**6), tiles=st.integers(1, 14), ranks=st.integers(1, 6), missing=st.integers(0, 4))
+@settings(deadline=None)
+def test_evaluation_equals_brute_force(seed, tiles, ranks, missing):
+    kinds = random_kinds(seed, 1, 1, tiles)
+    length = tiles * 5 - missing
+    demand = Demand.of(table_of(kinds, length, 5))
+    owner = torch.randint(0, ranks, (tiles,), generator=torch.Generator().manual_seed(seed + 1))
+    got = evaluate(demand, owner, ranks)
+    for rank in range(ranks):
+        mine = owner == rank
+        reads = (kinds[0, 0][mine] > 0).any(0)
+        assert int(got.received[rank]) == int((reads & ~mine).sum())
+        assert float(got.work[rank]) == float(demand.work[mine].sum())
+        tokens = torch.repeat_interleave(mine, 5)[:length]
+        assert int(got.tokens[rank]) == int(tokens.sum())
+
+
+def test_owners_out_of_range_are_refused():
+    demand = demand_of(ls.causal(), 40, 10)
+    with pytest.raises(ValueError, match=r"4 owners in 0 … 1"):
+        evaluate(demand, torch.tensor([0, 1, 2, 0]), 2)
+
+
+# ------------------------------------------------------------------------------------------------------------------------ auto
+
+MASKS = {
+    "causal": lambda n, seed: ls.causal(),
+    "full": lambda n, seed: ls.full(),
+    "window": lambda n, seed: ls.sliding_window(1 + n // 9),
+    "prefix": lambda n, seed: ls.causal() | ls.prefix(n // 5),
+    "documents": lambda n, seed: ls.causal() & ls.documents(packed(n, seed, n / 9)),
+    "short documents": lambda n, seed: ls.causal() & ls.documents(packed(n, seed, 30)),
+    "both ways": lambda n, seed: ls.documents(packed(n, seed, n / 9)),
+    "looking ahead": lambda n, seed: ls.documents(packed(n, seed, n / 9)) & ls.mask_mod(lambda b, h, q, kv: kv >= q),
+    "windows in documents": lambda n, seed: ls.sliding_window(64) & ls.documents(packed(n, seed, n / 9)),
+    "nothing": lambda n, seed: ~ls.full(),
+}
+
+
+def judged(evaluation: Evaluation) -> tuple[float, float]:
+    return evaluation.imbalance, evaluation.traffic
+
+
+@given(
+    kind=st.sampled_from(sorted(MASKS)),
+    length=st.integers(1, 5000),
+    ranks=st.integers(1, 17),
+    seed=st.integers(0, 999),
+)
+@settings(max_examples=60, deadline=None)
+def test_auto_is_a_partition_with_fixed_counts_and_no_worse_than_any_candidate(kind, length, ranks, seed):
+    unit = unit_for(length, ranks)
+    demand = demand_of(MASKS[kind](length, seed), length, unit)
+    found = candidates(demand, ranks)
+    chosen = preferred(found)
+    assert [c.name for c in found[:3]] == ["contiguous", "head_tail", "round_robin"]
+    for c in found:
+        assert judged(c.evaluation) == judged(evaluate(demand, c.owner, ranks))
+        assert [c.layout.local_len(rank) for rank in range(ranks)] == c.evaluation.tokens.tolist()
+        # What a rank owns does not depend on the demand, so that rows can be stacked.
+        assert c.evaluation.tokens.tolist() == [contiguous(length, ranks).local_len(rank) for rank in range(ranks)]
+    balanced = [c for c in found if c.evaluation.imbalance <= 1.03]
+    least = min(c.evaluation.imbalance for c in found)
+    assert chosen.evaluation.imbalance <= (1.03 if balanced else 1.03 * least)
+    for c in balanced:
+        assert chosen.evaluation.traffic <= 1.05 * c.evaluation.traffic
+    assert auto(demand, ranks) == chosen.layout
+
+
+def test_rows_with_different_documents_stack_on_ragged_lengths():
+    length, ranks = 4999, 6
+    unit = unit_for(length, ranks)
+    rows = [auto(demand_of(ls.causal() & ls.documents(packed(length, seed, 700)), length, unit), ranks) for seed in range(4)]
+    rows.append(auto(demand_of(ls.causal(), length, unit), ranks))
+    rows.append(auto(demand_of(ls.full(), length, unit), ranks))
+    assert len(stack(rows).rows) == 6
+
+
+def test_causal_alone_is_head_tail():
+    demand = demand_of(ls.causal(), 64 * 1024)
+    chosen = choose(demand, 16)
+    assert chosen.name == "head_tail" and chosen.evaluation.imbalance < 1.01
+
+
+def test_windows_are_contiguous():
+    assert choose(demand_of(ls.sliding_window(700), 64 * 1024), 16).name == "contiguous"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_packed_documents_are_balanced_and_move_a_fraction_of_what_round_robin_moves(seed):
+    length, ranks = 256 * 1024 + 77, 13
+    lengths = packed(length, seed, 3000)
+    found = candidates(demand_of(ls.causal() & ls.documents(lengths), length), ranks)
+    chosen, dealt = preferred(found), found[2]
+    assert chosen.name == "constructed"
+    assert chosen.evaluation.traffic < 0.7 * dealt.evaluation.traffic
+    # The estimate of the work is good enough for the limit to hold exactly.
+    position = torch.cat([torch.arange(1, n + 1) for n in lengths]).double()
+    work = torch.stack([position[chosen.layout.positions(rank)].sum() for rank in range(ranks)])
+    assert float(work.max() / work.mean()) <= 1.03
+
+
+def test_documents_that_look_ahead_cost_what_their_mirror_image_costs():
+    length, ranks = 128 * 1024, 8
+    lengths = packed(length, 5, 3000)
+    ahead = ls.documents(lengths[::-1]) & ls.mask_mod(lambda b, h, q, kv: kv >= q)
+    back = ls.documents(lengths) & ls.causal()
+    one, other = (choose(demand_of(mask, length), ranks).evaluation for mask in (ahead, back))
+    assert one.imbalance <= 1.03 and other.imbalance <= 1.03
+    assert one.traffic <= 1.1 * other.traffic
+
+
+def test_several_masks_share_one_layout_and_are_judged_together():
+    length, ranks = 48 * 1024, 6
+    wide = demand_of(ls.causal() & ls.documents(packed(length, 2, 5000)), length)
+    narrow = demand_of(ls.sliding_window(600) & ls.causal(), length)
+    chosen = choose([wide, narrow], ranks)
+    apart = [evaluate(d, chosen.owner, ranks) for d in (wide, narrow)]
+    assert torch.equal(chosen.evaluation.work, apart[0].work + apart[1].work)
+    assert torch.equal(chosen.evaluation.received, apart[0].received + apart[1].received)
+    assert chosen.evaluation.imbalance <= 1.03
+
+
+def test_demands_on_different_sequences_are_refused():
+    one, other = demand_of(ls.causal(), 64, 4), demand_of(ls.causal(), 60, 4)
+    with pytest.raises(ValueError, match=r"\(64, 4\), \(60, 4\)"):
+        auto([one, other], 2)
+    with pytest.raises(ValueError, match="ranks 0"):
+        auto(one, 0)
+
+
+def test_work_without_reads_is_only_balanced():
+    none = torch.zeros(0, dtype=torch.int64)
+    work = torch.arange(200.0).double()
+    demand = Demand(length=200 * 8 - 3, unit=8, work=work, ptr=torch.zeros(201, dtype=torch.int64), first=none, last=none)
+    assert choose(demand, 7).evaluation.imbalance < 1.03
+
+
+def test_masks_without_structure_are_left_to_named_layouts():
+    blocks = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) < 0.3
+    demand = demand_of(ls.causal() & ls.mask_mod(lambda b, h, q, kv: blocks[q // 32, kv // 32]), 64 * 32, 32)
+    assert structure_of([demand]) is None
+    assert len(candidates(demand, 4)) == 3
+
+
+# ------------------------------------------------------------------------------------------------------- construction and swaps
+
+
+@given(seed=st.integers(0, 999), ranks=st.integers(2, 9), variant=st.integers(0, 3), slack=st.floats(0.0, 0.1))
+@settings(max_examples=40, deadline=None)
+def test_construction_gives_every_rank_its_count(seed, ranks, variant, slack):
+    structure = structure_of([demand_of(ls.causal() & ls.documents(packed(3000, seed, 300)), 3000, 16)])
+    counts = units_per_rank(structure.units, ranks)
+    owner, _ = lead_and_fill(structure, counts, slack, variant)
+    assert torch.bincount(owner, minlength=ranks).tolist() == counts
+
+
+@given(
+    seed=st.integers(0, 999), ranks=st.integers(2, 9), kind=st.sampled_from(["documents", "both ways", "window", "windows in documents"])
+)
+@settings(max_examples=60, deadline=None)
+def test_swaps_keep_counts_and_never_add_excess_and_count_reads_rightly(seed, ranks, kind):
+    length, unit = 2990, 16
+    demand = demand_of(MASKS[kind](length, seed), length, unit)
+    structure = structure_of([demand])
+    assert not structure.mirrored
+    blocks = torch.randperm(structure.units // 8, generator=torch.Generator().manual_seed(seed)) % ranks
+    start = torch.cat([blocks.repeat_interleave(8), torch.full((structure.units % 8,), ranks - 1)])
+    most = 1.05 * float(demand.work.sum()) / ranks
+    swapper = Swapper(structure, start, ranks, most=most, pinned=structure.units - 1)
+    before, reads = evaluate(demand, start, ranks), sum(map(swapper._reads, swapper.held))
+    owner = swapper.improve(12)
+    after = evaluate(demand, owner, ranks)
+    assert torch.equal(torch.bincount(owner, minlength=ranks), torch.bincount(start, minlength=ranks))
+    assert owner[-1] == start[-1]
+    assert torch.equal(swapper.load, after.work)
+    excess = [float((e.work - most).clamp(min=0).sum()) for e in (before, after)]
+    assert excess[1] <= excess[0] + 1e-6
+    assert sum(map(swapper._reads, swapper.held)) - reads == int(after.received.sum() - before.received.sum())
+
+
+def test_partial_and_full_tiles_both_count_as_reads():
+    kinds = torch.tensor([[PARTIAL, 0, 0], [FULL, PARTIAL, 0], [0, FULL, PARTIAL]])[None, None]
+    got = evaluate(Demand.of(table_of(kinds, 12, 4)), torch.tensor([0, 1, 2]), 3)
+    assert got.received.tolist() == [0, 1, 1]

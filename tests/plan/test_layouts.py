@@ -1,0 +1,192 @@
+"""Named layouts: partitions with even token counts for any length and any number of ranks, the same every time."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import longspan as ls
+from longspan.plan.balance import Demand
+from longspan.plan.layouts import contiguous, documents_of, from_owner, head_tail, per_document, round_robin, stack, unit_for
+
+sizes = st.tuples(st.integers(1, 5000), st.integers(1, 17))
+KINDS = ("contiguous", "head_tail", "round_robin", "per_document")
+
+
+def cut(length, seed):
+    """Document lengths that add up to `length`, zeros among them."""
+    at = torch.randint(0, length + 1, (seed % 9,), generator=torch.Generator().manual_seed(seed)).sort()[0]
+    return torch.diff(at, prepend=torch.tensor([0]), append=torch.tensor([length])).tolist()
+
+
+def heavy_somewhere(length, unit, seed):
+    """A demand in which work is random and every unit reads itself."""
+    units = -(-length // unit)
+    work = torch.randint(0, 1000, (units,), generator=torch.Generator().manual_seed(seed)).double()
+    own = torch.arange(units)
+    return Demand(length=length, unit=unit, work=work, ptr=torch.arange(units + 1), first=own, last=own)
+
+
+def units_of(layout, rank, unit):
+    return tuple((layout.positions(rank)[::unit] // unit).tolist())
+
+
+def make(kind, length, ranks, seed=0):
+    if kind == "round_robin":
+        return round_robin(heavy_somewhere(length, unit_for(length, ranks), seed), ranks)
+    if kind == "per_document":
+        return per_document(cut(length, seed), ranks)
+    return {"contiguous": contiguous, "head_tail": head_tail}[kind](length, ranks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(size=sizes, seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_every_layout_is_a_partition_with_even_counts(kind, size, seed):
+    length, ranks = size
+    layout = make(kind, length, ranks, seed)
+    assert layout.ranks == ranks
+    everything = torch.cat([layout.positions(rank) for rank in range(ranks)])
+    assert torch.equal(everything.sort()[0], torch.arange(length))
+    counts = [layout.local_len(rank) for rank in range(ranks)]
+    assert max(counts) - min(counts) <= (1 if kind == "per_document" else unit_for(length, ranks))
+    for rank in range(ranks):
+        assert bool((layout.positions(rank).diff() > 0).all())
+    assert make(kind, length, ranks, seed) == layout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(size=sizes, seeds=st.lists(st.integers(0, 99), min_size=2, max_size=4))
+@settings(max_examples=40, deadline=None)
+def test_rows_of_one_kind_can_be_stacked_whatever_they_hold(kind, size, seeds):
+    length, ranks = size
+    rows = [make(kind, length, ranks, seed) for seed in seeds]
+    joined = stack(rows)
+    assert joined.rows == tuple(row.rows[0] for row in rows)
+
+
+@given(size=sizes)
+@settings(deadline=None)
+def test_units_are_powers_of_two_and_leave_each_rank_four_where_they_can(size):
+    length, ranks = size
+    unit = unit_for(length, ranks)
+    assert unit in (1, 2, 4, 8, 16, 32, 64, 128)
+    assert unit == 1 or length >= 4 * ranks * unit
+    assert unit == 128 or length < 8 * ranks * unit
+
+
+def test_long_sequences_have_units_of_128():
+    assert unit_for(1_000_003, 48) == 128
+
+
+def test_contiguous_is_one_stretch_per_rank():
+    layout = contiguous(3000, 5)
+    assert all(len(layout.segments(rank)) == 1 for rank in range(5))
+    assert [layout.segments(rank)[0][0] for rank in range(5)] == sorted(layout.segments(rank)[0][0] for rank in range(5))
+
+
+def test_head_tail_gives_rank_i_chunk_i_and_the_one_opposite():
+    layout = head_tail(8 * 256, 4)
+    assert [layout.segments(rank) for rank in range(4)] == [
+        ((0, 256), (1792, 256)),
+        ((256, 256), (1536, 256)),
+        ((512, 256), (1280, 256)),
+        ((768, 512),),
+    ]
+
+
+def test_a_given_unit_is_where_cuts_are():
+    assert [contiguous(100, 3, unit=10).local_len(rank) for rank in range(3)] == [30, 30, 40]
+    assert all(start % 20 == 0 for rank in range(3) for start, _ in head_tail(500, 3, unit=20).segments(rank))
+
+
+def test_round_robin_deals_heavy_units_forth_and_back():
+    work = torch.tensor([1.0, 9.0, 3.0, 8.0, 2.0, 7.0])
+    own = torch.arange(6)
+    layout = round_robin(Demand(length=6 * 4, unit=4, work=work, ptr=torch.arange(7), first=own, last=own), 3)
+    assert {units_of(layout, rank, 4) for rank in range(3)} == {(0, 1), (3, 4), (2, 5)}
+
+
+def test_round_robin_keeps_the_order_of_units_that_are_alike():
+    own = torch.arange(7)
+    layout = round_robin(Demand(length=7 * 2, unit=2, work=torch.ones(7), ptr=torch.arange(8), first=own, last=own), 2)
+    assert [units_of(layout, rank, 2) for rank in range(2)] == [(0, 3, 4), (1, 2, 5, 6)]
+
+
+def test_long_documents_are_cut_head_tail_each():
+    layout = per_document([8 * 128, 16 * 128], 2)
+    assert layout.segments(0) == ((0, 256), (768, 512 + 256), (2560, 512))
+    assert layout.segments(1) == ((256, 512), (1536, 1024))
+
+
+def test_cuts_inside_long_documents_are_at_multiples_of_the_unit():
+    lengths, ranks = [5003, 7001, 911], 3
+    layout = per_document(lengths, ranks)
+    edges = {sum(lengths[:i]) for i in range(len(lengths) + 1)}
+    inside = {start for rank in range(ranks) for start, _ in layout.segments(rank)} - edges
+    unaligned = [start for start in inside if start % 128 and start < 12004]
+    assert len(unaligned) <= ranks  # where a rank has its share, a piece is cut
+
+
+def test_every_rank_has_a_share_of_every_long_document():
+    lengths, ranks = [3001, 2003, 4099], 5
+    layout = per_document(lengths, ranks)
+    document = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    for rank in range(ranks):
+        held = torch.bincount(document[layout.positions(rank)], minlength=3)
+        assert all(abs(int(held[i]) - lengths[i] / ranks) <= 128 for i in range(3))
+
+
+def test_per_document_refuses_negative_lengths():
+    with pytest.raises(ValueError, match="0 or more, got -3"):
+        per_document([5, -3], 2)
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(0, 3), (7, 0), (-1, 2)])
+def test_sizes_below_one_are_refused(length, ranks):
+    for layout in (contiguous, head_tail):
+        with pytest.raises(ValueError, match="1 or more"):
+            layout(length, ranks)
+
+
+def test_an_owner_per_unit_is_a_layout():
+    layout = from_owner(torch.tensor([1, 1, 0, 1, 2]), length=43, unit=10, ranks=4)
+    assert layout.rows == ((((20, 10),), ((0, 20), (30, 10)), ((40, 3),), ()),)
+
+
+@pytest.mark.parametrize("owner", [[0, 1, 2], [0, 1], [0, 1, -1]])
+def test_owners_that_do_not_fit_are_refused(owner):
+    with pytest.raises(ValueError, match=r"expected 3 owners in 0 … 1"):
+        from_owner(torch.tensor(owner), length=25, unit=10, ranks=2)
+
+
+def test_documents_are_found_in_a_mask_and_its_conjunctions():
+    lengths = [5, 1, 7]
+    assert documents_of(ls.documents(lengths)) == [lengths]
+    assert documents_of(ls.causal() & ls.documents(lengths) & ls.sliding_window(3)) == [lengths]
+
+
+def test_documents_per_batch_row_and_padding_are_told_apart():
+    ids = [[4, 4, 4, 1, 1, -1, -1], [2, 2, 9, 9, 9, 9, 9]]
+    assert documents_of(ls.causal() & ls.documents(ids=ids)) == [[3, 2, 2], [2, 5]]
+    assert documents_of(ls.documents([[3, 2], [6, 1]])) == [[3, 2, 2], [6, 1]]
+
+
+def test_two_kinds_of_documents_cut_each_other():
+    assert documents_of(ls.documents([4, 5]) & ls.documents([2, 6, 1])) == [[2, 2, 4, 1]]
+
+
+@pytest.mark.parametrize(
+    "mask", [ls.causal(), ls.causal() | ls.documents([3, 4]), ~ls.documents([3, 4]), ls.mask_mod(lambda b, h, q, k: q > k)]
+)
+def test_other_masks_have_no_documents(mask):
+    assert documents_of(mask) is None
+
+
+def test_layouts_that_do_not_fit_are_not_stacked():
+    with pytest.raises(ValueError, match="got none"):
+        stack([])
+    with pytest.raises(ValueError, match="number 1 with 1 rows, 13 tokens, 2 ranks"):
+        stack([contiguous(12, 2), contiguous(13, 2)])
+    with pytest.raises(ValueError, match="as many in each row"):
+        stack([contiguous(301, 2), head_tail(301, 2)])

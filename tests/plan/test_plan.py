@@ -1,0 +1,149 @@
+"""Plans as values: what they accept, what they refuse, and what they leave behind."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import tracemalloc
+from typing import Any
+
+import pytest
+import torch
+
+import longspan as ls
+from longspan.plan.plan import live
+from longspan.testing import virtual_world
+
+MESH = ls.Mesh.abstract(4, rank=1)
+
+
+def test_one_layout_serves_several_masks() -> None:
+    plans = ls.plan({"full": ls.causal(), "sliding": ls.causal() & ls.sliding_window(64)}, 1000, MESH)
+    assert list(plans) == ["full", "sliding"]
+    assert plans["full"].layout == plans["sliding"].layout
+    assert torch.equal(plans.positions, plans["sliding"].positions) and plans.local_len == plans["full"].local_len
+    assert plans["sliding"].report().received.sum() < plans["full"].report().received.sum()
+    with pytest.raises(KeyError, match="'full', 'sliding'"):
+        plans["global"]
+    x = torch.randn(2, 1000)
+    assert torch.equal(plans.shard(x, 1), x[:, plans.positions])
+
+
+def test_a_ring_has_one_stage_fewer_than_ranks_and_an_all_gather_one() -> None:
+    stages = {s: ls.plan(ls.causal(), 1000, MESH, strategy=s).schedule.stages for s in ("ring", "allgather")}
+    assert stages == {"ring": 3, "allgather": 1}
+    assert ls.plan(ls.causal(), 1000, MESH, strategy="exchange", stages=2).schedule.stages == 2
+
+
+def test_a_layout_and_a_schedule_of_ones_own_are_taken() -> None:
+    layout = ls.Layout(length=1000, rows=((((0, 100), (900, 100)), ((100, 1),), (), ((101, 799),)),))
+    plan = ls.plan(ls.causal(), 1000, MESH, layout=layout, strategy="exchange")
+    assert plan.local_len == 1 and plan.positions.tolist() == [100]
+    again = ls.plan(ls.causal(), 1000, MESH, layout=layout, strategy=plan.schedule)
+    assert again.schedule is plan.schedule
+    with pytest.raises(ValueError, match="must arrive exactly once"):
+        ls.plan(ls.full(), 1000, MESH, layout=layout, strategy=plan.schedule)
+
+
+def test_report_tells_balance_bytes_memory_and_time() -> None:
+    plan = ls.plan(ls.causal(), 4096, MESH, layout="head_tail", strategy="ring", heads=8, kv_heads=2, head_dim=64)
+    report = plan.report()
+    assert report.balance < 1.01 and report.received.shape == (3, 4) and report.share == 1.0
+    assert int(report.bytes_received[0, 0]) == 1024 * 2 * 2 * 64 * 2
+    assert report.seconds > 0 and "all-gather" in str(report) and report.in_flight <= 2 * 16384
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"layout": "diagonal"}, "'contiguous', 'head_tail', 'per_document', 'round_robin', 'auto'"),
+    ({"strategy": "carrier pigeon"}, "'ring', 'allgather', 'exchange', 'ulysses'"),
+    ({"strategy": "ulysses_ring"}, "needs a mesh of two axes"),
+    ({"strategy": "ulysses", "heads": 6}, "6 query heads do not divide by a Ulysses degree of 4"),
+    ({"strategy": "ulysses", "heads": 12, "kv_heads": 6}, "one must divide the other"),
+    ({"seq_len": 0}, "1 or more"),
+    ({"seq_len": (10, 20, 30)}, "q_len, kv_len"),
+    ({"heads": 6, "kv_heads": 4}, "multiple of kv_heads"),
+    ({"batch": 0}, "batch must be an int of 1 or more"),
+    ({"layout": "per_document"}, "longspan.documents"),
+    ({"layout": "per_document", "seq_len": (10, 20)}, "same tokens"),
+    ({"layout": ls.Layout(length=5, rows=((((0, 5),),),))}, "over 4 ranks"),
+    ({"stages": 0}, "stages must be 1 or more"),
+    ({"grad_reduce_dtype": torch.int32}, "floating-point"),
+    ({"mask": ls.documents(lengths=[5, 6])}, "q_len=11"),
+    ({"mask": ls.mask_mod(lambda b, h, q, kv: q + h >= kv)}, "say heads="),
+    ({"mask": {}}, "empty dict"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "says"), REFUSED, ids=[says[:24] for _, says in REFUSED])
+def test_refuses(wrong: dict[str, Any], says: str) -> None:
+    options = {"mask": ls.causal(), "seq_len": 1000, **wrong}
+    with pytest.raises((ValueError, TypeError), match=says):
+        ls.plan(options.pop("mask"), options.pop("seq_len"), MESH, **options)
+
+
+def test_a_mesh_with_two_axes_wants_a_strategy_for_two() -> None:
+    mesh = ls.Mesh.abstract((2, 3), axis_names=("ring", "ulysses"))
+    with pytest.raises(ValueError, match="runs over one axis"):
+        ls.plan(ls.causal(), 1000, mesh, strategy="ring")
+    assert ls.plan(ls.causal(), 1000, mesh, heads=6).strategy == "ulysses_exchange"
+
+
+def test_tensors_of_another_size_are_refused_by_shard_and_unshard() -> None:
+    plan = ls.plan(ls.causal(), 1000, MESH)
+    with pytest.raises(ValueError, match="expected size q 1000"):
+        plan.shard(torch.zeros(3, 999), 1)
+    with pytest.raises(ValueError, match="not a dim"):
+        plan.shard(torch.zeros(3, 1000), 2)
+    cross = ls.plan(ls.full(), (1000, 1001), ls.Mesh.abstract(1), layout="contiguous")
+    assert cross.shard(torch.zeros(1001), 0).shape == (1001,)
+
+
+def test_shard_and_unshard_are_differentiable() -> None:
+    x = torch.randn(3, 50, dtype=torch.float64)
+
+    def rank(mesh: Any) -> Any:
+        plan = ls.plan(ls.causal(), 50, mesh, layout="round_robin")
+        given = x.clone().requires_grad_()
+        part = plan.shard(given, 1)
+        weight = torch.arange(50.0, dtype=torch.float64) * (mesh.rank + 1)
+        (plan.unshard(part * 2, 1) * weight).sum().backward()
+        return given.grad
+
+    total = sum(virtual_world(3).run(rank))
+    assert torch.allclose(total, (2 * 6 * torch.arange(50.0, dtype=torch.float64)).expand(3, 50))
+
+
+def test_many_plans_leave_nothing_behind() -> None:
+    ids = torch.zeros(600, dtype=torch.int64)
+
+    def make(i: int) -> None:
+        ids[: 1 + i % 599] = i
+        ls.plan(ls.causal() & ls.documents(ids=ids), 600, MESH, layout="contiguous", strategy="ring")
+
+    for i in range(30):
+        make(i)
+    gc.collect()
+    before = len(live)
+    tracemalloc.start()
+    for i in range(60):
+        make(i)
+    gc.collect()
+    first = tracemalloc.get_traced_memory()[0]
+    for i in range(300):
+        make(i)
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - first
+    tracemalloc.stop()
+    assert len(live) == before and grown < 300 * 200
+
+
+def _plan_in_worker(_: int) -> bytes:
+    mask = ls.causal() & ls.documents(lengths=[300, 500, 224])
+    return pickle.dumps(ls.plan(mask, 1024, ls.Mesh.abstract(4, rank=2), layout="auto", strategy="exchange"))
+
+
+def test_a_plan_made_in_a_data_loaders_worker_is_the_same() -> None:
+    loader = torch.utils.data.DataLoader([0], batch_size=None, num_workers=1, collate_fn=_plan_in_worker)
+    there = pickle.loads(next(iter(loader)))
+    assert there.digest == pickle.loads(_plan_in_worker(0)).digest
+    assert there.on(ls.Mesh.abstract(4, rank=0)).local_len == 256

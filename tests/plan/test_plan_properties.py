@@ -1,0 +1,135 @@
+"""Properties of every plan: each pair is computed once, what moves is what is read, shards join to the whole, and ranks agree unasked."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.sharded import Problem, mask_named
+
+import longspan as ls
+from longspan.engine.itinerary import itinerary
+from longspan.plan.tiles import reads
+from longspan.testing import virtual_world
+
+MASKS = ("causal", "documents", "window", "prefix", "custom", "per head")
+LAYOUTS = ("contiguous", "head_tail", "per_document", "round_robin", "auto")
+MOVES = ("ring", "allgather", "exchange")
+
+
+@st.composite
+def planned(draw: Any, longest: int = 1500) -> tuple[dict[str, Any], Any, int, int]:
+    """Arguments of a plan: a mask, a length, a number of ranks and how to lay and move things."""
+    length, ranks = draw(st.integers(1, longest)), draw(st.integers(1, 16))
+    layout = draw(st.sampled_from(LAYOUTS))
+    options = {"layout": layout, "strategy": draw(st.sampled_from(MOVES)), "stages": draw(st.sampled_from([None, 1, 2, 5]))}
+    mask = mask_named(draw(st.sampled_from(MASKS)), length, layout)
+    return options, mask, length, ranks
+
+
+@settings(max_examples=100, deadline=None)
+@given(planned())
+def test_every_allowed_pair_is_computed_exactly_once_by_exactly_one_rank(args: Any) -> None:
+    options, mask, length, ranks = args
+    plan = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options)
+    block = (128, 128)
+    for row in range(plan.data.rows):
+        table = plan.data.table(block, row)
+        seen = torch.zeros(table.batch, table.heads, table.q_tiles, table.kv_tiles, dtype=torch.int64)
+        for rank in range(ranks):
+            mine = plan.on(ls.Mesh.abstract(ranks, rank=rank))
+            queries, keys = mine.data.side(0, 128, row), mine.data.side(1, 128, row)
+            for step in itinerary(mine.data, block, None).steps:
+                part = step.parts[row]
+                q = _numbers(part.q_tiles, queries)
+                kv = _numbers(part.kv_tiles, keys)
+                seen[:, :, q[:, None], kv[None]] += (part.table.to_dense() > 0).long()
+                assert torch.equal(part.table.to_dense(), table.to_dense()[:, :, q][..., kv])
+        assert torch.equal(seen, (table.to_dense() > 0).long())
+
+
+def _numbers(tiling: Any, side: Any) -> torch.Tensor:
+    """The numbers of a tiling's tiles, from their positions."""
+    position = torch.arange(0, tiling.length, tiling.block) if tiling.pos is None else tiling.pos.long()
+    return torch.searchsorted(side.edges, position)
+
+
+@settings(max_examples=100, deadline=None)
+@given(planned())
+def test_what_is_sent_is_what_is_expected_and_an_exchange_moves_only_what_is_read(args: Any) -> None:
+    options, mask, length, ranks = args
+    plan = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options)
+    data, schedule = plan.data, plan.schedule
+    sent = torch.zeros(schedule.stages, ranks, ranks, dtype=torch.int64)
+    expected = torch.zeros_like(sent)
+    for rank in range(ranks):
+        mine = plan.on(ls.Mesh.abstract(ranks, rank=rank))
+        arrivals = [a for step in itinerary(mine.data, (128, 128), None).steps for a in step.arrivals]
+        assert len(arrivals) == schedule.stages
+        for stage, arrival in enumerate(arrivals):
+            sent[stage, rank] += torch.tensor(arrival.leaving)
+            expected[stage, :, rank] += torch.tensor(arrival.arriving)
+    assert torch.equal(sent, expected)
+    if options["strategy"] == "exchange":
+        for row in range(data.rows):
+            keys = data.side(1, 128, row)
+            wanted = reads(data.table((128, 128), row), data.side(0, 128, row), ranks)
+            here = schedule.row == row
+            first, end = keys.within(schedule.start[here], schedule.length[here])
+            for receiver, a, b in zip(schedule.receiver[here].tolist(), first.tolist(), end.tolist(), strict=True):
+                assert bool(wanted[receiver, a:b].all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(planned(longest=700), st.integers(0, 2))
+def test_unshard_of_shard_is_the_same_bits(args: Any, dim: int) -> None:
+    options, mask, length, ranks = args
+    shape = [3, 2]
+    shape.insert(dim, length)
+    whole = torch.randn(*shape, generator=torch.Generator().manual_seed(length))
+
+    def rank(mesh: Any) -> torch.Tensor:
+        plan = ls.plan(mask, length, mesh, batch=2, heads=3, **options)
+        if plan.data.rows > 1:
+            return whole
+        part = plan.shard(whole, dim)
+        assert part.shape[dim] == plan.local_len and torch.equal(part, whole.index_select(dim, plan.positions))
+        return plan.unshard(part, dim)
+
+    assert all(torch.equal(found, whole) for found in virtual_world(ranks).run(rank))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(MASKS),
+    st.sampled_from(["none", "alibi", "relative bias", "softcap"]),
+    st.sampled_from(MOVES),
+    st.sampled_from(LAYOUTS),
+    st.integers(1, 400),
+    st.integers(1, 16),
+    st.sampled_from([(3, 1), (4, 2), (5, 5)]),
+)
+def test_results_equal_the_oracle(
+    mask: str, score: str, strategy: str, layout: str, length: int, ranks: int, heads: tuple[int, int]
+) -> None:
+    problem = Problem(
+        mask=mask_named(mask, length, layout), score=score, q_len=length, kv_len=length, batch=2, heads=heads[0], kv_heads=heads[1]
+    )
+    right, got = problem.by_oracle(), problem.over(ranks, strategy=strategy, layout=layout)
+    for name in right.values:
+        assert got.error(right, name) < 1e-10, name
+
+
+@settings(max_examples=40, deadline=None)
+@given(planned())
+def test_ranks_make_the_same_plan_and_pickling_keeps_it(args: Any) -> None:
+    options, mask, length, ranks = args
+    plans = [ls.plan(mask, length, ls.Mesh.abstract(ranks, rank=r), batch=2, heads=3, **options) for r in {0, ranks - 1}]
+    assert len({p.digest for p in plans}) == 1
+    again = pickle.loads(pickle.dumps(plans[-1]))
+    assert again.digest == plans[-1].digest
+    assert torch.equal(again.positions, plans[-1].positions)
+    assert str(again.report()) == str(plans[-1].report())
