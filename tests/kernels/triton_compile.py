@@ -47,7 +47,7 @@ def compile_kernel(
         functions["SCORE"] = codegen.program_function(program, OPTIONS)
         functions["JOINT"] = codegen.joint_function(program, joint_of(program), [kernel is queries_kernel], OPTIONS)
     known: dict[str, Any] = {
-        **functions, "PER_BATCH": False, "PER_HEAD": True, "FOLD": not scored, "TMA": tile.tma,
+        **functions, "PER_BATCH": False, "PER_HEAD": True, "FOLD": not scored, "TMA": tile.tma, "ADD": arrays,
         "M": tile.m, "N": tile.n, "M_SUBS": 128 // tile.m, "N_SUBS": 128 // tile.n,
         "D": dims[0], "DP": padded[0], "E": dims[1], "EP": padded[1], "PRECISION": "ieee" if dtype == "fp32" else "tf32",
     }  # fmt: skip
@@ -75,7 +75,7 @@ def compile_kernel(
         elif name in ("mask_sizes", "score_sizes"):
             signature[name] = ("i32",)
         elif name.endswith("_ptr"):
-            in_float32 = name.startswith(("lse", "delta", "old", "peak"))
+            in_float32 = name.startswith(("lse", "norm", "delta", "old", "peak"))
             signature[name] = "*fp32" if in_float32 else f"*{dtype}"
             attributes[i,] = [["tt.divisibility", 16]]
         else:
@@ -86,16 +86,16 @@ def compile_kernel(
 
 
 def main() -> None:
-    grid = [(90, (128, 128), "bf16", True, False), (80, (64, 64), "fp16", False, True)]
+    grid = [(90, (128, 128), "bf16", True, True), (80, (64, 64), "fp16", False, False)]
     if "--all" in sys.argv:
         grid += [(target, (64, 64), "bf16", False, True) for target in (80, 90)]
         grid += [(t, d, dt, True, False) for t in (80, 90) for d in ((128, 128), (192, 128), (256, 256)) for dt in ("fp16", "fp32")]
     for target, dims, dtype, scored, arrays in grid:
         torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
         d, e = (max(16, triton.next_power_of_2(x)) for x in dims)
-        config = choose(capability=(target // 10, target % 10), d=d, e=e, dtype=torch_dtype, scored=scored, fine=False, keys=8192)
+        config = choose(capability=(target // 10, target % 10), d=d, e=e, dtype=torch_dtype, scored=scored, fine=False)
         for kernel, tile in ((forward_kernel, config.forward), (keys_kernel, config.dkdv), (queries_kernel, config.dq)):
-            tile = replace(tile, tma=target >= 90 and not arrays)
+            tile = replace(tile, tma=target >= 90)
             streamed = ("q_ptr", "do_ptr") if kernel is keys_kernel else ("k_ptr", "v_ptr")
             used = compile_kernel(kernel, tile, dims=dims, dtype=dtype, target=target, scored=scored, streamed=streamed, arrays=arrays)
             print(f"sm_{target} {kernel.fn.__name__} {dims} {dtype} {tile} scored={scored} arrays={arrays}: {used} bytes", flush=True)

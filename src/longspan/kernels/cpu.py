@@ -56,13 +56,7 @@ class CpuKernel:
         if flash and state is None and len(rects) == 1 and call.is_everything(rects[0]):
             out, lse = call.flash_forward(rects[0])
             return State(out=_finished(out, q) if final else out, lse=lse)
-        shape = (*q.shape[:3], v.shape[-1])
-        result = empty_state(shape, call.wide, q.device, peak=peak)
-        if state is not None:
-            result.out.copy_(state.out)
-            result.lse.copy_(state.lse)
-            if result.peak is not None and state.peak is not None:
-                result.peak.copy_(state.peak)
+        result = _begun(state, (*q.shape[:3], v.shape[-1]), call.wide, q.device, peak=peak)
         for rect in rects:
             if flash:
                 out, lse = call.flash_forward(rect)
@@ -91,16 +85,25 @@ class CpuKernel:
         needs: Sequence[bool],
         wide: bool,
         delta: Tensor | None = None,
+        into: Grads | None = None,
     ) -> Grads:
         call = _Call(q, k, v, work)
         rects = rectangles(work)
-        flash = call.flash_fits and grad_lse is None
-        if flash and not wide and len(rects) == 1 and call.is_everything(rects[0]):
+        # The operator computes delta by itself: it fits where no gradient of lse is part of it.
+        flash = call.flash_fits and grad_lse is None and (delta is None or torch.equal(delta, self.delta(out, grad_out, None)))
+        if flash and len(rects) == 1 and call.is_everything(rects[0]):
             dq, dk, dv = call.flash_backward(rects[0], out, lse, grad_out)
-            return Grads(q=dq.to(q.dtype), k=dk.to(k.dtype), v=dv.to(v.dtype), captured=[])
-        captured = [torch.zeros_like(c, dtype=torch.float64) if n else None for c, n in zip(work.score_captured, needs, strict=True)]
-        dq, dk, dv = (torch.zeros_like(t, dtype=call.wide) for t in (q, k, v))
-        total = Grads(q=dq, k=dk, v=dv, captured=captured)
+            if into is not None:
+                into.q.add_(dq)
+                into.k.copy_(dk)
+                into.v.copy_(dv)
+                return into
+            dtype = call.wide if wide else q.dtype
+            return Grads(q=dq.to(dtype), k=dk.to(dtype), v=dv.to(dtype), captured=[])
+        total = call.empty_grads(needs) if into is None else into
+        if into is not None:
+            into.k.zero_()
+            into.v.zero_()
         if delta is None and not flash:
             delta = self.delta(out, grad_out, grad_lse)
         for rect in rects:
@@ -115,9 +118,19 @@ class CpuKernel:
             assert delta is not None
             for part in call.parts(rect):
                 call.add_tile_grads_(total, part, lse, delta, grad_out)
-        if not wide:
+        if not wide and into is None:
             total.q, total.k, total.v = total.q.to(q.dtype), total.k.to(k.dtype), total.v.to(v.dtype)
         return total
+
+
+def _begun(state: State | None, shape: Sequence[int], wide: torch.dtype, device: torch.device, *, peak: bool) -> State:
+    """A state to fold into: the given one, which is spent, or an empty one."""
+    if state is None:
+        return empty_state(shape, wide, device, peak=peak)
+    most = None
+    if peak:
+        most = torch.full_like(state.lse, -torch.inf) if state.peak is None else state.peak
+    return State(out=state.out.to(wide), lse=state.lse, peak=most)
 
 
 def _finished(out: Tensor, q: Tensor) -> Tensor:
@@ -141,6 +154,12 @@ class _Call:
     @cached_property
     def kv_pos(self) -> Tensor:
         return self.work.kv_tiles.positions(self.q.device)
+
+    def empty_grads(self, needs: Sequence[bool]) -> Grads:
+        """Zeros to add to; captured tensors in float64, since many small terms meet in one element."""
+        captured = [torch.zeros_like(c, dtype=torch.float64) if n else None for c, n in zip(self.work.score_captured, needs, strict=True)]
+        q, k, v = (torch.zeros_like(t, dtype=self.wide) for t in (self.q, self.k, self.v))
+        return Grads(q=q, k=k, v=v, captured=captured)
 
     def is_everything(self, rect: Rectangle) -> bool:
         one = self.work.table.batch == self.work.table.heads == 1
@@ -171,7 +190,8 @@ class _Call:
                 yield Rectangle(b=rect.b, h=rect.h, q0=q0, q1=q1, k0=k0, k1=k1, kind=rect.kind)
 
     def indices(self, rect: Rectangle) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        b, h = (torch.arange(s.start, s.stop, device=self.q.device) for s in self.heads(rect))
+        firsts = (self.work.first_batch, self.work.first_head)
+        b, h = (torch.arange(s.start, s.stop, device=self.q.device) + first for s, first in zip(self.heads(rect), firsts, strict=True))
         return tile_indices(b, h, self.q_pos[rect.q0 : rect.q1], self.kv_pos[rect.k0 : rect.k1])
 
     def seen(self, rect: Rectangle) -> Tensor | None:

@@ -25,8 +25,11 @@ def dense_attention(
     score: Program | None,
     score_captured: Sequence[Tensor],
     sink: Tensor | None = None,
+    q_pos: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, peak): out in the query's dtype, lse and peak in float32 (float64). Differentiable but for peak, to any order.
+
+    `q_pos`: the queries' positions [Q] or [B, Q], where they are not 0, 1, 2, …
 
     The sink, [H], is one more key per head whose value is 0: it takes its share of the softmax and is part of lse.
     """
@@ -38,7 +41,7 @@ def dense_attention(
     indices = (
         torch.arange(batch, device=q.device).view(-1, 1, 1, 1),
         torch.arange(heads, device=q.device).view(1, -1, 1, 1),
-        torch.arange(queries, device=q.device).view(1, 1, -1, 1),
+        torch.arange(queries, device=q.device).view(1, 1, -1, 1) if q_pos is None else q_pos.to(q.device).view(-1, 1, queries, 1),
         torch.arange(n, device=q.device).view(1, 1, 1, -1),
     )
     if score is not None:

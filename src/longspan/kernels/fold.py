@@ -29,7 +29,7 @@ def fold_(state: State, where: tuple[slice, ...], out: Tensor, lse: Tensor, peak
     old = state.lse[where]
     total = torch.logaddexp(old, lse)
     mine = state.out[where]
-    mine.mul_(shares(old, total)[..., None]).add_(out * shares(lse, total)[..., None])
+    mine.mul_(shares(old, total)[..., None]).addcmul_(out, shares(lse, total)[..., None])
     old.copy_(total)
     if state.peak is not None and peak is not None:
         torch.maximum(state.peak[where], peak, out=state.peak[where])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -43,14 +44,20 @@ class Tiling:
         return int(self.row[tile]), int(self.count[tile]), int(self.pos[tile])
 
     def positions(self, device: torch.device) -> Tensor:
-        """The global position of each row [length], int64; rows in no tile have position 0."""
+        """The global position of each row [length], int64, kept per device; rows in no tile have position 0. Not to be written to."""
         if self.row is None or self.pos is None or self.count is None:
             return torch.arange(self.length, device=device)
-        out = torch.zeros(self.length, dtype=torch.int64)
-        for tile in range(self.tiles):
-            row, count, pos = self.span(tile)
-            out[row : row + count] = torch.arange(pos, pos + count)
-        return out.to(device)
+        kept = _positions.setdefault(self, {})
+        if device not in kept:
+            row, pos, count = (t.cpu().long() for t in (self.row, self.pos, self.count))
+            step = torch.arange(int(count.sum())) - (count.cumsum(0) - count).repeat_interleave(count)
+            out = torch.zeros(self.length, dtype=torch.int64)
+            out[row.repeat_interleave(count) + step] = pos.repeat_interleave(count) + step
+            kept[device] = out.to(device)
+        return kept[device]
+
+
+_positions: WeakKeyDictionary[Tiling, dict[torch.device, Tensor]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,6 +66,9 @@ class Work:
 
     `mask` decides inside partial tiles; full tiles are computed whole. `score` applies to every computed score. Both see global
     positions. `mask_captured`, `score_captured` are the tensors that those programs read, on the device of the queries.
+
+    `first_batch`, `first_head`: where the tensors at hand are a part of a larger attention, its batch row and query head that
+    come first here: programs see b + first_batch and h + first_head. The table's own batch and head dims are those of the tensors at hand.
     """
 
     table: BlockTable
@@ -70,6 +80,8 @@ class Work:
     score: Program | None = None
     score_captured: Sequence[Tensor] = ()
     joint: Joint | None = None
+    first_batch: int = 0
+    first_head: int = 0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -108,7 +120,7 @@ class Kernel(Protocol):
         """The tile size that suits this kernel for such a table: the table's own, or another one for the same mask."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, *, state: State | None, final: bool, peak: bool) -> State:
-        """Attend over `work`'s tiles, folded into `state`.
+        """Attend over `work`'s tiles, folded into `state`, which is spent: its tensors may be written to and may come back in the result.
 
         `final`: `out` comes back in the query's dtype, its dims in memory in the order of the query's (`like_query`); else in the state's.
         `peak`: also the rows' largest scores.
@@ -128,11 +140,14 @@ class Kernel(Protocol):
         needs: Sequence[bool],
         wide: bool,
         delta: Tensor | None = None,
+        into: Grads | None = None,
     ) -> Grads:
         """Gradients of `work`'s tiles, given the final out and lse over all tiles of all stages.
 
         `needs[i]`: whether score_captured[i] needs a gradient. `wide`: gradients of q, k, v in the dtype of lse (to be summed over
-        stages), else in the inputs'. `delta` [B, H, Q]: what `delta` gives, where it was computed before.
+        stages), else in the inputs'. `delta` [B, H, Q]: what `delta` gives for these gradients, where it was computed before.
+        `into` (with `wide` only): the gradients go there. That of q and of captured tensors is added to what is there; those of k
+        and v replace it. Its tensors may be strided views, their last dim contiguous; `into` itself is returned.
         """
 
     def delta(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:

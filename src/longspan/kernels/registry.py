@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from typing import Literal
 
+import torch
 from torch import Tensor
 
 from longspan.kernels.protocol import Kernel, Work
+from longspan.kernels.rectangles import rectangles
 
-NAMES = ("auto", "dense", "cpu", "triton")
+NAMES = ("auto", "dense", "cpu", "triton", "aten", "flash", "efficient", "cudnn")
 
 
 class KernelRefused(ValueError):
     """A kernel was named that cannot do what was asked; the message says why and what can."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faster:
+    """Where a kernel of torch's is faster than triton: one pass over one whole rectangle in half precision.
+
+    `kind`: full or causal. `dims`: head dims (of keys, of values). `tokens`: from this many queries and keys on. `capability`: of the
+    devices that it was measured on, major and minor.
+    """
+
+    kernel: Literal["flash", "efficient", "cudnn"]
+    backward: bool
+    kind: Literal["full", "causal"]
+    dims: tuple[int, int]
+    tokens: int
+    capability: tuple[int, int]
+
+
+# What bench/aten_choice.py measured, and nothing else: it prints rows for this table, the first that fits decides. A row for the
+# backward pass gives up that the same inputs give the same bits: flash and cuDNN sum the gradient of q in any order.
+FASTER: tuple[Faster, ...] = ()
 
 
 def check_name(name: str) -> None:
@@ -33,6 +59,10 @@ def kernel_named(name: str) -> Kernel:
         from longspan.kernels.triton import TritonKernel
 
         return TritonKernel()
+    if name in ("aten", "flash", "efficient", "cudnn"):
+        from longspan.kernels.aten import KERNELS
+
+        return KERNELS[name]
     raise AssertionError(f"no kernel of the protocol is called {name!r}")
 
 
@@ -41,16 +71,71 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def choose(name: str, q: Tensor, k: Tensor, v: Tensor, work: Work) -> Kernel:
-    """The kernel for a call: the named one or a refusal; for `auto`, triton on CUDA where it can, else the portable one."""
+def choose(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    work: Work,
+    *,
+    more: Sequence[Work] = (),
+    staged: bool = False,
+    backward: bool = False,
+    peak: bool = False,
+) -> Kernel:
+    """The kernel for a call: the named one or a refusal; for `auto`, on CUDA the fastest that can, else the portable one.
+
+    `more`: other pieces that the same kernel will be given; it must take them all. `staged`: results are folded into a state (of another
+    piece, or a sink's). `backward`: the choice is for the backward pass; it may differ from the forward's, since what is saved between
+    them is no more than out and lse. `peak`: the largest scores are asked for. The last three guide `auto` alone.
+    """
+    pieces = (work, *more)
     if name != "auto":
         kernel = kernel_named(name)
-        reason = kernel.refuses(q, k, v, work)
+        reason = _refusal(kernel, q, k, v, pieces)
         if reason is not None:
             raise KernelRefused(f"kernel {name!r} cannot do this: {reason}. kernel='auto' picks one that can")
         return kernel
-    if q.device.type == "cuda" and _has_triton():
-        kernel = kernel_named("triton")
-        if kernel.refuses(q, k, v, work) is None:
-            return kernel
+    if q.device.type != "cuda":
+        return kernel_named("cpu")
+    # Partial results in half precision are rounded where they leave these kernels: one call only, and nothing to fold it into.
+    alone = not (more or staged or peak)
+    candidates = [_measured_faster(q, v, work, backward=backward)] if alone else []
+    candidates += ["triton"] if _has_triton() else []
+    for candidate in candidates:
+        if candidate is not None and _refusal(kernel_named(candidate), q, k, v, pieces) is None:
+            return kernel_named(candidate)
     return kernel_named("cpu")
+
+
+def _refusal(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Work]) -> str | None:
+    return next((reason for work in pieces if (reason := kernel.refuses(q, k, v, work)) is not None), None)
+
+
+def _measured_faster(q: Tensor, v: Tensor, work: Work, *, backward: bool) -> str | None:
+    """The kernel of torch's that is known to be faster than triton for this work."""
+    if work.score is not None or q.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    dims, tokens = (q.shape[-1], v.shape[-1]), min(work.q_tiles.length, work.kv_tiles.length)
+    rows = [r for r in FASTER if (r.backward, r.dims) == (backward, dims) and tokens >= r.tokens and r.capability == _capability(q.device)]
+    kind = whole_kind(work) if rows else None
+    return next((r.kernel for r in rows if r.kind == kind), None)
+
+
+def whole_kind(work: Work) -> Literal["full", "causal"] | None:
+    """Whether the work is one rectangle, all queries against all keys: full, or a causal square."""
+    table, counts = work.table, work.table.counts()
+    rows, columns, found = table.q_tiles, table.kv_tiles, counts.partial + counts.full
+    # From the numbers alone most masks are told apart, before anything is evaluated.
+    if table.batch * table.heads != 1 or counts.partial > 2 * (rows + columns) or found not in (rows * columns, rows * (rows + 1) // 2):
+        return None
+    rects = rectangles(work)
+    everything = (0, work.q_tiles.length, 0, work.kv_tiles.length)
+    if len(rects) != 1 or (rects[0].q0, rects[0].q1, rects[0].k0, rects[0].k1) != everything or rects[0].kind == "masked":
+        return None
+    return rects[0].kind
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

@@ -13,17 +13,28 @@ import triton
 import triton.language as tl
 
 from longspan.kernels.triton.library import LOG2_E
-from longspan.kernels.triton.tiles import head_of, load_rows, load_tile, locate, span, store_rows, table_row, wide
+from longspan.kernels.triton.tiles import (
+    add_rows,
+    head_of,
+    load_rows,
+    load_tile,
+    locate,
+    run_place,
+    span,
+    store_rows,
+    table_row,
+    wide,
+)
 
-_DYNAMIC = ["rows", "tiles", "heads", "kv_heads", "shared", "group", "q_len", "kv_len"]
+_DYNAMIC = ["rows", "tiles", "heads", "kv_heads", "shared", "group", "q_len", "kv_len", "first_b", "first_h"]
 
 
 @triton.jit
 def score_gradient(
-    s, dp, lse, delta, valid, b, h, q_pos, kv_pos, scale, mask_captured, mask_sizes, score_captured, score_sizes, grads,
+    s, dp, norm, valid, b, h, q_pos, kv_pos, scale, mask_captured, mask_sizes, score_captured, score_sizes, grads,
     MASK: tl.constexpr, SCORE: tl.constexpr, JOINT: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """(p, ds) of one tile. lse in base 2, +inf for rows that saw nothing. Either orientation: lse, delta, positions broadcast."""
+    """(p, ds) of one tile, given q·k and dO·v − delta. norm: lse as `base_two` gives it. Either orientation: norm, positions broadcast."""
     if PARTIAL and MASK is not None:
         valid = valid & MASK(b, h, q_pos, kv_pos, mask_captured, mask_sizes)
     if SCORE is None:
@@ -31,10 +42,10 @@ def score_gradient(
     else:
         s = s * scale
         t = SCORE(s, b, h, q_pos, kv_pos, score_captured, score_sizes) * LOG2_E
-    p = tl.exp2(t - lse)
+    p = tl.exp2(t - norm)
     if PARTIAL:
         p = tl.where(valid, p, 0.0)
-    ds = p * (dp - delta)
+    ds = p * dp
     if SCORE is not None:
         ds = JOINT(ds, s, b, h, q_pos, kv_pos, valid, score_captured, score_sizes, grads)
         if PARTIAL:
@@ -56,43 +67,54 @@ def base_two(lse):
 
 @triton.jit
 def keys_step(
-    dk, dv, k, v, kv_pos, b, h, first, last, q_head, do_head, lse_base, delta_base, q_stride, do_stride, q_len, q_side, scale,
+    dk, dv, k, v, kv_pos, b, h, at_b, at_h, first, last, q_head, do_head, norm_base, delta_base, q_stride, do_stride, q_len, q_side, scale,
     mask_captured, mask_sizes, score_captured, score_sizes,
     MASK: tl.constexpr, SCORE: tl.constexpr, JOINT: tl.constexpr, PARTIAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SUBS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One run of query tiles, seen from a tile of keys. Tiles are keys × queries."""
-    for n in tl.range(first * SUBS, (last + 1) * SUBS):
-        row, pos, left = span(n, q_len, q_side, SUBS, M)
+    row_from, pos_from, left_from = run_place(first, last, q_len, q_side, SUBS, M)
+    # norm and delta come a step ahead: a load here would stand in the way of the products. −delta is where dp's sum begins, which holds
+    # fewer registers than subtracting it.
+    begin, end = first * SUBS, (last + 1) * SUBS
+    next_norm = row_state(norm_base, row_from + begin * M, left_from - begin * M, M, PARTIAL)
+    next_delta = row_state(delta_base, row_from + begin * M, left_from - begin * M, M, PARTIAL)
+    for n in tl.range(begin, end):
+        row, pos, left = row_from + n * M, pos_from + n * M, left_from - n * M
         q = load_tile(q_head, b, h, row, left, q_stride, M, D, DP, PARTIAL, TMA)
+        norm, delta = next_norm, next_delta
         s = tl.dot(k, q.T, input_precision=PRECISION)
-        lse = base_two(row_state(lse_base, row, left, M, PARTIAL))
         do = load_tile(do_head, b, h, row, left, do_stride, M, E, EP, PARTIAL, TMA)
-        dp = tl.dot(v, do.T, input_precision=PRECISION)
-        delta = row_state(delta_base, row, left, M, PARTIAL)
+        dp = tl.dot(v, do.T, tl.zeros([N, M], tl.float32) - delta[None, :], input_precision=PRECISION)
         q_pos = (pos + tl.arange(0, M))[None, :]
         # Rows of this tile past the keys' end are garbage that is never stored; queries past the end must not count.
         valid = tl.arange(0, M)[None, :] < left
         p, ds = score_gradient(
-            s, dp, lse[None, :], delta[None, :], valid, b, h, q_pos, kv_pos, scale,
+            s, dp, norm[None, :], valid, at_b, at_h, q_pos, kv_pos, scale,
             mask_captured, mask_sizes, score_captured, score_sizes, (), MASK, SCORE, JOINT, PARTIAL,
         )  # fmt: skip
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        ahead = tl.minimum(n + 1, end - 1) * M
+        next_norm = row_state(norm_base, row_from + ahead, left_from - ahead, M, PARTIAL)
+        next_delta = row_state(delta_base, row_from + ahead, left_from - ahead, M, PARTIAL)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
 def keys_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dk_ptr, dv_ptr,
     q_stride, k_stride, v_stride, do_stride, dk_stride, dv_stride,
     order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
-    rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, scale,
+    rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, scale, first_b, first_h,
     MASK: tl.constexpr, SCORE: tl.constexpr, JOINT: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, M_SUBS: tl.constexpr, N_SUBS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one tile of keys: over all query heads that share the key head, and the tiles that see these keys."""
+    """dK and dV of one tile of keys: over all query heads that share the key head, and the tiles that see these keys.
+
+    norm and delta: what `queries_kernel` left.
+    """
     tile, sub, b, g = locate(order, rows, tiles, kv_heads, group, N_SUBS, PER_BATCH, PER_HEAD)
     b64, g64 = wide(b), wide(g)
     row, pos, left = span(tile * N_SUBS + sub, kv_len, kv_side, N_SUBS, N)
@@ -109,15 +131,15 @@ def keys_kernel(
         state = (b64 * heads + h64) * q_len
         for r in tl.range(tl.load(full[0] + table), tl.load(full[0] + table + 1), num_stages=1):
             dk, dv = keys_step(
-                dk, dv, k, v, kv_pos, b, h, tl.load(full[1] + r), tl.load(full[2] + r),
-                q_head, do_head, lse_ptr + state, delta_ptr + state, q_stride, do_stride, q_len, q_side, scale,
+                dk, dv, k, v, kv_pos, b, h, b + first_b, h + first_h, tl.load(full[1] + r), tl.load(full[2] + r),
+                q_head, do_head, norm_ptr + state, delta_ptr + state, q_stride, do_stride, q_len, q_side, scale,
                 mask_captured, mask_sizes, score_captured, score_sizes,
                 MASK, SCORE, JOINT, False, M, N, M_SUBS, D, DP, E, EP, PRECISION, TMA,
             )  # fmt: skip
         for r in tl.range(tl.load(partial[0] + table), tl.load(partial[0] + table + 1), num_stages=1):
             dk, dv = keys_step(
-                dk, dv, k, v, kv_pos, b, h, tl.load(partial[1] + r), tl.load(partial[2] + r),
-                q_head, do_head, lse_ptr + state, delta_ptr + state, q_stride, do_stride, q_len, q_side, scale,
+                dk, dv, k, v, kv_pos, b, h, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r),
+                q_head, do_head, norm_ptr + state, delta_ptr + state, q_stride, do_stride, q_len, q_side, scale,
                 mask_captured, mask_sizes, score_captured, score_sizes,
                 MASK, SCORE, JOINT, True, M, N, M_SUBS, D, DP, E, EP, PRECISION, TMA,
             )  # fmt: skip
@@ -127,21 +149,22 @@ def keys_kernel(
 
 @triton.jit
 def queries_step(
-    dq, q, do, lse, delta, q_pos, q_left, b, h, g, first, last, k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
+    dq, q, do, norm, delta, q_pos, q_left, b, g, at_b, at_h, first, last, k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
     mask_captured, mask_sizes, score_captured, score_sizes, grads,
     MASK: tl.constexpr, SCORE: tl.constexpr, JOINT: tl.constexpr, PARTIAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SUBS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One run of key tiles, seen from a tile of queries."""
+    row_from, pos_from, left_from = run_place(first, last, kv_len, kv_side, SUBS, N)
     for n in tl.range(first * SUBS, (last + 1) * SUBS):
-        row, pos, left = span(n, kv_len, kv_side, SUBS, N)
+        row, pos, left = row_from + n * N, pos_from + n * N, left_from - n * N
         k = load_tile(k_head, b, g, row, left, k_stride, N, D, DP, PARTIAL, TMA)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         v = load_tile(v_head, b, g, row, left, v_stride, N, E, EP, PARTIAL, TMA)
         dp = tl.dot(do, v.T, input_precision=PRECISION)
         valid = (tl.arange(0, N)[None, :] < left) & (tl.arange(0, M)[:, None] < q_left)
         _, ds = score_gradient(
-            s, dp, lse[:, None], delta[:, None], valid, b, h, q_pos, (pos + tl.arange(0, N))[None, :], scale,
+            s, dp - delta[:, None], norm[:, None], valid, at_b, at_h, q_pos, (pos + tl.arange(0, N))[None, :], scale,
             mask_captured, mask_sizes, score_captured, score_sizes, grads, MASK, SCORE, JOINT, PARTIAL,
         )  # fmt: skip
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -150,17 +173,18 @@ def queries_step(
 
 @triton.jit(do_not_specialize=_DYNAMIC)
 def queries_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, out_ptr, grad_lse_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, norm_ptr, delta_ptr, dq_ptr, out_ptr, grad_lse_ptr,
     q_stride, k_stride, v_stride, do_stride, dq_stride, out_stride,
     order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes, grads,
-    rows, tiles, heads, shared, group, q_len, kv_len, scale,
-    MASK: tl.constexpr, SCORE: tl.constexpr, JOINT: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr,
+    rows, tiles, heads, shared, group, q_len, kv_len, scale, first_b, first_h,
+    MASK: tl.constexpr, SCORE: tl.constexpr, JOINT: tl.constexpr, ADD: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, M_SUBS: tl.constexpr, N_SUBS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of queries; the gradients of captured tensors are added up here too.
+    """dQ of one tile of queries, stored or, with ADD, added to what is there; the gradients of captured tensors are added up here too.
 
-    Given `out`, delta is computed here, where both its factors are at hand, and stored for the pass over keys.
+    Given `out`, delta is computed here, where both its factors are at hand. It is stored for the pass over keys, and so is lse as
+    that pass wants it.
     """
     tile, sub, b, h = locate(order, rows, tiles, heads, group, M_SUBS, PER_BATCH, PER_HEAD)
     table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
@@ -169,11 +193,12 @@ def queries_kernel(
     q = load_rows(q_ptr + b64 * q_stride[0] + h64 * q_stride[1], row, left, q_stride[2], q_stride[3], M, D, DP, True)
     do = load_rows(do_ptr + b64 * do_stride[0] + h64 * do_stride[1], row, left, do_stride[2], do_stride[3], M, E, EP, True)
     state = (b64 * heads + h64) * q_len
-    lse = base_two(row_state(lse_ptr + state, row, left, M, True))
+    i = tl.arange(0, M)
+    norm = base_two(row_state(lse_ptr + state, row, left, M, True))
+    tl.store(norm_ptr + state + row + i, norm, mask=i < left)
     if out_ptr is None:
         delta = row_state(delta_ptr + state, row, left, M, True)
     else:
-        i = tl.arange(0, M)
         out = load_rows(out_ptr + b64 * out_stride[0] + h64 * out_stride[1], row, left, out_stride[2], out_stride[3], M, E, EP, True)
         delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
         if grad_lse_ptr is not None:
@@ -184,19 +209,23 @@ def queries_kernel(
     dq = tl.zeros([M, DP], tl.float32)
     for r in tl.range(tl.load(full[0] + table), tl.load(full[0] + table + 1), num_stages=1):
         dq = queries_step(
-            dq, q, do, lse, delta, q_pos, left, b, h, g, tl.load(full[1] + r), tl.load(full[2] + r),
+            dq, q, do, norm, delta, q_pos, left, b, g, b + first_b, h + first_h, tl.load(full[1] + r), tl.load(full[2] + r),
             k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
             mask_captured, mask_sizes, score_captured, score_sizes, grads,
             MASK, SCORE, JOINT, False, M, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
         )  # fmt: skip
     for r in tl.range(tl.load(partial[0] + table), tl.load(partial[0] + table + 1), num_stages=1):
         dq = queries_step(
-            dq, q, do, lse, delta, q_pos, left, b, h, g, tl.load(partial[1] + r), tl.load(partial[2] + r),
+            dq, q, do, norm, delta, q_pos, left, b, g, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r),
             k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
             mask_captured, mask_sizes, score_captured, score_sizes, grads,
             MASK, SCORE, JOINT, True, M, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
         )  # fmt: skip
-    store_rows(dq_ptr + b64 * dq_stride[0] + h64 * dq_stride[1], dq * scale, row, left, dq_stride[2], dq_stride[3], M, D, DP)
+    dq_head = dq_ptr + b64 * dq_stride[0] + h64 * dq_stride[1]
+    if ADD:
+        add_rows(dq_head, dq * scale, row, left, dq_stride[2], dq_stride[3], M, D, DP)
+    else:
+        store_rows(dq_head, dq * scale, row, left, dq_stride[2], dq_stride[3], M, D, DP)
 
 
 @triton.jit(do_not_specialize=["heads", "q_len"])

@@ -39,18 +39,10 @@ def prefers_fine_tables(*, capability: tuple[int, int], d: int, e: int, dtype: t
     return capability >= (9, 0) and dtype != torch.float32 and max(d, e) <= 128 and partial_share > 0.1
 
 
-def _over_keys(*, scored: bool, keys: int) -> Tile:
-    if scored:
-        return Tile(m=64, n=64, warps=4, stages=2, tma=True)
-    # Over long sequences queries come from memory, not from the cache: twice the keys per program read them half as often.
-    return Tile(m=32, n=128, warps=8, stages=3) if keys >= 16384 else Tile(m=32, n=64, warps=4, stages=3, tma=True)
-
-
-def choose(*, capability: tuple[int, int], d: int, e: int, dtype: torch.dtype, scored: bool, fine: bool, keys: int) -> Config:
+def choose(*, capability: tuple[int, int], d: int, e: int, dtype: torch.dtype, scored: bool, fine: bool) -> Config:
     """The configuration for a device of this compute capability, padded head dims d and e.
 
-    `scored`: there is a score program. `fine`: the table's tiles are 64 × 64. `keys`: how many keys there are. Measured on an H200
-    (see bench/results), guessed elsewhere.
+    `scored`: there is a score program. `fine`: the table's tiles are 64 × 64. Measured on an H200 (see bench/results), guessed elsewhere.
     """
     wide = max(d, e)
     if dtype == torch.float32:
@@ -65,14 +57,14 @@ def choose(*, capability: tuple[int, int], d: int, e: int, dtype: torch.dtype, s
             return Config(forward=Tile(m=128, n=128, warps=8, stages=3), dkdv=step, dq=Tile(m=128, n=64, warps=8, stages=3))
         if wide <= 128 and fine:
             return Config(
-                forward=Tile(m=64, n=64, warps=4, stages=3 if scored else 2, tma=True),
-                dkdv=Tile(m=64, n=64, warps=4, stages=2, tma=True) if scored else Tile(m=32, n=64, warps=4, stages=2, tma=True),
+                forward=Tile(m=64, n=64, warps=4, stages=3, tma=True),
+                dkdv=Tile(m=32, n=64, warps=4, stages=3, tma=True),
                 dq=Tile(m=64, n=64, warps=4, stages=2, tma=True),
             )
         if wide <= 128:
             return Config(
                 forward=Tile(m=64, n=64, warps=4, stages=3, tma=True) if scored else Tile(m=128, n=64, warps=4, stages=2, tma=True),
-                dkdv=_over_keys(scored=scored, keys=keys),
+                dkdv=Tile(m=32, n=64, warps=4, stages=3, tma=True),
                 dq=Tile(m=128, n=64, warps=8, stages=3),
             )
         return Config(

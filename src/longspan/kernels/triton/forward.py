@@ -13,44 +13,45 @@ import triton
 import triton.language as tl
 
 from longspan.kernels.triton.library import LN_2, LOG2_E
-from longspan.kernels.triton.tiles import head_of, load_rows, load_tile, locate, span, store_rows, table_row, wide
+from longspan.kernels.triton.tiles import head_of, load_rows, load_tile, locate, run_place, span, store_rows, table_row, wide
 
-_DYNAMIC = ["rows", "tiles", "heads", "group", "q_len", "kv_len", "shared"]
+_DYNAMIC = ["rows", "tiles", "heads", "group", "q_len", "kv_len", "shared", "first_b", "first_h"]
 
 
 @triton.jit
 def attend(
-    acc, total, m, peak, q, q_pos, b, h, g, first, last, k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
+    acc, total, m, peak, q, q_pos, b, g, at_b, at_h, first, last, k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
     mask_captured, mask_sizes, score_captured, score_sizes,
     MASK: tl.constexpr, SCORE: tl.constexpr, PARTIAL: tl.constexpr, FOLD: tl.constexpr, PEAK: tl.constexpr, N: tl.constexpr,
     SUBS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One run of key tiles. In PARTIAL runs the mask decides and tiles may be short."""
+    """One run of key tiles. In PARTIAL runs the mask decides and tiles may be short. at_b, at_h: batch row and head for programs."""
+    row_from, pos_from, left_from = run_place(first, last, kv_len, kv_side, SUBS, N)
     for n in tl.range(first * SUBS, (last + 1) * SUBS):
-        row, pos, left = span(n, kv_len, kv_side, SUBS, N)
+        row, pos, left = row_from + n * N, pos_from + n * N, left_from - n * N
         k = load_tile(k_head, b, g, row, left, k_stride, N, D, DP, PARTIAL, TMA)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         kv = (pos + tl.arange(0, N))[None, :]
         if not FOLD:
             s *= scale
         if SCORE is not None:
-            s = SCORE(s, b, h, q_pos, kv, score_captured, score_sizes)
+            s = SCORE(s, at_b, at_h, q_pos, kv, score_captured, score_sizes)
         if PARTIAL:
             valid = tl.arange(0, N)[None, :] < left
             if MASK is not None:
-                valid = valid & MASK(b, h, q_pos, kv, mask_captured, mask_sizes)
+                valid = valid & MASK(at_b, at_h, q_pos, kv, mask_captured, mask_sizes)
             s = tl.where(valid, s, float("-inf"))
         factor = scale * LOG2_E if FOLD else LOG2_E
         top = tl.max(s, 1) * factor
         m_new = tl.maximum(m, top)
         if PEAK:
             peak = tl.maximum(peak, top)
-        origin = m_new
+        base = m_new
         if PARTIAL or SCORE is not None:
-            # Nothing seen yet: any finite origin gives exp2(−inf) = 0 where −inf − −inf would give NaN.
-            origin = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s * factor - origin[:, None])
-        shrink = tl.exp2(m - origin)
+            # Nothing seen yet: any finite base gives exp2(−inf) = 0 where −inf − −inf would give NaN.
+            base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s * factor - base[:, None])
+        shrink = tl.exp2(m - base)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         v = load_tile(v_head, b, g, row, left, v_stride, N, E, EP, PARTIAL, TMA)
@@ -64,7 +65,7 @@ def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr,
     q_stride, k_stride, v_stride, out_stride, old_stride,
     order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
-    rows, tiles, heads, shared, group, q_len, kv_len, scale,
+    rows, tiles, heads, shared, group, q_len, kv_len, scale, first_b, first_h,
     MASK: tl.constexpr, SCORE: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr, FOLD: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, M_SUBS: tl.constexpr, N_SUBS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
@@ -95,14 +96,14 @@ def forward_kernel(
 
     for r in tl.range(tl.load(full[0] + table), tl.load(full[0] + table + 1), num_stages=1):
         acc, total, m, peak = attend(
-            acc, total, m, peak, q, q_pos, b, h, g, tl.load(full[1] + r), tl.load(full[2] + r),
+            acc, total, m, peak, q, q_pos, b, g, b + first_b, h + first_h, tl.load(full[1] + r), tl.load(full[2] + r),
             k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
             mask_captured, mask_sizes, score_captured, score_sizes,
             MASK, SCORE, False, FOLD, PEAK, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
         )  # fmt: skip
     for r in tl.range(tl.load(partial[0] + table), tl.load(partial[0] + table + 1), num_stages=1):
         acc, total, m, peak = attend(
-            acc, total, m, peak, q, q_pos, b, h, g, tl.load(partial[1] + r), tl.load(partial[2] + r),
+            acc, total, m, peak, q, q_pos, b, g, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r),
             k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
             mask_captured, mask_sizes, score_captured, score_sizes,
             MASK, SCORE, True, FOLD, PEAK, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ import triton
 from torch import Tensor
 
 
+@cache
 def interpreted() -> bool:
-    """Whether Triton runs in its interpreter: on CPU tensors, without assembly."""
+    """Whether Triton runs in its interpreter: on CPU tensors, without assembly. Kernels were made for one or the other when imported."""
     return bool(triton.knobs.runtime.interpret)
 
 

@@ -1,17 +1,18 @@
 """The host side that both passes share: block tables, tilings, programs and captured tensors as kernel arguments.
 
-Nothing here waits for the device. What is derived from a block table is copied to the device once and kept as long as the table lives.
+Nothing here waits for the device. What is derived from a block table or a tiling is copied to the device once and kept as long as
+that lives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -32,40 +33,115 @@ class DeviceTable(NamedTuple):
     partial: Pointers
 
 
-def short_tiles(tiling: Tiling) -> Tensor:
-    """The tiles that hold fewer tokens than a block, ascending, int64, on the host."""
-    if tiling.count is not None:
-        return torch.nonzero(tiling.count.cpu() < tiling.block).flatten()
-    return torch.tensor([tiling.tiles - 1] if tiling.length % tiling.block else [], dtype=torch.int64)
+class TilingFacts(NamedTuple):
+    """What launches must know of a tiling by arrays.
+
+    `short`: tiles that hold fewer tokens than a block. `row_breaks`: tiles whose rows do not go on, block by block, from those of the
+    tile before; `breaks`: tiles whose rows or positions do not. All ascending, int64, on the host. `covers`: every row of the tensor is
+    in a tile. `reach`: no position is larger, padding included.
+    """
+
+    short: Tensor
+    row_breaks: Tensor
+    breaks: Tensor
+    covers: bool
+    reach: int
 
 
-def split_runs(table: BlockTable, short: Tensor) -> tuple[Runs, Runs]:
-    """The table's (full, partial) runs, with short tiles taken out of full runs: kernels check bounds in partial tiles only."""
+_facts: WeakKeyDictionary[Tiling, TilingFacts] = WeakKeyDictionary()
+_sides: WeakKeyDictionary[Tiling, dict[torch.device, Pointers]] = WeakKeyDictionary()
+
+
+@lru_cache(maxsize=1024)
+def _plain_facts(length: int, block: int) -> TilingFacts:
+    tiles = -(-length // block)
+    short = torch.tensor([tiles - 1] if length % block else [], dtype=torch.int64)
+    return TilingFacts(short, short[:0], short[:0], True, tiles * block)
+
+
+def facts(tiling: Tiling) -> TilingFacts:
+    if tiling.row is None or tiling.pos is None or tiling.count is None:
+        return _plain_facts(tiling.length, tiling.block)
+    found = _facts.get(tiling)
+    if found is None:
+        row, pos, count = (t.cpu().long() for t in (tiling.row, tiling.pos, tiling.count))
+        covered = torch.zeros(tiling.length + 1, dtype=torch.int64)
+        covered.index_add_(0, row, torch.ones_like(row)).index_add_(0, row + count, -torch.ones_like(row))
+        breaks = (row.diff() != tiling.block) | (count[:-1] < tiling.block)
+        found = TilingFacts(
+            short=torch.nonzero(count < tiling.block).flatten(),
+            row_breaks=torch.nonzero(breaks).flatten() + 1,
+            breaks=torch.nonzero(breaks | (pos.diff() != tiling.block)).flatten() + 1,
+            covers=bool((covered.cumsum(0)[:-1] > 0).all()),
+            reach=int(pos.max()) + tiling.block if len(pos) else 0,
+        )
+        _facts[tiling] = found
+    return found
+
+
+def name(tiling: Tiling) -> Hashable:
+    """What tells tilings apart: two plain sequences of one length are the same, arrays are themselves alone."""
+    return (tiling.length, tiling.block) if tiling.row is None else ref(tiling)
+
+
+def side(tiling: Tiling, device: torch.device) -> Pointers | tuple[None, None, None]:
+    """A tiling's (row, pos, count) on the device, int32; Nones for a plain sequence."""
+    if tiling.row is None or tiling.pos is None or tiling.count is None:
+        return None, None, None
+    kept = _sides.setdefault(tiling, {})
+    if device not in kept:
+        row, pos, count = _together([tiling.row, tiling.pos, tiling.count], device)
+        kept[device] = row, pos, count
+    return kept[device]
+
+
+def _together(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """Arrays as int32 on the device by one copy; each begins on 16 bytes so that its alignment never asks for another compilation."""
+    padded = [torch.nn.functional.pad(p.cpu().int(), (0, 4 - len(p) % 4)) for p in parts]
+    return torch.cat(padded).to(device).split([len(p) for p in padded])
+
+
+def split_runs(table: BlockTable, columns: TilingFacts, *, positions: bool) -> tuple[Runs, Runs]:
+    """The table's (full, partial) runs, short tiles moved from full to partial ones, and cut into runs that kernels walk without a lookup.
+
+    Within a full run rows go on, and with `positions` (which only a score reads there) positions too; within a partial run both do.
+    """
     full, partial = table.runs(FULL), table.runs(PARTIAL)
-    if not len(short):
+    breaks = columns.breaks if positions else columns.row_breaks
+    if not (len(columns.short) or len(breaks) or len(columns.breaks)):
         return full, partial
-    row = torch.repeat_interleave(torch.arange(table.rows), full.ptr.diff().long())
-    first, last = full.first.long(), full.last.long()
-    low, high = torch.searchsorted(short, first), torch.searchsorted(short, last, right=True)
-    cuts = high - low
-    # Of a run with c short tiles: c tiles on their own, and the c + 1 pieces between them, some of them empty.
-    run = torch.repeat_interleave(torch.arange(len(row)), cuts)
-    nth = torch.arange(len(run)) - (cuts.cumsum(0) - cuts)[run]
-    cut = short[low[run] + nth]
-    begin = torch.cat([first, cut + 1])
-    piece_row = torch.cat([row, row[run]])
-    key = torch.argsort(torch.cat([torch.arange(len(row)), run]) * (table.kv_tiles + 1) + begin)
-    begin, piece_row = begin[key], piece_row[key]
-    piece_run = torch.cat([torch.arange(len(row)), run])[key]
-    is_last = torch.cat([piece_run[1:] != piece_run[:-1], torch.ones(min(1, len(piece_run)), dtype=torch.bool)])
-    end = torch.where(is_last, last[piece_run], torch.cat([begin[1:] - 2, begin[:1]]))
-    keep = begin <= end
-    own = torch.repeat_interleave(torch.arange(table.rows), partial.ptr.diff().long())
-    mixed_row = torch.cat([own, row[run]])
-    mixed_first = torch.cat([partial.first.long(), cut])
-    by_row = torch.argsort(mixed_row * (table.kv_tiles + 1) + mixed_first)
-    mixed = _csr(mixed_row[by_row], mixed_first[by_row], torch.cat([partial.last.long(), cut])[by_row], table.rows)
-    return _csr(piece_row[keep], begin[keep], end[keep], table.rows), mixed
+    row, first, last = _rows_of(full, table.rows), full.first.long(), full.last.long()
+    run, short = _inside(columns.short, first, last)
+    mixed_row = torch.cat([_rows_of(partial, table.rows), row[run]])
+    mixed_first, mixed_last = torch.cat([partial.first.long(), short]), torch.cat([partial.last.long(), short])
+    order = torch.argsort(mixed_row * (table.kv_tiles + 1) + mixed_first)
+    mixed_row, mixed_first, mixed_last = _cut(mixed_row[order], mixed_first[order], mixed_last[order], columns.breaks)
+    row, first, last = _cut(row, first, last, torch.cat([breaks, columns.short, columns.short + 1]).unique())
+    keep = ~torch.isin(first, columns.short)
+    return _csr(row[keep], first[keep], last[keep], table.rows), _csr(mixed_row, mixed_first, mixed_last, table.rows)
+
+
+def _cut(row: Tensor, first: Tensor, last: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs cut before every one of some ascending tiles."""
+    run, tile = _inside(at, first, last)
+    width = int(last.max()) + 1 if len(last) else 1
+    key = torch.cat([torch.arange(len(first)) * width + first, run * width + tile]).unique()
+    run, begin = key // width, key % width
+    goes_on = torch.cat([run[1:] == run[:-1], torch.zeros(min(1, len(run)), dtype=torch.bool)])
+    return row[run], begin, torch.where(goes_on, begin.roll(-1) - 1, last[run])
+
+
+def _rows_of(runs: Runs, rows: int) -> Tensor:
+    return torch.repeat_interleave(torch.arange(rows), runs.ptr.diff().long())
+
+
+def _inside(tiles: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """(run, tile) of every one of some ascending tiles in every run that holds it."""
+    low, high = torch.searchsorted(tiles, first), torch.searchsorted(tiles, last, right=True)
+    many = high - low
+    run = torch.repeat_interleave(torch.arange(len(first)), many)
+    nth = torch.arange(len(run)) - (many.cumsum(0) - many)[run]
+    return run, tiles[low[run] + nth]
 
 
 def _csr(row: Tensor, first: Tensor, last: Tensor, rows: int) -> Runs:
@@ -85,27 +161,17 @@ def start_order(table: BlockTable, shared: int) -> Tensor:
 _tables: WeakKeyDictionary[BlockTable, dict[Hashable, DeviceTable]] = WeakKeyDictionary()
 
 
-def device_table(table: BlockTable, columns: Tiling, device: torch.device, *, shared: int = 1) -> DeviceTable:
-    """`table` on the device for columns tiled so; `shared`: see `start_order`."""
+def device_table(table: BlockTable, columns: Tiling, device: torch.device, *, shared: int, positions: bool) -> DeviceTable:
+    """`table` on the device for columns tiled so; `shared`: see `start_order`; `positions`: see `split_runs`."""
     kept = _tables.setdefault(table, {})
-    key = (device, shared, columns if columns.count is not None else columns.length)
+    key = (device, shared, positions, name(columns))
     if key not in kept:
         if len(kept) >= 16:
             kept.clear()
-        full, partial = split_runs(table, short_tiles(columns))
-        parts = [start_order(table, shared), *full, *partial]
-        # One copy; each part begins on 16 bytes so that its alignment never asks for another compilation.
-        padded = [torch.nn.functional.pad(p.int(), (0, 4 - len(p) % 4)) for p in parts]
-        whole = torch.cat(padded).to(device)
-        order, *rest = whole.split([len(p) for p in padded])
+        full, partial = split_runs(table, facts(columns), positions=positions)
+        order, *rest = _together([start_order(table, shared), *full, *partial], device)
         kept[key] = DeviceTable(order, (rest[0], rest[1], rest[2]), (rest[3], rest[4], rest[5]))
     return kept[key]
-
-
-def side(tiling: Tiling, device: torch.device) -> tuple[Tensor | None, ...]:
-    """A tiling's (row, pos, count) on the device, int32; Nones for a plain sequence."""
-    arrays = (tiling.row, tiling.pos, tiling.count)
-    return tuple(None if a is None else a.to(device=device, dtype=torch.int32, non_blocking=True).contiguous() for a in arrays)
 
 
 def pack_sizes(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -141,22 +207,12 @@ def captured(work: Work, spare: Tensor) -> Captured:
     )
 
 
-def max_position(tiling: Tiling) -> int:
-    """A bound on positions, padding included, in one of the two classes for which programs are compiled."""
-    if tiling.pos is None:
-        reach = tiling.tiles * tiling.block
-    elif tiling.pos.is_cuda:
-        return codegen.LONG
-    else:
-        reach = int(tiling.pos.max()) + tiling.block if len(tiling.pos) else 0
-    return codegen.SHORT if reach <= codegen.SHORT else codegen.LONG
-
-
 def options(work: Work, dtype: torch.dtype) -> codegen.Options:
     """How this work's programs are compiled."""
     tables = [*work.mask_captured, *work.score_captured]
+    reach = max(facts(work.q_tiles).reach, facts(work.kv_tiles).reach)
     return codegen.Options(
-        max_position=max(max_position(work.q_tiles), max_position(work.kv_tiles)),
+        max_position=codegen.SHORT if reach <= codegen.SHORT else codegen.LONG,
         fast=dtype != torch.float32,
         big_tables=any(t.numel() >= 2**31 for t in tables),
         interpreted=interpreted(),
@@ -167,13 +223,17 @@ def function(program: Program | None, opts: codegen.Options) -> Any:
     return None if program is None else codegen.program_function(program, opts)
 
 
-def described(tensors: Sequence[Tensor], rows: int) -> list[Any] | None:
-    """Descriptors of [B, H, S, D] tensors for the copy engine, in tiles of `rows`; None where a tensor's layout does not allow it."""
-    for t in tensors:
-        strides = [s * t.element_size() for s in t.stride()[:3]]
-        if t.stride(3) != 1 or t.data_ptr() % 16 or any(s % 16 or s == 0 for s in strides) or t.numel() == 0:
-            return None
-    return [TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 1, rows, padded(t.shape[3])]) for t in tensors]
+def describable(tensor: Tensor) -> bool:
+    """Whether the copy engine can read a [B, H, S, D] tensor: all in steps of 16 bytes, but for the stride of a dim of size 1."""
+    size = tensor.element_size()
+    steps = all(n == 1 or (step * size % 16 == 0 and step > 0) for n, step in zip(tensor.shape[:3], tensor.stride(), strict=False))
+    return steps and tensor.stride(3) == 1 and tensor.data_ptr() % 16 == 0 and tensor.numel() > 0
+
+
+def described(tensor: Tensor, rows: int) -> TensorDescriptor:
+    """The copy engine's view of a tensor that is `describable`, in tiles of `rows`."""
+    strides = [16 if n == 1 else step for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides[:3], 1], [1, 1, rows, padded(tensor.shape[3])])
 
 
 def sub_tile(block: int, wanted: int) -> int:
@@ -183,7 +243,7 @@ def sub_tile(block: int, wanted: int) -> int:
 
 def padded(dim: int) -> int:
     """A head dim as the kernels hold it."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 def head_group(heads: int, shared: int, bytes_per_head: int, l2_bytes: int) -> int:

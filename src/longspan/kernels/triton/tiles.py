@@ -63,6 +63,20 @@ def span(n, length, side, SUBS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def run_place(first, last, length, side, SUBS: tl.constexpr, SIZE: tl.constexpr):
+    """Where a run's tiles lie: what to add to n · SIZE for the first row and position of sub-tile n, and what to subtract it from for
+    the rows left. Within a run rows and positions go on (`launch.split_runs`), so that its loop looks nothing up.
+    """
+    if side[0] is None:
+        return 0, 0, length
+    else:
+        start = first * (SUBS * SIZE)
+        row = tl.load(side[0] + first)
+        end = tl.load(side[0] + last) + tl.load(side[2] + last)
+        return row - start, tl.load(side[1] + first) - start, end - row + start
+
+
+@triton.jit
 def load_rows(base, row, left, stride, stride_d, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BOUNDED: tl.constexpr):
     """A [ROWS, PADDED] tile from row `row` on; zeros past DIM and, where BOUNDED, past `left` rows."""
     i = tl.arange(0, ROWS)[:, None]
@@ -92,6 +106,13 @@ def load_tile(
         return head.load([b, h, row, 0]).reshape(ROWS, PADDED)
     else:
         return load_rows(head, row, left, stride[2], stride[3], ROWS, DIM, PADDED, BOUNDED)
+
+
+@triton.jit
+def add_rows(base, value, row, left, stride, stride_d, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """`store_rows` of the sum with what is there."""
+    there = load_rows(base, row, left, stride, stride_d, ROWS, DIM, PADDED, True)
+    store_rows(base, value + there.to(value.dtype), row, left, stride, stride_d, ROWS, DIM, PADDED)
 
 
 @triton.jit

@@ -1,0 +1,221 @@
+"""What the kernels over torch's SDPA operators refuse, and why; which of them is chosen. CUDA tensors here are fake ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.kernels.shards import work_of
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from longspan.kernels import aten_limits, registry
+from longspan.kernels.aten import AnyAtenKernel, AtenKernel
+from longspan.kernels.protocol import Work
+from longspan.kernels.registry import Faster, KernelRefused, choose, kernel_named, whole_kind
+from longspan.masks.tracing import trace
+
+BACKENDS = ["flash", "efficient", "cudnn"]
+BATCH, HEADS, GROUPS = 2, 6, 3
+SHARD = ((0, 32), (80, 16))
+Mod = Callable[..., Tensor]
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q >= kv
+
+
+def full(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q + kv >= 0
+
+
+def by_batch_and_head(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """Full rectangles of 16 × 16 tiles that differ by batch row and head; early rows of some see nothing."""
+    return (kv < 16 * (h - 2)) & (q >= 16 * b)
+
+
+def window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q - kv < 13) & (q >= kv)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A machine that does not exist. Its facts can be set."""
+    facts = SimpleNamespace(capability=(9, 0), cudnn=91900, allowed=True, mode=FakeTensorMode())
+    monkeypatch.setattr(aten_limits, "_capability", lambda device: facts.capability)
+    monkeypatch.setattr(registry, "_capability", lambda device: facts.capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Imaginary")
+    monkeypatch.setattr(torch.cuda, "device", lambda device: facts.mode)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: facts.cudnn)
+
+    def can_use_it(params: Any, debug: bool) -> bool:
+        return facts.allowed
+
+    monkeypatch.setattr(aten_limits, "_ALLOWED", dict.fromkeys(BACKENDS, can_use_it))
+    monkeypatch.setattr(aten_limits, "_params", lambda *args: None)
+    yield facts
+
+
+def fakes(facts: SimpleNamespace, dims: tuple[int, int] = (64, 64), dtype: torch.dtype = torch.bfloat16, batch: int = 2) -> list[Tensor]:
+    with facts.mode:
+        shapes = ((batch, HEADS, 48, dims[0]), (batch, GROUPS, 48, dims[0]), (batch, GROUPS, 48, dims[1]))
+        return [torch.empty(s, dtype=dtype, device="cuda") for s in shapes]
+
+
+def on_cpu(dims: tuple[int, int] = (24, 24), dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Tensor]:
+    shapes = ((BATCH, HEADS, 48, dims[0]), (BATCH, GROUPS, 48, dims[0]), (BATCH, GROUPS, 48, dims[1]))
+    return [torch.empty(s, dtype=dtype, device=device) for s in shapes]
+
+
+def work_for(mod: Mod) -> Work:
+    return work_of(mod, SHARD, SHARD, block=16, batch=BATCH, heads=HEADS)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "reason"),
+    [
+        ("efficient", on_cpu(), "tensors on cpu: it needs a CUDA device$"),
+        ("cudnn", on_cpu(), "tensors on cpu: it needs a CUDA device$"),
+        ("flash", on_cpu(device="meta"), "tensors on meta: it needs a CUDA device or the CPU$"),
+        ("flash", on_cpu(dtype=torch.int32), "dtype torch.int32 on cpu: it computes float64, float32, bfloat16, float16$"),
+        ("flash", on_cpu(dims=(24, 40)), "head dims 24 of keys and 40 of values: they must be the same$"),
+    ],
+)
+def test_it_says_which_tensors_it_refuses(name: str, tensors: list[Tensor], reason: str) -> None:
+    with pytest.raises(KernelRefused, match=reason.replace("$", r"\. kernel='auto' picks one that can$")):
+        choose(name, *tensors, work_for(causal))
+
+
+def test_it_refuses_a_score_mod_and_a_mask_that_decides_inside_rectangles() -> None:
+    score = trace(lambda s, b, h, q, kv: s * 2, "score").program
+    with pytest.raises(KernelRefused, match=r"kernel 'flash' cannot do this: score_mod .*: torch's SDPA operators take none"):
+        choose("flash", *on_cpu(), replace(work_for(causal), score=score))
+    with pytest.raises(
+        KernelRefused, match=r"the mask decides inside \d+ of \d+ rectangles, such as rows \d+ to \d+ against keys \d+ to \d+"
+    ):
+        choose("flash", *on_cpu(), work_for(window))
+    with pytest.raises(KernelRefused, match=r"cudnn: tensors on cpu.*; flash: the mask decides.*; efficient: tensors on cpu"):
+        choose("aten", *on_cpu(), work_for(window))
+
+
+def test_a_later_stage_that_needs_its_mask_is_an_error_and_not_a_wrong_answer() -> None:
+    with pytest.raises(KernelRefused, match="the mask decides inside"):
+        choose("flash", *on_cpu(), work_for(full), more=[work_for(window)])
+    for name in ("flash", "aten"):
+        with pytest.raises(ValueError, match=r"mask decides inside .*kernel='auto' picks"):
+            kernel_named(name).forward(*on_cpu(), work_for(window), state=None, final=True, peak=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "machine", "reason"),
+    [
+        ("flash", {"dtype": torch.float32}, {}, "dtype torch.float32 on cuda: it computes bfloat16, float16"),
+        ("cudnn", {"dtype": torch.float64}, {}, "dtype torch.float64 on cuda"),
+        ("flash", {"dims": (192, 128)}, {}, "they must be the same"),
+        ("flash", {"dims": (264, 264)}, {}, "head dim 264: at most 256"),
+        ("flash", {"dims": (208, 208)}, {"capability": (8, 9)}, r"head dim 208 on Imaginary \(compute capability 8.9\)"),
+        ("flash", {}, {"capability": (7, 5)}, r"Imaginary \(compute capability 7.5\): it needs 8.0 \(Ampere\) or later$"),
+        ("efficient", {}, {"capability": (7, 5)}, r"it needs 8.0 \(Ampere\) or later for bfloat16"),
+        ("efficient", {"dims": (60, 64)}, {}, "head dims 60 and 64: both must be multiples of 8"),
+        ("efficient", {"dims": (64, 66), "dtype": torch.float32}, {}, "head dims 64 and 66: both must be multiples of 4"),
+        ("efficient", {"batch": 65536}, {}, "batch 65536, heads 6: at most 65535 each"),
+        ("cudnn", {"dims": (256, 256)}, {}, "head dims 256 and 256 with cuDNN 91900: at most 128 each"),
+        ("cudnn", {"dims": (192, 128)}, {"cudnn": 91000}, "with cuDNN 91000"),
+        ("cudnn", {}, {"cudnn": 91002}, "48 queries against 48 keys with cuDNN 91002|32 queries"),
+        ("cudnn", {}, {"allowed": False}, r"torch.backends.cuda.can_use_it says no on this machine \(with debug=True it says why\)"),
+    ],
+)
+def test_it_says_what_it_refuses_on_cuda(
+    name: str, settings: dict[str, Any], machine: dict[str, Any], reason: str, cuda: SimpleNamespace
+) -> None:
+    vars(cuda).update(machine)
+    with pytest.raises(KernelRefused, match=reason.replace("$", r"\. kernel='auto'")):
+        choose(name, *fakes(cuda, **settings), work_for(causal))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("flash", {"dims": (256, 256)}),
+        ("flash", {"dtype": torch.float16}),
+        ("efficient", {"dims": (192, 128)}),
+        ("efficient", {"dims": (20, 12), "dtype": torch.float32}),
+        ("cudnn", {"dims": (128, 64)}),
+        ("cudnn", {"dims": (192, 128)}),
+    ],
+)
+def test_it_refuses_no_more_than_it_must_on_cuda(name: str, settings: dict[str, Any], cuda: SimpleNamespace) -> None:
+    assert choose(name, *fakes(cuda, **settings), work_for(causal)).name == name
+
+
+def test_cudnn_is_refused_where_results_must_be_the_same_each_time(cuda: SimpleNamespace) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(KernelRefused, match="sums the gradient of q in any order"):
+            choose("cudnn", *fakes(cuda), work_for(causal))
+        assert choose("flash", *fakes(cuda), work_for(causal)).name == "flash"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def whole_work(mod: Mod | None, length: int, kv_length: int | None = None, block: int = 16) -> Work:
+    kv_length = length if kv_length is None else kv_length
+    work = work_of(full if mod is None else mod, ((0, length),), ((0, kv_length),), block=block, batch=BATCH, heads=HEADS)
+    return replace(work, mask=None) if mod is None else work
+
+
+@pytest.mark.parametrize(
+    ("work", "kind"),
+    [
+        (whole_work(causal, 75), "causal"),
+        (whole_work(full, 75), "full"),
+        (whole_work(None, 75, 43), "full"),
+        (whole_work(full, 43, 75), "full"),
+        (whole_work(causal, 43, 75), None),
+        (whole_work(window, 75), None),
+        (whole_work(by_batch_and_head, 64), None),
+        (whole_work(lambda b, h, q, kv: (q - kv) % 3 == 0, 75), None),
+        (work_for(causal), None),
+        (work_for(full), "full"),
+    ],
+)
+def test_a_single_rectangle_is_told_from_other_work(work: Work, kind: str | None) -> None:
+    assert whole_kind(work) == kind
+
+
+def test_auto_follows_the_table_of_what_is_faster(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Faster(kernel="cudnn", backward=False, kind="causal", dims=(64, 64), tokens=48, capability=(9, 0))
+    q, k, v = fakes(cuda)
+    work = whole_work(causal, 48)
+    assert choose("auto", q, k, v, work).name != "cudnn"
+    monkeypatch.setattr(registry, "FASTER", (row,))
+    assert choose("auto", q, k, v, work).name == "cudnn"
+    for settings in ({"staged": True}, {"backward": True}, {"peak": True}, {"more": [work]}):
+        assert choose("auto", q, k, v, work, **settings).name != "cudnn", settings
+    score = trace(lambda s, b, h, q, kv: s * 2, "score").program
+    for other in (whole_work(full, 48), whole_work(causal, 47), work_for(causal), replace(work, score=score)):
+        assert choose("auto", q, k, v, other).name != "cudnn"
+    assert choose("auto", *fakes(cuda, dims=(128, 128)), work).name != "cudnn"
+    assert choose("auto", *fakes(cuda, dtype=torch.float32), work).name != "cudnn"
+    cuda.allowed = False
+    assert choose("auto", q, k, v, work).name != "cudnn"
+    cuda.allowed, cuda.capability = True, (8, 0)
+    assert choose("auto", q, k, v, work).name != "cudnn"
+
+
+def test_aten_takes_the_fastest_that_takes_the_work(cuda: SimpleNamespace) -> None:
+    kernel = kernel_named("aten")
+    assert isinstance(kernel, AnyAtenKernel)
+    picks = {
+        "cudnn": fakes(cuda),
+        "flash": fakes(cuda, dims=(256, 256)),
+        "efficient": fakes(cuda, dims=(256, 64)),
+    }
+    for name, tensors in picks.items():
+        assert kernel.pick(*tensors, work_for(causal)) == AtenKernel(name), name  # type: ignore[arg-type]
+    assert kernel.pick(*on_cpu(), work_for(causal)) == AtenKernel("flash")
+    assert choose("auto", *on_cpu(), work_for(causal)).name == "cpu"

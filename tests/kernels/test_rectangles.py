@@ -1,0 +1,108 @@
+"""Rectangles cover what a table's tiles cover, in plain sequences and in shards of them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.kernels.shards import shard, work_of
+from torch import Tensor
+
+from longspan.kernels.protocol import Work
+from longspan.kernels.rectangles import Rectangle, rectangles
+
+Mod = Callable[..., Tensor]
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q >= kv
+
+
+def everything(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q >= 0
+
+
+def documents(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q // 23 == kv // 23) & (q >= kv)
+
+
+def by_head(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q - kv < 9 * (h + 1)) & (q + 5 * b >= kv)
+
+
+def painted(work: Work, mod: Mod) -> Tensor:
+    """What the rectangles say is seen [batch, heads, Q, K]; a pair in two of them fails."""
+    q_pos, kv_pos = work.q_tiles.positions(torch.device("cpu")), work.kv_tiles.positions(torch.device("cpu"))
+    seen = torch.zeros(work.table.batch, work.table.heads, len(q_pos), len(kv_pos), dtype=torch.int32)
+    for r in rectangles(work):
+        q, kv = q_pos[r.q0 : r.q1, None], kv_pos[None, r.k0 : r.k1]
+        b, h = torch.tensor(r.b + work.first_batch), torch.tensor(r.h + work.first_head)
+        if r.kind == "causal":
+            assert r.q1 - r.q0 == r.k1 - r.k0
+            inside = torch.arange(r.q1 - r.q0)[:, None] >= torch.arange(r.k1 - r.k0)
+        else:
+            inside = torch.ones(len(q), kv.shape[1], dtype=torch.bool) if r.kind == "full" else mod(b, h, q, kv).expand(len(q), kv.shape[1])
+        seen[r.b, r.h, r.q0 : r.q1, r.k0 : r.k1] += inside
+    assert seen.max() <= 1
+    return seen.bool()
+
+
+SHARDS = {
+    "whole": ([(0, 150)], [(0, 150)]),
+    "head_tail": ([(0, 40), (120, 37)], [(0, 40), (120, 37)]),
+    "other": ([(64, 50), (130, 20)], [(0, 64), (3, 61), (100, 48)]),
+    "reversed": ([(96, 32), (0, 45)], [(64, 32), (96, 32), (0, 45)]),
+}
+
+
+@pytest.mark.parametrize("mod", [everything, causal, documents, by_head])
+@pytest.mark.parametrize("name", SHARDS)
+def test_rectangles_are_what_the_mask_allows(mod: Mod, name: str) -> None:
+    q_segments, kv_segments = SHARDS[name]
+    work = replace(work_of(mod, q_segments, kv_segments, block=16, batch=2, heads=3, first=(1, 2)), first_batch=1, first_head=2)
+    q_pos, kv_pos = (t.positions(torch.device("cpu")) for t in (work.q_tiles, work.kv_tiles))
+    b, h = torch.arange(work.table.batch).view(-1, 1, 1, 1) + 1, torch.arange(work.table.heads).view(1, -1, 1, 1) + 2
+    want = mod(b, h, q_pos[:, None], kv_pos[None, :]).expand(work.table.batch, work.table.heads, len(q_pos), len(kv_pos))
+    assert torch.equal(painted(work, mod), want)
+
+
+def kinds(found: list[Rectangle]) -> list[tuple[str, int, int, int, int]]:
+    return sorted((r.kind, r.q0, r.q1, r.k0, r.k1) for r in found)
+
+
+def test_a_local_head_tail_shard_is_two_causal_squares_and_one_rectangle() -> None:
+    segments = [(0, 48), (200, 60)]
+    found = rectangles(work_of(causal, segments, segments, block=16))
+    assert kinds(found) == [("causal", 0, 48, 0, 48), ("causal", 48, 108, 48, 108), ("full", 48, 108, 0, 48)]
+
+
+def test_short_tiles_that_are_seen_whole_need_no_mask() -> None:
+    found = rectangles(work_of(causal, [(300, 45)], [(0, 37), (60, 21)], block=16))
+    assert kinds(found) == [("full", 0, 45, 0, 58)]
+
+
+def test_a_square_ends_where_rows_or_positions_do_not_go_on() -> None:
+    found = rectangles(work_of(causal, [(0, 32), (64, 32)], [(0, 32), (64, 32)], block=16))
+    assert ("causal", 0, 32, 0, 32) in kinds(found) and ("causal", 32, 64, 32, 64) in kinds(found)
+
+
+def test_a_cover_is_found_once_per_tilings_and_let_go_with_them() -> None:
+    work = work_of(causal, [(16, 40)], [(0, 64)], block=16)
+    assert rectangles(work) is rectangles(replace(work))
+    other = replace(work, kv_tiles=shard([(0, 64)], 16))
+    assert rectangles(other) is not rectangles(work) and kinds(rectangles(other)) == kinds(rectangles(work))
+    alive = weakref.ref(work.kv_tiles)
+    del work, other
+    gc.collect()
+    assert alive() is None
+
+
+def test_positions_follow_the_tiles_and_are_kept() -> None:
+    tiling = shard([(40, 20), (3, 5), (90, 17)], 8)
+    device = torch.device("cpu")
+    want = torch.cat([torch.arange(40, 60), torch.arange(3, 8), torch.arange(90, 107)])
+    assert torch.equal(tiling.positions(device), want) and tiling.positions(device) is tiling.positions(device)
