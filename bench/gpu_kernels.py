@@ -121,7 +121,7 @@ def measure(case: Case, tokens: int, kv_heads: int, clock: Clock) -> dict[str, A
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     calls: dict[str, Callable[[], Tensor]] = {
         "flex": lambda: compiled(q, k, v, score_mod=case.score_mod, block_mask=block_mask, enable_gqa=kv_heads != HEADS),
-        "longspan": lambda: ls.attention(q, k, v, mask=case.mask, score_mod=case.score_mod),
+        "longspan": lambda: ls.attention(q, k, v, mask=case.mask, score_mod=case.score_mod, kernel="triton"),
     }
     rows = torch.randint(0, tokens, (64,), device="cuda")
     want = reference_rows(case, q.detach(), k.detach(), v.detach(), rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ def score_mods(
     }
 
 
+T = TypeVar("T")
 HEADS = {"mha": (4, 4), "gqa": (8, 2), "mqa": (3, 1)}
 DIMS = {"64": (64, 64), "128": (128, 128), "192/128": (192, 128)}
 LENGTHS = (1, 7, 128, 300, 1000)
@@ -79,18 +80,15 @@ def whole_grid(lengths: Sequence[int] = LENGTHS) -> list[Case]:
     return [Case(mask=m, score=s, heads=h, dims=d, length=n) for m, s, h, d, n in itertools.product(*names)]
 
 
-def covering_sample(grid: list[Case]) -> list[Case]:
+def covering_sample(grid: list[T]) -> list[T]:
     """Few cases in which every pair of choices occurs: greedily the case that covers most pairs not seen yet."""
-
-    def pairs(case: Case) -> set[tuple[Any, ...]]:
-        return set(itertools.combinations(vars(case).items(), 2))
-
-    todo = set().union(*(pairs(c) for c in grid))
+    pairs = [set(itertools.combinations(vars(case).items(), 2)) for case in grid]
+    todo = set().union(*pairs)
     sample = []
     while todo:
-        best = max(grid, key=lambda c: len(pairs(c) & todo))
-        todo -= pairs(best)
-        sample.append(best)
+        best = max(range(len(grid)), key=lambda i: len(pairs[i] & todo))
+        todo -= pairs[best]
+        sample.append(grid[best])
     return sample
 
 

@@ -13,7 +13,11 @@ if not torch.cuda.is_available():
 
 
 # `make test-gpu` runs where nothing can be installed: what needs hypothesis runs on the CPU machine.
-collect_ignore = [] if find_spec("hypothesis") else ["masks/test_intervals.py", "masks/test_table.py"]
+_WITH_HYPOTHESIS = (
+    "masks/test_intervals.py masks/test_table.py masks/test_cuts.py engine/test_properties.py plan/test_layouts.py plan/test_balance.py "
+    "plan/test_plan_properties.py"
+)
+collect_ignore = [] if find_spec("hypothesis") else _WITH_HYPOTHESIS.split()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

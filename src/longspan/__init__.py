@@ -1,23 +1,33 @@
 """longspan: attention over sequences too long for one device."""
 
+from longspan.comm.mesh import Mesh
 from longspan.engine.attention import attention
 from longspan.engine.signatures import flex_attention, scaled_dot_product_attention
 from longspan.masks.algebra import Mask, causal, documents, full, mask_mod, prefix, sliding_window
 from longspan.masks.table import BlockTable
 from longspan.masks.tracing import ProgramError
+from longspan.plan.layout import Layout
+from longspan.plan.make import plan
+from longspan.plan.plan import Plan
+from longspan.plan.schedule import Schedule
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockTable",
+    "Layout",
     "Mask",
+    "Mesh",
+    "Plan",
     "ProgramError",
+    "Schedule",
     "attention",
     "causal",
     "documents",
     "flex_attention",
     "full",
     "mask_mod",
+    "plan",
     "prefix",
     "scaled_dot_product_attention",
     "sliding_window",

@@ -136,7 +136,7 @@ def test_the_operators_pass_torchs_own_opcheck() -> None:
     ops.specs.pin(spec)
     assert spec.joint is not None
     q, k, v = qkv(16, 19)
-    args = (q, k, v, torch.randn(4, requires_grad=True), [], [bias], spec.handle, 0.3, True)
+    args = (q, k, v, torch.randn(4, requires_grad=True), [], [bias], None, spec.handle, 0.3, True)
     torch.library.opcheck(
         ops.attend, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static")
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import longspan as ls
-from longspan.engine.trace_cache import TraceCache
+from longspan.masks.trace_cache import TraceCache
 from longspan.masks.tracing import trace
 
 WINDOW = 3

@@ -11,16 +11,18 @@ from torch.autograd import forward_ad
 
 from longspan.engine import eager, ops
 from longspan.engine.checks import check_captured, check_scale, check_sink, check_tensors
+from longspan.engine.dense_mesh import dense_over_mesh
+from longspan.engine.entry import refuse
 from longspan.engine.spec import Spec
 from longspan.engine.tables import DeviceCopies
-from longspan.engine.trace_cache import TraceCache
 from longspan.kernels.dense import dense_attention
 from longspan.kernels.protocol import state_dtype
 from longspan.kernels.registry import check_name
 from longspan.masks.algebra import Full, Mask, as_mask
+from longspan.masks.trace_cache import traces
 from longspan.masks.tracing import Traced
+from longspan.plan.plan import Plan, PlanSet
 
-_traces = TraceCache()
 _copies = DeviceCopies()
 
 
@@ -35,6 +37,7 @@ def attention(
     sink: Tensor | None = None,
     return_lse: bool = False,
     kernel: str = "auto",
+    plan: Plan | None = None,
 ) -> Any:
     """Attention of q [B, H, Q, D] over k [B, G, K, D] and v [B, G, K, E]: out [B, H, Q, E], or (out, lse [B, H, Q]).
 
@@ -46,11 +49,14 @@ def attention(
     sink:       [H], a learned logit per head that takes its share of every softmax and gives nothing; it is part of lse.
     return_lse: also the log of each softmax's denominator, in natural log and float32 (float64 for float64); differentiable.
     kernel:     "auto", "cpu", "triton" or "dense"; a named kernel is used or refused.
+    plan:       from `longspan.plan`: q, k, v are this rank's shards of a longer sequence, and all ranks of the plan's mesh make this call.
+                The plan holds the mask. Mods see global positions. Gradients of captured tensors and of the sink are this rank's
+                share: their sum over ranks is the gradient.
 
     Scores, sums and running results are held in float32 (float64 for float64). A query that sees nothing gives out 0, lse −inf
     (the sink's logit where there is one) and gradients 0. The output's dims lie in memory in the order of q's.
     """
-    out, lse, _ = attend(q, k, v, mask=mask, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel, peak=False)
+    out, lse, _ = attend(q, k, v, mask=mask, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel, peak=False, plan=plan)
     return (out, lse) if return_lse else out
 
 
@@ -65,8 +71,11 @@ def attend(
     sink: Tensor | None,
     kernel: str,
     peak: bool,
+    plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, peak) after every check; peak, the rows' largest scores, has no elements unless asked for."""
+    if plan is not None:
+        return _attend_planned(q, k, v, mask=mask, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel, peak=peak, plan=plan)
     check_tensors(q, k, v)
     check_sink(sink, q)
     check_name(kernel)
@@ -78,9 +87,54 @@ def attend(
         from longspan.engine.compiled import attend_compiled
 
         return attend_compiled(q, k, v, mask=found, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel, peak=peak)
-    mask_traced = None if found is None else _traced(found)
-    score_traced = None if score_mod is None else _traces.trace(score_mod, "score", score_dtype=state_dtype(q.dtype))
+    mask_traced = None if found is None else found.traced
+    score_traced = None if score_mod is None else traces.trace(score_mod, "score", score_dtype=state_dtype(q.dtype))
     return call(q, k, v, mask_traced, score_traced, scale=scale, sink=sink, kernel=kernel, peak=peak)
+
+
+def _attend_planned(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Any,
+    score_mod: Callable[..., Tensor] | None,
+    scale: float | None,
+    sink: Tensor | None,
+    kernel: str,
+    peak: bool,
+    plan: Plan,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same over a mesh. What one rank finds wrong before the call is entered, all ranks learn."""
+    compiling = torch.compiler.is_dynamo_compiling()
+    if not isinstance(plan, Plan):
+        names = " (a set of plans: take one of them by its mask's name)" if isinstance(plan, PlanSet) else ""
+        raise TypeError(f"plan: expected what longspan.plan returns, got {type(plan).__name__}{names}")
+    if compiling:
+        from longspan.engine.compiled import attend_compiled
+
+        _refuse_mask(mask)
+        check_tensors(q, k, v)
+        scale = check_scale(scale, q.shape[-1])
+        return attend_compiled(q, k, v, mask=None, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel, peak=peak, plan=plan.token)
+    try:
+        _refuse_mask(mask)
+        check_tensors(q, k, v)
+        check_sink(sink, q)
+        check_name(kernel)
+        scale = check_scale(scale, q.shape[-1])
+        if score_mod is not None and not callable(score_mod):
+            raise TypeError(f"score_mod: expected a callable (score, b, h, q_idx, kv_idx) -> score, got {type(score_mod).__name__}")
+        score_traced = None if score_mod is None else traces.trace(score_mod, "score", score_dtype=state_dtype(q.dtype))
+    except (ValueError, TypeError) as error:
+        refuse(plan.data, error, q.device if isinstance(q, Tensor) else None)
+        raise
+    return call(q, k, v, None, score_traced, scale=scale, sink=sink, kernel=kernel, peak=peak, plan=plan)
+
+
+def _refuse_mask(mask: Any) -> None:
+    if mask is not None:
+        raise ValueError("attention: with plan=… the plan's mask is the mask; leave out mask=, or make a plan for that one")
 
 
 def call(
@@ -94,6 +148,7 @@ def call(
     sink: Tensor | None,
     kernel: str,
     peak: bool,
+    plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run traced programs on checked tensors."""
     mask_captured = [] if mask is None else [_copies.on(t.detach() if t.requires_grad else t, q.device) for t in mask.captured()]
@@ -101,6 +156,8 @@ def call(
     check_captured(score_captured, q, "score_mod")
     spec = Spec(mask=None if mask is None else mask.program, score=None if score is None else score.program, kernel=kernel)
     if kernel == "dense":
+        if plan is not None:
+            return dense_over_mesh(plan, q, k, v, scale=scale, score=spec.score, score_captured=score_captured, sink=sink)
         return dense_attention(
             q, k, v, scale=scale, mask=spec.mask, mask_captured=mask_captured, score=spec.score, score_captured=score_captured, sink=sink
         )
@@ -111,8 +168,9 @@ def call(
     try:
         tensors = [q, k, v, *mask_captured, *score_captured]
         if eager.is_plain(tensors if sink is None else [*tensors, sink]):
-            return eager.attend(q, k, v, sink, mask_captured, score_captured, spec, scale, peak)
-        out, lse, most = ops.attend(q, k, v, sink, mask_captured, score_captured, spec.handle, scale, peak)
+            return eager.attend(q, k, v, sink, mask_captured, score_captured, None if plan is None else plan.data, spec, scale, peak)
+        token = None if plan is None else plan.token
+        out, lse, most = ops.attend(q, k, v, sink, mask_captured, score_captured, token, spec.handle, scale, peak)
     except RuntimeError as error:
         if "functorch transforms" in str(error):
             raise RuntimeError(ops.NO_TRANSFORMS) from error
@@ -132,10 +190,3 @@ def _checked_mask(mask: Any, q: Tensor, k: Tensor) -> Mask | None:
     found = as_mask(mask)
     found.extent.check(f"mask {found}", q_len=q.shape[2], kv_len=k.shape[2], batch=q.shape[0], heads=q.shape[1])
     return None if isinstance(found, Full) else found
-
-
-def _traced(mask: Mask) -> Traced:
-    """The mask's own trace; a mask that has none yet may share that of an equal one."""
-    if "traced" not in mask.__dict__:
-        mask.__dict__["traced"] = _traces.trace(mask, "mask", score_dtype=torch.float32, name=str(mask))
-    return mask.traced

@@ -38,13 +38,14 @@ def attend_compiled(
     sink: Tensor | None,
     kernel: str,
     peak: bool,
+    plan: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `attend` does, as Dynamo sees it.
+    """What `attend` does, as Dynamo sees it. `plan`: a plan's token.
 
     Operands reach the operator in an order of Dynamo's choosing, equal ones merged. The body therefore returns, after its results, an empty
     tensor made from each argument: they tell which operand is which.
     """
-    tensors = [q, k, v] if sink is None else [q, k, v, sink]
+    tensors = [t for t in (q, k, v, sink, plan) if t is not None]
     # One-element vectors, not scalars: indexing with a scalar tensor makes Dynamo ask for its value.
     scalars = [q.new_zeros((1,), dtype=state_dtype(q.dtype)), *(q.new_zeros((1,), dtype=torch.int64) for _ in range(4))]
     rows = q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
@@ -69,6 +70,7 @@ def attend_compiled(
         has_score=score_mod is not None,
         has_mask=mask is not None,
         has_sink=sink is not None,
+        has_plan=plan is not None,
         scale=scale,
         kernel=kernel,
         peak=peak,
@@ -87,13 +89,14 @@ class _AttendHop(BaseHOP):
         has_score: bool,
         has_mask: bool,
         has_sink: bool,
+        has_plan: bool,
         scale: float,
         kernel: str,
         peak: bool,
     ) -> tuple[Tensor, ...]:
         placeholders = [n for n in subgraph.graph.nodes if n.op == "placeholder"]
         returned = next(n for n in subgraph.graph.nodes if n.op == "output").args[0]
-        count = len(_SCALARS) + 3 + has_sink
+        count = len(_SCALARS) + 3 + has_sink + has_plan
         tags, results = returned[-count:], list(returned[3:-count])
         operand_of = dict(zip(placeholders, operands, strict=True))
         scalars = [_source(tag) for tag in tags[: len(_SCALARS)]]
@@ -116,7 +119,10 @@ class _AttendHop(BaseHOP):
 
         mask_captured = [t.detach().to(q.device) for t in captured(mask)]
         sink = rest[0] if has_sink else None
+        plan = rest[-1] if has_plan else None
         if kernel == "dense":
+            if plan is not None:
+                raise NotImplementedError("kernel='dense' with a plan does not compile: it reads the plan in Python. Call it uncompiled")
             out, lse, most = dense_attention(
                 q,
                 k,
@@ -129,7 +135,7 @@ class _AttendHop(BaseHOP):
                 sink=sink,
             )
         else:
-            out, lse, most = ops.attend(q, k, v, sink, mask_captured, captured(score), spec.handle, scale, peak)
+            out, lse, most = ops.attend(q, k, v, sink, mask_captured, captured(score), plan, spec.handle, scale, peak)
         return (out, lse, most if peak else lse.new_empty((0,)), *(q.new_empty((0,)) for _ in returned[3:]))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from longspan._torch_private import modes_are_active
 from longspan.engine import ops
 from longspan.engine.spec import Spec
+from longspan.plan.plan import Plan, PlanData
 
 
 def is_plain(tensors: list[Tensor]) -> bool:
@@ -22,14 +23,23 @@ def is_plain(tensors: list[Tensor]) -> bool:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, mask: list[Tensor], score: list[Tensor], spec: Spec, scale: float, peak: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    mask: list[Tensor],
+    score: list[Tensor],
+    plan: PlanData | None,
+    spec: Spec,
+    scale: float,
+    peak: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`ops.attend`, given a spec instead of its handle."""
+    """`ops.attend`, given a plan and a spec instead of their handles."""
     tensors = [q, k, v, *score] if sink is None else [q, k, v, sink, *score]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return _Attend.apply(q, k, v, sink, mask, spec, scale, peak, *score)  # type: ignore[no-untyped-call,no-any-return]
+        return _Attend.apply(q, k, v, sink, mask, plan, spec, scale, peak, *score)  # type: ignore[no-untyped-call,no-any-return]
     with torch.no_grad():
-        return ops.run_forward(q, k, v, sink, mask, score, spec, scale, peak)
+        return ops.run_forward(q, k, v, sink, mask, score, plan, spec, scale, peak)
 
 
 class _Attend(torch.autograd.Function):
@@ -41,15 +51,16 @@ class _Attend(torch.autograd.Function):
         v: Tensor,
         sink: Tensor | None,
         mask: list[Tensor],
+        plan: PlanData | None,
         spec: Spec,
         scale: float,
         peak: bool,
         *score: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse, most = ops.run_forward(q, k, v, sink, mask, score, spec, scale, peak)
+        out, lse, most = ops.run_forward(q, k, v, sink, mask, score, plan, spec, scale, peak)
         # The mask's tensors too: torch then refuses a backward pass after they were written to, instead of one over another mask.
         ctx.save_for_backward(q, k, v, sink, out, lse, *mask, *score)
-        ctx.masks, ctx.spec, ctx.scale = len(mask), spec, scale
+        ctx.masks, ctx.plan, ctx.spec, ctx.scale = len(mask), plan, spec, scale
         ctx.mark_non_differentiable(most)
         ctx.set_materialize_grads(False)
         return out, lse, most
@@ -58,16 +69,16 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _most: Any) -> tuple[Any, ...]:  # type: ignore[override]
         q, k, v, sink, out, lse, *captured = ctx.saved_tensors
         mask, score = captured[: ctx.masks], captured[ctx.masks :]
-        needs = [bool(n) for n in ctx.needs_input_grad[8:]]
+        needs = [bool(n) for n in ctx.needs_input_grad[9:]]
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         if torch.is_grad_enabled():
             # create_graph=True: the operator's result says, when it is differentiated, why it cannot be.
-            found = ops.attend_backward(
-                grad_out, grad_lse, q, k, v, sink, out, lse, mask, score, needs, ops.specs.intern(ctx.spec).handle, ctx.scale
-            )
+            plan = None if ctx.plan is None else Plan(ctx.plan).token
+            spec = ops.specs.intern(ctx.spec)
+            found = ops.attend_backward(grad_out, grad_lse, q, k, v, sink, out, lse, mask, score, needs, plan, spec.handle, ctx.scale)
         else:
-            found = ops.run_backward(grad_out, grad_lse, q, k, v, sink, out, lse, mask, score, needs, ctx.spec, ctx.scale)
+            found = ops.run_backward(grad_out, grad_lse, q, k, v, sink, out, lse, mask, score, needs, ctx.plan, ctx.spec, ctx.scale)
         grads = iter(found)
         dq, dk, dv = next(grads), next(grads), next(grads)
         dsink = None if sink is None else next(grads)
-        return dq, dk, dv, dsink, None, None, None, None, *(next(grads) if n else None for n in needs)
+        return dq, dk, dv, dsink, None, None, None, None, None, *(next(grads) if n else None for n in needs)

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longspan.engine import sharded
+from longspan.engine.entry import enter
 from longspan.engine.spec import Spec, SpecRegistry
 from longspan.engine.tables import TableCache
-from longspan.kernels.protocol import Kernel, State, Tiling, Work, like_query, state_dtype
+from longspan.kernels.protocol import Kernel, Tiling, Work, like_query, state_dtype
 from longspan.kernels.registry import choose
+from longspan.plan.plan import PlanData, live
 
 BLOCK = (128, 128)
 
@@ -58,13 +61,19 @@ def run_forward(
     sink: Tensor | None,
     mask_captured: Sequence[Tensor],
     score_captured: Sequence[Tensor],
+    plan: PlanData | None,
     spec: Spec,
     scale: float,
     peak: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `attend` computes."""
-    kernel, work = _kernel_and_work(q, k, v, mask_captured, score_captured, spec, scale, backward=False)
-    result = kernel.forward(q, k, v, work, state=_sink_state(sink, q, v, peak), final=True, peak=peak)
+    if plan is not None:
+        call = enter(plan, spec, q, k, v, sink, score_captured, scale)
+        out, lse, most = sharded.forward(call, q, k, v, sink, peak=peak)
+        return out, lse.contiguous(), lse.new_empty(0) if most is None else most.contiguous()
+    staged = sink is not None
+    kernel, work = _kernel_and_work(q, k, v, mask_captured, score_captured, spec, scale, backward=False, staged=staged, peak=peak)
+    result = kernel.forward(q, k, v, work, state=sharded.sink_state(sink, q, v, peak), final=True, peak=peak)
     return result.out, result.lse.contiguous(), result.lse.new_empty(0) if result.peak is None else result.peak.contiguous()
 
 
@@ -80,17 +89,23 @@ def run_backward(
     mask_captured: Sequence[Tensor],
     score_captured: Sequence[Tensor],
     needs: Sequence[bool],
+    plan: PlanData | None,
     spec: Spec,
     scale: float,
 ) -> list[Tensor]:
     """What `attend_backward` computes."""
-    kernel, work = _kernel_and_work(q, k, v, mask_captured, score_captured, spec, scale, backward=True)
-    delta = None if sink is None else kernel.delta(out, grad_out, grad_lse)
-    grads = kernel.backward(q, k, v, out, lse, grad_out, grad_lse, work, needs=needs, wide=False, delta=delta)
+    if plan is None:
+        staged = sink is not None
+        kernel, work = _kernel_and_work(q, k, v, mask_captured, score_captured, spec, scale, backward=True, staged=staged)
+        delta = None if sink is None else kernel.delta(out, grad_out, grad_lse)
+        grads = kernel.backward(q, k, v, out, lse, grad_out, grad_lse, work, needs=needs, wide=False, delta=delta)
+        dsink = None if delta is None else sharded.sink_gradient(sink, lse, delta)
+    else:
+        call = sharded.Call(data=plan, spec=spec, scale=scale, score_captured=score_captured, heads=q.shape[1], kv_heads=k.shape[1])
+        grads, dsink = sharded.backward(call, q, k, v, sink, out, lse, grad_out, grad_lse, needs)
     found = [grads.q, grads.k, grads.v]
-    if sink is not None and delta is not None:
-        share = torch.exp(sink.to(lse.dtype)[:, None] - lse)
-        found.append(-(share * delta).sum((0, 2)).to(sink.dtype))
+    if sink is not None and dsink is not None:
+        found.append(dsink.to(sink.dtype))
     for need, grad, tensor in zip(needs, grads.captured, score_captured, strict=False):
         if need and grad is not None:
             found.append(grad.to(tensor.dtype).to(tensor.device))
@@ -105,12 +120,13 @@ def attend(
     sink: Tensor | None,
     mask_captured: Sequence[Tensor],
     score_captured: Sequence[Tensor],
+    plan: Tensor | None,
     spec: int,
     scale: float,
     peak: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, peak): peak has no elements unless asked for."""
-    return run_forward(q, k, v, sink, mask_captured, score_captured, specs[spec], scale, peak)
+    """(out, lse, peak): peak has no elements unless asked for. `plan`: the token of a plan; its mask is then the mask."""
+    return run_forward(q, k, v, sink, mask_captured, score_captured, planned(plan), specs[spec], scale, peak)
 
 
 @attend.register_fake
@@ -133,16 +149,18 @@ def attend_backward(
     mask_captured: Sequence[Tensor],
     score_captured: Sequence[Tensor],
     needs: Sequence[bool],
+    plan: Tensor | None,
     spec: int,
     scale: float,
 ) -> list[Tensor]:
     """[dq, dk, dv], then the sink's gradient if there is one, then those of the captured tensors that need it; all contiguous."""
-    return run_backward(grad_out, grad_lse, q, k, v, sink, out, lse, mask_captured, score_captured, needs, specs[spec], scale)
+    found = planned(plan)
+    return run_backward(grad_out, grad_lse, q, k, v, sink, out, lse, mask_captured, score_captured, needs, found, specs[spec], scale)
 
 
 @attend_backward.register_fake
 def _(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *rest: Any) -> list[Tensor]:
-    _out, _lse, _mask_captured, score_captured, needs, _spec, _scale = rest
+    _out, _lse, _mask_captured, score_captured, needs, _plan, _spec, _scale = rest
     wanted = [q, k, v] + ([sink] if sink is not None else []) + [t for t, need in zip(score_captured, needs, strict=True) if need]
     return [t.new_empty(t.shape) for t in wanted]
 
@@ -157,29 +175,31 @@ def _kernel_and_work(
     scale: float,
     *,
     backward: bool,
+    staged: bool,
+    peak: bool = False,
 ) -> tuple[Kernel, Work]:
     work = make_work(spec, q, k, mask_captured, score_captured, scale, backward=backward)
-    kernel = choose(spec.kernel, q, k, v, work)
+    kernel = choose(spec.kernel, q, k, v, work, staged=staged, backward=backward, peak=peak)
     block = kernel.block(q, v, work.table)
     if block != BLOCK:
         work = make_work(spec, q, k, mask_captured, score_captured, scale, backward=backward, block=block)
     return kernel, work
 
 
-def _sink_state(sink: Tensor | None, q: Tensor, v: Tensor, peak: bool) -> State | None:
-    """A sink is a key of value 0 that every row has seen already."""
-    if sink is None:
+def planned(token: Tensor | None) -> PlanData | None:
+    """The plan behind a token."""
+    if token is None:
         return None
-    wide = state_dtype(q.dtype)
-    lse = sink.to(wide)[None, :, None].expand(q.shape[:3]).contiguous()
-    out = torch.zeros((*q.shape[:3], v.shape[-1]), dtype=wide, device=q.device)
-    return State(out=out, lse=lse, peak=torch.full_like(lse, -torch.inf) if peak else None)
+    found = live.get(int(token))
+    if found is None:
+        raise RuntimeError("longspan: the plan of this call no longer exists; keep it until its backward pass is done")
+    return found
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, sink, mask_captured, score_captured, spec, scale, _ = inputs
+    q, k, v, sink, mask_captured, score_captured, plan, spec, scale, _ = inputs
     out, lse, _ = output
-    ctx.save_for_backward(q, k, v, sink, out, lse, *mask_captured, *score_captured)
+    ctx.save_for_backward(q, k, v, sink, out, lse, plan, *mask_captured, *score_captured)
     ctx.counts = len(mask_captured), len(score_captured)
     ctx.spec, ctx.scale = spec, scale
     ctx.keep_alive = specs[spec]
@@ -187,15 +207,17 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_peak: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, sink, out, lse, *captured = ctx.saved_tensors
+    q, k, v, sink, out, lse, plan, *captured = ctx.saved_tensors
     mask_captured, score_captured = captured[: ctx.counts[0]], captured[ctx.counts[0] :]
     needs = [bool(n) for n in ctx.needs_input_grad[5]] if score_captured else []
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    found = iter(attend_backward(grad_out, grad_lse, q, k, v, sink, out, lse, mask_captured, score_captured, needs, ctx.spec, ctx.scale))
+    found = iter(
+        attend_backward(grad_out, grad_lse, q, k, v, sink, out, lse, mask_captured, score_captured, needs, plan, ctx.spec, ctx.scale)
+    )
     dq, dk, dv = next(found), next(found), next(found)
     dsink = None if sink is None else next(found)
-    return dq, dk, dv, dsink, [None] * len(mask_captured), [next(found) if n else None for n in needs], None, None, None
+    return dq, dk, dv, dsink, [None] * len(mask_captured), [next(found) if n else None for n in needs], None, None, None, None
 
 
 def _refuse_double_backward(ctx: Any, *grads: Any) -> Any:

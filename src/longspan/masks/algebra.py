@@ -19,7 +19,8 @@ from longspan.masks.block_mask import ListedMask, mask_mod_of_block_mask, table_
 from longspan.masks.classify import classify
 from longspan.masks.documents import document_ids, renumbered
 from longspan.masks.table import BlockTable
-from longspan.masks.tracing import Traced, mod_name, trace
+from longspan.masks.trace_cache import traces
+from longspan.masks.tracing import Traced, mod_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ class Mask:
     @cached_property
     def traced(self) -> Traced:
         """The mask's program and the tensors it captures, traced once: a mask is a value, what its mod read then it keeps."""
-        return trace(self, "mask", name=str(self))
+        return traces.trace(self, "mask", score_dtype=torch.float32, name=str(self))
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the mask, not its trace."""

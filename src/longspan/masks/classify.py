@@ -39,20 +39,26 @@ def classify(
     batch: int = 1,
     heads: int = 1,
     levels: Sequence[int] | None = None,
+    edges: tuple[Tensor, Tensor] | None = None,
+    first_batch: int = 0,
     mask_mod: Callable[..., Any] | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> BlockTable:
     """The kind of every tile, exactly: FULL where all elements are visible, EMPTY where none is, else PARTIAL.
 
-    A tile that reaches past the end of queries or keys is never FULL (kernels compute full tiles without looking at bounds).
-    `batch` and `heads` become 1 where the program does not depend on them. `captured` may be on any device. `levels` are the
-    sides of squares in tiles, each dividing the one before, the last one 1. `progress` is called with the share done, 0 to 1; by
-    default a line on stderr appears when a table takes more than two seconds. No program is no mask: all is visible.
+    A tile with fewer tokens than its block, as at the end of queries or keys, is never FULL: kernels compute full tiles without
+    looking at bounds. `batch` and `heads` become 1 where the program does not depend on them; `first_batch` is the batch row that
+    comes first. `captured` may be on any device. `edges`: where tiles of queries and of keys begin, and the end; int64, ascending from
+    0, no tile wider than its block. `levels` are the sides of squares in tiles, each dividing the one before, the last one 1.
+    `progress` is called with the share done, 0 to 1; by default a line on stderr appears when a table takes more than two seconds.
+    No program is no mask: all is visible.
     """
     _check(q_len, kv_len, block, batch, heads)
     batch = batch if program is not None and program.uses_batch else 1
     heads = heads if program is not None and program.uses_head else 1
-    q_tiles, kv_tiles = -(-q_len // block[0]), -(-kv_len // block[1])
+    given = edges is not None
+    edges = edges or (_even_edges(q_len, block[0]), _even_edges(kv_len, block[1]))
+    q_tiles, kv_tiles = (len(e) - 1 for e in edges)
     segments = Segments(rows=batch * heads * q_tiles, columns=kv_tiles)
     report = _Report(progress, parts=batch * heads)
     if q_tiles and kv_tiles and batch * heads:
@@ -60,13 +66,28 @@ def classify(
         on_cpu = [t.detach().cpu() for t in captured]
         for b in range(batch):
             for h in range(heads):
-                _Head(program, on_cpu, (q_len, kv_len), block, (b, h), sides, segments, (b * heads + h) * q_tiles, report).run()
+                fixed, row = (first_batch + b, h), (b * heads + h) * q_tiles
+                _Head(program, on_cpu, edges, block, fixed, sides, segments, row, report).run()
                 report.next_part()
     report.close()
     ptr, first, last, kind = segments.table()
     return BlockTable(
-        q_len=q_len, kv_len=kv_len, block=block, batch=batch, heads=heads, ptr=ptr, first=first, last=last, kind=kind, mask_mod=mask_mod
+        q_len=q_len,
+        kv_len=kv_len,
+        block=block,
+        batch=batch,
+        heads=heads,
+        ptr=ptr,
+        first=first,
+        last=last,
+        kind=kind,
+        tiles=(q_tiles, kv_tiles) if given else None,
+        mask_mod=mask_mod,
     )
+
+
+def _even_edges(length: int, block: int) -> Tensor:
+    return torch.cat([torch.arange(0, length, block), torch.tensor([length])])
 
 
 def _check(q_len: int, kv_len: int, block: tuple[int, int], batch: int, heads: int) -> None:
@@ -127,7 +148,7 @@ class _Head:
         self,
         program: Program | None,
         captured: Sequence[Tensor],
-        lengths: tuple[int, int],
+        edges: tuple[Tensor, Tensor],
         block: tuple[int, int],
         fixed: tuple[int, int],
         sides: list[int],
@@ -135,15 +156,16 @@ class _Head:
         row: int,
         report: _Report,
     ) -> None:
-        self.program, self.captured, self.lengths, self.block, self.sides = program, captured, lengths, block, sides
+        self.program, self.captured, self.edges, self.block, self.sides = program, captured, edges, block, sides
         self.segments, self.row, self.report = segments, row, report
-        self.tiles = [-(-n // size) for n, size in zip(lengths, block, strict=True)]
-        self.whole_tiles = [n // size for n, size in zip(lengths, block, strict=True)]
+        self.tiles = [len(e) - 1 for e in edges]
+        self.whole = [e.diff() == size for e, size in zip(edges, block, strict=True)]
+        self.short: dict[tuple[int, int], Tensor | None] = {}
         self.fixed = [torch.full((1, 1, 1), i) for i in fixed]
         self.domain: Interpreter | None = None
         if program is not None:
-            (b, h), (q_len, kv_len) = fixed, lengths
-            self.domain = Interpreter(program, captured, b=(b, b), h=(h, h), q=(0, q_len - 1), kv=(0, kv_len - 1))
+            (b, h), (q_end, kv_end) = fixed, (int(e[-1]) - 1 for e in edges)
+            self.domain = Interpreter(program, captured, b=(b, b), h=(h, h), q=(0, q_end), kv=(0, kv_end))
             self.width = max([1, *(n.meta["val"].numel() for n in program.graph.nodes if n.op == "call_function")])
         self.along: dict[tuple[int, int], list[Interval]] = {}
         self.area, self.done = -1, 0
@@ -184,12 +206,28 @@ class _Head:
         shape = (rows.shape[0], rows.shape[1], columns.shape[2])
         must, may = (x.expand(shape) for x in self._bounds(level, rows, columns))
         kind = torch.where(must, FULL, torch.where(may, UNKNOWN, EMPTY)).to(torch.int8)
-        ends = [(x + 1) * side for x in (rows, columns)]
-        if bool((ends[0].max() > self.whole_tiles[0]) | (ends[1].max() > self.whole_tiles[1])):
-            ragged = (ends[0] > self.whole_tiles[0]) | (ends[1] > self.whole_tiles[1])
-            kind.masked_fill_(ragged & (kind == FULL), PARTIAL if side == 1 else UNKNOWN)
-            kind.masked_fill_((rows * side >= self.tiles[0]) | (columns * side >= self.tiles[1]), EMPTY)
+        for axis, at in enumerate((rows, columns)):
+            short = self._short(level, axis)
+            if short is None:
+                continue
+            beyond = at >= len(short)
+            ragged = short[at.clamp(max=len(short) - 1)] | beyond
+            if bool(ragged.any()):
+                kind.masked_fill_(ragged & (kind == FULL), PARTIAL if side == 1 else UNKNOWN)
+                kind.masked_fill_(beyond, EMPTY)
         return kind
+
+    def _short(self, level: int, axis: int) -> Tensor | None:
+        """Which squares of this level hold a short tile or reach past the last one, along one side; None for none."""
+        key = (level, axis)
+        if key not in self.short:
+            side, tiles = self.sides[level], self.tiles[axis]
+            padded = torch.ones(-(-tiles // side) * side, dtype=torch.bool)
+            padded[:tiles] = ~self.whole[axis]
+            short = padded.view(-1, side).any(1)
+            evenly = max(self.sides) == side or tiles % self.sides[0] == 0
+            self.short[key] = None if evenly and not bool(short.any()) else short
+        return self.short[key]
 
     def _bounds(self, level: int, rows: Tensor, columns: Tensor) -> Interval:
         if self.domain is None:
@@ -207,10 +245,9 @@ class _Head:
         key = (level, axis)
         if key not in self.along:
             assert self.domain is not None
-            i = 0 if axis == Q else 1
-            step = self.sides[level] * self.block[i]
-            start = torch.arange(0, self.lengths[i], step)
-            self.along[key] = self.domain.along(axis, start, (start + step).clamp(max=self.lengths[i]) - 1)
+            edges, step = self.edges[0 if axis == Q else 1], self.sides[level]
+            start = edges[:-1:step]
+            self.along[key] = self.domain.along(axis, start, torch.cat([start[1:], edges[-1:]]) - 1)
         return self.along[key]
 
     def _emit(self, chosen: Tensor, rows: Tensor, columns: Tensor, kind: int, side: int) -> None:
@@ -237,7 +274,7 @@ class _Head:
             r, c = rows[open_], columns[open_]
             some, every = self._evaluate(self._positions(0, r, counts[0]), self._positions(1, c, counts[1]))
             if final:
-                every &= (r < self.whole_tiles[0]) & (c < self.whole_tiles[1])
+                every &= self.whole[0][r] & self.whole[1][c]
                 kind[open_] = torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY)).to(torch.int8)
             else:
                 kind[open_[some & ~every]] = PARTIAL
@@ -245,9 +282,9 @@ class _Head:
 
     def _positions(self, axis: int, tile: Tensor, count: int) -> Tensor:
         """`count` positions spread over each tile [t, count], both ends among them; past the end the last token stands in."""
-        size = self.block[axis]
+        edges, size = self.edges[axis], self.block[axis]
         spread = torch.arange(count) * (size - 1) // max(1, count - 1)
-        return (tile[:, None] * size + spread).clamp(max=self.lengths[axis] - 1)
+        return torch.minimum(edges[tile, None] + spread, edges[tile + 1, None] - 1)
 
     def _evaluate(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         """q [t, m], kv [t, n] → whether some and whether every element of each tile is visible [t]."""

@@ -112,6 +112,10 @@ class Program:
         """Run on tensors of one rank that broadcast against each other (score mods: the score first; captured tensors last)."""
         return run(self.graph, inputs, pointwise=self.pointwise)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Programs pickle as data: a list of nodes, operations by name."""
+        return _rebuilt, (self.kind, self.name, _nodes_as_data(self.graph), self.captured, self.score_dtype)
+
     def __repr__(self) -> str:
         return f"Program({self.kind} {self.name!r}, {len(self.captured)} captured, {self.key[:8]})"
 
@@ -227,3 +231,61 @@ def _as_module(graph: Graph, device: torch.device) -> GraphModule:
         if "device" in node.kwargs:
             env[node].kwargs = {**env[node].kwargs, "device": device}
     return GraphModule(root, copy)
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """A node in pickled arguments, by its number."""
+
+    number: int
+
+
+def _nodes_as_data(graph: Graph) -> list[tuple[Any, ...]]:
+    number = {node: i for i, node in enumerate(graph.nodes)}
+    out = []
+
+    def by_number(node: Node) -> Any:
+        return _Ref(number[node])
+
+    for node in graph.nodes:
+        args, kwargs = (torch.fx.map_arg(a, by_number) for a in (node.args, dict(node.kwargs)))
+        target = str(node.target) if node.op == "call_function" else node.target
+        value = node.meta.get("val")
+        shape = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
+        out.append((node.op, node.name, target, _plain(args), _plain(kwargs), shape, node.meta.get("constant")))
+    return out
+
+
+def _plain(arg: Any) -> Any:
+    """fx's immutable containers as ordinary ones."""
+    if isinstance(arg, dict):
+        return {k: _plain(v) for k, v in arg.items()}
+    return type(arg)(map(_plain, arg)) if type(arg) is tuple else [_plain(a) for a in arg] if isinstance(arg, list) else arg
+
+
+def _rebuilt(kind: Kind, name: str, nodes: list[tuple[Any, ...]], captured: tuple[CapturedSpec, ...], score_dtype: torch.dtype) -> Program:
+    graph = Graph()
+    made: list[Node] = []
+
+    def resolved(arg: Any) -> Any:
+        if isinstance(arg, _Ref):
+            return made[arg.number]
+        if isinstance(arg, dict):
+            return {k: resolved(v) for k, v in arg.items()}
+        return type(arg)(map(resolved, arg)) if type(arg) in (tuple, list) else arg
+
+    for op, node_name, target, args, kwargs, shape, constant in nodes:
+        node = graph.create_node(op, _operation(target) if op == "call_function" else target, resolved(args), resolved(kwargs), node_name)
+        node.meta["val"] = torch.empty(shape[1], dtype=shape[0], device="meta") if isinstance(shape, tuple) else shape
+        if constant is not None:
+            node.meta["constant"] = constant
+        made.append(node)
+    return Program(kind=kind, name=name, graph=graph, captured=captured, score_dtype=score_dtype)
+
+
+def _operation(name: str) -> Any:
+    """`aten.add.Tensor` → the operation."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

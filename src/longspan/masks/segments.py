@@ -21,7 +21,7 @@ class Segments:
     def add(self, row: Tensor, column: Tensor, kind: int, *, side: int = 1, row_offset: int = 0, row_limit: int | None = None) -> None:
         """Squares of `side` tiles, numbered in squares [n], of one kind. Rows from `row_limit` on are cut; `row_offset` is added."""
         row, first, last = row * side, column * side, ((column + 1) * side - 1).clamp(max=self.columns - 1)
-        row, first, last, kinds = _joined(row, first, last, torch.full_like(row, kind, dtype=torch.int8))
+        row, first, last, kinds = join_neighbours(row, first, last, torch.full_like(row, kind, dtype=torch.int8))
         if side > 1:
             row = (row[:, None] + torch.arange(side)).flatten()
             first, last, kinds = (x.repeat_interleave(side) for x in (first, last, kinds))
@@ -37,7 +37,7 @@ class Segments:
         """Bring all collected so far in order and join neighbours, which bounds memory by the table's own size."""
         row, first, last, kind = (torch.cat(x) for x in zip(*self._parts, strict=True))
         order = (row.long() * max(1, self.columns) + first).argsort()
-        self._parts = [_joined(row[order], first[order], last[order], kind[order])]
+        self._parts = [join_neighbours(row[order], first[order], last[order], kind[order])]
         self._joined, self._pending = len(self._parts[0][0]), 0
 
     def table(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -50,7 +50,7 @@ class Segments:
         return row_pointers(row, self.rows), first, last, kind
 
 
-def _joined(row: Tensor, first: Tensor, last: Tensor, kind: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def join_neighbours(row: Tensor, first: Tensor, last: Tensor, kind: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Join stretches that follow each other in one row, are neighbours and of one kind."""
     goes_on = (row[1:] == row[:-1]) & (first[1:] == last[:-1] + 1) & (kind[1:] == kind[:-1])
     begins = torch.cat([goes_on.new_ones(min(1, len(row))), ~goes_on])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.masks.segments import row_pointers
+from longspan.masks.segments import join_neighbours, row_pointers
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -52,15 +52,16 @@ class BlockTable:
     first: Tensor
     last: Tensor
     kind: Tensor
+    tiles: tuple[int, int] | None = None  # tiles of queries and of keys, where they do not simply follow each other block by block
     mask_mod: Callable[..., Any] | None = None
 
     @property
     def q_tiles(self) -> int:
-        return -(-self.q_len // self.block[0])
+        return -(-self.q_len // self.block[0]) if self.tiles is None else self.tiles[0]
 
     @property
     def kv_tiles(self) -> int:
-        return -(-self.kv_len // self.block[1])
+        return -(-self.kv_len // self.block[1]) if self.tiles is None else self.tiles[1]
 
     @property
     def rows(self) -> int:
@@ -139,7 +140,7 @@ class BlockTable:
         changed = ((excess != 0) & (width > 0)).nonzero()[:, 0]
         key, after, width = key[changed], after[changed], width[changed]
 
-        column, gap = (_stretched(key % (self.kv_tiles + 1), width), (key // (self.kv_tiles + 1)).repeat_interleave(width))
+        column, gap = (stretched(key % (self.kv_tiles + 1), width), (key // (self.kv_tiles + 1)).repeat_interleave(width))
         after = after.repeat_interleave(width)
         head, tile = gap // gaps, gap % gaps
         out_row = head * self.kv_tiles + column
@@ -156,7 +157,48 @@ class BlockTable:
             first=tile[begins].int(),
             last=(tile[begins + 1] - 1).int(),
             kind=after[begins].to(torch.int8),
+            tiles=None if self.tiles is None else (self.tiles[1], self.tiles[0]),
             mask_mod=None if self.mask_mod is None else partial(_swapped, self.mask_mod),
+        )
+
+    def select(self, q: Tensor, kv: Tensor, *, heads: range | None = None) -> BlockTable:
+        """The table of some tiles: query tiles q and key tiles kv (int64, each at most once) in the order given, of some heads.
+
+        A run is cut where its tiles do not follow each other among `kv`; the cost follows the runs, not the tiles.
+        """
+        heads = heads if heads is not None and self.heads > 1 else range(self.heads)
+        starts = torch.ones(len(kv), dtype=torch.bool)
+        starts[1:] = kv[1:] != kv[:-1] + 1
+        at = starts.nonzero()[:, 0]
+        low, order = kv[at].sort()
+        offset = at[order] - low  # from a tile's number to its column
+        high = low + torch.diff(at, append=torch.tensor([len(kv)]))[order]
+
+        head = torch.arange(self.batch)[:, None] * self.heads + torch.arange(heads.start, heads.stop)
+        rows = (head.view(-1, 1) * self.q_tiles + q).view(-1)
+        count = (self.ptr[rows + 1] - self.ptr[rows]).long()
+        run, row = stretched(self.ptr[rows].long(), count), torch.arange(len(rows)).repeat_interleave(count)
+        first, last, kind = self.first[run].long(), self.last[run].long(), self.kind[run]
+        begin = torch.searchsorted(high, first, right=True)
+        pieces = (torch.searchsorted(low, last, right=True) - begin).clamp(min=0)
+        part = stretched(begin, pieces)
+        row, kind = row.repeat_interleave(pieces), kind.repeat_interleave(pieces)
+        first = torch.maximum(first.repeat_interleave(pieces), low[part]) + offset[part]
+        last = torch.minimum(last.repeat_interleave(pieces), high[part] - 1) + offset[part]
+
+        by_row = (row * (len(kv) + 1) + first).argsort()
+        row, first, last, kind = join_neighbours(row[by_row], first[by_row], last[by_row], kind[by_row])
+        return BlockTable(
+            q_len=len(q) * self.block[0],
+            kv_len=len(kv) * self.block[1],
+            block=self.block,
+            batch=self.batch,
+            heads=len(heads),
+            ptr=row_pointers(row, len(rows)),
+            first=first.int(),
+            last=last.int(),
+            kind=kind,
+            tiles=(len(q), len(kv)),
         )
 
     def to_block_mask(self, device: torch.device | str = "cpu") -> BlockMask:
@@ -171,7 +213,7 @@ class BlockTable:
             count = torch.bincount(row, minlength=self.rows)
             place = torch.arange(len(row)) - (count.cumsum(0) - count)[row]
             indices = torch.zeros(self.rows, self.kv_tiles, dtype=torch.int32)
-            indices[row, place] = _stretched(first.long(), length).int()
+            indices[row, place] = stretched(first.long(), length).int()
             shape = (self.batch, self.heads, self.q_tiles)
             listed += [count.int().view(shape).to(device), indices.view(*shape, self.kv_tiles).to(device)]
         lengths = (self.q_len, self.kv_len)
@@ -207,7 +249,7 @@ class BlockTable:
         return "\n".join("".join(SHADES[s] for s in row) for row in shade.tolist())
 
 
-def _stretched(first: Tensor, length: Tensor) -> Tensor:
+def stretched(first: Tensor, length: Tensor) -> Tensor:
     """first[0], first[0] + 1, … (length[0] of them), first[1], …"""
     start = length.cumsum(0) - length
     return torch.arange(int(length.sum())) + (first - start).repeat_interleave(length)

@@ -161,3 +161,7 @@ class TraceCache:
                 if len(self._entries) > self._size:
                     self._entries.popitem(last=False)
         return traced
+
+
+# Programs are values that hold no tensor: one memo serves masks, plans and operators.
+traces = TraceCache()

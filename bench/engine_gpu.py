@@ -1,0 +1,209 @@
+"""What one rank of N takes, against an N-th of the whole sequence on one kernel: how much of the kernel's speed the engine keeps.
+
+    PYTHONPATH=src python bench/engine_gpu.py [--case S N] [--kernel NAME] [--json]
+
+Causal, B 1, H 32, D 128, bfloat16, forward and backward; head-tail layout; ring and exchange. One GPU plays single ranks of the mesh,
+one after the other (the first, the middle and the last); the slowest counts. What would come from other ranks is copied from the rank's
+own rows at the time of the exchange, so that a rank touches as much memory as it would, and waits for no link. torch's own ring (flash
+and cuDNN) is run the same way, its collectives replaced by copies. "eff": with the time between events, calls queued ahead so that the
+host does not count. "wall": without queueing ahead, as a training loop would see it if nothing else kept the device busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import longspan as ls
+from longspan.comm.group import Done, Pending
+
+HEADS, DIM = 32, 128
+CASES = ((32768, 8), (131072, 8), (131072, 32))
+STEPS = ("forward", "backward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Echo:
+    """A group of which one rank exists: what it expects from others is copied from its own rows."""
+
+    name: str
+    rank: int
+    size: int
+
+    def all_to_all(self, out: Tensor, sent: Tensor, out_splits: Sequence[int], sent_splits: Sequence[int], *, what: str) -> Pending:
+        for start in range(0, len(out), max(1, len(sent))):
+            part = out[start : start + len(sent)]
+            part.copy_(sent[: len(part)])
+        return Done()
+
+
+class EchoMesh(ls.Mesh):
+    def group(self, axis: int | str) -> Any:
+        return Echo(name="echo", rank=self.rank, size=self.size)
+
+
+class Clock:
+    """Median milliseconds of a call, on the device alone and as the host sees it."""
+
+    def __init__(self, repeat: int) -> None:
+        self.repeat = repeat
+        self.block = torch.randn(16384, 16384, device="cuda", dtype=torch.bfloat16)
+
+    def __call__(self, fn: Callable[[], Any]) -> dict[str, float]:
+        fn()
+        fn()
+        return {"device": self._time(fn, ahead=6), "wall": self._time(fn, ahead=0)}
+
+    def _time(self, fn: Callable[[], Any], ahead: int) -> float:
+        found = []
+        for _ in range(self.repeat):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            for _ in range(ahead):
+                self.block @ self.block
+            start.record()
+            fn()
+            end.record()
+            end.synchronize()
+            found.append(start.elapsed_time(end))
+        return statistics.median(found)
+
+
+def qkv(tokens: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, HEADS, tokens, DIM, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+
+
+def both(call: Callable[[], Tensor], inputs: list[Tensor], clock: Clock) -> dict[str, dict[str, float]]:
+    """Times of forward (without saving for backward) and of backward."""
+    with torch.no_grad():
+        forward = clock(call)
+    out = call()
+    grad = torch.randn_like(out)
+    return {"forward": forward, "backward": clock(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True))}
+
+
+def ours(tokens: int, ranks: int, strategy: str, kernel: str, clock: Clock) -> dict[str, dict[str, float]]:
+    """The slowest of three ranks."""
+    found = []
+    for rank in sorted({0, ranks // 2, ranks - 1}):
+        mesh = EchoMesh(axes=ls.Mesh.abstract(ranks).axes, coordinate=(rank,))
+        plan = ls.plan(ls.causal(), tokens, mesh, layout="head_tail", strategy=strategy, heads=HEADS, kv_heads=HEADS, head_dim=DIM)
+        inputs = qkv(plan.local_len)
+        found.append(both(lambda inputs=inputs, plan=plan: ls.attention(*inputs, plan=plan, kernel=kernel), inputs, clock))
+    return {s: {k: max(f[s][k] for f in found) for k in ("device", "wall")} for s in STEPS}
+
+
+def torch_ring(tokens: int, ranks: int, backend: str, clock: Clock) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(whole, slowest rank) of torch's ring over one of its kernels; its collectives replaced by copies."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as cp
+
+    aten = torch.ops.aten
+    if backend == "flash":
+        op, back, options = aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward.default, {}
+    else:
+        op, back = aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_cudnn_attention_backward.default
+        options = {"attn_bias": None, "compute_log_sumexp": True, "return_debug_mask": False}
+    options = {**options, "dropout_p": 0.0}
+
+    def saved(r: Any) -> dict[str, Any]:
+        more = {} if backend == "flash" else {"attn_bias": None}
+        names = {"cum_seq_q": r[2], "cum_seq_k": r[3], "max_q": r[4], "max_k": r[5], "philox_seed": r[6], "philox_offset": r[7]}
+        return {**names, **more, "dropout_p": 0.0}
+
+    cp.ft_c.all_gather_single = cp.ft_c.all_gather_tensor = lambda t, gather_dim=0, group=None: t.repeat(ranks)  # type: ignore[assignment]
+    cp.ft_c.permute_tensor = lambda t, d, g=None: t.clone()  # type: ignore[assignment]
+    cp.dist.get_world_size = lambda g=None: ranks  # type: ignore[assignment]
+    cp.dist.ProcessGroup = object  # type: ignore[assignment,misc]
+    whole = _times(
+        lambda q, k, v: op(q, k, v, is_causal=True, **options),
+        lambda g, q, k, v, r: back(grad_out=g, query=q, key=k, value=v, out=r[0], logsumexp=r[1], is_causal=True, **saved(r)),
+        [t.detach() for t in qkv(tokens)],
+        clock,
+    )
+    found = []
+    for rank in sorted({0, ranks // 2, ranks - 1}):
+        cp.dist.get_rank = lambda g=None, rank=rank: rank  # type: ignore[assignment]
+        found.append(
+            _times(
+                lambda q, k, v: cp._templated_ring_attention(object(), 2, op, q, k, v, is_causal=True, **options),
+                lambda g, q, k, v, r: cp._templated_ring_attention_backward(
+                    object(), 2, back, grad_out=g, grad_out_name="grad_out", query=q, key=k, value=v, out=r[0], logsumexp=r[1],
+                    is_causal=True, **saved(r),
+                ),
+                [t.detach() for t in qkv(tokens // ranks)],
+                clock,
+            )
+        )  # fmt: skip
+    return whole, {s: {k: max(f[s][k] for f in found) for k in ("device", "wall")} for s in STEPS}
+
+
+def _times(forward: Callable[..., Any], backward: Callable[..., Any], inputs: list[Tensor], clock: Clock) -> dict[str, dict[str, float]]:
+    result = forward(*inputs)
+    grad = torch.randn_like(result[0])
+    return {"forward": clock(lambda: forward(*inputs)), "backward": clock(lambda: backward(grad, *inputs, result))}
+
+
+def row(name: str, tokens: int, ranks: int, whole: dict[str, Any], rank: dict[str, Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {"name": name, "tokens": tokens, "ranks": ranks}
+    for s in STEPS:
+        for k in ("device", "wall"):
+            out[f"{s}_{k}_ms"] = rank[s][k]
+            out[f"{s}_{k}_efficiency"] = whole[s]["device"] / ranks / rank[s][k]
+        out[f"{s}_whole_ms"] = whole[s]["device"]
+    return out
+
+
+def line(r: dict[str, Any]) -> str:
+    parts = []
+    for s in STEPS:
+        ideal, rank, device, wall = (r[f"{s}_{k}"] for k in ("whole_ms", "device_ms", "device_efficiency", "wall_efficiency"))
+        parts.append(f"{ideal / r['ranks']:8.3f}{rank:8.3f}{device:6.2f}{wall:6.2f}")
+    return f"{r['tokens']:7d}{r['ranks']:4d}  {r['name']:24} |{parts[0]} |{parts[1]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", type=int, nargs=2, metavar=("S", "N"), help="this length and number of ranks only")
+    parser.add_argument("--kernel", default="triton")
+    parser.add_argument("--without-torch", action="store_true")
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    about = {
+        "bench": "engine_gpu",
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "kernel": args.kernel,
+        "date": datetime.date.today().isoformat(),
+    }
+    print(", ".join(f"{k} {v}" for k, v in about.items()))
+    columns = f"{'ideal':>8}{'rank':>8}{'eff':>6}{'wall':>6}"
+    print(f"{'':37} |{'forward, ms':^28} |{'backward, ms':^28}")
+    print(f"{'tokens':>7}{'N':>4}  {'':24} |{columns} |{columns}", flush=True)
+    clock, rows = Clock(args.repeat), []
+    for tokens, ranks in [tuple(args.case)] if args.case else CASES:
+        inputs = qkv(tokens)
+        whole = both(lambda inputs=inputs: ls.attention(*inputs, mask=ls.causal(), kernel=args.kernel), inputs, clock)
+        del inputs
+        for strategy in ("ring", "exchange"):
+            rows.append(row(f"longspan {strategy}", tokens, ranks, whole, ours(tokens, ranks, strategy, args.kernel, clock)))
+            print(line(rows[-1]), flush=True)
+        if not args.without_torch:
+            for backend in ("flash", "cudnn"):
+                rows.append(row(f"torch ring {backend}", tokens, ranks, *torch_ring(tokens, ranks, backend, clock)))
+                print(line(rows[-1]), flush=True)
+    if args.json:
+        print(json.dumps({**about, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

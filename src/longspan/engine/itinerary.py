@@ -1,0 +1,218 @@
+"""A rank's itinerary: a plan as one rank carries it out. What arrives when, what is sent, and which tiles each step computes.
+
+Derived from the plan alone, once per plan and tile size, and kept with it. Rows of a buffer are tokens, or (batch row, token) where batch
+rows are laid out differently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from longspan.kernels.protocol import Tiling
+from longspan.masks.table import BlockTable, stretched
+from longspan.plan.plan import PlanData
+from longspan.plan.tiles import Side
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows:
+    """Some rows of a tensor: a stretch of them, or a list. Lists are copied to a device once."""
+
+    start: int
+    stop: int
+    index: Tensor | None = None
+    _copies: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, index: Tensor) -> Rows:
+        if not len(index):
+            return cls(start=0, stop=0)
+        start, stop = int(index[0]), int(index[-1]) + 1
+        plain = stop - start == len(index) and bool((index.diff() == 1).all())
+        return cls(start=start, stop=stop) if plain else cls(start=0, stop=len(index), index=index)
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+    def on(self, device: torch.device) -> Tensor:
+        assert self.index is not None
+        if device not in self._copies:
+            self._copies[device] = self.index.to(device)
+        return self._copies[device]
+
+    def take(self, x: Tensor) -> Tensor:
+        """Those rows of x, a view where they are a stretch."""
+        return x[self.start : self.stop] if self.index is None else x.index_select(0, self.on(x.device))
+
+    def add_(self, x: Tensor, rows: Tensor) -> None:
+        """x[these] += rows. No row is listed twice, so that the sum is the same in any order."""
+        if self.index is None:
+            x[self.start : self.stop] += rows
+        else:
+            x.index_add_(0, self.on(x.device), rows.to(x.dtype))
+
+    def put_(self, x: Tensor, rows: Tensor) -> None:
+        """x[these] = rows."""
+        if self.index is None:
+            x[self.start : self.stop] = rows
+        else:
+            x.index_copy_(0, self.on(x.device), rows)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arrival:
+    """One exchange: rows [start, stop) of the step's buffer arrive, `sent` leaves; `home[r]` are the local rows that rank r gets."""
+
+    what: str
+    start: int
+    stop: int
+    arriving: tuple[int, ...]
+    leaving: tuple[int, ...]
+    sent: Rows
+    home: tuple[Rows, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """The tiles that a step computes for a batch row, or for all of them. `rows`: its keys' rows in the buffer, None for all."""
+
+    table: BlockTable
+    q_tiles: Tiling
+    kv_tiles: Tiling
+    rows: Rows | None = None
+
+    @property
+    def empty(self) -> bool:
+        return not len(self.table.first)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """What is computed at once. `tokens`: rows of its buffer; the first step is over local keys and has no arrivals."""
+
+    tokens: int
+    arrivals: tuple[Arrival, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def empty(self) -> bool:
+        return all(part.empty for part in self.parts)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Itinerary:
+    """`last[p]`: the last step in which part p computes anything (0, the local one, if none)."""
+
+    steps: tuple[Step, ...]
+    last: tuple[int, ...]
+
+    @property
+    def moves(self) -> bool:
+        return len(self.steps) > 1
+
+
+def itinerary(data: PlanData, block: tuple[int, int], heads: range | None) -> Itinerary:
+    """This rank's steps, for tiles of this size and (where the mask differs by head) these heads."""
+    key = ("itinerary", block, None if heads is None else (heads.start, heads.stop))
+    found: Itinerary = data._keep(key, lambda: _Maker(data, block, heads).make())
+    return found
+
+
+class _Maker:
+    def __init__(self, data: PlanData, block: tuple[int, int], heads: range | None) -> None:
+        self.data, self.block, self.heads = data, block, heads
+        self.me = 0 if data.ring is None else data.mesh.coordinate[data.ring]
+        self.ranks = data.inner[0].ranks
+        self.queries = [data.side(0, block[0], row) for row in range(data.rows)]
+        self.keys = [data.side(1, block[1], row) for row in range(data.rows)]
+        self.q_order = [side.of_rank(self.me) for side in self.queries]
+        self.q_tilings = [_tiling(side, order) for side, order in zip(self.queries, self.q_order, strict=True)]
+        s = data.schedule
+        self.mine = {"in": s.receiver == self.me, "out": s.source == self.me}
+
+    def make(self) -> Itinerary:
+        steps = [self._local()]
+        steps += [self._step(group) for group in self.data.schedule.steps]
+        last = [max([i for i, step in enumerate(steps) if not step.parts[p].empty], default=0) for p in range(self.data.rows)]
+        return Itinerary(steps=tuple(steps), last=tuple(last))
+
+    def _local(self) -> Step:
+        parts = []
+        tokens = self.data.inner[1].local_len(self.me)
+        for row, side in enumerate(self.keys):
+            # The local keys of a batch row are its own slice of a tensor, not rows of a common buffer.
+            parts.append(self._part(row, side.of_rank(self.me), rows=None))
+        return Step(tokens=tokens * self.data.rows, arrivals=(), parts=tuple(parts))
+
+    def _part(self, row: int, tiles: Tensor, *, rows: Rows | None) -> Part:
+        table = self.data.table(self.block, row).select(self.q_order[row], tiles, heads=self.heads)
+        return Part(table=table, q_tiles=self.q_tilings[row], kv_tiles=_tiling(self.keys[row], tiles), rows=rows)
+
+    def _step(self, stages: range) -> Step:
+        arrivals, offset = [], 0
+        listed: list[list[Tensor]] = [[] for _ in self.keys]
+        places: list[list[Tensor]] = [[] for _ in self.keys]
+        for stage in stages:
+            arrival, found = self._arrival(stage, offset)
+            for row, (tiles, place) in enumerate(found):
+                listed[row].append(tiles)
+                places[row].append(place + offset)
+            arrivals.append(arrival)
+            offset = arrival.stop
+        parts = []
+        for row in range(len(self.keys)):
+            rows = Rows.of(torch.cat(places[row])) if len(self.keys) > 1 else None
+            parts.append(self._part(row, torch.cat(listed[row]), rows=rows))
+        return Step(tokens=offset, arrivals=tuple(arrivals), parts=tuple(parts))
+
+    def _arrival(self, stage: int, offset: int) -> tuple[Arrival, list[tuple[Tensor, Tensor]]]:
+        """An exchange, and for each batch row the tiles that it brings and where their tokens lie in it."""
+        s = self.data.schedule
+        now = s.stage == stage
+        into, out = self.mine["in"] & now, self.mine["out"] & now
+        arriving, leaving = (
+            torch.zeros(self.ranks, dtype=torch.int64).index_add_(0, rank[chosen], s.length[chosen]).tolist()
+            for rank, chosen in ((s.source, into), (s.receiver, out))
+        )
+        sent = torch.zeros(sum(leaving), dtype=torch.int64)
+        local = self.data.inner[1].local_len(self.me)
+        for row, (tiles, place) in enumerate(self._moved(out)):
+            side = self.keys[row]
+            sent[place] = stretched(side.row[tiles], side.count[tiles]) + (row * local if self.data.rows > 1 else 0)
+        arrival = Arrival(
+            what=f"stage {stage + 1} of {s.stages} ({self.data.strategy})",
+            start=offset,
+            stop=offset + sum(arriving),
+            arriving=tuple(arriving),
+            leaving=tuple(leaving),
+            sent=Rows.of(sent),
+            home=tuple(Rows.of(rows) for rows in sent.split(leaving)),
+        )
+        return arrival, self._moved(into)
+
+    def _moved(self, chosen: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """For each batch row, the tiles of some moves, and where their tokens lie when all those moves follow each other."""
+        s = self.data.schedule
+        row, start, length = s.row[chosen], s.start[chosen], s.length[chosen]
+        offset = length.cumsum(0) - length
+        found = []
+        for b, side in enumerate(self.keys):
+            here = row == b
+            first, end = side.within(start[here], length[here])
+            found.append((stretched(first, end - first), stretched(offset[here], length[here])))
+        return found
+
+
+def _tiling(side: Side, tiles: Tensor) -> Tiling:
+    """Tiles one after the other in a buffer."""
+    count = side.count[tiles]
+    length = int(count.sum())
+    position = side.edges[tiles]
+    row = count.cumsum(0) - count
+    if len(tiles) and torch.equal(position, row) and torch.equal(position, torch.arange(0, length, side.block)):
+        return Tiling(length=length, block=side.block)
+    return Tiling(length=length, block=side.block, row=row.int(), pos=position.int(), count=count.int())

@@ -1,0 +1,347 @@
+"""Attention over a mesh: fetch the next step's keys, compute this one's, nothing else. The same backwards.
+
+Legend as in `longspan.kernels.protocol`; B, H, G, Q, K are of this rank's shards (after the Ulysses transpose, where there is one).
+A step's keys and values lie token by token in one buffer [T, B, G, D + E], as they were received; kernels read views of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from longspan.comm.group import Group, Pending
+from longspan.engine.itinerary import Arrival, Itinerary, Part, Step, itinerary
+from longspan.engine.spec import Spec
+from longspan.engine.ulysses import Transpose
+from longspan.kernels.protocol import Grads, Kernel, State, Work, like_query, state_dtype
+from longspan.kernels.registry import choose
+from longspan.plan.plan import PlanData
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """One attention call on this rank: the plan, and what is not part of it."""
+
+    data: PlanData
+    spec: Spec
+    scale: float
+    score_captured: Sequence[Tensor]
+    heads: int
+    kv_heads: int
+
+    @cached_property
+    def transpose(self) -> Transpose | None:
+        d = self.data
+        if d.ulysses is None or d.degree == 1:
+            return None
+        index = torch.arange(d.mesh.size).view([axis.size for axis in d.mesh.axes])
+        at = [slice(None) if i == d.ulysses else c for i, c in enumerate(d.mesh.coordinate)]
+        members = index[tuple(at)].tolist()
+        lengths = tuple(d.layouts[0].local_len(r) for r in members)
+        return Transpose(group=d.mesh.group(d.ulysses), lengths=lengths, heads=self.heads, kv_heads=self.kv_heads)
+
+    @property
+    def own_heads(self) -> range | None:
+        return None if self.transpose is None else self.transpose.own
+
+    def captured_mask(self, device: torch.device) -> list[Tensor]:
+        found: list[Tensor] = self.data._keep(("captured", device), lambda: [t.to(device) for t in self.data.mask.captured])
+        return found
+
+    def work(self, part: Part, q: Tensor, row: int, *, backward: bool) -> Work:
+        return Work(
+            table=part.table,
+            q_tiles=part.q_tiles,
+            kv_tiles=part.kv_tiles,
+            scale=self.scale,
+            mask=self.data.mask.program,
+            mask_captured=self.captured_mask(q.device),
+            score=self.spec.score,
+            score_captured=[t.to(q.device) for t in self.score_captured],
+            joint=self.spec.joint if backward else None,
+            first_batch=row if self.data.rows > 1 else 0,
+            first_head=0 if self.own_heads is None else self.own_heads.start,
+        )
+
+    def route(self, q: Tensor, k: Tensor, v: Tensor, *, sink: bool, backward: bool) -> tuple[Kernel, Itinerary]:
+        """The kernel for this call and the itinerary in tiles that suit it. Of q, k, v only shapes, dtype and device count; kept."""
+        key = ("route", self.spec.handle, q.shape, k.shape, v.shape, q.dtype, q.device, sink, backward)
+        found: tuple[Kernel, Itinerary] = self.data._keep(key, lambda: self._route(q, k, v, sink=sink, backward=backward))
+        return found
+
+    def _route(self, q: Tensor, k: Tensor, v: Tensor, *, sink: bool, backward: bool) -> tuple[Kernel, Itinerary]:
+        plain = (self.data.block, self.data.block)
+        route = itinerary(self.data, plain, self.own_heads)
+        parts = [(part, p) for step in route.steps for p, part in enumerate(step.parts) if not part.empty or step is route.steps[0]]
+        first, *more = (self.work(part, q, p, backward=True) for part, p in parts)
+        staged = sink or len(parts) > self.data.rows
+        kernel = choose(self.spec.kernel, q, k, v, first, more=more, staged=staged, backward=backward)
+        block = kernel.block(q, v, self.data.table(plain, 0))
+        return kernel, route if block == plain else itinerary(self.data, block, self.own_heads)
+
+    def rehearse(self, q: Tensor, k: Tensor, v: Tensor, *, sink: bool) -> None:
+        """Make the choices of the calls to come, so that what is refused is refused before anything is sent."""
+        if self.spec.kernel == "dense":  # it knows neither tiles nor stages
+            return
+        if self.transpose is not None:
+            tokens = sum(self.transpose.lengths)
+            heads = self.transpose.counts
+            q, k, v = (
+                t.new_empty((1,)).expand(t.shape[0], n, tokens, t.shape[3]) for t, n in ((q, heads[0]), (k, heads[1]), (v, heads[1]))
+            )
+        for backward in (False, True):
+            self.route(q, k, v, sink=sink, backward=backward)
+
+
+class _Keys:
+    """Keys and values step by step: the local ones as they are, the others as they arrive, one step ahead of their use."""
+
+    def __init__(self, call: Call, k: Tensor, v: Tensor, steps: Sequence[Step], what: str) -> None:
+        self.call, self.k, self.v, self.steps, self.what = call, k, v, steps, what
+        self.width = k.shape[3] + v.shape[3]
+        self.group: Group | None = None
+        self.under_way: dict[int, tuple[Tensor, list[Pending]]] = {}
+        if len(steps) > 1:
+            assert call.data.ring is not None
+            self.group = call.data.mesh.group(call.data.ring)
+            self.packed = self._pack()
+
+    @property
+    def per_row(self) -> bool:
+        return self.call.data.rows > 1
+
+    def _pack(self) -> Tensor:
+        """Local keys and values side by side, token by token: rows [S, B·G·(D + E)], or [B·S, G·(D + E)] where batch rows differ."""
+        batch, groups, length, dim = self.k.shape
+        order = (0, 2, 1, 3) if self.per_row else (2, 0, 1, 3)
+        shape = (batch, length, groups, self.width) if self.per_row else (length, batch, groups, self.width)
+        packed = self.k.new_empty(shape)
+        packed[..., :dim] = self.k.permute(order)
+        packed[..., dim:] = self.v.permute(order)
+        return packed.flatten(0, 1).flatten(1) if self.per_row else packed.flatten(1)
+
+    def fetch(self, i: int) -> None:
+        """Begin the exchanges of step i."""
+        if i >= len(self.steps) or not self.steps[i].arrivals:
+            return
+        assert self.group is not None
+        buffer = self.packed.new_empty((self.steps[i].tokens, self.packed.shape[1]))
+        pending = []
+        for arrival in self.steps[i].arrivals:
+            out = buffer[arrival.start : arrival.stop]
+            sent = arrival.sent.take(self.packed)
+            pending.append(self.group.all_to_all(out, sent, arrival.arriving, arrival.leaving, what=f"{arrival.what}, {self.what}"))
+        self.under_way[i] = buffer, pending
+
+    def take(self, i: int) -> list[tuple[Tensor, Tensor]]:
+        """(k, v) of step i for each of its parts, waited for."""
+        parts = self.steps[i].parts
+        if not self.steps[i].arrivals:
+            rows = [slice(p, p + 1) if self.per_row else slice(None) for p in range(len(parts))]
+            return [(self.k[r], self.v[r]) for r in rows]
+        buffer, pending = self.under_way.pop(i)
+        for p in pending:
+            p.wait()
+        return [self.views(buffer if part.rows is None else part.rows.take(buffer)) for part in parts]
+
+    def views(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of a buffer as k [B, G, T, D] and v [B, G, T, E]."""
+        batch, groups, _, dim = self.k.shape
+        whole = rows.view(rows.shape[0], 1 if self.per_row else batch, groups, self.width).permute(1, 2, 0, 3)
+        return whole[..., :dim], whole[..., dim:]
+
+
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *, peak: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(out, lse, peak) of this rank's queries over the keys of all ranks."""
+    if call.transpose is None:
+        return _forward(call, q, k, v, sink, peak=peak)
+    turn = call.transpose
+    inner_q, inner_k, inner_v = turn.gather([q, k, v], what="Ulysses transpose of q, k, v")
+    out, lse, most = _forward(call, inner_q, inner_k, inner_v, None if sink is None else sink[turn.own.start : turn.own.stop], peak=peak)
+    (home,) = turn.scatter([out], what="Ulysses transpose of out")
+    rows = [lse[..., None]] if most is None else [lse[..., None], most[..., None]]
+    found = [r[..., 0].contiguous() for r in turn.scatter(rows, what="Ulysses transpose of lse")]
+    return like_query(q, v.shape[3], q.dtype).copy_(home), found[0], found[1] if most is not None else None
+
+
+def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *, peak: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    kernel, route = call.route(q, k, v, sink=sink is not None, backward=False)
+    keys = _Keys(call, k, v, route.steps, "forward")
+    queries = [q] if call.data.rows == 1 else list(q.split(1))
+    states: list[State | None] = [sink_state(sink, part, v, peak) for part in queries]
+    for i, step in enumerate(route.steps):
+        pairs = keys.take(i)
+        keys.fetch(i + 1)
+        for p, (part, (k_part, v_part)) in enumerate(zip(step.parts, pairs, strict=True)):
+            last = i == route.last[p]
+            if part.empty and not last:
+                continue
+            work = call.work(part, q, p, backward=False)
+            states[p] = kernel.forward(queries[p], k_part, v_part, work, state=states[p], final=last, peak=peak)
+    done = [s for s in states if s is not None]
+    if len(done) == 1:
+        return done[0].out, done[0].lse, done[0].peak
+    out = like_query(q, v.shape[3], q.dtype)
+    torch.cat([s.out for s in done], out=out)
+    most = [s.peak for s in done if s.peak is not None]
+    return out, torch.cat([s.lse for s in done]), torch.cat(most) if most else None
+
+
+def backward(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    needs: Sequence[bool],
+) -> tuple[Grads, Tensor | None]:
+    """Gradients of this rank's q, k, v (in their dtypes), its share of those of captured tensors, and of the sink."""
+    if call.transpose is None:
+        return _backward(call, q, k, v, sink, out, lse, grad_out, grad_lse, needs)
+    turn = call.transpose
+    together = [q, k, v, out, grad_out.to(q.dtype)]
+    inner_q, inner_k, inner_v, inner_out, inner_grad = turn.gather(together, what="Ulysses transpose of q, k, v, out and gradient")
+    rows = [lse[..., None]] if grad_lse is None else [lse[..., None], grad_lse.to(lse.dtype)[..., None]]
+    found = [r[..., 0].contiguous() for r in turn.gather(rows, what="Ulysses transpose of lse")]
+    own = slice(turn.own.start, turn.own.stop)
+    grads, dsink = _backward(
+        call, inner_q, inner_k, inner_v, None if sink is None else sink[own], inner_out, found[0], inner_grad,
+        None if grad_lse is None else found[1], needs, wide_keys=turn.kv_heads < turn.group.size,
+    )  # fmt: skip
+    (dq,) = turn.scatter([grads.q], what="Ulysses transpose of the gradient of q")
+    travel = call.data.grad_reduce_dtype
+    dk, dv = (g if travel is None or grads.k.dtype == k.dtype else g.to(travel) for g in (grads.k, grads.v))
+    dk, dv = turn.scatter_sum([dk, dv], what="Ulysses transpose of the gradients of k and v")
+    if dsink is not None and sink is not None:
+        dsink = torch.zeros(sink.shape, dtype=dsink.dtype, device=dsink.device).index_copy_(
+            0, torch.arange(own.start, own.stop, device=dsink.device), dsink
+        )
+    return Grads(q=dq, k=dk.to(k.dtype), v=dv.to(v.dtype), captured=grads.captured), dsink
+
+
+def _backward(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    needs: Sequence[bool],
+    *,
+    wide_keys: bool = False,
+) -> tuple[Grads, Tensor | None]:
+    kernel, route = call.route(q, k, v, sink=sink is not None, backward=True)
+    delta = kernel.delta(out, grad_out, grad_lse)
+    dsink = sink_gradient(sink, lse, delta)
+    keys = _Keys(call, k, v, route.steps, "backward")
+    total = _Totals(call, q, k, v, needs, keys)
+    row_of = (lambda p: slice(p, p + 1)) if call.data.rows > 1 else (lambda p: slice(None))
+    for i, step in enumerate(route.steps):
+        pairs = keys.take(i)
+        keys.fetch(i + 1)
+        buffer = total.buffer(step)
+        for p, (part, (k_part, v_part)) in enumerate(zip(step.parts, pairs, strict=True)):
+            into, apart = total.into(part, p, buffer)
+            if part.empty:
+                into.k.zero_()
+                into.v.zero_()
+            else:
+                r = row_of(p)
+                work = call.work(part, q, p, backward=True)
+                kernel.backward(
+                    q[r], k_part, v_part, out[r], lse[r], grad_out[r], None if grad_lse is None else grad_lse[r], work,
+                    needs=needs, wide=True, delta=delta[r], into=into,
+                )  # fmt: skip
+            if apart is not None and part.rows is not None:
+                part.rows.put_(buffer, apart)
+        total.send(step, buffer)
+    return total.finish(wide_keys=wide_keys), dsink
+
+
+class _Totals:
+    """Gradients as they add up, in the dtype of lse. Those of keys from elsewhere go home and are added there in the order of ranks."""
+
+    def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor, needs: Sequence[bool], keys: _Keys) -> None:
+        self.call, self.k, self.v, self.keys = call, k, v, keys
+        self.dtype = state_dtype(q.dtype)
+        self.q_dtype = q.dtype
+        self.q = torch.zeros(q.shape, dtype=self.dtype, device=q.device)
+        self.captured = [torch.zeros(c.shape, dtype=self.dtype, device=q.device) if n else None for c, n in zip(call.score_captured, needs)]
+        batch, groups, length, _ = k.shape
+        self.rows = batch * length if keys.per_row else length
+        # Of local keys: token by token like a buffer, so that what comes home is added row by row.
+        self.home = torch.empty((self.rows, (groups if keys.per_row else batch * groups) * keys.width), dtype=self.dtype, device=k.device)
+        self.going_home: list[tuple[Arrival, Tensor, Pending]] = []
+
+    def buffer(self, step: Step) -> Tensor:
+        """Where a step's gradients of keys and values go."""
+        return self.home if not step.arrivals else torch.empty((step.tokens, self.home.shape[1]), dtype=self.dtype, device=self.home.device)
+
+    def into(self, part: Part, p: int, buffer: Tensor) -> tuple[Grads, Tensor | None]:
+        """Where a part's gradients go; where its rows lie scattered in the buffer, that is a tensor apart, given too."""
+        rows, q, apart = buffer, self.q, None
+        if self.keys.per_row:
+            tokens, q = self.k.shape[2], self.q[p : p + 1]
+            if part.rows is None:
+                rows = buffer[p * tokens : (p + 1) * tokens]
+            else:
+                rows = apart = buffer.new_empty((part.rows.count, buffer.shape[1]))
+        dk, dv = self.keys.views(rows)
+        return Grads(q=q, k=dk, v=dv, captured=self.captured), apart
+
+    def send(self, step: Step, buffer: Tensor) -> None:
+        """Begin to send a step's gradients home; add those that have come home from the step before."""
+        self._collect()
+        travel = self.call.data.grad_reduce_dtype or self.dtype
+        for arrival in step.arrivals:
+            assert self.keys.group is not None
+            leaving = buffer[arrival.start : arrival.stop].to(travel)
+            back = torch.empty((arrival.sent.count, buffer.shape[1]), dtype=travel, device=buffer.device)
+            what = f"{arrival.what}, gradients on their way home"
+            pending = self.keys.group.all_to_all(back, leaving, arrival.leaving, arrival.arriving, what=what)
+            self.going_home.append((arrival, back, pending))
+
+    def _collect(self) -> None:
+        for arrival, back, pending in self.going_home:
+            pending.wait()
+            for rows, part in zip(arrival.home, back.split(arrival.leaving), strict=True):
+                if rows.count:
+                    rows.add_(self.home, part)
+        self.going_home.clear()
+
+    def finish(self, *, wide_keys: bool) -> Grads:
+        self._collect()
+        batch, groups, length, dim = self.k.shape
+        if self.keys.per_row:
+            whole = self.home.view(batch, length, groups, self.keys.width).permute(0, 2, 1, 3)
+        else:
+            whole = self.home.view(length, batch, groups, self.keys.width).permute(1, 2, 0, 3)
+        dtype = self.dtype if wide_keys else self.k.dtype
+        dk, dv = whole[..., :dim].to(dtype), whole[..., dim:].to(dtype)
+        return Grads(q=self.q.to(self.q_dtype), k=dk, v=dv, captured=self.captured)
+
+
+def sink_state(sink: Tensor | None, q: Tensor, v: Tensor, peak: bool) -> State | None:
+    """A sink is a key of value 0 that every row has seen already."""
+    if sink is None:
+        return None
+    wide = state_dtype(q.dtype)
+    lse = torch.empty(q.shape[:3], dtype=wide, device=q.device).copy_(sink[None, :, None])  # never the sink itself: states are spent
+    out = torch.zeros((*q.shape[:3], v.shape[-1]), dtype=wide, device=q.device)
+    return State(out=out, lse=lse, peak=torch.full_like(lse, -torch.inf) if peak else None)
+
+
+def sink_gradient(sink: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | None:
+    """Of a sink [H]: minus its share of each row's softmax times the row's delta, summed over rows."""
+    return None if sink is None else -(torch.exp(sink.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2))

@@ -1,0 +1,121 @@
+"""Attention over many ranks equals the oracle: every strategy, layout, mask and score, in the virtual world."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.cases import covering_sample
+from tests.sharded import LAYOUTS, Case, Problem, check_budget, check_case, mask_named, problem_of, whole_grid
+
+import longspan as ls
+
+SAMPLE = covering_sample(whole_grid())
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_equals_the_oracle_to_the_last_digits(case: Case) -> None:
+    check_case(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", SAMPLE[::6], ids=str)
+def test_errors_stay_within_the_budget_of_the_dtype(case: Case, dtype: torch.dtype) -> None:
+    problem, options = problem_of(case, dtype)
+    check_budget(problem, problem.over(**options))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "allgather", "exchange"])
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail", "round_robin", "auto"])
+def test_cross_attention_has_its_own_lengths_layouts_and_shards(strategy: str, layout: str) -> None:
+    mask = ls.mask_mod(lambda b, h, q, kv: (q * 2 + kv) % 9 < 4 + h % 2)
+    problem = Problem(mask=mask, score="relative bias", q_len=131, kv_len=303, batch=2, heads=6, kv_heads=2)
+    right, got = problem.by_oracle(), problem.over(3, strategy=strategy, layout=layout)
+    for name in right.values:
+        assert got.error(right, name) < 1e-11, name
+
+
+@pytest.mark.parametrize("strategy", ["ring", "allgather", "exchange", "ulysses", "auto"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batch_rows_may_be_laid_out_differently(strategy: str, layout: str) -> None:
+    rows = [[100, 3, 57, 141], [20, 201, 80], [301]]
+    mask = ls.causal() & ls.documents(lengths=rows)
+    problem = Problem(mask=mask, score="alibi", q_len=301, kv_len=301, batch=3, heads=8, kv_heads=2)
+    right, got = problem.by_oracle(), problem.over(4, strategy=strategy, layout=layout)
+    for name in right.values:
+        assert got.error(right, name) < 1e-11, name
+    per_row = layout in ("per_document", "round_robin", "auto")
+    assert got.extra.positions.ndim == (2 if per_row else 1)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 2)])
+@pytest.mark.parametrize("inner", ["ring", "exchange", "allgather"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_ulysses_composes_with_every_way_of_moving_keys(shape: tuple[int, int], inner: str, kv_heads: int) -> None:
+    problem = Problem(
+        mask=mask_named("per head", 203, ""), score="relative bias", q_len=203, kv_len=203, batch=2, heads=6, kv_heads=kv_heads
+    )
+    if (6 // shape[1]) % (6 // kv_heads) and (6 // kv_heads) % (6 // shape[1]):
+        pytest.skip("these head counts do not allow the degree; refused elsewhere")
+    right = problem.by_oracle()
+    got = problem.over(shape, axis_names=("ring", "ulysses"), strategy=f"ulysses_{inner}", layout="head_tail")
+    for name in right.values:
+        assert got.error(right, name) < 1e-11, name
+
+
+def test_rows_that_see_nothing_give_zeros_on_every_rank() -> None:
+    mask = ls.mask_mod(lambda b, h, q, kv: (q >= kv) & (q % 5 > 1) & (kv > 40))
+    problem = Problem(mask=mask, score="none", q_len=203, kv_len=203, batch=2, heads=4, kv_heads=2, sink=False)
+    right = problem.by_oracle()
+    for strategy in ("ring", "exchange", "ulysses"):
+        got = problem.over(4 if strategy != "ulysses" else 2, strategy=strategy, layout="contiguous")
+        for name in right.values:
+            assert got.error(right, name) < 1e-12
+        blind = torch.isinf(got.values["lse"])
+        assert blind.any() and not got.values["out"][blind].any() and not got.values["dq"][blind].any()
+
+
+@pytest.mark.parametrize("strategy", ["ring", "exchange"])
+def test_same_inputs_and_plan_give_the_same_bits(strategy: str) -> None:
+    problem = Problem(mask=ls.causal(), score="none", q_len=517, kv_len=517, batch=2, heads=6, kv_heads=3, dtype=torch.float32)
+    first, second = (problem.over(5, strategy=strategy, layout="head_tail") for _ in range(2))
+    for name in first.values:
+        assert torch.equal(first.values[name], second.values[name]), name
+
+
+def test_sixteen_ring_stages_in_bfloat16_lose_no_more_than_one_kernel() -> None:
+    problem = Problem(
+        mask=ls.causal(), score="none", q_len=2048, kv_len=2048, batch=1, heads=3, kv_heads=3, dim=32, value_dim=32, dtype=torch.bfloat16,
+        sink=False,
+    )  # fmt: skip
+    right = problem.by_oracle()
+    one, many = problem.over(1), problem.over(17, strategy="ring", layout="head_tail")
+    assert many.extra.schedule.stages == 16
+    for name in right.values:
+        # lse is float32 in both: its own last digits are allowed on top.
+        digits = 4 * torch.finfo(torch.float32).eps * float(right.values[name].abs().max())
+        assert many.error(right, name) <= 1.1 * one.error(right, name) + digits, name
+
+
+def test_partial_gradients_may_travel_in_bfloat16() -> None:
+    problem = Problem(mask=ls.causal(), score="none", q_len=257, kv_len=257, batch=2, heads=4, kv_heads=2, dtype=torch.float32)
+    right = problem.by_oracle()
+    wide = problem.over(3, strategy="ring", layout="head_tail")
+    narrow = problem.over(3, strategy="ring", layout="head_tail", grad_reduce_dtype=torch.bfloat16)
+    assert narrow.bytes_sent < wide.bytes_sent
+    assert wide.error(right, "dk") < 1e-5 < narrow.error(right, "dk") < 0.1
+
+
+def test_the_dense_kernel_runs_over_a_mesh() -> None:
+    problem = Problem(mask=ls.causal(), score="relative bias", q_len=203, kv_len=203, batch=2, heads=4, kv_heads=2)
+    right, got = problem.by_oracle(), problem.over(3, kernel="dense", layout="round_robin")
+    for name in right.values:
+        assert got.error(right, name) < 1e-11, name
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "any_case" in metafunc.fixturenames:
+        metafunc.parametrize("any_case", whole_grid() if metafunc.config.getoption("--whole-grid") else [], ids=str)
+
+
+def test_the_whole_grid_over_ranks(any_case: Case) -> None:
+    check_case(any_case)

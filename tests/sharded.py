@@ -1,0 +1,216 @@
+"""One call over a virtual mesh against the float64 oracle: shared by the tests of the engine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import longspan as ls
+from longspan.kernels.protocol import state_dtype
+from longspan.plan.strategies import heads_refusal
+from longspan.testing import oracle, virtual_world
+
+MASKS = ("causal", "documents", "window", "prefix", "custom", "per head")
+SCORES = ("none", "alibi", "relative bias", "softcap")
+STRATEGIES = ("ring", "allgather", "exchange", "ulysses", "ulysses_ring", "auto")
+LAYOUTS = ("contiguous", "head_tail", "per_document", "round_robin", "auto")
+RANKS = (1, 2, 3, 4, 8)
+SHAPES = {1: (1, 1), 2: (1, 2), 3: (3, 1), 4: (2, 2), 8: (2, 4)}
+HEADS = {1: (4, 2), 2: (6, 2), 3: (6, 3), 4: (8, 2), 8: (8, 2)}
+LENGTH = 203
+
+
+@dataclass(frozen=True)
+class Case:
+    mask: str
+    score: str
+    strategy: str
+    layout: str
+    ranks: int
+
+    def __str__(self) -> str:
+        return "-".join(map(str, (self.mask, self.score, self.strategy, self.layout, self.ranks))).replace(" ", "_")
+
+
+def whole_grid() -> list[Case]:
+    return [Case(*c) for c in itertools.product(MASKS, SCORES, STRATEGIES, LAYOUTS, RANKS)]
+
+
+def documents(length: int) -> list[int]:
+    parts = [length * 5 // 12, 3, length // 4]
+    return [n for n in (*parts, length - sum(parts)) if n > 0] if length > 20 else [length]
+
+
+def mask_named(name: str, length: int, layout: str) -> Any:
+    """A mask; for a layout by documents, documents are part of every mask."""
+    masks: dict[str, Callable[[], Any]] = {
+        "causal": ls.causal,
+        "documents": lambda: ls.causal() & ls.documents(lengths=documents(length)),
+        "window": lambda: ls.causal() & ls.sliding_window(length // 5 + 1),
+        "prefix": lambda: ls.causal() | ls.prefix(length // 3),
+        "custom": lambda: ls.mask_mod(lambda b, h, q, kv: (q * 3 + kv * 5 + b) % 7 < 3),
+        "per head": lambda: ls.mask_mod(lambda b, h, q, kv: (q >= kv) & (q - kv < 20 * (h + 1))),
+    }
+    mask = masks[name]()
+    return mask & ls.documents(lengths=documents(length)) if layout == "per_document" and name != "documents" else mask
+
+
+def score_named(name: str, length: int, heads: int, dtype: torch.dtype) -> tuple[Any, list[Tensor]]:
+    """A score mod and the tensors it captures that want gradients."""
+    if name == "none":
+        return None, []
+    if name == "alibi":
+        slopes = torch.exp2(-torch.arange(1, heads + 1) * 8.0 / heads).to(dtype)
+        return lambda s, b, h, q, kv: s + (kv - q) * slopes[h], []
+    if name == "softcap":
+        return lambda s, b, h, q, kv: 5 * torch.tanh(s / 5), []
+    table = torch.randn(heads, 2 * length - 1, generator=torch.Generator().manual_seed(3)).to(dtype).requires_grad_()
+    return lambda s, b, h, q, kv: s + table[h, q - kv + length - 1], [table]
+
+
+@dataclass
+class Results:
+    """Whole tensors; captured gradients and the sink's are summed over ranks."""
+
+    values: dict[str, Tensor]
+    bytes_sent: int = 0
+    extra: Any = None
+
+    def error(self, other: Results, name: str) -> float:
+        a, b = self.values[name].double(), other.values[name].double()
+        finite = torch.isfinite(b)
+        assert a.shape == b.shape and torch.equal(torch.isfinite(a), finite), f"{name}: shapes, or infinities in the wrong places"
+        return float((a - b)[finite].abs().max()) if finite.any() else 0.0
+
+
+@dataclass
+class Problem:
+    """Inputs of one attention, whole; all sizes are different numbers."""
+
+    mask: Any
+    score: str
+    q_len: int
+    kv_len: int
+    batch: int
+    heads: int
+    kv_heads: int
+    dtype: torch.dtype = torch.float64
+    dim: int = 8
+    value_dim: int = 5
+    sink: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        self.q = draw(self.batch, self.heads, self.q_len, self.dim).to(self.dtype)
+        self.k = draw(self.batch, self.kv_heads, self.kv_len, self.dim).to(self.dtype)
+        self.v = draw(self.batch, self.kv_heads, self.kv_len, self.value_dim).to(self.dtype)
+        self.grad_out = draw(self.batch, self.heads, self.q_len, self.value_dim).to(self.dtype)
+        self.grad_lse = draw(self.batch, self.heads, self.q_len).to(state_dtype(self.dtype))
+        self.sinks = draw(self.heads).to(state_dtype(self.dtype)) if self.sink else None
+
+    def results(
+        self, attend: Callable[..., tuple[Tensor, Tensor]], tensors: list[Tensor], grads: tuple[Tensor, Tensor]
+    ) -> dict[str, Tensor]:
+        """out, lse and every gradient of a call on (parts of) the inputs."""
+        given = [t.detach().clone().requires_grad_() for t in tensors]
+        sink = None if self.sinks is None else self.sinks.clone().requires_grad_()
+        score_mod, captured = score_named(self.score, max(self.q_len, self.kv_len), self.heads, state_dtype(self.dtype))
+        out, lse = attend(*given, score_mod=score_mod, sink=sink)
+        loss = (out * grads[0]).sum() + (torch.where(lse == -torch.inf, 0.0, lse) * grads[1]).sum()
+        wanted = {"dq": given[0], "dk": given[1], "dv": given[2], **({} if sink is None else {"dsink": sink})}
+        wanted |= {f"captured {i}": t for i, t in enumerate(captured)}
+        found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        zeros = [torch.zeros_like(t) if g is None else g for g, t in zip(found, wanted.values(), strict=True)]
+        return {"out": out.detach(), "lse": lse.detach(), **dict(zip(wanted, zeros, strict=True))}
+
+    def by_oracle(self, dtype: torch.dtype = torch.float64) -> Results:
+        def attend(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
+            return oracle(q, k, v, mask=self.mask, return_lse=True, dtype=dtype, **rest)
+
+        return Results(self.results(attend, [self.q, self.k, self.v], (self.grad_out, self.grad_lse)))
+
+    def on_rank(self, plan: ls.Plan, *, kernel: str = "auto", attend: Any = None) -> dict[str, Tensor]:
+        """This rank's results, whole: a collective call."""
+
+        def call(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
+            return (attend or ls.attention)(q, k, v, plan=plan, return_lse=True, kernel=kernel, **rest)
+
+        shards = [plan.shard(t, 2, side=s) for t, s in ((self.q, "q"), (self.k, "kv"), (self.v, "kv"))]
+        grads = plan.shard(self.grad_out, 2, side="q"), plan.shard(self.grad_lse, 2, side="q")
+        found = self.results(call, shards, grads)
+        for name, side in (("out", "q"), ("lse", "q"), ("dq", "q"), ("dk", "kv"), ("dv", "kv")):
+            found[name] = plan.unshard(found[name], 2, side=side)
+        return found
+
+    def plan(self, mesh: Any, **options: Any) -> ls.Plan:
+        sizes = {"batch": self.batch, "heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.dim}
+        return ls.plan(self.mask, (self.q_len, self.kv_len), mesh, **sizes, **options)
+
+    def over(self, shape: int | tuple[int, ...], *, kernel: str = "auto", axis_names: Any = None, **options: Any) -> Results:
+        """The same over a virtual mesh."""
+        world = virtual_world(shape, axis_names=axis_names)
+
+        def rank(mesh: Any) -> tuple[dict[str, Tensor], ls.Plan]:
+            plan = self.plan(mesh, **options)
+            return self.on_rank(plan, kernel=kernel), plan
+
+        found = world.run(rank)
+        return Results(summed([values for values, _ in found]), bytes_sent=world.bytes_sent, extra=found[0][1])
+
+
+def summed(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What every rank holds whole from the first; what is a rank's share, summed."""
+    parts = [name for name in ranks[0] if name == "dsink" or name.startswith("captured")]
+    return {**ranks[0], **{name: sum((r[name].double() for r in ranks), torch.zeros(())) for name in parts}}  # type: ignore[dict-item]
+
+
+def problem_of(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Problem, dict[str, Any]]:
+    heads, kv_heads = HEADS[case.ranks]
+    problem = Problem(
+        mask=mask_named(case.mask, LENGTH, case.layout), score=case.score, q_len=LENGTH, kv_len=LENGTH, batch=2, heads=heads,
+        kv_heads=kv_heads, dtype=dtype,
+    )  # fmt: skip
+    two = case.strategy == "ulysses_ring"
+    shape = SHAPES[case.ranks] if two else case.ranks
+    assert not case.strategy.startswith("ulysses") or heads_refusal(shape[0] if two else case.ranks, heads, kv_heads) is None
+    return problem, {
+        "shape": shape,
+        "axis_names": ("ulysses", "ring") if two else None,
+        "layout": case.layout,
+        "strategy": case.strategy,
+    }
+
+
+def check_case(case: Case) -> None:
+    """Everything equals the oracle to float64's last digits."""
+    problem, options = problem_of(case)
+    right, got = problem.by_oracle(), problem.over(**options)
+    for name in right.values:
+        size = float(right.values[name][torch.isfinite(right.values[name])].abs().max())
+        error = got.error(right, name)
+        assert error <= 1e-11 * max(1.0, size), f"{case} {name}: {error:.1e}"
+
+
+def check_budget(problem: Problem, got: Results) -> None:
+    """Every result within twice the error of the dense computation in the same dtype (and roundings where that is nothing)."""
+    right, dense = problem.by_oracle(), problem.by_oracle(problem.dtype)
+    wide = state_dtype(problem.dtype)
+    for name, want in right.values.items():
+        finite = want[torch.isfinite(want)]
+        size = float(finite.abs().max()) if finite.numel() else 0.0
+        summed_over = problem.batch * problem.heads * problem.q_len if name.startswith(("captured", "dsink")) else 1
+        terms = float(problem.grad_out.double().abs().amax() * problem.v.double().abs().amax()) * problem.value_dim**0.5
+        budget = 2 * dense.error(right, name) + torch.finfo(problem.dtype).eps * size
+        budget += 2 * torch.finfo(wide).eps * max(size, terms * summed_over**0.5)
+        error = got.error(right, name)
+        assert error <= budget, f"{name}: error {error:.2e}, budget {budget:.2e}"
