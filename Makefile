@@ -19,8 +19,9 @@ $(STAMP): pyproject.toml constraints-dev.txt
 	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e '.[dev]'
 	@touch $@
 
-demo: install ## the operator on packed documents, checked against the dense float64 computation
+demo: install ## packed documents on one device against dense float64, then over four processes against one
 	$(BIN)/python examples/packed_documents.py
+	$(BIN)/python examples/many_devices.py
 
 lint: install ## style and types
 	$(BIN)/ruff check .
@@ -39,6 +40,8 @@ test-gpu: ## tests that need a GPU, with the Python and torch at hand: installs 
 bench: install ## what can be measured without a GPU
 	$(BIN)/python bench/masks.py
 	$(BIN)/python bench/cpu.py
+	$(BIN)/python bench/plans.py
+	$(BIN)/python bench/engine_cpu.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

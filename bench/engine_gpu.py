@@ -6,7 +6,8 @@ Causal, B 1, H 32, D 128, bfloat16, forward and backward; head-tail layout; ring
 one after the other (the first, the middle and the last); the slowest counts. What would come from other ranks is copied from the rank's
 own rows at the time of the exchange, so that a rank touches as much memory as it would, and waits for no link. torch's own ring (flash
 and cuDNN) is run the same way, its collectives replaced by copies. "eff": with the time between events, calls queued ahead so that the
-host does not count. "wall": without queueing ahead, as a training loop would see it if nothing else kept the device busy.
+host does not count. "wall": without queueing ahead, as a training loop would see it if nothing else kept the device busy. The peak is what
+a rank allocates beyond its q, k, v, forward and backward together, in MiB and in sizes of its shard of q.
 """
 
 from __future__ import annotations
@@ -88,7 +89,18 @@ def both(call: Callable[[], Tensor], inputs: list[Tensor], clock: Clock) -> dict
         forward = clock(call)
     out = call()
     grad = torch.randn_like(out)
-    return {"forward": forward, "backward": clock(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True))}
+    backward = clock(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True))
+    memory = peak(lambda: torch.autograd.grad(call(), inputs, grad))
+    return {"forward": forward, "backward": backward, "memory": {"peak": memory}}
+
+
+def peak(fn: Callable[[], Any]) -> float:
+    """Most bytes allocated during a call over what there was before it, in MiB."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fn()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def ours(tokens: int, ranks: int, strategy: str, kernel: str, clock: Clock) -> dict[str, dict[str, float]]:
@@ -99,7 +111,8 @@ def ours(tokens: int, ranks: int, strategy: str, kernel: str, clock: Clock) -> d
         plan = ls.plan(ls.causal(), tokens, mesh, layout="head_tail", strategy=strategy, heads=HEADS, kv_heads=HEADS, head_dim=DIM)
         inputs = qkv(plan.local_len)
         found.append(both(lambda inputs=inputs, plan=plan: ls.attention(*inputs, plan=plan, kernel=kernel), inputs, clock))
-    return {s: {k: max(f[s][k] for f in found) for k in ("device", "wall")} for s in STEPS}
+    worst: dict[str, dict[str, float]] = {s: {k: max(f[s][k] for f in found) for k in ("device", "wall")} for s in STEPS}
+    return {**worst, "memory": {"peak": max(f["memory"]["peak"] for f in found)}}
 
 
 def torch_ring(tokens: int, ranks: int, backend: str, clock: Clock) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -159,6 +172,8 @@ def row(name: str, tokens: int, ranks: int, whole: dict[str, Any], rank: dict[st
             out[f"{s}_{k}_ms"] = rank[s][k]
             out[f"{s}_{k}_efficiency"] = whole[s]["device"] / ranks / rank[s][k]
         out[f"{s}_whole_ms"] = whole[s]["device"]
+    if "memory" in rank:
+        out["peak_mib"], out["shard_mib"] = rank["memory"]["peak"], tokens // ranks * HEADS * DIM * 2 / 2**20
     return out
 
 
@@ -167,7 +182,8 @@ def line(r: dict[str, Any]) -> str:
     for s in STEPS:
         ideal, rank, device, wall = (r[f"{s}_{k}"] for k in ("whole_ms", "device_ms", "device_efficiency", "wall_efficiency"))
         parts.append(f"{ideal / r['ranks']:8.3f}{rank:8.3f}{device:6.2f}{wall:6.2f}")
-    return f"{r['tokens']:7d}{r['ranks']:4d}  {r['name']:24} |{parts[0]} |{parts[1]}"
+    memory = f" |{r['peak_mib']:7.0f} = {r['peak_mib'] / r['shard_mib']:4.1f} × q" if "peak_mib" in r else ""
+    return f"{r['tokens']:7d}{r['ranks']:4d}  {r['name']:24} |{parts[0]} |{parts[1]}{memory}"
 
 
 def main() -> None:
@@ -187,7 +203,7 @@ def main() -> None:
     }
     print(", ".join(f"{k} {v}" for k, v in about.items()))
     columns = f"{'ideal':>8}{'rank':>8}{'eff':>6}{'wall':>6}"
-    print(f"{'':37} |{'forward, ms':^28} |{'backward, ms':^28}")
+    print(f"{'':37} |{'forward, ms':^28} |{'backward, ms':^28} | peak MiB, both passes")
     print(f"{'tokens':>7}{'N':>4}  {'':24} |{columns} |{columns}", flush=True)
     clock, rows = Clock(args.repeat), []
     for tokens, ranks in [tuple(args.case)] if args.case else CASES:
