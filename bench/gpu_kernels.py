@@ -1,11 +1,11 @@
 """The operator on one GPU against compiled FlexAttention, forward and backward, same inputs, same run.
 
-    PYTHONPATH=src python bench/gpu_kernels.py [--tokens N] [--kv-heads N] [--json]
+    PYTHONPATH=src python bench/gpu_kernels.py [--tokens N] [--kv-heads N] [--case NAME] [--json]
 
-B 1, H 32, D 128, bfloat16; 8,192 and 32,768 tokens; 32 and 8 key heads. Both sides are called as users call them: `longspan.attention`, and
-`torch.compile(flex_attention)`; backward through autograd. Times are of the device; what the host takes to launch stands beside them.
-FLOP: 4·D per pair that the mask allows, 2.5 times that backward. Errors are the largest difference of out to a float32 computation of
-64 rows.
+B 1, H 32, D 128, bfloat16; 8,192 and 32,768 tokens; 32 and 8 key heads. Both sides are called as users call them: `longspan.attention`
+(its own kernel, `kernel="triton"`) and `torch.compile(flex_attention)`, backward through autograd. Times are of the device; what the host
+takes to launch stands beside them. FLOP: 4·D per pair that the mask allows, 2.5 times that backward. Errors are the largest difference of
+out to a float32 computation of 64 rows.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ def softcap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tenso
     return 30 * torch.tanh(score / 30)
 
 
+@cache
 def cases(tokens: int) -> list[Case]:
     slopes = torch.exp2(-torch.arange(1, HEADS + 1, device="cuda") * 8.0 / HEADS)
     ids = torch.repeat_interleave(torch.arange(16), torch.tensor(document_lengths(tokens))).cuda()
@@ -153,6 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, choices=(8192, 32768), help="this length only")
     parser.add_argument("--kv-heads", type=int, choices=(8, 32), help="this number of key heads only")
+    parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--repeat", type=int, default=10)
     args = parser.parse_args()
@@ -171,7 +174,7 @@ def main() -> None:
     clock, rows = Clock(args.repeat), []
     for tokens, kv_heads in [(8192, 32), (32768, 8), (32768, 32), (8192, 8)]:
         if args.tokens in (None, tokens) and args.kv_heads in (None, kv_heads):
-            for case in cases(tokens):
+            for case in (c for c in cases(tokens) if args.case in c.name):
                 rows.append(measure(case, tokens, kv_heads, clock))
                 print(line(rows[-1]), flush=True)
     if args.json:

@@ -60,16 +60,16 @@ def mask_named(name: str, length: int, layout: str) -> Any:
     return mask & ls.documents(lengths=documents(length)) if layout == "per_document" and name != "documents" else mask
 
 
-def score_named(name: str, length: int, heads: int, dtype: torch.dtype) -> tuple[Any, list[Tensor]]:
+def score_named(name: str, length: int, heads: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Any, list[Tensor]]:
     """A score mod and the tensors it captures that want gradients."""
     if name == "none":
         return None, []
     if name == "alibi":
-        slopes = torch.exp2(-torch.arange(1, heads + 1) * 8.0 / heads).to(dtype)
+        slopes = torch.exp2(-torch.arange(1, heads + 1) * 8.0 / heads).to(device, dtype)
         return lambda s, b, h, q, kv: s + (kv - q) * slopes[h], []
     if name == "softcap":
         return lambda s, b, h, q, kv: 5 * torch.tanh(s / 5), []
-    table = torch.randn(heads, 2 * length - 1, generator=torch.Generator().manual_seed(3)).to(dtype).requires_grad_()
+    table = torch.randn(heads, 2 * length - 1, generator=torch.Generator().manual_seed(3)).to(device, dtype).requires_grad_()
     return lambda s, b, h, q, kv: s + table[h, q - kv + length - 1], [table]
 
 
@@ -104,12 +104,13 @@ class Problem:
     value_dim: int = 5
     sink: bool = True
     seed: int = 0
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
 
         def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(self.device)
 
         self.q = draw(self.batch, self.heads, self.q_len, self.dim).to(self.dtype)
         self.k = draw(self.batch, self.kv_heads, self.kv_len, self.dim).to(self.dtype)
@@ -124,7 +125,7 @@ class Problem:
         """out, lse and every gradient of a call on (parts of) the inputs."""
         given = [t.detach().clone().requires_grad_() for t in tensors]
         sink = None if self.sinks is None else self.sinks.clone().requires_grad_()
-        score_mod, captured = score_named(self.score, max(self.q_len, self.kv_len), self.heads, state_dtype(self.dtype))
+        score_mod, captured = score_named(self.score, max(self.q_len, self.kv_len), self.heads, state_dtype(self.dtype), self.device)
         out, lse = attend(*given, score_mod=score_mod, sink=sink)
         loss = (out * grads[0]).sum() + (torch.where(lse == -torch.inf, 0.0, lse) * grads[1]).sum()
         wanted = {"dq": given[0], "dk": given[1], "dv": given[2], **({} if sink is None else {"dsink": sink})}
@@ -171,7 +172,7 @@ class Problem:
 def summed(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """What every rank holds whole from the first; what is a rank's share, summed."""
     parts = [name for name in ranks[0] if name == "dsink" or name.startswith("captured")]
-    return {**ranks[0], **{name: sum((r[name].double() for r in ranks), torch.zeros(())) for name in parts}}  # type: ignore[dict-item]
+    return {**ranks[0], **{name: torch.stack([r[name].double() for r in ranks]).sum(0) for name in parts}}
 
 
 def problem_of(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Problem, dict[str, Any]]:

@@ -93,7 +93,7 @@ def main() -> None:
     for target, dims, dtype, scored, arrays in grid:
         torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
         d, e = (max(16, triton.next_power_of_2(x)) for x in dims)
-        config = choose(capability=(target // 10, target % 10), d=d, e=e, dtype=torch_dtype, scored=scored, fine=False)
+        config = choose(capability=(target // 10, target % 10), d=d, e=e, dtype=torch_dtype, scored=scored, looks_up=False, fine=False)
         for kernel, tile in ((forward_kernel, config.forward), (keys_kernel, config.dkdv), (queries_kernel, config.dq)):
             tile = replace(tile, tma=target >= 90)
             streamed = ("q_ptr", "do_ptr") if kernel is keys_kernel else ("k_ptr", "v_ptr")

@@ -7,11 +7,13 @@ rows are laid out differently.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from longspan.kernels.protocol import Tiling
+from longspan.kernels.rows import row_lists
 from longspan.masks.table import BlockTable, stretched
 from longspan.plan.plan import PlanData
 from longspan.plan.tiles import Side
@@ -48,12 +50,9 @@ class Rows:
         """Those rows of x, a view where they are a stretch."""
         return x[self.start : self.stop] if self.index is None else x.index_select(0, self.on(x.device))
 
-    def add_(self, x: Tensor, rows: Tensor) -> None:
-        """x[these] += rows. No row is listed twice, so that the sum is the same in any order."""
-        if self.index is None:
-            x[self.start : self.stop] += rows
-        else:
-            x.index_add_(0, self.on(x.device), rows.to(x.dtype))
+    def listed(self) -> Tensor:
+        """The rows, one by one."""
+        return torch.arange(self.start, self.stop) if self.index is None else self.index
 
     def put_(self, x: Tensor, rows: Tensor) -> None:
         """x[these] = rows."""
@@ -97,10 +96,23 @@ class Step:
     tokens: int
     arrivals: tuple[Arrival, ...]
     parts: tuple[Part, ...]
+    _lists: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
         return all(part.empty for part in self.parts)
+
+    @cached_property
+    def home(self) -> list[Tensor]:
+        """The local rows that each rank got in this step, arrival by arrival and rank by rank: where what they send back belongs."""
+        return [rows.listed() for arrival in self.arrivals for rows in arrival.home if rows.count]
+
+    def lists(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`home` seen from the `count` local rows; copied to a device once."""
+        if device not in self._lists:
+            ptr, index = row_lists(self.home, count)
+            self._lists[device] = ptr.to(device), index.to(device)
+        return self._lists[device]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from longspan.comm.group import Group, Pending
-from longspan.engine.itinerary import Arrival, Itinerary, Part, Step, itinerary
+from longspan.engine.itinerary import Itinerary, Part, Step, itinerary
 from longspan.engine.spec import Spec
 from longspan.engine.ulysses import Transpose
 from longspan.kernels.protocol import Grads, Kernel, State, Work, like_query, state_dtype
 from longspan.kernels.registry import choose
+from longspan.kernels.rows import add_rows_, copy_rows_
 from longspan.plan.plan import PlanData
 
 
@@ -120,8 +121,8 @@ class _Keys:
         order = (0, 2, 1, 3) if self.per_row else (2, 0, 1, 3)
         shape = (batch, length, groups, self.width) if self.per_row else (length, batch, groups, self.width)
         packed = self.k.new_empty(shape)
-        packed[..., :dim] = self.k.permute(order)
-        packed[..., dim:] = self.v.permute(order)
+        copy_rows_(packed[..., :dim], self.k.permute(order))
+        copy_rows_(packed[..., dim:], self.v.permute(order))
         return packed.flatten(0, 1).flatten(1) if self.per_row else packed.flatten(1)
 
     def fetch(self, i: int) -> None:
@@ -282,7 +283,7 @@ class _Totals:
         self.rows = batch * length if keys.per_row else length
         # Of local keys: token by token like a buffer, so that what comes home is added row by row.
         self.home = torch.empty((self.rows, (groups if keys.per_row else batch * groups) * keys.width), dtype=self.dtype, device=k.device)
-        self.going_home: list[tuple[Arrival, Tensor, Pending]] = []
+        self.going_home: tuple[Step, Tensor, list[Pending]] | None = None
 
     def buffer(self, step: Step) -> Tensor:
         """Where a step's gradients of keys and values go."""
@@ -303,22 +304,28 @@ class _Totals:
     def send(self, step: Step, buffer: Tensor) -> None:
         """Begin to send a step's gradients home; add those that have come home from the step before."""
         self._collect()
+        if not step.arrivals:
+            return
+        assert self.keys.group is not None
         travel = self.call.data.grad_reduce_dtype or self.dtype
+        back = torch.empty((sum(a.sent.count for a in step.arrivals), buffer.shape[1]), dtype=travel, device=buffer.device)
+        pending, start = [], 0
         for arrival in step.arrivals:
-            assert self.keys.group is not None
             leaving = buffer[arrival.start : arrival.stop].to(travel)
-            back = torch.empty((arrival.sent.count, buffer.shape[1]), dtype=travel, device=buffer.device)
+            out = back[start : start + arrival.sent.count]
             what = f"{arrival.what}, gradients on their way home"
-            pending = self.keys.group.all_to_all(back, leaving, arrival.leaving, arrival.arriving, what=what)
-            self.going_home.append((arrival, back, pending))
+            pending.append(self.keys.group.all_to_all(out, leaving, arrival.leaving, arrival.arriving, what=what))
+            start += arrival.sent.count
+        self.going_home = step, back, pending
 
     def _collect(self) -> None:
-        for arrival, back, pending in self.going_home:
-            pending.wait()
-            for rows, part in zip(arrival.home, back.split(arrival.leaving), strict=True):
-                if rows.count:
-                    rows.add_(self.home, part)
-        self.going_home.clear()
+        if self.going_home is None:
+            return
+        step, back, pending = self.going_home
+        for p in pending:
+            p.wait()
+        add_rows_(self.home, back, step.home, step.lists(self.rows, self.home.device))
+        self.going_home = None
 
     def finish(self, *, wide_keys: bool) -> Grads:
         self._collect()
@@ -328,7 +335,8 @@ class _Totals:
         else:
             whole = self.home.view(length, batch, groups, self.keys.width).permute(1, 2, 0, 3)
         dtype = self.dtype if wide_keys else self.k.dtype
-        dk, dv = whole[..., :dim].to(dtype), whole[..., dim:].to(dtype)
+        dk = torch.empty(self.k.shape, dtype=dtype, device=self.k.device).copy_(whole[..., :dim])
+        dv = torch.empty(self.v.shape, dtype=dtype, device=self.v.device).copy_(whole[..., dim:])
         return Grads(q=self.q.to(self.q_dtype), k=dk, v=dv, captured=self.captured)
 
 

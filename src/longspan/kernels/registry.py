@@ -54,7 +54,7 @@ def kernel_named(name: str) -> Kernel:
 
         return CpuKernel()
     if name == "triton":
-        if not _has_triton():
+        if not has_triton():
             raise KernelRefused("kernel 'triton' needs the triton package: pip install 'longspan[triton]', or use kernel='auto'")
         from longspan.kernels.triton import TritonKernel
 
@@ -67,7 +67,7 @@ def kernel_named(name: str) -> Kernel:
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
@@ -101,7 +101,7 @@ def choose(
     # Partial results in half precision are rounded where they leave these kernels: one call only, and nothing to fold it into.
     alone = not (more or staged or peak)
     candidates = [_measured_faster(q, v, work, backward=backward)] if alone else []
-    candidates += ["triton"] if _has_triton() else []
+    candidates += ["triton"] if has_triton() else []
     for candidate in candidates:
         if candidate is not None and _refusal(kernel_named(candidate), q, k, v, pieces) is None:
             return kernel_named(candidate)

@@ -39,10 +39,11 @@ def prefers_fine_tables(*, capability: tuple[int, int], d: int, e: int, dtype: t
     return capability >= (9, 0) and dtype != torch.float32 and max(d, e) <= 128 and partial_share > 0.1
 
 
-def choose(*, capability: tuple[int, int], d: int, e: int, dtype: torch.dtype, scored: bool, fine: bool) -> Config:
+def choose(*, capability: tuple[int, int], d: int, e: int, dtype: torch.dtype, scored: bool, looks_up: bool, fine: bool) -> Config:
     """The configuration for a device of this compute capability, padded head dims d and e.
 
-    `scored`: there is a score program. `fine`: the table's tiles are 64 × 64. Measured on an H200 (see bench/results), guessed elsewhere.
+    `scored`: there is a score program. `looks_up`: the mask reads captured tensors. `fine`: the table's tiles are 64 × 64. Measured on
+    an H200 (see bench/results), guessed elsewhere.
     """
     wide = max(d, e)
     if dtype == torch.float32:
@@ -55,15 +56,17 @@ def choose(*, capability: tuple[int, int], d: int, e: int, dtype: torch.dtype, s
         if wide <= 64:
             step = Tile(m=64, n=128, warps=8 if scored else 4, stages=3)
             return Config(forward=Tile(m=128, n=128, warps=8, stages=3), dkdv=step, dq=Tile(m=128, n=64, warps=8, stages=3))
+        # Three stages of 64 × 64 leave two programs to a multiprocessor, with not a byte to spare for what a mask looks up.
+        square = Tile(m=64, n=64, warps=4, stages=2 if looks_up else 3, tma=True)
         if wide <= 128 and fine:
             return Config(
-                forward=Tile(m=64, n=64, warps=4, stages=3, tma=True),
+                forward=square,
                 dkdv=Tile(m=32, n=64, warps=4, stages=3, tma=True),
                 dq=Tile(m=64, n=64, warps=4, stages=2, tma=True),
             )
         if wide <= 128:
             return Config(
-                forward=Tile(m=64, n=64, warps=4, stages=3, tma=True) if scored else Tile(m=128, n=64, warps=4, stages=2, tma=True),
+                forward=square if scored else Tile(m=128, n=64, warps=4, stages=2, tma=True),
                 dkdv=Tile(m=32, n=64, warps=4, stages=3, tma=True),
                 dq=Tile(m=128, n=64, warps=8, stages=3),
             )

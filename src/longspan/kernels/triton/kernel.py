@@ -76,7 +76,8 @@ class TritonKernel:
             if not in_place and not launch.facts(work.q_tiles).covers:
                 _prefill(result, old)
             Call(q, k, v, work, capability=_capability(q.device), config=self.config).forward(result, old, busy_only=in_place)
-        result.out = result.out.to(dtype) if final else result.out
+        if final and result.out.dtype != dtype:
+            result.out = result.out.to(dtype)
         return result
 
     def backward(
@@ -117,7 +118,7 @@ class TritonKernel:
             call.queries(grad_out, lse, norm, delta, grads.q, grads.captured, made_of, add=into is not None)
         if grads.k.numel():
             call.keys(grad_out, norm, delta, grads.k, grads.v)
-        if into is None:
+        if into is None and grads.q.dtype != dtype:
             grads.q, grads.k, grads.v = (g.to(dtype) for g in (grads.q, grads.k, grads.v))
         return grads
 
@@ -144,8 +145,9 @@ def _usable(state: State, *, peak: bool) -> State:
 
 
 def _empty_state(q: Tensor, dim: int, dtype: torch.dtype, *, peak: bool) -> State:
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    return State(out=like_query(q, dim, dtype), lse=lse, peak=torch.empty_like(lse) if peak else None)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    out = torch.empty((*q.shape[:3], dim), dtype=dtype, device=q.device) if q.is_contiguous() else like_query(q, dim, dtype)
+    return State(out=out, lse=lse, peak=torch.empty_like(lse) if peak else None)
 
 
 def _prefill(result: State, old: State | None) -> None:

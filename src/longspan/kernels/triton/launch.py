@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -246,7 +246,20 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def head_group(heads: int, shared: int, bytes_per_head: int, l2_bytes: int) -> int:
-    """How many of `heads` query heads to run at once so that their keys and values (`bytes_per_head` each `shared` heads) stay in cache."""
+def head_group(heads: int, shared: int, bytes_per_head: int, l2_bytes: int, *, programs: int, in_flight: int) -> int:
+    """How many of `heads` query heads to run at once so that their keys and values (`bytes_per_head` each `shared` heads) stay in cache.
+
+    Never fewer than fill the device with `in_flight` programs, `programs` per head: those run at once anyway, and in a group the
+    heaviest start first, so that a shard's few programs leave no long one for the end.
+    """
     want = max(1, l2_bytes // max(1, bytes_per_head)) * shared
+    least = min(heads, -(-in_flight // max(1, programs)))
+    if least >= want:
+        return next(n for n in range(least, heads + 1) if heads % n == 0)
     return next(n for n in range(min(heads, want), 0, -1) if heads % n == 0)
+
+
+@cache
+def programs_in_flight(device: torch.device) -> int:
+    """Programs that a device runs at once: two per multiprocessor, as these kernels are cut."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -116,7 +116,7 @@ class Call:
         d, e = q.shape[-1], self.v.shape[-1]
         config = self._given or choose(
             capability=self._capability, d=launch.padded(d), e=launch.padded(e), dtype=q.dtype, scored=work.score is not None,
-            fine=work.table.block == FINE,
+            looks_up=len(work.mask_captured) > 0, fine=work.table.block == FINE,
         )  # fmt: skip
         by_query = which != "dkdv"
         kernel = {"forward": forward_kernel, "dq": queries_kernel, "dkdv": keys_kernel}[which]
@@ -134,7 +134,9 @@ class Call:
             rows = int((table.tiles_per_row > 0).sum())
         walked = k.shape[2] if by_query else q.shape[2] * shared
         head_bytes = table.batch * walked * (d + e) * q.element_size()
-        group = 1 if per_head else launch.head_group(heads, shared if by_query else 1, head_bytes, config.l2_bytes)
+        programs, in_flight = rows * (m_subs if by_query else n_subs), launch.programs_in_flight(q.device)
+        together = shared if by_query else 1
+        group = 1 if per_head else launch.head_group(heads, together, head_bytes, config.l2_bytes, programs=programs, in_flight=in_flight)
         on_device = launch.device_table(table, columns, q.device, shared=1 if by_query else shared, positions=work.score is not None)
         streamed = (1, 2) if by_query else (0, 3)
         # Past a tile's end the copy engine reads on: what lies there must be rows of other tiles, not memory that nobody wrote.

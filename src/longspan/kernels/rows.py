@@ -1,0 +1,50 @@
+"""Rows of a shard on their way: packed for sending, and summed when they come home. Not attention, but as close to memory's speed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longspan.kernels.registry import has_triton
+
+
+def copy_rows_(out: Tensor, x: Tensor) -> None:
+    """out.copy_(x), in elements of 16 bytes where both allow it: strided copies of small elements run at half of memory's speed."""
+    wide = torch.complex128
+    if x.is_cuda and out.dtype == x.dtype and _holds_wide(out) and _holds_wide(x):
+        out, x = out.view(wide), x.view(wide)
+    out.copy_(x)
+
+
+def _holds_wide(t: Tensor) -> bool:
+    """Whether a tensor can be seen as one of 16-byte elements."""
+    per = 16 // t.element_size()
+    strides = all(s % per == 0 for s in t.stride()[:-1])
+    return t.stride(-1) == 1 and t.shape[-1] % per == 0 and strides and t.storage_offset() % per == 0 and t.data_ptr() % 16 == 0
+
+
+def add_rows_(home: Tensor, back: Tensor, rows: Sequence[Tensor], lists: tuple[Tensor, Tensor]) -> None:
+    """home [S, W] += rows of back [R, W], each at its place, in the order in which they lie in back.
+
+    `rows`: for consecutive parts of back, the rows of home that they belong to; no row twice in one part. `lists`: the same seen
+    from home, as (ptr [S + 1], index): what `row_lists` gives, on the device.
+    """
+    if home.is_cuda and has_triton():
+        from longspan.kernels.triton.rows import add_rows
+
+        add_rows(home, back, *lists)
+        return
+    start = 0
+    for part in rows:
+        home.index_add_(0, part.to(home.device), back[start : start + len(part)].to(home.dtype))
+        start += len(part)
+
+
+def row_lists(rows: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
+    """For each of `count` rows the places in back that are added to it, ascending: (ptr [count + 1], index), int32."""
+    every = torch.cat([*rows, torch.zeros(0, dtype=torch.int64)])
+    ptr = torch.zeros(count + 1, dtype=torch.int32)
+    ptr[1:] = torch.bincount(every, minlength=count).cumsum(0)
+    return ptr, every.argsort(stable=True).int()

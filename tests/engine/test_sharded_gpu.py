@@ -1,0 +1,65 @@
+"""The engine on a GPU: virtual ranks of one process, and two processes over Gloo with CUDA tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.sharded import Problem, Results, check_budget, mask_named, summed
+
+import longspan as ls
+from longspan.testing import run_processes
+
+CASES = [
+    ("causal", "none", "ring", "head_tail", 4, torch.bfloat16),
+    ("documents", "relative bias", "exchange", "auto", 3, torch.bfloat16),
+    ("per head", "softcap", "ulysses", "contiguous", 4, torch.float16),
+    ("prefix", "alibi", "allgather", "round_robin", 2, torch.float32),
+    ("custom", "none", "exchange", "contiguous", 5, torch.float32),
+    ("window", "relative bias", "ring", "per_document", 3, torch.float32),
+]
+
+
+def problem(mask: str, score: str, layout: str, dtype: torch.dtype) -> Problem:
+    return Problem(
+        mask=mask_named(mask, 701, layout), score=score, q_len=701, kv_len=701, batch=2, heads=8, kv_heads=2, dim=64, value_dim=32,
+        dtype=dtype, device="cuda",
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("mask", "score", "strategy", "layout", "ranks", "dtype"), CASES, ids=[f"{c[0]}-{c[2]}-{c[4]}" for c in CASES])
+def test_virtual_ranks_on_a_gpu_equal_the_oracle(mask: str, score: str, strategy: str, layout: str, ranks: int, dtype: Any) -> None:
+    p = problem(mask, score, layout, dtype)
+    check_budget(p, p.over(ranks, strategy=strategy, layout=layout))
+
+
+def _rank(_: Any) -> list[Any]:
+    found = []
+    for mask, score, strategy, layout, _, dtype in CASES[:4]:
+        p = problem(mask, score, layout, dtype)
+        values = p.on_rank(p.plan(dist.group.WORLD, strategy=strategy, layout=layout))
+        found.append({name: t.cpu() for name, t in values.items()})
+    return found
+
+
+@pytest.mark.gpu
+def test_two_processes_over_gloo_with_cuda_tensors_equal_the_oracle() -> None:
+    ranks = run_processes(_rank, 2, None, timeout=300)
+    for i, (mask, score, _, layout, _, dtype) in enumerate(CASES[:4]):
+        values = summed([{name: t.cuda() for name, t in r[i].items()} for r in ranks])
+        check_budget(problem(mask, score, layout, dtype), Results(values))
+
+
+@pytest.mark.gpu
+def test_sixteen_ring_stages_in_bfloat16_lose_no_more_than_one_kernel() -> None:
+    p = Problem(
+        mask=ls.causal(), score="none", q_len=4096, kv_len=4096, batch=1, heads=3, kv_heads=3, dim=64, value_dim=64, dtype=torch.bfloat16,
+        sink=False, device="cuda",
+    )  # fmt: skip
+    right, one, many = p.by_oracle(), p.over(1), p.over(17, strategy="ring", layout="head_tail")
+    for name in right.values:
+        digits = 4 * torch.finfo(torch.float32).eps * float(right.values[name].abs().max())
+        assert many.error(right, name) <= 1.1 * one.error(right, name) + digits, name

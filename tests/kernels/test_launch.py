@@ -1,0 +1,77 @@
+"""What launches make of tables and tilings on the host."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import itertools
+
+from tests.kernels.shards import Segments, shard, work_of
+from torch import Tensor
+
+from longspan.kernels.protocol import Tiling
+from longspan.kernels.triton import launch
+from longspan.masks.table import FULL, Runs
+
+SHARDS: list[Segments] = [[(0, 96)], [(5, 37), (42, 64)], [(64, 16), (0, 16), (16, 40), (200, 48)], [(9, 7), (30, 7), (48, 16), (64, 33)]]
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q >= kv
+
+
+def tiles_of(runs: Runs, row: int) -> list[tuple[int, int]]:
+    return list(
+        zip(runs.first[runs.ptr[row] : runs.ptr[row + 1]].tolist(), runs.last[runs.ptr[row] : runs.ptr[row + 1]].tolist(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("segments", SHARDS)
+def test_runs_go_on_inside_and_hold_every_tile_once(segments: Segments, positions: bool) -> None:
+    work = work_of(causal, [(40, 90)], segments, block=16)
+    kinds, tiling = work.table.to_dense()[0, 0], work.kv_tiles
+    full, partial = launch.split_runs(work.table, launch.facts(tiling), positions=positions)
+    for row in range(work.table.rows):
+        held = {}
+        for runs, kind in ((full, "full"), (partial, "partial")):
+            pieces = tiles_of(runs, row)
+            assert pieces == sorted(pieces)
+            for first, last in pieces:
+                held |= dict.fromkeys(range(first, last + 1), kind)
+                spans = [tiling.span(tile) for tile in range(first, last + 1)]
+                for (r, n, p), (next_r, _, next_p) in itertools.pairwise(spans):
+                    assert (n, next_r) == (16, r + 16)
+                    assert next_p == p + 16 or (kind == "full" and not positions)
+                assert kind == "partial" or all(n == 16 for _, n, _ in spans)
+        wanted = {c: "full" if kind == FULL else "partial" for c, kind in enumerate(kinds[row].tolist()) if kind}
+        assert held == wanted
+
+
+def test_a_short_tile_at_the_end_of_a_plain_sequence_is_partial() -> None:
+    work = work_of(causal, [(100, 32)], [(0, 40)], block=16)
+    full, partial = launch.split_runs(work.table, launch.facts(Tiling(length=40, block=16)), positions=False)
+    assert tiles_of(full, 0) == [(0, 1)] and tiles_of(partial, 0) == [(2, 2)]
+
+
+def test_a_tiling_knows_whether_it_covers_its_rows() -> None:
+    whole = shard([(3, 20), (50, 9)], 16)
+    assert launch.facts(whole).covers
+    assert whole.row is not None and whole.count is not None
+    assert not launch.facts(Tiling(length=30, block=16, row=whole.row, pos=whole.pos, count=whole.count)).covers
+    assert launch.facts(Tiling(length=29, block=16)).covers
+
+
+def test_arrays_are_copied_once_and_let_go_with_their_tiling() -> None:
+    tiling, device = shard([(3, 20)], 16), torch.device("cpu")
+    assert launch.side(tiling, device) is launch.side(tiling, device)
+    alive = weakref.ref(tiling)
+    del tiling
+    gc.collect()
+    assert alive() is None
