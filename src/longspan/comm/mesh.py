@@ -164,7 +164,7 @@ def as_mesh(value: Any) -> Mesh:
     why = "" if value is not None else "; torch.distributed.group.WORLD is None until init_process_group was called"
     raise TypeError(
         f"mesh: expected a DeviceMesh of one or two dims, a ProcessGroup, or a mesh of longspan.testing.virtual_world, got {value!r}{why}. "
-        "To plan without any group, give longspan.comm.mesh.Mesh.abstract(ranks)"
+        "To plan without any group, give longspan.Mesh.abstract(ranks)"
     )
 
 
