@@ -108,3 +108,14 @@ def test_double_backward_over_a_mesh_is_refused() -> None:
     (first,) = torch.autograd.grad(model(*given, plan).sum(), given[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="differentiated once"):
         first.sum().backward()
+
+
+def test_without_gradients_nothing_is_asked_of_autograd() -> None:
+    plan = ls.plan(ls.causal(), 203, ls.Mesh.abstract(1), layout="contiguous")
+    q, k, v = (t.detach() for t in shards(plan))
+    want, near = model(q, k, v, plan).detach(), BIAS.detach().clone()
+    score_mod = lambda s, b, h, i, j: s + near[h, i - j + 300] + 0 * s  # another program than the model's: not traced yet
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            fresh = ls.plan(ls.causal(), 203, ls.Mesh.abstract(1), layout="contiguous")
+            torch.testing.assert_close(ls.attention(q * 2, k.sin(), v, plan=fresh, score_mod=score_mod).cos(), want)

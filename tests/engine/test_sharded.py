@@ -24,11 +24,11 @@ def test_errors_stay_within_the_budget_of_the_dtype(case: Case, dtype: torch.dty
     check_budget(problem, problem.over(**options))
 
 
-@pytest.mark.parametrize("strategy", ["ring", "allgather", "exchange"])
+@pytest.mark.parametrize("strategy", ["ring", "allgather", "exchange", "ulysses"])
 @pytest.mark.parametrize("layout", ["contiguous", "head_tail", "round_robin", "auto"])
 def test_cross_attention_has_its_own_lengths_layouts_and_shards(strategy: str, layout: str) -> None:
     mask = ls.mask_mod(lambda b, h, q, kv: (q * 2 + kv) % 9 < 4 + h % 2)
-    problem = Problem(mask=mask, score="relative bias", q_len=131, kv_len=303, batch=2, heads=6, kv_heads=2)
+    problem = Problem(mask=mask, score="relative bias", q_len=131, kv_len=303, batch=2, heads=6, kv_heads=3)
     right, got = problem.by_oracle(), problem.over(3, strategy=strategy, layout=layout)
     for name in right.values:
         assert got.error(right, name) < 1e-11, name

@@ -13,7 +13,6 @@ from longspan.engine import eager, ops
 from longspan.engine.checks import check_captured, check_scale, check_sink, check_tensors
 from longspan.engine.dense_mesh import dense_over_mesh
 from longspan.engine.entry import refuse
-from longspan.engine.spec import Spec
 from longspan.engine.tables import DeviceCopies
 from longspan.kernels.dense import dense_attention
 from longspan.kernels.protocol import state_dtype
@@ -154,14 +153,13 @@ def call(
     mask_captured = [] if mask is None else [_copies.on(t.detach() if t.requires_grad else t, q.device) for t in mask.captured()]
     score_captured = [] if score is None else score.captured()
     check_captured(score_captured, q, "score_mod")
-    spec = Spec(mask=None if mask is None else mask.program, score=None if score is None else score.program, kernel=kernel)
+    spec = ops.specs.of(None if mask is None else mask.program, None if score is None else score.program, kernel)
     if kernel == "dense":
         if plan is not None:
             return dense_over_mesh(plan, q, k, v, scale=scale, score=spec.score, score_captured=score_captured, sink=sink)
         return dense_attention(
             q, k, v, scale=scale, mask=spec.mask, mask_captured=mask_captured, score=spec.score, score_captured=score_captured, sink=sink
         )
-    spec = ops.specs.intern(spec)
     if torch.is_grad_enabled():
         _ = spec.joint  # traced here, where autograd runs; below the operator it does not
     _refuse_forward_mode([q, k, v, *score_captured] if sink is None else [q, k, v, sink, *score_captured])

@@ -5,7 +5,10 @@ This module does not postpone annotations: torch reads the operators' schemas fr
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from longspan.engine.spec import Spec, SpecRegistry
 from longspan.engine.tables import TableCache
 from longspan.kernels.protocol import Kernel, Tiling, Work, like_query, state_dtype
 from longspan.kernels.registry import choose
+from longspan.masks.table import BlockTable
 from longspan.plan.plan import PlanData, live
 
 BLOCK = (128, 128)
@@ -24,6 +28,13 @@ NO_TRANSFORMS = "longspan.attention does not run under torch.vmap, torch.func or
 
 specs = SpecRegistry()
 _tables = TableCache()
+_other_sizes: WeakKeyDictionary[BlockTable, dict[tuple[int, int], BlockTable]] = WeakKeyDictionary()
+
+
+@lru_cache(maxsize=256)
+def plain_tiling(length: int, block: int) -> Tiling:
+    """A whole sequence in tiles; one object per size, since kernels keep what they derive from it."""
+    return Tiling(length=length, block=block)
 
 
 def make_work(
@@ -43,8 +54,8 @@ def make_work(
     table = _tables.table(spec.mask, mask_captured, q_len, kv_len, block=block, batch=batch, heads=heads)
     return Work(
         table=table,
-        q_tiles=Tiling(length=q_len, block=block[0]),
-        kv_tiles=Tiling(length=kv_len, block=block[1]),
+        q_tiles=plain_tiling(q_len, block[0]),
+        kv_tiles=plain_tiling(kv_len, block[1]),
         scale=scale,
         mask=spec.mask,
         mask_captured=[t.to(q.device) for t in mask_captured],
@@ -181,9 +192,14 @@ def _kernel_and_work(
     work = make_work(spec, q, k, mask_captured, score_captured, scale, backward=backward)
     kernel = choose(spec.kernel, q, k, v, work, staged=staged, backward=backward, peak=peak)
     block = kernel.block(q, v, work.table)
-    if block != BLOCK:
-        work = make_work(spec, q, k, mask_captured, score_captured, scale, backward=backward, block=block)
-    return kernel, work
+    if block == BLOCK:
+        return kernel, work
+    # The captured tensors were looked at for the first table; another tile size for the same table needs no second look.
+    other = _other_sizes.setdefault(work.table, {})
+    if block not in other:
+        other[block] = make_work(spec, q, k, mask_captured, score_captured, scale, backward=backward, block=block).table
+    q_tiles, kv_tiles = plain_tiling(q.shape[2], block[0]), plain_tiling(k.shape[2], block[1])
+    return kernel, replace(work, table=other[block], q_tiles=q_tiles, kv_tiles=kv_tiles)
 
 
 def planned(token: Tensor | None) -> PlanData | None:

@@ -42,8 +42,9 @@ class Call:
         index = torch.arange(d.mesh.size).view([axis.size for axis in d.mesh.axes])
         at = [slice(None) if i == d.ulysses else c for i, c in enumerate(d.mesh.coordinate)]
         members = index[tuple(at)].tolist()
-        lengths = tuple(d.layouts[0].local_len(r) for r in members)
-        return Transpose(group=d.mesh.group(d.ulysses), lengths=lengths, heads=self.heads, kv_heads=self.kv_heads)
+        lengths, kv_lengths = (tuple(layout.local_len(r) for r in members) for layout in d.layouts)
+        group = d.mesh.group(d.ulysses)
+        return Transpose(group=group, lengths=lengths, kv_lengths=kv_lengths, heads=self.heads, kv_heads=self.kv_heads)
 
     @property
     def own_heads(self) -> range | None:
@@ -89,11 +90,10 @@ class Call:
         if self.spec.kernel == "dense":  # it knows neither tiles nor stages
             return
         if self.transpose is not None:
-            tokens = sum(self.transpose.lengths)
-            heads = self.transpose.counts
-            q, k, v = (
-                t.new_empty((1,)).expand(t.shape[0], n, tokens, t.shape[3]) for t, n in ((q, heads[0]), (k, heads[1]), (v, heads[1]))
-            )
+            turn = self.transpose
+            of_q, of_kv = ((n, sum(lengths)) for n, lengths in zip(turn.counts, (turn.lengths, turn.kv_lengths), strict=True))
+            shaped = ((q, of_q), (k, of_kv), (v, of_kv))
+            q, k, v = (t.new_empty((1,)).expand(t.shape[0], heads, tokens, t.shape[3]) for t, (heads, tokens) in shaped)
         for backward in (False, True):
             self.route(q, k, v, sink=sink, backward=backward)
 
@@ -161,7 +161,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *,
     if call.transpose is None:
         return _forward(call, q, k, v, sink, peak=peak)
     turn = call.transpose
-    inner_q, inner_k, inner_v = turn.gather([q, k, v], what="Ulysses transpose of q, k, v")
+    inner_q, inner_k, inner_v = turn.gather_all([q], [k, v], what="Ulysses transpose of q, k, v")
     out, lse, most = _forward(call, inner_q, inner_k, inner_v, None if sink is None else sink[turn.own.start : turn.own.stop], peak=peak)
     (home,) = turn.scatter([out], what="Ulysses transpose of out")
     rows = [lse[..., None]] if most is None else [lse[..., None], most[..., None]]
@@ -208,10 +208,11 @@ def backward(
     if call.transpose is None:
         return _backward(call, q, k, v, sink, out, lse, grad_out, grad_lse, needs)
     turn = call.transpose
-    together = [q, k, v, out, grad_out.to(q.dtype)]
-    inner_q, inner_k, inner_v, inner_out, inner_grad = turn.gather(together, what="Ulysses transpose of q, k, v, out and gradient")
+    inner_q, inner_out, inner_grad, inner_k, inner_v = turn.gather_all(
+        [q, out, grad_out.to(q.dtype)], [k, v], what="Ulysses transpose of q, k, v, out and gradient"
+    )
     rows = [lse[..., None]] if grad_lse is None else [lse[..., None], grad_lse.to(lse.dtype)[..., None]]
-    found = [r[..., 0].contiguous() for r in turn.gather(rows, what="Ulysses transpose of lse")]
+    found = [r[..., 0].contiguous() for r in turn.gather(rows, turn.lengths, what="Ulysses transpose of lse")]
     own = slice(turn.own.start, turn.own.stop)
     grads, dsink = _backward(
         call, inner_q, inner_k, inner_v, None if sink is None else sink[own], inner_out, found[0], inner_grad,

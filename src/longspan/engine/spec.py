@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import cached_property
+from threading import RLock
+from typing import Any
 
 from longspan.masks.joint import Joint, joint_of
 from longspan.masks.program import Program
@@ -35,10 +38,22 @@ class Spec:
 
 @dataclass
 class SpecRegistry:
-    """Handle → spec. Holds specs weakly: a spec lives as long as a call, an autograd graph or a compiled function needs it."""
+    """Handle → spec. Holds all but the latest weakly: a spec lives as long as a call, an autograd graph or compiled code needs it."""
 
     _live: weakref.WeakValueDictionary[int, Spec] = field(default_factory=weakref.WeakValueDictionary)
     _pinned: dict[int, Spec] = field(default_factory=dict)
+    _latest: OrderedDict[tuple[str | None, str | None, str], Spec] = field(default_factory=OrderedDict)
+    _lock: Any = field(default_factory=RLock)
+
+    def of(self, mask: Program | None, score: Program | None, kernel: str) -> Spec:
+        """The spec of these parts. The latest ones are kept: making and hashing one takes longer than a short call may."""
+        key = (None if mask is None else mask.key, None if score is None else score.key, kernel)
+        with self._lock:
+            found = self._latest.pop(key, None) or self.intern(Spec(mask=mask, score=score, kernel=kernel))
+            self._latest[key] = found
+            if len(self._latest) > 128:
+                self._latest.popitem(last=False)
+        return found
 
     def intern(self, spec: Spec) -> Spec:
         """The registered spec with these contents: this one, or an equal one that is there already (with its gradient traced)."""

@@ -1,7 +1,7 @@
 """The Ulysses transpose: ranks of one group hold some tokens of all heads; after it, all the group's tokens of some heads.
 
-Legend: U ranks of the group, L[u] their tokens, L = Σ L[u], S = L[this rank]; H query heads, G key heads, h = H/U and g of them per rank,
-g = G/U or 1. Where several ranks need the same key head, each gets it once.
+Legend: U ranks of the group, L[u] their tokens (of queries or of keys), L = Σ L[u], S = L[this rank]; H query heads, G key heads, h = H/U
+and g of them per rank, g = G/U or 1. Where several ranks need the same key head, each gets it once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Transpose:
     """One group's transpose, for some number of heads."""
 
     group: Group
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # of queries
+    kv_lengths: tuple[int, ...]
     heads: int
     kv_heads: int
 
@@ -52,7 +53,13 @@ class Transpose:
     def _range(self, tensor_heads: int, rank: int) -> range:
         return self._heads(rank) if tensor_heads == self.heads else self._kv_heads(rank)
 
-    def gather(self, tensors: Sequence[Tensor], *, what: str) -> list[Tensor]:
+    def gather_all(self, queries: Sequence[Tensor], keys: Sequence[Tensor], *, what: str) -> list[Tensor]:
+        """Tensors by queries and tensors by keys, in one exchange where both are laid out alike, else in two."""
+        if self.lengths == self.kv_lengths:
+            return self.gather([*queries, *keys], self.lengths, what=what)
+        return [*self.gather(queries, self.lengths, what=what), *self.gather(keys, self.kv_lengths, what=f"{what} (keys)")]
+
+    def gather(self, tensors: Sequence[Tensor], lengths: Sequence[int], *, what: str) -> list[Tensor]:
         """[B, H or G, S, D] each → [B, h or g, L, D] each, in one exchange. All of one dtype; views of one buffer."""
         size, batch, length = self.group.size, tensors[0].shape[0], tensors[0].shape[2]
         kinds = [t.shape[1] if t.shape[1] == self.heads else self.kv_heads for t in tensors]
@@ -64,9 +71,9 @@ class Transpose:
                 heads = self._range(kind, rank)
                 part = t[:, heads.start : heads.stop].permute(2, 0, 1, 3)
                 sent[rank, :, :, place].unflatten(-1, part.shape[2:]).copy_(part)
-        out = sent.new_empty((sum(self.lengths), batch, sum(widths)))
+        out = sent.new_empty((sum(lengths), batch, sum(widths)))
         sent = sent.view(size * length, batch, sum(widths))
-        self.group.all_to_all(out, sent, self.lengths, [length] * size, what=what).wait()
+        self.group.all_to_all(out, sent, lengths, [length] * size, what=what).wait()
         found = []
         for t, count, place in zip(tensors, counts, _stretches(widths), strict=True):
             found.append(out[..., place].unflatten(-1, (count, t.shape[3])).permute(1, 2, 0, 3))
@@ -76,7 +83,7 @@ class Transpose:
         """[B, h, L, D] each → [B, H, S, D] each: the way back, for query heads. All of one dtype."""
         size, batch = self.group.size, tensors[0].shape[0]
         widths = [t.shape[1] * t.shape[3] for t in tensors]
-        out = self._home(tensors, widths, what=what)
+        out = self._home(tensors, widths, self.lengths, what=what)
         found = []
         for t, place in zip(tensors, _stretches(widths), strict=True):
             part = out[..., place].unflatten(-1, (t.shape[1], t.shape[3]))  # [U, S, B, h, D]
@@ -86,7 +93,7 @@ class Transpose:
     def scatter_sum(self, tensors: Sequence[Tensor], *, what: str) -> list[Tensor]:
         """[B, g, L, D] each → [B, G, S, D] each: the way back for key heads; parts of one head are summed in the order of ranks."""
         widths = [t.shape[1] * t.shape[3] for t in tensors]
-        out = self._home(tensors, widths, what=what)
+        out = self._home(tensors, widths, self.kv_lengths, what=what)
         found = []
         for t, place in zip(tensors, _stretches(widths), strict=True):
             part = out[..., place].unflatten(-1, (t.shape[1], t.shape[3])).permute(0, 2, 3, 1, 4)  # [U, B, g, S, D]
@@ -97,14 +104,14 @@ class Transpose:
             found.append(total)
         return found
 
-    def _home(self, tensors: Sequence[Tensor], widths: Sequence[int], *, what: str) -> Tensor:
+    def _home(self, tensors: Sequence[Tensor], widths: Sequence[int], lengths: Sequence[int], *, what: str) -> Tensor:
         """Each rank's tokens to it: [U, S, B, Σ widths]."""
-        size, batch, length = self.group.size, tensors[0].shape[0], self.lengths[self.group.rank]
-        sent = tensors[0].new_empty((sum(self.lengths), batch, sum(widths)))
+        size, batch, length = self.group.size, tensors[0].shape[0], lengths[self.group.rank]
+        sent = tensors[0].new_empty((sum(lengths), batch, sum(widths)))
         for t, place in zip(tensors, _stretches(widths), strict=True):
             sent[..., place].unflatten(-1, (t.shape[1], t.shape[3])).copy_(t.permute(2, 0, 1, 3))
         out = sent.new_empty((size * length, batch, sum(widths)))
-        self.group.all_to_all(out, sent, [length] * size, self.lengths, what=what).wait()
+        self.group.all_to_all(out, sent, [length] * size, lengths, what=what).wait()
         return out.view(size, length, batch, sum(widths))
 
 
