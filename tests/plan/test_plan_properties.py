@@ -30,7 +30,7 @@ def planned(draw: Any, longest: int = 1500) -> tuple[dict[str, Any], Any, int, i
     return options, mask, length, ranks
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(planned())
 def test_every_allowed_pair_is_computed_exactly_once_by_exactly_one_rank(args: Any) -> None:
     options, mask, length, ranks = args
@@ -57,7 +57,7 @@ def _numbers(tiling: Any, side: Any) -> torch.Tensor:
     return torch.searchsorted(side.edges, position)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(planned())
 def test_what_is_sent_is_what_is_expected_and_an_exchange_moves_only_what_is_read(args: Any) -> None:
     options, mask, length, ranks = args
@@ -83,7 +83,7 @@ def test_what_is_sent_is_what_is_expected_and_an_exchange_moves_only_what_is_rea
                 assert bool(wanted[receiver, a:b].all())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(planned(longest=700), st.integers(0, 2))
 def test_unshard_of_shard_is_the_same_bits(args: Any, dim: int) -> None:
     options, mask, length, ranks = args

@@ -1,27 +1,15 @@
-"""What a plan takes, roughly: enough to choose between strategies, not to replace a measurement.
-
-All times are of forward and backward together, for the busiest rank.
-"""
+"""What things cost: shapes in bytes and operations, kernels by measured tables, links by bandwidth and latency."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
 
 BACKWARD = 2.5  # floating-point operations of a backward pass per one of the forward pass
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """One device and its links. The defaults are a Hopper-class card in a node with a fast switch, at speeds that kernels reach.
-
-    flops:      operations per second of attention in half precision.
-    bandwidth:  bytes per second that a device receives.
-    latency:    seconds until an exchange has begun.
-    """
-
-    flops: float = 450e12
-    bandwidth: float = 150e9
-    latency: float = 30e-6
+TILE = 128  # tokens: tiles are counted in this size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +23,6 @@ class Shape:
     element: int = 2  # bytes
     grad_element: int = 4  # bytes of a partial gradient on its way
 
-    def compute(self, pairs: float, cluster: Cluster) -> tuple[float, float]:
-        """Seconds (forward, backward) for so many pairs of one batch row and head."""
-        forward = 4.0 * self.head_dim * self.heads * self.batch * pairs / cluster.flops
-        return forward, BACKWARD * forward
-
     @property
     def kv_bytes(self) -> int:
         """Bytes of one token's keys and values."""
@@ -49,21 +32,119 @@ class Shape:
     def kv_grad_bytes(self) -> int:
         return 2 * self.batch * self.kv_heads * self.head_dim * self.grad_element
 
+    @property
+    def q_bytes(self) -> int:
+        """Bytes of one token's queries (or outputs)."""
+        return self.batch * self.heads * self.head_dim * self.element
 
-def overlapped(*, pairs: float, received: float, stages: int, shape: Shape, cluster: Cluster) -> float:
-    """Keys that travel while others are computed: whichever takes longer. Backward sends keys again and gradients home."""
-    forward, backward = shape.compute(pairs, cluster)
-    keys, grads = (received * b / cluster.bandwidth for b in (shape.kv_bytes, shape.kv_grad_bytes))
-    start = cluster.latency * stages
-    return max(forward, keys + start) + max(backward, keys + grads + 2 * start)
+    def kv_heads_of(self, degree: int) -> int:
+        """Key heads that a rank holds when `degree` ranks share the heads."""
+        return max(1, self.kv_heads // degree)
+
+    def flops(self, pairs: float) -> float:
+        """Operations of a forward pass over so many pairs of one batch row and head."""
+        return 4.0 * self.head_dim * self.heads * self.batch * pairs
 
 
-def transposed(*, pairs: float, local: float, degree: int, shape: Shape, cluster: Cluster) -> float:
-    """Heads and tokens transposed before and after: nothing to hide it behind. `local`: a rank's own tokens."""
-    forward, backward = shape.compute(pairs, cluster)
-    width = shape.batch * shape.head_dim * shape.element
-    away = local * (degree - 1) / degree
-    query, keys = away * width * shape.heads, 2 * away * width * max(shape.kv_heads, degree if shape.kv_heads < degree else 0)
-    there = query + keys, query  # forward: q, k, v in; out back
-    back = 3 * query + keys, query + keys  # backward: q, k, v, out, grad in; gradients back
-    return forward + backward + (sum(there) + sum(back)) / cluster.bandwidth + 4 * cluster.latency
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """bandwidth: bytes per second that a device sends, and receives, at the same time. latency: seconds until an exchange has begun."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """TFLOP/s of useful work where a query sees so many keys on average: over rectangles (`full`) and over rows with an edge (`causal`)."""
+
+    keys: tuple[float, ...]
+    full: tuple[float, ...]
+    causal: tuple[float, ...]
+
+    @cached_property
+    def _tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, and picoseconds per query and unit of head dim for both kinds: linear between points, so that sums of rows are exact."""
+        keys = torch.tensor(self.keys, dtype=torch.float64)
+        full, causal = (4.0 * keys / torch.tensor(r, dtype=torch.float64) for r in (self.full, self.causal))
+        return keys, full, causal
+
+    def seconds(self, keys: Tensor, edges: Tensor) -> Tensor:
+        """Seconds per query row (of one head, per unit of head dim) that sees `keys` keys, `edges` of its tiles being partial ones.
+
+        Up to one partial tile per row is what the causal table measured. Each further one computes half a tile in vain.
+        """
+        at, full, causal = self._tables
+        share = edges.clamp(0, 1)
+        found = torch.lerp(_interpolated(keys, at, full), _interpolated(keys, at, causal), share)
+        tile = (full[-1] - full[-2]) / (at[-1] - at[-2]) * TILE
+        return (found + (edges - 1).clamp(min=0) * tile / 2) * 1e-12
+
+
+def _interpolated(x: Tensor, at: Tensor, value: Tensor) -> Tensor:
+    """Linear between the points and beyond them, never below the line from the first point to half its height at 0."""
+    i = torch.searchsorted(at, x.contiguous()).clamp(1, len(at) - 1)
+    slope = (value[i] - value[i - 1]) / (at[i] - at[i - 1])
+    return torch.maximum(value[i - 1] + slope * (x - at[i - 1]), value[0] * (0.5 + 0.5 * x / at[0]) * (x > 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """How fast a kernel was measured to be, at head dim 128. `dims`: its rate at other head dims, as a share.
+
+    launch:   seconds of a call beyond its work: start and drain.
+    slots:    programs that run at once. With fewer rows of work than that, the longest row counts.
+    state:    bytes that a row of 128 queries and head moves between memory and chip when a step folds into the one before it.
+    """
+
+    name: str
+    source: str
+    forward: Rates
+    backward: Rates
+    launch: float
+    slots: int
+    state: float = 2 * TILE * 128 * 4
+    dims: dict[int, float] = field(default_factory=dict)
+
+    def dim_factor(self, head_dim: int) -> float:
+        """Seconds per query at this head dim over those at 128, all else equal."""
+        known = {128: 1.0, **self.dims}
+        nearest = min(known, key=lambda d: abs(d - head_dim))
+        return head_dim / 128 / known[nearest]
+
+    def seconds(self, *, rows: Tensor, full: Tensor, partial: Tensor, head_dim: int, backward: bool) -> Tensor:
+        """Seconds of calls, elementwise: `rows` tiles of queries times heads, over so many full and partial tiles. 0 without tiles."""
+        rates = self.backward if backward else self.forward
+        safe = rows.clamp(min=1)
+        edges, keys = partial / safe, (full + partial / 2) / safe * TILE
+        per_row = rates.seconds(keys, edges) * TILE * 128 * self.dim_factor(head_dim) * (BACKWARD if backward else 1.0)
+        busy = self.launch + per_row * torch.maximum(safe, torch.tensor(float(self.slots), dtype=torch.float64))
+        return torch.where(full + partial > 0, busy, torch.zeros_like(busy))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes of equal devices. `inside`: links within a node; `between`: from a device to those of other nodes.
+
+    hbm:         bytes per second, read and written together, that a copy reaches.
+    contention:  share of a kernel's speed that is lost while data travels: the communication library's own kernels.
+    """
+
+    name: str
+    about: str
+    gpus_per_node: int
+    memory: float
+    hbm: float
+    inside: Link
+    between: Link
+    kernel: Kernel
+    contention: float = 0.05
+
+    @property
+    def flops(self) -> float:
+        """The best measured rate of the kernel, operations per second."""
+        return max(self.kernel.forward.full) * 1e12
+
+    @property
+    def bandwidth(self) -> float:
+        return self.inside.bandwidth

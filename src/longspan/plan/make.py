@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,13 +14,16 @@ from longspan.comm.mesh import Mesh, as_mesh
 from longspan.masks.algebra import Full, Mask, as_mask
 from longspan.masks.classify import classify
 from longspan.masks.table import BlockTable
-from longspan.plan import balance, layouts, schedule
-from longspan.plan.cost import Cluster, Shape, overlapped, transposed
+from longspan.plan import auto, balance, layouts, schedule
+from longspan.plan.clusters import cluster as cluster_of
+from longspan.plan.cost import Cluster, Shape
 from longspan.plan.layout import Layout
 from longspan.plan.plan import Plan, PlanData, PlannedMask, PlanSet
 from longspan.plan.schedule import Reads, Schedule
 from longspan.plan.strategies import LAYOUTS, Strategy, check_name, heads_refusal, strategy_for
-from longspan.plan.tiles import Side, reads
+from longspan.plan.tiles import reads
+from longspan.plan.timeline import timeline
+from longspan.plan.workload import of_plan
 
 BLOCK = 128
 # A stage brings at least this many tokens where it can: below that, kernels and links idle between launches.
@@ -38,7 +43,7 @@ def plan(
     head_dim: int | None = None,
     stages: int | None = None,
     grad_reduce_dtype: torch.dtype | None = None,
-    cluster: Cluster | None = None,
+    cluster: Cluster | str | None = None,
 ) -> Any:
     """A plan for attention under `mask` over `seq_len` tokens, split over `mesh`. The same on every rank, without communication.
 
@@ -51,7 +56,8 @@ def plan(
                need them, and so does `auto` to weigh Ulysses against an exchange.
     stages:    in how many stages an exchange brings its keys; by default as few as keep a stage at one shard or 16,384 tokens.
     grad_reduce_dtype: the dtype in which partial gradients of keys and values travel; float32 (float64) unless given.
-    cluster:   speeds by which `auto` weighs strategies.
+    cluster:   the profile by which `auto` weighs layouts, strategies and stages: a name such as "h100", a TOML file, a Cluster; h200
+               unless given. It does so where it knows `heads`; else keys are exchanged. LONGSPAN_EXPLAIN=1 prints what was considered.
     """
     masks = dict(mask) if isinstance(mask, Mapping) else {"": mask}
     if not masks:
@@ -64,8 +70,10 @@ def plan(
         raise ValueError(f"plan: grad_reduce_dtype must be a floating-point dtype, got {grad_reduce_dtype}")
     found = as_mesh(mesh)
     wanted = [_Wanted.of(as_mask(m), q_len, kv_len, sizes) for m in masks.values()]
-    maker = _Maker(wanted, found, sizes, strategy, layout, stages, cluster or Cluster())
-    plans = maker.plans(grad_reduce_dtype)
+    maker = _Maker(wanted, found, sizes, strategy, layout, stages, cluster_of(cluster), grad_reduce_dtype)
+    plans = maker.plans()
+    if os.environ.get("LONGSPAN_EXPLAIN") == "1" and found.rank == 0:
+        print(plans[0].explain(), file=sys.stderr)
     if not isinstance(mask, Mapping):
         return plans[0]
     return PlanSet(dict(zip(masks, plans, strict=True)))
@@ -141,7 +149,10 @@ class _Maker:
         layout: Any,
         stages: int | None,
         cluster: Cluster,
+        grad_reduce_dtype: torch.dtype | None,
     ) -> None:
+        self.grad_reduce_dtype = grad_reduce_dtype
+        self.tried: dict[Any, list[Plan]] = {}
         self.wanted, self.mesh, self.sizes, self.stages, self.cluster = wanted, mesh, sizes, stages, cluster
         self.q_len, self.kv_len = wanted[0].q_len, wanted[0].kv_len
         self.schedule = strategy if isinstance(strategy, Schedule) else None
@@ -150,7 +161,11 @@ class _Maker:
             raise TypeError(f"strategy: expected a name or a Schedule, got {type(strategy).__name__}")
         if isinstance(layout, str) and layout not in LAYOUTS:
             raise ValueError(f"layout: expected one of {', '.join(map(repr, LAYOUTS))} or a Layout, got {layout!r}")
+        self.laid: Layout | None = None
+        self.considered: auto.Considered | None = None
         self.strategy = self._strategy(strategy if self.schedule is None else "exchange")
+        if self._weighs(strategy, layout):
+            self._weigh(strategy, layout)
         self._check_heads(self.strategy)
 
     @property
@@ -161,8 +176,6 @@ class _Maker:
         check_name(name)
         if name == "auto":
             name = "exchange" if len(self.mesh.axes) == 1 else "ulysses_exchange"
-            if name == "exchange" and self._prefers_ulysses():
-                name = "ulysses"
         return strategy_for(name, self.mesh)
 
     def _check_heads(self, strategy: Strategy) -> None:
@@ -174,30 +187,36 @@ class _Maker:
         if reason:
             raise ValueError(f"strategy {strategy.name!r}: {reason}. Use 'exchange' or 'ring', or a mesh with another Ulysses degree")
 
-    def _prefers_ulysses(self) -> bool:
-        """Whether transposing heads is faster than moving keys. Without head counts nobody can tell: no."""
-        heads, kv_heads = self.sizes["heads"], self.sizes["kv_heads"] or self.sizes["heads"]
-        n = self.mesh.size
-        if n == 1 or heads is None or kv_heads is None or heads_refusal(n, heads, kv_heads) or self.q_len != self.kv_len:
-            return False
-        shape = Shape(batch=self.sizes["batch"] or 1, heads=heads, kv_heads=kv_heads, head_dim=self.sizes["head_dim"] or 128)
-        layout = self._layouts(n)[0]
-        pairs, moved = 0.0, 0.0
-        for want in self.wanted:
-            side = Side.of(layout, BLOCK)
-            table = classify(
-                want.planned.program, want.planned.captured, self.q_len, self.kv_len, block=(BLOCK, BLOCK),
-                batch=want.batch, heads=want.heads, edges=(side.edges, side.edges),
-            )  # fmt: skip
-            wanted = reads(table, side, n)
-            per_head = table.tiles_per_row.view(table.batch * table.heads, -1).double().mean(0) * BLOCK * BLOCK
-            pairs += float(torch.zeros(n, dtype=torch.float64).index_add_(0, side.owner, per_head).max())
-            away = wanted & (side.owner != torch.arange(n)[:, None])
-            moved += float((away * side.count).sum(1).max())
-        local = len(self.wanted) * layout.local_len(0)
-        stages = max(1, round(moved / max(1, local)))
-        direct = overlapped(pairs=pairs, received=moved, stages=stages, shape=shape, cluster=self.cluster)
-        return transposed(pairs=pairs, local=local, degree=n, shape=shape, cluster=self.cluster) < direct
+    def _weighs(self, strategy: Any, layout: Any) -> bool:
+        """Whether there is a choice for the model, and all that it needs to make it."""
+        named = isinstance(strategy, str) and isinstance(layout, str)
+        per_row = self.wanted[0].batch > 1 and any(w.planned.per_batch for w in self.wanted)
+        known = self.sizes["heads"] is not None and self.q_len == self.kv_len and self.mesh.size > 1 and not per_row
+        return named and known and (strategy == "auto" or (layout == "auto" and strategy in ("ring", "exchange")))
+
+    def _weigh(self, strategy: str, layout: str) -> None:
+        """Choose strategy, layout and stages by the model, and remember what was considered."""
+        if strategy == "auto" and layout == "per_document":
+            return
+        found = considered(
+            self.wanted, self.mesh, self.sizes, self.cluster, strategy=strategy, layout=layout, stages=self.stages, exactly=self._exactly
+        )
+        if found.options:
+            best = found.winner
+            self.strategy, self.stages, self.considered = best.strategy, best.stages, found
+            if best.candidate is not None and layout == "auto":
+                self.laid = best.candidate.layout
+
+    def _exactly(self, option: auto.Option) -> list[Any]:
+        """The timelines of an option's plans."""
+        kept = self.strategy, self.stages, self.laid
+        self.strategy, self.stages = option.strategy, option.stages
+        self.laid = option.candidate.layout if option.candidate is not None else None
+        try:
+            plans = self.tried[self._choice] = self.plans()
+        finally:
+            self.strategy, self.stages, self.laid = kept
+        return [timeline(of_plan(p.data, self.cluster.gpus_per_node), self.cluster) for p in plans]
 
     # ------------------------------------------------------------------------------------------------------------------- layouts
 
@@ -207,7 +226,7 @@ class _Maker:
             raise AssertionError("layouts that are given cover the whole mesh")
         if self.q_len != self.kv_len:
             return self._cross_layouts(ranks)
-        one = self._self_layout(ranks)
+        one = self._self_layout(ranks) if self.laid is None else self.laid
         return one, one
 
     def _self_layout(self, ranks: int) -> Layout:
@@ -286,7 +305,16 @@ class _Maker:
 
     # ------------------------------------------------------------------------------------------------------------------- plans
 
-    def plans(self, grad_reduce_dtype: torch.dtype | None) -> list[Plan]:
+    @property
+    def _choice(self) -> Any:
+        return self.strategy, self.stages, id(self.laid)
+
+    def plans(self) -> list[Plan]:
+        ready = self.tried.pop(self._choice, None)
+        if ready is not None:
+            for made in ready:
+                self._remember(made.data)
+            return ready
         pair = self._whole_layouts()
         out = []
         for want in self.wanted:
@@ -306,11 +334,16 @@ class _Maker:
                 heads=self.sizes["heads"],
                 kv_heads=self.sizes["kv_heads"],
                 head_dim=self.sizes["head_dim"],
-                grad_reduce_dtype=grad_reduce_dtype,
+                grad_reduce_dtype=self.grad_reduce_dtype,
             )
             object.__setattr__(data, "schedule", self._schedule(data))
+            self._remember(data)
             out.append(Plan(data))
         return out
+
+    def _remember(self, data: PlanData) -> None:
+        if self.considered is not None:
+            data._kept[("considered", self.cluster.name)] = self.considered
 
     def _schedule(self, data: PlanData) -> Schedule:
         if data.ring is None or self.ring_size == 1:
@@ -329,6 +362,36 @@ class _Maker:
         if self.strategy.moves == "allgather":
             return schedule.allgather(rows)
         return schedule.exchange(rows, stage_tokens=max(local, STAGE_TOKENS), stages=self.stages)
+
+
+def considered(
+    wanted: Sequence[_Wanted],
+    mesh: Mesh,
+    sizes: Mapping[str, int | None],
+    cluster: Cluster,
+    *,
+    strategy: str = "auto",
+    layout: str = "auto",
+    stages: int | None = None,
+    exactly: Any = None,
+) -> auto.Considered:
+    """Every option for these masks. Sizes that are not known count as 1, the head dim as 128."""
+    heads = sizes["heads"] or 1
+    shape = Shape(batch=sizes["batch"] or 1, heads=heads, kv_heads=sizes["kv_heads"] or heads, head_dim=sizes["head_dim"] or 128)
+
+    def demands(unit: int) -> list[balance.Demand]:
+        return [w.demands(unit, [None])[0] for w in wanted]
+
+    return auto.consider(demands, wanted[0].q_len, mesh, shape, cluster, strategy=strategy, layout=layout, stages=stages, exactly=exactly)
+
+
+def considered_for(data: PlanData, cluster: Cluster) -> auto.Considered | None:
+    """What there would have been to consider for a plan that exists; None where it is not one that `auto` weighs."""
+    if data.q_len != data.kv_len or data.rows > 1 or data.mesh.size == 1:
+        return None
+    sizes = {"batch": data.batch, "heads": data.heads, "kv_heads": data.kv_heads, "head_dim": data.head_dim}
+    want = _Wanted(mask=Full(), planned=data.mask, q_len=data.q_len, kv_len=data.kv_len, batch=data.batch or 1, heads=data.heads or 1)
+    return considered([want], data.mesh, sizes, cluster)
 
 
 def _split(layout: Layout, mesh: Mesh, ulysses: int) -> Layout:

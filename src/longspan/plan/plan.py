@@ -251,11 +251,40 @@ class Plan:
             raise ValueError(f"plan.{what}: queries and keys have {sizes[0]} tokens here: say side='q' or side='kv'")
         return fitting[0]
 
-    def report(self) -> Any:
-        """Balance, bytes, memory and predicted time; print it."""
+    def report(self, cluster: Any = None) -> Any:
+        """Balance, bytes, memory and predicted time on a cluster (a name, a TOML file, a Cluster; h200 unless given); print it."""
         from longspan.plan.report import report
 
-        return report(self.data)
+        return report(self.data, cluster)
+
+    def explain(self, cluster: Any = None) -> str:
+        """What there was to choose from, by the cost model, and why the winner won. For a plan of one's own: what would have been."""
+        from longspan.plan.clusters import cluster as cluster_of
+        from longspan.plan.make import considered_for
+
+        found = cluster_of(cluster)
+        considered = self.data._keep(("considered", found.name), lambda: considered_for(self.data, found))
+        here = f"{self!r}\n  predicted: {1e3 * self.report(found).seconds:.3f} ms"
+        if considered is None:
+            return f"{here}\n  `auto` weighs self-attention of one layout over two ranks or more: here there was nothing to weigh"
+        return f"{here}\n{considered}"
+
+    def plot(self, path: Any = None, *, cluster: Any = None) -> Any:
+        """A matplotlib figure: who computes what, the work of each rank, the timeline. Saved where a path is given."""
+        from longspan.report.figure import figure
+
+        return figure(self, path, cluster=cluster)
+
+    def save_html(self, path: Any, *, cluster: Any = None) -> None:
+        """The report as one HTML file that needs nothing else."""
+        from longspan.report.page import save
+
+        save(self, path, cluster=cluster)
+
+    def _repr_html_(self) -> str:
+        from longspan.report.page import notebook
+
+        return notebook(self)
 
     def __repr__(self) -> str:
         d = self.data
@@ -263,6 +292,11 @@ class Plan:
         tokens = str(d.q_len) if d.q_len == d.kv_len else f"{d.q_len} × {d.kv_len}"
         stages = f", {d.schedule.stages} stages" if d.schedule.stages else ""
         return f"Plan({d.mask.text}, {tokens} tokens over {shape}: layout {d.layout}, {d.strategy}{stages}, rank {d.mesh.rank})"
+
+    def __str__(self) -> str:
+        from longspan.report.terminal import picture
+
+        return f"{self!r}\n{picture(self.data)}"
 
 
 class PlanSet(Mapping[str, Plan]):

@@ -1,0 +1,19 @@
+"""The command line. `longspan --help` lists the commands."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 0, or 2 with one line on standard error where the input is wrong."""
+    try:
+        import rich  # noqa: F401
+        import typer  # noqa: F401
+    except ImportError as error:
+        print(f"longspan: the command line needs typer and rich ({error}): pip install 'longspan[cli]'", file=sys.stderr)
+        raise SystemExit(1) from None
+    from longspan.cli.app import run
+
+    raise SystemExit(run(list(sys.argv[1:] if arguments is None else arguments)))

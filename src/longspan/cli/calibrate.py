@@ -1,0 +1,39 @@
+"""`longspan calibrate`: measure this machine and write its profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from longspan.cli import parse
+from longspan.cli.app import Refused
+
+
+def register(app: typer.Typer) -> None:
+    app.command("calibrate")(calibrate)
+
+
+def calibrate(
+    out: Annotated[Path, typer.Argument(help="the TOML file to write")] = Path("cluster.toml"),
+    name: Annotated[str | None, typer.Option(help="what to call the profile")] = None,
+    kernel: Annotated[str, typer.Option(help="the kernel to measure: triton, aten, cpu")] = "auto",
+    heads: Annotated[str, typer.Option(help="query heads, or query/key heads")] = "32/8",
+    dim: Annotated[str, typer.Option(help="head dim")] = "128",
+    quick: Annotated[bool, typer.Option("--quick", help="short sequences and few repetitions")] = False,
+) -> None:
+    """Measure kernels by tile shape, copies, and (under torchrun) collectives of this machine, and write a profile for `longspan plan`."""
+    from longspan.cli.measure import measured
+    from longspan.plan.clusters import dump
+
+    q_heads, kv_heads = parse.heads(heads)
+    if not out.absolute().parent.is_dir():
+        raise Refused(f"OUT: there is no directory {out.absolute().parent}")
+    try:
+        found, lines = measured(name=name, kernel=kernel, heads=q_heads, kv_heads=kv_heads, head_dim=parse.count(dim, "--dim"), quick=quick)
+    except (ValueError, NotImplementedError) as error:
+        raise Refused(str(error)) from None
+    if found is not None:  # rank 0
+        out.write_text(dump(found), encoding="utf-8")
+        typer.echo("\n".join([*lines, f"written to {out}"]))

@@ -1,0 +1,179 @@
+"""Measurements for a cluster profile: kernels over rectangles and triangles of several lengths, copies, collectives.
+
+On a GPU, events around queued calls; on a CPU, the clock. Under torchrun an all-to-all is measured as well, within the node and, where
+there are several, between nodes. What cannot be measured here is taken from the h200 profile, and the file says so.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import longspan as ls
+from longspan.plan.clusters import cluster
+from longspan.plan.cost import BACKWARD, Cluster, Kernel, Link, Rates
+
+KEYS = {"cuda": (256, 512, 1024, 2048, 4096, 16384, 65536), "cpu": (128, 256, 512, 1024)}
+QUICK = {"cuda": (256, 1024, 4096, 16384), "cpu": (64, 128, 256)}
+
+
+def measured(*, name: str | None, kernel: str, heads: int, kv_heads: int, head_dim: int, quick: bool) -> tuple[Cluster | None, list[str]]:
+    """(the profile, what was measured in lines); the profile is None on ranks but 0."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    clock = Clock(device, 3 if quick else 7)
+    keys = (QUICK if quick else KEYS)[device.type]
+    rates = _kernel_rates(clock, device, keys, kernel, heads, kv_heads, head_dim)
+    lines = [f"{'keys':>8}{'forward full':>14}{'causal':>9}{'backward full':>15}{'causal':>9}   TFLOP/s"]
+    for i, k in enumerate(keys):
+        lines.append(f"{k:8d}" + "".join(f"{rates[n][i]:{w}.4g}" for n, w in zip(_NAMES, (14, 9, 15, 9), strict=True)))
+    hbm = _copy_bandwidth(clock, device)
+    lines.append(f"copies: {hbm / 1e9:.4g} GB/s, read and written")
+    base = cluster("h200")
+    inside, between, about = _links(clock, device, base, lines)
+    title = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return None, []
+    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    found = Cluster(
+        name=name or title.lower().replace(" ", "-"),
+        about=about,
+        gpus_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", base.gpus_per_node)),
+        memory=float(properties.total_memory) if properties else 16 * 2.0**30,
+        hbm=hbm,
+        inside=inside,
+        between=between,
+        contention=base.contention,
+        kernel=Kernel(
+            name=kernel,
+            source=f"longspan calibrate: {title}, torch {torch.__version__}, {heads}/{kv_heads} heads of dim {head_dim}",
+            forward=Rates(keys=tuple(map(float, keys)), full=rates["forward_full"], causal=rates["forward_causal"]),
+            backward=Rates(keys=tuple(map(float, keys)), full=rates["backward_full"], causal=rates["backward_causal"]),
+            launch=_launch(clock, device, kernel, head_dim),
+            slots=2 * properties.multi_processor_count if properties else torch.get_num_threads(),
+        ),
+    )
+    return replace(found, kernel=replace(found.kernel, dims=base.kernel.dims)), lines
+
+
+_NAMES = ("forward_full", "forward_causal", "backward_full", "backward_causal")
+
+
+class Clock:
+    """Median seconds of a call."""
+
+    def __init__(self, device: torch.device, repeat: int) -> None:
+        self.device, self.repeat = device, repeat
+        self.block = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) if device.type == "cuda" else None
+
+    def __call__(self, fn: Callable[[], Any]) -> float:
+        fn()
+        fn()
+        return statistics.median(self._once(fn) for _ in range(self.repeat))
+
+    def _once(self, fn: Callable[[], Any]) -> float:
+        if self.block is None:
+            start = time.perf_counter()
+            fn()
+            return time.perf_counter() - start
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        for _ in range(8):  # so that the host is ahead and does not count
+            self.block @ self.block
+        begin.record()
+        fn()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+def _kernel_rates(
+    clock: Clock, device: torch.device, keys: tuple[int, ...], kernel: str, heads: int, kv_heads: int, head_dim: int
+) -> dict[str, tuple[float, ...]]:
+    """TFLOP/s of useful work at each number of keys per query: rectangles, and triangles twice as long."""
+    found: dict[str, list[float]] = {name: [] for name in _NAMES}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if device.type == "cpu":
+        heads, kv_heads = min(heads, 4), min(kv_heads, 4) if min(heads, 4) % min(kv_heads, 4) == 0 else min(heads, 4)
+    many = 16384 if device.type == "cuda" else 128
+    for k in keys:
+        for kind in ("full", "causal"):
+            q_len, kv_len = (many, k) if kind == "full" else (2 * k, 2 * k)
+            batch = max(1, many // q_len)  # as many queries as fill the device
+            mask = None if kind == "full" else ls.causal()
+            pairs = batch * (q_len * kv_len if kind == "full" else q_len * (q_len + 1) / 2)
+            q, key, v = (
+                torch.randn(batch, h, n, head_dim, device=device, dtype=dtype).requires_grad_()
+                for h, n in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+            )
+
+            def call(q: Any = q, key: Any = key, v: Any = v, mask: Any = mask) -> Any:
+                return ls.attention(q, key, v, mask=mask, kernel=kernel)
+
+            with torch.no_grad():
+                forward = clock(call)
+            out = call()
+            grad = torch.randn_like(out)
+            backward = clock(partial(torch.autograd.grad, out, (q, key, v), grad, retain_graph=True))
+            work = 4.0 * heads * head_dim * pairs / 1e12
+            found[f"forward_{kind}"].append(work / forward)
+            found[f"backward_{kind}"].append(BACKWARD * work / backward)
+            del q, key, v, out, grad
+    return {name: tuple(values) for name, values in found.items()}
+
+
+def _launch(clock: Clock, device: torch.device, kernel: str, head_dim: int) -> float:
+    """Seconds of the smallest call."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    x = torch.randn(1, 1, 128, head_dim, device=device, dtype=dtype)
+    with torch.no_grad():
+        return clock(lambda: ls.attention(x, x, x, kernel=kernel))
+
+
+def _copy_bandwidth(clock: Clock, device: torch.device) -> float:
+    size = 2**30 if device.type == "cuda" else 2**25
+    x = torch.zeros(size, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    return 2 * size / clock(lambda: y.copy_(x))
+
+
+def _links(clock: Clock, device: torch.device, base: Cluster, lines: list[str]) -> tuple[Link, Link, str]:
+    """Links within a node and between nodes, as an all-to-all sees them."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        lines.append("links: one process, so that they are those of the h200 profile; run under torchrun to measure them")
+        return base.inside, base.between, "measured kernels and copies; links of the h200 profile"
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    nodes = dist.get_world_size() // here
+    groups = [dist.new_group(list(range(n * here, (n + 1) * here))) for n in range(nodes)]
+    inside = _link(clock, device, groups[dist.get_rank() // here], lines, "inside a node") if here > 1 else base.inside
+    between = base.between
+    if nodes > 1:
+        across = [dist.new_group(list(range(i, dist.get_world_size(), here))) for i in range(here)]
+        between = _link(clock, device, across[dist.get_rank() % here], lines, "between nodes")
+    return inside, between, "measured kernels, copies and links" + ("" if nodes > 1 else "; links between nodes of the h200 profile")
+
+
+def _link(clock: Clock, device: torch.device, group: Any, lines: list[str], where: str) -> Link:
+    size = dist.get_world_size(group)
+
+    def seconds(each: int) -> float:
+        sent = torch.zeros(size * each, dtype=torch.uint8, device=device)
+        out = torch.empty_like(sent)
+        return clock(lambda: dist.all_to_all_single(out, sent, group=group))
+
+    each = 2**24 if device.type == "cuda" else 2**20
+    small, large = seconds(1024), seconds(each)
+    bandwidth = (size - 1) * each / max(large - small, 1e-9)
+    lines.append(f"links {where}: {bandwidth / 1e9:.4g} GB/s each way, {1e6 * small:.3g} µs to begin, over {size} ranks")
+    return Link(bandwidth=bandwidth, latency=small)

@@ -1,0 +1,153 @@
+"""What users type: masks, sizes, ranks. Every refusal says what was expected, what came, and where."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import longspan as ls
+from longspan.cli.app import Refused
+
+SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+MASKS = ("full", "causal", "sliding_window", "documents", "prefix", "mod")
+
+
+def count(text: str, what: str) -> int:
+    """A whole number, with k, M or G for 1024 and its powers: 8k, 1M."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", text.strip().replace("_", "").replace(",", ""))
+    value = float(match[1]) * SUFFIXES[match[2].lower()] if match else 0
+    if not match or value < 1 or value != int(value):
+        raise Refused(f"{what}: expected a number of 1 or more such as 8192, 64k or 1M, got {text!r}")
+    return int(value)
+
+
+def heads(text: str) -> tuple[int, int]:
+    """Query and key heads: "32/8", or "32" for as many of both."""
+    match = re.fullmatch(r"(\d+)(?:/(\d+))?", text.strip())
+    if not match or not int(match[1]) or match[2] == "0" or int(match[1]) % int(match[2] or match[1]):
+        raise Refused(f"--heads: expected query heads, or query/key heads such as 32/8, one a multiple of the other; got {text!r}")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def factors(text: str | None, what: str, ranks: int) -> dict[int, float]:
+    """Ranks and factors: "3:1.5,17:2"."""
+    found: dict[int, float] = {}
+    for part in filter(None, (text or "").split(",")):
+        match = re.fullmatch(r"\s*(\d+):(\d+(?:\.\d+)?)\s*", part)
+        if not match or float(match[2]) <= 0 or int(match[1]) >= ranks:
+            raise Refused(f"{what}: expected rank:factor with a rank below {ranks} and a factor above 0, such as 3:1.5, got {part!r}")
+        found[int(match[1])] = float(match[2])
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------------------- masks
+
+
+def mask(text: str, tokens: int) -> Any:
+    """A mask from an expression: full, causal, sliding_window(1024), prefix(4096), documents(lengths.txt), mod("module:function"),
+    combined with & | ~ and parentheses; or module:function alone."""
+    if re.fullmatch(r"[\w.]+:[\w.]+", text.strip()):
+        return _imported(text.strip())
+    # A path need not be quoted: documents(data/my lengths.txt).
+    quoted = re.sub(r"documents\(\s*([^\s\"'\[(][^()]*?)\s*\)", lambda m: f"documents({m[1]!r})", text.strip())
+    quoted = re.sub(r"(?<=[(,\s])\d+[kKmMgG](?=\s*[,)])", lambda m: str(count(m[0], "--mask")), quoted)
+    try:
+        tree = ast.parse(quoted, mode="eval")
+    except (SyntaxError, ValueError):
+        raise Refused(f"--mask: cannot read {text!r}: expected masks such as causal, combined with & | ~ and parentheses") from None
+    return _Reader(quoted, tokens).read(tree.body)
+
+
+class _Reader:
+    def __init__(self, text: str, tokens: int) -> None:
+        self.text, self.tokens = text, tokens
+
+    def read(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd | ast.BitOr):
+            left, right = self.read(node.left), self.read(node.right)
+            return left & right if isinstance(node.op, ast.BitAnd) else left | right
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+            return ~self.read(node.operand)
+        if isinstance(node, ast.Name):
+            return self._named(node, node.id, [])
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+            return self._named(node, node.func.id, node.args)
+        raise Refused(f"--mask: cannot read {self._source(node)!r} in {self.text!r}: expected masks combined with & | ~")
+
+    def _source(self, node: ast.expr) -> str:
+        return ast.get_source_segment(self.text, node) or self.text
+
+    def _named(self, node: ast.expr, name: str, given: list[ast.expr]) -> Any:
+        if name not in MASKS:
+            raise Refused(f"--mask: unknown mask {name!r} in {self.text!r}: expected one of {', '.join(MASKS)}, or module:function")
+        limits = {"full": (0, 0), "causal": (0, 0), "sliding_window": (1, 2), "prefix": (1, 1), "documents": (1, 1), "mod": (1, 1)}
+        least, most = limits[name]
+        if not least <= len(given) <= most:
+            raise Refused(f"--mask: {name} takes {least if least == most else f'{least} or {most}'} values, got {self._source(node)!r}")
+        if name in ("full", "causal"):
+            return getattr(ls, name)()
+        if name == "documents":
+            return ls.documents(lengths=self._lengths(given[0]))
+        if name == "mod":
+            return _imported(str(self._value(given[0])))
+        values = [count(self._source(a), f"--mask: {name}") if self._source(a) != "0" else 0 for a in given]
+        return getattr(ls, name)(*values)
+
+    def _value(self, node: ast.expr) -> Any:
+        try:
+            return ast.literal_eval(node)
+        except ValueError:
+            return self._source(node)
+
+    def _lengths(self, node: ast.expr) -> list[int]:
+        value = self._value(node)
+        if isinstance(value, list | tuple):
+            where, found = "--mask: documents([…])", list(value)
+            if not found or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in found):
+                raise Refused(f"{where}: expected whole numbers of 0 or more, got {self._source(node)!r}")
+        else:
+            where, found = f"--mask: documents({value})", _read_lengths(Path(str(value)))
+        if sum(found) != self.tokens:
+            raise Refused(f"{where}: the lengths sum to {sum(found)}, --tokens says {self.tokens}")
+        return found
+
+
+def _read_lengths(path: Path) -> list[int]:
+    """Whole numbers, separated by spaces, commas or lines."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(f"--mask: documents({path}): {getattr(error, 'strerror', None) or 'not a text file'}") from None
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        for word in line.replace(",", " ").split():
+            if not word.isdigit():
+                raise Refused(f"{path}, line {number}: expected a length, a whole number of 0 or more, got {word[:40]!r}")
+            found.append(int(word))
+    if not found:
+        raise Refused(f"{path}: no lengths in it")
+    return found
+
+
+def _imported(text: str) -> Any:
+    module, _, name = text.partition(":")
+    if not name:
+        raise Refused(f"--mask: expected module:function, got {text!r}")
+    sys.path.insert(0, "")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise Refused(f"--mask: cannot import {text!r}: {error}") from None
+    finally:
+        sys.path.remove("")
+    if isinstance(found, ls.Mask):
+        return found
+    if not callable(found):
+        raise Refused(f"--mask: {text!r} is a {type(found).__name__}, expected a mask or a mask_mod function (b, h, q_idx, kv_idx)")
+    return ls.mask_mod(found)

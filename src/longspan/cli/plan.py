@@ -1,0 +1,139 @@
+"""`longspan plan`: what a plan would do on a cluster, without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import longspan as ls
+from longspan.cli import parse, show
+from longspan.cli.app import Refused
+from longspan.plan import scale
+from longspan.plan.clusters import ClusterError
+from longspan.plan.clusters import cluster as cluster_of
+from longspan.plan.strategies import LAYOUTS, NAMES, heads_refusal
+from longspan.plan.timeline import Conditions
+
+PLANNED = 512  # devices; more are simulated
+
+
+def register(app: typer.Typer) -> None:
+    app.command("plan")(plan)
+
+
+def plan(
+    mask: Annotated[str, typer.Option(help='such as "causal & documents(lengths.txt)", or module:function')] = "causal",
+    tokens: Annotated[str, typer.Option(help="tokens of the whole sequence: 8192, 64k, 1M (k = 1024)")] = "64k",
+    gpus: Annotated[str, typer.Option(help="devices")] = "8",
+    cluster: Annotated[str, typer.Option(help="h200, h100, b200, a100, h800, any of them with _ethernet, or a TOML file")] = "h200",
+    heads: Annotated[str, typer.Option(help="query heads, or query/key heads: 32/8")] = "32/8",
+    dim: Annotated[str, typer.Option(help="head dim")] = "128",
+    batch: Annotated[str, typer.Option(help="batch rows")] = "1",
+    layout: Annotated[str, typer.Option(help=", ".join(LAYOUTS))] = "auto",
+    strategy: Annotated[str, typer.Option(help=", ".join(NAMES))] = "auto",
+    ulysses: Annotated[str | None, typer.Option(help="devices that share the heads; chosen unless given")] = None,
+    stages: Annotated[str | None, typer.Option(help="stages of an exchange")] = None,
+    stragglers: Annotated[str | None, typer.Option(help="ranks that compute slower: 3:1.5,17:2")] = None,
+    slow_links: Annotated[str | None, typer.Option(help="ranks whose links are slower: 0:4")] = None,
+    html: Annotated[Path | None, typer.Option(help="write the report page")] = None,
+    png: Annotated[Path | None, typer.Option(help="write a picture (needs matplotlib)")] = None,
+    trace: Annotated[Path | None, typer.Option(help="write a trace for Chrome or Perfetto")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="print what was considered and why the winner won")] = False,
+) -> None:
+    """Plan an attention over many devices and predict its time. Nothing runs but this machine's CPU."""
+    length, devices = parse.count(tokens, "--tokens"), parse.count(gpus, "--gpus")
+    q_heads, kv_heads = parse.heads(heads)
+    sizes = {"batch": parse.count(batch, "--batch"), "heads": q_heads, "kv_heads": kv_heads, "head_dim": parse.count(dim, "--dim")}
+    conditions = Conditions(
+        stragglers=parse.factors(stragglers, "--stragglers", devices), slow_links=parse.factors(slow_links, "--slow-links", devices)
+    )
+    for what, given, legal in (("--layout", layout, LAYOUTS), ("--strategy", strategy, NAMES)):
+        if given not in legal:
+            raise Refused(f"{what}: expected one of {', '.join(legal)}, got {given!r}")
+    try:
+        profile = cluster_of(cluster)
+    except ClusterError as error:
+        raise Refused(f"--cluster: {str(error).removeprefix('cluster: ')}") from None
+    found = parse.mask(mask, length)
+    for what, path in (("--html", html), ("--png", png), ("--trace", trace)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise Refused(f"{what}: there is no directory {path.absolute().parent}")
+    degree = None if ulysses is None else parse.count(ulysses, "--ulysses")
+    try:
+        if devices > PLANNED:
+            _simulated(found, length, devices, sizes, profile, conditions, degree, (html, png, trace))
+            return
+        made = _best(found, length, devices, sizes, profile, layout, strategy, degree, stages)
+    except (ValueError, TypeError) as error:
+        raise Refused(str(error)) from None
+    _written(made, profile, conditions, html, png, trace)
+    show.plan(made, profile, conditions)
+    if explain:
+        show.text(made.explain(profile))
+
+
+def _best(
+    mask: Any, tokens: int, gpus: int, sizes: Any, cluster: Any, layout: str, strategy: str, degree: int | None, stages: str | None
+) -> Any:
+    """The fastest plan over all ways to factor the devices into Ulysses × ring that the strategy and the heads allow."""
+    count = None if stages is None else parse.count(stages, "--stages")
+    found: list[tuple[float, int, Any]] = []
+    for d in _degrees(gpus, sizes, cluster, strategy, degree):
+        mesh = ls.Mesh.abstract(gpus) if d in (1, gpus) else ls.Mesh.abstract((gpus // d, d), axis_names=("ring", "ulysses"))
+        name = "ulysses" if d == gpus > 1 else strategy
+        if d == 1 and strategy == "auto" and degree == 1:
+            name = "exchange"
+        made = ls.plan(mask, tokens, mesh, layout=layout, strategy=name, stages=count, cluster=cluster, **sizes)
+        found.append((made.report(cluster).seconds, len(found), made))
+    if not found:
+        raise Refused(f"--ulysses: {degree} devices cannot share the heads {sizes['heads']}/{sizes['kv_heads']} of {gpus} devices")
+    return min(found)[2]
+
+
+def _degrees(gpus: int, sizes: Any, cluster: Any, strategy: str, degree: int | None) -> list[int]:
+    if degree is not None:
+        if gpus % degree:
+            raise Refused(f"--ulysses: {gpus} devices do not divide by {degree}")
+        reason = heads_refusal(degree, sizes["heads"], sizes["kv_heads"])
+        if reason:
+            raise Refused(f"--ulysses: {reason}")
+        return [degree]
+    if strategy == "ulysses":
+        return [gpus]
+    two = [2**i for i in range(1, 10) if 2**i < gpus and gpus % 2**i == 0 and 2**i <= 2 * cluster.gpus_per_node]
+    fits = [d for d in two if not heads_refusal(d, sizes["heads"], sizes["kv_heads"])]
+    if strategy == "auto":
+        # One axis weighs Ulysses over all devices too. Of two axes, a node's size and its half tell the rest.
+        return [1, *fits[-2:]]
+    return fits if strategy.startswith("ulysses_") else [1]
+
+
+def _written(made: Any, cluster: Any, conditions: Conditions, html: Path | None, png: Path | None, trace: Path | None) -> None:
+    from longspan.report import figure, page
+    from longspan.report import trace as tracing
+
+    if html is not None:
+        page.save(made, html, cluster=cluster, conditions=conditions)
+    if png is not None:
+        try:
+            figure.figure(made, png, cluster=cluster)
+        except ImportError as error:
+            raise Refused(f"--png: {error}") from None
+    if trace is not None:
+        from longspan.plan.report import report
+
+        tracing.save(report(made.data, cluster, conditions), trace)
+
+
+def _simulated(
+    mask: Any, tokens: int, gpus: int, sizes: Any, cluster: Any, conditions: Conditions, degree: int | None, files: tuple[Path | None, ...]
+) -> None:
+    if any(files):
+        raise Refused(f"--html, --png, --trace: there are pages for up to {PLANNED} devices, got --gpus {gpus}")
+    degrees = None if degree is None else [degree]
+    found = scale.simulate(mask, tokens, gpus, cluster=cluster, conditions=conditions, degrees=degrees, **sizes)
+    if not found:
+        raise Refused(f"--ulysses: {degree} devices cannot share the heads {sizes['heads']}/{sizes['kv_heads']} of {gpus} devices")
+    show.simulated(found, str(mask), cluster)

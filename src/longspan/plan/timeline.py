@@ -1,0 +1,197 @@
+"""The timeline of a plan: when each rank computes, when its keys and gradients travel, and what of that is exposed.
+
+It follows the engine: while step i is computed, the keys of step i + 1 travel; an exchange begins when the one before it has ended and
+the computation before the one it hides behind is done. Backward, the gradients of a step's keys go home while the next one is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from longspan.plan.cost import Cluster
+from longspan.plan.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What goes wrong on the day. `stragglers`: rank → how many times slower it computes; `slow_links`: rank → how many times slower it
+    sends and receives."""
+
+    stragglers: Mapping[int, float] = field(default_factory=dict)
+    slow_links: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for what, given in (("stragglers", self.stragglers), ("slow_links", self.slow_links)):
+            for rank, factor in given.items():
+                if rank < 0 or factor <= 0:
+                    raise ValueError(f"{what}: expected ranks of 0 or more and factors above 0, got {rank}: {factor}")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pass:
+    """Forward or backward. Seconds from its begin, float64 [R, K + 1].
+
+    compute:  when each step's computation begins and ends; travel: the same of the exchange that brings its keys (empty for step 0).
+    home:     when a step's gradients go home, backward only.
+    before:   seconds of the Ulysses transpose before, after: of the one that follows, and of what comes home last.
+    total:    [R].
+    """
+
+    compute: tuple[Tensor, Tensor]
+    travel: tuple[Tensor, Tensor]
+    home: tuple[Tensor, Tensor] | None
+    before: Tensor
+    after: Tensor
+    total: Tensor
+
+    @property
+    def busy(self) -> Tensor:
+        """Seconds of computation of each rank [R]."""
+        return (self.compute[1] - self.compute[0]).sum(1)
+
+    @property
+    def exposed(self) -> Tensor:
+        """Seconds that each rank waits for data [R]."""
+        return self.total - self.busy
+
+    @property
+    def seconds(self) -> float:
+        return float(self.total.max())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Timeline:
+    """Both passes, and the bytes that they move per rank: inside the node and between nodes [2, R]."""
+
+    forward: Pass
+    backward: Pass
+    bytes: Tensor
+
+    @property
+    def seconds(self) -> float:
+        return self.forward.seconds + self.backward.seconds
+
+
+def timeline(work: Workload, cluster: Cluster, conditions: Conditions | None = None) -> Timeline:
+    """What the model predicts for a workload on a cluster."""
+    sim = _Simulation(work, cluster, conditions or Conditions())
+    forward, backward = sim.run(backward=False), sim.run(backward=True)
+    keys = work.received.sum(2) * work.key_bytes
+    grads = work.sent.sum(2) * work.key_bytes * (work.shape.grad_element / work.shape.element)
+    return Timeline(forward=forward, backward=backward, bytes=2 * keys + grads + sim.turn_bytes())
+
+
+class _Simulation:
+    def __init__(self, work: Workload, cluster: Cluster, conditions: Conditions) -> None:
+        self.work, self.cluster = work, cluster
+        self.slow = _per_rank(work, conditions.stragglers)
+        self.link = _per_rank(work, conditions.slow_links)
+        self.zero = torch.zeros(len(work.rank), dtype=torch.float64)
+
+    def run(self, *, backward: bool) -> Pass:
+        work = self.work
+        seconds = self._compute(backward)
+        fetch = self._exchange(work.received, work.sent, work.key_bytes)
+        home = self._exchange(work.sent, work.received, work.key_bytes * work.shape.grad_element / work.shape.element)
+        before, after = self._turns(backward)
+        compute, travel, back = torch.zeros(3, 2, *seconds.shape, dtype=torch.float64)
+        free = before.clone()  # when the exchanges' stream is free: they follow each other in the order in which they are begun
+        done = before.clone()  # when the last computation ended
+        for i in range(work.steps):
+            begin = torch.maximum(done, travel[1, :, i])
+            if i + 1 < work.steps and float(work.exchanges[i + 1]):
+                travel[0, :, i + 1] = self._together(torch.maximum(free, done), i + 1)
+                travel[1, :, i + 1] = free = travel[0, :, i + 1] + fetch[:, i + 1]
+            hidden = fetch[:, i + 1] if i + 1 < work.steps else self.zero
+            if backward and i > 1:
+                hidden = hidden + home[:, i - 1]
+            compute[0, :, i] = begin
+            compute[1, :, i] = done = begin + seconds[:, i] + self.cluster.contention * torch.minimum(hidden, seconds[:, i])
+            if backward and i and float(work.exchanges[i]):
+                back[0, :, i] = self._together(torch.maximum(free, done), i)
+                back[1, :, i] = free = back[0, :, i] + home[:, i]
+        end = torch.maximum(done, free) if backward else done
+        total = end + after
+        return Pass(
+            compute=(compute[0], compute[1]),
+            travel=(travel[0], travel[1]),
+            home=(back[0], back[1]) if backward else None,
+            before=before,
+            after=total - done,
+            total=total,
+        )
+
+    def _together(self, ready: Tensor, step: int) -> Tensor:
+        """An exchange begins when those that a rank sends to and receives from are there; all of them, where pairs are not known."""
+        if not self.work.pairs:
+            return ready.max().expand_as(ready)
+        to, source = self.work.pairs[step]
+        begin = ready.scatter_reduce(0, to, ready[source], "amax")
+        return begin.scatter_reduce_(0, source, ready[to], "amax")
+
+    def _compute(self, backward: bool) -> Tensor:
+        work, kernel = self.work, self.cluster.kernel
+        rows = work.rows if work.rows.ndim == 2 else work.rows[:, None].expand_as(work.full)
+        seconds = kernel.seconds(rows=rows, full=work.full, partial=work.partial, head_dim=work.shape.head_dim, backward=backward)
+        if work.steps > 1:
+            # A step folds into the state of the one before it: read and written, in float32.
+            fold = rows * kernel.state * work.shape.head_dim / 128 if work.fold is None else work.fold
+            seconds += torch.where(work.full + work.partial > 0, fold / self.cluster.hbm, 0.0)
+        return seconds * self.slow[:, None]
+
+    def _exchange(self, arriving: Tensor, leaving: Tensor, size: float) -> Tensor:
+        """Seconds of each step's exchange [R, K + 1]: the slower of both kinds of links, of both directions."""
+        c, found = self.cluster, None
+        for i, link in enumerate((c.inside, c.between)):
+            bytes_ = torch.maximum(arriving[i], leaving[i]) * size
+            seconds = torch.where(bytes_ > 0, bytes_ * self.link[:, None] / link.bandwidth + link.latency * self.work.exchanges, 0.0)
+            found = seconds if found is None else torch.maximum(found, seconds)
+        assert found is not None
+        return found
+
+    def _widths(self) -> tuple[float, float]:
+        """Bytes per token of queries and of keys and values that leave in a transpose; key heads go to every rank that needs one."""
+        s, degree = self.work.shape, self.work.degree
+        copies = max(1, degree // s.kv_heads)
+        return float(s.q_bytes), float(s.kv_bytes * copies)
+
+    def _turn(self, bytes_per_token: float) -> Tensor:
+        """Seconds of a Ulysses transpose, forth or back."""
+        if self.work.degree == 1:
+            return self.zero
+        away = self.work.local * (self.work.degree - 1) / self.work.degree * bytes_per_token * self.link
+        c, turned = self.cluster, self.work.turned
+        inside = away * (1 - turned) / c.inside.bandwidth + (c.inside.latency if turned < 1 else 0)
+        between = away * turned / c.between.bandwidth + (c.between.latency if turned else 0)
+        # Packing and unpacking read and write what is sent.
+        packing = 2 * 2 * away / c.hbm
+        return torch.maximum(inside, between) + packing
+
+    def _turns(self, backward: bool) -> tuple[Tensor, Tensor]:
+        q, kv = self._widths()
+        if not backward:
+            return self._turn(q + kv), self._turn(q)
+        return self._turn(3 * q + kv), self._turn(q + kv)
+
+    def turn_bytes(self) -> Tensor:
+        work = self.work
+        if work.degree == 1:
+            return torch.zeros(2, len(work.rank), dtype=torch.float64)
+        q, kv = self._widths()
+        away = work.local * (work.degree - 1) / work.degree * (6 * q + 3 * kv)
+        return torch.stack([away * (1 - work.turned), away * work.turned])
+
+
+def _per_rank(work: Workload, given: Mapping[int, float]) -> Tensor:
+    """Factors of the ranks looked at. A Ulysses group is as slow as its slowest member, and is counted as a rank of the ring axis."""
+    factor = torch.ones(work.ranks, dtype=torch.float64)
+    for rank, value in given.items():
+        if rank >= work.ranks * work.degree:
+            raise ValueError(f"conditions: rank {rank} does not exist, there are {work.ranks * work.degree}")
+        at = rank // work.degree
+        factor[at] = max(float(factor[at]), value)
+    return factor[work.rank]

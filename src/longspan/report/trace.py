@@ -1,0 +1,51 @@
+"""The timeline as a trace for Chrome's and Perfetto's viewers: one process per rank, a lane for computing and one for what travels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from longspan.plan.report import Report
+from longspan.plan.timeline import Pass
+
+LANES = ("compute", "keys", "gradients home", "Ulysses transpose")
+
+
+def events(report: Report) -> list[dict[str, Any]]:
+    """Complete events, in microseconds. Backward follows forward."""
+    out: list[dict[str, Any]] = []
+    ranks = report.work.rank.tolist()
+    for rank in ranks:
+        out.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        out += [{"ph": "M", "name": "thread_name", "pid": rank, "tid": i, "args": {"name": lane}} for i, lane in enumerate(LANES)]
+    out += _pass(report.timeline.forward, "forward", 0.0, ranks)
+    out += _pass(report.timeline.backward, "backward", report.timeline.forward.seconds, ranks)
+    return out
+
+
+def _pass(found: Pass, name: str, start: float, ranks: list[int]) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    lanes = [(0, "compute", found.compute), (1, "keys of", found.travel)]
+    if found.home is not None:
+        lanes.append((2, "gradients of", found.home))
+    for lane, what, (begin, end) in lanes:
+        for i, rank in enumerate(ranks):
+            for step, (a, b) in enumerate(zip(begin[i].tolist(), end[i].tolist(), strict=True)):
+                if b > a:
+                    out.append(_event(f"{name}: {what} step {step}", rank, lane, start + a, b - a))
+    for i, rank in enumerate(ranks):
+        before, after, total = float(found.before[i]), float(found.after[i]), float(found.total[i])
+        if before > 0:
+            out.append(_event(f"{name}: transpose", rank, 3, start, before))
+        if after > 0:
+            out.append(_event(f"{name}: transpose or last gradients", rank, 3, start + total - after, after))
+    return out
+
+
+def _event(name: str, rank: int, lane: int, start: float, length: float) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "pid": rank, "tid": lane, "ts": round(start * 1e6, 3), "dur": round(length * 1e6, 3)}
+
+
+def save(report: Report, path: str | Path) -> None:
+    Path(path).write_text(json.dumps({"traceEvents": events(report), "displayTimeUnit": "ms"}), encoding="utf-8")

@@ -1,0 +1,135 @@
+"""The command line: what it prints and writes, and one line with exit code 2 for what it cannot use."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longspan.plan.clusters import cluster, dump
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from longspan.cli.app import run
+
+
+def called(capsys: Any, *arguments: str) -> tuple[int, str, str]:
+    code = run(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_plan_prints_a_picture_and_a_table(capsys: Any) -> None:
+    code, out, err = called(capsys, "plan", "--mask", "causal", "--tokens", "16k", "--gpus", "4", "--heads", "8/2", "--explain")
+    assert code == 0 and err == ""
+    assert "busiest rank" in out and "TFLOP/s per device" in out and "considered on h200" in out and "0" * 10 in out
+
+
+def test_plan_writes_a_page_a_picture_and_a_trace(capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "my lengths.txt").write_text("3000, 1000\n4000\n192")
+    files = {name: tmp_path / name for name in ("report.html", "plan.png", "trace.json")}
+    code, _, err = called(
+        capsys, "plan", "--mask", f"causal & documents({tmp_path}/my lengths.txt)", "--tokens", "8192", "--gpus", "4", "--cluster", "a100",
+        "--strategy", "exchange", "--html", str(files["report.html"]), "--png", str(files["plan.png"]), "--trace", str(files["trace.json"]),
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    assert "<canvas" in files["report.html"].read_text() and files["plan.png"].read_bytes().startswith(b"\x89PNG")
+    assert json.loads(files["trace.json"].read_text())["traceEvents"]
+
+
+MASKS = ["full", "causal()", "sliding_window(1k) & causal", "~prefix(64) | (causal & documents([1000, 1048]))"]
+MASKS += ["mod('tests.cli.masks:even')", "tests.cli.masks:even"]
+
+
+@pytest.mark.parametrize("expression", MASKS)
+def test_masks_are_read_from_expressions(capsys: Any, expression: str) -> None:
+    code, out, err = called(capsys, "plan", "--mask", expression, "--tokens", "2k", "--gpus", "2", "--heads", "4")
+    assert (code, err) == (0, "") and "2048 tokens over 2 ranks" in out
+
+
+def test_thousands_of_devices_are_simulated(capsys: Any) -> None:
+    code, out, _ = called(capsys, "plan", "--tokens", "1M", "--gpus", "1024", "--ulysses", "8", "--stragglers", "5:2")
+    assert code == 0 and "ulysses_" in out and "8 × 128" in out
+
+
+TYPO = dump(cluster("h100")).replace("gpus_per_node", "gpus_per_nod")
+NO_TOML = dump(cluster("h100")).replace("[inside]", "[inside")
+NEGATIVE = dump(cluster("h100")).replace("memory_gib = 80", "memory_gib = -80")
+LISTS = dump(cluster("h100")).replace("forward_full = [400, ", "forward_full = [")
+BAD: list[tuple[list[str], str]] = [
+    (["--mask", "causl"], "unknown mask 'causl'"),
+    (["--mask", "causal &"], "cannot read 'causal &'"),
+    (["--mask", "causal + full"], "cannot read 'causal + full'"),
+    (["--mask", "__import__('os')"], "unknown mask '__import__'"),
+    (["--mask", "sliding_window"], "takes 1 or 2 values"),
+    (["--mask", "sliding_window(wide)"], "got 'wide'"),
+    (["--mask", "no.such:thing"], "cannot import 'no.such:thing'"),
+    (["--mask", "tests.cli.masks:NUMBER"], "is a int"),
+    (["--mask", "documents(nowhere.txt)"], "nowhere.txt"),
+    (["--mask", "documents(words.txt)"], "words.txt, line 2: expected a length"),
+    (["--mask", "documents(short.txt)"], "sum to 600, --tokens says 8192"),
+    (["--mask", "documents([1, -2])"], "whole numbers of 0 or more"),
+    (["--tokens", "many"], "--tokens: expected a number"),
+    (["--tokens", "0"], "--tokens: expected a number"),
+    (["--gpus", "1.5"], "--gpus: expected a number"),
+    (["--heads", "32/5"], "--heads: expected query heads"),
+    (["--dim", "x"], "--dim"),
+    (["--layout", "diagonal"], "--layout: expected one of contiguous"),
+    (["--strategy", "pigeon"], "--strategy: expected one of ring"),
+    (["--strategy", "ulysses", "--heads", "6"], "do not divide by a Ulysses degree"),
+    (["--ulysses", "3"], "4 devices do not divide by 3"),
+    (["--stages", "-1"], "--stages"),
+    (["--stragglers", "9:2"], "--stragglers: expected rank:factor with a rank below 4"),
+    (["--slow-links", "1:fast"], "--slow-links"),
+    (["--cluster", "h900"], "--cluster: expected one of a100"),
+    (["--cluster", "missing.toml"], "missing.toml: No such file"),
+    (["--cluster", "typo.toml"], "typo.toml: unknown key 'gpus_per_nod'; expected name"),
+    (["--cluster", "broken.toml"], "broken.toml: not TOML"),
+    (["--cluster", "negative.toml"], "memory_gib must be a number above 0, got -80"),
+    (["--cluster", "lists.toml"], "every list of rates be as long"),
+    (["--html", "no/such/place.html"], "--html: there is no directory"),
+    (["--gpus", "4096", "--html", "x.html"], "up to 512 devices"),
+    (["--frobnicate"], "No such option"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), BAD, ids=[" ".join(a) for a, _ in BAD])
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str], says: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("words.txt", "100\nmany 3"), ("short.txt", "100 500"), ("typo.toml", TYPO), ("broken.toml", NO_TOML)):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "negative.toml").write_text(NEGATIVE)
+    (tmp_path / "lists.toml").write_text(LISTS)
+    defaults = {"--tokens": "8192", "--gpus": "4", "--heads": "8/2"}
+    given = [x for name, value in defaults.items() if name not in arguments for x in (name, value)]
+    code, out, err = called(capsys, "plan", *given, *arguments)
+    assert code == 2 and out == "" and says in err
+    assert err.startswith("longspan plan: ") and err.count("\n") == 1 and "Traceback" not in err
+
+
+def test_an_unknown_command_is_refused_and_help_is_given(capsys: Any) -> None:
+    code, _, err = called(capsys, "plann")
+    assert code == 2 and "plann" in err and err.count("\n") == 1
+    assert called(capsys, "--help")[0] == 0 and called(capsys, "plan", "--help")[0] == 0
+
+
+def test_calibrate_measures_this_machine_and_its_file_is_a_profile(capsys: Any, tmp_path: Path) -> None:
+    path = tmp_path / "here.toml"
+    code, out, err = called(capsys, "calibrate", str(path), "--quick", "--name", "here", "--kernel", "cpu", "--heads", "2", "--dim", "16")
+    assert (code, err) == (0, "") and "forward full" in out
+    found = cluster(path)
+    assert found.name == "here" and found.kernel.name == "cpu" and min(found.kernel.backward.causal) > 0 and found.hbm > 1e8
+    assert called(capsys, "plan", "--cluster", str(path), "--tokens", "4k", "--gpus", "2", "--heads", "4")[0] == 0
+
+
+def test_the_module_runs_and_says_what_to_install_without_the_extras() -> None:
+    code = "import sys; sys.modules['typer'] = None; from longspan.cli import main; main(['plan'])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 1 and "longspan[cli]" in found.stderr and "Traceback" not in found.stderr

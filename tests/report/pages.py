@@ -1,0 +1,27 @@
+"""A browser for tests: Debian's Chromium (or another that is installed) driven by Playwright, which downloads nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+@contextmanager
+def browser() -> Iterator[Any]:
+    """A browser, or the test is skipped with the reason."""
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        pytest.skip(f"no browser is installed: looked for {', '.join(NAMES)}")
+    with api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"])
+        try:
+            yield found
+        finally:
+            found.close()

@@ -1,0 +1,46 @@
+"""Cluster profiles: built in, written, read back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from longspan.plan.clusters import ClusterError, cluster, dump, load, names
+
+
+@pytest.mark.parametrize("name", names())
+def test_profiles_survive_their_files_and_say_where_numbers_are_from(name: str, tmp_path: Path) -> None:
+    found = cluster(name)
+    (tmp_path / "x.toml").write_text(dump(found))
+    assert load(tmp_path / "x.toml") == found and found.kernel.source and found.about
+    rates = found.kernel
+    for r in (rates.forward, rates.backward):
+        assert len(r.keys) == len(r.full) == len(r.causal) and all(c <= f for c, f in zip(r.causal, r.full, strict=True))
+    assert found.between.bandwidth < found.inside.bandwidth < found.hbm
+
+
+def test_ethernet_between_the_same_nodes_is_slower() -> None:
+    plain, ethernet = cluster("h100"), cluster("h100_ethernet")
+    assert ethernet.kernel == plain.kernel and ethernet.between.bandwidth < plain.between.bandwidth
+
+
+def test_a_cluster_passes_through_and_none_is_the_h200() -> None:
+    mine = replace(cluster("b200"), name='quoted "name"\\')
+    assert cluster(mine) is mine and cluster(None).name == "h200"
+
+
+def test_text_with_quotes_survives(tmp_path: Path) -> None:
+    mine = replace(cluster("b200"), name='quoted "name"\\', about="two\nlines")
+    (tmp_path / "x.toml").write_text(dump(mine))
+    assert load(tmp_path / "x.toml").name == mine.name
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text(dump(cluster("h100")).replace("[between]", "[betwen]"))
+    with pytest.raises(ClusterError, match="unknown key 'betwen'"):
+        load(tmp_path / "x.toml")
+    (tmp_path / "y.toml").write_text(dump(cluster("h100")).replace("latency_us = 15\n", ""))
+    with pytest.raises(ClusterError, match=r"\[inside\] 'latency_us' is missing"):
+        load(tmp_path / "y.toml")

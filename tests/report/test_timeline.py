@@ -1,0 +1,144 @@
+"""Workloads and timelines: what they must agree with, and what must make them longer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import longspan as ls
+from longspan.plan.balance_demand import Demand, pairs_per_row
+from longspan.plan.clusters import cluster
+from longspan.plan.cost import Link, Shape
+from longspan.plan.report import report
+from longspan.plan.scale import curve, demand_for, owner_of, simulate
+from longspan.plan.timeline import Conditions, timeline
+from longspan.plan.workload import Owned, Place, of_plan
+
+DOCUMENTS = ls.causal() & ls.documents(lengths=[1700, 40, 2900, 3552])
+SIZES: dict[str, Any] = {"heads": 12, "kv_heads": 4, "head_dim": 64}
+
+
+def planned(mask: Any = DOCUMENTS, tokens: int = 8192, mesh: Any = None, **options: Any) -> ls.Plan:
+    return ls.plan(mask, tokens, mesh or ls.Mesh.abstract(4), **{**SIZES, **options})
+
+
+@pytest.mark.parametrize("strategy", ["ring", "allgather", "exchange"])
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail", "round_robin", "per_document"])
+def test_every_tile_is_computed_once_and_every_token_that_moves_is_counted(strategy: str, layout: str) -> None:
+    plan = planned(strategy=strategy, layout=layout)
+    work = of_plan(plan.data, 2)
+    counts = plan.data.table((128, 128), 0).counts()
+    assert float(work.full.sum()) == counts.full * 12 and float(work.partial.sum()) == counts.partial * 12
+    assert float(work.received.sum()) == float(work.sent.sum()) == int(plan.schedule.length.sum())
+    assert work.received[0].sum() > 0 and work.received[1].sum() > 0  # two nodes of two
+
+
+def test_batch_rows_of_their_own_are_counted_one_by_one() -> None:
+    mask = ls.causal() & ls.documents(lengths=[[700, 324], [1000, 24], [512, 512]])
+    plan = planned(mask, 1024, batch=3, layout="auto", strategy="exchange")
+    work = of_plan(plan.data, 8)
+    tiles = sum(sum(plan.data.table((128, 128), row).counts()[1:]) for row in range(3))
+    assert float((work.full + work.partial).sum()) == 12 * tiles and work.scale == 1
+
+
+@pytest.mark.parametrize("moves", ["ring", "allgather", "exchange"])
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail", "round_robin"])
+def test_owners_alone_give_nearly_the_times_of_the_plan(moves: str, layout: str) -> None:
+    tokens, ranks, shape = 65536, 8, Shape(heads=8, kv_heads=8)
+    plan = ls.plan(ls.causal(), tokens, ls.Mesh.abstract(ranks), layout=layout, strategy=moves, heads=8, kv_heads=8)
+    demand = demand_for(ls.causal(), tokens, ranks)
+    owned = Owned(demand, owner_of(layout, demand, ranks), ranks)
+    guess = timeline(owned.workload(moves=moves, place=Place(per_node=8), shape=shape), cluster("h100")).seconds
+    assert guess == pytest.approx(plan.report("h100").seconds, rel=0.04)
+
+
+def test_ulysses_shares_heads_and_pays_for_the_transpose() -> None:
+    plan = planned(strategy="ulysses")
+    work, found = of_plan(plan.data, 8), plan.report()
+    assert work.degree == 4 and found.timeline.forward.before > 0 and found.timeline.forward.after > 0
+    assert float(work.rows[0]) == 64 * 3 and len(found.received) == 0
+    assert found.bytes_received.shape == (0, 1) and found.seconds > 0
+
+
+def test_two_axes_place_ulysses_groups_inside_nodes_where_they_are_the_last_axis() -> None:
+    mesh = ls.Mesh.abstract((4, 2), axis_names=("ring", "ulysses"))
+    inside = of_plan(planned(mesh=mesh, strategy="ulysses_ring").data, 2)
+    assert inside.turned == 0 and inside.received[0].sum() == 0  # each ring rank is a node
+    flipped = ls.Mesh.abstract((2, 4), axis_names=("ulysses", "ring"))
+    across = of_plan(planned(mesh=flipped, strategy="ulysses_ring").data, 4)
+    assert across.turned == 1 and across.received[1].sum() == 0
+
+
+def test_slower_links_expose_more_and_free_ones_nothing() -> None:
+    plan, base = planned(ls.full(), strategy="ring", layout="contiguous"), cluster("h100")
+    free = replace(base, inside=Link(bandwidth=1e18, latency=0.0), contention=0.0)
+    slow = replace(base, inside=Link(bandwidth=1e9, latency=1e-3))
+    times = [report(plan.data, c) for c in (free, base, slow)]
+    assert times[0].exposed == pytest.approx(0, abs=1e-9)
+    assert times[0].seconds <= times[1].seconds < times[2].seconds and times[2].exposed > 0.5 * times[2].seconds
+
+
+def test_a_straggler_and_a_slow_link_hold_up_those_who_wait_for_them() -> None:
+    plan = planned(ls.causal(), 65536, strategy="ring", layout="head_tail", heads=32, kv_heads=8)
+    usual = report(plan.data, "h100")
+    late = report(plan.data, "h100", Conditions(stragglers={2: 3.0}))
+    assert late.seconds > 2.5 * usual.seconds
+    assert float(late.timeline.forward.total[1]) > 1.5 * float(usual.timeline.forward.total[1])
+    assert report(plan.data, "h100", Conditions(slow_links={1: 500.0})).seconds > usual.seconds
+    with pytest.raises(ValueError, match="rank 4 does not exist"):
+        report(plan.data, "h100", Conditions(stragglers={4: 2.0}))
+    with pytest.raises(ValueError, match="factors above 0"):
+        Conditions(slow_links={0: 0.0})
+
+
+def test_steps_follow_each_other_and_begin_when_their_keys_are_there() -> None:
+    found = planned(strategy="ring", layout="head_tail", tokens=8192).report("a100").timeline
+    for one in (found.forward, found.backward):
+        begin, end = one.compute
+        assert bool((begin[:, 1:] >= end[:, :-1] - 1e-12).all()) and bool((begin[:, 1:] >= one.travel[1][:, 1:] - 1e-12).all())
+        assert bool((one.exposed >= -1e-12).all())
+    assert found.backward.home is not None and bool((found.backward.home[0] >= found.backward.compute[1] - 1e-12)[:, 1:].all())
+
+
+def test_kernel_times_grow_with_keys_and_meet_the_measured_rates() -> None:
+    kernel, one = cluster("h100").kernel, torch.ones(1, dtype=torch.float64)
+    for keys, rate in zip(kernel.forward.keys, kernel.forward.full, strict=True):
+        rows = 4096 * one
+        seconds = kernel.seconds(rows=rows, full=rows * keys / 128, partial=0 * one, head_dim=128, backward=False) - kernel.launch
+        assert 4 * 128 * 128 * 4096 * keys / float(seconds) / 1e12 == pytest.approx(rate)
+    tiles = torch.arange(1.0, 3000.0, 7.0, dtype=torch.float64)
+    rows = torch.full_like(tiles, 300.0)
+    for backward in (False, True):
+        seconds = kernel.seconds(rows=rows, full=tiles, partial=tiles / 9, head_dim=64, backward=backward)
+        assert bool((seconds.diff() > 0).all())
+    assert float(kernel.seconds(rows=one, full=0 * one, partial=0 * one, head_dim=128, backward=False)) == 0
+
+
+def test_a_demand_in_coarse_units_has_the_same_pairs() -> None:
+    table = ls.causal().block_table(65536, block=2048)
+    coarse = Demand.of(table, pairs_per_row(table, ls.causal().traced.program))
+    assert float(coarse.work.sum()) == pytest.approx(65536 * 65537 / 2, rel=0.01)
+
+
+def test_thousands_of_devices_are_simulated_from_few_of_their_ranks() -> None:
+    found = simulate(ls.causal(), 1 << 22, 4096, heads=32, kv_heads=8, degrees=[8], cluster="b200")
+    best = found[0]
+    assert best.work.full.shape[0] <= 20 and best.gpus == 4096 and best.degree == 8
+    assert best.imbalance < 1.05 and 0 < best.flops_per_device < 2e15
+    late = Conditions(stragglers={77: 4.0})
+    slow = simulate(ls.causal(), 1 << 22, 4096, heads=32, kv_heads=8, degrees=[8], cluster="b200", conditions=late)
+    assert next(s for s in slow if s.name == best.name).seconds > 2 * best.seconds
+    assert all(s.in_flight < 180 * 2**30 for s in found)
+    with pytest.raises(ValueError, match="a token for each of 64 devices"):
+        simulate(ls.causal(), 63, 64, heads=8)
+
+
+def test_weak_scaling_costs_efficiency_and_strong_scaling_more() -> None:
+    options: dict[str, Any] = {"heads": 32, "kv_heads": 8, "cluster": "h100"}
+    weak = curve(lambda tokens: ls.causal(), [(8, 1 << 17), (32, 1 << 19)], **options)
+    strong = curve(lambda tokens: ls.causal(), [(8, 1 << 17), (32, 1 << 17)], **options)
+    assert strong[1].seconds < strong[0].seconds and weak[1].seconds > weak[0].seconds
+    assert strong[1].flops_per_device < strong[0].flops_per_device
