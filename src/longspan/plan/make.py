@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -108,6 +108,7 @@ class _Wanted:
     kv_len: int
     batch: int
     heads: int
+    tables: dict[int, BlockTable] = field(default_factory=dict)
 
     @classmethod
     def of(cls, mask: Mask, q_len: int, kv_len: int, sizes: dict[str, int | None]) -> _Wanted:
@@ -129,8 +130,17 @@ class _Wanted:
         return cls(mask=mask, planned=planned, q_len=q_len, kv_len=kv_len, batch=sizes["batch"] or 1, heads=sizes["heads"] or 1)
 
     def table(self, block: int) -> BlockTable:
-        p = self.planned
-        return classify(p.program, p.captured, self.q_len, self.kv_len, block=(block, block), batch=self.batch, heads=self.heads)
+        """The table over even tiles, made once."""
+        p, sizes = self.planned, {"block": (block, block), "batch": self.batch, "heads": self.heads}
+        if block not in self.tables:
+            self.tables[block] = classify(p.program, p.captured, self.q_len, self.kv_len, **sizes)  # type: ignore[arg-type]
+        return self.tables[block]
+
+    def lend(self, data: PlanData) -> None:
+        """Give a plan the table that was made to choose its layout, where the layout cuts nowhere else."""
+        lengths = (self.q_len, self.kv_len)
+        if BLOCK in self.tables and data.rows == 1 and all(data.side(i, BLOCK, 0).tiles == -(-n // BLOCK) for i, n in enumerate(lengths)):
+            data._keep(("table", (BLOCK, BLOCK), 0), lambda: self.tables[BLOCK])
 
     def demands(self, unit: int, rows: Sequence[int | None]) -> list[balance.Demand]:
         """What a layout is judged by, for each batch row, or for all together."""
@@ -336,6 +346,7 @@ class _Maker:
                 head_dim=self.sizes["head_dim"],
                 grad_reduce_dtype=self.grad_reduce_dtype,
             )
+            want.lend(data)
             object.__setattr__(data, "schedule", self._schedule(data))
             self._remember(data)
             out.append(Plan(data))
