@@ -1,6 +1,9 @@
 """longspan: attention over sequences too long for one device."""
 
+from typing import Any
+
 from longspan.comm.mesh import Mesh
+from longspan.dropin.context import context_parallel
 from longspan.engine.attention import attention
 from longspan.engine.signatures import flex_attention, scaled_dot_product_attention
 from longspan.masks.algebra import Mask, causal, documents, full, mask_mod, prefix, sliding_window
@@ -15,6 +18,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockTable",
+    "ContextParallel",
     "Layout",
     "Mask",
     "Mesh",
@@ -23,6 +27,7 @@ __all__ = [
     "Schedule",
     "attention",
     "causal",
+    "context_parallel",
     "documents",
     "flex_attention",
     "full",
@@ -32,3 +37,12 @@ __all__ = [
     "scaled_dot_product_attention",
     "sliding_window",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`ContextParallel` brings DTensor with it, so it is imported when asked for."""
+    if name == "ContextParallel":
+        from longspan.dropin.style import ContextParallel
+
+        return ContextParallel
+    raise AttributeError(f"module 'longspan' has no attribute {name!r}")

@@ -8,6 +8,7 @@
 `OpOverload`              The type of a traced operation, whose schema says whether it mutates; it has no public name.
 `_resolve_process_group`  A mesh is a value that can be pickled, so it holds its groups' names. torch's own table from names to groups (the
                           one DeviceMesh uses) has no public door.
+`_pytree`                 Modules take and give nested containers of tensors; torch's own way to walk them has no public name.
 `tracing`                 `make_fx` takes the fake mode of a compilation in progress from this context, whatever modes are active.
 """
 
@@ -22,11 +23,22 @@ from torch._guards import tracing
 from torch._higher_order_ops.base_hop import BaseHOP
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["BaseHOP", "OpOverload", "modes_are_active", "outside_of_modes", "process_group_by_name"]
+__all__ = [
+    "BaseHOP",
+    "OpOverload",
+    "modes_are_active",
+    "outside_of_modes",
+    "process_group_by_name",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+]
 
 
 def modes_are_active() -> bool:

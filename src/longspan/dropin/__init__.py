@@ -1,0 +1,1 @@
+"""Attention that models call by torch's names, spanning devices."""

@@ -1,0 +1,286 @@
+"""torch's context parallelism by its own names: contexts, shards and module styles over the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from enum import Enum
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.attention.flex_attention import BlockMask
+
+from longspan._torch_private import tree_flatten, tree_unflatten
+from longspan.comm.gather import all_gather_rows
+from longspan.comm.mesh import as_mesh
+from longspan.dropin.buffers import buffers_of
+from longspan.dropin.context import Context
+from longspan.dropin.intercept import AttentionMode, intercepting
+from longspan.dropin.lengths import chunked
+from longspan.plan.layout import Layout
+from longspan.plan.shards import shard, unshard
+from longspan.torch_compat import _dispatcher
+from longspan.torch_compat._block_mask import ShardedBlockMask
+from longspan.torch_compat._cp_custom_ops import flex_cp_allgather
+from longspan.torch_compat._load_balancer import (
+    _create_default_load_balancer,
+    _HeadTailLoadBalancer,
+    _LoadBalancer,
+    _PerDocumentHeadTailLoadBalancer,
+    _PTRRLoadBalancer,
+    layout_of,
+)
+from longspan.torch_compat._options import (
+    _CausalBehavior,
+    _cp_options,
+    _is_causal_behavior,
+    _RotateMethod,
+    set_rotate_method,
+    strategy,
+)
+
+__all__ = [
+    "_CausalBehavior",
+    "_ContextParallel",
+    "_HeadTailLoadBalancer",
+    "_LoadBalancer",
+    "_PTRRLoadBalancer",
+    "_PerDocumentHeadTailLoadBalancer",
+    "_RotateMethod",
+    "_context_parallel_shard",
+    "_cp_options",
+    "_disable_context_parallel_dispatcher",
+    "_enable_context_parallel_dispatcher",
+    "_is_causal_behavior",
+    "context_parallel",
+    "context_parallel_unshard",
+    "set_rotate_method",
+]
+
+
+@contextmanager
+def context_parallel(
+    mesh: DeviceMesh,
+    *,
+    buffers: Sequence[Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: set[Tensor] | None = None,
+) -> Iterator[None]:
+    """`longspan.context_parallel` by torch's options: head-tail where `_cp_options` enables it and 2N divides every length, keys moved
+    as `set_rotate_method` says. `flex_attention` is distributed too."""
+    found = buffers_of(list(buffers or []), list(buffer_seq_dims or []), list(no_restore_buffers or []))
+    lengths = list(dict.fromkeys(b.length for b in found))
+    ranks, before = as_mesh(mesh).size, _cp_options.enable_load_balance
+    balanced = before and bool(lengths) and all(n % (2 * ranks) == 0 for n in lengths)
+    context = Context(mesh, found, lengths, partial(_laid_out, balanced=balanced), strategy())
+    _cp_options.enable_load_balance = balanced
+    try:
+        with context:
+            yield
+    finally:
+        _cp_options.enable_load_balance = before
+
+
+def _laid_out(length: int, ranks: int, *, balanced: bool) -> Layout:
+    return layout_of(_HeadTailLoadBalancer(length, ranks, "cpu") if balanced else None, length, ranks)
+
+
+def _enable_context_parallel_dispatcher() -> None:
+    """SDPA on DTensors that are sharded along the sequence spans their mesh, in this thread, from now on."""
+    _dispatcher.enable()
+
+
+def _disable_context_parallel_dispatcher() -> None:
+    """And no longer."""
+    _dispatcher.disable()
+
+
+# ------------------------------------------------------------------------------------------------------------------------ shards
+
+
+def _context_parallel_shard(
+    mesh: DeviceMesh,
+    buffers: Sequence[Any] | Mapping[str, Any],
+    seq_dims: Sequence[int] | Mapping[str, int],
+    load_balancer: _LoadBalancer | None = None,
+) -> Any:
+    """This rank's shards of tensors, and of BlockMasks over whole sequences, in the buffers' own structure. Differentiable.
+
+    `seq_dims`: a sequence dim for each; those of BlockMasks are ignored.
+    """
+    _cp_options.enable_load_balance = load_balancer is not None
+    flat, spec = tree_flatten(buffers, is_leaf=lambda x: isinstance(x, BlockMask))
+    dims, _ = tree_flatten(seq_dims)
+    if len(buffers) != len(seq_dims) or len(flat) != len(dims):
+        raise ValueError(f"`seq_dims` must have the same structure as `buffers`: expected {len(flat)} dims, got {len(dims)}")
+    shards: list[Any] = []
+    layouts: dict[int, Layout] = {}
+    for buffer, dim in zip(flat, dims, strict=True):
+        if isinstance(buffer, BlockMask):
+            shards.append(_sharded_block_mask(mesh, buffer, load_balancer))
+            layouts |= {layout.length: layout for layout in shards[-1].layouts}
+        elif isinstance(buffer, Tensor):
+            made, layout = _shard(mesh, buffer, dim, load_balancer)
+            shards.append(made)
+            layouts[layout.length] = layout
+        else:
+            raise ValueError(f"buffers: expected tensors and BlockMasks, got {type(buffer).__name__}")
+    _dispatcher.declared[mesh.get_group().group_name] = layouts
+    return tree_unflatten(shards, spec)
+
+
+def _shard(mesh: DeviceMesh, x: Tensor, dim: int, balancer: _LoadBalancer | None) -> tuple[Tensor, Layout]:
+    dim = dim % x.ndim
+    length, ranks = x.shape[dim], mesh.size()
+    layout = layout_of(balancer, length, ranks)
+    rows = len(layout.rows)
+    if rows > 1 and (dim == 0 or x.shape[0] != rows):
+        raise ValueError(
+            f"load_balancer: batch rows are laid out differently: dim 0 must be the batch of {rows}, got {tuple(x.shape)}, dim {dim}"
+        )
+    even = all(layout.local_len(r) == chunked(length, ranks).local_len(r) for r in range(ranks))
+    if x.requires_grad or not even:
+        return shard(x, dim, layout, mesh.get_local_rank()), layout
+    # By way of DTensor, which knows its rank also where torch runs several in one process.
+    order = torch.cat([torch.atleast_2d(layout.positions(r)) for r in range(ranks)], 1).to(x.device)
+    if balancer is None:
+        moved = x
+    elif rows == 1:
+        moved = x.index_select(dim, order[0])
+    else:
+        moved = torch.stack([part.index_select(dim - 1, row) for part, row in zip(x.unbind(0), order, strict=True)])
+    return distribute_tensor(moved, mesh, [Shard(dim)], src_data_rank=None).to_local(), layout
+
+
+def _sharded_block_mask(mesh: DeviceMesh, block_mask: BlockMask, balancer: _LoadBalancer | None) -> ShardedBlockMask:
+    q, kv = (layout_of(balancer, n, mesh.size()) for n in block_mask.seq_lengths)
+    return ShardedBlockMask(block_mask, (q, kv), mesh.get_local_rank(), block_mask.BLOCK_SIZE[0])
+
+
+def context_parallel_unshard(
+    mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int], load_balancer: _LoadBalancer | None = None
+) -> list[Tensor]:
+    """Whole tensors from all ranks' shards: a collective call. Differentiable. Without a balancer, by torch's rule (see `_cp_options`)."""
+    if len(buffers) != len(seq_dims):
+        raise ValueError(f"`seq_dims` must have the same number of elements as `buffers`: expected {len(buffers)}, got {len(seq_dims)}")
+    found = as_mesh(mesh)
+    held = torch.tensor([[b.shape[d] for b, d in zip(buffers, seq_dims, strict=True)]], device=buffers[0].device)
+    counts = all_gather_rows(found, held, [1] * found.size, what="agreement of all ranks, tokens held").T.tolist()
+    whole = []
+    for buffer, dim, owned in zip(buffers, seq_dims, counts, strict=True):
+        balancer = load_balancer or _create_default_load_balancer(sum(owned), found.size, buffer.device)
+        layout = layout_of(balancer, sum(owned), found.size)
+        if [layout.local_len(r) for r in range(found.size)] != owned:
+            raise ValueError(f"unshard: ranks hold {owned} tokens, but were to hold {[layout.local_len(r) for r in range(found.size)]}")
+        whole.append(unshard(buffer, dim, layout, found))
+    return whole
+
+
+# ------------------------------------------------------------------------------------------------------------------------ style
+
+
+class _ContextParallel(ParallelStyle):
+    """A module that calls SDPA or FlexAttention with its own arguments, spanning a mesh by hooks around its forward."""
+
+    class AttentionType(Enum):
+        FLEX = "flex_attention"
+        SDPA = "scaled_dot_product_attention"
+
+    def __init__(self, seq_dim: int, attention_type: AttentionType) -> None:
+        super().__init__()
+        self.seq_dim, self.attention_type = seq_dim, attention_type
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(self.attention_type, self.AttentionType):
+            raise ValueError(f"attention_type: expected one of {list(self.AttentionType)}, got {self.attention_type!r}")
+        hooks = _Hooks(self, mesh)
+        module.register_forward_pre_hook(hooks.before, with_kwargs=True)
+        module.register_forward_hook(hooks.after, always_call=True)
+        return module
+
+    def flex_input_fn(self, module: nn.Module | None, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+        """The arguments of a FlexAttention with the keys and values of all ranks in place of this rank's."""
+        given = dict(zip(("query", "key", "value"), args)) | {n: kwargs[n] for n in ("query", "key", "value") if n in kwargs}
+        for name in ("query", "key", "value"):
+            if not isinstance(given.get(name), Tensor):
+                raise TypeError(f"{name}: expected a tensor, got {type(given.get(name)).__name__}")
+        name = mesh.get_group().group_name
+        given["key"], given["value"] = flex_cp_allgather(given["key"].contiguous(), given["value"].contiguous(), self.seq_dim, name)
+        named = ("query", "key", "value")[: len(args)]
+        kwargs = kwargs | {n: given[n] for n in ("query", "key", "value") if n not in named}
+        return (*(given[n] for n in named), *args[3:]), kwargs
+
+    def sdpa_input_fn(self, module: nn.Module | None, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+        """The arguments of an SDPA as DTensors, sharded along the sequence."""
+
+        def placed(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            if not isinstance(x, DTensor):
+                return DTensor.from_local(x, mesh, [Shard(self.seq_dim)], run_check=False)
+            if tuple(x.placements) != (Shard(self.seq_dim),):
+                raise ValueError(f"expected a DTensor placed (Shard({self.seq_dim}),), got {x.placements}; redistribute it")
+            return x
+
+        names = ("query", "key", "value")
+        return (*map(placed, args[:3]), *args[3:]), {n: placed(x) if n in names else x for n, x in kwargs.items()}
+
+    def sdpa_output_fn(self, module: nn.Module | None, inputs: Any, outputs: Any, mesh: DeviceMesh) -> Any:
+        """Outputs as local tensors."""
+        if isinstance(outputs, Tensor):
+            return outputs.to_local() if isinstance(outputs, DTensor) else outputs
+        return tuple(x.to_local() if isinstance(x, DTensor) else x for x in outputs)
+
+
+class _Hooks:
+    """Around a module's forward. What a call entered is kept by thread."""
+
+    def __init__(self, style: _ContextParallel, mesh: DeviceMesh) -> None:
+        self.style, self.mesh = style, mesh
+        self.spans = _dispatcher.Spans()
+        self.entered: dict[int, list[ExitStack]] = {}
+
+    @property
+    def flex(self) -> bool:
+        return self.style.attention_type is _ContextParallel.AttentionType.FLEX
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        stack = ExitStack()
+        self.entered.setdefault(get_ident(), []).append(stack)
+        if not self.flex:
+            stack.enter_context(intercepting(AttentionMode(sdpa=self.spans.sdpa)))
+            return self.style.sdpa_input_fn(module, args, kwargs, self.mesh)
+        score_mod = args[3] if len(args) > 3 else kwargs.get("score_mod")
+        block_mask = args[4] if len(args) > 4 else kwargs.get("block_mask")
+        if block_mask is None or isinstance(block_mask, ShardedBlockMask):
+            stack.enter_context(intercepting(AttentionMode(flex=self._flex)))
+            return args, kwargs
+        if score_mod is not None:
+            raise ValueError(
+                "score_mod with a block_mask that _context_parallel_shard did not make: nothing tells where this rank's queries stand; "
+                "shard the whole block_mask together with q, k and v"
+            )
+        return self.style.flex_input_fn(module, args, kwargs, self.mesh)
+
+    def _flex(
+        self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any = None, block_mask: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        mesh = as_mesh(self.mesh)
+        if isinstance(block_mask, ShardedBlockMask):
+            lengths, block_mask = {layout.length: layout for layout in block_mask.layouts}, block_mask.whole
+        else:
+            lengths = _dispatcher.declared.get(mesh.groups[0], {})
+        return self.spans.of(mesh, lengths).flex(query, key, value, score_mod, block_mask, *args, **kwargs)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        calls = self.entered.get(get_ident())
+        if not calls:
+            return output
+        calls.pop().close()
+        return output if self.flex or output is None else self.style.sdpa_output_fn(module, args, output, self.mesh)

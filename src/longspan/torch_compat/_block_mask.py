@@ -1,0 +1,56 @@
+"""A BlockMask over the whole sequence as one rank's share of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from longspan.plan.layout import Layout
+
+_LISTS = (
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices", "full_q_num_blocks",
+    "full_q_indices",
+)  # fmt: skip
+
+
+class ShardedBlockMask(BlockMask):
+    """This rank's queries over all keys as an all-gather lays them: rank after rank.
+
+    The engine reads `whole` and `layouts` and never needs the lists of blocks. They are made when somebody asks for them, such as
+    torch's own `flex_attention` on gathered keys.
+    """
+
+    def __init__(self, whole: BlockMask, layouts: tuple[Layout, Layout], rank: int, block: int) -> None:
+        # BlockMask's own __init__ takes the lists, which are left for later.
+        self.whole, self.layouts, self.rank = whole, layouts, rank
+        self.seq_lengths = (layouts[0].local_len(rank), layouts[1].length)
+        self.BLOCK_SIZE = (block, block)
+        self.mask_mod = self._local_mask_mod(whole.mask_mod)
+
+    def _local_mask_mod(self, mask_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        device = self.whole.kv_num_blocks.device
+        q = torch.atleast_2d(self.layouts[0].positions(self.rank)).to(device)
+        ranks = range(self.layouts[1].ranks)
+        kv = torch.cat([torch.atleast_2d(self.layouts[1].positions(r)) for r in ranks], 1).to(device)
+
+        def at(table: Tensor, b: Tensor, i: Tensor) -> Tensor:
+            return table[0][i] if len(table) == 1 else table[b, i]
+
+        def local(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return mask_mod(b, h, at(q, b, q_idx), at(kv, b, kv_idx))
+
+        return local
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _LISTS:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        batch, heads = self.whole.kv_num_blocks.shape[:2]
+        device = self.whole.kv_num_blocks.device
+        made = create_block_mask(self.mask_mod, batch, heads, *self.seq_lengths, device=str(device), BLOCK_SIZE=self.BLOCK_SIZE)
+        for each in _LISTS:
+            setattr(self, each, getattr(made, each))
+        return getattr(self, name)

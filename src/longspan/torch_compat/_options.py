@@ -1,0 +1,56 @@
+"""torch's global options, and what they mean as layouts and strategies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class _CausalBehavior(Enum):
+    SKIP = None
+    NOT_IS_CAUSAL = False
+    IS_CAUSAL = True
+
+
+class _RotateMethod(Enum):
+    ALL_TO_ALL = auto()
+    ALL_GATHER = auto()
+
+
+@dataclass
+class _ContextParallelOptions:
+    """`convert_to_f32` is always so here: partial results are held in float32."""
+
+    convert_to_f32: bool = True
+    enable_load_balance: bool = True
+    rotate_method: _RotateMethod = _RotateMethod.ALL_GATHER
+
+
+_cp_options = _ContextParallelOptions()
+
+_ROTATIONS = {"allgather": _RotateMethod.ALL_GATHER, "alltoall": _RotateMethod.ALL_TO_ALL}
+
+
+def set_rotate_method(rotate_method: str) -> None:
+    """How keys and values of SDPA move: "allgather", all at once, or "alltoall", from rank to rank."""
+    if rotate_method not in _ROTATIONS:
+        raise NotImplementedError(f"rotate_method: expected one of {', '.join(map(repr, _ROTATIONS))}, got {rotate_method!r}")
+    _cp_options.rotate_method = _ROTATIONS[rotate_method]
+
+
+def strategy() -> str:
+    """The rotation as longspan names it."""
+    return "ring" if _cp_options.rotate_method is _RotateMethod.ALL_TO_ALL else "allgather"
+
+
+def _is_causal_behavior(rank: int, world_size: int, i: int, is_causal: bool) -> _CausalBehavior:
+    """What a ring's rank does in its step i with the keys of rank − i: all of them, none, or its own causally.
+
+    The engine reads this off its block tables instead; the function is here for those who ask.
+    """
+    if not is_causal:
+        return _CausalBehavior.NOT_IS_CAUSAL
+    if i == 0:
+        return _CausalBehavior.IS_CAUSAL
+    earlier = (rank - i) % world_size < rank
+    return _CausalBehavior.NOT_IS_CAUSAL if earlier or _cp_options.enable_load_balance else _CausalBehavior.SKIP

@@ -1,0 +1,179 @@
+"""torch's names over the engine: what torch's context parallelism gets wrong or refuses is right here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tests.dropin.attending import BATCH, check, draw, qkv
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import longspan as ls
+import longspan.torch_compat as tc
+from longspan.testing import run_processes
+from longspan.torch_compat._load_balancer import layout_of
+
+LENGTH = 64
+DOCUMENTS = [[24, 8, 32], [16, 40, 8]]
+
+
+class Attention(nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, **kwargs)
+
+
+class Flex(nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+        return flex_attention(query, key, value, **kwargs)
+
+
+def document_mask() -> Any:
+    ids = torch.stack([torch.repeat_interleave(torch.arange(3), torch.tensor(row)) for row in DOCUMENTS])
+    return lambda b, h, q, kv: (q >= kv) & (ids[b, q] == ids[b, kv])
+
+
+def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return s + (kv - q) * 0.25 * (h + 1)
+
+
+def _style(module: nn.Module, mesh: Any, kind: str) -> nn.Module:
+    style = tc._ContextParallel(seq_dim=2, attention_type=tc._ContextParallel.AttentionType[kind])
+    return parallelize_module(module, mesh, style)
+
+
+def _balancer(name: str, block_mask: Any, ranks: int, length: int = LENGTH) -> Any:
+    made = {
+        "none": lambda: None,
+        "head tail": lambda: tc._HeadTailLoadBalancer(length, ranks, "cpu"),
+        "per document": lambda: tc._PerDocumentHeadTailLoadBalancer(DOCUMENTS, ranks, "cpu"),
+        "round robin": lambda: tc._PTRRLoadBalancer(block_mask, ranks),
+    }
+    return made[name]()
+
+
+NAMES = ("none", "head tail", "per document", "round robin")
+
+
+def _ranks() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    q, k, v = qkv(LENGTH)
+    block_mask = create_block_mask(document_mask(), BATCH, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
+    found: dict[str, Any] = {}
+    for name in NAMES:
+        balancer = _balancer(name, block_mask, mesh.size())
+        flex = _style(Flex(), mesh, "FLEX")
+        whole = [t.clone().requires_grad_() for t in (q, k, v)]
+        given = dict(zip("qkvm", [*whole, block_mask], strict=True))
+        parts = tc._context_parallel_shard(mesh, given, dict.fromkeys("qkvm", 2), balancer)
+        out = flex(parts["q"], parts["k"], parts["v"], score_mod=score, block_mask=parts["m"])
+        (back,) = tc.context_parallel_unshard(mesh, [out], [2], balancer)
+        # Every rank holds the whole loss; its gradient reaches each shard once per rank.
+        grads = torch.autograd.grad((back * draw(*back.shape, seed=9)).sum() / mesh.size(), whole)
+        for grad in grads:
+            dist.all_reduce(grad)
+        found["flex", name] = [back.detach(), *grads]
+        # The sharded mask is a BlockMask too: torch's own operator understands it, on gathered keys.
+        found["lists", name] = parts["m"].kv_num_blocks.shape == (BATCH, 1, 2)
+        for rotation in ("alltoall", "allgather"):
+            tc.set_rotate_method(rotation)
+            sdpa = parallelize_module(
+                Attention(), mesh, tc._ContextParallel(seq_dim=2, attention_type=tc._ContextParallel.AttentionType.SDPA)
+            )
+            out = sdpa(*tc._context_parallel_shard(mesh, [q, k, v], [2, 2, 2], balancer), is_causal=True)
+            found["ring", name, rotation] = tc.context_parallel_unshard(mesh, [out], [2], balancer)[0]
+    found |= _contexts(mesh)
+    return found
+
+
+def _contexts(mesh: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for length in (LENGTH, 45, 3):  # divides by twice the ranks, and not
+        for balanced in (True, False):
+            tc._cp_options.enable_load_balance = balanced
+            mine = qkv(length)
+            with tc.context_parallel(mesh, buffers=mine, buffer_seq_dims=[2, -2, 2]):
+                inside = tc._cp_options.enable_load_balance
+                out = F.scaled_dot_product_attention(*mine)
+                found["not causal", length, balanced] = tc.context_parallel_unshard(mesh, [out], [2])[0]
+                out = F.scaled_dot_product_attention(*mine, is_causal=True)
+                found["context", length, balanced] = tc.context_parallel_unshard(mesh, [out], [2])[0]
+            assert inside == (balanced and length % (2 * mesh.size()) == 0) and tc._cp_options.enable_load_balance == balanced
+            check(mine, qkv(length), within=0.0)
+    tc._cp_options.enable_load_balance = True
+    with tc.context_parallel(mesh):  # no buffers: tokens in the order of ranks
+        out = F.scaled_dot_product_attention(*(t.chunk(mesh.size(), 2)[mesh.get_local_rank()] for t in qkv(45)), is_causal=True)
+    tc._cp_options.enable_load_balance = False
+    found["no buffers"] = tc.context_parallel_unshard(mesh, [out], [2])[0]
+    # Lengths that nothing divides, by every balancer that takes one.
+    block_mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 45, 45, device="cpu")
+    for name in ("none", "head tail", "round robin"):
+        balancer = _balancer(name, block_mask, mesh.size(), 45)
+        flex = _style(Flex(), mesh, "FLEX")
+        *parts, mask = tc._context_parallel_shard(mesh, [*qkv(45), block_mask], [2] * 4, balancer)
+        found["uneven", name] = tc.context_parallel_unshard(mesh, [flex(*parts, block_mask=mask)], [2], balancer)[0]
+    return found
+
+
+def test_what_torch_gets_silently_wrong_or_refuses_is_right() -> None:
+    q, k, v = qkv(LENGTH)
+    whole = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = ls.attention(*whole, mask=ls.mask_mod(document_mask()), score_mod=score)
+    flex = [out.detach(), *torch.autograd.grad((out * draw(*out.shape, seed=9)).sum(), whole)]
+    ring = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    for found in run_processes(_ranks, 2, timeout=240.0):
+        for name in NAMES:
+            check(found["flex", name], flex)
+            assert found["lists", name]
+            check([found["ring", name, r] for r in ("alltoall", "allgather")], [ring, ring])
+        for length in (LENGTH, 45, 3):
+            for balanced in (True, False):
+                check([found["context", length, balanced]], [F.scaled_dot_product_attention(*qkv(length), is_causal=True)])
+                check([found["not causal", length, balanced]], [F.scaled_dot_product_attention(*qkv(length))])
+        uneven = F.scaled_dot_product_attention(*qkv(45), is_causal=True)
+        check([found["no buffers"], *(found["uneven", n] for n in ("none", "head tail", "round robin"))], [uneven] * 4)
+
+
+def test_balancers_give_torchs_indices_and_undo_them() -> None:
+    assert tc._HeadTailLoadBalancer(8, 2, "cpu")._generate_indices().tolist() == [[0, 1, 6, 7, 2, 3, 4, 5]]
+    per_document = tc._PerDocumentHeadTailLoadBalancer([[4, 8, 4]], 2, "cpu")
+    assert per_document._generate_indices().tolist() == [[0, 3, 4, 5, 10, 11, 12, 15, 1, 2, 6, 7, 8, 9, 13, 14]]
+    times = torch.tensor([9, 14, 2, 20, 10, 15, 8, 14, 16, 19, 15, 3, 12, 1, 12, 10])
+    groups = tc._PTRRLoadBalancer.ptrr_scheduling(times, 4)
+    assert times[groups].sum(1).tolist() == [45, 45, 43, 47]
+    for balancer in (tc._HeadTailLoadBalancer(24, 3, "cpu"), tc._HeadTailLoadBalancer(25, 3, "cpu"), per_document):
+        order, back = balancer._generate_indices(), balancer._generate_indices(restore=True)
+        assert torch.equal(order.gather(1, back), torch.arange(order.shape[1])[None])
+
+
+def test_a_balancer_of_ones_own_lays_out_what_its_indices_say() -> None:
+    class Backwards(tc._LoadBalancer):
+        def _generate_indices(self, restore: bool = False) -> Tensor:
+            return torch.arange(7).flip(0)[None]
+
+    assert [layout_of(Backwards(), 7, 2).positions(r).tolist() for r in range(2)] == [[6, 5, 4, 3], [2, 1, 0]]
+
+
+def test_settings_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="'allgather', 'alltoall', got 'broadcast'"):
+        tc.set_rotate_method("broadcast")
+    with pytest.raises(ValueError, match="attention_type"):
+        tc._ContextParallel(seq_dim=2, attention_type="FLEX")._apply(nn.Identity(), None)  # type: ignore[arg-type]
+
+
+def test_torchs_own_tests_pass() -> None:
+    path = os.environ.get("TORCH_TEST_ATTENTION")
+    if not path:
+        pytest.skip("TORCH_TEST_ATTENTION names no copy of torch's test/distributed/tensor/test_attention.py")
+    from tests.torch_compat.run_upstream import run
+
+    found = run(Path(path), against="longspan")
+    assert not {name: outcome for name, outcome in found.items() if outcome.startswith("failed")}
+    assert sum(outcome == "passed" for outcome in found.values()) >= 20
