@@ -19,9 +19,8 @@ $(STAMP): pyproject.toml constraints-dev.txt
 	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e '.[dev]'
 	@touch $@
 
-demo: install ## packed documents on one device against dense float64, then over four processes against one
-	$(BIN)/python examples/packed_documents.py
-	$(BIN)/python examples/many_devices.py
+demo: install ## a packed batch over four processes, forward and backward, compared with one process
+	$(BIN)/python -m longspan.cli demo
 
 lint: install ## style and types
 	$(BIN)/ruff check .

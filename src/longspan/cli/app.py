@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import typer
 
-COMMANDS = ("plan", "calibrate")
+COMMANDS = ("plan", "calibrate", "demo", "train")
 
 
 class Refused(Exception):

@@ -1,0 +1,108 @@
+"""transformers' Trainer on two processes that share every sequence: six steps, weights against a plain Trainer in one process.
+
+    python examples/transformers_trainer.py
+
+The recipe is `train`: a model with attn_implementation="longspan", a mesh, and `SpanningTrainer` in place of `Trainer`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import longspan.integrations.transformers  # noqa: F401  (registers "longspan")
+from longspan.testing import run_processes
+
+SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+STEPS, RANKS = 6, 2
+
+
+def llama(implementation: str) -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, attn_implementation=implementation))
+
+
+def data() -> list[dict[str, Tensor]]:
+    """Sequences of 203 tokens: two packed documents, the first after a prompt that does not count."""
+    generator = torch.Generator().manual_seed(1)
+    out = []
+    for i in range(2 * STEPS):
+        ids = torch.randint(0, 97, (203,), generator=generator)
+        labels = ids.clone()
+        labels[: 20 + 9 * i] = -100
+        out.append({"input_ids": ids, "labels": labels, "position_ids": torch.cat([torch.arange(140), torch.arange(63)])})
+    return out
+
+
+def arguments(folder: str) -> TrainingArguments:
+    quiet = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True, "ddp_find_unused_parameters": False}
+    return TrainingArguments(
+        output_dir=folder, max_steps=STEPS, per_device_train_batch_size=1, gradient_accumulation_steps=2, learning_rate=0.5, optim="sgd",
+        train_sampling_strategy="sequential", use_cpu=True, **quiet,
+    )  # fmt: skip
+
+
+def train() -> list[Tensor]:
+    from longspan.integrations.trainer import SpanningTrainer
+
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp_replicate", "cp"))
+    model = llama("longspan")
+    with tempfile.TemporaryDirectory() as folder:
+        SpanningTrainer(model=model, args=arguments(folder), train_dataset=data(), mesh=mesh).train()
+    return [p.detach() for p in model.parameters()]
+
+
+def rank(port: int) -> list[Tensor]:
+    """accelerate looks for its ranks in the environment, as torchrun sets it."""
+    place, size = dist.get_rank(), dist.get_world_size()
+    os.environ |= {
+        "RANK": str(place),
+        "LOCAL_RANK": str(place),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    warnings.simplefilter("ignore")
+    return train()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def differences() -> tuple[float, float]:
+    """The largest difference of any weight between the two runs, and the largest that training made."""
+    found = run_processes(rank, RANKS, free_port(), timeout=240.0)
+    model = llama("eager")
+    before = [p.detach().clone() for p in model.parameters()]
+    # With a cache, transformers would not keep packed documents apart.
+    model.config.use_cache = False
+    with tempfile.TemporaryDirectory() as folder:
+        Trainer(model=model, args=arguments(folder), train_dataset=data()).train()
+    weights = [p.detach() for p in model.parameters()]
+    off = max(float((a - b).abs().max()) for f in found for a, b in zip(f, weights))
+    return off, max(float((a - b).abs().max()) for a, b in zip(before, weights))
+
+
+def main() -> None:
+    off, moved = differences()
+    print(f"{STEPS} steps of 2 sequences on {RANKS} processes; training moved weights by up to {moved:.1e}")
+    print(f"largest difference of any weight from one process: {off:.1e}")
+    if not off < 1e-6:
+        raise SystemExit("weights do not match")
+    print("all match")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""`longspan train`: train a small transformer on text, sequences shared by processes."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import os
+import sys
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from longspan.cli import parse
+from longspan.cli.app import Refused
+
+
+def register(app: typer.Typer) -> None:
+    app.command("train")(train)
+
+
+def train(
+    out: Annotated[Path, typer.Option(help="directory for checkpoints, losses and the curve")] = Path("longspan-run"),
+    data: Annotated[Path | None, typer.Option(help="a text file or a directory of them; Python's standard library unless given")] = None,
+    steps: Annotated[str, typer.Option(help="optimizer steps")] = "100",
+    tokens: Annotated[str, typer.Option(help="tokens of a sequence: 2048, 64k (k = 1024)")] = "2k",
+    batch: Annotated[str, typer.Option(help="sequences of a step")] = "2",
+    cp: Annotated[str | None, typer.Option(help="processes that share a sequence; all unless given")] = None,
+    processes: Annotated[str | None, typer.Option(help="processes to start; under torchrun its own are used")] = None,
+    width: Annotated[str, typer.Option(help="width of the model")] = "128",
+    layers: Annotated[str, typer.Option(help="layers of the model")] = "2",
+    heads: Annotated[str, typer.Option(help="query heads, or query/key heads")] = "4/2",
+    strategy: Annotated[str, typer.Option(help="how keys move: auto, ring, allgather, exchange, ulysses")] = "auto",
+    rate: Annotated[float, typer.Option(help="learning rate")] = 3e-3,
+    save_every: Annotated[str, typer.Option(help="steps between checkpoints")] = "50",
+    seed: Annotated[int, typer.Option(help="of weights and of the order of documents")] = 0,
+    recompute: Annotated[bool, typer.Option("--recompute", help="compute layers again in the backward pass, for less memory")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint in --out")] = False,
+) -> int:
+    """Train a small transformer (rotary positions, grouped key heads, SwiGLU) on packed documents, with FSDP2 and context parallelism.
+
+    CUDA and NCCL are used where they are there. Ctrl-C writes a checkpoint; --resume goes on from it, on any number of processes.
+    """
+    try:
+        return _train(**locals())
+    except Refused:
+        if int(os.environ.get("RANK", 0)):
+            return 2  # rank 0 says it
+        raise
+
+
+def _train(
+    *, out: Path, data: Path | None, steps: str, tokens: str, batch: str, cp: str | None, processes: str | None, width: str, layers: str,
+    heads: str, strategy: str, rate: float, save_every: str, seed: int, recompute: bool, resume: bool,
+) -> int:  # fmt: skip
+    import torch
+
+    from longspan.integrations import launch
+    from longspan.integrations.corpus import VOCAB, corpus
+    from longspan.integrations.decoder import DecoderConfig
+    from longspan.integrations.training import Job, check_ranks, check_resume
+
+    q_heads, kv_heads = parse.heads(heads)
+    wide = parse.count(width, "--width")
+    if wide % q_heads or wide // q_heads % 2:
+        raise Refused(f"--width: expected a multiple of twice the {q_heads} heads, got {wide}")
+    started = parse.count(processes, "--processes") if processes is not None else launch.default_processes()
+    ranks = launch.world_size(started)
+    sizes = {"width": wide, "layers": parse.count(layers, "--layers"), "heads": q_heads, "kv_heads": kv_heads}
+    try:
+        model = DecoderConfig(
+            vocab=VOCAB, head_dim=wide // q_heads, hidden=-(-wide * 8 // 3) // 16 * 16 or 16, recompute=recompute, **sizes
+        )
+        job = Job(
+            out=str(out), model=model, data=None if data is None else str(data), steps=parse.count(steps, "--steps"),
+            length=parse.count(tokens, "--tokens"), batch=parse.count(batch, "--batch"),
+            context=ranks if cp is None else parse.count(cp, "--cp"), rate=rate, save_every=parse.count(save_every, "--save-every"),
+            seed=seed, half=torch.cuda.is_available(), strategy=strategy, resume=resume,
+        )  # fmt: skip
+        check_ranks(job, ranks)
+        check_strategy(job, ranks)
+        text = _named("--data", corpus, job.data, length=job.length, seed=seed)
+        check_resume(job, text)
+    except ValueError as error:
+        raise Refused(str(error)) from None
+    if not resume and any(out.glob("step-*")):
+        raise Refused(f"--out: {out} holds checkpoints of a run; give --resume to go on with it, or another directory")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refused(f"--out: {out} cannot be made: {error.strerror}") from None
+    code = launch.run_ranks(_rank, started, job, threads=max(1, (torch.get_num_threads() or 1) // started))
+    if code == launch.INTERRUPTED and not launch.is_rank():
+        print(f"interrupted; go on with --resume --out {out}", file=sys.stderr)
+    return code
+
+
+def check_strategy(job: Any, ranks: int) -> None:
+    """Plan the first sequence as rank 0 would: what a plan refuses is said here, before any process starts."""
+    import longspan as ls
+
+    sizes = {"heads": job.model.heads, "kv_heads": job.model.kv_heads}
+    plan = ls.plan(ls.causal(), job.length, ls.Mesh.abstract(job.context), strategy=job.strategy, batch=1, **sizes)
+    if min(plan.layout.local_len(r) for r in range(job.context)) == 0:
+        raise ValueError(f"--tokens: {job.length} tokens are too few for {job.context} processes")
+
+
+def _named(option: str, fn: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return fn(*args, **kwargs)
+    except ValueError as error:
+        raise Refused(f"{option}: {error}") from None
+
+
+def _rank(device: Any, job: Any) -> int:
+    import torch.distributed as dist
+
+    from longspan.integrations.training import train as run
+
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\..*")
+    if dist.get_rank():
+        return run(device, job)
+    with _Told(job, str(device)) as told:
+        return run(device, job, told)
+
+
+class _Told:
+    """What rank 0 shows and keeps: a progress bar (or a line now and then), losses.csv, losses.png."""
+
+    def __init__(self, job: Any, device: str) -> None:
+        self.job, self.device = job, device
+        self.path = Path(job.out) / "losses.csv"
+        self.rows: list[dict[str, Any]] = []
+        self.first = True
+
+    def __enter__(self) -> _Told:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        self.bar = Progress(*columns, console=console) if console.is_terminal else None
+        if self.bar is not None:
+            self.task = self.bar.add_task("", total=self.job.steps)
+            self.bar.start()
+        return self
+
+    def __call__(self, step: Any) -> None:
+        if self.first:
+            self._keep_before(step.step)
+        self.rows.append(asdict(step))
+        with self.path.open("a", newline="") as file:
+            csv.writer(file).writerow(asdict(step).values())
+        said = f"loss {step.loss:.4f}  {step.tokens_per_second:,.0f} tokens/s"
+        if self.bar is not None:
+            self.bar.update(self.task, completed=step.step + 1, description=said)
+        elif self.first or (step.step + 1) % 10 == 0 or step.step + 1 == self.job.steps:
+            print(f"step {step.step + 1}/{self.job.steps}  {said}", flush=True)
+        self.first = False
+
+    def _keep_before(self, step: int) -> None:
+        """Losses of the run that this one goes on with, up to here."""
+        if self.path.exists():
+            with self.path.open(newline="") as file:
+                self.rows = [row for row in csv.DictReader(file) if int(row["step"]) < step]
+        with self.path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["step", "loss", "tokens_per_second", "seconds"])
+            writer.writerows(row.values() for row in self.rows)
+
+    def __exit__(self, *_: Any) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        with contextlib.suppress(ImportError):
+            self._curve()
+        if self.rows:
+            print(f"last loss {float(self.rows[-1]['loss']):.4f}; checkpoints, losses.csv and losses.png in {self.job.out}", flush=True)
+
+    def _curve(self) -> None:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 3.5), layout="constrained")
+        axes = figure.subplots()
+        axes.plot([int(r["step"]) + 1 for r in self.rows], [float(r["loss"]) for r in self.rows])
+        axes.set(
+            xlabel="step", ylabel="loss per byte (nats)", title=f"{self.job.length} tokens over {self.job.context} processes, {self.device}"
+        )
+        figure.savefig(self.path.with_suffix(".png"), dpi=120)

@@ -1,0 +1,146 @@
+"""Ranks for a command: processes of this machine, or those that torchrun started. None is left behind.
+
+Under torchrun a command is a rank already. Otherwise it starts its ranks, passes on Ctrl-C and waits until they have finished what they
+were doing; ranks end when the process that started them does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_GRACE = 60.0  # seconds that ranks get to write a checkpoint after Ctrl-C
+_AFTER_A_FAILURE = 5.0
+INTERRUPTED = 130
+
+
+def is_rank() -> bool:
+    """Whether torchrun, or this module, started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def world_size(processes: int) -> int:
+    return int(os.environ["WORLD_SIZE"]) if is_rank() else processes
+
+
+def default_processes() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 4
+
+
+def run_ranks(fn: Callable[..., int], processes: int, *args: Any, threads: int = 1) -> int:
+    """fn(device, *args) on every rank, with the default process group set up; the first exit code that is not 0."""
+    if is_rank():
+        return _as_rank(fn, args)
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        ranks = [context.Process(target=_rank, args=(r, processes, store, threads, fn, args)) for r in range(processes)]
+        stop = _Stop(ranks)
+        previous = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for rank in ranks:
+                rank.start()
+            _wait(ranks, stop)
+        finally:
+            for rank in ranks:
+                if rank.is_alive():
+                    rank.kill()
+                if rank.pid is not None:
+                    rank.join()
+            for s, handler in previous.items():
+                signal.signal(s, handler)
+    codes = [INTERRUPTED if rank.exitcode == -signal.SIGINT else int(rank.exitcode or 0) for rank in ranks]
+    # A rank that was killed, or failed by itself, explains more than those that then lost it.
+    return next((abs(c) for c in codes if c not in (0, 1)), max(codes))
+
+
+class _Stop:
+    """Passes a signal on to the ranks; the second time, kills them."""
+
+    def __init__(self, ranks: list[Any]) -> None:
+        self.ranks, self.since = ranks, None  # type: tuple[list[Any], float | None]
+
+    def __call__(self, number: int, frame: Any) -> None:
+        again, self.since = self.since is not None, self.since or time.monotonic()
+        for rank in self.ranks:
+            if rank.pid is not None and rank.exitcode is None:
+                os.kill(rank.pid, signal.SIGKILL if again else signal.SIGINT)
+
+
+def _wait(ranks: list[Any], stop: _Stop) -> None:
+    failed: float | None = None
+    while any(rank.exitcode is None for rank in ranks):
+        time.sleep(0.05)
+        now = time.monotonic()
+        if failed is None and any(rank.exitcode not in (None, 0) for rank in ranks):
+            failed = now
+        late = failed is not None and now - failed > _AFTER_A_FAILURE
+        if late or (stop.since is not None and now - stop.since > _GRACE):
+            return
+
+
+def _rank(rank: int, size: int, store: str, threads: int, fn: Callable[..., int], args: tuple[Any, ...]) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(threads)
+    raise SystemExit(_as_rank(fn, args, init_method=f"file://{store}"))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _as_rank(fn: Callable[..., int], args: tuple[Any, ...], init_method: str | None = None) -> int:
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # Two ranks cannot share a GPU over NCCL.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", size)) <= _gpus() else "gloo"
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=timedelta(minutes=10))
+    try:
+        return fn(device, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _gpus() -> int:
+    return torch.cuda.device_count()
+
+
+class Interrupts:
+    """While open, SIGINT and SIGTERM only set `stop`: whoever reads it stops where that leaves things whole."""
+
+    def __init__(self) -> None:
+        self.stop = False
+        self._previous: dict[Any, Any] = {}
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.stop = True
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for s, handler in self._previous.items():
+            signal.signal(s, handler)

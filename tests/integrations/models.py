@@ -1,0 +1,151 @@
+"""Tiny random models of four families, batches of several kinds, and what one process computes with them."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import longspan.integrations.transformers as lst
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        GptOssConfig,
+        GptOssForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
+
+VOCAB = 61
+COMMON = {
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
+LAYERS = ["sliding_attention", "full_attention"]
+FAMILIES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        {"sliding_window": 23, "layer_types": LAYERS, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 11},
+    ),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"sliding_window": 23, "layer_types": LAYERS, "final_logit_softcapping": 5.0}),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {
+            "sliding_window": 19, "layer_types": LAYERS, "num_local_experts": 3, "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+}  # fmt: skip
+
+
+@cache
+def _weights(family: str) -> Any:
+    kind, config, extra = FAMILIES[family]
+    torch.manual_seed(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = kind(config(**COMMON, **extra))
+    for name, p in model.named_parameters():
+        if p.ndim == 1 or "sinks" in name:
+            torch.nn.init.normal_(p, mean=0.3, std=0.5)
+        else:
+            torch.nn.init.normal_(p, std=0.15)
+    return model.eval()
+
+
+def model_of(family: str, implementation: str = "eager") -> Any:
+    """A new model of a family, the same weights each time, float32."""
+    model = _weights(family)
+    kind, config, extra = FAMILIES[family]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = kind(config(**COMMON, **extra, attn_implementation=implementation, experts_implementation="eager")).eval()
+    made.load_state_dict(model.state_dict())
+    return made
+
+
+def batch_of(kind: str, length: int = 157, rows: int = 2) -> dict[str, Tensor]:
+    """A batch with masked prompts: "plain", "packed" (documents, also different ones in each row), "left" or "right" padded."""
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(1, VOCAB, (rows, length), generator=generator)
+    labels = ids.clone()
+    labels[0, :31] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    if kind == "packed":
+        cuts = [[0, 60, 77, 140], [0, 9, 101]]
+        starts = torch.zeros(rows, length, dtype=torch.long)
+        for row in range(rows):
+            starts[row, cuts[row % 2]] = torch.tensor(cuts[row % 2])
+        batch["position_ids"] = torch.arange(length) - starts.cummax(1).values
+    if kind in ("left", "right"):
+        pads = torch.tensor([13, 41])[:rows, None]
+        place = torch.arange(length)[None]
+        real = place >= pads if kind == "left" else place < length - pads
+        batch["attention_mask"] = real.long()
+        labels[~real] = -100
+        if kind == "left":
+            labels.scatter_(1, pads, -100)  # padding would have to predict it
+    return batch
+
+
+def results(model: Any, given: dict[str, Any], params: list[Tensor] | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Loss, logits and every parameter's gradient."""
+    out = model(**given)
+    params = list(model.parameters()) if params is None else params
+    grads = torch.autograd.grad(out.loss, params, allow_unused=True)
+    return out.loss.detach(), out.logits.detach(), [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads)]
+
+
+def on_rank(model: Any, batch: dict[str, Tensor], mesh: Any, **options: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """This rank's share of the loss, all logits, its share of the gradients: sums over ranks are those of the whole."""
+    given = lst.prepare_batch(batch, mesh, config=model.config, gradients="sum", **options)
+    loss, logits, grads = results(model, given)
+    return loss, given["longspan_plan"].unshard(logits, 1), grads
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    got, want = got.detach(), want.detach()
+    return float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))
+
+
+def _masks_of_pairs(positions: Tensor, window: int) -> dict[str, Tensor]:
+    """What gpt-oss in transformers takes for packed documents, which it does not find in position_ids."""
+    place = torch.arange(positions.shape[1])
+    document = (place - positions)[:, None]
+    seen = (document == document.mT) & (place[:, None] >= place)
+    near = seen & (place[:, None] - place < window)
+    lowest = torch.finfo(torch.float32).min
+    return {name: torch.where(m, 0.0, lowest)[:, None] for name, m in (("full_attention", seen), ("sliding_attention", near))}
+
+
+def check_against_one_process(family: str, kind: str, found: list[tuple[Tensor, Tensor, list[Tensor]]], **sizes: int) -> None:
+    """What ranks found, against transformers' own eager attention in one process."""
+    batch = batch_of(kind, **sizes)
+    # With a cache, transformers would not look for documents in position_ids.
+    given = {**batch, "use_cache": False}
+    if family == "gpt_oss" and kind == "packed":
+        given["attention_mask"] = _masks_of_pairs(batch["position_ids"], FAMILIES[family][2]["sliding_window"])
+    loss, logits, grads = results(model_of(family), given)
+    rows = batch["attention_mask"].bool() if "attention_mask" in batch else slice(None)
+    error = relative(torch.stack([f[0] for f in found]).sum(), loss)
+    assert error < 2e-6, f"{family} {kind}: loss: {error:.1e}"
+    for _, whole, _ in found:
+        assert relative(whole[rows], logits[rows]) < 2e-5, f"{family} {kind}: logits"
+    names = [name for name, _ in _weights(family).named_parameters()]
+    for i, name in enumerate(names):
+        total = torch.stack([f[2][i] for f in found]).sum(0)
+        assert relative(total, grads[i]) < 5e-5, f"{family} {kind}: gradient of {name}: {relative(total, grads[i]):.1e}"

@@ -1,0 +1,138 @@
+"""`prepare_batch`: what each rank gets of a batch, and the exact loss."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import longspan as ls
+from longspan.integrations.batch import prepare_batch
+from longspan.integrations.configs import check_config, head_counts, windows_of
+from longspan.integrations.loss import linear_token_loss, shift_labels, token_count, token_loss
+from longspan.testing import virtual_world
+
+LENGTH, ROWS, VOCAB = 211, 2, 17
+
+
+def whole(**extra: Tensor) -> dict[str, Tensor]:
+    ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH)
+    return {"input_ids": ids, "labels": ids, **extra}
+
+
+def on(ranks: int, batch: dict[str, Tensor], **options: Any) -> list[dict[str, Any]]:
+    return [prepare_batch(batch, ls.Mesh.abstract(ranks, rank), **options) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("layout", ["auto", "head_tail", "contiguous"])
+def test_ranks_share_out_tokens_positions_and_successors(layout: str) -> None:
+    found = on(3, whole(), layout=layout)
+    for given in found:
+        ids, positions, labels = (given[n] for n in ("input_ids", "position_ids", "labels"))
+        assert torch.equal(positions, ids % LENGTH)
+        last = positions == LENGTH - 1
+        assert torch.equal(labels[~last], ids[~last] + 1) and (labels[last] == -100).all()
+        assert given["use_cache"] is False and given["shift_labels"] is labels
+        assert float(given["num_items_in_batch"]) == pytest.approx(ROWS * (LENGTH - 1) / 3)
+    assert torch.cat([g["input_ids"].flatten() for g in found]).sort().values.equal(whole()["input_ids"].flatten())
+
+
+def test_documents_are_found_in_the_whole_sequence() -> None:
+    starts = [0, 50, 51, 160]
+    positions = torch.cat([torch.arange(b - a) for a, b in zip(starts, [*starts[1:], LENGTH])])[None]
+    by_positions = prepare_batch(whole(position_ids=positions), ls.Mesh.abstract(2), layout="head_tail")["longspan_plan"]["full"]
+    ids = torch.bucketize(torch.arange(LENGTH), torch.tensor(starts[1:]), right=True).expand(ROWS, LENGTH)
+    by_ids = prepare_batch(whole(document_ids=ids), ls.Mesh.abstract(2), layout="head_tail")["longspan_plan"]["full"]
+    edges = torch.tensor([*starts, LENGTH])
+    flash = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
+    by_edges = prepare_batch(whole(**flash), ls.Mesh.abstract(2), layout="head_tail")["longspan_plan"]["full"]
+    assert by_positions.digest == by_ids.digest == by_edges.digest
+    assert by_positions.digest != prepare_batch(whole(), ls.Mesh.abstract(2), layout="head_tail")["longspan_plan"]["full"].digest
+
+
+def test_windows_are_planned_over_one_layout_and_later_on_demand() -> None:
+    class Config:
+        sliding_window, layer_types, num_attention_heads, num_key_value_heads = 9, ["full_attention", "sliding_attention"], 6, 2
+
+    plans = prepare_batch(whole(), ls.Mesh.abstract(3, 1), config=Config())["longspan_plan"]
+    assert plans.of(9) is plans["sliding"] and plans.of(None) is plans["full"]
+    later = plans.of(31)
+    assert later is plans["sliding 31"] is plans.of(31) and later.layout == plans.layout and "31" in later.data.mask.text
+    again = pickle.loads(pickle.dumps(plans))
+    assert again.of(9).digest == plans.of(9).digest and again.on(ls.Mesh.abstract(3, 2)).positions.equal(
+        plans.on(ls.Mesh.abstract(3, 2)).positions
+    )
+
+
+def test_labels_that_only_padding_could_predict_do_not_count() -> None:
+    real = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    real[0, :5] = 0
+    labels = torch.where(real > 0, 3, -100)
+    found = on(2, {"input_ids": whole()["input_ids"], "labels": labels, "attention_mask": real}, gradients="sum")
+    assert float(found[0]["num_items_in_batch"]) == (LENGTH - 1) + (LENGTH - 1 - 5)
+    assert sum(int(token_count(g["labels"])) for g in found) == (LENGTH - 1) + (LENGTH - 1 - 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"pixel_values": torch.zeros(2, 3)}, "cannot split 'pixel_values'"),
+        ({"attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}, "mask of pairs"),
+        ({"attention_mask": torch.full((2, LENGTH), 2)}, "give document_ids"),
+        ({"labels": torch.zeros(2, 5)}, r"labels must be \[2, 211\]"),
+        ({"position_ids": torch.arange(LENGTH)[None] % 70, "attention_mask": torch.ones(2, LENGTH)}, "leave out attention_mask"),
+        ({"input_ids": torch.zeros(2, 2), "labels": None}, "too few for 4 ranks"),
+    ],
+)
+def test_batches_that_cannot_be_split_are_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        prepare_batch({**whole(), **change}, ls.Mesh.abstract(4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"layer_types": ["chunked_attention"]}, "chunked_attention"),
+        ({"rope_scaling": {"type": "dynamic"}}, "longest position"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}}, "longrope"),
+        ({"output_router_logits": True}, "load-balancing"),
+    ],
+)
+def test_configs_that_look_at_a_shard_alone_are_refused(settings: dict[str, Any], said: str) -> None:
+    config = type("Config", (), settings)()
+    with pytest.raises(ValueError, match=said):
+        check_config(config)
+    assert windows_of(config) == [] and head_counts(config, 1) == {}
+
+
+def test_shares_of_the_loss_add_up_with_unequal_counts_and_masked_prompts() -> None:
+    torch.manual_seed(3)
+    head = nn.Linear(7, VOCAB, bias=False).double()
+    hidden, labels = torch.randn(ROWS, LENGTH, 7, dtype=torch.float64), torch.randint(0, VOCAB, (ROWS, LENGTH))
+    labels[0, :150] = -100
+    shifted = shift_labels(labels)
+    want = nn.functional.cross_entropy(head(hidden).flatten(0, 1), shifted.flatten(), ignore_index=-100)
+    want_grad = torch.autograd.grad(want, head.weight)[0]
+
+    def rank(mesh: Any) -> tuple[Tensor, Tensor, Tensor]:
+        plan = ls.plan(ls.causal(), LENGTH, mesh, layout="contiguous")
+        mine, targets = plan.shard(hidden, 1), plan.shard(shifted, 1)
+        loss = token_loss(head(mine), targets, count=token_count(shifted), averaged=5)
+        chunked = linear_token_loss(mine, head.weight, targets, count=token_count(shifted), averaged=5, chunk=13)
+        return loss.detach(), torch.autograd.grad(loss, head.weight)[0], torch.autograd.grad(chunked, head.weight)[0]
+
+    losses, grads, chunked = (torch.stack(list(x)) for x in zip(*virtual_world(3).run(rank)))
+    torch.testing.assert_close(losses.sum() / 5, want, rtol=1e-12, atol=0)
+    torch.testing.assert_close(grads.sum(0) / 5, want_grad, rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(chunked.sum(0) / 5, want_grad, rtol=1e-10, atol=1e-14)
+
+
+def test_a_batch_in_which_nothing_counts_has_loss_zero() -> None:
+    logits = torch.randn(1, 5, VOCAB, requires_grad=True)
+    loss = token_loss(logits, torch.full((1, 5), -100), count=0)
+    loss.backward()
+    assert float(loss.detach()) == 0 and not logits.grad.any()

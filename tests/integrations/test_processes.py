@@ -1,0 +1,125 @@
+"""Models over Gloo processes, beside other kinds of parallelism: few spawns, many checks in each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longspan.testing import run_processes
+
+pytest.importorskip("transformers")
+
+from tests.integrations import composed
+from tests.integrations.models import FAMILIES, batch_of, check_against_one_process, model_of, on_rank, relative, results
+
+KINDS = {"llama": "left", "qwen3": "right", "gemma2": "packed", "gemma3": "packed", "gpt_oss": "packed"}
+
+
+def _families(families: list[str]) -> list[Any]:
+    return [on_rank(model_of(family, "longspan"), batch_of(KINDS[family]), dist.group.WORLD) for family in families]
+
+
+def _two() -> dict[str, Any]:
+    return {"families": _families(list(FAMILIES)), "autocast": _autocast(), "ddp": _ddp(), "recomputed": _transformers_recomputed()}
+
+
+def _four(folder: str, families: list[str]) -> dict[str, Any]:
+    return {
+        "families": _families(families),
+        "data × context": composed.data_and_context(folder),
+        "heads × context": composed.heads_and_context(),
+        "accumulated": composed.accumulated(),
+        "all recomputed": composed.recomputed("full"),
+        "some recomputed": composed.recomputed("selective"),
+        "compiled": composed.compiled(),
+    }
+
+
+def _autocast() -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return on_rank(model_of("llama", "longspan"), batch_of("packed"), dist.group.WORLD)
+
+
+def _ddp() -> tuple[Tensor, list[Tensor]]:
+    """DDP averages: `gradients="mean"` makes the average the gradient."""
+    import longspan.integrations.transformers as lst
+
+    model = torch.nn.parallel.DistributedDataParallel(model_of("llama", "longspan"))
+    loss = model(**lst.prepare_batch(batch_of("packed"), dist.group.WORLD)).loss
+    loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters()]
+
+
+def _transformers_recomputed() -> Any:
+    model = model_of("gemma2", "longspan").train()
+    model.gradient_checkpointing_enable()
+    return on_rank(model, batch_of("plain"), dist.group.WORLD)
+
+
+def _check_families(found: list[dict[str, Any]], families: list[str]) -> None:
+    for i, family in enumerate(families):
+        check_against_one_process(family, KINDS[family], [f["families"][i] for f in found])
+
+
+def test_models_on_two_processes_with_ddp_autocast_and_recomputation() -> None:
+    found = run_processes(_two, 2, timeout=240.0)
+    _check_families(found, list(FAMILIES))
+    check_against_one_process("gemma2", "plain", [f["recomputed"] for f in found])
+
+    given = {**batch_of("packed"), "use_cache": False}
+    loss, logits, grads = results(model_of("llama"), given)
+    assert relative(sum(f["ddp"][0] for f in found) / 2, loss) < 2e-6
+    for f in found:
+        assert all(relative(g, w) < 5e-5 for g, w in zip(f["ddp"][1], grads))
+
+    with torch.autocast("cpu", torch.bfloat16):
+        _, half, half_grads = results(model_of("llama"), given)
+    got = [torch.stack([f["autocast"][2][i] for f in found]).sum(0) for i in range(len(grads))]
+    assert _off(found[0]["autocast"][1], logits) <= 2 * _off(half, logits)
+    for g, h, w in zip(got, half_grads, grads):
+        assert _off(g, w) <= 2 * _off(h, w) + 1e-3
+
+
+def _off(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def test_models_on_four_processes_beside_other_parallelism(tmp_path: Any, pytestconfig: pytest.Config) -> None:
+    families = list(FAMILIES) if pytestconfig.getoption("--whole-grid") else ["gemma2", "gpt_oss"]
+    found = run_processes(_four, 4, str(tmp_path / "checkpoint"), families, timeout=280.0)
+    _check_families(found, families)
+    for name, batches in (
+        ("data × context", [0, 1]),
+        ("heads × context", [0]),
+        ("accumulated", [0, 1]),
+        ("all recomputed", [0]),
+        ("some recomputed", [0]),
+        ("compiled", [0]),
+    ):
+        loss, grads = composed.expected(batches)
+        for f in found:
+            assert relative(f[name]["loss"], loss) < 1e-12, name
+            assert grads.keys() == f[name]["gradients"].keys()
+            for p, want in grads.items():
+                assert relative(f[name]["gradients"][p], want) < 1e-10, f"{name}: {p}"
+    _check_checkpoint(str(tmp_path / "checkpoint"))
+
+
+def _check_checkpoint(folder: str) -> None:
+    """Saved by 2 × 2 ranks, loaded here by one."""
+    import torch.distributed.checkpoint as dcp
+
+    import longspan as ls
+
+    model = composed.decoder()
+    want = composed.shares(model, ls.Mesh.abstract(1), [0])
+    model.initialise(99)
+    assert composed.shares(model, ls.Mesh.abstract(1), [0]) != want
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    model.load_state_dict(state["model"])
+    assert composed.shares(model, ls.Mesh.abstract(1), [0]) == want

@@ -1,0 +1,132 @@
+"""transformers beside a plan: one device, what is refused and why, which tokens a token reaches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from tests.integrations.models import FAMILIES, VOCAB, batch_of, model_of, relative, results
+
+import longspan as ls
+import longspan.integrations.transformers as lst
+from longspan.testing import virtual_world
+
+
+@pytest.mark.parametrize(("family", "kind"), list(zip(FAMILIES, ("packed", "left", "right", "packed", "plain"))))
+def test_without_a_plan_a_model_computes_what_it_does_on_one_device(family: str, kind: str) -> None:
+    given = {**batch_of(kind), "use_cache": False}
+    loss, logits, grads = results(model_of(family, "longspan"), given)
+    want_loss, want_logits, want_grads = results(model_of(family), given)
+    rows = given["attention_mask"].bool() if "attention_mask" in given else slice(None)
+    assert relative(loss, want_loss) < 2e-6 and relative(logits[rows], want_logits[rows]) < 2e-5
+    assert all(relative(g, w) < 5e-5 for g, w in zip(grads, want_grads))
+
+
+def test_generating_without_a_plan_gives_the_tokens_of_eager() -> None:
+    for family in ("llama", "gemma2"):
+        ids = batch_of("plain", length=37)["input_ids"]
+        made = [model_of(family, name).generate(ids, max_new_tokens=6, do_sample=False) for name in ("eager", "longspan")]
+        assert made[0].equal(made[1])
+
+
+def test_a_whole_model_compiles_without_a_break_and_a_new_plan_compiles_nothing() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = model_of("gemma2", "longspan")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for kind, length in (("plain", 157), ("packed", 157), ("packed", 181), ("plain", 199)):
+        given = lst.prepare_batch(batch_of(kind, length=length), ls.Mesh.abstract(1), config=model.config)
+        assert relative(compiled(**given).logits, model(**given).logits) < 1e-6
+    assert counter.frame_count <= 2
+    with pytest.raises(Exception, match=r"under torch\.compile a model needs longspan_plan"):
+        compiled(batch_of("plain")["input_ids"], attention_mask=torch.ones(2, 157), use_cache=False)
+
+
+def given_for(model: Any, **extra: Any) -> dict[str, Any]:
+    return {**lst.prepare_batch(batch_of("plain"), ls.Mesh.abstract(1), config=model.config), **extra}
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"attention_mask": torch.ones(2, 157)}, "give attention_mask to prepare_batch"),
+        ({"attention_mask": torch.ones(2, 1, 157, 157)}, "takes no mask of its own"),
+        ({"output_attentions": True}, "output_attentions"),
+        ({"segment_bias": 3}, "'segment_bias'"),
+    ],
+)
+def test_what_a_plan_cannot_honour_is_refused(extra: dict[str, Any], said: str) -> None:
+    model = model_of("llama", "longspan")
+    with pytest.raises(ValueError, match=said):
+        model(**given_for(model, **extra))
+
+
+def test_dropout_caches_and_masks_of_pairs_are_refused() -> None:
+    model = model_of("llama", "longspan")
+    given = given_for(model)
+    cache = model(**{**given, "use_cache": True}).past_key_values
+    with pytest.raises(ValueError, match="a cache holds a shard"):
+        model(**{**given, "past_key_values": cache, "use_cache": True})
+    with pytest.raises(ValueError, match="no S × S mask"):
+        model(batch_of("plain")["input_ids"], attention_mask=torch.zeros(2, 1, 157, 157))
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match=r"dropout=0\.1"):
+        model.train()(**given)
+
+
+def test_layers_that_are_not_causal_and_windows_without_a_plan_are_refused() -> None:
+    model = model_of("gemma3", "longspan")
+    plan = ls.plan(ls.causal(), 157, ls.Mesh.abstract(1))
+    with pytest.raises(ValueError, match="window of 23 tokens"):
+        model(batch_of("plain")["input_ids"], use_cache=False, longspan_plan=plan)
+    plans = ls.plan({"full": ls.causal(), "sliding": ls.causal() & ls.sliding_window(23)}, 157, ls.Mesh.abstract(1))
+    got = model(batch_of("plain")["input_ids"], use_cache=False, longspan_plan=plans).logits
+    assert relative(got, model_of("gemma3")(batch_of("plain")["input_ids"]).logits) < 2e-5
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(ValueError, match="not causal"):
+        model(**given_for(model))
+
+
+def test_parts_of_masks_that_a_plan_does_not_know_are_named() -> None:
+    from transformers.masking_utils import and_masks, causal_mask_function, chunked_overlay, sliding_window_causal_mask_function
+
+    assert lst._foreign(causal_mask_function) == lst._foreign(sliding_window_causal_mask_function(5)) == ""
+    assert lst._foreign(and_masks(causal_mask_function, chunked_overlay(4, torch.zeros(1)))) == "chunked_overlay"
+    assert lst._foreign(and_masks(causal_mask_function, lambda b, h, q, kv: q > kv)).startswith("test_parts")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_changing_one_token_moves_exactly_what_the_mask_lets_it_reach(family: str) -> None:
+    """One layer of attention: a token is seen by the tokens of its document after it (within the window, in a layer that has one)."""
+    model = model_of(family, "longspan")
+    model.model.layers = model.model.layers[:1]  # gpt-oss: the sliding one
+    model.config.num_hidden_layers = 1
+    window = FAMILIES[family][2].get("sliding_window", 10**9)
+    length, starts, changed = 150, [0, 43, 44, 101], 60
+    place = torch.arange(length)
+    document = torch.bucketize(place, torch.tensor(starts[1:]), right=True)
+    ids = torch.randint(1, VOCAB, (1, length), generator=torch.Generator().manual_seed(2))
+    other = ids.clone()
+    other[0, changed] = (other[0, changed] + 5) % VOCAB
+
+    def rank(mesh: Any) -> Any:
+        out = []
+        for tokens in (ids, other):
+            batch = {"input_ids": tokens, "document_ids": document[None]}
+            given = lst.prepare_batch(batch, mesh, config=model.config, layout="head_tail")
+            with torch.no_grad():
+                out.append(given["longspan_plan"].unshard(model(**given).logits, 1))
+        return out
+
+    before, after = virtual_world(3).run(rank)[0]
+    moved = (before != after).any(-1)[0]
+    reached = (document == document[changed]) & (place >= changed) & (place - changed < window)
+    assert torch.equal(moved, reached)

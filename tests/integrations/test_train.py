@@ -1,0 +1,153 @@
+"""`longspan train` and `longspan demo`: the same losses however it is run, stopped and resumed; wrong input in one line."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+
+from longspan.cli.app import run
+from longspan.integrations.corpus import BEGIN, corpus
+
+SMALL = "--steps 20 --tokens 300 --width 32 --layers 1 --heads 4/2 --save-every 5".split()
+
+
+def command(out: Path, *extra: str) -> list[str]:
+    return [sys.executable, "-m", "longspan.cli", "train", "--out", str(out), *SMALL, *extra]
+
+
+def losses(out: Path) -> list[float]:
+    if not (out / "losses.csv").exists():
+        return []
+    with (out / "losses.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(r["step"]) for r in rows] == list(range(len(rows)))
+    return [float(r["loss"]) for r in rows]
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def wait_for(condition: Any, what: str, seconds: float = 150.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_losses_do_not_depend_on_processes_nor_on_being_stopped_and_killed(tmp_path: Path) -> None:
+    one, four, broken = (tmp_path / name for name in ("one", "four", "broken"))
+    subprocess.run(command(one, "--processes", "1"), check=True, timeout=280, capture_output=True)
+    subprocess.run(command(four, "--processes", "4", "--cp", "2"), check=True, timeout=280, capture_output=True)
+    want = losses(one)
+    assert len(want) == 20 and want[-1] < want[0]
+    assert max(abs(a - b) for a, b in zip(want, losses(four), strict=True)) < 1e-4
+    assert (four / "losses.png").exists() and len(list(four.glob("step-*"))) == 2
+
+    stopped = subprocess.Popen(command(broken, "--processes", "2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for(lambda: len(losses(broken)) >= 3 or stopped.poll() is not None, "three steps")
+    stopped.send_signal(signal.SIGINT)
+    said = stopped.communicate(timeout=120)[1].decode()
+    assert stopped.returncode == 130 and "--resume" in said and "Traceback" not in said
+    done = len(losses(broken))
+    assert (broken / f"step-{done:06d}" / "job.json").exists()
+
+    killed = subprocess.Popen(command(broken, "--processes", "2", "--resume"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for(lambda: len(losses(broken)) >= max(10, done + 1) or killed.poll() is not None, "ten steps")
+    ranks = children(killed.pid)
+    assert len(ranks) >= 2
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.communicate(timeout=60)
+    wait_for(lambda: not any(_alive(pid) for pid in ranks), "ranks that outlive who started them", 30)
+
+    subprocess.run(command(broken, "--processes", "1", "--resume"), check=True, timeout=280, capture_output=True)
+    assert max(abs(a - b) for a, b in zip(want, losses(broken), strict=True)) < 1e-4
+
+    code = run(["train", "--out", str(one), *SMALL, "--processes", "1", "--resume", "--width", "64"])
+    assert code == 2
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ("--processes 4 --cp 3", "--cp: 4 processes cannot be divided"),
+        ("--processes 4 --cp 1 --batch 6", "--batch: 6 sequences cannot be divided among 4"),
+        ("--data {picture}", "--data: {picture} is not text"),
+        ("--data {missing}", "--data: there is no file or directory"),
+        ("--data {short}", "--data: expected text of 2050 bytes or more"),
+        ("--resume", "--resume: there is no checkpoint"),
+        ("--resume --out {other}", "width 999 (here 128)"),
+        ("--resume --out {torn}", "cannot be read"),
+        ("--out {other}", "--out: {other} holds checkpoints"),
+        ("--width 30", "--width: expected a multiple of twice the 4 heads"),
+        ("--heads 5/2", "--heads"),
+        ("--tokens none", "--tokens"),
+        ("--strategy teleport", "teleport"),
+        ("--processes 8 --tokens 5", "--tokens"),
+        ("--no-such-option", "--no-such-option"),
+    ],
+)
+def test_wrong_input_is_one_clear_line_and_exit_code_2(extra: str, said: str, tmp_path: Path, capsys: Any) -> None:
+    import json
+
+    names = {name: str(tmp_path / name) for name in ("picture", "missing", "short", "other", "torn")}
+    Path(names["picture"]).write_bytes(bytes(range(256)) * 20)
+    Path(names["short"]).write_text("too short")
+    for name, kept in (("other", {"width": 999}), ("torn", None)):
+        folder = tmp_path / name / "step-000005"
+        folder.mkdir(parents=True)
+        (folder / "job.json").write_text("{" if kept is None else json.dumps({"step": 5, "identity": kept}))
+    given = extra.format(**names).split()
+    where = [] if "--out" in given else ["--out", str(tmp_path / "run")]
+    assert run(["train", *where, *given]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1 and err.startswith("longspan train: ") and said.format(**names) in err, err
+
+
+def test_the_demo_refuses_in_one_line_too(capsys: Any) -> None:
+    assert run(["demo", "--tokens", "100"]) == 2
+    assert "64 or more for each of 4 processes" in capsys.readouterr().err
+
+
+def test_a_corpus_is_documents_in_order_and_never_predicts_across_them(tmp_path: Path) -> None:
+    for i in range(7):
+        (tmp_path / f"{i}.txt").write_text(f"{i}" * (30 + 11 * i))
+    (tmp_path / "picture.png").write_bytes(bytes(range(256)))
+    text = corpus(tmp_path, length=101, seed=3)
+    again = corpus(tmp_path, length=101, seed=3)
+    assert text.digest == again.digest and text.stream.equal(again.stream) and len(text.starts) == 7
+    assert (text.stream[text.starts] == BEGIN).all() and int((text.stream == BEGIN).sum()) == 7
+    for index in range(5):
+        piece = {name: value[0] for name, value in text.sequence(index, 101).items()}
+        ids, labels, documents, positions = (piece[n] for n in ("input_ids", "shift_labels", "document_ids", "position_ids"))
+        follows = labels[:-1] != -100
+        assert ids[1:][follows].equal(labels[:-1][follows]) and (ids[1:][~follows] == BEGIN).all()
+        starts = torch.cat([torch.tensor([True]), documents[1:] != documents[:-1]])
+        assert (positions[starts] == 0).all() and (positions[1:] == positions[:-1] + 1)[~starts[1:]].all()

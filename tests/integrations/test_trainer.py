@@ -1,0 +1,72 @@
+"""transformers' Trainer over processes, and the lines that the documents show for transformers."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from tests.integrations.models import batch_of, model_of, relative
+
+from longspan.testing import virtual_world
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_six_steps_of_the_trainer_on_two_processes_give_the_weights_of_one() -> None:
+    from examples.transformers_trainer import differences
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        off, moved = differences()
+    assert off < 1e-6 and moved > 1e-2
+
+
+def test_the_trainer_refuses_a_model_with_another_attention_and_a_mesh_of_other_ranks(tmp_path: Path) -> None:
+    from examples.transformers_trainer import arguments, llama
+
+    import longspan as ls
+    from longspan.integrations.trainer import SpanningTrainer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match="attn_implementation='longspan'"):
+            SpanningTrainer(model=llama("eager"), args=arguments(str(tmp_path)), mesh=ls.Mesh.abstract(1))
+        with pytest.raises(ValueError, match="expected one of all 1 processes, got 3"):
+            SpanningTrainer(model=llama("longspan"), args=arguments(str(tmp_path)), mesh=ls.Mesh.abstract(3))
+
+
+def shown() -> list[Any]:
+    blocks = []
+    for name in ("README.md", "docs/models.md"):
+        text = (ROOT / name).read_text()
+        blocks += [pytest.param(b, id=name) for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "from_pretrained" in b]
+    return blocks
+
+
+@pytest.mark.parametrize("lines", shown())
+def test_the_three_lines_for_transformers_give_the_loss_of_one_process(lines: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert len(lines.strip().splitlines()) <= 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model_of("qwen3").save_pretrained(tmp_path)
+    batch = batch_of("packed")
+
+    def rank(mesh: Any) -> Any:
+        names = {"AutoModelForCausalLM": AutoModelForCausalLM, "name": str(tmp_path), "batch": batch, "mesh": mesh}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exec(lines, names)
+        return names["loss"].detach()
+
+    loss = torch.stack(virtual_world(2).run(rank)).mean()
+    assert relative(loss, model_of("qwen3")(**batch, use_cache=False).loss) < 2e-6
