@@ -93,8 +93,6 @@ def _sizes(**sizes: int | None) -> dict[str, int | None]:
     heads, kv_heads = sizes["heads"], sizes["kv_heads"]
     if kv_heads is not None and heads is not None and heads % kv_heads:
         raise ValueError(f"plan: heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
-    if heads is not None and kv_heads is None:
-        sizes["kv_heads"] = None
     return sizes
 
 
