@@ -40,7 +40,7 @@ class TritonKernel:
                 return "TRITON_INTERPRET=1 is set: the interpreter works on CPU tensors only"
         elif not q.is_cuda:
             return f"tensors on {q.device}: it needs a CUDA device"
-        elif _capability(q.device) < (8, 0):
+        elif capability(q.device) < (8, 0):
             return f"{torch.cuda.get_device_name(q.device)}: it needs compute capability 8.0 (Ampere) or later"
         if max(q.shape[-1], v.shape[-1]) > 256:
             return f"head dims {q.shape[-1]} and {v.shape[-1]}: at most 256 each"
@@ -61,21 +61,21 @@ class TritonKernel:
         counts = table.counts()
         share = counts.partial / max(1, counts.partial + counts.full)
         dims = {"d": launch.padded(q.shape[-1]), "e": launch.padded(v.shape[-1])}
-        fine = prefers_fine_tables(capability=_capability(q.device), dtype=q.dtype, partial_share=share, **dims)
+        fine = prefers_fine_tables(capability=capability(q.device), dtype=q.dtype, partial_share=share, **dims)
         return FINE if fine else table.block
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, *, state: State | None, final: bool, peak: bool) -> State:
         dtype = q.dtype
         q, k, v = map(computable, (q, k, v))
-        old = None if state is None else _usable(state, peak=peak)
+        old = None if state is None else usable(state, peak=peak)
         # In place, rows that see none of these keys need no program.
         in_place = old is not None and not final
-        result = old if in_place else _empty_state(q, v.shape[-1], q.dtype if final else torch.float32, peak=peak)
+        result = old if in_place else empty_state(q, v.shape[-1], q.dtype if final else torch.float32, peak=peak)
         assert result is not None
         if result.out.numel():
             if not in_place and not launch.facts(work.q_tiles).covers:
-                _prefill(result, old)
-            Call(q, k, v, work, capability=_capability(q.device), config=self.config).forward(result, old, busy_only=in_place)
+                prefill(result, old)
+            Call(q, k, v, work, capability=capability(q.device), config=self.config).forward(result, old, busy_only=in_place)
         if final and result.out.dtype != dtype:
             result.out = result.out.to(dtype)
         return result
@@ -105,7 +105,7 @@ class TritonKernel:
         grads = _empty_grads(q, k, v, work, needs, wide=wide) if into is None else into
         _zero_uncovered(grads, work, into=into is not None)
         lse = lse.contiguous()
-        call = Call(q, k, v, work, capability=_capability(q.device), config=self.config)
+        call = Call(q, k, v, work, capability=capability(q.device), config=self.config)
         fuse = delta is None and into is None and launch.facts(work.q_tiles).covers
         if fuse:
             delta = torch.empty_like(lse)
@@ -136,7 +136,7 @@ class TritonKernel:
         return delta
 
 
-def _usable(state: State, *, peak: bool) -> State:
+def usable(state: State, *, peak: bool) -> State:
     """A state as the kernel reads and writes it."""
     top = None
     if peak:
@@ -144,13 +144,13 @@ def _usable(state: State, *, peak: bool) -> State:
     return State(out=state.out, lse=state.lse.contiguous(), peak=None if top is None else top.contiguous())
 
 
-def _empty_state(q: Tensor, dim: int, dtype: torch.dtype, *, peak: bool) -> State:
+def empty_state(q: Tensor, dim: int, dtype: torch.dtype, *, peak: bool) -> State:
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     out = torch.empty((*q.shape[:3], dim), dtype=dtype, device=q.device) if q.is_contiguous() else like_query(q, dim, dtype)
     return State(out=out, lse=lse, peak=torch.empty_like(lse) if peak else None)
 
 
-def _prefill(result: State, old: State | None) -> None:
+def prefill(result: State, old: State | None) -> None:
     """Rows of the tensor that no tile holds keep the previous state."""
     if old is None:
         result.out.zero_()
@@ -183,5 +183,5 @@ def _zero_uncovered(grads: Grads, work: Work, *, into: bool) -> None:
 
 
 @cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability(device: torch.device) -> tuple[int, int]:
     return (8, 0) if interpreted() else torch.cuda.get_device_capability(device)

@@ -26,11 +26,14 @@ Pointers = tuple[Tensor, Tensor, Tensor]
 
 
 class DeviceTable(NamedTuple):
-    """A block table on the device: rows in the order to start them, and the runs of full and of partial tiles. All int32."""
+    """A block table on the device, int32: rows in the order to start them, the runs of full and of partial tiles, and in `counts`
+    [rows, 2] how many tiles each row's partial and full runs hold.
+    """
 
     order: Tensor
     full: Pointers
     partial: Pointers
+    counts: Tensor
 
 
 class TilingFacts(NamedTuple):
@@ -144,6 +147,11 @@ def _inside(tiles: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]
     return run, tiles[low[run] + nth]
 
 
+def _lengths(runs: Runs, rows: int) -> Tensor:
+    """How many tiles the runs of each row hold, int64."""
+    return torch.zeros(rows, dtype=torch.int64).index_add_(0, _rows_of(runs, rows), (runs.last - runs.first + 1).long())
+
+
 def _csr(row: Tensor, first: Tensor, last: Tensor, rows: int) -> Runs:
     ptr = torch.zeros(rows + 1, dtype=torch.int32)
     ptr[1:] = torch.bincount(row, minlength=rows).cumsum(0)
@@ -169,8 +177,9 @@ def device_table(table: BlockTable, columns: Tiling, device: torch.device, *, sh
         if len(kept) >= 16:
             kept.clear()
         full, partial = split_runs(table, facts(columns), positions=positions)
-        order, *rest = _together([start_order(table, shared), *full, *partial], device)
-        kept[key] = DeviceTable(order, (rest[0], rest[1], rest[2]), (rest[3], rest[4], rest[5]))
+        counts = torch.stack([_lengths(partial, table.rows), _lengths(full, table.rows)], 1).flatten()
+        order, *rest = _together([start_order(table, shared), *full, *partial, counts], device)
+        kept[key] = DeviceTable(order, (rest[0], rest[1], rest[2]), (rest[3], rest[4], rest[5]), rest[6])
     return kept[key]
 
 

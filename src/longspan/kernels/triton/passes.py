@@ -112,21 +112,59 @@ class Call:
         busy_only: bool,
     ) -> Prepared:
         """One program per sub-tile of the table's rows: rows of query tiles, or of key tiles in the transposed table."""
-        q, k, work = self.q, self.k, self.work
+        q, work = self.q, self.work
         d, e = q.shape[-1], self.v.shape[-1]
         config = self._given or choose(
             capability=self._capability, d=launch.padded(d), e=launch.padded(e), dtype=q.dtype, scored=work.score is not None,
             looks_up=len(work.mask_captured) > 0, fine=work.table.block == FINE,
         )  # fmt: skip
         by_query = which != "dkdv"
-        kernel = {"forward": forward_kernel, "dq": queries_kernel, "dkdv": keys_kernel}[which]
         step = getattr(config, which)
+        m, n = launch.sub_tile(work.q_tiles.block, step.m), launch.sub_tile(work.kv_tiles.block, step.n)
+        kernel = {"forward": forward_kernel, "dq": queries_kernel, "dkdv": keys_kernel}[which]
+        in_flight = launch.programs_in_flight(q.device)
+        items, shared = self._arguments(
+            which, kernel, strided, m=m, n=n, l2_bytes=config.l2_bytes, in_flight=in_flight, needs=needs, busy_only=busy_only
+        )
+        streamed = (1, 2) if by_query else (0, 3)
+        # Past a tile's end the copy engine reads on: what lies there must be rows of other tiles, not memory that nobody wrote.
+        tma = (
+            step.tma
+            and launch.facts(work.kv_tiles if by_query else work.q_tiles).covers
+            and all(t is not None and launch.describable(t) for t in (tensors[i] for i in streamed))
+        )
+        describe = partial(launch.described, rows=n if by_query else m)
+        return Prepared(
+            kernel=kernel,
+            options={"num_warps": step.warps, "num_stages": step.stages},
+            programs=items,
+            device=q.device,
+            described=dict.fromkeys(streamed, describe) if tma else {},
+            known={**known, **shared, "M": m, "D": d, "PRECISION": self.precision, "TMA": tma},
+        )
+
+    def _arguments(
+        self,
+        which: str,
+        kernel: Any,
+        strided: tuple[Tensor, ...],
+        *,
+        m: int,
+        n: int,
+        l2_bytes: int,
+        in_flight: int,
+        needs: tuple[bool, ...] | None,
+        busy_only: bool,
+    ) -> tuple[int, dict[str, Any]]:
+        """How many items there are, sub-tiles of m queries or of n keys in every head; and the arguments that follow from the work."""
+        q, k, work = self.q, self.k, self.work
+        d, e = q.shape[-1], self.v.shape[-1]
+        by_query = which != "dkdv"
         table = work.table if by_query else work.table.transposed
         columns = work.kv_tiles if by_query else work.q_tiles
         B, H, G = q.shape[0], q.shape[1], k.shape[1]
         shared = H // G
         heads = H if by_query else G
-        m, n = launch.sub_tile(work.q_tiles.block, step.m), launch.sub_tile(work.kv_tiles.block, step.n)
         m_subs, n_subs = work.q_tiles.block // m, work.kv_tiles.block // n
         per_batch, per_head = table.batch > 1, table.heads > 1
         rows = table.q_tiles * table.batch * (heads if per_head else 1)
@@ -134,38 +172,22 @@ class Call:
             rows = int((table.tiles_per_row > 0).sum())
         walked = k.shape[2] if by_query else q.shape[2] * shared
         head_bytes = table.batch * walked * (d + e) * q.element_size()
-        programs, in_flight = rows * (m_subs if by_query else n_subs), launch.programs_in_flight(q.device)
+        programs = rows * (m_subs if by_query else n_subs)
         together = shared if by_query else 1
-        group = 1 if per_head else launch.head_group(heads, together, head_bytes, config.l2_bytes, programs=programs, in_flight=in_flight)
+        group = 1 if per_head else launch.head_group(heads, together, head_bytes, l2_bytes, programs=programs, in_flight=in_flight)
         on_device = launch.device_table(table, columns, q.device, shared=1 if by_query else shared, positions=work.score is not None)
-        streamed = (1, 2) if by_query else (0, 3)
-        # Past a tile's end the copy engine reads on: what lies there must be rows of other tiles, not memory that nobody wrote.
-        tma = (
-            step.tma
-            and launch.facts(columns).covers
-            and all(t is not None and launch.describable(t) for t in (tensors[i] for i in streamed))
-        )
         options = launch.options(work, q.dtype)
         joint = None
         if work.score is not None and work.joint is not None and needs is not None:
             joint = codegen.joint_function(work.score, work.joint, needs, options)
         strides = [name for name in kernel.arg_names if name.endswith("_stride")]
-        return Prepared(
-            kernel=kernel,
-            step=step,
-            programs=rows * (1 if per_batch else B) * (1 if per_head else heads) * (m_subs if by_query else n_subs),
-            device=q.device,
-            streamed=streamed if tma else (),
-            rows=n if by_query else m,
-            known={
-                **known, **{name: t.stride() for name, t in zip(strides, strided, strict=True)}, **on_device._asdict(),
-                "q_side": launch.side(work.q_tiles, q.device), "kv_side": launch.side(work.kv_tiles, q.device),
-                "mask_sizes": launch.pack_sizes(work.mask_captured), "score_sizes": launch.pack_sizes(work.score_captured),
-                "rows": rows, "tiles": table.q_tiles, "heads": H, "kv_heads": G, "shared": shared, "group": group,
-                "q_len": q.shape[2], "kv_len": k.shape[2],
-                "MASK": launch.function(work.mask, options), "SCORE": launch.function(work.score, options),
-                "JOINT": joint,
-                "PER_BATCH": per_batch, "PER_HEAD": per_head, "M": m, "N": n, "M_SUBS": m_subs, "N_SUBS": n_subs,
-                "D": d, "DP": launch.padded(d), "E": e, "EP": launch.padded(e), "PRECISION": self.precision, "TMA": tma,
-            },
-        )  # fmt: skip
+        return programs * (1 if per_batch else B) * (1 if per_head else heads), {
+            **{name: t.stride() for name, t in zip(strides, strided, strict=True)}, **on_device._asdict(),
+            "q_side": launch.side(work.q_tiles, q.device), "kv_side": launch.side(work.kv_tiles, q.device),
+            "mask_sizes": launch.pack_sizes(work.mask_captured), "score_sizes": launch.pack_sizes(work.score_captured),
+            "rows": rows, "tiles": table.q_tiles, "heads": H, "kv_heads": G, "shared": shared, "group": group,
+            "q_len": q.shape[2], "kv_len": k.shape[2],
+            "MASK": launch.function(work.mask, options), "SCORE": launch.function(work.score, options), "JOINT": joint,
+            "PER_BATCH": per_batch, "PER_HEAD": per_head, "N": n, "M_SUBS": m_subs, "N_SUBS": n_subs,
+            "DP": launch.padded(d), "E": e, "EP": launch.padded(e),
+        }  # fmt: skip

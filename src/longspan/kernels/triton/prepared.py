@@ -13,10 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from longspan.kernels.triton import launch
-from longspan.kernels.triton.config import Tile
 from longspan.kernels.triton.interpreter import interpreted, quiet
 from longspan.masks.table import BlockTable
 
@@ -27,20 +24,19 @@ _CHANGING = ("mask_captured", "score_captured", "grads", "scale", "first_b", "fi
 class Prepared:
     """A kernel and its arguments but for those of `_CHANGING` and the tensors, which come first in the kernel's signature.
 
-    `streamed`: which tensors the copy engine reads, in tiles of `rows`; empty where it cannot.
+    `options`: of the launch. `described`: which tensors the copy engine reads, and how its view of each is made.
     """
 
     kernel: Any
-    step: Tile
+    options: dict[str, int]
     programs: int
     device: torch.device
-    streamed: tuple[int, ...]
-    rows: int
+    described: dict[int, Callable[[Tensor], Any]]
     known: dict[str, Any]
     _compiled: Any = field(default=None, init=False)
     _fixed: list[Any] = field(default_factory=list, init=False)
     _places: dict[str, int] = field(default_factory=dict, init=False)
-    _described: dict[int, TensorDescriptor] = field(default_factory=dict, init=False)
+    _patterns: dict[int, Any] = field(default_factory=dict, init=False)
 
     def __call__(self, tensors: Sequence[Tensor | None], changing: dict[str, Any]) -> None:
         if not self.programs:
@@ -60,13 +56,13 @@ class Prepared:
 
     def _pointers(self, tensors: Sequence[Tensor | None]) -> list[Any]:
         out: list[Any] = list(tensors)
-        for i in self.streamed:
+        for i, describe in self.described.items():
             tensor = tensors[i]
             assert tensor is not None
-            if i not in self._described:
-                self._described[i] = launch.described(tensor, self.rows)
-                self._described[i].base = None  # a pattern: it must not keep the tensor
-            out[i] = _rebased(self._described[i], tensor)
+            if i not in self._patterns:
+                self._patterns[i] = describe(tensor)
+                self._patterns[i].base = None  # it must not keep the tensor
+            out[i] = _rebased(self._patterns[i], tensor)
         return out
 
     def _first(self, tensors: Sequence[Tensor | None], changing: dict[str, Any]) -> None:
@@ -75,15 +71,15 @@ class Prepared:
         known = {**self.known, **{name: changing[name] for name in _CHANGING if name in changing}}
         arguments = [*self._pointers(tensors), *(known[name] for name in names[len(tensors) :])]
         with quiet() if interpreted() else torch.cuda.device(self.device):
-            compiled = self.kernel[(self.programs,)](*arguments, num_warps=self.step.warps, num_stages=self.step.stages)
+            compiled = self.kernel[(self.programs,)](*arguments, **self.options)
         self._places = {name: i for i, name in enumerate(names) if name in _CHANGING}
         self._fixed = [None] * len(tensors) + [_address(a) for a in arguments[len(tensors) :]]
         self._compiled = compiled
 
 
-def _rebased(descriptor: TensorDescriptor, tensor: Tensor) -> TensorDescriptor:
+def _rebased(descriptor: Any, tensor: Tensor) -> Any:
     """A descriptor for another tensor of the same layout. To make one anew would check all of it again."""
-    out = object.__new__(TensorDescriptor)
+    out = object.__new__(type(descriptor))
     out.__dict__.update(descriptor.__dict__)
     out.base = tensor
     return out

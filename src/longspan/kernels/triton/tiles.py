@@ -13,13 +13,18 @@ import triton.language as tl
 @triton.jit
 def wide(x):
     """x in 64 bits, also where the interpreter holds a plain Python integer."""
-    return x + tl.full([], 0, tl.int64)
+    return tl.cast(x, tl.int64)
 
 
 @triton.jit
 def locate(order, rows, tiles, heads, group, SUBS: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr):
-    """This program's (tile, sub-tile, batch, head): groups of heads one after the other, in each the heaviest rows first."""
-    pid = tl.program_id(0)
+    """`place` of this program."""
+    return place(tl.program_id(0), order, rows, tiles, heads, group, SUBS, PER_BATCH, PER_HEAD)
+
+
+@triton.jit
+def place(pid, order, rows, tiles, heads, group, SUBS: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr):
+    """Item pid's (tile, sub-tile, batch, head): groups of heads one after the other, in each the heaviest rows first."""
     sub = pid % SUBS
     pid = pid // SUBS
     g = pid // (rows * group)

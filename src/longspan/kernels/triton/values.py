@@ -101,5 +101,5 @@ def materialized(value: Value) -> Value:
         return value
     type = "int1" if value.type == "bool" else value.type
     literal = int(value.literal) if value.type == "bool" else value.literal
-    text = f"tl.full([], {spell(literal, value.type) if value.type != 'bool' else literal}, tl.{type})"
+    text = f"tl.cast({spell(literal, value.type) if value.type != 'bool' else literal}, tl.{type})"
     return Value(text=text, type=value.type, bound=value.bound, nonneg=value.nonneg)
