@@ -38,6 +38,17 @@ def test_triton_equals_the_oracle_on_the_gpu(case: Case, dtype: torch.dtype) -> 
     check_against_oracle(case, "triton", dtype, "cuda", through_lse=case.length % 2 == 1)
 
 
+HALF = [(c, DTYPES[0 if i % 3 else 2]) for i, c in enumerate(SAMPLE)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "dtype"), HALF, ids=str)
+def test_hopper_equals_the_oracle_on_the_gpu(case: Case, dtype: torch.dtype) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    check_against_oracle(case, "hopper", dtype, "cuda", through_lse=case.length % 2 == 1)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The whole grids are thousands of cases: they exist only when asked for."""
     if "any_case" in metafunc.fixturenames:

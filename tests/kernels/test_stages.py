@@ -167,16 +167,19 @@ def test_stages_in_triton_add_up_to_the_whole(mod: Mod, scored: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["triton", "hopper"])
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (192, 128)], ids=str)
 @pytest.mark.parametrize(("mod", "scored"), [(causal, False), (by_batch_and_head, True)])
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "ragged"])
-def test_stages_in_triton_add_up_to_the_whole_on_the_gpu(mod: Mod, scored: bool, dims: tuple[int, int], aligned: bool) -> None:
+def test_stages_add_up_to_the_whole_on_the_gpu(kernel: str, mod: Mod, scored: bool, dims: tuple[int, int], aligned: bool) -> None:
+    if kernel == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
     shards: tuple[Segments, Segments] = (((0, 384), (768, 256)), ((384, 256), (640, 128)))
     if not aligned:
         shards = (((0, 300), (780, 221)), ((300, 250), (550, 230)))
     given = problem(mod, torch.bfloat16, scored=scored, block=128, dims=dims, shards=shards)
     for _ in range(2):  # the second time by launches that are kept
-        check("triton", given, scored=scored)
+        check(kernel, given, scored=scored)
 
 
 @pytest.mark.gpu

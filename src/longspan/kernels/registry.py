@@ -14,7 +14,7 @@ from torch import Tensor
 from longspan.kernels.protocol import Kernel, Work
 from longspan.kernels.rectangles import rectangles
 
-NAMES = ("auto", "dense", "cpu", "triton", "aten", "flash", "efficient", "cudnn")
+NAMES = ("auto", "dense", "cpu", "triton", "hopper", "aten", "flash", "efficient", "cudnn")
 
 
 class KernelRefused(ValueError):
@@ -59,6 +59,12 @@ def kernel_named(name: str) -> Kernel:
         from longspan.kernels.triton import TritonKernel
 
         return TritonKernel()
+    if name == "hopper":
+        if not has_gluon():
+            raise KernelRefused("kernel 'hopper' needs Triton 3.6 or later: pip install 'longspan[triton]', or use kernel='auto'")
+        from longspan.kernels.hopper import HopperKernel
+
+        return HopperKernel()
     if name in ("aten", "flash", "efficient", "cudnn"):
         from longspan.kernels.aten import KERNELS
 
@@ -69,6 +75,11 @@ def kernel_named(name: str) -> Kernel:
 @cache
 def has_triton() -> bool:
     return find_spec("triton") is not None
+
+
+@cache
+def has_gluon() -> bool:
+    return has_triton() and find_spec("triton.experimental.gluon") is not None
 
 
 def choose(

@@ -1,0 +1,239 @@
+"""The operator on a Hopper GPU beside cuDNN, flash attention and compiled FlexAttention, forward and backward, same inputs, same run.
+
+    PYTHONPATH=src:. python bench/hopper.py [--rows TEXT] [--no-flex] [--json]     measure
+    PYTHONPATH=src:. python bench/hopper.py --plot RESULT.json PICTURE.png         draw what was measured
+
+B 1, bfloat16. Each row: TFLOP/s of useful work (4·D per pair that the mask allows, 2.5 times that backward) of every kernel that can do
+it, and our speed as a ratio to the best peer's. Times are of the device: each call is queued behind a pause; the median of ten is taken.
+Outputs are checked once to be written whole, in memory filled with NaN before. cuDNN and flash attention do full and causal masks only.
+`fixed` is our backward pass under `torch.use_deterministic_algorithms`, run twenty times for equal bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from bench.gpu_kernels import Case, document_lengths, pairs, softcap
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import longspan as ls
+
+PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+STEPS = ("forward", "backward")
+REPEAT, SAME = 10, 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    case: str
+    tokens: int
+    heads: int
+    kv_heads: int
+    dim: int = 128
+    flex: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.case:20}{self.tokens:6d} {self.heads}/{self.kv_heads:<3} D{self.dim:<4}"
+
+
+SHAPES = ((8192, 32, 32), (8192, 32, 8), (32768, 32, 32), (32768, 32, 8))
+ROWS = [Row(case=c, tokens=s, heads=h, kv_heads=g) for c in ("full", "causal") for s, h, g in SHAPES]
+ROWS += [Row(case=c, tokens=32768, heads=16, kv_heads=16, dim=64) for c in ("full", "causal")]
+MODS = ("16 documents", "window 1024", "causal + softcap", "causal + alibi", "causal + bias table")
+ROWS += [Row(case=c, tokens=s, heads=32, kv_heads=g, flex=s == 8192) for s, g in ((8192, 32), (32768, 8)) for c in MODS]
+
+
+def case_of(row: Row) -> Case:
+    """The row's mask and score; positional biases as models have them: one slope per head, one table of 128 distances per head."""
+    heads = row.heads
+    slopes = torch.exp2(-torch.arange(1, heads + 1, device="cuda") * 8.0 / heads)
+    table = torch.randn(heads, 128, device="cuda")
+    ids = torch.repeat_interleave(torch.arange(16), torch.tensor(document_lengths(row.tokens))).cuda()
+    found = [
+        Case(name="full", mask=ls.full()),
+        Case(name="causal", mask=ls.causal()),
+        Case(name="16 documents", mask=ls.causal() & ls.documents(ids=ids)),
+        Case(name="window 1024", mask=ls.sliding_window(1024)),
+        Case(name="causal + softcap", mask=ls.causal(), score_mod=softcap),
+        Case(name="causal + alibi", mask=ls.causal(), score_mod=lambda s, b, h, q, kv: s + (kv - q) * slopes[h]),
+        Case(name="causal + bias table", mask=ls.causal(), score_mod=lambda s, b, h, q, kv: s + table[h, torch.clamp(q - kv, 0, 127)]),
+    ]
+    return next(c for c in found if c.name == row.case)
+
+
+def poison(like: Tensor) -> None:
+    """Fill memory that the next results are likely to get with NaN."""
+    for _ in range(4):
+        torch.empty_like(like, dtype=torch.float32).fill_(torch.nan)
+
+
+def device_ms(fn: Callable[[], Any]) -> float:
+    for _ in range(3):
+        fn()
+    times = []
+    for _ in range(REPEAT):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(4_000_000)
+        start.record()
+        fn()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def calls_of(row: Row, case: Case, q: Tensor, k: Tensor, v: Tensor, *, flex: bool) -> dict[str, Callable[[], Tensor]]:
+    calls: dict[str, Callable[[], Tensor]] = {}
+
+    def sdpa(backend: SDPBackend) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=row.case == "causal", enable_gqa=row.heads != row.kv_heads)
+
+    if row.case in ("full", "causal"):
+        calls |= {name: lambda backend=backend: sdpa(backend) for name, backend in PEERS.items()}
+    if flex:
+        blocks = torch.compile(create_block_mask)(case.mask, None, None, row.tokens, row.tokens, device="cuda")
+        compiled: Any = torch.compile(flex_attention, dynamic=False)
+        calls["flex"] = lambda: compiled(q, k, v, score_mod=case.score_mod, block_mask=blocks, enable_gqa=row.heads != row.kv_heads)
+    calls["ours"] = lambda: ls.attention(q, k, v, mask=case.mask, score_mod=case.score_mod, kernel="hopper")
+    return calls
+
+
+def measure(row: Row, *, flex: bool) -> dict[str, Any]:
+    torch._dynamo.reset()
+    shapes = (row.heads, row.kv_heads, row.kv_heads, row.heads)
+    q, k, v, grad = (torch.randn(1, h, row.tokens, row.dim, device="cuda", dtype=torch.bfloat16) for h in shapes)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    case = case_of(row)
+    flop = 4.0 * row.dim * row.heads * pairs(case.mask, row.tokens)
+    found: dict[str, Any] = {"case": row.case, "tokens": row.tokens, "heads": f"{row.heads}/{row.kv_heads}", "dim": row.dim}
+    for name, call in calls_of(row, case, q, k, v, flex=flex and row.flex).items():
+        poison(q)
+        out = call()
+
+        def back(out: Tensor = out) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(out, inputs, grad, retain_graph=True)
+
+        poison(q)
+        assert all(bool(t.isfinite().all()) for t in (out, *back())), f"{row} {name}: not every output was written"
+        for step, fn, work in (("forward", call, flop), ("backward", back, 2.5 * flop)):
+            found[f"{name}_{step}"] = work / device_ms(fn) / 1e9
+        if name == "ours":
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            first = back()
+            found["same_bits"] = all(all(map(torch.equal, first, back())) for _ in range(SAME))
+            found["fixed_backward"] = 2.5 * flop / device_ms(back) / 1e9
+            torch.use_deterministic_algorithms(False)
+    for step in STEPS:
+        peers = [found[f"{p}_{step}"] for p in (*PEERS, "flex") if f"{p}_{step}" in found]
+        found[f"{step}_ratio"] = found[f"ours_{step}"] / max(peers) if peers else None
+    return found
+
+
+def errors(causal: bool) -> dict[str, list[float]]:
+    """Relative errors of out, dq, dk, dv against float64, of cuDNN and of ours on the same inputs."""
+    inputs = [torch.randn(2, 8, 2048, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    grad = torch.randn_like(inputs[0])
+
+    def results(fn: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in inputs]
+        out = fn(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))]
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if causal:
+            scores = scores.masked_fill(torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device="cuda").triu(1), -torch.inf)
+        return torch.softmax(scores, -1) @ v
+
+    want = results(dense, torch.float64)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        got = {"cudnn": results(lambda *x: F.scaled_dot_product_attention(*x, is_causal=causal), torch.bfloat16)}
+    mask = ls.causal() if causal else ls.full()
+    got["ours"] = results(lambda *x: ls.attention(*x, mask=mask, kernel="hopper"), torch.bfloat16)
+    return {name: [float((g.double() - w).norm() / w.norm()) for g, w in zip(of, want, strict=True)] for name, of in got.items()}
+
+
+def line(row: dict[str, Any]) -> str:
+    text = f"{row['case']:20}{row['tokens']:6d} {row['heads']:6}D{row['dim']:<4}"
+    for step in STEPS:
+        names = ("cudnn", "flash", "flex", "ours") + (("fixed",) if step == "backward" else ())
+        text += " |" + "".join(f"{row[f'{n}_{step}']:7.0f}" if f"{n}_{step}" in row else f"{'-':>7}" for n in names)
+        ratio = row[f"{step}_ratio"]
+        text += f"{ratio:7.2f}" if ratio else f"{'-':>7}"
+    return text + ("" if row["same_bits"] else "   DIFFERENT BITS")
+
+
+def plot(result: Path, picture: Path) -> None:
+    from matplotlib import pyplot
+
+    data = json.loads(result.read_text(encoding="utf-8").strip().splitlines()[-1])
+    rows = data["rows"]
+    figure, axes = pyplot.subplots(2, 1, figsize=(13, 8), sharex=True, layout="constrained")
+    names = ("cudnn", "flash", "flex", "ours", "fixed")
+    for axis, step in zip(axes, STEPS, strict=True):
+        for i, name in enumerate(names):
+            have = [(j, r[f"{name}_{step}"]) for j, r in enumerate(rows) if f"{name}_{step}" in r]
+            label = {"ours": "longspan", "fixed": "longspan, deterministic"}.get(name, name)
+            if have:
+                axis.bar([j + 0.16 * (i - 2) for j, _ in have], [value for _, value in have], width=0.15, label=label)
+        axis.set_ylabel(f"{step}, TFLOP/s")
+        axis.legend(ncols=5, fontsize="small", loc="upper right")
+    labels = [f"{r['case']}\n{r['tokens'] // 1024}k {r['heads']} D{r['dim']}" for r in rows]
+    axes[1].set_xticks(range(len(rows)), labels, rotation=60, ha="right", fontsize=7)
+    axes[0].set_title(f"{data['device']}, torch {data['torch']}, triton {data['triton']}, cuDNN {data['cudnn']}, {data['date']}; bfloat16")
+    figure.savefig(picture, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="", help="only rows whose name contains this")
+    parser.add_argument("--no-flex", action="store_true", help="without FlexAttention, which takes long to compile")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plot", nargs=2, type=Path, metavar=("RESULT", "PICTURE"))
+    args = parser.parse_args()
+    if args.plot:
+        plot(*args.plot)
+        return
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        sys.exit("this bench needs a Hopper GPU")
+    about = {
+        "bench": "hopper",
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "date": datetime.date.today().isoformat(),
+    }
+    print(", ".join(f"{k} {v}" for k, v in about.items()))
+    columns = "".join(f"{n:>7}" for n in ("cudnn", "flash", "flex", "ours"))
+    print(f"{'TFLOP/s of useful work':38} | {'forward':^35}| {'backward':^42}")
+    print(f"{'':20}{'tokens':>6} {'heads':6}{'dim':5} |{columns}{'ratio':>7} |{columns}{'fixed':>7}{'ratio':>7}", flush=True)
+    rows = []
+    for row in (r for r in ROWS if args.rows in str(r)):
+        rows.append(measure(row, flex=not args.no_flex))
+        print(line(rows[-1]), flush=True)
+    found = {"full": errors(False), "causal": errors(True)}
+    for name, of in found.items():
+        parts = [f"{n} {c:.2e} / {o:.2e} ({o / c:.2f})" for n, c, o in zip(("out", "dq", "dk", "dv"), of["cudnn"], of["ours"], strict=True)]
+        print(f"error against float64, {name}, cuDNN / ours: " + ", ".join(parts))
+    if args.json:
+        print(json.dumps({**about, "rows": rows, "errors": found}))
+
+
+if __name__ == "__main__":
+    main()

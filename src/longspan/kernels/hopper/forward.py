@@ -1,0 +1,363 @@
+"""The forward kernel for Hopper: programs that stay, one per multiprocessor, each of two warpgroups that compute and two warps that serve.
+
+An item is 128 queries of one head, 64 to a warpgroup. One warp takes items off a counter, heaviest first, and looks up what they are; one
+keeps the copy engine ahead with queries, keys and values. All meet only at barriers in shared memory. While a warpgroup weighs the
+scores of one block of keys, the tensor cores multiply the weights of the block before with its values; while it writes an item's
+result, the next item's queries and keys arrive.
+
+Scores live in base-2 logarithms, as in `longspan.kernels.triton.forward`, and so does the meaning of m, total and acc.
+"""
+
+# Device code: its arguments are tiles and pointers, which Python types do not describe.
+# mypy: allow-untyped-defs, disable-error-code="no-redef"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from longspan.kernels.hopper.given import given
+from longspan.kernels.hopper.shared import barriers, computed, numbers, read_number, rows_of, write_number
+from longspan.kernels.triton.library import LN_2, LOG2_E
+from longspan.kernels.triton.tiles import place, run_place, span, table_row, wide
+
+_DYNAMIC = ["rows", "tiles", "heads", "group", "q_len", "kv_len", "shared", "first_b", "first_h", "items"]
+GROUPS = gl.constexpr(2)  # warpgroups that compute
+HALF = gl.constexpr(64)  # queries of each
+_ITEM = gl.constexpr(9)  # numbers that say what an item is
+_AHEAD = gl.constexpr(2)  # items that are known before they are computed
+
+
+@gluon.jit
+def _scheduler(
+    counter, items, order, full, partial, counts, q_side, rows, tiles, heads, group, q_len, item_s, bars,
+    PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, M_SUBS: gl.constexpr, N_SUBS: gl.constexpr,
+):  # fmt: skip
+    """One warp that takes items off the counter and looks up what they are, ahead of those who need it; head −1 ends."""
+    item_full, item_empty = bars[0], bars[1]
+    t = 0
+    item = gl.atomic_add(counter, 1)
+    while item < items:
+        tile, sub, b, h = place(item, order, rows, tiles, heads, group, M_SUBS, PER_BATCH, PER_HEAD)
+        table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
+        row, pos, left = span(tile * M_SUBS + sub, q_len, q_side, M_SUBS, GROUPS * HALF)
+        masked, whole = gl.load(counts + 2 * table) * N_SUBS, gl.load(counts + 2 * table + 1) * N_SUBS
+        run, full_run = gl.load(partial[0] + table), gl.load(full[0] + table)
+        slot = t % _AHEAD
+        mbarrier.wait(item_empty.index(slot), ((t // _AHEAD) & 1) ^ 1)
+        write_number(item_s, slot * _ITEM, h)
+        write_number(item_s, slot * _ITEM + 1, b)
+        write_number(item_s, slot * _ITEM + 2, row)
+        write_number(item_s, slot * _ITEM + 3, pos)
+        write_number(item_s, slot * _ITEM + 4, left)
+        write_number(item_s, slot * _ITEM + 5, masked)
+        write_number(item_s, slot * _ITEM + 6, whole)
+        write_number(item_s, slot * _ITEM + 7, run)
+        write_number(item_s, slot * _ITEM + 8, full_run)
+        mbarrier.arrive(item_full.index(slot), count=1)
+        t += 1
+        item = gl.atomic_add(counter, 1)
+    slot = t % _AHEAD
+    mbarrier.wait(item_empty.index(slot), ((t // _AHEAD) & 1) ^ 1)
+    write_number(item_s, slot * _ITEM, -1)
+    mbarrier.arrive(item_full.index(slot), count=1)
+
+
+@gluon.jit
+def _loader(
+    q_desc, k_desc, v_desc, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, item_s, where, bars,
+    N: gl.constexpr, N_SUBS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warp that keeps the copy engine busy: an item's queries, and its blocks of keys and values, partial ones first."""
+    item_full, item_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    i = 0
+    t = 0
+    mbarrier.wait(item_full.index(0), 0)
+    h = read_number(item_s, 0)
+    while h >= 0:
+        slot = t % _AHEAD
+        b = read_number(item_s, slot * _ITEM + 1)
+        row = read_number(item_s, slot * _ITEM + 2)
+        masked = read_number(item_s, slot * _ITEM + 5)
+        blocks = masked + read_number(item_s, slot * _ITEM + 6)
+        run = read_number(item_s, slot * _ITEM + 7)
+        full_run = read_number(item_s, slot * _ITEM + 8)
+        mbarrier.arrive(item_empty.index(slot), count=1)
+        g = h // shared
+        done = 0
+        while done < blocks:
+            if done < masked:
+                first, last = gl.load(partial[1] + run), gl.load(partial[2] + run)
+                run += 1
+            else:
+                first, last = gl.load(full[1] + full_run), gl.load(full[2] + full_run)
+                full_run += 1
+            row_from, pos_from, left_from = run_place(first, last, kv_len, kv_side, N_SUBS, N)
+            for n in range(first * N_SUBS, (last + 1) * N_SUBS):
+                s = i % STAGES
+                free = ((i // STAGES) & 1) ^ 1
+                mbarrier.wait(k_empty.index(s), free)
+                write_number(where, 2 * s, pos_from + n * N)
+                write_number(where, 2 * s + 1, left_from - n * N)
+                mbarrier.expect(k_full.index(s), k_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(k_desc, [b, g, row_from + n * N, 0], k_full.index(s), k_s.index(s))
+                if done == 0:
+                    # After the first keys: their place is free before that of the queries is.
+                    mbarrier.wait(q_empty, (t & 1) ^ 1)
+                    mbarrier.expect(q_full, q_desc.block_type.nbytes * GROUPS)
+                    for c in gl.static_range(GROUPS):
+                        tma.async_copy_global_to_shared(q_desc, [b, h, row + c * HALF, 0], q_full, q_s.index(c))
+                mbarrier.wait(v_empty.index(s), free)
+                mbarrier.expect(v_full.index(s), v_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(v_desc, [b, g, row_from + n * N, 0], v_full.index(s), v_s.index(s))
+                i += 1
+                done += 1
+        t += 1
+        mbarrier.wait(item_full.index(t % _AHEAD), (t // _AHEAD) & 1)
+        h = read_number(item_s, (t % _AHEAD) * _ITEM)
+
+
+@gluon.jit
+def _weigh(
+    s, m, total, peak, q_pos, kv, left, at_b, at_h, scale, mask_captured, mask_sizes, score_captured, score_sizes,
+    MASK: gl.constexpr, SCORE: gl.constexpr, PARTIAL: gl.constexpr, FOLD: gl.constexpr, PEAK: gl.constexpr, N: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Weights of one block's scores, and the running maximum, sum and peak with it; `shrink` is for what was summed before."""
+    if not FOLD:
+        s *= scale
+    if SCORE is not None:
+        s = SCORE(s, at_b, at_h, q_pos, kv, score_captured, score_sizes)
+    if PARTIAL:
+        if MASK is not None:
+            s = gl.where(MASK(at_b, at_h, q_pos, kv, mask_captured, mask_sizes), s, float("-inf"))
+        if left < N:
+            s = gl.where(gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, layout)), 0) < left, s, float("-inf"))
+    factor = scale * LOG2_E if FOLD else LOG2_E
+    top = gl.max(s, 1) * factor
+    m_new = gl.maximum(m, top)
+    if PEAK:
+        peak = gl.maximum(peak, top)
+    base = m_new
+    if PARTIAL or SCORE is not None:
+        # Nothing seen yet: any finite base gives exp2(−inf) = 0 where −inf − −inf would give NaN.
+        base = gl.where(m_new == float("-inf"), 0.0, m_new)
+    p = gl.exp2(s * factor - gl.expand_dims(base, 1))
+    shrink = gl.exp2(m - base)
+    total = total * shrink + gl.sum(p, 1)
+    return p, m_new, total, peak, shrink
+
+
+@gluon.jit
+def _by_row(x, layout: gl.constexpr):
+    """A number per row, for rows held in another layout."""
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, layout)), 1)
+
+
+@gluon.jit
+def _attend(
+    acc, total, m, peak, weights, i, count, q, q_pos, at_b, at_h, scale, k_s, v_s, where, bars,
+    mask_captured, mask_sizes, score_captured, score_sizes,
+    MASK: gl.constexpr, SCORE: gl.constexpr, PARTIAL: gl.constexpr, FOLD: gl.constexpr, PEAK: gl.constexpr, N: gl.constexpr,
+    STAGES: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr,
+):  # fmt: skip
+    """`count` blocks more. On entry and on exit the weights of block i − 1 have not met their values yet."""
+    k_full, k_empty, v_full, v_empty = bars
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
+    columns = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+    nothing = gl.full([HALF, N], 0.0, gl.float32, layout=layout)
+    for _ in range(count):
+        st, last = i % STAGES, (i - 1) % STAGES
+        mbarrier.wait(k_full.index(st), (i // STAGES) & 1)
+        kv, left = 0, 0
+        if PARTIAL or SCORE is not None:
+            kv, left = read_number(where, 2 * st), read_number(where, 2 * st + 1)
+        s_next = warpgroup_mma(q, rows_of(k_s, st).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(last), ((i - 1) // STAGES) & 1)
+        acc_next = warpgroup_mma(weights, rows_of(v_s, last), acc, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s_next])
+        mbarrier.arrive(k_empty.index(st), count=1)
+        p, m, total, peak, shrink = _weigh(
+            s, m, total, peak, q_pos, gl.expand_dims(kv + columns, 0), left, at_b, at_h, scale,
+            mask_captured, mask_sizes, score_captured, score_sizes, MASK, SCORE, PARTIAL, FOLD, PEAK, N, layout,
+        )  # fmt: skip
+        total = computed(total)
+        acc, weights = warpgroup_mma_wait(0, deps=[acc_next, gl.convert_layout(p.to(v_s.dtype), operand)])
+        mbarrier.arrive(v_empty.index(last), count=1)
+        acc = acc * _by_row(shrink, out_layout)
+        i += 1
+    return acc, total, m, peak, weights, i
+
+
+@gluon.jit
+def within(i, d, left, E: gl.constexpr, EP: gl.constexpr):
+    """Which elements of a tile exist: rows within `left`, columns within E of EP."""
+    inside = i < left
+    if E != EP:
+        inside = inside & (d < E)
+    return inside
+
+
+@gluon.jit
+def _store(base, value, row, left, stride, E: gl.constexpr, EP: gl.constexpr):
+    """Rows within `left`, columns within E, in the tensor's dtype. Narrow types are brought into rows first: whole sectors are written."""
+    if base.dtype.element_ty == gl.float32:
+        layout: gl.constexpr = value.type.layout
+        rows = value
+    else:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // EP, EP // 8], [gl.num_warps(), 1], [1, 0])
+        rows = gl.convert_layout(value.to(base.dtype.element_ty), layout)
+    i = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(1, layout)), 1)
+    d = gl.expand_dims(gl.arange(0, EP, layout=gl.SliceLayout(0, layout)), 0)
+    gl.store((base + wide(row) * stride[2] + i * stride[2]) + d, rows, mask=within(i, d, left, E, EP))
+
+
+@gluon.jit
+def _consumer(
+    out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, out_stride, old_stride, heads, q_len, scale, first_b, first_h,
+    q_s, k_s, v_s, item_s, where, bars, mask_captured, mask_sizes, score_captured, score_sizes,
+    WHICH: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, FOLD: gl.constexpr,
+    N: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    item_full, item_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    stream = (k_full, k_empty, v_full, v_empty)
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, EP, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
+    PEAK: gl.constexpr = peak_ptr is not None
+    rows = gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+    nothing = gl.full([HALF, N], 0.0, gl.float32, layout=layout)
+    q = rows_of(q_s, WHICH)
+    i = 0
+    t = 0
+    mbarrier.wait(item_full.index(0), 0)
+    h = read_number(item_s, 0)
+    while h >= 0:
+        slot = t % _AHEAD
+        b = read_number(item_s, slot * _ITEM + 1)
+        row = read_number(item_s, slot * _ITEM + 2) + WHICH * HALF
+        q_pos = gl.expand_dims(read_number(item_s, slot * _ITEM + 3) + WHICH * HALF + rows, 1)
+        rows_left = read_number(item_s, slot * _ITEM + 4) - WHICH * HALF
+        partial = read_number(item_s, slot * _ITEM + 5)
+        whole = read_number(item_s, slot * _ITEM + 6)
+        mbarrier.arrive(item_empty.index(slot), count=1)
+        state = (wide(b) * heads + h) * q_len + row + rows
+        inside = rows < rows_left
+        at_b, at_h = b + first_b, h + first_h
+
+        m = gl.full([HALF], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
+        total = gl.full([HALF], 0.0, gl.float32, layout=gl.SliceLayout(1, layout))
+        peak = gl.full([HALF], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
+        acc = gl.full([HALF, EP], 0.0, gl.float32, layout=out_layout)
+        mbarrier.wait(q_full, t & 1)
+        st = i % STAGES
+        mbarrier.wait(k_full.index(st), (i // STAGES) & 1)
+        kv, left = read_number(where, 2 * st), read_number(where, 2 * st + 1)
+        s_next = warpgroup_mma(q, rows_of(k_s, st).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s_next])
+        mbarrier.arrive(k_empty.index(st), count=1)
+        if partial > 0:
+            p, m, total, peak, _ = _weigh(
+                s, m, total, peak, q_pos, gl.expand_dims(kv + columns, 0), left, at_b, at_h, scale,
+                mask_captured, mask_sizes, score_captured, score_sizes, MASK, SCORE, True, FOLD, PEAK, N, layout,
+            )  # fmt: skip
+        else:
+            p, m, total, peak, _ = _weigh(
+                s, m, total, peak, q_pos, gl.expand_dims(kv + columns, 0), left, at_b, at_h, scale,
+                mask_captured, mask_sizes, score_captured, score_sizes, MASK, SCORE, False, FOLD, PEAK, N, layout,
+            )  # fmt: skip
+        weights = gl.convert_layout(p.to(v_s.dtype), operand)
+        i += 1
+        acc, total, m, peak, weights, i = _attend(
+            acc, total, m, peak, weights, i, gl.maximum(partial - 1, 0), q, q_pos, at_b, at_h, scale, k_s, v_s, where, stream,
+            mask_captured, mask_sizes, score_captured, score_sizes, MASK, SCORE, True, FOLD, PEAK, N, STAGES, layout, out_layout,
+        )  # fmt: skip
+        acc, total, m, peak, weights, i = _attend(
+            acc, total, m, peak, weights, i, gl.where(partial > 0, whole, whole - 1), q, q_pos, at_b, at_h, scale, k_s, v_s, where, stream,
+            mask_captured, mask_sizes, score_captured, score_sizes, MASK, SCORE, False, FOLD, PEAK, N, STAGES, layout, out_layout,
+        )  # fmt: skip
+        mbarrier.arrive(q_empty, count=1)
+        last = (i - 1) % STAGES
+        mbarrier.wait(v_full.index(last), ((i - 1) // STAGES) & 1)
+        acc_next = warpgroup_mma(weights, rows_of(v_s, last), acc, is_async=True)
+        # A previous state comes in last, where the registers of scores and weights are free.
+        share, old_share = total, total
+        if old_lse_ptr is not None:
+            old_m = gl.load(old_lse_ptr + state, mask=inside, other=-float("inf")) * LOG2_E
+            top = gl.maximum(m, old_m)
+            base = gl.where(top == float("-inf"), 0.0, top)
+            share, old_share = gl.exp2(m - base), gl.exp2(old_m - base)
+            m, total = top, total * share + old_share
+        if old_peak_ptr is not None:
+            peak = gl.maximum(peak, gl.load(old_peak_ptr + state, mask=inside, other=-float("inf")) * LOG2_E)
+        seen = total > 0.0
+        divisor = gl.where(seen, total, 1.0)
+        gl.store(lse_ptr + state, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=inside)
+        if PEAK:
+            gl.store(peak_ptr + state, peak * LN_2, mask=inside)
+        acc = warpgroup_mma_wait(0, deps=[acc_next])
+        mbarrier.arrive(v_empty.index(last), count=1)
+        if old_lse_ptr is None:
+            acc = acc * _by_row(1.0 / divisor, out_layout)
+        else:
+            j = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(1, out_layout)), 1)
+            d = gl.expand_dims(gl.arange(0, EP, layout=gl.SliceLayout(0, out_layout)), 0)
+            at = old_out_ptr + wide(b) * old_stride[0] + wide(h) * old_stride[1] + wide(row) * old_stride[2]
+            old = gl.load((at + j * old_stride[2]) + d, mask=within(j, d, rows_left, E, EP), other=0.0).to(gl.float32)
+            acc = acc * _by_row(share / divisor, out_layout) + old * _by_row(old_share / divisor, out_layout)
+        _store(out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1], acc, row, rows_left, out_stride, E, EP)
+        t += 1
+        mbarrier.wait(item_full.index(t % _AHEAD), (t // _AHEAD) & 1)
+        h = read_number(item_s, (t % _AHEAD) * _ITEM)
+
+
+@gluon.jit(do_not_specialize=_DYNAMIC)
+def forward_kernel(
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, counter,
+    out_stride, old_stride, order, full, partial, counts, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
+    items, rows, tiles, heads, shared, group, q_len, kv_len, scale, first_b, first_h,
+    MASK: gl.constexpr, SCORE: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, FOLD: gl.constexpr,
+    M_SUBS: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, E: gl.constexpr, DP: gl.constexpr, EP: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """`counts` [table rows, 2]: how many tiles a row's partial and full runs hold, not both 0 in any of the first `rows` of `order`.
+    `counter`: one int32, 0. Each table tile has M_SUBS items of queries and N_SUBS blocks of keys.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    q_s = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, HALF, DP], q_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, DP], k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, EP], v_desc.layout)
+    item_s, where = numbers(_AHEAD * _ITEM), numbers(2 * STAGES)
+    bars = (
+        barriers(_AHEAD, 1), barriers(_AHEAD, GROUPS + 1), barriers(1, 1).index(0), barriers(1, GROUPS).index(0),
+        barriers(STAGES, 1), barriers(STAGES, GROUPS), barriers(STAGES, 1), barriers(STAGES, GROUPS),
+    )  # fmt: skip
+    fence_async_shared()
+    peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr = given(peak_ptr), given(old_out_ptr), given(old_lse_ptr), given(old_peak_ptr)
+    q_side = (given(q_side[0]), given(q_side[1]), given(q_side[2]))
+    kv_side = (given(kv_side[0]), given(kv_side[1]), given(kv_side[2]))
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, out_stride, old_stride, heads, q_len, scale,
+                first_b, first_h, q_s, k_s, v_s, item_s, where, bars, mask_captured, mask_sizes, score_captured, score_sizes,
+                0, MASK, SCORE, FOLD, N, E, EP, STAGES,
+            )),
+            (_consumer, (
+                out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, out_stride, old_stride, heads, q_len, scale,
+                first_b, first_h, q_s, k_s, v_s, item_s, where, bars, mask_captured, mask_sizes, score_captured, score_sizes,
+                1, MASK, SCORE, FOLD, N, E, EP, STAGES,
+            )),
+            (_scheduler, (
+                counter, items, order, full, partial, counts, q_side, rows, tiles, heads, group, q_len, item_s, bars,
+                PER_BATCH, PER_HEAD, M_SUBS, N_SUBS,
+            )),
+            (_loader, (
+                q_desc, k_desc, v_desc, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, item_s, where, bars, N, N_SUBS, STAGES,
+            )),
+        ],
+        [4, 1, 1],
+        [REGISTERS, 24, 24],
+    )  # fmt: skip

@@ -1,0 +1,56 @@
+"""What the Hopper kernels share: rows of barriers, numbers that one warp tells the others, and the order of arithmetic and waits."""
+
+# Device code: its arguments are tiles and pointers, which Python types do not describe.
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT barriers, each of which opens after ARRIVALS arrivals."""
+    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(found.index(i), count=ARRIVALS)
+    return found
+
+
+@gluon.jit
+def numbers(COUNT: gl.constexpr):
+    """Room for COUNT 32-bit numbers."""
+    return gl.allocate_shared_memory(gl.int32, [COUNT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def write_number(numbers, i, value):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    numbers.index(i).store(gl.full([1], value, gl.int32, layout=layout))
+
+
+@gluon.jit
+def read_number(numbers, i):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.sum(numbers.index(i).load(layout), 0)
+
+
+@gluon.jit
+def rows_of(tiles, i):
+    """Tile i [rows, dim] of those that the copy engine filled as [1, 1, rows, dim] each."""
+    return tiles.index(i).reshape([tiles.shape[3], tiles.shape[4]])
+
+
+@gluon.jit
+def computed(x):
+    """x (float32, never below −1), with the promise that it has been computed where this stands.
+
+    The assembler moves arithmetic behind a wait for matrix products, and with it what they were to hide. It does not move it past a
+    fence that may depend on it. This one is never executed.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.f32 p, $1, 0fBF800000; @p fence.proxy.async.shared::cta; mov.f32 $0, $1; }",
+        "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
