@@ -22,3 +22,18 @@ def forward_step(d: int, e: int) -> Step:
     if wide <= 64:
         return Step(m=128, n=128, stages=3)
     return Step(m=128, n=128 if wide <= 128 else 64, stages=2)
+
+
+def has_backward(d: int, e: int) -> bool:
+    """Whether the backward kernels are cut for these dims: dK and dV of 64 keys must fit into the registers of four warps."""
+    return d == e <= 128
+
+
+def keys_step(d: int, e: int) -> Step:
+    """The pass over keys: n keys of an item, m queries of a step."""
+    return Step(m=64 if d > 64 else 128, n=128, stages=2)
+
+
+def queries_step(d: int, e: int, *, scored: bool) -> Step:
+    """The pass over queries. A score program needs registers of its own: half the keys at a time."""
+    return Step(m=128, n=64 if scored else 128, stages=2)

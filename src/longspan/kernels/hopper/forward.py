@@ -9,7 +9,7 @@ Scores live in base-2 logarithms, as in `longspan.kernels.triton.forward`, and s
 """
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
-# mypy: allow-untyped-defs, disable-error-code="no-redef"
+# mypy: allow-untyped-defs
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from longspan.kernels.hopper.given import given
+from longspan.kernels.hopper.memory import load_tile, store_tile
 from longspan.kernels.hopper.shared import barriers, computed, numbers, read_number, rows_of, write_number
 from longspan.kernels.triton.library import LN_2, LOG2_E
 from longspan.kernels.triton.tiles import place, run_place, span, table_row, wide
@@ -191,29 +192,6 @@ def _attend(
 
 
 @gluon.jit
-def within(i, d, left, E: gl.constexpr, EP: gl.constexpr):
-    """Which elements of a tile exist: rows within `left`, columns within E of EP."""
-    inside = i < left
-    if E != EP:
-        inside = inside & (d < E)
-    return inside
-
-
-@gluon.jit
-def _store(base, value, row, left, stride, E: gl.constexpr, EP: gl.constexpr):
-    """Rows within `left`, columns within E, in the tensor's dtype. Narrow types are brought into rows first: whole sectors are written."""
-    if base.dtype.element_ty == gl.float32:
-        layout: gl.constexpr = value.type.layout
-        rows = value
-    else:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // EP, EP // 8], [gl.num_warps(), 1], [1, 0])
-        rows = gl.convert_layout(value.to(base.dtype.element_ty), layout)
-    i = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(1, layout)), 1)
-    d = gl.expand_dims(gl.arange(0, EP, layout=gl.SliceLayout(0, layout)), 0)
-    gl.store((base + wide(row) * stride[2] + i * stride[2]) + d, rows, mask=within(i, d, left, E, EP))
-
-
-@gluon.jit
 def _consumer(
     out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, out_stride, old_stride, heads, q_len, scale, first_b, first_h,
     q_s, k_s, v_s, item_s, where, bars, mask_captured, mask_sizes, score_captured, score_sizes,
@@ -302,12 +280,10 @@ def _consumer(
         if old_lse_ptr is None:
             acc = acc * _by_row(1.0 / divisor, out_layout)
         else:
-            j = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(1, out_layout)), 1)
-            d = gl.expand_dims(gl.arange(0, EP, layout=gl.SliceLayout(0, out_layout)), 0)
-            at = old_out_ptr + wide(b) * old_stride[0] + wide(h) * old_stride[1] + wide(row) * old_stride[2]
-            old = gl.load((at + j * old_stride[2]) + d, mask=within(j, d, rows_left, E, EP), other=0.0).to(gl.float32)
+            head = old_out_ptr + wide(b) * old_stride[0] + wide(h) * old_stride[1]
+            old = load_tile(head, row, rows_left, old_stride[2], E, EP, out_layout)
             acc = acc * _by_row(share / divisor, out_layout) + old * _by_row(old_share / divisor, out_layout)
-        _store(out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1], acc, row, rows_left, out_stride, E, EP)
+        store_tile(out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1], acc, row, rows_left, out_stride[2], E, EP)
         t += 1
         mbarrier.wait(item_full.index(t % _AHEAD), (t // _AHEAD) & 1)
         h = read_number(item_s, (t % _AHEAD) * _ITEM)

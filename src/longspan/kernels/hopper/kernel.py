@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from longspan.kernels.hopper.passes import HopperCall, streamable
-from longspan.kernels.protocol import State, Work
+from longspan.kernels.hopper.config import has_backward
+from longspan.kernels.hopper.passes import HopperCall, streamable, width
+from longspan.kernels.protocol import Grads, State, Work
 from longspan.kernels.triton import launch
 from longspan.kernels.triton.interpreter import interpreted
-from longspan.kernels.triton.kernel import TritonKernel, capability, empty_state, prefill, usable
+from longspan.kernels.triton.kernel import TritonKernel, capability, empty_grads, empty_state, prefill, usable, zero_uncovered
 from longspan.masks.table import BlockTable
 
 HOPPER = (9, 0)
@@ -19,6 +22,10 @@ TILE = 128
 class HopperKernel(TritonKernel):
     """Numerics as the `triton` kernel's: scores, sums and the running state in float32, probabilities in the values' dtype where they
     meet the values.
+
+    The gradient of q is summed over tiles of keys in the order in which they come, so that its last bits may differ from run to run. Where
+    `torch.are_deterministic_algorithms_enabled()`, and where captured tensors need gradients, a pass of its own computes it in a fixed
+    order. What these kernels are not cut for (a backward pass of head dims over 128, rows that no tile holds) the triton kernels do.
     """
 
     name = "hopper"
@@ -52,5 +59,44 @@ class HopperKernel(TritonKernel):
         assert result is not None
         if not in_place and not (launch.facts(work.q_tiles).covers and bool((work.table.tiles_per_row > 0).all())):
             prefill(result, old)
-        HopperCall(streamable(q), streamable(k), streamable(v), work, capability=HOPPER, config=None).forward(result, old, busy_only=True)
+        HopperCall(streamable(q), streamable(k), streamable(v), work, capability=HOPPER, config=None).forward(result, old)
         return result
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        work: Work,
+        *,
+        needs: Sequence[bool],
+        wide: bool,
+        delta: Tensor | None = None,
+        into: Grads | None = None,
+    ) -> Grads:
+        covered = launch.facts(work.q_tiles).covers and launch.facts(work.kv_tiles).covers
+        cut = has_backward(width(q.shape[-1]), width(v.shape[-1])) and work.table.block == (TILE, TILE)
+        if not (covered and cut and q.numel() and k.numel()) or (work.score is not None and work.joint is None):
+            return super().backward(
+                q, k, v, out, lse, grad_out, grad_lse, work, needs=needs, wide=wide, delta=delta, into=into
+            )  # fmt: skip
+        grads = empty_grads(q, k, v, work, needs, wide=wide) if into is None else into
+        zero_uncovered(grads, work, into=into is not None)
+        lse, grad_out = lse.contiguous(), streamable(grad_out)
+        call = HopperCall(streamable(q), streamable(k), streamable(v), work, capability=HOPPER, config=None)
+        norm, known = torch.empty_like(lse), delta is not None
+        delta = torch.empty_like(lse) if delta is None else delta.contiguous()
+        call.rows(None if known else out, grad_out, lse, None if grad_lse is None else grad_lse.float().contiguous(), norm, delta)
+        fixed = torch.are_deterministic_algorithms_enabled() or any(needs) or (into is not None and not launch.describable(into.q))
+        if fixed:
+            call.dq(grad_out, norm, delta, grads.q, grads.captured, add=into is not None)
+            call.dkdv(grad_out, norm, delta, grads.k, grads.v, None)
+            return grads
+        total = grads.q if into is not None else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        call.dkdv(grad_out, norm, delta, grads.k, grads.v, total)
+        grads.q = total if wide else total.to(q.dtype)
+        return grads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from longspan.kernels.hopper.config import forward_step
+from longspan.kernels.hopper.backward import keys_kernel
+from longspan.kernels.hopper.config import Step, forward_step, keys_step, queries_step
 from longspan.kernels.hopper.forward import forward_kernel
+from longspan.kernels.hopper.queries import queries_kernel, rows_kernel
 from longspan.kernels.protocol import State
 from longspan.kernels.triton import launch
 from longspan.kernels.triton.passes import Call
@@ -19,19 +22,46 @@ from longspan.kernels.triton.prepared import Prepared
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _L2_BYTES = 32 * 2**20  # of keys and values that the heads at work should not exceed
+_PART = 64  # rows and columns of dQ that go to memory at once
 
 
 class HopperCall(Call):
     """The tensors of one call, each as the copy engine can read it. Its methods launch."""
 
-    def forward(self, result: State, old: State | None, *, busy_only: bool) -> None:
+    def forward(self, result: State, old: State | None, *, busy_only: bool = True) -> None:
         """Fill the rows of `result` that see something, folding `old` in; they may be the same."""
         before = (None, None, None) if old is None else (old.out, old.lse, old.peak)
-        counter = torch.zeros(1, dtype=torch.int32, device=self.q.device)
-        tensors = (self.q, self.k, self.v, result.out, result.lse, result.peak, *before, counter)
+        tensors = (self.q, self.k, self.v, result.out, result.lse, result.peak, *before, self._counter())
         strided = (result.out, result.out if old is None else old.out)
         known = {"FOLD": self.work.score is None and self.work.scale > 0}
-        self._launch("forward", tensors, strided, known, busy_only=True)
+        self._launch("forward", tensors, strided, known, busy_only=busy_only)
+
+    def rows(self, out: Tensor | None, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None, norm: Tensor, delta: Tensor) -> None:
+        """Fill norm and, given out, delta: what both passes ask of each row."""
+        B, H, Q, E = grad_out.shape
+        m = 64
+        with torch.cuda.device(self.q.device):
+            rows_kernel[(B * H * -(-Q // m),)](
+                out, grad_out, lse, grad_lse, norm, delta, (grad_out if out is None else out).stride(), grad_out.stride(), H, Q,
+                M=m, E=E, EP=launch.padded(E), num_warps=4,
+            )  # fmt: skip
+
+    def dq(
+        self, grad_out: Tensor, norm: Tensor, delta: Tensor, dq: Tensor, captured: Sequence[Tensor | None], *, add: bool
+    ) -> None:  # fmt: skip
+        """Fill dq, or add to it; add to gradients of captured tensors that are not None."""
+        tensors = (self.q, self.k, self.v, grad_out, norm, delta, dq, self._counter())
+        self._changing["grads"] = tuple(g for g in captured if g is not None) or (norm,)
+        needs = tuple(g is not None for g in captured)
+        self._launch("dq", tensors, (dq,), {"ADD": add, "SCATTER": any(needs)}, needs=needs, busy_only=add)
+
+    def dkdv(self, grad_out: Tensor, norm: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, dq: Tensor | None) -> None:
+        """Fill dk and dv; add to dq, float32, where it is given."""
+        tensors = (self.q, self.k, self.v, grad_out, norm, delta, dk, dv, dq, self._counter())
+        self._launch("dkdv", tensors, (dk, dv), {}, needs=(False,) * len(self.work.score_captured))
+
+    def _counter(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.int32, device=self.q.device)
 
     def _prepare(
         self,
@@ -43,26 +73,66 @@ class HopperCall(Call):
         busy_only: bool,
     ) -> Prepared:
         q, v = self.q, self.v
-        step = forward_step(launch.padded(q.shape[-1]), launch.padded(v.shape[-1]))
+        d, e = width(q.shape[-1]), width(v.shape[-1])
+        tiles: dict[int, Callable[[Tensor], TensorDescriptor]]
+        if which == "forward":
+            kernel, step = forward_kernel, forward_step(d, e)
+            tiles = {0: _tiles(step.m // 2), 1: _tiles(step.n), 2: _tiles(step.n)}
+        elif which == "dq":
+            kernel, step = queries_kernel, queries_step(d, e, scored=self.work.score is not None)
+            tiles = {0: _tiles(step.m // 2), 1: _tiles(step.n), 2: _tiles(step.n), 3: _tiles(step.m // 2)}
+        else:
+            kernel, step = keys_kernel, keys_step(d, e)
+            tiles = {0: _tiles(step.m), 1: _tiles(step.n), 2: _tiles(step.n), 3: _tiles(step.m)}
+            if tensors[8] is not None:
+                tiles[8] = partial(described, rows=_PART, columns=_PART)
+            rows = q.shape[0] * q.shape[1] * q.shape[2]
+            aligned = launch.facts(self.work.q_tiles).aligned and q.shape[2] % 4 == 0 and rows < 2**31
+            if aligned:
+                tiles[4] = tiles[5] = partial(line, size=step.m)
+            known = {**known, "ALIGNED": aligned}
         programs = multiprocessors(q.device)
         items, shared = self._arguments(
-            which, forward_kernel, strided, m=step.m, n=step.n, l2_bytes=_L2_BYTES, in_flight=programs, needs=needs, busy_only=busy_only
-        )
+            which, kernel, strided, m=_items_of(step, which), n=step.n, l2_bytes=_L2_BYTES, in_flight=programs, needs=needs,
+            busy_only=busy_only,
+        )  # fmt: skip
+        more = {"items": items, "STAGES": step.stages, "REGISTERS": step.registers, "BM": step.m, "LAG": 1, "DS": 2}
         return Prepared(
-            kernel=forward_kernel,
+            kernel=kernel,
             options={"num_warps": 4, "maxnreg": step.start_registers},
             programs=min(items, programs),
             device=q.device,
-            described={0: partial(described, rows=step.m // 2), 1: partial(described, rows=step.n), 2: partial(described, rows=step.n)},
-            known={**known, **shared, "items": items, "STAGES": step.stages, "REGISTERS": step.registers},
+            described=tiles,
+            known={**known, **shared, **more, "D": q.shape[-1], "DP": d, "EP": e},
         )
 
 
-def described(tensor: Tensor, *, rows: int) -> TensorDescriptor:
-    """`launch.described`, its tiles of `rows` laid out in shared memory as the matrix units read them."""
-    plain = launch.described(tensor, rows)
-    layout = gl.NVMMASharedLayout.get_default_for(plain.block_shape, _DTYPES[tensor.dtype])
-    return TensorDescriptor(tensor, plain.shape, plain.strides, plain.block_shape, layout)
+def _items_of(step: Step, which: str) -> int:
+    """Queries of an item. Over keys, an item is a tile of keys, and steps of queries are the kernel's own affair."""
+    return 128 if which == "dkdv" else step.m
+
+
+def _tiles(rows: int) -> Callable[[Tensor], TensorDescriptor]:
+    return partial(described, rows=rows)
+
+
+def described(tensor: Tensor, *, rows: int, columns: int | None = None) -> TensorDescriptor:
+    """The copy engine's view of a tensor that is `launch.describable`, in tiles laid out in shared memory as the matrix units read them."""
+    strides = [16 if n == 1 else step for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    block = [1, 1, rows, columns or width(tensor.shape[3])]
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype])
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides[:3], 1], block, layout)
+
+
+def line(tensor: Tensor, *, size: int) -> TensorDescriptor:
+    """The copy engine's view of a contiguous float32 tensor, as one line in pieces of `size`."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    return TensorDescriptor(tensor, [tensor.numel()], [1], [size], layout)
+
+
+def width(dim: int) -> int:
+    """A head dim as these kernels hold it."""
+    return max(64, launch.padded(dim))
 
 
 def streamable(tensor: Tensor) -> Tensor:

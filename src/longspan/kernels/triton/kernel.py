@@ -102,8 +102,8 @@ class TritonKernel:
             )
         dtype = torch.float32 if wide else q.dtype
         q, k, v, grad_out = map(computable, (q, k, v, grad_out))
-        grads = _empty_grads(q, k, v, work, needs, wide=wide) if into is None else into
-        _zero_uncovered(grads, work, into=into is not None)
+        grads = empty_grads(q, k, v, work, needs, wide=wide) if into is None else into
+        zero_uncovered(grads, work, into=into is not None)
         lse = lse.contiguous()
         call = Call(q, k, v, work, capability=capability(q.device), config=self.config)
         fuse = delta is None and into is None and launch.facts(work.q_tiles).covers
@@ -165,7 +165,7 @@ def prefill(result: State, old: State | None) -> None:
             result.peak.fill_(float("-inf"))
 
 
-def _empty_grads(q: Tensor, k: Tensor, v: Tensor, work: Work, needs: Sequence[bool], *, wide: bool) -> Grads:
+def empty_grads(q: Tensor, k: Tensor, v: Tensor, work: Work, needs: Sequence[bool], *, wide: bool) -> Grads:
     dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32 if wide else q.dtype, device=q.device) for x in (q, k, v))
     captured = [
         torch.zeros(c.shape, dtype=torch.float32, device=c.device) if n else None for c, n in zip(work.score_captured, needs, strict=True)
@@ -173,7 +173,7 @@ def _empty_grads(q: Tensor, k: Tensor, v: Tensor, work: Work, needs: Sequence[bo
     return Grads(q=dq, k=dk, v=dv, captured=captured)
 
 
-def _zero_uncovered(grads: Grads, work: Work, *, into: bool) -> None:
+def zero_uncovered(grads: Grads, work: Work, *, into: bool) -> None:
     """Rows that no tile holds have no gradient."""
     if not into and not launch.facts(work.q_tiles).covers:
         grads.q.zero_()

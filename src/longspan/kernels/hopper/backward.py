@@ -1,0 +1,447 @@
+"""The backward pass by key tiles on Hopper: dK and dV of 128 keys, and dQ as a sum over all key tiles by the copy engine's reductions.
+
+Programs stay and take items, 128 keys each, off a counter, heaviest first. Each has four roles. One warp walks the block table, has the
+copy engine bring tiles, and tells the others what each holds. Two groups of four warps hold 64 keys each and compute. Where dQ is asked
+for, two more warps hand the groups' dQ tiles to the copy engine.
+
+A step is BM queries × 128 keys, scores and their gradients transposed, keys × queries:
+Sᵀ = K Qᵀ, dPᵀ = V dOᵀ, dV += Pᵀ dO, dSᵀ = Pᵀ (dPᵀ − delta), dK += dSᵀ Q, dQᵀ = Kᵀ dSᵀ. A group needs the other one's dSᵀ for its dQ: with
+LAG 1 it takes that of the step before, so that the groups need not wait for each other. The next step's Sᵀ runs while dQ is written out.
+"""
+
+# Device code: its arguments are tiles and pointers, which Python types do not describe.
+# mypy: allow-untyped-defs
+# ruff: noqa: RET505 (what follows a branch that returned is compiled too)
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from longspan.kernels.hopper.given import given
+from longspan.kernels.hopper.memory import store_tile
+from longspan.kernels.hopper.reduce import async_atomic_add
+from longspan.kernels.hopper.shared import barriers, numbers, read_number, rows_of, write_number
+from longspan.kernels.triton.library import LOG2_E
+from longspan.kernels.triton.tiles import place, run_place, span, table_row, wide
+
+_DYNAMIC = ["items", "rows", "tiles", "heads", "kv_heads", "shared", "group", "q_len", "kv_len", "first_b", "first_h"]
+
+KEYS = gl.constexpr(128)  # keys of an item
+HALF = gl.constexpr(64)  # keys of a group of warps
+SLOTS = gl.constexpr(8)  # descriptions of steps in flight: the writers lag behind
+_STEP = gl.constexpr(6)  # numbers that say what a step is: kind, position, rows left, head, row, batch
+_ITEM = gl.constexpr(5)  # numbers that say what an item is: batch (−1: no more), key head, row, position, rows left
+
+# Kinds of steps.
+STOP = gl.constexpr(-1)  # no step: no more items
+END = gl.constexpr(0)  # no step: the item ends
+WHOLE = gl.constexpr(1)  # everything counts
+PARTIAL = gl.constexpr(2)  # the mask decides
+SHORT = gl.constexpr(3)  # every key of the tile counts, but the tile is short
+
+
+@gluon.jit
+def _send(
+    it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row, pos, left, state, q_len, kind, stores, bars,
+    ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One step's tiles on their way, as soon as there is room."""
+    q_s, do_s, norm_s, delta_s, steps = stores
+    q_full, do_full, empty = bars
+    s = it % STAGES
+    mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
+    at = (it % SLOTS) * _STEP
+    write_number(steps, at, kind)
+    write_number(steps, at + 1, pos)
+    write_number(steps, at + 2, left)
+    write_number(steps, at + 3, h)
+    write_number(steps, at + 4, row)
+    write_number(steps, at + 5, b)
+    if ALIGNED:
+        mbarrier.expect(q_full.index(s), q_ptr.block_type.nbytes + norm_ptr.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_ptr, [b, h, row, 0], q_full.index(s), q_s.index(s))
+        tma.async_copy_global_to_shared(norm_ptr, [state + row], q_full.index(s), norm_s.index(s))
+        mbarrier.expect(do_full.index(s), do_ptr.block_type.nbytes + delta_ptr.block_type.nbytes)
+        tma.async_copy_global_to_shared(do_ptr, [b, h, row, 0], do_full.index(s), do_s.index(s))
+        tma.async_copy_global_to_shared(delta_ptr, [state + row], do_full.index(s), delta_s.index(s))
+    else:
+        # Rows past the end repeat the last one: any number will do there, but it must be one.
+        line: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        i = gl.minimum(row + gl.arange(0, BM, layout=line), q_len - 1)
+        async_copy.async_copy_global_to_shared(norm_s.index(s), norm_ptr + state + i)
+        async_copy.mbarrier_arrive(q_full.index(s))
+        mbarrier.expect(q_full.index(s), q_ptr.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_ptr, [b, h, row, 0], q_full.index(s), q_s.index(s))
+        async_copy.async_copy_global_to_shared(delta_s.index(s), delta_ptr + state + i)
+        async_copy.mbarrier_arrive(do_full.index(s))
+        mbarrier.expect(do_full.index(s), do_ptr.block_type.nbytes)
+        tma.async_copy_global_to_shared(do_ptr, [b, h, row, 0], do_full.index(s), do_s.index(s))
+
+
+@gluon.jit
+def _keys(turn, k_ptr, v_ptr, b, g, row, pos, left, k_s, v_s, item_s, kv_bars):
+    """An item's keys and values on their way, as soon as the last item's are not needed any more."""
+    k_full, v_full, kv_empty = kv_bars
+    mbarrier.wait(kv_empty, (turn & 1) ^ 1)
+    write_number(item_s, 0, b)
+    write_number(item_s, 1, g)
+    write_number(item_s, 2, row)
+    write_number(item_s, 3, pos)
+    write_number(item_s, 4, left)
+    mbarrier.expect(k_full, k_ptr.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_ptr, [b, g, row, 0], k_full, k_s.index(0))
+    mbarrier.expect(v_full, v_ptr.block_type.nbytes)
+    tma.async_copy_global_to_shared(v_ptr, [b, g, row, 0], v_full, v_s.index(0))
+
+
+@gluon.jit
+def _walk(
+    counter, items, q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, order, full, partial, q_side, kv_side,
+    rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, k_s, v_s, stores, item_s, kv_bars, bars,
+    PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The walker: items until none is left, and of each all steps."""
+    SUBS: gl.constexpr = KEYS // BM
+    k_full, kv_empty = kv_bars[0], kv_bars[2]
+    steps = stores[4]
+    q_full, do_full, empty = bars
+    it = 0
+    turn = 0
+    item = gl.atomic_add(counter, 1)
+    while item < items:
+        tile, _, b, g = place(item, order, rows, tiles, kv_heads, group, 1, PER_BATCH, PER_HEAD)
+        kv_row, kv_pos, kv_left = span(tile, kv_len, kv_side, 1, KEYS)
+        sent = 0
+        for j in range(shared):
+            h = g * shared + j
+            table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
+            state = (b * heads + h) * q_len if ALIGNED else (wide(b) * heads + h) * q_len
+            whole, first_partial = gl.load(full[0] + table), gl.load(partial[0] + table)
+            n_whole, n_partial = gl.load(full[0] + table + 1) - whole, gl.load(partial[0] + table + 1) - first_partial
+            for i in range(n_whole + n_partial):
+                masked = i >= n_whole
+                r = gl.where(masked, first_partial + i - n_whole, whole + i)
+                first = gl.load(gl.where(masked, partial[1], full[1]) + r)
+                last = gl.load(gl.where(masked, partial[2], full[2]) + r)
+                kind = gl.where(masked, PARTIAL, gl.where(kv_left < KEYS, SHORT, WHOLE))
+                row_from, pos_from, left_from = run_place(first, last, q_len, q_side, SUBS, BM)
+                # A step without a single query is left out.
+                for n in range(first * SUBS, gl.minimum((last + 1) * SUBS, (left_from + (BM - 1)) // BM)):
+                    _send(
+                        it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row_from + n * BM, pos_from + n * BM, left_from - n * BM,
+                        state, q_len, kind, stores, bars, ALIGNED, BM, STAGES,
+                    )  # fmt: skip
+                    it += 1
+                    # The first queries come before the keys: there is room for them earlier.
+                    if sent == 0:
+                        _keys(turn, k_ptr, v_ptr, b, g, kv_row, kv_pos, kv_left, k_s, v_s, item_s, kv_bars)
+                    sent = 1
+        if sent == 0:
+            _keys(turn, k_ptr, v_ptr, b, g, kv_row, kv_pos, kv_left, k_s, v_s, item_s, kv_bars)
+        s = it % STAGES
+        mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
+        write_number(steps, (it % SLOTS) * _STEP, END)
+        mbarrier.arrive(q_full.index(s), count=1)
+        mbarrier.arrive(do_full.index(s), count=1)
+        it += 1
+        turn += 1
+        item = gl.atomic_add(counter, 1)
+    mbarrier.wait(kv_empty, (turn & 1) ^ 1)
+    write_number(item_s, 0, STOP)
+    write_number(steps, (it % SLOTS) * _STEP, STOP)
+    mbarrier.arrive(k_full, count=1)
+
+
+@gluon.jit
+def _dq(k, ds, C: gl.constexpr, DP: gl.constexpr):
+    """A group's part of dQ, transposed, on its way: 64 of the head's dims, or 64 of the queries where the head has no more dims."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    none = gl.full([64, 64], 0.0, gl.float32, layout=layout)
+    if DP >= 128:
+        return warpgroup_mma(k.slice(C * 64, 64, dim=1).permute((1, 0)), ds, none, use_acc=False, is_async=True)
+    else:
+        return warpgroup_mma(k.permute((1, 0)), ds.slice(C * 64, 64, dim=1), none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _hand_over(dq, entry, dq_s, dq_bars):
+    """A part of dQ to the writer."""
+    dq_full, dq_empty = dq_bars
+    mbarrier.wait(dq_empty, (entry & 1) ^ 1)
+    dq_s.permute((1, 0)).store(dq)
+    fence_async_shared()
+    mbarrier.arrive(dq_full, count=1)
+
+
+@gluon.jit
+def _weigh(
+    s, norm, kind, at_b, h, pos, left, kv_pos, kv_left, scale, mask_captured, mask_sizes, score_captured, score_sizes,
+    C: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, MASKED: gl.constexpr, BM: gl.constexpr,
+    dtype: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """(p in `dtype`, p · ∂t/∂s) of one step's scores, keys × queries. JOINT is linear in its gradient: given p, it gives the product."""
+    cols = gl.expand_dims(gl.arange(0, BM, layout=gl.SliceLayout(0, layout)), 0)
+    keys = C * HALF + gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(1, layout)), 1)
+    if SCORE is None:
+        p = gl.exp2(s * (scale * LOG2_E) - norm)
+    else:
+        s = s * scale
+        p = gl.exp2(SCORE(s, at_b, h, pos + cols, kv_pos + keys, score_captured, score_sizes) * LOG2_E - norm)
+    if MASKED:
+        # Keys past the end are garbage that must not count in dQ, nor queries past the end in dK and dV.
+        valid = (cols < left) & (keys < kv_left)
+        if MASK is not None:
+            # Within whole runs positions need not go on: there the mask is not asked.
+            valid = valid & (MASK(at_b, h, pos + cols, kv_pos + keys, mask_captured, mask_sizes) | (kind == SHORT))
+        p = gl.where(valid, p, 0.0)
+    slope = p
+    if SCORE is not None:
+        slope = JOINT(p, s, at_b, h, pos + cols, kv_pos + keys, cols < BM, score_captured, score_sizes, ())
+        if MASKED:
+            slope = gl.where(p == 0.0, 0.0, slope)
+    return p.to(dtype), slope
+
+
+@gluon.jit
+def _compute(
+    dk_ptr, dv_ptr, dk_stride, dv_stride, mask_captured, mask_sizes, score_captured, score_sizes,
+    scale, first_b, first_h, k_s, v_s, ds_s, dq_s, stores, item_s, kv_bars, bars, ds_bars, dq_bars,
+    C: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, DQ: gl.constexpr,
+    BM: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr,
+    LAG: gl.constexpr,
+):  # fmt: skip
+    """A group of four warps: 64 of the item's 128 keys."""
+    k_full, v_full, kv_empty = kv_bars
+    q_s, do_s, norm_s, delta_s, steps = stores
+    q_full, do_full, empty = bars
+    dtype: gl.constexpr = k_s.dtype
+    st_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    dk_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DP, 16])
+    dv_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, EP, 16])
+    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv_l, k_width=2)
+    s_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk_l, k_width=2)
+    row_l: gl.constexpr = gl.SliceLayout(0, st_l)
+    none = gl.full([HALF, BM], 0.0, gl.float32, layout=st_l)
+    it = 0
+    turn = 0
+    mbarrier.wait(k_full, 0)
+    b = read_number(item_s, 0)
+    while b >= 0:
+        g, kv_row = read_number(item_s, 1), read_number(item_s, 2) + C * HALF
+        kv_pos, kv_left = read_number(item_s, 3), read_number(item_s, 4)
+        dk = gl.full([HALF, DP], 0.0, gl.float32, layout=dk_l)
+        dv = gl.full([HALF, EP], 0.0, gl.float32, layout=dv_l)
+        mbarrier.wait(q_full.index(it % STAGES), (it // STAGES) & 1)
+        kind = read_number(steps, (it % SLOTS) * _STEP)
+        k_w = rows_of(k_s, 0).slice(C * HALF, HALF, dim=0)
+        s_next = warpgroup_mma(k_w, rows_of(q_s, it % STAGES).permute((1, 0)), none, use_acc=False, is_async=True)
+        mbarrier.wait(v_full, turn & 1)
+        s = warpgroup_mma_wait(0, deps=[s_next])
+        start = it
+        while kind != END:
+            stage = it % STAGES
+            # Always 0, which the compiler cannot know: it would compute the places of all operands once and for all, and spill them.
+            zero = it >> 30
+            k = rows_of(k_s, zero)
+            k_w = k.slice(C * HALF, HALF, dim=0)
+            v_w = rows_of(v_s, zero).slice(C * HALF, HALF, dim=0)
+            q, do = rows_of(q_s, stage), rows_of(do_s, stage)
+            about = (it % SLOTS) * _STEP
+            mbarrier.wait(do_full.index(stage), (it // STAGES) & 1)
+            dp_next = warpgroup_mma(v_w, do.permute((1, 0)), none, use_acc=False, is_async=True)
+            norm = gl.expand_dims(norm_s.index(stage).load(row_l), 0)
+            if kind == WHOLE:
+                p, slope = _weigh(
+                    s, norm, kind, b + first_b, read_number(steps, about + 3) + first_h, read_number(steps, about + 1), BM,
+                    kv_pos, kv_left, scale, mask_captured, mask_sizes, score_captured, score_sizes,
+                    C, MASK, SCORE, JOINT, False, BM, dtype, st_l,
+                )  # fmt: skip
+            else:
+                p, slope = _weigh(
+                    s, norm, kind, b + first_b, read_number(steps, about + 3) + first_h, read_number(steps, about + 1),
+                    read_number(steps, about + 2), kv_pos, kv_left, scale, mask_captured, mask_sizes, score_captured, score_sizes,
+                    C, MASK, SCORE, JOINT, True, BM, dtype, st_l,
+                )  # fmt: skip
+            dv_next = warpgroup_mma(gl.convert_layout(p, p_l), do, dv, is_async=True)
+            delta = gl.expand_dims(delta_s.index(stage).load(row_l), 0)
+            dp = warpgroup_mma_wait(1, deps=[dp_next])
+            ds = (slope * (dp - delta)).to(dtype)
+            if DQ:
+                ds_full, ds_empty = ds_bars
+                mbarrier.wait(ds_empty.index(it % DS), ((it // DS) & 1) ^ 1)
+                ds_s.index(it % DS).slice(C * HALF, HALF, dim=0).store(ds)
+                fence_async_shared()
+                mbarrier.arrive(ds_full.index(it % DS), count=1)
+            dk_next = warpgroup_mma(gl.convert_layout(ds, s_l), q, dk, is_async=True)
+            dv = warpgroup_mma_wait(1, deps=[dv_next])
+            # An item's first step has no step before: what it computes of dQ then is not used.
+            before = it - LAG
+            source = gl.maximum(before, start)
+            slot = source % DS
+            if DQ:
+                ds_full, ds_empty = ds_bars
+                mbarrier.wait(ds_full.index(slot), (source // DS) & 1)
+                dq_next = _dq(k, ds_s.index(slot), C, DP)
+            after = it + 1
+            mbarrier.wait(q_full.index(after % STAGES), (after // STAGES) & 1)
+            kind = read_number(steps, (after % SLOTS) * _STEP)
+            s_next = warpgroup_mma(k_w, rows_of(q_s, after % STAGES).permute((1, 0)), none, use_acc=False, is_async=True)
+            if DQ:
+                ds_full, ds_empty = ds_bars
+                dk, dq = warpgroup_mma_wait(1, deps=[dk_next, dq_next])
+                mbarrier.arrive(empty.index(stage), count=1)
+                if before >= start:
+                    mbarrier.arrive(ds_empty.index(slot), count=1)
+                    _hand_over(dq * scale, before, dq_s, dq_bars)
+            else:
+                dk = warpgroup_mma_wait(1, deps=[dk_next])
+                mbarrier.arrive(empty.index(stage), count=1)
+            s = warpgroup_mma_wait(0, deps=[s_next])
+            it = after
+        # The entry that ends an item passes through all barriers as a step does.
+        mbarrier.wait(do_full.index(it % STAGES), (it // STAGES) & 1)
+        mbarrier.arrive(empty.index(it % STAGES), count=1)
+        if DQ:
+            ds_full, ds_empty = ds_bars
+            before = it - 1
+            if LAG == 1:
+                if before >= start:
+                    mbarrier.wait(ds_full.index(before % DS), (before // DS) & 1)
+                    dq_next = _dq(rows_of(k_s, 0), ds_s.index(before % DS), C, DP)
+                    dq = warpgroup_mma_wait(0, deps=[dq_next])
+                    mbarrier.arrive(kv_empty, count=1)
+                    mbarrier.arrive(ds_empty.index(before % DS), count=1)
+                    _hand_over(dq * scale, before, dq_s, dq_bars)
+                else:
+                    mbarrier.arrive(kv_empty, count=1)
+            else:
+                mbarrier.arrive(kv_empty, count=1)
+        else:
+            mbarrier.arrive(kv_empty, count=1)
+        store_tile(dk_ptr + wide(b) * dk_stride[0] + wide(g) * dk_stride[1], dk * scale, kv_row, kv_left - C * HALF, dk_stride[2], D, DP)
+        store_tile(dv_ptr + wide(b) * dv_stride[0] + wide(g) * dv_stride[1], dv, kv_row, kv_left - C * HALF, dv_stride[2], E, EP)
+        if DQ:
+            ds_full, ds_empty = ds_bars
+            dq_full, dq_empty = dq_bars
+            mbarrier.wait(ds_empty.index(it % DS), ((it // DS) & 1) ^ 1)
+            mbarrier.arrive(ds_full.index(it % DS), count=1)
+            mbarrier.arrive(ds_empty.index(it % DS), count=1)
+            mbarrier.wait(dq_empty, (it & 1) ^ 1)
+            mbarrier.arrive(dq_full, count=1)
+        it += 1
+        turn += 1
+        mbarrier.wait(k_full, turn & 1)
+        b = read_number(item_s, 0)
+    if DQ:
+        dq_full, dq_empty = dq_bars
+        mbarrier.wait(dq_empty, (it & 1) ^ 1)
+        mbarrier.arrive(dq_full, count=1)
+
+
+@gluon.jit
+def _write(dq_ptr, dq_s, steps, dq_bars, C: gl.constexpr, DP: gl.constexpr):
+    """A writer: hands one group's dQ tiles to the copy engine and gives the buffer back when that has read it."""
+    dq_full, dq_empty = dq_bars
+    it = 0
+    mbarrier.wait(dq_full, 0)
+    kind = read_number(steps, 0)
+    while kind != STOP:
+        about = (it % SLOTS) * _STEP
+        if kind != END:
+            h, row, b = read_number(steps, about + 3), read_number(steps, about + 4), read_number(steps, about + 5)
+            if DP >= 128:
+                async_atomic_add(dq_ptr, [b, h, row, C * 64], dq_s)
+            else:
+                async_atomic_add(dq_ptr, [b, h, row + C * 64, 0], dq_s)
+            tma.store_wait(0)
+        mbarrier.arrive(dq_empty, count=1)
+        it += 1
+        mbarrier.wait(dq_full, it & 1)
+        kind = read_number(steps, (it % SLOTS) * _STEP)
+
+
+@gluon.jit(do_not_specialize=_DYNAMIC)
+def keys_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr, counter, dk_stride, dv_stride,
+    order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
+    items, rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, scale, first_b, first_h,
+    MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
+    D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
+    ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr, LAG: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of tiles of keys, summed over the query heads that share them. Given dq_ptr, float32, dQ is added to it.
+
+    `counter`: one int32, 0. DS: buffers of dS, LAG + 1. ALIGNED: the copy engine brings norm and delta too, each described as one line
+    [B · H · Q] in tiles of BM: it can where every step's rows begin on 16 bytes of that line. Else they are pointers.
+    """
+    DQ: gl.constexpr = dq_ptr is not None
+    dtype: gl.constexpr = k_ptr.dtype
+    k_s = gl.allocate_shared_memory(dtype, [1, 1, 1, KEYS, DP], k_ptr.layout)
+    v_s = gl.allocate_shared_memory(dtype, [1, 1, 1, KEYS, EP], v_ptr.layout)
+    q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BM, DP], q_ptr.layout)
+    do_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BM, EP], do_ptr.layout)
+    line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    plain: gl.constexpr = line if ALIGNED else gl.SwizzledSharedLayout(1, 1, 1, [0])
+    norm_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], plain)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], plain)
+    steps, item_s = numbers(SLOTS * _STEP), numbers(_ITEM)
+    stores = (q_s, do_s, norm_s, delta_s, steps)
+    kv_bars = (barriers(1, 1).index(0), barriers(1, 1).index(0), barriers(1, 2).index(0))
+    bars = (barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2))
+    q_side = (given(q_side[0]), given(q_side[1]), given(q_side[2]))
+    kv_side = (given(kv_side[0]), given(kv_side[1]), given(kv_side[2]))
+    if DQ:
+        ds_s = gl.allocate_shared_memory(dtype, [DS, KEYS, BM], gl.NVMMASharedLayout.get_default_for([KEYS, BM], dtype))
+        dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dq_ptr.layout)
+        ds_bars = (barriers(DS, 2), barriers(DS, 2))
+        dq_full, dq_empty = barriers(2, 1), barriers(2, 1)
+        fence_async_shared()
+        gl.warp_specialize([
+            (_compute, (
+                dk_ptr, dv_ptr, dk_stride, dv_stride, mask_captured, mask_sizes, score_captured, score_sizes,
+                scale, first_b, first_h, k_s, v_s, ds_s, rows_of(dq_s, 0), stores, item_s, kv_bars, bars,
+                ds_bars, (dq_full.index(0), dq_empty.index(0)),
+                0, MASK, SCORE, JOINT, True, BM, D, DP, E, EP, STAGES, DS, LAG,
+            )),
+            (_compute, (
+                dk_ptr, dv_ptr, dk_stride, dv_stride, mask_captured, mask_sizes, score_captured, score_sizes,
+                scale, first_b, first_h, k_s, v_s, ds_s, rows_of(dq_s, 1), stores, item_s, kv_bars, bars,
+                ds_bars, (dq_full.index(1), dq_empty.index(1)),
+                1, MASK, SCORE, JOINT, True, BM, D, DP, E, EP, STAGES, DS, LAG,
+            )),
+            (_walk, (
+                counter, items, q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, order, full, partial, q_side, kv_side,
+                rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, k_s, v_s, stores, item_s, kv_bars, bars,
+                PER_BATCH, PER_HEAD, ALIGNED, BM, STAGES,
+            )),
+            (_write, (dq_ptr, dq_s.index(0), steps, (dq_full.index(0), dq_empty.index(0)), 0, DP)),
+            (_write, (dq_ptr, dq_s.index(1), steps, (dq_full.index(1), dq_empty.index(1)), 1, DP)),
+        ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])  # fmt: skip
+    else:
+        fence_async_shared()
+        gl.warp_specialize([
+            (_compute, (
+                dk_ptr, dv_ptr, dk_stride, dv_stride, mask_captured, mask_sizes, score_captured, score_sizes,
+                scale, first_b, first_h, k_s, v_s, given(None), given(None), stores, item_s, kv_bars, bars, given(None), given(None),
+                0, MASK, SCORE, JOINT, False, BM, D, DP, E, EP, STAGES, DS, LAG,
+            )),
+            (_compute, (
+                dk_ptr, dv_ptr, dk_stride, dv_stride, mask_captured, mask_sizes, score_captured, score_sizes,
+                scale, first_b, first_h, k_s, v_s, given(None), given(None), stores, item_s, kv_bars, bars, given(None), given(None),
+                1, MASK, SCORE, JOINT, False, BM, D, DP, E, EP, STAGES, DS, LAG,
+            )),
+            (_walk, (
+                counter, items, q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, order, full, partial, q_side, kv_side,
+                rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, k_s, v_s, stores, item_s, kv_bars, bars,
+                PER_BATCH, PER_HEAD, ALIGNED, BM, STAGES,
+            )),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
