@@ -27,7 +27,9 @@ def called(capsys: Any, *arguments: str) -> tuple[int, str, str]:
 def test_plan_prints_a_picture_and_a_table(capsys: Any) -> None:
     code, out, err = called(capsys, "plan", "--mask", "causal", "--tokens", "16k", "--gpus", "4", "--heads", "8/2", "--explain")
     assert code == 0 and err == ""
-    assert "busiest rank" in out and "TFLOP/s per device" in out and "considered on h200" in out and "0" * 10 in out
+    assert (
+        "busiest rank" in out and "TFLOP/s per device" in out and "considered on h200" in out and any(rank * 10 in out for rank in "0123")
+    )
 
 
 def test_plan_writes_a_page_a_picture_and_a_trace(capsys: Any, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 import longspan as ls
 from longspan.plan.balance_demand import Demand, pairs_per_row
 from longspan.plan.clusters import cluster
-from longspan.plan.cost import Link, Shape
+from longspan.plan.cost import Link, Rates, Shape
 from longspan.plan.report import report
 from longspan.plan.scale import curve, demand_for, owner_of, simulate
 from longspan.plan.timeline import Conditions, timeline
@@ -115,6 +115,33 @@ def test_kernel_times_grow_with_keys_and_meet_the_measured_rates() -> None:
         seconds = kernel.seconds(rows=rows, full=tiles, partial=tiles / 9, head_dim=64, backward=backward)
         assert bool((seconds.diff() > 0).all())
     assert float(kernel.seconds(rows=one, full=0 * one, partial=0 * one, head_dim=128, backward=False)) == 0
+
+
+def test_a_floor_for_short_rows_does_not_touch_long_ones() -> None:
+    slow_start = Rates(keys=(128.0, 1024.0, 8192.0), full=(50.0, 400.0, 500.0), causal=(40.0, 300.0, 450.0))
+    keys = torch.tensor([1024.0, 8192.0, 65536.0], dtype=torch.float64)
+    seconds = slow_start.seconds(keys, torch.zeros_like(keys))
+    assert (4 * keys / seconds / 1e12)[:2].tolist() == pytest.approx([400.0, 500.0])
+    assert float(4 * keys[2] / seconds[2] / 1e12) > 500  # the last slope goes on
+
+
+def test_only_rows_with_work_count_and_what_the_engine_moves_takes_time() -> None:
+    plan = planned(ls.causal() & ls.sliding_window(700), strategy="ring", layout="contiguous", heads=96)
+    work = of_plan(plan.data, 8)
+    assert work.busy is not None and bool(((work.busy > 0) == (work.full + work.partial > 0)).all())
+    # Rank 1 sees all of its own 2048 tokens; of those of rank 0 only its first 6 tiles of queries see the last ones.
+    assert work.busy[1, :2].tolist() == [16 * 96, 6 * 96] and work.rows.tolist() == [16 * 96] * 4
+    busy, everyone = (timeline(replace(work, busy=b), cluster("h200")) for b in (work.busy, None))
+    assert float(busy.backward.busy[1]) < float(everyone.backward.busy[1])
+    fast, slow = (timeline(work, replace(cluster("h200"), hbm=h)) for h in (4e12, 4e11))
+    assert float(slow.forward.busy[1]) > float(fast.forward.busy[1]) and float(slow.backward.busy[1]) > 1.5 * float(fast.backward.busy[1])
+
+
+@pytest.mark.parametrize(("strategy", "copied"), [("ring", False), ("exchange", True), ("allgather", True)])
+def test_what_is_sent_is_gathered_first_unless_it_is_a_whole_shard(strategy: str, copied: bool) -> None:
+    work = of_plan(planned(ls.causal(), strategy=strategy, layout="head_tail").data, 8)
+    assert work.gathered is not None and work.gathered.shape == work.full.shape
+    assert bool((work.gathered > 0).any()) == copied and bool((work.gathered <= work.sent.sum(0)).all())
 
 
 def test_a_demand_in_coarse_units_has_the_same_pairs() -> None:

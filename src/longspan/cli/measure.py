@@ -21,7 +21,9 @@ import longspan as ls
 from longspan.plan.clusters import cluster
 from longspan.plan.cost import BACKWARD, Cluster, Kernel, Link, Rates
 
-KEYS = {"cuda": (256, 512, 1024, 2048, 4096, 16384, 65536), "cpu": (128, 256, 512, 1024)}
+KEYS = {"cuda": (128, 256, 512, 1024, 2048, 4096, 16384, 65536), "cpu": (128, 256, 512, 1024)}
+LONG = 0.05  # seconds
+SETTLING = 40  # times that a device is kept busy before the first measurement
 QUICK = {"cuda": (256, 1024, 4096, 16384), "cpu": (64, 128, 256)}
 
 
@@ -30,9 +32,10 @@ def measured(*, name: str | None, kernel: str, heads: int, kv_heads: int, head_d
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    clock = Clock(device, 3 if quick else 7)
+    clock = Clock(device, 3 if quick else 7, kernel)
     keys = (QUICK if quick else KEYS)[device.type]
-    rates = _kernel_rates(clock, device, keys, kernel, heads, kv_heads, head_dim)
+    launch = _launch(clock, device, kernel, head_dim)
+    rates = _kernel_rates(clock, device, keys, kernel, heads, kv_heads, head_dim, launch)
     lines = [f"{'keys':>8}{'forward full':>14}{'causal':>9}{'backward full':>15}{'causal':>9}   TFLOP/s"]
     for i, k in enumerate(keys):
         lines.append(f"{k:8d}" + "".join(f"{rates[n][i]:{w}.4g}" for n, w in zip(_NAMES, (14, 9, 15, 9), strict=True)))
@@ -58,7 +61,7 @@ def measured(*, name: str | None, kernel: str, heads: int, kv_heads: int, head_d
             source=f"longspan calibrate: {title}, torch {torch.__version__}, {heads}/{kv_heads} heads of dim {head_dim}",
             forward=Rates(keys=tuple(map(float, keys)), full=rates["forward_full"], causal=rates["forward_causal"]),
             backward=Rates(keys=tuple(map(float, keys)), full=rates["backward_full"], causal=rates["backward_causal"]),
-            launch=_launch(clock, device, kernel, head_dim),
+            launch=launch,
             slots=2 * properties.multi_processor_count if properties else torch.get_num_threads(),
         ),
     )
@@ -69,26 +72,38 @@ _NAMES = ("forward_full", "forward_causal", "backward_full", "backward_causal")
 
 
 class Clock:
-    """Median seconds of a call."""
+    """Median seconds of a call. What takes long varies little and is not repeated as often.
 
-    def __init__(self, device: torch.device, repeat: int) -> None:
-        self.device, self.repeat = device, repeat
-        self.block = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) if device.type == "cuda" else None
+    A GPU lowers its clock as it draws power: in a burst after a pause kernels run up to a quarter faster than in steady work. So
+    the device is kept at work with attention over other tensors, long enough at first to settle and then, before every call that is
+    timed, for as long as the host needs to queue it.
+    """
+
+    def __init__(self, device: torch.device, repeat: int, kernel: str) -> None:
+        self.device, self.repeat, self.kernel = device, repeat, kernel
+        self.other = torch.randn(1, 32, 16384, 128, device=device, dtype=torch.bfloat16) if device.type == "cuda" else None
+        self.keep_busy(SETTLING)
+
+    def keep_busy(self, times: int = 3) -> None:
+        """Queue work for the device, some 10 ms of it each time. Not on a CPU."""
+        if self.other is not None:
+            with torch.no_grad():
+                for _ in range(times):
+                    ls.attention(self.other, self.other, self.other, kernel=self.kernel)
 
     def __call__(self, fn: Callable[[], Any]) -> float:
         fn()
-        fn()
-        return statistics.median(self._once(fn) for _ in range(self.repeat))
+        first = self._once(fn)
+        return statistics.median(self._once(fn) for _ in range(self.repeat if first < LONG else 2))
 
     def _once(self, fn: Callable[[], Any]) -> float:
-        if self.block is None:
+        if self.other is None:
             start = time.perf_counter()
             fn()
             return time.perf_counter() - start
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
-        for _ in range(8):  # so that the host is ahead and does not count
-            self.block @ self.block
+        self.keep_busy()
         begin.record()
         fn()
         end.record()
@@ -97,9 +112,12 @@ class Clock:
 
 
 def _kernel_rates(
-    clock: Clock, device: torch.device, keys: tuple[int, ...], kernel: str, heads: int, kv_heads: int, head_dim: int
+    clock: Clock, device: torch.device, keys: tuple[int, ...], kernel: str, heads: int, kv_heads: int, head_dim: int, launch: float
 ) -> dict[str, tuple[float, ...]]:
-    """TFLOP/s of useful work at each number of keys per query: rectangles, and triangles twice as long."""
+    """TFLOP/s of useful work at each number of keys per query: squares and triangles, as many side by side as fill the device.
+
+    Squares, since one pass of the backward kernel is over keys: a few keys under many queries would leave most of the device idle.
+    """
     found: dict[str, list[float]] = {name: [] for name in _NAMES}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if device.type == "cpu":
@@ -107,7 +125,7 @@ def _kernel_rates(
     many = 16384 if device.type == "cuda" else 128
     for k in keys:
         for kind in ("full", "causal"):
-            q_len, kv_len = (many, k) if kind == "full" else (2 * k, 2 * k)
+            q_len, kv_len = (min(many, k), k) if kind == "full" else (2 * k, 2 * k)
             batch = max(1, many // q_len)  # as many queries as fill the device
             mask = None if kind == "full" else ls.causal()
             pairs = batch * (q_len * kv_len if kind == "full" else q_len * (q_len + 1) / 2)
@@ -125,8 +143,9 @@ def _kernel_rates(
             grad = torch.randn_like(out)
             backward = clock(partial(torch.autograd.grad, out, (q, key, v), grad, retain_graph=True))
             work = 4.0 * heads * head_dim * pairs / 1e12
-            found[f"forward_{kind}"].append(work / forward)
-            found[f"backward_{kind}"].append(BACKWARD * work / backward)
+            # The model adds a launch to every call.
+            found[f"forward_{kind}"].append(work / max(forward - launch, forward / 2))
+            found[f"backward_{kind}"].append(BACKWARD * work / max(backward - launch, backward / 2))
             del q, key, v, out, grad
     return {name: tuple(values) for name, values in found.items()}
 

@@ -82,10 +82,11 @@ class Rates:
 
 
 def _interpolated(x: Tensor, at: Tensor, value: Tensor) -> Tensor:
-    """Linear between the points and beyond them, never below the line from the first point to half its height at 0."""
+    """Linear between the points and beyond them; before the first, never below the line from it to half its height at 0."""
     i = torch.searchsorted(at, x.contiguous()).clamp(1, len(at) - 1)
     slope = (value[i] - value[i - 1]) / (at[i] - at[i - 1])
-    return torch.maximum(value[i - 1] + slope * (x - at[i - 1]), value[0] * (0.5 + 0.5 * x / at[0]) * (x > 0))
+    least = value[0] * (0.5 + 0.5 * x / at[0]) * ((x > 0) & (x < at[0]))
+    return torch.maximum(value[i - 1] + slope * (x - at[i - 1]), least)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,6 @@ class Kernel:
 
     launch:   seconds of a call beyond its work: start and drain.
     slots:    programs that run at once. With fewer rows of work than that, the longest row counts.
-    state:    bytes that a row of 128 queries and head moves between memory and chip when a step folds into the one before it.
     """
 
     name: str
@@ -103,7 +103,6 @@ class Kernel:
     backward: Rates
     launch: float
     slots: int
-    state: float = 2 * TILE * 128 * 4
     dims: dict[int, float] = field(default_factory=dict)
 
     def dim_factor(self, head_dim: int) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from longspan.plan.cost import Cluster
+from longspan.plan.cost import TILE, Cluster
 from longspan.plan.workload import Workload
 
 
@@ -134,14 +134,54 @@ class _Simulation:
         return begin.scatter_reduce_(0, source, ready[to], "amax")
 
     def _compute(self, backward: bool) -> Tensor:
+        """Seconds of each step [R, K + 1]: the kernel, and what the engine reads and writes beside it."""
         work, kernel = self.work, self.cluster.kernel
-        rows = work.rows if work.rows.ndim == 2 else work.rows[:, None].expand_as(work.full)
+        every = work.rows if work.rows.ndim == 2 else work.rows[:, None].expand_as(work.full)
+        there = work.full + work.partial > 0
+        rows = every if work.busy is None else work.busy
+        if work.busy is not None and not backward:
+            # The first step fills the state and the last one converts it: all rows take part.
+            rows = torch.where(self._ends(there), every, rows)
         seconds = kernel.seconds(rows=rows, full=work.full, partial=work.partial, head_dim=work.shape.head_dim, backward=backward)
+        if work.fold is not None:
+            bytes_ = torch.where(there, work.fold, 0.0) if work.steps > 1 else torch.zeros_like(seconds)
+        else:
+            bytes_ = self._beside(every, rows, there, backward)
+        return (seconds + bytes_ / self.cluster.hbm) * self.slow[:, None]
+
+    def _ends(self, there: Tensor) -> Tensor:
+        """Which steps are a rank's first or the last that computes anything [R, K + 1]."""
+        index = torch.arange(there.shape[1]).expand_as(there)
+        return (index == 0) | (index == torch.where(there, index, 0).amax(1, keepdim=True))
+
+    def _beside(self, every: Tensor, rows: Tensor, there: Tensor, backward: bool) -> Tensor:
+        """Bytes that the engine moves through memory beside the kernels' own work [R, K + 1]: what it packs, folds, adds up and converts.
+
+        Kernels were measured reading and writing elements of the inputs' dtype. Running results and gradients are of 4 bytes.
+        """
+        work, s = self.work, self.work.shape
+        wide, narrow = 4, s.element
+        tile = TILE * s.head_dim
+        sent, received = work.sent.sum(0), work.received.sum(0)
+        local = (work.local * work.degree * s.batch / work.scale)[:, None]  # tokens of this rank's keys
+        grads = work.key_bytes * wide / narrow
+        out = torch.zeros_like(rows)
+        if work.gathered is not None:
+            out += 2 * work.gathered * work.key_bytes
         if work.steps > 1:
-            # A step folds into the state of the one before it: read and written, in float32.
-            fold = rows * kernel.state * work.shape.head_dim / 128 if work.fold is None else work.fold
-            seconds += torch.where(work.full + work.partial > 0, fold / self.cluster.hbm, 0.0)
-        return seconds * self.slow[:, None]
+            out[:, :1] += 2 * local * work.key_bytes
+        if not backward:
+            if work.steps > 1:
+                last = self._ends(there)
+                last[:, 0] &= there[:, 1:].sum(1) == 0
+                out[:, 1:] += (there * rows * tile * wide)[:, 1:]  # reads the state …
+                out += torch.where(last, 0.0, there * rows * tile * (wide - narrow))  # … and writes it, where it is not the last
+            return out
+        out += there * rows * tile * (2 * wide - narrow)  # adds to the gradient of q
+        out[:, :1] += every[:, :1] * tile * (2 * narrow + wide)  # delta, and zeros to add to
+        out[:, -1:] += every[:, :1] * tile * (wide + narrow) + local * (work.key_bytes + grads)  # converts
+        out += received * (work.key_bytes * there + grads)  # reads every key that arrived, writes its gradient
+        return out + (sent + 2 * torch.minimum(sent, local)) * grads  # adds what comes home
 
     def _exchange(self, arriving: Tensor, leaving: Tensor, size: float) -> Tensor:
         """Seconds of each step's exchange [R, K + 1]: the slower of both kinds of links, of both directions."""

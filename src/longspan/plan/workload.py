@@ -28,13 +28,15 @@ class Workload:
     """Tensors are float64. `rank` [R]: which ranks of `ranks` these are.
 
     rows:               tiles of queries times heads and batch rows that a rank computes for [R], or in each step [R, K + 1].
+    busy [R, K + 1]:    those of them that see any of a step's keys; None: all of them, in every step that computes anything.
     full, partial:      tiles times heads and batch rows, of each step [R, K + 1].
     received, sent:     tokens of keys, of each step, from and to ranks of the own node and of others [2, R, K + 1].
+    gathered [R, K + 1]: tokens of `sent` that do not lie side by side and are copied first; None: none of them.
     exchanges [K + 1]:  exchanges that a step waits for.
     local [R]:          tokens of one batch row that a rank of the mesh owns, the largest of a Ulysses group.
     degree:             ranks that share the heads; `turned`: the share of a transpose that crosses nodes.
     scale:              batch rows per token counted in `received` and `sent`.
-    fold:               bytes read and written to fold a step into the one before it [R, K + 1]; None: as the kernel does it.
+    fold:               bytes read and written beside the kernels' work [R, K + 1], both passes alike; None: as the engine does it.
     pairs:              for each step, who gets keys from whom; () where only some ranks are looked at.
     """
 
@@ -51,6 +53,8 @@ class Workload:
     turned: float
     shape: Shape
     scale: int = 1
+    busy: Tensor | None = None
+    gathered: Tensor | None = None
     fold: Tensor | None = None
     pairs: tuple[tuple[Tensor, Tensor], ...] = ()
 
@@ -109,7 +113,8 @@ def of_plan(data: PlanData, per_node: int) -> Workload:
     """Exactly what the plan says."""
     ranks, shape, place = data.inner[0].ranks, shape_of(data), place_of(data, per_node)
     steps = data.schedule.steps
-    full, partial = torch.zeros(2, ranks, len(steps) + 1, dtype=torch.float64)
+    count = len(steps) + 1
+    full, partial, busy = torch.zeros(3, ranks, count, dtype=torch.float64)
     rows = torch.zeros(ranks, dtype=torch.float64)
     step_of_stage = torch.zeros(data.schedule.stages + 1, dtype=torch.int64)
     for i, group in enumerate(steps):
@@ -130,6 +135,7 @@ def of_plan(data: PlanData, per_node: int) -> Workload:
             for kind, total in ((FULL, full), (PARTIAL, partial)):
                 covered = _coverage(table, kind, queries.owner, part)
                 total[part.start : part.stop].scatter_add_(1, step, covered.double() * many)
+            busy[part.start : part.stop] += _busy(table, queries.owner, step, part, count) * many
     received, sent = _moved(data, place, step_of_stage, ranks)
     local = data.layouts[0]
     lens = torch.tensor([local.local_len(r) for r in range(data.mesh.size)], dtype=torch.float64)
@@ -147,6 +153,8 @@ def of_plan(data: PlanData, per_node: int) -> Workload:
         turned=place.turned,
         shape=shape,
         scale=1 if data.rows > 1 else shape.batch,
+        busy=busy,
+        gathered=_gathered(data, step_of_stage, ranks),
         pairs=_pairs(data, step_of_stage, ranks),
     )
 
@@ -188,6 +196,39 @@ def _coverage(table: BlockTable, kind: int, owner: Tensor, part: range) -> Tenso
     ptr, first, last = table.runs(kind)
     row = torch.repeat_interleave(torch.arange(table.rows), ptr.diff().long()) % max(1, table.q_tiles)
     return _covered(owner[row], first.long(), last.long() + 1, table.kv_tiles, part)
+
+
+def _busy(table: BlockTable, owner: Tensor, step: Tensor, part: range, steps: int) -> Tensor:
+    """How many rows of query tiles of each rank of `part` see any key tile of each step [ranks, steps], over heads and batch rows."""
+    size = step.shape[1] + 1
+    owners = owner.repeat(table.rows // max(1, table.q_tiles)) - part.start
+    mine = (owners >= 0) & (owners < len(part))
+    runs = []
+    for kind in (FULL, PARTIAL):
+        ptr, first, last = table.runs(kind)
+        row = torch.repeat_interleave(torch.arange(table.rows), ptr.diff().long())
+        here = mine[row]
+        row, base = row[here], owners[row[here]] * size
+        runs.append((row, base + first[here].long(), base + last[here].long() + 1))
+    row, first, end = (torch.cat(column) for column in zip(*runs, strict=True))
+    out = torch.zeros(len(part), steps, dtype=torch.float64)
+    before = torch.zeros(len(part), size, dtype=torch.int32)
+    for s in range(steps):
+        torch.cumsum(step == s, 1, dtype=torch.int32, out=before[:, 1:])
+        seen = torch.zeros(table.rows, dtype=torch.bool)
+        seen[row[before.view(-1)[end] > before.view(-1)[first]]] = True
+        out[:, s] = torch.bincount(owners[seen], minlength=len(part))
+    return out
+
+
+def _gathered(data: PlanData, step_of_stage: Tensor, ranks: int) -> Tensor:
+    """Tokens sent in stages in which a rank sends anything but its whole shard, once: those are listed and copied."""
+    s = data.schedule
+    by_stage = torch.zeros(s.stages * ranks, dtype=torch.float64).index_add_(0, s.stage * ranks + s.source, s.length.double())
+    by_stage = by_stage.view(s.stages, ranks)
+    shard = torch.tensor([data.inner[1].local_len(r) * data.rows for r in range(ranks)], dtype=torch.float64)
+    copied = torch.where(by_stage == shard, 0.0, by_stage)
+    return torch.zeros(len(s.steps) + 1, ranks, dtype=torch.float64).index_add_(0, step_of_stage[: s.stages], copied).T
 
 
 def _covered(rank: Tensor, first: Tensor, end: Tensor, tiles: int, part: range) -> Tensor:
@@ -265,6 +306,9 @@ class Owned:
         received, sent = self._moved(step, place, count)
         rows = ((self.owned / TILE).ceil() * heads)[:, None].repeat(1, count)
         rows[:, 1:] *= max(1, merged)
+        # At least as many rows as see one unit of the step's keys; in masks whose rows see one stretch, not many more.
+        busy = torch.zeros_like(area).scatter_reduce_(1, step.clamp(min=0), self._area, "amax") * (self.unit / TILE * heads)
+        busy[:, 1:] *= max(1, merged)
         return Workload(
             ranks=self.ranks,
             degree=place.degree,
@@ -279,6 +323,8 @@ class Owned:
             turned=place.turned,
             shape=shape,
             scale=shape.batch,
+            busy=torch.minimum(busy, rows),
+            gathered=None if moves == "ring" else sent.sum(0),
         )
 
     def _steps(self, moves: str, stages: int | None, most: int) -> tuple[Tensor, Tensor]:
