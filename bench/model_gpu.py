@@ -10,6 +10,7 @@ dim and pair that attends, of the card's dense bfloat16 peak. Prints a table and
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -58,10 +59,8 @@ def by_flex(lengths: list[int]) -> dict[str, Any]:
 
 def by_sdpa(lengths: list[int]) -> dict[str, Any]:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        parts = zip(*(t.split(lengths, 2) for t in (q, k, v)))
-        return torch.cat([scaled_dot_product_attention(*part, is_causal=True) for part in parts], 2)
+        parts = zip(*(t.split(lengths, 2) for t in (q, k, v)), strict=True)
+        return torch.cat([scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts], 2)
 
     return {"attend": attend if len(lengths) == 1 else torch.compiler.disable(attend)}
 
@@ -96,7 +95,7 @@ def measure(way: str, lengths: list[int], config: DecoderConfig, steps: int) -> 
         losses.append(float(loss.detach()))
     peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
     pairs = sum(n * (n + 1) / 2 for n in lengths) / tokens
-    return losses[-1], sorted(seconds[2:])[len(seconds[2:]) // 2], peak, model.flops_per_token(pairs)
+    return losses[-1], statistics.median(seconds[2:] or seconds), peak, model.flops_per_token(pairs)
 
 
 def _wait() -> None:
@@ -107,7 +106,7 @@ def _wait() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=131072)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="measured, after two that compile; 0: these two only")
     parser.add_argument("--mask", nargs="*", default=["causal", "documents"])
     parser.add_argument("--ways", nargs="*", default=list(WAYS))
     parser.add_argument("--tiny", action="store_true", help="a model that a CPU can run, to try this file")
