@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 # Tests are many and small: one thread each, one process per core.
 RUN_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-.PHONY: help install demo test test-all test-gpu lint bench clean
+.PHONY: help install demo test test-all test-gpu lint bench bench-gpu clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,6 +41,11 @@ bench: install ## what can be measured without a GPU
 	$(BIN)/python bench/cpu.py
 	$(BIN)/python bench/plans.py
 	$(BIN)/python bench/engine_cpu.py
+
+bench-gpu: ## on a Hopper GPU: the kernels beside their peers and the engine beside torch's, into bench/results; installs nothing
+	PYTHONPATH=src:. $(PYTHON) bench/hopper.py --json | tee bench/results/hopper.txt
+	PYTHONPATH=src $(PYTHON) bench/engine_gpu.py --kernel hopper --json | tee bench/results/engine_gpu.txt
+	PYTHONPATH=src:. $(PYTHON) bench/hopper.py --plot bench/results/hopper.txt bench/results/hopper.png
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -25,7 +25,8 @@ class HopperKernel(TritonKernel):
 
     The gradient of q is summed over tiles of keys in the order in which they come, so that its last bits may differ from run to run. Where
     `torch.are_deterministic_algorithms_enabled()`, and where captured tensors need gradients, a pass of its own computes it in a fixed
-    order. What these kernels are not cut for (a backward pass of head dims over 128, rows that no tile holds) the triton kernels do.
+    order. What these kernels are not cut for the triton kernels do: a backward pass of head dims below 65 or over 128, and rows that no
+    tile holds.
     """
 
     name = "hopper"
