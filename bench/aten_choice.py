@@ -5,8 +5,8 @@
 B 1, bfloat16, whole sequences: every query against every key, and causal. Kernels are called through the protocol, forward and backward
 apart; `stage` is a forward that folds a full rectangle into a float32 state, as a stage of many does. Times are of the device, medians.
 TFLOP/s: 4·D per pair and head (2·D + 2·E where dims differ), 2.5 times that backward. Errors are the largest difference of out, and of dq,
-to float32 on 64 rows. At the end, rows for the table FASTER of `longspan.kernels.registry`: where one of torch's beats triton by more than
-3 % at a length and at every longer one.
+to float32 on 64 rows. At the end, rows for the table SHIPPED of `longspan.kernels.choice`: where a kernel beats the default one (hopper
+where it can, else triton) by more than 3 % at a length and at every longer one. `longspan calibrate --kernels` does so on any machine.
 """
 
 from __future__ import annotations
@@ -21,22 +21,13 @@ import torch
 import triton
 from torch import Tensor
 
-import longspan as ls
 from gpu_kernels import Clock
-from longspan.kernels.protocol import Kernel, State, Tiling, Work
+from longspan.cli.contest import KERNELS, rectangle
+from longspan.kernels.choice import Faster, Timing, winners
+from longspan.kernels.protocol import Kernel, State, Work
 from longspan.kernels.registry import kernel_named
-from longspan.masks.tracing import trace
 
-KERNELS = ("triton", "cudnn", "flash", "efficient")
 STEPS = ("forward", "backward", "stage")
-MARGIN = 1.03
-
-
-def work_for(kind: str, tokens: int, block: tuple[int, int], scale: float) -> Work:
-    mask = ls.causal() if kind == "causal" else ls.full()
-    tilings = {"q_tiles": Tiling(length=tokens, block=block[0]), "kv_tiles": Tiling(length=tokens, block=block[1])}
-    table = mask.block_table(tokens, tokens, block=block)
-    return Work(table=table, scale=scale, mask=trace(mask, "mask").program if kind == "causal" else None, **tilings)
 
 
 def some_rows(kind: str, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, rows: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -79,9 +70,9 @@ def measure(kind: str, tokens: int, heads: tuple[int, int], dims: tuple[int, int
     for name in KERNELS:
         row: dict[str, Any] = {"kernel": name, "kind": kind, "tokens": tokens, "heads": heads, "dims": dims}
         kernel = kernel_named(name)
-        work = work_for(kind, tokens, (128, 128), scale)
+        work = rectangle(kind, tokens, (128, 128), scale)
         block = kernel.block(q, v, work.table)
-        work = work if block == (128, 128) else work_for(kind, tokens, block, scale)
+        work = work if block == (128, 128) else rectangle(kind, tokens, block, scale)
         row["refused"] = kernel.refuses(q, k, v, work)
         if row["refused"] is None:
             calls = calls_of(kernel, [q, k, v], grad, work)
@@ -104,27 +95,14 @@ def line(rows: list[dict[str, Any]]) -> str:
     return f"{shape:32} |{cells[0]} |{cells[1]} |{cells[2]} | {errors}"
 
 
-def winners(rows: list[dict[str, Any]]) -> list[str]:
-    """Rows for the table of what is faster, per pass, kind and dims: the shortest length from which on it holds, for all head counts."""
-    out = []
-    for step in ("forward", "backward"):
-        for kind, dims in sorted({(r["kind"], tuple(r["dims"])) for r in rows}):
-            here = [r for r in rows if (r["kind"], tuple(r["dims"])) == (kind, dims)]
-            ours = {(r["tokens"], r["heads"]): r[f"{step}_ms"] for r in here if r["kernel"] == "triton"}
-            best: tuple[float, str, int] | None = None
-            for name in KERNELS[1:]:
-                theirs = {(r["tokens"], r["heads"]): r[f"{step}_ms"] for r in here if r["kernel"] == name and f"{step}_ms" in r}
-                ratios = {at: ours[at] / theirs[at] if at in theirs else 0.0 for at in ours}
-                lengths = sorted({t for t, _ in ratios})
-                good = [n for n in lengths if all(ratio > MARGIN for (t, _), ratio in ratios.items() if t >= n)]
-                if good:
-                    longest = min(ratio for (t, _), ratio in ratios.items() if t == lengths[-1])
-                    best = max(best or (0.0, "", 0), (longest, name, good[0]))
-            if best is not None:
-                capability = torch.cuda.get_device_capability()
-                row = f'kernel="{best[1]}", backward={step == "backward"}, kind="{kind}", dims={dims}, tokens={best[2]}'
-                out.append(f"Faster({row}, capability={capability}),  # {best[0]:.2f} times as fast at the longest")
-    return out
+def found_faster(rows: list[dict[str, Any]]) -> list[Faster]:
+    timed = [
+        Timing(kernel=r["kernel"], kind=r["kind"], dims=r["dims"], heads=r["heads"], tokens=r["tokens"], forward=r["forward_ms"],
+               backward=r["backward_ms"])
+        for r in rows if r["refused"] is None
+    ]  # fmt: skip
+    default = "hopper" if any(t.kernel == "hopper" for t in timed) else "triton"
+    return winners(timed, default, torch.cuda.get_device_capability())
 
 
 def pair(text: str) -> tuple[int, int]:
@@ -162,9 +140,9 @@ def main() -> None:
                     refused |= {(r["kernel"], dims): r["refused"] for r in rows[-len(KERNELS) :] if r["refused"]}
     for (name, dims), reason in refused.items():
         print(f"{name} refused {dims[0]}/{dims[1]}: {reason}")
-    print("for FASTER in longspan/kernels/registry.py (see there what a row for the backward pass gives up):")
-    for row in winners(rows) or ["nothing"]:
-        print("    " + row)
+    print("for SHIPPED in longspan/kernels/choice.py:")
+    for row in found_faster(rows) or ["nothing"]:
+        print(f"    {row}")
     if args.json:
         print(json.dumps({**about, "rows": rows}))
 

@@ -13,10 +13,11 @@ from tests.kernels.shards import work_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from longspan.kernels import aten_limits, registry
+from longspan.kernels import aten_limits, choice, registry
 from longspan.kernels.aten import AnyAtenKernel, AtenKernel
+from longspan.kernels.choice import Faster
 from longspan.kernels.protocol import Work
-from longspan.kernels.registry import Faster, KernelRefused, choose, kernel_named, whole_kind
+from longspan.kernels.registry import KernelRefused, choose, kernel_named, whole_kind
 from longspan.masks.tracing import trace
 
 BACKENDS = ["flash", "efficient", "cudnn"]
@@ -192,7 +193,7 @@ def test_auto_follows_the_table_of_what_is_faster(cuda: SimpleNamespace, monkeyp
     q, k, v = fakes(cuda)
     work = whole_work(causal, 48)
     assert choose("auto", q, k, v, work).name != "cudnn"
-    monkeypatch.setattr(registry, "FASTER", (row,))
+    monkeypatch.setattr(choice, "SHIPPED", (row,))
     assert choose("auto", q, k, v, work).name == "cudnn"
     for settings in ({"staged": True}, {"backward": True}, {"peak": True}, {"more": [work]}):
         assert choose("auto", q, k, v, work, **settings).name != "cudnn", settings

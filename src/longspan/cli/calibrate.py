@@ -22,8 +22,17 @@ def calibrate(
     heads: Annotated[str, typer.Option(help="query heads, or query/key heads")] = "32/8",
     dim: Annotated[str, typer.Option(help="head dim")] = "128",
     quick: Annotated[bool, typer.Option("--quick", help="short sequences and few repetitions")] = False,
+    kernels: Annotated[bool, typer.Option("--kernels", help="instead: find the fastest kernel of this GPU, and keep it for auto")] = False,
 ) -> None:
     """Measure kernels by tile shape, copies, and (under torchrun) collectives of this machine, and write a profile for `longspan plan`."""
+    if kernels:
+        from longspan.cli.contest import contest
+
+        try:
+            typer.echo("\n".join(contest(quick=quick)))
+        except ValueError as error:
+            raise Refused(str(error)) from None
+        return
     from longspan.cli.measure import measured
     from longspan.plan.clusters import dump
 

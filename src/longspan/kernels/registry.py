@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import Literal
@@ -11,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from longspan.kernels import choice
 from longspan.kernels.protocol import Kernel, Work
 from longspan.kernels.rectangles import rectangles
 
@@ -19,27 +19,6 @@ NAMES = ("auto", "dense", "cpu", "triton", "hopper", "aten", "flash", "efficient
 
 class KernelRefused(ValueError):
     """A kernel was named that cannot do what was asked; the message says why and what can."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Faster:
-    """Where a kernel of torch's is faster than triton: one pass over one whole rectangle in half precision.
-
-    `kind`: full or causal. `dims`: head dims (of keys, of values). `tokens`: from this many queries and keys on. `capability`: of the
-    devices that it was measured on, major and minor.
-    """
-
-    kernel: Literal["flash", "efficient", "cudnn"]
-    backward: bool
-    kind: Literal["full", "causal"]
-    dims: tuple[int, int]
-    tokens: int
-    capability: tuple[int, int]
-
-
-# What bench/aten_choice.py measured, and nothing else: it prints rows for this table, the first that fits decides. A row for the
-# backward pass gives up that the same inputs give the same bits: flash and cuDNN sum the gradient of q in any order.
-FASTER: tuple[Faster, ...] = ()
 
 
 def check_name(name: str) -> None:
@@ -126,11 +105,14 @@ def _refusal(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[W
 
 
 def _measured_faster(q: Tensor, v: Tensor, work: Work, *, backward: bool) -> str | None:
-    """The kernel of torch's that is known to be faster than triton for this work."""
-    if work.score is not None or q.dtype not in (torch.bfloat16, torch.float16):
+    """The kernel that was measured to be the fastest for this work. flash and cuDNN sum the gradient of q in any order: not where results
+    must be the same in every run.
+    """
+    fixed = backward and torch.are_deterministic_algorithms_enabled()
+    if fixed or work.score is not None or q.dtype not in (torch.bfloat16, torch.float16):
         return None
     dims, tokens = (q.shape[-1], v.shape[-1]), min(work.q_tiles.length, work.kv_tiles.length)
-    rows = [r for r in FASTER if (r.backward, r.dims) == (backward, dims) and tokens >= r.tokens and r.capability == _capability(q.device)]
+    rows = [r for r in _known(q.device) if (r.backward, r.dims) == (backward, dims) and tokens >= r.tokens]
     kind = whole_kind(work) if rows else None
     return next((r.kernel for r in rows if r.kind == kind), None)
 
@@ -147,6 +129,15 @@ def whole_kind(work: Work) -> Literal["full", "causal"] | None:
     if len(rects) != 1 or (rects[0].q0, rects[0].q1, rects[0].k0, rects[0].k1) != everything or rects[0].kind == "masked":
         return None
     return rects[0].kind
+
+
+def _known(device: torch.device) -> tuple[choice.Faster, ...]:
+    return choice.rows_for(_device_name(device), _capability(device))
+
+
+@cache
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
 
 
 @cache
