@@ -17,148 +17,17 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from longspan.kernels.hopper.given import given
+from longspan.kernels.hopper.keys_walk import END, HALF, ITEM, KEYS, SHORT, SLOTS, STEP, STOP, WHOLE, walk
 from longspan.kernels.hopper.memory import store_tile
 from longspan.kernels.hopper.reduce import async_atomic_add
-from longspan.kernels.hopper.shared import barriers, numbers, read_number, rows_of, write_number
+from longspan.kernels.hopper.shared import barriers, numbers, read_number, rows_of
 from longspan.kernels.triton.library import LOG2_E
-from longspan.kernels.triton.tiles import place, run_place, span, table_row, wide
+from longspan.kernels.triton.tiles import wide
 
 _DYNAMIC = ["items", "rows", "tiles", "heads", "kv_heads", "shared", "group", "q_len", "kv_len", "first_b", "first_h"]
-
-KEYS = gl.constexpr(128)  # keys of an item
-HALF = gl.constexpr(64)  # keys of a group of warps
-SLOTS = gl.constexpr(8)  # descriptions of steps in flight: the writers lag behind
-_STEP = gl.constexpr(6)  # numbers that say what a step is: kind, position, rows left, head, row, batch
-_ITEM = gl.constexpr(5)  # numbers that say what an item is: batch (−1: no more), key head, row, position, rows left
-
-# Kinds of steps.
-STOP = gl.constexpr(-1)  # no step: no more items
-END = gl.constexpr(0)  # no step: the item ends
-WHOLE = gl.constexpr(1)  # everything counts
-PARTIAL = gl.constexpr(2)  # the mask decides
-SHORT = gl.constexpr(3)  # every key of the tile counts, but the tile is short
-
-
-@gluon.jit
-def _send(
-    it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row, pos, left, state, q_len, kind, stores, bars,
-    ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """One step's tiles on their way, as soon as there is room."""
-    q_s, do_s, norm_s, delta_s, steps = stores
-    q_full, do_full, empty = bars
-    s = it % STAGES
-    mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
-    at = (it % SLOTS) * _STEP
-    write_number(steps, at, kind)
-    write_number(steps, at + 1, pos)
-    write_number(steps, at + 2, left)
-    write_number(steps, at + 3, h)
-    write_number(steps, at + 4, row)
-    write_number(steps, at + 5, b)
-    if ALIGNED:
-        mbarrier.expect(q_full.index(s), q_ptr.block_type.nbytes + norm_ptr.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_ptr, [b, h, row, 0], q_full.index(s), q_s.index(s))
-        tma.async_copy_global_to_shared(norm_ptr, [state + row], q_full.index(s), norm_s.index(s))
-        mbarrier.expect(do_full.index(s), do_ptr.block_type.nbytes + delta_ptr.block_type.nbytes)
-        tma.async_copy_global_to_shared(do_ptr, [b, h, row, 0], do_full.index(s), do_s.index(s))
-        tma.async_copy_global_to_shared(delta_ptr, [state + row], do_full.index(s), delta_s.index(s))
-    else:
-        # Rows past the end repeat the last one: any number will do there, but it must be one.
-        line: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        i = gl.minimum(row + gl.arange(0, BM, layout=line), q_len - 1)
-        async_copy.async_copy_global_to_shared(norm_s.index(s), norm_ptr + state + i)
-        async_copy.mbarrier_arrive(q_full.index(s))
-        mbarrier.expect(q_full.index(s), q_ptr.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_ptr, [b, h, row, 0], q_full.index(s), q_s.index(s))
-        async_copy.async_copy_global_to_shared(delta_s.index(s), delta_ptr + state + i)
-        async_copy.mbarrier_arrive(do_full.index(s))
-        mbarrier.expect(do_full.index(s), do_ptr.block_type.nbytes)
-        tma.async_copy_global_to_shared(do_ptr, [b, h, row, 0], do_full.index(s), do_s.index(s))
-
-
-@gluon.jit
-def _keys(turn, k_ptr, v_ptr, b, g, row, pos, left, k_s, v_s, item_s, kv_bars):
-    """An item's keys and values on their way, as soon as the last item's are not needed any more."""
-    k_full, v_full, kv_empty = kv_bars
-    mbarrier.wait(kv_empty, (turn & 1) ^ 1)
-    write_number(item_s, 0, b)
-    write_number(item_s, 1, g)
-    write_number(item_s, 2, row)
-    write_number(item_s, 3, pos)
-    write_number(item_s, 4, left)
-    mbarrier.expect(k_full, k_ptr.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_ptr, [b, g, row, 0], k_full, k_s.index(0))
-    mbarrier.expect(v_full, v_ptr.block_type.nbytes)
-    tma.async_copy_global_to_shared(v_ptr, [b, g, row, 0], v_full, v_s.index(0))
-
-
-@gluon.jit
-def _walk(
-    counter, items, q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, order, full, partial, q_side, kv_side,
-    rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, k_s, v_s, stores, item_s, kv_bars, bars,
-    PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The walker: items until none is left, and of each all steps."""
-    SUBS: gl.constexpr = KEYS // BM
-    k_full, kv_empty = kv_bars[0], kv_bars[2]
-    steps = stores[4]
-    q_full, do_full, empty = bars
-    it = 0
-    turn = 0
-    item = gl.atomic_add(counter, 1)
-    while item < items:
-        tile, _, b, g = place(item, order, rows, tiles, kv_heads, group, 1, PER_BATCH, PER_HEAD)
-        kv_row, kv_pos, kv_left = span(tile, kv_len, kv_side, 1, KEYS)
-        sent = 0
-        for j in range(shared):
-            h = g * shared + j
-            table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
-            state = (b * heads + h) * q_len if ALIGNED else (wide(b) * heads + h) * q_len
-            whole, first_partial = gl.load(full[0] + table), gl.load(partial[0] + table)
-            n_whole, n_partial = gl.load(full[0] + table + 1) - whole, gl.load(partial[0] + table + 1) - first_partial
-            for i in range(n_whole + n_partial):
-                masked = i >= n_whole
-                r = gl.where(masked, first_partial + i - n_whole, whole + i)
-                first = gl.load(gl.where(masked, partial[1], full[1]) + r)
-                last = gl.load(gl.where(masked, partial[2], full[2]) + r)
-                kind = gl.where(masked, PARTIAL, gl.where(kv_left < KEYS, SHORT, WHOLE))
-                row_from, pos_from, left_from = run_place(first, last, q_len, q_side, SUBS, BM)
-                # A step without a single query is left out.
-                for n in range(first * SUBS, gl.minimum((last + 1) * SUBS, (left_from + (BM - 1)) // BM)):
-                    _send(
-                        it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row_from + n * BM, pos_from + n * BM, left_from - n * BM,
-                        state, q_len, kind, stores, bars, ALIGNED, BM, STAGES,
-                    )  # fmt: skip
-                    it += 1
-                    # The first queries come before the keys: there is room for them earlier.
-                    if sent == 0:
-                        _keys(turn, k_ptr, v_ptr, b, g, kv_row, kv_pos, kv_left, k_s, v_s, item_s, kv_bars)
-                    sent = 1
-        if sent == 0:
-            _keys(turn, k_ptr, v_ptr, b, g, kv_row, kv_pos, kv_left, k_s, v_s, item_s, kv_bars)
-        s = it % STAGES
-        mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
-        write_number(steps, (it % SLOTS) * _STEP, END)
-        mbarrier.arrive(q_full.index(s), count=1)
-        mbarrier.arrive(do_full.index(s), count=1)
-        it += 1
-        turn += 1
-        item = gl.atomic_add(counter, 1)
-    mbarrier.wait(kv_empty, (turn & 1) ^ 1)
-    write_number(item_s, 0, STOP)
-    write_number(steps, (it % SLOTS) * _STEP, STOP)
-    mbarrier.arrive(k_full, count=1)
 
 
 @gluon.jit
@@ -241,7 +110,7 @@ def _compute(
         dk = gl.full([HALF, DP], 0.0, gl.float32, layout=dk_l)
         dv = gl.full([HALF, EP], 0.0, gl.float32, layout=dv_l)
         mbarrier.wait(q_full.index(it % STAGES), (it // STAGES) & 1)
-        kind = read_number(steps, (it % SLOTS) * _STEP)
+        kind = read_number(steps, (it % SLOTS) * STEP)
         k_w = rows_of(k_s, 0).slice(C * HALF, HALF, dim=0)
         s_next = warpgroup_mma(k_w, rows_of(q_s, it % STAGES).permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(v_full, turn & 1)
@@ -255,7 +124,7 @@ def _compute(
             k_w = k.slice(C * HALF, HALF, dim=0)
             v_w = rows_of(v_s, zero).slice(C * HALF, HALF, dim=0)
             q, do = rows_of(q_s, stage), rows_of(do_s, stage)
-            about = (it % SLOTS) * _STEP
+            about = (it % SLOTS) * STEP
             mbarrier.wait(do_full.index(stage), (it // STAGES) & 1)
             dp_next = warpgroup_mma(v_w, do.permute((1, 0)), none, use_acc=False, is_async=True)
             norm = gl.expand_dims(norm_s.index(stage).load(row_l), 0)
@@ -293,7 +162,7 @@ def _compute(
                 dq_next = _dq(k, ds_s.index(slot), C, DP)
             after = it + 1
             mbarrier.wait(q_full.index(after % STAGES), (after // STAGES) & 1)
-            kind = read_number(steps, (after % SLOTS) * _STEP)
+            kind = read_number(steps, (after % SLOTS) * STEP)
             s_next = warpgroup_mma(k_w, rows_of(q_s, after % STAGES).permute((1, 0)), none, use_acc=False, is_async=True)
             if DQ:
                 ds_full, ds_empty = ds_bars
@@ -355,7 +224,7 @@ def _write(dq_ptr, dq_s, steps, dq_bars, C: gl.constexpr, DP: gl.constexpr):
     mbarrier.wait(dq_full, 0)
     kind = read_number(steps, 0)
     while kind != STOP:
-        about = (it % SLOTS) * _STEP
+        about = (it % SLOTS) * STEP
         if kind != END:
             h, row, b = read_number(steps, about + 3), read_number(steps, about + 4), read_number(steps, about + 5)
             if DP >= 128:
@@ -366,7 +235,7 @@ def _write(dq_ptr, dq_s, steps, dq_bars, C: gl.constexpr, DP: gl.constexpr):
         mbarrier.arrive(dq_empty, count=1)
         it += 1
         mbarrier.wait(dq_full, it & 1)
-        kind = read_number(steps, (it % SLOTS) * _STEP)
+        kind = read_number(steps, (it % SLOTS) * STEP)
 
 
 @gluon.jit(do_not_specialize=_DYNAMIC)
@@ -393,7 +262,7 @@ def keys_kernel(
     plain: gl.constexpr = line if ALIGNED else gl.SwizzledSharedLayout(1, 1, 1, [0])
     norm_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], plain)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], plain)
-    steps, item_s = numbers(SLOTS * _STEP), numbers(_ITEM)
+    steps, item_s = numbers(SLOTS * STEP), numbers(ITEM)
     stores = (q_s, do_s, norm_s, delta_s, steps)
     kv_bars = (barriers(1, 1).index(0), barriers(1, 1).index(0), barriers(1, 2).index(0))
     bars = (barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2))
@@ -418,7 +287,7 @@ def keys_kernel(
                 ds_bars, (dq_full.index(1), dq_empty.index(1)),
                 1, MASK, SCORE, JOINT, True, BM, D, DP, E, EP, STAGES, DS, LAG,
             )),
-            (_walk, (
+            (walk, (
                 counter, items, q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, order, full, partial, q_side, kv_side,
                 rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, k_s, v_s, stores, item_s, kv_bars, bars,
                 PER_BATCH, PER_HEAD, ALIGNED, BM, STAGES,
@@ -439,7 +308,7 @@ def keys_kernel(
                 scale, first_b, first_h, k_s, v_s, given(None), given(None), stores, item_s, kv_bars, bars, given(None), given(None),
                 1, MASK, SCORE, JOINT, False, BM, D, DP, E, EP, STAGES, DS, LAG,
             )),
-            (_walk, (
+            (walk, (
                 counter, items, q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, order, full, partial, q_side, kv_side,
                 rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, k_s, v_s, stores, item_s, kv_bars, bars,
                 PER_BATCH, PER_HEAD, ALIGNED, BM, STAGES,
