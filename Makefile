@@ -33,8 +33,9 @@ test: lint ## style, types and the test suite (a covering sample of the large gr
 test-all: lint ## the same with the whole grids
 	$(RUN_TESTS) --whole-grid
 
-test-gpu: ## tests that need a GPU, with the Python and torch at hand: installs nothing
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+JOBS ?= 8
+test-gpu: ## tests that need a GPU, with the Python and torch at hand: installs nothing; JOBS processes, since most of the time is compiling
+	seq $(JOBS) | PYTHONPATH=src xargs -P $(JOBS) -I{} $(PYTHON) -m pytest -m gpu -q -p no:cacheprovider --part {}/$(JOBS)
 
 bench: install ## what can be measured without a GPU
 	$(BIN)/python bench/masks.py

@@ -24,9 +24,15 @@ collect_ignore = [] if find_spec("hypothesis") else _WITH_HYPOTHESIS.split()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole-grid", action="store_true", help="run every case of the large grids, not a covering sample")
+    parser.addoption("--part", metavar="I/N", help="of the selected tests run every N-th only, beginning with the I-th")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part = config.getoption("--part")
+    if part:
+        first, step = map(int, part.split("/"))
+        items[:] = items[first - 1 :: step]
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device: run `make test-gpu` on a machine that has one"))
