@@ -63,30 +63,34 @@ class Rates:
     causal: tuple[float, ...]
 
     @cached_property
-    def _tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, and picoseconds per query and unit of head dim for both kinds: linear between points, so that sums of rows are exact."""
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        """Keys [n], and picoseconds per query and unit of head dim for both kinds [2, n]: linear between points, so that sums of rows are
+        exact.
+        """
         keys = torch.tensor(self.keys, dtype=torch.float64)
-        full, causal = (4.0 * keys / torch.tensor(r, dtype=torch.float64) for r in (self.full, self.causal))
-        return keys, full, causal
+        return keys, 4.0 * keys / torch.tensor([self.full, self.causal], dtype=torch.float64)
 
     def seconds(self, keys: Tensor, edges: Tensor) -> Tensor:
         """Seconds per query row (of one head, per unit of head dim) that sees `keys` keys, `edges` of its tiles being partial ones.
 
         Up to one partial tile per row is what the causal table measured. Each further one computes half a tile in vain.
         """
-        at, full, causal = self._tables
-        share = edges.clamp(0, 1)
-        found = torch.lerp(_interpolated(keys, at, full), _interpolated(keys, at, causal), share)
-        tile = (full[-1] - full[-2]) / (at[-1] - at[-2]) * TILE
-        return (found + (edges - 1).clamp(min=0) * tile / 2) * 1e-12
+        at, table = self._tables
+        full, causal = _interpolated(keys, at, table)
+        found = torch.lerp(full, causal, edges.clamp(0, 1))
+        tile = float(table[0, -1] - table[0, -2]) / float(at[-1] - at[-2]) * TILE
+        return (found + (edges - 1).clamp(min=0) * (tile / 2)) * 1e-12
 
 
-def _interpolated(x: Tensor, at: Tensor, value: Tensor) -> Tensor:
-    """Linear between the points and beyond them; before the first, never below the line from it to half its height at 0."""
-    i = torch.searchsorted(at, x.contiguous()).clamp(1, len(at) - 1)
-    slope = (value[i] - value[i - 1]) / (at[i] - at[i - 1])
-    least = value[0] * (0.5 + 0.5 * x / at[0]) * ((x > 0) & (x < at[0]))
-    return torch.maximum(value[i - 1] + slope * (x - at[i - 1]), least)
+def _interpolated(x: Tensor, at: Tensor, values: Tensor) -> Tensor:
+    """Both rows of values [2, n] at x: linear between the points and beyond them; before the first, never below the line from it to half
+    its height at 0.
+    """
+    i = torch.searchsorted(at, x.contiguous()).clamp_(1, len(at) - 1)
+    before = values[:, i - 1]
+    found = before + (values[:, i] - before) * ((x - at[i - 1]) / (at[i] - at[i - 1]))
+    share = (0.5 + 0.5 * x / at[0]) * ((x > 0) & (x < at[0]))
+    return torch.maximum(found, values[:, 0].view(2, *[1] * x.ndim) * share)
 
 
 @dataclass(frozen=True, kw_only=True)

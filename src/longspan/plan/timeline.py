@@ -91,12 +91,14 @@ class _Simulation:
         self.slow = _per_rank(work, conditions.stragglers)
         self.link = _per_rank(work, conditions.slow_links)
         self.zero = torch.zeros(len(work.rank), dtype=torch.float64)
+        self.fetch = self._exchange(work.received, work.sent, work.key_bytes)
 
     def run(self, *, backward: bool) -> Pass:
         work = self.work
         seconds = self._compute(backward)
-        fetch = self._exchange(work.received, work.sent, work.key_bytes)
-        home = self._exchange(work.sent, work.received, work.key_bytes * work.shape.grad_element / work.shape.element)
+        fetch, home = self.fetch, self.fetch
+        if backward:
+            home = self._exchange(work.sent, work.received, work.key_bytes * work.shape.grad_element / work.shape.element)
         before, after = self._turns(backward)
         compute, travel, back = torch.zeros(3, 2, *seconds.shape, dtype=torch.float64)
         free = before.clone()  # when the exchanges' stream is free: they follow each other in the order in which they are begun
