@@ -139,7 +139,8 @@ def consider(
         for i, one in enumerate(laid[ranks]):
             if i and strategy == "auto" and (s.moves == "allgather" or one.candidate.evaluation.imbalance > 2 * BALANCED):
                 continue  # never faster than what is looked at
-            options += [_estimate(s, one, count, mesh, shape, cluster) for count in rounds[0]]
+            # Stages are compared with the preferred layout; other layouts are measured against it at the first count.
+            options += [_estimate(s, one, count, mesh, shape, cluster) for count in (rounds[0] if not i else rounds[0][:1])]
         if rounds[1]:
             best = _ordered([o for o in options if o.strategy is s], None)[0]
             one = next(x for x in laid[ranks] if x.candidate is best.candidate)

@@ -114,7 +114,7 @@ class _Search:
             self._improve(structure, self.found[:1])
         counts = units_per_rank(self.units, self.ranks)
         starts = []
-        for variant in range(max(2, min(6, 64 // self.ranks))):
+        for variant in range(max(2, min(4, 64 // self.ranks))):
             for share in AIMS:
                 owner, easy = lead_and_fill(structure, counts, share * MARGIN * (self.limit - 1), variant)
                 if nearly and not easy:
