@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import longspan as ls
 from longspan.kernels.registry import KernelRefused
+from longspan.testing import oracle
 
 
 def test_the_kernels_compile_for_hopper_without_one() -> None:
@@ -30,6 +32,53 @@ def test_another_device_is_refused_with_the_reason() -> None:
         ls.attention(q, q, q, mask=ls.causal(), kernel="hopper")
 
 
+def on_hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [128, 96, 64])
+def test_tables_by_query_by_key_by_both_and_one_number_get_their_gradients(dim: int) -> None:
+    on_hopper()
+    tables = [torch.randn(n, device="cuda", requires_grad=True) for n in (300, 300, 600, 1)]
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return s * tables[3][0] + tables[0][q] + 2 * tables[1][kv] + tables[2][q - kv + 300]
+
+    given = [torch.randn(2, h, 300, dim, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2)]
+    grad = torch.randn(2, 4, 300, dim, device="cuda")
+    got = torch.autograd.grad(
+        ls.attention(*given, mask=ls.causal(), score_mod=score, kernel="hopper"), tables, grad.to(torch.bfloat16), retain_graph=False
+    )
+    want = torch.autograd.grad(oracle(*given, mask=ls.causal(), score_mod=score), tables, grad.double())
+    for a, b in zip(got, want, strict=True):
+        assert float((a.double() - b).norm() / b.norm()) < 2e-2
+
+
+@pytest.mark.gpu
+def test_a_query_whose_head_dim_is_not_innermost_and_outputs_that_follow_it() -> None:
+    on_hopper()
+    q = torch.randn(1, 2, 64, 300, device="cuda", dtype=torch.bfloat16).transpose(2, 3)
+    k, v = torch.randn(2, 1, 2, 300, 64, device="cuda", dtype=torch.bfloat16)
+    out = ls.attention(q, k, v, mask=ls.causal(), kernel="hopper")
+    want = oracle(q, k, v, mask=ls.causal())
+    assert out.stride() == q.stride() and float((out.double() - want).norm() / want.norm()) < 1e-2
+
+
+@pytest.mark.gpu
+def test_in_fixed_order_every_run_gives_the_same_bits() -> None:
+    on_hopper()
+    given = [torch.randn(1, h, 1000, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, 2, 2)]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        out = ls.attention(*given, mask=ls.causal(), kernel="hopper")
+        runs = [torch.autograd.grad(out.sum(), given, retain_graph=True) for _ in range(20)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dtype", "dim", "reason"),
@@ -37,8 +86,7 @@ def test_another_device_is_refused_with_the_reason() -> None:
     ids=["float32", "odd dim"],
 )
 def test_what_it_cannot_do_is_refused_and_auto_does_it(dtype: torch.dtype, dim: int, reason: str) -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
+    on_hopper()
     q = torch.randn(1, 2, 130, dim, device="cuda", dtype=dtype)
     with pytest.raises(KernelRefused, match=reason):
         ls.attention(q, q, q, mask=ls.causal(), kernel="hopper")

@@ -40,7 +40,7 @@ def kernel_named(name: str) -> Kernel:
         return TritonKernel()
     if name == "hopper":
         if not has_gluon():
-            raise KernelRefused("kernel 'hopper' needs Triton 3.6 or later: pip install 'longspan[triton]', or use kernel='auto'")
+            raise KernelRefused("kernel 'hopper' needs Gluon as Triton 3.6 has it: pip install 'longspan[triton]', or use kernel='auto'")
         from longspan.kernels.hopper import HopperKernel
 
         return HopperKernel()
@@ -58,7 +58,14 @@ def has_triton() -> bool:
 
 @cache
 def has_gluon() -> bool:
-    return has_triton() and find_spec("triton.experimental.gluon") is not None
+    """Whether the Hopper kernels can be imported: Gluon is experimental, and they need names of it that are not public."""
+    if not has_triton():
+        return False
+    try:
+        import longspan.kernels.hopper  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def choose(

@@ -69,8 +69,9 @@ def _weigh(
         # Keys past the end are garbage that must not count in dQ, nor queries past the end in dK and dV.
         valid = (cols < left) & (keys < kv_left)
         if MASK is not None:
-            # Within whole runs positions need not go on: there the mask is not asked.
-            valid = valid & (MASK(at_b, h, pos + cols, kv_pos + keys, mask_captured, mask_sizes) | (kind == SHORT))
+            # Within whole runs positions need not go on: there the mask is not asked, and is given positions that exist.
+            known = gl.where(kind == SHORT, 0, pos)
+            valid = valid & (MASK(at_b, h, known + cols, kv_pos + keys, mask_captured, mask_sizes) | (kind == SHORT))
         p = gl.where(valid, p, 0.0)
     slope = p
     if SCORE is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
+import triton
 from torch import Tensor
 
 from longspan.kernels.hopper.config import has_backward
@@ -17,6 +19,13 @@ from longspan.masks.table import BlockTable
 
 HOPPER = (9, 0)
 TILE = 128
+# Gluon is experimental: what its barriers promise, and private names that are needed, may change from version to version.
+TESTED = ((3, 6),)
+
+
+@cache
+def triton_version() -> tuple[int, ...]:
+    return tuple(int(n) for n in triton.__version__.split(".")[:2])
 
 
 class HopperKernel(TritonKernel):
@@ -34,6 +43,10 @@ class HopperKernel(TritonKernel):
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
         if interpreted():
             return "TRITON_INTERPRET=1 is set: the interpreter has no Gluon"
+        if triton_version() not in TESTED:
+            return (
+                f"Triton {'.'.join(map(str, triton_version()))}: it was tested with {', '.join('.'.join(map(str, v)) for v in TESTED)} only"
+            )
         if not q.is_cuda:
             return f"tensors on {q.device}: it needs a Hopper GPU"
         if capability(q.device) != HOPPER:
@@ -58,7 +71,9 @@ class HopperKernel(TritonKernel):
         in_place = old is not None and not final
         result = old if in_place else empty_state(q, v.shape[-1], q.dtype if final else torch.float32, peak=peak)
         assert result is not None
-        if not in_place and not (launch.facts(work.q_tiles).covers and bool((work.table.tiles_per_row > 0).all())):
+        if result.out.stride(3) != 1 or (old is not None and old.out.stride(3) != 1):  # as that of a query whose head dim is not innermost
+            return super().forward(q, k, v, work, state=state, final=final, peak=peak)
+        if not in_place and not (launch.facts(work.q_tiles).covers and launch.busy_rows(work.table) == work.table.rows):
             prefill(result, old)
         HopperCall(streamable(q), streamable(k), streamable(v), work, capability=HOPPER, config=None).forward(result, old)
         return result

@@ -87,7 +87,8 @@ class HopperCall(Call):
             if tensors[8] is not None:
                 tiles[8] = partial(described, rows=_PART, columns=_PART)
             rows = q.shape[0] * q.shape[1] * q.shape[2]
-            aligned = launch.facts(self.work.q_tiles).aligned and q.shape[2] % 4 == 0 and rows < 2**31
+            begins = all(t is not None and t.data_ptr() % 16 == 0 for t in tensors[4:6])
+            aligned = begins and launch.facts(self.work.q_tiles).aligned and q.shape[2] % 4 == 0 and rows < 2**31
             if aligned:
                 tiles[4] = tiles[5] = partial(line, size=step.m)
             known = {**known, "ALIGNED": aligned}

@@ -192,16 +192,16 @@ def _scatter(e: Emitter, grad: Value, at: Value | None, target: str) -> None:
     """Add a tile's gradient into a buffer, summed first along every dim that the index does not depend on."""
     tile = e.hold(Value(text=f"tl.where(valid, {e.as_tile(grad, 'grad')}, 0.0)", type="float32"))
     dims = at.dims if at else frozenset()
-    text = tile.text
+    text, where, mask = tile.text, f"{target} + {at.text}" if at else target, ""
     if not dims:
         text = f"tl.sum(tl.sum({text}, axis=1), axis=0)"
-    elif dims != {"q", "kv"}:
-        text = f"tl.sum({text}, axis={1 if 'q' in dims else 0}, keep_dims=True)"
-    where = f"{target} + {at.text}" if at else target
-    if dims != {"q", "kv"}:
-        e.lines.append(f'tl.atomic_add({where}, {text}, sem="relaxed")')
+    elif dims == {"q", "kv"}:
+        mask = ", mask=valid"
     else:
-        e.lines.append(f'tl.atomic_add({where}, {text}, mask=valid, sem="relaxed")')
+        # As vectors: a tile of one row or column may lie in registers more than once (Gluon keeps layouts), and atomics add every copy.
+        axis = 1 if "q" in dims else 0
+        text, where = f"tl.sum({text}, axis={axis})", f"{target} + tl.sum({at.text}, axis={axis})"  # type: ignore[union-attr]
+    e.lines.append(f'tl.atomic_add({where}, {text}{mask}, sem="relaxed")')
 
 
 @lru_cache(maxsize=1024)

@@ -169,6 +169,16 @@ def start_order(table: BlockTable, shared: int) -> Tensor:
     return torch.argsort(work.flatten(), descending=True, stable=True).int()
 
 
+_busy: WeakKeyDictionary[BlockTable, int] = WeakKeyDictionary()
+
+
+def busy_rows(table: BlockTable) -> int:
+    """How many rows of a table have any tile. They come first in `start_order`."""
+    if table not in _busy:
+        _busy[table] = int((table.tiles_per_row > 0).sum())
+    return _busy[table]
+
+
 _tables: WeakKeyDictionary[BlockTable, dict[Hashable, DeviceTable]] = WeakKeyDictionary()
 
 

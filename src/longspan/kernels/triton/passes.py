@@ -81,6 +81,7 @@ class Call:
     ) -> None:
         work = self.work
         key: Hashable = (
+            type(self),
             which,
             self.q.device,
             self._given,
@@ -169,7 +170,7 @@ class Call:
         per_batch, per_head = table.batch > 1, table.heads > 1
         rows = table.q_tiles * table.batch * (heads if per_head else 1)
         if busy_only:
-            rows = int((table.tiles_per_row > 0).sum())
+            rows = launch.busy_rows(table)
         walked = k.shape[2] if by_query else q.shape[2] * shared
         head_bytes = table.batch * walked * (d + e) * q.element_size()
         programs = rows * (m_subs if by_query else n_subs)
