@@ -5,8 +5,8 @@
 B 1, bfloat16, whole sequences: every query against every key, and causal. Kernels are called through the protocol, forward and backward
 apart; `stage` is a forward that folds a full rectangle into a float32 state, as a stage of many does. Times are of the device, medians.
 TFLOP/s: 4·D per pair and head (2·D + 2·E where dims differ), 2.5 times that backward. Errors are the largest difference of out, and of dq,
-to float32 on 64 rows. At the end, rows for the table SHIPPED of `longspan.kernels.choice`: where a kernel beats the default one (hopper
-where it can, else triton) by more than 3 % at a length and at every longer one. `longspan calibrate --kernels` does so on any machine.
+to float32 on 64 rows. At the end, rows for the table SHIPPED of `longspan.kernels.choice`: where a kernel beats triton by
+more than 3 % at a length and at every longer one. `longspan calibrate --kernels` does so on any machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton
 from torch import Tensor
 
 from gpu_kernels import Clock
-from longspan.cli.contest import KERNELS, rectangle
+from longspan.cli.contest import DEFAULT, KERNELS, rectangle
 from longspan.kernels.choice import Faster, Timing, winners
 from longspan.kernels.protocol import Kernel, State, Work
 from longspan.kernels.registry import kernel_named
@@ -101,8 +101,7 @@ def found_faster(rows: list[dict[str, Any]]) -> list[Faster]:
                backward=r["backward_ms"])
         for r in rows if r["refused"] is None
     ]  # fmt: skip
-    default = "hopper" if any(t.kernel == "hopper" for t in timed) else "triton"
-    return winners(timed, default, torch.cuda.get_device_capability())
+    return winners(timed, DEFAULT, torch.cuda.get_device_capability())
 
 
 def pair(text: str) -> tuple[int, int]:

@@ -98,8 +98,6 @@ def choose(
     # Partial results in half precision are rounded where they leave these kernels: one call only, and nothing to fold it into.
     alone = not (more or staged or peak)
     candidates = [_measured_faster(q, v, work, backward=backward)] if alone else []
-    # What was measured and compared with the reference there so far: forward passes of whole calls.
-    candidates += ["hopper"] if has_gluon() and alone and not backward else []
     candidates += ["triton"] if has_triton() else []
     for candidate in candidates:
         if candidate is not None and _refusal(kernel_named(candidate), q, k, v, pieces) is None:

@@ -75,7 +75,7 @@ class HopperKernel(TritonKernel):
             return super().forward(q, k, v, work, state=state, final=final, peak=peak)
         if not in_place and not (launch.facts(work.q_tiles).covers and launch.busy_rows(work.table) == work.table.rows):
             prefill(result, old)
-        HopperCall(streamable(q), streamable(k), streamable(v), work, capability=HOPPER, config=None).forward(result, old)
+        HopperCall(streamable(q), streamable(k), streamable(v), work, capability=HOPPER, config=None).forward(result, old, busy_only=True)
         return result
 
     def backward(

@@ -28,7 +28,7 @@ _PART = 64  # rows and columns of dQ that go to memory at once
 class HopperCall(Call):
     """The tensors of one call, each as the copy engine can read it. Its methods launch."""
 
-    def forward(self, result: State, old: State | None, *, busy_only: bool = True) -> None:
+    def forward(self, result: State, old: State | None, *, busy_only: bool) -> None:
         """Fill the rows of `result` that see something, folding `old` in; they may be the same."""
         before = (None, None, None) if old is None else (old.out, old.lse, old.peak)
         tensors = (self.q, self.k, self.v, result.out, result.lse, result.peak, *before, self._counter())

@@ -7,7 +7,6 @@ that lives.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -208,25 +207,6 @@ def pack_captured(tensors: Sequence[Tensor], spare: Tensor) -> tuple[Tensor, ...
 
 def _packed(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else computable(tensor)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Captured:
-    """What programs read, as kernel arguments."""
-
-    mask: tuple[Tensor, ...]
-    mask_sizes: tuple[int, ...]
-    score: tuple[Tensor, ...]
-    score_sizes: tuple[int, ...]
-
-
-def captured(work: Work, spare: Tensor) -> Captured:
-    return Captured(
-        mask=pack_captured(work.mask_captured, spare),
-        mask_sizes=pack_sizes(work.mask_captured),
-        score=pack_captured(work.score_captured, spare),
-        score_sizes=pack_sizes(work.score_captured),
-    )
 
 
 def options(work: Work, dtype: torch.dtype) -> codegen.Options:
