@@ -47,6 +47,20 @@ def test_documents_by_ids_in_any_order_with_padding() -> None:
     assert torch.equal(got, (two[:, :, None] == two[:, None, :]) & (two[:, :, None] >= 0))
 
 
+@pytest.mark.parametrize(
+    "ids",
+    [[4, 4, 4, 0, 0, 9, 9, 9, 9, 2, 2], [-1, 4, 4, 0, 0, -1, -1, 9, 9, 9, -1], [0, 0, -1, -1, 0, 1, 1, 1, 2, -1, -3], [-1] * 11],
+    ids=["stretches", "padding between", "padding within a document", "padding alone"],
+)
+@pytest.mark.parametrize("other", [ls.full(), ls.causal(), ls.sliding_window(4), ls.sliding_window(2, 3)], ids=str)
+def test_documents_in_stretches_are_told_by_their_ends(ids: list[int], other: ls.Mask) -> None:
+    token = torch.tensor(ids)
+    same = (token[:, None] == token[None, :]) & (token >= 0)[:, None]
+    for mask in (other & ls.documents(ids=token), (ls.documents(ids=token) & ls.full()) & other):
+        assert torch.equal(dense(mask, 1, 1, 11, 11)[0, 0], same & dense(other, 1, 1, 11, 11)[0, 0])
+        assert torch.equal(dense(~mask, 1, 1, 11, 11)[0, 0], ~(same & dense(other, 1, 1, 11, 11)[0, 0]))
+
+
 def test_documents_by_lengths_flat_and_per_batch_row() -> None:
     ids = torch.tensor([0, 0, 0, 1, 2, 2])
     for lengths in ([3, 1, 2], torch.tensor([3, 1, 2]), [3, 0, 1, 2]):

@@ -90,7 +90,7 @@ def test_masks_are_kept_too() -> None:
     for seed in range(3):
         mask = ls.causal() & ls.documents(ids=torch.randint(0, 3, (8,), generator=torch.Generator().manual_seed(seed)).sort().values)
         traced = cache.trace(mask, "mask", score_dtype=torch.float32)
-        assert traced.sources[0] is mask.b.ids
+        assert traced.sources[0] is mask.b.first
     assert cache.hits == 2
     assert ls.sliding_window(3).traced.program.key != ls.sliding_window(4).traced.program.key
 

@@ -7,7 +7,7 @@ tracer call it) and for index tensors that broadcast. Masks are immutable values
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from longspan.masks.block_mask import ListedMask, mask_mod_of_block_mask, table_of_block_mask
 from longspan.masks.classify import classify
-from longspan.masks.documents import document_ids, renumbered
+from longspan.masks.documents import bounds, document_ids, renumbered
 from longspan.masks.table import BlockTable
 from longspan.masks.trace_cache import traces
 from longspan.masks.tracing import Traced, mod_name
@@ -50,7 +50,12 @@ class Extent:
 
 
 class Mask:
-    """Which (query, key) pairs exist. Build one with `full`, `causal`, `sliding_window`, `documents`, `prefix` or `mask_mod`."""
+    """Which (query, key) pairs exist. Build one with `full`, `causal`, `sliding_window`, `documents`, `prefix` or `mask_mod`.
+
+    `looks_back`: no query sees a key after it, as far as the mask's form tells.
+    """
+
+    looks_back = False
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         raise NotImplementedError
@@ -58,6 +63,10 @@ class Mask:
     @property
     def extent(self) -> Extent:
         return Extent()
+
+    def beside_causal(self) -> Mask:
+        """A mask that agrees with this one on keys that are not after their query, and is cheaper to ask."""
+        return self
 
     def __and__(self, other: Any) -> Mask:
         return And(self, as_mask(other)) if _is_mask_like(other) else NotImplemented
@@ -130,6 +139,8 @@ class Full(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Causal(Mask):
+    looks_back = True
+
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return q_idx >= kv_idx
 
@@ -145,18 +156,30 @@ class SlidingWindow(Mask):
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx - kv_idx < self.left) & (kv_idx - q_idx <= self.right)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "looks_back", self.right == 0)
+
     def __str__(self) -> str:
         return f"sliding_window({self.left}, {self.right})"
 
 
 @dataclass(frozen=True, eq=False)
 class Documents(Mask):
-    """`ids` [S] or [B, S]; `real`, if there is padding, is False where a token attends to and is seen by nothing."""
+    """`ids` [S] or [B, S]; `real`, if there is padding, is False where a token attends to and is seen by nothing.
+
+    Where documents are stretches of tokens, `first` and `end` of each query's are looked up: kernels hold fewer queries than keys, and
+    need not look keys up at all. Beside a causal mask `end` is None: no query sees what comes after its document.
+    """
 
     ids: Tensor
     real: Tensor | None
+    first: Tensor | None = None
+    end: Tensor | None = None
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        if self.first is not None:
+            begun = kv_idx >= self._at(self.first, b, q_idx)
+            return begun if self.end is None else begun & (kv_idx < self._at(self.end, b, q_idx))
         same = self._at(self.ids, b, q_idx) == self._at(self.ids, b, kv_idx)
         if self.real is None:
             return same
@@ -166,6 +189,9 @@ class Documents(Mask):
     def _at(table: Tensor, b: Tensor, i: Tensor) -> Tensor:
         table = _near(table, i)
         return table[i] if table.ndim == 1 else table[b, i]
+
+    def beside_causal(self) -> Mask:
+        return replace(self, end=None)
 
     @property
     def extent(self) -> Extent:
@@ -244,11 +270,23 @@ class _Pair(Mask):
         return f"({self.a} {self.sign} {self.b})"
 
 
+@dataclass(frozen=True, eq=False)
 class And(_Pair):
+    """`asked`: both masks, each as cheap as the other one allows."""
+
     sign = "&"
+    asked: tuple[Mask, Mask] = field(init=False, repr=False)
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return self.a(b, h, q_idx, kv_idx) & self.b(b, h, q_idx, kv_idx)
+        return self.asked[0](b, h, q_idx, kv_idx) & self.asked[1](b, h, q_idx, kv_idx)
+
+    def __post_init__(self) -> None:
+        asked = tuple(x.beside_causal() if y.looks_back else x for x, y in ((self.a, self.b), (self.b, self.a)))
+        object.__setattr__(self, "asked", asked)
+        object.__setattr__(self, "looks_back", self.a.looks_back or self.b.looks_back)
+
+    def beside_causal(self) -> Mask:
+        return And(self.a.beside_causal(), self.b.beside_causal())
 
 
 class Or(_Pair):
@@ -307,11 +345,16 @@ def documents(
         raise TypeError("documents: give either lengths or ids")
     if ids is None:
         assert lengths is not None
-        return Documents(*renumbered(document_ids(lengths)))
+        return _documents(document_ids(lengths))
     tensor = ids if isinstance(ids, Tensor) else torch.tensor(ids)
     if tensor.dtype.is_floating_point or tensor.dtype == torch.bool or tensor.ndim not in (1, 2) or tensor.numel() == 0:
         raise ValueError(f"documents: ids must be integers of shape [S] or [B, S], got {tensor.dtype} of shape {tuple(tensor.shape)}")
-    return Documents(*renumbered(tensor))
+    return _documents(tensor)
+
+
+def _documents(ids: Tensor) -> Documents:
+    ids, real = renumbered(ids)
+    return Documents(ids, real, *(bounds(ids, real) or (None, None)))
 
 
 def prefix(length: int | Tensor | Sequence[int]) -> Mask:

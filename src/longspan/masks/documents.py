@@ -1,8 +1,8 @@
-"""Document ids: from lengths, and renumbered so that equal stays equal and intervals stay tight."""
+"""Document ids: from lengths, renumbered so that equal stays equal and intervals stay tight, and where documents begin and end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -59,3 +59,34 @@ def _renumber_row(ids: Tensor) -> tuple[Tensor, Tensor]:
     order = torch.arange(len(values), device=ids.device)
     before = torch.where(values >= 0, order, 0).cummax(0).values
     return first[which][before][run].int(), real
+
+
+def bounds(ids: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """(first, end) of each token's document, int32 like ids: it is tokens first … end − 1. Of padding S and 0, between which nothing is.
+
+    None where some document is not one stretch of tokens. Ids and real: as `renumbered` gives them.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    rows = ids.reshape(-1, ids.shape[-1])
+    flags: Iterable[Tensor | None] = [None] * len(rows) if real is None else real.reshape(rows.shape)
+    found = [_bounds_of_row(row, flag) for row, flag in zip(rows, flags, strict=True)]
+    if any(row is None for row in found):
+        return None
+    first, end = (torch.stack(column).reshape(ids.shape) for column in zip(*(row for row in found if row is not None), strict=True))
+    return first, end
+
+
+def _bounds_of_row(ids: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    starts = torch.ones_like(ids, dtype=torch.bool)
+    starts[1:] = ids[1:] != ids[:-1]
+    if real is not None:
+        starts[1:] |= real[1:] != real[:-1]
+    begin = starts.nonzero()[:, 0].int()
+    kept = ids[starts] if real is None else ids[starts & real]
+    if len(torch.unique(kept)) != len(kept):
+        return None
+    run = starts.cumsum(0) - 1
+    last = torch.cat([begin[1:], begin.new_full((1,), len(ids))])
+    first, end = begin[run], last[run]
+    return (first, end) if real is None else (torch.where(real, first, len(ids)), torch.where(real, end, 0))
