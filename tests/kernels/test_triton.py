@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,12 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 # ruff: noqa: E402
+from triton.runtime.errors import OutOfResources
+
 from longspan.kernels.protocol import State, Tiling, Work
 from longspan.kernels.triton import Config, Tile, TritonKernel, codegen, launch
 from longspan.kernels.triton.interpreter import interpreted, quiet
+from longspan.kernels.triton.prepared import Prepared
 from longspan.masks.joint import joint_of
 from longspan.masks.table import BlockTable
 from longspan.masks.tracing import trace
@@ -480,6 +484,28 @@ def test_the_compiler_accepts_what_the_interpreter_runs() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_program_that_does_not_fit_is_launched_with_fewer_stages() -> None:
+    tried = []
+
+    class Large:
+        arg_names = ("x",)
+
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            def launch(x: Any, *, num_warps: int, num_stages: int) -> str:
+                tried.append(num_stages)
+                if num_stages > 2:
+                    raise OutOfResources(300_000, 232_448, "shared memory")
+                return "compiled"
+
+            return launch
+
+    launch = Prepared(
+        kernel=Large(), options={"num_warps": 4, "num_stages": 4}, programs=1, device=torch.device(DEVICE), described={}, known={}
+    )
+    launch([torch.zeros(1)], {})
+    assert tried == [4, 3, 2]
 
 
 def test_equal_programs_share_one_function() -> None:

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from longspan.kernels.triton.interpreter import interpreted, quiet
 from longspan.masks.table import BlockTable
@@ -71,10 +72,23 @@ class Prepared:
         known = {**self.known, **{name: changing[name] for name in _CHANGING if name in changing}}
         arguments = [*self._pointers(tensors), *(known[name] for name in names[len(tensors) :])]
         with quiet() if interpreted() else torch.cuda.device(self.device):
-            compiled = self.kernel[(self.programs,)](*arguments, **self.options)
+            compiled = self._launched(arguments)
         self._places = {name: i for i, name in enumerate(names) if name in _CHANGING}
         self._fixed = [None] * len(tensors) + [_address(a) for a in arguments[len(tensors) :]]
         self._compiled = compiled
+
+    def _launched(self, arguments: list[Any]) -> Any:
+        """Launch, with fewer stages in flight where a program needs more shared memory than there is: what a score program looks up by
+        query and key lies in every stage.
+        """
+        while True:
+            try:
+                return self.kernel[(self.programs,)](*arguments, **self.options)
+            except OutOfResources:
+                stages = self.options.get("num_stages", 1)
+                if stages == 1:
+                    raise
+                self.options = {**self.options, "num_stages": stages - 1}
 
 
 def _rebased(descriptor: Any, tensor: Tensor) -> Any:
