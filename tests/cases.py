@@ -130,19 +130,23 @@ def results(fn: Callable[[], tuple[Tensor, Tensor]], given: Inputs, captured: li
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(wanted, zeros, strict=True))}
 
 
+FEW = 16
+
+
 def check_against_oracle(
     case: Case, kernel: str, dtype: torch.dtype, device: str = "cpu", *, through_lse: bool = False, batch: int = 2
 ) -> None:
     """Every result within twice the error of the dense computation in the same dtype.
 
-    Where that error is nothing, as it is for a single key, two roundings remain: of the terms that cancel in a score's gradient,
-    in float32 (float64), which add up at random in what is summed over rows, and of the result to its own dtype.
+    Where that error is nothing, as it is for a single key, two roundings remain: of the products that cancel in a score's gradient,
+    in float32 (float64), which add up at random in what is summed over rows, and of the result to its own dtype. Of a handful of
+    numbers one draw says little about how large errors are: there two more are asked.
     """
     given = inputs(case, dtype, device, batch=batch)
     mask = masks(case.length, device)[case.mask]
     score_mod, captured = score_mods(case.length, HEADS[case.heads][0], device, state_dtype(dtype))[case.score]
 
-    def by_oracle(dtype: torch.dtype) -> dict[str, Tensor]:
+    def by_oracle(dtype: torch.dtype, given: Inputs = given) -> dict[str, Tensor]:
         score_mod, captured = score_mods(case.length, HEADS[case.heads][0], device, state_dtype(dtype))[case.score]
         call = lambda: oracle(given.q, given.k, given.v, mask=mask, score_mod=score_mod, return_lse=True, dtype=dtype)
         return results(call, given, captured, through_lse=through_lse)
@@ -152,7 +156,15 @@ def check_against_oracle(
     got = results(call, given, captured, through_lse=through_lse)
     wide = state_dtype(dtype)
     values = given.v.detach().repeat_interleave(given.q.shape[1] // given.v.shape[1], 1).to(wide)
-    terms = float((given.grad_out.to(wide) @ values.transpose(-1, -2)).abs().max())
+    terms = float((given.grad_out.to(wide).abs() @ values.abs().transpose(-1, -2)).max())
+
+    def dense_error(name: str, seeds: Sequence[int] = ()) -> float:
+        found = [(dense[name].double() - right[name])[torch.isfinite(right[name])]]
+        for seed in seeds:
+            other = inputs(case, dtype, device, batch=batch, seed=seed)
+            found.append(by_oracle(dtype, other)[name].double() - by_oracle(torch.float64, other)[name])
+        return max(float(errors.abs().max()) for errors in found)
+
     for name, want in right.items():
         have = got[name].double()
         finite = torch.isfinite(want)
@@ -162,7 +174,9 @@ def check_against_oracle(
             continue
         size = float(want[finite].abs().max())
         error = float((have - want)[finite].abs().max())
-        budget = 2 * float((dense[name].double() - want)[finite].abs().max())
         summed = (batch * given.q.shape[1] * case.length) ** 0.5 if name.startswith("captured") else 1.0
-        budget += 2 * torch.finfo(wide).eps * max(terms * summed, size) + torch.finfo(got[name].dtype).eps * size
+        rounding = 2 * torch.finfo(wide).eps * max(terms * summed, size) + torch.finfo(got[name].dtype).eps * size
+        budget = 2 * dense_error(name) + rounding
+        if error > budget and want.numel() <= FEW:
+            budget = 2 * dense_error(name, seeds=(1, 2)) + rounding
         assert error <= budget, f"{case} {kernel} {name}: error {error:.2e}, budget {budget:.2e}"
