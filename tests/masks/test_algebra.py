@@ -61,6 +61,14 @@ def test_documents_in_stretches_are_told_by_their_ends(ids: list[int], other: ls
         assert torch.equal(dense(~mask, 1, 1, 11, 11)[0, 0], ~(same & dense(other, 1, 1, 11, 11)[0, 0]))
 
 
+def test_deep_conjunctions_stay_small() -> None:
+    mask = ls.causal() & ls.documents(lengths=[3, 5, 3])
+    for n in range(40):
+        mask = mask & ls.sliding_window(4 + n)
+    assert len(pickle.dumps(mask)) < 100_000
+    assert torch.equal(dense(mask, 1, 1, 11, 11), dense(ls.documents(lengths=[3, 5, 3]) & ls.sliding_window(4), 1, 1, 11, 11))
+
+
 def test_documents_by_lengths_flat_and_per_batch_row() -> None:
     ids = torch.tensor([0, 0, 0, 1, 2, 2])
     for lengths in ([3, 1, 2], torch.tensor([3, 1, 2]), [3, 0, 1, 2]):

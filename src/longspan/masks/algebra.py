@@ -286,7 +286,7 @@ class And(_Pair):
         object.__setattr__(self, "looks_back", self.a.looks_back or self.b.looks_back)
 
     def beside_causal(self) -> Mask:
-        return And(self.a.beside_causal(), self.b.beside_causal())
+        return self if self.looks_back else And(self.a.beside_causal(), self.b.beside_causal())
 
 
 class Or(_Pair):
