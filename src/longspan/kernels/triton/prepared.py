@@ -84,9 +84,9 @@ class Prepared:
         while True:
             try:
                 return self.kernel[(self.programs,)](*arguments, **self.options)
-            except OutOfResources:
+            except OutOfResources as error:
                 stages = self.options.get("num_stages", 1)
-                if stages == 1:
+                if stages == 1 or error.name != "shared memory":
                     raise
                 self.options = {**self.options, "num_stages": stages - 1}
 
