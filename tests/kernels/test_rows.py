@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from longspan.kernels.rows import add_rows_, copy_rows_, row_lists
+pytest.importorskip("triton")
+
+from longspan.kernels.rows import add_last_rows, add_rows_, copy_rows_, row_lists, split_rows
+from longspan.kernels.triton.interpreter import interpreted, quiet
+from longspan.kernels.triton.rows import last_rows_kernel
 
 
 def test_rows_come_home_in_order() -> None:
@@ -26,3 +31,29 @@ def test_copies_are_exact_whatever_the_strides() -> None:
         out = torch.zeros(7, 2, 3, dim + 4)
         copy_rows_(out[..., :dim], x.permute(2, 0, 1, 3))
         assert torch.equal(out[..., :dim], x.permute(2, 0, 1, 3)) and not out[..., dim:].any()
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_last_rows_go_straight_to_keys_and_values(per_row: bool, device: str) -> None:
+    torch.manual_seed(0)
+    batch, groups, length, dims = 2, 3, 11, (24, 40)
+    rows = batch * length if per_row else length
+    width = groups * sum(dims) * (1 if per_row else batch)
+    home, back = torch.randn(rows, width).to(device), torch.randn(7, width, dtype=torch.bfloat16).to(device)
+    parts = [torch.tensor([3, 4, 5]), torch.tensor([9, 0, 4]), torch.tensor([4])]
+    lists = tuple(t.to(device) for t in row_lists(parts, rows))
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # the interpreter does not round as a device does
+    k, v, want_k, want_v = (torch.empty(batch, groups, length, d, dtype=dtype, device=device) for d in (*dims, *dims))
+    summed = home.clone()
+    add_rows_(summed, back, parts, lists)  # type: ignore[arg-type]
+    split_rows(summed, want_k, want_v, per_row=per_row)
+    if device == "cpu" and interpreted():
+        with quiet():
+            last_rows_kernel[rows, 1](
+                home, back, *lists, k, v, k.stride()[:3], v.stride()[:3], length, groups, width, D=dims[0], WIDE=sum(dims), PER_ROW=per_row,
+                BLOCK=512,
+            )  # fmt: skip
+        assert torch.equal(k, want_k) and torch.equal(v, want_v)
+    add_last_rows(home, back, parts, lists, k, v, per_row=per_row)  # type: ignore[arg-type]
+    assert torch.equal(k, want_k) and torch.equal(v, want_v)

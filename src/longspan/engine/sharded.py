@@ -19,7 +19,7 @@ from longspan.engine.spec import Spec
 from longspan.engine.ulysses import Transpose
 from longspan.kernels.protocol import Grads, Kernel, State, Work, like_query, state_dtype
 from longspan.kernels.registry import choose
-from longspan.kernels.rows import add_rows_, copy_rows_
+from longspan.kernels.rows import add_last_rows, add_rows_, copy_rows_, split_rows
 from longspan.plan.plan import PlanData
 
 
@@ -320,24 +320,27 @@ class _Totals:
         self.going_home = step, back, pending
 
     def _collect(self) -> None:
-        if self.going_home is None:
-            return
+        if self.going_home is not None:
+            step, back = self._arrived()
+            add_rows_(self.home, back, step.home, step.lists(self.rows, self.home.device))
+
+    def _arrived(self) -> tuple[Step, Tensor]:
+        """What was under way, waited for."""
+        assert self.going_home is not None
         step, back, pending = self.going_home
         for p in pending:
             p.wait()
-        add_rows_(self.home, back, step.home, step.lists(self.rows, self.home.device))
         self.going_home = None
+        return step, back
 
     def finish(self, *, wide_keys: bool) -> Grads:
-        self._collect()
-        batch, groups, length, dim = self.k.shape
-        if self.keys.per_row:
-            whole = self.home.view(batch, length, groups, self.keys.width).permute(0, 2, 1, 3)
-        else:
-            whole = self.home.view(length, batch, groups, self.keys.width).permute(1, 2, 0, 3)
         dtype = self.dtype if wide_keys else self.k.dtype
-        dk = torch.empty(self.k.shape, dtype=dtype, device=self.k.device).copy_(whole[..., :dim])
-        dv = torch.empty(self.v.shape, dtype=dtype, device=self.v.device).copy_(whole[..., dim:])
+        dk, dv = (torch.empty(t.shape, dtype=dtype, device=t.device) for t in (self.k, self.v))
+        if self.going_home is None:
+            split_rows(self.home, dk, dv, per_row=self.keys.per_row)
+        else:
+            step, back = self._arrived()
+            add_last_rows(self.home, back, step.home, step.lists(self.rows, self.home.device), dk, dv, per_row=self.keys.per_row)
         return Grads(q=self.q.to(self.q_dtype), k=dk, v=dv, captured=self.captured)
 
 

@@ -42,6 +42,28 @@ def add_rows_(home: Tensor, back: Tensor, rows: Sequence[Tensor], lists: tuple[T
         start += len(part)
 
 
+def add_last_rows(
+    home: Tensor, back: Tensor, rows: Sequence[Tensor], lists: tuple[Tensor, Tensor], k: Tensor, v: Tensor, *, per_row: bool
+) -> None:  # fmt: skip
+    """`add_rows_`, and then `split_rows`. home is used up."""
+    if home.is_cuda and has_triton():
+        from longspan.kernels.triton.rows import add_last_rows as add_and_split
+
+        add_and_split(home, back, *lists, k, v, per_row=per_row)
+        return
+    add_rows_(home, back, rows, lists)
+    split_rows(home, k, v, per_row=per_row)
+
+
+def split_rows(home: Tensor, k: Tensor, v: Tensor, *, per_row: bool) -> None:
+    """Rows [S, B·G·(D + E)] (`per_row`: [B·S, G·(D + E)]), k and v of a head side by side, as k [B, G, S, D] and v [B, G, S, E]."""
+    batch, groups, length, dim = k.shape
+    shape = (batch, length, groups) if per_row else (length, batch, groups)
+    whole = home.view(*shape, -1).permute((0, 2, 1, 3) if per_row else (1, 2, 0, 3))
+    k.copy_(whole[..., :dim])
+    v.copy_(whole[..., dim:])
+
+
 def row_lists(rows: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
     """For each of `count` rows the places in back that are added to it, ascending: (ptr [count + 1], index), int32."""
     every = torch.cat([*rows, torch.zeros(0, dtype=torch.int64)])
