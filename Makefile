@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 # Tests are many and small: one thread each, one process per core.
 RUN_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-.PHONY: help install demo test test-all test-gpu lint bench bench-gpu clean
+.PHONY: help install demo test test-all test-gpu sanitize-gpu lint bench bench-gpu clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,6 +36,10 @@ test-all: lint ## the same with the whole grids
 JOBS ?= 8
 test-gpu: ## tests that need a GPU, with the Python and torch at hand: installs nothing; JOBS processes, since most of the time is compiling
 	seq $(JOBS) | PYTHONPATH=src xargs -P $(JOBS) -I{} $(PYTHON) -m pytest -m gpu -q -p no:cacheprovider --part {}/$(JOBS)
+
+sanitize-gpu: ## compute-sanitizer over the Hopper kernels; what racecheck reports is explained in the script
+	PYTHONPATH=src compute-sanitizer --tool memcheck $(PYTHON) tests/kernels/hopper_sanitize.py
+	PYTHONPATH=src compute-sanitizer --tool racecheck $(PYTHON) tests/kernels/hopper_sanitize.py
 
 bench: install ## what can be measured without a GPU
 	$(BIN)/python bench/masks.py

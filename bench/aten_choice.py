@@ -22,10 +22,10 @@ import triton
 from torch import Tensor
 
 from gpu_kernels import Clock
-from longspan.cli.contest import DEFAULT, KERNELS, rectangle
+from longspan.cli.contest import KERNELS, rectangle
 from longspan.kernels.choice import Faster, Timing, winners
 from longspan.kernels.protocol import Kernel, State, Work
-from longspan.kernels.registry import kernel_named
+from longspan.kernels.registry import kernel_named, usual
 
 STEPS = ("forward", "backward", "stage")
 
@@ -101,7 +101,7 @@ def found_faster(rows: list[dict[str, Any]]) -> list[Faster]:
                backward=r["backward_ms"])
         for r in rows if r["refused"] is None
     ]  # fmt: skip
-    return winners(timed, DEFAULT, torch.cuda.get_device_capability())
+    return winners(timed, usual(torch.device("cuda")), torch.cuda.get_device_capability())
 
 
 def pair(text: str) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 import triton
 from bench.gpu_kernels import Case, document_lengths, pairs, softcap
@@ -116,6 +117,7 @@ def calls_of(row: Row, case: Case, q: Tensor, k: Tensor, v: Tensor, *, flex: boo
 
 def measure(row: Row, *, flex: bool) -> dict[str, Any]:
     torch._dynamo.reset()
+    torch._functorch.config.donated_buffer = False  # FlexAttention's backward pass is called many times
     shapes = (row.heads, row.kv_heads, row.kv_heads, row.heads)
     q, k, v, grad = (torch.randn(1, h, row.tokens, row.dim, device="cuda", dtype=torch.bfloat16) for h in shapes)
     inputs = [t.requires_grad_() for t in (q, k, v)]
@@ -145,13 +147,18 @@ def measure(row: Row, *, flex: bool) -> dict[str, Any]:
     return found
 
 
-def warm(row: Row) -> None:
-    """Compile what the row needs, on few tokens."""
+def warm(row: Row, *, flex: bool) -> None:
+    """Compile what the row needs: ours on few tokens, FlexAttention for the row's own."""
     q, k, v = (torch.randn(1, h, 1024, row.dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for h in (row.heads, 8, 8))
     case = case_of(replace(row, tokens=1024))
     for fixed in (False, True):
         torch.use_deterministic_algorithms(fixed, warn_only=True)
         ls.attention(q, k, v, mask=case.mask, score_mod=case.score_mod, kernel="hopper").sum().backward()
+    torch.use_deterministic_algorithms(False)
+    if flex and row.flex:
+        shapes = (row.heads, row.kv_heads, row.kv_heads)
+        q, k, v = (torch.randn(1, h, row.tokens, row.dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for h in shapes)
+        calls_of(row, case_of(row), q, k, v, flex=True)["flex"]().sum().backward()
 
 
 def errors(causal: bool) -> dict[str, list[float]]:
@@ -237,7 +244,7 @@ def main() -> None:
     rows = []
     if args.warm:
         for row in (r for r in ROWS if args.rows in str(r)):
-            warm(row)
+            warm(row, flex=not args.no_flex)
         return
     for row in (r for r in ROWS if args.rows in str(r)):
         rows.append(measure(row, flex=not args.no_flex))

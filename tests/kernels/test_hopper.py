@@ -41,19 +41,25 @@ def on_hopper() -> None:
 @pytest.mark.parametrize("dim", [128, 96, 64])
 def test_tables_by_query_by_key_by_both_and_one_number_get_their_gradients(dim: int) -> None:
     on_hopper()
+    torch.manual_seed(0)
     tables = [torch.randn(n, device="cuda", requires_grad=True) for n in (300, 300, 600, 1)]
 
     def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return s * tables[3][0] + tables[0][q] + 2 * tables[1][kv] + tables[2][q - kv + 300]
+        # What is added to a whole row changes nothing: the table by query is a factor.
+        return s * (tables[3][0] + tables[0][q]) + 2 * tables[1][kv] + tables[2][q - kv + 300]
 
     given = [torch.randn(2, h, 300, dim, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2)]
     grad = torch.randn(2, 4, 300, dim, device="cuda")
-    got = torch.autograd.grad(
-        ls.attention(*given, mask=ls.causal(), score_mod=score, kernel="hopper"), tables, grad.to(torch.bfloat16), retain_graph=False
-    )
-    want = torch.autograd.grad(oracle(*given, mask=ls.causal(), score_mod=score), tables, grad.double())
-    for a, b in zip(got, want, strict=True):
-        assert float((a.double() - b).norm() / b.norm()) < 2e-2
+
+    def gradients(out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, tables, grad.to(out.dtype))
+
+    got = gradients(ls.attention(*given, mask=ls.causal(), score_mod=score, kernel="hopper"))
+    want, dense = (gradients(oracle(*given, mask=ls.causal(), score_mod=score, dtype=d)) for d in (torch.float64, torch.bfloat16))
+    for a, b, c in zip(got[:3], want[:3], dense[:3], strict=True):
+        assert float((a.double() - b).norm()) <= 2 * float((c.double() - b).norm())
+    # One number, the sum of all: its error is one draw of many roundings, which are as large as those of the table by query.
+    assert float((got[3] - want[3]).abs()) <= 3 * float((dense[0].double() - want[0]).norm())
 
 
 @pytest.mark.gpu

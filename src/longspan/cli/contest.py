@@ -13,11 +13,10 @@ from longspan.cli.measure import Clock
 from longspan.kernels import choice
 from longspan.kernels.choice import Kind, Name, Timing
 from longspan.kernels.protocol import Tiling, Work
-from longspan.kernels.registry import KernelRefused, choose
+from longspan.kernels.registry import KernelRefused, choose, usual
 from longspan.masks.tracing import trace
 
 KERNELS: tuple[Name, ...] = ("hopper", "triton", "cudnn", "flash", "efficient")
-DEFAULT: Name = "triton"  # what `auto` takes where nothing was measured to be faster
 KINDS: tuple[Kind, ...] = ("causal", "full")
 LENGTHS = (1024, 4096, 16384)
 HEADS = ((32, 32), (32, 8))
@@ -79,10 +78,11 @@ def contest(*, quick: bool) -> list[str]:
     for t in found:
         where = f"{t.kind:8}{t.tokens:8d}{t.heads[0]:5d}/{t.heads[1]:<3d}{t.dims[0]:5d}/{t.dims[1]:<3d}"
         lines.append(f"{where}  {t.kernel:10}{1e3 * t.forward:10.3f}{1e3 * t.backward:10.3f}")
-    rows = choice.winners(found, DEFAULT, torch.cuda.get_device_capability(device))
+    default = usual(device)
+    rows = choice.winners(found, default, torch.cuda.get_device_capability(device))
     about = {"torch": torch.__version__, "date": datetime.date.today().isoformat()}
     path = choice.save(torch.cuda.get_device_name(device), rows, about)
     for row in rows:
         lines.append(f"{'backward' if row.backward else 'forward'}, {row.kind}, dims {row.dims}, from {row.tokens} tokens on: {row.kernel}")
-    lines.append(f"all else: {DEFAULT}; written to {path}")
+    lines.append(f"all else: {default}; written to {path}")
     return lines

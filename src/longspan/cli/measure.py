@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import longspan as ls
+from longspan.kernels.registry import usual
 from longspan.plan.clusters import cluster
 from longspan.plan.cost import BACKWARD, Cluster, Kernel, Link, Rates
 
@@ -62,7 +63,7 @@ def measured(*, name: str | None, kernel: str, heads: int, kv_heads: int, head_d
             forward=Rates(keys=tuple(map(float, keys)), full=rates["forward_full"], causal=rates["forward_causal"]),
             backward=Rates(keys=tuple(map(float, keys)), full=rates["backward_full"], causal=rates["backward_causal"]),
             launch=launch,
-            slots=2 * properties.multi_processor_count if properties else torch.get_num_threads(),
+            slots=_slots(device, kernel),
         ),
     )
     return replace(found, kernel=replace(found.kernel, dims=base.kernel.dims)), lines
@@ -148,6 +149,17 @@ def _kernel_rates(
             found[f"backward_{kind}"].append(BACKWARD * work / max(backward - launch, backward / 2))
             del q, key, v, out, grad
     return {name: tuple(values) for name, values in found.items()}
+
+
+def _slots(device: torch.device, kernel: str) -> int:
+    """Programs that run at once: the Hopper kernels put one on each multiprocessor, the others mostly two."""
+    if device.type == "cpu":
+        return torch.get_num_threads()
+    if (usual(device) if kernel == "auto" else kernel) == "hopper":
+        from longspan.kernels.hopper.passes import programs_at_once
+
+        return programs_at_once(device)
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _launch(clock: Clock, device: torch.device, kernel: str, head_dim: int) -> float:

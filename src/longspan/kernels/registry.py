@@ -82,6 +82,8 @@ def choose(
 ) -> Kernel:
     """The kernel for a call: the named one or a refusal; for `auto`, on CUDA the fastest that can, else the portable one.
 
+    On CUDA that is what was measured to be the fastest for this work, else `usual`, else triton.
+
     `more`: other pieces that the same kernel will be given; it must take them all. `staged`: results are folded into a state (of another
     piece, or a sink's). `backward`: the choice is for the backward pass; it may differ from the forward's, since what is saved between
     them is no more than out and lse. `peak`: the largest scores are asked for. The last three guide `auto` alone.
@@ -98,11 +100,20 @@ def choose(
     # Partial results in half precision are rounded where they leave these kernels: one call only, and nothing to fold it into.
     alone = not (more or staged or peak)
     candidates = [_measured_faster(q, v, work, backward=backward)] if alone else []
-    candidates += ["triton"] if has_triton() else []
+    candidates += [usual(q.device), "triton"] if has_triton() else []
     for candidate in candidates:
         if candidate is not None and _refusal(kernel_named(candidate), q, k, v, pieces) is None:
             return kernel_named(candidate)
     return kernel_named("cpu")
+
+
+def usual(device: torch.device) -> Literal["hopper", "triton"]:
+    """What `auto` takes on a CUDA device, in half precision, where nothing was measured to be faster."""
+    if not has_gluon():
+        return "triton"
+    from longspan.kernels.hopper.kernel import HOPPER, tested
+
+    return "hopper" if tested() and _capability(device) == HOPPER else "triton"
 
 
 def _refusal(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Work]) -> str | None:

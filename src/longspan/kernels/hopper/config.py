@@ -25,10 +25,13 @@ def forward_step(d: int, e: int) -> Step:
 
 
 def has_backward(d: int, e: int) -> bool:
-    """Whether the backward kernels take these padded dims. dK and dV of 64 keys must fit into the registers of four warps, so 128 at
-    most; 64 compiles, but has not been seen right on a device yet.
-    """
-    return d == e == 128
+    """Whether the backward kernels take these padded dims: dK and dV of 64 keys must fit into the registers of four warps."""
+    return d == e <= 128
+
+
+def one_pass(d: int, e: int) -> bool:
+    """Whether the pass over keys should compute dQ too. At head dim 64 it needs more registers than there are: two passes take less."""
+    return max(d, e) > 64
 
 
 def keys_step(d: int, e: int) -> Step:

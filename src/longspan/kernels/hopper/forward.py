@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from longspan.kernels.hopper.given import given
 from longspan.kernels.hopper.memory import load_tile, store_tile
-from longspan.kernels.hopper.shared import barriers, computed, numbers, read_number, rows_of, write_number
+from longspan.kernels.hopper.shared import barriers, numbers, read_number, rows_of, write_number
 from longspan.kernels.triton.library import LN_2, LOG2_E
 from longspan.kernels.triton.tiles import place, run_place, span, table_row, wide
 
@@ -183,7 +183,6 @@ def _attend(
             s, m, total, peak, q_pos, gl.expand_dims(kv + columns, 0), left, at_b, at_h, scale,
             mask_captured, mask_sizes, score_captured, score_sizes, MASK, SCORE, PARTIAL, FOLD, PEAK, N, layout,
         )  # fmt: skip
-        total = computed(total)
         acc, weights = warpgroup_mma_wait(0, deps=[acc_next, gl.convert_layout(p.to(v_s.dtype), operand)])
         mbarrier.arrive(v_empty.index(last), count=1)
         acc = acc * _by_row(shrink, out_layout)

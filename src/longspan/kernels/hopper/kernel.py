@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from longspan.kernels.hopper.config import has_backward
+from longspan.kernels.hopper.config import has_backward, one_pass
 from longspan.kernels.hopper.passes import HopperCall, streamable, width
 from longspan.kernels.protocol import Grads, State, Work
 from longspan.kernels.triton import launch
@@ -28,14 +28,18 @@ def triton_version() -> tuple[int, ...]:
     return tuple(int(n) for n in triton.__version__.split(".")[:2])
 
 
+def tested() -> bool:
+    return not interpreted() and triton_version() in TESTED and torch.version.hip is None
+
+
 class HopperKernel(TritonKernel):
     """Numerics as the `triton` kernel's: scores, sums and the running state in float32, probabilities in the values' dtype where they
     meet the values.
 
     The gradient of q is summed over tiles of keys in the order in which they come, so that its last bits may differ from run to run. Where
-    `torch.are_deterministic_algorithms_enabled()`, and where captured tensors need gradients, a pass of its own computes it in a fixed
-    order. What these kernels are not cut for the triton kernels do: a backward pass of head dims below 65 or over 128, and rows that no
-    tile holds.
+    `torch.are_deterministic_algorithms_enabled()`, where captured tensors need gradients, and at head dims up to 64, a pass of its own
+    computes it in a fixed order. What these kernels are not cut for the triton kernels do: a backward pass of head dims over 128 or that
+    differ, and rows that no tile holds.
     """
 
     name = "hopper"
@@ -49,6 +53,8 @@ class HopperKernel(TritonKernel):
             )
         if not q.is_cuda:
             return f"tensors on {q.device}: it needs a Hopper GPU"
+        if torch.version.hip is not None:
+            return "this torch is built for ROCm: it needs a Hopper GPU"
         if capability(q.device) != HOPPER:
             found = ".".join(map(str, capability(q.device)))
             return f"{torch.cuda.get_device_name(q.device)} has compute capability {found}: it needs 9.0 (Hopper)"
@@ -108,6 +114,7 @@ class HopperKernel(TritonKernel):
         delta = torch.empty_like(lse) if delta is None else delta.contiguous()
         call.rows(None if known else out, grad_out, lse, None if grad_lse is None else grad_lse.float().contiguous(), norm, delta)
         fixed = torch.are_deterministic_algorithms_enabled() or any(needs) or (into is not None and not launch.describable(into.q))
+        fixed = fixed or not one_pass(width(q.shape[-1]), width(v.shape[-1]))
         if fixed:
             call.dq(grad_out, norm, delta, grads.q, grads.captured, add=into is not None)
             call.dkdv(grad_out, norm, delta, grads.k, grads.v, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -92,7 +93,7 @@ class HopperCall(Call):
             if aligned:
                 tiles[4] = tiles[5] = partial(line, size=step.m)
             known = {**known, "ALIGNED": aligned}
-        programs = multiprocessors(q.device)
+        programs = programs_at_once(q.device)
         items, shared = self._arguments(
             which, kernel, strided, m=_items_of(step, which), n=step.n, l2_bytes=_L2_BYTES, in_flight=programs, needs=needs,
             busy_only=busy_only,
@@ -142,5 +143,14 @@ def streamable(tensor: Tensor) -> Tensor:
 
 
 @cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def programs_at_once(device: torch.device) -> int:
+    """One per multiprocessor, but for those that LONGSPAN_SM_MARGIN leaves to others.
+
+    Programs stay until the last item is done, and fill a multiprocessor. A communication library's kernel that becomes ready meanwhile
+    would wait for all of it.
+    """
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    margin = os.environ.get("LONGSPAN_SM_MARGIN", "0")
+    if not margin.isdecimal() or int(margin) >= count:
+        raise ValueError(f"LONGSPAN_SM_MARGIN: expected a number of multiprocessors from 0 to {count - 1}, got {margin!r}")
+    return count - int(margin)

@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: rows of barriers, numbers that one warp tells the others, and the order of arithmetic and waits."""
+"""What the Hopper kernels share: rows of barriers, and numbers that one warp tells the others."""
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
 # mypy: allow-untyped-defs
@@ -41,16 +41,3 @@ def read_number(numbers, i):
 def rows_of(tiles, i):
     """Tile i [rows, dim] of those that the copy engine filled as [1, 1, rows, dim] each."""
     return tiles.index(i).reshape([tiles.shape[3], tiles.shape[4]])
-
-
-@gluon.jit
-def computed(x):
-    """x (float32, never below −1), with the promise that it has been computed where this stands.
-
-    The assembler moves arithmetic behind a wait for matrix products, and with it what they were to hide. It does not move it past a
-    fence that may depend on it. This one is never executed.
-    """
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.lt.f32 p, $1, 0fBF800000; @p fence.proxy.async.shared::cta; mov.f32 $0, $1; }",
-        "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1,
-    )  # fmt: skip

@@ -1,0 +1,61 @@
+"""A small case of every variant of the Hopper kernels, for `compute-sanitizer` on a GPU: `make sanitize-gpu`.
+
+memcheck finds nothing. racecheck reports two kinds of accesses, both ordered by barriers that it does not follow. One is what Triton's own
+`warp_specialize` hands to its partitions: any kernel that uses it is reported, at the line of that call. The other is numbers that one
+warp tells others (`hopper/shared.py`): the readers meet at a barrier, then one of them gives the place back. `racecheck_control.cu` has
+that pattern alone and is reported too; the same with every reader giving the place back itself is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import longspan as ls
+
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+BIAS = torch.linspace(-1, 1, 4)
+
+
+def softcap(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return 20 * torch.tanh(s / 20)
+
+
+def one(
+    name: str,
+    dims: tuple[int, int],
+    *,
+    mask: ls.Mask | None = None,
+    score: Callable[..., Tensor] | None = None,
+    tokens: int = 300,
+    sink: bool = False,
+    fixed: bool = False,
+) -> None:
+    shapes = ((4, dims[0]), (2, dims[0]), (2, dims[1]))
+    q, k, v = (torch.randn(1, h, tokens, d, device="cuda", dtype=torch.bfloat16).requires_grad_() for h, d in shapes)
+    torch.use_deterministic_algorithms(fixed, warn_only=True)
+    ls.attention(
+        q, k, v, mask=ls.causal() if mask is None else mask, score_mod=score, kernel="hopper", sink=torch.zeros(4).cuda() if sink else None
+    ).sum().backward()
+    torch.cuda.synchronize()
+    print(name, dims, flush=True)
+
+
+def main() -> None:
+    bias = BIAS.cuda().requires_grad_()
+    for dims in DIMS:
+        one("causal", dims)
+    for dims in DIMS[:3]:
+        one("fixed order", dims, fixed=True)
+        one("captured gradients", dims, score=lambda s, b, h, q, kv: s + bias[h])
+    one("softcap", (128, 128), score=softcap)
+    one("documents", (128, 128), mask=ls.causal() & ls.documents([100, 50, 150]))
+    one("full", (128, 128), mask=ls.full(), tokens=520)
+    one("folded into a state", (128, 128), sink=True)
+    one("few tokens", (128, 128), tokens=7)
+
+
+if __name__ == "__main__":
+    main()
