@@ -18,7 +18,7 @@ def test_profiles_survive_their_files_and_say_where_numbers_are_from(name: str, 
     rates = found.kernel
     for r in (rates.forward, rates.backward):
         # Measured triangles may be a little faster than squares: their rows of many lengths leave no slot idle at the end.
-        assert len(r.keys) == len(r.full) == len(r.causal) and all(c <= 1.05 * f for c, f in zip(r.causal, r.full, strict=True))
+        assert len(r.keys) == len(r.full) == len(r.causal) and all(c <= 1.1 * f for c, f in zip(r.causal, r.full, strict=True))
     assert found.between.bandwidth < found.inside.bandwidth < found.hbm
 
 
