@@ -21,3 +21,11 @@ def test_importing_longspan_imports_nothing_heavier_than_torch() -> None:
 def test_every_public_name_exists_and_is_documented() -> None:
     for name in ls.__all__:
         assert getattr(ls, name).__doc__, name
+
+
+def test_the_other_rooms_are_imported_when_asked_for() -> None:
+    code = (
+        "import sys, longspan as ls; assert 'longspan.testing' not in sys.modules; "
+        "ls.testing.virtual_world, ls.torch_compat.context_parallel, ls.integrations.loss"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

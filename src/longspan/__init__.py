@@ -1,5 +1,6 @@
 """longspan: attention over sequences too long for one device."""
 
+from importlib import import_module
 from typing import Any
 
 from longspan.comm.mesh import Mesh
@@ -39,10 +40,19 @@ __all__ = [
 ]
 
 
+# These bring more of torch with them (DTensor, multiprocessing) or need other packages: imported when asked for.
+_LATER = ("dropin", "integrations", "testing", "torch_compat")
+
+
 def __getattr__(name: str) -> Any:
-    """`ContextParallel` brings DTensor with it, so it is imported when asked for."""
     if name == "ContextParallel":
         from longspan.dropin.style import ContextParallel
 
         return ContextParallel
+    if name in _LATER:
+        return import_module(f"longspan.{name}")
     raise AttributeError(f"module 'longspan' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "ContextParallel", *_LATER})

@@ -13,6 +13,7 @@ from longspan.comm.gather import all_gather_rows
 from longspan.comm.mesh import Mesh
 
 _WORDS = 4  # int64 words of a digest
+AGREEMENT = "agreement of all ranks"
 
 
 def agree(mesh: Mesh, fields: Mapping[str, str], error: Exception | None = None, *, device: torch.device | str = "cpu") -> None:
@@ -37,13 +38,13 @@ def _gather(mesh: Mesh, fields: Mapping[str, str], error: Exception | None, devi
     digest = hashlib.sha256(text).digest()
     words = [int.from_bytes(digest[8 * i : 8 * i + 8], "little", signed=True) for i in range(_WORDS)]
     row = torch.tensor([[*words, len(text)]], dtype=torch.int64, device=device)
-    rows = all_gather_rows(mesh, row, [1] * mesh.size, what="agreement of all ranks, digests").tolist()
+    rows = all_gather_rows(mesh, row, [1] * mesh.size, what=f"{AGREEMENT}, digests").tolist()
     # A rank that failed tells of it in its text; where all failed alike, each raises its own error all the same.
     if all(other == rows[0] for other in rows):
         return []
     sent = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     lengths = [int(other[_WORDS]) for other in rows]
-    texts = all_gather_rows(mesh, sent, lengths, what="agreement of all ranks, texts").cpu()
+    texts = all_gather_rows(mesh, sent, lengths, what=f"{AGREEMENT}, texts").cpu()
     return [json.loads(bytes(part.tolist())) for part in texts.split(lengths)]
 
 

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import torch
 
+from longspan.comm.agree import AGREEMENT
 from longspan.comm.group import Group
 from longspan.comm.mesh import VIRTUAL, Axis, Mesh, coordinate_of, mesh_axes, virtual_worlds
 from longspan.testing.rendezvous import Exchange, RankLost, Rendezvous, VirtualGroup
@@ -72,7 +73,8 @@ class VirtualWorld:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that crossed from one rank to another. What a rank sends to itself does not count."""
+        """Bytes that crossed from one rank to another. What a rank sends to itself does not count, nor do the few bytes by which ranks
+        make sure that they agree, once for each kind of call; `exchanges` lists those too."""
         return sum(self.sent)
 
     def reset_counts(self) -> None:
@@ -154,6 +156,8 @@ class VirtualWorld:
         leaving, arriving = exchange.bytes.sum(1).tolist(), exchange.bytes.sum(0).tolist()
         with self._lock:
             self.exchanges.append(exchange)
+            if exchange.what.startswith(AGREEMENT):
+                return
             for i, rank in enumerate(exchange.ranks):
                 self.sent[rank] += leaving[i]
                 self.received[rank] += arriving[i]
