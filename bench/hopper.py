@@ -4,7 +4,8 @@
     PYTHONPATH=src:. python bench/hopper.py --plot RESULT.json PICTURE.png         draw what was measured
 
 B 1, bfloat16. Each row: TFLOP/s of useful work (4·D per pair that the mask allows, 2.5 times that backward) of every kernel that can do
-it, and our speed as a ratio to the best peer's. Times are of the device: each call is queued behind a pause; the median of ten is taken.
+it, and our speed as a ratio to the best peer's. Times are of the device: each call is queued behind a pause, kernels take turns, and the
+median of ten is taken.
 Outputs are checked once to be written whole, in memory filled with NaN before. cuDNN and flash attention do full and causal masks only.
 `fixed` is our backward pass under `torch.use_deterministic_algorithms`, run twenty times for equal bits.
 """
@@ -18,6 +19,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,20 +83,31 @@ def poison(like: Tensor) -> None:
         torch.empty_like(like, dtype=torch.float32).fill_(torch.nan)
 
 
-def device_ms(fn: Callable[[], Any]) -> float:
-    for _ in range(3):
-        fn()
-    times = []
+def device_ms(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Median milliseconds of each. They take turns: a device that grows warm while it is measured does so for all of them alike."""
+    for fn in calls.values():
+        for _ in range(3):
+            fn()
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(REPEAT):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        torch.cuda._sleep(4_000_000)
-        start.record()
-        fn()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
+        for name, fn in calls.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            torch.cuda._sleep(4_000_000)
+            start.record()
+            fn()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def fixed(back: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return back()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def calls_of(row: Row, case: Case, q: Tensor, k: Tensor, v: Tensor, *, flex: bool) -> dict[str, Callable[[], Tensor]]:
@@ -124,23 +137,19 @@ def measure(row: Row, *, flex: bool) -> dict[str, Any]:
     case = case_of(row)
     flop = 4.0 * row.dim * row.heads * pairs(case.mask, row.tokens)
     found: dict[str, Any] = {"case": row.case, "tokens": row.tokens, "heads": f"{row.heads}/{row.kv_heads}", "dim": row.dim}
-    for name, call in calls_of(row, case, q, k, v, flex=flex and row.flex).items():
+    calls = calls_of(row, case, q, k, v, flex=flex and row.flex)
+    backs: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
+    for name, call in calls.items():
         poison(q)
         out = call()
-
-        def back(out: Tensor = out) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(out, inputs, grad, retain_graph=True)
-
+        backs[name] = partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)
         poison(q)
-        assert all(bool(t.isfinite().all()) for t in (out, *back())), f"{row} {name}: not every output was written"
-        for step, fn, work in (("forward", call, flop), ("backward", back, 2.5 * flop)):
-            found[f"{name}_{step}"] = work / device_ms(fn) / 1e9
-        if name == "ours":
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            first = back()
-            found["same_bits"] = all(all(map(torch.equal, first, back())) for _ in range(SAME))
-            found["fixed_backward"] = 2.5 * flop / device_ms(back) / 1e9
-            torch.use_deterministic_algorithms(False)
+        assert all(bool(t.isfinite().all()) for t in (out, *backs[name]())), f"{row} {name}: not every output was written"
+    backs["fixed"] = partial(fixed, backs["ours"])
+    for step, fns, work in (("forward", calls, flop), ("backward", backs, 2.5 * flop)):
+        found |= {f"{name}_{step}": work / ms / 1e9 for name, ms in device_ms(fns).items()}
+    first = backs["fixed"]()
+    found["same_bits"] = all(all(map(torch.equal, first, backs["fixed"]())) for _ in range(SAME))
     for step in STEPS:
         peers = [found[f"{p}_{step}"] for p in (*PEERS, "flex") if f"{p}_{step}" in found]
         found[f"{step}_ratio"] = found[f"ours_{step}"] / max(peers) if peers else None
