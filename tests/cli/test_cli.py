@@ -94,13 +94,44 @@ BAD: list[tuple[list[str], str]] = [
     (["--cluster", "broken.toml"], "broken.toml: not TOML"),
     (["--cluster", "negative.toml"], "memory_gib must be a number above 0, got -80"),
     (["--cluster", "lists.toml"], "every list of rates be as long"),
+    (["--mask", "sliding_window(0)"], "--mask: sliding_window(0): "),
+    (["--mask", "broken_syntax:f"], "--mask: cannot import 'broken_syntax:f': invalid syntax (broken_syntax.py, line 1)"),
+    (["--mask", "broken_import:f"], "RuntimeError: two lines"),
+    (["--mask", "broken_exit:f"], "--mask: cannot import 'broken_exit:f': SystemExit: 3"),
+    (["--mask", "broken_mods:raises"], "--mask: 'broken_mods:raises' is no mask: "),
+    (["--mask", "broken_mods:leaves"], "--mask: 'broken_mods:leaves' is no mask: SystemExit"),
+    (["--mask", "broken_mods:by_zero"], "no plan for --mask 'broken_mods:by_zero'"),
+    (["--mask", "broken_mods:missing"], "--mask: cannot import 'broken_mods:missing'"),
+    (["--mask", "..relative:f"], "--mask: expected module:function"),
+    (["--tokens", "9" * 400], "--tokens: expected a number"),
+    (["--batch", "99999999G"], "--batch: expected a number of 1 or more such as 8192, 64k or 1M, at most 262144G"),
+    (["--stragglers", "1:" + "9" * 400], "--stragglers: expected rank:factor"),
+    (["--html", "."], "--html: expected a file to write, . is a directory"),
+    (["--trace", "."], "--trace: expected a file to write, . is a directory"),
+    (["--png", "."], "--png: expected a file to write, . is a directory"),
+    (["--png", "x.xyz"], "--png: expected a name that ends in one of "),
+    (["--html", "x" * 300], "File name too long"),
+    (["--html", "/dev/full"], "--html: /dev/full: No space left on device"),
+    (["--trace", "/dev/full"], "--trace: /dev/full: No space left on device"),
     (["--html", "no/such/place.html"], "--html: there is no directory"),
     (["--gpus", "4096", "--html", "x.html"], "up to 512 devices"),
     (["--frobnicate"], "No such option"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "says"), BAD, ids=[" ".join(a) for a, _ in BAD])
+BROKEN = {
+    "broken_syntax.py": "def f(:",
+    "broken_import.py": "raise RuntimeError('two\\nlines')",
+    "broken_exit.py": "raise SystemExit(3)",
+    "broken_mods.py": """
+def raises(b, h, q, kv): raise KeyError(q)
+def leaves(b, h, q, kv): raise SystemExit(1)
+def by_zero(b, h, q, kv): return q // 0 >= kv
+""",
+}
+
+
+@pytest.mark.parametrize(("arguments", "says"), BAD, ids=[" ".join(a)[:60] for a, _ in BAD])
 def test_bad_input_is_one_line_and_exit_code_2(
     arguments: list[str], says: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +140,11 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (tmp_path / name).write_text(text)
     (tmp_path / "negative.toml").write_text(NEGATIVE)
     (tmp_path / "lists.toml").write_text(LISTS)
+    for name, text in BROKEN.items():
+        (tmp_path / name).write_text(text)
+        sys.modules.pop(name.removesuffix(".py"), None)
+    if "/dev/full" in arguments and not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
     defaults = {"--tokens": "8192", "--gpus": "4", "--heads": "8/2"}
     given = [x for name, value in defaults.items() if name not in arguments for x in (name, value)]
     code, out, err = called(capsys, "plan", *given, *arguments)
@@ -120,6 +156,22 @@ def test_an_unknown_command_is_refused_and_help_is_given(capsys: Any) -> None:
     code, _, err = called(capsys, "plann")
     assert code == 2 and "plann" in err and err.count("\n") == 1
     assert called(capsys, "--help")[0] == 0 and called(capsys, "plan", "--help")[0] == 0
+
+
+def test_other_commands_refuse_files_and_numbers_they_cannot_use(capsys: Any, tmp_path: Path) -> None:
+    for arguments, says in (
+        (("calibrate", str(tmp_path)), "is a directory"),
+        (("train", "--out", str(tmp_path / "run"), "--rate", "nan"), "--rate: expected a number above 0"),
+        (("train", "--out", str(tmp_path / "run"), "--seed", "9" * 30), "--seed: expected a whole number of 64 bits"),
+    ):
+        code, out, err = called(capsys, *arguments)
+        assert (code, out) == (2, "") and says in err and err.count("\n") == 1
+
+
+def test_the_package_runs_as_its_command_line_does() -> None:
+    for module in ("longspan", "longspan.cli"):
+        found = subprocess.run([sys.executable, "-m", module, "plan", "--gpus", "none"], capture_output=True, text=True)
+        assert (found.returncode, found.stdout) == (2, "") and found.stderr.startswith("longspan plan: --gpus: expected a number")
 
 
 def test_calibrate_measures_this_machine_and_its_file_is_a_profile(capsys: Any, tmp_path: Path) -> None:

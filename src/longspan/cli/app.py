@@ -7,15 +7,36 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import typer
 
-COMMANDS = ("plan", "calibrate", "demo", "train")
+COMMANDS = ("plan", "calibrate", "verify", "bench", "demo", "train")
 
 
 class Refused(Exception):
     """Input that cannot be used. Its one-line message says what and where; the exit code is 2."""
+
+
+@contextmanager
+def refusing(where: str, *kinds: type[BaseException]) -> Iterator[None]:
+    """Errors of these kinds inside are about what the user gave, in the option or file `where`."""
+    try:
+        yield
+    except Refused:
+        raise
+    except kinds as error:
+        raise Refused(f"{where}: {said(error)}") from None
+
+
+def said(error: BaseException) -> str:
+    """An error in words. Where its message does not stand alone (a key, an assertion, somebody else's code), its type comes first."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, ValueError | TypeError | ImportError | SyntaxError | AttributeError) and str(error):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 # The class of all errors about options and arguments: typer's own or click's, by the version of typer.

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from longspan.cli import parse
-from longspan.cli.app import Refused
+from longspan.cli import files, parse
+from longspan.cli.app import Refused, refusing, said
 
 
 def register(app: typer.Typer) -> None:
@@ -32,17 +32,19 @@ def calibrate(
             typer.echo("\n".join(contest(quick=quick)))
         except ValueError as error:
             raise Refused(str(error)) from None
+        except OSError as error:
+            raise Refused(f"--kernels: {error.filename or 'the choice'} cannot be written: {said(error)}") from None
         return
     from longspan.cli.measure import measured
     from longspan.plan.clusters import dump
 
     q_heads, kv_heads = parse.heads(heads)
-    if not out.absolute().parent.is_dir():
-        raise Refused(f"OUT: there is no directory {out.absolute().parent}")
+    files.check(out, "OUT")
     try:
         found, lines = measured(name=name, kernel=kernel, heads=q_heads, kv_heads=kv_heads, head_dim=parse.count(dim, "--dim"), quick=quick)
     except (ValueError, NotImplementedError) as error:
         raise Refused(str(error)) from None
     if found is not None:  # rank 0
-        out.write_text(dump(found), encoding="utf-8")
+        with refusing(f"OUT: {out}", OSError):
+            out.write_text(dump(found), encoding="utf-8")
         typer.echo("\n".join([*lines, f"written to {out}"]))

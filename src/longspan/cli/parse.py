@@ -6,13 +6,17 @@ import ast
 import importlib
 import re
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import longspan as ls
-from longspan.cli.app import Refused
+from longspan.cli.app import Refused, refusing, said
 
 SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+MOST = 1 << 48  # such numbers multiply in int64 and are whole as floats
 MASKS = ("full", "causal", "sliding_window", "documents", "prefix", "mod")
 
 
@@ -20,8 +24,9 @@ def count(text: str, what: str) -> int:
     """A whole number, with k, M or G for 1024 and its powers: 8k, 1M."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", text.strip().replace("_", "").replace(",", ""))
     value = float(match[1]) * SUFFIXES[match[2].lower()] if match else 0
-    if not match or value < 1 or value != int(value):
-        raise Refused(f"{what}: expected a number of 1 or more such as 8192, 64k or 1M, got {text!r}")
+    if not match or not 1 <= value <= MOST or value != int(value):
+        most = f", at most {MOST >> 30}G" if value > MOST else ""
+        raise Refused(f"{what}: expected a number of 1 or more such as 8192, 64k or 1M{most}, got {text[:40]!r}")
     return int(value)
 
 
@@ -33,13 +38,22 @@ def heads(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or match[1])
 
 
+def device(text: str) -> torch.device:
+    """cpu, cuda, or auto: the GPU where there is one."""
+    if text not in ("auto", "cpu", "cuda"):
+        raise Refused(f"--device: expected auto, cpu or cuda, got {text!r}")
+    if text == "cuda" and not torch.cuda.is_available():
+        raise Refused("--device: torch finds no CUDA device here")
+    return torch.device("cuda", torch.cuda.current_device()) if text != "cpu" and torch.cuda.is_available() else torch.device("cpu")
+
+
 def factors(text: str | None, what: str, ranks: int) -> dict[int, float]:
     """Ranks and factors: "3:1.5,17:2"."""
     found: dict[int, float] = {}
     for part in filter(None, (text or "").split(",")):
         match = re.fullmatch(r"\s*(\d+):(\d+(?:\.\d+)?)\s*", part)
-        if not match or float(match[2]) <= 0 or int(match[1]) >= ranks:
-            raise Refused(f"{what}: expected rank:factor with a rank below {ranks} and a factor above 0, such as 3:1.5, got {part!r}")
+        if not match or not 0 < float(match[2]) <= MOST or int(match[1]) >= ranks:
+            raise Refused(f"{what}: expected rank:factor with a rank below {ranks} and a factor above 0, such as 3:1.5, got {part[:40]!r}")
         found[int(match[1])] = float(match[2])
     return found
 
@@ -95,7 +109,8 @@ class _Reader:
         if name == "mod":
             return _imported(str(self._value(given[0])))
         values = [count(self._source(a), f"--mask: {name}") if self._source(a) != "0" else 0 for a in given]
-        return getattr(ls, name)(*values)
+        with refusing(f"--mask: {self._source(node)}", ValueError, TypeError, ArithmeticError):
+            return getattr(ls, name)(*values)
 
     def _value(self, node: ast.expr) -> Any:
         try:
@@ -120,8 +135,8 @@ def _read_lengths(path: Path) -> list[int]:
     """Whole numbers, separated by spaces, commas or lines."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise Refused(f"--mask: documents({path}): {getattr(error, 'strerror', None) or 'not a text file'}") from None
+    except (OSError, ValueError) as error:
+        raise Refused(f"--mask: documents({path}): {said(error) if isinstance(error, OSError) else 'not a text file'}") from None
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         for word in line.replace(",", " ").split():
@@ -134,20 +149,31 @@ def _read_lengths(path: Path) -> list[int]:
 
 
 def _imported(text: str) -> Any:
+    """The mask or mask_mod that module:function names, traced. Modules and mods are somebody's code: whatever they raise is refused."""
     module, _, name = text.partition(":")
-    if not name:
+    if not name or not all(part.isidentifier() for part in module.split(".")):
         raise Refused(f"--mask: expected module:function, got {text!r}")
     sys.path.insert(0, "")
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise Refused(f"--mask: cannot import {text!r}: {error}") from None
+    except (Exception, SystemExit) as error:
+        raise Refused(f"--mask: cannot import {text!r}: {said(error)}{_where(error)}") from None
     finally:
         sys.path.remove("")
-    if isinstance(found, ls.Mask):
-        return found
-    if not callable(found):
+    if not isinstance(found, ls.Mask) and not callable(found):
         raise Refused(f"--mask: {text!r} is a {type(found).__name__}, expected a mask or a mask_mod function (b, h, q_idx, kv_idx)")
-    return ls.mask_mod(found)
+    try:
+        made = found if isinstance(found, ls.Mask) else ls.mask_mod(found)
+        _ = made.traced
+    except (Exception, SystemExit) as error:
+        raise Refused(f"--mask: {text!r} is no mask: {said(error)}") from None
+    return made
+
+
+def _where(error: BaseException) -> str:
+    """The line that raised it, if an imported module's."""
+    ours = ("<", str(Path(ls.__file__).parent), str(Path(importlib.__file__).parent))
+    steps = [step for step in traceback.extract_tb(error.__traceback__) if not step.filename.startswith(ours)]
+    return f" ({steps[-1].filename}, line {steps[-1].lineno})" if steps else ""

@@ -8,10 +8,9 @@ from typing import Annotated, Any
 import typer
 
 import longspan as ls
-from longspan.cli import parse, show
-from longspan.cli.app import Refused
+from longspan.cli import files, parse, show
+from longspan.cli.app import Refused, refusing, said
 from longspan.plan import scale
-from longspan.plan.clusters import ClusterError
 from longspan.plan.clusters import cluster as cluster_of
 from longspan.plan.strategies import LAYOUTS, NAMES, heads_refusal
 from longspan.plan.timeline import Conditions
@@ -54,12 +53,12 @@ def plan(
             raise Refused(f"{what}: expected one of {', '.join(legal)}, got {given!r}")
     try:
         profile = cluster_of(cluster)
-    except ClusterError as error:
-        raise Refused(f"--cluster: {str(error).removeprefix('cluster: ')}") from None
-    found = parse.mask(mask, length)
+    except (ValueError, OSError) as error:
+        raise Refused(f"--cluster: {said(error).removeprefix('cluster: ')}") from None
     for what, path in (("--html", html), ("--png", png), ("--trace", trace)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise Refused(f"{what}: there is no directory {path.absolute().parent}")
+        if path is not None:
+            files.check(path, what, files.picture_endings() if what == "--png" else ())
+    found = parse.mask(mask, length)
     degree = None if ulysses is None else parse.count(ulysses, "--ulysses")
     try:
         if devices > PLANNED:
@@ -68,10 +67,12 @@ def plan(
         made = _best(found, length, devices, sizes, profile, layout, strategy, degree, stages)
     except (ValueError, TypeError) as error:
         raise Refused(str(error)) from None
+    except (ArithmeticError, LookupError, MemoryError, RuntimeError) as error:  # a mask that cannot be evaluated, sizes beyond all bounds
+        raise Refused(f"no plan for --mask {mask!r}, --tokens {tokens}, --gpus {gpus}: {said(error)}") from None
     _written(made, profile, conditions, html, png, trace)
     show.plan(made, profile, conditions)
     if explain:
-        show.text(made.explain(profile))
+        made.explain(profile)
 
 
 def _best(
@@ -115,16 +116,16 @@ def _written(made: Any, cluster: Any, conditions: Conditions, html: Path | None,
     from longspan.report import trace as tracing
 
     if html is not None:
-        page.save(made, html, cluster=cluster, conditions=conditions)
+        with refusing(f"--html: {html}", OSError):
+            page.save(made, html, cluster=cluster, conditions=conditions)
     if png is not None:
-        try:
+        with refusing("--png", ImportError), refusing(f"--png: {png}", OSError):
             figure.figure(made, png, cluster=cluster)
-        except ImportError as error:
-            raise Refused(f"--png: {error}") from None
     if trace is not None:
         from longspan.plan.report import report
 
-        tracing.save(report(made.data, cluster, conditions), trace)
+        with refusing(f"--trace: {trace}", OSError):
+            tracing.save(report(made.data, cluster, conditions), trace)
 
 
 def _simulated(

@@ -56,7 +56,7 @@ def _ranks(found: Any) -> Table:
             str(r),
             f"{tiles:,}",
             Text(bar(tiles / most), style=_colour(r)),
-            f"{float(moved[r]) / 2**20:.1f}" if len(found.received) else "0.0",
+            f"{float(moved[r]) / 2**20:.1f}",
             f"{1e3 * float(t.forward.busy[r] + t.backward.busy[r]):.3f}",
             f"{1e3 * float(t.forward.exposed[r] + t.backward.exposed[r]):.3f}",
         )

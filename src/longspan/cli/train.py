@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import math
 import os
 import sys
 import warnings
@@ -66,6 +67,10 @@ def _train(
     wide = parse.count(width, "--width")
     if wide % q_heads or wide // q_heads % 2:
         raise Refused(f"--width: expected a multiple of twice the {q_heads} heads, got {wide}")
+    if not 0 < rate < math.inf:
+        raise Refused(f"--rate: expected a number above 0 such as 3e-3, got {rate}")
+    if not -(2**63) <= seed < 2**63:
+        raise Refused(f"--seed: expected a whole number of 64 bits, got {seed}")
     started = parse.count(processes, "--processes") if processes is not None else launch.default_processes()
     ranks = launch.world_size(started)
     sizes = {"width": wide, "layers": parse.count(layers, "--layers"), "heads": q_heads, "kv_heads": kv_heads}
@@ -91,6 +96,8 @@ def _train(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Refused(f"--out: {out} cannot be made: {error.strerror}") from None
+    if not os.access(out, os.W_OK):
+        raise Refused(f"--out: no permission to write into {out}")
     code = launch.run_ranks(_rank, started, job, threads=max(1, (torch.get_num_threads() or 1) // started))
     if code == launch.INTERRUPTED and not launch.is_rank():
         print(f"interrupted; go on with --resume --out {out}", file=sys.stderr)

@@ -1,0 +1,5 @@
+"""`python -m longspan`."""
+
+from longspan.cli import main
+
+main()

@@ -1,0 +1,173 @@
+"""`longspan bench`: attention here beside torch's on this machine, as ratios of one run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+
+from longspan.cli import parse
+from longspan.cli.app import Refused
+
+DTYPES = ("float32", "bfloat16", "float16")
+DOCUMENTS = 16
+MOST_MASK = 2**32  # bytes of a dense mask
+
+
+def register(app: typer.Typer) -> None:
+    app.command("bench")(bench)
+
+
+def bench(
+    tokens: Annotated[str | None, typer.Option(help="tokens of the sequence (k = 1024); 2k on a CPU, 16k on a GPU unless given")] = None,
+    heads: Annotated[str, typer.Option(help="query heads, or query/key heads")] = "8",
+    dim: Annotated[str, typer.Option(help="head dim")] = "64",
+    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; float32 on a CPU, bfloat16 on a GPU unless given")] = None,
+    repeat: Annotated[str, typer.Option(help="times that each is measured; the least is kept")] = "3",
+    device: Annotated[str, typer.Option(help="cpu or cuda; auto is the GPU where there is one")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="also print one JSON object, as the last line")] = False,
+) -> int:
+    """Time forward and backward beside torch's scaled_dot_product_attention: causal, and packed documents, for which it takes a dense mask.
+
+    The results are compared too: the exit code is 1 if they differ by more than roundings.
+    """
+    import torch
+
+    import longspan as ls
+
+    place = parse.device(device)
+    gpu = place.type == "cuda"
+    named = dtype or ("bfloat16" if gpu else "float32")
+    if named not in DTYPES:
+        raise Refused(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    length = parse.count(tokens or ("16k" if gpu else "2k"), "--tokens")
+    q_heads, kv_heads = parse.heads(heads)
+    sizes = Sizes(tokens=length, heads=q_heads, kv_heads=kv_heads, dim=parse.count(dim, "--dim"), dtype=named)
+    times = parse.count(repeat, "--repeat")
+    where = torch.cuda.get_device_name(place) if gpu else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    print(f"longspan {ls.__version__}, torch {torch.__version__}, {where}")
+    print(f"{length:,} tokens, {q_heads} query heads over {kv_heads} key heads of {sizes.dim}, {named}\n")
+    print(f"{'mask':22}{'computed':>9}  {'pass':9}{'SDPA ms':>11}{'longspan ms':>13}{'ratio':>8}", flush=True)
+    rows = []
+    try:
+        for row in measured(sizes, place, times):
+            rows.append(row)
+            both = f"{1e3 * row.sdpa_s:11.2f}{1e3 * row.longspan_s:13.2f}{row.ratio:8.2f}"
+            print(f"{row.mask:22}{row.density:9.3f}  {row.name:9}{both}{'' if row.same else '   DIFFERENT RESULTS'}", flush=True)
+    except (MemoryError, RuntimeError) as error:
+        if "memory" not in str(error) and not isinstance(error, MemoryError):
+            raise
+        raise Refused(f"--tokens: {length} tokens do not fit into memory here beside SDPA; give fewer, or fewer heads") from None
+    print("\nratio: SDPA's time over longspan's, more than 1 is faster.  computed: tiles that the mask leaves, over all tiles.")
+    if length**2 > MOST_MASK:
+        print(f"packed documents are left out: a dense mask for SDPA would take {length**2 / 2**30:.0f} GiB")
+    if as_json:
+        about = {"longspan": ls.__version__, "torch": torch.__version__, "device": where, "repeat": times, **asdict(sizes)}
+        print(json.dumps({**about, "rows": [asdict(row) | {"ratio": row.ratio} for row in rows]}), flush=True)
+    return 0 if all(row.same for row in rows) else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    tokens: int
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: str
+
+    def lengths(self) -> list[int]:
+        """Documents that grow from short to long."""
+        many = min(DOCUMENTS, self.tokens)
+        ends = [self.tokens * i * (i + many) // (2 * many * many) for i in range(many + 1)]
+        return [b - a for a, b in itertools.pairwise(ends)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One pass under one mask. `same`: whether the results differ by roundings only."""
+
+    mask: str
+    name: str
+    density: float
+    sdpa_s: float
+    longspan_s: float
+    same: bool
+
+    @property
+    def ratio(self) -> float:
+        return self.sdpa_s / self.longspan_s
+
+
+def measured(sizes: Sizes, device: Any, repeat: int) -> Iterator[Row]:
+    """Forward and backward under each mask."""
+    import torch
+    import torch.nn.functional as F
+
+    import longspan as ls
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, h, sizes.tokens, sizes.dim) for h in (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)]
+    *inputs, grad = (torch.randn(s, generator=generator).to(device, getattr(torch, sizes.dtype)) for s in shapes)
+    q, k, v = (t.requires_grad_() for t in inputs)
+    grouped: dict[str, Any] = {"enable_gqa": True} if sizes.heads != sizes.kv_heads else {}
+    cases: list[tuple[str, Any, dict[str, Any]]] = [("causal", ls.causal(), {"is_causal": True})]
+    if sizes.tokens**2 <= MOST_MASK:
+        lengths = sizes.lengths()
+        ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device)
+        dense = (ids[:, None] == ids[None, :]).tril_()
+        cases.append((f"{len(lengths)} packed documents", ls.causal() & ls.documents(lengths=lengths), {"attn_mask": dense}))
+    for name, mask, options in cases:
+        density = mask.block_table(sizes.tokens).density
+        calls = {
+            "sdpa": partial(F.scaled_dot_product_attention, q, k, v, **options, **grouped),
+            "longspan": partial(ls.attention, q, k, v, mask=mask),
+        }
+        outs = {who: call() for who, call in calls.items()}
+        backward = {who: partial(torch.autograd.grad, out, (q, k, v), grad, retain_graph=True) for who, out in outs.items()}
+        with torch.no_grad():
+            same = _same([outs["longspan"]], [outs["sdpa"]])
+            yield Row(mask=name, name="forward", density=density, same=same, **_seconds(calls, device, repeat))
+        same = _same(backward["longspan"](), backward["sdpa"]())
+        yield Row(mask=name, name="backward", density=density, same=same, **_seconds(backward, device, repeat))
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    """Whether results are equal up to the roundings of their dtype, which are far smaller than its square root."""
+    import torch
+
+    return all(float((a - b).float().norm()) <= torch.finfo(a.dtype).eps ** 0.5 * float(b.float().norm()) for a, b in zip(ours, theirs))
+
+
+def _seconds(calls: Mapping[str, Callable[[], Any]], device: Any, repeat: int) -> dict[str, float]:
+    """The least of `repeat` times each, taken in turns so that what disturbs the machine disturbs both."""
+    least = dict.fromkeys(calls, float("inf"))
+    for call in calls.values():
+        call()
+    for _ in range(repeat):
+        for who, call in calls.items():
+            least[who] = min(least[who], _once(call, device))
+    return {f"{who}_s": seconds for who, seconds in least.items()}
+
+
+def _once(call: Callable[[], Any], device: Any) -> float:
+    import torch
+
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    call()  # the device is at work while the host queues the call that is timed
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3

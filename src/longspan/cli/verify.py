@@ -1,0 +1,152 @@
+"""`longspan verify`: does this installation compute rightly on this machine?"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import typer
+
+from longspan.cli import parse
+from longspan.cli.app import Refused
+
+MOST_RANKS = 64
+
+
+def register(app: typer.Typer) -> None:
+    app.command("verify")(verify)
+
+
+def verify(
+    ranks: Annotated[str | None, typer.Option(help="virtual ranks, threads of this process (4); under torchrun its own are used")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda; auto is the GPU where there is one")] = "auto",
+    whole: Annotated[bool, typer.Option("--whole", help="all masks × scores × dtypes, not a sample of them")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="also print one JSON object, as the last line")] = False,
+) -> int:
+    """Check every kernel that works here, and every strategy over ranks, against dense attention in float64: out, lse, gradients.
+
+    An error may be twice that of the dense computation in the same dtype. The exit code is 0 if everything holds and 1 if not.
+    """
+    from longspan.integrations import launch
+
+    place = parse.device(device)
+    many = 4 if ranks is None else parse.count(ranks, "--ranks")
+    if launch.is_rank():
+        if ranks is not None and many != launch.world_size(many):
+            raise Refused(f"--ranks: torchrun started {launch.world_size(many)} processes, got {many}; leave the option away")
+        return launch.run_ranks(_rank, launch.world_size(many), place.type, whole, as_json)
+    if many > MOST_RANKS:
+        raise Refused(f"--ranks: expected up to {MOST_RANKS} virtual ranks, got {many}")
+    return _shown(place, whole, as_json, many, None)
+
+
+def _rank(device: Any, kind: str, whole: bool, as_json: bool) -> int:
+    import torch
+    import torch.distributed as dist
+
+    place = device if kind == "cuda" else torch.device("cpu")
+    return _shown(place, whole, as_json, dist.get_world_size(), dist.get_rank())
+
+
+def _shown(device: Any, whole: bool, as_json: bool, ranks: int, rank: int | None) -> int:
+    """Check and print; `rank` is None with virtual ranks. Every rank checks the kernels on its own device, rank 0 prints."""
+    import torch
+
+    import longspan as ls
+    from longspan.cli import checking, spanning
+
+    tell: Callable[[str], None] = _echo if not rank else _silent
+    tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
+    try:
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bfloat16 instructions
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        tell(f"longspan {ls.__version__}, torch {torch.__version__}, {name}")
+        tell("errors over what they may be, against dense attention in float64: 1 or less is right\n")
+        tell(f"{'kernel':19}{'dtype':10}{'cases':>7}{'out':>9}{'lse':>9}{'gradients':>11}")
+        kernels = _told(kernel_lines(device, whole=whole), tell)
+        tell(f"\n{'strategy':19}over {ranks} {'virtual ranks' if rank is None else 'processes'}")
+        strategies = _told(spanning.lines(device, ranks, virtual=rank is None), tell)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+    elsewhere = [] if rank is None else spanning.failures_elsewhere([*kernels, *strategies])
+    for failure in elsewhere:
+        tell(failure)
+    wrong = sum(not line.ok for line in [*kernels, *strategies]) + len(elsewhere)
+    done = sum(line.cases for line in [*kernels, *strategies])
+    tell(f"\nall {done} cases hold" if not wrong else f"\n{wrong} of {len(kernels) + len(strategies)} lines do not hold")
+    if as_json:
+        found = {"longspan": ls.__version__, "torch": torch.__version__, "device": name, "ranks": ranks, "virtual": rank is None}
+        parts = {"kernels": [_row(line) for line in kernels], "strategies": [_row(line) for line in strategies], "elsewhere": elsewhere}
+        tell(json.dumps({"ok": not wrong, **found, "shown": list(checking.SHOWN), **parts}))
+    return 1 if wrong else 0
+
+
+def kernel_lines(device: Any, *, whole: bool) -> Iterator[Any]:
+    """A line for every kernel and dtype; one for a kernel that can do nothing here."""
+    import torch
+
+    import longspan as ls
+    from longspan.cli.checking import Line, Problem, grid
+    from longspan.kernels.registry import NAMES, KernelRefused
+
+    dtypes = [torch.float32, torch.bfloat16, torch.float16 if device.type == "cuda" else torch.float64]
+    problems = [Problem(mask=mask, score=score, dtype=dtype, device=device) for mask, score, dtype in grid(dtypes, whole=whole)]
+    for kernel in (name for name in NAMES if name != "auto"):
+        idle: list[Line] = []
+        for dtype in dtypes:
+            line = Line(name=kernel, dtype=str(dtype).removeprefix("torch."))
+            for problem in (p for p in problems if p.dtype == dtype):
+                call = _attend(ls.attention, mask=problem.made_mask, kernel=kernel)
+                try:
+                    line.add(problem, problem.shares(problem.results(call, problem.inputs)))
+                except KernelRefused as error:
+                    line.refused, line.reason = line.refused + 1, str(error)
+                except Exception as error:  # whatever a kernel raises here is a finding
+                    line.fail(problem, error)
+            if line.cases:
+                yield line
+            else:
+                idle.append(line)
+        if len(idle) == len(dtypes):
+            yield Line(name=kernel, dtype="", refused=sum(line.refused for line in idle), reason=idle[0].reason)
+
+
+def _attend(attention: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return lambda q, k, v, **rest: attention(q, k, v, return_lse=True, **options, **rest)
+
+
+def _told(lines: Iterator[Any], tell: Callable[[str], None]) -> list[Any]:
+    found = []
+    for line in lines:
+        found.append(line)
+        if not line.cases:
+            tell(f"{line.name:19}not here: {_reason(line.reason)}")
+            continue
+        shares = line.worst.values()
+        shown = "".join(f"{share:{width}.3f}" for share, width in zip(shares, (9, 9, 11), strict=True))
+        refused = f"   {line.refused} refused" if line.refused else ""
+        tell(f"{line.name:19}{line.dtype:10}{line.cases:7}{shown}{refused}{'' if line.ok else '   WRONG'}")
+        for failure in line.failures:
+            tell(f"    {failure}")
+    return found
+
+
+def _reason(text: str) -> str:
+    """A refusal without what a caller of the kernel would do about it."""
+    return text.partition("cannot do this: ")[2].partition(". kernel='auto'")[0] or text
+
+
+def _row(line: Any) -> dict[str, Any]:
+    worst = {name: share if math.isfinite(share) else None for name, share in line.worst.items()}  # JSON has no infinity
+    return {**{k: v for k, v in vars(line).items() if k != "worst"}, **worst, "ok": line.ok}
+
+
+def _echo(text: str) -> None:
+    print(text, flush=True)
+
+
+def _silent(text: str) -> None:
+    pass

@@ -1,0 +1,160 @@
+"""`longspan verify` and `longspan bench`: what they find, their exit codes, and their JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longspan.kernels import registry
+from longspan.kernels.cpu import CpuKernel
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from longspan.cli import checking, spanning
+from longspan.cli.app import run
+
+CPU = torch.device("cpu")
+
+
+def called(capsys: Any, *arguments: str) -> tuple[int, str, str]:
+    code = run(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer cases: two masks and two scores, one case over ranks; and not Triton, which is interpreted in tests."""
+    monkeypatch.setattr(registry, "NAMES", ("auto", "dense", "cpu", "hopper"))
+    monkeypatch.setattr(checking, "MASKS", ("causal", "custom"))
+    monkeypatch.setattr(checking, "SCORES", ("none", "bias"))
+    monkeypatch.setattr(spanning, "CASES", (("documents", "bias"),))
+
+
+@pytest.mark.usefixtures("few")
+def test_verify_holds_here_and_says_so_in_a_table_and_in_json(capsys: Any) -> None:
+    code, out, err = called(capsys, "verify", "--device", "cpu", "--ranks", "4", "--json")
+    found = json.loads(out.splitlines()[-1])
+    assert (code, err) == (0, "") and found["ok"] and "cases hold" in out and "over 4 virtual ranks" in out
+    kernels = {(row["name"], row["dtype"]): row for row in found["kernels"]}
+    for name in ("dense", "cpu"):
+        for dtype in ("float32", "bfloat16", "float64"):
+            row = kernels[name, dtype]
+            assert row["cases"] and not row["refused"] and 0 < max(row[part] for part in found["shown"]) <= 1
+    assert kernels["hopper", ""]["cases"] == 0 and kernels["hopper", ""]["reason"]
+    names = [row["name"] for row in found["strategies"]]
+    assert names == ["ring", "allgather", "exchange", "ulysses", "ulysses_ring", "ulysses_allgather", "ulysses_exchange", "auto"]
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("wrong", ["forward", "backward", "raises"])
+def test_a_kernel_that_computes_wrongly_is_named_and_the_exit_code_is_1(wrong: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, backward = CpuKernel.forward, CpuKernel.backward
+
+    def off(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = forward(self, *args, **kwargs)
+        found.out[..., -1, :] *= 1.001
+        return found
+
+    def off_backward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = backward(self, *args, **kwargs)
+        found.k[..., 0, :] *= 1.001
+        return found
+
+    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no such\ninstruction")
+
+    patches = {"forward": ("forward", off), "backward": ("backward", off_backward), "raises": ("forward", fails)}
+    monkeypatch.setattr(CpuKernel, *patches[wrong])
+    code, out, err = called(capsys, "verify", "--device", "cpu", "--ranks", "2", "--json")
+    found = json.loads(out.splitlines()[-1])
+    assert (code, err, found["ok"]) == (1, "", False)
+    told = {row["name"]: row for row in found["kernels"] if row["dtype"] == "float32"}
+    assert told["dense"]["ok"] and not told["cpu"]["ok"]
+    says = {"forward": "out is off by", "backward": "dk is off by", "raises": "RuntimeError: no such instruction"}[wrong]
+    assert any(says in failure for failure in told["cpu"]["failures"]) and says in out and "do not hold" in out
+    assert not any(row["ok"] for row in found["strategies"])
+
+
+def test_a_result_with_nan_or_another_shape_is_infinitely_wrong() -> None:
+    problem = checking.Problem(mask="custom", score="bias", dtype=torch.float32, device=CPU, batch=1, heads=2, tokens=37, dim=8)
+    right = problem.right
+    assert max(problem.shares(right).values()) == 0 and (right["lse"] == -torch.inf).any()
+    for name, t in right.items():
+        for bad in (torch.where(torch.arange(t.shape[-1]) == 0, torch.nan, t), t[..., :-1], t.clamp(min=-1e4)):
+            if not torch.equal(bad, t):
+                assert problem.shares({**right, name: bad})[name] == float("inf"), name
+
+
+def test_the_sample_has_every_pair_of_choices_and_plain_causal_in_every_dtype() -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    sample, whole = checking.grid(dtypes, whole=False), checking.grid(dtypes, whole=True)
+    assert set(sample) < set(whole) and len(whole) == len(set(whole)) == 36 and len(sample) == len(set(sample))
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert {(c[a], c[b]) for c in sample} == {(c[a], c[b]) for c in whole}
+    assert {c[2] for c in sample if c[:2] == ("causal", "none")} == set(dtypes)
+
+
+REFUSED = [
+    (["verify", "--ranks", "0"], "--ranks: expected a number"),
+    (["verify", "--ranks", "65"], "--ranks: expected up to 64"),
+    (["verify", "--device", "tpu"], "--device: expected auto, cpu or cuda"),
+    (["bench", "--dtype", "int8"], "--dtype: expected one of float32"),
+    (["bench", "--tokens", "few"], "--tokens: expected a number"),
+    (["bench", "--heads", "5/2"], "--heads: expected query heads"),
+    (["bench", "--repeat", "0"], "--repeat: expected a number"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), REFUSED, ids=[" ".join(a) for a, _ in REFUSED])
+def test_bad_options_are_one_line_and_exit_code_2(arguments: list[str], says: str, capsys: Any) -> None:
+    code, out, err = called(capsys, *arguments)
+    assert (code, out) == (2, "") and says in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("heads", ["3", "4/2"])
+def test_bench_prints_ratios_and_json(heads: str, capsys: Any) -> None:
+    sizes = ("--tokens", "150", "--heads", heads, "--dim", "8", "--repeat", "1", "--device", "cpu")
+    code, out, err = called(capsys, "bench", *sizes, "--json")
+    found = json.loads(out.splitlines()[-1])
+    assert (code, err) == (0, "") and "SDPA ms" in out and (found["tokens"], found["dim"], found["dtype"]) == (150, 8, "float32")
+    rows = [(row["mask"], row["name"]) for row in found["rows"]]
+    assert rows == [(mask, name) for mask in ("causal", "16 packed documents") for name in ("forward", "backward")]
+    assert all(row["ratio"] == row["sdpa_s"] / row["longspan_s"] > 0 and row["same"] for row in found["rows"])
+
+
+def test_bench_tells_results_that_differ(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = CpuKernel.forward
+
+    def off(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = forward(self, *args, **kwargs)
+        found.out *= 1.01
+        return found
+
+    monkeypatch.setattr(CpuKernel, "forward", off)
+    code, out, _ = called(capsys, "bench", "--tokens", "90", "--heads", "2", "--dim", "8", "--repeat", "1", "--device", "cpu")
+    assert code == 1 and "DIFFERENT RESULTS" in out
+
+
+def test_verify_uses_the_processes_of_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "few.py"
+    script.write_text(
+        "import sys\nfrom longspan.cli import checking, main, spanning\n"
+        "checking.MASKS, checking.SCORES, spanning.CASES = ('causal',), ('none',), (('documents', 'bias'),)\n"
+        "main(['verify', '--device', 'cpu', '--json', *sys.argv[1:]])\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert found.returncode == 0, found.stderr
+    told = json.loads(found.stdout.splitlines()[-1])
+    assert told["ok"] and (told["ranks"], told["virtual"]) == (2, False) and "over 2 processes" in found.stdout
+    assert found.stdout.count("all ") == 1, "rank 0 alone speaks"
