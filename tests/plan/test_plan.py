@@ -33,6 +33,11 @@ def test_a_ring_has_one_stage_fewer_than_ranks_and_an_all_gather_one() -> None:
     stages = {s: ls.plan(ls.causal(), 1000, MESH, strategy=s).schedule.stages for s in ("ring", "allgather")}
     assert stages == {"ring": 3, "allgather": 1}
     assert ls.plan(ls.causal(), 1000, MESH, strategy="exchange", stages=2).schedule.stages == 2
+    assert ls.plan(ls.causal(), 1000, MESH, strategy="ring", stages=3).schedule.stages == 3
+    two = ls.Mesh.abstract((3, 2), axis_names=("ring", "ulysses"))
+    assert ls.plan(ls.causal(), 1000, two, strategy="ulysses_exchange", stages=4).schedule.stages == 4
+    with pytest.raises(ValueError, match=r"has 2 stages, .* use strategy='ulysses_exchange'"):
+        ls.plan(ls.causal(), 1000, two, strategy="ulysses_ring", stages=3)
 
 
 def test_a_layout_and_a_schedule_of_ones_own_are_taken() -> None:
@@ -41,6 +46,8 @@ def test_a_layout_and_a_schedule_of_ones_own_are_taken() -> None:
     assert plan.local_len == 1 and plan.positions.tolist() == [100]
     again = ls.plan(ls.causal(), 1000, MESH, layout=layout, strategy=plan.schedule)
     assert again.schedule is plan.schedule
+    with pytest.raises(ValueError, match="the schedule that is given has"):
+        ls.plan(ls.causal(), 1000, MESH, layout=layout, strategy=plan.schedule, stages=plan.schedule.stages + 1)
     with pytest.raises(ValueError, match="must arrive exactly once"):
         ls.plan(ls.full(), 1000, MESH, layout=layout, strategy=plan.schedule)
 
@@ -67,6 +74,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layout": "per_document", "seq_len": (10, 20)}, "same tokens"),
     ({"layout": ls.Layout(length=5, rows=((((0, 5),),),))}, "over 4 ranks"),
     ({"stages": 0}, "stages must be 1 or more"),
+    ({"stages": 1.5}, "stages must be 1 or more"),
+    ({"stages": 2, "strategy": "ring"}, "'ring' over 4 ranks has 3 stages, .* got stages=2: leave it out, or use strategy='exchange'"),
+    ({"stages": 2, "strategy": "allgather"}, "'allgather' over 4 ranks has 1 stages"),
+    ({"stages": 1, "strategy": "ulysses"}, "'ulysses' over 4 ranks has 0 stages"),
+    ({"stages": 2, "strategy": "ring", "mask": {"a": ls.causal(), "b": ls.full()}}, "got stages=2"),
     ({"grad_reduce_dtype": torch.int32}, "floating-point"),
     ({"mask": ls.documents(lengths=[5, 6])}, "q_len=11"),
     ({"mask": ls.mask_mod(lambda b, h, q, kv: q + h >= kv)}, "say heads="),
@@ -147,3 +159,13 @@ def test_a_plan_made_in_a_data_loaders_worker_is_the_same() -> None:
     there = pickle.loads(next(iter(loader)))
     assert there.digest == pickle.loads(_plan_in_worker(0)).digest
     assert there.on(ls.Mesh.abstract(4, rank=0)).local_len == 256
+
+
+def test_trees_of_tensors_are_sharded_leaf_by_leaf() -> None:
+    plan = ls.plan(ls.causal(), 300, ls.Mesh.abstract(3), layout="head_tail")
+    x, y = torch.randn(2, 300, 5), torch.arange(600).view(2, 300)
+    got = plan.shard({"x": x, "more": [y, (x, "name", None)]}, 1)
+    assert torch.equal(got["x"], plan.shard(x, 1)) and torch.equal(got["more"][0], plan.shard(y, 1))
+    assert torch.equal(got["more"][1][0], plan.shard(x, 1)) and got["more"][1][1:] == ("name", None)
+    whole = ls.testing.virtual_world(3).run(lambda mesh: plan.on(mesh).unshard(plan.on(mesh).shard([x, y], 1), 1))
+    assert all(torch.equal(a, b) for of_rank in whole for a, b in zip(of_rank, (x, y), strict=True))

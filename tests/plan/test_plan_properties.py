@@ -25,7 +25,9 @@ def planned(draw: Any, longest: int = 1500) -> tuple[dict[str, Any], Any, int, i
     """Arguments of a plan: a mask, a length, a number of ranks and how to lay and move things."""
     length, ranks = draw(st.integers(1, longest)), draw(st.integers(1, 16))
     layout = draw(st.sampled_from(LAYOUTS))
-    options = {"layout": layout, "strategy": draw(st.sampled_from(MOVES)), "stages": draw(st.sampled_from([None, 1, 2, 5]))}
+    strategy = draw(st.sampled_from(MOVES))
+    stages = draw(st.sampled_from([None, 1, 2, 5])) if strategy == "exchange" else None
+    options = {"layout": layout, "strategy": strategy, "stages": stages}
     mask = mask_named(draw(st.sampled_from(MASKS)), length, layout)
     return options, mask, length, ranks
 

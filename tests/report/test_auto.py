@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import pickle
+import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import longspan as ls
+from longspan.plan.clusters import cluster
 
 TOKENS, RANKS = 8192, 4
 SIZES: dict[str, Any] = {"heads": 16, "kv_heads": 4, "head_dim": 128}
@@ -84,6 +89,106 @@ def test_auto_is_within_3_percent_of_the_best_by_hand_and_balanced_where_that_ex
         assert chosen.report("h100").seconds <= 1.03 * best, chosen.explain("h100")
         if min(_imbalance(p, pairs) for p in others) <= 1.05:
             assert _imbalance(chosen, pairs) <= 1.05, chosen.explain("h100")
+
+
+def _random_mask(generator: random.Random, tokens: int) -> ls.Mask:
+    kind, causal = generator.randrange(5), ls.causal()
+    if kind == 0:
+        return causal & ls.sliding_window(generator.randint(20, tokens))
+    if kind == 1:
+        return causal | ls.prefix(generator.randint(1, tokens))
+    if kind == 2:
+        period, slope = generator.randint(9, 900), generator.randint(1, 40)
+        return ls.mask_mod(lambda b, h, q, kv: ((q * slope + kv) % (2 * period) < period) & (q + period >= kv))
+    lengths, left = [], tokens
+    while left:
+        lengths.append(min(left, generator.randint(1, tokens // 2)))
+        left -= lengths[-1]
+    return ls.documents(lengths=lengths) if kind == 3 else causal & ls.documents(lengths=lengths)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_auto_is_balanced_where_that_can_be_had_and_says_so_by_one_count(seed: int) -> None:
+    generator = random.Random(seed)
+    tokens, ranks = generator.randint(500, 5000), generator.randint(2, 8)
+    mask, mesh = _random_mask(generator, tokens), ls.Mesh.abstract(ranks)
+    for sizes in ({}, {"heads": generator.choice([5, 7, 8]), "head_dim": 64}):
+        plan = ls.plan(mask, tokens, mesh, **sizes)
+        hand = [ls.plan(mask, tokens, mesh, layout=layout, strategy="exchange", **sizes) for layout in LAYOUTS[:3]]
+        found = considered(plan)
+        if sizes:
+            # The winner's figure is the report's own; others that were only estimated are counted in units instead of tiles.
+            assert found.winner.imbalance == plan.report().balance
+            assert f"busiest rank {plan.report().balance:.3f} × the mean" in plan._explanation()
+        least = min([p.report().balance for p in hand] + [o.imbalance for o in found.options if o.exact])
+        assert plan.report().balance <= max(1.05, least * 1.05 if least > 1.05 else 0), plan._explanation()
+
+
+def considered(plan: ls.Plan) -> Any:
+    plan._explanation()
+    return next(value for key, value in plan.data._kept.items() if key[0] == "considered")
+
+
+def test_balance_is_counted_in_pairs_as_explain_does() -> None:
+    mask = ls.causal() & ls.documents(lengths=[600, 1000, 448])
+    plan = ls.plan(mask, 2048, _mesh(1), heads=8, kv_heads=2, head_dim=64)
+    seen = mask(torch.tensor(0), torch.tensor(0), torch.arange(2048)[:, None], torch.arange(2048)).sum(1).double()
+    assert plan.report().balance == considered(plan).winner.imbalance == pytest.approx(_imbalance(plan, seen), abs=1e-12)
+    assert plan.report().balance <= 1.05
+
+
+def test_heads_that_see_different_keys_make_ulysses_uneven_and_auto_knows() -> None:
+    mask = ls.mask_mod(lambda b, h, q, kv: (q >= kv) & (q - kv < 200 * (h + 1) ** 2))
+    uneven = ls.plan(mask, 4000, _mesh(1), strategy="ulysses", heads=4, head_dim=64)
+    plan = ls.plan(mask, 4000, _mesh(1), heads=4, head_dim=64)
+    assert uneven.report().balance > 1.3 and plan.report().balance <= 1.05 and plan.strategy != "ulysses"
+    assert all(o.imbalance > 1.3 for o in considered(plan).options if o.strategy.name == "ulysses")
+
+
+def test_stages_are_kept_to_by_auto_and_what_has_others_is_named() -> None:
+    for stages, legal in ((2, {"exchange"}), (3, {"exchange", "ring"}), (1, {"exchange", "allgather"})):
+        plan = ls.plan(MASKS["causal"], TOKENS, _mesh(1), stages=stages, **SIZES)
+        found = considered(plan)
+        assert plan.schedule.stages == stages and {o.strategy.name for o in found.options} == legal
+        assert {name for name, _ in found.refused} == {"exchange", "ring", "allgather", "ulysses"} - legal
+    assert f"cannot be: 0 stages, where {stages} are asked for" in plan._explanation()
+    several = ls.plan({"a": MASKS["causal"], "b": MASKS["window"]}, TOKENS, _mesh(1), stages=2, **SIZES)
+    assert [p.schedule.stages for p in several.values()] == [2, 2]
+    assert ls.plan(MASKS["causal"], TOKENS, _mesh(2), stages=3, **SIZES).schedule.stages == 3
+    assert ls.plan(MASKS["causal"], TOKENS, _mesh(1), stages=5).schedule.stages == 5  # nothing is weighed without heads
+
+
+def test_a_plan_is_reported_for_the_cluster_it_was_made_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("LONGSPAN_EXPLAIN", "1")
+    plan = ls.plan(MASKS["causal"], 2048, _mesh(1), cluster="a100", **SIZES)
+    assert "considered on a100" in capsys.readouterr().err
+    plain = ls.plan(MASKS["causal"], 2048, _mesh(1), **SIZES)
+    for one in (plan, pickle.loads(pickle.dumps(plan)), plan.on(ls.Mesh.abstract(RANKS, rank=2))):
+        assert one.report().cluster.name == "a100" and one.report("h100").cluster.name == "h100"
+        assert one.report().seconds == plan.report("a100").seconds != plain.report().seconds
+        assert "considered on a100" in one._explanation() and "considered on h200" in one._explanation("h200")
+        one.save_html(tmp_path / "page.html")
+        assert "<p>a100: " in (tmp_path / "page.html").read_text(encoding="utf-8") and "srcdoc" in one._repr_html_()
+    assert plain.report().cluster.name == "h200"
+    # What ranks compare is what a cluster decided, not its name.
+    fixed: dict[str, Any] = {"layout": "head_tail", "strategy": "ring", **SIZES}
+    assert (
+        ls.plan(MASKS["causal"], 2048, _mesh(1), cluster="a100", **fixed).digest == ls.plan(MASKS["causal"], 2048, _mesh(1), **fixed).digest
+    )
+
+
+def test_two_clusters_of_one_name_are_told_apart() -> None:
+    slow = replace(cluster("h100"), inside=replace(cluster("h100").inside, bandwidth=1e8))
+    plan = ls.plan(MASKS["causal"], 2048, _mesh(1), cluster="h100", **SIZES)
+    assert considered(plan).winner.seconds < 0.5 * ls.plan(MASKS["causal"], 2048, _mesh(1), cluster=slow, **SIZES).report().seconds
+    assert plan._explanation(slow) != plan._explanation()
+
+
+def test_explain_prints_what_it_returns(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ls.plan(MASKS["causal"], 2048, _mesh(1), **SIZES)
+    text = plan.explain()
+    captured = capsys.readouterr()
+    assert captured.out == text + "\n" and captured.err == "" and "the winner is" in text
 
 
 def test_explain_says_what_was_considered_and_why_the_winner_won() -> None:

@@ -102,3 +102,30 @@ def test_names_of_users_run_nothing_and_dark_light_and_print_all_show(tmp_path: 
         page.emulate_media(media="print", color_scheme="dark")
         assert page.evaluate(background) == "rgb(255, 255, 255)" and not page.locator("#theme").is_visible()
         assert complaints == []
+
+
+def test_ranks_that_share_heads_are_named_and_counted_one_by_one(tmp_path: Path) -> None:
+    with browser() as found:
+        mesh = ls.Mesh.abstract((2, 3), axis_names=("ring", "ulysses"))
+        plan = ls.plan(ls.causal(), 4096, mesh, strategy="ulysses_ring", layout="contiguous", heads=6, kv_heads=3)
+        plan.save_html(tmp_path / "two.html")
+        page, complaints = opened(found, tmp_path / "two.html")
+        grid = page.locator("#grid")
+        grid.scroll_into_view_if_needed()
+        box = grid.bounding_box()
+        page.mouse.move(box["x"] + 0.1 * box["width"], box["y"] + 0.9 * box["height"])
+        text = page.locator("#tile").inner_text()
+        assert "computed by ranks 3, 4, 5 (each its heads)" in text and "keys from ranks 0, 1, 2 (each its heads), step 1 of 1" in text
+        work = page.locator("#work")
+        work.scroll_into_view_if_needed()
+        box = work.bounding_box()
+        page.mouse.move(box["x"] + 0.99 * box["width"], box["y"] + 0.5 * box["height"])
+        assert page.locator("#work-tip").inner_text().startswith("Rank 5: ")
+        matrix = page.locator("#matrix")
+        matrix.scroll_into_view_if_needed()
+        box = matrix.bounding_box()
+        cell = min(box["width"], box["height"]) / 6
+        page.mouse.move(box["x"] + 1.5 * cell, box["y"] + 0.5 * cell)
+        told = page.locator("#matrix-tip").inner_text()
+        assert told.startswith("From rank 0 to rank 1: ") and f"{int(plan.report().matrix[0, 1]) / 2**20:.2f}".rstrip("0") in told
+        assert complaints == []

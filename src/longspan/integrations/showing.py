@@ -102,7 +102,7 @@ def _line(device: torch.device, sizes: Sizes, strategy: str, whole: list[Tensor]
     errors = [float((g - w).norm() / w.norm()) for g, w in zip(got, want, strict=True)]
     told = made.report()
     wide = 4 / told.shape.element  # float32 here
-    received = float(told.bytes_received.sum(0).max()) * wide + _transposed(made, sizes)
+    received = float(told.bytes_received.sum(0).max()) * wide
     return [
         Line(
             strategy=strategy if strategy != "auto" else f"auto: {made.strategy}", layout=made.data.layout, error=errors[0],
@@ -110,16 +110,6 @@ def _line(device: torch.device, sizes: Sizes, strategy: str, whole: list[Tensor]
             memory=sum(told.memory_parts.values()) * wide, seconds=seconds,
         )
     ]  # fmt: skip
-
-
-def _transposed(made: Any, sizes: Sizes) -> float:
-    """Bytes that heads and tokens changing places bring to a rank in a forward pass."""
-    n = made.data.degree
-    if n == 1:
-        return 0.0
-    heads, kv_heads = sizes.heads / n, max(1, sizes.kv_heads / n)
-    local = sizes.tokens / made.mesh.size
-    return 4 * sizes.dim * (local * (n - 1) * (heads + 2 * kv_heads) + local * (sizes.heads - heads))
 
 
 def _now(device: torch.device) -> float:

@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 from longspan.comm.mesh import Mesh
 from longspan.plan import balance
 from longspan.plan.balance_demand import Demand
 from longspan.plan.cost import Cluster, Shape
+from longspan.plan.counts import balance_of
 from longspan.plan.layouts import unit_for
 from longspan.plan.strategies import MOVES, Strategy, heads_refusal, ulysses_axis
 from longspan.plan.timeline import Timeline, timeline
@@ -28,7 +32,10 @@ STAGES = (None, 1, 2, 4, 8)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Option:
-    """One way to span the mesh, and what the model says about it. Seconds are of forward and backward, of all masks together."""
+    """One way to span the mesh, and what the model says about it. Seconds are of forward and backward, of all masks together.
+
+    imbalance: the busiest rank's pairs over the mean, of all masks together; where `exact`, as the plan's report counts them.
+    """
 
     strategy: Strategy
     layout: str
@@ -49,6 +56,10 @@ class Option:
     def name(self) -> str:
         stages = "" if self.stages is None else f" in {self.stages} stage{'s' if self.stages > 1 else ''}"
         return f"{self.strategy.name}{stages}, {self.layout}"
+
+
+# From an option to the timelines of its plans and its imbalance.
+Exactly = Callable[[Option], tuple[Sequence[Timeline], float]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,7 +88,10 @@ class Considered:
         if len(self.options) > 12:
             lines.append(f"  … and {len(self.options) - 12} slower ones")
         lines += [f"  {name:38} cannot be: {reason}" for name, reason in self.refused]
-        lines.append("  computing: seconds of kernels on the busiest rank; received: keys, as a share of an all-gather; ~: estimated only")
+        lines.append(
+            "  computing: ms of kernels on the busiest rank; busiest: its (query, key) pairs over the mean; received: keys, as a share of "
+            "an all-gather; ~: estimated only"
+        )
         return "\n".join(lines)
 
 
@@ -109,6 +123,7 @@ def strategies(mesh: Mesh, wanted: str) -> list[Strategy]:
 
 def consider(
     demands: Callable[[int], Sequence[Demand]],
+    shares: Callable[[int, int], Tensor],
     length: int,
     mesh: Mesh,
     shape: Shape,
@@ -117,9 +132,12 @@ def consider(
     strategy: str = "auto",
     layout: str = "auto",
     stages: int | None = None,
-    exactly: Callable[[Option], Sequence[Timeline]] | None = None,
+    exactly: Exactly | None = None,
 ) -> Considered:
-    """Every option, estimated; the best of them timed exactly by `exactly`, if given. `demands(unit)`: the masks', in units of a size."""
+    """Every option, estimated; the best of them timed exactly by `exactly`, if given. `demands(unit)`: the masks', in units of a size;
+    `shares(unit, degree)`: the pairs of each unit in the heads of each rank of a Ulysses group [degree, T]. `stages`: only what has so
+    many, where given.
+    """
     options, refused = [], []
     laid: dict[int, list[_Laid]] = {}
     known: dict[int, Sequence[Demand]] = {}
@@ -130,21 +148,25 @@ def consider(
             refused.append((s.name, reason))
             continue
         ranks = 1 if s.ring is None else mesh.axes[s.ring].size
+        fixed = s.stages(ranks)
+        if stages is not None and fixed is not None and fixed != stages:
+            refused.append((s.name, f"{fixed} stages, where {stages} are asked for"))
+            continue
         if ranks not in laid:
             unit = unit_for(length, ranks)
             if unit not in known:
                 known[unit] = demands(unit)
             laid[ranks] = _candidates(known[unit], ranks, layout)
-        rounds = _stages(s, stages)
+        rounds, share = _stages(s, stages), shares(unit_for(length, ranks), degree)
         for i, one in enumerate(laid[ranks]):
             if i and strategy == "auto" and (s.moves == "allgather" or one.candidate.evaluation.imbalance > 2 * BALANCED):
                 continue  # never faster than what is looked at
             # Stages are compared with the preferred layout; other layouts are measured against it at the first count.
-            options += [_estimate(s, one, count, mesh, shape, cluster) for count in (rounds[0] if not i else rounds[0][:1])]
+            options += [_estimate(s, one, share, count, mesh, shape, cluster) for count in (rounds[0] if not i else rounds[0][:1])]
         if rounds[1]:
             best = _ordered([o for o in options if o.strategy is s], None)[0]
             one = next(x for x in laid[ranks] if x.candidate is best.candidate)
-            options += [_estimate(s, one, count, mesh, shape, cluster) for count in rounds[1]]
+            options += [_estimate(s, one, share, count, mesh, shape, cluster) for count in rounds[1]]
     size = max((one.ranks * one.candidate.owner.numel() for found in laid.values() for one in found), default=0)
     ordered = _ordered(_distinct(options), exactly, EXACT[size <= SMALL])
     return Considered(options=tuple(ordered), refused=tuple(refused), cluster=cluster.name)
@@ -190,7 +212,7 @@ def _stages(strategy: Strategy, stages: int | None) -> tuple[tuple[int | None, .
     return (STAGES[:2], STAGES[2:]) if stages is None else ((stages,), ())
 
 
-def _estimate(s: Strategy, laid: _Laid, stages: int | None, mesh: Mesh, shape: Shape, cluster: Cluster) -> Option:
+def _estimate(s: Strategy, laid: _Laid, share: Tensor, stages: int | None, mesh: Mesh, shape: Shape, cluster: Cluster) -> Option:
     sizes = [axis.size for axis in mesh.axes]
     strides = [sizes[1], 1] if len(sizes) == 2 else [1]
     place = Place(
@@ -206,7 +228,8 @@ def _estimate(s: Strategy, laid: _Laid, stages: int | None, mesh: Mesh, shape: S
         received += float(work.received.sum())
     every = laid.tokens * (laid.ranks - 1)
     c = laid.candidate
-    return _option(s, c.name, c, stages, lines, c.evaluation.imbalance, received / every if every else 0.0)
+    pairs = torch.zeros(len(share), laid.ranks, dtype=torch.float64).index_add_(1, c.owner, share)
+    return _option(s, c.name, c, stages, lines, balance_of(pairs.view(-1)), received / every if every else 0.0)
 
 
 def _option(
@@ -231,11 +254,12 @@ def _option(
     )
 
 
-def _ordered(options: list[Option], exactly: Callable[[Option], Sequence[Timeline]] | None, limit: int = 0) -> list[Option]:
+def _ordered(options: list[Option], exactly: Exactly | None, limit: int = 0) -> list[Option]:
     """The best first: balanced ones before others, then by time; near ties in the order in which they were proposed.
 
-    The best are timed exactly, up to `limit`, until no estimate is below what was found. Estimates are then corrected by what exact times
-    made of theirs on average.
+    The best are timed exactly, up to `limit`, until no estimate is below what was found; and their pairs are counted in their own tiles.
+    One that proves not balanced does not count, nor do others that lay out alike. Estimates are then corrected by what exact times made of
+    theirs on average.
     """
     if not options:
         return []
@@ -246,23 +270,33 @@ def _ordered(options: list[Option], exactly: Callable[[Option], Sequence[Timelin
         return _by_time(balanced) + sorted(others, key=lambda o: o.seconds)
     timed: dict[int, Option] = {}
     ratio, best = 1.0, float("inf")
-    for i in sorted(range(len(balanced)), key=lambda i: (balanced[i].seconds, i))[:limit]:
-        if balanced[i].seconds * ratio > CLOSE * best:
+    tilted = set()  # layouts that are not balanced after all
+    for i in sorted(range(len(balanced)), key=lambda i: (balanced[i].seconds, i)):
+        option = balanced[i]
+        if best < float("inf") and (len(timed) >= limit or option.seconds * ratio > CLOSE * best):
             break
-        timed[i] = _timed(balanced[i], exactly(balanced[i]))
-        best = min(best, timed[i].seconds)
+        if (id(option.candidate), option.strategy.ulysses) in tilted:
+            continue
+        timed[i] = found = _timed(option, *exactly(option))
+        if found.imbalance <= most:
+            best = min(best, found.seconds)
+        else:
+            tilted.add((id(option.candidate), option.strategy.ulysses))
         ratio = sum(t.seconds / balanced[j].seconds for j, t in timed.items()) / len(timed)
-    exact = _by_time([timed[i] for i in sorted(timed)])
+    exact = [timed[i] for i in sorted(timed)]
+    good = [o for o in exact if o.imbalance <= most] or exact
     rest = [_scaled(o, ratio) for i, o in enumerate(balanced) if i not in timed]
-    return exact + sorted(rest, key=lambda o: o.seconds) + sorted((_scaled(o, ratio) for o in others), key=lambda o: o.seconds)
+    behind = [o for o in exact if o not in good] + [_scaled(o, ratio) for o in others]
+    return _by_time(good) + sorted(rest, key=lambda o: o.seconds) + sorted(behind, key=lambda o: o.seconds)
 
 
-def _timed(option: Option, lines: Sequence[Timeline]) -> Option:
+def _timed(option: Option, lines: Sequence[Timeline], imbalance: float) -> Option:
     return replace(
         option,
         forward=sum(t.forward.seconds for t in lines),
         backward=sum(t.backward.seconds for t in lines),
         computing=sum(float((t.forward.busy + t.backward.busy).max()) for t in lines),
+        imbalance=imbalance,
         exact=True,
     )
 

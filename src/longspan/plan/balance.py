@@ -18,6 +18,7 @@ from longspan.plan.layouts import contiguous_owner, from_owner, head_tail_owner,
 
 __all__ = ["Candidate", "Demand", "Evaluation", "auto", "candidates", "choose", "evaluate", "pairs_per_row", "preferred"]
 
+ALLOWED = 1.05  # above LIMIT, but better than more where this can be had
 LIMIT = 1.03  # the busiest rank's work over the mean that is as good as balanced
 CLOSE = 1.05  # traffics that differ by less than this factor are as good as equal
 MARGIN = 0.98  # of what LIMIT allows above the mean is used: work is estimated
@@ -58,12 +59,14 @@ def preferred(candidates: Sequence[Candidate], limit: float = LIMIT) -> Candidat
     """The rule. Of those whose busiest rank has at most `limit` times the mean work, the least mean traffic.
 
     Traffic within 5 % of the least counts as equal: then the better balance decides, then the least received by any rank, then
-    the order of the candidates. Where nobody is within the limit, those are judged whose imbalance is within `limit` times the least.
+    the order of the candidates. Where nobody is within the limit, those are judged whose imbalance is within `limit` times the least,
+    and at most 1.05 if the least is.
     """
     balanced = [c for c in candidates if c.evaluation.imbalance <= limit]
     if not balanced:
         least = min(c.evaluation.imbalance for c in candidates)
-        balanced = [c for c in candidates if c.evaluation.imbalance <= limit * least]
+        most = limit * least if least > ALLOWED else min(limit * least, ALLOWED)
+        balanced = [c for c in candidates if c.evaluation.imbalance <= most]
     traffic = CLOSE * min(c.evaluation.traffic for c in balanced)
     close = [c for c in balanced if c.evaluation.traffic <= traffic]
     return min(close, key=lambda c: (c.evaluation.imbalance, int(c.evaluation.received.max())))

@@ -19,6 +19,7 @@ from longspan.masks.table import FULL, PARTIAL, BlockTable, stretched
 
 POINTS = 16  # points per side of a tile at which a partial tile is looked at
 EVALUATIONS = 1 << 21  # points in all, before tiles get fewer of them
+EXACT = 1 << 22  # pairs that are rather all looked at
 CHUNK = 1 << 18  # points evaluated at once
 
 
@@ -95,14 +96,22 @@ def _united(unit: Tensor, first: Tensor, last: Tensor, units: int, *, in_order: 
 # ------------------------------------------------------------------------------------------------------------------------ work
 
 
-def pairs_per_row(table: BlockTable, program: Program | None, captured: Sequence[Tensor] = ()) -> Tensor:
+def pairs_per_row(
+    table: BlockTable,
+    program: Program | None,
+    captured: Sequence[Tensor] = (),
+    *,
+    edges: tuple[Tensor, Tensor] | None = None,
+    first_batch: int = 0,
+) -> Tensor:
     """Allowed (query, key) pairs of each row of a table [rows], float64 whole numbers.
 
-    Full tiles count whole. Partial ones are looked at on a grid of points, each of which speaks for its cell: exact in blocks of up to
-    16, an estimate above. Tokens past the end do not count. `program`, `captured`: the mask's, `captured` on any device.
+    Full tiles count whole. Partial ones are looked at pair by pair where they are few; else on a grid of points, each of which speaks for
+    its cell: exact in blocks of up to 16, an estimate above. Tokens past the end do not count. `program`, `captured`: the mask's,
+    `captured` on any device. `edges`, `first_batch`: as they were given to `classify`.
     """
     size_q, size_kv = table.block
-    if table.tiles is not None:
+    if table.tiles is not None and edges is None:
         raise ValueError("pairs_per_row: expected the table of a whole sequence, got one of selected tiles, whose positions are unknown")
     ptr, first, last = table.runs(FULL)
     tiles = torch.zeros(len(first) + 1, dtype=torch.int64)
@@ -115,49 +124,78 @@ def pairs_per_row(table: BlockTable, program: Program | None, captured: Sequence
     row = torch.repeat_interleave(torch.arange(table.rows), ptr.diff().long()).repeat_interleave(length)
     column = stretched(first.long(), length)
 
+    edges = edges or (_even(table.q_len, size_q), _even(table.kv_len, size_kv))
+    tall, wide = edges[0].diff()[row % table.q_tiles], edges[1].diff()[column]
     points = POINTS
     while points > 1 and len(row) * points * points > EVALUATIONS:
         points //= 2
-    on_cpu = [t.detach().cpu() for t in captured]
-    ragged = (row % table.q_tiles + 1) * size_q > table.q_len
-    ragged |= (column + 1) * size_kv > table.kv_len
-    for chosen, cut in ((~ragged, False), (ragged, True)):
-        for part in chosen.nonzero()[:, 0].split(CHUNK // (points * points)):
-            if len(part):
-                total.index_add_(0, row[part], _pairs_in(table, program, on_cpu, row[part], column[part], points, cut))
+    if int((tall * wide).sum()) <= EXACT:
+        points = max(size_q, size_kv)
+    look = _Look(
+        table=table,
+        program=program,
+        captured=[t.detach().cpu() for t in captured],
+        edges=edges,
+        first_batch=first_batch,
+        points=points,
+    )
+    ragged = (tall < size_q) | (wide < size_kv)
+    size = max(1, CHUNK // (points * points))
+    for part in (~ragged).nonzero()[:, 0].split(size):
+        if len(part):
+            total.index_add_(0, row[part], look.pairs(row[part], column[part], cut=False))
+    cut = ragged.nonzero()[:, 0]
+    for part in cut[(tall * wide)[cut].argsort()].split(size):  # like with like: a chunk is looked at as wide as its widest
+        if len(part):
+            total.index_add_(0, row[part], look.pairs(row[part], column[part], cut=True))
     return total
 
 
-def _pairs_in(
-    table: BlockTable, program: Program | None, captured: list[Tensor], row: Tensor, column: Tensor, points: int, cut: bool
-) -> Tensor:
-    """Pairs in single tiles [t]. `cut`: some of them reach past the end. Tiles are the innermost dim: long loops are fast ones."""
-    head, tile = row // table.q_tiles, row % table.q_tiles
-    q, of_q = _grid(tile, table.block[0], table.q_len, points, column, 3)
-    kv, of_kv = _grid(column, table.block[1], table.kv_len, points, tile, 5)
-    shape = (len(q), len(kv), len(row))
-    if program is None:
-        visible = torch.ones(shape, dtype=torch.bool)
-    else:
-        b, h = (head // table.heads).view(1, 1, -1), (head % table.heads).view(1, 1, -1)
-        visible = program(b, h, q[:, None], kv[None, :], *captured).expand(shape)
-    if cut or any(size % cells for size, cells in zip(table.block, shape)):
-        return torch.einsum("ijt,it,jt->t", visible.double(), of_q.double(), of_kv.double())
-    cells = visible.reshape(-1, len(row)).view(torch.uint8).sum(0, dtype=torch.int32)
-    return cells.double() * (table.block[0] // len(q) * (table.block[1] // len(kv)))
+def _even(length: int, block: int) -> Tensor:
+    return torch.cat([torch.arange(0, length, block), torch.tensor([length])])
 
 
-def _grid(tile: Tensor, size: int, length: int, points: int, other: Tensor, stride: int) -> tuple[Tensor, Tensor]:
-    """(positions [p, t], tokens each speaks for [p, t]): p cells along each tile, one position in each.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Look:
+    """How single tiles are looked at."""
 
-    Where in its cell a position lies turns from cell to cell and with the tile on the other side, so that an edge of the mask which
-    many tiles share is not misjudged in the same way by all of them.
-    """
-    edges = torch.arange(points + 1) * size // points if points < size else torch.arange(size + 1)
-    start, cell = edges[:-1, None], edges.diff()[:, None]
-    offset = (torch.arange(len(cell))[:, None] * stride + other) % cell
-    tokens = (length - tile * size - start).clamp(min=0).minimum(cell)
-    return (tile * size + start + offset.minimum((tokens - 1).clamp(min=0))).clamp(max=length - 1), tokens
+    table: BlockTable
+    program: Program | None
+    captured: list[Tensor]
+    edges: tuple[Tensor, Tensor]
+    first_batch: int
+    points: int
+
+    def pairs(self, row: Tensor, column: Tensor, *, cut: bool) -> Tensor:
+        """Pairs in single tiles [t]. `cut`: some have fewer tokens than a block. Tiles are the innermost dim: long loops are fast ones."""
+        table = self.table
+        head, tile = row // table.q_tiles, row % table.q_tiles
+        q, of_q = self._grid(0, tile, column, 3)
+        kv, of_kv = self._grid(1, column, tile, 5)
+        shape = (len(q), len(kv), len(row))
+        if self.program is None:
+            visible = torch.ones(shape, dtype=torch.bool)
+        else:
+            b, h = (head // table.heads + self.first_batch).view(1, 1, -1), (head % table.heads).view(1, 1, -1)
+            visible = self.program(b, h, q[:, None], kv[None, :], *self.captured).expand(shape)
+        if cut or any(size % cells for size, cells in zip(table.block, shape)):  # cells of different sizes
+            return torch.einsum("ijt,it,jt->t", visible.double(), of_q.double(), of_kv.double())
+        cells = visible.reshape(-1, len(row)).view(torch.uint8).sum(0, dtype=torch.int32)
+        return cells.double() * (table.block[0] // len(q) * (table.block[1] // len(kv)))
+
+    def _grid(self, side: int, tile: Tensor, other: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+        """(positions [p, t], tokens each speaks for [p, t]): p cells along each tile, one position in each.
+
+        Where in its cell a position lies turns from cell to cell and with the tile on the other side, so that an edge of the mask which
+        many tiles share is not misjudged in the same way by all of them.
+        """
+        size, begin = self.table.block[side], self.edges[side][tile]
+        count = self.edges[side][tile + 1] - begin
+        edges = torch.arange(self.points + 1) * size // self.points if self.points < size else torch.arange(int(count.max()) + 1)
+        start, cell = edges[:-1, None], edges.diff()[:, None]
+        offset = (torch.arange(len(cell))[:, None] * stride + other) % cell
+        tokens = (count - start).clamp(min=0).minimum(cell)
+        return (begin + start + offset.minimum((tokens - 1).clamp(min=0))).minimum(begin + count - 1), tokens
 
 
 # ------------------------------------------------------------------------------------------------------------------- judgement

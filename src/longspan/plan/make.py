@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from longspan.comm.mesh import Mesh, as_mesh
 from longspan.masks.algebra import Full, Mask, as_mask
@@ -17,6 +18,7 @@ from longspan.masks.table import BlockTable
 from longspan.plan import auto, balance, layouts, schedule
 from longspan.plan.clusters import cluster as cluster_of
 from longspan.plan.cost import Cluster, Shape
+from longspan.plan.counts import balance_of, counts, split_heads
 from longspan.plan.layout import Layout
 from longspan.plan.plan import Plan, PlanData, PlannedMask, PlanSet
 from longspan.plan.schedule import Reads, Schedule
@@ -54,26 +56,29 @@ def plan(
     strategy:  "ring", "allgather", "exchange", "ulysses", "ulysses_ring", "ulysses_exchange", "ulysses_allgather", "auto", or a Schedule.
     batch, heads, kv_heads, head_dim: the sizes of the calls to come; what is given is checked there. Masks that depend on batch or head
                need them, and so does `auto` to weigh Ulysses against an exchange.
-    stages:    in how many stages an exchange brings its keys; by default as few as keep a stage at one shard or 16,384 tokens.
+    stages:    in how many stages an exchange brings its keys (fewer where fewer tokens move at all); by default as few as keep a stage at
+               one shard or 16,384 tokens. With "auto" only what has so many stages is considered; a strategy of another number refuses.
     grad_reduce_dtype: the dtype in which partial gradients of keys and values travel; float32 (float64) unless given.
     cluster:   the profile by which `auto` weighs layouts, strategies and stages: a name such as "h100", a TOML file, a Cluster; h200
-               unless given. It does so where it knows `heads`; else keys are exchanged. LONGSPAN_EXPLAIN=1 prints what was considered.
+               unless given. It does so where it knows `heads`; else keys are exchanged. LONGSPAN_EXPLAIN=1 prints what was considered
+               (to stderr). The plan keeps the profile: its reports and pages are for it.
     """
     masks = dict(mask) if isinstance(mask, Mapping) else {"": mask}
     if not masks:
         raise ValueError("plan: expected a mask or a dict of masks, got an empty dict")
     q_len, kv_len = _lengths(seq_len)
     sizes = _sizes(batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-    if stages is not None and stages < 1:
-        raise ValueError(f"plan: stages must be 1 or more, got {stages}")
+    if stages is not None and (isinstance(stages, bool) or not isinstance(stages, int) or stages < 1):
+        raise ValueError(f"plan: stages must be 1 or more, got {stages!r}")
     if grad_reduce_dtype is not None and not grad_reduce_dtype.is_floating_point:
         raise ValueError(f"plan: grad_reduce_dtype must be a floating-point dtype, got {grad_reduce_dtype}")
     found = as_mesh(mesh)
     wanted = [_Wanted.of(as_mask(m), q_len, kv_len, sizes) for m in masks.values()]
-    maker = _Maker(wanted, found, sizes, strategy, layout, stages, cluster_of(cluster), grad_reduce_dtype)
+    given = None if cluster is None else cluster_of(cluster)
+    maker = _Maker(wanted, found, sizes, strategy, layout, stages, given, grad_reduce_dtype)
     plans = maker.plans()
     if os.environ.get("LONGSPAN_EXPLAIN") == "1" and found.rank == 0:
-        print(plans[0].explain(), file=sys.stderr)
+        print(plans[0]._explanation(), file=sys.stderr)
     if not isinstance(mask, Mapping):
         return plans[0]
     return PlanSet(dict(zip(masks, plans, strict=True)))
@@ -107,6 +112,7 @@ class _Wanted:
     batch: int
     heads: int
     tables: dict[int, BlockTable] = field(default_factory=dict)
+    pairs: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, mask: Mask, q_len: int, kv_len: int, sizes: dict[str, int | None]) -> _Wanted:
@@ -135,16 +141,28 @@ class _Wanted:
         return self.tables[block]
 
     def lend(self, data: PlanData) -> None:
-        """Give a plan the table that was made to choose its layout, where the layout cuts nowhere else."""
+        """Give a plan the table that was made to choose its layout, and what was counted in it, where the layout cuts nowhere else."""
         lengths = (self.q_len, self.kv_len)
         if BLOCK in self.tables and data.rows == 1 and all(data.side(i, BLOCK, 0).tiles == -(-n // BLOCK) for i, n in enumerate(lengths)):
             data._keep(("table", (BLOCK, BLOCK), 0), lambda: self.tables[BLOCK])
+            if BLOCK in self.pairs:
+                data._keep(("pairs", 0), lambda: self.pairs[BLOCK])
 
     def demands(self, unit: int, rows: Sequence[int | None]) -> list[balance.Demand]:
         """What a layout is judged by, for each batch row, or for all together."""
+        return [balance.Demand.of(self.table(unit), self.pairs_in(unit), row=row) for row in rows]
+
+    def pairs_in(self, unit: int) -> Tensor:
+        """Pairs of each row of the table of squares of `unit` tokens, counted once."""
+        if unit not in self.pairs:
+            self.pairs[unit] = balance.pairs_per_row(self.table(unit), self.planned.program, self.planned.captured)
+        return self.pairs[unit]
+
+    def shares(self, unit: int, degree: int) -> Tensor:
+        """The work of each unit [degree, T] in the heads of each rank of a Ulysses group."""
         table = self.table(unit)
-        pairs = balance.pairs_per_row(table, self.planned.program, self.planned.captured)
-        return [balance.Demand.of(table, pairs, row=row) for row in rows]
+        by_head = self.pairs_in(unit).view(table.batch, table.heads, -1).sum(0) * (self.batch / table.batch)
+        return split_heads(by_head, degree, self.heads)
 
 
 class _Maker:
@@ -156,12 +174,15 @@ class _Maker:
         strategy: Any,
         layout: Any,
         stages: int | None,
-        cluster: Cluster,
+        cluster: Cluster | None,
         grad_reduce_dtype: torch.dtype | None,
     ) -> None:
+        """`cluster`: the one that was given, if one was."""
         self.grad_reduce_dtype = grad_reduce_dtype
         self.tried: dict[Any, list[Plan]] = {}
-        self.wanted, self.mesh, self.sizes, self.stages, self.cluster = wanted, mesh, sizes, stages, cluster
+        self.balances: dict[Any, float] = {}
+        self.wanted, self.mesh, self.sizes, self.stages, self.given = wanted, mesh, sizes, stages, cluster
+        self.cluster = cluster_of(cluster)
         self.q_len, self.kv_len = wanted[0].q_len, wanted[0].kv_len
         self.schedule = strategy if isinstance(strategy, Schedule) else None
         self.layout = layout
@@ -172,6 +193,7 @@ class _Maker:
         self.laid: Layout | None = None
         self.considered: auto.Considered | None = None
         self.strategy = self._strategy(strategy if self.schedule is None else "exchange")
+        self._check_stages()
         if self._weighs(strategy, layout):
             self._weigh(strategy, layout)
         self._check_heads(self.strategy)
@@ -195,6 +217,19 @@ class _Maker:
         if reason:
             raise ValueError(f"strategy {strategy.name!r}: {reason}. Use 'exchange' or 'ring', or a mesh with another Ulysses degree")
 
+    def _check_stages(self) -> None:
+        """A number of stages is kept to or refused, never dropped."""
+        have = self.strategy.stages(self.ring_size) if self.schedule is None else self.schedule.stages
+        if self.stages is None or have is None or have == self.stages:
+            return
+        if self.schedule is not None:
+            raise ValueError(f"plan: the schedule that is given has {have} stages, got stages={self.stages}: leave stages out")
+        other = "'exchange'" if len(self.mesh.axes) == 1 else "'ulysses_exchange'"
+        raise ValueError(
+            f"plan: strategy {self.strategy.name!r} over {self.mesh.size} ranks has {have} stages, expected stages=None or that, "
+            f"got stages={self.stages}: leave it out, or use strategy={other}, which takes any number"
+        )
+
     def _weighs(self, strategy: Any, layout: Any) -> bool:
         """Whether there is a choice for the model, and all that it needs to make it."""
         named = isinstance(strategy, str) and isinstance(layout, str)
@@ -215,8 +250,8 @@ class _Maker:
             if best.candidate is not None and layout == "auto":
                 self.laid = best.candidate.layout
 
-    def _exactly(self, option: auto.Option) -> list[Any]:
-        """The timelines of an option's plans."""
+    def _exactly(self, option: auto.Option) -> tuple[list[Any], float]:
+        """The timelines of an option's plans, and the busiest rank's pairs of all of them together over the mean."""
         kept = self.strategy, self.stages, self.laid
         self.strategy, self.stages = option.strategy, option.stages
         self.laid = option.candidate.layout if option.candidate is not None else None
@@ -224,7 +259,10 @@ class _Maker:
             plans = self.tried[self._choice] = self.plans()
         finally:
             self.strategy, self.stages, self.laid = kept
-        return [timeline(of_plan(p.data, self.cluster.gpus_per_node), self.cluster) for p in plans]
+        laid = id(option.candidate), option.strategy.ulysses  # stages and the like leave work where it is
+        if laid not in self.balances:
+            self.balances[laid] = balance_of(torch.stack([counts(p.data).pairs for p in plans]).sum(0))
+        return [timeline(of_plan(p.data, self.cluster.gpus_per_node), self.cluster) for p in plans], self.balances[laid]
 
     # ------------------------------------------------------------------------------------------------------------------- layouts
 
@@ -279,8 +317,7 @@ class _Maker:
         unit = layouts.unit_for(self.q_len, ranks)
         work = torch.zeros(-(-self.q_len // unit), dtype=torch.float64)
         for want in self.wanted:
-            table = want.table(unit)
-            work += balance.pairs_per_row(table, want.planned.program, want.planned.captured).view(-1, len(work)).sum(0)
+            work += want.pairs_in(unit).view(-1, len(work)).sum(0)
         none = torch.zeros(0, dtype=torch.int64)
         demand = balance.Demand(
             length=self.q_len, unit=unit, work=work, ptr=torch.zeros(len(work) + 1, dtype=torch.int64), first=none, last=none
@@ -343,6 +380,7 @@ class _Maker:
                 kv_heads=self.sizes["kv_heads"],
                 head_dim=self.sizes["head_dim"],
                 grad_reduce_dtype=self.grad_reduce_dtype,
+                cluster=self.given,
             )
             want.lend(data)
             object.__setattr__(data, "schedule", self._schedule(data))
@@ -352,7 +390,7 @@ class _Maker:
 
     def _remember(self, data: PlanData) -> None:
         if self.considered is not None:
-            data._kept[("considered", self.cluster.name)] = self.considered
+            data._kept[("considered", repr(self.cluster))] = self.considered
 
     def _schedule(self, data: PlanData) -> Schedule:
         if data.ring is None or self.ring_size == 1:
@@ -391,7 +429,11 @@ def considered(
     def demands(unit: int) -> list[balance.Demand]:
         return [w.demands(unit, [None])[0] for w in wanted]
 
-    return auto.consider(demands, wanted[0].q_len, mesh, shape, cluster, strategy=strategy, layout=layout, stages=stages, exactly=exactly)
+    def shares(unit: int, degree: int) -> Tensor:
+        return torch.stack([w.shares(unit, degree) for w in wanted]).sum(0)
+
+    options: dict[str, Any] = {"strategy": strategy, "layout": layout, "stages": stages, "exactly": exactly}
+    return auto.consider(demands, shares, wanted[0].q_len, mesh, shape, cluster, **options)
 
 
 def considered_for(data: PlanData, cluster: Cluster) -> auto.Considered | None:

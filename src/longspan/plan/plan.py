@@ -21,10 +21,11 @@ from longspan.comm.mesh import Mesh, as_mesh
 from longspan.masks.classify import classify
 from longspan.masks.program import Program
 from longspan.masks.table import BlockTable
+from longspan.plan.cost import Cluster
 from longspan.plan.digest import digest_of
 from longspan.plan.layout import Layout
 from longspan.plan.schedule import Schedule
-from longspan.plan.shards import shard, unshard
+from longspan.plan.shards import Tree, each_tensor, shard, unshard
 from longspan.plan.tiles import Side
 
 
@@ -69,6 +70,7 @@ class PlanData:
     kv_heads: int | None = None
     head_dim: int | None = None
     grad_reduce_dtype: torch.dtype | None = None
+    cluster: Cluster | None = None  # the profile that was given; reports are for it unless told otherwise
     _kept: dict[Any, Any] = field(default_factory=dict, repr=False)
     _lock: Any = field(default_factory=threading.RLock, repr=False)
 
@@ -81,6 +83,29 @@ class PlanData:
     def rows(self) -> int:
         """Batch rows that are laid out differently; 1 where all are alike."""
         return max(len(layout.rows) for layout in self.layouts)
+
+    @property
+    def groups(self) -> Tensor:
+        """The mesh's ranks [ring, degree]: a line for each rank of the ring axis, its Ulysses group."""
+        return ulysses_groups(self.mesh, self.ulysses)
+
+    @property
+    def ring_of(self) -> Tensor:
+        """For each rank of the mesh its place along the ring axis [N]."""
+        groups = self.groups
+        return torch.empty(self.mesh.size, dtype=torch.int64).index_copy_(
+            0, groups.reshape(-1), torch.arange(len(groups)).repeat_interleave(groups.shape[1])
+        )
+
+    @property
+    def tokens(self) -> Tensor:
+        """Tokens of queries and of keys that each rank of the mesh owns, of one batch row [2, N]."""
+        return torch.tensor([[layout.local_len(r) for r in range(self.mesh.size)] for layout in self.layouts])
+
+    @property
+    def lengths(self) -> str:
+        """In words: 4096 tokens, or 256 × 4096 where queries and keys differ."""
+        return f"{self.q_len} tokens" if self.q_len == self.kv_len else f"{self.q_len} × {self.kv_len} tokens"
 
     @cached_property
     def inner(self) -> tuple[Layout, Layout]:
@@ -118,7 +143,7 @@ class PlanData:
 
     @cached_property
     def digest(self) -> str:
-        """What ranks compare: all but this rank's own place."""
+        """What ranks compare: all but this rank's own place, and the cluster: what it decided is compared."""
         m = self.mask
         sizes = (self.q_len, self.kv_len, self.batch, self.heads, self.kv_heads, self.head_dim, self.block, self.grad_reduce_dtype)
         texts = [str(sizes), str(self.mesh.axes), str((self.ulysses, self.ring)), m.program.key if m.program else "", self.schedule.digest]
@@ -137,12 +162,15 @@ def inner_layout(layout: Layout, mesh: Mesh, ulysses: int | None) -> Layout:
     """Each Ulysses group as one rank of the ring axis."""
     if ulysses is None:
         return layout
-    if len(mesh.axes) == 1:
-        return layout.merged([range(mesh.size)])
+    return layout.merged(ulysses_groups(mesh, ulysses).tolist())
+
+
+def ulysses_groups(mesh: Mesh, ulysses: int | None) -> Tensor:
+    """Ranks of the mesh that share the heads, group by group [groups, members]; groups of one where nobody does."""
+    if ulysses is None:
+        return torch.arange(mesh.size)[:, None]
     sizes = [axis.size for axis in mesh.axes]
-    index = torch.arange(mesh.size).view(sizes)
-    groups = index.movedim(ulysses, -1).reshape(-1, sizes[ulysses])
-    return layout.merged(groups.tolist())
+    return torch.arange(mesh.size).view(sizes).movedim(ulysses, -1).reshape(-1, sizes[ulysses])
 
 
 _handles = itertools.count(1)
@@ -220,18 +248,26 @@ class Plan:
 
     # ------------------------------------------------------------------------------------------------------------------ shards
 
-    def shard(self, x: Tensor, dim: int, *, side: str | None = None) -> Tensor:
+    def shard(self, x: Tree, dim: int, *, side: str | None = None) -> Tree:
         """This rank's part of a whole tensor along `dim`, in local order. Differentiable.
 
-        Where batch rows are laid out differently, dim 0 of x is the batch. `side`: "q" or "kv"; by default the one whose length x has.
+        x may be a dict, list or tuple of tensors (nested too; other leaves stay as they are): each is sharded along `dim`. Where batch
+        rows are laid out differently, dim 0 of x is the batch. `side`: "q" or "kv"; by default the one whose length x has.
         """
-        which = self._side(x, dim, side, "shard", local=False)
-        return shard(x, dim, self.data.layouts[which], self.mesh.rank)
 
-    def unshard(self, x: Tensor, dim: int, *, side: str | None = None) -> Tensor:
-        """The whole tensor from every rank's part: a collective call. Its gradient is the sum of all ranks' gradients for this part."""
-        which = self._side(x, dim, side, "unshard", local=True)
-        return unshard(x, dim, self.data.layouts[which], self.mesh)
+        def one(t: Tensor) -> Tensor:
+            return shard(t, dim, self.data.layouts[self._side(t, dim, side, "shard", local=False)], self.mesh.rank)
+
+        return each_tensor(one, x)
+
+    def unshard(self, x: Tree, dim: int, *, side: str | None = None) -> Tree:
+        """The whole tensor, or tensors, from every rank's part: a collective call. Its gradient is the sum of all ranks' gradients for
+        this part."""
+
+        def one(t: Tensor) -> Tensor:
+            return unshard(t, dim, self.data.layouts[self._side(t, dim, side, "unshard", local=True)], self.mesh)
+
+        return each_tensor(one, x)
 
     def _side(self, x: Tensor, dim: int, side: str | None, what: str, *, local: bool) -> int:
         if side not in (None, "q", "kv"):
@@ -252,19 +288,29 @@ class Plan:
         return fitting[0]
 
     def report(self, cluster: Any = None) -> Any:
-        """Balance, bytes, memory and predicted time on a cluster (a name, a TOML file, a Cluster; h200 unless given); print it."""
+        """Balance, bytes, memory and predicted time on a cluster; print it.
+
+        cluster: a name, a TOML file, a Cluster; by default the one the plan was made for, and h200 where none was given.
+        """
         from longspan.plan.report import report
 
         return report(self.data, cluster)
 
     def explain(self, cluster: Any = None) -> str:
-        """What there was to choose from, by the cost model, and why the winner won. For a plan of one's own: what would have been."""
-        from longspan.plan.clusters import cluster as cluster_of
-        from longspan.plan.make import considered_for
+        """Print, and return, what there was to choose from, by the cost model, and why the winner won. For a plan of one's own: what
+        would have been."""
+        text = self._explanation(cluster)
+        print(text)
+        return text
 
-        found = cluster_of(cluster)
-        considered = self.data._keep(("considered", found.name), lambda: considered_for(self.data, found))
-        here = f"{self!r}\n  predicted: {1e3 * self.report(found).seconds:.3f} ms"
+    def _explanation(self, cluster: Any = None) -> str:
+        from longspan.plan.make import considered_for
+        from longspan.plan.report import cluster_for
+
+        found = cluster_for(self.data, cluster)
+        considered = self.data._keep(("considered", repr(found)), lambda: considered_for(self.data, found))
+        report = self.report(found)
+        here = f"{self!r}\n  predicted: {1e3 * report.seconds:.3f} ms; busiest rank {report.balance:.3f} × the mean"
         if considered is None:
             return f"{here}\n  `auto` weighs self-attention of one layout over two ranks or more: here there was nothing to weigh"
         return f"{here}\n{considered}"
@@ -289,9 +335,8 @@ class Plan:
     def __repr__(self) -> str:
         d = self.data
         shape = " × ".join(f"{axis.name} {axis.size}" for axis in d.mesh.axes)
-        tokens = str(d.q_len) if d.q_len == d.kv_len else f"{d.q_len} × {d.kv_len}"
         stages = f", {d.schedule.stages} stages" if d.schedule.stages else ""
-        return f"Plan({d.mask.text}, {tokens} tokens over {shape}: layout {d.layout}, {d.strategy}{stages}, rank {d.mesh.rank})"
+        return f"Plan({d.mask.text}, {d.lengths} over {shape}: layout {d.layout}, {d.strategy}{stages}, rank {d.mesh.rank})"
 
     def __str__(self) -> str:
         from longspan.report.terminal import picture
@@ -338,10 +383,10 @@ class PlanSet(Mapping[str, Plan]):
     def kv_positions(self) -> Tensor:
         return self._first.kv_positions
 
-    def shard(self, x: Tensor, dim: int, *, side: str | None = None) -> Tensor:
+    def shard(self, x: Tree, dim: int, *, side: str | None = None) -> Tree:
         return self._first.shard(x, dim, side=side)
 
-    def unshard(self, x: Tensor, dim: int, *, side: str | None = None) -> Tensor:
+    def unshard(self, x: Tree, dim: int, *, side: str | None = None) -> Tree:
         return self._first.unshard(x, dim, side=side)
 
     def on(self, mesh: Any) -> PlanSet:

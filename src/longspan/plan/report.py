@@ -5,26 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from longspan.plan.clusters import cluster as cluster_of
 from longspan.plan.cost import Cluster, Shape
+from longspan.plan.counts import balance_of, counts
 from longspan.plan.plan import PlanData
 from longspan.plan.timeline import Conditions, Timeline, timeline
+from longspan.plan.traffic import Traffic, traffic
 from longspan.plan.workload import Workload, of_plan, shape_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Report:
-    """Per rank of the ring axis where not said otherwise. Bytes are of bfloat16 keys and values for the sizes the plan knows (1 where not).
+    """N ranks of the mesh, one by one. Bytes are of bfloat16 tensors of the sizes that the plan knows (1 where not, head dim 128).
 
-    tiles:      tiles computed by each rank [R], over all heads and batch rows of the table.
-    received:   tokens of keys received in each stage by each rank [stages, R].
-    balance:    the busiest rank's tiles over the mean.
-    share:      keys received, mean over ranks, as a share of what an all-gather brings.
+    tokens, kv_tokens: queries and keys that each rank owns.
+    tiles:      tiles computed by each rank [N], over its heads and all batch rows.
+    pairs:      the (query, key) pairs in them that the mask allows [N], float64.
+    received:   tokens of keys received along the ring axis in each stage by each rank [stages, N].
+    balance:    the busiest rank's pairs over the mean: what `auto` and `explain` call the busiest.
+    share:      keys received along the ring axis, as a share of what an all-gather there brings.
     in_flight:  tokens of keys in buffers at once, at most: the step being computed and the one being fetched.
+    traffic:    the bytes of every exchange (`longspan.plan.traffic`); matrix: bytes that rank s (row) sends rank r (column) in a forward
+                pass [N, N]. Both count Ulysses transposes.
     timeline:   when each rank computes and waits, by the cost model (`longspan.plan.timeline`).
+    work:       what the model was asked, per rank of the ring axis.
     """
 
     plan: str
@@ -33,30 +39,42 @@ class Report:
     ranks: int
     degree: int
     tokens: tuple[int, ...]
+    kv_tokens: tuple[int, ...]
     tiles: Tensor
+    pairs: Tensor
     received: Tensor
+    every: int  # tokens of keys that all ranks together receive in an all-gather along the ring axis
     steps: int
     in_flight: int
     shape: Shape
     cluster: Cluster
     work: Workload
     timeline: Timeline
-    matrix: Tensor  # bytes of keys and values that rank s (row) sends rank r (column) in a forward pass [R, R], along the ring axis
+    traffic: Traffic
 
     @property
     def balance(self) -> float:
-        mean = float(self.tiles.double().mean())
-        return float(self.tiles.max()) / mean if mean else 1.0
+        return balance_of(self.pairs)
 
     @property
     def share(self) -> float:
-        every = sum(self.tokens) * (len(self.tiles) - 1)
-        return float(self.received.sum()) / every if every else 0.0
+        return float(self.received.sum()) / self.every if self.every else 0.0
 
     @property
     def bytes_received(self) -> Tensor:
-        """Bytes of keys and values in each stage for each rank, forward [stages, R]."""
-        return self.received * self._bytes_per_token
+        """Bytes for each rank in each stage, forward [stages, N]; where heads are transposed, [1 + stages + 1, N]: before and after the
+        stages one row for the transposes of q, k and v and of the output. `traffic.names` says what the rows are.
+        """
+        return self.traffic.forward
+
+    @property
+    def bytes_received_backward(self) -> Tensor:
+        """The same rows of a backward pass: keys and values come again, and the gradients of those a rank has sent come home."""
+        return self.traffic.backward
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.traffic.matrix
 
     @property
     def _bytes_per_token(self) -> int:
@@ -66,12 +84,20 @@ class Report:
     @cached_property
     def memory_parts(self) -> dict[str, int]:
         """Bytes on the rank that needs most, during the backward pass: what is saved, what is summed up, what is under way."""
-        shape, most = self.shape, max(self.tokens)
-        saved = most * (2 * shape.q_bytes + shape.kv_bytes + 4 * shape.batch * shape.heads)
-        sums = most * (2 * shape.q_bytes + shape.kv_bytes) * 4 // (2 * shape.element)
-        turned = 0 if self.degree == 1 else most * (3 * shape.q_bytes + shape.kv_bytes * max(1, self.degree // shape.kv_heads))
+        found = [self._memory_of(q, kv) for q, kv in sorted(set(zip(self.tokens, self.kv_tokens, strict=True)))]
+        return max(found, key=lambda parts: sum(parts.values()))
+
+    def _memory_of(self, q: int, kv: int) -> dict[str, int]:
+        """Of a rank that owns so many queries and keys."""
+        shape = self.shape
+        copies = max(1, self.degree // shape.kv_heads)
         flight = self.memory + self.memory * shape.grad_element // shape.element
-        return {"q, k, v, out, lse": saved, "gradients, float32": sums, "transposed copies": turned, "keys and gradients in flight": flight}
+        return {
+            "q, k, v, out, lse": q * (2 * shape.q_bytes + 4 * shape.batch * shape.heads) + kv * shape.kv_bytes,
+            "gradients, float32": (q * shape.q_bytes + kv * shape.kv_bytes * copies) * 4 // shape.element,
+            "transposed copies": 0 if self.degree == 1 else q * 3 * shape.q_bytes + kv * shape.kv_bytes * copies,
+            "keys and gradients in flight": flight,
+        }
 
     @property
     def memory(self) -> int:
@@ -99,10 +125,11 @@ class Report:
         forward, backward = self.timeline.forward, self.timeline.backward
         lines = [
             self.plan,
-            f"  balance      busiest rank {self.balance:.3f} × the mean ({int(self.tiles.max())} of {int(self.tiles.sum())} tiles)",
-            f"  tokens       {min(self.tokens)} to {max(self.tokens)} per rank",
-            f"  received     {float(moved.mean()) / 2**20:.2f} MiB per rank and forward pass, at most {float(moved.max()) / 2**20:.2f}; "
-            f"{100 * self.share:.2f} % of an all-gather",
+            f"  balance      busiest rank {self.balance:.3f} × the mean ({float(self.pairs.max()):.4g} of {float(self.pairs.sum()):.4g} "
+            f"pairs of a query and a key, in {int(self.tiles[self.pairs.argmax()])} of {int(self.tiles.sum())} tiles)",
+            f"  tokens       {self._tokens()} per rank",
+            f"  received     {float(moved.mean()) / 2**20:.2f} MiB per rank and forward pass, at most {float(moved.max()) / 2**20:.2f}"
+            f"{self._turned()}; {100 * self.share:.2f} % of an all-gather of keys",
             f"  stages       {len(self.received)}, computed in {self.steps + 1} steps; at most {self.in_flight} tokens in flight "
             f"({self.memory / 2**20:.2f} MiB)",
             f"  memory       {sum(self.memory_parts.values()) / 2**20:.2f} MiB per rank at most",
@@ -112,34 +139,48 @@ class Report:
         ]
         return "\n".join(lines)
 
+    def _tokens(self) -> str:
+        q, kv = (f"{min(n)} to {max(n)}" for n in (self.tokens, self.kv_tokens))
+        return q if self.tokens == self.kv_tokens else f"{q} queries, {kv} keys"
+
+    def _turned(self) -> str:
+        """What of that Ulysses transposes bring."""
+        if self.degree == 1:
+            return ""
+        turned = self.bytes_received[[0, -1]].sum(0).double()
+        return f", {float(turned.mean()) / 2**20:.2f} of it by transposes of heads"
+
+
+def cluster_for(data: PlanData, cluster: Cluster | str | None = None) -> Cluster:
+    """The cluster asked for, or else the one that the plan was made for."""
+    return cluster_of(data.cluster if cluster is None else cluster)
+
 
 def report(data: PlanData, cluster: Cluster | str | None = None, conditions: Conditions | None = None) -> Report:
     """A plan's report, from its tables."""
-    found = cluster_of(cluster)
-    ranks = data.inner[0].ranks
-    work = of_plan(data, found.gpus_per_node)
-    received = data.schedule.received(ranks)
+    found = cluster_for(data, cluster)
+    ring = data.inner[0].ranks
+    work, shape, counted = of_plan(data, found.gpus_per_node), shape_of(data), counts(data)
+    received = data.schedule.received(ring)
     per_step = [int(received[s.start : s.stop].sum(0).max()) for s in data.schedule.steps]
+    tokens = data.tokens.tolist()
     return Report(
-        plan=f"{data.mask.text}, {data.q_len} tokens over {data.mesh.size} ranks: {data.strategy}, layout {data.layout}",
+        plan=f"{data.mask.text}, {data.lengths} over {data.mesh.size} ranks: {data.strategy}, layout {data.layout}",
         strategy=data.strategy,
         layout=data.layout,
         ranks=data.mesh.size,
         degree=data.degree,
-        tokens=tuple(data.layouts[0].local_len(r) for r in range(data.mesh.size)),
-        tiles=((work.full + work.partial).sum(1) * data.degree).round().long(),
-        received=received,
+        tokens=tuple(tokens[0]),
+        kv_tokens=tuple(tokens[1]),
+        tiles=counted.tiles.round().long(),
+        pairs=counted.pairs,
+        received=received[:, data.ring_of],
+        every=data.kv_len * data.rows * (ring - 1) * data.degree,
         steps=len(data.schedule.steps),
         in_flight=max([a + b for a, b in zip([0, *per_step], [*per_step, 0], strict=True)]),
-        shape=shape_of(data),
+        shape=shape,
         cluster=found,
         work=work,
-        timeline=timeline(work, found, conditions),
-        matrix=_matrix(data, ranks) * work.key_bytes,
+        timeline=timeline(work, found, conditions).at(data.ring_of),
+        traffic=traffic(data, shape, work.key_bytes),
     )
-
-
-def _matrix(data: PlanData, ranks: int) -> Tensor:
-    """Tokens from each rank (row) to each (column)."""
-    s = data.schedule
-    return torch.zeros(ranks * ranks, dtype=torch.int64).index_add_(0, s.source * ranks + s.receiver, s.length).view(ranks, ranks)

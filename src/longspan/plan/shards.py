@@ -7,7 +7,8 @@ of all ranks.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,23 @@ from torch import Tensor
 from longspan.comm.gather import all_gather_rows, reduce_scatter_rows
 from longspan.comm.mesh import Mesh
 from longspan.plan.layout import Layout
+
+Tree = TypeVar("Tree")
+
+
+def each_tensor(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
+    """fn of every tensor of a tree of dicts, lists and tuples; what is none of these stays."""
+    found: Any = tree
+    if isinstance(tree, Tensor):
+        found = fn(tree)
+    elif isinstance(tree, dict):
+        found = {key: each_tensor(fn, value) for key, value in tree.items()}
+        found = found if type(tree) is dict else type(tree)(found)
+    elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        found = type(tree)(*(each_tensor(fn, value) for value in tree))
+    elif isinstance(tree, list | tuple):
+        found = type(tree)(each_tensor(fn, value) for value in tree)
+    return found
 
 
 def shard(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:

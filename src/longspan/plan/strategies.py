@@ -20,6 +20,10 @@ class Strategy:
     ring: int | None
     moves: str
 
+    def stages(self, ranks: int) -> int | None:
+        """In how many stages keys move along a ring axis of so many ranks; None: in as many as one likes."""
+        return {"ring": ranks - 1, "allgather": min(1, ranks - 1), "none": 0}.get(self.moves)
+
 
 def check_name(name: str) -> None:
     if name not in NAMES:

@@ -62,6 +62,12 @@ class Pass:
     def seconds(self) -> float:
         return float(self.total.max())
 
+    def at(self, rank: Tensor) -> Pass:
+        """The same with line rank[i] as its line i."""
+        compute, travel = ((a[rank], b[rank]) for a, b in (self.compute, self.travel))
+        home = None if self.home is None else (self.home[0][rank], self.home[1][rank])
+        return Pass(compute=compute, travel=travel, home=home, before=self.before[rank], after=self.after[rank], total=self.total[rank])
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Timeline:
@@ -74,6 +80,10 @@ class Timeline:
     @property
     def seconds(self) -> float:
         return self.forward.seconds + self.backward.seconds
+
+    def at(self, rank: Tensor) -> Timeline:
+        """The same with rank rank[i] in place i."""
+        return Timeline(forward=self.forward.at(rank), backward=self.backward.at(rank), bytes=self.bytes[:, rank])
 
 
 def timeline(work: Workload, cluster: Cluster, conditions: Conditions | None = None) -> Timeline:
@@ -165,7 +175,7 @@ class _Simulation:
         wide, narrow = 4, s.element
         tile = TILE * s.head_dim
         sent, received = work.sent.sum(0), work.received.sum(0)
-        local = (work.local * work.degree * s.batch / work.scale)[:, None]  # tokens of this rank's keys
+        local = (work.keys * work.degree * s.batch / work.scale)[:, None]  # tokens of this rank's keys
         grads = work.key_bytes * wide / narrow
         out = torch.zeros_like(rows)
         if work.gathered is not None:
@@ -201,11 +211,11 @@ class _Simulation:
         copies = max(1, degree // s.kv_heads)
         return float(s.q_bytes), float(s.kv_bytes * copies)
 
-    def _turn(self, bytes_per_token: float) -> Tensor:
-        """Seconds of a Ulysses transpose, forth or back."""
+    def _turn(self, per_query: float, per_key: float) -> Tensor:
+        """Seconds of a Ulysses transpose, forth or back, that moves so many bytes per token of queries and of keys."""
         if self.work.degree == 1:
             return self.zero
-        away = self.work.local * (self.work.degree - 1) / self.work.degree * bytes_per_token * self.link
+        away = self._away(per_query, per_key) * self.link
         c, turned = self.cluster, self.work.turned
         inside = away * (1 - turned) / c.inside.bandwidth + (c.inside.latency if turned < 1 else 0)
         between = away * turned / c.between.bandwidth + (c.between.latency if turned else 0)
@@ -216,15 +226,22 @@ class _Simulation:
     def _turns(self, backward: bool) -> tuple[Tensor, Tensor]:
         q, kv = self._widths()
         if not backward:
-            return self._turn(q + kv), self._turn(q)
-        return self._turn(3 * q + kv), self._turn(q + kv)
+            return self._turn(q, kv), self._turn(q, 0.0)
+        return self._turn(3 * q, kv), self._turn(q, kv)
+
+    def _away(self, per_query: float, per_key: float) -> Tensor:
+        """Bytes that leave a rank in a transpose [R]."""
+        work = self.work
+        return (work.local * per_query + work.keys * per_key) * ((work.degree - 1) / work.degree)
 
     def turn_bytes(self) -> Tensor:
+        """Of all transposes of both passes [2, R], logsumexp too."""
         work = self.work
         if work.degree == 1:
             return torch.zeros(2, len(work.rank), dtype=torch.float64)
-        q, kv = self._widths()
-        away = work.local * (work.degree - 1) / work.degree * (6 * q + 3 * kv)
+        (q, kv), s = self._widths(), work.shape
+        home = s.grad_element / s.element if s.kv_heads < work.degree else 1.0
+        away = self._away(6 * q + 2 * 4 * s.batch * s.heads, (2 + home) * kv)
         return torch.stack([away * (1 - work.turned), away * work.turned])
 
 

@@ -33,7 +33,8 @@ class Workload:
     received, sent:     tokens of keys, of each step, from and to ranks of the own node and of others [2, R, K + 1].
     gathered [R, K + 1]: tokens of `sent` that do not lie side by side and are copied first; None: none of them.
     exchanges [K + 1]:  exchanges that a step waits for.
-    local [R]:          tokens of one batch row that a rank of the mesh owns, the largest of a Ulysses group.
+    local [R]:          tokens (queries) of one batch row that a rank of the mesh owns, the largest of a Ulysses group.
+    local_keys [R]:     the same of keys; None: as many as queries.
     degree:             ranks that share the heads; `turned`: the share of a transpose that crosses nodes.
     scale:              batch rows per token counted in `received` and `sent`.
     fold:               bytes read and written beside the kernels' work [R, K + 1], both passes alike; None: as the engine does it.
@@ -57,6 +58,12 @@ class Workload:
     gathered: Tensor | None = None
     fold: Tensor | None = None
     pairs: tuple[tuple[Tensor, Tensor], ...] = ()
+    local_keys: Tensor | None = None
+
+    @property
+    def keys(self) -> Tensor:
+        """Tokens of keys that a rank of the mesh owns [R]."""
+        return self.local if self.local_keys is None else self.local_keys
 
     @property
     def steps(self) -> int:
@@ -137,8 +144,7 @@ def of_plan(data: PlanData, per_node: int) -> Workload:
                 total[part.start : part.stop].scatter_add_(1, step, covered.double() * many)
             busy[part.start : part.stop] += _busy(table, queries.owner, step, part, count) * many
     received, sent = _moved(data, place, step_of_stage, ranks)
-    local = data.layouts[0]
-    lens = torch.tensor([local.local_len(r) for r in range(data.mesh.size)], dtype=torch.float64)
+    lens = data.tokens.double()
     return Workload(
         ranks=ranks,
         degree=data.degree,
@@ -149,7 +155,8 @@ def of_plan(data: PlanData, per_node: int) -> Workload:
         received=received,
         sent=sent,
         exchanges=torch.tensor([0, *(len(group) for group in steps)], dtype=torch.float64),
-        local=_largest_of_group(data, lens),
+        local=lens[0, data.groups].amax(1),
+        local_keys=lens[1, data.groups].amax(1),
         turned=place.turned,
         shape=shape,
         scale=1 if data.rows > 1 else shape.batch,
@@ -165,14 +172,6 @@ def _pairs(data: PlanData, step_of_stage: Tensor, ranks: int) -> tuple[tuple[Ten
     step, pair = line // (ranks * ranks), line % (ranks * ranks)
     edges = torch.searchsorted(step, torch.arange(len(s.steps) + 2)).tolist()
     return tuple((pair[a:b] // ranks, pair[a:b] % ranks) for a, b in pairwise(edges))
-
-
-def _largest_of_group(data: PlanData, lens: Tensor) -> Tensor:
-    if data.ulysses is None:
-        return lens
-    if len(data.mesh.axes) == 1:
-        return lens.max()[None]
-    return lens.view([axis.size for axis in data.mesh.axes]).amax(data.ulysses)
 
 
 def _chunks(ranks: int, tiles: int) -> Iterator[range]:

@@ -18,16 +18,16 @@ def _matplotlib() -> Any:
 
 
 def figure(plan: Any, path: Any = None, *, cluster: Any = None) -> Any:
-    """Who computes what, each rank's work, and the timeline of forward and backward. Needs no display."""
+    """Who computes what, each rank's work, and the timeline of forward and backward; by default on the plan's cluster. Needs no display."""
     colormaps, module = _matplotlib()
     report = plan.report(cluster)
     found = module.Figure(figsize=(13, 6), layout="constrained")
     left, work, line = found.subplot_mosaic([["grid", "work"], ["grid", "line"]], width_ratios=[1, 1.1]).values()
     found.suptitle(report.plan, parse_math=False)
-    ranks = len(report.tiles)
-    colour = colormaps["turbo"]((torch.arange(ranks).double() * 0.618034 % 1).tolist())
+    ring_of = plan.data.ring_of
+    colour = colormaps["turbo"]((torch.arange(int(ring_of.max()) + 1).double() * 0.618034 % 1).tolist())
     _draw_grid(left, plan, colour)
-    work.bar(range(ranks), (report.tiles / report.tiles.double().mean().clamp(min=1)).tolist(), color=colour)
+    work.bar(range(report.ranks), (report.pairs / report.pairs.mean().clamp(min=1)).tolist(), color=colour[ring_of.tolist()])
     work.axhline(1, color="grey", linewidth=0.8)
     work.set(xlabel="rank", ylabel="work over the mean", title=f"busiest rank {report.balance:.3f} × the mean")
     _draw_lines(line, report)
@@ -43,11 +43,11 @@ def _draw_grid(axes: Any, plan: Any, colour: Any) -> None:
     image = 1 - weight * (1 - shown)
     extent = (0, plan.data.kv_len, plan.data.q_len, 0)
     axes.imshow(image.tolist(), extent=extent, aspect="auto", interpolation="nearest")
-    axes.set(xlabel="keys", ylabel="queries", title="coloured by the rank that computes")
+    axes.set(xlabel="keys", ylabel="queries", title=f"coloured by the {'rank' if plan.data.degree == 1 else 'Ulysses group'} that computes")
 
 
 def _draw_lines(axes: Any, report: Any) -> None:
-    ranks = report.work.rank.tolist()
+    ranks = list(range(report.ranks))
     shown = ranks if len(ranks) <= 32 else ranks[:: -(-len(ranks) // 32)]
     start = 0.0
     for found in (report.timeline.forward, report.timeline.backward):

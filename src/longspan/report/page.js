@@ -58,6 +58,10 @@ function drawGrid() {
   g.fillText(`queries ${fmt(Math.round(view.y))} – ${fmt(Math.round(Math.min(meta.q_len, view.y + view.h)))}, keys ${fmt(Math.round(view.x))} – ${fmt(Math.round(Math.min(meta.kv_len, view.x + view.w)))}`, 8, H - 8);
   grid.dataset.view = [view.x, view.y, view.w, view.h].map((v) => Math.round(v)).join(" ");
 }
+// Owners of tiles are places along the ring axis: single ranks, or Ulysses groups of which each rank computes its heads.
+const members = []; meta.group.forEach((g, r) => (members[g] ||= []).push(r));
+const some = (ranks) => ranks.length > 8 ? ranks.slice(0, 4).join(", ") + ", … " + ranks[ranks.length - 1] : ranks.join(", ");
+const who = (owner) => meta.degree > 1 ? `ranks ${some(members[owner])} (each its heads)` : `rank ${owner}`;
 function stepOf(rank, tile) {
   if (k.owner[tile] === rank) return 0;
   const begin = A.step_ptr[rank], end = A.step_ptr[rank + 1];
@@ -71,11 +75,11 @@ function tell(x, y) {
   const row = tileAt(q, qt), column = tileAt(k, kt);
   let kind = 0;
   for (let i = A.ptr[row]; i < A.ptr[row + 1]; i++) if (A.first[i] <= column && column <= A.last[i]) kind = A.kind[i];
-  const rank = q.owner[row], from = k.owner[column], s = stepOf(rank, column);
+  const owner = q.owner[row], rank = who(owner), from = who(k.owner[column]), s = stepOf(owner, column);
   const where = `queries ${fmt(q.edges[row])} – ${fmt(q.edges[row + 1] - 1)}, keys ${fmt(k.edges[column])} – ${fmt(k.edges[column + 1] - 1)}`;
-  const when = s === 0 ? "its own keys, step 0" : s > 0 ? `keys from rank ${from}, step ${s} of ${meta.steps - 1}` : `keys of rank ${from}`;
-  $("tile").textContent = kind ? `Tile ${row} × ${column} (${where}): ${kind === 2 ? "full" : "partial"}, computed by rank ${rank}, ${when}.`
-    : `Tile ${row} × ${column} (${where}): empty; queries of rank ${rank}, keys of rank ${from}.`;
+  const when = s === 0 ? "its own keys, step 0" : s > 0 ? `keys from ${from}, step ${s} of ${meta.steps - 1}` : `keys of ${from}`;
+  $("tile").textContent = kind ? `Tile ${row} × ${column} (${where}): ${kind === 2 ? "full" : "partial"}, computed by ${rank}, ${when}.`
+    : `Tile ${row} × ${column} (${where}): empty; queries of ${rank}, keys of ${from}.`;
 }
 function zoom(factor, cx = 0.5, cy = 0.5) {
   const w = Math.min(meta.kv_len, Math.max(64, view.w * factor)), h = Math.min(meta.q_len, Math.max(64, view.h * factor));
@@ -108,16 +112,16 @@ grid.addEventListener("keydown", (e) => {
 $("in").onclick = () => zoom(0.8); $("out").onclick = () => zoom(1.25); $("all").onclick = reset;
 
 // ------------------------------------------------------------------------------------------------------------------ work and bytes
-const total = A.tiles.reduce((a, b) => a + b, 0), mean = total / A.tiles.length || 1;
+const total = A.pairs.reduce((a, b) => a + b, 0), mean = total / A.pairs.length || 1;
 function drawWork() {
-  const [g, W, H] = fit($("work"), 180), most = Math.max(...A.tiles, 1), n = A.tiles.length, w = W / n;
-  for (let r = 0; r < n; r++) { const h = A.tiles[r] / most * (H - 18); g.fillStyle = colour(r, true); g.fillRect(r * w, H - h, Math.max(w - (w > 3 ? 1 : 0), 0.75), h); }
+  const [g, W, H] = fit($("work"), 180), most = Math.max(...A.pairs, 1), n = A.pairs.length, w = W / n;
+  for (let r = 0; r < n; r++) { const h = A.pairs[r] / most * (H - 18); g.fillStyle = colour(meta.group[r], true); g.fillRect(r * w, H - h, Math.max(w - (w > 3 ? 1 : 0), 0.75), h); }
   const y = H - mean / most * (H - 18); g.strokeStyle = css("--soft"); g.beginPath(); g.moveTo(0, y); g.lineTo(W, y); g.stroke();
   g.fillStyle = css("--soft"); g.fillText(`mean; busiest ${fmt(meta.balance)} × it`, 6, y - 5);
 }
 $("work").addEventListener("pointermove", (e) => {
-  const r = $("work").getBoundingClientRect(), i = Math.min(A.tiles.length - 1, Math.max(0, Math.floor((e.clientX - r.left) / r.width * A.tiles.length)));
-  $("work-tip").textContent = `Rank ${i}: ${fmt(A.tiles[i])} tiles, ${fmt(A.tiles[i] / mean)} × the mean.`;
+  const r = $("work").getBoundingClientRect(), i = Math.min(A.pairs.length - 1, Math.max(0, Math.floor((e.clientX - r.left) / r.width * A.pairs.length)));
+  $("work-tip").textContent = `Rank ${i}: ${fmt(A.pairs[i], 0)} pairs, ${fmt(A.pairs[i] / mean)} × the mean, in ${fmt(A.tiles[i])} tiles.`;
 });
 const shown = meta.shown, side = shown.length;
 function drawMatrix() {
@@ -127,7 +131,7 @@ function drawMatrix() {
     if (share > 0) { g.globalAlpha = 0.12 + 0.88 * Math.sqrt(share); g.fillStyle = css("--compute"); g.fillRect(b * c, a * c, Math.max(c - (c > 6 ? 1 : 0), 0.75), Math.max(c - (c > 6 ? 1 : 0), 0.75)); }
   }
   g.globalAlpha = 1;
-  if (!A.matrix.some((v) => v > 0)) { g.fillStyle = css("--soft"); g.fillText("no keys move between ranks of the ring axis", 8, 20); }
+  if (!A.matrix.some((v) => v > 0)) { g.fillStyle = css("--soft"); g.fillText("nothing moves between ranks", 8, 20); }
 }
 $("matrix").addEventListener("pointermove", (e) => {
   const r = $("matrix").getBoundingClientRect(), c = Math.min(r.width, r.height) / side;

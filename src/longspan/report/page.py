@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.plan.clusters import cluster as cluster_of
 from longspan.plan.cost import Cluster
 from longspan.plan.digest import content
 from longspan.plan.make import considered_for
 from longspan.plan.plan import PlanData
-from longspan.plan.report import Report, report
+from longspan.plan.report import Report, cluster_for, report
 from longspan.plan.timeline import Conditions
 
 HERE = Path(__file__).parent
@@ -31,7 +30,7 @@ TYPES = {torch.int32: "i4", torch.float32: "f4"}
 
 
 def save(plan: Any, path: str | Path, *, cluster: Any = None, conditions: Conditions | None = None, title: str | None = None) -> None:
-    """Write the page."""
+    """Write the page; by default for the cluster that the plan was made for."""
     Path(path).write_text(page(plan, cluster=cluster, conditions=conditions, title=title), encoding="utf-8")
 
 
@@ -43,7 +42,7 @@ def notebook(plan: Any) -> str:
 def page(plan: Any, *, cluster: Any = None, conditions: Conditions | None = None, title: str | None = None) -> str:
     """The page's text."""
     data: PlanData = plan.data
-    found = cluster_of(cluster)
+    found = cluster_for(data, cluster)
     numbers = report(data, found, conditions)
     arrays, block = _packed(_arrays(data, numbers))
     meta = {"arrays": arrays, **_meta(data, numbers)}
@@ -84,8 +83,9 @@ def figures(numbers: Report) -> dict[str, tuple[str, float, str]]:
         "flops": ("useful work per device", numbers.flops_per_device / 1e12, "TFLOP/s"),
         "balance": ("busiest rank over the mean", numbers.balance, "×"),
         "tokens": ("tokens per rank, at most", max(numbers.tokens), ""),
-        "received": ("keys and values received per rank, forward, mean", float(moved.mean()) / 2**20, "MiB"),
-        "share": ("… as a share of an all-gather", 100 * numbers.share, "%"),
+        "received": ("received per rank, forward, mean", float(moved.mean()) / 2**20, "MiB"),
+        "most": ("… at most", float(moved.max()) / 2**20, "MiB"),
+        "share": ("keys received, as a share of an all-gather", 100 * numbers.share, "%"),
         "stages": ("stages", len(numbers.received), ""),
         "in_flight": ("tokens of keys in flight, at most", numbers.in_flight, ""),
         "memory": ("memory per rank, at most", sum(numbers.memory_parts.values()) / 2**20, "MiB"),
@@ -105,7 +105,7 @@ def _rows(numbers: Report) -> str:
 
 
 def _options(data: PlanData, cluster: Cluster, numbers: Report) -> str:
-    found = data._keep(("considered", cluster.name), lambda: considered_for(data, cluster))
+    found = data._keep(("considered", repr(cluster)), lambda: considered_for(data, cluster))
     if found is None:
         return "<p>There was nothing to choose from.</p>"
     best = min(found.winner.seconds, numbers.seconds)
@@ -147,13 +147,14 @@ def _memory(numbers: Report) -> str:
 
 def _work(numbers: Report) -> str:
     t, ranks = numbers.timeline, len(numbers.tiles)
-    moved = numbers.bytes_received.sum(0) if len(numbers.received) else torch.zeros(ranks)
+    moved = numbers.bytes_received.sum(0)
     lines = []
     for r in range(min(ranks, 1024)):
         busy = 1e3 * float(t.forward.busy[r] + t.backward.busy[r])
         waits = 1e3 * float(t.forward.exposed[r] + t.backward.exposed[r])
         lines.append(
-            f'<tr><th scope="row">{r}</th><td>{int(numbers.tiles[r]):,}</td><td>{float(moved[r]) / 2**20:,.1f}</td>'
+            f'<tr><th scope="row">{r}</th><td>{float(numbers.pairs[r]):,.0f}</td>'
+            f"<td>{int(numbers.tiles[r]):,}</td><td>{float(moved[r]) / 2**20:,.1f}</td>"
             f"<td>{busy:,.3f}</td><td>{waits:,.3f}</td></tr>"
         )
     return "".join(lines)
@@ -168,6 +169,7 @@ def _meta(data: PlanData, numbers: Report) -> dict[str, Any]:
         "kv_len": data.kv_len,
         "ranks": len(numbers.tiles),
         "degree": data.degree,
+        "group": data.ring_of.tolist(),
         "stages": len(numbers.received),
         "steps": numbers.work.steps,
         "shown": _shown(numbers),
@@ -181,7 +183,7 @@ def _shown(numbers: Report) -> list[int]:
     ranks = len(numbers.tiles)
     if ranks <= SHOWN:
         return list(range(ranks))
-    busiest = {int(numbers.timeline.backward.total.argmax()), int(numbers.tiles.argmax())}
+    busiest = {int(numbers.timeline.backward.total.argmax()), int(numbers.pairs.argmax())}
     return sorted({round(i * (ranks - 1) / (SHOWN - 1)) for i in range(SHOWN)} | busiest)
 
 
@@ -199,6 +201,7 @@ def _arrays(data: PlanData, numbers: Report) -> dict[str, Tensor]:
         "k_owner": keys.owner,
         "q_edges": queries.edges,
         "k_edges": keys.edges,
+        "pairs": numbers.pairs,
         "tiles": numbers.tiles.float(),
         **_steps(data, keys.tiles),
     }
@@ -208,7 +211,7 @@ def _arrays(data: PlanData, numbers: Report) -> dict[str, Tensor]:
         for lane, (begin, end) in lanes.items():
             found[f"{name}_{lane}"] = torch.stack([begin[shown], end[shown]])
         found[f"{name}_turns"] = torch.stack([one.before[shown], one.after[shown], one.total[shown]])
-    found["matrix"] = numbers.matrix[shown][:, shown]
+    found["matrix"] = numbers.matrix[shown][:, shown].float()  # beyond 2 GiB too
     return found
 
 

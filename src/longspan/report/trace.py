@@ -15,7 +15,7 @@ LANES = ("compute", "keys", "gradients home", "Ulysses transpose")
 def events(report: Report) -> list[dict[str, Any]]:
     """Complete events, in microseconds. Backward follows forward."""
     out: list[dict[str, Any]] = []
-    ranks = report.work.rank.tolist()
+    ranks = list(range(report.ranks))
     for rank in ranks:
         out.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         out += [{"ph": "M", "name": "thread_name", "pid": rank, "tid": i, "args": {"name": lane}} for i, lane in enumerate(LANES)]

@@ -1,0 +1,151 @@
+"""What a report says of bytes, work and memory, rank by rank, against what ranks of a virtual world send and what masks allow."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import longspan as ls
+from longspan.report.page import page
+from longspan.report.trace import events
+from longspan.testing import virtual_world
+
+MESHES: dict[str, tuple[Any, Any]] = {
+    "one": (4, None),
+    "ring first": ((3, 2), ("ring", "ulysses")),
+    "ulysses first": ((2, 3), ("ulysses", "ring")),
+}
+ONE, TWO = ("ring", "allgather", "exchange", "ulysses"), ("ulysses_ring", "ulysses_allgather", "ulysses_exchange")
+CASES = [("one", s) for s in ONE] + [(m, s) for m in ("ring first", "ulysses first") for s in TWO]
+DOCUMENTS = ls.causal() & ls.documents(lengths=[390, 11, 599])
+
+
+def _sizes(degree: int, shared: bool) -> dict[str, Any]:
+    """`shared`: fewer key heads than ranks of a Ulysses group."""
+    return {"batch": 2, "heads": 12, "kv_heads": 1 if shared else degree * (2 if degree < 4 else 1), "head_dim": 8}
+
+
+def _run(mask: Any, lengths: Any, mesh: tuple[Any, Any], options: dict[str, Any]) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """(plan, bytes from rank to rank forward, and backward) of a call with bfloat16 tensors, without what ranks agree on first."""
+    batch, heads, kv_heads, dim = (options[n] for n in ("batch", "heads", "kv_heads", "head_dim"))
+    world = virtual_world(mesh[0], axis_names=mesh[1])
+
+    def forward(mesh: Any) -> Any:
+        plan = ls.plan(mask, lengths, mesh, **options)
+        q = torch.randn(batch, heads, plan.local_len, dim, dtype=torch.bfloat16, requires_grad=True)
+        k, v = (torch.randn(batch, kv_heads, plan.kv_local_len, dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        return plan, ls.attention(q, k, v, plan=plan)
+
+    def counted() -> torch.Tensor:
+        matrix = torch.zeros(world.size, world.size, dtype=torch.int64)
+        for exchange in world.exchanges:
+            if "agreement" not in exchange.what:
+                at = torch.tensor(exchange.ranks)
+                matrix[at[:, None], at] += exchange.bytes
+        world.reset_counts()
+        return matrix
+
+    found = world.run(forward)
+    there = counted()
+    world.run(lambda mesh: found[mesh.rank][1].float().sum().backward())
+    return found[0][0], there, counted()
+
+
+def _agrees(plan: ls.Plan, forward: torch.Tensor, backward: torch.Tensor) -> None:
+    report = plan.report()
+    assert torch.equal(report.bytes_received.sum(0), forward.sum(0)) and torch.equal(report.matrix, forward)
+    assert torch.equal(report.bytes_received_backward.sum(0), backward.sum(0))
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["key heads enough", "key heads shared"])
+@pytest.mark.parametrize(("mesh", "strategy"), CASES, ids=lambda c: str(c).replace(" ", "_"))
+def test_bytes_are_those_that_ranks_receive_forward_and_backward(mesh: str, strategy: str, shared: bool) -> None:
+    degree = 1 if strategy in ONE[:3] else 4 if strategy == "ulysses" else 2
+    options = {**_sizes(degree, shared), "strategy": strategy}
+    plan, forward, backward = _run(DOCUMENTS, 1000, MESHES[mesh], options)
+    _agrees(plan, forward, backward)
+    report = plan.report()
+    assert report.bytes_received.shape == report.bytes_received_backward.shape == (len(report.traffic.names), plan.mesh.size)
+    assert len(report.traffic.names) == plan.schedule.stages + (2 if degree > 1 else 0)
+
+
+@pytest.mark.parametrize(("mesh", "strategy"), [("one", "exchange"), ("one", "ulysses"), ("ring first", "ulysses_ring")])
+def test_bytes_of_cross_attention_and_of_gradients_that_travel_narrow(mesh: str, strategy: str) -> None:
+    options = {**_sizes(4, True), "strategy": strategy, "grad_reduce_dtype": torch.bfloat16}
+    mask = ls.mask_mod(lambda b, h, q, kv: (q + kv) % 700 < 500)
+    _agrees(*_run(mask, (290, 1100), MESHES[mesh], options))
+
+
+def test_bytes_where_batch_rows_are_laid_out_by_themselves() -> None:
+    mask = ls.causal() & ls.documents(lengths=[[700, 300], [111, 889]])
+    options = {**_sizes(1, False), "strategy": "exchange"}
+    plan, forward, backward = _run(mask, 1000, (3, None), options)
+    _agrees(plan, forward, backward)
+    assert plan.data.rows == 2 and 0 < plan.report().share <= 1.0
+    everything = ls.plan(mask, 1000, ls.Mesh.abstract(3), **{**options, "strategy": "allgather"}).report()
+    assert everything.share == 1.0
+
+
+def _allowed(mask: ls.Mask, tokens: int, heads: int) -> torch.Tensor:
+    """Keys that each query of each head sees [heads, tokens]."""
+    at = torch.arange(tokens)
+    return torch.stack(
+        [mask(torch.tensor(0), torch.tensor(h), at[:, None], at).expand(tokens, tokens).sum(1) for h in range(heads)]
+    ).double()
+
+
+def _growing(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (q >= kv) & (q - kv < 60 * (h + 1))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy"), [("one", "ring"), ("one", "ulysses"), ("ring first", "ulysses_ring"), ("ulysses first", "ulysses_ring")]
+)
+def test_work_is_counted_for_every_rank_of_the_mesh_and_its_own_heads(mesh: str, strategy: str) -> None:
+    shape, names = MESHES[mesh]
+    plan = ls.plan(ls.mask_mod(_growing), 777, ls.Mesh.abstract(shape, axis_names=names), strategy=strategy, heads=8, kv_heads=4, batch=3)
+    report, seen = plan.report(), _allowed(ls.mask_mod(_growing), 777, 8)
+    data, right = plan.data, []
+    for rank in range(plan.mesh.size):
+        ring = int(data.ring_of[rank])
+        place, own = data.groups[ring].tolist().index(rank), 8 // data.degree
+        right.append(3 * float(seen[place * own : (place + 1) * own, data.inner[0].positions(ring)].sum()))
+    assert report.pairs.tolist() == right and report.balance == max(right) * len(right) / sum(right)
+    assert report.tiles.shape == (plan.mesh.size,) and int(report.tiles.sum()) == 3 * int(data.table((128, 128), 0).tiles_per_row.sum())
+
+
+@pytest.mark.parametrize(("shape", "names", "strategy"), [(4, None, "ulysses"), ((2, 2), ("ring", "ulysses"), "ulysses_ring")])
+def test_text_page_and_trace_speak_of_every_rank_and_of_what_transposes_move(shape: Any, names: Any, strategy: str) -> None:
+    plan = ls.plan(ls.causal(), 2048, ls.Mesh.abstract(shape, axis_names=names), strategy=strategy, heads=8, kv_heads=2, head_dim=64)
+    report = plan.report()
+    moved = report.bytes_received.sum(0).double() / 2**20
+    assert f"{float(moved.mean()):.2f} MiB per rank" in str(report) and "by transposes of heads" in str(report) and float(moved.min()) > 0
+    assert {len(t) for t in (report.tokens, report.tiles, report.pairs, report.received.T, report.matrix)} == {4}
+    assert report.timeline.forward.total.shape == report.timeline.backward.busy.shape == (4,)
+    text = page(plan)
+    values = dict(re.findall(r'data-name="(\w+)" data-value="([^"]+)"', text))
+    assert float(values["received"]) == float(moved.mean()) and float(values["most"]) == float(moved.max())
+    table = text.split('<th scope="col">waiting, ms</th>')[1].split("</table>")[0]
+    assert table.count("<tr>") == 4 and f"<td>{float(moved[3]):,.1f}</td>" in table
+    assert {e["pid"] for e in events(report)} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("lengths", [(256, 4096), (4096, 256)])
+def test_cross_attention_is_measured_by_both_lengths(lengths: tuple[int, int]) -> None:
+    report = ls.plan(ls.full(), lengths, ls.Mesh.abstract(4), strategy="allgather", heads=8, kv_heads=2, head_dim=64).report()
+    assert report.share == 1.0 and f"{lengths[0]} × {lengths[1]} tokens over 4 ranks" in report.plan
+    assert report.tokens == (lengths[0] // 4,) * 4 and report.kv_tokens == (lengths[1] // 4,) * 4
+    assert f"{lengths[0] // 4} to {lengths[0] // 4} queries, {lengths[1] // 4} to {lengths[1] // 4} keys per rank" in str(report)
+    q, kv = lengths[0] // 4, lengths[1] // 4
+    parts = report.memory_parts
+    assert parts["q, k, v, out, lse"] == q * (2 * 8 * 64 * 2 + 8 * 4) + kv * 2 * 2 * 64 * 2
+    assert parts["gradients, float32"] == q * 8 * 64 * 4 + kv * 2 * 2 * 64 * 4
+
+
+def test_a_ulysses_transpose_of_cross_attention_takes_time_by_both_lengths() -> None:
+    few, many = (ls.plan(ls.full(), (1024, n), ls.Mesh.abstract(4), strategy="ulysses", heads=8, kv_heads=4).report() for n in (512, 65536))
+    assert float(many.timeline.forward.before.max()) > 5 * float(few.timeline.forward.before.max())
+    assert torch.equal(many.timeline.forward.after > 0, torch.ones(4, dtype=torch.bool))
