@@ -9,6 +9,14 @@
 `_resolve_process_group`  A mesh is a value that can be pickled, so it holds its groups' names. torch's own table from names to groups (the
                           one DeviceMesh uses) has no public door.
 `_pytree`                 Modules take and give nested containers of tensors; torch's own way to walk them has no public name.
+`maybe_current_level`     Whether torch.vmap or a torch.func transform runs the present code. Kernels write into tensors and read them by
+                          address, which fails under transforms with errors that name neither; torch tells it nowhere in public.
+`is_functorch_wrapped_tensor`  Whether a tensor is one that such a transform maps or differentiates: a trace would take its present value
+                          for a constant. By type it is a plain tensor.
+`temporarily_clear_interpreter_stack`  A mod is traced outside of such transforms too: `make_fx` under one leaves fake tensors in the
+                          place of the captured ones.
+`is_legacy_batchedtensor`  `torch.autograd.grad(…, is_grads_batched=True)` has a way of its own: no transform is active, the gradient alone
+                          stands for several, and by type it is a plain tensor.
 `tracing`                 `make_fx` takes the fake mode of a compilation in progress from this context, whatever modes are active.
 """
 
@@ -19,6 +27,9 @@ from contextlib import contextmanager
 from threading import RLock
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor, maybe_current_level
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import tracing
 from torch._higher_order_ops.base_hop import BaseHOP
 from torch._ops import OpOverload
@@ -31,9 +42,12 @@ if TYPE_CHECKING:
 __all__ = [
     "BaseHOP",
     "OpOverload",
+    "is_batched_gradient",
+    "is_transformed",
     "modes_are_active",
     "outside_of_modes",
     "process_group_by_name",
+    "transform_is_active",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -46,13 +60,28 @@ def modes_are_active() -> bool:
     return bool(_get_current_dispatch_mode_stack())
 
 
+def transform_is_active() -> bool:
+    """Whether this code runs inside torch.vmap or a transform of torch.func."""
+    return maybe_current_level() is not None
+
+
+def is_transformed(value: object) -> bool:
+    """Whether a value is a tensor that a transform maps or differentiates."""
+    return isinstance(value, Tensor) and is_functorch_wrapped_tensor(value)
+
+
+def is_batched_gradient(gradient: Tensor) -> bool:
+    """Whether a gradient that autograd hands on stands for several: is_grads_batched=True."""
+    return is_legacy_batchedtensor(gradient)
+
+
 _one_at_a_time = RLock()
 
 
 @contextmanager
 def outside_of_modes() -> Iterator[None]:
-    """Trace here: as if no dispatch mode and no compilation were active, one thread at a time (`make_fx` patches torch itself)."""
-    with _one_at_a_time, _disable_current_modes(), tracing(None):
+    """Trace here: as if no dispatch mode, no transform and no compilation were active, one thread at a time (`make_fx` patches torch)."""
+    with _one_at_a_time, temporarily_clear_interpreter_stack(), _disable_current_modes(), tracing(None):
         yield
 
 

@@ -240,7 +240,7 @@ def refusals() -> dict[str, tuple[Any, str]]:
     attention = torch.nn.MultiheadAttention(DIM, 1, batch_first=True)
     return {
         "dropout": (lambda: F.scaled_dot_product_attention(q, q, q, dropout_p=0.1), "dropout_p: expected 0"),
-        "kernel options": (lambda: flex_attention(q, q, q, kernel_options={"BLOCK_M": 64}), "kernel_options"),
+        "kernel options": (lambda: flex_attention(q, q, q, kernel_options={"BLOCK_Q": 64}), "kernel_options"),
         "a local block mask": (lambda: flex_attention(q, q, q, block_mask=local), "expected one over the whole sequence, 40 queries by 40"),
         "a local attn_mask": (
             lambda: F.scaled_dot_product_attention(q, q, q, attn_mask=seen),

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask
 
 import longspan as ls
 from longspan.kernels import registry
+from longspan.testing import virtual_world
 
 
 @pytest.fixture(autouse=True)
@@ -81,9 +83,85 @@ def test_torchs_signatures_refuse_what_they_cannot_honour() -> None:
         ),
         (lambda: ls.scaled_dot_product_attention(q, *few), "enable_gqa=True"),
         (lambda: ls.flex_attention(q, *few), "enable_gqa=True"),
-        (lambda: ls.flex_attention(q, k, v, kernel_options={"BLOCK_M": 64}), "kernel_options"),
+        (lambda: ls.scaled_dot_product_attention(q, k[:1].expand(3, -1, -1, -1), v), r"that broadcast, got shapes \(2, 4, 7, 8\), \(3, 4"),
+        (
+            lambda: ls.scaled_dot_product_attention(q, k[:, :3], v, enable_gqa=True),
+            "query's 4 heads must be a multiple of its heads, got 3",
+        ),
+        (
+            lambda: ls.scaled_dot_product_attention(q[0, 0], k, v, enable_gqa=True),
+            r"query: expected \[..., heads, tokens.*got shape \(7, 8\)",
+        ),
+        (lambda: ls.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(7, 9)), "for 7 × 9 tokens, but there are 7 × 7"),
+        (lambda: ls.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(7, 7), is_causal=True), "not both"),
+        (lambda: ls.flex_attention(q, k, v, kernel_options={"BLOCK_Q": 64}), "kernel_options: 'BLOCK_Q' is no option"),
+        (lambda: ls.flex_attention(q, k, v, kernel_options={"BACKEND": "CUDNN"}), "BACKEND is one of AUTO.*got 'CUDNN'"),
         (lambda: ls.flex_attention(q, k, v, return_lse=True, return_aux=torch.nn.attention.flex_attention.AuxRequest()), "not both"),
     ]
     for call, match in refusals:
         with pytest.raises(ValueError, match=match):
             call()
+
+
+MAPPED = [
+    ("q, k and v", lambda x, **kw: ls.attention(x, x, x, **kw)),
+    ("with a score_mod", lambda x, **kw: ls.attention(x, x, x, score_mod=lambda s, b, h, i, j: s * 2, **kw)),
+    ("a captured tensor", lambda x, **kw: ls.attention(*PLAIN, score_mod=lambda s, b, h, i, j: s * x[0, 0, i, 0], **kw)),
+    ("a mask's tensor", lambda x, **kw: ls.attention(*PLAIN, mask=lambda b, h, i, j: x[0, 0, i, 0] > 0, **kw)),
+    ("a sink", lambda x, **kw: ls.attention(*PLAIN, sink=x[0, :, 0, 0], **kw)),
+]
+PLAIN = tuple(torch.randn(1, 2, 5, 8) for _ in range(3))
+
+
+@pytest.mark.parametrize("kernel", ["auto", "cpu", "triton", "aten"])
+@pytest.mark.parametrize("call", [call for _, call in MAPPED], ids=[name for name, _ in MAPPED])
+def test_vmap_is_refused_by_every_kernel_but_the_dense_one(call: Any, kernel: str) -> None:
+    x = torch.randn(3, 1, 2, 5, 8)
+    with pytest.raises(RuntimeError, match=r"does not run under torch\.vmap.*kernel='dense'.*put the mapped dim into the batch"):
+        torch.vmap(lambda x: call(x, kernel=kernel))(x)
+
+
+CAPTURED = r"a mod captures a tensor that is mapped or differentiated there\. Only q, k, v and sink may be; loop over"
+
+
+@pytest.mark.parametrize(("what", "call"), MAPPED, ids=[name for name, _ in MAPPED])
+def test_the_dense_kernel_runs_under_vmap_unless_a_mod_captures_what_is_mapped(what: str, call: Any) -> None:
+    x = torch.randn(3, 1, 2, 5, 8)
+    for _ in range(2):  # traced anew, and as kept
+        if what in ("a captured tensor", "a mask's tensor"):
+            with pytest.raises(RuntimeError, match=CAPTURED):
+                torch.vmap(lambda x: call(x, kernel="dense"))(x)
+            call(x[0], kernel="dense")
+        else:
+            got = torch.vmap(lambda x: call(x, kernel="dense"))(x)
+            torch.testing.assert_close(got, torch.stack([call(row, kernel="dense") for row in x]))
+
+
+def test_gradients_by_torch_func_of_what_a_mod_captures_are_refused() -> None:
+    x, bias = torch.randn(1, 2, 5, 8), torch.randn(2)
+    loss = lambda bias: ls.attention(x, x, x, score_mod=lambda s, b, h, i, j: s * bias[h], kernel="dense").sin().sum()
+    for _ in range(2):
+        for transform in (torch.func.grad(loss), lambda t: torch.func.jvp(loss, (t,), (t,))):
+            with pytest.raises(RuntimeError, match=CAPTURED):
+                transform(bias)
+        loss(bias)
+
+
+def test_the_dense_kernel_under_transforms_takes_mods_that_capture_plain_tensors() -> None:
+    bias, x = torch.randn(2), torch.randn(3, 1, 2, 5, 8)
+    mask = lambda b, h, i, j: i + bias[h] >= j
+    call = lambda x, n: ls.attention(x, x, x, kernel="dense", mask=mask, score_mod=lambda s, b, h, i, j: s * bias.exp()[h] * n)
+    torch.testing.assert_close(torch.vmap(lambda x: call(x, 2))(x), torch.stack([call(row, 2) for row in x]))
+    given = x[0].clone().requires_grad_()
+    got = torch.func.grad(lambda x: call(x, 3).sin().sum())(x[0])
+    torch.testing.assert_close(got, torch.autograd.grad(call(given, 3).sin().sum(), given)[0])
+
+
+@pytest.mark.parametrize("kernel", ["auto", "dense"])
+def test_vmap_is_refused_over_a_mesh(kernel: str) -> None:
+    def rank(mesh: Any) -> None:
+        plan = ls.plan(ls.causal(), 10, mesh)
+        with pytest.raises(RuntimeError, match=r"does not run under torch\.vmap.*over a mesh no kernel does"):
+            torch.vmap(lambda x: ls.attention(x, x, x, plan=plan, kernel=kernel))(torch.randn(3, 1, 2, 5, 8))
+
+    virtual_world(2).run(rank)

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import longspan as ls
+from longspan.testing import virtual_world
 
 
 @pytest.fixture(autouse=True)
@@ -80,16 +84,139 @@ def test_one_tensor_as_query_key_and_value_compiles() -> None:
     torch.testing.assert_close(torch.compile(fn, fullgraph=True, backend="aot_eager")(x), fn(x))
 
 
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.weight[h].sin()
+
+
+def of_tensor(slopes: Tensor) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score - slopes[h] * (i - j)
+
+    return score_mod
+
+
+def of_module(table: Table) -> Callable[..., Tensor]:
+    return lambda score, b, h, i, j: score + table(h) * table.weight[h]
+
+
+def of_another_mod(inner: Callable[..., Tensor], cap: float) -> Callable[..., Tensor]:
+    return lambda score, b, h, i, j: cap * torch.tanh(inner(score, b, h, i, j) / cap)
+
+
+def same_document(ids: Tensor) -> Callable[..., Tensor]:
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return ids[i] == ids[j]
+
+    return mask_mod
+
+
+SLOPES, PARAMETER, TABLE = torch.randn(4, requires_grad=True), nn.Parameter(torch.randn(4)), Table()
+FACTORIES = {
+    "tensor": (of_tensor(SLOPES), SLOPES),
+    "parameter": (of_tensor(PARAMETER), PARAMETER),
+    "module": (of_module(TABLE), TABLE.weight),
+    "another mod": (of_another_mod(of_tensor(SLOPES), 3.0), SLOPES),
+}
+WAYS = {
+    "attention": lambda mod: lambda q, k, v: ls.attention(q, k, v, score_mod=mod),
+    "flex_attention": lambda mod: lambda q, k, v: ls.flex_attention(q, k, v, score_mod=mod, enable_gqa=True),
+    "with a mask": lambda mod: lambda q, k, v: ls.attention(q, k, v, score_mod=mod, mask=same_document(torch.arange(16) // 5)),
+    "with a plan": lambda mod: lambda q, k, v: ls.attention(q, k, v, score_mod=mod, plan=PLAN),
+}
+PLAN = ls.plan(ls.causal(), 16, ls.Mesh.abstract(1))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_a_score_mod_made_outside_by_a_factory_compiles_and_gives_its_tensor_a_gradient(factory: str, way: str) -> None:
+    mod, captured = FACTORIES[factory]
+    compare_with_compiled(WAYS[way](mod), [*qkv(16), captured], "aot_eager")
+
+
+@pytest.mark.parametrize("way", ["flex_attention", "with a plan"])
+def test_a_score_mod_made_outside_compiles_with_inductor(way: str) -> None:
+    mod, captured = FACTORIES["parameter"]
+    compare_with_compiled(WAYS[way](mod), [*qkv(16), captured], "inductor")
+
+
+def test_the_operators_themselves_compile_with_mods_made_outside() -> None:
+    mod, captured = FACTORIES["tensor"]
+    mask = same_document(torch.arange(16) // 5)
+    tensors = [*qkv(16, groups=4), captured]
+    block_mask = torch.nn.attention.flex_attention.create_block_mask(mask, None, None, 16, 16, device="cpu")
+    for fn, settings in (
+        (ls.attention, {"score_mod": mod}),
+        (ls.attention, {"mask": mask}),
+        (ls.attention, {"mask": mask, "score_mod": mod}),
+        (ls.attention, {"score_mod": mod, "plan": PLAN}),
+        (ls.flex_attention, {"score_mod": mod}),
+        (ls.flex_attention, {"score_mod": mod, "block_mask": block_mask}),
+    ):
+        compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+        got, want = (f(*tensors[:3], **settings) for f in (compiled, fn))
+        torch.testing.assert_close(got, want)
+        given = tensors if "score_mod" in settings else tensors[:3]
+        for a, b in zip(torch.autograd.grad(got.sin().sum(), given), torch.autograd.grad(want.sin().sum(), given), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_a_mod_made_outside_compiles_on_a_rank_of_a_mesh() -> None:
+    mod, captured = FACTORIES["parameter"]
+
+    def rank(mesh: Any) -> None:
+        plan = ls.plan(ls.causal() & ls.documents(lengths=[7, 9]), 16, mesh)
+        compare_with_compiled(lambda q, k, v: ls.attention(q, k, v, score_mod=mod, plan=plan), [*qkv(16), captured], "aot_eager")
+
+    virtual_world(1).run(rank)
+
+
+def compare_with_compiled(fn: Callable[..., Tensor], tensors: list[Tensor], backend: str) -> None:
+    got, want = (f(*tensors[:3]) for f in (torch.compile(fn, fullgraph=True, backend=backend), fn))
+    torch.testing.assert_close(got, want)
+    for a, b in zip(torch.autograd.grad(got.sin().sum(), tensors), torch.autograd.grad(want.sin().sum(), tensors), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_parts_of_one_projection_compile_and_are_not_copied(dynamic: bool) -> None:
+    def model(x: Tensor, weight: Tensor) -> Tensor:
+        q, k, v = (x @ weight).view(2, x.shape[1], 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        return ls.attention(q, k, v, mask=ls.causal(), sink=weight[0, :4])
+
+    x, weight = torch.randn(2, 9, 16), torch.randn(16, 96, requires_grad=True)
+    graphs: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    got = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=keep), dynamic=dynamic)(x, weight)
+    want = model(x, weight)
+    torch.testing.assert_close(got, want)
+    a, b = (torch.autograd.grad(t.sin().sum(), weight)[0] for t in (got, want))
+    torch.testing.assert_close(a, b)
+    assert torch.ops.aten.clone.default not in [node.target for node in graphs[0].graph.nodes]
+
+
 def test_sinks_peaks_and_torchs_signatures_compile() -> None:
     q, k, v = qkv(16, 19, groups=4)
     sink = torch.randn(4, requires_grad=True)
+    bias = causal_lower_right(16, 19)
     request = torch.nn.attention.flex_attention.AuxRequest(lse=True, max_scores=True)
     calls = [
         lambda: ls.attention(q, k, v, mask=ls.sliding_window(7, 2), sink=sink),
         lambda: ls.attention(q, k, v, mask=ls.causal(), sink=sink, kernel="dense"),
         lambda: ls.attention(q, k, v),
         lambda: ls.flex_attention(q, k, v, return_aux=request)[1].max_scores,
+        lambda: ls.flex_attention(q, k, v, kernel_options={"BLOCK_M": 64}),
         lambda: ls.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(16, 19).tril().bool()),
+        lambda: ls.scaled_dot_product_attention(q, k, v, attn_mask=bias),
+        lambda: ls.scaled_dot_product_attention(q[:, None], k[:1, None], v[0]),
     ]
     for call in calls:
         torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(), call())
@@ -156,6 +283,20 @@ def test_what_cannot_be_right_is_refused() -> None:
         with pytest.raises(RuntimeError, match=r"torch\.func.*kernel='dense'"):
             transform(fn)
         transform(dense)
+    for refused in (
+        lambda: torch.autograd.grad(fn(q), q, torch.randn(5, *q.shape), is_grads_batched=True),
+        lambda: torch.autograd.grad(ls.attention(q, k, v, return_lse=True)[1], q, torch.randn(5, *q.shape[:3]), is_grads_batched=True),
+        lambda: torch.autograd.functional.jacobian(fn, q, vectorize=True),
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"several gradients at once.*is_grads_batched=True.*call torch\.autograd\.grad once for each"
+        ):
+            refused()
+    several = torch.randn(5, *q.shape)
+    (got,) = torch.autograd.grad(dense(q), q, several, is_grads_batched=True)
+    torch.testing.assert_close(got, torch.stack([torch.autograd.grad(fn(q), q, one)[0] for one in several]))
+    with pytest.raises(Exception, match=r"does not run under torch\.vmap"):
+        torch.compile(lambda q: torch.vmap(fn)(q), fullgraph=True, backend="aot_eager")(q[None])
     assert torch.autograd.gradgradcheck(
         lambda x: ls.attention(x, x, x, mask=ls.causal(), kernel="dense"), torch.randn(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)
     )

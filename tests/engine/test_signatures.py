@@ -2,15 +2,110 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.attention.flex_attention import AuxRequest, FlexKernelOptions, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex
 
 import longspan as ls
 
 SHAPES = [((2, 4, 9, 8), (2, 4, 13, 8)), ((5, 9, 8), (5, 13, 8)), ((9, 8), (13, 8))]
+
+
+# Dims before the last two of query, key and value.
+LEADING = [
+    ((5,), (1,), (5,)),
+    ((2, 4), (1, 4), (1, 4)),
+    ((2, 4), (2, 1), (2, 1)),
+    ((1, 4), (2, 4), (2, 4)),
+    ((2, 1), (2, 4), (2, 1)),
+    ((1, 4), (1, 4), (3, 4)),
+    ((4,), (2, 4), (2, 4)),
+    ((2, 4), (4,), ()),
+    ((2, 3, 4), (2, 3, 4), (2, 3, 4)),
+    ((2, 3, 4), (2, 1, 4), (3, 1)),
+    ((2, 1, 3, 4), (2, 5, 3, 4), (2, 5, 3, 4)),
+    ((0, 4), (0, 4), (0, 4)),
+    ((0, 4), (1, 4), (1, 1)),
+    ((2, 0, 4), (2, 0, 4), (2, 0, 4)),
+    ((2, 0), (2, 0), (2, 0)),
+]
+GROUPED = [
+    ((2, 6), (2, 2), (2, 3)),
+    ((12,), (4,), (6,)),
+    ((6,), (2, 3), (2, 3)),
+    ((2, 3, 6), (2, 1, 2), (3, 1)),
+    ((0, 6), (0, 2), (0, 3)),
+]
+
+
+def compare(tensors: list[Tensor], **settings: Any) -> None:
+    """Values and gradients of torch's call and of ours, in float64."""
+    mask = settings.get("attn_mask")
+    given = [*tensors, mask] if mask is not None and mask.requires_grad else tensors
+    want, got = (fn(*tensors, **settings) for fn in (F.scaled_dot_product_attention, ls.scaled_dot_product_attention))
+    torch.testing.assert_close(got, want)
+    weight = torch.randn_like(want)
+    found = (torch.autograd.grad((t * weight).sum(), given) for t in (got, want))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def tensors(leading: tuple[tuple[int, ...], ...], q_len: int = 9, kv_len: int = 13) -> list[Tensor]:
+    sizes = ((q_len, 8), (kv_len, 8), (kv_len, 6))
+    return [torch.randn(*lead, *size, dtype=torch.float64, requires_grad=True) for lead, size in zip(leading, sizes, strict=True)]
+
+
+@pytest.mark.parametrize("leading", LEADING, ids=str)
+def test_sdpa_takes_any_number_of_dims_and_broadcasts_them_like_torch(leading: tuple[tuple[int, ...], ...]) -> None:
+    for is_causal in (False, True):
+        compare(tensors(leading), is_causal=is_causal)
+
+
+@pytest.mark.parametrize("leading", GROUPED, ids=str)
+def test_sdpa_groups_the_heads_of_keys_and_of_values_each_in_its_own_way(leading: tuple[tuple[int, ...], ...]) -> None:
+    compare(tensors(leading), enable_gqa=True)
+
+
+MASKED = [
+    ((), (9, 13)),
+    ((5,), (5, 9, 13)),
+    ((5,), (1, 1, 13)),
+    ((2, 3, 4), (2, 3, 4, 9, 13)),
+    ((2, 3, 4), (2, 1, 1, 9, 1)),
+    ((2, 3, 4), (3, 1, 9, 13)),
+    ((2, 3, 4), (1, 1, 4, 1, 13)),
+    ((2, 3, 4), (4, 9, 13)),
+]
+
+
+@pytest.mark.parametrize(("leading", "shape"), MASKED, ids=str)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_sdpa_masks_of_inputs_of_any_number_of_dims_equal_torchs(leading: tuple[int, ...], shape: tuple[int, ...], kind: str) -> None:
+    mask = torch.rand(shape) < 0.7 if kind == "bool" else torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    compare(tensors((leading, leading, leading)), attn_mask=mask)
+
+
+def test_an_empty_batch_gives_an_empty_result_under_any_mask() -> None:
+    bias = torch.randn(0, 1, 9, 13, dtype=torch.float64, requires_grad=True)
+    for mask in (bias, bias > 0, torch.ones(9, 13, dtype=torch.bool)):
+        given = tensors(((0, 4),) * 3)
+        out = ls.scaled_dot_product_attention(*given, attn_mask=mask)
+        assert out.shape == (0, 4, 9, 6)
+        assert [g.shape for g in torch.autograd.grad(out.sum(), given)] == [t.shape for t in given]
+
+
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("lengths", [(9, 13), (13, 9), (11, 11)])
+def test_torchs_causal_biases_mean_what_they_mean_to_torch(make: Any, lengths: tuple[int, int]) -> None:
+    compare(tensors(((3, 4),) * 3, *lengths), attn_mask=make(*lengths))
+    compare(tensors(((2, 3, 4), (2, 3, 2), (2, 3, 2)), *lengths), attn_mask=make(*lengths), enable_gqa=True)
 
 
 @pytest.mark.parametrize(("q_shape", "kv_shape"), SHAPES)
@@ -59,6 +154,13 @@ def test_flex_attention_serves_every_batch_from_one_and_returns_lse() -> None:
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(lse, want_lse)
     assert torch.autograd.grad(out.sum(), k)[0].shape == k.shape
+
+
+def test_flex_attention_takes_torchs_kernel_options_which_change_nothing() -> None:
+    q, k, v = (torch.randn(2, 3, 20, 16) for _ in range(3))
+    options = {name: 64 for name in FlexKernelOptions.__annotations__ if name != "BACKEND"}
+    for given in ({}, {"BACKEND": "AUTO"}, {"fwd_BLOCK_M": 64, "bwd_BLOCK_M1": 32, "PRESCALE_QK": True}, options):
+        torch.testing.assert_close(ls.flex_attention(q, k, v, kernel_options=given), torch_flex(q, k, v))
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 2, 0, 3)])

@@ -6,12 +6,14 @@ import copy
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 import longspan as ls
+from longspan.masks.table import BlockTable
 
 
 def dense(mask: Any, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:
@@ -25,6 +27,7 @@ EXPECTED = [
     (ls.causal(), Q >= KV),
     (ls.sliding_window(3), (Q - KV < 3) & (KV <= Q)),
     (ls.sliding_window(2, 4), (Q - KV < 2) & (KV - Q <= 4)),
+    (ls.sliding_window(0, 5), (Q < KV) & (KV - Q <= 5)),
     (ls.prefix(5), (KV < 5).expand(11, 13)),
     (~ls.causal(), Q < KV),
     (ls.causal() | ls.prefix(2), (Q >= KV) | (KV < 2)),
@@ -102,6 +105,58 @@ def test_a_block_mask_is_a_mask() -> None:
     torch.testing.assert_close(ls.attention(q, k, v, mask=both), ls.attention(q, k, v, mask=both, kernel="dense"))
 
 
+def test_a_block_mask_is_a_mask_by_mask_mod_and_a_table_by_its_own_method() -> None:
+    block_mask = create_block_mask(lambda b, h, q, kv: q + 40 * b >= kv, 2, None, 150, 200, device="cpu", BLOCK_SIZE=64)
+    mask = ls.mask_mod(block_mask)
+    assert torch.equal(dense(mask, 2, 1, 150, 200), create_mask(lambda b, h, q, kv: q + 40 * b >= kv, 2, 1, 150, 200, device="cpu"))
+    table = BlockTable.from_block_mask(block_mask)
+    assert (table.q_len, table.kv_len, table.block, table.batch) == (150, 200, (64, 64), 2)
+    assert torch.equal(table.to_dense(), mask.block_table(150, 200, 64).to_dense())
+    assert torch.equal(
+        mask.block_table(150, 200, 32).to_dense(),
+        ls.mask_mod(lambda b, h, q, kv: q + 40 * b >= kv).block_table(150, 200, 32, batch=2).to_dense(),
+    )
+
+
+def test_integers_of_numpy_and_of_tensors_are_integers() -> None:
+    pairs = [
+        (ls.sliding_window(np.int64(4), np.int32(1)), ls.sliding_window(4, 1)),
+        (ls.sliding_window(torch.tensor(4)), ls.sliding_window(4)),
+        (ls.prefix(np.uint8(3)), ls.prefix(3)),
+        (ls.prefix(torch.tensor(3)), ls.prefix(3)),
+        (ls.documents(np.array([4, 7])), ls.documents([4, 7])),
+        (ls.documents(np.array([4, 7], dtype=np.uint32)), ls.documents([4, 7])),
+        (ls.documents([np.int64(4), np.int64(7)]), ls.documents([4, 7])),
+        (ls.documents(ids=IDS.numpy()), ls.documents(ids=IDS)),
+    ]
+    for mask, want in pairs:
+        assert str(mask) == str(want)
+        assert torch.equal(dense(mask, 1, 1, 11, 11), dense(want, 1, 1, 11, 11))
+        assert mask.traced.program.key == want.traced.program.key
+    for mask, want in [
+        (ls.prefix(np.array([3, 5])), ls.prefix([3, 5])),
+        (ls.documents(np.array([[4, 7], [6, 5]])), ls.documents([[4, 7], [6, 5]])),
+        (ls.documents([np.array([4, 7]), np.array([6])]), ls.documents([[4, 7], [6]])),
+    ]:
+        assert torch.equal(dense(mask, 2, 1, 11, 11), dense(want, 2, 1, 11, 11))
+    table = ls.causal().block_table(np.int64(300), torch.tensor(200), np.int32(64))
+    assert torch.equal(table.to_dense(), ls.causal().block_table(300, 200, 64).to_dense())
+
+
+def test_a_mask_keeps_the_lengths_it_was_made_with_when_the_array_is_written_to() -> None:
+    lengths = np.array([3, 5])
+    mask = ls.prefix(lengths)
+    lengths[:] = 0
+    assert torch.equal(dense(mask, 2, 1, 4, 6), dense(ls.prefix([3, 5]), 2, 1, 4, 6))
+
+
+def test_a_query_that_sees_only_what_comes_after_it_computes_like_the_dense_kernel() -> None:
+    q, k, v = (torch.randn(2, 3, 150, 8) for _ in range(3))
+    got, want = (ls.attention(q, k, v, mask=ls.sliding_window(0, 20), kernel=kernel) for kernel in ("cpu", "dense"))
+    torch.testing.assert_close(got, want)
+    assert torch.equal(got[:, :, -1], torch.zeros(2, 3, 8))
+
+
 def test_masks_are_values_that_can_be_copied_and_pickled() -> None:
     mask = (ls.causal() | ls.prefix([2, 3])) & ~ls.sliding_window(4) & ls.documents(lengths=[[5, 6], [11]])
     want = dense(mask, 2, 1, 11, 11)
@@ -111,7 +166,15 @@ def test_masks_are_values_that_can_be_copied_and_pickled() -> None:
 
 
 BAD = [
-    (lambda: ls.sliding_window(0), ValueError, "left must be >= 1, got 0"),
+    (lambda: ls.sliding_window(0), ValueError, "left must be >= 1, got 0 where right is 0"),
+    (lambda: ls.sliding_window(-1, 5), ValueError, "left must be >= 0, got -1"),
+    (lambda: ls.sliding_window(True), TypeError, "left must be an int, got bool"),
+    (lambda: ls.sliding_window(torch.tensor([4])), TypeError, "left must be an int, got Tensor"),
+    (lambda: ls.sliding_window(torch.tensor(True)), TypeError, "left must be an int, got Tensor"),
+    (lambda: ls.prefix(2.5), TypeError, "length must be an int, got float"),
+    (lambda: ls.prefix(np.array([1.5])), ValueError, r"integers of shape \[B\], got torch.float64"),
+    (lambda: ls.documents(np.ones((2, 3, 4), dtype=int)), ValueError, r"\[B, documents\], got \(2, 3, 4\)"),
+    (lambda: ls.documents(ids=[]), ValueError, "ids must be integers"),
     (lambda: ls.sliding_window(3, -1), ValueError, "right must be >= 0, got -1"),
     (lambda: ls.sliding_window(2.5), TypeError, "left must be an int, got float"),
     (lambda: ls.prefix(-3), ValueError, "length must be >= 0, got -3"),

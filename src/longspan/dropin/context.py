@@ -47,7 +47,7 @@ def context_parallel(
     may be entered again after it was left; its plans are kept. Contexts nest: the innermost decides, and one on the same mesh shares the
     outer one's sequences. It holds for the thread that entered it.
 
-    Refused: dropout, `kernel_options`, a block_mask or attn_mask of local size, sequences that the context does not know.
+    Refused: dropout, a block_mask or attn_mask of local size, sequences that the context does not know.
     """
     lengths = [] if seq_len is None else [seq_len] if isinstance(seq_len, int) else list(seq_len)
     found = buffers_of(list(buffers or []), list(buffer_seq_dims or []), list(no_restore_buffers or []))

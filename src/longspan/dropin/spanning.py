@@ -21,6 +21,7 @@ from longspan.dropin.intercept import out_of_compilers_sight
 from longspan.dropin.lengths import Lengths
 from longspan.dropin.masks import Around, as_mask_mod, as_score_mod, whole_mask
 from longspan.engine.attention import attend
+from longspan.engine.checks import check_kernel_options
 from longspan.masks.algebra import Causal, Full, Mask, as_mask, causal, full
 from longspan.plan.layout import Layout
 from longspan.plan.make import plan
@@ -145,10 +146,7 @@ class Spanning:
         if wrapped is not None:
             return wrapped.result
         try:
-            if kernel_options:
-                raise ValueError(
-                    f"kernel_options: torch's tile settings have no meaning here, got {sorted(kernel_options)}; leave them out"
-                )
+            check_kernel_options(kernel_options)
             if return_lse and return_aux is not None:
                 raise ValueError("give return_lse or return_aux, not both; return_aux=AuxRequest(lse=True) is torch's newer form")
             if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:

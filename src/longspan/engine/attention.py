@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from longspan.engine import eager, ops
-from longspan.engine.checks import check_captured, check_scale, check_sink, check_tensors
+from longspan.engine.checks import check_captured, check_scale, check_sink, check_tensors, refuse_transforms, tracing_under_transforms
 from longspan.engine.dense_mesh import dense_over_mesh
 from longspan.engine.entry import refuse
 from longspan.engine.tables import DeviceCopies
@@ -86,8 +86,12 @@ def attend(
         from longspan.engine.compiled import attend_compiled
 
         return attend_compiled(q, k, v, mask=found, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel, peak=peak)
-    mask_traced = None if found is None else found.traced
-    score_traced = None if score_mod is None else traces.trace(score_mod, "score", score_dtype=state_dtype(q.dtype))
+    if kernel != "dense":
+        refuse_transforms()
+    wide = state_dtype(q.dtype)
+    with tracing_under_transforms():
+        mask_traced = None if found is None else found.traced
+        score_traced = None if score_mod is None else traces.trace(score_mod, "score", score_dtype=wide)
     return call(q, k, v, mask_traced, score_traced, scale=scale, sink=sink, kernel=kernel, peak=peak)
 
 
@@ -117,6 +121,7 @@ def _attend_planned(
         scale = check_scale(scale, q.shape[-1])
         return attend_compiled(q, k, v, mask=None, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel, peak=peak, plan=plan.token)
     try:
+        refuse_transforms(planned=True)
         _refuse_mask(mask)
         check_tensors(q, k, v)
         check_sink(sink, q)
@@ -125,7 +130,7 @@ def _attend_planned(
         if score_mod is not None and not callable(score_mod):
             raise TypeError(f"score_mod: expected a callable (score, b, h, q_idx, kv_idx) -> score, got {type(score_mod).__name__}")
         score_traced = None if score_mod is None else traces.trace(score_mod, "score", score_dtype=state_dtype(q.dtype))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         refuse(plan.data, error, q.device if isinstance(q, Tensor) else None)
         raise
     return call(q, k, v, None, score_traced, scale=scale, sink=sink, kernel=kernel, peak=peak, plan=plan)

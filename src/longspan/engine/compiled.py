@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from longspan._torch_private import BaseHOP, outside_of_modes
 from longspan.engine import ops
+from longspan.engine.checks import refuse_transforms
 from longspan.engine.spec import Spec
 from longspan.kernels.dense import dense_attention
 from longspan.kernels.protocol import like_query, state_dtype
@@ -45,20 +46,18 @@ def attend_compiled(
     Operands reach the operator in an order of Dynamo's choosing, equal ones merged. The body therefore returns, after its results, an empty
     tensor made from each argument: they tell which operand is which.
     """
-    tensors = [t for t in (q, k, v, sink, plan) if t is not None]
+    tensors = [_hand_hop(cast(GraphModule, _copied), t)[0] for t in (q, k, v, sink) if t is not None]
+    tensors += [] if plan is None else [plan]
     # One-element vectors, not scalars: indexing with a scalar tensor makes Dynamo ask for its value.
     scalars = [q.new_zeros((1,), dtype=state_dtype(q.dtype)), *(q.new_zeros((1,), dtype=torch.int64) for _ in range(4))]
+    mods = _Mods(score_mod, mask)
     rows = q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
     outputs = [like_query(q, v.shape[-1], q.dtype), rows, rows if peak else rows.new_empty((0,))]
 
     def body(
         out: Tensor, lse: Tensor, most: Tensor, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *args: Tensor
     ) -> tuple[Tensor, ...]:
-        results = []
-        if score_mod is not None:
-            results.append(score_mod(score, b, h, i, j))
-        if mask is not None:
-            results.append(mask(b, h, i, j))
+        results = mods(score, b, h, i, j)
         tags = [t.new_empty((0,)) for t in (score, b, h, i, j, *args)]
         return (out.clone(), lse.clone(), most.clone(), *results, *tags)
 
@@ -78,6 +77,26 @@ def attend_compiled(
     return found[0], found[1], found[2].detach()
 
 
+class _Mods:
+    """The mods of one call, called one after the other.
+
+    An object made while compiling, not two variables that the body closes over: of a function that another one closes over, Dynamo
+    forgets where it came from, and then refuses the tensors that it closes over itself (a mod made by a factory, outside).
+    """
+
+    def __init__(self, score_mod: Callable[..., Tensor] | None, mask: Mask | None) -> None:
+        self.score_mod = score_mod
+        self.mask = mask
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> list[Tensor]:
+        results = []
+        if self.score_mod is not None:
+            results.append(self.score_mod(score, b, h, i, j))
+        if self.mask is not None:
+            results.append(self.mask(b, h, i, j))
+        return results
+
+
 class _AttendHop(BaseHOP):
     def __init__(self) -> None:
         super().__init__("longspan_attend")
@@ -94,6 +113,8 @@ class _AttendHop(BaseHOP):
         kernel: str,
         peak: bool,
     ) -> tuple[Tensor, ...]:
+        if kernel != "dense":
+            refuse_transforms(planned=has_plan)
         placeholders = [n for n in subgraph.graph.nodes if n.op == "placeholder"]
         returned = next(n for n in subgraph.graph.nodes if n.op == "output").args[0]
         count = len(_SCALARS) + 3 + has_sink + has_plan
@@ -140,6 +161,27 @@ class _AttendHop(BaseHOP):
 
 
 _attend_hop = _AttendHop()
+
+
+class _HandHop(BaseHOP):
+    """Hands a tensor on. To Dynamo, which asks the body, the result is a copy; called, it is the tensor itself.
+
+    Dynamo refuses operators that take a graph and two tensors of one storage, for fear that the graph writes to them. Ours does not, and
+    q, k and v are often parts of one projection.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("longspan_hand")
+
+    def __call__(self, subgraph: GraphModule, *operands: Any) -> tuple[Tensor, ...]:
+        return tuple(t for t in operands if isinstance(t, Tensor))  # one; symbolic sizes may stand beside it
+
+
+_hand_hop = _HandHop()
+
+
+def _copied(tensor: Tensor) -> tuple[Tensor, ...]:
+    return (tensor.clone(),)
 
 
 def _source(tag: Any) -> Node:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longspan._torch_private import modes_are_active
 from longspan.engine import ops
+from longspan.engine.checks import refuse_batched_gradients
 from longspan.engine.spec import Spec
 from longspan.plan.plan import Plan, PlanData
 
@@ -67,6 +68,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _most: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        refuse_batched_gradients(grad_out, grad_lse)
         q, k, v, sink, out, lse, *captured = ctx.saved_tensors
         mask, score = captured[: ctx.masks], captured[ctx.masks :]
         needs = [bool(n) for n in ctx.needs_input_grad[9:]]

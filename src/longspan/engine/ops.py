@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longspan.engine import sharded
+from longspan.engine.checks import refuse_batched_gradients
 from longspan.engine.entry import enter
 from longspan.engine.spec import Spec, SpecRegistry
 from longspan.engine.tables import TableCache
@@ -223,6 +224,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_peak: Tensor | None) -> tuple[Any, ...]:
+    refuse_batched_gradients(grad_out, grad_lse)
     q, k, v, sink, out, lse, plan, *captured = ctx.saved_tensors
     mask_captured, score_captured = captured[: ctx.counts[0]], captured[ctx.counts[0] :]
     needs = [bool(n) for n in ctx.needs_input_grad[5]] if score_captured else []

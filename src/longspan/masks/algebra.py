@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from longspan.masks.block_mask import ListedMask, mask_mod_of_block_mask, table_of_block_mask
 from longspan.masks.classify import classify
-from longspan.masks.documents import bounds, document_ids, renumbered
+from longspan.masks.documents import bounds, document_ids, integer, integers, is_scalar, renumbered
 from longspan.masks.table import BlockTable
 from longspan.masks.trace_cache import traces
 from longspan.masks.tracing import Traced, mod_name
@@ -105,8 +105,10 @@ class Mask:
 
         `batch` and `heads` matter only where the mask depends on them; where it was made for a number of them, that is the default.
         """
-        kv_len = q_len if kv_len is None else kv_len
-        size = (block, block) if isinstance(block, int) else block
+        q_len = integer(q_len, "block_table: q_len")
+        kv_len = q_len if kv_len is None else integer(kv_len, "block_table: kv_len")
+        q_block, kv_block = block if isinstance(block, tuple | list) else (block, block)
+        size = integer(q_block, "block_table: block"), integer(kv_block, "block_table: block")
         if q_len < 0 or kv_len < 0 or min(size) < 1:
             raise ValueError(f"block_table: lengths must be >= 0 and blocks >= 1, got q_len={q_len}, kv_len={kv_len}, block={block}")
         extent = self.extent
@@ -322,12 +324,16 @@ def causal() -> Mask:
 
 
 def sliding_window(left: int, right: int = 0) -> Mask:
-    """A query sees itself, the `left` − 1 keys before it and the `right` keys after it: q − kv < left and kv − q <= right."""
-    for name, value, least in (("left", left, 1), ("right", right, 0)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"sliding_window: {name} must be an int, got {type(value).__name__}")
-        if value < least:
-            raise ValueError(f"sliding_window: {name} must be >= {least}, got {value}")
+    """A query sees itself, the `left` − 1 keys before it and the `right` keys after it: q − kv < left and kv − q <= right.
+
+    With `left` 0 it sees only what comes after it, and the last one nothing.
+    """
+    left, right = integer(left, "sliding_window: left"), integer(right, "sliding_window: right")
+    if right < 0:
+        raise ValueError(f"sliding_window: right must be >= 0, got {right}")
+    if left < (0 if right else 1):
+        hint = "" if right else " where right is 0: no query would see anything"
+        raise ValueError(f"sliding_window: left must be >= {0 if right else 1}, got {left}{hint}")
     return SlidingWindow(left, right)
 
 
@@ -346,9 +352,9 @@ def documents(
     if ids is None:
         assert lengths is not None
         return _documents(document_ids(lengths))
-    tensor = ids if isinstance(ids, Tensor) else torch.tensor(ids)
-    if tensor.dtype.is_floating_point or tensor.dtype == torch.bool or tensor.ndim not in (1, 2) or tensor.numel() == 0:
-        raise ValueError(f"documents: ids must be integers of shape [S] or [B, S], got {tensor.dtype} of shape {tuple(tensor.shape)}")
+    tensor = integers(ids, "documents: ids", "integers of shape [S] or [B, S]", (1, 2))
+    if tensor.numel() == 0:
+        raise ValueError(f"documents: ids must be integers of shape [S] or [B, S], got none (shape {tuple(tensor.shape)})")
     return _documents(tensor)
 
 
@@ -359,21 +365,19 @@ def _documents(ids: Tensor) -> Documents:
 
 def prefix(length: int | Tensor | Sequence[int]) -> Mask:
     """Every query sees the first `length` keys: one number, or one per batch row."""
-    if isinstance(length, int) and not isinstance(length, bool):
-        if length < 0:
-            raise ValueError(f"prefix: length must be >= 0, got {length}")
-        return Prefix(length)
-    tensor = length if isinstance(length, Tensor) else torch.tensor(length)
-    if tensor.dtype.is_floating_point or tensor.dtype == torch.bool or tensor.ndim != 1:
-        raise ValueError(f"prefix: length must be an int or integers of shape [B], got {tensor.dtype} of shape {tuple(tensor.shape)}")
-    return Prefix(tensor)
+    if is_scalar(length):
+        one = integer(length, "prefix: length")
+        if one < 0:
+            raise ValueError(f"prefix: length must be >= 0, got {one}")
+        return Prefix(one)
+    return Prefix(integers(length, "prefix: length", "an int or integers of shape [B]", (1,)))
 
 
-def mask_mod(fn: Callable[..., Tensor]) -> Mask:
-    """Any FlexAttention `mask_mod`: fn(b, h, q_idx, kv_idx) → bool, captured tensors allowed."""
-    if not callable(fn):
+def mask_mod(fn: Callable[..., Tensor] | BlockMask) -> Mask:
+    """Any FlexAttention `mask_mod`: fn(b, h, q_idx, kv_idx) → bool, captured tensors allowed. A torch BlockMask becomes a mask too."""
+    if not _is_mask_like(fn):
         raise TypeError(f"mask_mod: expected a callable (b, h, q_idx, kv_idx) -> bool, got {type(fn).__name__}")
-    return fn if isinstance(fn, Mask) else Custom(fn)
+    return as_mask(fn)
 
 
 def _is_mask_like(value: Any) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,20 +13,45 @@ from torch.nn.utils.rnn import pad_sequence
 PADDING = -1
 
 
+def integer(value: Any, what: str) -> int:
+    """A Python int from any integer: of numpy and a tensor of no dims too, as `operator.index` takes them, but no bool."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if is_scalar(value) and not isinstance(value, bool) and getattr(value, "dtype", None) != torch.bool:
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{what} must be an int, got {type(value).__name__}")
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a value is one number rather than several: numpy's numbers and tensors of no dims have ndim 0."""
+    return isinstance(value, int | float) or getattr(value, "ndim", None) == 0
+
+
+def integers(values: Any, what: str, shape: str, ndims: tuple[int, ...]) -> Tensor:
+    """A tensor of signed integers from a tensor, an array or a list of them, of as many dims as `ndims` names; `shape` says it in words."""
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values)  # a copy: arrays may be written to, masks are values
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool or tensor.ndim not in ndims:
+        raise ValueError(f"{what} must be {shape}, got {tensor.dtype} of shape {tuple(tensor.shape)}")
+    return tensor if tensor.dtype.is_signed else tensor.long()
+
+
 def document_ids(lengths: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
     """Ids [S] from lengths, or [B, S] from one list of lengths per batch row; rows shorter than the longest end in padding (−1)."""
-    nested = lengths.ndim == 2 if isinstance(lengths, Tensor) else len(lengths) > 0 and not isinstance(lengths[0], int | Tensor)
-    if isinstance(lengths, Tensor) and lengths.ndim not in (1, 2):
-        raise ValueError(f"documents: lengths must have shape [documents] or [B, documents], got {tuple(lengths.shape)}")
-    if nested:
+    ndim = getattr(lengths, "ndim", None)
+    if ndim is not None and ndim not in (1, 2):
+        raise ValueError(f"documents: lengths must have shape [documents] or [B, documents], got {tuple(getattr(lengths, 'shape', ()))}")
+    if ndim == 2 or (ndim is None and len(lengths) > 0 and not is_scalar(lengths[0])):
         return pad_sequence([_one_row(row) for row in lengths], batch_first=True, padding_value=PADDING)  # type: ignore[arg-type]
     return _one_row(lengths)  # type: ignore[arg-type]
 
 
 def _one_row(lengths: Tensor | Sequence[int]) -> Tensor:
-    n = torch.as_tensor(lengths)
-    if n.ndim != 1 or n.numel() == 0 or n.dtype.is_floating_point or n.dtype == torch.bool:
-        raise ValueError(f"documents: lengths must be a list of integers, got {n.dtype} of shape {tuple(n.shape)}")
+    n = integers(lengths, "documents: lengths", "a list of integers", (1,))
+    if n.numel() == 0:
+        raise ValueError("documents: lengths must be a list of integers, got none")
     if bool((n < 0).any()) or int(n.sum()) == 0:
         raise ValueError(
             f"documents: lengths must be >= 0 and not all 0, got {n.tolist() if n.numel() <= 16 else f'{int(n.min())} as the least'}"

@@ -201,6 +201,13 @@ class BlockTable:
             tiles=(len(q), len(kv)),
         )
 
+    @classmethod
+    def from_block_mask(cls, block_mask: BlockMask) -> BlockTable:
+        """The tiles that torch's BlockMask lists, in its own block size. For another size: `mask_mod(block_mask).block_table(…)`."""
+        from longspan.masks.block_mask import table_of_block_mask
+
+        return table_of_block_mask(block_mask)
+
     def to_block_mask(self, device: torch.device | str = "cpu") -> BlockMask:
         """The same table as torch's BlockMask. It lists tiles densely: 8 bytes · rows · kv_tiles, and as much for its backward."""
         from torch.nn.attention.flex_attention import BlockMask, noop_mask
