@@ -139,8 +139,8 @@ def check_against_oracle(
     """Every result within twice the error of the dense computation in the same dtype.
 
     Where that error is nothing, as it is for a single key, two roundings remain: of the terms that cancel in a score's gradient, in
-    float32 (float64), and of the result to its own dtype. What is summed over rows adds up the roundings of single products. Of a handful of
-    numbers one draw says little about how large errors are: there two more are asked.
+    float32 (float64), and of the result to its own dtype. What is summed over rows adds up the roundings of single products. Of a handful
+    of numbers one draw says little about how large errors are: there two more are asked.
     """
     given = inputs(case, dtype, device, batch=batch)
     mask = masks(case.length, device)[case.mask]
