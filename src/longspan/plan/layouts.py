@@ -19,13 +19,15 @@ from longspan.plan.layout import Layout, Segments
 
 UNIT = 128  # tokens: a tile of the block table
 FINEST = 16  # tokens: short documents are not cut into smaller pieces, unless the whole sequence is short
+MOST = 1.05  # times its share of tokens that a rank may own
 
 
 def unit_for(length: int, ranks: int) -> int:
-    """Tokens per unit: 128, or for short sequences the largest power of two that leaves every rank four units, at least 1."""
+    """Tokens per unit: 128, or for short sequences the largest power of two that leaves every rank four units, and no rank 1.05 times its
+    share of tokens, at least 1."""
     _check(length, ranks)
     unit = UNIT
-    while unit > 1 and length < 4 * ranks * unit:
+    while unit > 1 and (length < 4 * ranks * unit or units_per_rank(-(-length // unit), ranks)[-1] * unit * ranks > MOST * length):
         unit //= 2
     return unit
 
