@@ -1,5 +1,7 @@
 """Named layouts: partitions with even token counts for any length and any number of ranks, the same every time."""
 
+from math import ceil
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -71,7 +73,7 @@ def test_units_are_the_largest_powers_of_two_that_leave_each_rank_four_and_about
     length, ranks = size
 
     def fits(unit):
-        largest = -(-(-(-length // unit)) // ranks) * unit
+        largest = ceil(ceil(length / unit) / ranks) * unit
         return length >= 4 * ranks * unit and largest * ranks <= 1.05 * length
 
     unit = unit_for(length, ranks)
