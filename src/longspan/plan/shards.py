@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from longspan._torch_private import tree_map
 from longspan.comm.gather import all_gather_rows, reduce_scatter_rows
 from longspan.comm.mesh import Mesh
 from longspan.plan.layout import Layout
@@ -21,17 +22,8 @@ Tree = TypeVar("Tree")
 
 
 def each_tensor(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
-    """fn of every tensor of a tree of dicts, lists and tuples; what is none of these stays."""
-    found: Any = tree
-    if isinstance(tree, Tensor):
-        found = fn(tree)
-    elif isinstance(tree, dict):
-        found = {key: each_tensor(fn, value) for key, value in tree.items()}
-        found = found if type(tree) is dict else type(tree)(found)
-    elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        found = type(tree)(*(each_tensor(fn, value) for value in tree))
-    elif isinstance(tree, list | tuple):
-        found = type(tree)(each_tensor(fn, value) for value in tree)
+    """fn of every tensor of a tree; other leaves stay."""
+    found: Tree = tree_map(lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf, tree)
     return found
 
 
