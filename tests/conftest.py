@@ -27,6 +27,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="I/N", help="of the selected tests run every N-th only, beginning with the I-th")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A covering sample is the same one at every run of the same code; whole grids go with fresh draws."""
+    if find_spec("hypothesis"):
+        from hypothesis import settings
+
+        settings.register_profile("longspan", deadline=None, derandomize=not config.getoption("--whole-grid"))
+        settings.load_profile("longspan")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     part = config.getoption("--part")

@@ -43,7 +43,7 @@ def problems(draw: Any) -> dict[str, Any]:
     }
 
 
-@hypothesis.settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=60, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(problems())
 def test_the_operator_equals_the_oracle(problem: dict[str, Any]) -> None:
     batch, heads, groups, q_len, kv_len, dim, value_dim = problem["sizes"]

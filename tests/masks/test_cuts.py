@@ -28,7 +28,7 @@ def edges(draw, length, block):
     return torch.tensor(found)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.data())
 def test_tiles_that_begin_anywhere_equal_brute_force(data):
     mask = data.draw(st.sampled_from(MASKS))
@@ -48,7 +48,7 @@ def test_tiles_that_begin_anywhere_equal_brute_force(data):
             assert torch.equal(kinds[:, :, i, j].long(), want), (i, j)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_a_selection_equals_indexing_the_dense_table(data):
     mask = data.draw(st.sampled_from(MASKS))

@@ -70,7 +70,6 @@ def packed(length, seed, scale):
 
 
 @given(seed=st.integers(0, 10**6), batch=st.integers(1, 2), heads=st.integers(1, 3), tiles=st.integers(1, 9))
-@settings(deadline=None)
 def test_demand_unites_reads_and_sums_work_over_heads_and_rows(seed, batch, heads, tiles):
     kinds = random_kinds(seed, batch, heads, tiles)
     table = table_of(kinds, tiles * 5 - 2, 5)
@@ -176,7 +175,6 @@ def test_pairs_of_selected_tiles_are_refused():
 
 
 @given(seed=st.integers(0, 10**6), tiles=st.integers(1, 14), ranks=st.integers(1, 6), missing=st.integers(0, 4))
-@settings(deadline=None)
 def test_evaluation_equals_brute_force(seed, tiles, ranks, missing):
     kinds = random_kinds(seed, 1, 1, tiles)
     length = tiles * 5 - missing
@@ -224,7 +222,7 @@ def judged(evaluation: Evaluation) -> tuple[float, float]:
     ranks=st.integers(1, 17),
     seed=st.integers(0, 999),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_auto_is_a_partition_with_fixed_counts_and_no_worse_than_any_candidate(kind, length, ranks, seed):
     unit = unit_for(length, ranks)
     demand = demand_of(MASKS[kind](length, seed), length, unit)
@@ -324,7 +322,7 @@ def test_masks_without_structure_are_left_to_named_layouts():
 
 
 @given(seed=st.integers(0, 999), ranks=st.integers(2, 9), variant=st.integers(0, 3), slack=st.floats(0.0, 0.1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_construction_gives_every_rank_its_count(seed, ranks, variant, slack):
     structure = structure_of([demand_of(ls.causal() & ls.documents(packed(3000, seed, 300)), 3000, 16)])
     counts = units_per_rank(structure.units, ranks)
@@ -335,7 +333,7 @@ def test_construction_gives_every_rank_its_count(seed, ranks, variant, slack):
 @given(
     seed=st.integers(0, 999), ranks=st.integers(2, 9), kind=st.sampled_from(["documents", "both ways", "window", "windows in documents"])
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_swaps_keep_counts_and_never_add_excess_and_count_reads_rightly(seed, ranks, kind):
     length, unit = 2990, 16
     demand = demand_of(MASKS[kind](length, seed), length, unit)

@@ -43,7 +43,7 @@ def make(kind, length, ranks, seed=0):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(size=sizes, seed=st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_layout_is_a_partition_with_even_counts(kind, size, seed):
     length, ranks = size
     layout = make(kind, length, ranks, seed)
@@ -59,7 +59,7 @@ def test_every_layout_is_a_partition_with_even_counts(kind, size, seed):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(size=sizes, seeds=st.lists(st.integers(0, 99), min_size=2, max_size=4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_rows_of_one_kind_can_be_stacked_whatever_they_hold(kind, size, seeds):
     length, ranks = size
     rows = [make(kind, length, ranks, seed) for seed in seeds]
@@ -68,7 +68,6 @@ def test_rows_of_one_kind_can_be_stacked_whatever_they_hold(kind, size, seeds):
 
 
 @given(size=sizes)
-@settings(deadline=None)
 def test_units_are_the_largest_powers_of_two_that_leave_each_rank_four_and_about_its_share(size):
     length, ranks = size
 

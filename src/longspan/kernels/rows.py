@@ -59,7 +59,7 @@ def split_rows(home: Tensor, k: Tensor, v: Tensor, *, per_row: bool) -> None:
     """Rows [S, B·G·(D + E)] (`per_row`: [B·S, G·(D + E)]), k and v of a head side by side, as k [B, G, S, D] and v [B, G, S, E]."""
     batch, groups, length, dim = k.shape
     shape = (batch, length, groups) if per_row else (length, batch, groups)
-    whole = home.view(*shape, -1).permute((0, 2, 1, 3) if per_row else (1, 2, 0, 3))
+    whole = home.view(*shape, dim + v.shape[-1]).permute((0, 2, 1, 3) if per_row else (1, 2, 0, 3))
     k.copy_(whole[..., :dim])
     v.copy_(whole[..., dim:])
 
