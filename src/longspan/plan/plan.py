@@ -25,7 +25,7 @@ from longspan.plan.cost import Cluster
 from longspan.plan.digest import digest_of
 from longspan.plan.layout import Layout
 from longspan.plan.schedule import Schedule
-from longspan.plan.shards import Tree, each_tensor, shard, unshard
+from longspan.plan.shards import Tree, each_tensor, places, shard, unshard
 from longspan.plan.tiles import Side
 
 
@@ -265,7 +265,13 @@ class Plan:
         this part."""
 
         def one(t: Tensor) -> Tensor:
-            return unshard(t, dim, self.data.layouts[self._side(t, dim, side, "unshard", local=True)], self.mesh)
+            i = self._side(t, dim, side, "unshard", local=True)
+
+            def kept(layout: Layout, device: torch.device) -> Tensor:
+                found: Tensor = self.data._keep(("places", i, device), lambda: places(layout, device))
+                return found
+
+            return unshard(t, dim, self.data.layouts[i], self.mesh, kept)
 
         return each_tensor(one, x)
 

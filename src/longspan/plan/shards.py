@@ -46,24 +46,24 @@ def _pick(x: Tensor, dim: int, layout: Layout, rank: int, row: int = 0) -> Tenso
     return x.index_select(dim, (positions if positions.ndim == 1 else positions[row]).to(x.device))
 
 
-def unshard(x: Tensor, dim: int, layout: Layout, mesh: Mesh) -> Tensor:
-    """The whole tensor from every rank's part along dim."""
+def unshard(x: Tensor, dim: int, layout: Layout, mesh: Mesh, kept: Callable[..., Tensor] | None = None) -> Tensor:
+    """The whole tensor from every rank's part along dim. `kept`: gives what `places` gave before."""
     dim = dim % x.ndim
     rows = x.movedim(dim, 0)
     if len(layout.rows) > 1:
         rows = x.movedim(dim, 1).transpose(0, 1)  # tokens first, the batch second
     gathered: Tensor = _Gather.apply(rows, layout, mesh)  # type: ignore[no-untyped-call]
-    place = _places(layout).to(x.device)
+    place = (kept or places)(layout, x.device)
     if len(layout.rows) == 1:
         return gathered.index_select(0, place).movedim(0, dim).contiguous()
     picked = [gathered[:, row].index_select(0, place[row]) for row in range(len(layout.rows))]
     return torch.stack(picked).movedim(1, dim).contiguous()
 
 
-def _places(layout: Layout) -> Tensor:
+def places(layout: Layout, device: torch.device) -> Tensor:
     """Where each position lies when all ranks' shards follow each other: [S], or [B, S] where batch rows differ."""
     order = torch.cat([torch.atleast_2d(layout.positions(rank)) for rank in range(layout.ranks)], 1)
-    found = order.argsort(1)
+    found = order.argsort(1).to(device)
     return found[0] if len(layout.rows) == 1 else found
 
 
