@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -16,4 +17,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(1) from None
     from longspan.cli.app import run
 
-    raise SystemExit(run(list(sys.argv[1:] if arguments is None else arguments)))
+    code = run(list(sys.argv[1:] if arguments is None else arguments))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # A thread of a process group that lets go of a tensor while the interpreter shuts down aborts a rank that has done its work.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code)
