@@ -2,7 +2,8 @@
 
     PYTHONPATH=src python bench/engine_gpu.py [--case S N] [--kernel NAME] [--json]
 
-Causal, B 1, H 32, D 128, bfloat16, forward and backward; head-tail layout; ring and exchange. One GPU plays single ranks of the mesh,
+Causal, B 1, H 32, D 128, bfloat16, forward and backward; head-tail layout; ring, exchange, and an exchange of one stage whose local keys
+are computed with what it brings ("at once"; memory grows with the sequence there). One GPU plays single ranks of the mesh,
 one after the other (the first, the middle and the last); the slowest counts. What would come from other ranks is copied from the rank's
 own rows, on a stream beside the one that computes: a rank touches as much memory as it would, and waits for no link. torch's own ring
 (flash and cuDNN) is run the same way, its collectives replaced by such copies. "eff": with the time between events, calls queued ahead so
@@ -31,6 +32,11 @@ from longspan.comm.group import Done, Pending
 HEADS, DIM = 32, 128
 CASES = ((32768, 8), (131072, 8), (131072, 32))
 STEPS = ("forward", "backward")
+WAYS: dict[str, dict[str, Any]] = {
+    "ring": {"strategy": "ring"},
+    "exchange": {"strategy": "exchange"},
+    "exchange at once": {"strategy": "exchange", "stages": 1, "overlap": False},
+}
 
 
 class Link:
@@ -145,12 +151,12 @@ def peak(fn: Callable[[], Any]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def ours(tokens: int, ranks: int, strategy: str, kernel: str, clock: Clock) -> dict[str, dict[str, float]]:
+def ours(tokens: int, ranks: int, way: str, kernel: str, clock: Clock) -> dict[str, dict[str, float]]:
     """The slowest of three ranks."""
     found = []
     for rank in sorted({0, ranks // 2, ranks - 1}):
         mesh = EchoMesh(axes=ls.Mesh.abstract(ranks).axes, coordinate=(rank,))
-        plan = ls.plan(ls.causal(), tokens, mesh, layout="head_tail", strategy=strategy, heads=HEADS, kv_heads=HEADS, head_dim=DIM)
+        plan = ls.plan(ls.causal(), tokens, mesh, layout="head_tail", heads=HEADS, kv_heads=HEADS, head_dim=DIM, **WAYS[way])
         inputs = qkv(plan.local_len)
         found.append(both(lambda inputs=inputs, plan=plan: ls.attention(*inputs, plan=plan, kernel=kernel), inputs, clock))
     worst: dict[str, dict[str, float]] = {s: {k: max(f[s][k] for f in found) for k in ("device", "wall")} for s in STEPS}
@@ -271,8 +277,8 @@ def main() -> None:
             known[tokens] = both(lambda inputs=inputs: ls.attention(*inputs, mask=ls.causal(), kernel=args.kernel), inputs, clock)
             del inputs
         whole = known[tokens]
-        for strategy in ("ring", "exchange"):
-            rows.append(row(f"longspan {strategy}", tokens, ranks, whole, ours(tokens, ranks, strategy, args.kernel, clock)))
+        for way in WAYS:
+            rows.append(row(f"longspan {way}", tokens, ranks, whole, ours(tokens, ranks, way, args.kernel, clock)))
             print(line(rows[-1]), flush=True)
         if not args.without_torch:
             for backend in ("flash", "cudnn"):

@@ -214,7 +214,8 @@ def magi_packed(scheme: str, gpus: int) -> float:
             continue
         layout, strategy = PACKED[scheme]
         mask = ls.causal() & ls.documents(lengths=lengths)
-        plan = ls.plan(mask, PER_GPU * gpus, ls.Mesh.abstract(gpus), layout=layout, strategy=strategy, heads=64, kv_heads=8, head_dim=128)
+        sizes = {"heads": 64, "kv_heads": 8, "head_dim": 128}
+        plan = ls.plan(mask, PER_GPU * gpus, ls.Mesh.abstract(gpus), layout=layout, strategy=strategy, overlap=True, **sizes)
         found = plan.report("h100")
         seconds = found.timeline.forward.seconds
         if scheme == "magi" and gpus > 8:

@@ -171,7 +171,7 @@ def planned(
     name: str, tokens: int, ranks: int, layout: str, strategy: str, profile: Cluster, kernel: str, clock: Clock, kernels: bool
 ) -> dict[str, Any]:
     """The busiest rank of a plan, by the prediction."""
-    sizes: dict[str, Any] = {"layout": layout, "strategy": strategy, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM}
+    sizes: dict[str, Any] = {"layout": layout, "strategy": strategy, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "overlap": True}
     mask, mesh = MASKS[name](tokens), ls.Mesh.abstract(ranks)
     free = Link(bandwidth=1e18, latency=0.0)
     found = report(ls.plan(mask, tokens, mesh, **sizes).data, replace(profile, inside=free, between=free, contention=0.0))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tests.cases import covering_sample
 from tests.sharded import LAYOUTS, Case, Problem, check_budget, check_case, mask_named, problem_of, whole_grid
 
 import longspan as ls
+from longspan.engine.itinerary import itinerary
 
 SAMPLE = covering_sample(whole_grid())
 
@@ -45,6 +48,30 @@ def test_batch_rows_may_be_laid_out_differently(strategy: str, layout: str) -> N
         assert got.error(right, name) < 1e-11, name
     per_row = layout in ("per_document", "round_robin", "auto")
     assert got.extra.positions.ndim == (2 if per_row else 1)
+
+
+TOGETHER = [
+    ("causal", 3, {"strategy": "exchange", "stages": 1, "layout": "head_tail"}),
+    ("window", 5, {"strategy": "allgather", "layout": "round_robin"}),
+    ("per head", 3, {"strategy": "exchange", "stages": 3, "layout": "auto"}),
+    ("documents", 7, {"strategy": "ring", "layout": "contiguous"}),
+    ("documents by row", 3, {"strategy": "exchange", "layout": "auto"}),
+    ("documents by row", 4, {"strategy": "ring", "layout": "per_document"}),
+    ("prefix", (2, 3), {"strategy": "ulysses_allgather", "layout": "head_tail", "axis_names": ("ring", "ulysses")}),
+]
+
+
+@pytest.mark.parametrize(("mask", "ranks", "options"), TOGETHER)
+def test_local_keys_may_be_computed_with_what_the_first_exchange_brings(mask: str, ranks: Any, options: dict[str, Any]) -> None:
+    rows = ls.causal() & ls.documents(lengths=[[100, 3, 57, 43], [20, 101, 82]])
+    found = rows if mask == "documents by row" else mask_named(mask, 203, options["layout"])
+    problem = Problem(mask=found, score="relative bias", q_len=203, kv_len=203, batch=2, heads=6, kv_heads=3)
+    right, got, apart = (problem.by_oracle(), *(problem.over(ranks, overlap=overlap, **options) for overlap in (False, True)))
+    assert got.extra.schedule.joined and not apart.extra.schedule.joined and got.bytes_sent == apart.bytes_sent
+    steps = [len(itinerary(p.extra.data, (128, 128), None).steps) for p in (got, apart)]
+    assert steps[0] == steps[1] - 1
+    for name in right.values:
+        assert got.error(right, name) < 1e-11, name
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (3, 2)])

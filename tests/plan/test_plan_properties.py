@@ -27,7 +27,7 @@ def planned(draw: Any, longest: int = 1500) -> tuple[dict[str, Any], Any, int, i
     layout = draw(st.sampled_from(LAYOUTS))
     strategy = draw(st.sampled_from(MOVES))
     stages = draw(st.sampled_from([None, 1, 2, 5])) if strategy == "exchange" else None
-    options = {"layout": layout, "strategy": strategy, "stages": stages}
+    options = {"layout": layout, "strategy": strategy, "stages": stages, "overlap": draw(st.sampled_from([None, False]))}
     mask = mask_named(draw(st.sampled_from(MASKS)), length, layout)
     return options, mask, length, ranks
 
@@ -104,8 +104,8 @@ def test_unshard_of_shard_is_the_same_bits(args: Any, dim: int) -> None:
     assert all(torch.equal(found, whole) for found in virtual_world(ranks).run(rank))
 
 
-@settings(max_examples=25)
-@example("causal", "relative bias", "ring", "contiguous", 1, 3, (4, 2))  # ranks that own nothing
+@settings(max_examples=20)
+@example("causal", "relative bias", "ring", "contiguous", 1, 3, (4, 2), None)  # ranks that own nothing
 @given(
     st.sampled_from(MASKS),
     st.sampled_from(["none", "alibi", "relative bias", "softcap"]),
@@ -114,14 +114,15 @@ def test_unshard_of_shard_is_the_same_bits(args: Any, dim: int) -> None:
     st.integers(1, 400),
     st.integers(1, 16),
     st.sampled_from([(3, 1), (4, 2), (5, 5)]),
+    st.sampled_from([None, False]),
 )
 def test_results_equal_the_oracle(
-    mask: str, score: str, strategy: str, layout: str, length: int, ranks: int, heads: tuple[int, int]
+    mask: str, score: str, strategy: str, layout: str, length: int, ranks: int, heads: tuple[int, int], overlap: bool | None
 ) -> None:
     problem = Problem(
         mask=mask_named(mask, length, layout), score=score, q_len=length, kv_len=length, batch=2, heads=heads[0], kv_heads=heads[1]
     )
-    right, got = problem.by_oracle(), problem.over(ranks, strategy=strategy, layout=layout)
+    right, got = problem.by_oracle(), problem.over(ranks, strategy=strategy, layout=layout, overlap=overlap)
     for name in right.values:
         assert got.error(right, name) < 1e-10, name
 

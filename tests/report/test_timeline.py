@@ -55,6 +55,28 @@ def test_owners_alone_give_nearly_the_times_of_the_plan(moves: str, layout: str)
     assert guess == pytest.approx(plan.report("h100").seconds, rel=0.04)
 
 
+def test_local_keys_wait_for_the_only_exchange_where_that_is_faster() -> None:
+    mesh, sizes = ls.Mesh.abstract(8), {"heads": 32, "kv_heads": 8, "head_dim": 128}
+    little, much = ls.causal() & ls.sliding_window(1024), ls.causal()
+    for strategy in ("exchange", "auto"):
+        found = ls.plan({"little": little, "much": much}, 32768, mesh, strategy=strategy, layout="contiguous", stages=1, **sizes)
+        assert found["little"].schedule.joined and not found["much"].schedule.joined
+    for mask, joined in ((little, True), (much, False)):
+        plan, other = (ls.plan(mask, 32768, mesh, strategy="exchange", stages=1, overlap=o, **sizes) for o in (None, joined))
+        assert plan.schedule.joined is joined is not other.schedule.joined and plan.digest != other.digest
+        assert plan.report().seconds < other.report().seconds
+        one, two = (plan, other) if joined else (other, plan)
+        assert (one.report().steps, two.report().steps) == (1, 2)
+        assert " at once" in repr(one) and " at once" not in repr(two)
+        assert float(one.report().work.full.sum()) == float(two.report().work.full.sum())
+    assert "exchange in 1 stage at once" in str(ls.plan(little, 32768, mesh, stages=1, **sizes)._explanation())
+    unknown = ls.plan(little, 32768, mesh, strategy="exchange", stages=1)
+    assert not unknown.schedule.joined  # nothing is known of the sizes
+    assert not ls.plan(little, 32768, ls.Mesh.abstract(1), overlap=False, **sizes).schedule.joined  # nothing travels
+    with pytest.raises(TypeError, match="overlap must be True, False or None, got 'yes'"):
+        ls.plan(little, 32768, mesh, overlap="yes")
+
+
 def test_ulysses_shares_heads_and_pays_for_the_transpose() -> None:
     plan = planned(strategy="ulysses")
     work, found = of_plan(plan.data, 8), plan.report()

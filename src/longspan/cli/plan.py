@@ -34,6 +34,7 @@ def plan(
     strategy: Annotated[str, typer.Option(help=", ".join(NAMES))] = "auto",
     ulysses: Annotated[str | None, typer.Option(help="devices that share the heads; chosen unless given")] = None,
     stages: Annotated[str | None, typer.Option(help="stages of an exchange")] = None,
+    overlap: Annotated[bool | None, typer.Option(help="compute local keys while the first exchange travels; chosen unless given")] = None,
     stragglers: Annotated[str | None, typer.Option(help="ranks that compute slower: 3:1.5,17:2")] = None,
     slow_links: Annotated[str | None, typer.Option(help="ranks whose links are slower: 0:4")] = None,
     html: Annotated[Path | None, typer.Option(help="write the report page")] = None,
@@ -64,7 +65,8 @@ def plan(
         if devices > PLANNED:
             _simulated(found, length, devices, sizes, profile, conditions, degree, (html, png, trace))
             return
-        made = _best(found, length, devices, sizes, profile, layout, strategy, degree, stages)
+        options = {"layout": layout, "overlap": overlap, "stages": None if stages is None else parse.count(stages, "--stages")}
+        made = _best(found, length, devices, sizes, profile, strategy, degree, options)
     except (ValueError, TypeError) as error:
         raise Refused(str(error)) from None
     except (ArithmeticError, LookupError, MemoryError, RuntimeError) as error:  # a mask that cannot be evaluated, sizes beyond all bounds
@@ -75,18 +77,15 @@ def plan(
         made.explain(profile)
 
 
-def _best(
-    mask: Any, tokens: int, gpus: int, sizes: Any, cluster: Any, layout: str, strategy: str, degree: int | None, stages: str | None
-) -> Any:
+def _best(mask: Any, tokens: int, gpus: int, sizes: Any, cluster: Any, strategy: str, degree: int | None, options: dict[str, Any]) -> Any:
     """The fastest plan over all ways to factor the devices into Ulysses × ring that the strategy and the heads allow."""
-    count = None if stages is None else parse.count(stages, "--stages")
     found: list[tuple[float, int, Any]] = []
     for d in _degrees(gpus, sizes, cluster, strategy, degree):
         mesh = ls.Mesh.abstract(gpus) if d in (1, gpus) else ls.Mesh.abstract((gpus // d, d), axis_names=("ring", "ulysses"))
         name = "ulysses" if d == gpus > 1 else strategy
         if d == 1 and strategy == "auto" and degree == 1:
             name = "exchange"
-        made = ls.plan(mask, tokens, mesh, layout=layout, strategy=name, stages=count, cluster=cluster, **sizes)
+        made = ls.plan(mask, tokens, mesh, strategy=name, cluster=cluster, **options, **sizes)
         found.append((made.report(cluster).seconds, len(found), made))
     if not found:
         raise Refused(f"--ulysses: {degree} devices cannot share the heads {sizes['heads']}/{sizes['kv_heads']} of {gpus} devices")

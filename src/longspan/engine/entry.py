@@ -39,7 +39,7 @@ def enter(
         "mask": plan.mask.text,
         "tokens": f"{plan.q_len} × {plan.kv_len}",
         "layout": " ".join(layout.digest[:12] for layout in plan.layouts),
-        "schedule": f"{plan.strategy}, {plan.schedule.stages} stages",
+        "schedule": f"{plan.strategy}, {plan.schedule.stages} stages{' at once' if plan.schedule.joined else ''}",
         "batch": str(q.shape[0]),
         "heads": f"{q.shape[1]}/{k.shape[1]}",
         "head dims": f"{q.shape[-1]}/{v.shape[-1]}",

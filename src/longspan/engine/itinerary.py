@@ -91,9 +91,12 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
-    """What is computed at once. `tokens`: rows of its buffer; the first step is over local keys and has no arrivals."""
+    """What is computed at once. `tokens`: rows of its buffer, of which the first `own` are local keys: all of the first step's, which has
+    no arrivals then, or, in a joined schedule, those before its arrivals.
+    """
 
     tokens: int
+    own: int
     arrivals: tuple[Arrival, ...]
     parts: tuple[Part, ...]
     _lists: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -122,10 +125,6 @@ class Itinerary:
     steps: tuple[Step, ...]
     last: tuple[int, ...]
 
-    @property
-    def moves(self) -> bool:
-        return len(self.steps) > 1
-
 
 def itinerary(data: PlanData, block: tuple[int, int], heads: range | None) -> Itinerary:
     """This rank's steps, for tiles of this size and (where the mask differs by head) these heads."""
@@ -147,27 +146,22 @@ class _Maker:
         self.mine = {"in": s.receiver == self.me, "out": s.source == self.me}
 
     def make(self) -> Itinerary:
-        steps = [self._local()]
-        steps += [self._step(group) for group in self.data.schedule.steps]
+        s = self.data.schedule
+        first = 1 if s.joined else 0
+        steps = [self._step(s.steps[0] if first else range(0), own=True)]
+        steps += [self._step(group, own=False) for group in s.steps[first:]]
         last = [max([i for i, step in enumerate(steps) if not step.parts[p].empty], default=0) for p in range(self.data.rows)]
         return Itinerary(steps=tuple(steps), last=tuple(last))
-
-    def _local(self) -> Step:
-        parts = []
-        tokens = self.data.inner[1].local_len(self.me)
-        for row, side in enumerate(self.keys):
-            # The local keys of a batch row are its own slice of a tensor, not rows of a common buffer.
-            parts.append(self._part(row, side.of_rank(self.me), rows=None))
-        return Step(tokens=tokens * self.data.rows, arrivals=(), parts=tuple(parts))
 
     def _part(self, row: int, tiles: Tensor, *, rows: Rows | None) -> Part:
         table = self.data.table(self.block, row).select(self.q_order[row], tiles, heads=self.heads)
         return Part(table=table, q_tiles=self.q_tilings[row], kv_tiles=_tiling(self.keys[row], tiles), rows=rows)
 
-    def _step(self, stages: range) -> Step:
-        arrivals, offset = [], 0
-        listed: list[list[Tensor]] = [[] for _ in self.keys]
-        places: list[list[Tensor]] = [[] for _ in self.keys]
+    def _step(self, stages: range, *, own: bool) -> Step:
+        local = self.data.inner[1].local_len(self.me) if own else 0
+        arrivals, offset = [], local * len(self.keys)
+        listed = [[side.of_rank(self.me)] if own else [] for side in self.keys]
+        places = [[torch.arange(row * local, (row + 1) * local)] for row in range(len(self.keys))]
         for stage in stages:
             arrival, found = self._arrival(stage, offset)
             for row, (tiles, place) in enumerate(found):
@@ -177,9 +171,10 @@ class _Maker:
             offset = arrival.stop
         parts = []
         for row in range(len(self.keys)):
-            rows = Rows.of(torch.cat(places[row])) if len(self.keys) > 1 else None
+            # Without arrivals, the keys of a batch row are its own slice of a tensor, not rows of a common buffer.
+            rows = Rows.of(torch.cat(places[row])) if len(self.keys) > 1 and arrivals else None
             parts.append(self._part(row, torch.cat(listed[row]), rows=rows))
-        return Step(tokens=offset, arrivals=tuple(arrivals), parts=tuple(parts))
+        return Step(tokens=offset, own=local * len(self.keys), arrivals=tuple(arrivals), parts=tuple(parts))
 
     def _arrival(self, stage: int, offset: int) -> tuple[Arrival, list[tuple[Tensor, Tensor]]]:
         """An exchange, and for each batch row the tiles that it brings and where their tokens lie in it."""

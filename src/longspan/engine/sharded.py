@@ -99,38 +99,45 @@ class Call:
 
 
 class _Keys:
-    """Keys and values step by step: the local ones as they are, the others as they arrive, one step ahead of their use."""
+    """Keys and values step by step: the local ones as they are, the others as they arrive, one step ahead of their use.
+
+    In a joined schedule the local ones are packed where the first step's others arrive, so that one buffer holds both.
+    """
 
     def __init__(self, call: Call, k: Tensor, v: Tensor, steps: Sequence[Step], what: str) -> None:
         self.call, self.k, self.v, self.steps, self.what = call, k, v, steps, what
         self.width = k.shape[3] + v.shape[3]
         self.group: Group | None = None
         self.under_way: dict[int, tuple[Tensor, list[Pending]]] = {}
-        if len(steps) > 1:
+        if any(step.arrivals for step in steps):
             assert call.data.ring is not None
             self.group = call.data.mesh.group(call.data.ring)
-            self.packed = self._pack()
+            self.first, self.packed = self._pack()
+            self.fetch(0)
 
     @property
     def per_row(self) -> bool:
         return self.call.data.rows > 1
 
-    def _pack(self) -> Tensor:
-        """Local keys and values side by side, token by token: rows [S, B·G·(D + E)], or [B·S, G·(D + E)] where batch rows differ."""
+    def _pack(self) -> tuple[Tensor, Tensor]:
+        """(the first step's buffer, its rows of local keys). Keys and values lie side by side, token by token: rows [S, B·G·(D + E)], or
+        [B·S, G·(D + E)] where batch rows differ.
+        """
         batch, groups, length, dim = self.k.shape
         order = (0, 2, 1, 3) if self.per_row else (2, 0, 1, 3)
         shape = (batch, length, groups, self.width) if self.per_row else (length, batch, groups, self.width)
-        packed = self.k.new_empty(shape)
-        copy_rows_(packed[..., :dim], self.k.permute(order))
-        copy_rows_(packed[..., dim:], self.v.permute(order))
-        return packed.flatten(0, 1).flatten(1) if self.per_row else packed.flatten(1)
+        buffer = self.k.new_empty((self.steps[0].tokens, (groups if self.per_row else batch * groups) * self.width))
+        packed = buffer[: self.steps[0].own]
+        copy_rows_(packed.view(shape)[..., :dim], self.k.permute(order))
+        copy_rows_(packed.view(shape)[..., dim:], self.v.permute(order))
+        return buffer, packed
 
     def fetch(self, i: int) -> None:
         """Begin the exchanges of step i."""
         if i >= len(self.steps) or not self.steps[i].arrivals:
             return
         assert self.group is not None
-        buffer = self.packed.new_empty((self.steps[i].tokens, self.packed.shape[1]))
+        buffer = self.packed.new_empty((self.steps[i].tokens, self.packed.shape[1])) if i else self.first
         pending = []
         for arrival in self.steps[i].arrivals:
             out = buffer[arrival.start : arrival.stop]
@@ -282,13 +289,20 @@ class _Totals:
         self.captured = [torch.zeros(c.shape, dtype=self.dtype, device=q.device) if n else None for c, n in zip(call.score_captured, needs)]
         batch, groups, length, _ = k.shape
         self.rows = batch * length if keys.per_row else length
-        # Of local keys: token by token like a buffer, so that what comes home is added row by row.
-        self.home = torch.empty((self.rows, (groups if keys.per_row else batch * groups) * keys.width), dtype=self.dtype, device=k.device)
+        # Of local keys, and in a joined schedule of the first ones that arrive: token by token like a buffer of keys, so that what comes
+        # home is added row by row.
+        width = (groups if keys.per_row else batch * groups) * keys.width
+        self.first = torch.empty((keys.steps[0].tokens, width), dtype=self.dtype, device=k.device)
+        self.home = self.first[: self.rows]
         self.going_home: tuple[Step, Tensor, list[Pending]] | None = None
 
     def buffer(self, step: Step) -> Tensor:
         """Where a step's gradients of keys and values go."""
-        return self.home if not step.arrivals else torch.empty((step.tokens, self.home.shape[1]), dtype=self.dtype, device=self.home.device)
+        return (
+            self.first
+            if step is self.keys.steps[0]
+            else torch.empty((step.tokens, self.home.shape[1]), dtype=self.dtype, device=self.home.device)
+        )
 
     def into(self, part: Part, p: int, buffer: Tensor) -> tuple[Grads, Tensor | None]:
         """Where a part's gradients go; where its rows lie scattered in the buffer, that is a tensor apart, given too."""

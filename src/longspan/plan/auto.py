@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,14 +20,13 @@ from longspan.plan.cost import Cluster, Shape
 from longspan.plan.counts import balance_of
 from longspan.plan.layouts import unit_for
 from longspan.plan.strategies import MOVES, Strategy, heads_refusal, ulysses_axis
-from longspan.plan.timeline import Timeline, timeline
+from longspan.plan.timeline import TIE, Timeline, fastest
 from longspan.plan.workload import Owned, Place
 
 BALANCED = 1.05  # a busiest rank within this of the mean is looked for first
 CLOSE = 1.10  # estimates within this of the best are looked at exactly …
 EXACT = (2, 4)  # … but no more than so many: of large problems, of small ones
 SMALL = 1 << 12  # ranks times units
-TIE = 1.01  # times within this are equal: then the earlier option
 STAGES = (None, 1, 2, 4, 8)
 
 
@@ -35,6 +35,7 @@ class Option:
     """One way to span the mesh, and what the model says about it. Seconds are of forward and backward, of all masks together.
 
     imbalance: the busiest rank's pairs over the mean, of all masks together; where `exact`, as the plan's report counts them.
+    joined:    local keys of all masks are computed with those that the only exchange brings.
     """
 
     strategy: Strategy
@@ -46,6 +47,7 @@ class Option:
     computing: float
     imbalance: float
     received: float
+    joined: bool = False
     exact: bool = False
 
     @property
@@ -55,11 +57,11 @@ class Option:
     @property
     def name(self) -> str:
         stages = "" if self.stages is None else f" in {self.stages} stage{'s' if self.stages > 1 else ''}"
-        return f"{self.strategy.name}{stages}, {self.layout}"
+        return f"{self.strategy.name}{stages}{' at once' if self.joined else ''}, {self.layout}"
 
 
-# From an option to the timelines of its plans and its imbalance.
-Exactly = Callable[[Option], tuple[Sequence[Timeline], float]]
+# From an option to the timelines of its plans, its imbalance, and whether all its plans are joined.
+Exactly = Callable[[Option], tuple[Sequence[Timeline], float, bool]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -132,13 +134,15 @@ def consider(
     strategy: str = "auto",
     layout: str = "auto",
     stages: int | None = None,
+    overlap: bool | None = None,
     exactly: Exactly | None = None,
 ) -> Considered:
     """Every option, estimated; the best of them timed exactly by `exactly`, if given. `demands(unit)`: the masks', in units of a size;
-    `shares(unit, degree)`: the pairs of each unit in the heads of each rank of a Ulysses group [degree, T]. `stages`: only what has so
-    many, where given.
+    `shares(unit, degree)`: the pairs of each unit in the heads of each rank of a Ulysses group [degree, T]. `stages`, `overlap`: only
+    what has so many and does so, where given.
     """
     options, refused = [], []
+    estimate = partial(_estimate, mesh=mesh, shape=shape, cluster=cluster, overlap=overlap)
     laid: dict[int, list[_Laid]] = {}
     known: dict[int, Sequence[Demand]] = {}
     for s in strategies(mesh, strategy):
@@ -162,11 +166,11 @@ def consider(
             if i and strategy == "auto" and (s.moves == "allgather" or one.candidate.evaluation.imbalance > 2 * BALANCED):
                 continue  # never faster than what is looked at
             # Stages are compared with the preferred layout; other layouts are measured against it at the first count.
-            options += [_estimate(s, one, share, count, mesh, shape, cluster) for count in (rounds[0] if not i else rounds[0][:1])]
+            options += [estimate(s, one, share, count) for count in (rounds[0] if not i else rounds[0][:1])]
         if rounds[1]:
             best = _ordered([o for o in options if o.strategy is s], None)[0]
             one = next(x for x in laid[ranks] if x.candidate is best.candidate)
-            options += [_estimate(s, one, share, count, mesh, shape, cluster) for count in rounds[1]]
+            options += [estimate(s, one, share, count) for count in rounds[1]]
     size = max((one.ranks * one.candidate.owner.numel() for found in laid.values() for one in found), default=0)
     ordered = _ordered(_distinct(options), exactly, EXACT[size <= SMALL])
     return Considered(options=tuple(ordered), refused=tuple(refused), cluster=cluster.name)
@@ -212,7 +216,9 @@ def _stages(strategy: Strategy, stages: int | None) -> tuple[tuple[int | None, .
     return (STAGES[:2], STAGES[2:]) if stages is None else ((stages,), ())
 
 
-def _estimate(s: Strategy, laid: _Laid, share: Tensor, stages: int | None, mesh: Mesh, shape: Shape, cluster: Cluster) -> Option:
+def _estimate(
+    s: Strategy, laid: _Laid, share: Tensor, stages: int | None, *, mesh: Mesh, shape: Shape, cluster: Cluster, overlap: bool | None
+) -> Option:
     sizes = [axis.size for axis in mesh.axes]
     strides = [sizes[1], 1] if len(sizes) == 2 else [1]
     place = Place(
@@ -221,15 +227,16 @@ def _estimate(s: Strategy, laid: _Laid, share: Tensor, stages: int | None, mesh:
         degree=1 if s.ulysses is None else sizes[s.ulysses],
         apart=1 if s.ulysses is None else strides[s.ulysses],
     )
-    lines, received = [], 0.0
+    lines, received, joined = [], 0.0, True
     for owned in laid.owned:
-        work = owned.workload(moves=s.moves, place=place, shape=shape, stages=stages)
-        lines.append(timeline(work, cluster))
+        work, line = fastest(owned.workload(moves=s.moves, place=place, shape=shape, stages=stages), cluster, overlap=overlap)
+        lines.append(line)
+        joined &= work.joined
         received += float(work.received.sum())
     every = laid.tokens * (laid.ranks - 1)
     c = laid.candidate
     pairs = torch.zeros(len(share), laid.ranks, dtype=torch.float64).index_add_(1, c.owner, share)
-    return _option(s, c.name, c, stages, lines, balance_of(pairs.view(-1)), received / every if every else 0.0)
+    return _option(s, c.name, c, stages, lines, balance_of(pairs.view(-1)), received / every if every else 0.0, joined)
 
 
 def _option(
@@ -240,6 +247,7 @@ def _option(
     lines: Sequence[Timeline],
     imbalance: float,
     received: float,
+    joined: bool,
 ) -> Option:
     return Option(
         strategy=s,
@@ -251,6 +259,7 @@ def _option(
         computing=sum(float((t.forward.busy + t.backward.busy).max()) for t in lines),
         imbalance=imbalance,
         received=received,
+        joined=joined,
     )
 
 
@@ -290,13 +299,14 @@ def _ordered(options: list[Option], exactly: Exactly | None, limit: int = 0) -> 
     return _by_time(good) + sorted(rest, key=lambda o: o.seconds) + sorted(behind, key=lambda o: o.seconds)
 
 
-def _timed(option: Option, lines: Sequence[Timeline], imbalance: float) -> Option:
+def _timed(option: Option, lines: Sequence[Timeline], imbalance: float, joined: bool) -> Option:
     return replace(
         option,
         forward=sum(t.forward.seconds for t in lines),
         backward=sum(t.backward.seconds for t in lines),
         computing=sum(float((t.forward.busy + t.backward.busy).max()) for t in lines),
         imbalance=imbalance,
+        joined=joined,
         exact=True,
     )
 

@@ -24,7 +24,7 @@ from longspan.plan.plan import Plan, PlanData, PlannedMask, PlanSet
 from longspan.plan.schedule import Reads, Schedule
 from longspan.plan.strategies import LAYOUTS, Strategy, check_name, heads_refusal, strategy_for
 from longspan.plan.tiles import reads
-from longspan.plan.timeline import timeline
+from longspan.plan.timeline import fastest, timeline
 from longspan.plan.workload import of_plan
 
 BLOCK = 128
@@ -44,6 +44,7 @@ def plan(
     kv_heads: int | None = None,
     head_dim: int | None = None,
     stages: int | None = None,
+    overlap: bool | None = None,
     grad_reduce_dtype: torch.dtype | None = None,
     cluster: Cluster | str | None = None,
 ) -> Any:
@@ -58,6 +59,9 @@ def plan(
                need them, and so does `auto` to weigh Ulysses against an exchange.
     stages:    in how many stages an exchange brings its keys (fewer where fewer tokens move at all); by default as few as keep a stage at
                one shard or 16,384 tokens. With "auto" only what has so many stages is considered; a strategy of another number refuses.
+    overlap:   True: local keys are computed while the first exchange travels. False: together with what it brings, in one call of the
+               kernel, so that nothing is hidden, but no running result is kept in between. By default what the cost model finds faster
+               where there is one exchange (and `heads` is known), else True.
     grad_reduce_dtype: the dtype in which partial gradients of keys and values travel; float32 (float64) unless given.
     cluster:   the profile by which `auto` weighs layouts, strategies and stages: a name such as "h100", a TOML file, a Cluster; h200
                unless given. It does so where it knows `heads`; else keys are exchanged. LONGSPAN_EXPLAIN=1 prints what was considered
@@ -70,12 +74,14 @@ def plan(
     sizes = _sizes(batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     if stages is not None and (isinstance(stages, bool) or not isinstance(stages, int) or stages < 1):
         raise ValueError(f"plan: stages must be 1 or more, got {stages!r}")
+    if overlap is not None and not isinstance(overlap, bool):
+        raise TypeError(f"plan: overlap must be True, False or None, got {overlap!r}")
     if grad_reduce_dtype is not None and not grad_reduce_dtype.is_floating_point:
         raise ValueError(f"plan: grad_reduce_dtype must be a floating-point dtype, got {grad_reduce_dtype}")
     found = as_mesh(mesh)
     wanted = [_Wanted.of(as_mask(m), q_len, kv_len, sizes) for m in masks.values()]
     given = None if cluster is None else cluster_of(cluster)
-    maker = _Maker(wanted, found, sizes, strategy, layout, stages, given, grad_reduce_dtype)
+    maker = _Maker(wanted, found, sizes, strategy, layout, stages, overlap, given, grad_reduce_dtype)
     plans = maker.plans()
     if os.environ.get("LONGSPAN_EXPLAIN") == "1" and found.rank == 0:
         print(plans[0]._explanation(), file=sys.stderr)
@@ -174,11 +180,12 @@ class _Maker:
         strategy: Any,
         layout: Any,
         stages: int | None,
+        overlap: bool | None,
         cluster: Cluster | None,
         grad_reduce_dtype: torch.dtype | None,
     ) -> None:
         """`cluster`: the one that was given, if one was."""
-        self.grad_reduce_dtype = grad_reduce_dtype
+        self.overlap, self.grad_reduce_dtype = overlap, grad_reduce_dtype
         self.tried: dict[Any, list[Plan]] = {}
         self.balances: dict[Any, float] = {}
         self.wanted, self.mesh, self.sizes, self.stages, self.given = wanted, mesh, sizes, stages, cluster
@@ -241,17 +248,16 @@ class _Maker:
         """Choose strategy, layout and stages by the model, and remember what was considered."""
         if strategy == "auto" and layout == "per_document":
             return
-        found = considered(
-            self.wanted, self.mesh, self.sizes, self.cluster, strategy=strategy, layout=layout, stages=self.stages, exactly=self._exactly
-        )
+        options: dict[str, Any] = {"strategy": strategy, "layout": layout, "stages": self.stages, "overlap": self.overlap}
+        found = considered(self.wanted, self.mesh, self.sizes, self.cluster, **options, exactly=self._exactly)
         if found.options:
             best = found.winner
             self.strategy, self.stages, self.considered = best.strategy, best.stages, found
             if best.candidate is not None and layout == "auto":
                 self.laid = best.candidate.layout
 
-    def _exactly(self, option: auto.Option) -> tuple[list[Any], float]:
-        """The timelines of an option's plans, and the busiest rank's pairs of all of them together over the mean."""
+    def _exactly(self, option: auto.Option) -> tuple[list[Any], float, bool]:
+        """The timelines of an option's plans, the busiest rank's pairs of all of them together over the mean, whether all are joined."""
         kept = self.strategy, self.stages, self.laid
         self.strategy, self.stages = option.strategy, option.stages
         self.laid = option.candidate.layout if option.candidate is not None else None
@@ -262,7 +268,8 @@ class _Maker:
         laid = id(option.candidate), option.strategy.ulysses  # stages and the like leave work where it is
         if laid not in self.balances:
             self.balances[laid] = balance_of(torch.stack([counts(p.data).pairs for p in plans]).sum(0))
-        return [timeline(of_plan(p.data, self.cluster.gpus_per_node), self.cluster) for p in plans], self.balances[laid]
+        lines = [timeline(of_plan(p.data, self.cluster.gpus_per_node), self.cluster) for p in plans]
+        return lines, self.balances[laid], all(p.data.schedule.joined for p in plans)
 
     # ------------------------------------------------------------------------------------------------------------------- layouts
 
@@ -384,9 +391,22 @@ class _Maker:
             )
             want.lend(data)
             object.__setattr__(data, "schedule", self._schedule(data))
+            joined = self._joined(data)
+            if joined != data.schedule.joined:
+                object.__setattr__(data, "schedule", replace(data.schedule, joined=joined))
             self._remember(data)
             out.append(Plan(data))
         return out
+
+    def _joined(self, data: PlanData) -> bool:
+        """Whether local keys are computed with the first ones that arrive."""
+        if not data.schedule.steps:
+            return False
+        if self.overlap is not None or self.schedule is not None:
+            return data.schedule.joined if self.overlap is None else not self.overlap
+        if len(data.schedule.steps) > 1 or self.sizes["heads"] is None:
+            return False
+        return fastest(of_plan(data, self.cluster.gpus_per_node), self.cluster)[0].joined
 
     def _remember(self, data: PlanData) -> None:
         if self.considered is not None:
@@ -420,6 +440,7 @@ def considered(
     strategy: str = "auto",
     layout: str = "auto",
     stages: int | None = None,
+    overlap: bool | None = None,
     exactly: Any = None,
 ) -> auto.Considered:
     """Every option for these masks. Sizes that are not known count as 1, the head dim as 128."""
@@ -432,7 +453,7 @@ def considered(
     def shares(unit: int, degree: int) -> Tensor:
         return torch.stack([w.shares(unit, degree) for w in wanted]).sum(0)
 
-    options: dict[str, Any] = {"strategy": strategy, "layout": layout, "stages": stages, "exactly": exactly}
+    options: dict[str, Any] = {"strategy": strategy, "layout": layout, "stages": stages, "overlap": overlap, "exactly": exactly}
     return auto.consider(demands, shares, wanted[0].q_len, mesh, shape, cluster, **options)
 
 

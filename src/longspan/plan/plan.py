@@ -341,7 +341,8 @@ class Plan:
     def __repr__(self) -> str:
         d = self.data
         shape = " × ".join(f"{axis.name} {axis.size}" for axis in d.mesh.axes)
-        stages = f", {d.schedule.stages} stages" if d.schedule.stages else ""
+        stages = f", {d.schedule.stages} stage{'s' if d.schedule.stages > 1 else ''}" if d.schedule.stages else ""
+        stages += " at once" if d.schedule.joined else ""
         return f"Plan({d.mask.text}, {d.lengths} over {shape}: layout {d.layout}, {d.strategy}{stages}, rank {d.mesh.rank})"
 
     def __str__(self) -> str:

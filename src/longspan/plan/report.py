@@ -130,8 +130,8 @@ class Report:
             f"  tokens       {self._tokens()} per rank",
             f"  received     {float(moved.mean()) / 2**20:.2f} MiB per rank and forward pass, at most {float(moved.max()) / 2**20:.2f}"
             f"{self._turned()}; {100 * self.share:.2f} % of an all-gather of keys",
-            f"  stages       {len(self.received)}, computed in {self.steps + 1} steps; at most {self.in_flight} tokens in flight "
-            f"({self.memory / 2**20:.2f} MiB)",
+            f"  stages       {len(self.received)}, computed in {self.steps} step{'s' if self.steps > 1 else ''}; at most {self.in_flight} "
+            f"tokens in flight ({self.memory / 2**20:.2f} MiB)",
             f"  memory       {sum(self.memory_parts.values()) / 2**20:.2f} MiB per rank at most",
             f"  predicted    {1e3 * self.seconds:.2f} ms: forward {1e3 * forward.seconds:.2f}, backward {1e3 * backward.seconds:.2f}; "
             f"{1e3 * self.exposed:.2f} of it waiting for data",
@@ -176,7 +176,7 @@ def report(data: PlanData, cluster: Cluster | str | None = None, conditions: Con
         pairs=counted.pairs,
         received=received[:, data.ring_of],
         every=data.kv_len * data.rows * (ring - 1) * data.degree,
-        steps=len(data.schedule.steps),
+        steps=len(data.schedule.steps) + (not data.schedule.joined),
         in_flight=max([a + b for a, b in zip([0, *per_step], [*per_step, 0], strict=True)]),
         shape=shape,
         cluster=found,

@@ -20,7 +20,7 @@ from longspan.plan.clusters import cluster as cluster_of
 from longspan.plan.cost import Cluster, Shape
 from longspan.plan.layouts import contiguous_owner, head_tail_owner, round_robin_owner, unit_for
 from longspan.plan.strategies import heads_refusal
-from longspan.plan.timeline import Conditions, Timeline, timeline
+from longspan.plan.timeline import Conditions, Timeline, fastest
 from longspan.plan.workload import Owned, Place, Workload
 
 UNITS = 1 << 16  # units of the sequence at most, but four for each rank
@@ -132,7 +132,7 @@ def _with_degree(
         imbalance = float(work.max()) * ranks / max(1.0, float(work.sum()))
         owned = Owned(demand, owner, ranks, _chosen(work, conditions, degree))
         for moves in MOVES if ranks > 1 else ("none",):
-            found = owned.workload(moves=moves, place=place, shape=shape)
+            found, line = fastest(owned.workload(moves=moves, place=place, shape=shape), cluster, conditions)
             name = "_".join(part for part in (prefix, moves if moves != "none" else "") if part) or "none"
             out.append(
                 Simulated(
@@ -144,7 +144,7 @@ def _with_degree(
                     stages=int(found.exchanges.sum()),
                     imbalance=imbalance,
                     work=found,
-                    timeline=timeline(found, cluster, conditions),
+                    timeline=line,
                     flops=flops,
                 )
             )

@@ -2,7 +2,8 @@
 
 In each stage every rank receives stretches of keys (and values) straight from the ranks that own them, all in one exchange. What a rank
 owns itself never moves and is computed first. Consecutive stages may be computed together, in one *step*: short stretches are not worth a
-kernel each.
+kernel each. Where an exchange takes no longer than it costs to keep a running result, own keys wait for it and are computed with what
+it brings: the schedule is *joined*.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Schedule:
     """Moves, one per entry of six int64 columns, sorted by (stage, receiver, source, row, start).
 
     Move i: in stage stage[i], rank receiver[i] gets positions start[i] … start[i] + length[i] − 1 of batch row row[i] (0 where all
-    rows are laid out alike) from source[i]. `steps`: groups of stages that are computed together, in order.
+    rows are laid out alike) from source[i]. `steps`: groups of stages that are computed together, in order. `joined`: own keys are
+    computed with the first of them, not before.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Schedule:
     source: Tensor
     start: Tensor
     length: Tensor
+    joined: bool = False
 
     @property
     def columns(self) -> tuple[Tensor, ...]:
@@ -54,7 +57,7 @@ class Schedule:
 
     @cached_property
     def digest(self) -> str:
-        found = hashlib.sha256(f"{self.stages} {[(s.start, s.stop) for s in self.steps]}".encode())
+        found = hashlib.sha256(f"{self.stages} {[(s.start, s.stop) for s in self.steps]} {self.joined}".encode())
         for column in self.columns:
             found.update(content(column))
         return found.hexdigest()

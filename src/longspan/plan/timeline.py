@@ -1,7 +1,8 @@
 """The timeline of a plan: when each rank computes, when its keys and gradients travel, and what of that is exposed.
 
 It follows the engine: while step i is computed, the keys of step i + 1 travel; an exchange begins when the one before it has ended and
-the computation before the one it hides behind is done. Backward, the gradients of a step's keys go home while the next one is computed.
+the computation before the one it hides behind is done. Backward, the gradients of a step's keys go home while the next one is computed. In
+a joined schedule nothing is computed while the first keys travel.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from longspan.plan.cost import TILE, Cluster
 from longspan.plan.workload import Workload
+
+TIE = 1.01  # times within this are equal: then what is simpler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,21 @@ def timeline(work: Workload, cluster: Cluster, conditions: Conditions | None = N
     return Timeline(forward=forward, backward=backward, bytes=2 * keys + grads + sim.turn_bytes())
 
 
+def fastest(
+    work: Workload, cluster: Cluster, conditions: Conditions | None = None, *, overlap: bool | None = None
+) -> tuple[Workload, Timeline]:
+    """A workload whose local keys are computed while the first exchange travels (`overlap`) or together with what it brings, and its
+    timeline. None: what is faster, where there is one exchange.
+
+    Computed together, no running result is written and read again, and nothing is hidden. With more steps there is one anyway.
+    """
+    options = [work] if overlap is not False or work.steps == 1 else []
+    if work.steps > 1 and (overlap is False or (overlap is None and work.steps == 2)):
+        options.append(work.join())
+    found = [(option, timeline(option, cluster, conditions)) for option in options]
+    return found[-1] if found[-1][1].seconds * TIE < found[0][1].seconds else found[0]
+
+
 class _Simulation:
     def __init__(self, work: Workload, cluster: Cluster, conditions: Conditions) -> None:
         self.work, self.cluster = work, cluster
@@ -115,10 +133,12 @@ class _Simulation:
         done = before.clone()  # when the last computation ended
         for i in range(work.steps):
             begin = torch.maximum(done, travel[1, :, i])
+            waits = work.joined and i == 0  # for what is packed
             if i + 1 < work.steps and float(work.exchanges[i + 1]):
-                travel[0, :, i + 1] = self._together(torch.maximum(free, done), i + 1)
+                ready = begin + seconds[:, i] if waits else done
+                travel[0, :, i + 1] = self._together(torch.maximum(free, ready), i + 1)
                 travel[1, :, i + 1] = free = travel[0, :, i + 1] + fetch[:, i + 1]
-            hidden = fetch[:, i + 1] if i + 1 < work.steps else self.zero
+            hidden = fetch[:, i + 1] if i + 1 < work.steps and not waits else self.zero
             if backward and i > 1:
                 hidden = hidden + home[:, i - 1]
             compute[0, :, i] = begin
@@ -186,7 +206,8 @@ class _Simulation:
             if work.steps > 1:
                 last = self._ends(there)
                 last[:, 0] &= there[:, 1:].sum(1) == 0
-                out[:, 1:] += (there * rows * tile * wide)[:, 1:]  # reads the state …
+                begun = there.cumsum(1) > there.long()
+                out += there * begun * rows * tile * wide  # reads the state …
                 out += torch.where(last, 0.0, there * rows * tile * (wide - narrow))  # … and writes it, where it is not the last
             return out
         out += there * rows * tile * (2 * wide - narrow)  # adds to the gradient of q

@@ -1,12 +1,13 @@
 """What each rank has to do, step by step: tiles to compute, keys to receive and to send. From a plan, or from owners alone.
 
-Legend: R ranks of the ring axis (or some of them), K + 1 steps (step 0 is over local keys), T key tiles.
+Legend: R ranks of the ring axis (or some of them), K + 1 steps (step 0 is over local keys, and empty where the schedule is joined), T key
+tiles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -39,6 +40,7 @@ class Workload:
     scale:              batch rows per token counted in `received` and `sent`.
     fold:               bytes read and written beside the kernels' work [R, K + 1], both passes alike; None: as the engine does it.
     pairs:              for each step, who gets keys from whom; () where only some ranks are looked at.
+    joined:             local keys are computed with those of step 1.
     """
 
     ranks: int
@@ -59,6 +61,19 @@ class Workload:
     fold: Tensor | None = None
     pairs: tuple[tuple[Tensor, Tensor], ...] = ()
     local_keys: Tensor | None = None
+    joined: bool = False
+
+    def join(self) -> Workload:
+        """The same with local keys computed with those of step 1, by as many rows as see any of either."""
+        full, partial = self.full.clone(), self.partial.clone()
+        for tiles in (full, partial):
+            tiles[:, 1] += tiles[:, 0]
+            tiles[:, 0] = 0
+        busy = None if self.busy is None else self.busy.clone()
+        if busy is not None:
+            busy[:, 1] = busy[:, :2].amax(1)
+            busy[:, 0] = 0
+        return replace(self, full=full, partial=partial, busy=busy, joined=True)
 
     @property
     def keys(self) -> Tensor:
@@ -118,6 +133,12 @@ def shape_of(data: PlanData) -> Shape:
 
 def of_plan(data: PlanData, per_node: int) -> Workload:
     """Exactly what the plan says."""
+    apart: Workload = data._keep(("workload", per_node), lambda: _of_plan(data, per_node))
+    return apart.join() if data.schedule.joined else apart
+
+
+def _of_plan(data: PlanData, per_node: int) -> Workload:
+    """Local keys apart, whether the schedule is joined or not."""
     ranks, shape, place = data.inner[0].ranks, shape_of(data), place_of(data, per_node)
     steps = data.schedule.steps
     count = len(steps) + 1

@@ -172,6 +172,7 @@ def _meta(data: PlanData, numbers: Report) -> dict[str, Any]:
         "group": data.ring_of.tolist(),
         "stages": len(numbers.received),
         "steps": numbers.work.steps,
+        "joined": numbers.work.joined,
         "shown": _shown(numbers),
         "forward": numbers.timeline.forward.seconds,
         "backward": numbers.timeline.backward.seconds,

@@ -19,12 +19,13 @@ def events(report: Report) -> list[dict[str, Any]]:
     for rank in ranks:
         out.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         out += [{"ph": "M", "name": "thread_name", "pid": rank, "tid": i, "args": {"name": lane}} for i, lane in enumerate(LANES)]
-    out += _pass(report.timeline.forward, "forward", 0.0, ranks)
-    out += _pass(report.timeline.backward, "backward", report.timeline.forward.seconds, ranks)
+    joined = report.work.joined
+    out += _pass(report.timeline.forward, "forward", 0.0, ranks, joined)
+    out += _pass(report.timeline.backward, "backward", report.timeline.forward.seconds, ranks, joined)
     return out
 
 
-def _pass(found: Pass, name: str, start: float, ranks: list[int]) -> list[dict[str, Any]]:
+def _pass(found: Pass, name: str, start: float, ranks: list[int], joined: bool) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     lanes = [(0, "compute", found.compute), (1, "keys of", found.travel)]
     if found.home is not None:
@@ -33,7 +34,8 @@ def _pass(found: Pass, name: str, start: float, ranks: list[int]) -> list[dict[s
         for i, rank in enumerate(ranks):
             for step, (a, b) in enumerate(zip(begin[i].tolist(), end[i].tolist(), strict=True)):
                 if b > a:
-                    out.append(_event(f"{name}: {what} step {step}", rank, lane, start + a, b - a))
+                    said = "pack local keys" if joined and not lane and not step else f"{what} step {step}"
+                    out.append(_event(f"{name}: {said}", rank, lane, start + a, b - a))
     for i, rank in enumerate(ranks):
         before, after, total = float(found.before[i]), float(found.after[i]), float(found.total[i])
         if before > 0:
