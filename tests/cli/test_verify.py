@@ -20,6 +20,7 @@ pytest.importorskip("rich")
 
 from longspan.cli import checking, spanning
 from longspan.cli.app import run
+from longspan.testing.budget import FEW, budgets
 
 CPU = torch.device("cpu")
 
@@ -92,6 +93,23 @@ def test_a_result_with_nan_or_another_shape_is_infinitely_wrong() -> None:
         for bad in (torch.where(torch.arange(t.shape[-1]) == 0, torch.nan, t), t[..., :-1], t.clamp(min=-1e4)):
             if not torch.equal(bad, t):
                 assert problem.shares({**right, name: bad})[name] == float("inf"), name
+
+
+def test_the_right_gradient_of_a_bias_is_summed_in_float64() -> None:
+    sizes: dict[str, Any] = {"mask": "causal", "score": "bias", "device": CPU, "batch": 1, "heads": 2, "tokens": 41, "dim": 8}
+    narrow, wide = (checking.Problem(dtype=dtype, **sizes).right["dbias"] for dtype in (torch.float32, torch.float64))
+    assert narrow.any() and torch.equal(narrow, wide)
+
+
+def test_other_draws_widen_the_budgets_of_few_numbers_only() -> None:
+    v, grad_out = torch.ones(1, 2, 5, 3), torch.ones(1, 4, 7, 3)
+    right = {"dq": torch.zeros(FEW + 1), "head bias": torch.zeros(FEW)}
+    off = {name: t + 1 for name, t in right.items()}
+    alone = budgets(right, right, v=v, grad_out=grad_out, captured=["head bias"])
+    among = budgets(right, right, v=v, grad_out=grad_out, captured=["head bias"], others=[(right, right), (right, off)])
+    eps = torch.finfo(torch.float32).eps
+    assert alone == {"dq": 2 * eps * 3, "head bias": 2 * eps * 3 * (4 * 7) ** 0.5}
+    assert among == {"dq": alone["dq"], "head bias": 2 + alone["head bias"]}
 
 
 def test_the_sample_has_every_pair_of_choices_and_plain_causal_in_every_dtype() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 import longspan as ls
 from longspan.kernels.protocol import state_dtype
 from longspan.testing import oracle
+from longspan.testing.budget import budgets, error
 
 MASKS = ("causal", "documents", "window", "custom")
 SCORES = ("none", "softcap", "bias")
@@ -75,20 +76,21 @@ class Problem:
         until = (torch.arange(1, self.heads + 1) * self.tokens // self.heads).to(self.device)
         return ls.mask_mod(lambda b, h, q, kv: (q % 5 != 0) & (kv < until[h]) & (q >= kv))  # rows that see nothing among others
 
-    @cached_property
-    def score_mod(self) -> tuple[Callable[..., Tensor] | None, list[Tensor]]:
-        """A score_mod, and the tensors it captures that want a gradient."""
+    def score_mod(self, dtype: torch.dtype) -> tuple[Callable[..., Tensor] | None, list[Tensor]]:
+        """A score_mod for a call in a dtype, and the tensors it captures that want a gradient."""
         if self.score == "none":
             return None, []
         if self.score == "softcap":
             return lambda s, b, h, q, kv: 5.0 * torch.tanh(s / 5.0), []
-        bias = self._draw(5, self.heads, 2 * _NEAR + 1).to(state_dtype(self.dtype)).requires_grad_()
+        bias = self._draw(5, self.heads, 2 * _NEAR + 1).to(state_dtype(dtype)).requires_grad_()
         return lambda s, b, h, q, kv: s + bias[h, (q - kv).clamp(-_NEAR, _NEAR) + _NEAR], [bias]
 
-    def results(self, attend: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        """out, lse and every gradient of attend(q, k, v, score_mod=…) on the inputs or on shards of them."""
+    def results(
+        self, attend: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Tensor], dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        """out, lse and every gradient of attend(q, k, v, score_mod=…) on the inputs or on shards of them, computed in a dtype."""
         q, k, v = (t.detach().requires_grad_() for t in inputs[:3])
-        score_mod, captured = self.score_mod
+        score_mod, captured = self.score_mod(dtype or self.dtype)
         out, lse = attend(q, k, v, score_mod=score_mod)
         loss = (out * inputs[3].to(out.dtype)).sum() + (torch.where(lse == -torch.inf, 0.0, lse) * inputs[4].to(lse.dtype)).sum()
         names = ["dq", "dk", "dv", *(["dbias"] if captured else [])]
@@ -99,7 +101,7 @@ class Problem:
         def attend(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
             return oracle(q, k, v, mask=self.made_mask, return_lse=True, dtype=dtype, **rest)
 
-        return {name: t.double() for name, t in self.results(attend, self.inputs).items()}
+        return {name: t.double() for name, t in self.results(attend, self.inputs, dtype).items()}
 
     @cached_property
     def right(self) -> dict[str, Tensor]:
@@ -107,36 +109,12 @@ class Problem:
 
     @cached_property
     def budgets(self) -> dict[str, float]:
-        """What each result may be off by: twice the error of the dense computation in the same dtype, and two roundings.
-
-        The roundings: of the result to its dtype, and, in the dtype of lse, of the products that cancel in a score's gradient. A bias
-        sums those of all scores, whose roundings add up as random steps do.
-        """
-        dense, found = self.by_oracle(self.dtype), {}
-        wide = torch.finfo(state_dtype(self.dtype)).eps
-        v, grad_out = self.inputs[2].double(), self.inputs[3].double()
-        terms = float((grad_out.abs() @ v.repeat_interleave(self.heads // self.kv_heads, 1).abs().mT).max())
-        for name, right in self.right.items():
-            size = _largest(right)
-            many = (self.batch * self.heads * self.tokens) ** 0.5 if name == "dbias" else 1.0
-            narrow = wide if name in ("lse", "dbias") else torch.finfo(self.dtype).eps
-            found[name] = 2 * _largest(dense[name] - right) + narrow * size + 2 * wide * max(size, many * terms)
-        return found
+        """What each result may be off by."""
+        return budgets(self.right, self.by_oracle(self.dtype), v=self.inputs[2], grad_out=self.inputs[3], captured=("dbias",))
 
     def shares(self, got: Mapping[str, Tensor]) -> dict[str, float]:
         """Each result's error over its budget: 1 or less is right. Infinity for a wrong shape, or NaN and infinities in wrong places."""
-        found = {}
-        for name, right in self.right.items():
-            have = got[name].double()
-            same = have.shape == right.shape and torch.equal(torch.isfinite(have), torch.isfinite(right))
-            same = same and torch.equal(have[~torch.isfinite(right)], right[~torch.isfinite(right)])
-            found[name] = _largest(have - right) / self.budgets[name] if same else float("inf")
-        return found
-
-
-def _largest(t: Tensor) -> float:
-    finite = t[torch.isfinite(t)]
-    return float(finite.abs().max()) if finite.numel() else 0.0
+        return {name: error(got[name], right) / self.budgets[name] for name, right in self.right.items()}
 
 
 @dataclass(kw_only=True)
