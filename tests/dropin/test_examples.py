@@ -1,4 +1,4 @@
-"""The examples check themselves; here they are run, under torchrun over loopback."""
+"""The examples check themselves; here they are run, over loopback."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,3 +20,10 @@ def test_an_example_says_that_all_matches(name: str, said: str) -> None:
     done = subprocess.run([*torchrun, str(EXAMPLES / name)], capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
     assert said in done.stdout
+
+
+def test_the_example_of_many_devices_says_that_all_matches_for_a_short_sequence_too(capsys: Any) -> None:
+    from examples.many_devices import main
+
+    main([83, 21, 3, 57], ranks=2)
+    assert "ulysses  " in (said := capsys.readouterr().out) and "all match" in said
