@@ -49,6 +49,7 @@ DISAGREE: dict[str, Callable[[Any], Any]] = {
     "score_mod": lambda mesh: _call(ls.plan(ls.causal(), 300, mesh), score_mod=odd(mesh, None, lambda s, b, h, q, kv: s + q)),
     "kernel": lambda mesh: _call(ls.plan(ls.causal(), 300, mesh), kernel=odd(mesh, "auto", "cpu")),
     "sink": lambda mesh: _call(ls.plan(ls.causal(), 300, mesh), sink=odd(mesh, None, torch.zeros(6))),
+    "returned": lambda mesh: _call(ls.plan(ls.causal(), 300, mesh, strategy="ulysses", **SIZES), return_lse=odd(mesh, False, True)),
 }
 
 

@@ -119,3 +119,14 @@ def test_without_gradients_nothing_is_asked_of_autograd() -> None:
         with mode():
             fresh = ls.plan(ls.causal(), 203, ls.Mesh.abstract(1), layout="contiguous")
             torch.testing.assert_close(ls.attention(q * 2, k.sin(), v, plan=fresh, score_mod=score_mod).cos(), want)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"sink": torch.zeros(1)}, "sink"), ({"kernel": "cpuu"}, "kernel"), ({"score_mod": 3}, "score_mod: expected a callable")],
+)
+def test_bad_input_is_refused_while_compiling_too(options: dict[str, Any], says: str) -> None:
+    plan = ls.plan(ls.causal(), 150, ls.Mesh.abstract(1))
+    q = torch.randn(1, 2, 150, 8)
+    with pytest.raises(Exception, match=says):
+        torch.compile(lambda q: ls.attention(q, q, q, plan=plan, **options), backend="eager", fullgraph=True)(q)

@@ -122,3 +122,15 @@ def part_of(work: Any, columns: list[int]) -> Any:
         kind=torch.tensor(kind, dtype=torch.int8),
     )
     return replace(work, table=table)
+
+
+@pytest.mark.parametrize("kernel", ["cpu"])
+def test_a_sink_of_minus_infinity_is_no_sink(kernel: str) -> None:
+    q, k, v = (torch.randn(2, h, 37, 8, requires_grad=True) for h in (4, 2, 2))
+    sink = torch.full((4,), -torch.inf, requires_grad=True)
+    mask = ls.mask_mod(lambda b, h, q, kv: (q >= kv) & (q % 5 != 0))  # rows that see nothing
+    out, lse = ls.attention(q, k, v, mask=mask, sink=sink, return_lse=True, kernel=kernel)
+    want, want_lse = ls.attention(q, k, v, mask=mask, return_lse=True, kernel=kernel)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse) and bool((lse == -torch.inf).any())
+    grads = torch.autograd.grad(out.sum() + torch.where(lse == -torch.inf, 0.0, lse).sum(), [q, k, v, sink])
+    assert all(bool(g.isfinite().all()) for g in grads) and not grads[3].any()

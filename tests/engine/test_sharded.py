@@ -11,6 +11,7 @@ from tests.sharded import LAYOUTS, Case, Problem, check_budget, check_case, mask
 
 import longspan as ls
 from longspan.engine.itinerary import itinerary
+from longspan.testing import virtual_world
 
 SAMPLE = covering_sample(whole_grid())
 
@@ -121,6 +122,27 @@ def test_sixteen_ring_stages_in_bfloat16_lose_no_more_than_one_kernel() -> None:
         # lse is float32 in both: its own last digits are allowed on top.
         digits = 4 * torch.finfo(torch.float32).eps * float(right.values[name].abs().max())
         assert many.error(right, name) <= 1.1 * one.error(right, name) + digits, name
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "ring"])
+def test_a_rank_may_leave_lse_out_of_its_loss(strategy: str) -> None:
+    problem = Problem(mask=ls.causal(), score="none", q_len=203, kv_len=203, batch=2, heads=6, kv_heads=3)
+    plans = [ls.plan(ls.causal(), 203, ls.Mesh.abstract(3, rank=r), strategy=strategy, heads=6, kv_heads=3) for r in range(3)]
+    problem.grad_lse[..., plans[1].positions] = 0
+    right = problem.by_oracle()
+
+    def rank(mesh: Any) -> list[torch.Tensor]:
+        plan = ls.plan(ls.causal(), 203, mesh, strategy=strategy, heads=6, kv_heads=3)
+        inputs = [plan.shard(t, 2).requires_grad_() for t in (problem.q, problem.k, problem.v)]
+        out, lse = ls.attention(*inputs, plan=plan, sink=problem.sinks, return_lse=True)
+        loss = (out * plan.shard(problem.grad_out, 2)).sum()
+        if mesh.rank != 1:
+            loss = loss + (lse * plan.shard(problem.grad_lse, 2)).sum()
+        return [plan.unshard(g, 2) for g in torch.autograd.grad(loss, inputs)]
+
+    for found in virtual_world(3).run(rank):
+        for name, grad in zip(("dq", "dk", "dv"), found, strict=True):
+            torch.testing.assert_close(grad, right.values[name], rtol=0, atol=1e-11)
 
 
 def test_partial_gradients_may_travel_in_bfloat16() -> None:

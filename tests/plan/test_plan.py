@@ -169,3 +169,23 @@ def test_trees_of_tensors_are_sharded_leaf_by_leaf() -> None:
     assert torch.equal(got["more"][1][0], plan.shard(x, 1)) and got["more"][1][1:] == ("name", None)
     whole = ls.testing.virtual_world(3).run(lambda mesh: plan.on(mesh).unshard(plan.on(mesh).shard([x, y], 1), 1))
     assert all(torch.equal(a, b) for of_rank in whole for a, b in zip(of_rank, (x, y), strict=True))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_plans_are_made_alike_whatever_the_caller_has_set(device: str) -> None:
+    mask, sizes = ls.causal() & ls.documents(lengths=[100, 57, 46]), {"heads": 6, "kv_heads": 3, "head_dim": 8}
+    x = torch.randn(203, 5)
+    with torch.inference_mode(), torch.device(device):
+        made = [ls.plan(mask, 203, ls.Mesh.abstract(3, rank=r), **sizes) for r in range(3)]
+    assert made[0].digest == ls.plan(mask, 203, ls.Mesh.abstract(3), **sizes).digest
+    assert not made[0].token.is_inference() and made[0].token.device.type == "cpu"
+
+    def rank(mesh: Any) -> torch.Tensor:
+        plan = made[mesh.rank].on(mesh)
+        with torch.inference_mode():
+            plan.unshard(plan.shard(x, 0), 0)
+        given = x.clone().requires_grad_()
+        plan.unshard(plan.shard(given, 0), 0).sum().backward()
+        return given.grad
+
+    assert torch.equal(torch.stack(virtual_world(3).run(rank)).sum(0), torch.full_like(x, 3.0))

@@ -47,7 +47,8 @@ def attention(
     scale:      multiplies q·k before score_mod; 1/√D unless given.
     sink:       [H], a learned logit per head that takes its share of every softmax and gives nothing; it is part of lse.
     return_lse: also the log of each softmax's denominator, in natural log and float32 (float64 for float64); differentiable.
-    kernel:     "auto", "cpu", "triton" or "dense"; a named kernel is used or refused.
+    kernel:     "auto", "cpu", "triton", "hopper", "dense", or one of torch's own: "aten" (the best of them), "flash", "efficient", "cudnn".
+                A named kernel is used or refused.
     plan:       from `longspan.plan`: q, k, v are this rank's shards of a longer sequence, and all ranks of the plan's mesh make this call.
                 The plan holds the mask. Mods see global positions. Gradients of captured tensors and of the sink are this rank's
                 share: their sum over ranks is the gradient.
@@ -55,7 +56,9 @@ def attention(
     Scores, sums and running results are held in float32 (float64 for float64). A query that sees nothing gives out 0, lse −inf
     (the sink's logit where there is one) and gradients 0. The output's dims lie in memory in the order of q's.
     """
-    out, lse, _ = attend(q, k, v, mask=mask, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel, peak=False, plan=plan)
+    out, lse, _ = attend(
+        q, k, v, mask=mask, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel, peak=False, plan=plan, lse=return_lse
+    )
     return (out, lse) if return_lse else out
 
 
@@ -71,17 +74,16 @@ def attend(
     kernel: str,
     peak: bool,
     plan: Plan | None = None,
+    lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, peak) after every check; peak, the rows' largest scores, has no elements unless asked for."""
+    """(out, lse, peak) after every check; peak, the rows' largest scores, has no elements unless asked for. `lse`: whether it is handed on.
+    Ranks that share heads must agree on that: its gradient travels.
+    """
     if plan is not None:
-        return _attend_planned(q, k, v, mask=mask, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel, peak=peak, plan=plan)
-    check_tensors(q, k, v)
-    check_sink(sink, q)
-    check_name(kernel)
-    scale = check_scale(scale, q.shape[-1])
+        options: dict[str, Any] = {"scale": scale, "sink": sink, "kernel": kernel, "peak": peak, "lse": lse}
+        return _attend_planned(q, k, v, mask=mask, score_mod=score_mod, plan=plan, **options)
+    scale = _checked(q, k, v, score_mod, scale, sink, kernel)
     found = _checked_mask(mask, q, k)
-    if score_mod is not None and not callable(score_mod):
-        raise TypeError(f"score_mod: expected a callable (score, b, h, q_idx, kv_idx) -> score, got {type(score_mod).__name__}")
     if torch.compiler.is_dynamo_compiling():
         from longspan.engine.compiled import attend_compiled
 
@@ -107,33 +109,39 @@ def _attend_planned(
     kernel: str,
     peak: bool,
     plan: Plan,
+    lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same over a mesh. What one rank finds wrong before the call is entered, all ranks learn."""
-    compiling = torch.compiler.is_dynamo_compiling()
     if not isinstance(plan, Plan):
         names = " (a set of plans: take one of them by its mask's name)" if isinstance(plan, PlanSet) else ""
         raise TypeError(f"plan: expected what longspan.plan returns, got {type(plan).__name__}{names}")
-    if compiling:
+    lse |= plan.data.degree == 1  # otherwise nothing of it travels
+    if torch.compiler.is_dynamo_compiling():
         from longspan.engine.compiled import attend_compiled
 
         _refuse_mask(mask)
-        check_tensors(q, k, v)
-        scale = check_scale(scale, q.shape[-1])
-        return attend_compiled(q, k, v, mask=None, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel, peak=peak, plan=plan.token)
+        scale = _checked(q, k, v, score_mod, scale, sink, kernel)
+        options: dict[str, Any] = {"scale": scale, "sink": sink, "kernel": kernel, "peak": peak, "lse": lse}
+        return attend_compiled(q, k, v, mask=None, score_mod=score_mod, plan=plan.token, **options)
     try:
         refuse_transforms(planned=True)
         _refuse_mask(mask)
-        check_tensors(q, k, v)
-        check_sink(sink, q)
-        check_name(kernel)
-        scale = check_scale(scale, q.shape[-1])
-        if score_mod is not None and not callable(score_mod):
-            raise TypeError(f"score_mod: expected a callable (score, b, h, q_idx, kv_idx) -> score, got {type(score_mod).__name__}")
+        scale = _checked(q, k, v, score_mod, scale, sink, kernel)
         score_traced = None if score_mod is None else traces.trace(score_mod, "score", score_dtype=state_dtype(q.dtype))
     except (ValueError, TypeError, RuntimeError) as error:
         refuse(plan.data, error, q.device if isinstance(q, Tensor) else None)
         raise
-    return call(q, k, v, None, score_traced, scale=scale, sink=sink, kernel=kernel, peak=peak, plan=plan)
+    return call(q, k, v, None, score_traced, scale=scale, sink=sink, kernel=kernel, peak=peak, plan=plan, lse=lse)
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, scale: float | None, sink: Tensor | None, kernel: str) -> float:
+    """Every check that needs neither a mask nor a plan; the scale."""
+    check_tensors(q, k, v)
+    check_sink(sink, q)
+    check_name(kernel)
+    if score_mod is not None and not callable(score_mod):
+        raise TypeError(f"score_mod: expected a callable (score, b, h, q_idx, kv_idx) -> score, got {type(score_mod).__name__}")
+    return check_scale(scale, q.shape[-1])
 
 
 def _refuse_mask(mask: Any) -> None:
@@ -153,12 +161,13 @@ def call(
     kernel: str,
     peak: bool,
     plan: Plan | None = None,
+    lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run traced programs on checked tensors."""
     mask_captured = [] if mask is None else [_copies.on(t.detach() if t.requires_grad else t, q.device) for t in mask.captured()]
     score_captured = [] if score is None else score.captured()
     check_captured(score_captured, q, "score_mod")
-    spec = ops.specs.of(None if mask is None else mask.program, None if score is None else score.program, kernel)
+    spec = ops.specs.of(None if mask is None else mask.program, None if score is None else score.program, kernel, lse=lse)
     if kernel == "dense":
         if plan is not None:
             return dense_over_mesh(plan, q, k, v, scale=scale, score=spec.score, score_captured=score_captured, sink=sink)
@@ -173,12 +182,12 @@ def call(
         if eager.is_plain(tensors if sink is None else [*tensors, sink]):
             return eager.attend(q, k, v, sink, mask_captured, score_captured, None if plan is None else plan.data, spec, scale, peak)
         token = None if plan is None else plan.token
-        out, lse, most = ops.attend(q, k, v, sink, mask_captured, score_captured, token, spec.handle, scale, peak)
+        out, rows, most = ops.attend(q, k, v, sink, mask_captured, score_captured, token, spec.handle, scale, peak)
     except RuntimeError as error:
         if "functorch transforms" in str(error):
             raise RuntimeError(ops.NO_TRANSFORMS) from error
         raise
-    return out, lse, most.detach()
+    return out, rows, most.detach()
 
 
 def _refuse_forward_mode(tensors: list[Tensor]) -> None:

@@ -40,6 +40,7 @@ def attend_compiled(
     kernel: str,
     peak: bool,
     plan: Tensor | None = None,
+    lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `attend` does, as Dynamo sees it. `plan`: a plan's token.
 
@@ -55,11 +56,11 @@ def attend_compiled(
     outputs = [like_query(q, v.shape[-1], q.dtype), rows, rows if peak else rows.new_empty((0,))]
 
     def body(
-        out: Tensor, lse: Tensor, most: Tensor, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *args: Tensor
+        out: Tensor, rows: Tensor, most: Tensor, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *args: Tensor
     ) -> tuple[Tensor, ...]:
         results = mods(score, b, h, i, j)
         tags = [t.new_empty((0,)) for t in (score, b, h, i, j, *args)]
-        return (out.clone(), lse.clone(), most.clone(), *results, *tags)
+        return (out.clone(), rows.clone(), most.clone(), *results, *tags)
 
     found = _attend_hop(
         cast(GraphModule, body),
@@ -73,6 +74,7 @@ def attend_compiled(
         scale=scale,
         kernel=kernel,
         peak=peak,
+        returned=lse,
     )
     return found[0], found[1], found[2].detach()
 
@@ -112,20 +114,22 @@ class _AttendHop(BaseHOP):
         scale: float,
         kernel: str,
         peak: bool,
+        returned: bool,
     ) -> tuple[Tensor, ...]:
         if kernel != "dense":
             refuse_transforms(planned=has_plan)
         placeholders = [n for n in subgraph.graph.nodes if n.op == "placeholder"]
-        returned = next(n for n in subgraph.graph.nodes if n.op == "output").args[0]
+        outputs = next(n for n in subgraph.graph.nodes if n.op == "output").args[0]
         count = len(_SCALARS) + 3 + has_sink + has_plan
-        tags, results = returned[-count:], list(returned[3:-count])
+        tags, results = outputs[-count:], list(outputs[3:-count])
         operand_of = dict(zip(placeholders, operands, strict=True))
         scalars = [_source(tag) for tag in tags[: len(_SCALARS)]]
         q, k, v, *rest = (operand_of[_source(tag)] for tag in tags[len(_SCALARS) :])
         with outside_of_modes():
             score = _traced(subgraph, results.pop(0), scalars, "score", state_dtype(q.dtype)) if has_score else None
             mask = _traced(subgraph, results.pop(0), scalars, "mask", torch.float32) if has_mask else None
-            spec = Spec(mask=None if mask is None else mask[0].program, score=None if score is None else score[0].program, kernel=kernel)
+            programs = (None if found is None else found[0].program for found in (mask, score))
+            spec = Spec(mask=next(programs), score=next(programs), kernel=kernel, lse=returned)
             _ = spec.joint
             if kernel != "dense":
                 spec = ops.specs.pin(spec)
@@ -157,7 +161,7 @@ class _AttendHop(BaseHOP):
             )
         else:
             out, lse, most = ops.attend(q, k, v, sink, mask_captured, captured(score), plan, spec.handle, scale, peak)
-        return (out, lse, most if peak else lse.new_empty((0,)), *(q.new_empty((0,)) for _ in returned[3:]))
+        return (out, lse, most if peak else lse.new_empty((0,)), *(q.new_empty((0,)) for _ in outputs[3:]))
 
 
 _attend_hop = _AttendHop()
@@ -215,7 +219,7 @@ def _traced(module: GraphModule, result: Node, scalars: list[Node], kind: Kind, 
 
 
 def _stand_in(node: Node) -> Tensor:
-    """A small real tensor in place of an operand: the trace needs its dtype and rank, and it must be one object."""
+    """A real tensor in place of an operand: the trace needs its dtype and sizes, and it must be one object."""
     value = node.meta["example_value"]
     if isinstance(value, Tensor):
         return torch.empty([1 if not isinstance(s, int) else s for s in value.shape], dtype=value.dtype)

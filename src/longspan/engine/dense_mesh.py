@@ -26,7 +26,7 @@ def dense_over_mesh(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, peak) of this rank's queries over all keys. Memory O(S_local · S). Differentiable once, as the gathers are."""
     spec = Spec(mask=None, score=score, kernel="dense")
-    call = enter(plan.data, spec, q, k, v, sink, score_captured, scale)
+    call = enter(plan.data, spec, q, k, v, sink, score_captured, scale, peak=False)
     keys, values = plan.unshard(k, 2, side="kv"), plan.unshard(v, 2, side="kv")
     return dense_attention(
         q,

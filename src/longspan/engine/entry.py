@@ -1,7 +1,8 @@
 """The way into a call over a mesh: this rank's tensors must fit the plan, and all ranks must mean the same call.
 
 The first call of its kind with a plan compares digests over the mesh. Ranks that disagree, or of which one refuses its tensors, all get
-an error that names the rank and the field; none is left waiting. Later calls compare nothing.
+an error that names the rank and the field; none is left waiting. Later calls compare nothing: a rank that then does something else alone is
+found when the group's timeout has passed, by the stage that does not arrive.
 """
 
 from __future__ import annotations
@@ -18,11 +19,20 @@ from longspan.plan.plan import PlanData
 
 
 def enter(
-    plan: PlanData, spec: Spec, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, score_captured: Sequence[Tensor], scale: float
+    plan: PlanData,
+    spec: Spec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    score_captured: Sequence[Tensor],
+    scale: float,
+    *,
+    peak: bool,
 ) -> Call:
     """The call, checked here and agreed upon by all ranks."""
     known = (
-        q.shape, k.shape, v.shape, q.dtype, q.device.type, spec.handle, scale, sink is None,
+        q.shape, k.shape, v.shape, q.dtype, q.device.type, spec.handle, scale, sink is None, peak,
         tuple((t.shape, t.dtype) for t in score_captured),
     )  # fmt: skip
     call = Call(data=plan, spec=spec, scale=scale, score_captured=score_captured, heads=q.shape[1], kv_heads=k.shape[1])
@@ -50,6 +60,7 @@ def enter(
         "captured": ", ".join(f"{t.dtype}{list(t.shape)}" for t in score_captured) or "none",
         "sink": "none" if sink is None else f"{sink.dtype}{list(sink.shape)}",
         "kernel": spec.kernel,
+        "returned": " ".join(["out", *["lse"] * spec.lse, *["max_scores"] * peak]) if plan.degree > 1 else "",
     }
     agree(plan.mesh, fields, error, device=q.device if q.is_cuda else "cpu")
     plan._keep(("agreed", known), lambda: True)

@@ -80,7 +80,7 @@ def run_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `attend` computes."""
     if plan is not None:
-        call = enter(plan, spec, q, k, v, sink, score_captured, scale)
+        call = enter(plan, spec, q, k, v, sink, score_captured, scale, peak=peak)
         out, lse, most = sharded.forward(call, q, k, v, sink, peak=peak)
         return out, lse.contiguous(), lse.new_empty(0) if most is None else most.contiguous()
     staged = sink is not None

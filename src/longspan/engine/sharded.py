@@ -39,9 +39,7 @@ class Call:
         d = self.data
         if d.ulysses is None or d.degree == 1:
             return None
-        index = torch.arange(d.mesh.size).view([axis.size for axis in d.mesh.axes])
-        at = [slice(None) if i == d.ulysses else c for i, c in enumerate(d.mesh.coordinate)]
-        members = index[tuple(at)].tolist()
+        members = next(group for group in d.groups.tolist() if d.mesh.rank in group)
         lengths, kv_lengths = (tuple(layout.local_len(r) for r in members) for layout in d.layouts)
         group = d.mesh.group(d.ulysses)
         return Transpose(group=group, lengths=lengths, kv_lengths=kv_lengths, heads=self.heads, kv_heads=self.kv_heads)
@@ -71,7 +69,8 @@ class Call:
 
     def route(self, q: Tensor, k: Tensor, v: Tensor, *, sink: bool, backward: bool) -> tuple[Kernel, Itinerary]:
         """The kernel for this call and the itinerary in tiles that suit it. Of q, k, v only shapes, dtype and device count; kept."""
-        key = ("route", self.spec.handle, q.shape, k.shape, v.shape, q.dtype, q.device, sink, backward)
+        ordered = torch.are_deterministic_algorithms_enabled()
+        key = ("route", self.spec.handle, q.shape, k.shape, v.shape, q.dtype, q.device, sink, backward, ordered)
         found: tuple[Kernel, Itinerary] = self.data._keep(key, lambda: self._route(q, k, v, sink=sink, backward=backward))
         return found
 
@@ -218,12 +217,14 @@ def backward(
     inner_q, inner_out, inner_grad, inner_k, inner_v = turn.gather_all(
         [q, out, grad_out.to(q.dtype)], [k, v], what="Ulysses transpose of q, k, v, out and gradient"
     )
-    rows = [lse[..., None]] if grad_lse is None else [lse[..., None], grad_lse.to(lse.dtype)[..., None]]
+    rows = [lse[..., None]]
+    if call.spec.lse:  # whether or not this rank's own loss used it
+        rows.append((torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype))[..., None])
     found = [r[..., 0].contiguous() for r in turn.gather(rows, turn.lengths, what="Ulysses transpose of lse")]
     own = slice(turn.own.start, turn.own.stop)
     grads, dsink = _backward(
         call, inner_q, inner_k, inner_v, None if sink is None else sink[own], inner_out, found[0], inner_grad,
-        None if grad_lse is None else found[1], needs, wide_keys=turn.kv_heads < turn.group.size,
+        found[1] if call.spec.lse else None, needs, wide_keys=turn.kv_heads < turn.group.size,
     )  # fmt: skip
     (dq,) = turn.scatter([grads.q], what="Ulysses transpose of the gradient of q")
     travel = call.data.grad_reduce_dtype
@@ -370,4 +371,7 @@ def sink_state(sink: Tensor | None, q: Tensor, v: Tensor, peak: bool) -> State |
 
 def sink_gradient(sink: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | None:
     """Of a sink [H]: minus its share of each row's softmax times the row's delta, summed over rows."""
-    return None if sink is None else -(torch.exp(sink.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2))
+    if sink is None:
+        return None
+    share = torch.where(lse == -torch.inf, 0.0, torch.exp(sink.to(lse.dtype)[:, None] - lse))  # a sink of −inf takes nothing of nothing
+    return -(share * delta).sum((0, 2))

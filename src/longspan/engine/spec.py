@@ -20,11 +20,12 @@ from longspan.masks.program import Program
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Spec:
-    """The programs of one attention call, and the kernel that was asked for."""
+    """The programs of one attention call, and the kernel that was asked for. `lse`: lse is returned and may get a gradient."""
 
     mask: Program | None
     score: Program | None
     kernel: str
+    lse: bool = True
 
     @cached_property
     def joint(self) -> Joint | None:
@@ -33,7 +34,7 @@ class Spec:
     @cached_property
     def handle(self) -> int:
         parts = [p.key if p is not None else "" for p in (self.mask, self.score)]
-        return int.from_bytes(hashlib.sha256("/".join([*parts, self.kernel]).encode()).digest()[:7], "big")
+        return int.from_bytes(hashlib.sha256("/".join([*parts, self.kernel, str(self.lse)]).encode()).digest()[:7], "big")
 
 
 @dataclass
@@ -42,14 +43,14 @@ class SpecRegistry:
 
     _live: weakref.WeakValueDictionary[int, Spec] = field(default_factory=weakref.WeakValueDictionary)
     _pinned: dict[int, Spec] = field(default_factory=dict)
-    _latest: OrderedDict[tuple[str | None, str | None, str], Spec] = field(default_factory=OrderedDict)
+    _latest: OrderedDict[tuple[str | None, str | None, str, bool], Spec] = field(default_factory=OrderedDict)
     _lock: Any = field(default_factory=RLock)
 
-    def of(self, mask: Program | None, score: Program | None, kernel: str) -> Spec:
+    def of(self, mask: Program | None, score: Program | None, kernel: str, *, lse: bool = True) -> Spec:
         """The spec of these parts. The latest ones are kept: making and hashing one takes longer than a short call may."""
-        key = (None if mask is None else mask.key, None if score is None else score.key, kernel)
+        key = (None if mask is None else mask.key, None if score is None else score.key, kernel, lse)
         with self._lock:
-            found = self._latest.pop(key, None) or self.intern(Spec(mask=mask, score=score, kernel=kernel))
+            found = self._latest.pop(key, None) or self.intern(Spec(mask=mask, score=score, kernel=kernel, lse=lse))
             self._latest[key] = found
             if len(self._latest) > 128:
                 self._latest.popitem(last=False)

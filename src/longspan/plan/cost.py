@@ -29,10 +29,6 @@ class Shape:
         return 2 * self.batch * self.kv_heads * self.head_dim * self.element
 
     @property
-    def kv_grad_bytes(self) -> int:
-        return 2 * self.batch * self.kv_heads * self.head_dim * self.grad_element
-
-    @property
     def q_bytes(self) -> int:
         """Bytes of one token's queries (or outputs)."""
         return self.batch * self.heads * self.head_dim * self.element

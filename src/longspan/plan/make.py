@@ -20,8 +20,9 @@ from longspan.plan.clusters import cluster as cluster_of
 from longspan.plan.cost import Cluster, Shape
 from longspan.plan.counts import balance_of, counts, split_heads
 from longspan.plan.layout import Layout
-from longspan.plan.plan import Plan, PlanData, PlannedMask, PlanSet
+from longspan.plan.plan import Plan, PlanData, PlannedMask, PlanSet, ulysses_groups
 from longspan.plan.schedule import Reads, Schedule
+from longspan.plan.settled import settled
 from longspan.plan.strategies import LAYOUTS, Strategy, check_name, heads_refusal, strategy_for
 from longspan.plan.tiles import reads
 from longspan.plan.timeline import fastest, timeline
@@ -79,10 +80,10 @@ def plan(
     if grad_reduce_dtype is not None and not grad_reduce_dtype.is_floating_point:
         raise ValueError(f"plan: grad_reduce_dtype must be a floating-point dtype, got {grad_reduce_dtype}")
     found = as_mesh(mesh)
-    wanted = [_Wanted.of(as_mask(m), q_len, kv_len, sizes) for m in masks.values()]
-    given = None if cluster is None else cluster_of(cluster)
-    maker = _Maker(wanted, found, sizes, strategy, layout, stages, overlap, given, grad_reduce_dtype)
-    plans = maker.plans()
+    with settled():
+        wanted = [_Wanted.of(as_mask(m), q_len, kv_len, sizes) for m in masks.values()]
+        given = None if cluster is None else cluster_of(cluster)
+        plans = _Maker(wanted, found, sizes, strategy, layout, stages, overlap, given, grad_reduce_dtype).plans()
     if os.environ.get("LONGSPAN_EXPLAIN") == "1" and found.rank == 0:
         print(plans[0]._explanation(), file=sys.stderr)
     if not isinstance(mask, Mapping):
@@ -469,8 +470,7 @@ def considered_for(data: PlanData, cluster: Cluster) -> auto.Considered | None:
 def _split(layout: Layout, mesh: Mesh, ulysses: int) -> Layout:
     """Each ring rank's tokens cut into equal parts for the ranks of its Ulysses group."""
     degree = mesh.axes[ulysses].size
-    sizes = [axis.size for axis in mesh.axes]
-    index = torch.arange(mesh.size).view(sizes).movedim(ulysses, -1).reshape(-1, degree).tolist()
+    index = ulysses_groups(mesh, ulysses).tolist()
     rows = []
     for ranks in layout.rows:
         parts: list[Any] = [()] * mesh.size

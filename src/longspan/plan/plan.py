@@ -25,6 +25,7 @@ from longspan.plan.cost import Cluster
 from longspan.plan.digest import digest_of
 from longspan.plan.layout import Layout
 from longspan.plan.schedule import Schedule
+from longspan.plan.settled import settled
 from longspan.plan.shards import Tree, each_tensor, places, shard, unshard
 from longspan.plan.tiles import Side
 
@@ -138,7 +139,8 @@ class PlanData:
     def _keep(self, key: Any, make: Any) -> Any:
         with self._lock:
             if key not in self._kept:
-                self._kept[key] = make()
+                with settled():
+                    self._kept[key] = make()
             return self._kept[key]
 
     @cached_property
@@ -186,7 +188,8 @@ class Plan:
         live[handle] = data
         # The handle is a tensor: compiled code takes it as an input like any other and is not compiled anew for another plan.
         # While anything holds this tensor, an autograd graph for instance, the plan behind its number lives.
-        self.token = torch.tensor(handle)
+        with settled():
+            self.token = torch.tensor(handle)
         self.token.plan_data = data  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[Any, ...]:
