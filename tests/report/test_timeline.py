@@ -12,10 +12,11 @@ import longspan as ls
 from longspan.plan.balance_demand import Demand, pairs_per_row
 from longspan.plan.clusters import cluster
 from longspan.plan.cost import Link, Rates, Shape
+from longspan.plan.owned import Owned
 from longspan.plan.report import report
 from longspan.plan.scale import curve, demand_for, owner_of, simulate
 from longspan.plan.timeline import Conditions, timeline
-from longspan.plan.workload import Owned, Place, of_plan
+from longspan.plan.workload import Place, of_plan
 
 DOCUMENTS = ls.causal() & ls.documents(lengths=[1700, 40, 2900, 3552])
 SIZES: dict[str, Any] = {"heads": 12, "kv_heads": 4, "head_dim": 64}

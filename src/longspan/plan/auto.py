@@ -19,9 +19,10 @@ from longspan.plan.balance_demand import Demand
 from longspan.plan.cost import Cluster, Shape
 from longspan.plan.counts import balance_of
 from longspan.plan.layouts import unit_for
+from longspan.plan.owned import Owned
 from longspan.plan.strategies import MOVES, Strategy, heads_refusal, ulysses_axis
 from longspan.plan.timeline import TIE, Timeline, fastest
-from longspan.plan.workload import Owned, Place
+from longspan.plan.workload import Place
 
 BALANCED = 1.05  # a busiest rank within this of the mean is looked for first
 CLOSE = 1.10  # estimates within this of the best are looked at exactly …

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -216,3 +217,32 @@ def stack(layouts: Sequence[Layout]) -> Layout:
                 f"with {len(layout.rows)} rows, {layout.length} tokens, {layout.ranks} ranks"
             )
     return Layout(length=layouts[0].length, rows=tuple(layout.rows[0] for layout in layouts))
+
+
+def split(layout: Layout, groups: Sequence[Sequence[int]]) -> Layout:
+    """Each rank's tokens cut into equal parts for the ranks of a group."""
+    rows = []
+    for ranks in layout.rows:
+        parts: list[Any] = [()] * sum(map(len, groups))
+        for members, segments in zip(groups, ranks, strict=True):
+            for member, piece in zip(members, _cut(segments, len(members)), strict=True):
+                parts[member] = piece
+        rows.append(tuple(parts))
+    return Layout(length=layout.length, rows=tuple(rows))
+
+
+def _cut(segments: Any, parts: int) -> list[Any]:
+    """Segments in order as `parts` lists of them, equal but for a unit."""
+    total = sum(n for _, n in segments)
+    unit = unit_for(total, parts) if total else 1
+    ends = [min(total, -(-(i + 1) * (-(-total // unit)) // parts) * unit) for i in range(parts)]
+    out: list[list[tuple[int, int]]] = [[] for _ in range(parts)]
+    done, part = 0, 0
+    for start, length in segments:
+        while length:
+            while ends[part] <= done:
+                part += 1
+            take = min(length, ends[part] - done)
+            out[part].append((start, take))
+            start, length, done = start + take, length - take, done + take
+    return [tuple(p) for p in out]

@@ -5,30 +5,27 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from longspan.comm.mesh import Mesh, as_mesh
-from longspan.masks.algebra import Full, Mask, as_mask
-from longspan.masks.classify import classify
-from longspan.masks.table import BlockTable
+from longspan.masks.algebra import as_mask
 from longspan.plan import auto, balance, layouts, schedule
 from longspan.plan.clusters import cluster as cluster_of
-from longspan.plan.cost import Cluster, Shape
-from longspan.plan.counts import balance_of, counts, split_heads
+from longspan.plan.cost import Cluster
+from longspan.plan.counts import balance_of, counts
 from longspan.plan.layout import Layout
-from longspan.plan.plan import Plan, PlanData, PlannedMask, PlanSet, ulysses_groups
-from longspan.plan.schedule import Reads, Schedule
+from longspan.plan.plan import Plan, PlanData, PlanSet, ulysses_groups
+from longspan.plan.schedule import Reads, Schedule, check_brings
 from longspan.plan.settled import settled
 from longspan.plan.strategies import LAYOUTS, Strategy, check_name, heads_refusal, strategy_for
 from longspan.plan.tiles import reads
 from longspan.plan.timeline import fastest, timeline
+from longspan.plan.wanted import BLOCK, Wanted, considered
 from longspan.plan.workload import of_plan
 
-BLOCK = 128
 # A stage brings at least this many tokens where it can: below that, kernels and links idle between launches.
 STAGE_TOKENS = 16384
 
@@ -81,7 +78,7 @@ def plan(
         raise ValueError(f"plan: grad_reduce_dtype must be a floating-point dtype, got {grad_reduce_dtype}")
     found = as_mesh(mesh)
     with settled():
-        wanted = [_Wanted.of(as_mask(m), q_len, kv_len, sizes) for m in masks.values()]
+        wanted = [Wanted.of(as_mask(m), q_len, kv_len, sizes) for m in masks.values()]
         given = None if cluster is None else cluster_of(cluster)
         plans = _Maker(wanted, found, sizes, strategy, layout, stages, overlap, given, grad_reduce_dtype).plans()
     if os.environ.get("LONGSPAN_EXPLAIN") == "1" and found.rank == 0:
@@ -108,74 +105,10 @@ def _sizes(**sizes: int | None) -> dict[str, int | None]:
     return sizes
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Wanted:
-    """One mask of a plan, checked."""
-
-    mask: Mask
-    planned: PlannedMask
-    q_len: int
-    kv_len: int
-    batch: int
-    heads: int
-    tables: dict[int, BlockTable] = field(default_factory=dict)
-    pairs: dict[int, Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, mask: Mask, q_len: int, kv_len: int, sizes: dict[str, int | None]) -> _Wanted:
-        extent = mask.extent
-        for name in ("batch", "heads"):
-            known = getattr(extent, name)
-            if known is not None and sizes[name] is None:
-                sizes[name] = known
-        extent.check(f"mask {mask}", q_len=q_len, kv_len=kv_len, **{n: s for n in ("batch", "heads") if (s := sizes[n]) is not None})
-        if isinstance(mask, Full):
-            planned = PlannedMask(text=str(mask), program=None)
-        else:
-            with torch.no_grad():
-                captured = tuple(t.detach().to("cpu", copy=True) for t in mask.traced.captured())
-            planned = PlannedMask(text=str(mask), program=mask.traced.program, captured=captured)
-        for name, depends in (("batch", planned.per_batch), ("heads", planned.per_head)):
-            if depends and sizes[name] is None:
-                raise ValueError(f"plan: mask {mask} depends on the {name.removesuffix('s')}: say {name}=… when planning")
-        return cls(mask=mask, planned=planned, q_len=q_len, kv_len=kv_len, batch=sizes["batch"] or 1, heads=sizes["heads"] or 1)
-
-    def table(self, block: int) -> BlockTable:
-        """The table over even tiles, made once."""
-        p, sizes = self.planned, {"block": (block, block), "batch": self.batch, "heads": self.heads}
-        if block not in self.tables:
-            self.tables[block] = classify(p.program, p.captured, self.q_len, self.kv_len, **sizes)  # type: ignore[arg-type]
-        return self.tables[block]
-
-    def lend(self, data: PlanData) -> None:
-        """Give a plan the table that was made to choose its layout, and what was counted in it, where the layout cuts nowhere else."""
-        lengths = (self.q_len, self.kv_len)
-        if BLOCK in self.tables and data.rows == 1 and all(data.side(i, BLOCK, 0).tiles == -(-n // BLOCK) for i, n in enumerate(lengths)):
-            data._keep(("table", (BLOCK, BLOCK), 0), lambda: self.tables[BLOCK])
-            if BLOCK in self.pairs:
-                data._keep(("pairs", 0), lambda: self.pairs[BLOCK])
-
-    def demands(self, unit: int, rows: Sequence[int | None]) -> list[balance.Demand]:
-        """What a layout is judged by, for each batch row, or for all together."""
-        return [balance.Demand.of(self.table(unit), self.pairs_in(unit), row=row) for row in rows]
-
-    def pairs_in(self, unit: int) -> Tensor:
-        """Pairs of each row of the table of squares of `unit` tokens, counted once."""
-        if unit not in self.pairs:
-            self.pairs[unit] = balance.pairs_per_row(self.table(unit), self.planned.program, self.planned.captured)
-        return self.pairs[unit]
-
-    def shares(self, unit: int, degree: int) -> Tensor:
-        """The work of each unit [degree, T] in the heads of each rank of a Ulysses group."""
-        table = self.table(unit)
-        by_head = self.pairs_in(unit).view(table.batch, table.heads, -1).sum(0) * (self.batch / table.batch)
-        return split_heads(by_head, degree, self.heads)
-
-
 class _Maker:
     def __init__(
         self,
-        wanted: list[_Wanted],
+        wanted: list[Wanted],
         mesh: Mesh,
         sizes: dict[str, int | None],
         strategy: Any,
@@ -353,8 +286,9 @@ class _Maker:
         inner = self._layouts(self.ring_size)
         if self.strategy.ulysses is None:
             return inner
-        split = _split(inner[0], self.mesh, self.strategy.ulysses)
-        return split, split if inner[1] is inner[0] else _split(inner[1], self.mesh, self.strategy.ulysses)
+        groups = ulysses_groups(self.mesh, self.strategy.ulysses).tolist()
+        split = layouts.split(inner[0], groups)
+        return split, split if inner[1] is inner[0] else layouts.split(inner[1], groups)
 
     # ------------------------------------------------------------------------------------------------------------------- plans
 
@@ -422,7 +356,7 @@ class _Maker:
             table = data.table((BLOCK, BLOCK), row)
             rows.append(Reads(keys=keys, wanted=reads(table, data.side(0, BLOCK, row), self.ring_size)))
         if self.schedule is not None:
-            _check_brings(self.schedule, rows)
+            check_brings(self.schedule, rows)
             return self.schedule
         local = -(-self.kv_len // self.ring_size) * data.rows
         if self.strategy.moves == "ring":
@@ -430,91 +364,3 @@ class _Maker:
         if self.strategy.moves == "allgather":
             return schedule.allgather(rows)
         return schedule.exchange(rows, stage_tokens=max(local, STAGE_TOKENS), stages=self.stages)
-
-
-def considered(
-    wanted: Sequence[_Wanted],
-    mesh: Mesh,
-    sizes: Mapping[str, int | None],
-    cluster: Cluster,
-    *,
-    strategy: str = "auto",
-    layout: str = "auto",
-    stages: int | None = None,
-    overlap: bool | None = None,
-    exactly: Any = None,
-) -> auto.Considered:
-    """Every option for these masks. Sizes that are not known count as 1, the head dim as 128."""
-    heads = sizes["heads"] or 1
-    shape = Shape(batch=sizes["batch"] or 1, heads=heads, kv_heads=sizes["kv_heads"] or heads, head_dim=sizes["head_dim"] or 128)
-
-    def demands(unit: int) -> list[balance.Demand]:
-        return [w.demands(unit, [None])[0] for w in wanted]
-
-    def shares(unit: int, degree: int) -> Tensor:
-        return torch.stack([w.shares(unit, degree) for w in wanted]).sum(0)
-
-    options: dict[str, Any] = {"strategy": strategy, "layout": layout, "stages": stages, "overlap": overlap, "exactly": exactly}
-    return auto.consider(demands, shares, wanted[0].q_len, mesh, shape, cluster, **options)
-
-
-def considered_for(data: PlanData, cluster: Cluster) -> auto.Considered | None:
-    """What there would have been to consider for a plan that exists; None where it is not one that `auto` weighs."""
-    if data.q_len != data.kv_len or data.rows > 1 or data.mesh.size == 1:
-        return None
-    sizes = {"batch": data.batch, "heads": data.heads, "kv_heads": data.kv_heads, "head_dim": data.head_dim}
-    want = _Wanted(mask=Full(), planned=data.mask, q_len=data.q_len, kv_len=data.kv_len, batch=data.batch or 1, heads=data.heads or 1)
-    return considered([want], data.mesh, sizes, cluster)
-
-
-def _split(layout: Layout, mesh: Mesh, ulysses: int) -> Layout:
-    """Each ring rank's tokens cut into equal parts for the ranks of its Ulysses group."""
-    degree = mesh.axes[ulysses].size
-    index = ulysses_groups(mesh, ulysses).tolist()
-    rows = []
-    for ranks in layout.rows:
-        parts: list[Any] = [()] * mesh.size
-        for members, segments in zip(index, ranks, strict=True):
-            for member, piece in zip(members, _cut(segments, degree), strict=True):
-                parts[member] = piece
-        rows.append(tuple(parts))
-    return Layout(length=layout.length, rows=tuple(rows))
-
-
-def _cut(segments: Any, parts: int) -> list[Any]:
-    """Segments in order as `parts` lists of them, equal but for a unit."""
-    total = sum(n for _, n in segments)
-    unit = layouts.unit_for(total, parts) if total else 1
-    ends = [min(total, -(-(i + 1) * (-(-total // unit)) // parts) * unit) for i in range(parts)]
-    out: list[list[tuple[int, int]]] = [[] for _ in range(parts)]
-    done, part = 0, 0
-    for start, length in segments:
-        while length:
-            while ends[part] <= done:
-                part += 1
-            take = min(length, ends[part] - done)
-            out[part].append((start, take))
-            start, length, done = start + take, length - take, done + take
-    return [tuple(p) for p in out]
-
-
-def _check_brings(given: Schedule, rows: list[Reads]) -> None:
-    """A schedule that users made must bring every tile that is read, once, from its owner."""
-    for row, r in enumerate(rows):
-        mine = given.row == row
-        receiver, source, start, length = (c[mine] for c in (given.receiver, given.source, given.start, given.length))
-        first, end = r.keys.within(start, length)
-        if bool((r.keys.edges[first] != start).any() | (r.keys.edges[end] != start + length).any()):
-            raise ValueError("schedule: moves must begin and end where tiles do: at multiples of 128 tokens or at a segment's ends")
-        arrived = torch.zeros(r.ranks, r.keys.tiles, dtype=torch.int64)
-        for to, src, a, b in zip(receiver.tolist(), source.tolist(), first.tolist(), end.tolist(), strict=True):
-            if bool((r.keys.owner[a:b] != src).any()):
-                raise ValueError(f"schedule: rank {src} is to send tokens {int(r.keys.edges[a])}… to rank {to} but does not own them")
-            arrived[to, a:b] += 1
-        wrong = torch.where(r.wanted & r.away, arrived != 1, (arrived > 1) | ((arrived > 0) & ~r.away))
-        if bool(wrong.any()):
-            rank, tile = (int(i) for i in wrong.nonzero()[0])
-            raise ValueError(
-                f"schedule: tokens {int(r.keys.edges[tile])}… arrive {int(arrived[rank, tile])} times at rank {rank}; "
-                "what a rank reads and does not own must arrive exactly once"
-            )

@@ -313,8 +313,8 @@ class Plan:
         return text
 
     def _explanation(self, cluster: Any = None) -> str:
-        from longspan.plan.make import considered_for
         from longspan.plan.report import cluster_for
+        from longspan.plan.wanted import considered_for
 
         found = cluster_for(self.data, cluster)
         considered = self.data._keep(("considered", repr(found)), lambda: considered_for(self.data, found))

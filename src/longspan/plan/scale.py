@@ -19,9 +19,10 @@ from longspan.plan.balance_demand import Demand
 from longspan.plan.clusters import cluster as cluster_of
 from longspan.plan.cost import Cluster, Shape
 from longspan.plan.layouts import contiguous_owner, head_tail_owner, round_robin_owner, unit_for
+from longspan.plan.owned import Owned
 from longspan.plan.strategies import heads_refusal
 from longspan.plan.timeline import Conditions, Timeline, fastest
-from longspan.plan.workload import Owned, Place, Workload
+from longspan.plan.workload import Place, Workload
 
 UNITS = 1 << 16  # units of the sequence at most, but four for each rank
 LOOKED_AT = 16  # ranks

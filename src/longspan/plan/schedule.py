@@ -186,3 +186,25 @@ def _grouped(schedule: Schedule, step_tokens: int) -> Schedule:
     if begin < schedule.stages:
         steps.append(range(begin, schedule.stages))
     return Schedule(**{**schedule.__dict__, "steps": tuple(steps)})
+
+
+def check_brings(given: Schedule, rows: list[Reads]) -> None:
+    """A schedule that users made must bring every tile that is read, once, from its owner."""
+    for row, r in enumerate(rows):
+        mine = given.row == row
+        receiver, source, start, length = (c[mine] for c in (given.receiver, given.source, given.start, given.length))
+        first, end = r.keys.within(start, length)
+        if bool((r.keys.edges[first] != start).any() | (r.keys.edges[end] != start + length).any()):
+            raise ValueError("schedule: moves must begin and end where tiles do: at multiples of 128 tokens or at a segment's ends")
+        arrived = torch.zeros(r.ranks, r.keys.tiles, dtype=torch.int64)
+        for to, src, a, b in zip(receiver.tolist(), source.tolist(), first.tolist(), end.tolist(), strict=True):
+            if bool((r.keys.owner[a:b] != src).any()):
+                raise ValueError(f"schedule: rank {src} is to send tokens {int(r.keys.edges[a])}… to rank {to} but does not own them")
+            arrived[to, a:b] += 1
+        wrong = torch.where(r.wanted & r.away, arrived != 1, (arrived > 1) | ((arrived > 0) & ~r.away))
+        if bool(wrong.any()):
+            rank, tile = (int(i) for i in wrong.nonzero()[0])
+            raise ValueError(
+                f"schedule: tokens {int(r.keys.edges[tile])}… arrive {int(arrived[rank, tile])} times at rank {rank}; "
+                "what a rank reads and does not own must arrive exactly once"
+            )

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from longspan.plan.cost import Cluster
 from longspan.plan.digest import content
-from longspan.plan.make import considered_for
 from longspan.plan.plan import PlanData
 from longspan.plan.report import Report, cluster_for, report
 from longspan.plan.timeline import Conditions
+from longspan.plan.wanted import considered_for
 
 HERE = Path(__file__).parent
 SHOWN = 64  # ranks in the timeline and in the matrix
