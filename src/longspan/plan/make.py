@@ -22,7 +22,7 @@ from longspan.plan.schedule import Reads, Schedule, check_brings
 from longspan.plan.settled import settled
 from longspan.plan.strategies import LAYOUTS, Strategy, check_name, heads_refusal, strategy_for
 from longspan.plan.tiles import reads
-from longspan.plan.timeline import fastest, timeline
+from longspan.plan.timeline import Timeline, fastest, timeline
 from longspan.plan.wanted import BLOCK, Wanted, considered
 from longspan.plan.workload import of_plan
 
@@ -122,6 +122,7 @@ class _Maker:
         self.overlap, self.grad_reduce_dtype = overlap, grad_reduce_dtype
         self.tried: dict[Any, list[Plan]] = {}
         self.balances: dict[Any, float] = {}
+        self.timelines: dict[int, Timeline] = {}  # of plans just made
         self.wanted, self.mesh, self.sizes, self.stages, self.given = wanted, mesh, sizes, stages, cluster
         self.cluster = cluster_of(cluster)
         self.q_len, self.kv_len = wanted[0].q_len, wanted[0].kv_len
@@ -202,7 +203,7 @@ class _Maker:
         laid = id(option.candidate), option.strategy.ulysses  # stages and the like leave work where it is
         if laid not in self.balances:
             self.balances[laid] = balance_of(torch.stack([counts(p.data).pairs for p in plans]).sum(0))
-        lines = [timeline(of_plan(p.data, self.cluster.gpus_per_node), self.cluster) for p in plans]
+        lines = [self.timelines.pop(id(p.data), None) or timeline(of_plan(p.data, self.cluster.gpus_per_node), self.cluster) for p in plans]
         return lines, self.balances[laid], all(p.data.schedule.joined for p in plans)
 
     # ------------------------------------------------------------------------------------------------------------------- layouts
@@ -341,7 +342,8 @@ class _Maker:
             return data.schedule.joined if self.overlap is None else not self.overlap
         if len(data.schedule.steps) > 1 or self.sizes["heads"] is None:
             return False
-        return fastest(of_plan(data, self.cluster.gpus_per_node), self.cluster)[0].joined
+        work, self.timelines[id(data)] = fastest(of_plan(data, self.cluster.gpus_per_node), self.cluster)
+        return work.joined
 
     def _remember(self, data: PlanData) -> None:
         if self.considered is not None:
