@@ -87,6 +87,7 @@ def figures(numbers: Report) -> dict[str, tuple[str, float, str]]:
         "most": ("… at most", float(moved.max()) / 2**20, "MiB"),
         "share": ("keys received, as a share of an all-gather", 100 * numbers.share, "%"),
         "stages": ("stages", len(numbers.received), ""),
+        "steps": ("… computed in steps", numbers.steps, ""),
         "in_flight": ("tokens of keys in flight, at most", numbers.in_flight, ""),
         "memory": ("memory per rank, at most", sum(numbers.memory_parts.values()) / 2**20, "MiB"),
     }
@@ -130,7 +131,7 @@ def _options(data: PlanData, cluster: Cluster, numbers: Report) -> str:
         )
     for name, reason in found.refused:
         lines.append(f'<tr><th scope="row">{html.escape(name)}</th><td colspan="5">cannot be: {html.escape(reason)}</td></tr>')
-    return "".join(lines) + "</tbody></table><p>~ estimated from owners alone; the others are planned and timed exactly.</p>"
+    return "".join(lines) + "</tbody></table><p>~ estimated from owners alone; the others are planned and timed exactly. What is not balanced comes last.</p>"
 
 
 def _memory(numbers: Report) -> str:
