@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
@@ -56,3 +59,56 @@ def test_the_cache_is_bounded_and_copies_go_with_their_tensors() -> None:
     assert copies.on(tensor, torch.device("meta")) is copies.on(tensor, torch.device("meta"))
     del tensor
     assert not copies._copies
+
+
+def by_numpy(ids: torch.Tensor, new: torch.Tensor) -> None:
+    np.copyto(ids.numpy(), new.numpy())
+
+
+def by_data(ids: torch.Tensor, new: torch.Tensor) -> None:
+    ids.data.copy_(new)
+
+
+@pytest.mark.parametrize("write", [by_numpy, by_data])
+def test_writes_that_torch_does_not_count_are_seen_on_the_cpu(write: Any) -> None:
+    q, k, v = (torch.randn(1, 2, 300, 8) for _ in range(3))
+    ids = torch.zeros(300, dtype=torch.int64)
+    mask = ls.mask_mod(lambda b, h, i, j: ids[i] == ids[j])
+    before = ids._version
+    for _ in range(2):
+        torch.testing.assert_close(ls.attention(q, k, v, mask=mask), ls.attention(q, k, v, mask=mask, kernel="dense"))
+        write(ids, torch.arange(300) // 70)
+    assert ids._version == before
+
+
+def test_contents_are_compared_bit_for_bit() -> None:
+    table = torch.tensor([0.0, torch.nan, 1.0])
+    traced = ls.mask_mod(lambda b, h, q, kv: torch.signbit(table[q % 3]) | (q >= kv)).traced
+    cache = TableCache()
+    first = cache.table(traced.program, [table], 30, 30, block=(8, 8), batch=1, heads=1)
+    assert cache.table(traced.program, [table.clone()], 30, 30, block=(8, 8), batch=1, heads=1) is first
+    table[0] = -0.0
+    assert cache.table(traced.program, [table], 30, 30, block=(8, 8), batch=1, heads=1) is not first
+
+
+def test_a_copy_on_another_device_follows_what_the_tensor_holds() -> None:
+    copies, held = DeviceCopies(), np.arange(5)
+    tensor = torch.from_numpy(held)
+    first = copies.on(tensor, torch.device("meta"))
+    held[2] = 9
+    second = copies.on(tensor, torch.device("meta"))
+    assert second is not first
+    assert copies.on(tensor, torch.device("meta")) is second
+
+
+def test_a_copy_made_in_inference_mode_serves_training() -> None:
+    copies, ids = DeviceCopies(), torch.arange(6)
+    with torch.inference_mode():
+        made = torch.arange(7)
+        copy = copies.on(ids, torch.device("meta"))
+        assert copies.on(made, torch.device("cpu")) is made
+    assert not copy.is_inference() and not copy.requires_grad
+    assert copies.on(ids, torch.device("meta")) is copy
+    kept = copies.on(made, torch.device("cpu"))
+    assert torch.equal(kept, made) and not kept.is_inference()
+    assert copies.on(made, torch.device("cpu")) is kept

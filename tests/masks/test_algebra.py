@@ -150,6 +150,25 @@ def test_a_mask_keeps_the_lengths_it_was_made_with_when_the_array_is_written_to(
     assert torch.equal(dense(mask, 2, 1, 4, 6), dense(ls.prefix([3, 5]), 2, 1, 4, 6))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_a_mask_keeps_the_tensor_it_was_made_with_when_that_is_written_to(dtype: torch.dtype) -> None:
+    lengths, ids = torch.tensor([2, 5], dtype=dtype), torch.tensor([0, 0, 1, 1, 1, 2], dtype=dtype)
+    made = [ls.prefix(lengths), ls.documents(lengths=lengths), ls.documents(ids=ids)]
+    sizes = [(6, 2), (7, 1), (6, 1)]
+    before = [m.block_table(n, block=1, batch=b).to_dense() for m, (n, b) in zip(made, sizes, strict=True)]
+    lengths.fill_(3)
+    ids.fill_(1)
+    for mask, want, (n, b) in zip(made, before, sizes, strict=True):
+        assert torch.equal(mask.block_table(n, block=1, batch=b).to_dense(), want)
+
+
+def test_masks_made_from_lists_lie_on_the_cpu_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        made = [ls.prefix([2, 5]), ls.documents(lengths=[2, 4]), ls.documents(ids=[[0, 0, 1], [0, 1, 1]])]
+    for mask in made:
+        assert all(t.device.type == "cpu" for t in vars(mask).values() if isinstance(t, Tensor))
+
+
 def test_a_query_that_sees_only_what_comes_after_it_computes_like_the_dense_kernel() -> None:
     q, k, v = (torch.randn(2, 3, 150, 8) for _ in range(3))
     got, want = (ls.attention(q, k, v, mask=ls.sliding_window(0, 20), kernel=kernel) for kernel in ("cpu", "dense"))

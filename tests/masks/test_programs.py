@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from longspan.masks.joint import joint_of
 from longspan.masks.program import Program
@@ -119,3 +126,86 @@ def test_what_cannot_be_a_program_is_refused_by_name_and_reason(fn: object, kind
 def test_a_mod_must_return_a_tensor(value: object) -> None:
     with pytest.raises(TypeError, match="must return a scalar"):
         trace(lambda s, b, h, q, kv: value, "score")  # type: ignore[arg-type,return-value]
+
+
+@contextmanager
+def deterministic() -> Any:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "none": nullcontext,
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "default device": lambda: torch.device("meta"),
+    "deterministic": deterministic,
+    "dispatch mode": lambda: FlopCounterMode(display=False),
+    "fake tensors": FakeTensorMode,
+}
+WEIGHT, VECTORS = torch.randn(4, 3, requires_grad=True), torch.randn(9, 6)
+MODS = {
+    "softcap": lambda s, b, h, q, kv: 20 * torch.tanh(s / 20),
+    "bias": lambda s, b, h, q, kv: s + TABLE[h, (q - kv).clamp(0, 6)].exp(),
+    "preamble": lambda s, b, h, q, kv: s + (WEIGHT @ WEIGHT.T).sum(0)[h],
+    "constant": lambda s, b, h, q, kv: torch.maximum(s, torch.full((), 0.25)) * torch.full_like(s, 3.0),
+    "vectors": lambda s, b, h, q, kv: s * (VECTORS[q] @ VECTORS[kv]),
+}
+
+
+@pytest.mark.parametrize("mod", MODS.values(), ids=MODS)
+@pytest.mark.parametrize("around", SURROUNDINGS.values(), ids=SURROUNDINGS)
+def test_a_program_and_its_gradient_are_the_same_wherever_they_are_traced(around: Any, mod: Any) -> None:
+    plain = trace(mod, "score")
+    with around():
+        traced = trace(mod, "score")
+    assert traced.program.key == plain.program.key
+    with around():
+        joint = joint_of(traced.program) if traced.program.pointwise else None
+    if joint is not None:
+        assert str(joint.graph) == str(joint_of(plain.program).graph)
+    kept = [n.meta["constant"] for g in (traced.program.graph, joint and joint.graph) if g for n in g.nodes if "constant" in n.meta]
+    assert all(type(t) is Tensor and t.device.type == "cpu" and not t.is_inference() for t in kept)
+
+
+@torch.library.custom_op("longspan_tests::joint_below_an_operator", mutates_args=())
+def below(x: Tensor) -> Tensor:
+    FOUND.append(joint_of(trace(MODS["softcap"], "score").program))
+    return x.clone()
+
+
+FOUND: list[Any] = []
+
+
+def test_a_gradient_that_is_traced_below_an_operator_is_not_zero() -> None:
+    below(torch.zeros(3))
+    (joint,) = FOUND
+    score, index = torch.randn(2, 3), [torch.zeros(1, 1, dtype=torch.int64)] * 4
+    torch.testing.assert_close(joint(torch.ones(2, 3), score, *index)[0], 1 - (score / 20).tanh().square())
+
+
+def test_a_mod_that_does_not_depend_on_its_score_has_the_gradient_zero() -> None:
+    joint = joint_of(trace(lambda s, b, h, q, kv: (s > 0).float() - (q - kv), "score").program)
+    score, index = torch.randn(2, 3), [torch.zeros(1, 1, dtype=torch.int64)] * 4
+    assert not joint(torch.ones(2, 3), score, *index)[0].any()
+
+
+def test_what_runs_before_the_program_keeps_its_dtype_under_autocast() -> None:
+    traced = trace(MODS["preamble"], "score")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (captured,) = traced.captured()
+    assert captured.dtype == torch.float32 and captured.requires_grad
+
+
+def test_a_program_unpickled_in_inference_mode_serves_training() -> None:
+    scale = torch.full((), 1.5)
+    data = pickle.dumps(trace(lambda s, b, h, q, kv: s * torch.tensor(2.5), "score").program)
+    with torch.inference_mode():
+        program = pickle.loads(data)
+    score = torch.randn(2, 3, requires_grad=True)
+    program(score * scale, *[torch.zeros(1, 1, dtype=torch.int64)] * 4).sum().backward()
+    torch.testing.assert_close(score.grad, torch.full((2, 3), 3.75))

@@ -174,8 +174,6 @@ def call(
         return dense_attention(
             q, k, v, scale=scale, mask=spec.mask, mask_captured=mask_captured, score=spec.score, score_captured=score_captured, sink=sink
         )
-    if torch.is_grad_enabled():
-        _ = spec.joint  # traced here, where autograd runs; below the operator it does not
     _refuse_forward_mode([q, k, v, *score_captured] if sink is None else [q, k, v, sink, *score_captured])
     try:
         tensors = [q, k, v, *mask_captured, *score_captured]

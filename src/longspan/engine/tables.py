@@ -1,12 +1,18 @@
-"""Block tables, kept: training calls the same mask over the same captured tensors layer after layer, step after step."""
+"""Block tables, kept: training calls the same mask over the same captured tensors layer after layer, step after step.
+
+Whether a tensor was written to since: on the CPU its contents are compared, since numpy, `.data` and collectives write without torch
+counting it (a million int64 take about a millisecond). On other devices that would wait for the device at every call; there torch's count
+of writes is believed.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,32 +23,54 @@ from longspan.masks.table import BlockTable
 
 
 def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+    """torch's count of writes to a tensor, None where it says nothing."""
+    return None if tensor.is_inference() or tensor.device.type == "cpu" else tensor._version
+
+
+def _copied(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A copy that serves training too, also where it is made in inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        return tensor.detach().to(device, copy=True)
+
+
+def _same_contents(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit: nan is nan, and 0.0 is not −0.0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.dtype.is_floating_point:
+        bits = _BITS[a.dtype.itemsize]
+        a, b = a.view(bits), b.view(bits)
+    return torch.equal(a, b)
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, eq=False)
 class _Snapshot:
-    """A captured tensor as it was when a table was built."""
+    """A captured tensor as it was when something was made from it."""
 
     tensor: weakref.ref[Tensor]
     version: int | None
-    copy: Tensor
+    copy: Tensor | None
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Snapshot:
-        return cls(weakref.ref(tensor), _version(tensor), tensor.detach().to("cpu", copy=True))
+    def of(cls, tensor: Tensor, *, on_cpu: bool = True, gone: Callable[[Any], object] | None = None) -> _Snapshot:
+        """`on_cpu`: keep a copy also where a tensor of another device has a count of writes. `gone`: called when the tensor is."""
+        version = _version(tensor)
+        return cls(weakref.ref(tensor, gone), version, _copied(tensor, "cpu") if on_cpu or version is None else None)
 
     def seen_in(self, tensor: Tensor) -> _Snapshot:
         """The same contents, now in another tensor."""
         return _Snapshot(weakref.ref(tensor), _version(tensor), self.copy)
 
     def is_same(self, tensor: Tensor) -> bool:
-        """The same tensor, not written to since."""
+        """The same tensor, not written to since, as far as torch's count tells."""
         return self.tensor() is tensor and self.version is not None and _version(tensor) == self.version
 
     def holds(self, host: Tensor) -> bool:
         """The same contents."""
-        return host.shape == self.copy.shape and host.dtype == self.copy.dtype and torch.equal(host, self.copy)
+        return self.copy is not None and _same_contents(host, self.copy)
 
 
 def _unchanged(snapshots: Sequence[_Snapshot], captured: Sequence[Tensor], host: dict[int, Tensor]) -> bool:
@@ -58,21 +86,25 @@ def _unchanged(snapshots: Sequence[_Snapshot], captured: Sequence[Tensor], host:
 
 
 class DeviceCopies:
-    """Copies of captured tensors on the device of the queries, made once per tensor and version."""
+    """Copies of captured tensors on the device of the queries, made once per tensor and contents.
+
+    A tensor made in inference mode is copied for calls outside of it, even where it lies on their device: autograd keeps no such tensor.
+    """
 
     def __init__(self) -> None:
-        self._copies: dict[int, tuple[weakref.ref[Tensor], int | None, Tensor]] = {}
+        self._copies: dict[int, tuple[_Snapshot, Tensor]] = {}
 
     def on(self, tensor: Tensor, device: torch.device) -> Tensor:
-        if tensor.device == device:
+        if tensor.device == device and (not tensor.is_inference() or torch.is_inference_mode_enabled()):
             return tensor
-        key, version = id(tensor), _version(tensor)
+        key = id(tensor)
         if key in self._copies:
-            source, then, copy = self._copies[key]
-            if source() is tensor and version is not None and then == version and copy.device == device:
+            snapshot, copy = self._copies[key]
+            alive = snapshot.tensor() is tensor and copy.device == device
+            if alive and (snapshot.is_same(tensor) or snapshot.holds(tensor.detach().cpu())):
                 return copy
-        copy = tensor.detach().to(device)
-        self._copies[key] = weakref.ref(tensor, lambda _: self._copies.pop(key, None)), version, copy
+        copy = _copied(tensor, device)
+        self._copies[key] = _Snapshot.of(tensor, on_cpu=False, gone=lambda _: self._copies.pop(key, None)), copy
         return copy
 
 
@@ -105,7 +137,7 @@ class TableCache:
         host: dict[int, Tensor] = {}
         for i, (snapshots, table) in enumerate(found):
             if _unchanged(snapshots, captured, host):
-                if host:  # equal contents in other tensors: the next call with these need not look at what they hold
+                if host:  # equal contents in other tensors: on other devices than the CPU, the next call need not look at them
                     fresh = [s if s.is_same(t) else s.seen_in(t) for s, t in zip(snapshots, captured, strict=True)]
                     with self._lock:
                         self._entries[key] = [(fresh, table), *found[:i], *found[i + 1 :]]

@@ -1,7 +1,8 @@
 """Masks: symbolic, composable, and each a FlexAttention `mask_mod` callable.
 
 A mask answers `mask(b, h, q_idx, kv_idx)` with a bool tensor, for scalar index tensors (as torch's `create_block_mask` and our
-tracer call it) and for index tensors that broadcast. Masks are immutable values; `&`, `|` and `~` combine them.
+tracer call it) and for index tensors that broadcast. Masks are immutable values, whatever happens later to the tensors they were made
+from (but see `mask_mod`); `&`, `|` and `~` combine them.
 """
 
 from __future__ import annotations
@@ -374,7 +375,11 @@ def prefix(length: int | Tensor | Sequence[int]) -> Mask:
 
 
 def mask_mod(fn: Callable[..., Tensor] | BlockMask) -> Mask:
-    """Any FlexAttention `mask_mod`: fn(b, h, q_idx, kv_idx) → bool, captured tensors allowed. A torch BlockMask becomes a mask too."""
+    """Any FlexAttention `mask_mod`: fn(b, h, q_idx, kv_idx) → bool, captured tensors allowed. A torch BlockMask becomes a mask too.
+
+    Captured tensors are not copied: each call sees what they hold then. Tensors on a GPU must be written to in ways that torch counts
+    (`tensor._version`), which `.data` and collectives in place are not.
+    """
     if not _is_mask_like(fn):
         raise TypeError(f"mask_mod: expected a callable (b, h, q_idx, kv_idx) -> bool, got {type(fn).__name__}")
     return as_mask(fn)

@@ -31,8 +31,11 @@ def is_scalar(value: Any) -> bool:
 
 
 def integers(values: Any, what: str, shape: str, ndims: tuple[int, ...]) -> Tensor:
-    """A tensor of signed integers from a tensor, an array or a list of them, of as many dims as `ndims` names; `shape` says it in words."""
-    tensor = values if isinstance(values, Tensor) else torch.tensor(values)  # a copy: arrays may be written to, masks are values
+    """A tensor of signed integers from a tensor, an array or a list of them, of as many dims as `ndims` names; `shape` says it in words.
+
+    Always a copy: what was given may be written to later, masks are values. From lists and arrays it lies on the CPU.
+    """
+    tensor = values.clone() if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool or tensor.ndim not in ndims:
         raise ValueError(f"{what} must be {shape}, got {tensor.dtype} of shape {tuple(tensor.shape)}")
     return tensor if tensor.dtype.is_signed else tensor.long()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -39,11 +40,19 @@ class Joint:
 
 
 def joint_of(program: Program) -> Joint:
-    """Differentiate a score program once, as a graph; no autograd is needed to run it."""
+    """Differentiate a score program once, as a graph; no autograd is needed to run it.
+
+    The graph is the same wherever this is called: in inference mode, below an operator (where autograd does not record), under autocast
+    or a default device. All of these belong to the caller's thread, so the work is done in a thread of its own.
+    """
+    with outside_of_modes(), ThreadPoolExecutor(1, "longspan-joint") as thread:
+        return thread.submit(_joint_of, program).result()
+
+
+def _joint_of(program: Program) -> Joint:
     reads = _differentiable_reads(program)
     forward = _with_reads_as_inputs(program, [node for _, node in reads])
-    with outside_of_modes():
-        vjp = _trace_vjp(forward, program, [node for _, node in reads])
+    vjp = _trace_vjp(forward, program, [node for _, node in reads])
 
     graph = Graph()
     grad = graph.placeholder("grad")
@@ -116,6 +125,7 @@ def _trace_vjp(forward: Graph, program: Program, reads: list[Node]) -> GraphModu
             wrt = [t.detach().requires_grad_() for t in (inputs[0], *inputs[n:])]
             out = run(forward, [wrt[0], *inputs[1:n], *wrt[1:]], pointwise=True)
             if not out.requires_grad:
+                _require_autograd(wrt[0])
                 return [torch.zeros_like(t) for t in wrt]
             grads = torch.autograd.grad(out, wrt, grad, allow_unused=True)
         return [torch.zeros_like(t) if g is None else g for g, t in zip(grads, wrt, strict=True)]
@@ -129,6 +139,12 @@ def _trace_vjp(forward: Graph, program: Program, reads: list[Node]) -> GraphModu
     module = make_fx(vjp, tracing_mode="fake", _allow_non_fake_inputs=True)(grad, *examples)
     # Autograd works in place here and there (clamp, maximum); a program has values only.
     return make_fx(torch.func.functionalize(module), tracing_mode="fake", _allow_non_fake_inputs=True)(grad, *examples)
+
+
+def _require_autograd(leaf: Tensor) -> None:
+    """Raise where nothing requires a gradient because autograd does not record, not because the program is constant."""
+    if not leaf.neg().requires_grad:
+        raise RuntimeError("the gradient of a score_mod cannot be traced here: autograd does not record operations on this thread")
 
 
 def _in_order(graph: Graph, roots: list[Node]) -> list[Node]:

@@ -278,7 +278,8 @@ def _rebuilt(kind: Kind, name: str, nodes: list[tuple[Any, ...]], captured: tupl
         node = graph.create_node(op, _operation(target) if op == "call_function" else target, resolved(args), resolved(kwargs), node_name)
         node.meta["val"] = torch.empty(shape[1], dtype=shape[0], device="meta") if isinstance(shape, tuple) else shape
         if constant is not None:
-            node.meta["constant"] = constant
+            with torch.inference_mode(False):  # a program that was unpickled there serves training too
+                node.meta["constant"] = constant.clone()
         made.append(node)
     return Program(kind=kind, name=name, graph=graph, captured=captured, score_dtype=score_dtype)
 

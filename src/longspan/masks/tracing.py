@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -37,8 +37,14 @@ class Traced:
     preamble: GraphModule | None
 
     def captured(self) -> list[Tensor]:
-        """The tensors to hand to a kernel, computed from the sources as they are now (differentiably)."""
-        return list(self.sources) if self.preamble is None else list(self.preamble(*self.sources))
+        """The tensors to hand to a kernel, computed from the sources as they are now (differentiably).
+
+        Autocast does not reach them: the program was made for the dtypes of the trace.
+        """
+        if self.preamble is None:
+            return list(self.sources)
+        with _without_autocast():
+            return list(self.preamble(*self.sources))
 
 
 class _IndexAsGather(TorchFunctionMode):
@@ -60,7 +66,7 @@ def mod_name(fn: Any) -> str:
 
 
 def trace(fn: Callable[..., Any], kind: Kind, *, score_dtype: torch.dtype = torch.float32, name: str | None = None) -> Traced:
-    """Trace a mod over scalars.
+    """Trace a mod over scalars. Inference mode, grad mode, autocast and dispatch modes of the caller have no part in it.
 
     Raises `ProgramError` where the mod mutates a tensor, branches in Python on a tensor's value, draws random numbers, or
     returns something other than one scalar of the right kind.
@@ -68,15 +74,32 @@ def trace(fn: Callable[..., Any], kind: Kind, *, score_dtype: torch.dtype = torc
     name = name or mod_name(fn)
     if not callable(fn):
         raise TypeError(f"{kind}_mod: expected a callable, got {type(fn).__name__}")
-    with outside_of_modes(), _errors_named(kind, name), _IndexAsGather(), torch.no_grad():
-        inputs = [torch.zeros((), dtype=torch.int64) for _ in range(4)]
+    with outside_of_modes(), _errors_named(kind, name), _IndexAsGather(), _as_outside():
+        inputs = [torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(4)]
         if kind == "score":
-            inputs.insert(0, torch.zeros((), dtype=score_dtype))
+            inputs.insert(0, torch.zeros((), dtype=score_dtype, device="cpu"))
         module = make_fx(_checked(fn, kind, name), tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
         _refuse_side_effects(module.graph, kind, name)
         _join_chained_lookups(module.graph)
         module.graph.eliminate_dead_code()
         return _split(module, kind, name, score_dtype)
+
+
+@contextmanager
+def _as_outside() -> Iterator[None]:
+    """No inference mode: what a program keeps (constants) must serve training too. And no autograd, no autocast."""
+    # Leaving inference mode turns autograd on, so that comes first.
+    with torch.inference_mode(False), torch.no_grad(), _without_autocast():
+        yield
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 @contextmanager
@@ -202,7 +225,9 @@ _LIKE = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_one
 
 def _like(node: Node) -> Tensor:
     """A scalar made after another's shape and dtype: its value does not depend on the other's."""
-    args, kwargs = (torch.fx.map_arg(x, lambda n: torch.zeros((), dtype=n.meta["val"].dtype)) for x in (node.args, node.kwargs))
+    args, kwargs = (
+        torch.fx.map_arg(x, lambda n: torch.zeros((), dtype=n.meta["val"].dtype, device="cpu")) for x in (node.args, node.kwargs)
+    )
     return call(cast(Any, node.target), args, cast(Any, kwargs), torch.device("cpu"))
 
 

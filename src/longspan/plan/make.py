@@ -203,8 +203,12 @@ class _Maker:
         laid = id(option.candidate), option.strategy.ulysses  # stages and the like leave work where it is
         if laid not in self.balances:
             self.balances[laid] = balance_of(torch.stack([counts(p.data).pairs for p in plans]).sum(0))
-        lines = [self.timelines.pop(id(p.data), None) or timeline(of_plan(p.data, self.cluster.gpus_per_node), self.cluster) for p in plans]
-        return lines, self.balances[laid], all(p.data.schedule.joined for p in plans)
+        return [self._timeline(p.data) for p in plans], self.balances[laid], all(p.data.schedule.joined for p in plans)
+
+    def _timeline(self, data: PlanData) -> Timeline:
+        if id(data) in self.timelines:
+            return self.timelines.pop(id(data))
+        return timeline(of_plan(data, self.cluster.gpus_per_node), self.cluster)
 
     # ------------------------------------------------------------------------------------------------------------------- layouts
 
