@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ import itertools
 from tests.kernels.shards import Segments, shard, work_of
 from torch import Tensor
 
+import longspan as ls
+from longspan.kernels import rectangles as covering
 from longspan.kernels.protocol import Tiling
-from longspan.kernels.triton import launch
+from longspan.kernels.triton import TritonKernel, launch, prepared
 from longspan.masks.table import FULL, Runs
 
 SHARDS: list[Segments] = [[(0, 96)], [(5, 37), (42, 64)], [(64, 16), (0, 16), (16, 40), (200, 48)], [(9, 7), (30, 7), (48, 16), (64, 33)]]
@@ -75,3 +78,62 @@ def test_arrays_are_copied_once_and_let_go_with_their_tiling() -> None:
     del tiling
     gc.collect()
     assert alive() is None
+
+
+class Forgetful(dict[Any, Any]):
+    """Emptied as soon as something is put in, as another thread may do."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.clear()
+
+
+def test_what_is_kept_may_be_thrown_away_by_another_thread() -> None:
+    work, device = work_of(causal, [(0, 40)], [(0, 40)], block=16), torch.device("cpu")
+    launch._tables[work.table] = Forgetful()
+    covering._kept[work.table] = Forgetful()
+    assert len(launch.device_table(work.table, work.kv_tiles, device, shared=1, positions=False).order)
+    assert covering.rectangles(work)
+    kernel = TritonKernel()
+    kernel._reasons = Forgetful()
+    q = torch.zeros(1, 1, 40, 16, device="cuda" if torch.cuda.is_available() else "cpu")
+    assert kernel.refuses(q, q, q, work) is None
+
+
+def attended(mask: Any = None) -> Tensor:
+    q, k, v = (torch.randn(1, 2, 50, 16, device="cuda" if torch.cuda.is_available() else "cpu") for _ in range(3))
+    return ls.attention(q, k, v, mask=mask, kernel="triton")
+
+
+def test_what_a_captured_graph_reads_is_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: set[prepared.Prepared] = set()
+    monkeypatch.setattr(prepared, "_captured", kept)
+    attended(causal)
+    assert not kept
+    monkeypatch.setattr(launch, "capturing", lambda device: True)
+    attended(causal)
+    attended(causal)
+    assert len(kept) == 1
+
+
+def test_a_mask_that_reads_tensors_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.arange(50) // 20
+    monkeypatch.setattr(launch, "capturing", lambda device: True)
+    with pytest.raises(RuntimeError, match="CUDA graph is being captured, and the mask reads tensors"):
+        attended(lambda b, h, q, kv: ids[q] == ids[kv])
+
+
+@pytest.mark.parametrize(("setting", "wanted"), [("tf32", "tf32"), ("ieee", "ieee")])
+def test_the_newer_setting_of_float32_products_is_read(setting: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    made = prepared.Prepared.__init__
+    monkeypatch.setattr(
+        prepared.Prepared, "__init__", lambda self, **known: (seen.append(known["known"]["PRECISION"]), made(self, **known))[1]
+    )
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = setting
+        attended(lambda b, h, q, kv: q >= kv - 3)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert seen == [wanted]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -85,7 +86,32 @@ def compile_kernel(
     return compiled.metadata.shared
 
 
+def decisive(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return ((q / 41).floor() == (kv / 41).floor()) & (q * 0.1 - 2.5 > torch.sqrt(kv + 0.5)) & (h / 3 < 0.7)
+
+
+@triton.jit
+def mask_kernel(out_ptr, b, h, captured, sizes, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
+    q, kv = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
+    tl.store(out_ptr + q * 32 + kv, MASK(b, h, q, kv, captured, sizes))
+
+
+def check_rounding() -> None:
+    """What decides in a mask is rounded as torch rounds it, in the code that a GPU runs: no approximate quotient, no fused product."""
+    program = codegen.program_function(trace(decisive, "mask").program, OPTIONS)
+    kinds: dict[str, Any] = {"out_ptr": "*i1", "b": "i32", "h": "i32", "captured": ("*fp32",), "sizes": ("i32",), "MASK": "constexpr"}
+    source = ASTSource(fn=mask_kernel, signature=kinds, constexprs={(5,): program})
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    for wanted in ("div.rn.f32", "sqrt.rn.f32", "mul.rn.f32"):
+        if wanted not in code:
+            raise SystemExit(f"expected {wanted} in the mask's code")
+    for other in ("div.full", "sqrt.approx", "rcp.", "fma.rn.f32"):
+        if other in code:
+            raise SystemExit(f"{other} in the mask's code: its last bit may be another than torch's")
+
+
 def main() -> None:
+    check_rounding()
     grid = [(90, (128, 128), "bf16", True, True), (80, (64, 64), "fp16", False, False)]
     if "--all" in sys.argv:
         grid += [(target, (64, 64), "bf16", False, True) for target in (80, 90)]

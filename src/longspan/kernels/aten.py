@@ -19,7 +19,7 @@ from torch import Tensor
 
 from longspan.kernels.aten_limits import refusal
 from longspan.kernels.aten_ops import Backend, Rows, backward_through_lse, in_order_of, operator
-from longspan.kernels.fold import empty_state, fold_, grouped_matmul
+from longspan.kernels.fold import begun, fold_, grouped_matmul
 from longspan.kernels.protocol import Grads, Kernel, State, Work, plain_delta, state_dtype
 from longspan.kernels.rectangles import Rectangle, rectangles
 from longspan.masks.table import BlockTable
@@ -53,7 +53,7 @@ class AtenKernel:
         op, wide = operator(self.backend, q.device), state_dtype(q.dtype)
         parts = list(_parts(q, k, work))
         whole = state is None and len(parts) == 1 and parts[0].everything
-        result = None if whole else _begun(state, (*q.shape[:3], v.shape[-1]), wide, q.device, peak=peak)
+        result = None if whole else begun(state, (*q.shape[:3], v.shape[-1]), wide, q.device, peak=peak)
         for part in parts:
             rows, keys = part.rows, part.keys
             out, lse = op.forward(q[rows], k[keys], v[keys], causal=part.causal, scale=work.scale)
@@ -206,16 +206,6 @@ def _undecided(r: Rectangle) -> str:
         f"torch's SDPA operators compute full rectangles and causal squares; the mask decides inside rows {r.q0} to {r.q1 - 1} against "
         f"keys {r.k0} to {r.k1 - 1} of this stage. kernel='auto' picks a kernel that can"
     )
-
-
-def _begun(state: State | None, shape: Sequence[int], wide: torch.dtype, device: torch.device, *, peak: bool) -> State:
-    """A state to fold into: the given one, which is spent, or an empty one."""
-    if state is None:
-        return empty_state(shape, wide, device, peak=peak)
-    most = state.peak
-    if peak and most is None:
-        most = torch.full_like(state.lse, -torch.inf)
-    return State(out=state.out.to(wide), lse=state.lse, peak=most if peak else None)
 
 
 def _peaks(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:

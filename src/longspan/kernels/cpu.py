@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longspan.kernels.fold import (
     add_lookup_grads_,
-    empty_state,
+    begun,
     fold_,
     grouped_matmul,
     grouped_matmul_t,
@@ -56,7 +56,7 @@ class CpuKernel:
         if flash and state is None and len(rects) == 1 and call.is_everything(rects[0]):
             out, lse = call.flash_forward(rects[0])
             return State(out=_finished(out, q) if final else out, lse=lse)
-        result = _begun(state, (*q.shape[:3], v.shape[-1]), call.wide, q.device, peak=peak)
+        result = begun(state, (*q.shape[:3], v.shape[-1]), call.wide, q.device, peak=peak)
         for rect in rects:
             if flash:
                 out, lse = call.flash_forward(rect)
@@ -121,16 +121,6 @@ class CpuKernel:
         if not wide and into is None:
             total.q, total.k, total.v = total.q.to(q.dtype), total.k.to(k.dtype), total.v.to(v.dtype)
         return total
-
-
-def _begun(state: State | None, shape: Sequence[int], wide: torch.dtype, device: torch.device, *, peak: bool) -> State:
-    """A state to fold into: the given one, which is spent, or an empty one."""
-    if state is None:
-        return empty_state(shape, wide, device, peak=peak)
-    most = None
-    if peak:
-        most = torch.full_like(state.lse, -torch.inf) if state.peak is None else state.peak
-    return State(out=state.out.to(wide), lse=state.lse, peak=most)
 
 
 def _finished(out: Tensor, q: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longspan.kernels.fold import shares
 from longspan.kernels.protocol import state_dtype
 from longspan.masks.program import Program
 
@@ -55,7 +56,10 @@ def dense_attention(
     lse = torch.where(nothing, -torch.inf, peak + torch.log(total.masked_fill(nothing, 1.0)))
     out = (weights / total.masked_fill(nothing, 1.0)[..., None]) @ values
     if sink is not None:
-        joined = torch.logaddexp(lse, sink.to(wide)[:, None])
-        out = out * torch.exp(lse - joined)[..., None]
+        sinks = sink.to(wide)[:, None].expand_as(lse)
+        # A sink of −inf and a row that sees nothing: the sum of both is nothing still, but its gradient would be NaN.
+        nothing = (lse == -torch.inf) & (sinks == -torch.inf)
+        joined = torch.logaddexp(lse.masked_fill(nothing, 0.0), sinks.masked_fill(nothing, 0.0)).masked_fill(nothing, -torch.inf)
+        out = out * shares(lse, joined)[..., None]
         lse = joined
     return out.to(q.dtype), lse, peak

@@ -19,6 +19,16 @@ def empty_state(shape: Sequence[int], dtype: torch.dtype, device: torch.device, 
     return State(out=torch.zeros(shape, dtype=dtype, device=device), lse=lse, peak=lse.clone() if peak else None)
 
 
+def begun(state: State | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, peak: bool) -> State:
+    """A state to fold into: the given one, which is spent, or an empty one; `shape` is that of out."""
+    if state is None:
+        return empty_state(shape, dtype, device, peak=peak)
+    most = None
+    if peak:
+        most = torch.full_like(state.lse, -torch.inf) if state.peak is None else state.peak
+    return State(out=state.out.to(dtype), lse=state.lse, peak=most)
+
+
 def shares(lse: Tensor, total: Tensor) -> Tensor:
     """exp(lse − total), and 0 where nothing was seen at all (both −inf)."""
     return torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))

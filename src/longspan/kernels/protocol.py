@@ -6,10 +6,10 @@ D query/key head dim, E value head dim.  q [B, H, Q, D], k [B, G, K, D], v [B, G
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -35,6 +35,11 @@ class Tiling:
     @property
     def tiles(self) -> int:
         return -(-self.length // self.block) if self.row is None else len(self.row)
+
+    @property
+    def name(self) -> Hashable:
+        """What tells tilings apart: two plain sequences of one length are the same, arrays are themselves alone."""
+        return (self.length, self.block) if self.row is None else ref(self)
 
     def span(self, tile: int) -> tuple[int, int, int]:
         """(first row, count, first position) of one tile."""

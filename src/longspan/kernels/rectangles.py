@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -43,17 +43,13 @@ _TILES_AT_ONCE = 64
 def rectangles(work: Work) -> list[Rectangle]:
     """Cover the work's tiles, each exactly once, heaviest rectangles first. Found once per table and tilings, and not to be written to."""
     kept = _kept.setdefault(work.table, {})
-    key = (_name(work.q_tiles), _name(work.kv_tiles), work.mask is None, work.first_batch, work.first_head)
-    if key not in kept:
+    key = (work.q_tiles.name, work.kv_tiles.name, work.mask is None, work.first_batch, work.first_head)
+    found = kept.get(key)
+    if found is None:
         if len(kept) >= _KEPT_PER_TABLE:
             kept.clear()
-        kept[key] = _cover(work, most_masked_tiles=64)
-    return kept[key]
-
-
-def _name(tiling: Tiling) -> Hashable:
-    """What tells tilings apart: two plain sequences of one length are the same, arrays are themselves alone."""
-    return (tiling.length, tiling.block) if tiling.row is None else ref(tiling)
+        found = kept[key] = _cover(work, most_masked_tiles=64)
+    return found
 
 
 def _cover(work: Work, *, most_masked_tiles: int) -> list[Rectangle]:

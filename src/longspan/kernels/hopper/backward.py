@@ -5,13 +5,12 @@ copy engine bring tiles, and tells the others what each holds. Two groups of fou
 for, two more warps hand the groups' dQ tiles to the copy engine.
 
 A step is BM queries × 128 keys, scores and their gradients transposed, keys × queries:
-Sᵀ = K Qᵀ, dPᵀ = V dOᵀ, dV += Pᵀ dO, dSᵀ = Pᵀ (dPᵀ − delta), dK += dSᵀ Q, dQᵀ = Kᵀ dSᵀ. A group needs the other one's dSᵀ for its dQ: with
-LAG 1 it takes that of the step before, so that the groups need not wait for each other. The next step's Sᵀ runs while dQ is written out.
+Sᵀ = K Qᵀ, dPᵀ = V dOᵀ, dV += Pᵀ dO, dSᵀ = Pᵀ (dPᵀ − delta), dK += dSᵀ Q, dQᵀ = Kᵀ dSᵀ. A group needs the other one's dSᵀ for its dQ:
+it takes that of the step before, so that the groups need not wait for each other. The next step's Sᵀ runs while dQ is written out.
 """
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
 # mypy: allow-untyped-defs
-# ruff: noqa: RET505 (what follows a branch that returned is compiled too)
 
 from __future__ import annotations
 
@@ -31,14 +30,11 @@ _DYNAMIC = ["items", "rows", "tiles", "heads", "kv_heads", "shared", "group", "q
 
 
 @gluon.jit
-def _dq(k, ds, C: gl.constexpr, DP: gl.constexpr):
-    """A group's part of dQ, transposed, on its way: 64 of the head's dims, or 64 of the queries where the head has no more dims."""
+def _dq(k, ds, C: gl.constexpr):
+    """A group's part of dQ, transposed, on its way: 64 of the head's 128 dims."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     none = gl.full([64, 64], 0.0, gl.float32, layout=layout)
-    if DP >= 128:
-        return warpgroup_mma(k.slice(C * 64, 64, dim=1).permute((1, 0)), ds, none, use_acc=False, is_async=True)
-    else:
-        return warpgroup_mma(k.permute((1, 0)), ds.slice(C * 64, 64, dim=1), none, use_acc=False, is_async=True)
+    return warpgroup_mma(k.slice(C * 64, 64, dim=1).permute((1, 0)), ds, none, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -87,7 +83,6 @@ def _compute(
     scale, first_b, first_h, k_s, v_s, ds_s, dq_s, stores, item_s, kv_bars, bars, ds_bars, dq_bars,
     C: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, DQ: gl.constexpr,
     BM: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr,
-    LAG: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps: 64 of the item's 128 keys."""
     k_full, v_full, kv_empty = kv_bars
@@ -154,13 +149,13 @@ def _compute(
             dk_next = warpgroup_mma(gl.convert_layout(ds, s_l), q, dk, is_async=True)
             dv = warpgroup_mma_wait(1, deps=[dv_next])
             # An item's first step has no step before: what it computes of dQ then is not used.
-            before = it - LAG
+            before = it - 1
             source = gl.maximum(before, start)
             slot = source % DS
             if DQ:
                 ds_full, ds_empty = ds_bars
                 mbarrier.wait(ds_full.index(slot), (source // DS) & 1)
-                dq_next = _dq(k, ds_s.index(slot), C, DP)
+                dq_next = _dq(k, ds_s.index(slot), C)
             after = it + 1
             mbarrier.wait(q_full.index(after % STAGES), (after // STAGES) & 1)
             kind = read_number(steps, (after % SLOTS) * STEP)
@@ -183,16 +178,13 @@ def _compute(
         if DQ:
             ds_full, ds_empty = ds_bars
             before = it - 1
-            if LAG == 1:
-                if before >= start:
-                    mbarrier.wait(ds_full.index(before % DS), (before // DS) & 1)
-                    dq_next = _dq(rows_of(k_s, 0), ds_s.index(before % DS), C, DP)
-                    dq = warpgroup_mma_wait(0, deps=[dq_next])
-                    mbarrier.arrive(kv_empty, count=1)
-                    mbarrier.arrive(ds_empty.index(before % DS), count=1)
-                    _hand_over(dq * scale, before, dq_s, dq_bars)
-                else:
-                    mbarrier.arrive(kv_empty, count=1)
+            if before >= start:
+                mbarrier.wait(ds_full.index(before % DS), (before // DS) & 1)
+                dq_next = _dq(rows_of(k_s, 0), ds_s.index(before % DS), C)
+                dq = warpgroup_mma_wait(0, deps=[dq_next])
+                mbarrier.arrive(kv_empty, count=1)
+                mbarrier.arrive(ds_empty.index(before % DS), count=1)
+                _hand_over(dq * scale, before, dq_s, dq_bars)
             else:
                 mbarrier.arrive(kv_empty, count=1)
         else:
@@ -218,7 +210,7 @@ def _compute(
 
 
 @gluon.jit
-def _write(dq_ptr, dq_s, steps, dq_bars, C: gl.constexpr, DP: gl.constexpr):
+def _write(dq_ptr, dq_s, steps, dq_bars, C: gl.constexpr):
     """A writer: hands one group's dQ tiles to the copy engine and gives the buffer back when that has read it."""
     dq_full, dq_empty = dq_bars
     it = 0
@@ -228,10 +220,7 @@ def _write(dq_ptr, dq_s, steps, dq_bars, C: gl.constexpr, DP: gl.constexpr):
         about = (it % SLOTS) * STEP
         if kind != END:
             h, row, b = read_number(steps, about + 3), read_number(steps, about + 4), read_number(steps, about + 5)
-            if DP >= 128:
-                async_atomic_add(dq_ptr, [b, h, row, C * 64], dq_s)
-            else:
-                async_atomic_add(dq_ptr, [b, h, row + C * 64, 0], dq_s)
+            async_atomic_add(dq_ptr, [b, h, row, C * 64], dq_s)
             tma.store_wait(0)
         mbarrier.arrive(dq_empty, count=1)
         it += 1
@@ -246,12 +235,12 @@ def keys_kernel(
     items, rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, scale, first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
-    ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr, LAG: gl.constexpr, REGISTERS: gl.constexpr,
+    ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of tiles of keys, summed over the query heads that share them. Given dq_ptr, float32, dQ is added to it.
 
-    `counter`: one int32, 0. DS: buffers of dS, LAG + 1. ALIGNED: the copy engine brings norm and delta too, each described as one line
-    [B · H · Q] in tiles of BM: it can where every step's rows begin on 16 bytes of that line. Else they are pointers.
+    dQ is for head dims over 64 only. `counter`: one int32, 0. DS: buffers of dS. ALIGNED: the copy engine brings norm and delta too, each
+    described as one line [B · H · Q] in tiles of BM: it can where every step's rows begin on 16 bytes of that line. Else they are pointers.
     """
     DQ: gl.constexpr = dq_ptr is not None
     dtype: gl.constexpr = k_ptr.dtype
@@ -280,21 +269,21 @@ def keys_kernel(
                 dk_ptr, dv_ptr, dk_stride, dv_stride, mask_captured, mask_sizes, score_captured, score_sizes,
                 scale, first_b, first_h, k_s, v_s, ds_s, rows_of(dq_s, 0), stores, item_s, kv_bars, bars,
                 ds_bars, (dq_full.index(0), dq_empty.index(0)),
-                0, MASK, SCORE, JOINT, True, BM, D, DP, E, EP, STAGES, DS, LAG,
+                0, MASK, SCORE, JOINT, True, BM, D, DP, E, EP, STAGES, DS,
             )),
             (_compute, (
                 dk_ptr, dv_ptr, dk_stride, dv_stride, mask_captured, mask_sizes, score_captured, score_sizes,
                 scale, first_b, first_h, k_s, v_s, ds_s, rows_of(dq_s, 1), stores, item_s, kv_bars, bars,
                 ds_bars, (dq_full.index(1), dq_empty.index(1)),
-                1, MASK, SCORE, JOINT, True, BM, D, DP, E, EP, STAGES, DS, LAG,
+                1, MASK, SCORE, JOINT, True, BM, D, DP, E, EP, STAGES, DS,
             )),
             (walk, (
                 counter, items, q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, order, full, partial, q_side, kv_side,
                 rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, k_s, v_s, stores, item_s, kv_bars, bars,
                 PER_BATCH, PER_HEAD, ALIGNED, BM, STAGES,
             )),
-            (_write, (dq_ptr, dq_s.index(0), steps, (dq_full.index(0), dq_empty.index(0)), 0, DP)),
-            (_write, (dq_ptr, dq_s.index(1), steps, (dq_full.index(1), dq_empty.index(1)), 1, DP)),
+            (_write, (dq_ptr, dq_s.index(0), steps, (dq_full.index(0), dq_empty.index(0)), 0)),
+            (_write, (dq_ptr, dq_s.index(1), steps, (dq_full.index(1), dq_empty.index(1)), 1)),
         ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])  # fmt: skip
     else:
         fence_async_shared()
@@ -302,12 +291,12 @@ def keys_kernel(
             (_compute, (
                 dk_ptr, dv_ptr, dk_stride, dv_stride, mask_captured, mask_sizes, score_captured, score_sizes,
                 scale, first_b, first_h, k_s, v_s, given(None), given(None), stores, item_s, kv_bars, bars, given(None), given(None),
-                0, MASK, SCORE, JOINT, False, BM, D, DP, E, EP, STAGES, DS, LAG,
+                0, MASK, SCORE, JOINT, False, BM, D, DP, E, EP, STAGES, DS,
             )),
             (_compute, (
                 dk_ptr, dv_ptr, dk_stride, dv_stride, mask_captured, mask_sizes, score_captured, score_sizes,
                 scale, first_b, first_h, k_s, v_s, given(None), given(None), stores, item_s, kv_bars, bars, given(None), given(None),
-                1, MASK, SCORE, JOINT, False, BM, D, DP, E, EP, STAGES, DS, LAG,
+                1, MASK, SCORE, JOINT, False, BM, D, DP, E, EP, STAGES, DS,
             )),
             (walk, (
                 counter, items, q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, order, full, partial, q_side, kv_side,

@@ -14,7 +14,7 @@ from longspan.kernels.hopper.passes import HopperCall, streamable, width
 from longspan.kernels.protocol import Grads, State, Work
 from longspan.kernels.triton import launch
 from longspan.kernels.triton.interpreter import interpreted
-from longspan.kernels.triton.kernel import TritonKernel, capability, empty_grads, empty_state, prefill, usable, zero_uncovered
+from longspan.kernels.triton.kernel import TritonKernel, capability, check_order, empty_grads, empty_state, prefill, usable, zero_uncovered
 from longspan.masks.table import BlockTable
 
 HOPPER = (9, 0)
@@ -106,6 +106,7 @@ class HopperKernel(TritonKernel):
             return super().backward(
                 q, k, v, out, lse, grad_out, grad_lse, work, needs=needs, wide=wide, delta=delta, into=into
             )  # fmt: skip
+        check_order(work, needs, q)
         grads = empty_grads(q, k, v, work, needs, wide=wide) if into is None else into
         zero_uncovered(grads, work, into=into is not None)
         lse, grad_out = lse.contiguous(), streamable(grad_out)

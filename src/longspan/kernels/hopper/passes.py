@@ -98,7 +98,7 @@ class HopperCall(Call):
             which, kernel, strided, m=_items_of(step, which), n=step.n, l2_bytes=_L2_BYTES, in_flight=programs, needs=needs,
             busy_only=busy_only,
         )  # fmt: skip
-        more = {"items": items, "STAGES": step.stages, "REGISTERS": step.registers, "BM": step.m, "LAG": 1, "DS": 2}
+        more = {"items": items, "STAGES": step.stages, "REGISTERS": step.registers, "BM": step.m, "DS": 2}
         return Prepared(
             kernel=kernel,
             options={"num_warps": 4, "maxnreg": step.start_registers},
@@ -120,10 +120,9 @@ def _tiles(rows: int) -> Callable[[Tensor], TensorDescriptor]:
 
 def described(tensor: Tensor, *, rows: int, columns: int | None = None) -> TensorDescriptor:
     """The copy engine's view of a tensor that is `launch.describable`, in tiles laid out in shared memory as the matrix units read them."""
-    strides = [16 if n == 1 else step for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
     block = [1, 1, rows, columns or width(tensor.shape[3])]
     layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype])
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides[:3], 1], block, layout)
+    return TensorDescriptor(tensor, *launch.extents(tensor), block, layout)
 
 
 def line(tensor: Tensor, *, size: int) -> TensorDescriptor:

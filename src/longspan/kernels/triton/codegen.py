@@ -9,7 +9,8 @@ b, h are scalars, q and kv int32 vectors that broadcast to a tile ([M, 1] and [1
 gradients needs q along dim 0). `captured`: contiguous tensors. `sizes`: all their sizes in one tuple, packed (`launch.pack_sizes`).
 
 Integers are 32 bits wide wherever bounds on the operands prove that this is enough, else 64: a program's values never wrap where
-torch's would not. An index that padding rows compute is clamped into its table.
+torch's would not. An index that padding rows compute is clamped into its table. Quotients, roots and products that decide something
+(`exact.decisive`) are rounded as torch rounds them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from torch.fx import Graph, Node
 
 from longspan.kernels.triton import library
+from longspan.kernels.triton.exact import decisive
 from longspan.kernels.triton.ops import EMITTERS
 from longspan.kernels.triton.values import INT32_MAX, Unsupported, Value, bound_of, constant, materialized, type_of
 from longspan.masks.joint import Joint
@@ -39,8 +41,9 @@ _MAX_HEADS = 2**20
 class Options:
     """What decides a program's source beside its graph.
 
-    `max_position`: no position is larger. `fast`: approximate tanh and reciprocals, for 16-bit inputs. `big_tables`: some captured
-    tensor has 2³¹ elements or more. `interpreted`: for Triton's interpreter, which has no inline assembly.
+    `max_position`: no position is larger. `fast`: approximate tanh and reciprocals where no jump hangs on them (`exact.decisive`), for
+    16-bit inputs. `big_tables`: some captured tensor has 2³¹ elements or more. `interpreted`: for Triton's interpreter, which has no
+    inline assembly.
     """
 
     max_position: int = SHORT
@@ -55,6 +58,7 @@ class Emitter:
     def __init__(self, graph: Graph, options: Options) -> None:
         self.graph = graph
         self.options = options
+        self.decisive = decisive(graph)
         self.lines: list[str] = []
         self.env: dict[Node, Any] = {}
         self.captured: dict[Node, int] = {}
@@ -215,26 +219,26 @@ def _loaded(source: str) -> Any:
     return namespace[name]
 
 
-class _ByKey:
+class ByKey:
     """A program that hashes as what it computes."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByKey) and self.program.key == other.program.key
+        return isinstance(other, ByKey) and self.program.key == other.program.key
 
     def __hash__(self) -> int:
         return hash(self.program.key)
 
 
 @lru_cache(maxsize=1024)
-def _program_function(keyed: _ByKey, options: Options) -> Any:
+def _program_function(keyed: ByKey, options: Options) -> Any:
     return _loaded(program_source(keyed.program, options))
 
 
 # A joint follows from its program, so the program's key stands for both.
-class _JointByKey(_ByKey):
+class _JointByKey(ByKey):
     def __init__(self, program: Program, joint: Joint) -> None:
         super().__init__(program)
         self.joint = joint
@@ -247,19 +251,12 @@ def _joint_function(keyed: _JointByKey, needs: tuple[bool, ...], options: Option
 
 def program_function(program: Program, options: Options) -> Any:
     """The jit function of a mask or score program; the same object for equal programs."""
-    return _program_function(_ByKey(program), options)
+    return _program_function(ByKey(program), options)
 
 
 def joint_function(program: Program, joint: Joint, needs: Sequence[bool], options: Options) -> Any:
     """The jit function of a score program's gradient."""
     return _joint_function(_JointByKey(program, joint), tuple(needs), options)
-
-
-def needs_int64(program: Program, q_len: int, kv_len: int) -> bool:
-    """Whether some integer of the program could leave 32 bits at these lengths, by bounds on each operation."""
-    emitter = Emitter(program.graph, Options(max_position=max(q_len, kv_len, 1)))
-    emitter.run()
-    return any(isinstance(v, Value) and v.type == "int64" for v in emitter.env.values())
 
 
 def unsupported(program: Program | None, joint: Joint | None, options: Options) -> str | None:

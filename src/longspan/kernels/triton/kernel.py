@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Sequence
 from functools import cache
 
@@ -14,6 +15,8 @@ from longspan.kernels.triton.backward import delta_kernel
 from longspan.kernels.triton.config import FINE, Config, prefers_fine_tables
 from longspan.kernels.triton.interpreter import computable, interpreted, quiet
 from longspan.kernels.triton.passes import Call
+from longspan.masks.joint import Joint
+from longspan.masks.program import Program, op_name
 from longspan.masks.table import BlockTable
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -23,7 +26,8 @@ class TritonKernel:
     """Scores, sums and the running state in float32; probabilities in the values' dtype where they meet the values.
 
     `config` replaces the built-in choice of tile sizes. Gradients of captured tensors are summed by atomic additions, in an order that may
-    differ from run to run; all else is computed in a fixed order.
+    differ from run to run; all else is computed in a fixed order. Where `torch.are_deterministic_algorithms_enabled()`, such gradients are
+    an error (or a warning, with `warn_only`), but for tensors of which every pair reads an element of its own.
     """
 
     name = "triton"
@@ -51,11 +55,12 @@ class TritonKernel:
             return None
         opts = launch.options(work, q.dtype)
         key = (*(None if p is None else p.key for p in (work.mask, work.score)), work.joint is None, opts)
-        if key not in self._reasons:
-            if len(self._reasons) >= 1024:
-                self._reasons.clear()
-            self._reasons[key] = codegen.unsupported(work.mask, None, opts) or codegen.unsupported(work.score, work.joint, opts)
-        return self._reasons[key]
+        if key in (reasons := self._reasons):
+            return reasons[key]
+        if len(reasons) >= 1024:
+            self._reasons = reasons = {}  # a new one: another thread may be reading the old
+        reasons[key] = reason = codegen.unsupported(work.mask, None, opts) or codegen.unsupported(work.score, work.joint, opts)
+        return reason
 
     def block(self, q: Tensor, v: Tensor, table: BlockTable) -> tuple[int, int]:
         counts = table.counts()
@@ -100,6 +105,7 @@ class TritonKernel:
             raise ValueError(
                 f"score_mod {work.score.name!r}: expected work.joint for a backward pass, got None; make it with joint_of(program)"
             )
+        check_order(work, needs, q)
         dtype = torch.float32 if wide else q.dtype
         q, k, v, grad_out = map(computable, (q, k, v, grad_out))
         grads = empty_grads(q, k, v, work, needs, wide=wide) if into is None else into
@@ -180,6 +186,32 @@ def zero_uncovered(grads: Grads, work: Work, *, into: bool) -> None:
     if not launch.facts(work.kv_tiles).covers:
         grads.k.zero_()
         grads.v.zero_()
+
+
+def check_order(work: Work, needs: Sequence[bool], q: Tensor) -> None:
+    """Raise (or warn) as torch does, where results must be the same in every run and gradients of captured tensors may not be."""
+    if not any(needs) or not torch.are_deterministic_algorithms_enabled() or work.score is None or work.joint is None:
+        return
+    if all(written_once(work.score, work.joint, i, batch=q.shape[0], heads=q.shape[1]) for i, need in enumerate(needs) if need):
+        return
+    message = (
+        f"score_mod {work.score.name!r}: the kernels 'triton' and 'hopper' sum the gradients of captured tensors by atomic additions, in "
+        "an order that may differ from run to run, and torch.use_deterministic_algorithms(True) is set. kernel='cpu' (on any device) and "
+        "kernel='dense' sum them in a fixed order; or detach the captured tensors, or set warn_only=True"
+    )
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise RuntimeError(message)
+    warnings.warn(message, stacklevel=2)
+
+
+def written_once(program: Program, joint: Joint, captured: int, *, batch: int, heads: int) -> bool:
+    """Whether no two pairs add to one element of a captured tensor's gradient, because each looks it up at its own b, h, q and kv."""
+    reads = [n for n in program.graph.nodes if n.op == "call_function" and program.captured_nodes[captured] in n.all_input_nodes]
+    if len(reads) != 1 or joint.reads.count(captured) != 1 or op_name(reads[0]) != "index":
+        return False
+    b, h, q, kv = program.index_nodes
+    own = {q, kv, *([b] if batch > 1 else []), *([h] if heads > 1 else [])}
+    return own <= set(reads[0].args[1])  # type: ignore[arg-type]
 
 
 @cache

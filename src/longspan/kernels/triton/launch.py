@@ -1,7 +1,7 @@
 """The host side that both passes share: block tables, tilings, programs and captured tensors as kernel arguments.
 
-Nothing here waits for the device. What is derived from a block table or a tiling is copied to the device once and kept as long as
-that lives.
+Nothing here waits for the device: copies to it come from page-locked memory. What is derived from a block table or a tiling is copied once
+and kept as long as that lives.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -84,11 +84,6 @@ def facts(tiling: Tiling) -> TilingFacts:
     return found
 
 
-def name(tiling: Tiling) -> Hashable:
-    """What tells tilings apart: two plain sequences of one length are the same, arrays are themselves alone."""
-    return (tiling.length, tiling.block) if tiling.row is None else ref(tiling)
-
-
 def side(tiling: Tiling, device: torch.device) -> Pointers | tuple[None, None, None]:
     """A tiling's (row, pos, count) on the device, int32; Nones for a plain sequence."""
     if tiling.row is None or tiling.pos is None or tiling.count is None:
@@ -103,7 +98,10 @@ def side(tiling: Tiling, device: torch.device) -> Pointers | tuple[None, None, N
 def _together(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
     """Arrays as int32 on the device by one copy; each begins on 16 bytes so that its alignment never asks for another compilation."""
     padded = [torch.nn.functional.pad(p.cpu().int(), (0, 4 - len(p) % 4)) for p in parts]
-    return torch.cat(padded).to(device).split([len(p) for p in padded])
+    whole = torch.cat(padded)
+    if device.type == "cuda":
+        whole = whole.pin_memory()  # from any other memory a copy waits for all work before it
+    return whole.to(device, non_blocking=True).split([len(p) for p in padded])
 
 
 def split_runs(table: BlockTable, columns: TilingFacts, *, positions: bool) -> tuple[Runs, Runs]:
@@ -184,15 +182,16 @@ _tables: WeakKeyDictionary[BlockTable, dict[Hashable, DeviceTable]] = WeakKeyDic
 def device_table(table: BlockTable, columns: Tiling, device: torch.device, *, shared: int, positions: bool) -> DeviceTable:
     """`table` on the device for columns tiled so; `shared`: see `start_order`; `positions`: see `split_runs`."""
     kept = _tables.setdefault(table, {})
-    key = (device, shared, positions, name(columns))
-    if key not in kept:
+    key = (device, shared, positions, columns.name)
+    found = kept.get(key)
+    if found is None:
         if len(kept) >= 16:
             kept.clear()
         full, partial = split_runs(table, facts(columns), positions=positions)
         counts = torch.stack([_lengths(partial, table.rows), _lengths(full, table.rows)], 1).flatten()
         order, *rest = _together([start_order(table, shared), *full, *partial, counts], device)
-        kept[key] = DeviceTable(order, (rest[0], rest[1], rest[2]), (rest[3], rest[4], rest[5]), rest[6])
-    return kept[key]
+        found = kept[key] = DeviceTable(order, (rest[0], rest[1], rest[2]), (rest[3], rest[4], rest[5]), rest[6])
+    return found
 
 
 def pack_sizes(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -234,8 +233,13 @@ def describable(tensor: Tensor) -> bool:
 
 def described(tensor: Tensor, rows: int) -> TensorDescriptor:
     """The copy engine's view of a tensor that is `describable`, in tiles of `rows`."""
+    return TensorDescriptor(tensor, *extents(tensor), [1, 1, rows, padded(tensor.shape[3])])
+
+
+def extents(tensor: Tensor) -> tuple[list[int], list[int]]:
+    """(sizes, strides) of a tensor that is `describable`, as the copy engine takes them: it checks strides even of dims of size 1."""
     strides = [16 if n == 1 else step for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides[:3], 1], [1, 1, rows, padded(tensor.shape[3])])
+    return list(tensor.shape), [*strides[:3], 1]
 
 
 def sub_tile(block: int, wanted: int) -> int:
@@ -259,6 +263,11 @@ def head_group(heads: int, shared: int, bytes_per_head: int, l2_bytes: int, *, p
     if least >= want:
         return next(n for n in range(least, heads + 1) if heads % n == 0)
     return next(n for n in range(min(heads, want), 0, -1) if heads % n == 0)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether launches on the device now go into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @cache

@@ -45,6 +45,12 @@ def extent(sizes, WHICH: tl.constexpr):
 
 
 @triton.jit
+def mul_rn(x, y):
+    """A float32 product that stays one: `x * y` may become part of a fused multiply-add."""
+    return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def tanh_fast(x):
     """The hardware's tanh, one instruction: relative error up to 2⁻¹¹, no more than rounding to float16 costs."""
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)

@@ -48,6 +48,8 @@ _UNARY_FLOAT = {
     "lerp": "{0} + {2} * ({1} - {0})",
     "copysign": "tl.where({1} < 0, -tl.abs({0}), tl.abs({0}))",
 }
+# Where a jump follows (`exact.decisive`): Triton's own quotients and roots are off by a last bit.
+_ROUNDED = {"reciprocal": "tl.div_rn(1.0, {0})", "sqrt": "tl.sqrt_rn({0})", "rsqrt": "tl.div_rn(1.0, tl.sqrt_rn({0}))"}
 _ROUNDING = {"floor": "tl.floor({0})", "ceil": "tl.ceil({0})", "trunc": "truncate({0})", "round": "round_even({0})"}
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _LOGIC = {"logical_and": "&", "logical_or": "|", "logical_xor": "^"}
@@ -87,18 +89,23 @@ def _no(node: Node, what: str) -> Unsupported:
     return Unsupported(f"{node.target} {what}")
 
 
-def _float_op(template: str) -> Emit:
+def _float_op(name: str) -> Emit:
     def emit(e: Emitter, node: Node, args: list[Any]) -> Value:
         type = result_type(node)
         if type not in FLOATS:
             raise _no(node, "on integers")
-        return _apply(e, template, [a for a in args if isinstance(a, Value)], type)
+        table = _ROUNDED if name in _ROUNDED and _decides(e, node, type) else _UNARY_FLOAT
+        return _apply(e, table[name], [a for a in args if isinstance(a, Value)], type)
 
     return emit
 
 
-for _name, _template in _UNARY_FLOAT.items():
-    EMITTERS[_name] = _float_op(_template)
+def _decides(e: Emitter, node: Node, type: str) -> bool:
+    """Whether the last bit of a float32 matters. (In float64 the hardware rounds as torch does.)"""
+    return type == "float32" and node in e.decisive
+
+
+EMITTERS.update({name: _float_op(name) for name in _UNARY_FLOAT})
 
 
 def _integer(e: Emitter, template: str, values: list[Value], bound: int, *, nonneg: bool = False, floated: bool = False) -> Value:
@@ -133,7 +140,9 @@ def _add(e: Emitter, node: Node, args: list[Any]) -> Value:
 def _multiply(e: Emitter, node: Node, values: list[Value]) -> Value:
     type = result_type(node)
     if type in FLOATS:
-        return _apply(e, "{0} * {1}", values, type)
+        # A compiler may make one operation of a product and a sum, which then rounds once where torch rounds twice.
+        apart = _decides(e, node, type) and not e.options.interpreted
+        return _apply(e, "mul_rn({0}, {1})" if apart else "{0} * {1}", values, type)
     if type == "bool":
         return _apply(e, "{0} & {1}", values, "bool")
     a, b = values
@@ -145,12 +154,17 @@ def _mul(e: Emitter, node: Node, args: list[Any]) -> Value:
     return _multiply(e, node, args[:2])
 
 
-def _divide(e: Emitter, a: Value, b: Value, type: str) -> Value:
+def _quotient(type: str, *, rounded: bool) -> str:
+    return "tl.div_rn({0}, {1})" if rounded and type == "float32" else "{0} / {1}"
+
+
+def _divide(e: Emitter, node: Node, a: Value, b: Value, type: str) -> Value:
+    rounded = _decides(e, node, type)
     if b.literal is not None and b.literal != 0 and math.isfinite(b.literal):
         exact = math.frexp(float(b.literal))[0] in (0.5, -0.5)
-        if exact or e.options.fast:
+        if exact or (e.options.fast and not rounded):
             return _apply(e, "{0} * {1}", [a, constant(1.0 / float(b.literal))], type)
-    return _apply(e, "{0} / {1}", [a, b], type)
+    return _apply(e, _quotient(type, rounded=rounded), [a, b], type)
 
 
 @emits("div", "floor_divide")
@@ -161,8 +175,8 @@ def _div(e: Emitter, node: Node, args: list[Any]) -> Value:
     type = result_type(node)
     if type in FLOATS:
         if mode is None:
-            return _divide(e, a, b, type)
-        return _apply(e, _ROUNDING[str(mode)], [_apply(e, "{0} / {1}", [a, b], type)], type)
+            return _divide(e, node, a, b, type)
+        return _apply(e, _ROUNDING[str(mode)], [_apply(e, _quotient(type, rounded=True), [a, b], type)], type)
     if mode == "trunc" and not (a.nonneg and b.nonneg):
         return _integer(e, "trunc_div({0}, {1})", [a, b], a.bound)
     return _floor_div(e, a, b)
@@ -187,7 +201,7 @@ def _remainder(e: Emitter, node: Node, args: list[Any]) -> Value:
     type = result_type(node)
     if type in FLOATS:
         rounded = "tl.floor" if floor else "truncate"
-        return _apply(e, f"{{0}} - {rounded}({{0}} / {{1}}) * {{1}}", [a, b], type)
+        return _apply(e, f"{{0}} - {rounded}({_quotient(type, rounded=True)}) * {{1}}", [a, b], type)
     if floor and _power_of_two(b) is not None:
         return _integer(e, f"{{0}} & {b.literal - 1}", [a], b.bound, nonneg=True)
     if a.nonneg and b.nonneg:
@@ -217,7 +231,8 @@ def _pow(e: Emitter, node: Node, args: list[Any]) -> Value:
         )
     if type not in FLOATS:
         raise _no(node, "of integers with this exponent")
-    special = {0.5: "tl.sqrt({0})", -0.5: "tl.rsqrt({0})", -1.0: "1.0 / {0}", -2.0: "1.0 / ({0} * {0})", 0.0: "{0} * 0.0 + 1.0"}
+    named = _ROUNDED if _decides(e, node, type) else _UNARY_FLOAT
+    special = {0.5: named["sqrt"], -0.5: named["rsqrt"], -1.0: named["reciprocal"], -2.0: "1.0 / ({0} * {0})", 0.0: "{0} * 0.0 + 1.0"}
     if n is not None and float(n) in special:
         return _apply(e, special[float(n)], [base], type)
     if base.literal is not None and base.literal > 0:
@@ -228,7 +243,7 @@ def _pow(e: Emitter, node: Node, args: list[Any]) -> Value:
 @emits("tanh")
 def _tanh(e: Emitter, node: Node, args: list[Any]) -> Value:
     type = result_type(node)
-    fast = e.options.fast and not e.options.interpreted and type == "float32"
+    fast = e.options.fast and not e.options.interpreted and type == "float32" and node not in e.decisive
     return _apply(e, "tanh_fast({0})" if fast else "tanh({0})", args[:1], type)
 
 
@@ -352,9 +367,9 @@ def _masked_fill(e: Emitter, node: Node, args: list[Any]) -> Value:
 
 @emits("addcmul", "addcdiv")
 def _addc(e: Emitter, node: Node, args: list[Any]) -> Value:
-    sign = "*" if "mul" in str(node.target) else "/"
-    scale = node.kwargs.get("value", 1)
-    return _apply(e, f"{{0}} + {float(scale)!r} * ({{1}} {sign} {{2}})", args[:3], result_type(node))  # type: ignore[arg-type]
+    type, scale = result_type(node), float(node.kwargs.get("value", 1))  # type: ignore[arg-type]
+    part = "{1} * {2}" if "mul" in str(node.target) else "tl.div_rn({1}, {2})" if _decides(e, node, type) else "{1} / {2}"
+    return _apply(e, f"{{0}} + {scale!r} * ({part})", args[:3], type)
 
 
 @emits("_to_copy", "clone", "detach", "alias", "lift_fresh_copy")

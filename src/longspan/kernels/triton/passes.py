@@ -14,9 +14,19 @@ from longspan.kernels.triton import codegen, launch
 from longspan.kernels.triton.backward import keys_kernel, queries_kernel
 from longspan.kernels.triton.config import FINE, Config, choose
 from longspan.kernels.triton.forward import forward_kernel
-from longspan.kernels.triton.prepared import Prepared, layout, prepared
+from longspan.kernels.triton.lookups import check_lookups
+from longspan.kernels.triton.prepared import Prepared, keep_for_good, layout, prepared
 
 _Tensors = tuple[Tensor | None, ...]
+_CAPTURED_MASK = (
+    "a CUDA graph is being captured, and the mask reads tensors: which tiles exist follows from what they hold now, and a replay would not "
+    "see a change. Call outside the graph, or use a mask that reads no tensor"
+)
+
+
+def _tf32() -> bool:
+    """Whether float32 products may be rounded to tf32. Once the newer setting was used, torch raises where the older one is read."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 class Call:
@@ -25,7 +35,7 @@ class Call:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, work: Work, *, capability: tuple[int, int], config: Config | None) -> None:
         self.q, self.k, self.v, self.work = q, k, v, work
         self._capability, self._given = capability, config
-        self.precision = "ieee" if q.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32 else "tf32"
+        self.precision = "ieee" if q.dtype == torch.float32 and not _tf32() else "tf32"
         self._changing: dict[str, Any] = {
             "mask_captured": launch.pack_captured(work.mask_captured, q),
             "score_captured": launch.pack_captured(work.score_captured, q),
@@ -85,8 +95,8 @@ class Call:
             which,
             self.q.device,
             self._given,
-            launch.name(work.q_tiles),
-            launch.name(work.kv_tiles),
+            work.q_tiles.name,
+            work.kv_tiles.name,
             None if work.mask is None else work.mask.key,
             None if work.score is None else work.score.key,
             self.precision,
@@ -101,7 +111,13 @@ class Call:
             *map(layout, self._changing.get("grads", ())),
         )
         make = partial(self._prepare, which, tensors, strided, known, needs, busy_only)
-        prepared(work.table, key, make)(tensors, self._changing)
+        capturing = launch.capturing(self.q.device)
+        if capturing and work.mask_captured:
+            raise RuntimeError(_CAPTURED_MASK)
+        found = prepared(work.table, key, make)
+        if capturing:
+            keep_for_good(found)
+        found(tensors, self._changing)
 
     def _prepare(
         self,
@@ -159,6 +175,8 @@ class Call:
     ) -> tuple[int, dict[str, Any]]:
         """How many items there are, sub-tiles of m queries or of n keys in every head; and the arguments that follow from the work."""
         q, k, work = self.q, self.k, self.work
+        if not launch.capturing(q.device):  # it may read captured tensors, which a CUDA graph that is being captured forbids
+            check_lookups(work, q.shape[0], q.shape[1])
         d, e = q.shape[-1], self.v.shape[-1]
         by_query = which != "dkdv"
         table = work.table if by_query else work.table.transposed

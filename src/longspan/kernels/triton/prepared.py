@@ -121,6 +121,15 @@ def prepared(table: BlockTable, key: Hashable, make: Callable[[], Prepared]) -> 
     return found
 
 
+# A captured CUDA graph holds the addresses of what a launch read, and outlives all that would keep it. No one says when a graph dies.
+_captured: set[Prepared] = set()
+
+
+def keep_for_good(launch: Prepared) -> None:
+    """Keep what a launch reads beside its tensors (block tables, tilings): a CUDA graph that is being captured will read it again."""
+    _captured.add(launch)
+
+
 def layout(tensor: Tensor | None) -> Hashable:
     """All of a tensor that a compiled kernel depends on: kernels are compiled for alignment and for the divisors of strides."""
     return None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0)

@@ -1,0 +1,27 @@
+"""The definition of right, where rows see nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import longspan as ls
+
+
+def test_a_sink_of_minus_infinity_and_an_empty_row_give_zeros_and_no_nan() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 11, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    sink = torch.tensor([-torch.inf, 0.3, -torch.inf], dtype=torch.float64, requires_grad=True)
+
+    def late(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return q > kv + 4
+
+    out, lse = ls.attention(q, k, v, mask=late, sink=sink, return_lse=True, kernel="dense")
+    assert bool((out[:, :, :5] == 0).all())
+    assert bool((lse[:, ::2, :5] == -torch.inf).all()) and torch.allclose(lse[:, 1, :5], sink[1].detach())
+    plain, plain_lse = ls.attention(q, k, v, mask=late, return_lse=True, kernel="dense")
+    torch.testing.assert_close(out[:, ::2], plain[:, ::2])
+    torch.testing.assert_close(lse[:, ::2], plain_lse[:, ::2])
+    grads = torch.autograd.grad(out.square().sum() + lse[:, :, 6:].sum(), [q, k, v, sink])
+    assert all(bool(g.isfinite().all()) for g in grads)
+    assert float(grads[3][0]) == float(grads[3][2]) == 0.0 and float(grads[3][1]) != 0.0

@@ -1,0 +1,81 @@
+"""What decides in a program is computed to the last bit: floors, comparisons and indices see what torch's own do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import longspan as ls
+from longspan.kernels.triton import codegen
+from longspan.masks.joint import joint_of
+from longspan.masks.tracing import trace
+
+Mod = Callable[..., Tensor]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FAST = codegen.Options(fast=True)
+
+
+def blocks(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """41 · (1/41) is below 1 in float32: one of 271 such divisors below 2000."""
+    return (q / 41).floor() == (kv / 41).floor()
+
+
+def near(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return s + 5 * ((q / 41).floor() - (kv / 41).floor())
+
+
+def sooner(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return torch.where(q / 41 >= 3, s, 7 + kv / 100 - s)
+
+
+TABLE = torch.linspace(-3, 3, 6, device=DEVICE)
+
+
+def bucket(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return s + TABLE[(kv / 41).int()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("score", [None, near, sooner, bucket])
+def test_quotients_that_decide_are_those_of_torch(score: Mod | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 230, 16, dtype=dtype, device=DEVICE) for _ in range(3))
+    mask = blocks if score is None else None
+    got, want = (ls.attention(q, k, v, mask=mask, score_mod=score, kernel=kernel) for kernel in ("triton", "dense"))
+    assert float((got - want).abs().max()) < 4e-3
+
+
+def source(mod: Mod, kind: str = "score") -> str:
+    """The body of a program's function."""
+    return codegen.program_source(trace(mod, kind).program, FAST).split("\n\n\n")[1]  # type: ignore[arg-type]
+
+
+def test_a_divisor_becomes_a_factor_only_where_no_jump_follows() -> None:
+    text = source(lambda s, b, h, q, kv: 30 * torch.tanh(s / 30) + (q / 41).floor() * 0.5)
+    assert repr(1 / 30) in text and repr(1 / 41) not in text and "tanh_fast" in text
+
+
+def test_an_approximate_tanh_decides_nothing() -> None:
+    assert "tanh_fast" not in source(lambda s, b, h, q, kv: torch.where(torch.tanh(s) > 0.5, s, -s))
+    assert "tanh_fast" not in source(lambda b, h, q, kv: torch.tanh((q - kv) / 7) > 0.5, "mask")
+
+
+def test_integer_masks_cost_what_they_did() -> None:
+    text = source(lambda b, h, q, kv: (q // 41 == kv // 41) & (q - kv < 300) & (q % 3 != 1), "mask")
+    assert not any(word in text for word in ("div_rn", "mul_rn", "sqrt_rn", "float"))
+
+
+def test_a_power_of_two_divides_by_a_product() -> None:
+    text = source(lambda b, h, q, kv: (q / 64).floor() == (kv / 64).floor(), "mask")
+    assert "0.015625" in text and "div_rn" not in text
+
+
+def test_a_gradient_keeps_its_fast_forms_where_nothing_is_decided() -> None:
+    program = trace(lambda s, b, h, q, kv: 30 * torch.tanh(s / 30), "score").program
+    text = codegen.joint_source(program, joint_of(program), [], FAST)
+    assert "tanh_fast(" in text and repr(1 / 30) in text

@@ -1,0 +1,133 @@
+"""Lookups that leave their table are refused where that is certain, and only there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tests.kernels.shards import work_of
+
+import longspan as ls
+from longspan.kernels.protocol import Tiling, Work
+from longspan.kernels.triton import lookups
+from longspan.kernels.triton.lookups import check_lookups
+from longspan.masks.classify import classify
+from longspan.masks.tracing import trace
+
+Mod = Callable[..., Tensor]
+SMALL, LARGE = 250, 20_000
+SHORT, HEADS = torch.randn(32), torch.randn(3)
+CODES = torch.arange(2 * LARGE) % 32
+ODD = CODES.clone()
+ODD[13_001] = 32
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q >= kv
+
+
+def window(width: int) -> Mod:
+    return lambda b, h, q, kv: (q >= kv) & (q - kv < width)
+
+
+def work(mask: Mod | None, score: Mod | None, length: int) -> Work:
+    traced = [None if mod is None else trace(mod, kind) for mod, kind in ((mask, "mask"), (score, "score"))]  # type: ignore[arg-type]
+    programs = [None if t is None else t.program for t in traced]
+    captured = [[] if t is None else t.captured() for t in traced]
+    tiles = Tiling(length=length, block=128)
+    return Work(
+        table=classify(programs[0], captured[0], length, length), q_tiles=tiles, kv_tiles=tiles, scale=0.3,
+        mask=programs[0], mask_captured=captured[0], score=programs[1], score_captured=captured[1],
+    )  # fmt: skip
+
+
+OUTSIDE: dict[str, tuple[Mod | None, Mod]] = {
+    "distance": (None, lambda s, b, h, q, kv: s + SHORT[(q - kv).abs()]),
+    "one too far": (window(33), lambda s, b, h, q, kv: s + SHORT[q - kv]),
+    "below": (causal, lambda s, b, h, q, kv: s + SHORT[kv - q]),
+    "head": (causal, lambda s, b, h, q, kv: s + HEADS[h]),
+    "query": (window(7), lambda s, b, h, q, kv: s + SHORT[q // 7]),
+    "key": (window(7), lambda s, b, h, q, kv: s * SHORT[kv]),
+    "guarded too late": (causal, lambda s, b, h, q, kv: torch.where(q - kv < 40, SHORT[q - kv] + s, s)),
+    "constant": (causal, lambda s, b, h, q, kv: s + SHORT[h * 0 + 32]),
+}
+INSIDE: dict[str, tuple[Mod | None, Mod]] = {
+    "masked": (window(32), lambda s, b, h, q, kv: s + SHORT[q - kv]),
+    "where": (None, lambda s, b, h, q, kv: torch.where((q - kv).abs() < 32, s + SHORT[(q - kv).abs()], s)),
+    "other branch": (causal, lambda s, b, h, q, kv: torch.where(q - kv >= 32, s, s + SHORT[q - kv])),
+    "filled": (causal, lambda s, b, h, q, kv: s + SHORT[q - kv].masked_fill(q - kv > 31, 0.0)),
+    "factor": (causal, lambda s, b, h, q, kv: s + SHORT[q - kv] * (q - kv < 32)),
+    "by the score": (causal, lambda s, b, h, q, kv: torch.where(s > 0, s + SHORT[q - kv], s)),
+    "at the score": (causal, lambda s, b, h, q, kv: s + SHORT[(40 + s).int()]),
+    "clamped": (causal, lambda s, b, h, q, kv: s + SHORT[(q - kv).clamp(max=31)]),
+    "remainder": (causal, lambda s, b, h, q, kv: s + SHORT[(q - kv) % 32]),
+    "from the end": (causal, lambda s, b, h, q, kv: s + SHORT[-1 - q % 32]),
+    "a table of indices": (causal, lambda s, b, h, q, kv: s + SHORT[CODES[q - kv]]),
+}
+
+
+@pytest.mark.parametrize("length", [SMALL, LARGE])
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_pair_that_is_seen_and_looks_outside_is_refused(name: str, length: int) -> None:
+    with pytest.raises(ValueError, match=r"score_mod .* looks outside a captured tensor of shape \((32|3),\).*has (32|3) entries"):
+        check_lookups(work(*OUTSIDE[name], length), 1, 5)
+
+
+@pytest.mark.parametrize("length", [SMALL, LARGE])
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_is_thrown_away_may_look_anywhere(name: str, length: int) -> None:
+    check_lookups(work(*INSIDE[name], length), 1, 5)
+
+
+@pytest.mark.parametrize("side", ["q", "kv"])
+def test_one_odd_entry_in_a_long_table_of_indices_is_found(side: str) -> None:
+    score: Mod = lambda s, b, h, q, kv: s + SHORT[ODD[q if side == "q" else kv]]
+    with pytest.raises(ValueError, match="query 13001" if side == "q" else "key 13001"):
+        check_lookups(work(window(50), score, LARGE), 1, 1)
+    seldom: Mod = lambda b, h, q, kv: (q >= kv) & (q != 13_001) & (kv != 13_001)
+    check_lookups(work(seldom, score, LARGE), 1, 1)
+
+
+def test_a_mask_that_looks_outside_between_the_corners_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"mask .* looks outside"):
+        check_lookups(work(lambda b, h, q, kv: (q >= kv) & (SHORT[q % 50] > -100), None, SMALL), 1, 1)
+
+
+def test_padding_rows_of_a_shard_are_no_pairs() -> None:
+    ids = torch.arange(70) // 9
+    check_lookups(work_of(lambda b, h, q, kv: (ids[q] == ids[kv]) & (q >= kv), [(40, 30)], [(0, 70)], block=16), 1, 1)
+
+
+def test_a_shard_looks_with_its_own_batch_rows_and_heads() -> None:
+    score = trace(lambda s, b, h, q, kv: s + HEADS[h], "score")
+    whole = replace(work(causal, None, SMALL), score=score.program, score_captured=score.captured())
+    check_lookups(replace(whole, first_head=1), 1, 2)
+    with pytest.raises(ValueError, match="head 3"):
+        check_lookups(replace(whole, first_head=2), 1, 2)
+
+
+def test_the_same_work_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    look = lookups._look
+    monkeypatch.setattr(lookups, "_look", lambda *args: (looks.append(1), look(*args))[1])
+    here = work(*INSIDE["masked"], SMALL)
+    for _ in range(3):
+        check_lookups(here, 1, 2)
+    assert len(looks) == 1
+    check_lookups(work(None, lambda s, b, h, q, kv: s + CODES[q - kv + LARGE], SMALL), 1, 2)
+    assert len(looks) == 1, "bounds show that this one stays inside"
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_attention_refuses_what_torch_refuses(backward: bool) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    table = torch.randn(32, device=device, requires_grad=backward)
+    q, k, v = (torch.randn(1, 2, 90, 16, device=device) for _ in range(3))
+    with pytest.raises(ValueError, match="looks outside a captured tensor"):
+        ls.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[(i - j).abs()], kernel="triton")
