@@ -124,7 +124,7 @@ def part_of(work: Any, columns: list[int]) -> Any:
     return replace(work, table=table)
 
 
-@pytest.mark.parametrize("kernel", ["cpu"])
+@pytest.mark.parametrize("kernel", ["cpu", "dense"])
 def test_a_sink_of_minus_infinity_is_no_sink(kernel: str) -> None:
     q, k, v = (torch.randn(2, h, 37, 8, requires_grad=True) for h in (4, 2, 2))
     sink = torch.full((4,), -torch.inf, requires_grad=True)

@@ -170,3 +170,41 @@ def test_the_output_keeps_the_memory_order_of_the_query(order: tuple[int, ...]) 
     out = ls.attention(q, torch.randn(2, 2, 19, 8), torch.randn(2, 2, 19, 5))
     want = torch.empty([[*sizes[:3], 5][d] for d in order]).permute([order.index(d) for d in range(4)])
     assert out.stride() == want.stride()
+
+
+DTYPES = {
+    "all float32": (torch.float32,) * 3,
+    "v in bfloat16": (torch.float32, torch.float32, torch.bfloat16),
+    "all float16": (torch.float16,) * 3,
+    "all float64": (torch.float64,) * 3,
+}
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+def test_sdpa_under_autocast_casts_as_torch_does(name: str, kind: str) -> None:
+    shapes = ((2, 3, 9, 8), (2, 3, 13, 8), (2, 3, 13, 5))
+    given = [torch.randn(shape).to(dtype) for shape, dtype in zip(shapes, DTYPES[name], strict=True)]
+    bias = torch.randn(9, 13, dtype=torch.float64 if name == "all float64" else torch.float32)
+    mask = {"none": None, "bool": bias > -1, "float": bias}[kind]
+    cast = lambda x: x.bfloat16() if x is not None and x.dtype in (torch.float32, torch.float16) else x
+    want = ls.scaled_dot_product_attention(*map(cast, given), attn_mask=cast(mask))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, torchs = (fn(*given, attn_mask=mask) for fn in (ls.scaled_dot_product_attention, F.scaled_dot_product_attention))
+    assert got.dtype == torchs.dtype and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_flex_attention_under_autocast_casts_as_torch_does(name: str) -> None:
+    given = [torch.randn(2, 3, 11, 8).to(dtype) for dtype in DTYPES[name]]
+    want = ls.flex_attention(*(t if t.dtype == torch.float64 else t.bfloat16() for t in given))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (out, lse), torchs = ls.flex_attention(*given, return_lse=True), torch_flex(*given)
+    assert out.dtype == torchs.dtype and torch.equal(out, want)
+    assert lse.dtype == (torch.float64 if name == "all float64" else torch.float32)
+
+
+def test_what_autocast_refuses_is_refused() -> None:
+    q, k, v = torch.randn(2, 3, 9, 8).double(), torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match=r"expected the dtype of q, torch\.float64"):
+        ls.scaled_dot_product_attention(q, k, v)

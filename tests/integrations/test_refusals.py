@@ -130,3 +130,19 @@ def test_changing_one_token_moves_exactly_what_the_mask_lets_it_reach(family: st
     moved = (before != after).any(-1)[0]
     reached = (document == document[changed]) & (place >= changed) & (place - changed < window)
     assert torch.equal(moved, reached)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_under_autocast_a_layer_casts_as_torch_does_and_still_sums_in_float32(compiled: bool) -> None:
+    layer = torch.nn.Module()
+    plan = ls.plan(ls.causal(), 37, ls.Mesh.abstract(1))
+    q, k, v = (torch.randn(2, heads, 37, dim) for heads, dim in ((6, 8), (2, 8), (2, 5)))
+
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        return lst.attention_forward(layer, *tensors, longspan_plan=plan)[0]
+
+    run = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
+    want = attend(q.bfloat16(), k.bfloat16(), v.bfloat16())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(run(q, k, v.bfloat16()), want)
+        assert run(q.double(), k.double(), v.double()).dtype == torch.float64

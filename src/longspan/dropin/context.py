@@ -47,6 +47,9 @@ def context_parallel(
     may be entered again after it was left; its plans are kept. Contexts nest: the innermost decides, and one on the same mesh shares the
     outer one's sequences. It holds for the thread that entered it.
 
+    Masks may change between calls: each is taken as it is at the call. On a GPU it must be written to in ways that torch counts
+    (`tensor._version`), which `.data` and collectives in place are not.
+
     Refused: dropout, a block_mask or attn_mask of local size, sequences that the context does not know.
     """
     lengths = [] if seq_len is None else [seq_len] if isinstance(seq_len, int) else list(seq_len)
@@ -122,12 +125,12 @@ class Context:
             stack.callback(buffer.unshard)
 
     def _share_sequences(self) -> None:
-        known = self.span.lengths.known
+        lengths = self.span.lengths
         for outer in _open.__dict__.get("contexts", []):
             if outer.mesh != self.mesh:
                 continue
             for length, layout in outer.span.lengths.known.items():
-                if known.setdefault(length, layout) != layout:
+                if lengths.add(layout) != layout:
                     raise ValueError(
                         f"sequences of {length} tokens are laid out otherwise by a context around this one, on the same mesh: "
                         "give both the same layout"

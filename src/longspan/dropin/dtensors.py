@@ -69,13 +69,18 @@ def like(result: Any, x: Any) -> Any:
         return None
     if not hasattr(result, "shape"):
         return type(result)(**{name: like(value, x) for name, value in vars(result).items()})
+    shape = (*x.shape[: result.ndim - 1], result.shape[-1]) if result.ndim == x.ndim else tuple(x.shape[: result.ndim])
+    return placed(result, x, shape)
+
+
+def placed(local: Any, x: Any, shape: Sequence[int]) -> Any:
+    """A local tensor as a DTensor of this global shape, placed like x; contiguous."""
     import torch
     from torch.distributed.tensor import DTensor
 
-    shape = (*x.shape[: result.ndim - 1], result.shape[-1]) if result.ndim == x.ndim else tuple(x.shape[: result.ndim])
     stride = [1]
     for size in reversed(shape[1:]):
         stride.insert(0, stride[0] * size)
     return DTensor.from_local(
-        result.contiguous(), x.device_mesh, x.placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        local.contiguous(), x.device_mesh, x.placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import combinations
 
 import torch
 
@@ -63,37 +62,48 @@ class Lengths:
     def __init__(self, mesh: Mesh, layout: str | Layout | Callable[[int, int], Layout], lengths: Iterable[int]) -> None:
         self.mesh, self.rule = mesh, rule_of(layout)
         self.known: dict[int, Layout] = {}
+        self._held: list[set[int]] = [set() for _ in range(mesh.size)]  # numbers of tokens that each rank holds of known sequences
+        self._here: dict[int, Layout] = {}  # known sequences by what this rank holds of them
+        self._apart = True
         for length in [*lengths, *([layout.length] if isinstance(layout, Layout) else [])]:
             self.layout(length)
 
     def layout(self, length: int) -> Layout:
         """That of a whole sequence; it is known from now on."""
-        if length not in self.known:
-            self.known[length] = self.rule(length, self.mesh.size)
-        return self.known[length]
+        return self.known[length] if length in self.known else self.add(self.rule(length, self.mesh.size))
+
+    def add(self, layout: Layout) -> Layout:
+        """The layout of sequences of its length, which is known from now on: this one, unless there was another."""
+        if layout.length in self.known:
+            return self.known[layout.length]
+        self.known[layout.length] = layout
+        for rank, held in enumerate(self._held):
+            count = layout.local_len(rank)
+            self._apart &= count not in held
+            held.add(count)
+        self._here.setdefault(layout.local_len(self.mesh.rank), layout)
+        return layout
 
     @property
     def told_apart(self) -> bool:
         """Whether each rank can tell the known sequences apart, by the number of tokens that it holds."""
-        ranks = range(self.mesh.size)
-        return bool(self.known) and not any(
-            a.local_len(r) == b.local_len(r) for a, b in combinations(self.known.values(), 2) for r in ranks
-        )
+        return bool(self.known) and self._apart
 
     def of(self, held: Sequence[tuple[str, int]], device: torch.device) -> list[Layout]:
         """Layouts of sequences, given (name, tokens held here) of each. Every rank calls this."""
         if self.told_apart:
-            return [self._found(name, count, [r.local_len(self.mesh.rank) for r in self.known.values()]) for name, count in held]
-        row = torch.tensor([[count for _, count in held]], dtype=torch.int64, device=device if device.type == "cuda" else "cpu")
-        rows = all_gather_rows(self.mesh, row, [1] * self.mesh.size, what="agreement of all ranks, tokens held").tolist()
-        return [self._summed(name, [r[i] for r in rows]) for i, (name, _) in enumerate(held)]
+            return [self.found(name, count) for name, count in held]
+        rows = tell(self.mesh, [count for _, count in held], device, "tokens held")
+        return [self.summed(name, [row[i] for row in rows]) for i, (name, _) in enumerate(held)]
 
-    def _found(self, name: str, count: int, owned: list[int]) -> Layout:
-        if count in owned:
-            return list(self.known.values())[owned.index(count)]
-        raise ValueError(self._unknown(name, f"{count} tokens", whole=count))
+    def found(self, name: str, count: int) -> Layout:
+        """The sequence of which this rank holds `count` tokens, where ranks can tell sequences apart."""
+        if count not in self._here:
+            raise ValueError(self._unknown(name, f"{count} tokens", whole=count))
+        return self._here[count]
 
-    def _summed(self, name: str, counts: list[int]) -> Layout:
+    def summed(self, name: str, counts: list[int]) -> Layout:
+        """The sequence of which each rank holds so many tokens. Where one refuses, all do."""
         if not self.known:
             return in_rank_order(counts)
         layout = self.known.get(sum(counts))
@@ -109,3 +119,10 @@ class Lengths:
             f"{name}: in this context rank {rank} holds {known} tokens, got {got}{hint}. List the tensors that it was made from in "
             "buffers=, or name its whole length in seq_len="
         )
+
+
+def tell(mesh: Mesh, row: list[int], device: torch.device | str, what: str) -> list[list[int]]:
+    """Every rank's numbers, on every rank: a small collective call."""
+    sent = torch.tensor([row], dtype=torch.int64, device=device if torch.device(device).type == "cuda" else "cpu")
+    found: list[list[int]] = all_gather_rows(mesh, sent, [1] * mesh.size, what=f"agreement of all ranks, {what}").tolist()
+    return found

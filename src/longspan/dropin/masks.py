@@ -1,13 +1,14 @@
 """What `attn_mask` means across ranks.
 
 Legend: B batch, H heads, Q, K whole lengths, q, k what this rank holds of them.
-Accepted, each dim also of size 1: [B, H, Q, K], the whole mask, the same on every rank; [B, H, q, K], this rank's rows of it; and
-[B, H, 1, k], for each key that this rank holds whether it is seen (a padding mask that was sharded like the tokens).
+Accepted, each dim also of size 1, in one of three forms that is the same on every rank: "whole", [B, H, Q, K], the whole mask, the same
+everywhere; "rows", [B, H, q, K], this rank's rows of it; and "keys", [B, H, 1, k], for each key that this rank holds whether it is seen
+(a padding mask that was sharded like the tokens).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.comm.gather import all_gather_rows
 from longspan.comm.mesh import Mesh
 from longspan.masks.algebra import Mask, mask_mod
 from longspan.plan.layout import Layout
@@ -32,13 +32,16 @@ class Around:
     batch: int
     heads: int
 
-    @property
-    def held(self) -> tuple[int, int]:
-        return self.q.local_len(self.mesh.rank), self.kv.local_len(self.mesh.rank)
+    def forms(self, rank: int, rows: int, columns: int) -> set[str]:
+        """What a rank's mask of so many rows and columns may be; nothing where it does not fit."""
+        q, k = self.q.local_len(rank), self.kv.local_len(rank)
+        broadcast = columns in (1, self.kv.length)
+        fits = {"whole": broadcast and rows in (1, self.q.length), "rows": broadcast and rows == q, "keys": rows == 1 and columns == k}
+        return {form for form, fit in fits.items() if fit}
 
 
-def whole_mask(attn_mask: Any, around: Around) -> Tensor:
-    """The mask as [1 or B, 1 or H, 1 or Q or q, 1 or K]; a shard of keys' flags is gathered (a collective call)."""
+def four_dims(attn_mask: Any, batch: int, heads: int) -> Tensor:
+    """The mask as [1 or B, 1 or H, rows, columns]: all that can be checked before the sequences are known."""
     if type(attn_mask) is not Tensor:
         raise TypeError(
             f"attn_mask: expected a plain tensor or None, got {type(attn_mask).__name__}; for a causal mask pass is_causal=True"
@@ -47,38 +50,50 @@ def whole_mask(attn_mask: Any, around: Around) -> Tensor:
         raise TypeError(f"attn_mask: expected bool or floating point, got {attn_mask.dtype}")
     if attn_mask.ndim > 4:
         raise ValueError(f"attn_mask: expected at most 4 dims, got shape {tuple(attn_mask.shape)}")
-    mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
-    (q, k), (whole_q, whole_k) = around.held, (around.q.length, around.kv.length)
-    batch, heads, rows, columns = mask.shape
-    fits = batch in (1, around.batch) and heads in (1, around.heads)
-    if fits and rows == 1 and columns == k and columns not in (1, whole_k):
-        return unshard(mask, 3, around.kv, around.mesh)
-    if fits and rows in (1, q, whole_q) and columns in (1, whole_k):
-        return mask
+    table = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
+    if table.shape[0] not in (1, batch) or table.shape[1] not in (1, heads):
+        raise ValueError(f"attn_mask: expected a shape that broadcasts to ({batch}, {heads}, queries, keys), got {tuple(attn_mask.shape)}")
+    return table
+
+
+def check_fits(table: Tensor, around: Around) -> None:
+    """This rank's mask must be of one of the forms."""
+    if around.forms(around.mesh.rank, *table.shape[2:]):
+        return
+    each, (whole_q, whole_k) = (around.batch, around.heads), (around.q.length, around.kv.length)
+    q, k = (layout.local_len(around.mesh.rank) for layout in (around.q, around.kv))
     raise ValueError(
-        f"attn_mask: expected a shape that broadcasts to {(around.batch, around.heads, whole_q, whole_k)} (the whole mask, the same on "
-        f"every rank), to {(around.batch, around.heads, q, whole_k)} (this rank's rows) or to {(around.batch, around.heads, 1, k)} "
-        f"(flags of this rank's keys), got {tuple(attn_mask.shape)}"
+        f"attn_mask: expected a shape that broadcasts to {(*each, whole_q, whole_k)} (the whole mask, the same on every rank), to "
+        f"{(*each, q, whole_k)} (this rank's rows) or to {(*each, 1, k)} (flags of this rank's keys), got {tuple(table.shape)}"
     )
 
 
-def _are_own_rows(mask: Tensor, around: Around) -> bool:
-    """Whether the mask's rows are those of this rank's queries, rather than the whole mask's or one for all. The same on every rank.
+def form_of(told: Sequence[tuple[int, int, Any]], around: Around) -> str:
+    """The form of all ranks' masks, from each rank's rows, columns and digest of contents. The same on every rank, an error too.
 
-    One row on a rank that holds one query may be either: if any rank can hold one query, ranks tell each other what theirs are.
+    A rank that holds one query or key cannot tell by the shape alone. What may be whole on every rank is so where all hold the same.
     """
-    held, whole, rows = around.held[0], around.q.length, mask.shape[2]
-    ranks = range(around.mesh.size)
-    if around.mesh.size == 1 or all(around.q.local_len(r) != 1 for r in ranks):
-        return rows == held and rows not in (1, whole)
-    mine = torch.tensor([[int(rows == held and rows not in (1, whole))]], device=mask.device)
-    return bool(all_gather_rows(around.mesh, mine, [1] * len(ranks), what="agreement of all ranks, rows of attn_mask").any())
+    found = set.intersection(*(around.forms(rank, rows, columns) for rank, (rows, columns, _) in enumerate(told)))
+    if len(found) > 1 and any(digest != told[0][2] for _, _, digest in told):
+        found -= {"whole"}
+    if "whole" in found or len(found) == 1:
+        return "whole" if "whole" in found else found.pop()
+    held = ", ".join(f"rank {rank} {rows} × {columns}" for rank, (rows, columns, _) in enumerate(told))
+    raise ValueError(
+        "attn_mask: expected on every rank the whole mask, or on every rank its own queries' rows, or flags of its own keys; got masks of "
+        f"{held}, which {'may be either of the latter' if found else 'differ'}: pass the whole mask"
+    )
 
 
-def as_mask_mod(mask: Tensor, around: Around) -> Mask:
-    """A bool mask from `whole_mask` as a mask over whole positions; this rank's rows are put together with those of the others."""
-    if _are_own_rows(mask, around):
-        mask = unshard(mask, 2, around.q, around.mesh)
+def gathered(table: Tensor, form: str, around: Around) -> Tensor:
+    """The whole mask from every rank's part: a collective call, but for one that is whole."""
+    if form == "whole":
+        return table
+    return unshard(table, 2, around.q, around.mesh) if form == "rows" else unshard(table, 3, around.kv, around.mesh)
+
+
+def as_mask_mod(mask: Tensor) -> Mask:
+    """A whole bool mask as a mask over whole positions."""
     kept, used = _squeezed(mask)
     if not any(used):
         seen = bool(kept)
@@ -86,12 +101,18 @@ def as_mask_mod(mask: Tensor, around: Around) -> Mask:
     return mask_mod(lambda b, h, q, kv: kept[tuple(i for i, wanted in zip((b, h, q, kv), used) if wanted)])
 
 
-def as_score_mod(mask: Tensor, around: Around) -> Callable[..., Tensor]:
-    """A floating-point mask as what is added to scores. Rows of this rank alone are read through a table of where they lie."""
-    own = _are_own_rows(mask, around)
+def as_score_mod(mask: Tensor, form: str, around: Around, *, stay: bool) -> Callable[..., Tensor]:
+    """A floating-point mask as what is added to scores.
+
+    Where queries stay on their ranks, rows of this rank alone are read through a table of where they lie. All else that comes in parts
+    is gathered (a collective call).
+    """
+    own = form == "rows" and stay
     if own:
         most = max(around.q.local_len(r) for r in range(around.mesh.size))
         mask = F.pad(mask, (0, 0, 0, most - mask.shape[2]))  # of one shape on every rank
+    else:
+        mask = gathered(mask, form, around)
     kept, used = _squeezed(mask)
     if not any(used):
         return lambda score, b, h, q, kv: score + kept

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,31 +14,22 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from longspan.comm.agree import agree
 from longspan.comm.mesh import as_mesh
+from longspan.dropin.contents import Asked, Contents
 from longspan.dropin.dtensors import local_call
 from longspan.dropin.intercept import out_of_compilers_sight
 from longspan.dropin.lengths import Lengths
-from longspan.dropin.masks import Around, as_mask_mod, as_score_mod, whole_mask
+from longspan.dropin.masks import as_mask_mod, as_score_mod, four_dims, gathered
+from longspan.dropin.meeting import NO_SIZE, Given, Met, meet
 from longspan.engine.attention import attend
 from longspan.engine.checks import check_kernel_options
-from longspan.masks.algebra import Causal, Full, Mask, as_mask, causal, full
+from longspan.engine.signatures import as_autocast
+from longspan.masks.algebra import Mask, causal, full
 from longspan.plan.layout import Layout
 from longspan.plan.make import plan
 from longspan.plan.plan import Plan
 from longspan.plan.shards import shard, unshard
 
 KEPT = 64  # plans
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Kept:
-    """A mask as it was: the object, and the versions of what it captured."""
-
-    mask: Mask
-    of: weakref.ref[Any]
-    captured: tuple[tuple[weakref.ref[Tensor], int], ...]
-
-    def holds(self, value: Any) -> bool:
-        return self.of() is value and all((t := ref()) is not None and t._version == version for ref, version in self.captured)
 
 
 class Spanning:
@@ -59,8 +48,10 @@ class Spanning:
         # A layout is given, so that there is nothing for `auto` to weigh but how keys move: only those that somebody reads.
         one_axis = "exchange" if len(self.mesh.axes) == 1 else "ulysses_exchange"
         self.strategy = one_axis if isinstance(strategy, str) and strategy == "auto" else strategy
+        # Ulysses hands a rank the queries of others.
+        self._queries_stay = len(self.mesh.axes) == 1 and not (isinstance(self.strategy, str) and "ulysses" in self.strategy)
         self._plans: dict[Any, Plan] = {}
-        self._masks: dict[int, _Kept] = {}
+        self._contents = Contents()
         self._called = False
         self.sdpa = out_of_compilers_sight(self._sdpa)
         self.flex = out_of_compilers_sight(self._flex)
@@ -102,28 +93,22 @@ class Spanning:
         wrapped = local_call(self.mesh, self.sdpa, (query, key, value), (attn_mask, dropout_p, is_causal, scale, enable_gqa), {})
         if wrapped is not None:
             return wrapped.result  # type: ignore[no-any-return]
-        try:
+
+        def check() -> Given:
             if dropout_p:
                 raise ValueError(f"dropout_p: expected 0, got {dropout_p}: attention across ranks is exact and has no dropout")
             if attn_mask is not None and is_causal:
                 raise ValueError("give attn_mask or is_causal=True, not both: torch refuses the pair as well")
-            q, k, v = _four_dims(query, key, value)
+            q, k, v = _four_dims(*as_autocast(query, key, value))
             if not enable_gqa and q.shape[1] != k.shape[1]:
                 raise ValueError(f"key: expected {q.shape[1]} heads as in query, got {k.shape[1]}; pass enable_gqa=True for grouped heads")
-            q, k, v, attn_mask = _as_autocast(q, k, v, attn_mask)
-            layouts = self.lengths.of([("query", q.shape[2]), ("key", k.shape[2])], q.device)
-        except (ValueError, TypeError) as error:
-            self._refuse(error, query)
-            raise
-        mask, score_mod = (causal() if is_causal else full()), None
-        if attn_mask is not None:
-            around = Around(mesh=self.mesh, q=layouts[0], kv=layouts[1], batch=q.shape[0], heads=q.shape[1])
-            found = whole_mask(attn_mask if query.ndim == 4 or attn_mask.ndim < 3 else attn_mask[:, None], around)
-            if found.dtype == torch.bool:
-                mask = self._remembered(attn_mask, lambda: as_mask_mod(found, around))
-            else:
-                score_mod = as_score_mod(found, around)
-        out, _, _ = self._attend(q, k, v, mask, score_mod, scale, layouts)
+            if attn_mask is None:
+                return Given(q=q, k=k, v=v, asked=self._contents.asked(causal() if is_causal else full()))
+            return self._with_table(q, k, v, attn_mask, heads_apart=query.ndim == 4)
+
+        met = meet(self.lengths, query, check, first=not self._called)
+        asked, score_mod = (met.given.asked, None) if met.given.table is None else self._of_table(met, met.given.table)
+        out, _, _ = self._attend(met, asked, score_mod, scale, lse=False, peak=False)
         return out if query.ndim == 4 else out[:, 0] if query.ndim == 3 else out[0, 0]
 
     def _flex(
@@ -145,85 +130,78 @@ class Spanning:
         wrapped = local_call(self.mesh, self.flex, (query, key, value), rest, {"return_aux": return_aux})
         if wrapped is not None:
             return wrapped.result
-        try:
+
+        def check() -> Given:
             check_kernel_options(kernel_options)
             if return_lse and return_aux is not None:
                 raise ValueError("give return_lse or return_aux, not both; return_aux=AuxRequest(lse=True) is torch's newer form")
-            if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
-                raise ValueError(f"query, key, value: expected 4 dims, got shapes {[tuple(t.shape) for t in (query, key, value)]}")
-            if not enable_gqa and query.shape[1] != key.shape[1]:
-                raise ValueError(f"key: expected {query.shape[1]} heads, got {key.shape[1]}; pass enable_gqa=True for grouped heads")
-            if key.shape[0] == 1 < query.shape[0]:
-                key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
-            layouts = self.lengths.of([("query", query.shape[2]), ("key", key.shape[2])], query.device)
-            _check_block_mask(block_mask, layouts)
-        except (ValueError, TypeError) as error:
-            self._refuse(error, query)
-            raise
-        unmasked = block_mask is None or (isinstance(block_mask, BlockMask) and min(block_mask.BLOCK_SIZE) >= 1 << 30)
-        mask = full() if unmasked else self._remembered(block_mask, lambda: as_mask(block_mask))
+            q, k, v = as_autocast(query, key, value)
+            if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+                raise ValueError(f"query, key, value: expected 4 dims, got shapes {[tuple(t.shape) for t in (q, k, v)]}")
+            if not enable_gqa and q.shape[1] != k.shape[1]:
+                raise ValueError(f"key: expected {q.shape[1]} heads, got {k.shape[1]}; pass enable_gqa=True for grouped heads")
+            if k.shape[0] == 1 < q.shape[0]:
+                k, v = (t.expand(q.shape[0], -1, -1, -1) for t in (k, v))
+            mask, size = block_mask, NO_SIZE
+            if isinstance(mask, BlockMask):
+                nothing = min(mask.BLOCK_SIZE) >= 1 << 30  # torch's stand-in for no mask
+                mask, size = (None, NO_SIZE) if nothing else (mask, (mask.seq_lengths[0], mask.seq_lengths[1]))
+            return Given(q=q, k=k, v=v, asked=self._contents.asked(full() if mask is None else mask), size=size)
+
+        met = meet(self.lengths, query, check, first=not self._called)
         peak = return_aux is not None and return_aux.max_scores
-        out, lse, most = self._attend(query, key, value, mask, score_mod, scale, layouts, peak=peak)
+        returned = return_lse or (return_aux is not None and return_aux.lse)
+        out, lse, most = self._attend(met, met.given.asked, score_mod, scale, lse=returned, peak=peak)
         if return_aux is not None:
             return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=most if peak else None)
         return (out, lse) if return_lse else out
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        score_mod: Callable[..., Tensor] | None,
-        scale: float | None,
-        layouts: list[Layout],
-        *,
-        peak: bool = False,
+        self, met: Met, asked: Asked | None, score_mod: Callable[..., Tensor] | None, scale: float | None, *, lse: bool, peak: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        found = self.plan(mask, layouts, q, k)
+        assert asked is not None
+        q, k, v = met.given.q, met.given.k, met.given.v
+        found = self.plan(asked, met.layouts, q)
         self._called = True
-        return attend(q, k, v, mask=None, score_mod=score_mod, scale=scale, sink=None, kernel="auto", peak=peak, plan=found)
+        return attend(q, k, v, mask=None, score_mod=score_mod, scale=scale, sink=None, kernel="auto", peak=peak, plan=found, lse=lse)
+
+    def _with_table(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any, *, heads_apart: bool) -> Given:
+        """A call with an attn_mask. Its contents are looked at where they are planned, and where one row or key may mean two things."""
+        given = attn_mask if heads_apart or not isinstance(attn_mask, Tensor) or attn_mask.ndim < 3 else attn_mask[:, None]
+        table = four_dims(as_autocast(given)[0], q.shape[0], q.shape[1])
+        rows, columns = table.shape[2:]
+        matters = table.dtype == torch.bool or rows == q.shape[2] == 1 or columns == k.shape[2] == 1
+        return Given(q=q, k=k, v=v, table=table, size=(rows, columns), digest=self._contents.digest(attn_mask) if matters else "")
+
+    def _of_table(self, met: Met, table: Tensor) -> tuple[Asked, Callable[..., Tensor] | None]:
+        """An attn_mask as a mask and a score_mod. Parts are put together where a plan is made: on all ranks, or on none."""
+        if table.dtype != torch.bool:
+            return self._contents.asked(full()), as_score_mod(table, met.form, met.around, stay=self._queries_stay)
+        per_batch, per_head = (size != 1 for size in table.shape[:2])
+        key = ("attn_mask", met.form, tuple(table.shape[:2]), met.given.digest if met.form == "whole" else met.told)
+        return Asked(key=key, per_batch=per_batch, per_head=per_head, make=lambda: as_mask_mod(gathered(table, met.form, met.around))), None
 
     # -------------------------------------------------------------------------------------------------------------- plans
 
-    def plan(self, mask: Mask, layouts: list[Layout], q: Tensor, k: Tensor) -> Plan:
-        """The plan for a call; the same object for calls of the same kind."""
-        rows = max(len(layout.rows) for layout in layouts)
-        program = None if isinstance(mask, Full | Causal) else mask.traced.program  # those two depend on neither batch nor head
-        batch = q.shape[0] if rows > 1 or (program is not None and program.uses_batch) else None
-        heads = q.shape[1] if program is not None and program.uses_head else None
-        key = (type(mask) if isinstance(mask, Full | Causal) else mask, layouts[0].digest, layouts[1].digest, batch, heads)
+    def plan(self, asked: Asked, layouts: list[Layout], q: Tensor) -> Plan:
+        """The plan for a call; the same object for calls of the same kind. Where one rank makes a plan, all do."""
+        batch = q.shape[0] if asked.per_batch or any(len(layout.rows) > 1 for layout in layouts) else None
+        heads = q.shape[1] if asked.per_head else None
+        key = (asked.key, layouts[0].digest, layouts[1].digest, batch, heads)
         found = self._plans.get(key)
         if found is None:
+            mask = asked.make()
             given = layouts[0] if layouts[0] == layouts[1] else (layouts[0], layouts[1])
             lengths = (layouts[0].length, layouts[1].length)
-            found = plan(mask, lengths, self.mesh, layout=given, strategy=self.strategy, batch=batch, heads=heads)
+            try:
+                found = plan(mask, lengths, self.mesh, layout=given, strategy=self.strategy, batch=batch, heads=heads)
+            except (ValueError, TypeError) as error:
+                agree(self.mesh, {}, error, device=q.device if q.is_cuda else "cpu")  # the others are about to compare their plans
+                raise
             while len(self._plans) >= KEPT:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[key] = found
         return found
-
-    def _remembered(self, value: Any, make: Callable[[], Mask]) -> Mask:
-        """The mask made from a user's object, while the object and what it captures are as they were."""
-        kept = self._masks.get(id(value))
-        if kept is not None and kept.holds(value):
-            return kept.mask
-        mask = make()
-        sources = (value, *mask.traced.sources) if isinstance(value, Tensor) else mask.traced.sources
-        captured = tuple((weakref.ref(t), t._version) for t in sources if not t.is_inference())
-        try:
-            entry = _Kept(mask=mask, of=weakref.ref(value), captured=captured)
-        except TypeError:  # cannot be referred to weakly, so not be recognised again
-            return mask
-        while len(self._masks) >= KEPT:
-            self._masks.pop(next(iter(self._masks)))
-        self._masks[id(value)] = entry
-        return mask
-
-    def _refuse(self, error: Exception, q: Any) -> None:
-        """What this rank finds wrong in the first call, all ranks learn."""
-        if not self._called:
-            agree(self.mesh, {}, error, device=q.device if isinstance(q, Tensor) and q.is_cuda else "cpu")
 
 
 def _check_dim(x: Tensor, dim: int, what: str) -> None:
@@ -236,23 +214,3 @@ def _four_dims(*tensors: Tensor) -> list[Tensor]:
     if len(dims) != 1 or not dims <= {2, 3, 4}:
         raise ValueError(f"query, key, value: expected the same 2 to 4 dims, got shapes {[tuple(t.shape) for t in tensors]}")
     return [t if t.ndim == 4 else t[:, None] if t.ndim == 3 else t[None, None] for t in tensors]
-
-
-def _as_autocast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """What autocast would do to the arguments of torch's own function."""
-    if not torch.is_autocast_enabled(q.device.type) or q.dtype == torch.float64:
-        return q, k, v, mask
-    dtype = torch.get_autocast_dtype(q.device.type)
-    mask = mask.to(dtype) if mask is not None and mask.dtype.is_floating_point else mask
-    return q.to(dtype), k.to(dtype), v.to(dtype), mask
-
-
-def _check_block_mask(block_mask: Any, layouts: list[Layout]) -> None:
-    if not isinstance(block_mask, BlockMask) or min(block_mask.BLOCK_SIZE) >= 1 << 30:
-        return
-    whole, got = (layouts[0].length, layouts[1].length), tuple(block_mask.seq_lengths)
-    if whole != got:
-        raise ValueError(
-            f"block_mask: expected one over the whole sequence, {whole[0]} queries by {whole[1]} keys, got {got[0]} by {got[1]}; make it "
-            f"with create_block_mask(mask_mod, B, H, {whole[0]}, {whole[1]}), the same on every rank"
-        )

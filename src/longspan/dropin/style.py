@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from threading import get_ident
 from typing import Any
 
-from torch import Size, Tensor, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from longspan._torch_private import tree_leaves, tree_map
 from longspan.comm.mesh import Mesh, as_mesh
 from longspan.dropin.context import Context
-from longspan.dropin.dtensors import axis_of
+from longspan.dropin.dtensors import axis_of, placed
 from longspan.dropin.lengths import chunked
 from longspan.plan.layout import Layout
 
@@ -95,7 +95,5 @@ def _like(y: Tensor, x: DTensor) -> Tensor:
                 return y
             same = d < local.ndim and y.shape[d] == local.shape[d]
             shape[d] = x.shape[d] if same else shape[d] * size
-    stride = [1]
-    for n in reversed(shape[1:]):
-        stride.insert(0, stride[0] * n)
-    return DTensor.from_local(y.contiguous(), x.device_mesh, x.placements, run_check=False, shape=Size(shape), stride=tuple(stride))
+    found: Tensor = placed(y, x, shape)
+    return found

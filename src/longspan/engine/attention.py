@@ -20,6 +20,7 @@ from longspan.kernels.registry import check_name
 from longspan.masks.algebra import Full, Mask, as_mask
 from longspan.masks.trace_cache import traces
 from longspan.masks.tracing import Traced
+from longspan.modes import without_autocast
 from longspan.plan.plan import Plan, PlanSet
 
 _copies = DeviceCopies()
@@ -169,11 +170,11 @@ def call(
     check_captured(score_captured, q, "score_mod")
     spec = ops.specs.of(None if mask is None else mask.program, None if score is None else score.program, kernel, lse=lse)
     if kernel == "dense":
-        if plan is not None:
-            return dense_over_mesh(plan, q, k, v, scale=scale, score=spec.score, score_captured=score_captured, sink=sink)
-        return dense_attention(
-            q, k, v, scale=scale, mask=spec.mask, mask_captured=mask_captured, score=spec.score, score_captured=score_captured, sink=sink
-        )
+        options: dict[str, Any] = {"scale": scale, "score": spec.score, "score_captured": score_captured, "sink": sink}
+        with without_autocast():
+            if plan is not None:
+                return dense_over_mesh(plan, q, k, v, **options)
+            return dense_attention(q, k, v, mask=spec.mask, mask_captured=mask_captured, **options)
     _refuse_forward_mode([q, k, v, *score_captured] if sink is None else [q, k, v, sink, *score_captured])
     try:
         tensors = [q, k, v, *mask_captured, *score_captured]

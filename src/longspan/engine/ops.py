@@ -21,6 +21,7 @@ from longspan.engine.tables import TableCache
 from longspan.kernels.protocol import Kernel, Tiling, Work, like_query, state_dtype
 from longspan.kernels.registry import choose
 from longspan.masks.table import BlockTable
+from longspan.modes import without_autocast
 from longspan.plan.plan import PlanData, live
 
 BLOCK = (128, 128)
@@ -66,6 +67,7 @@ def make_work(
     )
 
 
+@without_autocast()
 def run_forward(
     q: Tensor,
     k: Tensor,
@@ -89,6 +91,7 @@ def run_forward(
     return result.out, result.lse.contiguous(), result.lse.new_empty(0) if result.peak is None else result.peak.contiguous()
 
 
+@without_autocast()
 def run_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,

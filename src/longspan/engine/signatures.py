@@ -32,11 +32,13 @@ def flex_attention(
 
     `block_mask` may also be a longspan mask or a mask_mod callable. Returns out; (out, lse) with `return_lse`; (out, AuxOutput) with
     `return_aux`. `max_scores` are not differentiable. Batches of keys of size 1 serve every query batch. `kernel_options` that torch
-    knows are accepted and have no effect: they tune torch's kernels, and change no result.
+    knows are accepted and have no effect: they tune torch's kernels, and change no result. Under autocast query, key and value are cast
+    as torch casts them.
     """
     check_kernel_options(kernel_options)
     if return_lse and return_aux is not None:
         raise ValueError("give return_lse or return_aux, not both; return_aux=AuxRequest(lse=True) is torch's newer form")
+    query, key, value = as_autocast(query, key, value)
     if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor) and query.ndim == key.ndim == value.ndim == 4:
         if not enable_gqa and query.shape[1] != key.shape[1]:
             raise ValueError(
@@ -72,7 +74,7 @@ def scaled_dot_product_attention(
     Any number of dims before the last two, none too; they broadcast. With `enable_gqa` key and value may have fewer heads than query, also
     each its own number, which divides query's. A boolean `attn_mask` is True where a query sees a key; a floating-point one is added to
     the scores and gets its gradient. Both broadcast to [..., H, Q, K]. A CausalBias of torch.nn.attention.bias is taken as what it says.
-    Dropout is refused: there is no exact counterpart of it across devices.
+    Dropout is refused: there is no exact counterpart of it across devices. Under autocast arguments are cast as torch casts them.
     """
     if dropout_p:
         raise ValueError(
@@ -80,6 +82,7 @@ def scaled_dot_product_attention(
         )
     if attn_mask is not None and is_causal:
         raise ValueError("give attn_mask or is_causal=True, not both; a longspan mask & causal() in longspan.attention does both")
+    query, key, value = as_autocast(query, key, value)
     leading = _leading(query, key, value, enable_gqa)
     mask: Mask | None = causal() if is_causal else None
     score_mod = None
@@ -87,6 +90,7 @@ def scaled_dot_product_attention(
     if type(attn_mask).__name__ == "CausalBias":  # torch.nn.attention.bias brings Triton with it: not imported for a name
         mask, attn_mask = _as_mask(attn_mask, q_len, kv_len), None
     q, k, v = _grouped(query, key, value, leading)
+    (attn_mask,) = as_autocast(attn_mask)
     table = None if attn_mask is None else _four_dims(attn_mask, (*leading, q_len, kv_len))
     if 0 in q.shape[:2]:
         return _nothing(q, k, v, table).reshape(*leading, q_len, v.shape[-1])
@@ -100,6 +104,21 @@ def scaled_dot_product_attention(
             raise TypeError(f"attn_mask: expected bool or floating point, got {attn_mask.dtype}")
     out, _, _ = attend(q, k, v, mask=mask, score_mod=score_mod, scale=scale, sink=None, kernel="auto", peak=False)
     return out if len(leading) == 2 else out.reshape(*leading, q_len, out.shape[-1])
+
+
+def as_autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Arguments as torch's own attention gets them under autocast: in the dtype that is set for their device.
+
+    Only floating-point tensors, and no float64, are cast, each by itself. All else, None too, stays what it is.
+    """
+
+    def cast(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+            return x
+        kind = x.device.type
+        return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+    return tuple(cast(x) for x in tensors)
 
 
 def _leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:

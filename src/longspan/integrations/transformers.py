@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from longspan.engine.attention import attention
+from longspan.engine.signatures import as_autocast
 from longspan.integrations.batch import RealKeys, prepare_batch
 from longspan.integrations.configs import check_config
 from longspan.integrations.plans import FULL, SLIDING, ModelPlans
@@ -102,15 +103,14 @@ def attention_forward(
     softcap: scores become softcap · tanh(score / softcap). s_aux [H]: sinks. sliding_window: with a plan, which of its plans is used.
     """
     _refuse(dropout, rest)
-    if torch.is_autocast_enabled(query.device.type):
-        # As torch does for its own attention: rotary embeddings leave q and k in another dtype than v.
-        query, key, value = (t.to(torch.get_autocast_dtype(query.device.type)) for t in (query, key, value))
+    query, key, value = as_autocast(query, key, value)  # rotary embeddings leave q and k in another dtype than v
     options: dict[str, Any] = {"scale": scaling, "sink": s_aux, "score_mod": None if softcap is None else _softcap(float(softcap))}
     if longspan_plan is None:
-        out = attention(query, key, value, mask=_one_device(module, query, key, attention_mask, sliding_window, rest), **options)
+        options["mask"] = _one_device(module, query, key, attention_mask, sliding_window, rest)
     else:
         _check_planned(module, query, key, attention_mask, rest)
-        out = attention(query, key, value, plan=_plan_for(longspan_plan, sliding_window), **options)
+        options["plan"] = _plan_for(longspan_plan, sliding_window)
+    out = attention(query, key, value, **options)
     return out.transpose(1, 2).contiguous(), None
 
 

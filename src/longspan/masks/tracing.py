@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Container, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from longspan._torch_private import OpOverload, outside_of_modes
 from longspan.masks.program import CapturedSpec, Kind, Program, call, op_name
+from longspan.modes import without_autocast
 
 INPUTS: dict[Kind, tuple[str, ...]] = {"score": ("score", "b", "h", "q", "kv"), "mask": ("b", "h", "q", "kv")}
 
@@ -43,7 +44,7 @@ class Traced:
         """
         if self.preamble is None:
             return list(self.sources)
-        with _without_autocast():
+        with without_autocast():
             return list(self.preamble(*self.sources))
 
 
@@ -89,16 +90,7 @@ def trace(fn: Callable[..., Any], kind: Kind, *, score_dtype: torch.dtype = torc
 def _as_outside() -> Iterator[None]:
     """No inference mode: what a program keeps (constants) must serve training too. And no autograd, no autocast."""
     # Leaving inference mode turns autograd on, so that comes first.
-    with torch.inference_mode(False), torch.no_grad(), _without_autocast():
-        yield
-
-
-@contextmanager
-def _without_autocast() -> Iterator[None]:
-    with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
+    with torch.inference_mode(False), torch.no_grad(), without_autocast():
         yield
 
 

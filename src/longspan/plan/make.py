@@ -12,6 +12,7 @@ import torch
 
 from longspan.comm.mesh import Mesh, as_mesh
 from longspan.masks.algebra import as_mask
+from longspan.modes import settled
 from longspan.plan import auto, balance, layouts, schedule
 from longspan.plan.clusters import cluster as cluster_of
 from longspan.plan.cost import Cluster
@@ -19,7 +20,6 @@ from longspan.plan.counts import balance_of, counts
 from longspan.plan.layout import Layout
 from longspan.plan.plan import Plan, PlanData, PlanSet, ulysses_groups
 from longspan.plan.schedule import Reads, Schedule, check_brings
-from longspan.plan.settled import settled
 from longspan.plan.strategies import LAYOUTS, Strategy, check_name, heads_refusal, strategy_for
 from longspan.plan.tiles import reads
 from longspan.plan.timeline import Timeline, fastest, timeline

@@ -21,11 +21,11 @@ from longspan.comm.mesh import Mesh, as_mesh
 from longspan.masks.classify import classify
 from longspan.masks.program import Program
 from longspan.masks.table import BlockTable
+from longspan.modes import settled
 from longspan.plan.cost import Cluster
 from longspan.plan.digest import digest_of
 from longspan.plan.layout import Layout
 from longspan.plan.schedule import Schedule
-from longspan.plan.settled import settled
 from longspan.plan.shards import Tree, each_tensor, places, shard, unshard
 from longspan.plan.tiles import Side
 

@@ -131,7 +131,8 @@ def _options(data: PlanData, cluster: Cluster, numbers: Report) -> str:
         )
     for name, reason in found.refused:
         lines.append(f'<tr><th scope="row">{html.escape(name)}</th><td colspan="5">cannot be: {html.escape(reason)}</td></tr>')
-    return "".join(lines) + "</tbody></table><p>~ estimated from owners alone; the others are planned and timed exactly. What is not balanced comes last.</p>"
+    note = "~ estimated from owners alone; the others are planned and timed exactly. What is not balanced comes last."
+    return "".join(lines) + f"</tbody></table><p>{note}</p>"
 
 
 def _memory(numbers: Report) -> str:
