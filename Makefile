@@ -2,8 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Tests are many and small: one thread each, one process per core.
-RUN_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+# Tests are many and small: one thread each, one process per core; who is done first takes from the others.
+RUN_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .PHONY: help install demo test test-all test-gpu sanitize-gpu lint bench bench-gpu clean
 

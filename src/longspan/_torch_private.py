@@ -45,6 +45,7 @@ __all__ = [
     "is_batched_gradient",
     "is_transformed",
     "modes_are_active",
+    "number_of",
     "outside_of_modes",
     "process_group_by_name",
     "transform_is_active",
@@ -83,6 +84,12 @@ def outside_of_modes() -> Iterator[None]:
     """Trace here: as if no dispatch mode, no transform and no compilation were active, one thread at a time (`make_fx` patches torch)."""
     with _one_at_a_time, temporarily_clear_interpreter_stack(), _disable_current_modes(), tracing(None):
         yield
+
+
+def number_of(scalar: Tensor) -> float | int | bool:
+    """What a real tensor of one element holds, whatever modes are active. Takes no lock: it is called within traces."""
+    with _disable_current_modes():
+        return scalar.item()
 
 
 def process_group_by_name(name: str) -> ProcessGroup | None:

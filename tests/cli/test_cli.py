@@ -15,6 +15,7 @@ from longspan.plan.clusters import cluster, dump
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from longspan.cli import main
 from longspan.cli.app import run
 
 
@@ -74,6 +75,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--mask", "tests.cli.masks:NUMBER"], "is a int"),
     (["--mask", "documents(nowhere.txt)"], "nowhere.txt"),
     (["--mask", "documents(words.txt)"], "words.txt, line 2: expected a length"),
+    (["--mask", "documents(squares.txt)"], "squares.txt, line 1: expected a length"),
     (["--mask", "documents(short.txt)"], "sum to 600, --tokens says 8192"),
     (["--mask", "documents([1, -2])"], "whole numbers of 0 or more"),
     (["--tokens", "many"], "--tokens: expected a number"),
@@ -136,7 +138,13 @@ def test_bad_input_is_one_line_and_exit_code_2(
     arguments: list[str], says: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, text in (("words.txt", "100\nmany 3"), ("short.txt", "100 500"), ("typo.toml", TYPO), ("broken.toml", NO_TOML)):
+    for name, text in (
+        ("words.txt", "100\nmany 3"),
+        ("squares.txt", "10²"),
+        ("short.txt", "100 500"),
+        ("typo.toml", TYPO),
+        ("broken.toml", NO_TOML),
+    ):
         (tmp_path / name).write_text(text)
     (tmp_path / "negative.toml").write_text(NEGATIVE)
     (tmp_path / "lists.toml").write_text(LISTS)
@@ -187,3 +195,15 @@ def test_the_module_runs_and_says_what_to_install_without_the_extras() -> None:
     code = "import sys; sys.modules['typer'] = None; from longspan.cli import main; main(['plan'])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.returncode == 1 and "longspan[cli]" in found.stderr and "Traceback" not in found.stderr
+
+
+def test_a_program_that_calls_a_command_goes_on_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--tokens", "few"])
+
+
+@pytest.mark.parametrize("mask", ["~" * 3000 + "causal", "causal & " * 1500 + "causal"], ids=["not", "and"])
+def test_masks_within_masks_without_end_are_refused_in_one_line(mask: str, capsys: Any) -> None:
+    code, _, said = called(capsys, "plan", "--mask", mask, "--tokens", "1k", "--gpus", "2")
+    assert code == 2 and said.count("\n") == 1 and "too many masks within each other" in said

@@ -167,7 +167,8 @@ def test_verify_uses_the_processes_of_torchrun(tmp_path: Path) -> None:
     script.write_text(
         "import sys\nfrom longspan.cli import checking, main, spanning\n"
         "checking.MASKS, checking.SCORES, spanning.CASES = ('causal',), ('none',), (('documents', 'bias'),)\n"
-        "main(['verify', '--device', 'cpu', '--json', *sys.argv[1:]])\n"
+        "sys.argv[1:] = ['verify', '--device', 'cpu', '--json']\n"
+        "main()\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", "GLOO_SOCKET_IFNAME": "lo"}

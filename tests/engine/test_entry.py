@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import longspan as ls
+from longspan.engine.attention import attend
 from longspan.testing import virtual_world
 
 SIZES = {"batch": 2, "heads": 6, "kv_heads": 3, "head_dim": 8}
@@ -137,3 +138,29 @@ def test_a_call_of_one_rank_alone_says_which_stage_it_waited_for() -> None:
     with pytest.raises(RuntimeError, match="stage 1 of 1"):
         world.run(rank)
     assert sorted(done) == [0, 1]
+
+
+def test_a_rank_may_ask_for_more_where_nothing_of_it_travels() -> None:
+    def rank(mesh: Any) -> Any:
+        plan = ls.plan(ls.causal(), 300, mesh, strategy="ring", **SIZES)
+        given = tensors(plan)
+        ls.attention(*given, plan=plan)
+        options: dict[str, Any] = {"mask": None, "score_mod": None, "scale": None, "sink": None, "kernel": "auto", "plan": plan}
+        return attend(*given, peak=mesh.rank == 0, lse=mesh.rank == 1, **options)[2].numel()
+
+    found = virtual_world(3, timeout=20.0).run(rank)
+    assert found[0] > 0 == found[1] == found[2]
+
+
+def test_a_lookup_outside_of_its_table_is_refused_by_all_ranks_before_anything_is_sent() -> None:
+    pytest.importorskip("triton")
+    table, world = torch.rand(200), virtual_world(2, timeout=20.0)
+
+    def rank(mesh: Any) -> str:
+        plan = ls.plan(ls.causal(), 300, mesh, layout="contiguous", strategy="exchange", heads=2, kv_heads=2)
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            ls.attention(*tensors(plan, 1, 2, 2, 16), plan=plan, kernel="triton", score_mod=lambda s, b, h, q, kv: s + table[q])
+        return str(caught.value)
+
+    assert all("looks outside a captured tensor of shape (200,)" in said for said in world.run(rank))
+    assert not any("stage" in exchange.what for exchange in world.exchanges)

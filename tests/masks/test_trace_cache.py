@@ -326,3 +326,16 @@ def test_a_look_up_that_raises_is_not_the_callers_error() -> None:
 
     awkward = Awkward()
     assert not traced_twice(TraceCache(), lambda s, b, h, q, kv: s.exp() if awkward else s, lambda s, b, h, q, kv: s.exp())
+
+
+def test_functions_that_remember_their_results_are_read_as_what_they_wrap() -> None:
+    @functools.lru_cache
+    def width(n: int) -> int:
+        return n + 3
+
+    def near(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return q - kv < width(4)
+
+    kept = TraceCache()
+    first, again = (kept.trace(near, "mask", score_dtype=torch.float32) for _ in range(2))
+    assert again.program is first.program

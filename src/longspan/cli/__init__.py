@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from longspan.cli.app import run
 
     code = run(list(sys.argv[1:] if arguments is None else arguments))
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if arguments is None and "TORCHELASTIC_RUN_ID" in os.environ:
         # A thread of a process group that lets go of a tensor while the interpreter shuts down aborts a rank that has done its work.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -70,10 +70,18 @@ def mask(text: str, tokens: int) -> Any:
     quoted = re.sub(r"documents\(\s*([^\s\"'\[(][^()]*?)\s*\)", lambda m: f"documents({m[1]!r})", text.strip())
     quoted = re.sub(r"(?<=[(,\s])\d+[kKmMgG](?=\s*[,)])", lambda m: str(count(m[0], "--mask")), quoted)
     try:
-        tree = ast.parse(quoted, mode="eval")
+        found = _Reader(quoted, tokens).read(_parsed(quoted, text))
+        str(found)
+        return found
+    except (RecursionError, MemoryError):
+        raise Refused(f"--mask: too many masks within each other: {text[:40]!r}…") from None
+
+
+def _parsed(quoted: str, text: str) -> ast.expr:
+    try:
+        return ast.parse(quoted, mode="eval").body
     except (SyntaxError, ValueError):
         raise Refused(f"--mask: cannot read {text!r}: expected masks such as causal, combined with & | ~ and parentheses") from None
-    return _Reader(quoted, tokens).read(tree.body)
 
 
 class _Reader:
@@ -140,7 +148,7 @@ def _read_lengths(path: Path) -> list[int]:
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         for word in line.replace(",", " ").split():
-            if not word.isdigit():
+            if not word.isdecimal() or len(word) > 18:
                 raise Refused(f"{path}, line {number}: expected a length, a whole number of 0 or more, got {word[:40]!r}")
             found.append(int(word))
     if not found:

@@ -88,7 +88,7 @@ def _best(mask: Any, tokens: int, gpus: int, sizes: Any, cluster: Any, strategy:
         made = ls.plan(mask, tokens, mesh, strategy=name, cluster=cluster, **options, **sizes)
         found.append((made.report(cluster).seconds, len(found), made))
     if not found:
-        raise Refused(f"--ulysses: {degree} devices cannot share the heads {sizes['heads']}/{sizes['kv_heads']} of {gpus} devices")
+        raise Refused(f"--strategy: {strategy}: no part of {gpus} devices can share the heads {sizes['heads']}/{sizes['kv_heads']}")
     return min(found)[2]
 
 

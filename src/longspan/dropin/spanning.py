@@ -161,8 +161,8 @@ class Spanning:
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert asked is not None
         q, k, v = met.given.q, met.given.k, met.given.v
+        self._called = True  # all ranks have met, whatever follows
         found = self.plan(asked, met.layouts, q)
-        self._called = True
         return attend(q, k, v, mask=None, score_mod=score_mod, scale=scale, sink=None, kernel="auto", peak=peak, plan=found, lse=lse)
 
     def _with_table(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any, *, heads_apart: bool) -> Given:

@@ -24,6 +24,7 @@ from longspan.kernels.protocol import like_query, state_dtype
 from longspan.masks.algebra import Mask
 from longspan.masks.program import Kind
 from longspan.masks.tracing import Traced, trace
+from longspan.modes import without_autocast
 
 _SCALARS = ("score", "b", "h", "q", "kv")
 
@@ -130,9 +131,9 @@ class _AttendHop(BaseHOP):
             mask = _traced(subgraph, results.pop(0), scalars, "mask", torch.float32) if has_mask else None
             programs = (None if found is None else found[0].program for found in (mask, score))
             spec = Spec(mask=next(programs), score=next(programs), kernel=kernel, lse=returned)
-            _ = spec.joint
             if kernel != "dense":
                 spec = ops.specs.pin(spec)
+        _ = spec.joint
 
         def captured(found: tuple[Traced, list[Node]] | None) -> list[Tensor]:
             if found is None:
@@ -140,7 +141,8 @@ class _AttendHop(BaseHOP):
             traced, nodes = found
             values = [operand_of[n] for n in nodes]
             sources = [t if isinstance(t, Tensor) else torch.full((), t, dtype=torch.int64, device=q.device) for t in values]
-            return sources if traced.preamble is None else list(traced.preamble(*sources))
+            with without_autocast():
+                return sources if traced.preamble is None else list(traced.preamble(*sources))
 
         mask_captured = [t.detach().to(q.device) for t in captured(mask)]
         sink = rest[0] if has_sink else None
@@ -148,17 +150,9 @@ class _AttendHop(BaseHOP):
         if kernel == "dense":
             if plan is not None:
                 raise NotImplementedError("kernel='dense' with a plan does not compile: it reads the plan in Python. Call it uncompiled")
-            out, lse, most = dense_attention(
-                q,
-                k,
-                v,
-                scale=scale,
-                mask=spec.mask,
-                mask_captured=mask_captured,
-                score=spec.score,
-                score_captured=captured(score),
-                sink=sink,
-            )
+            options: dict[str, Any] = {"score": spec.score, "score_captured": captured(score), "sink": sink}
+            with without_autocast():
+                out, lse, most = dense_attention(q, k, v, scale=scale, mask=spec.mask, mask_captured=mask_captured, **options)
         else:
             out, lse, most = ops.attend(q, k, v, sink, mask_captured, captured(score), plan, spec.handle, scale, peak)
         return (out, lse, most if peak else lse.new_empty((0,)), *(q.new_empty((0,)) for _ in outputs[3:]))

@@ -32,7 +32,7 @@ def enter(
 ) -> Call:
     """The call, checked here and agreed upon by all ranks."""
     known = (
-        q.shape, k.shape, v.shape, q.dtype, q.device.type, spec.handle, scale, sink is None, peak,
+        q.shape, k.shape, v.shape, q.dtype, q.device.type, spec.handle, scale, sink is None, peak and plan.degree > 1,
         tuple((t.shape, t.dtype) for t in score_captured),
     )  # fmt: skip
     call = Call(data=plan, spec=spec, scale=scale, score_captured=score_captured, heads=q.shape[1], kv_heads=k.shape[1])

@@ -65,6 +65,7 @@ class Call:
             joint=self.spec.joint if backward else None,
             first_batch=row if self.data.rows > 1 else 0,
             first_head=0 if self.own_heads is None else self.own_heads.start,
+            mask_is_fixed=True,  # copies of the plan's own
         )
 
     def route(self, q: Tensor, k: Tensor, v: Tensor, *, sink: bool, backward: bool) -> tuple[Kernel, Itinerary]:
@@ -81,6 +82,8 @@ class Call:
         first, *more = (self.work(part, q, p, backward=True) for part, p in parts)
         staged = sink or len(parts) > self.data.rows
         kernel = choose(self.spec.kernel, q, k, v, first, more=more, staged=staged, backward=backward)
+        for work in (first, *more):
+            kernel.check(work, q)
         block = kernel.block(q, v, self.data.table(plain, 0))
         return kernel, route if block == plain else itinerary(self.data, block, self.own_heads)
 
@@ -252,6 +255,7 @@ def _backward(
     wide_keys: bool = False,
 ) -> tuple[Grads, Tensor | None]:
     kernel, route = call.route(q, k, v, sink=sink is not None, backward=True)
+    kernel.check(call.work(route.steps[0].parts[0], q, 0, backward=True), q, needs)  # before others wait for what this rank sends
     delta = kernel.delta(out, grad_out, grad_lse)
     dsink = sink_gradient(sink, lse, delta)
     keys = _Keys(call, k, v, route.steps, "backward")

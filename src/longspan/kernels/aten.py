@@ -19,7 +19,7 @@ from torch import Tensor
 
 from longspan.kernels.aten_limits import refusal
 from longspan.kernels.aten_ops import Backend, Rows, backward_through_lse, in_order_of, operator
-from longspan.kernels.fold import begun, fold_, grouped_matmul
+from longspan.kernels.fold import above_zero, begun, fold_, grouped_matmul
 from longspan.kernels.protocol import Grads, Kernel, State, Work, plain_delta, state_dtype
 from longspan.kernels.rectangles import Rectangle, rectangles
 from longspan.masks.table import BlockTable
@@ -40,6 +40,9 @@ class AtenKernel:
     def name(self) -> str:
         return self.backend
 
+    def check(self, work: Work, q: Tensor, needs: Sequence[bool] = ()) -> None:
+        pass
+
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
         return refusal(self.backend, q, k, v, work)
 
@@ -51,12 +54,12 @@ class AtenKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, *, state: State | None, final: bool, peak: bool) -> State:
         op, wide = operator(self.backend, q.device), state_dtype(q.dtype)
-        parts = list(_parts(q, k, work))
+        parts, (given, scale, _) = list(_parts(q, k, work)), above_zero(q, work.scale)
         whole = state is None and len(parts) == 1 and parts[0].everything
         result = None if whole else begun(state, (*q.shape[:3], v.shape[-1]), wide, q.device, peak=peak)
         for part in parts:
             rows, keys = part.rows, part.keys
-            out, lse = op.forward(q[rows], k[keys], v[keys], causal=part.causal, scale=work.scale)
+            out, lse = op.forward(given[rows], k[keys], v[keys], causal=part.causal, scale=scale)
             most = _peaks(q[rows], k[keys], part.causal, work.scale) if peak else None
             if result is None:
                 result = State(out=out if final else out.to(wide), lse=lse, peak=most)
@@ -86,7 +89,7 @@ class AtenKernel:
         """As in the protocol. `delta` is not read: the operators make their own, and with a `grad_lse` it is added to that."""
         op = operator(self.backend, q.device)
         total: Grads | None = into
-        parts = list(_parts(q, k, work))
+        parts, (given, scale, sign) = list(_parts(q, k, work)), above_zero(q, work.scale)
         whole = len(parts) == 1 and parts[0].everything
         if into is None and not whole:
             dq, dk, dv = (torch.zeros_like(t, dtype=state_dtype(q.dtype)) for t in (q, k, v))
@@ -98,10 +101,11 @@ class AtenKernel:
             rows, keys = part.rows, part.keys
             told = Rows(grad_out[rows], out[rows], lse[rows])
             if grad_lse is None:
-                dq, dk, dv = op.backward(q[rows], k[keys], v[keys], told, causal=part.causal, scale=work.scale)
+                dq, dk, dv = op.backward(given[rows], k[keys], v[keys], told, causal=part.causal, scale=scale)
             else:
                 shift = grad_lse[rows].to(lse.dtype)
-                dq, dk, dv = backward_through_lse(q[rows], k[keys], v[keys], told, shift, causal=part.causal, scale=work.scale)
+                dq, dk, dv = backward_through_lse(given[rows], k[keys], v[keys], told, shift, causal=part.causal, scale=scale)
+            dq = dq if sign == 1.0 else dq * sign
             if total is None:
                 total = Grads(q=dq, k=dk, v=dv, captured=[])
             elif whole:
@@ -133,6 +137,9 @@ class AnyAtenKernel:
                 return kernel
             reasons.append(f"{kernel.name}: {reason}")
         return "; ".join(reasons)
+
+    def check(self, work: Work, q: Tensor, needs: Sequence[bool] = ()) -> None:
+        pass
 
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
         found = self.pick(q, k, v, work)

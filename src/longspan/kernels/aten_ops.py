@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from longspan.kernels.fold import side_by_side
 from longspan.kernels.protocol import like_query, state_dtype
 
 Backend = Literal["flash", "efficient", "cudnn"]
@@ -47,13 +48,14 @@ class _CpuFlash:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         wide = state_dtype(q.dtype)
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q.to(wide), k.to(wide), v.to(wide), 0.0, causal, scale=scale)
+        tensors = (side_by_side(t.to(wide)) for t in (q, k, v))
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, causal, scale=scale)
         return out, lse
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, *, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         wide = state_dtype(q.dtype)
-        tensors = (t.to(wide) for t in (rows.grad_out, q, k, v, rows.out, rows.lse))
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, causal, scale=scale)
+        tensors = (side_by_side(t.to(wide)) for t in (rows.grad_out, q, k, v, rows.out))
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, rows.lse.to(wide), 0.0, causal, scale=scale)
         return dq, dk, dv
 
 

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from longspan.kernels.fold import (
+    above_zero,
     add_lookup_grads_,
     begun,
     fold_,
     grouped_matmul,
     grouped_matmul_t,
+    side_by_side,
     softmax_tile,
     tile_indices,
 )
@@ -39,6 +41,9 @@ class CpuKernel:
     """See the module's docstring."""
 
     name: str = "cpu"
+
+    def check(self, work: Work, q: Tensor, needs: Sequence[bool] = ()) -> None:
+        pass
 
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
         return None
@@ -239,8 +244,9 @@ class _Call:
         (b, h), g = self.slices(rect)
         rows, keys = slice(rect.q0, rect.q1), slice(rect.k0, rect.k1)
         bias, any_seen = self._flash_bias(rect)
-        q, k, v = (t.to(self.wide) for t in (self.q[b, h, rows], self.k[(*g, keys)], self.v[(*g, keys)]))
-        out, lse = _flash(q, k, v, 0.0, rect.kind == "causal", attn_mask=bias, scale=self.work.scale)
+        q, k, v = (side_by_side(t.to(self.wide)) for t in (self.q[b, h, rows], self.k[(*g, keys)], self.v[(*g, keys)]))
+        q, scale, _ = above_zero(q, self.work.scale)
+        out, lse = _flash(q, k, v, 0.0, rect.kind == "causal", attn_mask=bias, scale=scale)
         if any_seen is not None:
             # The operator gives such rows lse 0: they would count as one key of score 0.
             lse = torch.where(any_seen, lse, -torch.inf)
@@ -254,5 +260,7 @@ class _Call:
         norm = lse[b, h, rows]
         norm = norm.masked_fill(norm == -torch.inf, 0.0)
         tensors = (grad_out[b, h, rows], self.q[b, h, rows], self.k[(*g, keys)], self.v[(*g, keys)], out[b, h, rows])
-        wide = (t.to(self.wide) for t in tensors)
-        return _flash_backward(*wide, norm, 0.0, rect.kind == "causal", attn_mask=bias, scale=self.work.scale)
+        grad, q, k, v, o = (side_by_side(t.to(self.wide)) for t in tensors)
+        q, scale, sign = above_zero(q, self.work.scale)
+        dq, dk, dv = _flash_backward(grad, q, k, v, o, norm, 0.0, rect.kind == "causal", attn_mask=bias, scale=scale)
+        return (dq if sign == 1.0 else dq * sign), dk, dv

@@ -39,10 +39,11 @@ def dense_attention(
     keys, values = (t.to(wide).repeat_interleave(groups, 1) for t in (k, v))
     scores = q.to(wide) @ keys.transpose(-1, -2) * scale
     batch, heads, queries, n = scores.shape
+    rows = torch.arange(queries, device=q.device) if q_pos is None else q_pos.to(q.device)
     indices = (
         torch.arange(batch, device=q.device).view(-1, 1, 1, 1),
         torch.arange(heads, device=q.device).view(1, -1, 1, 1),
-        torch.arange(queries, device=q.device).view(1, 1, -1, 1) if q_pos is None else q_pos.to(q.device).view(-1, 1, queries, 1),
+        rows.view(len(rows) if rows.ndim == 2 else 1, 1, queries, 1),
         torch.arange(n, device=q.device).view(1, 1, 1, -1),
     )
     if score is not None:

@@ -101,3 +101,17 @@ def add_lookup_grads_(
             total.index_put_(where, grad.reshape(-1, *grad.shape[len(shape) :]), accumulate=True)
         else:
             total.add_(grad.reshape(total.shape))
+
+
+def above_zero(q: Tensor, scale: float) -> tuple[Tensor, float, float]:
+    """(q, scale, sign): the same products q·k·scale with a scale above 0. torch's operators mask first and then scale, and −inf times 0 or
+    less is no mask. The gradient of the given q is `sign` times that of the new one.
+    """
+    if scale > 0:
+        return q, scale, 1.0
+    return (-q, -scale, -1.0) if scale < 0 else (torch.zeros_like(q), 1.0, 0.0)
+
+
+def side_by_side(t: Tensor) -> Tensor:
+    """t, or a copy whose last dim's elements lie side by side: torch's CPU flash operator reads them so, whatever the stride."""
+    return t if t.stride(-1) == 1 else t.contiguous()

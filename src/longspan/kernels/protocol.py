@@ -74,6 +74,8 @@ class Work:
 
     `first_batch`, `first_head`: where the tensors at hand are a part of a larger attention, its batch row and query head that
     come first here: programs see b + first_batch and h + first_head. The table's own batch and head dims are those of the tensors at hand.
+
+    `mask_is_fixed`: nobody writes to `mask_captured`.
     """
 
     table: BlockTable
@@ -87,6 +89,7 @@ class Work:
     joint: Joint | None = None
     first_batch: int = 0
     first_head: int = 0
+    mask_is_fixed: bool = False
 
 
 @dataclass(kw_only=True, eq=False)
@@ -120,6 +123,9 @@ class Kernel(Protocol):
 
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
         """Why this kernel cannot do this work, or None if it can."""
+
+    def check(self, work: Work, q: Tensor, needs: Sequence[bool] = ()) -> None:
+        """Raise what `forward`, or with `needs` `backward`, would raise when it runs: over a mesh others are under way by then."""
 
     def block(self, q: Tensor, v: Tensor, table: BlockTable) -> tuple[int, int]:
         """The tile size that suits this kernel for such a table: the table's own, or another one for the same mask."""

@@ -223,7 +223,9 @@ class Interpreter:
                 )
         varying = [i for i, index in enumerate(indices) if isinstance(index, Step)]
         if len(varying) != 1:
-            least, most = table.amin().reshape(1).to(carrier(dtype)), table.amax().reshape(1).to(carrier(dtype))
+            # One number that is seen as a table of any size is looked at once.
+            held = table if any(table.stride()) or not table.numel() else table[(0,) * table.ndim]
+            least, most = held.amin().reshape(1).to(carrier(dtype)), held.amax().reshape(1).to(carrier(dtype))
             rule: Rule = lambda _, args: lookup_points(table, Interval(least, most), cast(Any, args))  # noqa: E731
             return self._make(call, None if bool(most.isnan()) else rule, tuple(indices), source=table)
         axis = varying[0]

@@ -50,6 +50,9 @@ def joint_of(program: Program) -> Joint:
 
 
 def _joint_of(program: Program) -> Joint:
+    if torch.is_anomaly_enabled():  # it asks gradients for their values, which those of a trace do not have
+        with torch.autograd.set_detect_anomaly(False):
+            return _joint_of(program)
     reads = _differentiable_reads(program)
     forward = _with_reads_as_inputs(program, [node for _, node in reads])
     vjp = _trace_vjp(forward, program, [node for _, node in reads])

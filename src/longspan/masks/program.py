@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from longspan._torch_private import modes_are_active, number_of
+
 Kind = Literal["score", "mask"]
 
 # Aten operations that act element by element: a graph made of them can be run on whole tiles by broadcasting.
@@ -186,7 +188,7 @@ def run(graph: Graph, inputs: Sequence[Tensor], *, pointwise: bool) -> Any:
         if node.op == "placeholder":
             env[node] = lift(next(feed))
         elif node.op == "get_attr":
-            env[node] = lift(node.meta["constant"].to(device))
+            env[node] = lift(_constant(node, device))
         elif node.op == "output":
             return torch.fx.map_arg(node.args[0], env.__getitem__)
         else:
@@ -194,6 +196,14 @@ def run(graph: Graph, inputs: Sequence[Tensor], *, pointwise: bool) -> Any:
             kwargs = torch.fx.map_arg(node.kwargs, env.__getitem__)
             env[node] = call(node.target, args, kwargs, device)
     raise AssertionError("graph without output")
+
+
+def _constant(node: Node, device: torch.device) -> Tensor:
+    """A literal of the graph. Made anew where a mode looks on: to a compiler's fake tensors a real one is a stranger."""
+    value: Tensor = node.meta["constant"]
+    if value.ndim or not modes_are_active():
+        return value.to(device)
+    return torch.scalar_tensor(number_of(value), dtype=value.dtype, device=device)
 
 
 def call(target: Callable[..., Any], args: Any, kwargs: dict[str, Any], device: torch.device) -> Any:

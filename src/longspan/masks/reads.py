@@ -26,6 +26,7 @@ _PLAIN = frozenset(
 )
 _IN_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.ClassMethodDescriptorType)
 _BY_NAME = (*_IN_C, types.MemberDescriptorType, types.BuiltinFunctionType, types.FunctionType, types.MethodType)
+_CACHED = type(functools.cache(len))
 _FIXED_MODULES = frozenset({"torch", "math", "builtins", "operator", "functools", "typing", "longspan"})
 # What reads by other means than a name in the code: attributes named by a string, files; and what no key holds: a tensor's values.
 _BY_STRING = frozenset(
@@ -161,6 +162,8 @@ class _Walk:
             return kind, self.value(value.func), self.value(value.args), self.value(value.keywords)
         if kind is property:
             return kind, self.value(value.fget)
+        if kind is _CACHED:
+            return kind, self.value(value.__wrapped__)
         if kind is types.BuiltinFunctionType and not isinstance(value.__self__, types.ModuleType | None):
             return kind, value.__name__, self.value(value.__self__)
         if kind is types.MethodType:

@@ -140,7 +140,8 @@ def pairs_per_row(
         points=points,
     )
     ragged = (tall < size_q) | (wide < size_kv)
-    size = max(1, CHUNK // (points * points))
+    cells = [points if points < side else int(tokens.max()) for side, tokens in ((size_q, tall), (size_kv, wide))]
+    size = max(1, CHUNK // (cells[0] * cells[1]))
     for part in (~ragged).nonzero()[:, 0].split(size):
         if len(part):
             total.index_add_(0, row[part], look.pairs(row[part], column[part], cut=False))

@@ -14,6 +14,7 @@ from longspan.kernels.triton import codegen, launch
 from longspan.kernels.triton.backward import delta_kernel
 from longspan.kernels.triton.config import FINE, Config, prefers_fine_tables
 from longspan.kernels.triton.interpreter import computable, interpreted, quiet
+from longspan.kernels.triton.lookups import check_lookups
 from longspan.kernels.triton.passes import Call
 from longspan.masks.joint import Joint
 from longspan.masks.program import Program, op_name
@@ -35,6 +36,11 @@ class TritonKernel:
     def __init__(self, *, config: Config | None = None) -> None:
         self.config = config
         self._reasons: dict[Hashable, str | None] = {}  # of programs that were asked for before
+
+    def check(self, work: Work, q: Tensor, needs: Sequence[bool] = ()) -> None:
+        if not launch.capturing(q.device):  # what captured tensors hold may be read, which a graph that is being captured forbids
+            check_lookups(work, q.shape[0], q.shape[1])
+        check_order(work, needs, q)
 
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
         if q.dtype not in _DTYPES:

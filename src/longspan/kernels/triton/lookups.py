@@ -78,7 +78,7 @@ def _proven(keyed: ByKey, shapes: tuple[tuple[int, ...], ...], ends: tuple[int, 
     stand_ins = [torch.ones((), dtype=c.dtype).expand(shape) for c, shape in zip(program.captured, shapes, strict=True)]
     try:
         found = bounds(program, stand_ins, ends[2], ends[3], ends[0], ends[1])
-    except ValueError:  # a lookup at one place that is outside: whether it counts is seen where it is run
+    except (ValueError, IndexError):  # a lookup at one place that is outside: whether it counts is seen where it is run
         return False
     return all(found.lookups.get(n, False) for n in lookups)
 
@@ -178,7 +178,8 @@ def _values(program: Program, inputs: Sequence[Tensor]) -> tuple[dict[Node, Any]
             at = [env[i].long() for i in _indices(node)]
             wrong = [(i < -n) | (i >= n) for i, n in zip(at, table.shape, strict=True)]
             outside[node] = torch.stack(torch.broadcast_tensors(*wrong)).any(0)
-            env[node] = table[tuple(i.clamp(-n, n - 1) for i, n in zip(at, table.shape, strict=True))] if table.numel() else outside[node]
+            clamped = tuple(i.clamp(-n, n - 1) for i, n in zip(at, table.shape, strict=True))
+            env[node] = table[clamped] if table.numel() else torch.zeros(outside[node].shape, dtype=table.dtype)
         elif node.op == "call_function":
             args, kwargs = (torch.fx.map_arg(a, lambda n: env[n]) for a in (node.args, node.kwargs))
             env[node] = call(node.target, args, dict(kwargs), torch.device("cpu"))  # type: ignore[arg-type]

@@ -20,8 +20,14 @@ from longspan.kernels.triton.prepared import Prepared, keep_for_good, layout, pr
 _Tensors = tuple[Tensor | None, ...]
 _CAPTURED_MASK = (
     "a CUDA graph is being captured, and the mask reads tensors: which tiles exist follows from what they hold now, and a replay would not "
-    "see a change. Call outside the graph, or use a mask that reads no tensor"
+    "see a change. Call outside the graph, use a mask that reads no tensor, or a plan, which keeps what its mask reads"
 )
+
+
+def _refused() -> Prepared:
+    raise RuntimeError(
+        "a CUDA graph is being captured, and a call like this was never made before: make it once outside of the graph first"
+    )
 
 
 def _tf32() -> bool:
@@ -112,9 +118,9 @@ class Call:
         )
         make = partial(self._prepare, which, tensors, strided, known, needs, busy_only)
         capturing = launch.capturing(self.q.device)
-        if capturing and work.mask_captured:
+        if capturing and work.mask_captured and not work.mask_is_fixed:
             raise RuntimeError(_CAPTURED_MASK)
-        found = prepared(work.table, key, make)
+        found = prepared(work.table, key, _refused if capturing else make)
         if capturing:
             keep_for_good(found)
         found(tensors, self._changing)

@@ -1,0 +1,89 @@
+"""Inputs that are legal and rare: strides, scales, ranks without queries, literals under a compiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.sharded import Problem
+from torch import Tensor
+
+import longspan as ls
+from longspan.testing import oracle
+
+Grads = tuple[Tensor, ...]
+
+
+def _both(kernel: str, tensors: list[Tensor], **options: Any) -> tuple[tuple[Tensor, Tensor, Grads], tuple[Tensor, Tensor, Grads]]:
+    """(out, lse, gradients) of a kernel and of the oracle."""
+    found = []
+    for attend in (
+        lambda *t: ls.attention(*t, kernel=kernel, return_lse=True, **options),
+        lambda *t: oracle(*t, return_lse=True, **options),
+    ):
+        out, lse = attend(*tensors)
+        found.append((out, lse, torch.autograd.grad(out.sum() + out.square().sum(), tensors)))
+    return found[0], found[1]
+
+
+def _check(kernel: str, tensors: list[Tensor], **options: Any) -> None:
+    got, right = _both(kernel, tensors, **options)
+    torch.testing.assert_close(got[0].double(), right[0].double(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(got[1].double(), right[1].double(), rtol=0, atol=1e-5)
+    for a, b in zip(got[2], right[2], strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=2e-4)
+
+
+def _drawn() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, heads, 37, 8, generator=generator) for heads in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "flash", "aten", "dense"])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_head_dims_need_not_lie_side_by_side(kernel: str, which: int) -> None:
+    tensors = _drawn()
+    tensors[which] = tensors[which].mT.contiguous().mT
+    assert tensors[which].stride(-1) != 1
+    _check(kernel, [t.requires_grad_() for t in tensors], mask=ls.causal())
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "flash", "aten", "dense"])
+@pytest.mark.parametrize("scale", [0.0, -1.3])
+def test_scales_of_zero_and_below_mask_as_others_do(kernel: str, scale: float) -> None:
+    _check(kernel, [t.requires_grad_() for t in _drawn()], mask=ls.causal(), scale=scale)
+    if kernel == "cpu":
+        _check(kernel, [t.requires_grad_() for t in _drawn()], mask=ls.causal() & ls.sliding_window(5), scale=scale)
+
+
+def test_the_dense_kernel_takes_ranks_without_queries() -> None:
+    problem = Problem(mask=ls.causal(), score="relative bias", q_len=2, kv_len=2, batch=2, heads=4, kv_heads=2)
+    right, got = problem.by_oracle(), problem.over(3, kernel="dense")
+    for name in right.values:
+        assert got.error(right, name) < 1e-11, name
+
+
+def test_literals_of_mods_compile_with_the_dense_kernel_too() -> None:
+    q, k, v = (t.requires_grad_() for t in _drawn())
+
+    def near(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where(i - j > 9, -torch.inf, score * torch.tensor(1.5)) + torch.zeros_like(score)
+
+    def attend(q: Tensor) -> Tensor:
+        return ls.attention(q, k, v, mask=ls.causal(), score_mod=near, kernel="dense")
+
+    right = attend(q)
+    torch.testing.assert_close(torch.compile(attend, backend="aot_eager", fullgraph=True)(q), right)
+    got = ls.attention(q, k, v, mask=ls.causal(), score_mod=near)  # the gradient of a program with literals, traced
+    for a, b in zip(*(torch.autograd.grad(o.square().sum(), [q, k, v]) for o in (got, right)), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+
+
+def test_gradients_are_traced_while_anomalies_are_looked_for() -> None:
+    q, k, v = (t.requires_grad_() for t in _drawn())
+    cap = 7.25  # of this test alone: the first call of its kind
+    with torch.autograd.set_detect_anomaly(True):
+        ls.attention(q, k, v, score_mod=lambda s, b, h, i, j: cap * torch.tanh(s / cap)).sum().backward()
+        assert torch.is_anomaly_enabled()
+    assert bool(q.grad.isfinite().all())
