@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -131,28 +132,35 @@ def results(fn: Callable[[], tuple[Tensor, Tensor]], given: Inputs, captured: li
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(wanted, zeros, strict=True))}
 
 
+@lru_cache(maxsize=1)  # kernels are checked one after the other
+def by_oracle(
+    case: Case, dtype: torch.dtype, device: str, through_lse: bool, batch: int, seed: int = 0
+) -> tuple[Inputs, dict[str, Tensor], dict[str, Tensor]]:
+    """Inputs, and what is right for them: in float64, and as the dense computation in the same dtype has it."""
+    given, mask = inputs(case, dtype, device, batch=batch, seed=seed), masks(case.length, device)[case.mask]
+    found = []
+    for wide in (torch.float64, dtype):
+        score_mod, captured = score_mods(case.length, HEADS[case.heads][0], device, state_dtype(wide))[case.score]
+        call = partial(oracle, given.q, given.k, given.v, mask=mask, score_mod=score_mod, return_lse=True, dtype=wide)
+        found.append(results(call, given, captured, through_lse=through_lse))
+    return given, found[0], found[1]
+
+
 def check_against_oracle(
     case: Case, kernel: str, dtype: torch.dtype, device: str = "cpu", *, through_lse: bool = False, batch: int = 2
 ) -> None:
     """Every result within its budget. One of few numbers that is not gets the errors of two more draws to be compared with."""
-    given = inputs(case, dtype, device, batch=batch)
+    given, right, dense = by_oracle(case, dtype, device, through_lse, batch)
     mask = masks(case.length, device)[case.mask]
     score_mod, captured = score_mods(case.length, HEADS[case.heads][0], device, state_dtype(dtype))[case.score]
-
-    def by_oracle(dtype: torch.dtype, given: Inputs = given) -> dict[str, Tensor]:
-        score_mod, captured = score_mods(case.length, HEADS[case.heads][0], device, state_dtype(dtype))[case.score]
-        call = lambda: oracle(given.q, given.k, given.v, mask=mask, score_mod=score_mod, return_lse=True, dtype=dtype)
-        return results(call, given, captured, through_lse=through_lse)
-
-    right, dense = by_oracle(torch.float64), by_oracle(dtype)
     call = lambda: ls.attention(given.q, given.k, given.v, mask=mask, score_mod=score_mod, return_lse=True, kernel=kernel)
     got = results(call, given, captured, through_lse=through_lse)
     assert got.keys() == right.keys()
     sizes = {"v": given.v.detach(), "grad_out": given.grad_out, "captured": [f"captured {i}" for i in range(len(captured))]}
     errors, allowed = {name: error(got[name], want) for name, want in right.items()}, budgets(right, dense, **sizes)
     if any(errors[name] > allowed[name] for name in errors):
-        others = [inputs(case, dtype, device, batch=batch, seed=seed) for seed in (1, 2)]
-        allowed = budgets(right, dense, **sizes, others=[(by_oracle(torch.float64, o), by_oracle(dtype, o)) for o in others])
+        others = [by_oracle.__wrapped__(case, dtype, device, through_lse, batch, seed)[1:] for seed in (1, 2)]
+        allowed = budgets(right, dense, **sizes, others=others)
     for name in errors:
         told = f"{case} {kernel} {name}: error {errors[name]:.2e}, budget {allowed[name]:.2e}"
         assert errors[name] <= allowed[name], f"{told} (inf: another shape than {tuple(right[name].shape)}, or NaN or inf in wrong places)"

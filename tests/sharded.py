@@ -158,11 +158,12 @@ class Problem:
         return ls.plan(self.mask, (self.q_len, self.kv_len), mesh, **sizes, **options)
 
     def over(self, shape: int | tuple[int, ...], *, kernel: str = "auto", axis_names: Any = None, **options: Any) -> Results:
-        """The same over a virtual mesh."""
+        """The same over a virtual mesh. Planned once: that ranks plan alike is shown elsewhere."""
         world = virtual_world(shape, axis_names=axis_names)
+        made = self.plan(ls.Mesh.abstract(shape, axis_names=axis_names), **options)
 
         def rank(mesh: Any) -> tuple[dict[str, Tensor], ls.Plan]:
-            plan = self.plan(mesh, **options)
+            plan = made.on(mesh)
             return self.on_rank(plan, kernel=kernel), plan
 
         found = world.run(rank)

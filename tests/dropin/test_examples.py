@@ -22,7 +22,9 @@ def test_an_example_says_that_all_matches(name: str, said: str) -> None:
     assert said in done.stdout
 
 
-def test_the_example_of_many_devices_says_that_all_matches_for_a_short_sequence_too(capsys: Any) -> None:
+def test_the_example_of_many_devices_says_that_all_matches_for_a_short_sequence_too(capsys: Any, pytestconfig: pytest.Config) -> None:
+    if not pytestconfig.getoption("--whole-grid"):
+        pytest.skip("starts processes for what other tests show too: run with --whole-grid")
     from examples.many_devices import main
 
     main([83, 21, 3, 57], ranks=2)

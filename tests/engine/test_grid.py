@@ -13,14 +13,14 @@ OTHERS = (torch.bfloat16, torch.float16, torch.float64)
 TINY = [c for c in covering_sample(whole_grid(lengths=(1, 7, 40, 130))) if c.dims == "64" or c.length < 100]
 
 
-@pytest.mark.parametrize("case", SAMPLE, ids=str)
 @pytest.mark.parametrize("kernel", ["dense", "cpu"])
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_equals_the_oracle_in_float32(case: Case, kernel: str) -> None:
     check_against_oracle(case, kernel, torch.float32)
 
 
-@pytest.mark.parametrize(("case", "dtype"), [(c, OTHERS[i % 3]) for i, c in enumerate(SHORT)], ids=str)
 @pytest.mark.parametrize("kernel", ["dense", "cpu"])
+@pytest.mark.parametrize(("case", "dtype"), [(c, OTHERS[i % 3]) for i, c in enumerate(SHORT)], ids=str)
 def test_equals_the_oracle_in_other_dtypes(case: Case, kernel: str, dtype: torch.dtype) -> None:
     check_against_oracle(case, kernel, dtype, through_lse=True)
 

@@ -136,7 +136,7 @@ BLOCKS = st.sampled_from([(16, 16), (7, 13), (32, 16), (128, 128), (1, 5)])
 LEVELS = st.sampled_from([None, (1,), (2, 1), (4, 2, 1), (8, 4, 1), (6, 3, 1)])
 
 
-@settings(max_examples=600, suppress_health_check=list(HealthCheck))
+@settings(max_examples=520, suppress_health_check=list(HealthCheck))
 @given(mask=conditions(3), lengths=SHAPES, block=BLOCKS, levels=LEVELS)
 def test_a_table_equals_brute_force(mask, lengths, block, levels):
     table = table_of(mask, *lengths, block=block, levels=levels, batch=2, heads=2)

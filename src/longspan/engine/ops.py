@@ -127,7 +127,11 @@ def run_backward(
     return [g.contiguous() for g in found]
 
 
-@torch.library.custom_op("longspan::attend", mutates_args=())
+# Which tiles exist is decided on the host: a compiler's CUDA graphs leave the operators out.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op("longspan::attend", mutates_args=(), tags=_TAGS)
 def attend(
     q: Tensor,
     k: Tensor,
@@ -151,7 +155,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tens
     return like_query(q, v.shape[-1], q.dtype), rows, torch.empty_like(rows) if peak else rows.new_empty(0)
 
 
-@torch.library.custom_op("longspan::attend_backward", mutates_args=())
+@torch.library.custom_op("longspan::attend_backward", mutates_args=(), tags=_TAGS)
 def attend_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
