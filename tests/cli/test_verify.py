@@ -73,6 +73,7 @@ def test_a_kernel_that_computes_wrongly_is_named_and_the_exit_code_is_1(wrong: s
     def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no such\ninstruction")
 
+    monkeypatch.setattr(checking, "MASKS", ("causal",))
     patches = {"forward": ("forward", off), "backward": ("backward", off_backward), "raises": ("forward", fails)}
     monkeypatch.setattr(CpuKernel, *patches[wrong])
     code, out, err = called(capsys, "verify", "--device", "cpu", "--ranks", "2", "--json")

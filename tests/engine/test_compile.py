@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -131,8 +132,10 @@ WAYS = {
 PLAN = ls.plan(ls.causal(), 16, ls.Mesh.abstract(1))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("factory", FACTORIES)
+PAIRS = [(f, w) for (i, f), (j, w) in itertools.product(enumerate(FACTORIES), enumerate(WAYS)) if (i + j) % 2 == 0]
+
+
+@pytest.mark.parametrize(("factory", "way"), PAIRS)
 def test_a_score_mod_made_outside_by_a_factory_compiles_and_gives_its_tensor_a_gradient(factory: str, way: str) -> None:
     mod, captured = FACTORIES[factory]
     compare_with_compiled(WAYS[way](mod), [*qkv(16), captured], "aot_eager")

@@ -27,7 +27,7 @@ NOTHING: dict[str, Any] = {
 
 def qkv(kernel: str = "", dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Triton's interpreter takes seconds per head."""
-    batch, heads, kv_heads = (1, 2, 1) if kernel == "triton" else (2, 4, 2)
+    batch, heads, kv_heads = (1, 1, 1) if kernel == "triton" else (2, 4, 2)
     return [torch.randn(batch, h, n, 16, dtype=dtype, requires_grad=True) for h, n in ((heads, 140), (kv_heads, 150), (kv_heads, 150))]
 
 
