@@ -22,7 +22,7 @@ from longspan.dropin.masks import as_mask_mod, as_score_mod, four_dims, gathered
 from longspan.dropin.meeting import NO_SIZE, Given, Met, meet
 from longspan.engine.attention import attend
 from longspan.engine.checks import check_kernel_options
-from longspan.engine.signatures import as_autocast
+from longspan.engine.signatures import as_autocast, is_no_mask
 from longspan.masks.algebra import Mask, causal, full
 from longspan.plan.layout import Layout
 from longspan.plan.make import plan
@@ -144,8 +144,7 @@ class Spanning:
                 k, v = (t.expand(q.shape[0], -1, -1, -1) for t in (k, v))
             mask, size = block_mask, NO_SIZE
             if isinstance(mask, BlockMask):
-                nothing = min(mask.BLOCK_SIZE) >= 1 << 30  # torch's stand-in for no mask
-                mask, size = (None, NO_SIZE) if nothing else (mask, (mask.seq_lengths[0], mask.seq_lengths[1]))
+                mask, size = (None, NO_SIZE) if is_no_mask(mask) else (mask, (mask.seq_lengths[0], mask.seq_lengths[1]))
             return Given(q=q, k=k, v=v, asked=self._contents.asked(full() if mask is None else mask), size=size)
 
         met = meet(self.lengths, query, check, first=not self._called)

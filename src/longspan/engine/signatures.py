@@ -46,7 +46,7 @@ def flex_attention(
             )
         if key.shape[0] == 1 and query.shape[0] > 1:
             key, value = key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
-    mask = None if isinstance(block_mask, BlockMask) and _is_no_mask(block_mask) else block_mask
+    mask = None if isinstance(block_mask, BlockMask) and is_no_mask(block_mask) else block_mask
     peak = return_aux is not None and return_aux.max_scores
     out, lse, most = attend(query, key, value, mask=mask, score_mod=score_mod, scale=scale, sink=None, kernel="auto", peak=peak)
     if return_aux is not None:
@@ -54,7 +54,7 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
-def _is_no_mask(block_mask: BlockMask) -> bool:
+def is_no_mask(block_mask: BlockMask) -> bool:
     """torch's stand-in for no mask: one block larger than any sequence."""
     return min(block_mask.BLOCK_SIZE) >= 1 << 30
 

@@ -1,0 +1,102 @@
+"""What programs compile to for Triton: each operation means what torch means by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+# ruff: noqa: E402
+from longspan.kernels.triton import codegen, launch
+from longspan.kernels.triton.interpreter import interpreted, quiet
+from longspan.masks.tracing import trace
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Mod = Callable[..., Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@triton.jit
+def _evaluate_kernel(score_ptr, out_ptr, captured, sizes, PROGRAM: tl.constexpr):  # type: ignore[no-untyped-def]
+    q, kv = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    zero = tl.program_id(0)
+    score = tl.load(score_ptr + q * 64 + kv)
+    tl.store(out_ptr + q * 64 + kv, PROGRAM(score, zero, zero, q, kv, captured, sizes))
+
+
+def _evaluate(fn: Mod) -> tuple[Tensor, Tensor]:
+    """(compiled, torch) values of a mod on a grid with negative and positive differences."""
+    traced = trace(fn, "score")
+    program = codegen.program_function(traced.program, codegen.Options(interpreted=interpreted()))
+    score = torch.randn(64, 64, device=DEVICE) * 3
+    out = torch.empty_like(score)
+    captured = traced.captured()
+    with quiet():
+        _evaluate_kernel[(1,)](score, out, launch.pack_captured(captured, score), launch.pack_sizes(captured), program)
+    zero, place = torch.zeros((), dtype=torch.int64, device=DEVICE), torch.arange(64, device=DEVICE)
+    return out, fn(score, zero, zero, place[:, None], place[None, :]).expand(64, 64).to(out.dtype)
+
+
+OPERATIONS: dict[str, Mod] = {
+    "floor_divide": lambda s, b, h, q, kv: s + (q - kv) // 7 + (q - kv) // -3 + (kv - q) // 8 + q // (kv + 1),
+    "remainder": lambda s, b, h, q, kv: s + (q - kv) % 7 + (q - kv) % -3 + (kv - q) % 8 + torch.remainder(s, 1.5),
+    "truncating": lambda s, b, h, q, kv: s + torch.div(q - kv, 5, rounding_mode="trunc") + torch.fmod(q - kv, 5) + torch.fmod(s, 1.5),
+    "true_divide": lambda s, b, h, q, kv: s + (q - kv) / 7 + 1 / (q + 1) + q / (kv + 1),
+    "wide_integers": lambda s, b, h, q, kv: s + ((q * 65536 * 65536 + kv) >> 30) + (q << 33) // 2**31,
+    "powers": lambda s, b, h, q, kv: s**2 + s**3 + s.abs() ** 0.5 + s.abs() ** 1.7 + torch.pow(2.0, s) + (s.abs() + 1) ** -1 + q**2,
+    "negative_base": lambda s, b, h, q, kv: torch.pow(s, torch.ones_like(s) * 3),
+    "exponentials": lambda s, b, h, q, kv: (
+        torch.exp(s) + torch.expm1(s * 0.01) + torch.exp2(s) + torch.sigmoid(s) + torch.nn.functional.silu(s)
+    ),
+    "logarithms": lambda s, b, h, q, kv: torch.log(s.abs()) + torch.log2(s.abs()) + torch.log1p(s.abs() * 1e-4) + torch.log10(s.abs() + 1),
+    "hyperbolic": lambda s, b, h, q, kv: torch.tanh(s) + torch.tanh(s * 0.05) + torch.sinh(s.abs()) + torch.cosh(s) + torch.asinh(s),
+    "trigonometric": lambda s, b, h, q, kv: torch.sin(s) + torch.cos(s) + torch.erf(s),
+    "rounding": lambda s, b, h, q, kv: (
+        torch.floor(s) + torch.ceil(s) + torch.round((q - kv) * 0.5) + torch.trunc(s) + torch.frac(s) + s.sign()
+    ),
+    "extremes": lambda s, b, h, q, kv: torch.minimum(s, -s) + torch.clamp(s, -1, 2) + torch.clamp(q - kv, min=-4, max=9) + torch.relu(s),
+    "nan_propagates": lambda s, b, h, q, kv: torch.where(torch.isnan(torch.maximum(torch.where(q > kv, torch.nan, s), s)), 1.0, s),
+    "choices": lambda s, b, h, q, kv: torch.where((q > kv) ^ (q % 2 == 0), s, -torch.inf).masked_fill(~(kv < 50), 0.25),
+    "logic": lambda s, b, h, q, kv: s + torch.logical_or(q > 5, torch.logical_not(kv > 9)).to(s.dtype) + (q & 6) + (q | kv) + (q ^ kv) + ~q,
+    "activations": lambda s, b, h, q, kv: torch.nn.functional.gelu(s) + torch.nn.functional.softplus(s) + torch.nn.functional.leaky_relu(s),
+    "gelu_tanh": lambda s, b, h, q, kv: torch.nn.functional.gelu(s, approximate="tanh") + torch.nn.functional.hardtanh(s),
+    "conversions": lambda s, b, h, q, kv: torch.round(s).to(torch.bfloat16).float() + s.int() + (q == kv).float() + torch.tensor(2.5),
+    "fused": lambda s, b, h, q, kv: torch.lerp(s, -s, 0.25) + torch.addcmul(s, s, s, value=2) + torch.rsub(s, 3, alpha=2),
+    "constant": lambda s, b, h, q, kv: torch.zeros_like(s) + 3.0,
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operation_means_what_torch_means(name: str) -> None:
+    got, want = _evaluate(OPERATIONS[name])
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+def test_lookups_wrap_negative_indices() -> None:
+    table, flags = torch.randn(3, 64, device=DEVICE), torch.randint(2, (64,), device=DEVICE).bool()
+    got, want = _evaluate(lambda s, b, h, q, kv: torch.where(flags[kv], s, 0.0) + table[h - 1, -1 - q] * table[2, kv - q])
+    torch.testing.assert_close(got, want)
+
+
+def test_equal_programs_share_one_function() -> None:
+    options = codegen.Options()
+    first, second = (trace(lambda b, h, q, kv: q - kv < 5, "mask").program for _ in range(2))
+    assert codegen.program_function(first, options) is codegen.program_function(second, options)
+
+
+def test_int64_only_where_lengths_ask_for_it() -> None:
+    def wide(mod: Mod, longest: int) -> bool:
+        return "int64" in codegen.program_source(trace(mod, "mask").program, codegen.Options(max_position=longest))
+
+    assert not wide(lambda b, h, q, kv: q * 1000 > kv, 1000)
+    assert wide(lambda b, h, q, kv: q * 1000 > kv, 3_000_000)
+    assert not wide(lambda b, h, q, kv: q >= kv, 2**30)
