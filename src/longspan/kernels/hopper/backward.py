@@ -22,7 +22,7 @@ from longspan.kernels.hopper.given import given
 from longspan.kernels.hopper.keys_walk import END, HALF, ITEM, KEYS, SHORT, SLOTS, STEP, STOP, WHOLE, walk
 from longspan.kernels.hopper.memory import store_tile
 from longspan.kernels.hopper.reduce import async_atomic_add
-from longspan.kernels.hopper.shared import barriers, numbers, read_number, rows_of
+from longspan.kernels.hopper.shared import barriers, numbers, place_of, read_number, round_of, rows_of
 from longspan.kernels.triton.library import LOG2_E
 from longspan.kernels.triton.tiles import wide
 
@@ -105,23 +105,23 @@ def _compute(
         kv_pos, kv_left = read_number(item_s, 3), read_number(item_s, 4)
         dk = gl.full([HALF, DP], 0.0, gl.float32, layout=dk_l)
         dv = gl.full([HALF, EP], 0.0, gl.float32, layout=dv_l)
-        mbarrier.wait(q_full.index(it % STAGES), (it // STAGES) & 1)
-        kind = read_number(steps, (it % SLOTS) * STEP)
+        mbarrier.wait(q_full.index(place_of(it, STAGES)), round_of(it, STAGES))
+        kind = read_number(steps, place_of(it, SLOTS) * STEP)
         k_w = rows_of(k_s, 0).slice(C * HALF, HALF, dim=0)
-        s_next = warpgroup_mma(k_w, rows_of(q_s, it % STAGES).permute((1, 0)), none, use_acc=False, is_async=True)
+        s_next = warpgroup_mma(k_w, rows_of(q_s, place_of(it, STAGES)).permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(v_full, turn & 1)
         s = warpgroup_mma_wait(0, deps=[s_next])
         start = it
         while kind != END:
-            stage = it % STAGES
+            stage = place_of(it, STAGES)
             # Always 0, which the compiler cannot know: it would compute the places of all operands once and for all, and spill them.
             zero = it >> 30
             k = rows_of(k_s, zero)
             k_w = k.slice(C * HALF, HALF, dim=0)
             v_w = rows_of(v_s, zero).slice(C * HALF, HALF, dim=0)
             q, do = rows_of(q_s, stage), rows_of(do_s, stage)
-            about = (it % SLOTS) * STEP
-            mbarrier.wait(do_full.index(stage), (it // STAGES) & 1)
+            about = place_of(it, SLOTS) * STEP
+            mbarrier.wait(do_full.index(stage), round_of(it, STAGES))
             dp_next = warpgroup_mma(v_w, do.permute((1, 0)), none, use_acc=False, is_async=True)
             norm = gl.expand_dims(norm_s.index(stage).load(row_l), 0)
             if kind == WHOLE:
@@ -142,24 +142,24 @@ def _compute(
             ds = (slope * (dp - delta)).to(dtype)
             if DQ:
                 ds_full, ds_empty = ds_bars
-                mbarrier.wait(ds_empty.index(it % DS), ((it // DS) & 1) ^ 1)
-                ds_s.index(it % DS).slice(C * HALF, HALF, dim=0).store(ds)
+                mbarrier.wait(ds_empty.index(place_of(it, DS)), round_of(it, DS) ^ 1)
+                ds_s.index(place_of(it, DS)).slice(C * HALF, HALF, dim=0).store(ds)
                 fence_async_shared()
-                mbarrier.arrive(ds_full.index(it % DS), count=1)
+                mbarrier.arrive(ds_full.index(place_of(it, DS)), count=1)
             dk_next = warpgroup_mma(gl.convert_layout(ds, s_l), q, dk, is_async=True)
             dv = warpgroup_mma_wait(1, deps=[dv_next])
             # An item's first step has no step before: what it computes of dQ then is not used.
             before = it - 1
             source = gl.maximum(before, start)
-            slot = source % DS
+            slot = place_of(source, DS)
             if DQ:
                 ds_full, ds_empty = ds_bars
-                mbarrier.wait(ds_full.index(slot), (source // DS) & 1)
+                mbarrier.wait(ds_full.index(slot), round_of(source, DS))
                 dq_next = _dq(k, ds_s.index(slot), C)
             after = it + 1
-            mbarrier.wait(q_full.index(after % STAGES), (after // STAGES) & 1)
-            kind = read_number(steps, (after % SLOTS) * STEP)
-            s_next = warpgroup_mma(k_w, rows_of(q_s, after % STAGES).permute((1, 0)), none, use_acc=False, is_async=True)
+            mbarrier.wait(q_full.index(place_of(after, STAGES)), round_of(after, STAGES))
+            kind = read_number(steps, place_of(after, SLOTS) * STEP)
+            s_next = warpgroup_mma(k_w, rows_of(q_s, place_of(after, STAGES)).permute((1, 0)), none, use_acc=False, is_async=True)
             if DQ:
                 ds_full, ds_empty = ds_bars
                 dk, dq = warpgroup_mma_wait(1, deps=[dk_next, dq_next])
@@ -173,30 +173,33 @@ def _compute(
             s = warpgroup_mma_wait(0, deps=[s_next])
             it = after
         # The entry that ends an item passes through all barriers as a step does.
-        mbarrier.wait(do_full.index(it % STAGES), (it // STAGES) & 1)
-        mbarrier.arrive(empty.index(it % STAGES), count=1)
+        mbarrier.wait(do_full.index(place_of(it, STAGES)), round_of(it, STAGES))
+        mbarrier.arrive(empty.index(place_of(it, STAGES)), count=1)
         if DQ:
             ds_full, ds_empty = ds_bars
             before = it - 1
             if before >= start:
-                mbarrier.wait(ds_full.index(before % DS), (before // DS) & 1)
-                dq_next = _dq(rows_of(k_s, 0), ds_s.index(before % DS), C)
+                mbarrier.wait(ds_full.index(place_of(before, DS)), round_of(before, DS))
+                dq_next = _dq(rows_of(k_s, 0), ds_s.index(place_of(before, DS)), C)
                 dq = warpgroup_mma_wait(0, deps=[dq_next])
                 mbarrier.arrive(kv_empty, count=1)
-                mbarrier.arrive(ds_empty.index(before % DS), count=1)
+                mbarrier.arrive(ds_empty.index(place_of(before, DS)), count=1)
                 _hand_over(dq * scale, before, dq_s, dq_bars)
             else:
                 mbarrier.arrive(kv_empty, count=1)
         else:
             mbarrier.arrive(kv_empty, count=1)
-        store_tile(dk_ptr + wide(b) * dk_stride[0] + wide(g) * dk_stride[1], dk * scale, kv_row, kv_left - C * HALF, dk_stride[2], D, DP)
-        store_tile(dv_ptr + wide(b) * dv_stride[0] + wide(g) * dv_stride[1], dv, kv_row, kv_left - C * HALF, dv_stride[2], E, EP)
+        zero = (it >> 30) * 16  # as above; a multiple of 16, so that the compiler still knows where rows begin
+        head, left = dk_ptr + wide(b) * dk_stride[0] + wide(g) * dk_stride[1], kv_left - C * HALF
+        store_tile(head, dk * scale, kv_row, left, dk_stride[2] + zero, D, DP)
+        head = dv_ptr + wide(b) * dv_stride[0] + wide(g) * dv_stride[1]
+        store_tile(head, dv, kv_row, left, dv_stride[2] + zero, E, EP)
         if DQ:
             ds_full, ds_empty = ds_bars
             dq_full, dq_empty = dq_bars
-            mbarrier.wait(ds_empty.index(it % DS), ((it // DS) & 1) ^ 1)
-            mbarrier.arrive(ds_full.index(it % DS), count=1)
-            mbarrier.arrive(ds_empty.index(it % DS), count=1)
+            mbarrier.wait(ds_empty.index(place_of(it, DS)), round_of(it, DS) ^ 1)
+            mbarrier.arrive(ds_full.index(place_of(it, DS)), count=1)
+            mbarrier.arrive(ds_empty.index(place_of(it, DS)), count=1)
             mbarrier.wait(dq_empty, (it & 1) ^ 1)
             mbarrier.arrive(dq_full, count=1)
         it += 1
@@ -217,7 +220,7 @@ def _write(dq_ptr, dq_s, steps, dq_bars, C: gl.constexpr):
     mbarrier.wait(dq_full, 0)
     kind = read_number(steps, 0)
     while kind != STOP:
-        about = (it % SLOTS) * STEP
+        about = place_of(it, SLOTS) * STEP
         if kind != END:
             h, row, b = read_number(steps, about + 3), read_number(steps, about + 4), read_number(steps, about + 5)
             async_atomic_add(dq_ptr, [b, h, row, C * 64], dq_s)
@@ -225,7 +228,7 @@ def _write(dq_ptr, dq_s, steps, dq_bars, C: gl.constexpr):
         mbarrier.arrive(dq_empty, count=1)
         it += 1
         mbarrier.wait(dq_full, it & 1)
-        kind = read_number(steps, (it % SLOTS) * STEP)
+        kind = read_number(steps, place_of(it, SLOTS) * STEP)
 
 
 @gluon.jit(do_not_specialize=_DYNAMIC)

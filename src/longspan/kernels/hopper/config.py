@@ -20,7 +20,7 @@ def forward_step(d: int, e: int) -> Step:
     """For padded head dims d and e. Shared memory (227 KB) holds the queries, blocks of keys and values, and a result to be written."""
     wide = max(d, e)
     if wide <= 64:
-        return Step(m=128, n=128, stages=3)
+        return Step(m=128, n=128, stages=4)
     return Step(m=128, n=128 if wide <= 128 else 64, stages=2)
 
 

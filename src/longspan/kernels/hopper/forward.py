@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from longspan.kernels.hopper.given import given
 from longspan.kernels.hopper.memory import load_tile, store_tile
-from longspan.kernels.hopper.shared import barriers, numbers, read_number, rows_of, write_number
+from longspan.kernels.hopper.shared import barriers, numbers, place_of, read_number, round_of, rows_of, write_number
 from longspan.kernels.triton.library import LN_2, LOG2_E
 from longspan.kernels.triton.tiles import place, run_place, span, table_row, wide
 
@@ -45,8 +45,8 @@ def _scheduler(
         row, pos, left = span(tile * M_SUBS + sub, q_len, q_side, M_SUBS, GROUPS * HALF)
         masked, whole = gl.load(counts + 2 * table) * N_SUBS, gl.load(counts + 2 * table + 1) * N_SUBS
         run, full_run = gl.load(partial[0] + table), gl.load(full[0] + table)
-        slot = t % _AHEAD
-        mbarrier.wait(item_empty.index(slot), ((t // _AHEAD) & 1) ^ 1)
+        slot = place_of(t, _AHEAD)
+        mbarrier.wait(item_empty.index(slot), round_of(t, _AHEAD) ^ 1)
         write_number(item_s, slot * _ITEM, h)
         write_number(item_s, slot * _ITEM + 1, b)
         write_number(item_s, slot * _ITEM + 2, row)
@@ -59,8 +59,8 @@ def _scheduler(
         mbarrier.arrive(item_full.index(slot), count=1)
         t += 1
         item = gl.atomic_add(counter, 1)
-    slot = t % _AHEAD
-    mbarrier.wait(item_empty.index(slot), ((t // _AHEAD) & 1) ^ 1)
+    slot = place_of(t, _AHEAD)
+    mbarrier.wait(item_empty.index(slot), round_of(t, _AHEAD) ^ 1)
     write_number(item_s, slot * _ITEM, -1)
     mbarrier.arrive(item_full.index(slot), count=1)
 
@@ -77,7 +77,7 @@ def _loader(
     mbarrier.wait(item_full.index(0), 0)
     h = read_number(item_s, 0)
     while h >= 0:
-        slot = t % _AHEAD
+        slot = place_of(t, _AHEAD)
         b = read_number(item_s, slot * _ITEM + 1)
         row = read_number(item_s, slot * _ITEM + 2)
         masked = read_number(item_s, slot * _ITEM + 5)
@@ -96,8 +96,8 @@ def _loader(
                 full_run += 1
             row_from, pos_from, left_from = run_place(first, last, kv_len, kv_side, N_SUBS, N)
             for n in range(first * N_SUBS, (last + 1) * N_SUBS):
-                s = i % STAGES
-                free = ((i // STAGES) & 1) ^ 1
+                s = place_of(i, STAGES)
+                free = round_of(i, STAGES) ^ 1
                 mbarrier.wait(k_empty.index(s), free)
                 write_number(where, 2 * s, pos_from + n * N)
                 write_number(where, 2 * s + 1, left_from - n * N)
@@ -115,8 +115,8 @@ def _loader(
                 i += 1
                 done += 1
         t += 1
-        mbarrier.wait(item_full.index(t % _AHEAD), (t // _AHEAD) & 1)
-        h = read_number(item_s, (t % _AHEAD) * _ITEM)
+        mbarrier.wait(item_full.index(place_of(t, _AHEAD)), round_of(t, _AHEAD))
+        h = read_number(item_s, place_of(t, _AHEAD) * _ITEM)
 
 
 @gluon.jit
@@ -169,13 +169,13 @@ def _attend(
     columns = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
     nothing = gl.full([HALF, N], 0.0, gl.float32, layout=layout)
     for _ in range(count):
-        st, last = i % STAGES, (i - 1) % STAGES
-        mbarrier.wait(k_full.index(st), (i // STAGES) & 1)
+        st, last = place_of(i, STAGES), place_of(i - 1, STAGES)
+        mbarrier.wait(k_full.index(st), round_of(i, STAGES))
         kv, left = 0, 0
         if PARTIAL or SCORE is not None:
             kv, left = read_number(where, 2 * st), read_number(where, 2 * st + 1)
         s_next = warpgroup_mma(q, rows_of(k_s, st).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(last), ((i - 1) // STAGES) & 1)
+        mbarrier.wait(v_full.index(last), round_of(i - 1, STAGES))
         acc_next = warpgroup_mma(weights, rows_of(v_s, last), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s_next])
         mbarrier.arrive(k_empty.index(st), count=1)
@@ -212,7 +212,7 @@ def _consumer(
     mbarrier.wait(item_full.index(0), 0)
     h = read_number(item_s, 0)
     while h >= 0:
-        slot = t % _AHEAD
+        slot = place_of(t, _AHEAD)
         b = read_number(item_s, slot * _ITEM + 1)
         row = read_number(item_s, slot * _ITEM + 2) + WHICH * HALF
         q_pos = gl.expand_dims(read_number(item_s, slot * _ITEM + 3) + WHICH * HALF + rows, 1)
@@ -229,8 +229,8 @@ def _consumer(
         peak = gl.full([HALF], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
         acc = gl.full([HALF, EP], 0.0, gl.float32, layout=out_layout)
         mbarrier.wait(q_full, t & 1)
-        st = i % STAGES
-        mbarrier.wait(k_full.index(st), (i // STAGES) & 1)
+        st = place_of(i, STAGES)
+        mbarrier.wait(k_full.index(st), round_of(i, STAGES))
         kv, left = read_number(where, 2 * st), read_number(where, 2 * st + 1)
         s_next = warpgroup_mma(q, rows_of(k_s, st).permute((1, 0)), nothing, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s_next])
@@ -256,8 +256,8 @@ def _consumer(
             mask_captured, mask_sizes, score_captured, score_sizes, MASK, SCORE, False, FOLD, PEAK, N, STAGES, layout, out_layout,
         )  # fmt: skip
         mbarrier.arrive(q_empty, count=1)
-        last = (i - 1) % STAGES
-        mbarrier.wait(v_full.index(last), ((i - 1) // STAGES) & 1)
+        last = place_of(i - 1, STAGES)
+        mbarrier.wait(v_full.index(last), round_of(i - 1, STAGES))
         acc_next = warpgroup_mma(weights, rows_of(v_s, last), acc, is_async=True)
         # A previous state comes in last, where the registers of scores and weights are free.
         share, old_share = total, total
@@ -276,16 +276,20 @@ def _consumer(
             gl.store(peak_ptr + state, peak * LN_2, mask=inside)
         acc = warpgroup_mma_wait(0, deps=[acc_next])
         mbarrier.arrive(v_empty.index(last), count=1)
+        # Always 0, which the compiler cannot know: it would compute all places of a tile once for all items, in registers that the loops
+        # need. A multiple of 16, so that it still knows that rows begin on 16 bytes.
+        zero = (i >> 30) * 16
         if old_lse_ptr is None:
             acc = acc * _by_row(1.0 / divisor, out_layout)
         else:
             head = old_out_ptr + wide(b) * old_stride[0] + wide(h) * old_stride[1]
-            old = load_tile(head, row, rows_left, old_stride[2], E, EP, out_layout)
+            old = load_tile(head, row, rows_left, old_stride[2] + zero, E, EP, out_layout)
             acc = acc * _by_row(share / divisor, out_layout) + old * _by_row(old_share / divisor, out_layout)
-        store_tile(out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1], acc, row, rows_left, out_stride[2], E, EP)
+        head = out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1]
+        store_tile(head, acc, row, rows_left, out_stride[2] + zero, E, EP)
         t += 1
-        mbarrier.wait(item_full.index(t % _AHEAD), (t // _AHEAD) & 1)
-        h = read_number(item_s, (t % _AHEAD) * _ITEM)
+        mbarrier.wait(item_full.index(place_of(t, _AHEAD)), round_of(t, _AHEAD))
+        h = read_number(item_s, place_of(t, _AHEAD) * _ITEM)
 
 
 @gluon.jit(do_not_specialize=_DYNAMIC)

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-from longspan.kernels.hopper.shared import write_number
+from longspan.kernels.hopper.shared import place_of, round_of, write_number
 from longspan.kernels.triton.tiles import place, run_place, span, table_row, wide
 
 KEYS = gl.constexpr(128)  # keys of an item
@@ -34,9 +34,9 @@ def _send(
     """One step's tiles on their way, as soon as there is room."""
     q_s, do_s, norm_s, delta_s, steps = stores
     q_full, do_full, empty = bars
-    s = it % STAGES
-    mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
-    at = (it % SLOTS) * STEP
+    s = place_of(it, STAGES)
+    mbarrier.wait(empty.index(s), round_of(it, STAGES) ^ 1)
+    at = place_of(it, SLOTS) * STEP
     write_number(steps, at, kind)
     write_number(steps, at + 1, pos)
     write_number(steps, at + 2, left)
@@ -124,9 +124,9 @@ def walk(
                     sent = 1
         if sent == 0:
             _keys(turn, k_ptr, v_ptr, b, g, kv_row, kv_pos, kv_left, k_s, v_s, item_s, kv_bars)
-        s = it % STAGES
-        mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
-        write_number(steps, (it % SLOTS) * STEP, END)
+        s = place_of(it, STAGES)
+        mbarrier.wait(empty.index(s), round_of(it, STAGES) ^ 1)
+        write_number(steps, place_of(it, SLOTS) * STEP, END)
         mbarrier.arrive(q_full.index(s), count=1)
         mbarrier.arrive(do_full.index(s), count=1)
         it += 1
@@ -134,5 +134,5 @@ def walk(
         item = gl.atomic_add(counter, 1)
     mbarrier.wait(kv_empty, (turn & 1) ^ 1)
     write_number(item_s, 0, STOP)
-    write_number(steps, (it % SLOTS) * STEP, STOP)
+    write_number(steps, place_of(it, SLOTS) * STEP, STOP)
     mbarrier.arrive(k_full, count=1)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from longspan.kernels.hopper.given import given
 from longspan.kernels.hopper.memory import load_tile, store_tile
-from longspan.kernels.hopper.shared import barriers, numbers, read_number, rows_of, write_number
+from longspan.kernels.hopper.shared import barriers, numbers, place_of, read_number, round_of, rows_of, write_number
 from longspan.kernels.triton.backward import base_two
 from longspan.kernels.triton.library import LOG2_E
 from longspan.kernels.triton.tiles import load_rows, place, run_place, span, table_row, wide
@@ -65,10 +65,10 @@ def rows_kernel(
 def _send(it, k_ptr, v_ptr, b, g, row, pos, left, kind, k_s, v_s, steps, bars, STAGES: gl.constexpr):
     """One block on its way, as soon as there is room."""
     k_full, k_empty, v_full, v_empty = bars
-    s = it % STAGES
-    free = ((it // STAGES) & 1) ^ 1
+    s = place_of(it, STAGES)
+    free = round_of(it, STAGES) ^ 1
     mbarrier.wait(k_empty.index(s), free)
-    at = (it % SLOTS) * _STEP
+    at = place_of(it, SLOTS) * _STEP
     write_number(steps, at, kind)
     write_number(steps, at + 1, pos)
     write_number(steps, at + 2, left)
@@ -134,10 +134,10 @@ def _walk(
                 sent = 1
         if sent == 0:
             _queries(turn, q_ptr, do_ptr, b, h, row, pos, left, q_s, do_s, item_s, q_bars)
-        s = it % STAGES
-        free = ((it // STAGES) & 1) ^ 1
+        s = place_of(it, STAGES)
+        free = round_of(it, STAGES) ^ 1
         mbarrier.wait(k_empty.index(s), free)
-        write_number(steps, (it % SLOTS) * _STEP, END)
+        write_number(steps, place_of(it, SLOTS) * _STEP, END)
         mbarrier.arrive(k_full.index(s), count=1)
         mbarrier.wait(v_empty.index(s), free)
         mbarrier.arrive(v_full.index(s), count=1)
@@ -211,17 +211,17 @@ def _compute(
         delta = gl.expand_dims(gl.load(delta_ptr + state, mask=line < left, other=0.0), 1)
         q_pos = pos + gl.expand_dims(line, 1)
         dq = gl.full([HALF, DP], 0.0, gl.float32, layout=dq_l)
-        mbarrier.wait(k_full.index(it % STAGES), (it // STAGES) & 1)
-        kind = read_number(steps, (it % SLOTS) * _STEP)
-        s_next = warpgroup_mma(rows_of(q_s, C), rows_of(k_s, it % STAGES).permute((1, 0)), none, use_acc=False, is_async=True)
+        mbarrier.wait(k_full.index(place_of(it, STAGES)), round_of(it, STAGES))
+        kind = read_number(steps, place_of(it, SLOTS) * _STEP)
+        s_next = warpgroup_mma(rows_of(q_s, C), rows_of(k_s, place_of(it, STAGES)).permute((1, 0)), none, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s_next])
         while kind != END:
-            stage = it % STAGES
+            stage = place_of(it, STAGES)
             # C, which the compiler cannot know: it would compute the places of all operands once and for all, and spill them.
             which = (it >> 30) + C
             k = rows_of(k_s, stage)
-            about = (it % SLOTS) * _STEP
-            mbarrier.wait(v_full.index(stage), (it // STAGES) & 1)
+            about = place_of(it, SLOTS) * _STEP
+            mbarrier.wait(v_full.index(stage), round_of(it, STAGES))
             dp_next = warpgroup_mma(rows_of(do_s, which), rows_of(v_s, stage).permute((1, 0)), none, use_acc=False, is_async=True)
             if kind == WHOLE:
                 slope, p = _weigh(
@@ -243,18 +243,20 @@ def _compute(
                 ds = gl.where(valid, ds, 0.0)
             dq_next = warpgroup_mma(gl.convert_layout(ds.to(dtype), ds_l), k, dq, is_async=True)
             after = it + 1
-            mbarrier.wait(k_full.index(after % STAGES), (after // STAGES) & 1)
-            kind = read_number(steps, (after % SLOTS) * _STEP)
-            s_next = warpgroup_mma(rows_of(q_s, which), rows_of(k_s, after % STAGES).permute((1, 0)), none, use_acc=False, is_async=True)
+            mbarrier.wait(k_full.index(place_of(after, STAGES)), round_of(after, STAGES))
+            kind = read_number(steps, place_of(after, SLOTS) * _STEP)
+            s_next = warpgroup_mma(
+                rows_of(q_s, which), rows_of(k_s, place_of(after, STAGES)).permute((1, 0)), none, use_acc=False, is_async=True
+            )
             dq = warpgroup_mma_wait(1, deps=[dq_next])
             mbarrier.arrive(k_empty.index(stage), count=1)
             s = warpgroup_mma_wait(0, deps=[s_next])
             it = after
         # The entry that ends an item passes through all barriers as a block does.
         mbarrier.arrive(q_empty, count=1)
-        mbarrier.wait(v_full.index(it % STAGES), (it // STAGES) & 1)
-        mbarrier.arrive(k_empty.index(it % STAGES), count=1)
-        mbarrier.arrive(v_empty.index(it % STAGES), count=1)
+        mbarrier.wait(v_full.index(place_of(it, STAGES)), round_of(it, STAGES))
+        mbarrier.arrive(k_empty.index(place_of(it, STAGES)), count=1)
+        mbarrier.arrive(v_empty.index(place_of(it, STAGES)), count=1)
         it += 1
         turn += 1
         head = dq_ptr + wide(b) * dq_stride[0] + wide(h) * dq_stride[1]

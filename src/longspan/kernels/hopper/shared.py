@@ -20,6 +20,18 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
+def place_of(i, COUNT: gl.constexpr):
+    """Which of COUNT places the i-th thing takes, i ≥ 0. Where COUNT is a power of two no sign is asked for: loops have few registers left."""
+    return i & (COUNT - 1) if COUNT & (COUNT - 1) == 0 else i % COUNT
+
+
+@gluon.jit
+def round_of(i, COUNT: gl.constexpr):
+    """How many times that place was taken before, modulo 2: what a barrier's phase is."""
+    return (i & COUNT) // COUNT if COUNT & (COUNT - 1) == 0 else (i // COUNT) & 1
+
+
+@gluon.jit
 def numbers(COUNT: gl.constexpr):
     """Room for COUNT 32-bit numbers."""
     return gl.allocate_shared_memory(gl.int32, [COUNT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
