@@ -1,14 +1,16 @@
 """What one rank of N takes, against an N-th of the whole sequence on one kernel: how much of the kernel's speed the engine keeps.
 
-    PYTHONPATH=src python bench/engine_gpu.py [--case S N] [--kernel NAME] [--json]
+    PYTHONPATH=src python bench/engine_gpu.py [--case S N] [--kernel NAME] [--way NAME …] [--link engine|copy] [--profile] [--json]
 
 Causal, B 1, H 32, D 128, bfloat16, forward and backward; head-tail layout; ring, exchange, and an exchange of one stage whose local keys
-are computed with what it brings ("at once"; memory grows with the sequence there). One GPU plays single ranks of the mesh,
-one after the other (the first, the middle and the last); the slowest counts. What would come from other ranks is copied from the rank's
-own rows, on a stream beside the one that computes: a rank touches as much memory as it would, and waits for no link. torch's own ring
-(flash and cuDNN) is run the same way, its collectives replaced by such copies. "eff": with the time between events, calls queued ahead so
-that the host does not count. "wall": without queueing ahead, as a training loop would see it if nothing else kept the device busy. The
-peak is what a rank allocates beyond its q, k, v, forward and backward together, in MiB and in sizes of its shard of q.
+are computed with what it brings ("at once"; memory grows with the sequence there); "bf16 grads" travel home in half the bytes. One GPU
+plays single ranks of the mesh, one after the other (the first, the middle and the last); the slowest counts. What would come from other
+ranks is copied from the rank's own rows, beside what computes: a rank touches as much memory as it would, and waits for no link. Copies
+are those of the copy engines, which a kernel does not hold up, or plain ones (`bench/link.py`). torch's own ring (flash and cuDNN) is run
+the same way, its collectives replaced by such copies. "eff": with the time between events, calls queued ahead so that the host does not
+count. "wall": without queueing ahead, as a training loop would see it if nothing else kept the device busy. The peak is what a rank
+allocates beyond its q, k, v, forward and backward together, in MiB and in sizes of its shard of q. `--profile` prints, in place of all
+this, what the first and the last rank run on the device.
 """
 
 from __future__ import annotations
@@ -19,15 +21,14 @@ import importlib
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
 
 import longspan as ls
-from longspan.comm.group import Done, Pending
+from link import KINDS, EchoMesh, open_link
 
 HEADS, DIM = 32, 128
 CASES = ((32768, 8), (131072, 8), (131072, 32))
@@ -36,65 +37,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "ring": {"strategy": "ring"},
     "exchange": {"strategy": "exchange"},
     "exchange at once": {"strategy": "exchange", "stages": 1, "overlap": False},
+    "ring bf16 grads": {"strategy": "ring", "grad_reduce_dtype": torch.bfloat16},
+    "exchange bf16 grads": {"strategy": "exchange", "grad_reduce_dtype": torch.bfloat16},
 }
-
-
-class Link:
-    """A stream beside the one that computes, of high priority as a communication library's may be: copies overlap with kernels."""
-
-    def __init__(self) -> None:
-        self.stream = torch.cuda.Stream(priority=-1)
-
-    def begin(self) -> Any:
-        self.stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self.stream)
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_stream(self.stream)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Copied:
-    """An exchange under way; holds its tensors until it is waited for."""
-
-    done: torch.cuda.Event
-    tensors: tuple[Tensor, Tensor]
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.done)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Echo:
-    """A group of which one rank exists: what it expects from others is copied from its own rows."""
-
-    name: str
-    rank: int
-    size: int
-    link: Link
-
-    def all_to_all(self, out: Tensor, sent: Tensor, out_splits: Sequence[int], sent_splits: Sequence[int], *, what: str) -> Pending:
-        if not out.is_cuda:
-            return Done()
-        done = torch.cuda.Event()
-        with self.link.begin():
-            for start in range(0, len(out), max(1, len(sent))):
-                part = out[start : start + len(sent)]
-                part.copy_(sent[: len(part)])
-            done.record()
-        sent.record_stream(self.link.stream)
-        out.record_stream(self.link.stream)
-        return Copied(done=done, tensors=(out, sent))
-
-
-@cache
-def link() -> Link:
-    return Link()
-
-
-class EchoMesh(ls.Mesh):
-    def group(self, axis: int | str) -> Any:
-        return Echo(name="echo", rank=self.rank, size=self.size, link=link())
+TOP = 12  # kernels that a profile names
 
 
 class Clock:
@@ -151,16 +97,52 @@ def peak(fn: Callable[[], Any]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
+def rank_call(tokens: int, ranks: int, rank: int, way: str, kernel: str) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """(the attention of one rank, its q, k, v)."""
+    mesh = EchoMesh(axes=ls.Mesh.abstract(ranks).axes, coordinate=(rank,))
+    plan = ls.plan(ls.causal(), tokens, mesh, layout="head_tail", heads=HEADS, kv_heads=HEADS, head_dim=DIM, **WAYS[way])
+    inputs = qkv(plan.local_len)
+    return lambda: ls.attention(*inputs, plan=plan, kernel=kernel), inputs
+
+
 def ours(tokens: int, ranks: int, way: str, kernel: str, clock: Clock) -> dict[str, dict[str, float]]:
     """The slowest of three ranks."""
-    found = []
-    for rank in sorted({0, ranks // 2, ranks - 1}):
-        mesh = EchoMesh(axes=ls.Mesh.abstract(ranks).axes, coordinate=(rank,))
-        plan = ls.plan(ls.causal(), tokens, mesh, layout="head_tail", heads=HEADS, kv_heads=HEADS, head_dim=DIM, **WAYS[way])
-        inputs = qkv(plan.local_len)
-        found.append(both(lambda inputs=inputs, plan=plan: ls.attention(*inputs, plan=plan, kernel=kernel), inputs, clock))
+    found = [both(*rank_call(tokens, ranks, rank, way, kernel), clock) for rank in sorted({0, ranks // 2, ranks - 1})]
     worst: dict[str, dict[str, float]] = {s: {k: max(f[s][k] for f in found) for k in ("device", "wall")} for s in STEPS}
     return {**worst, "memory": {"peak": max(f["memory"]["peak"] for f in found)}}
+
+
+def profile(title: str, call: Callable[[], Tensor], inputs: list[Tensor]) -> None:
+    """Print what one forward and one backward run on the device: microseconds and calls by name, the longest first."""
+    out = call()
+    grad = torch.randn_like(out)
+    torch.autograd.grad(out, inputs, grad)
+    out = call()
+    steps: dict[str, Callable[[], Any]] = {"forward": call, "backward": lambda: torch.autograd.grad(out, inputs, grad)}
+    for step, fn in steps.items():
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as seen:
+            fn()
+            torch.cuda.synchronize()
+        spans: dict[str, list[float]] = {}
+        device = [e for e in seen.events() if e.device_type == DeviceType.CUDA]
+        for event in device:
+            spans.setdefault(event.name, []).append(event.time_range.elapsed_us())
+        whole = max(e.time_range.end for e in device) - min(e.time_range.start for e in device) if device else 0.0
+        print(f"{title}, {step}: {whole:.0f} µs from the first to the last, {sum(map(sum, spans.values())):.0f} µs in all")
+        for name, found in sorted(spans.items(), key=lambda item: -sum(item[1]))[:TOP]:
+            print(f"{sum(found):12.1f} µs{len(found):5d} ×  {name[:110]}")
+    print(flush=True)
+
+
+def profiles(cases: Sequence[tuple[int, int]], ways: Sequence[str], kernel: str) -> None:
+    for tokens, ranks in cases:
+        inputs = qkv(tokens)
+        profile(f"{tokens} on one device", lambda inputs=inputs: ls.attention(*inputs, mask=ls.causal(), kernel=kernel), inputs)
+        del inputs
+        for way in ways:
+            for rank in (0, ranks - 1):
+                profile(f"{tokens} on {ranks}, {way}, rank {rank}", *rank_call(tokens, ranks, rank, way, kernel))
 
 
 def torch_ring(tokens: int, ranks: int, backend: str, clock: Clock, known: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -180,9 +162,9 @@ def torch_ring(tokens: int, ranks: int, backend: str, clock: Clock, known: dict[
         names = {"cum_seq_q": r[2], "cum_seq_k": r[3], "max_q": r[4], "max_k": r[5], "philox_seed": r[6], "philox_offset": r[7]}
         return {**names, **more, "dropout_p": 0.0}
 
-    cp.ft_c.all_gather_single = cp.ft_c.all_gather_tensor = lambda t, gather_dim=0, group=None: t.repeat(ranks)  # type: ignore[assignment]
+    cp.ft_c.all_gather_single = cp.ft_c.all_gather_tensor = lambda t, gather_dim=0, group=None: _moved(t, ranks)  # type: ignore[assignment]
     cp.ft_c.permute_tensor = lambda t, d, g=None: _moved(t)  # type: ignore[assignment]
-    cp._maybe_wait = lambda t: (link().wait(), t)[1]  # type: ignore[assignment]
+    cp._maybe_wait = lambda t: (EchoMesh.link.wait(), t)[1]  # type: ignore[assignment]
     cp.dist.get_world_size = lambda g=None: ranks  # type: ignore[assignment]
     cp.dist.ProcessGroup = object  # type: ignore[assignment,misc]
     if (tokens, backend) not in known:
@@ -210,13 +192,10 @@ def torch_ring(tokens: int, ranks: int, backend: str, clock: Clock, known: dict[
     return whole, {s: {k: max(f[s][k] for f in found) for k in ("device", "wall")} for s in STEPS}
 
 
-def _moved(t: Tensor) -> Tensor:
-    """A copy made beside the kernels, as an exchange is."""
-    out = torch.empty_like(t)
-    with link().begin():
-        out.copy_(t)
-    t.record_stream(link().stream)
-    out.record_stream(link().stream)
+def _moved(t: Tensor, times: int = 1) -> Tensor:
+    """So many copies of flat rows, one after the other, made beside the kernels, as an exchange is."""
+    out = t.new_empty((times * t.shape[0], *t.shape[1:]))
+    EchoMesh.link.move([(part, t) for part in out.chunk(times)])
     return out
 
 
@@ -244,7 +223,7 @@ def line(r: dict[str, Any]) -> str:
         ideal, rank, device, wall = (r[f"{s}_{k}"] for k in ("whole_ms", "device_ms", "device_efficiency", "wall_efficiency"))
         parts.append(f"{ideal / r['ranks']:8.3f}{rank:8.3f}{device:6.2f}{wall:6.2f}")
     memory = f" |{r['peak_mib']:7.0f} = {r['peak_mib'] / r['shard_mib']:4.1f} × q" if "peak_mib" in r else ""
-    return f"{r['tokens']:7d}{r['ranks']:4d}  {r['name']:24} |{parts[0]} |{parts[1]}{memory}"
+    return f"{r['tokens']:7d}{r['ranks']:4d}  {r['name']:28} |{parts[0]} |{parts[1]}{memory}"
 
 
 def main() -> None:
@@ -252,32 +231,41 @@ def main() -> None:
     parser.add_argument("--case", type=int, nargs=2, metavar=("S", "N"), help="this length and number of ranks only")
     parser.add_argument("--kernel", default="triton")
     parser.add_argument("--step-tokens", type=int, help="keys that a step holds at least, where there are as many")
+    parser.add_argument("--way", nargs="+", choices=list(WAYS), default=list(WAYS), help="these rows of ours only")
+    parser.add_argument("--link", choices=KINDS, help="what copies in place of a network; copy engines where they work")
     parser.add_argument("--without-torch", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="what runs on the device, in place of times")
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    cases = [tuple(args.case)] if args.case else list(CASES)
     if args.step_tokens:
         importlib.import_module("longspan.plan.make").STAGE_TOKENS = args.step_tokens  # type: ignore[attr-defined]
+    EchoMesh.link = open_link(args.link)
     about = {
         "bench": "engine_gpu",
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "kernel": args.kernel,
+        "link": EchoMesh.link.kind,
         "date": datetime.date.today().isoformat(),
     }
     print(", ".join(f"{k} {v}" for k, v in about.items()))
+    if args.profile:
+        profiles(cases, args.way, args.kernel)
+        return
     columns = f"{'ideal':>8}{'rank':>8}{'eff':>6}{'wall':>6}"
-    print(f"{'':37} |{'forward, ms':^28} |{'backward, ms':^28} | peak MiB, both passes")
-    print(f"{'tokens':>7}{'N':>4}  {'':24} |{columns} |{columns}", flush=True)
+    print(f"{'':41} |{'forward, ms':^28} |{'backward, ms':^28} | peak MiB, both passes")
+    print(f"{'tokens':>7}{'N':>4}  {'':28} |{columns} |{columns}", flush=True)
     clock, rows = Clock(args.repeat), []
     known: dict[Any, Any] = {}
-    for tokens, ranks in [tuple(args.case)] if args.case else CASES:
+    for tokens, ranks in cases:
         if tokens not in known:
             inputs = qkv(tokens)
             known[tokens] = both(lambda inputs=inputs: ls.attention(*inputs, mask=ls.causal(), kernel=args.kernel), inputs, clock)
             del inputs
         whole = known[tokens]
-        for way in WAYS:
+        for way in args.way:
             rows.append(row(f"longspan {way}", tokens, ranks, whole, ours(tokens, ranks, way, args.kernel, clock)))
             print(line(rows[-1]), flush=True)
         if not args.without_torch:

@@ -90,6 +90,9 @@ class Apart:
             self.spans.append((events[0], events[1]))
         return Done()
 
+    def all_to_all_pieces(self, out: Tensor, pieces: Sequence[Tensor], out_splits: Sequence[int], *, what: str) -> Pending:
+        return self.all_to_all(out, torch.cat(list(pieces)), out_splits, [len(p) for p in pieces], what=what)
+
 
 SPANS: Spans = []
 

@@ -33,6 +33,30 @@ def uneven_exchange(group: Group, *, width: int = 5, dtype: torch.dtype = torch.
     return torch.equal(out.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
+def exchange_of_pieces(
+    group: Group, *, width: int = 5, dtype: torch.dtype = torch.float32, device: str = "cpu", gathered: bool = False
+) -> bool:
+    """Whether pieces that overlap arrived where they should. `gathered`: this rank sends the same rows from one tensor."""
+    n, me = group.size, group.rank
+    mine = overlapping(me, n, width, dtype, device)
+    expected = torch.cat([overlapping(r, n, width, dtype)[me] for r in range(n)])
+    out = torch.zeros_like(expected, device=device)
+    arriving, what = [rows_between(r, me) for r in range(n)], f"pieces of {dtype}"
+    if gathered:
+        pending = group.all_to_all(out, torch.cat(mine), arriving, [len(piece) for piece in mine], what=what)
+    else:
+        pending = group.all_to_all_pieces(out, mine, arriving, what=what)
+    pending.wait()
+    return torch.equal(out.cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
+def overlapping(sender: int, ranks: int, width: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    """What a rank sends to each: views [rows, width] of one tensor, which begin one row after the other."""
+    numbers = torch.arange((ranks + 3) * width).reshape(ranks + 3, width)
+    rows = (numbers % 3 + numbers // width + 7 * sender).to(dtype).to(device)
+    return [rows[r : r + rows_between(sender, r)] for r in range(ranks)]
+
+
 def counts_of(size: int) -> list[int]:
     """Rows that each rank owns: uneven, one of them nothing."""
     return [(r * 4 + 3) % 5 if r != 1 else 0 for r in range(size)]

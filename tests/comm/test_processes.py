@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from tests.comm.exchanges import counts_of, gradient_through_an_exchange, uneven_exchange
+from tests.comm.exchanges import counts_of, exchange_of_pieces, gradient_through_an_exchange, uneven_exchange
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longspan.comm.agree import agree
@@ -26,6 +26,7 @@ def exchanges_arrive(mesh: Mesh, device: str = "cpu") -> None:
     for i in range(len(mesh.axes)):
         for dtype in DTYPES:
             assert uneven_exchange(mesh.group(i), dtype=dtype, device=device), (dtype, i)
+            assert exchange_of_pieces(mesh.group(i), dtype=dtype, device=device, gathered=mesh.rank == 1), (dtype, i)
         got, expected = gradient_through_an_exchange(mesh, i, device)
         assert torch.equal(got, expected)
         size, each = mesh.axes[i].size, torch.full((3,), mesh.coordinate[i], device=device)
@@ -35,7 +36,8 @@ def exchanges_arrive(mesh: Mesh, device: str = "cpu") -> None:
         pending = [
             mesh.group(i).all_to_all(out, (each + 10 * k).repeat(size), [3] * size, [3] * size, what=f"{k}") for k, out in enumerate(outs)
         ]
-        for waits in (*reversed(pending), empty, bare):
+        none = mesh.group(i).all_to_all_pieces(torch.empty(0, 5), [torch.empty(0, 5)] * size, [0] * size, what="pieces of no rows")
+        for waits in (*reversed(pending), empty, bare, none):
             waits.wait()
             waits.wait()
         assert [out[::3].tolist() for out in outs] == [[10 * k + r for r in range(size)] for k in range(4)]
@@ -115,7 +117,9 @@ def of_three() -> tuple[str, float]:
     started = time.monotonic()
     out, sent = torch.empty(3, 2), torch.zeros(3, 2)
     with pytest.raises(RuntimeError) as caught:
-        group.all_to_all(out, sent, [1, 1, 1], [1, 1, 1], what="stage 3 of 7, forward").wait()
+        if rank == 0:
+            group.all_to_all(out, sent, [1, 1, 1], [1, 1, 1], what="stage 3 of 7, forward").wait()
+        group.all_to_all_pieces(out, sent.split(1), [1, 1, 1], what="stage 3 of 7, forward").wait()
     assert isinstance(caught.value.__cause__, RuntimeError)
     return str(caught.value), time.monotonic() - started
 
@@ -129,7 +133,7 @@ def test_three_processes_exchange_and_a_rank_that_never_arrives_is_named_within_
         text,
         re.DOTALL,
     )
-    assert "failed on rank 2 of 3" in other
+    assert "failed on rank 2 of 3" in other and "which expected rows from ranks 0 (global rank 0), 1 (global rank 1): " in other
 
 
 def one_raises_and_one_dies() -> None:

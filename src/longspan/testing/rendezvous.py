@@ -6,12 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from longspan.comm.group import Pending, check_exchange, describe
+from longspan.comm.group import Pending, check_pieces, check_whole, describe, row_counts
 
 
 class RankLost(RuntimeError):
@@ -31,10 +31,13 @@ class Exchange:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Post:
     out: Tensor
-    sent: Tensor
+    pieces: tuple[Tensor, ...]
     out_splits: tuple[int, ...]
-    sent_splits: tuple[int, ...]
     what: str
+
+    @cached_property
+    def sent_splits(self) -> tuple[int, ...]:
+        return tuple(row_counts(self.pieces))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -109,10 +112,18 @@ class VirtualGroup:
         return len(self.members)
 
     def all_to_all(self, out: Tensor, sent: Tensor, out_splits: Sequence[int], sent_splits: Sequence[int], *, what: str) -> Pending:
-        check_exchange(self, out, sent, out_splits, sent_splits, what=what)
+        check_whole(self, out, sent, out_splits, sent_splits, what=what)
+        with torch.no_grad():
+            return self._begin(out, sent.split(list(sent_splits)), out_splits, what)
+
+    def all_to_all_pieces(self, out: Tensor, pieces: Sequence[Tensor], out_splits: Sequence[int], *, what: str) -> Pending:
+        check_pieces(self, out, pieces, out_splits, what=what)
+        return self._begin(out, pieces, out_splits, what)
+
+    def _begin(self, out: Tensor, pieces: Sequence[Tensor], out_splits: Sequence[int], what: str) -> Pending:
         if out.is_cuda:
             self._check_stream(out, what)
-        post = _Post(out=out, sent=sent, out_splits=tuple(out_splits), sent_splits=tuple(sent_splits), what=what)
+        post = _Post(out=out, pieces=tuple(pieces), out_splits=tuple(out_splits), what=what)
         slot, last = self.rendezvous.post(self.key, self.members, self.rank, post)
         if last:
             self._complete(slot)
@@ -143,7 +154,7 @@ class VirtualGroup:
             self.rendezvous.close(slot, error)
 
     def _exchange(self, posts: Sequence[_Post]) -> Exchange:
-        row = posts[0].sent.shape[1:].numel() * posts[0].sent.element_size()
+        row = posts[0].out.shape[1:].numel() * posts[0].out.element_size()
         sizes = torch.tensor([post.sent_splits for post in posts], dtype=torch.int64, device="cpu") * row
         return Exchange(what=posts[0].what, axis=self.name, ranks=self.members, bytes=sizes.fill_diagonal_(0))
 
@@ -181,8 +192,8 @@ def _mismatch(posts: Sequence[_Post], members: Sequence[int]) -> str | None:
     for post, rank in zip(posts, members):
         if post.what != first.what:
             return f"rank {rank} is at {post.what!r}, rank {members[0]} at {first.what!r}; all make the same calls in the same order"
-        if describe(post.sent) != describe(first.sent):
-            return f"rank {rank} has rows of {describe(post.sent)}, rank {members[0]} of {describe(first.sent)}"
+        if describe(post.out) != describe(first.out):
+            return f"rank {rank} has rows of {describe(post.out)}, rank {members[0]} of {describe(first.out)}"
     if list(zip(*(post.out_splits for post in posts))) == [post.sent_splits for post in posts]:
         return None
     wrong = [
@@ -195,9 +206,8 @@ def _mismatch(posts: Sequence[_Post], members: Sequence[int]) -> str | None:
 
 
 def _copy(posts: Sequence[_Post]) -> None:
-    starts = [list(accumulate(post.sent_splits, initial=0)) for post in posts]
     with torch.no_grad():
         for j, post in enumerate(posts):
-            pieces = [posts[i].sent.narrow(0, starts[i][j], rows) for i, rows in enumerate(post.out_splits) if rows]
+            pieces = [posts[i].pieces[j] for i, rows in enumerate(post.out_splits) if rows]
             if pieces:
                 torch.cat(pieces, out=post.out)

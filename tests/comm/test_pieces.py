@@ -1,0 +1,179 @@
+"""Exchanges that send pieces: views that overlap, in virtual worlds, and over NCCL without being gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.comm.exchanges import exchange_of_pieces, rows_between
+from torch import Tensor
+
+import longspan as ls
+from longspan.comm.mesh import Mesh
+from longspan.comm.process_group import ProcessGroupGroup
+from longspan.engine.itinerary import itinerary
+from longspan.testing import virtual_world
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+def test_pieces_that_overlap_arrive_at_every_number_of_ranks(n: int) -> None:
+    assert all(virtual_world(n).run(lambda mesh: exchange_of_pieces(mesh.group(0))))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int16, torch.bool, torch.float8_e4m3fn], ids=str)
+def test_ranks_of_one_exchange_may_send_in_different_forms(dtype: torch.dtype) -> None:
+    world = virtual_world(5)
+    assert all(world.run(lambda mesh: exchange_of_pieces(mesh.group(0), dtype=dtype, gathered=mesh.rank % 2 == 0)))
+
+
+def test_a_rank_without_others_copies_its_piece() -> None:
+    assert exchange_of_pieces(Mesh.abstract(1).group(0))
+
+
+def test_bytes_of_pieces_are_counted_as_often_as_they_are_sent() -> None:
+    n, width = 4, 6
+    world = virtual_world(n)
+    world.run(lambda mesh: exchange_of_pieces(mesh.group(0), width=width, dtype=torch.float16))
+    matrix = torch.tensor([[rows_between(i, j) * width * 2 * (i != j) for j in range(n)] for i in range(n)])
+    (record,) = world.exchanges
+    assert torch.equal(record.bytes, matrix)
+    assert (world.sent, world.received) == (matrix.sum(1).tolist(), matrix.sum(0).tolist())
+
+
+@pytest.mark.parametrize(
+    "out, pieces, out_splits, message",
+    [
+        (torch.empty(2, 3), [torch.empty(1, 3)], [1, 1], r"a piece for each of 2 ranks \(.*\), got 1"),
+        (torch.empty(2, 3), [torch.empty(1, 3), torch.empty(3, 2).T], [1, 1], r"`pieces\[1\]` to be contiguous rows"),
+        (torch.empty(2, 3), [torch.empty(1, 3), torch.empty(())], [1, 1], r"`pieces\[1\]` to be contiguous rows"),
+        (torch.empty(2, 3), [torch.empty(1, 3), torch.empty(2, 3, dtype=torch.float64)], [1, 1], "one shape, dtype and device"),
+        (torch.empty(2, 3), [torch.empty(1, 3), torch.empty(2, 4)], [1, 1], r"one shape, dtype and device, got out \[3\] .* \[4\]"),
+        (torch.empty(2, 3), [torch.empty(2, 3), torch.empty(1, 3)], [1, 1], "sends itself 2 rows and expects 1"),
+        (torch.empty(2, 3), [torch.empty(1, 3), torch.empty(1, 3)], [1, 2], "add up to the 2 rows of `out`"),
+    ],
+)
+def test_what_a_rank_can_see_to_be_wrong_with_its_pieces_raises(
+    out: Tensor, pieces: list[Tensor], out_splits: list[int], message: str
+) -> None:
+    group = ProcessGroupGroup(name="cp", group=SimpleNamespace(rank=lambda: 0, size=lambda: 2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"^stage 1: rank 0 of 2 on axis 'cp'.*{message}"):
+        group.all_to_all_pieces(out, pieces, out_splits, what="stage 1")
+
+
+def test_pieces_that_sender_and_receiver_count_differently_raise_on_both() -> None:
+    def fn(mesh: Mesh) -> None:
+        pieces = [torch.zeros(rows, 3) for rows in ([1, 2], [4, 1])[mesh.rank]]
+        out_splits = ([1, 3], [2, 1])[mesh.rank]
+        mesh.group(0).all_to_all_pieces(torch.empty(sum(out_splits), 3), pieces, out_splits, what="stage 2").wait()
+
+    with pytest.raises(RuntimeError, match=r"stage 2: .*rank 1 sends 4 rows to rank 0, which expects 3"):
+        virtual_world(2).run(fn)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says so."""
+
+    is_cuda = True
+
+
+class Calls:
+    """torch's two all-to-alls, which note what they were given instead of sending it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, config: str | Exception) -> None:
+        self.lists: list[tuple[list[Tensor], list[Tensor]]] = []
+        self.singles: list[tuple[Any, ...]] = []
+        self.error: RuntimeError | None = None
+        self.group = ProcessGroupGroup(name="cp", group=SimpleNamespace(rank=lambda: 1, size=lambda: 3))  # type: ignore[arg-type]
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: self._told(config))
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5, 6])
+        monkeypatch.setattr(dist, "all_to_all", self._noted(self.lists))
+        monkeypatch.setattr(dist, "all_to_all_single", self._noted(self.singles))
+
+    @staticmethod
+    def _told(config: str | Exception) -> str:
+        if isinstance(config, Exception):
+            raise config
+        return config
+
+    def _noted(self, into: list[Any]) -> Callable[..., Any]:
+        def call(*args: Any, group: Any, async_op: bool) -> Any:
+            assert group is self.group.group and async_op
+            into.append(args)
+            if self.error is not None:
+                raise self.error
+            return SimpleNamespace(wait=lambda: None)
+
+        return call
+
+
+def rows_on(kind: type[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(out [5, 2], sent [7, 2], pieces of sent that overlap), as rank 1 of 3 has them that gets 0, 2 and 3 rows and sends 4, 2, 0."""
+    sent = torch.arange(14.0).reshape(7, 2).as_subclass(kind)
+    return torch.zeros(5, 2).as_subclass(kind), sent, [sent[1:5], sent[3:5], sent[:0]]
+
+
+@pytest.mark.parametrize("config", ["cuda:nccl", "cpu:gloo,cuda:nccl"])
+def test_over_nccl_both_forms_go_as_pieces_from_where_they_lie(monkeypatch: pytest.MonkeyPatch, config: str) -> None:
+    calls = Calls(monkeypatch, config)
+    out, sent, pieces = rows_on(OnGpu)
+    calls.group.all_to_all_pieces(out, pieces, [0, 2, 3], what="stage 1").wait()
+    calls.group.all_to_all(out, sent[:6], [0, 2, 3], [4, 2, 0], what="stage 2").wait()
+    half, halves = out.bfloat16(), [piece.bfloat16() for piece in pieces]
+    calls.group.all_to_all_pieces(half, halves, [0, 2, 3], what="stage 3").wait()
+    assert not calls.singles
+    for (into, leaving), rows in zip(calls.lists, (out, out, half), strict=True):
+        assert [len(part) for part in into] == [0, 2, 3] and [len(part) for part in leaving] == [4, 2, 0]
+        assert [part.data_ptr() for part in into[1:]] == [rows.data_ptr(), rows[2:].data_ptr()]
+    starts = [[part.data_ptr() for part in leaving[:2]] for _, leaving in calls.lists]
+    assert starts == [[p.data_ptr() for p in pieces[:2]], [sent.data_ptr(), sent[4:].data_ptr()], [p.data_ptr() for p in halves[:2]]]
+    assert {part.dtype for part in (*calls.lists[2][0], *calls.lists[2][1])} == {torch.uint8}
+
+
+@pytest.mark.parametrize(
+    "config, kind",
+    [
+        ("cpu:gloo,cuda:nccl", Tensor),
+        ("cpu:gloo,cuda:gloo", OnGpu),
+        ("cpu:mpi,cuda:mpi", OnGpu),
+        ("cuda:nccl_of_my_own", OnGpu),
+        (TypeError("no such group"), OnGpu),
+    ],
+    ids=str,
+)
+def test_where_rows_do_not_travel_by_nccl_pieces_are_gathered(
+    monkeypatch: pytest.MonkeyPatch, config: str | Exception, kind: type[Tensor]
+) -> None:
+    calls = Calls(monkeypatch, config)
+    out, sent, pieces = rows_on(kind)
+    calls.group.all_to_all_pieces(out, pieces, [0, 2, 3], what="stage 1").wait()
+    calls.group.all_to_all(out, sent[:6], [0, 2, 3], [4, 2, 0], what="stage 2").wait()
+    assert not calls.lists
+    (_, gathered, *splits), (_, whole, *_) = calls.singles
+    assert torch.equal(gathered, torch.cat(pieces)) and splits == [[0, 2, 3], [4, 2, 0]]
+    assert whole.data_ptr() == sent.data_ptr()
+
+
+def test_an_exchange_over_nccl_that_fails_names_the_ranks_it_expected_rows_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch, "cuda:nccl")
+    calls.error = RuntimeError("a link is down")
+    out, sent, pieces = rows_on(OnGpu)
+    text = (
+        r"^stage 1: the exchange failed on rank 1 of 3 on axis 'cp' \(global rank 5\), which expected rows from ranks 2 \(global rank 6\): "
+        "a link is down"
+    )
+    with pytest.raises(RuntimeError, match=text):
+        calls.group.all_to_all_pieces(out, pieces, [0, 2, 3], what="stage 1")
+    with pytest.raises(RuntimeError, match=text):
+        calls.group.all_to_all(out, sent[:6], [0, 2, 3], [4, 2, 0], what="stage 1")
+
+
+@pytest.mark.parametrize("rank", range(5))
+def test_an_exchange_of_a_head_tail_layout_sends_stretches_of_the_local_rows(rank: int) -> None:
+    for mask in (ls.causal(), ls.causal() & ls.sliding_window(700)):
+        plan = ls.plan(mask, 5120, Mesh.abstract(5, rank=rank), layout="head_tail", strategy="exchange", heads=3, kv_heads=3, head_dim=32)
+        route = itinerary(plan.data, (plan.data.block, plan.data.block), None)
+        assert all(arrival.in_pieces for step in route.steps for arrival in step.arrivals)
