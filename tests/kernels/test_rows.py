@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from longspan.kernels.rows import add_last_rows, add_rows_, copy_rows_, row_lists, split_rows
 from longspan.kernels.triton.interpreter import interpreted, quiet
-from longspan.kernels.triton.rows import last_rows_kernel
+from longspan.kernels.triton.rows import add_rows_kernel, last_rows_kernel
 
 
 def test_rows_come_home_in_order() -> None:
@@ -33,9 +33,31 @@ def test_copies_are_exact_whatever_the_strides() -> None:
         assert torch.equal(out[..., :dim], x.permute(2, 0, 1, 3)) and not out[..., dim:].any()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("unwritten", [0, 5, 11])
+def test_rows_that_hold_nothing_yet_are_not_read(unwritten: int, device: str) -> None:
+    torch.manual_seed(0)
+    home, parts = torch.randn(11, 6), [torch.tensor([3, 4, 8]), torch.tensor([9, 0, 4])]
+    back = torch.randn(6, 6)
+    want = home.clone()
+    want[:unwritten] = 0
+    for part, rows in zip(parts, back.split(3), strict=True):
+        want[part] += rows
+    home[:unwritten] = torch.nan
+    home, back, want, again = home.to(device), back.to(device), want.to(device), home.to(device, copy=True)
+    lists = tuple(t.to(device) for t in row_lists(parts, 11))
+    add_rows_(home, back, parts, lists, unwritten=unwritten)  # type: ignore[arg-type]
+    assert torch.equal(home, want)
+    if device == "cpu" and interpreted():
+        with quiet():
+            add_rows_kernel[11, 1](again, back, *lists, 6, unwritten, BLOCK=8)
+        assert torch.equal(again, want)
+
+
+@pytest.mark.parametrize("late", [None, 4])
 @pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_last_rows_go_straight_to_keys_and_values(per_row: bool, device: str) -> None:
+def test_the_last_rows_go_straight_to_keys_and_values(per_row: bool, device: str, late: int | None) -> None:
     torch.manual_seed(0)
     batch, groups, length, dims = 2, 3, 11, (24, 40)
     rows = batch * length if per_row else length
@@ -47,13 +69,16 @@ def test_the_last_rows_go_straight_to_keys_and_values(per_row: bool, device: str
     k, v, want_k, want_v = (torch.empty(batch, groups, length, d, dtype=dtype, device=device) for d in (*dims, *dims))
     summed = home.clone()
     add_rows_(summed, back, parts, lists)  # type: ignore[arg-type]
+    own = None if late is None else torch.randn(late, width).to(device)
+    if own is not None:
+        summed[:late] += own
     split_rows(summed, want_k, want_v, per_row=per_row)
     if device == "cpu" and interpreted():
         with quiet():
             last_rows_kernel[rows, 1](
-                home, back, *lists, k, v, k.stride()[:3], v.stride()[:3], length, groups, width, D=dims[0], WIDE=sum(dims), PER_ROW=per_row,
-                BLOCK=512,
+                home, back, home if own is None else own, *lists, k, v, k.stride()[:3], v.stride()[:3], length, groups, width, late or 0,
+                D=dims[0], WIDE=sum(dims), PER_ROW=per_row, BLOCK=512,
             )  # fmt: skip
         assert torch.equal(k, want_k) and torch.equal(v, want_v)
-    add_last_rows(home, back, parts, lists, k, v, per_row=per_row)  # type: ignore[arg-type]
+    add_last_rows(home, back, parts, lists, k, v, per_row=per_row, late=own)  # type: ignore[arg-type]
     assert torch.equal(k, want_k) and torch.equal(v, want_v)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import longspan as ls
+from longspan.engine.itinerary import itinerary
 from longspan.plan.balance_demand import Demand, pairs_per_row
 from longspan.plan.clusters import cluster
 from longspan.plan.cost import Link, Rates, Shape
@@ -39,10 +40,11 @@ def test_every_tile_is_computed_once_and_every_token_that_moves_is_counted(strat
 
 def test_batch_rows_of_their_own_are_counted_one_by_one() -> None:
     mask = ls.causal() & ls.documents(lengths=[[700, 324], [1000, 24], [512, 512]])
-    plan = planned(mask, 1024, batch=3, layout="auto", strategy="exchange")
+    plan = planned(mask, 1024, batch=3, layout="auto", strategy="exchange", overlap=True)
     work = of_plan(plan.data, 8)
     tiles = sum(sum(plan.data.table((128, 128), row).counts()[1:]) for row in range(3))
     assert float((work.full + work.partial).sum()) == 12 * tiles and work.scale == 1
+    assert work.halves is not None and not work.halves[..., 1].any() and bool(work.halves[..., 0].any())  # local keys in one part
 
 
 @pytest.mark.parametrize("moves", ["ring", "allgather", "exchange"])
@@ -125,7 +127,44 @@ def test_steps_follow_each_other_and_begin_when_their_keys_are_there() -> None:
         begin, end = one.compute
         assert bool((begin[:, 1:] >= end[:, :-1] - 1e-12).all()) and bool((begin[:, 1:] >= one.travel[1][:, 1:] - 1e-12).all())
         assert bool((one.exposed >= -1e-12).all())
-    assert found.backward.home is not None and bool((found.backward.home[0] >= found.backward.compute[1] - 1e-12)[:, 1:].all())
+    home = found.backward.home
+    assert home is not None and bool((home[0] >= found.backward.compute[1] - 1e-12)[:, 1:-1].all())
+    # The last column is the second part of the local keys, after everything that arrives.
+    assert bool((found.forward.compute[1] - found.forward.compute[0])[:, -1].eq(0).all()) and not home[1][:, -1].any()
+    assert bool((found.backward.compute[1] - found.backward.compute[0])[:, -1].gt(0).all())
+
+
+@pytest.mark.parametrize("strategy", ["ring", "allgather", "exchange"])
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail", "round_robin"])
+def test_the_model_cuts_local_keys_where_the_engine_does(strategy: str, layout: str) -> None:
+    plan = planned(ls.causal() & ls.documents(lengths=[1700, 40, 2900, 3552]), strategy=strategy, layout=layout, overlap=True)
+    work = of_plan(plan.data, 8)
+    assert work.halves is not None and work.halves.shape == (3, 4, 2) and work.steps == len(plan.schedule.steps) + 2
+    for column, halves in zip((work.full, work.partial), work.halves, strict=False):
+        assert torch.equal(column[:, 0], halves.sum(1)) and not column[:, -1].any()
+    back = work.split()
+    assert torch.equal(back.full.sum(1), work.full.sum(1)) and back.steps == work.steps and back.busy is not None
+    for rank in range(4):
+        route = itinerary(plan.on(ls.Mesh.abstract(4, rank=rank)).data, (128, 128), None, home=(2, 4))
+        local = [step for step in route.steps if step.own]
+        for at, step in enumerate(local):
+            table = step.parts[0].table
+            assert work.halves[:, rank, at].tolist() == [
+                12 * n for n in (table.counts().full, table.counts().partial, int((table.tiles_per_row > 0).sum()))
+            ]
+        assert len(local) == 2 or not work.halves[:, rank, 1].any()
+
+
+def test_what_goes_home_last_is_hidden_behind_local_keys_and_a_joined_schedule_hides_nothing() -> None:
+    plan = planned(ls.full(), 65536, strategy="allgather", heads=32, kv_heads=8, head_dim=128, overlap=True)
+    work, found = of_plan(plan.data, 8), cluster("h100")
+    split, whole = (
+        timeline(w, found).backward for w in (work, replace(work, halves=torch.stack([work.halves.sum(2), work.halves[..., 0] * 0], 2)))
+    )  # type: ignore[union-attr]
+    assert split.home is not None and bool((split.compute[0][:, -1] <= split.home[0][:, 1]).all())
+    assert split.seconds < whole.seconds
+    joined = work.join()
+    assert joined.halves is None and joined.steps == 2 and joined.split() is joined
 
 
 def test_kernel_times_grow_with_keys_and_meet_the_measured_rates() -> None:

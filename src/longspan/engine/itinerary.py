@@ -2,6 +2,9 @@
 
 Derived from the plan alone, once per plan and tile size, and kept with it. Rows of a buffer are tokens, or (batch row, token) where batch
 rows are laid out differently.
+
+Forward, local keys come first and hide the first arrival. Backward, they come in two parts: the first hides the first arrival, the second
+comes last and hides the gradients that go home last.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from longspan.kernels.rows import row_lists
 from longspan.masks.table import BlockTable, stretched
 from longspan.plan.plan import PlanData
 from longspan.plan.tiles import Side
+from longspan.plan.workload import covered, late_share, late_tiles
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,6 +78,11 @@ class Arrival:
     sent: Rows
     home: tuple[Rows, ...]
 
+    @cached_property
+    def in_pieces(self) -> bool:
+        """Whether each rank gets a stretch of the local rows and all of them together are none: they leave without being gathered."""
+        return self.sent.index is not None and all(rows.index is None for rows in self.home)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
@@ -91,12 +100,12 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
-    """What is computed at once. `tokens`: rows of its buffer, of which the first `own` are local keys: all of the first step's, which has
-    no arrivals then, or, in a joined schedule, those before its arrivals.
+    """What is computed at once. `tokens`: rows of its buffer, of which the first are those of the local rows `own`: all of the first and of
+    backward's last step's, which have no arrivals then, or, in a joined schedule, those before its arrivals.
     """
 
     tokens: int
-    own: int
+    own: range
     arrivals: tuple[Arrival, ...]
     parts: tuple[Part, ...]
     _lists: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -104,6 +113,16 @@ class Step:
     @property
     def empty(self) -> bool:
         return all(part.empty for part in self.parts)
+
+    @property
+    def arriving(self) -> int:
+        """Rows of its buffer that arrive."""
+        return self.tokens - len(self.own)
+
+    @property
+    def moved(self) -> int:
+        """Rows that arrive or leave, whichever are more."""
+        return max(self.arriving, sum(arrival.sent.count for arrival in self.arrivals))
 
     @cached_property
     def home(self) -> list[Tensor]:
@@ -126,10 +145,21 @@ class Itinerary:
     last: tuple[int, ...]
 
 
-def itinerary(data: PlanData, block: tuple[int, int], heads: range | None) -> Itinerary:
-    """This rank's steps, for tiles of this size and (where the mask differs by head) these heads."""
-    key = ("itinerary", block, None if heads is None else (heads.start, heads.stop))
-    found: Itinerary = data._keep(key, lambda: _Maker(data, block, heads).make())
+def itinerary(data: PlanData, block: tuple[int, int], heads: range | None, *, home: tuple[int, int] | None = None) -> Itinerary:
+    """This rank's steps, for tiles of this size and (where the mask differs by head) these heads.
+
+    `home`: backward, the bytes of a number in keys on their way and in gradients on their way home. Local keys are then cut in two parts
+    between tiles, in proportion to what each hides (`late_share`); in one part where batch rows differ, where nothing that arrives is
+    computed, and where there are not two tiles to compute.
+    """
+    key = ("itinerary", block, None if heads is None else (heads.start, heads.stop), home)
+    whole = None if home is None else itinerary(data, block, heads)
+
+    def make() -> Itinerary:
+        maker = _Maker(data, block, heads)
+        return maker.make() if whole is None or home is None else maker.split(whole, home)
+
+    found: Itinerary = data._keep(key, make)
     return found
 
 
@@ -153,6 +183,26 @@ class _Maker:
         last = [max([i for i, step in enumerate(steps) if not step.parts[p].empty], default=0) for p in range(self.data.rows)]
         return Itinerary(steps=tuple(steps), last=tuple(last))
 
+    def split(self, whole: Itinerary, home: tuple[int, int]) -> Itinerary:
+        """The same with the first tiles of local keys in a step of their own at the end."""
+        first, *arriving = whole.steps
+        if len(first.parts) > 1 or first.arrivals or all(step.empty for step in arriving):
+            return whole
+        tiles = self.keys[0].of_rank(self.me)
+        share = late_share(arriving[0].moved * home[0], arriving[-1].moved * home[1])
+        table = first.parts[0].table
+        work = covered(torch.zeros(len(table.first), dtype=torch.int64), table.first.long(), table.last.long() + 1, len(tiles), range(1))
+        late = late_tiles(work[0], share)
+        if not late:
+            return whole
+        parts = [self._part(0, some, rows=None) for some in (tiles[late:], tiles[:late])]
+        cut = parts[1].kv_tiles.length
+        early, last = (
+            Step(tokens=len(own), own=own, arrivals=(), parts=(part,))
+            for own, part in zip((range(cut, first.tokens), range(cut)), parts, strict=True)
+        )
+        return Itinerary(steps=(early, *arriving, last), last=(len(arriving) + 1,))
+
     def _part(self, row: int, tiles: Tensor, *, rows: Rows | None) -> Part:
         table = self.data.table(self.block, row).select(self.q_order[row], tiles, heads=self.heads)
         return Part(table=table, q_tiles=self.q_tilings[row], kv_tiles=_tiling(self.keys[row], tiles), rows=rows)
@@ -174,7 +224,7 @@ class _Maker:
             # Without arrivals, the keys of a batch row are its own slice of a tensor, not rows of a common buffer.
             rows = Rows.of(torch.cat(places[row])) if len(self.keys) > 1 and arrivals else None
             parts.append(self._part(row, torch.cat(listed[row]), rows=rows))
-        return Step(tokens=offset, own=local * len(self.keys), arrivals=tuple(arrivals), parts=tuple(parts))
+        return Step(tokens=offset, own=range(local * len(self.keys)), arrivals=tuple(arrivals), parts=tuple(parts))
 
     def _arrival(self, stage: int, offset: int) -> tuple[Arrival, list[tuple[Tensor, Tensor]]]:
         """An exchange, and for each batch row the tiles that it brings and where their tokens lie in it."""

@@ -85,7 +85,17 @@ class Call:
         for work in (first, *more):
             kernel.check(work, q)
         block = kernel.block(q, v, self.data.table(plain, 0))
-        return kernel, route if block == plain else itinerary(self.data, block, self.own_heads)
+        whole = route if block == plain else itinerary(self.data, block, self.own_heads)
+        if not backward:
+            return kernel, whole
+        halves = itinerary(self.data, block, self.own_heads, home=(k.element_size(), self.travel(q.dtype).itemsize))
+        ends = [self.work(halves.steps[i].parts[0], q, 0, backward=True) for i in (0, -1)] if halves is not whole else []
+        # Chosen as forward, by local keys in one part. What it would refuse in two it gets in one.
+        return kernel, whole if any(kernel.refuses(q, k, v, work) is not None for work in ends) else halves
+
+    def travel(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of gradients of keys on their way home, for inputs of `dtype`."""
+        return self.data.grad_reduce_dtype or state_dtype(dtype)
 
     def rehearse(self, q: Tensor, k: Tensor, v: Tensor, *, sink: bool) -> None:
         """Make the choices of the calls to come, so that what is refused is refused before anything is sent."""
@@ -128,8 +138,9 @@ class _Keys:
         batch, groups, length, dim = self.k.shape
         order = (0, 2, 1, 3) if self.per_row else (2, 0, 1, 3)
         shape = (batch, length, groups, self.width) if self.per_row else (length, batch, groups, self.width)
-        buffer = self.k.new_empty((self.steps[0].tokens, (groups if self.per_row else batch * groups) * self.width))
-        packed = buffer[: self.steps[0].own]
+        rows = batch * length if self.per_row else length
+        buffer = self.k.new_empty((rows + self.steps[0].arriving, (groups if self.per_row else batch * groups) * self.width))
+        packed = buffer[:rows]
         copy_rows_(packed.view(shape)[..., :dim], self.k.permute(order))
         copy_rows_(packed.view(shape)[..., dim:], self.v.permute(order))
         return buffer, packed
@@ -142,17 +153,23 @@ class _Keys:
         buffer = self.packed.new_empty((self.steps[i].tokens, self.packed.shape[1])) if i else self.first
         pending = []
         for arrival in self.steps[i].arrivals:
-            out = buffer[arrival.start : arrival.stop]
-            sent = arrival.sent.take(self.packed)
-            pending.append(self.group.all_to_all(out, sent, arrival.arriving, arrival.leaving, what=f"{arrival.what}, {self.what}"))
+            out, what = buffer[arrival.start : arrival.stop], f"{arrival.what}, {self.what}"
+            if arrival.in_pieces:
+                pieces = [rows.take(self.packed) for rows in arrival.home]
+                pending.append(self.group.all_to_all_pieces(out, pieces, arrival.arriving, what=what))
+            else:
+                sent = arrival.sent.take(self.packed)
+                pending.append(self.group.all_to_all(out, sent, arrival.arriving, arrival.leaving, what=what))
         self.under_way[i] = buffer, pending
 
     def take(self, i: int) -> list[tuple[Tensor, Tensor]]:
         """(k, v) of step i for each of its parts, waited for."""
         parts = self.steps[i].parts
         if not self.steps[i].arrivals:
-            rows = [slice(p, p + 1) if self.per_row else slice(None) for p in range(len(parts))]
-            return [(self.k[r], self.v[r]) for r in rows]
+            if self.per_row:
+                return [(self.k[p : p + 1], self.v[p : p + 1]) for p in range(len(parts))]
+            own = self.steps[i].own
+            return [(self.k[:, :, own.start : own.stop], self.v[:, :, own.start : own.stop])]
         buffer, pending = self.under_way.pop(i)
         for p in pending:
             p.wait()
@@ -284,7 +301,11 @@ def _backward(
 
 
 class _Totals:
-    """Gradients as they add up, in the dtype of lse. Those of keys from elsewhere go home and are added there in the order of ranks."""
+    """Gradients as they add up, in the dtype of lse. Those of keys from elsewhere go home and are added there.
+
+    The order of sums is fixed: a row's own gradients, then what comes home, by steps and in each by ranks. Of the rows of local keys that
+    are computed last, own gradients come last, unless nothing had come home by then.
+    """
 
     def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor, needs: Sequence[bool], keys: _Keys) -> None:
         self.call, self.k, self.v, self.keys = call, k, v, keys
@@ -297,17 +318,22 @@ class _Totals:
         # Of local keys, and in a joined schedule of the first ones that arrive: token by token like a buffer of keys, so that what comes
         # home is added row by row.
         width = (groups if keys.per_row else batch * groups) * keys.width
-        self.first = torch.empty((keys.steps[0].tokens, width), dtype=self.dtype, device=k.device)
+        self.first = torch.empty((self.rows + keys.steps[0].arriving, width), dtype=self.dtype, device=k.device)
         self.home = self.first[: self.rows]
+        last = keys.steps[-1]
+        self.last = None if last.arrivals or last is keys.steps[0] else last
+        self.unwritten = 0 if self.last is None else self.last.tokens  # first rows of home that hold nothing yet
+        self.late: Tensor | None = None  # gradients of those rows, where they hold something by the time they are computed
         self.going_home: tuple[Step, Tensor, list[Pending]] | None = None
 
     def buffer(self, step: Step) -> Tensor:
         """Where a step's gradients of keys and values go."""
-        return (
-            self.first
-            if step is self.keys.steps[0]
-            else torch.empty((step.tokens, self.home.shape[1]), dtype=self.dtype, device=self.home.device)
-        )
+        if step is self.keys.steps[0] or (step is self.last and self.unwritten):
+            return self.first[step.own.start : step.own.stop + step.arriving]
+        found = torch.empty((step.tokens, self.home.shape[1]), dtype=self.dtype, device=self.home.device)
+        if step is self.last:
+            self.late = found
+        return found
 
     def into(self, part: Part, p: int, buffer: Tensor) -> tuple[Grads, Tensor | None]:
         """Where a part's gradients go; where its rows lie scattered in the buffer, that is a tensor apart, given too."""
@@ -322,12 +348,14 @@ class _Totals:
         return Grads(q=q, k=dk, v=dv, captured=self.captured), apart
 
     def send(self, step: Step, buffer: Tensor) -> None:
-        """Begin to send a step's gradients home; add those that have come home from the step before."""
+        """Begin to send a step's gradients home; add those that have come home from the step before, but for the last ones."""
+        if step is self.last:
+            return
         self._collect()
         if not step.arrivals:
             return
         assert self.keys.group is not None
-        travel = self.call.data.grad_reduce_dtype or self.dtype
+        travel = self.call.travel(self.q_dtype)
         back = torch.empty((sum(a.sent.count for a in step.arrivals), buffer.shape[1]), dtype=travel, device=buffer.device)
         pending, start = [], 0
         for arrival in step.arrivals:
@@ -341,7 +369,8 @@ class _Totals:
     def _collect(self) -> None:
         if self.going_home is not None:
             step, back = self._arrived()
-            add_rows_(self.home, back, step.home, step.lists(self.rows, self.home.device))
+            add_rows_(self.home, back, step.home, step.lists(self.rows, self.home.device), unwritten=self.unwritten)
+            self.unwritten = 0
 
     def _arrived(self) -> tuple[Step, Tensor]:
         """What was under way, waited for."""
@@ -359,7 +388,8 @@ class _Totals:
             split_rows(self.home, dk, dv, per_row=self.keys.per_row)
         else:
             step, back = self._arrived()
-            add_last_rows(self.home, back, step.home, step.lists(self.rows, self.home.device), dk, dv, per_row=self.keys.per_row)
+            lists = step.lists(self.rows, self.home.device)
+            add_last_rows(self.home, back, step.home, lists, dk, dv, per_row=self.keys.per_row, late=self.late)
         return Grads(q=self.q.to(self.q_dtype), k=dk, v=dv, captured=self.captured)
 
 

@@ -25,17 +25,19 @@ def _holds_wide(t: Tensor) -> bool:
     return t.stride(-1) == 1 and t.shape[-1] % per == 0 and strides and t.storage_offset() % per == 0 and t.data_ptr() % 16 == 0
 
 
-def add_rows_(home: Tensor, back: Tensor, rows: Sequence[Tensor], lists: tuple[Tensor, Tensor]) -> None:
+def add_rows_(home: Tensor, back: Tensor, rows: Sequence[Tensor], lists: tuple[Tensor, Tensor], *, unwritten: int = 0) -> None:
     """home [S, W] += rows of back [R, W], each at its place, in the order in which they lie in back.
 
     `rows`: for consecutive parts of back, the rows of home that they belong to; no row twice in one part. `lists`: the same seen
-    from home, as (ptr [S + 1], index): what `row_lists` gives, on the device.
+    from home, as (ptr [S + 1], index): what `row_lists` gives, on the device. The first `unwritten` rows of home hold nothing yet: they are
+    not read and begin at 0.
     """
     if home.is_cuda and has_triton():
         from longspan.kernels.triton.rows import add_rows
 
-        add_rows(home, back, *lists)
+        add_rows(home, back, *lists, unwritten=unwritten)
         return
+    home[:unwritten] = 0
     start = 0
     for part in rows:
         home.index_add_(0, part.to(home.device), back[start : start + len(part)].to(home.dtype))
@@ -43,15 +45,25 @@ def add_rows_(home: Tensor, back: Tensor, rows: Sequence[Tensor], lists: tuple[T
 
 
 def add_last_rows(
-    home: Tensor, back: Tensor, rows: Sequence[Tensor], lists: tuple[Tensor, Tensor], k: Tensor, v: Tensor, *, per_row: bool
-) -> None:  # fmt: skip
-    """`add_rows_`, and then `split_rows`. home is used up."""
+    home: Tensor,
+    back: Tensor,
+    rows: Sequence[Tensor],
+    lists: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    *,
+    per_row: bool,
+    late: Tensor | None = None,
+) -> None:
+    """`add_rows_`, then `late` [L, W] added to the first L rows, and then `split_rows`. home is used up."""
     if home.is_cuda and has_triton():
         from longspan.kernels.triton.rows import add_last_rows as add_and_split
 
-        add_and_split(home, back, *lists, k, v, per_row=per_row)
+        add_and_split(home, back, *lists, k, v, per_row=per_row, late=late)
         return
     add_rows_(home, back, rows, lists)
+    if late is not None:
+        home[: len(late)] += late
     split_rows(home, k, v, per_row=per_row)
 
 

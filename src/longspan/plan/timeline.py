@@ -1,8 +1,8 @@
 """The timeline of a plan: when each rank computes, when its keys and gradients travel, and what of that is exposed.
 
 It follows the engine: while step i is computed, the keys of step i + 1 travel; an exchange begins when the one before it has ended and
-the computation before the one it hides behind is done. Backward, the gradients of a step's keys go home while the next one is computed. In
-a joined schedule nothing is computed while the first keys travel.
+the computation before the one it hides behind is done. Backward, the gradients of a step's keys go home while the next one is computed,
+those of the last while the second part of the local keys is. In a joined schedule nothing is computed while the first keys travel.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pass:
-    """Forward or backward. Seconds from its begin, float64 [R, K + 1].
+    """Forward or backward. Seconds from its begin, float64 [R, K + 1]. Where local keys have a second part, that is one more step at the
+    end, empty in the forward pass of a plan.
 
     compute:  when each step's computation begins and ends; travel: the same of the exchange that brings its keys (empty for step 0).
     home:     when a step's gradients go home, backward only.
@@ -91,8 +92,8 @@ class Timeline:
 
 def timeline(work: Workload, cluster: Cluster, conditions: Conditions | None = None) -> Timeline:
     """What the model predicts for a workload on a cluster."""
-    sim = _Simulation(work, cluster, conditions or Conditions())
-    forward, backward = sim.run(backward=False), sim.run(backward=True)
+    sim, back = (_Simulation(w, cluster, conditions or Conditions()) for w in (work, work.split()))
+    forward, backward = sim.run(backward=False), back.run(backward=True)
     keys = work.received.sum(2) * work.key_bytes
     grads = work.sent.sum(2) * work.key_bytes * (work.shape.grad_element / work.shape.element)
     return Timeline(forward=forward, backward=backward, bytes=2 * keys + grads + sim.turn_bytes())
@@ -106,8 +107,8 @@ def fastest(
 
     Computed together, no running result is written and read again, and nothing is hidden. With more steps there is one anyway.
     """
-    options = [work] if overlap is not False or work.steps == 1 else []
-    if work.steps > 1 and (overlap is False or (overlap is None and work.steps == 2)):
+    options = [work] if overlap is not False or not work.travels else []
+    if work.travels and (overlap is False or (overlap is None and work.travels == 1)):
         options.append(work.join())
     found = [(option, timeline(option, cluster, conditions)) for option in options]
     return found[-1] if found[-1][1].seconds * TIE < found[0][1].seconds else found[0]
@@ -146,7 +147,9 @@ class _Simulation:
             if backward and i and float(work.exchanges[i]):
                 back[0, :, i] = self._together(torch.maximum(free, done), i)
                 back[1, :, i] = free = back[0, :, i] + home[:, i]
-        end = torch.maximum(done, free) if backward else done
+        # What comes home last is added and converted when it is there: a part of the last step, where that is over local keys.
+        late = self._converts() / self.cluster.hbm * self.slow if work.halves is not None else self.zero
+        end = torch.maximum(done, free + late) if backward else done
         total = end + after
         return Pass(
             compute=(compute[0], compute[1]),
@@ -212,9 +215,16 @@ class _Simulation:
             return out
         out += there * rows * tile * (2 * wide - narrow)  # adds to the gradient of q
         out[:, :1] += every[:, :1] * tile * (2 * narrow + wide)  # delta, and zeros to add to
-        out[:, -1:] += every[:, :1] * tile * (wide + narrow) + local * (work.key_bytes + grads)  # converts
+        out[:, -1] += self._converts()
         out += received * (work.key_bytes * there + grads)  # reads every key that arrived, writes its gradient
         return out + (sent + 2 * torch.minimum(sent, local)) * grads  # adds what comes home
+
+    def _converts(self) -> Tensor:
+        """Bytes that are read and written when gradients are complete [R]: in the dtype of sums and in that of the inputs."""
+        work, s = self.work, self.work.shape
+        every = work.rows if work.rows.ndim == 1 else work.rows[:, 0]
+        local = work.keys * work.degree * s.batch / work.scale
+        return every * TILE * s.head_dim * (4 + s.element) + local * work.key_bytes * (1 + 4 / s.element)
 
     def _exchange(self, arriving: Tensor, leaving: Tensor, size: float) -> Tensor:
         """Seconds of each step's exchange [R, K + 1]: the slower of both kinds of links, of both directions."""

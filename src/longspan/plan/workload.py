@@ -1,7 +1,7 @@
 """What each rank has to do, step by step: tiles to compute, keys to receive and to send.
 
 Legend: R ranks of the ring axis (or some of them), K + 1 steps (step 0 is over local keys, and empty where the schedule is joined), T key
-tiles.
+tiles. Backward has a step more where local keys are computed in two parts: before what arrives and after it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Workload:
     fold:               bytes read and written beside the kernels' work [R, K + 1], both passes alike; None: as the engine does it.
     pairs:              for each step, who gets keys from whom; () where only some ranks are looked at.
     joined:             local keys are computed with those of step 1.
+    halves:             full, partial and busy of the local keys' first and second part, backward [3, R, 2]; None: estimated. Where it is
+                        given, the last of the K + 1 columns stands for the second part and is empty.
     """
 
     ranks: int
@@ -58,9 +60,12 @@ class Workload:
     pairs: tuple[tuple[Tensor, Tensor], ...] = ()
     local_keys: Tensor | None = None
     joined: bool = False
+    halves: Tensor | None = None
 
     def join(self) -> Workload:
         """The same with local keys computed with those of step 1, by as many rows as see any of either."""
+        if self.halves is not None:
+            return self._columns(-1).join()
         full, partial = self.full.clone(), self.partial.clone()
         for tiles in (full, partial):
             tiles[:, 1] += tiles[:, 0]
@@ -70,6 +75,59 @@ class Workload:
             busy[:, 1] = busy[:, :2].amax(1)
             busy[:, 0] = 0
         return replace(self, full=full, partial=partial, busy=busy, joined=True)
+
+    def split(self) -> Workload:
+        """The same as backward computes it: the last step is over the second part of the local keys. Itself where they are in one part."""
+        if self.joined or self.fold is not None or not self.travels:
+            return self
+        found = self if self.halves is not None else self._columns(1)
+        full, partial = found.full.clone(), found.partial.clone()
+        busy = (found.rows if found.rows.ndim == 2 else found.rows[:, None].expand_as(full)) if found.busy is None else found.busy
+        busy = busy.clone()
+        if self.halves is None:
+            # By bytes, as far as tiles allow. Rows that see any local keys are taken to see both parts.
+            share = self.late[:, None]
+            local = torch.cat([1 - share, share], 1)
+            halves = torch.stack([full[:, :1] * local, partial[:, :1] * local, busy[:, :1] * (local > 0)])
+        else:
+            halves = self.halves
+        for tiles, half in zip((full, partial, busy), halves, strict=True):
+            tiles[:, 0], tiles[:, -1] = half[:, 0], half[:, 1]
+        return replace(found, full=full, partial=partial, busy=busy, halves=halves)
+
+    @property
+    def late(self) -> Tensor:
+        """Of the local keys' work, what backward computes last [R]: nothing where nothing that arrives is computed."""
+        moved = torch.maximum(self.received.sum(0), self.sent.sum(0))
+        first, last = moved[:, 1] * self.shape.element, moved[:, self.travels] * self.shape.grad_element
+        computed = (self.full + self.partial)[:, 1:].sum(1) > 0
+        found = [late_share(a, b) if c else 0.0 for a, b, c in zip(first.tolist(), last.tolist(), computed.tolist(), strict=True)]
+        return torch.tensor(found, dtype=torch.float64)
+
+    def _columns(self, more: int) -> Workload:
+        """The same with an empty step more at the end, or without that step (−1)."""
+
+        def cut(x: Tensor) -> Tensor:
+            return torch.nn.functional.pad(x, (0, more))
+
+        return replace(
+            self,
+            rows=self.rows if self.rows.ndim == 1 else torch.cat([self.rows, self.rows[:, :1]], 1)[:, : self.steps + more],
+            full=cut(self.full),
+            partial=cut(self.partial),
+            received=cut(self.received),
+            sent=cut(self.sent),
+            exchanges=cut(self.exchanges),
+            busy=None if self.busy is None else cut(self.busy),
+            gathered=None if self.gathered is None else cut(self.gathered),
+            pairs=self.pairs if more < 0 or not self.pairs else (*self.pairs, self.pairs[0]),
+            halves=None,
+        )
+
+    @property
+    def travels(self) -> int:
+        """Steps whose keys arrive."""
+        return int((self.exchanges > 0).sum())
 
     @property
     def keys(self) -> Tensor:
@@ -130,6 +188,27 @@ def of_plan(data: PlanData, per_node: int) -> Workload:
     return apart.join() if data.schedule.joined else apart
 
 
+def late_tiles(work: Tensor, share: float) -> int:
+    """How many of a rank's local key tiles backward computes last: its first ones, with `share` of the work as nearly as tiles allow.
+
+    `work` [tiles]: query tiles that compute each, in local order. 0 where there are not two tiles to compute. The first ones, since where
+    masks are causal more rows read those: the other part, the smaller one in half precision, then touches fewer rows a second time.
+    """
+    done = work.cumsum(0)
+    inside = ((done > 0) & (done < done[-1:])).nonzero()[:, 0]
+    if share <= 0 or not len(inside):
+        return 0
+    return 1 + int(inside[(done[inside] - share * done[-1]).abs().argmin()])
+
+
+def late_share(first: float, last: float) -> float:
+    """Of the local keys' work, what is computed while `last` bytes go home; the rest is while `first` bytes arrive. 0: all of it is.
+
+    In proportion: if the local work is enough for both, both are hidden; if it is not, none of it hides nothing.
+    """
+    return last / (first + last) if first > 0 and last > 0 else 0.0
+
+
 def _of_plan(data: PlanData, per_node: int) -> Workload:
     """Local keys apart, whether the schedule is joined or not."""
     ranks, shape, place = data.inner[0].ranks, shape_of(data), place_of(data, per_node)
@@ -159,7 +238,7 @@ def _of_plan(data: PlanData, per_node: int) -> Workload:
             busy[part.start : part.stop] += _busy(table, queries.owner, step, part, count) * many
     received, sent = _moved(data, place, step_of_stage, ranks)
     lens = data.tokens.double()
-    return Workload(
+    found = Workload(
         ranks=ranks,
         degree=data.degree,
         rank=torch.arange(ranks),
@@ -178,6 +257,31 @@ def _of_plan(data: PlanData, per_node: int) -> Workload:
         gathered=_gathered(data, step_of_stage, ranks),
         pairs=_pairs(data, step_of_stage, ranks),
     )
+    return replace(found._columns(1), halves=_halves(data, found)) if steps else found
+
+
+def _halves(data: PlanData, work: Workload) -> Tensor:
+    """Of the local keys' parts in backward, (full, partial, busy) [3, R, 2]."""
+    if data.rows > 1:
+        assert work.busy is not None
+        local = torch.stack([work.full[:, 0], work.partial[:, 0], work.busy[:, 0]])
+        return torch.stack([local, torch.zeros_like(local)], 2)
+    table = data.table((data.block, data.block), 0)
+    queries, keys = data.side(0, data.block, 0), data.side(1, data.block, 0)
+    many = work.shape.heads // table.heads * (work.shape.batch // table.batch) / data.degree
+    share, out = work.late.tolist(), torch.zeros(3, work.ranks, 2, dtype=torch.float64)
+    for part in _chunks(work.ranks, keys.tiles):
+        tiles = [_coverage(table, kind, queries.owner, part) for kind in (FULL, PARTIAL)]
+        half, both = torch.full_like(tiles[0], -1), tiles[0] + tiles[1]
+        for i, rank in enumerate(part):
+            mine = keys.of_rank(rank)
+            half[i, mine] = 0
+            half[i, mine[: late_tiles(both[i, mine], share[rank])]] = 1
+        for at in range(2):
+            for kind, total in zip(tiles, out, strict=False):
+                total[part.start : part.stop, at] = (kind * (half == at)).sum(1) * many
+        out[2, part.start : part.stop] = _busy(table, queries.owner, half, part, 2) * many
+    return out
 
 
 def _pairs(data: PlanData, step_of_stage: Tensor, ranks: int) -> tuple[tuple[Tensor, Tensor], ...]:

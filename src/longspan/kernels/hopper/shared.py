@@ -21,7 +21,7 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def place_of(i, COUNT: gl.constexpr):
-    """Which of COUNT places the i-th thing takes, i ≥ 0. Where COUNT is a power of two no sign is asked for: loops have few registers left."""
+    """Which of COUNT places the i-th thing takes, i ≥ 0. For powers of two no sign is asked for: loops have few registers left."""
     return i & (COUNT - 1) if COUNT & (COUNT - 1) == 0 else i % COUNT
 
 

@@ -1,0 +1,253 @@
+"""Backward computes local keys in two parts: one while the first keys arrive, one while the last gradients go home."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tests.sharded import Problem, check_budget, mask_named
+from torch import Tensor
+
+import longspan as ls
+from longspan.engine.itinerary import Itinerary, itinerary
+from longspan.kernels.cpu import CpuKernel
+from longspan.kernels.registry import kernel_named
+from longspan.plan.layout import Layout
+from longspan.plan.workload import late_share, late_tiles
+from longspan.testing.virtual import VirtualWorld
+
+HALF = (2, 4)  # bytes of a number in keys and in gradients, in half precision
+
+
+@dataclass
+class Log:
+    """What each rank did in backward, in order: keys of a stage begin to travel ("fetch") and are there ("got"), their gradients begin to
+    travel ("home") and are there ("back"); between them "compute". `keys`: positions of those computed. `returns`: buffers of what comes
+    home; `held`: the most of them that were alive while something was computed.
+    """
+
+    events: dict[int, list[str]]
+    keys: dict[int, list[list[int]]]
+    returns: dict[int, list[weakref.ref[Tensor]]]
+    held: dict[int, int]
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Log:
+    found = Log(events=defaultdict(list), keys=defaultdict(list), returns=defaultdict(list), held=defaultdict(int))
+    group, backward = VirtualWorld.group, CpuKernel.backward
+
+    class Watched:
+        def __init__(self, inner: Any, rank: int) -> None:
+            self.inner, self.at = inner, rank
+
+        def __getattr__(self, name: str) -> Any:
+            return self._watched(getattr(self.inner, name)) if name.startswith("all_to_all") else getattr(self.inner, name)
+
+        def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+            def begin(out: Tensor, *rest: Any, what: str) -> Any:
+                begun, done = ("home", "back") if "way home" in what else ("fetch", "got")
+                if begun == "fetch" and "backward" not in what:
+                    return call(out, *rest, what=what)
+                stage, rank = what.split()[1], self.at
+                found.events[rank].append(f"{begun} {stage}")
+                if begun == "home":
+                    found.returns[rank].append(weakref.ref(out if out._base is None else out._base))
+                apart = torch.empty_like(out)  # other ranks' threads hold what they exchange for a while
+                wait = call(apart, *rest, what=what).wait
+                return SimpleNamespace(wait=lambda: (wait(), out.copy_(apart), found.events[rank].append(f"{done} {stage}")))
+
+            return begin
+
+    def computed(self: Any, q: Tensor, k: Tensor, *rest: Any, **more: Any) -> Any:
+        rank = int(threading.current_thread().name.split()[-1])
+        work = rest[5]
+        found.events[rank].append("compute")
+        found.keys[rank].append(work.kv_tiles.positions(torch.device("cpu")).tolist())
+        found.held[rank] = max(found.held[rank], sum(r() is not None for r in found.returns[rank]))
+        return backward(self, q, k, *rest, **more)
+
+    monkeypatch.setattr(VirtualWorld, "group", lambda self, name, rank: Watched(group(self, name, rank), self._axis_rank(name, rank)))
+    monkeypatch.setattr(VirtualWorld, "_axis_rank", lambda self, name, rank: self._members[name][rank], raising=False)
+    monkeypatch.setattr(CpuKernel, "backward", computed)
+    return found
+
+
+def parts(plan: ls.Plan, ranks: int, home: tuple[int, int] = (8, 8)) -> list[Itinerary]:
+    return [itinerary(plan.on(ls.Mesh.abstract(ranks, rank=r)).data, (128, 128), None, home=home) for r in range(ranks)]
+
+
+def local(plan: ls.Plan, rank: int, ranks: int) -> list[int]:
+    return plan.on(ls.Mesh.abstract(ranks, rank=rank)).positions.tolist()
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_local_keys_come_first_and_last_and_hide_the_first_arrival_and_the_last_return(log: Log, stages: int) -> None:
+    problem = Problem(mask=ls.full(), score="none", q_len=1664, kv_len=1664, batch=1, heads=2, kv_heads=1, dim=4, value_dim=3, sink=False)
+    got = problem.over(3, strategy="exchange", stages=stages, layout="head_tail", overlap=True)
+    right = problem.by_oracle()
+    for name in right.values:
+        assert got.error(right, name) < 1e-11, name
+    for rank in range(3):
+        computed, own = log.keys[rank], local(got.extra, rank, 3)
+        assert len(computed) == stages + 2
+        assert computed[-1] + computed[0] == own and computed[0] and computed[-1]
+        assert sorted(chain(*computed)) == list(range(1664))
+        once = ["fetch 1", "compute", "got 1", "compute", "home 1", "compute", "back 1"]
+        thrice = ["fetch 1", "compute", "got 1", "fetch 2", "compute", "home 1", "got 2", "fetch 3", "compute", "back 1", "home 2", "got 3"]
+        thrice += ["compute", "back 2", "home 3", "compute", "back 3"]
+        assert log.events[rank] == (once if stages == 1 else thrice)
+
+
+def test_no_more_than_one_return_is_held_whatever_the_number_of_stages(log: Log) -> None:
+    problem = Problem(mask=ls.full(), score="none", q_len=2048, kv_len=2048, batch=1, heads=2, kv_heads=1, dim=4, value_dim=3, sink=False)
+    problem.over(4, strategy="exchange", stages=6, layout="contiguous", overlap=True)
+    for rank in range(4):
+        assert len(log.returns[rank]) == 6 and log.held[rank] == 1
+        assert len(log.keys[rank]) == 8
+
+
+@pytest.mark.parametrize("mask", ["causal", "window", "documents", "per head"])
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail", "round_robin"])
+def test_parts_are_cut_by_work_in_proportion_to_what_they_hide(mask: str, layout: str) -> None:
+    sizes: dict[str, Any] = {"heads": 4, "batch": 2, "strategy": "exchange", "stages": 2, "overlap": True}
+    plan = ls.plan(mask_named(mask, 12000, layout), 12000, ls.Mesh.abstract(4), layout=layout, **sizes)
+    for rank in range(4):
+        mine = plan.on(ls.Mesh.abstract(4, rank=rank))
+        whole, halves = (itinerary(mine.data, (128, 128), None, home=home) for home in (None, HALF))
+        if halves is whole:
+            assert all(step.empty for step in whole.steps[1:]) or not whole.steps[-1].moved
+            continue
+        first, last = halves.steps[0], halves.steps[-1]
+        assert halves.steps[1:-1] == whole.steps[1:] and not first.arrivals and not last.arrivals
+        assert last.own == range(last.tokens) and first.own == range(last.tokens, whole.steps[0].tokens)
+        done = [sum(step.parts[0].table.counts()[1:]) for step in (first, last)]
+        assert min(done) > 0 and sum(done) == sum(whole.steps[0].parts[0].table.counts()[1:])
+        most = int(
+            max(step.parts[0].table.transposed.tiles_per_row.view(-1, step.parts[0].kv_tiles.tiles).sum(0).max() for step in (first, last))
+        )
+        share = late_share(2 * whole.steps[1].moved, 4 * whole.steps[-1].moved)
+        assert abs(done[1] - share * sum(done)) <= most  # a tile's work, at most
+
+
+def test_a_share_of_work_is_cut_where_it_is_nearest_and_never_leaves_a_part_without_work() -> None:
+    for work, share, tiles in (
+        ([3, 3, 3], 0.6, 2),
+        ([9, 1, 1], 0.1, 1),
+        ([0, 5, 0, 2], 0.9, 2),
+        ([0, 4, 0], 0.5, 0),
+        ([7], 0.5, 0),
+        ([], 0.5, 0),
+    ):
+        assert late_tiles(torch.tensor(work, dtype=torch.int64), share) == tiles
+    assert late_tiles(torch.tensor([4, 4]), 0.0) == 0
+    assert late_share(2.0, 4.0) == pytest.approx(2 / 3) and late_share(0.0, 4.0) == late_share(3.0, 0.0) == 0
+
+
+def owned(shares: Sequence[int], length: int, segment: int) -> Layout:
+    """Segments dealt to ranks by `shares`, over and over; a rank of share 0 owns nothing."""
+    ranks: list[list[tuple[int, int]]] = [[] for _ in shares]
+    order = [rank for rank, share in enumerate(shares) for _ in range(share)]
+    for i, start in enumerate(range(0, length, segment)):
+        ranks[order[i % len(order)]].append((start, min(segment, length - start)))
+    return Layout(length=length, rows=(tuple(tuple(r) for r in ranks),))
+
+
+@settings(max_examples=12)
+@example("causal", "relative bias", (5, 1, 0), 60, 11, "exchange", 3, (4, 2))  # some tiles, one at times, nothing
+@example("custom", "none", (0, 1), 37, 40, "ring", None, (3, 1))  # one rank owns one tile, the other nothing
+@example("documents", "softcap", (1, 1, 1), 61, 7, "allgather", None, (5, 5))
+@given(
+    st.sampled_from(["causal", "documents", "window", "prefix", "custom", "per head"]),
+    st.sampled_from(["none", "relative bias", "softcap"]),
+    st.sampled_from([(1, 1), (3, 1), (0, 2, 1), (5, 1, 0), (1, 1, 1), (2, 0, 0, 1), (1, 2, 1, 2)]),
+    st.integers(2, 150),
+    st.integers(1, 40),
+    st.sampled_from(["exchange", "ring", "allgather"]),
+    st.sampled_from([None, 2, 3]),
+    st.sampled_from([(3, 1), (4, 2), (5, 5)]),
+)
+def test_results_equal_the_oracle_whatever_ranks_own(
+    mask: str, score: str, shares: tuple[int, ...], length: int, segment: int, strategy: str, stages: int | None, heads: tuple[int, int]
+) -> None:
+    problem = Problem(
+        mask=mask_named(mask, length, ""), score=score, q_len=length, kv_len=length, batch=2, heads=heads[0], kv_heads=heads[1]
+    )
+    layout = owned(shares, length, segment)
+    stages = stages if strategy == "exchange" else None
+    right, got = problem.by_oracle(), problem.over(len(shares), strategy=strategy, layout=layout, stages=stages, overlap=True)
+    for name in right.values:
+        assert got.error(right, name) < 1e-10, name
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "flash"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_kernels_by_name_compute_local_keys_in_two_parts(kernel: str, stages: int) -> None:
+    sizes: dict[str, Any] = {"dim": 16, "value_dim": 16, "sink": kernel != "flash", "dtype": torch.float32}
+    problem = Problem(mask=ls.causal(), score="none", q_len=1152, kv_len=1152, batch=1, heads=2, kv_heads=1, **sizes)
+    right = problem.by_oracle()
+    got = problem.over(3, kernel=kernel, strategy="exchange", stages=stages, layout="head_tail", overlap=True)
+    assert sum(len(route.steps) == stages + 2 for route in parts(got.extra, 3)) == 3
+    for name in right.values:
+        assert got.error(right, name) < 3e-5, name
+
+
+def test_the_interpreted_triton_kernel_computes_local_keys_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    kernel, one = type(kernel_named("triton")), threading.Lock()  # the interpreter is not for several threads
+
+    def alone(call: Callable[..., Any]) -> Callable[..., Any]:
+        def locked(*given: Any, **more: Any) -> Any:
+            with one:
+                return call(*given, **more)
+
+        return locked
+
+    for name in ("forward", "backward", "delta"):
+        monkeypatch.setattr(kernel, name, alone(getattr(kernel, name)))
+    problem = Problem(mask=ls.causal(), score="none", q_len=512, kv_len=512, batch=1, heads=2, kv_heads=1, dtype=torch.float32)
+    right, got = problem.by_oracle(), problem.over(2, kernel="triton", strategy="exchange", stages=2, layout="head_tail", overlap=True)
+    assert all(len(route.steps) == 4 for route in parts(got.extra, 2))
+    for name in right.values:
+        assert got.error(right, name) < 2e-4, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["triton", "auto"])
+@pytest.mark.parametrize(("stages", "score"), [(1, "none"), (3, "none"), (3, "relative bias")])
+def test_parts_on_a_gpu_equal_the_oracle(kernel: str, stages: int, score: str) -> None:
+    sizes: dict[str, Any] = {"dim": 128, "value_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
+    problem = Problem(mask=ls.causal(), score=score, q_len=3001, kv_len=3001, batch=2, heads=8, kv_heads=2, **sizes)
+    check_budget(problem, problem.over(4, kernel=kernel, strategy="exchange", stages=stages, layout="head_tail", overlap=True))
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 3)])
+@pytest.mark.parametrize("kv_heads", [1, 6])
+def test_parts_compose_with_ulysses_and_narrow_gradients(shape: tuple[int, int], kv_heads: int) -> None:
+    problem = Problem(
+        mask=mask_named("per head", 811, ""), score="relative bias", q_len=811, kv_len=811, batch=2, heads=6, kv_heads=kv_heads
+    )
+    options: dict[str, Any] = {"axis_names": ("ring", "ulysses"), "strategy": "ulysses_exchange", "layout": "head_tail", "stages": 2}
+    right, got = problem.by_oracle(), problem.over(shape, overlap=True, **options)
+    narrow = problem.over(shape, overlap=True, grad_reduce_dtype=torch.float32, **options)
+    for name in right.values:
+        assert got.error(right, name) < 1e-11, name
+        assert narrow.error(right, name) < (1e-5 if name in ("dk", "dv") else 1e-11), name
+
+
+def test_in_two_parts_the_same_inputs_give_the_same_bits() -> None:
+    problem = Problem(mask=ls.causal(), score="none", q_len=1301, kv_len=1301, batch=2, heads=4, kv_heads=2, dtype=torch.float32)
+    first, second = (problem.over(3, strategy="exchange", stages=3, layout="head_tail", overlap=True) for _ in range(2))
+    assert all(len(route.steps) == 5 for route in parts(first.extra, 3, (4, 4)))
+    for name in first.values:
+        assert torch.equal(first.values[name], second.values[name]), name
