@@ -1,16 +1,16 @@
 """What one rank of N takes, against an N-th of the whole sequence on one kernel: how much of the kernel's speed the engine keeps.
 
-    PYTHONPATH=src python bench/engine_gpu.py [--case S N] [--kernel NAME] [--way NAME …] [--link engine|copy] [--profile] [--json]
+    PYTHONPATH=src python bench/engine_gpu.py [--case S N] [--kernel NAME] [--way NAME …] [--link copy none] [--profile] [--json]
 
 Causal, B 1, H 32, D 128, bfloat16, forward and backward; head-tail layout; ring, exchange, and an exchange of one stage whose local keys
 are computed with what it brings ("at once"; memory grows with the sequence there); "bf16 grads" travel home in half the bytes. One GPU
 plays single ranks of the mesh, one after the other (the first, the middle and the last); the slowest counts. What would come from other
-ranks is copied from the rank's own rows, beside what computes: a rank touches as much memory as it would, and waits for no link. Copies
-are those of the copy engines, which a kernel does not hold up, or plain ones (`bench/link.py`). torch's own ring (flash and cuDNN) is run
-the same way, its collectives replaced by such copies. "eff": with the time between events, calls queued ahead so that the host does not
-count. "wall": without queueing ahead, as a training loop would see it if nothing else kept the device busy. The peak is what a rank
-allocates beyond its q, k, v, forward and backward together, in MiB and in sizes of its shard of q. `--profile` prints, in place of all
-this, what the first and the last rank run on the device.
+ranks is copied from the rank's own rows on the same GPU, or, where a row says "no copies", left out: then what is counted is all that a
+rank computes, packs, adds up and converts, and the link is free (`bench/link.py` says why there are two). torch's own ring (flash and
+cuDNN) is run the same way. "eff": with the time between events, calls queued ahead so that the host does not count. "wall": without
+queueing ahead, as a training loop would see it if nothing else kept the device busy. The peak is what a rank allocates beyond its q, k,
+v, forward and backward together, in MiB and in sizes of its shard of q. `--profile` prints, in place of all this, what the first and the
+last rank run on the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 
 import longspan as ls
-from link import KINDS, EchoMesh, open_link
+from link import KINDS, EchoMesh, Link
 
 HEADS, DIM = 32, 128
 CASES = ((32768, 8), (131072, 8), (131072, 32))
@@ -107,7 +107,14 @@ def rank_call(tokens: int, ranks: int, rank: int, way: str, kernel: str) -> tupl
 
 def ours(tokens: int, ranks: int, way: str, kernel: str, clock: Clock) -> dict[str, dict[str, float]]:
     """The slowest of three ranks."""
-    found = [both(*rank_call(tokens, ranks, rank, way, kernel), clock) for rank in sorted({0, ranks // 2, ranks - 1})]
+    found = []
+    for rank in sorted({0, ranks // 2, ranks - 1}):
+        call, inputs = rank_call(tokens, ranks, rank, way, kernel)
+        kind, EchoMesh.link.kind = EchoMesh.link.kind, "copy"
+        out = call()
+        torch.autograd.grad(out, inputs, torch.randn_like(out))  # buffers hold numbers from now on, also where none are copied
+        EchoMesh.link.kind = kind
+        found.append(both(call, inputs, clock))
     worst: dict[str, dict[str, float]] = {s: {k: max(f[s][k] for f in found) for k in ("device", "wall")} for s in STEPS}
     return {**worst, "memory": {"peak": max(f["memory"]["peak"] for f in found)}}
 
@@ -196,6 +203,8 @@ def _moved(t: Tensor, times: int = 1) -> Tensor:
     """So many copies of flat rows, one after the other, made beside the kernels, as an exchange is."""
     out = t.new_empty((times * t.shape[0], *t.shape[1:]))
     EchoMesh.link.move([(part, t) for part in out.chunk(times)])
+    for tensor in (t, out):
+        tensor.record_stream(EchoMesh.link.stream)
     return out
 
 
@@ -223,7 +232,7 @@ def line(r: dict[str, Any]) -> str:
         ideal, rank, device, wall = (r[f"{s}_{k}"] for k in ("whole_ms", "device_ms", "device_efficiency", "wall_efficiency"))
         parts.append(f"{ideal / r['ranks']:8.3f}{rank:8.3f}{device:6.2f}{wall:6.2f}")
     memory = f" |{r['peak_mib']:7.0f} = {r['peak_mib'] / r['shard_mib']:4.1f} × q" if "peak_mib" in r else ""
-    return f"{r['tokens']:7d}{r['ranks']:4d}  {r['name']:28} |{parts[0]} |{parts[1]}{memory}"
+    return f"{r['tokens']:7d}{r['ranks']:4d}  {r['name']:37} |{parts[0]} |{parts[1]}{memory}"
 
 
 def main() -> None:
@@ -232,7 +241,7 @@ def main() -> None:
     parser.add_argument("--kernel", default="triton")
     parser.add_argument("--step-tokens", type=int, help="keys that a step holds at least, where there are as many")
     parser.add_argument("--way", nargs="+", choices=list(WAYS), default=list(WAYS), help="these rows of ours only")
-    parser.add_argument("--link", choices=KINDS, help="what copies in place of a network; copy engines where they work")
+    parser.add_argument("--link", nargs="+", choices=KINDS, default=list(KINDS), help="what stands in for a network")
     parser.add_argument("--without-torch", action="store_true")
     parser.add_argument("--profile", action="store_true", help="what runs on the device, in place of times")
     parser.add_argument("--repeat", type=int, default=7)
@@ -241,13 +250,12 @@ def main() -> None:
     cases = [tuple(args.case)] if args.case else list(CASES)
     if args.step_tokens:
         importlib.import_module("longspan.plan.make").STAGE_TOKENS = args.step_tokens  # type: ignore[attr-defined]
-    EchoMesh.link = open_link(args.link)
+    EchoMesh.link = Link("copy")
     about = {
         "bench": "engine_gpu",
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "kernel": args.kernel,
-        "link": EchoMesh.link.kind,
         "date": datetime.date.today().isoformat(),
     }
     print(", ".join(f"{k} {v}" for k, v in about.items()))
@@ -255,8 +263,8 @@ def main() -> None:
         profiles(cases, args.way, args.kernel)
         return
     columns = f"{'ideal':>8}{'rank':>8}{'eff':>6}{'wall':>6}"
-    print(f"{'':41} |{'forward, ms':^28} |{'backward, ms':^28} | peak MiB, both passes")
-    print(f"{'tokens':>7}{'N':>4}  {'':28} |{columns} |{columns}", flush=True)
+    print(f"{'':50} |{'forward, ms':^28} |{'backward, ms':^28} | peak MiB, both passes")
+    print(f"{'tokens':>7}{'N':>4}  {'':37} |{columns} |{columns}", flush=True)
     clock, rows = Clock(args.repeat), []
     known: dict[Any, Any] = {}
     for tokens, ranks in cases:
@@ -265,13 +273,15 @@ def main() -> None:
             known[tokens] = both(lambda inputs=inputs: ls.attention(*inputs, mask=ls.causal(), kernel=args.kernel), inputs, clock)
             del inputs
         whole = known[tokens]
-        for way in args.way:
-            rows.append(row(f"longspan {way}", tokens, ranks, whole, ours(tokens, ranks, way, args.kernel, clock)))
-            print(line(rows[-1]), flush=True)
-        if not args.without_torch:
-            for backend in ("flash", "cudnn"):
-                rows.append(row(f"torch ring {backend}", tokens, ranks, *torch_ring(tokens, ranks, backend, clock, known)))
+        for kind in args.link:
+            EchoMesh.link.kind, suffix = kind, "" if kind == "copy" else ", no copies"
+            for way in args.way:
+                rows.append(row(f"longspan {way}{suffix}", tokens, ranks, whole, ours(tokens, ranks, way, args.kernel, clock)))
                 print(line(rows[-1]), flush=True)
+            if not args.without_torch:
+                for backend in ("flash", "cudnn"):
+                    rows.append(row(f"torch ring {backend}{suffix}", tokens, ranks, *torch_ring(tokens, ranks, backend, clock, known)))
+                    print(line(rows[-1]), flush=True)
     if args.json:
         print(json.dumps({**about, "rows": rows}))
 

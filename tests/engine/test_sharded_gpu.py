@@ -63,3 +63,40 @@ def test_sixteen_ring_stages_in_bfloat16_lose_no_more_than_one_kernel() -> None:
     for name in right.values:
         digits = 4 * torch.finfo(torch.float32).eps * float(right.values[name].abs().max())
         assert many.error(right, name) <= 1.1 * one.error(right, name) + digits, name
+
+
+WIDE = [
+    {"strategy": "exchange", "stages": 3},
+    {"strategy": "ring"},
+    {"strategy": "exchange", "stages": 2, "grad_reduce_dtype": torch.bfloat16},
+]
+
+
+def wide_problem() -> Problem:
+    sizes: dict[str, Any] = {"dim": 128, "value_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
+    return Problem(mask=ls.causal(), score="none", q_len=3001, kv_len=3001, batch=2, heads=8, kv_heads=2, **sizes)
+
+
+def _rank_of_lanes(_: Any) -> tuple[list[Any], list[int]]:
+    from longspan.engine import sharded
+
+    real, used = sharded.Lanes, []
+
+    class Counted(real):  # type: ignore[valid-type, misc]
+        def __init__(self, device: torch.device, *, two: bool) -> None:
+            super().__init__(device, two=two)
+            used.append(len(self.streams))
+
+    sharded.Lanes = Counted  # type: ignore[misc]
+    p = wide_problem()
+    found = [p.on_rank(p.plan(dist.group.WORLD, layout="head_tail", overlap=True, **way)) for way in WIDE]
+    return [{name: t.cpu() for name, t in values.items()} for values in found], used
+
+
+@pytest.mark.gpu
+def test_steps_on_two_streams_equal_the_oracle() -> None:
+    ranks = run_processes(_rank_of_lanes, 2, None, timeout=300)
+    for i in range(len(WIDE)):
+        check_budget(wide_problem(), Results(summed([{name: t.cuda() for name, t in found[i].items()} for found, _ in ranks])))
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert all(used == [2] * len(WIDE) for _, used in ranks), [used for _, used in ranks]

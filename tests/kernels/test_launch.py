@@ -137,3 +137,30 @@ def test_the_newer_setting_of_float32_products_is_read(setting: str, wanted: str
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     assert seen == [wanted]
+
+
+@pytest.mark.parametrize("keys", [[(0, 24)], [(30, 20)], [(64, 16), (0, 16)], [(400, 16)]])
+@pytest.mark.parametrize("segments", SHARDS)
+def test_idle_spans_are_the_rows_that_no_busy_tile_holds(segments: Segments, keys: Segments) -> None:
+    work = work_of(causal, segments, keys, block=16)
+    busy, tiling = work.table.tiles_per_row > 0, work.q_tiles
+    held = torch.zeros(tiling.length, dtype=torch.bool)
+    for t in range(len(busy)):
+        row = t * 16 if tiling.row is None else int(tiling.row[t])
+        count = min(16, tiling.length - row) if tiling.count is None else int(tiling.count[t])
+        held[row : row + count] |= bool(busy[t])
+    found = torch.ones(tiling.length, dtype=torch.bool)
+    spans = launch.idle_spans(work.table, tiling)
+    for start, stop in spans:
+        assert found[start:stop].all() and start < stop
+        found[start:stop] = False
+    assert torch.equal(found, held)
+
+
+def test_idle_spans_of_masks_that_differ_by_head_hold_what_is_idle_in_any_and_many_become_one() -> None:
+    def some(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q // 16 % 2 == 0) & (q < 320) & (h >= 0) | (q < 16 * h)
+
+    table = ls.mask_mod(some).block_table(400, 48, block=16, heads=3)
+    spans = launch.idle_spans(table, Tiling(length=400, block=16))
+    assert spans == ((16, 400),)

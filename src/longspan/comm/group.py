@@ -34,6 +34,10 @@ class Group(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def any_stream(self) -> bool:
+        """Whether exchanges of CUDA tensors may be begun and waited for on any stream."""
+
     def all_to_all(self, out: Tensor, sent: Tensor, out_splits: Sequence[int], sent_splits: Sequence[int], *, what: str) -> Pending:
         """Send the rows of `sent` (`sent_splits[r]` of them to rank r, in order), and fill `out` (`out_splits[r]` rows from rank r).
 
@@ -64,6 +68,7 @@ class Alone:
     name: str
     rank: int = 0
     size: int = 1
+    any_stream: bool = True
 
     def all_to_all(self, out: Tensor, sent: Tensor, out_splits: Sequence[int], sent_splits: Sequence[int], *, what: str) -> Pending:
         check_whole(self, out, sent, out_splits, sent_splits, what=what)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ class ProcessGroupGroup:
 
     name: str
     group: dist.ProcessGroup
+    any_stream: ClassVar[bool] = True
 
     @property
     def rank(self) -> int:

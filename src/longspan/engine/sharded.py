@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longspan.comm.group import Group, Pending
 from longspan.engine.itinerary import Itinerary, Part, Step, itinerary
+from longspan.engine.lanes import Lanes
 from longspan.engine.spec import Spec
 from longspan.engine.ulysses import Transpose
 from longspan.kernels.protocol import Grads, Kernel, State, Work, like_query, state_dtype
@@ -96,6 +97,13 @@ class Call:
     def travel(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of gradients of keys on their way home, for inputs of `dtype`."""
         return self.data.grad_reduce_dtype or state_dtype(dtype)
+
+    def apart(self, kernel: Kernel, route: Itinerary, q: Tensor, v: Tensor, keys: _Keys, needs: Sequence[bool]) -> bool:
+        """Whether steps of a backward pass may run at the same time."""
+        if not q.is_cuda or keys.group is None or not keys.group.any_stream:
+            return False
+        works = [self.work(part, q, p, backward=True) for step in route.steps for p, part in enumerate(step.parts) if not part.empty]
+        return len(works) > 1 and all(kernel.apart(q, v, work, needs) for work in works)
 
     def rehearse(self, q: Tensor, k: Tensor, v: Tensor, *, sink: bool) -> None:
         """Make the choices of the calls to come, so that what is refused is refused before anything is sent."""
@@ -276,27 +284,30 @@ def _backward(
     delta = kernel.delta(out, grad_out, grad_lse)
     dsink = sink_gradient(sink, lse, delta)
     keys = _Keys(call, k, v, route.steps, "backward")
-    total = _Totals(call, q, k, v, needs, keys)
+    lanes = Lanes(q.device, two=call.apart(kernel, route, q, v, keys, needs))
+    total = _Totals(call, q, k, v, needs, keys, lanes, narrow=kernel.rounds_once)
     row_of = (lambda p: slice(p, p + 1)) if call.data.rows > 1 else (lambda p: slice(None))
     for i, step in enumerate(route.steps):
-        pairs = keys.take(i)
-        keys.fetch(i + 1)
-        buffer = total.buffer(step)
-        for p, (part, (k_part, v_part)) in enumerate(zip(step.parts, pairs, strict=True)):
-            into, apart = total.into(part, p, buffer)
-            if part.empty:
-                into.k.zero_()
-                into.v.zero_()
-            else:
-                r = row_of(p)
-                work = call.work(part, q, p, backward=True)
-                kernel.backward(
-                    q[r], k_part, v_part, out[r], lse[r], grad_out[r], None if grad_lse is None else grad_lse[r], work,
-                    needs=needs, wide=True, delta=delta[r], into=into,
-                )  # fmt: skip
-            if apart is not None and part.rows is not None:
-                part.rows.put_(buffer, apart)
-        total.send(step, buffer)
+        with lanes.of(i):
+            pairs = keys.take(i)
+            with lanes.of(i + 1):
+                keys.fetch(i + 1)
+            buffer = total.buffer(step)
+            for p, (part, (k_part, v_part)) in enumerate(zip(step.parts, pairs, strict=True)):
+                into, apart = total.into(part, p, buffer)
+                if part.empty:
+                    into.k.zero_()
+                    into.v.zero_()
+                else:
+                    r = row_of(p)
+                    work = call.work(part, q, p, backward=True)
+                    kernel.backward(
+                        q[r], k_part, v_part, out[r], lse[r], grad_out[r], None if grad_lse is None else grad_lse[r], work,
+                        needs=needs, wide=True, delta=delta[r], into=into,
+                    )  # fmt: skip
+                if apart is not None and part.rows is not None:
+                    part.rows.put_(buffer, apart)
+            total.send(i, step, buffer)
     return total.finish(wide_keys=wide_keys), dsink
 
 
@@ -307,10 +318,13 @@ class _Totals:
     are computed last, own gradients come last, unless nothing had come home by then.
     """
 
-    def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor, needs: Sequence[bool], keys: _Keys) -> None:
-        self.call, self.k, self.v, self.keys = call, k, v, keys
+    def __init__(
+        self, call: Call, q: Tensor, k: Tensor, v: Tensor, needs: Sequence[bool], keys: _Keys, lanes: Lanes, *, narrow: bool
+    ) -> None:  # fmt: skip
+        self.call, self.k, self.v, self.keys, self.lanes = call, k, v, keys, lanes
         self.dtype = state_dtype(q.dtype)
         self.q_dtype = q.dtype
+        self.leaving_dtype = call.travel(q.dtype) if narrow else self.dtype  # of what is written to be sent
         self.q = torch.zeros(q.shape, dtype=self.dtype, device=q.device)
         self.captured = [torch.zeros(c.shape, dtype=self.dtype, device=q.device) if n else None for c, n in zip(call.score_captured, needs)]
         batch, groups, length, _ = k.shape
@@ -324,16 +338,17 @@ class _Totals:
         self.last = None if last.arrivals or last is keys.steps[0] else last
         self.unwritten = 0 if self.last is None else self.last.tokens  # first rows of home that hold nothing yet
         self.late: Tensor | None = None  # gradients of those rows, where they hold something by the time they are computed
-        self.going_home: tuple[Step, Tensor, list[Pending]] | None = None
+        self.going_home: tuple[int, Step, Tensor, list[Pending]] | None = None
+        self.added: torch.cuda.Event | None = None  # home holds all that was added so far
 
     def buffer(self, step: Step) -> Tensor:
         """Where a step's gradients of keys and values go."""
         if step is self.keys.steps[0] or (step is self.last and self.unwritten):
             return self.first[step.own.start : step.own.stop + step.arriving]
-        found = torch.empty((step.tokens, self.home.shape[1]), dtype=self.dtype, device=self.home.device)
         if step is self.last:
-            self.late = found
-        return found
+            self.late = torch.empty((step.tokens, self.home.shape[1]), dtype=self.dtype, device=self.home.device)
+            return self.late
+        return torch.empty((step.tokens, self.home.shape[1]), dtype=self.leaving_dtype, device=self.home.device)
 
     def into(self, part: Part, p: int, buffer: Tensor) -> tuple[Grads, Tensor | None]:
         """Where a part's gradients go; where its rows lie scattered in the buffer, that is a tensor apart, given too."""
@@ -347,10 +362,12 @@ class _Totals:
         dk, dv = self.keys.views(rows)
         return Grads(q=q, k=dk, v=dv, captured=self.captured), apart
 
-    def send(self, step: Step, buffer: Tensor) -> None:
-        """Begin to send a step's gradients home; add those that have come home from the step before, but for the last ones."""
+    def send(self, i: int, step: Step, buffer: Tensor) -> None:
+        """Begin to send step i's gradients home; add those that have come home from the step before, but for the last ones."""
         if step is self.last:
             return
+        if i == 0:
+            self.added = self.lanes.done()
         self._collect()
         if not step.arrivals:
             return
@@ -364,24 +381,29 @@ class _Totals:
             what = f"{arrival.what}, gradients on their way home"
             pending.append(self.keys.group.all_to_all(out, leaving, arrival.leaving, arrival.arriving, what=what))
             start += arrival.sent.count
-        self.going_home = step, back, pending
+        self.going_home = i, step, back, pending
 
     def _collect(self) -> None:
+        """In the lane of the step that went: what it sent and what came back are its own."""
         if self.going_home is not None:
-            step, back = self._arrived()
-            add_rows_(self.home, back, step.home, step.lists(self.rows, self.home.device), unwritten=self.unwritten)
+            with self.lanes.of(self.going_home[0]):
+                step, back = self._arrived()
+                self.lanes.after(self.added)
+                add_rows_(self.home, back, step.home, step.lists(self.rows, self.home.device), unwritten=self.unwritten)
+                self.added = self.lanes.done()
             self.unwritten = 0
 
     def _arrived(self) -> tuple[Step, Tensor]:
         """What was under way, waited for."""
         assert self.going_home is not None
-        step, back, pending = self.going_home
+        _, step, back, pending = self.going_home
         for p in pending:
             p.wait()
         self.going_home = None
         return step, back
 
     def finish(self, *, wide_keys: bool) -> Grads:
+        self.lanes.join()
         dtype = self.dtype if wide_keys else self.k.dtype
         dk, dv = (torch.empty(t.shape, dtype=dtype, device=t.device) for t in (self.k, self.v))
         if self.going_home is None:

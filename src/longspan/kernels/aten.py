@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ class AtenKernel:
     """One backend. On CPU, `flash` is torch's CPU flash operator, in float32 (float64) whatever the inputs."""
 
     backend: Backend
+    rounds_once: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -42,6 +44,9 @@ class AtenKernel:
 
     def check(self, work: Work, q: Tensor, needs: Sequence[bool] = ()) -> None:
         pass
+
+    def apart(self, q: Tensor, v: Tensor, work: Work, needs: Sequence[bool]) -> bool:
+        return False
 
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
         return refusal(self.backend, q, k, v, work)
@@ -127,6 +132,7 @@ class AnyAtenKernel:
     """The kernel `aten`: for each piece of work the fastest backend that takes it."""
 
     name = "aten"
+    rounds_once = False
 
     def pick(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> AtenKernel | str:
         """The backend for a piece of work, or why none takes it."""
@@ -140,6 +146,9 @@ class AnyAtenKernel:
 
     def check(self, work: Work, q: Tensor, needs: Sequence[bool] = ()) -> None:
         pass
+
+    def apart(self, q: Tensor, v: Tensor, work: Work, needs: Sequence[bool]) -> bool:
+        return False
 
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
         found = self.pick(q, k, v, work)

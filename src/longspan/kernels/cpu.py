@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,9 +42,13 @@ class CpuKernel:
     """See the module's docstring."""
 
     name: str = "cpu"
+    rounds_once: ClassVar[bool] = False
 
     def check(self, work: Work, q: Tensor, needs: Sequence[bool] = ()) -> None:
         pass
+
+    def apart(self, q: Tensor, v: Tensor, work: Work, needs: Sequence[bool]) -> bool:
+        return False
 
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
         return None

@@ -104,6 +104,11 @@ class State:
     lse: Tensor
     peak: Tensor | None = None
 
+    def rows(self, start: int, stop: int) -> State:
+        """Views of some rows."""
+        peak = None if self.peak is None else self.peak[..., start:stop]
+        return State(out=self.out[..., start:stop, :], lse=self.lse[..., start:stop], peak=peak)
+
 
 @dataclass(kw_only=True, eq=False)
 class Grads:
@@ -121,11 +126,18 @@ class Kernel(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def rounds_once(self) -> bool:
+        """Whether `backward` writes gradients of k and v once, when they are complete: then `into` may hold them in a narrow dtype."""
+
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
         """Why this kernel cannot do this work, or None if it can."""
 
     def check(self, work: Work, q: Tensor, needs: Sequence[bool] = ()) -> None:
         """Raise what `forward`, or with `needs` `backward`, would raise when it runs: over a mesh others are under way by then."""
+
+    def apart(self, q: Tensor, v: Tensor, work: Work, needs: Sequence[bool]) -> bool:
+        """Whether `backward` into given tensors may run at the same time as over other keys of the same queries."""
 
     def block(self, q: Tensor, v: Tensor, table: BlockTable) -> tuple[int, int]:
         """The tile size that suits this kernel for such a table: the table's own, or another one for the same mask."""

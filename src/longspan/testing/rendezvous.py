@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -106,6 +107,7 @@ class VirtualGroup:
     members: tuple[int, ...]
     rendezvous: Rendezvous
     timeout: float
+    any_stream: ClassVar[bool] = False  # all ranks share one
 
     @property
     def size(self) -> int:

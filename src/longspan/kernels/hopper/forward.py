@@ -261,8 +261,13 @@ def _consumer(
         acc_next = warpgroup_mma(weights, rows_of(v_s, last), acc, is_async=True)
         # A previous state comes in last, where the registers of scores and weights are free.
         share, old_share = total, total
+        # Always 0, which the compiler cannot know: it would compute all places of a tile once for all items, in registers that the loops
+        # need. A multiple of 16, so that it still knows that rows begin on 16 bytes.
+        zero = (i >> 30) * 16
         if old_lse_ptr is not None:
             old_m = gl.load(old_lse_ptr + state, mask=inside, other=-float("inf")) * LOG2_E
+            head = old_out_ptr + wide(b) * old_stride[0] + wide(h) * old_stride[1]
+            old = load_tile(head, row, rows_left, old_stride[2] + zero, E, EP, out_layout)
             top = gl.maximum(m, old_m)
             base = gl.where(top == float("-inf"), 0.0, top)
             share, old_share = gl.exp2(m - base), gl.exp2(old_m - base)
@@ -276,14 +281,9 @@ def _consumer(
             gl.store(peak_ptr + state, peak * LN_2, mask=inside)
         acc = warpgroup_mma_wait(0, deps=[acc_next])
         mbarrier.arrive(v_empty.index(last), count=1)
-        # Always 0, which the compiler cannot know: it would compute all places of a tile once for all items, in registers that the loops
-        # need. A multiple of 16, so that it still knows that rows begin on 16 bytes.
-        zero = (i >> 30) * 16
         if old_lse_ptr is None:
             acc = acc * _by_row(1.0 / divisor, out_layout)
         else:
-            head = old_out_ptr + wide(b) * old_stride[0] + wide(h) * old_stride[1]
-            old = load_tile(head, row, rows_left, old_stride[2] + zero, E, EP, out_layout)
             acc = acc * _by_row(share / divisor, out_layout) + old * _by_row(old_share / divisor, out_layout)
         head = out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1]
         store_tile(head, acc, row, rows_left, out_stride[2] + zero, E, EP)

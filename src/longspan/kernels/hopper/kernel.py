@@ -79,10 +79,24 @@ class HopperKernel(TritonKernel):
         assert result is not None
         if result.out.stride(3) != 1 or (old is not None and old.out.stride(3) != 1):  # as that of a query whose head dim is not innermost
             return super().forward(q, k, v, work, state=state, final=final, peak=peak)
-        if not in_place and not (launch.facts(work.q_tiles).covers and launch.busy_rows(work.table) == work.table.rows):
-            prefill(result, old)
+        for start, stop in () if in_place else launch.idle_spans(work.table, work.q_tiles):
+            prefill(result.rows(start, stop), None if old is None else old.rows(start, stop))
         HopperCall(streamable(q), streamable(k), streamable(v), work, capability=HOPPER, config=None).forward(result, old, busy_only=True)
         return result
+
+    def apart(self, q: Tensor, v: Tensor, work: Work, needs: Sequence[bool]) -> bool:
+        return self._cut(q, v, work) and not self._in_order(q, v, needs)  # then the copy engine adds to the gradient of q, tile by tile
+
+    def _cut(self, q: Tensor, v: Tensor, work: Work) -> bool:
+        """Whether the backward kernels take this work."""
+        covered = launch.facts(work.q_tiles).covers and launch.facts(work.kv_tiles).covers
+        cut = has_backward(width(q.shape[-1]), width(v.shape[-1])) and work.table.block == (TILE, TILE)
+        return covered and cut and q.numel() > 0 and work.kv_tiles.length > 0 and (work.score is None or work.joint is not None)
+
+    def _in_order(self, q: Tensor, v: Tensor, needs: Sequence[bool]) -> bool:
+        """Whether the gradient of q has a pass of its own."""
+        ordered = torch.are_deterministic_algorithms_enabled() or any(needs)
+        return ordered or not one_pass(width(q.shape[-1]), width(v.shape[-1]))
 
     def backward(
         self,
@@ -100,9 +114,7 @@ class HopperKernel(TritonKernel):
         delta: Tensor | None = None,
         into: Grads | None = None,
     ) -> Grads:
-        covered = launch.facts(work.q_tiles).covers and launch.facts(work.kv_tiles).covers
-        cut = has_backward(width(q.shape[-1]), width(v.shape[-1])) and work.table.block == (TILE, TILE)
-        if not (covered and cut and q.numel() and k.numel()) or (work.score is not None and work.joint is None):
+        if not self._cut(q, v, work) or not k.numel():
             return super().backward(
                 q, k, v, out, lse, grad_out, grad_lse, work, needs=needs, wide=wide, delta=delta, into=into
             )  # fmt: skip
@@ -114,9 +126,7 @@ class HopperKernel(TritonKernel):
         norm, known = torch.empty_like(lse), delta is not None
         delta = torch.empty_like(lse) if delta is None else delta.contiguous()
         call.rows(None if known else out, grad_out, lse, None if grad_lse is None else grad_lse.float().contiguous(), norm, delta)
-        fixed = torch.are_deterministic_algorithms_enabled() or any(needs) or (into is not None and not launch.describable(into.q))
-        fixed = fixed or not one_pass(width(q.shape[-1]), width(v.shape[-1]))
-        if fixed:
+        if self._in_order(q, v, needs) or (into is not None and not launch.describable(into.q)):
             call.dq(grad_out, norm, delta, grads.q, grads.captured, add=into is not None)
             call.dkdv(grad_out, norm, delta, grads.k, grads.v, None)
             return grads

@@ -122,12 +122,15 @@ class Emitter:
                 else:
                     raise Unsupported(name)
 
-    def offset(self, table: Node, indices: Sequence[Value]) -> Value:
-        """The element's offset in a contiguous captured tensor."""
+    def _size(self, table: Node, dim: int) -> str:
+        return f"extent(sizes, {self.first_size[self.captured[table]] + dim})"
+
+    def offset(self, table: Node, indices: Sequence[Value], *, first: int = 0) -> Value:
+        """The offset in a contiguous captured tensor of the element at these indices of the dims from `first` on."""
         wide = "int64" if self.options.big_tables else None
         offset: Value | None = None
         for i, index in enumerate(indices):
-            size = f"extent(sizes, {self.first_size[self.captured[table]] + i})"
+            size = self._size(table, first + i)
             at = f"tl.minimum({materialized(index).text}, {size} - 1)" if index.nonneg else f"wrap({materialized(index).text}, {size})"
             if wide or index.type == "int64":
                 at += f".to(tl.{wide or 'int32'})"
@@ -138,8 +141,19 @@ class Emitter:
 
     def _load(self, table: Node, indices: Sequence[Any]) -> Value:
         dtype = table.meta["val"].dtype
-        at = self.offset(table, [self.value(i) for i in indices]) if indices else None
-        text = f"tl.load(captured[{self.captured[table]}]" + (f" + {at.text})" if at else ")")
+        values = [self.value(i) for i in indices]
+        place, at = f"captured[{self.captured[table]}]", None
+        # Leading indices that are the same for all of a tile go into the pointer, and the others are added as what they are, never
+        # negative: two instructions less for every element.
+        same = next((i for i, v in enumerate(values) if v.dims), len(values))
+        if same and not self.options.big_tables:
+            rest = "".join(f" * {self._size(table, i)}" for i in range(same, len(values)))
+            place = f"({place} + {self.offset(table, values[:same]).text}{rest})"
+            values = values[same:]
+        if values:
+            at = self.offset(table, values, first=len(indices) - len(values))
+            place += f" + {at.text}" + ("" if self.options.big_tables else ".to(tl.uint32).to(tl.int64)")
+        text = f"tl.load({place})"
         type = type_of(dtype)
         text += " != 0" if dtype == torch.bool else "" if str(dtype) == f"torch.{type}" else f".to(tl.{type})"
         return self.let(text, [at] if at else [], type=type, bound=bound_of(dtype), nonneg=dtype in (torch.uint8, torch.bool))

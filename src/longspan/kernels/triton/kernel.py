@@ -32,6 +32,7 @@ class TritonKernel:
     """
 
     name = "triton"
+    rounds_once = True
 
     def __init__(self, *, config: Config | None = None) -> None:
         self.config = config
@@ -41,6 +42,9 @@ class TritonKernel:
         if not launch.capturing(q.device):  # what captured tensors hold may be read, which a graph that is being captured forbids
             check_lookups(work, q.shape[0], q.shape[1])
         check_order(work, needs, q)
+
+    def apart(self, q: Tensor, v: Tensor, work: Work, needs: Sequence[bool]) -> bool:
+        return False
 
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
         if q.dtype not in _DTYPES:

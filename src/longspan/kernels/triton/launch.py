@@ -176,6 +176,29 @@ def busy_rows(table: BlockTable) -> int:
     return _busy[table]
 
 
+_idle: WeakKeyDictionary[BlockTable, dict[Hashable, tuple[tuple[int, int], ...]]] = WeakKeyDictionary()
+_SPANS = 8  # of idle rows, at most
+
+
+def idle_spans(table: BlockTable, queries: Tiling) -> tuple[tuple[int, int], ...]:
+    """Rows of the queries' tensor that no tile holds, or one that in some batch or head has nothing to see, as stretches [start, stop).
+
+    Where there are many, one that holds them all.
+    """
+    kept = _idle.setdefault(table, {})
+    if queries.name not in kept:
+        tiles = table.rows // (table.batch * table.heads)
+        busy = (table.tiles_per_row.view(-1, tiles) > 0).all(0).cpu()
+        row = torch.arange(tiles) * queries.block if queries.row is None else queries.row.cpu().long()
+        count = (queries.length - row).clamp(max=queries.block) if queries.count is None else queries.count.cpu().long()
+        held = torch.zeros(queries.length + 2, dtype=torch.int64)
+        held.index_add_(0, row[busy] + 1, torch.ones_like(row[busy])).index_add_(0, (row + count)[busy] + 1, -torch.ones_like(row[busy]))
+        idle = torch.nn.functional.pad((held.cumsum(0)[1:-1] == 0).int(), (1, 1)).diff()
+        spans = list(zip(torch.nonzero(idle == 1).flatten().tolist(), torch.nonzero(idle == -1).flatten().tolist(), strict=True))
+        kept[queries.name] = tuple(spans) if len(spans) <= _SPANS else ((spans[0][0], spans[-1][1]),)
+    return kept[queries.name]
+
+
 _tables: WeakKeyDictionary[BlockTable, dict[Hashable, DeviceTable]] = WeakKeyDictionary()
 
 
