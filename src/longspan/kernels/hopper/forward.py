@@ -121,20 +121,30 @@ def _loader(
 
 @gluon.jit
 def _weigh(
-    s, m, total, peak, q_pos, kv, left, at_b, at_h, scale, mask_captured, mask_sizes, score_captured, score_sizes,
-    MASK: gl.constexpr, SCORE: gl.constexpr, PARTIAL: gl.constexpr, FOLD: gl.constexpr, PEAK: gl.constexpr, N: gl.constexpr,
-    layout: gl.constexpr,
+    s, m, total, peak, q_first, kv_first, left, at_b, at_h, scale, mask_captured, mask_sizes, score_captured, score_sizes,
+    MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, PARTIAL: gl.constexpr, FOLD: gl.constexpr,
+    PEAK: gl.constexpr, N: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Weights of one block's scores, and the running maximum, sum and peak with it; `shrink` is for what was summed before."""
+    q_pos = gl.expand_dims(q_first + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout)), 1)
+    columns = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+    kv = gl.expand_dims(kv_first + columns, 0)
     if not FOLD:
         s *= scale
     if SCORE is not None:
-        s = SCORE(s, at_b, at_h, q_pos, kv, score_captured, score_sizes)
+        if FLAT is None:
+            s = SCORE(s, at_b, at_h, q_pos, kv, score_captured, score_sizes)
+        else:
+            low, high = CORNERS(at_b, at_h, q_first, q_first + (HALF - 1), kv_first, kv_first + (N - 1), score_captured, score_sizes)
+            if low == high:
+                s = FLAT(s, at_b, at_h, q_pos, kv, low, score_captured, score_sizes)
+            else:
+                s = SCORE(s, at_b, at_h, q_pos, kv, score_captured, score_sizes)
     if PARTIAL:
         if MASK is not None:
             s = gl.where(MASK(at_b, at_h, q_pos, kv, mask_captured, mask_sizes), s, float("-inf"))
         if left < N:
-            s = gl.where(gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, layout)), 0) < left, s, float("-inf"))
+            s = gl.where(gl.expand_dims(columns, 0) < left, s, float("-inf"))
     factor = scale * LOG2_E if FOLD else LOG2_E
     top = gl.max(s, 1) * factor
     m_new = gl.maximum(m, top)
@@ -158,15 +168,14 @@ def _by_row(x, layout: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    acc, total, m, peak, weights, i, count, q, q_pos, at_b, at_h, scale, k_s, v_s, where, bars,
+    acc, total, m, peak, weights, i, count, q, q_first, at_b, at_h, scale, k_s, v_s, where, bars,
     mask_captured, mask_sizes, score_captured, score_sizes,
-    MASK: gl.constexpr, SCORE: gl.constexpr, PARTIAL: gl.constexpr, FOLD: gl.constexpr, PEAK: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr,
+    MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, PARTIAL: gl.constexpr, FOLD: gl.constexpr,
+    PEAK: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr,
 ):  # fmt: skip
     """`count` blocks more. On entry and on exit the weights of block i − 1 have not met their values yet."""
     k_full, k_empty, v_full, v_empty = bars
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
-    columns = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
     nothing = gl.full([HALF, N], 0.0, gl.float32, layout=layout)
     for _ in range(count):
         st, last = place_of(i, STAGES), place_of(i - 1, STAGES)
@@ -180,8 +189,8 @@ def _attend(
         s = warpgroup_mma_wait(1, deps=[s_next])
         mbarrier.arrive(k_empty.index(st), count=1)
         p, m, total, peak, shrink = _weigh(
-            s, m, total, peak, q_pos, gl.expand_dims(kv + columns, 0), left, at_b, at_h, scale,
-            mask_captured, mask_sizes, score_captured, score_sizes, MASK, SCORE, PARTIAL, FOLD, PEAK, N, layout,
+            s, m, total, peak, q_first, kv, left, at_b, at_h, scale,
+            mask_captured, mask_sizes, score_captured, score_sizes, MASK, SCORE, FLAT, CORNERS, PARTIAL, FOLD, PEAK, N, layout,
         )  # fmt: skip
         acc, weights = warpgroup_mma_wait(0, deps=[acc_next, gl.convert_layout(p.to(v_s.dtype), operand)])
         mbarrier.arrive(v_empty.index(last), count=1)
@@ -194,7 +203,7 @@ def _attend(
 def _consumer(
     out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, out_stride, old_stride, heads, q_len, scale, first_b, first_h,
     q_s, k_s, v_s, item_s, where, bars, mask_captured, mask_sizes, score_captured, score_sizes,
-    WHICH: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, FOLD: gl.constexpr,
+    WHICH: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, FOLD: gl.constexpr,
     N: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     item_full, item_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -204,7 +213,6 @@ def _consumer(
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
     PEAK: gl.constexpr = peak_ptr is not None
     rows = gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
     nothing = gl.full([HALF, N], 0.0, gl.float32, layout=layout)
     q = rows_of(q_s, WHICH)
     i = 0
@@ -215,7 +223,7 @@ def _consumer(
         slot = place_of(t, _AHEAD)
         b = read_number(item_s, slot * _ITEM + 1)
         row = read_number(item_s, slot * _ITEM + 2) + WHICH * HALF
-        q_pos = gl.expand_dims(read_number(item_s, slot * _ITEM + 3) + WHICH * HALF + rows, 1)
+        q_first = read_number(item_s, slot * _ITEM + 3) + WHICH * HALF
         rows_left = read_number(item_s, slot * _ITEM + 4) - WHICH * HALF
         partial = read_number(item_s, slot * _ITEM + 5)
         whole = read_number(item_s, slot * _ITEM + 6)
@@ -237,23 +245,25 @@ def _consumer(
         mbarrier.arrive(k_empty.index(st), count=1)
         if partial > 0:
             p, m, total, peak, _ = _weigh(
-                s, m, total, peak, q_pos, gl.expand_dims(kv + columns, 0), left, at_b, at_h, scale,
-                mask_captured, mask_sizes, score_captured, score_sizes, MASK, SCORE, True, FOLD, PEAK, N, layout,
+                s, m, total, peak, q_first, kv, left, at_b, at_h, scale,
+                mask_captured, mask_sizes, score_captured, score_sizes, MASK, SCORE, FLAT, CORNERS, True, FOLD, PEAK, N, layout,
             )  # fmt: skip
         else:
             p, m, total, peak, _ = _weigh(
-                s, m, total, peak, q_pos, gl.expand_dims(kv + columns, 0), left, at_b, at_h, scale,
-                mask_captured, mask_sizes, score_captured, score_sizes, MASK, SCORE, False, FOLD, PEAK, N, layout,
+                s, m, total, peak, q_first, kv, left, at_b, at_h, scale,
+                mask_captured, mask_sizes, score_captured, score_sizes, MASK, SCORE, FLAT, CORNERS, False, FOLD, PEAK, N, layout,
             )  # fmt: skip
         weights = gl.convert_layout(p.to(v_s.dtype), operand)
         i += 1
         acc, total, m, peak, weights, i = _attend(
-            acc, total, m, peak, weights, i, gl.maximum(partial - 1, 0), q, q_pos, at_b, at_h, scale, k_s, v_s, where, stream,
-            mask_captured, mask_sizes, score_captured, score_sizes, MASK, SCORE, True, FOLD, PEAK, N, STAGES, layout, out_layout,
+            acc, total, m, peak, weights, i, gl.maximum(partial - 1, 0), q, q_first, at_b, at_h, scale, k_s, v_s, where, stream,
+            mask_captured, mask_sizes, score_captured, score_sizes, MASK, SCORE, FLAT, CORNERS, True, FOLD, PEAK, N, STAGES,
+            layout, out_layout,
         )  # fmt: skip
         acc, total, m, peak, weights, i = _attend(
-            acc, total, m, peak, weights, i, gl.where(partial > 0, whole, whole - 1), q, q_pos, at_b, at_h, scale, k_s, v_s, where, stream,
-            mask_captured, mask_sizes, score_captured, score_sizes, MASK, SCORE, False, FOLD, PEAK, N, STAGES, layout, out_layout,
+            acc, total, m, peak, weights, i, gl.where(partial > 0, whole, whole - 1), q, q_first, at_b, at_h, scale, k_s, v_s,
+            where, stream, mask_captured, mask_sizes, score_captured, score_sizes, MASK, SCORE, FLAT, CORNERS, False, FOLD, PEAK, N, STAGES,
+            layout, out_layout,
         )  # fmt: skip
         mbarrier.arrive(q_empty, count=1)
         last = place_of(i - 1, STAGES)
@@ -297,12 +307,14 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, counter,
     out_stride, old_stride, order, full, partial, counts, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
     items, rows, tiles, heads, shared, group, q_len, kv_len, scale, first_b, first_h,
-    MASK: gl.constexpr, SCORE: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, FOLD: gl.constexpr,
+    MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr,
+    PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, FOLD: gl.constexpr,
     M_SUBS: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, E: gl.constexpr, DP: gl.constexpr, EP: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`counts` [table rows, 2]: how many tiles a row's partial and full runs hold, not both 0 in any of the first `rows` of `order`.
-    `counter`: one int32, 0. Each table tile has M_SUBS items of queries and N_SUBS blocks of keys.
+    `counter`: one int32, 0. Each table tile has M_SUBS items of queries and N_SUBS blocks of keys. FLAT and CORNERS: a score whose lookup
+    may be the same all over a tile (`longspan.kernels.triton.flat`), or None.
     """
     dtype: gl.constexpr = q_desc.dtype
     q_s = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, HALF, DP], q_desc.layout)
@@ -322,12 +334,12 @@ def forward_kernel(
             (_consumer, (
                 out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, out_stride, old_stride, heads, q_len, scale,
                 first_b, first_h, q_s, k_s, v_s, item_s, where, bars, mask_captured, mask_sizes, score_captured, score_sizes,
-                0, MASK, SCORE, FOLD, N, E, EP, STAGES,
+                0, MASK, SCORE, FLAT, CORNERS, FOLD, N, E, EP, STAGES,
             )),
             (_consumer, (
                 out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, out_stride, old_stride, heads, q_len, scale,
                 first_b, first_h, q_s, k_s, v_s, item_s, where, bars, mask_captured, mask_sizes, score_captured, score_sizes,
-                1, MASK, SCORE, FOLD, N, E, EP, STAGES,
+                1, MASK, SCORE, FLAT, CORNERS, FOLD, N, E, EP, STAGES,
             )),
             (_scheduler, (
                 counter, items, order, full, partial, counts, q_side, rows, tiles, heads, group, q_len, item_s, bars,

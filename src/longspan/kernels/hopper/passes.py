@@ -18,6 +18,7 @@ from longspan.kernels.hopper.forward import forward_kernel
 from longspan.kernels.hopper.queries import queries_kernel, rows_kernel
 from longspan.kernels.protocol import State
 from longspan.kernels.triton import launch
+from longspan.kernels.triton.flat import flat_functions
 from longspan.kernels.triton.passes import Call
 from longspan.kernels.triton.prepared import Prepared
 
@@ -98,7 +99,8 @@ class HopperCall(Call):
             which, kernel, strided, m=_items_of(step, which), n=step.n, l2_bytes=_L2_BYTES, in_flight=programs, needs=needs,
             busy_only=busy_only,
         )  # fmt: skip
-        more = {"items": items, "STAGES": step.stages, "REGISTERS": step.registers, "BM": step.m, "DS": 2}
+        corners, flat = flat_functions(self.work.score, launch.options(self.work, q.dtype)) if which == "forward" else (None, None)
+        more = {"items": items, "CORNERS": corners, "FLAT": flat, "STAGES": step.stages, "REGISTERS": step.registers, "BM": step.m, "DS": 2}
         return Prepared(
             kernel=kernel,
             options={"num_warps": 4, "maxnreg": step.start_registers},

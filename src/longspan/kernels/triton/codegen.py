@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import linecache
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -64,6 +64,7 @@ class Emitter:
         self.captured: dict[Node, int] = {}
         self.first_size = [0]
         self._floats: dict[tuple[str, str], str] = {}
+        self.given: dict[Node, dict[int, Value]] = {}  # indices of lookups that are known
         for node in graph.nodes:
             if node.op == "placeholder":
                 self._placeholder(node)
@@ -109,14 +110,16 @@ class Emitter:
             return self.env[arg]
         return constant(arg) if isinstance(arg, bool | int | float) else arg
 
-    def run(self) -> None:
-        for node in self.graph.nodes:
+    def run(self, only: Collection[Node] | None = None) -> None:
+        for node in self.graph.nodes if only is None else (n for n in self.graph.nodes if n in only):
             if node.op == "get_attr":
                 self.env[node] = constant(node.meta["constant"].item())
             elif node.op == "call_function":
                 name = op_name(node)
                 if name == "index":
-                    self.env[node] = self._load(node.args[0], node.args[1])  # type: ignore[arg-type]
+                    known = self.given.get(node, {})
+                    indices = [known.get(i, index) for i, index in enumerate(node.args[1])]  # type: ignore[arg-type]
+                    self.env[node] = self._load(node.args[0], indices)  # type: ignore[arg-type]
                 elif name in EMITTERS:
                     self.env[node] = EMITTERS[name](self, node, [self.value(a) for a in node.args])
                 else:
@@ -140,7 +143,6 @@ class Emitter:
         return offset
 
     def _load(self, table: Node, indices: Sequence[Any]) -> Value:
-        dtype = table.meta["val"].dtype
         values = [self.value(i) for i in indices]
         place, at = f"captured[{self.captured[table]}]", None
         # Leading indices that are the same for all of a tile go into the pointer, and the others are added as what they are, never
@@ -153,8 +155,8 @@ class Emitter:
         if values:
             at = self.offset(table, values, first=len(indices) - len(values))
             place += f" + {at.text}" + ("" if self.options.big_tables else ".to(tl.uint32).to(tl.int64)")
-        text = f"tl.load({place})"
-        type = type_of(dtype)
+        dtype = table.meta["val"].dtype
+        text, type = f"tl.load({place})", type_of(dtype)
         text += " != 0" if dtype == torch.bool else "" if str(dtype) == f"torch.{type}" else f".to(tl.{type})"
         return self.let(text, [at] if at else [], type=type, bound=bound_of(dtype), nonneg=dtype in (torch.uint8, torch.bool))
 
@@ -163,7 +165,7 @@ class Emitter:
         return text if value.dims == {"q", "kv"} else f"{text} + tl.zeros_like({like})"
 
 
-def _function(name: str, parameters: str, lines: Sequence[str]) -> str:
+def function_source(name: str, parameters: str, lines: Sequence[str]) -> str:
     body = "\n".join(f"    {line}" for line in lines)
     helpers = ", ".join(n for n in vars(library) if hasattr(getattr(library, n), "fn"))
     return (
@@ -185,7 +187,7 @@ def program_source(program: Program, options: Options) -> str:
     else:
         tile = emitter.as_tile(result, "score")
         lines, inputs = [*emitter.lines, f"return {tile}"], "score, b, h, q, kv"
-    return _function(f"{program.kind}_{program.key[:12]}", f"{inputs}, captured, sizes", lines)
+    return function_source(f"{program.kind}_{program.key[:12]}", f"{inputs}, captured, sizes", lines)
 
 
 def joint_source(program: Program, joint: Joint, needs: Sequence[bool], options: Options) -> str:
@@ -203,7 +205,7 @@ def joint_source(program: Program, joint: Joint, needs: Sequence[bool], options:
             _scatter(emitter, grad, at, f"grads[{slot[c]}]")
     tile = emitter.as_tile(emitter.value(d_score), "grad")
     name = f"joint_{program.key[:12]}_{''.join(str(int(n)) for n in needs)}"
-    return _function(name, "grad, score, b, h, q, kv, valid, captured, sizes, grads", [*emitter.lines, f"return {tile}"])
+    return function_source(name, "grad, score, b, h, q, kv, valid, captured, sizes, grads", [*emitter.lines, f"return {tile}"])
 
 
 def _scatter(e: Emitter, grad: Value, at: Value | None, target: str) -> None:
@@ -223,7 +225,7 @@ def _scatter(e: Emitter, grad: Value, at: Value | None, target: str) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _loaded(source: str) -> Any:
+def loaded(source: str) -> Any:
     """The last function of a source. Its text goes where `inspect`, and so Triton, will find it."""
     name = source.rsplit("def ", 1)[1].split("(", 1)[0]
     filename = f"<longspan {name} {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
@@ -248,7 +250,7 @@ class ByKey:
 
 @lru_cache(maxsize=1024)
 def _program_function(keyed: ByKey, options: Options) -> Any:
-    return _loaded(program_source(keyed.program, options))
+    return loaded(program_source(keyed.program, options))
 
 
 # A joint follows from its program, so the program's key stands for both.
@@ -260,7 +262,7 @@ class _JointByKey(ByKey):
 
 @lru_cache(maxsize=1024)
 def _joint_function(keyed: _JointByKey, needs: tuple[bool, ...], options: Options) -> Any:
-    return _loaded(joint_source(keyed.program, keyed.joint, needs, options))
+    return loaded(joint_source(keyed.program, keyed.joint, needs, options))
 
 
 def program_function(program: Program, options: Options) -> Any:
