@@ -232,7 +232,7 @@ def line(r: dict[str, Any]) -> str:
         ideal, rank, device, wall = (r[f"{s}_{k}"] for k in ("whole_ms", "device_ms", "device_efficiency", "wall_efficiency"))
         parts.append(f"{ideal / r['ranks']:8.3f}{rank:8.3f}{device:6.2f}{wall:6.2f}")
     memory = f" |{r['peak_mib']:7.0f} = {r['peak_mib'] / r['shard_mib']:4.1f} × q" if "peak_mib" in r else ""
-    return f"{r['tokens']:7d}{r['ranks']:4d}  {r['name']:37} |{parts[0]} |{parts[1]}{memory}"
+    return f"{r['tokens']:7d}{r['ranks']:4d}  {r['name']:44} |{parts[0]} |{parts[1]}{memory}"
 
 
 def main() -> None:
@@ -263,8 +263,8 @@ def main() -> None:
         profiles(cases, args.way, args.kernel)
         return
     columns = f"{'ideal':>8}{'rank':>8}{'eff':>6}{'wall':>6}"
-    print(f"{'':50} |{'forward, ms':^28} |{'backward, ms':^28} | peak MiB, both passes")
-    print(f"{'tokens':>7}{'N':>4}  {'':37} |{columns} |{columns}", flush=True)
+    print(f"{'':57} |{'forward, ms':^28} |{'backward, ms':^28} | peak MiB, both passes")
+    print(f"{'tokens':>7}{'N':>4}  {'':44} |{columns} |{columns}", flush=True)
     clock, rows = Clock(args.repeat), []
     known: dict[Any, Any] = {}
     for tokens, ranks in cases:

@@ -13,12 +13,22 @@ import torch
 
 
 class Lanes:
-    """`two`: steps take turns on the current stream and on another one. Else all of them run where they are."""
+    """`two`: steps take turns on the current stream and on another one. Else all of them run where they are.
+
+    As a context: the other lane begins when all that the current stream was given before it is done, and the current stream goes on when
+    both are, whatever happens in between.
+    """
 
     def __init__(self, device: torch.device, *, two: bool) -> None:
         self.streams = [torch.cuda.current_stream(device), _other(device)] if two else []
-        if two:
-            self.streams[1].wait_stream(self.streams[0])
+
+    def __enter__(self) -> None:
+        for other in self.streams[1:]:
+            other.wait_stream(self.streams[0])
+
+    def __exit__(self, *error: object) -> None:
+        for other in self.streams[1:]:
+            self.streams[0].wait_stream(other)
 
     def of(self, step: int) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.streams[step % 2]) if self.streams else nullcontext()
@@ -31,11 +41,6 @@ class Lanes:
         """The lane that is current goes on when that has happened."""
         if event is not None:
             torch.cuda.current_stream(self.streams[0].device).wait_event(event)
-
-    def join(self) -> None:
-        """The first lane, which the caller goes on with, waits for the other."""
-        for other in self.streams[1:]:
-            self.streams[0].wait_stream(other)
 
 
 @cache

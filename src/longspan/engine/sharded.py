@@ -287,27 +287,28 @@ def _backward(
     lanes = Lanes(q.device, two=call.apart(kernel, route, q, v, keys, needs))
     total = _Totals(call, q, k, v, needs, keys, lanes, narrow=kernel.rounds_once)
     row_of = (lambda p: slice(p, p + 1)) if call.data.rows > 1 else (lambda p: slice(None))
-    for i, step in enumerate(route.steps):
-        with lanes.of(i):
-            pairs = keys.take(i)
-            with lanes.of(i + 1):
-                keys.fetch(i + 1)
-            buffer = total.buffer(step)
-            for p, (part, (k_part, v_part)) in enumerate(zip(step.parts, pairs, strict=True)):
-                into, apart = total.into(part, p, buffer)
-                if part.empty:
-                    into.k.zero_()
-                    into.v.zero_()
-                else:
-                    r = row_of(p)
-                    work = call.work(part, q, p, backward=True)
-                    kernel.backward(
-                        q[r], k_part, v_part, out[r], lse[r], grad_out[r], None if grad_lse is None else grad_lse[r], work,
-                        needs=needs, wide=True, delta=delta[r], into=into,
-                    )  # fmt: skip
-                if apart is not None and part.rows is not None:
-                    part.rows.put_(buffer, apart)
-            total.send(i, step, buffer)
+    with lanes:
+        for i, step in enumerate(route.steps):
+            with lanes.of(i):
+                pairs = keys.take(i)
+                with lanes.of(i + 1):
+                    keys.fetch(i + 1)
+                buffer = total.buffer(step)
+                for p, (part, (k_part, v_part)) in enumerate(zip(step.parts, pairs, strict=True)):
+                    into, apart = total.into(part, p, buffer)
+                    if part.empty:
+                        into.k.zero_()
+                        into.v.zero_()
+                    else:
+                        r = row_of(p)
+                        work = call.work(part, q, p, backward=True)
+                        kernel.backward(
+                            q[r], k_part, v_part, out[r], lse[r], grad_out[r], None if grad_lse is None else grad_lse[r], work,
+                            needs=needs, wide=True, delta=delta[r], into=into,
+                        )  # fmt: skip
+                    if apart is not None and part.rows is not None:
+                        part.rows.put_(buffer, apart)
+                total.send(i, step, buffer)
     return total.finish(wide_keys=wide_keys), dsink
 
 
@@ -403,7 +404,6 @@ class _Totals:
         return step, back
 
     def finish(self, *, wide_keys: bool) -> Grads:
-        self.lanes.join()
         dtype = self.dtype if wide_keys else self.k.dtype
         dk, dv = (torch.empty(t.shape, dtype=dtype, device=t.device) for t in (self.k, self.v))
         if self.going_home is None:

@@ -77,7 +77,7 @@ function tell(x, y) {
   for (let i = A.ptr[row]; i < A.ptr[row + 1]; i++) if (A.first[i] <= column && column <= A.last[i]) kind = A.kind[i];
   const owner = q.owner[row], rank = who(owner), from = who(k.owner[column]), s = stepOf(owner, column);
   const where = `queries ${fmt(q.edges[row])} – ${fmt(q.edges[row + 1] - 1)}, keys ${fmt(k.edges[column])} – ${fmt(k.edges[column + 1] - 1)}`;
-  const when = s === 0 ? `its own keys, step ${meta.joined ? 1 : 0}` : s > 0 ? `keys from ${from}, step ${s} of ${meta.steps - 1}` : `keys of ${from}`;
+  const when = s === 0 ? `its own keys, step ${meta.joined ? 1 : 0}` : s > 0 ? `keys from ${from}, step ${s} of ${meta.steps - 1 - meta.late}` : `keys of ${from}`;
   $("tile").textContent = kind ? `Tile ${row} × ${column} (${where}): ${kind === 2 ? "full" : "partial"}, computed by ${rank}, ${when}.`
     : `Tile ${row} × ${column} (${where}): empty; queries of ${rank}, keys of ${from}.`;
 }
@@ -176,7 +176,7 @@ $("time").addEventListener("pointermove", (e) => {
   if (i < 0 || i >= side || t < 0 || t > whole) return;
   const pass = t < meta.forward ? "forward" : "backward", u = pass === "forward" ? t : t - meta.forward, n = meta.steps;
   let what = "waiting or done";
-  for (let s = 0; s < n; s++) if (A[pass + "_compute"][i * n + s] <= u && u < A[pass + "_compute"][(side + i) * n + s]) what = meta.joined && !s ? "packing its keys" : `computing step ${s}`;
+  for (let s = 0; s < n; s++) if (A[pass + "_compute"][i * n + s] <= u && u < A[pass + "_compute"][(side + i) * n + s]) what = meta.joined && !s ? "packing its keys" : meta.late && s === n - 1 ? "computing the second part of its own keys" : `computing step ${s}`;
   $("time-tip").textContent = `Rank ${shown[i]}, ${pass}, ${fmt(1e3 * u)} ms: ${what}.`;
 });
 

@@ -174,6 +174,7 @@ def _meta(data: PlanData, numbers: Report) -> dict[str, Any]:
         "group": data.ring_of.tolist(),
         "stages": len(numbers.received),
         "steps": numbers.work.steps,
+        "late": numbers.work.halves is not None,  # the last step is over local keys, their second part, backward only
         "joined": numbers.work.joined,
         "shown": _shown(numbers),
         "forward": numbers.timeline.forward.seconds,

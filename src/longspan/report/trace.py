@@ -19,13 +19,16 @@ def events(report: Report) -> list[dict[str, Any]]:
     for rank in ranks:
         out.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         out += [{"ph": "M", "name": "thread_name", "pid": rank, "tid": i, "args": {"name": lane}} for i, lane in enumerate(LANES)]
-    joined = report.work.joined
-    out += _pass(report.timeline.forward, "forward", 0.0, ranks, joined)
-    out += _pass(report.timeline.backward, "backward", report.timeline.forward.seconds, ranks, joined)
+    named = {(0, 0): "pack local keys"} if report.work.joined else {}
+    if report.work.halves is not None:
+        named[0, report.work.steps - 1] = "compute local keys, second part"
+    out += _pass(report.timeline.forward, "forward", 0.0, ranks, named)
+    out += _pass(report.timeline.backward, "backward", report.timeline.forward.seconds, ranks, named)
     return out
 
 
-def _pass(found: Pass, name: str, start: float, ranks: list[int], joined: bool) -> list[dict[str, Any]]:
+def _pass(found: Pass, name: str, start: float, ranks: list[int], named: dict[tuple[int, int], str]) -> list[dict[str, Any]]:
+    """`named`: what to say of a lane's step, where that is not its number."""
     out: list[dict[str, Any]] = []
     lanes = [(0, "compute", found.compute), (1, "keys of", found.travel)]
     if found.home is not None:
@@ -34,7 +37,7 @@ def _pass(found: Pass, name: str, start: float, ranks: list[int], joined: bool) 
         for i, rank in enumerate(ranks):
             for step, (a, b) in enumerate(zip(begin[i].tolist(), end[i].tolist(), strict=True)):
                 if b > a:
-                    said = "pack local keys" if joined and not lane and not step else f"{what} step {step}"
+                    said = named.get((lane, step), f"{what} step {step}")
                     out.append(_event(f"{name}: {said}", rank, lane, start + a, b - a))
     for i, rank in enumerate(ranks):
         before, after, total = float(found.before[i]), float(found.after[i]), float(found.total[i])
