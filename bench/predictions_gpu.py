@@ -17,10 +17,11 @@ import datetime
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -76,22 +77,30 @@ class Apart:
     rank: int
     size: int
     spans: Spans
+    any_stream: ClassVar[bool] = False  # copies are timed on the stream that computes
 
     def all_to_all(self, out: Tensor, sent: Tensor, out_splits: Sequence[int], sent_splits: Sequence[int], *, what: str) -> Pending:
+        return self._copied(out, [sent])
+
+    def all_to_all_pieces(self, out: Tensor, pieces: Sequence[Tensor], out_splits: Sequence[int], *, what: str) -> Pending:
+        return self._copied(out, [piece for piece in pieces if len(piece)])
+
+    def _copied(self, out: Tensor, sources: Sequence[Tensor]) -> Pending:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if out.is_cuda else []
         for event in events[:1]:
             event.record()
-        for start in range(0, len(out), max(1, len(sent))):
-            part = out[start : start + len(sent)]
-            part.copy_(sent[: len(part)])
+        start = 0
+        for source in cycle(sources) if len(out) else ():
+            part = out[start : start + len(source)]
+            part.copy_(source[: len(part)])
+            start += len(part)
+            if start == len(out):
+                break
         for event in events[1:]:
             event.record()
         if events:
             self.spans.append((events[0], events[1]))
         return Done()
-
-    def all_to_all_pieces(self, out: Tensor, pieces: Sequence[Tensor], out_splits: Sequence[int], *, what: str) -> Pending:
-        return self.all_to_all(out, torch.cat(list(pieces)), out_splits, [len(p) for p in pieces], what=what)
 
 
 SPANS: Spans = []

@@ -192,7 +192,8 @@ class _Maker:
         share = late_share(arriving[0].moved * home[0], arriving[-1].moved * home[1])
         table = first.parts[0].table
         work = covered(torch.zeros(len(table.first), dtype=torch.int64), table.first.long(), table.last.long() + 1, len(tiles), range(1))
-        late = late_tiles(work[0], share)
+        largest = max(step.arriving for step in arriving) // self.block[1] if len(arriving) > 1 else None
+        late = late_tiles(work[0], share, largest)
         if not late:
             return whole
         parts = [self._part(0, some, rows=None) for some in (tiles[late:], tiles[:late])]

@@ -1,7 +1,7 @@
 """Streams on which the steps of a backward pass run in turn.
 
 The last programs of a kernel leave multiprocessors idle. Where the next step does not depend on this one, it is given to another stream
-and fills them. Each lane's tensors are made, sent and freed on its own stream, so that memory is used again in that stream's order.
+and fills them. A lane's tensors are made and sent on its own stream, so that its memory is used again in that stream's order.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 class Lanes:
     """`two`: steps take turns on the current stream and on another one. Else all of them run where they are.
 
-    As a context: the other lane begins when all that the current stream was given before it is done, and the current stream goes on when
-    both are, whatever happens in between.
+    As a context: the other lane begins when all that the current stream was given before is done. At its end, whatever happened in between,
+    both lanes wait for each other, so that memory of either may be used again by either.
     """
 
     def __init__(self, device: torch.device, *, two: bool) -> None:
@@ -27,6 +27,11 @@ class Lanes:
             other.wait_stream(self.streams[0])
 
     def __exit__(self, *error: object) -> None:
+        self.join()
+        self.__enter__()
+
+    def join(self) -> None:
+        """The first lane, which the caller goes on with, waits for the other."""
         for other in self.streams[1:]:
             self.streams[0].wait_stream(other)
 

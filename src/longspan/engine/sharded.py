@@ -98,12 +98,21 @@ class Call:
         """The dtype of gradients of keys on their way home, for inputs of `dtype`."""
         return self.data.grad_reduce_dtype or state_dtype(dtype)
 
-    def apart(self, kernel: Kernel, route: Itinerary, q: Tensor, v: Tensor, keys: _Keys, needs: Sequence[bool]) -> bool:
-        """Whether steps of a backward pass may run at the same time."""
-        if not q.is_cuda or keys.group is None or not keys.group.any_stream:
+    def apart(self, kernel: Kernel, route: Itinerary, q: Tensor, v: Tensor, group: Group | None, needs: Sequence[bool]) -> bool:
+        """Whether steps of a backward pass may run at the same time. Not the first time: tables are copied to the device then, on the
+        stream that asks for them first, and others would not wait for that.
+        """
+        if not q.is_cuda or group is None or not group.any_stream:
             return False
-        works = [self.work(part, q, p, backward=True) for step in route.steps for p, part in enumerate(step.parts) if not part.empty]
-        return len(works) > 1 and all(kernel.apart(q, v, work, needs) for work in works)
+        ordered = torch.are_deterministic_algorithms_enabled()
+        key = ("apart", self.spec.handle, route, q.shape, v.shape, q.dtype, q.device, tuple(needs), ordered)
+
+        def found() -> list[bool]:
+            works = [self.work(part, q, p, backward=True) for step in route.steps for p, part in enumerate(step.parts) if not part.empty]
+            return [False, len(works) > 1 and all(kernel.apart(q, v, work, needs) for work in works)]
+
+        answers: list[bool] = self.data._keep(key, found)
+        return answers.pop(0) if len(answers) > 1 else answers[0]
 
     def rehearse(self, q: Tensor, k: Tensor, v: Tensor, *, sink: bool) -> None:
         """Make the choices of the calls to come, so that what is refused is refused before anything is sent."""
@@ -256,7 +265,8 @@ def backward(
     )  # fmt: skip
     (dq,) = turn.scatter([grads.q], what="Ulysses transpose of the gradient of q")
     travel = call.data.grad_reduce_dtype
-    dk, dv = (g if travel is None or grads.k.dtype == k.dtype else g.to(travel) for g in (grads.k, grads.v))
+    partial = turn.kv_heads < turn.group.size  # then several ranks hold a part of each sum
+    dk, dv = (g.to(travel) if partial and travel is not None else g for g in (grads.k, grads.v))
     dk, dv = turn.scatter_sum([dk, dv], what="Ulysses transpose of the gradients of k and v")
     if dsink is not None and sink is not None:
         dsink = torch.zeros(sink.shape, dtype=dsink.dtype, device=dsink.device).index_copy_(
@@ -284,7 +294,7 @@ def _backward(
     delta = kernel.delta(out, grad_out, grad_lse)
     dsink = sink_gradient(sink, lse, delta)
     keys = _Keys(call, k, v, route.steps, "backward")
-    lanes = Lanes(q.device, two=call.apart(kernel, route, q, v, keys, needs))
+    lanes = Lanes(q.device, two=call.apart(kernel, route, q, v, keys.group, needs))
     total = _Totals(call, q, k, v, needs, keys, lanes, narrow=kernel.rounds_once)
     row_of = (lambda p: slice(p, p + 1)) if call.data.rows > 1 else (lambda p: slice(None))
     with lanes:
@@ -309,7 +319,12 @@ def _backward(
                     if apart is not None and part.rows is not None:
                         part.rows.put_(buffer, apart)
                 total.send(i, step, buffer)
-    return total.finish(wide_keys=wide_keys), dsink
+        lanes.join()
+        return total.finish(wide_keys=wide_keys), dsink
+
+
+# Dtypes in which kernels write gradients. In others they are converted when they are sent.
+_WRITTEN = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class _Totals:
@@ -325,7 +340,8 @@ class _Totals:
         self.call, self.k, self.v, self.keys, self.lanes = call, k, v, keys, lanes
         self.dtype = state_dtype(q.dtype)
         self.q_dtype = q.dtype
-        self.leaving_dtype = call.travel(q.dtype) if narrow else self.dtype  # of what is written to be sent
+        travel = call.travel(q.dtype)
+        self.leaving_dtype = travel if narrow and travel in _WRITTEN else self.dtype  # of what is written to be sent
         self.q = torch.zeros(q.shape, dtype=self.dtype, device=q.device)
         self.captured = [torch.zeros(c.shape, dtype=self.dtype, device=q.device) if n else None for c, n in zip(call.score_captured, needs)]
         batch, groups, length, _ = k.shape

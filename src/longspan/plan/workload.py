@@ -188,14 +188,16 @@ def of_plan(data: PlanData, per_node: int) -> Workload:
     return apart.join() if data.schedule.joined else apart
 
 
-def late_tiles(work: Tensor, share: float) -> int:
+def late_tiles(work: Tensor, share: float, most: int | None = None) -> int:
     """How many of a rank's local key tiles backward computes last: its first ones, with `share` of the work as nearly as tiles allow.
 
-    `work` [tiles]: query tiles that compute each, in local order. 0 where there are not two tiles to compute. The first ones, since where
+    `work` [tiles]: query tiles that compute each, in local order. `most`: no more than that many, where their gradients need a buffer: with
+    several steps, one no larger than those of keys that arrive. 0 where there are not two tiles to compute. The first ones, since where
     masks are causal more rows read those: the other part, the smaller one in half precision, then touches fewer rows a second time.
     """
     done = work.cumsum(0)
     inside = ((done > 0) & (done < done[-1:])).nonzero()[:, 0]
+    inside = inside if most is None else inside[inside < most]
     if share <= 0 or not len(inside):
         return 0
     return 1 + int(inside[(done[inside] - share * done[-1]).abs().argmin()])
@@ -270,13 +272,14 @@ def _halves(data: PlanData, work: Workload) -> Tensor:
     queries, keys = data.side(0, data.block, 0), data.side(1, data.block, 0)
     many = work.shape.heads // table.heads * (work.shape.batch // table.batch) / data.degree
     share, out = work.late.tolist(), torch.zeros(3, work.ranks, 2, dtype=torch.float64)
+    largest = (work.received.sum(0).amax(1) // data.block).long().tolist() if len(data.schedule.steps) > 1 else [None] * work.ranks
     for part in _chunks(work.ranks, keys.tiles):
         tiles = [_coverage(table, kind, queries.owner, part) for kind in (FULL, PARTIAL)]
         half, both = torch.full_like(tiles[0], -1), tiles[0] + tiles[1]
         for i, rank in enumerate(part):
             mine = keys.of_rank(rank)
             half[i, mine] = 0
-            half[i, mine[: late_tiles(both[i, mine], share[rank])]] = 1
+            half[i, mine[: late_tiles(both[i, mine], share[rank], largest[rank])]] = 1
         for at in range(2):
             for kind, total in zip(tiles, out, strict=False):
                 total[part.start : part.stop, at] = (kind * (half == at)).sum(1) * many
