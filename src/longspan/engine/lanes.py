@@ -28,7 +28,8 @@ class Lanes:
 
     def __exit__(self, *error: object) -> None:
         self.join()
-        self.__enter__()
+        if self.streams and not torch.cuda.is_current_stream_capturing():  # a graph's capture must end with the lanes joined
+            self.__enter__()
 
     def join(self) -> None:
         """The first lane, which the caller goes on with, waits for the other."""
