@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 # Tests are many and small: one thread each, one process per core; who is done first takes from the others.
 RUN_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: help install demo test test-all test-gpu sanitize-gpu lint bench bench-gpu clean
+.PHONY: help install demo style test test-all test-gpu sanitize-gpu lint bench bench-gpu clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,13 +22,15 @@ $(STAMP): pyproject.toml constraints-dev.txt
 demo: install ## a packed batch over four processes, forward and backward, compared with one process
 	$(BIN)/python -m longspan.cli demo
 
-lint: install ## style and types
+style: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint: style ## style and types
 	$(BIN)/mypy
 
-test: lint ## style, types and the test suite (a covering sample of the large grids)
-	$(RUN_TESTS)
+test: style ## style, types and the test suite (a covering sample of the large grids); types beside the tests, whose processes often wait
+	$(BIN)/mypy & types=$$!; $(RUN_TESTS); tests=$$?; wait $$types && exit $$tests
 
 test-all: lint ## the same with the whole grids
 	$(RUN_TESTS) --whole-grid

@@ -31,11 +31,13 @@ def qkv(kernel: str = "", dtype: torch.dtype = torch.float32) -> list[torch.Tens
     return [torch.randn(batch, h, n, 16, dtype=dtype, requires_grad=True) for h, n in ((heads, 140), (kv_heads, 150), (kv_heads, 150))]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("settings", NOTHING.values(), ids=NOTHING)
-def test_a_row_that_sees_nothing_gives_zero_and_minus_infinity(kernel: str, settings: dict[str, Any]) -> None:
+# In Triton's interpreter, which is slow, both ways to see nothing at once.
+@pytest.mark.parametrize(
+    ("kernel", "name"), [(kernel, name) for kernel in KERNELS for name in NOTHING if kernel != "triton" or name == "both"]
+)
+def test_a_row_that_sees_nothing_gives_zero_and_minus_infinity(kernel: str, name: str) -> None:
     q, k, v = qkv(kernel)
-    out, lse = ls.attention(q, k, v, kernel=kernel, return_lse=True, **settings)
+    out, lse = ls.attention(q, k, v, kernel=kernel, return_lse=True, **NOTHING[name])
     empty = torch.tensor([3, *range(130, 140)])
     assert (out[:, :, empty] == 0).all()
     assert (lse[:, :, empty] == -torch.inf).all()
