@@ -22,8 +22,8 @@ import longspan as ls
 from longspan.engine.itinerary import Itinerary, itinerary
 from longspan.kernels.cpu import CpuKernel
 from longspan.kernels.registry import kernel_named
+from longspan.plan.late import late_share, late_tiles
 from longspan.plan.layout import Layout
-from longspan.plan.workload import late_share, late_tiles
 from longspan.testing import virtual_world
 from longspan.testing.virtual import VirtualWorld
 

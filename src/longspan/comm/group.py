@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ class Alone:
     name: str
     rank: int = 0
     size: int = 1
-    any_stream: bool = True
+    any_stream: ClassVar[bool] = True
 
     def all_to_all(self, out: Tensor, sent: Tensor, out_splits: Sequence[int], sent_splits: Sequence[int], *, what: str) -> Pending:
         check_whole(self, out, sent, out_splits, sent_splits, what=what)

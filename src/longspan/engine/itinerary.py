@@ -18,9 +18,10 @@ from torch import Tensor
 from longspan.kernels.protocol import Tiling
 from longspan.kernels.rows import row_lists
 from longspan.masks.table import BlockTable, stretched
+from longspan.plan.late import late_share, late_tiles
 from longspan.plan.plan import PlanData
 from longspan.plan.tiles import Side
-from longspan.plan.workload import covered, late_share, late_tiles
+from longspan.plan.workload import covered
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

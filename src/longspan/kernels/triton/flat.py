@@ -14,6 +14,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from longspan.kernels.triton.codegen import ByKey, Emitter, Options, function_source, loaded
+from longspan.kernels.triton.lookups import behind
 from longspan.masks.program import Program, op_name
 
 Growth = tuple[int, int]  # with q, with kv: 1 never falls, −1 never rises, 0 stays
@@ -97,7 +98,7 @@ def _flat(keyed: ByKey, options: Options) -> tuple[Any, Any] | None:
     node, which, growth = found
     index: Node = node.args[1][which]  # type: ignore[index, assignment]
     emitter = Emitter(program.graph, options)
-    emitter.run(_made_of(index))
+    emitter.run(behind([index]))
     value = emitter.value(index)
     name = program.key[:12]
     source = function_source(f"index_{name}", "b, h, q, kv, captured, sizes", [*emitter.lines, f"return {value.text}"])
@@ -114,16 +115,6 @@ def _flat(keyed: ByKey, options: Options) -> tuple[Any, Any] | None:
     tile = whole.as_tile(whole.value(program.result), "score")
     flat = function_source(f"flat_{name}", "score, b, h, q, kv, at, captured, sizes", [*whole.lines, f"return {tile}"])
     return loaded(source + corners), loaded(flat)
-
-
-def _made_of(node: Node) -> set[Node]:
-    """A value and all that it is computed from."""
-    found, waiting = {node}, [node]
-    while waiting:
-        more = [n for n in waiting.pop().all_input_nodes if n not in found]
-        found.update(more)
-        waiting += more
-    return found
 
 
 def flat_functions(program: Program | None, options: Options) -> tuple[Any, Any]:

@@ -73,7 +73,7 @@ def _proven(keyed: ByKey, shapes: tuple[tuple[int, ...], ...], ends: tuple[int, 
         return True
     if 0 in ends:
         return True
-    if any(_table(n) in _behind(_indices(m)) for n in lookups for m in lookups):
+    if any(_table(n) in behind(_indices(m)) for n in lookups for m in lookups):
         return False
     stand_ins = [torch.ones((), dtype=c.dtype).expand(shape) for c, shape in zip(program.captured, shapes, strict=True)]
     try:
@@ -95,7 +95,7 @@ def _indices(lookup: Node) -> list[Node]:
     return list(lookup.args[1])  # type: ignore[arg-type]
 
 
-def _behind(nodes: Sequence[Node]) -> set[Node]:
+def behind(nodes: Sequence[Node]) -> set[Node]:
     """The nodes and all that they are computed from."""
     found: set[Node] = set()
     todo = list(nodes)
@@ -149,7 +149,7 @@ def _look(program: Program, captured: Sequence[Tensor], work: Work, batch: int, 
 
 def _axes(program: Program, lookup: Node) -> set[str]:
     """Which inputs the indices of a lookup depend on, by name."""
-    return {str(n.target) for n in _behind(_indices(lookup)) if n in program.placeholders}
+    return {str(n.target) for n in behind(_indices(lookup)) if n in program.placeholders}
 
 
 # ------------------------------------------------------------------------------------------------ at pairs
