@@ -23,27 +23,55 @@ from longspan.kernels.hopper.shared import barriers, numbers, place_of, read_num
 from longspan.kernels.triton.library import LN_2, LOG2_E
 from longspan.kernels.triton.tiles import place, run_place, span, table_row, wide
 
-_DYNAMIC = ["rows", "tiles", "heads", "group", "q_len", "kv_len", "shared", "first_b", "first_h", "items"]
+_DYNAMIC = [
+    "rows",
+    "tiles",
+    "heads",
+    "group",
+    "q_len",
+    "kv_len",
+    "shared",
+    "first_b",
+    "first_h",
+    "items",
+    "uncut",
+    "cut",
+    "count",
+    "wide_piece",
+]
 GROUPS = gl.constexpr(2)  # warpgroups that compute
 HALF = gl.constexpr(64)  # queries of each
-_ITEM = gl.constexpr(9)  # numbers that say what an item is
-_AHEAD = gl.constexpr(2)  # items that are known before they are computed
+_ITEM = gl.constexpr(11)  # numbers that say what an item is
+_AHEAD = gl.constexpr(4)  # places for descriptions of items
+_NEAR = gl.constexpr(4)  # blocks before an item's end at which the next one is taken
 
 
 @gluon.jit
 def _scheduler(
-    counter, items, order, full, partial, counts, q_side, rows, tiles, heads, group, q_len, item_s, bars,
+    counter, items, pieces, order, full, partial, counts, q_side, rows, tiles, heads, group, q_len, item_s, near, bars,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, M_SUBS: gl.constexpr, N_SUBS: gl.constexpr,
 ):  # fmt: skip
-    """One warp that takes items off the counter and looks up what they are, ahead of those who need it; head −1 ends."""
+    """One warp that takes items off the counter and looks up what they are, just before they are needed; head −1 ends.
+
+    An item that was taken is waited for, however long the one before it takes: so the next is taken when an item comes to its end. Short
+    items would be done before the next is looked up, so of them one more is taken.
+    """
     item_full, item_empty = bars[0], bars[1]
+    uncut, cut, count, wide_piece = pieces
     t = 0
     item = gl.atomic_add(counter, 1)
     while item < items:
-        tile, sub, b, h = place(item, order, rows, tiles, heads, group, M_SUBS, PER_BATCH, PER_HEAD)
+        whole, nth = item, 0
+        if item >= uncut:
+            whole, nth = uncut + (item - uncut) % cut, (item - uncut) // cut
+        tile, sub, b, h = place(whole, order, rows, tiles, heads, group, M_SUBS, PER_BATCH, PER_HEAD)
         table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
         row, pos, left = span(tile * M_SUBS + sub, q_len, q_side, M_SUBS, GROUPS * HALF)
-        masked, whole = gl.load(counts + 2 * table) * N_SUBS, gl.load(counts + 2 * table + 1) * N_SUBS
+        masked = gl.load(counts + 2 * table) * N_SUBS
+        skip, stop = 0, masked + gl.load(counts + 2 * table + 1) * N_SUBS
+        if item >= uncut:
+            shares = wide_piece + count - 1
+            skip, stop = stop * gl.where(nth > 0, wide_piece + nth - 1, 0) // shares, stop * (wide_piece + nth) // shares
         run, full_run = gl.load(partial[0] + table), gl.load(full[0] + table)
         slot = place_of(t, _AHEAD)
         mbarrier.wait(item_empty.index(slot), round_of(t, _AHEAD) ^ 1)
@@ -53,10 +81,15 @@ def _scheduler(
         write_number(item_s, slot * _ITEM + 3, pos)
         write_number(item_s, slot * _ITEM + 4, left)
         write_number(item_s, slot * _ITEM + 5, masked)
-        write_number(item_s, slot * _ITEM + 6, whole)
+        write_number(item_s, slot * _ITEM + 6, stop)
         write_number(item_s, slot * _ITEM + 7, run)
         write_number(item_s, slot * _ITEM + 8, full_run)
+        write_number(item_s, slot * _ITEM + 9, skip)
+        write_number(item_s, slot * _ITEM + 10, item - uncut)
         mbarrier.arrive(item_full.index(slot), count=1)
+        ending = gl.where(stop - skip > _NEAR, t, t - 1)
+        if ending >= 0:
+            mbarrier.wait(near.index(place_of(ending, 2)), round_of(ending, 2))
         t += 1
         item = gl.atomic_add(counter, 1)
     slot = place_of(t, _AHEAD)
@@ -67,7 +100,7 @@ def _scheduler(
 
 @gluon.jit
 def _loader(
-    q_desc, k_desc, v_desc, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, item_s, where, bars,
+    q_desc, k_desc, v_desc, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, item_s, where, near, bars,
     N: gl.constexpr, N_SUBS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp that keeps the copy engine busy: an item's queries, and its blocks of keys and values, partial ones first."""
@@ -81,21 +114,25 @@ def _loader(
         b = read_number(item_s, slot * _ITEM + 1)
         row = read_number(item_s, slot * _ITEM + 2)
         masked = read_number(item_s, slot * _ITEM + 5)
-        blocks = masked + read_number(item_s, slot * _ITEM + 6)
+        stop = read_number(item_s, slot * _ITEM + 6)
         run = read_number(item_s, slot * _ITEM + 7)
         full_run = read_number(item_s, slot * _ITEM + 8)
+        skip = read_number(item_s, slot * _ITEM + 9)
         mbarrier.arrive(item_empty.index(slot), count=1)
+        ending = gl.maximum(stop - _NEAR, skip)
         g = h // shared
-        done = 0
-        while done < blocks:
-            if done < masked:
+        at = 0
+        while at < stop:
+            if at < masked:
                 first, last = gl.load(partial[1] + run), gl.load(partial[2] + run)
                 run += 1
             else:
                 first, last = gl.load(full[1] + full_run), gl.load(full[2] + full_run)
                 full_run += 1
             row_from, pos_from, left_from = run_place(first, last, kv_len, kv_side, N_SUBS, N)
-            for n in range(first * N_SUBS, (last + 1) * N_SUBS):
+            size = (last + 1 - first) * N_SUBS
+            for j in range(gl.maximum(at, skip), gl.minimum(at + size, stop)):
+                n = first * N_SUBS + j - at
                 s = place_of(i, STAGES)
                 free = round_of(i, STAGES) ^ 1
                 mbarrier.wait(k_empty.index(s), free)
@@ -103,7 +140,7 @@ def _loader(
                 write_number(where, 2 * s + 1, left_from - n * N)
                 mbarrier.expect(k_full.index(s), k_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(k_desc, [b, g, row_from + n * N, 0], k_full.index(s), k_s.index(s))
-                if done == 0:
+                if j == skip:
                     # After the first keys: their place is free before that of the queries is.
                     mbarrier.wait(q_empty, (t & 1) ^ 1)
                     mbarrier.expect(q_full, q_desc.block_type.nbytes * GROUPS)
@@ -112,8 +149,10 @@ def _loader(
                 mbarrier.wait(v_empty.index(s), free)
                 mbarrier.expect(v_full.index(s), v_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(v_desc, [b, g, row_from + n * N, 0], v_full.index(s), v_s.index(s))
+                if j == ending:
+                    mbarrier.arrive(near.index(place_of(t, 2)), count=1)
                 i += 1
-                done += 1
+            at += size
         t += 1
         mbarrier.wait(item_full.index(place_of(t, _AHEAD)), round_of(t, _AHEAD))
         h = read_number(item_s, place_of(t, _AHEAD) * _ITEM)
@@ -200,13 +239,47 @@ def _attend(
 
 
 @gluon.jit
+def _fold(m, total, old_m):
+    """(maximum, sum, share of what was summed, share of the previous state) with a previous state whose weights sum to 1 at old_m."""
+    top = gl.maximum(m, old_m)
+    base = gl.where(top == float("-inf"), 0.0, top)
+    share, old_share = gl.exp2(m - base), gl.exp2(old_m - base)
+    return top, total * share + old_share, share, old_share
+
+
+@gluon.jit
+def _together(
+    part_out, part_lse, flag, first, cut, count, rows, rows_left, zero,
+    WHICH: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """After a piece's state was left: (whether those of all pieces of its item are there, and then their maximum, sum and result). They
+    are read in the same order whoever comes last, so that the bits do not depend on it.
+    """
+    m = gl.full([HALF], -float("inf"), gl.float32, layout=rows.type.layout)
+    total = gl.full([HALF], 0.0, gl.float32, layout=rows.type.layout)
+    acc = gl.full([HALF, EP], 0.0, gl.float32, layout=layout)
+    gl.thread_barrier()
+    done = gl.atomic_add(flag, 1, sem="acq_rel") == count - 1
+    if done:
+        for i in range(count):
+            part = (first + i * cut) * GROUPS + WHICH
+            m_i = gl.load(part_lse + part * HALF + rows, mask=rows < rows_left, other=-float("inf")) * LOG2_E
+            out_i = load_tile(part_out + wide(part) * (HALF * EP), 0, rows_left, EP + zero, E, EP, layout)
+            m, total, share, share_i = _fold(m, total, m_i)
+            acc = acc * _by_row(share, layout) + out_i * _by_row(share_i, layout)
+    return done, m, total, acc
+
+
+@gluon.jit
 def _consumer(
-    out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, out_stride, old_stride, heads, q_len, scale, first_b, first_h,
+    out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, part_out, part_lse, counter, pieces, out_stride, old_stride,
+    heads, q_len, scale, first_b, first_h,
     q_s, k_s, v_s, item_s, where, bars, mask_captured, mask_sizes, score_captured, score_sizes,
     WHICH: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, FOLD: gl.constexpr,
     N: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     item_full, item_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    cut, count = pieces[1], pieces[2]
     stream = (k_full, k_empty, v_full, v_empty)
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, EP, 16])
@@ -225,10 +298,11 @@ def _consumer(
         row = read_number(item_s, slot * _ITEM + 2) + WHICH * HALF
         q_first = read_number(item_s, slot * _ITEM + 3) + WHICH * HALF
         rows_left = read_number(item_s, slot * _ITEM + 4) - WHICH * HALF
-        partial = read_number(item_s, slot * _ITEM + 5)
-        whole = read_number(item_s, slot * _ITEM + 6)
-        mbarrier.arrive(item_empty.index(slot), count=1)
-        state = (wide(b) * heads + h) * q_len + row + rows
+        skip = read_number(item_s, slot * _ITEM + 9)
+        blocks = read_number(item_s, slot * _ITEM + 6) - skip
+        partial = gl.minimum(gl.maximum(read_number(item_s, slot * _ITEM + 5) - skip, 0), blocks)
+        whole = blocks - partial
+        state = (wide(b) * heads + h) * q_len + row
         inside = rows < rows_left
         at_b, at_h = b + first_b, h + first_h
 
@@ -269,34 +343,48 @@ def _consumer(
         last = place_of(i - 1, STAGES)
         mbarrier.wait(v_full.index(last), round_of(i - 1, STAGES))
         acc_next = warpgroup_mma(weights, rows_of(v_s, last), acc, is_async=True)
-        # A previous state comes in last, where the registers of scores and weights are free.
-        share, old_share = total, total
         # Always 0, which the compiler cannot know: it would compute all places of a tile once for all items, in registers that the loops
         # need. A multiple of 16, so that it still knows that rows begin on 16 bytes.
         zero = (i >> 30) * 16
+        piece = read_number(item_s, slot * _ITEM + 10)
+        mbarrier.arrive(item_empty.index(slot), count=1)
+        part = piece * GROUPS + WHICH
+        # A previous state comes in last, where the registers of scores and weights are free. Of an item that was cut, with the first piece.
+        share, old_share = total, total
         if old_lse_ptr is not None:
-            old_m = gl.load(old_lse_ptr + state, mask=inside, other=-float("inf")) * LOG2_E
+            old_left = gl.where(piece < cut, rows_left, 0)
+            old_m = gl.load(old_lse_ptr + state + rows, mask=rows < old_left, other=-float("inf")) * LOG2_E
             head = old_out_ptr + wide(b) * old_stride[0] + wide(h) * old_stride[1]
-            old = load_tile(head, row, rows_left, old_stride[2] + zero, E, EP, out_layout)
-            top = gl.maximum(m, old_m)
-            base = gl.where(top == float("-inf"), 0.0, top)
-            share, old_share = gl.exp2(m - base), gl.exp2(old_m - base)
-            m, total = top, total * share + old_share
+            old = load_tile(head, row, old_left, old_stride[2] + zero, E, EP, out_layout)
+            m, total, share, old_share = _fold(m, total, old_m)
         if old_peak_ptr is not None:
-            peak = gl.maximum(peak, gl.load(old_peak_ptr + state, mask=inside, other=-float("inf")) * LOG2_E)
+            peak = gl.maximum(peak, gl.load(old_peak_ptr + state + rows, mask=inside, other=-float("inf")) * LOG2_E)
         seen = total > 0.0
         divisor = gl.where(seen, total, 1.0)
-        gl.store(lse_ptr + state, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=inside)
+        new_lse = gl.where(piece < 0, lse_ptr + state, part_lse + part * HALF)
+        gl.store(new_lse + rows, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=inside)
         if PEAK:
-            gl.store(peak_ptr + state, peak * LN_2, mask=inside)
+            gl.store(peak_ptr + state + rows, peak * LN_2, mask=inside)
         acc = warpgroup_mma_wait(0, deps=[acc_next])
         mbarrier.arrive(v_empty.index(last), count=1)
         if old_lse_ptr is None:
             acc = acc * _by_row(1.0 / divisor, out_layout)
         else:
             acc = acc * _by_row(share / divisor, out_layout) + old * _by_row(old_share / divisor, out_layout)
-        head = out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1]
-        store_tile(head, acc, row, rows_left, out_stride[2] + zero, E, EP)
+        out = out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1]
+        if piece < 0:
+            store_tile(out, acc, row, rows_left, out_stride[2] + zero, E, EP)
+        else:
+            store_tile(part_out + wide(part) * (HALF * EP), acc, 0, rows_left, EP + zero, E, EP)
+            done, m, total, acc = _together(
+                part_out, part_lse, counter + 1 + piece % cut * GROUPS + WHICH, piece % cut, cut, count, rows, rows_left, zero,
+                WHICH, E, EP, out_layout,
+            )  # fmt: skip
+            if done:
+                seen = total > 0.0
+                divisor = gl.where(seen, total, 1.0)
+                gl.store(lse_ptr + state + rows, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=inside)
+                store_tile(out, acc * _by_row(1.0 / divisor, out_layout), row, rows_left, out_stride[2] + zero, E, EP)
         t += 1
         mbarrier.wait(item_full.index(place_of(t, _AHEAD)), round_of(t, _AHEAD))
         h = read_number(item_s, place_of(t, _AHEAD) * _ITEM)
@@ -304,27 +392,30 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=_DYNAMIC)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, counter,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, counter, part_out, part_lse,
     out_stride, old_stride, order, full, partial, counts, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
-    items, rows, tiles, heads, shared, group, q_len, kv_len, scale, first_b, first_h,
+    items, uncut, cut, count, wide_piece, rows, tiles, heads, shared, group, q_len, kv_len, scale, first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, FOLD: gl.constexpr,
     M_SUBS: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, E: gl.constexpr, DP: gl.constexpr, EP: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`counts` [table rows, 2]: how many tiles a row's partial and full runs hold, not both 0 in any of the first `rows` of `order`.
-    `counter`: one int32, 0. Each table tile has M_SUBS items of queries and N_SUBS blocks of keys. FLAT and CORNERS: a score whose lookup
+    Each table tile has M_SUBS items of queries and N_SUBS blocks of keys. Of the `items`, those from `uncut` on are pieces
+    (`longspan.kernels.hopper.pieces`), each of which leaves a state in part_out and part_lse. `counter`: int32, 0s: one, and two for each
+    item that was cut. FLAT and CORNERS: a score whose lookup
     may be the same all over a tile (`longspan.kernels.triton.flat`), or None.
     """
     dtype: gl.constexpr = q_desc.dtype
     q_s = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, HALF, DP], q_desc.layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, DP], k_desc.layout)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, EP], v_desc.layout)
-    item_s, where = numbers(_AHEAD * _ITEM), numbers(2 * STAGES)
+    item_s, where, near = numbers(_AHEAD * _ITEM), numbers(2 * STAGES), barriers(2, 1)
     bars = (
         barriers(_AHEAD, 1), barriers(_AHEAD, GROUPS + 1), barriers(1, 1).index(0), barriers(1, GROUPS).index(0),
         barriers(STAGES, 1), barriers(STAGES, GROUPS), barriers(STAGES, 1), barriers(STAGES, GROUPS),
     )  # fmt: skip
+    pieces = (uncut, cut, count, wide_piece)
     fence_async_shared()
     peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr = given(peak_ptr), given(old_out_ptr), given(old_lse_ptr), given(old_peak_ptr)
     q_side = (given(q_side[0]), given(q_side[1]), given(q_side[2]))
@@ -332,21 +423,24 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, out_stride, old_stride, heads, q_len, scale,
-                first_b, first_h, q_s, k_s, v_s, item_s, where, bars, mask_captured, mask_sizes, score_captured, score_sizes,
+                out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, part_out, part_lse, counter, pieces,
+                out_stride, old_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, item_s, where, bars,
+                mask_captured, mask_sizes, score_captured, score_sizes,
                 0, MASK, SCORE, FLAT, CORNERS, FOLD, N, E, EP, STAGES,
             )),
             (_consumer, (
-                out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, out_stride, old_stride, heads, q_len, scale,
-                first_b, first_h, q_s, k_s, v_s, item_s, where, bars, mask_captured, mask_sizes, score_captured, score_sizes,
+                out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, part_out, part_lse, counter, pieces,
+                out_stride, old_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, item_s, where, bars,
+                mask_captured, mask_sizes, score_captured, score_sizes,
                 1, MASK, SCORE, FLAT, CORNERS, FOLD, N, E, EP, STAGES,
             )),
             (_scheduler, (
-                counter, items, order, full, partial, counts, q_side, rows, tiles, heads, group, q_len, item_s, bars,
+                counter, items, pieces, order, full, partial, counts, q_side, rows, tiles, heads, group, q_len, item_s, near, bars,
                 PER_BATCH, PER_HEAD, M_SUBS, N_SUBS,
             )),
             (_loader, (
-                q_desc, k_desc, v_desc, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, item_s, where, bars, N, N_SUBS, STAGES,
+                q_desc, k_desc, v_desc, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, item_s, where, near, bars,
+                N, N_SUBS, STAGES,
             )),
         ],
         [4, 1, 1],

@@ -14,7 +14,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longspan.kernels.hopper.backward import keys_kernel
 from longspan.kernels.hopper.config import Step, forward_step, keys_step, queries_step
-from longspan.kernels.hopper.forward import forward_kernel
+from longspan.kernels.hopper.forward import GROUPS, forward_kernel
+from longspan.kernels.hopper.pieces import Pieces, pieces
 from longspan.kernels.hopper.queries import queries_kernel, rows_kernel
 from longspan.kernels.protocol import State
 from longspan.kernels.triton import launch
@@ -33,7 +34,7 @@ class HopperCall(Call):
     def forward(self, result: State, old: State | None, *, busy_only: bool) -> None:
         """Fill the rows of `result` that see something, folding `old` in; they may be the same."""
         before = (None, None, None) if old is None else (old.out, old.lse, old.peak)
-        tensors = (self.q, self.k, self.v, result.out, result.lse, result.peak, *before, self._counter())
+        tensors = (self.q, self.k, self.v, result.out, result.lse, result.peak, *before)
         strided = (result.out, result.out if old is None else old.out)
         known = {"FOLD": self.work.score is None and self.work.scale > 0}
         self._launch("forward", tensors, strided, known, busy_only=busy_only)
@@ -52,18 +53,15 @@ class HopperCall(Call):
         self, grad_out: Tensor, norm: Tensor, delta: Tensor, dq: Tensor, captured: Sequence[Tensor | None], *, add: bool
     ) -> None:  # fmt: skip
         """Fill dq, or add to it; add to gradients of captured tensors that are not None."""
-        tensors = (self.q, self.k, self.v, grad_out, norm, delta, dq, self._counter())
+        tensors = (self.q, self.k, self.v, grad_out, norm, delta, dq)
         self._changing["grads"] = tuple(g for g in captured if g is not None) or (norm,)
         needs = tuple(g is not None for g in captured)
         self._launch("dq", tensors, (dq,), {"ADD": add, "SCATTER": any(needs)}, needs=needs, busy_only=add)
 
     def dkdv(self, grad_out: Tensor, norm: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, dq: Tensor | None) -> None:
         """Fill dk and dv; add to dq, float32, where it is given."""
-        tensors = (self.q, self.k, self.v, grad_out, norm, delta, dk, dv, dq, self._counter())
+        tensors = (self.q, self.k, self.v, grad_out, norm, delta, dk, dv, dq)
         self._launch("dkdv", tensors, (dk, dv), {}, needs=(False,) * len(self.work.score_captured))
-
-    def _counter(self) -> Tensor:
-        return torch.zeros(1, dtype=torch.int32, device=self.q.device)
 
     def _prepare(
         self,
@@ -77,6 +75,7 @@ class HopperCall(Call):
         q, v = self.q, self.v
         d, e = width(q.shape[-1]), width(v.shape[-1])
         tiles: dict[int, Callable[[Tensor], TensorDescriptor]]
+        added = 0  # bytes of a query's dQ to which other programs add too
         if which == "forward":
             kernel, step = forward_kernel, forward_step(d, e)
             tiles = {0: _tiles(step.m // 2), 1: _tiles(step.n), 2: _tiles(step.n)}
@@ -88,6 +87,7 @@ class HopperCall(Call):
             tiles = {0: _tiles(step.m), 1: _tiles(step.n), 2: _tiles(step.n), 3: _tiles(step.m)}
             if tensors[8] is not None:
                 tiles[8] = partial(described, rows=_PART, columns=_PART)
+                added = tensors[8].element_size() * q.shape[-1]
             rows = q.shape[0] * q.shape[1] * q.shape[2]
             begins = all(t is not None and t.data_ptr() % 16 == 0 for t in tensors[4:6])
             aligned = begins and launch.facts(self.work.q_tiles).aligned and q.shape[2] % 4 == 0 and rows < 2**31
@@ -97,18 +97,44 @@ class HopperCall(Call):
         programs = programs_at_once(q.device)
         items, shared = self._arguments(
             which, kernel, strided, m=_items_of(step, which), n=step.n, l2_bytes=_L2_BYTES, in_flight=programs, needs=needs,
-            busy_only=busy_only,
+            busy_only=busy_only, added=added,
         )  # fmt: skip
         corners, flat = flat_functions(self.work.score, launch.options(self.work, q.dtype)) if which == "forward" else (None, None)
-        more = {"items": items, "CORNERS": corners, "FLAT": flat, "STAGES": step.stages, "REGISTERS": step.registers, "BM": step.m, "DS": 2}
+        more = {"CORNERS": corners, "FLAT": flat, "STAGES": step.stages, "REGISTERS": step.registers, "BM": step.m, "DS": 2}
+        made: Callable[[], tuple[Tensor, ...]] = partial(_counter, q.device)
+        if which == "forward":
+            # Of a peak a piece leaves nothing.
+            peaks = tensors[5] is not None
+            cut = Pieces(items) if peaks else pieces(self.work.table, items, blocks=shared["N_SUBS"], programs=programs)
+            items = cut.items
+            more |= {"uncut": cut.uncut, "cut": cut.cut, "count": cut.parts, "wide_piece": cut.wide}
+            made = partial(_left, q.device, cut, step.m, e)
         return Prepared(
             kernel=kernel,
             options={"num_warps": 4, "maxnreg": step.start_registers},
             programs=min(items, programs),
             device=q.device,
             described=tiles,
-            known={**known, **shared, **more, "D": q.shape[-1], "DP": d, "EP": e},
+            known={**known, **shared, **more, "items": items, "D": q.shape[-1], "DP": d, "EP": e},
+            made=made,
         )
+
+
+def _counter(device: torch.device) -> tuple[Tensor, ...]:
+    return (_zeros(1, device),)
+
+
+def _left(device: torch.device, cut: Pieces, rows: int, dim: int) -> tuple[Tensor, ...]:
+    """(counter and flags, states that pieces leave: outputs, lse)."""
+    flags, states = _zeros(1 + GROUPS.value * cut.cut, device), cut.cut * cut.parts
+    if not states:
+        return flags, flags.view(torch.float32), flags.view(torch.float32)
+    out, lse = torch.empty(states * rows * (dim + 1), dtype=torch.float32, device=device).split([states * rows * dim, states * rows])
+    return flags, out, lse
+
+
+def _zeros(count: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def _items_of(step: Step, which: str) -> int:

@@ -178,8 +178,11 @@ class Call:
         in_flight: int,
         needs: tuple[bool, ...] | None,
         busy_only: bool,
+        added: int = 0,
     ) -> tuple[int, dict[str, Any]]:
-        """How many items there are, sub-tiles of m queries or of n keys in every head; and the arguments that follow from the work."""
+        """How many items there are, sub-tiles of m queries or of n keys in every head; and the arguments that follow from the work.
+        `added`: bytes of each row walked that programs add to.
+        """
         q, k, work = self.q, self.k, self.work
         if not launch.capturing(q.device):  # it may read captured tensors, which a CUDA graph that is being captured forbids
             check_lookups(work, q.shape[0], q.shape[1])
@@ -196,7 +199,7 @@ class Call:
         if busy_only:
             rows = launch.busy_rows(table)
         walked = k.shape[2] if by_query else q.shape[2] * shared
-        head_bytes = table.batch * walked * (d + e) * q.element_size()
+        head_bytes = table.batch * walked * ((d + e) * q.element_size() + added)
         programs = rows * (m_subs if by_query else n_subs)
         together = shared if by_query else 1
         group = 1 if per_head else launch.head_group(heads, together, head_bytes, l2_bytes, programs=programs, in_flight=in_flight)

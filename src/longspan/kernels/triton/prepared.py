@@ -25,7 +25,8 @@ _CHANGING = ("mask_captured", "score_captured", "grads", "scale", "first_b", "fi
 class Prepared:
     """A kernel and its arguments but for those of `_CHANGING` and the tensors, which come first in the kernel's signature.
 
-    `options`: of the launch. `described`: which tensors the copy engine reads, and how its view of each is made.
+    `options`: of the launch. `described`: which tensors the copy engine reads, and how its view of each is made. `made`: makes tensors that
+    every launch has for itself; they follow those that it is given.
     """
 
     kernel: Any
@@ -34,6 +35,7 @@ class Prepared:
     device: torch.device
     described: dict[int, Callable[[Tensor], Any]]
     known: dict[str, Any]
+    made: Callable[[], tuple[Tensor, ...]] = tuple
     _compiled: Any = field(default=None, init=False)
     _fixed: list[Any] = field(default_factory=list, init=False)
     _places: dict[str, int] = field(default_factory=dict, init=False)
@@ -42,6 +44,7 @@ class Prepared:
     def __call__(self, tensors: Sequence[Tensor | None], changing: dict[str, Any]) -> None:
         if not self.programs:
             return
+        tensors = [*tensors, *self.made()]
         if self._compiled is None:
             self._first(tensors, changing)
             return
