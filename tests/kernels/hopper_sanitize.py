@@ -30,11 +30,12 @@ def one(
     mask: ls.Mask | None = None,
     score: Callable[..., Tensor] | None = None,
     tokens: int = 300,
+    keys: int | None = None,
     sink: bool = False,
     fixed: bool = False,
 ) -> None:
-    shapes = ((4, dims[0]), (2, dims[0]), (2, dims[1]))
-    q, k, v = (torch.randn(1, h, tokens, d, device="cuda", dtype=torch.bfloat16).requires_grad_() for h, d in shapes)
+    shapes = ((4, tokens, dims[0]), (2, keys or tokens, dims[0]), (2, keys or tokens, dims[1]))
+    q, k, v = (torch.randn(1, h, n, d, device="cuda", dtype=torch.bfloat16).requires_grad_() for h, n, d in shapes)
     torch.use_deterministic_algorithms(fixed, warn_only=True)
     ls.attention(
         q, k, v, mask=ls.causal() if mask is None else mask, score_mod=score, kernel="hopper", sink=torch.zeros(4).cuda() if sink else None
@@ -55,6 +56,8 @@ def main() -> None:
     one("full", (128, 128), mask=ls.full(), tokens=520)
     one("folded into a state", (128, 128), sink=True)
     one("few tokens", (128, 128), tokens=7)
+    one("items cut in two and more", (128, 128), mask=ls.full(), tokens=140, keys=2100)
+    one("cut, and folded into a state", (64, 64), mask=ls.full(), tokens=140, keys=2100, sink=True)
 
 
 if __name__ == "__main__":

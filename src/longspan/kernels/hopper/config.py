@@ -34,11 +34,12 @@ def one_pass(d: int, e: int) -> bool:
     return max(d, e) > 64
 
 
-def keys_step(d: int, e: int) -> Step:
-    """The pass over keys: n keys of an item, m queries of a step."""
-    return Step(m=64 if d > 64 else 128, n=128, stages=2)
+def keys_step(d: int, e: int, *, with_dq: bool) -> Step:
+    """The pass over keys: n keys of an item, m queries of a step. Where it computes dQ too, that takes the room of two stages."""
+    return Step(m=64, n=128, stages=2 if with_dq else 4)
 
 
 def queries_step(d: int, e: int, *, scored: bool) -> Step:
     """The pass over queries. A score program needs registers of its own: half the keys at a time."""
-    return Step(m=128, n=64 if scored else 128, stages=2)
+    n = 64 if scored else 128
+    return Step(m=128, n=n, stages=4 if n * max(d, e) <= 8192 else 2)

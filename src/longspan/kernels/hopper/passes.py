@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -83,7 +84,7 @@ class HopperCall(Call):
             kernel, step = queries_kernel, queries_step(d, e, scored=self.work.score is not None)
             tiles = {0: _tiles(step.m // 2), 1: _tiles(step.n), 2: _tiles(step.n), 3: _tiles(step.m // 2)}
         else:
-            kernel, step = keys_kernel, keys_step(d, e)
+            kernel, step = keys_kernel, keys_step(d, e, with_dq=tensors[8] is not None)
             tiles = {0: _tiles(step.m), 1: _tiles(step.n), 2: _tiles(step.n), 3: _tiles(step.m)}
             if tensors[8] is not None:
                 tiles[8] = partial(described, rows=_PART, columns=_PART)
@@ -133,8 +134,29 @@ def _left(device: torch.device, cut: Pieces, rows: int, dim: int) -> tuple[Tenso
     return flags, out, lse
 
 
+class _Zeros(threading.local):
+    """For every stream, a tensor of zeros and how many of them were given away."""
+
+    def __init__(self) -> None:
+        self.by_stream: dict[tuple[torch.device, int], tuple[Tensor, int]] = {}
+
+
+_given_away = _Zeros()
+_ZEROS = 4096
+
+
 def _zeros(count: int, device: torch.device) -> Tensor:
-    return torch.zeros(count, dtype=torch.int32, device=device)
+    """So many int32 zeros that no other launch gets, on 16 bytes. A launch of its own fills thousands at once: between two kernels it would
+    take as long as a small one. A CUDA graph that is being captured has its own: it needs zeros at every replay.
+    """
+    if device.type != "cuda" or launch.capturing(device):
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    zeros, start = _given_away.by_stream.get(key, (None, 0))
+    if zeros is None or start + count > len(zeros):
+        zeros, start = torch.zeros(max(_ZEROS, count), dtype=torch.int32, device=device), 0
+    _given_away.by_stream[key] = zeros, start + -(-count // 4) * 4
+    return zeros[start : start + count]
 
 
 def _items_of(step: Step, which: str) -> int:
