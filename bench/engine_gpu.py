@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python bench/engine_gpu.py [--case S N] [--kernel NAME] [--way NAME …] [--link copy none] [--profile] [--json]
 
-Causal, B 1, H 32, D 128, bfloat16, forward and backward; head-tail layout; ring, exchange, and an exchange of one stage whose local keys
-are computed with what it brings ("at once"; memory grows with the sequence there); "bf16 grads" travel home in half the bytes. One GPU
-plays single ranks of the mesh, one after the other (the first, the middle and the last); the slowest counts. What would come from other
+Causal, B 1, H 32, D 128, bfloat16, forward and backward; head-tail layout; ring, exchange, an exchange of one stage, and one whose local
+keys are computed with what it brings ("at once"; in both memory grows with the sequence); "bf16 grads" travel home in half the bytes. One
+GPU plays single ranks of the mesh, one after the other (the first, the middle and the last); the slowest counts. What would come from other
 ranks is copied from the rank's own rows on the same GPU, or, where a row says "no copies", left out: then what is counted is all that a
 rank computes, packs, adds up and converts, and the link is free (`bench/link.py` says why there are two). torch's own ring (flash and
 cuDNN) is run the same way. "eff": with the time between events, calls queued ahead so that the host does not count. "wall": without
@@ -36,6 +36,7 @@ STEPS = ("forward", "backward")
 WAYS: dict[str, dict[str, Any]] = {
     "ring": {"strategy": "ring"},
     "exchange": {"strategy": "exchange"},
+    "exchange, 1 stage": {"strategy": "exchange", "stages": 1},
     "exchange at once": {"strategy": "exchange", "stages": 1, "overlap": False},
     "ring bf16 grads": {"strategy": "ring", "grad_reduce_dtype": torch.bfloat16},
     "exchange bf16 grads": {"strategy": "exchange", "grad_reduce_dtype": torch.bfloat16},
@@ -72,9 +73,10 @@ class Clock:
         return statistics.median(found)
 
 
-def qkv(tokens: int) -> list[Tensor]:
+def qkv(tokens: int, kv_heads: int = HEADS) -> list[Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(1, HEADS, tokens, DIM, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    heads = (HEADS, kv_heads, kv_heads)
+    return [torch.randn(1, h, tokens, DIM, device="cuda", dtype=torch.bfloat16).requires_grad_() for h in heads]
 
 
 def both(call: Callable[[], Tensor], inputs: list[Tensor], clock: Clock) -> dict[str, dict[str, float]]:
@@ -97,19 +99,19 @@ def peak(fn: Callable[[], Any]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def rank_call(tokens: int, ranks: int, rank: int, way: str, kernel: str) -> tuple[Callable[[], Tensor], list[Tensor]]:
+def rank_call(tokens: int, ranks: int, rank: int, way: str, kernel: str, kv_heads: int) -> tuple[Callable[[], Tensor], list[Tensor]]:
     """(the attention of one rank, its q, k, v)."""
     mesh = EchoMesh(axes=ls.Mesh.abstract(ranks).axes, coordinate=(rank,))
-    plan = ls.plan(ls.causal(), tokens, mesh, layout="head_tail", heads=HEADS, kv_heads=HEADS, head_dim=DIM, **WAYS[way])
-    inputs = qkv(plan.local_len)
+    plan = ls.plan(ls.causal(), tokens, mesh, layout="head_tail", heads=HEADS, kv_heads=kv_heads, head_dim=DIM, **WAYS[way])
+    inputs = qkv(plan.local_len, kv_heads)
     return lambda: ls.attention(*inputs, plan=plan, kernel=kernel), inputs
 
 
-def ours(tokens: int, ranks: int, way: str, kernel: str, clock: Clock) -> dict[str, dict[str, float]]:
+def ours(tokens: int, ranks: int, way: str, kernel: str, kv_heads: int, clock: Clock) -> dict[str, dict[str, float]]:
     """The slowest of three ranks."""
     found = []
     for rank in sorted({0, ranks // 2, ranks - 1}):
-        call, inputs = rank_call(tokens, ranks, rank, way, kernel)
+        call, inputs = rank_call(tokens, ranks, rank, way, kernel, kv_heads)
         kind, EchoMesh.link.kind = EchoMesh.link.kind, "copy"
         out = call()
         torch.autograd.grad(out, inputs, torch.randn_like(out))  # buffers hold numbers from now on, also where none are copied
@@ -142,14 +144,14 @@ def profile(title: str, call: Callable[[], Tensor], inputs: list[Tensor]) -> Non
     print(flush=True)
 
 
-def profiles(cases: Sequence[tuple[int, int]], ways: Sequence[str], kernel: str) -> None:
+def profiles(cases: Sequence[tuple[int, int]], ways: Sequence[str], kernel: str, kv_heads: int) -> None:
     for tokens, ranks in cases:
-        inputs = qkv(tokens)
+        inputs = qkv(tokens, kv_heads)
         profile(f"{tokens} on one device", lambda inputs=inputs: ls.attention(*inputs, mask=ls.causal(), kernel=kernel), inputs)
         del inputs
         for way in ways:
             for rank in (0, ranks - 1):
-                profile(f"{tokens} on {ranks}, {way}, rank {rank}", *rank_call(tokens, ranks, rank, way, kernel))
+                profile(f"{tokens} on {ranks}, {way}, rank {rank}", *rank_call(tokens, ranks, rank, way, kernel, kv_heads))
 
 
 def torch_ring(tokens: int, ranks: int, backend: str, clock: Clock, known: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -239,6 +241,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", type=int, nargs=2, metavar=("S", "N"), help="this length and number of ranks only")
     parser.add_argument("--kernel", default="triton")
+    parser.add_argument(
+        "--kv-heads", type=int, default=HEADS, help="heads of keys and values; with fewer than 32, torch's ring is left out"
+    )
     parser.add_argument("--step-tokens", type=int, help="keys that a step holds at least, where there are as many")
     parser.add_argument("--way", nargs="+", choices=list(WAYS), default=list(WAYS), help="these rows of ours only")
     parser.add_argument("--link", nargs="+", choices=KINDS, default=list(KINDS), help="what stands in for a network")
@@ -256,11 +261,12 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "kernel": args.kernel,
+        "heads": f"{HEADS}/{args.kv_heads}",
         "date": datetime.date.today().isoformat(),
     }
     print(", ".join(f"{k} {v}" for k, v in about.items()))
     if args.profile:
-        profiles(cases, args.way, args.kernel)
+        profiles(cases, args.way, args.kernel, args.kv_heads)
         return
     columns = f"{'ideal':>8}{'rank':>8}{'eff':>6}{'wall':>6}"
     print(f"{'':57} |{'forward, ms':^28} |{'backward, ms':^28} | peak MiB, both passes")
@@ -269,16 +275,18 @@ def main() -> None:
     known: dict[Any, Any] = {}
     for tokens, ranks in cases:
         if tokens not in known:
-            inputs = qkv(tokens)
+            inputs = qkv(tokens, args.kv_heads)
             known[tokens] = both(lambda inputs=inputs: ls.attention(*inputs, mask=ls.causal(), kernel=args.kernel), inputs, clock)
             del inputs
         whole = known[tokens]
         for kind in args.link:
             EchoMesh.link.kind, suffix = kind, "" if kind == "copy" else ", no copies"
             for way in args.way:
-                rows.append(row(f"longspan {way}{suffix}", tokens, ranks, whole, ours(tokens, ranks, way, args.kernel, clock)))
+                rows.append(
+                    row(f"longspan {way}{suffix}", tokens, ranks, whole, ours(tokens, ranks, way, args.kernel, args.kv_heads, clock))
+                )
                 print(line(rows[-1]), flush=True)
-            if not args.without_torch:
+            if not args.without_torch and args.kv_heads == HEADS:
                 for backend in ("flash", "cudnn"):
                     rows.append(row(f"torch ring {backend}{suffix}", tokens, ranks, *torch_ring(tokens, ranks, backend, clock, known)))
                     print(line(rows[-1]), flush=True)
