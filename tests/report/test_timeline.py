@@ -201,11 +201,18 @@ def test_only_rows_with_work_count_and_what_the_engine_moves_takes_time() -> Non
     assert float(slow.forward.busy[1]) > float(fast.forward.busy[1]) and float(slow.backward.busy[1]) > 1.5 * float(fast.backward.busy[1])
 
 
-@pytest.mark.parametrize(("strategy", "copied"), [("ring", False), ("exchange", True), ("allgather", True)])
-def test_what_is_sent_is_gathered_first_unless_it_is_a_whole_shard(strategy: str, copied: bool) -> None:
-    work = of_plan(planned(ls.causal(), strategy=strategy, layout="head_tail").data, 8)
+@pytest.mark.parametrize("layout", ["head_tail", "round_robin", "auto"])
+@pytest.mark.parametrize("strategy", ["ring", "exchange", "allgather"])
+@pytest.mark.parametrize("mask", [ls.causal(), DOCUMENTS], ids=["causal", "documents"])
+def test_what_is_gathered_before_it_is_sent_is_what_the_engine_gathers(mask: ls.Mask, strategy: str, layout: str) -> None:
+    work = of_plan(planned(mask, strategy=strategy, layout=layout).data, 8)
     assert work.gathered is not None and work.gathered.shape == work.full.shape
-    assert bool((work.gathered > 0).any()) == copied and bool((work.gathered <= work.sent.sum(0)).all())
+    for rank in range(4):
+        data = planned(mask, strategy=strategy, layout=layout, mesh=ls.Mesh.abstract(4, rank=rank)).data
+        steps = itinerary(data, (128, 128), None).steps
+        listed = [a.sent.count for step in steps for a in step.arrivals if a.sent.index is not None and not a.in_pieces]
+        assert float(work.gathered[rank].sum()) == sum(listed)
+    assert bool(work.gathered.any()) == (strategy == "exchange" and layout != "head_tail" and mask is DOCUMENTS)
 
 
 def test_a_demand_in_coarse_units_has_the_same_pairs() -> None:

@@ -89,7 +89,6 @@ class Owned:
             shape=shape,
             scale=shape.batch,
             busy=torch.minimum(busy, rows),
-            gathered=None if moves == "ring" else sent.sum(0),
         )
 
     def _steps(self, moves: str, stages: int | None, most: int) -> tuple[Tensor, Tensor]:
