@@ -57,6 +57,9 @@ def main() -> None:
     one("folded into a state", (128, 128), sink=True)
     one("few tokens", (128, 128), tokens=7)
     one("items cut in two and more", (128, 128), mask=ls.full(), tokens=140, keys=2100)
+    one(
+        "cut, with a mask and a score", (96, 96), mask=ls.mask_mod(lambda b, h, q, kv: q + 2000 >= kv), score=softcap, tokens=100, keys=2100
+    )
     one("cut, and folded into a state", (64, 64), mask=ls.full(), tokens=140, keys=2100, sink=True)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ pytest.importorskip("triton")
 from tests.kernels.test_hopper import on_hopper
 
 import longspan as ls
+from longspan.kernels.hopper import HopperKernel, passes
 from longspan.kernels.hopper.pieces import Pieces, pieces
+from longspan.kernels.protocol import Tiling, Work
+from longspan.kernels.triton import launch
 from longspan.testing import oracle
 
 COST = 4  # blocks, of every item
@@ -62,33 +67,143 @@ def test_items_that_differ_are_not_cut_but_those_of_a_late_chunk_are() -> None:
     assert pieces(late, 5 * 9, blocks=1, programs=132).parts == 2
 
 
+def softcap(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return 20 * torch.tanh(s / 20) + 0.001 * (q - kv)
+
+
+MASKS = {
+    "full": ls.full(),
+    "late chunk": ls.mask_mod(lambda b, h, q, kv: q + 2900 >= kv),
+    "all blocks partial": ls.mask_mod(lambda b, h, q, kv: (q + 2 * kv) % 5 != 0),
+    "by batch and head, idle rows": ls.mask_mod(lambda b, h, q, kv: ((kv + h + b) % 3 != 0) & ((q >= 130) | (h > 0))),
+}
+CASES: list[tuple[str, int, int, int, int, int, int, torch.dtype, bool, bool]] = [
+    # mask, batch, heads, kv heads, queries, keys, dim, dtype, score, sink
+    ("full", 2, 3, 1, 300, 3001, 128, torch.bfloat16, False, False),
+    ("full", 1, 1, 1, 100, 9000, 64, torch.bfloat16, False, True),
+    ("full", 1, 10, 5, 1900, 2300, 96, torch.float16, False, False),
+    ("full", 1, 18, 2, 999, 2177, 128, torch.bfloat16, True, True),
+    ("late chunk", 1, 6, 2, 290, 3190, 128, torch.bfloat16, False, False),
+    ("all blocks partial", 1, 5, 5, 260, 2500, 128, torch.bfloat16, False, True),
+    ("all blocks partial", 2, 4, 2, 390, 2700, 64, torch.float16, True, False),
+    ("by batch and head, idle rows", 2, 3, 1, 270, 2600, 128, torch.bfloat16, False, False),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "queries", "keys", "dim"),
-    [
-        (2, 3, 1, 300, 3001, 128),
-        (1, 1, 1, 100, 9000, 64),
-        (1, 10, 5, 1900, 2300, 96),
-        (1, 18, 2, 999, 2177, 128),
-        (1, 5, 5, 260, 2500, 256),
-    ],
+    ("mask", "batch", "heads", "kv_heads", "queries", "keys", "dim", "dtype", "scored", "sink"),
+    CASES,
+    ids=[f"{c[0]} {c[5]}" for c in CASES],
 )
-def test_cut_items_give_the_same_result_and_bits(
-    batch: int, heads: int, kv_heads: int, queries: int, keys: int, dim: int, sink: bool
+def test_cut_items_give_the_same_result_and_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, mask: str, batch: int, heads: int, kv_heads: int, queries: int, keys: int, dim: int,
+    dtype: torch.dtype, scored: bool, sink: bool,
 ) -> None:  # fmt: skip
     on_hopper()
+    cuts = watched(monkeypatch)
     torch.manual_seed(0)
     shapes = ((heads, queries), (kv_heads, keys), (kv_heads, keys))
-    q, k, v = (torch.randn(batch, h, n, dim, device="cuda", dtype=torch.bfloat16) for h, n in shapes)
-    sinks = torch.randn(heads, device="cuda") if sink else None
+    q, k, v = (torch.randn(batch, h, n, dim, device="cuda", dtype=dtype) for h, n in shapes)
+    options = {"mask": MASKS[mask], "score_mod": softcap if scored else None, "sink": torch.randn(heads, device="cuda") if sink else None}
 
     def run() -> tuple[Tensor, Tensor]:
-        return ls.attention(q, k, v, mask=ls.full(), sink=sinks, return_lse=True, kernel="hopper")
+        return ls.attention(q, k, v, return_lse=True, kernel="hopper", **options)
 
-    assert pieces(ls.full().block_table(queries, keys, block=128), -(-queries // 128) * heads * batch, blocks=1, programs=132).cut
     out, lse = run()
-    want, dense = (oracle(q, k, v, mask=ls.full(), sink=sinks, dtype=d) for d in (torch.float64, torch.bfloat16))
+    assert cuts and all(found.cut for found in cuts)
+    (want, want_lse), dense = oracle(q, k, v, return_lse=True, **options), oracle(q, k, v, dtype=dtype, **options)
     assert float((out.double() - want).norm()) <= 1.1 * float((dense.double() - want).norm())
-    assert torch.allclose(lse, oracle(q, k, v, mask=ls.full(), sink=sinks, return_lse=True)[1].float(), atol=1e-3)
+    assert torch.allclose(lse.double(), want_lse, atol=1e-3)
     assert all(torch.equal(a, b) for _ in range(10) for a, b in zip(run(), (out, lse), strict=True))
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[Pieces]:
+    """How launches that are prepared from now on are cut."""
+    cuts = []
+
+    def watching(*args: Any, **options: Any) -> Pieces:
+        cuts.append(pieces(*args, **options))
+        return cuts[-1]
+
+    monkeypatch.setattr(passes, "pieces", watching)
+    return cuts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [128, 256])
+def test_cut_items_fold_into_a_state_in_place(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    on_hopper()
+    cuts = watched(monkeypatch)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, h, n, 128, device="cuda", dtype=torch.bfloat16) for h, n in ((6, 740), (3, 7803), (3, 7803)))
+    work = Work(
+        table=ls.full().block_table(740, 2601, block=block), q_tiles=Tiling(length=740, block=block),
+        kv_tiles=Tiling(length=2601, block=block), scale=0.1, mask=None, mask_captured=[],
+    )  # fmt: skip
+    state = None
+    for i, (k_part, v_part) in enumerate(zip(k.split(2601, 2), v.split(2601, 2), strict=True)):
+        state = HopperKernel().forward(q, k_part.contiguous(), v_part.contiguous(), work, state=state, final=i == 2, peak=False)
+    assert state is not None and cuts and all(found.cut for found in cuts)
+    want, dense = (oracle(q, k, v, mask=ls.full(), scale=0.1, dtype=d) for d in (torch.float64, torch.bfloat16))
+    assert float((state.out.double() - want).norm()) <= 1.1 * float((dense.double() - want).norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("queries", "keys", "cut"), [(280, 3072, True), (700, 700, False)], ids=["cut", "not cut"])
+def test_a_captured_graph_computes_anew_at_every_replay(queries: int, keys: int, cut: bool) -> None:
+    on_hopper()
+    torch.manual_seed(0)
+    mask = ls.full() if cut else ls.causal()
+    given = [
+        torch.randn(1, h, n, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for h, n in ((4, queries), (2, keys), (2, keys))
+    ]
+    grad = torch.randn(1, 4, queries, 128, device="cuda", dtype=torch.bfloat16)
+
+    def both() -> tuple[Tensor, ...]:
+        out = ls.attention(*given, mask=mask, kernel="hopper")
+        return (out, *torch.autograd.grad(out, given, grad))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        both()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    for _ in range(3):
+        with torch.no_grad():
+            for t in given:
+                t.normal_()
+        for t in captured:
+            t.detach().fill_(float("nan"))
+        graph.replay()
+        want = both()
+        assert torch.equal(captured[0], want[0])
+        assert all(torch.allclose(a, b, atol=1e-2, rtol=1e-2) for a, b in zip(captured[1:], want[1:], strict=True))
+
+
+def test_zeros_for_launches_are_given_away_once_for_each_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, stream, made = torch.device("cuda", 0), SimpleNamespace(cuda_stream=1), []
+
+    def zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        made.append(torch.full((count,), 0, dtype=dtype))
+        return made[-1]
+
+    monkeypatch.setattr(launch, "capturing", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    seen: set[int] = set()
+    for i in range(3000):
+        stream.cuda_stream = i % 2
+        count = 1 + 2 * (i % 66)
+        found = passes._zeros(count, device)
+        assert len(found) == count and found.storage_offset() % 4 == 0 and any(found._base is m for m in made[-2:])
+        found += 1  # as a launch does
+        places = range(found.data_ptr(), found.data_ptr() + 4 * count, 4)
+        assert int(found.max()) == 1 and seen.isdisjoint(places)
+        seen.update(places)
+    assert len(made) > 4
+    monkeypatch.setattr(launch, "capturing", lambda device: True)
+    assert passes._zeros(5, device)._base is None

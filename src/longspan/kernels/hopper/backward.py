@@ -245,6 +245,7 @@ def keys_kernel(
     dQ is for head dims over 64 only. `counter`: one int32, 0. DS: buffers of dS. ALIGNED: the copy engine brings norm and delta too, each
     described as one line [B · H · Q] in tiles of BM: it can where every step's rows begin on 16 bytes of that line. Else they are pointers.
     """
+    gl.static_assert(STAGES <= SLOTS, "what a step is must be known until it is computed")
     DQ: gl.constexpr = dq_ptr is not None
     dtype: gl.constexpr = k_ptr.dtype
     k_s = gl.allocate_shared_memory(dtype, [1, 1, 1, KEYS, DP], k_ptr.layout)

@@ -34,12 +34,14 @@ def one_pass(d: int, e: int) -> bool:
     return max(d, e) > 64
 
 
-def keys_step(d: int, e: int, *, with_dq: bool) -> Step:
+def keys_step(*, with_dq: bool) -> Step:
     """The pass over keys: n keys of an item, m queries of a step. Where it computes dQ too, that takes the room of two stages."""
     return Step(m=64, n=128, stages=2 if with_dq else 4)
 
 
 def queries_step(d: int, e: int, *, scored: bool) -> Step:
-    """The pass over queries. A score program needs registers of its own: half the keys at a time."""
+    """The pass over queries. A score program needs registers of its own: half the keys at a time. What blocks are small leave room for
+    twice as many.
+    """
     n = 64 if scored else 128
     return Step(m=128, n=n, stages=4 if n * max(d, e) <= 8192 else 2)

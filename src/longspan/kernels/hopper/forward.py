@@ -1,7 +1,8 @@
 """The forward kernel for Hopper: programs that stay, one per multiprocessor, each of two warpgroups that compute and two warps that serve.
 
-An item is 128 queries of one head, 64 to a warpgroup. One warp takes items off a counter, heaviest first, and looks up what they are; one
-keeps the copy engine ahead with queries, keys and values. All meet only at barriers in shared memory. While a warpgroup weighs the
+An item is 128 queries of one head, 64 to a warpgroup, over all its keys or, where `longspan.kernels.hopper.pieces` says so, over a part of
+them. One warp takes items off a counter, heaviest first and no sooner than they are needed, and looks up what they are; one keeps the copy
+engine ahead with queries, keys and values. All meet only at barriers in shared memory. While a warpgroup weighs the
 scores of one block of keys, the tensor cores multiply the weights of the block before with its values; while it writes an item's
 result, the next item's queries and keys arrive.
 
@@ -43,7 +44,8 @@ GROUPS = gl.constexpr(2)  # warpgroups that compute
 HALF = gl.constexpr(64)  # queries of each
 _ITEM = gl.constexpr(11)  # numbers that say what an item is
 _AHEAD = gl.constexpr(4)  # places for descriptions of items
-_NEAR = gl.constexpr(4)  # blocks before an item's end at which the next one is taken
+CUTTABLE = gl.constexpr(128)  # dims of values up to which items may be cut: wider results leave no registers to put pieces together
+_NEAR = gl.constexpr(4)  # blocks that are still to be brought when the next item is taken
 
 
 @gluon.jit
@@ -263,7 +265,7 @@ def _together(
     if done:
         for i in range(count):
             part = (first + i * cut) * GROUPS + WHICH
-            m_i = gl.load(part_lse + part * HALF + rows, mask=rows < rows_left, other=-float("inf")) * LOG2_E
+            m_i = gl.load(part_lse + part * HALF + rows, mask=rows < rows_left, other=-float("inf"))
             out_i = load_tile(part_out + wide(part) * (HALF * EP), 0, rows_left, EP + zero, E, EP, layout)
             m, total, share, share_i = _fold(m, total, m_i)
             acc = acc * _by_row(share, layout) + out_i * _by_row(share_i, layout)
@@ -285,6 +287,7 @@ def _consumer(
     out_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, EP, 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
     PEAK: gl.constexpr = peak_ptr is not None
+    WIDE: gl.constexpr = EP > CUTTABLE
     rows = gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
     nothing = gl.full([HALF, N], 0.0, gl.float32, layout=layout)
     q = rows_of(q_s, WHICH)
@@ -355,14 +358,17 @@ def _consumer(
             old_left = gl.where(piece < cut, rows_left, 0)
             old_m = gl.load(old_lse_ptr + state + rows, mask=rows < old_left, other=-float("inf")) * LOG2_E
             head = old_out_ptr + wide(b) * old_stride[0] + wide(h) * old_stride[1]
-            old = load_tile(head, row, old_left, old_stride[2] + zero, E, EP, out_layout)
+            if not WIDE:
+                old = load_tile(head, row, old_left, old_stride[2] + zero, E, EP, out_layout)
             m, total, share, old_share = _fold(m, total, old_m)
         if old_peak_ptr is not None:
             peak = gl.maximum(peak, gl.load(old_peak_ptr + state + rows, mask=inside, other=-float("inf")) * LOG2_E)
         seen = total > 0.0
         divisor = gl.where(seen, total, 1.0)
-        new_lse = gl.where(piece < 0, lse_ptr + state, part_lse + part * HALF)
-        gl.store(new_lse + rows, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=inside)
+        if piece < 0:
+            gl.store(lse_ptr + state + rows, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=inside)
+        else:
+            gl.store(part_lse + part * HALF + rows, gl.where(seen, m + gl.log2(divisor), -float("inf")), mask=inside)
         if PEAK:
             gl.store(peak_ptr + state + rows, peak * LN_2, mask=inside)
         acc = warpgroup_mma_wait(0, deps=[acc_next])
@@ -370,9 +376,13 @@ def _consumer(
         if old_lse_ptr is None:
             acc = acc * _by_row(1.0 / divisor, out_layout)
         else:
+            if WIDE:  # two such tiles at once are more than there are registers: this one may come bit by bit
+                old = load_tile(head, row, old_left, old_stride[2] + zero, E, EP, out_layout)
             acc = acc * _by_row(share / divisor, out_layout) + old * _by_row(old_share / divisor, out_layout)
         out = out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1]
-        if piece < 0:
+        if WIDE:  # noqa: SIM114 (the compiler knows this one)
+            store_tile(out, acc, row, rows_left, out_stride[2] + zero, E, EP)
+        elif piece < 0:
             store_tile(out, acc, row, rows_left, out_stride[2] + zero, E, EP)
         else:
             store_tile(part_out + wide(part) * (HALF * EP), acc, 0, rows_left, EP + zero, E, EP)
@@ -403,8 +413,7 @@ def forward_kernel(
     """`counts` [table rows, 2]: how many tiles a row's partial and full runs hold, not both 0 in any of the first `rows` of `order`.
     Each table tile has M_SUBS items of queries and N_SUBS blocks of keys. Of the `items`, those from `uncut` on are pieces
     (`longspan.kernels.hopper.pieces`), each of which leaves a state in part_out and part_lse. `counter`: int32, 0s: one, and two for each
-    item that was cut. FLAT and CORNERS: a score whose lookup
-    may be the same all over a tile (`longspan.kernels.triton.flat`), or None.
+    item that was cut. FLAT and CORNERS: a score whose lookup may be the same all over a tile (`longspan.kernels.triton.flat`), or None.
     """
     dtype: gl.constexpr = q_desc.dtype
     q_s = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, HALF, DP], q_desc.layout)

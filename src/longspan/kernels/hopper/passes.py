@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longspan.kernels.hopper.backward import keys_kernel
 from longspan.kernels.hopper.config import Step, forward_step, keys_step, queries_step
-from longspan.kernels.hopper.forward import GROUPS, forward_kernel
+from longspan.kernels.hopper.forward import CUTTABLE, GROUPS, forward_kernel
 from longspan.kernels.hopper.pieces import Pieces, pieces
 from longspan.kernels.hopper.queries import queries_kernel, rows_kernel
 from longspan.kernels.protocol import State
@@ -84,7 +84,7 @@ class HopperCall(Call):
             kernel, step = queries_kernel, queries_step(d, e, scored=self.work.score is not None)
             tiles = {0: _tiles(step.m // 2), 1: _tiles(step.n), 2: _tiles(step.n), 3: _tiles(step.m // 2)}
         else:
-            kernel, step = keys_kernel, keys_step(d, e, with_dq=tensors[8] is not None)
+            kernel, step = keys_kernel, keys_step(with_dq=tensors[8] is not None)
             tiles = {0: _tiles(step.m), 1: _tiles(step.n), 2: _tiles(step.n), 3: _tiles(step.m)}
             if tensors[8] is not None:
                 tiles[8] = partial(described, rows=_PART, columns=_PART)
@@ -104,9 +104,9 @@ class HopperCall(Call):
         more = {"CORNERS": corners, "FLAT": flat, "STAGES": step.stages, "REGISTERS": step.registers, "BM": step.m, "DS": 2}
         made: Callable[[], tuple[Tensor, ...]] = partial(_counter, q.device)
         if which == "forward":
-            # Of a peak a piece leaves nothing.
-            peaks = tensors[5] is not None
-            cut = Pieces(items) if peaks else pieces(self.work.table, items, blocks=shared["N_SUBS"], programs=programs)
+            # Pieces leave no peaks: where those are asked for, nothing is cut.
+            whole = tensors[5] is not None or e > CUTTABLE.value
+            cut = Pieces(items) if whole else pieces(self.work.table, items, blocks=shared["N_SUBS"], programs=programs)
             items = cut.items
             more |= {"uncut": cut.uncut, "cut": cut.cut, "count": cut.parts, "wide_piece": cut.wide}
             made = partial(_left, q.device, cut, step.m, e)
@@ -146,8 +146,8 @@ _ZEROS = 4096
 
 
 def _zeros(count: int, device: torch.device) -> Tensor:
-    """So many int32 zeros that no other launch gets, on 16 bytes. A launch of its own fills thousands at once: between two kernels it would
-    take as long as a small one. A CUDA graph that is being captured has its own: it needs zeros at every replay.
+    """So many int32 zeros that no other launch gets, on 16 bytes. One fill serves many launches: one before each would take as long as a
+    small kernel. A CUDA graph that is being captured has its own: it needs zeros at every replay.
     """
     if device.type != "cuda" or launch.capturing(device):
         return torch.zeros(count, dtype=torch.int32, device=device)

@@ -18,6 +18,7 @@ from longspan.masks.table import BlockTable
 
 _ALIKE = 1.1  # items count as equally long where the longest takes at most so many times the shortest
 _CUT_COST = 4  # blocks of keys that a program could compute in the time that one more piece costs it
+_SHORT = 4  # blocks of which a program takes the next item before it has come to the end (`_NEAR` in forward.py): it might take two
 
 
 class Pieces(NamedTuple):
@@ -44,7 +45,7 @@ def pieces(table: BlockTable, items: int, *, blocks: int, programs: int) -> Piec
     length = int(work.min())
     if 2 * cut <= programs:
         # To read many states takes time, too: at most as many pieces as each has blocks.
-        found = Pieces(items - cut, cut, max(1, min(programs // cut, isqrt(length))))
+        found = Pieces(items - cut, cut, max(1, min(programs // cut, isqrt(length), length // (_SHORT + 1))))
     else:
         found = Pieces(items - cut, cut, 2, -(-cut // (programs - cut)))
     longest = length * found.wide / (found.wide + found.parts - 1)

@@ -283,6 +283,7 @@ def queries_kernel(
 
     `counter`: one int32, 0. SCATTER: JOINT adds to `grads`.
     """
+    gl.static_assert(STAGES <= SLOTS, "what a step is must be known until it is computed")
     dtype: gl.constexpr = k_ptr.dtype
     q_s = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF, DP], q_ptr.layout)
     do_s = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF, EP], do_ptr.layout)

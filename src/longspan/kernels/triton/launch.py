@@ -90,12 +90,12 @@ def side(tiling: Tiling, device: torch.device) -> Pointers | tuple[None, None, N
         return None, None, None
     kept = _sides.setdefault(tiling, {})
     if device not in kept:
-        row, pos, count = together([tiling.row, tiling.pos, tiling.count], device)
+        row, pos, count = _together([tiling.row, tiling.pos, tiling.count], device)
         kept[device] = row, pos, count
     return kept[device]
 
 
-def together(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+def _together(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
     """Arrays as int32 on the device by one copy; each begins on 16 bytes so that its alignment never asks for another compilation."""
     padded = [torch.nn.functional.pad(p.cpu().int(), (0, 4 - len(p) % 4)) for p in parts]
     whole = torch.cat(padded)
@@ -212,7 +212,7 @@ def device_table(table: BlockTable, columns: Tiling, device: torch.device, *, sh
             kept.clear()
         full, partial = split_runs(table, facts(columns), positions=positions)
         counts = torch.stack([_lengths(partial, table.rows), _lengths(full, table.rows)], 1).flatten()
-        order, *rest = together([start_order(table, shared), *full, *partial, counts], device)
+        order, *rest = _together([start_order(table, shared), *full, *partial, counts], device)
         found = kept[key] = DeviceTable(order, (rest[0], rest[1], rest[2]), (rest[3], rest[4], rest[5]), rest[6])
     return found
 
@@ -290,7 +290,12 @@ def head_group(heads: int, shared: int, bytes_per_head: int, l2_bytes: int, *, p
 
 def capturing(device: torch.device) -> bool:
     """Whether launches on the device now go into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    if torch.cuda.current_device() == device.index:
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 @cache
