@@ -39,8 +39,10 @@ class HopperKernel(TritonKernel):
     The gradient of q is summed over tiles of keys in the order in which they come, so that its last bits may differ from run to run. Where
     `torch.are_deterministic_algorithms_enabled()`, where captured tensors need gradients, and at head dims up to 64, a pass of its own
     computes it in a fixed order. Forward, the same call gives the same bits; but where the last items of a launch are cut along their keys
-    depends on how many there are, and so do last bits. What these kernels are not cut for the triton kernels do: a backward pass of head dims over 128 or that
-    differ, and rows that no tile holds.
+    depends on how many there are, and so do last bits.
+
+    What these kernels are not cut for the triton kernels do: a backward pass of head dims over 128 or that differ, and rows that no tile
+    holds.
     """
 
     name = "hopper"
