@@ -40,7 +40,7 @@ def keys_step(*, with_dq: bool) -> Step:
 
 
 def queries_step(d: int, e: int, *, scored: bool) -> Step:
-    """The pass over queries. A score program needs registers of its own: half the keys at a time. What blocks are small leave room for
+    """The pass over queries. A score program needs registers of its own: half the keys at a time. Of small blocks there is room for
     twice as many.
     """
     n = 64 if scored else 128
