@@ -1,6 +1,7 @@
 """What one rank of N takes, against an N-th of the whole sequence on one kernel: how much of the kernel's speed the engine keeps.
 
-    PYTHONPATH=src python bench/engine_gpu.py [--case S N] [--kernel NAME] [--kv-heads N] [--way NAME …] [--link KIND …] [--profile]
+    PYTHONPATH=src python bench/engine_gpu.py [--case S N] [--kernel NAME] [--kv-heads N] [--way NAME …] [--link KIND …]
+        [--profile] [--json]
 
 Causal, B 1, H 32, D 128, bfloat16, forward and backward; head-tail layout; ring, exchange, an exchange of one stage, and one whose local
 keys are computed with what it brings ("at once"; in both memory grows with the sequence); "bf16 grads" travel home in half the bytes. One

@@ -81,17 +81,22 @@ class Echo:
     def _echo(self, out: Tensor, sources: Sequence[Tensor], what: str) -> Pending:
         if not out.is_cuda:
             return Done()
-        sources = [source for source in sources if len(source)]
-        if not sources and len(out):
-            raise ValueError(f"{what}: this rank sends nothing, so that there is nothing to copy in place of what it gets")
-        pairs, start = [], 0
-        for source in cycle(sources):
-            part = out[start : start + len(source)]
-            pairs.append((part, source[: len(part)]))
-            start += len(part)
-            if start == len(out):
-                break
-        return Copied(done=self.link.move(pairs), tensors=(out, *sources))
+        return Copied(done=self.link.move(echoed(out, sources, what)), tensors=(out, *sources))
+
+
+def echoed(out: Tensor, sources: Sequence[Tensor], what: str) -> list[tuple[Tensor, Tensor]]:
+    """Pairs (target, source) that fill `out` with the rows of `sources`, over and over."""
+    sources = [source for source in sources if len(source)]
+    if not sources and len(out):
+        raise ValueError(f"{what}: this rank sends nothing, so that there is nothing to copy in place of what it gets")
+    pairs, start = [], 0
+    for source in cycle(sources) if len(out) else ():
+        part = out[start : start + len(source)]
+        pairs.append((part, source[: len(part)]))
+        start += len(part)
+        if start == len(out):
+            break
+    return pairs
 
 
 class EchoMesh(ls.Mesh):

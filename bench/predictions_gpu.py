@@ -17,9 +17,8 @@ import datetime
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 import longspan as ls
+from link import echoed
 from longspan.cli import measure
 from longspan.comm.group import Done, Pending
 from longspan.plan.clusters import cluster, dump
@@ -80,22 +80,17 @@ class Apart:
     any_stream: ClassVar[bool] = False  # copies are timed on the stream that computes
 
     def all_to_all(self, out: Tensor, sent: Tensor, out_splits: Sequence[int], sent_splits: Sequence[int], *, what: str) -> Pending:
-        return self._copied(out, [sent])
+        return self._copied(out, [sent], what)
 
     def all_to_all_pieces(self, out: Tensor, pieces: Sequence[Tensor], out_splits: Sequence[int], *, what: str) -> Pending:
-        return self._copied(out, [piece for piece in pieces if len(piece)])
+        return self._copied(out, pieces, what)
 
-    def _copied(self, out: Tensor, sources: Sequence[Tensor]) -> Pending:
+    def _copied(self, out: Tensor, sources: Sequence[Tensor], what: str) -> Pending:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if out.is_cuda else []
         for event in events[:1]:
             event.record()
-        start = 0
-        for source in cycle(sources) if len(out) else ():
-            part = out[start : start + len(source)]
-            part.copy_(source[: len(part)])
-            start += len(part)
-            if start == len(out):
-                break
+        for part, source in echoed(out, sources, what):
+            part.copy_(source)
         for event in events[1:]:
             event.record()
         if events:

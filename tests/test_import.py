@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import longspan as ls
 
@@ -29,3 +31,13 @@ def test_the_other_rooms_are_imported_when_asked_for() -> None:
         "ls.testing.virtual_world, ls.torch_compat.context_parallel, ls.integrations.loss"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_bench_can_be_imported_where_there_is_no_gpu() -> None:
+    benches = sorted((Path(__file__).parents[1] / "bench").glob("*.py"))
+    code = "import runpy, sys; [runpy.run_path(path) for path in sys.argv[1:]]"
+    path = os.pathsep.join([str(benches[0].parent), str(benches[0].parents[1])])
+    found = subprocess.run(
+        [sys.executable, "-c", code, *map(str, benches)], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert len(benches) > 9 and found.returncode == 0, found.stderr
