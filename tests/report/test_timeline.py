@@ -201,18 +201,24 @@ def test_only_rows_with_work_count_and_what_the_engine_moves_takes_time() -> Non
     assert float(slow.forward.busy[1]) > float(fast.forward.busy[1]) and float(slow.backward.busy[1]) > 1.5 * float(fast.backward.busy[1])
 
 
-@pytest.mark.parametrize("layout", ["head_tail", "auto"])
+ROWS = ls.causal() & ls.documents(lengths=[[1700, 40, 2900, 3552], [4096, 1000, 3096]])  # batch rows that differ
+
+
 @pytest.mark.parametrize("strategy", ["ring", "exchange", "allgather"])
-@pytest.mark.parametrize("mask", [ls.causal(), DOCUMENTS], ids=["causal", "documents"])
-def test_what_is_gathered_before_it_is_sent_is_what_the_engine_gathers(mask: ls.Mask, strategy: str, layout: str) -> None:
-    work = of_plan(planned(mask, strategy=strategy, layout=layout).data, 8)
-    assert work.gathered is not None and work.gathered.shape == work.full.shape
+@pytest.mark.parametrize(
+    ("mask", "layout", "gathers"),
+    [(ls.causal(), "head_tail", False), (ls.causal(), "auto", False), (DOCUMENTS, "auto", True), (ROWS, "per_document", True)],
+    ids=["causal on head-tail", "causal", "documents", "documents by batch row"],
+)
+def test_what_is_gathered_before_it_is_sent_is_what_the_engine_gathers(mask: ls.Mask, layout: str, gathers: bool, strategy: str) -> None:
+    plan = planned(mask, strategy=strategy, layout=layout)
+    work = of_plan(plan.data, 8)
+    assert work.gathered is not None and work.gathered.shape == work.full.shape and (mask is not ROWS or plan.data.rows == 2)
     for rank in range(4):
-        data = planned(mask, strategy=strategy, layout=layout, mesh=ls.Mesh.abstract(4, rank=rank)).data
-        steps = itinerary(data, (128, 128), None).steps
+        steps = itinerary(plan.on(ls.Mesh.abstract(4, rank=rank)).data, (plan.data.block,) * 2, None).steps
         listed = [a.sent.count for step in steps for a in step.arrivals if a.sent.index is not None and not a.in_pieces]
         assert float(work.gathered[rank].sum()) == sum(listed)
-    assert bool(work.gathered.any()) == (strategy == "exchange" and layout != "head_tail" and mask is DOCUMENTS)
+    assert bool(work.gathered.any()) == (gathers and strategy == "exchange")
 
 
 def test_a_demand_in_coarse_units_has_the_same_pairs() -> None:

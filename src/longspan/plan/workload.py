@@ -322,17 +322,15 @@ def _busy(table: BlockTable, owner: Tensor, step: Tensor, part: range, steps: in
 def _gathered(data: PlanData, step_of_stage: Tensor, ranks: int) -> Tensor:
     """Tokens sent in stages in which some receiver gets anything but one stretch of a rank's rows: those are listed and copied."""
     s = data.schedule
-    begin, end = torch.zeros_like(s.start), torch.zeros_like(s.start)
+    begin = torch.tensor([data.inner[1].local_len(rank) for rank in range(ranks)])[s.source] * s.row  # batch rows follow each other
     for row in range(data.rows):
         side, here = data.side(1, data.block, row), s.row == row
-        first, last = side.within(s.start[here], s.length[here])
-        begin[here], end[here] = side.row[first].long(), (side.row + side.count)[last - 1].long()
+        begin[here] += side.row[side.within(s.start[here], s.length[here])[0]]
     sender = s.stage * ranks + s.source
-    key = (sender * ranks + s.receiver) * data.rows + s.row
+    key = sender * ranks + s.receiver
     order = torch.argsort(key, stable=True)
-    # A stretch is one move, or several of which each begins where the one before ends. Of several batch rows each has rows of its own.
-    apart = (begin[order][1:] != end[order][:-1]) & (key[order].diff() == 0)
-    apart |= (key[order] // data.rows).diff().eq(0) & (key[order].diff() != 0)
+    # A stretch is one move, or several of which each begins where the one before ends.
+    apart = (begin[order][1:] != (begin + s.length)[order][:-1]) & (key[order].diff() == 0)
     pieces = torch.zeros(s.stages * ranks, dtype=torch.int64).index_add_(0, sender[order][1:], apart.long())
     sent = torch.zeros(s.stages * ranks, dtype=torch.float64).index_add_(0, sender, s.length.double())
     copied = torch.where(pieces > 0, sent, 0.0).view(s.stages, ranks)
