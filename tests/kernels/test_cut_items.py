@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from tests.kernels.test_hopper import on_hopper
 
 import longspan as ls
-from longspan.kernels.hopper import HopperKernel, passes
+from longspan.kernels.hopper import HopperKernel, passes, scratch
 from longspan.kernels.hopper.pieces import Pieces, pieces
 from longspan.kernels.protocol import Tiling, Work
 from longspan.kernels.triton import launch
@@ -198,7 +198,7 @@ def test_zeros_for_launches_are_given_away_once_for_each_stream(monkeypatch: pyt
     for i in range(3000):
         stream.cuda_stream = i % 2
         count = 1 + 2 * (i % 66)
-        found = passes._zeros(count, device)
+        found = scratch.zeros(count, device)
         assert len(found) == count and found.storage_offset() % 4 == 0 and any(found._base is m for m in made[-2:])
         found += 1  # as a launch does
         places = range(found.data_ptr(), found.data_ptr() + 4 * count, 4)
@@ -206,4 +206,4 @@ def test_zeros_for_launches_are_given_away_once_for_each_stream(monkeypatch: pyt
         seen.update(places)
     assert len(made) > 4
     monkeypatch.setattr(launch, "capturing", lambda device: True)
-    assert passes._zeros(5, device)._base is None
+    assert scratch.zeros(5, device)._base is None

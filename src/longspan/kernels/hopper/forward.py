@@ -25,21 +25,8 @@ from longspan.kernels.triton.library import LN_2, LOG2_E
 from longspan.kernels.triton.tiles import place, run_place, span, table_row, wide
 
 _DYNAMIC = [
-    "rows",
-    "tiles",
-    "heads",
-    "group",
-    "q_len",
-    "kv_len",
-    "shared",
-    "first_b",
-    "first_h",
-    "items",
-    "uncut",
-    "cut",
-    "count",
-    "wide_piece",
-]
+    "items", "uncut", "cut", "count", "wide_piece", "rows", "tiles", "heads", "shared", "group", "q_len", "kv_len", "first_b", "first_h",
+]  # fmt: skip
 GROUPS = gl.constexpr(2)  # warpgroups that compute
 HALF = gl.constexpr(64)  # queries of each
 _ITEM = gl.constexpr(11)  # numbers that say what an item is

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -15,9 +14,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longspan.kernels.hopper.backward import keys_kernel
 from longspan.kernels.hopper.config import Step, forward_step, keys_step, queries_step
-from longspan.kernels.hopper.forward import CUTTABLE, GROUPS, forward_kernel
+from longspan.kernels.hopper.forward import CUTTABLE, forward_kernel
 from longspan.kernels.hopper.pieces import Pieces, pieces
 from longspan.kernels.hopper.queries import queries_kernel, rows_kernel
+from longspan.kernels.hopper.scratch import counter, counter_and_states
 from longspan.kernels.protocol import State
 from longspan.kernels.triton import launch
 from longspan.kernels.triton.flat import flat_functions
@@ -102,14 +102,14 @@ class HopperCall(Call):
         )  # fmt: skip
         corners, flat = flat_functions(self.work.score, launch.options(self.work, q.dtype)) if which == "forward" else (None, None)
         more = {"CORNERS": corners, "FLAT": flat, "STAGES": step.stages, "REGISTERS": step.registers, "BM": step.m, "DS": 2}
-        made: Callable[[], tuple[Tensor, ...]] = partial(_counter, q.device)
+        made: Callable[[], tuple[Tensor, ...]] = partial(counter, q.device)
         if which == "forward":
             # Pieces leave no peaks: where those are asked for, nothing is cut.
             whole = tensors[5] is not None or e > CUTTABLE.value
             cut = Pieces(items) if whole else pieces(self.work.table, items, blocks=shared["N_SUBS"], programs=programs)
             items = cut.items
             more |= {"uncut": cut.uncut, "cut": cut.cut, "count": cut.parts, "wide_piece": cut.wide}
-            made = partial(_left, q.device, cut, step.m, e)
+            made = partial(counter_and_states, q.device, cut, step.m, e)
         return Prepared(
             kernel=kernel,
             options={"num_warps": 4, "maxnreg": step.start_registers},
@@ -119,44 +119,6 @@ class HopperCall(Call):
             known={**known, **shared, **more, "items": items, "D": q.shape[-1], "DP": d, "EP": e},
             made=made,
         )
-
-
-def _counter(device: torch.device) -> tuple[Tensor, ...]:
-    return (_zeros(1, device),)
-
-
-def _left(device: torch.device, cut: Pieces, rows: int, dim: int) -> tuple[Tensor, ...]:
-    """(counter and flags, states that pieces leave: outputs, lse)."""
-    flags, states = _zeros(1 + GROUPS.value * cut.cut, device), cut.cut * cut.parts
-    if not states:
-        return flags, flags.view(torch.float32), flags.view(torch.float32)
-    out, lse = torch.empty(states * rows * (dim + 1), dtype=torch.float32, device=device).split([states * rows * dim, states * rows])
-    return flags, out, lse
-
-
-class _Zeros(threading.local):
-    """For every stream, a tensor of zeros and how many of them were given away."""
-
-    def __init__(self) -> None:
-        self.by_stream: dict[tuple[torch.device, int], tuple[Tensor, int]] = {}
-
-
-_given_away = _Zeros()
-_ZEROS = 4096
-
-
-def _zeros(count: int, device: torch.device) -> Tensor:
-    """So many int32 zeros that no other launch gets, on 16 bytes. One fill serves many launches: one before each would take as long as a
-    small kernel. A CUDA graph that is being captured has its own: it needs zeros at every replay.
-    """
-    if device.type != "cuda" or launch.capturing(device):
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    key = device, torch.cuda.current_stream(device).cuda_stream
-    zeros, start = _given_away.by_stream.get(key, (None, 0))
-    if zeros is None or start + count > len(zeros):
-        zeros, start = torch.zeros(max(_ZEROS, count), dtype=torch.int32, device=device), 0
-    _given_away.by_stream[key] = zeros, start + -(-count // 4) * 4
-    return zeros[start : start + count]
 
 
 def _items_of(step: Step, which: str) -> int:
