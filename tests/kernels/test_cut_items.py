@@ -21,9 +21,8 @@ from longspan.kernels.hopper import HopperKernel, passes, scratch
 from longspan.kernels.hopper.pieces import Pieces, pieces
 from longspan.kernels.protocol import Tiling, Work
 from longspan.kernels.triton import launch
+from longspan.masks.table import BlockTable
 from longspan.testing import oracle
-
-COST = 4  # blocks, of every item
 
 
 def stretches(found: Pieces, length: int) -> list[tuple[int, int]]:
@@ -34,37 +33,65 @@ def stretches(found: Pieces, length: int) -> list[tuple[int, int]]:
 
 
 def rounds(lengths: list[int], programs: int) -> int:
-    """When the last program ends, if each takes the next item as soon as it is free."""
+    """When the last program ends, if each takes the next item as soon as it is free; each item takes as long as a block more."""
     free = [0] * programs
     for length in lengths:
-        heapq.heapreplace(free, free[0] + length + COST)
+        heapq.heapreplace(free, free[0] + length + 1)
     return max(free)
 
 
-@given(st.integers(1, 3000), st.integers(1, 40000), st.integers(1, 9), st.sampled_from([132, 114, 8, 1]))
-def test_every_item_is_computed_once_and_the_last_program_ends_no_later(queries: int, keys: int, heads: int, programs: int) -> None:
-    table = ls.full().block_table(queries, keys, block=128)
-    length, items = -(-keys // 128), -(-queries // 128) * heads
-    found = pieces(table, items, blocks=1, programs=programs)
-    assert found.uncut + found.cut == items and found.items == found.uncut + found.cut * found.parts
-    parts = stretches(found, length) if found.cut else []
-    assert all(a < b for a, b in parts) and [a for a, _ in parts[1:]] == [b for _, b in parts[:-1]]
-    if found.cut:
-        assert parts[0][0] == 0 and parts[-1][1] == length and found.cut < programs
-        after = [length] * found.uncut + [b - a for a, b in parts for _ in range(found.cut)]
-        assert rounds(after, programs) < rounds([length] * items, programs)
+def cut(table: BlockTable, *, heads: int, together: int = 1, programs: int = 132) -> tuple[Pieces, list[int]]:
+    """(how a launch over all heads, so many at a time, is cut, the blocks of its items)."""
+    rows = launch.busy_rows(table)
+    work = table.tiles_per_row[table.heavy_first[:rows].long()].tolist()
+    lengths = [length for _ in range(heads // together) for length in work for _ in range(together)]
+    return pieces(table, len(lengths), rows=rows, together=together, blocks=1, programs=programs), lengths
+
+
+MASK_OF: dict[str, Any] = {
+    "full": ls.full(),
+    "causal": ls.causal(),
+    "late chunk": ls.mask_mod(lambda b, h, q, kv: q + 5000 >= kv),
+    "two kinds of rows": ls.mask_mod(lambda b, h, q, kv: (q >= 1000) | (kv < 3000)),
+}
+
+
+@given(
+    st.sampled_from(sorted(MASK_OF)), st.integers(1, 3000), st.integers(1, 20000), st.sampled_from([(9, 1), (32, 8), (6, 3)]),
+    st.sampled_from([132, 114, 8, 1]),
+)  # fmt: skip
+def test_every_item_is_computed_once_and_the_last_program_ends_no_later(
+    mask: str, queries: int, keys: int, heads: tuple[int, int], programs: int
+) -> None:
+    table = MASK_OF[mask].block_table(queries, keys, block=128)
+    found, lengths = cut(table, heads=heads[0], together=heads[1], programs=programs)
+    assert found.uncut + found.cut == len(lengths) and found.items == found.uncut + found.cut * found.parts
+    if not found.cut:
+        assert found == Pieces(len(lengths))
+        return
+    parts = [stretches(found, length) for length in lengths[found.uncut :]]
+    for length, each in zip(lengths[found.uncut :], parts, strict=True):
+        assert each[0][0] == 0 and each[-1][1] == length and all(a < b for a, b in each)
+        assert [a for a, _ in each[1:]] == [b for _, b in each[:-1]]
+    assert found.parts > 1 and found.cut < programs
+    if len(lengths) <= 4 * programs:  # then all rounds were gone through
+        after = [*lengths[: found.uncut], *(b - a + 2 for nth in zip(*parts, strict=True) for a, b in nth)]
+        assert rounds(after, programs) <= rounds(lengths, programs) - 4
 
 
 def test_few_queries_over_many_keys_keep_all_programs_busy() -> None:
-    found = pieces(ls.full().block_table(256, 65536, block=128), 64, blocks=1, programs=132)
-    assert (found.uncut, found.cut, found.parts) == (0, 64, 2)
-    assert pieces(ls.full().block_table(100, 65536, block=128), 4, blocks=1, programs=132).parts == 22  # ⌊√512⌋: more would cost more
+    assert cut(ls.full().block_table(256, 65536, block=128), heads=32)[0] == Pieces(0, 64, 2)
+    assert cut(ls.full().block_table(100, 65536, block=128), heads=4)[0].parts == 22  # ⌊√512⌋: more would cost more
 
 
-def test_items_that_differ_are_not_cut_but_those_of_a_late_chunk_are() -> None:
-    assert pieces(ls.causal().block_table(4096, 4096, block=128), 32 * 9, blocks=1, programs=132) == Pieces(32 * 9)
+def test_items_whose_last_ones_are_short_are_not_cut_but_those_of_a_late_chunk_are() -> None:
+    assert cut(ls.causal().block_table(4096, 4096, block=128), heads=9)[0] == Pieces(32 * 9)
     late = ls.mask_mod(lambda b, h, q, kv: q + 60000 >= kv).block_table(640, 60640, block=128)
-    assert pieces(late, 5 * 9, blocks=1, programs=132).parts == 2
+    assert cut(late, heads=9)[0].parts == 2
+    # 100 items of the last round, 14 to 18 thousand keys each, on 132 programs.
+    middle = ls.mask_mod(lambda b, h, q, kv: q + 14336 >= kv).block_table(4096, 18432, block=128)
+    found, lengths = cut(middle, heads=32, together=8)
+    assert found.cut and lengths[0] > 1.2 * lengths[-1]
 
 
 def softcap(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -74,6 +101,7 @@ def softcap(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 MASKS = {
     "full": ls.full(),
     "late chunk": ls.mask_mod(lambda b, h, q, kv: q + 2900 >= kv),
+    "later chunk": ls.mask_mod(lambda b, h, q, kv: q + 5000 >= kv),
     "all blocks partial": ls.mask_mod(lambda b, h, q, kv: (q + 2 * kv) % 5 != 0),
     "by batch and head, idle rows": ls.mask_mod(lambda b, h, q, kv: ((kv + h + b) % 3 != 0) & ((q >= 130) | (h > 0))),
 }
@@ -84,6 +112,8 @@ CASES: list[tuple[str, int, int, int, int, int, int, torch.dtype, bool, bool]] =
     ("full", 1, 10, 5, 1900, 2300, 96, torch.float16, False, False),
     ("full", 1, 18, 2, 999, 2177, 128, torch.bfloat16, True, True),
     ("late chunk", 1, 6, 2, 290, 3190, 128, torch.bfloat16, False, False),
+    ("later chunk", 1, 29, 29, 1000, 6000, 64, torch.bfloat16, False, False),  # two pieces, the first of more shares
+    ("full", 1, 25, 5, 1000, 8100, 64, torch.bfloat16, False, True),  # three
     ("all blocks partial", 1, 5, 5, 260, 2500, 128, torch.bfloat16, False, True),
     ("all blocks partial", 2, 4, 2, 390, 2700, 64, torch.float16, True, False),
     ("by batch and head, idle rows", 2, 3, 1, 270, 2600, 128, torch.bfloat16, False, False),

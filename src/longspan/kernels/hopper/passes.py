@@ -106,7 +106,12 @@ class HopperCall(Call):
         if which == "forward":
             # Pieces leave no peaks: where those are asked for, nothing is cut.
             whole = tensors[5] is not None or e > CUTTABLE.value
-            cut = Pieces(items) if whole else pieces(self.work.table, items, blocks=shared["N_SUBS"], programs=programs)
+            together = shared["group"] * shared["M_SUBS"]
+            cut = (
+                Pieces(items)
+                if whole
+                else pieces(self.work.table, items, rows=shared["rows"], together=together, blocks=shared["N_SUBS"], programs=programs)
+            )
             items = cut.items
             more |= {"uncut": cut.uncut, "cut": cut.cut, "count": cut.parts, "wide_piece": cut.wide}
             made = partial(counter_and_states, q.device, cut, step.m, e)

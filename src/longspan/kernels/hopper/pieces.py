@@ -1,24 +1,30 @@
 """Items cut along their keys, so that the last round of a launch leaves no program idle.
 
-Where items take equally long, the last round of them may be far from full: 1,024 items on 132 programs take 8 rounds for the work of 7.76,
-and 32 items, as of few queries over many keys, leave 100 programs nothing at all. So the items of the last round are cut. Where they would
-keep at most half of the programs busy, each is cut into as many equal pieces as there are programs for; else each gives up a short piece,
-and the programs that would have idled compute those.
+Where items take about equally long, the last round of them may be far from full: 1,024 items on 132 programs take 8 rounds for the work of
+7.76, and 32 items, as of few queries over many keys, leave 100 programs nothing at all. So the items that are still under way when the
+first program runs out of them are cut. Where they keep at most half of the programs busy, each is cut into as many equal pieces as there
+are programs for; else each gives up a short piece or two, and the programs that would have idled compute those. How, and whether it pays,
+is found by going through the last rounds as the programs will.
 
-All items are cut at the same place: programs that read the same keys go on doing so at the same time, which the cache needs. Every piece
-leaves its state. Whoever is the last of an item's pieces reads them all and writes the result: no piece waits for another.
+All items are cut at the same share of their keys: programs that read the same keys go on doing so at the same time, which the cache needs.
+Every piece leaves its state. Whoever is the last of an item's pieces reads them all and writes the result: no piece waits for another.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from heapq import heapify, heapreplace
+from itertools import pairwise
 from math import isqrt
 from typing import NamedTuple
 
 from longspan.masks.table import BlockTable
 
-_ALIKE = 1.1  # items count as equally long where the longest takes at most so many times the shortest
-_CUT_COST = 4  # blocks of keys that a program could compute in the time that one more piece costs it
+_ITEM_COST = 1  # blocks of keys that a program could compute in the time that it takes to begin and to end an item
+_CUT_COST = 2  # and that one more piece takes
 _SHORT = 4  # blocks of which a program takes the next item before it has come to the end (`_NEAR` in forward.py): it might take two
+_ROUNDS = 3  # full ones before the last that are gone through
+_WIDE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # shares of an item that its first piece may be, to one of each other piece
 
 
 class Pieces(NamedTuple):
@@ -36,17 +42,42 @@ class Pieces(NamedTuple):
         return self.uncut + self.cut * self.parts
 
 
-def pieces(table: BlockTable, items: int, *, blocks: int, programs: int) -> Pieces:
-    """How to cut the items of a launch, all rows of a table that have any tile in all heads. `blocks`: of keys in a tile."""
-    cut = items % programs
-    work = table.tiles_per_row[table.tiles_per_row > 0] * blocks
-    if not cut or int(work.max()) > _ALIKE * int(work.min()):
-        return Pieces(items)
-    length = int(work.min())
+def pieces(table: BlockTable, items: int, *, rows: int, together: int, blocks: int, programs: int) -> Pieces:
+    """How to cut the items of a launch: `together` for each of the heaviest `rows` of a table, over and over, of `blocks` a tile."""
+    lengths = last_lengths(table, items, rows=rows, together=together, blocks=blocks, programs=programs)
+    ends = _ends(lengths, [0] * programs)
+    cut = sum(end > min(ends) for end in ends)
+    before, last = lengths[: len(lengths) - cut], lengths[len(lengths) - cut :]
+    shortest = min(last, default=0)
     if 2 * cut <= programs:
         # To read many states takes time, too: at most as many pieces as each has blocks.
-        found = Pieces(items - cut, cut, max(1, min(programs // cut, isqrt(length), length // (_SHORT + 1))))
+        shares = [(min(programs // max(1, cut), isqrt(shortest), shortest // (_SHORT + 1)), 1)]
     else:
-        found = Pieces(items - cut, cut, 2, -(-cut // (programs - cut)))
-    longest = length * found.wide / (found.wide + found.parts - 1)
-    return found if length - longest >= 2 * _CUT_COST else Pieces(items)
+        shares = [(parts, wide) for parts in (2, 3) for wide in _WIDE if shortest // (parts - 1 + wide) > _SHORT]
+    free, least, found = _ends(before, [0] * programs), max(ends) - 2 * _CUT_COST, Pieces(items)
+    for way in (Pieces(items - cut, cut, parts, wide) for parts, wide in shares if parts > 1):
+        end = max(_ends(cut_lengths(last, way), list(free)))
+        if end <= least:
+            least, found = end - 1, way
+    return found
+
+
+def last_lengths(table: BlockTable, items: int, *, rows: int, together: int, blocks: int, programs: int) -> list[int]:
+    """Blocks of the items of the last rounds, in their order: as many full rounds before the last one as are gone through."""
+    count = min(items, items % programs + _ROUNDS * programs)
+    work = table.tiles_per_row[table.heavy_first[:rows].long()].tolist()
+    return [blocks * work[(i % (rows * together)) // together] for i in range(items - count, items)]
+
+
+def cut_lengths(lengths: Sequence[int], way: Pieces) -> list[int]:
+    """Blocks of the pieces of items, and what a piece costs more than an item."""
+    shares, edges = way.wide + way.parts - 1, [0, *(way.wide + i for i in range(way.parts))]
+    return [n * b // shares - n * a // shares + _CUT_COST for a, b in pairwise(edges) for n in lengths]
+
+
+def _ends(lengths: Sequence[int], free: list[int]) -> list[int]:
+    """When each program ends, where each takes the next item as soon as it is free."""
+    heapify(free)
+    for length in lengths:
+        heapreplace(free, free[0] + length + _ITEM_COST)
+    return free
