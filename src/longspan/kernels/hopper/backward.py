@@ -95,6 +95,10 @@ def _compute(
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv_l, k_width=2)
     s_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk_l, k_width=2)
     row_l: gl.constexpr = gl.SliceLayout(0, st_l)
+    # Keys and values are read into registers once for all steps of an item, where there are registers for it: a product of 64 by 64 takes
+    # all that shared memory gives if both sides come from there.
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=st_l, k_width=2)
+    HOLD: gl.constexpr = not DQ and DP <= 64
     none = gl.full([HALF, BM], 0.0, gl.float32, layout=st_l)
     it = 0
     turn = 0
@@ -108,8 +112,12 @@ def _compute(
         mbarrier.wait(q_full.index(place_of(it, STAGES)), round_of(it, STAGES))
         kind = read_number(steps, place_of(it, SLOTS) * STEP)
         k_w = rows_of(k_s, 0).slice(C * HALF, HALF, dim=0)
+        if HOLD:
+            k_w = k_w.load(operand)
         s_next = warpgroup_mma(k_w, rows_of(q_s, place_of(it, STAGES)).permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(v_full, turn & 1)
+        if HOLD:
+            v_w = rows_of(v_s, 0).slice(C * HALF, HALF, dim=0).load(operand)
         s = warpgroup_mma_wait(0, deps=[s_next])
         start = it
         while kind != END:
@@ -117,8 +125,9 @@ def _compute(
             # Always 0, which the compiler cannot know: it would compute the places of all operands once and for all, and spill them.
             zero = it >> 30
             k = rows_of(k_s, zero)
-            k_w = k.slice(C * HALF, HALF, dim=0)
-            v_w = rows_of(v_s, zero).slice(C * HALF, HALF, dim=0)
+            if not HOLD:
+                k_w = k.slice(C * HALF, HALF, dim=0)
+                v_w = rows_of(v_s, zero).slice(C * HALF, HALF, dim=0)
             q, do = rows_of(q_s, stage), rows_of(do_s, stage)
             about = place_of(it, SLOTS) * STEP
             mbarrier.wait(do_full.index(stage), round_of(it, STAGES))

@@ -41,7 +41,7 @@ def keys_step(*, with_dq: bool) -> Step:
 
 def queries_step(d: int, e: int, *, scored: bool) -> Step:
     """The pass over queries. A score program needs registers of its own: half the keys at a time. Of small blocks there is room for
-    twice as many.
+    twice as many. 64 keys: `queries.py` holds the queries in registers then.
     """
     n = 64 if scored else 128
     return Step(m=128, n=n, stages=4 if n * max(d, e) <= 8192 else 2)

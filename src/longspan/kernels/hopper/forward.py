@@ -277,7 +277,9 @@ def _consumer(
     WIDE: gl.constexpr = EP > CUTTABLE
     rows = gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
     nothing = gl.full([HALF, N], 0.0, gl.float32, layout=layout)
-    q = rows_of(q_s, WHICH)
+    HOLD: gl.constexpr = q_s.shape[4] <= 64 and EP <= 64  # there are registers for the queries: they are read once, not once for each block
+    if not HOLD:
+        q = rows_of(q_s, WHICH)
     i = 0
     t = 0
     mbarrier.wait(item_full.index(0), 0)
@@ -301,6 +303,8 @@ def _consumer(
         peak = gl.full([HALF], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
         acc = gl.full([HALF, EP], 0.0, gl.float32, layout=out_layout)
         mbarrier.wait(q_full, t & 1)
+        if HOLD:
+            q = rows_of(q_s, WHICH).load(gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2))
         st = place_of(i, STAGES)
         mbarrier.wait(k_full.index(st), round_of(i, STAGES))
         kv, left = read_number(where, 2 * st), read_number(where, 2 * st + 1)

@@ -3,6 +3,9 @@ of captured tensors. Used where results must be the same in every run, and where
 
 One warp walks the block table and has the copy engine bring tiles; two groups of four warps compute 64 queries each. While a group weighs
 the scores of a block of keys, the tensor cores compute dO Vᵀ of that block; dQ of the block and the scores of the next one follow.
+
+Of blocks of 64 keys, the tensor cores would read as many bytes of queries as of keys for every product, all that shared memory gives. Where
+there are registers for it, queries (and at head dims up to 64 dO too) are read into them once for all blocks of an item.
 """
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
@@ -182,6 +185,15 @@ def _weigh(
 
 
 @gluon.jit
+def _begin(held, tiles, which, columns, none, HELD: gl.constexpr):
+    """A product of rows with columns on its way. Its rows are what registers hold, or tile `which` of shared memory."""
+    if HELD:
+        return warpgroup_mma(held, columns.permute((1, 0)), none, use_acc=False, is_async=True)
+    else:
+        return warpgroup_mma(rows_of(tiles, which), columns.permute((1, 0)), none, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _compute(
     norm_ptr, delta_ptr, dq_ptr, dq_stride, mask_captured, mask_sizes, score_captured, score_sizes, grads,
     heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, steps, item_s, q_bars, bars,
@@ -195,6 +207,9 @@ def _compute(
     s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     dq_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DP, 16])
     ds_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dq_l, k_width=2)
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
+    HOLD_DO: gl.constexpr = DP <= 64
+    HOLD_Q: gl.constexpr = HOLD_DO or N == 64
     line = gl.arange(0, HALF, layout=gl.SliceLayout(1, s_l))
     cols = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, s_l)), 0)
     none = gl.full([HALF, N], 0.0, gl.float32, layout=s_l)
@@ -211,9 +226,14 @@ def _compute(
         delta = gl.expand_dims(gl.load(delta_ptr + state, mask=line < left, other=0.0), 1)
         q_pos = pos + gl.expand_dims(line, 1)
         dq = gl.full([HALF, DP], 0.0, gl.float32, layout=dq_l)
+        q, do = none, none
+        if HOLD_Q:
+            q = rows_of(q_s, C).load(operand)
+        if HOLD_DO:
+            do = rows_of(do_s, C).load(operand)
         mbarrier.wait(k_full.index(place_of(it, STAGES)), round_of(it, STAGES))
         kind = read_number(steps, place_of(it, SLOTS) * _STEP)
-        s_next = warpgroup_mma(rows_of(q_s, C), rows_of(k_s, place_of(it, STAGES)).permute((1, 0)), none, use_acc=False, is_async=True)
+        s_next = _begin(q, q_s, C, rows_of(k_s, place_of(it, STAGES)), none, HOLD_Q)
         s = warpgroup_mma_wait(0, deps=[s_next])
         while kind != END:
             stage = place_of(it, STAGES)
@@ -222,7 +242,7 @@ def _compute(
             k = rows_of(k_s, stage)
             about = place_of(it, SLOTS) * _STEP
             mbarrier.wait(v_full.index(stage), round_of(it, STAGES))
-            dp_next = warpgroup_mma(rows_of(do_s, which), rows_of(v_s, stage).permute((1, 0)), none, use_acc=False, is_async=True)
+            dp_next = _begin(do, do_s, which, rows_of(v_s, stage), none, HOLD_DO)
             if kind == WHOLE:
                 slope, p = _weigh(
                     s, norm, b + first_b, h + first_h, q_pos, left, read_number(steps, about + 1), N, scale,
@@ -245,9 +265,7 @@ def _compute(
             after = it + 1
             mbarrier.wait(k_full.index(place_of(after, STAGES)), round_of(after, STAGES))
             kind = read_number(steps, place_of(after, SLOTS) * _STEP)
-            s_next = warpgroup_mma(
-                rows_of(q_s, which), rows_of(k_s, place_of(after, STAGES)).permute((1, 0)), none, use_acc=False, is_async=True
-            )
+            s_next = _begin(q, q_s, which, rows_of(k_s, place_of(after, STAGES)), none, HOLD_Q)
             dq = warpgroup_mma_wait(1, deps=[dq_next])
             mbarrier.arrive(k_empty.index(stage), count=1)
             s = warpgroup_mma_wait(0, deps=[s_next])
