@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,7 +76,7 @@ def softcap(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def one_call(dims: tuple[int, int], dtype: torch.dtype, *, scored: bool, staged: bool) -> None:
-    """Both passes of one call; `staged`: folded into a state, tiles by arrays, gradients added."""
+    """Both passes of one call; `staged`: folded into a state, tiles by arrays, gradients added; and once with rows that are complete."""
     q, k, v = (torch.randn(1, h, 400, d, dtype=dtype) for h, d in ((4, dims[0]), (2, dims[0]), (2, dims[1])))
     traced = trace(documents, "mask")
     tiles = Tiling(length=400, block=128)
@@ -91,6 +92,10 @@ def one_call(dims: tuple[int, int], dtype: torch.dtype, *, scored: bool, staged:
     state = State(out=torch.zeros(1, 4, 400, dims[1]), lse=torch.zeros(1, 4, 400)) if staged else None
     of = HopperKernel()
     found = of.forward(q, k, v, work, state=state, final=not staged, peak=staged)
+    if staged:
+        state = State(out=torch.zeros(1, 4, 400, dims[1]), lse=torch.zeros(1, 4, 400))
+        some = replace(work, complete=torch.tensor([True, True, False, False]))
+        assert of.forward(q, k, v, some, state=state, final=False, peak=False).done is not None
     out = found.out.to(dtype)
     of.backward(q, k, v, out, found.lse, torch.randn_like(out), None, work, needs=[True] * scored, wide=staged)
 

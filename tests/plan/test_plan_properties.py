@@ -61,6 +61,27 @@ def _numbers(tiling: Any, side: Any) -> torch.Tensor:
 
 @settings(max_examples=50)
 @given(planned())
+def test_tiles_are_called_complete_with_the_last_step_that_holds_any_of_their_keys(args: Any) -> None:
+    options, mask, length, ranks = args
+    plan = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options)
+    for rank in range(ranks):
+        route = itinerary(plan.on(ls.Mesh.abstract(ranks, rank=rank)).data, (128, 128), None)
+        for row, last in enumerate(route.last):
+            parts = [step.parts[row] for step in route.steps]
+            seen = torch.stack([part.table.to_dense().gt(0).any(3).flatten(0, 1) for part in parts])  # [steps, heads and batch rows, tiles]
+            ends = torch.where(seen.any(0), seen.shape[0] - 1 - seen.flip(0).long().argmax(0), -1)
+            said = [torch.zeros_like(ends[0], dtype=torch.bool) if part.complete is None else part.complete for part in parts]
+            if any(bool(c.any()) for c in said):
+                assert all(torch.equal(said[i], (ends == i).all(0)) for i in range(last)) and torch.equal(
+                    said[last], ~(ends == last).any(0)
+                )
+                assert bool((torch.stack(said[:last]).sum(0) == said[last]).all()) and not any(bool(c.any()) for c in said[last + 1 :])
+            else:  # all with the last step, or some in no step or not in all heads with the same one
+                assert bool((ends == last).all()) or bool((ends == -1).any()) or bool((ends != ends[0]).any())
+
+
+@settings(max_examples=50)
+@given(planned())
 def test_what_is_sent_is_what_is_expected_and_an_exchange_moves_only_what_is_read(args: Any) -> None:
     options, mask, length, ranks = args
     plan = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options)

@@ -9,7 +9,7 @@ comes last and hides the gradients that go home last.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -87,12 +87,15 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """The tiles that a step computes for a batch row, or for all of them. `rows`: its keys' rows in the buffer, None for all."""
+    """The tiles that a step computes for a batch row, or for all of them. `rows`: its keys' rows in the buffer, None for all. `complete`:
+    as in `longspan.kernels.protocol.Work`.
+    """
 
     table: BlockTable
     q_tiles: Tiling
     kv_tiles: Tiling
     rows: Rows | None = None
+    complete: Tensor | None = None
 
     @property
     def empty(self) -> bool:
@@ -182,6 +185,8 @@ class _Maker:
         steps = [self._step(s.steps[0] if first else range(0), own=True)]
         steps += [self._step(group, own=False) for group in s.steps[first:]]
         last = [max([i for i, step in enumerate(steps) if not step.parts[p].empty], default=0) for p in range(self.data.rows)]
+        parts = [_completed([step.parts[p] for step in steps], last[p]) for p in range(self.data.rows)]
+        steps = [replace(step, parts=tuple(of_row[i] for of_row in parts)) for i, step in enumerate(steps)]
         return Itinerary(steps=tuple(steps), last=tuple(last))
 
     def split(self, whole: Itinerary, home: tuple[int, int]) -> Itinerary:
@@ -264,6 +269,25 @@ class _Maker:
             first, end = side.within(start[here], length[here])
             found.append((stretched(first, end - first), stretched(offset[here], length[here])))
         return found
+
+
+def _completed(parts: list[Part], last: int) -> list[Part]:
+    """The parts of a batch row, step by step, with what is complete by then. Only where every tile is with one step in all heads and batch
+    rows, and some are before the last step.
+    """
+    tiles = parts[0].table.q_tiles
+    done, found = torch.zeros(tiles, dtype=torch.bool), {}
+    for i in range(last, -1, -1):
+        table = parts[i].table
+        seen = table.tiles_per_row.view(table.batch * table.heads, tiles) > 0
+        found[i] = seen.all(0) & ~done
+        if not torch.equal(found[i], seen.any(0) & ~done):
+            return parts
+        done |= found[i]
+    if not bool(done.all()) or bool(found[last].all()):
+        return parts
+    found[last] = ~found[last]
+    return [replace(part, complete=found[i]) if i in found and bool(found[i].any()) else part for i, part in enumerate(parts)]
 
 
 def _tiling(side: Side, tiles: Tensor) -> Tiling:

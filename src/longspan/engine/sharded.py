@@ -67,6 +67,7 @@ class Call:
             first_batch=row if self.data.rows > 1 else 0,
             first_head=0 if self.own_heads is None else self.own_heads.start,
             mask_is_fixed=True,  # copies of the plan's own
+            complete=None if backward else part.complete,
         )
 
     def route(self, q: Tensor, k: Tensor, v: Tensor, *, sink: bool, backward: bool) -> tuple[Kernel, Itinerary]:

@@ -48,6 +48,11 @@ class Tiling:
             return start, min(self.block, self.length - start), start
         return int(self.row[tile]), int(self.count[tile]), int(self.pos[tile])
 
+    def rows_of(self, chosen: Tensor) -> Tensor:
+        """The rows of some tiles, given as a bool for each, int64."""
+        spans = [self.span(tile) for tile in torch.nonzero(chosen).flatten().tolist()]
+        return torch.cat([torch.arange(row, row + count) for row, count, _ in spans] or [torch.zeros(0, dtype=torch.int64)])
+
     def positions(self, device: torch.device) -> Tensor:
         """The global position of each row [length], int64, kept per device; rows in no tile have position 0. Not to be written to."""
         if self.row is None or self.pos is None or self.count is None:
@@ -76,6 +81,10 @@ class Work:
     come first here: programs see b + first_batch and h + first_head. The table's own batch and head dims are those of the tensors at hand.
 
     `mask_is_fixed`: nobody writes to `mask_captured`.
+
+    `complete` [q tiles], bool, given in every stage that completes some rows where others are complete later: tiles of queries whose rows
+    see something in this stage, in all heads, and nothing in later ones; in the last stage, those that were complete before it, which see
+    nothing in it, as all others do. A kernel may write rows to `State.done` as soon as they are complete.
     """
 
     table: BlockTable
@@ -90,6 +99,7 @@ class Work:
     first_batch: int = 0
     first_head: int = 0
     mask_is_fixed: bool = False
+    complete: Tensor | None = None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -97,12 +107,14 @@ class State:
     """A running result. `out` is normalised: softmax over what was seen so far, times the values. Rows that saw nothing: out 0, lse −inf.
 
     `lse` is in natural log and float32 (float64 for float64 inputs). `out` is in that dtype too between stages and in the
-    query's after the last. `peak`, if asked for, is the largest score of each row.
+    query's after the last. `peak`, if asked for, is the largest score of each row. `done`, where a kernel made it, is the `out` that will
+    be, and holds the rows that were complete by now (`Work.complete`): in `out` they are not.
     """
 
     out: Tensor
     lse: Tensor
     peak: Tensor | None = None
+    done: Tensor | None = None
 
     def rows(self, start: int, stop: int) -> State:
         """Views of some rows."""

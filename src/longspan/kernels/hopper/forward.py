@@ -29,7 +29,7 @@ _DYNAMIC = [
 ]  # fmt: skip
 GROUPS = gl.constexpr(2)  # warpgroups that compute
 HALF = gl.constexpr(64)  # queries of each
-_ITEM = gl.constexpr(11)  # numbers that say what an item is
+_ITEM = gl.constexpr(12)  # numbers that say what an item is
 _AHEAD = gl.constexpr(4)  # places for descriptions of items
 CUTTABLE = gl.constexpr(128)  # dims of values up to which items may be cut: wider results leave no registers to put pieces together
 _NEAR = gl.constexpr(4)  # blocks that are still to be brought when the next item is taken
@@ -37,7 +37,7 @@ _NEAR = gl.constexpr(4)  # blocks that are still to be brought when the next ite
 
 @gluon.jit
 def _scheduler(
-    counter, items, pieces, order, full, partial, counts, q_side, rows, tiles, heads, group, q_len, item_s, near, bars,
+    counter, items, pieces, order, full, partial, counts, complete, q_side, rows, tiles, heads, group, q_len, item_s, near, bars,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, M_SUBS: gl.constexpr, N_SUBS: gl.constexpr,
 ):  # fmt: skip
     """One warp that takes items off the counter and looks up what they are, just before they are needed; head −1 ends.
@@ -75,6 +75,8 @@ def _scheduler(
         write_number(item_s, slot * _ITEM + 8, full_run)
         write_number(item_s, slot * _ITEM + 9, skip)
         write_number(item_s, slot * _ITEM + 10, item - uncut)
+        if complete is not None:
+            write_number(item_s, slot * _ITEM + 11, gl.load(complete + tile))
         mbarrier.arrive(item_full.index(slot), count=1)
         ending = gl.where(stop - skip > _NEAR, t, t - 1)
         if ending >= 0:
@@ -260,8 +262,20 @@ def _together(
 
 
 @gluon.jit
+def _write(out_ptr, done_ptr, out_stride, done_stride, complete, acc, b, h, row, rows_left, zero, E: gl.constexpr, EP: gl.constexpr):
+    """A result: a running one, or where there is another tensor for those that are complete, there."""
+    if done_ptr is None:  # noqa: SIM114 (the compiler knows this one)
+        store_tile(out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1], acc, row, rows_left, out_stride[2] + zero, E, EP)
+    elif complete == 0:
+        store_tile(out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1], acc, row, rows_left, out_stride[2] + zero, E, EP)
+    else:
+        store_tile(done_ptr + wide(b) * done_stride[0] + wide(h) * done_stride[1], acc, row, rows_left, done_stride[2] + zero, E, EP)
+
+
+@gluon.jit
 def _consumer(
-    out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, part_out, part_lse, counter, pieces, out_stride, old_stride,
+    out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, done_ptr, part_out, part_lse, counter, pieces,
+    out_stride, old_stride, done_stride,
     heads, q_len, scale, first_b, first_h,
     q_s, k_s, v_s, item_s, where, bars, mask_captured, mask_sizes, score_captured, score_sizes,
     WHICH: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, FOLD: gl.constexpr,
@@ -341,6 +355,9 @@ def _consumer(
         # need. A multiple of 16, so that it still knows that rows begin on 16 bytes.
         zero = (i >> 30) * 16
         piece = read_number(item_s, slot * _ITEM + 10)
+        complete = 0
+        if done_ptr is not None:
+            complete = read_number(item_s, slot * _ITEM + 11)
         mbarrier.arrive(item_empty.index(slot), count=1)
         part = piece * GROUPS + WHICH
         # A previous state comes in last, where the registers of scores and weights are free. Of an item that was cut, with the first piece.
@@ -370,11 +387,10 @@ def _consumer(
             if WIDE:  # two such tiles at once are more than there are registers: this one may come bit by bit
                 old = load_tile(head, row, old_left, old_stride[2] + zero, E, EP, out_layout)
             acc = acc * _by_row(share / divisor, out_layout) + old * _by_row(old_share / divisor, out_layout)
-        out = out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1]
         if WIDE:  # noqa: SIM114 (the compiler knows this one)
-            store_tile(out, acc, row, rows_left, out_stride[2] + zero, E, EP)
+            _write(out_ptr, done_ptr, out_stride, done_stride, complete, acc, b, h, row, rows_left, zero, E, EP)
         elif piece < 0:
-            store_tile(out, acc, row, rows_left, out_stride[2] + zero, E, EP)
+            _write(out_ptr, done_ptr, out_stride, done_stride, complete, acc, b, h, row, rows_left, zero, E, EP)
         else:
             store_tile(part_out + wide(part) * (HALF * EP), acc, 0, rows_left, EP + zero, E, EP)
             done, m, total, acc = _together(
@@ -385,7 +401,8 @@ def _consumer(
                 seen = total > 0.0
                 divisor = gl.where(seen, total, 1.0)
                 gl.store(lse_ptr + state + rows, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=inside)
-                store_tile(out, acc * _by_row(1.0 / divisor, out_layout), row, rows_left, out_stride[2] + zero, E, EP)
+                acc = acc * _by_row(1.0 / divisor, out_layout)
+                _write(out_ptr, done_ptr, out_stride, done_stride, complete, acc, b, h, row, rows_left, zero, E, EP)
         t += 1
         mbarrier.wait(item_full.index(place_of(t, _AHEAD)), round_of(t, _AHEAD))
         h = read_number(item_s, place_of(t, _AHEAD) * _ITEM)
@@ -393,8 +410,9 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=_DYNAMIC)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, counter, part_out, part_lse,
-    out_stride, old_stride, order, full, partial, counts, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, done_ptr, counter, part_out, part_lse,
+    out_stride, old_stride, done_stride, order, full, partial, counts, complete, q_side, kv_side,
+    mask_captured, mask_sizes, score_captured, score_sizes,
     items, uncut, cut, count, wide_piece, rows, tiles, heads, shared, group, q_len, kv_len, scale, first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, FOLD: gl.constexpr,
@@ -404,7 +422,8 @@ def forward_kernel(
     """`counts` [table rows, 2]: how many tiles a row's partial and full runs hold, not both 0 in any of the first `rows` of `order`.
     Each table tile has M_SUBS items of queries and N_SUBS blocks of keys. Of the `items`, those from `uncut` on are pieces
     (`longspan.kernels.hopper.pieces`), each of which leaves a state in part_out and part_lse. `counter`: int32, 0s: one, and two for each
-    item that was cut. FLAT and CORNERS: a score whose lookup may be the same all over a tile (`longspan.kernels.triton.flat`), or None.
+    item that was cut. Given `done_ptr`, results of tiles of queries whose `complete` is 1 go there instead of to out_ptr. FLAT and CORNERS:
+    a score whose lookup may be the same all over a tile (`longspan.kernels.triton.flat`), or None.
     """
     dtype: gl.constexpr = q_desc.dtype
     q_s = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, HALF, DP], q_desc.layout)
@@ -418,25 +437,26 @@ def forward_kernel(
     pieces = (uncut, cut, count, wide_piece)
     fence_async_shared()
     peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr = given(peak_ptr), given(old_out_ptr), given(old_lse_ptr), given(old_peak_ptr)
+    done_ptr, complete = given(done_ptr), given(complete)
     q_side = (given(q_side[0]), given(q_side[1]), given(q_side[2]))
     kv_side = (given(kv_side[0]), given(kv_side[1]), given(kv_side[2]))
     gl.warp_specialize(
         [
             (_consumer, (
-                out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, part_out, part_lse, counter, pieces,
-                out_stride, old_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, item_s, where, bars,
+                out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, done_ptr, part_out, part_lse, counter, pieces,
+                out_stride, old_stride, done_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, item_s, where, bars,
                 mask_captured, mask_sizes, score_captured, score_sizes,
                 0, MASK, SCORE, FLAT, CORNERS, FOLD, N, E, EP, STAGES,
             )),
             (_consumer, (
-                out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, part_out, part_lse, counter, pieces,
-                out_stride, old_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, item_s, where, bars,
+                out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, done_ptr, part_out, part_lse, counter, pieces,
+                out_stride, old_stride, done_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, item_s, where, bars,
                 mask_captured, mask_sizes, score_captured, score_sizes,
                 1, MASK, SCORE, FLAT, CORNERS, FOLD, N, E, EP, STAGES,
             )),
             (_scheduler, (
-                counter, items, pieces, order, full, partial, counts, q_side, rows, tiles, heads, group, q_len, item_s, near, bars,
-                PER_BATCH, PER_HEAD, M_SUBS, N_SUBS,
+                counter, items, pieces, order, full, partial, counts, complete, q_side, rows, tiles, heads, group, q_len, item_s,
+                near, bars, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS,
             )),
             (_loader, (
                 q_desc, k_desc, v_desc, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, item_s, where, near, bars,

@@ -14,7 +14,17 @@ from longspan.kernels.hopper.passes import HopperCall, streamable, width
 from longspan.kernels.protocol import Grads, State, Work
 from longspan.kernels.triton import launch
 from longspan.kernels.triton.interpreter import interpreted
-from longspan.kernels.triton.kernel import TritonKernel, capability, check_order, empty_grads, empty_state, prefill, usable, zero_uncovered
+from longspan.kernels.triton.kernel import (
+    TritonKernel,
+    capability,
+    check_order,
+    empty_grads,
+    empty_out,
+    empty_state,
+    prefill,
+    usable,
+    zero_uncovered,
+)
 from longspan.masks.table import BlockTable
 
 HOPPER = (9, 0)
@@ -75,16 +85,34 @@ class HopperKernel(TritonKernel):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, *, state: State | None, final: bool, peak: bool) -> State:
         # Past a tile's end the copy engine reads on: what lies there must be rows of other tiles, not memory that nobody wrote.
         if not q.numel() or not k.numel() or not launch.facts(work.kv_tiles).covers:
-            return super().forward(q, k, v, work, state=state, final=final, peak=peak)
-        old = None if state is None else usable(state, peak=peak)
-        in_place = old is not None and not final
-        result = old if in_place else empty_state(q, v.shape[-1], q.dtype if final else torch.float32, peak=peak)
-        assert result is not None
+            return self._forward_by_triton(q, k, v, work, state, final=final, peak=peak)
+        old, done = (None, None) if state is None else (usable(state, peak=peak), state.done)
+        in_place = old is not None and (not final or done is not None)
+        if old is None or not in_place:
+            result = empty_state(q, v.shape[-1], q.dtype if final else torch.float32, peak=peak)
+        else:
+            result = State(out=done, lse=old.lse, peak=old.peak) if final and done is not None else old
         if result.out.stride(3) != 1 or (old is not None and old.out.stride(3) != 1):  # as that of a query whose head dim is not innermost
-            return super().forward(q, k, v, work, state=state, final=final, peak=peak)
+            return self._forward_by_triton(q, k, v, work, state, final=final, peak=peak)
         for start, stop in () if in_place else launch.idle_spans(work.table, work.q_tiles):
             prefill(result.rows(start, stop), None if old is None else old.rows(start, stop))
-        HopperCall(streamable(q), streamable(k), streamable(v), work, capability=HOPPER, config=None).forward(result, old, busy_only=True)
+        complete = None if final or peak or not launch.facts(work.q_tiles).covers else work.complete
+        if complete is not None and done is None:
+            done = empty_out(q, v.shape[-1], q.dtype)
+        call = HopperCall(streamable(q), streamable(k), streamable(v), work, capability=HOPPER, config=None)
+        call.forward(result, old, busy_only=True, done=None if complete is None else done)
+        result.done = None if final else done
+        return result
+
+    def _forward_by_triton(self, q: Tensor, k: Tensor, v: Tensor, work: Work, state: State | None, *, final: bool, peak: bool) -> State:
+        result, done = super().forward(q, k, v, work, state=state, final=final, peak=peak), None if state is None else state.done
+        if done is not None and work.complete is not None:
+            rows = work.q_tiles.rows_of(work.complete).to(q.device)
+            if final:
+                result.out[:, :, rows] = done[:, :, rows]
+            else:
+                done[:, :, rows] = result.out[:, :, rows].to(done.dtype)
+        result.done = None if final else done
         return result
 
     def apart(self, q: Tensor, v: Tensor, work: Work, needs: Sequence[bool]) -> bool:

@@ -32,12 +32,16 @@ _PART = 64  # rows and columns of dQ that go to memory at once
 class HopperCall(Call):
     """The tensors of one call, each as the copy engine can read it. Its methods launch."""
 
-    def forward(self, result: State, old: State | None, *, busy_only: bool) -> None:
-        """Fill the rows of `result` that see something, folding `old` in; they may be the same."""
+    def forward(self, result: State, old: State | None, *, busy_only: bool, done: Tensor | None = None) -> None:
+        """Fill the rows of `result` that see something, folding `old` in; they may be the same. Given `done`, rows that are complete
+        (`Work.complete`) go there instead of to `result.out`.
+        """
         before = (None, None, None) if old is None else (old.out, old.lse, old.peak)
-        tensors = (self.q, self.k, self.v, result.out, result.lse, result.peak, *before)
-        strided = (result.out, result.out if old is None else old.out)
-        known = {"FOLD": self.work.score is None and self.work.scale > 0}
+        tensors = (self.q, self.k, self.v, result.out, result.lse, result.peak, *before, done)
+        strided = (result.out, result.out if old is None else old.out, result.out if done is None else done)
+        # `completed` tells launches apart that are kept for the same table.
+        completed = None if done is None or self.work.complete is None else self.work.complete.numpy().tobytes()
+        known = {"FOLD": self.work.score is None and self.work.scale > 0, "completed": completed}
         self._launch("forward", tensors, strided, known, busy_only=busy_only)
 
     def rows(self, out: Tensor | None, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None, norm: Tensor, delta: Tensor) -> None:
@@ -115,6 +119,8 @@ class HopperCall(Call):
             items = cut.items
             more |= {"uncut": cut.uncut, "cut": cut.cut, "count": cut.parts, "wide_piece": cut.wide}
             made = partial(counter_and_states, q.device, cut, step.m, e)
+            complete = self.work.complete
+            more["complete"] = None if tensors[9] is None or complete is None else launch.flags(complete, q.device)
         return Prepared(
             kernel=kernel,
             options={"num_warps": 4, "maxnreg": step.start_registers},

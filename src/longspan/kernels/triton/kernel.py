@@ -162,8 +162,11 @@ def usable(state: State, *, peak: bool) -> State:
 
 def empty_state(q: Tensor, dim: int, dtype: torch.dtype, *, peak: bool) -> State:
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    out = torch.empty((*q.shape[:3], dim), dtype=dtype, device=q.device) if q.is_contiguous() else like_query(q, dim, dtype)
-    return State(out=out, lse=lse, peak=torch.empty_like(lse) if peak else None)
+    return State(out=empty_out(q, dim, dtype), lse=lse, peak=torch.empty_like(lse) if peak else None)
+
+
+def empty_out(q: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty((*q.shape[:3], dim), dtype=dtype, device=q.device) if q.is_contiguous() else like_query(q, dim, dtype)
 
 
 def prefill(result: State, old: State | None) -> None:

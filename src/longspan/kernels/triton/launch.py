@@ -104,6 +104,11 @@ def _together(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ..
     return whole.to(device, non_blocking=True).split([len(p) for p in padded])
 
 
+def flags(chosen: Tensor, device: torch.device) -> Tensor:
+    """Bools as 0s and 1s on the device, int32."""
+    return _together([chosen], device)[0]
+
+
 def split_runs(table: BlockTable, columns: TilingFacts, *, positions: bool) -> tuple[Runs, Runs]:
     """The table's (full, partial) runs, short tiles moved from full to partial ones, and cut into runs that kernels walk without a lookup.
 
