@@ -40,7 +40,7 @@ class HopperCall(Call):
         tensors = (self.q, self.k, self.v, result.out, result.lse, result.peak, *before, done)
         strided = (result.out, result.out if old is None else old.out, result.out if done is None else done)
         # `completed` tells launches apart that are kept for the same table.
-        completed = None if done is None or self.work.complete is None else self.work.complete.numpy().tobytes()
+        completed = None if done is None or self.work.complete is None else bytes(self.work.complete.tolist())
         known = {"FOLD": self.work.score is None and self.work.scale > 0, "completed": completed}
         self._launch("forward", tensors, strided, known, busy_only=busy_only)
 
