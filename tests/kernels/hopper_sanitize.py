@@ -3,17 +3,21 @@
 memcheck finds nothing. racecheck reports two kinds of accesses, both ordered by barriers that it does not follow. One is what Triton's own
 `warp_specialize` hands to its partitions: any kernel that uses it is reported, at the line of that call. The other is numbers that one
 warp tells others (`hopper/shared.py`): the readers meet at a barrier, then one of them gives the place back. `racecheck_control.cu` has
-that pattern alone and is reported too; the same with every reader giving the place back itself is not.
+that pattern alone and is reported too; the same with every reader giving the place back itself is not. `racecheck.py` counts both kinds and
+fails at any other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
+from shards import work_of
 from torch import Tensor
 
 import longspan as ls
+from longspan.kernels.hopper import HopperKernel
 
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 BIAS = torch.linspace(-1, 1, 4)
@@ -44,6 +48,22 @@ def one(
     print(name, dims, flush=True)
 
 
+def in_two_stages(dims: tuple[int, int], *, device: str = "cuda") -> None:
+    """Queries 0 to 199 and 300 to 399 over keys 0 to 199, then over 200 to 399: the first are complete with the first stage."""
+    q, k, v = (
+        torch.randn(1, h, n, d, device=device, dtype=torch.bfloat16)
+        for h, n, d in ((4, 300, dims[0]), (2, 400, dims[0]), (2, 400, dims[1]))
+    )
+    complete, state = torch.tensor([True, True, False]), None
+    for i, (k_part, v_part) in enumerate(zip(k.split(200, 2), v.split(200, 2), strict=True)):
+        work = work_of(lambda b, h, q, kv: q >= kv, ((0, 200), (300, 100)), ((i * 200, 200),), block=128)
+        work = replace(work, complete=complete)
+        state = HopperKernel().forward(q, k_part.contiguous(), v_part.contiguous(), work, state=state, final=i == 1, peak=False)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    print("rows complete before the last stage", dims, flush=True)
+
+
 def main() -> None:
     bias = BIAS.cuda().requires_grad_()
     for dims in DIMS:
@@ -61,6 +81,8 @@ def main() -> None:
         "cut, with a mask and a score", (96, 96), mask=ls.mask_mod(lambda b, h, q, kv: q + 2000 >= kv), score=softcap, tokens=100, keys=2100
     )
     one("cut, and folded into a state", (64, 64), mask=ls.full(), tokens=140, keys=2100, sink=True)
+    for dims in DIMS:
+        in_two_stages(dims)
 
 
 if __name__ == "__main__":
