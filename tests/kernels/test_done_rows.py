@@ -11,28 +11,32 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.kernels.shards import Segments, work_of
+from tests.kernels.test_cut_items import watched
 from tests.kernels.test_hopper import on_hopper
 
 import longspan as ls
 from longspan.kernels.hopper import HopperKernel
-from longspan.kernels.hopper.kernel import TritonKernel
+from longspan.kernels.hopper.kernel import _done_rows
 from longspan.kernels.protocol import State, Tiling, Work
+from longspan.kernels.triton.kernel import TritonKernel
 from longspan.testing import oracle
 
 QUERIES: Segments = ((0, 300), (900, 212))
 STAGES: tuple[Segments, ...] = (((0, 300), (900, 212)), ((300, 200),), ((500, 400),))
+LATE: Segments = ((3000, 300), (7000, 212))
+LONG: tuple[Segments, ...] = (((0, 3300),), ((3300, 3912),))
 
 
 def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return q >= kv
 
 
-def stages(block: int) -> list[Work]:
+def staged(queries: Segments, keys: tuple[Segments, ...], *, block: int) -> list[Work]:
     """Stages of a causal shard: its first 300 rows are complete with the first one, the others with the last."""
-    works = [work_of(causal, QUERIES, keys, block=block) for keys in STAGES]
-    tiles, early = works[0].q_tiles, -(-300 // block)
-    complete = torch.arange(tiles.tiles) < early
-    return [replace(work, q_tiles=tiles, complete=None if i == 1 else complete) for i, work in enumerate(works)]
+    works = [work_of(causal, queries, part, block=block) for part in keys]
+    tiles, last = works[0].q_tiles, len(works) - 1
+    complete = torch.arange(tiles.tiles) < -(-300 // block)
+    return [replace(work, q_tiles=tiles, complete=complete if i in (0, last) else None) for i, work in enumerate(works)]
 
 
 def shards(t: Tensor, segments: Segments) -> Tensor:
@@ -46,61 +50,79 @@ def test_rows_of_tiles() -> None:
     assert tiling.rows_of(torch.zeros(3, dtype=torch.bool)).tolist() == []
 
 
-def test_a_stage_that_falls_to_triton_keeps_and_writes_what_is_done() -> None:
+def test_stages_that_fall_to_triton_write_and_keep_what_is_done() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, h, 1112, 16) for h in (3, 1, 1))
-    works, kernel = stages(32), HopperKernel()
     mine = shards(q, QUERIES)
     states: list[State | None] = [None, None]
-    for i, work in enumerate(works):
+    for i, work in enumerate(staged(QUERIES, STAGES, block=32)):
         given = (mine, shards(k, STAGES[i]), shards(v, STAGES[i]), work)
         states[0] = TritonKernel().forward(*given, state=states[0], final=i == 2, peak=False)
-        states[1] = kernel._forward_by_triton(*given, states[1], final=i == 2, peak=False)
-        if i == 0 and states[1] is not None:  # as a stage of its own would have left it: what is done is not in `out`
-            states[1].done = torch.full_like(mine, torch.nan)
-            states[1].done[:, :, :300] = states[1].out[:, :, :300]
-            states[1].out[:, :, :300] = torch.nan
+        states[1] = HopperKernel()._forward_by_triton(*given, states[1], final=i == 2, peak=False)
+        if i < 2 and states[1] is not None:
+            assert states[1].done is not None
+            states[1].out[:, :, :300] = torch.nan  # nobody reads them any more
     want, got = states
     assert want is not None and got is not None and got.done is None
     assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
 
 
-def test_a_stage_that_falls_to_triton_writes_what_it_completes() -> None:
-    torch.manual_seed(0)
-    q, k, v = (shards(torch.randn(1, h, 1112, 16), QUERIES) for h in (3, 1, 1))
-    work = stages(32)[0]
-    state = State(out=torch.zeros(q.shape), lse=torch.full(q.shape[:3], -torch.inf), done=torch.full_like(q, torch.nan))
-    got = HopperKernel()._forward_by_triton(q, k, v, work, state, final=False, peak=False)
-    assert got.done is not None and torch.equal(got.done[:, :, :300], got.out[:, :, :300]) and got.done[:, :, 300:].isnan().all()
+@pytest.mark.parametrize("why", ["peak", "uncovered rows", "head dim not innermost"])
+def test_where_nothing_can_be_done_early_rows_stay_in_the_state(why: str) -> None:
+    q, v = (torch.randn(1, h, 512, 16) for h in (3, 1))
+    work = staged(QUERIES, STAGES, block=32)[0]
+    if why == "uncovered rows":
+        q = torch.randn(1, 3, 515, 16)
+        work = replace(work, q_tiles=replace(work.q_tiles, length=515))
+    if why == "head dim not innermost":
+        q = q.mT.contiguous().mT
+    assert _done_rows(q, v, work, None, final=False, peak=why == "peak") is None
+    kept = torch.empty(0)
+    assert _done_rows(q, v, work, kept, final=True, peak=False) is kept
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dim", "sink", "strided"), [(128, False, False), (128, True, True), (64, False, True), (256, True, False)])
-def test_rows_done_early_have_the_bits_of_those_that_wait(dim: int, sink: bool, strided: bool) -> None:
+@pytest.mark.parametrize(
+    ("dim", "dtype", "sink", "order", "block", "cut"),
+    [
+        (128, torch.bfloat16, False, "by head", 128, False),
+        (128, torch.bfloat16, True, "by token", 128, True),
+        (64, torch.float16, False, "by token", 256, True),
+        (256, torch.bfloat16, True, "by head", 128, False),
+        (64, torch.bfloat16, True, "head dim not innermost", 128, False),
+    ],
+)
+def test_rows_done_early_have_the_bits_of_those_that_wait(
+    monkeypatch: pytest.MonkeyPatch, dim: int, dtype: torch.dtype, sink: bool, order: str, block: int, cut: bool
+) -> None:
     on_hopper()
+    cuts = watched(monkeypatch)
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, h, 1112, dim, device="cuda", dtype=torch.bfloat16) for h in (6, 2, 2))
-    mine = shards(q, QUERIES)
-    if strided:
+    queries, keys = (LATE, LONG) if cut else (QUERIES, STAGES)
+    q, k, v = (torch.randn(2, h, 7212 if cut else 1112, dim, device="cuda", dtype=dtype) for h in (6, 2, 2))
+    mine, inner = shards(q, queries), order == "head dim not innermost"
+    if order == "by token":
         mine = mine.transpose(1, 2).contiguous().transpose(1, 2)
+    if inner:
+        mine = mine.mT.contiguous().mT
     results = []
     for early in (True, False):
         state = None
         if sink:
             state = State(out=torch.zeros(mine.shape, device="cuda"), lse=torch.zeros(mine.shape[:3], device="cuda"))
-        for i, work in enumerate(stages(128)):
+        for i, work in enumerate(staged(queries, keys, block=block)):
+            last = i == len(keys) - 1
             given = work if early else replace(work, complete=None)
             before = None if state is None else state.done
-            state = HopperKernel().forward(
-                mine, shards(k, STAGES[i]), shards(v, STAGES[i]), given, state=state, final=i == 2, peak=False
-            )  # fmt: skip
-            if early and i < 2:
+            state = HopperKernel().forward(mine, shards(k, keys[i]), shards(v, keys[i]), given, state=state, final=last, peak=False)
+            if early and not last and not inner:
                 assert state.done is not None and (before is None or state.done is before)
                 state.out[:, :, :300] = torch.nan  # nobody reads them any more
         results.append(state)
     got, want = results
+    assert got is not None and want is not None and all(bool(found.cut) == cut for found in cuts)
     assert got.done is None and got.out.stride() == want.out.stride() == mine.stride()
     assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
     if not sink:
-        right, dense = (shards(oracle(q, k, v, mask=ls.causal(), scale=0.3, dtype=d), QUERIES) for d in (torch.float64, torch.bfloat16))
+        right, dense = (shards(oracle(q, k, v, mask=ls.causal(), scale=0.3, dtype=d), queries) for d in (torch.float64, dtype))
         assert float((got.out.double() - right).norm()) <= 1.1 * float((dense.double() - right).norm())

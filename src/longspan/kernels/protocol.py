@@ -83,8 +83,8 @@ class Work:
     `mask_is_fixed`: nobody writes to `mask_captured`.
 
     `complete` [q tiles], bool, given in every stage that completes some rows where others are complete later: tiles of queries whose rows
-    see something in this stage, in all heads, and nothing in later ones; in the last stage, those that were complete before it, which see
-    nothing in it, as all others do. A kernel may write rows to `State.done` as soon as they are complete.
+    see something in this stage, in all heads, and nothing in later ones; in the last stage, those that were complete before it. They see
+    nothing in it, and all others something, in all heads. A kernel may write rows to `State.done` as soon as they are complete.
     """
 
     table: BlockTable

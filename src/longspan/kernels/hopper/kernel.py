@@ -96,16 +96,15 @@ class HopperKernel(TritonKernel):
             return self._forward_by_triton(q, k, v, work, state, final=final, peak=peak)
         for start, stop in () if in_place else launch.idle_spans(work.table, work.q_tiles):
             prefill(result.rows(start, stop), None if old is None else old.rows(start, stop))
-        complete = None if final or peak or not launch.facts(work.q_tiles).covers else work.complete
-        if complete is not None and done is None:
-            done = empty_out(q, v.shape[-1], q.dtype)
+        done = _done_rows(q, v, work, done, final=final, peak=peak)
         call = HopperCall(streamable(q), streamable(k), streamable(v), work, capability=HOPPER, config=None)
-        call.forward(result, old, busy_only=True, done=None if complete is None else done)
+        call.forward(result, old, busy_only=True, done=None if final or work.complete is None else done)
         result.done = None if final else done
         return result
 
     def _forward_by_triton(self, q: Tensor, k: Tensor, v: Tensor, work: Work, state: State | None, *, final: bool, peak: bool) -> State:
-        result, done = super().forward(q, k, v, work, state=state, final=final, peak=peak), None if state is None else state.done
+        result = super().forward(q, k, v, work, state=state, final=final, peak=peak)
+        done = _done_rows(q, v, work, None if state is None else state.done, final=final, peak=peak)
         if done is not None and work.complete is not None:
             rows = work.q_tiles.rows_of(work.complete).to(q.device)
             if final:
@@ -165,3 +164,11 @@ class HopperKernel(TritonKernel):
         call.dkdv(grad_out, norm, delta, grads.k, grads.v, total)
         grads.q = total if wide else total.to(q.dtype)
         return grads
+
+
+def _done_rows(q: Tensor, v: Tensor, work: Work, done: Tensor | None, *, final: bool, peak: bool) -> Tensor | None:
+    """Where rows go that are complete: where earlier ones went, a new tensor, or nowhere (None), where they stay in the state."""
+    if done is not None or final or peak or work.complete is None or not launch.facts(work.q_tiles).covers:
+        return done
+    made = empty_out(q, v.shape[-1], q.dtype)
+    return made if made.stride(3) == 1 else None

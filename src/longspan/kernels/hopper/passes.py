@@ -39,6 +39,7 @@ class HopperCall(Call):
         before = (None, None, None) if old is None else (old.out, old.lse, old.peak)
         tensors = (self.q, self.k, self.v, result.out, result.lse, result.peak, *before, done)
         strided = (result.out, result.out if old is None else old.out, result.out if done is None else done)
+        assert done is None or self.work.complete is not None
         # `completed` tells launches apart that are kept for the same table.
         completed = None if done is None or self.work.complete is None else bytes(self.work.complete.tolist())
         known = {"FOLD": self.work.score is None and self.work.scale > 0, "completed": completed}

@@ -1,10 +1,10 @@
 """Items cut along their keys, so that the last round of a launch leaves no program idle.
 
 Where items take about equally long, the last round of them may be far from full: 1,024 items on 132 programs take 8 rounds for the work of
-7.76, and 32 items, as of few queries over many keys, leave 100 programs nothing at all. So the items that are still under way when the
-first program runs out of them are cut. Where they keep at most half of the programs busy, each is cut into as many equal pieces as there
-are programs for; else each gives up a short piece or two, and the programs that would have idled compute those. How, and whether it pays,
-is found by going through the last rounds as the programs will.
+7.76, and 32 items, as of few queries over many keys, leave 100 programs nothing at all. So of the last items as many are cut as are still
+under way when the first program finds none left. Where they keep at most half of the programs busy, each is cut into as many equal pieces
+as there are programs for; else each gives up a short piece or two, and the programs that would have idled compute those. How, and whether
+it pays, is found by going through the last rounds about as the programs will.
 
 All items are cut at the same share of their keys: programs that read the same keys go on doing so at the same time, which the cache needs.
 Every piece leaves its state. Whoever is the last of an item's pieces reads them all and writes the result: no piece waits for another.
@@ -23,7 +23,7 @@ from longspan.masks.table import BlockTable
 _ITEM_COST = 1  # blocks of keys that a program could compute in the time that it takes to begin and to end an item
 _CUT_COST = 2  # and that one more piece takes
 _SHORT = 4  # blocks of which a program takes the next item before it has come to the end (`_NEAR` in forward.py): it might take two
-_ROUNDS = 3  # full ones before the last that are gone through
+_ROUNDS = 8  # full ones before the last that are gone through
 _WIDE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # shares of an item that its first piece may be, to one of each other piece
 
 

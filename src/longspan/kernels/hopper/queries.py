@@ -1,11 +1,12 @@
 """The backward pass by query tiles on Hopper: dQ of 128 queries, each written by one program that adds in a fixed order, and the gradients
-of captured tensors. Used where results must be the same in every run, and where captured tensors need gradients.
+of captured tensors. Used where results must be the same in every run, where captured tensors need gradients, and at head dims up to 64.
 
 One warp walks the block table and has the copy engine bring tiles; two groups of four warps compute 64 queries each. While a group weighs
 the scores of a block of keys, the tensor cores compute dO Vᵀ of that block; dQ of the block and the scores of the next one follow.
 
-Of blocks of 64 keys, the tensor cores would read as many bytes of queries as of keys for every product, all that shared memory gives. Where
-there are registers for it, queries (and at head dims up to 64 dO too) are read into them once for all blocks of an item.
+Of blocks of 64 keys, the tensor cores would read as many bytes of queries as of keys for every product, all that shared memory gives: the
+queries are read into registers once for all blocks of an item instead. At head dims up to 64 there are registers for dO too, whatever the
+block.
 """
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
