@@ -46,7 +46,8 @@ def pieces(table: BlockTable, items: int, *, rows: int, together: int, blocks: i
     """How to cut the items of a launch: `together` for each of the heaviest `rows` of a table, over and over, of `blocks` a tile."""
     lengths = last_lengths(table, items, rows=rows, together=together, blocks=blocks, programs=programs)
     ends = _ends(lengths, [0] * programs)
-    cut = sum(end > min(ends) for end in ends)
+    idle = min(ends)
+    cut = sum(end > idle for end in ends)
     before, last = lengths[: len(lengths) - cut], lengths[len(lengths) - cut :]
     shortest = min(last, default=0)
     if 2 * cut <= programs:
