@@ -1,10 +1,10 @@
 """A small case of every variant of the Hopper kernels, for `compute-sanitizer` on a GPU: `make sanitize-gpu`.
 
-memcheck finds nothing. racecheck reports two kinds of accesses, both ordered by barriers that it does not follow. One is what Triton's own
-`warp_specialize` hands to its partitions: any kernel that uses it is reported, at the line of that call. The other is numbers that one
-warp tells others (`hopper/shared.py`): the readers meet at a barrier, then one of them gives the place back. `racecheck_control.cu` has
-that pattern alone and is reported too; the same with every reader giving the place back itself is not. `racecheck.py` counts both kinds and
-fails at any other.
+memcheck finds nothing. racecheck's reports, as far as they were read (it prints 100 unless told otherwise), are of two kinds of accesses,
+both ordered by barriers that it does not follow. One is what Triton's own `warp_specialize` hands to its partitions: any kernel that uses
+it is reported, at the line of that call. The other is numbers that one warp tells others (`hopper/shared.py`): the readers meet at a
+barrier, then one of them gives the place back. `racecheck_control.cu` has that pattern alone and is reported too; the same with every
+reader giving the place back itself is not. `racecheck.py` counts both kinds and fails at any other.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def in_two_stages(dims: tuple[int, int], *, device: str = "cuda") -> None:
     complete, state = torch.tensor([True, True, False]), None
     for i, (k_part, v_part) in enumerate(zip(k.split(200, 2), v.split(200, 2), strict=True)):
         work = work_of(lambda b, h, q, kv: q >= kv, ((0, 200), (300, 100)), ((i * 200, 200),), block=128)
-        work = replace(work, complete=complete)
+        work = replace(work, complete=None if i else complete)
         state = HopperKernel().forward(q, k_part.contiguous(), v_part.contiguous(), work, state=state, final=i == 1, peak=False)
     if device == "cuda":
         torch.cuda.synchronize()

@@ -34,9 +34,9 @@ def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 def staged(queries: Segments, keys: tuple[Segments, ...], *, block: int) -> list[Work]:
     """Stages of a causal shard: its first 300 rows are complete with the first one, the others with the last."""
     works = [work_of(causal, queries, part, block=block) for part in keys]
-    tiles, last = works[0].q_tiles, len(works) - 1
+    tiles = works[0].q_tiles
     complete = torch.arange(tiles.tiles) < -(-300 // block)
-    return [replace(work, q_tiles=tiles, complete=complete if i in (0, last) else None) for i, work in enumerate(works)]
+    return [replace(work, q_tiles=tiles, complete=None if i else complete) for i, work in enumerate(works)]
 
 
 def shards(t: Tensor, segments: Segments) -> Tensor:

@@ -72,10 +72,9 @@ def test_tiles_are_called_complete_with_the_last_step_that_holds_any_of_their_ke
             ends = torch.where(seen.any(0), seen.shape[0] - 1 - seen.flip(0).long().argmax(0), -1)
             said = [torch.zeros_like(ends[0], dtype=torch.bool) if part.complete is None else part.complete for part in parts]
             if any(bool(c.any()) for c in said):
-                assert all(torch.equal(said[i], (ends == i).all(0)) for i in range(last)) and torch.equal(
-                    said[last], ~(ends == last).any(0)
-                )
-                assert bool((torch.stack(said[:last]).sum(0) == said[last]).all()) and not any(bool(c.any()) for c in said[last + 1 :])
+                assert all(torch.equal(said[i], (ends == i).all(0)) for i in range(last))
+                assert torch.equal(torch.stack(said[:last]).sum(0) == 1, ~(ends == last).any(0))
+                assert not any(bool(c.any()) for c in said[last:])
             else:  # all with the last step, or some in no step or not in all heads with the same one
                 assert bool((ends == last).all()) or bool((ends == -1).any()) or bool((ends != ends[0]).any())
 

@@ -272,8 +272,8 @@ class _Maker:
 
 
 def _completed(parts: list[Part], last: int) -> list[Part]:
-    """The parts of a batch row, step by step, with what is complete by then. Only where every tile is with one step in all heads and batch
-    rows, and some are before the last step.
+    """The parts of a batch row, step by step, with what is complete with each before the last. Nothing, where a tile is not complete with
+    the same step in all heads and batch rows.
     """
     tiles = parts[0].table.q_tiles
     done, found = torch.zeros(tiles, dtype=torch.bool), {}
@@ -284,10 +284,9 @@ def _completed(parts: list[Part], last: int) -> list[Part]:
         if not torch.equal(found[i], seen.any(0) & ~done):
             return parts
         done |= found[i]
-    if not bool(done.all()) or bool(found[last].all()):
+    if not bool(done.all()):
         return parts
-    found[last] = ~found[last]
-    return [replace(part, complete=found[i]) if i in found and bool(found[i].any()) else part for i, part in enumerate(parts)]
+    return [replace(part, complete=found[i]) if i < last and bool(found[i].any()) else part for i, part in enumerate(parts)]
 
 
 def _tiling(side: Side, tiles: Tensor) -> Tiling:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longspan.masks.joint import Joint
 from longspan.masks.program import Program
-from longspan.masks.table import BlockTable
+from longspan.masks.table import BlockTable, stretched
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,8 +50,10 @@ class Tiling:
 
     def rows_of(self, chosen: Tensor) -> Tensor:
         """The rows of some tiles, given as a bool for each, int64."""
-        spans = [self.span(tile) for tile in torch.nonzero(chosen).flatten().tolist()]
-        return torch.cat([torch.arange(row, row + count) for row, count, _ in spans] or [torch.zeros(0, dtype=torch.int64)])
+        if self.row is None or self.count is None:
+            row = torch.nonzero(chosen).flatten() * self.block
+            return stretched(row, (self.length - row).clamp(max=self.block))
+        return stretched(self.row[chosen].long(), self.count[chosen].long())
 
     def positions(self, device: torch.device) -> Tensor:
         """The global position of each row [length], int64, kept per device; rows in no tile have position 0. Not to be written to."""
@@ -82,9 +84,9 @@ class Work:
 
     `mask_is_fixed`: nobody writes to `mask_captured`.
 
-    `complete` [q tiles], bool, given in every stage that completes some rows where others are complete later: tiles of queries whose rows
-    see something in this stage, in all heads, and nothing in later ones; in the last stage, those that were complete before it. They see
-    nothing in it, and all others something, in all heads. A kernel may write rows to `State.done` as soon as they are complete.
+    `complete` [q tiles], bool: tiles of queries that are complete with this stage, though others are not: their rows see something in it,
+    in all heads, and nothing in later ones. Given in all such stages or in none, and only where every tile is complete with some stage, so
+    that in the last one exactly those see nothing that were complete before. A kernel may write them to `State.done`.
     """
 
     table: BlockTable

@@ -87,14 +87,16 @@ class HopperKernel(TritonKernel):
         if not q.numel() or not k.numel() or not launch.facts(work.kv_tiles).covers:
             return self._forward_by_triton(q, k, v, work, state, final=final, peak=peak)
         old, done = (None, None) if state is None else (usable(state, peak=peak), state.done)
-        in_place = old is not None and (not final or done is not None)
-        if old is None or not in_place:
-            result = empty_state(q, v.shape[-1], q.dtype if final else torch.float32, peak=peak)
+        fresh = False
+        if final and old is not None and done is not None:  # it holds all rows that see nothing more
+            result = State(out=done, lse=old.lse, peak=old.peak)
+        elif final or old is None:
+            result, fresh = empty_state(q, v.shape[-1], q.dtype if final else torch.float32, peak=peak), True
         else:
-            result = State(out=done, lse=old.lse, peak=old.peak) if final and done is not None else old
+            result = old
         if result.out.stride(3) != 1 or (old is not None and old.out.stride(3) != 1):  # as that of a query whose head dim is not innermost
             return self._forward_by_triton(q, k, v, work, state, final=final, peak=peak)
-        for start, stop in () if in_place else launch.idle_spans(work.table, work.q_tiles):
+        for start, stop in launch.idle_spans(work.table, work.q_tiles) if fresh else ():
             prefill(result.rows(start, stop), None if old is None else old.rows(start, stop))
         done = _done_rows(q, v, work, done, final=final, peak=peak)
         call = HopperCall(streamable(q), streamable(k), streamable(v), work, capability=HOPPER, config=None)
@@ -105,12 +107,13 @@ class HopperKernel(TritonKernel):
     def _forward_by_triton(self, q: Tensor, k: Tensor, v: Tensor, work: Work, state: State | None, *, final: bool, peak: bool) -> State:
         result = super().forward(q, k, v, work, state=state, final=final, peak=peak)
         done = _done_rows(q, v, work, None if state is None else state.done, final=final, peak=peak)
-        if done is not None and work.complete is not None:
+        if done is not None and final:
+            idle = (work.table.tiles_per_row.view(-1, work.table.q_tiles) == 0).all(0)
+            rows = work.q_tiles.rows_of(idle).to(q.device)
+            result.out[:, :, rows] = done[:, :, rows]
+        elif done is not None and work.complete is not None:
             rows = work.q_tiles.rows_of(work.complete).to(q.device)
-            if final:
-                result.out[:, :, rows] = done[:, :, rows]
-            else:
-                done[:, :, rows] = result.out[:, :, rows].to(done.dtype)
+            done[:, :, rows] = result.out[:, :, rows].to(done.dtype)
         result.done = None if final else done
         return result
 

@@ -227,7 +227,7 @@ def _compute(
         delta = gl.expand_dims(gl.load(delta_ptr + state, mask=line < left, other=0.0), 1)
         q_pos = pos + gl.expand_dims(line, 1)
         dq = gl.full([HALF, DP], 0.0, gl.float32, layout=dq_l)
-        q, do = none, none
+        q, do = none, none  # not read where they are not held
         if HOLD_Q:
             q = rows_of(q_s, C).load(operand)
         if HOLD_DO:
