@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from longspan.kernels.hopper.given import given
-from longspan.kernels.hopper.memory import load_tile, store_tile
+from longspan.kernels.hopper.memory import fetch_rows, load_tile, store_tile
 from longspan.kernels.hopper.shared import barriers, numbers, place_of, read_number, round_of, rows_of, write_number
 from longspan.kernels.triton.library import LN_2, LOG2_E
 from longspan.kernels.triton.tiles import place, run_place, span, table_row, wide
@@ -37,13 +37,15 @@ _NEAR = gl.constexpr(4)  # blocks that are still to be brought when the next ite
 
 @gluon.jit
 def _scheduler(
-    counter, items, pieces, order, full, partial, counts, complete, q_side, rows, tiles, heads, group, q_len, item_s, near, bars,
-    PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, M_SUBS: gl.constexpr, N_SUBS: gl.constexpr,
+    q_ptr, q_stride, counter, items, pieces, order, full, partial, counts, complete, q_side, rows, tiles, heads, group, q_len, item_s, near,
+    bars,
+    PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, M_SUBS: gl.constexpr, N_SUBS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """One warp that takes items off the counter and looks up what they are, just before they are needed; head −1 ends.
 
     An item that was taken is waited for, however long the one before it takes: so the next is taken when an item comes to its end. Short
-    items would be done before the next is looked up, so of them one more is taken.
+    items would be done before the next is looked up, so of them one more is taken. An item's queries have been in no cache since they were
+    written: they are fetched now, so that the copy engine does not wait for memory between two items.
     """
     item_full, item_empty = bars[0], bars[1]
     uncut, cut, count, wide_piece = pieces
@@ -78,6 +80,7 @@ def _scheduler(
         if complete is not None:
             write_number(item_s, slot * _ITEM + 11, gl.load(complete + tile))
         mbarrier.arrive(item_full.index(slot), count=1)
+        fetch_rows(q_ptr + wide(b) * q_stride[0] + wide(h) * q_stride[1], row, left, q_stride[2], D, GROUPS * HALF)
         ending = gl.where(stop - skip > _NEAR, t, t - 1)
         if ending >= 0:
             mbarrier.wait(near.index(place_of(ending, 2)), round_of(ending, 2))
@@ -410,20 +413,21 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=_DYNAMIC)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, done_ptr, counter, part_out, part_lse,
-    out_stride, old_stride, done_stride, order, full, partial, counts, complete, q_side, kv_side,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, done_ptr, q_ptr,
+    counter, part_out, part_lse, out_stride, old_stride, done_stride, q_stride, order, full, partial, counts, complete, q_side, kv_side,
     mask_captured, mask_sizes, score_captured, score_sizes,
     items, uncut, cut, count, wide_piece, rows, tiles, heads, shared, group, q_len, kv_len, scale, first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, FOLD: gl.constexpr,
-    M_SUBS: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, E: gl.constexpr, DP: gl.constexpr, EP: gl.constexpr,
+    M_SUBS: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, D: gl.constexpr, E: gl.constexpr, DP: gl.constexpr, EP: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`counts` [table rows, 2]: how many tiles a row's partial and full runs hold, not both 0 in any of the first `rows` of `order`.
     Each table tile has M_SUBS items of queries and N_SUBS blocks of keys. Of the `items`, those from `uncut` on are pieces
     (`longspan.kernels.hopper.pieces`), each of which leaves a state in part_out and part_lse. `counter`: int32, 0s: one, and two for each
-    item that was cut. Given `done_ptr`, results of tiles of queries whose `complete` is 1 go there instead of to out_ptr. FLAT and CORNERS:
-    a score whose lookup may be the same all over a tile (`longspan.kernels.triton.flat`), or None.
+    item that was cut. `q_ptr`, `q_stride`: the tensor that q_desc describes. Given `done_ptr`, results of tiles of queries whose `complete`
+    is 1 go there instead of to out_ptr. FLAT and CORNERS: a score whose lookup may be the same all over a tile
+    (`longspan.kernels.triton.flat`), or None.
     """
     dtype: gl.constexpr = q_desc.dtype
     q_s = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, HALF, DP], q_desc.layout)
@@ -455,8 +459,8 @@ def forward_kernel(
                 1, MASK, SCORE, FLAT, CORNERS, FOLD, N, E, EP, STAGES,
             )),
             (_scheduler, (
-                counter, items, pieces, order, full, partial, counts, complete, q_side, rows, tiles, heads, group, q_len, item_s,
-                near, bars, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS,
+                q_ptr, q_stride, counter, items, pieces, order, full, partial, counts, complete, q_side, rows, tiles, heads, group, q_len,
+                item_s, near, bars, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
             )),
             (_loader, (
                 q_desc, k_desc, v_desc, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, item_s, where, near, bars,

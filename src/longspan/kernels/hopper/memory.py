@@ -1,4 +1,4 @@
-"""Tiles of 64 rows between registers and memory. Rows may be strided; columns are contiguous."""
+"""Tiles of 64 rows between registers and memory, and rows on their way into the cache. Rows may be strided; columns are contiguous."""
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
 # mypy: allow-untyped-defs
@@ -41,3 +41,22 @@ def store_tile(base, value, row, left, stride, D: gl.constexpr, DP: gl.constexpr
     rows = gl.convert_layout(value.to(base.dtype.element_ty), layout)
     at, inside = _places(base, row, left, stride, D, DP, layout)
     gl.store(at, rows, mask=inside)
+
+
+@gluon.jit
+def fetch_rows(base, row, left, stride, D: gl.constexpr, ROWS: gl.constexpr):
+    """Have the L2 cache fetch D columns of up to ROWS rows from row `row` on, for who reads them next. Of these `left` exist; where that is
+    0 or less, the last one before them.
+    """
+    BYTES: gl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
+    LINES: gl.constexpr = (D * BYTES + 127) // 128  # of a row
+    AT_ONCE: gl.constexpr = 32 * gl.num_warps()
+    lane = gl.arange(0, AT_ONCE, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    # Which is ROWS · LINES, but the compiler does not know it: all places at once would be more than a serving warp has registers for.
+    end = ROWS * LINES + (left >> 30)
+    for first in range(0, end, AT_ONCE):
+        i = first + lane
+        at = base + wide(row + gl.minimum(i // LINES, left - 1)) * stride + gl.minimum(i % LINES * (128 // BYTES), D - 1)
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1
+        )

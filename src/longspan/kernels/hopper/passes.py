@@ -37,8 +37,8 @@ class HopperCall(Call):
         (`Work.complete`) go there instead of to `result.out`.
         """
         before = (None, None, None) if old is None else (old.out, old.lse, old.peak)
-        tensors = (self.q, self.k, self.v, result.out, result.lse, result.peak, *before, done)
-        strided = (result.out, result.out if old is None else old.out, result.out if done is None else done)
+        tensors = (self.q, self.k, self.v, result.out, result.lse, result.peak, *before, done, self.q)
+        strided = (result.out, result.out if old is None else old.out, result.out if done is None else done, self.q)
         assert done is None or self.work.complete is not None
         # `completed` tells launches apart that are kept for the same table.
         completed = None if done is None or self.work.complete is None else bytes(self.work.complete.tolist())
