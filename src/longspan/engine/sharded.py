@@ -1,7 +1,8 @@
 """Attention over a mesh: fetch the next step's keys, compute this one's, nothing else. The same backwards.
 
 Legend as in `longspan.kernels.protocol`; B, H, G, Q, K are of this rank's shards (after the Ulysses transpose, where there is one).
-A step's keys and values lie token by token in one buffer [T, B, G, D + E], as they were received; kernels read views of it.
+A step's keys and values lie token by token as they were received, side by side in one buffer [T, B, G, D + E] or, where they are many, in
+two; kernels read views of them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from longspan.kernels.protocol import Grads, Kernel, State, Work, like_query, st
 from longspan.kernels.registry import choose
 from longspan.kernels.rows import add_last_rows, add_rows_, copy_rows_, split_rows
 from longspan.plan.plan import PlanData
+
+# Bytes of a shard's keys and values from which they travel apart: then each tensor that lies token by token, as a projection leaves it, is
+# sent from where it lies. To lay fewer side by side takes less time than to begin a second exchange.
+APART_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,54 +136,69 @@ class Call:
 class _Keys:
     """Keys and values step by step: the local ones as they are, the others as they arrive, one step ahead of their use.
 
-    In a joined schedule the local ones are packed where the first step's others arrive, so that one buffer holds both.
+    In a joined schedule the local ones are copied to where the first step's others arrive, so that one buffer holds both.
     """
 
     def __init__(self, call: Call, k: Tensor, v: Tensor, steps: Sequence[Step], what: str) -> None:
         self.call, self.k, self.v, self.steps, self.what = call, k, v, steps, what
         self.width = k.shape[3] + v.shape[3]
         self.group: Group | None = None
-        self.under_way: dict[int, tuple[Tensor, list[Pending]]] = {}
+        self.under_way: dict[int, tuple[list[Tensor], list[Pending]]] = {}
         if any(step.arrivals for step in steps):
             assert call.data.ring is not None
             self.group = call.data.mesh.group(call.data.ring)
-            self.first, self.packed = self._pack()
+            apart = self._apart()
+            self.kinds = (f"keys, {what}", f"values, {what}") if apart else (what,)
+            self.first = [self._rows(kind, room=steps[0].arriving) for kind in ([[k], [v]] if apart else [[k, v]])]
             self.fetch(0)
 
     @property
     def per_row(self) -> bool:
         return self.call.data.rows > 1
 
-    def _pack(self) -> tuple[Tensor, Tensor]:
-        """(the first step's buffer, its rows of local keys). Keys and values lie side by side, token by token: rows [S, B·G·(D + E)], or
-        [B·S, G·(D + E)] where batch rows differ.
+    def _apart(self) -> bool:
+        """Whether keys and values travel in exchanges of their own. The same on every rank: of sizes alone, not of how tensors lie."""
+        keys = self.call.data.inner[1]
+        batch, groups, _, _ = self.k.shape
+        return keys.length // keys.ranks * batch * groups * self.width * self.k.element_size() >= APART_BYTES
+
+    def _rows(self, tensors: Sequence[Tensor], *, room: int) -> Tensor:
+        """Local keys, values or both side by side, token by token: rows [S, B·G·W], or [B·S, G·W] where batch rows differ, and after them
+        room for more. One tensor that lies like this already is not copied where no room is asked for.
         """
-        batch, groups, length, dim = self.k.shape
         order = (0, 2, 1, 3) if self.per_row else (2, 0, 1, 3)
-        shape = (batch, length, groups, self.width) if self.per_row else (length, batch, groups, self.width)
-        rows = batch * length if self.per_row else length
-        buffer = self.k.new_empty((rows + self.steps[0].arriving, (groups if self.per_row else batch * groups) * self.width))
-        packed = buffer[:rows]
-        copy_rows_(packed.view(shape)[..., :dim], self.k.permute(order))
-        copy_rows_(packed.view(shape)[..., dim:], self.v.permute(order))
-        return buffer, packed
+        turned = [t.permute(order) for t in tensors]
+        shape = torch.Size((*turned[0].shape[:3], sum(t.shape[3] for t in turned)))
+        outer = 2 if self.per_row else 1
+        rows, width = shape[:outer].numel(), shape[outer:].numel()
+        if len(turned) == 1 and not room and turned[0].is_contiguous():
+            return turned[0].view(rows, width)
+        buffer = self.k.new_empty((rows + room, width))
+        start = 0
+        for t in turned:
+            copy_rows_(buffer[:rows].view(shape)[..., start : start + t.shape[3]], t)
+            start += t.shape[3]
+        return buffer
 
     def fetch(self, i: int) -> None:
         """Begin the exchanges of step i."""
         if i >= len(self.steps) or not self.steps[i].arrivals:
             return
         assert self.group is not None
-        buffer = self.packed.new_empty((self.steps[i].tokens, self.packed.shape[1])) if i else self.first
+        step, first = self.steps[i], self.steps[0]
+        buffers = [rows.new_empty((step.tokens, rows.shape[1])) for rows in self.first] if i else self.first
+        local = [rows[: len(rows) - first.arriving] for rows in self.first]
         pending = []
-        for arrival in self.steps[i].arrivals:
-            out, what = buffer[arrival.start : arrival.stop], f"{arrival.what}, {self.what}"
-            if arrival.in_pieces:
-                pieces = [rows.take(self.packed) for rows in arrival.home]
-                pending.append(self.group.all_to_all_pieces(out, pieces, arrival.arriving, what=what))
-            else:
-                sent = arrival.sent.take(self.packed)
-                pending.append(self.group.all_to_all(out, sent, arrival.arriving, arrival.leaving, what=what))
-        self.under_way[i] = buffer, pending
+        for arrival in step.arrivals:
+            for kind, rows, buffer in zip(self.kinds, local, buffers, strict=True):
+                out, what = buffer[arrival.start : arrival.stop], f"{arrival.what}, {kind}"
+                if arrival.in_pieces:
+                    pieces = [part.take(rows) for part in arrival.home]
+                    pending.append(self.group.all_to_all_pieces(out, pieces, arrival.arriving, what=what))
+                else:
+                    sent = arrival.sent.take(rows)
+                    pending.append(self.group.all_to_all(out, sent, arrival.arriving, arrival.leaving, what=what))
+        self.under_way[i] = buffers, pending
 
     def take(self, i: int) -> list[tuple[Tensor, Tensor]]:
         """(k, v) of step i for each of its parts, waited for."""
@@ -188,16 +208,27 @@ class _Keys:
                 return [(self.k[p : p + 1], self.v[p : p + 1]) for p in range(len(parts))]
             own = self.steps[i].own
             return [(self.k[:, :, own.start : own.stop], self.v[:, :, own.start : own.stop])]
-        buffer, pending = self.under_way.pop(i)
+        buffers, pending = self.under_way.pop(i)
         for p in pending:
             p.wait()
-        return [self.views(buffer if part.rows is None else part.rows.take(buffer)) for part in parts]
+        found = []
+        for part in parts:
+            taken = [buffer if part.rows is None else part.rows.take(buffer) for buffer in buffers]
+            if len(taken) == 1:
+                found.append(self.views(taken[0]))
+            else:
+                found.append((self._view(taken[0], self.k.shape[3]), self._view(taken[1], self.v.shape[3])))
+        return found
 
     def views(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of a buffer as k [B, G, T, D] and v [B, G, T, E]."""
-        batch, groups, _, dim = self.k.shape
-        whole = rows.view(rows.shape[0], 1 if self.per_row else batch, groups, self.width).permute(1, 2, 0, 3)
-        return whole[..., :dim], whole[..., dim:]
+        """Rows of keys and values side by side as k [B, G, T, D] and v [B, G, T, E]."""
+        both, dim = self._view(rows, self.width), self.k.shape[3]
+        return both[..., :dim], both[..., dim:]
+
+    def _view(self, rows: Tensor, width: int) -> Tensor:
+        """Rows as [B, G, T, width]."""
+        batch, groups, _, _ = self.k.shape
+        return rows.view(rows.shape[0], 1 if self.per_row else batch, groups, width).permute(1, 2, 0, 3)
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *, peak: bool) -> tuple[Tensor, Tensor, Tensor | None]:

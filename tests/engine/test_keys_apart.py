@@ -1,0 +1,115 @@
+"""Many keys and values travel in exchanges of their own, sent from where they lie: the same numbers as side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.sharded import Problem, Results, check_budget, mask_named, summed
+from torch import Tensor
+
+import longspan as ls
+from longspan.engine import sharded
+from longspan.testing import run_processes, virtual_world
+
+WAYS: dict[str, dict[str, Any]] = {
+    "ring": {"strategy": "ring", "layout": "head_tail"},
+    "all-gather": {"strategy": "allgather", "layout": "contiguous"},
+    "exchange": {"strategy": "exchange", "layout": "round_robin", "stages": 2},
+    "at once": {"strategy": "exchange", "layout": "auto", "stages": 1, "overlap": False},
+}
+PER_ROW = ls.mask_mod(lambda b, h, q, kv: (q >= kv) & (q - kv < 30 + 50 * b))
+
+
+def by_token(t: Tensor) -> Tensor:
+    """As a projection leaves it: token by token in memory."""
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def problem(mask: Any, *, batch: int = 2, **options: Any) -> Problem:
+    return Problem(mask=mask, score="alibi", q_len=203, kv_len=203, batch=batch, heads=6, kv_heads=3, **options)
+
+
+def over(p: Problem, shape: Any, lay: Callable[[Tensor, int], Tensor], **options: Any) -> tuple[dict[str, Tensor], list[str], int]:
+    """(whole results, what was exchanged, bytes) over a virtual world; `lay(t, rank)` lays a rank's keys and values out in memory."""
+    world = virtual_world(shape)
+    made = p.plan(ls.Mesh.abstract(shape), **options)
+
+    def rank(mesh: Any) -> dict[str, Tensor]:
+        def attend(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Any:
+            return ls.attention(q, lay(k, mesh.rank), lay(v, mesh.rank), **rest)
+
+        return p.on_rank(made.on(mesh), attend=attend)
+
+    found = world.run(rank)
+    kept = [e for e in world.exchanges if "stage" in e.what]
+    return summed(found), [e.what for e in kept], sum(int(e.bytes.sum()) for e in kept)
+
+
+@pytest.mark.parametrize("mask", ["causal", "rows differ"])
+@pytest.mark.parametrize("way", WAYS)
+def test_apart_gives_the_bits_of_side_by_side_however_keys_lie(way: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = problem(ls.causal() if mask == "causal" else PER_ROW)
+    right, names, size = over(p, 4, lambda t, _: t, **WAYS[way])
+    monkeypatch.setattr(sharded, "APART_BYTES", 0)
+    lays: list[Callable[[Tensor, int], Tensor]] = [lambda t, _: t, lambda t, _: by_token(t), lambda t, rank: by_token(t) if rank % 2 else t]
+    for lay in lays:  # the last: ranks need not agree on it
+        got, apart, moved = over(p, 4, lay, **WAYS[way])
+        for name, want in right.items():
+            assert torch.equal(got[name], want), name
+        assert moved == size
+    gradients = [n for n in names if "way home" in n]
+    assert len(apart) == 2 * (len(names) - len(gradients)) + len(gradients)
+    for kind in ("keys, forward", "values, forward", "keys, backward", "values, backward"):
+        assert sum(kind in n for n in apart) * 4 == len(apart) - len(gradients)
+
+
+def test_keys_that_lie_token_by_token_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[tuple[int, ...]] = []
+    monkeypatch.setattr(sharded, "APART_BYTES", 0)
+    monkeypatch.setattr(sharded, "copy_rows_", lambda out, x: (copied.append(x.shape), out.copy_(x)))
+    over(problem(ls.causal(), batch=1), 3, lambda t, _: by_token(t), **WAYS["ring"])
+    over(problem(PER_ROW), 3, lambda t, _: by_token(t), **WAYS["exchange"])  # rows that are laid out differently
+    assert not copied
+    over(problem(ls.causal(), batch=1), 3, lambda t, _: by_token(t), **WAYS["at once"])  # one buffer for local keys and others
+    assert copied
+
+
+def test_what_travels_apart_is_a_matter_of_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = problem(ls.causal(), dtype=torch.float32)
+    shard = 203 // 4 * p.batch * p.kv_heads * (p.dim + p.value_dim) * 4
+    for limit, apart in ((shard, True), (shard + 1, False)):
+        monkeypatch.setattr(sharded, "APART_BYTES", limit)
+        _, names, _ = over(p, 4, lambda t, _: t, **WAYS["ring"])
+        assert any("values" in n for n in names) == apart
+
+
+def test_a_rank_without_keys_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded, "APART_BYTES", 0)
+    p = Problem(mask=ls.causal(), score="none", q_len=203, kv_len=203, batch=1, heads=4, kv_heads=2)
+    right = p.by_oracle()
+    got, _, _ = over(p, 9, lambda t, _: by_token(t), strategy="ring", layout="contiguous")
+    for name in right.values:
+        assert Results(got).error(right, name) < 1e-11, name
+
+
+def _rank(_: Any = None) -> dict[str, Tensor]:
+    sharded.APART_BYTES = 0
+    p = Problem(
+        mask=mask_named("documents", 203, ""), score="softcap", q_len=203, kv_len=203, batch=1, heads=6, kv_heads=3, dtype=torch.bfloat16
+    )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Any:
+        return ls.attention(q, by_token(k), v, **rest)
+
+    return p.on_rank(p.plan(dist.group.WORLD, strategy="exchange", layout="auto"), attend=attend)
+
+
+def test_real_processes_send_keys_and_values_apart() -> None:
+    p = Problem(
+        mask=mask_named("documents", 203, ""), score="softcap", q_len=203, kv_len=203, batch=1, heads=6, kv_heads=3, dtype=torch.bfloat16
+    )
+    check_budget(p, Results(summed(run_processes(_rank, 2, None))))
