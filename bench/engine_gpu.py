@@ -3,7 +3,8 @@
     PYTHONPATH=src python bench/engine_gpu.py [--case S N] [--kernel NAME] [--kv-heads N] [--way NAME …] [--link KIND …]
         [--profile] [--json]
 
-Causal, B 1, H 32, D 128, bfloat16, forward and backward; head-tail layout; ring, exchange, an exchange of one stage, and one whose local
+Causal, B 1, H 32, D 128, bfloat16, keys and values as projections leave them (token by token in memory; for torch's ring, which would copy
+them, head by head), forward and backward; head-tail layout; ring, exchange, an exchange of one stage, and one whose local
 keys are computed with what it brings ("at once"; in both memory grows with the sequence); "bf16 grads" travel home in half the bytes. One
 GPU plays single ranks of the mesh, one after the other (the first, the middle and the last); the slowest counts. What would come from other
 ranks is copied from the rank's own rows on the same GPU, or, where a row says "no copies", left out: then what is counted is all that a
@@ -75,9 +76,15 @@ class Clock:
 
 
 def qkv(tokens: int, kv_heads: int = HEADS) -> list[Tensor]:
+    """As projections leave them: token by token in memory."""
     torch.manual_seed(0)
     heads = (HEADS, kv_heads, kv_heads)
-    return [torch.randn(1, h, tokens, DIM, device="cuda", dtype=torch.bfloat16).requires_grad_() for h in heads]
+    return [torch.randn(1, tokens, h, DIM, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for h in heads]
+
+
+def by_head(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """As torch's ring sends them: head by head. It would copy others."""
+    return [t.detach().contiguous() for t in tensors]
 
 
 def both(call: Callable[[], Tensor], inputs: list[Tensor], clock: Clock) -> dict[str, dict[str, float]]:
@@ -181,7 +188,7 @@ def torch_ring(tokens: int, ranks: int, backend: str, clock: Clock, known: dict[
         known[tokens, backend] = _times(
             lambda q, k, v: op(q, k, v, is_causal=True, **options),
             lambda g, q, k, v, r: back(grad_out=g, query=q, key=k, value=v, out=r[0], logsumexp=r[1], is_causal=True, **saved(r)),
-            [t.detach() for t in qkv(tokens)],
+            by_head(qkv(tokens)),
             clock,
         )
     whole = known[tokens, backend]
@@ -195,7 +202,7 @@ def torch_ring(tokens: int, ranks: int, backend: str, clock: Clock, known: dict[
                     object(), 2, back, grad_out=g, grad_out_name="grad_out", query=q, key=k, value=v, out=r[0], logsumexp=r[1],
                     is_causal=True, **saved(r),
                 ),
-                [t.detach() for t in qkv(tokens // ranks)],
+                by_head(qkv(tokens // ranks)),
                 clock,
             )
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor
 
 import longspan as ls
 from longspan.engine import sharded
+from longspan.kernels.cpu import CpuKernel
+from longspan.kernels.protocol import Work
 from longspan.testing import run_processes, virtual_world
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -78,6 +81,40 @@ def test_keys_that_lie_token_by_token_are_not_copied(monkeypatch: pytest.MonkeyP
     assert copied
 
 
+@pytest.mark.parametrize("mask", ["causal", "documents", "rows differ"])
+def test_a_kernel_that_joins_keys_gets_local_ones_from_where_they_lie(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = {"causal": ls.causal(), "documents": mask_named("documents", 203, ""), "rows differ": PER_ROW}
+    p = problem(masks[mask])
+    right, names, size = over(p, 4, lambda t, _: by_token(t), **WAYS["at once"])
+    places: list[tuple[int, int]] = []
+    forward, backward = CpuKernel.forward, CpuKernel.backward
+
+    def joined(work: Work, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Work]:
+        if work.own is None:
+            return k, v, work
+        places.append((work.own[0].shape[2], k.shape[2]))
+        return torch.cat([work.own[0], k], 2), torch.cat([work.own[1], v], 2), replace(work, own=None)
+
+    def joining_forward(self: CpuKernel, q: Tensor, k: Tensor, v: Tensor, work: Work, **rest: Any) -> Any:
+        return forward(self, q, *joined(work, k, v), **rest)
+
+    def joining_backward(self: CpuKernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *more: Any, **rest: Any) -> Any:
+        k, v, work = joined(more[2], k, v)
+        return backward(self, q, k, v, out, lse, more[0], more[1], work, **rest)
+
+    monkeypatch.setattr(sharded, "APART_BYTES", 0)
+    monkeypatch.setattr(CpuKernel, "joins", True)
+    monkeypatch.setattr(CpuKernel, "forward", joining_forward)
+    monkeypatch.setattr(CpuKernel, "backward", joining_backward)
+    got, apart, moved = over(p, 4, lambda t, _: by_token(t), **WAYS["at once"])
+    for name, want in right.items():
+        assert torch.equal(got[name], want), name
+    assert moved == size and len(apart) > len(names)
+    assert bool(places) == (mask != "rows differ")  # whose rows lie scattered in a buffer
+    over(p, 4, lambda t, _: by_token(t), **WAYS["ring"])
+    assert len(places) in (0, 2 * 4)  # both passes of four ranks; in a ring local keys have a step to themselves
+
+
 def test_what_travels_apart_is_a_matter_of_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem(ls.causal(), dtype=torch.float32)
     shard = 203 // 4 * p.batch * p.kv_heads * (p.dim + p.value_dim) * 4
@@ -113,3 +150,28 @@ def test_real_processes_send_keys_and_values_apart() -> None:
         mask=mask_named("documents", 203, ""), score="softcap", q_len=203, kv_len=203, batch=1, heads=6, kv_heads=3, dtype=torch.bfloat16
     )
     check_budget(p, Results(summed(run_processes(_rank, 2, None))))
+
+
+GPU_WAYS = [("at once", 4, 128), ("at once", 3, 64), ("ring", 3, 128), ("at once", 9, 96)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("way", "ranks", "dim"), GPU_WAYS)
+def test_on_a_gpu_keys_from_two_places_give_the_bits_of_one(way: str, ranks: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = Problem(
+        mask=mask_named("documents", 3001, ""), score="none", q_len=3001, kv_len=3001, batch=1, heads=8, kv_heads=2, dim=dim, value_dim=dim,
+        dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        right, _, _ = over(p, ranks, lambda t, _: t, **WAYS[way])
+        monkeypatch.setattr(sharded, "APART_BYTES", 0)
+        for lay in (lambda t, _: t, lambda t, _: by_token(t)):
+            got, names, _ = over(p, ranks, lay, **WAYS[way])
+            assert any("values" in n for n in names)
+            for name, want in right.items():
+                assert torch.equal(got[name], want), name
+    finally:
+        torch.use_deterministic_algorithms(False)
+    fast, _, _ = over(p, ranks, lambda t, _: by_token(t), **WAYS[way])
+    check_budget(p, Results(fast))

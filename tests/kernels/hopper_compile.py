@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 import longspan as ls
 from longspan.kernels.hopper import HopperKernel
-from longspan.kernels.protocol import State, Tiling, Work
+from longspan.kernels.protocol import Grads, State, Tiling, Work
 from longspan.masks.joint import joint_of
 from longspan.masks.tracing import trace
 
@@ -76,7 +76,9 @@ def softcap(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def one_call(dims: tuple[int, int], dtype: torch.dtype, *, scored: bool, staged: bool) -> None:
-    """Both passes of one call; `staged`: folded into a state, tiles by arrays, gradients added; and once with rows that are complete."""
+    """Both passes of one call; `staged`: folded into a state, tiles by arrays, gradients added; and with rows that are complete, and with
+    keys from two places.
+    """
     q, k, v = (torch.randn(1, h, 400, d, dtype=dtype) for h, d in ((4, dims[0]), (2, dims[0]), (2, dims[1])))
     traced = trace(documents, "mask")
     tiles = Tiling(length=400, block=128)
@@ -97,7 +99,14 @@ def one_call(dims: tuple[int, int], dtype: torch.dtype, *, scored: bool, staged:
         for before in (None, State(out=torch.zeros(1, 4, 400, dims[1]), lse=torch.zeros(1, 4, 400))):
             assert of.forward(q, k, v, some, state=before, final=False, peak=False).done is not None
     out = found.out.to(dtype)
-    of.backward(q, k, v, out, found.lse, torch.randn_like(out), None, work, needs=[True] * scored, wide=staged)
+    grad = torch.randn_like(out)
+    of.backward(q, k, v, out, found.lse, grad, None, work, needs=[True] * scored, wide=staged)
+    if staged:  # keys from two places
+        apart = replace(work, own=(k[:, :, :128], v[:, :, :128]))
+        rest = k[:, :, 128:], v[:, :, 128:]
+        of.forward(q, *rest, apart, state=None, final=True, peak=False)
+        into = Grads(q=torch.zeros(q.shape), k=torch.zeros(k.shape), v=torch.zeros(v.shape), captured=[None] * scored)
+        of.backward(q, *rest, out, found.lse, grad, None, apart, needs=[False] * scored, wide=True, into=into)
 
 
 def assembled(code: Any) -> str:

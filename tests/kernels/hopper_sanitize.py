@@ -18,6 +18,7 @@ from torch import Tensor
 
 import longspan as ls
 from longspan.kernels.hopper import HopperKernel
+from longspan.kernels.protocol import Grads
 
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 BIAS = torch.linspace(-1, 1, 4)
@@ -64,6 +65,28 @@ def in_two_stages(dims: tuple[int, int], *, device: str = "cuda") -> None:
     print("rows complete before the last stage", dims, flush=True)
 
 
+def from_two_places(dims: tuple[int, int], *, device: str = "cuda") -> None:
+    """Both passes over keys of which the first 200 lie apart."""
+    q, k, v = (
+        torch.randn(1, h, n, d, device=device, dtype=torch.bfloat16)
+        for h, n, d in ((4, 300, dims[0]), (2, 400, dims[0]), (2, 400, dims[1]))
+    )
+    work = work_of(lambda b, h, q, kv: q >= kv, ((100, 300),), ((100, 200), (0, 100), (300, 100)), block=128)
+    work = replace(work, own=tuple(t[:, :, :200].contiguous() for t in (k, v)))
+    rest = [t[:, :, 200:].contiguous() for t in (k, v)]
+    of = HopperKernel()
+    for fixed in (False, True):
+        torch.use_deterministic_algorithms(fixed, warn_only=True)
+        found = of.forward(q, *rest, work, state=None, final=True, peak=False)
+        into = Grads(
+            q=torch.zeros(q.shape, device=device), k=torch.zeros(k.shape, device=device), v=torch.zeros(v.shape, device=device), captured=[]
+        )
+        of.backward(q, *rest, found.out, found.lse, torch.randn_like(found.out), None, work, needs=[], wide=True, into=into)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    print("keys from two places", dims, flush=True)
+
+
 def main() -> None:
     bias = BIAS.cuda().requires_grad_()
     for dims in DIMS:
@@ -83,6 +106,8 @@ def main() -> None:
     one("cut, and folded into a state", (64, 64), mask=ls.full(), tokens=140, keys=2100, sink=True)
     for dims in DIMS:
         in_two_stages(dims)
+    for dims in DIMS[:3]:
+        from_two_places(dims)
 
 
 if __name__ == "__main__":

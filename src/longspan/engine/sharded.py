@@ -58,7 +58,7 @@ class Call:
         found: list[Tensor] = self.data._keep(("captured", device), lambda: [t.to(device) for t in self.data.mask.captured])
         return found
 
-    def work(self, part: Part, q: Tensor, row: int, *, backward: bool) -> Work:
+    def work(self, part: Part, q: Tensor, row: int, *, backward: bool, own: tuple[Tensor, Tensor] | None = None) -> Work:
         return Work(
             table=part.table,
             q_tiles=part.q_tiles,
@@ -73,6 +73,7 @@ class Call:
             first_head=0 if self.own_heads is None else self.own_heads.start,
             mask_is_fixed=True,  # copies of the plan's own
             complete=None if backward else part.complete,
+            own=own,
         )
 
     def route(self, q: Tensor, k: Tensor, v: Tensor, *, sink: bool, backward: bool) -> tuple[Kernel, Itinerary]:
@@ -136,20 +137,25 @@ class Call:
 class _Keys:
     """Keys and values step by step: the local ones as they are, the others as they arrive, one step ahead of their use.
 
-    In a joined schedule the local ones are copied to where the first step's others arrive, so that one buffer holds both.
+    In a joined schedule the local ones are copied to where the first step's others arrive, so that one buffer holds both; unless they
+    travel apart and the kernel `joins` them from where they lie.
     """
 
-    def __init__(self, call: Call, k: Tensor, v: Tensor, steps: Sequence[Step], what: str) -> None:
+    def __init__(self, call: Call, k: Tensor, v: Tensor, steps: Sequence[Step], what: str, *, joins: bool) -> None:
         self.call, self.k, self.v, self.steps, self.what = call, k, v, steps, what
         self.width = k.shape[3] + v.shape[3]
         self.group: Group | None = None
+        self.two_places = False
         self.under_way: dict[int, tuple[list[Tensor], list[Pending]]] = {}
         if any(step.arrivals for step in steps):
             assert call.data.ring is not None
             self.group = call.data.mesh.group(call.data.ring)
             apart = self._apart()
             self.kinds = (f"keys, {what}", f"values, {what}") if apart else (what,)
-            self.first = [self._rows(kind, room=steps[0].arriving) for kind in ([[k], [v]] if apart else [[k, v]])]
+            self.two_places = apart and joins and bool(steps[0].arrivals) and not self.per_row
+            room = 0 if self.two_places else steps[0].arriving
+            self.first = [self._rows(kind, room=room) for kind in ([[k], [v]] if apart else [[k, v]])]
+            self.local = [rows[: len(rows) - room] for rows in self.first]
             self.fetch(0)
 
     @property
@@ -185,13 +191,14 @@ class _Keys:
         if i >= len(self.steps) or not self.steps[i].arrivals:
             return
         assert self.group is not None
-        step, first = self.steps[i], self.steps[0]
-        buffers = [rows.new_empty((step.tokens, rows.shape[1])) for rows in self.first] if i else self.first
-        local = [rows[: len(rows) - first.arriving] for rows in self.first]
+        step = self.steps[i]
+        alone = i > 0 or self.two_places  # what arrives has a buffer to itself
+        buffers = [rows.new_empty((step.arriving, rows.shape[1])) for rows in self.first] if alone else self.first
+        before = len(step.own) if alone else 0
         pending = []
         for arrival in step.arrivals:
-            for kind, rows, buffer in zip(self.kinds, local, buffers, strict=True):
-                out, what = buffer[arrival.start : arrival.stop], f"{arrival.what}, {kind}"
+            for kind, rows, buffer in zip(self.kinds, self.local, buffers, strict=True):
+                out, what = buffer[arrival.start - before : arrival.stop - before], f"{arrival.what}, {kind}"
                 if arrival.in_pieces:
                     pieces = [part.take(rows) for part in arrival.home]
                     pending.append(self.group.all_to_all_pieces(out, pieces, arrival.arriving, what=what))
@@ -199,6 +206,10 @@ class _Keys:
                     sent = arrival.sent.take(rows)
                     pending.append(self.group.all_to_all(out, sent, arrival.arriving, arrival.leaving, what=what))
         self.under_way[i] = buffers, pending
+
+    def own(self, i: int) -> tuple[Tensor, Tensor] | None:
+        """(k, v) of step i that what `take` gives does not hold."""
+        return (self.k, self.v) if i == 0 and self.two_places else None
 
     def take(self, i: int) -> list[tuple[Tensor, Tensor]]:
         """(k, v) of step i for each of its parts, waited for."""
@@ -246,7 +257,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *,
 
 def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *, peak: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     kernel, route = call.route(q, k, v, sink=sink is not None, backward=False)
-    keys = _Keys(call, k, v, route.steps, "forward")
+    keys = _Keys(call, k, v, route.steps, "forward", joins=kernel.joins)
     queries = [q] if call.data.rows == 1 else list(q.split(1))
     states: list[State | None] = [sink_state(sink, part, v, peak) for part in queries]
     for i, step in enumerate(route.steps):
@@ -256,7 +267,7 @@ def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *
             last = i == route.last[p]
             if part.empty and not last:
                 continue
-            work = call.work(part, q, p, backward=False)
+            work = call.work(part, q, p, backward=False, own=keys.own(i))
             states[p] = kernel.forward(queries[p], k_part, v_part, work, state=states[p], final=last, peak=peak)
     done = [s for s in states if s is not None]
     if len(done) == 1:
@@ -325,7 +336,7 @@ def _backward(
     kernel.check(call.work(route.steps[0].parts[0], q, 0, backward=True), q, needs)  # before others wait for what this rank sends
     delta = kernel.delta(out, grad_out, grad_lse)
     dsink = sink_gradient(sink, lse, delta)
-    keys = _Keys(call, k, v, route.steps, "backward")
+    keys = _Keys(call, k, v, route.steps, "backward", joins=kernel.joins)
     lanes = Lanes(q.device, two=call.apart(kernel, route, q, v, keys.group, needs))
     total = _Totals(call, q, k, v, needs, keys, lanes, narrow=kernel.rounds_once)
     row_of = (lambda p: slice(p, p + 1)) if call.data.rows > 1 else (lambda p: slice(None))
@@ -343,7 +354,7 @@ def _backward(
                         into.v.zero_()
                     else:
                         r = row_of(p)
-                        work = call.work(part, q, p, backward=True)
+                        work = call.work(part, q, p, backward=True, own=keys.own(i))
                         kernel.backward(
                             q[r], k_part, v_part, out[r], lse[r], grad_out[r], None if grad_lse is None else grad_lse[r], work,
                             needs=needs, wide=True, delta=delta[r], into=into,

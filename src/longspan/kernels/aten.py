@@ -37,6 +37,7 @@ class AtenKernel:
 
     backend: Backend
     rounds_once: ClassVar[bool] = False
+    joins: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -133,6 +134,7 @@ class AnyAtenKernel:
 
     name = "aten"
     rounds_once = False
+    joins = False
 
     def pick(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> AtenKernel | str:
         """The backend for a piece of work, or why none takes it."""

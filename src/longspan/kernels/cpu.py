@@ -43,6 +43,7 @@ class CpuKernel:
 
     name: str = "cpu"
     rounds_once: ClassVar[bool] = False
+    joins: ClassVar[bool] = False
 
     def check(self, work: Work, q: Tensor, needs: Sequence[bool] = ()) -> None:
         pass

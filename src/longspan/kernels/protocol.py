@@ -87,6 +87,9 @@ class Work:
     `complete` [q tiles], bool: tiles of queries that are complete with this stage, though others are not: their rows see something in it,
     in all heads, and nothing in later ones. Given in all such stages or in none, and only where every tile is complete with some stage, so
     that in the last one exactly those see nothing that were complete before. A kernel may write them to `State.done`.
+
+    `own`: (k, v) of the first rows of `kv_tiles`, where they lie apart: the k and v beside this work hold the others then, and no tile lies
+    in both. For kernels that join them (`Kernel.joins`).
     """
 
     table: BlockTable
@@ -102,6 +105,7 @@ class Work:
     first_head: int = 0
     mask_is_fixed: bool = False
     complete: Tensor | None = None
+    own: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -143,6 +147,10 @@ class Kernel(Protocol):
     @property
     def rounds_once(self) -> bool:
         """Whether `backward` writes gradients of k and v once, when they are complete: then `into` may hold them in a narrow dtype."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether it takes keys from two places (`Work.own`); backward, with `into` only."""
 
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
         """Why this kernel cannot do this work, or None if it can."""

@@ -111,7 +111,8 @@ def usual(device: torch.device) -> Literal["hopper", "triton"]:
     """What `auto` takes on a CUDA device, in half precision, where nothing was measured to be faster."""
     if not has_gluon():
         return "triton"
-    from longspan.kernels.hopper.kernel import HOPPER, tested
+    from longspan.kernels.hopper.config import HOPPER
+    from longspan.kernels.hopper.kernel import tested
 
     return "hopper" if tested() and _capability(device) == HOPPER else "triton"
 

@@ -26,7 +26,7 @@ from longspan.kernels.hopper.shared import barriers, numbers, place_of, read_num
 from longspan.kernels.triton.library import LOG2_E
 from longspan.kernels.triton.tiles import wide
 
-_DYNAMIC = ["items", "rows", "tiles", "heads", "kv_heads", "shared", "group", "q_len", "kv_len", "first_b", "first_h"]
+_DYNAMIC = ["items", "rows", "tiles", "heads", "kv_heads", "shared", "group", "q_len", "kv_len", "own_rows", "first_b", "first_h"]
 
 
 @gluon.jit
@@ -242,9 +242,9 @@ def _write(dq_ptr, dq_s, steps, dq_bars, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=_DYNAMIC)
 def keys_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr, counter, dk_stride, dv_stride,
+    q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr, own_k_ptr, own_v_ptr, counter, dk_stride, dv_stride,
     order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
-    items, rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, scale, first_b, first_h,
+    items, rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, own_rows, scale, first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
     ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr, REGISTERS: gl.constexpr,
@@ -253,6 +253,7 @@ def keys_kernel(
 
     dQ is for head dims over 64 only. `counter`: one int32, 0. DS: buffers of dS. ALIGNED: the copy engine brings norm and delta too, each
     described as one line [B · H · Q] in tiles of BM: it can where every step's rows begin on 16 bytes of that line. Else they are pointers.
+    Given own_k_ptr and own_v_ptr, those describe the first `own_rows` keys and values, k_ptr and v_ptr the others; dK and dV are of both.
     """
     gl.static_assert(STAGES <= SLOTS, "what a step is must be known until it is computed")
     DQ: gl.constexpr = dq_ptr is not None
@@ -271,6 +272,7 @@ def keys_kernel(
     bars = (barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2))
     q_side = (given(q_side[0]), given(q_side[1]), given(q_side[2]))
     kv_side = (given(kv_side[0]), given(kv_side[1]), given(kv_side[2]))
+    keys, values = (k_ptr, given(own_k_ptr), own_rows), (v_ptr, given(own_v_ptr), own_rows)
     if DQ:
         ds_s = gl.allocate_shared_memory(dtype, [DS, KEYS, BM], gl.NVMMASharedLayout.get_default_for([KEYS, BM], dtype))
         dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dq_ptr.layout)
@@ -291,7 +293,7 @@ def keys_kernel(
                 1, MASK, SCORE, JOINT, True, BM, D, DP, E, EP, STAGES, DS,
             )),
             (walk, (
-                counter, items, q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, order, full, partial, q_side, kv_side,
+                counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, q_side, kv_side,
                 rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, k_s, v_s, stores, item_s, kv_bars, bars,
                 PER_BATCH, PER_HEAD, ALIGNED, BM, STAGES,
             )),
@@ -312,7 +314,7 @@ def keys_kernel(
                 1, MASK, SCORE, JOINT, False, BM, D, DP, E, EP, STAGES, DS,
             )),
             (walk, (
-                counter, items, q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, order, full, partial, q_side, kv_side,
+                counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, q_side, kv_side,
                 rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, k_s, v_s, stores, item_s, kv_bars, bars,
                 PER_BATCH, PER_HEAD, ALIGNED, BM, STAGES,
             )),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+HOPPER = (9, 0)  # compute capability
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:

@@ -20,12 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from longspan.kernels.hopper.given import given
 from longspan.kernels.hopper.memory import fetch_rows, load_tile, store_tile
-from longspan.kernels.hopper.shared import barriers, numbers, place_of, read_number, round_of, rows_of, write_number
+from longspan.kernels.hopper.shared import barriers, bring, numbers, place_of, read_number, round_of, rows_of, write_number
 from longspan.kernels.triton.library import LN_2, LOG2_E
 from longspan.kernels.triton.tiles import place, run_place, span, table_row, wide
 
 _DYNAMIC = [
-    "items", "uncut", "cut", "count", "wide_piece", "rows", "tiles", "heads", "shared", "group", "q_len", "kv_len", "first_b", "first_h",
+    "items", "uncut", "cut", "count", "wide_piece", "rows", "tiles", "heads", "shared", "group", "q_len", "kv_len", "own_rows", "first_b",
+    "first_h",
 ]  # fmt: skip
 GROUPS = gl.constexpr(2)  # warpgroups that compute
 HALF = gl.constexpr(64)  # queries of each
@@ -94,7 +95,7 @@ def _scheduler(
 
 @gluon.jit
 def _loader(
-    q_desc, k_desc, v_desc, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, item_s, where, near, bars,
+    q_desc, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, item_s, where, near, bars,
     N: gl.constexpr, N_SUBS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp that keeps the copy engine busy: an item's queries, and its blocks of keys and values, partial ones first."""
@@ -132,8 +133,7 @@ def _loader(
                 mbarrier.wait(k_empty.index(s), free)
                 write_number(where, 2 * s, pos_from + n * N)
                 write_number(where, 2 * s + 1, left_from - n * N)
-                mbarrier.expect(k_full.index(s), k_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(k_desc, [b, g, row_from + n * N, 0], k_full.index(s), k_s.index(s))
+                bring(keys, b, g, row_from + n * N, k_full.index(s), k_s.index(s))
                 if j == skip:
                     # After the first keys: their place is free before that of the queries is.
                     mbarrier.wait(q_empty, (t & 1) ^ 1)
@@ -141,8 +141,7 @@ def _loader(
                     for c in gl.static_range(GROUPS):
                         tma.async_copy_global_to_shared(q_desc, [b, h, row + c * HALF, 0], q_full, q_s.index(c))
                 mbarrier.wait(v_empty.index(s), free)
-                mbarrier.expect(v_full.index(s), v_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(v_desc, [b, g, row_from + n * N, 0], v_full.index(s), v_s.index(s))
+                bring(values, b, g, row_from + n * N, v_full.index(s), v_s.index(s))
                 if j == ending:
                     mbarrier.arrive(near.index(place_of(t, 2)), count=1)
                 i += 1
@@ -414,9 +413,11 @@ def _consumer(
 @gluon.jit(do_not_specialize=_DYNAMIC)
 def forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, done_ptr, q_ptr,
-    counter, part_out, part_lse, out_stride, old_stride, done_stride, q_stride, order, full, partial, counts, complete, q_side, kv_side,
+    own_k_desc, own_v_desc, counter, part_out, part_lse,
+    out_stride, old_stride, done_stride, q_stride, order, full, partial, counts, complete, q_side, kv_side,
     mask_captured, mask_sizes, score_captured, score_sizes,
-    items, uncut, cut, count, wide_piece, rows, tiles, heads, shared, group, q_len, kv_len, scale, first_b, first_h,
+    items, uncut, cut, count, wide_piece, rows, tiles, heads, shared, group, q_len, kv_len, own_rows, scale,
+    first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, FOLD: gl.constexpr,
     M_SUBS: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, D: gl.constexpr, E: gl.constexpr, DP: gl.constexpr, EP: gl.constexpr,
@@ -425,9 +426,9 @@ def forward_kernel(
     """`counts` [table rows, 2]: how many tiles a row's partial and full runs hold, not both 0 in any of the first `rows` of `order`.
     Each table tile has M_SUBS items of queries and N_SUBS blocks of keys. Of the `items`, those from `uncut` on are pieces
     (`longspan.kernels.hopper.pieces`), each of which leaves a state in part_out and part_lse. `counter`: int32, 0s: one, and two for each
-    item that was cut. `q_ptr`, `q_stride`: the tensor that q_desc describes. Given `done_ptr`, results of tiles of queries whose `complete`
-    is 1 go there instead of to out_ptr. FLAT and CORNERS: a score whose lookup may be the same all over a tile
-    (`longspan.kernels.triton.flat`), or None.
+    item that was cut. `q_ptr`, `q_stride`: the tensor that q_desc describes. Given own_k_desc and own_v_desc, those hold the first
+    `own_rows` keys and values, k_desc and v_desc the others. Given `done_ptr`, results of tiles of queries whose `complete` is 1 go there
+    instead of to out_ptr. FLAT and CORNERS: a score whose lookup may be the same all over a tile (`longspan.kernels.triton.flat`), or None.
     """
     dtype: gl.constexpr = q_desc.dtype
     q_s = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, HALF, DP], q_desc.layout)
@@ -442,6 +443,7 @@ def forward_kernel(
     fence_async_shared()
     peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr = given(peak_ptr), given(old_out_ptr), given(old_lse_ptr), given(old_peak_ptr)
     done_ptr, complete = given(done_ptr), given(complete)
+    keys, values = (k_desc, given(own_k_desc), own_rows), (v_desc, given(own_v_desc), own_rows)
     q_side = (given(q_side[0]), given(q_side[1]), given(q_side[2]))
     kv_side = (given(kv_side[0]), given(kv_side[1]), given(kv_side[2]))
     gl.warp_specialize(
@@ -463,7 +465,7 @@ def forward_kernel(
                 item_s, near, bars, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
             )),
             (_loader, (
-                q_desc, k_desc, v_desc, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, item_s, where, near, bars,
+                q_desc, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, item_s, where, near, bars,
                 N, N_SUBS, STAGES,
             )),
         ],

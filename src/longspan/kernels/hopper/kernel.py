@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
 import triton
 from torch import Tensor
 
-from longspan.kernels.hopper.config import has_backward, one_pass
+from longspan.kernels.hopper.config import HOPPER, has_backward, one_pass
 from longspan.kernels.hopper.passes import HopperCall, streamable, width
 from longspan.kernels.protocol import Grads, State, Work
 from longspan.kernels.triton import launch
@@ -27,7 +28,6 @@ from longspan.kernels.triton.kernel import (
 )
 from longspan.masks.table import BlockTable
 
-HOPPER = (9, 0)
 TILE = 128
 # Gluon is experimental: what its barriers promise, and private names that are needed, may change from version to version.
 TESTED = ((3, 6),)
@@ -56,6 +56,7 @@ class HopperKernel(TritonKernel):
     """
 
     name = "hopper"
+    joins = True
 
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
         if interpreted():
@@ -83,6 +84,7 @@ class HopperKernel(TritonKernel):
         return table.block
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, *, state: State | None, final: bool, peak: bool) -> State:
+        k, v, work = _without_nothing(k, v, work)
         # Past a tile's end the copy engine reads on: what lies there must be rows of other tiles, not memory that nobody wrote.
         if not q.numel() or not k.numel() or not launch.facts(work.kv_tiles).covers:
             return self._forward_by_triton(q, k, v, work, state, final=final, peak=peak)
@@ -99,12 +101,13 @@ class HopperKernel(TritonKernel):
         for start, stop in launch.idle_spans(work.table, work.q_tiles) if fresh else ():
             prefill(result.rows(start, stop), None if old is None else old.rows(start, stop))
         done = _done_rows(q, v, work, done, final=final, peak=peak)
-        call = HopperCall(streamable(q), streamable(k), streamable(v), work, capability=HOPPER, config=None)
+        call = HopperCall(q, k, v, work)
         call.forward(result, old, busy_only=True, done=None if final or work.complete is None else done)
         result.done = None if final else done
         return result
 
     def _forward_by_triton(self, q: Tensor, k: Tensor, v: Tensor, work: Work, state: State | None, *, final: bool, peak: bool) -> State:
+        k, v, work = _in_one(k, v, work)
         result = super().forward(q, k, v, work, state=state, final=final, peak=peak)
         done = _done_rows(q, v, work, None if state is None else state.done, final=final, peak=peak)
         if done is not None and final:
@@ -147,7 +150,10 @@ class HopperKernel(TritonKernel):
         delta: Tensor | None = None,
         into: Grads | None = None,
     ) -> Grads:
+        assert work.own is None or into is not None
+        k, v, work = _without_nothing(k, v, work)
         if not self._cut(q, v, work) or not k.numel():
+            k, v, work = _in_one(k, v, work)
             return super().backward(
                 q, k, v, out, lse, grad_out, grad_lse, work, needs=needs, wide=wide, delta=delta, into=into
             )  # fmt: skip
@@ -155,7 +161,7 @@ class HopperKernel(TritonKernel):
         grads = empty_grads(q, k, v, work, needs, wide=wide) if into is None else into
         zero_uncovered(grads, work, into=into is not None)
         lse, grad_out = lse.contiguous(), streamable(grad_out)
-        call = HopperCall(streamable(q), streamable(k), streamable(v), work, capability=HOPPER, config=None)
+        call = HopperCall(q, k, v, work)
         norm, known = torch.empty_like(lse), delta is not None
         delta = torch.empty_like(lse) if delta is None else delta.contiguous()
         call.rows(None if known else out, grad_out, lse, None if grad_lse is None else grad_lse.float().contiguous(), norm, delta)
@@ -167,6 +173,22 @@ class HopperKernel(TritonKernel):
         call.dkdv(grad_out, norm, delta, grads.k, grads.v, total)
         grads.q = total if wide else total.to(q.dtype)
         return grads
+
+
+def _without_nothing(k: Tensor, v: Tensor, work: Work) -> tuple[Tensor, Tensor, Work]:
+    """The same keys from one place, where the other has none."""
+    if work.own is None or (k.numel() and work.own[0].numel()):
+        return k, v, work
+    k, v = (k, v) if k.numel() else work.own
+    return k, v, replace(work, own=None)
+
+
+def _in_one(k: Tensor, v: Tensor, work: Work) -> tuple[Tensor, Tensor, Work]:
+    """The same keys from one place: a copy."""
+    if work.own is None:
+        return k, v, work
+    own_k, own_v = work.own
+    return torch.cat([own_k, k], 2), torch.cat([own_v, v], 2), replace(work, own=None)
 
 
 def _done_rows(q: Tensor, v: Tensor, work: Work, done: Tensor | None, *, final: bool, peak: bool) -> Tensor | None:

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-from longspan.kernels.hopper.shared import place_of, round_of, write_number
+from longspan.kernels.hopper.shared import bring, place_of, round_of, write_number
 from longspan.kernels.triton.tiles import place, run_place, span, table_row, wide
 
 KEYS = gl.constexpr(128)  # keys of an item
@@ -65,7 +65,7 @@ def _send(
 
 
 @gluon.jit
-def _keys(turn, k_ptr, v_ptr, b, g, row, pos, left, k_s, v_s, item_s, kv_bars):
+def _keys(turn, keys, values, b, g, row, pos, left, k_s, v_s, item_s, kv_bars):
     """An item's keys and values on their way, as soon as the last item's are not needed any more."""
     k_full, v_full, kv_empty = kv_bars
     mbarrier.wait(kv_empty, (turn & 1) ^ 1)
@@ -74,15 +74,13 @@ def _keys(turn, k_ptr, v_ptr, b, g, row, pos, left, k_s, v_s, item_s, kv_bars):
     write_number(item_s, 2, row)
     write_number(item_s, 3, pos)
     write_number(item_s, 4, left)
-    mbarrier.expect(k_full, k_ptr.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_ptr, [b, g, row, 0], k_full, k_s.index(0))
-    mbarrier.expect(v_full, v_ptr.block_type.nbytes)
-    tma.async_copy_global_to_shared(v_ptr, [b, g, row, 0], v_full, v_s.index(0))
+    bring(keys, b, g, row, k_full, k_s.index(0))
+    bring(values, b, g, row, v_full, v_s.index(0))
 
 
 @gluon.jit
 def walk(
-    counter, items, q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, order, full, partial, q_side, kv_side,
+    counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, q_side, kv_side,
     rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, k_s, v_s, stores, item_s, kv_bars, bars,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -120,10 +118,10 @@ def walk(
                     it += 1
                     # The first queries come before the keys: there is room for them earlier.
                     if sent == 0:
-                        _keys(turn, k_ptr, v_ptr, b, g, kv_row, kv_pos, kv_left, k_s, v_s, item_s, kv_bars)
+                        _keys(turn, keys, values, b, g, kv_row, kv_pos, kv_left, k_s, v_s, item_s, kv_bars)
                     sent = 1
         if sent == 0:
-            _keys(turn, k_ptr, v_ptr, b, g, kv_row, kv_pos, kv_left, k_s, v_s, item_s, kv_bars)
+            _keys(turn, keys, values, b, g, kv_row, kv_pos, kv_left, k_s, v_s, item_s, kv_bars)
         s = place_of(it, STAGES)
         mbarrier.wait(empty.index(s), round_of(it, STAGES) ^ 1)
         write_number(steps, place_of(it, SLOTS) * STEP, END)

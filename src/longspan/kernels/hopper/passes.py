@@ -13,12 +13,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longspan.kernels.hopper.backward import keys_kernel
-from longspan.kernels.hopper.config import Step, forward_step, keys_step, queries_step
+from longspan.kernels.hopper.config import HOPPER, Step, forward_step, keys_step, queries_step
 from longspan.kernels.hopper.forward import CUTTABLE, forward_kernel
 from longspan.kernels.hopper.pieces import Pieces, pieces
 from longspan.kernels.hopper.queries import queries_kernel, rows_kernel
 from longspan.kernels.hopper.scratch import counter, counter_and_states
-from longspan.kernels.protocol import State
+from longspan.kernels.protocol import State, Work
 from longspan.kernels.triton import launch
 from longspan.kernels.triton.flat import flat_functions
 from longspan.kernels.triton.passes import Call
@@ -32,12 +32,20 @@ _PART = 64  # rows and columns of dQ that go to memory at once
 class HopperCall(Call):
     """The tensors of one call, each as the copy engine can read it. Its methods launch."""
 
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> None:
+        super().__init__(streamable(q), streamable(k), streamable(v), work, capability=HOPPER, config=None)
+        self.own: tuple[Tensor | None, Tensor | None] = (None, None)
+        self.own_rows = 0
+        if work.own is not None:
+            self.own, self.own_rows = (streamable(work.own[0]), streamable(work.own[1])), work.own[0].shape[2]
+            self.kv_len += self.own_rows
+
     def forward(self, result: State, old: State | None, *, busy_only: bool, done: Tensor | None = None) -> None:
         """Fill the rows of `result` that see something, folding `old` in; they may be the same. Given `done`, rows that are complete
         (`Work.complete`) go there instead of to `result.out`.
         """
         before = (None, None, None) if old is None else (old.out, old.lse, old.peak)
-        tensors = (self.q, self.k, self.v, result.out, result.lse, result.peak, *before, done, self.q)
+        tensors = (self.q, self.k, self.v, result.out, result.lse, result.peak, *before, done, self.q, *self.own)
         strided = (result.out, result.out if old is None else old.out, result.out if done is None else done, self.q)
         assert done is None or self.work.complete is not None
         # `completed` tells launches apart that are kept for the same table.
@@ -59,14 +67,14 @@ class HopperCall(Call):
         self, grad_out: Tensor, norm: Tensor, delta: Tensor, dq: Tensor, captured: Sequence[Tensor | None], *, add: bool
     ) -> None:  # fmt: skip
         """Fill dq, or add to it; add to gradients of captured tensors that are not None."""
-        tensors = (self.q, self.k, self.v, grad_out, norm, delta, dq)
+        tensors = (self.q, self.k, self.v, grad_out, norm, delta, dq, *self.own)
         self._changing["grads"] = tuple(g for g in captured if g is not None) or (norm,)
         needs = tuple(g is not None for g in captured)
         self._launch("dq", tensors, (dq,), {"ADD": add, "SCATTER": any(needs)}, needs=needs, busy_only=add)
 
     def dkdv(self, grad_out: Tensor, norm: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, dq: Tensor | None) -> None:
         """Fill dk and dv; add to dq, float32, where it is given."""
-        tensors = (self.q, self.k, self.v, grad_out, norm, delta, dk, dv, dq)
+        tensors = (self.q, self.k, self.v, grad_out, norm, delta, dk, dv, dq, *self.own)
         self._launch("dkdv", tensors, (dk, dv), {}, needs=(False,) * len(self.work.score_captured))
 
     def _prepare(
@@ -100,6 +108,8 @@ class HopperCall(Call):
             if aligned:
                 tiles[4] = tiles[5] = partial(line, size=step.m)
             known = {**known, "ALIGNED": aligned}
+        if tensors[-1] is not None:  # keys and values that lie apart come in the same tiles
+            tiles |= {len(tensors) - 2: tiles[1], len(tensors) - 1: tiles[2]}
         programs = programs_at_once(q.device)
         items, shared = self._arguments(
             which, kernel, strided, m=_items_of(step, which), n=step.n, l2_bytes=_L2_BYTES, in_flight=programs, needs=needs,
@@ -107,6 +117,7 @@ class HopperCall(Call):
         )  # fmt: skip
         corners, flat = flat_functions(self.work.score, launch.options(self.work, q.dtype)) if which == "forward" else (None, None)
         more = {"CORNERS": corners, "FLAT": flat, "STAGES": step.stages, "REGISTERS": step.registers, "BM": step.m, "DS": 2}
+        more["own_rows"] = self.own_rows
         made: Callable[[], tuple[Tensor, ...]] = partial(counter, q.device)
         if which == "forward":
             # Pieces leave no peaks: where those are asked for, nothing is cut.

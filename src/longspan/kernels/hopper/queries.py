@@ -23,12 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from longspan.kernels.hopper.given import given
 from longspan.kernels.hopper.memory import load_tile, store_tile
-from longspan.kernels.hopper.shared import barriers, numbers, place_of, read_number, round_of, rows_of, write_number
+from longspan.kernels.hopper.shared import barriers, bring, numbers, place_of, read_number, round_of, rows_of, write_number
 from longspan.kernels.triton.backward import base_two
 from longspan.kernels.triton.library import LOG2_E
 from longspan.kernels.triton.tiles import load_rows, place, run_place, span, table_row, wide
 
-_DYNAMIC = ["items", "rows", "tiles", "heads", "shared", "group", "q_len", "kv_len", "first_b", "first_h"]
+_DYNAMIC = ["items", "rows", "tiles", "heads", "shared", "group", "q_len", "kv_len", "own_rows", "first_b", "first_h"]
 
 QUERIES = gl.constexpr(128)  # queries of an item
 HALF = gl.constexpr(64)  # queries of a group of warps
@@ -66,7 +66,7 @@ def rows_kernel(
 
 
 @gluon.jit
-def _send(it, k_ptr, v_ptr, b, g, row, pos, left, kind, k_s, v_s, steps, bars, STAGES: gl.constexpr):
+def _send(it, keys, values, b, g, row, pos, left, kind, k_s, v_s, steps, bars, STAGES: gl.constexpr):
     """One block on its way, as soon as there is room."""
     k_full, k_empty, v_full, v_empty = bars
     s = place_of(it, STAGES)
@@ -76,11 +76,9 @@ def _send(it, k_ptr, v_ptr, b, g, row, pos, left, kind, k_s, v_s, steps, bars, S
     write_number(steps, at, kind)
     write_number(steps, at + 1, pos)
     write_number(steps, at + 2, left)
-    mbarrier.expect(k_full.index(s), k_ptr.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_ptr, [b, g, row, 0], k_full.index(s), k_s.index(s))
+    bring(keys, b, g, row, k_full.index(s), k_s.index(s))
     mbarrier.wait(v_empty.index(s), free)
-    mbarrier.expect(v_full.index(s), v_ptr.block_type.nbytes)
-    tma.async_copy_global_to_shared(v_ptr, [b, g, row, 0], v_full.index(s), v_s.index(s))
+    bring(values, b, g, row, v_full.index(s), v_s.index(s))
 
 
 @gluon.jit
@@ -101,7 +99,7 @@ def _queries(turn, q_ptr, do_ptr, b, h, row, pos, left, q_s, do_s, item_s, q_bar
 
 @gluon.jit
 def _walk(
-    counter, items, q_ptr, k_ptr, v_ptr, do_ptr, order, full, partial, q_side, kv_side,
+    counter, items, q_ptr, keys, values, do_ptr, order, full, partial, q_side, kv_side,
     rows, tiles, heads, shared, group, q_len, kv_len, q_s, k_s, v_s, do_s, steps, item_s, q_bars, bars,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -128,7 +126,7 @@ def _walk(
             # A block without a single key is left out.
             for n in range(first * SUBS, gl.minimum((last + 1) * SUBS, (left_from + (N - 1)) // N)):
                 _send(
-                    it, k_ptr, v_ptr, b, h // shared, row_from + n * N, pos_from + n * N, left_from - n * N,
+                    it, keys, values, b, h // shared, row_from + n * N, pos_from + n * N, left_from - n * N,
                     gl.where(masked, PARTIAL, WHOLE), k_s, v_s, steps, bars, STAGES,
                 )  # fmt: skip
                 it += 1
@@ -290,9 +288,9 @@ def _compute(
 
 @gluon.jit(do_not_specialize=_DYNAMIC)
 def queries_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dq_ptr, counter, dq_stride,
+    q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dq_ptr, own_k_ptr, own_v_ptr, counter, dq_stride,
     order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes, grads,
-    items, rows, tiles, heads, shared, group, q_len, kv_len, scale, first_b, first_h,
+    items, rows, tiles, heads, shared, group, q_len, kv_len, own_rows, scale, first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, SCATTER: gl.constexpr, ADD: gl.constexpr,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
@@ -300,7 +298,8 @@ def queries_kernel(
 ):  # fmt: skip
     """dQ of tiles of queries, stored or, with ADD, added to what is there; the gradients of captured tensors are added up here too.
 
-    `counter`: one int32, 0. SCATTER: JOINT adds to `grads`.
+    `counter`: one int32, 0. SCATTER: JOINT adds to `grads`. Given own_k_ptr and own_v_ptr, those describe the first `own_rows` keys and
+    values, k_ptr and v_ptr the others.
     """
     gl.static_assert(STAGES <= SLOTS, "what a step is must be known until it is computed")
     dtype: gl.constexpr = k_ptr.dtype
@@ -314,6 +313,7 @@ def queries_kernel(
     fence_async_shared()
     q_side = (given(q_side[0]), given(q_side[1]), given(q_side[2]))
     kv_side = (given(kv_side[0]), given(kv_side[1]), given(kv_side[2]))
+    keys, values = (k_ptr, given(own_k_ptr), own_rows), (v_ptr, given(own_v_ptr), own_rows)
     gl.warp_specialize([
         (_compute, (
             norm_ptr, delta_ptr, dq_ptr, dq_stride, mask_captured, mask_sizes, score_captured, score_sizes, grads,
@@ -326,7 +326,7 @@ def queries_kernel(
             1, MASK, SCORE, JOINT, SCATTER, ADD, N, D, DP, STAGES,
         )),
         (_walk, (
-            counter, items, q_ptr, k_ptr, v_ptr, do_ptr, order, full, partial, q_side, kv_side,
+            counter, items, q_ptr, keys, values, do_ptr, order, full, partial, q_side, kv_side,
             rows, tiles, heads, shared, group, q_len, kv_len, q_s, k_s, v_s, do_s, steps, item_s, q_bars, bars,
             PER_BATCH, PER_HEAD, N, STAGES,
         )),

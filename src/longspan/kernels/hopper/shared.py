@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: rows of barriers, and numbers that one warp tells the others."""
+"""What the Hopper kernels share: rows of barriers, numbers that one warp tells the others, and tiles on their way."""
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
 # mypy: allow-untyped-defs
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
 @gluon.jit
@@ -47,6 +47,24 @@ def write_number(numbers, i, value):
 def read_number(numbers, i):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.sum(numbers.index(i).load(layout), 0)
+
+
+@gluon.jit
+def bring(source, b, h, row, full, tile):
+    """Have the copy engine bring a tile of a head, from row `row` on, and open `full` when it is there.
+
+    `source`: (descriptor, descriptor or None, count). Given the second one, it describes a tensor that holds the first `count` rows, and
+    the first one the rows after them. No tile lies in both.
+    """
+    rest, first, count = source
+    mbarrier.expect(full, rest.block_type.nbytes)
+    if first is None:
+        tma.async_copy_global_to_shared(rest, [b, h, row, 0], full, tile)
+    else:
+        if row < count:
+            tma.async_copy_global_to_shared(first, [b, h, row, 0], full, tile)
+        else:
+            tma.async_copy_global_to_shared(rest, [b, h, row - count, 0], full, tile)
 
 
 @gluon.jit

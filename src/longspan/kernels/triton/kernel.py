@@ -32,6 +32,7 @@ class TritonKernel:
     """
 
     name = "triton"
+    joins = False
     rounds_once = not interpreted()  # the interpreter cuts off where the hardware rounds
 
     def __init__(self, *, config: Config | None = None) -> None:

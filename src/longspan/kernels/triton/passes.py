@@ -40,6 +40,7 @@ class Call:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, work: Work, *, capability: tuple[int, int], config: Config | None) -> None:
         self.q, self.k, self.v, self.work = q, k, v, work
+        self.kv_len = k.shape[2]
         self._capability, self._given = capability, config
         self.precision = "ieee" if q.dtype == torch.float32 and not _tf32() else "tf32"
         self._changing: dict[str, Any] = {
@@ -198,7 +199,7 @@ class Call:
         rows = table.q_tiles * table.batch * (heads if per_head else 1)
         if busy_only:
             rows = launch.busy_rows(table)
-        walked = k.shape[2] if by_query else q.shape[2] * shared
+        walked = self.kv_len if by_query else q.shape[2] * shared
         head_bytes = table.batch * walked * ((d + e) * q.element_size() + added)
         programs = rows * (m_subs if by_query else n_subs)
         together = shared if by_query else 1
@@ -214,7 +215,7 @@ class Call:
             "q_side": launch.side(work.q_tiles, q.device), "kv_side": launch.side(work.kv_tiles, q.device),
             "mask_sizes": launch.pack_sizes(work.mask_captured), "score_sizes": launch.pack_sizes(work.score_captured),
             "rows": rows, "tiles": table.q_tiles, "heads": H, "kv_heads": G, "shared": shared, "group": group,
-            "q_len": q.shape[2], "kv_len": k.shape[2],
+            "q_len": q.shape[2], "kv_len": self.kv_len,
             "MASK": launch.function(work.mask, options), "SCORE": launch.function(work.score, options), "JOINT": joint,
             "PER_BATCH": per_batch, "PER_HEAD": per_head, "N": n, "M_SUBS": m_subs, "N_SUBS": n_subs,
             "DP": launch.padded(d), "E": e, "EP": launch.padded(e),
