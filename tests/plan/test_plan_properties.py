@@ -33,8 +33,8 @@ def planned(draw: Any, longest: int = 1500) -> tuple[dict[str, Any], Any, int, i
 
 
 @settings(max_examples=50)
-@given(planned())
-def test_every_allowed_pair_is_computed_exactly_once_by_exactly_one_rank(args: Any) -> None:
+@given(planned(), st.booleans())
+def test_every_allowed_pair_is_computed_exactly_once_by_exactly_one_rank(args: Any, merged: bool) -> None:
     options, mask, length, ranks = args
     plan = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options)
     block = (128, 128)
@@ -44,7 +44,7 @@ def test_every_allowed_pair_is_computed_exactly_once_by_exactly_one_rank(args: A
         for rank in range(ranks):
             mine = plan.on(ls.Mesh.abstract(ranks, rank=rank))
             queries, keys = mine.data.side(0, 128, row), mine.data.side(1, 128, row)
-            for step in itinerary(mine.data, block, None).steps:
+            for step in itinerary(mine.data, block, None, merged=merged).steps:
                 part = step.parts[row]
                 q = _numbers(part.q_tiles, queries)
                 kv = _numbers(part.kv_tiles, keys)
@@ -103,6 +103,36 @@ def test_what_is_sent_is_what_is_expected_and_an_exchange_moves_only_what_is_rea
             first, end = keys.within(schedule.start[here], schedule.length[here])
             for receiver, a, b in zip(schedule.receiver[here].tolist(), first.tolist(), end.tolist(), strict=True):
                 assert bool(wanted[receiver, a:b].all())
+
+
+@settings(max_examples=50)
+@given(planned(), st.booleans())
+def test_rows_arrive_where_the_receiver_looks_for_them(args: Any, merged: bool) -> None:
+    options, mask, length, ranks = args
+    plan = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options)
+    mine = [plan.on(ls.Mesh.abstract(ranks, rank=rank)) for rank in range(ranks)]
+    routes = [itinerary(p.data, (128, 128), None, merged=merged).steps for p in mine]
+    for i, group in enumerate(zip(*routes, strict=True)):
+        assert {len(step.arrivals) for step in group} == {len(group[0].arrivals)}
+        assert not merged or len(group[0].arrivals) <= 1
+        for k in range(len(group[0].arrivals)):
+            assert len({step.arrivals[k].what for step in group}) == 1
+        for receiver, step in enumerate(group):
+            # Each row of the buffer by its batch row and position.
+            looked_for = torch.full((step.tokens,), -1)
+            for row, part in enumerate(step.parts):
+                at = torch.arange(step.tokens) if part.rows is None else part.rows.listed()
+                looked_for[at[: part.kv_tiles.length]] = row * length + part.kv_tiles.positions(torch.device("cpu"))
+            for k, arrival in enumerate(step.arrivals):
+                sent = [_held(mine[source])[other.arrivals[k].home[receiver].listed()] for source, other in enumerate(group)]
+                assert [len(rows) for rows in sent] == list(arrival.arriving)
+                assert torch.equal(torch.cat(sent), looked_for[arrival.start : arrival.stop]), (i, k)
+
+
+def _held(plan: ls.Plan) -> torch.Tensor:
+    """A rank's local keys by batch row and position, as they are numbered when they leave."""
+    rows = plan.data.rows
+    return (torch.arange(rows)[:, None] * plan.data.kv_len + plan.kv_positions.view(rows, -1)).flatten()
 
 
 @settings(max_examples=40)

@@ -149,18 +149,21 @@ class Itinerary:
     last: tuple[int, ...]
 
 
-def itinerary(data: PlanData, block: tuple[int, int], heads: range | None, *, home: tuple[int, int] | None = None) -> Itinerary:
-    """This rank's steps, for tiles of this size and (where the mask differs by head) these heads.
+def itinerary(
+    data: PlanData, block: tuple[int, int], heads: range | None, *, home: tuple[int, int] | None = None, merged: bool = False
+) -> Itinerary:
+    """This rank's steps, for tiles of this size and (where the mask differs by head) these heads. `merged`: what arrives in a step does so
+    in one exchange, however many stages there are to it.
 
     `home`: backward, the bytes of a number in keys on their way and in gradients on their way home. Local keys are then cut in two parts
     between tiles, in proportion to what each hides (`late_share`); in one part where batch rows differ, where nothing that arrives is
     computed, and where there are not two tiles to compute.
     """
-    key = ("itinerary", block, None if heads is None else (heads.start, heads.stop), home)
-    whole = None if home is None else itinerary(data, block, heads)
+    key = ("itinerary", block, None if heads is None else (heads.start, heads.stop), home, merged)
+    whole = None if home is None else itinerary(data, block, heads, merged=merged)
 
     def make() -> Itinerary:
-        maker = _Maker(data, block, heads)
+        maker = _Maker(data, block, heads, merged=merged)
         return maker.make() if whole is None or home is None else maker.split(whole, home)
 
     found: Itinerary = data._keep(key, make)
@@ -168,8 +171,8 @@ def itinerary(data: PlanData, block: tuple[int, int], heads: range | None, *, ho
 
 
 class _Maker:
-    def __init__(self, data: PlanData, block: tuple[int, int], heads: range | None) -> None:
-        self.data, self.block, self.heads = data, block, heads
+    def __init__(self, data: PlanData, block: tuple[int, int], heads: range | None, *, merged: bool) -> None:
+        self.data, self.block, self.heads, self.merged = data, block, heads, merged
         self.me = 0 if data.ring is None else data.mesh.coordinate[data.ring]
         self.ranks = data.inner[0].ranks
         self.queries = [data.side(0, block[0], row) for row in range(data.rows)]
@@ -219,8 +222,8 @@ class _Maker:
         arrivals, offset = [], local * len(self.keys)
         listed = [[side.of_rank(self.me)] if own else [] for side in self.keys]
         places = [[torch.arange(row * local, (row + 1) * local)] for row in range(len(self.keys))]
-        for stage in stages:
-            arrival, found = self._arrival(stage, offset)
+        for together in [stages] if self.merged and stages else [range(stage, stage + 1) for stage in stages]:
+            arrival, found = self._arrival(together, offset)
             for row, (tiles, place) in enumerate(found):
                 listed[row].append(tiles)
                 places[row].append(place + offset)
@@ -233,11 +236,12 @@ class _Maker:
             parts.append(self._part(row, torch.cat(listed[row]), rows=rows))
         return Step(tokens=offset, own=range(local * len(self.keys)), arrivals=tuple(arrivals), parts=tuple(parts))
 
-    def _arrival(self, stage: int, offset: int) -> tuple[Arrival, list[tuple[Tensor, Tensor]]]:
-        """An exchange, and for each batch row the tiles that it brings and where their tokens lie in it."""
+    def _arrival(self, stages: range, offset: int) -> tuple[Arrival, list[tuple[Tensor, Tensor]]]:
+        """An exchange, and for each batch row the tiles that it brings and where their tokens lie in it: by ranks, in each by stages."""
         s = self.data.schedule
-        now = s.stage == stage
-        into, out = self.mine["in"] & now, self.mine["out"] & now
+        now = (s.stage >= stages.start) & (s.stage < stages.stop)
+        into, out = (torch.nonzero(self.mine[way] & now).flatten() for way in ("in", "out"))
+        into, out = into[s.source[into].argsort(stable=True)], out[s.receiver[out].argsort(stable=True)]
         arriving, leaving = (
             torch.zeros(self.ranks, dtype=torch.int64).index_add_(0, rank[chosen], s.length[chosen]).tolist()
             for rank, chosen in ((s.source, into), (s.receiver, out))
@@ -248,7 +252,7 @@ class _Maker:
             side = self.keys[row]
             sent[place] = stretched(side.row[tiles], side.count[tiles]) + (row * local if self.data.rows > 1 else 0)
         arrival = Arrival(
-            what=f"stage {stage + 1} of {s.stages} ({self.data.strategy})",
+            what=f"{_named(stages)} of {s.stages} ({self.data.strategy})",
             start=offset,
             stop=offset + sum(arriving),
             arriving=tuple(arriving),
@@ -287,6 +291,10 @@ def _completed(parts: list[Part], last: int) -> list[Part]:
     if not bool(done.all()):
         return parts
     return [replace(part, complete=found[i]) if i < last and bool(found[i].any()) else part for i, part in enumerate(parts)]
+
+
+def _named(stages: range) -> str:
+    return f"stage {stages.stop}" if len(stages) == 1 else f"stages {stages.start + 1} to {stages.stop}"
 
 
 def _tiling(side: Side, tiles: Tensor) -> Tiling:

@@ -85,7 +85,8 @@ class Call:
 
     def _route(self, q: Tensor, k: Tensor, v: Tensor, *, sink: bool, backward: bool) -> tuple[Kernel, Itinerary]:
         plain = (self.data.block, self.data.block)
-        route = itinerary(self.data, plain, self.own_heads)
+        merged = self.travels_apart(k, v)
+        route = itinerary(self.data, plain, self.own_heads, merged=merged)
         parts = [(part, p) for step in route.steps for p, part in enumerate(step.parts) if not part.empty or step is route.steps[0]]
         first, *more = (self.work(part, q, p, backward=True) for part, p in parts)
         staged = sink or len(parts) > self.data.rows
@@ -93,13 +94,21 @@ class Call:
         for work in (first, *more):
             kernel.check(work, q)
         block = kernel.block(q, v, self.data.table(plain, 0))
-        whole = route if block == plain else itinerary(self.data, block, self.own_heads)
+        whole = route if block == plain else itinerary(self.data, block, self.own_heads, merged=merged)
         if not backward:
             return kernel, whole
-        halves = itinerary(self.data, block, self.own_heads, home=(k.element_size(), self.travel(q.dtype).itemsize))
+        halves = itinerary(self.data, block, self.own_heads, home=(k.element_size(), self.travel(q.dtype).itemsize), merged=merged)
         ends = [self.work(halves.steps[i].parts[0], q, 0, backward=True) for i in (0, -1)] if halves is not whole else []
         # Chosen as forward, by local keys in one part. What it would refuse in two it gets in one.
         return kernel, whole if any(kernel.refuses(q, k, v, work) is not None for work in ends) else halves
+
+    def travels_apart(self, k: Tensor, v: Tensor) -> bool:
+        """Whether keys and values travel in exchanges of their own, one for all stages of a step: what such an exchange costs the host is
+        then not paid twice. The same on every rank: of sizes alone, not of how tensors lie.
+        """
+        keys = self.data.inner[1]
+        batch, groups, _, dim = k.shape
+        return keys.length // keys.ranks * batch * groups * (dim + v.shape[3]) * k.element_size() >= APART_BYTES
 
     def travel(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of gradients of keys on their way home, for inputs of `dtype`."""
@@ -150,7 +159,7 @@ class _Keys:
         if any(step.arrivals for step in steps):
             assert call.data.ring is not None
             self.group = call.data.mesh.group(call.data.ring)
-            apart = self._apart()
+            apart = call.travels_apart(k, v)
             self.kinds = (f"keys, {what}", f"values, {what}") if apart else (what,)
             self.two_places = apart and joins and bool(steps[0].arrivals) and not self.per_row
             room = 0 if self.two_places else steps[0].arriving
@@ -161,12 +170,6 @@ class _Keys:
     @property
     def per_row(self) -> bool:
         return self.call.data.rows > 1
-
-    def _apart(self) -> bool:
-        """Whether keys and values travel in exchanges of their own. The same on every rank: of sizes alone, not of how tensors lie."""
-        keys = self.call.data.inner[1]
-        batch, groups, _, _ = self.k.shape
-        return keys.length // keys.ranks * batch * groups * self.width * self.k.element_size() >= APART_BYTES
 
     def _rows(self, tensors: Sequence[Tensor], *, room: int) -> Tensor:
         """Local keys, values or both side by side, token by token: rows [S, B·G·W], or [B·S, G·W] where batch rows differ, and after them
