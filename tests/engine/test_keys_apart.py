@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.kernels.test_hopper import on_hopper
 from tests.sharded import Problem, Results, check_budget, mask_named, summed
 from torch import Tensor
 
 import longspan as ls
+from longspan.comm.process_group import ProcessGroupGroup
 from longspan.engine import sharded
 from longspan.kernels.cpu import CpuKernel
 from longspan.kernels.protocol import Work
@@ -95,11 +97,8 @@ def test_keys_that_lie_token_by_token_are_not_copied(monkeypatch: pytest.MonkeyP
     assert copied
 
 
-@pytest.mark.parametrize("mask", ["causal", "documents", "rows differ"])
-def test_a_kernel_that_joins_keys_gets_local_ones_from_where_they_lie(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    masks = {"causal": ls.causal(), "documents": mask_named("documents", 203, ""), "rows differ": PER_ROW}
-    p = problem(masks[mask])
-    right, names, size = over(p, 4, lambda t, _: by_token(t), **WAYS["at once"])
+def let_cpu_join(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Have the cpu kernel take keys from two places. The list: how many lay in each, call by call."""
     places: list[tuple[int, int]] = []
     forward, backward = CpuKernel.forward, CpuKernel.backward
 
@@ -116,14 +115,26 @@ def test_a_kernel_that_joins_keys_gets_local_ones_from_where_they_lie(mask: str,
         k, v, work = joined(more[2], k, v)
         return backward(self, q, k, v, out, lse, more[0], more[1], work, **rest)
 
-    monkeypatch.setattr(sharded, "APART_BYTES", 0)
-    monkeypatch.setattr(CpuKernel, "joins", True)
+    monkeypatch.setattr(CpuKernel, "joins", lambda *_, **__: True)
     monkeypatch.setattr(CpuKernel, "forward", joining_forward)
     monkeypatch.setattr(CpuKernel, "backward", joining_backward)
+    return places
+
+
+@pytest.mark.parametrize("mask", ["causal", "documents", "rows differ"])
+def test_a_kernel_that_joins_keys_gets_local_ones_from_where_they_lie(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = {"causal": ls.causal(), "documents": mask_named("documents", 203, ""), "rows differ": PER_ROW}
+    p = problem(masks[mask], batch=1 if mask == "causal" else 2)
+    right, names, size = over(p, 4, lambda t, _: by_token(t), **WAYS["at once"])
+    places = let_cpu_join(monkeypatch)
+    copied: list[tuple[int, ...]] = []
+    monkeypatch.setattr(sharded, "APART_BYTES", 0)
+    monkeypatch.setattr(sharded, "copy_rows_", lambda out, x: (copied.append(x.shape), out.copy_(x)))
     got, apart, moved = over(p, 4, lambda t, _: by_token(t), **WAYS["at once"])
     for name, want in right.items():
         assert torch.equal(got[name], want), name
     assert moved == size and (len(names), len(apart)) == (3, 5)
+    assert bool(copied) == (mask != "causal")  # two sequences do not lie token by token
     assert bool(places) == (mask != "rows differ")  # whose rows lie scattered in a buffer
     over(p, 4, lambda t, _: by_token(t), **WAYS["ring"])
     assert len(places) in (0, 2 * 4)  # both passes of four ranks; in a ring local keys have a step to themselves
@@ -138,42 +149,93 @@ def test_what_travels_apart_is_a_matter_of_sizes(monkeypatch: pytest.MonkeyPatch
         assert any("values" in n for n in names) == apart
 
 
-def test_a_rank_without_keys_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["ring", "at once"])
+def test_a_rank_without_keys_takes_part(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharded, "APART_BYTES", 0)
-    p = Problem(mask=ls.causal(), score="none", q_len=203, kv_len=203, batch=1, heads=4, kv_heads=2)
+    places = let_cpu_join(monkeypatch)
+    p = Problem(mask=ls.causal(), score="none", q_len=5, kv_len=5, batch=1, heads=4, kv_heads=2)
+    options = {**WAYS[way], "layout": "contiguous"}
+    layout = p.plan(ls.Mesh.abstract(7), **options).kv_layout
+    assert 0 in [layout.local_len(rank) for rank in range(7)]
     right = p.by_oracle()
-    got, _, _ = over(p, 9, lambda t, _: by_token(t), strategy="ring", layout="contiguous")
+    got, _, _ = over(p, 7, lambda t, _: by_token(t), **options)
     for name in right.values:
         assert Results(got).error(right, name) < 1e-11, name
+    assert way == "ring" or {0} < {own for own, _ in places}
 
 
-def _rank(_: Any = None) -> dict[str, Tensor]:
+def test_queries_and_keys_of_different_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded, "APART_BYTES", 0)
+    places = let_cpu_join(monkeypatch)
+    p = Problem(mask=ls.mask_mod(lambda b, h, q, kv: q + 90 >= kv), score="alibi", q_len=131, kv_len=229, batch=1, heads=6, kv_heads=3)
+    right = p.by_oracle()
+    got, _, _ = over(p, 3, lambda t, _: by_token(t), strategy="exchange", layout="contiguous", stages=1, overlap=False)
+    for name in right.values:
+        assert Results(got).error(right, name) < 1e-11, name
+    assert places
+
+
+def test_after_a_transpose_keys_and_values_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded, "APART_BYTES", 0)
+    p = Problem(mask=ls.causal(), score="none", q_len=203, kv_len=203, batch=1, heads=4, kv_heads=2)
+    _, names, _ = over(p, (2, 2), lambda t, _: by_token(t), strategy="ulysses_ring", layout="head_tail")
+    assert names and not any("values" in n for n in names)
+
+
+def _real() -> Problem:
+    mask = mask_named("documents", 203, "")
+    return Problem(mask=mask, score="softcap", q_len=203, kv_len=203, batch=1, heads=6, kv_heads=3, dtype=torch.bfloat16)
+
+
+def _rank(way: str) -> tuple[dict[str, Tensor], list[str]]:
     sharded.APART_BYTES = 0
-    p = Problem(
-        mask=mask_named("documents", 203, ""), score="softcap", q_len=203, kv_len=203, batch=1, heads=6, kv_heads=3, dtype=torch.bfloat16
-    )
+    names: list[str] = []
+    begin = ProcessGroupGroup._begin
+
+    def noted(self: ProcessGroupGroup, out: Tensor, sent: Any, splits: Any, what: str, call: Any) -> Any:
+        names.append(what)
+        return begin(self, out, sent, splits, what, call)
+
+    ProcessGroupGroup._begin = noted  # type: ignore[method-assign]
+    p = _real()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Any:
         return ls.attention(q, by_token(k), v, **rest)
 
-    return p.on_rank(p.plan(dist.group.WORLD, strategy="exchange", layout="auto"), attend=attend)
+    options = {**WAYS[way], "layout": "contiguous"}  # of which rank 0 gets nothing
+    return p.on_rank(p.plan(dist.group.WORLD, **options), attend=attend), names
 
 
-def test_real_processes_send_keys_and_values_apart() -> None:
-    p = Problem(
-        mask=mask_named("documents", 203, ""), score="softcap", q_len=203, kv_len=203, batch=1, heads=6, kv_heads=3, dtype=torch.bfloat16
-    )
-    check_budget(p, Results(summed(run_processes(_rank, 2, None))))
+@pytest.mark.parametrize("way", ["exchange", "at once"])
+def test_real_processes_send_keys_and_values_apart(way: str) -> None:
+    found = run_processes(_rank, 2, way)
+    check_budget(_real(), Results(summed([values for values, _ in found])))
+    for _, names in found:
+        assert sum(n.endswith("values, forward") for n in names) == sum(n.endswith("keys, backward") for n in names) >= 1
 
 
-GPU_WAYS = [("at once", 4, 128), ("at once", 3, 64), ("ring", 3, 128), ("at once", 9, 96)]
+def noted(call: Callable[..., Any], joined: list[bool]) -> Callable[..., Any]:
+    """A kernel's pass that notes when it gets keys from two places."""
+
+    def wrapped(self: Any, *given: Any, **rest: Any) -> Any:
+        joined.extend(True for x in given if isinstance(x, Work) and x.own is not None)
+        return call(self, *given, **rest)
+
+    return wrapped
+
+
+GPU_WAYS = [("at once", 4, 128), ("ring", 3, 128), ("at once", 9, 96)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("way", "ranks", "dim"), GPU_WAYS)
 def test_on_a_gpu_keys_from_two_places_give_the_bits_of_one(way: str, ranks: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_hopper()
     from longspan.kernels.hopper import HopperKernel
 
+    joined: list[bool] = []
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(HopperKernel, name, noted(getattr(HopperKernel, name), joined))
     p = Problem(
         mask=mask_named("documents", 3001, ""), score="none", q_len=3001, kv_len=3001, batch=1, heads=8, kv_heads=2, dim=dim, value_dim=dim,
         dtype=torch.bfloat16, device="cuda",
@@ -181,9 +243,10 @@ def test_on_a_gpu_keys_from_two_places_give_the_bits_of_one(way: str, ranks: int
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         monkeypatch.setattr(sharded, "APART_BYTES", 0)
-        monkeypatch.setattr(HopperKernel, "joins", False)
-        right, _, _ = over(p, ranks, lambda t, _: t, **WAYS[way])
-        monkeypatch.setattr(HopperKernel, "joins", True)
+        with monkeypatch.context() as patch:
+            patch.setattr(HopperKernel, "joins", lambda *_, **__: False)
+            right, _, _ = over(p, ranks, lambda t, _: t, **WAYS[way])
+        assert not joined
         for lay in (lambda t, _: t, lambda t, _: by_token(t)):
             got, names, _ = over(p, ranks, lay, **WAYS[way])
             assert any("values" in n for n in names)
@@ -191,5 +254,6 @@ def test_on_a_gpu_keys_from_two_places_give_the_bits_of_one(way: str, ranks: int
                 assert torch.equal(got[name], want), name
     finally:
         torch.use_deterministic_algorithms(False)
+    assert bool(joined) == (way == "at once")
     fast, _, _ = over(p, ranks, lambda t, _: by_token(t), **WAYS[way])
     check_budget(p, Results(fast))

@@ -14,9 +14,10 @@ pytest.importorskip("triton")
 from tests.kernels.shards import Segments, work_of
 from tests.kernels.test_hopper import on_hopper
 
+import longspan as ls
 from longspan.kernels.hopper import HopperKernel
 from longspan.kernels.hopper.kernel import _in_one, _without_nothing
-from longspan.kernels.protocol import Grads, Work
+from longspan.kernels.protocol import Grads, Tiling, Work
 from longspan.masks.joint import joint_of
 from longspan.masks.tracing import trace
 
@@ -98,6 +99,21 @@ def test_two_places_give_the_bits_of_one(dim: int, dtype: torch.dtype, scored: b
     assert float((a - b).norm()) <= 1e-5 * float(a.norm())  # sums in any order
     for t in (found[True][0].k, found[True][0].v):
         assert bool(torch.isfinite(t).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("describable", [True, False])
+def test_a_plain_sequence_whose_first_rows_lie_apart(describable: bool) -> None:
+    on_hopper()
+    q, k, v = (torch.randn(1, h, 700, 128, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
+    tiles = Tiling(length=700, block=128)
+    mask = trace(causal, "mask")
+    work = Work(table=ls.causal().block_table(700, block=128), q_tiles=tiles, kv_tiles=tiles, scale=0.1, mask=mask.program)
+    k_part, v_part, part = split(k, v, 256, work)
+    if not describable:  # rows that do not begin on 16 bytes: the copy engine gets a copy
+        part = replace(part, own=tuple(torch.nn.functional.pad(t, (1, 0))[..., 1:] for t in (k[:, :, :256], v[:, :, :256])))
+    one, two = (HopperKernel().forward(q, *given, state=None, final=True, peak=False) for given in ((k, v, work), (k_part, v_part, part)))
+    assert torch.equal(one.out, two.out) and torch.equal(one.lse, two.lse)
 
 
 @pytest.mark.gpu

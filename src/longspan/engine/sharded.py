@@ -104,11 +104,19 @@ class Call:
 
     def travels_apart(self, k: Tensor, v: Tensor) -> bool:
         """Whether keys and values travel in exchanges of their own, one for all stages of a step: what such an exchange costs the host is
-        then not paid twice. The same on every rank: of sizes alone, not of how tensors lie.
+        then not paid twice. The same on every rank: of sizes alone, not of how tensors lie. Not after a transpose, which leaves both side
+        by side.
         """
+        if self.transpose is not None:
+            return False
         keys = self.data.inner[1]
         batch, groups, _, dim = k.shape
         return keys.length // keys.ranks * batch * groups * (dim + v.shape[3]) * k.element_size() >= APART_BYTES
+
+    def joins(self, kernel: Kernel, route: Itinerary, q: Tensor, v: Tensor, *, backward: bool) -> bool:
+        """Whether the kernel reads local keys and the first ones that arrive from two places."""
+        first = route.steps[0]
+        return bool(first.arrivals) and kernel.joins(q, v, self.work(first.parts[0], q, 0, backward=backward), backward=backward)
 
     def travel(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of gradients of keys on their way home, for inputs of `dtype`."""
@@ -147,7 +155,7 @@ class _Keys:
     """Keys and values step by step: the local ones as they are, the others as they arrive, one step ahead of their use.
 
     In a joined schedule the local ones are copied to where the first step's others arrive, so that one buffer holds both; unless they
-    travel apart and the kernel `joins` them from where they lie.
+    travel apart, batch rows are laid out alike, and the kernel `joins` them from where they lie.
     """
 
     def __init__(self, call: Call, k: Tensor, v: Tensor, steps: Sequence[Step], what: str, *, joins: bool) -> None:
@@ -211,8 +219,10 @@ class _Keys:
         self.under_way[i] = buffers, pending
 
     def own(self, i: int) -> tuple[Tensor, Tensor] | None:
-        """(k, v) of step i that what `take` gives does not hold."""
-        return (self.k, self.v) if i == 0 and self.two_places else None
+        """(k, v) of step i that what `take` gives does not hold: local ones, as they are sent."""
+        if i or not self.two_places:
+            return None
+        return self._view(self.local[0], self.k.shape[3]), self._view(self.local[1], self.v.shape[3])
 
     def take(self, i: int) -> list[tuple[Tensor, Tensor]]:
         """(k, v) of step i for each of its parts, waited for."""
@@ -260,7 +270,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *,
 
 def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *, peak: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     kernel, route = call.route(q, k, v, sink=sink is not None, backward=False)
-    keys = _Keys(call, k, v, route.steps, "forward", joins=kernel.joins)
+    keys = _Keys(call, k, v, route.steps, "forward", joins=call.joins(kernel, route, q, v, backward=False))
     queries = [q] if call.data.rows == 1 else list(q.split(1))
     states: list[State | None] = [sink_state(sink, part, v, peak) for part in queries]
     for i, step in enumerate(route.steps):
@@ -339,7 +349,7 @@ def _backward(
     kernel.check(call.work(route.steps[0].parts[0], q, 0, backward=True), q, needs)  # before others wait for what this rank sends
     delta = kernel.delta(out, grad_out, grad_lse)
     dsink = sink_gradient(sink, lse, delta)
-    keys = _Keys(call, k, v, route.steps, "backward", joins=kernel.joins)
+    keys = _Keys(call, k, v, route.steps, "backward", joins=call.joins(kernel, route, q, v, backward=True))
     lanes = Lanes(q.device, two=call.apart(kernel, route, q, v, keys.group, needs))
     total = _Totals(call, q, k, v, needs, keys, lanes, narrow=kernel.rounds_once)
     row_of = (lambda p: slice(p, p + 1)) if call.data.rows > 1 else (lambda p: slice(None))

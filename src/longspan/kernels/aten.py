@@ -37,7 +37,6 @@ class AtenKernel:
 
     backend: Backend
     rounds_once: ClassVar[bool] = False
-    joins: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -45,6 +44,9 @@ class AtenKernel:
 
     def check(self, work: Work, q: Tensor, needs: Sequence[bool] = ()) -> None:
         pass
+
+    def joins(self, q: Tensor, v: Tensor, work: Work, *, backward: bool) -> bool:
+        return False
 
     def apart(self, q: Tensor, v: Tensor, work: Work, needs: Sequence[bool]) -> bool:
         return False
@@ -134,7 +136,6 @@ class AnyAtenKernel:
 
     name = "aten"
     rounds_once = False
-    joins = False
 
     def pick(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> AtenKernel | str:
         """The backend for a piece of work, or why none takes it."""
@@ -148,6 +149,9 @@ class AnyAtenKernel:
 
     def check(self, work: Work, q: Tensor, needs: Sequence[bool] = ()) -> None:
         pass
+
+    def joins(self, q: Tensor, v: Tensor, work: Work, *, backward: bool) -> bool:
+        return False
 
     def apart(self, q: Tensor, v: Tensor, work: Work, needs: Sequence[bool]) -> bool:
         return False

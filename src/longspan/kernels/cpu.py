@@ -43,10 +43,12 @@ class CpuKernel:
 
     name: str = "cpu"
     rounds_once: ClassVar[bool] = False
-    joins: ClassVar[bool] = False
 
     def check(self, work: Work, q: Tensor, needs: Sequence[bool] = ()) -> None:
         pass
+
+    def joins(self, q: Tensor, v: Tensor, work: Work, *, backward: bool) -> bool:
+        return False
 
     def apart(self, q: Tensor, v: Tensor, work: Work, needs: Sequence[bool]) -> bool:
         return False

@@ -148,15 +148,14 @@ class Kernel(Protocol):
     def rounds_once(self) -> bool:
         """Whether `backward` writes gradients of k and v once, when they are complete: then `into` may hold them in a narrow dtype."""
 
-    @property
-    def joins(self) -> bool:
-        """Whether it takes keys from two places (`Work.own`); backward, with `into` only."""
-
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
         """Why this kernel cannot do this work, or None if it can."""
 
     def check(self, work: Work, q: Tensor, needs: Sequence[bool] = ()) -> None:
         """Raise what `forward`, or with `needs` `backward`, would raise when it runs: over a mesh others are under way by then."""
+
+    def joins(self, q: Tensor, v: Tensor, work: Work, *, backward: bool) -> bool:
+        """Whether it reads keys from two places (`Work.own`) without laying them side by side first; backward, with `into` only."""
 
     def apart(self, q: Tensor, v: Tensor, work: Work, needs: Sequence[bool]) -> bool:
         """Whether `backward` into given tensors may run at the same time as over other keys of the same queries."""

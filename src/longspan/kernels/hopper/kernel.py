@@ -56,7 +56,6 @@ class HopperKernel(TritonKernel):
     """
 
     name = "hopper"
-    joins = True
 
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
         if interpreted():
@@ -119,6 +118,9 @@ class HopperKernel(TritonKernel):
             done[:, :, rows] = result.out[:, :, rows].to(done.dtype)
         result.done = None if final else done
         return result
+
+    def joins(self, q: Tensor, v: Tensor, work: Work, *, backward: bool) -> bool:
+        return not backward or self._cut(q, v, work)
 
     def apart(self, q: Tensor, v: Tensor, work: Work, needs: Sequence[bool]) -> bool:
         return self._cut(q, v, work) and not self._in_order(q, v, needs)  # then the copy engine adds to the gradient of q, tile by tile

@@ -32,7 +32,6 @@ class TritonKernel:
     """
 
     name = "triton"
-    joins = False
     rounds_once = not interpreted()  # the interpreter cuts off where the hardware rounds
 
     def __init__(self, *, config: Config | None = None) -> None:
@@ -43,6 +42,9 @@ class TritonKernel:
         if not launch.capturing(q.device):  # what captured tensors hold may be read, which a graph that is being captured forbids
             check_lookups(work, q.shape[0], q.shape[1])
         check_order(work, needs, q)
+
+    def joins(self, q: Tensor, v: Tensor, work: Work, *, backward: bool) -> bool:
+        return False
 
     def apart(self, q: Tensor, v: Tensor, work: Work, needs: Sequence[bool]) -> bool:
         return False
