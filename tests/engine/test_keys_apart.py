@@ -22,7 +22,7 @@ from longspan.kernels.protocol import Work
 from longspan.testing import run_processes, virtual_world
 
 WAYS: dict[str, dict[str, Any]] = {
-    "ring": {"strategy": "ring", "layout": "head_tail"},
+    "ring": {"strategy": "ring", "layout": "head_tail", "overlap": True},
     "all-gather": {"strategy": "allgather", "layout": "contiguous"},
     "exchange": {"strategy": "exchange", "layout": "round_robin", "stages": 2},
     "at once": {"strategy": "exchange", "layout": "auto", "stages": 1, "overlap": False},

@@ -192,7 +192,8 @@ class _Simulation:
     def _beside(self, every: Tensor, rows: Tensor, there: Tensor, backward: bool) -> Tensor:
         """Bytes that the engine moves through memory beside the kernels' own work [R, K + 1]: what it packs, folds, adds up and converts.
 
-        Kernels were measured reading and writing elements of the inputs' dtype. Running results and gradients are of 4 bytes.
+        Kernels were measured reading and writing elements of the inputs' dtype. Running results and gradients are of 4 bytes. Local keys
+        count as packed, though many that lie token by token are sent as they are: how they lie is not part of a plan.
         """
         work, s = self.work, self.work.shape
         wide, narrow = 4, s.element
