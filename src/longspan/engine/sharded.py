@@ -159,7 +159,7 @@ class _Keys:
     """
 
     def __init__(self, call: Call, k: Tensor, v: Tensor, steps: Sequence[Step], what: str, *, joins: bool) -> None:
-        self.call, self.k, self.v, self.steps, self.what = call, k, v, steps, what
+        self.call, self.k, self.v, self.steps = call, k, v, steps
         self.width = k.shape[3] + v.shape[3]
         self.group: Group | None = None
         self.two_places = False
