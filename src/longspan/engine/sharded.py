@@ -1,8 +1,6 @@
 """Attention over a mesh: fetch the next step's keys, compute this one's, nothing else. The same backwards.
 
 Legend as in `longspan.kernels.protocol`; B, H, G, Q, K are of this rank's shards (after the Ulysses transpose, where there is one).
-A step's keys and values lie token by token as they were received, side by side in one buffer [T, B, G, D + E] or, where they are many, in
-two; kernels read views of them.
 """
 
 from __future__ import annotations
@@ -16,17 +14,14 @@ from torch import Tensor
 
 from longspan.comm.group import Group, Pending
 from longspan.engine.itinerary import Itinerary, Part, Step, itinerary
+from longspan.engine.keys import Keys, travel_apart
 from longspan.engine.lanes import Lanes
 from longspan.engine.spec import Spec
 from longspan.engine.ulysses import Transpose
 from longspan.kernels.protocol import Grads, Kernel, State, Work, like_query, state_dtype
 from longspan.kernels.registry import choose
-from longspan.kernels.rows import add_last_rows, add_rows_, copy_rows_, split_rows
+from longspan.kernels.rows import add_last_rows, add_rows_, split_rows
 from longspan.plan.plan import PlanData
-
-# Bytes of a shard's keys and values from which they travel apart: then each tensor that lies token by token, as a projection leaves it, is
-# sent from where it lies. To lay fewer side by side takes less time than to begin a second exchange.
-APART_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,7 +80,7 @@ class Call:
 
     def _route(self, q: Tensor, k: Tensor, v: Tensor, *, sink: bool, backward: bool) -> tuple[Kernel, Itinerary]:
         plain = (self.data.block, self.data.block)
-        merged = self.travels_apart(k, v)
+        merged = self.apart_keys(k, v)
         route = itinerary(self.data, plain, self.own_heads, merged=merged)
         parts = [(part, p) for step in route.steps for p, part in enumerate(step.parts) if not part.empty or step is route.steps[0]]
         first, *more = (self.work(part, q, p, backward=True) for part, p in parts)
@@ -102,16 +97,9 @@ class Call:
         # Chosen as forward, by local keys in one part. What it would refuse in two it gets in one.
         return kernel, whole if any(kernel.refuses(q, k, v, work) is not None for work in ends) else halves
 
-    def travels_apart(self, k: Tensor, v: Tensor) -> bool:
-        """Whether keys and values travel in exchanges of their own, one for all stages of a step: what such an exchange costs the host is
-        then not paid twice. The same on every rank: of sizes alone, not of how tensors lie. Not after a transpose, which leaves both side
-        by side.
-        """
-        if self.transpose is not None:
-            return False
-        keys = self.data.inner[1]
-        batch, groups, _, dim = k.shape
-        return keys.length // keys.ranks * batch * groups * (dim + v.shape[3]) * k.element_size() >= APART_BYTES
+    def apart_keys(self, k: Tensor, v: Tensor) -> bool:
+        """Whether keys and values travel apart. Not after a transpose, which leaves both side by side."""
+        return self.transpose is None and travel_apart(self.data, k, v)
 
     def joins(self, kernel: Kernel, route: Itinerary, q: Tensor, v: Tensor, *, backward: bool) -> bool:
         """Whether the kernel reads local keys and the first ones that arrive from two places."""
@@ -151,110 +139,6 @@ class Call:
             self.route(q, k, v, sink=sink, backward=backward)
 
 
-class _Keys:
-    """Keys and values step by step: the local ones as they are, the others as they arrive, one step ahead of their use.
-
-    In a joined schedule the local ones are copied to where the first step's others arrive, so that one buffer holds both; unless they
-    travel apart, batch rows are laid out alike, and the kernel `joins` them from where they lie.
-    """
-
-    def __init__(self, call: Call, k: Tensor, v: Tensor, steps: Sequence[Step], what: str, *, joins: bool) -> None:
-        self.call, self.k, self.v, self.steps = call, k, v, steps
-        self.width = k.shape[3] + v.shape[3]
-        self.group: Group | None = None
-        self.two_places = False
-        self.under_way: dict[int, tuple[list[Tensor], list[Pending]]] = {}
-        if any(step.arrivals for step in steps):
-            assert call.data.ring is not None
-            self.group = call.data.mesh.group(call.data.ring)
-            apart = call.travels_apart(k, v)
-            self.kinds = (f"keys, {what}", f"values, {what}") if apart else (what,)
-            self.two_places = apart and joins and bool(steps[0].arrivals) and not self.per_row
-            room = 0 if self.two_places else steps[0].arriving
-            self.first = [self._rows(kind, room=room) for kind in ([[k], [v]] if apart else [[k, v]])]
-            self.local = [rows[: len(rows) - room] for rows in self.first]
-            self.fetch(0)
-
-    @property
-    def per_row(self) -> bool:
-        return self.call.data.rows > 1
-
-    def _rows(self, tensors: Sequence[Tensor], *, room: int) -> Tensor:
-        """Local keys, values or both side by side, token by token: rows [S, B·G·W], or [B·S, G·W] where batch rows differ, and after them
-        room for more. One tensor that lies like this already is not copied where no room is asked for.
-        """
-        order = (0, 2, 1, 3) if self.per_row else (2, 0, 1, 3)
-        turned = [t.permute(order) for t in tensors]
-        shape = torch.Size((*turned[0].shape[:3], sum(t.shape[3] for t in turned)))
-        outer = 2 if self.per_row else 1
-        rows, width = shape[:outer].numel(), shape[outer:].numel()
-        if len(turned) == 1 and not room and turned[0].is_contiguous():
-            return turned[0].view(rows, width)
-        buffer = self.k.new_empty((rows + room, width))
-        start = 0
-        for t in turned:
-            copy_rows_(buffer[:rows].view(shape)[..., start : start + t.shape[3]], t)
-            start += t.shape[3]
-        return buffer
-
-    def fetch(self, i: int) -> None:
-        """Begin the exchanges of step i."""
-        if i >= len(self.steps) or not self.steps[i].arrivals:
-            return
-        assert self.group is not None
-        step = self.steps[i]
-        alone = i > 0 or self.two_places  # what arrives has a buffer to itself
-        buffers = [rows.new_empty((step.arriving, rows.shape[1])) for rows in self.first] if alone else self.first
-        before = len(step.own) if alone else 0
-        pending = []
-        for arrival in step.arrivals:
-            for kind, rows, buffer in zip(self.kinds, self.local, buffers, strict=True):
-                out, what = buffer[arrival.start - before : arrival.stop - before], f"{arrival.what}, {kind}"
-                if arrival.in_pieces:
-                    pieces = [part.take(rows) for part in arrival.home]
-                    pending.append(self.group.all_to_all_pieces(out, pieces, arrival.arriving, what=what))
-                else:
-                    sent = arrival.sent.take(rows)
-                    pending.append(self.group.all_to_all(out, sent, arrival.arriving, arrival.leaving, what=what))
-        self.under_way[i] = buffers, pending
-
-    def own(self, i: int) -> tuple[Tensor, Tensor] | None:
-        """(k, v) of step i that what `take` gives does not hold: local ones, as they are sent."""
-        if i or not self.two_places:
-            return None
-        return self._view(self.local[0], self.k.shape[3]), self._view(self.local[1], self.v.shape[3])
-
-    def take(self, i: int) -> list[tuple[Tensor, Tensor]]:
-        """(k, v) of step i for each of its parts, waited for."""
-        parts = self.steps[i].parts
-        if not self.steps[i].arrivals:
-            if self.per_row:
-                return [(self.k[p : p + 1], self.v[p : p + 1]) for p in range(len(parts))]
-            own = self.steps[i].own
-            return [(self.k[:, :, own.start : own.stop], self.v[:, :, own.start : own.stop])]
-        buffers, pending = self.under_way.pop(i)
-        for p in pending:
-            p.wait()
-        found = []
-        for part in parts:
-            taken = [buffer if part.rows is None else part.rows.take(buffer) for buffer in buffers]
-            if len(taken) == 1:
-                found.append(self.views(taken[0]))
-            else:
-                found.append((self._view(taken[0], self.k.shape[3]), self._view(taken[1], self.v.shape[3])))
-        return found
-
-    def views(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of keys and values side by side as k [B, G, T, D] and v [B, G, T, E]."""
-        both, dim = self._view(rows, self.width), self.k.shape[3]
-        return both[..., :dim], both[..., dim:]
-
-    def _view(self, rows: Tensor, width: int) -> Tensor:
-        """Rows as [B, G, T, width]."""
-        batch, groups, _, _ = self.k.shape
-        return rows.view(rows.shape[0], 1 if self.per_row else batch, groups, width).permute(1, 2, 0, 3)
-
-
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *, peak: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """(out, lse, peak) of this rank's queries over the keys of all ranks."""
     if call.transpose is None:
@@ -270,7 +154,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *,
 
 def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *, peak: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     kernel, route = call.route(q, k, v, sink=sink is not None, backward=False)
-    keys = _Keys(call, k, v, route.steps, "forward", joins=call.joins(kernel, route, q, v, backward=False))
+    keys = Keys(call.data, k, v, route.steps, "forward", apart=call.apart_keys(k, v), joins=call.joins(kernel, route, q, v, backward=False))
     queries = [q] if call.data.rows == 1 else list(q.split(1))
     states: list[State | None] = [sink_state(sink, part, v, peak) for part in queries]
     for i, step in enumerate(route.steps):
@@ -349,7 +233,7 @@ def _backward(
     kernel.check(call.work(route.steps[0].parts[0], q, 0, backward=True), q, needs)  # before others wait for what this rank sends
     delta = kernel.delta(out, grad_out, grad_lse)
     dsink = sink_gradient(sink, lse, delta)
-    keys = _Keys(call, k, v, route.steps, "backward", joins=call.joins(kernel, route, q, v, backward=True))
+    keys = Keys(call.data, k, v, route.steps, "backward", apart=call.apart_keys(k, v), joins=call.joins(kernel, route, q, v, backward=True))
     lanes = Lanes(q.device, two=call.apart(kernel, route, q, v, keys.group, needs))
     total = _Totals(call, q, k, v, needs, keys, lanes, narrow=kernel.rounds_once)
     row_of = (lambda p: slice(p, p + 1)) if call.data.rows > 1 else (lambda p: slice(None))
@@ -391,7 +275,7 @@ class _Totals:
     """
 
     def __init__(
-        self, call: Call, q: Tensor, k: Tensor, v: Tensor, needs: Sequence[bool], keys: _Keys, lanes: Lanes, *, narrow: bool
+        self, call: Call, q: Tensor, k: Tensor, v: Tensor, needs: Sequence[bool], keys: Keys, lanes: Lanes, *, narrow: bool
     ) -> None:  # fmt: skip
         self.call, self.k, self.v, self.keys, self.lanes = call, k, v, keys, lanes
         self.dtype = state_dtype(q.dtype)
