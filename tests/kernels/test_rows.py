@@ -54,10 +54,12 @@ def test_rows_that_hold_nothing_yet_are_not_read(unwritten: int, device: str) ->
         assert torch.equal(again, want)
 
 
+@pytest.mark.parametrize("cut", [None, 0, 2])
 @pytest.mark.parametrize("late", [None, 4])
 @pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_last_rows_go_straight_to_keys_and_values(per_row: bool, device: str, late: int | None) -> None:
+def test_the_last_rows_go_straight_to_keys_and_values(per_row: bool, device: str, late: int | None, cut: int | None) -> None:
+    """`cut`: how many of the three parts came in another tensor than the others; None for one tensor."""
     torch.manual_seed(0)
     batch, groups, length, dims = 2, 3, 11, (24, 40)
     rows = batch * length if per_row else length
@@ -73,12 +75,18 @@ def test_the_last_rows_go_straight_to_keys_and_values(per_row: bool, device: str
     if own is not None:
         summed[:late] += own
     split_rows(summed, want_k, want_v, per_row=per_row)
+    backs, of_backs = [back], [parts]
+    if cut is not None:
+        count = sum(map(len, parts[:cut]))
+        backs, of_backs = [back[:count].clone(), back[count:].clone()], [parts[:cut], parts[cut:]]
     if device == "cpu" and interpreted():
         with quiet():
             last_rows_kernel[rows, 1](
-                home, back, home if own is None else own, *lists, k, v, k.stride()[:3], v.stride()[:3], length, groups, width, late or 0,
-                D=dims[0], WIDE=sum(dims), PER_ROW=per_row, BLOCK=512,
+                home, backs[0], backs[-1], home if own is None else own, *lists, k, v, k.stride()[:3], v.stride()[:3], length, groups,
+                width, len(backs[0]), late or 0, D=dims[0], WIDE=sum(dims), PER_ROW=per_row, BLOCK=512,
             )  # fmt: skip
         assert torch.equal(k, want_k) and torch.equal(v, want_v)
-    add_last_rows(home, back, parts, lists, k, v, per_row=per_row, late=own)  # type: ignore[arg-type]
+        k.zero_()
+        v.zero_()
+    add_last_rows(home, backs, of_backs, lists, k, v, per_row=per_row, late=own)  # type: ignore[arg-type]
     assert torch.equal(k, want_k) and torch.equal(v, want_v)

@@ -86,6 +86,21 @@ class Arrival:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Home:
+    """Local rows that other ranks got, part by part: where what they send back belongs."""
+
+    parts: tuple[Tensor, ...]
+    _lists: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def lists(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The parts seen from `count` local rows; copied to a device once."""
+        if device not in self._lists:
+            ptr, index = row_lists(self.parts, count)
+            self._lists[device] = ptr.to(device), index.to(device)
+        return self._lists[device]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
     """The tiles that a step computes for a batch row, or for all of them. `rows`: its keys' rows in the buffer, None for all. `complete`:
     as in `longspan.kernels.protocol.Work`.
@@ -112,7 +127,6 @@ class Step:
     own: range
     arrivals: tuple[Arrival, ...]
     parts: tuple[Part, ...]
-    _lists: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
@@ -129,16 +143,9 @@ class Step:
         return max(self.arriving, sum(arrival.sent.count for arrival in self.arrivals))
 
     @cached_property
-    def home(self) -> list[Tensor]:
-        """The local rows that each rank got in this step, arrival by arrival and rank by rank: where what they send back belongs."""
-        return [rows.listed() for arrival in self.arrivals for rows in arrival.home if rows.count]
-
-    def lists(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`home` seen from the `count` local rows; copied to a device once."""
-        if device not in self._lists:
-            ptr, index = row_lists(self.home, count)
-            self._lists[device] = ptr.to(device), index.to(device)
-        return self._lists[device]
+    def home(self) -> Home:
+        """By arrivals, and in each by ranks."""
+        return Home(parts=tuple(rows.listed() for arrival in self.arrivals for rows in arrival.home if rows.count))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -147,6 +154,16 @@ class Itinerary:
 
     steps: tuple[Step, ...]
     last: tuple[int, ...]
+
+    @cached_property
+    def ending(self) -> tuple[Step, ...]:
+        """The last two steps with arrivals, as far as there are two: what they sent is added together when it has come home."""
+        return tuple(step for step in self.steps if step.arrivals)[-2:]
+
+    @cached_property
+    def ending_home(self) -> Home:
+        """Theirs, one after the other."""
+        return Home(parts=tuple(part for step in self.ending for part in step.home.parts))
 
 
 def itinerary(

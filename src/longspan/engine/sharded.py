@@ -235,7 +235,7 @@ def _backward(
     dsink = sink_gradient(sink, lse, delta)
     keys = Keys(call.data, k, v, route.steps, "backward", apart=call.apart_keys(k, v), joins=call.joins(kernel, route, q, v, backward=True))
     lanes = Lanes(q.device, two=call.apart(kernel, route, q, v, keys.group, needs))
-    total = _Totals(call, q, k, v, needs, keys, lanes, narrow=kernel.rounds_once)
+    total = _Totals(call, q, k, v, needs, keys, route, lanes, narrow=kernel.rounds_once)
     row_of = (lambda p: slice(p, p + 1)) if call.data.rows > 1 else (lambda p: slice(None))
     with lanes:
         for i, step in enumerate(route.steps):
@@ -259,7 +259,6 @@ def _backward(
                     if apart is not None and part.rows is not None:
                         part.rows.put_(buffer, apart)
                 total.send(i, step, buffer)
-        lanes.join()
         return total.finish(wide_keys=wide_keys), dsink
 
 
@@ -271,13 +270,24 @@ class _Totals:
     """Gradients as they add up, in the dtype of lse. Those of keys from elsewhere go home and are added there.
 
     The order of sums is fixed: a row's own gradients, then what comes home, by steps and in each by ranks. Of the rows of local keys that
-    are computed last, own gradients come last, unless nothing had come home by then.
+    are computed last, own gradients come last, unless nothing had been added by then. What comes home from the last two steps is added in
+    one pass: there is memory for both by then, which a step's keys took before.
     """
 
     def __init__(
-        self, call: Call, q: Tensor, k: Tensor, v: Tensor, needs: Sequence[bool], keys: Keys, lanes: Lanes, *, narrow: bool
-    ) -> None:  # fmt: skip
-        self.call, self.k, self.v, self.keys, self.lanes = call, k, v, keys, lanes
+        self,
+        call: Call,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        needs: Sequence[bool],
+        keys: Keys,
+        route: Itinerary,
+        lanes: Lanes,
+        *,
+        narrow: bool,
+    ) -> None:
+        self.call, self.k, self.v, self.keys, self.route, self.lanes = call, k, v, keys, route, lanes
         self.dtype = state_dtype(q.dtype)
         self.q_dtype = q.dtype
         travel = call.travel(q.dtype)
@@ -296,6 +306,7 @@ class _Totals:
         self.unwritten = 0 if self.last is None else self.last.tokens  # first rows of home that hold nothing yet
         self.late: Tensor | None = None  # gradients of those rows, where they hold something by the time they are computed
         self.going_home: tuple[int, Step, Tensor, list[Pending]] | None = None
+        self.at_home: list[Tensor] = []  # of the last two steps: what has come home and is not added yet
         self.added: torch.cuda.Event | None = None  # home holds all that was added so far
 
     def buffer(self, step: Step) -> Tensor:
@@ -320,7 +331,7 @@ class _Totals:
         return Grads(q=q, k=dk, v=dv, captured=self.captured), apart
 
     def send(self, i: int, step: Step, buffer: Tensor) -> None:
-        """Begin to send step i's gradients home; add those that have come home from the step before, but for the last ones."""
+        """Begin to send step i's gradients home; wait for those of the step before, and add them unless they are among the last ones."""
         if step is self.last:
             return
         if i == 0:
@@ -342,32 +353,33 @@ class _Totals:
 
     def _collect(self) -> None:
         """In the lane of the step that went: what it sent and what came back are its own."""
-        if self.going_home is not None:
-            with self.lanes.of(self.going_home[0]):
-                step, back = self._arrived()
-                self.lanes.after(self.added)
-                add_rows_(self.home, back, step.home, step.lists(self.rows, self.home.device), unwritten=self.unwritten)
-                self.added = self.lanes.done()
-            self.unwritten = 0
-
-    def _arrived(self) -> tuple[Step, Tensor]:
-        """What was under way, waited for."""
-        assert self.going_home is not None
-        _, step, back, pending = self.going_home
-        for p in pending:
-            p.wait()
+        if self.going_home is None:
+            return
+        i, step, back, pending = self.going_home
         self.going_home = None
-        return step, back
+        with self.lanes.of(i):
+            for p in pending:
+                p.wait()
+            if step in self.route.ending:
+                self.at_home.append(back)
+                return
+            self.lanes.after(self.added)
+            add_rows_(self.home, back, step.home.parts, step.home.lists(self.rows, self.home.device), unwritten=self.unwritten)
+            self.added = self.lanes.done()
+        self.unwritten = 0
 
     def finish(self, *, wide_keys: bool) -> Grads:
+        """What has come home last is waited for in its lane: the lanes join after it."""
+        self._collect()
+        self.lanes.join()
         dtype = self.dtype if wide_keys else self.k.dtype
         dk, dv = (torch.empty(t.shape, dtype=dtype, device=t.device) for t in (self.k, self.v))
-        if self.going_home is None:
+        if not self.at_home:
             split_rows(self.home, dk, dv, per_row=self.keys.per_row)
         else:
-            step, back = self._arrived()
-            lists = step.lists(self.rows, self.home.device)
-            add_last_rows(self.home, back, step.home, lists, dk, dv, per_row=self.keys.per_row, late=self.late)
+            parts = [step.home.parts for step in self.route.ending]
+            lists = self.route.ending_home.lists(self.rows, self.home.device)
+            add_last_rows(self.home, self.at_home, parts, lists, dk, dv, per_row=self.keys.per_row, late=self.late)
         return Grads(q=self.q.to(self.q_dtype), k=dk, v=dv, captured=self.captured)
 
 

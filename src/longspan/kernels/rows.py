@@ -46,8 +46,8 @@ def add_rows_(home: Tensor, back: Tensor, rows: Sequence[Tensor], lists: tuple[T
 
 def add_last_rows(
     home: Tensor,
-    back: Tensor,
-    rows: Sequence[Tensor],
+    backs: Sequence[Tensor],
+    rows: Sequence[Sequence[Tensor]],
     lists: tuple[Tensor, Tensor],
     k: Tensor,
     v: Tensor,
@@ -55,13 +55,17 @@ def add_last_rows(
     per_row: bool,
     late: Tensor | None = None,
 ) -> None:
-    """`add_rows_`, then `late` [L, W] added to the first L rows, and then `split_rows`. home is used up."""
+    """`add_rows_` of one tensor or of two, then `late` [L, W] added to the first L rows, and then `split_rows`. home is used up.
+
+    `rows`: for each of `backs` what `add_rows_` asks for. `lists`: of all of them, as if they lay one after the other.
+    """
     if home.is_cuda and has_triton():
         from longspan.kernels.triton.rows import add_last_rows as add_and_split
 
-        add_and_split(home, back, *lists, k, v, per_row=per_row, late=late)
+        add_and_split(home, backs[0], backs[-1], *lists, k, v, per_row=per_row, late=late)
         return
-    add_rows_(home, back, rows, lists)
+    for back, parts in zip(backs, rows, strict=True):
+        add_rows_(home, back, parts, lists)
     if late is not None:
         home[: len(late)] += late
     split_rows(home, k, v, per_row=per_row)
