@@ -1,8 +1,8 @@
 """The backward pass by key tiles on Hopper: dK and dV of 128 keys, and dQ as a sum over all key tiles by the copy engine's reductions.
 
-Programs stay and take items, 128 keys each, off a counter, heaviest first. Each has four roles. One warp walks the block table, has the
+Programs stay and take items, 128 keys each, off a counter, heaviest first. Each has five roles. One warp walks the block table, has the
 copy engine bring tiles, and tells the others what each holds. Two groups of four warps hold 64 keys each and compute. Where dQ is asked
-for, two more warps hand the groups' dQ tiles to the copy engine.
+for, two more warps hand the groups' dQ tiles to the copy engine; where that must happen in turns, one more looks ahead for the next turn.
 
 A step is BM queries × 128 keys, scores and their gradients transposed, keys × queries:
 Sᵀ = K Qᵀ, dPᵀ = V dOᵀ, dV += Pᵀ dO, dSᵀ = Pᵀ (dPᵀ − delta), dK += dSᵀ Q, dQᵀ = Kᵀ dSᵀ. A group needs the other one's dSᵀ for its dQ:
@@ -21,12 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from longspan.kernels.hopper.given import given
 from longspan.kernels.hopper.keys_walk import END, HALF, ITEM, KEYS, SHORT, SLOTS, STEP, STOP, WHOLE, walk
 from longspan.kernels.hopper.memory import store_tile
-from longspan.kernels.hopper.reduce import async_atomic_add
+from longspan.kernels.hopper.reduce import async_atomic_add, reduced
 from longspan.kernels.hopper.shared import barriers, numbers, place_of, read_number, round_of, rows_of
 from longspan.kernels.triton.library import LOG2_E
 from longspan.kernels.triton.tiles import wide
 
-_DYNAMIC = ["items", "rows", "tiles", "heads", "kv_heads", "shared", "group", "q_len", "kv_len", "own_rows", "first_b", "first_h"]
+_DYNAMIC = [
+    "items", "rows", "tiles", "heads", "kv_heads", "shared", "group", "q_len", "kv_len", "own_rows", "locks_per_head", "first_b", "first_h",
+]  # fmt: skip
 
 
 @gluon.jit
@@ -222,8 +224,30 @@ def _compute(
 
 
 @gluon.jit
-def _write(dq_ptr, dq_s, steps, dq_bars, C: gl.constexpr):
-    """A writer: hands one group's dQ tiles to the copy engine and gives the buffer back when that has read it."""
+def _wait_for_turns(locks, steps, turn_bars):
+    """A warp that looks ahead: it lets the writers add a step's dQ when as many were added as come before it."""
+    if locks is not None:
+        told, opened = turn_bars
+        it = 0
+        mbarrier.wait(told.index(0), 0)
+        kind = read_number(steps, 0)
+        while kind != STOP:
+            slot = place_of(it, SLOTS)
+            if kind != END:
+                before, lock = read_number(steps, slot * STEP + 6), locks + read_number(steps, slot * STEP + 7)
+                while gl.atomic_add(lock, 0, sem="acquire") < before * 2:
+                    pass
+            mbarrier.arrive(opened.index(slot), count=1)
+            it += 1
+            mbarrier.wait(told.index(place_of(it, SLOTS)), round_of(it, SLOTS))
+            kind = read_number(steps, place_of(it, SLOTS) * STEP)
+
+
+@gluon.jit
+def _write(dq_ptr, locks, dq_s, steps, dq_bars, turn_bars, C: gl.constexpr):
+    """A writer: hands one group's dQ tiles to the copy engine and gives the buffer back when that has read it. Given `locks`, each tile
+    waits for its turn, and the next one's begins when it is added.
+    """
     dq_full, dq_empty = dq_bars
     it = 0
     mbarrier.wait(dq_full, 0)
@@ -232,9 +256,16 @@ def _write(dq_ptr, dq_s, steps, dq_bars, C: gl.constexpr):
         about = place_of(it, SLOTS) * STEP
         if kind != END:
             h, row, b = read_number(steps, about + 3), read_number(steps, about + 4), read_number(steps, about + 5)
+            if locks is not None:
+                mbarrier.wait(turn_bars[1].index(place_of(it, SLOTS)), round_of(it, SLOTS))
             async_atomic_add(dq_ptr, [b, h, row, C * 64], dq_s)
             tma.store_wait(0)
         mbarrier.arrive(dq_empty, count=1)
+        if locks is not None:  # noqa: SIM102 (the compiler knows this one)
+            if kind != END:
+                reduced()
+                # What the step is still stands in its place: the walker is not that far ahead.
+                gl.atomic_add(locks + read_number(steps, about + 7), 1, sem="release")
         it += 1
         mbarrier.wait(dq_full, it & 1)
         kind = read_number(steps, place_of(it, SLOTS) * STEP)
@@ -242,9 +273,9 @@ def _write(dq_ptr, dq_s, steps, dq_bars, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=_DYNAMIC)
 def keys_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr, own_k_ptr, own_v_ptr, counter, dk_stride, dv_stride,
-    order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
-    items, rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, own_rows, scale, first_b, first_h,
+    q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr, own_k_ptr, own_v_ptr, counter, locks, dk_stride, dv_stride,
+    order, full, partial, turn_ptr, turns, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
+    items, rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, own_rows, locks_per_head, scale, first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
     ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr, REGISTERS: gl.constexpr,
@@ -253,6 +284,7 @@ def keys_kernel(
 
     dQ is for head dims over 64 only. `counter`: one int32, 0. DS: buffers of dS. ALIGNED: the copy engine brings norm and delta too, each
     described as one line [B · H · Q] in tiles of BM: it can where every step's rows begin on 16 bytes of that line. Else they are pointers.
+    Given `locks`, int32 zeros, one for each step of queries of each head, additions to dQ take turns (`longspan.kernels.hopper.turns`).
     Given own_k_ptr and own_v_ptr, those describe the first `own_rows` keys and values, k_ptr and v_ptr the others; dK and dV are of both.
     """
     gl.static_assert(STAGES <= SLOTS, "what a step is must be known until it is computed")
@@ -273,6 +305,9 @@ def keys_kernel(
     q_side = (given(q_side[0]), given(q_side[1]), given(q_side[2]))
     kv_side = (given(kv_side[0]), given(kv_side[1]), given(kv_side[2]))
     keys, values = (k_ptr, given(own_k_ptr), own_rows), (v_ptr, given(own_v_ptr), own_rows)
+    locks, of_turns, turn_bars = given(locks), (given(turn_ptr), given(turns), locks_per_head), (given(None), given(None))
+    if locks is not None:
+        turn_bars = (barriers(SLOTS, 1), barriers(SLOTS, 1))
     if DQ:
         ds_s = gl.allocate_shared_memory(dtype, [DS, KEYS, BM], gl.NVMMASharedLayout.get_default_for([KEYS, BM], dtype))
         dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dq_ptr.layout)
@@ -293,13 +328,14 @@ def keys_kernel(
                 1, MASK, SCORE, JOINT, True, BM, D, DP, E, EP, STAGES, DS,
             )),
             (walk, (
-                counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, q_side, kv_side,
-                rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, k_s, v_s, stores, item_s, kv_bars, bars,
+                counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, of_turns, turn_bars[0],
+                q_side, kv_side, rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, k_s, v_s, stores, item_s, kv_bars, bars,
                 PER_BATCH, PER_HEAD, ALIGNED, BM, STAGES,
             )),
-            (_write, (dq_ptr, dq_s.index(0), steps, (dq_full.index(0), dq_empty.index(0)), 0)),
-            (_write, (dq_ptr, dq_s.index(1), steps, (dq_full.index(1), dq_empty.index(1)), 1)),
-        ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])  # fmt: skip
+            (_write, (dq_ptr, locks, dq_s.index(0), steps, (dq_full.index(0), dq_empty.index(0)), turn_bars, 0)),
+            (_write, (dq_ptr, locks, dq_s.index(1), steps, (dq_full.index(1), dq_empty.index(1)), turn_bars, 1)),
+            (_wait_for_turns, (locks, steps, turn_bars)),
+        ], [4, 1, 1, 1, 1], [REGISTERS, 24, 24, 24, 24])  # fmt: skip
     else:
         fence_async_shared()
         gl.warp_specialize([
@@ -314,8 +350,8 @@ def keys_kernel(
                 1, MASK, SCORE, JOINT, False, BM, D, DP, E, EP, STAGES, DS,
             )),
             (walk, (
-                counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, q_side, kv_side,
-                rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, k_s, v_s, stores, item_s, kv_bars, bars,
+                counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, of_turns, turn_bars[0],
+                q_side, kv_side, rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, k_s, v_s, stores, item_s, kv_bars, bars,
                 PER_BATCH, PER_HEAD, ALIGNED, BM, STAGES,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip

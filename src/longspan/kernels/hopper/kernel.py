@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longspan.kernels.hopper.config import HOPPER, has_backward, one_pass
 from longspan.kernels.hopper.passes import HopperCall, streamable, width
+from longspan.kernels.hopper.turns import worthwhile
 from longspan.kernels.protocol import Grads, State, Work
 from longspan.kernels.triton import launch
 from longspan.kernels.triton.interpreter import interpreted
@@ -47,9 +48,10 @@ class HopperKernel(TritonKernel):
     meet the values.
 
     The gradient of q is summed over tiles of keys in the order in which they come, so that its last bits may differ from run to run. Where
-    `torch.are_deterministic_algorithms_enabled()`, where captured tensors need gradients, and at head dims up to 64, a pass of its own
-    computes it in a fixed order. Forward, the same call gives the same bits; but where the last items of a launch are cut along their keys
-    depends on how many there are, and so do last bits.
+    `torch.are_deterministic_algorithms_enabled()`, they add to it in turns (`longspan.kernels.hopper.turns`), or, where the mask leaves few
+    tiles, a pass of its own computes it in a fixed order; so it does where captured tensors need gradients, and at head dims up to 64.
+    Forward, the same call gives the same bits; but where the last items of a launch are cut along their keys depends on how many there
+    are, and so do last bits.
 
     What these kernels are not cut for the triton kernels do: a backward pass of head dims over 128 or that differ, and rows that no tile
     holds.
@@ -123,7 +125,8 @@ class HopperKernel(TritonKernel):
         return not backward or self._cut(q, v, work)
 
     def apart(self, q: Tensor, v: Tensor, work: Work, needs: Sequence[bool]) -> bool:
-        return self._cut(q, v, work) and not self._in_order(q, v, needs)  # then the copy engine adds to the gradient of q, tile by tile
+        # The copy engine adds to the gradient of q, tile by tile, and those of two launches may come in any order.
+        return self._cut(q, v, work) and self._one_pass(q, v, work, needs) and not torch.are_deterministic_algorithms_enabled()
 
     def _cut(self, q: Tensor, v: Tensor, work: Work) -> bool:
         """Whether the backward kernels take this work."""
@@ -131,10 +134,11 @@ class HopperKernel(TritonKernel):
         cut = has_backward(width(q.shape[-1]), width(v.shape[-1])) and work.table.block == (TILE, TILE)
         return covered and cut and q.numel() > 0 and work.kv_tiles.length > 0 and (work.score is None or work.joint is not None)
 
-    def _in_order(self, q: Tensor, v: Tensor, needs: Sequence[bool]) -> bool:
-        """Whether the gradient of q has a pass of its own."""
-        ordered = torch.are_deterministic_algorithms_enabled() or any(needs)
-        return ordered or not one_pass(width(q.shape[-1]), width(v.shape[-1]))
+    def _one_pass(self, q: Tensor, v: Tensor, work: Work, needs: Sequence[bool]) -> bool:
+        """Whether the pass over keys computes the gradient of q too."""
+        if any(needs) or not one_pass(width(q.shape[-1]), width(v.shape[-1])):
+            return False
+        return not torch.are_deterministic_algorithms_enabled() or worthwhile(work.table)
 
     def backward(
         self,
@@ -167,12 +171,12 @@ class HopperKernel(TritonKernel):
         norm, known = torch.empty_like(lse), delta is not None
         delta = torch.empty_like(lse) if delta is None else delta.contiguous()
         call.rows(None if known else out, grad_out, lse, None if grad_lse is None else grad_lse.float().contiguous(), norm, delta)
-        if self._in_order(q, v, needs) or (into is not None and not launch.describable(into.q)):
+        if not self._one_pass(q, v, work, needs) or (into is not None and not launch.describable(into.q)):
             call.dq(grad_out, norm, delta, grads.q, grads.captured, add=into is not None)
             call.dkdv(grad_out, norm, delta, grads.k, grads.v, None)
             return grads
         total = grads.q if into is not None else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        call.dkdv(grad_out, norm, delta, grads.k, grads.v, total)
+        call.dkdv(grad_out, norm, delta, grads.k, grads.v, total, ordered=torch.are_deterministic_algorithms_enabled())
         grads.q = total if wide else total.to(q.dtype)
         return grads
 

@@ -15,8 +15,11 @@ from longspan.kernels.triton.tiles import place, run_place, span, table_row, wid
 KEYS = gl.constexpr(128)  # keys of an item
 HALF = gl.constexpr(64)  # keys of a group of warps
 SLOTS = gl.constexpr(8)  # descriptions of steps in flight: the writers lag behind
-STEP = gl.constexpr(6)  # numbers that say what a step is: kind, position, rows left, head, row, batch
+# Numbers that say what a step is: kind, position, rows left, head, row, batch; where dQ is added in turns, how many come before, its lock.
+STEP = gl.constexpr(8)
 ITEM = gl.constexpr(5)  # numbers that say what an item is: batch (−1: no more), key head, row, position, rows left
+
+_NONE = gl.constexpr(2**30)  # no tile is that far
 
 # Kinds of steps.
 STOP = gl.constexpr(-1)  # no step: no more items
@@ -28,7 +31,7 @@ SHORT = gl.constexpr(3)  # every key of the tile counts, but the tile is short
 
 @gluon.jit
 def _send(
-    it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row, pos, left, state, q_len, kind, stores, bars,
+    it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row, pos, left, state, q_len, kind, before, lock, told, stores, bars,
     ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One step's tiles on their way, as soon as there is room."""
@@ -43,6 +46,10 @@ def _send(
     write_number(steps, at + 3, h)
     write_number(steps, at + 4, row)
     write_number(steps, at + 5, b)
+    if told is not None:
+        write_number(steps, at + 6, before)
+        write_number(steps, at + 7, lock)
+        mbarrier.arrive(told.index(place_of(it, SLOTS)), count=1)
     if ALIGNED:
         mbarrier.expect(q_full.index(s), q_ptr.block_type.nbytes + norm_ptr.block_type.nbytes)
         tma.async_copy_global_to_shared(q_ptr, [b, h, row, 0], q_full.index(s), q_s.index(s))
@@ -80,12 +87,16 @@ def _keys(turn, keys, values, b, g, row, pos, left, k_s, v_s, item_s, kv_bars):
 
 @gluon.jit
 def walk(
-    counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, q_side, kv_side,
+    counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, turns, told, q_side, kv_side,
     rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, k_s, v_s, stores, item_s, kv_bars, bars,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The walker: items until none is left, and of each all steps."""
+    """The walker: items until none is left, and of each all steps. Given `told`, barriers that open when it has written what a step is,
+    queries come in ascending order, whatever the kind of their tiles, with `turns` as in `longspan.kernels.hopper.turns` and how many locks
+    a head has.
+    """
     SUBS: gl.constexpr = KEYS // BM
+    ORDERED: gl.constexpr = told is not None
     k_full, kv_empty = kv_bars[0], kv_bars[2]
     steps = stores[4]
     q_full, do_full, empty = bars
@@ -100,31 +111,49 @@ def walk(
             h = g * shared + j
             table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
             state = (b * heads + h) * q_len if ALIGNED else (wide(b) * heads + h) * q_len
-            whole, first_partial = gl.load(full[0] + table), gl.load(partial[0] + table)
-            n_whole, n_partial = gl.load(full[0] + table + 1) - whole, gl.load(partial[0] + table + 1) - first_partial
-            for i in range(n_whole + n_partial):
-                masked = i >= n_whole
-                r = gl.where(masked, first_partial + i - n_whole, whole + i)
+            whole, some = gl.load(full[0] + table), gl.load(partial[0] + table)
+            n_whole, n_some = gl.load(full[0] + table + 1) - whole, gl.load(partial[0] + table + 1) - some
+            if ORDERED:
+                nth = gl.load(turns[0] + table)
+                wholes = 0
+            for i in range(n_whole + n_some):
+                if ORDERED:
+                    r, next_some = whole + wholes, some + i - wholes
+                    first_some = gl.load(partial[1] + next_some, mask=i - wholes < n_some, other=_NONE)
+                    masked = first_some < gl.load(full[1] + r, mask=wholes < n_whole, other=_NONE)
+                    r = gl.where(masked, next_some, r)
+                    wholes += gl.where(masked, 0, 1)
+                else:
+                    masked = i >= n_whole
+                    r = gl.where(masked, some + i - n_whole, whole + i)
                 first = gl.load(gl.where(masked, partial[1], full[1]) + r)
                 last = gl.load(gl.where(masked, partial[2], full[2]) + r)
                 kind = gl.where(masked, PARTIAL, gl.where(kv_left < KEYS, SHORT, WHOLE))
                 row_from, pos_from, left_from = run_place(first, last, q_len, q_side, SUBS, BM)
                 # A step without a single query is left out.
                 for n in range(first * SUBS, gl.minimum((last + 1) * SUBS, (left_from + (BM - 1)) // BM)):
+                    before, lock = None, None
+                    if ORDERED:
+                        before = gl.load(turns[1] + nth + n // SUBS - first)
+                        lock = (b * heads + h) * turns[2] + n
                     _send(
                         it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row_from + n * BM, pos_from + n * BM, left_from - n * BM,
-                        state, q_len, kind, stores, bars, ALIGNED, BM, STAGES,
+                        state, q_len, kind, before, lock, told, stores, bars, ALIGNED, BM, STAGES,
                     )  # fmt: skip
                     it += 1
                     # The first queries come before the keys: there is room for them earlier.
                     if sent == 0:
                         _keys(turn, keys, values, b, g, kv_row, kv_pos, kv_left, k_s, v_s, item_s, kv_bars)
                     sent = 1
+                if ORDERED:
+                    nth += last + 1 - first
         if sent == 0:
             _keys(turn, keys, values, b, g, kv_row, kv_pos, kv_left, k_s, v_s, item_s, kv_bars)
         s = place_of(it, STAGES)
         mbarrier.wait(empty.index(s), round_of(it, STAGES) ^ 1)
         write_number(steps, place_of(it, SLOTS) * STEP, END)
+        if ORDERED:
+            mbarrier.arrive(told.index(place_of(it, SLOTS)), count=1)
         mbarrier.arrive(q_full.index(s), count=1)
         mbarrier.arrive(do_full.index(s), count=1)
         it += 1
@@ -133,4 +162,6 @@ def walk(
     mbarrier.wait(kv_empty, (turn & 1) ^ 1)
     write_number(item_s, 0, STOP)
     write_number(steps, place_of(it, SLOTS) * STEP, STOP)
+    if ORDERED:
+        mbarrier.arrive(told.index(place_of(it, SLOTS)), count=1)
     mbarrier.arrive(k_full, count=1)

@@ -17,7 +17,8 @@ from longspan.kernels.hopper.config import HOPPER, Step, forward_step, keys_step
 from longspan.kernels.hopper.forward import CUTTABLE, forward_kernel
 from longspan.kernels.hopper.pieces import Pieces, pieces
 from longspan.kernels.hopper.queries import queries_kernel, rows_kernel
-from longspan.kernels.hopper.scratch import counter, counter_and_states
+from longspan.kernels.hopper.scratch import counter, counter_and_locks, counter_and_states
+from longspan.kernels.hopper.turns import turns
 from longspan.kernels.protocol import State, Work
 from longspan.kernels.triton import launch
 from longspan.kernels.triton.flat import flat_functions
@@ -72,10 +73,12 @@ class HopperCall(Call):
         needs = tuple(g is not None for g in captured)
         self._launch("dq", tensors, (dq,), {"ADD": add, "SCATTER": any(needs)}, needs=needs, busy_only=add)
 
-    def dkdv(self, grad_out: Tensor, norm: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, dq: Tensor | None) -> None:
-        """Fill dk and dv; add to dq, float32, where it is given."""
+    def dkdv(
+        self, grad_out: Tensor, norm: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, dq: Tensor | None, *, ordered: bool = False
+    ) -> None:  # fmt: skip
+        """Fill dk and dv; add to dq, float32, where it is given; if `ordered`, in an order that is always the same."""
         tensors = (self.q, self.k, self.v, grad_out, norm, delta, dk, dv, dq, *self.own)
-        self._launch("dkdv", tensors, (dk, dv), {}, needs=(False,) * len(self.work.score_captured))
+        self._launch("dkdv", tensors, (dk, dv), {"ordered": ordered}, needs=(False,) * len(self.work.score_captured))
 
     def _prepare(
         self,
@@ -116,9 +119,17 @@ class HopperCall(Call):
             busy_only=busy_only, added=added,
         )  # fmt: skip
         corners, flat = flat_functions(self.work.score, launch.options(self.work, q.dtype)) if which == "forward" else (None, None)
-        more = {"CORNERS": corners, "FLAT": flat, "STAGES": step.stages, "REGISTERS": step.registers, "BM": step.m, "DS": 2}
+        more: dict[str, Any] = {"CORNERS": corners, "FLAT": flat, "STAGES": step.stages, "REGISTERS": step.registers, "BM": step.m, "DS": 2}
         more["own_rows"] = self.own_rows
-        made: Callable[[], tuple[Tensor, ...]] = partial(counter, q.device)
+        made: Callable[[], tuple[Tensor | None, ...]] = partial(counter, q.device)
+        if which == "dkdv":
+            more |= {"turn_ptr": None, "turns": None, "locks_per_head": 0}
+            if known["ordered"]:
+                found = turns(self.work.table.transposed, q.shape[1] // self.k.shape[1], q.device)
+                shared["order"] = found.order
+                more |= {"turn_ptr": found.ptr, "turns": found.before}
+                more["locks_per_head"] = self.work.table.q_tiles * (self.work.q_tiles.block // step.m)
+            made = partial(counter_and_locks, q.device, q.shape[0] * q.shape[1] * more["locks_per_head"])
         if which == "forward":
             # Pieces leave no peaks: where those are asked for, nothing is cut.
             whole = tensors[5] is not None or e > CUTTABLE.value

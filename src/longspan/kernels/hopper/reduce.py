@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 async_atomic_add: Any = getattr(tma, "async_atomic_add", None)
@@ -24,3 +26,10 @@ if async_atomic_add is None:
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
     async_atomic_add = _async_atomic_add
+
+
+@gluon.jit
+def reduced():
+    """Wait until what this warp handed to the copy engine has been added. (`tma.store_wait` waits until it has been read.)"""
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)

@@ -16,6 +16,11 @@ def counter(device: torch.device) -> tuple[Tensor, ...]:
     return (zeros(1, device),)
 
 
+def counter_and_locks(device: torch.device, count: int) -> tuple[Tensor | None, ...]:
+    """(the counter, so many locks or None)."""
+    return zeros(1, device), zeros(count, device) if count else None
+
+
 def counter_and_states(device: torch.device, cut: Pieces, rows: int, dim: int) -> tuple[Tensor, ...]:
     """(the counter and flags, states that pieces leave: outputs, lse), for pieces of so many rows and dims."""
     flags, states = zeros(1 + GROUPS.value * cut.cut, device), cut.cut * cut.parts

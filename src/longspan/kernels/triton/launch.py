@@ -90,12 +90,12 @@ def side(tiling: Tiling, device: torch.device) -> Pointers | tuple[None, None, N
         return None, None, None
     kept = _sides.setdefault(tiling, {})
     if device not in kept:
-        row, pos, count = _together([tiling.row, tiling.pos, tiling.count], device)
+        row, pos, count = together([tiling.row, tiling.pos, tiling.count], device)
         kept[device] = row, pos, count
     return kept[device]
 
 
-def _together(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+def together(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
     """Arrays as int32 on the device by one copy; each begins on 16 bytes so that its alignment never asks for another compilation."""
     padded = [torch.nn.functional.pad(p.cpu().int(), (0, 4 - len(p) % 4)) for p in parts]
     whole = torch.cat(padded)
@@ -106,7 +106,7 @@ def _together(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ..
 
 def flags(chosen: Tensor, device: torch.device) -> Tensor:
     """Bools as 0s and 1s on the device, int32."""
-    return _together([chosen], device)[0]
+    return together([chosen], device)[0]
 
 
 def split_runs(table: BlockTable, columns: TilingFacts, *, positions: bool) -> tuple[Runs, Runs]:
@@ -217,7 +217,7 @@ def device_table(table: BlockTable, columns: Tiling, device: torch.device, *, sh
             kept.clear()
         full, partial = split_runs(table, facts(columns), positions=positions)
         counts = torch.stack([_lengths(partial, table.rows), _lengths(full, table.rows)], 1).flatten()
-        order, *rest = _together([start_order(table, shared), *full, *partial, counts], device)
+        order, *rest = together([start_order(table, shared), *full, *partial, counts], device)
         found = kept[key] = DeviceTable(order, (rest[0], rest[1], rest[2]), (rest[3], rest[4], rest[5]), rest[6])
     return found
 

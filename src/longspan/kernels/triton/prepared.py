@@ -35,7 +35,7 @@ class Prepared:
     device: torch.device
     described: dict[int, Callable[[Tensor], Any]]
     known: dict[str, Any]
-    made: Callable[[], tuple[Tensor, ...]] = tuple
+    made: Callable[[], tuple[Tensor | None, ...]] = tuple
     _compiled: Any = field(default=None, init=False)
     _fixed: list[Any] = field(default_factory=list, init=False)
     _places: dict[str, int] = field(default_factory=dict, init=False)

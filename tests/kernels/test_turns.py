@@ -1,0 +1,156 @@
+"""Turns: every tile of keys adds to a tile of queries in an order that does not change, and no one waits for ever."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.kernels.shards import table_of_pairs, work_of
+from tests.kernels.test_hopper import on_hopper
+from torch import Tensor
+
+pytest.importorskip("triton.experimental.gluon")
+
+import longspan as ls
+from longspan.kernels import hopper
+from longspan.kernels.hopper import HopperKernel, passes
+from longspan.kernels.hopper.turns import MOST, turns, worthwhile
+from longspan.kernels.protocol import Grads, Tiling
+from longspan.masks.table import BlockTable
+from longspan.testing import oracle
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[BlockTable, int]:
+    shared = draw(st.integers(1, 3))
+    batch, groups = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    shape = batch, groups * shared, draw(st.integers(1, 9)), draw(st.integers(1, 7))
+    torch.manual_seed(draw(st.integers(0, 999)))
+    seen = torch.rand(shape) < draw(st.floats(0, 1))  # of tiles of one token: each is full or empty
+    return table_of_pairs(seen, Tiling(length=shape[2], block=1), Tiling(length=shape[3], block=1)), shared
+
+
+Step = tuple[tuple[int, int, int], int]  # ((batch, head, tile of queries), how many add to it before)
+
+
+def walked(table: BlockTable, shared: int) -> list[list[Step]]:
+    """As programs see it: the steps of each item, in the order in which items are taken."""
+    by_keys = table.transposed
+    order, ptr, before = (t.tolist() for t in turns(by_keys, shared, CPU))
+    tiles, groups = by_keys.q_tiles, max(1, by_keys.heads // shared)
+    items = []
+    for row in order[: by_keys.batch * groups * tiles]:
+        b, g, tile = row // (tiles * groups), row // tiles % groups, row % tiles
+        steps = []
+        for h in range(g * shared, (g + 1) * shared) if by_keys.heads > 1 else (0,):
+            r = (b * by_keys.heads + h) * tiles + tile
+            held = by_keys.to_dense()[b, h, tile].nonzero().flatten().tolist()
+            for nth, query in enumerate(held):
+                steps.append(((b, h, query), before[ptr[r] + nth]))
+        items.append(steps)
+    return items
+
+
+@settings(deadline=None, max_examples=60)
+@given(tables())
+def test_each_tile_of_queries_counts_its_tiles_of_keys_in_the_order_in_which_they_are_taken(case: tuple[BlockTable, int]) -> None:
+    table, shared = case
+    items = walked(table, shared)
+    seen: dict[tuple[int, int, int], int] = defaultdict(int)
+    for steps in items:
+        for lock, before in steps:
+            assert before == seen[lock]
+            seen[lock] += 1
+    assert sum(seen.values()) == int(table.tiles_per_row.sum())
+
+
+@settings(deadline=None, max_examples=60)
+@given(tables(), st.integers(1, 5), st.integers(0, 99))
+def test_all_programs_come_to_an_end_however_many_there_are(case: tuple[BlockTable, int], programs: int, seed: int) -> None:
+    """Each takes items off a counter and does their steps one after the other; who goes next is drawn."""
+    draw, taken, done = random.Random(seed), iter(walked(*case)), defaultdict(int)
+    at: list[list[Step]] = [[] for _ in range(programs)]
+    finished = [False] * programs
+    while not all(finished):
+        able = [p for p in range(programs) if not finished[p] and (not at[p] or done[at[p][0][0]] >= at[p][0][1])]
+        assert able, "all wait"
+        p = draw.choice(able)
+        if at[p]:
+            done[at[p].pop(0)[0]] += 1
+        else:
+            steps = next(taken, None)
+            finished[p] = steps is None
+            at[p] = list(steps or ())
+
+
+def test_turns_are_for_dense_tables_of_not_too_many_tiles() -> None:
+    assert worthwhile(ls.causal().block_table(2**17, 2**17, block=128))
+    assert MOST < (2**20 // 128) ** 2 and not worthwhile(ls.full().block_table(2**20, 2**20, block=128))
+    assert not worthwhile(ls.sliding_window(1024).block_table(2**14, 2**14, block=128))
+
+
+@pytest.fixture
+def fixed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In turns, however sparse the table."""
+    monkeypatch.setattr(hopper.turns, "LEAST", 0.0)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+MASKS: dict[str, Callable[[], ls.Mask]] = {
+    "full": ls.full,
+    "causal": ls.causal,
+    "what comes after": lambda: ls.mask_mod(lambda b, h, q, kv: q <= kv),
+    "documents": lambda: ls.causal() & ls.documents([300, 1, 512, 450]),
+    "window": lambda: ls.sliding_window(260),
+    "by head": lambda: ls.mask_mod(lambda b, h, q, kv: (q >= kv) & (q - kv < 100 * (h + 1))),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fixed")
+@pytest.mark.parametrize("score", [None, lambda s, b, h, q, kv: 20 * torch.tanh(s / 20)], ids=["no score", "soft cap"])
+@pytest.mark.parametrize("name", MASKS)
+def test_gradients_are_right_and_the_same_in_every_run(name: str, score: Callable[..., Tensor] | None) -> None:
+    on_hopper()
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, h, 1263, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (6, 2, 2)]
+    out = ls.attention(*inputs, mask=MASKS[name](), score_mod=score, kernel="hopper")
+    grad = torch.randn_like(out)
+    runs = [torch.autograd.grad(out, inputs, grad, retain_graph=True) for _ in range(10)]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+    def of_oracle(dtype: torch.dtype) -> Sequence[Tensor]:
+        return torch.autograd.grad(oracle(*inputs, mask=MASKS[name](), score_mod=score, dtype=dtype), inputs, grad.to(dtype))
+
+    torch.use_deterministic_algorithms(False)
+    for got, want, dense in zip(runs[0], of_oracle(torch.float64), of_oracle(torch.bfloat16), strict=True):
+        assert float((got.double() - want.double()).norm()) <= 1.1 * float((dense.double() - want.double()).norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fixed")
+def test_bits_do_not_depend_on_how_many_programs_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_hopper()
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, h, 1100, 128, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
+    found = []
+    for programs in (132, 7, 1):
+        monkeypatch.setattr(passes, "programs_at_once", lambda device, programs=programs: programs)
+        work = work_of(lambda b, h, q, kv: q >= kv, ((0, 700), (800, 400)), ((0, 1100),), block=128)
+        of = HopperKernel()
+        state = of.forward(q, k, v, work, state=None, final=True, peak=False)
+        if not found:
+            out, lse, grad = state.out, state.lse, torch.randn_like(state.out)
+        into = Grads(q=torch.zeros(q.shape, device="cuda"), k=torch.empty_like(k), v=torch.empty_like(v), captured=[])
+        of.backward(q, k, v, out, lse, grad, None, work, needs=[], wide=True, into=into)
+        found.append(into)
+    assert all(torch.equal(getattr(found[0], name), getattr(other, name)) for other in found[1:] for name in ("q", "k", "v"))
