@@ -4,8 +4,8 @@
     PYTHONPATH=src:. python bench/hopper.py --plot RESULT.json PICTURE.png         draw what was measured
 
 B 1, bfloat16. Each row: TFLOP/s of useful work (4·D per pair that the mask allows, 2.5 times that backward) of every kernel that can do
-it, and our speed as a ratio to the best peer's. Times are of the device: each call is queued behind a pause, kernels take turns, and the
-median of ten is taken.
+it, and our speed as a ratio to the best peer's. Times are of the device: each call is queued behind a pause, kernels take turns in random
+order, and the median of twenty is taken.
 Outputs are checked once to be written whole, in memory filled with NaN before. cuDNN and flash attention do full and causal masks only.
 `fixed` is our backward pass under `torch.use_deterministic_algorithms`, run twenty times for equal bits.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import random
 import statistics
 import sys
 from collections.abc import Callable
@@ -36,7 +37,7 @@ import longspan as ls
 
 PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 STEPS = ("forward", "backward")
-REPEAT, SAME = 10, 20
+REPEAT, SAME = 20, 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,6 @@ class Row:
     heads: int
     kv_heads: int
     dim: int = 128
-    flex: bool = False
 
     def __str__(self) -> str:
         return f"{self.case:20}{self.tokens:6d} {self.heads}/{self.kv_heads:<3} D{self.dim:<4}"
@@ -56,7 +56,7 @@ SHAPES = ((8192, 32, 32), (8192, 32, 8), (32768, 32, 32), (32768, 32, 8))
 ROWS = [Row(case=c, tokens=s, heads=h, kv_heads=g) for c in ("full", "causal") for s, h, g in SHAPES]
 ROWS += [Row(case=c, tokens=32768, heads=16, kv_heads=16, dim=64) for c in ("full", "causal")]
 MODS = ("16 documents", "window 1024", "causal + softcap", "causal + alibi", "causal + bias table")
-ROWS += [Row(case=c, tokens=s, heads=32, kv_heads=g, flex=s == 8192) for s, g in ((8192, 32), (32768, 8)) for c in MODS]
+ROWS += [Row(case=c, tokens=s, heads=32, kv_heads=g) for s, g in ((8192, 32), (32768, 8)) for c in MODS]
 
 
 def case_of(row: Row) -> Case:
@@ -84,13 +84,15 @@ def poison(like: Tensor) -> None:
 
 
 def device_ms(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median milliseconds of each. They take turns: a device that grows warm while it is measured does so for all of them alike."""
+    """Median milliseconds of each. They take turns in an order drawn anew each time: a kernel that follows one that draws much power runs
+    slower, and each follows each.
+    """
     for fn in calls.values():
         for _ in range(3):
             fn()
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(REPEAT):
-        for name, fn in calls.items():
+        for name, fn in random.sample(list(calls.items()), len(calls)):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda.synchronize()
             torch.cuda._sleep(4_000_000)
@@ -118,8 +120,7 @@ def calls_of(row: Row, case: Case, q: Tensor, k: Tensor, v: Tensor, *, flex: boo
             return F.scaled_dot_product_attention(q, k, v, is_causal=row.case == "causal", enable_gqa=row.heads != row.kv_heads)
 
     if row.case in ("full", "causal"):
-        few = {n: b for n, b in PEERS.items() if n == "cudnn" or row.tokens <= 8192}  # flash attention 2 takes twice as long
-        calls |= {name: lambda backend=backend: sdpa(backend) for name, backend in few.items()}
+        calls |= {name: lambda backend=backend: sdpa(backend) for name, backend in PEERS.items()}
     if flex:
         blocks = torch.compile(create_block_mask)(case.mask, None, None, row.tokens, row.tokens, device="cuda")
         compiled: Any = torch.compile(flex_attention, dynamic=False)
@@ -137,7 +138,7 @@ def measure(row: Row, *, flex: bool) -> dict[str, Any]:
     case = case_of(row)
     flop = 4.0 * row.dim * row.heads * pairs(case.mask, row.tokens)
     found: dict[str, Any] = {"case": row.case, "tokens": row.tokens, "heads": f"{row.heads}/{row.kv_heads}", "dim": row.dim}
-    calls = calls_of(row, case, q, k, v, flex=flex and row.flex)
+    calls = calls_of(row, case, q, k, v, flex=flex)
     backs: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
     for name, call in calls.items():
         poison(q)
@@ -164,7 +165,7 @@ def warm(row: Row, *, flex: bool) -> None:
         torch.use_deterministic_algorithms(fixed, warn_only=True)
         ls.attention(q, k, v, mask=case.mask, score_mod=case.score_mod, kernel="hopper").sum().backward()
     torch.use_deterministic_algorithms(False)
-    if flex and row.flex:
+    if flex:
         shapes = (row.heads, row.kv_heads, row.kv_heads)
         q, k, v = (torch.randn(1, h, row.tokens, row.dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for h in shapes)
         calls_of(row, case_of(row), q, k, v, flex=True)["flex"]().sum().backward()

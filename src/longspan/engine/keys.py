@@ -30,6 +30,11 @@ def travel_apart(data: PlanData, k: Tensor, v: Tensor) -> bool:
     return keys.length // keys.ranks * batch * groups * (dim + v.shape[3]) * k.element_size() >= APART_BYTES
 
 
+def room_for(like: Tensor, rows: int, width: int) -> Tensor:
+    """Memory for rows that arrive."""
+    return like.new_empty((rows, width))
+
+
 class Keys:
     """Keys and values step by step: the local ones as they are, the others as they arrive, one step ahead of their use.
 
@@ -67,7 +72,7 @@ class Keys:
         rows, width = shape[:outer].numel(), shape[outer:].numel()
         if len(turned) == 1 and not room and turned[0].is_contiguous():
             return turned[0].view(rows, width)
-        buffer = self.k.new_empty((rows + room, width))
+        buffer = room_for(self.k, rows + room, width)
         start = 0
         for t in turned:
             copy_rows_(buffer[:rows].view(shape)[..., start : start + t.shape[3]], t)
@@ -81,7 +86,7 @@ class Keys:
         assert self.group is not None
         step = self.steps[i]
         alone = i > 0 or self.two_places  # what arrives has a buffer to itself
-        buffers = [rows.new_empty((step.arriving, rows.shape[1])) for rows in self.first] if alone else self.first
+        buffers = [room_for(rows, step.arriving, rows.shape[1]) for rows in self.first] if alone else self.first
         before = len(step.own) if alone else 0
         pending = []
         for arrival in step.arrivals:
