@@ -265,7 +265,7 @@ def main() -> None:
     cases = [tuple(args.case)] if args.case else list(CASES)
     if args.step_tokens:
         importlib.import_module("longspan.plan.make").STAGE_TOKENS = args.step_tokens  # type: ignore[attr-defined]
-    EchoMesh.link = Link("copy")
+    EchoMesh.use(Link("copy"))
     about = {
         "bench": "engine_gpu",
         "device": torch.cuda.get_device_name(),

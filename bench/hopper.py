@@ -85,7 +85,7 @@ def poison(like: Tensor) -> None:
 
 def device_ms(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
     """Median milliseconds of each. They take turns in an order drawn anew each time: a kernel that follows one that draws much power runs
-    slower, and each follows each.
+    slower.
     """
     for fn in calls.values():
         for _ in range(3):

@@ -33,7 +33,7 @@ class Link:
         self.numbers: dict[Any, list[Tensor]] = {}
 
     def room(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Memory for what arrives. Of kind `none`: one of four tensors in turn, as many as are on their way at once."""
+        """Memory for what arrives. Of kind `none`: one of four tensors in turn, as many as keys and values of two steps take."""
         if self.kind == "copy":
             return like.new_empty(shape)
         ready = self.numbers.setdefault((shape, like.dtype), [])
@@ -117,6 +117,11 @@ class EchoMesh(ls.Mesh):
 
     link: ClassVar[Link]
 
+    @classmethod
+    def use(cls, link: Link) -> None:
+        """For all of them, for as long as this process lives: keys arrive where the link says."""
+        cls.link = link
+        keys.room_for = lambda like, rows, width: link.room(like, (rows, width))  # type: ignore[assignment]
+
     def group(self, axis: int | str) -> Any:
-        keys.room_for = lambda like, rows, width: self.link.room(like, (rows, width))  # type: ignore[assignment]
         return Echo(name="echo", rank=self.rank, size=self.size, link=self.link)

@@ -119,6 +119,14 @@ def test_of_returns_only_the_last_two_are_held_whatever_the_number_of_stages(log
         assert len(log.keys[rank]) == 8
 
 
+def test_a_rank_that_sends_more_than_it_gets_does_not_hold_two_returns() -> None:
+    plan = ls.plan(ls.causal(), 2048, ls.Mesh.abstract(4), strategy="exchange", stages=6, layout="contiguous", overlap=True)
+    first, *_, last = parts(plan, 4)
+    assert sum(step.leaving for step in first.steps) == 3 * 512 and not any(step.arriving for step in first.steps)
+    assert len(first.ending) == 1 and first.ending[0] is [step for step in first.steps if step.arrivals][-1]
+    assert len(last.ending) == 2 and not any(step.leaving for step in last.steps)
+
+
 @pytest.mark.parametrize("mask", ["causal", "window", "documents", "per head"])
 @pytest.mark.parametrize("layout", ["contiguous", "head_tail", "round_robin"])
 def test_parts_are_cut_by_work_in_proportion_to_what_they_hide(mask: str, layout: str) -> None:

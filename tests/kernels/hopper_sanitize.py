@@ -93,7 +93,9 @@ def main() -> None:
         one("causal", dims)
     for dims in DIMS[:3]:
         one("fixed order", dims, fixed=True)
+        one("fixed order, few tiles", dims, mask=ls.sliding_window(60), tokens=1500, fixed=True)
         one("captured gradients", dims, score=lambda s, b, h, q, kv: s + bias[h])
+    one("fixed order, most keys unseen", (128, 128), mask=ls.mask_mod(lambda b, h, q, kv: kv < 128), tokens=700, fixed=True)
     one("softcap", (128, 128), score=softcap)
     one("documents", (128, 128), mask=ls.causal() & ls.documents([100, 50, 150]))
     one("full", (128, 128), mask=ls.full(), tokens=520)

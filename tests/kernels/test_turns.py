@@ -20,7 +20,8 @@ import longspan as ls
 from longspan.kernels import hopper
 from longspan.kernels.hopper import HopperKernel, passes
 from longspan.kernels.hopper.turns import MOST, turns, worthwhile
-from longspan.kernels.protocol import Grads, Tiling
+from longspan.kernels.protocol import Grads, Tiling, Work
+from longspan.kernels.triton import launch
 from longspan.masks.table import BlockTable
 from longspan.testing import oracle
 
@@ -90,16 +91,81 @@ def test_all_programs_come_to_an_end_however_many_there_are(case: tuple[BlockTab
             at[p] = list(steps or ())
 
 
+def visited(work: Work, shared: int, heads: int) -> list[list[Step]]:
+    """The steps of items as the walker finds them: runs of both kinds merged, queries upwards, steps without a query left out."""
+    table = work.table.transposed
+    on_device = launch.device_table(table, work.q_tiles, CPU, shared=shared, positions=False)
+    order, ptr, before = (t.tolist() for t in turns(table, shared, CPU))
+    kinds = [[t.tolist() for t in runs] for runs in (on_device.full, on_device.partial)]
+    per_head, groups = table.heads > 1, heads // shared
+    items = []
+    for row in order[: table.batch * (groups if per_head else 1) * table.q_tiles]:
+        tile, b = row % table.q_tiles, row // (table.q_tiles * (groups if per_head else 1))
+        for g in [row // table.q_tiles % groups] if per_head else range(groups):
+            steps = []
+            for h in range(g * shared, (g + 1) * shared):
+                r = (b * heads + h) * table.q_tiles + tile if per_head else row
+                runs = sorted((first[i], last[i]) for start, first, last in kinds for i in range(start[r], start[r + 1]))
+                tiles = [x for first, last in runs for x in range(first, last + 1)]
+                for nth, x in enumerate(tiles):
+                    queries = work.q_tiles.span(x)[1]
+                    steps += [((b, h, 2 * x + half), before[ptr[r] + nth]) for half in (0, 1) if queries > 64 * half]
+            items.append(steps)
+    return items
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data())
+def test_turns_are_counted_as_the_walker_comes_by(data: st.DataObject) -> None:
+    """With tiles that hold fewer queries than others, which move from one list of runs to the other."""
+    lengths = st.lists(st.integers(1, 300), min_size=1, max_size=4)
+
+    def segments(gap: int) -> list[tuple[int, int]]:
+        found, at = [], 0
+        for n in data.draw(lengths):
+            found.append((at, n))
+            at += n + gap
+        return found
+
+    shared, per_head = data.draw(st.integers(1, 2)), data.draw(st.booleans())
+    heads = 2 * shared
+    far = data.draw(st.integers(0, 400))
+    work = work_of(
+        (lambda b, h, q, kv: q + far >= kv + 100 * h) if per_head else (lambda b, h, q, kv: q + far >= kv),
+        segments(data.draw(st.integers(0, 90))), segments(0), block=128, heads=heads if per_head else 1,
+    )  # fmt: skip
+    seen: dict[tuple[int, int, int], int] = defaultdict(int)
+    for steps in visited(work, shared, heads):
+        for lock, before in steps:
+            assert before == seen[lock]
+            seen[lock] += 1
+
+
 def test_turns_are_for_dense_tables_of_not_too_many_tiles() -> None:
     assert worthwhile(ls.causal().block_table(2**17, 2**17, block=128))
     assert MOST < (2**20 // 128) ** 2 and not worthwhile(ls.full().block_table(2**20, 2**20, block=128))
     assert not worthwhile(ls.sliding_window(1024).block_table(2**14, 2**14, block=128))
 
 
-@pytest.fixture
-def fixed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In turns, however sparse the table."""
-    monkeypatch.setattr(hopper.turns, "LEAST", 0.0)
+def test_fixed_order_is_of_turns_or_of_a_pass_of_its_own() -> None:
+    q = torch.empty(1, 2, 3000, 128, dtype=torch.bfloat16)
+    dense, sparse = (
+        work_of(mod, ((0, 3000),), ((0, 3000),), block=128) for mod in (lambda b, h, q, kv: q >= kv, lambda b, h, q, kv: q == kv)
+    )
+    of = HopperKernel()
+    assert of._one_pass(q, q, dense, []) and of._one_pass(q, q, sparse, []) and of.apart(q, q, dense, [])
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert of._one_pass(q, q, dense, []) and not of._one_pass(q, q, sparse, []) and not of._one_pass(q, q, dense, [True])
+        assert not of.apart(q, q, dense, [])  # launches beside each other would add in any order
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=[0.0, 2.0], ids=["in turns", "in two passes"])
+def fixed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Either way, however dense the table."""
+    monkeypatch.setattr(hopper.turns, "LEAST", request.param)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -112,6 +178,8 @@ MASKS: dict[str, Callable[[], ls.Mask]] = {
     "documents": lambda: ls.causal() & ls.documents([300, 1, 512, 450]),
     "window": lambda: ls.sliding_window(260),
     "by head": lambda: ls.mask_mod(lambda b, h, q, kv: (q >= kv) & (q - kv < 100 * (h + 1))),
+    "most keys unseen": lambda: ls.mask_mod(lambda b, h, q, kv: (q >= kv) & (kv < 200)),
+    "every third tile of keys seen": lambda: ls.mask_mod(lambda b, h, q, kv: (q >= kv) & (kv // 128 % 3 == 2)),
 }
 
 

@@ -90,14 +90,14 @@ class Home:
     """Local rows that other ranks got, part by part: where what they send back belongs."""
 
     parts: tuple[Tensor, ...]
-    _lists: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _lists: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def lists(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The parts seen from `count` local rows; copied to a device once."""
-        if device not in self._lists:
+        if (count, device) not in self._lists:
             ptr, index = row_lists(self.parts, count)
-            self._lists[device] = ptr.to(device), index.to(device)
-        return self._lists[device]
+            self._lists[count, device] = ptr.to(device), index.to(device)
+        return self._lists[count, device]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -138,9 +138,14 @@ class Step:
         return self.tokens - len(self.own)
 
     @property
+    def leaving(self) -> int:
+        """Rows that are sent, of which gradients come home."""
+        return sum(arrival.sent.count for arrival in self.arrivals)
+
+    @property
     def moved(self) -> int:
         """Rows that arrive or leave, whichever are more."""
-        return max(self.arriving, sum(arrival.sent.count for arrival in self.arrivals))
+        return max(self.arriving, self.leaving)
 
     @cached_property
     def home(self) -> Home:
@@ -157,8 +162,11 @@ class Itinerary:
 
     @cached_property
     def ending(self) -> tuple[Step, ...]:
-        """The last two steps with arrivals, as far as there are two: what they sent is added together when it has come home."""
-        return tuple(step for step in self.steps if step.arrivals)[-2:]
+        """The last two steps with arrivals: what they sent is added together when it has come home. Only the last one, where it would take
+        more memory than what arrived did: gradients of the step before, and keys, in half as many bytes, of the last one.
+        """
+        last = tuple(step for step in self.steps if step.arrivals)[-2:]
+        return last[-1:] if len(last) == 2 and last[1].leaving > last[0].arriving + last[1].arriving // 2 else last
 
     @cached_property
     def ending_home(self) -> Home:

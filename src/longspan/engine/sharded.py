@@ -271,7 +271,7 @@ class _Totals:
 
     The order of sums is fixed: a row's own gradients, then what comes home, by steps and in each by ranks. Of the rows of local keys that
     are computed last, own gradients come last, unless nothing had been added by then. What comes home from the last two steps is added in
-    one pass: there is memory for both by then, which a step's keys took before.
+    one pass, where there is memory for both (`Itinerary.ending`).
     """
 
     def __init__(
@@ -341,7 +341,7 @@ class _Totals:
             return
         assert self.keys.group is not None
         travel = self.call.travel(self.q_dtype)
-        back = torch.empty((sum(a.sent.count for a in step.arrivals), buffer.shape[1]), dtype=travel, device=buffer.device)
+        back = torch.empty((step.leaving, buffer.shape[1]), dtype=travel, device=buffer.device)
         pending, start = [], 0
         for arrival in step.arrivals:
             leaving = buffer[arrival.start : arrival.stop].to(travel)

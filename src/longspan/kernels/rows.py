@@ -38,6 +38,10 @@ def add_rows_(home: Tensor, back: Tensor, rows: Sequence[Tensor], lists: tuple[T
         add_rows(home, back, *lists, unwritten=unwritten)
         return
     home[:unwritten] = 0
+    _add_parts(home, back, rows)
+
+
+def _add_parts(home: Tensor, back: Tensor, rows: Sequence[Tensor]) -> None:
     start = 0
     for part in rows:
         home.index_add_(0, part.to(home.device), back[start : start + len(part)].to(home.dtype))
@@ -65,7 +69,7 @@ def add_last_rows(
         add_and_split(home, backs[0], backs[-1], *lists, k, v, per_row=per_row, late=late)
         return
     for back, parts in zip(backs, rows, strict=True):
-        add_rows_(home, back, parts, lists)
+        _add_parts(home, back, parts)
     if late is not None:
         home[: len(late)] += late
     split_rows(home, k, v, per_row=per_row)

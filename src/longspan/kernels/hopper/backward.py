@@ -1,7 +1,7 @@
 """The backward pass by key tiles on Hopper: dK and dV of 128 keys, and dQ as a sum over all key tiles by the copy engine's reductions.
 
-Programs stay and take items, 128 keys each, off a counter, heaviest first. Each has five roles. One warp walks the block table, has the
-copy engine bring tiles, and tells the others what each holds. Two groups of four warps hold 64 keys each and compute. Where dQ is asked
+Programs stay and take items, 128 keys each, off a counter, heaviest first unless dQ is added in turns. One warp walks the block table, has
+the copy engine bring tiles, and tells the others what each holds. Two groups of four warps hold 64 keys each and compute. Where dQ is asked
 for, two more warps hand the groups' dQ tiles to the copy engine; where that must happen in turns, one more looks ahead for the next turn.
 
 A step is BM queries × 128 keys, scores and their gradients transposed, keys × queries:
@@ -246,7 +246,8 @@ def _wait_for_turns(locks, steps, turn_bars):
 @gluon.jit
 def _write(dq_ptr, locks, dq_s, steps, dq_bars, turn_bars, C: gl.constexpr):
     """A writer: hands one group's dQ tiles to the copy engine and gives the buffer back when that has read it. Given `locks`, each tile
-    waits for its turn, and the next one's begins when it is added.
+    waits for its turn, and the next one's begins when it is added. Reductions happen in the L2 cache: one that was added before this one is
+    begun comes first, with no fence between what was waited for and the copy engine.
     """
     dq_full, dq_empty = dq_bars
     it = 0
@@ -254,17 +255,16 @@ def _write(dq_ptr, locks, dq_s, steps, dq_bars, turn_bars, C: gl.constexpr):
     kind = read_number(steps, 0)
     while kind != STOP:
         about = place_of(it, SLOTS) * STEP
+        if locks is not None:  # where an item ends too: else who looks ahead could fall behind all others
+            mbarrier.wait(turn_bars[1].index(place_of(it, SLOTS)), round_of(it, SLOTS))
         if kind != END:
             h, row, b = read_number(steps, about + 3), read_number(steps, about + 4), read_number(steps, about + 5)
-            if locks is not None:
-                mbarrier.wait(turn_bars[1].index(place_of(it, SLOTS)), round_of(it, SLOTS))
             async_atomic_add(dq_ptr, [b, h, row, C * 64], dq_s)
             tma.store_wait(0)
         mbarrier.arrive(dq_empty, count=1)
         if locks is not None:  # noqa: SIM102 (the compiler knows this one)
             if kind != END:
                 reduced()
-                # What the step is still stands in its place: the walker is not that far ahead.
                 gl.atomic_add(locks + read_number(steps, about + 7), 1, sem="release")
         it += 1
         mbarrier.wait(dq_full, it & 1)
@@ -287,7 +287,8 @@ def keys_kernel(
     Given `locks`, int32 zeros, one for each step of queries of each head, additions to dQ take turns (`longspan.kernels.hopper.turns`).
     Given own_k_ptr and own_v_ptr, those describe the first `own_rows` keys and values, k_ptr and v_ptr the others; dK and dV are of both.
     """
-    gl.static_assert(STAGES <= SLOTS, "what a step is must be known until it is computed")
+    # Writers still read what a step is when the walker is STAGES + 3 steps ahead.
+    gl.static_assert(STAGES + 3 < SLOTS, "what a step is must be known until its dQ is added")
     DQ: gl.constexpr = dq_ptr is not None
     dtype: gl.constexpr = k_ptr.dtype
     k_s = gl.allocate_shared_memory(dtype, [1, 1, 1, KEYS, DP], k_ptr.layout)

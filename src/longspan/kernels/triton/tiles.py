@@ -24,7 +24,7 @@ def locate(order, rows, tiles, heads, group, SUBS: tl.constexpr, PER_BATCH: tl.c
 
 @triton.jit
 def place(pid, order, rows, tiles, heads, group, SUBS: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr):
-    """Item pid's (tile, sub-tile, batch, head): groups of heads one after the other, in each the heaviest rows first."""
+    """Item pid's (tile, sub-tile, batch, head): groups of heads one after the other, in each the rows of `order`."""
     sub = pid % SUBS
     pid = pid // SUBS
     g = pid // (rows * group)
