@@ -102,7 +102,8 @@ def one_call(dims: tuple[int, int], dtype: torch.dtype, *, scored: bool, staged:
     grad = torch.randn_like(out)
     of.backward(q, k, v, out, found.lse, grad, None, work, needs=[True] * scored, wide=staged)
     torch.use_deterministic_algorithms(True)
-    for turns.LEAST in (0.0, 2.0):  # in turns, and in two passes
+    for least in (0.0, 2.0):  # in turns, and in two passes
+        turns.LEAST = least
         of.backward(q, k, v, out, found.lse, grad, None, work, needs=[False] * scored, wide=staged)
     torch.use_deterministic_algorithms(False)
     if staged:  # keys from two places

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ import longspan as ls
 from longspan.kernels import hopper
 from longspan.kernels.hopper import HopperKernel, passes
 from longspan.kernels.hopper.turns import MOST, turns, worthwhile
-from longspan.kernels.protocol import Grads, Tiling, Work
+from longspan.kernels.protocol import Grads, Tiling
 from longspan.kernels.triton import launch
 from longspan.masks.table import BlockTable
 from longspan.testing import oracle
@@ -38,45 +39,57 @@ def tables(draw: st.DrawFn) -> tuple[BlockTable, int]:
     return table_of_pairs(seen, Tiling(length=shape[2], block=1), Tiling(length=shape[3], block=1)), shared
 
 
-Step = tuple[tuple[int, int, int], int]  # ((batch, head, tile of queries), how many add to it before)
+Step = tuple[tuple[int, int, int], int]  # ((batch, head, step of queries), how many add to it before)
 
 
-def walked(table: BlockTable, shared: int) -> list[list[Step]]:
-    """As programs see it: the steps of each item, in the order in which items are taken."""
+def walked(table: BlockTable, queries: Tiling, shared: int) -> list[list[Step]]:
+    """The steps of items as the walker finds them, in the order in which items are taken: runs of both kinds merged, queries upwards, steps
+    without a query left out. Of a table that is the same for all heads, for one head group.
+    """
     by_keys = table.transposed
+    on_device = launch.device_table(by_keys, queries, CPU, shared=shared, positions=False)
     order, ptr, before = (t.tolist() for t in turns(by_keys, shared, CPU))
-    tiles, groups = by_keys.q_tiles, max(1, by_keys.heads // shared)
+    kinds = [[t.tolist() for t in runs] for runs in (on_device.full, on_device.partial)]
+    tiles, per_head = by_keys.q_tiles, by_keys.heads > 1
+    groups = by_keys.heads // shared if per_head else 1
     items = []
     for row in order[: by_keys.batch * groups * tiles]:
         b, g, tile = row // (tiles * groups), row // tiles % groups, row % tiles
         steps = []
-        for h in range(g * shared, (g + 1) * shared) if by_keys.heads > 1 else (0,):
-            r = (b * by_keys.heads + h) * tiles + tile
-            held = by_keys.to_dense()[b, h, tile].nonzero().flatten().tolist()
-            for nth, query in enumerate(held):
-                steps.append(((b, h, query), before[ptr[r] + nth]))
+        for h in range(g * shared, (g + 1) * shared):
+            r = (b * by_keys.heads + h) * tiles + tile if per_head else row
+            runs = sorted((first[i], last[i]) for start, first, last in kinds for i in range(start[r], start[r + 1]))
+            for nth, x in enumerate(x for first, last in runs for x in range(first, last + 1)):
+                halves = -(-queries.span(x)[1] // 64)
+                steps += [((b, h, 2 * x + half), before[ptr[r] + nth]) for half in range(halves)]
         items.append(steps)
     return items
+
+
+def check_counted(items: list[list[Step]]) -> int:
+    """Each step comes after as many others as it waits for. How many steps there are."""
+    seen: dict[tuple[int, int, int], int] = defaultdict(int)
+    for lock, before in chain(*items):
+        assert before == seen[lock]
+        seen[lock] += 1
+    return sum(seen.values())
 
 
 @settings(deadline=None, max_examples=60)
 @given(tables())
 def test_each_tile_of_queries_counts_its_tiles_of_keys_in_the_order_in_which_they_are_taken(case: tuple[BlockTable, int]) -> None:
     table, shared = case
-    items = walked(table, shared)
-    seen: dict[tuple[int, int, int], int] = defaultdict(int)
-    for steps in items:
-        for lock, before in steps:
-            assert before == seen[lock]
-            seen[lock] += 1
-    assert sum(seen.values()) == int(table.tiles_per_row.sum())
+    assert check_counted(walked(table, Tiling(length=table.q_len, block=1), shared)) == int(table.tiles_per_row.sum()) * (
+        shared if table.heads == 1 else 1
+    )
 
 
 @settings(deadline=None, max_examples=60)
 @given(tables(), st.integers(1, 5), st.integers(0, 99))
 def test_all_programs_come_to_an_end_however_many_there_are(case: tuple[BlockTable, int], programs: int, seed: int) -> None:
     """Each takes items off a counter and does their steps one after the other; who goes next is drawn."""
-    draw, taken, done = random.Random(seed), iter(walked(*case)), defaultdict(int)
+    table, shared = case
+    draw, taken, done = random.Random(seed), iter(walked(table, Tiling(length=table.q_len, block=1), shared)), defaultdict(int)
     at: list[list[Step]] = [[] for _ in range(programs)]
     finished = [False] * programs
     while not all(finished):
@@ -89,29 +102,6 @@ def test_all_programs_come_to_an_end_however_many_there_are(case: tuple[BlockTab
             steps = next(taken, None)
             finished[p] = steps is None
             at[p] = list(steps or ())
-
-
-def visited(work: Work, shared: int, heads: int) -> list[list[Step]]:
-    """The steps of items as the walker finds them: runs of both kinds merged, queries upwards, steps without a query left out."""
-    table = work.table.transposed
-    on_device = launch.device_table(table, work.q_tiles, CPU, shared=shared, positions=False)
-    order, ptr, before = (t.tolist() for t in turns(table, shared, CPU))
-    kinds = [[t.tolist() for t in runs] for runs in (on_device.full, on_device.partial)]
-    per_head, groups = table.heads > 1, heads // shared
-    items = []
-    for row in order[: table.batch * (groups if per_head else 1) * table.q_tiles]:
-        tile, b = row % table.q_tiles, row // (table.q_tiles * (groups if per_head else 1))
-        for g in [row // table.q_tiles % groups] if per_head else range(groups):
-            steps = []
-            for h in range(g * shared, (g + 1) * shared):
-                r = (b * heads + h) * table.q_tiles + tile if per_head else row
-                runs = sorted((first[i], last[i]) for start, first, last in kinds for i in range(start[r], start[r + 1]))
-                tiles = [x for first, last in runs for x in range(first, last + 1)]
-                for nth, x in enumerate(tiles):
-                    queries = work.q_tiles.span(x)[1]
-                    steps += [((b, h, 2 * x + half), before[ptr[r] + nth]) for half in (0, 1) if queries > 64 * half]
-            items.append(steps)
-    return items
 
 
 @settings(deadline=None, max_examples=30)
@@ -127,18 +117,12 @@ def test_turns_are_counted_as_the_walker_comes_by(data: st.DataObject) -> None:
             at += n + gap
         return found
 
-    shared, per_head = data.draw(st.integers(1, 2)), data.draw(st.booleans())
-    heads = 2 * shared
-    far = data.draw(st.integers(0, 400))
+    shared, per_head, far = data.draw(st.integers(1, 2)), data.draw(st.booleans()), data.draw(st.integers(0, 400))
     work = work_of(
         (lambda b, h, q, kv: q + far >= kv + 100 * h) if per_head else (lambda b, h, q, kv: q + far >= kv),
-        segments(data.draw(st.integers(0, 90))), segments(0), block=128, heads=heads if per_head else 1,
+        segments(data.draw(st.integers(0, 90))), segments(0), block=128, heads=2 * shared if per_head else 1,
     )  # fmt: skip
-    seen: dict[tuple[int, int, int], int] = defaultdict(int)
-    for steps in visited(work, shared, heads):
-        for lock, before in steps:
-            assert before == seen[lock]
-            seen[lock] += 1
+    check_counted(walked(work.table, work.q_tiles, shared))
 
 
 def test_turns_are_for_dense_tables_of_not_too_many_tiles() -> None:

@@ -275,18 +275,9 @@ class _Totals:
     """
 
     def __init__(
-        self,
-        call: Call,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        needs: Sequence[bool],
-        keys: Keys,
-        route: Itinerary,
-        lanes: Lanes,
-        *,
-        narrow: bool,
-    ) -> None:
+        self, call: Call, q: Tensor, k: Tensor, v: Tensor, needs: Sequence[bool], keys: Keys, route: Itinerary, lanes: Lanes,
+        *, narrow: bool,
+    ) -> None:  # fmt: skip
         self.call, self.k, self.v, self.keys, self.route, self.lanes = call, k, v, keys, route, lanes
         self.dtype = state_dtype(q.dtype)
         self.q_dtype = q.dtype

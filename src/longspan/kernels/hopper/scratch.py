@@ -43,13 +43,13 @@ _ZEROS = 4096
 
 def zeros(count: int, device: torch.device) -> Tensor:
     """So many int32 zeros that no other launch gets, on 16 bytes. One fill serves many launches: one before each would take as long as a
-    small kernel. A CUDA graph that is being captured has its own: it needs zeros at every replay.
+    small kernel. Many at once have a fill of their own, and so has a CUDA graph that is being captured: it needs zeros at every replay.
     """
-    if device.type != "cuda" or launch.capturing(device):
+    if device.type != "cuda" or count > _ZEROS or launch.capturing(device):
         return torch.zeros(count, dtype=torch.int32, device=device)
     key = device, torch.cuda.current_stream(device).cuda_stream
     found, start = _given_away.by_stream.get(key, (None, 0))
     if found is None or start + count > len(found):
-        found, start = torch.zeros(max(_ZEROS, count), dtype=torch.int32, device=device), 0
+        found, start = torch.zeros(_ZEROS, dtype=torch.int32, device=device), 0
     _given_away.by_stream[key] = found, start + -(-count // 4) * 4
     return found[start : start + count]
