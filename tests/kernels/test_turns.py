@@ -20,7 +20,7 @@ pytest.importorskip("triton.experimental.gluon")
 import longspan as ls
 from longspan.kernels import hopper
 from longspan.kernels.hopper import HopperKernel, passes
-from longspan.kernels.hopper.turns import MOST, turns, worthwhile
+from longspan.kernels.hopper.turns import MOST, PROGRAMS, evenness, turns, worthwhile
 from longspan.kernels.protocol import Grads, Tiling
 from longspan.kernels.triton import launch
 from longspan.masks.table import BlockTable
@@ -126,9 +126,27 @@ def test_turns_are_counted_as_the_walker_comes_by(data: st.DataObject) -> None:
 
 
 def test_turns_are_for_dense_tables_of_not_too_many_tiles() -> None:
-    assert worthwhile(ls.causal().block_table(2**17, 2**17, block=128))
-    assert MOST < (2**20 // 128) ** 2 and not worthwhile(ls.full().block_table(2**20, 2**20, block=128))
-    assert not worthwhile(ls.sliding_window(1024).block_table(2**14, 2**14, block=128))
+    assert worthwhile(ls.causal().block_table(2**17, 2**17, block=128), 8)
+    assert MOST < (2**20 // 128) ** 2 and not worthwhile(ls.full().block_table(2**20, 2**20, block=128), 32)
+    assert not worthwhile(ls.sliding_window(1024).block_table(2**14, 2**14, block=128), 32)
+
+
+def test_turns_are_not_for_launches_that_would_end_with_a_few_long_items() -> None:
+    full, causal = (mask.block_table(2**13, 2**13, block=128) for mask in (ls.full(), ls.causal()))
+    assert worthwhile(full, 1) and worthwhile(full, 8) and worthwhile(full, 32)  # all items are equally long
+    assert worthwhile(causal, 32) and not worthwhile(causal, 8)
+    assert worthwhile(causal, 1)  # no more items than programs: all begin at once
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 40), st.integers(1, 100), st.floats(0, 1))
+def test_an_order_that_ends_with_long_items_is_not_found_even(groups: int, tiles: int, slope: float) -> None:
+    seen = torch.arange(tiles)[:, None] >= (torch.arange(tiles) * slope).floor()  # the later a tile of keys, the fewer queries see it
+    table = table_of_pairs(seen[None, None], Tiling(length=tiles, block=1), Tiling(length=tiles, block=1)).transposed
+    work = table.tiles_per_row.tolist()
+    assert 0.5 < evenness(table, groups) <= 1 + max(work) / (sum(work) * groups / PROGRAMS)
+    if slope * tiles <= 1 or groups * tiles <= PROGRAMS:
+        assert evenness(table, groups) == 1
 
 
 def test_fixed_order_is_of_turns_or_of_a_pass_of_its_own() -> None:
@@ -148,8 +166,9 @@ def test_fixed_order_is_of_turns_or_of_a_pass_of_its_own() -> None:
 
 @pytest.fixture(params=[0.0, 2.0], ids=["in turns", "in two passes"])
 def fixed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Either way, however dense the table."""
+    """Either way, however dense the table and however its items end."""
     monkeypatch.setattr(hopper.turns, "LEAST", request.param)
+    monkeypatch.setattr(hopper.turns, "EVEN", 0.0)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

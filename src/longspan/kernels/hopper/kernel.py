@@ -49,7 +49,8 @@ class HopperKernel(TritonKernel):
 
     The gradient of q is summed over tiles of keys in the order in which they come, so that its last bits may differ from run to run. Where
     `torch.are_deterministic_algorithms_enabled()`, they add to it in turns (`longspan.kernels.hopper.turns`), or, where the mask leaves few
-    tiles, a pass of its own computes it in a fixed order; so it does where captured tensors need gradients, and at head dims up to 64.
+    tiles or there are few to share among programs, a pass of its own computes it in a fixed order; so it does where captured tensors need
+    gradients, and at head dims up to 64.
     Forward, the same call gives the same bits; but where the last items of a launch are cut along their keys depends on how many there
     are, and so do last bits.
 
@@ -138,7 +139,7 @@ class HopperKernel(TritonKernel):
         """Whether the pass over keys computes the gradient of q too."""
         if any(needs) or not one_pass(width(q.shape[-1]), width(v.shape[-1])):
             return False
-        return not torch.are_deterministic_algorithms_enabled() or worthwhile(work.table)
+        return not torch.are_deterministic_algorithms_enabled() or worthwhile(work.table, v.shape[0] * v.shape[1])
 
     def backward(
         self,
