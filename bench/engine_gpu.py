@@ -4,15 +4,16 @@
         [--profile] [--json]
 
 Causal, B 1, H 32, D 128, bfloat16, keys and values as projections leave them (token by token in memory; for torch's ring, which would copy
-them, head by head), forward and backward; head-tail layout; ring, exchange, an exchange of one stage, and one whose local
-keys are computed with what it brings ("at once"; in both memory grows with the sequence); "bf16 grads" travel home in half the bytes. One
+them, head by head), forward and backward; head-tail layout; ring, exchange, an exchange of one stage, and one whose local keys are computed
+with what it brings ("at once"; in both memory grows with the sequence); ring and exchange whose local keys are computed with the first that
+arrive ("joined": nothing hides the first exchange, but there is one running result less); "bf16 grads" travel home in half the bytes. One
 GPU plays single ranks of the mesh, one after the other (the first, the middle and the last); the slowest counts. What would come from other
 ranks is copied from the rank's own rows on the same GPU, or, where a row says "no copies", left out: then what is counted is all that a
 rank computes, packs, adds up and converts, and the link is free (`bench/link.py` says why there are two). torch's own ring (flash and
 cuDNN) is run the same way. "eff": with the time between events, calls queued ahead so that the host does not count. "wall": without
-queueing ahead, as a training loop would see it if nothing else kept the device busy. The peak is what a rank allocates beyond its q, k,
-v, forward and backward together, in MiB and in sizes of its shard of q. `--profile` prints, in place of all this, what the first and the
-last rank run on the device.
+queueing ahead, as a training loop would see it if nothing else kept the device busy. The peak is what a rank allocates beyond its q, k, v,
+forward and backward together, in MiB and in sizes of its shard of q. `--profile` prints, in place of all this, what the first and the last
+rank run on the device.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "exchange": {"strategy": "exchange"},
     "exchange, 1 stage": {"strategy": "exchange", "stages": 1},
     "exchange at once": {"strategy": "exchange", "stages": 1, "overlap": False},
+    "ring joined": {"strategy": "ring", "overlap": False},
+    "exchange joined": {"strategy": "exchange", "overlap": False},
     "ring bf16 grads": {"strategy": "ring", "grad_reduce_dtype": torch.bfloat16},
     "exchange bf16 grads": {"strategy": "exchange", "grad_reduce_dtype": torch.bfloat16},
 }
