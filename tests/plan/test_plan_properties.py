@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from tests.sharded import Problem, mask_named
 
 import longspan as ls
 from longspan.engine.itinerary import itinerary
+from longspan.plan.plan import Plan
 from longspan.plan.tiles import reads
 from longspan.testing import virtual_world
 
@@ -33,8 +35,8 @@ def planned(draw: Any, longest: int = 1500) -> tuple[dict[str, Any], Any, int, i
 
 
 @settings(max_examples=50)
-@given(planned(), st.booleans())
-def test_every_allowed_pair_is_computed_exactly_once_by_exactly_one_rank(args: Any, merged: bool) -> None:
+@given(planned(), st.booleans(), st.booleans())
+def test_every_allowed_pair_is_computed_exactly_once_by_exactly_one_rank(args: Any, merged: bool, backward: bool) -> None:
     options, mask, length, ranks = args
     plan = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options)
     block = (128, 128)
@@ -44,7 +46,7 @@ def test_every_allowed_pair_is_computed_exactly_once_by_exactly_one_rank(args: A
         for rank in range(ranks):
             mine = plan.on(ls.Mesh.abstract(ranks, rank=rank))
             queries, keys = mine.data.side(0, 128, row), mine.data.side(1, 128, row)
-            for step in itinerary(mine.data, block, None, merged=merged).steps:
+            for step in itinerary(mine.data, block, None, backward=backward, merged=merged).steps:
                 part = step.parts[row]
                 q = _numbers(part.q_tiles, queries)
                 kv = _numbers(part.kv_tiles, keys)
@@ -96,22 +98,48 @@ def test_what_is_sent_is_what_is_expected_and_an_exchange_moves_only_what_is_rea
             expected[stage, :, rank] += torch.tensor(arrival.arriving)
     assert torch.equal(sent, expected)
     if options["strategy"] == "exchange":
-        for row in range(data.rows):
-            keys = data.side(1, 128, row)
-            wanted = reads(data.table((128, 128), row), data.side(0, 128, row), ranks)
-            here = schedule.row == row
-            first, end = keys.within(schedule.start[here], schedule.length[here])
-            for receiver, a, b in zip(schedule.receiver[here].tolist(), first.tolist(), end.tolist(), strict=True):
-                assert bool(wanted[receiver, a:b].all())
+        assert data.returns is schedule
+        assert all(bool(wanted[moved > 0].all()) for wanted, moved in _read_and_moved(data, schedule))
+
+
+def _read_and_moved(data: Any, schedule: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """For each batch row: which tiles each rank reads, and how often each arrives there [ranks, tiles]."""
+    for row in range(data.rows):
+        keys = data.side(1, 128, row)
+        wanted = reads(data.table((128, 128), row), data.side(0, 128, row), data.inner[0].ranks)
+        moved = torch.zeros_like(wanted, dtype=torch.int64)
+        here = schedule.row == row
+        first, end = keys.within(schedule.start[here], schedule.length[here])
+        for receiver, a, b in zip(schedule.receiver[here].tolist(), first.tolist(), end.tolist(), strict=True):
+            moved[receiver, a:b] += 1
+        yield wanted, moved
 
 
 @settings(max_examples=50)
-@given(planned(), st.booleans())
-def test_rows_arrive_where_the_receiver_looks_for_them(args: Any, merged: bool) -> None:
+@given(planned())
+def test_backward_moves_what_is_read_of_what_forward_moves(args: Any) -> None:
+    options, mask, length, ranks = args
+    data = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options).data
+    again = data.returns
+    assert (again.stages, again.steps, again.joined) == (data.schedule.stages, data.schedule.steps, data.schedule.joined)
+    for (wanted, moved), (_, returned) in zip(*(_read_and_moved(data, s) for s in (data.schedule, again)), strict=True):
+        assert torch.equal(returned, moved * wanted)
+    assert bool((again.received(ranks) <= data.schedule.received(ranks)).all())
+    for rank in range(ranks):
+        mine = Plan(data).on(ls.Mesh.abstract(ranks, rank=rank)).data
+        steps = itinerary(mine, (128, 128), None, backward=True).steps
+        assert all(step.arrivals for step in steps[1:])
+        if again is not data.schedule:
+            assert sum(len(step.arrivals) for step in steps) == len(again.stage.unique())
+
+
+@settings(max_examples=50)
+@given(planned(), st.booleans(), st.booleans())
+def test_rows_arrive_where_the_receiver_looks_for_them(args: Any, merged: bool, backward: bool) -> None:
     options, mask, length, ranks = args
     plan = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options)
     mine = [plan.on(ls.Mesh.abstract(ranks, rank=rank)) for rank in range(ranks)]
-    routes = [itinerary(p.data, (128, 128), None, merged=merged).steps for p in mine]
+    routes = [itinerary(p.data, (128, 128), None, backward=backward, merged=merged).steps for p in mine]
     for i, group in enumerate(zip(*routes, strict=True)):
         assert {len(step.arrivals) for step in group} == {len(group[0].arrivals)}
         assert not merged or len(group[0].arrivals) <= 1

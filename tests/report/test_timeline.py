@@ -142,10 +142,10 @@ def test_the_model_cuts_local_keys_where_the_engine_does(strategy: str, layout: 
     assert work.halves is not None and work.halves.shape == (3, 4, 2) and work.steps == len(plan.schedule.steps) + 2
     for column, halves in zip((work.full, work.partial), work.halves, strict=False):
         assert torch.equal(column[:, 0], halves.sum(1)) and not column[:, -1].any()
-    back = work.split()
+    back = work.back().split()
     assert torch.equal(back.full.sum(1), work.full.sum(1)) and back.steps == work.steps and back.busy is not None
     for rank in range(4):
-        route = itinerary(plan.on(ls.Mesh.abstract(4, rank=rank)).data, (128, 128), None, home=(2, 4))
+        route = itinerary(plan.on(ls.Mesh.abstract(4, rank=rank)).data, (128, 128), None, backward=True, home=(2, 4))
         local = [step for step in route.steps if step.own]
         for at, step in enumerate(local):
             table = step.parts[0].table
@@ -190,7 +190,7 @@ def test_a_floor_for_short_rows_does_not_touch_long_ones() -> None:
 
 
 def test_only_rows_with_work_count_and_what_the_engine_moves_takes_time() -> None:
-    plan = planned(ls.causal() & ls.sliding_window(700), strategy="ring", layout="contiguous", heads=96)
+    plan = planned(ls.causal() & ls.sliding_window(700), strategy="ring", layout="contiguous", heads=96, overlap=True)
     work = of_plan(plan.data, 8)
     assert work.busy is not None and bool(((work.busy > 0) == (work.full + work.partial > 0)).all())
     # Rank 1 sees all of its own 2048 tokens; of those of rank 0 only its first 6 tiles of queries see the last ones.
@@ -214,10 +214,15 @@ def test_what_is_gathered_before_it_is_sent_is_what_the_engine_gathers(mask: ls.
     plan = planned(mask, strategy=strategy, layout=layout)
     work = of_plan(plan.data, 8)
     assert work.gathered is not None and work.gathered.shape == work.full.shape and (mask is not ROWS or plan.data.rows == 2)
-    for rank in range(4):
-        steps = itinerary(plan.on(ls.Mesh.abstract(4, rank=rank)).data, (plan.data.block,) * 2, None).steps
-        listed = [a.sent.count for step in steps for a in step.arrivals if a.sent.index is not None and not a.in_pieces]
-        assert float(work.gathered[rank].sum()) == sum(listed)
+    for backward, of_pass in enumerate((work, work.back())):
+        assert of_pass.gathered is not None
+        for rank in range(4):
+            mine = plan.on(ls.Mesh.abstract(4, rank=rank)).data
+            steps = itinerary(mine, (plan.data.block,) * 2, None, backward=bool(backward)).steps
+            listed = [a.sent.count for step in steps for a in step.arrivals if a.sent.index is not None and not a.in_pieces]
+            assert float(of_pass.gathered[rank].sum()) == sum(listed)
+            arrived = [step.arriving for step in steps]
+            assert [n for n in of_pass.received[:, rank].sum(0).tolist() if n] == [n for n in arrived if n]
     assert bool(work.gathered.any()) == (gathers and strategy == "exchange")
 
 

@@ -20,6 +20,7 @@ from longspan.kernels.rows import row_lists
 from longspan.masks.table import BlockTable, stretched
 from longspan.plan.late import late_share, late_tiles
 from longspan.plan.plan import PlanData
+from longspan.plan.schedule import Schedule
 from longspan.plan.tiles import Side
 from longspan.plan.workload import covered
 
@@ -175,20 +176,27 @@ class Itinerary:
 
 
 def itinerary(
-    data: PlanData, block: tuple[int, int], heads: range | None, *, home: tuple[int, int] | None = None, merged: bool = False
+    data: PlanData,
+    block: tuple[int, int],
+    heads: range | None,
+    *,
+    backward: bool = False,
+    home: tuple[int, int] | None = None,
+    merged: bool = False,
 ) -> Itinerary:
     """This rank's steps, for tiles of this size and (where the mask differs by head) these heads. `merged`: what arrives in a step does so
-    in one exchange, however many stages there are to it.
+    in one exchange, however many stages there are to it. `backward`: only what a rank reads arrives (`PlanData.returns`).
 
-    `home`: backward, the bytes of a number in keys on their way and in gradients on their way home. Local keys are then cut in two parts
-    between tiles, in proportion to what each hides (`late_share`); in one part where batch rows differ, where nothing that arrives is
-    computed, and where there are not two tiles to compute.
+    `home`: of a backward pass, the bytes of a number in keys on their way and in gradients on their way home. Local keys are then cut in
+    two parts between tiles, in proportion to what each hides (`late_share`); in one part where batch rows differ, where nothing that
+    arrives is computed, and where there are not two tiles to compute.
     """
-    key = ("itinerary", block, None if heads is None else (heads.start, heads.stop), home, merged)
-    whole = None if home is None else itinerary(data, block, heads, merged=merged)
+    moves = data.returns if backward else data.schedule
+    key = ("itinerary", block, None if heads is None else (heads.start, heads.stop), moves is data.schedule, home, merged)
+    whole = None if home is None else itinerary(data, block, heads, backward=backward, merged=merged)
 
     def make() -> Itinerary:
-        maker = _Maker(data, block, heads, merged=merged)
+        maker = _Maker(data, moves, block, heads, merged=merged)
         return maker.make() if whole is None or home is None else maker.split(whole, home)
 
     found: Itinerary = data._keep(key, make)
@@ -196,22 +204,24 @@ def itinerary(
 
 
 class _Maker:
-    def __init__(self, data: PlanData, block: tuple[int, int], heads: range | None, *, merged: bool) -> None:
-        self.data, self.block, self.heads, self.merged = data, block, heads, merged
+    def __init__(self, data: PlanData, moves: Schedule, block: tuple[int, int], heads: range | None, *, merged: bool) -> None:
+        self.data, self.moves, self.block, self.heads, self.merged = data, moves, block, heads, merged
         self.me = 0 if data.ring is None else data.mesh.coordinate[data.ring]
         self.ranks = data.inner[0].ranks
         self.queries = [data.side(0, block[0], row) for row in range(data.rows)]
         self.keys = [data.side(1, block[1], row) for row in range(data.rows)]
         self.q_order = [side.of_rank(self.me) for side in self.queries]
         self.q_tilings = [_tiling(side, order) for side, order in zip(self.queries, self.q_order, strict=True)]
-        s = data.schedule
-        self.mine = {"in": s.receiver == self.me, "out": s.source == self.me}
+        self.mine = {"in": moves.receiver == self.me, "out": moves.source == self.me}
+        # Whether a stage is carried out: backward, one in which nothing moves anywhere is not.
+        some = torch.bincount(moves.stage, minlength=moves.stages) > 0
+        self.active = [moves is data.schedule or there for there in some.tolist()]
 
     def make(self) -> Itinerary:
-        s = self.data.schedule
+        s = self.moves
         first = 1 if s.joined else 0
         steps = [self._step(s.steps[0] if first else range(0), own=True)]
-        steps += [self._step(group, own=False) for group in s.steps[first:]]
+        steps += [self._step(group, own=False) for group in s.steps[first:] if any(self.active[stage] for stage in group)]
         last = [max([i for i, step in enumerate(steps) if not step.parts[p].empty], default=0) for p in range(self.data.rows)]
         parts = [_completed([step.parts[p] for step in steps], last[p]) for p in range(self.data.rows)]
         steps = [replace(step, parts=tuple(of_row[i] for of_row in parts)) for i, step in enumerate(steps)]
@@ -248,6 +258,8 @@ class _Maker:
         listed = [[side.of_rank(self.me)] if own else [] for side in self.keys]
         places = [[torch.arange(row * local, (row + 1) * local)] for row in range(len(self.keys))]
         for together in [stages] if self.merged and stages else [range(stage, stage + 1) for stage in stages]:
+            if not any(self.active[stage] for stage in together):
+                continue
             arrival, found = self._arrival(together, offset)
             for row, (tiles, place) in enumerate(found):
                 listed[row].append(tiles)
@@ -263,7 +275,7 @@ class _Maker:
 
     def _arrival(self, stages: range, offset: int) -> tuple[Arrival, list[tuple[Tensor, Tensor]]]:
         """An exchange, and for each batch row the tiles that it brings and where their tokens lie in it: by ranks, in each by stages."""
-        s = self.data.schedule
+        s = self.moves
         now = (s.stage >= stages.start) & (s.stage < stages.stop)
         into, out = (torch.nonzero(self.mine[way] & now).flatten() for way in ("in", "out"))
         into, out = into[s.source[into].argsort(stable=True)], out[s.receiver[out].argsort(stable=True)]
@@ -289,7 +301,7 @@ class _Maker:
 
     def _moved(self, chosen: Tensor) -> list[tuple[Tensor, Tensor]]:
         """For each batch row, the tiles of some moves, and where their tokens lie when all those moves follow each other."""
-        s = self.data.schedule
+        s = self.moves
         row, start, length = s.row[chosen], s.start[chosen], s.length[chosen]
         offset = length.cumsum(0) - length
         found = []

@@ -81,7 +81,7 @@ class Call:
     def _route(self, q: Tensor, k: Tensor, v: Tensor, *, sink: bool, backward: bool) -> tuple[Kernel, Itinerary]:
         plain = (self.data.block, self.data.block)
         merged = self.apart_keys(k, v)
-        route = itinerary(self.data, plain, self.own_heads, merged=merged)
+        route = itinerary(self.data, plain, self.own_heads, backward=backward, merged=merged)
         parts = [(part, p) for step in route.steps for p, part in enumerate(step.parts) if not part.empty or step is route.steps[0]]
         first, *more = (self.work(part, q, p, backward=True) for part, p in parts)
         staged = sink or len(parts) > self.data.rows
@@ -89,12 +89,13 @@ class Call:
         for work in (first, *more):
             kernel.check(work, q)
         block = kernel.block(q, v, self.data.table(plain, 0))
-        whole = route if block == plain else itinerary(self.data, block, self.own_heads, merged=merged)
+        whole = route if block == plain else itinerary(self.data, block, self.own_heads, backward=backward, merged=merged)
         if not backward:
             return kernel, whole
-        halves = itinerary(self.data, block, self.own_heads, home=(k.element_size(), self.travel(q.dtype).itemsize), merged=merged)
+        home = k.element_size(), self.travel(q.dtype).itemsize
+        halves = itinerary(self.data, block, self.own_heads, backward=True, home=home, merged=merged)
         ends = [self.work(halves.steps[i].parts[0], q, 0, backward=True) for i in (0, -1)] if halves is not whole else []
-        # Chosen as forward, by local keys in one part. What it would refuse in two it gets in one.
+        # Chosen by local keys in one part. What it would refuse in two it gets in one.
         return kernel, whole if any(kernel.refuses(q, k, v, work) is not None for work in ends) else halves
 
     def apart_keys(self, k: Tensor, v: Tensor) -> bool:

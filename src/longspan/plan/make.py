@@ -19,9 +19,8 @@ from longspan.plan.cost import Cluster
 from longspan.plan.counts import balance_of, counts
 from longspan.plan.layout import Layout
 from longspan.plan.plan import Plan, PlanData, PlanSet, ulysses_groups
-from longspan.plan.schedule import Reads, Schedule, check_brings
+from longspan.plan.schedule import Schedule, check_brings
 from longspan.plan.strategies import LAYOUTS, Strategy, check_name, heads_refusal, strategy_for
-from longspan.plan.tiles import reads
 from longspan.plan.timeline import Timeline, fastest, timeline
 from longspan.plan.wanted import BLOCK, Wanted, considered
 from longspan.plan.workload import of_plan
@@ -356,11 +355,7 @@ class _Maker:
     def _schedule(self, data: PlanData) -> Schedule:
         if data.ring is None or self.ring_size == 1:
             return schedule.none([])
-        rows = []
-        for row in range(data.rows):
-            keys = data.side(1, BLOCK, row)
-            table = data.table((BLOCK, BLOCK), row)
-            rows.append(Reads(keys=keys, wanted=reads(table, data.side(0, BLOCK, row), self.ring_size)))
+        rows = data.reads()
         if self.schedule is not None:
             check_brings(self.schedule, rows)
             return self.schedule

@@ -69,6 +69,7 @@ class Owned:
         full, partial = _kinds(area * (self.unit / TILE) ** 2, self.work / TILE**2, self.unit)
         heads = shape.heads * shape.batch / place.degree
         received, sent = self._moved(step, place, count)
+        again = None if moves == "exchange" else (*self._moved(torch.where(self.covered > 0, step, -1), place, count), None)
         rows = ((self.owned / TILE).ceil() * heads)[:, None].repeat(1, count)
         rows[:, 1:] *= max(1, merged)
         # At least as many rows as see one unit of the step's keys; in masks whose rows see one stretch, not many more.
@@ -89,6 +90,7 @@ class Owned:
             shape=shape,
             scale=shape.batch,
             busy=torch.minimum(busy, rows),
+            again=again,
         )
 
     def _steps(self, moves: str, stages: int | None, most: int) -> tuple[Tensor, Tensor]:

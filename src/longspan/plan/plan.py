@@ -25,9 +25,9 @@ from longspan.modes import settled
 from longspan.plan.cost import Cluster
 from longspan.plan.digest import digest_of
 from longspan.plan.layout import Layout
-from longspan.plan.schedule import Schedule
+from longspan.plan.schedule import Reads, Schedule, only_read
 from longspan.plan.shards import Tree, each_tensor, places, shard, unshard
-from longspan.plan.tiles import Side
+from longspan.plan.tiles import Side, reads
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,6 +112,22 @@ class PlanData:
     def inner(self) -> tuple[Layout, Layout]:
         """Layouts over the ring axis: what a rank holds after the transpose."""
         return tuple(inner_layout(layout, self.mesh, self.ulysses) for layout in self.layouts)  # type: ignore[return-value]
+
+    @property
+    def returns(self) -> Schedule:
+        """What backward brings again and sends gradients home of: of what the schedule moves, what its receiver reads."""
+        if self.schedule.read or not self.schedule.stages:
+            return self.schedule
+        found: Schedule = self._keep(("returns", self.schedule.joined), lambda: only_read(self.schedule, self.reads()))
+        return found
+
+    def reads(self) -> list[Reads]:
+        """Which keys each rank of the ring axis reads, for each batch row that is laid out differently."""
+        rows, ranks, block = range(self.rows), self.inner[0].ranks, self.block
+        return [
+            Reads(keys=self.side(1, block, row), wanted=reads(self.table((block, block), row), self.side(0, block, row), ranks))
+            for row in rows
+        ]
 
     def side(self, which: int, block: int, row: int) -> Side:
         """Queries (0) or keys (1) of a batch row in tiles."""

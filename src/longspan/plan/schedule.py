@@ -9,12 +9,13 @@ it brings: the schedule is *joined*.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from longspan.masks.table import stretched
 from longspan.plan.digest import content
 from longspan.plan.tiles import Side
 
@@ -25,7 +26,7 @@ class Schedule:
 
     Move i: in stage stage[i], rank receiver[i] gets positions start[i] … start[i] + length[i] − 1 of batch row row[i] (0 where all
     rows are laid out alike) from source[i]. `steps`: groups of stages that are computed together, in order. `joined`: own keys are
-    computed with the first of them, not before.
+    computed with the first of them, not before. `read`: nothing moves that its receiver does not read.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Schedule:
     start: Tensor
     length: Tensor
     joined: bool = False
+    read: bool = False
 
     @property
     def columns(self) -> tuple[Tensor, ...]:
@@ -129,7 +131,23 @@ def exchange(rows: list[Reads], *, stage_tokens: int, stages: int | None = None)
         stage = done * stages // tokens[receiver].clamp(min=1)
         before = before + own
         found.append(_moves(reads, row, stage, receiver, tile))
-    return _schedule("exchange", stages, found, step_tokens=0)
+    return replace(_schedule("exchange", stages, found, step_tokens=0), read=True)
+
+
+def only_read(given: Schedule, rows: list[Reads]) -> Schedule:
+    """The same stages and steps; of what moves only what its receiver reads."""
+    found = []
+    for row, reads in enumerate(rows):
+        here = given.row == row
+        first, end = reads.keys.within(given.start[here], given.length[here])
+        tile = stretched(first, end - first)
+        stage, receiver = (c[here].repeat_interleave(end - first) for c in (given.stage, given.receiver))
+        kept = reads.wanted[receiver, tile]
+        found.append(_moves(reads, row, stage[kept], receiver[kept], tile[kept]))
+    moves = _schedule(given.name, given.stages, found, step_tokens=0)
+    if int(moves.length.sum()) == int(given.length.sum()):
+        return given
+    return replace(moves, steps=given.steps, joined=given.joined, read=True)
 
 
 def _moves(reads: Reads, row: int, stage: Tensor, receiver: Tensor, tile: Tensor) -> tuple[Tensor, ...]:

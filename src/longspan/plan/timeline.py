@@ -92,11 +92,12 @@ class Timeline:
 
 def timeline(work: Workload, cluster: Cluster, conditions: Conditions | None = None) -> Timeline:
     """What the model predicts for a workload on a cluster."""
-    sim, back = (_Simulation(w, cluster, conditions or Conditions()) for w in (work, work.split()))
+    again = work.back()
+    sim, back = (_Simulation(w, cluster, conditions or Conditions()) for w in (work, again.split()))
     forward, backward = sim.run(backward=False), back.run(backward=True)
-    keys = work.received.sum(2) * work.key_bytes
-    grads = work.sent.sum(2) * work.key_bytes * (work.shape.grad_element / work.shape.element)
-    return Timeline(forward=forward, backward=backward, bytes=2 * keys + grads + sim.turn_bytes())
+    keys = (work.received + again.received).sum(2) * work.key_bytes
+    grads = again.sent.sum(2) * work.key_bytes * (work.shape.grad_element / work.shape.element)
+    return Timeline(forward=forward, backward=backward, bytes=keys + grads + sim.turn_bytes())
 
 
 def fastest(

@@ -46,9 +46,9 @@ def traffic(data: PlanData, shape: Shape, key_bytes: int) -> Traffic:
     groups, degree = data.groups, data.degree
     ring = len(groups)
     at = data.ring_of
-    received, sent = data.schedule.received(ring)[:, at] * key_bytes, data.schedule.sent(ring)[:, at] * key_bytes
+    forward, again, sent = (s(ring)[:, at] * key_bytes for s in (data.schedule.received, data.returns.received, data.returns.sent))
     names = tuple(f"stage {i + 1}" for i in range(data.schedule.stages))
-    forward, backward = received, received + sent * shape.grad_element // shape.element
+    backward = again + sent * shape.grad_element // shape.element
     matrix = torch.zeros(data.mesh.size, data.mesh.size, dtype=torch.int64)
     moved = _between(data, ring) * key_bytes
     for members in groups.T:

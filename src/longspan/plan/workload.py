@@ -17,6 +17,7 @@ from longspan.masks.table import FULL, PARTIAL, BlockTable
 from longspan.plan.cost import Shape
 from longspan.plan.late import late_share, late_tiles
 from longspan.plan.plan import PlanData
+from longspan.plan.schedule import Schedule
 
 CHUNK = 1 << 24  # entries of a (rank, tile) matrix at once
 
@@ -29,6 +30,7 @@ class Workload:
     busy [R, K + 1]:    those of them that see any of a step's keys; None: all of them, in every step that computes anything.
     full, partial:      tiles times heads and batch rows, of each step [R, K + 1].
     received, sent:     tokens of keys, of each step, from and to ranks of the own node and of others [2, R, K + 1].
+    again:              received, sent and gathered of what backward brings again and sends gradients home of; None: as much.
     gathered [R, K + 1]: tokens of `sent` that do not lie side by side and are copied first; None: none of them.
     exchanges [K + 1]:  exchanges that a step waits for.
     local [R]:          tokens (queries) of one batch row that a rank of the mesh owns, the largest of a Ulysses group.
@@ -62,6 +64,14 @@ class Workload:
     local_keys: Tensor | None = None
     joined: bool = False
     halves: Tensor | None = None
+    again: tuple[Tensor, Tensor, Tensor | None] | None = None
+
+    def back(self) -> Workload:
+        """The same with what moves in backward."""
+        if self.again is None:
+            return self
+        received, sent, gathered = self.again
+        return replace(self, received=received, sent=sent, gathered=gathered, again=None)
 
     def join(self) -> Workload:
         """The same with local keys computed with those of step 1, by as many rows as see any of either."""
@@ -100,7 +110,8 @@ class Workload:
     def late(self) -> Tensor:
         """Of the local keys' work, what backward computes last [R]: nothing where nothing that arrives is computed."""
         moved = torch.maximum(self.received.sum(0), self.sent.sum(0))
-        first, last = moved[:, 1] * self.shape.element, moved[:, self.travels] * self.shape.grad_element
+        some = moved.sum(0).nonzero()[:, 0].tolist() or [0]  # steps for which anything moves anywhere
+        first, last = moved[:, some[0]] * self.shape.element, moved[:, some[-1]] * self.shape.grad_element
         computed = (self.full + self.partial)[:, 1:].sum(1) > 0
         found = [late_share(a, b) if c else 0.0 for a, b, c in zip(first.tolist(), last.tolist(), computed.tolist(), strict=True)]
         return torch.tensor(found, dtype=torch.float64)
@@ -111,6 +122,9 @@ class Workload:
         def cut(x: Tensor) -> Tensor:
             return torch.nn.functional.pad(x, (0, more))
 
+        def cut_some(x: Tensor | None) -> Tensor | None:
+            return None if x is None else cut(x)
+
         return replace(
             self,
             rows=self.rows if self.rows.ndim == 1 else torch.cat([self.rows, self.rows[:, :1]], 1)[:, : self.steps + more],
@@ -118,9 +132,10 @@ class Workload:
             partial=cut(self.partial),
             received=cut(self.received),
             sent=cut(self.sent),
+            again=None if self.again is None else (cut(self.again[0]), cut(self.again[1]), cut_some(self.again[2])),
             exchanges=cut(self.exchanges),
-            busy=None if self.busy is None else cut(self.busy),
-            gathered=None if self.gathered is None else cut(self.gathered),
+            busy=cut_some(self.busy),
+            gathered=cut_some(self.gathered),
             pairs=self.pairs if more < 0 or not self.pairs else (*self.pairs, self.pairs[0]),
             halves=None,
         )
@@ -216,7 +231,7 @@ def _of_plan(data: PlanData, per_node: int) -> Workload:
                 covered = _coverage(table, kind, queries.owner, part)
                 total[part.start : part.stop].scatter_add_(1, step, covered.double() * many)
             busy[part.start : part.stop] += _busy(table, queries.owner, step, part, count) * many
-    received, sent = _moved(data, place, step_of_stage, ranks)
+    received, sent, gathered = _moved(data, data.schedule, place, step_of_stage, ranks)
     lens = data.tokens.double()
     found = Workload(
         ranks=ranks,
@@ -234,10 +249,11 @@ def _of_plan(data: PlanData, per_node: int) -> Workload:
         shape=shape,
         scale=1 if data.rows > 1 else shape.batch,
         busy=busy,
-        gathered=_gathered(data, step_of_stage, ranks),
+        gathered=gathered,
         pairs=_pairs(data, step_of_stage, ranks),
+        again=None if data.returns is data.schedule else _moved(data, data.returns, place, step_of_stage, ranks),
     )
-    return replace(found._columns(1), halves=_halves(data, found)) if steps else found
+    return replace(found._columns(1), halves=_halves(data, found.back())) if steps else found
 
 
 def _halves(data: PlanData, work: Workload) -> Tensor:
@@ -250,7 +266,8 @@ def _halves(data: PlanData, work: Workload) -> Tensor:
     queries, keys = data.side(0, data.block, 0), data.side(1, data.block, 0)
     many = work.shape.heads // table.heads * (work.shape.batch // table.batch) / data.degree
     share, out = work.late.tolist(), torch.zeros(3, work.ranks, 2, dtype=torch.float64)
-    largest = (work.received.sum(0).amax(1) // data.block).long().tolist() if len(data.schedule.steps) > 1 else [None] * work.ranks
+    several = int((work.received.sum((0, 1)) > 0).sum()) > 1
+    largest = (work.received.sum(0).amax(1) // data.block).long().tolist() if several else [None] * work.ranks
     for part in _chunks(work.ranks, keys.tiles):
         tiles = [_coverage(table, kind, queries.owner, part) for kind in (FULL, PARTIAL)]
         half, both = torch.full_like(tiles[0], -1), tiles[0] + tiles[1]
@@ -319,9 +336,8 @@ def _busy(table: BlockTable, owner: Tensor, step: Tensor, part: range, steps: in
     return out
 
 
-def _gathered(data: PlanData, step_of_stage: Tensor, ranks: int) -> Tensor:
+def _gathered(data: PlanData, s: Schedule, step_of_stage: Tensor, ranks: int) -> Tensor:
     """Tokens sent in stages in which some receiver gets anything but one stretch of a rank's rows: those are listed and copied."""
-    s = data.schedule
     begin = torch.tensor([data.inner[1].local_len(rank) for rank in range(ranks)])[s.source] * s.row  # batch rows follow each other
     for row in range(data.rows):
         side, here = data.side(1, data.block, row), s.row == row
@@ -345,12 +361,13 @@ def covered(rank: Tensor, first: Tensor, end: Tensor, tiles: int, part: range) -
     return change.view(len(part), -1).cumsum(1)[:, :-1]
 
 
-def _moved(data: PlanData, place: Place, step_of_stage: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    s, steps = data.schedule, len(data.schedule.steps) + 1
+def _moved(data: PlanData, s: Schedule, place: Place, step_of_stage: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`received`, `sent` and `gathered` of a workload."""
+    steps = len(s.steps) + 1
     away = (place.node(s.receiver) != place.node(s.source)).long()
     found = []
     for rank in (s.receiver, s.source):
         total = torch.zeros(2 * ranks * steps, dtype=torch.float64)
         total.index_add_(0, (away * ranks + rank) * steps + step_of_stage[s.stage], s.length.double())
         found.append(total.view(2, ranks, steps))
-    return found[0], found[1]
+    return found[0], found[1], _gathered(data, s, step_of_stage, ranks)
