@@ -145,6 +145,17 @@ def test_cross_attention_is_measured_by_both_lengths(lengths: tuple[int, int]) -
     assert parts["gradients, float32"] == q * 8 * 64 * 4 + kv * 2 * 2 * 64 * 4
 
 
+def test_backward_holds_what_it_reads() -> None:
+    window, full = (
+        ls.plan(mask, 8192, ls.Mesh.abstract(8), strategy="allgather", layout="contiguous", heads=8, kv_heads=2, head_dim=64).report()
+        for mask in (ls.sliding_window(200), ls.full())
+    )
+    assert window.in_flight == full.in_flight == full.in_flight_back == 7 * 1024 and window.in_flight_back == 256
+    key = 2 * 2 * 64 * 2  # bytes of a token's keys and values
+    assert window.memory_parts["keys and gradients in flight"] == 7 * 1024 * key  # forward, more than backward's
+    assert full.memory_parts["keys and gradients in flight"] == 7 * 1024 * key * 3
+
+
 def test_a_ulysses_transpose_of_cross_attention_takes_time_by_both_lengths() -> None:
     few, many = (ls.plan(ls.full(), (1024, n), ls.Mesh.abstract(4), strategy="ulysses", heads=8, kv_heads=4).report() for n in (512, 65536))
     assert float(many.timeline.forward.before.max()) > 5 * float(few.timeline.forward.before.max())

@@ -11,6 +11,7 @@ from longspan.plan.clusters import cluster as cluster_of
 from longspan.plan.cost import Cluster, Shape
 from longspan.plan.counts import balance_of, counts
 from longspan.plan.plan import PlanData
+from longspan.plan.schedule import Schedule
 from longspan.plan.timeline import Conditions, Timeline, timeline
 from longspan.plan.traffic import Traffic, traffic
 from longspan.plan.workload import Workload, of_plan, shape_of
@@ -26,7 +27,7 @@ class Report:
     received:   tokens of keys received along the ring axis in each stage by each rank [stages, N].
     balance:    the busiest rank's pairs over the mean: what `auto` and `explain` call the busiest.
     share:      keys received along the ring axis, as a share of what an all-gather there brings.
-    in_flight:  tokens of keys in buffers at once, at most: the step being computed and the one being fetched.
+    in_flight:  tokens of keys in buffers at once, at most: the step being computed and the one being fetched; `in_flight_back`: backward.
     traffic:    the bytes of every exchange (`longspan.plan.traffic`); matrix: bytes that rank s (row) sends rank r (column) in a forward
                 pass [N, N]. Both count Ulysses transposes.
     timeline:   when each rank computes and waits, by the cost model (`longspan.plan.timeline`).
@@ -46,6 +47,7 @@ class Report:
     every: int  # tokens of keys that all ranks together receive in an all-gather along the ring axis
     steps: int
     in_flight: int
+    in_flight_back: int
     shape: Shape
     cluster: Cluster
     work: Workload
@@ -83,7 +85,7 @@ class Report:
 
     @cached_property
     def memory_parts(self) -> dict[str, int]:
-        """Bytes on the rank that needs most, during the backward pass: what is saved, what is summed up, what is under way."""
+        """Bytes on the rank that needs most: what is saved, what backward sums up, what is under way in the pass in which that is more."""
         found = [self._memory_of(q, kv) for q, kv in sorted(set(zip(self.tokens, self.kv_tokens, strict=True)))]
         return max(found, key=lambda parts: sum(parts.values()))
 
@@ -91,7 +93,8 @@ class Report:
         """Of a rank that owns so many queries and keys."""
         shape = self.shape
         copies = max(1, self.degree // shape.kv_heads)
-        flight = self.memory + self.memory * shape.grad_element // shape.element
+        again = self.in_flight_back * self._bytes_per_token
+        flight = max(self.memory, again + again * shape.grad_element // shape.element)
         return {
             "q, k, v, out, lse": q * (2 * shape.q_bytes + 4 * shape.batch * shape.heads) + kv * shape.kv_bytes,
             "gradients, float32": (q * shape.q_bytes + kv * shape.kv_bytes * copies) * 4 // shape.element,
@@ -156,13 +159,18 @@ def cluster_for(data: PlanData, cluster: Cluster | str | None = None) -> Cluster
     return cluster_of(data.cluster if cluster is None else cluster)
 
 
+def _in_flight(moves: Schedule, received: Tensor) -> int:
+    """Tokens of a step and the next, at most."""
+    steps = [int(received[s.start : s.stop].sum(0).max()) for s in moves.steps]
+    return max([a + b for a, b in zip([0, *steps], [*steps, 0], strict=True)])
+
+
 def report(data: PlanData, cluster: Cluster | str | None = None, conditions: Conditions | None = None) -> Report:
     """A plan's report, from its tables."""
     found = cluster_for(data, cluster)
     ring = data.inner[0].ranks
     work, shape, counted = of_plan(data, found.gpus_per_node), shape_of(data), counts(data)
     received = data.schedule.received(ring)
-    per_step = [int(received[s.start : s.stop].sum(0).max()) for s in data.schedule.steps]
     tokens = data.tokens.tolist()
     return Report(
         plan=f"{data.mask.text}, {data.lengths} over {data.mesh.size} ranks: {data.strategy}, layout {data.layout}",
@@ -177,7 +185,8 @@ def report(data: PlanData, cluster: Cluster | str | None = None, conditions: Con
         received=received[:, data.ring_of],
         every=data.kv_len * data.rows * (ring - 1) * data.degree,
         steps=len(data.schedule.steps) + (not data.schedule.joined),
-        in_flight=max([a + b for a, b in zip([0, *per_step], [*per_step, 0], strict=True)]),
+        in_flight=_in_flight(data.schedule, received),
+        in_flight_back=_in_flight(data.returns, data.returns.received(ring)),
         shape=shape,
         cluster=found,
         work=work,
