@@ -212,7 +212,8 @@ def test_real_processes_send_keys_and_values_apart(way: str) -> None:
     found = run_processes(_rank, 2, way)
     check_budget(_real(), Results(summed([values for values, _ in found])))
     for _, names in found:
-        assert sum(n.endswith("values, forward") for n in names) == sum(n.endswith("keys, backward") for n in names) >= 1
+        ways = [sum(n.endswith(kind) for n in names) for kind in ("values, forward", "keys, backward")]
+        assert ways[0] >= ways[1] >= 1  # backward, a stage in which nothing moves is left out
 
 
 def noted(call: Callable[..., Any], joined: list[bool]) -> Callable[..., Any]:

@@ -226,6 +226,24 @@ def test_what_is_gathered_before_it_is_sent_is_what_the_engine_gathers(mask: ls.
     assert bool(work.gathered.any()) == (gathers and strategy == "exchange")
 
 
+def test_steps_for_which_backward_brings_nothing_take_no_time() -> None:
+    around = ls.mask_mod(lambda b, h, q, kv: (q - kv < 8000) & (kv - q < 8000))
+    plan = planned(
+        around, 131072, ls.Mesh.abstract(8), strategy="ring", layout="contiguous", heads=32, kv_heads=8, head_dim=128, overlap=True
+    )
+    work, found = of_plan(plan.data, 8), plan.report()
+    live = [0, 1, 7]  # the shards before and after
+    assert work.back().exchanges.tolist() == [0, 1, 0, 0, 0, 0, 0, 1, 0] and work.exchanges.tolist() == [0, *[1] * 7, 0]
+    for rank in (2, 5):
+        steps = itinerary(plan.on(ls.Mesh.abstract(8, rank=rank)).data, (128, 128), None, backward=True).steps
+        assert [step.arriving for step in steps] == work.back().received.sum(0)[rank, live].tolist() == [0, 8064, 8064]
+    assert found.in_flight_back == 2 * 8064 < found.in_flight
+    # The keys of the last step travel while those of the first are computed, not after steps that there are none of.
+    begin, end = found.timeline.backward.travel
+    assert bool((begin[:, 7] <= found.timeline.backward.compute[1][:, 1]).all()) and float((end - begin)[:, 2:7].sum()) == 0
+    assert float(found.timeline.backward.exposed.max()) < 0.1 * found.timeline.backward.seconds
+
+
 def test_a_demand_in_coarse_units_has_the_same_pairs() -> None:
     table = ls.causal().block_table(65536, block=2048)
     coarse = Demand.of(table, pairs_per_row(table, ls.causal().traced.program))

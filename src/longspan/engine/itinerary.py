@@ -185,18 +185,20 @@ def itinerary(
     merged: bool = False,
 ) -> Itinerary:
     """This rank's steps, for tiles of this size and (where the mask differs by head) these heads. `merged`: what arrives in a step does so
-    in one exchange, however many stages there are to it. `backward`: only what a rank reads arrives (`PlanData.returns`).
+    in one exchange, however many stages there are to it. `backward`: only what a rank reads arrives (`PlanData.returns`), and stages in
+    which nothing moves anywhere are left out.
 
     `home`: of a backward pass, the bytes of a number in keys on their way and in gradients on their way home. Local keys are then cut in
     two parts between tiles, in proportion to what each hides (`late_share`); in one part where batch rows differ, where nothing that
     arrives is computed, and where there are not two tiles to compute.
     """
     moves = data.returns if backward else data.schedule
-    key = ("itinerary", block, None if heads is None else (heads.start, heads.stop), moves is data.schedule, home, merged)
+    quiet = backward and int(moves.carried.sum()) < moves.stages
+    key = ("itinerary", block, None if heads is None else (heads.start, heads.stop), moves is data.schedule, quiet, home, merged)
     whole = None if home is None else itinerary(data, block, heads, backward=backward, merged=merged)
 
     def make() -> Itinerary:
-        maker = _Maker(data, moves, block, heads, merged=merged)
+        maker = _Maker(data, moves, block, heads, quiet=quiet, merged=merged)
         return maker.make() if whole is None or home is None else maker.split(whole, home)
 
     found: Itinerary = data._keep(key, make)
@@ -204,7 +206,10 @@ def itinerary(
 
 
 class _Maker:
-    def __init__(self, data: PlanData, moves: Schedule, block: tuple[int, int], heads: range | None, *, merged: bool) -> None:
+    def __init__(
+        self, data: PlanData, moves: Schedule, block: tuple[int, int], heads: range | None, *, quiet: bool, merged: bool
+    ) -> None:  # fmt: skip
+        """`quiet`: stages in which nothing moves anywhere are left out."""
         self.data, self.moves, self.block, self.heads, self.merged = data, moves, block, heads, merged
         self.me = 0 if data.ring is None else data.mesh.coordinate[data.ring]
         self.ranks = data.inner[0].ranks
@@ -213,9 +218,7 @@ class _Maker:
         self.q_order = [side.of_rank(self.me) for side in self.queries]
         self.q_tilings = [_tiling(side, order) for side, order in zip(self.queries, self.q_order, strict=True)]
         self.mine = {"in": moves.receiver == self.me, "out": moves.source == self.me}
-        # Whether a stage is carried out: backward, one in which nothing moves anywhere is not.
-        some = torch.bincount(moves.stage, minlength=moves.stages) > 0
-        self.active = [moves is data.schedule or there for there in some.tolist()]
+        self.active = [n > 0 or not quiet for n in torch.bincount(moves.stage, minlength=moves.stages).tolist()]
 
     def make(self) -> Itinerary:
         s = self.moves
@@ -230,7 +233,7 @@ class _Maker:
     def split(self, whole: Itinerary, home: tuple[int, int]) -> Itinerary:
         """The same with the first tiles of local keys in a step of their own at the end."""
         first, *arriving = whole.steps
-        if len(first.parts) > 1 or first.arrivals or all(step.empty for step in arriving):
+        if len(first.parts) > 1 or self.moves.joined or all(step.empty for step in arriving):
             return whole
         tiles = self.keys[0].of_rank(self.me)
         share = late_share(arriving[0].moved * home[0], arriving[-1].moved * home[1])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspan.plan.balance_demand import Demand
 from longspan.plan.cost import TILE, Shape
-from longspan.plan.workload import Place, Workload, covered
+from longspan.plan.workload import Again, Place, Workload, covered
 
 MOST_STEPS = 256  # that are looked at one by one
 STAGE_TOKENS = 16384  # a stage brings at least this many tokens where it can
@@ -69,7 +69,12 @@ class Owned:
         full, partial = _kinds(area * (self.unit / TILE) ** 2, self.work / TILE**2, self.unit)
         heads = shape.heads * shape.batch / place.degree
         received, sent = self._moved(step, place, count)
-        again = None if moves == "exchange" else (*self._moved(torch.where(self.covered > 0, step, -1), place, count), None)
+        again = None
+        if moves != "exchange":
+            arriving, leaving = self._moved(torch.where(self.covered > 0, step, -1), place, count)
+            # Of a step's exchanges at least one is carried out, where it brings anything.
+            share = (arriving.sum((0, 1)) / received.sum((0, 1)).clamp(min=1)).clamp(max=1)
+            again = Again(arriving, leaving, None, (exchanges * share).ceil())
         rows = ((self.owned / TILE).ceil() * heads)[:, None].repeat(1, count)
         rows[:, 1:] *= max(1, merged)
         # At least as many rows as see one unit of the step's keys; in masks whose rows see one stretch, not many more.

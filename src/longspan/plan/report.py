@@ -160,9 +160,9 @@ def cluster_for(data: PlanData, cluster: Cluster | str | None = None) -> Cluster
 
 
 def _in_flight(moves: Schedule, received: Tensor) -> int:
-    """Tokens of a step and the next, at most."""
-    steps = [int(received[s.start : s.stop].sum(0).max()) for s in moves.steps]
-    return max([a + b for a, b in zip([0, *steps], [*steps, 0], strict=True)])
+    """Tokens of a step and the next, at most. Steps for which nothing moves are none."""
+    steps = [n for n in (int(received[s.start : s.stop].sum(0).max()) for s in moves.steps) if n]
+    return max(a + b for a, b in zip([0, *steps], [*steps, 0], strict=True))
 
 
 def report(data: PlanData, cluster: Cluster | str | None = None, conditions: Conditions | None = None) -> Report:

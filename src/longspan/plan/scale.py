@@ -56,11 +56,13 @@ class Simulated:
     @property
     def in_flight(self) -> float:
         """Bytes of keys and of their gradients in buffers at once, at most, on one rank."""
-        rows, most = self.work.rows, self.work.received.sum(0)[:, 1:]
-        if not most.numel():
+        work, rows = self.work, self.work.rows
+        forward, backward = (w.received.sum(0)[:, 1:] for w in (work, work.back()))
+        if not forward.numel():
             return 0.0
         merged = float((rows[:, 1] / rows[:, 0].clamp(min=1)).max())
-        return 2 * float(most.max()) / max(1.0, merged) * self.work.key_bytes * (1 + self.work.shape.grad_element / self.work.shape.element)
+        most = max(float(forward.max()), float(backward.max()) * (1 + work.shape.grad_element / work.shape.element))
+        return 2 * most / max(1.0, merged) * work.key_bytes
 
     @property
     def flops_per_device(self) -> float:

@@ -26,7 +26,7 @@ class Schedule:
 
     Move i: in stage stage[i], rank receiver[i] gets positions start[i] … start[i] + length[i] − 1 of batch row row[i] (0 where all
     rows are laid out alike) from source[i]. `steps`: groups of stages that are computed together, in order. `joined`: own keys are
-    computed with the first of them, not before. `read`: nothing moves that its receiver does not read.
+    computed with the first of them, not before. `read`: nothing moves that its receiver does not read, so that backward need not look.
     """
 
     name: str
@@ -58,8 +58,14 @@ class Schedule:
         return total.index_add_(0, self.stage * ranks + rank, self.length).view(self.stages, ranks)
 
     @cached_property
+    def carried(self) -> Tensor:
+        """Stages in which anything moves anywhere, in each step."""
+        there = torch.bincount(self.stage, minlength=self.stages) > 0
+        return torch.tensor([int(there[group.start : group.stop].sum()) for group in self.steps], dtype=torch.int64)
+
+    @cached_property
     def digest(self) -> str:
-        found = hashlib.sha256(f"{self.stages} {[(s.start, s.stop) for s in self.steps]} {self.joined}".encode())
+        found = hashlib.sha256(f"{self.stages} {[(s.start, s.stop) for s in self.steps]} {self.joined} {self.read}".encode())
         for column in self.columns:
             found.update(content(column))
         return found.hexdigest()

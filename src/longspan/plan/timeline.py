@@ -7,7 +7,7 @@ those of the last while the second part of the local keys is. In a joined schedu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -133,18 +133,20 @@ class _Simulation:
         compute, travel, back = torch.zeros(3, 2, *seconds.shape, dtype=torch.float64)
         free = before.clone()  # when the exchanges' stream is free: they follow each other in the order in which they are begun
         done = before.clone()  # when the last computation ended
-        for i in range(work.steps):
+        for i, before_it, after_it in self._walked():
             begin = torch.maximum(done, travel[1, :, i])
             waits = work.joined and i == 0  # for what is packed
-            if i + 1 < work.steps and float(work.exchanges[i + 1]):
+            if after_it is not None and float(work.exchanges[after_it]):
                 ready = begin + seconds[:, i] if waits else done
-                travel[0, :, i + 1] = self._together(torch.maximum(free, ready), i + 1)
-                travel[1, :, i + 1] = free = travel[0, :, i + 1] + fetch[:, i + 1]
-            hidden = fetch[:, i + 1] if i + 1 < work.steps and not waits else self.zero
-            if backward and i > 1:
-                hidden = hidden + home[:, i - 1]
+                travel[0, :, after_it] = self._together(torch.maximum(free, ready), after_it)
+                travel[1, :, after_it] = free = travel[0, :, after_it] + fetch[:, after_it]
+            hidden = fetch[:, after_it] if after_it is not None and not waits else self.zero
+            if backward and before_it:
+                hidden = hidden + home[:, before_it]
             compute[0, :, i] = begin
             compute[1, :, i] = done = begin + seconds[:, i] + self.cluster.contention * torch.minimum(hidden, seconds[:, i])
+            for left_out in range(i + 1, work.steps if after_it is None else after_it):
+                compute[:, :, left_out] = done
             if backward and i and float(work.exchanges[i]):
                 back[0, :, i] = self._together(torch.maximum(free, done), i)
                 back[1, :, i] = free = back[0, :, i] + home[:, i]
@@ -160,6 +162,15 @@ class _Simulation:
             after=total - done,
             total=total,
         )
+
+    def _walked(self) -> Iterator[tuple[int, int, int | None]]:
+        """Steps with the one before (0 where there is none) and the one after. Steps for which nothing moves and that compute nothing are
+        left out.
+        """
+        work = self.work
+        some = (work.exchanges > 0) | ((work.full + work.partial).sum(0) > 0)
+        walked = [0, *(i for i in range(1, work.steps) if bool(some[i]))]
+        yield from zip(walked, [0, *walked], [*walked[1:], None], strict=False)
 
     def _together(self, ready: Tensor, step: int) -> Tensor:
         """An exchange begins when those that a rank sends to and receives from are there; all of them, where pairs are not known."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,16 @@ from longspan.plan.schedule import Schedule
 CHUNK = 1 << 24  # entries of a (rank, tile) matrix at once
 
 
+class Again(NamedTuple):
+    """What backward brings again and sends gradients home of: as in `Workload`."""
+
+    received: Tensor
+    sent: Tensor
+    gathered: Tensor | None
+    exchanges: Tensor
+    pairs: tuple[tuple[Tensor, Tensor], ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workload:
     """Tensors are float64. `rank` [R]: which ranks of `ranks` these are.
@@ -30,7 +41,7 @@ class Workload:
     busy [R, K + 1]:    those of them that see any of a step's keys; None: all of them, in every step that computes anything.
     full, partial:      tiles times heads and batch rows, of each step [R, K + 1].
     received, sent:     tokens of keys, of each step, from and to ranks of the own node and of others [2, R, K + 1].
-    again:              received, sent and gathered of what backward brings again and sends gradients home of; None: as much.
+    again:              what moves in backward; None: as much as forward.
     gathered [R, K + 1]: tokens of `sent` that do not lie side by side and are copied first; None: none of them.
     exchanges [K + 1]:  exchanges that a step waits for.
     local [R]:          tokens (queries) of one batch row that a rank of the mesh owns, the largest of a Ulysses group.
@@ -64,14 +75,11 @@ class Workload:
     local_keys: Tensor | None = None
     joined: bool = False
     halves: Tensor | None = None
-    again: tuple[Tensor, Tensor, Tensor | None] | None = None
+    again: Again | None = None
 
     def back(self) -> Workload:
         """The same with what moves in backward."""
-        if self.again is None:
-            return self
-        received, sent, gathered = self.again
-        return replace(self, received=received, sent=sent, gathered=gathered, again=None)
+        return self if self.again is None else replace(self, **self.again._asdict(), again=None)
 
     def join(self) -> Workload:
         """The same with local keys computed with those of step 1, by as many rows as see any of either."""
@@ -125,6 +133,9 @@ class Workload:
         def cut_some(x: Tensor | None) -> Tensor | None:
             return None if x is None else cut(x)
 
+        def pairs_of(pairs: tuple[tuple[Tensor, Tensor], ...]) -> tuple[tuple[Tensor, Tensor], ...]:
+            return pairs if more < 0 or not pairs else (*pairs, pairs[0])
+
         return replace(
             self,
             rows=self.rows if self.rows.ndim == 1 else torch.cat([self.rows, self.rows[:, :1]], 1)[:, : self.steps + more],
@@ -132,11 +143,13 @@ class Workload:
             partial=cut(self.partial),
             received=cut(self.received),
             sent=cut(self.sent),
-            again=None if self.again is None else (cut(self.again[0]), cut(self.again[1]), cut_some(self.again[2])),
+            again=None
+            if (a := self.again) is None
+            else Again(cut(a.received), cut(a.sent), cut_some(a.gathered), cut(a.exchanges), pairs_of(a.pairs)),
             exchanges=cut(self.exchanges),
             busy=cut_some(self.busy),
             gathered=cut_some(self.gathered),
-            pairs=self.pairs if more < 0 or not self.pairs else (*self.pairs, self.pairs[0]),
+            pairs=pairs_of(self.pairs),
             halves=None,
         )
 
@@ -250,10 +263,19 @@ def _of_plan(data: PlanData, per_node: int) -> Workload:
         scale=1 if data.rows > 1 else shape.batch,
         busy=busy,
         gathered=gathered,
-        pairs=_pairs(data, step_of_stage, ranks),
-        again=None if data.returns is data.schedule else _moved(data, data.returns, place, step_of_stage, ranks),
+        pairs=_pairs(data.schedule, step_of_stage, ranks),
+        again=_again(data, place, step_of_stage, ranks),
     )
     return replace(found._columns(1), halves=_halves(data, found.back())) if steps else found
+
+
+def _again(data: PlanData, place: Place, step_of_stage: Tensor, ranks: int) -> Again | None:
+    moves = data.returns
+    if moves is data.schedule and int(moves.carried.sum()) == moves.stages:
+        return None
+    received, sent, gathered = _moved(data, moves, place, step_of_stage, ranks)
+    exchanges = torch.cat([torch.zeros(1), moves.carried]).double()
+    return Again(received, sent, gathered, exchanges, _pairs(moves, step_of_stage, ranks))
 
 
 def _halves(data: PlanData, work: Workload) -> Tensor:
@@ -282,8 +304,7 @@ def _halves(data: PlanData, work: Workload) -> Tensor:
     return out
 
 
-def _pairs(data: PlanData, step_of_stage: Tensor, ranks: int) -> tuple[tuple[Tensor, Tensor], ...]:
-    s = data.schedule
+def _pairs(s: Schedule, step_of_stage: Tensor, ranks: int) -> tuple[tuple[Tensor, Tensor], ...]:
     line = ((step_of_stage[s.stage] * ranks + s.receiver) * ranks + s.source).unique()
     step, pair = line // (ranks * ranks), line % (ranks * ranks)
     edges = torch.searchsorted(step, torch.arange(len(s.steps) + 2)).tolist()
