@@ -12,14 +12,15 @@ Every piece leaves its state. Whoever is the last of an item's pieces reads them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heapreplace
 from itertools import pairwise
 from math import isqrt
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from longspan.masks.table import BlockTable
 
+T = TypeVar("T", int, float)
 _ITEM_COST = 1  # blocks of keys that a program could compute in the time that it takes to begin and to end an item
 _CUT_COST = 2  # and that one more piece takes
 _SHORT = 4  # blocks of which a program takes the next item before it has come to the end (`_NEAR` in forward.py): it might take two
@@ -45,9 +46,9 @@ class Pieces(NamedTuple):
 def pieces(table: BlockTable, items: int, *, rows: int, together: int, blocks: int, programs: int) -> Pieces:
     """How to cut the items of a launch: `together` for each of the heaviest `rows` of a table, over and over, of `blocks` a tile."""
     lengths = last_lengths(table, items, rows=rows, together=together, blocks=blocks, programs=programs)
-    ends = _ends(lengths, [0] * programs)
-    idle = min(ends)
-    cut = sum(end > idle for end in ends)
+    ended = ends(lengths, [0] * programs, cost=_ITEM_COST)
+    idle = min(ended)
+    cut = sum(end > idle for end in ended)
     before, last = lengths[: len(lengths) - cut], lengths[len(lengths) - cut :]
     shortest = min(last, default=0)
     if 2 * cut <= programs:
@@ -55,9 +56,9 @@ def pieces(table: BlockTable, items: int, *, rows: int, together: int, blocks: i
         shares = [(min(programs // max(1, cut), isqrt(shortest), shortest // (_SHORT + 1)), 1)]
     else:
         shares = [(parts, wide) for parts in (2, 3) for wide in _WIDE if shortest // (parts - 1 + wide) > _SHORT]
-    free, least, found = _ends(before, [0] * programs), max(ends) - 2 * _CUT_COST, Pieces(items)
+    free, least, found = ends(before, [0] * programs, cost=_ITEM_COST), max(ended) - 2 * _CUT_COST, Pieces(items)
     for way in (Pieces(items - cut, cut, parts, wide) for parts, wide in shares if parts > 1):
-        end = max(_ends(cut_lengths(last, way), list(free)))
+        end = max(ends(cut_lengths(last, way), list(free), cost=_ITEM_COST))
         if end <= least:
             least, found = end - 1, way
     return found
@@ -76,9 +77,9 @@ def cut_lengths(lengths: Sequence[int], way: Pieces) -> list[int]:
     return [n * b // shares - n * a // shares + _CUT_COST for a, b in pairwise(edges) for n in lengths]
 
 
-def _ends(lengths: Sequence[int], free: list[int]) -> list[int]:
-    """When each program ends, where each takes the next item as soon as it is free."""
+def ends(lengths: Iterable[T], free: list[T], *, cost: T) -> list[T]:
+    """When each program ends, where each takes the next item as soon as it is free. `free`: when each is; used up. `cost`: of any item."""
     heapify(free)
     for length in lengths:
-        heapreplace(free, free[0] + length + _ITEM_COST)
+        heapreplace(free, free[0] + length + cost)
     return free

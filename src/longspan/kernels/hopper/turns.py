@@ -8,13 +8,13 @@ together then reach a tile of queries one after the other, in the order in which
 
 from __future__ import annotations
 
-from heapq import heapreplace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from longspan.kernels.hopper.pieces import ends
 from longspan.kernels.triton import launch
 from longspan.masks.table import BlockTable, stretched
 
@@ -60,12 +60,8 @@ def evenness(table: BlockTable, groups: int) -> float:
 
 
 def _took(work: list[float], groups: int) -> float:
-    """When the last program ends, where each takes the next item as soon as it is free."""
-    free = [0.0] * PROGRAMS
-    for item in work:
-        for _ in range(groups):
-            heapreplace(free, free[0] + item)
-    return max(free)
+    """When the last program ends, where each item is taken once for each group."""
+    return max(ends((item for item in work for _ in range(groups)), [0.0] * PROGRAMS, cost=0.0))
 
 
 def turns(table: BlockTable, shared: int, device: torch.device) -> Turns:
