@@ -20,7 +20,8 @@ pytest.importorskip("triton.experimental.gluon")
 import longspan as ls
 from longspan.kernels import hopper
 from longspan.kernels.hopper import HopperKernel, passes
-from longspan.kernels.hopper.turns import MOST, PROGRAMS, evenness, turns, worthwhile
+from longspan.kernels.hopper.rounds import PROGRAMS
+from longspan.kernels.hopper.turns import MOST, evenness, turns, worthwhile
 from longspan.kernels.protocol import Grads, Tiling
 from longspan.kernels.triton import launch
 from longspan.masks.table import BlockTable

@@ -27,7 +27,8 @@ from longspan.kernels.triton.library import LOG2_E
 from longspan.kernels.triton.tiles import wide
 
 _DYNAMIC = [
-    "items", "rows", "tiles", "heads", "kv_heads", "shared", "group", "q_len", "kv_len", "own_rows", "locks_per_head", "first_b", "first_h",
+    "items", "rows", "tiles", "heads", "kv_heads", "shared", "parts", "group", "q_len", "kv_len", "own_rows", "locks_per_head", "first_b",
+    "first_h",
 ]  # fmt: skip
 
 
@@ -275,12 +276,13 @@ def _write(dq_ptr, locks, dq_s, steps, dq_bars, turn_bars, C: gl.constexpr):
 def keys_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr, own_k_ptr, own_v_ptr, counter, locks, dk_stride, dv_stride,
     order, full, partial, turn_ptr, turns, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
-    items, rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, own_rows, locks_per_head, scale, first_b, first_h,
+    items, rows, tiles, heads, kv_heads, shared, parts, group, q_len, kv_len, own_rows, locks_per_head, scale, first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
     ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of tiles of keys, summed over the query heads that share them. Given dq_ptr, float32, dQ is added to it.
+    """dK and dV of tiles of keys, summed over `shared` query heads. Given dq_ptr, float32, dQ is added to it. Heads of dK and dV: each
+    head of keys `parts` times, for as many parts of the query heads that read it.
 
     dQ is for head dims over 64 only. `counter`: one int32, 0. DS: buffers of dS. ALIGNED: the copy engine brings norm and delta too, each
     described as one line [B · H · Q] in tiles of BM: it can where every step's rows begin on 16 bytes of that line. Else they are pointers.
@@ -330,7 +332,8 @@ def keys_kernel(
             )),
             (walk, (
                 counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, of_turns, turn_bars[0],
-                q_side, kv_side, rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, k_s, v_s, stores, item_s, kv_bars, bars,
+                q_side, kv_side, rows, tiles, heads, kv_heads, shared, parts, group, q_len, kv_len, k_s, v_s, stores, item_s, kv_bars,
+                bars,
                 PER_BATCH, PER_HEAD, ALIGNED, BM, STAGES,
             )),
             (_write, (dq_ptr, locks, dq_s.index(0), steps, (dq_full.index(0), dq_empty.index(0)), turn_bars, 0)),
@@ -352,7 +355,8 @@ def keys_kernel(
             )),
             (walk, (
                 counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, of_turns, turn_bars[0],
-                q_side, kv_side, rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, k_s, v_s, stores, item_s, kv_bars, bars,
+                q_side, kv_side, rows, tiles, heads, kv_heads, shared, parts, group, q_len, kv_len, k_s, v_s, stores, item_s, kv_bars,
+                bars,
                 PER_BATCH, PER_HEAD, ALIGNED, BM, STAGES,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip

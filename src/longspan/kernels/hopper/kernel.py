@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from longspan.kernels.hopper.config import HOPPER, has_backward, one_pass
-from longspan.kernels.hopper.passes import HopperCall, streamable, width
+from longspan.kernels.hopper.passes import HopperCall, streamable, walks_of, width
 from longspan.kernels.hopper.turns import worthwhile
 from longspan.kernels.protocol import Grads, State, Work
 from longspan.kernels.triton import launch
@@ -139,7 +139,7 @@ class HopperKernel(TritonKernel):
         """Whether the pass over keys computes the gradient of q too."""
         if any(needs) or not one_pass(width(q.shape[-1]), width(v.shape[-1])):
             return False
-        return not torch.are_deterministic_algorithms_enabled() or worthwhile(work.table, v.shape[0] * v.shape[1])
+        return not torch.are_deterministic_algorithms_enabled() or worthwhile(work.table, v.shape[0] * v.shape[1] * walks_of(q, v, work))
 
     def backward(
         self,

@@ -72,8 +72,8 @@ def _send(
 
 
 @gluon.jit
-def _keys(turn, keys, values, b, g, row, pos, left, k_s, v_s, item_s, kv_bars):
-    """An item's keys and values on their way, as soon as the last item's are not needed any more."""
+def _keys(turn, keys, values, b, g, parts, row, pos, left, k_s, v_s, item_s, kv_bars):
+    """An item's keys and values on their way, as soon as the last item's are not needed any more. They are those of `parts` items."""
     k_full, v_full, kv_empty = kv_bars
     mbarrier.wait(kv_empty, (turn & 1) ^ 1)
     write_number(item_s, 0, b)
@@ -81,14 +81,14 @@ def _keys(turn, keys, values, b, g, row, pos, left, k_s, v_s, item_s, kv_bars):
     write_number(item_s, 2, row)
     write_number(item_s, 3, pos)
     write_number(item_s, 4, left)
-    bring(keys, b, g, row, k_full, k_s.index(0))
-    bring(values, b, g, row, v_full, v_s.index(0))
+    bring(keys, b, g // parts, row, k_full, k_s.index(0))
+    bring(values, b, g // parts, row, v_full, v_s.index(0))
 
 
 @gluon.jit
 def walk(
     counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, turns, told, q_side, kv_side,
-    rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, k_s, v_s, stores, item_s, kv_bars, bars,
+    rows, tiles, heads, kv_heads, shared, parts, group, q_len, kv_len, k_s, v_s, stores, item_s, kv_bars, bars,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The walker: items until none is left, and of each all steps. Given `told`, barriers that open when it has written what a step is,
@@ -143,12 +143,12 @@ def walk(
                     it += 1
                     # The first queries come before the keys: there is room for them earlier.
                     if sent == 0:
-                        _keys(turn, keys, values, b, g, kv_row, kv_pos, kv_left, k_s, v_s, item_s, kv_bars)
+                        _keys(turn, keys, values, b, g, parts, kv_row, kv_pos, kv_left, k_s, v_s, item_s, kv_bars)
                     sent = 1
                 if ORDERED:
                     nth += last + 1 - first
         if sent == 0:
-            _keys(turn, keys, values, b, g, kv_row, kv_pos, kv_left, k_s, v_s, item_s, kv_bars)
+            _keys(turn, keys, values, b, g, parts, kv_row, kv_pos, kv_left, k_s, v_s, item_s, kv_bars)
         s = place_of(it, STAGES)
         mbarrier.wait(empty.index(s), round_of(it, STAGES) ^ 1)
         write_number(steps, place_of(it, SLOTS) * STEP, END)

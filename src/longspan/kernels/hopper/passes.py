@@ -17,6 +17,7 @@ from longspan.kernels.hopper.config import HOPPER, Step, forward_step, keys_step
 from longspan.kernels.hopper.forward import CUTTABLE, forward_kernel
 from longspan.kernels.hopper.pieces import Pieces, pieces
 from longspan.kernels.hopper.queries import queries_kernel, rows_kernel
+from longspan.kernels.hopper.rounds import walks
 from longspan.kernels.hopper.scratch import counter, counter_and_locks, counter_and_states
 from longspan.kernels.hopper.turns import turns
 from longspan.kernels.protocol import State, Work
@@ -77,8 +78,15 @@ class HopperCall(Call):
         self, grad_out: Tensor, norm: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, dq: Tensor | None, *, ordered: bool = False
     ) -> None:  # fmt: skip
         """Fill dk and dv; add to dq, float32, where it is given; if `ordered`, in an order that is always the same."""
-        tensors = (self.q, self.k, self.v, grad_out, norm, delta, dk, dv, dq, *self.own)
-        self._launch("dkdv", tensors, (dk, dv), {"ordered": ordered}, needs=(False,) * len(self.work.score_captured))
+        parts = walks_of(self.q, self.v, self.work)
+        found: tuple[Tensor, ...] = (dk, dv)
+        if parts > 1:
+            found = tuple(torch.empty((t.shape[0], t.shape[1] * parts, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in found)
+        tensors = (self.q, self.k, self.v, grad_out, norm, delta, *found, dq, *self.own)
+        self._launch("dkdv", tensors, found, {"ordered": ordered, "parts": parts}, needs=(False,) * len(self.work.score_captured))
+        if parts > 1:
+            for total, of_parts in zip((dk, dv), found, strict=True):
+                total.copy_(of_parts.unflatten(1, (-1, parts)).sum(2))
 
     def _prepare(
         self,
@@ -116,7 +124,7 @@ class HopperCall(Call):
         programs = programs_at_once(q.device)
         items, shared = self._arguments(
             which, kernel, strided, m=_items_of(step, which), n=step.n, l2_bytes=_L2_BYTES, in_flight=programs, needs=needs,
-            busy_only=busy_only, added=added,
+            busy_only=busy_only, added=added, parts=known.get("parts", 1),
         )  # fmt: skip
         corners, flat = flat_functions(self.work.score, launch.options(self.work, q.dtype)) if which == "forward" else (None, None)
         more: dict[str, Any] = {"CORNERS": corners, "FLAT": flat, "STAGES": step.stages, "REGISTERS": step.registers, "BM": step.m, "DS": 2}
@@ -125,7 +133,7 @@ class HopperCall(Call):
         if which == "dkdv":
             more |= {"turn_ptr": None, "turns": None, "locks_per_head": 0}
             if known["ordered"]:
-                found = turns(self.work.table.transposed, q.shape[1] // self.k.shape[1], q.device)
+                found = turns(self.work.table.transposed, shared["shared"], q.device)
                 shared["order"] = found.order
                 more |= {"turn_ptr": found.ptr, "turns": found.before}
                 more["locks_per_head"] = self.work.table.q_tiles * (self.work.q_tiles.block // step.m)
@@ -180,6 +188,11 @@ def line(tensor: Tensor, *, size: int) -> TensorDescriptor:
 def width(dim: int) -> int:
     """A head dim as these kernels hold it."""
     return max(64, launch.padded(dim))
+
+
+def walks_of(q: Tensor, v: Tensor, work: Work) -> int:
+    """Into how many parts the query heads of a key head are split, backward."""
+    return walks(work.table.transposed, v.shape[0] * v.shape[1], q.shape[1] // v.shape[1], q.shape[-1] + v.shape[-1])
 
 
 def streamable(tensor: Tensor) -> Tensor:

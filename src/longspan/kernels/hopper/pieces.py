@@ -12,15 +12,14 @@ Every piece leaves its state. Whoever is the last of an item's pieces reads them
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from heapq import heapify, heapreplace
+from collections.abc import Sequence
 from itertools import pairwise
 from math import isqrt
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
+from longspan.kernels.hopper.rounds import ends
 from longspan.masks.table import BlockTable
 
-T = TypeVar("T", int, float)
 _ITEM_COST = 1  # blocks of keys that a program could compute in the time that it takes to begin and to end an item
 _CUT_COST = 2  # and that one more piece takes
 _SHORT = 4  # blocks of which a program takes the next item before it has come to the end (`_NEAR` in forward.py): it might take two
@@ -75,11 +74,3 @@ def cut_lengths(lengths: Sequence[int], way: Pieces) -> list[int]:
     """Blocks of the pieces of items, and what a piece costs more than an item."""
     shares, edges = way.wide + way.parts - 1, [0, *(way.wide + i for i in range(way.parts))]
     return [n * b // shares - n * a // shares + _CUT_COST for a, b in pairwise(edges) for n in lengths]
-
-
-def ends(lengths: Iterable[T], free: list[T], *, cost: T) -> list[T]:
-    """When each program ends, where each takes the next item as soon as it is free. `free`: when each is; used up. `cost`: of any item."""
-    heapify(free)
-    for length in lengths:
-        heapreplace(free, free[0] + length + cost)
-    return free

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from longspan.kernels.hopper.pieces import ends
+from longspan.kernels.hopper.rounds import MANY, PROGRAMS, mean_work, took
 from longspan.kernels.triton import launch
 from longspan.masks.table import BlockTable, stretched
 
@@ -24,8 +24,6 @@ LEAST = 0.25  # share of tiles in a table. In sparser ones, as of documents, hea
 # mode, which does: where that says 0.94, turns have 0.87 to 0.91 of its speed, where it says 0.89, 0.80 to 0.83, where it says 0.80, 0.67;
 # two passes have 0.86 to 0.91.
 EVEN = 0.92
-PROGRAMS = 132  # at once, on an H100 or H200: not those of this device and its settings, on which bits would depend then
-ROUNDS = 64  # items for each program from which on it does not matter which are last
 
 
 class Turns(NamedTuple):
@@ -43,7 +41,7 @@ _evenness: WeakKeyDictionary[BlockTable, dict[int, float]] = WeakKeyDictionary()
 
 
 def worthwhile(table: BlockTable, groups: int) -> bool:
-    """Whether turns take less time than another pass. `groups`: heads of keys, of all batch rows together."""
+    """Whether turns take less time than another pass. `groups`: how many programs walk a tile of keys, each other heads."""
     return sum(table.counts()[1:]) <= MOST and table.density >= LEAST and evenness(table.transposed, groups) >= EVEN
 
 
@@ -53,15 +51,10 @@ def evenness(table: BlockTable, groups: int) -> float:
     """
     kept = _evenness.setdefault(table, {})
     if groups not in kept:
-        work = table.tiles_per_row.view(-1, table.q_tiles).double().mean(0).tolist()
-        many = groups * len(work) > ROUNDS * PROGRAMS
-        kept[groups] = 1.0 if many else _took(sorted(work, reverse=True), groups) / _took(work[::-1], groups)
+        work = mean_work(table)
+        many = groups * len(work) > MANY * PROGRAMS
+        kept[groups] = 1.0 if many else took(sorted(work, reverse=True), groups) / took(work[::-1], groups)
     return kept[groups]
-
-
-def _took(work: list[float], groups: int) -> float:
-    """When the last program ends, where each item is taken once for each group."""
-    return max(ends((item for item in work for _ in range(groups)), [0.0] * PROGRAMS, cost=0.0))
 
 
 def turns(table: BlockTable, shared: int, device: torch.device) -> Turns:

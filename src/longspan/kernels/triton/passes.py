@@ -180,9 +180,10 @@ class Call:
         needs: tuple[bool, ...] | None,
         busy_only: bool,
         added: int = 0,
+        parts: int = 1,
     ) -> tuple[int, dict[str, Any]]:
         """How many items there are, sub-tiles of m queries or of n keys in every head; and the arguments that follow from the work.
-        `added`: bytes of each row walked that programs add to.
+        `added`: bytes of each row walked that programs add to. `parts`: of the query heads of a key head, over which programs walk.
         """
         q, k, work = self.q, self.k, self.work
         if not launch.capturing(q.device):  # it may read captured tensors, which a CUDA graph that is being captured forbids
@@ -191,7 +192,7 @@ class Call:
         by_query = which != "dkdv"
         table = work.table if by_query else work.table.transposed
         columns = work.kv_tiles if by_query else work.q_tiles
-        B, H, G = q.shape[0], q.shape[1], k.shape[1]
+        B, H, G = q.shape[0], q.shape[1], k.shape[1] * parts
         shared = H // G
         heads = H if by_query else G
         m_subs, n_subs = work.q_tiles.block // m, work.kv_tiles.block // n

@@ -1,0 +1,74 @@
+"""Backward, few heads of keys: programs that would idle walk a part of the query heads each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.kernels.test_hopper import on_hopper
+from torch import Tensor
+
+pytest.importorskip("triton.experimental.gluon")
+
+import longspan as ls
+from longspan.kernels.hopper.rounds import MANY, PROGRAMS, mean_work, took, walks
+from longspan.masks.table import BlockTable
+from longspan.testing import oracle
+
+
+def by_keys(mask: ls.Mask, tokens: int) -> BlockTable:
+    return mask.block_table(tokens, tokens, block=128).transposed
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from([ls.full(), ls.causal(), ls.sliding_window(700)]), st.integers(1, 9000), st.integers(1, 9), st.integers(1, 12))
+def test_heads_are_split_evenly_and_only_where_programs_would_idle(mask: ls.Mask, tokens: int, groups: int, shared: int) -> None:
+    table = by_keys(mask, tokens)
+    parts = walks(table, groups, shared, 256)
+    assert shared % parts == 0
+    work = sorted(mean_work(table), reverse=True)
+    if parts > 1:
+        assert took(work, groups * parts) / parts < took(work, groups)
+    if groups * len(work) > MANY * PROGRAMS:
+        assert parts == 1
+
+
+def test_what_is_split() -> None:
+    causal = by_keys(ls.causal(), 8192)
+    assert walks(causal, 1, 8, 256) > 1 and walks(causal, 2, 8, 256) > 1  # a layer of 64/8 heads on 8 or 4 devices
+    assert walks(causal, 8, 4, 256) == walks(causal, 32, 1, 256) == walks(by_keys(ls.causal(), 131072), 1, 8, 256) == 1
+
+
+MASKS: dict[str, Callable[[], ls.Mask]] = {
+    "causal": ls.causal,
+    "documents": lambda: ls.causal() & ls.documents([300, 1, 512, 450]),
+    "by head": lambda: ls.mask_mod(lambda b, h, q, kv: (q >= kv) & (q - kv < 100 * (h + 1))),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ordered", [False, True], ids=["fast", "fixed order"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", MASKS)
+def test_gradients_of_split_heads_are_right(name: str, dim: int, ordered: bool) -> None:
+    on_hopper()
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, h, 1263, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (12, 2, 2)]
+    assert walks(MASKS[name]().block_table(1263, 1263, block=128, heads=12 if name == "by head" else 1).transposed, 4, 6, 2 * dim) > 1
+    torch.use_deterministic_algorithms(ordered)
+    try:
+        out = ls.attention(*inputs, mask=MASKS[name](), kernel="hopper")
+        grad = torch.randn_like(out)
+        runs = [torch.autograd.grad(out, inputs, grad, retain_graph=True) for _ in range(10 if ordered else 1)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+    def of_oracle(dtype: torch.dtype) -> Sequence[Tensor]:
+        return torch.autograd.grad(oracle(*inputs, mask=MASKS[name](), dtype=dtype), inputs, grad.to(dtype))
+
+    for got, want, dense in zip(runs[0], of_oracle(torch.float64), of_oracle(torch.bfloat16), strict=True):
+        assert float((got.double() - want.double()).norm()) <= 1.1 * float((dense.double() - want.double()).norm())
