@@ -78,6 +78,10 @@ def softcap(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return 30 * torch.tanh(s / 30) + SLOPES[h] * (kv - q)
 
 
+def zero_state(dims: tuple[int, int]) -> State:
+    return State(out=torch.zeros(1, 4, 400, dims[1]), lse=torch.zeros(1, 4, 400))
+
+
 def one_call(dims: tuple[int, int], dtype: torch.dtype, *, scored: bool, staged: bool) -> None:
     """Both passes of one call; `staged`: folded into a state, tiles by arrays, gradients added; and with rows that are complete, and with
     keys from two places.
@@ -94,13 +98,15 @@ def one_call(dims: tuple[int, int], dtype: torch.dtype, *, scored: bool, staged:
         table=(ls.causal() & ls.documents(ids=IDS[:400])).block_table(400, 400, block=128), q_tiles=tiles, kv_tiles=tiles, scale=0.1,
         mask=traced.program, mask_captured=traced.captured(), **more,
     )  # fmt: skip
-    state = State(out=torch.zeros(1, 4, 400, dims[1]), lse=torch.zeros(1, 4, 400)) if staged else None
+    state = zero_state(dims) if staged else None
     of = HopperKernel()
     found = of.forward(q, k, v, work, state=state, final=not staged, peak=staged)
     if staged:
         some = replace(work, complete=torch.tensor([True, True, False, False]))
-        for before in (None, State(out=torch.zeros(1, 4, 400, dims[1]), lse=torch.zeros(1, 4, 400))):
+        for before in (None, zero_state(dims)):
             assert of.forward(q, k, v, some, state=before, final=False, peak=False).done is not None
+        for final in (False, True):
+            of.forward(q, k, v, work, state=zero_state(dims), final=final, peak=False)
     out = found.out.to(dtype)
     grad = torch.randn_like(out)
     of.backward(q, k, v, out, found.lse, grad, None, work, needs=[True] * scored, wide=staged)

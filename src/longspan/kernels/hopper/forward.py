@@ -1,10 +1,10 @@
-"""The forward kernel for Hopper: programs that stay, one per multiprocessor, each of two warpgroups that compute and two warps that serve.
+"""The forward kernel for Hopper: programs that stay, one per multiprocessor, each of two warpgroups that compute and warps that serve them.
 
 An item is 128 queries of one head, 64 to a warpgroup, over all its keys or, where `longspan.kernels.hopper.pieces` says so, over a part of
 them. One warp takes items off a counter, heaviest first and no sooner than they are needed, and looks up what they are; one keeps the copy
-engine ahead with queries, keys and values. All meet only at barriers in shared memory. While a warpgroup weighs the
-scores of one block of keys, the tensor cores multiply the weights of the block before with its values; while it writes an item's
-result, the next item's queries and keys arrive.
+engine ahead with queries, keys and values; where there are running results, one has them carried (`longspan.kernels.hopper.held`). All meet
+only at barriers in shared memory. While a warpgroup weighs the scores of one block of keys, the tensor cores multiply the weights of the
+block before with its values; while it writes an item's result, the next item's queries and keys arrive.
 
 Scores live in base-2 logarithms, as in `longspan.kernels.triton.forward`, and so does the meaning of m, total and acc.
 """
@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from longspan.kernels.hopper.given import given
+from longspan.kernels.hopper.held import carry, is_held, narrow
 from longspan.kernels.hopper.memory import fetch_rows, load_tile, store_tile
 from longspan.kernels.hopper.shared import barriers, bring, numbers, place_of, read_number, round_of, rows_of, write_number
 from longspan.kernels.triton.library import LN_2, LOG2_E
@@ -264,14 +265,64 @@ def _together(
 
 
 @gluon.jit
-def _write(out_ptr, done_ptr, out_stride, done_stride, complete, acc, b, h, row, rows_left, zero, E: gl.constexpr, EP: gl.constexpr):
+def _write(
+    out_ptr, done_ptr, out_stride, done_stride, complete, acc, b, h, row, rows_left, zero,
+    E: gl.constexpr, EP: gl.constexpr, LINES: gl.constexpr,
+):  # fmt: skip
     """A result: a running one, or where there is another tensor for those that are complete, there."""
     if done_ptr is None:  # noqa: SIM114 (the compiler knows this one)
-        store_tile(out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1], acc, row, rows_left, out_stride[2] + zero, E, EP)
+        store_tile(out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1], acc, row, rows_left, out_stride[2] + zero, E, EP, LINES)
     elif complete == 0:
-        store_tile(out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1], acc, row, rows_left, out_stride[2] + zero, E, EP)
+        store_tile(out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1], acc, row, rows_left, out_stride[2] + zero, E, EP, LINES)
     else:
-        store_tile(done_ptr + wide(b) * done_stride[0] + wide(h) * done_stride[1], acc, row, rows_left, done_stride[2] + zero, E, EP)
+        store_tile(done_ptr + wide(b) * done_stride[0] + wide(h) * done_stride[1], acc, row, rows_left, done_stride[2] + zero, E, EP, LINES)
+
+
+@gluon.jit
+def _leave(
+    out_ptr, lse_ptr, done_ptr, part_out, part_lse, counter, pieces, out_stride, done_stride, complete, acc, b, h, row, rows, rows_left,
+    state, piece, zero, WHICH: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, LINES: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """An item's result to memory. That of a piece to where pieces are put together, which whoever comes last does."""
+    if EP > CUTTABLE:  # noqa: SIM114 (the compiler knows this one)
+        _write(out_ptr, done_ptr, out_stride, done_stride, complete, acc, b, h, row, rows_left, zero, E, EP, LINES)
+    elif piece < 0:
+        _write(out_ptr, done_ptr, out_stride, done_stride, complete, acc, b, h, row, rows_left, zero, E, EP, LINES)
+    else:
+        cut, count = pieces[1], pieces[2]
+        part = piece * GROUPS + WHICH
+        store_tile(part_out + wide(part) * (HALF * EP), acc, 0, rows_left, EP + zero, E, EP)
+        done, m, total, acc = _together(
+            part_out, part_lse, counter + 1 + piece % cut * GROUPS + WHICH, piece % cut, cut, count, rows, rows_left, zero,
+            WHICH, E, EP, layout,
+        )  # fmt: skip
+        if done:
+            seen = total > 0.0
+            divisor = gl.where(seen, total, 1.0)
+            gl.store(lse_ptr + state + rows, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=rows < rows_left)
+            acc = acc * _by_row(1.0 / divisor, layout)
+            _write(out_ptr, done_ptr, out_stride, done_stride, complete, acc, b, h, row, rows_left, zero, E, EP, LINES)
+
+
+@gluon.jit
+def _hold(held, out_desc, done_desc, complete, acc, WHICH: gl.constexpr):
+    """A result to where the copy engine takes it from, as `_write` to memory."""
+    if done_desc is None:
+        _put(held, out_desc, acc, WHICH)
+    else:
+        if complete == 0:
+            _put(held, out_desc, acc, WHICH)
+        else:
+            _put(held, done_desc, acc, WHICH)
+    fence_async_shared()
+
+
+@gluon.jit
+def _put(held, desc, acc, WHICH: gl.constexpr):
+    if desc.dtype != gl.float32:  # its rows lie where others' running results did
+        gl.thread_barrier()
+    place = narrow(held.index(WHICH), desc)
+    place.reshape([place.shape[2], place.shape[3]]).store(acc.to(desc.dtype))
 
 
 @gluon.jit
@@ -279,18 +330,20 @@ def _consumer(
     out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, done_ptr, part_out, part_lse, counter, pieces,
     out_stride, old_stride, done_stride,
     heads, q_len, scale, first_b, first_h,
-    q_s, k_s, v_s, item_s, where, bars, mask_captured, mask_sizes, score_captured, score_sizes,
+    q_s, k_s, v_s, item_s, where, bars, out_desc, done_desc, held, lse_s, held_bars,
+    mask_captured, mask_sizes, score_captured, score_sizes,
     WHICH: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, FOLD: gl.constexpr,
     N: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     item_full, item_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    cut, count = pieces[1], pieces[2]
+    cut = pieces[1]
     stream = (k_full, k_empty, v_full, v_empty)
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, EP, 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
     PEAK: gl.constexpr = peak_ptr is not None
     WIDE: gl.constexpr = EP > CUTTABLE
+    HELD: gl.constexpr = held is not None
     rows = gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
     nothing = gl.full([HALF, N], 0.0, gl.float32, layout=layout)
     HOLD: gl.constexpr = q_s.shape[4] <= 64 and EP <= 64  # there are registers for the queries: they are read once, not once for each block
@@ -364,12 +417,23 @@ def _consumer(
         part = piece * GROUPS + WHICH
         # A previous state comes in last, where the registers of scores and weights are free. Of an item that was cut, with the first piece.
         share, old_share = total, total
+        through = is_held(rows_left + WHICH * HALF, piece, GROUPS * HALF)
+        if HELD:
+            mbarrier.wait(held_bars[0], t & 1)
         if old_lse_ptr is not None:
             old_left = gl.where(piece < cut, rows_left, 0)
-            old_m = gl.load(old_lse_ptr + state + rows, mask=rows < old_left, other=-float("inf")) * LOG2_E
             head = old_out_ptr + wide(b) * old_stride[0] + wide(h) * old_stride[1]
-            if not WIDE:
-                old = load_tile(head, row, old_left, old_stride[2] + zero, E, EP, out_layout)
+            if HELD:
+                if through:
+                    old_m = lse_s.index(WHICH).load(gl.SliceLayout(1, layout)) * LOG2_E
+                    old = rows_of(held, WHICH).load(out_layout)
+                else:
+                    old_m = gl.load(old_lse_ptr + state + rows, mask=rows < old_left, other=-float("inf")) * LOG2_E
+                    old = load_tile(head, row, old_left, old_stride[2] + zero, E, EP, out_layout)
+            else:
+                old_m = gl.load(old_lse_ptr + state + rows, mask=rows < old_left, other=-float("inf")) * LOG2_E
+                if not WIDE:
+                    old = load_tile(head, row, old_left, old_stride[2] + zero, E, EP, out_layout)
             m, total, share, old_share = _fold(m, total, old_m)
         if old_peak_ptr is not None:
             peak = gl.maximum(peak, gl.load(old_peak_ptr + state + rows, mask=inside, other=-float("inf")) * LOG2_E)
@@ -389,22 +453,20 @@ def _consumer(
             if WIDE:  # two such tiles at once are more than there are registers: this one may come bit by bit
                 old = load_tile(head, row, old_left, old_stride[2] + zero, E, EP, out_layout)
             acc = acc * _by_row(share / divisor, out_layout) + old * _by_row(old_share / divisor, out_layout)
-        if WIDE:  # noqa: SIM114 (the compiler knows this one)
-            _write(out_ptr, done_ptr, out_stride, done_stride, complete, acc, b, h, row, rows_left, zero, E, EP)
-        elif piece < 0:
-            _write(out_ptr, done_ptr, out_stride, done_stride, complete, acc, b, h, row, rows_left, zero, E, EP)
+        if HELD:
+            if through:
+                _hold(held, out_desc, done_desc, complete, acc, WHICH)
+            else:
+                _leave(
+                    out_ptr, lse_ptr, done_ptr, part_out, part_lse, counter, pieces, out_stride, done_stride, complete, acc, b, h, row,
+                    rows, rows_left, state, piece, zero, WHICH, E, EP, not HELD, out_layout,
+                )  # fmt: skip
+            mbarrier.arrive(held_bars[1], count=1)
         else:
-            store_tile(part_out + wide(part) * (HALF * EP), acc, 0, rows_left, EP + zero, E, EP)
-            done, m, total, acc = _together(
-                part_out, part_lse, counter + 1 + piece % cut * GROUPS + WHICH, piece % cut, cut, count, rows, rows_left, zero,
-                WHICH, E, EP, out_layout,
+            _leave(
+                out_ptr, lse_ptr, done_ptr, part_out, part_lse, counter, pieces, out_stride, done_stride, complete, acc, b, h, row,
+                rows, rows_left, state, piece, zero, WHICH, E, EP, not HELD, out_layout,
             )  # fmt: skip
-            if done:
-                seen = total > 0.0
-                divisor = gl.where(seen, total, 1.0)
-                gl.store(lse_ptr + state + rows, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=inside)
-                acc = acc * _by_row(1.0 / divisor, out_layout)
-                _write(out_ptr, done_ptr, out_stride, done_stride, complete, acc, b, h, row, rows_left, zero, E, EP)
         t += 1
         mbarrier.wait(item_full.index(place_of(t, _AHEAD)), round_of(t, _AHEAD))
         h = read_number(item_s, place_of(t, _AHEAD) * _ITEM)
@@ -413,7 +475,7 @@ def _consumer(
 @gluon.jit(do_not_specialize=_DYNAMIC)
 def forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, done_ptr, q_ptr,
-    own_k_desc, own_v_desc, counter, part_out, part_lse,
+    out_desc, done_desc, old_desc, own_k_desc, own_v_desc, counter, part_out, part_lse,
     out_stride, old_stride, done_stride, q_stride, order, full, partial, counts, complete, q_side, kv_side,
     mask_captured, mask_sizes, score_captured, score_sizes,
     items, uncut, cut, count, wide_piece, rows, tiles, heads, shared, group, q_len, kv_len, own_rows, scale,
@@ -431,44 +493,83 @@ def forward_kernel(
     instead of to out_ptr. FLAT and CORNERS: a score whose lookup may be the same all over a tile (`longspan.kernels.triton.flat`), or None.
     """
     dtype: gl.constexpr = q_desc.dtype
+    out_desc, done_desc, old_desc = given(out_desc), given(done_desc), given(old_desc)
+    HELD: gl.constexpr = 0 if out_desc is None else 1
     q_s = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, HALF, DP], q_desc.layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, DP], k_desc.layout)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, EP], v_desc.layout)
     item_s, where, near = numbers(_AHEAD * _ITEM), numbers(2 * STAGES), barriers(2, 1)
     bars = (
-        barriers(_AHEAD, 1), barriers(_AHEAD, GROUPS + 1), barriers(1, 1).index(0), barriers(1, GROUPS).index(0),
+        barriers(_AHEAD, 1), barriers(_AHEAD, GROUPS + 1 + HELD), barriers(1, 1).index(0), barriers(1, GROUPS).index(0),
         barriers(STAGES, 1), barriers(STAGES, GROUPS), barriers(STAGES, 1), barriers(STAGES, GROUPS),
     )  # fmt: skip
     pieces = (uncut, cut, count, wide_piece)
-    fence_async_shared()
     peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr = given(peak_ptr), given(old_out_ptr), given(old_lse_ptr), given(old_peak_ptr)
     done_ptr, complete = given(done_ptr), given(complete)
     keys, values = (k_desc, given(own_k_desc), own_rows), (v_desc, given(own_v_desc), own_rows)
     q_side = (given(q_side[0]), given(q_side[1]), given(q_side[2]))
     kv_side = (given(kv_side[0]), given(kv_side[1]), given(kv_side[2]))
-    gl.warp_specialize(
-        [
-            (_consumer, (
-                out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, done_ptr, part_out, part_lse, counter, pieces,
-                out_stride, old_stride, done_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, item_s, where, bars,
-                mask_captured, mask_sizes, score_captured, score_sizes,
-                0, MASK, SCORE, FLAT, CORNERS, FOLD, N, E, EP, STAGES,
-            )),
-            (_consumer, (
-                out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, done_ptr, part_out, part_lse, counter, pieces,
-                out_stride, old_stride, done_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, item_s, where, bars,
-                mask_captured, mask_sizes, score_captured, score_sizes,
-                1, MASK, SCORE, FLAT, CORNERS, FOLD, N, E, EP, STAGES,
-            )),
-            (_scheduler, (
-                q_ptr, q_stride, counter, items, pieces, order, full, partial, counts, complete, q_side, rows, tiles, heads, group, q_len,
-                item_s, near, bars, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
-            )),
-            (_loader, (
-                q_desc, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, item_s, where, near, bars,
-                N, N_SUBS, STAGES,
-            )),
-        ],
-        [4, 1, 1],
-        [REGISTERS, 24, 24],
-    )  # fmt: skip
+    if HELD:
+        like: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, HALF, EP], gl.float32)
+        held = gl.allocate_shared_memory(gl.float32, [GROUPS, 1, 1, HALF, EP], like)
+        lse_s = gl.allocate_shared_memory(gl.float32, [GROUPS, HALF], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        held_bars = (barriers(1, 2).index(0), barriers(1, GROUPS).index(0))
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, done_ptr, part_out, part_lse, counter, pieces,
+                    out_stride, old_stride, done_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, item_s, where, bars,
+                    out_desc, done_desc, held, lse_s, held_bars, mask_captured, mask_sizes, score_captured, score_sizes,
+                    0, MASK, SCORE, FLAT, CORNERS, FOLD, N, E, EP, STAGES,
+                )),
+                (_consumer, (
+                    out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, done_ptr, part_out, part_lse, counter, pieces,
+                    out_stride, old_stride, done_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, item_s, where, bars,
+                    out_desc, done_desc, held, lse_s, held_bars, mask_captured, mask_sizes, score_captured, score_sizes,
+                    1, MASK, SCORE, FLAT, CORNERS, FOLD, N, E, EP, STAGES,
+                )),
+                (_scheduler, (
+                    q_ptr, q_stride, counter, items, pieces, order, full, partial, counts, complete, q_side, rows, tiles, heads, group,
+                    q_len, item_s, near, bars, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
+                )),
+                (_loader, (
+                    q_desc, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, item_s, where, near, bars,
+                    N, N_SUBS, STAGES,
+                )),
+                (carry, (
+                    out_desc, done_desc, old_desc, old_lse_ptr, heads, q_len, held, lse_s, item_s, (bars[0], bars[1]), held_bars,
+                    GROUPS, HALF, _AHEAD, _ITEM,
+                )),
+            ],
+            [4, 1, 1, 1],
+            [REGISTERS, 24, 24, 24],
+        )  # fmt: skip
+    else:
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, done_ptr, part_out, part_lse, counter, pieces,
+                    out_stride, old_stride, done_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, item_s, where, bars,
+                    given(None), given(None), given(None), given(None), given(None), mask_captured, mask_sizes, score_captured, score_sizes,
+                    0, MASK, SCORE, FLAT, CORNERS, FOLD, N, E, EP, STAGES,
+                )),
+                (_consumer, (
+                    out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, done_ptr, part_out, part_lse, counter, pieces,
+                    out_stride, old_stride, done_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, item_s, where, bars,
+                    given(None), given(None), given(None), given(None), given(None), mask_captured, mask_sizes, score_captured, score_sizes,
+                    1, MASK, SCORE, FLAT, CORNERS, FOLD, N, E, EP, STAGES,
+                )),
+                (_scheduler, (
+                    q_ptr, q_stride, counter, items, pieces, order, full, partial, counts, complete, q_side, rows, tiles, heads, group,
+                    q_len, item_s, near, bars, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
+                )),
+                (_loader, (
+                    q_desc, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, item_s, where, near, bars,
+                    N, N_SUBS, STAGES,
+                )),
+            ],
+            [4, 1, 1],
+            [REGISTERS, 24, 24],
+        )  # fmt: skip

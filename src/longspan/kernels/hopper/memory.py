@@ -34,10 +34,10 @@ def load_tile(base, row, left, stride, D: gl.constexpr, DP: gl.constexpr, layout
 
 
 @gluon.jit
-def store_tile(base, value, row, left, stride, D: gl.constexpr, DP: gl.constexpr):
-    """In the tensor's dtype. Narrow types are brought into rows first: whole sectors are written."""
+def store_tile(base, value, row, left, stride, D: gl.constexpr, DP: gl.constexpr, LINES: gl.constexpr = True):
+    """In the tensor's dtype. Narrow types are brought into rows first (`LINES`), through shared memory: whole sectors are written."""
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DP, DP // 8], [gl.num_warps(), 1], [1, 0])
-    layout: gl.constexpr = value.type.layout if base.dtype.element_ty == gl.float32 else lines
+    layout: gl.constexpr = lines if LINES and base.dtype.element_ty != gl.float32 else value.type.layout
     rows = gl.convert_layout(value.to(base.dtype.element_ty), layout)
     at, inside = _places(base, row, left, stride, D, DP, layout)
     gl.store(at, rows, mask=inside)

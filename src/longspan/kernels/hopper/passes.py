@@ -47,13 +47,24 @@ class HopperCall(Call):
         (`Work.complete`) go there instead of to `result.out`.
         """
         before = (None, None, None) if old is None else (old.out, old.lse, old.peak)
-        tensors = (self.q, self.k, self.v, result.out, result.lse, result.peak, *before, done, self.q, *self.own)
+        carried = self._carried(result, old, done)
+        tensors = (self.q, self.k, self.v, result.out, result.lse, result.peak, *before, done, self.q, *carried, *self.own)
         strided = (result.out, result.out if old is None else old.out, result.out if done is None else done, self.q)
         assert done is None or self.work.complete is not None
         # `completed` tells launches apart that are kept for the same table.
         completed = None if done is None or self.work.complete is None else bytes(self.work.complete.tolist())
         known = {"FOLD": self.work.score is None and self.work.scale > 0, "completed": completed}
         self._launch("forward", tensors, strided, known, busy_only=busy_only)
+
+    def _carried(self, result: State, old: State | None, done: Tensor | None) -> tuple[Tensor | None, ...]:
+        """(out, done, out before) as the copy engine carries running results, or nothing where there are none or it cannot."""
+        there = [t for t in (result.out, done, None if old is None else old.out) if t is not None]
+        running = old is not None or result.out.dtype == torch.float32
+        wide = old is None or old.out.dtype == torch.float32
+        narrow = width(self.v.shape[-1]) <= CUTTABLE.value
+        if not running or not wide or not narrow or result.peak is not None or not all(map(launch.describable, there)):
+            return None, None, None
+        return result.out, done, None if old is None else old.out
 
     def rows(self, out: Tensor | None, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None, norm: Tensor, delta: Tensor) -> None:
         """Fill norm and, given out, delta: what both passes ask of each row."""
@@ -104,6 +115,7 @@ class HopperCall(Call):
         if which == "forward":
             kernel, step = forward_kernel, forward_step(d, e)
             tiles = {0: _tiles(step.m // 2), 1: _tiles(step.n), 2: _tiles(step.n)}
+            tiles |= {i: _tiles(step.m // 2) for i in (11, 12, 13) if tensors[i] is not None}
         elif which == "dq":
             kernel, step = queries_kernel, queries_step(d, e, scored=self.work.score is not None)
             tiles = {0: _tiles(step.m // 2), 1: _tiles(step.n), 2: _tiles(step.n), 3: _tiles(step.m // 2)}
