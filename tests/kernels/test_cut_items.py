@@ -17,7 +17,9 @@ pytest.importorskip("triton")
 from tests.kernels.test_hopper import on_hopper
 
 import longspan as ls
-from longspan.kernels.hopper import HopperKernel, passes, scratch
+from longspan.kernels.hopper import HopperKernel, scratch
+from longspan.kernels.hopper.order import Order, last_rounds
+from longspan.kernels.hopper.passes import HopperCall
 from longspan.kernels.hopper.pieces import Pieces, pieces
 from longspan.kernels.protocol import Tiling, Work
 from longspan.kernels.triton import launch
@@ -45,7 +47,7 @@ def cut(table: BlockTable, *, heads: int, together: int = 1, programs: int = 132
     rows = launch.busy_rows(table)
     work = table.tiles_per_row[table.heavy_first[:rows].long()].tolist()
     lengths = [length for _ in range(heads // together) for length in work for _ in range(together)]
-    return pieces(table, len(lengths), rows=rows, together=together, blocks=1, programs=programs), lengths
+    return pieces(lengths[-last_rounds(len(lengths), programs) :], len(lengths), programs=programs)[0], lengths
 
 
 MASK_OF: dict[str, Any] = {
@@ -152,11 +154,14 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Pieces]:
     """How launches that are prepared from now on are cut."""
     cuts = []
 
-    def watching(*args: Any, **options: Any) -> Pieces:
-        cuts.append(pieces(*args, **options))
-        return cuts[-1]
+    planned = HopperCall._planned
 
-    monkeypatch.setattr(passes, "pieces", watching)
+    def watching(*args: Any, **options: Any) -> tuple[Order, Pieces]:
+        order, cut = planned(*args, **options)
+        cuts.append(cut)
+        return order, cut
+
+    monkeypatch.setattr(HopperCall, "_planned", watching)
     return cuts
 
 

@@ -1,10 +1,11 @@
 """The forward kernel for Hopper: programs that stay, one per multiprocessor, each of two warpgroups that compute and warps that serve them.
 
 An item is 128 queries of one head, 64 to a warpgroup, over all its keys or, where `longspan.kernels.hopper.pieces` says so, over a part of
-them. One warp takes items off a counter, heaviest first and no sooner than they are needed, and looks up what they are; one keeps the copy
-engine ahead with queries, keys and values; where there are running results, one has them carried (`longspan.kernels.hopper.held`). All meet
-only at barriers in shared memory. While a warpgroup weighs the scores of one block of keys, the tensor cores multiply the weights of the
-block before with its values; while it writes an item's result, the next item's queries and keys arrive.
+them. One warp takes items off a counter, in the order of `longspan.kernels.hopper.order` and no sooner than they are needed, and looks up
+what they are; one keeps the copy engine ahead with queries, keys and values; where there are running results, one has them carried
+(`longspan.kernels.hopper.held`). All meet only at barriers in shared memory. While a warpgroup weighs the scores of one block of keys, the
+tensor cores multiply the weights of the block before with its values; while it writes an item's result, the next item's queries and keys
+arrive.
 
 Scores live in base-2 logarithms, as in `longspan.kernels.triton.forward`, and so does the meaning of m, total and acc.
 """
@@ -23,11 +24,11 @@ from longspan.kernels.hopper.held import carry, is_held, narrow
 from longspan.kernels.hopper.memory import fetch_rows, load_tile, store_tile
 from longspan.kernels.hopper.shared import barriers, bring, numbers, place_of, read_number, round_of, rows_of, write_number
 from longspan.kernels.triton.library import LN_2, LOG2_E
-from longspan.kernels.triton.tiles import place, run_place, span, table_row, wide
+from longspan.kernels.triton.tiles import place_in_order, run_place, span, table_row, wide
 
 _DYNAMIC = [
-    "items", "uncut", "cut", "count", "wide_piece", "rows", "tiles", "heads", "shared", "group", "q_len", "kv_len", "own_rows", "first_b",
-    "first_h",
+    "items", "uncut", "cut", "count", "wide_piece", "rows", "tiles", "heads", "shared", "group", "heavy", "late", "split", "q_len",
+    "kv_len", "own_rows", "first_b", "first_h",
 ]  # fmt: skip
 GROUPS = gl.constexpr(2)  # warpgroups that compute
 HALF = gl.constexpr(64)  # queries of each
@@ -39,8 +40,8 @@ _NEAR = gl.constexpr(4)  # blocks that are still to be brought when the next ite
 
 @gluon.jit
 def _scheduler(
-    q_ptr, q_stride, counter, items, pieces, order, full, partial, counts, complete, q_side, rows, tiles, heads, group, q_len, item_s, near,
-    bars,
+    q_ptr, q_stride, counter, items, pieces, order, full, partial, counts, complete, q_side, rows, tiles, heads, groups, q_len, item_s,
+    near, bars,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, M_SUBS: gl.constexpr, N_SUBS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """One warp that takes items off the counter and looks up what they are, just before they are needed; head −1 ends.
@@ -57,7 +58,7 @@ def _scheduler(
         whole, nth = item, 0
         if item >= uncut:
             whole, nth = uncut + (item - uncut) % cut, (item - uncut) // cut
-        tile, sub, b, h = place(whole, order, rows, tiles, heads, group, M_SUBS, PER_BATCH, PER_HEAD)
+        tile, sub, b, h = place_in_order(whole, order, rows, tiles, heads, groups, M_SUBS, PER_BATCH, PER_HEAD)
         table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
         row, pos, left = span(tile * M_SUBS + sub, q_len, q_side, M_SUBS, GROUPS * HALF)
         masked = gl.load(counts + 2 * table) * N_SUBS
@@ -478,8 +479,8 @@ def forward_kernel(
     out_desc, done_desc, old_desc, own_k_desc, own_v_desc, counter, part_out, part_lse,
     out_stride, old_stride, done_stride, q_stride, order, full, partial, counts, complete, q_side, kv_side,
     mask_captured, mask_sizes, score_captured, score_sizes,
-    items, uncut, cut, count, wide_piece, rows, tiles, heads, shared, group, q_len, kv_len, own_rows, scale,
-    first_b, first_h,
+    items, uncut, cut, count, wide_piece, rows, tiles, heads, shared, group, heavy, late, split, q_len, kv_len, own_rows,
+    scale, first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, FOLD: gl.constexpr,
     M_SUBS: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, D: gl.constexpr, E: gl.constexpr, DP: gl.constexpr, EP: gl.constexpr,
@@ -487,10 +488,11 @@ def forward_kernel(
 ):  # fmt: skip
     """`counts` [table rows, 2]: how many tiles a row's partial and full runs hold, not both 0 in any of the first `rows` of `order`.
     Each table tile has M_SUBS items of queries and N_SUBS blocks of keys. Of the `items`, those from `uncut` on are pieces
-    (`longspan.kernels.hopper.pieces`), each of which leaves a state in part_out and part_lse. `counter`: int32, 0s: one, and two for each
-    item that was cut. `q_ptr`, `q_stride`: the tensor that q_desc describes. Given own_k_desc and own_v_desc, those hold the first
-    `own_rows` keys and values, k_desc and v_desc the others. Given `done_ptr`, results of tiles of queries whose `complete` is 1 go there
-    instead of to out_ptr. FLAT and CORNERS: a score whose lookup may be the same all over a tile (`longspan.kernels.triton.flat`), or None.
+    (`longspan.kernels.hopper.pieces`), each of which leaves a state in part_out and part_lse. `group`, `heavy`, `late`, `split`: in which
+    order they come (`place_in_order`). `counter`: int32, 0s: one, and two for each item that was cut. `q_ptr`, `q_stride`: the tensor that
+    q_desc describes. Given own_k_desc and own_v_desc, those hold the first `own_rows` keys and values, k_desc and v_desc the others. Given
+    `done_ptr`, results of tiles of queries whose `complete` is 1 go there instead of to out_ptr. FLAT and CORNERS: a score whose lookup may
+    be the same all over a tile (`longspan.kernels.triton.flat`), or None.
     """
     dtype: gl.constexpr = q_desc.dtype
     out_desc, done_desc, old_desc = given(out_desc), given(done_desc), given(old_desc)
@@ -503,7 +505,7 @@ def forward_kernel(
         barriers(_AHEAD, 1), barriers(_AHEAD, GROUPS + 1 + HELD), barriers(1, 1).index(0), barriers(1, GROUPS).index(0),
         barriers(STAGES, 1), barriers(STAGES, GROUPS), barriers(STAGES, 1), barriers(STAGES, GROUPS),
     )  # fmt: skip
-    pieces = (uncut, cut, count, wide_piece)
+    pieces, groups = (uncut, cut, count, wide_piece), (group, heavy, late, split)
     peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr = given(peak_ptr), given(old_out_ptr), given(old_lse_ptr), given(old_peak_ptr)
     done_ptr, complete = given(done_ptr), given(complete)
     keys, values = (k_desc, given(own_k_desc), own_rows), (v_desc, given(own_v_desc), own_rows)
@@ -530,7 +532,7 @@ def forward_kernel(
                     1, MASK, SCORE, FLAT, CORNERS, FOLD, N, E, EP, STAGES,
                 )),
                 (_scheduler, (
-                    q_ptr, q_stride, counter, items, pieces, order, full, partial, counts, complete, q_side, rows, tiles, heads, group,
+                    q_ptr, q_stride, counter, items, pieces, order, full, partial, counts, complete, q_side, rows, tiles, heads, groups,
                     q_len, item_s, near, bars, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
                 )),
                 (_loader, (
@@ -562,7 +564,7 @@ def forward_kernel(
                     1, MASK, SCORE, FLAT, CORNERS, FOLD, N, E, EP, STAGES,
                 )),
                 (_scheduler, (
-                    q_ptr, q_stride, counter, items, pieces, order, full, partial, counts, complete, q_side, rows, tiles, heads, group,
+                    q_ptr, q_stride, counter, items, pieces, order, full, partial, counts, complete, q_side, rows, tiles, heads, groups,
                     q_len, item_s, near, bars, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
                 )),
                 (_loader, (

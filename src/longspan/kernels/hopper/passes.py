@@ -15,6 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from longspan.kernels.hopper.backward import keys_kernel
 from longspan.kernels.hopper.config import HOPPER, Step, forward_step, keys_step, queries_step
 from longspan.kernels.hopper.forward import CUTTABLE, forward_kernel
+from longspan.kernels.hopper.order import Order, best_order, last_rounds
 from longspan.kernels.hopper.pieces import Pieces, pieces
 from longspan.kernels.hopper.queries import queries_kernel, rows_kernel
 from longspan.kernels.hopper.rounds import walks
@@ -152,14 +153,10 @@ class HopperCall(Call):
             made = partial(counter_and_locks, q.device, q.shape[0] * q.shape[1] * more["locks_per_head"])
         if which == "forward":
             # Pieces leave no peaks: where those are asked for, nothing is cut.
-            whole = tensors[5] is not None or e > CUTTABLE.value
-            together = shared["group"] * shared["M_SUBS"]
-            cut = (
-                Pieces(items)
-                if whole
-                else pieces(self.work.table, items, rows=shared["rows"], together=together, blocks=shared["N_SUBS"], programs=programs)
-            )
-            items = cut.items
+            cuttable = tensors[5] is None and e <= CUTTABLE.value
+            order, cut = self._planned(items, shared, programs, cuttable=cuttable)
+            more |= {"heavy": order.heavy, "late": order.late, "split": items // max(1, shared["rows"]) * order.heavy}
+            shared["group"], items = order.group, cut.items
             more |= {"uncut": cut.uncut, "cut": cut.cut, "count": cut.parts, "wide_piece": cut.wide}
             made = partial(counter_and_states, q.device, cut, step.m, e)
             complete = self.work.complete
@@ -173,6 +170,20 @@ class HopperCall(Call):
             known={**known, **shared, **more, "items": items, "D": q.shape[-1], "DP": d, "EP": e},
             made=made,
         )
+
+    def _planned(self, items: int, shared: dict[str, Any], programs: int, *, cuttable: bool) -> tuple[Order, Pieces]:
+        """(in which order a forward launch takes its items, which of them are cut)."""
+        table, subs = self.work.table, shared["M_SUBS"]
+        work = (table.tiles_per_row[table.heavy_first[: shared["rows"]].long()] * shared["N_SUBS"]).tolist()
+        heads, same = (1, 1) if shared["PER_HEAD"] else (shared["heads"], shared["shared"])
+        batches = items // max(1, len(work) * subs * heads)
+        keys = table.batch * self.kv_len * (self.q.shape[-1] + self.v.shape[-1]) * self.q.element_size()
+        order = best_order(
+            work, heads=heads, batches=batches, subs=subs, shared=same, fit=same * (_L2_BYTES // max(1, keys)), programs=programs,
+            ending=lambda lengths: pieces(lengths, items, programs=programs, cuttable=cuttable)[1],
+        )  # fmt: skip
+        lengths = order.lengths(work, heads=heads * batches, subs=subs, count=last_rounds(items, programs))
+        return order, pieces(lengths, items, programs=programs, cuttable=cuttable)[0]
 
 
 def _items_of(step: Step, which: str) -> int:

@@ -18,12 +18,10 @@ from math import isqrt
 from typing import NamedTuple
 
 from longspan.kernels.hopper.rounds import ends
-from longspan.masks.table import BlockTable
 
 _ITEM_COST = 1  # blocks of keys that a program could compute in the time that it takes to begin and to end an item
 _CUT_COST = 2  # and that one more piece takes
 _SHORT = 4  # blocks of which a program takes the next item before it has come to the end (`_NEAR` in forward.py): it might take two
-_ROUNDS = 8  # full ones before the last that are gone through
 _WIDE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # shares of an item that its first piece may be, to one of each other piece
 
 
@@ -42,10 +40,11 @@ class Pieces(NamedTuple):
         return self.uncut + self.cut * self.parts
 
 
-def pieces(table: BlockTable, items: int, *, rows: int, together: int, blocks: int, programs: int) -> Pieces:
-    """How to cut the items of a launch: `together` for each of the heaviest `rows` of a table, over and over, of `blocks` a tile."""
-    lengths = last_lengths(table, items, rows=rows, together=together, blocks=blocks, programs=programs)
+def pieces(lengths: Sequence[int], items: int, *, programs: int, cuttable: bool = True) -> tuple[Pieces, int]:
+    """(how to cut the items of a launch, when the last program ends, in blocks). `lengths`: blocks of the last items, in their order."""
     ended = ends(lengths, [0] * programs, cost=_ITEM_COST)
+    if not cuttable:
+        return Pieces(items), max(ended)
     idle = min(ended)
     cut = sum(end > idle for end in ended)
     before, last = lengths[: len(lengths) - cut], lengths[len(lengths) - cut :]
@@ -55,19 +54,13 @@ def pieces(table: BlockTable, items: int, *, rows: int, together: int, blocks: i
         shares = [(min(programs // max(1, cut), isqrt(shortest), shortest // (_SHORT + 1)), 1)]
     else:
         shares = [(parts, wide) for parts in (2, 3) for wide in _WIDE if shortest // (parts - 1 + wide) > _SHORT]
-    free, least, found = ends(before, [0] * programs, cost=_ITEM_COST), max(ended) - 2 * _CUT_COST, Pieces(items)
+    free, found = ends(before, [0] * programs, cost=_ITEM_COST), Pieces(items)
+    last_end, least = max(ended), max(ended) - 2 * _CUT_COST
     for way in (Pieces(items - cut, cut, parts, wide) for parts, wide in shares if parts > 1):
         end = max(ends(cut_lengths(last, way), list(free), cost=_ITEM_COST))
         if end <= least:
-            least, found = end - 1, way
-    return found
-
-
-def last_lengths(table: BlockTable, items: int, *, rows: int, together: int, blocks: int, programs: int) -> list[int]:
-    """Blocks of the items of the last rounds, in their order: as many full rounds before the last one as are gone through."""
-    count = min(items, items % programs + _ROUNDS * programs)
-    work = table.tiles_per_row[table.heavy_first[:rows].long()].tolist()
-    return [blocks * work[(i % (rows * together)) // together] for i in range(items - count, items)]
+            last_end, least, found = end, end - 1, way
+    return found, last_end
 
 
 def cut_lengths(lengths: Sequence[int], way: Pieces) -> list[int]:

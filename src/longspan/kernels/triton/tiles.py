@@ -45,6 +45,19 @@ def place(pid, order, rows, tiles, heads, group, SUBS: tl.constexpr, PER_BATCH: 
 
 
 @triton.jit
+def place_in_order(item, order, rows, tiles, heads, groups, SUBS: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr):
+    """As `place`, where of the rows the first ones come first, in groups of other sizes than the others. `groups`: (heads in a group, rows
+    that come first, heads in a group of the others, items of the first rows).
+    """
+    group, heavy, late, split = groups
+    if item < split:
+        tile, sub, b, h = place(item, order, heavy, tiles, heads, group, SUBS, PER_BATCH, PER_HEAD)
+    else:
+        tile, sub, b, h = place(item - split, order + heavy, rows - heavy, tiles, heads, late, SUBS, PER_BATCH, PER_HEAD)
+    return tile, sub, b, h
+
+
+@triton.jit
 def table_row(tile, b, h, tiles, heads, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr):
     """The row of the block table for a tile of one batch and head."""
     row = tile

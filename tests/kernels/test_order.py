@@ -1,0 +1,119 @@
+"""In which order a forward launch takes its items: each once, as the host thinks, few heads at a time, and nobody waits long at the end."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton.experimental.gluon")
+
+import triton
+import triton.language as tl
+
+import longspan as ls
+from longspan.kernels.hopper.order import Order, best_order, last_rounds
+from longspan.kernels.hopper.pieces import pieces
+from longspan.kernels.hopper.rounds import MANY, ends
+from longspan.kernels.triton.interpreter import interpreted, quiet
+from longspan.kernels.triton.tiles import place_in_order
+
+PROGRAMS = 132
+
+
+@triton.jit
+def places(
+    found, order, rows, tiles, heads, group, heavy, late, split, SUBS: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr
+):
+    item = tl.program_id(0)
+    tile, sub, b, h = place_in_order(item, order, rows, tiles, heads, (group, heavy, late, split), SUBS, PER_BATCH, PER_HEAD)
+    tl.store(found + 4 * item, tile)
+    tl.store(found + 4 * item + 1, sub)
+    tl.store(found + 4 * item + 2, b)
+    tl.store(found + 4 * item + 3, h)
+
+
+@pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")
+@settings(deadline=None, max_examples=20)
+@given(st.data())
+def test_every_item_is_taken_once_and_as_long_as_the_host_thinks(data: st.DataObject) -> None:
+    rows, groups, shared = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    batches, subs, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2)), groups * shared
+    heavy, late = data.draw(st.integers(1, rows)), data.draw(st.sampled_from([shared, heads]))
+    tiles = rows + 2  # of which two see nothing
+    by_row = torch.randperm(tiles, generator=torch.Generator().manual_seed(rows))[:rows].int()
+    work = torch.arange(100, 100 + rows).tolist()
+    items = rows * heads * batches * subs
+    found = torch.full((items, 4), -1, dtype=torch.int32)
+    with quiet():
+        places[(items,)](
+            found, by_row, rows, tiles, heads, shared, heavy, late, heads * batches * subs * heavy, SUBS=subs, PER_BATCH=False,
+            PER_HEAD=False,
+        )  # fmt: skip
+    assert len(set(map(tuple, found.tolist()))) == items
+    assert set(found[:, 0].tolist()) == set(by_row.tolist()) and found[:, 1].max() < subs
+    assert found[:, 2].max() < batches and found[:, 3].max() < heads
+    length = dict(zip(by_row.tolist(), work, strict=True))
+    for count in (0, 1, items // 2, items):
+        lengths = Order(shared, heavy, late).lengths(work, heads=heads * batches, subs=subs, count=count)
+        assert lengths == [length[tile] for tile in found[items - count :, 0].tolist()]
+
+
+@pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize(("per_batch", "per_head"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("heavy", [3, 5])
+def test_rows_of_batches_and_heads_are_taken_once(per_batch: bool, per_head: bool, heavy: int) -> None:
+    batches, heads, tiles, subs = 3, 4, 5, 2
+    rows = tiles * (batches if per_batch else 1) * (heads if per_head else 1)
+    items, group = batches * heads * tiles * subs, 1 if per_head else 2
+    found = torch.full((items, 4), -1, dtype=torch.int32)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).int()
+    with quiet():
+        places[(items,)](
+            found, order, rows, tiles, heads, group, heavy, 1 if per_head else heads, items // rows * heavy, SUBS=subs,
+            PER_BATCH=per_batch, PER_HEAD=per_head,
+        )  # fmt: skip
+    assert sorted(map(tuple, found.tolist())) == list(product(range(tiles), range(subs), range(batches), range(heads)))
+
+
+def chosen(work: list[int], *, heads: int, shared: int = 1, fit: int = 2) -> tuple[Order, float]:
+    """(the order, when the last program ends over the least that this can be)."""
+    items = len(work) * heads
+    order = best_order(
+        work, heads=heads, batches=1, subs=1, shared=shared, fit=fit, programs=PROGRAMS,
+        ending=lambda lengths: pieces(lengths, items, programs=PROGRAMS)[1],
+    )  # fmt: skip
+    return order, max(ends(order.lengths(work, heads=heads, subs=1, count=items), [0] * PROGRAMS, cost=0)) / (sum(work) * heads / PROGRAMS)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(1, 12), st.integers(1, 4), st.integers(0, 40))
+def test_the_last_program_ends_no_later_than_head_after_head(work: list[int], groups: int, shared: int, fit: int) -> None:
+    work.sort(reverse=True)
+    heads = groups * shared
+    order, _ = chosen(work, heads=heads, shared=shared, fit=fit)
+    assert order.group in (shared, heads) and 1 <= order.heavy <= len(work) and order.late in (shared, heads)
+    items, plain = len(work) * heads, Order(shared, len(work), shared)
+    ended = []
+    for each in (order, plain):
+        lengths = each.lengths(work, heads=heads, subs=1, count=last_rounds(items, PROGRAMS))
+        ended.append((sum(work) * heads - sum(lengths)) / PROGRAMS + pieces(lengths, items, programs=PROGRAMS)[1])
+    assert ended[0] <= ended[1]
+
+
+def test_what_is_kept_for_the_end() -> None:
+    assert chosen([96] * 32, heads=32)[0] == Order(1, 32, 1)  # all are the same
+    assert chosen(list(range(256, 0, -1)), heads=32 * MANY)[0] == Order(1, 256, 1)  # there are many
+    # Of the first rank's queries, half see nearly all keys and half nearly none: the latter fill what the former leave.
+    order, last = chosen([*range(256, 240, -1), *range(16, 0, -1)], heads=32)
+    assert order == Order(1, 16, 32) and last < 1.015
+    plain = Order(1, 32, 1).lengths([*range(256, 240, -1), *range(16, 0, -1)], heads=32, subs=1, count=1024)
+    assert max(ends(plain, [0] * PROGRAMS, cost=0)) > 1.05 * sum(plain) / PROGRAMS
+    # One row sees everything: it begins in all heads at once, if their keys fit into the cache.
+    assert chosen([64] + [3] * 63, heads=32, shared=4, fit=32)[0] == Order(32, 64, 32)
+    # Causal, 8,192 tokens.
+    work = sorted(ls.causal().block_table(8192, 8192, block=128).tiles_per_row.tolist(), reverse=True)
+    assert chosen(work, heads=32, fit=8)[1] < 1.02
