@@ -36,6 +36,7 @@ _ITEM = gl.constexpr(12)  # numbers that say what an item is
 _AHEAD = gl.constexpr(4)  # places for descriptions of items
 CUTTABLE = gl.constexpr(128)  # dims of values up to which items may be cut: wider results leave no registers to put pieces together
 _NEAR = gl.constexpr(4)  # blocks that are still to be brought when the next item is taken
+_FIRST = gl.constexpr(2)  # blocks after which an item's running result is brought: computing begins with keys
 
 
 @gluon.jit
@@ -96,11 +97,20 @@ def _scheduler(
 
 
 @gluon.jit
+def _bring_queries(q_desc, b, h, row, q_full, q_s):
+    mbarrier.expect(q_full, q_desc.block_type.nbytes * GROUPS)
+    for c in gl.static_range(GROUPS):
+        tma.async_copy_global_to_shared(q_desc, [b, h, row + c * HALF, 0], q_full, q_s.index(c))
+
+
+@gluon.jit
 def _loader(
-    q_desc, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, item_s, where, near, bars,
+    q_desc, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, item_s, where, near, begun, bars,
     N: gl.constexpr, N_SUBS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warp that keeps the copy engine busy: an item's queries, and its blocks of keys and values, partial ones first."""
+    """One warp that keeps the copy engine busy: an item's queries, and its blocks of keys and values, partial ones first. `begun`: barriers
+    for whoever brings more, or None.
+    """
     item_full, item_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     i = 0
     t = 0
@@ -116,8 +126,10 @@ def _loader(
         full_run = read_number(item_s, slot * _ITEM + 8)
         skip = read_number(item_s, slot * _ITEM + 9)
         mbarrier.arrive(item_empty.index(slot), count=1)
-        ending = gl.maximum(stop - _NEAR, skip)
+        ending, beginning = gl.maximum(stop - _NEAR, skip), gl.minimum(skip + _FIRST, stop - 1)
         g = h // shared
+        if t == 0:
+            _bring_queries(q_desc, b, h, row, q_full, q_s)
         at = 0
         while at < stop:
             if at < masked:
@@ -136,14 +148,15 @@ def _loader(
                 write_number(where, 2 * s, pos_from + n * N)
                 write_number(where, 2 * s + 1, left_from - n * N)
                 bring(keys, b, g, row_from + n * N, k_full.index(s), k_s.index(s))
-                if j == skip:
+                if (j == skip) & (t > 0):
                     # After the first keys: their place is free before that of the queries is.
                     mbarrier.wait(q_empty, (t & 1) ^ 1)
-                    mbarrier.expect(q_full, q_desc.block_type.nbytes * GROUPS)
-                    for c in gl.static_range(GROUPS):
-                        tma.async_copy_global_to_shared(q_desc, [b, h, row + c * HALF, 0], q_full, q_s.index(c))
+                    _bring_queries(q_desc, b, h, row, q_full, q_s)
                 mbarrier.wait(v_empty.index(s), free)
                 bring(values, b, g, row_from + n * N, v_full.index(s), v_s.index(s))
+                if begun is not None:  # noqa: SIM102 (the compiler knows this one)
+                    if j == beginning:
+                        mbarrier.arrive(begun.index(place_of(t, 2)), count=1)
                 if j == ending:
                     mbarrier.arrive(near.index(place_of(t, 2)), count=1)
                 i += 1
@@ -515,7 +528,7 @@ def forward_kernel(
         like: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, HALF, EP], gl.float32)
         held = gl.allocate_shared_memory(gl.float32, [GROUPS, 1, 1, HALF, EP], like)
         lse_s = gl.allocate_shared_memory(gl.float32, [GROUPS, HALF], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        held_bars = (barriers(1, 2).index(0), barriers(1, GROUPS).index(0))
+        held_bars, begun = (barriers(1, 2).index(0), barriers(1, GROUPS).index(0)), barriers(2, 1)
         fence_async_shared()
         gl.warp_specialize(
             [
@@ -536,11 +549,11 @@ def forward_kernel(
                     q_len, item_s, near, bars, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
                 )),
                 (_loader, (
-                    q_desc, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, item_s, where, near, bars,
+                    q_desc, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, item_s, where, near, begun, bars,
                     N, N_SUBS, STAGES,
                 )),
                 (carry, (
-                    out_desc, done_desc, old_desc, old_lse_ptr, heads, q_len, held, lse_s, item_s, (bars[0], bars[1]), held_bars,
+                    out_desc, done_desc, old_desc, old_lse_ptr, heads, q_len, held, lse_s, item_s, (bars[0], bars[1]), held_bars, begun,
                     GROUPS, HALF, _AHEAD, _ITEM,
                 )),
             ],
@@ -568,7 +581,7 @@ def forward_kernel(
                     q_len, item_s, near, bars, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
                 )),
                 (_loader, (
-                    q_desc, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, item_s, where, near, bars,
+                    q_desc, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, item_s, where, near, given(None), bars,
                     N, N_SUBS, STAGES,
                 )),
             ],

@@ -32,11 +32,11 @@ def narrow(held, desc):
 
 @gluon.jit
 def carry(
-    out_desc, done_desc, old_desc, old_lse_ptr, heads, q_len, held, lse_s, item_s, item_bars, held_bars,
+    out_desc, done_desc, old_desc, old_lse_ptr, heads, q_len, held, lse_s, item_s, item_bars, held_bars, begun,
     GROUPS: gl.constexpr, HALF: gl.constexpr, AHEAD: gl.constexpr, ITEM: gl.constexpr,
 ):  # fmt: skip
     """`held`: a result of each group, float32; `lse_s`: its logarithms, where there is one before. held_bars: (they are there or may be
-    written, they are written).
+    written, they are written). `begun`: the first keys of an item are on their way, which are needed sooner.
     """
     item_full, item_empty = item_bars
     ready, filled = held_bars
@@ -53,6 +53,7 @@ def carry(
             complete = read_number(item_s, slot * ITEM + 11)
         mbarrier.arrive(item_empty.index(slot), count=1)
         if old_desc is not None:
+            mbarrier.wait(begun.index(place_of(t, 2)), round_of(t, 2))
             if through:
                 line: gl.constexpr = gl.BlockedLayout([HALF // 32], [32], [1], [0])
                 at = old_lse_ptr + (wide(b) * heads + h) * q_len + row + gl.arange(0, HALF, layout=line)
