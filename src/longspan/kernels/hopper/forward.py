@@ -4,8 +4,9 @@ An item is 128 queries of one head, 64 to a warpgroup, over all its keys or, whe
 them. One warp takes items off a counter, in the order of `longspan.kernels.hopper.order` and no sooner than they are needed, and looks up
 what they are; one keeps the copy engine ahead with queries, keys and values; where there are running results, one has them carried
 (`longspan.kernels.hopper.held`). All meet only at barriers in shared memory. While a warpgroup weighs the scores of one block of keys, the
-tensor cores multiply the weights of the block before with its values; while it writes an item's result, the next item's queries and keys
-arrive.
+tensor cores may multiply the weights of the block before with its values. (The assembler of Triton 3.6 waits for those before it computes
+exponentials, so that it is the other warpgroup's products that run meanwhile.) While it writes an item's result, the next item's queries
+and keys arrive.
 
 Scores live in base-2 logarithms, as in `longspan.kernels.triton.forward`, and so does the meaning of m, total and acc.
 """
@@ -20,8 +21,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from longspan.kernels.hopper.given import given
-from longspan.kernels.hopper.held import carry, is_held, narrow
-from longspan.kernels.hopper.memory import fetch_rows, load_tile, store_tile
+from longspan.kernels.hopper.held import carry, is_held
+from longspan.kernels.hopper.memory import fetch_rows, load_tile
+from longspan.kernels.hopper.results import CUTTABLE, GROUPS, HALF, by_row, fold, hold, leave
 from longspan.kernels.hopper.shared import barriers, bring, numbers, place_of, read_number, round_of, rows_of, write_number
 from longspan.kernels.triton.library import LN_2, LOG2_E
 from longspan.kernels.triton.tiles import place_in_order, run_place, span, table_row, wide
@@ -30,11 +32,8 @@ _DYNAMIC = [
     "items", "uncut", "cut", "count", "wide_piece", "rows", "tiles", "heads", "shared", "group", "heavy", "late", "split", "q_len",
     "kv_len", "own_rows", "first_b", "first_h",
 ]  # fmt: skip
-GROUPS = gl.constexpr(2)  # warpgroups that compute
-HALF = gl.constexpr(64)  # queries of each
 _ITEM = gl.constexpr(12)  # numbers that say what an item is
 _AHEAD = gl.constexpr(4)  # places for descriptions of items
-CUTTABLE = gl.constexpr(128)  # dims of values up to which items may be cut: wider results leave no registers to put pieces together
 _NEAR = gl.constexpr(4)  # blocks that are still to be brought when the next item is taken
 _FIRST = gl.constexpr(2)  # blocks after which an item's running result is brought: computing begins with keys
 
@@ -208,12 +207,6 @@ def _weigh(
 
 
 @gluon.jit
-def _by_row(x, layout: gl.constexpr):
-    """A number per row, for rows held in another layout."""
-    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, layout)), 1)
-
-
-@gluon.jit
 def _attend(
     acc, total, m, peak, weights, i, count, q, q_first, at_b, at_h, scale, k_s, v_s, where, bars,
     mask_captured, mask_sizes, score_captured, score_sizes,
@@ -241,102 +234,9 @@ def _attend(
         )  # fmt: skip
         acc, weights = warpgroup_mma_wait(0, deps=[acc_next, gl.convert_layout(p.to(v_s.dtype), operand)])
         mbarrier.arrive(v_empty.index(last), count=1)
-        acc = acc * _by_row(shrink, out_layout)
+        acc = acc * by_row(shrink, out_layout)
         i += 1
     return acc, total, m, peak, weights, i
-
-
-@gluon.jit
-def _fold(m, total, old_m):
-    """(maximum, sum, share of what was summed, share of the previous state) with a previous state whose weights sum to 1 at old_m."""
-    top = gl.maximum(m, old_m)
-    base = gl.where(top == float("-inf"), 0.0, top)
-    share, old_share = gl.exp2(m - base), gl.exp2(old_m - base)
-    return top, total * share + old_share, share, old_share
-
-
-@gluon.jit
-def _together(
-    part_out, part_lse, flag, first, cut, count, rows, rows_left, zero,
-    WHICH: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """After a piece's state was left: (whether those of all pieces of its item are there, and then their maximum, sum and result). They
-    are read in the same order whoever comes last, so that the bits do not depend on it.
-    """
-    m = gl.full([HALF], -float("inf"), gl.float32, layout=rows.type.layout)
-    total = gl.full([HALF], 0.0, gl.float32, layout=rows.type.layout)
-    acc = gl.full([HALF, EP], 0.0, gl.float32, layout=layout)
-    gl.thread_barrier()
-    done = gl.atomic_add(flag, 1, sem="acq_rel") == count - 1
-    if done:
-        for i in range(count):
-            part = (first + i * cut) * GROUPS + WHICH
-            m_i = gl.load(part_lse + part * HALF + rows, mask=rows < rows_left, other=-float("inf"))
-            out_i = load_tile(part_out + wide(part) * (HALF * EP), 0, rows_left, EP + zero, E, EP, layout)
-            m, total, share, share_i = _fold(m, total, m_i)
-            acc = acc * _by_row(share, layout) + out_i * _by_row(share_i, layout)
-    return done, m, total, acc
-
-
-@gluon.jit
-def _write(
-    out_ptr, done_ptr, out_stride, done_stride, complete, acc, b, h, row, rows_left, zero,
-    E: gl.constexpr, EP: gl.constexpr, LINES: gl.constexpr,
-):  # fmt: skip
-    """A result: a running one, or where there is another tensor for those that are complete, there."""
-    if done_ptr is None:  # noqa: SIM114 (the compiler knows this one)
-        store_tile(out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1], acc, row, rows_left, out_stride[2] + zero, E, EP, LINES)
-    elif complete == 0:
-        store_tile(out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1], acc, row, rows_left, out_stride[2] + zero, E, EP, LINES)
-    else:
-        store_tile(done_ptr + wide(b) * done_stride[0] + wide(h) * done_stride[1], acc, row, rows_left, done_stride[2] + zero, E, EP, LINES)
-
-
-@gluon.jit
-def _leave(
-    out_ptr, lse_ptr, done_ptr, part_out, part_lse, counter, pieces, out_stride, done_stride, complete, acc, b, h, row, rows, rows_left,
-    state, piece, zero, WHICH: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, LINES: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """An item's result to memory. That of a piece to where pieces are put together, which whoever comes last does."""
-    if EP > CUTTABLE:  # noqa: SIM114 (the compiler knows this one)
-        _write(out_ptr, done_ptr, out_stride, done_stride, complete, acc, b, h, row, rows_left, zero, E, EP, LINES)
-    elif piece < 0:
-        _write(out_ptr, done_ptr, out_stride, done_stride, complete, acc, b, h, row, rows_left, zero, E, EP, LINES)
-    else:
-        cut, count = pieces[1], pieces[2]
-        part = piece * GROUPS + WHICH
-        store_tile(part_out + wide(part) * (HALF * EP), acc, 0, rows_left, EP + zero, E, EP)
-        done, m, total, acc = _together(
-            part_out, part_lse, counter + 1 + piece % cut * GROUPS + WHICH, piece % cut, cut, count, rows, rows_left, zero,
-            WHICH, E, EP, layout,
-        )  # fmt: skip
-        if done:
-            seen = total > 0.0
-            divisor = gl.where(seen, total, 1.0)
-            gl.store(lse_ptr + state + rows, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=rows < rows_left)
-            acc = acc * _by_row(1.0 / divisor, layout)
-            _write(out_ptr, done_ptr, out_stride, done_stride, complete, acc, b, h, row, rows_left, zero, E, EP, LINES)
-
-
-@gluon.jit
-def _hold(held, out_desc, done_desc, complete, acc, WHICH: gl.constexpr):
-    """A result to where the copy engine takes it from, as `_write` to memory."""
-    if done_desc is None:
-        _put(held, out_desc, acc, WHICH)
-    else:
-        if complete == 0:
-            _put(held, out_desc, acc, WHICH)
-        else:
-            _put(held, done_desc, acc, WHICH)
-    fence_async_shared()
-
-
-@gluon.jit
-def _put(held, desc, acc, WHICH: gl.constexpr):
-    if desc.dtype != gl.float32:  # its rows lie where others' running results did
-        gl.thread_barrier()
-    place = narrow(held.index(WHICH), desc)
-    place.reshape([place.shape[2], place.shape[3]]).store(acc.to(desc.dtype))
 
 
 @gluon.jit
@@ -448,7 +348,7 @@ def _consumer(
                 old_m = gl.load(old_lse_ptr + state + rows, mask=rows < old_left, other=-float("inf")) * LOG2_E
                 if not WIDE:
                     old = load_tile(head, row, old_left, old_stride[2] + zero, E, EP, out_layout)
-            m, total, share, old_share = _fold(m, total, old_m)
+            m, total, share, old_share = fold(m, total, old_m)
         if old_peak_ptr is not None:
             peak = gl.maximum(peak, gl.load(old_peak_ptr + state + rows, mask=inside, other=-float("inf")) * LOG2_E)
         seen = total > 0.0
@@ -462,22 +362,22 @@ def _consumer(
         acc = warpgroup_mma_wait(0, deps=[acc_next])
         mbarrier.arrive(v_empty.index(last), count=1)
         if old_lse_ptr is None:
-            acc = acc * _by_row(1.0 / divisor, out_layout)
+            acc = acc * by_row(1.0 / divisor, out_layout)
         else:
             if WIDE:  # two such tiles at once are more than there are registers: this one may come bit by bit
                 old = load_tile(head, row, old_left, old_stride[2] + zero, E, EP, out_layout)
-            acc = acc * _by_row(share / divisor, out_layout) + old * _by_row(old_share / divisor, out_layout)
+            acc = acc * by_row(share / divisor, out_layout) + old * by_row(old_share / divisor, out_layout)
         if HELD:
             if through:
-                _hold(held, out_desc, done_desc, complete, acc, WHICH)
+                hold(held, out_desc, done_desc, complete, acc, WHICH)
             else:
-                _leave(
+                leave(
                     out_ptr, lse_ptr, done_ptr, part_out, part_lse, counter, pieces, out_stride, done_stride, complete, acc, b, h, row,
                     rows, rows_left, state, piece, zero, WHICH, E, EP, not HELD, out_layout,
                 )  # fmt: skip
             mbarrier.arrive(held_bars[1], count=1)
         else:
-            _leave(
+            leave(
                 out_ptr, lse_ptr, done_ptr, part_out, part_lse, counter, pieces, out_stride, done_stride, complete, acc, b, h, row,
                 rows, rows_left, state, piece, zero, WHICH, E, EP, not HELD, out_layout,
             )  # fmt: skip

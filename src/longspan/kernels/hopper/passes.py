@@ -14,10 +14,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longspan.kernels.hopper.backward import keys_kernel
 from longspan.kernels.hopper.config import HOPPER, Step, forward_step, keys_step, queries_step
-from longspan.kernels.hopper.forward import CUTTABLE, forward_kernel
+from longspan.kernels.hopper.forward import forward_kernel
 from longspan.kernels.hopper.order import Order, best_order, last_rounds
 from longspan.kernels.hopper.pieces import Pieces, pieces
 from longspan.kernels.hopper.queries import queries_kernel, rows_kernel
+from longspan.kernels.hopper.results import CUTTABLE
 from longspan.kernels.hopper.rounds import walks
 from longspan.kernels.hopper.scratch import counter, counter_and_locks, counter_and_states
 from longspan.kernels.hopper.turns import turns

@@ -7,8 +7,8 @@ import threading
 import torch
 from torch import Tensor
 
-from longspan.kernels.hopper.forward import GROUPS
 from longspan.kernels.hopper.pieces import Pieces
+from longspan.kernels.hopper.results import GROUPS
 from longspan.kernels.triton import launch
 
 

@@ -46,8 +46,8 @@ def place(pid, order, rows, tiles, heads, group, SUBS: tl.constexpr, PER_BATCH: 
 
 @triton.jit
 def place_in_order(item, order, rows, tiles, heads, groups, SUBS: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr):
-    """As `place`, where of the rows the first ones come first, in groups of other sizes than the others. `groups`: (heads in a group, rows
-    that come first, heads in a group of the others, items of the first rows).
+    """As `place`, first of the first rows of `order` for all heads, then of the others. `groups`: (heads in a group, how many rows come
+    first, heads in a group of the others, items of the rows that come first).
     """
     group, heavy, late, split = groups
     if item < split:
