@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import longspan as ls
+from longspan.engine import tables
 from longspan.engine.tables import DeviceCopies, TableCache
 
 
@@ -89,6 +90,31 @@ def test_contents_are_compared_bit_for_bit() -> None:
     assert cache.table(traced.program, [table.clone()], 30, 30, block=(8, 8), batch=1, heads=1) is first
     table[0] = -0.0
     assert cache.table(traced.program, [table], 30, 30, block=(8, 8), batch=1, heads=1) is not first
+
+
+def test_equal_masks_in_turns_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off the CPU, to look at a tensor is to wait for the device."""
+    monkeypatch.setattr(tables, "_version", lambda tensor: tensor._version)
+    looked, same = [], tables._same_contents
+    monkeypatch.setattr(tables, "_same_contents", lambda a, b: looked.append(a) or same(a, b))  # type: ignore[func-returns-value]
+    ids = torch.arange(300) // 70
+    program = ls.mask_mod(lambda b, h, q, kv: ids[q] == ids[kv]).traced.program
+    cache = TableCache()
+
+    def table(tensor: torch.Tensor) -> object:
+        return cache.table(program, [tensor], 300, 300, block=(128, 128), batch=1, heads=1)
+
+    first, twin, other = table(ids), ids.clone(), ids + 1
+    assert table(twin) is first and table(other) is not first and len(looked) == 3
+    for _ in range(3):
+        assert table(ids) is first and table(twin) is first and table(other) is not first
+    assert len(looked) == 3
+    twin += 1
+    assert table(twin) is table(other)
+    for _ in range(20):  # as many as training makes: those that are gone leave room for others
+        assert table(ids.clone()) is first
+    looked.clear()
+    assert table(ids) is first and table(other) is not first and not looked
 
 
 def test_a_copy_on_another_device_follows_what_the_tensor_holds() -> None:

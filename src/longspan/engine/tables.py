@@ -68,6 +68,11 @@ class _Snapshot:
         """The same tensor, not written to since, as far as torch's count tells."""
         return self.tensor() is tensor and self.version is not None and _version(tensor) == self.version
 
+    def is_known(self) -> bool:
+        """Whether there is a tensor that `is_same`."""
+        tensor = self.tensor()
+        return tensor is not None and self.is_same(tensor)
+
     def holds(self, host: Tensor) -> bool:
         """The same contents."""
         return self.copy is not None and _same_contents(host, self.copy)
@@ -134,13 +139,17 @@ class TableCache:
             found = self._entries.get(key, [])
             if found:
                 self._entries.move_to_end(key)
+        for snapshots, table in found:
+            if all(s.is_same(t) for s, t in zip(snapshots, captured, strict=True)):
+                return table
         host: dict[int, Tensor] = {}
-        for i, (snapshots, table) in enumerate(found):
+        for snapshots, table in found:
             if _unchanged(snapshots, captured, host):
-                if host:  # equal contents in other tensors: on other devices than the CPU, the next call need not look at them
-                    fresh = [s if s.is_same(t) else s.seen_in(t) for s, t in zip(snapshots, captured, strict=True)]
-                    with self._lock:
-                        self._entries[key] = [(fresh, table), *found[:i], *found[i + 1 :]]
+                # Equal contents in other tensors: on other devices than the CPU, the next call need not look at these or at those.
+                fresh = [s if s.is_same(t) else s.seen_in(t) for s, t in zip(snapshots, captured, strict=True)]
+                others = [e for e in found if e[1] is not table or all(s.is_known() for s in e[0])]
+                with self._lock:
+                    self._entries[key] = [(fresh, table), *others][:8]
                 return table
         table = classify(program, captured, q_len, kv_len, block=block, batch=batch, heads=heads)
         with self._lock:
