@@ -264,7 +264,7 @@ def test_the_operators_pass_torchs_own_opcheck() -> None:
     bias = torch.randn(4, requires_grad=True)
     spec = Spec(mask=trace(ls.causal(), "mask").program, score=trace(lambda s, b, h, q, kv: s + bias[h], "score").program, kernel="cpu")
     ops.specs.pin(spec)
-    assert spec.joint is not None
+    assert spec.joint([bias]) is not None
     q, k, v = qkv(16, 19)
     args = (q, k, v, torch.randn(4, requires_grad=True), [], [bias], None, spec.handle, 0.3, True)
     torch.library.opcheck(

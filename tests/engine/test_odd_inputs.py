@@ -87,3 +87,35 @@ def test_gradients_are_traced_while_anomalies_are_looked_for() -> None:
         ls.attention(q, k, v, score_mod=lambda s, b, h, i, j: cap * torch.tanh(s / cap)).sum().backward()
         assert torch.is_anomaly_enabled()
     assert bool(q.grad.isfinite().all())
+
+
+WHOLE: dict[str, Any] = {
+    "mean": lambda s, t, e, i, j: (t * s).mean(),
+    "tanh mean": lambda s, t, e, i, j: torch.tanh(t * s).mean() + s,
+    "std": lambda s, t, e, i, j: (t * s).std(),
+    "softmax": lambda s, t, e, i, j: (t * s).softmax(0)[0],
+    "last": lambda s, t, e, i, j: (t * s)[-1],
+    "flip": lambda s, t, e, i, j: (t * s).flip(0)[0],
+    "cat": lambda s, t, e, i, j: torch.cat([t * s, t]).sum() * 0.1,
+    "row": lambda s, t, e, i, j: (e[j] * s).mean(),
+    "rows": lambda s, t, e, i, j: s + (e[i] * e[j]).sum() * 0.1,
+    "products": lambda s, t, e, i, j: s + (e @ e[j]).mean() * 0.1,
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_score_mod_may_use_captured_tensors_whole_whatever_their_sizes(name: str) -> None:
+    """The same mod over tensors of other sizes is the same program, but not the same gradient: a mean divides by how many there are."""
+    fn = WHOLE[name]
+    for size, width in ((9, 5), (4, 7)):
+        generator = torch.Generator().manual_seed(size)
+        q, k, v = (torch.randn(1, 2, 13, 4, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(3))
+        t, e = (torch.randn(*s, generator=generator, dtype=torch.float64, requires_grad=True) for s in ((size,), (13, width)))
+        found = []
+        for kernel in ("cpu", "dense"):
+            out = ls.attention(q, k, v, mask=ls.causal(), score_mod=lambda s, b, h, i, j, t=t, e=e: fn(s, t, e, i, j), kernel=kernel)
+            found.append(torch.autograd.grad(out.square().sum(), [q, k, v, t, e], allow_unused=True))
+        for got, right in zip(*found, strict=True):
+            assert (got is None) == (right is None)
+            if got is not None:
+                torch.testing.assert_close(got, right)

@@ -133,7 +133,8 @@ class _AttendHop(BaseHOP):
             spec = Spec(mask=next(programs), score=next(programs), kernel=kernel, lse=returned)
             if kernel != "dense":
                 spec = ops.specs.pin(spec)
-        _ = spec.joint
+        if spec.score is not None and spec.score.pointwise:
+            spec.joint(())  # now, and not while compiled code runs
 
         def captured(found: tuple[Traced, list[Node]] | None) -> list[Tensor]:
             if found is None:

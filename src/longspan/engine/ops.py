@@ -63,7 +63,7 @@ def make_work(
         mask_captured=[t.to(q.device) for t in mask_captured],
         score=spec.score,
         score_captured=[t.to(q.device) for t in score_captured],
-        joint=spec.joint if backward else None,
+        joint=spec.joint(score_captured) if backward else None,
     )
 
 

@@ -63,7 +63,7 @@ class Call:
             mask_captured=self.captured_mask(q.device),
             score=self.spec.score,
             score_captured=[t.to(q.device) for t in self.score_captured],
-            joint=self.spec.joint if backward else None,
+            joint=self.spec.joint(self.score_captured) if backward else None,
             first_batch=row if self.data.rows > 1 else 0,
             first_head=0 if self.own_heads is None else self.own_heads.start,
             mask_is_fixed=True,  # copies of the plan's own

@@ -9,13 +9,18 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import RLock
 from typing import Any
 
+from torch import Tensor
+
 from longspan.masks.joint import Joint, joint_of
 from longspan.masks.program import Program
+
+_JOINTS = 64  # sizes of captured tensors for which a gradient is kept
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,10 +31,19 @@ class Spec:
     score: Program | None
     kernel: str
     lse: bool = True
+    _joints: dict[tuple[tuple[int, ...], ...] | None, Joint] = field(default_factory=dict, init=False, repr=False)
 
-    @cached_property
-    def joint(self) -> Joint | None:
-        return None if self.score is None else joint_of(self.score)
+    def joint(self, captured: Sequence[Tensor]) -> Joint | None:
+        """The gradient of the score program, for captured tensors of these sizes. Kept."""
+        if self.score is None:
+            return None
+        sizes = None if self.score.pointwise else tuple(tuple(t.shape) for t in captured)
+        found = self._joints.get(sizes)
+        if found is None:
+            if len(self._joints) >= _JOINTS:
+                self._joints.clear()
+            found = self._joints[sizes] = joint_of(self.score, sizes)
+        return found
 
     @cached_property
     def handle(self) -> int:

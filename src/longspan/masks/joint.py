@@ -39,23 +39,26 @@ class Joint:
         return run(self.graph, inputs, pointwise=self.pointwise)
 
 
-def joint_of(program: Program) -> Joint:
+def joint_of(program: Program, sizes: Sequence[Sequence[int]] | None = None) -> Joint:
     """Differentiate a score program once, as a graph; no autograd is needed to run it.
+
+    `sizes`: of the captured tensors. A program that is `pointwise` does without: it reads numbers. In the gradient of one that computes
+    with rows or whole tensors, autograd writes their sizes down (a mean's is divided by them).
 
     The graph is the same wherever this is called: in inference mode, below an operator (where autograd does not record), under autocast
     or a default device. All of these belong to the caller's thread, so the work is done in a thread of its own.
     """
     with outside_of_modes(), ThreadPoolExecutor(1, "longspan-joint") as thread:
-        return thread.submit(_joint_of, program).result()
+        return thread.submit(_joint_of, program, sizes).result()
 
 
-def _joint_of(program: Program) -> Joint:
+def _joint_of(program: Program, sizes: Sequence[Sequence[int]] | None) -> Joint:
     if torch.is_anomaly_enabled():  # it asks gradients for their values, which those of a trace do not have
         with torch.autograd.set_detect_anomaly(False):
-            return _joint_of(program)
+            return _joint_of(program, sizes)
     reads = _differentiable_reads(program)
     forward = _with_reads_as_inputs(program, [node for _, node in reads])
-    vjp = _trace_vjp(forward, program, [node for _, node in reads])
+    vjp = _trace_vjp(forward, program, [node for _, node in reads], _captured_sizes(program, sizes))
 
     graph = Graph()
     grad = graph.placeholder("grad")
@@ -121,7 +124,15 @@ def _with_reads_as_inputs(program: Program, reads: list[Node]) -> Graph:
     return graph
 
 
-def _trace_vjp(forward: Graph, program: Program, reads: list[Node]) -> GraphModule:
+def _captured_sizes(program: Program, sizes: Sequence[Sequence[int]] | None) -> dict[Node, tuple[int, ...]]:
+    if sizes is None:
+        if not program.pointwise:
+            raise ValueError(f"score_mod {program.name!r}: expected the sizes of the tensors that it captures, got None: it uses them all")
+        sizes = [(1,) * spec.ndim for spec in program.captured]
+    return {node: tuple(size) for node, size in zip(program.captured_nodes, sizes, strict=True)}
+
+
+def _trace_vjp(forward: Graph, program: Program, reads: list[Node], sizes: dict[Node, tuple[int, ...]]) -> GraphModule:
     def vjp(grad: Tensor, *inputs: Tensor) -> list[Tensor]:
         with torch.enable_grad():
             n = len(program.placeholders)
@@ -134,8 +145,8 @@ def _trace_vjp(forward: Graph, program: Program, reads: list[Node]) -> GraphModu
         return [torch.zeros_like(t) if g is None else g for g, t in zip(grads, wrt, strict=True)]
 
     def example(node: Node) -> Tensor:
-        val = node.meta["val"]
-        return torch.zeros((1,) * val.ndim, dtype=val.dtype) if node.op == "placeholder" else torch.zeros(val.shape, dtype=val.dtype)
+        size = sizes.get(node, ()) if node.op == "placeholder" else sizes[cast(Node, node.args[0])][len(_indices(node)) :]
+        return torch.empty(size, dtype=node.meta["val"].dtype)
 
     grad = torch.zeros((), dtype=program.result.meta["val"].dtype)
     examples = [example(p) for p in program.placeholders] + [example(r) for r in reads]
