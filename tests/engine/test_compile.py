@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -303,3 +304,52 @@ def test_what_cannot_be_right_is_refused() -> None:
     assert torch.autograd.gradgradcheck(
         lambda x: ls.attention(x, x, x, mask=ls.causal(), kernel="dense"), torch.randn(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)
     )
+
+
+TABLE = torch.linspace(-1, 1, 128).view(2, 64)[:, torch.randperm(64, generator=torch.Generator().manual_seed(0))]
+NUMBERS: dict[str, Any] = {  # a mod that reads a float c and an int n, which change from call to call
+    "factor": lambda s, c, n, h, i, j: s * c,
+    "soft cap": lambda s, c, n, h, i, j: c * torch.tanh(s / c),
+    "compared": lambda s, c, n, h, i, j: torch.where(i - j < n, s, -1.0),
+    "clamped": lambda s, c, n, h, i, j: s + TABLE[h, (i - j).clamp(0, n)],
+    "clamped by less": lambda s, c, n, h, i, j: s + TABLE[h, (i - j).clamp(-5, n // 2).abs()],
+    "as a float": lambda s, c, n, h, i, j: s * float(n) * 0.1,
+    "logarithm": lambda s, c, n, h, i, j: s * math.log(n),
+    "power": lambda s, c, n, h, i, j: s * n**-0.5,
+    "smaller one": lambda s, c, n, h, i, j: s * min(n, 8),
+    "rolled": lambda s, c, n, h, i, j: s + TABLE.roll(n)[h, j],
+    "list": lambda s, c, n, h, i, j: s + TABLE[0, [1, n]].sum(),
+    "literals": lambda s, c, n, h, i, j: s + TABLE[0, [1, 2]].sum(),
+    "slope": lambda s, c, n, h, i, j: torch.nn.functional.leaky_relu(s, c),
+    "both": lambda s, c, n, h, i, j: s + (i - j) * c / n,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_a_mod_reads_may_change_between_calls(name: str, dtype: torch.dtype) -> None:
+    fn = NUMBERS[name]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, c: float, n: int) -> Tensor:
+        return ls.attention(q, k, v, mask=ls.causal(), score_mod=lambda s, b, h, i, j: fn(s, c, n, h, i, j).to(s.dtype))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for c, n in ((2.5, 12), (0.7, 9), (1.9, 15), (0.1, 9)):
+        q, k, v = (torch.randn(1, 2, 17, 4, dtype=dtype, requires_grad=True) for _ in range(3))
+        got, right = compiled(q, k, v, c, n), attend(q, k, v, c, n)
+        torch.testing.assert_close(got, right)
+        grads = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (got, right)]
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_a_mask_may_read_a_float_that_changes() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, width: float) -> Tensor:
+        return ls.attention(q, k, v, mask=lambda b, h, i, j: (i - j).abs() * 0.5 < width)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for width in (0.6, 1.6, 2.6):
+        q, k, v = qkv(16, 16)
+        torch.testing.assert_close(compiled(q, k, v, width), attend(q, k, v, width))

@@ -23,7 +23,7 @@ from longspan.kernels.dense import dense_attention
 from longspan.kernels.protocol import like_query, state_dtype
 from longspan.masks.algebra import Mask
 from longspan.masks.program import Kind
-from longspan.masks.tracing import Traced, trace
+from longspan.masks.tracing import Traced, takes_tensors, trace
 from longspan.modes import without_autocast
 
 _SCALARS = ("score", "b", "h", "q", "kv")
@@ -136,12 +136,11 @@ class _AttendHop(BaseHOP):
         if spec.score is not None and spec.score.pointwise:
             spec.joint(())  # now, and not while compiled code runs
 
-        def captured(found: tuple[Traced, list[Node]] | None) -> list[Tensor]:
+        def captured(found: tuple[Traced, list[Node | Tensor]] | None) -> list[Tensor]:
             if found is None:
                 return []
             traced, nodes = found
-            values = [operand_of[n] for n in nodes]
-            sources = [t if isinstance(t, Tensor) else torch.full((), t, dtype=torch.int64, device=q.device) for t in values]
+            sources = [_operand(n, operand_of, stand_in.dtype, q.device) for n, stand_in in zip(nodes, traced.sources, strict=True)]
             with without_autocast():
                 return sources if traced.preamble is None else list(traced.preamble(*sources))
 
@@ -188,37 +187,73 @@ def _source(tag: Any) -> Node:
     return tag.args[0]
 
 
-def _traced(module: GraphModule, result: Node, scalars: list[Node], kind: Kind, dtype: torch.dtype) -> tuple[Traced, list[Node]]:
-    """One result of Dynamo's subgraph as a program, and the subgraph's placeholders that it captures, in the program's order of sources."""
+def _traced(
+    module: GraphModule, result: Node, scalars: list[Node], kind: Kind, dtype: torch.dtype
+) -> tuple[Traced, list[Node | Tensor]]:  # fmt: skip
+    """One result of Dynamo's subgraph as a program, and what of the subgraph it captures, in the program's order of sources: placeholders,
+    numbers read from them (Dynamo hands over a float as a tensor of one), and tensors that the mod itself made (`table[[1, 2]]`).
+
+    A number that may change from call to call (a length, a soft cap) is captured as a scalar tensor where the mod can take one. Where it
+    needs the number itself (`x.clamp(0, n)`, `float(n)`), the program is made for the one at hand, and torch compiles again for others.
+    """
     graph = Graph()
     env: dict[Node, Node] = {}
     needed = _needed(module.graph, result)
     inputs = [n for n in module.graph.nodes if n.op == "placeholder" and (n in needed or n in scalars)]
+    items = [n for n in module.graph.nodes if n in needed and (n.op, n.target) == ("call_method", "item")]
+    inputs += [n for n in items if n.args[0] in inputs and n.args[0] not in scalars]
     for node in inputs:
-        env[node] = graph.node_copy(node)
+        env[node] = graph.placeholder(node.name)
     for node in module.graph.nodes:
-        if node in needed and node.op != "placeholder":
+        if node in needed and node not in env:
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(env[result])
     part = GraphModule(module, graph)
     lifted = [n for n in inputs if n not in scalars]
-    stand_ins = {n: _stand_in(n) for n in lifted}
+    stand_ins: dict[Node, Any] = {n: _stand_in(n, dtype) for n in lifted}
     wanted = scalars if kind == "score" else scalars[1:]
+    numbers = [n for n in lifted if not isinstance(n.meta["example_value"], Tensor)]
 
     def mod(*args: Tensor) -> Tensor:
-        given = dict(zip(wanted, args, strict=True))
+        given = dict(zip([*wanted, *numbers], args, strict=False))
         return part(*(given[n] if n in given else stand_ins.get(n, args[0]) for n in inputs))
 
+    if numbers:
+        # What Python computes of numbers is a float of 64 bits, which a scalar tensor need not be.
+        exact = all(not _is_float(n.meta.get("example_value")) for n in needed if n not in inputs)
+        if not exact or not takes_tensors(mod, kind, [stand_ins[n] for n in numbers], score_dtype=dtype):
+            stand_ins |= {n: _number(n.meta["example_value"]) for n in numbers}
     traced = trace(mod, kind, score_dtype=dtype, name=f"{kind}_mod of a compiled function")
-    return traced, [next(n for n in lifted if stand_ins[n] is source) for source in traced.sources]
+    return traced, [next((n for n in lifted if stand_ins[n] is source), source) for source in traced.sources]
 
 
-def _stand_in(node: Node) -> Tensor:
-    """A real tensor in place of an operand: the trace needs its dtype and sizes, and it must be one object."""
+def _operand(node: Node | Tensor, operand_of: dict[Node, Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What a program captures: an operand as it is, a number as a scalar tensor, or a tensor of literals, made anew where it is needed."""
+    if isinstance(node, Tensor):
+        return torch.tensor(node.tolist(), dtype=dtype, device=device)
+    if node.op != "placeholder":
+        return cast(Tensor, operand_of[cast(Node, node.args[0])]).to(device, dtype)
+    value = operand_of[node]
+    return value if isinstance(value, Tensor) else torch.full((), value, dtype=dtype, device=device)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, float | torch.SymFloat)
+
+
+def _number(value: Any) -> int | float:
+    """A number that may change, as it is now: torch compiles again for others."""
+    return float(value) if _is_float(value) else int(value)
+
+
+def _stand_in(node: Node, dtype: torch.dtype) -> Tensor:
+    """A real tensor in place of an operand: the trace needs its dtype and sizes, and it must be one object. `dtype`: of the score. A number
+    that meets it as a scalar tensor leaves it that dtype, as the number itself would.
+    """
     value = node.meta["example_value"]
     if isinstance(value, Tensor):
         return torch.empty([1 if not isinstance(s, int) else s for s in value.shape], dtype=value.dtype)
-    return torch.zeros((), dtype=torch.int64)
+    return torch.zeros((), dtype=dtype if _is_float(value) else torch.int64)
 
 
 def _needed(graph: Graph, root: Node) -> set[Node]:

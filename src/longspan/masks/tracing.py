@@ -7,7 +7,7 @@ call in plain torch, under autograd, and its results are what the program captur
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -76,14 +76,26 @@ def trace(fn: Callable[..., Any], kind: Kind, *, score_dtype: torch.dtype = torc
     if not callable(fn):
         raise TypeError(f"{kind}_mod: expected a callable, got {type(fn).__name__}")
     with outside_of_modes(), _errors_named(kind, name), _IndexAsGather(), _as_outside():
-        inputs = [torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(4)]
-        if kind == "score":
-            inputs.insert(0, torch.zeros((), dtype=score_dtype, device="cpu"))
-        module = make_fx(_checked(fn, kind, name), tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+        module = make_fx(_checked(fn, kind, name), tracing_mode="fake", _allow_non_fake_inputs=True)(*_inputs(kind, score_dtype))
         _refuse_side_effects(module.graph, kind, name)
         _join_chained_lookups(module.graph)
         module.graph.eliminate_dead_code()
         return _split(module, kind, name, score_dtype)
+
+
+def takes_tensors(fn: Callable[..., Any], kind: Kind, more: Sequence[Tensor], *, score_dtype: torch.dtype = torch.float32) -> bool:
+    """Whether `fn`, called with further scalar tensors `more` after a mod's inputs, can be traced without asking for their values."""
+    try:
+        with outside_of_modes(), _IndexAsGather(), _as_outside():
+            graph = make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*_inputs(kind, score_dtype), *more).graph
+    except Exception:
+        return False
+    return all(op_name(node) != "_local_scalar_dense" for node in graph.nodes if isinstance(node.target, OpOverload))
+
+
+def _inputs(kind: Kind, score_dtype: torch.dtype) -> list[Tensor]:
+    indices = [torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(4)]
+    return [torch.zeros((), dtype=score_dtype, device="cpu"), *indices] if kind == "score" else indices
 
 
 @contextmanager
