@@ -60,6 +60,14 @@ def test_thousands_of_devices_are_simulated(capsys: Any) -> None:
     assert code == 0 and "ulysses_" in out and "8 × 128" in out
 
 
+@pytest.mark.parametrize(
+    "given", [["--strategy", "ring"], ["--layout", "contiguous"], ["--stages", "3"], ["--no-overlap"], ["--overlap"], ["--explain"]]
+)
+def test_what_a_simulation_of_thousands_does_not_take_is_refused(capsys: Any, given: list[str]) -> None:
+    code, _, err = called(capsys, "plan", "--tokens", "1M", "--gpus", "1024", *given)
+    assert code == 2 and given[0] in err and "up to 512 devices" in err
+
+
 TYPO = dump(cluster("h100")).replace("gpus_per_node", "gpus_per_nod")
 NO_TOML = dump(cluster("h100")).replace("[inside]", "[inside")
 NEGATIVE = dump(cluster("h100")).replace("memory_gib = 80", "memory_gib = -80")

@@ -85,6 +85,7 @@ def test_losses_do_not_depend_on_processes_nor_on_being_stopped_and_killed(tmp_p
 
     code = run(["train", "--out", str(one), *SMALL, "--processes", "1", "--resume", "--width", "64"])
     assert code == 2
+    assert run(["train", "--out", str(one), *SMALL, "--processes", "1", "--resume", "--steps", "7"]) == 2
 
 
 def _alive(pid: int) -> bool:

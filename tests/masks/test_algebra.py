@@ -118,6 +118,17 @@ def test_a_block_mask_is_a_mask_by_mask_mod_and_a_table_by_its_own_method() -> N
     )
 
 
+def test_words_that_would_keep_one_of_two_masks_are_refused() -> None:
+    for words in (
+        lambda: ls.causal() and ls.sliding_window(4),
+        lambda: ls.causal() or ls.sliding_window(4),
+        lambda: not ls.causal(),
+        lambda: bool(ls.full()),
+    ):
+        with pytest.raises(TypeError, match="combine them with &"):
+            words()
+
+
 def test_integers_of_numpy_and_of_tensors_are_integers() -> None:
     pairs = [
         (ls.sliding_window(np.int64(4), np.int32(1)), ls.sliding_window(4, 1)),

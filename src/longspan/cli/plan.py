@@ -63,7 +63,10 @@ def plan(
     degree = None if ulysses is None else parse.count(ulysses, "--ulysses")
     try:
         if devices > PLANNED:
-            _simulated(found, length, devices, sizes, profile, conditions, degree, (html, png, trace))
+            chosen = {"--layout": layout != "auto", "--strategy": strategy != "auto", "--stages": stages is not None, "--explain": explain}
+            chosen |= {"--overlap": overlap is True, "--no-overlap": overlap is False}
+            chosen |= {"--html": html is not None, "--png": png is not None, "--trace": trace is not None}
+            _simulated(found, length, devices, sizes, profile, conditions, degree, [name for name, is_so in chosen.items() if is_so])
             return
         options = {"layout": layout, "overlap": overlap, "stages": None if stages is None else parse.count(stages, "--stages")}
         made = _best(found, length, devices, sizes, profile, strategy, degree, options)
@@ -128,10 +131,13 @@ def _written(made: Any, cluster: Any, conditions: Conditions, html: Path | None,
 
 
 def _simulated(
-    mask: Any, tokens: int, gpus: int, sizes: Any, cluster: Any, conditions: Conditions, degree: int | None, files: tuple[Path | None, ...]
+    mask: Any, tokens: int, gpus: int, sizes: Any, cluster: Any, conditions: Conditions, degree: int | None, chosen: list[str]
 ) -> None:
-    if any(files):
-        raise Refused(f"--html, --png, --trace: there are pages for up to {PLANNED} devices, got --gpus {gpus}")
+    if chosen:
+        raise Refused(
+            f"{', '.join(chosen)}: plans are made, and pages written, for up to {PLANNED} devices, got --gpus {gpus}; for more, all ways "
+            "to span them are simulated. Leave it out, or plan for fewer"
+        )
     degrees = None if degree is None else [degree]
     found = scale.simulate(mask, tokens, gpus, cluster=cluster, conditions=conditions, degrees=degrees, **sizes)
     if not found:

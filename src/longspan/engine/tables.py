@@ -151,9 +151,10 @@ class TableCache:
                 with self._lock:
                     self._entries[key] = [(fresh, table), *others][:8]
                 return table
+        snapshots = [_Snapshot.of(t) for t in captured]  # before they are read: what another thread writes meanwhile is not of this table
         table = classify(program, captured, q_len, kv_len, block=block, batch=batch, heads=heads)
         with self._lock:
-            self._entries[key] = [([_Snapshot.of(t) for t in captured], table), *found][:8]
+            self._entries[key] = [(snapshots, table), *found][:8]
             self._entries.move_to_end(key)
             if len(self._entries) > self._size:
                 self._entries.popitem(last=False)

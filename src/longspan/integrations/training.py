@@ -98,6 +98,9 @@ def check_resume(job: Job, text: Corpus) -> Path | None:
     other = [f"{name} {kept.get(name)!r} (here {value!r})" for name, value in mine.items() if kept.get(name) != value]
     if other:
         raise ValueError(f"--resume: the checkpoint {found.parent} is of another model or job: {', '.join(other)}")
+    done = found.parent.name.removeprefix("step-")
+    if done.isdecimal() and int(done) > job.steps:
+        raise ValueError(f"--resume: {int(done)} steps are done already, --steps asks for {job.steps}; give more, or another --out")
     return found.parent
 
 

@@ -84,6 +84,12 @@ class Mask:
     def __invert__(self) -> Mask:
         return Not(self)
 
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"mask {self}: is neither true nor false. `and`, `or` and `not` would keep one of two masks: combine them with &, | and ~. "
+            "Whether there is one is asked with `is None`"
+        )
+
     @cached_property
     def traced(self) -> Traced:
         """The mask's program and the tensors it captures, traced once: a mask is a value, what its mod read then it keeps."""
