@@ -80,6 +80,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stages": 1, "strategy": "ulysses"}, "'ulysses' over 4 ranks has 0 stages"),
     ({"stages": 2, "strategy": "ring", "mask": {"a": ls.causal(), "b": ls.full()}}, "got stages=2"),
     ({"grad_reduce_dtype": torch.int32}, "floating-point"),
+    ({"grad_reduce_dtype": "bfloat16"}, "a torch.dtype such as torch.bfloat16, got 'bfloat16'"),
     ({"mask": ls.documents(lengths=[5, 6])}, "q_len=11"),
     ({"mask": ls.mask_mod(lambda b, h, q, kv: q + h >= kv)}, "say heads="),
     ({"mask": {}}, "empty dict"),

@@ -55,7 +55,8 @@ def plan(
     batch, heads, kv_heads, head_dim: the sizes of the calls to come; what is given is checked there. Masks that depend on batch or head
                need them, and so does `auto` to weigh Ulysses against an exchange.
     stages:    in how many stages an exchange brings its keys (fewer where fewer tokens move at all); by default as few as keep a stage at
-               one shard or 16,384 tokens. With "auto" only what has so many stages is considered; a strategy of another number refuses.
+               one shard or 16,384 tokens, or with "auto", where `heads` is known, as many as the cost model finds fastest. With "auto" and
+               a number, only what has so many stages is considered; a strategy of another number refuses.
     overlap:   True: local keys are computed while the first exchange travels. False: together with what it brings, in one call of the
                kernel, so that nothing is hidden, but no running result is kept in between. By default what the cost model finds faster
                where there is one exchange (and `heads` is known), else True.
@@ -73,6 +74,8 @@ def plan(
         raise ValueError(f"plan: stages must be 1 or more, got {stages!r}")
     if overlap is not None and not isinstance(overlap, bool):
         raise TypeError(f"plan: overlap must be True, False or None, got {overlap!r}")
+    if grad_reduce_dtype is not None and not isinstance(grad_reduce_dtype, torch.dtype):
+        raise TypeError(f"plan: grad_reduce_dtype must be a torch.dtype such as torch.bfloat16, got {grad_reduce_dtype!r}")
     if grad_reduce_dtype is not None and not grad_reduce_dtype.is_floating_point:
         raise ValueError(f"plan: grad_reduce_dtype must be a floating-point dtype, got {grad_reduce_dtype}")
     found = as_mesh(mesh)
