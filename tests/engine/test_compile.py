@@ -307,6 +307,9 @@ def test_what_cannot_be_right_is_refused() -> None:
 
 
 TABLE = torch.linspace(-1, 1, 128).view(2, 64)[:, torch.randperm(64, generator=torch.Generator().manual_seed(0))]
+HALF = TABLE[0].bfloat16()
+DOUBLE = torch.where(torch.arange(64) % 2 == 0, 0.1 + 1e-10, 0.7 - 1e-10).double()
+SMALL = (torch.arange(64) + 200).to(torch.uint8)
 NUMBERS: dict[str, Any] = {  # a mod that reads a float c and an int n, which change from call to call
     "factor": lambda s, c, n, h, i, j: s * c,
     "soft cap": lambda s, c, n, h, i, j: c * torch.tanh(s / c),
@@ -321,6 +324,9 @@ NUMBERS: dict[str, Any] = {  # a mod that reads a float c and an int n, which ch
     "list": lambda s, c, n, h, i, j: s + TABLE[0, [1, n]].sum(),
     "literals": lambda s, c, n, h, i, j: s + TABLE[0, [1, 2]].sum(),
     "slope": lambda s, c, n, h, i, j: torch.nn.functional.leaky_relu(s, c),
+    "half precision": lambda s, c, n, h, i, j: s + HALF[j] * c,
+    "double precision": lambda s, c, n, h, i, j: torch.where(DOUBLE[j] < c, s, -1.0),
+    "small integers": lambda s, c, n, h, i, j: s + (SMALL[j] + n) * 0.01,
     "both": lambda s, c, n, h, i, j: s + (i - j) * c / n,
 }
 

@@ -221,6 +221,10 @@ def _traced(
     if numbers:
         # What Python computes of numbers is a float of 64 bits, which a scalar tensor need not be.
         exact = all(not _is_float(n.meta.get("example_value")) for n in needed if n not in inputs)
+        read = [n.args[0] for n in inputs if n.op != "placeholder"]
+        exact &= not _would_widen(
+            [n.meta["example_value"] for n in numbers], [stand_ins[n] for n in lifted if n not in [*numbers, *read]], dtype
+        )
         if not exact or not takes_tensors(mod, kind, [stand_ins[n] for n in numbers], score_dtype=dtype):
             stand_ins |= {n: _number(n.meta["example_value"]) for n in numbers}
     traced = trace(mod, kind, score_dtype=dtype, name=f"{kind}_mod of a compiled function")
@@ -239,6 +243,14 @@ def _operand(node: Node | Tensor, operand_of: dict[Node, Any], dtype: torch.dtyp
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, float | torch.SymFloat)
+
+
+def _would_widen(numbers: list[Any], tensors: list[Tensor], dtype: torch.dtype) -> bool:
+    """Whether a number that is a scalar tensor could make something of a tensor that the number itself does not: half precision or small
+    integers in more bits. Nor may it lose bits beside a tensor that has more than the score.
+    """
+    floats = any(map(_is_float, numbers)) and any(t.dtype.is_floating_point and t.dtype != dtype for t in tensors)
+    return floats or any(not t.dtype.is_floating_point and t.dtype != torch.bool and t.dtype.itemsize < 4 for t in tensors)
 
 
 def _number(value: Any) -> int | float:
