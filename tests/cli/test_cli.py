@@ -196,6 +196,8 @@ def test_calibrate_measures_this_machine_and_its_file_is_a_profile(capsys: Any, 
     assert (code, err) == (0, "") and "forward full" in out
     found = cluster(path)
     assert found.name == "here" and found.kernel.name == "cpu" and min(found.kernel.backward.causal) > 0 and found.hbm > 1e8
+    first = next(line for line in out.splitlines() if line.split()[:1] == ["64"])  # keys, and TFLOP/s at this head dim
+    assert found.kernel.forward.full[0] * 16 / 128 / found.kernel.dim_factor(16) == pytest.approx(float(first.split()[1]), rel=1e-3)
     assert called(capsys, "plan", "--cluster", str(path), "--tokens", "4k", "--gpus", "2", "--heads", "4")[0] == 0
 
 
