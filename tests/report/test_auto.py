@@ -200,6 +200,7 @@ def test_explain_says_what_was_considered_and_why_the_winner_won() -> None:
     ring = ls.plan(MASKS["causal"], TOKENS, _mesh(1), strategy="ring", layout="contiguous", **SIZES)
     assert "the winner" in ring.explain("a100")
     assert "nothing to weigh" in ls.plan(ls.full(), (100, 200), _mesh(1)).explain()
+    assert "so that nothing was weighed" in ls.plan(ls.causal(), 4096, _mesh(1)).explain() and "nothing was weighed" not in text
 
 
 def test_the_environment_asks_for_the_explanation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

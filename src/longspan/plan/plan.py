@@ -338,6 +338,8 @@ class Plan:
         here = f"{self!r}\n  predicted: {1e3 * report.seconds:.3f} ms; busiest rank {report.balance:.3f} × the mean"
         if considered is None:
             return f"{here}\n  `auto` weighs self-attention of one layout over two ranks or more: here there was nothing to weigh"
+        if self.data.heads is None:
+            here += "\n  made without heads=, kv_heads= and head_dim=, so that nothing was weighed; with them `auto` would take the winner:"
         return f"{here}\n{considered}"
 
     def plot(self, path: Any = None, *, cluster: Any = None) -> Any:
