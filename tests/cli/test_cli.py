@@ -217,3 +217,10 @@ def test_a_program_that_calls_a_command_goes_on_under_torchrun(monkeypatch: pyte
 def test_masks_within_masks_without_end_are_refused_in_one_line(mask: str, capsys: Any) -> None:
     code, _, said = called(capsys, "plan", "--mask", mask, "--tokens", "1k", "--gpus", "2")
     assert code == 2 and said.count("\n") == 1 and "too many masks within each other" in said
+
+
+def test_a_plan_that_does_not_fit_says_so(capsys: Any) -> None:
+    _, out, _ = called(capsys, "plan", "--tokens", "32M", "--gpus", "8", "--strategy", "ring", "--layout", "head_tail")
+    assert "MiB per rank at most: more than the 139.8 GiB of a device (h200)" in out
+    _, out, _ = called(capsys, "plan", "--tokens", "64k", "--gpus", "8")
+    assert "MiB per rank at most\n" in out

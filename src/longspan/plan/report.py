@@ -135,12 +135,18 @@ class Report:
             f"{self._turned()}; {100 * self.share:.2f} % of an all-gather of keys",
             f"  stages       {len(self.received)}, computed in {self.steps} step{'s' if self.steps > 1 else ''}; at most {self.in_flight} "
             f"tokens in flight ({self.memory / 2**20:.2f} MiB)",
-            f"  memory       {sum(self.memory_parts.values()) / 2**20:.2f} MiB per rank at most",
+            f"  memory       {sum(self.memory_parts.values()) / 2**20:.2f} MiB per rank at most{self._too_much()}",
             f"  predicted    {1e3 * self.seconds:.2f} ms: forward {1e3 * forward.seconds:.2f}, backward {1e3 * backward.seconds:.2f}; "
             f"{1e3 * self.exposed:.2f} of it waiting for data",
             f"               {self.flops_per_device / 1e12:.0f} TFLOP/s per device ({self.cluster.name}: {self.cluster.kernel.name})",
         ]
         return "\n".join(lines)
+
+    def _too_much(self) -> str:
+        room = self.cluster.memory
+        if sum(self.memory_parts.values()) <= room:
+            return ""
+        return f": more than the {room / 2**30:.1f} GiB of a device ({self.cluster.name})"
 
     def _tokens(self) -> str:
         q, kv = (f"{min(n)} to {max(n)}" for n in (self.tokens, self.kv_tokens))
