@@ -127,7 +127,7 @@ def _with_reads_as_inputs(program: Program, reads: list[Node]) -> Graph:
 def _captured_sizes(program: Program, sizes: Sequence[Sequence[int]] | None) -> dict[Node, tuple[int, ...]]:
     if sizes is None:
         if not program.pointwise:
-            raise ValueError(f"score_mod {program.name!r}: expected the sizes of the tensors that it captures, got None: it uses them all")
+            raise ValueError(f"score_mod {program.name!r}: it computes with whole tensors: expected the sizes of those captured, got None")
         sizes = [(1,) * spec.ndim for spec in program.captured]
     return {node: tuple(size) for node, size in zip(program.captured_nodes, sizes, strict=True)}
 
