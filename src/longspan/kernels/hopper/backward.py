@@ -34,10 +34,16 @@ _DYNAMIC = [
 
 @gluon.jit
 def _dq(k, ds, C: gl.constexpr):
-    """A group's part of dQ, transposed, on its way: 64 of the head's 128 dims."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    none = gl.full([64, 64], 0.0, gl.float32, layout=layout)
-    return warpgroup_mma(k.slice(C * 64, 64, dim=1).permute((1, 0)), ds, none, use_acc=False, is_async=True)
+    """A group's part of dQ, transposed, on its way: 64 of the head's 128 dims, or of 64 dims all, of half of the queries."""
+    WIDE: gl.constexpr = k.shape[1] > 64
+    PART: gl.constexpr = ds.shape[1] if WIDE else ds.shape[1] // 2  # queries
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART, 16])
+    none = gl.full([64, PART], 0.0, gl.float32, layout=layout)
+    if WIDE:
+        k = k.slice(C * 64, 64, dim=1)
+    else:
+        ds = ds.slice(C * PART, PART, dim=1)
+    return warpgroup_mma(k.permute((1, 0)), ds, none, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -101,7 +107,7 @@ def _compute(
     # Keys and values are read into registers once for all steps of an item, where there are registers for it: a product of 64 by 64 takes
     # all that shared memory gives if both sides come from there.
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=st_l, k_width=2)
-    HOLD: gl.constexpr = not DQ and DP <= 64
+    HOLD: gl.constexpr = DP <= 64
     none = gl.full([HALF, BM], 0.0, gl.float32, layout=st_l)
     it = 0
     turn = 0
@@ -245,7 +251,7 @@ def _wait_for_turns(locks, steps, turn_bars):
 
 
 @gluon.jit
-def _write(dq_ptr, locks, dq_s, steps, dq_bars, turn_bars, C: gl.constexpr):
+def _write(dq_ptr, locks, dq_s, steps, dq_bars, turn_bars, C: gl.constexpr, WIDE: gl.constexpr):
     """A writer: hands one group's dQ tiles to the copy engine and gives the buffer back when that has read it. Given `locks`, each tile
     waits for its turn, and the next one's begins when it is added. Reductions happen in the L2 cache: one that was added before this one is
     begun comes first, with no fence between what was waited for and the copy engine.
@@ -260,7 +266,10 @@ def _write(dq_ptr, locks, dq_s, steps, dq_bars, turn_bars, C: gl.constexpr):
             mbarrier.wait(turn_bars[1].index(place_of(it, SLOTS)), round_of(it, SLOTS))
         if kind != END:
             h, row, b = read_number(steps, about + 3), read_number(steps, about + 4), read_number(steps, about + 5)
-            async_atomic_add(dq_ptr, [b, h, row, C * 64], dq_s)
+            if WIDE:
+                async_atomic_add(dq_ptr, [b, h, row, C * 64], dq_s)
+            else:
+                async_atomic_add(dq_ptr, [b, h, row + C * dq_s.shape[2], 0], dq_s)
             tma.store_wait(0)
         mbarrier.arrive(dq_empty, count=1)
         if locks is not None:  # noqa: SIM102 (the compiler knows this one)
@@ -284,8 +293,8 @@ def keys_kernel(
     """dK and dV of tiles of keys, summed over `shared` query heads. Given dq_ptr, float32, dQ is added to it. Heads of dK and dV: each
     head of keys `parts` times, for as many parts of the query heads that read it.
 
-    dQ is for head dims over 64 only. `counter`: one int32, 0. DS: buffers of dS. ALIGNED: the copy engine brings norm and delta too, each
-    described as one line [B · H · Q] in tiles of BM: it can where every step's rows begin on 16 bytes of that line. Else they are pointers.
+    `counter`: one int32, 0. DS: buffers of dS. ALIGNED: the copy engine brings norm and delta too, each described as one line [B · H · Q]
+    in tiles of BM: it can where every step's rows begin on 16 bytes of that line. Else they are pointers.
     Given `locks`, int32 zeros, one for each step of queries of each head, additions to dQ take turns (`longspan.kernels.hopper.turns`).
     Given own_k_ptr and own_v_ptr, those describe the first `own_rows` keys and values, k_ptr and v_ptr the others; dK and dV are of both.
     """
@@ -313,7 +322,7 @@ def keys_kernel(
         turn_bars = (barriers(SLOTS, 1), barriers(SLOTS, 1))
     if DQ:
         ds_s = gl.allocate_shared_memory(dtype, [DS, KEYS, BM], gl.NVMMASharedLayout.get_default_for([KEYS, BM], dtype))
-        dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dq_ptr.layout)
+        dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, dq_ptr.block_type.shape[2], dq_ptr.block_type.shape[3]], dq_ptr.layout)
         ds_bars = (barriers(DS, 2), barriers(DS, 2))
         dq_full, dq_empty = barriers(2, 1), barriers(2, 1)
         fence_async_shared()
@@ -336,8 +345,8 @@ def keys_kernel(
                 bars,
                 PER_BATCH, PER_HEAD, ALIGNED, BM, STAGES,
             )),
-            (_write, (dq_ptr, locks, dq_s.index(0), steps, (dq_full.index(0), dq_empty.index(0)), turn_bars, 0)),
-            (_write, (dq_ptr, locks, dq_s.index(1), steps, (dq_full.index(1), dq_empty.index(1)), turn_bars, 1)),
+            (_write, (dq_ptr, locks, dq_s.index(0), steps, (dq_full.index(0), dq_empty.index(0)), turn_bars, 0, DP > 64)),
+            (_write, (dq_ptr, locks, dq_s.index(1), steps, (dq_full.index(1), dq_empty.index(1)), turn_bars, 1, DP > 64)),
             (_wait_for_turns, (locks, steps, turn_bars)),
         ], [4, 1, 1, 1, 1], [REGISTERS, 24, 24, 24, 24])  # fmt: skip
     else:

@@ -31,14 +31,14 @@ def has_backward(d: int, e: int) -> bool:
     return d == e <= 128
 
 
-def one_pass(d: int, e: int) -> bool:
-    """Whether the pass over keys should compute dQ too. At head dim 64 it needs more registers than there are: two passes take less."""
-    return max(d, e) > 64
+def keys_step(d: int, *, with_dq: bool) -> Step:
+    """The pass over keys: n keys of an item, m queries of a step. Where it computes wide dQ too, that takes the room of two stages."""
+    return Step(m=64, n=128, stages=2 if with_dq and d > 64 else 4)
 
 
-def keys_step(*, with_dq: bool) -> Step:
-    """The pass over keys: n keys of an item, m queries of a step. Where it computes dQ too, that takes the room of two stages."""
-    return Step(m=64, n=128, stages=2 if with_dq else 4)
+def dq_part(d: int, m: int) -> tuple[int, int]:
+    """(queries, dims) of a step's dQ that each of two groups of warps has: half of the dims, or of 64 dims all, of half the queries."""
+    return (m, 64) if d > 64 else (m // 2, 64)
 
 
 def queries_step(d: int, e: int, *, scored: bool) -> Step:

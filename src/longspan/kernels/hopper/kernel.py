@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from longspan.kernels.hopper.config import HOPPER, has_backward, one_pass
+from longspan.kernels.hopper.config import HOPPER, has_backward
 from longspan.kernels.hopper.passes import HopperCall, streamable, walks_of, width
 from longspan.kernels.hopper.turns import worthwhile
 from longspan.kernels.protocol import Grads, State, Work
@@ -50,7 +50,7 @@ class HopperKernel(TritonKernel):
     The gradient of q is summed over tiles of keys in the order in which they come, so that its last bits may differ from run to run. Where
     `torch.are_deterministic_algorithms_enabled()`, they add to it in turns (`longspan.kernels.hopper.turns`), or, where the mask leaves few
     tiles or there are few to share among programs, a pass of its own computes it in a fixed order; so it does where captured tensors need
-    gradients, and at head dims up to 64.
+    gradients.
     Forward, the same call gives the same bits; but where the last items of a launch are cut along their keys depends on how many there
     are, and so do last bits.
 
@@ -137,7 +137,7 @@ class HopperKernel(TritonKernel):
 
     def _one_pass(self, q: Tensor, v: Tensor, work: Work, needs: Sequence[bool]) -> bool:
         """Whether the pass over keys computes the gradient of q too."""
-        if any(needs) or not one_pass(width(q.shape[-1]), width(v.shape[-1])):
+        if any(needs):
             return False
         return not torch.are_deterministic_algorithms_enabled() or worthwhile(work.table, v.shape[0] * v.shape[1] * walks_of(q, v, work))
 

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longspan.kernels.hopper.backward import keys_kernel
-from longspan.kernels.hopper.config import HOPPER, Step, forward_step, keys_step, queries_step
+from longspan.kernels.hopper.config import HOPPER, Step, dq_part, forward_step, keys_step, queries_step
 from longspan.kernels.hopper.forward import forward_kernel
 from longspan.kernels.hopper.order import Order, best_order, last_rounds
 from longspan.kernels.hopper.pieces import Pieces, pieces
@@ -30,7 +30,6 @@ from longspan.kernels.triton.prepared import Prepared
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _L2_BYTES = 32 * 2**20  # of keys and values that the heads at work should not exceed
-_PART = 64  # rows and columns of dQ that go to memory at once
 
 
 class HopperCall(Call):
@@ -122,10 +121,11 @@ class HopperCall(Call):
             kernel, step = queries_kernel, queries_step(d, e, scored=self.work.score is not None)
             tiles = {0: _tiles(step.m // 2), 1: _tiles(step.n), 2: _tiles(step.n), 3: _tiles(step.m // 2)}
         else:
-            kernel, step = keys_kernel, keys_step(with_dq=tensors[8] is not None)
+            kernel, step = keys_kernel, keys_step(d, with_dq=tensors[8] is not None)
             tiles = {0: _tiles(step.m), 1: _tiles(step.n), 2: _tiles(step.n), 3: _tiles(step.m)}
             if tensors[8] is not None:
-                tiles[8] = partial(described, rows=_PART, columns=_PART)
+                rows, columns = dq_part(d, step.m)
+                tiles[8] = partial(described, rows=rows, columns=columns)
                 added = tensors[8].element_size() * q.shape[-1]
             rows = q.shape[0] * q.shape[1] * q.shape[2]
             begins = all(t is not None and t.data_ptr() % 16 == 0 for t in tensors[4:6])

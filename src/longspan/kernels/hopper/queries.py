@@ -1,5 +1,5 @@
 """The backward pass by query tiles on Hopper: dQ of 128 queries, each written by one program that adds in a fixed order, and the gradients
-of captured tensors. Used where results must be the same in every run, where captured tensors need gradients, and at head dims up to 64.
+of captured tensors. Used where results must be the same in every run, and where captured tensors need gradients.
 
 One warp walks the block table and has the copy engine bring tiles; two groups of four warps compute 64 queries each. While a group weighs
 the scores of a block of keys, the tensor cores compute dO Vᵀ of that block; dQ of the block and the scores of the next one follow.
