@@ -17,6 +17,8 @@
                           place of the captured ones.
 `is_legacy_batchedtensor`  `torch.autograd.grad(…, is_grads_batched=True)` has a way of its own: no transform is active, the gradient alone
                           stands for several, and by type it is a plain tensor.
+`TracingContext`          Whether Dynamo is at work. In torch 2.11 it takes the truth of every object that compiled code calls, to see if
+                          there is one; to everyone else a mask refuses to be true or false.
 `tracing`                 `make_fx` takes the fake mode of a compilation in progress from this context, whatever modes are active.
 """
 
@@ -27,10 +29,11 @@ from contextlib import contextmanager
 from threading import RLock
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor, maybe_current_level
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._guards import tracing
+from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.base_hop import BaseHOP
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BaseHOP",
     "OpOverload",
+    "dynamo_is_at_work",
     "is_batched_gradient",
     "is_transformed",
     "modes_are_active",
@@ -54,6 +58,11 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
 ]
+
+
+def dynamo_is_at_work() -> bool:
+    """Whether Dynamo, in the midst of a compilation, runs the present code itself: not code that it compiles."""
+    return not torch.compiler.is_dynamo_compiling() and TracingContext.try_get() is not None
 
 
 def modes_are_active() -> bool:

@@ -299,8 +299,9 @@ def test_what_cannot_be_right_is_refused() -> None:
     several = torch.randn(5, *q.shape)
     (got,) = torch.autograd.grad(dense(q), q, several, is_grads_batched=True)
     torch.testing.assert_close(got, torch.stack([torch.autograd.grad(fn(q), q, one)[0] for one in several]))
-    with pytest.raises(Exception, match=r"does not run under torch\.vmap"):
+    with pytest.raises(Exception) as compiled:  # torch 2.11, which tidies up after it, raises an error of its own
         torch.compile(lambda q: torch.vmap(fn)(q), fullgraph=True, backend="aot_eager")(q[None])
+    assert any("does not run under torch.vmap" in str(error) for error in (compiled.value, compiled.value.__context__))
     assert torch.autograd.gradgradcheck(
         lambda x: ls.attention(x, x, x, mask=ls.causal(), kernel="dense"), torch.randn(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)
     )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._guards import TracingContext, tracing
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 import longspan as ls
@@ -127,6 +128,17 @@ def test_words_that_would_keep_one_of_two_masks_are_refused() -> None:
     ):
         with pytest.raises(TypeError, match="combine them with &"):
             words()
+
+
+def test_a_mask_that_is_called_in_compiled_code_may_be_asked_whether_it_is_there() -> None:
+    """Dynamo of torch 2.11 asks so. Compiled code of the user's may not."""
+    with tracing(TracingContext(None)):
+        assert bool(ls.causal() & ls.full())
+    index = torch.arange(5)
+    called = torch.compile(lambda i, mask: mask(i, i, i[:, None], i), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(called(index, ls.causal()), torch.ones(5, 5).tril().bool())
+    with pytest.raises(TypeError, match="combine them with &"):
+        torch.compile(lambda i: (ls.causal() and ls.full())(i, i, i, i), backend="aot_eager")(index)
 
 
 def test_integers_of_numpy_and_of_tensors_are_integers() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from longspan._torch_private import dynamo_is_at_work
 from longspan.masks.block_mask import ListedMask, mask_mod_of_block_mask, table_of_block_mask
 from longspan.masks.classify import classify
 from longspan.masks.documents import bounds, document_ids, integer, integers, is_scalar, renumbered
@@ -85,6 +86,8 @@ class Mask:
         return Not(self)
 
     def __bool__(self) -> bool:
+        if dynamo_is_at_work():
+            return True
         raise TypeError(
             f"mask {self}: is neither true nor false. `and`, `or` and `not` would keep one of two masks: combine them with &, | and ~. "
             "Whether there is one is asked with `is None`"
