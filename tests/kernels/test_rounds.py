@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon")
 
 import longspan as ls
+from longspan.kernels.hopper.passes import walks_of
 from longspan.kernels.hopper.rounds import MANY, PROGRAMS, mean_work, took, walks
+from longspan.kernels.protocol import Tiling, Work
 from longspan.masks.table import BlockTable
 from longspan.testing import oracle
 
@@ -40,6 +43,13 @@ def test_what_is_split() -> None:
     causal = by_keys(ls.causal(), 8192)
     assert walks(causal, 1, 8, 256) > 1 and walks(causal, 2, 8, 256) > 1  # a layer of 64/8 heads on 8 or 4 devices
     assert walks(causal, 8, 4, 256) == walks(causal, 32, 1, 256) == walks(by_keys(ls.causal(), 131072), 1, 8, 256) == 1
+
+
+def test_nothing_is_split_where_other_launches_fill_the_device() -> None:
+    table, tiles = ls.causal().block_table(8192, 8192, block=128), Tiling(length=8192, block=128)
+    work = Work(table=table, q_tiles=tiles, kv_tiles=tiles, scale=0.1)
+    q, v = (torch.empty(1, heads, 8192, 128) for heads in (8, 1))
+    assert walks_of(q, v, work) > 1 == walks_of(q, v, replace(work, beside=True))
 
 
 MASKS: dict[str, Callable[[], ls.Mask]] = {

@@ -53,7 +53,9 @@ class Call:
         found: list[Tensor] = self.data._keep(("captured", device), lambda: [t.to(device) for t in self.data.mask.captured])
         return found
 
-    def work(self, part: Part, q: Tensor, row: int, *, backward: bool, own: tuple[Tensor, Tensor] | None = None) -> Work:
+    def work(
+        self, part: Part, q: Tensor, row: int, *, backward: bool, own: tuple[Tensor, Tensor] | None = None, beside: bool = False
+    ) -> Work:  # fmt: skip
         return Work(
             table=part.table,
             q_tiles=part.q_tiles,
@@ -69,6 +71,7 @@ class Call:
             mask_is_fixed=True,  # copies of the plan's own
             complete=None if backward else part.complete,
             own=own,
+            beside=beside,
         )
 
     def route(self, q: Tensor, k: Tensor, v: Tensor, *, sink: bool, backward: bool) -> tuple[Kernel, Itinerary]:
@@ -111,12 +114,14 @@ class Call:
         """The dtype of gradients of keys on their way home, for inputs of `dtype`."""
         return self.data.grad_reduce_dtype or state_dtype(dtype)
 
-    def apart(self, kernel: Kernel, route: Itinerary, q: Tensor, v: Tensor, group: Group | None, needs: Sequence[bool]) -> bool:
-        """Whether steps of a backward pass may run at the same time. Not the first time: tables are copied to the device then, on the
-        stream that asks for them first, and others would not wait for that.
+    def apart(
+        self, kernel: Kernel, route: Itinerary, q: Tensor, v: Tensor, group: Group | None, needs: Sequence[bool]
+    ) -> tuple[bool, bool]:
+        """Whether steps of a backward pass may run at the same time, and whether they do so now. Not the first time: tables are copied to
+        the device then, on the stream that asks for them first, and others would not wait for that.
         """
         if not q.is_cuda or group is None or not group.any_stream:
-            return False
+            return False, False
         ordered = torch.are_deterministic_algorithms_enabled()
         key = ("apart", self.spec.handle, route, q.shape, v.shape, q.dtype, q.device, tuple(needs), ordered)
 
@@ -125,7 +130,7 @@ class Call:
             return [False, len(works) > 1 and all(kernel.apart(q, v, work, needs) for work in works)]
 
         answers: list[bool] = self.data._keep(key, found)
-        return answers.pop(0) if len(answers) > 1 else answers[0]
+        return answers[-1], answers.pop(0) if len(answers) > 1 else answers[0]
 
     def rehearse(self, q: Tensor, k: Tensor, v: Tensor, *, sink: bool) -> None:
         """Make the choices of the calls to come, so that what is refused is refused before anything is sent."""
@@ -235,7 +240,8 @@ def _backward(
     delta = kernel.delta(out, grad_out, grad_lse)
     dsink = sink_gradient(sink, lse, delta)
     keys = Keys(call.data, k, v, route.steps, "backward", apart=call.apart_keys(k, v), joins=call.joins(kernel, route, q, v, backward=True))
-    lanes = Lanes(q.device, two=call.apart(kernel, route, q, v, keys.group, needs))
+    may_overlap, overlaps = call.apart(kernel, route, q, v, keys.group, needs)
+    lanes = Lanes(q.device, two=overlaps)
     total = _Totals(call, q, k, v, needs, keys, route, lanes, narrow=kernel.rounds_once)
     row_of = (lambda p: slice(p, p + 1)) if call.data.rows > 1 else (lambda p: slice(None))
     with lanes:
@@ -252,7 +258,10 @@ def _backward(
                         into.v.zero_()
                     else:
                         r = row_of(p)
-                        work = call.work(part, q, p, backward=True, own=keys.own(i))
+                        # What comes first may have to wait for what arrives, and nothing comes after the last. In the first call, too, lest
+                        # later ones add up in another order.
+                        beside = may_overlap and bool(step.arrivals) and step is not route.steps[-1]
+                        work = call.work(part, q, p, backward=True, own=keys.own(i), beside=beside)
                         kernel.backward(
                             q[r], k_part, v_part, out[r], lse[r], grad_out[r], None if grad_lse is None else grad_lse[r], work,
                             needs=needs, wide=True, delta=delta[r], into=into,

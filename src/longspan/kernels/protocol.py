@@ -90,6 +90,8 @@ class Work:
 
     `own`: (k, v) of the first rows of `kv_tiles`, where they lie apart: the k and v beside this work hold the others then, and no tile lies
     in both. For kernels that join them (`Kernel.joins`).
+
+    `beside`: more work is given to the device at the same time, and fills what this one leaves idle (`Kernel.apart`).
     """
 
     table: BlockTable
@@ -106,6 +108,7 @@ class Work:
     mask_is_fixed: bool = False
     complete: Tensor | None = None
     own: tuple[Tensor, Tensor] | None = None
+    beside: bool = False
 
 
 @dataclass(kw_only=True, eq=False)

@@ -215,7 +215,9 @@ def width(dim: int) -> int:
 
 
 def walks_of(q: Tensor, v: Tensor, work: Work) -> int:
-    """Into how many parts the query heads of a key head are split, backward."""
+    """Into how many parts the query heads of a key head are split, backward, lest programs idle."""
+    if work.beside:
+        return 1
     return walks(work.table.transposed, v.shape[0] * v.shape[1], q.shape[1] // v.shape[1], q.shape[-1] + v.shape[-1])
 
 
