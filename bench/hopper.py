@@ -219,6 +219,7 @@ def plot(result: Path, picture: Path) -> None:
             if have:
                 axis.bar([j + 0.16 * (i - 2) for j, _ in have], [value for _, value in have], width=0.15, label=label)
         axis.set_ylabel(f"{step}, TFLOP/s")
+        axis.margins(y=0.15)  # room for the legend above the tallest bar
         axis.legend(ncols=5, fontsize="small", loc="upper right")
     labels = [f"{r['case']}\n{r['tokens'] // 1024}k {r['heads']} D{r['dim']}" for r in rows]
     axes[1].set_xticks(range(len(rows)), labels, rotation=60, ha="right", fontsize=7)
