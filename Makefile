@@ -51,7 +51,7 @@ bench: install ## what can be measured without a GPU
 
 bench-gpu: ## on a Hopper GPU: the kernels beside their peers and the engine beside torch's, into bench/results; installs nothing
 	PYTHONPATH=src:. $(PYTHON) bench/hopper.py --json | tee bench/results/hopper.txt
-	PYTHONPATH=src $(PYTHON) bench/engine_gpu.py --kernel hopper --json | tee bench/results/engine_gpu.txt
+	PYTHONPATH=src $(PYTHON) bench/engine_gpu.py --kernel hopper --json | tee bench/results/engine_gpu_hopper.txt
 	PYTHONPATH=src:. $(PYTHON) bench/hopper.py --plot bench/results/hopper.txt bench/results/hopper.png
 
 clean:

@@ -13,12 +13,17 @@ import torch
 from torch import Tensor
 
 import longspan as ls
+from longspan.kernels import registry
 from longspan.kernels.registry import KernelRefused
 from longspan.testing import oracle
 
 
 def test_the_kernels_compile_for_hopper_without_one() -> None:
     pytest.importorskip("triton.experimental.gluon")
+    from longspan.kernels.hopper.kernel import untested
+
+    if (reason := untested()) is not None:
+        pytest.skip(reason)
     script = Path(__file__).with_name("hopper_compile.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
@@ -30,6 +35,25 @@ def test_another_device_is_refused_with_the_reason() -> None:
     q = torch.randn(1, 2, 130, 64)
     with pytest.raises(KernelRefused, match=r"'hopper' cannot do this.*(interpreter|needs a Hopper GPU)"):
         ls.attention(q, q, q, mask=ls.causal(), kernel="hopper")
+
+
+def test_a_hopper_gpu_with_a_triton_that_was_not_tested_is_told_once_what_auto_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    from longspan.kernels.hopper import kernel
+    from longspan.kernels.triton import interpreter
+
+    device = torch.device("cpu")
+    monkeypatch.setattr(registry, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(interpreter, "interpreted", lambda: False)
+    monkeypatch.setattr(kernel, "triton_version", lambda: (3, 6))
+    assert registry.usual(device) == "hopper"
+    monkeypatch.setattr(kernel, "triton_version", lambda: (3, 99))
+    with pytest.warns(UserWarning, match=r"takes 'triton' on this Hopper GPU.*Triton 3\.99: it was tested with 3\.6 only"):
+        assert registry.usual(device) == "triton"
+    assert registry.usual(device) == "triton"  # warnings are errors here
+    monkeypatch.setattr(registry, "_capability", lambda device: (8, 0))
+    monkeypatch.setattr(kernel, "triton_version", lambda: (3, 98))
+    assert registry.usual(device) == "triton"
 
 
 def on_hopper() -> None:

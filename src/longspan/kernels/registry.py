@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -109,12 +110,23 @@ def choose(
 
 def usual(device: torch.device) -> Literal["hopper", "triton"]:
     """What `auto` takes on a CUDA device, in half precision, where nothing was measured to be faster."""
-    if not has_gluon():
+    if not has_gluon() or torch.version.hip is not None:
         return "triton"
     from longspan.kernels.hopper.config import HOPPER
-    from longspan.kernels.hopper.kernel import tested
+    from longspan.kernels.hopper.kernel import untested
+    from longspan.kernels.triton.interpreter import interpreted
 
-    return "hopper" if tested() and _capability(device) == HOPPER else "triton"
+    if interpreted() or _capability(device) != HOPPER:
+        return "triton"
+    if (reason := untested()) is not None:
+        _warn_once(f"kernel='auto' takes 'triton' on this Hopper GPU, which is slower than 'hopper'. That one refuses {reason}")
+        return "triton"
+    return "hopper"
+
+
+@cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, stacklevel=2)
 
 
 def _refusal(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Work]) -> str | None:

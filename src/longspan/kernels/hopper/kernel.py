@@ -39,8 +39,12 @@ def triton_version() -> tuple[int, ...]:
     return tuple(int(n) for n in triton.__version__.split(".")[:2])
 
 
-def tested() -> bool:
-    return not interpreted() and triton_version() in TESTED and torch.version.hip is None
+def untested() -> str | None:
+    """Why these kernels were not tested with the Triton at hand, if they were not."""
+    if triton_version() in TESTED:
+        return None
+    of, known = ".".join(map(str, triton_version())), ", ".join(".".join(map(str, v)) for v in TESTED)
+    return f"Triton {of}: it was tested with {known} only"
 
 
 class HopperKernel(TritonKernel):
@@ -63,10 +67,8 @@ class HopperKernel(TritonKernel):
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
         if interpreted():
             return "TRITON_INTERPRET=1 is set: the interpreter has no Gluon"
-        if triton_version() not in TESTED:
-            return (
-                f"Triton {'.'.join(map(str, triton_version()))}: it was tested with {', '.join('.'.join(map(str, v)) for v in TESTED)} only"
-            )
+        if untested() is not None:
+            return untested()
         if not q.is_cuda:
             return f"tensors on {q.device}: it needs a Hopper GPU"
         if torch.version.hip is not None:
