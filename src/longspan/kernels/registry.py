@@ -41,7 +41,7 @@ def kernel_named(name: str) -> Kernel:
         return TritonKernel()
     if name == "hopper":
         if not has_gluon():
-            raise KernelRefused("kernel 'hopper' needs Gluon as Triton 3.6 has it: pip install 'longspan[triton]', or use kernel='auto'")
+            raise KernelRefused("kernel 'hopper' needs Gluon as Triton 3.6 has it: pip install 'triton==3.6.*', or use kernel='auto'")
         from longspan.kernels.hopper import HopperKernel
 
         return HopperKernel()

@@ -67,8 +67,8 @@ class HopperKernel(TritonKernel):
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
         if interpreted():
             return "TRITON_INTERPRET=1 is set: the interpreter has no Gluon"
-        if untested() is not None:
-            return untested()
+        if (reason := untested()) is not None:
+            return reason
         if not q.is_cuda:
             return f"tensors on {q.device}: it needs a Hopper GPU"
         if torch.version.hip is not None:

@@ -124,8 +124,8 @@ class HopperCall(Call):
             kernel, step = keys_kernel, keys_step(d, with_dq=tensors[8] is not None)
             tiles = {0: _tiles(step.m), 1: _tiles(step.n), 2: _tiles(step.n), 3: _tiles(step.m)}
             if tensors[8] is not None:
-                rows, columns = dq_part(d, step.m)
-                tiles[8] = partial(described, rows=rows, columns=columns)
+                queries, dims = dq_part(d, step.m)
+                tiles[8] = partial(described, rows=queries, columns=dims)
                 added = tensors[8].element_size() * q.shape[-1]
             rows = q.shape[0] * q.shape[1] * q.shape[2]
             begins = all(t is not None and t.data_ptr() % 16 == 0 for t in tensors[4:6])
