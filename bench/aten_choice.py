@@ -5,7 +5,7 @@
 B 1, bfloat16, whole sequences: every query against every key, and causal. Kernels are called through the protocol, forward and backward
 apart; `stage` is a forward that folds a full rectangle into a float32 state, as a stage of many does. Times are of the device, medians.
 TFLOP/s: 4·D per pair and head (2·D + 2·E where dims differ), 2.5 times that backward. Errors are the largest difference of out, and of dq,
-to float32 on 64 rows. At the end, rows for the table SHIPPED of `longspan.kernels.choice`: where a kernel beats triton by
+to float32 on 64 rows. At the end, rows for the table SHIPPED of `longspan._kernels.choice`: where a kernel beats triton by
 more than 3 % at a length and at every longer one. `longspan calibrate --kernels` does so on any machine.
 """
 
@@ -22,10 +22,10 @@ import triton
 from torch import Tensor
 
 from gpu_kernels import Clock
-from longspan.cli.contest import KERNELS, rectangle
-from longspan.kernels.choice import Faster, Timing, winners
-from longspan.kernels.protocol import Kernel, State, Work
-from longspan.kernels.registry import kernel_named, usual
+from longspan._kernels.choice import Faster, Timing, winners
+from longspan._kernels.protocol import Kernel, State, Work
+from longspan._kernels.registry import kernel_named, usual
+from longspan.cli.kernel_race import KERNELS, rectangle
 
 STEPS = ("forward", "backward", "stage")
 
@@ -139,7 +139,7 @@ def main() -> None:
                     refused |= {(r["kernel"], dims): r["refused"] for r in rows[-len(KERNELS) :] if r["refused"]}
     for (name, dims), reason in refused.items():
         print(f"{name} refused {dims[0]}/{dims[1]}: {reason}")
-    print("for SHIPPED in longspan/kernels/choice.py:")
+    print("for SHIPPED in longspan/_kernels/choice.py:")
     for row in found_faster(rows) or ["nothing"]:
         print(f"    {row}")
     if args.json:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import longspan as ls
-from longspan.comm.group import Done, Pending
-from longspan.engine import keys
+from longspan._comm.group import Done, Pending
+from longspan._engine import kv_exchange as keys
 
 KINDS = ("copy", "none")
 Pairs = Sequence[tuple[Tensor, Tensor]]  # (target, source): contiguous, of the same bytes

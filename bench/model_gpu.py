@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import longspan as ls
-from longspan.integrations.decoder import Decoder, DecoderConfig
+from longspan._training.decoder import Decoder, DecoderConfig
 
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

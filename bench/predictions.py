@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 import longspan as ls
-from longspan.plan.clusters import cluster
-from longspan.plan.cost import Shape
-from longspan.plan.timeline import timeline
-from longspan.plan.workload import Workload
+from longspan._cost.clusters import cluster
+from longspan._cost.rates import Shape
+from longspan._cost.timeline import timeline
+from longspan._cost.workload import Workload
 
 # Bytes per element of out that op-by-op merging of a half-precision partial result into a float32 one reads and writes:
 # convert 2 + 4, subtract 4 + 4 + 4, scale 4 + 4, subtract 4 + 4 + 4.

@@ -27,11 +27,11 @@ from torch import Tensor
 
 import longspan as ls
 from link import echoed
+from longspan._comm.group import Done, Pending
+from longspan._cost.clusters import cluster, dump
+from longspan._cost.rates import Cluster, Link
+from longspan._cost.report_data import report
 from longspan.cli import measure
-from longspan.comm.group import Done, Pending
-from longspan.plan.clusters import cluster, dump
-from longspan.plan.cost import Cluster, Link
-from longspan.plan.report import report
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 WITHIN = 0.10

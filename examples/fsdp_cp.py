@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import longspan as ls
-from longspan.integrations.batch import prepare_batch
-from longspan.integrations.decoder import Decoder, DecoderConfig
+from longspan._training.decoder import Decoder, DecoderConfig
+from longspan.integrations._batch import prepare_batch
 from longspan.testing import run_processes
 
 CONFIG = DecoderConfig(vocab=101, width=64, layers=2, heads=4, kv_heads=2, head_dim=16, hidden=96)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import longspan as ls
-from longspan.kernels.protocol import state_dtype
+from longspan._kernels.protocol import state_dtype
 from longspan.testing import oracle
 from longspan.testing.budget import budgets, error
 

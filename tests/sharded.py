@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import longspan as ls
-from longspan.kernels.protocol import state_dtype
-from longspan.plan.strategies import heads_refusal
+from longspan._kernels.protocol import state_dtype
+from longspan._plan.strategies import heads_refusal
 from longspan.testing import oracle, virtual_world
 
 MASKS = ("causal", "documents", "window", "prefix", "custom", "per head")

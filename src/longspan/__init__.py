@@ -3,17 +3,17 @@
 from importlib import import_module
 from typing import Any
 
-from longspan.comm.mesh import Mesh
-from longspan.dropin.context import context_parallel
-from longspan.engine.attention import attention
-from longspan.engine.signatures import flex_attention, scaled_dot_product_attention
-from longspan.masks.algebra import Mask, causal, documents, full, mask_mod, prefix, sliding_window
-from longspan.masks.table import BlockTable
-from longspan.masks.tracing import ProgramError
-from longspan.plan.layout import Layout
-from longspan.plan.make import plan
-from longspan.plan.plan import Plan
-from longspan.plan.schedule import Schedule
+from longspan._comm.mesh import Mesh
+from longspan._dropin.context import context_parallel
+from longspan._engine.attention import attention
+from longspan._engine.signatures import flex_attention, scaled_dot_product_attention
+from longspan._masks.algebra import Mask, causal, documents, full, mask_mod, prefix, sliding_window
+from longspan._masks.block_table import BlockTable
+from longspan._masks.tracing import ProgramError
+from longspan._plan.layout import Layout
+from longspan._plan.plan_data import Plan
+from longspan._plan.schedule import Schedule
+from longspan._planner.build import plan
 
 __version__ = "0.1.0"
 
@@ -41,12 +41,12 @@ __all__ = [
 
 
 # These bring more of torch with them (DTensor, multiprocessing) or need other packages: imported when asked for.
-_LATER = ("dropin", "integrations", "testing", "torch_compat")
+_LATER = ("integrations", "testing", "torch_compat")
 
 
 def __getattr__(name: str) -> Any:
     if name == "ContextParallel":
-        from longspan.dropin.style import ContextParallel
+        from longspan._dropin.parallel_style import ContextParallel
 
         return ContextParallel
     if name in _LATER:

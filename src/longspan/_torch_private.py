@@ -1,7 +1,7 @@
 """Every private part of torch that longspan uses, and why no public one would do.
 
 `BaseHOP`                 Dynamo has no public way to turn a Python callable into a graph that an operator receives; this is the class
-                          through which torch lets an operator take one (see `longspan.engine.compiled`).
+                          through which torch lets an operator take one (see `longspan._engine.compiled`).
 `_disable_current_modes`  A mod is traced on the side. Modes of the caller (selective checkpointing, fake tensors, AOTAutograd's own
                           tracing) must not see, record or replay those operations; there is no public way to step out of them.
 `_get_current_dispatch_mode_stack`  Whether such modes are there: without any, the operator may be called without torch's dispatcher.

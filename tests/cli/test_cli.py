@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from longspan.plan.clusters import cluster, dump
+from longspan._cost.clusters import cluster, dump
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.kernels import registry
-from longspan.kernels.cpu import CpuKernel
+from longspan._kernels import registry
+from longspan._kernels.cpu import CpuKernel
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from longspan.cli import checking, spanning
+from longspan.cli import oracle_checks as checking
+from longspan.cli import strategy_checks as spanning
 from longspan.cli.app import run
 from longspan.testing.budget import FEW, budgets
 

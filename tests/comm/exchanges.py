@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.comm.group import Group
-from longspan.comm.mesh import Mesh
+from longspan._comm.group import Group
+from longspan._comm.mesh import Mesh
 
 
 def rows_between(sender: int, receiver: int) -> int:

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from longspan.comm.agree import agree
-from longspan.comm.mesh import Mesh
+from longspan._comm.agreement import agree
+from longspan._comm.mesh import Mesh
 from longspan.testing import virtual_world
 
 SAME = {"dtype": "bfloat16", "plan": "6fa1", "seq_len": "4096"}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.comm.exchanges import counts_of
 
-from longspan.comm.gather import all_gather_rows, reduce_scatter_rows
-from longspan.comm.mesh import Mesh
+from longspan._comm.gather import all_gather_rows, reduce_scatter_rows
+from longspan._comm.mesh import Mesh
 from longspan.testing import virtual_world
 
 SHAPES = [1, 2, 5, (1, 3), (2, 3), (3, 2)]

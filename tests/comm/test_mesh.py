@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.comm.exchanges import uneven_exchange
 
-from longspan.comm.mesh import Axis, Mesh, as_mesh
+from longspan._comm.mesh import Axis, Mesh, as_mesh
 from longspan.testing import virtual_world
 
 

@@ -13,9 +13,9 @@ from tests.comm.exchanges import exchange_of_pieces, rows_between
 from torch import Tensor
 
 import longspan as ls
-from longspan.comm.mesh import Mesh
-from longspan.comm.process_group import ProcessGroupGroup
-from longspan.engine.itinerary import itinerary
+from longspan._comm.mesh import Mesh
+from longspan._comm.process_group import ProcessGroupGroup
+from longspan._engine.local_schedule import itinerary
 from longspan.testing import virtual_world
 
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from tests.comm.exchanges import counts_of, exchange_of_pieces, gradient_through_an_exchange, uneven_exchange
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from longspan.comm.agree import agree
-from longspan.comm.gather import all_gather_rows, reduce_scatter_rows
-from longspan.comm.mesh import Axis, Mesh, as_mesh
+from longspan._comm.agreement import agree
+from longspan._comm.gather import all_gather_rows, reduce_scatter_rows
+from longspan._comm.mesh import Axis, Mesh, as_mesh
 from longspan.testing import run_processes
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.bool, torch.float8_e4m3fn)

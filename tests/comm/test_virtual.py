@@ -10,8 +10,8 @@ import pytest
 import torch
 from tests.comm.exchanges import gradient_through_an_exchange, rows_between, uneven_exchange
 
-from longspan.comm.group import Group
-from longspan.comm.mesh import Mesh
+from longspan._comm.group import Group
+from longspan._comm.mesh import Mesh
 from longspan.testing import virtual_world
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.bool, torch.float8_e4m3fn)

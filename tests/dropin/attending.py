@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.dropin.context import Context, context_parallel
+from longspan._dropin.context import Context, context_parallel
 from longspan.testing import virtual_world
 
 BATCH, HEADS, DIM = 2, 6, 8

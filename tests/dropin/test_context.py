@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 from torch.nn.functional import scaled_dot_product_attention as imported_before
 
 import longspan as ls
-from longspan.dropin.context import context_parallel
+from longspan._dropin.context import context_parallel
 from longspan.testing import virtual_world
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from longspan.dropin.context import context_parallel
+from longspan._dropin.context import context_parallel
 from longspan.testing import virtual_world
 
 FLEX, CHECKPOINT = flex_attention.__code__, torch.utils.checkpoint.checkpoint.__wrapped__.__code__  # type: ignore[attr-defined]

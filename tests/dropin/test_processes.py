@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from longspan.dropin.context import context_parallel
+from longspan._dropin.context import context_parallel
 from longspan.testing import run_processes
 
 LENGTH = 45
@@ -53,7 +53,7 @@ def _styles() -> dict[str, Any]:
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import parallelize_module
 
-    from longspan.dropin.style import ContextParallel
+    from longspan._dropin.parallel_style import ContextParallel
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     q, k, v = qkv(LENGTH)
@@ -92,7 +92,7 @@ def _styles() -> dict[str, Any]:
 
 
 def _chunks(length: int, ranks: int) -> Any:
-    from longspan.dropin.lengths import chunked
+    from longspan._dropin.global_layout import chunked
 
     return chunked(length, ranks)
 

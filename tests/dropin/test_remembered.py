@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import longspan as ls
-from longspan.dropin import spanning
-from longspan.dropin.context import context_parallel
-from longspan.dropin.lengths import Lengths, chunked
-from longspan.plan.layout import Layout
+from longspan._dropin import dispatcher as spanning
+from longspan._dropin.context import context_parallel
+from longspan._dropin.global_layout import Lengths, chunked
+from longspan._plan.layout import Layout
 from longspan.testing import virtual_world
 
 LENGTH = 43

@@ -19,11 +19,11 @@ from tests.sharded import Problem, check_budget, mask_named
 from torch import Tensor
 
 import longspan as ls
-from longspan.engine.itinerary import Itinerary, itinerary
-from longspan.kernels.cpu import CpuKernel
-from longspan.kernels.registry import kernel_named
-from longspan.plan.late import late_share, late_tiles
-from longspan.plan.layout import Layout
+from longspan._engine.local_schedule import Itinerary, itinerary
+from longspan._kernels.cpu import CpuKernel
+from longspan._kernels.registry import kernel_named
+from longspan._plan.layout import Layout
+from longspan._plan.local_split import late_share, late_tiles
 from longspan.testing import virtual_world
 from longspan.testing.virtual import VirtualWorld
 

@@ -10,7 +10,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask
 
 import longspan as ls
-from longspan.kernels import registry
+from longspan._kernels import registry
 from longspan.testing import virtual_world
 
 

@@ -258,9 +258,9 @@ def test_fake_tensors_get_the_shapes_strides_and_dtypes_of_real_ones() -> None:
 
 
 def test_the_operators_pass_torchs_own_opcheck() -> None:
-    from longspan.engine import ops
-    from longspan.engine.spec import Spec
-    from longspan.masks.tracing import trace
+    from longspan._engine import ops
+    from longspan._engine.spec import Spec
+    from longspan._masks.tracing import trace
 
     bias = torch.randn(4, requires_grad=True)
     spec = Spec(mask=trace(ls.causal(), "mask").program, score=trace(lambda s, b, h, q, kv: s + bias[h], "score").program, kernel="cpu")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import longspan as ls
-from longspan.engine.attention import attend
+from longspan._engine.attention import attend
 from longspan.testing import virtual_world
 
 SIZES = {"batch": 2, "heads": 6, "kv_heads": 3, "head_dim": 8}

@@ -15,10 +15,10 @@ from tests.sharded import Problem, Results, check_budget, mask_named, summed
 from torch import Tensor
 
 import longspan as ls
-from longspan.comm.process_group import ProcessGroupGroup
-from longspan.engine import keys
-from longspan.kernels.cpu import CpuKernel
-from longspan.kernels.protocol import Work
+from longspan._comm.process_group import ProcessGroupGroup
+from longspan._engine import kv_exchange as keys
+from longspan._kernels.cpu import CpuKernel
+from longspan._kernels.protocol import Work
 from longspan.testing import run_processes, virtual_world
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -68,7 +68,7 @@ def near(got: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 def test_apart_gives_what_side_by_side_does_however_keys_lie(
     way: str, mask: str, step_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(importlib.import_module("longspan.plan.make"), "STAGE_TOKENS", step_tokens)
+    monkeypatch.setattr(importlib.import_module("longspan._planner.build"), "STAGE_TOKENS", step_tokens)
     p = problem(ls.causal() if mask == "causal" else PER_ROW)
     schedule = p.plan(ls.Mesh.abstract(4), **WAYS[way]).data.schedule
     right, names, size = over(p, 4, lambda t, _: t, **WAYS[way])
@@ -233,7 +233,7 @@ GPU_WAYS = [("at once", 4, 128), ("ring", 3, 128), ("at once", 9, 96), ("ring jo
 @pytest.mark.parametrize(("way", "ranks", "dim"), GPU_WAYS)
 def test_on_a_gpu_keys_from_two_places_give_the_bits_of_one(way: str, ranks: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     on_hopper()
-    from longspan.kernels.hopper import HopperKernel
+    from longspan._kernels.hopper import HopperKernel
 
     joined: list[bool] = []
     for name in ("forward", "backward"):
@@ -242,7 +242,7 @@ def test_on_a_gpu_keys_from_two_places_give_the_bits_of_one(way: str, ranks: int
         mask=mask_named("documents", 3001, ""), score="none", q_len=3001, kv_len=3001, batch=1, heads=8, kv_heads=2, dim=dim, value_dim=dim,
         dtype=torch.bfloat16, device="cuda",
     )  # fmt: skip
-    monkeypatch.setattr(importlib.import_module("longspan.plan.make"), "STAGE_TOKENS", 64)  # each stage of a ring is a step
+    monkeypatch.setattr(importlib.import_module("longspan._planner.build"), "STAGE_TOKENS", 64)  # each stage of a ring is a step
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         monkeypatch.setattr(keys, "APART_BYTES", 0)

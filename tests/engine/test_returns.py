@@ -9,7 +9,7 @@ import torch
 from tests.sharded import Problem, mask_named, summed
 
 import longspan as ls
-from longspan.engine import keys
+from longspan._engine import kv_exchange as keys
 from longspan.testing import virtual_world
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import longspan as ls
-from longspan.engine import ops
-from longspan.engine.spec import Spec
-from longspan.kernels.registry import kernel_named
-from longspan.masks.algebra import Mask
-from longspan.masks.table import BlockTable
-from longspan.masks.tracing import trace
+from longspan._engine import ops
+from longspan._engine.spec import Spec
+from longspan._kernels.registry import kernel_named
+from longspan._masks.algebra import Mask
+from longspan._masks.block_table import BlockTable
+from longspan._masks.tracing import trace
 from longspan.testing import oracle
 
 KERNELS = ["dense", "cpu", "triton"]

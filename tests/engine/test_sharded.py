@@ -10,7 +10,7 @@ from tests.cases import covering_sample
 from tests.sharded import LAYOUTS, Case, Problem, check_budget, check_case, mask_named, problem_of, whole_grid
 
 import longspan as ls
-from longspan.engine.itinerary import itinerary
+from longspan._engine.local_schedule import itinerary
 from longspan.testing import virtual_world
 
 SAMPLE = covering_sample(whole_grid())

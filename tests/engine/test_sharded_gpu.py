@@ -78,7 +78,7 @@ def wide_problem() -> Problem:
 
 
 def _rank_of_lanes(_: Any) -> tuple[list[Any], list[int]]:
-    from longspan.engine import sharded
+    from longspan._engine import distributed as sharded
 
     real, used = sharded.Lanes, []
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import longspan as ls
-from longspan.engine import tables
-from longspan.engine.tables import DeviceCopies, TableCache
+from longspan._engine import table_cache as tables
+from longspan._engine.table_cache import DeviceCopies, TableCache
 
 
 def test_a_table_is_reused_for_equal_contents_and_rebuilt_for_others() -> None:

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from longspan.integrations.batch import prepare_batch
-from longspan.integrations.decoder import Block, Decoder, DecoderConfig
+from longspan._training.decoder import Block, Decoder, DecoderConfig
+from longspan.integrations._batch import prepare_batch
 
 CONFIG = DecoderConfig(vocab=53, width=40, layers=2, heads=4, kv_heads=2, head_dim=8, hidden=36)
 LENGTHS = (203, 151)  # of two batches: with data parallelism, one each

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import longspan as ls
-from longspan.integrations.batch import prepare_batch
-from longspan.integrations.configs import check_config, head_counts, windows_of
+from longspan.integrations._batch import prepare_batch
+from longspan.integrations._configs import check_config, head_counts, windows_of
 from longspan.integrations.loss import linear_token_loss, shift_labels, token_count, token_loss
 from longspan.testing import virtual_world
 

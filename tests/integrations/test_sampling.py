@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import longspan as ls
-from longspan.integrations.sampling import EvalBatches, TrainBatches
+from longspan.integrations._sampling import EvalBatches, TrainBatches
 
 SIZES = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 

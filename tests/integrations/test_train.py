@@ -16,8 +16,8 @@ import torch
 
 pytest.importorskip("typer")
 
+from longspan._training.corpus import BEGIN, corpus
 from longspan.cli.app import run
-from longspan.integrations.corpus import BEGIN, corpus
 
 SMALL = "--steps 20 --tokens 300 --width 32 --layers 1 --heads 4/2 --save-every 5".split()
 

@@ -25,11 +25,12 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import longspan as ls
-from longspan.kernels.hopper import HopperKernel, turns
-from longspan.kernels.protocol import Grads, State, Tiling, Work
-from longspan.kernels.triton.prepared import Prepared
-from longspan.masks.joint import joint_of
-from longspan.masks.tracing import trace
+from longspan._kernels.gpu.prepared_launch import Prepared
+from longspan._kernels.hopper import HopperKernel
+from longspan._kernels.hopper import dq_order as turns
+from longspan._kernels.protocol import Grads, State, Tiling, Work
+from longspan._masks.joint import joint_of
+from longspan._masks.tracing import trace
 
 SHARED_MEMORY = 227 * 1024
 ASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"

@@ -17,8 +17,8 @@ from shards import work_of
 from torch import Tensor
 
 import longspan as ls
-from longspan.kernels.hopper import HopperKernel
-from longspan.kernels.protocol import Grads
+from longspan._kernels.hopper import HopperKernel
+from longspan._kernels.protocol import Grads
 
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 BIAS = torch.linspace(-1, 1, 4)

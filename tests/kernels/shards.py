@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from longspan.kernels.protocol import Tiling, Work
-from longspan.masks.table import FULL, PARTIAL, BlockTable
-from longspan.masks.tracing import trace
+from longspan._kernels.protocol import Tiling, Work
+from longspan._masks.block_table import FULL, PARTIAL, BlockTable
+from longspan._masks.tracing import trace
 
 Segments = Sequence[tuple[int, int]]  # (first position, length)
 

@@ -13,9 +13,9 @@ from tests.kernels.shards import Segments, work_of
 from torch import Tensor
 
 import longspan as ls
-from longspan.kernels import aten, aten_ops
-from longspan.kernels.protocol import Grads, Kernel, State, Work, like_query, state_dtype
-from longspan.kernels.registry import kernel_named
+from longspan._kernels import aten, aten_ops
+from longspan._kernels.protocol import Grads, Kernel, State, Work, like_query, state_dtype
+from longspan._kernels.registry import kernel_named
 from longspan.testing import oracle
 
 BACKENDS = ["flash", "efficient", "cudnn"]

@@ -13,12 +13,12 @@ from tests.kernels.shards import work_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from longspan.kernels import aten_limits, choice, registry
-from longspan.kernels.aten import AnyAtenKernel, AtenKernel
-from longspan.kernels.choice import Faster
-from longspan.kernels.protocol import Work
-from longspan.kernels.registry import KernelRefused, choose, kernel_named, whole_kind
-from longspan.masks.tracing import trace
+from longspan._kernels import aten_limits, choice, registry
+from longspan._kernels.aten import AnyAtenKernel, AtenKernel
+from longspan._kernels.choice import Faster
+from longspan._kernels.protocol import Work
+from longspan._kernels.registry import KernelRefused, choose, kernel_named, whole_kind
+from longspan._masks.tracing import trace
 
 BACKENDS = ["flash", "efficient", "cudnn"]
 BATCH, HEADS, GROUPS = 2, 6, 3

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from longspan.cli.contest import contest, timings
+from longspan._kernels import choice
+from longspan._kernels.choice import Faster, Timing
+from longspan.cli.kernel_race import contest, timings
 from longspan.cli.measure import Clock
-from longspan.kernels import choice
-from longspan.kernels.choice import Faster, Timing
 
 ROW = Faster(kernel="cudnn", backward=True, kind="causal", dims=(64, 48), tokens=4096, capability=(8, 9))
 

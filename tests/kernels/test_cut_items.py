@@ -17,13 +17,14 @@ pytest.importorskip("triton")
 from tests.kernels.test_hopper import on_hopper
 
 import longspan as ls
-from longspan.kernels.hopper import HopperKernel, scratch
-from longspan.kernels.hopper.order import Order, last_rounds
-from longspan.kernels.hopper.passes import HopperCall
-from longspan.kernels.hopper.pieces import Pieces, pieces
-from longspan.kernels.protocol import Tiling, Work
-from longspan.kernels.triton import launch
-from longspan.masks.table import BlockTable
+from longspan._kernels.gpu import launch
+from longspan._kernels.hopper import HopperKernel
+from longspan._kernels.hopper import workspace as scratch
+from longspan._kernels.hopper.item_order import Order, last_rounds
+from longspan._kernels.hopper.passes import HopperCall
+from longspan._kernels.hopper.split_kv import Pieces, pieces
+from longspan._kernels.protocol import Tiling, Work
+from longspan._masks.block_table import BlockTable
 from longspan.testing import oracle
 
 

@@ -15,10 +15,10 @@ from tests.kernels.test_cut_items import watched
 from tests.kernels.test_hopper import on_hopper
 
 import longspan as ls
-from longspan.kernels.hopper import HopperKernel
-from longspan.kernels.hopper.kernel import _done_rows
-from longspan.kernels.protocol import State, Tiling, Work
-from longspan.kernels.triton.kernel import TritonKernel
+from longspan._kernels.hopper import HopperKernel
+from longspan._kernels.hopper.kernel import _done_rows
+from longspan._kernels.protocol import State, Tiling, Work
+from longspan._kernels.triton.kernel import TritonKernel
 from longspan.testing import oracle
 
 QUERIES: Segments = ((0, 300), (900, 212))

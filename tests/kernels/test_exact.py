@@ -11,9 +11,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import longspan as ls
-from longspan.kernels.triton import codegen
-from longspan.masks.joint import joint_of
-from longspan.masks.tracing import trace
+from longspan._kernels.gpu import codegen
+from longspan._masks.joint import joint_of
+from longspan._masks.tracing import trace
 
 Mod = Callable[..., Tensor]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.kernels.triton import codegen, launch
-from longspan.kernels.triton.flat import flat_functions
-from longspan.kernels.triton.interpreter import interpreted, quiet
-from longspan.masks.tracing import trace
+from longspan._kernels.gpu import codegen, launch
+from longspan._kernels.gpu.interpreter import interpreted, quiet
+from longspan._kernels.gpu.uniform_lookup import flat_functions
+from longspan._masks.tracing import trace
 
 TABLE = torch.linspace(-1, 1, 3 * 40).view(3, 40)
 LINE = torch.linspace(-2, 2, 57)

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 import longspan as ls
-from longspan.kernels import registry
-from longspan.kernels.registry import KernelRefused
+from longspan._kernels import registry
+from longspan._kernels.registry import KernelRefused
 from longspan.testing import oracle
 
 
 def test_the_kernels_compile_for_hopper_without_one() -> None:
     pytest.importorskip("triton.experimental.gluon")
-    from longspan.kernels.hopper.kernel import untested
+    from longspan._kernels.hopper.kernel import untested
 
     if (reason := untested()) is not None:
         pytest.skip(reason)
@@ -39,8 +39,8 @@ def test_another_device_is_refused_with_the_reason() -> None:
 
 def test_a_hopper_gpu_with_a_triton_that_was_not_tested_is_told_once_what_auto_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton.experimental.gluon")
-    from longspan.kernels.hopper import kernel
-    from longspan.kernels.triton import interpreter
+    from longspan._kernels.gpu import interpreter
+    from longspan._kernels.hopper import kernel
 
     device = torch.device("cpu")
     monkeypatch.setattr(registry, "_capability", lambda device: (9, 0))

@@ -17,10 +17,12 @@ from tests.kernels.shards import Segments, shard, work_of
 from torch import Tensor
 
 import longspan as ls
-from longspan.kernels import rectangles as covering
-from longspan.kernels.protocol import Tiling
-from longspan.kernels.triton import TritonKernel, launch, prepared
-from longspan.masks.table import FULL, Runs
+from longspan._kernels import rectangles as covering
+from longspan._kernels.gpu import launch
+from longspan._kernels.gpu import prepared_launch as prepared
+from longspan._kernels.protocol import Tiling
+from longspan._kernels.triton import TritonKernel
+from longspan._masks.block_table import FULL, Runs
 
 SHARDS: list[Segments] = [[(0, 96)], [(5, 37), (42, 64)], [(64, 16), (0, 16), (16, 40), (200, 48)], [(9, 7), (30, 7), (48, 16), (64, 33)]]
 

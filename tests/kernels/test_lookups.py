@@ -14,11 +14,11 @@ pytest.importorskip("triton")
 from tests.kernels.shards import work_of
 
 import longspan as ls
-from longspan.kernels.protocol import Tiling, Work
-from longspan.kernels.triton import lookups
-from longspan.kernels.triton.lookups import check_lookups
-from longspan.masks.classify import classify
-from longspan.masks.tracing import trace
+from longspan._kernels.gpu import lookup_bounds as lookups
+from longspan._kernels.gpu.lookup_bounds import check_lookups
+from longspan._kernels.protocol import Tiling, Work
+from longspan._masks.classify import classify
+from longspan._masks.tracing import trace
 
 Mod = Callable[..., Tensor]
 SMALL, LARGE = 250, 20_000

@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 
 import longspan as ls
-from longspan.kernels.hopper.order import Order, best_order, last_rounds
-from longspan.kernels.hopper.pieces import pieces
-from longspan.kernels.hopper.rounds import MANY, ends
-from longspan.kernels.triton.interpreter import interpreted, quiet
-from longspan.kernels.triton.tiles import place_in_order
+from longspan._kernels.gpu.interpreter import interpreted, quiet
+from longspan._kernels.gpu.tile_access import place_in_order
+from longspan._kernels.hopper.item_order import Order, best_order, last_rounds
+from longspan._kernels.hopper.makespan import MANY, ends
+from longspan._kernels.hopper.split_kv import pieces
 
 PROGRAMS = 132
 

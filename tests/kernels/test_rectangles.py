@@ -12,8 +12,8 @@ import torch
 from tests.kernels.shards import shard, work_of
 from torch import Tensor
 
-from longspan.kernels.protocol import Work
-from longspan.kernels.rectangles import Rectangle, rectangles
+from longspan._kernels.protocol import Work
+from longspan._kernels.rectangles import Rectangle, rectangles
 
 Mod = Callable[..., Tensor]
 

@@ -15,10 +15,10 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon")
 
 import longspan as ls
-from longspan.kernels.hopper.passes import walks_of
-from longspan.kernels.hopper.rounds import MANY, PROGRAMS, mean_work, took, walks
-from longspan.kernels.protocol import Tiling, Work
-from longspan.masks.table import BlockTable
+from longspan._kernels.hopper.makespan import MANY, PROGRAMS, mean_work, took, walks
+from longspan._kernels.hopper.passes import walks_of
+from longspan._kernels.protocol import Tiling, Work
+from longspan._masks.block_table import BlockTable
 from longspan.testing import oracle
 
 

@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from longspan.kernels.rows import add_last_rows, add_rows_, copy_rows_, row_lists, split_rows
-from longspan.kernels.triton.interpreter import interpreted, quiet
-from longspan.kernels.triton.rows import add_rows_kernel, last_rows_kernel
+from longspan._kernels.gpu.interpreter import interpreted, quiet
+from longspan._kernels.gpu.row_sums import add_rows_kernel, last_rows_kernel
+from longspan._kernels.row_sums import add_last_rows, add_rows_, copy_rows_, row_lists, split_rows
 
 
 def test_rows_come_home_in_order() -> None:

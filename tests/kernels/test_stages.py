@@ -12,10 +12,10 @@ import torch
 from tests.kernels.shards import Segments, work_of
 from torch import Tensor
 
-from longspan.kernels.protocol import Grads, Kernel, State, Work, state_dtype
-from longspan.kernels.registry import kernel_named
-from longspan.masks.joint import joint_of
-from longspan.masks.tracing import trace
+from longspan._kernels.protocol import Grads, Kernel, State, Work, state_dtype
+from longspan._kernels.registry import kernel_named
+from longspan._masks.joint import joint_of
+from longspan._masks.tracing import trace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS, GROUPS = 2, 6, 3

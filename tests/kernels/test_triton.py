@@ -23,12 +23,12 @@ tl = pytest.importorskip("triton.language")
 # ruff: noqa: E402
 from triton.runtime.errors import OutOfResources
 
-from longspan.kernels.protocol import State, Tiling, Work
-from longspan.kernels.triton import Config, Tile, TritonKernel
-from longspan.kernels.triton.prepared import Prepared
-from longspan.masks.joint import joint_of
-from longspan.masks.table import BlockTable
-from longspan.masks.tracing import trace
+from longspan._kernels.gpu.prepared_launch import Prepared
+from longspan._kernels.protocol import State, Tiling, Work
+from longspan._kernels.triton import Config, Tile, TritonKernel
+from longspan._masks.block_table import BlockTable
+from longspan._masks.joint import joint_of
+from longspan._masks.tracing import trace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Mod = Callable[..., Tensor]

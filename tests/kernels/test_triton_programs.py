@@ -12,9 +12,9 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 # ruff: noqa: E402
-from longspan.kernels.triton import codegen, launch
-from longspan.kernels.triton.interpreter import interpreted, quiet
-from longspan.masks.tracing import trace
+from longspan._kernels.gpu import codegen, launch
+from longspan._kernels.gpu.interpreter import interpreted, quiet
+from longspan._masks.tracing import trace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Mod = Callable[..., Tensor]

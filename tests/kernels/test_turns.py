@@ -18,13 +18,13 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon")
 
 import longspan as ls
-from longspan.kernels import hopper
-from longspan.kernels.hopper import HopperKernel, passes
-from longspan.kernels.hopper.rounds import PROGRAMS
-from longspan.kernels.hopper.turns import MOST, evenness, turns, worthwhile
-from longspan.kernels.protocol import Grads, Tiling
-from longspan.kernels.triton import launch
-from longspan.masks.table import BlockTable
+from longspan._kernels import hopper
+from longspan._kernels.gpu import launch
+from longspan._kernels.hopper import HopperKernel, passes
+from longspan._kernels.hopper.dq_order import MOST, evenness, turns, worthwhile
+from longspan._kernels.hopper.makespan import PROGRAMS
+from longspan._kernels.protocol import Grads, Tiling
+from longspan._masks.block_table import BlockTable
 from longspan.testing import oracle
 
 CPU = torch.device("cpu")

@@ -15,11 +15,11 @@ from tests.kernels.shards import Segments, work_of
 from tests.kernels.test_hopper import on_hopper
 
 import longspan as ls
-from longspan.kernels.hopper import HopperKernel
-from longspan.kernels.hopper.kernel import _in_one, _without_nothing
-from longspan.kernels.protocol import Grads, Tiling, Work
-from longspan.masks.joint import joint_of
-from longspan.masks.tracing import trace
+from longspan._kernels.hopper import HopperKernel
+from longspan._kernels.hopper.kernel import _in_one, _without_nothing
+from longspan._kernels.protocol import Grads, Tiling, Work
+from longspan._masks.joint import joint_of
+from longspan._masks.tracing import trace
 
 QUERIES: Segments = ((700, 300), (1500, 212))
 OWN: Segments = ((700, 300), (1500, 212))  # tiles of 44 and 84 keys end them

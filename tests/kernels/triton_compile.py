@@ -17,12 +17,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from longspan.kernels.triton import Tile, codegen
-from longspan.kernels.triton.backward import keys_kernel, queries_kernel
-from longspan.kernels.triton.config import choose
-from longspan.kernels.triton.forward import forward_kernel
-from longspan.masks.joint import joint_of
-from longspan.masks.tracing import trace
+from longspan._kernels.gpu import codegen
+from longspan._kernels.triton import Tile
+from longspan._kernels.triton.backward import keys_kernel, queries_kernel
+from longspan._kernels.triton.config import choose
+from longspan._kernels.triton.forward import forward_kernel
+from longspan._masks.joint import joint_of
+from longspan._masks.tracing import trace
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 OPTIONS = codegen.Options(fast=True)

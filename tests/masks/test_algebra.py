@@ -14,7 +14,7 @@ from torch._guards import TracingContext, tracing
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 import longspan as ls
-from longspan.masks.table import BlockTable
+from longspan._masks.block_table import BlockTable
 
 
 def dense(mask: Any, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, noop_mask
 
-from longspan.masks.block_mask import mask_mod_of_block_mask, table_of_block_mask
-from longspan.masks.classify import classify
-from longspan.masks.table import FULL, PARTIAL
-from longspan.masks.tracing import trace
+from longspan._masks.block_mask import mask_mod_of_block_mask, table_of_block_mask
+from longspan._masks.block_table import FULL, PARTIAL
+from longspan._masks.classify import classify
+from longspan._masks.tracing import trace
 
 Q_LEN, KV_LEN = 300, 260
 torch.manual_seed(0)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longspan as ls
-from longspan.masks.classify import classify
-from longspan.masks.table import EMPTY, FULL, PARTIAL
+from longspan._masks.block_table import EMPTY, FULL, PARTIAL
+from longspan._masks.classify import classify
 
 MASKS = [
     ls.causal(),

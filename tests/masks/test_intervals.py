@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.masks.intervals import KV, Interpreter, Q, bounds
-from longspan.masks.lookups import RangeTable
-from longspan.masks.rules import Interval, carrier
-from longspan.masks.tracing import trace
+from longspan._masks.interval_rules import Interval, carrier
+from longspan._masks.intervals import KV, Interpreter, Q, bounds
+from longspan._masks.range_lookup import RangeTable
+from longspan._masks.tracing import trace
 
 torch.manual_seed(0)
 I64, I32, F32, F64 = torch.int64, torch.int32, torch.float32, torch.float64

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from longspan.masks.joint import joint_of
-from longspan.masks.program import Program
-from longspan.masks.tracing import ProgramError, trace
+from longspan._masks.joint import joint_of
+from longspan._masks.program import Program
+from longspan._masks.tracing import ProgramError, trace
 
 TABLE = torch.randn(5, 7)
 

@@ -8,10 +8,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longspan.masks import classify as classify_module
-from longspan.masks.classify import classify
-from longspan.masks.table import EMPTY, FULL, PARTIAL, BlockTable
-from longspan.masks.tracing import trace
+from longspan._masks import classify as classify_module
+from longspan._masks.block_table import EMPTY, FULL, PARTIAL, BlockTable
+from longspan._masks.classify import classify
+from longspan._masks.tracing import trace
 
 SIZE = 320
 torch.manual_seed(0)

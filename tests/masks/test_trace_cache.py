@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import and_masks
 
 import longspan as ls
-from longspan.masks.trace_cache import TraceCache
-from longspan.masks.tracing import trace
+from longspan._masks.trace_cache import TraceCache
+from longspan._masks.tracing import trace
 
 WINDOW = 3
 

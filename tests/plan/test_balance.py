@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longspan as ls
-from longspan.masks.table import FULL, PARTIAL, BlockTable
-from longspan.plan.balance import Demand, Evaluation, auto, candidates, choose, evaluate, pairs_per_row, preferred
-from longspan.plan.balance_build import lead_and_fill, structure_of
-from longspan.plan.balance_swaps import Swapper
-from longspan.plan.layouts import contiguous, stack, unit_for, units_per_rank
+from longspan._balance.lead_fill import lead_and_fill, structure_of
+from longspan._balance.search import Demand, Evaluation, auto, candidates, choose, evaluate, pairs_per_row, preferred
+from longspan._balance.swaps import Swapper
+from longspan._masks.block_table import FULL, PARTIAL, BlockTable
+from longspan._plan.named_layouts import contiguous, stack, unit_for, units_per_rank
 
 
 def table_of(kinds, length, block):

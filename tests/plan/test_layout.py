@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from longspan.plan.layout import Layout
+from longspan._plan.layout import Layout
 
 TWO_RANKS = Layout(length=11, rows=((((0, 3), (7, 4)), ((3, 4),)),))
 

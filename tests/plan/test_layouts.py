@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longspan as ls
-from longspan.plan.balance import Demand
-from longspan.plan.layouts import contiguous, documents_of, from_owner, head_tail, per_document, round_robin, stack, unit_for
+from longspan._balance.search import Demand
+from longspan._plan.named_layouts import contiguous, documents_of, from_owner, head_tail, per_document, round_robin, stack, unit_for
 
 sizes = st.tuples(st.integers(1, 5000), st.integers(1, 17))
 KINDS = ("contiguous", "head_tail", "round_robin", "per_document")

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.sharded import Problem, mask_named
 
 import longspan as ls
-from longspan.engine.itinerary import itinerary
-from longspan.plan.plan import Plan
-from longspan.plan.tiles import reads
+from longspan._engine.local_schedule import itinerary
+from longspan._plan.plan_data import Plan
+from longspan._plan.tile_grid import reads
 from longspan.testing import virtual_world
 
 MASKS = ("causal", "documents", "window", "prefix", "custom", "per head")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import longspan as ls
-from longspan.plan.clusters import cluster
+from longspan._cost.clusters import cluster
 
 TOKENS, RANKS = 8192, 4
 SIZES: dict[str, Any] = {"heads": 16, "kv_heads": 4, "head_dim": 128}

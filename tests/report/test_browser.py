@@ -9,7 +9,7 @@ from tests.report.pages import browser
 from tests.report.test_page import EVIL, evil_mask
 
 import longspan as ls
-from longspan.report.page import figures
+from longspan._report.page import figures
 
 
 def opened(found: Any, path: Path, **options: Any) -> tuple[Any, list[str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from longspan.plan.clusters import ClusterError, cluster, dump, load, names
+from longspan._cost.clusters import ClusterError, cluster, dump, load, names
 
 
 @pytest.mark.parametrize("name", names())

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import longspan as ls
-from longspan.report import figure, trace
-from longspan.report.page import figures, notebook, page
+from longspan._report import figure, trace
+from longspan._report.page import figures, notebook, page
 
 EVIL = "<script>document.title='owned'</script><img src=x onerror=alert(1)>"
 

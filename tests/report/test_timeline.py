@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import longspan as ls
-from longspan.engine.itinerary import itinerary
-from longspan.plan.balance_demand import Demand, pairs_per_row
-from longspan.plan.clusters import cluster
-from longspan.plan.cost import Link, Rates, Shape
-from longspan.plan.owned import Owned
-from longspan.plan.report import report
-from longspan.plan.scale import curve, demand_for, owner_of, simulate
-from longspan.plan.timeline import Conditions, timeline
-from longspan.plan.workload import Place, of_plan
+from longspan._balance.demand import Demand, pairs_per_row
+from longspan._cost.clusters import cluster
+from longspan._cost.estimate import Owned
+from longspan._cost.rates import Link, Rates, Shape
+from longspan._cost.report_data import report
+from longspan._cost.simulate import curve, demand_for, owner_of, simulate
+from longspan._cost.timeline import Conditions, timeline
+from longspan._cost.workload import Place, of_plan
+from longspan._engine.local_schedule import itinerary
 
 DOCUMENTS = ls.causal() & ls.documents(lengths=[1700, 40, 2900, 3552])
 SIZES: dict[str, Any] = {"heads": 12, "kv_heads": 4, "head_dim": 64}

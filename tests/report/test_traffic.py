@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import longspan as ls
-from longspan.report.page import page
-from longspan.report.trace import events
+from longspan._report.page import page
+from longspan._report.trace import events
 from longspan.testing import virtual_world
 
 MESHES: dict[str, tuple[Any, Any]] = {

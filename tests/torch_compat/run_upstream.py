@@ -66,7 +66,7 @@ class _Counting:
     """all_to_all_single calls that move keys, values or their gradients."""
 
     def __enter__(self):
-        from longspan.comm.process_group import ProcessGroupGroup
+        from longspan._comm.process_group import ProcessGroupGroup
 
         self.count, self.plain = 0, ProcessGroupGroup.all_to_all
         plain, mode = self.plain, self
@@ -79,7 +79,7 @@ class _Counting:
         return self
 
     def __exit__(self, *_):
-        from longspan.comm.process_group import ProcessGroupGroup
+        from longspan._comm.process_group import ProcessGroupGroup
 
         ProcessGroupGroup.all_to_all = self.plain
 

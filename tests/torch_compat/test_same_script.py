@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from longspan.dropin.context import context_parallel
+from longspan._dropin.context import context_parallel
 from longspan.testing import run_processes, virtual_world
 
 RANKS, BATCH, HEADS, LENGTH, DIM = 2, 2, 4, 1024, 64

@@ -26,7 +26,7 @@ def calibrate(
 ) -> None:
     """Measure kernels by tile shape, copies, and (under torchrun) collectives of this machine, and write a profile for `longspan plan`."""
     if kernels:
-        from longspan.cli.contest import contest
+        from longspan.cli.kernel_race import contest
 
         try:
             typer.echo("\n".join(contest(quick=quick)))
@@ -35,8 +35,8 @@ def calibrate(
         except OSError as error:
             raise Refused(f"--kernels: {error.filename or 'the choice'} cannot be written: {said(error)}") from None
         return
+    from longspan._cost.clusters import dump
     from longspan.cli.measure import measured
-    from longspan.plan.clusters import dump
 
     q_heads, kv_heads = parse.heads(heads)
     files.check(out, "OUT")

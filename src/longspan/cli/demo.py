@@ -25,8 +25,8 @@ def demo(
     """Split a packed batch over processes, run forward and backward by every strategy, and compare with one process."""
     import torch
 
-    from longspan.integrations import launch
-    from longspan.integrations.showing import Sizes
+    from longspan._training import launch
+    from longspan._training.demo_ranks import Sizes
 
     q_heads, kv_heads = parse.heads(heads)
     sizes = Sizes(tokens=parse.count(tokens, "--tokens"), heads=q_heads, kv_heads=kv_heads, dim=parse.count(dim, "--dim"))
@@ -42,7 +42,7 @@ def _rank(device: Any, sizes: Any) -> int:
     import torch
     import torch.distributed as dist
 
-    from longspan.integrations.showing import on_rank
+    from longspan._training.demo_ranks import on_rank
 
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False

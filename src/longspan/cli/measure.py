@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 import longspan as ls
-from longspan.kernels.registry import usual
-from longspan.plan.clusters import cluster
-from longspan.plan.cost import BACKWARD, Cluster, Kernel, Link, Rates
+from longspan._cost.clusters import cluster
+from longspan._cost.rates import BACKWARD, Cluster, Kernel, Link, Rates
+from longspan._kernels.registry import usual
 
 KEYS = {"cuda": (128, 256, 512, 1024, 2048, 4096, 16384, 65536), "cpu": (128, 256, 512, 1024)}
 LONG = 0.05  # seconds
@@ -159,7 +159,7 @@ def _slots(device: torch.device, kernel: str) -> int:
     if device.type == "cpu":
         return torch.get_num_threads()
     if (usual(device) if kernel == "auto" else kernel) == "hopper":
-        from longspan.kernels.hopper.passes import programs_at_once
+        from longspan._kernels.hopper.passes import programs_at_once
 
         return programs_at_once(device)
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count

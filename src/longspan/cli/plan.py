@@ -8,12 +8,13 @@ from typing import Annotated, Any
 import typer
 
 import longspan as ls
-from longspan.cli import files, parse, show
+from longspan._cost import simulate as scale
+from longspan._cost.clusters import cluster as cluster_of
+from longspan._cost.timeline import Conditions
+from longspan._plan.strategies import LAYOUTS, NAMES, heads_refusal
+from longspan.cli import files, parse
+from longspan.cli import printing as show
 from longspan.cli.app import Refused, refusing, said
-from longspan.plan import scale
-from longspan.plan.clusters import cluster as cluster_of
-from longspan.plan.strategies import LAYOUTS, NAMES, heads_refusal
-from longspan.plan.timeline import Conditions
 
 PLANNED = 512  # devices; more are simulated
 
@@ -114,8 +115,8 @@ def _degrees(gpus: int, sizes: Any, cluster: Any, strategy: str, degree: int | N
 
 
 def _written(made: Any, cluster: Any, conditions: Conditions, html: Path | None, png: Path | None, trace: Path | None) -> None:
-    from longspan.report import figure, page
-    from longspan.report import trace as tracing
+    from longspan._report import figure, page
+    from longspan._report import trace as tracing
 
     if html is not None:
         with refusing(f"--html: {html}", OSError):
@@ -124,7 +125,7 @@ def _written(made: Any, cluster: Any, conditions: Conditions, html: Path | None,
         with refusing("--png", ImportError), refusing(f"--png: {png}", OSError):
             figure.figure(made, png, cluster=cluster)
     if trace is not None:
-        from longspan.plan.report import report
+        from longspan._cost.report_data import report
 
         with refusing(f"--trace: {trace}", OSError):
             tracing.save(report(made.data, cluster, conditions), trace)

@@ -58,10 +58,10 @@ def _train(
 ) -> int:  # fmt: skip
     import torch
 
-    from longspan.integrations import launch
-    from longspan.integrations.corpus import VOCAB, corpus
-    from longspan.integrations.decoder import DecoderConfig
-    from longspan.integrations.training import Job, check_ranks, check_resume
+    from longspan._training import launch
+    from longspan._training.corpus import VOCAB, corpus
+    from longspan._training.decoder import DecoderConfig
+    from longspan._training.job import Job, check_ranks, check_resume
 
     q_heads, kv_heads = parse.heads(heads)
     wide = parse.count(width, "--width")
@@ -124,7 +124,7 @@ def _named(option: str, fn: Any, *args: Any, **kwargs: Any) -> Any:
 def _rank(device: Any, job: Any) -> int:
     import torch.distributed as dist
 
-    from longspan.integrations.training import train as run
+    from longspan._training.job import train as run
 
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\..*")
     if dist.get_rank():

@@ -30,7 +30,7 @@ def verify(
 
     An error may be twice that of the dense computation in the same dtype. The exit code is 0 if everything holds and 1 if not.
     """
-    from longspan.integrations import launch
+    from longspan._training import launch
 
     place = parse.device(device)
     many = 4 if ranks is None else parse.count(ranks, "--ranks")
@@ -56,7 +56,8 @@ def _shown(device: Any, whole: bool, as_json: bool, ranks: int, rank: int | None
     import torch
 
     import longspan as ls
-    from longspan.cli import checking, spanning
+    from longspan.cli import oracle_checks as checking
+    from longspan.cli import strategy_checks as spanning
 
     tell: Callable[[str], None] = _echo if not rank else _silent
     tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
@@ -89,8 +90,8 @@ def kernel_lines(device: Any, *, whole: bool) -> Iterator[Any]:
     import torch
 
     import longspan as ls
-    from longspan.cli.checking import Line, Problem, grid
-    from longspan.kernels.registry import NAMES, KernelRefused
+    from longspan._kernels.registry import NAMES, KernelRefused
+    from longspan.cli.oracle_checks import Line, Problem, grid
 
     dtypes = [torch.float32, torch.bfloat16, torch.float16 if device.type == "cuda" else torch.float64]
     problems = [Problem(mask=mask, score=score, dtype=dtype, device=device) for mask, score, dtype in grid(dtypes, whole=whole)]

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from longspan.integrations.batch import prepare_batch
-from longspan.integrations.configs import head_counts
-from longspan.integrations.meshes import roles
-from longspan.integrations.sampling import EpochLoader, EvalBatches, TrainBatches
+from longspan.integrations._batch import prepare_batch
+from longspan.integrations._configs import head_counts
+from longspan.integrations._meshes import roles
+from longspan.integrations._sampling import EpochLoader, EvalBatches, TrainBatches
 
 try:
     from transformers import Trainer

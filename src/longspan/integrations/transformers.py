@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.engine.attention import attention
-from longspan.engine.signatures import as_autocast
-from longspan.integrations.batch import RealKeys, prepare_batch
-from longspan.integrations.configs import check_config
-from longspan.integrations.plans import FULL, SLIDING, ModelPlans
-from longspan.masks.algebra import Mask, causal, mask_mod, sliding_window
-from longspan.plan.plan import Plan, PlanSet
+from longspan._engine.attention import attention
+from longspan._engine.signatures import as_autocast
+from longspan._masks.algebra import Mask, causal, mask_mod, sliding_window
+from longspan._plan.plan_data import Plan, PlanSet
+from longspan.integrations._batch import RealKeys, prepare_batch
+from longspan.integrations._configs import check_config
+from longspan.integrations._plans import FULL, SLIDING, ModelPlans
 
 try:
     from transformers import AttentionInterface

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from longspan.kernels.protocol import state_dtype
+from longspan._kernels.protocol import state_dtype
 
 FEW = 16  # numbers of a result, up to which one draw says little about how large its errors are
 Results = Mapping[str, Tensor]

@@ -56,7 +56,7 @@ def oracle(
     Differentiable for q, k, v, sink and whatever the mods capture. `dtype` computes everything in another dtype instead: what an
     error against float64 is to be compared with.
     """
-    from longspan.masks.algebra import as_mask
+    from longspan._masks.algebra import as_mask
 
     batch, heads, q_len, dim = q.shape
     kv_len, groups = k.shape[2], heads // k.shape[1]

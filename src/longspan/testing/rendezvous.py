@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from longspan.comm.group import Pending, check_pieces, check_whole, describe, row_counts
+from longspan._comm.group import Pending, check_pieces, check_whole, describe, row_counts
 
 
 class RankLost(RuntimeError):

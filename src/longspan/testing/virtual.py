@@ -19,9 +19,9 @@ from typing import TypeVar
 
 import torch
 
-from longspan.comm.agree import AGREEMENT
-from longspan.comm.group import Group
-from longspan.comm.mesh import VIRTUAL, Axis, Mesh, coordinate_of, mesh_axes, virtual_worlds
+from longspan._comm.agreement import AGREEMENT
+from longspan._comm.group import Group
+from longspan._comm.mesh import VIRTUAL, Axis, Mesh, coordinate_of, mesh_axes, virtual_worlds
 from longspan.testing.rendezvous import Exchange, RankLost, Rendezvous, VirtualGroup
 
 T = TypeVar("T")

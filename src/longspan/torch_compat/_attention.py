@@ -16,15 +16,15 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.attention.flex_attention import BlockMask
 
+from longspan._comm.gather import all_gather_rows
+from longspan._comm.mesh import as_mesh
+from longspan._dropin.buffers import buffers_of
+from longspan._dropin.context import Context
+from longspan._dropin.global_layout import chunked
+from longspan._dropin.intercept import AttentionMode, intercepting
+from longspan._plan.layout import Layout
+from longspan._plan.sharding import shard, unshard
 from longspan._torch_private import tree_flatten, tree_unflatten
-from longspan.comm.gather import all_gather_rows
-from longspan.comm.mesh import as_mesh
-from longspan.dropin.buffers import buffers_of
-from longspan.dropin.context import Context
-from longspan.dropin.intercept import AttentionMode, intercepting
-from longspan.dropin.lengths import chunked
-from longspan.plan.layout import Layout
-from longspan.plan.shards import shard, unshard
 from longspan.torch_compat import _dispatcher
 from longspan.torch_compat._block_mask import ShardedBlockMask
 from longspan.torch_compat._cp_custom_ops import flex_cp_allgather

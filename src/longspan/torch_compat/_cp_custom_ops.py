@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan._comm.gather import all_gather_rows, reduce_scatter_rows
+from longspan._comm.mesh import Mesh, as_mesh
 from longspan._torch_private import process_group_by_name
-from longspan.comm.gather import all_gather_rows, reduce_scatter_rows
-from longspan.comm.mesh import Mesh, as_mesh
 
 
 def _mesh(name: str) -> Mesh:

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from longspan.comm.mesh import Mesh, as_mesh
-from longspan.dropin.dtensors import is_dtensor
-from longspan.dropin.intercept import SDPA, AttentionMode, intercepting
-from longspan.dropin.spanning import Spanning
-from longspan.plan.layout import Layout
+from longspan._comm.mesh import Mesh, as_mesh
+from longspan._dropin.dispatcher import Spanning
+from longspan._dropin.dtensor import is_dtensor
+from longspan._dropin.intercept import SDPA, AttentionMode, intercepting
+from longspan._plan.layout import Layout
 from longspan.torch_compat._load_balancer import _create_default_load_balancer, layout_of
 from longspan.torch_compat._options import strategy
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from longspan.dropin.lengths import chunked
-from longspan.masks.algebra import as_mask
-from longspan.plan.layout import Layout, Segments
-from longspan.plan.layouts import from_owner, head_tail, per_document, round_robin_owner, stack, unit_for
+from longspan._dropin.global_layout import chunked
+from longspan._masks.algebra import as_mask
+from longspan._plan.layout import Layout, Segments
+from longspan._plan.named_layouts import from_owner, head_tail, per_document, round_robin_owner, stack, unit_for
 from longspan.torch_compat._options import _cp_options
 
 

@@ -1,0 +1,192 @@
+"""Meshes: the ranks that share a sequence, as a value. Making one, or a plan with it, takes no communication.
+
+A mesh holds names of groups, not groups: it can be pickled, compared, and planned with where there is no process group at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
+
+import torch.distributed as dist
+
+from longspan._comm.group import Alone, Group
+from longspan._torch_private import process_group_by_name
+
+VIRTUAL = "virtual:"
+
+
+class World(Protocol):
+    """A virtual world, which knows the groups of its ranks by name."""
+
+    def group(self, name: str, rank: int) -> Group: ...
+
+
+# Virtual worlds that are alive, by the name that their groups' names start with. torch has such a table for process groups.
+virtual_worlds: WeakValueDictionary[str, World] = WeakValueDictionary()
+
+
+class Axis(NamedTuple):
+    """One axis of a mesh."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """One or two axes of ranks, as the rank at `coordinate` sees them. `groups[i]`: the name of the group along axis i; () for none."""
+
+    axes: tuple[Axis, ...]
+    coordinate: tuple[int, ...]
+    groups: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes, names = [axis.size for axis in self.axes], {axis.name for axis in self.axes}
+        if not 1 <= len(sizes) <= 2 or len(names) < len(sizes) or min(sizes) < 1:
+            raise ValueError(f"mesh: expected one or two axes of different names and of size 1 or more, got {self.axes}")
+        if len(self.coordinate) != len(sizes) or any(not 0 <= c < size for c, size in zip(self.coordinate, sizes)):
+            raise ValueError(f"mesh: expected a coordinate in axes of sizes {sizes}, got {self.coordinate}")
+        if len(self.groups) not in (0, len(sizes)):
+            raise ValueError(f"mesh: expected a group for each of {len(sizes)} axes, or none, got {self.groups}")
+
+    @staticmethod
+    def abstract(shape: int | Sequence[int], rank: int = 0, axis_names: Sequence[str] | None = None) -> Mesh:
+        """A mesh without groups, to plan with. Communication over it raises, unless the axis has one rank only."""
+        axes = mesh_axes(shape, axis_names)
+        return Mesh(axes=axes, coordinate=coordinate_of(axes, rank))
+
+    @property
+    def size(self) -> int:
+        return math.prod(axis.size for axis in self.axes)
+
+    @property
+    def rank(self) -> int:
+        """The shard's index: coordinates in row-major order."""
+        index = 0
+        for c, axis in zip(self.coordinate, self.axes):
+            index = index * axis.size + c
+        return index
+
+    def axis_index(self, axis: int | str) -> int:
+        names = [a.name for a in self.axes]
+        if isinstance(axis, str) and axis in names:
+            return names.index(axis)
+        if isinstance(axis, int) and 0 <= axis < len(names):
+            return axis
+        raise ValueError(f"mesh: expected an axis of {names} or its index, got {axis!r}")
+
+    def group(self, axis: int | str) -> Group:
+        """The group along one axis, looked up now: the only part of a mesh that needs process groups to be there."""
+        i = self.axis_index(axis)
+        if not self.groups:
+            return self._no_group(i)
+        return self._virtual_group(i) if self.groups[i].startswith(VIRTUAL) else self._process_group(i)
+
+    def _no_group(self, i: int) -> Group:
+        name, size = self.axes[i]
+        if size == 1:
+            return Alone(name=name)
+        raise RuntimeError(
+            f"this mesh is abstract: it can be planned with, but rank {self.rank} cannot reach the {size} ranks of axis {name!r}; "
+            "make the plan with the DeviceMesh or ProcessGroup that is to run it"
+        )
+
+    def _virtual_group(self, i: int) -> Group:
+        world = virtual_worlds.get(self.groups[i].split("/")[0])
+        if world is None:
+            raise RuntimeError(
+                f"the virtual world of axis {self.axes[i].name!r} is in another process or no longer exists: "
+                "keep it as long as its meshes and plans are used"
+            )
+        return world.group(self.groups[i], self.coordinate[i])
+
+    def _process_group(self, i: int) -> Group:
+        from longspan._comm.process_group import ProcessGroupGroup
+
+        name, size = self.axes[i]
+        found = process_group_by_name(self.groups[i])
+        if found is None:
+            raise RuntimeError(
+                f"axis {name!r} of the mesh ({size} ranks) communicates over the process group {self.groups[i]!r}, and this process has "
+                "none of that name. Plans can be made anywhere (in a data-loader worker, say) but run only in the process that is the "
+                "rank: call init_process_group there first, and make the mesh again if the groups were destroyed since"
+            )
+        group = ProcessGroupGroup(name=name, group=found)
+        if (group.rank, group.size) != (self.coordinate[i], size):
+            raise RuntimeError(
+                f"axis {name!r} of the mesh was made for rank {self.coordinate[i]} of {size}, but in the process group {self.groups[i]!r} "
+                f"this process is rank {group.rank} of {group.size}; make the mesh (and the plan) on the rank that uses it, and again "
+                "when the groups are made again"
+            )
+        return group
+
+
+def mesh_axes(shape: int | Sequence[int], names: Sequence[str] | None) -> tuple[Axis, ...]:
+    """Axes of a shape; their names are axis0, axis1 unless given."""
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    given = tuple(f"axis{i}" for i in range(len(sizes))) if names is None else tuple(names)
+    if len(given) != len(sizes):
+        raise ValueError(f"mesh: expected a name for each of {len(sizes)} axes, got {given}")
+    return tuple(Axis(name, size) for name, size in zip(given, sizes))
+
+
+def coordinate_of(axes: Sequence[Axis], rank: int) -> tuple[int, ...]:
+    """The coordinate of a shard's index."""
+    size = math.prod(axis.size for axis in axes)
+    if not 0 <= rank < size:
+        raise ValueError(f"mesh: expected a rank of 0 to {size - 1} in a mesh of {[axis.size for axis in axes]}, got {rank}")
+    coordinate: list[int] = []
+    for axis in reversed(axes):
+        rank, c = divmod(rank, axis.size)
+        coordinate.insert(0, c)
+    return tuple(coordinate)
+
+
+def as_mesh(value: Any) -> Mesh:
+    """The mesh that a user's value means: a Mesh, a DeviceMesh of one or two dims, a ProcessGroup. This process must be a rank of it."""
+    if isinstance(value, Mesh):
+        return value
+    if dist.is_available():
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if isinstance(value, DeviceMesh):
+            return _from_device_mesh(value)
+        if isinstance(value, dist.ProcessGroup):
+            rank = dist.get_rank(value)
+            place = _member(rank if rank >= 0 else None, value)
+            return Mesh(axes=mesh_axes(value.size(), None), coordinate=(place,), groups=(value.group_name,))
+        if value is dist.GroupMember.NON_GROUP_MEMBER:
+            _member(None, "the group that new_group was asked for")
+    why = "" if value is not None else "; torch.distributed.group.WORLD is None until init_process_group was called"
+    raise TypeError(
+        f"mesh: expected a DeviceMesh of one or two dims, a ProcessGroup, or a mesh of longspan.testing.virtual_world, got {value!r}{why}. "
+        "To plan without any group, give longspan.Mesh.abstract(ranks)"
+    )
+
+
+def _from_device_mesh(mesh: Any) -> Mesh:
+    names = mesh.mesh_dim_names
+    if not 1 <= mesh.ndim <= 2:
+        example = f"mesh[{names[-1]!r}]" if names else "a DeviceMesh with mesh_dim_names, indexed by one or two of them"
+        raise ValueError(
+            f"mesh: expected a DeviceMesh of one or two dims, got {mesh.ndim} ({mesh}); pass the submesh that shares a sequence: {example}"
+        )
+    coordinate = _member(mesh.get_coordinate(), mesh)
+    if any(bool((mesh.mesh.diff(dim=i) <= 0).any()) for i in range(mesh.ndim)):
+        raise ValueError(
+            f"mesh: expected a DeviceMesh whose ranks ascend along every dim, as torch orders the ranks of a group; got {mesh}"
+        )
+    groups = tuple(mesh.get_group(i).group_name for i in range(mesh.ndim))
+    return Mesh(axes=mesh_axes(tuple(mesh.shape), names), coordinate=tuple(coordinate), groups=groups)
+
+
+def _member(place: Any, of: Any) -> Any:
+    if place is None:
+        raise ValueError(
+            f"mesh: this process (global rank {dist.get_rank()}) is not a rank of {of}; only its ranks may plan and call with it"
+        )
+    return place

@@ -1,0 +1,150 @@
+"""What callers get wrong, said before any kernel runs: expected, got, what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import FlexKernelOptions
+from torch.overrides import TorchFunctionMode
+
+from longspan._masks.tracing import ProgramError
+from longspan._torch_private import is_batched_gradient, is_transformed, transform_is_active, tree_leaves
+
+# torch's names, each also for the forward or the backward pass alone.
+_OPTIONS = frozenset(f"{side}{name}" for name in FlexKernelOptions.__annotations__ for side in ("", "fwd_", "bwd_"))
+_BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH")
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_tensors(q: Any, k: Any, v: Any) -> None:
+    """Rank, dtype, device, batch, heads and dims of q [B, H, Q, D], k [B, G, K, D], v [B, G, K, E]."""
+    named = (("q", q), ("k", k), ("v", v))
+    for name, t in named:
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(t).__name__}")
+        if t.is_nested or t.layout != torch.strided:
+            raise TypeError(f"{name}: expected a plain dense tensor, got layout {t.layout}; pack sequences and use a documents() mask")
+        if t.ndim != 4:
+            raise ValueError(f"{name}: expected 4 dims [batch, heads, tokens, head_dim], got shape {tuple(t.shape)}")
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q: expected one of {', '.join(str(d) for d in DTYPES)}, got {q.dtype}; convert q, k and v")
+    for name, t in named[1:]:
+        if t.dtype != q.dtype:
+            raise TypeError(f"{name}: expected the dtype of q, {q.dtype}, got {t.dtype}; convert one of them")
+        if t.device != q.device:
+            raise ValueError(f"{name}: expected the device of q, {q.device}, got {t.device}; move it with .to(q.device)")
+        if t.shape[0] != q.shape[0]:
+            raise ValueError(f"{name}: expected the batch of q, {q.shape[0]}, got {t.shape[0]} (shape {tuple(t.shape)})")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k: expected the head dim of q, {q.shape[-1]}, got {k.shape[-1]}")
+    if v.shape[1:3] != k.shape[1:3]:
+        raise ValueError(f"v: expected the heads and tokens of k, {tuple(k.shape[1:3])}, got {tuple(v.shape[1:3])}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"k: query heads must be a multiple of key heads, got {q.shape[1]} and {k.shape[1]}")
+    if 0 in (*q.shape[:2], q.shape[-1], v.shape[-1]):
+        raise ValueError(f"q, k, v: batch, heads and head dims must be >= 1, got q {tuple(q.shape)} and v {tuple(v.shape)}")
+
+
+def refuse_transforms(*, planned: bool = False) -> None:
+    """Raise RuntimeError under torch.vmap and torch.func: no kernel but the dense one has a rule for them, and no plan has."""
+    if transform_is_active():
+        other = "over a mesh no kernel does" if planned else "with kernel='dense' it does, in O(S²) memory"
+        raise RuntimeError(
+            f"longspan.attention does not run under torch.vmap or the transforms of torch.func; {other}. In place of torch.vmap, "
+            "put the mapped dim into the batch, x.flatten(0, 1), and call it once; for gradients use torch.autograd"
+        )
+
+
+_CAPTURED = (
+    "longspan.attention under torch.vmap or torch.func: a mod captures a tensor that is mapped or differentiated there. Only q, k, v and "
+    "sink may be; loop over what mods capture, or use torch.autograd"
+)
+
+
+class _NoTransformed(TorchFunctionMode):
+    """Raises where a mod, or who looks for what it captures, touches a tensor that a transform maps or differentiates."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_transformed(value) for value in tree_leaves((args, kwargs))):
+            raise RuntimeError(_CAPTURED)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def tracing_under_transforms() -> Iterator[None]:
+    """Around the tracing of mods, which under torch.vmap and torch.func may capture only what is neither mapped nor differentiated."""
+    if not transform_is_active():
+        yield
+        return
+    try:
+        with _NoTransformed():
+            yield
+    except ProgramError as error:
+        if _CAPTURED in str(error):
+            raise RuntimeError(_CAPTURED) from error
+        raise
+
+
+def refuse_batched_gradients(*gradients: Tensor | None) -> None:
+    """Raise RuntimeError where autograd hands on several gradients as one tensor, as it does for is_grads_batched=True."""
+    if any(g is not None and is_batched_gradient(g) for g in gradients):
+        raise RuntimeError(
+            "longspan.attention does not take several gradients at once (torch.autograd.grad with is_grads_batched=True, "
+            "torch.autograd.functional.jacobian with vectorize=True): call torch.autograd.grad once for each, with retain_graph=True, "
+            "or, without a plan, use kernel='dense'"
+        )
+
+
+def check_scale(scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, Tensor) or not isinstance(scale, int | float) or isinstance(scale, bool):
+        raise TypeError(f"scale: expected a number or None, got {type(scale).__name__}; a learned scale belongs in a score_mod")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    return float(scale)
+
+
+def check_kernel_options(options: Any) -> None:
+    """torch's `kernel_options`: every name that torch documents is accepted and changes nothing here; others are refused.
+
+    They choose among torch's kernels and tune them, or promise something about the mask (ROWS_GUARANTEED_SAFE, BLOCKS_ARE_CONTIGUOUS)
+    that our kernels do not rely on. None changes what is computed but for rounding (PRESCALE_QK), and ours round as without it.
+    """
+    if options is None:
+        return
+    if not isinstance(options, dict):
+        raise TypeError(f"kernel_options: expected a dict or None, got {type(options).__name__}")
+    for name, value in options.items():
+        if name not in _OPTIONS:
+            raise ValueError(
+                f"kernel_options: {name!r} is no option of this torch's FlexKernelOptions; leave it out (the options of torch's kernels "
+                "are accepted and have no effect here)"
+            )
+        if name == "BACKEND" and value not in _BACKENDS:
+            raise ValueError(f"kernel_options: BACKEND is one of {', '.join(_BACKENDS)}, got {value!r}")
+
+
+def check_sink(sink: Any, q: Tensor) -> None:
+    if sink is None:
+        return
+    if not isinstance(sink, Tensor) or not sink.dtype.is_floating_point:
+        raise TypeError(
+            f"sink: expected a floating-point tensor of shape [{q.shape[1]}], got {getattr(sink, 'dtype', type(sink).__name__)}"
+        )
+    if sink.shape != (q.shape[1],):
+        raise ValueError(f"sink: expected one logit per query head, shape [{q.shape[1]}], got {tuple(sink.shape)}")
+    if sink.device != q.device:
+        raise ValueError(f"sink: expected the device of q, {q.device}, got {sink.device}; move it with .to(q.device)")
+
+
+def check_captured(tensors: list[Tensor], q: Tensor, what: str) -> None:
+    for t in tensors:
+        if t.ndim and t.device != q.device:
+            raise ValueError(f"{what} captures a tensor on {t.device}, but q is on {q.device}: move it with .to(q.device)")

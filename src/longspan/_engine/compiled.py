@@ -1,0 +1,278 @@
+"""Under torch.compile: how a mod, which is a Python callable, reaches an opaque operator.
+
+Custom operators take no callables, and Dynamo has no public way to trace a callable into a value. FlexAttention's own way is a
+higher-order operator: Dynamo traces the callable into a subgraph and lifts every tensor it captures into an operand. `BaseHOP` lets
+another operator be treated so. When the subgraph arrives (in AOTAutograd, where it is a plain Python call), it is traced like any
+mod and the ordinary operator is called; nothing of the higher-order operator remains in the compiled graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from longspan._engine import ops
+from longspan._engine.checks import refuse_transforms
+from longspan._engine.spec import Spec
+from longspan._kernels.dense import dense_attention
+from longspan._kernels.protocol import like_query, state_dtype
+from longspan._masks.algebra import Mask
+from longspan._masks.program import Kind
+from longspan._masks.tracing import Traced, takes_tensors, trace
+from longspan._torch_modes import without_autocast
+from longspan._torch_private import BaseHOP, outside_of_modes
+
+_SCALARS = ("score", "b", "h", "q", "kv")
+
+
+def attend_compiled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None,
+    score_mod: Callable[..., Tensor] | None,
+    scale: float,
+    sink: Tensor | None,
+    kernel: str,
+    peak: bool,
+    plan: Tensor | None = None,
+    lse: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `attend` does, as Dynamo sees it. `plan`: a plan's token.
+
+    Operands reach the operator in an order of Dynamo's choosing, equal ones merged. The body therefore returns, after its results, an empty
+    tensor made from each argument: they tell which operand is which.
+    """
+    tensors = [_hand_hop(cast(GraphModule, _copied), t)[0] for t in (q, k, v, sink) if t is not None]
+    tensors += [] if plan is None else [plan]
+    # One-element vectors, not scalars: indexing with a scalar tensor makes Dynamo ask for its value.
+    scalars = [q.new_zeros((1,), dtype=state_dtype(q.dtype)), *(q.new_zeros((1,), dtype=torch.int64) for _ in range(4))]
+    mods = _Mods(score_mod, mask)
+    rows = q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
+    outputs = [like_query(q, v.shape[-1], q.dtype), rows, rows if peak else rows.new_empty((0,))]
+
+    def body(
+        out: Tensor, rows: Tensor, most: Tensor, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *args: Tensor
+    ) -> tuple[Tensor, ...]:
+        results = mods(score, b, h, i, j)
+        tags = [t.new_empty((0,)) for t in (score, b, h, i, j, *args)]
+        return (out.clone(), rows.clone(), most.clone(), *results, *tags)
+
+    found = _attend_hop(
+        cast(GraphModule, body),
+        *outputs,
+        *scalars,
+        *tensors,
+        has_score=score_mod is not None,
+        has_mask=mask is not None,
+        has_sink=sink is not None,
+        has_plan=plan is not None,
+        scale=scale,
+        kernel=kernel,
+        peak=peak,
+        returned=lse,
+    )
+    return found[0], found[1], found[2].detach()
+
+
+class _Mods:
+    """The mods of one call, called one after the other.
+
+    An object made while compiling, not two variables that the body closes over: of a function that another one closes over, Dynamo
+    forgets where it came from, and then refuses the tensors that it closes over itself (a mod made by a factory, outside).
+    """
+
+    def __init__(self, score_mod: Callable[..., Tensor] | None, mask: Mask | None) -> None:
+        self.score_mod = score_mod
+        self.mask = mask
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> list[Tensor]:
+        results = []
+        if self.score_mod is not None:
+            results.append(self.score_mod(score, b, h, i, j))
+        if self.mask is not None:
+            results.append(self.mask(b, h, i, j))
+        return results
+
+
+class _AttendHop(BaseHOP):
+    def __init__(self) -> None:
+        super().__init__("longspan_attend")
+
+    def __call__(
+        self,
+        subgraph: GraphModule,
+        *operands: Any,
+        has_score: bool,
+        has_mask: bool,
+        has_sink: bool,
+        has_plan: bool,
+        scale: float,
+        kernel: str,
+        peak: bool,
+        returned: bool,
+    ) -> tuple[Tensor, ...]:
+        if kernel != "dense":
+            refuse_transforms(planned=has_plan)
+        placeholders = [n for n in subgraph.graph.nodes if n.op == "placeholder"]
+        outputs = next(n for n in subgraph.graph.nodes if n.op == "output").args[0]
+        count = len(_SCALARS) + 3 + has_sink + has_plan
+        tags, results = outputs[-count:], list(outputs[3:-count])
+        operand_of = dict(zip(placeholders, operands, strict=True))
+        scalars = [_source(tag) for tag in tags[: len(_SCALARS)]]
+        q, k, v, *rest = (operand_of[_source(tag)] for tag in tags[len(_SCALARS) :])
+        with outside_of_modes():
+            score = _traced(subgraph, results.pop(0), scalars, "score", state_dtype(q.dtype)) if has_score else None
+            mask = _traced(subgraph, results.pop(0), scalars, "mask", torch.float32) if has_mask else None
+            programs = (None if found is None else found[0].program for found in (mask, score))
+            spec = Spec(mask=next(programs), score=next(programs), kernel=kernel, lse=returned)
+            if kernel != "dense":
+                spec = ops.specs.pin(spec)
+        if spec.score is not None and spec.score.pointwise:
+            spec.joint(())  # now, and not while compiled code runs
+
+        def captured(found: tuple[Traced, list[Node | Tensor]] | None) -> list[Tensor]:
+            if found is None:
+                return []
+            traced, nodes = found
+            sources = [_operand(n, operand_of, stand_in.dtype, q.device) for n, stand_in in zip(nodes, traced.sources, strict=True)]
+            with without_autocast():
+                return sources if traced.preamble is None else list(traced.preamble(*sources))
+
+        mask_captured = [t.detach().to(q.device) for t in captured(mask)]
+        sink = rest[0] if has_sink else None
+        plan = rest[-1] if has_plan else None
+        if kernel == "dense":
+            if plan is not None:
+                raise NotImplementedError("kernel='dense' with a plan does not compile: it reads the plan in Python. Call it uncompiled")
+            options: dict[str, Any] = {"score": spec.score, "score_captured": captured(score), "sink": sink}
+            with without_autocast():
+                out, lse, most = dense_attention(q, k, v, scale=scale, mask=spec.mask, mask_captured=mask_captured, **options)
+        else:
+            out, lse, most = ops.attend(q, k, v, sink, mask_captured, captured(score), plan, spec.handle, scale, peak)
+        return (out, lse, most if peak else lse.new_empty((0,)), *(q.new_empty((0,)) for _ in outputs[3:]))
+
+
+_attend_hop = _AttendHop()
+
+
+class _HandHop(BaseHOP):
+    """Hands a tensor on. To Dynamo, which asks the body, the result is a copy; called, it is the tensor itself.
+
+    Dynamo refuses operators that take a graph and two tensors of one storage, for fear that the graph writes to them. Ours does not, and
+    q, k and v are often parts of one projection.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("longspan_hand")
+
+    def __call__(self, subgraph: GraphModule, *operands: Any) -> tuple[Tensor, ...]:
+        return tuple(t for t in operands if isinstance(t, Tensor))  # one; symbolic sizes may stand beside it
+
+
+_hand_hop = _HandHop()
+
+
+def _copied(tensor: Tensor) -> tuple[Tensor, ...]:
+    return (tensor.clone(),)
+
+
+def _source(tag: Any) -> Node:
+    """The placeholder that a tag was made from."""
+    return tag.args[0]
+
+
+def _traced(
+    module: GraphModule, result: Node, scalars: list[Node], kind: Kind, dtype: torch.dtype
+) -> tuple[Traced, list[Node | Tensor]]:  # fmt: skip
+    """One result of Dynamo's subgraph as a program, and what of the subgraph it captures, in the program's order of sources: placeholders,
+    numbers read from them (Dynamo hands over a float as a tensor of one), and tensors that the mod itself made (`table[[1, 2]]`).
+
+    A number that may change from call to call (a length, a soft cap) is captured as a scalar tensor where the mod can take one. Where it
+    needs the number itself (`x.clamp(0, n)`, `float(n)`), the program is made for the one at hand, and torch compiles again for others.
+    """
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    needed = _needed(module.graph, result)
+    inputs = [n for n in module.graph.nodes if n.op == "placeholder" and (n in needed or n in scalars)]
+    items = [n for n in module.graph.nodes if n in needed and (n.op, n.target) == ("call_method", "item")]
+    inputs += [n for n in items if n.args[0] in inputs and n.args[0] not in scalars]
+    for node in inputs:
+        env[node] = graph.placeholder(node.name)
+    for node in module.graph.nodes:
+        if node in needed and node not in env:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(env[result])
+    part = GraphModule(module, graph)
+    lifted = [n for n in inputs if n not in scalars]
+    stand_ins: dict[Node, Any] = {n: _stand_in(n, dtype) for n in lifted}
+    wanted = scalars if kind == "score" else scalars[1:]
+    numbers = [n for n in lifted if not isinstance(n.meta["example_value"], Tensor)]
+
+    def mod(*args: Tensor) -> Tensor:
+        given = dict(zip([*wanted, *numbers], args, strict=False))
+        return part(*(given[n] if n in given else stand_ins.get(n, args[0]) for n in inputs))
+
+    if numbers:
+        # What Python computes of numbers is a float of 64 bits, which a scalar tensor need not be.
+        exact = all(not _is_float(n.meta.get("example_value")) for n in needed if n not in inputs)
+        read = [n.args[0] for n in inputs if n.op != "placeholder"]
+        exact &= not _would_widen(
+            [n.meta["example_value"] for n in numbers], [stand_ins[n] for n in lifted if n not in [*numbers, *read]], dtype
+        )
+        if not exact or not takes_tensors(mod, kind, [stand_ins[n] for n in numbers], score_dtype=dtype):
+            stand_ins |= {n: _number(n.meta["example_value"]) for n in numbers}
+    traced = trace(mod, kind, score_dtype=dtype, name=f"{kind}_mod of a compiled function")
+    return traced, [next((n for n in lifted if stand_ins[n] is source), source) for source in traced.sources]
+
+
+def _operand(node: Node | Tensor, operand_of: dict[Node, Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What a program captures: an operand as it is, a number as a scalar tensor, or a tensor of literals, made anew where it is needed."""
+    if isinstance(node, Tensor):
+        return torch.tensor(node.tolist(), dtype=dtype, device=device)
+    if node.op != "placeholder":
+        return cast(Tensor, operand_of[cast(Node, node.args[0])]).to(device, dtype)
+    value = operand_of[node]
+    return value if isinstance(value, Tensor) else torch.full((), value, dtype=dtype, device=device)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, float | torch.SymFloat)
+
+
+def _would_widen(numbers: list[Any], tensors: list[Tensor], dtype: torch.dtype) -> bool:
+    """Whether a number that is a scalar tensor could make something of a tensor that the number itself does not: half precision or small
+    integers in more bits. Nor may it lose bits beside a tensor that has more than the score.
+    """
+    floats = any(map(_is_float, numbers)) and any(t.dtype.is_floating_point and t.dtype != dtype for t in tensors)
+    return floats or any(not t.dtype.is_floating_point and t.dtype != torch.bool and t.dtype.itemsize < 4 for t in tensors)
+
+
+def _number(value: Any) -> int | float:
+    """A number that may change, as it is now: torch compiles again for others."""
+    return float(value) if _is_float(value) else int(value)
+
+
+def _stand_in(node: Node, dtype: torch.dtype) -> Tensor:
+    """A real tensor in place of an operand: the trace needs its dtype and sizes, and it must be one object. `dtype`: of the score. A number
+    that meets it as a scalar tensor leaves it that dtype, as the number itself would.
+    """
+    value = node.meta["example_value"]
+    if isinstance(value, Tensor):
+        return torch.empty([1 if not isinstance(s, int) else s for s in value.shape], dtype=value.dtype)
+    return torch.zeros((), dtype=dtype if _is_float(value) else torch.int64)
+
+
+def _needed(graph: Graph, root: Node) -> set[Node]:
+    seen, todo = {root}, [root]
+    while todo:
+        for parent in todo.pop().all_input_nodes:
+            if parent not in seen:
+                seen.add(parent)
+                todo.append(parent)
+    return seen

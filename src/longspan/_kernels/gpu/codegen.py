@@ -1,0 +1,290 @@
+"""Programs to Triton: from a pointwise graph to the source of a `@triton.jit` function, and to the function.
+
+    mask:   f(b, h, q, kv, captured, sizes)                               → bool
+    score:  f(score, b, h, q, kv, captured, sizes)                        → float32, of the score's shape
+    joint:  f(grad, score, b, h, q, kv, valid, captured, sizes, grads)    → float32 gradient of the score before the program;
+            adds the gradients of lookups into `grads`, where `valid`
+
+b, h are scalars, q and kv int32 vectors that broadcast to a tile ([M, 1] and [1, N], or the other way round; a joint that adds
+gradients needs q along dim 0). `captured`: contiguous tensors. `sizes`: all their sizes in one tuple, packed (`launch.pack_sizes`).
+
+Integers are 32 bits wide wherever bounds on the operands prove that this is enough, else 64: a program's values never wrap where
+torch's would not. An index that padding rows compute is clamped into its table. Quotients, roots and products that decide something
+(`exact.decisive`) are rounded as torch rounds them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from longspan._kernels.gpu import device_library as library
+from longspan._kernels.gpu.emitters import EMITTERS
+from longspan._kernels.gpu.exact_values import decisive
+from longspan._kernels.gpu.typed_values import INT32_MAX, Unsupported, Value, bound_of, constant, materialized, type_of
+from longspan._masks.joint import Joint
+from longspan._masks.program import Program, op_name
+
+# Two classes of length, so that a new length almost never is a new program.
+SHORT, LONG = 2**23, 2**31 - 1
+_MAX_HEADS = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What decides a program's source beside its graph.
+
+    `max_position`: no position is larger. `fast`: approximate tanh and reciprocals where no jump hangs on them (`exact.decisive`), for
+    16-bit inputs. `big_tables`: some captured tensor has 2³¹ elements or more. `interpreted`: for Triton's interpreter, which has no
+    inline assembly.
+    """
+
+    max_position: int = SHORT
+    fast: bool = False
+    big_tables: bool = False
+    interpreted: bool = False
+
+
+class Emitter:
+    """Walks one graph and writes its lines."""
+
+    def __init__(self, graph: Graph, options: Options) -> None:
+        self.graph = graph
+        self.options = options
+        self.decisive = decisive(graph)
+        self.lines: list[str] = []
+        self.env: dict[Node, Any] = {}
+        self.captured: dict[Node, int] = {}
+        self.first_size = [0]
+        self._floats: dict[tuple[str, str], str] = {}
+        self.given: dict[Node, dict[int, Value]] = {}  # indices of lookups that are known
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+
+    def _placeholder(self, node: Node) -> None:
+        name = str(node.target)
+        tile = frozenset({"q", "kv"})
+        if name.startswith("captured_"):
+            self.captured[node] = len(self.captured)
+            self.first_size.append(self.first_size[-1] + node.meta["val"].ndim)
+        elif name in ("score", "grad"):
+            self.env[node] = Value(text=name, type="float32", dims=tile)
+        elif name in ("q", "kv"):
+            bound = self.options.max_position
+            self.env[node] = Value(text=name, type="int32", dims=frozenset({name}), bound=bound, nonneg=True)
+        else:
+            self.env[node] = Value(text=name, type="int32", bound=_MAX_HEADS, nonneg=True)
+
+    def hold(self, value: Value) -> Value:
+        """The value under a name of its own."""
+        name = f"v{len(self.lines)}"
+        self.lines.append(f"{name} = {value.text}")
+        return replace(value, text=name)
+
+    def let(self, text: str, operands: Sequence[Value], *, type: str, **known: Any) -> Value:
+        dims = frozenset[str]().union(*(o.dims for o in operands))
+        return self.hold(Value(text=text, type=type, dims=dims, **known))
+
+    def text(self, value: Value, type: str) -> str:
+        """The value in a type, converted once."""
+        if value.literal is not None or value.type == type:
+            return value.to(type)
+        key = (value.text, type)
+        if key not in self._floats:
+            self._floats[key] = self.hold(Value(text=value.to(type), type=type)).text
+        return self._floats[key]
+
+    def value(self, arg: Any) -> Any:
+        """A node's value, a literal's value, or the argument itself where it is neither."""
+        if isinstance(arg, Node):
+            if arg in self.captured and arg not in self.env:
+                self.env[arg] = self._load(arg, [])
+            return self.env[arg]
+        return constant(arg) if isinstance(arg, bool | int | float) else arg
+
+    def run(self, only: Collection[Node] | None = None) -> None:
+        for node in self.graph.nodes if only is None else (n for n in self.graph.nodes if n in only):
+            if node.op == "get_attr":
+                self.env[node] = constant(node.meta["constant"].item())
+            elif node.op == "call_function":
+                name = op_name(node)
+                if name == "index":
+                    known = self.given.get(node, {})
+                    indices = [known.get(i, index) for i, index in enumerate(node.args[1])]  # type: ignore[arg-type]
+                    self.env[node] = self._load(node.args[0], indices)  # type: ignore[arg-type]
+                elif name in EMITTERS:
+                    self.env[node] = EMITTERS[name](self, node, [self.value(a) for a in node.args])
+                else:
+                    raise Unsupported(name)
+
+    def _size(self, table: Node, dim: int) -> str:
+        return f"extent(sizes, {self.first_size[self.captured[table]] + dim})"
+
+    def offset(self, table: Node, indices: Sequence[Value], *, first: int = 0) -> Value:
+        """The offset in a contiguous captured tensor of the element at these indices of the dims from `first` on."""
+        wide = "int64" if self.options.big_tables else None
+        offset: Value | None = None
+        for i, index in enumerate(indices):
+            size = self._size(table, first + i)
+            at = f"tl.minimum({materialized(index).text}, {size} - 1)" if index.nonneg else f"wrap({materialized(index).text}, {size})"
+            if wide or index.type == "int64":
+                at += f".to(tl.{wide or 'int32'})"
+            text = at if offset is None else f"{offset.text} * {size} + {at}"
+            offset = self.let(text, [index, *([offset] if offset else [])], type=wide or "int32", bound=INT32_MAX)
+        assert offset is not None
+        return offset
+
+    def _load(self, table: Node, indices: Sequence[Any]) -> Value:
+        values = [self.value(i) for i in indices]
+        place, at = f"captured[{self.captured[table]}]", None
+        # Leading indices that are the same for all of a tile go into the pointer, and the others are added as what they are, never
+        # negative: two instructions less for every element.
+        same = next((i for i, v in enumerate(values) if v.dims), len(values))
+        if same and not self.options.big_tables:
+            rest = "".join(f" * {self._size(table, i)}" for i in range(same, len(values)))
+            place = f"({place} + {self.offset(table, values[:same]).text}{rest})"
+            values = values[same:]
+        if values:
+            at = self.offset(table, values, first=len(indices) - len(values))
+            place += f" + {at.text}" + ("" if self.options.big_tables else ".to(tl.uint32).to(tl.int64)")
+        dtype = table.meta["val"].dtype
+        text, type = f"tl.load({place})", type_of(dtype)
+        text += " != 0" if dtype == torch.bool else "" if str(dtype) == f"torch.{type}" else f".to(tl.{type})"
+        return self.let(text, [at] if at else [], type=type, bound=bound_of(dtype), nonneg=dtype in (torch.uint8, torch.bool))
+
+    def as_tile(self, value: Value, like: str) -> str:
+        text = self.text(value if value.literal is None else self.hold(materialized(value)), "float32")
+        return text if value.dims == {"q", "kv"} else f"{text} + tl.zeros_like({like})"
+
+
+def function_source(name: str, parameters: str, lines: Sequence[str]) -> str:
+    body = "\n".join(f"    {line}" for line in lines)
+    helpers = ", ".join(n for n in vars(library) if hasattr(getattr(library, n), "fn"))
+    return (
+        "import triton\nimport triton.language as tl\n"
+        f"from longspan._kernels.gpu.device_library import {helpers}\n\n\n"
+        f"@triton.jit\ndef {name}({parameters}):\n{body}\n"
+    )
+
+
+def program_source(program: Program, options: Options) -> str:
+    """The source of a mask's or score's function. Raises `Unsupported`, naming the operation."""
+    emitter = Emitter(program.graph, options)
+    emitter.run()
+    result = emitter.value(program.result)
+    if program.kind == "mask":
+        if result.literal is not None:
+            result = materialized(result)
+        lines, inputs = [*emitter.lines, f"return {result.to('bool')}"], "b, h, q, kv"
+    else:
+        tile = emitter.as_tile(result, "score")
+        lines, inputs = [*emitter.lines, f"return {tile}"], "score, b, h, q, kv"
+    return function_source(f"{program.kind}_{program.key[:12]}", f"{inputs}, captured, sizes", lines)
+
+
+def joint_source(program: Program, joint: Joint, needs: Sequence[bool], options: Options) -> str:
+    """The source of a gradient's function, which adds up the gradients of the captured tensors that `needs` names."""
+    emitter = Emitter(joint.graph, options)
+    emitter.run()
+    output = next(n for n in reversed(joint.graph.nodes) if n.op == "output")
+    d_score, d_reads, indices = output.args[0]  # type: ignore[misc]
+    tables = list(emitter.captured)
+    slot = {c: i for i, c in enumerate(c for c, need in enumerate(needs) if need)}
+    for c, d_read, index in zip(joint.reads, d_reads, indices, strict=True):  # type: ignore[arg-type]
+        grad = emitter.value(d_read)
+        if c in slot and grad.literal != 0:
+            at = emitter.offset(tables[c], [emitter.value(i) for i in index]) if index else None
+            _scatter(emitter, grad, at, f"grads[{slot[c]}]")
+    tile = emitter.as_tile(emitter.value(d_score), "grad")
+    name = f"joint_{program.key[:12]}_{''.join(str(int(n)) for n in needs)}"
+    return function_source(name, "grad, score, b, h, q, kv, valid, captured, sizes, grads", [*emitter.lines, f"return {tile}"])
+
+
+def _scatter(e: Emitter, grad: Value, at: Value | None, target: str) -> None:
+    """Add a tile's gradient into a buffer, summed first along every dim that the index does not depend on."""
+    tile = e.hold(Value(text=f"tl.where(valid, {e.as_tile(grad, 'grad')}, 0.0)", type="float32"))
+    dims = at.dims if at else frozenset()
+    text, where, mask = tile.text, f"{target} + {at.text}" if at else target, ""
+    if not dims:
+        text = f"tl.sum(tl.sum({text}, axis=1), axis=0)"
+    elif dims == {"q", "kv"}:
+        mask = ", mask=valid"
+    else:
+        # As vectors: a tile of one row or column may lie in registers more than once (Gluon keeps layouts), and atomics add every copy.
+        axis = 1 if "q" in dims else 0
+        text, where = f"tl.sum({text}, axis={axis})", f"{target} + tl.sum({at.text}, axis={axis})"  # type: ignore[union-attr]
+    e.lines.append(f'tl.atomic_add({where}, {text}{mask}, sem="relaxed")')
+
+
+@lru_cache(maxsize=1024)
+def loaded(source: str) -> Any:
+    """The last function of a source. Its text goes where `inspect`, and so Triton, will find it."""
+    name = source.rsplit("def ", 1)[1].split("(", 1)[0]
+    filename = f"<longspan {name} {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace: dict[str, Any] = {"__name__": "longspan._kernels.triton.generated"}
+    exec(compile(source, filename, "exec"), namespace)
+    return namespace[name]
+
+
+class ByKey:
+    """A program that hashes as what it computes."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByKey) and self.program.key == other.program.key
+
+    def __hash__(self) -> int:
+        return hash(self.program.key)
+
+
+@lru_cache(maxsize=1024)
+def _program_function(keyed: ByKey, options: Options) -> Any:
+    return loaded(program_source(keyed.program, options))
+
+
+# A joint follows from its program, so the program's key stands for both.
+class _JointByKey(ByKey):
+    def __init__(self, program: Program, joint: Joint) -> None:
+        super().__init__(program)
+        self.joint = joint
+
+
+@lru_cache(maxsize=1024)
+def _joint_function(keyed: _JointByKey, needs: tuple[bool, ...], options: Options) -> Any:
+    return loaded(joint_source(keyed.program, keyed.joint, needs, options))
+
+
+def program_function(program: Program, options: Options) -> Any:
+    """The jit function of a mask or score program; the same object for equal programs."""
+    return _program_function(ByKey(program), options)
+
+
+def joint_function(program: Program, joint: Joint, needs: Sequence[bool], options: Options) -> Any:
+    """The jit function of a score program's gradient."""
+    return _joint_function(_JointByKey(program, joint), tuple(needs), options)
+
+
+def unsupported(program: Program | None, joint: Joint | None, options: Options) -> str | None:
+    """Why a program cannot become Triton, or None."""
+    if program is None:
+        return None
+    if not program.pointwise or (joint is not None and not joint.pointwise):
+        return f"{program.kind}_mod {program.name!r} is not elementwise (it reduces, or makes vectors inside)"
+    try:
+        program_function(program, options)
+        if joint is not None:
+            joint_function(program, joint, [c.differentiable for c in program.captured], options)
+    except Unsupported as error:
+        return f"{program.kind}_mod {program.name!r} uses {error}, which the triton kernel does not compile"
+    return None

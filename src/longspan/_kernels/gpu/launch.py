@@ -1,0 +1,309 @@
+"""The host side that both passes share: block tables, tilings, programs and captured tensors as kernel arguments.
+
+Nothing here waits for the device: copies to it come from page-locked memory. What is derived from a block table or a tiling is copied once
+and kept as long as that lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from longspan._kernels.gpu import codegen
+from longspan._kernels.gpu.interpreter import computable, interpreted
+from longspan._kernels.protocol import Tiling, Work
+from longspan._masks.block_table import FULL, PARTIAL, BlockTable, Runs
+from longspan._masks.program import Program
+
+Pointers = tuple[Tensor, Tensor, Tensor]
+
+
+class DeviceTable(NamedTuple):
+    """A block table on the device, int32: rows in the order to start them, the runs of full and of partial tiles, and in `counts`
+    [rows, 2] how many tiles each row's partial and full runs hold.
+    """
+
+    order: Tensor
+    full: Pointers
+    partial: Pointers
+    counts: Tensor
+
+
+class TilingFacts(NamedTuple):
+    """What launches must know of a tiling by arrays.
+
+    `short`: tiles that hold fewer tokens than a block. `row_breaks`: tiles whose rows do not go on, block by block, from those of the
+    tile before; `breaks`: tiles whose rows or positions do not. All ascending, int64, on the host. `covers`: every row of the tensor is
+    in a tile. `reach`: no position is larger, padding included. `aligned`: every tile begins at a row divisible by 4, so that a float32
+    per row begins on 16 bytes.
+    """
+
+    short: Tensor
+    row_breaks: Tensor
+    breaks: Tensor
+    covers: bool
+    reach: int
+    aligned: bool
+
+
+_facts: WeakKeyDictionary[Tiling, TilingFacts] = WeakKeyDictionary()
+_sides: WeakKeyDictionary[Tiling, dict[torch.device, Pointers]] = WeakKeyDictionary()
+
+
+@lru_cache(maxsize=1024)
+def _plain_facts(length: int, block: int) -> TilingFacts:
+    tiles = -(-length // block)
+    short = torch.tensor([tiles - 1] if length % block else [], dtype=torch.int64)
+    return TilingFacts(short, short[:0], short[:0], True, tiles * block, block % 4 == 0)
+
+
+def facts(tiling: Tiling) -> TilingFacts:
+    if tiling.row is None or tiling.pos is None or tiling.count is None:
+        return _plain_facts(tiling.length, tiling.block)
+    found = _facts.get(tiling)
+    if found is None:
+        row, pos, count = (t.cpu().long() for t in (tiling.row, tiling.pos, tiling.count))
+        covered = torch.zeros(tiling.length + 1, dtype=torch.int64)
+        covered.index_add_(0, row, torch.ones_like(row)).index_add_(0, row + count, -torch.ones_like(row))
+        breaks = (row.diff() != tiling.block) | (count[:-1] < tiling.block)
+        found = TilingFacts(
+            short=torch.nonzero(count < tiling.block).flatten(),
+            row_breaks=torch.nonzero(breaks).flatten() + 1,
+            breaks=torch.nonzero(breaks | (pos.diff() != tiling.block)).flatten() + 1,
+            covers=bool((covered.cumsum(0)[:-1] > 0).all()),
+            reach=int(pos.max()) + tiling.block if len(pos) else 0,
+            aligned=not bool((row % 4).any()),
+        )
+        _facts[tiling] = found
+    return found
+
+
+def side(tiling: Tiling, device: torch.device) -> Pointers | tuple[None, None, None]:
+    """A tiling's (row, pos, count) on the device, int32; Nones for a plain sequence."""
+    if tiling.row is None or tiling.pos is None or tiling.count is None:
+        return None, None, None
+    kept = _sides.setdefault(tiling, {})
+    if device not in kept:
+        row, pos, count = together([tiling.row, tiling.pos, tiling.count], device)
+        kept[device] = row, pos, count
+    return kept[device]
+
+
+def together(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """Arrays as int32 on the device by one copy; each begins on 16 bytes so that its alignment never asks for another compilation."""
+    padded = [torch.nn.functional.pad(p.cpu().int(), (0, 4 - len(p) % 4)) for p in parts]
+    whole = torch.cat(padded)
+    if device.type == "cuda":
+        whole = whole.pin_memory()  # from any other memory a copy waits for all work before it
+    return whole.to(device, non_blocking=True).split([len(p) for p in padded])
+
+
+def flags(chosen: Tensor, device: torch.device) -> Tensor:
+    """Bools as 0s and 1s on the device, int32."""
+    return together([chosen], device)[0]
+
+
+def split_runs(table: BlockTable, columns: TilingFacts, *, positions: bool) -> tuple[Runs, Runs]:
+    """The table's (full, partial) runs, short tiles moved from full to partial ones, and cut into runs that kernels walk without a lookup.
+
+    Within a full run rows go on, and with `positions` (which only a score reads there) positions too; within a partial run both do.
+    """
+    full, partial = table.runs(FULL), table.runs(PARTIAL)
+    breaks = columns.breaks if positions else columns.row_breaks
+    if not (len(columns.short) or len(breaks) or len(columns.breaks)):
+        return full, partial
+    row, first, last = _rows_of(full, table.rows), full.first.long(), full.last.long()
+    run, short = _inside(columns.short, first, last)
+    mixed_row = torch.cat([_rows_of(partial, table.rows), row[run]])
+    mixed_first, mixed_last = torch.cat([partial.first.long(), short]), torch.cat([partial.last.long(), short])
+    order = torch.argsort(mixed_row * (table.kv_tiles + 1) + mixed_first)
+    mixed_row, mixed_first, mixed_last = _cut(mixed_row[order], mixed_first[order], mixed_last[order], columns.breaks)
+    row, first, last = _cut(row, first, last, torch.cat([breaks, columns.short, columns.short + 1]).unique())
+    keep = ~torch.isin(first, columns.short)
+    return _csr(row[keep], first[keep], last[keep], table.rows), _csr(mixed_row, mixed_first, mixed_last, table.rows)
+
+
+def _cut(row: Tensor, first: Tensor, last: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs cut before every one of some ascending tiles."""
+    run, tile = _inside(at, first, last)
+    width = int(last.max()) + 1 if len(last) else 1
+    key = torch.cat([torch.arange(len(first)) * width + first, run * width + tile]).unique()
+    run, begin = key // width, key % width
+    goes_on = torch.cat([run[1:] == run[:-1], torch.zeros(min(1, len(run)), dtype=torch.bool)])
+    return row[run], begin, torch.where(goes_on, begin.roll(-1) - 1, last[run])
+
+
+def _rows_of(runs: Runs, rows: int) -> Tensor:
+    return torch.repeat_interleave(torch.arange(rows), runs.ptr.diff().long())
+
+
+def _inside(tiles: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """(run, tile) of every one of some ascending tiles in every run that holds it."""
+    low, high = torch.searchsorted(tiles, first), torch.searchsorted(tiles, last, right=True)
+    many = high - low
+    run = torch.repeat_interleave(torch.arange(len(first)), many)
+    nth = torch.arange(len(run)) - (many.cumsum(0) - many)[run]
+    return run, tiles[low[run] + nth]
+
+
+def _lengths(runs: Runs, rows: int) -> Tensor:
+    """How many tiles the runs of each row hold, int64."""
+    return torch.zeros(rows, dtype=torch.int64).index_add_(0, _rows_of(runs, rows), (runs.last - runs.first + 1).long())
+
+
+def _csr(row: Tensor, first: Tensor, last: Tensor, rows: int) -> Runs:
+    ptr = torch.zeros(rows + 1, dtype=torch.int32)
+    ptr[1:] = torch.bincount(row, minlength=rows).cumsum(0)
+    return Runs(ptr, first.int(), last.int())
+
+
+def start_order(table: BlockTable, shared: int) -> Tensor:
+    """Rows, most work first. Where one program walks the rows of `shared` heads together, rows of (batch, head group, tile)."""
+    if table.heads == 1 or shared == 1:
+        return table.heavy_first
+    work = table.tiles_per_row.view(table.batch, table.heads // shared, shared, -1).sum(2)
+    return torch.argsort(work.flatten(), descending=True, stable=True).int()
+
+
+_busy: WeakKeyDictionary[BlockTable, int] = WeakKeyDictionary()
+
+
+def busy_rows(table: BlockTable) -> int:
+    """How many rows of a table have any tile. They come first in `start_order`."""
+    if table not in _busy:
+        _busy[table] = int((table.tiles_per_row > 0).sum())
+    return _busy[table]
+
+
+_idle: WeakKeyDictionary[BlockTable, dict[Hashable, tuple[tuple[int, int], ...]]] = WeakKeyDictionary()
+_SPANS = 8  # of idle rows, at most
+
+
+def idle_spans(table: BlockTable, queries: Tiling) -> tuple[tuple[int, int], ...]:
+    """Rows of the queries' tensor that no tile holds, or one that in some batch or head has nothing to see, as stretches [start, stop).
+
+    Where there are many, one that holds them all.
+    """
+    kept = _idle.setdefault(table, {})
+    if queries.name not in kept:
+        tiles = table.rows // (table.batch * table.heads)
+        busy = (table.tiles_per_row.view(-1, tiles) > 0).all(0).cpu()
+        row = torch.arange(tiles) * queries.block if queries.row is None else queries.row.cpu().long()
+        count = (queries.length - row).clamp(max=queries.block) if queries.count is None else queries.count.cpu().long()
+        held = torch.zeros(queries.length + 2, dtype=torch.int64)
+        held.index_add_(0, row[busy] + 1, torch.ones_like(row[busy])).index_add_(0, (row + count)[busy] + 1, -torch.ones_like(row[busy]))
+        idle = torch.nn.functional.pad((held.cumsum(0)[1:-1] == 0).int(), (1, 1)).diff()
+        spans = list(zip(torch.nonzero(idle == 1).flatten().tolist(), torch.nonzero(idle == -1).flatten().tolist(), strict=True))
+        kept[queries.name] = tuple(spans) if len(spans) <= _SPANS else ((spans[0][0], spans[-1][1]),)
+    return kept[queries.name]
+
+
+_tables: WeakKeyDictionary[BlockTable, dict[Hashable, DeviceTable]] = WeakKeyDictionary()
+
+
+def device_table(table: BlockTable, columns: Tiling, device: torch.device, *, shared: int, positions: bool) -> DeviceTable:
+    """`table` on the device for columns tiled so; `shared`: see `start_order`; `positions`: see `split_runs`."""
+    kept = _tables.setdefault(table, {})
+    key = (device, shared, positions, columns.name)
+    found = kept.get(key)
+    if found is None:
+        if len(kept) >= 16:
+            kept.clear()
+        full, partial = split_runs(table, facts(columns), positions=positions)
+        counts = torch.stack([_lengths(partial, table.rows), _lengths(full, table.rows)], 1).flatten()
+        order, *rest = together([start_order(table, shared), *full, *partial, counts], device)
+        found = kept[key] = DeviceTable(order, (rest[0], rest[1], rest[2]), (rest[3], rest[4], rest[5]), rest[6])
+    return found
+
+
+def pack_sizes(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """All sizes, each as 2·size + 3. Triton compiles anew for integers that are 1 or divisible by 16; these never are."""
+    return tuple((size << 1) + 3 for t in tensors for size in t.shape) or (3,)
+
+
+def pack_captured(tensors: Sequence[Tensor], spare: Tensor) -> tuple[Tensor, ...]:
+    """Contiguous captured tensors, bools as bytes; never an empty tuple."""
+    return tuple(_packed(t.detach().contiguous()) for t in tensors) or (spare,)
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else computable(tensor)
+
+
+def options(work: Work, dtype: torch.dtype) -> codegen.Options:
+    """How this work's programs are compiled."""
+    tables = [*work.mask_captured, *work.score_captured]
+    reach = max(facts(work.q_tiles).reach, facts(work.kv_tiles).reach)
+    return codegen.Options(
+        max_position=codegen.SHORT if reach <= codegen.SHORT else codegen.LONG,
+        fast=dtype != torch.float32,
+        big_tables=any(t.numel() >= 2**31 for t in tables),
+        interpreted=interpreted(),
+    )
+
+
+def function(program: Program | None, opts: codegen.Options) -> Any:
+    return None if program is None else codegen.program_function(program, opts)
+
+
+def describable(tensor: Tensor) -> bool:
+    """Whether the copy engine can read a [B, H, S, D] tensor: all in steps of 16 bytes, but for the stride of a dim of size 1."""
+    size = tensor.element_size()
+    steps = all(n == 1 or (step * size % 16 == 0 and step > 0) for n, step in zip(tensor.shape[:3], tensor.stride(), strict=False))
+    return steps and tensor.stride(3) == 1 and tensor.data_ptr() % 16 == 0 and tensor.numel() > 0
+
+
+def described(tensor: Tensor, rows: int) -> TensorDescriptor:
+    """The copy engine's view of a tensor that is `describable`, in tiles of `rows`."""
+    return TensorDescriptor(tensor, *extents(tensor), [1, 1, rows, padded(tensor.shape[3])])
+
+
+def extents(tensor: Tensor) -> tuple[list[int], list[int]]:
+    """(sizes, strides) of a tensor that is `describable`, as the copy engine takes them: it checks strides even of dims of size 1."""
+    strides = [16 if n == 1 else step for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    return list(tensor.shape), [*strides[:3], 1]
+
+
+def sub_tile(block: int, wanted: int) -> int:
+    """The largest power of two that divides `block` and is at most `wanted`."""
+    return min(block & -block, wanted)
+
+
+def padded(dim: int) -> int:
+    """A head dim as the kernels hold it."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def head_group(heads: int, shared: int, bytes_per_head: int, l2_bytes: int, *, programs: int, in_flight: int) -> int:
+    """How many of `heads` query heads to run at once so that their keys and values (`bytes_per_head` each `shared` heads) stay in cache.
+
+    Never fewer than fill the device with `in_flight` programs, `programs` per head: those run at once anyway, and in a group the
+    heaviest start first, so that a shard's few programs leave no long one for the end.
+    """
+    want = max(1, l2_bytes // max(1, bytes_per_head)) * shared
+    least = min(heads, -(-in_flight // max(1, programs)))
+    if least >= want:
+        return next(n for n in range(least, heads + 1) if heads % n == 0)
+    return next(n for n in range(min(heads, want), 0, -1) if heads % n == 0)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether launches on the device now go into a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    if torch.cuda.current_device() == device.index:
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+@cache
+def programs_in_flight(device: torch.device) -> int:
+    """Programs that a device runs at once: two per multiprocessor, as these kernels are cut."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,230 @@
+"""Lookups that leave their table, refused before a kernel runs.
+
+Kernels clamp every index into its table, for padding rows compute any index at all. A pair that is seen and looks outside would so get a
+number where torch raises. What is refused here is certain: the program was run at such a pair, on the host, and what it looked up there
+is not thrown away (by the mask, by the other branch of a `where`, by a factor 0).
+
+What is looked at, once per block table, programs, sizes and lengths: nothing more than bounds where these show that no lookup leaves its
+table; else every pair of a small attention, and of a large one every position of lookups that depend on the query alone or the key alone,
+and of others the corners of tiles and 2¹⁷ pairs in between. So, at many tokens, a lookup that leaves its table at a few odd pairs only may
+be missed and is clamped. So are indices that depend on the score, and those that captured tensors hold where these are written to later.
+Where bounds do not suffice, captured tensors that decide something are copied to the host, which waits for the device that once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from longspan._kernels.gpu.codegen import ByKey
+from longspan._kernels.gpu.exact_values import decisive
+from longspan._kernels.gpu.guards import reached
+from longspan._kernels.gpu.sample_pairs import Pairs, around, places, sampled, spread
+from longspan._kernels.protocol import Tiling, Work
+from longspan._masks.block_table import BlockTable
+from longspan._masks.intervals import bounds
+from longspan._masks.program import Program, call, op_name
+
+_ODD = 64  # positions to look at of those where an index is outside
+_BATCHES, _HEADS = 2, 4  # of those that the table does not tell apart
+
+_checked: WeakKeyDictionary[BlockTable, set[Hashable]] = WeakKeyDictionary()
+
+
+def check_lookups(work: Work, batch: int, heads: int) -> None:
+    """Raise ValueError if a program of the work certainly looks outside a captured tensor. `batch`, `heads`: of the queries at hand."""
+    pieces = [(work.score, work.score_captured), (work.mask, work.mask_captured)]
+    asked = [(p, captured) for p, captured in pieces if p is not None and not _inside(p, captured, work, batch, heads)]
+    if not asked:
+        return
+    done = _checked.setdefault(work.table, set())
+    shapes = tuple(tuple(t.shape) for _, captured in pieces for t in captured)
+    keys = tuple(p.key for p, _ in asked)
+    key = (keys, shapes, work.q_tiles.name, work.kv_tiles.name, batch, heads, work.first_batch, work.first_head)
+    if key in done:
+        return
+    for program, captured in asked:
+        _look(program, _on_host(program, captured), work, batch, heads)
+    done.add(key)
+
+
+# ------------------------------------------------------------------------------------------------ bounds
+
+
+def _inside(program: Program, captured: Sequence[Tensor], work: Work, batch: int, heads: int) -> bool:
+    """Whether bounds show that all lookups stay inside. What captured tensors hold is not looked at."""
+    ends = (work.first_batch + batch, work.first_head + heads, _end(work.q_tiles), _end(work.kv_tiles))
+    return _proven(ByKey(program), tuple(tuple(t.shape) for t in captured), ends)
+
+
+@lru_cache(maxsize=1024)
+def _proven(keyed: ByKey, shapes: tuple[tuple[int, ...], ...], ends: tuple[int, int, int, int]) -> bool:
+    program = keyed.program
+    sizes = dict(zip(program.captured_nodes, shapes, strict=True))
+    limits = dict(zip(program.index_nodes, ends, strict=True))
+    lookups = _lookups(program)
+    if all(limits.get(i, size + 1) <= size for n in lookups for i, size in zip(_indices(n), sizes[_table(n)], strict=True)):
+        return True
+    if 0 in ends:
+        return True
+    if any(_table(n) in behind(_indices(m)) for n in lookups for m in lookups):
+        return False
+    stand_ins = [torch.ones((), dtype=c.dtype).expand(shape) for c, shape in zip(program.captured, shapes, strict=True)]
+    try:
+        found = bounds(program, stand_ins, ends[2], ends[3], ends[0], ends[1])
+    except (ValueError, IndexError):  # a lookup at one place that is outside: whether it counts is seen where it is run
+        return False
+    return all(found.lookups.get(n, False) for n in lookups)
+
+
+def _lookups(program: Program) -> list[Node]:
+    return [n for n in program.graph.nodes if n.op == "call_function" and op_name(n) == "index"]
+
+
+def _table(lookup: Node) -> Node:
+    return lookup.args[0]  # type: ignore[return-value]
+
+
+def _indices(lookup: Node) -> list[Node]:
+    return list(lookup.args[1])  # type: ignore[arg-type]
+
+
+def behind(nodes: Sequence[Node]) -> set[Node]:
+    """The nodes and all that they are computed from."""
+    found: set[Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
+def _end(tiling: Tiling) -> int:
+    """No position is this large."""
+    if tiling.pos is None or tiling.count is None:
+        return tiling.length
+    return int((tiling.pos + tiling.count).max()) if len(tiling.pos) else 0
+
+
+def _on_host(program: Program, captured: Sequence[Tensor]) -> list[Tensor]:
+    """Captured tensors on the host where what they hold decides something; else ones of their shape, without memory."""
+    read = decisive(program.graph)
+    return [
+        t.detach().cpu() if node in read else torch.ones((), dtype=t.dtype).expand(t.shape)
+        for node, t in zip(program.captured_nodes, captured, strict=True)
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ pairs
+
+
+def _look(program: Program, captured: Sequence[Tensor], work: Work, batch: int, heads: int) -> None:
+    table = work.table
+    if not len(table.first):
+        return
+    _run_at(program, captured, work, sampled(table, work.q_tiles, work.kv_tiles), batch, heads)
+    for axis, rows, columns in (("q", work.q_tiles, work.kv_tiles), ("kv", work.kv_tiles, work.q_tiles)):
+        alone = [n for n in _lookups(program) if _axes(program, n) & {"q", "kv"} == {axis}]
+        if not alone:
+            continue
+        place = places(rows)
+        zero = torch.zeros_like(place)
+        everywhere = Pairs(zero, zero, *((place, zero) if axis == "q" else (zero, place)))
+        outside = _outside(program, captured, _indices_at(everywhere, program, work, batch, heads))
+        odd = [outside[n].flatten(0, 1).any(0) for n in alone]
+        found = torch.nonzero(torch.stack(odd).any(0)).flatten()
+        if len(found):
+            sides = table if axis == "q" else table.transposed
+            b, h, here, there = around(sides, rows, columns, place[spread(len(found), _ODD, of=found)])
+            _run_at(program, captured, work, Pairs(b, h, *((here, there) if axis == "q" else (there, here))), batch, heads)
+
+
+def _axes(program: Program, lookup: Node) -> set[str]:
+    """Which inputs the indices of a lookup depend on, by name."""
+    return {str(n.target) for n in behind(_indices(lookup)) if n in program.placeholders}
+
+
+# ------------------------------------------------------------------------------------------------ at pairs
+
+
+def _indices_at(pairs: Pairs, program: Program, work: Work, batch: int, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """b, h, q, kv as programs take them, of rank 3: batch rows, heads, pairs."""
+    b, h = pairs.b.view(1, 1, -1), pairs.h.view(1, 1, -1)
+    uses_batch, uses_head = (any(p is not None and getattr(p, u) for p in (program, work.mask)) for u in ("uses_batch", "uses_head"))
+    if work.table.batch == 1:
+        b = spread(batch if uses_batch else 1, _BATCHES).view(-1, 1, 1)
+    if work.table.heads == 1:
+        h = spread(heads if uses_head else 1, _HEADS).view(1, -1, 1)
+    return b + work.first_batch, h + work.first_head, pairs.q.view(1, 1, -1), pairs.kv.view(1, 1, -1)
+
+
+def _values(program: Program, inputs: Sequence[Tensor]) -> tuple[dict[Node, Any], dict[Node, Tensor]]:
+    """What every node computes, indices clamped, and for each lookup where one of its indices was outside."""
+    env: dict[Node, Any] = dict(zip(program.placeholders, inputs, strict=True))
+    outside: dict[Node, Tensor] = {}
+    for node in program.graph.nodes:
+        if node.op == "get_attr":
+            env[node] = node.meta["constant"].cpu().reshape(1, 1, 1)
+        elif node.op == "call_function" and op_name(node) == "index":
+            table = env[_table(node)]
+            at = [env[i].long() for i in _indices(node)]
+            wrong = [(i < -n) | (i >= n) for i, n in zip(at, table.shape, strict=True)]
+            outside[node] = torch.stack(torch.broadcast_tensors(*wrong)).any(0)
+            clamped = tuple(i.clamp(-n, n - 1) for i, n in zip(at, table.shape, strict=True))
+            env[node] = table[clamped] if table.numel() else torch.zeros(outside[node].shape, dtype=table.dtype)
+        elif node.op == "call_function":
+            args, kwargs = (torch.fx.map_arg(a, lambda n: env[n]) for a in (node.args, node.kwargs))
+            env[node] = call(node.target, args, dict(kwargs), torch.device("cpu"))  # type: ignore[arg-type]
+    return env, outside
+
+
+def _inputs(program: Program, captured: Sequence[Tensor], indices: Sequence[Tensor]) -> list[Tensor]:
+    score = [torch.zeros(1, 1, 1, dtype=program.score_dtype)] if program.kind == "score" else []
+    return [*score, *indices, *(c.reshape(1, 1, 1) if c.ndim == 0 else c for c in captured)]
+
+
+def _outside(program: Program, captured: Sequence[Tensor], indices: Sequence[Tensor]) -> dict[Node, Tensor]:
+    return _values(program, _inputs(program, captured, indices))[1]
+
+
+def _run_at(program: Program, captured: Sequence[Tensor], work: Work, pairs: Pairs, batch: int, heads: int) -> None:
+    """Raise for a lookup that is outside, and counts, at one of these pairs."""
+    indices = _indices_at(pairs, program, work, batch, heads)
+    env, outside = _values(program, _inputs(program, captured, indices))
+    if not any(bool(o.any()) for o in outside.values()):
+        return
+    seen = torch.ones(1, 1, 1, dtype=torch.bool)
+    if program.kind == "score" and work.mask is not None:
+        host = _on_host(work.mask, work.mask_captured)
+        seen = _values(work.mask, _inputs(work.mask, host, indices))[0][work.mask.result]
+    counts = reached(program, env, seen)
+    for node, wrong in outside.items():
+        if node not in counts or "score" in _axes(program, node):
+            continue
+        certain = torch.broadcast_tensors(wrong & counts[node], *indices)
+        if bool(certain[0].any()):
+            raise ValueError(_told(program, node, env, certain))
+
+
+def _told(program: Program, lookup: Node, env: dict[Node, Any], certain: Sequence[Tensor]) -> str:
+    at = tuple(torch.nonzero(certain[0])[0].tolist())
+    b, h, q, kv = (int(c[at]) for c in certain[1:])
+    shape = tuple(env[_table(lookup)].shape)
+    dims = [
+        f"dim {dim} has {size} entries, its index goes at least from {int(env[i].min())} to {int(env[i].max())}"
+        for dim, (i, size) in enumerate(zip(_indices(lookup), shape, strict=True))
+        if bool(((env[i] < -size) | (env[i] >= size)).any())
+    ]
+    what = "mask" if program.kind == "mask" else "score_mod"
+    return (
+        f"{what} {program.name!r} looks outside a captured tensor of shape {shape}, at batch row {b}, head {h}, query {q}, "
+        f"key {kv} for one: {'; '.join(dims)}. Was the tensor made for other lengths? Make it larger, or clamp the index"
+    )

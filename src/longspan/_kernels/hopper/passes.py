@@ -1,0 +1,240 @@
+"""The passes of one call as launches of the Hopper kernels: as many programs as the device has multiprocessors, which share the items."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from longspan._kernels.gpu import launch
+from longspan._kernels.gpu.prepared_launch import Prepared
+from longspan._kernels.gpu.uniform_lookup import flat_functions
+from longspan._kernels.hopper.backward_dkv import keys_kernel
+from longspan._kernels.hopper.backward_dq import queries_kernel, rows_kernel
+from longspan._kernels.hopper.config import HOPPER, Step, dq_part, forward_step, keys_step, queries_step
+from longspan._kernels.hopper.dq_order import turns
+from longspan._kernels.hopper.epilogue import CUTTABLE
+from longspan._kernels.hopper.forward import forward_kernel
+from longspan._kernels.hopper.item_order import Order, best_order, last_rounds
+from longspan._kernels.hopper.makespan import walks
+from longspan._kernels.hopper.split_kv import Pieces, pieces
+from longspan._kernels.hopper.workspace import counter, counter_and_locks, counter_and_states
+from longspan._kernels.protocol import State, Work
+from longspan._kernels.triton.passes import Call
+
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+_L2_BYTES = 32 * 2**20  # of keys and values that the heads at work should not exceed
+
+
+class HopperCall(Call):
+    """The tensors of one call, each as the copy engine can read it. Its methods launch."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> None:
+        super().__init__(streamable(q), streamable(k), streamable(v), work, capability=HOPPER, config=None)
+        self.own: tuple[Tensor | None, Tensor | None] = (None, None)
+        self.own_rows = 0
+        if work.own is not None:
+            self.own, self.own_rows = (streamable(work.own[0]), streamable(work.own[1])), work.own[0].shape[2]
+            self.kv_len += self.own_rows
+
+    def forward(self, result: State, old: State | None, *, busy_only: bool, done: Tensor | None = None) -> None:
+        """Fill the rows of `result` that see something, folding `old` in; they may be the same. Given `done`, rows that are complete
+        (`Work.complete`) go there instead of to `result.out`.
+        """
+        before = (None, None, None) if old is None else (old.out, old.lse, old.peak)
+        carried = self._carried(result, old, done)
+        tensors = (self.q, self.k, self.v, result.out, result.lse, result.peak, *before, done, self.q, *carried, *self.own)
+        strided = (result.out, result.out if old is None else old.out, result.out if done is None else done, self.q)
+        assert done is None or self.work.complete is not None
+        # `completed` tells launches apart that are kept for the same table.
+        completed = None if done is None or self.work.complete is None else bytes(self.work.complete.tolist())
+        known = {"FOLD": self.work.score is None and self.work.scale > 0, "completed": completed}
+        self._launch("forward", tensors, strided, known, busy_only=busy_only)
+
+    def _carried(self, result: State, old: State | None, done: Tensor | None) -> tuple[Tensor | None, ...]:
+        """(out, done, out before) as the copy engine carries running results, or nothing where there are none or it cannot."""
+        there = [t for t in (result.out, done, None if old is None else old.out) if t is not None]
+        running = old is not None or result.out.dtype == torch.float32
+        wide = old is None or old.out.dtype == torch.float32
+        narrow = width(self.v.shape[-1]) <= CUTTABLE.value
+        if not running or not wide or not narrow or result.peak is not None or not all(map(launch.describable, there)):
+            return None, None, None
+        return result.out, done, None if old is None else old.out
+
+    def rows(self, out: Tensor | None, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None, norm: Tensor, delta: Tensor) -> None:
+        """Fill norm and, given out, delta: what both passes ask of each row."""
+        B, H, Q, E = grad_out.shape
+        m = 64
+        with torch.cuda.device(self.q.device):
+            rows_kernel[(B * H * -(-Q // m),)](
+                out, grad_out, lse, grad_lse, norm, delta, (grad_out if out is None else out).stride(), grad_out.stride(), H, Q,
+                M=m, E=E, EP=launch.padded(E), num_warps=4,
+            )  # fmt: skip
+
+    def dq(
+        self, grad_out: Tensor, norm: Tensor, delta: Tensor, dq: Tensor, captured: Sequence[Tensor | None], *, add: bool
+    ) -> None:  # fmt: skip
+        """Fill dq, or add to it; add to gradients of captured tensors that are not None."""
+        tensors = (self.q, self.k, self.v, grad_out, norm, delta, dq, *self.own)
+        self._changing["grads"] = tuple(g for g in captured if g is not None) or (norm,)
+        needs = tuple(g is not None for g in captured)
+        self._launch("dq", tensors, (dq,), {"ADD": add, "SCATTER": any(needs)}, needs=needs, busy_only=add)
+
+    def dkdv(
+        self, grad_out: Tensor, norm: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, dq: Tensor | None, *, ordered: bool = False
+    ) -> None:  # fmt: skip
+        """Fill dk and dv; add to dq, float32, where it is given; if `ordered`, in an order that is always the same."""
+        parts = walks_of(self.q, self.v, self.work)
+        found: tuple[Tensor, ...] = (dk, dv)
+        if parts > 1:
+            found = tuple(torch.empty((t.shape[0], t.shape[1] * parts, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in found)
+        tensors = (self.q, self.k, self.v, grad_out, norm, delta, *found, dq, *self.own)
+        self._launch("dkdv", tensors, found, {"ordered": ordered, "parts": parts}, needs=(False,) * len(self.work.score_captured))
+        if parts > 1:
+            for total, of_parts in zip((dk, dv), found, strict=True):
+                total.copy_(of_parts.unflatten(1, (-1, parts)).sum(2))
+
+    def _prepare(
+        self,
+        which: str,
+        tensors: tuple[Tensor | None, ...],
+        strided: tuple[Tensor, ...],
+        known: dict[str, Any],
+        needs: tuple[bool, ...] | None,
+        busy_only: bool,
+    ) -> Prepared:
+        q, v = self.q, self.v
+        d, e = width(q.shape[-1]), width(v.shape[-1])
+        tiles: dict[int, Callable[[Tensor], TensorDescriptor]]
+        added = 0  # bytes of a query's dQ to which other programs add too
+        if which == "forward":
+            kernel, step = forward_kernel, forward_step(d, e)
+            tiles = {0: _tiles(step.m // 2), 1: _tiles(step.n), 2: _tiles(step.n)}
+            tiles |= {i: _tiles(step.m // 2) for i in (11, 12, 13) if tensors[i] is not None}
+        elif which == "dq":
+            kernel, step = queries_kernel, queries_step(d, e, scored=self.work.score is not None)
+            tiles = {0: _tiles(step.m // 2), 1: _tiles(step.n), 2: _tiles(step.n), 3: _tiles(step.m // 2)}
+        else:
+            kernel, step = keys_kernel, keys_step(d, with_dq=tensors[8] is not None)
+            tiles = {0: _tiles(step.m), 1: _tiles(step.n), 2: _tiles(step.n), 3: _tiles(step.m)}
+            if tensors[8] is not None:
+                queries, dims = dq_part(d, step.m)
+                tiles[8] = partial(described, rows=queries, columns=dims)
+                added = tensors[8].element_size() * q.shape[-1]
+            rows = q.shape[0] * q.shape[1] * q.shape[2]
+            begins = all(t is not None and t.data_ptr() % 16 == 0 for t in tensors[4:6])
+            aligned = begins and launch.facts(self.work.q_tiles).aligned and q.shape[2] % 4 == 0 and rows < 2**31
+            if aligned:
+                tiles[4] = tiles[5] = partial(line, size=step.m)
+            known = {**known, "ALIGNED": aligned}
+        if tensors[-1] is not None:  # keys and values that lie apart come in the same tiles
+            tiles |= {len(tensors) - 2: tiles[1], len(tensors) - 1: tiles[2]}
+        programs = programs_at_once(q.device)
+        items, shared = self._arguments(
+            which, kernel, strided, m=_items_of(step, which), n=step.n, l2_bytes=_L2_BYTES, in_flight=programs, needs=needs,
+            busy_only=busy_only, added=added, parts=known.get("parts", 1),
+        )  # fmt: skip
+        corners, flat = flat_functions(self.work.score, launch.options(self.work, q.dtype)) if which == "forward" else (None, None)
+        more: dict[str, Any] = {"CORNERS": corners, "FLAT": flat, "STAGES": step.stages, "REGISTERS": step.registers, "BM": step.m, "DS": 2}
+        more["own_rows"] = self.own_rows
+        made: Callable[[], tuple[Tensor | None, ...]] = partial(counter, q.device)
+        if which == "dkdv":
+            more |= {"turn_ptr": None, "turns": None, "locks_per_head": 0}
+            if known["ordered"]:
+                found = turns(self.work.table.transposed, shared["shared"], q.device)
+                shared["order"] = found.order
+                more |= {"turn_ptr": found.ptr, "turns": found.before}
+                more["locks_per_head"] = self.work.table.q_tiles * (self.work.q_tiles.block // step.m)
+            made = partial(counter_and_locks, q.device, q.shape[0] * q.shape[1] * more["locks_per_head"])
+        if which == "forward":
+            # Pieces leave no peaks: where those are asked for, nothing is cut.
+            cuttable = tensors[5] is None and e <= CUTTABLE.value
+            order, cut = self._planned(items, shared, programs, cuttable=cuttable)
+            more |= {"heavy": order.heavy, "late": order.late, "split": items // max(1, shared["rows"]) * order.heavy}
+            shared["group"], items = order.group, cut.items
+            more |= {"uncut": cut.uncut, "cut": cut.cut, "count": cut.parts, "wide_piece": cut.wide}
+            made = partial(counter_and_states, q.device, cut, step.m, e)
+            complete = self.work.complete
+            more["complete"] = None if tensors[9] is None or complete is None else launch.flags(complete, q.device)
+        return Prepared(
+            kernel=kernel,
+            options={"num_warps": 4, "maxnreg": step.start_registers},
+            programs=min(items, programs),
+            device=q.device,
+            described=tiles,
+            known={**known, **shared, **more, "items": items, "D": q.shape[-1], "DP": d, "EP": e},
+            made=made,
+        )
+
+    def _planned(self, items: int, shared: dict[str, Any], programs: int, *, cuttable: bool) -> tuple[Order, Pieces]:
+        """(in which order a forward launch takes its items, which of them are cut)."""
+        table, subs = self.work.table, shared["M_SUBS"]
+        work = (table.tiles_per_row[table.heavy_first[: shared["rows"]].long()] * shared["N_SUBS"]).tolist()
+        heads, same = (1, 1) if shared["PER_HEAD"] else (shared["heads"], shared["shared"])
+        batches = items // max(1, len(work) * subs * heads)
+        keys = table.batch * self.kv_len * (self.q.shape[-1] + self.v.shape[-1]) * self.q.element_size()
+        order = best_order(
+            work, heads=heads, batches=batches, subs=subs, shared=same, fit=same * (_L2_BYTES // max(1, keys)), programs=programs,
+            ending=lambda lengths: pieces(lengths, items, programs=programs, cuttable=cuttable)[1],
+        )  # fmt: skip
+        lengths = order.lengths(work, heads=heads * batches, subs=subs, count=last_rounds(items, programs))
+        return order, pieces(lengths, items, programs=programs, cuttable=cuttable)[0]
+
+
+def _items_of(step: Step, which: str) -> int:
+    """Queries of an item. Over keys, an item is a tile of keys, and steps of queries are the kernel's own affair."""
+    return 128 if which == "dkdv" else step.m
+
+
+def _tiles(rows: int) -> Callable[[Tensor], TensorDescriptor]:
+    return partial(described, rows=rows)
+
+
+def described(tensor: Tensor, *, rows: int, columns: int | None = None) -> TensorDescriptor:
+    """The copy engine's view of a tensor that is `launch.describable`, in tiles laid out in shared memory as the matrix units read them."""
+    block = [1, 1, rows, columns or width(tensor.shape[3])]
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype])
+    return TensorDescriptor(tensor, *launch.extents(tensor), block, layout)
+
+
+def line(tensor: Tensor, *, size: int) -> TensorDescriptor:
+    """The copy engine's view of a contiguous float32 tensor, as one line in pieces of `size`."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    return TensorDescriptor(tensor, [tensor.numel()], [1], [size], layout)
+
+
+def width(dim: int) -> int:
+    """A head dim as these kernels hold it."""
+    return max(64, launch.padded(dim))
+
+
+def walks_of(q: Tensor, v: Tensor, work: Work) -> int:
+    """Into how many parts the query heads of a key head are split, backward, lest programs idle."""
+    if work.beside:
+        return 1
+    return walks(work.table.transposed, v.shape[0] * v.shape[1], q.shape[1] // v.shape[1], q.shape[-1] + v.shape[-1])
+
+
+def streamable(tensor: Tensor) -> Tensor:
+    """A tensor as the copy engine can read it: itself, or a copy."""
+    return tensor if launch.describable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+@cache
+def programs_at_once(device: torch.device) -> int:
+    """One per multiprocessor, but for those that LONGSPAN_SM_MARGIN leaves to others.
+
+    Programs stay until the last item is done, and fill a multiprocessor. A communication library's kernel that becomes ready meanwhile
+    would wait for all of it.
+    """
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    margin = os.environ.get("LONGSPAN_SM_MARGIN", "0")
+    if not margin.isdecimal() or int(margin) >= count:
+        raise ValueError(f"LONGSPAN_SM_MARGIN: expected a number of multiprocessors from 0 to {count - 1}, got {margin!r}")
+    return count - int(margin)

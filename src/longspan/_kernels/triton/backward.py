@@ -1,0 +1,248 @@
+"""The backward kernels: dK and dV by key tiles, dQ (and the gradients of captured tensors) by query tiles. Each gradient of q, k and v
+has one writer that adds in a fixed order.
+
+For a score s = scale · q·k, t = program(s), p = exp(t − lse):  dt = p · (dO·v − delta),  ds = dt · ∂t/∂s,  dq = scale · Σ ds k.
+"""
+
+# Device code: its arguments are tiles and pointers, which Python types do not describe.
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from longspan._kernels.gpu.device_library import LOG2_E
+from longspan._kernels.gpu.tile_access import (
+    add_rows,
+    head_of,
+    load_rows,
+    load_tile,
+    locate,
+    run_place,
+    span,
+    store_rows,
+    table_row,
+    wide,
+)
+
+_DYNAMIC = ["rows", "tiles", "heads", "kv_heads", "shared", "group", "q_len", "kv_len", "first_b", "first_h"]
+
+
+@triton.jit
+def score_gradient(
+    s, dp, norm, valid, b, h, q_pos, kv_pos, scale, mask_captured, mask_sizes, score_captured, score_sizes, grads,
+    MASK: tl.constexpr, SCORE: tl.constexpr, JOINT: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """(p, ds) of one tile, given q·k and dO·v − delta. norm: lse as `base_two` gives it. Either orientation: norm, positions broadcast."""
+    if PARTIAL and MASK is not None:
+        valid = valid & MASK(b, h, q_pos, kv_pos, mask_captured, mask_sizes)
+    if SCORE is None:
+        t = s * (scale * LOG2_E)
+    else:
+        s = s * scale
+        t = SCORE(s, b, h, q_pos, kv_pos, score_captured, score_sizes) * LOG2_E
+    p = tl.exp2(t - norm)
+    if PARTIAL:
+        p = tl.where(valid, p, 0.0)
+    ds = p * dp
+    if SCORE is not None:
+        ds = JOINT(ds, s, b, h, q_pos, kv_pos, valid, score_captured, score_sizes, grads)
+        if PARTIAL:
+            ds = tl.where(valid, ds, 0.0)
+    return p, ds
+
+
+@triton.jit
+def row_state(ptr, row, left, SIZE: tl.constexpr, BOUNDED: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    return tl.load(ptr + row + i, mask=i < left if BOUNDED else None, other=0.0 if BOUNDED else None)
+
+
+@triton.jit
+def base_two(lse):
+    """lse in base 2; +inf where nothing was seen, so that every probability of the row is 0."""
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
+
+
+@triton.jit
+def keys_step(
+    dk, dv, k, v, kv_pos, b, h, at_b, at_h, first, last, q_head, do_head, norm_base, delta_base, q_stride, do_stride, q_len, q_side, scale,
+    mask_captured, mask_sizes, score_captured, score_sizes,
+    MASK: tl.constexpr, SCORE: tl.constexpr, JOINT: tl.constexpr, PARTIAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    SUBS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """One run of query tiles, seen from a tile of keys. Tiles are keys × queries."""
+    row_from, pos_from, left_from = run_place(first, last, q_len, q_side, SUBS, M)
+    # norm and delta come a step ahead: a load here would stand in the way of the products. −delta is where dp's sum begins, which holds
+    # fewer registers than subtracting it.
+    begin, end = first * SUBS, (last + 1) * SUBS
+    next_norm = row_state(norm_base, row_from + begin * M, left_from - begin * M, M, PARTIAL)
+    next_delta = row_state(delta_base, row_from + begin * M, left_from - begin * M, M, PARTIAL)
+    for n in tl.range(begin, end):
+        row, pos, left = row_from + n * M, pos_from + n * M, left_from - n * M
+        q = load_tile(q_head, b, h, row, left, q_stride, M, D, DP, PARTIAL, TMA)
+        norm, delta = next_norm, next_delta
+        s = tl.dot(k, q.T, input_precision=PRECISION)
+        do = load_tile(do_head, b, h, row, left, do_stride, M, E, EP, PARTIAL, TMA)
+        dp = tl.dot(v, do.T, tl.zeros([N, M], tl.float32) - delta[None, :], input_precision=PRECISION)
+        q_pos = (pos + tl.arange(0, M))[None, :]
+        # Rows of this tile past the keys' end are garbage that is never stored; queries past the end must not count.
+        valid = tl.arange(0, M)[None, :] < left
+        p, ds = score_gradient(
+            s, dp, norm[None, :], valid, at_b, at_h, q_pos, kv_pos, scale,
+            mask_captured, mask_sizes, score_captured, score_sizes, (), MASK, SCORE, JOINT, PARTIAL,
+        )  # fmt: skip
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        ahead = tl.minimum(n + 1, end - 1) * M
+        next_norm = row_state(norm_base, row_from + ahead, left_from - ahead, M, PARTIAL)
+        next_delta = row_state(delta_base, row_from + ahead, left_from - ahead, M, PARTIAL)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=_DYNAMIC)
+def keys_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_stride, k_stride, v_stride, do_stride, dk_stride, dv_stride,
+    order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
+    rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, scale, first_b, first_h,
+    MASK: tl.constexpr, SCORE: tl.constexpr, JOINT: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, M_SUBS: tl.constexpr, N_SUBS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one tile of keys: over all query heads that share the key head, and the tiles that see these keys.
+
+    norm and delta: what `queries_kernel` left.
+    """
+    tile, sub, b, g = locate(order, rows, tiles, kv_heads, group, N_SUBS, PER_BATCH, PER_HEAD)
+    b64, g64 = wide(b), wide(g)
+    row, pos, left = span(tile * N_SUBS + sub, kv_len, kv_side, N_SUBS, N)
+    k = load_rows(k_ptr + b64 * k_stride[0] + g64 * k_stride[1], row, left, k_stride[2], k_stride[3], N, D, DP, True)
+    v = load_rows(v_ptr + b64 * v_stride[0] + g64 * v_stride[1], row, left, v_stride[2], v_stride[3], N, E, EP, True)
+    kv_pos = (pos + tl.arange(0, N))[:, None]
+    dk = tl.zeros([N, DP], tl.float32)
+    dv = tl.zeros([N, EP], tl.float32)
+    for j in tl.range(0, shared, num_stages=1):
+        h = g * shared + j
+        table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
+        h64 = wide(h)
+        q_head, do_head = head_of(q_ptr, b, h, q_stride, TMA), head_of(do_ptr, b, h, do_stride, TMA)
+        state = (b64 * heads + h64) * q_len
+        for r in tl.range(tl.load(full[0] + table), tl.load(full[0] + table + 1), num_stages=1):
+            dk, dv = keys_step(
+                dk, dv, k, v, kv_pos, b, h, b + first_b, h + first_h, tl.load(full[1] + r), tl.load(full[2] + r),
+                q_head, do_head, norm_ptr + state, delta_ptr + state, q_stride, do_stride, q_len, q_side, scale,
+                mask_captured, mask_sizes, score_captured, score_sizes,
+                MASK, SCORE, JOINT, False, M, N, M_SUBS, D, DP, E, EP, PRECISION, TMA,
+            )  # fmt: skip
+        for r in tl.range(tl.load(partial[0] + table), tl.load(partial[0] + table + 1), num_stages=1):
+            dk, dv = keys_step(
+                dk, dv, k, v, kv_pos, b, h, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r),
+                q_head, do_head, norm_ptr + state, delta_ptr + state, q_stride, do_stride, q_len, q_side, scale,
+                mask_captured, mask_sizes, score_captured, score_sizes,
+                MASK, SCORE, JOINT, True, M, N, M_SUBS, D, DP, E, EP, PRECISION, TMA,
+            )  # fmt: skip
+    store_rows(dk_ptr + b64 * dk_stride[0] + g64 * dk_stride[1], dk * scale, row, left, dk_stride[2], dk_stride[3], N, D, DP)
+    store_rows(dv_ptr + b64 * dv_stride[0] + g64 * dv_stride[1], dv, row, left, dv_stride[2], dv_stride[3], N, E, EP)
+
+
+@triton.jit
+def queries_step(
+    dq, q, do, norm, delta, q_pos, q_left, b, g, at_b, at_h, first, last, k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
+    mask_captured, mask_sizes, score_captured, score_sizes, grads,
+    MASK: tl.constexpr, SCORE: tl.constexpr, JOINT: tl.constexpr, PARTIAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    SUBS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """One run of key tiles, seen from a tile of queries."""
+    row_from, pos_from, left_from = run_place(first, last, kv_len, kv_side, SUBS, N)
+    for n in tl.range(first * SUBS, (last + 1) * SUBS):
+        row, pos, left = row_from + n * N, pos_from + n * N, left_from - n * N
+        k = load_tile(k_head, b, g, row, left, k_stride, N, D, DP, PARTIAL, TMA)
+        s = tl.dot(q, k.T, input_precision=PRECISION)
+        v = load_tile(v_head, b, g, row, left, v_stride, N, E, EP, PARTIAL, TMA)
+        dp = tl.dot(do, v.T, input_precision=PRECISION)
+        valid = (tl.arange(0, N)[None, :] < left) & (tl.arange(0, M)[:, None] < q_left)
+        _, ds = score_gradient(
+            s, dp - delta[:, None], norm[:, None], valid, at_b, at_h, q_pos, (pos + tl.arange(0, N))[None, :], scale,
+            mask_captured, mask_sizes, score_captured, score_sizes, grads, MASK, SCORE, JOINT, PARTIAL,
+        )  # fmt: skip
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=_DYNAMIC)
+def queries_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, norm_ptr, delta_ptr, dq_ptr, out_ptr, grad_lse_ptr,
+    q_stride, k_stride, v_stride, do_stride, dq_stride, out_stride,
+    order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes, grads,
+    rows, tiles, heads, shared, group, q_len, kv_len, scale, first_b, first_h,
+    MASK: tl.constexpr, SCORE: tl.constexpr, JOINT: tl.constexpr, ADD: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, M_SUBS: tl.constexpr, N_SUBS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """dQ of one tile of queries, stored or, with ADD, added to what is there; the gradients of captured tensors are added up here too.
+
+    Given `out`, delta is computed here, where both its factors are at hand. It is stored for the pass over keys, and so is lse as
+    that pass wants it.
+    """
+    tile, sub, b, h = locate(order, rows, tiles, heads, group, M_SUBS, PER_BATCH, PER_HEAD)
+    table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
+    g, b64, h64 = h // shared, wide(b), wide(h)
+    row, pos, left = span(tile * M_SUBS + sub, q_len, q_side, M_SUBS, M)
+    q = load_rows(q_ptr + b64 * q_stride[0] + h64 * q_stride[1], row, left, q_stride[2], q_stride[3], M, D, DP, True)
+    do = load_rows(do_ptr + b64 * do_stride[0] + h64 * do_stride[1], row, left, do_stride[2], do_stride[3], M, E, EP, True)
+    state = (b64 * heads + h64) * q_len
+    i = tl.arange(0, M)
+    norm = base_two(row_state(lse_ptr + state, row, left, M, True))
+    tl.store(norm_ptr + state + row + i, norm, mask=i < left)
+    if out_ptr is None:
+        delta = row_state(delta_ptr + state, row, left, M, True)
+    else:
+        out = load_rows(out_ptr + b64 * out_stride[0] + h64 * out_stride[1], row, left, out_stride[2], out_stride[3], M, E, EP, True)
+        delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+        if grad_lse_ptr is not None:
+            delta -= row_state(grad_lse_ptr + state, row, left, M, True)
+        tl.store(delta_ptr + state + row + i, delta, mask=i < left)
+    k_head, v_head = head_of(k_ptr, b, g, k_stride, TMA), head_of(v_ptr, b, g, v_stride, TMA)
+    q_pos = (pos + tl.arange(0, M))[:, None]
+    dq = tl.zeros([M, DP], tl.float32)
+    for r in tl.range(tl.load(full[0] + table), tl.load(full[0] + table + 1), num_stages=1):
+        dq = queries_step(
+            dq, q, do, norm, delta, q_pos, left, b, g, b + first_b, h + first_h, tl.load(full[1] + r), tl.load(full[2] + r),
+            k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
+            mask_captured, mask_sizes, score_captured, score_sizes, grads,
+            MASK, SCORE, JOINT, False, M, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
+        )  # fmt: skip
+    for r in tl.range(tl.load(partial[0] + table), tl.load(partial[0] + table + 1), num_stages=1):
+        dq = queries_step(
+            dq, q, do, norm, delta, q_pos, left, b, g, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r),
+            k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
+            mask_captured, mask_sizes, score_captured, score_sizes, grads,
+            MASK, SCORE, JOINT, True, M, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
+        )  # fmt: skip
+    dq_head = dq_ptr + b64 * dq_stride[0] + h64 * dq_stride[1]
+    if ADD:
+        add_rows(dq_head, dq * scale, row, left, dq_stride[2], dq_stride[3], M, D, DP)
+    else:
+        store_rows(dq_head, dq * scale, row, left, dq_stride[2], dq_stride[3], M, D, DP)
+
+
+@triton.jit(do_not_specialize=["heads", "q_len"])
+def delta_kernel(
+    out_ptr, do_ptr, grad_lse_ptr, delta_ptr, out_stride, do_stride, heads, q_len, M: tl.constexpr, E: tl.constexpr, EP: tl.constexpr
+):
+    """delta = Σ out · grad_out − grad_lse, one row tile of one head per program."""
+    tiles = tl.cdiv(q_len, M)
+    pid = tl.program_id(0)
+    row, head = (pid % tiles) * M, pid // tiles
+    b64, h64 = wide(head // heads), wide(head % heads)
+    left = q_len - row
+    out = load_rows(out_ptr + b64 * out_stride[0] + h64 * out_stride[1], row, left, out_stride[2], out_stride[3], M, E, EP, True)
+    do = load_rows(do_ptr + b64 * do_stride[0] + h64 * do_stride[1], row, left, do_stride[2], do_stride[3], M, E, EP, True)
+    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+    i = tl.arange(0, M)
+    at = wide(head) * q_len + row + i
+    if grad_lse_ptr is not None:
+        delta -= tl.load(grad_lse_ptr + at, mask=i < left, other=0.0)
+    tl.store(delta_ptr + at, delta, mask=i < left)

@@ -1,0 +1,118 @@
+"""The forward kernel: one program per tile of queries, online softmax over its runs of key tiles, folded into a previous state.
+
+Scores live in base-2 logarithms: s · (scale · log₂e), so that each probability is one multiply-add and one exp2. State in and out is in
+natural logarithms. m: running maximum (base 2); total: running sum of exp2(s − m); acc: running sum of probabilities times values.
+"""
+
+# Device code: its arguments are tiles and pointers, which Python types do not describe.
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from longspan._kernels.gpu.device_library import LN_2, LOG2_E
+from longspan._kernels.gpu.tile_access import head_of, load_rows, load_tile, locate, run_place, span, store_rows, table_row, wide
+
+_DYNAMIC = ["rows", "tiles", "heads", "group", "q_len", "kv_len", "shared", "first_b", "first_h"]
+
+
+@triton.jit
+def attend(
+    acc, total, m, peak, q, q_pos, b, g, at_b, at_h, first, last, k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
+    mask_captured, mask_sizes, score_captured, score_sizes,
+    MASK: tl.constexpr, SCORE: tl.constexpr, PARTIAL: tl.constexpr, FOLD: tl.constexpr, PEAK: tl.constexpr, N: tl.constexpr,
+    SUBS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """One run of key tiles. In PARTIAL runs the mask decides and tiles may be short. at_b, at_h: batch row and head for programs."""
+    row_from, pos_from, left_from = run_place(first, last, kv_len, kv_side, SUBS, N)
+    for n in tl.range(first * SUBS, (last + 1) * SUBS):
+        row, pos, left = row_from + n * N, pos_from + n * N, left_from - n * N
+        k = load_tile(k_head, b, g, row, left, k_stride, N, D, DP, PARTIAL, TMA)
+        s = tl.dot(q, k.T, input_precision=PRECISION)
+        kv = (pos + tl.arange(0, N))[None, :]
+        if not FOLD:
+            s *= scale
+        if SCORE is not None:
+            s = SCORE(s, at_b, at_h, q_pos, kv, score_captured, score_sizes)
+        if PARTIAL:
+            valid = tl.arange(0, N)[None, :] < left
+            if MASK is not None:
+                valid = valid & MASK(at_b, at_h, q_pos, kv, mask_captured, mask_sizes)
+            s = tl.where(valid, s, float("-inf"))
+        factor = scale * LOG2_E if FOLD else LOG2_E
+        top = tl.max(s, 1) * factor
+        m_new = tl.maximum(m, top)
+        if PEAK:
+            peak = tl.maximum(peak, top)
+        base = m_new
+        if PARTIAL or SCORE is not None:
+            # Nothing seen yet: any finite base gives exp2(−inf) = 0 where −inf − −inf would give NaN.
+            base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s * factor - base[:, None])
+        shrink = tl.exp2(m - base)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        v = load_tile(v_head, b, g, row, left, v_stride, N, E, EP, PARTIAL, TMA)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        m = m_new
+    return acc, total, m, peak
+
+
+@triton.jit(do_not_specialize=_DYNAMIC)
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr,
+    q_stride, k_stride, v_stride, out_stride, old_stride,
+    order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
+    rows, tiles, heads, shared, group, q_len, kv_len, scale, first_b, first_h,
+    MASK: tl.constexpr, SCORE: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr, FOLD: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, M_SUBS: tl.constexpr, N_SUBS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    tile, sub, b, h = locate(order, rows, tiles, heads, group, M_SUBS, PER_BATCH, PER_HEAD)
+    table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
+    g, b64, h64 = h // shared, wide(b), wide(h)
+    row, pos, left = span(tile * M_SUBS + sub, q_len, q_side, M_SUBS, M)
+    q = load_rows(q_ptr + b64 * q_stride[0] + h64 * q_stride[1], row, left, q_stride[2], q_stride[3], M, D, DP, True)
+    k_head, v_head = head_of(k_ptr, b, g, k_stride, TMA), head_of(v_ptr, b, g, v_stride, TMA)
+    i = tl.arange(0, M)
+    q_pos = (pos + i)[:, None]
+    state_row = (b64 * heads + h) * q_len + row + i
+    inside = i < left
+
+    m = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, EP], tl.float32)
+    peak = tl.full([M], float("-inf"), tl.float32)
+    PEAK: tl.constexpr = peak_ptr is not None
+    if old_lse_ptr is not None:
+        m = tl.load(old_lse_ptr + state_row, mask=inside, other=float("-inf")) * LOG2_E
+        total = tl.where(m == float("-inf"), 0.0, 1.0)
+        old = old_out_ptr + b64 * old_stride[0] + h64 * old_stride[1]
+        acc = load_rows(old, row, left, old_stride[2], old_stride[3], M, E, EP, True).to(tl.float32)
+    if old_peak_ptr is not None:
+        peak = tl.load(old_peak_ptr + state_row, mask=inside, other=float("-inf")) * LOG2_E
+
+    for r in tl.range(tl.load(full[0] + table), tl.load(full[0] + table + 1), num_stages=1):
+        acc, total, m, peak = attend(
+            acc, total, m, peak, q, q_pos, b, g, b + first_b, h + first_h, tl.load(full[1] + r), tl.load(full[2] + r),
+            k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
+            mask_captured, mask_sizes, score_captured, score_sizes,
+            MASK, SCORE, False, FOLD, PEAK, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
+        )  # fmt: skip
+    for r in tl.range(tl.load(partial[0] + table), tl.load(partial[0] + table + 1), num_stages=1):
+        acc, total, m, peak = attend(
+            acc, total, m, peak, q, q_pos, b, g, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r),
+            k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
+            mask_captured, mask_sizes, score_captured, score_sizes,
+            MASK, SCORE, True, FOLD, PEAK, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
+        )  # fmt: skip
+
+    seen = total > 0.0
+    divisor = tl.where(seen, total, 1.0)
+    acc = acc / divisor[:, None]
+    tl.store(lse_ptr + state_row, tl.where(seen, m * LN_2 + tl.log(divisor), float("-inf")), mask=inside)
+    if PEAK:
+        tl.store(peak_ptr + state_row, peak * LN_2, mask=inside)
+    store_rows(out_ptr + b64 * out_stride[0] + h64 * out_stride[1], acc, row, left, out_stride[2], out_stride[3], M, E, EP)

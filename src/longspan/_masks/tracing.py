@@ -1,0 +1,293 @@
+"""From a Python mod to a `Program`: trace once, lift captured tensors out, refuse what cannot be a program.
+
+What depends on captured tensors alone (`self.table.exp()[h]`: the exponential) is not part of the scalar program. It runs once per
+call in plain torch, under autograd, and its results are what the program captures.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+
+from longspan._masks.program import CapturedSpec, Kind, Program, call, op_name
+from longspan._torch_modes import without_autocast
+from longspan._torch_private import OpOverload, outside_of_modes
+
+INPUTS: dict[Kind, tuple[str, ...]] = {"score": ("score", "b", "h", "q", "kv"), "mask": ("b", "h", "q", "kv")}
+
+
+class ProgramError(ValueError):
+    """A mod that cannot be traced into a program; the message names the mod and the reason."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Traced:
+    """A program together with where the tensors it captures come from."""
+
+    program: Program
+    sources: tuple[Tensor, ...]
+    preamble: GraphModule | None
+
+    def captured(self) -> list[Tensor]:
+        """The tensors to hand to a kernel, computed from the sources as they are now (differentiably).
+
+        Autocast does not reach them: the program was made for the dtypes of the trace.
+        """
+        if self.preamble is None:
+            return list(self.sources)
+        with without_autocast():
+            return list(self.preamble(*self.sources))
+
+
+class _IndexAsGather(TorchFunctionMode):
+    """`table[i, j]` with scalar tensors as indices is one `aten.index`, where torch would read the scalars' values."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            table, index = args
+            index = index if isinstance(index, tuple) else (index,)
+            scalars = all(isinstance(i, Tensor) or type(i) is int for i in index)
+            if scalars and any(isinstance(i, Tensor) and i.dtype not in (torch.bool, torch.uint8) for i in index):
+                indices = [i if isinstance(i, Tensor) else torch.full((), i, dtype=torch.int64) for i in index]
+                return torch.ops.aten.index.Tensor(table, indices)
+        return func(*args, **(kwargs or {}))
+
+
+def mod_name(fn: Any) -> str:
+    return getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__qualname__
+
+
+def trace(fn: Callable[..., Any], kind: Kind, *, score_dtype: torch.dtype = torch.float32, name: str | None = None) -> Traced:
+    """Trace a mod over scalars. Inference mode, grad mode, autocast and dispatch modes of the caller have no part in it.
+
+    Raises `ProgramError` where the mod mutates a tensor, branches in Python on a tensor's value, draws random numbers, or
+    returns something other than one scalar of the right kind.
+    """
+    name = name or mod_name(fn)
+    if not callable(fn):
+        raise TypeError(f"{kind}_mod: expected a callable, got {type(fn).__name__}")
+    with outside_of_modes(), _errors_named(kind, name), _IndexAsGather(), _as_outside():
+        module = make_fx(_checked(fn, kind, name), tracing_mode="fake", _allow_non_fake_inputs=True)(*_inputs(kind, score_dtype))
+        _refuse_side_effects(module.graph, kind, name)
+        _join_chained_lookups(module.graph)
+        module.graph.eliminate_dead_code()
+        return _split(module, kind, name, score_dtype)
+
+
+def takes_tensors(fn: Callable[..., Any], kind: Kind, more: Sequence[Tensor], *, score_dtype: torch.dtype = torch.float32) -> bool:
+    """Whether `fn`, called with further scalar tensors `more` after a mod's inputs, can be traced without asking for their values."""
+    try:
+        with outside_of_modes(), _IndexAsGather(), _as_outside():
+            graph = make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*_inputs(kind, score_dtype), *more).graph
+    except Exception:
+        return False
+    return all(op_name(node) != "_local_scalar_dense" for node in graph.nodes if isinstance(node.target, OpOverload))
+
+
+def _inputs(kind: Kind, score_dtype: torch.dtype) -> list[Tensor]:
+    indices = [torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(4)]
+    return [torch.zeros((), dtype=score_dtype, device="cpu"), *indices] if kind == "score" else indices
+
+
+@contextmanager
+def _as_outside() -> Iterator[None]:
+    """No inference mode: what a program keeps (constants) must serve training too. And no autograd, no autocast."""
+    # Leaving inference mode turns autograd on, so that comes first.
+    with torch.inference_mode(False), torch.no_grad(), without_autocast():
+        yield
+
+
+@contextmanager
+def _errors_named(kind: Kind, name: str) -> Iterator[None]:
+    try:
+        yield
+    except (ProgramError, TypeError):
+        raise
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        reason = text[0] if text else type(error).__name__
+        if "data-dependent" in str(error).lower() or "DataDependent" in type(error).__name__ or "_local_scalar_dense" in str(error):
+            reason = (
+                "its Python control flow depends on the value of a tensor (`if`, `while`, `int()`, `.item()`). "
+                "Write the choice with torch.where, & and |"
+            )
+        raise ProgramError(f"{kind}_mod {name!r} cannot be traced: {reason}") from error
+
+
+def _checked(fn: Callable[..., Any], kind: Kind, name: str) -> Callable[..., Tensor]:
+    """`fn`, with its result held against the contract while the trace still knows shapes."""
+    want = "a scalar (0-dim) bool tensor" if kind == "mask" else "a scalar (0-dim) floating-point tensor"
+
+    def checked(*args: Tensor) -> Tensor:
+        out = fn(*args)
+        if not isinstance(out, Tensor):
+            raise TypeError(f"{kind}_mod {name!r} must return {want}, got {type(out).__name__}")
+        if out.ndim:
+            raise ProgramError(
+                f"{kind}_mod {name!r} must return {want}, got shape {tuple(out.shape)}: reduce it, e.g. with .sum() or .all()"
+            )
+        right = out.dtype == torch.bool if kind == "mask" else out.dtype.is_floating_point
+        if not right:
+            hint = "compare or use .bool()" if kind == "mask" else "use .float() or torch.where(mask, score, -inf)"
+            raise ProgramError(f"{kind}_mod {name!r} must return {want}, got dtype {out.dtype}: {hint}")
+        return out
+
+    return checked
+
+
+def _refuse_side_effects(graph: Graph, kind: Kind, name: str) -> None:
+    for node in graph.nodes:
+        target = node.target
+        if not isinstance(target, OpOverload):
+            continue
+        if target._schema.is_mutable:
+            raise ProgramError(
+                f"{kind}_mod {name!r} mutates a tensor ({target.overloadpacket.__name__}); mods must be pure: "
+                "write `x = x + y`, not `x += y`"
+            )
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            raise ProgramError(
+                f"{kind}_mod {name!r} draws random numbers ({op_name(node)}); draw them before the call and capture the tensor"
+            )
+        if op_name(node) == "_local_scalar_dense":
+            raise ProgramError(
+                f"{kind}_mod {name!r} reads the value of a tensor in Python (`.item()`, `int()`, `float()`); keep it a tensor"
+            )
+
+
+def _join_chained_lookups(graph: Graph) -> None:
+    """`table[h][q]` becomes `table[h, q]`: one lookup in a captured table instead of a lookup in a row."""
+    for node in graph.nodes:
+        if node.op != "call_function" or op_name(node) != "index":
+            continue
+        inner, indices = node.args
+        if isinstance(inner, Node) and inner.op == "call_function" and op_name(inner) == "index":
+            scalars = [*cast(Any, inner.args[1]), *cast(Any, indices)]
+            if all(isinstance(i, Node) and i.meta["val"].ndim == 0 for i in scalars):
+                node.args = (inner.args[0], scalars)
+
+
+def _split(module: GraphModule, kind: Kind, name: str, score_dtype: torch.dtype) -> Traced:
+    """Part the trace into the preamble (captured tensors only) and the scalar program."""
+    inputs = INPUTS[kind]
+    depends: set[Node] = set()
+    constants: dict[Node, Tensor] = {}
+    for node in module.graph.nodes:
+        if node.op == "call_function" and op_name(node) in _LIKE and not node.meta["val"].ndim:
+            constants[node] = _like(node)
+        elif node.op == "placeholder" or any(a in depends for a in node.all_input_nodes):
+            depends.add(node)
+        elif node.op == "call_function" and (value := _constant(node, constants, module)) is not None:
+            constants[node] = value
+
+    frontier: list[Node] = []
+    for node in module.graph.nodes:
+        for used in node.all_input_nodes:
+            if (node in depends or node.op == "output") and used not in depends and used not in constants and used not in frontier:
+                frontier.append(used)
+    sources, preamble, order = _preamble(module, frontier, constants)
+
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    for node, label in zip([n for n in module.graph.nodes if n.op == "placeholder"], inputs, strict=True):
+        env[node] = graph.placeholder(label)
+        env[node].meta["val"] = node.meta["val"]
+    captured: list[Node] = []
+    for i, group in enumerate(order):
+        placeholder = graph.placeholder(f"captured_{i}")
+        placeholder.meta["val"] = torch.empty_like(_value(group[0], module), device="meta")  # a program keeps no tensor alive
+        captured.append(placeholder)
+        env.update(dict.fromkeys(group, placeholder))
+    for node in module.graph.nodes:
+        if node in constants and any(u in depends or u.op == "output" for u in node.users):
+            env[node] = graph.create_node("get_attr", f"constant_{len(env)}")
+            env[node].meta.update(constant=constants[node], val=constants[node])
+        elif node in depends and node.op == "call_function":
+            env[node] = graph.node_copy(node, env.__getitem__)
+        elif node.op == "output":
+            graph.output(env[cast(Node, node.args[0])])
+    specs = tuple(CapturedSpec(dtype=c.meta["val"].dtype, ndim=c.meta["val"].ndim) for c in captured)
+    program = Program(kind=kind, name=name, graph=graph, captured=specs, score_dtype=score_dtype)
+    return Traced(program=program, sources=sources, preamble=preamble)
+
+
+def _value(node: Node, module: GraphModule) -> Tensor:
+    return operator.attrgetter(str(node.target))(module) if node.op == "get_attr" else node.meta["val"]
+
+
+_LIKE = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
+
+
+def _like(node: Node) -> Tensor:
+    """A scalar made after another's shape and dtype: its value does not depend on the other's."""
+    args, kwargs = (
+        torch.fx.map_arg(x, lambda n: torch.zeros((), dtype=n.meta["val"].dtype, device="cpu")) for x in (node.args, node.kwargs)
+    )
+    return call(cast(Any, node.target), args, cast(Any, kwargs), torch.device("cpu"))
+
+
+def _constant(node: Node, known: dict[Node, Tensor], module: GraphModule) -> Tensor | None:
+    """The value of a scalar that depends on literals alone (`torch.tensor(2.0)`, `full((), 3)`), else None."""
+    if not isinstance(node.meta.get("val"), Tensor) or node.meta["val"].ndim:
+        return None
+    if op_name(node) == "lift_fresh_copy":
+        return _value(cast(Node, node.args[0]), module).detach().cpu()
+    if all(a in known for a in node.all_input_nodes):
+        args, kwargs = (torch.fx.map_arg(x, known.__getitem__) for x in (node.args, node.kwargs))
+        return call(cast(Any, node.target), args, cast(Any, kwargs), torch.device("cpu"))
+    return None
+
+
+def _preamble(
+    module: GraphModule, frontier: list[Node], constants: dict[Node, Tensor]
+) -> tuple[tuple[Tensor, ...], GraphModule | None, list[list[Node]]]:
+    """Sources, the graph from them to what the program captures, and the trace's nodes for each captured tensor.
+
+    Several nodes that read one tensor are one capture.
+    """
+    groups: dict[Any, list[Node]] = {}
+    for node in frontier:
+        groups.setdefault(id(_value(node, module)) if node.op == "get_attr" else node, []).append(node)
+    order = list(groups.values())
+    if all(n.op == "get_attr" for n in frontier):
+        return tuple(_value(group[0], module) for group in order), None, order
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    sources: dict[int, tuple[Tensor, Node]] = {}
+    needed = _ancestors(frontier, stop=constants)
+    for node in module.graph.nodes:
+        if node not in needed:
+            continue
+        if node in constants:
+            value = constants[node]
+            env[node] = graph.call_function(torch.ops.aten.scalar_tensor.default, (value.item(),), {"dtype": value.dtype})
+        elif node.op == "get_attr":
+            tensor = _value(node, module)
+            if id(tensor) not in sources:
+                sources[id(tensor)] = (tensor, graph.placeholder(f"source_{len(sources)}"))
+            env[node] = sources[id(tensor)][1]
+        else:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(env[group[0]] for group in order))
+    return tuple(t for t, _ in sources.values()), GraphModule(torch.nn.Module(), graph), order
+
+
+def _ancestors(nodes: list[Node], *, stop: Container[Node]) -> set[Node]:
+    """`nodes` and what they are made from, not going beyond `stop`."""
+    seen, todo = set(nodes), list(nodes)
+    while todo:
+        node = todo.pop()
+        for parent in node.all_input_nodes if node not in stop else ():
+            if parent not in seen:
+                seen.add(parent)
+                todo.append(parent)
+    return seen

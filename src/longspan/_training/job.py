@@ -1,0 +1,206 @@
+"""A training job: the small decoder on packed documents, weights sharded over all ranks (FSDP2), sequences over the context axis.
+
+Losses do not depend on the number of ranks but for rounding: every rank knows the whole batch of a step, takes its rows by its place on the
+data axis, and divides by the count of all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from longspan._training.corpus import Corpus, corpus
+from longspan._training.decoder import Decoder, DecoderConfig
+from longspan._training.launch import INTERRUPTED, Interrupts
+from longspan.integrations._batch import prepare_batch
+from longspan.integrations.loss import IGNORED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to train. `batch` sequences of `length` tokens a step; `context` ranks share each."""
+
+    out: str
+    model: DecoderConfig
+    data: str | None = None
+    steps: int = 200
+    length: int = 2048
+    batch: int = 2
+    context: int = 1
+    rate: float = 3e-3
+    warmup: int = 10
+    save_every: int = 50
+    seed: int = 0
+    half: bool = False
+    strategy: str = "auto"
+    resume: bool = False
+
+    def identity(self, text: Corpus) -> dict[str, Any]:
+        """What a checkpoint must have in common with a job that goes on from it."""
+        sizes = {k: v for k, v in asdict(self.model).items() if k != "recompute"}
+        return {**sizes, "length": self.length, "batch": self.batch, "seed": self.seed, "data": text.digest}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    step: int
+    loss: float
+    tokens_per_second: float
+    seconds: float
+
+
+def check_ranks(job: Job, ranks: int) -> None:
+    """ValueError where so many ranks cannot run this job."""
+    if ranks % job.context:
+        raise ValueError(
+            f"--cp: {ranks} processes cannot be divided into groups of {job.context} that share a sequence; use a divisor of {ranks}"
+        )
+    rows = ranks // job.context
+    if job.batch % rows:
+        raise ValueError(
+            f"--batch: {job.batch} sequences cannot be divided among {rows} groups of processes ({ranks} processes, --cp {job.context}); "
+            f"use a multiple of {rows}"
+        )
+
+
+def latest(out: str) -> Path | None:
+    """The newest whole checkpoint in a directory."""
+    return max(Path(out).glob("step-*/job.json"), default=None, key=lambda p: p.parent.name) if Path(out).is_dir() else None
+
+
+def check_resume(job: Job, text: Corpus) -> Path | None:
+    """The checkpoint to go on from. ValueError where there is none, or it is of another job."""
+    if not job.resume:
+        return None
+    found = latest(job.out)
+    if found is None:
+        raise ValueError(f"--resume: there is no checkpoint in {job.out}")
+    try:
+        kept = json.loads(found.read_text())["identity"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"--resume: {found} cannot be read") from None
+    mine = job.identity(text)
+    other = [f"{name} {kept.get(name)!r} (here {value!r})" for name, value in mine.items() if kept.get(name) != value]
+    if other:
+        raise ValueError(f"--resume: the checkpoint {found.parent} is of another model or job: {', '.join(other)}")
+    done = found.parent.name.removeprefix("step-")
+    if done.isdecimal() and int(done) > job.steps:
+        raise ValueError(f"--resume: {int(done)} steps are done already, --steps asks for {job.steps}; give more, or another --out")
+    return found.parent
+
+
+def train(device: torch.device, job: Job, told: Callable[[Step], None] | None = None) -> int:
+    """Train on this rank, of all that the process group has; 0, or the exit code of an interruption, after a checkpoint."""
+    text = corpus(job.data, length=job.length, seed=job.seed)
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (ranks // job.context, job.context), mesh_dim_names=("dp", "cp"))
+    model = _sharded(Decoder(job.model).initialise(job.seed), device, job.half)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.rate, betas=(0.9, 0.95), weight_decay=0.1)
+    found = check_resume(job, text)
+    first = 0 if found is None else _load(found, model, optimizer)
+    rows = job.batch // mesh["dp"].size()
+    mine = range(mesh.get_local_rank("dp") * rows, (mesh.get_local_rank("dp") + 1) * rows)
+    with Interrupts() as interrupts:
+        for step in range(first, job.steps):
+            start = time.perf_counter()
+            loss = _step(job, model, optimizer, text, mesh, step, mine)
+            # One small collective: the loss, and whether any rank was asked to stop.
+            both = torch.tensor([loss, float(interrupts.stop)], dtype=torch.float64)
+            dist.all_reduce(both)
+            seconds = time.perf_counter() - start
+            if told is not None:
+                told(Step(step=step, loss=both[0].item(), tokens_per_second=job.batch * job.length / seconds, seconds=seconds))
+            stop = both[1].item() > 0
+            if stop or (step + 1) % job.save_every == 0 or step + 1 == job.steps:
+                _save(job, text, model, optimizer, step + 1)
+            if stop:
+                return INTERRUPTED
+    return 0
+
+
+def _step(job: Job, model: Any, optimizer: Any, text: Corpus, mesh: Any, step: int, mine: range) -> float:
+    """One optimizer step; this rank's share of the loss."""
+    for group in optimizer.param_groups:
+        group["lr"] = job.rate * _schedule(step, job)
+    optimizer.zero_grad()
+    batch = [text.sequence(step * job.batch + row, job.length) for row in range(job.batch)]
+    count = sum(int((b["shift_labels"] != IGNORED).sum()) for b in batch)
+    heads = {"heads": job.model.heads, "kv_heads": job.model.kv_heads, "head_dim": job.model.head_dim}
+    total = 0.0
+    for row in mine:
+        given = prepare_batch(batch[row], mesh, gradients="sum", count=count, strategy=job.strategy, **heads)
+        plan = given["longspan_plan"]["full"]
+        loss = model(given["input_ids"], given["position_ids"], plan=plan, labels=given["labels"], count=given["num_items_in_batch"])
+        loss.backward()
+        total += loss.item()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return total
+
+
+def _schedule(step: int, job: Job) -> float:
+    """Up in a line, down in a cosine to a tenth."""
+    if step < job.warmup:
+        return (step + 1) / job.warmup
+    done = min(1.0, (step - job.warmup) / max(1, job.steps - job.warmup))
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+
+def _sharded(model: Decoder, device: torch.device, half: bool) -> Any:
+    model = model.to(device).train()
+    world = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("all",))
+    options: dict[str, Any] = {"mesh": world}
+    if half:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for part in (*model.blocks, model):
+        fully_shard(part, **options)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):  # shares are of the whole batch's mean: their sum is the gradient
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def _state(model: Any, optimizer: Any) -> dict[str, Any]:
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments}
+
+
+def _load(folder: Path, model: Any, optimizer: Any) -> int:
+    state = _state(model, optimizer)
+    load(state, checkpoint_id=str(folder))
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return int(json.loads((folder / "job.json").read_text())["step"])
+
+
+def _save(job: Job, text: Corpus, model: Any, optimizer: Any, step: int) -> None:
+    """Write a checkpoint whole or not at all: under another name first. The last two are kept."""
+    folder = Path(job.out) / f"step-{step:06d}"
+    unfinished = folder.with_name(f"unfinished-{folder.name}")
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    dist.barrier()
+    save(_state(model, optimizer), checkpoint_id=str(unfinished))
+    if dist.get_rank() == 0:
+        (unfinished / "job.json").write_text(json.dumps({"step": step, "identity": job.identity(text)}))
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(unfinished, folder)
+        for old in sorted(Path(job.out).glob("step-*"))[:-2]:
+            shutil.rmtree(old, ignore_errors=True)
+    dist.barrier()

@@ -1,0 +1,81 @@
+"""Every strategy over virtual ranks or real ones, for `longspan verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import longspan as ls
+from longspan._plan.strategies import NAMES
+from longspan.cli.oracle_checks import Line, Problem
+from longspan.testing import virtual_world
+
+CASES = (("documents", "bias"), ("window", "none"))
+AXES = ("ring", "ulysses")
+
+
+def lines(device: torch.device, ranks: int, *, virtual: bool) -> Iterator[Line]:
+    """A line for every strategy that this many ranks allow: those of two axes need a number that has factors."""
+    # Heads that any number of ranks can share.
+    heads = {"heads": 2 * ranks, "kv_heads": ranks if ranks % 2 else 2}
+    problems = [Problem(mask=m, score=s, dtype=torch.float32, device=device, batch=1, tokens=211, dim=16, **heads) for m, s in CASES]
+    degree = next((d for d in range(2, ranks) if ranks % d == 0), None)
+    for strategy in NAMES:
+        two = strategy.startswith("ulysses_")
+        if two and degree is None:
+            continue
+        shape = (ranks // degree, degree) if two and degree is not None else (ranks,)
+        line = Line(name=strategy, dtype="float32")
+        for problem in problems:
+            try:
+                got = _over_threads(problem, strategy, shape) if virtual else _over_processes(problem, strategy, shape)
+                line.add(problem, problem.shares(got))
+            except Exception as error:  # whatever is raised here is a finding
+                line.fail(problem, error)
+        yield line
+
+
+def _over_threads(problem: Problem, strategy: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    gpu = problem.device if problem.device.type == "cuda" else None
+    world = virtual_world(shape, axis_names=AXES if len(shape) == 2 else None, device=gpu)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the ranks share the cores
+    try:
+        found = world.run(lambda mesh: _on_rank(problem, strategy, mesh))
+    finally:
+        torch.set_num_threads(threads)
+    shares = [one["dbias"] for one in found if "dbias" in one]
+    return {**found[0], "dbias": torch.stack(shares).sum(0)} if shares else found[0]
+
+
+def _over_processes(problem: Problem, strategy: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    mesh: Any = dist.group.WORLD
+    if len(shape) == 2:
+        mesh = dist.device_mesh.init_device_mesh(problem.device.type, shape, mesh_dim_names=AXES)
+    found = _on_rank(problem, strategy, mesh)
+    if "dbias" in found:
+        dist.all_reduce(found["dbias"])
+    return found
+
+
+def _on_rank(problem: Problem, strategy: str, mesh: Any) -> dict[str, Tensor]:
+    """Results of this rank, whole; of the bias's gradient, its share."""
+    sizes: dict[str, Any] = {"batch": problem.batch, "heads": problem.heads, "kv_heads": problem.kv_heads, "head_dim": problem.dim}
+    plan = ls.plan(problem.made_mask, problem.tokens, mesh, strategy=strategy, **sizes)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Any:
+        return ls.attention(q, k, v, plan=plan, return_lse=True, **rest)
+
+    found = problem.results(attend, [plan.shard(t, 2) for t in problem.inputs])
+    return {name: t if name == "dbias" else plan.unshard(t, 2) for name, t in found.items()}
+
+
+def failures_elsewhere(lines: Sequence[Line]) -> list[str]:
+    """What failed on other ranks than 0, on every rank the same list."""
+    told: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(told, [f"{line.name} {line.dtype}, {failure}" for line in lines for failure in line.failures])
+    return [f"rank {rank}: {failure}" for rank, failures in enumerate(told) if rank for failure in failures]

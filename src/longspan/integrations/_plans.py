@@ -1,0 +1,68 @@
+"""The plans of one batch for all layers of a model: the full one, and one per window, over one layout."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from longspan._masks.algebra import Mask, sliding_window
+from longspan._plan.plan_data import Plan, PlanSet
+from longspan._planner.build import plan
+
+FULL, SLIDING = "full", "sliding"
+
+
+class ModelPlans(PlanSet):
+    """Plans by name: "full", and "sliding" for layers with a window ("sliding 512" and so on where windows differ).
+
+    Shards and positions are common to all. A window that was not named when the batch was prepared is planned when a layer first asks
+    for it, over the same layout, the same on every rank.
+    """
+
+    def __init__(self, plans: dict[str, Plan], *, mask: Mask, windows: Mapping[int, str], options: Mapping[str, Any]) -> None:
+        super().__init__(plans)
+        self._mask, self._windows, self._options = mask, dict(windows), dict(options)
+        self._lock = threading.Lock()
+
+    def of(self, window: int | None) -> Plan:
+        """The plan for layers of a window; of those that have none."""
+        if window is None:
+            return self._plans[FULL]
+        if window not in self._windows:
+            self._add(window)
+        return self._plans[self._windows[window]]
+
+    def _add(self, window: int) -> None:
+        full = self._plans[FULL]
+        with self._lock:
+            if window not in self._windows:
+                name = window_name(window, len(self._windows))
+                strategy = full.strategy if full.data.ulysses is not None else "auto"
+                options = {**self._options, "layout": full.layout, "strategy": strategy}
+                self._plans[name] = plan(self._mask & sliding_window(window), full.data.q_len, full.mesh, **options)
+                self._windows[window] = name
+
+    def on(self, mesh: Any) -> ModelPlans:
+        plans = {name: plan.on(mesh) for name, plan in self._plans.items()}
+        return ModelPlans(plans, mask=self._mask, windows=self._windows, options=self._options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (self._plans, self._mask, self._windows, self._options)
+
+
+def _again(plans: dict[str, Plan], mask: Mask, windows: dict[int, str], options: dict[str, Any]) -> ModelPlans:
+    return ModelPlans(plans, mask=mask, windows=windows, options=options)
+
+
+def window_name(window: int, others: int) -> str:
+    return SLIDING if not others else f"{SLIDING} {window}"
+
+
+def model_plans(mask: Mask, seq_len: int, mesh: Any, windows: list[int], options: Mapping[str, Any]) -> ModelPlans:
+    """Plans for layers without a window and with each of these."""
+    names = {w: window_name(w, i) for i, w in enumerate(windows)}
+    masks = {FULL: mask, **{name: mask & sliding_window(w) for w, name in names.items()}}
+    found = plan(masks, seq_len, mesh, **options)
+    kept = {name: value for name, value in options.items() if name not in ("layout", "strategy", "stages")}
+    return ModelPlans(dict(found), mask=mask, windows=names, options=kept)

@@ -1,6 +1,0 @@
-"""The `triton` kernel: any mask and score program, compiled into the kernel; forward, dK/dV and dQ, on Ampere and later."""
-
-from longspan.kernels.triton.config import Config, Tile
-from longspan.kernels.triton.kernel import TritonKernel
-
-__all__ = ["Config", "Tile", "TritonKernel"]
