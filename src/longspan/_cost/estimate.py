@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from longspan._balance.demand import Demand
-from longspan._cost.rates import TILE, Shape
+from longspan._cost.rates import Shape
 from longspan._cost.workload import Again, Place, Workload, covered
+from longspan._masks.block_table import BLOCK_SIZE
 
 MOST_STEPS = 256  # that are looked at one by one
 STAGE_TOKENS = 16384  # a stage brings at least this many tokens where it can
@@ -66,7 +67,7 @@ class Owned:
             exchanges = torch.stack([e.sum() for e in (exchanges[:1], *exchanges[1:].split(merged))])
         count = len(exchanges)
         area = torch.zeros(len(self.chosen), count, dtype=torch.float64).scatter_add_(1, step.clamp(min=0), self._area)
-        full, partial = _kinds(area * (self.unit / TILE) ** 2, self.work / TILE**2, self.unit)
+        full, partial = _kinds(area * (self.unit / BLOCK_SIZE) ** 2, self.work / BLOCK_SIZE**2, self.unit)
         heads = shape.heads * shape.batch / place.degree
         received, sent = self._moved(step, place, count)
         again = None
@@ -75,10 +76,10 @@ class Owned:
             # Of a step's exchanges at least one is carried out, where it brings anything.
             share = (arriving.sum((0, 1)) / received.sum((0, 1)).clamp(min=1)).clamp(max=1)
             again = Again(arriving, leaving, None, (exchanges * share).ceil())
-        rows = ((self.owned / TILE).ceil() * heads)[:, None].repeat(1, count)
+        rows = ((self.owned / BLOCK_SIZE).ceil() * heads)[:, None].repeat(1, count)
         rows[:, 1:] *= max(1, merged)
         # At least as many rows as see one unit of the step's keys; in masks whose rows see one stretch, not many more.
-        busy = torch.zeros_like(area).scatter_reduce_(1, step.clamp(min=0), self._area, "amax") * (self.unit / TILE * heads)
+        busy = torch.zeros_like(area).scatter_reduce_(1, step.clamp(min=0), self._area, "amax") * (self.unit / BLOCK_SIZE * heads)
         busy[:, 1:] *= max(1, merged)
         return Workload(
             ranks=self.ranks,
@@ -146,5 +147,5 @@ def _kinds(area: Tensor, useful: Tensor, unit: int) -> tuple[Tensor, Tensor]:
     there = torch.minimum(vain, area[:, 0] / 2)
     others = area[:, 1:].sum(1).clamp(min=1e-9)
     spread = torch.cat([there[:, None], (vain - there)[:, None] * area[:, 1:] / others[:, None]], 1)
-    edges = 2 * spread * (TILE / unit)  # a unit's edge crosses unit / TILE tiles, each half used
+    edges = 2 * spread * (BLOCK_SIZE / unit)  # a unit's edge crosses unit / BLOCK_SIZE tiles, each half used
     return (area - spread - edges / 2).clamp(min=0), edges

@@ -8,8 +8,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from longspan._masks.block_table import BLOCK_SIZE
+
 BACKWARD = 2.5  # floating-point operations of a backward pass per one of the forward pass
-TILE = 128  # tokens: tiles are counted in this size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class Rates:
         at, table = self._tables
         full, causal = _interpolated(keys, at, table)
         found = torch.lerp(full, causal, edges.clamp(0, 1))
-        tile = float(table[0, -1] - table[0, -2]) / float(at[-1] - at[-2]) * TILE
+        tile = float(table[0, -1] - table[0, -2]) / float(at[-1] - at[-2]) * BLOCK_SIZE
         return (found + (edges - 1).clamp(min=0) * (tile / 2)) * 1e-12
 
 
@@ -115,8 +116,8 @@ class Kernel:
         """Seconds of calls, elementwise: `rows` tiles of queries times heads, over so many full and partial tiles. 0 without tiles."""
         rates = self.backward if backward else self.forward
         safe = rows.clamp(min=1)
-        edges, keys = partial / safe, (full + partial / 2) / safe * TILE
-        per_row = rates.seconds(keys, edges) * TILE * 128 * self.dim_factor(head_dim) * (BACKWARD if backward else 1.0)
+        edges, keys = partial / safe, (full + partial / 2) / safe * BLOCK_SIZE
+        per_row = rates.seconds(keys, edges) * BLOCK_SIZE * 128 * self.dim_factor(head_dim) * (BACKWARD if backward else 1.0)
         busy = self.launch + per_row * torch.maximum(safe, torch.tensor(float(self.slots), dtype=torch.float64))
         return torch.where(full + partial > 0, busy, torch.zeros_like(busy))
 

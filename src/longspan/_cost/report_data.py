@@ -13,6 +13,7 @@ from longspan._cost.rates import Cluster, Shape
 from longspan._cost.timeline import Conditions, Timeline, timeline
 from longspan._cost.traffic import Traffic, traffic
 from longspan._cost.workload import Workload, of_plan, shape_of
+from longspan._masks.block_table import BLOCK_SIZE
 from longspan._plan.plan_data import PlanData
 from longspan._plan.schedule import Schedule
 
@@ -120,7 +121,7 @@ class Report:
     @property
     def flops_per_device(self) -> float:
         """Useful operations per second and device, forward and backward: what is predicted of the kernel's speed."""
-        pairs = float((self.work.full + self.work.partial / 2).sum()) * 128 * 128 * self.work.degree
+        pairs = float((self.work.full + self.work.partial / 2).sum()) * BLOCK_SIZE**2 * self.work.degree
         return 3.5 * 4 * self.shape.head_dim * pairs / self.ranks / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:

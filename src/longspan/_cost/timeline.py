@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from longspan._cost.rates import TILE, Cluster
+from longspan._cost.rates import Cluster
 from longspan._cost.workload import Workload
+from longspan._masks.block_table import BLOCK_SIZE
 
 TIE = 1.01  # times within this are equal: then what is simpler
 
@@ -209,7 +210,7 @@ class _Simulation:
         """
         work, s = self.work, self.work.shape
         wide, narrow = 4, s.element
-        tile = TILE * s.head_dim
+        tile = BLOCK_SIZE * s.head_dim
         sent, received = work.sent.sum(0), work.received.sum(0)
         local = (work.keys * work.degree * s.batch / work.scale)[:, None]  # tokens of this rank's keys
         grads = work.key_bytes * wide / narrow
@@ -237,7 +238,7 @@ class _Simulation:
         work, s = self.work, self.work.shape
         every = work.rows if work.rows.ndim == 1 else work.rows[:, 0]
         local = work.keys * work.degree * s.batch / work.scale
-        return every * TILE * s.head_dim * (4 + s.element) + local * work.key_bytes * (1 + 4 / s.element)
+        return every * BLOCK_SIZE * s.head_dim * (4 + s.element) + local * work.key_bytes * (1 + 4 / s.element)
 
     def _exchange(self, arriving: Tensor, leaving: Tensor, size: float) -> Tensor:
         """Seconds of each step's exchange [R, K + 1]: the slower of both kinds of links, of both directions."""

@@ -20,11 +20,9 @@ from longspan._engine.spec import Spec, SpecRegistry
 from longspan._engine.table_cache import TableCache
 from longspan._kernels.protocol import Kernel, Tiling, Work, like_query, state_dtype
 from longspan._kernels.registry import choose
-from longspan._masks.block_table import BlockTable
+from longspan._masks.block_table import BLOCK_SIZE, BlockTable
 from longspan._plan.plan_data import PlanData, live
 from longspan._torch_modes import without_autocast
-
-BLOCK = (128, 128)
 
 NO_TRANSFORMS = "longspan.attention does not run under torch.vmap, torch.func or forward-mode differentiation; with kernel='dense' it does"
 
@@ -48,7 +46,7 @@ def make_work(
     scale: float,
     *,
     backward: bool,
-    block: tuple[int, int] = BLOCK,
+    block: tuple[int, int] = (BLOCK_SIZE, BLOCK_SIZE),
 ) -> Work:
     """The whole attention of q over k as one piece of work."""
     batch, heads, q_len, _ = q.shape
@@ -200,7 +198,7 @@ def _kernel_and_work(
     work = make_work(spec, q, k, mask_captured, score_captured, scale, backward=backward)
     kernel = choose(spec.kernel, q, k, v, work, staged=staged, backward=backward, peak=peak)
     block = kernel.block(q, v, work.table)
-    if block == BLOCK:
+    if block == (BLOCK_SIZE, BLOCK_SIZE):
         return kernel, work
     # The captured tensors were looked at for the first table; another tile size for the same table needs no second look.
     other = _other_sizes.setdefault(work.table, {})

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from longspan._masks.block_mask import ListedMask, mask_mod_of_block_mask, table_of_block_mask
-from longspan._masks.block_table import BlockTable
+from longspan._masks.block_table import BLOCK_SIZE, BlockTable
 from longspan._masks.classify import classify
 from longspan._masks.documents import bounds, document_ids, integer, integers, is_scalar, renumbered
 from longspan._masks.trace_cache import traces
@@ -106,7 +106,7 @@ class Mask:
         self,
         q_len: int,
         kv_len: int | None = None,
-        block: int | tuple[int, int] = 128,
+        block: int | tuple[int, int] = BLOCK_SIZE,
         *,
         batch: int | None = None,
         heads: int | None = None,

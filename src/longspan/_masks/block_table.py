@@ -19,6 +19,7 @@ from longspan._masks.tile_runs import join_neighbours, row_pointers
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+BLOCK_SIZE = 128  # tokens per side of a tile, unless a caller asks for another size
 EMPTY, PARTIAL, FULL = 0, 1, 2
 SHADES = " ░▒▓█"
 

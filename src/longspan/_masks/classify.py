@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan._masks.block_table import EMPTY, FULL, PARTIAL, BlockTable
+from longspan._masks.block_table import BLOCK_SIZE, EMPTY, FULL, PARTIAL, BlockTable
 from longspan._masks.interval_rules import Interval
 from longspan._masks.intervals import KV, Interpreter, Q
 from longspan._masks.program import Program
@@ -35,7 +35,7 @@ def classify(
     q_len: int = 0,
     kv_len: int = 0,
     *,
-    block: tuple[int, int] = (128, 128),
+    block: tuple[int, int] = (BLOCK_SIZE, BLOCK_SIZE),
     batch: int = 1,
     heads: int = 1,
     levels: Sequence[int] | None = None,

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from longspan._balance.demand import Demand
 from longspan._masks.algebra import And, Documents, Mask
+from longspan._masks.block_table import BLOCK_SIZE
 from longspan._plan.layout import Layout, Segments
 
-UNIT = 128  # tokens: a tile of the block table
 FINEST = 16  # tokens: short documents are not cut into smaller pieces, unless the whole sequence is short
 MOST = 1.05  # times its share of tokens that a rank may own
 
@@ -27,7 +27,7 @@ def unit_for(length: int, ranks: int) -> int:
     """Tokens per unit: 128, or for short sequences the largest power of two that leaves every rank four units, and no rank 1.05 times its
     share of tokens, at least 1."""
     _check(length, ranks)
-    unit = UNIT
+    unit = BLOCK_SIZE
     while unit > 1 and (length < 4 * ranks * unit or units_per_rank(-(-length // unit), ranks)[-1] * unit * ranks > MOST * length):
         unit //= 2
     return unit
@@ -131,7 +131,7 @@ def per_document(lengths: Sequence[int], ranks: int) -> Layout:
     remains: list[tuple[int, int, int]] = []  # (start, end, start of its document)
     for n in lengths:
         start, end = end, end + n
-        cell = UNIT
+        cell = BLOCK_SIZE
         while cell > finest and n < 2 * ranks * cell:
             cell //= 2
         first, last = -(-start // cell) * cell, end // cell * cell

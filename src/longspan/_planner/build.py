@@ -19,13 +19,14 @@ from longspan._cost.rates import Cluster
 from longspan._cost.timeline import Timeline, fastest, timeline
 from longspan._cost.workload import of_plan
 from longspan._masks.algebra import as_mask
+from longspan._masks.block_table import BLOCK_SIZE
 from longspan._plan import named_layouts as layouts
 from longspan._plan import schedule
 from longspan._plan.layout import Layout
 from longspan._plan.plan_data import Plan, PlanData, PlanSet, ulysses_groups
 from longspan._plan.schedule import Schedule, check_brings
 from longspan._plan.strategies import LAYOUTS, Strategy, check_name, heads_refusal, strategy_for
-from longspan._planner.request import BLOCK, Wanted, considered
+from longspan._planner.request import Wanted, considered
 from longspan._torch_modes import settled
 
 # A stage brings at least this many tokens where it can: below that, kernels and links idle between launches.
@@ -326,7 +327,7 @@ class _Maker:
                 ring=self.strategy.ring,
                 layout=self.layout if isinstance(self.layout, str) else "given",
                 strategy=self.strategy.name if self.schedule is None else self.schedule.name,
-                block=BLOCK,
+                block=BLOCK_SIZE,
                 batch=self.sizes["batch"],
                 heads=self.sizes["heads"],
                 kv_heads=self.sizes["kv_heads"],

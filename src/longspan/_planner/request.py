@@ -15,11 +15,9 @@ from longspan._cost import auto
 from longspan._cost.pair_counts import split_heads
 from longspan._cost.rates import Cluster, Shape
 from longspan._masks.algebra import Full, Mask
-from longspan._masks.block_table import BlockTable
+from longspan._masks.block_table import BLOCK_SIZE, BlockTable
 from longspan._masks.classify import classify
 from longspan._plan.plan_data import PlanData, PlannedMask
-
-BLOCK = 128
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,10 +62,14 @@ class Wanted:
     def lend(self, data: PlanData) -> None:
         """Give a plan the table that was made to choose its layout, and what was counted in it, where the layout cuts nowhere else."""
         lengths = (self.q_len, self.kv_len)
-        if BLOCK in self.tables and data.rows == 1 and all(data.side(i, BLOCK, 0).tiles == -(-n // BLOCK) for i, n in enumerate(lengths)):
-            data._keep(("table", (BLOCK, BLOCK), 0), lambda: self.tables[BLOCK])
-            if BLOCK in self.pairs:
-                data._keep(("pairs", 0), lambda: self.pairs[BLOCK])
+        if (
+            BLOCK_SIZE in self.tables
+            and data.rows == 1
+            and all(data.side(i, BLOCK_SIZE, 0).tiles == -(-n // BLOCK_SIZE) for i, n in enumerate(lengths))
+        ):
+            data._keep(("table", (BLOCK_SIZE, BLOCK_SIZE), 0), lambda: self.tables[BLOCK_SIZE])
+            if BLOCK_SIZE in self.pairs:
+                data._keep(("pairs", 0), lambda: self.pairs[BLOCK_SIZE])
 
     def demands(self, unit: int, rows: Sequence[int | None]) -> list[balance.Demand]:
         """What a layout is judged by, for each batch row, or for all together."""

@@ -27,9 +27,8 @@ from longspan._kernels.triton.kernel import (
     usable,
     zero_uncovered,
 )
-from longspan._masks.block_table import BlockTable
+from longspan._masks.block_table import BLOCK_SIZE, BlockTable
 
-TILE = 128
 # Gluon is experimental: what its barriers promise, and private names that are needed, may change from version to version.
 TESTED = ((3, 6),)
 
@@ -80,8 +79,8 @@ class HopperKernel(TritonKernel):
             return f"dtype {q.dtype}: it computes bfloat16 and float16"
         if q.shape[-1] % 8 or v.shape[-1] % 8:
             return f"head dims {q.shape[-1]} and {v.shape[-1]}: both must be multiples of 8, the copy engine's 16 bytes"
-        if any(block % TILE for block in work.table.block):
-            return f"table block {work.table.block}: both sizes must be multiples of {TILE}"
+        if any(block % BLOCK_SIZE for block in work.table.block):
+            return f"table block {work.table.block}: both sizes must be multiples of {BLOCK_SIZE}"
         return super().refuses(q, k, v, work)
 
     def block(self, q: Tensor, v: Tensor, table: BlockTable) -> tuple[int, int]:
@@ -134,7 +133,7 @@ class HopperKernel(TritonKernel):
     def _cut(self, q: Tensor, v: Tensor, work: Work) -> bool:
         """Whether the backward kernels take this work."""
         covered = launch.facts(work.q_tiles).covers and launch.facts(work.kv_tiles).covers
-        cut = has_backward(width(q.shape[-1]), width(v.shape[-1])) and work.table.block == (TILE, TILE)
+        cut = has_backward(width(q.shape[-1]), width(v.shape[-1])) and work.table.block == (BLOCK_SIZE, BLOCK_SIZE)
         return covered and cut and q.numel() > 0 and work.kv_tiles.length > 0 and (work.score is None or work.joint is not None)
 
     def _one_pass(self, q: Tensor, v: Tensor, work: Work, needs: Sequence[bool]) -> bool:
