@@ -25,8 +25,9 @@ demo: install ## a packed batch over four processes, forward and backward, compa
 style: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
-lint: style ## style and types
+lint: style ## style, import layers and types
 	$(BIN)/mypy
 
 test: style ## style, types and the test suite (a covering sample of the large grids); types beside the tests, whose processes often wait
@@ -55,4 +56,4 @@ bench-gpu: ## on a Hopper GPU: the kernels beside their peers and the engine bes
 	PYTHONPATH=src:. $(PYTHON) bench/hopper.py --plot bench/results/hopper.txt bench/results/hopper.png
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
