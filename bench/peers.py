@@ -4,10 +4,10 @@
     PYTHONPATH=src:. python bench/peers.py --plot RESULT.txt PICTURE.png              draw a committed result
 
 B 1, bfloat16. TFLOP/s count useful work: 4·D per visible (query, key) pair forward, 2.5 times that backward. `device`: calls enqueued
-behind a pause, host time excluded. `as called`: one eager call on an idle device, host time included. Peers take turns in random order, medians
-of twenty. Every peer gets its own memory layout ([B, H, S, D] or [B, S, H, D]) and a mask prepared beforehand; `mask ms` is the price of
-preparing a new mask, `first s` of the first forward and backward (compilation included, warm caches reused), `error` the relative error of
-out against float64 over 64 rows, `MiB` the peak memory of forward and backward beyond the inputs.
+behind a pause, host time excluded. `as called`: one eager call on an idle device, host time included. Peers take turns in random order;
+medians of twenty. Every peer gets its own memory layout ([B, H, S, D] or [B, S, H, D]) and a mask prepared beforehand. `first`: seconds of
+the first forward and backward, compilation included. `error`: relative error of out against float64 over 64 rows. `MiB`: peak memory of
+forward and backward beyond the inputs.
 """
 
 from __future__ import annotations
