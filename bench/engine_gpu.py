@@ -267,7 +267,7 @@ def main() -> None:
     args = parser.parse_args()
     cases = [tuple(args.case)] if args.case else list(CASES)
     if args.step_tokens:
-        importlib.import_module("longspan._planner.build").STAGE_TOKENS = args.step_tokens  # type: ignore[attr-defined]
+        importlib.import_module("longspan._plan.schedule").STAGE_TOKENS = args.step_tokens  # type: ignore[attr-defined]
     EchoMesh.use(Link("copy"))
     about = {
         "bench": "engine_gpu",

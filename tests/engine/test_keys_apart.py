@@ -68,7 +68,7 @@ def near(got: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 def test_apart_gives_what_side_by_side_does_however_keys_lie(
     way: str, mask: str, step_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(importlib.import_module("longspan._planner.build"), "STAGE_TOKENS", step_tokens)
+    monkeypatch.setattr(importlib.import_module("longspan._plan.schedule"), "STAGE_TOKENS", step_tokens)
     p = problem(ls.causal() if mask == "causal" else PER_ROW)
     schedule = p.plan(ls.Mesh.abstract(4), **WAYS[way]).data.schedule
     right, names, size = over(p, 4, lambda t, _: t, **WAYS[way])
@@ -242,7 +242,7 @@ def test_on_a_gpu_keys_from_two_places_give_the_bits_of_one(way: str, ranks: int
         mask=mask_named("documents", 3001, ""), score="none", q_len=3001, kv_len=3001, batch=1, heads=8, kv_heads=2, dim=dim, value_dim=dim,
         dtype=torch.bfloat16, device="cuda",
     )  # fmt: skip
-    monkeypatch.setattr(importlib.import_module("longspan._planner.build"), "STAGE_TOKENS", 64)  # each stage of a ring is a step
+    monkeypatch.setattr(importlib.import_module("longspan._plan.schedule"), "STAGE_TOKENS", 64)  # each stage of a ring is a step
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         monkeypatch.setattr(keys, "APART_BYTES", 0)

@@ -20,7 +20,7 @@ __all__ = ["Candidate", "Demand", "Evaluation", "auto", "candidates", "choose", 
 
 ALLOWED = 1.05  # above LIMIT, but better than more where this can be had
 LIMIT = 1.03  # the busiest rank's work over the mean that is as good as balanced
-CLOSE = 1.05  # traffics that differ by less than this factor are as good as equal
+EQUAL_TRAFFIC = 1.05  # mean traffic within this factor of the least counts as equal
 MARGIN = 0.98  # of what LIMIT allows above the mean is used: work is estimated
 AIMS = (0.6, 0.75, 0.9)  # shares of the allowed excess that constructions aim at
 NEARLY = 1.5  # a contiguous layout of at most this imbalance is worth improving
@@ -67,7 +67,7 @@ def preferred(candidates: Sequence[Candidate], limit: float = LIMIT) -> Candidat
         least = min(c.evaluation.imbalance for c in candidates)
         most = limit * least if least > ALLOWED else min(limit * least, ALLOWED)
         balanced = [c for c in candidates if c.evaluation.imbalance <= most]
-    traffic = CLOSE * min(c.evaluation.traffic for c in balanced)
+    traffic = EQUAL_TRAFFIC * min(c.evaluation.traffic for c in balanced)
     close = [c for c in balanced if c.evaluation.traffic <= traffic]
     return min(close, key=lambda c: (c.evaluation.imbalance, int(c.evaluation.received.max())))
 
@@ -127,7 +127,7 @@ class _Search:
                 break
         starts.sort(key=self._rating)
         best = preferred(self.found, self.limit).evaluation
-        if starts[0].evaluation.traffic * CLOSE < best.traffic or best.imbalance > self.limit:
+        if starts[0].evaluation.traffic * EQUAL_TRAFFIC < best.traffic or best.imbalance > self.limit:
             self._improve(structure, starts[: 1 if self.ranks > 32 else 2])
 
     def _improve(self, structure: Structure, starts: Sequence[Candidate]) -> None:

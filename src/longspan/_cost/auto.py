@@ -25,8 +25,8 @@ from longspan._plan.named_layouts import unit_for
 from longspan._plan.strategies import MOVES, Strategy, heads_refusal, ulysses_axis
 
 BALANCED = 1.05  # a busiest rank within this of the mean is looked for first
-CLOSE = 1.10  # estimates within this of the best are looked at exactly …
-EXACT = (2, 4)  # … but no more than so many: of large problems, of small ones
+TIMED_WITHIN = 1.10  # options with an estimate within this factor of the best are planned and timed exactly,
+EXACT = (2, 4)  # at most this many of them: (of large problems, of small ones)
 SMALL = 1 << 12  # ranks times units
 STAGES = (None, 1, 2, 4, 8)
 
@@ -283,7 +283,7 @@ def _ordered(options: list[Option], exactly: Exactly | None, limit: int = 0) -> 
     tilted = set()  # layouts that are not balanced after all
     for i in sorted(range(len(balanced)), key=lambda i: (balanced[i].seconds, i)):
         option = balanced[i]
-        if best < float("inf") and (len(timed) >= limit or option.seconds * ratio > CLOSE * best):
+        if best < float("inf") and (len(timed) >= limit or option.seconds * ratio > TIMED_WITHIN * best):
             break
         if (id(option.candidate), option.strategy.ulysses) in tilted:
             continue

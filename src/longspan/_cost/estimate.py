@@ -14,9 +14,9 @@ from longspan._balance.demand import Demand
 from longspan._cost.rates import Shape
 from longspan._cost.workload import Again, Place, Workload, covered
 from longspan._masks.block_table import BLOCK_SIZE
+from longspan._plan.schedule import STAGE_TOKENS
 
 MOST_STEPS = 256  # that are looked at one by one
-STAGE_TOKENS = 16384  # a stage brings at least this many tokens where it can
 
 
 class Owned:

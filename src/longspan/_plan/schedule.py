@@ -19,6 +19,9 @@ from longspan._masks.block_table import stretched
 from longspan._plan.digest import content
 from longspan._plan.tile_grid import Side
 
+# Tokens that a stage (or a step of several stages) brings at least, where it can. Below this size, kernels and links idle between launches.
+STAGE_TOKENS = 16384
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:

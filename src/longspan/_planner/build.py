@@ -29,9 +29,6 @@ from longspan._plan.strategies import LAYOUTS, Strategy, check_name, heads_refus
 from longspan._planner.request import Wanted, considered
 from longspan._torch_modes import settled
 
-# A stage brings at least this many tokens where it can: below that, kernels and links idle between launches.
-STAGE_TOKENS = 16384
-
 
 def plan(
     mask: Any,
@@ -368,7 +365,7 @@ class _Maker:
             return self.schedule
         local = -(-self.kv_len // self.ring_size) * data.rows
         if self.strategy.moves == "ring":
-            return schedule.ring(rows, step_tokens=STAGE_TOKENS)
+            return schedule.ring(rows, step_tokens=schedule.STAGE_TOKENS)
         if self.strategy.moves == "allgather":
             return schedule.allgather(rows)
-        return schedule.exchange(rows, stage_tokens=max(local, STAGE_TOKENS), stages=self.stages)
+        return schedule.exchange(rows, stage_tokens=max(local, schedule.STAGE_TOKENS), stages=self.stages)
