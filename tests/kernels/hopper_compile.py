@@ -29,8 +29,11 @@ from longspan._kernels.gpu.prepared_launch import Prepared
 from longspan._kernels.hopper import HopperKernel
 from longspan._kernels.hopper import dq_order as turns
 from longspan._kernels.protocol import Grads, State, Tiling, Work
+from longspan._kernels.triton import TritonKernel
 from longspan._masks.joint import joint_of
 from longspan._masks.tracing import trace
+
+HOPPER = HopperKernel(fallback=TritonKernel())
 
 SHARED_MEMORY = 227 * 1024
 ASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
@@ -100,7 +103,7 @@ def one_call(dims: tuple[int, int], dtype: torch.dtype, *, scored: bool, staged:
         mask=traced.program, mask_captured=traced.captured(), **more,
     )  # fmt: skip
     state = zero_state(dims) if staged else None
-    of = HopperKernel()
+    of = HOPPER
     found = of.forward(q, k, v, work, state=state, final=not staged, peak=staged)
     if staged:
         some = replace(work, complete=torch.tensor([True, True, False, False]))

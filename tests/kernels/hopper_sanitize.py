@@ -19,6 +19,9 @@ from torch import Tensor
 import longspan as ls
 from longspan._kernels.hopper import HopperKernel
 from longspan._kernels.protocol import Grads
+from longspan._kernels.triton import TritonKernel
+
+HOPPER = HopperKernel(fallback=TritonKernel())
 
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 BIAS = torch.linspace(-1, 1, 4)
@@ -59,7 +62,7 @@ def in_two_stages(dims: tuple[int, int], *, device: str = "cuda") -> None:
     for i, (k_part, v_part) in enumerate(zip(k.split(200, 2), v.split(200, 2), strict=True)):
         work = work_of(lambda b, h, q, kv: q >= kv, ((0, 200), (300, 100)), ((i * 200, 200),), block=128)
         work = replace(work, complete=None if i else complete)
-        state = HopperKernel().forward(q, k_part.contiguous(), v_part.contiguous(), work, state=state, final=i == 1, peak=False)
+        state = HOPPER.forward(q, k_part.contiguous(), v_part.contiguous(), work, state=state, final=i == 1, peak=False)
     if device == "cuda":
         torch.cuda.synchronize()
     print("rows complete before the last stage", dims, flush=True)
@@ -74,7 +77,7 @@ def from_two_places(dims: tuple[int, int], *, device: str = "cuda") -> None:
     work = work_of(lambda b, h, q, kv: q >= kv, ((100, 300),), ((100, 200), (0, 100), (300, 100)), block=128)
     work = replace(work, own=tuple(t[:, :, :200].contiguous() for t in (k, v)))
     rest = [t[:, :, 200:].contiguous() for t in (k, v)]
-    of = HopperKernel()
+    of = HOPPER
     for fixed in (False, True):
         torch.use_deterministic_algorithms(fixed, warn_only=True)
         found = of.forward(q, *rest, work, state=None, final=True, peak=False)

@@ -18,8 +18,10 @@ import longspan as ls
 from longspan._kernels.hopper import HopperKernel
 from longspan._kernels.hopper.kernel import _done_rows
 from longspan._kernels.protocol import State, Tiling, Work
-from longspan._kernels.triton.kernel import TritonKernel
+from longspan._kernels.triton import TritonKernel
 from longspan.testing import oracle
+
+HOPPER = HopperKernel(fallback=TritonKernel())
 
 QUERIES: Segments = ((0, 300), (900, 212))
 STAGES: tuple[Segments, ...] = (((0, 300), (900, 212)), ((300, 200),), ((500, 400),))
@@ -58,7 +60,7 @@ def test_stages_that_fall_to_triton_write_and_keep_what_is_done() -> None:
     for i, work in enumerate(staged(QUERIES, STAGES, block=32)):
         given = (mine, shards(k, STAGES[i]), shards(v, STAGES[i]), work)
         states[0] = TritonKernel().forward(*given, state=states[0], final=i == 2, peak=False)
-        states[1] = HopperKernel()._forward_by_triton(*given, states[1], final=i == 2, peak=False)
+        states[1] = HOPPER._forward_by_fallback(*given, states[1], final=i == 2, peak=False)
         if i < 2 and states[1] is not None:
             assert states[1].done is not None
             states[1].out[:, :, :300] = torch.nan  # nobody reads them any more
@@ -114,7 +116,7 @@ def test_rows_done_early_have_the_bits_of_those_that_wait(
             last = i == len(keys) - 1
             given = work if early else replace(work, complete=None)
             before = None if state is None else state.done
-            state = HopperKernel().forward(mine, shards(k, keys[i]), shards(v, keys[i]), given, state=state, final=last, peak=False)
+            state = HOPPER.forward(mine, shards(k, keys[i]), shards(v, keys[i]), given, state=state, final=last, peak=False)
             if early and not last and not inner:
                 assert state.done is not None and (before is None or state.done is before)
                 state.out[:, :, :300] = torch.nan  # nobody reads them any more

@@ -24,8 +24,11 @@ from longspan._kernels.hopper import HopperKernel, passes
 from longspan._kernels.hopper.dq_order import MOST, evenness, turns, worthwhile
 from longspan._kernels.hopper.makespan import PROGRAMS
 from longspan._kernels.protocol import Grads, Tiling
+from longspan._kernels.triton import TritonKernel
 from longspan._masks.block_table import BlockTable
 from longspan.testing import oracle
+
+HOPPER = HopperKernel(fallback=TritonKernel())
 
 CPU = torch.device("cpu")
 
@@ -155,7 +158,7 @@ def test_fixed_order_is_of_turns_or_of_a_pass_of_its_own() -> None:
     dense, sparse = (
         work_of(mod, ((0, 3000),), ((0, 3000),), block=128) for mod in (lambda b, h, q, kv: q >= kv, lambda b, h, q, kv: q == kv)
     )
-    of = HopperKernel()
+    of = HOPPER
     assert of._one_pass(q, q, dense, []) and of._one_pass(q, q, sparse, []) and of.apart(q, q, dense, [])
     torch.use_deterministic_algorithms(True)
     try:
@@ -220,7 +223,7 @@ def test_bits_do_not_depend_on_how_many_programs_there_are(monkeypatch: pytest.M
     for programs in (132, 7, 1):
         monkeypatch.setattr(passes, "programs_at_once", lambda device, programs=programs: programs)
         work = work_of(lambda b, h, q, kv: q >= kv, ((0, 700), (800, 400)), ((0, 1100),), block=128)
-        of = HopperKernel()
+        of = HOPPER
         state = of.forward(q, k, v, work, state=None, final=True, peak=False)
         if not found:
             out, lse, grad = state.out, state.lse, torch.randn_like(state.out)

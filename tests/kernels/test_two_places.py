@@ -18,8 +18,11 @@ import longspan as ls
 from longspan._kernels.hopper import HopperKernel
 from longspan._kernels.hopper.kernel import _in_one, _without_nothing
 from longspan._kernels.protocol import Grads, Tiling, Work
+from longspan._kernels.triton import TritonKernel
 from longspan._masks.joint import joint_of
 from longspan._masks.tracing import trace
+
+HOPPER = HopperKernel(fallback=TritonKernel())
 
 QUERIES: Segments = ((700, 300), (1500, 212))
 OWN: Segments = ((700, 300), (1500, 212))  # tiles of 44 and 84 keys end them
@@ -73,7 +76,7 @@ def test_two_places_give_the_bits_of_one(dim: int, dtype: torch.dtype, scored: b
     if scored:
         score = trace(softcap, "score")
         work = replace(work, score=score.program, joint=joint_of(score.program))
-    of = HopperKernel()
+    of = HOPPER
     places = [(k, v, work), split(k, v, rows, work)]
     one, two = (of.forward(q, *given, state=None, final=True, peak=False) for given in places)
     assert torch.equal(one.out, two.out) and torch.equal(one.lse, two.lse)
@@ -112,7 +115,7 @@ def test_a_plain_sequence_whose_first_rows_lie_apart(describable: bool) -> None:
     k_part, v_part, part = split(k, v, 256, work)
     if not describable:  # rows that do not begin on 16 bytes: the copy engine gets a copy
         part = replace(part, own=tuple(torch.nn.functional.pad(t, (1, 0))[..., 1:] for t in (k[:, :, :256], v[:, :, :256])))
-    one, two = (HopperKernel().forward(q, *given, state=None, final=True, peak=False) for given in ((k, v, work), (k_part, v_part, part)))
+    one, two = (HOPPER.forward(q, *given, state=None, final=True, peak=False) for given in ((k, v, work), (k_part, v_part, part)))
     assert torch.equal(one.out, two.out) and torch.equal(one.lse, two.lse)
 
 
@@ -124,7 +127,7 @@ def test_one_of_the_places_may_hold_nothing(nothing: str) -> None:
     q, k, v, rows = inputs(128, "cuda", own=own, others=others)
     work = work_of(causal, QUERIES, (*own, *others), block=128)
     places = [(k, v, work), split(k, v, rows, work)]
-    one, two = (HopperKernel().forward(q, *given, state=None, final=True, peak=False) for given in places)
+    one, two = (HOPPER.forward(q, *given, state=None, final=True, peak=False) for given in places)
     assert torch.equal(one.out, two.out) and torch.equal(one.lse, two.lse)
 
 
@@ -137,5 +140,5 @@ def test_rows_that_no_tile_holds_fall_to_triton_with_both_places() -> None:
     k, v = (torch.cat([t, torch.full_like(t[:, :, :5], torch.nan)], 2) for t in (k, v))  # five rows that belong to no tile
     work = replace(work, kv_tiles=replace(tiles, length=tiles.length + 5))
     places = [(k, v, work), split(k, v, rows, work)]
-    one, two = (HopperKernel().forward(q, *given, state=None, final=True, peak=False) for given in places)
+    one, two = (HOPPER.forward(q, *given, state=None, final=True, peak=False) for given in places)
     assert torch.equal(one.out, two.out) and bool(torch.isfinite(two.out).all())

@@ -44,7 +44,7 @@ def kernel_named(name: str) -> Kernel:
             raise KernelRefused("kernel 'hopper' needs Gluon as Triton 3.6 has it: pip install 'triton==3.6.*', or use kernel='auto'")
         from longspan._kernels.hopper import HopperKernel
 
-        return HopperKernel()
+        return HopperKernel(fallback=kernel_named("triton"))
     if name in ("aten", "flash", "efficient", "cudnn"):
         from longspan._kernels.aten import KERNELS
 

@@ -230,7 +230,7 @@ def loaded(source: str) -> Any:
     name = source.rsplit("def ", 1)[1].split("(", 1)[0]
     filename = f"<longspan {name} {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    namespace: dict[str, Any] = {"__name__": "longspan._kernels.triton.generated"}
+    namespace: dict[str, Any] = {"__name__": "longspan._kernels.gpu.generated"}
     exec(compile(source, filename, "exec"), namespace)
     return namespace[name]
 
@@ -254,14 +254,15 @@ def _program_function(keyed: ByKey, options: Options) -> Any:
 
 
 # A joint follows from its program, so the program's key stands for both.
-class _JointByKey(ByKey):
-    def __init__(self, program: Program, joint: Joint) -> None:
+class JointByKey(ByKey):
+    def __init__(self, program: Program, joint: Joint | None) -> None:
         super().__init__(program)
         self.joint = joint
 
 
 @lru_cache(maxsize=1024)
-def _joint_function(keyed: _JointByKey, needs: tuple[bool, ...], options: Options) -> Any:
+def _joint_function(keyed: JointByKey, needs: tuple[bool, ...], options: Options) -> Any:
+    assert keyed.joint is not None
     return loaded(joint_source(keyed.program, keyed.joint, needs, options))
 
 
@@ -272,7 +273,7 @@ def program_function(program: Program, options: Options) -> Any:
 
 def joint_function(program: Program, joint: Joint, needs: Sequence[bool], options: Options) -> Any:
     """The jit function of a score program's gradient."""
-    return _joint_function(_JointByKey(program, joint), tuple(needs), options)
+    return _joint_function(JointByKey(program, joint), tuple(needs), options)
 
 
 def unsupported(program: Program | None, joint: Joint | None, options: Options) -> str | None:

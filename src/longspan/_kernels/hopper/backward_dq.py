@@ -22,11 +22,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from longspan._kernels.gpu.device_library import LOG2_E
+from longspan._kernels.gpu.row_terms import base_two
 from longspan._kernels.gpu.tile_access import load_rows, place, run_place, span, table_row, wide
 from longspan._kernels.hopper.barriers import barriers, bring, numbers, place_of, read_number, round_of, rows_of, write_number
 from longspan._kernels.hopper.none_arg import given
 from longspan._kernels.hopper.tile_io import load_tile, store_tile
-from longspan._kernels.triton.backward import base_two
 
 _DYNAMIC = ["items", "rows", "tiles", "heads", "shared", "group", "q_len", "kv_len", "own_rows", "first_b", "first_h"]
 

@@ -10,23 +10,17 @@ import torch
 import triton
 from torch import Tensor
 
-from longspan._kernels.gpu import launch
+from longspan._kernels.gpu import launch, limits
+from longspan._kernels.gpu.buffers import empty_grads, empty_out, empty_state, prefill, usable, zero_uncovered
+from longspan._kernels.gpu.determinism import check_order
+from longspan._kernels.gpu.device import capability
 from longspan._kernels.gpu.interpreter import interpreted
+from longspan._kernels.gpu.lookup_bounds import check_lookups
+from longspan._kernels.gpu.row_terms import delta as row_delta
 from longspan._kernels.hopper.config import HOPPER, has_backward
 from longspan._kernels.hopper.dq_order import worthwhile
 from longspan._kernels.hopper.passes import HopperCall, streamable, walks_of, width
-from longspan._kernels.protocol import Grads, State, Work
-from longspan._kernels.triton.kernel import (
-    TritonKernel,
-    capability,
-    check_order,
-    empty_grads,
-    empty_out,
-    empty_state,
-    prefill,
-    usable,
-    zero_uncovered,
-)
+from longspan._kernels.protocol import Grads, Kernel, State, Work
 from longspan._masks.block_table import BLOCK_SIZE, BlockTable
 
 # Gluon is experimental: what its barriers promise, and private names that are needed, may change from version to version.
@@ -46,7 +40,7 @@ def untested() -> str | None:
     return f"Triton {of}: it was tested with {known} only"
 
 
-class HopperKernel(TritonKernel):
+class HopperKernel:
     """Numerics as the `triton` kernel's: scores, sums and the running state in float32, probabilities in the values' dtype where they
     meet the values.
 
@@ -57,11 +51,20 @@ class HopperKernel(TritonKernel):
     Forward, the same call gives the same bits; but where the last items of a launch are cut along their keys depends on how many there
     are, and so do last bits.
 
-    What these kernels are not cut for the triton kernels do: a backward pass of head dims over 128 or that differ, and rows that no tile
-    holds.
+    `fallback` computes what these kernels do not support: a backward pass of head dims over 128 or that differ, rows that no tile holds,
+    empty keys, and results whose head dim is not contiguous.
     """
 
     name = "hopper"
+    rounds_once = True
+
+    def __init__(self, *, fallback: Kernel) -> None:
+        self._fallback = fallback
+
+    def check(self, work: Work, q: Tensor, needs: Sequence[bool] = ()) -> None:
+        if not launch.capturing(q.device):  # a CUDA graph capture forbids reading captured tensors
+            check_lookups(work, q.shape[0], q.shape[1])
+        check_order(work, needs, q)
 
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
         if interpreted():
@@ -81,7 +84,7 @@ class HopperKernel(TritonKernel):
             return f"head dims {q.shape[-1]} and {v.shape[-1]}: both must be multiples of 8, the copy engine's 16 bytes"
         if any(block % BLOCK_SIZE for block in work.table.block):
             return f"table block {work.table.block}: both sizes must be multiples of {BLOCK_SIZE}"
-        return super().refuses(q, k, v, work)
+        return limits.unsupported(q, v, work)
 
     def block(self, q: Tensor, v: Tensor, table: BlockTable) -> tuple[int, int]:
         return table.block
@@ -90,7 +93,7 @@ class HopperKernel(TritonKernel):
         k, v, work = _without_nothing(k, v, work)
         # Past a tile's end the copy engine reads on: what lies there must be rows of other tiles, not memory that nobody wrote.
         if not q.numel() or not k.numel() or not launch.facts(work.kv_tiles).covers:
-            return self._forward_by_triton(q, k, v, work, state, final=final, peak=peak)
+            return self._forward_by_fallback(q, k, v, work, state, final=final, peak=peak)
         old, done = (None, None) if state is None else (usable(state, peak=peak), state.done)
         fresh = False
         if final and old is not None and done is not None:  # it holds all rows that see nothing more
@@ -100,7 +103,7 @@ class HopperKernel(TritonKernel):
         else:
             result = old
         if result.out.stride(3) != 1 or (old is not None and old.out.stride(3) != 1):  # as that of a query whose head dim is not innermost
-            return self._forward_by_triton(q, k, v, work, state, final=final, peak=peak)
+            return self._forward_by_fallback(q, k, v, work, state, final=final, peak=peak)
         for start, stop in launch.idle_spans(work.table, work.q_tiles) if fresh else ():
             prefill(result.rows(start, stop), None if old is None else old.rows(start, stop))
         done = _done_rows(q, v, work, done, final=final, peak=peak)
@@ -109,9 +112,9 @@ class HopperKernel(TritonKernel):
         result.done = None if final else done
         return result
 
-    def _forward_by_triton(self, q: Tensor, k: Tensor, v: Tensor, work: Work, state: State | None, *, final: bool, peak: bool) -> State:
+    def _forward_by_fallback(self, q: Tensor, k: Tensor, v: Tensor, work: Work, state: State | None, *, final: bool, peak: bool) -> State:
         k, v, work = _in_one(k, v, work)
-        result = super().forward(q, k, v, work, state=state, final=final, peak=peak)
+        result = self._fallback.forward(q, k, v, work, state=state, final=final, peak=peak)
         done = _done_rows(q, v, work, None if state is None else state.done, final=final, peak=peak)
         if done is not None and final:
             idle = (work.table.tiles_per_row.view(-1, work.table.q_tiles) == 0).all(0)
@@ -162,7 +165,7 @@ class HopperKernel(TritonKernel):
         k, v, work = _without_nothing(k, v, work)
         if not self._cut(q, v, work) or not k.numel():
             k, v, work = _in_one(k, v, work)
-            return super().backward(
+            return self._fallback.backward(
                 q, k, v, out, lse, grad_out, grad_lse, work, needs=needs, wide=wide, delta=delta, into=into
             )  # fmt: skip
         check_order(work, needs, q)
@@ -181,6 +184,9 @@ class HopperKernel(TritonKernel):
         call.dkdv(grad_out, norm, delta, grads.k, grads.v, total, ordered=torch.are_deterministic_algorithms_enabled())
         grads.q = total if wide else total.to(q.dtype)
         return grads
+
+    def delta(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
+        return row_delta(out, grad_out, grad_lse)
 
 
 def _without_nothing(k: Tensor, v: Tensor, work: Work) -> tuple[Tensor, Tensor, Work]:

@@ -13,11 +13,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longspan._kernels.gpu import launch
+from longspan._kernels.gpu.launch_call import LaunchCall
 from longspan._kernels.gpu.prepared_launch import Prepared
 from longspan._kernels.gpu.uniform_lookup import flat_functions
 from longspan._kernels.hopper.backward_dkv import keys_kernel
 from longspan._kernels.hopper.backward_dq import queries_kernel, rows_kernel
-from longspan._kernels.hopper.config import HOPPER, Step, dq_part, forward_step, keys_step, queries_step
+from longspan._kernels.hopper.config import Step, dq_part, forward_step, keys_step, queries_step
 from longspan._kernels.hopper.dq_order import turns
 from longspan._kernels.hopper.epilogue import CUTTABLE
 from longspan._kernels.hopper.forward import forward_kernel
@@ -26,17 +27,16 @@ from longspan._kernels.hopper.makespan import walks
 from longspan._kernels.hopper.split_kv import Pieces, pieces
 from longspan._kernels.hopper.workspace import counter, counter_and_locks, counter_and_states
 from longspan._kernels.protocol import State, Work
-from longspan._kernels.triton.passes import Call
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _L2_BYTES = 32 * 2**20  # of keys and values that the heads at work should not exceed
 
 
-class HopperCall(Call):
+class HopperCall(LaunchCall):
     """The tensors of one call, each as the copy engine can read it. Its methods launch."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> None:
-        super().__init__(streamable(q), streamable(k), streamable(v), work, capability=HOPPER, config=None)
+        super().__init__(streamable(q), streamable(k), streamable(v), work)
         self.own: tuple[Tensor | None, Tensor | None] = (None, None)
         self.own_rows = 0
         if work.own is not None:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from longspan._kernels.gpu.device_library import LOG2_E
+from longspan._kernels.gpu.row_terms import base_two, row_state
 from longspan._kernels.gpu.tile_access import (
     add_rows,
     head_of,
@@ -51,18 +52,6 @@ def score_gradient(
         if PARTIAL:
             ds = tl.where(valid, ds, 0.0)
     return p, ds
-
-
-@triton.jit
-def row_state(ptr, row, left, SIZE: tl.constexpr, BOUNDED: tl.constexpr):
-    i = tl.arange(0, SIZE)
-    return tl.load(ptr + row + i, mask=i < left if BOUNDED else None, other=0.0 if BOUNDED else None)
-
-
-@triton.jit
-def base_two(lse):
-    """lse in base 2; +inf where nothing was seen, so that every probability of the row is 0."""
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
 
 
 @triton.jit
@@ -226,23 +215,3 @@ def queries_kernel(
         add_rows(dq_head, dq * scale, row, left, dq_stride[2], dq_stride[3], M, D, DP)
     else:
         store_rows(dq_head, dq * scale, row, left, dq_stride[2], dq_stride[3], M, D, DP)
-
-
-@triton.jit(do_not_specialize=["heads", "q_len"])
-def delta_kernel(
-    out_ptr, do_ptr, grad_lse_ptr, delta_ptr, out_stride, do_stride, heads, q_len, M: tl.constexpr, E: tl.constexpr, EP: tl.constexpr
-):
-    """delta = Σ out · grad_out − grad_lse, one row tile of one head per program."""
-    tiles = tl.cdiv(q_len, M)
-    pid = tl.program_id(0)
-    row, head = (pid % tiles) * M, pid // tiles
-    b64, h64 = wide(head // heads), wide(head % heads)
-    left = q_len - row
-    out = load_rows(out_ptr + b64 * out_stride[0] + h64 * out_stride[1], row, left, out_stride[2], out_stride[3], M, E, EP, True)
-    do = load_rows(do_ptr + b64 * do_stride[0] + h64 * do_stride[1], row, left, do_stride[2], do_stride[3], M, E, EP, True)
-    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
-    i = tl.arange(0, M)
-    at = wide(head) * q_len + row + i
-    if grad_lse_ptr is not None:
-        delta -= tl.load(grad_lse_ptr + at, mask=i < left, other=0.0)
-    tl.store(delta_ptr + at, delta, mask=i < left)

@@ -1,0 +1,14 @@
+"""Properties of the CUDA device that launches depend on."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from longspan._kernels.gpu.interpreter import interpreted
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    return (8, 0) if interpreted() else torch.cuda.get_device_capability(device)
