@@ -35,6 +35,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 # Scores in flight in one tile of the plain path: large enough for matrix products to run at full speed, small enough for the caches.
 _TILE_ELEMENTS = 1 << 21
+_TILE_KEYS = 1024  # columns of one tile of the plain path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +184,7 @@ class _Call:
         """A rectangle cut so that a tile's scores stay small."""
         b, h = self.heads(rect)
         area = max(1, _TILE_ELEMENTS // ((b.stop - b.start) * (h.stop - h.start)))
-        width = min(rect.k1 - rect.k0, 1024)
+        width = min(rect.k1 - rect.k0, _TILE_KEYS)
         height = max(1, min(rect.q1 - rect.q0, area // width))
         for q0 in range(rect.q0, rect.q1, height):
             for k0 in range(rect.k0, rect.k1, width):
@@ -201,6 +202,9 @@ class _Call:
         """Which scores of a rectangle exist; None for all of them."""
         if rect.kind == "full":
             return None
+        if rect.kind == "causal":
+            # Not the mask: it may allow tiles above the diagonal, and those are rectangles of their own.
+            return (self.q_pos[rect.q0 : rect.q1, None] >= self.kv_pos[rect.k0 : rect.k1]).view(1, 1, rect.q1 - rect.q0, -1)
         assert self.work.mask is not None
         return self.work.mask(*self.indices(rect), *self.work.mask_captured)
 

@@ -20,7 +20,8 @@ from longspan._masks.block_table import FULL, BlockTable
 class Rectangle:
     """Rows [q0, q1) against keys [k0, k1) of the tensors at hand, for one batch row and head of the table (its own b and h).
 
-    `causal`: a square in which query i sees keys up to i. `masked`: the mask decides inside. `full`: no mask.
+    `causal`: a square with equal query and key positions that stands for the pairs on and below its diagonal. Tiles above the diagonal that
+    the mask allows are covered by other rectangles. `masked`: the mask decides inside. `full`: no mask.
     """
 
     b: int
