@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import tempfile
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
+from tests.report.pages import NO_BROWSER
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -45,3 +47,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device: run `make test-gpu` on a machine that has one"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Name skipped browser tests where nobody overlooks it: they are the only tests of the report page's script."""
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if NO_BROWSER in str(report.longrepr)]
+    if skipped:
+        terminalreporter.section("BROWSER TESTS DID NOT RUN", sep="!", red=True, bold=True)
+        terminalreporter.line(f"{len(skipped)} tests of the report page were skipped: {NO_BROWSER}.", red=True)
+        terminalreporter.line("Install one (Debian: apt-get install chromium) and run: pytest tests/report/test_browser.py", red=True)

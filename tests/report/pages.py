@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+NO_BROWSER = "no browser is installed"
 
 
 @contextmanager
 def browser() -> Iterator[Any]:
     """A browser, or the test is skipped with the reason."""
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    api = pytest.importorskip("playwright.sync_api", reason=f"{NO_BROWSER}: playwright, which drives it, is missing")
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
-        pytest.skip(f"no browser is installed: looked for {', '.join(NAMES)}")
+        pytest.skip(f"{NO_BROWSER}: looked for {', '.join(NAMES)}")
     with api.sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"])
         try:
