@@ -1,7 +1,7 @@
-"""longspan: attention over sequences too long for one device."""
+"""longspan: exact attention over sequences split across devices."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longspan._comm.mesh import Mesh
 from longspan._dropin.context import context_parallel
@@ -11,7 +11,7 @@ from longspan._masks.algebra import Mask, causal, documents, full, mask_mod, pre
 from longspan._masks.block_table import BlockTable
 from longspan._masks.tracing import ProgramError
 from longspan._plan.layout import Layout
-from longspan._plan.plan_data import Plan
+from longspan._plan.plan_data import Plan, PlanSet
 from longspan._plan.schedule import Schedule
 from longspan._planner.build import plan
 
@@ -24,6 +24,7 @@ __all__ = [
     "Mask",
     "Mesh",
     "Plan",
+    "PlanSet",
     "ProgramError",
     "Schedule",
     "attention",
@@ -40,19 +41,23 @@ __all__ = [
 ]
 
 
-# These bring more of torch with them (DTensor, multiprocessing) or need other packages: imported when asked for.
-_LATER = ("integrations", "testing", "torch_compat")
+if TYPE_CHECKING:
+    from longspan import integrations as integrations
+    from longspan import testing as testing
+    from longspan import torch_compat as torch_compat
+    from longspan._dropin.parallel_style import ContextParallel
+else:
+    # Imported on first use: these load more of torch (DTensor, multiprocessing) or optional packages.
+    _LAZY_MODULES = ("integrations", "testing", "torch_compat")
 
+    def __getattr__(name: str) -> Any:
+        if name == "ContextParallel":
+            from longspan._dropin.parallel_style import ContextParallel
 
-def __getattr__(name: str) -> Any:
-    if name == "ContextParallel":
-        from longspan._dropin.parallel_style import ContextParallel
+            return ContextParallel
+        if name in _LAZY_MODULES:
+            return import_module(f"longspan.{name}")
+        raise AttributeError(f"module 'longspan' has no attribute {name!r}")
 
-        return ContextParallel
-    if name in _LATER:
-        return import_module(f"longspan.{name}")
-    raise AttributeError(f"module 'longspan' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), "ContextParallel", *_LATER})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), "ContextParallel", *_LAZY_MODULES})

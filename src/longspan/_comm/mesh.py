@@ -8,13 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
 from longspan._comm.group import Alone, Group
 from longspan._torch_private import process_group_by_name
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+# The values that `as_mesh` accepts. None is the static type of `dist.group.WORLD` before init_process_group; it raises.
+MeshLike: TypeAlias = "Mesh | DeviceMesh | ProcessGroup | None"
 
 VIRTUAL = "virtual:"
 

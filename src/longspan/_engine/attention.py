@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from longspan._engine.table_cache import DeviceCopies
 from longspan._kernels.dense import dense_attention
 from longspan._kernels.protocol import state_dtype
 from longspan._kernels.registry import check_name
-from longspan._masks.algebra import Full, Mask, as_mask
+from longspan._masks.algebra import Full, Mask, MaskLike, as_mask
 from longspan._masks.trace_cache import traces
 from longspan._masks.tracing import Traced
 from longspan._plan.plan_data import Plan, PlanSet
@@ -26,19 +26,37 @@ from longspan._torch_modes import without_autocast
 _copies = DeviceCopies()
 
 
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None, score_mod: Callable[..., Tensor] | None = None,
+    scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[False] = False, kernel: str = "auto",
+    plan: Plan | None = None,
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None, score_mod: Callable[..., Tensor] | None = None,
+    scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[True], kernel: str = "auto",
+    plan: Plan | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None, score_mod: Callable[..., Tensor] | None = None,
+    scale: float | None = None, sink: Tensor | None = None, return_lse: bool, kernel: str = "auto",
+    plan: Plan | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    mask: Any = None,
+    mask: MaskLike | None = None,
     score_mod: Callable[..., Tensor] | None = None,
     scale: float | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
     kernel: str = "auto",
     plan: Plan | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of q [B, H, Q, D] over k [B, G, K, D] and v [B, G, K, E]: out [B, H, Q, E], or (out, lse [B, H, Q]).
 
     Heads are grouped when G < H (H a multiple of G). Query i stands at position i, key j at position j.

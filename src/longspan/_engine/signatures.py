@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import lcm
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -12,22 +12,46 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from longspan._engine.attention import attend
 from longspan._engine.checks import check_kernel_options
-from longspan._masks.algebra import Mask, causal, mask_mod
+from longspan._masks.algebra import Mask, MaskLike, causal, mask_mod
 
 
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | None = None, block_mask: MaskLike | None = None,
+    scale: float | None = None, enable_gqa: bool = False, return_lse: Literal[False] = False,
+    kernel_options: dict[str, Any] | None = None, *, return_aux: None = None,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | None = None, block_mask: MaskLike | None = None,
+    scale: float | None = None, enable_gqa: bool = False, *, return_lse: Literal[True], kernel_options: dict[str, Any] | None = None,
+    return_aux: None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | None = None, block_mask: MaskLike | None = None,
+    scale: float | None = None, enable_gqa: bool = False, return_lse: Literal[False] = False,
+    kernel_options: dict[str, Any] | None = None, *, return_aux: AuxRequest,
+) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | None = None, block_mask: MaskLike | None = None,
+    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None, *, return_aux: AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...  # fmt: skip
 def flex_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     score_mod: Callable[..., Tensor] | None = None,
-    block_mask: BlockMask | Mask | None = None,
+    block_mask: MaskLike | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: dict[str, Any] | None = None,
     *,
     return_aux: AuxRequest | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """`torch.nn.attention.flex_attention.flex_attention`, on any device, forward and backward; see `longspan.attention` for numerics.
 
     `block_mask` may also be a longspan mask or a mask_mod callable. Returns out; (out, lse) with `return_lse`; (out, AuxOutput) with

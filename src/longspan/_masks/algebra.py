@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -321,6 +321,9 @@ class Not(Mask):
 
     def __str__(self) -> str:
         return f"~{self.a}"
+
+
+MaskLike: TypeAlias = Mask | BlockMask | Callable[..., Tensor]  # the values that `as_mask` accepts
 
 
 def full() -> Mask:

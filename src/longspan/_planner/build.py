@@ -6,19 +6,19 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 from longspan._balance import search as balance
-from longspan._comm.mesh import Mesh, as_mesh
+from longspan._comm.mesh import Mesh, MeshLike, as_mesh
 from longspan._cost import auto
 from longspan._cost.clusters import cluster as cluster_of
 from longspan._cost.pair_counts import balance_of, counts
 from longspan._cost.rates import Cluster
 from longspan._cost.timeline import Timeline, fastest, timeline
 from longspan._cost.workload import of_plan
-from longspan._masks.algebra import as_mask
+from longspan._masks.algebra import MaskLike, as_mask
 from longspan._masks.block_table import BLOCK_SIZE
 from longspan._plan import named_layouts as layouts
 from longspan._plan import schedule
@@ -30,13 +30,27 @@ from longspan._planner.request import Wanted, considered
 from longspan._torch_modes import settled
 
 
+@overload
 def plan(
-    mask: Any,
+    mask: Mapping[str, MaskLike], seq_len: int | tuple[int, int], mesh: MeshLike, *,
+    layout: str | Layout | tuple[Layout, Layout] = "auto", strategy: str | Schedule = "auto", batch: int | None = None,
+    heads: int | None = None, kv_heads: int | None = None, head_dim: int | None = None, stages: int | None = None,
+    overlap: bool | None = None, grad_reduce_dtype: torch.dtype | None = None, cluster: Cluster | str | None = None,
+) -> PlanSet: ...  # fmt: skip
+@overload
+def plan(
+    mask: MaskLike, seq_len: int | tuple[int, int], mesh: MeshLike, *,
+    layout: str | Layout | tuple[Layout, Layout] = "auto", strategy: str | Schedule = "auto", batch: int | None = None,
+    heads: int | None = None, kv_heads: int | None = None, head_dim: int | None = None, stages: int | None = None,
+    overlap: bool | None = None, grad_reduce_dtype: torch.dtype | None = None, cluster: Cluster | str | None = None,
+) -> Plan: ...  # fmt: skip
+def plan(
+    mask: MaskLike | Mapping[str, MaskLike],
     seq_len: int | tuple[int, int],
-    mesh: Any,
+    mesh: MeshLike,
     *,
-    layout: Any = "auto",
-    strategy: Any = "auto",
+    layout: str | Layout | tuple[Layout, Layout] = "auto",
+    strategy: str | Schedule = "auto",
     batch: int | None = None,
     heads: int | None = None,
     kv_heads: int | None = None,
@@ -45,7 +59,7 @@ def plan(
     overlap: bool | None = None,
     grad_reduce_dtype: torch.dtype | None = None,
     cluster: Cluster | str | None = None,
-) -> Any:
+) -> Plan | PlanSet:
     """A plan for attention under `mask` over `seq_len` tokens, split over `mesh`. The same on every rank, without communication.
 
     mask:      what `longspan.attention` takes; or a dict of several, which get one layout: a set of plans by the same names.

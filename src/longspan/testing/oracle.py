@@ -1,22 +1,26 @@
-"""The oracle: dense attention in float64, from the mods themselves.
+"""Dense float64 attention computed from the mods themselves: the definition of a right result in tests.
 
-It shares no code with the kernels, and none with the tracer: mods are called through `torch.vmap`, as torch's own FlexAttention does it in
-eager mode, and gradients come from autograd.
+The oracle shares no code with the kernels or the tracer. Mods are called through `torch.vmap`, as FlexAttention's eager mode does, and
+gradients come from autograd.
+
+Shapes: q [B, H, Q, D], k [B, G, K, D], v [B, G, K, E]; G KV heads serve H query heads.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from longspan._masks.algebra import MaskLike, as_mask
+
 
 class _ScalarIndexing(TorchFunctionMode):
-    """Under vmap, `table[i]` with a mapped scalar i must be a gather."""
+    """Turns `table[i]` into a gather: under vmap, indexing with a mapped scalar is not supported."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
@@ -27,50 +31,57 @@ class _ScalarIndexing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _over_all(
-    fn: Callable[..., Tensor], batch: int, heads: int, q_len: int, kv_len: int, device: torch.device, score: Tensor | None
-) -> Tensor:
-    """A mod at every (b, h, q, kv): [B, H, Q, K]."""
-    lead = () if score is None else (0,)
+def _evaluate_mod(fn: Callable[..., Tensor], sizes: tuple[int, int, int, int], device: torch.device, scores: Tensor | None) -> Tensor:
+    """A mask_mod, or a score_mod of `scores`, at every (b, h, q_idx, kv_idx): [B, H, Q, K]."""
+    score_dims = () if scores is None else (0,)
     for dim in range(3, -1, -1):
-        fn = torch.vmap(fn, in_dims=(*lead, *(0 if d == dim else None for d in range(4))))
-    indices = [torch.arange(n, device=device) for n in (batch, heads, q_len, kv_len)]
+        fn = torch.vmap(fn, in_dims=(*score_dims, *(0 if d == dim else None for d in range(4))))
+    indices = [torch.arange(n, device=device) for n in sizes]
     with _ScalarIndexing():
-        return fn(*indices) if score is None else fn(score, *indices)
+        return fn(*indices) if scores is None else fn(scores, *indices)
 
 
+@overload
+def oracle(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None, score_mod: Callable[..., Tensor] | None = None,
+    scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[False] = False, dtype: torch.dtype = torch.float64,
+) -> Tensor: ...  # fmt: skip
+@overload
+def oracle(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None, score_mod: Callable[..., Tensor] | None = None,
+    scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[True], dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def oracle(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    mask: Any = None,
+    mask: MaskLike | None = None,
     score_mod: Callable[..., Tensor] | None = None,
     scale: float | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
     dtype: torch.dtype = torch.float64,
-) -> Any:
-    """Attention of q [B, H, Q, D] over k [B, G, K, D] and v [B, G, K, E] by definition; float64 out, or (out, lse).
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention by definition: out [B, H, Q, E] in `dtype`, or (out, lse [B, H, Q]).
 
-    Differentiable for q, k, v, sink and whatever the mods capture. `dtype` computes everything in another dtype instead: what an
-    error against float64 is to be compared with.
+    Differentiable with respect to q, k, v, sink and the tensors that mods capture. The same computation in a lower `dtype` gives the
+    error budget of a kernel in that dtype.
     """
-    from longspan._masks.algebra import as_mask
-
     batch, heads, q_len, dim = q.shape
-    kv_len, groups = k.shape[2], heads // k.shape[1]
-    query, key, value = q.to(dtype), k.to(dtype).repeat_interleave(groups, 1), v.to(dtype).repeat_interleave(groups, 1)
+    kv_len, group = k.shape[2], heads // k.shape[1]
+    sizes = (batch, heads, q_len, kv_len)
+    query, key, value = q.to(dtype), k.to(dtype).repeat_interleave(group, 1), v.to(dtype).repeat_interleave(group, 1)
     scores = query @ key.transpose(-1, -2) * (1 / math.sqrt(dim) if scale is None else scale)
     if score_mod is not None:
-        scores = _over_all(score_mod, batch, heads, q_len, kv_len, q.device, scores).to(dtype)
+        scores = _evaluate_mod(score_mod, sizes, q.device, scores).to(dtype)
     if mask is not None:
-        seen = _over_all(as_mask(mask), batch, heads, q_len, kv_len, q.device, None)
-        scores = torch.where(seen, scores, -torch.inf)
+        visible = _evaluate_mod(as_mask(mask), sizes, q.device, None)
+        scores = torch.where(visible, scores, -torch.inf)
     if sink is not None:
         scores = torch.cat([scores, sink.to(dtype)[None, :, None, None].expand(batch, heads, q_len, 1)], -1)
-    nothing = (scores == -torch.inf).all(-1, keepdim=True)
-    lse = torch.logsumexp(scores.masked_fill(nothing, 0.0), -1, keepdim=True)
-    weights = torch.where(nothing, 0.0, torch.exp(scores - lse))[..., :kv_len]
+    empty = (scores == -torch.inf).all(-1, keepdim=True)  # rows that see no key
+    lse = torch.logsumexp(scores.masked_fill(empty, 0.0), -1, keepdim=True)
+    weights = torch.where(empty, 0.0, torch.exp(scores - lse))[..., :kv_len]
     out = weights @ value
-    return (out, torch.where(nothing, -torch.inf, lse)[..., 0]) if return_lse else out
+    return (out, torch.where(empty, -torch.inf, lse)[..., 0]) if return_lse else out
