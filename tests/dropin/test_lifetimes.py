@@ -47,6 +47,38 @@ def test_buffers_are_shards_inside_and_themselves_again_outside(dim: int) -> Non
     assert sum(p.shape[dim] for p in parts) == whole.shape[dim]
 
 
+@pytest.mark.parametrize("entered_in", [True, False], ids=["in inference mode", "outside of inference mode"])
+def test_an_inference_tensor_may_be_a_buffer(entered_in: bool) -> None:
+    whole = draw(BATCH, HEADS, 41, DIM)
+    want = F.scaled_dot_product_attention(whole, whole, whole, is_causal=True)
+
+    def rank(mesh: Any) -> Tensor:
+        with torch.inference_mode():
+            buffer = whole.clone()
+        with torch.inference_mode(entered_in), context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[2]) as cp:
+            assert buffer.shape == (BATCH, HEADS, cp.positions(41).numel(), DIM) and buffer.requires_grad is False
+            out = cp.unshard(F.scaled_dot_product_attention(buffer, buffer, buffer, is_causal=True), 2)
+            with torch.inference_mode():
+                buffer.mul_(2)
+                assert torch.equal(buffer, 2 * cp.shard(whole, 2))
+        assert buffer.is_inference() and torch.equal(buffer, whole)
+        return out
+
+    for out in virtual_world(3).run(rank):
+        check([out], [want])
+
+
+def test_a_plain_buffer_may_be_written_to_in_a_context_entered_in_inference_mode() -> None:
+    def rank(mesh: Any) -> bool:
+        buffer = torch.arange(40.0)
+        with torch.inference_mode(), context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]) as cp:
+            buffer.mul_(2)
+            assert torch.equal(buffer + 0, 2 * cp.shard(torch.arange(40.0), 0))
+        return torch.equal(buffer, torch.arange(40.0)) and not buffer.is_inference()
+
+    assert virtual_world(2).run(rank) == [True, True]
+
+
 def test_overlapping_views_of_one_tensor_may_both_be_buffers() -> None:
     base = torch.arange(41)
 

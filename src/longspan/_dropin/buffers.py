@@ -19,6 +19,17 @@ from longspan._plan.sharding import shard
 _MARK = "_longspan_shard"  # on a tensor that holds a shard just now, in whatever thread
 
 
+def version_of(tensor: Tensor) -> int | None:
+    """Number of in-place writes to a tensor that autograd counted; None for an inference tensor, which has no version counter."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def mark_written(tensor: Tensor) -> None:
+    """Count a write, so that backward refuses a tensor that was saved before. An inference tensor cannot be saved for backward."""
+    if not tensor.is_inference():
+        increment_version(tensor)
+
+
 class Buffer:
     """One tensor and its sequence dim."""
 
@@ -39,7 +50,8 @@ class Buffer:
                 f"a buffer of shape {tuple(self.tensor.shape)} is one of another context that is open, in this thread or another: "
                 "it holds a shard already. List it once; virtual ranks each need tensors of their own"
             )
-        with torch.no_grad():
+        # The shard is an inference tensor exactly if the whole is: torch refuses to mix their memory and their version counters.
+        with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
             whole = self.tensor.data
             part = shard(whole, self.dim, layout, rank) if self.part is None else self.part
             self.tensor.data = part
@@ -58,7 +70,7 @@ class Buffer:
         with torch.no_grad():
             self.tensor.data, self.whole = self.whole, None
         # A graph that holds the tensor itself would meet the whole of it in backward: torch refuses that by its version.
-        increment_version(self.tensor)
+        mark_written(self.tensor)
 
     def current(self) -> Tensor:
         """The tensor as an operation should read it: the same memory under a name that stays with the shard when the context closes.

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from longspan._comm.mesh import Mesh
-from longspan._dropin.buffers import Buffer, buffers_of
+from longspan._dropin.buffers import Buffer, buffers_of, mark_written, version_of
 from longspan._dropin.dispatcher import Spanning
 from longspan._dropin.intercept import AttentionMode, intercepting
 from longspan._plan.layout import Layout
@@ -162,11 +161,11 @@ class Context:
             return func(*args, **kwargs)
         if _only_reads(func, kwargs):
             return func(*(self._current(a) for a in args), **{name: self._current(a) for name, a in kwargs.items()})
-        met = [(b, b.tensor._version) for a in (*args, *kwargs.values()) if (b := self._buffer_of.get(id(a))) is not None]
+        met = [(b, version_of(b.tensor)) for a in (*args, *kwargs.values()) if (b := self._buffer_of.get(id(a))) is not None]
         result = func(*args, **kwargs)
         for buffer, version in met:
-            if buffer.alias is not None and buffer.tensor._version != version:
-                increment_version(buffer.alias)
+            if buffer.alias is not None and version_of(buffer.tensor) != version:
+                mark_written(buffer.alias)
         return result
 
     def _current(self, value: Any) -> Any:
