@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longspan._masks.algebra import Extent, Mask, causal, documents
-from longspan.integrations._configs import check_config, head_counts, windows_of
+from longspan.integrations._configs import check_config, check_implementation, head_counts, windows_of
 from longspan.integrations._meshes import device_of, roles, summed_over_data
 from longspan.integrations._plans import ModelPlans, model_plans
 from longspan.integrations.loss import IGNORED, shift_labels, token_count
@@ -42,7 +42,8 @@ def prepare_batch(
                for padding; `attention_mask` [B, S], 0 for padding.
     mesh:      what `longspan.plan` takes: all ranks share the sequence. Or a DeviceMesh with an axis "cp", beside "dp", "dp_replicate",
                "dp_shard", "tp": then labels are counted over the data axes too, in one small collective.
-    config:    the model's: its windows get plans of their own over the common layout, its head counts help to choose a strategy.
+    config:    the model or its config. It must run attn_implementation="longspan". Its windows get plans of their own over the common
+               layout, its head counts help to choose a strategy.
     count:     labels that count in all that the optimizer's step will see, if that is more than this batch (gradient accumulation).
     gradients: "mean" if gradients will be averaged over context and data ranks, as DDP and FSDP2 do it; "sum" if they will be summed.
     device:    where the tensors go; the mesh's device unless given.
@@ -58,7 +59,9 @@ def prepare_batch(
     if gradients not in ("mean", "sum"):
         raise ValueError(f"prepare_batch: gradients must be 'mean' (DDP, FSDP) or 'sum', got {gradients!r}")
     tokens, rows, length = _tokens(batch)
+    config = getattr(config, "config", config)
     if config is not None:
+        check_implementation(config)
         check_config(config)
     found = roles(mesh)
     positions = _positions(batch, rows, length)

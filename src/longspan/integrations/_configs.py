@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+NAME = "longspan"  # of the attention implementation
 _LAYERS = ("full_attention", "sliding_attention")
 # These look at the largest position there is, and a shard has its own.
 _LOCAL_ROPE = ("dynamic", "longrope")
@@ -13,6 +14,16 @@ def text_config(config: Any) -> Any:
     """The decoder's part of a config."""
     get = getattr(config, "get_text_config", None)
     return config if get is None else get()
+
+
+def check_implementation(config: Any) -> None:
+    """Raise ValueError if a model of this config runs another attention implementation than ours, if the config says so."""
+    implementation = getattr(text_config(config), "_attn_implementation", None)
+    if implementation not in (None, NAME):
+        raise ValueError(
+            f"longspan: expected a model with attn_implementation={NAME!r}, got {implementation!r}, with which each rank would attend to "
+            f"its own shard alone. Call model.set_attn_implementation({NAME!r}), or give attn_implementation={NAME!r} to from_pretrained"
+        )
 
 
 def check_config(config: Any) -> None:

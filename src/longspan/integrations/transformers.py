@@ -7,6 +7,8 @@
 The plan of a batch travels through the model's keyword arguments to every attention layer, as `longspan_plan`. Without one, a layer
 computes what it would on one device. What cannot be honoured raises.
 
+Importing this module also wraps `PreTrainedModel.__call__`: a forward that was given a plan raises if an attention layer did not use it.
+
 Legend: B batch, H query heads, G key heads, L tokens of this rank, D head dim.
 """
 
@@ -24,11 +26,12 @@ from longspan._engine.signatures import as_autocast
 from longspan._masks.algebra import Mask, causal, mask_mod, sliding_window
 from longspan._plan.plan_data import Plan, PlanSet
 from longspan.integrations._batch import RealKeys, prepare_batch
-from longspan.integrations._configs import check_config
+from longspan.integrations._configs import NAME, check_config
+from longspan.integrations._plan_use import check_no_plan_was_dropped, checked, used_by
 from longspan.integrations._plans import FULL, SLIDING, ModelPlans
 
 try:
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, PreTrainedModel
     from transformers.masking_utils import AttentionMaskInterface
 except ImportError as error:
     raise ImportError(
@@ -36,8 +39,6 @@ except ImportError as error:
     ) from error
 
 __all__ = ["NAME", "attention_forward", "attention_mask", "prepare_batch"]
-
-NAME = "longspan"
 
 # Of transformers' mask functions, those whose part in a mask a plan takes over, by the name of the function that makes them.
 _PLANNED = ("causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function")
@@ -106,10 +107,14 @@ def attention_forward(
     query, key, value = as_autocast(query, key, value)  # rotary embeddings leave q and k in another dtype than v
     options: dict[str, Any] = {"scale": scaling, "sink": s_aux, "score_mod": None if softcap is None else _softcap(float(softcap))}
     if longspan_plan is None:
+        if not torch.compiler.is_compiling():
+            check_no_plan_was_dropped(module)
         options["mask"] = _one_device(module, query, key, attention_mask, sliding_window, rest)
     else:
         _check_planned(module, query, key, attention_mask, rest)
         options["plan"] = _plan_for(longspan_plan, sliding_window)
+        if not torch.compiler.is_compiling():
+            used_by(module)
     out = attention(query, key, value, **options)
     return out.transpose(1, 2).contiguous(), None
 
@@ -222,5 +227,7 @@ def _foreign(mask_function: Callable[..., Any] | None) -> str:
     return "" if name in _PLANNED else name
 
 
+if not hasattr(PreTrainedModel.__call__, "__wrapped__"):
+    PreTrainedModel.__call__ = checked(PreTrainedModel.__call__)
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)

@@ -1,0 +1,124 @@
+"""A forward that was given a plan raises unless every attention layer used it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from tests.integrations.models import batch_of, model_of, relative
+
+import longspan as ls
+import longspan.integrations.transformers as lst
+from longspan.testing import virtual_world
+
+SIZES = {"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40}
+
+
+def tiny(family: str, **settings: Any) -> Any:
+    """A model of a family by its class's prefix."""
+    import transformers
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings})
+        return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+def planned(**extra: Any) -> dict[str, Any]:
+    return {**lst.prepare_batch(batch_of("plain"), ls.Mesh.abstract(1)), **extra}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_model_with_another_attention_implementation_raises_before_it_computes_anything(implementation: str) -> None:
+    model = model_of("llama", implementation)
+    with pytest.raises(ValueError, match=f"expected a model with attn_implementation='longspan', got '{implementation}'"):
+        model(**planned())
+    with pytest.raises(ValueError, match=f"got '{implementation}'"):
+        torch.compile(model, backend="eager")(**planned())
+    model.set_attn_implementation("longspan")
+    model(**planned())
+
+
+@pytest.mark.parametrize("given", ["the model", "its config"])
+def test_prepare_batch_refuses_another_attention_implementation(given: str) -> None:
+    model = model_of("llama", "sdpa")
+    with pytest.raises(ValueError, match="got 'sdpa'"):
+        lst.prepare_batch(batch_of("plain"), ls.Mesh.abstract(2), config=model if given == "the model" else model.config)
+    model.set_attn_implementation("longspan")
+    lst.prepare_batch(batch_of("plain"), ls.Mesh.abstract(2), config=model if given == "the model" else model.config)
+
+
+def test_prepare_batch_reads_the_windows_of_a_model_as_of_its_config() -> None:
+    model = model_of("gemma2", "longspan")
+    by_model, by_config = (lst.prepare_batch(batch_of("plain"), ls.Mesh.abstract(2), config=c) for c in (model, model.config))
+    assert by_model["longspan_plan"]["sliding"].digest == by_config["longspan_plan"]["sliding"].digest
+
+
+@pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
+def test_a_model_whose_layers_drop_the_plan_is_refused_by_name(family: str) -> None:
+    model = tiny(family, **HEADS, attn_implementation="longspan")
+    with pytest.raises(ValueError, match=f"{family}Attention of layer 0 was called without it"):
+        model(**planned())
+    model(batch_of("plain")["input_ids"])  # without a plan it is right: on one device
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("Mamba2", {"num_heads": 4, "head_dim": 32, "n_groups": 2, "state_size": 8, "attn_implementation": "longspan"}),
+        ("RecurrentGemma", {**HEADS, "lru_width": 64, "attn_implementation": "longspan"}),
+    ],
+)
+def test_a_model_that_mixes_tokens_without_our_attention_is_refused(family: str, settings: dict[str, Any]) -> None:
+    model = tiny(family, **settings)
+    with pytest.raises((ValueError, NotImplementedError), match="longspan"):
+        model(**planned())
+
+
+def test_layers_that_did_not_use_the_plan_are_named() -> None:
+    model = model_of("llama", "longspan")
+    attention = model.model.layers[1].self_attn
+    attention.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM was given longspan_plan, but model\.layers\.1\.self_attn did not use it"):
+        model(**planned())
+
+
+def test_a_failed_forward_leaves_no_trace() -> None:
+    model = model_of("llama", "longspan")
+    with pytest.raises(ValueError, match="segment_bias"):
+        model(**planned(segment_bias=3))
+    ids = batch_of("plain")["input_ids"]
+    assert relative(model(ids).logits, model_of("llama")(ids).logits) < 2e-5
+
+
+@pytest.mark.parametrize("how", ["a layer's compile()", "torch.compile of a layer", "checkpointing"])
+def test_compiled_and_recomputed_layers_count_as_layers_that_used_the_plan(how: str) -> None:
+    model = model_of("llama", "longspan")
+    want = model(**planned()).loss
+    if how == "checkpointing":
+        model.train().gradient_checkpointing_enable()
+    for i, layer in enumerate(model.model.layers):
+        if how == "a layer's compile()":
+            layer.compile(backend="aot_eager", fullgraph=True)
+        if how == "torch.compile of a layer":
+            model.model.layers[i] = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    loss = model(**planned()).loss
+    loss.backward()
+    assert relative(loss, want) < 1e-6
+
+
+def test_ranks_that_are_threads_of_one_model_are_checked_each() -> None:
+    model = model_of("gemma2", "longspan")
+
+    def rank(mesh: Any) -> float:
+        given = lst.prepare_batch(batch_of("plain"), mesh, config=model, gradients="sum")
+        return float(model(**given).loss.detach())
+
+    want = float(model_of("gemma2")(**batch_of("plain"), use_cache=False).loss.detach())
+    assert sum(virtual_world(3).run(rank)) == pytest.approx(want, rel=2e-6)
