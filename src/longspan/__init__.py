@@ -11,9 +11,9 @@ from longspan._masks.algebra import Mask, causal, documents, full, mask_mod, pre
 from longspan._masks.block_table import BlockTable
 from longspan._masks.tracing import ProgramError
 from longspan._plan.layout import Layout
-from longspan._plan.plan_data import Plan, PlanSet
 from longspan._plan.schedule import Schedule
 from longspan._planner.build import plan
+from longspan._planner.plan import Plan, PlanSet
 
 __version__ = "0.1.0"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import longspan as ls
-from longspan._plan.plan_data import live
+from longspan._plan.handle import live
 from longspan.testing import virtual_world
 
 MESH = ls.Mesh.abstract(4, rank=1)

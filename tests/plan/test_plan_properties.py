@@ -14,8 +14,8 @@ from tests.sharded import Problem, mask_named
 
 import longspan as ls
 from longspan._engine.local_schedule import itinerary
-from longspan._plan.plan_data import Plan
 from longspan._plan.tile_grid import reads
+from longspan._planner.plan import Plan
 from longspan.testing import virtual_world
 
 MASKS = ("causal", "documents", "window", "prefix", "custom", "per head")
@@ -42,11 +42,11 @@ def test_every_allowed_pair_is_computed_exactly_once_by_exactly_one_rank(args: A
     plan = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options)
     block = (128, 128)
     for row in range(plan.data.rows):
-        table = plan.data.table(block, row)
+        table = plan.data.tiles[row].table
         seen = torch.zeros(table.batch, table.heads, table.q_tiles, table.kv_tiles, dtype=torch.int64)
         for rank in range(ranks):
             mine = plan.on(ls.Mesh.abstract(ranks, rank=rank))
-            queries, keys = mine.data.side(0, 128, row), mine.data.side(1, 128, row)
+            queries, keys = mine.data.tiles[row].queries, mine.data.tiles[row].kv
             for step in itinerary(mine.data, block, None, backward=backward, merged=merged).steps:
                 part = step.parts[row]
                 q = _numbers(part.q_tiles, queries)
@@ -106,8 +106,8 @@ def test_what_is_sent_is_what_is_expected_and_an_exchange_moves_only_what_is_rea
 def _read_and_moved(data: Any, schedule: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """For each batch row: which tiles each rank reads, and how often each arrives there [ranks, tiles]."""
     for row in range(data.rows):
-        keys = data.side(1, 128, row)
-        wanted = reads(data.table((128, 128), row), data.side(0, 128, row), data.inner[0].ranks)
+        keys = data.tiles[row].kv
+        wanted = reads(data.tiles[row].table, data.tiles[row].queries, data.inner[0].ranks)
         moved = torch.zeros_like(wanted, dtype=torch.int64)
         here = schedule.row == row
         first, end = keys.within(schedule.start[here], schedule.length[here])

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+import longspan as ls
+from longspan._report.page import page
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 NO_BROWSER = "no browser is installed"
 
@@ -26,3 +29,8 @@ def browser() -> Iterator[Any]:
             yield found
         finally:
             found.close()
+
+
+def page_of(plan: ls.Plan, *, title: str | None = None) -> str:
+    """The HTML text of a plan's report page."""
+    return page(plan.report(), plan.considered(), title=title)

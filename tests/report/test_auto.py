@@ -126,7 +126,7 @@ def test_auto_is_balanced_where_that_can_be_had_and_says_so_by_one_count(seed: i
 
 def considered(plan: ls.Plan) -> Any:
     plan._explanation()
-    return next(value for key, value in plan.data._kept.items() if key[0] == "considered")
+    return plan.considered()
 
 
 def test_balance_is_counted_in_pairs_as_explain_does() -> None:

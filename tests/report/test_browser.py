@@ -62,7 +62,7 @@ def test_a_million_tokens_in_the_browser(tmp_path: Path) -> None:
         page.mouse.move(x, y)
         text = page.locator("#tile").inner_text()
         tile = int(text.split()[1])
-        side = plan.data.side(0, 128, 0)
+        side = plan.data.tiles[0].queries
         assert "full, computed by rank" in text and abs(int(side.edges[tile]) - q) < 5000
         assert f"computed by rank {int(side.owner[tile])}" in text and ("step" in text)
 

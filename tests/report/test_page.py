@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.report.pages import page_of
 
 import longspan as ls
 from longspan._report import figure, trace
-from longspan._report.page import figures, notebook, page
+from longspan._report.page import figures, notebook
 
 EVIL = "<script>document.title='owned'</script><img src=x onerror=alert(1)>"
 
@@ -39,7 +40,7 @@ def test_the_page_asks_nothing_of_any_network(plan: ls.Plan, tmp_path: Path) -> 
 
 
 def test_every_number_on_the_page_is_the_reports(plan: ls.Plan) -> None:
-    text, report = page(plan), plan.report()
+    text, report = page_of(plan), plan.report()
     values = dict(re.findall(r'data-name="(\w+)" data-value="([^"]+)"', text))
     assert {name: float(v) for name, v in values.items()} == {name: float(v) for name, (_, v, _) in figures(report).items()}
     assert float(values["balance"]) == report.balance and float(values["seconds"]) == 1e3 * report.seconds
@@ -48,22 +49,22 @@ def test_every_number_on_the_page_is_the_reports(plan: ls.Plan) -> None:
 
 def test_what_users_name_is_text_wherever_it_appears() -> None:
     plan = ls.plan(evil_mask(), 2048, ls.Mesh.abstract(2), heads=4)
-    for text in (page(plan), page(plan, title=EVIL)):
+    for text in (page_of(plan), page_of(plan, title=EVIL)):
         assert "document.title=" in text and "<script>document" not in text and "<img" not in text
-    frame = notebook(plan)
+    frame = notebook(plan.report(), plan.considered())
     assert frame.startswith("<iframe") and frame.count("<") == 2 and html.unescape(frame).count("<html") == 1
 
 
 def test_a_page_says_what_there_was_to_choose_and_what_could_not_be(plan: ls.Plan) -> None:
     odd = ls.plan(ls.causal(), 4096, ls.Mesh.abstract(4), heads=6)
-    assert "cannot be: 6 query heads" in page(odd) and "this plan: exchange, head_tail" in page(plan)
-    assert "nothing to choose from" in page(ls.plan(ls.full(), (256, 512), ls.Mesh.abstract(2)))
+    assert "cannot be: 6 query heads" in page_of(odd) and "this plan: exchange, head_tail" in page_of(plan)
+    assert "nothing to choose from" in page_of(ls.plan(ls.full(), (256, 512), ls.Mesh.abstract(2)))
 
 
 @pytest.mark.parametrize("mesh", [1, (2, 3)])
 def test_pages_of_one_rank_and_of_two_axes(mesh: Any) -> None:
     names = ("ulysses", "ring") if isinstance(mesh, tuple) else None
-    assert "data-value" in page(ls.plan(ls.causal(), 1000, ls.Mesh.abstract(mesh, axis_names=names), heads=6, kv_heads=2))
+    assert "data-value" in page_of(ls.plan(ls.causal(), 1000, ls.Mesh.abstract(mesh, axis_names=names), heads=6, kv_heads=2))
 
 
 def test_the_trace_holds_every_step_of_every_rank(plan: ls.Plan, tmp_path: Path) -> None:
@@ -95,4 +96,4 @@ def test_plot_draws_and_saves(plan: ls.Plan, tmp_path: Path) -> None:
 def test_without_matplotlib_plot_says_what_to_install(plan: ls.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"longspan\[viz\]"):
-        figure.figure(plan)
+        figure.figure(plan.report())

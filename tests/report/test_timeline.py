@@ -32,7 +32,7 @@ def planned(mask: Any = DOCUMENTS, tokens: int = 8192, mesh: Any = None, **optio
 def test_every_tile_is_computed_once_and_every_token_that_moves_is_counted(strategy: str, layout: str) -> None:
     plan = planned(strategy=strategy, layout=layout)
     work = of_plan(plan.data, 2)
-    counts = plan.data.table((128, 128), 0).counts()
+    counts = plan.data.tiles[0].table.counts()
     assert float(work.full.sum()) == counts.full * 12 and float(work.partial.sum()) == counts.partial * 12
     assert float(work.received.sum()) == float(work.sent.sum()) == int(plan.schedule.length.sum())
     assert work.received[0].sum() > 0 and work.received[1].sum() > 0  # two nodes of two
@@ -42,7 +42,7 @@ def test_batch_rows_of_their_own_are_counted_one_by_one() -> None:
     mask = ls.causal() & ls.documents(lengths=[[700, 324], [1000, 24], [512, 512]])
     plan = planned(mask, 1024, batch=3, layout="auto", strategy="exchange", overlap=True)
     work = of_plan(plan.data, 8)
-    tiles = sum(sum(plan.data.table((128, 128), row).counts()[1:]) for row in range(3))
+    tiles = sum(sum(plan.data.tiles[row].table.counts()[1:]) for row in range(3))
     assert float((work.full + work.partial).sum()) == 12 * tiles and work.scale == 1
     assert work.halves is not None and not work.halves[..., 1].any() and bool(work.halves[..., 0].any())  # local keys in one part
 
@@ -218,7 +218,7 @@ def test_what_is_gathered_before_it_is_sent_is_what_the_engine_gathers(mask: ls.
         assert of_pass.gathered is not None
         for rank in range(4):
             mine = plan.on(ls.Mesh.abstract(4, rank=rank)).data
-            steps = itinerary(mine, (plan.data.block,) * 2, None, backward=bool(backward)).steps
+            steps = itinerary(mine, (128, 128), None, backward=bool(backward)).steps
             listed = [a.sent.count for step in steps for a in step.arrivals if a.sent.index is not None and not a.in_pieces]
             assert float(of_pass.gathered[rank].sum()) == sum(listed)
             arrived = [step.arriving for step in steps]

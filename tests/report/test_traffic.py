@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.report.pages import page_of
 
 import longspan as ls
-from longspan._report.page import page
 from longspan._report.trace import events
 from longspan.testing import virtual_world
 
@@ -114,7 +114,7 @@ def test_work_is_counted_for_every_rank_of_the_mesh_and_its_own_heads(mesh: str,
         place, own = data.groups[ring].tolist().index(rank), 8 // data.degree
         right.append(3 * float(seen[place * own : (place + 1) * own, data.inner[0].positions(ring)].sum()))
     assert report.pairs.tolist() == right and report.balance == max(right) * len(right) / sum(right)
-    assert report.tiles.shape == (plan.mesh.size,) and int(report.tiles.sum()) == 3 * int(data.table((128, 128), 0).tiles_per_row.sum())
+    assert report.tiles.shape == (plan.mesh.size,) and int(report.tiles.sum()) == 3 * int(data.tiles[0].table.tiles_per_row.sum())
 
 
 @pytest.mark.parametrize(("shape", "names", "strategy"), [(4, None, "ulysses"), ((2, 2), ("ring", "ulysses"), "ulysses_ring")])
@@ -125,7 +125,7 @@ def test_text_page_and_trace_speak_of_every_rank_and_of_what_transposes_move(sha
     assert f"{float(moved.mean()):.2f} MiB per rank" in str(report) and "by transposes of heads" in str(report) and float(moved.min()) > 0
     assert {len(t) for t in (report.tokens, report.tiles, report.pairs, report.received.T, report.matrix)} == {4}
     assert report.timeline.forward.total.shape == report.timeline.backward.busy.shape == (4,)
-    text = page(plan)
+    text = page_of(plan)
     values = dict(re.findall(r'data-name="(\w+)" data-value="([^"]+)"', text))
     assert float(values["received"]) == float(moved.mean()) and float(values["most"]) == float(moved.max())
     table = text.split('<th scope="col">waiting, ms</th>')[1].split("</table>")[0]

@@ -71,7 +71,11 @@ class Considered:
 
     options: tuple[Option, ...]
     refused: tuple[tuple[str, str], ...]
-    cluster: str
+    cluster: Cluster
+
+    def without_candidates(self) -> Considered:
+        """The same numbers without the layouts' tensors: small enough to be pickled with a plan."""
+        return replace(self, options=tuple(replace(option, candidate=None) for option in self.options))
 
     @property
     def winner(self) -> Option:
@@ -79,7 +83,7 @@ class Considered:
 
     def __str__(self) -> str:
         best = self.winner
-        lines = [f"considered on {self.cluster}: {len(self.options)} options; the winner is {best.name}: {1e3 * best.seconds:.3f} ms"]
+        lines = [f"considered on {self.cluster.name}: {len(self.options)} options; the winner is {best.name}: {1e3 * best.seconds:.3f} ms"]
         lines.append(f"  {'':38}{'ms':>10}{'slower':>8}{'computing':>11}{'busiest':>9}{'received':>10}  why not")
         for option in self.options[:12]:
             slower = option.seconds / best.seconds - 1
@@ -174,7 +178,7 @@ def consider(
             options += [estimate(s, one, share, count) for count in rounds[1]]
     size = max((one.ranks * one.candidate.owner.numel() for found in laid.values() for one in found), default=0)
     ordered = _ordered(_distinct(options), exactly, EXACT[size <= SMALL])
-    return Considered(options=tuple(ordered), refused=tuple(refused), cluster=cluster.name)
+    return Considered(options=tuple(ordered), refused=tuple(refused), cluster=cluster)
 
 
 def _distinct(options: Sequence[Option]) -> list[Option]:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from longspan._balance.demand import Demand
 from longspan._cost.rates import Shape
-from longspan._cost.workload import Again, Place, Workload, covered
+from longspan._cost.workload import Again, Place, Workload
 from longspan._masks.block_table import BLOCK_SIZE
 from longspan._plan.schedule import STAGE_TOKENS
+from longspan._plan.tile_grid import coverage
 
 MOST_STEPS = 256  # that are looked at one by one
 
@@ -34,7 +35,7 @@ class Owned:
         here = torch.full((ranks,), -1).index_put_((self.chosen,), torch.arange(len(self.chosen)))[owner]
         run = here[demand.row_of_run]
         mine = run >= 0
-        self.covered = covered(run[mine], demand.first[mine], demand.last[mine] + 1, demand.units, range(len(self.chosen)))
+        self.covered = coverage(run[mine], demand.first[mine], demand.last[mine] + 1, demand.units, range(len(self.chosen)))
         self.work, self.owned = torch.zeros(2, len(self.chosen), dtype=torch.float64)
         self.work.index_add_(0, here[here >= 0], demand.work[here >= 0])
         self.owned.index_add_(0, here[here >= 0], self.tokens[here >= 0])

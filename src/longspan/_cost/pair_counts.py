@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan._balance.demand import pairs_per_row
+from longspan._plan.derived_cache import DerivedCache
 from longspan._plan.plan_data import PlanData
 
 
@@ -33,19 +34,24 @@ def balance_of(pairs: Tensor) -> float:
     return float(pairs.max()) * len(pairs) / total if total > 0 else 1.0
 
 
-def counts(data: PlanData) -> Counts:
-    """Counted once per plan; exact where few tiles are partial, else partial tiles are sampled (see `pairs_per_row`)."""
-    found: Counts = data._keep(("counts",), lambda: _counted(data))
-    return found
+_cached: DerivedCache[Counts] = DerivedCache(1)
 
 
-def _counted(data: PlanData) -> Counts:
+def counts(data: PlanData, pairs: Tensor | None = None) -> Counts:
+    """The counts of a plan. Exact where few tiles are partial; otherwise partial tiles are sampled (see `pairs_per_row`).
+
+    `pairs`: pairs of each row of the only block table, where the caller has counted them.
+    """
+    return _cached.get(data, None, lambda: _counted(data, pairs))
+
+
+def _counted(data: PlanData, pairs_of_table: Tensor | None) -> Counts:
     ring, degree = len(data.groups), data.degree
     batch, heads = data.batch or 1, data.heads or 1
     total = torch.zeros(2, degree, ring, dtype=torch.float64)
     for row in range(data.rows):
-        table = data.table((data.block, data.block), row)
-        owner, pairs = data.side(0, data.block, row).owner, data._keep(("pairs", row), lambda row=row: _pairs(data, row))
+        table, owner = data.tiles[row].table, data.tiles[row].queries.owner
+        pairs = _pairs(data, row) if pairs_of_table is None else pairs_of_table
         many = batch / table.batch if data.rows == 1 else 1.0
         for found, per_row in zip(total, (table.tiles_per_row.double(), pairs), strict=True):
             by_head = per_row.view(table.batch, table.heads, -1).sum(0) * many
@@ -57,10 +63,10 @@ def _counted(data: PlanData) -> Counts:
 
 def _pairs(data: PlanData, row: int) -> Tensor:
     """Pairs of each row of a batch row's table."""
-    edges = data.side(0, data.block, row).edges, data.side(1, data.block, row).edges
-    table = data.table((data.block, data.block), row)
+    tiles = data.tiles[row]
+    edges = tiles.queries.edges, tiles.kv.edges
     first = row if data.rows > 1 else 0
-    return pairs_per_row(table, data.mask.program, data.mask.captured, edges=edges, first_batch=first)
+    return pairs_per_row(tiles.table, data.mask.program, data.mask.captured, edges=edges, first_batch=first)
 
 
 def split_heads(by_head: Tensor, degree: int, heads: int) -> Tensor:

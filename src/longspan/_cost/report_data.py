@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from longspan._plan.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Report:
+class PlanReport:
     """N ranks of the mesh, one by one. Bytes are of bfloat16 tensors of the sizes that the plan knows (1 where not, head dim 128).
 
     tokens, kv_tokens: queries and keys that each rank owns.
@@ -35,6 +36,7 @@ class Report:
     work:       what the model was asked, per rank of the ring axis.
     """
 
+    data: PlanData
     plan: str
     strategy: str
     layout: str
@@ -161,25 +163,21 @@ class Report:
         return f", {float(turned.mean()) / 2**20:.2f} of it by transposes of heads"
 
 
-def cluster_for(data: PlanData, cluster: Cluster | str | None = None) -> Cluster:
-    """The cluster asked for, or else the one that the plan was made for."""
-    return cluster_of(data.cluster if cluster is None else cluster)
-
-
 def _in_flight(moves: Schedule, received: Tensor) -> int:
     """Tokens of a step and the next, at most. Steps for which nothing moves are none."""
     steps = [n for n in (int(received[s.start : s.stop].sum(0).max()) for s in moves.steps) if n]
     return max(a + b for a, b in zip([0, *steps], [*steps, 0], strict=True))
 
 
-def report(data: PlanData, cluster: Cluster | str | None = None, conditions: Conditions | None = None) -> Report:
+def report(data: PlanData, cluster: Cluster | str | Path | None = None, conditions: Conditions | None = None) -> PlanReport:
     """A plan's report, from its tables."""
-    found = cluster_for(data, cluster)
+    found = cluster_of(cluster)
     ring = data.inner[0].ranks
     work, shape, counted = of_plan(data, found.gpus_per_node), shape_of(data), counts(data)
     received = data.schedule.received(ring)
     tokens = data.tokens.tolist()
-    return Report(
+    return PlanReport(
+        data=data,
         plan=f"{data.mask.text}, {data.lengths} over {data.mesh.size} ranks: {data.strategy}, layout {data.layout}",
         strategy=data.strategy,
         layout=data.layout,

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from longspan._cost.rates import Shape
-from longspan._masks.block_table import FULL, PARTIAL, BlockTable
+from longspan._masks.block_table import BLOCK_SIZE, FULL, PARTIAL, BlockTable
+from longspan._plan.derived_cache import DerivedCache
 from longspan._plan.local_split import late_share, late_tiles
 from longspan._plan.plan_data import PlanData
 from longspan._plan.schedule import Schedule
+from longspan._plan.tile_grid import coverage
 
 CHUNK = 1 << 24  # entries of a (rank, tile) matrix at once
 
@@ -211,9 +213,12 @@ def shape_of(data: PlanData) -> Shape:
     return Shape(batch=data.batch or 1, heads=heads, kv_heads=data.kv_heads or heads, head_dim=data.head_dim or 128, grad_element=grad)
 
 
+_cached: DerivedCache[Workload] = DerivedCache(4)  # by devices per node
+
+
 def of_plan(data: PlanData, per_node: int) -> Workload:
     """Exactly what the plan says."""
-    apart: Workload = data._keep(("workload", per_node), lambda: _of_plan(data, per_node))
+    apart = _cached.get(data, per_node, lambda: _of_plan(data, per_node))
     return apart.join() if data.schedule.joined else apart
 
 
@@ -228,8 +233,7 @@ def _of_plan(data: PlanData, per_node: int) -> Workload:
     for i, group in enumerate(steps):
         step_of_stage[group.start : group.stop] = i + 1
     for row in range(data.rows):
-        table = data.table((data.block, data.block), row)
-        queries, keys = data.side(0, data.block, row), data.side(1, data.block, row)
+        table, queries, keys = data.tiles[row].table, data.tiles[row].queries, data.tiles[row].kv
         many = shape.heads // table.heads * (shape.batch // table.batch if data.rows == 1 else 1) / data.degree
         rows += torch.bincount(queries.owner, minlength=ranks) * shape.heads / data.degree * (shape.batch if data.rows == 1 else 1)
         chosen = data.schedule.row == row if data.rows > 1 else slice(None)
@@ -284,12 +288,11 @@ def _halves(data: PlanData, work: Workload) -> Tensor:
         assert work.busy is not None
         local = torch.stack([work.full[:, 0], work.partial[:, 0], work.busy[:, 0]])
         return torch.stack([local, torch.zeros_like(local)], 2)
-    table = data.table((data.block, data.block), 0)
-    queries, keys = data.side(0, data.block, 0), data.side(1, data.block, 0)
+    table, queries, keys = data.tiles[0].table, data.tiles[0].queries, data.tiles[0].kv
     many = work.shape.heads // table.heads * (work.shape.batch // table.batch) / data.degree
     share, out = work.late.tolist(), torch.zeros(3, work.ranks, 2, dtype=torch.float64)
     several = int((work.received.sum((0, 1)) > 0).sum()) > 1
-    largest = (work.received.sum(0).amax(1) // data.block).long().tolist() if several else [None] * work.ranks
+    largest = (work.received.sum(0).amax(1) // BLOCK_SIZE).long().tolist() if several else [None] * work.ranks
     for part in _chunks(work.ranks, keys.tiles):
         tiles = [_coverage(table, kind, queries.owner, part) for kind in (FULL, PARTIAL)]
         half, both = torch.full_like(tiles[0], -1), tiles[0] + tiles[1]
@@ -331,7 +334,7 @@ def _coverage(table: BlockTable, kind: int, owner: Tensor, part: range) -> Tenso
     """How many query tiles of each rank of `part` compute each key tile [ranks, T], over the table's heads and batch rows."""
     ptr, first, last = table.runs(kind)
     row = torch.repeat_interleave(torch.arange(table.rows), ptr.diff().long()) % max(1, table.q_tiles)
-    return covered(owner[row], first.long(), last.long() + 1, table.kv_tiles, part)
+    return coverage(owner[row], first.long(), last.long() + 1, table.kv_tiles, part)
 
 
 def _busy(table: BlockTable, owner: Tensor, step: Tensor, part: range, steps: int) -> Tensor:
@@ -361,7 +364,7 @@ def _gathered(data: PlanData, s: Schedule, step_of_stage: Tensor, ranks: int) ->
     """Tokens sent in stages in which some receiver gets anything but one stretch of a rank's rows: those are listed and copied."""
     begin = torch.tensor([data.inner[1].local_len(rank) for rank in range(ranks)])[s.source] * s.row  # batch rows follow each other
     for row in range(data.rows):
-        side, here = data.side(1, data.block, row), s.row == row
+        side, here = data.tiles[row].kv, s.row == row
         begin[here] += side.row[side.within(s.start[here], s.length[here])[0]]
     sender = s.stage * ranks + s.source
     key = sender * ranks + s.receiver
@@ -372,14 +375,6 @@ def _gathered(data: PlanData, s: Schedule, step_of_stage: Tensor, ranks: int) ->
     sent = torch.zeros(s.stages * ranks, dtype=torch.float64).index_add_(0, sender, s.length.double())
     copied = torch.where(pieces > 0, sent, 0.0).view(s.stages, ranks)
     return torch.zeros(len(s.steps) + 1, ranks, dtype=torch.float64).index_add_(0, step_of_stage[: s.stages], copied).T
-
-
-def covered(rank: Tensor, first: Tensor, end: Tensor, tiles: int, part: range) -> Tensor:
-    mine = slice(None) if len(part) > int(rank.max() if len(rank) else 0) else (rank >= part.start) & (rank < part.stop)
-    base = (rank[mine] - part.start) * (tiles + 1)
-    size = len(part) * (tiles + 1)
-    change = torch.bincount(base + first[mine], minlength=size) - torch.bincount(base + end[mine], minlength=size)
-    return change.view(len(part), -1).cumsum(1)[:, :-1]
 
 
 def _moved(data: PlanData, s: Schedule, place: Place, step_of_stage: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor]:

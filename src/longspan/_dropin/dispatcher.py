@@ -25,9 +25,9 @@ from longspan._engine.checks import check_kernel_options
 from longspan._engine.signatures import as_autocast, is_no_mask
 from longspan._masks.algebra import Mask, causal, full
 from longspan._plan.layout import Layout
-from longspan._plan.plan_data import Plan
 from longspan._plan.sharding import shard, unshard
 from longspan._planner.build import plan
+from longspan._planner.plan import Plan
 
 KEPT = 64  # plans
 

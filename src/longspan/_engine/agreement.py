@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longspan._comm.agreement import agree
 from longspan._engine.distributed import Call
+from longspan._engine.plan_cache import plan_cache
 from longspan._engine.spec import Spec
 from longspan._plan.plan_data import PlanData
 
@@ -36,7 +37,7 @@ def enter(
         tuple((t.shape, t.dtype) for t in score_captured),
     )  # fmt: skip
     call = Call(data=plan, spec=spec, scale=scale, score_captured=score_captured, heads=q.shape[1], kv_heads=k.shape[1])
-    if ("agreed", known) in plan._kept:
+    if plan_cache.is_agreed(plan, known):
         return call
     error: Exception | None = None
     try:
@@ -63,13 +64,13 @@ def enter(
         "returned": " ".join(["out", *["lse"] * spec.lse, *["max_scores"] * peak]) if plan.degree > 1 else "",
     }
     agree(plan.mesh, fields, error, device=q.device if q.is_cuda else "cpu")
-    plan._keep(("agreed", known), lambda: True)
+    plan_cache.set_agreed(plan, known)
     return call
 
 
 def refuse(plan: PlanData, error: Exception, device: torch.device | None) -> None:
     """Raise an error that was found before the call was entered; if no call was agreed upon yet, on all ranks."""
-    if not any(key[0] == "agreed" for key in plan._kept):
+    if not plan_cache.any_agreed(plan):
         agree(plan.mesh, {}, error, device=device if device is not None and device.type == "cuda" else "cpu")
     raise error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
 import torch
@@ -20,7 +20,7 @@ from longspan._kernels.registry import check_name
 from longspan._masks.algebra import Full, Mask, MaskLike, as_mask
 from longspan._masks.trace_cache import traces
 from longspan._masks.tracing import Traced
-from longspan._plan.plan_data import Plan, PlanSet
+from longspan._plan.handle import PlanHandle
 from longspan._torch_modes import without_autocast
 
 _copies = DeviceCopies()
@@ -30,19 +30,19 @@ _copies = DeviceCopies()
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None, score_mod: Callable[..., Tensor] | None = None,
     scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[False] = False, kernel: str = "auto",
-    plan: Plan | None = None,
+    plan: PlanHandle | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None, score_mod: Callable[..., Tensor] | None = None,
     scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[True], kernel: str = "auto",
-    plan: Plan | None = None,
+    plan: PlanHandle | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None, score_mod: Callable[..., Tensor] | None = None,
     scale: float | None = None, sink: Tensor | None = None, return_lse: bool, kernel: str = "auto",
-    plan: Plan | None = None,
+    plan: PlanHandle | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor,
@@ -55,7 +55,7 @@ def attention(
     sink: Tensor | None = None,
     return_lse: bool = False,
     kernel: str = "auto",
-    plan: Plan | None = None,
+    plan: PlanHandle | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of q [B, H, Q, D] over k [B, G, K, D] and v [B, G, K, E]: out [B, H, Q, E], or (out, lse [B, H, Q]).
 
@@ -92,7 +92,7 @@ def attend(
     sink: Tensor | None,
     kernel: str,
     peak: bool,
-    plan: Plan | None = None,
+    plan: PlanHandle | None = None,
     lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, peak) after every check; peak, the rows' largest scores, has no elements unless asked for. `lse`: whether it is handed on.
@@ -127,12 +127,12 @@ def _attend_planned(
     sink: Tensor | None,
     kernel: str,
     peak: bool,
-    plan: Plan,
+    plan: PlanHandle,
     lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same over a mesh. What one rank finds wrong before the call is entered, all ranks learn."""
-    if not isinstance(plan, Plan):
-        names = " (a set of plans: take one of them by its mask's name)" if isinstance(plan, PlanSet) else ""
+    if not isinstance(plan, PlanHandle):
+        names = " (a set of plans: take one of them by its mask's name)" if isinstance(plan, Mapping) else ""
         raise TypeError(f"plan: expected what longspan.plan returns, got {type(plan).__name__}{names}")
     lse |= plan.data.degree == 1  # otherwise nothing of it travels
     if torch.compiler.is_dynamo_compiling():
@@ -179,7 +179,7 @@ def call(
     sink: Tensor | None,
     kernel: str,
     peak: bool,
-    plan: Plan | None = None,
+    plan: PlanHandle | None = None,
     lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run traced programs on checked tensors."""

@@ -15,12 +15,14 @@ from torch import Tensor
 from longspan._comm.group import Group, Pending
 from longspan._engine.kv_exchange import Keys, travel_apart
 from longspan._engine.local_schedule import Itinerary, Part, Step, itinerary
+from longspan._engine.plan_cache import plan_cache
 from longspan._engine.spec import Spec
 from longspan._engine.streams import Lanes
 from longspan._engine.ulysses import Transpose
 from longspan._kernels.protocol import Grads, Kernel, State, Work, like_query, state_dtype
 from longspan._kernels.registry import choose
 from longspan._kernels.row_sums import add_last_rows, add_rows_, split_rows
+from longspan._masks.block_table import BLOCK_SIZE
 from longspan._plan.plan_data import PlanData
 
 
@@ -50,8 +52,7 @@ class Call:
         return None if self.transpose is None else self.transpose.own
 
     def captured_mask(self, device: torch.device) -> list[Tensor]:
-        found: list[Tensor] = self.data._keep(("captured", device), lambda: [t.to(device) for t in self.data.mask.captured])
-        return found
+        return plan_cache.captured(self.data, device)
 
     def work(
         self, part: Part, q: Tensor, row: int, *, backward: bool, own: tuple[Tensor, Tensor] | None = None, beside: bool = False
@@ -77,12 +78,11 @@ class Call:
     def route(self, q: Tensor, k: Tensor, v: Tensor, *, sink: bool, backward: bool) -> tuple[Kernel, Itinerary]:
         """The kernel for this call and the itinerary in tiles that suit it. Of q, k, v only shapes, dtype and device count; kept."""
         ordered = torch.are_deterministic_algorithms_enabled()
-        key = ("route", self.spec.handle, q.shape, k.shape, v.shape, q.dtype, q.device, sink, backward, ordered)
-        found: tuple[Kernel, Itinerary] = self.data._keep(key, lambda: self._route(q, k, v, sink=sink, backward=backward))
-        return found
+        key = (self.spec.handle, q.shape, k.shape, v.shape, q.dtype, q.device, sink, backward, ordered)
+        return plan_cache.route(self.data, key, lambda: self._route(q, k, v, sink=sink, backward=backward))
 
     def _route(self, q: Tensor, k: Tensor, v: Tensor, *, sink: bool, backward: bool) -> tuple[Kernel, Itinerary]:
-        plain = (self.data.block, self.data.block)
+        plain = (BLOCK_SIZE, BLOCK_SIZE)
         merged = self.apart_keys(k, v)
         route = itinerary(self.data, plain, self.own_heads, backward=backward, merged=merged)
         parts = [(part, p) for step in route.steps for p, part in enumerate(step.parts) if not part.empty or step is route.steps[0]]
@@ -91,7 +91,7 @@ class Call:
         kernel = choose(self.spec.kernel, q, k, v, first, more=more, staged=staged, backward=backward)
         for work in (first, *more):
             kernel.check(work, q)
-        block = kernel.block(q, v, self.data.table(plain, 0))
+        block = kernel.block(q, v, self.data.tiles[0].table)
         whole = route if block == plain else itinerary(self.data, block, self.own_heads, backward=backward, merged=merged)
         if not backward:
             return kernel, whole
@@ -123,14 +123,14 @@ class Call:
         if not q.is_cuda or group is None or not group.any_stream:
             return False, False
         ordered = torch.are_deterministic_algorithms_enabled()
-        key = ("apart", self.spec.handle, route, q.shape, v.shape, q.dtype, q.device, tuple(needs), ordered)
+        key = (self.spec.handle, route, q.shape, v.shape, q.dtype, q.device, tuple(needs), ordered)
 
-        def found() -> list[bool]:
+        def ask() -> bool:
             works = [self.work(part, q, p, backward=True) for step in route.steps for p, part in enumerate(step.parts) if not part.empty]
-            return [False, len(works) > 1 and all(kernel.apart(q, v, work, needs) for work in works)]
+            return len(works) > 1 and all(kernel.apart(q, v, work, needs) for work in works)
 
-        answers: list[bool] = self.data._keep(key, found)
-        return answers[-1], answers.pop(0) if len(answers) > 1 else answers[0]
+        allowed = plan_cache.concurrent(self.data, key, ask)
+        return allowed, plan_cache.launched_before(self.data, key) and allowed
 
     def rehearse(self, q: Tensor, k: Tensor, v: Tensor, *, sink: bool) -> None:
         """Make the choices of the calls to come, so that what is refused is refused before anything is sent."""

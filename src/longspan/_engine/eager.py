@@ -14,7 +14,8 @@ from torch import Tensor
 from longspan._engine import ops
 from longspan._engine.checks import refuse_batched_gradients
 from longspan._engine.spec import Spec
-from longspan._plan.plan_data import Plan, PlanData
+from longspan._plan.handle import PlanHandle
+from longspan._plan.plan_data import PlanData
 from longspan._torch_private import modes_are_active
 
 
@@ -75,7 +76,7 @@ class _Attend(torch.autograd.Function):
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         if torch.is_grad_enabled():
             # create_graph=True: the operator's result says, when it is differentiated, why it cannot be.
-            plan = None if ctx.plan is None else Plan(ctx.plan).token
+            plan = None if ctx.plan is None else PlanHandle(ctx.plan).token
             spec = ops.specs.intern(ctx.spec)
             found = ops.attend_backward(grad_out, grad_lse, q, k, v, sink, out, lse, mask, score, needs, plan, spec.handle, ctx.scale)
         else:

@@ -15,14 +15,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from longspan._cost.workload import covered
+from longspan._engine.plan_cache import plan_cache
 from longspan._kernels.protocol import Tiling
 from longspan._kernels.row_sums import row_lists
 from longspan._masks.block_table import BlockTable, stretched
 from longspan._plan.local_split import late_share, late_tiles
 from longspan._plan.plan_data import PlanData
 from longspan._plan.schedule import Schedule
-from longspan._plan.tile_grid import Side
+from longspan._plan.tile_grid import TileGrid, coverage
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -194,15 +194,14 @@ def itinerary(
     """
     moves = data.returns if backward else data.schedule
     quiet = backward and int(moves.carried.sum()) < moves.stages
-    key = ("itinerary", block, None if heads is None else (heads.start, heads.stop), moves is data.schedule, quiet, home, merged)
+    key = (block, None if heads is None else (heads.start, heads.stop), moves is data.schedule, quiet, home, merged)
     whole = None if home is None else itinerary(data, block, heads, backward=backward, merged=merged)
 
     def make() -> Itinerary:
         maker = _Maker(data, moves, block, heads, quiet=quiet, merged=merged)
         return maker.make() if whole is None or home is None else maker.split(whole, home)
 
-    found: Itinerary = data._keep(key, make)
-    return found
+    return plan_cache.schedule(data, key, make)
 
 
 class _Maker:
@@ -213,8 +212,9 @@ class _Maker:
         self.data, self.moves, self.block, self.heads, self.merged = data, moves, block, heads, merged
         self.me = 0 if data.ring is None else data.mesh.coordinate[data.ring]
         self.ranks = data.inner[0].ranks
-        self.queries = [data.side(0, block[0], row) for row in range(data.rows)]
-        self.keys = [data.side(1, block[1], row) for row in range(data.rows)]
+        self.tiles = plan_cache.tiles(data, block)
+        self.queries = [row.queries for row in self.tiles]
+        self.keys = [row.kv for row in self.tiles]
         self.q_order = [side.of_rank(self.me) for side in self.queries]
         self.q_tilings = [_tiling(side, order) for side, order in zip(self.queries, self.q_order, strict=True)]
         self.mine = {"in": moves.receiver == self.me, "out": moves.source == self.me}
@@ -238,7 +238,7 @@ class _Maker:
         tiles = self.keys[0].of_rank(self.me)
         share = late_share(arriving[0].moved * home[0], arriving[-1].moved * home[1])
         table = first.parts[0].table
-        work = covered(torch.zeros(len(table.first), dtype=torch.int64), table.first.long(), table.last.long() + 1, len(tiles), range(1))
+        work = coverage(torch.zeros(len(table.first), dtype=torch.int64), table.first.long(), table.last.long() + 1, len(tiles), range(1))
         largest = max(step.arriving for step in arriving) // self.block[1] if len(arriving) > 1 else None
         late = late_tiles(work[0], share, largest)
         if not late:
@@ -252,7 +252,7 @@ class _Maker:
         return Itinerary(steps=(early, *arriving, last), last=(len(arriving) + 1,))
 
     def _part(self, row: int, tiles: Tensor, *, rows: Rows | None) -> Part:
-        table = self.data.table(self.block, row).select(self.q_order[row], tiles, heads=self.heads)
+        table = self.tiles[row].table.select(self.q_order[row], tiles, heads=self.heads)
         return Part(table=table, q_tiles=self.q_tilings[row], kv_tiles=_tiling(self.keys[row], tiles), rows=rows)
 
     def _step(self, stages: range, *, own: bool) -> Step:
@@ -337,7 +337,7 @@ def _named(stages: range) -> str:
     return f"stage {stages.stop}" if len(stages) == 1 else f"stages {stages.start + 1} to {stages.stop}"
 
 
-def _tiling(side: Side, tiles: Tensor) -> Tiling:
+def _tiling(side: TileGrid, tiles: Tensor) -> Tiling:
     """Tiles one after the other in a buffer."""
     count = side.count[tiles]
     length = int(count.sum())

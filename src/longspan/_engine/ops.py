@@ -21,7 +21,8 @@ from longspan._engine.table_cache import TableCache
 from longspan._kernels.protocol import Kernel, Tiling, Work, like_query, state_dtype
 from longspan._kernels.registry import choose
 from longspan._masks.block_table import BLOCK_SIZE, BlockTable
-from longspan._plan.plan_data import PlanData, live
+from longspan._plan.handle import live
+from longspan._plan.plan_data import PlanData
 from longspan._torch_modes import without_autocast
 
 NO_TRANSFORMS = "longspan.attention does not run under torch.vmap, torch.func or forward-mode differentiation; with kernel='dense' it does"

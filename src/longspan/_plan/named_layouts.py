@@ -9,18 +9,30 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from longspan._balance.demand import Demand
 from longspan._masks.algebra import And, Documents, Mask
 from longspan._masks.block_table import BLOCK_SIZE
 from longspan._plan.layout import Layout, Segments
 
 FINEST = 16  # tokens: short documents are not cut into smaller pieces, unless the whole sequence is short
 MOST = 1.05  # times its share of tokens that a rank may own
+
+
+class UnitWork(Protocol):
+    """A sequence of `length` tokens in units, and the work of each unit [T], float64."""
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def unit(self) -> int: ...
+
+    @property
+    def work(self) -> Tensor: ...
 
 
 def unit_for(length: int, ranks: int) -> int:
@@ -107,7 +119,7 @@ def head_tail(length: int, ranks: int, *, unit: int | None = None) -> Layout:
     return from_owner(head_tail_owner(-(-length // unit), ranks), length=length, unit=unit, ranks=ranks)
 
 
-def round_robin(demand: Demand, ranks: int) -> Layout:
+def round_robin(demand: UnitWork, ranks: int) -> Layout:
     """Units sorted by work, dealt to ranks forth and back: nearly equal work under any mask, and the most traffic."""
     _check(demand.length, ranks)
     owner = round_robin_owner(demand.work, ranks, short_last=demand.length % demand.unit != 0)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longspan._masks.block_table import stretched
 from longspan._plan.digest import content
-from longspan._plan.tile_grid import Side
+from longspan._plan.tile_grid import TileGrid
 
 # Tokens that a stage (or a step of several stages) brings at least, where it can. Below this size, kernels and links idle between launches.
 STAGE_TOKENS = 16384
@@ -78,7 +78,7 @@ class Schedule:
 class Reads:
     """What a schedule must bring: for one batch row (or all), the key side and which of its tiles each rank reads [ranks, T]."""
 
-    keys: Side
+    keys: TileGrid
     wanted: Tensor
 
     @property

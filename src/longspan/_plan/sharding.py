@@ -46,14 +46,14 @@ def _pick(x: Tensor, dim: int, layout: Layout, rank: int, row: int = 0) -> Tenso
     return x.index_select(dim, (positions if positions.ndim == 1 else positions[row]).to(x.device))
 
 
-def unshard(x: Tensor, dim: int, layout: Layout, mesh: Mesh, kept: Callable[..., Tensor] | None = None) -> Tensor:
-    """The whole tensor from every rank's part along dim. `kept`: gives what `places` gave before."""
+def unshard(x: Tensor, dim: int, layout: Layout, mesh: Mesh, place: Tensor | None = None) -> Tensor:
+    """The whole tensor from every rank's part along dim. `place`: `places(layout, x.device)`, where the caller has it."""
     dim = dim % x.ndim
     rows = x.movedim(dim, 0)
     if len(layout.rows) > 1:
         rows = x.movedim(dim, 1).transpose(0, 1)  # tokens first, the batch second
     gathered: Tensor = _Gather.apply(rows, layout, mesh)  # type: ignore[no-untyped-call]
-    place = (kept or places)(layout, x.device)
+    place = places(layout, x.device) if place is None else place
     if len(layout.rows) == 1:
         return gathered.index_select(0, place).movedim(0, dim).contiguous()
     picked = [gathered[:, row].index_select(0, place[row]) for row in range(len(layout.rows))]

@@ -1,4 +1,4 @@
-"""Tiles of a laid-out sequence: cut at multiples of the block and wherever a segment begins, so that each belongs to one rank."""
+"""Tiles of a laid-out sequence: cut at multiples of the tile size and wherever a segment begins, so that each tile belongs to one rank."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from longspan._plan.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Side:
-    """The queries or the keys of one batch row in tiles. T tiles; tile t holds positions edges[t] … edges[t + 1] − 1.
+class TileGrid:
+    """The queries or the KV of one batch row in T tiles; tile t holds positions edges[t] … edges[t + 1] − 1.
 
-    `owner` [T] is the rank that holds a tile, `row` [T] where in its shard it begins. All int64.
+    Attributes:
+        layout: Layout over the ring axis.
+        block: Tokens per tile; tiles at the ends of segments are shorter.
+        edges: Global positions where tiles begin, and the sequence's length [T + 1], int64.
+        owner: Rank that holds each tile [T], int64.
+        row: Row of the owner's shard at which each tile begins [T], int64.
     """
 
     layout: Layout
@@ -26,13 +31,15 @@ class Side:
     row: Tensor
 
     @classmethod
-    def of(cls, layout: Layout, block: int, *, batch_row: int = 0) -> Side:
+    def of(cls, layout: Layout, block: int, *, batch_row: int = 0) -> TileGrid:
+        """The grid of one batch row of a layout."""
         ranks = layout.rows[batch_row if len(layout.rows) > 1 else 0]
-        listed = torch.tensor([(s, n, rank) for rank, segments in enumerate(ranks) for s, n in segments], dtype=torch.int64)
-        start, length, rank = listed.unbind(1)
+        segments_by_rank = torch.tensor([(s, n, rank) for rank, segments in enumerate(ranks) for s, n in segments], dtype=torch.int64)
+        start, length, rank = segments_by_rank.unbind(1)
         before = length.cumsum(0) - length
-        first = torch.tensor([len(segments) for segments in ranks]).cumsum(0) - torch.tensor([len(segments) for segments in ranks])
-        base = torch.cat([before, before[-1:] + length[-1:]])[first]  # tokens listed before each rank's first
+        segment_counts = torch.tensor([len(segments) for segments in ranks])
+        first = segment_counts.cumsum(0) - segment_counts
+        base = torch.cat([before, before[-1:] + length[-1:]])[first]  # tokens listed before each rank's first segment
         local = before - base[rank]
         order = start.argsort()
         start, rank, local = start[order], rank[order], local[order]
@@ -48,6 +55,7 @@ class Side:
 
     @property
     def tiles(self) -> int:
+        """Number of tiles T."""
         return len(self.owner)
 
     @cached_property
@@ -61,15 +69,28 @@ class Side:
         return mine[self.row[mine].argsort()]
 
     def within(self, start: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """(first tile, one past the last) of stretches of positions that begin and end where tiles do."""
+        """(first tile, one past the last tile) of contiguous ranges of positions that begin and end at edges of tiles."""
         return torch.searchsorted(self.edges, start), torch.searchsorted(self.edges, start + length)
 
 
-def reads(table: BlockTable, queries: Side, ranks: int) -> Tensor:
-    """Which key tiles each rank's queries read, over all heads and batch rows of the table: bool [ranks, key tiles]."""
+def reads(table: BlockTable, queries: TileGrid, ranks: int) -> Tensor:
+    """Which KV tiles each rank's queries read, over all heads and batch rows of the table: bool [ranks, KV tiles]."""
     tile = torch.repeat_interleave(torch.arange(table.rows), table.ptr.diff().long()) % max(1, table.q_tiles)
-    base = queries.owner[tile] * (table.kv_tiles + 1)
-    size = ranks * (table.kv_tiles + 1)
-    begin, end = base + table.first, base + table.last + 1
-    change = torch.bincount(begin, minlength=size) - torch.bincount(end, minlength=size)
-    return change.view(ranks, -1).cumsum(1)[:, :-1] > 0
+    return coverage(queries.owner[tile], table.first.long(), table.last.long() + 1, table.kv_tiles, range(ranks)) > 0
+
+
+def coverage(rank: Tensor, first: Tensor, end: Tensor, tiles: int, ranks: range) -> Tensor:
+    """How many runs of each rank of `ranks` cover each KV tile [len(ranks), tiles], int64.
+
+    Args:
+        rank: Rank whose queries each run belongs to [runs].
+        first: First tile of each run [runs].
+        end: One past the last tile of each run [runs].
+        tiles: Number of KV tiles.
+        ranks: Contiguous range of ranks to count for; runs of other ranks are left out.
+    """
+    mine = slice(None) if len(ranks) > int(rank.max() if len(rank) else 0) else (rank >= ranks.start) & (rank < ranks.stop)
+    base = (rank[mine] - ranks.start) * (tiles + 1)
+    size = len(ranks) * (tiles + 1)
+    change = torch.bincount(base + first[mine], minlength=size) - torch.bincount(base + end[mine], minlength=size)
+    return change.view(len(ranks), -1).cumsum(1)[:, :-1]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, overload
 
 import torch
+from torch import Tensor
 
 from longspan._balance import search as balance
 from longspan._comm.mesh import Mesh, MeshLike, as_mesh
@@ -19,13 +20,14 @@ from longspan._cost.rates import Cluster
 from longspan._cost.timeline import Timeline, fastest, timeline
 from longspan._cost.workload import of_plan
 from longspan._masks.algebra import MaskLike, as_mask
-from longspan._masks.block_table import BLOCK_SIZE
 from longspan._plan import named_layouts as layouts
 from longspan._plan import schedule
 from longspan._plan.layout import Layout
-from longspan._plan.plan_data import Plan, PlanData, PlanSet, ulysses_groups
-from longspan._plan.schedule import Schedule, check_brings
+from longspan._plan.plan_data import MaskTiling, PlanData, TiledRow, inner_layout, ulysses_groups
+from longspan._plan.schedule import Reads, Schedule, check_brings, only_read
 from longspan._plan.strategies import LAYOUTS, Strategy, check_name, heads_refusal, strategy_for
+from longspan._plan.tile_grid import reads
+from longspan._planner.plan import Plan, PlanSet
 from longspan._planner.request import Wanted, considered
 from longspan._torch_modes import settled
 
@@ -97,7 +99,9 @@ def plan(
     with settled():
         wanted = [Wanted.of(as_mask(m), q_len, kv_len, sizes) for m in masks.values()]
         given = None if cluster is None else cluster_of(cluster)
-        plans = _Maker(wanted, found, sizes, strategy, layout, stages, overlap, given, grad_reduce_dtype).plans()
+        maker = _Maker(wanted, found, sizes, strategy, layout, stages, overlap, given, grad_reduce_dtype)
+        considered = None if maker.considered is None else maker.considered.without_candidates()
+        plans = [Plan(data, cluster=given, considered=considered) for data in maker.plans()]
     if os.environ.get("LONGSPAN_EXPLAIN") == "1" and found.rank == 0:
         print(plans[0]._explanation(), file=sys.stderr)
     if not isinstance(mask, Mapping):
@@ -137,7 +141,7 @@ class _Maker:
     ) -> None:
         """`cluster`: the one that was given, if one was."""
         self.overlap, self.grad_reduce_dtype = overlap, grad_reduce_dtype
-        self.tried: dict[Any, list[Plan]] = {}
+        self.tried: dict[Any, list[PlanData]] = {}
         self.balances: dict[Any, float] = {}
         self.timelines: dict[int, Timeline] = {}  # of plans just made
         self.wanted, self.mesh, self.sizes, self.stages, self.given = wanted, mesh, sizes, stages, cluster
@@ -219,8 +223,14 @@ class _Maker:
             self.strategy, self.stages, self.laid = kept
         laid = id(option.candidate), option.strategy.ulysses  # stages and the like leave work where it is
         if laid not in self.balances:
-            self.balances[laid] = balance_of(torch.stack([counts(p.data).pairs for p in plans]).sum(0))
-        return [self._timeline(p.data) for p in plans], self.balances[laid], all(p.data.schedule.joined for p in plans)
+            self.balances[laid] = balance_of(
+                torch.stack([self._pairs(want, data) for want, data in zip(self.wanted, plans, strict=True)]).sum(0)
+            )
+        return [self._timeline(data) for data in plans], self.balances[laid], all(data.schedule.joined for data in plans)
+
+    @staticmethod
+    def _pairs(want: Wanted, data: PlanData) -> Tensor:
+        return counts(data, want.counted_pairs(data.tiles)).pairs
 
     def _timeline(self, data: PlanData) -> Timeline:
         if id(data) in self.timelines:
@@ -318,66 +328,68 @@ class _Maker:
     def _choice(self) -> Any:
         return self.strategy, self.stages, id(self.laid)
 
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[PlanData]:
         ready = self.tried.pop(self._choice, None)
         if ready is not None:
-            for made in ready:
-                self._remember(made.data)
             return ready
         pair = self._whole_layouts()
         out = []
+        inner = inner_layout(pair[0], self.mesh, self.strategy.ulysses)
+        both = (inner, inner if pair[1] is pair[0] else inner_layout(pair[1], self.mesh, self.strategy.ulysses))
         for want in self.wanted:
+            tiling = MaskTiling(mask=want.planned, layouts=both, batch=self.sizes["batch"] or 1, heads=self.sizes["heads"] or 1)
+            tiles = want.tiles(tiling)
+            moves, returns = self._schedules(tiles)
             data = PlanData(
                 mask=want.planned,
                 q_len=self.q_len,
                 kv_len=self.kv_len,
                 mesh=self.mesh,
                 layouts=pair,
-                schedule=schedule.none([]),
+                tiling=tiling,
+                tiles=tiles,
+                schedule=moves,
+                returns=returns,
                 ulysses=self.strategy.ulysses,
                 ring=self.strategy.ring,
                 layout=self.layout if isinstance(self.layout, str) else "given",
                 strategy=self.strategy.name if self.schedule is None else self.schedule.name,
-                block=BLOCK_SIZE,
                 batch=self.sizes["batch"],
                 heads=self.sizes["heads"],
                 kv_heads=self.sizes["kv_heads"],
                 head_dim=self.sizes["head_dim"],
                 grad_reduce_dtype=self.grad_reduce_dtype,
-                cluster=self.given,
             )
-            want.lend(data)
-            object.__setattr__(data, "schedule", self._schedule(data))
-            joined = self._joined(data)
-            if joined != data.schedule.joined:
-                object.__setattr__(data, "schedule", replace(data.schedule, joined=joined))
-            self._remember(data)
-            out.append(Plan(data))
+            out.append(self._overlapped(data))
         return out
 
-    def _joined(self, data: PlanData) -> bool:
-        """Whether local keys are computed with the first ones that arrive."""
-        if not data.schedule.steps:
-            return False
-        if self.overlap is not None or self.schedule is not None:
-            return data.schedule.joined if self.overlap is None else not self.overlap
+    def _overlapped(self, data: PlanData) -> PlanData:
+        """The plan with local KV computed before the first KV that arrives, or together with it: what was asked for, or what is faster."""
+        if not data.schedule.steps or (self.overlap is None and self.schedule is not None):
+            return data
+        if self.overlap is not None:
+            return data.with_joined(not self.overlap)
         if len(data.schedule.steps) > 1 or self.sizes["heads"] is None:
-            return False
-        work, self.timelines[id(data)] = fastest(of_plan(data, self.cluster.gpus_per_node), self.cluster)
-        return work.joined
+            return data
+        work, line = fastest(of_plan(data, self.cluster.gpus_per_node), self.cluster)
+        data = data.with_joined(work.joined)
+        self.timelines[id(data)] = line
+        return data
 
-    def _remember(self, data: PlanData) -> None:
-        if self.considered is not None:
-            data._kept[("considered", repr(self.cluster))] = self.considered
+    def _schedules(self, tiles: Sequence[TiledRow]) -> tuple[Schedule, Schedule]:
+        """The moves of forward and of backward."""
+        if self.strategy.ring is None or self.ring_size == 1:
+            nothing = schedule.none([])
+            return nothing, nothing
+        needs = [Reads(keys=row.kv, wanted=reads(row.table, row.queries, self.ring_size)) for row in tiles]
+        moves = self._schedule(needs)
+        return moves, moves if moves.read or not moves.stages else only_read(moves, needs)
 
-    def _schedule(self, data: PlanData) -> Schedule:
-        if data.ring is None or self.ring_size == 1:
-            return schedule.none([])
-        rows = data.reads()
+    def _schedule(self, rows: list[Reads]) -> Schedule:
         if self.schedule is not None:
             check_brings(self.schedule, rows)
             return self.schedule
-        local = -(-self.kv_len // self.ring_size) * data.rows
+        local = -(-self.kv_len // self.ring_size) * len(rows)
         if self.strategy.moves == "ring":
             return schedule.ring(rows, step_tokens=schedule.STAGE_TOKENS)
         if self.strategy.moves == "allgather":

@@ -17,7 +17,7 @@ from longspan._cost.rates import Cluster, Shape
 from longspan._masks.algebra import Full, Mask
 from longspan._masks.block_table import BLOCK_SIZE, BlockTable
 from longspan._masks.classify import classify
-from longspan._plan.plan_data import PlanData, PlannedMask
+from longspan._plan.plan_data import MaskTiling, PlanData, PlannedMask, TiledRow
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,17 +59,18 @@ class Wanted:
             self.tables[block] = classify(p.program, p.captured, self.q_len, self.kv_len, **sizes)  # type: ignore[arg-type]
         return self.tables[block]
 
-    def lend(self, data: PlanData) -> None:
-        """Give a plan the table that was made to choose its layout, and what was counted in it, where the layout cuts nowhere else."""
-        lengths = (self.q_len, self.kv_len)
-        if (
-            BLOCK_SIZE in self.tables
-            and data.rows == 1
-            and all(data.side(i, BLOCK_SIZE, 0).tiles == -(-n // BLOCK_SIZE) for i, n in enumerate(lengths))
-        ):
-            data._keep(("table", (BLOCK_SIZE, BLOCK_SIZE), 0), lambda: self.tables[BLOCK_SIZE])
-            if BLOCK_SIZE in self.pairs:
-                data._keep(("pairs", 0), lambda: self.pairs[BLOCK_SIZE])
+    def tiles(self, tiling: MaskTiling) -> tuple[TiledRow, ...]:
+        """The mask in tiles of a layout. Takes the table that was made to choose the layout, where the layout cuts no tile."""
+        if tiling.rows == 1 and BLOCK_SIZE in self.tables:
+            queries, kv = tiling.grids((BLOCK_SIZE, BLOCK_SIZE), 0)
+            table = self.tables[BLOCK_SIZE]
+            if (queries.tiles, kv.tiles) == (table.q_tiles, table.kv_tiles):
+                return (TiledRow(queries=queries, kv=kv, table=table),)
+        return tiling.all_rows()
+
+    def counted_pairs(self, tiles: Sequence[TiledRow]) -> Tensor | None:
+        """Pairs of each row of the table over `tiles`, where they have been counted."""
+        return self.pairs.get(BLOCK_SIZE) if tiles[0].table is self.tables.get(BLOCK_SIZE) else None
 
     def demands(self, unit: int, rows: Sequence[int | None]) -> list[balance.Demand]:
         """What a layout is judged by, for each batch row, or for all together."""

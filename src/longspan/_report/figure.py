@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from longspan._cost.report_data import PlanReport
+from longspan._plan.plan_data import PlanData
 from longspan._report.grid import grid
 
 
@@ -17,16 +20,15 @@ def _matplotlib() -> Any:
     return colormaps, figure
 
 
-def figure(plan: Any, path: Any = None, *, cluster: Any = None) -> Any:
-    """Who computes what, each rank's work, and the timeline of forward and backward; by default on the plan's cluster. Needs no display."""
+def figure(report: PlanReport, path: str | Path | None = None) -> Any:
+    """Who computes what, each rank's work, and the timeline of forward and backward, as a matplotlib figure. Needs no display."""
     colormaps, module = _matplotlib()
-    report = plan.report(cluster)
     found = module.Figure(figsize=(13, 6), layout="constrained")
     left, work, line = found.subplot_mosaic([["grid", "work"], ["grid", "line"]], width_ratios=[1, 1.1]).values()
     found.suptitle(report.plan, parse_math=False)
-    ring_of = plan.data.ring_of
+    ring_of = report.data.ring_of
     colour = colormaps["turbo"]((torch.arange(int(ring_of.max()) + 1).double() * 0.618034 % 1).tolist())
-    _draw_grid(left, plan, colour)
+    _draw_grid(left, report.data, colour)
     work.bar(range(report.ranks), (report.pairs / report.pairs.mean().clamp(min=1)).tolist(), color=colour[ring_of.tolist()])
     work.axhline(1, color="grey", linewidth=0.8)
     work.set(xlabel="rank", ylabel="work over the mean", title=f"busiest rank {report.balance:.3f} × the mean")
@@ -36,14 +38,14 @@ def figure(plan: Any, path: Any = None, *, cluster: Any = None) -> Any:
     return found
 
 
-def _draw_grid(axes: Any, plan: Any, colour: Any) -> None:
-    cells = grid(plan.data, 512, 512)
+def _draw_grid(axes: Any, data: PlanData, colour: Any) -> None:
+    cells = grid(data, 512, 512)
     shown = torch.tensor(colour, dtype=torch.float64)[cells.owner][:, None, :3]
     weight = cells.density.clamp(0, 1).pow(0.4)[:, :, None]
     image = 1 - weight * (1 - shown)
-    extent = (0, plan.data.kv_len, plan.data.q_len, 0)
+    extent = (0, data.kv_len, data.q_len, 0)
     axes.imshow(image.tolist(), extent=extent, aspect="auto", interpolation="nearest")
-    axes.set(xlabel="keys", ylabel="queries", title=f"coloured by the {'rank' if plan.data.degree == 1 else 'Ulysses group'} that computes")
+    axes.set(xlabel="keys", ylabel="queries", title=f"coloured by the {'rank' if data.degree == 1 else 'Ulysses group'} that computes")
 
 
 def _draw_lines(axes: Any, report: Any) -> None:

@@ -20,7 +20,7 @@ class Grid:
 
 def grid(data: PlanData, height: int, width: int) -> Grid:
     """The first batch row and head. No more lines and columns than there are tiles. Cost follows the lines and the runs."""
-    table = data.table((data.block, data.block), 0)
+    table = data.tiles[0].table
     height, width = min(height, table.q_tiles), min(width, table.kv_tiles)
     row = torch.repeat_interleave(torch.arange(table.rows), table.ptr.diff().long())
     here = row < table.q_tiles
@@ -33,6 +33,6 @@ def grid(data: PlanData, height: int, width: int) -> Grid:
     computed = torch.zeros(height, width, dtype=torch.float64).index_add_(1, column, change.cumsum(1)[:, :-1])
     tall = torch.bincount(torch.arange(table.q_tiles) * height // table.q_tiles, minlength=height)
     wide = torch.bincount(column, minlength=width)
-    owner = data.side(0, data.block, 0).owner
+    owner = data.tiles[0].queries.owner
     middle = ((torch.arange(height) * 2 + 1) * table.q_tiles // (2 * height)).clamp(max=table.q_tiles - 1)
     return Grid(density=computed / (tall[:, None] * wide), owner=owner[middle])

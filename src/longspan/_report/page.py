@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan._cost.rates import Cluster
-from longspan._cost.report_data import Report, cluster_for, report
-from longspan._cost.timeline import Conditions
+from longspan._cost.auto import Considered
+from longspan._cost.report_data import PlanReport
 from longspan._plan.digest import content
 from longspan._plan.plan_data import PlanData
-from longspan._planner.request import considered_for
 
 HERE = Path(__file__).parent
 SHOWN = 64  # ranks in the timeline and in the matrix
@@ -29,29 +27,27 @@ TOTAL = 1 << 22  # entries of all steps at all ranks; beyond that the page does 
 TYPES = {torch.int32: "i4", torch.float32: "f4"}
 
 
-def save(plan: Any, path: str | Path, *, cluster: Any = None, conditions: Conditions | None = None, title: str | None = None) -> None:
-    """Write the page; by default for the cluster that the plan was made for."""
-    Path(path).write_text(page(plan, cluster=cluster, conditions=conditions, title=title), encoding="utf-8")
+def save(numbers: PlanReport, considered: Considered | None, path: str | Path, *, title: str | None = None) -> None:
+    """Write the page of a report, with the options that were considered, to a file."""
+    Path(path).write_text(page(numbers, considered, title=title), encoding="utf-8")
 
 
-def notebook(plan: Any) -> str:
-    """The page in a frame of its own."""
-    return f'<iframe style="width:100%;height:900px;border:0" srcdoc="{html.escape(page(plan), quote=True)}"></iframe>'
+def notebook(numbers: PlanReport, considered: Considered | None) -> str:
+    """The page in an iframe of its own."""
+    return f'<iframe style="width:100%;height:900px;border:0" srcdoc="{html.escape(page(numbers, considered), quote=True)}"></iframe>'
 
 
-def page(plan: Any, *, cluster: Any = None, conditions: Conditions | None = None, title: str | None = None) -> str:
-    """The page's text."""
-    data: PlanData = plan.data
-    found = cluster_for(data, cluster)
-    numbers = report(data, found, conditions)
+def page(numbers: PlanReport, considered: Considered | None, *, title: str | None = None) -> str:
+    """The page of a report as HTML text. `considered`: the options of `auto`, None where there was nothing to choose from."""
+    data, cluster = numbers.data, numbers.cluster
     arrays, block = _packed(_arrays(data, numbers))
     meta = {"arrays": arrays, **_meta(data, numbers)}
     heading = title or numbers.plan
     parts = {
         "title": html.escape(heading),
-        "subtitle": html.escape(f"{found.name}: {found.about}"),
+        "subtitle": html.escape(f"{cluster.name}: {cluster.about}"),
         "numbers": _rows(numbers),
-        "options": _options(data, found, numbers),
+        "options": _options(considered, numbers),
         "memory": _memory(numbers),
         "work": _work(numbers),
         "meta": json.dumps(meta, separators=(",", ":")).replace("<", "\\u003c"),
@@ -71,7 +67,7 @@ def page(plan: Any, *, cluster: Any = None, conditions: Conditions | None = None
 # ------------------------------------------------------------------------------------------------------------------------ tables
 
 
-def figures(numbers: Report) -> dict[str, tuple[str, float, str]]:
+def figures(numbers: PlanReport) -> dict[str, tuple[str, float, str]]:
     """What the page says in numbers: name → (label, value, unit)."""
     moved = numbers.bytes_received.sum(0).double()
     t = numbers.timeline
@@ -97,7 +93,7 @@ def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}" if abs(value) < 100 else f"{value:,.1f}"
 
 
-def _rows(numbers: Report) -> str:
+def _rows(numbers: PlanReport) -> str:
     out = []
     for name, (label, value, unit) in figures(numbers).items():
         shown = f"{_number(value)} {unit}".strip()
@@ -105,8 +101,7 @@ def _rows(numbers: Report) -> str:
     return "\n".join(out)
 
 
-def _options(data: PlanData, cluster: Cluster, numbers: Report) -> str:
-    found = data._keep(("considered", repr(cluster)), lambda: considered_for(data, cluster))
+def _options(found: Considered | None, numbers: PlanReport) -> str:
     if found is None:
         return "<p>There was nothing to choose from.</p>"
     best = min(found.winner.seconds, numbers.seconds)
@@ -135,7 +130,7 @@ def _options(data: PlanData, cluster: Cluster, numbers: Report) -> str:
     return "".join(lines) + f"</tbody></table><p>{note}</p>"
 
 
-def _memory(numbers: Report) -> str:
+def _memory(numbers: PlanReport) -> str:
     whole = sum(numbers.memory_parts.values()) or 1
     lines = []
     for name, size in numbers.memory_parts.items():
@@ -147,7 +142,7 @@ def _memory(numbers: Report) -> str:
     return "".join(lines)
 
 
-def _work(numbers: Report) -> str:
+def _work(numbers: PlanReport) -> str:
     t, ranks = numbers.timeline, len(numbers.tiles)
     moved = numbers.bytes_received.sum(0)
     lines = []
@@ -165,7 +160,7 @@ def _work(numbers: Report) -> str:
 # -------------------------------------------------------------------------------------------------------------------------- data
 
 
-def _meta(data: PlanData, numbers: Report) -> dict[str, Any]:
+def _meta(data: PlanData, numbers: PlanReport) -> dict[str, Any]:
     return {
         "q_len": data.q_len,
         "kv_len": data.kv_len,
@@ -183,7 +178,7 @@ def _meta(data: PlanData, numbers: Report) -> dict[str, Any]:
     }
 
 
-def _shown(numbers: Report) -> list[int]:
+def _shown(numbers: PlanReport) -> list[int]:
     ranks = len(numbers.tiles)
     if ranks <= SHOWN:
         return list(range(ranks))
@@ -191,9 +186,8 @@ def _shown(numbers: Report) -> list[int]:
     return sorted({round(i * (ranks - 1) / (SHOWN - 1)) for i in range(SHOWN)} | busiest)
 
 
-def _arrays(data: PlanData, numbers: Report) -> dict[str, Tensor]:
-    table = data.table((data.block, data.block), 0)
-    queries, keys = data.side(0, data.block, 0), data.side(1, data.block, 0)
+def _arrays(data: PlanData, numbers: PlanReport) -> dict[str, Tensor]:
+    table, queries, keys = data.tiles[0].table, data.tiles[0].queries, data.tiles[0].kv
     rows = table.q_tiles
     runs = slice(0, int(table.ptr[rows]))
     found = {
@@ -231,7 +225,7 @@ def _steps(data: PlanData, tiles: int) -> dict[str, Tensor]:
             "step_end": empty,
             "step_value": empty,
         }
-    first, end = data.side(1, data.block, 0).within(s.start[here], s.length[here])
+    first, end = data.tiles[0].kv.within(s.start[here], s.length[here])
     order = (s.receiver[here] * (tiles + 1) + first).argsort()
     count = torch.bincount(s.receiver[here], minlength=data.inner[0].ranks)
     ptr = torch.cat([torch.zeros(1, dtype=torch.int64), count.cumsum(0)])

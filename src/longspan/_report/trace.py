@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from longspan._cost.report_data import Report
+from longspan._cost.report_data import PlanReport
 from longspan._cost.timeline import Pass
 
 LANES = ("compute", "keys", "gradients home", "Ulysses transpose")
 
 
-def events(report: Report) -> list[dict[str, Any]]:
+def events(report: PlanReport) -> list[dict[str, Any]]:
     """Complete events, in microseconds. Backward follows forward."""
     out: list[dict[str, Any]] = []
     ranks = list(range(report.ranks))
@@ -52,5 +52,5 @@ def _event(name: str, rank: int, lane: int, start: float, length: float) -> dict
     return {"ph": "X", "name": name, "pid": rank, "tid": lane, "ts": round(start * 1e6, 3), "dur": round(length * 1e6, 3)}
 
 
-def save(report: Report, path: str | Path) -> None:
+def save(report: PlanReport, path: str | Path) -> None:
     Path(path).write_text(json.dumps({"traceEvents": events(report), "displayTimeUnit": "ms"}), encoding="utf-8")

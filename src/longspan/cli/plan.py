@@ -120,15 +120,13 @@ def _written(made: Any, cluster: Any, conditions: Conditions, html: Path | None,
 
     if html is not None:
         with refusing(f"--html: {html}", OSError):
-            page.save(made, html, cluster=cluster, conditions=conditions)
+            page.save(made.report(cluster, conditions=conditions), made.considered(cluster), html)
     if png is not None:
         with refusing("--png", ImportError), refusing(f"--png: {png}", OSError):
-            figure.figure(made, png, cluster=cluster)
+            figure.figure(made.report(cluster), png)
     if trace is not None:
-        from longspan._cost.report_data import report
-
         with refusing(f"--trace: {trace}", OSError):
-            tracing.save(report(made.data, cluster, conditions), trace)
+            tracing.save(made.report(cluster, conditions=conditions), trace)
 
 
 def _simulated(

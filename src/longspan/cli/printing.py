@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from longspan._cost.report_data import report
 from longspan._report.grid import grid
 from longspan._report.terminal import bar, symbol
 
@@ -32,7 +31,7 @@ def _colour(rank: int) -> str:
 def plan(made: Any, cluster: Any, conditions: Any) -> None:
     """The picture, the numbers, and the work of each rank."""
     console = _console()
-    found = report(made.data, cluster, conditions)
+    found = made.report(cluster, conditions=conditions)
     cells = grid(made.data, 24, 72)
     for owner, densities in zip(cells.owner.tolist(), cells.density.tolist(), strict=True):
         line = "".join(" " if d == 0 else "·" if d < 0.1 else symbol(owner) for d in densities).rstrip()

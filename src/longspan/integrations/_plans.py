@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from longspan._masks.algebra import Mask, sliding_window
-from longspan._plan.plan_data import Plan, PlanSet
 from longspan._planner.build import plan
+from longspan._planner.plan import Plan, PlanSet
 
 FULL, SLIDING = "full", "sliding"
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from longspan._engine.attention import attention
 from longspan._engine.signatures import as_autocast
 from longspan._masks.algebra import Mask, causal, mask_mod, sliding_window
-from longspan._plan.plan_data import Plan, PlanSet
+from longspan._planner.plan import Plan, PlanSet
 from longspan.integrations._batch import RealKeys, prepare_batch
 from longspan.integrations._configs import NAME, check_config
 from longspan.integrations._plan_use import check_no_plan_was_dropped, checked, used_by

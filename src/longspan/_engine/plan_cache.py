@@ -1,0 +1,82 @@
+"""What the engine derives from plans, in one bounded cache: tile tables, local schedules, kernels, device copies.
+
+A plan is an immutable value without anything of a device. These values follow from a plan and the calls made with it. They are dropped with
+the plan; where one plan has many, the least recently used first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longspan._masks.block_table import BLOCK_SIZE
+from longspan._plan.derived_cache import DerivedCache
+from longspan._plan.plan_data import PlanData, TiledRow
+from longspan._plan.sharding import places
+
+if TYPE_CHECKING:
+    from longspan._engine.local_schedule import Itinerary
+    from longspan._kernels.protocol import Kernel
+
+
+class PlanCache:
+    """The engine's cache, by kind of value."""
+
+    def __init__(self) -> None:
+        self._tiles: DerivedCache[tuple[TiledRow, ...]] = DerivedCache(8)
+        self._captured: DerivedCache[list[Tensor]] = DerivedCache(4)
+        self._places: DerivedCache[Tensor] = DerivedCache(8)
+        self._schedules: DerivedCache[Itinerary] = DerivedCache(64)
+        self._routes: DerivedCache[tuple[Kernel, Itinerary]] = DerivedCache(128)
+        self._concurrent: DerivedCache[bool] = DerivedCache(128)
+        self._launched: DerivedCache[bool] = DerivedCache(128)
+        self._agreed: DerivedCache[bool] = DerivedCache(1024)
+
+    def tiles(self, plan: PlanData, block: tuple[int, int]) -> tuple[TiledRow, ...]:
+        """The plan's batch rows in tiles of `block` (queries, KV) tokens; the plan has its own for BLOCK_SIZE."""
+        if block == (BLOCK_SIZE, BLOCK_SIZE):
+            return plan.tiles
+        return self._tiles.get(plan, block, lambda: plan.tiling.all_rows(block))
+
+    def captured(self, plan: PlanData, device: torch.device) -> list[Tensor]:
+        """The mask's captured tensors on a device."""
+        return self._captured.get(plan, device, lambda: [t.to(device) for t in plan.mask.captured])
+
+    def places(self, plan: PlanData, side: int, device: torch.device) -> Tensor:
+        """Where each position of the queries (side 0) or of the KV (1) lies when all ranks' shards are concatenated, on a device."""
+        return self._places.get(plan, (side, device), lambda: places(plan.layouts[side], device))
+
+    def schedule(self, plan: PlanData, key: Hashable, make: Callable[[], Itinerary]) -> Itinerary:
+        """A rank's local schedule."""
+        return self._schedules.get(plan, key, make)
+
+    def route(self, plan: PlanData, key: Hashable, choose: Callable[[], tuple[Kernel, Itinerary]]) -> tuple[Kernel, Itinerary]:
+        """The kernel and the local schedule of one kind of call."""
+        return self._routes.get(plan, key, choose)
+
+    def concurrent(self, plan: PlanData, key: Hashable, ask: Callable[[], bool]) -> bool:
+        """Whether steps of one kind of backward pass may run at the same time."""
+        return self._concurrent.get(plan, key, ask)
+
+    def launched_before(self, plan: PlanData, key: Hashable) -> bool:
+        """Whether this was asked before under the same key: False the first time."""
+        before = (plan, key) in self._launched
+        return self._launched.get(plan, key, lambda: True) and before
+
+    def is_agreed(self, plan: PlanData, call: Hashable) -> bool:
+        """Whether all ranks have agreed upon a kind of call."""
+        return (plan, call) in self._agreed
+
+    def any_agreed(self, plan: PlanData) -> bool:
+        """Whether all ranks have agreed upon any call with a plan."""
+        return self._agreed.count(plan) > 0
+
+    def set_agreed(self, plan: PlanData, call: Hashable) -> None:
+        """Record that all ranks have agreed upon a kind of call."""
+        self._agreed.get(plan, call, lambda: True)
+
+
+plan_cache = PlanCache()
