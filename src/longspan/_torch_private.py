@@ -8,6 +8,7 @@
 `OpOverload`              The type of a traced operation, whose schema says whether it mutates; it has no public name.
 `_resolve_process_group`  A mesh is a value that can be pickled, so it holds its groups' names. torch's own table from names to groups (the
                           one DeviceMesh uses) has no public door.
+`_get_backend`            The timeout of a process group: torch sets it, and tells it nowhere in public.
 `_pytree`                 Modules take and give nested containers of tensors; torch's own way to walk them has no public name.
 `maybe_current_level`     Whether torch.vmap or a torch.func transform runs the present code. Kernels write into tensors and read them by
                           address, which fails under transforms with errors that name neither; torch tells it nowhere in public.
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from threading import RLock
 from typing import TYPE_CHECKING
 
@@ -52,6 +54,7 @@ __all__ = [
     "number_of",
     "outside_of_modes",
     "process_group_by_name",
+    "process_group_timeout",
     "transform_is_active",
     "tree_flatten",
     "tree_leaves",
@@ -113,3 +116,12 @@ def process_group_by_name(name: str) -> ProcessGroup | None:
         return _resolve_process_group(name)  # type: ignore[arg-type]
     except (RuntimeError, ValueError):
         return None
+
+
+def process_group_timeout(group: ProcessGroup, device: str) -> timedelta | None:
+    """The timeout of a process group's collectives on tensors of a device type, None if its backend does not tell."""
+    try:
+        timeout = group._get_backend(torch.device(device)).options._timeout
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    return timeout if isinstance(timeout, timedelta) else None

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.comm.exchanges import counts_of, exchange_of_pieces, gradient_through_an_exchange, uneven_exchange
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from longspan._comm.agreement import agree
+from longspan._comm.agreement import CallDescription, agree, refuse
 from longspan._comm.gather import all_gather_rows, reduce_scatter_rows
 from longspan._comm.mesh import Axis, Mesh, as_mesh
 from longspan.testing import run_processes
@@ -49,14 +49,15 @@ def collectives_match(mesh: Mesh, device: str = "cpu") -> None:
     mine = inputs[0].split(counts)[mesh.rank]
     assert torch.equal(all_gather_rows(mesh, mine, counts), inputs[0])
     torch.testing.assert_close(reduce_scatter_rows(mesh, inputs[mesh.rank], counts), sum(inputs).split(counts)[mesh.rank])
-    agree(mesh, {"dtype": "float32"}, device=device)
+    agree(mesh, CallDescription("a call", {"dtype": "float32"}))
     with pytest.raises(ValueError, match=r"dtype: rank 1 has bfloat16, .*rank.* 0.* float32"):
-        agree(mesh, {"dtype": "bfloat16" if mesh.rank == 1 else "float32"}, device=device)
-    own = TypeError("no such thing") if mesh.rank == 0 else None
-    with pytest.raises(
-        TypeError if own else RuntimeError, match="no such thing" if own else "rank 0 refused this call: TypeError: no such"
-    ):
-        agree(mesh, {}, own, device=device)
+        agree(mesh, CallDescription("a call", {"dtype": "bfloat16" if mesh.rank == 1 else "float32"}))
+    if mesh.rank == 0:
+        with pytest.raises(TypeError, match="no such thing"):
+            refuse(mesh, TypeError("no such thing"))
+    else:
+        with pytest.raises(RuntimeError, match="rank 0 refused this call: TypeError: no such"):
+            agree(mesh, CallDescription("a call", {}))
 
 
 def on_a_grid_of_four() -> None:

@@ -14,7 +14,7 @@ The file is torch's and not part of this project: get that of the release in use
   values need one: that gate is dropped too, and it is compiled with `aot_eager`, which differentiates the plain definition (both only
   against longspan; torch's own run keeps what torch does on a CPU);
 - collectives are counted where they are made, since CommDebugMode does not look into custom operators, and must be as many as
-  torch's or fewer. The agreement of ranks at the first call of its kind (40 bytes per rank) is no rotation and is not counted;
+  torch's or fewer. The control message of every call (192 bytes per rank) is no rotation and is not counted;
 - where lengths of less than a block per rank are expected to be refused, they are run instead: here they work.
 """
 

@@ -1,85 +1,193 @@
-"""Do all ranks believe the same? If not, every rank says so: no rank is left waiting, none computes something else than the others."""
+"""Agreement: before a collective call moves data, its ranks compare descriptions of the call. Ranks that differ all raise.
+
+Each rank sends one control message of fixed size, so that no two messages can mismatch in a backend, whatever calls the ranks make:
+
+    [magic, status, kind, call number, digest of field 0, digest of field 1, …]     WORDS int64 numbers on the CPU
+
+All ranks of the mesh see all messages. If one differs, or one rank refused its own arguments, every rank sends its description as text
+and raises an error that names the ranks and the fields.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
-from longspan._comm.gather import all_gather_rows
+from longspan._comm.group import Pending
 from longspan._comm.mesh import Mesh
 
-_WORDS = 4  # int64 words of a digest
-AGREEMENT = "agreement of all ranks"
+AGREEMENT = "agreement of all ranks"  # `what` of control messages
+
+MAX_FIELDS = 20
+_HEADER = 4
+WORDS = _HEADER + MAX_FIELDS
+_MAGIC = 0x6C6F6E677370616E
+_AGREES, _REFUSED = 0, 1
+_KIND, _NUMBER = 2, 3  # places in the header
+
+_numbers = itertools.count(1)
 
 
-def agree(mesh: Mesh, fields: Mapping[str, str], error: Exception | None = None, *, device: torch.device | str = "cpu") -> None:
-    """Return if `fields` are the same on every rank of the mesh; raise on every rank if they are not.
+@dataclass(frozen=True, eq=False)
+class CallDescription:
+    """One rank's view of a collective call. All ranks must hold equal descriptions.
 
-    Every rank calls this, also one whose own checks failed: it passes its `error`, which it raises again here, and the others raise a
-    RuntimeError that says which rank refused and why. Digests are compared first ([ranks, 5] int64 on `device`, which the
-    backend must carry); texts travel only if those differ.
+    kind:   the call in words ("attention, forward"). Calls of one kind have the same field names in the same order.
+    fields: readable values by name, at most MAX_FIELDS.
     """
-    if mesh.size > 1:
-        told = _gather(mesh, fields, error, torch.device(device))
-        if error is None and told:
-            _judge(mesh, told)
-    if error is not None:
-        raise error
+
+    kind: str
+    fields: Mapping[str, str]
+
+    @cached_property
+    def digests(self) -> tuple[int, ...]:
+        """A 64-bit digest of the kind, and one of each field."""
+        if len(self.fields) > MAX_FIELDS:
+            raise ValueError(f"agreement: expected at most {MAX_FIELDS} fields, got {len(self.fields)}")
+        return tuple(_digest(text) for text in (self.kind, *(f"{name}={value}" for name, value in self.fields.items())))
 
 
-def _gather(mesh: Mesh, fields: Mapping[str, str], error: Exception | None, device: torch.device) -> list[dict[str, Any]]:
-    """What each rank believes, or nothing if all agree."""
-    mine = {"fields": dict(sorted(fields.items())), "error": None if error is None else f"{type(error).__name__}: {error}"}
-    text = json.dumps(mine).encode()
-    digest = hashlib.sha256(text).digest()
-    words = [int.from_bytes(digest[8 * i : 8 * i + 8], "little", signed=True) for i in range(_WORDS)]
-    row = torch.tensor([[*words, len(text)]], dtype=torch.int64, device=device)
-    rows = all_gather_rows(mesh, row, [1] * mesh.size, what=f"{AGREEMENT}, digests").tolist()
-    # A rank that failed tells of it in its text; where all failed alike, each raises its own error all the same.
-    if all(other == rows[0] for other in rows):
-        return []
-    sent = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    lengths = [int(other[_WORDS]) for other in rows]
-    texts = all_gather_rows(mesh, sent, lengths, what=f"{AGREEMENT}, texts").cpu()
-    return [json.loads(bytes(part.tolist())) for part in texts.split(lengths)]
+class Agreement:
+    """A control message in flight. `wait()` returns when all ranks agree, and raises on every rank when they do not."""
+
+    def __init__(self, mesh: Mesh, call: CallDescription | None, *, forward: int | None = None, error: Exception | None = None) -> None:
+        """forward: of a backward pass, the `number` of its forward pass; 0 if unknown. error: this rank refuses the call with it."""
+        self._mesh, self._call, self._error = mesh, call, error
+        self._is_backward = forward is not None
+        self.number = 0  # of the call, the same on every rank: rank 0 chose it
+        self._exchange: _AllGather | None = None
+        if mesh.size > 1:
+            number = next(_numbers) if forward is None else forward
+            kind, *fields = call.digests if call is not None else (0,)
+            words = [_MAGIC, _AGREES if error is None else _REFUSED, kind, number, *fields]
+            self._exchange = _AllGather(mesh, words + [0] * (WORDS - len(words)))
+
+    def wait(self) -> None:
+        """Return once all ranks are known to make the same call. Later calls return at once."""
+        if self._exchange is not None:
+            exchange, self._exchange = self._exchange, None
+            messages = exchange.wait()
+            if not self._all_agree(messages):
+                self._raise(messages)
+            self.number = messages[0][_NUMBER]
+        if self._error is not None:
+            raise self._error
+
+    def _all_agree(self, messages: Sequence[Sequence[int]]) -> bool:
+        first = messages[0]
+        same = all(m[:_NUMBER] == first[:_NUMBER] and m[_HEADER:] == first[_HEADER:] for m in messages)
+        return same and first[1] == _AGREES and len(self._forwards(messages)) <= 1
+
+    def _forwards(self, messages: Sequence[Sequence[int]]) -> set[int]:
+        """The forward passes that ranks are in the backward pass of. A compiled rank does not know, and agrees with all."""
+        return {m[_NUMBER] for m in messages} - {0} if self._is_backward else set()
+
+    def _raise(self, messages: Sequence[Sequence[int]]) -> NoReturn:
+        if self._error is not None and all(m[1] == _REFUSED for m in messages):
+            raise self._error
+        fields = {} if self._call is None else dict(self._call.fields)
+        if self._is_backward and len(self._forwards(messages)) > 1:
+            fields["forward pass"] = f"call {messages[self._mesh.rank][_NUMBER]}"
+        views = _all_gather_texts(self._mesh, json.dumps({
+            "kind": None if self._call is None else self._call.kind,
+            "fields": fields,
+            "error": None if self._error is None else f"{type(self._error).__name__}: {self._error}",
+        }))  # fmt: skip
+        if self._error is not None:
+            raise self._error
+        raise _difference(self._mesh, [json.loads(view) for view in views])
 
 
-def _judge(mesh: Mesh, told: Sequence[Mapping[str, Any]]) -> None:
-    refused = [f"rank {r} refused this call: {t['error']}" for r, t in enumerate(told) if t["error"] is not None]
+def agree(mesh: Mesh, call: CallDescription) -> None:
+    """Return if all ranks of the mesh make this call; raise ValueError on every rank if they do not."""
+    Agreement(mesh, call).wait()
+
+
+def refuse(mesh: Mesh, error: Exception) -> NoReturn:
+    """Raise `error` here, and a RuntimeError that quotes it on the ranks that wait for this one in an agreement."""
+    if mesh.size > 1 and mesh.groups:
+        Agreement(mesh, None, error=error).wait()
+    raise error
+
+
+class _AllGather:
+    """The same number of int64 words of every rank, on every rank: one exchange per axis, the first of which is begun at once."""
+
+    def __init__(self, mesh: Mesh, words: Sequence[int]) -> None:
+        self._mesh = mesh
+        self._begin(len(mesh.axes) - 1, torch.tensor([words], dtype=torch.int64, device="cpu"))
+
+    def _begin(self, axis: int, rows: Tensor) -> None:
+        control, device = self._mesh.group(axis).control()
+        count = rows.shape[0]
+        sent = rows.to(device).repeat(control.size, 1)
+        self._axis, self._out = axis, torch.empty_like(sent)
+        splits = [count] * control.size
+        self._pending: Pending = control.all_to_all(self._out, sent, splits, splits, what=AGREEMENT)
+
+    def wait(self) -> list[list[int]]:
+        """Words of each rank, in the order of ranks."""
+        self._pending.wait()
+        while self._axis > 0:
+            self._begin(self._axis - 1, self._out.cpu())
+            self._pending.wait()
+        words: list[list[int]] = self._out.tolist()
+        return words
+
+
+def _all_gather_texts(mesh: Mesh, text: str) -> list[str]:
+    """Every rank's text. Sizes first, then words of a common size, so that these messages cannot mismatch either."""
+    data = text.encode()
+    sizes = [row[0] for row in _AllGather(mesh, [len(data)]).wait()]
+    padded = data.ljust(-(-max(sizes) // 8) * 8, b"\0")
+    words = [int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, len(padded), 8)]
+    rows = _AllGather(mesh, words).wait()
+    return [b"".join(w.to_bytes(8, "little", signed=True) for w in row)[:size].decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _difference(mesh: Mesh, views: Sequence[Mapping[str, Any]]) -> Exception:
+    """The error of ranks that do not agree, the same on all ranks that did not refuse."""
+    refused = [f"rank {r} refused this call: {view['error']}" for r, view in enumerate(views) if view["error"] is not None]
     if refused:
-        raise RuntimeError("; ".join(refused))
-    names = sorted({name for t in told for name in t["fields"]})
-    differ = [text for name in names if (text := _differ(name, [t["fields"].get(name) for t in told]))]
-    raise ValueError(
-        f"the {mesh.size} ranks of this mesh do not agree: {'; '.join(differ)}. All ranks must make the same call with the same plan: "
-        "give those ranks what the others have (each keeps its own shard's tensors)"
+        return RuntimeError("; ".join(refused))
+    if text := _differing_values("call", [view["kind"] for view in views]):
+        differ = [text]
+    else:
+        names = dict.fromkeys(name for view in views for name in view["fields"])
+        differ = [text for name in names if (text := _differing_values(name, [view["fields"].get(name) for view in views]))]
+    return ValueError(
+        f"the {mesh.size} ranks of this mesh do not agree: {'; '.join(differ)}. All ranks must make the same calls in the same order, "
+        "with the same plan and arguments (each with its own shards). No data was exchanged in this call"
     )
 
 
-def _differ(name: str, values: Sequence[str | None]) -> str | None:
-    """Who holds another value of a field than most ranks do. On a tie the value of the lowest rank counts as the others'."""
+def _differing_values(name: str, values: Sequence[str | None]) -> str | None:
+    """The ranks of each value of a field, None where all are equal. Values of the most ranks come last, on a tie those of the lowest."""
     if all(value == values[0] for value in values):
         return None
-    usual = max(dict.fromkeys(values), key=values.count)  # max keeps the first of equals, and values come by rank
-    odd: dict[str | None, list[int]] = {}
-    for rank, value in enumerate(values):
-        if value != usual:
-            odd.setdefault(value, []).append(rank)
-    parts = [f"{_ranks(ranks)} {_holds(value, len(ranks))}" for value, ranks in odd.items()]
-    others = [rank for rank, value in enumerate(values) if value == usual]
-    return f"{name}: {', '.join(parts)}, {_ranks(others)} {_holds(usual, len(others))}"
+    common = max(dict.fromkeys(values), key=values.count)  # max returns the first of equals, and values are ordered by rank
+    uncommon = [value for value in dict.fromkeys(values) if value != common]
+    parts = []
+    for value in (*uncommon, common):
+        ranks = [rank for rank, other in enumerate(values) if other == value]
+        parts.append(f"{_rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'} {'no such field' if value is None else value}")
+    return f"{name}: {', '.join(parts)}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _rank_list(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    rest = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"ranks {', '.join(map(str, ranks[:8]))}{rest}"
-
-
-def _holds(value: str | None, count: int) -> str:
-    return f"{'has' if count == 1 else 'have'} {'no such field' if value is None else value}"
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"ranks {', '.join(map(str, ranks[:8]))}{more}"

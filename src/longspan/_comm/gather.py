@@ -5,33 +5,39 @@ Legend: n[r] rows that rank r owns, N their sum.  Rows of all ranks lie in the o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from longspan._comm.agreement import CallDescription, agree, refuse
 from longspan._comm.mesh import Mesh
 
 
-def all_gather_rows(mesh: Mesh, x: Tensor, counts: Sequence[int], *, what: str = "all-gather of rows") -> Tensor:
+def all_gather_rows(
+    mesh: Mesh, x: Tensor, counts: Sequence[int], *, what: str = "all-gather of rows", fields: Mapping[str, str] | None = None
+) -> Tensor:
     """x [n[rank], ...] of every rank, one after the other: [N, ...], on every rank. `counts` is n, the same everywhere.
 
+    Ranks compare `what`, `fields`, dtype, row shape, counts and device type first: if they differ, every rank raises ValueError.
     Not differentiable: an autograd function that calls this in its forward has `reduce_scatter_rows` as its backward.
     """
-    _check(mesh, x, counts, counts[mesh.rank] if len(counts) == mesh.size else None, what)
+    _agree(mesh, x, counts, counts[mesh.rank] if len(counts) == mesh.size else None, what, fields)
     blocks = tuple(counts)  # rows that ranks hold now: of each rank, later of each line of ranks along the last axis
     for i in reversed(range(len(mesh.axes))):
         x, blocks = _gather_axis(mesh, i, x, blocks, what)
     return x
 
 
-def reduce_scatter_rows(mesh: Mesh, x: Tensor, counts: Sequence[int], *, what: str = "reduce-scatter of rows") -> Tensor:
+def reduce_scatter_rows(
+    mesh: Mesh, x: Tensor, counts: Sequence[int], *, what: str = "reduce-scatter of rows", fields: Mapping[str, str] | None = None
+) -> Tensor:
     """The rows of x [N, ...] that this rank owns, summed over all ranks: [n[rank], ...], in x's dtype.
 
     Ranks are added in their order along the first axis, then along the second, in float32 for half dtypes and in x's own otherwise: the
-    same bits every time. Half dtypes travel as such at first, and in float32 between the axes.
+    same bits every time. Half dtypes travel as such at first, and in float32 between the axes. Ranks agree first, as in `all_gather_rows`.
     """
-    _check(mesh, x, counts, sum(counts), what)
+    _agree(mesh, x, counts, sum(counts), what, fields)
     dtype, last = x.dtype, mesh.axes[-1].size
     inner = tuple(counts) if len(mesh.axes) == 1 else tuple(counts[mesh.coordinate[0] * last :][:last])
     if len(mesh.axes) == 2:
@@ -61,6 +67,19 @@ def _reduce_axis(mesh: Mesh, i: int, x: Tensor, blocks: tuple[int, ...], what: s
     for part in parts[1:]:
         total += part
     return total
+
+
+def _agree(
+    mesh: Mesh, x: Tensor, counts: Sequence[int], rows: int | None, what: str, fields: Mapping[str, str] | None
+) -> None:  # fmt: skip
+    """Check this rank's arguments, and compare them with those of all ranks before any data moves."""
+    try:
+        _check(mesh, x, counts, rows, what)
+    except (ValueError, RuntimeError) as error:
+        refuse(mesh, error)
+    agree(mesh, CallDescription(what, {
+        "dtype": str(x.dtype), "row shape": str(list(x.shape[1:])), "tokens": str(list(counts)), "device": x.device.type, **(fields or {}),
+    }))  # fmt: skip
 
 
 def _check(mesh: Mesh, x: Tensor, counts: Sequence[int], rows: int | None, what: str) -> None:

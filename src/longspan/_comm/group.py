@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ class Group(Protocol):
     def any_stream(self) -> bool:
         """Whether exchanges of CUDA tensors may be begun and waited for on any stream."""
 
+    def control(self) -> ControlGroup:
+        """The same ranks, over a backend that carries small messages without a device synchronization where there is one."""
+
     def all_to_all(self, out: Tensor, sent: Tensor, out_splits: Sequence[int], sent_splits: Sequence[int], *, what: str) -> Pending:
         """Send the rows of `sent` (`sent_splits[r]` of them to rank r, in order), and fill `out` (`out_splits[r]` rows from rank r).
 
@@ -51,6 +54,16 @@ class Group(Protocol):
         Each piece is contiguous. Pieces may overlap, as views of one tensor; `out` overlaps with none of them. Ranks of one exchange may
         each send in the form that suits them.
         """
+
+
+class ControlGroup(NamedTuple):
+    """Ranks that exchange control messages, and the device of these messages' tensors."""
+
+    group: Group
+    device: torch.device
+
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,9 @@ class Alone:
     rank: int = 0
     size: int = 1
     any_stream: ClassVar[bool] = True
+
+    def control(self) -> ControlGroup:
+        return ControlGroup(self, CPU)
 
     def all_to_all(self, out: Tensor, sent: Tensor, out_splits: Sequence[int], sent_splits: Sequence[int], *, what: str) -> Pending:
         check_whole(self, out, sent, out_splits, sent_splits, what=what)

@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan._comm.group import Alone, Done, Pending, check_pieces, check_whole, row_counts
+from longspan._comm.group import CPU, Alone, ControlGroup, Done, Pending, check_pieces, check_whole, row_counts
+from longspan._torch_private import process_group_timeout
 
 # What every backend carries. Gloo refuses float8 and int16, MPI the half dtypes too: those travel as bytes, which costs no copy.
 _CARRIED = frozenset({torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8})
@@ -41,6 +43,14 @@ class ProcessGroupGroup:
     @property
     def size(self) -> int:
         return self.group.size()
+
+    def control(self) -> ControlGroup:
+        if not _lacks_cpu_backend(self.group):
+            return ControlGroup(self, CPU)
+        companion = _gloo_companion(self.group)
+        if companion is None:
+            return ControlGroup(self, torch.device("cuda", torch.cuda.current_device()))
+        return ControlGroup(ProcessGroupGroup(name=self.name, group=companion), CPU)
 
     def all_to_all(self, out: Tensor, sent: Tensor, out_splits: Sequence[int], sent_splits: Sequence[int], *, what: str) -> Pending:
         if self.size == 1:
@@ -121,6 +131,32 @@ class _ProcessGroupPending:
             "Check that these ranks are alive and made the same calls in the same order (their logs show what they did last), and that "
             "the group's timeout (`timeout=` of init_process_group or new_group) is longer than the slowest rank takes to get here."
         )
+
+
+def _lacks_cpu_backend(group: dist.ProcessGroup) -> bool:
+    """Whether torch knows that no backend of this group carries CPU tensors, as in a group that was made for NCCL alone."""
+    try:
+        return not any(backend.startswith("cpu:") for backend in dist.get_backend_config(group).split(","))
+    except (TypeError, ValueError):  # a group that was not made by torch.distributed
+        return False
+
+
+# Gloo groups for the control messages of groups without a CPU backend. torch holds both until destroy_process_group.
+_companions: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
+
+
+def _gloo_companion(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """A Gloo group of the same ranks, made by all of them at their first control message. None where this torch has no Gloo."""
+    if group not in _companions:
+        ranks = dist.get_process_group_ranks(group)
+        _companions[group] = (
+            dist.new_group(
+                ranks, process_group_timeout(group, "cuda"), "gloo", use_local_synchronization=True, group_desc="longspan control"
+            )
+            if dist.is_gloo_available()
+            else None
+        )
+    return _companions[group]
 
 
 def _cut(rows: Tensor, splits: Sequence[int]) -> tuple[Tensor, ...]:

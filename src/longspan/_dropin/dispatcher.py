@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from longspan._comm.agreement import agree
+from longspan._comm.agreement import refuse
 from longspan._comm.mesh import as_mesh
 from longspan._dropin.attn_mask import as_mask_mod, as_score_mod, four_dims, gathered
 from longspan._dropin.dtensor import local_call
@@ -68,8 +68,11 @@ class Spanning:
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """The whole tensor from every rank's part along `dim`: a collective call. Differentiable."""
-        _check_dim(x, dim, "unshard")
-        (layout,) = self.lengths.of([("unshard", x.shape[dim])], x.device)
+        try:
+            _check_dim(x, dim, "unshard")
+            (layout,) = self.lengths.of([("unshard", x.shape[dim])], x.device)
+        except ValueError as error:
+            refuse(self.mesh, error)
         return unshard(x, dim, layout, self.mesh)
 
     def positions(self, length: int) -> Tensor:
@@ -195,8 +198,7 @@ class Spanning:
             try:
                 found = plan(mask, lengths, self.mesh, layout=given, strategy=self.strategy, batch=batch, heads=heads)
             except (ValueError, TypeError) as error:
-                agree(self.mesh, {}, error, device=q.device if q.is_cuda else "cpu")  # the others are about to compare their plans
-                raise
+                refuse(self.mesh, error)
             while len(self._plans) >= KEPT:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[key] = found

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan._comm.agreement import agree
+from longspan._comm.agreement import refuse
 from longspan._dropin.attn_mask import Around, check_fits, form_of
 from longspan._dropin.global_layout import Lengths, tell
 from longspan._dropin.mask_keys import Asked
@@ -46,10 +46,7 @@ class Given:
     def row(self) -> list[int]:
         """The call in numbers, as the other ranks get it."""
         words = (bytes.fromhex(self.digest[16 * i : 16 * i + 16]) for i in range(WORDS))
-        return [0, *(n for _, n in self.held), *self.size, *(int.from_bytes(w, "little", signed=True) for w in words)]
-
-
-REFUSED = [1, *[0] * (4 + WORDS)]
+        return [*(n for _, n in self.held), *self.size, *(int.from_bytes(w, "little", signed=True) for w in words)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,37 +64,29 @@ class Met:
 
 
 def meet(lengths: Lengths, query: Any, check: Callable[[], Given], *, first: bool) -> Met:
-    """The call that `check` gives, on all ranks. What one refuses in a call in which they talk, all learn."""
+    """The call that `check` gives, on all ranks. What one refuses, all learn."""
     mesh = lengths.mesh
-    given, layouts, error = None, None, None
+    layouts = None
     try:
         refuse_transforms(planned=True)
         given = check()
         if lengths.told_apart:
             layouts = [lengths.found(name, count) for name, count in given.held]
             _check_size(_around(lengths, given, layouts), given, {mesh.rank: given.size})
-    except (ValueError, TypeError, RuntimeError) as refused:
-        error = refused
-    apart = (
-        given is not None and given.table is not None and layouts is not None and _in_parts(_around(lengths, given, layouts), given.size)
-    )
+    except (ValueError, TypeError, RuntimeError) as error:
+        refuse(mesh, error)
+    apart = given.table is not None and layouts is not None and _in_parts(_around(lengths, given, layouts), given.size)
     if mesh.size == 1 or not (first or apart or not lengths.told_apart):
-        if error is not None:
-            raise error
-        assert given is not None
         layouts = layouts or [lengths.summed(name, [count]) for name, count in given.held]
         around = _around(lengths, given, layouts)
         _check_size(around, given, {mesh.rank: given.size})
         return Met(given=given, layouts=layouts, around=around)
     device = query.device if isinstance(query, Tensor) and query.is_cuda else torch.device("cpu")
-    rows = tell(mesh, REFUSED if error is not None or given is None else given.row(), device, "what each was given")
-    if any(row[0] for row in rows):
-        agree(mesh, {}, error, device=device)
-    assert given is not None
+    rows = tell(mesh, given.row(), device, "what each was given")
     # From here on all ranks know the same: where one refuses, all do.
-    layouts = layouts or [lengths.summed(name, [row[i] for row in rows]) for i, (name, _) in enumerate(given.held, 1)]
+    layouts = layouts or [lengths.summed(name, [row[i] for row in rows]) for i, (name, _) in enumerate(given.held)]
     around = _around(lengths, given, layouts)
-    told = tuple((row[3], row[4], tuple(row[5:])) for row in rows)
+    told = tuple((row[2], row[3], tuple(row[4:])) for row in rows)
     _check_size(around, given, {rank: (r, c) for rank, (r, c, _) in enumerate(told)})
     form = "whole" if given.table is None else form_of(told, around)
     return Met(given=given, layouts=layouts, around=around, form=form, told=told)

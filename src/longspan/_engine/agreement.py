@@ -1,18 +1,20 @@
 """The way into a call over a mesh: this rank's tensors must fit the plan, and all ranks must mean the same call.
 
-The first call of its kind with a plan compares digests over the mesh. Ranks that disagree, or of which one refuses its tensors, all get
-an error that names the rank and the field; none is left waiting. Later calls compare nothing: a rank that then does something else alone is
-found when the group's timeout has passed, by the stage that does not arrive.
+Every forward and every backward pass begins with a control message (`longspan._comm.agreement`). A rank that makes another call, or
+refuses its own tensors, makes every rank raise an error that names the rank and the field, before any data moves. The message is begun
+here and awaited before the first exchange.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from longspan._comm.agreement import agree
+from longspan._comm.agreement import Agreement, CallDescription, refuse
+from longspan._comm.mesh import Mesh
 from longspan._engine.distributed import Call
 from longspan._engine.plan_cache import plan_cache
 from longspan._engine.spec import Spec
@@ -29,23 +31,51 @@ def enter(
     score_captured: Sequence[Tensor],
     scale: float,
     *,
-    peak: bool,
+    peak: bool = False,
+    needs: Sequence[bool] | None = None,
+    forward: int = 0,
 ) -> Call:
-    """The call, checked here and agreed upon by all ranks."""
-    known = (
-        q.shape, k.shape, v.shape, q.dtype, q.device.type, spec.handle, scale, sink is None, peak and plan.degree > 1,
-        tuple((t.shape, t.dtype) for t in score_captured),
+    """The call, checked here, its agreement with all ranks under way.
+
+    needs:   of a backward pass, whether each captured tensor needs a gradient; None in a forward pass.
+    forward: of a backward pass, the number that the agreement of its forward pass has; 0 if unknown.
+    """
+    backward = needs is not None
+    key = (
+        q.shape, k.shape, v.shape, q.dtype, q.device, spec.handle, scale, None if sink is None else (sink.shape, sink.dtype),
+        peak and plan.degree > 1, tuple((t.shape, t.dtype) for t in score_captured), None if needs is None else tuple(needs),
+        torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
-    call = Call(data=plan, spec=spec, scale=scale, score_captured=score_captured, heads=q.shape[1], kv_heads=k.shape[1])
-    if plan_cache.is_agreed(plan, known):
-        return call
-    error: Exception | None = None
-    try:
+
+    def checked() -> CallDescription:
+        call = Call(**parts, agreement=Agreement(Mesh.abstract(1), None))
         check(plan, q, k, v)
-        call.rehearse(q, k, v, sink=sink is not None)
-    except (ValueError, TypeError, RuntimeError) as refused:
-        error = refused
-    fields = {
+        call.rehearse(q, k, v, sink=sink is not None, needs=needs)
+        kind = "attention, backward pass" if backward else "attention, forward pass"
+        return CallDescription(kind, _fields(plan, spec, (q, k, v, sink), score_captured, scale, peak=peak))
+
+    parts: dict[str, Any] = {
+        "data": plan, "spec": spec, "scale": scale, "score_captured": score_captured, "heads": q.shape[1], "kv_heads": k.shape[1],
+    }  # fmt: skip
+    try:
+        description = plan_cache.description(plan, key, checked)
+    except (ValueError, TypeError, RuntimeError) as error:
+        refuse(plan.mesh, error)
+    return Call(**parts, agreement=Agreement(plan.mesh, description, forward=forward if backward else None))
+
+
+def _fields(
+    plan: PlanData,
+    spec: Spec,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    score_captured: Sequence[Tensor],
+    scale: float,
+    *,
+    peak: bool,
+) -> dict[str, str]:
+    """What all ranks must have in common, in words. Captured tensors and sinks may hold other values on each rank."""
+    q, k, v, sink = tensors
+    return {
         "plan": plan.digest[:16],
         "mask": plan.mask.text,
         "tokens": f"{plan.q_len} × {plan.kv_len}",
@@ -63,16 +93,6 @@ def enter(
         "kernel": spec.kernel,
         "returned": " ".join(["out", *["lse"] * spec.lse, *["max_scores"] * peak]) if plan.degree > 1 else "",
     }
-    agree(plan.mesh, fields, error, device=q.device if q.is_cuda else "cpu")
-    plan_cache.set_agreed(plan, known)
-    return call
-
-
-def refuse(plan: PlanData, error: Exception, device: torch.device | None) -> None:
-    """Raise an error that was found before the call was entered; if no call was agreed upon yet, on all ranks."""
-    if not plan_cache.any_agreed(plan):
-        agree(plan.mesh, {}, error, device=device if device is not None and device.type == "cuda" else "cpu")
-    raise error
 
 
 def check(plan: PlanData, q: Tensor, k: Tensor, v: Tensor) -> None:

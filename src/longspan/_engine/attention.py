@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from longspan._comm.agreement import refuse
 from longspan._engine import eager, ops
-from longspan._engine.agreement import refuse
 from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, refuse_transforms, tracing_under_transforms
 from longspan._engine.dense_distributed import dense_over_mesh
 from longspan._engine.table_cache import DeviceCopies
@@ -148,8 +148,7 @@ def _attend_planned(
         scale = _checked(q, k, v, score_mod, scale, sink, kernel)
         score_traced = None if score_mod is None else traces.trace(score_mod, "score", score_dtype=state_dtype(q.dtype))
     except (ValueError, TypeError, RuntimeError) as error:
-        refuse(plan.data, error, q.device if isinstance(q, Tensor) else None)
-        raise
+        refuse(plan.data.mesh, error)
     return call(q, k, v, None, score_traced, scale=scale, sink=sink, kernel=kernel, peak=peak, plan=plan, lse=lse)
 
 
@@ -185,7 +184,15 @@ def call(
     """Run traced programs on checked tensors."""
     mask_captured = [] if mask is None else [_copies.on(t.detach() if t.requires_grad else t, q.device) for t in mask.captured()]
     score_captured = [] if score is None else score.captured()
-    check_captured(score_captured, q, "score_mod")
+    differentiated = [q, k, v, *score_captured] if sink is None else [q, k, v, sink, *score_captured]
+    try:
+        check_captured(score_captured, q, "score_mod")
+        if kernel != "dense":
+            _refuse_forward_mode(differentiated)
+    except (ValueError, RuntimeError) as error:
+        if plan is None:
+            raise
+        refuse(plan.data.mesh, error)
     spec = ops.specs.of(None if mask is None else mask.program, None if score is None else score.program, kernel, lse=lse)
     if kernel == "dense":
         options: dict[str, Any] = {"scale": scale, "score": spec.score, "score_captured": score_captured, "sink": sink}
@@ -193,10 +200,8 @@ def call(
             if plan is not None:
                 return dense_over_mesh(plan, q, k, v, **options)
             return dense_attention(q, k, v, mask=spec.mask, mask_captured=mask_captured, **options)
-    _refuse_forward_mode([q, k, v, *score_captured] if sink is None else [q, k, v, sink, *score_captured])
     try:
-        tensors = [q, k, v, *mask_captured, *score_captured]
-        if eager.is_plain(tensors if sink is None else [*tensors, sink]):
+        if eager.is_plain([*differentiated, *mask_captured]):
             return eager.attend(q, k, v, sink, mask_captured, score_captured, None if plan is None else plan.data, spec, scale, peak)
         token = None if plan is None else plan.token
         out, rows, most = ops.attend(q, k, v, sink, mask_captured, score_captured, token, spec.handle, scale, peak)

@@ -29,7 +29,8 @@ def dense_over_mesh(
     """(out, lse, peak) of this rank's queries over all keys. Memory O(S_local · S). Differentiable once, as the gathers are."""
     spec = Spec(mask=None, score=score, kernel="dense")
     data = plan.data
-    call = enter(data, spec, q, k, v, sink, score_captured, scale, peak=False)
+    call = enter(data, spec, q, k, v, sink, score_captured, scale)
+    call.agreement.wait()
     place = plan_cache.places(data, 1, k.device)
     keys, values = (unshard(x, 2, data.layouts[1], data.mesh, place) for x in (k, v))
     return dense_attention(

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from longspan._comm.agreement import Agreement
 from longspan._comm.group import Group, Pending
 from longspan._engine.kv_exchange import Keys, travel_apart
 from longspan._engine.local_schedule import Itinerary, Part, Step, itinerary
@@ -36,6 +37,7 @@ class Call:
     score_captured: Sequence[Tensor]
     heads: int
     kv_heads: int
+    agreement: Agreement
 
     @cached_property
     def transpose(self) -> Transpose | None:
@@ -132,8 +134,8 @@ class Call:
         allowed = plan_cache.concurrent(self.data, key, ask)
         return allowed, plan_cache.launched_before(self.data, key) and allowed
 
-    def rehearse(self, q: Tensor, k: Tensor, v: Tensor, *, sink: bool) -> None:
-        """Make the choices of the calls to come, so that what is refused is refused before anything is sent."""
+    def rehearse(self, q: Tensor, k: Tensor, v: Tensor, *, sink: bool, needs: Sequence[bool] | None) -> None:
+        """Raise whatever the kernel refuses of this call, before anything is sent. needs: as in `backward`, None for a forward pass."""
         if self.spec.kernel == "dense":  # it knows neither tiles nor stages
             return
         if self.transpose is not None:
@@ -141,15 +143,22 @@ class Call:
             of_q, of_kv = ((n, sum(lengths)) for n, lengths in zip(turn.counts, (turn.lengths, turn.kv_lengths), strict=True))
             shaped = ((q, of_q), (k, of_kv), (v, of_kv))
             q, k, v = (t.new_empty((1,)).expand(t.shape[0], heads, tokens, t.shape[3]) for t, (heads, tokens) in shaped)
-        for backward in (False, True):
-            self.route(q, k, v, sink=sink, backward=backward)
+        if needs is None:
+            for backward in (False, True):
+                self.route(q, k, v, sink=sink, backward=backward)
+        else:
+            kernel, route = self.route(q, k, v, sink=sink, backward=True)
+            kernel.check(self.work(route.steps[0].parts[0], q, 0, backward=True), q, needs)
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *, peak: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """(out, lse, peak) of this rank's queries over the keys of all ranks."""
     if call.transpose is None:
-        return _forward(call, q, k, v, sink, peak=peak)
+        result = _forward(call, q, k, v, sink, peak=peak)
+        call.agreement.wait()  # where the plan moves nothing, nothing waited for it
+        return result
     turn = call.transpose
+    call.agreement.wait()
     inner_q, inner_k, inner_v = turn.gather_all([q], [k, v], what="Ulysses transpose of q, k, v")
     out, lse, most = _forward(call, inner_q, inner_k, inner_v, None if sink is None else sink[turn.own.start : turn.own.stop], peak=peak)
     (home,) = turn.scatter([out], what="Ulysses transpose of out")
@@ -160,7 +169,16 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *,
 
 def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *, peak: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     kernel, route = call.route(q, k, v, sink=sink is not None, backward=False)
-    keys = Keys(call.data, k, v, route.steps, "forward", apart=call.apart_keys(k, v), joins=call.joins(kernel, route, q, v, backward=False))
+    keys = Keys(
+        call.data,
+        k,
+        v,
+        route.steps,
+        "forward",
+        call.agreement,
+        apart=call.apart_keys(k, v),
+        joins=call.joins(kernel, route, q, v, backward=False),
+    )
     queries = [q] if call.data.rows == 1 else list(q.split(1))
     states: list[State | None] = [sink_state(sink, part, v, peak) for part in queries]
     for i, step in enumerate(route.steps):
@@ -195,8 +213,11 @@ def backward(
 ) -> tuple[Grads, Tensor | None]:
     """Gradients of this rank's q, k, v (in their dtypes), its share of those of captured tensors, and of the sink."""
     if call.transpose is None:
-        return _backward(call, q, k, v, sink, out, lse, grad_out, grad_lse, needs)
+        result = _backward(call, q, k, v, sink, out, lse, grad_out, grad_lse, needs)
+        call.agreement.wait()
+        return result
     turn = call.transpose
+    call.agreement.wait()
     inner_q, inner_out, inner_grad, inner_k, inner_v = turn.gather_all(
         [q, out, grad_out.to(q.dtype)], [k, v], what="Ulysses transpose of q, k, v, out and gradient"
     )
@@ -236,10 +257,18 @@ def _backward(
     wide_keys: bool = False,
 ) -> tuple[Grads, Tensor | None]:
     kernel, route = call.route(q, k, v, sink=sink is not None, backward=True)
-    kernel.check(call.work(route.steps[0].parts[0], q, 0, backward=True), q, needs)  # before others wait for what this rank sends
     delta = kernel.delta(out, grad_out, grad_lse)
     dsink = sink_gradient(sink, lse, delta)
-    keys = Keys(call.data, k, v, route.steps, "backward", apart=call.apart_keys(k, v), joins=call.joins(kernel, route, q, v, backward=True))
+    keys = Keys(
+        call.data,
+        k,
+        v,
+        route.steps,
+        "backward",
+        call.agreement,
+        apart=call.apart_keys(k, v),
+        joins=call.joins(kernel, route, q, v, backward=True),
+    )
     may_overlap, overlaps = call.apart(kernel, route, q, v, keys.group, needs)
     lanes = Lanes(q.device, two=overlaps)
     total = _Totals(call, q, k, v, needs, keys, route, lanes, narrow=kernel.rounds_once)

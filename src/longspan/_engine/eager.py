@@ -41,7 +41,7 @@ def attend(
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return _Attend.apply(q, k, v, sink, mask, plan, spec, scale, peak, *score)  # type: ignore[no-untyped-call,no-any-return]
     with torch.no_grad():
-        return ops.run_forward(q, k, v, sink, mask, score, plan, spec, scale, peak)
+        return ops.run_forward(q, k, v, sink, mask, score, plan, spec, scale, peak)[0]
 
 
 class _Attend(torch.autograd.Function):
@@ -59,7 +59,7 @@ class _Attend(torch.autograd.Function):
         peak: bool,
         *score: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse, most = ops.run_forward(q, k, v, sink, mask, score, plan, spec, scale, peak)
+        (out, lse, most), ctx.number = ops.run_forward(q, k, v, sink, mask, score, plan, spec, scale, peak)
         # The mask's tensors too: torch then refuses a backward pass after they were written to, instead of one over another mask.
         ctx.save_for_backward(q, k, v, sink, out, lse, *mask, *score)
         ctx.masks, ctx.plan, ctx.spec, ctx.scale = len(mask), plan, spec, scale
@@ -80,7 +80,9 @@ class _Attend(torch.autograd.Function):
             spec = ops.specs.intern(ctx.spec)
             found = ops.attend_backward(grad_out, grad_lse, q, k, v, sink, out, lse, mask, score, needs, plan, spec.handle, ctx.scale)
         else:
-            found = ops.run_backward(grad_out, grad_lse, q, k, v, sink, out, lse, mask, score, needs, ctx.plan, ctx.spec, ctx.scale)
+            found = ops.run_backward(
+                grad_out, grad_lse, q, k, v, sink, out, lse, mask, score, needs, ctx.plan, ctx.spec, ctx.scale, ctx.number
+            )
         grads = iter(found)
         dq, dk, dv = next(grads), next(grads), next(grads)
         dsink = None if sink is None else next(grads)

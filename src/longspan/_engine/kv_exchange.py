@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longspan._comm.agreement import Agreement
 from longspan._comm.group import Group, Pending
 from longspan._engine.local_schedule import Step
 from longspan._kernels.row_sums import copy_rows_
@@ -43,9 +44,9 @@ class Keys:
     """
 
     def __init__(
-        self, data: PlanData, k: Tensor, v: Tensor, steps: Sequence[Step], what: str, *, apart: bool, joins: bool
+        self, data: PlanData, k: Tensor, v: Tensor, steps: Sequence[Step], what: str, agreement: Agreement, *, apart: bool, joins: bool
     ) -> None:  # fmt: skip
-        self.k, self.v, self.steps = k, v, steps
+        self.k, self.v, self.steps, self.agreement = k, v, steps, agreement
         self.per_row = data.rows > 1  # batch rows are laid out differently
         self.width = k.shape[3] + v.shape[3]
         self.group: Group | None = None
@@ -80,9 +81,10 @@ class Keys:
         return buffer
 
     def fetch(self, i: int) -> None:
-        """Begin the exchanges of step i."""
+        """Begin the exchanges of step i, the first of them once all ranks agree."""
         if i >= len(self.steps) or not self.steps[i].arrivals:
             return
+        self.agreement.wait()
         assert self.group is not None
         step = self.steps[i]
         alone = i > 0 or self.two_places  # what arrives has a buffer to itself

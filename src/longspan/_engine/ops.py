@@ -78,16 +78,16 @@ def run_forward(
     spec: Spec,
     scale: float,
     peak: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What `attend` computes."""
+) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+    """The results of `attend`, and the number on which ranks agreed for this call (0 without a plan): its backward pass names it."""
     if plan is not None:
         call = enter(plan, spec, q, k, v, sink, score_captured, scale, peak=peak)
         out, lse, most = sharded.forward(call, q, k, v, sink, peak=peak)
-        return out, lse.contiguous(), lse.new_empty(0) if most is None else most.contiguous()
+        return (out, lse.contiguous(), lse.new_empty(0) if most is None else most.contiguous()), call.agreement.number
     staged = sink is not None
     kernel, work = _kernel_and_work(q, k, v, mask_captured, score_captured, spec, scale, backward=False, staged=staged, peak=peak)
     result = kernel.forward(q, k, v, work, state=sharded.sink_state(sink, q, v, peak), final=True, peak=peak)
-    return result.out, result.lse.contiguous(), result.lse.new_empty(0) if result.peak is None else result.peak.contiguous()
+    return (result.out, result.lse.contiguous(), result.lse.new_empty(0) if result.peak is None else result.peak.contiguous()), 0
 
 
 @without_autocast()
@@ -106,8 +106,9 @@ def run_backward(
     plan: PlanData | None,
     spec: Spec,
     scale: float,
+    forward_number: int = 0,
 ) -> list[Tensor]:
-    """What `attend_backward` computes."""
+    """The results of `attend_backward`. forward_number: that of `run_forward`, 0 if unknown."""
     if plan is None:
         staged = sink is not None
         kernel, work = _kernel_and_work(q, k, v, mask_captured, score_captured, spec, scale, backward=True, staged=staged)
@@ -115,7 +116,7 @@ def run_backward(
         grads = kernel.backward(q, k, v, out, lse, grad_out, grad_lse, work, needs=needs, wide=False, delta=delta)
         dsink = None if delta is None else sharded.sink_gradient(sink, lse, delta)
     else:
-        call = sharded.Call(data=plan, spec=spec, scale=scale, score_captured=score_captured, heads=q.shape[1], kv_heads=k.shape[1])
+        call = enter(plan, spec, q, k, v, sink, score_captured, scale, needs=needs, forward=forward_number)
         grads, dsink = sharded.backward(call, q, k, v, sink, out, lse, grad_out, grad_lse, needs)
     found = [grads.q, grads.k, grads.v]
     if sink is not None and dsink is not None:
@@ -144,7 +145,7 @@ def attend(
     peak: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, peak): peak has no elements unless asked for. `plan`: the token of a plan; its mask is then the mask."""
-    return run_forward(q, k, v, sink, mask_captured, score_captured, planned(plan), specs[spec], scale, peak)
+    return run_forward(q, k, v, sink, mask_captured, score_captured, planned(plan), specs[spec], scale, peak)[0]
 
 
 @attend.register_fake

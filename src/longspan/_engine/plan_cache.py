@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from longspan._comm.agreement import CallDescription
 from longspan._masks.block_table import BLOCK_SIZE
 from longspan._plan.derived_cache import DerivedCache
 from longspan._plan.plan_data import PlanData, TiledRow
@@ -33,7 +34,7 @@ class PlanCache:
         self._routes: DerivedCache[tuple[Kernel, Itinerary]] = DerivedCache(128)
         self._concurrent: DerivedCache[bool] = DerivedCache(128)
         self._launched: DerivedCache[bool] = DerivedCache(128)
-        self._agreed: DerivedCache[bool] = DerivedCache(1024)
+        self._descriptions: DerivedCache[CallDescription] = DerivedCache(256)
 
     def tiles(self, plan: PlanData, block: tuple[int, int]) -> tuple[TiledRow, ...]:
         """The plan's batch rows in tiles of `block` (queries, KV) tokens; the plan has its own for BLOCK_SIZE."""
@@ -66,17 +67,9 @@ class PlanCache:
         before = (plan, key) in self._launched
         return self._launched.get(plan, key, lambda: True) and before
 
-    def is_agreed(self, plan: PlanData, call: Hashable) -> bool:
-        """Whether all ranks have agreed upon a kind of call."""
-        return (plan, call) in self._agreed
-
-    def any_agreed(self, plan: PlanData) -> bool:
-        """Whether all ranks have agreed upon any call with a plan."""
-        return self._agreed.count(plan) > 0
-
-    def set_agreed(self, plan: PlanData, call: Hashable) -> None:
-        """Record that all ranks have agreed upon a kind of call."""
-        self._agreed.get(plan, call, lambda: True)
+    def description(self, plan: PlanData, key: Hashable, describe: Callable[[], CallDescription]) -> CallDescription:
+        """One kind of call, checked on this rank, as all ranks must describe it."""
+        return self._descriptions.get(plan, key, describe)
 
 
 plan_cache = PlanCache()

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from longspan._comm.agreement import refuse
 from longspan._comm.mesh import Mesh, as_mesh
 from longspan._cost.auto import Considered
 from longspan._cost.clusters import cluster as cluster_of
@@ -118,7 +119,10 @@ class Plan(PlanHandle):
         this part."""
 
         def one(t: Tensor) -> Tensor:
-            i = self._side(t, dim, side, "unshard", local=True)
+            try:
+                i = self._side(t, dim, side, "unshard", local=True)
+            except ValueError as error:
+                refuse(self.mesh, error)
             return unshard(t, dim, self.data.layouts[i], self.mesh, plan_cache.places(self.data, i, t.device))
 
         return each_tensor(one, x)

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan._comm.agreement import CallDescription, agree
+from longspan._comm.mesh import as_mesh
+
 CONTEXT = "cp"
 DATA = ("dp", "dp_replicate", "dp_shard")
 HEADS = "tp"
@@ -69,6 +72,7 @@ def summed_over_data(number: Tensor, found: Roles) -> Tensor:
     for axis in found.data:
         if axis.size() > 1:
             number = number.to(axis.device_type) if axis.device_type != "cpu" else number
+            agree(as_mesh(axis), CallDescription("sum over data ranks", {"dtype": str(number.dtype), "shape": str(list(number.shape))}))
             dist.all_reduce(number, group=axis.get_group())
     return number
 

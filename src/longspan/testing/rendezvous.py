@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from longspan._comm.group import Pending, check_pieces, check_whole, describe, row_counts
+from longspan._comm.group import CPU, ControlGroup, Pending, check_pieces, check_whole, describe, row_counts
 
 
 class RankLost(RuntimeError):
@@ -112,6 +112,9 @@ class VirtualGroup:
     @property
     def size(self) -> int:
         return len(self.members)
+
+    def control(self) -> ControlGroup:
+        return ControlGroup(self, CPU)
 
     def all_to_all(self, out: Tensor, sent: Tensor, out_splits: Sequence[int], sent_splits: Sequence[int], *, what: str) -> Pending:
         check_whole(self, out, sent, out_splits, sent_splits, what=what)

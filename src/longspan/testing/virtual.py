@@ -73,8 +73,8 @@ class VirtualWorld:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that crossed from one rank to another. What a rank sends to itself does not count, nor do the few bytes by which ranks
-        make sure that they agree, once for each kind of call; `exchanges` lists those too."""
+        """Bytes that crossed from one rank to another. What a rank sends to itself does not count, nor do the control messages at the
+        beginning of every call; `exchanges` lists those too."""
         return sum(self.sent)
 
     def reset_counts(self) -> None:

@@ -1,14 +1,16 @@
-"""Ranks that disagree, and tensors that do not fit the plan: an error on every rank, in seconds, that says what to change."""
+"""Ranks that make different calls, or whose tensors do not fit the plan: every rank raises, and says what to change."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
 import longspan as ls
+from longspan._comm.agreement import AGREEMENT
 from longspan._engine.attention import attend
 from longspan.testing import virtual_world
 
@@ -33,25 +35,37 @@ def errors_of(fn: Callable[[Any], Any], ranks: int = 3) -> list[BaseException]:
     return virtual_world(ranks, timeout=20.0).run(caught)
 
 
-def odd(mesh: Any, usual: Any, other: Any) -> Any:
-    return other if mesh.rank == 1 else usual
+def call_by_field(field: str, mesh: Any, *, odd: bool) -> Any:
+    """A call that differs in one field where `odd`."""
+    if field == "tokens":
+        return _call(ls.plan(ls.causal(), 301 if odd else 300, mesh, **SIZES))
+    if field == "mask":
+        return _call(ls.plan(ls.full() if odd else ls.causal(), 300, mesh, layout="contiguous", strategy="ring"))
+    if field == "layout":
+        return _call(ls.plan(ls.causal(), 300, mesh, layout="head_tail" if odd else "contiguous", strategy="ring"))
+    if field == "schedule":
+        return _call(ls.plan(ls.causal(), 300, mesh, layout="contiguous", strategy="exchange" if odd else "ring"))
+    if field == "returned":
+        return _call(ls.plan(ls.causal(), 300, mesh, strategy="ulysses", **SIZES), return_lse=odd)
+    name, usual, other = OPTIONS[field]
+    return _call(ls.plan(ls.causal(), 300, mesh), **{name: other if odd else usual})
 
 
-DISAGREE: dict[str, Callable[[Any], Any]] = {
-    "tokens": lambda mesh: _call(ls.plan(ls.causal(), odd(mesh, 300, 301), mesh, **SIZES)),
-    "mask": lambda mesh: _call(ls.plan(odd(mesh, ls.causal(), ls.full()), 300, mesh, layout="contiguous", strategy="ring")),
-    "layout": lambda mesh: _call(ls.plan(ls.causal(), 300, mesh, layout=odd(mesh, "contiguous", "head_tail"), strategy="ring")),
-    "schedule": lambda mesh: _call(ls.plan(ls.causal(), 300, mesh, layout="contiguous", strategy=odd(mesh, "ring", "exchange"))),
-    "dtype": lambda mesh: _call(ls.plan(ls.causal(), 300, mesh), dtype=odd(mesh, torch.float32, torch.float64)),
-    "batch": lambda mesh: _call(ls.plan(ls.causal(), 300, mesh), batch=odd(mesh, 2, 1)),
-    "heads": lambda mesh: _call(ls.plan(ls.causal(), 300, mesh), heads=odd(mesh, 6, 3)),
-    "head dims": lambda mesh: _call(ls.plan(ls.causal(), 300, mesh), dim=odd(mesh, 8, 4)),
-    "scale": lambda mesh: _call(ls.plan(ls.causal(), 300, mesh), scale=odd(mesh, 0.3, 0.4)),
-    "score_mod": lambda mesh: _call(ls.plan(ls.causal(), 300, mesh), score_mod=odd(mesh, None, lambda s, b, h, q, kv: s + q)),
-    "kernel": lambda mesh: _call(ls.plan(ls.causal(), 300, mesh), kernel=odd(mesh, "auto", "cpu")),
-    "sink": lambda mesh: _call(ls.plan(ls.causal(), 300, mesh), sink=odd(mesh, None, torch.zeros(6))),
-    "returned": lambda mesh: _call(ls.plan(ls.causal(), 300, mesh, strategy="ulysses", **SIZES), return_lse=odd(mesh, False, True)),
+def add(constant: float) -> Callable[..., torch.Tensor]:
+    return lambda score, b, h, q, kv: score + constant * q
+
+
+OPTIONS: dict[str, tuple[str, Any, Any]] = {
+    "dtype": ("dtype", torch.float32, torch.float64),
+    "batch": ("batch", 2, 1),
+    "heads": ("heads", 6, 3),
+    "head dims": ("dim", 8, 4),
+    "scale": ("scale", 0.3, 0.4),
+    "score_mod": ("score_mod", add(0.5), add(0.25)),
+    "kernel": ("kernel", "auto", "cpu"),
+    "sink": ("sink", None, torch.zeros(6)),
 }
+FIELDS = ["tokens", "mask", "layout", "schedule", "returned", *OPTIONS]
 
 
 def _call(plan: ls.Plan, **options: Any) -> Any:
@@ -60,9 +74,18 @@ def _call(plan: ls.Plan, **options: Any) -> Any:
     return ls.attention(*given, plan=plan, **{k: v for k, v in options.items() if k not in names})
 
 
-@pytest.mark.parametrize("field", list(DISAGREE))
-def test_ranks_that_disagree_all_hear_of_it(field: str) -> None:
-    for error in errors_of(DISAGREE[field]):
+@pytest.mark.parametrize("agreed_before", [False, True])
+@pytest.mark.parametrize("field", FIELDS)
+def test_ranks_that_differ_in_a_field_all_raise(field: str, agreed_before: bool) -> None:
+    def rank(mesh: Any) -> None:
+        if agreed_before:
+            call_by_field(field, mesh, odd=False)
+            call_by_field(field, mesh, odd=True)
+        call_by_field(field, mesh, odd=mesh.rank == 1)
+
+    errors = errors_of(rank)
+    assert len({str(error) for error in errors}) == 1
+    for error in errors:
         assert isinstance(error, ValueError) and "rank 1" in str(error) and field in str(error), error
 
 
@@ -111,19 +134,30 @@ def test_a_plan_without_a_group_can_be_made_but_not_run() -> None:
         ls.attention(*tensors(plan), plan=plan)
 
 
-def test_later_calls_compare_nothing() -> None:
+def test_every_forward_and_backward_pass_begins_with_one_control_message() -> None:
     world = virtual_world(3)
 
     def rank(mesh: Any) -> Any:
         plan = ls.plan(ls.causal(), 300, mesh, strategy="ring", **SIZES)
         for _ in range(3):
-            ls.attention(*tensors(plan), plan=plan)
+            ls.attention(*(t.requires_grad_() for t in tensors(plan)), plan=plan).sum().backward()
 
     world.run(rank)
-    assert len([e for e in world.exchanges if "agreement" in e.what]) == 1
+    messages = [i for i, e in enumerate(world.exchanges) if e.what == AGREEMENT]
+    assert len(messages) == 6
+    assert len({later - first for first, later in pairwise(messages)}) == 2  # each before its pass's exchanges
 
 
-def test_a_call_of_one_rank_alone_says_which_stage_it_waited_for() -> None:
+def test_a_plan_that_moves_nothing_is_agreed_upon_too() -> None:
+    def rank(mesh: Any) -> Any:
+        plan = ls.plan(ls.documents(lengths=[128, 128, 128]), 384, mesh, layout="contiguous", strategy="exchange")
+        assert not plan.schedule.stages
+        return ls.attention(*tensors(plan, batch=1 + (mesh.rank == 2)), plan=plan)
+
+    assert all("batch: rank 2 has 2" in str(error) for error in errors_of(rank))
+
+
+def test_a_call_of_one_rank_alone_says_that_it_waited_for_the_agreement() -> None:
     world = virtual_world(2, timeout=1.0)
     done = []
 
@@ -135,7 +169,7 @@ def test_a_call_of_one_rank_alone_says_which_stage_it_waited_for() -> None:
         if mesh.rank == 0:
             ls.attention(*given, plan=plan)
 
-    with pytest.raises(RuntimeError, match="stage 1 of 1"):
+    with pytest.raises(RuntimeError, match=AGREEMENT):
         world.run(rank)
     assert sorted(done) == [0, 1]
 
