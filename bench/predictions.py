@@ -3,8 +3,8 @@
     python bench/predictions.py [--json]
 
 Each case builds what the peer's busiest rank does, from the peer's own description of its scheme, and times it with the profile of the
-hardware that the peer states. Two assumptions about schemes were settled with the figures in view: docs/predictions.md shows what they
-decide. Published figures: ring-flash-attention's README; MagiAttention's benchmark of context parallelism.
+hardware that the peer states. Two assumptions about schemes were settled with the figures in view;
+docs/deep-dives/predictions.md shows their effect. Published figures: ring-flash-attention's README; MagiAttention's benchmark of context parallelism.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from bench.predictions import Case, cases, table
 
-PAGE = Path(__file__).parents[2] / "docs" / "predictions.md"
+PAGE = Path(__file__).parents[2] / "docs" / "deep-dives" / "predictions.md"
 
 
 @pytest.fixture(scope="module")

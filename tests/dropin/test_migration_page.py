@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 import longspan as ls
 from longspan.testing import run_processes
 
-PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "migration.md"
 LENGTH = 48
 LENGTHS = torch.tensor([0, 20, 25, 48])
 
 
 def blocks() -> list[str]:
-    return [b for b in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if b.startswith("# after")]
+    return re.findall(r'```python title="after"\n(.*?)```', PAGE.read_text(), re.S)
 
 
 class Attention(nn.Module):

@@ -45,7 +45,7 @@ def test_the_trainer_refuses_a_model_with_another_attention_and_a_mesh_of_other_
 
 def shown() -> list[Any]:
     blocks = []
-    for name in ("README.md", "docs/models.md"):
+    for name in ("README.md", "docs/how-to/transformers.md"):
         text = (ROOT / name).read_text()
         blocks += [pytest.param(b, id=name) for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "from_pretrained" in b]
     return blocks
