@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 # Tests are many and small: one thread each, one process per core; who is done first takes from the others.
 RUN_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: help install demo style test test-all test-gpu sanitize-gpu lint bench bench-gpu clean
+.PHONY: help install demo style test test-all test-gpu sanitize-gpu lint bench bench-gpu docs docs-serve clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -54,6 +54,12 @@ bench-gpu: ## on a Hopper GPU: the kernels beside their peers and the engine bes
 	PYTHONPATH=src:. $(PYTHON) bench/hopper.py --json | tee bench/results/hopper.txt
 	PYTHONPATH=src $(PYTHON) bench/engine_gpu.py --kernel hopper --json | tee bench/results/engine_gpu_hopper.txt
 	PYTHONPATH=src:. $(PYTHON) bench/hopper.py --plot bench/results/hopper.txt bench/results/hopper.png
+
+docs: install ## the documentation site, strict, into build/site
+	$(BIN)/mkdocs build --strict --quiet
+
+docs-serve: install ## the documentation site on localhost, rebuilt at every change
+	$(BIN)/mkdocs serve
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

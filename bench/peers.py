@@ -15,9 +15,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import logging
 import math
+import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -250,8 +253,8 @@ class Peer:
     def version(self) -> str:
         try:
             return version(self.distribution)
-        except PackageNotFoundError:
-            return "?"
+        except PackageNotFoundError:  # run from a checkout
+            return str(getattr(import_module(self.package), "__version__", "?"))
 
 
 PEERS = (
@@ -319,7 +322,7 @@ def measure(row: Row, peers: list[Peer]) -> dict[str, Any]:
         torch.cuda.synchronize()
         result["mask_ms"][peer.name] = 1e3 * (time.perf_counter() - start)
         heads_first = out.transpose(1, 2) if peer.tokens_first else out
-        error = (heads_first[0][:, rows].double() - want).norm() / want.norm()
+        error = (heads_first.detach()[0][:, rows].double() - want).norm() / want.norm()
         result["error"][peer.name] = float(error)
         assert all(bool(t.isfinite().all()) for t in (out, *grads)), f"{row} {peer.name}: non-finite results"
         calls["forward"][peer.name] = lambda run=run, leaves=leaves: run(*leaves)
@@ -383,6 +386,9 @@ def main() -> None:
         sys.exit("this bench needs a CUDA GPU")
     import triton
 
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     wanted = [p for p in PEERS if not args.peers or p.name in args.peers.split(",")]
     absent = {p.name: reason for p in wanted if (reason := p.missing()) is not None}
     peers = [p for p in wanted if p.name not in absent]
@@ -401,9 +407,12 @@ def main() -> None:
     print(f"{'TFLOP/s':38}" + "".join(f" |{f'{s}, {c}':^{len(columns)}}" for c in ("device", "as called") for s in PASSES))
     print(f"{'':38}" + f" |{columns}" * 4, flush=True)
     rows = []
-    for row in (r for r in ROWS if args.rows in str(r)):
-        rows.append(measure(row, peers))
-        print(line(rows[-1], names), flush=True)
+    try:
+        for row in (r for r in ROWS if args.rows in str(r)):
+            rows.append(measure(row, peers))
+            print(line(rows[-1], names), flush=True)
+    except KeyboardInterrupt:  # also SIGTERM: the rows measured so far are printed
+        print(f"stopped after {len(rows)} rows")
     for row in rows:
         details = [f"{n} {row['error'][n]:.1e}, {row['peak_mib'][n]:.0f} MiB, first {row['first_s'][n]:.1f} s, "
                    f"host {row['host_us']['forward'][n]:.0f}/{row['host_us']['backward'][n]:.0f} µs" for n in row["error"]]  # fmt: skip

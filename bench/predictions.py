@@ -4,7 +4,8 @@
 
 Each case builds what the peer's busiest rank does, from the peer's own description of its scheme, and times it with the profile of the
 hardware that the peer states. Two assumptions about schemes were settled with the figures in view;
-docs/deep-dives/predictions.md shows their effect. Published figures: ring-flash-attention's README; MagiAttention's benchmark of context parallelism.
+docs/deep-dives/predictions.md shows their effect. Published figures: ring-flash-attention's README; MagiAttention's benchmark of context
+parallelism.
 """
 
 from __future__ import annotations

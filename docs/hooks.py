@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
+
+from mkdocs.structure.files import File, Files
 
 RESULTS = Path(__file__).parent.parent / "bench" / "results"
 _MARK = re.compile(r"<!-- bench:(\w+) -->")
@@ -17,12 +18,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return _MARK.sub(lambda match: TABLES[match[1]](load(match[1])), markdown)
 
 
-def on_post_build(config: Any, **_: Any) -> None:
-    """Copy the plots of bench/results beside the pages."""
-    target = Path(config["site_dir"]) / "bench"
-    target.mkdir(parents=True, exist_ok=True)
-    for picture in RESULTS.glob("*.png"):
-        shutil.copy(picture, target)
+def on_files(files: Files, config: Any) -> Files:
+    """Add the plots of bench/results to the site."""
+    for picture in sorted(RESULTS.glob("*.png")):
+        files.append(File.generated(config, f"bench/{picture.name}", abs_src_path=str(picture)))
+    return files
 
 
 def load(name: str) -> dict[str, Any]:
