@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from longspan.testing.processes import process_context
+
 _GRACE = 60.0  # seconds that ranks get to write a checkpoint after Ctrl-C
 _AFTER_A_FAILURE = 5.0
 INTERRUPTED = 130
@@ -42,7 +44,7 @@ def run_ranks(fn: Callable[..., int], processes: int, *args: Any, threads: int =
     """fn(device, *args) on every rank, with the default process group set up; the first exit code that is not 0."""
     if is_rank():
         return _as_rank(fn, args)
-    context = multiprocessing.get_context("spawn")
+    context = process_context()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         ranks = [context.Process(target=_rank, args=(r, processes, store, threads, fn, args)) for r in range(processes)]
