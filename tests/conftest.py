@@ -1,36 +1,34 @@
-"""Set up before any test module is imported: without a GPU, Triton kernels run in Triton's interpreter."""
+"""Options, and settings made before any test module is imported: without a GPU, Triton kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.report.pages import NO_BROWSER
+from tests.report.browser import NO_BROWSER
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-os.environ["LONGSPAN_CACHE"] = os.path.join(tempfile.gettempdir(), "longspan-tests")  # not what was measured for this machine
+os.environ["LONGSPAN_CACHE"] = os.path.join(tempfile.gettempdir(), "longspan-tests")  # tests must not read choices measured on this machine
 
 
-# `make test-gpu` runs where nothing can be installed: what needs hypothesis runs on the CPU machine.
-_WITH_HYPOTHESIS = (
-    "masks/test_intervals.py masks/test_table.py masks/test_cuts.py engine/test_properties.py plan/test_layouts.py plan/test_balance.py "
-    "plan/test_plan_properties.py"
-)
-collect_ignore = [] if find_spec("hypothesis") else _WITH_HYPOTHESIS.split()
+HERE = Path(__file__).parent
+# `make test-gpu` runs where nothing can be installed: test files that need hypothesis run on the CPU machine.
+collect_ignore = [] if find_spec("hypothesis") else [str(p) for p in HERE.rglob("test_*.py") if "from hypothesis import" in p.read_text()]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole-grid", action="store_true", help="run every case of the large grids, not a covering sample")
-    parser.addoption("--part", metavar="I/N", help="of the selected tests run every N-th only, beginning with the I-th")
+    parser.addoption("--part", metavar="I/N", help="run every N-th of the selected tests, beginning with the I-th")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A covering sample is the same one at every run of the same code; whole grids go with fresh draws."""
+    """Hypothesis draws the same examples at every run; with --whole-grid it draws new ones."""
     if find_spec("hypothesis"):
         from hypothesis import settings
 

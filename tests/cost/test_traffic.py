@@ -127,7 +127,7 @@ def test_text_page_and_trace_speak_of_every_rank_and_of_what_transposes_move(sha
     assert report.timeline.forward.total.shape == report.timeline.backward.busy.shape == (4,)
     text = page_of(plan)
     values = dict(re.findall(r'data-name="(\w+)" data-value="([^"]+)"', text))
-    assert float(values["received"]) == float(moved.mean()) and float(values["most"]) == float(moved.max())
+    assert float(values["received"]) == float(moved.mean()) and float(values["received_max"]) == float(moved.max())
     table = text.split('<th scope="col">waiting, ms</th>')[1].split("</table>")[0]
     assert table.count("<tr>") == 4 and f"<td>{float(moved[3]):,.1f}</td>" in table
     assert {e["pid"] for e in events(report)} == {0, 1, 2, 3}

@@ -1,36 +1,32 @@
-"""A browser for tests: Debian's Chromium (or another that is installed) driven by Playwright, which downloads nothing."""
+"""Report pages for tests: their text, and the arrays and metadata inside."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import base64
+import json
+import re
+import zlib
 from typing import Any
 
-import pytest
+import torch
+from torch import Tensor
 
 import longspan as ls
 from longspan._report.page import page
-
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-NO_BROWSER = "no browser is installed"
-
-
-@contextmanager
-def browser() -> Iterator[Any]:
-    """A browser, or the test is skipped with the reason."""
-    api = pytest.importorskip("playwright.sync_api", reason=f"{NO_BROWSER}: playwright, which drives it, is missing")
-    path = next(filter(None, map(shutil.which, NAMES)), None)
-    if path is None:
-        pytest.skip(f"{NO_BROWSER}: looked for {', '.join(NAMES)}")
-    with api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"])
-        try:
-            yield found
-        finally:
-            found.close()
 
 
 def page_of(plan: ls.Plan, *, title: str | None = None) -> str:
     """The HTML text of a plan's report page."""
     return page(plan.report(), plan.considered(), title=title)
+
+
+def page_contents(text: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(metadata, arrays by name) as the page's script reads them."""
+    meta = json.loads(re.findall(r'id="meta">(.*?)</script>', text, re.DOTALL)[0])
+    block = zlib.decompress(base64.b64decode(re.findall(r'id="block">(.*?)</script>', text, re.DOTALL)[0]))
+    arrays = {}
+    for name, a in meta["arrays"].items():
+        dtype, count = {"i4": torch.int32, "f4": torch.float32}[a["type"]], torch.Size(a["shape"]).numel()
+        values = torch.frombuffer(bytearray(block), dtype=dtype, count=count, offset=a["at"]) if count else torch.empty(0, dtype=dtype)
+        arrays[name] = values.view(a["shape"])
+    return meta, arrays

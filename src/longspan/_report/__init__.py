@@ -1,1 +1,1 @@
-"""Pictures of plans: in the terminal, in a browser, with matplotlib, and as a trace."""
+"""Views of a plan's report: text for the terminal, an HTML page, a matplotlib figure, a trace for Perfetto."""

@@ -1,4 +1,4 @@
-"""A plan as a matplotlib figure."""
+"""A report as a matplotlib figure."""
 
 from __future__ import annotations
 
@@ -9,60 +9,58 @@ import torch
 
 from longspan._cost.report_data import PlanReport
 from longspan._plan.plan_data import PlanData
-from longspan._report.grid import grid
+from longspan._report.grid import density_grid
 
-
-def _matplotlib() -> Any:
-    try:
-        from matplotlib import colormaps, figure
-    except ImportError as error:
-        raise ImportError("plan.plot() draws with matplotlib, which is not installed: pip install 'longspan[viz]'") from error
-    return colormaps, figure
+MAX_RANKS = 32  # lines of the timeline
 
 
 def figure(report: PlanReport, path: str | Path | None = None) -> Any:
-    """Who computes what, each rank's work, and the timeline of forward and backward, as a matplotlib figure. Needs no display."""
-    colormaps, module = _matplotlib()
-    found = module.Figure(figsize=(13, 6), layout="constrained")
-    left, work, line = found.subplot_mosaic([["grid", "work"], ["grid", "line"]], width_ratios=[1, 1.1]).values()
-    found.suptitle(report.plan, parse_math=False)
+    """The mask coloured by rank, the work of each rank, and the timeline of both passes. Saved if `path` is given; needs no display."""
+    try:
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plan.plot() needs matplotlib, which is not installed: pip install 'longspan[viz]'") from error
+    drawing = Figure(figsize=(13, 6), layout="constrained")
+    grid_axes, work_axes, time_axes = drawing.subplot_mosaic([["grid", "work"], ["grid", "time"]], width_ratios=[1, 1.1]).values()
+    drawing.suptitle(report.plan, parse_math=False)
     ring_of = report.data.ring_of
-    colour = colormaps["turbo"]((torch.arange(int(ring_of.max()) + 1).double() * 0.618034 % 1).tolist())
-    _draw_grid(left, report.data, colour)
-    work.bar(range(report.ranks), (report.pairs / report.pairs.mean().clamp(min=1)).tolist(), color=colour[ring_of.tolist()])
-    work.axhline(1, color="grey", linewidth=0.8)
-    work.set(xlabel="rank", ylabel="work over the mean", title=f"busiest rank {report.balance:.3f} × the mean")
-    _draw_lines(line, report)
+    # Steps of the golden ratio keep the colours of neighbouring ranks far apart.
+    colours = colormaps["turbo"]((torch.arange(int(ring_of.max()) + 1).double() * 0.618034 % 1).tolist())
+    _draw_grid(grid_axes, report.data, colours)
+    work_axes.bar(range(report.ranks), (report.pairs / report.pairs.mean().clamp(min=1)).tolist(), color=colours[ring_of.tolist()])
+    work_axes.axhline(1, color="grey", linewidth=0.8)
+    work_axes.set(xlabel="rank", ylabel="work over the mean", title=f"busiest rank {report.balance:.3f} × the mean")
+    _draw_timeline(time_axes, report)
     if path is not None:
-        found.savefig(path, dpi=140)
-    return found
+        drawing.savefig(path, dpi=140)
+    return drawing
 
 
-def _draw_grid(axes: Any, data: PlanData, colour: Any) -> None:
-    cells = grid(data, 512, 512)
-    shown = torch.tensor(colour, dtype=torch.float64)[cells.owner][:, None, :3]
-    weight = cells.density.clamp(0, 1).pow(0.4)[:, :, None]
-    image = 1 - weight * (1 - shown)
-    extent = (0, data.kv_len, data.q_len, 0)
-    axes.imshow(image.tolist(), extent=extent, aspect="auto", interpolation="nearest")
+def _draw_grid(axes: Any, data: PlanData, colours: Any) -> None:
+    """The mask's grid in the colours of the ranks, fading to white where less of a cell is computed."""
+    grid = density_grid(data, 512, 512)
+    rank_colours = torch.tensor(colours, dtype=torch.float64)[grid.owner][:, None, :3]
+    opacity = grid.density.pow(0.4)[:, :, None]
+    image = 1 - opacity * (1 - rank_colours)
+    axes.imshow(image.tolist(), extent=(0, data.kv_len, data.q_len, 0), aspect="auto", interpolation="nearest")
     axes.set(xlabel="keys", ylabel="queries", title=f"coloured by the {'rank' if data.degree == 1 else 'Ulysses group'} that computes")
 
 
-def _draw_lines(axes: Any, report: Any) -> None:
-    ranks = list(range(report.ranks))
-    shown = ranks if len(ranks) <= 32 else ranks[:: -(-len(ranks) // 32)]
+def _draw_timeline(axes: Any, report: PlanReport) -> None:
+    """Compute above, transfers below, one line per rank; at most MAX_RANKS ranks, evenly spaced."""
+    ranks = list(range(0, report.ranks, -(-report.ranks // MAX_RANKS)))
     start = 0.0
-    for found in (report.timeline.forward, report.timeline.backward):
-        lanes = [(found.compute, "tab:blue", 0.0), (found.travel, "tab:orange", 0.45)]
-        if found.home is not None:
-            lanes.append((found.home, "tab:green", 0.45))
-        for (begin, end), colour, offset in lanes:
-            for y, rank in enumerate(shown):
-                i = ranks.index(rank)
-                spans = [(1e3 * (start + a), 1e3 * (b - a)) for a, b in zip(begin[i].tolist(), end[i].tolist(), strict=True) if b > a]
-                axes.broken_barh(spans, (y + offset, 0.4), facecolors=colour)
-        start += found.seconds
+    for one in (report.timeline.forward, report.timeline.backward):
+        rows = [(one.compute, "tab:blue", 0.0), (one.travel, "tab:orange", 0.45)]
+        if one.home is not None:
+            rows.append((one.home, "tab:green", 0.45))
+        for (begin, end), colour, offset in rows:
+            for y, rank in enumerate(ranks):
+                steps = zip(begin[rank].tolist(), end[rank].tolist(), strict=True)
+                axes.broken_barh([(1e3 * (start + a), 1e3 * (b - a)) for a, b in steps if b > a], (y + offset, 0.4), facecolors=colour)
+        start += one.seconds
         axes.axvline(1e3 * start, color="grey", linewidth=0.8)
-    axes.set_yticks([y + 0.4 for y in range(len(shown))], [str(r) for r in shown])
-    axes.set(xlabel="ms (blue: computing, orange: keys, green: gradients)", ylabel="rank", title=f"{1e3 * report.seconds:.2f} ms predicted")
+    axes.set_yticks([y + 0.4 for y in range(len(ranks))], [str(rank) for rank in ranks])
+    axes.set(xlabel="ms (blue: compute, orange: KV, green: gradients)", ylabel="rank", title=f"{1e3 * report.seconds:.2f} ms predicted")
     axes.invert_yaxis()

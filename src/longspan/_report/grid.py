@@ -1,4 +1,4 @@
-"""The mask's grid made coarse: how much of each cell is computed, and by whom."""
+"""A coarse grid of the mask: the computed share of each cell, and the rank that computes it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,37 @@ from longspan._plan.plan_data import PlanData
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Grid:
-    """density [h, w] in 0 … 1, float64: the share of a cell's tiles that are computed. owner [h]: whose queries a line mostly is."""
+class DensityGrid:
+    """Cells of h × w over queries × keys.
+
+    Attributes:
+        density: Share of a cell's tiles that are computed, in 0 … 1 [h, w], float64.
+        owner: Rank (or Ulysses group) that owns the middle query tile of each line [h], int64.
+    """
 
     density: Tensor
     owner: Tensor
 
 
-def grid(data: PlanData, height: int, width: int) -> Grid:
-    """The first batch row and head. No more lines and columns than there are tiles. Cost follows the lines and the runs."""
+def density_grid(data: PlanData, height: int, width: int) -> DensityGrid:
+    """The grid of the first batch row and head, with at most one line per query tile and one column per KV tile.
+
+    Cost is proportional to the runs of the block table plus height × KV tiles: no query tiles × KV tiles array is made.
+    """
     table = data.tiles[0].table
     height, width = min(height, table.q_tiles), min(width, table.kv_tiles)
-    row = torch.repeat_interleave(torch.arange(table.rows), table.ptr.diff().long())
-    here = row < table.q_tiles
-    line = row[here] * height // table.q_tiles
-    change = torch.zeros(height, table.kv_tiles + 1, dtype=torch.float64)
-    ones = torch.ones(int(here.sum()), dtype=torch.float64)
-    change.index_put_((line, table.first[here].long()), ones, accumulate=True)
-    change.index_put_((line, table.last[here].long() + 1), -ones, accumulate=True)
-    column = torch.arange(table.kv_tiles) * width // table.kv_tiles
-    computed = torch.zeros(height, width, dtype=torch.float64).index_add_(1, column, change.cumsum(1)[:, :-1])
-    tall = torch.bincount(torch.arange(table.q_tiles) * height // table.q_tiles, minlength=height)
-    wide = torch.bincount(column, minlength=width)
-    owner = data.tiles[0].queries.owner
-    middle = ((torch.arange(height) * 2 + 1) * table.q_tiles // (2 * height)).clamp(max=table.q_tiles - 1)
-    return Grid(density=computed / (tall[:, None] * wide), owner=owner[middle])
+    line_of_tile = torch.arange(table.q_tiles) * height // table.q_tiles
+    column_of_tile = torch.arange(table.kv_tiles) * width // table.kv_tiles
+
+    runs = int(table.ptr[table.q_tiles])
+    line_of_run = torch.repeat_interleave(line_of_tile, table.ptr[: table.q_tiles + 1].diff().long())
+    change = torch.zeros(height, table.kv_tiles + 1, dtype=torch.float64)  # +1 where a run begins, −1 past its end
+    ones = torch.ones(runs, dtype=torch.float64)
+    change.index_put_((line_of_run, table.first[:runs].long()), ones, accumulate=True)
+    change.index_put_((line_of_run, table.last[:runs].long() + 1), -ones, accumulate=True)
+    computed = torch.zeros(height, width, dtype=torch.float64).index_add_(1, column_of_tile, change.cumsum(1)[:, :-1])
+
+    q_tiles_per_line = torch.bincount(line_of_tile, minlength=height)
+    kv_tiles_per_column = torch.bincount(column_of_tile, minlength=width)
+    middle_tile = ((torch.arange(height) * 2 + 1) * table.q_tiles // (2 * height)).clamp(max=table.q_tiles - 1)
+    return DensityGrid(density=computed / (q_tiles_per_line[:, None] * kv_tiles_per_column), owner=data.tiles[0].queries.owner[middle_tile])

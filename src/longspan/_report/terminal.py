@@ -1,29 +1,38 @@
-"""Pictures in plain text."""
+"""A plan in plain text."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from longspan._plan.plan_data import PlanData
-from longspan._report.grid import grid
+from longspan._report.grid import density_grid
 
 SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+SPARSE = 0.1  # cells with a smaller computed share are drawn as a dot
 
 
 def symbol(rank: int) -> str:
-    """One character for a rank: of more than 62, every 62nd looks alike."""
+    """One character per rank; symbols repeat after 62 ranks."""
     return SYMBOLS[rank % len(SYMBOLS)]
 
 
-def picture(data: PlanData, height: int = 24, width: int = 64) -> str:
-    """Queries downwards, keys to the right: the rank that computes a cell, a dot where it computes little of it, blank where nothing is."""
-    found = grid(data, height, width)
-    lines = []
-    for owner, densities in zip(found.owner.tolist(), found.density.tolist(), strict=True):
+def grid_lines(data: PlanData, height: int, width: int) -> Iterator[tuple[int, str]]:
+    """(owner rank, line of text) for each line of the mask's grid, queries downwards and keys to the right.
+
+    A cell shows its rank's symbol, a dot where less than a tenth of it is computed, a blank where nothing is.
+    """
+    grid = density_grid(data, height, width)
+    for owner, densities in zip(grid.owner.tolist(), grid.density.tolist(), strict=True):
         mark = symbol(owner)
-        lines.append("".join(" " if d == 0 else "·" if d < 0.1 else mark for d in densities).rstrip())
-    return "\n".join(lines)
+        yield owner, "".join(" " if d == 0 else "·" if d < SPARSE else mark for d in densities).rstrip()
+
+
+def picture(data: PlanData, height: int = 24, width: int = 64) -> str:
+    """The mask's grid as text, each cell with the symbol of the rank that computes it."""
+    return "\n".join(line for _, line in grid_lines(data, height, width))
 
 
 def bar(share: float, width: int = 24) -> str:
-    """A bar of 0 … 1, in eighths of a character."""
+    """A horizontal bar for a share in 0 … 1, in eighths of a character."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     return "█" * (eighths // 8) + (" ▏▎▍▌▋▊▉"[eighths % 8].strip())

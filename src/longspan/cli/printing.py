@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from longspan._report.grid import grid
-from longspan._report.terminal import bar, symbol
+from longspan._report.terminal import bar, grid_lines
 
 
 def _console() -> Console:
@@ -32,9 +31,7 @@ def plan(made: Any, cluster: Any, conditions: Any) -> None:
     """The picture, the numbers, and the work of each rank."""
     console = _console()
     found = made.report(cluster, conditions=conditions)
-    cells = grid(made.data, 24, 72)
-    for owner, densities in zip(cells.owner.tolist(), cells.density.tolist(), strict=True):
-        line = "".join(" " if d == 0 else "·" if d < 0.1 else symbol(owner) for d in densities).rstrip()
+    for owner, line in grid_lines(made.data, 24, 72):
         console.print(Text(line, style=_colour(owner)))
     console.print(Text(str(found)), soft_wrap=True)
     console.print(_ranks(found))

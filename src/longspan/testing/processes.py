@@ -101,7 +101,9 @@ def _tell(pipe: Connection) -> None:
         pipe.send("all ranks are done")
 
 
-def _main(pipe: Connection, rank: int, settings: tuple[int, str, str, float, int, dict[str, str]], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _main(
+    pipe: Connection, rank: int, settings: tuple[int, str, str, float, int, dict[str, str]], fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     n, store, backend, group_timeout, threads, environment = settings
     os.environ |= environment  # the server has that of the first call
     if sys.platform == "linux":
