@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import longspan as ls
 from longspan.integrations._batch import prepare_batch
 from longspan.integrations._configs import check_config, head_counts, windows_of
+from longspan.integrations._meshes import roles
 from longspan.integrations.loss import linear_token_loss, shift_labels, token_count, token_loss
 from longspan.testing import virtual_world
 
@@ -136,3 +138,81 @@ def test_a_batch_in_which_nothing_counts_has_loss_zero() -> None:
     loss = token_loss(logits, torch.full((1, 5), -100), count=0)
     loss.backward()
     assert float(loss.detach()) == 0 and not logits.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_losses_are_summed_in_float32_or_wider(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    hidden, weight = torch.randn(1, 3000, 7, dtype=dtype), torch.randn(VOCAB, 7, dtype=dtype)
+    labels = torch.randint(0, VOCAB, (1, 3000))
+    logits = nn.functional.linear(hidden, weight)
+    want = nn.functional.cross_entropy(logits.double().flatten(0, 1), labels.flatten())
+    for got in (token_loss(logits, labels, count=3000), linear_token_loss(hidden, weight, labels, count=3000, chunk=7)):
+        assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert abs(float(got) - float(want)) < 1e-5 * float(want)
+
+
+def test_a_count_given_by_the_caller_takes_the_place_of_the_batchs_own() -> None:
+    for gradients, share in (("mean", 3), ("sum", 1)):
+        for given in on(3, whole(), count=700, gradients=gradients):
+            assert float(given["num_items_in_batch"]) == pytest.approx(700 / share)
+    assert float(on(1, {**whole(), "labels": torch.full((ROWS, LENGTH), -100)})[0]["num_items_in_batch"]) == 1
+
+
+def config(**settings: Any) -> Any:
+    return type("Config", (), settings)()
+
+
+def test_a_window_counts_only_where_a_layer_uses_it() -> None:
+    assert windows_of(config(sliding_window=9)) == [9]
+    assert windows_of(config(sliding_window=9, layer_types=["sliding_attention", "full_attention"])) == [9]
+    assert windows_of(config(sliding_window=9, layer_types=["full_attention"])) == []
+    assert windows_of(config(sliding_window=9, use_sliding_window=False)) == []
+    assert windows_of(config(sliding_window=None)) == []
+
+
+def test_a_rank_holds_its_share_of_query_and_kv_heads() -> None:
+    grouped = config(num_attention_heads=12, num_key_value_heads=4)
+    assert head_counts(grouped, 1) == {"heads": 12, "kv_heads": 4}
+    assert head_counts(grouped, 4) == {"heads": 3, "kv_heads": 1}
+    assert head_counts(grouped, 6) == {}  # four KV heads are not shared by six ranks
+    assert head_counts(config(num_attention_heads=12), 3) == {"heads": 4, "kv_heads": 4}
+
+
+class AxisStub:
+    """One axis of a DeviceMesh, or all of them."""
+
+    def __init__(self, sizes: dict[str, int], place: dict[str, int]) -> None:
+        self.sizes, self.place, self.mesh_dim_names = sizes, place, tuple(sizes)
+
+    def __getitem__(self, name: str) -> AxisStub:
+        return AxisStub({name: self.sizes[name]}, {name: self.place[name]})
+
+    def size(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def get_local_rank(self) -> int:
+        return next(iter(self.place.values()))
+
+
+def test_axes_of_a_mesh_have_the_roles_that_their_names_say() -> None:
+    place = {"dp_replicate": 1, "dp_shard": 2, "cp": 3, "tp": 4}
+    found = roles(AxisStub({"dp_replicate": 2, "dp_shard": 3, "cp": 5, "tp": 7}, place))
+    assert (found.context_size, found.data_size, found.data_rank, found.heads_size) == (5, 6, 1 * 3 + 2, 7)
+    assert found.averaged == 5 * 6 and found.context.mesh_dim_names == ("cp",)
+    with pytest.raises(ValueError, match="expected an axis 'cp'"):
+        roles(AxisStub({"dp": 2, "ring": 3}, {"dp": 0, "ring": 0}))
+
+
+def test_a_window_planned_later_gets_the_plan_that_it_would_have_got_at_first() -> None:
+    shape: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 2}
+    later, first = (
+        prepare_batch(whole(), ls.Mesh.abstract(3, 1), config=config(sliding_window=window, **shape), layout="head_tail")["longspan_plan"]
+        for window in (9, 31)
+    )
+    assert later.of(31).digest == first.of(31).digest != later.of(9).digest
+    for strategy in ("ulysses", "ring"):
+        plans = prepare_batch(
+            whole(), ls.Mesh.abstract(2, 1), config=config(sliding_window=9, **shape), layout="contiguous", strategy=strategy
+        )["longspan_plan"]
+        assert (plans.of(31).data.ulysses is None) == (plans.of(None).data.ulysses is None) == (strategy == "ring")

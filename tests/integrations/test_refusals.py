@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.integrations.models import FAMILIES, VOCAB, batch_of, model_of, relat
 
 import longspan as ls
 import longspan.integrations.transformers as lst
-from longspan.testing import virtual_world
+from longspan.testing import oracle, virtual_world
 
 
 @pytest.mark.parametrize(("family", "kind"), list(zip(FAMILIES, ("packed", "left", "right", "packed", "plain"))))
@@ -146,3 +147,21 @@ def test_under_autocast_a_layer_casts_as_torch_does_and_still_sums_in_float32(co
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(run(q, k, v.bfloat16()), want)
         assert run(q.double(), k.double(), v.double()).dtype == torch.float64
+
+
+def test_scale_sink_softcap_and_window_of_layers_under_one_plan_are_each_layers_own() -> None:
+    layer, window = torch.nn.Module(), 5
+    plans = ls.plan({"full": ls.causal(), "sliding": ls.causal() & ls.sliding_window(window)}, 37, ls.Mesh.abstract(1))
+    q, k, v = (torch.randn(2, heads, 37, 8) for heads in (6, 2, 2))
+    sink = torch.randn(6)
+
+    def cap(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return 0.7 * torch.tanh(score / 0.7)
+
+    for scale, sinks, softcap, sliding in product((None, 0.3), (None, sink, 2 * sink), (None, 0.7), (None, window)):
+        got, _ = lst.attention_forward(
+            layer, q, k, v, scaling=scale, s_aux=sinks, softcap=softcap, sliding_window=sliding, longspan_plan=plans
+        )
+        mask = ls.causal() if sliding is None else ls.causal() & ls.sliding_window(window)
+        want = oracle(q, k, v, mask=mask, scale=scale, sink=sinks, score_mod=None if softcap is None else cap)
+        assert relative(got.transpose(1, 2).double(), want) < 1e-5

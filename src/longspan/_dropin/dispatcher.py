@@ -180,7 +180,7 @@ class Spanning:
         if table.dtype != torch.bool:
             return self._contents.asked(full()), as_score_mod(table, met.form, met.around, stay=self._queries_stay)
         per_batch, per_head = (size != 1 for size in table.shape[:2])
-        key = ("attn_mask", met.form, tuple(table.shape[:2]), met.given.digest if met.form == "whole" else met.told)
+        key = ("attn_mask", met.given.digest if met.form == "whole" else met.told)
         return Asked(key=key, per_batch=per_batch, per_head=per_head, make=lambda: as_mask_mod(gathered(table, met.form, met.around))), None
 
     # -------------------------------------------------------------------------------------------------------------- plans
