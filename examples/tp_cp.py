@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import longspan as ls
 from longspan._training.decoder import Decoder, DecoderConfig
-from longspan.integrations._batch import prepare_batch
+from longspan.integrations import prepare_batch
 from longspan.testing import run_processes
 
 CONFIG = DecoderConfig(vocab=101, width=64, layers=2, heads=4, kv_heads=2, head_dim=16, hidden=96)

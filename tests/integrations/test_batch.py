@@ -1,4 +1,4 @@
-"""`prepare_batch`: what each rank gets of a batch, and the exact loss."""
+"""`prepare_batch` and the exact loss."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import longspan as ls
-from longspan.integrations._batch import prepare_batch
+from longspan.integrations import prepare_batch
 from longspan.integrations._configs import check_config, head_counts, windows_of
-from longspan.integrations._meshes import roles
+from longspan.integrations._meshes import mesh_roles
 from longspan.integrations.loss import linear_token_loss, shift_labels, token_count, token_loss
 from longspan.testing import virtual_world
 
@@ -30,19 +30,19 @@ def on(ranks: int, batch: dict[str, Tensor], **options: Any) -> list[dict[str, A
 
 
 @pytest.mark.parametrize("layout", ["auto", "head_tail", "contiguous"])
-def test_ranks_share_out_tokens_positions_and_successors(layout: str) -> None:
-    found = on(3, whole(), layout=layout)
-    for given in found:
+def test_each_rank_gets_its_tokens_with_their_positions_and_next_tokens(layout: str) -> None:
+    outputs = on(3, whole(), layout=layout)
+    for given in outputs:
         ids, positions, labels = (given[n] for n in ("input_ids", "position_ids", "labels"))
         assert torch.equal(positions, ids % LENGTH)
         last = positions == LENGTH - 1
         assert torch.equal(labels[~last], ids[~last] + 1) and (labels[last] == -100).all()
         assert given["use_cache"] is False and given["shift_labels"] is labels
         assert float(given["num_items_in_batch"]) == pytest.approx(ROWS * (LENGTH - 1) / 3)
-    assert torch.cat([g["input_ids"].flatten() for g in found]).sort().values.equal(whole()["input_ids"].flatten())
+    assert torch.cat([g["input_ids"].flatten() for g in outputs]).sort().values.equal(whole()["input_ids"].flatten())
 
 
-def test_documents_are_found_in_the_whole_sequence() -> None:
+def test_documents_are_detected_in_the_whole_sequence() -> None:
     starts = [0, 50, 51, 160]
     positions = torch.cat([torch.arange(b - a) for a, b in zip(starts, [*starts[1:], LENGTH])])[None]
     by_positions = prepare_batch(whole(position_ids=positions), ls.Mesh.abstract(2), layout="head_tail")["longspan_plan"]["full"]
@@ -55,7 +55,7 @@ def test_documents_are_found_in_the_whole_sequence() -> None:
     assert by_positions.digest != prepare_batch(whole(), ls.Mesh.abstract(2), layout="head_tail")["longspan_plan"]["full"].digest
 
 
-def test_windows_are_planned_over_one_layout_and_later_on_demand() -> None:
+def test_windows_share_one_layout_and_may_be_planned_later() -> None:
     class Config:
         sliding_window, layer_types, num_attention_heads, num_key_value_heads = 9, ["full_attention", "sliding_attention"], 6, 2
 
@@ -73,23 +73,23 @@ def test_labels_that_only_padding_could_predict_do_not_count() -> None:
     real = torch.ones(ROWS, LENGTH, dtype=torch.long)
     real[0, :5] = 0
     labels = torch.where(real > 0, 3, -100)
-    found = on(2, {"input_ids": whole()["input_ids"], "labels": labels, "attention_mask": real}, gradients="sum")
-    assert float(found[0]["num_items_in_batch"]) == (LENGTH - 1) + (LENGTH - 1 - 5)
-    assert sum(int(token_count(g["labels"])) for g in found) == (LENGTH - 1) + (LENGTH - 1 - 5)
+    outputs = on(2, {"input_ids": whole()["input_ids"], "labels": labels, "attention_mask": real}, gradients="sum")
+    assert float(outputs[0]["num_items_in_batch"]) == (LENGTH - 1) + (LENGTH - 1 - 5)
+    assert sum(int(token_count(g["labels"])) for g in outputs) == (LENGTH - 1) + (LENGTH - 1 - 5)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"pixel_values": torch.zeros(2, 3)}, "cannot split 'pixel_values'"),
-        ({"attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}, "mask of pairs"),
+        ({"pixel_values": torch.zeros(2, 3)}, "got 'pixel_values', which it cannot split"),
+        ({"attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}, "mask of query-key pairs"),
         ({"attention_mask": torch.full((2, LENGTH), 2)}, "give document_ids"),
-        ({"labels": torch.zeros(2, 5)}, r"labels must be \[2, 211\]"),
+        ({"labels": torch.zeros(2, 5)}, r"expected labels of shape \[2, 211\]"),
         ({"position_ids": torch.arange(LENGTH)[None] % 70, "attention_mask": torch.ones(2, LENGTH)}, "leave out attention_mask"),
-        ({"input_ids": torch.zeros(2, 2), "labels": None}, "too few for 4 ranks"),
+        ({"input_ids": torch.zeros(2, 2), "labels": None}, "got 2 tokens for 4 ranks"),
     ],
 )
-def test_batches_that_cannot_be_split_are_refused(change: dict[str, Any], said: str) -> None:
+def test_a_batch_that_cannot_be_split_raises(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         prepare_batch({**whole(), **change}, ls.Mesh.abstract(4))
 
@@ -104,14 +104,14 @@ def test_batches_that_cannot_be_split_are_refused(change: dict[str, Any], said: 
         ({"output_router_logits": True}, "load-balancing"),
     ],
 )
-def test_configs_that_look_at_a_shard_alone_are_refused(settings: dict[str, Any], said: str) -> None:
+def test_a_config_that_computes_from_a_shard_only_raises(settings: dict[str, Any], said: str) -> None:
     config = type("Config", (), settings)()
     with pytest.raises(ValueError, match=said):
         check_config(config)
     assert windows_of(config) == [] and head_counts(config, 1) == {}
 
 
-def test_shares_of_the_loss_add_up_with_unequal_counts_and_masked_prompts() -> None:
+def test_shares_of_the_loss_add_up_if_ranks_count_different_numbers_of_labels() -> None:
     torch.manual_seed(3)
     head = nn.Linear(7, VOCAB, bias=False).double()
     hidden, labels = torch.randn(ROWS, LENGTH, 7, dtype=torch.float64), torch.randint(0, VOCAB, (ROWS, LENGTH))
@@ -133,7 +133,7 @@ def test_shares_of_the_loss_add_up_with_unequal_counts_and_masked_prompts() -> N
     torch.testing.assert_close(chunked.sum(0) / 5, want_grad, rtol=1e-10, atol=1e-14)
 
 
-def test_a_batch_in_which_nothing_counts_has_loss_zero() -> None:
+def test_a_batch_without_counted_labels_has_loss_zero() -> None:
     logits = torch.randn(1, 5, VOCAB, requires_grad=True)
     loss = token_loss(logits, torch.full((1, 5), -100), count=0)
     loss.backward()
@@ -152,7 +152,7 @@ def test_losses_are_summed_in_float32_or_wider(dtype: torch.dtype) -> None:
         assert abs(float(got) - float(want)) < 1e-5 * float(want)
 
 
-def test_a_count_given_by_the_caller_takes_the_place_of_the_batchs_own() -> None:
+def test_a_given_count_replaces_the_batchs_own() -> None:
     for gradients, share in (("mean", 3), ("sum", 1)):
         for given in on(3, whole(), count=700, gradients=gradients):
             assert float(given["num_items_in_batch"]) == pytest.approx(700 / share)
@@ -195,16 +195,16 @@ class AxisStub:
         return next(iter(self.place.values()))
 
 
-def test_axes_of_a_mesh_have_the_roles_that_their_names_say() -> None:
+def test_the_names_of_mesh_axes_give_their_roles() -> None:
     place = {"dp_replicate": 1, "dp_shard": 2, "cp": 3, "tp": 4}
-    found = roles(AxisStub({"dp_replicate": 2, "dp_shard": 3, "cp": 5, "tp": 7}, place))
-    assert (found.context_size, found.data_size, found.data_rank, found.heads_size) == (5, 6, 1 * 3 + 2, 7)
-    assert found.averaged == 5 * 6 and found.context.mesh_dim_names == ("cp",)
+    outputs = mesh_roles(AxisStub({"dp_replicate": 2, "dp_shard": 3, "cp": 5, "tp": 7}, place))
+    assert (outputs.context_size, outputs.data_size, outputs.data_rank, outputs.heads_size) == (5, 6, 1 * 3 + 2, 7)
+    assert outputs.averaged == 5 * 6 and outputs.context.mesh_dim_names == ("cp",)
     with pytest.raises(ValueError, match="expected an axis 'cp'"):
-        roles(AxisStub({"dp": 2, "ring": 3}, {"dp": 0, "ring": 0}))
+        mesh_roles(AxisStub({"dp": 2, "ring": 3}, {"dp": 0, "ring": 0}))
 
 
-def test_a_window_planned_later_gets_the_plan_that_it_would_have_got_at_first() -> None:
+def test_a_window_planned_later_gets_the_same_plan() -> None:
     shape: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 2}
     later, first = (
         prepare_batch(whole(), ls.Mesh.abstract(3, 1), config=config(sliding_window=window, **shape), layout="head_tail")["longspan_plan"]

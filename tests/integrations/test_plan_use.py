@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tests.integrations.models import batch_of, model_of, relative
+from tests.integrations.tiny_models import batch_of, model_of, relative
 
 import longspan as ls
 import longspan.integrations.transformers as lst
@@ -46,7 +46,7 @@ def test_a_model_with_another_attention_implementation_raises_before_it_computes
 
 
 @pytest.mark.parametrize("given", ["the model", "its config"])
-def test_prepare_batch_refuses_another_attention_implementation(given: str) -> None:
+def test_prepare_batch_raises_for_another_attention_implementation(given: str) -> None:
     model = model_of("llama", "sdpa")
     with pytest.raises(ValueError, match="got 'sdpa'"):
         lst.prepare_batch(batch_of("plain"), ls.Mesh.abstract(2), config=model if given == "the model" else model.config)
@@ -61,7 +61,7 @@ def test_prepare_batch_reads_the_windows_of_a_model_as_of_its_config() -> None:
 
 
 @pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
-def test_a_model_whose_layers_drop_the_plan_is_refused_by_name(family: str) -> None:
+def test_the_error_for_a_layer_that_drops_the_plan_names_it(family: str) -> None:
     model = tiny(family, **HEADS, attn_implementation="longspan")
     with pytest.raises(ValueError, match=f"{family}Attention of layer 0 was called without it"):
         model(**planned())
@@ -75,7 +75,7 @@ def test_a_model_whose_layers_drop_the_plan_is_refused_by_name(family: str) -> N
         ("RecurrentGemma", {**HEADS, "lru_width": 64, "attn_implementation": "longspan"}),
     ],
 )
-def test_a_model_that_mixes_tokens_without_our_attention_is_refused(family: str, settings: dict[str, Any]) -> None:
+def test_a_model_that_mixes_tokens_without_longspans_attention_raises(family: str, settings: dict[str, Any]) -> None:
     model = tiny(family, **settings)
     with pytest.raises((ValueError, NotImplementedError), match="longspan"):
         model(**planned())
@@ -89,7 +89,7 @@ def test_layers_that_did_not_use_the_plan_are_named() -> None:
         model(**planned())
 
 
-def test_a_failed_forward_leaves_no_trace() -> None:
+def test_a_forward_without_a_plan_works_after_one_that_raised() -> None:
     model = model_of("llama", "longspan")
     with pytest.raises(ValueError, match="segment_bias"):
         model(**planned(segment_bias=3))

@@ -1,4 +1,4 @@
-"""Models over Gloo processes, beside other kinds of parallelism: few spawns, many checks in each."""
+"""Models over Gloo processes, beside other kinds of parallelism. Few spawns with many checks in each, as spawning takes seconds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from longspan.testing import run_processes
 
 pytest.importorskip("transformers")
 
-from tests.integrations import composed
-from tests.integrations.models import FAMILIES, batch_of, check_against_one_process, model_of, on_rank, relative, results
+from tests.integrations import parallel_decoder
+from tests.integrations.tiny_models import FAMILIES, assert_equals_one_process, batch_of, model_of, on_rank, relative, results
 
 KINDS = {"llama": "left", "qwen3": "right", "gemma2": "packed", "gemma3": "packed", "gpt_oss": "packed"}
 
@@ -30,12 +30,12 @@ def _two() -> dict[str, Any]:
 def _four(folder: str, families: list[str]) -> dict[str, Any]:
     return {
         "families": _families(families),
-        "data × context": composed.data_and_context(folder),
-        "heads × context": composed.heads_and_context(),
-        "accumulated": composed.accumulated(),
-        "all recomputed": composed.recomputed("full"),
-        "some recomputed": composed.recomputed("selective"),
-        "compiled": composed.compiled(),
+        "data × context": parallel_decoder.data_and_context(folder),
+        "heads × context": parallel_decoder.heads_and_context(),
+        "accumulated": parallel_decoder.accumulated(),
+        "all recomputed": parallel_decoder.recomputed("full"),
+        "some recomputed": parallel_decoder.recomputed("selective"),
+        "compiled": parallel_decoder.compiled(),
     }
 
 
@@ -45,7 +45,7 @@ def _autocast() -> Any:
 
 
 def _ddp() -> tuple[Tensor, list[Tensor]]:
-    """DDP averages: `gradients="mean"` makes the average the gradient."""
+    """Loss and gradients under DDP, which averages gradients."""
     import longspan.integrations.transformers as lst
 
     model = torch.nn.parallel.DistributedDataParallel(model_of("llama", "longspan"))
@@ -60,38 +60,38 @@ def _transformers_recomputed() -> Any:
     return on_rank(model, batch_of("plain"), dist.group.WORLD)
 
 
-def _check_families(found: list[dict[str, Any]], families: list[str]) -> None:
+def _check_families(outputs: list[dict[str, Any]], families: list[str]) -> None:
     for i, family in enumerate(families):
-        check_against_one_process(family, KINDS[family], [f["families"][i] for f in found])
+        assert_equals_one_process(family, KINDS[family], [f["families"][i] for f in outputs])
 
 
 def test_models_on_two_processes_with_ddp_autocast_and_recomputation() -> None:
-    found = run_processes(_two, 2, timeout=240.0)
-    _check_families(found, list(FAMILIES))
-    check_against_one_process("gemma2", "plain", [f["recomputed"] for f in found])
+    outputs = run_processes(_two, 2, timeout=240.0)
+    _check_families(outputs, list(FAMILIES))
+    assert_equals_one_process("gemma2", "plain", [f["recomputed"] for f in outputs])
 
     given = {**batch_of("packed"), "use_cache": False}
     loss, logits, grads = results(model_of("llama"), given)
-    assert relative(sum(f["ddp"][0] for f in found) / 2, loss) < 2e-6
-    for f in found:
+    assert relative(sum(f["ddp"][0] for f in outputs) / 2, loss) < 2e-6
+    for f in outputs:
         assert all(relative(g, w) < 5e-5 for g, w in zip(f["ddp"][1], grads))
 
     with torch.autocast("cpu", torch.bfloat16):
         _, half, half_grads = results(model_of("llama"), given)
-    got = [torch.stack([f["autocast"][2][i] for f in found]).sum(0) for i in range(len(grads))]
-    assert _off(found[0]["autocast"][1], logits) <= 2 * _off(half, logits)
+    got = [torch.stack([f["autocast"][2][i] for f in outputs]).sum(0) for i in range(len(grads))]
+    assert _error(outputs[0]["autocast"][1], logits) <= 2 * _error(half, logits)
     for g, h, w in zip(got, half_grads, grads):
-        assert _off(g, w) <= 2 * _off(h, w) + 1e-3
+        assert _error(g, w) <= 2 * _error(h, w) + 1e-3
 
 
-def _off(a: Tensor, b: Tensor) -> float:
+def _error(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 def test_models_on_four_processes_beside_other_parallelism(tmp_path: Any, pytestconfig: pytest.Config) -> None:
     families = list(FAMILIES) if pytestconfig.getoption("--whole-grid") else ["gemma2", "gpt_oss"]
-    found = run_processes(_four, 4, str(tmp_path / "checkpoint"), families, timeout=280.0)
-    _check_families(found, families)
+    outputs = run_processes(_four, 4, str(tmp_path / "checkpoint"), families, timeout=280.0)
+    _check_families(outputs, families)
     for name, batches in (
         ("data × context", [0, 1]),
         ("heads × context", [0]),
@@ -100,8 +100,8 @@ def test_models_on_four_processes_beside_other_parallelism(tmp_path: Any, pytest
         ("some recomputed", [0]),
         ("compiled", [0]),
     ):
-        loss, grads = composed.expected(batches)
-        for f in found:
+        loss, grads = parallel_decoder.expected(batches)
+        for f in outputs:
             assert relative(f[name]["loss"], loss) < 1e-12, name
             assert grads.keys() == f[name]["gradients"].keys()
             for p, want in grads.items():
@@ -110,16 +110,16 @@ def test_models_on_four_processes_beside_other_parallelism(tmp_path: Any, pytest
 
 
 def _check_checkpoint(folder: str) -> None:
-    """Saved by 2 × 2 ranks, loaded here by one."""
+    """The checkpoint that 2 × 2 ranks saved, loaded by one process."""
     import torch.distributed.checkpoint as dcp
 
     import longspan as ls
 
-    model = composed.decoder()
-    want = composed.shares(model, ls.Mesh.abstract(1), [0])
+    model = parallel_decoder.decoder()
+    want = parallel_decoder.shares(model, ls.Mesh.abstract(1), [0])
     model.initialise(99)
-    assert composed.shares(model, ls.Mesh.abstract(1), [0]) != want
+    assert parallel_decoder.shares(model, ls.Mesh.abstract(1), [0]) != want
     state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     model.load_state_dict(state["model"])
-    assert composed.shares(model, ls.Mesh.abstract(1), [0]) == want
+    assert parallel_decoder.shares(model, ls.Mesh.abstract(1), [0]) == want

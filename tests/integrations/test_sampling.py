@@ -1,4 +1,4 @@
-"""What SpanningTrainer reads: another order in each epoch, the same one when resumed; in evaluation each sample once."""
+"""The samples that SpanningTrainer reads: a new order each epoch, kept by a resumed run; each sample once in evaluation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def trainer(folder: Path, data: Any, seen: list[int] | None = None, **changes: A
 
 
 def data(count: int) -> list[dict[str, Tensor]]:
-    """Sample i begins with token i, and its first i tokens do not count."""
+    """Samples: number i begins with token i, and its first i labels do not count."""
     out = []
     for i in range(count):
         ids = torch.randint(0, SIZES["vocab_size"], (17,), generator=torch.Generator().manual_seed(i))
@@ -67,7 +67,7 @@ def data(count: int) -> list[dict[str, Tensor]]:
     return out
 
 
-def test_each_epoch_has_an_order_of_its_own_which_training_resumed_within_it_keeps(tmp_path: Path) -> None:
+def test_each_epoch_has_its_own_order_and_a_resumed_run_keeps_it(tmp_path: Path) -> None:
     whole: list[int] = []
     trainer(tmp_path, data(9), whole, num_train_epochs=3, save_strategy="steps", save_steps=7).train()
     epochs = [whole[:9], whole[9:18], whole[18:]]
@@ -76,10 +76,10 @@ def test_each_epoch_has_an_order_of_its_own_which_training_resumed_within_it_kee
 
     rest: list[int] = []
     trainer(tmp_path, data(9), rest, num_train_epochs=3).train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
-    assert rest == whole[9 + 2 * 2 :]  # five steps of two samples an epoch: the seventh is the second of the second
+    assert rest == whole[9 + 2 * 2 :]  # an epoch is five steps of two samples: step 7 is the second step of the second epoch
 
 
-def test_the_order_of_a_run_is_that_of_its_seed(tmp_path: Path) -> None:
+def test_the_order_of_samples_depends_on_the_seed(tmp_path: Path) -> None:
     orders = []
     for changes in ({}, {"data_seed": 0}, {"data_seed": 5}, {"train_sampling_strategy": "sequential"}):
         loader = trainer(tmp_path, data(9), **changes).get_train_dataloader()
@@ -88,12 +88,12 @@ def test_the_order_of_a_run_is_that_of_its_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
-def test_sampling_strategies_that_are_not_there_are_refused(strategy: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"must be 'random' or 'sequential', got '{strategy}'"):
+def test_an_unsupported_sampling_strategy_raises(strategy: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"expected train_sampling_strategy 'random' or 'sequential', got '{strategy}'"):
         trainer(tmp_path, data(3), train_sampling_strategy=strategy)
 
 
-def test_a_dataset_without_a_length_is_refused(tmp_path: Path) -> None:
+def test_a_dataset_without_a_length_raises(tmp_path: Path) -> None:
     class Endless(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:
             yield from data(2)
@@ -106,10 +106,10 @@ def test_a_dataset_without_a_length_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("samples", "rows", "groups"), [(7, 2, 3), (12, 2, 3), (13, 5, 2), (1, 4, 3), (8, 3, 1), (5, 1, 4), (0, 2, 2)])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_in_evaluation_each_sample_counts_once_and_all_ranks_make_the_same_steps(
+def test_in_evaluation_each_sample_counts_once_and_all_ranks_make_equally_many_steps(
     samples: int, rows: int, groups: int, drop_last: bool
 ) -> None:
-    places = [EvalBatches(samples, rows, groups=groups, group=g, drop_last=drop_last) for g in range(groups)]
+    places = [EvalBatches(samples, rows, data_ranks=groups, data_rank=g, drop_last=drop_last) for g in range(groups)]
     assert len({len(place) for place in places}) == 1
     counted = [i for place in places for batch, weight in zip(place, place.weights, strict=True) if weight for i in batch]
     assert sorted(counted) == list(range(samples - samples % rows if drop_last else samples))
@@ -118,7 +118,7 @@ def test_in_evaluation_each_sample_counts_once_and_all_ranks_make_the_same_steps
 
 
 def test_data_ranks_read_different_samples_of_an_epoch() -> None:
-    places = [TrainBatches(range(11), 2, groups=3, group=g, shuffle=True, seed=3, drop_last=False) for g in range(3)]
+    places = [TrainBatches(range(11), 2, data_ranks=3, data_rank=g, shuffle=True, seed=3, drop_last=False) for g in range(3)]
     for epoch in (0, 1):
         for place in places:
             place.set_epoch(epoch)
@@ -127,7 +127,7 @@ def test_data_ranks_read_different_samples_of_an_epoch() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3])
-def test_the_evaluation_loss_over_data_ranks_is_that_of_one_process(groups: int, tmp_path: Path) -> None:
+def test_the_evaluation_loss_over_data_ranks_equals_that_of_one_process(groups: int, tmp_path: Path) -> None:
     from transformers import Trainer, default_data_collator
 
     samples = {"a": data(7), "b": data(3)}
@@ -136,11 +136,11 @@ def test_the_evaluation_loss_over_data_ranks_is_that_of_one_process(groups: int,
     want = plain.evaluate()
     made = trainer(tmp_path, samples, **changes)
     roles, total = made.roles, {name: torch.zeros(2, dtype=torch.float64) for name in samples}
-    for rank in range(groups):  # one after the other: in evaluation, data ranks need nothing of each other before the end
+    for rank in range(groups):  # one after the other: in evaluation, data ranks communicate at the end only
         made.roles = replace(roles, data_size=groups, data_rank=rank)
         for name in samples:
             got = made.evaluate(name, metric_key_prefix="eval_" + name)
-            total[name] += made._evaluated
+            total[name] += made._loss_sum
             if groups == 1:
                 assert got[f"eval_{name}_loss"] == pytest.approx(want[f"eval_{name}_loss"], rel=2e-6)
     for name, (losses, counted) in total.items():

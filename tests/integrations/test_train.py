@@ -36,15 +36,15 @@ def losses(out: Path) -> list[float]:
 
 
 def children(pid: int) -> list[int]:
-    found = []
+    outputs = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rsplit(")", 1)[1].split()
         except OSError:
             continue
         if int(fields[1]) == pid and fields[0] != "Z":
-            found.append(int(stat.parent.name))
-    return found
+            outputs.append(int(stat.parent.name))
+    return outputs
 
 
 def wait_for(condition: Any, what: str, seconds: float = 150.0) -> None:

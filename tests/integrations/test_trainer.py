@@ -1,4 +1,4 @@
-"""transformers' Trainer over processes, and the lines that the documents show for transformers."""
+"""SpanningTrainer over processes, and the code for transformers in the README and the docs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from tests.integrations.models import batch_of, model_of, relative
+from tests.integrations.tiny_models import batch_of, model_of, relative
 
 from longspan.testing import virtual_world
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_six_steps_of_the_trainer_on_two_processes_give_the_weights_of_one() -> None:
+def test_six_steps_of_the_trainer_on_two_processes_give_the_weights_of_one_process() -> None:
     from examples.transformers_trainer import differences
 
     with warnings.catch_warnings():
@@ -29,7 +29,7 @@ def test_six_steps_of_the_trainer_on_two_processes_give_the_weights_of_one() -> 
     assert off < 1e-6 and moved > 1e-2
 
 
-def test_the_trainer_refuses_a_model_with_another_attention_and_a_mesh_of_other_ranks(tmp_path: Path) -> None:
+def test_the_trainer_raises_for_another_attention_implementation_and_for_a_mesh_of_other_ranks(tmp_path: Path) -> None:
     from examples.transformers_trainer import arguments, llama
 
     import longspan as ls

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, create_block_mask
 
 import longspan as ls
+from longspan.integrations import PreparedBatch, prepare_batch
+from longspan.integrations.loss import linear_token_loss, shift_labels, token_count, token_loss
 from longspan.testing import oracle, virtual_world
 
 
@@ -74,10 +76,34 @@ def planning() -> None:
 def drop_in() -> None:
     def rank(mesh: ls.Mesh) -> Tensor:
         x = torch.ones(1, 2, 64, 8)
-        with ls.context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+        with ls.context_parallel(mesh, buffers=[x], buffer_seq_dims=[2], layout="contiguous", strategy="ring") as cp:
+            assert_type(cp.positions(64), Tensor)
+            assert_type(cp.unshard(cp.shard(torch.ones(64), 0), 0), Tensor)
             return F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
     assert all(torch.allclose(out, torch.ones(1, 2, 32, 8)) for out in virtual_world(2).run(rank))
+
+
+def module_style() -> None:
+    assert_type(ls.ContextParallel(seq_len=[64, 32], layout="head_tail"), ls.ContextParallel)
+
+
+def batches() -> None:
+    tokens = torch.arange(64)[None]
+
+    def rank(mesh: ls.Mesh) -> Tensor:
+        given = prepare_batch({"input_ids": tokens, "labels": tokens}, mesh, gradients="sum", layout="head_tail")
+        assert_type(given, PreparedBatch)
+        assert_type(given["longspan_plan"]["full"], ls.Plan)
+        hidden = F.one_hot(given["input_ids"], 64).float()
+        loss = linear_token_loss(hidden, torch.eye(64), given["labels"], count=given["num_items_in_batch"])
+        assert_type(loss, Tensor)
+        return loss
+
+    logits, labels = F.one_hot(tokens, 64).float(), shift_labels(tokens)
+    whole = token_loss(logits, labels, count=token_count(labels))
+    assert_type(whole, Tensor)
+    assert torch.allclose(torch.stack(virtual_world(2).run(rank)).sum(), whole)
 
 
 def main() -> None:
@@ -86,6 +112,8 @@ def main() -> None:
     many_devices()
     planning()
     drop_in()
+    module_style()
+    batches()
 
 
 if __name__ == "__main__":

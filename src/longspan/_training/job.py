@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from longspan._training.corpus import Corpus, corpus
 from longspan._training.decoder import Decoder, DecoderConfig
 from longspan._training.launch import INTERRUPTED, Interrupts
-from longspan.integrations._batch import prepare_batch
+from longspan.integrations import PlanOptions, prepare_batch
 from longspan.integrations.loss import IGNORED
 
 
@@ -140,7 +140,7 @@ def _step(job: Job, model: Any, optimizer: Any, text: Corpus, mesh: Any, step: i
     optimizer.zero_grad()
     batch = [text.sequence(step * job.batch + row, job.length) for row in range(job.batch)]
     count = sum(int((b["shift_labels"] != IGNORED).sum()) for b in batch)
-    heads = {"heads": job.model.heads, "kv_heads": job.model.kv_heads, "head_dim": job.model.head_dim}
+    heads: PlanOptions = {"heads": job.model.heads, "kv_heads": job.model.kv_heads, "head_dim": job.model.head_dim}
     total = 0.0
     for row in mine:
         given = prepare_batch(batch[row], mesh, gradients="sum", count=count, strategy=job.strategy, **heads)

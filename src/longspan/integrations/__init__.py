@@ -1,11 +1,30 @@
-"""What stands between the engine and a model: batches, the loss, transformers, a small decoder to train."""
+"""Integrations: whole batches to ranks' batches, the exact loss, and Hugging Face transformers.
+
+Public modules:
+
+- `longspan.integrations.transformers`: `attn_implementation="longspan"` (needs transformers).
+- `longspan.integrations.trainer`: `SpanningTrainer`, a `transformers.Trainer` with a mesh (needs transformers and accelerate).
+- `longspan.integrations.loss`: the exact loss of a sequence that is split over ranks.
+
+`prepare_batch` is here too, for models other than transformers'.
+"""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from longspan.integrations._batch import PlanOptions, PreparedBatch, prepare_batch
+
+if TYPE_CHECKING:
+    from longspan.integrations import loss as loss
+    from longspan.integrations import trainer as trainer
+    from longspan.integrations import transformers as transformers
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import a public module when it is asked for: transformers takes seconds to import."""
+        if name in ("loss", "trainer", "transformers"):
+            return import_module(f"longspan.integrations.{name}")
+        raise AttributeError(f"module 'longspan.integrations' has no attribute {name!r}")
 
 
-def __getattr__(name: str) -> Any:
-    """`transformers` and what else needs other packages: imported when asked for."""
-    if name in ("batch", "loss", "trainer", "training", "transformers"):
-        return import_module(f"longspan.integrations.{name}")
-    raise AttributeError(f"module 'longspan.integrations' has no attribute {name!r}")
+__all__ = ["PlanOptions", "PreparedBatch", "loss", "prepare_batch", "trainer", "transformers"]

@@ -1,105 +1,148 @@
-"""From a whole batch to a rank's: plan, local tokens, positions, labels.
+"""`prepare_batch`: from a whole batch to one rank's, with its plans.
 
-All that depends on a token's neighbours (documents, labels) is decided here, on the whole sequence. A shard may hold the head and the tail
-of it: seen alone, its positions jump.
+Documents and labels depend on a token's neighbours, so they are derived here from the whole sequence. A shard may hold the head and the
+tail of a sequence: alone, its positions jump in the middle.
 
-Legend: B batch, S tokens of the whole sequence, L those of this rank.
+Legend: B batch, S tokens of the whole sequence, L tokens of this rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
+from longspan._comm.mesh import MeshLike
+from longspan._cost.rates import Cluster
 from longspan._masks.algebra import Extent, Mask, causal, documents
+from longspan._plan.layout import Layout
+from longspan._plan.schedule import Schedule
 from longspan.integrations._configs import check_config, check_implementation, head_counts, windows_of
-from longspan.integrations._meshes import device_of, roles, summed_over_data
+from longspan.integrations._meshes import device_of, mesh_roles, sum_over_data_ranks
 from longspan.integrations._plans import ModelPlans, model_plans
 from longspan.integrations.loss import IGNORED, shift_labels, token_count
 
-_KNOWN = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "attention_mask", "document_ids", "seq_idx")
-_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_PER_TOKEN = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "attention_mask", "document_ids", "seq_idx")
+_FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+class PlanOptions(TypedDict, total=False):
+    """Keywords of `longspan.plan` that `prepare_batch` passes on."""
+
+    layout: str | Layout
+    strategy: str | Schedule
+    heads: int
+    kv_heads: int
+    head_dim: int
+    stages: int | None
+    overlap: bool | None
+    grad_reduce_dtype: torch.dtype | None
+    cluster: Cluster | str | None
+
+
+class PreparedBatch(TypedDict, total=False):
+    """The keywords of a model's forward on one rank: see `prepare_batch`."""
+
+    input_ids: Tensor
+    inputs_embeds: Tensor
+    position_ids: Tensor
+    longspan_plan: ModelPlans
+    use_cache: bool
+    labels: Tensor
+    shift_labels: Tensor
+    num_items_in_batch: Tensor
 
 
 def prepare_batch(
     batch: Mapping[str, Any],
-    mesh: Any,
+    mesh: MeshLike,
     *,
     config: Any = None,
     count: Tensor | float | None = None,
-    gradients: str = "mean",
-    device: Any = None,
-    **options: Any,
-) -> dict[str, Any]:
-    """What a model's forward takes on this rank, from a batch that is whole and the same on all ranks of the context axis.
+    gradients: Literal["mean", "sum"] = "mean",
+    device: torch.device | str | None = None,
+    **options: Unpack[PlanOptions],
+) -> PreparedBatch:
+    """The keywords of a model's forward on this rank, from a whole batch: `model(**prepare_batch(batch, mesh, config=model))`.
 
-    batch:     `input_ids` [B, S] (or `inputs_embeds`), and as they are there: `labels` [B, S], not shifted; `position_ids` [B, S] or
-               [1, S], which say where packed documents begin; `document_ids` (or `seq_idx`) [B, S], which say it themselves, negative
-               for padding; `attention_mask` [B, S], 0 for padding.
-    mesh:      what `longspan.plan` takes: all ranks share the sequence. Or a DeviceMesh with an axis "cp", beside "dp", "dp_replicate",
-               "dp_shard", "tp": then labels are counted over the data axes too, in one small collective.
-    config:    the model or its config. It must run attn_implementation="longspan". Its windows get plans of their own over the common
-               layout, its head counts help to choose a strategy.
-    count:     labels that count in all that the optimizer's step will see, if that is more than this batch (gradient accumulation).
-    gradients: "mean" if gradients will be averaged over context and data ranks, as DDP and FSDP2 do it; "sum" if they will be summed.
-    device:    where the tensors go; the mesh's device unless given.
-    options:   for `longspan.plan`: layout, strategy, heads, …
+    The batch is whole, and equal on all ranks that share a sequence. Over all ranks together the loss is the mean over the whole batch.
 
-    Returns `input_ids` [B, L], `position_ids` [B, L], `longspan_plan`, `use_cache` False; and with labels, shifted: `labels` and
-    `shift_labels` [B, L], and `num_items_in_batch`, by which a transformers model divides its sum. On all ranks together the loss is the
-    mean over the whole batch.
+    Args:
+        batch: `input_ids` [B, S] or `inputs_embeds` [B, S, D], and any of: `labels` [B, S], not shifted; `position_ids` [B, S] or [1, S],
+            which start again at each packed document; `document_ids` (or `seq_idx`) [B, S], negative for padding; `attention_mask`
+            [B, S], 0 for padding.
+        mesh: The ranks that share the sequence, as `longspan.plan` takes them. Or a DeviceMesh with an axis "cp" beside any of "dp",
+            "dp_replicate", "dp_shard" and "tp": labels are then counted over the data axes too, in one small collective call.
+        config: The model or its config. It must run attn_implementation="longspan". Its windows get plans of their own over the common
+            layout. Its head counts help to choose a strategy.
+        count: The number of labels that count in the optimizer's step, if that is more than this batch (gradient accumulation).
+        gradients: "mean" if gradients will be averaged over context and data ranks, as by DDP and FSDP2; "sum" if they will be summed.
+        device: The device of the returned tensors; by default the mesh's.
+        **options: Keywords of `longspan.plan`: layout, strategy, heads, …
 
-    Documents are found as transformers finds them: where `position_ids` do not go up by one. Padding is not seen by any token. Tokens that
-    have only padding before them see nothing, and what they would predict does not count.
+    Returns:
+        `input_ids` [B, L] (or `inputs_embeds`), `position_ids` [B, L], `longspan_plan`, `use_cache` False. With labels also `labels` and
+        `shift_labels` [B, L], both shifted, and `num_items_in_batch`, by which a transformers model divides its sum.
+
+    Raises:
+        ValueError: If the batch holds tensors that cannot be split, or the model computes something from its shard only.
+
+    Note:
+        Packed documents are detected as transformers does: a document starts where `position_ids` do not increase by one. No token sees
+        padding. A token that has only padding before it sees nothing, and its label does not count.
     """
     if gradients not in ("mean", "sum"):
-        raise ValueError(f"prepare_batch: gradients must be 'mean' (DDP, FSDP) or 'sum', got {gradients!r}")
-    tokens, rows, length = _tokens(batch)
+        raise ValueError(f"prepare_batch: expected gradients='mean' (DDP, FSDP) or 'sum', got {gradients!r}")
+    tokens, batch_size, length = _tokens(batch)
     config = getattr(config, "config", config)
+    plan_options: dict[str, Any] = {"batch": batch_size, **options}
+    roles = mesh_roles(mesh)
     if config is not None:
         check_implementation(config)
         check_config(config)
-    found = roles(mesh)
-    positions = _positions(batch, rows, length)
-    mask, blind = _mask(batch, positions, rows, length)
-    if config is not None:
-        options = {**head_counts(config, found.heads_size), **options}
+        plan_options = {**head_counts(config, roles.heads_size), **plan_options}
+    positions = _positions(batch, batch_size, length)
+    mask, blind = _mask(batch, positions)
     windows = [] if config is None else windows_of(config)
-    plans = model_plans(mask, length, found.context, windows, {"batch": rows, **options})
-    _check_shares(plans, found.context_size, length)
+    plans = model_plans(mask, length, roles.context, windows, plan_options)
+    _check_every_rank_has_tokens(plans, roles.context_size, length)
 
     device = device_of(mesh) if device is None else device
 
-    def mine(x: Tensor) -> Tensor:
+    def local(x: Tensor) -> Tensor:
         return plans.shard(x, 1).to(device if device is not None else x.device)
 
-    name = "input_ids" if "input_ids" in batch else "inputs_embeds"
-    out: dict[str, Any] = {name: mine(tokens), "position_ids": mine(positions), "longspan_plan": plans, "use_cache": False}
-    labels = _labels(batch, blind)
+    prepared: PreparedBatch = {"position_ids": local(positions), "longspan_plan": plans, "use_cache": False}
+    if batch.get("input_ids") is not None:
+        prepared["input_ids"] = local(tokens)
+    else:
+        prepared["inputs_embeds"] = local(tokens)
+    labels = _shifted_labels(batch, blind)
     if labels is not None:
-        local = mine(labels)
-        total = summed_over_data(token_count(labels), found) if count is None else torch.as_tensor(count)
-        share = total.clamp(min=1) / (found.averaged if gradients == "mean" else 1)
-        out |= {"labels": local, "shift_labels": local, "num_items_in_batch": share.to(local.device)}
-    return out
+        total = sum_over_data_ranks(token_count(labels), roles) if count is None else torch.as_tensor(count)
+        divisor = total.clamp(min=1) / (roles.averaged if gradients == "mean" else 1)
+        local_labels = local(labels)
+        prepared["labels"] = prepared["shift_labels"] = local_labels
+        prepared["num_items_in_batch"] = divisor.to(local_labels.device)
+    return prepared
 
 
 def document_starts(positions: Tensor) -> Tensor:
-    """positions [B, S] → True where a document begins: where positions do not go up by one."""
+    """True for the first token of each document, bool [B, S]: where positions [B, S] do not increase by one."""
     jumps = positions[:, 1:] != positions[:, :-1] + 1
     return torch.cat([torch.ones_like(positions[:, :1], dtype=torch.bool), jumps], 1)
 
 
 def _tokens(batch: Mapping[str, Any]) -> tuple[Tensor, int, int]:
-    unknown = [name for name, value in batch.items() if name not in (*_KNOWN, *_FLASH) and value is not None]
+    """(tokens or embeddings, B, S) of a batch whose entries were checked."""
+    unknown = [name for name, value in batch.items() if name not in (*_PER_TOKEN, *_FLASH_ARGUMENTS) and value is not None]
     if unknown:
         raise ValueError(
-            f"prepare_batch: cannot split {', '.join(map(repr, unknown))} over ranks; it knows {', '.join(map(repr, _KNOWN))}. "
-            "Take the others out of the batch; what belongs to no token can be given to the model beside what this returns"
+            f"prepare_batch: expected {', '.join(map(repr, _PER_TOKEN))}, got {', '.join(map(repr, unknown))}, which it cannot split over "
+            "ranks. Take it out of the batch; give what does not depend on tokens to the model directly"
         )
     tokens = batch.get("input_ids")
     if tokens is None:
@@ -109,65 +152,77 @@ def _tokens(batch: Mapping[str, Any]) -> tuple[Tensor, int, int]:
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:
         got = type(tokens).__name__ if not isinstance(tokens, Tensor) else f"shape {tuple(tokens.shape)}"
         raise ValueError(f"prepare_batch: expected input_ids [B, S], got {got}")
-    rows, length = tokens.shape[:2]
-    for name in _KNOWN[2:]:
+    batch_size, length = tokens.shape[:2]
+    for name in _PER_TOKEN[2:]:
         value = batch.get(name)
         if value is None:
             continue
-        alike = isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] == length and value.shape[0] in (1, rows)
-        if not alike or (value.shape[0] != rows and name != "position_ids"):
-            hint = "; a mask of pairs belongs in a plan: longspan.plan(mask, …)" if name == "attention_mask" else ""
+        fits = isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] == length and value.shape[0] in (1, batch_size)
+        if not fits or (value.shape[0] != batch_size and name != "position_ids"):
+            hint = "; a mask of query-key pairs belongs in a plan: longspan.plan(mask, …)" if name == "attention_mask" else ""
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"prepare_batch: {name} must be [{rows}, {length}] like input_ids, got {got}{hint}")
-    return tokens, rows, length
+            raise ValueError(f"prepare_batch: expected {name} of shape [{batch_size}, {length}] like input_ids, got {got}{hint}")
+    return tokens, batch_size, length
 
 
-def _positions(batch: Mapping[str, Any], rows: int, length: int) -> Tensor:
-    given = batch.get("position_ids")
-    if given is None:
-        return torch.arange(length).expand(rows, length)
-    return given.expand(rows, length)
+def _positions(batch: Mapping[str, Any], batch_size: int, length: int) -> Tensor:
+    positions: Tensor | None = batch.get("position_ids")
+    if positions is None:
+        positions = torch.arange(length)
+    return positions.expand(batch_size, length)
 
 
-def _mask(batch: Mapping[str, Any], positions: Tensor, rows: int, length: int) -> tuple[Mask, Tensor | None]:
-    """The mask of layers without a window, and which tokens [B, S] see nothing at all; None for none."""
-    ids = batch.get("document_ids") if batch.get("document_ids") is not None else batch.get("seq_idx")
-    real = batch.get("attention_mask")
-    if real is not None:
-        real = _padding(real)
-    if ids is None and batch.get("position_ids") is not None:
-        starts = document_starts(positions).cpu()
-        if real is None:
-            ids = starts.cumsum(1)
-        elif bool((starts[:, 1:] & real[:, 1:] & real[:, :-1]).any()):
-            raise ValueError(
-                "prepare_batch: position_ids begin anew within a row, and there is an attention_mask: with both, transformers would not "
-                "keep the documents apart. Give document_ids, or leave out attention_mask"
-            )
-    if ids is None and batch.get("cu_seq_lens_q") is not None:
-        ids = torch.bucketize(torch.arange(length), batch["cu_seq_lens_q"].cpu()[1:-1], right=True)[None].expand(rows, length)
+def _mask(batch: Mapping[str, Any], positions: Tensor) -> tuple[Mask, Tensor | None]:
+    """The mask of layers without a window, and the tokens that see nothing, bool [B, S] or None."""
+    ids = _document_ids(batch, positions)
     mask, blind = causal(), None
     if ids is not None and bool((ids != ids[:, :1]).any() | (ids < 0).any()):
-        ids = ids.cpu()
         mask = mask & documents(ids=ids[0] if bool((ids == ids[:1]).all()) else ids)
         blind = ids < 0 if bool((ids < 0).any()) else None
+    real = _real_tokens(batch)
     if real is not None and not bool(real.all()):
         mask = mask & RealKeys((real[0] if bool((real == real[:1]).all()) else real).contiguous())
-        first = real.int().cumsum(1) == 0
-        blind = first if blind is None else blind | first
+        only_padding_before = real.int().cumsum(1) == 0
+        blind = only_padding_before if blind is None else blind | only_padding_before
     return mask, blind
 
 
-def _padding(given: Tensor) -> Tensor:
-    given = given.cpu()
-    if bool(((given != 0) & (given != 1)).any()):
-        raise ValueError("prepare_batch: attention_mask must hold 0 (padding) and 1; for packed documents give document_ids")
-    return given != 0
+def _document_ids(batch: Mapping[str, Any], positions: Tensor) -> Tensor | None:
+    """The document of each token [B, S] on the CPU, negative for padding; None if the batch does not say."""
+    given = batch.get("document_ids") if batch.get("document_ids") is not None else batch.get("seq_idx")
+    if given is not None:
+        ids: Tensor = given.cpu()
+        return ids
+    if batch.get("position_ids") is not None:
+        starts, real = document_starts(positions).cpu(), _real_tokens(batch)
+        if real is None:
+            return starts.cumsum(1)
+        if bool((starts[:, 1:] & real[:, 1:] & real[:, :-1]).any()):
+            raise ValueError(
+                "prepare_batch: expected position_ids that increase by one, because there is an attention_mask, got some that start again "
+                "within a row: transformers would not separate those documents. Give document_ids, or leave out attention_mask"
+            )
+    if batch.get("cu_seq_lens_q") is not None:
+        ends = batch["cu_seq_lens_q"].cpu()[1:-1]
+        return torch.bucketize(torch.arange(positions.shape[1]), ends, right=True)[None].expand_as(positions)
+    return None
+
+
+def _real_tokens(batch: Mapping[str, Any]) -> Tensor | None:
+    """False for padding, bool [B, S] on the CPU; None without an attention_mask."""
+    if batch.get("attention_mask") is None:
+        return None
+    attention_mask: Tensor = batch["attention_mask"].cpu()
+    if bool(((attention_mask != 0) & (attention_mask != 1)).any()):
+        raise ValueError(
+            "prepare_batch: expected an attention_mask of 0 (padding) and 1, got others; for packed documents give document_ids"
+        )
+    return attention_mask != 0
 
 
 @dataclass(frozen=True, eq=False)
 class RealKeys(Mask):
-    """Every query sees the keys that are no padding. `real` [S] or [B, S]."""
+    """The mask by which every query sees the keys that are not padding. `real`: bool [S] or [B, S], False for padding."""
 
     real: Tensor
 
@@ -183,9 +238,9 @@ class RealKeys(Mask):
         return f"real keys({self.real.shape[-1]} tokens)"
 
 
-def _labels(batch: Mapping[str, Any], blind: Tensor | None) -> Tensor | None:
-    """Labels [B, S], each token's next one. A token that sees nothing, not even itself, predicts nothing."""
-    shifted = batch.get("shift_labels")
+def _shifted_labels(batch: Mapping[str, Any], blind: Tensor | None) -> Tensor | None:
+    """The next token's label for each token [B, S]; None without labels. A token that sees nothing predicts nothing."""
+    shifted: Tensor | None = batch.get("shift_labels")
     if shifted is None:
         if batch.get("labels") is None:
             return None
@@ -193,6 +248,6 @@ def _labels(batch: Mapping[str, Any], blind: Tensor | None) -> Tensor | None:
     return shifted if blind is None else shifted.masked_fill(blind.to(shifted.device), IGNORED)
 
 
-def _check_shares(plans: ModelPlans, ranks: int, length: int) -> None:
+def _check_every_rank_has_tokens(plans: ModelPlans, ranks: int, length: int) -> None:
     if any(plans.layout.local_len(r) == 0 for r in range(ranks)):
-        raise ValueError(f"prepare_batch: {length} tokens are too few for {ranks} ranks: models cannot run on none. Use fewer ranks")
+        raise ValueError(f"prepare_batch: expected at least one token per rank, got {length} tokens for {ranks} ranks; use fewer ranks")

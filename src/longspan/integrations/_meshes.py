@@ -1,7 +1,7 @@
-"""Which axis of a device mesh does what, by the names that accelerate and torchtitan give them.
+"""The roles of a device mesh's axes, by the names that accelerate and torchtitan give them.
 
-`cp` shares a sequence, `dp`, `dp_replicate` and `dp_shard` hold different batches, `tp` holds different heads. A mesh without any of
-these names shares one sequence over all of its ranks.
+Ranks along `cp` share a sequence. Ranks along `dp`, `dp_replicate` and `dp_shard` hold different batches. Ranks along `tp` hold different
+heads. If no axis has one of these names, all ranks of the mesh share a sequence.
 """
 
 from __future__ import annotations
@@ -17,14 +17,20 @@ from torch import Tensor
 from longspan._comm.agreement import CallDescription, agree
 from longspan._comm.mesh import as_mesh
 
-CONTEXT = "cp"
-DATA = ("dp", "dp_replicate", "dp_shard")
-HEADS = "tp"
+CONTEXT_AXIS = "cp"
+DATA_AXES = ("dp", "dp_replicate", "dp_shard")
+HEADS_AXIS = "tp"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Roles:
-    """The mesh that shares a sequence (what `longspan.plan` takes), the axes of different batches, and how many ranks share the heads."""
+class MeshRoles:
+    """The axes of a mesh by role.
+
+    context:    the mesh whose ranks share a sequence, as `longspan.plan` takes it.
+    data:       the axes whose ranks hold different batches.
+    data_rank:  this rank's place among them.
+    heads_size: ranks that share the heads of a token.
+    """
 
     context: Any
     context_size: int
@@ -35,41 +41,38 @@ class Roles:
 
     @property
     def averaged(self) -> int:
-        """Ranks over which DDP and FSDP average gradients."""
+        """Number of ranks over which DDP and FSDP average gradients."""
         return self.context_size * self.data_size
 
 
-def roles(mesh: Any) -> Roles:
-    """What each axis of a mesh is for."""
-    from longspan._comm.mesh import as_mesh
-
+def mesh_roles(mesh: Any) -> MeshRoles:
+    """The roles of a mesh's axes. Raises ValueError for a mesh with some of the names but no axis "cp", or with other names beside."""
     names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
-    known = [name for name in names if name in (CONTEXT, HEADS, *DATA)]
+    known = [name for name in names if name in (CONTEXT_AXIS, HEADS_AXIS, *DATA_AXES)]
     if not known:
-        return Roles(context=mesh, context_size=as_mesh(mesh).size)
-    other = [name for name in names if name not in known]
-    if other or CONTEXT not in names:
+        return MeshRoles(context=mesh, context_size=as_mesh(mesh).size)
+    if len(known) < len(names) or CONTEXT_AXIS not in names:
         raise ValueError(
-            f"mesh: expected an axis {CONTEXT!r} beside any of {', '.join(map(repr, (*DATA, HEADS)))}, got axes {names}; "
-            "name the axis that shares a sequence 'cp', or pass the submesh of the axes that do"
+            f"mesh: expected an axis {CONTEXT_AXIS!r} beside any of {', '.join(map(repr, (*DATA_AXES, HEADS_AXIS)))}, got axes {names}; "
+            "name the axis whose ranks share a sequence 'cp', or pass the submesh of such axes"
         )
-    data = tuple(mesh[name] for name in names if name in DATA)
+    data = tuple(mesh[name] for name in names if name in DATA_AXES)
     rank = 0
     for axis in data:
         rank = rank * axis.size() + axis.get_local_rank()
-    return Roles(
-        context=mesh[CONTEXT],
-        context_size=mesh[CONTEXT].size(),
+    return MeshRoles(
+        context=mesh[CONTEXT_AXIS],
+        context_size=mesh[CONTEXT_AXIS].size(),
         data=data,
         data_size=math.prod(axis.size() for axis in data),
         data_rank=rank,
-        heads_size=mesh[HEADS].size() if HEADS in names else 1,
+        heads_size=mesh[HEADS_AXIS].size() if HEADS_AXIS in names else 1,
     )
 
 
-def summed_over_data(number: Tensor, found: Roles) -> Tensor:
-    """A number summed over the ranks that hold different batches: a collective call where there are such."""
-    for axis in found.data:
+def sum_over_data_ranks(number: Tensor, roles: MeshRoles) -> Tensor:
+    """A number summed over the data axes. A collective call if they have more than one rank."""
+    for axis in roles.data:
         if axis.size() > 1:
             number = number.to(axis.device_type) if axis.device_type != "cpu" else number
             agree(as_mesh(axis), CallDescription("sum over data ranks", {"dtype": str(number.dtype), "shape": str(list(number.shape))}))
@@ -78,7 +81,7 @@ def summed_over_data(number: Tensor, found: Roles) -> Tensor:
 
 
 def device_of(mesh: Any) -> torch.device | None:
-    """Where tensors of a mesh's ranks live; None where the mesh does not say."""
+    """The device of this rank's tensors; None if the mesh does not say."""
     kind = getattr(mesh, "device_type", None)
     if kind is None:
         return None

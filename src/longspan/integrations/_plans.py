@@ -1,4 +1,4 @@
-"""The plans of one batch for all layers of a model: the full one, and one per window, over one layout."""
+"""The plans of one batch for all layers of a model: one without a window and one per window, over one layout."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from longspan._comm.mesh import MeshLike
 from longspan._masks.algebra import Mask, sliding_window
 from longspan._planner.build import plan
 from longspan._planner.plan import Plan, PlanSet
@@ -14,10 +15,10 @@ FULL, SLIDING = "full", "sliding"
 
 
 class ModelPlans(PlanSet):
-    """Plans by name: "full", and "sliding" for layers with a window ("sliding 512" and so on where windows differ).
+    """Plans by name: "full", and "sliding" for layers with a window ("sliding 512" and so on for further windows).
 
-    Shards and positions are common to all. A window that was not named when the batch was prepared is planned when a layer first asks
-    for it, over the same layout, the same on every rank.
+    Shards and positions are common to all. A window that `prepare_batch` did not know is planned when a layer first asks for it, over the
+    same layout, the same on every rank.
     """
 
     def __init__(self, plans: dict[str, Plan], *, mask: Mask, windows: Mapping[int, str], options: Mapping[str, Any]) -> None:
@@ -26,7 +27,7 @@ class ModelPlans(PlanSet):
         self._lock = threading.Lock()
 
     def of(self, window: int | None) -> Plan:
-        """The plan for layers of a window; of those that have none."""
+        """The plan for layers of this window; None for layers without one."""
         if window is None:
             return self._plans[FULL]
         if window not in self._windows:
@@ -44,25 +45,27 @@ class ModelPlans(PlanSet):
                 self._windows[window] = name
 
     def on(self, mesh: Any) -> ModelPlans:
+        """The same plans as another rank's, or on another mesh of equal shape."""
         plans = {name: plan.on(mesh) for name, plan in self._plans.items()}
         return ModelPlans(plans, mask=self._mask, windows=self._windows, options=self._options)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (self._plans, self._mask, self._windows, self._options)
+        return _unpickle, (self._plans, self._mask, self._windows, self._options)
 
 
-def _again(plans: dict[str, Plan], mask: Mask, windows: dict[int, str], options: dict[str, Any]) -> ModelPlans:
+def _unpickle(plans: dict[str, Plan], mask: Mask, windows: dict[int, str], options: dict[str, Any]) -> ModelPlans:
     return ModelPlans(plans, mask=mask, windows=windows, options=options)
 
 
-def window_name(window: int, others: int) -> str:
-    return SLIDING if not others else f"{SLIDING} {window}"
+def window_name(window: int, windows_before: int) -> str:
+    """The name of a window's plan: "sliding" for the first, "sliding 512" for further ones."""
+    return SLIDING if not windows_before else f"{SLIDING} {window}"
 
 
-def model_plans(mask: Mask, seq_len: int, mesh: Any, windows: list[int], options: Mapping[str, Any]) -> ModelPlans:
-    """Plans for layers without a window and with each of these."""
-    names = {w: window_name(w, i) for i, w in enumerate(windows)}
-    masks = {FULL: mask, **{name: mask & sliding_window(w) for w, name in names.items()}}
-    found = plan(masks, seq_len, mesh, **options)
-    kept = {name: value for name, value in options.items() if name not in ("layout", "strategy", "stages")}
-    return ModelPlans(dict(found), mask=mask, windows=names, options=kept)
+def model_plans(mask: Mask, seq_len: int, mesh: MeshLike, windows: list[int], options: Mapping[str, Any]) -> ModelPlans:
+    """Plans for layers without a window and with each of these. `options`: for `longspan.plan`."""
+    names = {window: window_name(window, i) for i, window in enumerate(windows)}
+    masks = {FULL: mask, **{name: mask & sliding_window(window) for window, name in names.items()}}
+    plans = plan(masks, seq_len, mesh, **options)
+    later_options = {name: value for name, value in options.items() if name not in ("layout", "strategy", "stages")}
+    return ModelPlans(dict(plans), mask=mask, windows=names, options=later_options)

@@ -1,6 +1,6 @@
-"""The exact loss of a sequence that spans ranks: each rank's sum over the whole batch's count.
+"""The exact loss of a sequence that is split over ranks: each rank's sum divided by the count of the whole batch.
 
-A mean of per-rank means is wrong as soon as ranks hold different numbers of tokens that count: masked prompts, padding, documents.
+A mean of per-rank means is wrong if ranks hold different numbers of counted tokens, as with masked prompts, padding or documents.
 
 Legend: B batch, S tokens, V vocabulary, D hidden size.
 """
@@ -12,28 +12,53 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear, pad
 from torch.utils.checkpoint import checkpoint
 
-IGNORED = -100
+__all__ = ["IGNORED", "linear_token_loss", "shift_labels", "token_count", "token_loss"]
+
+IGNORED = -100  # the label of a token that does not count
 
 
 def shift_labels(labels: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
-    """labels [B, S] as each token's next one; the last has none. Of a whole sequence: a shard does not hold its tokens' successors."""
+    """The next token's label for each token: labels [B, S] shifted left by one.
+
+    Call it on whole sequences, before they are sharded: a shard does not hold the successor of each of its tokens.
+
+    Args:
+        labels: Token ids [B, S], or [S].
+        ignore_index: The label of the last token, which has no successor.
+
+    Returns:
+        A tensor of the same shape.
+    """
     return pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
 
 
 def token_count(labels: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
-    """How many labels count: an int64 scalar."""
+    """The number of labels that count: an int64 scalar.
+
+    Args:
+        labels: Shifted labels of the whole batch, of any shape.
+        ignore_index: The label that does not count.
+    """
     return (labels != ignore_index).sum()
 
 
 def token_loss(logits: Tensor, labels: Tensor, *, count: Tensor | float, averaged: int = 1, ignore_index: int = IGNORED) -> Tensor:
-    """This rank's share of the mean cross entropy: logits [..., V], labels [...] (shifted before they were sharded), a scalar.
+    """This rank's share of the whole batch's mean cross entropy: a scalar.
 
-    count:    labels that count in the whole batch, over all ranks.
-    averaged: ranks over which gradients will be averaged (DDP, FSDP2: data × context ranks). The share is multiplied by it, so that the
-              average of the gradients is the gradient. With 1, the sum over ranks is.
-    Sums are in float32 (float64 for float64). The sum over ranks of what this returns, divided by `averaged`, is the whole batch's loss.
+    The sum of all ranks' shares, divided by `averaged`, is the loss of the whole batch. Sums are in float32, or float64 for float64.
+
+    Args:
+        logits: [..., V], of this rank's tokens.
+        labels: [...], of this rank's tokens, shifted before they were sharded.
+        count: The number of labels that count in the whole batch, over all ranks (see `token_count`).
+        averaged: The number of ranks over which gradients will be averaged: data × context ranks for DDP and FSDP2. The share is
+            multiplied by it, so that the average of the gradients is the gradient. With 1, their sum is.
+        ignore_index: The label that does not count.
+
+    Returns:
+        The share, in float32 or float64. 0 if no label counts.
     """
-    total = cross_entropy(_wide(logits).flatten(0, -2), labels.flatten(), ignore_index=ignore_index, reduction="sum")
+    total = cross_entropy(_widened(logits).flatten(0, -2), labels.flatten(), ignore_index=ignore_index, reduction="sum")
     return total * averaged / _at_least_one(count, total)
 
 
@@ -47,24 +72,39 @@ def linear_token_loss(
     ignore_index: int = IGNORED,
     chunk: int = 4096,
 ) -> Tensor:
-    """`token_loss` of linear(hidden [B, S, D], weight [V, D]), with logits of `chunk` tokens at a time: never S × V of them."""
-    rows, targets = hidden.flatten(0, -2), labels.flatten()
+    """`token_loss` of linear(hidden, weight), with the logits of `chunk` tokens in memory at a time.
 
-    def part(h: Tensor, t: Tensor) -> Tensor:
-        return cross_entropy(_wide(linear(h, weight)), t, ignore_index=ignore_index, reduction="sum")
+    Backward computes the logits again, chunk by chunk.
 
-    total = _wide(rows.new_zeros(()))
-    for start in range(0, rows.shape[0], chunk):
-        piece = rows[start : start + chunk], targets[start : start + chunk]
-        total = total + checkpoint(part, *piece, use_reentrant=False, preserve_rng_state=False)
+    Args:
+        hidden: [..., D], the last hidden states of this rank's tokens.
+        weight: [V, D], the output embedding.
+        labels: [...], of this rank's tokens, shifted before they were sharded.
+        count: The number of labels that count in the whole batch, over all ranks.
+        averaged: The number of ranks over which gradients will be averaged, as in `token_loss`.
+        ignore_index: The label that does not count.
+        chunk: Tokens whose logits are in memory at once.
+
+    Returns:
+        This rank's share of the loss: a scalar, in float32 or float64.
+    """
+    tokens, targets = hidden.flatten(0, -2), labels.flatten()
+
+    def chunk_sum(h: Tensor, t: Tensor) -> Tensor:
+        return cross_entropy(_widened(linear(h, weight)), t, ignore_index=ignore_index, reduction="sum")
+
+    total = _widened(tokens.new_zeros(()))
+    for start in range(0, tokens.shape[0], chunk):
+        end = start + chunk
+        total = total + checkpoint(chunk_sum, tokens[start:end], targets[start:end], use_reentrant=False, preserve_rng_state=False)
     return total * averaged / _at_least_one(count, total)
 
 
-def _wide(x: Tensor) -> Tensor:
-    """In float32, or float64 for float64."""
+def _widened(x: Tensor) -> Tensor:
+    """x in float32, or as it is in float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def _at_least_one(count: Tensor | float, like: Tensor) -> Tensor:
-    """A batch in which nothing counts has loss 0."""
+    """The count as a divisor: 1 for a batch in which no label counts, so that its loss is 0 instead of NaN."""
     return torch.as_tensor(count, device=like.device, dtype=like.dtype).clamp(min=1)

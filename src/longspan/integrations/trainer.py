@@ -1,10 +1,10 @@
-"""transformers' Trainer for sequences that span ranks.
+"""transformers' Trainer for sequences that are split over ranks.
 
     mesh = init_device_mesh("cuda", (dp, cp), mesh_dim_names=("dp_replicate", "cp"))
     trainer = SpanningTrainer(model=model, args=args, train_dataset=data, data_collator=collate, mesh=mesh)
 
-The model has `attn_implementation="longspan"`; collated batches are whole. Ranks that share a sequence get the same batches, and the
-Trainer's own DDP averages gradients over all ranks.
+The model has `attn_implementation="longspan"`. Collated batches are whole. Ranks that share a sequence get equal batches. The Trainer's
+own DDP averages gradients over all ranks.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from longspan.integrations._batch import prepare_batch
-from longspan.integrations._configs import head_counts
-from longspan.integrations._meshes import roles
+from longspan._comm.mesh import Mesh
+from longspan.integrations._batch import PlanOptions, prepare_batch
+from longspan.integrations._configs import NAME, head_counts
+from longspan.integrations._meshes import MeshRoles, mesh_roles
 from longspan.integrations._sampling import EpochLoader, EvalBatches, TrainBatches
 
 try:
@@ -25,53 +27,69 @@ try:
 except ImportError as error:
     raise ImportError(f"longspan.integrations.trainer needs transformers and accelerate ({error}): pip install 'longspan[hf]'") from error
 
+__all__ = ["SpanningTrainer"]
+
 
 class SpanningTrainer(Trainer):
-    """`transformers.Trainer` with a mesh: an axis "cp" shares sequences, axes "dp", "dp_replicate" hold different batches.
+    """A `transformers.Trainer` with a mesh: ranks along its axis "cp" share sequences, ranks along "dp" or "dp_replicate" do not.
 
-    plan_options: for `longspan.plan`, such as {"strategy": "ring"}.
+    Datasets have a length. Training reads samples in an order that depends on seed and epoch, also when a run is resumed within an epoch,
+    or in the dataset's order (`train_sampling_strategy` "random" or "sequential"). Evaluation reads the batches of one process, each
+    once, and reports the loss of one process: the mean over samples of their batch's loss.
 
-    Datasets have a length. Training reads them in an order that depends on seed and epoch, also when it is resumed within an epoch, or
-    as they are (`train_sampling_strategy` "random", "sequential"). Evaluation reads the batches that one process would read, each once,
-    and its loss is that process's: the mean over samples of the loss of their batch.
+    Args:
+        *args: As for `transformers.Trainer`.
+        mesh: A DeviceMesh over all processes.
+        plan_options: Keywords of `longspan.plan`, such as {"strategy": "ring"}.
+        **kwargs: As for `transformers.Trainer`.
+
+    Raises:
+        ValueError: If the mesh does not cover all processes, the model runs another attention implementation, or an argument of the
+            Trainer would compute something from a shard only.
     """
 
-    def __init__(self, *args: Any, mesh: Any, plan_options: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, mesh: DeviceMesh | Mesh, plan_options: PlanOptions | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.mesh, self.plan_options = mesh, dict(plan_options or {})
-        self.roles = roles(mesh)
-        found = self.accelerator.num_processes
-        if self.roles.averaged * self.roles.heads_size != found:
-            raise ValueError(f"mesh: expected one of all {found} processes, got {self.roles.averaged * self.roles.heads_size} ranks")
+        self.mesh = mesh
+        self.plan_options: PlanOptions = {**plan_options} if plan_options else {}
+        self.roles: MeshRoles = mesh_roles(mesh)
+        self._check()
+        self._batch_weights: Iterator[int] = iter(())
+        self._loss_sum = torch.zeros(2, dtype=torch.float64)  # of evaluation on this rank: Σ loss × samples, Σ samples
+
+    def _check(self) -> None:
+        processes, ranks = self.accelerator.num_processes, self.roles.averaged * self.roles.heads_size
+        if ranks != processes:
+            raise ValueError(f"mesh: expected one of all {processes} processes, got {ranks} ranks")
         implementation = getattr(self._config, "_attn_implementation", None)
-        if implementation != "longspan":
+        if implementation != NAME:
             raise ValueError(
-                f"model: expected attn_implementation='longspan' (import longspan.integrations.transformers first), got {implementation!r}"
+                f"model: expected attn_implementation={NAME!r} (import longspan.integrations.transformers first), got {implementation!r}"
             )
         if not self.args.average_tokens_across_devices:
-            raise ValueError("args: average_tokens_across_devices must be True: tokens are counted over all ranks")
+            raise ValueError("args: expected average_tokens_across_devices=True, got False: tokens are counted over all ranks")
         if getattr(self.accelerator, "parallelism_config", None) is not None and self.accelerator.parallelism_config.cp_enabled:
-            raise ValueError("args: leave context parallelism out of parallelism_config; the mesh given here does it")
+            raise ValueError(
+                "args: expected a parallelism_config without context parallelism, got cp_size > 1; the mesh given here does it"
+            )
         strategy = getattr(self.args, "train_sampling_strategy", "random")
         if strategy not in ("random", "sequential"):
-            raise ValueError(f"args: train_sampling_strategy must be 'random' or 'sequential', got {strategy!r}: others are not there")
+            raise ValueError(f"args: expected train_sampling_strategy 'random' or 'sequential', got {strategy!r}, which is not supported")
         if self.label_smoother is not None or self.compute_loss_func is not None:
-            raise ValueError("args: label smoothing and compute_loss_func see a shard of the labels only; leave them out")
-        self._weights: Iterator[int] = iter(())
-        self._evaluated = torch.zeros(2, dtype=torch.float64)  # of this rank: losses times samples, and samples
+            raise ValueError("args: expected neither label smoothing nor compute_loss_func, which would see a shard of the labels only")
 
     @property
     def _config(self) -> Any:
         return getattr(self.model, "config", None)
 
     def get_train_dataloader(self) -> Any:
-        """Batches for this rank's place on the data axes: the same for ranks that share a sequence."""
-        data = _sized(self.train_dataset, "train_dataset")
+        """The batches of this rank's place on the data axes, equal for ranks that share a sequence."""
+        data = _with_length(self.train_dataset, "train_dataset")
         batches = TrainBatches(
             data,
             self.args.train_batch_size,
-            groups=self.roles.data_size,
-            group=self.roles.data_rank,
+            data_ranks=self.roles.data_size,
+            data_rank=self.roles.data_rank,
             shuffle=self.args.train_sampling_strategy == "random",
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             drop_last=self.args.dataloader_drop_last,
@@ -79,20 +97,23 @@ class SpanningTrainer(Trainer):
         return self._loader(data, batches)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Batches as one process would read them, in turn for the ranks of the data axes."""
-        own: Any = self.eval_dataset
-        data = _sized(own[eval_dataset] if isinstance(eval_dataset, str) else own if eval_dataset is None else eval_dataset, "eval_dataset")
+        """The batches of one process, dealt to the ranks of the data axes in turn."""
+        datasets: Any = self.eval_dataset
+        if isinstance(eval_dataset, str):
+            eval_dataset = datasets[eval_dataset]
+        data = _with_length(datasets if eval_dataset is None else eval_dataset, "eval_dataset")
         batches = EvalBatches(
             len(data),
             self.args.eval_batch_size,
-            groups=self.roles.data_size,
-            group=self.roles.data_rank,
+            data_ranks=self.roles.data_size,
+            data_rank=self.roles.data_rank,
             drop_last=self.args.dataloader_drop_last,
         )
         return self._loader(data, batches)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        return self.get_eval_dataloader(_sized(test_dataset, "test_dataset"))
+        """As `get_eval_dataloader`, for `predict`."""
+        return self.get_eval_dataloader(_with_length(test_dataset, "test_dataset"))
 
     def _loader(self, data: Any, batches: Any) -> Any:
         return EpochLoader(
@@ -106,21 +127,21 @@ class SpanningTrainer(Trainer):
         )
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
-        """The mean over all tokens that the step sees: this rank's share, for gradients that are averaged.
+        """This rank's share of the loss, for gradients that are averaged: the mean over all tokens of the optimizer's step.
 
-        In evaluation the mean over this batch alone, whatever other ranks of the data axes read: the average over those that share it.
+        In evaluation, the mean over this batch: the average of the shares of the ranks that share its sequences.
         """
-        # Every rank counted the labels of its whole batch: those that share a sequence, the same ones.
+        # The Trainer sums the labels that each rank counted in its whole batch. Ranks that share a sequence counted the same labels.
         count = None if num_items_in_batch is None else num_items_in_batch / (self.roles.context_size * self.roles.heads_size)
-        alone = count is None and not model.training
-        options = {**head_counts(self._config, self.roles.heads_size), **self.plan_options}
-        mesh = self.roles.context if alone else self.mesh
-        given = prepare_batch(inputs, mesh, config=self._config, count=count, device=self.args.device, **options)
-        outputs = model(**given)
+        is_evaluation = count is None and not model.training
+        options: Any = {**head_counts(self._config, self.roles.heads_size), **self.plan_options}
+        mesh: Any = self.roles.context if is_evaluation else self.mesh
+        prepared = prepare_batch(inputs, mesh, config=self._config, count=count, device=self.args.device, **options)
+        outputs = model(**prepared)
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss that is reported is that of all ranks: a rank's share alone says nothing."""
+        """transformers' step. Returns the loss of all ranks, where transformers reports a rank's own."""
         loss = super().training_step(*args, **kwargs)
         if self.accelerator.num_processes > 1:
             dist.all_reduce(loss)
@@ -134,30 +155,31 @@ class SpanningTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """transformers' own loop; of batches of `get_eval_dataloader` the loss is the mean over samples, each counted once."""
+        """transformers' loop. For batches of `get_eval_dataloader` the loss is the mean over samples, each counted once."""
         batches = getattr(dataloader, "batch_sampler", None)
-        self._weights = iter(batches.weights if isinstance(batches, EvalBatches) else ())
-        self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        self._batch_weights = iter(batches.weights if isinstance(batches, EvalBatches) else ())
+        self._loss_sum = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if self.accelerator.num_processes > 1:
-            dist.all_reduce(self._evaluated)
-        loss, samples = self._evaluated.tolist()
+            dist.all_reduce(self._loss_sum)
+        loss, samples = self._loss_sum.tolist()
         if samples and output.metrics is not None:
             output.metrics[f"{metric_key_prefix}_loss"] = loss / samples
         return output
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        """The loss alone: logits are shards, and metrics would see them out of order."""
+        """(loss, None, None): logits are shards, and metrics would see them out of order."""
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, self._prepare_inputs(inputs)).detach()
-        weight = next(self._weights, 0)
+        weight = next(self._batch_weights, 0)
         if weight:
-            self._evaluated += torch.stack([weight * loss.double(), torch.full_like(loss, weight, dtype=torch.float64)])
+            self._loss_sum += torch.stack([weight * loss.double(), torch.full_like(loss, weight, dtype=torch.float64)])
         return loss, None, None
 
 
-def _sized(data: Any, name: str) -> Any:
+def _with_length(data: Any, name: str) -> Any:
+    """The dataset. Raises ValueError if it has no length: ranks must know the number of steps."""
     if data is None or not hasattr(data, "__len__"):
         got = "None" if data is None else f"{type(data).__name__}, which has none"
-        raise ValueError(f"{name}: expected a dataset with a length, got {got}: ranks must know how many steps there are")
+        raise ValueError(f"{name}: expected a dataset with a length, got {got}; ranks must know the number of steps")
     return data

@@ -1,4 +1,4 @@
-"""`torchrun --nnodes 2` over two hosts, which are network namespaces of this machine joined by a virtual cable."""
+"""`torchrun --nnodes 2` over two hosts: network namespaces of this machine, joined by a veth pair."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _ip(*words: str) -> None:
 
 @pytest.fixture
 def hosts(pytestconfig: pytest.Config) -> Iterator[list[str]]:
-    """Two namespaces with an address each; [name, name]."""
+    """Names of two network namespaces, each with an address."""
     if not pytestconfig.getoption("--whole-grid"):
         pytest.skip("four processes in two namespaces: run with --whole-grid")
     if sys.platform != "linux" or shutil.which("ip") is None or os.geteuid():
@@ -40,7 +40,7 @@ def hosts(pytestconfig: pytest.Config) -> Iterator[list[str]]:
                 _ip("-n", name, "link", "set", "cable", "up")
                 _ip("-n", name, "link", "set", "lo", "up")
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"this machine gives no network namespaces: {error.stderr.decode().strip()}")
+            pytest.skip(f"network namespaces are not available: {error.stderr.decode().strip()}")
         yield names
     finally:
         for name in names:

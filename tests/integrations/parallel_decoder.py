@@ -1,4 +1,4 @@
-"""A decoder under every other kind of parallelism: what a rank computes, and what one process would."""
+"""A decoder under context parallelism beside FSDP2, tensor parallelism, accumulation, recomputation and compilation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from longspan._training.decoder import Block, Decoder, DecoderConfig
-from longspan.integrations._batch import prepare_batch
+from longspan.integrations import PreparedBatch, prepare_batch
 
 CONFIG = DecoderConfig(vocab=53, width=40, layers=2, heads=4, kv_heads=2, head_dim=8, hidden=36)
 LENGTHS = (203, 151)  # of two batches: with data parallelism, one each
@@ -29,7 +29,7 @@ def decoder(**changes: Any) -> Decoder:
 
 
 def batch_at(i: int) -> dict[str, Tensor]:
-    """Packed documents, and prompts of different lengths that do not count."""
+    """A batch of packed documents, with prompts of different lengths that do not count."""
     generator = torch.Generator().manual_seed(i)
     length = LENGTHS[i]
     ids = torch.randint(0, CONFIG.vocab, (1, length), generator=generator)
@@ -39,14 +39,14 @@ def batch_at(i: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels, "document_ids": documents}
 
 
-def loss_of(model: nn.Module, given: dict[str, Any]) -> Tensor:
-    """This rank's share; `num_items_in_batch` is the count over what will be averaged."""
+def loss_of(model: nn.Module, given: PreparedBatch) -> Tensor:
+    """This rank's share of the loss."""
     plan, count = given["longspan_plan"]["full"], given["num_items_in_batch"]
     return model(given["input_ids"], given["position_ids"], plan=plan, labels=given["labels"], count=count)
 
 
 def shares(model: nn.Module, mesh: Any, batches: list[int], **options: Any) -> Tensor:
-    """Backward of these batches; the loss's share. More than one: gradients accumulate, and the count is that of all."""
+    """This rank's share of the loss of these batches, after backward. Gradients of several batches accumulate: the count is that of all."""
     count = None if len(batches) == 1 else sum(int((batch_at(i)["labels"][:, 1:] != -100).sum()) for i in batches)
     total = torch.zeros((), dtype=torch.float64)
     for i in batches:
@@ -57,12 +57,12 @@ def shares(model: nn.Module, mesh: Any, batches: list[int], **options: Any) -> T
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {}
+    outputs = {}
     for name, p in model.named_parameters():
         grad = p.grad
         assert grad is not None, name
-        found[name.replace("_orig_mod.", "")] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return found
+        outputs[name.replace("_orig_mod.", "")] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return outputs
 
 
 def summed(values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -72,7 +72,7 @@ def summed(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def expected(batches: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
-    """One process, all batches."""
+    """Loss and gradients of one process that reads all batches."""
     import longspan as ls
 
     model = decoder()
@@ -84,7 +84,7 @@ def expected(batches: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def sharded_weights(mesh: DeviceMesh, world: DeviceMesh, **changes: Any) -> Decoder:
-    """FSDP2 over all ranks of the data and context axes. Gloo has no averaging reduction: gradients are summed."""
+    """A decoder under FSDP2 over all ranks of the data and context axes. Gloo cannot average: gradients are summed."""
     model = decoder(**changes)
     for part in (*model.blocks, model):
         fully_shard(part, mesh=world)
@@ -103,9 +103,9 @@ def data_and_context(folder: str) -> dict[str, Any]:
     model = sharded_weights(mesh, world)
     loss = shares(model, mesh, [mesh.get_local_rank("dp_shard")])
     dist.all_reduce(loss)
-    found = {"loss": loss, "gradients": gradients(model)}
+    outputs = {"loss": loss, "gradients": gradients(model)}
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
-    return found
+    return outputs
 
 
 def heads_and_context() -> dict[str, Any]:
@@ -140,7 +140,7 @@ def recomputed(how: str) -> dict[str, Any]:
 
 
 def _recompute_selectively(model: Decoder) -> None:
-    """All but attention is computed again."""
+    """Recompute everything but attention in backward."""
 
     def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op is torch.ops.longspan.attend.default else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,4 +1,4 @@
-"""Tiny random models of four families, batches of several kinds, and what one process computes with them."""
+"""Tiny random models of five families, batches of several kinds, and comparison with one process."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _weights(family: str) -> Any:
 
 
 def model_of(family: str, implementation: str = "eager") -> Any:
-    """A new model of a family, the same weights each time, float32."""
+    """A new float32 model of a family, with the same weights each time."""
     model = _weights(family)
     kind, config, extra = FAMILIES[family]
     with warnings.catch_warnings():
@@ -79,7 +79,7 @@ def model_of(family: str, implementation: str = "eager") -> Any:
 
 
 def batch_of(kind: str, length: int = 157, rows: int = 2) -> dict[str, Tensor]:
-    """A batch with masked prompts: "plain", "packed" (documents, also different ones in each row), "left" or "right" padded."""
+    """A batch with masked prompts: "plain", "packed" (documents, different in each row), padded "left" or "right"."""
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(1, VOCAB, (rows, length), generator=generator)
     labels = ids.clone()
@@ -103,7 +103,7 @@ def batch_of(kind: str, length: int = 157, rows: int = 2) -> dict[str, Tensor]:
 
 
 def results(model: Any, given: dict[str, Any], params: list[Tensor] | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Loss, logits and every parameter's gradient."""
+    """(loss, logits, the gradient of every parameter)."""
     out = model(**given)
     params = list(model.parameters()) if params is None else params
     grads = torch.autograd.grad(out.loss, params, allow_unused=True)
@@ -111,7 +111,7 @@ def results(model: Any, given: dict[str, Any], params: list[Tensor] | None = Non
 
 
 def on_rank(model: Any, batch: dict[str, Tensor], mesh: Any, **options: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """This rank's share of the loss, all logits, its share of the gradients: sums over ranks are those of the whole."""
+    """(this rank's share of the loss, the logits of all ranks, this rank's share of the gradients); shares add up over ranks."""
     given = lst.prepare_batch(batch, mesh, config=model.config, gradients="sum", **options)
     loss, logits, grads = results(model, given)
     return loss, given["longspan_plan"].unshard(logits, 1), grads
@@ -122,8 +122,8 @@ def relative(got: Tensor, want: Tensor) -> float:
     return float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))
 
 
-def _masks_of_pairs(positions: Tensor, window: int) -> dict[str, Tensor]:
-    """What gpt-oss in transformers takes for packed documents, which it does not find in position_ids."""
+def _pair_masks(positions: Tensor, window: int) -> dict[str, Tensor]:
+    """S × S masks of packed documents for gpt-oss, which does not detect documents by position_ids."""
     place = torch.arange(positions.shape[1])
     document = (place - positions)[:, None]
     seen = (document == document.mT) & (place[:, None] >= place)
@@ -132,20 +132,20 @@ def _masks_of_pairs(positions: Tensor, window: int) -> dict[str, Tensor]:
     return {name: torch.where(m, 0.0, lowest)[:, None] for name, m in (("full_attention", seen), ("sliding_attention", near))}
 
 
-def check_against_one_process(family: str, kind: str, found: list[tuple[Tensor, Tensor, list[Tensor]]], **sizes: int) -> None:
-    """What ranks found, against transformers' own eager attention in one process."""
+def assert_equals_one_process(family: str, kind: str, outputs: list[tuple[Tensor, Tensor, list[Tensor]]], **sizes: int) -> None:
+    """Compare the results of all ranks with transformers' eager attention in one process."""
     batch = batch_of(kind, **sizes)
-    # With a cache, transformers would not look for documents in position_ids.
+    # With a cache, transformers does not detect documents by position_ids.
     given = {**batch, "use_cache": False}
     if family == "gpt_oss" and kind == "packed":
-        given["attention_mask"] = _masks_of_pairs(batch["position_ids"], FAMILIES[family][2]["sliding_window"])
+        given["attention_mask"] = _pair_masks(batch["position_ids"], FAMILIES[family][2]["sliding_window"])
     loss, logits, grads = results(model_of(family), given)
     rows = batch["attention_mask"].bool() if "attention_mask" in batch else slice(None)
-    error = relative(torch.stack([f[0] for f in found]).sum(), loss)
+    error = relative(torch.stack([f[0] for f in outputs]).sum(), loss)
     assert error < 2e-6, f"{family} {kind}: loss: {error:.1e}"
-    for _, whole, _ in found:
+    for _, whole, _ in outputs:
         assert relative(whole[rows], logits[rows]) < 2e-5, f"{family} {kind}: logits"
     names = [name for name, _ in _weights(family).named_parameters()]
     for i, name in enumerate(names):
-        total = torch.stack([f[2][i] for f in found]).sum(0)
+        total = torch.stack([f[2][i] for f in outputs]).sum(0)
         assert relative(total, grads[i]) < 5e-5, f"{family} {kind}: gradient of {name}: {relative(total, grads[i]):.1e}"

@@ -1,4 +1,4 @@
-"""transformers beside a plan: one device, what is refused and why, which tokens a token reaches."""
+"""transformers without a plan, under torch.compile, and settings that raise beside a plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tests.integrations.models import FAMILIES, VOCAB, batch_of, model_of, relative, results
+from tests.integrations.tiny_models import FAMILIES, VOCAB, batch_of, model_of, relative, results
 
 import longspan as ls
 import longspan.integrations.transformers as lst
@@ -18,7 +18,7 @@ from longspan.testing import oracle, virtual_world
 
 
 @pytest.mark.parametrize(("family", "kind"), list(zip(FAMILIES, ("packed", "left", "right", "packed", "plain"))))
-def test_without_a_plan_a_model_computes_what_it_does_on_one_device(family: str, kind: str) -> None:
+def test_without_a_plan_a_model_equals_eager_attention(family: str, kind: str) -> None:
     given = {**batch_of(kind), "use_cache": False}
     loss, logits, grads = results(model_of(family, "longspan"), given)
     want_loss, want_logits, want_grads = results(model_of(family), given)
@@ -27,14 +27,14 @@ def test_without_a_plan_a_model_computes_what_it_does_on_one_device(family: str,
     assert all(relative(g, w) < 5e-5 for g, w in zip(grads, want_grads))
 
 
-def test_generating_without_a_plan_gives_the_tokens_of_eager() -> None:
+def test_generate_without_a_plan_gives_the_tokens_of_eager() -> None:
     for family in ("llama", "gemma2"):
         ids = batch_of("plain", length=37)["input_ids"]
         made = [model_of(family, name).generate(ids, max_new_tokens=6, do_sample=False) for name in ("eager", "longspan")]
         assert made[0].equal(made[1])
 
 
-def test_a_whole_model_compiles_without_a_break_and_a_new_plan_compiles_nothing() -> None:
+def test_a_whole_model_compiles_to_one_graph_and_a_new_plan_does_not_recompile() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
@@ -57,18 +57,18 @@ def given_for(model: Any, **extra: Any) -> dict[str, Any]:
     ("extra", "said"),
     [
         ({"attention_mask": torch.ones(2, 157)}, "give attention_mask to prepare_batch"),
-        ({"attention_mask": torch.ones(2, 1, 157, 157)}, "takes no mask of its own"),
+        ({"attention_mask": torch.ones(2, 1, 157, 157)}, "expected no mask beside a plan"),
         ({"output_attentions": True}, "output_attentions"),
         ({"segment_bias": 3}, "'segment_bias'"),
     ],
 )
-def test_what_a_plan_cannot_honour_is_refused(extra: dict[str, Any], said: str) -> None:
+def test_arguments_that_a_plan_does_not_cover_raise(extra: dict[str, Any], said: str) -> None:
     model = model_of("llama", "longspan")
     with pytest.raises(ValueError, match=said):
         model(**given_for(model, **extra))
 
 
-def test_dropout_caches_and_masks_of_pairs_are_refused() -> None:
+def test_dropout_caches_and_pair_masks_raise() -> None:
     model = model_of("llama", "longspan")
     given = given_for(model)
     cache = model(**{**given, "use_cache": True}).past_key_values
@@ -82,7 +82,7 @@ def test_dropout_caches_and_masks_of_pairs_are_refused() -> None:
         model.train()(**given)
 
 
-def test_layers_that_are_not_causal_and_windows_without_a_plan_are_refused() -> None:
+def test_layers_that_are_not_causal_and_windows_without_a_plan_raise() -> None:
     model = model_of("gemma3", "longspan")
     plan = ls.plan(ls.causal(), 157, ls.Mesh.abstract(1))
     with pytest.raises(ValueError, match="window of 23 tokens"):
@@ -92,21 +92,21 @@ def test_layers_that_are_not_causal_and_windows_without_a_plan_are_refused() -> 
     assert relative(got, model_of("gemma3")(batch_of("plain")["input_ids"]).logits) < 2e-5
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
-    with pytest.raises(ValueError, match="not causal"):
+    with pytest.raises(ValueError, match="expected a causal layer"):
         model(**given_for(model))
 
 
-def test_parts_of_masks_that_a_plan_does_not_know_are_named() -> None:
+def test_the_error_for_a_foreign_mask_function_names_it() -> None:
     from transformers.masking_utils import and_masks, causal_mask_function, chunked_overlay, sliding_window_causal_mask_function
 
-    assert lst._foreign(causal_mask_function) == lst._foreign(sliding_window_causal_mask_function(5)) == ""
-    assert lst._foreign(and_masks(causal_mask_function, chunked_overlay(4, torch.zeros(1)))) == "chunked_overlay"
-    assert lst._foreign(and_masks(causal_mask_function, lambda b, h, q, kv: q > kv)).startswith("test_parts")
+    assert lst._foreign_part(causal_mask_function) == lst._foreign_part(sliding_window_causal_mask_function(5)) == ""
+    assert lst._foreign_part(and_masks(causal_mask_function, chunked_overlay(4, torch.zeros(1)))) == "chunked_overlay"
+    assert lst._foreign_part(and_masks(causal_mask_function, lambda b, h, q, kv: q > kv)).startswith("test_the_error")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_changing_one_token_moves_exactly_what_the_mask_lets_it_reach(family: str) -> None:
-    """One layer of attention: a token is seen by the tokens of its document after it (within the window, in a layer that has one)."""
+def test_changing_one_token_changes_exactly_the_tokens_that_see_it(family: str) -> None:
+    """In one layer, the tokens of the same document after a token see it, within the window if the layer has one."""
     model = model_of(family, "longspan")
     model.model.layers = model.model.layers[:1]  # gpt-oss: the sliding one
     model.config.num_hidden_layers = 1
@@ -134,7 +134,7 @@ def test_changing_one_token_moves_exactly_what_the_mask_lets_it_reach(family: st
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_under_autocast_a_layer_casts_as_torch_does_and_still_sums_in_float32(compiled: bool) -> None:
+def test_under_autocast_a_layer_casts_as_torch_does(compiled: bool) -> None:
     layer = torch.nn.Module()
     plan = ls.plan(ls.causal(), 37, ls.Mesh.abstract(1))
     q, k, v = (torch.randn(2, heads, 37, dim) for heads, dim in ((6, 8), (2, 8), (2, 5)))
@@ -149,7 +149,7 @@ def test_under_autocast_a_layer_casts_as_torch_does_and_still_sums_in_float32(co
         assert run(q.double(), k.double(), v.double()).dtype == torch.float64
 
 
-def test_scale_sink_softcap_and_window_of_layers_under_one_plan_are_each_layers_own() -> None:
+def test_each_layer_under_one_plan_set_uses_its_own_scale_sink_softcap_and_window() -> None:
     layer, window = torch.nn.Module(), 5
     plans = ls.plan({"full": ls.causal(), "sliding": ls.causal() & ls.sliding_window(window)}, 37, ls.Mesh.abstract(1))
     q, k, v = (torch.randn(2, heads, 37, 8) for heads in (6, 2, 2))
