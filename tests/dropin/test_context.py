@@ -1,4 +1,4 @@
-"""SDPA and FlexAttention in a context compute what they compute on one device, however they were imported."""
+"""SDPA and FlexAttention in a context give the results and gradients of one device, however they were imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.dropin.attending import BATCH, DIM, HEADS, alone, check, draw, over, qkv
+from tests.dropin.helpers import BATCH, DIM, HEADS, assert_close, on_one_device, on_ranks, qkv, random
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as imported_before
@@ -22,69 +22,69 @@ def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def eager_flex(*args: Any, **kwargs: Any) -> Any:
-    return ls.flex_attention(*args, **kwargs)  # torch's own wants a compiler on the CPU; ours is tested against the oracle
+    return ls.flex_attention(*args, **kwargs)  # torch's own needs torch.compile on the CPU; longspan's is tested against the oracle
 
 
 @pytest.mark.parametrize("length", [96, 203, 5])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_a_reference_to_sdpa_that_was_imported_before_is_distributed(length: int, is_causal: bool) -> None:
+def test_sdpa_imported_before_the_context_runs_on_all_ranks(length: int, is_causal: bool) -> None:
     tensors = qkv(length)
-    check(
-        over(3, lambda *t: imported_before(*t, is_causal=is_causal), tensors),
-        alone(lambda *t: F.scaled_dot_product_attention(*t, is_causal=is_causal), tensors),
+    assert_close(
+        on_ranks(3, lambda *t: imported_before(*t, is_causal=is_causal), tensors),
+        on_one_device(lambda *t: F.scaled_dot_product_attention(*t, is_causal=is_causal), tensors),
     )
 
 
 @pytest.mark.parametrize("strategy", ["ring", "allgather", "exchange"])
 @pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
-def test_each_layout_and_strategy_gives_the_same(layout: str, strategy: str) -> None:
+def test_every_layout_and_strategy_gives_the_result_of_one_device(layout: str, strategy: str) -> None:
     tensors = qkv(149, kv_heads=2)
     attend = lambda *t: F.scaled_dot_product_attention(*t, is_causal=True, enable_gqa=True)
     context = lambda mesh: context_parallel(mesh, seq_len=149, layout=layout, strategy=strategy)
-    check(over(4, attend, tensors, context=context), alone(attend, tensors))
+    assert_close(on_ranks(4, attend, tensors, context=context), on_one_device(attend, tensors))
 
 
-def test_cross_attention_knows_both_sequences() -> None:
+def test_cross_attention_between_two_sequences_of_the_context() -> None:
     tensors = qkv(71, 203)
     for is_causal in (False, True):
         attend = lambda *t: F.scaled_dot_product_attention(*t, is_causal=is_causal)  # noqa: B023
-        check(over(3, attend, tensors), alone(attend, tensors))
+        assert_close(on_ranks(3, attend, tensors), on_one_device(attend, tensors))
 
 
-def test_sequences_that_a_rank_cannot_tell_apart_are_told_apart_by_asking_the_others() -> None:
+def test_sequences_of_equal_local_length_are_distinguished_by_exchanging_lengths() -> None:
     tensors = qkv(9, 10)
     attend = lambda *t: F.scaled_dot_product_attention(*t)
     context = lambda mesh: context_parallel(mesh, seq_len=[9, 10], layout="contiguous")
-    check(over(2, attend, tensors, context=context), alone(attend, tensors))
+    assert_close(on_ranks(2, attend, tensors, context=context), on_one_device(attend, tensors))
 
 
 @pytest.mark.parametrize("block", [128, 64, 32])
-def test_flex_attention_takes_the_whole_block_mask_of_any_block_size(block: int) -> None:
+def test_flex_attention_takes_a_block_mask_of_any_block_size_over_the_whole_sequence(block: int) -> None:
     tensors, length = qkv(203), 203
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor([80, 3, 100, 20]))
     mask = lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
     block_mask = create_block_mask(mask, None, None, length, length, device="cpu", BLOCK_SIZE=block)
-    check(
-        over(3, lambda *t: flex_attention(*t, block_mask=block_mask), tensors),
-        alone(lambda *t: eager_flex(*t, block_mask=mask), tensors),
+    assert_close(
+        on_ranks(3, lambda *t: flex_attention(*t, block_mask=block_mask), tensors),
+        on_one_device(lambda *t: eager_flex(*t, block_mask=mask), tensors),
     )
 
 
-def test_a_score_mod_sees_whole_positions_and_what_it_captures_gets_its_gradient() -> None:
+def test_a_score_mod_gets_global_positions_and_its_captured_tensor_a_gradient() -> None:
     tensors, length = qkv(131), 131
-    table = draw(HEADS, 2 * length - 1, seed=5).requires_grad_()
+    table = random(HEADS, 2 * length - 1, seed=5).requires_grad_()
     score = lambda s, b, h, q, kv: s + table[h, q - kv + length - 1]
     block_mask = create_block_mask(causal, None, None, length, length, device="cpu")
-    got = over(3, lambda *t: flex_attention(*t, score_mod=score, block_mask=block_mask), tensors, [table])
-    check(got, alone(lambda *t: eager_flex(*t, score_mod=score, block_mask=causal), tensors, [table]))
+    got = on_ranks(3, lambda *t: flex_attention(*t, score_mod=score, block_mask=block_mask), tensors, [table])
+    assert_close(got, on_one_device(lambda *t: eager_flex(*t, score_mod=score, block_mask=causal), tensors, [table]))
 
 
-def test_rows_that_see_nothing_in_any_stage_give_zeros_and_no_nan() -> None:
+def test_queries_that_see_no_key_give_zeros_and_no_nan() -> None:
     tensors, length = qkv(150), 150
     mask = lambda b, h, q, kv: (q >= kv) & (q >= 60) & (kv > 20)
     block_mask = create_block_mask(mask, None, None, length, length, device="cpu")
-    got = over(4, lambda *t: flex_attention(*t, block_mask=block_mask), tensors)
-    check(got, alone(lambda *t: eager_flex(*t, block_mask=mask), tensors))
+    got = on_ranks(4, lambda *t: flex_attention(*t, block_mask=block_mask), tensors)
+    assert_close(got, on_one_device(lambda *t: eager_flex(*t, block_mask=mask), tensors))
     assert not got[0][:, :, :60].any()
 
 
@@ -100,36 +100,38 @@ def test_flex_attention_returns_lse_and_max_scores() -> None:
             pair = flex_attention(*parts, block_mask=block_mask, return_lse=True)
             return [cp.unshard(t, 2) for t in (out, aux.lse, aux.max_scores, *pair)]
 
-    for found in virtual_world(2).run(rank):
-        check(found, [want_out, want.lse, want.max_scores, want_out, want.lse])
+    for outputs in virtual_world(2).run(rank):
+        assert_close(outputs, [want_out, want.lse, want.max_scores, want_out, want.lse])
 
 
 def attn_masks(length: int) -> dict[str, Tensor]:
-    seen = draw(BATCH, HEADS, length, length, seed=7) > 0
+    seen = random(BATCH, HEADS, length, length, seed=7) > 0
     seen[:, :, length // 5] = False
     return {
         "bool": seen,
         "bool for all heads": seen[:, :1],
         "bool for all": seen[0, 0],
         "keys": seen[:, :1, 40:41],
-        "float": draw(BATCH, 1, length, length, seed=8),
-        "float for all": draw(length, length, seed=8),
+        "float": random(BATCH, 1, length, length, seed=8),
+        "float for all": random(length, length, seed=8),
     }
 
 
 @pytest.mark.parametrize("name", attn_masks(3))
 @pytest.mark.parametrize("rows", ["whole", "this rank's"])
-def test_attn_mask_may_be_whole_or_this_ranks_rows(name: str, rows: str) -> None:
+def test_attn_mask_may_be_whole_or_the_rows_of_local_queries(name: str, rows: str) -> None:
     tensors, length = qkv(53), 53
     mask = attn_masks(length)[name]
     attend = lambda *t: F.scaled_dot_product_attention(*t, attn_mask=mask)
-    right = alone(lambda *t: ls.scaled_dot_product_attention(*t, attn_mask=mask), tensors)  # torch's own gives NaN where nothing is seen
+    right = on_one_device(
+        lambda *t: ls.scaled_dot_product_attention(*t, attn_mask=mask), tensors
+    )  # torch's own gives NaN where nothing is seen
 
     def sharded(*t: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(*t, attn_mask=local.cut(mask, t[0].shape[2]))
 
     class Local:
-        """This rank's rows (or, of a mask of one row, its keys), found by the positions of a tensor sharded alike."""
+        """This rank's rows of a mask, or its keys for a mask of one row: sharded by the context of the calling thread."""
 
         def __init__(self) -> None:
             self.by_thread: dict[int, Any] = {}
@@ -149,34 +151,34 @@ def test_attn_mask_may_be_whole_or_this_ranks_rows(name: str, rows: str) -> None
 
     local = Local()
     if rows == "whole":
-        check(over(3, attend, tensors), right)
+        assert_close(on_ranks(3, attend, tensors), right)
     else:
-        check(over(3, sharded, tensors, context=local.context), right)
+        assert_close(on_ranks(3, sharded, tensors, context=local.context), right)
 
 
 def test_a_learned_attn_mask_gets_its_gradient() -> None:
-    tensors, bias = qkv(47), draw(HEADS, 47, 47, seed=4).requires_grad_()
+    tensors, bias = qkv(47), random(HEADS, 47, 47, seed=4).requires_grad_()
     attend = lambda *t: F.scaled_dot_product_attention(*t, attn_mask=bias)
-    check(over(3, attend, tensors, [bias]), alone(attend, tensors, [bias]))
+    assert_close(on_ranks(3, attend, tensors, [bias]), on_one_device(attend, tensors, [bias]))
 
 
-def test_tensors_of_two_and_three_dims_are_taken_as_torch_takes_them() -> None:
+def test_tensors_of_three_dims_have_the_meaning_that_torch_gives_them() -> None:
     tensors = [t[:, 0].transpose(0, 1).transpose(0, 1).reshape(BATCH, 1, 61, DIM) for t in qkv(61)]
-    check(
-        over(3, lambda *t: F.scaled_dot_product_attention(*(x[:, 0] for x in t), is_causal=True)[:, None], tensors),
-        alone(lambda *t: F.scaled_dot_product_attention(*t, is_causal=True), tensors),
+    assert_close(
+        on_ranks(3, lambda *t: F.scaled_dot_product_attention(*(x[:, 0] for x in t), is_causal=True)[:, None], tensors),
+        on_one_device(lambda *t: F.scaled_dot_product_attention(*t, is_causal=True), tensors),
     )
 
 
-def test_twelve_lengths_in_one_process_are_as_good_as_one() -> None:
+def test_twelve_lengths_in_one_process_give_the_result_of_one_device() -> None:
     for length in range(128, 128 + 12 * 17, 17):
         tensors = qkv(length)
         block_mask = create_block_mask(causal, None, None, length, length, device="cpu")
-        got = over(2, lambda *t: flex_attention(*t, block_mask=block_mask), tensors)  # noqa: B023
-        check(got, alone(lambda *t: F.scaled_dot_product_attention(*t, is_causal=True), tensors))
+        got = on_ranks(2, lambda *t: flex_attention(*t, block_mask=block_mask), tensors)  # noqa: B023
+        assert_close(got, on_one_device(lambda *t: F.scaled_dot_product_attention(*t, is_causal=True), tensors))
 
 
-def test_without_buffers_tokens_lie_in_the_order_of_ranks_however_many_each_holds() -> None:
+def test_without_buffers_tokens_lie_in_rank_order_with_any_number_per_rank() -> None:
     counts = [30, 0, 41, 2]
     q, k, v = qkv(sum(counts))
     want = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -186,12 +188,12 @@ def test_without_buffers_tokens_lie_in_the_order_of_ranks_however_many_each_hold
         with context_parallel(mesh):
             return F.scaled_dot_product_attention(*parts, is_causal=True)
 
-    check([torch.cat(virtual_world(4).run(rank), 2)], [want])
+    assert_close([torch.cat(virtual_world(4).run(rank), 2)], [want])
 
 
-def test_a_mask_that_was_written_to_is_planned_anew() -> None:
+def test_a_mask_that_was_written_to_gets_a_new_plan() -> None:
     q, k, v = qkv(40)
-    first, second = draw(40, 40, seed=1) > 0, draw(40, 40, seed=2) > 0
+    first, second = random(40, 40, seed=1) > 0, random(40, 40, seed=2) > 0
     want = [ls.scaled_dot_product_attention(q, k, v, attn_mask=m) for m in (first, second)]
 
     def rank(mesh: Any) -> list[Tensor]:
@@ -203,11 +205,11 @@ def test_a_mask_that_was_written_to_is_planned_anew() -> None:
             out.append(F.scaled_dot_product_attention(*parts, attn_mask=mask))
             return [cp.unshard(t, 2) for t in out]
 
-    for found in virtual_world(2).run(rank):
-        check(found, want)
+    for outputs in virtual_world(2).run(rank):
+        assert_close(outputs, want)
 
 
-def test_autocast_casts_as_it_does_for_torchs_own_function() -> None:
+def test_autocast_casts_as_for_torchs_own_sdpa() -> None:
     tensors = qkv(64, dtype=torch.float32)
 
     def rank(mesh: Any) -> torch.dtype:
@@ -217,11 +219,11 @@ def test_autocast_casts_as_it_does_for_torchs_own_function() -> None:
     assert virtual_world(2).run(rank) == [torch.bfloat16] * 2
 
 
-def test_torchs_transformer_layers_are_distributed_whole() -> None:
+def test_torchs_transformer_encoder_runs_on_all_ranks() -> None:
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(12, 3, 24, dropout=0.0, batch_first=True).double()
     model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double().eval()
-    x = draw(BATCH, 37, 12)
+    x = random(BATCH, 37, 12)
     mask = torch.nn.Transformer.generate_square_subsequent_mask(37, dtype=torch.float64)
     want = model(x, mask=mask, is_causal=True)
 
@@ -229,11 +231,11 @@ def test_torchs_transformer_layers_are_distributed_whole() -> None:
         with context_parallel(mesh, seq_len=37) as cp, torch.no_grad():
             return cp.unshard(model(cp.shard(x, 1), mask=mask, is_causal=True), 1)
 
-    for found in virtual_world(3).run(rank):
-        check([found], [want.detach()])
+    for outputs in virtual_world(3).run(rank):
+        assert_close([outputs], [want.detach()])
 
 
-def refusals() -> dict[str, tuple[Any, str]]:
+def unsupported_calls() -> dict[str, tuple[Any, str]]:
     q = torch.zeros(1, 1, 20, DIM)
     local = create_block_mask(causal, None, None, 20, 20, device="cpu")
     seen = torch.ones(20, 20).bool()
@@ -246,21 +248,24 @@ def refusals() -> dict[str, tuple[Any, str]]:
             lambda: F.scaled_dot_product_attention(q, q, q, attn_mask=seen),
             "attn_mask: expected a shape",
         ),
-        "an unsharded tensor": (lambda: F.scaled_dot_product_attention(*[torch.zeros(1, 1, 40, DIM)] * 3), "whole sequence's length"),
+        "an unsharded tensor": (
+            lambda: F.scaled_dot_product_attention(*[torch.zeros(1, 1, 40, DIM)] * 3),
+            "the length of a whole sequence: shard the tensor",
+        ),
         "an unknown sequence": (lambda: F.scaled_dot_product_attention(*[torch.zeros(1, 1, 7, DIM)] * 3), "holds 20 of 40 tokens, got 7"),
         "weights": (lambda: attention(q[0], q[0], q[0]), "need_weights=False"),
-        "both masks": (lambda: F.scaled_dot_product_attention(q, q, q, torch.ones(40, 40).bool(), is_causal=True), "not both"),
-        "unsaid grouped heads": (lambda: F.scaled_dot_product_attention(torch.zeros(1, 2, 20, DIM), q, q), "enable_gqa=True"),
+        "both masks": (lambda: F.scaled_dot_product_attention(q, q, q, torch.ones(40, 40).bool(), is_causal=True), "got both"),
+        "grouped heads without enable_gqa": (lambda: F.scaled_dot_product_attention(torch.zeros(1, 2, 20, DIM), q, q), "enable_gqa=True"),
     }
 
 
-@pytest.mark.parametrize("name", refusals())
-def test_what_cannot_be_done_across_ranks_is_refused_on_every_rank(name: str) -> None:
+@pytest.mark.parametrize("name", unsupported_calls())
+def test_an_unsupported_call_raises_on_every_rank(name: str) -> None:
     def rank(mesh: Any) -> str:
-        call, _ = refusals()[name]
+        call, _ = unsupported_calls()[name]
         with context_parallel(mesh, seq_len=40), pytest.raises((ValueError, TypeError)) as error:
             call()
         return str(error.value)
 
     for message in virtual_world(2).run(rank):
-        assert refusals()[name][1] in message
+        assert unsupported_calls()[name][1] in message

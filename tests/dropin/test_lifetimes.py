@@ -1,4 +1,4 @@
-"""What happens around a context: buffers, exceptions, nesting, threads, graphs that outlive it."""
+"""Entering and leaving a context: buffers, exceptions, nesting, threads, autograd graphs that outlive it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from tests.dropin.attending import BATCH, DIM, HEADS, check, draw, qkv
+from tests.dropin.helpers import BATCH, DIM, HEADS, assert_close, qkv, random
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -21,20 +21,20 @@ FLEX, CHECKPOINT = flex_attention.__code__, torch.utils.checkpoint.checkpoint.__
 
 
 @pytest.fixture(autouse=True)
-def torch_is_left_as_it_was() -> Any:
+def torch_functions_are_restored() -> Any:
     yield
     assert flex_attention.__code__ is FLEX
     assert torch.utils.checkpoint.checkpoint.__wrapped__.__code__ is CHECKPOINT  # type: ignore[attr-defined]
-    q = draw(1, 1, 7, DIM)
+    q = random(1, 1, 7, DIM)
     assert torch.equal(F.scaled_dot_product_attention(q, q, q), F.scaled_dot_product_attention(q, q, q))
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1, -3])
-def test_buffers_are_shards_inside_and_themselves_again_outside(dim: int) -> None:
-    whole = draw(13, 17, 19)
+def test_buffers_hold_shards_inside_and_their_own_memory_again_outside(dim: int) -> None:
+    whole = random(13, 17, 19)
 
     def rank(mesh: Any) -> Tensor:
-        buffer = whole.clone().transpose(0, 2).contiguous().transpose(0, 2)  # strides of its own
+        buffer = whole.clone().transpose(0, 2).contiguous().transpose(0, 2)  # not contiguous
         strides, memory = buffer.stride(), buffer.data_ptr()
         with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[dim]) as cp:
             part = buffer.clone()
@@ -49,7 +49,7 @@ def test_buffers_are_shards_inside_and_themselves_again_outside(dim: int) -> Non
 
 @pytest.mark.parametrize("entered_in", [True, False], ids=["in inference mode", "outside of inference mode"])
 def test_an_inference_tensor_may_be_a_buffer(entered_in: bool) -> None:
-    whole = draw(BATCH, HEADS, 41, DIM)
+    whole = random(BATCH, HEADS, 41, DIM)
     want = F.scaled_dot_product_attention(whole, whole, whole, is_causal=True)
 
     def rank(mesh: Any) -> Tensor:
@@ -65,7 +65,7 @@ def test_an_inference_tensor_may_be_a_buffer(entered_in: bool) -> None:
         return out
 
     for out in virtual_world(3).run(rank):
-        check([out], [want])
+        assert_close([out], [want])
 
 
 def test_a_plain_buffer_may_be_written_to_in_a_context_entered_in_inference_mode() -> None:
@@ -86,16 +86,16 @@ def test_overlapping_views_of_one_tensor_may_both_be_buffers() -> None:
         mine = base.clone()
         tokens, labels = mine[:-1], mine[1:]
         with context_parallel(mesh, buffers=[tokens, labels], buffer_seq_dims=[0, 0]) as cp:
-            found = cp.unshard(tokens.clone(), 0), cp.unshard(labels.clone(), 0)
+            outputs = cp.unshard(tokens.clone(), 0), cp.unshard(labels.clone(), 0)
             assert torch.equal(labels, tokens + 1)
         assert torch.equal(mine, base) and tokens.data_ptr() == mine.data_ptr()
-        return found
+        return outputs
 
     for tokens, labels in virtual_world(3).run(rank):
         assert torch.equal(tokens, base[:-1]) and torch.equal(labels, base[1:])
 
 
-def test_buffers_that_are_not_to_be_restored_stay_shards() -> None:
+def test_no_restore_buffers_keep_the_shard() -> None:
     def rank(mesh: Any) -> tuple[int, int]:
         kept, left = torch.arange(40), torch.arange(40)
         with context_parallel(mesh, buffers=[kept, left], buffer_seq_dims=[0, 0], no_restore_buffers={left}):
@@ -105,7 +105,7 @@ def test_buffers_that_are_not_to_be_restored_stay_shards() -> None:
     assert virtual_world(2).run(rank) == [(40, 20), (40, 20)]
 
 
-def test_an_exception_inside_restores_everything() -> None:
+def test_an_exception_inside_restores_the_buffers() -> None:
     def rank(mesh: Any) -> bool:
         buffer = torch.arange(40)
         with pytest.raises(ZeroDivisionError), context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]):
@@ -115,7 +115,7 @@ def test_an_exception_inside_restores_everything() -> None:
     assert virtual_world(2).run(rank) == [True, True]
 
 
-def test_one_rank_that_raises_in_the_middle_of_a_step_leaves_the_others_with_an_error_and_whole_buffers() -> None:
+def test_a_rank_that_raises_gives_the_others_an_error_and_all_ranks_whole_buffers() -> None:
     buffers = [qkv(40) for _ in range(3)]
     ended: dict[int, str] = {}
 
@@ -135,7 +135,7 @@ def test_one_rank_that_raises_in_the_middle_of_a_step_leaves_the_others_with_an_
         virtual_world(3, timeout=20).run(rank)
     assert sorted(ended) == [0, 1, 2] and "the data ran out" in ended[0] and "the data ran out" in ended[2]
     for mine in buffers:
-        check(mine, qkv(40), within=0.0)
+        assert_close(mine, qkv(40), within=0.0)
 
 
 def test_contexts_nest_and_the_inner_one_shares_the_sequences_of_the_outer() -> None:
@@ -145,20 +145,20 @@ def test_contexts_nest_and_the_inner_one_shares_the_sequences_of_the_outer() -> 
     def rank(mesh: Any) -> list[Tensor]:
         mine, labels = [t.clone() for t in (q, k, v)], torch.arange(53)
         with context_parallel(mesh, buffers=mine, buffer_seq_dims=[2] * 3) as cp:
-            found = []
+            outputs = []
             with context_parallel(mesh):
-                found.append(F.scaled_dot_product_attention(*mine, is_causal=True))
+                outputs.append(F.scaled_dot_product_attention(*mine, is_causal=True))
             with context_parallel(mesh, buffers=[labels], buffer_seq_dims=[0]):
                 assert len(labels) == mine[0].shape[2]
-                found.append(F.scaled_dot_product_attention(*mine, is_causal=True))
-            found.append(F.scaled_dot_product_attention(*mine, is_causal=True))
-            return [cp.unshard(t, 2) for t in found]
+                outputs.append(F.scaled_dot_product_attention(*mine, is_causal=True))
+            outputs.append(F.scaled_dot_product_attention(*mine, is_causal=True))
+            return [cp.unshard(t, 2) for t in outputs]
 
-    for found in virtual_world(3).run(rank):
-        check(found, [want] * 3)
+    for outputs in virtual_world(3).run(rank):
+        assert_close(outputs, [want] * 3)
 
 
-def test_what_nests_wrongly_is_refused_and_undone() -> None:
+def test_wrong_nesting_raises_and_is_undone() -> None:
     def rank(mesh: Any) -> list[str]:
         buffer, said = torch.arange(40), []
         outer = context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0])
@@ -176,10 +176,10 @@ def test_what_nests_wrongly_is_refused_and_undone() -> None:
         return said
 
     for said in virtual_world(2).run(rank):
-        assert "open already" in said[0] and "holds a shard already" in said[1] and "laid out otherwise" in said[2]
+        assert "open already" in said[0] and "has sharded already" in said[1] and "same layout" in said[2]
 
 
-def test_a_context_may_be_entered_again_and_sees_what_its_buffers_hold_then() -> None:
+def test_a_context_entered_again_shards_the_present_contents_of_its_buffers() -> None:
     def rank(mesh: Any) -> bool:
         buffer = torch.arange(40)
         cp = context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0])
@@ -193,17 +193,17 @@ def test_a_context_may_be_entered_again_and_sees_what_its_buffers_hold_then() ->
     assert virtual_world(2).run(rank) == [True, True]
 
 
-def test_two_meshes_in_one_process_each_with_its_own_lengths() -> None:
+def test_two_meshes_in_one_process_have_lengths_of_their_own() -> None:
     tensors = {2: qkv(41), 3: qkv(67)}
     worlds = {n: virtual_world(n) for n in tensors}
-    found: dict[int, list[Tensor]] = {}
+    outputs: dict[int, list[Tensor]] = {}
 
     def run(n: int) -> None:
         def rank(mesh: Any) -> Tensor:
             with context_parallel(mesh, seq_len=tensors[n][0].shape[2]) as cp:
                 return cp.unshard(F.scaled_dot_product_attention(*(cp.shard(t, 2) for t in tensors[n]), is_causal=True), 2)
 
-        found[n] = worlds[n].run(rank)
+        outputs[n] = worlds[n].run(rank)
 
     threads = [threading.Thread(target=run, args=(n,)) for n in worlds]
     for thread in threads:
@@ -212,25 +212,25 @@ def test_two_meshes_in_one_process_each_with_its_own_lengths() -> None:
         thread.join()
     for n in worlds:
         want = F.scaled_dot_product_attention(*tensors[n], is_causal=True)
-        check(found[n], [want] * n)
+        assert_close(outputs[n], [want] * n)
 
 
-def test_a_thread_that_did_not_enter_a_context_is_not_in_one() -> None:
+def test_a_context_does_not_change_attention_in_other_threads() -> None:
     q, k, v = qkv(40)
-    found = []
+    outputs = []
 
     def rank(mesh: Any) -> None:
         with context_parallel(mesh, seq_len=40):
-            thread = threading.Thread(target=lambda: found.append(F.scaled_dot_product_attention(q, k, v)))
+            thread = threading.Thread(target=lambda: outputs.append(F.scaled_dot_product_attention(q, k, v)))
             thread.start()
             thread.join()
 
     virtual_world(2).run(rank)
-    check(found, [F.scaled_dot_product_attention(q, k, v)] * 2)
+    assert_close(outputs, [F.scaled_dot_product_attention(q, k, v)] * 2)
 
 
 class Model(torch.nn.Module):
-    """Tokens, positions and labels as buffers; attention in blocks that may be checkpointed."""
+    """Two blocks of attention, which may be checkpointed, on tokens and a table that are buffers."""
 
     def __init__(self, recompute: str | None) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class Model(torch.nn.Module):
         self.recompute = recompute
 
     def block(self, x: Tensor, wave: Tensor) -> Tensor:
-        x = x * wave[:, None]  # saves the buffer for backward
+        x = x * wave[:, None]  # autograd saves the buffer
         q, k, v = ((x @ w).view(*x.shape[:2], HEADS, DIM).transpose(1, 2) for w in self.weight)
         return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
 
@@ -250,17 +250,17 @@ class Model(torch.nn.Module):
             if self.recompute is None:
                 x = self.block(x, wave)
             else:
-                # The buffer by closure: when this is recomputed, it must be the shard again.
+                # The buffer comes by closure: a recomputation must read the shard.
                 x = checkpoint(lambda y: self.block(y, wave), x, use_reentrant=self.recompute == "reentrant")
         return (x**2).sum()
 
 
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("backward", ["inside", "after the context has closed"])
-def test_backward_and_recomputation_see_the_shards_also_after_the_context_has_closed(recompute: str | None, backward: str) -> None:
-    tokens, wave = torch.arange(2 * 29).view(2, 29) % 50, draw(29, seed=5)
-    alone = Model(None)
-    alone(tokens, wave).backward()
+def test_backward_and_recomputation_read_the_shards_after_the_context_too(recompute: str | None, backward: str) -> None:
+    tokens, wave = torch.arange(2 * 29).view(2, 29) % 50, random(29, seed=5)
+    model_on_one_device = Model(None)
+    model_on_one_device(tokens, wave).backward()
 
     def rank(mesh: Any) -> list[Tensor]:
         model, mine, own_wave = Model(recompute), tokens.clone(), wave.clone()
@@ -273,14 +273,14 @@ def test_backward_and_recomputation_see_the_shards_also_after_the_context_has_cl
         assert torch.equal(mine, tokens) and torch.equal(own_wave, wave)
         return [p.grad for p in model.parameters() if p.grad is not None]
 
-    found = virtual_world(3).run(rank)
-    summed = [torch.stack(grads).sum(0) for grads in zip(*found, strict=True)]
-    check(summed, [p.grad for p in alone.parameters() if p.grad is not None], within=1e-11)
+    outputs = virtual_world(3).run(rank)
+    summed = [torch.stack(grads).sum(0) for grads in zip(*outputs, strict=True)]
+    assert_close(summed, [p.grad for p in model_on_one_device.parameters() if p.grad is not None], within=1e-11)
 
 
-def test_a_buffer_that_is_written_to_after_it_was_saved_is_refused_in_backward_as_ever() -> None:
+def test_backward_raises_if_a_saved_buffer_was_written_to() -> None:
     def rank(mesh: Any) -> None:
-        buffer, x = draw(40), draw(20, seed=2).requires_grad_()
+        buffer, x = random(40), random(20, seed=2).requires_grad_()
         with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]):
             y = (x * buffer).sum()
             buffer.mul_(2)
@@ -290,7 +290,7 @@ def test_a_buffer_that_is_written_to_after_it_was_saved_is_refused_in_backward_a
     virtual_world(2).run(rank)
 
 
-def test_flex_attention_in_a_checkpoint_is_recomputed_distributed() -> None:
+def test_flex_attention_in_a_checkpoint_is_recomputed_on_all_ranks() -> None:
     q, k, v = qkv(45)
     block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 45, 45, device="cpu")
     whole = [t.clone().requires_grad_() for t in (q, k, v)]
@@ -303,11 +303,11 @@ def test_flex_attention_in_a_checkpoint_is_recomputed_distributed() -> None:
         out.sum().backward()
         return [cp.unshard(t.grad, 2) for t in parts]
 
-    for found in virtual_world(3).run(rank):
-        check(found, [t.grad for t in whole if t.grad is not None])
+    for outputs in virtual_world(3).run(rank):
+        assert_close(outputs, [t.grad for t in whole if t.grad is not None])
 
 
-def test_compiled_code_is_compiled_anew_for_the_context_and_again_without_it() -> None:
+def test_compiled_code_is_recompiled_for_the_context_and_again_without_it() -> None:
     q, k, v = qkv(41)
     model = torch.compile(lambda *t: F.scaled_dot_product_attention(*(x * 2 for x in t), is_causal=True) + 1, backend="eager")
     flex = torch.compile(flex_attention, backend="eager")
@@ -320,9 +320,9 @@ def test_compiled_code_is_compiled_anew_for_the_context_and_again_without_it() -
             parts = [cp.shard(t, 2) for t in (q, k, v)]
             return [cp.unshard(t, 2) for t in (model(*parts), flex(*parts, block_mask=block_mask))]
 
-    (found,) = virtual_world(1).run(rank)
-    check(found, [want, plain])
-    check([model(q, k, v)], [want])
+    (outputs,) = virtual_world(1).run(rank)
+    assert_close(outputs, [want, plain])
+    assert_close([model(q, k, v)], [want])
 
 
 def wrong_buffers() -> dict[str, tuple[Any, str]]:
@@ -331,15 +331,15 @@ def wrong_buffers() -> dict[str, tuple[Any, str]]:
         "a parameter": ({"buffers": [torch.nn.Parameter(t)], "buffer_seq_dims": [1]}, "expected a plain tensor, got Parameter"),
         "one that requires grad": ({"buffers": [t.clone().requires_grad_()], "buffer_seq_dims": [1]}, "requires grad"),
         "too few dims": ({"buffers": [t, t.clone()], "buffer_seq_dims": [1]}, "expected one dim for each of 2 buffers, got 1"),
-        "no such dim": ({"buffers": [t], "buffer_seq_dims": [2]}, "is not a dim"),
+        "no such dim": ({"buffers": [t], "buffer_seq_dims": [2]}, "expected a dim of"),
         "two dims": ({"buffers": [t, t], "buffer_seq_dims": [0, 1]}, "listed twice"),
         "others kept": ({"buffers": [t], "buffer_seq_dims": [1], "no_restore_buffers": {torch.zeros(1)}}, "no_restore_buffers"),
-        "a layout by work": ({"layout": "auto"}, "need the mask"),
+        "a layout by work": ({"layout": "auto"}, "depend on the mask"),
     }
 
 
 @pytest.mark.parametrize("name", wrong_buffers())
-def test_wrong_arguments_are_refused_before_anything_is_touched(name: str) -> None:
+def test_wrong_arguments_raise_and_leave_everything_unchanged(name: str) -> None:
     arguments, message = wrong_buffers()[name]
     with pytest.raises((ValueError, TypeError), match=message):
         context_parallel(virtual_world(2).meshes[0], **arguments)

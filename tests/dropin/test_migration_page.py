@@ -1,4 +1,4 @@
-"""Every *after* block of the migration page runs, and gives what one device gives."""
+"""Every *after* block of the migration page runs and gives the result of one device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.dropin.attending import BATCH, HEADS, qkv
+from tests.dropin.helpers import BATCH, HEADS, qkv
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -32,7 +32,7 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    """Enough of a language model to depend on tokens, positions and the whole past."""
+    """A model whose output depends on tokens, positions and the whole past."""
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = (torch.stack([tokens.double(), positions.expand_as(tokens).double()], -1) / 10)[:, None].expand(-1, HEADS, -1, -1)
@@ -81,17 +81,17 @@ def _run() -> list[Tensor]:
         dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, 2)
 
-    found = []
+    outputs = []
     for block in blocks():
         scope = names() | {"mesh": mesh, "gathered": gathered}
         exec(block, scope)
-        found.append(scope["result"])
-    return found
+        outputs.append(scope["result"])
+    return outputs
 
 
 @pytest.mark.parametrize("ranks", [3])
-def test_the_pages_code_gives_what_one_device_gives(ranks: int) -> None:
+def test_the_pages_code_gives_the_result_of_one_device(ranks: int) -> None:
     assert len(blocks()) == len(wanted())
-    for found in run_processes(_run, ranks):
-        for i, (got, want) in enumerate(zip(found, wanted(), strict=True)):
+    for outputs in run_processes(_run, ranks):
+        for i, (got, want) in enumerate(zip(outputs, wanted(), strict=True)):
             assert float((got - want).abs().max()) < 1e-10, blocks()[i]

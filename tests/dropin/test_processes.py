@@ -1,4 +1,4 @@
-"""Real ranks over Gloo: DeviceMeshes, DTensors, the module style, and a rank that fails."""
+"""Processes over Gloo: DeviceMeshes, DTensors, the module style, and a rank that raises."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.dropin.attending import BATCH, DIM, HEADS, check, draw, qkv
+from tests.dropin.helpers import BATCH, DIM, HEADS, assert_close, qkv, random
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -24,7 +24,7 @@ def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Calls SDPA with its own arguments."""
+    """SDPA as a module."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, **kwargs)
@@ -36,7 +36,7 @@ class Flex(nn.Module):
 
 
 class Block(nn.Module):
-    """Projects, attends, projects: what reaches it and leaves it is [B, S, E]."""
+    """Projections around attention: [B, S, E] to [B, S, E]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,20 +57,20 @@ def _styles() -> dict[str, Any]:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     q, k, v = qkv(LENGTH)
-    found: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
 
     # DTensors sharded on the sequence, in and out, with gradients.
     module = parallelize_module(Attention(), mesh, ContextParallel())
     parts = [distribute_tensor(t.clone().requires_grad_(), mesh, [Shard(2)]) for t in (q, k, v)]
     out = module(*parts, is_causal=True)
     assert isinstance(out, DTensor) and out.placements == (Shard(2),) and out.shape == q.shape
-    grads = torch.autograd.grad(out, parts, grad_outputs=distribute_tensor(draw(*q.shape, seed=9), mesh, [Shard(2)]))
-    found["sdpa"] = [t.full_tensor() for t in (out, *grads)]
+    grads = torch.autograd.grad(out, parts, grad_outputs=distribute_tensor(random(*q.shape, seed=9), mesh, [Shard(2)]))
+    outputs["sdpa"] = [t.full_tensor() for t in (out, *grads)]
 
     # A whole block of a model, [B, S, E] sharded on dim 1, uneven.
-    x = draw(BATCH, LENGTH, HEADS * DIM)
+    x = random(BATCH, LENGTH, HEADS * DIM)
     block = parallelize_module(Block(), mesh, ContextParallel())
-    found["block"] = block(distribute_tensor(x, mesh, [Shard(1)])).full_tensor().detach()
+    outputs["block"] = block(distribute_tensor(x, mesh, [Shard(1)])).full_tensor().detach()
 
     # Plain shards, head-tail, of a known length; FlexAttention with a score mod.
     flex = parallelize_module(Flex(), mesh, ContextParallel(seq_len=LENGTH, layout="head_tail"))
@@ -78,17 +78,17 @@ def _styles() -> dict[str, Any]:
     with context_parallel(mesh, seq_len=LENGTH) as cp:
         shards = [cp.shard(t, 2) for t in (q, k, v)]
     out = flex(*shards, block_mask=block_mask, score_mod=lambda s, b, h, i, j: s + (j - i) * 0.125)
-    found["flex"] = cp.unshard(out, 2)
+    outputs["flex"] = cp.unshard(out, 2)
 
-    # DTensors straight in a context.
+    # DTensors in a context.
     with context_parallel(mesh, seq_len=LENGTH, layout=lambda n, ranks: _chunks(n, ranks)):
         out = F.scaled_dot_product_attention(*(distribute_tensor(t, mesh, [Shard(2)]) for t in (q, k, v)), is_causal=True)
-        found["context"] = out.full_tensor()
+        outputs["context"] = out.full_tensor()
         try:
             F.scaled_dot_product_attention(*(distribute_tensor(t, mesh, [Shard(1)]) for t in (q, k, v)))
         except ValueError as error:
-            found["refused"] = str(error)
-    return found
+            outputs["wrong placement"] = str(error)
+    return outputs
 
 
 def _chunks(length: int, ranks: int) -> Any:
@@ -97,20 +97,20 @@ def _chunks(length: int, ranks: int) -> Any:
     return chunked(length, ranks)
 
 
-def test_modules_with_the_style_compute_what_one_device_computes() -> None:
+def test_modules_with_the_style_give_the_result_of_one_device() -> None:
     q, k, v = qkv(LENGTH)
     whole = [t.clone().requires_grad_() for t in (q, k, v)]
     out = F.scaled_dot_product_attention(*whole, is_causal=True)
-    grads = torch.autograd.grad((out * draw(*q.shape, seed=9)).sum(), whole)
+    grads = torch.autograd.grad((out * random(*q.shape, seed=9)).sum(), whole)
     position = torch.arange(LENGTH)
     alibi = (position[None, :] - position[:, None]).double() * 0.125
     alibi.masked_fill_(position[None, :] > position[:, None], -torch.inf)
-    for found in run_processes(_styles, 2):
-        check(found["sdpa"], [out.detach(), *grads])
-        check([found["block"]], [Block()(draw(BATCH, LENGTH, HEADS * DIM)).detach()])
-        check([found["flex"]], [F.scaled_dot_product_attention(q, k, v, attn_mask=alibi)])
-        check([found["context"]], [out.detach()])
-        assert "expected a DTensor placed Shard(2)" in found["refused"]
+    for outputs in run_processes(_styles, 2):
+        assert_close(outputs["sdpa"], [out.detach(), *grads])
+        assert_close([outputs["block"]], [Block()(random(BATCH, LENGTH, HEADS * DIM)).detach()])
+        assert_close([outputs["flex"]], [F.scaled_dot_product_attention(q, k, v, attn_mask=alibi)])
+        assert_close([outputs["context"]], [out.detach()])
+        assert "expected a DTensor placed Shard(2)" in outputs["wrong placement"]
 
 
 def _failing() -> tuple[str, bool, bool]:
@@ -130,15 +130,15 @@ def _failing() -> tuple[str, bool, bool]:
     return said, whole, flex_attention.__code__ is before
 
 
-def test_a_rank_that_raises_leaves_the_others_with_an_error_within_the_timeout() -> None:
-    found = run_processes(_failing, 2, group_timeout=5.0)
-    assert "the data ran out" in found[1][0]
-    assert "the exchange failed on rank 0" in found[0][0]
-    assert all(whole and clean for _, whole, clean in found)
+def test_a_rank_that_raises_gives_the_others_an_error_within_the_timeout() -> None:
+    outputs = run_processes(_failing, 2, group_timeout=5.0)
+    assert "the data ran out" in outputs[1][0]
+    assert "the exchange failed on rank 0" in outputs[0][0]
+    assert all(whole and clean for _, whole, clean in outputs)
 
 
 @pytest.mark.gpu
-def test_the_style_on_a_gpu_is_the_same() -> None:
+def test_a_context_on_a_gpu_gives_the_result_of_one_device() -> None:
     from longspan.testing import virtual_world
 
     q, k, v = (t.to("cuda", torch.bfloat16) for t in qkv(LENGTH))

@@ -2,20 +2,19 @@
 
     python tests/torch_compat/run_upstream.py PATH/TO/pytorch/test/distributed/tensor/test_attention.py [--against torch] [-k NAME]
 
-The file is torch's and not part of this project: get that of the release in use. What is changed in a copy of it, and why:
+The file is torch's and not part of this project: use the one of the installed release. Changes made to a copy of it:
 
-- its imports name `longspan.torch_compat` (left alone with `--against torch`);
-- the gates that skip tests where there are fewer than two GPUs are dropped, and two ranks take the place of `device_count()` ranks;
-- of the SDPA kernels it names, flash attention is the one that a CPU has. What the ring is compared with is computed by torch's plain
-  kernel: its CPU flash kernel's own error in dv (4.9e-2 from float64) is beyond what the test allows;
-- 2 heads and batches of 2 take the place of 8, and the ring's sequences are 128 tokens per rank instead of 1024: what torch computes
-  with on a CPU to have something to compare with takes minutes per call otherwise (`--full-size` leaves sizes alone);
-- FlexAttention on the CPU refuses tensors that want gradients, and Inductor's CPU kernel has no backward pass, but the tests' own expected
-  values need one: that gate is dropped too, and it is compiled with `aot_eager`, which differentiates the plain definition (both only
-  against longspan; torch's own run keeps what torch does on a CPU);
-- collectives are counted where they are made, since CommDebugMode does not look into custom operators, and must be as many as
-  torch's or fewer. The control message of every call (192 bytes per rank) is no rotation and is not counted;
-- where lengths of less than a block per rank are expected to be refused, they are run instead: here they work.
+- Imports name `longspan.torch_compat` (not with `--against torch`).
+- Tests run without GPUs: the gates for fewer than two GPUs are dropped, and two ranks replace `device_count()` ranks.
+- Flash attention is the only SDPA kernel, as on a CPU. The reference for the ring is torch's math kernel: the error of the CPU flash
+  kernel in dv (4.9e-2 from float64) is larger than the test allows.
+- 2 heads and batches of 2 replace 8, and 128 tokens per rank replace 1024: torch's references take minutes per call on a CPU otherwise
+  (`--full-size` keeps the sizes).
+- FlexAttention on the CPU refuses tensors that require grad, and Inductor's CPU kernel has no backward, which the tests' references
+  need. The gate is dropped and `aot_eager` compiles it (not with `--against torch`).
+- Collectives are counted in longspan, because CommDebugMode does not see into custom operators. Their number must not exceed torch's.
+  Control messages, by which ranks agree on a call, are not counted.
+- Lengths below a block per rank, which torch refuses, must run.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def skip_if_lt_x_gpu(*args, **kwargs):
 
 
 class _Counting:
-    """all_to_all_single calls that move keys, values or their gradients."""
+    """Counts all_to_all_single calls that move KV or its gradients."""
 
     def __enter__(self):
         from longspan._comm.process_group import ProcessGroupGroup
@@ -96,7 +95,7 @@ def _as_many_or_fewer(test, counts, expected):
 
 
 def adapted(text: str, *, against: str, full_size: bool = False) -> str:
-    """The text of torch's test file, changed as said above."""
+    """The text of torch's test file with the changes above."""
     if against == "longspan":
         for old, new in NAMES.items():
             text = text.replace(old, new)
@@ -136,15 +135,15 @@ def run(path: Path, *, against: str, keyword: str | None = None, verbose: bool =
             print(done.stdout, done.stderr)
         if not report.exists():
             raise SystemExit(f"pytest gave no report:\n{done.stdout}\n{done.stderr}")
-        found = {}
+        outcomes = {}
         for case in ET.parse(report).iter("testcase"):
             name = f"{case.get('classname', '').split('.')[-1]}.{case.get('name')}"
             problems = [child for child in case if child.tag in ("failure", "error")]
             if problems:
-                found[name] = "failed: " + _last_error(problems[0].text or problems[0].get("message") or "")
+                outcomes[name] = "failed: " + _last_error(problems[0].text or problems[0].get("message") or "")
             else:
-                found[name] = "skipped" if case.find("skipped") is not None else "passed"
-        return found
+                outcomes[name] = "skipped" if case.find("skipped") is not None else "passed"
+        return outcomes
 
 
 def _last_error(text: str) -> str:
@@ -160,12 +159,12 @@ def main() -> None:
     parser.add_argument("-v", dest="verbose", action="store_true")
     parser.add_argument("--full-size", action="store_true")
     o = parser.parse_args()
-    found = run(o.path, against=o.against, keyword=o.keyword, verbose=o.verbose, full_size=o.full_size)
-    for name, outcome in found.items():
+    outcomes = run(o.path, against=o.against, keyword=o.keyword, verbose=o.verbose, full_size=o.full_size)
+    for name, outcome in outcomes.items():
         print(f"{name}: {outcome}")
-    failed = sum(outcome.startswith("failed") for outcome in found.values())
-    passed = sum(outcome == "passed" for outcome in found.values())
-    print(f"{passed} passed, {failed} failed, {len(found) - passed - failed} skipped (torch's test file marks those itself)")
+    failed = sum(outcome.startswith("failed") for outcome in outcomes.values())
+    passed = sum(outcome == "passed" for outcome in outcomes.values())
+    print(f"{passed} passed, {failed} failed, {len(outcomes) - passed - failed} skipped (torch's test file marks those itself)")
     sys.exit(bool(failed))
 
 

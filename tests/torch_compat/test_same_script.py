@@ -1,4 +1,4 @@
-"""One script, run with torch's context parallelism and with ours: two processes that share a GPU over Gloo, and virtual ranks.
+"""One script with torch's context parallelism and with longspan's: two processes on one GPU over Gloo, and virtual ranks.
 
 pytest -m gpu tests/torch_compat/test_same_script.py -s
 """
@@ -28,7 +28,7 @@ def inputs() -> list[Tensor]:
 
 
 def script(library: Any, mesh: Any, rotation: str) -> list[Tensor]:
-    """What a user wrote for torch; `library` is the only difference."""
+    """A user's script; `library` is torch's module or longspan's."""
     library.set_rotate_method(rotation)
     q, k, v, grad = inputs()
     with library.context_parallel(mesh, buffers=[q, k, v, grad], buffer_seq_dims=[2, 2, 2, 2]), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -36,15 +36,16 @@ def script(library: Any, mesh: Any, rotation: str) -> list[Tensor]:
             t.requires_grad = True
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out.backward(grad)
-        found = library.context_parallel_unshard(mesh, [out.detach(), q.grad, k.grad, v.grad], [2, 2, 2, 2])
+        outputs = library.context_parallel_unshard(mesh, [out.detach(), q.grad, k.grad, v.grad], [2, 2, 2, 2])
         for t in (q, k, v):
             t.requires_grad = False
-    return [t.float().cpu() for t in found]
+    return [t.float().cpu() for t in outputs]
 
 
-def _gather_that_knows_devices() -> Any:
-    """torch's own half only. Gloo's functional all-gather takes tensors for CPU tensors and reads GPU memory from the host: it crashes. The
-    plain one copies first. The replacement lasts as long as the returned value.
+def _device_aware_all_gather() -> Any:
+    """A replacement of the functional all-gather, for torch's run only. It lasts as long as the returned library.
+
+    Gloo's own reads GPU memory from the host and crashes. The plain collective copies to the host first.
     """
     library = torch.library.Library("_c10d_functional", "IMPL")
 
@@ -62,7 +63,7 @@ def _process(which: str) -> dict[str, list[Tensor]]:
     if which == "torch":
         import torch.distributed.tensor.experimental._attention as library
 
-        replaced = _gather_that_knows_devices()  # noqa: F841 (to be kept)
+        replaced = _device_aware_all_gather()  # noqa: F841 (keeps the replacement alive)
     else:
         import longspan.torch_compat._attention as library  # type: ignore[no-redef]
     mesh = init_device_mesh("cuda", (RANKS,), mesh_dim_names=("cp",))
@@ -90,12 +91,12 @@ def _right() -> list[Tensor]:
 
 
 @pytest.mark.gpu
-def test_one_script_gives_the_same_with_torchs_context_parallelism_and_with_ours() -> None:
+def test_one_script_gives_equal_results_with_torchs_and_longspans_context_parallelism() -> None:
     right = _right()
-    results = {f"torch, {r}": found for r, found in run_processes(_process, RANKS, "torch")[0].items()}
-    results |= {f"longspan, {r}": found for r, found in run_processes(_process, RANKS, "longspan")[0].items()}
+    results = {f"torch, {r}": outputs for r, outputs in run_processes(_process, RANKS, "torch")[0].items()}
+    results |= {f"longspan, {r}": outputs for r, outputs in run_processes(_process, RANKS, "longspan")[0].items()}
     results["longspan, virtual ranks"] = _virtual()
-    errors = {name: [float((g - w).abs().max()) for g, w in zip(found, right, strict=True)] for name, found in results.items()}
+    errors = {name: [float((g - w).abs().max()) for g, w in zip(outputs, right, strict=True)] for name, outputs in results.items()}
     for name, error in errors.items():
         print(f"{name:<24}", *(f"{n} {e:.1e}" for n, e in zip(NAMES, error, strict=True)))
     allowed = [2 * e + 2**-8 * float(w.abs().max()) for e, w in zip(errors["torch, allgather"], right, strict=True)]

@@ -1,4 +1,4 @@
-"""torch's names over the engine: what torch's context parallelism gets wrong or refuses is right here."""
+"""`torch_compat` gives the results of one device, also for calls that torch's own context parallelism computes wrongly or refuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.dropin.attending import BATCH, check, draw, qkv
+from tests.dropin.helpers import BATCH, assert_close, qkv, random
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -66,7 +66,7 @@ def _ranks() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     q, k, v = qkv(LENGTH)
     block_mask = create_block_mask(document_mask(), BATCH, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
-    found: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
     for name in NAMES:
         balancer = _balancer(name, block_mask, mesh.size())
         flex = _style(Flex(), mesh, "FLEX")
@@ -75,73 +75,73 @@ def _ranks() -> dict[str, Any]:
         parts = tc._context_parallel_shard(mesh, given, dict.fromkeys("qkvm", 2), balancer)
         out = flex(parts["q"], parts["k"], parts["v"], score_mod=score, block_mask=parts["m"])
         (back,) = tc.context_parallel_unshard(mesh, [out], [2], balancer)
-        # Every rank holds the whole loss; its gradient reaches each shard once per rank.
-        grads = torch.autograd.grad((back * draw(*back.shape, seed=9)).sum() / mesh.size(), whole)
+        # Every rank computes the whole loss, so each shard gets its gradient once per rank.
+        grads = torch.autograd.grad((back * random(*back.shape, seed=9)).sum() / mesh.size(), whole)
         for grad in grads:
             dist.all_reduce(grad)
-        found["flex", name] = [back.detach(), *grads]
-        # The sharded mask is a BlockMask too: torch's own operator understands it, on gathered keys.
-        found["lists", name] = parts["m"].kv_num_blocks.shape == (BATCH, 1, 2)
+        outputs["flex", name] = [back.detach(), *grads]
+        # The sharded mask is a BlockMask over gathered keys, for torch's own operator.
+        outputs["lists", name] = parts["m"].kv_num_blocks.shape == (BATCH, 1, 2)
         for rotation in ("alltoall", "allgather"):
             tc.set_rotate_method(rotation)
             sdpa = parallelize_module(
                 Attention(), mesh, tc._ContextParallel(seq_dim=2, attention_type=tc._ContextParallel.AttentionType.SDPA)
             )
             out = sdpa(*tc._context_parallel_shard(mesh, [q, k, v], [2, 2, 2], balancer), is_causal=True)
-            found["ring", name, rotation] = tc.context_parallel_unshard(mesh, [out], [2], balancer)[0]
-    found |= _contexts(mesh)
-    return found
+            outputs["ring", name, rotation] = tc.context_parallel_unshard(mesh, [out], [2], balancer)[0]
+    outputs |= _contexts(mesh)
+    return outputs
 
 
 def _contexts(mesh: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for length in (LENGTH, 45, 3):  # divides by twice the ranks, and not
+    outputs: dict[str, Any] = {}
+    for length in (LENGTH, 45, 3):  # 2N divides the first only
         for balanced in (True, False):
             tc._cp_options.enable_load_balance = balanced
             mine = qkv(length)
             with tc.context_parallel(mesh, buffers=mine, buffer_seq_dims=[2, -2, 2]):
                 inside = tc._cp_options.enable_load_balance
                 out = F.scaled_dot_product_attention(*mine)
-                found["not causal", length, balanced] = tc.context_parallel_unshard(mesh, [out], [2])[0]
+                outputs["not causal", length, balanced] = tc.context_parallel_unshard(mesh, [out], [2])[0]
                 out = F.scaled_dot_product_attention(*mine, is_causal=True)
-                found["context", length, balanced] = tc.context_parallel_unshard(mesh, [out], [2])[0]
+                outputs["context", length, balanced] = tc.context_parallel_unshard(mesh, [out], [2])[0]
             assert inside == (balanced and length % (2 * mesh.size()) == 0) and tc._cp_options.enable_load_balance == balanced
-            check(mine, qkv(length), within=0.0)
+            assert_close(mine, qkv(length), within=0.0)
     tc._cp_options.enable_load_balance = True
     with tc.context_parallel(mesh):  # no buffers: tokens in the order of ranks
         out = F.scaled_dot_product_attention(*(t.chunk(mesh.size(), 2)[mesh.get_local_rank()] for t in qkv(45)), is_causal=True)
     tc._cp_options.enable_load_balance = False
-    found["no buffers"] = tc.context_parallel_unshard(mesh, [out], [2])[0]
-    # Lengths that nothing divides, by every balancer that takes one.
+    outputs["no buffers"] = tc.context_parallel_unshard(mesh, [out], [2])[0]
+    # A length that 2N does not divide, by every balancer that takes one.
     block_mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 45, 45, device="cpu")
     for name in ("none", "head tail", "round robin"):
         balancer = _balancer(name, block_mask, mesh.size(), 45)
         flex = _style(Flex(), mesh, "FLEX")
         *parts, mask = tc._context_parallel_shard(mesh, [*qkv(45), block_mask], [2] * 4, balancer)
-        found["uneven", name] = tc.context_parallel_unshard(mesh, [flex(*parts, block_mask=mask)], [2], balancer)[0]
-    return found
+        outputs["uneven", name] = tc.context_parallel_unshard(mesh, [flex(*parts, block_mask=mask)], [2], balancer)[0]
+    return outputs
 
 
-def test_what_torch_gets_silently_wrong_or_refuses_is_right() -> None:
+def test_calls_that_torch_computes_wrongly_or_refuses_give_the_result_of_one_device() -> None:
     q, k, v = qkv(LENGTH)
     whole = [t.clone().requires_grad_() for t in (q, k, v)]
     out = ls.attention(*whole, mask=ls.mask_mod(document_mask()), score_mod=score)
-    flex = [out.detach(), *torch.autograd.grad((out * draw(*out.shape, seed=9)).sum(), whole)]
+    flex = [out.detach(), *torch.autograd.grad((out * random(*out.shape, seed=9)).sum(), whole)]
     ring = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    for found in run_processes(_ranks, 2, timeout=240.0):
+    for outputs in run_processes(_ranks, 2, timeout=240.0):
         for name in NAMES:
-            check(found["flex", name], flex)
-            assert found["lists", name]
-            check([found["ring", name, r] for r in ("alltoall", "allgather")], [ring, ring])
+            assert_close(outputs["flex", name], flex)
+            assert outputs["lists", name]
+            assert_close([outputs["ring", name, r] for r in ("alltoall", "allgather")], [ring, ring])
         for length in (LENGTH, 45, 3):
             for balanced in (True, False):
-                check([found["context", length, balanced]], [F.scaled_dot_product_attention(*qkv(length), is_causal=True)])
-                check([found["not causal", length, balanced]], [F.scaled_dot_product_attention(*qkv(length))])
+                assert_close([outputs["context", length, balanced]], [F.scaled_dot_product_attention(*qkv(length), is_causal=True)])
+                assert_close([outputs["not causal", length, balanced]], [F.scaled_dot_product_attention(*qkv(length))])
         uneven = F.scaled_dot_product_attention(*qkv(45), is_causal=True)
-        check([found["no buffers"], *(found["uneven", n] for n in ("none", "head tail", "round robin"))], [uneven] * 4)
+        assert_close([outputs["no buffers"], *(outputs["uneven", n] for n in ("none", "head tail", "round robin"))], [uneven] * 4)
 
 
-def test_balancers_give_torchs_indices_and_undo_them() -> None:
+def test_balancers_give_torchs_indices_and_their_inverse() -> None:
     assert tc._HeadTailLoadBalancer(8, 2, "cpu")._generate_indices().tolist() == [[0, 1, 6, 7, 2, 3, 4, 5]]
     per_document = tc._PerDocumentHeadTailLoadBalancer([[4, 8, 4]], 2, "cpu")
     assert per_document._generate_indices().tolist() == [[0, 3, 4, 5, 10, 11, 12, 15, 1, 2, 6, 7, 8, 9, 13, 14]]
@@ -153,7 +153,7 @@ def test_balancers_give_torchs_indices_and_undo_them() -> None:
         assert torch.equal(order.gather(1, back), torch.arange(order.shape[1])[None])
 
 
-def test_a_balancer_of_ones_own_lays_out_what_its_indices_say() -> None:
+def test_a_custom_balancer_defines_the_layout_by_its_indices() -> None:
     class Backwards(tc._LoadBalancer):
         def _generate_indices(self, restore: bool = False) -> Tensor:
             return torch.arange(7).flip(0)[None]
@@ -161,7 +161,7 @@ def test_a_balancer_of_ones_own_lays_out_what_its_indices_say() -> None:
     assert [layout_of(Backwards(), 7, 2).positions(r).tolist() for r in range(2)] == [[6, 5, 4, 3], [2, 1, 0]]
 
 
-def test_settings_that_do_not_exist_are_refused() -> None:
+def test_unknown_settings_raise() -> None:
     with pytest.raises(NotImplementedError, match="'allgather', 'alltoall', got 'broadcast'"):
         tc.set_rotate_method("broadcast")
     with pytest.raises(ValueError, match="attention_type"):
@@ -171,9 +171,9 @@ def test_settings_that_do_not_exist_are_refused() -> None:
 def test_torchs_own_tests_pass() -> None:
     path = os.environ.get("TORCH_TEST_ATTENTION")
     if not path:
-        pytest.skip("TORCH_TEST_ATTENTION names no copy of torch's test/distributed/tensor/test_attention.py")
+        pytest.skip("set TORCH_TEST_ATTENTION to a copy of torch's test/distributed/tensor/test_attention.py")
     from tests.torch_compat.run_upstream import run
 
-    found = run(Path(path), against="longspan")
-    assert not {name: outcome for name, outcome in found.items() if outcome.startswith("failed")}
-    assert sum(outcome == "passed" for outcome in found.values()) >= 20
+    outputs = run(Path(path), against="longspan")
+    assert not {name: outcome for name, outcome in outputs.items() if outcome.startswith("failed")}
+    assert sum(outcome == "passed" for outcome in outputs.values()) >= 20

@@ -1,1 +1,1 @@
-"""Attention that models call by torch's names, spanning devices."""
+"""The drop-in: torch's attention functions over a mesh, while a context or a module's forward is active."""

@@ -1,16 +1,19 @@
-"""What `attn_mask` means across ranks.
+"""`attn_mask` of a call whose ranks each hold a part of the sequence.
 
-Legend: B batch, H heads, Q, K whole lengths, q, k what this rank holds of them.
-Accepted, each dim also of size 1, in one of three forms that is the same on every rank: "whole", [B, H, Q, K], the whole mask, the same
-everywhere; "rows", [B, H, q, K], this rank's rows of it; and "keys", [B, H, 1, k], for each key that this rank holds whether it is seen
-(a padding mask that was sharded like the tokens).
+Legend: B batch, H heads, Q and K the whole lengths, q and k this rank's share of them.
+
+A mask has one of three forms, the same on every rank. Every dim may also be of size 1.
+
+    whole       [B, H, Q, K]   the whole mask, the same on every rank
+    query_rows  [B, H, q, K]   the rows of this rank's queries
+    kv_flags    [B, H, 1, k]   one flag or bias per local key: a padding mask that was sharded like the tokens
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +24,20 @@ from longspan._masks.algebra import Mask, mask_mod
 from longspan._plan.layout import Layout
 from longspan._plan.sharding import unshard
 
+MaskForm: TypeAlias = Literal["whole", "query_rows", "kv_flags"]
+
+
+class MaskPart(NamedTuple):
+    """One rank's attn_mask as the other ranks know it: rows, columns, and the words of a digest of its contents."""
+
+    rows: int
+    columns: int
+    digest: tuple[int, ...]
+
 
 @dataclass(frozen=True, kw_only=True)
-class Around:
-    """The attention that a mask is for."""
+class CallShape:
+    """Mesh, layouts and sizes of one attention call over all ranks."""
 
     mesh: Mesh
     q: Layout
@@ -32,101 +45,113 @@ class Around:
     batch: int
     heads: int
 
-    def forms(self, rank: int, rows: int, columns: int) -> set[str]:
-        """What a rank's mask of so many rows and columns may be; nothing where it does not fit."""
-        q, k = self.q.local_len(rank), self.kv.local_len(rank)
-        broadcast = columns in (1, self.kv.length)
-        fits = {"whole": broadcast and rows in (1, self.q.length), "rows": broadcast and rows == q, "keys": rows == 1 and columns == k}
-        return {form for form, fit in fits.items() if fit}
+    def forms(self, rank: int, rows: int, columns: int) -> set[MaskForm]:
+        """The forms that a mask of this size on this rank may have; empty if none."""
+        all_columns = columns in (1, self.kv.length)
+        forms: set[MaskForm] = set()
+        if all_columns and rows in (1, self.q.length):
+            forms.add("whole")
+        if all_columns and rows == self.q.local_len(rank):
+            forms.add("query_rows")
+        if rows == 1 and columns == self.kv.local_len(rank):
+            forms.add("kv_flags")
+        return forms
 
 
-def four_dims(attn_mask: Any, batch: int, heads: int) -> Tensor:
-    """The mask as [1 or B, 1 or H, rows, columns]: all that can be checked before the sequences are known."""
+def with_four_dims(attn_mask: Any, batch: int, heads: int) -> Tensor:
+    """The mask as [1 or B, 1 or H, rows, columns], with type and dtype checked. Rows and columns depend on layouts: `check_fits`."""
     if type(attn_mask) is not Tensor:
         raise TypeError(
             f"attn_mask: expected a plain tensor or None, got {type(attn_mask).__name__}; for a causal mask pass is_causal=True"
         )
     if attn_mask.dtype != torch.bool and not attn_mask.dtype.is_floating_point:
-        raise TypeError(f"attn_mask: expected bool or floating point, got {attn_mask.dtype}")
+        raise TypeError(f"attn_mask: expected bool or floating point, got {attn_mask.dtype}; convert it with .bool()")
     if attn_mask.ndim > 4:
         raise ValueError(f"attn_mask: expected at most 4 dims, got shape {tuple(attn_mask.shape)}")
-    table = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
-    if table.shape[0] not in (1, batch) or table.shape[1] not in (1, heads):
+    mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
+    if mask.shape[0] not in (1, batch) or mask.shape[1] not in (1, heads):
         raise ValueError(f"attn_mask: expected a shape that broadcasts to ({batch}, {heads}, queries, keys), got {tuple(attn_mask.shape)}")
-    return table
+    return mask
 
 
-def check_fits(table: Tensor, around: Around) -> None:
-    """This rank's mask must be of one of the forms."""
-    if around.forms(around.mesh.rank, *table.shape[2:]):
+def check_fits(mask: Tensor, shape: CallShape) -> None:
+    """Raise ValueError if this rank's mask [B, H, rows, columns] has none of the three forms."""
+    if shape.forms(shape.mesh.rank, *mask.shape[2:]):
         return
-    each, (whole_q, whole_k) = (around.batch, around.heads), (around.q.length, around.kv.length)
-    q, k = (layout.local_len(around.mesh.rank) for layout in (around.q, around.kv))
+    sizes, (whole_q, whole_k) = (shape.batch, shape.heads), (shape.q.length, shape.kv.length)
+    q, k = (layout.local_len(shape.mesh.rank) for layout in (shape.q, shape.kv))
     raise ValueError(
-        f"attn_mask: expected a shape that broadcasts to {(*each, whole_q, whole_k)} (the whole mask, the same on every rank), to "
-        f"{(*each, q, whole_k)} (this rank's rows) or to {(*each, 1, k)} (flags of this rank's keys), got {tuple(table.shape)}"
+        f"attn_mask: expected a shape that broadcasts to {(*sizes, whole_q, whole_k)} (the whole mask, the same on every rank), to "
+        f"{(*sizes, q, whole_k)} (the rows of this rank's queries) or to {(*sizes, 1, k)} (flags of this rank's keys), got "
+        f"{tuple(mask.shape)}"
     )
 
 
-def form_of(told: Sequence[tuple[int, int, Any]], around: Around) -> str:
-    """The form of all ranks' masks, from each rank's rows, columns and digest of contents. The same on every rank, an error too.
+def agreed_form(parts: Sequence[MaskPart], shape: CallShape) -> MaskForm:
+    """The form that the masks of all ranks have. Raises ValueError on every rank if there is none or several.
 
-    A rank that holds one query or key cannot tell by the shape alone. What may be whole on every rank is so where all hold the same.
+    A rank that holds one query or key cannot tell the forms apart by size. A mask that may be whole on every rank is whole if its
+    contents are equal on all ranks.
     """
-    found = set.intersection(*(around.forms(rank, rows, columns) for rank, (rows, columns, _) in enumerate(told)))
-    if len(found) > 1 and any(digest != told[0][2] for _, _, digest in told):
-        found -= {"whole"}
-    if "whole" in found or len(found) == 1:
-        return "whole" if "whole" in found else found.pop()
-    held = ", ".join(f"rank {rank} {rows} × {columns}" for rank, (rows, columns, _) in enumerate(told))
+    forms = set.intersection(*(shape.forms(rank, part.rows, part.columns) for rank, part in enumerate(parts)))
+    if len(forms) > 1 and any(part.digest != parts[0].digest for part in parts):
+        forms -= {"whole"}
+    if "whole" in forms:
+        return "whole"
+    if len(forms) == 1:
+        return forms.pop()
+    sizes = ", ".join(f"rank {rank} {part.rows} × {part.columns}" for rank, part in enumerate(parts))
     raise ValueError(
-        "attn_mask: expected on every rank the whole mask, or on every rank its own queries' rows, or flags of its own keys; got masks of "
-        f"{held}, which {'may be either of the latter' if found else 'differ'}: pass the whole mask"
+        "attn_mask: expected on every rank the whole mask, or on every rank the rows of its queries, or on every rank flags of its keys; "
+        f"got masks of {sizes}, which {'may be rows of queries or flags of keys' if forms else 'differ in form'}: pass the whole mask"
     )
 
 
-def gathered(table: Tensor, form: str, around: Around) -> Tensor:
-    """The whole mask from every rank's part: a collective call, but for one that is whole."""
+def gather_mask(mask: Tensor, form: MaskForm, shape: CallShape) -> Tensor:
+    """The whole mask from every rank's part. A collective call unless the mask is whole."""
     if form == "whole":
-        return table
-    return unshard(table, 2, around.q, around.mesh) if form == "rows" else unshard(table, 3, around.kv, around.mesh)
+        return mask
+    return unshard(mask, 2, shape.q, shape.mesh) if form == "query_rows" else unshard(mask, 3, shape.kv, shape.mesh)
 
 
 def as_mask_mod(mask: Tensor) -> Mask:
-    """A whole bool mask as a mask over whole positions."""
-    kept, used = _squeezed(mask)
-    if not any(used):
-        seen = bool(kept)
-        return mask_mod(lambda b, h, q, kv: (q >= 0) & seen)
-    return mask_mod(lambda b, h, q, kv: kept[tuple(i for i, wanted in zip((b, h, q, kv), used) if wanted)])
+    """A whole bool mask [B, H, Q, K] as a mask_mod over global positions."""
+    table, used_dims = _squeezed(mask)
+    if not any(used_dims):
+        visible = bool(table)
+        return mask_mod(lambda b, h, q, kv: (q >= 0) & visible)
+    return mask_mod(lambda b, h, q, kv: table[tuple(i for i, used in zip((b, h, q, kv), used_dims) if used)])
 
 
-def as_score_mod(mask: Tensor, form: str, around: Around, *, stay: bool) -> Callable[..., Tensor]:
-    """A floating-point mask as what is added to scores.
+def as_score_mod(mask: Tensor, form: MaskForm, shape: CallShape, *, queries_stay: bool) -> Callable[..., Tensor]:
+    """A floating-point mask as a score_mod that adds it.
 
-    Where queries stay on their ranks, rows of this rank alone are read through a table of where they lie. All else that comes in parts
-    is gathered (a collective call).
+    queries_stay: whether each rank computes its own queries. Then rows of local queries are indexed by local position and are not
+    gathered. In all other cases a mask in parts is gathered (a collective call).
     """
-    own = form == "rows" and stay
-    if own:
-        most = max(around.q.local_len(r) for r in range(around.mesh.size))
-        mask = F.pad(mask, (0, 0, 0, most - mask.shape[2]))  # of one shape on every rank
+    is_local = form == "query_rows" and queries_stay
+    if is_local:
+        longest = max(shape.q.local_len(r) for r in range(shape.mesh.size))
+        mask = F.pad(mask, (0, 0, 0, longest - mask.shape[2]))  # ranks compare the shapes of captured tensors
     else:
-        mask = gathered(mask, form, around)
-    kept, used = _squeezed(mask)
-    if not any(used):
-        return lambda score, b, h, q, kv: score + kept
-    if not own:
-        return lambda score, b, h, q, kv: score + kept[tuple(i for i, wanted in zip((b, h, q, kv), used) if wanted)]
-    positions = around.q.positions(around.mesh.rank)
+        mask = gather_mask(mask, form, shape)
+    table, used_dims = _squeezed(mask)
+    if not any(used_dims):
+        return lambda score, b, h, q, kv: score + table
+    if not is_local:
+        return lambda score, b, h, q, kv: score + table[tuple(i for i, used in zip((b, h, q, kv), used_dims) if used)]
+    positions = shape.q.positions(shape.mesh.rank)
     if positions.ndim > 1:
-        raise ValueError("attn_mask: rows of this rank alone need a layout that is the same for every batch row; pass the whole mask")
-    row = torch.zeros(around.q.length, dtype=torch.int64)
-    row[positions] = torch.arange(len(positions))
-    row = row.to(mask.device)
-    return lambda score, b, h, q, kv: score + kept[tuple(i for i, wanted in zip((b, h, row[q], kv), used) if wanted)]
+        raise ValueError(
+            "attn_mask: expected the whole mask, because the layout differs between batch rows, got the rows of this rank's queries; "
+            "pass the whole mask"
+        )
+    local_index = torch.zeros(shape.q.length, dtype=torch.int64)
+    local_index[positions] = torch.arange(len(positions))
+    local_index = local_index.to(mask.device)
+    return lambda score, b, h, q, kv: score + table[tuple(i for i, used in zip((b, h, local_index[q], kv), used_dims) if used)]
 
 
 def _squeezed(mask: Tensor) -> tuple[Tensor, tuple[bool, ...]]:
-    """Without dims of size 1, and which dims are left."""
+    """The mask without dims of size 1, and a flag per dim: whether it is left."""
     return mask.reshape([size for size in mask.shape if size != 1]), tuple(size != 1 for size in mask.shape)

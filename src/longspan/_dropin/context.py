@@ -1,4 +1,4 @@
-"""`context_parallel`: inside it, torch's attention functions span a mesh."""
+"""`context_parallel`: a context in which torch's attention functions run over a mesh."""
 
 from __future__ import annotations
 
@@ -6,117 +6,132 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longspan._comm.mesh import Mesh
-from longspan._dropin.buffers import Buffer, buffers_of, mark_written, version_of
-from longspan._dropin.dispatcher import Spanning
+from longspan._comm.mesh import Mesh, MeshLike
+from longspan._dropin.buffers import Buffer, make_buffers, mark_written, version_of
+from longspan._dropin.dispatcher import AttentionDispatcher
+from longspan._dropin.global_layout import LayoutRule
 from longspan._dropin.intercept import AttentionMode, intercepting
 from longspan._plan.layout import Layout
+from longspan._plan.schedule import Schedule
 
 
 def context_parallel(
-    mesh: Any,
+    mesh: MeshLike,
     *,
     buffers: Sequence[Tensor] | None = None,
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: Iterable[Tensor] | None = None,
     seq_len: int | Sequence[int] | None = None,
-    layout: str | Layout | None = None,
-    strategy: Any = "auto",
+    layout: str | Layout | LayoutRule | None = None,
+    strategy: str | Schedule = "auto",
 ) -> Context:
-    """A context in which `F.scaled_dot_product_attention` and `flex_attention`, however imported, span the ranks of `mesh`.
+    """A context in which torch's attention functions compute over a sequence that is split over `mesh`.
 
-    Inside, q, k and v are this rank's shards [..., S_local, D]; positions, masks and mods are those of the whole sequence. All ranks make
-    the same calls. Gradients flow, also when backward, or an activation checkpoint's recomputation, runs after the context has closed.
+    **While the context is active, it replaces torch's functions**: `F.scaled_dot_product_attention`, `flex_attention` and
+    `torch.utils.checkpoint.checkpoint`, in the thread that entered it, however they were imported. A torch function mode catches SDPA.
+    The code objects of the other two functions are exchanged for ones that run torch's own code in all other threads. Leaving the
+    context restores all three.
 
-    mesh:       what `longspan.plan` takes.
-    buffers:    plain tensors that hold whole sequences (tokens, positions, labels), the same on every rank: sharded in place along
-                `buffer_seq_dims` (negative ones count from the end) on entering, and as before on leaving, on an exception too, but for
-                those in `no_restore_buffers`, which stay shards. What is written to a buffer inside is gone afterwards.
-    seq_len:    lengths of sequences that are sharded by other means, such as `cp.shard`. With neither buffers nor seq_len, tokens lie in
-                the order of ranks, however many each holds, and ranks exchange those counts at each call.
-    layout:     "head_tail" (the default), "contiguous", or a Layout. Lengths need not divide by anything.
-    strategy:   how keys move, as for `longspan.plan`; by default, those that somebody reads.
+    Inside, q, k and v are this rank's shards [B, H, S_local, D]. Masks and mods get positions in the whole sequence. All ranks make the
+    same calls. Results and gradients equal those of one device. Backward, and the recomputation of an activation checkpoint,
+    may run after the context.
 
-    `with context_parallel(…) as cp` gives `cp.shard(x, dim)`, `cp.unshard(x, dim)` and `cp.positions(length)` for other tensors. A context
-    may be entered again after it was left; its plans are kept. Contexts nest: the innermost decides, and one on the same mesh shares the
-    outer one's sequences. It holds for the thread that entered it.
+    Args:
+        mesh: A DeviceMesh of one or two axes, a ProcessGroup, or a virtual world's mesh.
+        buffers: Plain tensors that hold whole sequences (tokens, positions, labels), equal on every rank. They are sharded in place on
+            entering and restored on leaving, after an exception too. Writes to a buffer inside are lost.
+        buffer_seq_dims: The sequence dim of each buffer; negative dims count from the end.
+        no_restore_buffers: Buffers that keep the shard on leaving.
+        seq_len: Lengths of sequences that are sharded by other means, such as `cp.shard`. With neither buffers nor seq_len, tokens lie
+            in the order of ranks, any number on each, and ranks exchange the counts at each call.
+        layout: "head_tail" (the default), "contiguous", a Layout, or a function (length, ranks) -> Layout. Any length works.
+        strategy: How KV moves, as for `longspan.plan`. By default each rank receives the KV that its queries see.
 
-    Masks may change between calls: each is taken as it is at the call. On a GPU it must be written to in ways that torch counts
-    (`tensor._version`), which `.data` and collectives in place are not.
+    Returns:
+        A context manager. `with context_parallel(…) as cp` gives `cp.shard(x, dim)`, `cp.unshard(x, dim)` and `cp.positions(length)` for
+        other tensors. It may be entered again after it was left, and keeps its plans. Contexts nest: the innermost one is used, and
+        shares the sequences of outer ones on the same mesh.
 
-    Refused: dropout, a block_mask or attn_mask of local size, sequences that the context does not know.
+    Raises:
+        ValueError: For attention dropout, a BlockMask over local tokens, or a tensor of a sequence that the context does not know. Every
+            rank raises.
+
+    Note:
+        A mask is read at each call and may be written to between calls. On a GPU, write to it in ways that `tensor._version` counts:
+        `.data` and in-place collectives are not counted.
     """
     lengths = [] if seq_len is None else [seq_len] if isinstance(seq_len, int) else list(seq_len)
-    found = buffers_of(list(buffers or []), list(buffer_seq_dims or []), list(no_restore_buffers or []))
-    return Context(mesh, found, lengths, layout, strategy)
+    made = make_buffers(list(buffers or []), list(buffer_seq_dims or []), list(no_restore_buffers or []))
+    return Context(AttentionDispatcher(mesh, layout=layout or "head_tail", strategy=strategy, lengths=lengths), made)
 
 
-_open = threading.local()  # contexts that this thread is in: an inner one shares the sequences of an outer one on the same mesh
+_open = threading.local()  # .contexts: the contexts that this thread is in, outermost first
 
 
 class Context:
-    """What `context_parallel` returns."""
+    """The context manager that `context_parallel` returns."""
 
-    def __init__(self, mesh: Any, buffers: list[Buffer], lengths: list[int], layout: Any, strategy: Any) -> None:
-        self.buffers, self.layout = buffers, layout
-        self.span = Spanning(mesh, layout=layout or "head_tail", strategy=strategy, lengths=lengths)
-        self.mode = AttentionMode(sdpa=self.span.sdpa, flex=self.span.flex, again=self.again, other=self._other)
-        self._buffer_of = {id(b.tensor): b for b in buffers}
+    def __init__(self, dispatcher: AttentionDispatcher, buffers: Sequence[Buffer] = ()) -> None:
+        self.dispatcher, self.buffers = dispatcher, list(buffers)
+        self._mode = AttentionMode(sdpa=dispatcher.sdpa, flex=dispatcher.flex, rerun=self._rerunnable, other=self._call_on_shards)
+        self._buffer_of = {id(b.tensor): b for b in self.buffers}
         self._exit: ExitStack | None = None
 
     @property
     def mesh(self) -> Mesh:
-        return self.span.mesh
+        """The mesh over which attention runs."""
+        return self.dispatcher.mesh
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of a whole tensor along `dim`, differentiably; its length is known to the context from now on."""
-        return self.span.shard(x, dim)
+        """This rank's shard of a whole tensor along `dim`. Differentiable. Makes the tensor's length known to the context."""
+        return self.dispatcher.shard(x, dim)
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
-        """The whole tensor from every rank's part along `dim`, differentiably: a collective call."""
-        return self.span.unshard(x, dim)
+        """The whole tensor from every rank's shard along `dim`. A collective call. Differentiable."""
+        return self.dispatcher.unshard(x, dim)
 
     def positions(self, length: int) -> Tensor:
-        """Where this rank's tokens of a sequence of `length` stand in it."""
-        return self.span.positions(length)
+        """Global positions of this rank's tokens of a sequence of `length`: int64 [S_local], or [B, S_local] if batch rows differ."""
+        return self.dispatcher.positions(length)
 
     # ------------------------------------------------------------------------------------------------------------ in and out
 
     def __enter__(self) -> Context:
         if self._exit is not None:
-            raise RuntimeError("this context is open already: leave it before it is entered again, or make another one")
+            raise RuntimeError("context_parallel: expected a context that is not active, got one that is open already; make another one")
         with ExitStack() as stack:
             for buffer in self.buffers:
-                buffer.forget()
+                buffer.drop_shard()
             self._shard_buffers(self.buffers, stack)
             self._share_sequences()
-            stack.enter_context(intercepting(self.mode))
-            outer = _open.__dict__.setdefault("contexts", [])
-            outer.append(self)
-            stack.callback(outer.remove, self)
+            stack.enter_context(intercepting(self._mode))
+            contexts = _open.__dict__.setdefault("contexts", [])
+            contexts.append(self)
+            stack.callback(contexts.remove, self)
             self._exit = stack.pop_all()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         stack, self._exit = self._exit, None
         if stack is not None:
-            stack.__exit__(*error)
+            stack.__exit__(kind, error, trace)
 
-    def held(self) -> AbstractContextManager[None]:
-        """The same for one call, of a context without buffers; any number at once."""
-        return intercepting(self.mode)
+    def active(self) -> AbstractContextManager[None]:
+        """A context for one forward, of a context without buffers. May be entered any number of times at once."""
+        return intercepting(self._mode)
 
     def _shard_buffers(self, buffers: list[Buffer], stack: ExitStack) -> None:
-        layouts = [self.span.lengths.layout(b.length) for b in buffers]
+        layouts = [self.dispatcher.sequences.layout(b.length) for b in buffers]
         for buffer, layout in zip(buffers, layouts, strict=True):
             if len(layout.rows) > 1 and (buffer.dim == 0 or buffer.tensor.shape[0] != len(layout.rows)):
                 raise ValueError(
-                    f"buffers: batch rows are laid out differently: dim 0 must be the batch of {len(layout.rows)}, got "
+                    f"buffers: expected dim 0 to be the batch of {len(layout.rows)} rows, for which the layout was made, got "
                     f"{tuple(buffer.tensor.shape)} with sequence dim {buffer.dim}"
                 )
         for buffer, layout in zip(buffers, layouts, strict=True):
@@ -124,21 +139,21 @@ class Context:
             stack.callback(buffer.unshard)
 
     def _share_sequences(self) -> None:
-        lengths = self.span.lengths
+        """Learn the sequences of the contexts around this one on the same mesh."""
         for outer in _open.__dict__.get("contexts", []):
             if outer.mesh != self.mesh:
                 continue
-            for length, layout in outer.span.lengths.known.items():
-                if lengths.add(layout) != layout:
+            for length, layout in outer.dispatcher.sequences.by_length.items():
+                if self.dispatcher.sequences.add(layout) != layout:
                     raise ValueError(
-                        f"sequences of {length} tokens are laid out otherwise by a context around this one, on the same mesh: "
-                        "give both the same layout"
+                        f"layout: expected the layout of the context around this one, on the same mesh, for sequences of {length} tokens, "
+                        "got another; give both contexts the same layout"
                     )
 
-    # ------------------------------------------------------------------------------------------------------- what torch calls
+    # ------------------------------------------------------------------------------------------------------- calls from torch
 
-    def again(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """fn, run in this context whenever it is run: now, and when a checkpoint recomputes it, after the context has closed too."""
+    def _rerunnable(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """fn, run in this context: now, and when an activation checkpoint recomputes it, perhaps after the context."""
 
         @wraps(fn, assigned=("__name__", "__qualname__", "__doc__"), updated=())
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -149,36 +164,40 @@ class Context:
 
     @contextmanager
     def _resumed(self) -> Iterator[None]:
+        """This context for a recomputation: with the shards of the first run in the buffers."""
         with ExitStack() as stack:
             if self._exit is None:
                 self._shard_buffers([b for b in self.buffers if b.restore], stack)
-            stack.enter_context(intercepting(self.mode))
+            stack.enter_context(intercepting(self._mode))
             yield
 
-    def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls that read a buffer get it under a name that lasts; what is written to the buffer itself, torch learns of."""
+    def _call_on_shards(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """func, with a buffer that it only reads replaced by its alias, which may be saved for backward.
+
+        A write to a buffer itself is counted on the alias, so that backward notices it.
+        """
         if not self._buffer_of:
             return func(*args, **kwargs)
         if _only_reads(func, kwargs):
-            return func(*(self._current(a) for a in args), **{name: self._current(a) for name, a in kwargs.items()})
-        met = [(b, version_of(b.tensor)) for a in (*args, *kwargs.values()) if (b := self._buffer_of.get(id(a))) is not None]
+            return func(*(self._readable(a) for a in args), **{name: self._readable(a) for name, a in kwargs.items()})
+        versions = [(b, version_of(b.tensor)) for a in (*args, *kwargs.values()) if (b := self._buffer_of.get(id(a))) is not None]
         result = func(*args, **kwargs)
-        for buffer, version in met:
+        for buffer, version in versions:
             if buffer.alias is not None and version_of(buffer.tensor) != version:
                 mark_written(buffer.alias)
         return result
 
-    def _current(self, value: Any) -> Any:
+    def _readable(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             buffer = self._buffer_of.get(id(value))
-            return value if buffer is None else buffer.current()
+            return value if buffer is None else buffer.readable()
         if type(value) in (list, tuple) and any(id(v) in self._buffer_of for v in value):
-            return type(value)(self._current(v) for v in value)
+            return type(value)(self._readable(v) for v in value)
         return value
 
 
 def _only_reads(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a torch function neither writes to its arguments nor reads or sets attributes of them."""
+    """Whether a torch function neither writes to its arguments nor reads or sets an attribute of them."""
     name = getattr(func, "__name__", "_")
     if name.startswith("__"):
         return not name.startswith(("__get__", "__set", "__del", "__i"))

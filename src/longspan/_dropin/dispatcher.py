@@ -1,6 +1,8 @@
-"""One mesh, one rule of who owns which tokens, and the plans of the calls made under them.
+"""`AttentionDispatcher`: torch's two attention signatures over local shards, with the plans of the calls made through it.
 
-`Spanning` is what a context, a module's style and torch's own names all stand on: torch's two attention signatures over local shards.
+A context, a module style and `torch_compat` each own one.
+
+Legend: B batch, H heads, S_local tokens of this rank, D head dim.
 """
 
 from __future__ import annotations
@@ -13,71 +15,72 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from longspan._comm.agreement import refuse
-from longspan._comm.mesh import as_mesh
-from longspan._dropin.attn_mask import as_mask_mod, as_score_mod, four_dims, gathered
-from longspan._dropin.dtensor import local_call
-from longspan._dropin.global_layout import Lengths
-from longspan._dropin.intercept import out_of_compilers_sight
-from longspan._dropin.mask_keys import Asked, Contents
-from longspan._dropin.negotiate import NO_SIZE, Given, Met, meet
+from longspan._comm.mesh import MeshLike, as_mesh
+from longspan._dropin.attn_mask import as_mask_mod, as_score_mod, gather_mask, with_four_dims
+from longspan._dropin.dtensor import call_on_local
+from longspan._dropin.global_layout import LayoutRule, SequenceLayouts
+from longspan._dropin.intercept import hide_from_dynamo
+from longspan._dropin.mask_keys import MaskKeys, MaskRequest
+from longspan._dropin.negotiate import NO_SIZE, AgreedCall, LocalCall, negotiate
 from longspan._engine.attention import attend
 from longspan._engine.checks import check_kernel_options
 from longspan._engine.signatures import as_autocast, is_no_mask
 from longspan._masks.algebra import Mask, causal, full
 from longspan._plan.layout import Layout
+from longspan._plan.schedule import Schedule
 from longspan._plan.sharding import shard, unshard
 from longspan._planner.build import plan
 from longspan._planner.plan import Plan
 
-KEPT = 64  # plans
+MAX_PLANS = 64
 
 
-class Spanning:
-    """Attention calls on shards over a mesh. Plans are made at the first call of their kind and kept here."""
+class AttentionDispatcher:
+    """Attention calls on shards over one mesh under one rule for layouts.
+
+    A plan is made at the first call of its kind. The last MAX_PLANS plans are cached.
+    """
 
     def __init__(
-        self,
-        mesh: Any,
-        *,
-        layout: str | Layout | Callable[[int, int], Layout],
-        strategy: Any = "auto",
-        lengths: Iterable[int] = (),
+        self, mesh: MeshLike, *, layout: str | Layout | LayoutRule, strategy: str | Schedule = "auto", lengths: Iterable[int] = ()
     ) -> None:
         self.mesh = as_mesh(mesh)
-        self.lengths = Lengths(self.mesh, layout, lengths)
-        # A layout is given, so that there is nothing for `auto` to weigh but how keys move: only those that somebody reads.
-        one_axis = "exchange" if len(self.mesh.axes) == 1 else "ulysses_exchange"
-        self.strategy = one_axis if isinstance(strategy, str) and strategy == "auto" else strategy
-        # Ulysses hands a rank the queries of others.
+        self.sequences = SequenceLayouts(self.mesh, layout, lengths)
+        # The layout is given, so "auto" has only the schedule to choose: the exchange moves only KV that some rank reads.
+        exchange = "exchange" if len(self.mesh.axes) == 1 else "ulysses_exchange"
+        self.strategy = exchange if isinstance(strategy, str) and strategy == "auto" else strategy
+        # Ulysses gives a rank some heads of every rank's queries.
         self._queries_stay = len(self.mesh.axes) == 1 and not (isinstance(self.strategy, str) and "ulysses" in self.strategy)
         self._plans: dict[Any, Plan] = {}
-        self._contents = Contents()
-        self._called = False
-        self.sdpa = out_of_compilers_sight(self._sdpa)
-        self.flex = out_of_compilers_sight(self._flex)
+        self._mask_keys = MaskKeys()
+        self.sdpa = hide_from_dynamo(self._sdpa)
+        self.flex = hide_from_dynamo(self._flex)
 
     # ------------------------------------------------------------------------------------------------------------- shards
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of a whole tensor along `dim`; its length is known to the context from now on. Differentiable."""
+        """This rank's shard of a whole tensor along `dim`. Differentiable. Makes the tensor's length known to the context."""
         _check_dim(x, dim, "shard")
-        layout = self.lengths.layout(x.shape[dim])
+        layout = self.sequences.layout(x.shape[dim])
         if len(layout.rows) > 1 and (dim % x.ndim == 0 or x.shape[0] != len(layout.rows)):
-            raise ValueError(f"shard: batch rows are laid out differently: dim 0 must be the batch of {len(layout.rows)}, got {x.shape}")
+            raise ValueError(
+                f"shard: expected dim 0 to be the batch of {len(layout.rows)} rows, for which the layout was made, got shape "
+                f"{tuple(x.shape)} with sequence dim {dim}"
+            )
         return shard(x, dim, layout, self.mesh.rank)
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
-        """The whole tensor from every rank's part along `dim`: a collective call. Differentiable."""
+        """The whole tensor from every rank's shard along `dim`. A collective call. Differentiable."""
         try:
             _check_dim(x, dim, "unshard")
-            (layout,) = self.lengths.of([("unshard", x.shape[dim])], x.device)
+            layout = self.sequences.lookup("unshard", x.shape[dim], x.device)
         except ValueError as error:
             refuse(self.mesh, error)
         return unshard(x, dim, layout, self.mesh)
 
     def positions(self, length: int) -> Tensor:
-        """Where this rank's tokens of a sequence of `length` stand in it: int64 [S_local], or [B, S_local] where batch rows differ."""
-        return self.lengths.layout(length).positions(self.mesh.rank)
+        """Global positions of this rank's tokens of a sequence of `length`: int64 [S_local], or [B, S_local] if batch rows differ."""
+        return self.sequences.layout(length).positions(self.mesh.rank)
 
     # -------------------------------------------------------------------------------------------------------------- calls
 
@@ -92,26 +95,26 @@ class Spanning:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """`F.scaled_dot_product_attention` of this rank's queries over the keys of all ranks."""
-        wrapped = local_call(self.mesh, self.sdpa, (query, key, value), (attn_mask, dropout_p, is_causal, scale, enable_gqa), {})
+        """`F.scaled_dot_product_attention` of this rank's queries over the KV of all ranks."""
+        wrapped = call_on_local(self.mesh, self.sdpa, (query, key, value), (attn_mask, dropout_p, is_causal, scale, enable_gqa), {})
         if wrapped is not None:
             return wrapped.result  # type: ignore[no-any-return]
 
-        def check() -> Given:
+        def check() -> LocalCall:
             if dropout_p:
-                raise ValueError(f"dropout_p: expected 0, got {dropout_p}: attention across ranks is exact and has no dropout")
+                raise ValueError(f"dropout_p: expected 0, got {dropout_p}: attention dropout is not supported across ranks")
             if attn_mask is not None and is_causal:
-                raise ValueError("give attn_mask or is_causal=True, not both: torch refuses the pair as well")
-            q, k, v = _four_dims(*as_autocast(query, key, value))
-            if not enable_gqa and q.shape[1] != k.shape[1]:
-                raise ValueError(f"key: expected {q.shape[1]} heads as in query, got {k.shape[1]}; pass enable_gqa=True for grouped heads")
+                raise ValueError("expected attn_mask or is_causal=True, got both; torch refuses both as well")
+            q, k, v = _with_four_dims(*as_autocast(query, key, value))
+            _check_heads(q, k, enable_gqa)
             if attn_mask is None:
-                return Given(q=q, k=k, v=v, asked=self._contents.asked(causal() if is_causal else full()))
-            return self._with_table(q, k, v, attn_mask, heads_apart=query.ndim == 4)
+                return LocalCall(q=q, k=k, v=v, mask=self._mask_keys.request(causal() if is_causal else full()))
+            return self._with_attn_mask(q, k, v, attn_mask, query_dims=query.ndim)
 
-        met = meet(self.lengths, query, check, first=not self._called)
-        asked, score_mod = (met.given.asked, None) if met.given.table is None else self._of_table(met, met.given.table)
-        out, _, _ = self._attend(met, asked, score_mod, scale, lse=False, peak=False)
+        call = negotiate(self.sequences, query, check)
+        mask, score_mod = (call.local.mask, None) if call.local.attn_mask is None else self._split_attn_mask(call, call.local.attn_mask)
+        assert mask is not None
+        out, _, _ = self._attend(call, mask, score_mod=score_mod, scale=scale)
         return out if query.ndim == 4 else out[:, 0] if query.ndim == 3 else out[0, 0]
 
     def _flex(
@@ -128,89 +131,110 @@ class Spanning:
         *,
         return_aux: AuxRequest | None = None,
     ) -> Any:
-        """`flex_attention` of this rank's queries over the keys of all ranks. Mods and `block_mask` speak of whole positions."""
+        """`flex_attention` of this rank's queries over the KV of all ranks. Mods and `block_mask` get global positions."""
         rest = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
-        wrapped = local_call(self.mesh, self.flex, (query, key, value), rest, {"return_aux": return_aux})
+        wrapped = call_on_local(self.mesh, self.flex, (query, key, value), rest, {"return_aux": return_aux})
         if wrapped is not None:
             return wrapped.result
 
-        def check() -> Given:
+        def check() -> LocalCall:
             check_kernel_options(kernel_options)
             if return_lse and return_aux is not None:
-                raise ValueError("give return_lse or return_aux, not both; return_aux=AuxRequest(lse=True) is torch's newer form")
+                raise ValueError("expected return_lse or return_aux, got both; return_aux=AuxRequest(lse=True) is torch's newer form")
             q, k, v = as_autocast(query, key, value)
             if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
                 raise ValueError(f"query, key, value: expected 4 dims, got shapes {[tuple(t.shape) for t in (q, k, v)]}")
-            if not enable_gqa and q.shape[1] != k.shape[1]:
-                raise ValueError(f"key: expected {q.shape[1]} heads, got {k.shape[1]}; pass enable_gqa=True for grouped heads")
+            _check_heads(q, k, enable_gqa)
             if k.shape[0] == 1 < q.shape[0]:
                 k, v = (t.expand(q.shape[0], -1, -1, -1) for t in (k, v))
             mask, size = block_mask, NO_SIZE
             if isinstance(mask, BlockMask):
                 mask, size = (None, NO_SIZE) if is_no_mask(mask) else (mask, (mask.seq_lengths[0], mask.seq_lengths[1]))
-            return Given(q=q, k=k, v=v, asked=self._contents.asked(full() if mask is None else mask), size=size)
+            return LocalCall(q=q, k=k, v=v, mask=self._mask_keys.request(full() if mask is None else mask), mask_size=size)
 
-        met = meet(self.lengths, query, check, first=not self._called)
-        peak = return_aux is not None and return_aux.max_scores
-        returned = return_lse or (return_aux is not None and return_aux.lse)
-        out, lse, most = self._attend(met, met.given.asked, score_mod, scale, lse=returned, peak=peak)
+        call = negotiate(self.sequences, query, check)
+        assert call.local.mask is not None
+        wants_max = return_aux is not None and return_aux.max_scores
+        wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+        out, lse, max_scores = self._attend(call, call.local.mask, score_mod=score_mod, scale=scale, lse=wants_lse, max_scores=wants_max)
         if return_aux is not None:
-            return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=most if peak else None)
+            return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores if wants_max else None)
         return (out, lse) if return_lse else out
 
     def _attend(
-        self, met: Met, asked: Asked | None, score_mod: Callable[..., Tensor] | None, scale: float | None, *, lse: bool, peak: bool
+        self,
+        call: AgreedCall,
+        mask: MaskRequest,
+        *,
+        score_mod: Callable[..., Tensor] | None,
+        scale: float | None,
+        lse: bool = False,
+        max_scores: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        assert asked is not None
-        q, k, v = met.given.q, met.given.k, met.given.v
-        self._called = True  # all ranks have met, whatever follows
-        found = self.plan(asked, met.layouts, q)
-        return attend(q, k, v, mask=None, score_mod=score_mod, scale=scale, sink=None, kernel="auto", peak=peak, plan=found, lse=lse)
+        """(out, lse, max_scores) of a call; the last two only if they were asked for."""
+        q, k, v = call.local.q, call.local.k, call.local.v
+        made = self.plan(mask, call)
+        return attend(q, k, v, mask=None, score_mod=score_mod, scale=scale, sink=None, kernel="auto", peak=max_scores, plan=made, lse=lse)
 
-    def _with_table(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any, *, heads_apart: bool) -> Given:
-        """A call with an attn_mask. Its contents are looked at where they are planned, and where one row or key may mean two things."""
-        given = attn_mask if heads_apart or not isinstance(attn_mask, Tensor) or attn_mask.ndim < 3 else attn_mask[:, None]
-        table = four_dims(as_autocast(given)[0], q.shape[0], q.shape[1])
-        rows, columns = table.shape[2:]
-        matters = table.dtype == torch.bool or rows == q.shape[2] == 1 or columns == k.shape[2] == 1
-        return Given(q=q, k=k, v=v, table=table, size=(rows, columns), digest=self._contents.digest(attn_mask) if matters else "")
+    def _with_attn_mask(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any, *, query_dims: int) -> LocalCall:
+        """A call with an attn_mask. Its contents matter if it is bool, hence part of the plan, or if its form is ambiguous."""
+        # torch reads a mask of three dims as [batch, q, kv] for queries of three dims, as [heads, q, kv] for queries of four.
+        has_no_heads = query_dims < 4 and isinstance(attn_mask, Tensor) and attn_mask.ndim >= 3
+        mask = with_four_dims(as_autocast(attn_mask[:, None] if has_no_heads else attn_mask)[0], q.shape[0], q.shape[1])
+        rows, columns = mask.shape[2:]
+        matters = mask.dtype == torch.bool or rows == q.shape[2] == 1 or columns == k.shape[2] == 1
+        digest = self._mask_keys.digest(attn_mask) if matters else ""
+        return LocalCall(q=q, k=k, v=v, attn_mask=mask, mask_size=(rows, columns), digest=digest)
 
-    def _of_table(self, met: Met, table: Tensor) -> tuple[Asked, Callable[..., Tensor] | None]:
-        """An attn_mask as a mask and a score_mod. Parts are put together where a plan is made: on all ranks, or on none."""
-        if table.dtype != torch.bool:
-            return self._contents.asked(full()), as_score_mod(table, met.form, met.around, stay=self._queries_stay)
-        per_batch, per_head = (size != 1 for size in table.shape[:2])
-        key = ("attn_mask", met.given.digest if met.form == "whole" else met.told)
-        return Asked(key=key, per_batch=per_batch, per_head=per_head, make=lambda: as_mask_mod(gathered(table, met.form, met.around))), None
+    def _split_attn_mask(self, call: AgreedCall, attn_mask: Tensor) -> tuple[MaskRequest, Callable[..., Tensor] | None]:
+        """An attn_mask as a mask and a score_mod. A bool mask in parts is gathered when its plan is made: on all ranks or on none."""
+        if attn_mask.dtype != torch.bool:
+            score_mod = as_score_mod(attn_mask, call.form, call.shape, queries_stay=self._queries_stay)
+            return self._mask_keys.request(full()), score_mod
+        per_batch, per_head = (size != 1 for size in attn_mask.shape[:2])
+        contents = call.local.digest if call.form == "whole" else call.parts
+
+        def make() -> Mask:
+            return as_mask_mod(gather_mask(attn_mask, call.form, call.shape))
+
+        return MaskRequest(key=("attn_mask", contents), per_batch=per_batch, per_head=per_head, make=make), None
 
     # -------------------------------------------------------------------------------------------------------------- plans
 
-    def plan(self, asked: Asked, layouts: list[Layout], q: Tensor) -> Plan:
-        """The plan for a call; the same object for calls of the same kind. Where one rank makes a plan, all do."""
-        batch = q.shape[0] if asked.per_batch or any(len(layout.rows) > 1 for layout in layouts) else None
-        heads = q.shape[1] if asked.per_head else None
-        key = (asked.key, layouts[0].digest, layouts[1].digest, batch, heads)
-        found = self._plans.get(key)
-        if found is None:
-            mask = asked.make()
-            given = layouts[0] if layouts[0] == layouts[1] else (layouts[0], layouts[1])
-            lengths = (layouts[0].length, layouts[1].length)
-            try:
-                found = plan(mask, lengths, self.mesh, layout=given, strategy=self.strategy, batch=batch, heads=heads)
-            except (ValueError, TypeError) as error:
-                refuse(self.mesh, error)
-            while len(self._plans) >= KEPT:
-                self._plans.pop(next(iter(self._plans)))
-            self._plans[key] = found
-        return found
+    def plan(self, mask: MaskRequest, call: AgreedCall) -> Plan:
+        """The plan of a call; the same object for calls of the same kind. Either all ranks make a plan or none does."""
+        q, layouts = call.local.q, (call.shape.q, call.shape.kv)
+        batch = q.shape[0] if mask.per_batch or any(len(layout.rows) > 1 for layout in layouts) else None
+        heads = q.shape[1] if mask.per_head else None
+        key = (mask.key, layouts[0].digest, layouts[1].digest, batch, heads)
+        cached = self._plans.get(key)
+        if cached is not None:
+            return cached
+        made_mask = mask.make()
+        layout = layouts[0] if layouts[0] == layouts[1] else layouts
+        lengths = (layouts[0].length, layouts[1].length)
+        try:
+            made = plan(made_mask, lengths, self.mesh, layout=layout, strategy=self.strategy, batch=batch, heads=heads)
+        except (ValueError, TypeError) as error:
+            refuse(self.mesh, error)
+        while len(self._plans) >= MAX_PLANS:
+            self._plans.pop(next(iter(self._plans)))
+        self._plans[key] = made
+        return made
 
 
-def _check_dim(x: Tensor, dim: int, what: str) -> None:
+def _check_dim(x: Tensor, dim: int, name: str) -> None:
     if not isinstance(x, Tensor) or not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"{what}: expected a tensor and one of its dims, got {getattr(x, 'shape', type(x).__name__)} and dim {dim}")
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name}: expected a tensor and one of its dims, got {got} and dim {dim}")
 
 
-def _four_dims(*tensors: Tensor) -> list[Tensor]:
+def _check_heads(q: Tensor, k: Tensor, enable_gqa: bool) -> None:
+    if not enable_gqa and q.shape[1] != k.shape[1]:
+        raise ValueError(f"key: expected {q.shape[1]} heads as in query, got {k.shape[1]}; pass enable_gqa=True for grouped heads")
+
+
+def _with_four_dims(*tensors: Tensor) -> list[Tensor]:
     dims = {t.ndim for t in tensors}
     if len(dims) != 1 or not dims <= {2, 3, 4}:
         raise ValueError(f"query, key, value: expected the same 2 to 4 dims, got shapes {[tuple(t.shape) for t in tensors]}")

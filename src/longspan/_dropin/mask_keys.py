@@ -1,11 +1,10 @@
-"""What masks and tensors hold, as keys: equal where the contents are, in whatever tensor they lie, and so the same on every rank.
+"""Keys of masks by their contents: equal masks have equal keys on every rank, in whatever tensors they are stored.
 
-Plans are found by these keys. An object's identity says too little, since it may have been written to, and too much: the same mask in
-another tensor on one rank would make that rank alone plan, and talk to the others about it.
+The dispatcher caches plans by these keys. The identity of a mask object would not do. A mask may be written to between calls, and a rank
+that holds an equal mask in another tensor must not plan, and communicate, alone.
 
-A digest is computed once per tensor, and again when the tensor changed. On the CPU, and where torch keeps no version (inference tensors),
-contents are compared at each use: writes through shared memory, `.data` or a collective leave no trace. On other devices the version
-decides.
+A tensor's digest is cached. A CPU tensor, and an inference tensor, is compared with a copy at each use: writes through shared memory,
+`.data` or a collective do not change `tensor._version`. For other tensors the version, dtype, shape and address decide.
 """
 
 from __future__ import annotations
@@ -24,12 +23,19 @@ from longspan._masks.algebra import Causal, Full, Mask, as_mask
 from longspan._masks.program import canonical_text
 from longspan._plan.digest import digest_of
 
-KEPT = 64  # block masks
+MAX_BLOCK_MASKS = 64
+MAX_TENSORS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The mask of a call: its key, whether batch row or head matter to it, and the mask itself, for a plan that is not there yet."""
+class MaskRequest:
+    """The mask of one call.
+
+    key:       of its contents.
+    per_batch: whether the mask depends on the batch row.
+    per_head:  whether the mask depends on the head.
+    make:      returns the mask, for a plan that is not cached yet.
+    """
 
     key: Hashable
     per_batch: bool = False
@@ -38,15 +44,15 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Known:
-    """A tensor as it was. `copy`: what it held; else `stamp` tells."""
+class _CachedDigest:
+    """A tensor's digest, with the values by which a change is noticed: a copy if torch does not count writes, else the stamp."""
 
     ref: weakref.ref[Tensor]
     stamp: Hashable
     copy: Tensor | None
     digest: str
 
-    def holds(self, tensor: Tensor) -> bool:
+    def is_current(self, tensor: Tensor) -> bool:
         if self.ref() is not tensor or self.stamp != _stamp(tensor):
             return False
         return self.copy is None or torch.equal(self.copy, tensor)
@@ -57,48 +63,57 @@ def _stamp(tensor: Tensor) -> Hashable:
     return version, tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride(), tensor.data_ptr()
 
 
-class Contents:
-    """Keys of masks, and digests of tensors, with what is needed to notice that they changed."""
+class MaskKeys:
+    """Keys of the masks and digests of the tensors of one dispatcher.
+
+    Bounded: digests of the last MAX_TENSORS tensors and block lists of the last MAX_BLOCK_MASKS BlockMasks.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
-        self._listed: dict[int, tuple[BlockMask, Hashable, Any, Mask]] = {}
-        self._preambles: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._digests: dict[int, _CachedDigest] = {}
+        self._block_masks: dict[int, tuple[BlockMask, Hashable, Mask]] = {}
 
     def digest(self, tensor: Tensor) -> str:
-        """Of dtype, shape and contents."""
+        """Digest of a tensor's dtype, shape and contents."""
         number = id(tensor)
-        known = self._known.get(number)
-        if known is not None and known.holds(tensor):
-            return known.digest
-        found = digest_of([tensor])
+        cached = self._digests.get(number)
+        if cached is not None and cached.is_current(tensor):
+            return cached.digest
+        digest = digest_of([tensor])
         compared = tensor.is_cpu or tensor.is_inference()
         if compared and (tensor.is_floating_point() or tensor.is_complex()):
-            return found  # what compares equal may differ in its bytes, such as -0.0
-        copied = tensor.detach().clone() if compared else None
-        ref = weakref.ref(tensor, lambda _: self._known.pop(number, None))
-        self._known[number] = _Known(ref=ref, stamp=_stamp(tensor), copy=copied, digest=found)
-        return found
+            return digest  # equal values may have different bytes: 0.0 and -0.0
+        contents = tensor.detach().clone() if compared else None
+        ref = weakref.ref(tensor, lambda _: self._digests.pop(number, None))
+        _drop_oldest(self._digests, MAX_TENSORS)
+        self._digests[number] = _CachedDigest(ref=ref, stamp=_stamp(tensor), copy=contents, digest=digest)
+        return digest
 
-    def asked(self, value: Any) -> Asked:
-        """What a user passed for a mask, as it is now: a mask, a BlockMask or a mask_mod."""
+    def request(self, value: Any) -> MaskRequest:
+        """The request for a mask, a BlockMask or a mask_mod, with its contents at this moment."""
         mask = self._of_block_mask(value) if isinstance(value, BlockMask) else as_mask(value)
         if isinstance(mask, Full | Causal):
-            return Asked(key=type(mask).__name__, make=lambda: mask)
+            return MaskRequest(key=type(mask).__name__, make=lambda: mask)
         traced = mask.traced
-        if traced.preamble is not None and traced.preamble not in self._preambles:
-            self._preambles[traced.preamble] = canonical_text(traced.preamble.graph)
-        computed = "" if traced.preamble is None else self._preambles[traced.preamble]
-        key = (traced.program.key, computed, tuple(self.digest(t) for t in traced.sources), mask.extent)
-        return Asked(key=key, per_batch=traced.program.uses_batch, per_head=traced.program.uses_head, make=lambda: mask)
+        preamble = "" if traced.preamble is None else canonical_text(traced.preamble.graph)
+        key = (traced.program.key, preamble, tuple(self.digest(t) for t in traced.sources), mask.extent)
+        return MaskRequest(key=key, per_batch=traced.program.uses_batch, per_head=traced.program.uses_head, make=lambda: mask)
 
-    def _of_block_mask(self, given: BlockMask) -> Mask:
-        """The lists are read again where they changed; the mask_mod is traced anew, as it may read what is no tensor."""
-        lists = (given.kv_num_blocks, given.kv_indices, given.full_kv_num_blocks, given.full_kv_indices)
-        key = (tuple(given.BLOCK_SIZE), tuple(given.seq_lengths), tuple(None if t is None else self.digest(t) for t in lists))
-        kept = self._listed.get(id(given))
-        if kept is None or kept[0] is not given or kept[1] != key or kept[2] is not given.mask_mod:
-            while len(self._listed) >= KEPT:
-                self._listed.pop(next(iter(self._listed)))
-            kept = self._listed[id(given)] = given, key, given.mask_mod, as_mask(given)
-        return copy.copy(kept[3])  # without its trace
+    def _of_block_mask(self, block_mask: BlockMask) -> Mask:
+        """The BlockMask as an untraced mask: its mask_mod may read Python values, so each call traces it again.
+
+        The block lists are read again if one of them, or another attribute, changed.
+        """
+        lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+        digests = tuple(None if t is None else self.digest(t) for t in lists)
+        key = (tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths), block_mask.mask_mod, digests)
+        cached = self._block_masks.get(id(block_mask))
+        if cached is None or cached[1] != key:
+            _drop_oldest(self._block_masks, MAX_BLOCK_MASKS)
+            cached = self._block_masks[id(block_mask)] = block_mask, key, as_mask(block_mask)  # holds the BlockMask: its id stays its own
+        return copy.copy(cached[2])
+
+
+def _drop_oldest(cache: dict[Any, Any], limit: int) -> None:
+    while len(cache) >= limit:
+        cache.pop(next(iter(cache)), None)

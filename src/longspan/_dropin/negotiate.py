@@ -1,7 +1,9 @@
-"""What ranks tell each other before a call: whether one refuses it, how many tokens each holds, what part of a mask.
+"""Negotiation: the ranks' views of one attention call made into one.
 
-They talk in the first call, where sequences cannot be told apart by what a rank holds of them, and where each rank may hold its part of
-attn_mask: one small exchange of a fixed form. Nothing that a rank remembers decides whether they do.
+A rank knows its own tensors and its own part of attn_mask. That is enough if it recognises the sequences by their local lengths and its
+mask is whole. Otherwise ranks exchange one row of numbers each. Shapes alone decide whether they do, never a rank's history, so that all
+ranks do or none. Every later step of the call begins with an agreement of all ranks (`_comm/agreement.py`): a rank that refuses its own
+arguments takes part in it, and the others raise an error that quotes the refusal.
 """
 
 from __future__ import annotations
@@ -14,102 +16,109 @@ import torch
 from torch import Tensor
 
 from longspan._comm.agreement import refuse
-from longspan._dropin.attn_mask import Around, check_fits, form_of
-from longspan._dropin.global_layout import Lengths, tell
-from longspan._dropin.mask_keys import Asked
+from longspan._dropin.attn_mask import CallShape, MaskForm, MaskPart, agreed_form, check_fits
+from longspan._dropin.global_layout import SequenceLayouts, all_gather_ints
+from longspan._dropin.mask_keys import MaskRequest
 from longspan._engine.checks import refuse_transforms
 from longspan._plan.layout import Layout
 
 NO_SIZE = (-1, -1)
-WORDS = 4  # int64 words of a digest
+DIGEST_WORDS = 4  # of int64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
-    """A call that this rank found right: q, k, v of four dims, and its mask, as what was asked for or as a table of four dims.
+class LocalCall:
+    """One rank's view of a call: q, k, v [B, H, S_local, D], and either `mask` or `attn_mask`.
 
-    size: of the mask, queries and keys, where it has one. digest: of the table, where it matters whether ranks hold the same.
+    mask:      a mask over whole sequences.
+    attn_mask: this rank's tensor of four dims.
+    mask_size: (queries, keys) of the BlockMask or attn_mask, if it has a size.
+    digest:    of attn_mask's contents, if ranks have to compare them.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    asked: Asked | None = None
-    table: Tensor | None = None
-    size: tuple[int, int] = NO_SIZE
+    mask: MaskRequest | None = None
+    attn_mask: Tensor | None = None
+    mask_size: tuple[int, int] = NO_SIZE
     digest: str = ""
 
     @property
-    def held(self) -> list[tuple[str, int]]:
+    def local_lengths(self) -> list[tuple[str, int]]:
         return [("query", self.q.shape[2]), ("key", self.k.shape[2])]
 
-    def row(self) -> list[int]:
-        """The call in numbers, as the other ranks get it."""
-        words = (bytes.fromhex(self.digest[16 * i : 16 * i + 16]) for i in range(WORDS))
-        return [*(n for _, n in self.held), *self.size, *(int.from_bytes(w, "little", signed=True) for w in words)]
+    def as_numbers(self) -> list[int]:
+        """Local lengths, mask size and digest, for the other ranks."""
+        words = (bytes.fromhex(self.digest[16 * i : 16 * i + 16]) for i in range(DIGEST_WORDS))
+        return [*(n for _, n in self.local_lengths), *self.mask_size, *(int.from_bytes(w, "little", signed=True) for w in words)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Met:
-    """A call with the layouts of its queries and keys.
+class AgreedCall:
+    """A call as all ranks see it.
 
-    form: of its table, on all ranks. told: each rank's rows, columns and digest of it, where they talked.
+    form:  of attn_mask, on all ranks.
+    parts: each rank's attn_mask, if they exchanged them.
     """
 
-    given: Given
-    layouts: list[Layout]
-    around: Around
-    form: str = "whole"
-    told: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    local: LocalCall
+    shape: CallShape
+    form: MaskForm = "whole"
+    parts: tuple[MaskPart, ...] = ()
 
 
-def meet(lengths: Lengths, query: Any, check: Callable[[], Given], *, first: bool) -> Met:
-    """The call that `check` gives, on all ranks. What one refuses, all learn."""
-    mesh = lengths.mesh
-    layouts = None
+def negotiate(sequences: SequenceLayouts, query: Any, check: Callable[[], LocalCall]) -> AgreedCall:
+    """The call that `check` returns or refuses, agreed by all ranks. A collective call if shapes do not say enough.
+
+    `query` is the user's argument: its device carries the exchange.
+    """
+    mesh = sequences.mesh
+    shape = None
     try:
         refuse_transforms(planned=True)
-        given = check()
-        if lengths.told_apart:
-            layouts = [lengths.found(name, count) for name, count in given.held]
-            _check_size(_around(lengths, given, layouts), given, {mesh.rank: given.size})
+        local = check()
+        if mesh.size == 1:
+            shape = _shape(sequences, local, [sequences.of_counts(name, [n]) for name, n in local.local_lengths])
+        elif sequences.distinguishable:
+            shape = _shape(sequences, local, [sequences.of_local_length(name, n) for name, n in local.local_lengths])
+        if shape is not None:
+            _check_mask_size(shape, local, {mesh.rank: local.mask_size})
     except (ValueError, TypeError, RuntimeError) as error:
         refuse(mesh, error)
-    apart = given.table is not None and layouts is not None and _in_parts(_around(lengths, given, layouts), given.size)
-    if mesh.size == 1 or not (first or apart or not lengths.told_apart):
-        layouts = layouts or [lengths.summed(name, [count]) for name, count in given.held]
-        around = _around(lengths, given, layouts)
-        _check_size(around, given, {mesh.rank: given.size})
-        return Met(given=given, layouts=layouts, around=around)
+    if shape is not None and (mesh.size == 1 or local.attn_mask is None or _is_surely_whole(shape, local.mask_size)):
+        return AgreedCall(local=local, shape=shape)
     device = query.device if isinstance(query, Tensor) and query.is_cuda else torch.device("cpu")
-    rows = tell(mesh, given.row(), device, "what each was given")
-    # From here on all ranks know the same: where one refuses, all do.
-    layouts = layouts or [lengths.summed(name, [row[i] for row in rows]) for i, (name, _) in enumerate(given.held)]
-    around = _around(lengths, given, layouts)
-    told = tuple((row[2], row[3], tuple(row[4:])) for row in rows)
-    _check_size(around, given, {rank: (r, c) for rank, (r, c, _) in enumerate(told)})
-    form = "whole" if given.table is None else form_of(told, around)
-    return Met(given=given, layouts=layouts, around=around, form=form, told=told)
+    rows = all_gather_ints(mesh, local.as_numbers(), device, "arguments of each rank")
+    # All ranks hold the same rows: from here on all raise or none does.
+    if shape is None:
+        counts = [[row[i] for row in rows] for i in (0, 1)]
+        layouts = [sequences.of_counts(name, held) for (name, _), held in zip(local.local_lengths, counts, strict=True)]
+        shape = _shape(sequences, local, layouts)
+    parts = tuple(MaskPart(row[2], row[3], tuple(row[4:])) for row in rows)
+    _check_mask_size(shape, local, {rank: (part.rows, part.columns) for rank, part in enumerate(parts)})
+    form = "whole" if local.attn_mask is None else agreed_form(parts, shape)
+    return AgreedCall(local=local, shape=shape, form=form, parts=parts)
 
 
-def _around(lengths: Lengths, given: Given, layouts: list[Layout]) -> Around:
-    return Around(mesh=lengths.mesh, q=layouts[0], kv=layouts[1], batch=given.q.shape[0], heads=given.q.shape[1])
+def _shape(sequences: SequenceLayouts, local: LocalCall, layouts: list[Layout]) -> CallShape:
+    return CallShape(mesh=sequences.mesh, q=layouts[0], kv=layouts[1], batch=local.q.shape[0], heads=local.q.shape[1])
 
 
-def _in_parts(around: Around, size: tuple[int, int]) -> bool:
-    """Whether ranks must ask each other what their masks are: where this one is not whole, and where some rank could not tell."""
-    ranks = range(around.mesh.size)
-    if any(layout.local_len(r) in (0, 1, layout.length) for layout in (around.q, around.kv) for r in ranks):
-        return True
-    return around.forms(around.mesh.rank, *size) != {"whole"}
+def _is_surely_whole(shape: CallShape, size: tuple[int, int]) -> bool:
+    """Whether an attn_mask of this size can only be the whole mask, on this rank and, judging by the layouts, on every other."""
+    ranks = range(shape.mesh.size)
+    if any(layout.local_len(r) in (0, 1, layout.length) for layout in (shape.q, shape.kv) for r in ranks):
+        return False
+    return shape.forms(shape.mesh.rank, *size) == {"whole"}
 
 
-def _check_size(around: Around, given: Given, sizes: dict[int, tuple[int, int]]) -> None:
-    """A table must fit as some form; a BlockMask must be for the whole sequence, on each of these ranks."""
-    if given.table is not None:
-        check_fits(given.table, around)
+def _check_mask_size(shape: CallShape, local: LocalCall, sizes: dict[int, tuple[int, int]]) -> None:
+    """Raise ValueError if attn_mask has none of its forms, or if the BlockMask of one of these ranks is not over the whole sequence."""
+    if local.attn_mask is not None:
+        check_fits(local.attn_mask, shape)
         return
-    whole = (around.q.length, around.kv.length)
+    whole = (shape.q.length, shape.kv.length)
     for rank, got in sizes.items():
         if got not in (NO_SIZE, whole):
             raise ValueError(

@@ -1,10 +1,13 @@
-"""The names and behaviour of `torch.distributed.tensor.experimental`'s context parallelism, over longspan's engine.
+"""The context parallelism of `torch.distributed.tensor.experimental`, under torch's names, over longspan's engine.
 
-Code written for torch's runs here after a change of its imports, without torch's limits: on the CPU too, for any mask and score_mod, for
-lengths that do not divide, with gradients through shards. Lengths need not be named; new code does better with `longspan.plan`.
+Code written for torch's context parallelism runs after a change of its imports, and without some of torch's limits: on the CPU too, for
+any mask and score_mod, for any length, with gradients through shards. New code should use `longspan.plan`.
 
-What is torch's own way and stays: `_cp_options` is one object for the process, and `_context_parallel_shard` sets its
-`enable_load_balance`, by which `context_parallel_unshard` without a balancer goes.
+While `context_parallel` is active, or the dispatcher is enabled, torch's attention functions are replaced in that thread: see
+`longspan.context_parallel`.
+
+Two of torch's habits remain. `_cp_options` is one object for the process. `_context_parallel_shard` sets its `enable_load_balance`, and
+`context_parallel_unshard` without a balancer reads it.
 """
 
 from longspan.torch_compat._attention import (

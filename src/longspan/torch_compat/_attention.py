@@ -1,4 +1,4 @@
-"""torch's context parallelism by its own names: contexts, shards and module styles over the engine."""
+"""torch's `_attention` module of context parallelism: contexts, shards and module styles under torch's names."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from longspan._comm.gather import all_gather_rows
 from longspan._comm.mesh import as_mesh
-from longspan._dropin.buffers import buffers_of
+from longspan._dropin.buffers import make_buffers
 from longspan._dropin.context import Context
+from longspan._dropin.dispatcher import AttentionDispatcher
 from longspan._dropin.global_layout import chunked
 from longspan._dropin.intercept import AttentionMode, intercepting
 from longspan._plan.layout import Layout
@@ -72,32 +73,36 @@ def context_parallel(
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: set[Tensor] | None = None,
 ) -> Iterator[None]:
-    """`longspan.context_parallel` by torch's options: head-tail where `_cp_options` enables it and 2N divides every length, keys moved
-    as `set_rotate_method` says. `flex_attention` is distributed too."""
-    found = buffers_of(list(buffers or []), list(buffer_seq_dims or []), list(no_restore_buffers or []))
-    lengths = list(dict.fromkeys(b.length for b in found))
-    ranks, before = as_mesh(mesh).size, _cp_options.enable_load_balance
-    balanced = before and bool(lengths) and all(n % (2 * ranks) == 0 for n in lengths)
-    context = Context(mesh, found, lengths, partial(_laid_out, balanced=balanced), strategy())
+    """`longspan.context_parallel` under torch's options; it replaces `flex_attention` too while it is active.
+
+    The layout is head-tail if `_cp_options.enable_load_balance` is set and 2N divides every length, else contiguous. KV moves as
+    `set_rotate_method` says.
+    """
+    made = make_buffers(list(buffers or []), list(buffer_seq_dims or []), list(no_restore_buffers or []))
+    lengths = list(dict.fromkeys(b.length for b in made))
+    ranks, enabled = as_mesh(mesh).size, _cp_options.enable_load_balance
+    balanced = enabled and bool(lengths) and all(n % (2 * ranks) == 0 for n in lengths)
+    layout = partial(_head_tail_or_contiguous, balanced=balanced)
+    context = Context(AttentionDispatcher(mesh, layout=layout, strategy=strategy(), lengths=lengths), made)
     _cp_options.enable_load_balance = balanced
     try:
         with context:
             yield
     finally:
-        _cp_options.enable_load_balance = before
+        _cp_options.enable_load_balance = enabled
 
 
-def _laid_out(length: int, ranks: int, *, balanced: bool) -> Layout:
+def _head_tail_or_contiguous(length: int, ranks: int, *, balanced: bool) -> Layout:
     return layout_of(_HeadTailLoadBalancer(length, ranks, "cpu") if balanced else None, length, ranks)
 
 
 def _enable_context_parallel_dispatcher() -> None:
-    """SDPA on DTensors that are sharded along the sequence spans their mesh, in this thread, from now on."""
+    """Run SDPA on DTensors that are sharded along the sequence over their mesh, in this thread, from now on."""
     _dispatcher.enable()
 
 
 def _disable_context_parallel_dispatcher() -> None:
-    """And no longer."""
+    """Undo `_enable_context_parallel_dispatcher`."""
     _dispatcher.disable()
 
 
@@ -110,9 +115,9 @@ def _context_parallel_shard(
     seq_dims: Sequence[int] | Mapping[str, int],
     load_balancer: _LoadBalancer | None = None,
 ) -> Any:
-    """This rank's shards of tensors, and of BlockMasks over whole sequences, in the buffers' own structure. Differentiable.
+    """This rank's shards of tensors, and of BlockMasks over whole sequences, in the structure of `buffers`. Differentiable.
 
-    `seq_dims`: a sequence dim for each; those of BlockMasks are ignored.
+    `seq_dims`: a sequence dim for each; ignored for BlockMasks.
     """
     _cp_options.enable_load_balance = load_balancer is not None
     flat, spec = tree_flatten(buffers, is_leaf=lambda x: isinstance(x, BlockMask))
@@ -123,42 +128,43 @@ def _context_parallel_shard(
     layouts: dict[int, Layout] = {}
     for buffer, dim in zip(flat, dims, strict=True):
         if isinstance(buffer, BlockMask):
-            shards.append(_sharded_block_mask(mesh, buffer, load_balancer))
+            shards.append(_shard_block_mask(mesh, buffer, load_balancer))
             layouts |= {layout.length: layout for layout in shards[-1].layouts}
         elif isinstance(buffer, Tensor):
-            made, layout = _shard(mesh, buffer, dim, load_balancer)
-            shards.append(made)
+            local, layout = _shard_tensor(mesh, buffer, dim, load_balancer)
+            shards.append(local)
             layouts[layout.length] = layout
         else:
             raise ValueError(f"buffers: expected tensors and BlockMasks, got {type(buffer).__name__}")
-    _dispatcher.declared[mesh.get_group().group_name] = layouts
+    _dispatcher.declare_layouts(mesh.get_group().group_name, layouts)
     return tree_unflatten(shards, spec)
 
 
-def _shard(mesh: DeviceMesh, x: Tensor, dim: int, balancer: _LoadBalancer | None) -> tuple[Tensor, Layout]:
+def _shard_tensor(mesh: DeviceMesh, x: Tensor, dim: int, balancer: _LoadBalancer | None) -> tuple[Tensor, Layout]:
     dim = dim % x.ndim
     length, ranks = x.shape[dim], mesh.size()
     layout = layout_of(balancer, length, ranks)
-    rows = len(layout.rows)
-    if rows > 1 and (dim == 0 or x.shape[0] != rows):
+    batch_rows = len(layout.rows)
+    if batch_rows > 1 and (dim == 0 or x.shape[0] != batch_rows):
         raise ValueError(
-            f"load_balancer: batch rows are laid out differently: dim 0 must be the batch of {rows}, got {tuple(x.shape)}, dim {dim}"
+            f"load_balancer: expected dim 0 to be the batch of {batch_rows} rows, for which it was made, got shape {tuple(x.shape)} with "
+            f"sequence dim {dim}"
         )
     even = all(layout.local_len(r) == chunked(length, ranks).local_len(r) for r in range(ranks))
     if x.requires_grad or not even:
         return shard(x, dim, layout, mesh.get_local_rank()), layout
-    # By way of DTensor, which knows its rank also where torch runs several in one process.
+    # Through DTensor, which knows its rank also if torch runs several ranks in one process.
     order = torch.cat([torch.atleast_2d(layout.positions(r)) for r in range(ranks)], 1).to(x.device)
     if balancer is None:
-        moved = x
-    elif rows == 1:
-        moved = x.index_select(dim, order[0])
+        permuted = x
+    elif batch_rows == 1:
+        permuted = x.index_select(dim, order[0])
     else:
-        moved = torch.stack([part.index_select(dim - 1, row) for part, row in zip(x.unbind(0), order, strict=True)])
-    return distribute_tensor(moved, mesh, [Shard(dim)], src_data_rank=None).to_local(), layout
+        permuted = torch.stack([part.index_select(dim - 1, row) for part, row in zip(x.unbind(0), order, strict=True)])
+    return distribute_tensor(permuted, mesh, [Shard(dim)], src_data_rank=None).to_local(), layout
 
 
-def _sharded_block_mask(mesh: DeviceMesh, block_mask: BlockMask, balancer: _LoadBalancer | None) -> ShardedBlockMask:
+def _shard_block_mask(mesh: DeviceMesh, block_mask: BlockMask, balancer: _LoadBalancer | None) -> ShardedBlockMask:
     q, kv = (layout_of(balancer, n, mesh.size()) for n in block_mask.seq_lengths)
     return ShardedBlockMask(block_mask, (q, kv), mesh.get_local_rank(), block_mask.BLOCK_SIZE[0])
 
@@ -166,19 +172,23 @@ def _sharded_block_mask(mesh: DeviceMesh, block_mask: BlockMask, balancer: _Load
 def context_parallel_unshard(
     mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int], load_balancer: _LoadBalancer | None = None
 ) -> list[Tensor]:
-    """Whole tensors from all ranks' shards: a collective call. Differentiable. Without a balancer, by torch's rule (see `_cp_options`)."""
+    """Whole tensors from every rank's shards. A collective call. Differentiable.
+
+    Without a balancer the layout is torch's default: head-tail if `_cp_options.enable_load_balance` is set and 2N divides the length.
+    """
     if len(buffers) != len(seq_dims):
         raise ValueError(f"`seq_dims` must have the same number of elements as `buffers`: expected {len(buffers)}, got {len(seq_dims)}")
-    found = as_mesh(mesh)
-    held = torch.tensor([[b.shape[d] for b, d in zip(buffers, seq_dims, strict=True)]], device=buffers[0].device)
-    counts = all_gather_rows(found, held, [1] * found.size, what="agreement of all ranks, tokens held").T.tolist()
+    cp_mesh = as_mesh(mesh)
+    local_lengths = torch.tensor([[b.shape[d] for b, d in zip(buffers, seq_dims, strict=True)]], device=buffers[0].device)
+    counts = all_gather_rows(cp_mesh, local_lengths, [1] * cp_mesh.size, what="agreement of all ranks, tokens held").T.tolist()
     whole = []
-    for buffer, dim, owned in zip(buffers, seq_dims, counts, strict=True):
-        balancer = load_balancer or _create_default_load_balancer(sum(owned), found.size, buffer.device)
-        layout = layout_of(balancer, sum(owned), found.size)
-        if [layout.local_len(r) for r in range(found.size)] != owned:
-            raise ValueError(f"unshard: ranks hold {owned} tokens, but were to hold {[layout.local_len(r) for r in range(found.size)]}")
-        whole.append(unshard(buffer, dim, layout, found))
+    for buffer, dim, held in zip(buffers, seq_dims, counts, strict=True):
+        balancer = load_balancer or _create_default_load_balancer(sum(held), cp_mesh.size, buffer.device)
+        layout = layout_of(balancer, sum(held), cp_mesh.size)
+        expected = [layout.local_len(r) for r in range(cp_mesh.size)]
+        if expected != held:
+            raise ValueError(f"buffers: expected {expected} tokens on the ranks, got {held}; pass the load_balancer that sharded them")
+        whole.append(unshard(buffer, dim, layout, cp_mesh))
     return whole
 
 
@@ -186,7 +196,7 @@ def context_parallel_unshard(
 
 
 class _ContextParallel(ParallelStyle):
-    """A module that calls SDPA or FlexAttention with its own arguments, spanning a mesh by hooks around its forward."""
+    """torch's module style: a module whose forward takes the arguments of SDPA or FlexAttention runs it over a mesh."""
 
     class AttentionType(Enum):
         FLEX = "flex_attention"
@@ -199,27 +209,28 @@ class _ContextParallel(ParallelStyle):
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if not isinstance(self.attention_type, self.AttentionType):
             raise ValueError(f"attention_type: expected one of {list(self.AttentionType)}, got {self.attention_type!r}")
-        hooks = _Hooks(self, mesh)
+        hooks = _ForwardHooks(self, mesh)
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         module.register_forward_hook(hooks.after, always_call=True)
         return module
 
     def flex_input_fn(self, module: nn.Module | None, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
-        """The arguments of a FlexAttention with the keys and values of all ranks in place of this rank's."""
-        given = dict(zip(("query", "key", "value"), args)) | {n: kwargs[n] for n in ("query", "key", "value") if n in kwargs}
-        for name in ("query", "key", "value"):
-            if not isinstance(given.get(name), Tensor):
-                raise TypeError(f"{name}: expected a tensor, got {type(given.get(name)).__name__}")
-        name = mesh.get_group().group_name
-        given["key"], given["value"] = flex_cp_allgather(given["key"].contiguous(), given["value"].contiguous(), self.seq_dim, name)
-        named = ("query", "key", "value")[: len(args)]
-        kwargs = kwargs | {n: given[n] for n in ("query", "key", "value") if n not in named}
-        return (*(given[n] for n in named), *args[3:]), kwargs
+        """Arguments of FlexAttention with the KV of all ranks in place of this rank's."""
+        names = ("query", "key", "value")
+        qkv = dict(zip(names, args)) | {n: kwargs[n] for n in names if n in kwargs}
+        for name in names:
+            if not isinstance(qkv.get(name), Tensor):
+                raise TypeError(f"{name}: expected a tensor, got {type(qkv.get(name)).__name__}")
+        group_name = mesh.get_group().group_name
+        qkv["key"], qkv["value"] = flex_cp_allgather(qkv["key"].contiguous(), qkv["value"].contiguous(), self.seq_dim, group_name)
+        positional = names[: len(args)]
+        kwargs = kwargs | {n: qkv[n] for n in names if n not in positional}
+        return (*(qkv[n] for n in positional), *args[3:]), kwargs
 
     def sdpa_input_fn(self, module: nn.Module | None, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
-        """The arguments of an SDPA as DTensors, sharded along the sequence."""
+        """Arguments of SDPA with q, k and v as DTensors sharded along the sequence."""
 
-        def placed(x: Any) -> Any:
+        def sharded(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
             if not isinstance(x, DTensor):
@@ -229,7 +240,7 @@ class _ContextParallel(ParallelStyle):
             return x
 
         names = ("query", "key", "value")
-        return (*map(placed, args[:3]), *args[3:]), {n: placed(x) if n in names else x for n, x in kwargs.items()}
+        return (*map(sharded, args[:3]), *args[3:]), {n: sharded(x) if n in names else x for n, x in kwargs.items()}
 
     def sdpa_output_fn(self, module: nn.Module | None, inputs: Any, outputs: Any, mesh: DeviceMesh) -> Any:
         """Outputs as local tensors."""
@@ -238,23 +249,23 @@ class _ContextParallel(ParallelStyle):
         return tuple(x.to_local() if isinstance(x, DTensor) else x for x in outputs)
 
 
-class _Hooks:
-    """Around a module's forward. What a call entered is kept by thread."""
+class _ForwardHooks:
+    """Hooks around one module's forward. A module may run in several threads at once."""
 
     def __init__(self, style: _ContextParallel, mesh: DeviceMesh) -> None:
         self.style, self.mesh = style, mesh
-        self.spans = _dispatcher.Spans()
-        self.entered: dict[int, list[ExitStack]] = {}
+        self._dispatchers = _dispatcher.DispatcherCache()
+        self._running: dict[int, list[ExitStack]] = {}  # by thread
 
     @property
-    def flex(self) -> bool:
+    def _is_flex(self) -> bool:
         return self.style.attention_type is _ContextParallel.AttentionType.FLEX
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         stack = ExitStack()
-        self.entered.setdefault(get_ident(), []).append(stack)
-        if not self.flex:
-            stack.enter_context(intercepting(AttentionMode(sdpa=self.spans.sdpa)))
+        self._running.setdefault(get_ident(), []).append(stack)
+        if not self._is_flex:
+            stack.enter_context(intercepting(AttentionMode(sdpa=self._dispatchers.sdpa)))
             return self.style.sdpa_input_fn(module, args, kwargs, self.mesh)
         score_mod = args[3] if len(args) > 3 else kwargs.get("score_mod")
         block_mask = args[4] if len(args) > 4 else kwargs.get("block_mask")
@@ -263,8 +274,8 @@ class _Hooks:
             return args, kwargs
         if score_mod is not None:
             raise ValueError(
-                "score_mod with a block_mask that _context_parallel_shard did not make: nothing tells where this rank's queries stand; "
-                "shard the whole block_mask together with q, k and v"
+                "block_mask: expected one that _context_parallel_shard returned, because score_mod needs the global positions of this "
+                "rank's queries, got another; shard the whole block_mask together with q, k and v"
             )
         return self.style.flex_input_fn(module, args, kwargs, self.mesh)
 
@@ -273,14 +284,14 @@ class _Hooks:
     ) -> Any:
         mesh = as_mesh(self.mesh)
         if isinstance(block_mask, ShardedBlockMask):
-            lengths, block_mask = {layout.length: layout for layout in block_mask.layouts}, block_mask.whole
+            layouts, block_mask = {layout.length: layout for layout in block_mask.layouts}, block_mask.whole
         else:
-            lengths = _dispatcher.declared.get(mesh.groups[0], {})
-        return self.spans.of(mesh, lengths).flex(query, key, value, score_mod, block_mask, *args, **kwargs)
+            layouts = _dispatcher.declared_layouts.get(mesh.groups[0], {})
+        return self._dispatchers.of(mesh, layouts).flex(query, key, value, score_mod, block_mask, *args, **kwargs)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        calls = self.entered.get(get_ident())
-        if not calls:
+        stacks = self._running.get(get_ident())
+        if not stacks:
             return output
-        calls.pop().close()
-        return output if self.flex or output is None else self.style.sdpa_output_fn(module, args, output, self.mesh)
+        stacks.pop().close()
+        return output if self._is_flex or output is None else self.style.sdpa_output_fn(module, args, output, self.mesh)

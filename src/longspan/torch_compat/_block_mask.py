@@ -1,4 +1,4 @@
-"""A BlockMask over the whole sequence as one rank's share of it."""
+"""`ShardedBlockMask`: one rank's rows of a BlockMask over the whole sequence."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ _LISTS = (
 
 
 class ShardedBlockMask(BlockMask):
-    """This rank's queries over all keys as an all-gather lays them: rank after rank.
+    """A BlockMask of this rank's queries over the keys of all ranks in the order of an all-gather: rank after rank.
 
-    The engine reads `whole` and `layouts` and never needs the lists of blocks. They are made when somebody asks for them, such as
-    torch's own `flex_attention` on gathered keys.
+    The engine reads `whole` and `layouts`. The block lists are made on first access, for torch's own `flex_attention` on gathered keys.
     """
 
     def __init__(self, whole: BlockMask, layouts: tuple[Layout, Layout], rank: int, block: int) -> None:
-        # BlockMask's own __init__ takes the lists, which are left for later.
+        # BlockMask.__init__ is not called: it takes the block lists.
         self.whole, self.layouts, self.rank = whole, layouts, rank
         self.seq_lengths = (layouts[0].local_len(rank), layouts[1].length)
         self.BLOCK_SIZE = (block, block)
@@ -37,13 +36,13 @@ class ShardedBlockMask(BlockMask):
         ranks = range(self.layouts[1].ranks)
         kv = torch.cat([torch.atleast_2d(self.layouts[1].positions(r)) for r in ranks], 1).to(device)
 
-        def at(table: Tensor, b: Tensor, i: Tensor) -> Tensor:
+        def global_position(table: Tensor, b: Tensor, i: Tensor) -> Tensor:
             return table[0][i] if len(table) == 1 else table[b, i]
 
-        def local(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            return mask_mod(b, h, at(q, b, q_idx), at(kv, b, kv_idx))
+        def local_mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return mask_mod(b, h, global_position(q, b, q_idx), global_position(kv, b, kv_idx))
 
-        return local
+        return local_mask_mod
 
     def __getattr__(self, name: str) -> Any:
         if name not in _LISTS:
@@ -51,6 +50,6 @@ class ShardedBlockMask(BlockMask):
         batch, heads = self.whole.kv_num_blocks.shape[:2]
         device = self.whole.kv_num_blocks.device
         made = create_block_mask(self.mask_mod, batch, heads, *self.seq_lengths, device=str(device), BLOCK_SIZE=self.BLOCK_SIZE)
-        for each in _LISTS:
-            setattr(self, each, getattr(made, each))
+        for list_name in _LISTS:
+            setattr(self, list_name, getattr(made, list_name))
         return getattr(self, name)

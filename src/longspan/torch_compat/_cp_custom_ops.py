@@ -1,6 +1,6 @@
-"""`flex_cp_allgather`: keys and values of all ranks, as an operator that compilers see.
+"""`flex_cp_allgather`: the KV of all ranks, as a custom operator.
 
-This module does not postpone annotations: torch reads the operators' schemas from them.
+No `from __future__ import annotations` here: torch reads the operators' schemas from evaluated annotations.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from longspan._torch_private import process_group_by_name
 def _mesh(name: str) -> Mesh:
     group = process_group_by_name(name)
     if group is None:
-        raise RuntimeError(f"pg_name: this process has no process group called {name!r}")
+        raise RuntimeError(f"pg_name: expected the name of a process group of this process, got {name!r}")
     return as_mesh(group)
 
 
@@ -28,25 +28,25 @@ def _size(name: str) -> int:
 
 def _gathered(mesh: Mesh, x: Tensor, dim: int) -> Tensor:
     rows = x.movedim(dim, 0).contiguous()
-    return all_gather_rows(mesh, rows, [len(rows)] * mesh.size, what="all-gather of keys and values").movedim(0, dim).contiguous()
+    return all_gather_rows(mesh, rows, [len(rows)] * mesh.size, what="all-gather of KV").movedim(0, dim).contiguous()
 
 
 def _scattered(mesh: Mesh, x: Tensor, dim: int) -> Tensor:
     rows = x.movedim(dim, 0).contiguous()
     counts = [len(rows) // mesh.size] * mesh.size
-    return reduce_scatter_rows(mesh, rows, counts, what="reduce-scatter of gradients").movedim(0, dim).contiguous()
+    return reduce_scatter_rows(mesh, rows, counts, what="reduce-scatter of KV gradients").movedim(0, dim).contiguous()
 
 
 @torch.library.custom_op("longspan::flex_cp_allgather", mutates_args=())
 def flex_cp_allgather(k: Tensor, v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]:
-    """k and v of every rank of a process group, one after the other along `seq_dim`. Ranks hold equally many tokens."""
+    """k and v of all ranks of a process group, concatenated along `seq_dim` in the order of ranks, which hold equally many tokens."""
     mesh = _mesh(pg_name)
-    held = torch.tensor([[k.shape[seq_dim], v.shape[seq_dim]]], device=k.device if k.is_cuda else "cpu")
-    counts = all_gather_rows(mesh, held, [1] * mesh.size, what="agreement of all ranks, tokens held").tolist()
+    local_lengths = torch.tensor([[k.shape[seq_dim], v.shape[seq_dim]]], device=k.device if k.is_cuda else "cpu")
+    counts = all_gather_rows(mesh, local_lengths, [1] * mesh.size, what="agreement of all ranks, tokens held").tolist()
     if any(c != [k.shape[seq_dim]] * 2 for c in counts):
         raise ValueError(
-            f"flex_cp_allgather: expected as many tokens of k and v on every rank, got {counts}; a block_mask made by "
-            "_context_parallel_shard needs no gathering and takes any length"
+            f"flex_cp_allgather: expected equally many tokens of k and v on every rank, got {counts}; a block_mask that "
+            "_context_parallel_shard returned needs no all-gather and takes any length"
         )
     return _gathered(mesh, k, seq_dim), _gathered(mesh, v, seq_dim)
 
@@ -58,7 +58,7 @@ def _(k: Tensor, v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]
 
 @torch.library.custom_op("longspan::flex_cp_allgather_backward", mutates_args=())
 def flex_cp_allgather_backward(grad_full_k: Tensor, grad_full_v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]:
-    """This rank's part of the gradients, summed over ranks in float32 in a fixed order."""
+    """This rank's shards of the KV gradients, summed over ranks in float32 in a fixed order."""
     mesh = _mesh(pg_name)
     return _scattered(mesh, grad_full_k, seq_dim), _scattered(mesh, grad_full_v, seq_dim)
 

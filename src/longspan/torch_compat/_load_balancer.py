@@ -1,7 +1,7 @@
-"""torch's load balancers: who owns which tokens, as permutations of a sequence that is then cut into ranks' shares.
+"""torch's load balancers: permutations of a sequence, which is then cut into one contiguous range per rank.
 
-Legend: S tokens, N ranks. Indices are int64, [1, S], or [B, S] where batch rows differ: entry i is the token that stands at place i after
-rearranging. Where lengths do not divide as torch asks, longspan's own layout of the same kind takes its place.
+Legend: S tokens, N ranks. Indices are int64 [1, S], or [B, S] if batch rows differ: entry i is the token at place i of the permuted
+sequence. For lengths that torch refuses, longspan's own layout of the same kind is used.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from longspan.torch_compat._options import _cp_options
 
 
 class _LoadBalancer(ABC):
-    """Subclasses give indices; ranks get equal shares of the rearranged sequence, as `torch.chunk` cuts it."""
+    """Base class: a permutation of a sequence, cut into equal ranges per rank as by `torch.chunk`."""
 
     @abstractmethod
     def _generate_indices(self, restore: bool = False) -> Tensor | None:
-        """Rearranging indices, or with `restore` those that undo them; None for none."""
+        """The permutation, or its inverse with `restore`; None for the identity."""
 
     def _layout(self, length: int, ranks: int) -> Layout:
         indices = self._generate_indices(restore=False)
@@ -38,44 +38,45 @@ class _LoadBalancer(ABC):
 
 
 class _FromLayout(_LoadBalancer):
-    """One whose shares are a layout's, and whose indices follow from it."""
+    """A load balancer defined by a layout. The indices follow from it."""
 
     device: str | torch.device = "cpu"
 
-    def _laid_out(self) -> Layout:
+    def _fixed_layout(self) -> Layout:
         raise NotImplementedError
 
     def _layout(self, length: int, ranks: int) -> Layout:
-        made = self._laid_out()
+        made = self._fixed_layout()
         if (made.length, made.ranks) != (length, ranks):
             raise ValueError(
-                f"{type(self).__name__} was made for {made.length} tokens over {made.ranks} ranks, got {length} over {ranks}: make another"
+                f"{type(self).__name__}: expected {made.length} tokens over {made.ranks} ranks, for which it was made, got {length} over "
+                f"{ranks}; make another"
             )
         return made
 
     def _generate_indices(self, restore: bool = False) -> Tensor:
-        made = self._laid_out()
+        made = self._fixed_layout()
         rows = torch.cat([torch.atleast_2d(made.positions(rank)) for rank in range(made.ranks)], 1)
         return (rows.argsort(1) if restore else rows).to(self.device)
 
 
 class _HeadTailLoadBalancer(_FromLayout):
-    """Of 2N equal chunks rank i owns chunk i and chunk 2N − 1 − i."""
+    """Head-tail: of 2N equal chunks, rank i owns chunks i and 2N − 1 − i."""
 
     def __init__(self, seq_length: int, world_size: int, device: str | torch.device) -> None:
         self.seq_length, self.world_size, self.device = seq_length, world_size, device
 
-    def _laid_out(self) -> Layout:
+    def _fixed_layout(self) -> Layout:
         return _head_tail(self.seq_length, self.world_size)
 
 
 class _PerDocumentHeadTailLoadBalancer(_FromLayout):
-    """Each document cut head-tail over all ranks. `seq_length_per_doc`: the documents' lengths, one list, or one for each batch row."""
+    """Head-tail within each document. `seq_length_per_doc`: the documents' lengths, one list for all batch rows or one per row."""
 
     def __init__(self, seq_length_per_doc: Sequence[Sequence[int]], world_size: int, device: str | torch.device) -> None:
         self.seq_length_per_doc, self.world_size, self.device = seq_length_per_doc, world_size, device
 
-    def _laid_out(self) -> Layout:
+    def _fixed_layout(self) -> Layout:
         rows = [list(row) for row in self.seq_length_per_doc]
         even = all(n % (2 * self.world_size) == 0 for row in rows for n in row)
         cut = _per_document if even else per_document
@@ -83,9 +84,9 @@ class _PerDocumentHeadTailLoadBalancer(_FromLayout):
 
 
 class _PTRRLoadBalancer(_FromLayout):
-    """Blocks of queries sorted by the number of key blocks they read, dealt to ranks forth and back.
+    """Round robin by work: blocks of queries, sorted by the number of key blocks that they see, dealt to ranks back and forth.
 
-    `block_mask`: over the whole sequence, the same for all heads.
+    `block_mask`: over the whole sequence, one for all heads.
     """
 
     def __init__(self, block_mask: BlockMask, world_size: int) -> None:
@@ -94,7 +95,7 @@ class _PTRRLoadBalancer(_FromLayout):
 
     @staticmethod
     def ptrr_scheduling(process_time: Tensor, group_size: int) -> Tensor:
-        """Tasks of given times [n] dealt to groups: [group_size, n / group_size], each group's tasks in ascending order."""
+        """Indices of tasks with these times [n], dealt to groups: [group_size, n / group_size], ascending within a group."""
         if process_time.ndim != 1:
             raise ValueError(f"process_time: expected one dim, got shape {tuple(process_time.shape)}")
         if len(process_time) % group_size:
@@ -103,7 +104,7 @@ class _PTRRLoadBalancer(_FromLayout):
         backwards = torch.arange(len(rounds), device=rounds.device)[:, None] % 2 == 1
         return torch.where(backwards, rounds.flip(1), rounds).T.sort(1).values
 
-    def _laid_out(self) -> Layout:
+    def _fixed_layout(self) -> Layout:
         mask, ranks = self.block_mask, self.world_size
         length, (block, kv_block) = mask.seq_lengths[0], mask.BLOCK_SIZE
         if block != kv_block or mask.kv_num_blocks.shape[1] != 1:
@@ -123,12 +124,13 @@ class _PTRRLoadBalancer(_FromLayout):
 
 
 def _create_default_load_balancer(seq_length: int, world_size: int, device: str | torch.device) -> _LoadBalancer | None:
-    """torch's rule: head-tail where it is enabled and the length divides by 2N, else none."""
+    """torch's default: head-tail if enabled and 2N divides the length, else None."""
     balanced = _cp_options.enable_load_balance and seq_length % (2 * world_size) == 0
     return _HeadTailLoadBalancer(seq_length, world_size, device) if balanced else None
 
 
 def layout_of(balancer: _LoadBalancer | None, length: int, ranks: int) -> Layout:
+    """The layout of a balancer; without one, contiguous ranges as by `torch.chunk`."""
     return chunked(length, ranks) if balancer is None else balancer._layout(length, ranks)
 
 
@@ -137,28 +139,28 @@ def _head_tail(length: int, ranks: int) -> Layout:
 
 
 def _per_document(lengths: Sequence[int], ranks: int) -> Layout:
-    held: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    segments: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     start = 0
     for n in lengths:
         chunk = n // (2 * ranks)
         for rank in range(ranks if chunk else 0):
-            held[rank] += [(start + rank * chunk, chunk), (start + n - (rank + 1) * chunk, chunk)]
+            segments[rank] += [(start + rank * chunk, chunk), (start + n - (rank + 1) * chunk, chunk)]
         start += n
-    return Layout(length=start, rows=(tuple(map(tuple, held)),))
+    return Layout(length=start, rows=(tuple(map(tuple, segments)),))
 
 
 def _owner(groups: Tensor) -> Tensor:
-    """[ranks, n / ranks] tasks of each rank → the rank of each task [n]."""
+    """The rank of each task [n] from the tasks of each rank [ranks, n / ranks]."""
     owner = torch.empty(groups.numel(), dtype=torch.int64)
     owner[groups.flatten()] = torch.arange(len(groups)).repeat_interleave(groups.shape[1])
     return owner
 
 
 def _row(indices: Tensor, counts: Sequence[int]) -> tuple[Segments, ...]:
-    """Each rank's share of rearranged tokens, as stretches of consecutive ones."""
-    found = []
+    """Each rank's range of a permuted sequence, as segments of consecutive tokens."""
+    rows = []
     for part in indices.split(list(counts)):
         begins = torch.cat([torch.ones(min(1, len(part)), dtype=torch.bool), part.diff() != 1]).nonzero()[:, 0]
         ends = torch.cat([begins[1:], torch.tensor([len(part)])]) if len(begins) else begins
-        found.append(tuple(zip(part[begins].tolist(), (ends - begins).tolist(), strict=True)))
-    return tuple(found)
+        rows.append(tuple(zip(part[begins].tolist(), (ends - begins).tolist(), strict=True)))
+    return tuple(rows)

@@ -1,4 +1,4 @@
-"""torch's global options, and what they mean as layouts and strategies."""
+"""torch's global options, and the strategies that they stand for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _RotateMethod(Enum):
 
 @dataclass
 class _ContextParallelOptions:
-    """`convert_to_f32` is always so here: partial results are held in float32."""
+    """torch's options. `convert_to_f32` has no effect: partial results are always float32."""
 
     convert_to_f32: bool = True
     enable_load_balance: bool = True
@@ -32,21 +32,21 @@ _ROTATIONS = {"allgather": _RotateMethod.ALL_GATHER, "alltoall": _RotateMethod.A
 
 
 def set_rotate_method(rotate_method: str) -> None:
-    """How keys and values of SDPA move: "allgather", all at once, or "alltoall", from rank to rank."""
+    """Set how the KV of SDPA moves: "allgather", in one exchange, or "alltoall", around a ring."""
     if rotate_method not in _ROTATIONS:
         raise NotImplementedError(f"rotate_method: expected one of {', '.join(map(repr, _ROTATIONS))}, got {rotate_method!r}")
     _cp_options.rotate_method = _ROTATIONS[rotate_method]
 
 
 def strategy() -> str:
-    """The rotation as longspan names it."""
+    """The strategy of `longspan.plan` for the current rotate method."""
     return "ring" if _cp_options.rotate_method is _RotateMethod.ALL_TO_ALL else "allgather"
 
 
 def _is_causal_behavior(rank: int, world_size: int, i: int, is_causal: bool) -> _CausalBehavior:
-    """What a ring's rank does in its step i with the keys of rank − i: all of them, none, or its own causally.
+    """How a rank attends in ring step i to the KV of rank − i: causally, to all of it, or not at all.
 
-    The engine reads this off its block tables instead; the function is here for those who ask.
+    The engine does not call this function: block tables say the same.
     """
     if not is_causal:
         return _CausalBehavior.NOT_IS_CAUSAL

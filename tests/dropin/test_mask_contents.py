@@ -1,4 +1,4 @@
-"""What a context keeps of masks: never one that has changed since, and nothing that would let one rank talk while others do not."""
+"""Plans follow the contents of masks, and an error on one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.dropin.attending import BATCH, HEADS, check, draw, qkv
+from tests.dropin.helpers import BATCH, HEADS, assert_close, qkv, random
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import longspan as ls
-from longspan._dropin import dispatcher as spanning
+from longspan._dropin import dispatcher
 from longspan._dropin.context import context_parallel
-from longspan._dropin.global_layout import Lengths, chunked
+from longspan._dropin.global_layout import SequenceLayouts, chunked
 from longspan._plan.layout import Layout
 from longspan.testing import virtual_world
 
@@ -25,7 +25,7 @@ Change = Callable[[Tensor], None]
 
 
 def seen(seed: int, *shape: int) -> Tensor:
-    return draw(*(shape or (LENGTH, LENGTH)), seed=seed) > 0
+    return random(*(shape or (LENGTH, LENGTH)), seed=seed) > 0
 
 
 def of_numpy(values: Tensor) -> tuple[Tensor, Change]:
@@ -52,7 +52,7 @@ WRITES = {"numpy's memory": of_numpy, ".data": of_data, "inference mode": of_inf
 
 
 @pytest.mark.parametrize("how", WRITES)
-def test_an_attn_mask_that_was_written_to_without_autograd_knowing_is_planned_anew(how: str) -> None:
+def test_an_attn_mask_written_to_without_a_new_version_gets_a_new_plan(how: str) -> None:
     whole, first, second = qkv(LENGTH), seen(1), seen(2)
     want = [ls.scaled_dot_product_attention(*whole, attn_mask=m) for m in (first, second)]
 
@@ -64,18 +64,18 @@ def test_an_attn_mask_that_was_written_to_without_autograd_knowing_is_planned_an
             write(second)
             return [cp.unshard(t, 2) for t in (before, F.scaled_dot_product_attention(*parts, attn_mask=mask))]
 
-    for found in virtual_world(2).run(rank):
-        check(found, want)
+    for outputs in virtual_world(2).run(rank):
+        assert_close(outputs, want)
 
 
 class Settings:
-    """What a mask_mod may read beside tensors."""
+    """A Python value that a mask_mod reads."""
 
     window = 5
 
 
 @pytest.mark.parametrize("kind", ["mask_mod", "BlockMask"])
-def test_a_mask_mod_that_reads_a_python_number_is_read_again(kind: str) -> None:
+def test_a_mask_mod_that_reads_a_python_number_is_traced_at_each_call(kind: str) -> None:
     whole = qkv(LENGTH)
     want = [ls.attention(*whole, mask=ls.causal() & ls.sliding_window(window)) for window in (5, 31)]
 
@@ -90,11 +90,11 @@ def test_a_mask_mod_that_reads_a_python_number_is_read_again(kind: str) -> None:
                 out.append(cp.unshard(flex_attention(*(cp.shard(t, 2) for t in whole), block_mask=block_mask), 2))
         return out
 
-    for found in virtual_world(2).run(rank):
-        check(found, want)
+    for outputs in virtual_world(2).run(rank):
+        assert_close(outputs, want)
 
 
-def test_a_captured_table_that_was_written_to_is_read_again() -> None:
+def test_a_captured_table_that_was_written_to_gets_a_new_plan() -> None:
     whole, first, second = qkv(LENGTH), torch.arange(LENGTH) // 10, torch.arange(LENGTH) // 17
     want = [ls.attention(*whole, mask=ls.documents(ids=ids)) for ids in (first, second)]
 
@@ -107,11 +107,11 @@ def test_a_captured_table_that_was_written_to_is_read_again() -> None:
             write(second)
             return [cp.unshard(t, 2) for t in (before, flex_attention(*parts, block_mask=same))]
 
-    for found in virtual_world(2).run(rank):
-        check(found, want)
+    for outputs in virtual_world(2).run(rank):
+        assert_close(outputs, want)
 
 
-def test_a_block_mask_whose_lists_were_emptied_lets_nothing_through() -> None:
+def test_a_block_mask_whose_lists_were_emptied_masks_everything() -> None:
     whole = qkv(LENGTH)
     want = F.scaled_dot_product_attention(*whole, is_causal=True)
 
@@ -124,11 +124,11 @@ def test_a_block_mask_whose_lists_were_emptied_lets_nothing_through() -> None:
             block_mask.full_kv_num_blocks.zero_()
             return [cp.unshard(t, 2) for t in (before, flex_attention(*parts, block_mask=block_mask))]
 
-    for found in virtual_world(2).run(rank):
-        check(found, [want, torch.zeros_like(want)])
+    for outputs in virtual_world(2).run(rank):
+        assert_close(outputs, [want, torch.zeros_like(want)])
 
 
-def test_one_tensor_may_be_the_whole_mask_of_one_sequence_and_flags_of_a_ranks_keys_in_another() -> None:
+def test_one_tensor_is_the_whole_mask_of_one_sequence_and_flags_of_local_keys_of_another() -> None:
     flags = seen(3, 20)
     long, short = qkv(40), qkv(20)
     want = [ls.scaled_dot_product_attention(*short, attn_mask=flags), ls.scaled_dot_product_attention(*long, attn_mask=flags.repeat(2))]
@@ -138,14 +138,14 @@ def test_one_tensor_may_be_the_whole_mask_of_one_sequence_and_flags_of_a_ranks_k
             out = [F.scaled_dot_product_attention(*(cp.shard(t, 2) for t in whole), attn_mask=flags) for whole in (short, long)]
             return [cp.unshard(t, 2) for t in out]
 
-    for found in virtual_world(2).run(rank):
-        check(found, want)
+    for outputs in virtual_world(2).run(rank):
+        assert_close(outputs, want)
 
 
-def test_equal_masks_in_other_tensors_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_masks_in_different_tensors_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    plan = spanning.plan
-    monkeypatch.setattr(spanning, "plan", lambda *args, **kwargs: made.append(1) or plan(*args, **kwargs))
+    plan = dispatcher.plan
+    monkeypatch.setattr(dispatcher, "plan", lambda *args, **kwargs: made.append(1) or plan(*args, **kwargs))
     whole, mask, ids = qkv(LENGTH), seen(1), torch.arange(LENGTH) // 9
 
     def rank(mesh: Any) -> None:
@@ -160,10 +160,10 @@ def test_equal_masks_in_other_tensors_are_planned_once(monkeypatch: pytest.Monke
     assert len(made) == 2 * 2
 
 
-# --------------------------------------------------------------------------------------------------- what ranks tell each other
+# --------------------------------------------------------------------------------------------------- masks in parts, calls that raise
 
 
-def test_a_part_of_attn_mask_that_is_another_tensor_on_one_rank_alone_is_no_reason_to_wait() -> None:
+def test_rows_of_attn_mask_in_a_new_tensor_on_one_rank_only_do_not_deadlock() -> None:
     whole, mask, other = qkv(LENGTH), seen(1), seen(4)
     keys = seen(5, LENGTH)
     wanted = (mask, mask, other, keys, ~keys)
@@ -183,11 +183,11 @@ def test_a_part_of_attn_mask_that_is_another_tensor_on_one_rank_alone_is_no_reas
             out.append(F.scaled_dot_product_attention(*parts, attn_mask=flags))
             return [cp.unshard(t, 2) for t in out]
 
-    for found in virtual_world(2, timeout=20).run(rank):
-        check(found, want)
+    for outputs in virtual_world(2, timeout=20).run(rank):
+        assert_close(outputs, want)
 
 
-def test_what_one_rank_alone_writes_into_its_part_reaches_all() -> None:
+def test_a_write_of_one_rank_to_its_flags_reaches_all_ranks() -> None:
     whole, keys = qkv(LENGTH), torch.ones(LENGTH, dtype=torch.bool)
 
     def rank(mesh: Any) -> list[Tensor]:
@@ -200,11 +200,11 @@ def test_what_one_rank_alone_writes_into_its_part_reaches_all() -> None:
 
     for out, flags in virtual_world(3).run(rank):
         assert int(flags.sum()) == LENGTH - 7
-        check([out], [ls.scaled_dot_product_attention(*whole, attn_mask=flags)])
+        assert_close([out], [ls.scaled_dot_product_attention(*whole, attn_mask=flags)])
 
 
-def refused_by_one() -> dict[str, tuple[Callable[[Any, list[Tensor]], Any], str]]:
-    """Calls that are wrong on rank 1."""
+def wrong_on_rank_1() -> dict[str, tuple[Callable[[Any, list[Tensor]], Any], str]]:
+    """Calls with wrong arguments on rank 1 only, and its error message."""
 
     def table(cp: Any, parts: list[Tensor]) -> Any:
         return F.scaled_dot_product_attention(*parts, attn_mask=seen(1, LENGTH, LENGTH - 3 * (cp.mesh.rank == 1)))
@@ -239,9 +239,9 @@ def refused_by_one() -> dict[str, tuple[Callable[[Any, list[Tensor]], Any], str]
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["of a known length", "of unknown lengths"])
-@pytest.mark.parametrize("name", refused_by_one())
-def test_what_one_rank_refuses_in_the_first_call_all_learn(name: str, known: bool) -> None:
-    call, message = refused_by_one()[name]
+@pytest.mark.parametrize("name", wrong_on_rank_1())
+def test_an_error_on_one_rank_is_raised_on_all_ranks(name: str, known: bool) -> None:
+    call, message = wrong_on_rank_1()[name]
     whole = qkv(LENGTH)
 
     def rank(mesh: Any) -> str:
@@ -251,15 +251,15 @@ def test_what_one_rank_refuses_in_the_first_call_all_learn(name: str, known: boo
                 call(cp, parts)
         return str(error.value)
 
-    found = virtual_world(3, timeout=20).run(rank)
-    assert message in found[1]
-    assert all("waited" not in text and "same calls" not in text for text in found)
-    assert all("rank 1" in text for text in (found[0], found[2]))
+    outputs = virtual_world(3, timeout=20).run(rank)
+    assert message in outputs[1]
+    assert all("waited" not in text and "same calls" not in text for text in outputs)
+    assert all("rank 1" in text for text in (outputs[0], outputs[2]))
 
 
-def test_where_each_rank_holds_one_query_rows_and_the_whole_mask_are_told_apart_by_what_they_hold() -> None:
+def test_with_one_query_per_rank_the_contents_distinguish_rows_from_the_whole_mask() -> None:
     whole = qkv(3)
-    bias, mask, keys = draw(HEADS, 3, 3, seed=4), seen(1, BATCH, 1, 3, 3), seen(2, 3)
+    bias, mask, keys = random(HEADS, 3, 3, seed=4), seen(1, BATCH, 1, 3, 3), seen(2, 3)
     want = [ls.scaled_dot_product_attention(*whole, attn_mask=m) for m in (bias, bias, mask, mask, keys)]
 
     def rank(mesh: Any) -> list[Tensor]:
@@ -267,31 +267,31 @@ def test_where_each_rank_holds_one_query_rows_and_the_whole_mask_are_told_apart_
             parts = [cp.shard(t, 2) for t in whole]
             masks = (bias, cp.shard(bias, 1), mask, cp.shard(mask, 2), keys)
             out = [F.scaled_dot_product_attention(*parts, attn_mask=m) for m in masks]
-            with pytest.raises(ValueError, match="may be either of the latter: pass the whole mask"):
-                F.scaled_dot_product_attention(*parts, attn_mask=draw(1, 1, seed=mesh.rank))
+            with pytest.raises(ValueError, match="may be rows of queries or flags of keys: pass the whole mask"):
+                F.scaled_dot_product_attention(*parts, attn_mask=random(1, 1, seed=mesh.rank))
             return [cp.unshard(t, 2) for t in out]
 
-    for found in virtual_world(3).run(rank):
-        check(found, want)
+    for outputs in virtual_world(3).run(rank):
+        assert_close(outputs, want)
 
 
-def test_rows_of_a_learned_attn_mask_are_this_ranks_own_where_heads_are_exchanged_too() -> None:
-    whole, bias = qkv(LENGTH), draw(HEADS, LENGTH, LENGTH, seed=4).requires_grad_()
+def test_rows_of_a_learned_attn_mask_get_their_gradient_under_ulysses_too() -> None:
+    whole, bias = qkv(LENGTH), random(HEADS, LENGTH, LENGTH, seed=4).requires_grad_()
     out = F.scaled_dot_product_attention(*whole, attn_mask=bias)
-    (grad,) = torch.autograd.grad((out * draw(*out.shape, seed=9)).sum(), bias)
+    (grad,) = torch.autograd.grad((out * random(*out.shape, seed=9)).sum(), bias)
 
     def rank(mesh: Any) -> list[Tensor]:
         with context_parallel(mesh, seq_len=LENGTH) as cp:
             rows = cp.shard(bias.detach(), 1).requires_grad_()
             part = F.scaled_dot_product_attention(*(cp.shard(t, 2) for t in whole), attn_mask=rows)
-            (mine,) = torch.autograd.grad((part * cp.shard(draw(*out.shape, seed=9), 2)).sum(), rows)
+            (mine,) = torch.autograd.grad((part * cp.shard(random(*out.shape, seed=9), 2)).sum(), rows)
             return [cp.unshard(part.detach(), 2), cp.unshard(mine, 1)]
 
-    for found in virtual_world((2, 2)).run(rank):
-        check(found, [out.detach(), grad])
+    for outputs in virtual_world((2, 2)).run(rank):
+        assert_close(outputs, [out.detach(), grad])
 
 
-def test_flex_attention_under_autocast_takes_mixed_dtypes_as_torchs_own_does() -> None:
+def test_flex_attention_under_autocast_takes_mixed_dtypes_as_torchs_own() -> None:
     q, k, v = qkv(LENGTH, dtype=torch.float32)
 
     def rank(mesh: Any) -> tuple[torch.dtype, torch.dtype]:
@@ -306,26 +306,26 @@ def test_flex_attention_under_autocast_takes_mixed_dtypes_as_torchs_own_does() -
 
 
 @pytest.mark.parametrize("lengths", [[64, 90, 131], [9, 10], [30, 31, 200], [7]])
-def test_sequences_are_told_apart_as_they_become_known(lengths: list[int]) -> None:
-    known = Lengths(ls.Mesh.abstract(5), chunked, [])
-    assert not known.told_apart
+def test_sequences_are_distinguishable_if_all_local_lengths_differ(lengths: list[int]) -> None:
+    known = SequenceLayouts(ls.Mesh.abstract(5), chunked, [])
+    assert not known.distinguishable
     for i, length in enumerate(lengths, 1):
         known.layout(length)
         held = [[chunked(n, 5).local_len(rank) for n in lengths[:i]] for rank in range(5)]
-        assert known.told_apart == all(len(set(counts)) == i for counts in held)
+        assert known.distinguishable == all(len(set(counts)) == i for counts in held)
 
 
-def test_a_call_looks_at_no_known_sequence_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = Lengths(ls.Mesh.abstract(16), chunked, [16 * (10 + 3 * i) for i in range(100)])
+def test_looking_up_a_sequence_takes_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = SequenceLayouts(ls.Mesh.abstract(16), chunked, [16 * (10 + 3 * i) for i in range(100)])
     looked: list[int] = []
     monkeypatch.setattr(Layout, "local_len", lambda self, rank: looked.append(rank) or 0)
-    found = known.of([("query", 19), ("key", 10)], torch.device("cpu"))
-    assert [layout.length for layout in found] == [16 * 19, 160] and not looked
+    outputs = [known.lookup(name, count, torch.device("cpu")) for name, count in (("query", 19), ("key", 10))]
+    assert [layout.length for layout in outputs] == [16 * 19, 160] and not looked
 
 
-def test_a_context_inside_another_knows_its_sequences_apart_too() -> None:
+def test_an_inner_context_checks_its_sequences_against_those_of_the_outer() -> None:
     def rank(mesh: Any) -> tuple[bool, bool]:
         with context_parallel(mesh, seq_len=40, layout="contiguous"), context_parallel(mesh, seq_len=39, layout="contiguous") as inner:
-            return inner.span.lengths.told_apart, sorted(inner.span.lengths.known) == [39, 40]
+            return inner.dispatcher.sequences.distinguishable, sorted(inner.dispatcher.sequences.by_length) == [39, 40]
 
     assert virtual_world(2).run(rank) == [(False, True)] * 2
