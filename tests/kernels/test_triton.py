@@ -275,6 +275,39 @@ def test_gradients_along_queries_or_keys_alone_match() -> None:
     check(Case(score=lambda s, b, h, q, kv: s + by_query[h, q] * by_key[kv], learned=(by_query, by_key), shape=(1, 4, 2, 90, 90)))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
+def test_looked_up_negative_indices_count_from_the_end(dtype: torch.dtype) -> None:
+    """In a mask, in a score, and where gradients are added to the table that is read."""
+    index, bias = (torch.arange(90, device=DEVICE) % 16 - 8).to(dtype), torch.randn(8, device=DEVICE)
+    flags = torch.tensor([True, False, True, True, False, True, True, True], device=DEVICE)
+    case = Case(
+        mask=lambda b, h, q, kv: (q >= kv) & flags[index[q].long()], score=lambda s, b, h, q, kv: s + bias[index[kv].long()],
+        learned=(bias,), shape=(1, 2, 1, 90, 90),
+    )  # fmt: skip
+    check(case)
+
+
+def test_looked_up_indices_far_outside_do_not_read_outside() -> None:
+    """Torch would raise at −10⁹; the pairs that look there are thrown away by the mask, so the kernel clamps the index and goes on."""
+    index = torch.arange(90, device=DEVICE) % 8
+    wild = torch.where(torch.arange(90, device=DEVICE) % 5 == 0, -(10**9), index)
+    flags, bias = torch.ones(8, dtype=torch.bool, device=DEVICE), torch.randn(8, device=DEVICE)
+    flags[3] = False
+    tame = Case(
+        mask=lambda b, h, q, kv: (kv % 5 != 0) & flags[index[kv]], score=lambda s, b, h, q, kv: s + bias[index[kv]],
+        learned=(bias,), shape=(1, 2, 1, 90, 90),
+    )  # fmt: skip
+    mask, score = (
+        trace(lambda b, h, q, kv: (wild[kv] >= 0) & flags[wild[kv]], "mask"),
+        trace(lambda s, b, h, q, kv: s + bias[wild[kv]], "score"),
+    )
+    work = replace(
+        tame.work(), mask=mask.program, mask_captured=mask.captured(), score=score.program, score_captured=score.captured(),
+        joint=joint_of(score.program),
+    )  # fmt: skip
+    check(tame, work=work)
+
+
 @pytest.mark.parametrize("heads", [(8, 2), (4, 1), (6, 2)])
 def test_grouped_heads_match(heads: tuple[int, int]) -> None:
     check(Case(shape=(1, *heads, 40, 70), score=alibi))

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 from longspan._kernels.gpu import codegen
 from longspan._kernels.triton import Tile
-from longspan._kernels.triton.backward import keys_kernel, queries_kernel
+from longspan._kernels.triton.backward import dkdv_kernel, dq_kernel
 from longspan._kernels.triton.config import choose
 from longspan._kernels.triton.forward import forward_kernel
 from longspan._masks.joint import joint_of
@@ -47,7 +47,7 @@ def compile_kernel(
     functions: dict[str, Any] = {"MASK": codegen.program_function(trace(mask, "mask").program, OPTIONS), "SCORE": None, "JOINT": None}
     if scored:
         functions["SCORE"] = codegen.program_function(program, OPTIONS)
-        functions["JOINT"] = codegen.joint_function(program, joint_of(program), [kernel is queries_kernel], OPTIONS)
+        functions["JOINT"] = codegen.joint_function(program, joint_of(program), [kernel is dq_kernel], OPTIONS)
     known: dict[str, Any] = {
         **functions, "PER_BATCH": False, "PER_HEAD": True, "FOLD": not scored, "TMA": tile.tma, "ADD": arrays,
         "M": tile.m, "N": tile.n, "M_SUBS": 128 // tile.m, "N_SUBS": 128 // tile.n,
@@ -68,7 +68,7 @@ def compile_kernel(
         elif name in ("peak_ptr", "old_out_ptr", "old_lse_ptr", "old_peak_ptr") and not arrays:
             signature[name], constants[i,] = "constexpr", None
         elif tile.tma and name in streamed:
-            rows, dim = (tile.m if kernel is keys_kernel else tile.n), padded[0 if name in ("q_ptr", "k_ptr") else 1]
+            rows, dim = (tile.m if kernel is dkdv_kernel else tile.n), padded[0 if name in ("q_ptr", "k_ptr") else 1]
             signature[name] = f"tensordesc<{dtype}[1, 1, {rows}, {dim}]>"
         elif name in ("full", "partial"):
             signature[name] = ("*i32",) * 3
@@ -121,9 +121,9 @@ def main() -> None:
         torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
         d, e = (max(16, triton.next_power_of_2(x)) for x in dims)
         config = choose(capability=(target // 10, target % 10), d=d, e=e, dtype=torch_dtype, scored=scored, looks_up=False, fine=False)
-        for kernel, tile in ((forward_kernel, config.forward), (keys_kernel, config.dkdv), (queries_kernel, config.dq)):
+        for kernel, tile in ((forward_kernel, config.forward), (dkdv_kernel, config.dkdv), (dq_kernel, config.dq)):
             tile = replace(tile, tma=target >= 90)
-            streamed = ("q_ptr", "do_ptr") if kernel is keys_kernel else ("k_ptr", "v_ptr")
+            streamed = ("q_ptr", "do_ptr") if kernel is dkdv_kernel else ("k_ptr", "v_ptr")
             used = compile_kernel(kernel, tile, dims=dims, dtype=dtype, target=target, scored=scored, streamed=streamed, arrays=arrays)
             print(f"sm_{target} {kernel.fn.__name__} {dims} {dtype} {tile} scored={scored} arrays={arrays}: {used} bytes", flush=True)
             if used > SHARED_MEMORY[target]:

@@ -95,6 +95,26 @@ def run_place(first, last, length, side, SUBS: tl.constexpr, SIZE: tl.constexpr)
 
 
 @triton.jit
+def run_count(full, partial, table):
+    """Number of runs, full and partial, in a row of the block table."""
+    fulls = tl.load(full[0] + table + 1) - tl.load(full[0] + table)
+    return fulls + tl.load(partial[0] + table + 1) - tl.load(partial[0] + table)
+
+
+@triton.jit
+def run_at(full, partial, table, r):
+    """(first tile, last tile, whether full) of run r of a row: full runs come first."""
+    begin = tl.load(full[0] + table)
+    fulls = tl.load(full[0] + table + 1) - begin
+    if r < fulls:
+        first, last = tl.load(full[1] + begin + r), tl.load(full[2] + begin + r)
+    else:
+        at = tl.load(partial[0] + table) + r - fulls
+        first, last = tl.load(partial[1] + at), tl.load(partial[2] + at)
+    return first, last, r < fulls
+
+
+@triton.jit
 def load_rows(base, row, left, stride, stride_d, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BOUNDED: tl.constexpr):
     """A [ROWS, PADDED] tile from row `row` on; zeros past DIM and, where BOUNDED, past `left` rows."""
     i = tl.arange(0, ROWS)[:, None]
@@ -140,3 +160,12 @@ def store_rows(base, value, row, left, stride, stride_d, ROWS: tl.constexpr, DIM
     d = tl.arange(0, PADDED)[None, :]
     at = base + wide(row) * stride + (i * stride + d * stride_d)
     tl.store(at, value.to(base.dtype.element_ty), mask=(i < left) & (d < DIM))
+
+
+@triton.jit
+def store_where(base, value, chosen, row, left, stride, stride_d, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """`store_rows` of the chosen elements [ROWS, PADDED]."""
+    i = tl.arange(0, ROWS)[:, None]
+    d = tl.arange(0, PADDED)[None, :]
+    at = base + wide(row) * stride + (i * stride + d * stride_d)
+    tl.store(at, value.to(base.dtype.element_ty), mask=chosen & (i < left) & (d < DIM))

@@ -1,7 +1,19 @@
-"""The backward kernels: dK and dV by key tiles, dQ (and the gradients of captured tensors) by query tiles. Each gradient of q, k and v
-has one writer that adds in a fixed order.
+"""The backward kernels. `dq_kernel` runs first: it leaves the two terms of each query row that `dkdv_kernel` reads.
+
+    dq_kernel     one CTA per tile of M queries of one head      dkdv_kernel    one CTA per tile of N keys of one KV head
+    ─────────     ────────────────────────────────────────      ───────────    ────────────────────────────────────────────────
+    load once     q, dO, out, lse → norm, delta (stored)         load once      k, v
+    per KV tile   S = QKᵀ, dP = dO Vᵀ, dS, dQ += dS K            per head of the group, per query tile:
+                  captured gradients: atomic additions                          Sᵀ = KQᵀ, dPᵀ = V dOᵀ − delta, dV += Pᵀ dO, dK += dSᵀ Q
+    epilogue      a NaN in dQ → once more, SAFE; store or add    epilogue       a NaN in dK or dV → once more, SAFE; store
+    order         full runs, then partial runs of the block table, both through the software pipeline of `num_stages` tiles
 
 For a score s = scale · q·k, t = program(s), p = exp(t − lse):  dt = p · (dO·v − delta),  ds = dt · ∂t/∂s,  dq = scale · Σ ds k.
+Each gradient of q, k and v has one writer that adds in a fixed order.
+
+Isolation: s, dp, p and ds of a pair depend on its query and key alone and are selected by the mask. The sums dS K, Pᵀ dO and dSᵀ Q add
+0 · x for masked pairs: where that made a NaN, the CTA computes again with non-finite x as 0, and then adds those of visible pairs
+(`gpu.nonfinite`). A visible non-finite q or k makes its score non-finite, so that ds is 0 or NaN and the gradient NaN either way.
 """
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
@@ -13,6 +25,7 @@ import triton
 import triton.language as tl
 
 from longspan._kernels.gpu.device_library import LOG2_E
+from longspan._kernels.gpu.nonfinite import add_specials, any_nan, finite_or_zero, store_specials
 from longspan._kernels.gpu.row_terms import base_two, row_state
 from longspan._kernels.gpu.tile_access import (
     add_rows,
@@ -20,6 +33,8 @@ from longspan._kernels.gpu.tile_access import (
     load_rows,
     load_tile,
     locate,
+    run_at,
+    run_count,
     run_place,
     span,
     store_rows,
@@ -31,44 +46,59 @@ _DYNAMIC = ["rows", "tiles", "heads", "kv_heads", "shared", "group", "q_len", "k
 
 
 @triton.jit
-def score_gradient(
-    s, dp, norm, valid, b, h, q_pos, kv_pos, scale, mask_captured, mask_sizes, score_captured, score_sizes, grads,
-    MASK: tl.constexpr, SCORE: tl.constexpr, JOINT: tl.constexpr, PARTIAL: tl.constexpr,
+def visible_pairs(
+    valid, whole, b, h, q_pos, kv_pos, mask_captured, mask_sizes, MASK: tl.constexpr, PARTIAL: tl.constexpr, SAFE: tl.constexpr
 ):  # fmt: skip
-    """(p, ds) of one tile, given q·k and dO·v − delta. norm: lse as `base_two` gives it. Either orientation: norm, positions broadcast."""
+    """Pairs of a tile that exist (`valid`) and that the mask allows. SAFE: also all of a `whole` tile."""
     if PARTIAL and MASK is not None:
-        valid = valid & MASK(b, h, q_pos, kv_pos, mask_captured, mask_sizes)
+        allowed = MASK(b, h, q_pos, kv_pos, mask_captured, mask_sizes)
+        valid = valid & ((allowed | whole) if SAFE else allowed)
+    return valid
+
+
+@triton.jit
+def score_gradient(
+    s, dp, norm, valid, b, h, q_pos, kv_pos, scale, score_captured, score_sizes, grads,
+    SCORE: tl.constexpr, JOINT: tl.constexpr, PARTIAL: tl.constexpr, SAFE: tl.constexpr,
+):  # fmt: skip
+    """(p, ds) of one tile, given q·k and dO·v − delta. norm: lse as `base_two` gives it. Either orientation: norm, positions broadcast.
+
+    SAFE: gradients of captured tensors were added before and are not added again.
+    """
     if SCORE is None:
         t = s * (scale * LOG2_E)
     else:
         s = s * scale
         t = SCORE(s, b, h, q_pos, kv_pos, score_captured, score_sizes) * LOG2_E
     p = tl.exp2(t - norm)
-    if PARTIAL:
-        p = tl.where(valid, p, 0.0)
     ds = p * dp
     if SCORE is not None:
-        ds = JOINT(ds, s, b, h, q_pos, kv_pos, valid, score_captured, score_sizes, grads)
-        if PARTIAL:
-            ds = tl.where(valid, ds, 0.0)
+        counted = tl.zeros_like(valid) if SAFE else valid
+        ds = JOINT(ds, s, b, h, q_pos, kv_pos, counted, score_captured, score_sizes, grads)
+    if PARTIAL:
+        p = tl.where(valid, p, 0.0)
+        ds = tl.where(valid, ds, 0.0)
     return p, ds
 
 
 @triton.jit
-def keys_step(
-    dk, dv, k, v, kv_pos, b, h, at_b, at_h, first, last, q_head, do_head, norm_base, delta_base, q_stride, do_stride, q_len, q_side, scale,
-    mask_captured, mask_sizes, score_captured, score_sizes,
-    MASK: tl.constexpr, SCORE: tl.constexpr, JOINT: tl.constexpr, PARTIAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    SUBS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+def dkdv_step(
+    dk, dv, k, v, kv_pos, b, h, at_b, at_h, first, last, whole, q_head, do_head, norm_base, delta_base, q_stride, do_stride, q_len, q_side,
+    scale, mask_captured, mask_sizes, score_captured, score_sizes,
+    MASK: tl.constexpr, SCORE: tl.constexpr, JOINT: tl.constexpr, PARTIAL: tl.constexpr, SAFE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, SUBS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One run of query tiles, seen from a tile of keys. Tiles are keys × queries."""
+    """Accumulate one run of query tiles into dk [N, DP] and dv [N, EP]. Tiles are keys × queries. SAFE: non-finite queries and output
+    gradients count as 0 in the sums.
+    """
     row_from, pos_from, left_from = run_place(first, last, q_len, q_side, SUBS, M)
-    # norm and delta come a step ahead: a load here would stand in the way of the products. −delta is where dp's sum begins, which holds
-    # fewer registers than subtracting it.
+    # norm and delta are prefetched by one step: a load here would delay the products. −delta is the initial value of dp's accumulator,
+    # which takes fewer registers than subtracting it.
     begin, end = first * SUBS, (last + 1) * SUBS
     next_norm = row_state(norm_base, row_from + begin * M, left_from - begin * M, M, PARTIAL)
     next_delta = row_state(delta_base, row_from + begin * M, left_from - begin * M, M, PARTIAL)
-    for n in tl.range(begin, end):
+    for n in tl.range(begin, end, num_stages=1 if SAFE else None):
         row, pos, left = row_from + n * M, pos_from + n * M, left_from - n * M
         q = load_tile(q_head, b, h, row, left, q_stride, M, D, DP, PARTIAL, TMA)
         norm, delta = next_norm, next_delta
@@ -78,10 +108,12 @@ def keys_step(
         q_pos = (pos + tl.arange(0, M))[None, :]
         # Rows of this tile past the keys' end are garbage that is never stored; queries past the end must not count.
         valid = tl.arange(0, M)[None, :] < left
+        valid = visible_pairs(valid, whole, at_b, at_h, q_pos, kv_pos, mask_captured, mask_sizes, MASK, PARTIAL, SAFE)
         p, ds = score_gradient(
-            s, dp, norm[None, :], valid, at_b, at_h, q_pos, kv_pos, scale,
-            mask_captured, mask_sizes, score_captured, score_sizes, (), MASK, SCORE, JOINT, PARTIAL,
+            s, dp, norm[None, :], valid, at_b, at_h, q_pos, kv_pos, scale, score_captured, score_sizes, (), SCORE, JOINT, PARTIAL, SAFE
         )  # fmt: skip
+        if SAFE:
+            q, do = finite_or_zero(q), finite_or_zero(do)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
         ahead = tl.minimum(n + 1, end - 1) * M
@@ -90,8 +122,28 @@ def keys_step(
     return dk, dv
 
 
+@triton.jit
+def dkdv_specials(
+    special_k, special_v, kv_pos, b, h, at_b, at_h, first, last, whole, q_head, do_head, q_stride, do_stride, q_len, q_side,
+    mask_captured, mask_sizes, MASK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SUBS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """special_k [N, DP] and special_v [N, EP] plus what non-finite queries and output gradients of visible pairs contribute."""
+    row_from, pos_from, left_from = run_place(first, last, q_len, q_side, SUBS, M)
+    for n in tl.range(first * SUBS, (last + 1) * SUBS, num_stages=1):
+        row, pos, left = row_from + n * M, pos_from + n * M, left_from - n * M
+        valid = (tl.arange(0, M)[None, :] < left) & (tl.arange(0, N)[:, None] < N)
+        q_pos = (pos + tl.arange(0, M))[None, :]
+        valid = visible_pairs(valid, whole, at_b, at_h, q_pos, kv_pos, mask_captured, mask_sizes, MASK, True, True)
+        q = load_tile(q_head, b, h, row, left, q_stride, M, D, DP, True, TMA)
+        special_k = add_specials(special_k, valid, q, PRECISION, False)
+        do = load_tile(do_head, b, h, row, left, do_stride, M, E, EP, True, TMA)
+        special_v = add_specials(special_v, valid, do, PRECISION, True)
+    return special_k, special_v
+
+
 @triton.jit(do_not_specialize=_DYNAMIC)
-def keys_kernel(
+def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dk_ptr, dv_ptr,
     q_stride, k_stride, v_stride, do_stride, dk_stride, dv_stride,
     order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
@@ -100,9 +152,9 @@ def keys_kernel(
     M: tl.constexpr, N: tl.constexpr, M_SUBS: tl.constexpr, N_SUBS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one tile of keys: over all query heads that share the key head, and the tiles that see these keys.
+    """dK and dV of one tile of keys, summed over the query heads of its KV head and the query tiles that see it.
 
-    norm and delta: what `queries_kernel` left.
+    norm and delta [B, H, Q]: as `dq_kernel` stored them.
     """
     tile, sub, b, g = locate(order, rows, tiles, kv_heads, group, N_SUBS, PER_BATCH, PER_HEAD)
     b64, g64 = wide(b), wide(g)
@@ -110,58 +162,116 @@ def keys_kernel(
     k = load_rows(k_ptr + b64 * k_stride[0] + g64 * k_stride[1], row, left, k_stride[2], k_stride[3], N, D, DP, True)
     v = load_rows(v_ptr + b64 * v_stride[0] + g64 * v_stride[1], row, left, v_stride[2], v_stride[3], N, E, EP, True)
     kv_pos = (pos + tl.arange(0, N))[:, None]
+    inside = tl.arange(0, N) < left
     dk = tl.zeros([N, DP], tl.float32)
     dv = tl.zeros([N, EP], tl.float32)
     for j in tl.range(0, shared, num_stages=1):
         h = g * shared + j
         table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
-        h64 = wide(h)
         q_head, do_head = head_of(q_ptr, b, h, q_stride, TMA), head_of(do_ptr, b, h, do_stride, TMA)
-        state = (b64 * heads + h64) * q_len
+        state = (b64 * heads + wide(h)) * q_len
         for r in tl.range(tl.load(full[0] + table), tl.load(full[0] + table + 1), num_stages=1):
-            dk, dv = keys_step(
-                dk, dv, k, v, kv_pos, b, h, b + first_b, h + first_h, tl.load(full[1] + r), tl.load(full[2] + r),
+            dk, dv = dkdv_step(
+                dk, dv, k, v, kv_pos, b, h, b + first_b, h + first_h, tl.load(full[1] + r), tl.load(full[2] + r), True,
                 q_head, do_head, norm_ptr + state, delta_ptr + state, q_stride, do_stride, q_len, q_side, scale,
                 mask_captured, mask_sizes, score_captured, score_sizes,
-                MASK, SCORE, JOINT, False, M, N, M_SUBS, D, DP, E, EP, PRECISION, TMA,
+                MASK, SCORE, JOINT, False, False, M, N, M_SUBS, D, DP, E, EP, PRECISION, TMA,
             )  # fmt: skip
         for r in tl.range(tl.load(partial[0] + table), tl.load(partial[0] + table + 1), num_stages=1):
-            dk, dv = keys_step(
-                dk, dv, k, v, kv_pos, b, h, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r),
+            dk, dv = dkdv_step(
+                dk, dv, k, v, kv_pos, b, h, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r), False,
                 q_head, do_head, norm_ptr + state, delta_ptr + state, q_stride, do_stride, q_len, q_side, scale,
                 mask_captured, mask_sizes, score_captured, score_sizes,
-                MASK, SCORE, JOINT, True, M, N, M_SUBS, D, DP, E, EP, PRECISION, TMA,
+                MASK, SCORE, JOINT, True, False, M, N, M_SUBS, D, DP, E, EP, PRECISION, TMA,
             )  # fmt: skip
-    store_rows(dk_ptr + b64 * dk_stride[0] + g64 * dk_stride[1], dk * scale, row, left, dk_stride[2], dk_stride[3], N, D, DP)
-    store_rows(dv_ptr + b64 * dv_stride[0] + g64 * dv_stride[1], dv, row, left, dv_stride[2], dv_stride[3], N, E, EP)
+    again = any_nan(dk, inside) | any_nan(dv, inside)
+    if again:
+        dk = tl.zeros([N, DP], tl.float32)
+        dv = tl.zeros([N, EP], tl.float32)
+        for j in tl.range(0, shared, num_stages=1):
+            h = g * shared + j
+            table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
+            q_head, do_head = head_of(q_ptr, b, h, q_stride, TMA), head_of(do_ptr, b, h, do_stride, TMA)
+            state = (b64 * heads + wide(h)) * q_len
+            for r in tl.range(0, run_count(full, partial, table), num_stages=1):
+                first, last, whole = run_at(full, partial, table, r)
+                dk, dv = dkdv_step(
+                    dk, dv, k, v, kv_pos, b, h, b + first_b, h + first_h, first, last, whole,
+                    q_head, do_head, norm_ptr + state, delta_ptr + state, q_stride, do_stride, q_len, q_side, scale,
+                    mask_captured, mask_sizes, score_captured, score_sizes,
+                    MASK, SCORE, JOINT, True, True, M, N, M_SUBS, D, DP, E, EP, PRECISION, TMA,
+                )  # fmt: skip
+    dk_head = dk_ptr + b64 * dk_stride[0] + g64 * dk_stride[1]
+    dv_head = dv_ptr + b64 * dv_stride[0] + g64 * dv_stride[1]
+    store_rows(dk_head, dk * scale, row, left, dk_stride[2], dk_stride[3], N, D, DP)
+    store_rows(dv_head, dv, row, left, dv_stride[2], dv_stride[3], N, E, EP)
+    if again:
+        special_k = tl.zeros([N, DP], tl.float32)
+        special_v = tl.zeros([N, EP], tl.float32)
+        for j in tl.range(0, shared, num_stages=1):
+            h = g * shared + j
+            table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
+            q_head, do_head = head_of(q_ptr, b, h, q_stride, TMA), head_of(do_ptr, b, h, do_stride, TMA)
+            for r in tl.range(0, run_count(full, partial, table), num_stages=1):
+                first, last, whole = run_at(full, partial, table, r)
+                special_k, special_v = dkdv_specials(
+                    special_k, special_v, kv_pos, b, h, b + first_b, h + first_h, first, last, whole,
+                    q_head, do_head, q_stride, do_stride, q_len, q_side, mask_captured, mask_sizes,
+                    MASK, M, N, M_SUBS, D, DP, E, EP, PRECISION, TMA,
+                )  # fmt: skip
+        store_specials(dk_head, special_k, row, left, dk_stride, N, D, DP)
+        store_specials(dv_head, special_v, row, left, dv_stride, N, E, EP)
 
 
 @triton.jit
-def queries_step(
-    dq, q, do, norm, delta, q_pos, q_left, b, g, at_b, at_h, first, last, k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
+def dq_step(
+    dq, q, do, norm, delta, q_pos, q_left, b, g, at_b, at_h, first, last, whole, k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
     mask_captured, mask_sizes, score_captured, score_sizes, grads,
-    MASK: tl.constexpr, SCORE: tl.constexpr, JOINT: tl.constexpr, PARTIAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    SUBS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, JOINT: tl.constexpr, PARTIAL: tl.constexpr, SAFE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, SUBS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One run of key tiles, seen from a tile of queries."""
+    """Accumulate one run of KV tiles into dq [M, DP]. SAFE: non-finite keys count as 0 in the sum."""
     row_from, pos_from, left_from = run_place(first, last, kv_len, kv_side, SUBS, N)
-    for n in tl.range(first * SUBS, (last + 1) * SUBS):
+    for n in tl.range(first * SUBS, (last + 1) * SUBS, num_stages=1 if SAFE else None):
         row, pos, left = row_from + n * N, pos_from + n * N, left_from - n * N
         k = load_tile(k_head, b, g, row, left, k_stride, N, D, DP, PARTIAL, TMA)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         v = load_tile(v_head, b, g, row, left, v_stride, N, E, EP, PARTIAL, TMA)
         dp = tl.dot(do, v.T, input_precision=PRECISION)
+        kv_pos = (pos + tl.arange(0, N))[None, :]
         valid = (tl.arange(0, N)[None, :] < left) & (tl.arange(0, M)[:, None] < q_left)
+        valid = visible_pairs(valid, whole, at_b, at_h, q_pos, kv_pos, mask_captured, mask_sizes, MASK, PARTIAL, SAFE)
         _, ds = score_gradient(
-            s, dp - delta[:, None], norm[:, None], valid, at_b, at_h, q_pos, (pos + tl.arange(0, N))[None, :], scale,
-            mask_captured, mask_sizes, score_captured, score_sizes, grads, MASK, SCORE, JOINT, PARTIAL,
+            s, dp - delta[:, None], norm[:, None], valid, at_b, at_h, q_pos, kv_pos, scale, score_captured, score_sizes, grads,
+            SCORE, JOINT, PARTIAL, SAFE,
         )  # fmt: skip
+        if SAFE:
+            k = finite_or_zero(k)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq
 
 
+@triton.jit
+def dq_specials(
+    special, q_pos, q_left, b, g, at_b, at_h, first, last, whole, k_head, k_stride, kv_len, kv_side, mask_captured, mask_sizes,
+    MASK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SUBS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """special [M, DP] plus what non-finite keys of visible pairs contribute."""
+    row_from, pos_from, left_from = run_place(first, last, kv_len, kv_side, SUBS, N)
+    for n in tl.range(first * SUBS, (last + 1) * SUBS, num_stages=1):
+        row, pos, left = row_from + n * N, pos_from + n * N, left_from - n * N
+        valid = (tl.arange(0, N)[None, :] < left) & (tl.arange(0, M)[:, None] < q_left)
+        kv_pos = (pos + tl.arange(0, N))[None, :]
+        valid = visible_pairs(valid, whole, at_b, at_h, q_pos, kv_pos, mask_captured, mask_sizes, MASK, True, True)
+        k = load_tile(k_head, b, g, row, left, k_stride, N, D, DP, True, TMA)
+        special = add_specials(special, valid, k, PRECISION, False)
+    return special
+
+
 @triton.jit(do_not_specialize=_DYNAMIC)
-def queries_kernel(
+def dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, norm_ptr, delta_ptr, dq_ptr, out_ptr, grad_lse_ptr,
     q_stride, k_stride, v_stride, do_stride, dq_stride, out_stride,
     order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes, grads,
@@ -170,10 +280,9 @@ def queries_kernel(
     M: tl.constexpr, N: tl.constexpr, M_SUBS: tl.constexpr, N_SUBS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of queries, stored or, with ADD, added to what is there; the gradients of captured tensors are added up here too.
+    """dQ of one tile of queries, stored or, with ADD, added to dq_ptr. JOINT adds the gradients of captured tensors to `grads`.
 
-    Given `out`, delta is computed here, where both its factors are at hand. It is stored for the pass over keys, and so is lse as
-    that pass wants it.
+    Given out_ptr, delta is computed here, where out and dO are loaded anyway, and stored. norm is always stored.
     """
     tile, sub, b, h = locate(order, rows, tiles, heads, group, M_SUBS, PER_BATCH, PER_HEAD)
     table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
@@ -197,21 +306,41 @@ def queries_kernel(
     q_pos = (pos + tl.arange(0, M))[:, None]
     dq = tl.zeros([M, DP], tl.float32)
     for r in tl.range(tl.load(full[0] + table), tl.load(full[0] + table + 1), num_stages=1):
-        dq = queries_step(
-            dq, q, do, norm, delta, q_pos, left, b, g, b + first_b, h + first_h, tl.load(full[1] + r), tl.load(full[2] + r),
+        dq = dq_step(
+            dq, q, do, norm, delta, q_pos, left, b, g, b + first_b, h + first_h, tl.load(full[1] + r), tl.load(full[2] + r), True,
             k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
             mask_captured, mask_sizes, score_captured, score_sizes, grads,
-            MASK, SCORE, JOINT, False, M, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
+            MASK, SCORE, JOINT, False, False, M, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
         )  # fmt: skip
     for r in tl.range(tl.load(partial[0] + table), tl.load(partial[0] + table + 1), num_stages=1):
-        dq = queries_step(
-            dq, q, do, norm, delta, q_pos, left, b, g, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r),
+        dq = dq_step(
+            dq, q, do, norm, delta, q_pos, left, b, g, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r), False,
             k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
             mask_captured, mask_sizes, score_captured, score_sizes, grads,
-            MASK, SCORE, JOINT, True, M, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
+            MASK, SCORE, JOINT, True, False, M, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
         )  # fmt: skip
+    again = any_nan(dq, i < left)
+    if again:
+        dq = tl.zeros([M, DP], tl.float32)
+        for r in tl.range(0, run_count(full, partial, table), num_stages=1):
+            first, last, whole = run_at(full, partial, table, r)
+            dq = dq_step(
+                dq, q, do, norm, delta, q_pos, left, b, g, b + first_b, h + first_h, first, last, whole,
+                k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
+                mask_captured, mask_sizes, score_captured, score_sizes, grads,
+                MASK, SCORE, JOINT, True, True, M, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
+            )  # fmt: skip
     dq_head = dq_ptr + b64 * dq_stride[0] + h64 * dq_stride[1]
     if ADD:
         add_rows(dq_head, dq * scale, row, left, dq_stride[2], dq_stride[3], M, D, DP)
     else:
         store_rows(dq_head, dq * scale, row, left, dq_stride[2], dq_stride[3], M, D, DP)
+    if again:
+        special = tl.zeros([M, DP], tl.float32)
+        for r in tl.range(0, run_count(full, partial, table), num_stages=1):
+            first, last, whole = run_at(full, partial, table, r)
+            special = dq_specials(
+                special, q_pos, left, b, g, b + first_b, h + first_h, first, last, whole, k_head, k_stride, kv_len, kv_side,
+                mask_captured, mask_sizes, MASK, M, N, N_SUBS, D, DP, PRECISION, TMA,
+            )  # fmt: skip
+        store_specials(dq_head, special, row, left, dq_stride, M, D, DP)

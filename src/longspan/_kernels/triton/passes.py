@@ -12,7 +12,7 @@ from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.launch_call import LaunchCall
 from longspan._kernels.gpu.prepared_launch import Prepared
 from longspan._kernels.protocol import State, Work
-from longspan._kernels.triton.backward import keys_kernel, queries_kernel
+from longspan._kernels.triton.backward import dkdv_kernel, dq_kernel
 from longspan._kernels.triton.config import FINE, Config, choose
 from longspan._kernels.triton.forward import forward_kernel
 
@@ -78,7 +78,7 @@ class TritonCall(LaunchCall):
         by_query = which != "dkdv"
         step = getattr(config, which)
         m, n = launch.sub_tile(work.q_tiles.block, step.m), launch.sub_tile(work.kv_tiles.block, step.n)
-        kernel = {"forward": forward_kernel, "dq": queries_kernel, "dkdv": keys_kernel}[which]
+        kernel = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}[which]
         in_flight = launch.programs_in_flight(q.device)
         items, shared = self._arguments(
             which, kernel, strided, m=m, n=n, l2_bytes=config.l2_bytes, in_flight=in_flight, needs=needs, busy_only=busy_only
