@@ -140,10 +140,12 @@ def _step(job: Job, model: Any, optimizer: Any, text: Corpus, mesh: Any, step: i
     optimizer.zero_grad()
     batch = [text.sequence(step * job.batch + row, job.length) for row in range(job.batch)]
     count = sum(int((b["shift_labels"] != IGNORED).sum()) for b in batch)
-    heads: PlanOptions = {"heads": job.model.heads, "kv_heads": job.model.kv_heads, "head_dim": job.model.head_dim}
+    options: PlanOptions = {
+        "strategy": job.strategy, "heads": job.model.heads, "kv_heads": job.model.kv_heads, "head_dim": job.model.head_dim,
+    }  # fmt: skip
     total = 0.0
     for row in mine:
-        given = prepare_batch(batch[row], mesh, gradients="sum", count=count, strategy=job.strategy, **heads)
+        given = prepare_batch(batch[row], mesh, gradients="sum", count=count, **options)
         plan = given["longspan_plan"]["full"]
         loss = model(given["input_ids"], given["position_ids"], plan=plan, labels=given["labels"], count=given["num_items_in_batch"])
         loss.backward()
