@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, noop_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention, noop_mask
 
+import longspan as ls
 from longspan._masks.block_mask import mask_mod_of_block_mask, table_of_block_mask
 from longspan._masks.block_table import FULL, PARTIAL
 from longspan._masks.classify import classify
@@ -103,3 +104,37 @@ def test_a_block_mask_with_too_few_rows_is_refused():
     mask = BlockMask.from_kv_blocks(count, indices, BLOCK_SIZE=4, mask_mod=noop_mask, seq_lengths=(100, 8))
     with pytest.raises(ValueError, match="expected 25 rows of tiles"):
         table_of_block_mask(mask)
+
+
+OF_THE_ALGEBRA = {
+    "causal": ls.causal(),
+    "causal documents": ls.causal() & ls.documents(lengths=[100, 3, 57, 140]),
+    "window or prefix": ls.sliding_window(50, 7) | ls.prefix(70),
+    "negated": ~ls.sliding_window(200),
+    "per batch row": ls.causal() & ls.prefix([100, 260, 7]),
+    "per head": ls.mask_mod(lambda b, h, q, kv: (q - kv).abs() < 40 * (h + 1)),
+    "full": ls.full(),
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_ALGEBRA)
+def test_the_table_of_a_mask_becomes_the_block_mask_that_torch_makes(name):
+    mask = OF_THE_ALGEBRA[name]
+    ours = mask.block_table(Q_LEN, block=(32, 64), batch=3, heads=2).to_block_mask()
+    want = create_block_mask(mask, 3, 2, Q_LEN, Q_LEN, device="cpu", BLOCK_SIZE=(32, 64))
+    tiles = (3, 2, -(-Q_LEN // 32), -(-Q_LEN // 64))
+    torch.testing.assert_close(listed(ours).expand(tiles), listed(want), rtol=0, atol=0)
+    assert ours.seq_lengths == want.seq_lengths and ours.mask_mod is mask
+    q, k, v = (torch.randn(3, 2, Q_LEN, 8) for _ in range(3))
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=ours), flex_attention(q, k, v, block_mask=want))
+
+
+def test_a_transposed_table_becomes_a_block_mask_too():
+    table = (ls.causal() & ls.documents(lengths=[100, 60, 140])).block_table(Q_LEN, block=32)
+    assert torch.equal(table.transposed.to_block_mask().to_dense(), table.to_block_mask().to_dense().transpose(-1, -2))
+
+
+def test_a_block_mask_made_from_a_mask_is_a_mask_with_a_name():
+    block_mask = create_block_mask(ls.causal(), None, None, Q_LEN, Q_LEN, device="cpu")
+    assert mask_mod_of_block_mask(block_mask).__name__ == "block_mask(Causal)"
+    assert torch.equal(ls.mask_mod(block_mask).block_table(Q_LEN).to_dense(), ls.causal().block_table(Q_LEN).to_dense())

@@ -86,11 +86,17 @@ class Mask:
         return Not(self)
 
     def __bool__(self) -> bool:
+        """Raises TypeError: `a and b`, `a or b` and `not a` would silently keep one of two masks, or none.
+
+        `causal() and documents(…)` is `documents(…)` in Python: every token would see the future. `mask or default` is harmless where
+        `mask` may be None, but Python asks both the same question, so both raise, as numpy arrays, torch tensors and pandas columns do.
+        Dynamo of torch 2.11 takes the truth of every object that compiled code calls, to see whether there is one: it gets True.
+        """
         if dynamo_is_at_work():
             return True
         raise TypeError(
-            f"mask {self}: is neither true nor false. `and`, `or` and `not` would keep one of two masks: combine them with &, | and ~. "
-            "Whether there is one is asked with `is None`"
+            f"mask {self}: expected &, | or ~ to combine masks, got `and`, `or`, `not` or `if`, which would silently drop a mask; "
+            "to ask whether there is a mask, write `mask is None`"
         )
 
     @cached_property

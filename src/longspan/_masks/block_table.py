@@ -226,8 +226,9 @@ class BlockTable:
             listed += [count.int().view(shape).to(device), indices.view(*shape, self.kv_tiles).to(device)]
         lengths = (self.q_len, self.kv_len)
         count, indices, full_count, full_indices = listed
+        mask_mod = noop_mask if self.mask_mod is None else self.mask_mod
         return BlockMask.from_kv_blocks(
-            count, indices, full_count, full_indices, BLOCK_SIZE=self.block, mask_mod=self.mask_mod or noop_mask, seq_lengths=lengths
+            count, indices, full_count, full_indices, BLOCK_SIZE=self.block, mask_mod=mask_mod, seq_lengths=lengths
         )
 
     def __repr__(self) -> str:
