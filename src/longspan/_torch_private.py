@@ -5,6 +5,8 @@
 `_disable_current_modes`  A mod is traced on the side. Modes of the caller (selective checkpointing, fake tensors, AOTAutograd's own
                           tracing) must not see, record or replay those operations; there is no public way to step out of them.
 `_get_current_dispatch_mode_stack`  Whether such modes are there: without any, the operator may be called without torch's dispatcher.
+`_get_current_function_mode_stack`  Whether a function mode of the user's would change what a mod's operations mean; torch has no public
+                          way to list them.
 `OpOverload`              The type of a traced operation, whose schema says whether it mutates; it has no public name.
 `_resolve_process_group`  A mesh is a value that can be pickled, so it holds its groups' names. torch's own table from names to groups (the
                           one DeviceMesh uses) has no public door.
@@ -38,6 +40,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.base_hop import BaseHOP
 from torch._ops import OpOverload
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -48,6 +51,7 @@ __all__ = [
     "BaseHOP",
     "OpOverload",
     "dynamo_is_at_work",
+    "foreign_function_modes_are_active",
     "is_batched_gradient",
     "is_transformed",
     "modes_are_active",
@@ -71,6 +75,11 @@ def dynamo_is_at_work() -> bool:
 def modes_are_active() -> bool:
     """Whether a dispatch mode would see operators that are called now."""
     return bool(_get_current_dispatch_mode_stack())
+
+
+def foreign_function_modes_are_active() -> bool:
+    """Whether a `TorchFunctionMode` that belongs neither to torch nor to longspan sees the functions called now."""
+    return any(type(m).__module__.split(".")[0] not in ("torch", "longspan") for m in _get_current_function_mode_stack())
 
 
 def transform_is_active() -> bool:

@@ -58,6 +58,7 @@ class Mask:
     """
 
     looks_back = False
+    trace_reads: ClassVar[tuple[str, ...]]  # attributes that `__call__` reads: the key of a trace is made of them
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         raise NotImplementedError
@@ -148,6 +149,8 @@ def _near(table: Tensor, index: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Full(Mask):
+    trace_reads = ()
+
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx >= 0) & (kv_idx >= 0)
 
@@ -157,6 +160,7 @@ class Full(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Causal(Mask):
+    trace_reads = ()
     looks_back = True
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -168,6 +172,7 @@ class Causal(Mask):
 
 @dataclass(frozen=True, eq=False)
 class SlidingWindow(Mask):
+    trace_reads = ("left", "right")
     left: int
     right: int
 
@@ -189,6 +194,7 @@ class Documents(Mask):
     need not look keys up at all. Beside a causal mask `end` is None: no query sees what comes after its document.
     """
 
+    trace_reads = ("ids", "real", "first", "end")
     ids: Tensor
     real: Tensor | None
     first: Tensor | None = None
@@ -224,6 +230,7 @@ class Documents(Mask):
 class Prefix(Mask):
     """`length` is an int, or [B] for one length per batch row."""
 
+    trace_reads = ("length",)
     length: int | Tensor
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -240,6 +247,7 @@ class Prefix(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Custom(Mask):
+    trace_reads = ("fn",)
     fn: Callable[..., Tensor]
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -253,6 +261,7 @@ class Custom(Mask):
 class FromBlockMask(Mask):
     """A torch BlockMask: what its block lists and its mask_mod together let through."""
 
+    trace_reads = ("listed",)
     block_mask: BlockMask
     listed: ListedMask
 
@@ -293,6 +302,7 @@ class And(_Pair):
     """`asked`: both masks, each as cheap as the other one allows."""
 
     sign = "&"
+    trace_reads = ("asked",)
     asked: tuple[Mask, Mask] = field(init=False, repr=False)
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -309,6 +319,7 @@ class And(_Pair):
 
 class Or(_Pair):
     sign = "|"
+    trace_reads = ("a", "b")
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.a(b, h, q_idx, kv_idx) | self.b(b, h, q_idx, kv_idx)
@@ -316,6 +327,7 @@ class Or(_Pair):
 
 @dataclass(frozen=True, eq=False)
 class Not(Mask):
+    trace_reads = ("a",)
     a: Mask
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -25,13 +25,14 @@ class ListedMask:
     kinds: [B, H, q_tiles, kv_tiles] int8.
     """
 
+    trace_reads = ("kinds", "block", "mask_mod")
     kinds: Tensor
     block: tuple[int, int]
     mask_mod: Callable[..., Any] | None
 
     @property
     def __name__(self) -> str:
-        return f"block_mask({getattr(self.mask_mod, '__name__', type(self.mask_mod).__name__) if self.mask_mod else ''})"
+        return f"block_mask({'' if self.mask_mod is None else getattr(self.mask_mod, '__name__', type(self.mask_mod).__name__)})"
 
     def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         batch, heads = self.kinds.shape[:2]

@@ -75,8 +75,9 @@ def trace(fn: Callable[..., Any], kind: Kind, *, score_dtype: torch.dtype = torc
     name = name or mod_name(fn)
     if not callable(fn):
         raise TypeError(f"{kind}_mod: expected a callable, got {type(fn).__name__}")
+    checked = _checked(fn, kind, name, grad_mode=torch.is_grad_enabled())
     with outside_of_modes(), _errors_named(kind, name), _IndexAsGather(), _as_outside():
-        module = make_fx(_checked(fn, kind, name), tracing_mode="fake", _allow_non_fake_inputs=True)(*_inputs(kind, score_dtype))
+        module = make_fx(checked, tracing_mode="fake", _allow_non_fake_inputs=True)(*_inputs(kind, score_dtype))
         _refuse_side_effects(module.graph, kind, name)
         _join_chained_lookups(module.graph)
         module.graph.eliminate_dead_code()
@@ -123,12 +124,13 @@ def _errors_named(kind: Kind, name: str) -> Iterator[None]:
         raise ProgramError(f"{kind}_mod {name!r} cannot be traced: {reason}") from error
 
 
-def _checked(fn: Callable[..., Any], kind: Kind, name: str) -> Callable[..., Tensor]:
+def _checked(fn: Callable[..., Any], kind: Kind, name: str, *, grad_mode: bool) -> Callable[..., Tensor]:
     """`fn`, with its result held against the contract while the trace still knows shapes."""
     want = "a scalar (0-dim) bool tensor" if kind == "mask" else "a scalar (0-dim) floating-point tensor"
 
     def checked(*args: Tensor) -> Tensor:
-        out = fn(*args)
+        with torch.set_grad_enabled(grad_mode):
+            out = fn(*args)
         if not isinstance(out, Tensor):
             raise TypeError(f"{kind}_mod {name!r} must return {want}, got {type(out).__name__}")
         if out.ndim:
