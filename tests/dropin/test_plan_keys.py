@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from tests.dropin.helpers import DIM, assert_close, random
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import longspan as ls
 from longspan._dropin.context import context_parallel
@@ -110,30 +110,30 @@ def test_a_mask_for_another_length_raises_although_an_equal_program_over_an_equa
 
 @pytest.mark.parametrize("changed", ["mask_mod", "BLOCK_SIZE"])
 def test_a_block_mask_with_a_replaced_attribute_gets_a_new_plan(changed: str) -> None:
+    """With equal block lists: one partial block, whose tokens mask_mod decides, or full blocks, whose tokens BLOCK_SIZE decides."""
     whole = tensors()
-    first: Mod = lambda b, h, q, kv: q >= kv
-    second: Mod = lambda b, h, q, kv: (q >= kv) & (q - kv < 3)
-    blocks = [create_block_mask(m, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16) for m in (first, second)]
-    want = [ls.attention(*whole, mask=ls.mask_mod(m)) for m in (first, second)]
+
+    def made() -> BlockMask:
+        block = 128 if changed == "mask_mod" else 16
+        return create_block_mask(lambda b, h, q, kv: kv < 16, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=block)
+
+    def change(mask: BlockMask) -> BlockMask:
+        if changed == "mask_mod":
+            mask.mask_mod = lambda b, h, q, kv: kv < 3
+        else:
+            mask.BLOCK_SIZE = (32, 32)
+        return mask
+
+    want = [ls.flex_attention(*whole, block_mask=mask) for mask in (made(), change(made()))]
+    assert not torch.allclose(*want)
 
     def rank(mesh: Any) -> list[Tensor]:
-        mask = create_block_mask(first, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
+        mask = made()
         with context_parallel(mesh, seq_len=LENGTH) as cp:
             parts = [cp.shard(t, 2) for t in whole]
-            out = [flex_attention(*parts, block_mask=mask)]
-            if changed == "mask_mod":
-                mask.full_kv_num_blocks.zero_()
-                mask.kv_num_blocks.copy_(torch.tensor([1, 2, 3])[None, None])
-                mask.kv_indices.copy_(torch.arange(3).expand(1, 1, 3, 3))
-                mask.mask_mod = second
-            else:  # blocks of 32 with the same lists of blocks: other tokens
-                mask.BLOCK_SIZE = (32, 32)
-            out.append(flex_attention(*parts, block_mask=mask))
-            return [cp.unshard(t, 2) for t in out]
+            before = flex_attention(*parts, block_mask=mask)
+            return [cp.unshard(t, 2) for t in (before, flex_attention(*parts, block_mask=change(mask)))]
 
-    if changed == "BLOCK_SIZE":
-        blocks[0].BLOCK_SIZE = (32, 32)
-        want[1] = ls.flex_attention(*whole, block_mask=blocks[0])
     for outputs in virtual_world(2, timeout=30).run(rank):
         assert_close(outputs, want)
 
