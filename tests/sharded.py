@@ -12,7 +12,7 @@ from torch import Tensor
 
 import longspan as ls
 from longspan._kernels.protocol import state_dtype
-from longspan._plan.strategies import heads_refusal
+from longspan._plan.strategies import ulysses_error
 from longspan.testing import oracle, virtual_world
 
 MASKS = ("causal", "documents", "window", "prefix", "custom", "per head")
@@ -184,7 +184,7 @@ def problem_of(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Problem,
     )  # fmt: skip
     two = case.strategy == "ulysses_ring"
     shape = SHAPES[case.ranks] if two else case.ranks
-    assert not case.strategy.startswith("ulysses") or heads_refusal(shape[0] if two else case.ranks, heads, kv_heads) is None
+    assert not case.strategy.startswith("ulysses") or ulysses_error(shape[0] if two else case.ranks, heads, kv_heads) is None
     return problem, {
         "shape": shape,
         "axis_names": ("ulysses", "ring") if two else None,

@@ -12,8 +12,9 @@ from longspan._masks.block_table import BlockTable
 from longspan._masks.tracing import ProgramError
 from longspan._plan.layout import Layout
 from longspan._plan.schedule import Schedule
-from longspan._planner.build import plan
-from longspan._planner.plan import Plan, PlanSet
+from longspan._planner.plan import Plan
+from longspan._planner.plan_set import PlanSet
+from longspan._planner.planning import plan
 
 __version__ = "0.1.0"
 

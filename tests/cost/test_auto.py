@@ -151,7 +151,7 @@ def test_stages_are_kept_to_by_auto_and_what_has_others_is_named() -> None:
         found = considered(plan)
         assert plan.schedule.stages == stages and {o.strategy.name for o in found.options} == legal
         assert {name for name, _ in found.refused} == {"exchange", "ring", "allgather", "ulysses"} - legal
-    assert f"cannot be: 0 stages, where {stages} are asked for" in plan._explanation()
+    assert f"not possible: 0 stages, where {stages} are asked for" in plan._explanation()
     several = ls.plan({"a": MASKS["causal"], "b": MASKS["window"]}, TOKENS, _mesh(1), stages=2, **SIZES)
     assert [p.schedule.stages for p in several.values()] == [2, 2]
     assert ls.plan(MASKS["causal"], TOKENS, _mesh(2), stages=3, **SIZES).schedule.stages == 3
@@ -195,7 +195,7 @@ def test_explain_says_what_was_considered_and_why_the_winner_won() -> None:
     plan = ls.plan(MASKS["causal"], TOKENS, _mesh(1), **{**SIZES, "heads": 6, "kv_heads": 6})
     text = plan.explain()
     assert "the winner" in text and "contiguous" in text and "× the mean" in text
-    assert "cannot be: 6 query heads do not divide by a Ulysses degree of 4" in text
+    assert "not possible: 6 query heads do not divide by a Ulysses degree of 4" in text
     assert f"predicted: {1e3 * plan.report().seconds:.3f} ms" in text
     ring = ls.plan(MASKS["causal"], TOKENS, _mesh(1), strategy="ring", layout="contiguous", **SIZES)
     assert "the winner" in ring.explain("a100")

@@ -11,12 +11,12 @@ import torch
 import longspan as ls
 from longspan._balance.demand import Demand, pairs_per_row
 from longspan._cost.clusters import cluster
-from longspan._cost.estimate import Owned
+from longspan._cost.estimate import OwnerEstimate
 from longspan._cost.rates import Link, Rates, Shape
 from longspan._cost.report_data import report
 from longspan._cost.simulate import curve, demand_for, owner_of, simulate
 from longspan._cost.timeline import Conditions, timeline
-from longspan._cost.workload import Place, of_plan
+from longspan._cost.workload import Placement, of_plan
 from longspan._engine.local_schedule import itinerary
 
 DOCUMENTS = ls.causal() & ls.documents(lengths=[1700, 40, 2900, 3552])
@@ -53,8 +53,8 @@ def test_owners_alone_give_nearly_the_times_of_the_plan(moves: str, layout: str)
     tokens, ranks, shape = 65536, 8, Shape(heads=8, kv_heads=8)
     plan = ls.plan(ls.causal(), tokens, ls.Mesh.abstract(ranks), layout=layout, strategy=moves, heads=8, kv_heads=8)
     demand = demand_for(ls.causal(), tokens, ranks)
-    owned = Owned(demand, owner_of(layout, demand, ranks), ranks)
-    guess = timeline(owned.workload(moves=moves, place=Place(per_node=8), shape=shape), cluster("h100")).seconds
+    owned = OwnerEstimate(demand, owner_of(layout, demand, ranks), ranks)
+    guess = timeline(owned.workload(moves=moves, placement=Placement(per_node=8), shape=shape), cluster("h100")).seconds
     assert guess == pytest.approx(plan.report("h100").seconds, rel=0.04)
 
 

@@ -1,14 +1,13 @@
-"""`auto`: layout, strategy and stages by the cost model, with what was considered and why the winner won.
+"""`auto`: layout, strategy and stages by the cost model.
 
-Every layout that the balancer proposes is combined with every strategy that the mesh and the heads allow. All are estimated from owners of
-units alone; the few that come out best are then planned and timed exactly.
+Every layout that the balancer proposes is combined with every strategy that the mesh and the heads allow. All combinations are estimated
+from owners of units; the few best are then planned and timed exactly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,312 +15,235 @@ from torch import Tensor
 from longspan._balance import search as balance
 from longspan._balance.demand import Demand
 from longspan._comm.mesh import Mesh
-from longspan._cost.estimate import Owned
+from longspan._cost.estimate import OwnerEstimate
+from longspan._cost.options import BALANCED, Considered, ExactTiming, Option, pass_seconds
 from longspan._cost.pair_counts import balance_of
 from longspan._cost.rates import Cluster, Shape
-from longspan._cost.timeline import TIE, Timeline, fastest
-from longspan._cost.workload import Place
+from longspan._cost.timeline import TIE, fastest
+from longspan._cost.workload import Placement
 from longspan._plan.named_layouts import unit_for
-from longspan._plan.strategies import MOVES, Strategy, heads_refusal, ulysses_axis
+from longspan._plan.strategies import Strategy, one_axis_strategy, two_axis_strategy, ulysses_axis, ulysses_error
 
-BALANCED = 1.05  # a busiest rank within this of the mean is looked for first
 TIMED_WITHIN = 1.10  # options with an estimate within this factor of the best are planned and timed exactly,
 EXACT = (2, 4)  # at most this many of them: (of large problems, of small ones)
-SMALL = 1 << 12  # ranks times units
-STAGES = (None, 1, 2, 4, 8)
+SMALL = 1 << 12  # ranks times units of a small problem
+STAGES = (None, 1, 2, 4, 8)  # numbers of stages of an exchange to estimate
+
+TimeExactly = Callable[[Option], ExactTiming]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Option:
-    """One way to span the mesh, and what the model says about it. Seconds are of forward and backward, of all masks together.
+class SearchSpace:
+    """The choices that `auto` has, and the masks, sizes and devices to choose for.
 
-    imbalance: the busiest rank's pairs over the mean, of all masks together; where `exact`, as the plan's report counts them.
-    joined:    local keys of all masks are computed with those that the only exchange brings.
+    Attributes:
+        demands: From a unit's tokens to the demand of each mask.
+        pairs_by_member: From (unit, degree) to the pairs of each unit in the heads of each member of a Ulysses group [degree, T], summed
+            over masks.
+        length: Tokens of the sequence.
+        mesh, shape, cluster: Ranks, sizes of the calls and devices.
+        strategy, layout: A name, or "auto" for any.
+        stages: Only options with this many stages; None for any.
+        overlap: Only options that do (True) or do not (False) overlap local computation with the first exchange; None for either.
     """
 
-    strategy: Strategy
-    layout: str
-    candidate: balance.Candidate | None
-    stages: int | None
-    forward: float
-    backward: float
-    computing: float
-    imbalance: float
-    received: float
-    joined: bool = False
-    exact: bool = False
-
-    @property
-    def seconds(self) -> float:
-        return self.forward + self.backward
-
-    @property
-    def name(self) -> str:
-        stages = "" if self.stages is None else f" in {self.stages} stage{'s' if self.stages > 1 else ''}"
-        return f"{self.strategy.name}{stages}{' at once' if self.joined else ''}, {self.layout}"
-
-
-# From an option to the timelines of its plans, its imbalance, and whether all its plans are joined.
-Exactly = Callable[[Option], tuple[Sequence[Timeline], float, bool]]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Considered:
-    """All options, the best first, and those that could not be: name → reason."""
-
-    options: tuple[Option, ...]
-    refused: tuple[tuple[str, str], ...]
+    demands: Callable[[int], Sequence[Demand]]
+    pairs_by_member: Callable[[int, int], Tensor]
+    length: int
+    mesh: Mesh
+    shape: Shape
     cluster: Cluster
+    strategy: str = "auto"
+    layout: str = "auto"
+    stages: int | None = None
+    overlap: bool | None = None
 
-    def without_candidates(self) -> Considered:
-        """The same numbers without the layouts' tensors: small enough to be pickled with a plan."""
-        return replace(self, options=tuple(replace(option, candidate=None) for option in self.options))
+    def degree(self, strategy: Strategy) -> int:
+        """Number of ranks that share the heads."""
+        return 1 if strategy.ulysses is None else self.mesh.axes[strategy.ulysses].size
 
-    @property
-    def winner(self) -> Option:
-        return self.options[0]
+    def ranks(self, strategy: Strategy) -> int:
+        """Number of ranks along the ring axis."""
+        return 1 if strategy.ring is None else self.mesh.axes[strategy.ring].size
 
-    def __str__(self) -> str:
-        best = self.winner
-        lines = [f"considered on {self.cluster.name}: {len(self.options)} options; the winner is {best.name}: {1e3 * best.seconds:.3f} ms"]
-        lines.append(f"  {'':38}{'ms':>10}{'slower':>8}{'computing':>11}{'busiest':>9}{'received':>10}  why not")
-        for option in self.options[:12]:
-            slower = option.seconds / best.seconds - 1
-            mark = "" if option.exact else " ~"
-            lines.append(
-                f"  {option.name:38}{1e3 * option.seconds:10.3f}{100 * slower:7.1f}%{1e3 * option.computing:11.3f}{option.imbalance:9.3f}"
-                f"{100 * option.received:9.1f}%  {'the winner' if option is best else _why(option, best)}{mark}"
-            )
-        if len(self.options) > 12:
-            lines.append(f"  … and {len(self.options) - 12} slower ones")
-        lines += [f"  {name:38} cannot be: {reason}" for name, reason in self.refused]
-        lines.append(
-            "  computing: ms of kernels on the busiest rank; busiest: its (query, key) pairs over the mean; received: keys, as a share of "
-            "an all-gather; ~: estimated only"
-        )
-        return "\n".join(lines)
+    def not_possible(self, strategy: Strategy) -> str | None:
+        """Why a strategy is not possible here, or None."""
+        reason = ulysses_error(self.degree(strategy), self.shape.heads, self.shape.kv_heads)
+        stages = strategy.stages(self.ranks(strategy))
+        if reason is None and self.stages is not None and stages is not None and stages != self.stages:
+            return f"{stages} stages, where {self.stages} are asked for"
+        return reason
 
 
-def _why(option: Option, best: Option) -> str:
-    if option.imbalance > BALANCED >= best.imbalance:
-        return f"busiest rank {option.imbalance:.2f} × the mean"
-    if option.seconds <= TIE * best.seconds:
-        return "as fast, and not the simpler one"
-    waits, least = option.seconds - option.computing, best.seconds - best.computing
-    if waits - least > option.computing - best.computing:
-        return f"waits {1e3 * (waits - least):.3f} ms longer for data"
-    return f"computes {1e3 * (option.computing - best.computing):.3f} ms longer"
+def consider(space: SearchSpace, time_exactly: TimeExactly | None = None) -> Considered:
+    """Every option of a search space, estimated, the best first. The best are timed by `time_exactly`, if given."""
+    options: list[Option] = []
+    refused: list[tuple[str, str]] = []
+    layouts = _Layouts(space)
+    for strategy in strategies(space.mesh, space.strategy):
+        reason = space.not_possible(strategy)
+        if reason is not None:
+            refused.append((strategy.name, reason))
+            continue
+        options += _strategy_options(space, strategy, layouts)
+    limit = EXACT[layouts.largest <= SMALL]
+    ordered = _ordered(_distinct(options), time_exactly, limit)
+    return Considered(options=tuple(ordered), refused=tuple(refused), cluster=space.cluster)
 
 
-def strategies(mesh: Mesh, wanted: str) -> list[Strategy]:
-    """What `auto` may choose from on this mesh, the preferred first; one where it is named."""
-    found = []
+def strategies(mesh: Mesh, name: str) -> list[Strategy]:
+    """The strategies of a name on a mesh, the preferred first; all of them for "auto"."""
     if len(mesh.axes) == 1:
-        found = [Strategy(name=m, ulysses=None, ring=0, moves=m) for m in ("exchange", "ring", "allgather")]
-        found.append(Strategy(name="ulysses", ulysses=0, ring=None, moves="none"))
+        every = [one_axis_strategy(moves) for moves in ("exchange", "ring", "allgather")]
+        every.append(Strategy(name="ulysses", ulysses=0, ring=None, moves="none"))
     else:
         first = ulysses_axis(mesh)
         named = {"ulysses", "ring"} & {axis.name for axis in mesh.axes}
-        for axis in (first,) if named else (first, 1 - first):
-            found += [Strategy(name=f"ulysses_{m}", ulysses=axis, ring=1 - axis, moves=m) for m in ("exchange", "ring", "allgather")]
-    assert {s.moves for s in found} <= {*MOVES, "none"}
-    return found if wanted == "auto" else [s for s in found if s.name == wanted][:1]
+        axes = (first,) if named else (first, 1 - first)
+        every = [two_axis_strategy(moves, axis) for axis in axes for moves in ("exchange", "ring", "allgather")]
+    return every if name == "auto" else [s for s in every if s.name == name][:1]
 
 
-def consider(
-    demands: Callable[[int], Sequence[Demand]],
-    shares: Callable[[int, int], Tensor],
-    length: int,
-    mesh: Mesh,
-    shape: Shape,
-    cluster: Cluster,
-    *,
-    strategy: str = "auto",
-    layout: str = "auto",
-    stages: int | None = None,
-    overlap: bool | None = None,
-    exactly: Exactly | None = None,
-) -> Considered:
-    """Every option, estimated; the best of them timed exactly by `exactly`, if given. `demands(unit)`: the masks', in units of a size;
-    `shares(unit, degree)`: the pairs of each unit in the heads of each rank of a Ulysses group [degree, T]. `stages`, `overlap`: only
-    what has so many and does so, where given.
-    """
-    options, refused = [], []
-    estimate = partial(_estimate, mesh=mesh, shape=shape, cluster=cluster, overlap=overlap)
-    laid: dict[int, list[_Laid]] = {}
-    known: dict[int, Sequence[Demand]] = {}
-    for s in strategies(mesh, strategy):
-        degree = 1 if s.ulysses is None else mesh.axes[s.ulysses].size
-        reason = heads_refusal(degree, shape.heads, shape.kv_heads)
-        if reason:
-            refused.append((s.name, reason))
-            continue
-        ranks = 1 if s.ring is None else mesh.axes[s.ring].size
-        fixed = s.stages(ranks)
-        if stages is not None and fixed is not None and fixed != stages:
-            refused.append((s.name, f"{fixed} stages, where {stages} are asked for"))
-            continue
-        if ranks not in laid:
-            unit = unit_for(length, ranks)
-            if unit not in known:
-                known[unit] = demands(unit)
-            laid[ranks] = _candidates(known[unit], ranks, layout)
-        rounds, share = _stages(s, stages), shares(unit_for(length, ranks), degree)
-        for i, one in enumerate(laid[ranks]):
-            if i and strategy == "auto" and (s.moves == "allgather" or one.candidate.evaluation.imbalance > 2 * BALANCED):
-                continue  # never faster than what is looked at
-            # Stages are compared with the preferred layout; other layouts are measured against it at the first count.
-            options += [estimate(s, one, share, count) for count in (rounds[0] if not i else rounds[0][:1])]
-        if rounds[1]:
-            best = _ordered([o for o in options if o.strategy is s], None)[0]
-            one = next(x for x in laid[ranks] if x.candidate is best.candidate)
-            options += [estimate(s, one, share, count) for count in rounds[1]]
-    size = max((one.ranks * one.candidate.owner.numel() for found in laid.values() for one in found), default=0)
-    ordered = _ordered(_distinct(options), exactly, EXACT[size <= SMALL])
-    return Considered(options=tuple(ordered), refused=tuple(refused), cluster=cluster)
-
-
-def _distinct(options: Sequence[Option]) -> list[Option]:
-    """Without those that come to the same: so many stages where there would be no more anyway."""
-    seen, out = set(), []
-    for o in options:
-        key = (o.strategy, o.layout, o.forward, o.backward)
-        if key not in seen:
-            seen.add(key)
-            out.append(o)
-    return out
-
-
-class _Laid:
-    """A layout, and what it makes of each mask."""
+class _LaidOut:
+    """A candidate layout, and the estimate of each mask under it."""
 
     def __init__(self, candidate: balance.Candidate, demands: Sequence[Demand], ranks: int) -> None:
         self.candidate, self.ranks = candidate, ranks
-        self.owned = [Owned(demand, candidate.owner, ranks) for demand in demands]
+        self.estimates = [OwnerEstimate(demand, candidate.owner, ranks) for demand in demands]
         self.tokens = sum(demand.length for demand in demands)
 
 
-def _candidates(demands: Sequence[Demand], ranks: int, layout: str) -> list[_Laid]:
-    """The balancer's preferred layout first."""
-    candidates = balance.candidates(demands, ranks)
-    if layout != "auto":
-        candidates = [c for c in candidates if c.name == layout]
-    elif ranks > 1:
+class _Layouts:
+    """Candidate layouts by number of ranks, each searched for once."""
+
+    def __init__(self, space: SearchSpace) -> None:
+        self.space = space
+        self._laid_out: dict[int, list[_LaidOut]] = {}
+        self._demands: dict[int, Sequence[Demand]] = {}
+
+    def over(self, ranks: int) -> list[_LaidOut]:
+        """Candidates over `ranks` ranks, the balancer's preferred one first."""
+        if ranks not in self._laid_out:
+            unit = unit_for(self.space.length, ranks)
+            if unit not in self._demands:
+                self._demands[unit] = self.space.demands(unit)
+            demands = self._demands[unit]
+            self._laid_out[ranks] = [_LaidOut(c, demands, ranks) for c in self._candidates(demands, ranks)]
+        return self._laid_out[ranks]
+
+    def _candidates(self, demands: Sequence[Demand], ranks: int) -> list[balance.Candidate]:
+        candidates = balance.candidates(demands, ranks)
+        if self.space.layout != "auto":
+            return [c for c in candidates if c.name == self.space.layout]
+        if ranks == 1:
+            return candidates[:1]
         preferred = balance.preferred(candidates)
-        candidates = [preferred, *(c for c in candidates if c is not preferred)]
-    else:
-        candidates = candidates[:1]
-    return [_Laid(c, demands, ranks) for c in candidates]
+        return [preferred, *(c for c in candidates if c is not preferred)]
+
+    @property
+    def largest(self) -> int:
+        """Ranks times units of the largest problem."""
+        return max((one.ranks * one.candidate.owner.numel() for laid_out in self._laid_out.values() for one in laid_out), default=0)
 
 
-def _stages(strategy: Strategy, stages: int | None) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-    """How many stages to look at: with every layout, and then with the best of these."""
+def _strategy_options(space: SearchSpace, strategy: Strategy, layouts: _Layouts) -> list[Option]:
+    """The estimated options of one strategy."""
+    ranks, degree = space.ranks(strategy), space.degree(strategy)
+    pairs = space.pairs_by_member(unit_for(space.length, ranks), degree)
+    always, with_best = _stage_counts(strategy, space.stages)
+    laid_out = layouts.over(ranks)
+    options = []
+    for i, one in enumerate(laid_out):
+        if i and space.strategy == "auto" and (strategy.moves == "allgather" or one.candidate.evaluation.imbalance > 2 * BALANCED):
+            continue  # never faster than an option that is estimated
+        # Numbers of stages are compared under the preferred layout; other layouts are compared with it at the first number.
+        options += [_estimate(space, strategy, one, pairs, stages) for stages in (always if not i else always[:1])]
+    if with_best:
+        best = _ordered(options, None)[0]
+        one = next(x for x in laid_out if x.candidate is best.candidate)
+        options += [_estimate(space, strategy, one, pairs, stages) for stages in with_best]
+    return options
+
+
+def _stage_counts(strategy: Strategy, stages: int | None) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
+    """Numbers of stages to estimate: (under every layout, then under the best layout of these)."""
     if strategy.moves != "exchange":
         return (None,), ()
     return (STAGES[:2], STAGES[2:]) if stages is None else ((stages,), ())
 
 
-def _estimate(
-    s: Strategy, laid: _Laid, share: Tensor, stages: int | None, *, mesh: Mesh, shape: Shape, cluster: Cluster, overlap: bool | None
-) -> Option:
-    sizes = [axis.size for axis in mesh.axes]
-    strides = [sizes[1], 1] if len(sizes) == 2 else [1]
-    place = Place(
-        per_node=cluster.gpus_per_node,
-        stride=1 if s.ring is None else strides[s.ring],
-        degree=1 if s.ulysses is None else sizes[s.ulysses],
-        apart=1 if s.ulysses is None else strides[s.ulysses],
-    )
-    lines, received, joined = [], 0.0, True
-    for owned in laid.owned:
-        work, line = fastest(owned.workload(moves=s.moves, place=place, shape=shape, stages=stages), cluster, overlap=overlap)
-        lines.append(line)
+def _estimate(space: SearchSpace, strategy: Strategy, laid_out: _LaidOut, pairs: Tensor, stages: int | None) -> Option:
+    """One option. `pairs`: pairs of each unit in the heads of each member of a Ulysses group [degree, T]."""
+    placement = Placement.of(space.mesh, strategy.ulysses, strategy.ring, space.cluster.gpus_per_node)
+    timelines, received, joined = [], 0.0, True
+    for estimate in laid_out.estimates:
+        work = estimate.workload(moves=strategy.moves, placement=placement, shape=space.shape, stages=stages)
+        work, timeline = fastest(work, space.cluster, overlap=space.overlap)
+        timelines.append(timeline)
         joined &= work.joined
         received += float(work.received.sum())
-    every = laid.tokens * (laid.ranks - 1)
-    c = laid.candidate
-    pairs = torch.zeros(len(share), laid.ranks, dtype=torch.float64).index_add_(1, c.owner, share)
-    return _option(s, c.name, c, stages, lines, balance_of(pairs.view(-1)), received / every if every else 0.0, joined)
-
-
-def _option(
-    s: Strategy,
-    layout: str,
-    candidate: balance.Candidate | None,
-    stages: int | None,
-    lines: Sequence[Timeline],
-    imbalance: float,
-    received: float,
-    joined: bool,
-) -> Option:
+    allgather_tokens = laid_out.tokens * (laid_out.ranks - 1)
+    candidate = laid_out.candidate
+    pairs_by_rank = torch.zeros(len(pairs), laid_out.ranks, dtype=torch.float64).index_add_(1, candidate.owner, pairs)
     return Option(
-        strategy=s,
-        layout=layout,
+        strategy=strategy,
+        layout=candidate.name,
         candidate=candidate,
         stages=stages,
-        forward=sum(t.forward.seconds for t in lines),
-        backward=sum(t.backward.seconds for t in lines),
-        computing=sum(float((t.forward.busy + t.backward.busy).max()) for t in lines),
-        imbalance=imbalance,
-        received=received,
+        **pass_seconds(timelines),
+        imbalance=balance_of(pairs_by_rank.view(-1)),
+        received=received / allgather_tokens if allgather_tokens else 0.0,
         joined=joined,
     )
 
 
-def _ordered(options: list[Option], exactly: Exactly | None, limit: int = 0) -> list[Option]:
-    """The best first: balanced ones before others, then by time; near ties in the order in which they were proposed.
+def _distinct(options: Sequence[Option]) -> list[Option]:
+    """Drops options with identical predictions, such as numbers of stages beyond the number of moves."""
+    first_of = {}
+    for o in options:
+        first_of.setdefault((o.strategy, o.layout, o.forward, o.backward), o)
+    return list(first_of.values())
 
-    The best are timed exactly, up to `limit`, until no estimate is below what was found; and their pairs are counted in their own tiles.
-    One that proves not balanced does not count, nor do others that lay out alike. Estimates are then corrected by what exact times made of
-    theirs on average.
+
+def _ordered(options: list[Option], time_exactly: TimeExactly | None, limit: int = 0) -> list[Option]:
+    """Options, the best first: balanced ones before others, then by time. Of near ties the first proposed comes first.
+
+    The best options are timed exactly, up to `limit` of them, until no estimate is below the best exact time. An option that proves not
+    balanced is discarded, with all options of the same layout. The other estimates are scaled by the mean ratio of exact time to estimate.
     """
     if not options:
         return []
     least = min(o.imbalance for o in options)
-    most = BALANCED * (least if least > BALANCED else 1.0)
-    balanced, others = [o for o in options if o.imbalance <= most], [o for o in options if o.imbalance > most]
-    if exactly is None:
+    max_imbalance = BALANCED * (least if least > BALANCED else 1.0)
+    balanced = [o for o in options if o.imbalance <= max_imbalance]
+    others = [o for o in options if o.imbalance > max_imbalance]
+    if time_exactly is None:
         return _by_time(balanced) + sorted(others, key=lambda o: o.seconds)
     timed: dict[int, Option] = {}
     ratio, best = 1.0, float("inf")
-    tilted = set()  # layouts that are not balanced after all
+    unbalanced_layouts = set()
     for i in sorted(range(len(balanced)), key=lambda i: (balanced[i].seconds, i)):
         option = balanced[i]
         if best < float("inf") and (len(timed) >= limit or option.seconds * ratio > TIMED_WITHIN * best):
             break
-        if (id(option.candidate), option.strategy.ulysses) in tilted:
+        layout = (id(option.candidate), option.strategy.ulysses)
+        if layout in unbalanced_layouts:
             continue
-        timed[i] = found = _timed(option, *exactly(option))
-        if found.imbalance <= most:
-            best = min(best, found.seconds)
+        timed[i] = option.timed(time_exactly(option))
+        if timed[i].imbalance <= max_imbalance:
+            best = min(best, timed[i].seconds)
         else:
-            tilted.add((id(option.candidate), option.strategy.ulysses))
+            unbalanced_layouts.add(layout)
         ratio = sum(t.seconds / balanced[j].seconds for j, t in timed.items()) / len(timed)
     exact = [timed[i] for i in sorted(timed)]
-    good = [o for o in exact if o.imbalance <= most] or exact
-    rest = [_scaled(o, ratio) for i, o in enumerate(balanced) if i not in timed]
-    behind = [o for o in exact if o not in good] + [_scaled(o, ratio) for o in others]
-    return _by_time(good) + sorted(rest, key=lambda o: o.seconds) + sorted(behind, key=lambda o: o.seconds)
-
-
-def _timed(option: Option, lines: Sequence[Timeline], imbalance: float, joined: bool) -> Option:
-    return replace(
-        option,
-        forward=sum(t.forward.seconds for t in lines),
-        backward=sum(t.backward.seconds for t in lines),
-        computing=sum(float((t.forward.busy + t.backward.busy).max()) for t in lines),
-        imbalance=imbalance,
-        joined=joined,
-        exact=True,
-    )
-
-
-def _scaled(option: Option, ratio: float) -> Option:
-    return replace(option, forward=option.forward * ratio, backward=option.backward * ratio, computing=option.computing * ratio)
+    good = [o for o in exact if o.imbalance <= max_imbalance] or exact
+    estimated = [o.scaled(ratio) for i, o in enumerate(balanced) if i not in timed]
+    last = [o for o in exact if o not in good] + [o.scaled(ratio) for o in others]
+    return _by_time(good) + sorted(estimated, key=lambda o: o.seconds) + sorted(last, key=lambda o: o.seconds)
 
 
 def _by_time(options: list[Option]) -> list[Option]:
-    """By time; of those as good as the best, the first proposed leads."""
-    fastest = min(o.seconds for o in options)
-    lead = next(o for o in options if o.seconds <= TIE * fastest)
+    """Options by time; of those within a tie of the fastest, the first proposed comes first."""
+    fastest_seconds = min(o.seconds for o in options)
+    lead = next(o for o in options if o.seconds <= TIE * fastest_seconds)
     return [lead, *sorted((o for o in options if o is not lead), key=lambda o: o.seconds)]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspan._balance.demand import Demand
 from longspan._cost.rates import Shape
-from longspan._cost.workload import Again, Place, Workload
+from longspan._cost.workload import Again, Placement, Workload
 from longspan._masks.block_table import BLOCK_SIZE
 from longspan._plan.schedule import STAGE_TOKENS
 from longspan._plan.tile_grid import coverage
@@ -20,7 +20,7 @@ from longspan._plan.tile_grid import coverage
 MOST_STEPS = 256  # that are looked at one by one
 
 
-class Owned:
+class OwnerEstimate:
     """What ranks would do if rank owner[t] owned unit t of a demand; `chosen` ranks alone are looked at.
 
     Nothing here is of size ranks × ranks: a few ranks of very many can be looked at. Partial tiles are estimated from how many pairs the
@@ -58,7 +58,9 @@ class Owned:
         sizes = (need * self.tokens).gather(1, order)
         return need, order, sizes.cumsum(1) - sizes, sizes.sum(1)
 
-    def workload(self, *, moves: str, place: Place, shape: Shape, stages: int | None = None, step_tokens: int = STAGE_TOKENS) -> Workload:
+    def workload(
+        self, *, moves: str, placement: Placement, shape: Shape, stages: int | None = None, step_tokens: int = STAGE_TOKENS
+    ) -> Workload:
         """Keys moving by "ring", "allgather", "exchange" or "none"."""
         step, exchanges = self._steps(moves, stages, max(step_tokens, self.shard))
         merged = -(-(len(exchanges) - 1) // MOST_STEPS)
@@ -69,11 +71,11 @@ class Owned:
         count = len(exchanges)
         area = torch.zeros(len(self.chosen), count, dtype=torch.float64).scatter_add_(1, step.clamp(min=0), self._area)
         full, partial = _kinds(area * (self.unit / BLOCK_SIZE) ** 2, self.work / BLOCK_SIZE**2, self.unit)
-        heads = shape.heads * shape.batch / place.degree
-        received, sent = self._moved(step, place, count)
+        heads = shape.heads * shape.batch / placement.degree
+        received, sent = self._moved(step, placement, count)
         again = None
         if moves != "exchange":
-            arriving, leaving = self._moved(torch.where(self.covered > 0, step, -1), place, count)
+            arriving, leaving = self._moved(torch.where(self.covered > 0, step, -1), placement, count)
             # Of a step's exchanges at least one is carried out, where it brings anything.
             share = (arriving.sum((0, 1)) / received.sum((0, 1)).clamp(min=1)).clamp(max=1)
             again = Again(arriving, leaving, None, (exchanges * share).ceil())
@@ -84,7 +86,7 @@ class Owned:
         busy[:, 1:] *= max(1, merged)
         return Workload(
             ranks=self.ranks,
-            degree=place.degree,
+            degree=placement.degree,
             rank=self.chosen,
             rows=rows,
             full=full * heads,
@@ -92,8 +94,8 @@ class Owned:
             received=received,
             sent=sent,
             exchanges=exchanges,
-            local=self.owned / place.degree,
-            turned=place.turned,
+            local=self.owned / placement.degree,
+            turned=placement.cross_node_share,
             shape=shape,
             scale=shape.batch,
             busy=torch.minimum(busy, rows),
@@ -124,12 +126,12 @@ class Owned:
         exchanges[0] = 0
         return torch.where(self.own, 0, torch.where(need, step, -1)), exchanges
 
-    def _moved(self, step: Tensor, place: Place, count: int) -> tuple[Tensor, Tensor]:
+    def _moved(self, step: Tensor, placement: Placement, count: int) -> tuple[Tensor, Tensor]:
         """Tokens received and sent, of each step, inside a node and between nodes [2, R, steps]."""
         arrives = (step > 0).nonzero()
         rank, unit = arrives.unbind(1)
         at, source, to = step[rank, unit], self.owner[unit], self.chosen[rank]
-        away = (place.node(source) != place.node(to)).long()
+        away = (placement.node(source) != placement.node(to)).long()
         found = []
         whole = len(self.chosen) == self.ranks
         for row in (rank, source) if whole else (rank,):

@@ -15,14 +15,14 @@ from torch import Tensor
 from longspan._balance import search as balance
 from longspan._balance.demand import Demand
 from longspan._cost.clusters import cluster as cluster_of
-from longspan._cost.estimate import Owned
+from longspan._cost.estimate import OwnerEstimate
 from longspan._cost.rates import Cluster, Shape
 from longspan._cost.timeline import Conditions, Timeline, fastest
-from longspan._cost.workload import Place, Workload
+from longspan._cost.workload import Placement, Workload
 from longspan._masks.algebra import Full, as_mask
 from longspan._masks.classify import classify
 from longspan._plan.named_layouts import contiguous_owner, head_tail_owner, round_robin_owner, unit_for
-from longspan._plan.strategies import heads_refusal
+from longspan._plan.strategies import ulysses_error
 
 UNITS = 1 << 16  # units of the sequence at most, but four for each rank
 LOOKED_AT = 16  # ranks
@@ -113,7 +113,7 @@ def simulate(
     wanted = [1, *(2**i for i in range(1, 8) if 2**i <= min(found.gpus_per_node, gpus)), gpus] if degrees is None else degrees
     out = []
     for degree in sorted(set(wanted)):
-        if gpus % degree or heads_refusal(degree, shape.heads, shape.kv_heads):
+        if gpus % degree or ulysses_error(degree, shape.heads, shape.kv_heads):
             continue
         out += _with_degree(mask, tokens, gpus, degree, shape, found, conditions, layouts)
     fitting = [s for s in out if s.in_flight <= ROOM * found.memory]
@@ -125,7 +125,7 @@ def _with_degree(
 ) -> list[Simulated]:
     ranks = gpus // degree
     demand = demand_for(mask, tokens, ranks)
-    place = Place(per_node=cluster.gpus_per_node, stride=degree, degree=degree)
+    placement = Placement(per_node=cluster.gpus_per_node, stride=degree, degree=degree)
     flops = 3.5 * shape.flops(float(demand.work.sum()))
     prefix = "ulysses" if degree > 1 else ""
     out = []
@@ -133,9 +133,9 @@ def _with_degree(
         owner = owner_of(layout, demand, ranks)
         work = torch.zeros(ranks, dtype=torch.float64).index_add_(0, owner, demand.work)
         imbalance = float(work.max()) * ranks / max(1.0, float(work.sum()))
-        owned = Owned(demand, owner, ranks, _chosen(work, conditions, degree))
+        owned = OwnerEstimate(demand, owner, ranks, _chosen(work, conditions, degree))
         for moves in MOVES if ranks > 1 else ("none",):
-            found, line = fastest(owned.workload(moves=moves, place=place, shape=shape), cluster, conditions)
+            found, line = fastest(owned.workload(moves=moves, placement=placement, shape=shape), cluster, conditions)
             name = "_".join(part for part in (prefix, moves if moves != "none" else "") if part) or "none"
             out.append(
                 Simulated(

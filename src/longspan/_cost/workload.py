@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longspan._comm.mesh import Mesh
 from longspan._cost.rates import Shape
 from longspan._masks.block_table import BLOCK_SIZE, FULL, PARTIAL, BlockTable
 from longspan._plan.derived_cache import DerivedCache
@@ -177,33 +178,42 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where ranks are: rank j of the ring axis is device j · stride; a Ulysses group is `degree` devices, `apart` from each other."""
+class Placement:
+    """Where ranks are: rank j of the ring axis is device j · stride.
+
+    Attributes:
+        per_node: Devices per node.
+        stride: Devices between neighbours of the ring axis.
+        degree: Members of a Ulysses group.
+        member_stride: Devices between neighbours of a Ulysses group.
+    """
 
     per_node: int
     stride: int = 1
     degree: int = 1
-    apart: int = 1
+    member_stride: int = 1
+
+    @classmethod
+    def of(cls, mesh: Mesh, ulysses: int | None, ring: int | None, per_node: int) -> Placement:
+        """The placement of a mesh whose devices are numbered in row-major order."""
+        sizes = [axis.size for axis in mesh.axes]
+        strides = [sizes[1], 1] if len(sizes) == 2 else [1]
+        return cls(
+            per_node=per_node,
+            stride=1 if ring is None else strides[ring],
+            degree=1 if ulysses is None else sizes[ulysses],
+            member_stride=1 if ulysses is None else strides[ulysses],
+        )
 
     def node(self, rank: Tensor) -> Tensor:
+        """The node of each rank of the ring axis."""
         return rank * self.stride // self.per_node
 
     @property
-    def turned(self) -> float:
+    def cross_node_share(self) -> float:
         """The share of a Ulysses transpose's traffic that leaves the node, seen from the group's first device."""
-        members = torch.arange(self.degree) * self.apart // self.per_node
+        members = torch.arange(self.degree) * self.member_stride // self.per_node
         return float((members != members[0]).sum()) / max(1, self.degree - 1)
-
-
-def place_of(data: PlanData, per_node: int) -> Place:
-    sizes = [axis.size for axis in data.mesh.axes]
-    strides = [sizes[1], 1] if len(sizes) == 2 else [1]
-    return Place(
-        per_node=per_node,
-        stride=1 if data.ring is None else strides[data.ring],
-        degree=data.degree,
-        apart=1 if data.ulysses is None else strides[data.ulysses],
-    )
 
 
 def shape_of(data: PlanData) -> Shape:
@@ -224,7 +234,7 @@ def of_plan(data: PlanData, per_node: int) -> Workload:
 
 def _of_plan(data: PlanData, per_node: int) -> Workload:
     """Local keys apart, whether the schedule is joined or not."""
-    ranks, shape, place = data.inner[0].ranks, shape_of(data), place_of(data, per_node)
+    ranks, shape, placement = data.inner[0].ranks, shape_of(data), Placement.of(data.mesh, data.ulysses, data.ring, per_node)
     steps = data.schedule.steps
     count = len(steps) + 1
     full, partial, busy = torch.zeros(3, ranks, count, dtype=torch.float64)
@@ -248,7 +258,7 @@ def _of_plan(data: PlanData, per_node: int) -> Workload:
                 covered = _coverage(table, kind, queries.owner, part)
                 total[part.start : part.stop].scatter_add_(1, step, covered.double() * many)
             busy[part.start : part.stop] += _busy(table, queries.owner, step, part, count) * many
-    received, sent, gathered = _moved(data, data.schedule, place, step_of_stage, ranks)
+    received, sent, gathered = _moved(data, data.schedule, placement, step_of_stage, ranks)
     lens = data.tokens.double()
     found = Workload(
         ranks=ranks,
@@ -262,22 +272,22 @@ def _of_plan(data: PlanData, per_node: int) -> Workload:
         exchanges=torch.tensor([0, *(len(group) for group in steps)], dtype=torch.float64),
         local=lens[0, data.groups].amax(1),
         local_keys=lens[1, data.groups].amax(1),
-        turned=place.turned,
+        turned=placement.cross_node_share,
         shape=shape,
         scale=1 if data.rows > 1 else shape.batch,
         busy=busy,
         gathered=gathered,
         pairs=_pairs(data.schedule, step_of_stage, ranks),
-        again=_again(data, place, step_of_stage, ranks),
+        again=_again(data, placement, step_of_stage, ranks),
     )
     return replace(found._columns(1), halves=_halves(data, found.back())) if steps else found
 
 
-def _again(data: PlanData, place: Place, step_of_stage: Tensor, ranks: int) -> Again | None:
+def _again(data: PlanData, placement: Placement, step_of_stage: Tensor, ranks: int) -> Again | None:
     moves = data.returns
     if moves is data.schedule and int(moves.carried.sum()) == moves.stages:
         return None
-    received, sent, gathered = _moved(data, moves, place, step_of_stage, ranks)
+    received, sent, gathered = _moved(data, moves, placement, step_of_stage, ranks)
     exchanges = torch.cat([torch.zeros(1), moves.carried]).double()
     return Again(received, sent, gathered, exchanges, _pairs(moves, step_of_stage, ranks))
 
@@ -377,10 +387,10 @@ def _gathered(data: PlanData, s: Schedule, step_of_stage: Tensor, ranks: int) ->
     return torch.zeros(len(s.steps) + 1, ranks, dtype=torch.float64).index_add_(0, step_of_stage[: s.stages], copied).T
 
 
-def _moved(data: PlanData, s: Schedule, place: Place, step_of_stage: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+def _moved(data: PlanData, s: Schedule, placement: Placement, step_of_stage: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
     """`received`, `sent` and `gathered` of a workload."""
     steps = len(s.steps) + 1
-    away = (place.node(s.receiver) != place.node(s.source)).long()
+    away = (placement.node(s.receiver) != placement.node(s.source)).long()
     found = []
     for rank in (s.receiver, s.source):
         total = torch.zeros(2 * ranks * steps, dtype=torch.float64)

@@ -29,8 +29,8 @@ from longspan._masks.algebra import Mask, causal, full
 from longspan._plan.layout import Layout
 from longspan._plan.schedule import Schedule
 from longspan._plan.sharding import shard, unshard
-from longspan._planner.build import plan
 from longspan._planner.plan import Plan
+from longspan._planner.planning import plan
 
 MAX_PLANS = 64
 

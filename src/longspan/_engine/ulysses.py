@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longspan._comm.group import Group
-from longspan._plan.strategies import heads_refusal
+from longspan._plan.strategies import ulysses_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Transpose:
     kv_heads: int
 
     def __post_init__(self) -> None:
-        reason = heads_refusal(self.group.size, self.heads, self.kv_heads)
+        reason = ulysses_error(self.group.size, self.heads, self.kv_heads)
         if reason:
             raise ValueError(f"strategy 'ulysses': {reason}. Use 'exchange' or 'ring', or a mesh with another Ulysses degree")
 

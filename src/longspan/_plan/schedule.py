@@ -91,8 +91,8 @@ class Reads:
         return self.keys.owner != torch.arange(self.ranks)[:, None]
 
 
-def none(rows: list[Reads]) -> Schedule:
-    """Nothing moves: one rank, or each rank reads its own keys only."""
+def no_moves() -> Schedule:
+    """The schedule of one rank, or of ranks that read only local KV."""
     return _schedule("none", 0, [], step_tokens=0)
 
 

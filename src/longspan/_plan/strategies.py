@@ -1,70 +1,93 @@
-"""Strategies by name: which mesh axis transposes heads, which one exchanges keys, and how."""
+"""Strategies by name: which mesh axis transposes heads (Ulysses), which one exchanges KV, and how KV moves along it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from longspan._comm.mesh import Mesh
 
-MOVES = ("ring", "allgather", "exchange")
-NAMES = (*MOVES, "ulysses", *(f"ulysses_{m}" for m in MOVES), "auto")
-LAYOUTS = ("contiguous", "head_tail", "per_document", "round_robin", "auto")
+Moves = Literal["ring", "allgather", "exchange", "none"]
+StrategyName = Literal["ring", "allgather", "exchange", "ulysses", "ulysses_ring", "ulysses_allgather", "ulysses_exchange", "auto"]
+LayoutName = Literal["contiguous", "head_tail", "per_document", "round_robin", "auto"]
+
+STRATEGY_NAMES: tuple[str, ...] = get_args(StrategyName)
+LAYOUT_NAMES: tuple[str, ...] = get_args(LayoutName)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """`ulysses`, `ring`: axes of the mesh, or None. `moves`: how keys move along the ring axis, "none" where there is none."""
+    """A strategy on a mesh.
+
+    Attributes:
+        name: The name that users give.
+        ulysses: Index of the mesh axis over which heads and tokens are transposed, or None.
+        ring: Index of the mesh axis along which KV moves, or None.
+        moves: How KV moves along the ring axis; "none" without such an axis.
+    """
 
     name: str
     ulysses: int | None
     ring: int | None
-    moves: str
+    moves: Moves
 
     def stages(self, ranks: int) -> int | None:
-        """In how many stages keys move along a ring axis of so many ranks; None: in as many as one likes."""
+        """Number of stages along a ring axis of `ranks` ranks; None where any number is possible."""
         return {"ring": ranks - 1, "allgather": min(1, ranks - 1), "none": 0}.get(self.moves)
 
 
-def check_name(name: str) -> None:
-    if name not in NAMES:
-        raise ValueError(f"strategy: expected one of {', '.join(map(repr, NAMES))} or a Schedule, got {name!r}")
-
-
 def strategy_for(name: str, mesh: Mesh) -> Strategy:
-    """A named strategy on a mesh; the mesh's axes must be those it needs."""
-    check_name(name)
+    """A named strategy on a mesh. "auto" is "exchange", or "ulysses_exchange" on two axes.
+
+    Raises:
+        ValueError: The name is unknown, or the mesh has another number of axes than the strategy needs.
+    """
+    if name not in STRATEGY_NAMES:
+        raise ValueError(f"strategy: expected one of {', '.join(map(repr, STRATEGY_NAMES))} or a Schedule, got {name!r}")
+    if name == "auto":
+        name = "exchange" if len(mesh.axes) == 1 else "ulysses_exchange"
     axes = ", ".join(f"{axis.name!r} of size {axis.size}" for axis in mesh.axes)
-    two = name.startswith("ulysses_")
-    if two and len(mesh.axes) == 1:
+    needs_two_axes = name.startswith("ulysses_")
+    if needs_two_axes and len(mesh.axes) == 1:
         raise ValueError(f"strategy {name!r} needs a mesh of two axes, such as ('ulysses', 'ring'); got one axis: {axes}")
-    if not two and len(mesh.axes) == 2:
+    if not needs_two_axes and len(mesh.axes) == 2:
         raise ValueError(
             f"strategy {name!r} runs over one axis; got two: {axes}. Pass one of them (mesh[{mesh.axes[0].name!r}]) or use 'ulysses_ring'"
         )
     if name == "ulysses":
         return Strategy(name=name, ulysses=0, ring=None, moves="none")
-    if not two:
-        return Strategy(name=name, ulysses=None, ring=0, moves=name)
-    ulysses = ulysses_axis(mesh)
-    return Strategy(name=name, ulysses=ulysses, ring=1 - ulysses, moves=name.removeprefix("ulysses_"))
+    if not needs_two_axes:
+        return one_axis_strategy(name)
+    return two_axis_strategy(name.removeprefix("ulysses_"), ulysses_axis(mesh))
+
+
+def one_axis_strategy(moves: str) -> Strategy:
+    """KV moves along the only axis of a mesh; heads are not shared."""
+    return Strategy(name=moves, ulysses=None, ring=0, moves=moves)  # type: ignore[arg-type]
+
+
+def two_axis_strategy(moves: str, ulysses: int) -> Strategy:
+    """Heads are shared along axis `ulysses`; KV moves along the other axis."""
+    return Strategy(name=f"ulysses_{moves}", ulysses=ulysses, ring=1 - ulysses, moves=moves)  # type: ignore[arg-type]
 
 
 def ulysses_axis(mesh: Mesh) -> int:
-    """Of a mesh's two axes the one called "ulysses"; else the one beside "ring"; else the first."""
+    """The Ulysses axis of a two-axis mesh: the one called "ulysses", else the one next to "ring", else the first."""
     names = [axis.name for axis in mesh.axes]
     if "ulysses" in names:
         return names.index("ulysses")
     return 1 - names.index("ring") if "ring" in names else 0
 
 
-def heads_refusal(degree: int, heads: int, kv_heads: int) -> str | None:
-    """Why heads cannot be shared by `degree` ranks, or None if they can.
+def ulysses_error(degree: int, heads: int, kv_heads: int) -> str | None:
+    """Why `degree` ranks cannot share the heads, or None if they can.
 
-    Each rank takes heads/degree query heads. They must belong to whole groups, or all to one: a kv head is then sent to a rank once.
+    Each rank takes heads / degree query heads. These must form whole groups of query heads per KV head, or all belong to one group, so that
+    a KV head is sent to a rank once.
     """
     if heads % degree:
         return f"{heads} query heads do not divide by a Ulysses degree of {degree}"
-    own, shared = heads // degree, heads // kv_heads
-    if own % shared and shared % own:
-        return f"{own} query heads per rank and {shared} query heads per kv head: one must divide the other"
+    heads_per_rank, heads_per_kv_head = heads // degree, heads // kv_heads
+    if heads_per_rank % heads_per_kv_head and heads_per_kv_head % heads_per_rank:
+        return f"{heads_per_rank} query heads per rank and {heads_per_kv_head} query heads per kv head: one must divide the other"
     return None

@@ -1,8 +1,7 @@
-"""Plans as users hold them: `Plan` for one mask, `PlanSet` for several masks over one layout."""
+"""`Plan`: how one attention spans a mesh, as users hold it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,9 +9,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from longspan._comm.agreement import refuse
-from longspan._comm.mesh import Mesh, as_mesh
-from longspan._cost.auto import Considered
+from longspan._comm.mesh import Mesh, MeshLike, as_mesh
 from longspan._cost.clusters import cluster as cluster_of
+from longspan._cost.options import Considered
 from longspan._cost.rates import Cluster
 from longspan._cost.report_data import PlanReport, report
 from longspan._cost.timeline import Conditions
@@ -22,15 +21,24 @@ from longspan._plan.layout import Layout
 from longspan._plan.plan_data import PlanData
 from longspan._plan.schedule import Schedule
 from longspan._plan.sharding import Tree, each_tensor, shard, unshard
-from longspan._planner.request import considered_for
+from longspan._planner.mask_work import considered_for
 
 ClusterLike = Cluster | str | Path
+Side = Literal["q", "kv"]
 
 
 class Plan(PlanHandle):
-    """How one attention spans a mesh. Made by `longspan.plan`; handed to `longspan.attention(q, k, v, plan=plan)`.
+    """How one attention spans a mesh. Made by `longspan.plan`; passed to `longspan.attention(q, k, v, plan=plan)`.
 
     A plan is an immutable, picklable value. It can be made in a data-loader worker and sent to the process that runs it.
+
+    Example:
+        >>> import longspan as ls
+        >>> plan = ls.plan(ls.causal(), 4096, ls.Mesh.abstract(4), layout="head_tail", strategy="ring", heads=8, head_dim=64)
+        >>> plan.local_len, plan.schedule.stages
+        (1024, 3)
+        >>> round(plan.report().balance, 2)
+        1.0
     """
 
     def __init__(self, data: PlanData, *, cluster: Cluster | None = None, considered: Considered | None = None) -> None:
@@ -38,7 +46,7 @@ class Plan(PlanHandle):
         self._cluster, self._considered = cluster, considered
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _plan, (self.data, self._cluster, self._considered)
+        return _restored, (self.data, self._cluster, self._considered)
 
     # ------------------------------------------------------------------------------------------------------------- shape and place
 
@@ -92,21 +100,52 @@ class Plan(PlanHandle):
         """Global positions of this rank's keys, int64 [S_local], or [B, S_local] where batch rows are laid out differently."""
         return self.kv_layout.positions(self.mesh.rank)
 
-    def on(self, mesh: Any) -> Plan:
-        """The same plan for another rank, or for another mesh of the same shape. Nothing is planned again."""
+    def on(self, mesh: MeshLike) -> Plan:
+        """Bind the plan to another rank, or to another mesh of the same shape. Nothing is planned again.
+
+        Args:
+            mesh: What `longspan.plan` takes as a mesh.
+
+        Returns:
+            The same plan as the rank of `mesh` sees it.
+
+        Raises:
+            ValueError: The mesh has another shape than the plan.
+
+        Example:
+            >>> import longspan as ls
+            >>> plan = ls.plan(ls.causal(), 1000, ls.Mesh.abstract(4, rank=0))
+            >>> plan.on(ls.Mesh.abstract(4, rank=3)).mesh.rank
+            3
+        """
         other = as_mesh(mesh)
-        if [axis.size for axis in other.axes] != [axis.size for axis in self.mesh.axes]:
-            want, got = ([axis.size for axis in m.axes] for m in (self.mesh, other))
-            raise ValueError(f"plan.on: the plan was made for a mesh of shape {want}, got one of shape {got}: make a plan for that mesh")
+        want, got = ([axis.size for axis in m.axes] for m in (self.mesh, other))
+        if want != got:
+            raise ValueError(f"plan.on: expected a mesh of shape {want}, for which the plan was made, got {got}: make a plan for that mesh")
         return Plan(replace(self.data, mesh=other), cluster=self._cluster, considered=self._considered)
 
     # ------------------------------------------------------------------------------------------------------------------ shards
 
-    def shard(self, x: Tree, dim: int, *, side: Literal["q", "kv"] | None = None) -> Tree:
-        """This rank's part of a whole tensor along `dim`, in local order. Differentiable.
+    def shard(self, x: Tree, dim: int, *, side: Side | None = None) -> Tree:
+        """Take this rank's part of a whole tensor along `dim`, in local order. Differentiable; no communication.
 
-        x may be a dict, list or tuple of tensors (nested too; other leaves stay as they are): each is sharded along `dim`. Where batch
-        rows are laid out differently, dim 0 of x is the batch. `side`: "q" or "kv"; by default the one whose length x has.
+        Args:
+            x: A tensor, or a (nested) dict, list or tuple of tensors. Other leaves are returned as they are. Where batch rows are laid out
+                differently, dim 0 is the batch.
+            dim: The dim of tokens.
+            side: "q" or "kv"; by default the side whose length the tensor has.
+
+        Returns:
+            x with `local_len` (or `kv_local_len`) tokens in `dim`, contiguous.
+
+        Raises:
+            ValueError: A tensor's size in `dim` is not the sequence's length.
+
+        Example:
+            >>> import torch, longspan as ls
+            >>> plan = ls.plan(ls.causal(), 1000, ls.Mesh.abstract(4), layout="contiguous")
+            >>> plan.shard(torch.arange(1000), 0)[:3]
+            tensor([0, 1, 2])
         """
 
         def one(t: Tensor) -> Tensor:
@@ -114,9 +153,32 @@ class Plan(PlanHandle):
 
         return each_tensor(one, x)
 
-    def unshard(self, x: Tree, dim: int, *, side: Literal["q", "kv"] | None = None) -> Tree:
-        """The whole tensor, or tensors, from every rank's part: a collective call. Its gradient is the sum of all ranks' gradients for
-        this part."""
+    def unshard(self, x: Tree, dim: int, *, side: Side | None = None) -> Tree:
+        """Gather the whole tensor from every rank's part. A collective call: every rank of the mesh makes it.
+
+        The gradient of a part is the sum of all ranks' gradients for it.
+
+        Args:
+            x: This rank's part, or a (nested) dict, list or tuple of parts, as `shard` returns them.
+            dim: The dim of tokens.
+            side: "q" or "kv"; by default the side whose local length the tensor has.
+
+        Returns:
+            x with all tokens in `dim`, in the order of the sequence, the same on every rank.
+
+        Raises:
+            ValueError: A tensor's size in `dim` is not this rank's local length, or fits both sides.
+
+        Example:
+            >>> import torch, longspan as ls
+            >>> from longspan.testing import virtual_world
+            >>> x = torch.arange(10)
+            >>> def rank(mesh):
+            ...     plan = ls.plan(ls.causal(), 10, mesh)
+            ...     return plan.unshard(plan.shard(x, 0), 0)
+            >>> all(torch.equal(whole, x) for whole in virtual_world(2).run(rank))
+            True
+        """
 
         def one(t: Tensor) -> Tensor:
             try:
@@ -150,15 +212,34 @@ class Plan(PlanHandle):
     # ----------------------------------------------------------------------------------------------------------------- reports
 
     def report(self, cluster: ClusterLike | None = None, *, conditions: Conditions | None = None) -> PlanReport:
-        """Balance, bytes, memory and predicted time on a cluster; print it.
+        """Predict balance, bytes, memory and time on a cluster, without running anything.
 
-        cluster: a name, a TOML file, a Cluster; by default the one the plan was made for, and h200 where none was given.
+        Args:
+            cluster: A profile's name, a TOML file or a `Cluster`; by default the one the plan was made for, "h200" if none was given.
+            conditions: Slow ranks and slow links to assume.
+
+        Returns:
+            A `PlanReport`; `print` shows it.
+
+        Example:
+            >>> import longspan as ls
+            >>> plan = ls.plan(ls.causal(), 4096, ls.Mesh.abstract(4), layout="contiguous", strategy="ring", heads=8, head_dim=64)
+            >>> round(plan.report("h100").balance, 2)
+            1.75
         """
         return report(self.data, self._cluster if cluster is None else cluster, conditions)
 
     def explain(self, cluster: ClusterLike | None = None) -> str:
-        """Print, and return, what there was to choose from, by the cost model, and why the winner won. For a plan of one's own: what
-        would have been."""
+        """Print, and return, the options that `auto` has for this mask and mesh, and why the winner won.
+
+        For a plan whose layout and strategy were given, the options are those that `auto` would have had.
+
+        Args:
+            cluster: As in `report`.
+
+        Returns:
+            The printed text.
+        """
         text = self._explanation(cluster)
         print(text)
         return text
@@ -174,19 +255,35 @@ class Plan(PlanHandle):
         considered, numbers = self.considered(cluster), self.report(cluster)
         here = f"{self!r}\n  predicted: {1e3 * numbers.seconds:.3f} ms; busiest rank {numbers.balance:.3f} × the mean"
         if considered is None:
-            return f"{here}\n  `auto` weighs self-attention of one layout over two ranks or more: here there was nothing to weigh"
+            return f"{here}\n  nothing to weigh: `auto` weighs options for self-attention of one layout over two or more ranks"
         if self.data.heads is None:
             here += "\n  made without heads=, kv_heads= and head_dim=, so that nothing was weighed; with them `auto` would take the winner:"
         return f"{here}\n{considered}"
 
     def plot(self, path: str | Path | None = None, *, cluster: ClusterLike | None = None) -> Any:
-        """A matplotlib figure: who computes what, the work of each rank, the timeline. Saved where a path is given."""
+        """Draw who computes which tiles, the work of each rank and the predicted timeline with matplotlib.
+
+        Args:
+            path: Where to save the figure; None to only return it.
+            cluster: As in `report`.
+
+        Returns:
+            A `matplotlib.figure.Figure`.
+
+        Raises:
+            ImportError: matplotlib is not installed; `pip install 'longspan[viz]'`.
+        """
         from longspan._report.figure import figure
 
         return figure(self.report(cluster), path)
 
     def save_html(self, path: str | Path, *, cluster: ClusterLike | None = None) -> None:
-        """The report as one HTML file that needs nothing else."""
+        """Write the report as one self-contained HTML file.
+
+        Args:
+            path: The file to write.
+            cluster: As in `report`.
+        """
         from longspan._report.page import save
 
         save(self.report(cluster), self.considered(cluster), path)
@@ -209,62 +306,5 @@ class Plan(PlanHandle):
         return f"{self!r}\n{picture(self.data)}"
 
 
-def _plan(data: PlanData, cluster: Cluster | None, considered: Considered | None) -> Plan:
+def _restored(data: PlanData, cluster: Cluster | None, considered: Considered | None) -> Plan:
     return Plan(data, cluster=cluster, considered=considered)
-
-
-class PlanSet(Mapping[str, Plan]):
-    """Plans for several masks over one layout: `plans["sliding"]`; shards and positions are common to all."""
-
-    def __init__(self, plans: Mapping[str, Plan]) -> None:
-        self._plans = dict(plans)
-        self._first = next(iter(self._plans.values()))
-
-    def __getitem__(self, name: str) -> Plan:
-        try:
-            return self._plans[name]
-        except KeyError:
-            raise KeyError(f"no mask is called {name!r}; there are {', '.join(map(repr, self._plans))}") from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._plans)
-
-    def __len__(self) -> int:
-        return len(self._plans)
-
-    @property
-    def layout(self) -> Layout:
-        """The common layout of queries."""
-        return self._first.layout
-
-    @property
-    def local_len(self) -> int:
-        """Number of tokens (queries) that this rank owns."""
-        return self._first.local_len
-
-    @property
-    def kv_local_len(self) -> int:
-        """Number of keys that this rank owns."""
-        return self._first.kv_local_len
-
-    @property
-    def positions(self) -> Tensor:
-        """Global positions of this rank's queries, as `Plan.positions`."""
-        return self._first.positions
-
-    @property
-    def kv_positions(self) -> Tensor:
-        """Global positions of this rank's keys, as `Plan.kv_positions`."""
-        return self._first.kv_positions
-
-    def shard(self, x: Tree, dim: int, *, side: Literal["q", "kv"] | None = None) -> Tree:
-        """This rank's part of a whole tensor, as `Plan.shard`."""
-        return self._first.shard(x, dim, side=side)
-
-    def unshard(self, x: Tree, dim: int, *, side: Literal["q", "kv"] | None = None) -> Tree:
-        """The whole tensor from every rank's part, as `Plan.unshard`."""
-        return self._first.unshard(x, dim, side=side)
-
-    def on(self, mesh: Any) -> PlanSet:
-        """The same plans for another rank, or for another mesh of the same shape."""
-        return PlanSet({name: plan.on(mesh) for name, plan in self._plans.items()})

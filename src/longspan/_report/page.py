@@ -9,7 +9,7 @@ import html
 import json
 from pathlib import Path
 
-from longspan._cost.auto import Considered
+from longspan._cost.options import Considered
 from longspan._cost.report_data import PlanReport
 from longspan._report import page_tables
 from longspan._report.page_data import metadata, pack, page_arrays

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from longspan._engine.attention import attention
 from longspan._masks.algebra import Mask, causal, documents
-from longspan._plan.strategies import heads_refusal
-from longspan._planner.build import plan
+from longspan._plan.strategies import ulysses_error
+from longspan._planner.planning import plan
 
 STRATEGIES = ("auto", "ring", "allgather", "exchange", "ulysses")
 
@@ -81,7 +81,7 @@ def on_rank(device: torch.device, sizes: Sizes) -> tuple[float, list[Line]]:
     dist.barrier()
     lines = []
     for strategy in STRATEGIES:
-        if strategy == "ulysses" and heads_refusal(dist.get_world_size(), sizes.heads, sizes.kv_heads):
+        if strategy == "ulysses" and ulysses_error(dist.get_world_size(), sizes.heads, sizes.kv_heads):
             continue
         lines += _line(device, sizes, strategy, whole, want)
     return alone, lines

@@ -11,7 +11,7 @@ import longspan as ls
 from longspan._cost import simulate as scale
 from longspan._cost.clusters import cluster as cluster_of
 from longspan._cost.timeline import Conditions
-from longspan._plan.strategies import LAYOUTS, NAMES, heads_refusal
+from longspan._plan.strategies import LAYOUT_NAMES, STRATEGY_NAMES, ulysses_error
 from longspan.cli import files, parse
 from longspan.cli import printing as show
 from longspan.cli.app import Refused, refusing, said
@@ -31,8 +31,8 @@ def plan(
     heads: Annotated[str, typer.Option(help="query heads, or query/key heads: 32/8")] = "32/8",
     dim: Annotated[str, typer.Option(help="head dim")] = "128",
     batch: Annotated[str, typer.Option(help="batch rows")] = "1",
-    layout: Annotated[str, typer.Option(help=", ".join(LAYOUTS))] = "auto",
-    strategy: Annotated[str, typer.Option(help=", ".join(NAMES))] = "auto",
+    layout: Annotated[str, typer.Option(help=", ".join(LAYOUT_NAMES))] = "auto",
+    strategy: Annotated[str, typer.Option(help=", ".join(STRATEGY_NAMES))] = "auto",
     ulysses: Annotated[str | None, typer.Option(help="devices that share the heads; chosen unless given")] = None,
     stages: Annotated[str | None, typer.Option(help="stages of an exchange")] = None,
     overlap: Annotated[bool | None, typer.Option(help="compute local keys while the first exchange travels; chosen unless given")] = None,
@@ -50,7 +50,7 @@ def plan(
     conditions = Conditions(
         stragglers=parse.factors(stragglers, "--stragglers", devices), slow_links=parse.factors(slow_links, "--slow-links", devices)
     )
-    for what, given, legal in (("--layout", layout, LAYOUTS), ("--strategy", strategy, NAMES)):
+    for what, given, legal in (("--layout", layout, LAYOUT_NAMES), ("--strategy", strategy, STRATEGY_NAMES)):
         if given not in legal:
             raise Refused(f"{what}: expected one of {', '.join(legal)}, got {given!r}")
     try:
@@ -100,14 +100,14 @@ def _degrees(gpus: int, sizes: Any, cluster: Any, strategy: str, degree: int | N
     if degree is not None:
         if gpus % degree:
             raise Refused(f"--ulysses: {gpus} devices do not divide by {degree}")
-        reason = heads_refusal(degree, sizes["heads"], sizes["kv_heads"])
+        reason = ulysses_error(degree, sizes["heads"], sizes["kv_heads"])
         if reason:
             raise Refused(f"--ulysses: {reason}")
         return [degree]
     if strategy == "ulysses":
         return [gpus]
     two = [2**i for i in range(1, 10) if 2**i < gpus and gpus % 2**i == 0 and 2**i <= 2 * cluster.gpus_per_node]
-    fits = [d for d in two if not heads_refusal(d, sizes["heads"], sizes["kv_heads"])]
+    fits = [d for d in two if not ulysses_error(d, sizes["heads"], sizes["kv_heads"])]
     if strategy == "auto":
         # One axis weighs Ulysses over all devices too. Of two axes, a node's size and its half tell the rest.
         return [1, *fits[-2:]]

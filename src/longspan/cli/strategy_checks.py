@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import longspan as ls
-from longspan._plan.strategies import NAMES
+from longspan._plan.strategies import STRATEGY_NAMES
 from longspan.cli.oracle_checks import Line, Problem
 from longspan.testing import virtual_world
 
@@ -24,7 +24,7 @@ def lines(device: torch.device, ranks: int, *, virtual: bool) -> Iterator[Line]:
     heads = {"heads": 2 * ranks, "kv_heads": ranks if ranks % 2 else 2}
     problems = [Problem(mask=m, score=s, dtype=torch.float32, device=device, batch=1, tokens=211, dim=16, **heads) for m, s in CASES]
     degree = next((d for d in range(2, ranks) if ranks % d == 0), None)
-    for strategy in NAMES:
+    for strategy in STRATEGY_NAMES:
         two = strategy.startswith("ulysses_")
         if two and degree is None:
             continue

@@ -8,8 +8,9 @@ from typing import Any
 
 from longspan._comm.mesh import MeshLike
 from longspan._masks.algebra import Mask, sliding_window
-from longspan._planner.build import plan
-from longspan._planner.plan import Plan, PlanSet
+from longspan._planner.plan import Plan
+from longspan._planner.plan_set import PlanSet
+from longspan._planner.planning import plan
 
 FULL, SLIDING = "full", "sliding"
 

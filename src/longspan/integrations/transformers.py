@@ -26,7 +26,8 @@ from longspan._engine.attention import attention
 from longspan._engine.signatures import as_autocast
 from longspan._masks.algebra import Mask, causal, mask_mod
 from longspan._masks.algebra import sliding_window as window_mask
-from longspan._planner.plan import Plan, PlanSet
+from longspan._planner.plan import Plan
+from longspan._planner.plan_set import PlanSet
 from longspan.integrations._batch import PreparedBatch, RealKeys, prepare_batch
 from longspan.integrations._configs import NAME, check_config
 from longspan.integrations._plan_use import check_no_plan_was_dropped, checked_call, record_use
