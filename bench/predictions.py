@@ -22,8 +22,8 @@ from torch import Tensor
 
 import longspan as ls
 from longspan._cost.clusters import cluster
+from longspan._cost.predict import timeline
 from longspan._cost.rates import Shape
-from longspan._cost.timeline import timeline
 from longspan._cost.workload import Workload
 
 # Bytes per element of out that op-by-op merging of a half-precision partial result into a float32 one reads and writes:
@@ -70,16 +70,16 @@ def _steps(
         ranks=1,
         degree=degree,
         rank=torch.zeros(1, dtype=torch.int64),
-        rows=rows[None],
+        query_tiles=rows[None],
         full=full[None],
         partial=partial[None],
         received=moved,
         sent=moved,
         exchanges=exchanges,
         local=torch.tensor([local], dtype=torch.float64),
-        turned=turned,
+        cross_node_share=turned,
         shape=shape,
-        fold=fold[None],
+        merge_bytes=fold[None],
     )
 
 

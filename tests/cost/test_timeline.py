@@ -12,11 +12,13 @@ import longspan as ls
 from longspan._balance.demand import Demand, pairs_per_row
 from longspan._cost.clusters import cluster
 from longspan._cost.estimate import OwnerEstimate
+from longspan._cost.plan_workload import of_plan
+from longspan._cost.predict import timeline
 from longspan._cost.rates import Link, Rates, Shape
 from longspan._cost.report_data import report
 from longspan._cost.simulate import curve, demand_for, owner_of, simulate
-from longspan._cost.timeline import Conditions, timeline
-from longspan._cost.workload import Placement, of_plan
+from longspan._cost.timeline import Conditions
+from longspan._cost.workload import Placement
 from longspan._engine.local_schedule import itinerary
 
 DOCUMENTS = ls.causal() & ls.documents(lengths=[1700, 40, 2900, 3552])
@@ -84,7 +86,7 @@ def test_ulysses_shares_heads_and_pays_for_the_transpose() -> None:
     plan = planned(strategy="ulysses")
     work, found = of_plan(plan.data, 8), plan.report()
     assert work.degree == 4 and bool((found.timeline.forward.before > 0).all()) and bool((found.timeline.forward.after > 0).all())
-    assert float(work.rows[0]) == 64 * 3 and len(found.received) == 0 and found.seconds > 0
+    assert float(work.query_tiles[0]) == 64 * 3 and len(found.received) == 0 and found.seconds > 0
     # Of 2048 tokens of each of three others 3 query heads and 1 key head arrive; 9 heads of the own tokens' outputs and lse come back.
     assert found.bytes_received.tolist() == [[3 * 2048 * (3 + 2) * 64 * 2] * 4, [2048 * 9 * (64 * 2 + 4)] * 4]
     assert float(found.timeline.bytes.sum()) == float((found.bytes_received + found.bytes_received_backward).sum())
@@ -93,10 +95,10 @@ def test_ulysses_shares_heads_and_pays_for_the_transpose() -> None:
 def test_two_axes_place_ulysses_groups_inside_nodes_where_they_are_the_last_axis() -> None:
     mesh = ls.Mesh.abstract((4, 2), axis_names=("ring", "ulysses"))
     inside = of_plan(planned(mesh=mesh, strategy="ulysses_ring").data, 2)
-    assert inside.turned == 0 and inside.received[0].sum() == 0  # each ring rank is a node
+    assert inside.cross_node_share == 0 and inside.received[0].sum() == 0  # each ring rank is a node
     flipped = ls.Mesh.abstract((2, 4), axis_names=("ulysses", "ring"))
     across = of_plan(planned(mesh=flipped, strategy="ulysses_ring").data, 4)
-    assert across.turned == 1 and across.received[1].sum() == 0
+    assert across.cross_node_share == 1 and across.received[1].sum() == 0
 
 
 def test_slower_links_expose_more_and_free_ones_nothing() -> None:
@@ -125,9 +127,9 @@ def test_steps_follow_each_other_and_begin_when_their_keys_are_there() -> None:
     found = planned(strategy="ring", layout="head_tail", tokens=8192).report("a100").timeline
     for one in (found.forward, found.backward):
         begin, end = one.compute
-        assert bool((begin[:, 1:] >= end[:, :-1] - 1e-12).all()) and bool((begin[:, 1:] >= one.travel[1][:, 1:] - 1e-12).all())
+        assert bool((begin[:, 1:] >= end[:, :-1] - 1e-12).all()) and bool((begin[:, 1:] >= one.transfer[1][:, 1:] - 1e-12).all())
         assert bool((one.exposed >= -1e-12).all())
-    home = found.backward.home
+    home = found.backward.grad_return
     assert home is not None and bool((home[0] >= found.backward.compute[1] - 1e-12)[:, 1:-1].all())
     # The last column is the second part of the local keys, after everything that arrives.
     assert bool((found.forward.compute[1] - found.forward.compute[0])[:, -1].eq(0).all()) and not home[1][:, -1].any()
@@ -142,8 +144,8 @@ def test_the_model_cuts_local_keys_where_the_engine_does(strategy: str, layout: 
     assert work.halves is not None and work.halves.shape == (3, 4, 2) and work.steps == len(plan.schedule.steps) + 2
     for column, halves in zip((work.full, work.partial), work.halves, strict=False):
         assert torch.equal(column[:, 0], halves.sum(1)) and not column[:, -1].any()
-    back = work.back().split()
-    assert torch.equal(back.full.sum(1), work.full.sum(1)) and back.steps == work.steps and back.busy is not None
+    back = work.with_backward_moves().split()
+    assert torch.equal(back.full.sum(1), work.full.sum(1)) and back.steps == work.steps and back.active_tiles is not None
     for rank in range(4):
         route = itinerary(plan.on(ls.Mesh.abstract(4, rank=rank)).data, (128, 128), None, backward=True, home=(2, 4))
         local = [step for step in route.steps if step.own]
@@ -161,7 +163,7 @@ def test_what_goes_home_last_is_hidden_behind_local_keys_and_a_joined_schedule_h
     split, whole = (
         timeline(w, found).backward for w in (work, replace(work, halves=torch.stack([work.halves.sum(2), work.halves[..., 0] * 0], 2)))
     )  # type: ignore[union-attr]
-    assert split.home is not None and bool((split.compute[0][:, -1] <= split.home[0][:, 1]).all())
+    assert split.grad_return is not None and bool((split.compute[0][:, -1] <= split.grad_return[0][:, 1]).all())
     assert split.seconds < whole.seconds
     joined = work.join()
     assert joined.halves is None and joined.steps == 2 and joined.split() is joined
@@ -192,10 +194,10 @@ def test_a_floor_for_short_rows_does_not_touch_long_ones() -> None:
 def test_only_rows_with_work_count_and_what_the_engine_moves_takes_time() -> None:
     plan = planned(ls.causal() & ls.sliding_window(700), strategy="ring", layout="contiguous", heads=96, overlap=True)
     work = of_plan(plan.data, 8)
-    assert work.busy is not None and bool(((work.busy > 0) == (work.full + work.partial > 0)).all())
+    assert work.active_tiles is not None and bool(((work.active_tiles > 0) == (work.full + work.partial > 0)).all())
     # Rank 1 sees all of its own 2048 tokens; of those of rank 0 only its first 6 tiles of queries see the last ones.
-    assert work.busy[1, :2].tolist() == [16 * 96, 6 * 96] and work.rows.tolist() == [16 * 96] * 4
-    busy, everyone = (timeline(replace(work, busy=b), cluster("h200")) for b in (work.busy, None))
+    assert work.active_tiles[1, :2].tolist() == [16 * 96, 6 * 96] and work.query_tiles.tolist() == [16 * 96] * 4
+    busy, everyone = (timeline(replace(work, active_tiles=b), cluster("h200")) for b in (work.active_tiles, None))
     assert float(busy.backward.busy[1]) < float(everyone.backward.busy[1])
     fast, slow = (timeline(work, replace(cluster("h200"), hbm=h)) for h in (4e12, 4e11))
     assert float(slow.forward.busy[1]) > float(fast.forward.busy[1]) and float(slow.backward.busy[1]) > 1.5 * float(fast.backward.busy[1])
@@ -214,7 +216,7 @@ def test_what_is_gathered_before_it_is_sent_is_what_the_engine_gathers(mask: ls.
     plan = planned(mask, strategy=strategy, layout=layout)
     work = of_plan(plan.data, 8)
     assert work.gathered is not None and work.gathered.shape == work.full.shape and (mask is not ROWS or plan.data.rows == 2)
-    for backward, of_pass in enumerate((work, work.back())):
+    for backward, of_pass in enumerate((work, work.with_backward_moves())):
         assert of_pass.gathered is not None
         for rank in range(4):
             mine = plan.on(ls.Mesh.abstract(4, rank=rank)).data
@@ -233,13 +235,13 @@ def test_steps_for_which_backward_brings_nothing_take_no_time() -> None:
     )
     work, found = of_plan(plan.data, 8), plan.report()
     live = [0, 1, 7]  # the shards before and after
-    assert work.back().exchanges.tolist() == [0, 1, 0, 0, 0, 0, 0, 1, 0] and work.exchanges.tolist() == [0, *[1] * 7, 0]
+    assert work.with_backward_moves().exchanges.tolist() == [0, 1, 0, 0, 0, 0, 0, 1, 0] and work.exchanges.tolist() == [0, *[1] * 7, 0]
     for rank in (2, 5):
         steps = itinerary(plan.on(ls.Mesh.abstract(8, rank=rank)).data, (128, 128), None, backward=True).steps
-        assert [step.arriving for step in steps] == work.back().received.sum(0)[rank, live].tolist() == [0, 8064, 8064]
-    assert found.in_flight_back == 2 * 8064 < found.in_flight
+        assert [step.arriving for step in steps] == work.with_backward_moves().received.sum(0)[rank, live].tolist() == [0, 8064, 8064]
+    assert found.in_flight_backward == 2 * 8064 < found.in_flight
     # The keys of the last step travel while those of the first are computed, not after steps that there are none of.
-    begin, end = found.timeline.backward.travel
+    begin, end = found.timeline.backward.transfer
     assert bool((begin[:, 7] <= found.timeline.backward.compute[1][:, 1]).all()) and float((end - begin)[:, 2:7].sum()) == 0
     assert float(found.timeline.backward.exposed.max()) < 0.1 * found.timeline.backward.seconds
 

@@ -150,10 +150,10 @@ def test_backward_holds_what_it_reads() -> None:
         ls.plan(mask, 8192, ls.Mesh.abstract(8), strategy="allgather", layout="contiguous", heads=8, kv_heads=2, head_dim=64).report()
         for mask in (ls.sliding_window(200), ls.full())
     )
-    assert window.in_flight == full.in_flight == full.in_flight_back == 7 * 1024 and window.in_flight_back == 256
+    assert window.in_flight == full.in_flight == full.in_flight_backward == 7 * 1024 and window.in_flight_backward == 256
     key = 2 * 2 * 64 * 2  # bytes of a token's keys and values
-    assert window.memory_parts["keys and gradients in flight"] == 7 * 1024 * key  # forward, more than backward's
-    assert full.memory_parts["keys and gradients in flight"] == 7 * 1024 * key * 3
+    assert window.memory_parts["KV and gradients in flight"] == 7 * 1024 * key  # forward, more than backward's
+    assert full.memory_parts["KV and gradients in flight"] == 7 * 1024 * key * 3
 
 
 def test_a_ulysses_transpose_of_cross_attention_takes_time_by_both_lengths() -> None:

@@ -92,8 +92,8 @@ def expected_events(one: Pass, name: str, start: float, joined: bool, split: boo
             local = "pack local KV" if joined and step == 0 else "compute local KV, second part" if split and step == steps - 1 else ""
             for thread, what, spans in (
                 (0, local or f"compute step {step}", one.compute),
-                (1, f"KV of step {step}", one.travel),
-                (2, f"gradients of step {step}", one.home),
+                (1, f"KV of step {step}", one.transfer),
+                (2, f"gradients of step {step}", one.grad_return),
             ):
                 if spans is not None:
                     begin, end = float(spans[0][rank, step]), float(spans[1][rank, step])
@@ -122,7 +122,7 @@ def test_the_pages_arrays_are_the_reports(plan: ls.Plan) -> None:
     report, (meta, arrays) = plan.report(), page_contents(page_of(plan))
     for name, one in (("forward", report.timeline.forward), ("backward", report.timeline.backward)):
         zero = torch.zeros_like(one.compute[0])
-        spans = {"compute": one.compute, "transfer": one.travel, "return": one.home or (zero, zero)}
+        spans = {"compute": one.compute, "transfer": one.transfer, "return": one.grad_return or (zero, zero)}
         for what, (begin, end) in spans.items():
             torch.testing.assert_close(arrays[f"{name}_{what}"], torch.stack([begin, end]).float(), rtol=1e-6, atol=0)
         torch.testing.assert_close(arrays[f"{name}_transposes"], torch.stack([one.before, one.after, one.total]).float(), rtol=1e-6, atol=0)
@@ -192,7 +192,7 @@ def test_the_figure_draws_work_timeline_and_grid(plan: ls.Plan, tmp_path: Path) 
     )
     want, start = [], 0.0
     for one in (report.timeline.forward, report.timeline.backward):
-        for spans, offset in ((one.compute, 0.0), (one.travel, 0.45), (one.home, 0.45)):
+        for spans, offset in ((one.compute, 0.0), (one.transfer, 0.45), (one.grad_return, 0.45)):
             if spans is not None:
                 for rank, (begins, ends) in enumerate(zip(spans[0].tolist(), spans[1].tolist())):
                     bars = [(a, b) for a, b in zip(begins, ends) if b > a]

@@ -18,8 +18,8 @@ from longspan._comm.mesh import Mesh
 from longspan._cost.estimate import OwnerEstimate
 from longspan._cost.options import BALANCED, Considered, ExactTiming, Option, pass_seconds
 from longspan._cost.pair_counts import balance_of
+from longspan._cost.predict import TIE, fastest
 from longspan._cost.rates import Cluster, Shape
-from longspan._cost.timeline import TIE, fastest
 from longspan._cost.workload import Placement
 from longspan._plan.named_layouts import unit_for
 from longspan._plan.strategies import Strategy, one_axis_strategy, two_axis_strategy, ulysses_axis, ulysses_error

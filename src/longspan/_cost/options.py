@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from longspan._balance.search import Candidate
+from longspan._cost.predict import TIE
 from longspan._cost.rates import Cluster
-from longspan._cost.timeline import TIE, Timeline
+from longspan._cost.timeline import Timeline
 from longspan._plan.strategies import Strategy
 
 BALANCED = 1.05  # options whose busiest rank has at most this many times the mean work come first

@@ -1,4 +1,4 @@
-"""What a plan costs, without running it: balance, bytes, memory, predicted time."""
+"""The cost of a plan, predicted without running it: balance, bytes, memory, time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from torch import Tensor
 
 from longspan._cost.clusters import cluster as cluster_of
 from longspan._cost.pair_counts import balance_of, counts
+from longspan._cost.plan_workload import of_plan, shape_of
+from longspan._cost.predict import timeline
 from longspan._cost.rates import Cluster, Shape
-from longspan._cost.timeline import Conditions, Timeline, timeline
+from longspan._cost.timeline import Conditions, Timeline
 from longspan._cost.traffic import Traffic, traffic
-from longspan._cost.workload import Workload, of_plan, shape_of
+from longspan._cost.workload import Workload
 from longspan._masks.block_table import BLOCK_SIZE
 from longspan._plan.plan_data import PlanData
 from longspan._plan.schedule import Schedule
@@ -21,19 +23,26 @@ from longspan._plan.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlanReport:
-    """N ranks of the mesh, one by one. Bytes are of bfloat16 tensors of the sizes that the plan knows (1 where not, head dim 128).
+    """The predictions of a plan for each of the mesh's N ranks.
 
-    tokens, kv_tokens: queries and keys that each rank owns.
-    tiles:      tiles computed by each rank [N], over its heads and all batch rows.
-    pairs:      the (query, key) pairs in them that the mask allows [N], float64.
-    received:   tokens of keys received along the ring axis in each stage by each rank [stages, N].
-    balance:    the busiest rank's pairs over the mean: what `auto` and `explain` call the busiest.
-    share:      keys received along the ring axis, as a share of what an all-gather there brings.
-    in_flight:  tokens of keys in buffers at once, at most: the step being computed and the one being fetched; `in_flight_back`: backward.
-    traffic:    the bytes of every exchange (`longspan._cost.traffic`); matrix: bytes that rank s (row) sends rank r (column) in a forward
-                pass [N, N]. Both count Ulysses transposes.
-    timeline:   when each rank computes and waits, by the cost model (`longspan._cost.timeline`).
-    work:       what the model was asked, per rank of the ring axis.
+    Bytes are of bfloat16 tensors of the sizes that the plan knows; unknown sizes count as 1, the head dim as 128.
+
+    Attributes:
+        data: The plan's contents.
+        plan: The plan in words.
+        strategy, layout: Names.
+        ranks, degree: Ranks of the mesh, and ranks that share the heads.
+        tokens, kv_tokens: Queries and KV tokens that each rank owns.
+        tiles: Tiles that each rank computes, over its heads and all batch rows [N], int64.
+        pairs: (query, key) pairs in these tiles that the mask allows [N], float64.
+        received: KV tokens that each rank receives along the ring axis in each stage [stages, N].
+        allgather_tokens: KV tokens that all ranks together would receive in an all-gather along the ring axis.
+        steps: Number of steps of a forward pass.
+        in_flight, in_flight_backward: Largest number of KV tokens in buffers at once: of the step being computed and the one being fetched.
+        shape, cluster: The sizes and the devices that were assumed.
+        work: The workload per rank of the ring axis.
+        timeline: When each rank computes and waits.
+        traffic: The bytes of every exchange.
     """
 
     data: PlanData
@@ -47,10 +56,10 @@ class PlanReport:
     tiles: Tensor
     pairs: Tensor
     received: Tensor
-    every: int  # tokens of keys that all ranks together receive in an all-gather along the ring axis
+    allgather_tokens: int
     steps: int
     in_flight: int
-    in_flight_back: int
+    in_flight_backward: int
     shape: Shape
     cluster: Cluster
     work: Workload
@@ -59,70 +68,70 @@ class PlanReport:
 
     @property
     def balance(self) -> float:
+        """Pairs of the busiest rank over the mean."""
         return balance_of(self.pairs)
 
     @property
     def share(self) -> float:
-        return float(self.received.sum()) / self.every if self.every else 0.0
+        """KV tokens received along the ring axis, as a share of an all-gather."""
+        return float(self.received.sum()) / self.allgather_tokens if self.allgather_tokens else 0.0
 
     @property
     def bytes_received(self) -> Tensor:
-        """Bytes for each rank in each stage, forward [stages, N]; where heads are transposed, [1 + stages + 1, N]: before and after the
-        stages one row for the transposes of q, k and v and of the output. `traffic.names` says what the rows are.
+        """Bytes that each rank receives in each stage of a forward pass [stages, N].
+
+        With Ulysses [1 + stages + 1, N]: the first row is the transpose of q, k and v, the last that of the output. `traffic.names` names
+        the rows.
         """
         return self.traffic.forward
 
     @property
     def bytes_received_backward(self) -> Tensor:
-        """The same rows of a backward pass: keys and values come again, and the gradients of those a rank has sent come home."""
+        """Bytes of a backward pass, in the rows of `bytes_received`: KV again, and the returned gradients of KV that a rank has sent."""
         return self.traffic.backward
 
     @property
     def matrix(self) -> Tensor:
+        """Bytes that each rank (row) sends to each rank (column) in a forward pass [N, N]."""
         return self.traffic.matrix
-
-    @property
-    def _bytes_per_token(self) -> int:
-        """Of the key heads that one rank holds after the Ulysses transpose."""
-        return self.work.key_bytes
 
     @cached_property
     def memory_parts(self) -> dict[str, int]:
-        """Bytes on the rank that needs most: what is saved, what backward sums up, what is under way in the pass in which that is more."""
-        found = [self._memory_of(q, kv) for q, kv in sorted(set(zip(self.tokens, self.kv_tokens, strict=True)))]
-        return max(found, key=lambda parts: sum(parts.values()))
+        """Bytes on the rank that needs the most memory: saved tensors, gradients, and buffers of the pass that needs more."""
+        sizes = sorted(set(zip(self.tokens, self.kv_tokens, strict=True)))
+        return max((self._memory_of(q, kv) for q, kv in sizes), key=lambda parts: sum(parts.values()))
 
     def _memory_of(self, q: int, kv: int) -> dict[str, int]:
-        """Of a rank that owns so many queries and keys."""
+        """The parts on a rank that owns so many queries and KV tokens."""
         shape = self.shape
         copies = max(1, self.degree // shape.kv_heads)
-        again = self.in_flight_back * self._bytes_per_token
-        flight = max(self.memory, again + again * shape.grad_element // shape.element)
+        received_again = self.in_flight_backward * self.work.kv_token_bytes
+        in_flight = max(self.memory, received_again + received_again * shape.grad_element // shape.element)
         return {
             "q, k, v, out, lse": q * (2 * shape.q_bytes + 4 * shape.batch * shape.heads) + kv * shape.kv_bytes,
             "gradients, float32": (q * shape.q_bytes + kv * shape.kv_bytes * copies) * 4 // shape.element,
             "transposed copies": 0 if self.degree == 1 else q * 3 * shape.q_bytes + kv * shape.kv_bytes * copies,
-            "keys and gradients in flight": flight,
+            "KV and gradients in flight": in_flight,
         }
 
     @property
     def memory(self) -> int:
-        """Bytes of buffers in flight, at most, on one rank, forward."""
-        return self.in_flight * self._bytes_per_token
+        """Largest number of bytes in buffers of received KV, on one rank, in forward."""
+        return self.in_flight * self.work.kv_token_bytes
 
     @property
     def seconds(self) -> float:
-        """Predicted time of forward and backward on the slowest rank."""
+        """Predicted seconds of forward and backward on the slowest rank."""
         return self.timeline.seconds
 
     @property
     def exposed(self) -> float:
-        """Seconds of both passes in which the rank that waits longest waits for data."""
+        """Seconds, of both passes, that the rank which waits longest waits for data."""
         return float((self.timeline.forward.exposed + self.timeline.backward.exposed).max())
 
     @property
     def flops_per_device(self) -> float:
-        """Useful operations per second and device, forward and backward: what is predicted of the kernel's speed."""
+        """Useful operations per second and device, forward and backward."""
         pairs = float((self.work.full + self.work.partial / 2).sum()) * BLOCK_SIZE**2 * self.work.degree
         return 3.5 * 4 * self.shape.head_dim * pairs / self.ranks / self.seconds if self.seconds else 0.0
 
@@ -135,17 +144,17 @@ class PlanReport:
             f"pairs of a query and a key, in {int(self.tiles[self.pairs.argmax()])} of {int(self.tiles.sum())} tiles)",
             f"  tokens       {self._tokens()} per rank",
             f"  received     {float(moved.mean()) / 2**20:.2f} MiB per rank and forward pass, at most {float(moved.max()) / 2**20:.2f}"
-            f"{self._turned()}; {100 * self.share:.2f} % of an all-gather of keys",
+            f"{self._transposed()}; {100 * self.share:.2f} % of an all-gather of KV",
             f"  stages       {len(self.received)}, computed in {self.steps} step{'s' if self.steps > 1 else ''}; at most {self.in_flight} "
             f"tokens in flight ({self.memory / 2**20:.2f} MiB)",
-            f"  memory       {sum(self.memory_parts.values()) / 2**20:.2f} MiB per rank at most{self._too_much()}",
+            f"  memory       {sum(self.memory_parts.values()) / 2**20:.2f} MiB per rank at most{self._over_memory()}",
             f"  predicted    {1e3 * self.seconds:.2f} ms: forward {1e3 * forward.seconds:.2f}, backward {1e3 * backward.seconds:.2f}; "
             f"{1e3 * self.exposed:.2f} of it waiting for data",
             f"               {self.flops_per_device / 1e12:.0f} TFLOP/s per device ({self.cluster.name}: {self.cluster.kernel.name})",
         ]
         return "\n".join(lines)
 
-    def _too_much(self) -> str:
+    def _over_memory(self) -> str:
         room = self.cluster.memory
         if sum(self.memory_parts.values()) <= room:
             return ""
@@ -155,25 +164,25 @@ class PlanReport:
         q, kv = (f"{min(n)} to {max(n)}" for n in (self.tokens, self.kv_tokens))
         return q if self.tokens == self.kv_tokens else f"{q} queries, {kv} keys"
 
-    def _turned(self) -> str:
-        """What of that Ulysses transposes bring."""
+    def _transposed(self) -> str:
+        """The part of the received bytes that Ulysses transposes bring, in words."""
         if self.degree == 1:
             return ""
-        turned = self.bytes_received[[0, -1]].sum(0).double()
-        return f", {float(turned.mean()) / 2**20:.2f} of it by transposes of heads"
+        transposed = self.bytes_received[[0, -1]].sum(0).double()
+        return f", {float(transposed.mean()) / 2**20:.2f} of it by transposes of heads"
 
 
 def _in_flight(moves: Schedule, received: Tensor) -> int:
-    """Tokens of a step and the next, at most. Steps for which nothing moves are none."""
+    """Largest number of tokens of two consecutive steps. Steps without moves do not count."""
     steps = [n for n in (int(received[s.start : s.stop].sum(0).max()) for s in moves.steps) if n]
     return max(a + b for a, b in zip([0, *steps], [*steps, 0], strict=True))
 
 
 def report(data: PlanData, cluster: Cluster | str | Path | None = None, conditions: Conditions | None = None) -> PlanReport:
-    """A plan's report, from its tables."""
-    found = cluster_of(cluster)
+    """The report of a plan on a cluster (h200 by default), from its block tables and its schedule."""
+    profile = cluster_of(cluster)
     ring = data.inner[0].ranks
-    work, shape, counted = of_plan(data, found.gpus_per_node), shape_of(data), counts(data)
+    work, shape, counted = of_plan(data, profile.gpus_per_node), shape_of(data), counts(data)
     received = data.schedule.received(ring)
     tokens = data.tokens.tolist()
     return PlanReport(
@@ -188,13 +197,13 @@ def report(data: PlanData, cluster: Cluster | str | Path | None = None, conditio
         tiles=counted.tiles.round().long(),
         pairs=counted.pairs,
         received=received[:, data.ring_of],
-        every=data.kv_len * data.rows * (ring - 1) * data.degree,
+        allgather_tokens=data.kv_len * data.rows * (ring - 1) * data.degree,
         steps=len(data.schedule.steps) + (not data.schedule.joined),
         in_flight=_in_flight(data.schedule, received),
-        in_flight_back=_in_flight(data.returns, data.returns.received(ring)),
+        in_flight_backward=_in_flight(data.returns, data.returns.received(ring)),
         shape=shape,
-        cluster=found,
+        cluster=profile,
         work=work,
-        timeline=timeline(work, found, conditions).at(data.ring_of),
-        traffic=traffic(data, shape, work.key_bytes),
+        timeline=timeline(work, profile, conditions).select(data.ring_of),
+        traffic=traffic(data, shape, work.kv_token_bytes),
     )

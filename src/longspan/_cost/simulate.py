@@ -1,38 +1,48 @@
-"""Scale by simulation: what thousands of devices would take, from a mask and owners alone. No object per pair of ranks exists.
+"""Scale by simulation: predictions for thousands of devices, from a mask and owners of units. Nothing has ranks × ranks entries.
 
-Some ranks are looked at in full: the busiest, the least busy and others in between. What is predicted of them is predicted of all.
+Some ranks are looked at in full: the busiest, the least busy and some between. The prediction for them stands for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longspan._balance import search as balance
-from longspan._balance.demand import Demand
+from longspan._balance.demand import Demand, pairs_per_row
 from longspan._cost.clusters import cluster as cluster_of
 from longspan._cost.estimate import OwnerEstimate
+from longspan._cost.predict import fastest
 from longspan._cost.rates import Cluster, Shape
-from longspan._cost.timeline import Conditions, Timeline, fastest
+from longspan._cost.timeline import Conditions, Timeline
 from longspan._cost.workload import Placement, Workload
 from longspan._masks.algebra import Full, as_mask
 from longspan._masks.classify import classify
 from longspan._plan.named_layouts import contiguous_owner, head_tail_owner, round_robin_owner, unit_for
 from longspan._plan.strategies import ulysses_error
 
-UNITS = 1 << 16  # units of the sequence at most, but four for each rank
-LOOKED_AT = 16  # ranks
-ROOM = 0.5  # of a device's memory that keys in flight may take
+MAX_UNITS = 1 << 16  # units of the sequence, unless four per rank are more
+SAMPLED_RANKS = 16
+KV_MEMORY = 0.5  # share of a device's memory that KV in flight may take
 MOVES = ("exchange", "ring", "allgather")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Simulated:
-    """One way to span so many devices. Seconds are of forward and backward; `imbalance`: busiest rank over the mean, of all ranks."""
+    """One way to span `gpus` devices, with its prediction.
+
+    Attributes:
+        strategy, layout: Names.
+        gpus, tokens: Devices, and tokens of the sequence.
+        degree: Devices that share the heads.
+        stages: Exchanges of a forward pass.
+        imbalance: Work of the busiest rank over the mean, of all ranks.
+        work, timeline: Of the sampled ranks.
+        flops: Useful operations of forward and backward, all devices together.
+    """
 
     strategy: str
     layout: str
@@ -47,22 +57,24 @@ class Simulated:
 
     @property
     def seconds(self) -> float:
+        """Predicted seconds of forward and backward."""
         return self.timeline.seconds
 
     @property
     def computing(self) -> float:
+        """Predicted seconds of kernels on the busiest sampled rank."""
         return float((self.timeline.forward.busy + self.timeline.backward.busy).max())
 
     @property
     def in_flight(self) -> float:
-        """Bytes of keys and of their gradients in buffers at once, at most, on one rank."""
-        work, rows = self.work, self.work.rows
-        forward, backward = (w.received.sum(0)[:, 1:] for w in (work, work.back()))
+        """Largest number of bytes of KV and its gradients in buffers at once, on one rank."""
+        work = self.work
+        forward, backward = (w.received.sum(0)[:, 1:] for w in (work, work.with_backward_moves()))
         if not forward.numel():
             return 0.0
-        merged = float((rows[:, 1] / rows[:, 0].clamp(min=1)).max())
-        most = max(float(forward.max()), float(backward.max()) * (1 + work.shape.grad_element / work.shape.element))
-        return 2 * most / max(1.0, merged) * work.key_bytes
+        merged = float((work.query_tiles[:, 1] / work.query_tiles[:, 0].clamp(min=1)).max())
+        step_tokens = max(float(forward.max()), float(backward.max()) * (1 + work.shape.grad_element / work.shape.element))
+        return 2 * step_tokens / max(1.0, merged) * work.kv_token_bytes
 
     @property
     def flops_per_device(self) -> float:
@@ -71,20 +83,21 @@ class Simulated:
 
     @property
     def name(self) -> str:
+        """The way in words: "ulysses_ring 8 × 512, head_tail"."""
         split = f" {self.degree} × {self.gpus // self.degree}" if 1 < self.degree < self.gpus else ""
         return f"{self.strategy}{split}, {self.layout}"
 
 
 def demand_for(mask: Any, tokens: int, ranks: int) -> Demand:
-    """A mask's demand on a sequence in units that suit so many ranks."""
-    found = as_mask(mask)
-    found.extent.check(f"mask {found}", q_len=tokens, kv_len=tokens)
+    """A mask's demand on a sequence, in units that suit `ranks` ranks."""
+    mask = as_mask(mask)
+    mask.extent.check(f"mask {mask}", q_len=tokens, kv_len=tokens)
     unit = unit_for(tokens, ranks)
-    while -(-tokens // unit) > max(UNITS, 4 * ranks):
+    while -(-tokens // unit) > max(MAX_UNITS, 4 * ranks):
         unit *= 2
-    program, captured = (None, ()) if isinstance(found, Full) else (found.traced.program, tuple(found.traced.captured()))
+    program, captured = (None, ()) if isinstance(mask, Full) else (mask.traced.program, tuple(mask.traced.captured()))
     table = classify(program, captured, tokens, tokens, block=(unit, unit), batch=1, heads=1)
-    return Demand.of(table, balance.pairs_per_row(table, program, captured))
+    return Demand.of(table, pairs_per_row(table, program, captured))
 
 
 def simulate(
@@ -103,59 +116,83 @@ def simulate(
 ) -> list[Simulated]:
     """Every way that the heads and the devices' memory allow, the fastest first.
 
-    Ulysses over `degree` devices, inside nodes first; keys move between the rest.
+    Ulysses runs over `degree` devices, inside nodes first; KV moves between the groups.
 
-    degrees: Ulysses degrees to look at; by default 1, powers of two up to a node, and all devices.
+    Args:
+        mask: The mask.
+        tokens: Tokens of the sequence.
+        gpus: Number of devices.
+        heads, kv_heads, head_dim, batch: Sizes of the call.
+        cluster: A profile, by default h200.
+        conditions: Slow ranks and links.
+        layouts: Names of layouts to try.
+        degrees: Ulysses degrees to try; by default 1, powers of two up to a node, and all devices.
+
+    Raises:
+        ValueError: There are fewer tokens than devices.
     """
-    found, shape = cluster_of(cluster), Shape(batch=batch, heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim)
     if tokens < gpus:
-        raise ValueError(f"simulate: expected a token for each of {gpus} devices or more, got {tokens}")
-    wanted = [1, *(2**i for i in range(1, 8) if 2**i <= min(found.gpus_per_node, gpus)), gpus] if degrees is None else degrees
-    out = []
-    for degree in sorted(set(wanted)):
-        if gpus % degree or ulysses_error(degree, shape.heads, shape.kv_heads):
-            continue
-        out += _with_degree(mask, tokens, gpus, degree, shape, found, conditions, layouts)
-    fitting = [s for s in out if s.in_flight <= ROOM * found.memory]
-    return sorted(fitting or out, key=lambda s: s.seconds)
+        raise ValueError(f"simulate: expected one token or more for each of {gpus} devices, got {tokens}: use fewer devices")
+    profile = cluster_of(cluster)
+    shape = Shape(batch=batch, heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim)
+    if degrees is None:
+        degrees = [1, *(2**i for i in range(1, 8) if 2**i <= min(profile.gpus_per_node, gpus)), gpus]
+    scenario = _Scenario(mask=mask, tokens=tokens, gpus=gpus, shape=shape, cluster=profile, conditions=conditions, layouts=layouts)
+    simulated = []
+    for degree in sorted(set(degrees)):
+        if gpus % degree == 0 and ulysses_error(degree, shape.heads, shape.kv_heads) is None:
+            simulated += scenario.with_degree(degree)
+    fitting = [s for s in simulated if s.in_flight <= KV_MEMORY * profile.memory]
+    return sorted(fitting or simulated, key=lambda s: s.seconds)
 
 
-def _with_degree(
-    mask: Any, tokens: int, gpus: int, degree: int, shape: Shape, cluster: Cluster, conditions: Conditions | None, layouts: Sequence[str]
-) -> list[Simulated]:
-    ranks = gpus // degree
-    demand = demand_for(mask, tokens, ranks)
-    placement = Placement(per_node=cluster.gpus_per_node, stride=degree, degree=degree)
-    flops = 3.5 * shape.flops(float(demand.work.sum()))
-    prefix = "ulysses" if degree > 1 else ""
-    out = []
-    for layout in layouts if ranks > 1 else ("contiguous",):
-        owner = owner_of(layout, demand, ranks)
-        work = torch.zeros(ranks, dtype=torch.float64).index_add_(0, owner, demand.work)
-        imbalance = float(work.max()) * ranks / max(1.0, float(work.sum()))
-        owned = OwnerEstimate(demand, owner, ranks, _chosen(work, conditions, degree))
-        for moves in MOVES if ranks > 1 else ("none",):
-            found, line = fastest(owned.workload(moves=moves, placement=placement, shape=shape), cluster, conditions)
-            name = "_".join(part for part in (prefix, moves if moves != "none" else "") if part) or "none"
-            out.append(
-                Simulated(
-                    strategy=name,
-                    layout=layout,
-                    gpus=gpus,
-                    tokens=tokens,
-                    degree=degree,
-                    stages=int(found.exchanges.sum()),
-                    imbalance=imbalance,
-                    work=found,
-                    timeline=line,
-                    flops=flops,
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Scenario:
+    """What to simulate; fields as the arguments of `simulate`."""
+
+    mask: Any
+    tokens: int
+    gpus: int
+    shape: Shape
+    cluster: Cluster
+    conditions: Conditions | None
+    layouts: Sequence[str]
+
+    def with_degree(self, degree: int) -> list[Simulated]:
+        """Every layout and every way to move KV, with heads shared by `degree` devices."""
+        ranks = self.gpus // degree
+        demand = demand_for(self.mask, self.tokens, ranks)
+        placement = Placement(per_node=self.cluster.gpus_per_node, stride=degree, degree=degree)
+        flops = 3.5 * self.shape.flops(float(demand.work.sum()))
+        prefix = ["ulysses"] if degree > 1 else []
+        simulated = []
+        for layout in self.layouts if ranks > 1 else ("contiguous",):
+            owner = owner_of(layout, demand, ranks)
+            work_by_rank = torch.zeros(ranks, dtype=torch.float64).index_add_(0, owner, demand.work)
+            imbalance = float(work_by_rank.max()) * ranks / max(1.0, float(work_by_rank.sum()))
+            estimate = OwnerEstimate(demand, owner, ranks, _sampled(work_by_rank, self.conditions, degree))
+            for moves in MOVES if ranks > 1 else ("none",):
+                work = estimate.workload(moves=moves, placement=placement, shape=self.shape)
+                work, timeline = fastest(work, self.cluster, self.conditions)
+                simulated.append(
+                    Simulated(
+                        strategy="_".join([*prefix, *([moves] if moves != "none" else [])]) or "none",
+                        layout=layout,
+                        gpus=self.gpus,
+                        tokens=self.tokens,
+                        degree=degree,
+                        stages=int(work.exchanges.sum()),
+                        imbalance=imbalance,
+                        work=work,
+                        timeline=timeline,
+                        flops=flops,
+                    )
                 )
-            )
-    return out
+        return simulated
 
 
 def owner_of(layout: str, demand: Demand, ranks: int) -> Tensor:
-    """The owner of each unit under a named layout."""
+    """The owner of each unit under a named layout [T]."""
     if layout == "contiguous":
         return contiguous_owner(demand.units, ranks)
     if layout == "head_tail":
@@ -165,27 +202,21 @@ def owner_of(layout: str, demand: Demand, ranks: int) -> Tensor:
     raise ValueError(f"layout: expected 'contiguous', 'head_tail' or 'round_robin', got {layout!r}")
 
 
-def _chosen(work: Tensor, conditions: Conditions | None, degree: int) -> Tensor:
-    """The ranks to look at: by work, from the busiest to the least busy, and those that are slow."""
+def _sampled(work: Tensor, conditions: Conditions | None, degree: int) -> Tensor:
+    """The ranks to look at: evenly from the busiest to the least busy, the first and the last, and slow ones."""
     ranks = len(work)
-    if ranks <= LOOKED_AT:
+    if ranks <= SAMPLED_RANKS:
         return torch.arange(ranks)
-    order = work.argsort(descending=True, stable=True)
-    picked = order[torch.linspace(0, ranks - 1, LOOKED_AT - 2).round().long()]
+    by_work = work.argsort(descending=True, stable=True)
+    picked = by_work[torch.linspace(0, ranks - 1, SAMPLED_RANKS - 2).round().long()]
     slow = [r // degree for r in ({**conditions.stragglers, **conditions.slow_links} if conditions else {})]
     ends = torch.tensor([0, ranks - 1, *(r for r in slow if r < ranks)])
     return torch.cat([picked, ends]).unique()
 
 
-def curve(mask_for: Any, sizes: Sequence[tuple[int, int]], **options: Any) -> list[Simulated]:
-    """The fastest way for each (gpus, tokens): weak scaling where tokens grow with gpus, strong where they stay. `mask_for(tokens)`."""
+def curve(mask_for: Callable[[int], Any], sizes: Sequence[tuple[int, int]], **options: Any) -> list[Simulated]:
+    """The fastest way for each (gpus, tokens): weak scaling where tokens grow with gpus, strong scaling where they stay.
+
+    `mask_for`: from a number of tokens to the mask; `options`: as in `simulate`.
+    """
     return [simulate(mask_for(tokens), tokens, gpus, **options)[0] for gpus, tokens in sizes]
-
-
-def without_timeline(found: Simulated) -> dict[str, Any]:
-    """The numbers of a simulation, for tables and JSON."""
-    names = ("strategy", "layout", "gpus", "tokens", "degree", "stages", "imbalance", "seconds", "computing", "flops_per_device")
-    return {name: getattr(found, name) for name in names}
-
-
-__all__ = ["Simulated", "curve", "demand_for", "owner_of", "simulate", "without_timeline"]

@@ -11,8 +11,9 @@ import torch
 from longspan._cost.auto import consider
 from longspan._cost.options import Considered, ExactTiming, Option
 from longspan._cost.pair_counts import balance_of, counts
-from longspan._cost.timeline import Timeline, fastest, timeline
-from longspan._cost.workload import of_plan
+from longspan._cost.plan_workload import of_plan
+from longspan._cost.predict import fastest, timeline
+from longspan._cost.timeline import Timeline
 from longspan._plan import schedule as schedules
 from longspan._plan.layout import Layout
 from longspan._plan.plan_data import MaskTiling, PlanData, TiledRow, inner_layout

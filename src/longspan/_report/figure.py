@@ -52,9 +52,9 @@ def _draw_timeline(axes: Any, report: PlanReport) -> None:
     ranks = list(range(0, report.ranks, -(-report.ranks // MAX_RANKS)))
     start = 0.0
     for one in (report.timeline.forward, report.timeline.backward):
-        rows = [(one.compute, "tab:blue", 0.0), (one.travel, "tab:orange", 0.45)]
-        if one.home is not None:
-            rows.append((one.home, "tab:green", 0.45))
+        rows = [(one.compute, "tab:blue", 0.0), (one.transfer, "tab:orange", 0.45)]
+        if one.grad_return is not None:
+            rows.append((one.grad_return, "tab:green", 0.45))
         for (begin, end), colour, offset in rows:
             for y, rank in enumerate(ranks):
                 steps = zip(begin[rank].tolist(), end[rank].tolist(), strict=True)

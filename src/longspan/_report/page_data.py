@@ -77,7 +77,7 @@ def page_arrays(report: PlanReport) -> dict[str, Tensor]:
 def _times(name: str, one: Pass, shown: Tensor) -> dict[str, Tensor]:
     """Begin and end of each step's compute, KV transfer and gradient return [2, shown, steps]; transposes and total [3, shown]."""
     nothing = torch.zeros_like(one.compute[0])
-    spans = {"compute": one.compute, "transfer": one.travel, "return": one.home or (nothing, nothing)}
+    spans = {"compute": one.compute, "transfer": one.transfer, "return": one.grad_return or (nothing, nothing)}
     times = {f"{name}_{what}": torch.stack([begin[shown], end[shown]]) for what, (begin, end) in spans.items()}
     return {**times, f"{name}_transposes": torch.stack([one.before[shown], one.after[shown], one.total[shown]])}
 

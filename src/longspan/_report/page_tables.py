@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 
-from longspan._cost.auto import Considered
+from longspan._cost.options import Considered
 from longspan._cost.report_data import PlanReport
 
 MAX_OPTIONS = 15

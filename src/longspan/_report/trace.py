@@ -41,9 +41,9 @@ def _pass_events(one: Pass, name: str, start: float, step_names: dict[int, str])
     """Events of one pass that begins at `start` seconds. `step_names`: compute steps that have a name besides their number."""
     compute = {step: step_names.get(step, f"compute step {step}") for step in range(one.compute[0].shape[1])}
     out = _step_events(one.compute, COMPUTE, name, start, compute)
-    out += _step_events(one.travel, KV, name, start, {step: f"KV of step {step}" for step in compute})
-    if one.home is not None:
-        out += _step_events(one.home, GRADIENTS, name, start, {step: f"gradients of step {step}" for step in compute})
+    out += _step_events(one.transfer, KV, name, start, {step: f"KV of step {step}" for step in compute})
+    if one.grad_return is not None:
+        out += _step_events(one.grad_return, GRADIENTS, name, start, {step: f"gradients of step {step}" for step in compute})
     for rank, (before, after, total) in enumerate(zip(one.before.tolist(), one.after.tolist(), one.total.tolist(), strict=True)):
         if before > 0:
             out.append(_event(f"{name}: transpose", rank, TRANSPOSES, start, before))
