@@ -62,7 +62,7 @@ def test_equal_layouts_have_equal_digests_and_survive_pickling():
         (6, ((((0, 6), (6, 0)),),), "belong to two segments"),
         (6, ((((0, 5),),),), "end at 5, the sequence at 6"),
         (6, ((((0, 4),), ((4, 2),)), (((0, 6),),)), "laid over 1 ranks, row 0 over 2"),
-        (6, ((((0, 4),), ((4, 2),)), (((0, 3),), ((3, 3),))), "as many in each row"),
+        (6, ((((0, 4),), ((4, 2),)), (((0, 3),), ((3, 3),))), "equally many tokens of each row"),
     ],
 )
 def test_what_is_no_partition_is_refused(length, rows, why):

@@ -194,5 +194,5 @@ def test_layouts_that_do_not_fit_are_not_stacked():
         stack([])
     with pytest.raises(ValueError, match="number 1 with 1 rows, 13 tokens, 2 ranks"):
         stack([contiguous(12, 2), contiguous(13, 2)])
-    with pytest.raises(ValueError, match="as many in each row"):
+    with pytest.raises(ValueError, match="equally many tokens of each row"):
         stack([contiguous(301, 2), head_tail(301, 2)])

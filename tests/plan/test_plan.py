@@ -46,7 +46,7 @@ def test_a_layout_and_a_schedule_of_ones_own_are_taken() -> None:
     assert plan.local_len == 1 and plan.positions.tolist() == [100]
     again = ls.plan(ls.causal(), 1000, MESH, layout=layout, strategy=plan.schedule)
     assert again.schedule is plan.schedule
-    with pytest.raises(ValueError, match="the schedule that is given has"):
+    with pytest.raises(ValueError, match="the given schedule has"):
         ls.plan(ls.causal(), 1000, MESH, layout=layout, strategy=plan.schedule, stages=plan.schedule.stages + 1)
     with pytest.raises(ValueError, match="must arrive exactly once"):
         ls.plan(ls.full(), 1000, MESH, layout=layout, strategy=plan.schedule)

@@ -185,12 +185,15 @@ def _estimate(space: SearchSpace, strategy: Strategy, laid_out: _LaidOut, pairs:
     allgather_tokens = laid_out.tokens * (laid_out.ranks - 1)
     candidate = laid_out.candidate
     pairs_by_rank = torch.zeros(len(pairs), laid_out.ranks, dtype=torch.float64).index_add_(1, candidate.owner, pairs)
+    forward, backward, computing = pass_seconds(timelines)
     return Option(
         strategy=strategy,
         layout=candidate.name,
         candidate=candidate,
         stages=stages,
-        **pass_seconds(timelines),
+        forward=forward,
+        backward=backward,
+        computing=computing,
         imbalance=balance_of(pairs_by_rank.view(-1)),
         received=received / allgather_tokens if allgather_tokens else 0.0,
         joined=joined,
@@ -199,7 +202,7 @@ def _estimate(space: SearchSpace, strategy: Strategy, laid_out: _LaidOut, pairs:
 
 def _distinct(options: Sequence[Option]) -> list[Option]:
     """Drops options with identical predictions, such as numbers of stages beyond the number of moves."""
-    first_of = {}
+    first_of: dict[object, Option] = {}
     for o in options:
         first_of.setdefault((o.strategy, o.layout, o.forward, o.backward), o)
     return list(first_of.values())

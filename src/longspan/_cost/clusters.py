@@ -1,4 +1,4 @@
-"""Cluster profiles: built in by name, or from a TOML file. `longspan calibrate` writes such a file for this machine."""
+"""Cluster profiles: built-in ones by name, or from a TOML file. `longspan calibrate` writes such a file for this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from longspan._cost.rates import Cluster, Kernel, Link, Rates
 
 _PROFILES = Path(__file__).parent / "profiles"
-ETHERNET = "_ethernet"  # after a name: the same nodes with 100 Gbit/s Ethernet per GPU between them
+ETHERNET = "_ethernet"  # suffix of a name: the same nodes, connected by 100 Gbit/s Ethernet per GPU
 _TOP = {"name": str, "about": str, "gpus_per_node": int, "memory_gib": float, "hbm_gb_s": float, "contention": float}
 _LINK = {"bandwidth_gb_s": float, "latency_us": float}
 _RATES = ("keys", "forward_full", "forward_causal", "backward_full", "backward_causal")
@@ -20,17 +20,17 @@ _KERNEL = {"name": str, "source": str, "launch_us": float, "slots": int, **dict.
 
 
 class ClusterError(ValueError):
-    """A profile that does not exist or does not parse; the message says what and where."""
+    """A profile that does not exist or cannot be parsed. The message names the file and the key."""
 
 
 @cache
 def names() -> tuple[str, ...]:
-    """Profiles that are built in."""
+    """Names of the built-in profiles."""
     return tuple(sorted(path.stem for path in _PROFILES.glob("*.toml")))
 
 
 def cluster(value: Cluster | str | Path | None = None) -> Cluster:
-    """A profile by name ("h200", "h100_ethernet", …), from a TOML file, or as it is. None: h200."""
+    """A profile by name ("h200", "h100_ethernet", …), from a TOML file, or a `Cluster` unchanged. None: h200."""
     if isinstance(value, Cluster):
         return value
     if value is None:
@@ -47,16 +47,16 @@ def cluster(value: Cluster | str | Path | None = None) -> Cluster:
 
 @cache
 def _built_in(text: str) -> Cluster:
-    found = load(_PROFILES / f"{text.removesuffix(ETHERNET)}.toml")
+    profile = load(_PROFILES / f"{text.removesuffix(ETHERNET)}.toml")
     if not text.endswith(ETHERNET):
-        return found
+        return profile
     slow = Link(bandwidth=10e9, latency=50e-6)
-    about = f"{found.about.split(', one')[0]}, 100 Gbit/s Ethernet per GPU between"
-    return replace(found, name=text, about=about, between=slow)
+    about = f"{profile.about.split(', one')[0]}, 100 Gbit/s Ethernet per GPU between"
+    return replace(profile, name=text, about=about, between=slow)
 
 
 def load(path: Path) -> Cluster:
-    """A profile from a file. Every key is checked: a misspelt one is an error, never ignored."""
+    """A profile from a TOML file. An unknown key is an error."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -70,7 +70,7 @@ def load(path: Path) -> Cluster:
     kernel = _checked(given["kernel"], _KERNEL, path, "[kernel] ", also=("dims",), optional=("dims",))
     rates = {name: _numbers(kernel[name], path, name) for name in _RATES}
     if len({len(r) for r in rates.values()}) > 1 or len(rates["keys"]) < 2 or list(rates["keys"]) != sorted(set(rates["keys"])):
-        raise ClusterError(f"cluster file {path}: [kernel] keys must ascend, two or more of them, and every list of rates be as long")
+        raise ClusterError(f"cluster file {path}: [kernel] expected two or more ascending keys and lists of rates of the same length")
     dims = given["kernel"].get("dims", {})
     if not all(str(d).isdigit() and _positive(share) for d, share in dims.items()):
         raise ClusterError(f"cluster file {path}: [kernel.dims] expected head dims and shares above 0, got {dims}")
@@ -132,9 +132,9 @@ def _checked(
     return given
 
 
-def dump(found: Cluster) -> str:
-    """The profile as TOML: `load` gives it back."""
-    k = found.kernel
+def dump(profile: Cluster) -> str:
+    """The profile as TOML text that `load` reads."""
+    k = profile.kernel
     lists = {
         "keys": k.forward.keys,
         "forward_full": k.forward.full,
@@ -142,9 +142,9 @@ def dump(found: Cluster) -> str:
         "backward_full": k.backward.full,
         "backward_causal": k.backward.causal,
     }
-    lines = [f"name = {_text(found.name)}", f"about = {_text(found.about)}", f"gpus_per_node = {found.gpus_per_node}"]
-    lines += [f"memory_gib = {found.memory / 2**30:.6g}", f"hbm_gb_s = {found.hbm / 1e9:.6g}", f"contention = {found.contention:.6g}"]
-    for name, link in (("inside", found.inside), ("between", found.between)):
+    lines = [f"name = {_text(profile.name)}", f"about = {_text(profile.about)}", f"gpus_per_node = {profile.gpus_per_node}"]
+    lines += [f"memory_gib = {profile.memory / 2**30:.6g}", f"hbm_gb_s = {profile.hbm / 1e9:.6g}", f"contention = {profile.contention:.6g}"]
+    for name, link in (("inside", profile.inside), ("between", profile.between)):
         lines += ["", f"[{name}]", f"bandwidth_gb_s = {link.bandwidth / 1e9:.6g}", f"latency_us = {link.latency * 1e6:.6g}"]
     lines += ["", "[kernel]", f"name = {_text(k.name)}", f"source = {_text(k.source)}"]
     lines += [f"launch_us = {k.launch * 1e6:.6g}", f"slots = {k.slots}"]

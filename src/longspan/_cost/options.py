@@ -61,7 +61,16 @@ class Option:
 
     def timed(self, exact: ExactTiming) -> Option:
         """The option with exact times in place of estimates."""
-        return replace(self, **pass_seconds(exact.timelines), imbalance=exact.imbalance, joined=exact.joined, exact=True)
+        forward, backward, computing = pass_seconds(exact.timelines)
+        return replace(
+            self,
+            forward=forward,
+            backward=backward,
+            computing=computing,
+            imbalance=exact.imbalance,
+            joined=exact.joined,
+            exact=True,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,13 +82,13 @@ class ExactTiming:
     joined: bool
 
 
-def pass_seconds(timelines: Sequence[Timeline]) -> dict[str, float]:
-    """`forward`, `backward` and `computing` of an option, summed over its masks."""
-    return {
-        "forward": sum(t.forward.seconds for t in timelines),
-        "backward": sum(t.backward.seconds for t in timelines),
-        "computing": sum(float((t.forward.busy + t.backward.busy).max()) for t in timelines),
-    }
+def pass_seconds(timelines: Sequence[Timeline]) -> tuple[float, float, float]:
+    """(`forward`, `backward`, `computing`) of an option, summed over its masks."""
+    return (
+        sum(t.forward.seconds for t in timelines),
+        sum(t.backward.seconds for t in timelines),
+        sum(float((t.forward.busy + t.backward.busy).max()) for t in timelines),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

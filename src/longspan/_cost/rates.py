@@ -1,4 +1,4 @@
-"""What things cost: shapes in bytes and operations, kernels by measured tables, links by bandwidth and latency."""
+"""Rates: shapes in bytes and operations, kernels by measured tables, links by bandwidth and latency."""
 
 from __future__ import annotations
 
@@ -15,37 +15,42 @@ BACKWARD = 2.5  # floating-point operations of a backward pass per one of the fo
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes that turn tokens and pairs into bytes and operations."""
+    """Sizes that turn tokens and pairs into bytes and operations."""
 
     batch: int = 1
     heads: int = 1
     kv_heads: int = 1
     head_dim: int = 128
-    element: int = 2  # bytes
-    grad_element: int = 4  # bytes of a partial gradient on its way
+    element: int = 2  # bytes of an element of q, k, v
+    grad_element: int = 4  # bytes of an element of a partial gradient in flight
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one token's keys and values."""
+        """Bytes of K and V of one token."""
         return 2 * self.batch * self.kv_heads * self.head_dim * self.element
 
     @property
     def q_bytes(self) -> int:
-        """Bytes of one token's queries (or outputs)."""
+        """Bytes of the queries (or outputs) of one token."""
         return self.batch * self.heads * self.head_dim * self.element
 
     def kv_heads_of(self, degree: int) -> int:
-        """Key heads that a rank holds when `degree` ranks share the heads."""
+        """KV heads that a rank holds when `degree` ranks share the heads."""
         return max(1, self.kv_heads // degree)
 
     def flops(self, pairs: float) -> float:
-        """Operations of a forward pass over so many pairs of one batch row and head."""
+        """Operations of a forward pass over `pairs` pairs per batch row and head."""
         return 4.0 * self.head_dim * self.heads * self.batch * pairs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """bandwidth: bytes per second that a device sends, and receives, at the same time. latency: seconds until an exchange has begun."""
+    """A link of a device.
+
+    Attributes:
+        bandwidth: Bytes per second that a device sends and, at the same time, receives.
+        latency: Seconds until an exchange has begun.
+    """
 
     bandwidth: float
     latency: float
@@ -53,7 +58,13 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """TFLOP/s of useful work where a query sees so many keys on average: over rectangles (`full`) and over rows with an edge (`causal`)."""
+    """Measured TFLOP/s of useful work, by the mean number of keys that a query sees.
+
+    Attributes:
+        keys: Mean numbers of keys.
+        full: Rates over rectangles.
+        causal: Rates over rows with a diagonal edge.
+    """
 
     keys: tuple[float, ...]
     full: tuple[float, ...]
@@ -61,41 +72,47 @@ class Rates:
 
     @cached_property
     def _tables(self) -> tuple[Tensor, Tensor]:
-        """Keys [n], and picoseconds per query and unit of head dim for both kinds [2, n]: linear between points, so that sums of rows are
-        exact.
+        """Keys [n], and picoseconds per query and unit of head dim for both kinds [2, n].
+
+        Linear between points, so that sums of rows are exact.
         """
         keys = torch.tensor(self.keys, dtype=torch.float64)
         return keys, 4.0 * keys / torch.tensor([self.full, self.causal], dtype=torch.float64)
 
     def seconds(self, keys: Tensor, edges: Tensor) -> Tensor:
-        """Seconds per query row (of one head, per unit of head dim) that sees `keys` keys, `edges` of its tiles being partial ones.
+        """Seconds per query (of one head, per unit of head dim) that sees `keys` keys, `edges` of its tiles being partial.
 
-        Up to one partial tile per row is what the causal table measured. Each further one computes half a tile in vain.
+        The causal rates were measured with one partial tile per row. Each further partial tile wastes half a tile.
         """
         at, table = self._tables
         full, causal = _interpolated(keys, at, table)
-        found = torch.lerp(full, causal, edges.clamp(0, 1))
+        seconds = torch.lerp(full, causal, edges.clamp(0, 1))
         tile = float(table[0, -1] - table[0, -2]) / float(at[-1] - at[-2]) * BLOCK_SIZE
-        return (found + (edges - 1).clamp(min=0) * (tile / 2)) * 1e-12
+        return (seconds + (edges - 1).clamp(min=0) * (tile / 2)) * 1e-12
 
 
 def _interpolated(x: Tensor, at: Tensor, values: Tensor) -> Tensor:
-    """Both rows of values [2, n] at x: linear between the points and beyond them; before the first, never below the line from it to half
-    its height at 0.
+    """Both rows of values [2, n] at x: linear between the points and beyond them.
+
+    Before the first point, the result is at least the line from that point to half its height at 0.
     """
     i = torch.searchsorted(at, x.contiguous()).clamp_(1, len(at) - 1)
     before = values[:, i - 1]
-    found = before + (values[:, i] - before) * ((x - at[i - 1]) / (at[i] - at[i - 1]))
+    linear = before + (values[:, i] - before) * ((x - at[i - 1]) / (at[i] - at[i - 1]))
     share = (0.5 + 0.5 * x / at[0]) * ((x > 0) & (x < at[0]))
-    return torch.maximum(found, values[:, 0].view(2, *[1] * x.ndim) * share)
+    return torch.maximum(linear, values[:, 0].view(2, *[1] * x.ndim) * share)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """How fast a kernel was measured to be, at head dim 128. `dims`: its rate at other head dims, as a share.
+    """Measured speed of a kernel at head dim 128.
 
-    launch:   seconds of a call beyond its work: start and drain.
-    slots:    programs that run at once. With fewer rows of work than that, the longest row counts.
+    Attributes:
+        name, source: The kernel, and where the numbers come from.
+        forward, backward: Rates of the passes.
+        launch: Seconds of a call besides its work: launch and drain.
+        slots: CTAs that run at once. A call with fewer query tiles takes as long as one with this many.
+        dims: Rates at other head dims, as a share of the rate at 128.
     """
 
     name: str
@@ -107,13 +124,13 @@ class Kernel:
     dims: dict[int, float] = field(default_factory=dict)
 
     def dim_factor(self, head_dim: int) -> float:
-        """Seconds per query at this head dim over those at 128, all else equal."""
+        """Seconds per query at a head dim, relative to those at 128."""
         known = {128: 1.0, **self.dims}
         nearest = min(known, key=lambda d: abs(d - head_dim))
         return head_dim / 128 / known[nearest]
 
     def seconds(self, *, rows: Tensor, full: Tensor, partial: Tensor, head_dim: int, backward: bool) -> Tensor:
-        """Seconds of calls, elementwise: `rows` tiles of queries times heads, over so many full and partial tiles. 0 without tiles."""
+        """Seconds of calls, elementwise: `rows` query tiles times heads, over `full` and `partial` tiles. 0 without tiles."""
         rates = self.backward if backward else self.forward
         safe = rows.clamp(min=1)
         edges, keys = partial / safe, (full + partial / 2) / safe * BLOCK_SIZE
@@ -124,10 +141,17 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of equal devices. `inside`: links within a node; `between`: from a device to those of other nodes.
+    """A profile of equal devices in nodes.
 
-    hbm:         bytes per second, read and written together, that a copy reaches.
-    contention:  share of a kernel's speed that is lost while data travels: the communication library's own kernels.
+    Attributes:
+        name, about: The profile's name and a description.
+        gpus_per_node: Devices per node.
+        memory: Bytes of memory per device.
+        hbm: Bytes per second, read and written together, that a copy reaches.
+        inside: Links within a node.
+        between: Links from a device to other nodes.
+        kernel: The attention kernel's speed.
+        contention: Share of a kernel's speed that is lost while an exchange is in flight.
     """
 
     name: str
@@ -142,9 +166,10 @@ class Cluster:
 
     @property
     def flops(self) -> float:
-        """The best measured rate of the kernel, operations per second."""
+        """Best measured rate of the kernel, in operations per second."""
         return max(self.kernel.forward.full) * 1e12
 
     @property
     def bandwidth(self) -> float:
+        """Bytes per second inside a node."""
         return self.inside.bandwidth

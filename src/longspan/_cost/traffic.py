@@ -1,8 +1,8 @@
-"""The bytes that a plan's exchanges bring to each rank of the mesh: Ulysses transposes, and keys and gradients along the ring axis.
+"""The bytes that a plan's exchanges bring to each rank of the mesh: Ulysses transposes, and KV and gradients along the ring axis.
 
-Counted as the engine sends them, what a rank keeps left out: tensors in the inputs' dtype, logsumexp in 4 bytes, gradients of keys on their
-way home in the dtype that the plan says. Values are taken to be as wide as keys. Not counted: what ranks tell each other before a first
-call, and the gradient of a logsumexp that was asked for.
+Counted as the engine sends them, without local data: tensors in the inputs' dtype, log-sum-exp in 4 bytes, partial gradients of KV in the
+plan's `grad_reduce_dtype`. Values are assumed to be as wide as keys. Not counted: control messages, and the gradient of a log-sum-exp that
+was asked for.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from torch import Tensor
 from longspan._cost.rates import Shape
 from longspan._plan.plan_data import PlanData
 
-LSE = 4  # bytes
+LSE_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Traffic:
-    """N ranks of the mesh. All int64, in bytes.
+    """Bytes between the mesh's N ranks, int64.
 
-    names:     what the rows are: the stages, and where heads are transposed one row before them and one after.
-    forward, backward: received by each rank in each of them [rows, N].
-    matrix:    from each rank (row) to each (column) in a forward pass [N, N].
+    Attributes:
+        names: What the exchanges are: the stages and, with Ulysses, one transpose before and one after them.
+        forward, backward: Bytes that each rank receives in each exchange [exchanges, N].
+        matrix: Bytes that each rank (row) sends to each rank (column) in a forward pass [N, N].
     """
 
     names: tuple[str, ...]
@@ -34,59 +35,61 @@ class Traffic:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Turn:
-    """One transpose: of every token that a member holds, its queries and its keys take so many bytes to each other member."""
+class _TransposeBytes:
+    """One Ulysses transpose: bytes per token of queries and of KV that one member sends to each other member."""
 
     query: float
     key: float
 
 
-def traffic(data: PlanData, shape: Shape, key_bytes: int) -> Traffic:
-    """`key_bytes`: of one token's keys and values as they move along the ring axis."""
+def traffic(data: PlanData, shape: Shape, kv_token_bytes: int) -> Traffic:
+    """The traffic of a plan. `kv_token_bytes`: of K and V of one token as they move along the ring axis."""
     groups, degree = data.groups, data.degree
-    ring = len(groups)
-    at = data.ring_of
-    forward, again, sent = (s(ring)[:, at] * key_bytes for s in (data.schedule.received, data.returns.received, data.returns.sent))
+    ring_size, ring_of = len(groups), data.ring_of
+    forward, received_again, grads = (
+        tokens(ring_size)[:, ring_of] * kv_token_bytes for tokens in (data.schedule.received, data.returns.received, data.returns.sent)
+    )
+    backward = received_again + grads * shape.grad_element // shape.element
     names = tuple(f"stage {i + 1}" for i in range(data.schedule.stages))
-    backward = again + sent * shape.grad_element // shape.element
     matrix = torch.zeros(data.mesh.size, data.mesh.size, dtype=torch.int64)
-    moved = _between(data, ring) * key_bytes
+    kv_matrix = _tokens_between(data, ring_size) * kv_token_bytes
     for members in groups.T:
-        matrix[members[:, None], members] = moved
+        matrix[members[:, None], members] = kv_matrix
     if degree == 1:
         return Traffic(names=names, forward=forward, backward=backward, matrix=matrix)
-    # Bytes of one token in the heads that one rank computes: its queries, its keys and values, its logsumexp.
+
+    # Bytes of one token in the heads that one rank computes: its queries, its K and V, its log-sum-exp.
     q, kv = shape.q_bytes / degree, 2 * shape.batch * shape.kv_heads_of(degree) * shape.head_dim * shape.element
-    lse = LSE * shape.batch * shape.heads / degree
-    # Gradients of key heads that several ranks share are summed where they belong, and travel wide.
-    home = kv * shape.grad_element / shape.element if shape.kv_heads < degree else kv
-    there, back = _Turn(query=q, key=kv), _Turn(query=q + lse, key=0)
-    there_again, grads = _Turn(query=3 * q + lse, key=kv), _Turn(query=q, key=home)
-    tokens = data.tokens.double()
-    forward = torch.stack([_gathered(there, tokens, groups), *forward, _scattered(back, tokens, degree)])
-    backward = torch.stack([_gathered(there_again, tokens, groups), *backward, _scattered(grads, tokens, degree)])
+    lse = LSE_BYTES * shape.batch * shape.heads / degree
+    # Gradients of KV heads that several ranks share are summed at their owner, and sent in the dtype of partial gradients.
+    grad_kv = kv * shape.grad_element / shape.element if shape.kv_heads < degree else kv
+    qkv, out = _TransposeBytes(query=q, key=kv), _TransposeBytes(query=q + lse, key=0)
+    saved_and_grad, grad_qkv = _TransposeBytes(query=3 * q + lse, key=kv), _TransposeBytes(query=q, key=grad_kv)
+    tokens_owned = data.tokens.double()
+    forward = torch.stack([_gathered(qkv, tokens_owned, groups), *forward, _scattered(out, tokens_owned, degree)])
+    backward = torch.stack([_gathered(saved_and_grad, tokens_owned, groups), *backward, _scattered(grad_qkv, tokens_owned, degree)])
     for members in groups:
-        mine = tokens[:, members]
-        pairs = (there.query * mine[0] + there.key * mine[1])[:, None] + (back.query * mine[0] + back.key * mine[1])
+        q_tokens, kv_tokens = tokens_owned[:, members]
+        pairs = (qkv.query * q_tokens + qkv.key * kv_tokens)[:, None] + (out.query * q_tokens + out.key * kv_tokens)
         matrix[members[:, None], members] += pairs.fill_diagonal_(0).round().long()
     names = ("transpose of q, k and v", *names, "transpose of out")
     return Traffic(names=names, forward=forward, backward=backward, matrix=matrix)
 
 
-def _between(data: PlanData, ranks: int) -> Tensor:
-    """Tokens from each rank of the ring axis (row) to each (column)."""
+def _tokens_between(data: PlanData, ranks: int) -> Tensor:
+    """KV tokens from each rank of the ring axis (row) to each (column) [ranks, ranks]."""
     s = data.schedule
     return torch.zeros(ranks * ranks, dtype=torch.int64).index_add_(0, s.source * ranks + s.receiver, s.length).view(ranks, ranks)
 
 
-def _gathered(turn: _Turn, tokens: Tensor, groups: Tensor) -> Tensor:
-    """Received by each rank [N] where all others of its group send it their tokens. `tokens` [2, N]: of queries and of keys."""
-    leaving = turn.query * tokens[0] + turn.key * tokens[1]
-    out = torch.empty(tokens.shape[1], dtype=torch.int64)
-    out[groups] = (leaving[groups].sum(1, keepdim=True) - leaving[groups]).round().long()
-    return out
+def _gathered(transpose: _TransposeBytes, tokens: Tensor, groups: Tensor) -> Tensor:
+    """Bytes received by each rank [N] where all other members send it their tokens. `tokens` [2, N]: queries and KV."""
+    sent = transpose.query * tokens[0] + transpose.key * tokens[1]
+    received = torch.empty(tokens.shape[1], dtype=torch.int64)
+    received[groups] = (sent[groups].sum(1, keepdim=True) - sent[groups]).round().long()
+    return received
 
 
-def _scattered(turn: _Turn, tokens: Tensor, degree: int) -> Tensor:
-    """Received by each rank [N] where all others of its group send it its own tokens."""
-    return ((degree - 1) * (turn.query * tokens[0] + turn.key * tokens[1])).round().long()
+def _scattered(transpose: _TransposeBytes, tokens: Tensor, degree: int) -> Tensor:
+    """Bytes received by each rank [N] where all other members send it the tokens that it owns."""
+    return ((degree - 1) * (transpose.query * tokens[0] + transpose.key * tokens[1])).round().long()

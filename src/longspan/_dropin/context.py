@@ -19,6 +19,7 @@ from longspan._dropin.global_layout import LayoutRule
 from longspan._dropin.intercept import AttentionMode, intercepting
 from longspan._plan.layout import Layout
 from longspan._plan.schedule import Schedule
+from longspan._plan.strategies import StrategyName
 
 
 def context_parallel(
@@ -29,7 +30,7 @@ def context_parallel(
     no_restore_buffers: Iterable[Tensor] | None = None,
     seq_len: int | Sequence[int] | None = None,
     layout: str | Layout | LayoutRule | None = None,
-    strategy: str | Schedule = "auto",
+    strategy: StrategyName | Schedule = "auto",
 ) -> Context:
     """A context in which torch's attention functions compute over a sequence that is split over `mesh`.
 

@@ -29,6 +29,7 @@ from longspan._masks.algebra import Mask, causal, full
 from longspan._plan.layout import Layout
 from longspan._plan.schedule import Schedule
 from longspan._plan.sharding import shard, unshard
+from longspan._plan.strategies import StrategyName
 from longspan._planner.plan import Plan
 from longspan._planner.planning import plan
 
@@ -42,13 +43,13 @@ class AttentionDispatcher:
     """
 
     def __init__(
-        self, mesh: MeshLike, *, layout: str | Layout | LayoutRule, strategy: str | Schedule = "auto", lengths: Iterable[int] = ()
+        self, mesh: MeshLike, *, layout: str | Layout | LayoutRule, strategy: StrategyName | Schedule = "auto", lengths: Iterable[int] = ()
     ) -> None:
         self.mesh = as_mesh(mesh)
         self.sequences = SequenceLayouts(self.mesh, layout, lengths)
         # The layout is given, so "auto" has only the schedule to choose: the exchange moves only KV that some rank reads.
-        exchange = "exchange" if len(self.mesh.axes) == 1 else "ulysses_exchange"
-        self.strategy = exchange if isinstance(strategy, str) and strategy == "auto" else strategy
+        exchange: StrategyName = "exchange" if len(self.mesh.axes) == 1 else "ulysses_exchange"
+        self.strategy: StrategyName | Schedule = exchange if isinstance(strategy, str) and strategy == "auto" else strategy
         # Ulysses gives a rank some heads of every rank's queries.
         self._queries_stay = len(self.mesh.axes) == 1 and not (isinstance(self.strategy, str) and "ulysses" in self.strategy)
         self._plans: dict[Any, Plan] = {}

@@ -20,6 +20,7 @@ from longspan._dropin.dtensor import as_dtensor, mesh_dim_of
 from longspan._dropin.global_layout import chunked
 from longspan._plan.layout import Layout
 from longspan._plan.schedule import Schedule
+from longspan._plan.strategies import StrategyName
 from longspan._torch_private import tree_leaves, tree_map
 
 
@@ -47,7 +48,7 @@ class ContextParallel(ParallelStyle):
         *,
         seq_len: int | Sequence[int] | None = None,
         layout: str | Layout = "contiguous",
-        strategy: str | Schedule = "auto",
+        strategy: StrategyName | Schedule = "auto",
     ) -> None:
         super().__init__()
         self.seq_len, self.layout, self.strategy = seq_len, layout, strategy

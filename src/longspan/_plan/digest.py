@@ -1,4 +1,4 @@
-"""Digests of tensors' contents: how ranks tell, without sending it, that they hold the same plan."""
+"""Digests of texts and tensors: ranks compare them to check that they hold the same plan."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def content(tensor: Tensor) -> bytes:
 
 
 def digest_of(parts: Iterable[str | Tensor]) -> str:
-    """One digest of texts and tensors, in order."""
-    found = hashlib.sha256()
+    """The SHA-256 digest of texts and tensors, in order."""
+    digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, Tensor):
-            found.update(f"[{part.dtype} {tuple(part.shape)}]".encode())
-            found.update(content(part))
+            digest.update(f"[{part.dtype} {tuple(part.shape)}]".encode())
+            digest.update(content(part))
         else:
-            found.update(f"[{len(part)}]{part}".encode())
-    return found.hexdigest()
+            digest.update(f"[{len(part)}]{part}".encode())
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Layouts: who owns which tokens of a sequence. A layout is a value; ranks that make the same one agree without talking."""
+"""Layouts: which rank owns which tokens of a sequence. A layout is a value: ranks that make the same one agree without communication."""
 
 from __future__ import annotations
 
@@ -11,15 +11,31 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-Segments = tuple[tuple[int, int], ...]  # (global start, length), in the order in which the owner holds them
+Segments = tuple[tuple[int, int], ...]  # (global start, length), in the owner's local order
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """`rows[b][rank]`: the segments that a rank owns, in its local order. One row serves every batch row, or there is one for each.
+    """Which rank owns which tokens.
 
-    Every token belongs to exactly one rank. A rank may own nothing. Over batch rows a rank owns the same number of tokens, so that
-    its shard is a rectangle.
+    Every token belongs to exactly one rank. A rank may own no tokens. A rank owns the same number of tokens of every batch row, so that its
+    shard is a tensor.
+
+    Attributes:
+        length: Tokens of the sequence.
+        rows: `rows[b][rank]` is the tuple of segments (global start, length) that a rank owns of batch row b, in its local order. One row
+            serves every batch row, or there is one for each.
+
+    Raises:
+        ValueError: A token belongs to no rank or to two, or the batch rows do not fit together.
+
+    Example:
+        >>> import longspan as ls
+        >>> layout = ls.Layout(length=10, rows=((((0, 2), (8, 2)), ((2, 6),)),))
+        >>> layout.positions(0)
+        tensor([0, 1, 8, 9])
+        >>> ls.plan(ls.causal(), 10, ls.Mesh.abstract(2), layout=layout, strategy="ring").local_len
+        4
     """
 
     length: int
@@ -32,21 +48,24 @@ class Layout:
             )
         for b, ranks in enumerate(self.rows):
             if len(ranks) != len(self.rows[0]):
-                raise ValueError(f"layout: batch row {b} is laid over {len(ranks)} ranks, row 0 over {len(self.rows[0])}")
-            ends = 0
-            for start, length in sorted(chain.from_iterable(ranks)):
-                if length < 1 or start != ends:
-                    what = "belong to nobody" if start > ends else "belong to two segments"
-                    raise ValueError(f"layout: batch row {b}: tokens from {min(start, ends)} on {what}; segment ({start}, {length})")
-                ends = start + length
-            if ends != self.length:
-                raise ValueError(f"layout: batch row {b}: segments end at {ends}, the sequence at {self.length}")
+                raise ValueError(f"layout: expected {len(self.rows[0])} ranks in every batch row, got {len(ranks)} in row {b}")
+            self._check_segments(b, ranks)
             for rank, owned in enumerate(map(_tokens, ranks)):
                 if owned != self._local_lens[rank]:
                     raise ValueError(
                         f"layout: rank {rank} owns {owned} tokens of batch row {b} and {self._local_lens[rank]} of row 0; a shard is a "
-                        "tensor, so that they must be as many in each row"
+                        "tensor: give the rank equally many tokens of each row"
                     )
+
+    def _check_segments(self, batch_row: int, ranks: tuple[Segments, ...]) -> None:
+        end = 0
+        for start, length in sorted(chain.from_iterable(ranks)):
+            if length < 1 or start != end:
+                what = "belong to nobody" if start > end else "belong to two segments"
+                raise ValueError(f"layout: batch row {batch_row}: tokens from {min(start, end)} on {what}; segment ({start}, {length})")
+            end = start + length
+        if end != self.length:
+            raise ValueError(f"layout: batch row {batch_row}: expected segments up to token {self.length}, got them up to {end}")
 
     @cached_property
     def _local_lens(self) -> tuple[int, ...]:
@@ -54,27 +73,30 @@ class Layout:
 
     @property
     def ranks(self) -> int:
+        """Number of ranks."""
         return len(self.rows[0])
 
     def segments(self, rank: int, row: int = 0) -> Segments:
-        """What a rank owns of a batch row."""
+        """The segments that a rank owns of a batch row."""
         return self.rows[row if len(self.rows) > 1 else 0][rank]
 
     def local_len(self, rank: int) -> int:
+        """Number of tokens that a rank owns."""
         return self._local_lens[rank]
 
     def positions(self, rank: int) -> Tensor:
         """Global positions of a rank's tokens in local order, int64: [S_local], or [B, S_local] where batch rows differ."""
-        rows = torch.stack([_positions(ranks[rank]) for ranks in self.rows])
-        return rows[0] if len(self.rows) == 1 else rows
+        by_row = torch.stack([_positions(ranks[rank]) for ranks in self.rows])
+        return by_row[0] if len(self.rows) == 1 else by_row
 
     def merged(self, groups: Sequence[Sequence[int]]) -> Layout:
-        """Groups of ranks as one rank each, their segments one after the other."""
+        """The layout over groups of ranks: each group as one rank that owns its members' segments, member by member."""
         rows = tuple(tuple(tuple(s for r in group for s in ranks[r]) for group in groups) for ranks in self.rows)
         return Layout(length=self.length, rows=rows)
 
     @cached_property
     def digest(self) -> str:
+        """A digest of the layout's contents, the same on every rank."""
         return hashlib.sha256(repr((self.length, self.rows)).encode()).hexdigest()
 
 

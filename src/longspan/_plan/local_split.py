@@ -1,28 +1,38 @@
-"""Which local keys backward computes last, while the last gradients go home: for the engine, which does so, and for the model of it."""
+"""The split of local KV in backward: one part overlaps with the first exchange, the other with the last return of gradients.
+
+Used by the engine, which computes the parts, and by the cost model, which predicts their time.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 
-def late_tiles(work: Tensor, share: float, most: int | None = None) -> int:
-    """How many of a rank's local key tiles backward computes last: its first ones, with `share` of the work as nearly as tiles allow.
+def late_tiles(work: Tensor, share: float, limit: int | None = None) -> int:
+    """The number of local KV tiles that backward computes last: the first ones, with `share` of the work as nearly as tiles allow.
 
-    `work` [tiles]: query tiles that compute each, in local order. `most`: no more than that many, where their gradients need a buffer: with
-    several steps, one no larger than those of keys that arrive. 0 where there are not two tiles to compute. The first ones, since where
-    masks are causal more rows read those: the other part, the smaller one in half precision, then touches fewer rows a second time.
+    The first tiles are chosen because more queries read them under causal masks. The other part then touches fewer rows a second time.
+
+    Args:
+        work: Query tiles that compute each local KV tile, in local order [tiles].
+        share: The share of the work to compute last.
+        limit: Largest number of tiles, where their gradients must fit into a buffer of received KV; None for no limit.
+
+    Returns:
+        0 where fewer than two tiles have work.
     """
     done = work.cumsum(0)
-    inside = ((done > 0) & (done < done[-1:])).nonzero()[:, 0]
-    inside = inside if most is None else inside[inside < most]
-    if share <= 0 or not len(inside):
+    cuts = ((done > 0) & (done < done[-1:])).nonzero()[:, 0]
+    cuts = cuts if limit is None else cuts[cuts < limit]
+    if share <= 0 or not len(cuts):
         return 0
-    return 1 + int(inside[(done[inside] - share * done[-1]).abs().argmin()])
+    return 1 + int(cuts[(done[cuts] - share * done[-1]).abs().argmin()])
 
 
 def late_share(first: float, last: float) -> float:
-    """Of the local keys' work, what is computed while `last` bytes go home; the rest is while `first` bytes arrive. 0: all of it is.
+    """The share of local work to compute while `last` bytes of gradients return; the rest overlaps with `first` bytes of KV.
 
-    In proportion: if the local work is enough for both, both are hidden; if it is not, none of it hides nothing.
+    In proportion to the bytes: enough local work then hides both transfers; with less, all of it still overlaps with some transfer. 0 where
+    either transfer is empty.
     """
     return last / (first + last) if first > 0 and last > 0 else 0.0

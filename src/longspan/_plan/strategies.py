@@ -11,8 +11,8 @@ Moves = Literal["ring", "allgather", "exchange", "none"]
 StrategyName = Literal["ring", "allgather", "exchange", "ulysses", "ulysses_ring", "ulysses_allgather", "ulysses_exchange", "auto"]
 LayoutName = Literal["contiguous", "head_tail", "per_document", "round_robin", "auto"]
 
-STRATEGY_NAMES: tuple[str, ...] = get_args(StrategyName)
-LAYOUT_NAMES: tuple[str, ...] = get_args(LayoutName)
+STRATEGY_NAMES: tuple[StrategyName, ...] = get_args(StrategyName)
+LAYOUT_NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,13 @@ from longspan._cost.pair_counts import balance_of, counts
 from longspan._cost.plan_workload import of_plan
 from longspan._cost.predict import fastest, timeline
 from longspan._cost.timeline import Timeline
+from longspan._plan import kv_moves
 from longspan._plan import schedule as schedules
+from longspan._plan.kv_moves import KVReads
 from longspan._plan.layout import Layout
 from longspan._plan.plan_data import MaskTiling, PlanData, TiledRow, inner_layout
-from longspan._plan.schedule import Reads, Schedule, check_brings, only_read
+from longspan._plan.schedule import Schedule
 from longspan._plan.strategies import Strategy, strategy_for, ulysses_error
-from longspan._plan.tile_grid import reads
 from longspan._planner.layouts import RequestLayouts
 from longspan._planner.mask_work import MaskWork, search_space
 from longspan._planner.request import PlanRequest
@@ -184,22 +185,22 @@ class PlanBuilder:
         """The KV moves of forward and of backward."""
         ranks = self._ring_size(choice.strategy)
         if ranks == 1:
-            nothing = schedules.no_moves()
+            nothing = kv_moves.no_moves()
             return nothing, nothing
-        needs = [Reads(keys=row.kv, wanted=reads(row.table, row.queries, ranks)) for row in tiles]
+        needs = [KVReads.of(row, ranks) for row in tiles]
         forward = self._forward_schedule(choice, needs)
-        return forward, forward if forward.read or not forward.stages else only_read(forward, needs)
+        return forward, forward if forward.read or not forward.stages else kv_moves.only_read(forward, needs)
 
-    def _forward_schedule(self, choice: Choice, needs: list[Reads]) -> Schedule:
+    def _forward_schedule(self, choice: Choice, needs: list[KVReads]) -> Schedule:
         if isinstance(self.request.strategy, Schedule):
-            check_brings(self.request.strategy, needs)
+            kv_moves.check_brings(self.request.strategy, needs)
             return self.request.strategy
         if choice.strategy.moves == "ring":
-            return schedules.ring(needs, step_tokens=schedules.STAGE_TOKENS)
+            return kv_moves.ring(needs, step_tokens=schedules.STAGE_TOKENS)
         if choice.strategy.moves == "allgather":
-            return schedules.allgather(needs)
+            return kv_moves.allgather(needs)
         shard_tokens = -(-self.request.kv_len // self._ring_size(choice.strategy)) * len(needs)
-        return schedules.exchange(needs, stage_tokens=max(shard_tokens, schedules.STAGE_TOKENS), stages=choice.stages)
+        return kv_moves.exchange(needs, stage_tokens=max(shard_tokens, schedules.STAGE_TOKENS), stages=choice.stages)
 
     def _overlapped(self, data: PlanData) -> BuiltPlan:
         """The plan with local KV computed before the first KV that arrives, or together with it: as requested, or as is faster."""

@@ -31,10 +31,15 @@ class MaskWork:
     def table(self, unit: int) -> BlockTable:
         """The block table over tiles of `unit` × `unit` tokens."""
         if unit not in self._tables:
-            sizes = {"batch": self.batch, "heads": self.heads}
             self._tables[unit] = classify(
-                self.mask.program, self.mask.captured, self.q_len, self.kv_len, block=(unit, unit), **sizes
-            )  # fmt: skip
+                self.mask.program,
+                self.mask.captured,
+                self.q_len,
+                self.kv_len,
+                block=(unit, unit),
+                batch=self.batch,
+                heads=self.heads,
+            )
         return self._tables[unit]
 
     def pairs(self, unit: int) -> Tensor:

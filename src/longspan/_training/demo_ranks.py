@@ -15,10 +15,10 @@ from torch import Tensor
 
 from longspan._engine.attention import attention
 from longspan._masks.algebra import Mask, causal, documents
-from longspan._plan.strategies import ulysses_error
+from longspan._plan.strategies import StrategyName, ulysses_error
 from longspan._planner.planning import plan
 
-STRATEGIES = ("auto", "ring", "allgather", "exchange", "ulysses")
+STRATEGIES: tuple[StrategyName, ...] = ("auto", "ring", "allgather", "exchange", "ulysses")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ def on_rank(device: torch.device, sizes: Sizes) -> tuple[float, list[Line]]:
     return alone, lines
 
 
-def _line(device: torch.device, sizes: Sizes, strategy: str, whole: list[Tensor], want: list[Tensor]) -> list[Line]:
+def _line(device: torch.device, sizes: Sizes, strategy: StrategyName, whole: list[Tensor], want: list[Tensor]) -> list[Line]:
     known: dict[str, Any] = {"batch": 1, "heads": sizes.heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.dim}
     made = plan(sizes.mask(), sizes.tokens, dist.group.WORLD, strategy=strategy, **known)
     mine = [made.shard(t, 2) for t in whole]

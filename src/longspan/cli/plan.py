@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -11,7 +11,7 @@ import longspan as ls
 from longspan._cost import simulate as scale
 from longspan._cost.clusters import cluster as cluster_of
 from longspan._cost.timeline import Conditions
-from longspan._plan.strategies import LAYOUT_NAMES, STRATEGY_NAMES, ulysses_error
+from longspan._plan.strategies import LAYOUT_NAMES, STRATEGY_NAMES, StrategyName, ulysses_error
 from longspan.cli import files, parse
 from longspan.cli import printing as show
 from longspan.cli.app import Refused, refusing, said
@@ -89,7 +89,7 @@ def _best(mask: Any, tokens: int, gpus: int, sizes: Any, cluster: Any, strategy:
         name = "ulysses" if d == gpus > 1 else strategy
         if d == 1 and strategy == "auto" and degree == 1:
             name = "exchange"
-        made = ls.plan(mask, tokens, mesh, strategy=name, cluster=cluster, **options, **sizes)
+        made = ls.plan(mask, tokens, mesh, strategy=cast(StrategyName, name), cluster=cluster, **options, **sizes)
         found.append((made.report(cluster).seconds, len(found), made))
     if not found:
         raise Refused(f"--strategy: {strategy}: no part of {gpus} devices can share the heads {sizes['heads']}/{sizes['kv_heads']}")

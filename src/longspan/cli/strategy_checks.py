@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import longspan as ls
-from longspan._plan.strategies import STRATEGY_NAMES
+from longspan._plan.strategies import STRATEGY_NAMES, StrategyName
 from longspan.cli.oracle_checks import Line, Problem
 from longspan.testing import virtual_world
 
@@ -39,7 +39,7 @@ def lines(device: torch.device, ranks: int, *, virtual: bool) -> Iterator[Line]:
         yield line
 
 
-def _over_threads(problem: Problem, strategy: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def _over_threads(problem: Problem, strategy: StrategyName, shape: tuple[int, ...]) -> dict[str, Tensor]:
     gpu = problem.device if problem.device.type == "cuda" else None
     world = virtual_world(shape, axis_names=AXES if len(shape) == 2 else None, device=gpu)
     threads = torch.get_num_threads()
@@ -52,7 +52,7 @@ def _over_threads(problem: Problem, strategy: str, shape: tuple[int, ...]) -> di
     return {**found[0], "dbias": torch.stack(shares).sum(0)} if shares else found[0]
 
 
-def _over_processes(problem: Problem, strategy: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def _over_processes(problem: Problem, strategy: StrategyName, shape: tuple[int, ...]) -> dict[str, Tensor]:
     mesh: Any = dist.group.WORLD
     if len(shape) == 2:
         mesh = dist.device_mesh.init_device_mesh(problem.device.type, shape, mesh_dim_names=AXES)
@@ -62,7 +62,7 @@ def _over_processes(problem: Problem, strategy: str, shape: tuple[int, ...]) -> 
     return found
 
 
-def _on_rank(problem: Problem, strategy: str, mesh: Any) -> dict[str, Tensor]:
+def _on_rank(problem: Problem, strategy: StrategyName, mesh: Any) -> dict[str, Tensor]:
     """Results of this rank, whole; of the bias's gradient, its share."""
     sizes: dict[str, Any] = {"batch": problem.batch, "heads": problem.heads, "kv_heads": problem.kv_heads, "head_dim": problem.dim}
     plan = ls.plan(problem.made_mask, problem.tokens, mesh, strategy=strategy, **sizes)
