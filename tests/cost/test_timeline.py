@@ -117,7 +117,7 @@ def test_a_straggler_and_a_slow_link_hold_up_those_who_wait_for_them() -> None:
     assert late.seconds > 2.5 * usual.seconds
     assert float(late.timeline.forward.total[1]) > 1.5 * float(usual.timeline.forward.total[1])
     assert report(plan.data, "h100", Conditions(slow_links={1: 500.0})).seconds > usual.seconds
-    with pytest.raises(ValueError, match="rank 4 does not exist"):
+    with pytest.raises(ValueError, match="expected ranks below 4, got 4"):
         report(plan.data, "h100", Conditions(stragglers={4: 2.0}))
     with pytest.raises(ValueError, match="factors above 0"):
         Conditions(slow_links={0: 0.0})
@@ -261,7 +261,7 @@ def test_thousands_of_devices_are_simulated_from_few_of_their_ranks() -> None:
     slow = simulate(ls.causal(), 1 << 22, 4096, heads=32, kv_heads=8, degrees=[8], cluster="b200", conditions=late)
     assert next(s for s in slow if s.name == best.name).seconds > 2 * best.seconds
     assert all(s.in_flight < 180 * 2**30 for s in found)
-    with pytest.raises(ValueError, match="a token for each of 64 devices"):
+    with pytest.raises(ValueError, match="one token or more for each of 64 devices"):
         simulate(ls.causal(), 63, 64, heads=8)
 
 
