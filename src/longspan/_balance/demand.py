@@ -1,7 +1,7 @@
-"""What a layout is judged by: the work of each unit of queries and the units of keys that it reads, and what an owner of units makes of it.
+"""Demands: the work of each unit of queries and the units of KV that it reads; and the evaluation of an owner of units by them.
 
-A *unit* is a stretch of tokens that one rank owns whole: T = ceil(length / unit) of them, the last one maybe shorter.
-Work is counted in (query, key) pairs. All counts are whole numbers held in float64: sums are exact in any order, below 2^53.
+A *unit* is a contiguous range of tokens that one rank owns whole. There are T = ceil(length / unit) of them; the last may be shorter. Work
+is counted in (query, key) pairs. Counts are whole numbers in float64: sums below 2^53 are exact in any order.
 """
 
 from __future__ import annotations
@@ -17,17 +17,22 @@ from longspan._masks.block_table import FULL, PARTIAL, BlockTable, stretched
 from longspan._masks.program import Program
 from longspan._masks.tile_runs import row_pointers
 
-POINTS = 16  # points per side of a tile at which a partial tile is looked at
-EVALUATIONS = 1 << 21  # points in all, before tiles get fewer of them
-EXACT = 1 << 22  # pairs that are rather all looked at
+POINTS = 16  # points per side at which a partial tile is sampled
+EVALUATIONS = 1 << 21  # points in all; with more partial tiles, each gets fewer points
+EXACT = 1 << 22  # up to this many pairs in partial tiles, every pair is evaluated
 CHUNK = 1 << 18  # points evaluated at once
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Demand:
-    """One sequence in units. `work` [T], float64: pairs computed for the unit's queries.
+    """Work and reads of one sequence in T units.
 
-    The keys that unit t's queries read: units first[i] … last[i] for ptr[t] <= i < ptr[t + 1], ascending and disjoint. All int64.
+    Attributes:
+        length: Tokens of the sequence.
+        unit: Tokens per unit.
+        work: Pairs of each unit's queries [T], float64.
+        ptr, first, last: The KV that unit t's queries read: units first[i] … last[i] for ptr[t] <= i < ptr[t + 1], ascending and disjoint,
+            int64.
     """
 
     length: int
@@ -39,18 +44,22 @@ class Demand:
 
     @property
     def units(self) -> int:
+        """Number of units T."""
         return len(self.work)
 
     @cached_property
     def row_of_run(self) -> Tensor:
+        """The unit whose queries read each run [runs]."""
         return torch.repeat_interleave(torch.arange(self.units), self.ptr.diff())
 
     @classmethod
     def of(cls, table: BlockTable, pairs: Tensor | None = None, *, row: int | None = None) -> Demand:
-        """The demand of a table of square blocks over one sequence; the block is the unit.
+        """The demand of a block table of square tiles over one sequence; the tile is the unit.
 
-        `pairs` [table rows]: the rows' work, as `pairs_per_row` gives it; without it every computed tile counts whole. Where the table
-        has several heads or batch rows, reads are united and work is summed; `row` takes one batch row alone.
+        Args:
+            table: The table. Reads of several heads or batch rows are united, their work is summed.
+            pairs: Work of each table row [rows], as `pairs_per_row` returns it; by default every computed tile counts whole.
+            row: A batch row to take alone.
         """
         if table.q_len != table.kv_len or table.block[0] != table.block[1] or table.q_len < 1 or table.tiles is not None:
             raise ValueError(
@@ -79,10 +88,10 @@ def _row_of_run(table: BlockTable) -> Tensor:
 
 
 def _united(unit: Tensor, first: Tensor, last: Tensor, units: int, *, in_order: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs that overlap or touch within one unit, made one."""
+    """Runs with those of one unit that overlap or touch merged."""
     if not len(unit):
         return unit, first, last
-    begin, end = unit * (units + 1) + first, unit * (units + 1) + last + 1  # a line per unit, a gap after each
+    begin, end = unit * (units + 1) + first, unit * (units + 1) + last + 1  # one line per unit, with a gap after each
     if not in_order:
         begin, order = begin.sort(stable=True)
         end = end[order].cummax(0).values
@@ -93,7 +102,7 @@ def _united(unit: Tensor, first: Tensor, last: Tensor, units: int, *, in_order: 
     return unit, begin - unit * (units + 1), end - 1 - unit * (units + 1)
 
 
-# ------------------------------------------------------------------------------------------------------------------------ work
+# ----------------------------------------------------------------------------------------------------------------------- pairs
 
 
 def pairs_per_row(
@@ -104,15 +113,21 @@ def pairs_per_row(
     edges: tuple[Tensor, Tensor] | None = None,
     first_batch: int = 0,
 ) -> Tensor:
-    """Allowed (query, key) pairs of each row of a table [rows], float64 whole numbers.
+    """Allowed (query, key) pairs of each row of a block table [rows], float64 whole numbers.
 
-    Full tiles count whole. Partial ones are looked at pair by pair where they are few; else on a grid of points, each of which speaks for
-    its cell: exact in blocks of up to 16, an estimate above. Tokens past the end do not count. `program`, `captured`: the mask's,
-    `captured` on any device. `edges`, `first_batch`: as they were given to `classify`.
+    Full tiles count whole. Partial tiles are evaluated pair by pair where they are few; otherwise at a grid of points that each stand for a
+    cell: exact for tiles of up to 16 tokens, an estimate above. Tokens past the end do not count.
+
+    Args:
+        table: The table.
+        program: The mask's program; None for full attention.
+        captured: The mask's captured tensors, on any device.
+        edges: Edges of the tiles of queries and of KV, as given to `classify`.
+        first_batch: First batch row of the table, as given to `classify`.
     """
     size_q, size_kv = table.block
     if table.tiles is not None and edges is None:
-        raise ValueError("pairs_per_row: expected the table of a whole sequence, got one of selected tiles, whose positions are unknown")
+        raise ValueError("pairs_per_row: expected the table of a whole sequence, got one of selected tiles; pass edges=")
     ptr, first, last = table.runs(FULL)
     tiles = torch.zeros(len(first) + 1, dtype=torch.int64)
     tiles[1:] = (last - first + 1).long().cumsum(0)
@@ -131,7 +146,7 @@ def pairs_per_row(
         points //= 2
     if int((tall * wide).sum()) <= EXACT:
         points = max(size_q, size_kv)
-    look = _Look(
+    sampler = _TileSampler(
         table=table,
         program=program,
         captured=[t.detach().cpu() for t in captured],
@@ -144,11 +159,12 @@ def pairs_per_row(
     size = max(1, CHUNK // (cells[0] * cells[1]))
     for part in (~ragged).nonzero()[:, 0].split(size):
         if len(part):
-            total.index_add_(0, row[part], look.pairs(row[part], column[part], cut=False))
+            total.index_add_(0, row[part], sampler.pairs(row[part], column[part], cut=False))
     cut = ragged.nonzero()[:, 0]
-    for part in cut[(tall * wide)[cut].argsort()].split(size):  # like with like: a chunk is looked at as wide as its widest
+    # Tiles of similar size together: a chunk is evaluated at the size of its largest tile.
+    for part in cut[(tall * wide)[cut].argsort()].split(size):
         if len(part):
-            total.index_add_(0, row[part], look.pairs(row[part], column[part], cut=True))
+            total.index_add_(0, row[part], sampler.pairs(row[part], column[part], cut=True))
     return total
 
 
@@ -157,8 +173,8 @@ def _even(length: int, block: int) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Look:
-    """How single tiles are looked at."""
+class _TileSampler:
+    """Evaluates the mask inside single tiles."""
 
     table: BlockTable
     program: Program | None
@@ -168,7 +184,7 @@ class _Look:
     points: int
 
     def pairs(self, row: Tensor, column: Tensor, *, cut: bool) -> Tensor:
-        """Pairs in single tiles [t]. `cut`: some have fewer tokens than a block. Tiles are the innermost dim: long loops are fast ones."""
+        """Pairs in single tiles [t]. `cut`: some have fewer tokens than a block. Tiles are the innermost dim, for long inner loops."""
         table = self.table
         head, tile = row // table.q_tiles, row % table.q_tiles
         q, of_q = self._grid(0, tile, column, 3)
@@ -185,10 +201,10 @@ class _Look:
         return cells.double() * (table.block[0] // len(q) * (table.block[1] // len(kv)))
 
     def _grid(self, side: int, tile: Tensor, other: Tensor, stride: int) -> tuple[Tensor, Tensor]:
-        """(positions [p, t], tokens each speaks for [p, t]): p cells along each tile, one position in each.
+        """(positions [p, t], tokens that each position stands for [p, t]): p cells along each tile, one position in each.
 
-        Where in its cell a position lies turns from cell to cell and with the tile on the other side, so that an edge of the mask which
-        many tiles share is not misjudged in the same way by all of them.
+        The offset of a position in its cell varies with the cell and with the tile on the other side. Otherwise an edge of the mask that
+        crosses many tiles would be misjudged in the same way in all of them.
         """
         size, begin = self.table.block[side], self.edges[side][tile]
         count = self.edges[side][tile + 1] - begin
@@ -199,14 +215,17 @@ class _Look:
         return (begin + start + offset.minimum((tokens - 1).clamp(min=0))).minimum(begin + count - 1), tokens
 
 
-# ------------------------------------------------------------------------------------------------------------------- judgement
+# ------------------------------------------------------------------------------------------------------------------ evaluation
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """What each of N ranks does under a layout, all [N]. `work` in pairs, float64; `received`: units of keys read but not owned, int64.
+    """Work and traffic of each of N ranks under a layout, all [N].
 
-    `tokens`: how many are owned, int64.
+    Attributes:
+        work: Pairs, float64.
+        received: Units of KV that a rank reads but does not own, int64.
+        tokens: Tokens that a rank owns, int64.
     """
 
     work: Tensor
@@ -215,22 +234,22 @@ class Evaluation:
 
     @cached_property
     def imbalance(self) -> float:
-        """The busiest rank's work over the mean; 1 where there is no work."""
+        """Work of the busiest rank over the mean; 1 where there is no work."""
         total = float(self.work.sum())
         return float(self.work.max()) * len(self.work) / total if total > 0 else 1.0
 
     @cached_property
     def traffic(self) -> float:
-        """Units received per rank, on average."""
+        """Mean number of units received per rank."""
         return int(self.received.sum()) / len(self.received)
 
     def __add__(self, other: Evaluation) -> Evaluation:
-        """The same layout judged by two demands together."""
+        """The evaluation of the same layout by two demands together."""
         return Evaluation(work=self.work + other.work, received=self.received + other.received, tokens=self.tokens)
 
 
 def evaluate(demand: Demand, owner: Tensor, ranks: int) -> Evaluation:
-    """Judge an owner per unit [T], int64 in 0 … ranks − 1. A unit of keys moves whole, once to each rank that reads any of it."""
+    """The evaluation of an owner per unit [T], int64 in 0 … ranks − 1. A unit of KV moves whole, once to each rank that reads any of it."""
     units = demand.units
     if owner.shape != (units,) or (units and (int(owner.min()) < 0 or int(owner.max()) >= ranks)):
         raise ValueError(f"evaluate: expected {units} owners in 0 … {ranks - 1}, got shape {tuple(owner.shape)}")
@@ -240,7 +259,7 @@ def evaluate(demand: Demand, owner: Tensor, ranks: int) -> Evaluation:
     if not len(demand.first):
         return Evaluation(work=work, received=torch.zeros_like(tokens), tokens=tokens)
 
-    # A line of units per rank, one after the other; runs laid on it in order, and what each covers beyond those before it.
+    # One line of units per rank. Each run, in order, counts the units that no run before it covers.
     line = owner * (units + 1)
     base = line[demand.row_of_run]
     begin, order = (base + demand.first).sort()
@@ -249,7 +268,7 @@ def evaluate(demand: Demand, owner: Tensor, ranks: int) -> Evaluation:
     before[1:] = reach[:-1]
     covered = (reach - torch.maximum(begin, before)).clamp(min=0)
     received = torch.zeros_like(tokens).index_add_(0, begin // (units + 1), covered)
-    own = line + torch.arange(units)
-    at = torch.searchsorted(begin, own, right=True) - 1
-    local = (at >= 0) & (reach[at.clamp(min=0)] > own)
+    local_unit = line + torch.arange(units)
+    run = torch.searchsorted(begin, local_unit, right=True) - 1
+    local = (run >= 0) & (reach[run.clamp(min=0)] > local_unit)
     return Evaluation(work=work, received=received - torch.bincount(owner[local], minlength=ranks), tokens=tokens)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from longspan._plan.strategies import StrategyName
+
 
 class _CausalBehavior(Enum):
     SKIP = None
@@ -38,7 +40,7 @@ def set_rotate_method(rotate_method: str) -> None:
     _cp_options.rotate_method = _ROTATIONS[rotate_method]
 
 
-def strategy() -> str:
+def strategy() -> StrategyName:
     """The strategy of `longspan.plan` for the current rotate method."""
     return "ring" if _cp_options.rotate_method is _RotateMethod.ALL_TO_ALL else "allgather"
 
