@@ -342,7 +342,7 @@ def test_swaps_keep_counts_and_never_add_excess_and_count_reads_rightly(seed, ra
     blocks = torch.randperm(structure.units // 8, generator=torch.Generator().manual_seed(seed)) % ranks
     start = torch.cat([blocks.repeat_interleave(8), torch.full((structure.units % 8,), ranks - 1)])
     most = 1.05 * float(demand.work.sum()) / ranks
-    swapper = Swapper(structure, start, ranks, most=most, pinned=structure.units - 1)
+    swapper = Swapper(structure, start, ranks, max_work=most, pinned=structure.units - 1)
     before, reads = evaluate(demand, start, ranks), sum(map(swapper._reads, swapper.held))
     owner = swapper.improve(12)
     after = evaluate(demand, owner, ranks)

@@ -103,7 +103,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--cluster", "typo.toml"], "typo.toml: unknown key 'gpus_per_nod'; expected name"),
     (["--cluster", "broken.toml"], "broken.toml: not TOML"),
     (["--cluster", "negative.toml"], "memory_gib must be a number above 0, got -80"),
-    (["--cluster", "lists.toml"], "every list of rates be as long"),
+    (["--cluster", "lists.toml"], "lists of rates of the same length"),
     (["--mask", "sliding_window(0)"], "--mask: sliding_window(0): "),
     (["--mask", "broken_syntax:f"], "--mask: cannot import 'broken_syntax:f': invalid syntax (broken_syntax.py, line 1)"),
     (["--mask", "broken_import:f"], "RuntimeError: two lines"),

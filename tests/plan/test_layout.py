@@ -60,8 +60,8 @@ def test_equal_layouts_have_equal_digests_and_survive_pickling():
         (6, ((((0, 2),), ((3, 3),)),), "belong to nobody"),
         (6, ((((0, 4),), ((3, 3),)),), "belong to two segments"),
         (6, ((((0, 6), (6, 0)),),), "belong to two segments"),
-        (6, ((((0, 5),),),), "end at 5, the sequence at 6"),
-        (6, ((((0, 4),), ((4, 2),)), (((0, 6),),)), "laid over 1 ranks, row 0 over 2"),
+        (6, ((((0, 5),),),), "expected segments up to token 6, got them up to 5"),
+        (6, ((((0, 4),), ((4, 2),)), (((0, 6),),)), "expected 2 ranks in every batch row, got 1 in row 1"),
         (6, ((((0, 4),), ((4, 2),)), (((0, 3),), ((3, 3),))), "equally many tokens of each row"),
     ],
 )

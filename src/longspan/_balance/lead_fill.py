@@ -1,10 +1,10 @@
-"""Lead and fill: a layout from the structure of a demand, rank by rank.
+"""Lead and fill: a layout constructed from the structure of a demand, rank by rank.
 
-Where the queries of a document read it from its start, a rank that owns any of it reads up to the last unit that it owns there. So
-traffic is low when ranks touch few documents, and few ranks touch the heavy ends of long ones. Each rank in turn *leads* with the tail of
-the document whose last unit is the heaviest left, as long a tail as its work allows, and *fills* up its count of units with whole light
-documents. What is left to be closed, units and work at once, is closed with the head of the leading document, which the rank reads
-anyway, or with the head of one more.
+Where queries read their document from its start, a rank that owns any part of a document reads all of it up to the last unit it owns.
+Traffic is therefore low if ranks touch few documents, and few ranks touch the heavy ends of long ones. Each rank in turn *leads* with the
+tail of the document whose last unit is the heaviest left, as long a tail as its work allows. It *fills* its number of units with whole
+light documents. The remaining units and work are closed with the head of the leading document, which the rank reads anyway, or with the
+head of another one.
 """
 
 from __future__ import annotations
@@ -18,18 +18,22 @@ from torch import Tensor
 
 from longspan._balance.demand import Demand
 
-SHORT = 8  # units: neighbouring groups are joined up to this
-MOST = 400  # groups; more are joined further
-EFFORT = 400  # closings tried for a rank; then it is filled without search
-TOLERANCE = 0.005  # of the mean work: how well a rank's work has to meet its target
+MERGE_UNITS = 8  # neighbouring groups of up to this many units together are merged
+MAX_GROUPS = 400  # above this number, longer groups are merged too
+EFFORT = 400  # closings tried per rank; then the rank is filled without search
+TOLERANCE = 0.005  # allowed distance of a rank's work from its target, as a share of the mean work
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Structure:
-    """A demand in the form of intervals: unit t reads units low[t] … high[t] − 1, and neither falls from one unit to the next.
+    """A demand as intervals: unit t reads units low[t] … high[t] − 1. Neither end decreases from one unit to the next.
 
-    `sums` [T + 1] are running sums of the work. `groups` are stretches of units, begin and end, that read from one unit on: documents.
-    `mirrored`: all of this is of the sequence read backwards, where that has fewer groups (masks that look ahead).
+    Attributes:
+        mirrored: Everything here is of the reversed sequence, because that has fewer groups (masks that look ahead).
+        work: Pairs of each unit [T].
+        sums: Prefix sums of the work [T + 1].
+        low, high: The intervals [T], int64.
+        groups: Contiguous ranges of units (begin, end) whose intervals begin at one unit: documents.
     """
 
     mirrored: bool
@@ -41,20 +45,21 @@ class Structure:
 
     @property
     def units(self) -> int:
+        """Number of units T."""
         return len(self.work)
 
 
 def structure_of(demands: Sequence[Demand]) -> Structure | None:
-    """The structure of several demands on one sequence together, their work added, or None where they have none.
+    """The structure of several demands on one sequence, their work added; None where they have none.
 
-    Of a unit's reads the longest run counts. Where intervals that contain these and do not fall are more than twice as long, as for
-    masks that pick blocks at random, there is no structure.
+    Of a unit's reads the longest run counts. There is no structure if monotone intervals that contain these runs are more than twice as
+    long, as for masks that select blocks at random.
     """
     units = demands[0].units
-    own = torch.arange(units)
-    low, high, size = own.clone(), own + 1, torch.ones_like(own)
+    unit = torch.arange(units)
+    low, high, size = unit.clone(), unit + 1, torch.ones_like(unit)
     for demand in demands:
-        longest = torch.zeros_like(own)
+        longest = torch.zeros_like(unit)
         runs = (demand.last - demand.first + 1) * (units + 1) + demand.first
         longest.scatter_reduce_(0, demand.row_of_run, runs, "amax")
         length, first = longest // (units + 1), longest % (units + 1)
@@ -70,25 +75,26 @@ def structure_of(demands: Sequence[Demand]) -> Structure | None:
     if mirrored:
         low, high, work = units - high.flip(0), units - low.flip(0), work.flip(0)
     begins = [0, *((low.diff() != 0).nonzero()[:, 0] + 1).tolist(), units]
-    listed = work.tolist()
-    return Structure(mirrored=mirrored, work=listed, sums=[0.0, *accumulate(listed)], low=low, high=high, groups=_joined(begins))
+    by_unit = work.tolist()
+    return Structure(mirrored=mirrored, work=by_unit, sums=[0.0, *accumulate(by_unit)], low=low, high=high, groups=_merged_groups(begins))
 
 
-def _joined(begins: list[int]) -> list[tuple[int, int]]:
-    short = SHORT
+def _merged_groups(begins: list[int]) -> list[tuple[int, int]]:
+    """Groups between consecutive `begins`, short neighbours merged."""
+    short = MERGE_UNITS
     while True:
         edges = begins[:1]
         for at, after in pairwise(begins[1:]):
             if after - edges[-1] > short:
                 edges.append(at)
         edges.append(begins[-1])
-        if len(edges) <= MOST + 1 or short >= 64:
+        if len(edges) <= MAX_GROUPS + 1 or short >= 64:
             return list(pairwise(edges))
         short *= 2
 
 
-class _Left:
-    """What is left of a group: units begin … end − 1. `start` is where the group began; `order` scales its place among the light ones."""
+class _Unassigned:
+    """Units of a group without an owner, begin … end − 1. `start`: the group's first unit; `order`: scales its place among light groups."""
 
     __slots__ = ("begin", "end", "order", "start")
 
@@ -102,30 +108,36 @@ class _Left:
 
 @dataclass(frozen=True, kw_only=True)
 class _Fill:
-    """A way to fill a rank: `tail` and `head` units of the leading group, some groups whole, and the head of one more."""
+    """A way to fill a rank: `tail` and `head` units of the leading group, `whole` groups, and units of one more group, `cut`."""
 
     score: float
     tail: int
     head: int
-    whole: tuple[_Left, ...]
-    cut: tuple[_Left, int] | None
+    whole: tuple[_Unassigned, ...]
+    cut: tuple[_Unassigned, int] | None
 
 
 def lead_and_fill(structure: Structure, counts: Sequence[int], slack: float, variant: int = 0) -> tuple[Tensor, bool]:
-    """(An owner for each unit [T], int64; whether it came easily). Rank r owns counts[r] units.
+    """(An owner for each unit [T], int64; whether the search was short).
 
-    Work aims at 1 + slack times the mean. Variants but 0 disturb the order of filling.
+    Args:
+        structure: The demand's structure.
+        counts: Number of units of each rank.
+        slack: The work of a rank aims at 1 + slack times the mean.
+        variant: Variants other than 0 perturb the order of filling.
     """
     builder = _Builder(structure, counts, slack, variant)
     return torch.tensor(builder.owner), builder.spent <= EFFORT // 2 * len(counts)
 
 
 class _Builder:
+    """Assigns units to ranks, rank by rank."""
+
     def __init__(self, structure: Structure, counts: Sequence[int], slack: float, variant: int) -> None:
         self.work, self.sums = structure.work, structure.sums
         self.mean = self.sums[-1] / len(counts)
         self.aim = (1 + slack) * self.mean
-        self.left = [_Left(a, b, _disturbed(i, variant)) for i, (a, b) in enumerate(structure.groups)]
+        self.unassigned = [_Unassigned(a, b, _perturbation(i, variant)) for i, (a, b) in enumerate(structure.groups)]
         self.owner = [0] * structure.units
         self.spent = 0
         unspent, remaining = 0.0, self.sums[-1]
@@ -138,14 +150,14 @@ class _Builder:
                 remaining -= before - self.budget
             unspent = self.budget
 
-    def _work(self, group: _Left) -> float:
+    def _work(self, group: _Unassigned) -> float:
         return self.sums[group.end] - self.sums[group.begin]
 
-    def _top(self, group: _Left) -> float:
-        """The heaviest unit at the end; the very last one may belong half to the next document."""
+    def _top(self, group: _Unassigned) -> float:
+        """The heavier of the last two units: the last one may belong half to the next document."""
         return max(self.work[max(group.begin, group.end - 2) : group.end])
 
-    def _take(self, group: _Left, count: int, *, tail: bool = False) -> None:
+    def _take(self, group: _Unassigned, count: int, *, tail: bool = False) -> None:
         begin = group.end - count if tail else group.begin
         self.owner[begin : begin + count] = [self.rank] * count
         self.room -= count
@@ -156,10 +168,10 @@ class _Builder:
             group.begin += count
 
     def _step(self, *, fresh: bool) -> None:
-        """Fill the rank whole, or failing that give it one group and leave the rest to the next step."""
-        left = self.left = [g for g in self.left if g.end > g.begin]
-        light = sorted(left, key=lambda g: self._work(g) / g.size * g.order)
-        heavy = sorted(left, key=self._top, reverse=True)
+        """Fill the rank completely, or if that fails give it one group and leave the rest to the next step."""
+        groups = self.unassigned = [g for g in self.unassigned if g.end > g.begin]
+        light = sorted(groups, key=lambda g: self._work(g) / g.size * g.order)
+        heavy = sorted(groups, key=self._top, reverse=True)
         if fresh:
             leads = heavy[:1]
         else:
@@ -182,8 +194,8 @@ class _Builder:
         group = next(fits, light[0])
         self._take(group, min(self.room, group.size))
 
-    def _best_fill(self, lead: _Left, light: list[_Left]) -> _Fill | None:
-        """Most work from the lead's tail, counted in the reads that it saves others, less the reads that cutting a group costs."""
+    def _best_fill(self, lead: _Unassigned, light: list[_Unassigned]) -> _Fill | None:
+        """The fill with the most work from the lead's tail, as reads saved for other ranks, less the reads that cutting a group costs."""
         tolerance = max(TOLERANCE * self.mean, 0.51 * self._top(lead))
         others = [g for g in light if g is not lead]
         fits = [(0, 0.0)]  # units and work of the first i light groups
@@ -200,9 +212,9 @@ class _Builder:
             room, budget = self.room - units, self.budget - work
             best = self._closed(best, lead, room, budget, tolerance, others, i, None)
             for group in others[i + 1 :: 1 + len(others) // 200]:
-                size, its = group.size, self._work(group)
-                if size <= room and its <= budget + tolerance:
-                    best = self._closed(best, lead, room - size, budget - its, tolerance, others, i, group)
+                size, work_of_group = group.size, self._work(group)
+                if size <= room and work_of_group <= budget + tolerance:
+                    best = self._closed(best, lead, room - size, budget - work_of_group, tolerance, others, i, group)
         for i in range(most - 2) if best is None else ():
             best = self._closed(best, lead, self.room - fits[i][0], self.budget - fits[i][1], tolerance, others, i, None)
         return best
@@ -210,15 +222,15 @@ class _Builder:
     def _closed(
         self,
         best: _Fill | None,
-        lead: _Left,
+        lead: _Unassigned,
         room: int,
         budget: float,
         tolerance: float,
-        others: list[_Left],
+        others: list[_Unassigned],
         whole: int,
-        extra: _Left | None,
+        extra: _Unassigned | None,
     ) -> _Fill | None:
-        """`best`, or a better way to close `room` units of `budget` work next to the first light groups (and an extra one)."""
+        """`best`, or a better fill: the first `whole` light groups, `extra`, and a tail and a head of `room` units and `budget` work."""
         self.spent += 1
         price = (lead.end - lead.start) / self.aim
         if room <= lead.size:
@@ -238,8 +250,8 @@ class _Builder:
                     best = _Fill(score=score, tail=tail, head=0, whole=tuple(others[:whole]), cut=(cut, head))
         return best
 
-    def _tail(self, lead: _Left, other: _Left, least: int, most: int, room: int, budget: float, tolerance: float) -> int | None:
-        """How many units of the lead's tail, with the other's head `room` units in all, come nearest to the budget; None if not near."""
+    def _tail(self, lead: _Unassigned, other: _Unassigned, least: int, most: int, room: int, budget: float, tolerance: float) -> int | None:
+        """The tail of the lead that, with the head of `other` to `room` units in all, comes nearest to the budget; None if none is near."""
         if least > most:
             return None
         sums, end, begin = self.sums, lead.end, other.begin
@@ -263,6 +275,6 @@ class _Builder:
         return low if abs(below) <= tolerance else None
 
 
-def _disturbed(index: int, variant: int) -> float:
-    """1 for variant 0, else a fixed number between 0.85 and 1.15 that looks random."""
+def _perturbation(index: int, variant: int) -> float:
+    """1 for variant 0, otherwise a fixed pseudo-random number between 0.85 and 1.15."""
     return 1.0 if variant == 0 else 0.85 + (index * 2654435761 + variant * 40503) % 65537 / 65537 * 0.3

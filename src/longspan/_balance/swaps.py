@@ -1,10 +1,10 @@
-"""Swaps: equal numbers of units exchanged between two ranks, as long as overloaded ranks get lighter or less is read.
+"""Swaps: two ranks exchange equal numbers of units, as long as overloaded ranks get lighter or reads decrease.
 
-Legend: a *run* is a stretch of units of one owner inside one group, R of them in order of position; a *chunk* is a whole run, its head or
-its tail, C of them in order of size; X of them belong to the rank in question. N ranks, T units.
+Legend: N ranks, T units. A *run* is a contiguous range of units of one owner inside one group; there are R, in order of position. A *chunk*
+is a whole run, its head or its tail; there are C, in order of size, X of them of the rank in question.
 
-Reads are counted on the structure's intervals. What a rank reads is the union of its runs' intervals. As neither end of them falls from
-unit to unit, that is a sum over its runs in order, of what each adds to those before it; a chunk that comes or goes changes few terms.
+Reads are counted on the structure's intervals. The reads of a rank are the union of its runs' intervals. Because intervals are monotone,
+their number is a sum over runs in order, of the units that each adds to the runs before it. Adding or removing a chunk changes few terms.
 """
 
 from __future__ import annotations
@@ -18,24 +18,31 @@ from longspan._balance.lead_fill import Structure
 
 SIZES = torch.tensor([1, 2, 4, 8, 16, 32, 64])  # units of heads and tails
 FAR = 1 << 40
-ENOUGH = 1e-9  # a change below this is none
-TRIED = 64  # swaps of one rank that are looked at closely
+EPSILON = 1e-9  # a smaller change counts as none
+TRIED = 64  # swaps of one rank that are evaluated exactly
 
 
 def at(values: Tensor, index: Tensor) -> Tensor:
-    """values[index] for one dim; many times faster than indexing."""
+    """values[index] for one dim. Many times faster than indexing."""
     return values.index_select(0, index)
 
 
 def _adds(before: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """What the interval low … high − 1 adds to those that end at `before`."""
+    """Units that the interval low … high − 1 adds to intervals that end at `before`."""
     return (high - torch.maximum(low, before)).clamp(min=0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Chunks:
-    """Of each chunk [C]: its run, its owner, units begin … end − 1, their number, work and interval, and how the owner's reads change
-    when it is `removed`."""
+    """All chunks, one entry each [C].
+
+    Attributes:
+        run, rank: The chunk's run and its owner.
+        begin, end, size: Its units begin … end − 1, and their number.
+        work: Its pairs.
+        low, high: Its interval of reads.
+        removed: Change of the owner's reads if the chunk is removed.
+    """
 
     run: Tensor
     rank: Tensor
@@ -49,10 +56,10 @@ class _Chunks:
 
 
 class Swapper:
-    """Improves an owner per unit [T] of `ranks` ranks. `most` is the work allowed to a rank; the unit `pinned`, if any, keeps its owner."""
+    """Improves an owner per unit [T] of `ranks` ranks. A rank may have `max_work` pairs; the unit `pinned`, if any, keeps its owner."""
 
-    def __init__(self, structure: Structure, owner: Tensor, ranks: int, *, most: float, pinned: int | None = None) -> None:
-        self.owner, self.ranks, self.most = owner.clone(), ranks, most
+    def __init__(self, structure: Structure, owner: Tensor, ranks: int, *, max_work: float, pinned: int | None = None) -> None:
+        self.owner, self.ranks, self.max_work = owner.clone(), ranks, max_work
         self.low, self.high, self.sums = structure.low, structure.high, torch.tensor(structure.sums, dtype=torch.float64)
         self.work = torch.tensor(structure.work, dtype=torch.float64)
         self.load = torch.zeros(ranks, dtype=torch.float64).index_add_(0, owner, self.work)
@@ -61,30 +68,30 @@ class Swapper:
         self.pinned = -1 if pinned is None else pinned
         longest = max(len(owner) // ranks, max(b - a for a, b in structure.groups))
         mean = max(1.0, structure.sums[-1] / ranks)
-        self.price = 32 * longest / mean  # reads that a pair of excess work is worth
-        self.dearest = 1e4 * len(owner) / mean
+        self.price = 32 * longest / mean  # reads per pair of excess work
+        self.max_price = 1e4 * len(owner) / mean
         self.lows, self.highs = structure.low.tolist(), structure.high.tolist()
         self._survey()
 
     def improve(self, rounds: int) -> Tensor:
-        """Up to `rounds` ranks are given their best swap: overloaded ones, the busiest first, then all in turn.
+        """Make the best swap of up to `rounds` ranks: overloaded ranks first, the busiest of them first, then all in turn.
 
-        As long as ranks are overloaded it goes on, up to four times as long; where no swap is worth its reads, excess is priced higher.
+        While ranks are overloaded, up to four times as many. If no swap is worth its reads, the price of excess work rises.
         """
         turn, idle, stuck = 0, 0, set[int]()
         for done in range(4 * rounds):
             load = self.load.tolist()
-            hot = [rank for rank in range(self.ranks) if load[rank] > self.most]
-            free = [rank for rank in hot if rank not in stuck]
-            if hot and not free:
-                if self.price > self.dearest:
+            overloaded = [rank for rank in range(self.ranks) if load[rank] > self.max_work]
+            free = [rank for rank in overloaded if rank not in stuck]
+            if overloaded and not free:
+                if self.price > self.max_price:
                     break
                 self.price *= 4
                 stuck.clear()
                 continue
-            if not hot and (done >= rounds or idle >= self.ranks):
+            if not overloaded and (done >= rounds or idle >= self.ranks):
                 break
-            if hot:
+            if overloaded:
                 rank = max(free, key=load.__getitem__)
             else:
                 rank, turn = turn, (turn + 1) % self.ranks
@@ -98,17 +105,17 @@ class Swapper:
         return self.owner
 
     def _survey(self) -> None:
-        """Runs and chunks of the present owner."""
+        """Find the runs and chunks of the current owner."""
         starts = self.cut.clone()
         starts[1:] |= self.owner.diff() != 0
         begin = starts.nonzero()[:, 0]
         runs = len(begin)
         end = torch.cat([begin[1:], begin.new_tensor([len(self.owner)])])
         rank = self.owner[begin]
-        self.held: list[list[tuple[int, int]]] = [[] for _ in range(self.ranks)]
+        self.runs_of: list[list[tuple[int, int]]] = [[] for _ in range(self.ranks)]
         for owner, a, b in zip(rank.tolist(), begin.tolist(), end.tolist()):
-            self.held[owner].append((a, b))
-        # Index 0 stands for "none before", R + 1 for "none after"; run i is at i + 1.
+            self.runs_of[owner].append((a, b))
+        # Run i is at i + 1. Index 0 stands for "no run before", R + 1 for "no run after".
         self.run_low = torch.cat([begin.new_zeros(1), self.low[begin], begin.new_full((1,), FAR)])
         self.run_high = torch.cat([begin.new_zeros(1), self.high[end - 1], begin.new_full((1,), FAR)])
         place = torch.arange(1, runs + 1)
@@ -125,13 +132,13 @@ class Swapper:
         run = torch.cat([torch.arange(runs), of, of])
         first = torch.cat([begin, at(begin, of), at(end, of) - size])
         last = torch.cat([end, at(begin, of) + size, at(end, of)])
-        loose = ((first > self.pinned) | (last <= self.pinned)).nonzero()[:, 0]
-        order = at(loose, at(last - first, loose).argsort(stable=True))
+        movable = ((first > self.pinned) | (last <= self.pinned)).nonzero()[:, 0]
+        order = at(movable, at(last - first, movable).argsort(stable=True))
         run, first, last = at(run, order), at(first, order), at(last, order)
         head, tail = last < at(end, run), first > at(begin, run)
         where, owner = run + 1, at(rank, run)
-        own = owner * (runs + 2) + where
-        before, then = at(self.run_high, at(self.previous.view(-1), own)), at(self.following.view(-1), own)
+        line = owner * (runs + 2) + where
+        before, then = at(self.run_high, at(self.previous.view(-1), line)), at(self.following.view(-1), line)
         next_low, next_high = at(self.run_low, then), at(self.run_high, then)
         run_low, run_high = at(self.run_low, where), at(self.run_high, where)
         rest_low = torch.where(head, at(self.low, last.clamp(max=len(self.owner) - 1)), torch.where(tail, run_low, FAR))
@@ -151,7 +158,7 @@ class Swapper:
         )
 
     def _swap(self, rank: int) -> bool:
-        """The best swap of one rank with any other is made, if there is a good one."""
+        """Make the best swap of one rank with any other, if there is one that improves; whether there was."""
         c = self.chunks
         mine = (c.rank == rank).nonzero()[:, 0]
         if not len(mine):
@@ -161,20 +168,20 @@ class Swapper:
         runs = at(c.run, mine)
         previous, following = self.previous.index_select(1, runs), self.following.index_select(1, runs)  # [N, X]
         added_there = self._added(at(c.low, mine), at(c.high, mine), previous, following)
-        out, back = at(c.removed, mine) + added_there, c.removed + added_here  # [N, X], [C]: what moving there, and here, changes
+        out, back = at(c.removed, mine) + added_there, c.removed + added_here  # [N, X], [C]: change of reads by moving there, and here
 
-        # A chunk that leaves makes room for one that comes: changes together are never less than their sum. So the least sums tell
-        # which chunks elsewhere are worth a look.
+        # The change of reads by both moves together is never less than the sum of both. The least sums therefore bound which chunks of
+        # other ranks can improve.
         sizes, group = at(c.size, mine).unique_consecutive(return_inverse=True)
         least = out.new_full((self.ranks, len(sizes)), FAR).scatter_reduce_(1, group.expand(self.ranks, -1), out, "amin")
-        kin = torch.searchsorted(sizes, c.size).clamp(max=len(sizes) - 1)
-        excess = (self.load - self.most).clamp(min=0)
+        same_size = torch.searchsorted(sizes, c.size).clamp(max=len(sizes) - 1)
+        excess = (self.load - self.max_work).clamp(min=0)
         relief = (excess + excess[rank]) * self.price
-        bound = (back + at(least.view(-1), c.rank * len(sizes) + kin)).double() - at(relief, c.rank)
-        y = ((bound < 0) & (at(sizes, kin) == c.size) & (c.rank != rank)).nonzero()[:, 0]
-        kin = at(kin, y)
-        begin = torch.searchsorted(group, kin)
-        count = torch.searchsorted(group, kin, right=True) - begin
+        bound = (back + at(least.view(-1), c.rank * len(sizes) + same_size)).double() - at(relief, c.rank)
+        y = ((bound < 0) & (at(sizes, same_size) == c.size) & (c.rank != rank)).nonzero()[:, 0]
+        same_size = at(same_size, y)
+        begin = torch.searchsorted(group, same_size)
+        count = torch.searchsorted(group, same_size, right=True) - begin
         pair = torch.repeat_interleave(torch.arange(len(y)), count)
         x = torch.arange(len(pair)) + at(begin - count.cumsum(0) + count, pair)
         y = at(y, pair)
@@ -186,30 +193,30 @@ class Swapper:
         if not len(change):
             return False
         worst = float(change.kthvalue(min(TRIED, len(change))).values)
-        good = (change <= min(worst, -ENOUGH)).nonzero()[:, 0]
+        good = (change <= min(worst, -EPSILON)).nonzero()[:, 0]
         good = at(good, at(change, good).argsort(stable=True)[:TRIED])
-        best, found = -ENOUGH, None
+        best, best_swap = -EPSILON, None
         for least_, reads_, x_, y_ in zip(*(at(t, good).tolist() for t in (change, reads, x, y))):
             if least_ >= best:
                 break
             exact = least_ - reads_ + self._reads_change(x_, y_)
             if exact < best:
-                best, found = exact, (x_, y_)
-        if found is None:
+                best, best_swap = exact, (x_, y_)
+        if best_swap is None:
             return False
-        self._exchange(*found)
+        self._exchange(*best_swap)
         return True
 
     def _reads_change(self, x: int, y: int) -> int:
-        """How the reads of two ranks change when chunks x and y are exchanged."""
+        """Change of the reads of two ranks if they exchange chunks x and y."""
         c = self.chunks
         total = 0
-        for gone, come in ((x, y), (y, x)):
-            runs = self.held[int(c.rank[gone])]
-            begin, end = int(c.begin[gone]), int(c.end[gone])
-            kept = [(a, begin) if a < begin < b else (end, b) if a < end < b else (a, b) for a, b in runs if (a, b) != (begin, end)]
-            kept.append((int(c.begin[come]), int(c.end[come])))
-            total += self._reads(sorted(kept)) - self._reads(runs)
+        for leaving, arriving in ((x, y), (y, x)):
+            runs = self.runs_of[int(c.rank[leaving])]
+            begin, end = int(c.begin[leaving]), int(c.end[leaving])
+            changed = [(a, begin) if a < begin < b else (end, b) if a < end < b else (a, b) for a, b in runs if (a, b) != (begin, end)]
+            changed.append((int(c.begin[arriving]), int(c.end[arriving])))
+            total += self._reads(sorted(changed)) - self._reads(runs)
         return total
 
     def _reads(self, runs: list[tuple[int, int]]) -> int:
@@ -222,8 +229,8 @@ class Swapper:
         return total
 
     def _relieved(self, rank: int, other: Tensor, shift: Tensor) -> Tensor:
-        """By how much the two ranks' excess work falls when `shift` goes from `rank` to the other; swaps that raise it are forbidden."""
-        here, there = self.load[rank] - self.most, at(self.load - self.most, other)
+        """Decrease of two ranks' excess work if `shift` pairs move from `rank` to the other; −inf for swaps that raise it."""
+        here, there = self.load[rank] - self.max_work, at(self.load - self.max_work, other)
         fall = there.clamp(min=0) - (there + shift).clamp(min=0) + (here.clamp(min=0) - (here - shift).clamp(min=0))
         return torch.where(fall < 0, -torch.inf, fall)
 
@@ -236,7 +243,7 @@ class Swapper:
         self.load[other] += c.work[x] - c.work[y]
 
     def _added(self, low: Tensor, high: Tensor, previous: Tensor, following: Tensor) -> Tensor:
-        """How a rank's reads change when a chunk comes between two of its runs."""
+        """Change of a rank's reads if a chunk is added between two of its runs."""
         shape, following = previous.shape, following.reshape(-1)
         before = at(self.run_high, previous.reshape(-1)).view(shape)
         next_low, next_high = at(self.run_low, following).view(shape), at(self.run_high, following).view(shape)
