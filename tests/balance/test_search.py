@@ -1,4 +1,4 @@
-"""Demands, their evaluation and the choice of `auto`: against brute force, and never worse than a named layout."""
+"""Demands, evaluations and the layout search: against brute force, and never worse than a named layout."""
 
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ from longspan._plan.named_layouts import contiguous, stack, unit_for, units_per_
 
 
 def table_of(kinds, length, block):
-    """A table from kinds [batch, heads, T, T]."""
+    """A block table from kinds of tiles [batch, heads, T, T]."""
     batch, heads, tiles, _ = kinds.shape
     ptr, first, last, kind = [0], [], [], []
     for row in kinds.view(-1, tiles).tolist():
@@ -57,7 +57,7 @@ def visible(mask, length, b=0, h=0):
 
 
 def packed(length, seed, scale):
-    """Lengths of documents with a long tail that add up to `length`."""
+    """Document lengths of a long-tailed distribution with the sum `length`."""
     generator = torch.Generator().manual_seed(seed)
     lengths = []
     while sum(lengths) < length:
@@ -102,12 +102,12 @@ def test_demand_takes_given_pairs_for_work():
         (ls.causal().block_table(40, block=10).select(torch.tensor([1]), torch.tensor([2])), "one sequence in square blocks"),
     ],
 )
-def test_tables_that_are_not_of_one_sequence_are_refused(table, why):
+def test_tables_of_two_sequences_raise(table, why):
     with pytest.raises(ValueError, match=why):
         Demand.of(table)
 
 
-def test_wrong_rows_and_pairs_are_refused():
+def test_wrong_rows_and_pairs_raise():
     table = table_of(random_kinds(0, 2, 1, 3), 15, 5)
     with pytest.raises(ValueError, match="2 batch rows, got row 2"):
         Demand.of(table, row=2)
@@ -144,7 +144,7 @@ def test_pairs_are_exact_in_small_blocks(mask, block):
 
 @pytest.mark.parametrize("length", [2 * 1024, 3001])
 @pytest.mark.parametrize("block", [128, 100])
-def test_pairs_are_nearly_right_in_large_blocks(length, block):
+def test_pairs_are_estimated_well_in_large_blocks(length, block):
     for mask in (ls.causal(), ls.sliding_window(300, 77), ls.causal() & ls.documents([length // 3, 400, length - length // 3 - 400])):
         table = mask.block_table(length, block=block)
         pairs = pairs_per_row(table, mask.traced.program, mask.traced.captured())
@@ -159,14 +159,14 @@ def test_no_mask_is_every_pair():
     assert pairs_per_row(table, None).tolist() == [70 * 32, 70 * 32, 70 * 6]
 
 
-def test_tables_with_very_many_partial_tiles_are_looked_at_less_closely():
+def test_tables_with_many_partial_tiles_are_sampled_at_fewer_points():
     mask = ls.mask_mod(lambda b, h, q, kv: (q + kv) % 3 == 0)
     table = mask.block_table(512 * 20, block=20)
     pairs = pairs_per_row(table, mask.traced.program, mask.traced.captured())
     assert abs(float(pairs.sum()) / (512 * 20) ** 2 * 3 - 1) < 0.01
 
 
-def test_pairs_of_selected_tiles_are_refused():
+def test_pairs_of_selected_tiles_raise():
     with pytest.raises(ValueError, match="selected tiles"):
         pairs_per_row(ls.causal().block_table(40, block=10).select(torch.tensor([1]), torch.tensor([2])), None)
 
@@ -190,7 +190,7 @@ def test_evaluation_equals_brute_force(seed, tiles, ranks, missing):
         assert int(got.tokens[rank]) == int(tokens.sum())
 
 
-def test_owners_out_of_range_are_refused():
+def test_owners_out_of_range_raise():
     demand = demand_of(ls.causal(), 40, 10)
     with pytest.raises(ValueError, match=r"4 owners in 0 … 1"):
         evaluate(demand, torch.tensor([0, 1, 2, 0]), 2)
@@ -285,7 +285,7 @@ def test_documents_that_look_ahead_cost_what_their_mirror_image_costs():
     assert one.traffic <= 1.1 * other.traffic
 
 
-def test_several_masks_share_one_layout_and_are_judged_together():
+def test_several_masks_share_one_layout_and_are_evaluated_together():
     length, ranks = 48 * 1024, 6
     wide = demand_of(ls.causal() & ls.documents(packed(length, 2, 5000)), length)
     narrow = demand_of(ls.sliding_window(600) & ls.causal(), length)
@@ -296,7 +296,7 @@ def test_several_masks_share_one_layout_and_are_judged_together():
     assert chosen.evaluation.imbalance <= 1.03
 
 
-def test_demands_on_different_sequences_are_refused():
+def test_demands_on_different_sequences_raise():
     one, other = demand_of(ls.causal(), 64, 4), demand_of(ls.causal(), 60, 4)
     with pytest.raises(ValueError, match=r"\(64, 4\), \(60, 4\)"):
         auto([one, other], 2)
@@ -311,7 +311,7 @@ def test_work_without_reads_is_only_balanced():
     assert choose(demand, 7).evaluation.imbalance < 1.03
 
 
-def test_masks_without_structure_are_left_to_named_layouts():
+def test_masks_without_structure_get_named_layouts():
     blocks = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) < 0.3
     demand = demand_of(ls.causal() & ls.mask_mod(lambda b, h, q, kv: blocks[q // 32, kv // 32]), 64 * 32, 32)
     assert structure_of([demand]) is None
@@ -334,7 +334,7 @@ def test_construction_gives_every_rank_its_count(seed, ranks, variant, slack):
     seed=st.integers(0, 999), ranks=st.integers(2, 9), kind=st.sampled_from(["documents", "both ways", "window", "windows in documents"])
 )
 @settings(max_examples=60)
-def test_swaps_keep_counts_and_never_add_excess_and_count_reads_rightly(seed, ranks, kind):
+def test_swaps_keep_counts_never_add_excess_and_count_reads_exactly(seed, ranks, kind):
     length, unit = 2990, 16
     demand = demand_of(MASKS[kind](length, seed), length, unit)
     structure = structure_of([demand])

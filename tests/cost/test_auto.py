@@ -1,4 +1,4 @@
-"""`auto`: no slower than what one would pick by hand, balanced where that can be had, and able to say why."""
+"""`auto`: no slower than the best choice by hand, balanced where possible, and explained."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def _mesh(degree: int) -> ls.Mesh:
 
 
 def _imbalance(plan: ls.Plan, pairs: torch.Tensor) -> float:
-    """The busiest rank's pairs over the mean, counted at single queries."""
+    """Pairs of the busiest rank over the mean, counted query by query."""
     inner = plan.data.inner[0]
     work = torch.stack([pairs[inner.positions(r)].sum() for r in range(inner.ranks)])
     return float(work.max() / work.mean())
 
 
 def _pairs(mask: ls.Mask) -> torch.Tensor:
-    """Keys that each query sees [TOKENS]."""
+    """Number of keys that each query sees [TOKENS]."""
     zero, kv = torch.tensor(0), torch.arange(TOKENS)[None, :]
     rows = [mask(zero, zero, q[:, None], kv).expand(len(q), TOKENS).sum(1) for q in torch.arange(TOKENS).split(1024)]
     return torch.cat(rows).double()
@@ -108,7 +108,7 @@ def _random_mask(generator: random.Random, tokens: int) -> ls.Mask:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_auto_is_balanced_where_that_can_be_had_and_says_so_by_one_count(seed: int) -> None:
+def test_auto_is_balanced_where_possible_and_reports_the_same_count(seed: int) -> None:
     generator = random.Random(seed)
     tokens, ranks = generator.randint(500, 5000), generator.randint(2, 8)
     mask, mesh = _random_mask(generator, tokens), ls.Mesh.abstract(ranks)
@@ -137,7 +137,7 @@ def test_balance_is_counted_in_pairs_as_explain_does() -> None:
     assert plan.report().balance <= 1.05
 
 
-def test_heads_that_see_different_keys_make_ulysses_uneven_and_auto_knows() -> None:
+def test_auto_accounts_for_heads_with_different_work_under_ulysses() -> None:
     mask = ls.mask_mod(lambda b, h, q, kv: (q >= kv) & (q - kv < 200 * (h + 1) ** 2))
     uneven = ls.plan(mask, 4000, _mesh(1), strategy="ulysses", heads=4, head_dim=64)
     plan = ls.plan(mask, 4000, _mesh(1), heads=4, head_dim=64)
@@ -145,7 +145,7 @@ def test_heads_that_see_different_keys_make_ulysses_uneven_and_auto_knows() -> N
     assert all(o.imbalance > 1.3 for o in considered(plan).options if o.strategy.name == "ulysses")
 
 
-def test_stages_are_kept_to_by_auto_and_what_has_others_is_named() -> None:
+def test_auto_honours_stages_and_lists_strategies_with_other_numbers() -> None:
     for stages, legal in ((2, {"exchange"}), (3, {"exchange", "ring"}), (1, {"exchange", "allgather"})):
         plan = ls.plan(MASKS["causal"], TOKENS, _mesh(1), stages=stages, **SIZES)
         found = considered(plan)
@@ -177,7 +177,7 @@ def test_a_plan_is_reported_for_the_cluster_it_was_made_for(tmp_path: Path, monk
     )
 
 
-def test_two_clusters_of_one_name_are_told_apart() -> None:
+def test_two_clusters_of_one_name_are_distinguished() -> None:
     slow = replace(cluster("h100"), inside=replace(cluster("h100").inside, bandwidth=1e8))
     plan = ls.plan(MASKS["causal"], 2048, _mesh(1), cluster="h100", **SIZES)
     assert considered(plan).winner.seconds < 0.5 * ls.plan(MASKS["causal"], 2048, _mesh(1), cluster=slow, **SIZES).report().seconds
@@ -191,7 +191,7 @@ def test_explain_prints_what_it_returns(capsys: pytest.CaptureFixture[str]) -> N
     assert captured.out == text + "\n" and captured.err == "" and "the winner is" in text
 
 
-def test_explain_says_what_was_considered_and_why_the_winner_won() -> None:
+def test_explain_lists_options_and_why_the_winner_won() -> None:
     plan = ls.plan(MASKS["causal"], TOKENS, _mesh(1), **{**SIZES, "heads": 6, "kv_heads": 6})
     text = plan.explain()
     assert "the winner" in text and "contiguous" in text and "× the mean" in text
@@ -203,7 +203,7 @@ def test_explain_says_what_was_considered_and_why_the_winner_won() -> None:
     assert "so that nothing was weighed" in ls.plan(ls.causal(), 4096, _mesh(1)).explain() and "nothing was weighed" not in text
 
 
-def test_the_environment_asks_for_the_explanation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_longspan_explain_prints_the_explanation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     ls.plan(MASKS["causal"], 4096, _mesh(1), **SIZES)
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("LONGSPAN_EXPLAIN", "1")
@@ -218,14 +218,14 @@ def test_the_choice_is_the_same_on_every_rank_and_carries_the_gradients_dtype() 
     assert plans[0].digest == plans[1].digest and plans[0].data.grad_reduce_dtype is torch.bfloat16
 
 
-def test_slow_links_between_nodes_turn_the_choice_towards_less_traffic() -> None:
+def test_slow_links_between_nodes_favour_less_traffic() -> None:
     mesh = ls.Mesh.abstract(16)
     mask = ls.causal() & ls.documents(lengths=[1024] * 64)
     plan = ls.plan(mask, 65536, mesh, cluster="a100_ethernet", heads=16, kv_heads=16)
     assert plan.strategy == "exchange" and plan.report("a100_ethernet").share < 0.05
 
 
-def test_two_axes_without_names_let_either_be_the_one_that_shares_heads() -> None:
+def test_either_of_two_unnamed_axes_may_share_heads() -> None:
     plan = ls.plan(ls.causal(), TOKENS, ls.Mesh.abstract((2, 8)), heads=2, kv_heads=2)
     assert plan.data.degree == 2 and plan.data.inner[0].ranks == 8
     with pytest.raises(ValueError, match="do not divide"):

@@ -1,4 +1,4 @@
-"""Cluster profiles: built in, written, read back."""
+"""Cluster profiles: built-in ones, and TOML files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from longspan._cost.clusters import ClusterError, cluster, dump, load, names
 
 
 @pytest.mark.parametrize("name", names())
-def test_profiles_survive_their_files_and_say_where_numbers_are_from(name: str, tmp_path: Path) -> None:
+def test_profiles_round_trip_through_toml_and_name_their_sources(name: str, tmp_path: Path) -> None:
     found = cluster(name)
     (tmp_path / "x.toml").write_text(dump(found))
     assert load(tmp_path / "x.toml") == found and found.kernel.source and found.about
@@ -32,13 +32,13 @@ def test_a_cluster_passes_through_and_none_is_the_h200() -> None:
     assert cluster(mine) is mine and cluster(None).name == "h200"
 
 
-def test_text_with_quotes_survives(tmp_path: Path) -> None:
+def test_text_with_quotes_round_trips(tmp_path: Path) -> None:
     mine = replace(cluster("b200"), name='quoted "name"\\', about="two\nlines")
     (tmp_path / "x.toml").write_text(dump(mine))
     assert load(tmp_path / "x.toml").name == mine.name
 
 
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+def test_missing_profiles_and_keys_are_named(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_text(dump(cluster("h100")).replace("[between]", "[betwen]"))
     with pytest.raises(ClusterError, match="unknown key 'betwen'"):
         load(tmp_path / "x.toml")

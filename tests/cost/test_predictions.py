@@ -1,4 +1,4 @@
-"""The cost model against figures that others published, and the page that shows every miss."""
+"""The cost model against published figures, and the page that lists every deviation."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def test_shares_of_ideal_and_causal_rates_are_within_15_percent(found: list[Case
 
 
 @pytest.mark.parametrize("gpus", [8, 64])
-def test_schemes_for_packed_documents_come_in_the_published_order(found: list[Case], gpus: int) -> None:
+def test_schemes_for_packed_documents_have_the_published_order(found: list[Case], gpus: int) -> None:
     these = [c for c in found if c.within is None and c.gpus == gpus]
     by = [[c.scheme for c in sorted(these, key=key)] for key in (lambda c: c.published, lambda c: c.predicted)]
     assert by[0] == by[1] == ["ring", "ulysses", "magi"]
 
 
-def test_the_page_shows_every_case_and_what_is_predicted_today(found: list[Case]) -> None:
+def test_the_page_shows_every_case_with_its_current_prediction(found: list[Case]) -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
     shown = {tuple(row[:3]): float(row[5].rstrip(" %")) for row in rows[2:] if len(row) == 7}
     today = {(c.peer, c.scheme, c.hardware): 100 * c.off for c in found}

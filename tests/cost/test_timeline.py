@@ -1,4 +1,4 @@
-"""Workloads and timelines: what they must agree with, and what must make them longer."""
+"""Workloads and timelines against plans, against the engine, and under slower links and ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def planned(mask: Any = DOCUMENTS, tokens: int = 8192, mesh: Any = None, **optio
 
 @pytest.mark.parametrize("strategy", ["ring", "allgather", "exchange"])
 @pytest.mark.parametrize("layout", ["contiguous", "head_tail", "round_robin", "per_document"])
-def test_every_tile_is_computed_once_and_every_token_that_moves_is_counted(strategy: str, layout: str) -> None:
+def test_every_tile_and_every_moved_token_is_counted_once(strategy: str, layout: str) -> None:
     plan = planned(strategy=strategy, layout=layout)
     work = of_plan(plan.data, 2)
     counts = plan.data.tiles[0].table.counts()
@@ -40,7 +40,7 @@ def test_every_tile_is_computed_once_and_every_token_that_moves_is_counted(strat
     assert work.received[0].sum() > 0 and work.received[1].sum() > 0  # two nodes of two
 
 
-def test_batch_rows_of_their_own_are_counted_one_by_one() -> None:
+def test_batch_rows_with_different_layouts_are_counted_separately() -> None:
     mask = ls.causal() & ls.documents(lengths=[[700, 324], [1000, 24], [512, 512]])
     plan = planned(mask, 1024, batch=3, layout="auto", strategy="exchange", overlap=True)
     work = of_plan(plan.data, 8)
@@ -51,7 +51,7 @@ def test_batch_rows_of_their_own_are_counted_one_by_one() -> None:
 
 @pytest.mark.parametrize("moves", ["ring", "allgather", "exchange"])
 @pytest.mark.parametrize("layout", ["contiguous", "head_tail", "round_robin"])
-def test_owners_alone_give_nearly_the_times_of_the_plan(moves: str, layout: str) -> None:
+def test_estimates_from_owners_are_near_the_times_of_the_plan(moves: str, layout: str) -> None:
     tokens, ranks, shape = 65536, 8, Shape(heads=8, kv_heads=8)
     plan = ls.plan(ls.causal(), tokens, ls.Mesh.abstract(ranks), layout=layout, strategy=moves, heads=8, kv_heads=8)
     demand = demand_for(ls.causal(), tokens, ranks)
@@ -60,7 +60,7 @@ def test_owners_alone_give_nearly_the_times_of_the_plan(moves: str, layout: str)
     assert guess == pytest.approx(plan.report("h100").seconds, rel=0.04)
 
 
-def test_local_keys_wait_for_the_only_exchange_where_that_is_faster() -> None:
+def test_local_kv_is_computed_with_the_only_exchange_where_that_is_faster() -> None:
     mesh, sizes = ls.Mesh.abstract(8), {"heads": 32, "kv_heads": 8, "head_dim": 128}
     little, much = ls.causal() & ls.sliding_window(1024), ls.causal()
     for strategy in ("exchange", "auto"):
@@ -82,7 +82,7 @@ def test_local_keys_wait_for_the_only_exchange_where_that_is_faster() -> None:
         ls.plan(little, 32768, mesh, overlap="yes")
 
 
-def test_ulysses_shares_heads_and_pays_for_the_transpose() -> None:
+def test_ulysses_shares_heads_and_takes_time_for_the_transpose() -> None:
     plan = planned(strategy="ulysses")
     work, found = of_plan(plan.data, 8), plan.report()
     assert work.degree == 4 and bool((found.timeline.forward.before > 0).all()) and bool((found.timeline.forward.after > 0).all())
@@ -101,7 +101,7 @@ def test_two_axes_place_ulysses_groups_inside_nodes_where_they_are_the_last_axis
     assert across.cross_node_share == 1 and across.received[1].sum() == 0
 
 
-def test_slower_links_expose_more_and_free_ones_nothing() -> None:
+def test_slow_links_expose_more_time_and_free_links_none() -> None:
     plan, base = planned(ls.full(), strategy="ring", layout="contiguous"), cluster("h100")
     free = replace(base, inside=Link(bandwidth=1e18, latency=0.0), contention=0.0)
     slow = replace(base, inside=Link(bandwidth=1e9, latency=1e-3))
@@ -110,7 +110,7 @@ def test_slower_links_expose_more_and_free_ones_nothing() -> None:
     assert times[0].seconds <= times[1].seconds < times[2].seconds and times[2].exposed > 0.5 * times[2].seconds
 
 
-def test_a_straggler_and_a_slow_link_hold_up_those_who_wait_for_them() -> None:
+def test_a_straggler_and_a_slow_link_delay_their_peers() -> None:
     plan = planned(ls.causal(), 65536, strategy="ring", layout="head_tail", heads=32, kv_heads=8)
     usual = report(plan.data, "h100")
     late = report(plan.data, "h100", Conditions(stragglers={2: 3.0}))
@@ -123,7 +123,7 @@ def test_a_straggler_and_a_slow_link_hold_up_those_who_wait_for_them() -> None:
         Conditions(slow_links={0: 0.0})
 
 
-def test_steps_follow_each_other_and_begin_when_their_keys_are_there() -> None:
+def test_steps_follow_each_other_and_begin_when_their_kv_has_arrived() -> None:
     found = planned(strategy="ring", layout="head_tail", tokens=8192).report("a100").timeline
     for one in (found.forward, found.backward):
         begin, end = one.compute
@@ -138,7 +138,7 @@ def test_steps_follow_each_other_and_begin_when_their_keys_are_there() -> None:
 
 @pytest.mark.parametrize("strategy", ["ring", "allgather", "exchange"])
 @pytest.mark.parametrize("layout", ["contiguous", "head_tail", "round_robin"])
-def test_the_model_cuts_local_keys_where_the_engine_does(strategy: str, layout: str) -> None:
+def test_the_model_splits_local_kv_as_the_engine_does(strategy: str, layout: str) -> None:
     plan = planned(ls.causal() & ls.documents(lengths=[1700, 40, 2900, 3552]), strategy=strategy, layout=layout, overlap=True)
     work = of_plan(plan.data, 8)
     assert work.halves is not None and work.halves.shape == (3, 4, 2) and work.steps == len(plan.schedule.steps) + 2
@@ -157,7 +157,7 @@ def test_the_model_cuts_local_keys_where_the_engine_does(strategy: str, layout: 
         assert len(local) == 2 or not work.halves[:, rank, 1].any()
 
 
-def test_what_goes_home_last_is_hidden_behind_local_keys_and_a_joined_schedule_hides_nothing() -> None:
+def test_the_last_gradient_return_overlaps_with_local_kv_unless_joined() -> None:
     plan = planned(ls.full(), 65536, strategy="allgather", heads=32, kv_heads=8, head_dim=128, overlap=True)
     work, found = of_plan(plan.data, 8), cluster("h100")
     split, whole = (
@@ -183,7 +183,7 @@ def test_kernel_times_grow_with_keys_and_meet_the_measured_rates() -> None:
     assert float(kernel.seconds(rows=one, full=0 * one, partial=0 * one, head_dim=128, backward=False)) == 0
 
 
-def test_a_floor_for_short_rows_does_not_touch_long_ones() -> None:
+def test_the_floor_for_short_rows_does_not_change_long_rows() -> None:
     slow_start = Rates(keys=(128.0, 1024.0, 8192.0), full=(50.0, 400.0, 500.0), causal=(40.0, 300.0, 450.0))
     keys = torch.tensor([1024.0, 8192.0, 65536.0], dtype=torch.float64)
     seconds = slow_start.seconds(keys, torch.zeros_like(keys))
@@ -191,7 +191,7 @@ def test_a_floor_for_short_rows_does_not_touch_long_ones() -> None:
     assert float(4 * keys[2] / seconds[2] / 1e12) > 500  # the last slope goes on
 
 
-def test_only_rows_with_work_count_and_what_the_engine_moves_takes_time() -> None:
+def test_only_active_query_tiles_count_and_engine_bytes_take_time() -> None:
     plan = planned(ls.causal() & ls.sliding_window(700), strategy="ring", layout="contiguous", heads=96, overlap=True)
     work = of_plan(plan.data, 8)
     assert work.active_tiles is not None and bool(((work.active_tiles > 0) == (work.full + work.partial > 0)).all())
@@ -212,7 +212,7 @@ ROWS = ls.causal() & ls.documents(lengths=[[1700, 40, 2900, 3552], [4096, 1000, 
     [(ls.causal(), "head_tail", False), (ls.causal(), "auto", False), (DOCUMENTS, "auto", True), (ROWS, "per_document", True)],
     ids=["causal on head-tail", "causal", "documents", "documents by batch row"],
 )
-def test_what_is_gathered_before_it_is_sent_is_what_the_engine_gathers(mask: ls.Mask, layout: str, gathers: bool, strategy: str) -> None:
+def test_gathered_tokens_are_those_that_the_engine_packs(mask: ls.Mask, layout: str, gathers: bool, strategy: str) -> None:
     plan = planned(mask, strategy=strategy, layout=layout)
     work = of_plan(plan.data, 8)
     assert work.gathered is not None and work.gathered.shape == work.full.shape and (mask is not ROWS or plan.data.rows == 2)
@@ -228,7 +228,7 @@ def test_what_is_gathered_before_it_is_sent_is_what_the_engine_gathers(mask: ls.
     assert bool(work.gathered.any()) == (gathers and strategy == "exchange")
 
 
-def test_steps_for_which_backward_brings_nothing_take_no_time() -> None:
+def test_backward_steps_without_moves_take_no_time() -> None:
     around = ls.mask_mod(lambda b, h, q, kv: (q - kv < 8000) & (kv - q < 8000))
     plan = planned(
         around, 131072, ls.Mesh.abstract(8), strategy="ring", layout="contiguous", heads=32, kv_heads=8, head_dim=128, overlap=True
@@ -252,7 +252,7 @@ def test_a_demand_in_coarse_units_has_the_same_pairs() -> None:
     assert float(coarse.work.sum()) == pytest.approx(65536 * 65537 / 2, rel=0.01)
 
 
-def test_thousands_of_devices_are_simulated_from_few_of_their_ranks() -> None:
+def test_thousands_of_devices_are_simulated_from_sampled_ranks() -> None:
     found = simulate(ls.causal(), 1 << 22, 4096, heads=32, kv_heads=8, degrees=[8], cluster="b200")
     best = found[0]
     assert best.work.full.shape[0] <= 20 and best.gpus == 4096 and best.degree == 8

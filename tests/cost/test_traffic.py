@@ -1,4 +1,4 @@
-"""What a report says of bytes, work and memory, rank by rank, against what ranks of a virtual world send and what masks allow."""
+"""Bytes, work and memory of reports, rank by rank, against the traffic of virtual ranks and the pairs of masks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ DOCUMENTS = ls.causal() & ls.documents(lengths=[390, 11, 599])
 
 
 def _sizes(degree: int, shared: bool) -> dict[str, Any]:
-    """`shared`: fewer key heads than ranks of a Ulysses group."""
+    """`shared`: fewer KV heads than members of a Ulysses group."""
     return {"batch": 2, "heads": 12, "kv_heads": 1 if shared else degree * (2 if degree < 4 else 1), "head_dim": 8}
 
 
 def _run(mask: Any, lengths: Any, mesh: tuple[Any, Any], options: dict[str, Any]) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """(plan, bytes from rank to rank forward, and backward) of a call with bfloat16 tensors, without what ranks agree on first."""
+    """(plan, bytes from rank to rank in forward, and in backward) of a call with bfloat16 tensors, without control messages."""
     batch, heads, kv_heads, dim = (options[n] for n in ("batch", "heads", "kv_heads", "head_dim"))
     world = virtual_world(mesh[0], axis_names=mesh[1])
 
@@ -62,7 +62,7 @@ def _agrees(plan: ls.Plan, forward: torch.Tensor, backward: torch.Tensor) -> Non
 
 @pytest.mark.parametrize("shared", [False, True], ids=["key heads enough", "key heads shared"])
 @pytest.mark.parametrize(("mesh", "strategy"), CASES, ids=lambda c: str(c).replace(" ", "_"))
-def test_bytes_are_those_that_ranks_receive_forward_and_backward(mesh: str, strategy: str, shared: bool) -> None:
+def test_bytes_equal_those_that_ranks_receive_forward_and_backward(mesh: str, strategy: str, shared: bool) -> None:
     degree = 1 if strategy in ONE[:3] else 4 if strategy == "ulysses" else 2
     options = {**_sizes(degree, shared), "strategy": strategy}
     plan, forward, backward = _run(DOCUMENTS, 1000, MESHES[mesh], options)
@@ -73,13 +73,13 @@ def test_bytes_are_those_that_ranks_receive_forward_and_backward(mesh: str, stra
 
 
 @pytest.mark.parametrize(("mesh", "strategy"), [("one", "exchange"), ("one", "ulysses"), ("ring first", "ulysses_ring")])
-def test_bytes_of_cross_attention_and_of_gradients_that_travel_narrow(mesh: str, strategy: str) -> None:
+def test_bytes_of_cross_attention_and_of_bfloat16_gradients(mesh: str, strategy: str) -> None:
     options = {**_sizes(4, True), "strategy": strategy, "grad_reduce_dtype": torch.bfloat16}
     mask = ls.mask_mod(lambda b, h, q, kv: (q + kv) % 700 < 500)
     _agrees(*_run(mask, (290, 1100), MESHES[mesh], options))
 
 
-def test_bytes_where_batch_rows_are_laid_out_by_themselves() -> None:
+def test_bytes_where_batch_rows_have_different_layouts() -> None:
     mask = ls.causal() & ls.documents(lengths=[[700, 300], [111, 889]])
     options = {**_sizes(1, False), "strategy": "exchange"}
     plan, forward, backward = _run(mask, 1000, (3, None), options)
@@ -90,7 +90,7 @@ def test_bytes_where_batch_rows_are_laid_out_by_themselves() -> None:
 
 
 def _allowed(mask: ls.Mask, tokens: int, heads: int) -> torch.Tensor:
-    """Keys that each query of each head sees [heads, tokens]."""
+    """Number of keys that each query of each head sees [heads, tokens]."""
     at = torch.arange(tokens)
     return torch.stack(
         [mask(torch.tensor(0), torch.tensor(h), at[:, None], at).expand(tokens, tokens).sum(1) for h in range(heads)]
@@ -104,7 +104,7 @@ def _growing(b: Any, h: Any, q: Any, kv: Any) -> Any:
 @pytest.mark.parametrize(
     ("mesh", "strategy"), [("one", "ring"), ("one", "ulysses"), ("ring first", "ulysses_ring"), ("ulysses first", "ulysses_ring")]
 )
-def test_work_is_counted_for_every_rank_of_the_mesh_and_its_own_heads(mesh: str, strategy: str) -> None:
+def test_work_is_counted_for_every_rank_and_its_heads(mesh: str, strategy: str) -> None:
     shape, names = MESHES[mesh]
     plan = ls.plan(ls.mask_mod(_growing), 777, ls.Mesh.abstract(shape, axis_names=names), strategy=strategy, heads=8, kv_heads=4, batch=3)
     report, seen = plan.report(), _allowed(ls.mask_mod(_growing), 777, 8)
@@ -118,7 +118,7 @@ def test_work_is_counted_for_every_rank_of_the_mesh_and_its_own_heads(mesh: str,
 
 
 @pytest.mark.parametrize(("shape", "names", "strategy"), [(4, None, "ulysses"), ((2, 2), ("ring", "ulysses"), "ulysses_ring")])
-def test_text_page_and_trace_speak_of_every_rank_and_of_what_transposes_move(shape: Any, names: Any, strategy: str) -> None:
+def test_text_page_and_trace_cover_every_rank_and_the_transposes(shape: Any, names: Any, strategy: str) -> None:
     plan = ls.plan(ls.causal(), 2048, ls.Mesh.abstract(shape, axis_names=names), strategy=strategy, heads=8, kv_heads=2, head_dim=64)
     report = plan.report()
     moved = report.bytes_received.sum(0).double() / 2**20
@@ -145,7 +145,7 @@ def test_cross_attention_is_measured_by_both_lengths(lengths: tuple[int, int]) -
     assert parts["gradients, float32"] == q * 8 * 64 * 4 + kv * 2 * 2 * 64 * 4
 
 
-def test_backward_holds_what_it_reads() -> None:
+def test_backward_buffers_hold_only_kv_that_is_read() -> None:
     window, full = (
         ls.plan(mask, 8192, ls.Mesh.abstract(8), strategy="allgather", layout="contiguous", heads=8, kv_heads=2, head_dim=64).report()
         for mask in (ls.sliding_window(200), ls.full())

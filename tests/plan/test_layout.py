@@ -1,4 +1,4 @@
-"""A layout is a partition of the sequence, the same number of tokens per rank in every batch row, and a value."""
+"""Layouts: partitions of a sequence with equally many tokens per rank in every batch row."""
 
 import pickle
 
@@ -39,7 +39,7 @@ def test_one_row_serves_every_batch_row():
     assert TWO_RANKS.segments(1, row=5) == ((3, 4),)
 
 
-def test_merged_ranks_own_what_their_members_own():
+def test_a_merged_rank_owns_its_members_segments():
     layout = Layout(length=10, rows=((((0, 2),), ((2, 3),), ((5, 1),), ((6, 4),)),))
     assert layout.merged([[0, 3], [2, 1]]).rows == ((((0, 2), (6, 4)), ((5, 1), (2, 3))),)
 
@@ -65,6 +65,6 @@ def test_equal_layouts_have_equal_digests_and_survive_pickling():
         (6, ((((0, 4),), ((4, 2),)), (((0, 3),), ((3, 3),))), "equally many tokens of each row"),
     ],
 )
-def test_what_is_no_partition_is_refused(length, rows, why):
+def test_segments_that_are_no_partition_raise(length, rows, why):
     with pytest.raises(ValueError, match=why):
         Layout(length=length, rows=rows)

@@ -1,4 +1,4 @@
-"""Named layouts: partitions with even token counts for any length and any number of ranks, the same every time."""
+"""Named layouts: deterministic partitions with even token counts for any length and any number of ranks."""
 
 from math import ceil
 
@@ -16,13 +16,13 @@ KINDS = ("contiguous", "head_tail", "round_robin", "per_document")
 
 
 def cut(length, seed):
-    """Document lengths that add up to `length`, zeros among them."""
+    """Document lengths with the sum `length`, some of them zero."""
     at = torch.randint(0, length + 1, (seed % 9,), generator=torch.Generator().manual_seed(seed)).sort()[0]
     return torch.diff(at, prepend=torch.tensor([0]), append=torch.tensor([length])).tolist()
 
 
 def heavy_somewhere(length, unit, seed):
-    """A demand in which work is random and every unit reads itself."""
+    """A demand with random work in which every unit reads itself."""
     units = -(-length // unit)
     work = torch.randint(0, 1000, (units,), generator=torch.Generator().manual_seed(seed)).double()
     own = torch.arange(units)
@@ -60,7 +60,7 @@ def test_every_layout_is_a_partition_with_even_counts(kind, size, seed):
 @pytest.mark.parametrize("kind", KINDS)
 @given(size=sizes, seeds=st.lists(st.integers(0, 99), min_size=2, max_size=4))
 @settings(max_examples=40)
-def test_rows_of_one_kind_can_be_stacked_whatever_they_hold(kind, size, seeds):
+def test_layouts_of_one_name_can_be_stacked(kind, size, seeds):
     length, ranks = size
     rows = [make(kind, length, ranks, seed) for seed in seeds]
     joined = stack(rows)
@@ -68,7 +68,7 @@ def test_rows_of_one_kind_can_be_stacked_whatever_they_hold(kind, size, seeds):
 
 
 @given(size=sizes)
-def test_units_are_the_largest_powers_of_two_that_leave_each_rank_four_and_about_its_share(size):
+def test_a_unit_is_the_largest_power_of_two_with_four_units_and_a_fair_share_per_rank(size):
     length, ranks = size
 
     def fits(unit):
@@ -85,13 +85,13 @@ def test_long_sequences_have_units_of_128():
     assert unit_for(1_000_003, 48) == 128
 
 
-def test_contiguous_is_one_stretch_per_rank():
+def test_contiguous_is_one_range_per_rank():
     layout = contiguous(3000, 5)
     assert all(len(layout.segments(rank)) == 1 for rank in range(5))
     assert [layout.segments(rank)[0][0] for rank in range(5)] == sorted(layout.segments(rank)[0][0] for rank in range(5))
 
 
-def test_head_tail_gives_rank_i_chunk_i_and_the_one_opposite():
+def test_head_tail_gives_rank_i_chunk_i_and_the_opposite_chunk():
     layout = head_tail(8 * 256, 4)
     assert [layout.segments(rank) for rank in range(4)] == [
         ((0, 256), (1792, 256)),
@@ -101,19 +101,19 @@ def test_head_tail_gives_rank_i_chunk_i_and_the_one_opposite():
     ]
 
 
-def test_a_given_unit_is_where_cuts_are():
+def test_cuts_are_at_multiples_of_a_given_unit():
     assert [contiguous(100, 3, unit=10).local_len(rank) for rank in range(3)] == [30, 30, 40]
     assert all(start % 20 == 0 for rank in range(3) for start, _ in head_tail(500, 3, unit=20).segments(rank))
 
 
-def test_round_robin_deals_heavy_units_forth_and_back():
+def test_round_robin_deals_heavy_units_in_a_snake_order():
     work = torch.tensor([1.0, 9.0, 3.0, 8.0, 2.0, 7.0])
     own = torch.arange(6)
     layout = round_robin(Demand(length=6 * 4, unit=4, work=work, ptr=torch.arange(7), first=own, last=own), 3)
     assert {units_of(layout, rank, 4) for rank in range(3)} == {(0, 1), (3, 4), (2, 5)}
 
 
-def test_round_robin_keeps_the_order_of_units_that_are_alike():
+def test_round_robin_keeps_the_order_of_units_with_equal_work():
     own = torch.arange(7)
     layout = round_robin(Demand(length=7 * 2, unit=2, work=torch.ones(7), ptr=torch.arange(8), first=own, last=own), 2)
     assert [units_of(layout, rank, 2) for rank in range(2)] == [(0, 3, 4), (1, 2, 5, 6)]
@@ -143,13 +143,13 @@ def test_every_rank_has_a_share_of_every_long_document():
         assert all(abs(int(held[i]) - lengths[i] / ranks) <= 128 for i in range(3))
 
 
-def test_per_document_refuses_negative_lengths():
+def test_negative_document_lengths_raise():
     with pytest.raises(ValueError, match="0 or more, got -3"):
         per_document([5, -3], 2)
 
 
 @pytest.mark.parametrize(("length", "ranks"), [(0, 3), (7, 0), (-1, 2)])
-def test_sizes_below_one_are_refused(length, ranks):
+def test_sizes_below_one_raise(length, ranks):
     for layout in (contiguous, head_tail):
         with pytest.raises(ValueError, match="1 or more"):
             layout(length, ranks)
@@ -161,7 +161,7 @@ def test_an_owner_per_unit_is_a_layout():
 
 
 @pytest.mark.parametrize("owner", [[0, 1, 2], [0, 1], [0, 1, -1]])
-def test_owners_that_do_not_fit_are_refused(owner):
+def test_owners_of_the_wrong_shape_raise(owner):
     with pytest.raises(ValueError, match=r"expected 3 owners in 0 … 1"):
         from_owner(torch.tensor(owner), length=25, unit=10, ranks=2)
 
@@ -172,7 +172,7 @@ def test_documents_are_found_in_a_mask_and_its_conjunctions():
     assert documents_of(ls.causal() & ls.documents(lengths) & ls.sliding_window(3)) == [lengths]
 
 
-def test_documents_per_batch_row_and_padding_are_told_apart():
+def test_documents_per_batch_row_and_padding_are_separate():
     ids = [[4, 4, 4, 1, 1, -1, -1], [2, 2, 9, 9, 9, 9, 9]]
     assert documents_of(ls.causal() & ls.documents(ids=ids)) == [[3, 2, 2], [2, 5]]
     assert documents_of(ls.documents([[3, 2], [6, 1]])) == [[3, 2, 2], [6, 1]]
@@ -189,7 +189,7 @@ def test_other_masks_have_no_documents(mask):
     assert documents_of(mask) is None
 
 
-def test_layouts_that_do_not_fit_are_not_stacked():
+def test_stacking_layouts_of_different_sizes_raises():
     with pytest.raises(ValueError, match="got none"):
         stack([])
     with pytest.raises(ValueError, match="number 1 with 1 rows, 13 tokens, 2 ranks"):

@@ -1,4 +1,4 @@
-"""Plans as values: what they accept, what they refuse, and what they leave behind."""
+"""Plans as values: legal and illegal arguments, sharding, pickling, memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_ring_has_one_stage_fewer_than_ranks_and_an_all_gather_one() -> None:
         ls.plan(ls.causal(), 1000, two, strategy="ulysses_ring", stages=3)
 
 
-def test_a_layout_and_a_schedule_of_ones_own_are_taken() -> None:
+def test_a_user_layout_and_a_user_schedule_are_used() -> None:
     layout = ls.Layout(length=1000, rows=((((0, 100), (900, 100)), ((100, 1),), (), ((101, 799),)),))
     plan = ls.plan(ls.causal(), 1000, MESH, layout=layout, strategy="exchange")
     assert plan.local_len == 1 and plan.positions.tolist() == [100]
@@ -52,7 +52,7 @@ def test_a_layout_and_a_schedule_of_ones_own_are_taken() -> None:
         ls.plan(ls.full(), 1000, MESH, layout=layout, strategy=plan.schedule)
 
 
-def test_report_tells_balance_bytes_memory_and_time() -> None:
+def test_the_report_has_balance_bytes_memory_and_time() -> None:
     plan = ls.plan(ls.causal(), 4096, MESH, layout="head_tail", strategy="ring", heads=8, kv_heads=2, head_dim=64)
     report = plan.report()
     assert report.balance < 1.01 and report.received.shape == (3, 4) and report.share == 1.0
@@ -88,20 +88,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "says"), REFUSED, ids=[says[:24] for _, says in REFUSED])
-def test_refuses(wrong: dict[str, Any], says: str) -> None:
+def test_illegal_arguments_raise(wrong: dict[str, Any], says: str) -> None:
     options = {"mask": ls.causal(), "seq_len": 1000, **wrong}
     with pytest.raises((ValueError, TypeError), match=says):
         ls.plan(options.pop("mask"), options.pop("seq_len"), MESH, **options)
 
 
-def test_a_mesh_with_two_axes_wants_a_strategy_for_two() -> None:
+def test_a_mesh_with_two_axes_needs_a_two_axis_strategy() -> None:
     mesh = ls.Mesh.abstract((2, 3), axis_names=("ring", "ulysses"))
     with pytest.raises(ValueError, match="runs over one axis"):
         ls.plan(ls.causal(), 1000, mesh, strategy="ring")
     assert ls.plan(ls.causal(), 1000, mesh, heads=6).strategy == "ulysses_exchange"
 
 
-def test_tensors_of_another_size_are_refused_by_shard_and_unshard() -> None:
+def test_shard_and_unshard_raise_for_tensors_of_another_size() -> None:
     plan = ls.plan(ls.causal(), 1000, MESH)
     with pytest.raises(ValueError, match="expected size q 1000"):
         plan.shard(torch.zeros(3, 999), 1)
@@ -155,7 +155,7 @@ def _plan_in_worker(_: int) -> bytes:
     return pickle.dumps(ls.plan(mask, 1024, ls.Mesh.abstract(4, rank=2), layout="auto", strategy="exchange"))
 
 
-def test_a_plan_made_in_a_data_loaders_worker_is_the_same() -> None:
+def test_a_plan_made_in_a_data_loader_worker_is_the_same() -> None:
     loader = torch.utils.data.DataLoader([0], batch_size=None, num_workers=1, collate_fn=_plan_in_worker)
     there = pickle.loads(next(iter(loader)))
     assert there.digest == pickle.loads(_plan_in_worker(0)).digest
@@ -173,7 +173,7 @@ def test_trees_of_tensors_are_sharded_leaf_by_leaf() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_plans_are_made_alike_whatever_the_caller_has_set(device: str) -> None:
+def test_plans_do_not_depend_on_inference_mode_or_default_device(device: str) -> None:
     mask, sizes = ls.causal() & ls.documents(lengths=[100, 57, 46]), {"heads": 6, "kv_heads": 3, "head_dim": 8}
     x = torch.randn(203, 5)
     with torch.inference_mode(), torch.device(device):

@@ -1,4 +1,4 @@
-"""Properties of every plan: each pair is computed once, what moves is what is read, shards join to the whole, and ranks agree unasked."""
+"""Properties of every plan: each pair is computed once, only KV that is read moves, unshard inverts shard, and all ranks agree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOVES = ("ring", "allgather", "exchange")
 
 @st.composite
 def planned(draw: Any, longest: int = 1500) -> tuple[dict[str, Any], Any, int, int]:
-    """Arguments of a plan: a mask, a length, a number of ranks and how to lay and move things."""
+    """Arguments of a plan: a layout and a strategy, a mask, a length and a number of ranks."""
     length, ranks = draw(st.integers(1, longest)), draw(st.integers(1, 16))
     layout = draw(st.sampled_from(LAYOUTS))
     strategy = draw(st.sampled_from(MOVES))
@@ -57,14 +57,14 @@ def test_every_allowed_pair_is_computed_exactly_once_by_exactly_one_rank(args: A
 
 
 def _numbers(tiling: Any, side: Any) -> torch.Tensor:
-    """The numbers of a tiling's tiles, from their positions."""
+    """The indices of a tiling's tiles, from their positions."""
     position = torch.arange(0, tiling.length, tiling.block) if tiling.pos is None else tiling.pos.long()
     return torch.searchsorted(side.edges, position)
 
 
 @settings(max_examples=50)
 @given(planned())
-def test_tiles_are_called_complete_with_the_last_step_that_holds_any_of_their_keys(args: Any) -> None:
+def test_query_tiles_are_complete_with_the_last_step_that_has_their_kv(args: Any) -> None:
     options, mask, length, ranks = args
     plan = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options)
     for rank in range(ranks):
@@ -84,7 +84,7 @@ def test_tiles_are_called_complete_with_the_last_step_that_holds_any_of_their_ke
 
 @settings(max_examples=50)
 @given(planned())
-def test_what_is_sent_is_what_is_expected_and_an_exchange_moves_only_what_is_read(args: Any) -> None:
+def test_sent_tokens_are_expected_and_an_exchange_moves_only_tokens_that_are_read(args: Any) -> None:
     options, mask, length, ranks = args
     plan = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options)
     data, schedule = plan.data, plan.schedule
@@ -118,7 +118,7 @@ def _read_and_moved(data: Any, schedule: Any) -> Iterator[tuple[torch.Tensor, to
 
 @settings(max_examples=50)
 @given(planned())
-def test_backward_moves_what_is_read_of_what_forward_moves(args: Any) -> None:
+def test_backward_moves_the_tokens_of_forward_that_are_read(args: Any) -> None:
     options, mask, length, ranks = args
     data = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options).data
     again = data.returns
@@ -135,7 +135,7 @@ def test_backward_moves_what_is_read_of_what_forward_moves(args: Any) -> None:
 
 @settings(max_examples=50)
 @given(planned(), st.booleans(), st.booleans())
-def test_rows_arrive_where_the_receiver_looks_for_them(args: Any, merged: bool, backward: bool) -> None:
+def test_rows_arrive_at_the_place_where_the_receiver_reads_them(args: Any, merged: bool, backward: bool) -> None:
     options, mask, length, ranks = args
     plan = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options)
     mine = [plan.on(ls.Mesh.abstract(ranks, rank=rank)) for rank in range(ranks)]
@@ -158,7 +158,7 @@ def test_rows_arrive_where_the_receiver_looks_for_them(args: Any, merged: bool, 
 
 
 def _held(plan: ls.Plan) -> torch.Tensor:
-    """A rank's local keys by batch row and position, as they are numbered when they leave."""
+    """Global numbers (batch row, position) of a rank's local keys, in the order in which they are sent."""
     rows = plan.data.rows
     return (torch.arange(rows)[:, None] * plan.data.kv_len + plan.kv_positions.view(rows, -1)).flatten()
 
