@@ -343,7 +343,7 @@ def test_swaps_keep_counts_never_add_excess_and_count_reads_exactly(seed, ranks,
     start = torch.cat([blocks.repeat_interleave(8), torch.full((structure.units % 8,), ranks - 1)])
     most = 1.05 * float(demand.work.sum()) / ranks
     swapper = Swapper(structure, start, ranks, max_work=most, pinned=structure.units - 1)
-    before, reads = evaluate(demand, start, ranks), sum(map(swapper._reads, swapper.held))
+    before, reads = evaluate(demand, start, ranks), sum(map(swapper._reads, swapper.runs_of))
     owner = swapper.improve(12)
     after = evaluate(demand, owner, ranks)
     assert torch.equal(torch.bincount(owner, minlength=ranks), torch.bincount(start, minlength=ranks))
@@ -351,7 +351,7 @@ def test_swaps_keep_counts_never_add_excess_and_count_reads_exactly(seed, ranks,
     assert torch.equal(swapper.load, after.work)
     excess = [float((e.work - most).clamp(min=0).sum()) for e in (before, after)]
     assert excess[1] <= excess[0] + 1e-6
-    assert sum(map(swapper._reads, swapper.held)) - reads == int(after.received.sum() - before.received.sum())
+    assert sum(map(swapper._reads, swapper.runs_of)) - reads == int(after.received.sum() - before.received.sum())
 
 
 def test_partial_and_full_tiles_both_count_as_reads():
