@@ -121,7 +121,7 @@ class EchoMesh(ls.Mesh):
     def use(cls, link: Link) -> None:
         """For all of them, for as long as this process lives: keys arrive where the link says."""
         cls.link = link
-        keys.room_for = lambda like, rows, width: link.room(like, (rows, width))  # type: ignore[assignment]
+        keys.empty_rows = lambda like, rows, width: link.room(like, (rows, width))  # type: ignore[assignment]
 
     def group(self, axis: int | str) -> Any:
         return Echo(name="echo", rank=self.rank, size=self.size, link=self.link)

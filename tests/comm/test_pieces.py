@@ -15,7 +15,7 @@ from torch import Tensor
 import longspan as ls
 from longspan._comm.mesh import Mesh
 from longspan._comm.process_group import ProcessGroupGroup
-from longspan._engine.local_schedule import itinerary
+from longspan._engine.schedule_builder import ScheduleOptions, local_schedule
 from longspan.testing import virtual_world
 
 
@@ -175,5 +175,5 @@ def test_an_exchange_over_nccl_that_fails_names_the_ranks_it_expected_rows_from(
 def test_an_exchange_of_a_head_tail_layout_sends_stretches_of_the_local_rows(rank: int) -> None:
     for mask in (ls.causal(), ls.causal() & ls.sliding_window(700)):
         plan = ls.plan(mask, 5120, Mesh.abstract(5, rank=rank), layout="head_tail", strategy="exchange", heads=3, kv_heads=3, head_dim=32)
-        route = itinerary(plan.data, (128, 128), None)
-        assert all(arrival.in_pieces for step in route.steps for arrival in step.arrivals)
+        schedule = local_schedule(plan.data, ScheduleOptions(block=(128, 128)))
+        assert all(exchange.sends_views for step in schedule.steps for exchange in step.exchanges)

@@ -19,7 +19,7 @@ from longspan._cost.report_data import report
 from longspan._cost.simulate import curve, demand_for, owner_of, simulate
 from longspan._cost.timeline import Conditions
 from longspan._cost.workload import Placement
-from longspan._engine.local_schedule import itinerary
+from longspan._engine.schedule_builder import ScheduleOptions, local_schedule
 
 DOCUMENTS = ls.causal() & ls.documents(lengths=[1700, 40, 2900, 3552])
 SIZES: dict[str, Any] = {"heads": 12, "kv_heads": 4, "head_dim": 64}
@@ -147,10 +147,12 @@ def test_the_model_splits_local_kv_as_the_engine_does(strategy: str, layout: str
     back = work.with_backward_moves().split()
     assert torch.equal(back.full.sum(1), work.full.sum(1)) and back.steps == work.steps and back.active_tiles is not None
     for rank in range(4):
-        route = itinerary(plan.on(ls.Mesh.abstract(4, rank=rank)).data, (128, 128), None, backward=True, home=(2, 4))
-        local = [step for step in route.steps if step.own]
+        route = local_schedule(
+            plan.on(ls.Mesh.abstract(4, rank=rank)).data, ScheduleOptions(block=(128, 128), backward=True, split_bytes=(2, 4))
+        )
+        local = [step for step in route.steps if step.local]
         for at, step in enumerate(local):
-            table = step.parts[0].table
+            table = step.tiles[0].table
             assert work.halves[:, rank, at].tolist() == [
                 12 * n for n in (table.counts().full, table.counts().partial, int((table.tiles_per_row > 0).sum()))
             ]
@@ -220,10 +222,10 @@ def test_gathered_tokens_are_those_that_the_engine_packs(mask: ls.Mask, layout: 
         assert of_pass.gathered is not None
         for rank in range(4):
             mine = plan.on(ls.Mesh.abstract(4, rank=rank)).data
-            steps = itinerary(mine, (128, 128), None, backward=bool(backward)).steps
-            listed = [a.sent.count for step in steps for a in step.arrivals if a.sent.index is not None and not a.in_pieces]
+            steps = local_schedule(mine, ScheduleOptions(block=(128, 128), backward=bool(backward))).steps
+            listed = [e.sent.count for step in steps for e in step.exchanges if e.sent.index is not None and not e.sends_views]
             assert float(of_pass.gathered[rank].sum()) == sum(listed)
-            arrived = [step.arriving for step in steps]
+            arrived = [step.received_rows for step in steps]
             assert [n for n in of_pass.received[:, rank].sum(0).tolist() if n] == [n for n in arrived if n]
     assert bool(work.gathered.any()) == (gathers and strategy == "exchange")
 
@@ -237,8 +239,8 @@ def test_backward_steps_without_moves_take_no_time() -> None:
     live = [0, 1, 7]  # the shards before and after
     assert work.with_backward_moves().exchanges.tolist() == [0, 1, 0, 0, 0, 0, 0, 1, 0] and work.exchanges.tolist() == [0, *[1] * 7, 0]
     for rank in (2, 5):
-        steps = itinerary(plan.on(ls.Mesh.abstract(8, rank=rank)).data, (128, 128), None, backward=True).steps
-        assert [step.arriving for step in steps] == work.with_backward_moves().received.sum(0)[rank, live].tolist() == [0, 8064, 8064]
+        steps = local_schedule(plan.on(ls.Mesh.abstract(8, rank=rank)).data, ScheduleOptions(block=(128, 128), backward=True)).steps
+        assert [step.received_rows for step in steps] == work.with_backward_moves().received.sum(0)[rank, live].tolist() == [0, 8064, 8064]
     assert found.in_flight_backward == 2 * 8064 < found.in_flight
     # The keys of the last step travel while those of the first are computed, not after steps that there are none of.
     begin, end = found.timeline.backward.transfer

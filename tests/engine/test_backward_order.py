@@ -19,7 +19,8 @@ from tests.sharded import Problem, check_budget, mask_named
 from torch import Tensor
 
 import longspan as ls
-from longspan._engine.local_schedule import Itinerary, itinerary
+from longspan._engine.local_schedule import LocalSchedule
+from longspan._engine.schedule_builder import ScheduleOptions, local_schedule
 from longspan._kernels.cpu import CpuKernel
 from longspan._kernels.registry import kernel_named
 from longspan._plan.layout import Layout
@@ -57,7 +58,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
 
         def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
             def begin(out: Tensor, *rest: Any, what: str) -> Any:
-                begun, done = ("home", "back") if "way home" in what else ("fetch", "got")
+                begun, done = ("home", "back") if "return of gradients" in what else ("fetch", "got")
                 if begun == "fetch" and "backward" not in what:
                     return call(out, *rest, what=what)
                 stage, rank = what.split()[1], self.at
@@ -84,8 +85,11 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     return found
 
 
-def parts(plan: ls.Plan, ranks: int, home: tuple[int, int] = (8, 8)) -> list[Itinerary]:
-    return [itinerary(plan.on(ls.Mesh.abstract(ranks, rank=r)).data, (128, 128), None, home=home) for r in range(ranks)]
+def parts(plan: ls.Plan, ranks: int, home: tuple[int, int] = (8, 8)) -> list[LocalSchedule]:
+    return [
+        local_schedule(plan.on(ls.Mesh.abstract(ranks, rank=r)).data, ScheduleOptions(block=(128, 128), split_bytes=home))
+        for r in range(ranks)
+    ]
 
 
 def local(plan: ls.Plan, rank: int, ranks: int) -> list[int]:
@@ -122,9 +126,9 @@ def test_of_returns_only_the_last_two_are_held_whatever_the_number_of_stages(log
 def test_a_rank_that_sends_more_than_it_gets_does_not_hold_two_returns() -> None:
     plan = ls.plan(ls.causal(), 2048, ls.Mesh.abstract(4), strategy="exchange", stages=6, layout="contiguous", overlap=True)
     first, *_, last = parts(plan, 4)
-    assert sum(step.leaving for step in first.steps) == 3 * 512 and not any(step.arriving for step in first.steps)
-    assert len(first.ending) == 1 and first.ending[0] is [step for step in first.steps if step.arrivals][-1]
-    assert len(last.ending) == 2 and not any(step.leaving for step in last.steps)
+    assert sum(step.sent_rows for step in first.steps) == 3 * 512 and not any(step.received_rows for step in first.steps)
+    assert len(first.final_returns) == 1 and first.final_returns[0] is [step for step in first.steps if step.exchanges][-1]
+    assert len(last.final_returns) == 2 and not any(step.sent_rows for step in last.steps)
 
 
 @pytest.mark.parametrize("mask", ["causal", "window", "documents", "per head"])
@@ -134,22 +138,22 @@ def test_parts_are_cut_by_work_in_proportion_to_what_they_hide(mask: str, layout
     plan = ls.plan(mask_named(mask, 12000, layout), 12000, ls.Mesh.abstract(4), layout=layout, **sizes)
     for rank in range(4):
         mine = plan.on(ls.Mesh.abstract(4, rank=rank))
-        whole, halves = (itinerary(mine.data, (128, 128), None, home=home) for home in (None, HALF))
-        largest = max(step.arriving for step in whole.steps[1:]) // 128
+        whole, halves = (local_schedule(mine.data, ScheduleOptions(block=(128, 128), split_bytes=split)) for split in (None, HALF))
+        largest = max(step.received_rows for step in whole.steps[1:]) // 128
         if halves is whole:
-            assert all(step.empty for step in whole.steps[1:]) or not whole.steps[-1].moved or not largest
+            assert all(step.empty for step in whole.steps[1:]) or not whole.steps[-1].moved_rows or not largest
             continue
         first, last = halves.steps[0], halves.steps[-1]
-        assert halves.steps[1:-1] == whole.steps[1:] and not first.arrivals and not last.arrivals
-        assert last.own == range(last.tokens) and first.own == range(last.tokens, whole.steps[0].tokens)
-        done = [sum(step.parts[0].table.counts()[1:]) for step in (first, last)]
-        assert min(done) > 0 and sum(done) == sum(whole.steps[0].parts[0].table.counts()[1:])
+        assert halves.steps[1:-1] == whole.steps[1:] and not first.exchanges and not last.exchanges
+        assert last.local == range(last.buffer_rows) and first.local == range(last.buffer_rows, whole.steps[0].buffer_rows)
+        done = [sum(step.tiles[0].table.counts()[1:]) for step in (first, last)]
+        assert min(done) > 0 and sum(done) == sum(whole.steps[0].tiles[0].table.counts()[1:])
         most = int(
-            max(step.parts[0].table.transposed.tiles_per_row.view(-1, step.parts[0].kv_tiles.tiles).sum(0).max() for step in (first, last))
+            max(step.tiles[0].table.transposed.tiles_per_row.view(-1, step.tiles[0].kv_tiles.tiles).sum(0).max() for step in (first, last))
         )
-        share = late_share(2 * whole.steps[1].moved, 4 * whole.steps[-1].moved)
+        share = late_share(2 * whole.steps[1].moved_rows, 4 * whole.steps[-1].moved_rows)
         # A tile's work apart at most, or as many tiles as a step brings: no buffer is larger.
-        tiles = last.parts[0].kv_tiles.tiles
+        tiles = last.tiles[0].kv_tiles.tiles
         assert tiles <= largest
         assert abs(done[1] - share * sum(done)) <= most or (tiles == largest and done[1] < share * sum(done))
 

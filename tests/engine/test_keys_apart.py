@@ -73,7 +73,7 @@ def test_apart_gives_what_side_by_side_does_however_keys_lie(
     schedule = p.plan(ls.Mesh.abstract(4), **WAYS[way]).data.schedule
     right, names, size = over(p, 4, lambda t, _: t, **WAYS[way])
     assert len(names) == 3 * schedule.stages  # keys forward and backward, and gradients
-    monkeypatch.setattr(keys, "APART_BYTES", 0)
+    monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
     found = []
     lays: list[Callable[[Tensor, int], Tensor]] = [lambda t, _: t, lambda t, _: by_token(t), lambda t, rank: by_token(t) if rank % 2 else t]
     for lay in lays:  # the last: ranks need not agree on it
@@ -81,7 +81,7 @@ def test_apart_gives_what_side_by_side_does_however_keys_lie(
         near(got, right)
         found.append(got)
         assert moved == size
-        for kind in ("keys, forward", "values, forward", "keys, backward", "values, backward", "gradients on their way home"):
+        for kind in ("keys, forward", "values, forward", "keys, backward", "values, backward", "return of gradients"):
             assert sum(n.endswith(kind) for n in apart) == len(schedule.steps)
     for name, want in found[0].items():
         assert all(torch.equal(other[name], want) for other in found[1:]), name
@@ -89,7 +89,7 @@ def test_apart_gives_what_side_by_side_does_however_keys_lie(
 
 def test_keys_that_lie_token_by_token_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[tuple[int, ...]] = []
-    monkeypatch.setattr(keys, "APART_BYTES", 0)
+    monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
     monkeypatch.setattr(keys, "copy_rows_", lambda out, x: (copied.append(x.shape), out.copy_(x)))
     over(problem(ls.causal(), batch=1), 3, lambda t, _: by_token(t), **WAYS["ring"])
     over(problem(PER_ROW), 3, lambda t, _: by_token(t), **WAYS["exchange"])  # rows that are laid out differently
@@ -129,7 +129,7 @@ def test_a_kernel_that_joins_keys_gets_local_ones_from_where_they_lie(mask: str,
     right, names, size = over(p, 4, lambda t, _: by_token(t), **WAYS["at once"])
     places = let_cpu_join(monkeypatch)
     copied: list[tuple[int, ...]] = []
-    monkeypatch.setattr(keys, "APART_BYTES", 0)
+    monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
     monkeypatch.setattr(keys, "copy_rows_", lambda out, x: (copied.append(x.shape), out.copy_(x)))
     got, apart, moved = over(p, 4, lambda t, _: by_token(t), **WAYS["at once"])
     for name, want in right.items():
@@ -145,14 +145,14 @@ def test_what_travels_apart_is_a_matter_of_sizes(monkeypatch: pytest.MonkeyPatch
     p = problem(ls.causal(), dtype=torch.float32)
     shard = 203 // 4 * p.batch * p.kv_heads * (p.dim + p.value_dim) * 4
     for limit, apart in ((shard, True), (shard + 1, False)):
-        monkeypatch.setattr(keys, "APART_BYTES", limit)
+        monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", limit)
         _, names, _ = over(p, 4, lambda t, _: t, **WAYS["ring"])
         assert any("values" in n for n in names) == apart
 
 
 @pytest.mark.parametrize("way", ["ring", "at once"])
 def test_a_rank_without_keys_takes_part(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "APART_BYTES", 0)
+    monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
     places = let_cpu_join(monkeypatch)
     p = Problem(mask=ls.causal(), score="none", q_len=5, kv_len=5, batch=1, heads=4, kv_heads=2)
     options = {**WAYS[way], "layout": "contiguous"}
@@ -166,7 +166,7 @@ def test_a_rank_without_keys_takes_part(way: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_queries_and_keys_of_different_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "APART_BYTES", 0)
+    monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
     places = let_cpu_join(monkeypatch)
     p = Problem(mask=ls.mask_mod(lambda b, h, q, kv: q + 90 >= kv), score="alibi", q_len=131, kv_len=229, batch=1, heads=6, kv_heads=3)
     right = p.by_oracle()
@@ -177,7 +177,7 @@ def test_queries_and_keys_of_different_lengths(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_after_a_transpose_keys_and_values_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "APART_BYTES", 0)
+    monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
     p = Problem(mask=ls.causal(), score="none", q_len=203, kv_len=203, batch=1, heads=4, kv_heads=2)
     _, names, _ = over(p, (2, 2), lambda t, _: by_token(t), strategy="ulysses_ring", layout="head_tail")
     assert names and not any("values" in n for n in names)
@@ -189,7 +189,7 @@ def _real() -> Problem:
 
 
 def _rank(way: str) -> tuple[dict[str, Tensor], list[str]]:
-    keys.APART_BYTES = 0
+    keys.SEPARATE_KV_BYTES = 0
     names: list[str] = []
     begin = ProcessGroupGroup._begin
 
@@ -245,7 +245,7 @@ def test_on_a_gpu_keys_from_two_places_give_the_bits_of_one(way: str, ranks: int
     monkeypatch.setattr(importlib.import_module("longspan._plan.schedule"), "STAGE_TOKENS", 64)  # each stage of a ring is a step
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        monkeypatch.setattr(keys, "APART_BYTES", 0)
+        monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
         with monkeypatch.context() as patch:
             patch.setattr(HopperKernel, "joins", lambda *_, **__: False)
             right, _, _ = over(p, ranks, lambda t, _: t, **WAYS[way])

@@ -18,7 +18,7 @@ def moved(problem: Problem, ranks: Any, **options: Any) -> tuple[dict[str, torch
     world = virtual_world(ranks)
     plan = problem.plan(ls.Mesh.abstract(ranks), **options)
     found = world.run(lambda mesh: problem.on_rank(plan.on(mesh)))
-    kinds = {"forward": "forward", "backward": "backward", "home": "on their way home"}
+    kinds = {"forward": "forward", "backward": "backward", "returned": "return of gradients"}
     sizes = {k: sum(int(e.bytes.sum()) for e in world.exchanges if "stage" in e.what and e.what.endswith(end)) for k, end in kinds.items()}
     return summed(found), sizes, sum("stage" in e.what and e.what.endswith("backward") for e in world.exchanges)
 
@@ -28,13 +28,13 @@ def moved(problem: Problem, ranks: Any, **options: Any) -> tuple[dict[str, torch
 @pytest.mark.parametrize("mask", ["window", "documents", "causal", "per head"])
 def test_what_is_read_comes_again(mask: str, strategy: str, overlap: bool, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if apart:
-        monkeypatch.setattr(keys, "APART_BYTES", 0)
+        monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
     problem = Problem(mask=mask_named(mask, 1003, "head_tail"), score="alibi", q_len=1003, kv_len=1003, batch=2, heads=6, kv_heads=3)
     options = {"layout": "head_tail", "overlap": overlap}
     values, sizes, _ = moved(problem, 5, strategy=strategy, **options)
     _, least, _ = moved(problem, 5, strategy="exchange", stages=1, **options)
     assert sizes["forward"] > least["forward"] == least["backward"] == sizes["backward"]
-    assert sizes["home"] == least["home"]
+    assert sizes["returned"] == least["returned"]
     right = problem.by_oracle()
     for name, want in right.values.items():
         assert float((values[name] - want).abs().nan_to_num(0).max()) < 1e-11, name
@@ -51,5 +51,5 @@ def test_a_mask_without_pairs_between_ranks_sends_nothing_back() -> None:
     problem = Problem(mask=ls.mask_mod(lambda b, h, q, kv: q == kv), score="none", q_len=640, kv_len=640, batch=1, heads=2, kv_heads=1)
     for overlap in (True, False):
         values, sizes, exchanges = moved(problem, 5, strategy="ring", layout="contiguous", overlap=overlap)
-        assert exchanges == sizes["backward"] == sizes["home"] == 0 < sizes["forward"]
+        assert exchanges == sizes["backward"] == sizes["returned"] == 0 < sizes["forward"]
         assert float((values["dq"] - problem.by_oracle().values["dq"]).abs().max()) < 1e-11

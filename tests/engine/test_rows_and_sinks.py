@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import longspan as ls
-from longspan._engine import ops
+from longspan._engine.one_device import make_work
 from longspan._engine.spec import Spec
+from longspan._engine.values import CallOptions, CallTensors
 from longspan._kernels.registry import kernel_named
 from longspan._masks.algebra import Mask
 from longspan._masks.block_table import BlockTable
@@ -91,7 +92,7 @@ def test_two_calls_that_hand_on_their_state_equal_one(kernel: str) -> None:
     score = trace(lambda s, b, h, q, kv: s + table[q - kv + 150], "score")
     spec = Spec(mask=mask.program, score=score.program, kernel=kernel)
     run = kernel_named(kernel)
-    whole = ops.make_work(spec, q, k, [], [table], 0.25, backward=False)
+    whole = make_work(CallTensors(q=q, k=k, v=v, score_captured=[table]), CallOptions(spec=spec, scale=0.25), backward=False)
     want = run.forward(q, k, v, whole, state=None, final=True, peak=True)
     state = None
     for chosen in ([1], [0]):

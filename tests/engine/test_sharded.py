@@ -10,7 +10,7 @@ from tests.cases import covering_sample
 from tests.sharded import LAYOUTS, Case, Problem, check_budget, check_case, mask_named, problem_of, whole_grid
 
 import longspan as ls
-from longspan._engine.local_schedule import itinerary
+from longspan._engine.schedule_builder import ScheduleOptions, local_schedule
 from longspan.testing import virtual_world
 
 SAMPLE = covering_sample(whole_grid())
@@ -69,7 +69,7 @@ def test_local_keys_may_be_computed_with_what_the_first_exchange_brings(mask: st
     problem = Problem(mask=found, score="relative bias", q_len=203, kv_len=203, batch=2, heads=6, kv_heads=3)
     right, got, apart = (problem.by_oracle(), *(problem.over(ranks, overlap=overlap, **options) for overlap in (False, True)))
     assert got.extra.schedule.joined and not apart.extra.schedule.joined and got.bytes_sent == apart.bytes_sent
-    steps = [len(itinerary(p.extra.data, (128, 128), None).steps) for p in (got, apart)]
+    steps = [len(local_schedule(p.extra.data, ScheduleOptions(block=(128, 128))).steps) for p in (got, apart)]
     assert steps[0] == steps[1] - 1
     for name in right.values:
         assert got.error(right, name) < 1e-11, name

@@ -77,17 +77,17 @@ def wide_problem() -> Problem:
     return Problem(mask=ls.causal(), score="none", q_len=3001, kv_len=3001, batch=2, heads=8, kv_heads=2, **sizes)
 
 
-def _rank_of_lanes(_: Any) -> tuple[list[Any], list[int]]:
+def _rank_of_two_streams(_: Any) -> tuple[list[Any], list[int]]:
     from longspan._engine import distributed as sharded
 
-    real, used = sharded.Lanes, []
+    real, used = sharded.StepStreams, []
 
     class Counted(real):  # type: ignore[valid-type, misc]
         def __init__(self, device: torch.device, *, two: bool) -> None:
             super().__init__(device, two=two)
             used.append(len(self.streams))
 
-    sharded.Lanes = Counted  # type: ignore[misc]
+    sharded.StepStreams = Counted  # type: ignore[misc]
     p = wide_problem()
     plans = [p.plan(dist.group.WORLD, layout="head_tail", overlap=True, **way) for way in WIDE]
     for plan in plans:
@@ -99,7 +99,7 @@ def _rank_of_lanes(_: Any) -> tuple[list[Any], list[int]]:
 
 @pytest.mark.gpu
 def test_steps_on_two_streams_equal_the_oracle() -> None:
-    ranks = run_processes(_rank_of_lanes, 2, None, timeout=300)
+    ranks = run_processes(_rank_of_two_streams, 2, None, timeout=300)
     for i in range(len(WIDE)):
         check_budget(wide_problem(), Results(summed([{name: t.cuda() for name, t in found[i].items()} for found, _ in ranks])))
     if torch.cuda.get_device_capability() == (9, 0):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.sharded import Problem, mask_named
 
 import longspan as ls
-from longspan._engine.local_schedule import itinerary
+from longspan._engine.schedule_builder import ScheduleOptions, local_schedule
 from longspan._plan.tile_grid import reads
 from longspan._planner.plan import Plan
 from longspan.testing import virtual_world
@@ -47,8 +47,8 @@ def test_every_allowed_pair_is_computed_exactly_once_by_exactly_one_rank(args: A
         for rank in range(ranks):
             mine = plan.on(ls.Mesh.abstract(ranks, rank=rank))
             queries, keys = mine.data.tiles[row].queries, mine.data.tiles[row].kv
-            for step in itinerary(mine.data, block, None, backward=backward, merged=merged).steps:
-                part = step.parts[row]
+            for step in local_schedule(mine.data, ScheduleOptions(block=block, backward=backward, merge_stages=merged)).steps:
+                part = step.tiles[row]
                 q = _numbers(part.q_tiles, queries)
                 kv = _numbers(part.kv_tiles, keys)
                 seen[:, :, q[:, None], kv[None]] += (part.table.to_dense() > 0).long()
@@ -68,9 +68,9 @@ def test_query_tiles_are_complete_with_the_last_step_that_has_their_kv(args: Any
     options, mask, length, ranks = args
     plan = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options)
     for rank in range(ranks):
-        route = itinerary(plan.on(ls.Mesh.abstract(ranks, rank=rank)).data, (128, 128), None)
-        for row, last in enumerate(route.last):
-            parts = [step.parts[row] for step in route.steps]
+        route = local_schedule(plan.on(ls.Mesh.abstract(ranks, rank=rank)).data, ScheduleOptions(block=(128, 128)))
+        for row, last in enumerate(route.last_step):
+            parts = [step.tiles[row] for step in route.steps]
             seen = torch.stack([part.table.to_dense().gt(0).any(3).flatten(0, 1) for part in parts])  # [steps, heads and batch rows, tiles]
             ends = torch.where(seen.any(0), seen.shape[0] - 1 - seen.flip(0).long().argmax(0), -1)
             said = [torch.zeros_like(ends[0], dtype=torch.bool) if part.complete is None else part.complete for part in parts]
@@ -92,11 +92,11 @@ def test_sent_tokens_are_expected_and_an_exchange_moves_only_tokens_that_are_rea
     expected = torch.zeros_like(sent)
     for rank in range(ranks):
         mine = plan.on(ls.Mesh.abstract(ranks, rank=rank))
-        arrivals = [a for step in itinerary(mine.data, (128, 128), None).steps for a in step.arrivals]
-        assert len(arrivals) == schedule.stages
-        for stage, arrival in enumerate(arrivals):
-            sent[stage, rank] += torch.tensor(arrival.leaving)
-            expected[stage, :, rank] += torch.tensor(arrival.arriving)
+        exchanges = [a for step in local_schedule(mine.data, ScheduleOptions(block=(128, 128))).steps for a in step.exchanges]
+        assert len(exchanges) == schedule.stages
+        for stage, exchange in enumerate(exchanges):
+            sent[stage, rank] += torch.tensor(exchange.send_counts)
+            expected[stage, :, rank] += torch.tensor(exchange.recv_counts)
     assert torch.equal(sent, expected)
     if options["strategy"] == "exchange":
         assert data.returns is schedule
@@ -129,8 +129,8 @@ def test_backward_moves_the_tokens_of_forward_that_are_read(args: Any) -> None:
     assert bool((again.received(ranks) <= data.schedule.received(ranks)).all())
     for rank in range(ranks):
         mine = Plan(data).on(ls.Mesh.abstract(ranks, rank=rank)).data
-        steps = itinerary(mine, (128, 128), None, backward=True).steps
-        assert all(step.arrivals for step in steps[1:]) and sum(len(step.arrivals) for step in steps) == len(again.stage.unique())
+        steps = local_schedule(mine, ScheduleOptions(block=(128, 128), backward=True)).steps
+        assert all(step.exchanges for step in steps[1:]) and sum(len(step.exchanges) for step in steps) == len(again.stage.unique())
 
 
 @settings(max_examples=50)
@@ -139,22 +139,22 @@ def test_rows_arrive_at_the_place_where_the_receiver_reads_them(args: Any, merge
     options, mask, length, ranks = args
     plan = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options)
     mine = [plan.on(ls.Mesh.abstract(ranks, rank=rank)) for rank in range(ranks)]
-    routes = [itinerary(p.data, (128, 128), None, backward=backward, merged=merged).steps for p in mine]
+    routes = [local_schedule(p.data, ScheduleOptions(block=(128, 128), backward=backward, merge_stages=merged)).steps for p in mine]
     for i, group in enumerate(zip(*routes, strict=True)):
-        assert {len(step.arrivals) for step in group} == {len(group[0].arrivals)}
-        assert not merged or len(group[0].arrivals) <= 1
-        for k in range(len(group[0].arrivals)):
-            assert len({step.arrivals[k].what for step in group}) == 1
+        assert {len(step.exchanges) for step in group} == {len(group[0].exchanges)}
+        assert not merged or len(group[0].exchanges) <= 1
+        for k in range(len(group[0].exchanges)):
+            assert len({step.exchanges[k].what for step in group}) == 1
         for receiver, step in enumerate(group):
             # Each row of the buffer by its batch row and position.
-            looked_for = torch.full((step.tokens,), -1)
-            for row, part in enumerate(step.parts):
-                at = torch.arange(step.tokens) if part.rows is None else part.rows.listed()
+            looked_for = torch.full((step.buffer_rows,), -1)
+            for row, part in enumerate(step.tiles):
+                at = torch.arange(step.buffer_rows) if part.rows is None else part.rows.indices()
                 looked_for[at[: part.kv_tiles.length]] = row * length + part.kv_tiles.positions(torch.device("cpu"))
-            for k, arrival in enumerate(step.arrivals):
-                sent = [_held(mine[source])[other.arrivals[k].home[receiver].listed()] for source, other in enumerate(group)]
-                assert [len(rows) for rows in sent] == list(arrival.arriving)
-                assert torch.equal(torch.cat(sent), looked_for[arrival.start : arrival.stop]), (i, k)
+            for k, exchange in enumerate(step.exchanges):
+                sent = [_held(mine[source])[other.exchanges[k].sent_to[receiver].indices()] for source, other in enumerate(group)]
+                assert [len(rows) for rows in sent] == list(exchange.recv_counts)
+                assert torch.equal(torch.cat(sent), looked_for[exchange.start : exchange.stop]), (i, k)
 
 
 def _held(plan: ls.Plan) -> torch.Tensor:

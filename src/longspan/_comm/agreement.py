@@ -70,6 +70,16 @@ class Agreement:
             words = [_MAGIC, _AGREES if error is None else _REFUSED, kind, number, *fields]
             self._exchange = _AllGather(mesh, words + [0] * (WORDS - len(words)))
 
+    @classmethod
+    def none(cls) -> Agreement:
+        """An agreement of one rank with itself: sends nothing."""
+        return cls(Mesh.abstract(1), None)
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait()` would return at once."""
+        return self._exchange is None
+
     def wait(self) -> None:
         """Return once all ranks are known to make the same call. Later calls return at once."""
         if self._exchange is not None:

@@ -1,81 +1,72 @@
-"""The way into a call over a mesh: this rank's tensors must fit the plan, and all ranks must mean the same call.
+"""The entry to a pass over a mesh: this rank's tensors must fit the plan, and all ranks must make the same call.
 
-Every forward and every backward pass begins with a control message (`longspan._comm.agreement`). A rank that makes another call, or
-refuses its own tensors, makes every rank raise an error that names the rank and the field, before any data moves. The message is begun
-here and awaited before the first exchange.
+Every forward and every backward pass begins with a control message (`longspan._comm.agreement`). If a rank makes another call, or refuses
+its own tensors, every rank raises an error that names the rank and the field, before any data moves. The message is sent here and awaited
+before the first exchange.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from longspan._comm.agreement import Agreement, CallDescription, refuse
-from longspan._comm.mesh import Mesh
-from longspan._engine.distributed import Call
 from longspan._engine.plan_cache import plan_cache
-from longspan._engine.spec import Spec
+from longspan._engine.sharded_call import ShardedCall
+from longspan._engine.values import CallOptions, CallTensors
 from longspan._plan.plan_data import PlanData
 
 
-def enter(
-    plan: PlanData,
-    spec: Spec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    score_captured: Sequence[Tensor],
-    scale: float,
-    *,
-    peak: bool = False,
-    needs: Sequence[bool] | None = None,
-    forward: int = 0,
-) -> Call:
-    """The call, checked here, its agreement with all ranks under way.
+def begin_call(
+    plan: PlanData, options: CallOptions, inputs: CallTensors, *, needs: Sequence[bool] | None = None, forward_number: int = 0
+) -> ShardedCall:
+    """The call, checked on this rank, its agreement with all ranks in flight.
 
-    needs:   of a backward pass, whether each captured tensor needs a gradient; None in a forward pass.
-    forward: of a backward pass, the number that the agreement of its forward pass has; 0 if unknown.
+    Args:
+        needs: Of a backward pass, whether each captured tensor needs a gradient. None in a forward pass.
+        forward_number: Of a backward pass, `Agreement.number` of its forward pass; 0 if unknown.
     """
-    backward = needs is not None
-    key = (
-        q.shape, k.shape, v.shape, q.dtype, q.device, spec.handle, scale, None if sink is None else (sink.shape, sink.dtype),
-        peak and plan.degree > 1, tuple((t.shape, t.dtype) for t in score_captured), None if needs is None else tuple(needs),
-        torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
-
-    def checked() -> CallDescription:
-        call = Call(**parts, agreement=Agreement(Mesh.abstract(1), None))
-        check(plan, q, k, v)
-        call.rehearse(q, k, v, sink=sink is not None, needs=needs)
-        kind = "attention, backward pass" if backward else "attention, forward pass"
-        return CallDescription(kind, _fields(plan, spec, (q, k, v, sink), score_captured, scale, peak=peak))
-
-    parts: dict[str, Any] = {
-        "data": plan, "spec": spec, "scale": scale, "score_captured": score_captured, "heads": q.shape[1], "kv_heads": k.shape[1],
-    }  # fmt: skip
     try:
-        description = plan_cache.description(plan, key, checked)
+        description = plan_cache.description(plan, _cache_key(options, inputs, needs), lambda: _describe(plan, options, inputs, needs))
     except (ValueError, TypeError, RuntimeError) as error:
         refuse(plan.mesh, error)
-    return Call(**parts, agreement=Agreement(plan.mesh, description, forward=forward if backward else None))
+    return _call(plan, options, inputs, Agreement(plan.mesh, description, forward=None if needs is None else forward_number))
 
 
-def _fields(
-    plan: PlanData,
-    spec: Spec,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    score_captured: Sequence[Tensor],
-    scale: float,
-    *,
-    peak: bool,
-) -> dict[str, str]:
-    """What all ranks must have in common, in words. Captured tensors and sinks may hold other values on each rank."""
-    q, k, v, sink = tensors
-    return {
+def _call(plan: PlanData, options: CallOptions, inputs: CallTensors, agreement: Agreement) -> ShardedCall:
+    return ShardedCall(
+        plan=plan,
+        spec=options.spec,
+        scale=options.scale,
+        score_captured=inputs.score_captured,
+        heads=inputs.q.shape[1],
+        kv_heads=inputs.k.shape[1],
+        agreement=agreement,
+    )
+
+
+def _cache_key(options: CallOptions, inputs: CallTensors, needs: Sequence[bool] | None) -> tuple[object, ...]:
+    """Everything that `_describe` depends on besides the plan."""
+    q, k, v, sink = inputs.q, inputs.k, inputs.v, inputs.sink
+    return (
+        q.shape, k.shape, v.shape, q.dtype, q.device, options.spec.handle, options.scale, options.max_scores,
+        None if sink is None else (sink.shape, sink.dtype), tuple((t.shape, t.dtype) for t in inputs.score_captured),
+        None if needs is None else tuple(needs), torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+
+
+def _describe(plan: PlanData, options: CallOptions, inputs: CallTensors, needs: Sequence[bool] | None) -> CallDescription:
+    """Check the call on this rank. Return the fields that all ranks must have in common.
+
+    Captured tensors and sinks may hold other values on each rank.
+    """
+    q, k, v, sink, spec = inputs.q, inputs.k, inputs.v, inputs.sink, options.spec
+    check(plan, q, k, v)
+    _call(plan, options, inputs, Agreement.none()).check(inputs, needs)
+    returned = ["out", *["lse"] * spec.lse, *["max_scores"] * options.max_scores]
+    return CallDescription("attention, forward pass" if needs is None else "attention, backward pass", {
         "plan": plan.digest[:16],
         "mask": plan.mask.text,
         "tokens": f"{plan.q_len} × {plan.kv_len}",
@@ -86,24 +77,24 @@ def _fields(
         "head dims": f"{q.shape[-1]}/{v.shape[-1]}",
         "dtype": str(q.dtype),
         "device": q.device.type,
-        "scale": repr(scale),
+        "scale": repr(options.scale),
         "score_mod": "none" if spec.score is None else f"{spec.score.name} {spec.score.key[:12]}",
-        "captured": ", ".join(f"{t.dtype}{list(t.shape)}" for t in score_captured) or "none",
+        "captured": ", ".join(f"{t.dtype}{list(t.shape)}" for t in inputs.score_captured) or "none",
         "sink": "none" if sink is None else f"{sink.dtype}{list(sink.shape)}",
         "kernel": spec.kernel,
-        "returned": " ".join(["out", *["lse"] * spec.lse, *["max_scores"] * peak]) if plan.degree > 1 else "",
-    }
+        "returned": " ".join(returned) if plan.degree > 1 else "",  # elsewhere nothing of it is exchanged
+    })  # fmt: skip
 
 
 def check(plan: PlanData, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """This rank's tensors against the plan's sizes."""
+    """Raise ValueError unless this rank's tensors have the plan's sizes."""
     rank = plan.mesh.rank
     for name, tensor, layout, whole in (("q", q, plan.layouts[0], plan.q_len), ("k", k, plan.layouts[1], plan.kv_len)):
         want = layout.local_len(rank)
         if tensor.shape[2] != want:
-            hint = ": it has the whole sequence's length; shard it with plan.shard(x, 2)" if tensor.shape[2] == whole else ""
+            hint = "; this is the whole sequence: shard it with plan.shard(x, 2)" if tensor.shape[2] == whole else ""
             raise ValueError(
-                f"{name}: by this plan rank {rank} owns {want} of {whole} tokens, got {tensor.shape[2]} (shape {tuple(tensor.shape)}){hint}"
+                f"{name}: rank {rank} owns {want} of {whole} tokens in this plan, got {tensor.shape[2]} (shape {tuple(tensor.shape)}){hint}"
             )
     for size, got, planned in (
         ("batch", q.shape[0], plan.batch),

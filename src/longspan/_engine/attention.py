@@ -14,6 +14,7 @@ from longspan._engine import eager, ops
 from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, refuse_transforms, tracing_under_transforms
 from longspan._engine.dense_distributed import dense_over_mesh
 from longspan._engine.table_cache import DeviceCopies
+from longspan._engine.values import CallOptions, CallTensors
 from longspan._kernels.dense import dense_attention
 from longspan._kernels.protocol import state_dtype
 from longspan._kernels.registry import check_name
@@ -182,34 +183,46 @@ def call(
     lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run traced programs on checked tensors."""
-    mask_captured = [] if mask is None else [_copies.on(t.detach() if t.requires_grad else t, q.device) for t in mask.captured()]
-    score_captured = [] if score is None else score.captured()
-    differentiated = [q, k, v, *score_captured] if sink is None else [q, k, v, sink, *score_captured]
+    inputs = CallTensors(
+        q=q,
+        k=k,
+        v=v,
+        sink=sink,
+        mask_captured=[] if mask is None else [_copies.on(t.detach() if t.requires_grad else t, q.device) for t in mask.captured()],
+        score_captured=[] if score is None else score.captured(),
+    )
     try:
-        check_captured(score_captured, q, "score_mod")
+        check_captured(inputs.score_captured, q, "score_mod")
         if kernel != "dense":
-            _refuse_forward_mode(differentiated)
+            _refuse_forward_mode(inputs.differentiable)
     except (ValueError, RuntimeError) as error:
         if plan is None:
             raise
         refuse(plan.data.mesh, error)
     spec = ops.specs.of(None if mask is None else mask.program, None if score is None else score.program, kernel, lse=lse)
+    options = CallOptions(spec=spec, scale=scale, max_scores=peak)
     if kernel == "dense":
-        options: dict[str, Any] = {"scale": scale, "score": spec.score, "score_captured": score_captured, "sink": sink}
         with without_autocast():
-            if plan is not None:
-                return dense_over_mesh(plan, q, k, v, **options)
-            return dense_attention(q, k, v, mask=spec.mask, mask_captured=mask_captured, **options)
+            return _dense(inputs, options) if plan is None else dense_over_mesh(inputs, options, plan.data)
     try:
-        if eager.is_plain([*differentiated, *mask_captured]):
-            return eager.attend(q, k, v, sink, mask_captured, score_captured, None if plan is None else plan.data, spec, scale, peak)
+        if eager.is_plain([*inputs.differentiable, *inputs.mask_captured]):
+            return eager.attend(inputs, options, None if plan is None else plan.data)
         token = None if plan is None else plan.token
-        out, rows, most = ops.attend(q, k, v, sink, mask_captured, score_captured, token, spec.handle, scale, peak)
+        out, rows, most = ops.attend(
+            q, k, v, sink, inputs.mask_captured, inputs.score_captured, token, spec.handle, scale, options.max_scores
+        )  # fmt: skip
     except RuntimeError as error:
         if "functorch transforms" in str(error):
             raise RuntimeError(ops.NO_TRANSFORMS) from error
         raise
     return out, rows, most.detach()
+
+
+def _dense(inputs: CallTensors, options: CallOptions) -> ops.Outputs:
+    return dense_attention(
+        inputs.q, inputs.k, inputs.v, scale=options.scale, mask=options.spec.mask, mask_captured=inputs.mask_captured,
+        score=options.spec.score, score_captured=inputs.score_captured, sink=inputs.sink,
+    )  # fmt: skip
 
 
 def _refuse_forward_mode(tensors: list[Tensor]) -> None:

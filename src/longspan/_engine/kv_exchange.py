@@ -1,139 +1,195 @@
-"""Keys and values on their way: sent from where they lie, or packed first, and handed to kernels as they were received.
+"""The exchange of keys and values: sent from their own memory or packed first, and handed to kernels as views of the receive buffers.
 
-Legend as in `longspan._kernels.protocol`. A step's keys and values lie token by token as they were received, side by side in one buffer
-[T, B, G, D + E] or, where they travel apart, in two; kernels read views of them.
+Legend as in `longspan._kernels.protocol`. A buffer holds rows: K and V of a token side by side [T, B, G, D + E], or, where K and V are sent
+separately, one buffer each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from longspan._comm.agreement import Agreement
 from longspan._comm.group import Group, Pending
-from longspan._engine.local_schedule import Step
+from longspan._engine.local_schedule import ComputeStep
+from longspan._engine.streams import issue_stream
 from longspan._kernels.row_sums import copy_rows_
 from longspan._plan.plan_data import PlanData
 
-# Bytes of a shard's keys and values from which they travel apart: then each tensor that lies token by token, as a projection leaves it, is
-# sent from where it lies. To lay fewer side by side takes less time than to begin a second exchange.
-APART_BYTES = 32 * 2**20
+# Bytes of a shard's K and V from which each is sent in an exchange of its own, without packing. Below this size, packing K and V is cheaper
+# than a second collective.
+SEPARATE_KV_BYTES = 32 * 2**20
 
 
-def travel_apart(data: PlanData, k: Tensor, v: Tensor) -> bool:
-    """Whether keys and values are so many that they travel in exchanges of their own. The same on every rank: of sizes alone, not of how
-    tensors lie. All stages of a step go as one exchange then: what it costs the host is not paid twice.
+def sends_kv_separately(plan: PlanData, k: Tensor, v: Tensor) -> bool:
+    """Whether K and V are sent in separate exchanges. Then all stages of a step are one exchange each.
+
+    The same on every rank: it depends on sizes only, not on strides.
     """
-    keys = data.inner[1]
-    batch, groups, _, dim = k.shape
-    return keys.length // keys.ranks * batch * groups * (dim + v.shape[3]) * k.element_size() >= APART_BYTES
+    layout = plan.inner[1]
+    batch, kv_heads, _, dim = k.shape
+    return layout.length // layout.ranks * batch * kv_heads * (dim + v.shape[3]) * k.element_size() >= SEPARATE_KV_BYTES
 
 
-def room_for(like: Tensor, rows: int, width: int) -> Tensor:
-    """Memory for rows that arrive."""
+def empty_rows(like: Tensor, rows: int, width: int) -> Tensor:
+    """An uninitialized buffer of rows."""
     return like.new_empty((rows, width))
 
 
-class Keys:
-    """Keys and values step by step: the local ones as they are, the others as they arrive, one step ahead of their use.
+@dataclass(frozen=True, kw_only=True)
+class KVFormat:
+    """How KV is laid out in buffers.
 
-    In a joined schedule the local ones are copied to where the first step's others arrive, so that one buffer holds both; unless they
-    travel apart, batch rows are laid out alike, and the kernel `joins` them from where they lie.
+    Attributes:
+        separate: K and V have buffers and exchanges of their own.
+        per_batch_row: A row is (batch row, token): batch rows are laid out differently.
+        two_places: In a joined schedule, the kernel reads local and received KV from two places. Otherwise the local KV of such a step is
+            copied in front of the received KV.
+    """
+
+    separate: bool
+    per_batch_row: bool
+    two_places: bool
+
+
+@dataclass(kw_only=True, eq=False)
+class _Transfer:
+    """The exchanges of one step: packed, then in flight. `packed`: an event after packing, where `issue` happens on another stream."""
+
+    buffers: list[Tensor]
+    issue: list[Callable[[], Pending]]
+    packed: torch.cuda.Event | None = None
+    pending: list[Pending] = field(default_factory=list)
+
+
+class KVExchange:
+    """Local and received KV, step by step. Call `prepare(i + 1)`, compute step i, then `send(i + 1)`: received KV is one step ahead.
+
+    No data moves before all ranks agree on the call.
     """
 
     def __init__(
-        self, data: PlanData, k: Tensor, v: Tensor, steps: Sequence[Step], what: str, agreement: Agreement, *, apart: bool, joins: bool
-    ) -> None:  # fmt: skip
-        self.k, self.v, self.steps, self.agreement = k, v, steps, agreement
-        self.per_row = data.rows > 1  # batch rows are laid out differently
-        self.width = k.shape[3] + v.shape[3]
-        self.group: Group | None = None
-        self.two_places = False
-        self.under_way: dict[int, tuple[list[Tensor], list[Pending]]] = {}
-        if any(step.arrivals for step in steps):
-            assert data.ring is not None
-            self.group = data.mesh.group(data.ring)
-            self.kinds = (f"keys, {what}", f"values, {what}") if apart else (what,)
-            self.two_places = apart and joins and bool(steps[0].arrivals) and not self.per_row
-            room = 0 if self.two_places else steps[0].arriving
-            self.first = [self._rows(kind, room=room) for kind in ([[k], [v]] if apart else [[k, v]])]
-            self.local = [rows[: len(rows) - room] for rows in self.first]
-            self.fetch(0)
+        self,
+        group: Group | None,
+        kv: tuple[Tensor, Tensor],
+        steps: Sequence[ComputeStep],
+        fmt: KVFormat,
+        what: str,
+        agreement: Agreement,
+    ) -> None:
+        """group: the ring axis, None where no step has exchanges. what: the pass, for error messages."""
+        self.k, self.v = kv
+        self.group, self.steps, self.format, self._agreement = group, steps, fmt, agreement
+        self.width = self.k.shape[3] + self.v.shape[3]
+        self._transfers: dict[int, _Transfer] = {}
+        if group is not None:
+            self._names = (f"keys, {what}", f"values, {what}") if fmt.separate else (what,)
+            spare_rows = 0 if fmt.two_places else steps[0].received_rows
+            sources = [[self.k], [self.v]] if fmt.separate else [[self.k, self.v]]
+            self._first_buffers = [self._packed(tensors, spare_rows=spare_rows) for tensors in sources]
+            self._local = [buffer[: len(buffer) - spare_rows] for buffer in self._first_buffers]
+            self.prepare(0)
+            self.send(0)
 
-    def _rows(self, tensors: Sequence[Tensor], *, room: int) -> Tensor:
-        """Local keys, values or both side by side, token by token: rows [S, B·G·W], or [B·S, G·W] where batch rows differ, and after them
-        room for more. One tensor that lies like this already is not copied where no room is asked for.
-        """
-        order = (0, 2, 1, 3) if self.per_row else (2, 0, 1, 3)
-        turned = [t.permute(order) for t in tensors]
-        shape = torch.Size((*turned[0].shape[:3], sum(t.shape[3] for t in turned)))
-        outer = 2 if self.per_row else 1
-        rows, width = shape[:outer].numel(), shape[outer:].numel()
-        if len(turned) == 1 and not room and turned[0].is_contiguous():
-            return turned[0].view(rows, width)
-        buffer = room_for(self.k, rows + room, width)
-        start = 0
-        for t in turned:
-            copy_rows_(buffer[:rows].view(shape)[..., start : start + t.shape[3]], t)
-            start += t.shape[3]
-        return buffer
-
-    def fetch(self, i: int) -> None:
-        """Begin the exchanges of step i, the first of them once all ranks agree."""
-        if i >= len(self.steps) or not self.steps[i].arrivals:
+    def prepare(self, i: int) -> None:
+        """Pack the rows that step i sends. Send them too, unless the agreement of all ranks can be awaited while a kernel runs."""
+        if i >= len(self.steps) or not self.steps[i].exchanges:
             return
-        self.agreement.wait()
         assert self.group is not None
-        step = self.steps[i]
-        alone = i > 0 or self.two_places  # what arrives has a buffer to itself
-        buffers = [room_for(rows, step.arriving, rows.shape[1]) for rows in self.first] if alone else self.first
-        before = len(step.own) if alone else 0
-        pending = []
-        for arrival in step.arrivals:
-            for kind, rows, buffer in zip(self.kinds, self.local, buffers, strict=True):
-                out, what = buffer[arrival.start - before : arrival.stop - before], f"{arrival.what}, {kind}"
-                if arrival.in_pieces:
-                    pieces = [part.take(rows) for part in arrival.home]
-                    pending.append(self.group.all_to_all_pieces(out, pieces, arrival.arriving, what=what))
+        step, group = self.steps[i], self.group
+        own_buffer = i > 0 or self.format.two_places
+        buffers = [empty_rows(r, step.received_rows, r.shape[1]) for r in self._local] if own_buffer else self._first_buffers
+        skipped = len(step.local) if own_buffer else 0
+        issue = []
+        for exchange in step.exchanges:
+            for name, local, buffer in zip(self._names, self._local, buffers, strict=True):
+                out, what = buffer[exchange.start - skipped : exchange.stop - skipped], f"{exchange.what}, {name}"
+                if exchange.sends_views:
+                    pieces = [rows.take(local) for rows in exchange.sent_to]
+                    issue.append(_bind(group.all_to_all_pieces, out, pieces, exchange.recv_counts, what=what))
                 else:
-                    sent = arrival.sent.take(rows)
-                    pending.append(self.group.all_to_all(out, sent, arrival.arriving, arrival.leaving, what=what))
-        self.under_way[i] = buffers, pending
+                    sent = exchange.sent.take(local)
+                    issue.append(_bind(group.all_to_all, out, sent, exchange.recv_counts, exchange.send_counts, what=what))
+        transfer = self._transfers[i] = _Transfer(buffers=buffers, issue=issue)
+        if self.k.is_cuda and group.any_stream and not self._agreement.done:
+            transfer.packed = torch.cuda.current_stream(self.k.device).record_event()
+        else:
+            self.send(i)
 
-    def own(self, i: int) -> tuple[Tensor, Tensor] | None:
-        """(k, v) of step i that what `take` gives does not hold: local ones, as they are sent."""
-        if i or not self.two_places:
-            return None
-        return self._view(self.local[0], self.k.shape[3]), self._view(self.local[1], self.v.shape[3])
+    def send(self, i: int) -> None:
+        """Start the exchanges of step i, once all ranks agree. Does nothing if `prepare` started them."""
+        transfer = self._transfers.get(i)
+        if transfer is None or not transfer.issue:
+            return
+        self._agreement.wait()
+        if transfer.packed is None:
+            transfer.pending = [issue() for issue in transfer.issue]
+        else:
+            # A backend's stream waits for the current stream. That one has the kernel of the step before by now: use another one.
+            stream = issue_stream(self.k.device)
+            stream.wait_event(transfer.packed)
+            with torch.cuda.stream(stream):
+                transfer.pending = [issue() for issue in transfer.issue]
+        transfer.issue = []
 
-    def take(self, i: int) -> list[tuple[Tensor, Tensor]]:
-        """(k, v) of step i for each of its parts, waited for."""
-        parts = self.steps[i].parts
-        if not self.steps[i].arrivals:
-            if self.per_row:
-                return [(self.k[p : p + 1], self.v[p : p + 1]) for p in range(len(parts))]
-            own = self.steps[i].own
-            return [(self.k[:, :, own.start : own.stop], self.v[:, :, own.start : own.stop])]
-        buffers, pending = self.under_way.pop(i)
-        for p in pending:
-            p.wait()
-        found = []
-        for part in parts:
-            taken = [buffer if part.rows is None else part.rows.take(buffer) for buffer in buffers]
-            if len(taken) == 1:
-                found.append(self.views(taken[0]))
+    def wait(self, i: int) -> list[tuple[Tensor, Tensor]]:
+        """(k, v) of step i for each of its `tiles`, once received."""
+        step = self.steps[i]
+        if not step.exchanges:
+            if self.format.per_batch_row:
+                return [(self.k[r : r + 1], self.v[r : r + 1]) for r in range(len(step.tiles))]
+            local = slice(step.local.start, step.local.stop)
+            return [(self.k[:, :, local], self.v[:, :, local])]
+        transfer = self._transfers.pop(i)
+        for pending in transfer.pending:
+            pending.wait()
+        kv = []
+        for tiles in step.tiles:
+            rows = [buffer if tiles.rows is None else tiles.rows.take(buffer) for buffer in transfer.buffers]
+            if len(rows) == 1:
+                kv.append(self.split(rows[0]))
             else:
-                found.append((self._view(taken[0], self.k.shape[3]), self._view(taken[1], self.v.shape[3])))
-        return found
+                kv.append((self._view(rows[0], self.k.shape[3]), self._view(rows[1], self.v.shape[3])))
+        return kv
 
-    def views(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of keys and values side by side as k [B, G, T, D] and v [B, G, T, E]."""
+    def local_kv(self, i: int) -> tuple[Tensor, Tensor] | None:
+        """Local (k, v) of step i that `wait(i)` does not contain, because the kernel reads KV from two places."""
+        if i or not self.format.two_places:
+            return None
+        return self._view(self._local[0], self.k.shape[3]), self._view(self._local[1], self.v.shape[3])
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows with K and V side by side as views k [B, G, T, D] and v [B, G, T, E]."""
         both, dim = self._view(rows, self.width), self.k.shape[3]
         return both[..., :dim], both[..., dim:]
 
     def _view(self, rows: Tensor, width: int) -> Tensor:
         """Rows as [B, G, T, width]."""
-        batch, groups, _, _ = self.k.shape
-        return rows.view(rows.shape[0], 1 if self.per_row else batch, groups, width).permute(1, 2, 0, 3)
+        batch, kv_heads, _, _ = self.k.shape
+        return rows.view(rows.shape[0], 1 if self.format.per_batch_row else batch, kv_heads, width).permute(1, 2, 0, 3)
+
+    def _packed(self, tensors: Sequence[Tensor], *, spare_rows: int) -> Tensor:
+        """Local tensors side by side as rows [S, B·G·W] ([B·S, G·W] where batch rows differ), followed by uninitialized spare rows.
+
+        A single tensor that is contiguous in this order already is not copied, if there are no spare rows.
+        """
+        order = (0, 2, 1, 3) if self.format.per_batch_row else (2, 0, 1, 3)
+        permuted = [t.permute(order) for t in tensors]
+        shape = torch.Size((*permuted[0].shape[:3], sum(t.shape[3] for t in permuted)))
+        row_dims = 2 if self.format.per_batch_row else 1
+        rows, width = shape[:row_dims].numel(), shape[row_dims:].numel()
+        if len(permuted) == 1 and not spare_rows and permuted[0].is_contiguous():
+            return permuted[0].view(rows, width)
+        buffer = empty_rows(self.k, rows + spare_rows, width)
+        start = 0
+        for t in permuted:
+            copy_rows_(buffer[:rows].view(shape)[..., start : start + t.shape[3]], t)
+            start += t.shape[3]
+        return buffer
+
+
+def _bind(exchange: Callable[..., Pending], *args: object, what: str) -> Callable[[], Pending]:
+    return lambda: exchange(*args, what=what)

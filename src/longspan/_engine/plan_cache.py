@@ -19,7 +19,7 @@ from longspan._plan.plan_data import PlanData, TiledRow
 from longspan._plan.sharding import places
 
 if TYPE_CHECKING:
-    from longspan._engine.local_schedule import Itinerary
+    from longspan._engine.local_schedule import LocalSchedule
     from longspan._kernels.protocol import Kernel
 
 
@@ -30,8 +30,8 @@ class PlanCache:
         self._tiles: DerivedCache[tuple[TiledRow, ...]] = DerivedCache(8)
         self._captured: DerivedCache[list[Tensor]] = DerivedCache(4)
         self._places: DerivedCache[Tensor] = DerivedCache(8)
-        self._schedules: DerivedCache[Itinerary] = DerivedCache(64)
-        self._routes: DerivedCache[tuple[Kernel, Itinerary]] = DerivedCache(128)
+        self._schedules: DerivedCache[LocalSchedule] = DerivedCache(64)
+        self._routes: DerivedCache[tuple[Kernel, LocalSchedule]] = DerivedCache(128)
         self._concurrent: DerivedCache[bool] = DerivedCache(128)
         self._launched: DerivedCache[bool] = DerivedCache(128)
         self._descriptions: DerivedCache[CallDescription] = DerivedCache(256)
@@ -50,11 +50,11 @@ class PlanCache:
         """Where each position of the queries (side 0) or of the KV (1) lies when all ranks' shards are concatenated, on a device."""
         return self._places.get(plan, (side, device), lambda: places(plan.layouts[side], device))
 
-    def schedule(self, plan: PlanData, key: Hashable, make: Callable[[], Itinerary]) -> Itinerary:
+    def schedule(self, plan: PlanData, key: Hashable, make: Callable[[], LocalSchedule]) -> LocalSchedule:
         """A rank's local schedule."""
         return self._schedules.get(plan, key, make)
 
-    def route(self, plan: PlanData, key: Hashable, choose: Callable[[], tuple[Kernel, Itinerary]]) -> tuple[Kernel, Itinerary]:
+    def route(self, plan: PlanData, key: Hashable, choose: Callable[[], tuple[Kernel, LocalSchedule]]) -> tuple[Kernel, LocalSchedule]:
         """The kernel and the local schedule of one kind of call."""
         return self._routes.get(plan, key, choose)
 

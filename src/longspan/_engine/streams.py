@@ -1,7 +1,7 @@
-"""Streams on which the steps of a backward pass run in turn.
+"""CUDA streams of a backward pass: steps alternate between two streams.
 
-The last programs of a kernel leave multiprocessors idle. Where the next step does not depend on this one, it is given to another stream
-and fills them. A lane's tensors are made and sent on its own stream, so that its memory is used again in that stream's order.
+The last CTAs of a kernel leave SMs idle. If the next step does not depend on this one, it runs on another stream and fills them. A
+step's tensors are allocated and sent on the step's own stream, so that the caching allocator reuses their memory in that stream's order.
 """
 
 from __future__ import annotations
@@ -12,43 +12,50 @@ from functools import cache
 import torch
 
 
-class Lanes:
-    """`two`: steps take turns on the current stream and on another one. Else all of them run where they are.
+class StepStreams:
+    """The streams of a backward pass's steps: the current one and a second one, or the current one only.
 
-    As a context: the other lane begins when all that the current stream was given before is done. At its end, whatever happened in between,
-    both lanes wait for each other, so that memory of either may be used again by either.
+    As a context manager: the second stream begins after all work that the current stream has now. At exit, also after an error, each stream
+    waits for the other, so that either may reuse the other's memory.
     """
 
     def __init__(self, device: torch.device, *, two: bool) -> None:
-        self.streams = [torch.cuda.current_stream(device), _other(device)] if two else []
+        self.streams = [torch.cuda.current_stream(device), _second_stream(device)] if two else []
 
     def __enter__(self) -> None:
-        for other in self.streams[1:]:
-            other.wait_stream(self.streams[0])
+        for second in self.streams[1:]:
+            second.wait_stream(self.streams[0])
 
     def __exit__(self, *error: object) -> None:
         self.join()
-        if self.streams and not torch.cuda.is_current_stream_capturing():  # a graph's capture must end with the lanes joined
+        if self.streams and not torch.cuda.is_current_stream_capturing():  # a graph capture must end with its streams joined
             self.__enter__()
 
     def join(self) -> None:
-        """The first lane, which the caller goes on with, waits for the other."""
-        for other in self.streams[1:]:
-            self.streams[0].wait_stream(other)
+        """Make the first stream, on which the caller continues, wait for the second."""
+        for second in self.streams[1:]:
+            self.streams[0].wait_stream(second)
 
     def of(self, step: int) -> AbstractContextManager[object]:
+        """A context in which the stream of a step is current."""
         return torch.cuda.stream(self.streams[step % 2]) if self.streams else nullcontext()
 
-    def done(self) -> torch.cuda.Event | None:
-        """What was begun by now in the lane that is current."""
+    def record(self) -> torch.cuda.Event | None:
+        """An event after the work that the current stream has now; None where there is one stream only."""
         return torch.cuda.current_stream(self.streams[0].device).record_event() if self.streams else None
 
-    def after(self, event: torch.cuda.Event | None) -> None:
-        """The lane that is current goes on when that has happened."""
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Make the current stream wait for an event of `record`."""
         if event is not None:
             torch.cuda.current_stream(self.streams[0].device).wait_event(event)
 
 
 @cache
-def _other(device: torch.device) -> torch.cuda.Stream:
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@cache
+def issue_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which exchanges are issued that must not wait for a kernel launched before them."""
     return torch.cuda.Stream(device)

@@ -1,0 +1,196 @@
+"""From a plan to one rank's `LocalSchedule`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from longspan._engine.buffer_rows import RowSelection
+from longspan._engine.local_schedule import ComputeStep, LocalSchedule, StageExchange, StepTiles
+from longspan._engine.plan_cache import plan_cache
+from longspan._kernels.protocol import Tiling
+from longspan._masks.block_table import stretched
+from longspan._plan.local_split import late_share, late_tiles
+from longspan._plan.plan_data import PlanData
+from longspan._plan.tile_grid import TileGrid, coverage
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions:
+    """What a local schedule depends on besides the plan.
+
+    Attributes:
+        block: Tile size (queries, KV).
+        heads: First query head and one past the last, where the rank computes some heads only; None for all.
+        backward: Only KV that a rank reads is received (`PlanData.returns`), and stages in which nothing moves on any rank are left out.
+        merge_stages: All stages of a step are one exchange.
+        split_bytes: Of a backward pass, (bytes of a KV element, bytes of a gradient element in flight). The local KV is then split between
+            tiles into a first and a last step, in proportion to the transfers that each overlaps with (`late_share`). It stays in one
+            step where batch rows differ, where no received KV is computed, and where there are not two tiles to compute.
+    """
+
+    block: tuple[int, int]
+    heads: tuple[int, int] | None = None
+    backward: bool = False
+    merge_stages: bool = False
+    split_bytes: tuple[int, int] | None = None
+
+
+def local_schedule(plan: PlanData, options: ScheduleOptions) -> LocalSchedule:
+    """This rank's schedule, cached. One object for both passes where the backward pass moves what the forward pass does."""
+    if options.backward and plan.returns is plan.schedule and int(plan.schedule.carried.sum()) == plan.schedule.stages:
+        options = replace(options, backward=False)
+    return plan_cache.schedule(plan, options, lambda: _Builder(plan, options).build())
+
+
+class _Builder:
+    def __init__(self, plan: PlanData, options: ScheduleOptions) -> None:
+        self.plan, self.options = plan, options
+        self.moves = plan.returns if options.backward else plan.schedule
+        self.rank = 0 if plan.ring is None else plan.mesh.coordinate[plan.ring]
+        self.ranks = plan.inner[0].ranks
+        self.local_rows = plan.inner[1].local_len(self.rank)
+        self.rows = plan_cache.tiles(plan, options.block)
+        self.q_order = [row.queries.of_rank(self.rank) for row in self.rows]
+        self.q_tilings = [_tiling(row.queries, order) for row, order in zip(self.rows, self.q_order, strict=True)]
+        self.receives, self.sends = self.moves.receiver == self.rank, self.moves.source == self.rank
+        moves_per_stage = torch.bincount(self.moves.stage, minlength=self.moves.stages).tolist()
+        keep_empty = not (options.backward and int(self.moves.carried.sum()) < self.moves.stages)
+        self.stage_is_active = [count > 0 or keep_empty for count in moves_per_stage]
+
+    def build(self) -> LocalSchedule:
+        if self.options.split_bytes is not None:
+            whole = local_schedule(self.plan, replace(self.options, split_bytes=None))
+            return self._split(whole, *self.options.split_bytes)
+        stages = self.moves.steps
+        first = 1 if self.moves.joined else 0
+        steps = [self._step(stages[0] if first else range(0), with_local=True)]
+        steps += [self._step(group, with_local=False) for group in stages[first:] if any(self.stage_is_active[s] for s in group)]
+        row_indices = range(self.plan.rows)
+        last = [max([i for i, step in enumerate(steps) if not step.tiles[r].empty], default=0) for r in row_indices]
+        by_row = [_mark_complete([step.tiles[r] for step in steps], last[r]) for r in row_indices]
+        steps = [replace(step, tiles=tuple(tiles[i] for tiles in by_row)) for i, step in enumerate(steps)]
+        return LocalSchedule(steps=tuple(steps), last_step=tuple(last))
+
+    def _split(self, whole: LocalSchedule, kv_bytes: int, grad_bytes: int) -> LocalSchedule:
+        """The same schedule with the first tiles of the local KV in a step of their own at the end."""
+        first, *received = whole.steps
+        if len(first.tiles) > 1 or self.moves.joined or all(step.empty for step in received):
+            return whole
+        local_tiles = self.rows[0].kv.of_rank(self.rank)
+        share = late_share(received[0].moved_rows * kv_bytes, received[-1].moved_rows * grad_bytes)
+        table = first.tiles[0].table
+        q_tiles = coverage(
+            torch.zeros(len(table.first), dtype=torch.int64), table.first.long(), table.last.long() + 1, len(local_tiles), range(1)
+        )
+        max_tiles = max(step.received_rows for step in received) // self.options.block[1] if len(received) > 1 else None
+        late = late_tiles(q_tiles[0], share, max_tiles)
+        if not late:
+            return whole
+        early_tiles, last_tiles = (self._tiles(0, tiles, rows=None) for tiles in (local_tiles[late:], local_tiles[:late]))
+        cut = last_tiles.kv_tiles.length
+        early, last = (
+            ComputeStep(buffer_rows=len(local), local=local, exchanges=(), tiles=(tiles,))
+            for local, tiles in ((range(cut, first.buffer_rows), early_tiles), (range(cut), last_tiles))
+        )
+        return LocalSchedule(steps=(early, *received, last), last_step=(len(received) + 1,))
+
+    def _step(self, stages: range, *, with_local: bool) -> ComputeStep:
+        local_rows = self.local_rows if with_local else 0
+        exchanges, offset = [], local_rows * len(self.rows)
+        tiles = [[row.kv.of_rank(self.rank)] if with_local else [] for row in self.rows]
+        places = [[torch.arange(r * local_rows, (r + 1) * local_rows)] for r in range(len(self.rows))]
+        for merged in [stages] if self.options.merge_stages and stages else [range(stage, stage + 1) for stage in stages]:
+            if not any(self.stage_is_active[stage] for stage in merged):
+                continue
+            exchange, received = self._exchange(merged, offset)
+            for r, (received_tiles, place) in enumerate(received):
+                tiles[r].append(received_tiles)
+                places[r].append(place + offset)
+            exchanges.append(exchange)
+            offset = exchange.stop
+        step_tiles = []
+        for r in range(len(self.rows)):
+            # Without exchanges, the KV of a batch row is a slice of a tensor, not rows of a common buffer.
+            rows = RowSelection.of(torch.cat(places[r])) if len(self.rows) > 1 and exchanges else None
+            step_tiles.append(self._tiles(r, torch.cat(tiles[r]), rows=rows))
+        local = range(local_rows * len(self.rows))
+        return ComputeStep(buffer_rows=offset, local=local, exchanges=tuple(exchanges), tiles=tuple(step_tiles))
+
+    def _tiles(self, row: int, kv_tiles: Tensor, *, rows: RowSelection | None) -> StepTiles:
+        heads = None if self.options.heads is None else range(*self.options.heads)
+        table = self.rows[row].table.select(self.q_order[row], kv_tiles, heads=heads)
+        return StepTiles(table=table, q_tiles=self.q_tilings[row], kv_tiles=_tiling(self.rows[row].kv, kv_tiles), rows=rows)
+
+    def _exchange(self, stages: range, offset: int) -> tuple[StageExchange, list[tuple[Tensor, Tensor]]]:
+        """The exchange of these stages, and for each batch row its received tiles and the places of their tokens: by rank, then stage."""
+        moves = self.moves
+        now = (moves.stage >= stages.start) & (moves.stage < stages.stop)
+        received, sent = (torch.nonzero(mine & now).flatten() for mine in (self.receives, self.sends))
+        received = received[moves.source[received].argsort(stable=True)]
+        sent = sent[moves.receiver[sent].argsort(stable=True)]
+        recv_counts, send_counts = (
+            torch.zeros(self.ranks, dtype=torch.int64).index_add_(0, rank[chosen], moves.length[chosen]).tolist()
+            for rank, chosen in ((moves.source, received), (moves.receiver, sent))
+        )
+        sent_rows = torch.zeros(sum(send_counts), dtype=torch.int64)
+        for r, (tiles, place) in enumerate(self._moved(sent)):
+            grid = self.rows[r].kv
+            sent_rows[place] = stretched(grid.row[tiles], grid.count[tiles]) + (r * self.local_rows if self.plan.rows > 1 else 0)
+        exchange = StageExchange(
+            what=f"{_stage_names(stages)} of {moves.stages} ({self.plan.strategy})",
+            start=offset,
+            stop=offset + sum(recv_counts),
+            recv_counts=tuple(recv_counts),
+            send_counts=tuple(send_counts),
+            sent=RowSelection.of(sent_rows),
+            sent_to=tuple(RowSelection.of(rows) for rows in sent_rows.split(send_counts)),
+        )
+        return exchange, self._moved(received)
+
+    def _moved(self, chosen: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """For each batch row, the tiles of the chosen moves, and the places of their tokens when the moves are concatenated."""
+        row, start, length = self.moves.row[chosen], self.moves.start[chosen], self.moves.length[chosen]
+        offset = length.cumsum(0) - length
+        by_row = []
+        for r, tiled in enumerate(self.rows):
+            here = row == r
+            first, end = tiled.kv.within(start[here], length[here])
+            by_row.append((stretched(first, end - first), stretched(offset[here], length[here])))
+        return by_row
+
+
+def _mark_complete(steps: list[StepTiles], last: int) -> list[StepTiles]:
+    """The tiles of one batch row, step by step, each with the query tiles whose last visible KV arrives in that step.
+
+    Unchanged where a query tile is not complete at the same step in all heads and batch rows.
+    """
+    count = steps[0].table.q_tiles
+    done, complete = torch.zeros(count, dtype=torch.bool), {}
+    for i in range(last, -1, -1):
+        table = steps[i].table
+        seen = table.tiles_per_row.view(table.batch * table.heads, count) > 0
+        complete[i] = seen.all(0) & ~done
+        if not torch.equal(complete[i], seen.any(0) & ~done):
+            return steps
+        done |= complete[i]
+    if not bool(done.all()):
+        return steps
+    return [replace(tiles, complete=complete[i]) if i < last and bool(complete[i].any()) else tiles for i, tiles in enumerate(steps)]
+
+
+def _stage_names(stages: range) -> str:
+    return f"stage {stages.stop}" if len(stages) == 1 else f"stages {stages.start + 1} to {stages.stop}"
+
+
+def _tiling(grid: TileGrid, tiles: Tensor) -> Tiling:
+    """The tiling of a buffer in which these tiles follow each other."""
+    count = grid.count[tiles]
+    length = int(count.sum())
+    position = grid.edges[tiles]
+    row = count.cumsum(0) - count
+    if len(tiles) and torch.equal(position, row) and torch.equal(position, torch.arange(0, length, grid.block)):
+        return Tiling(length=length, block=grid.block)
+    return Tiling(length=length, block=grid.block, row=row.int(), pos=position.int(), count=count.int())

@@ -1,0 +1,166 @@
+"""One attention call over a mesh, as one rank sees it: its kernel, its local schedule and its transposes.
+
+Legend as in `longspan._kernels.protocol`; B, H, G, Q, K are those of this rank's shards (after the Ulysses transpose, where there is one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from longspan._comm.agreement import Agreement
+from longspan._engine.kv_exchange import KVExchange, KVFormat, sends_kv_separately
+from longspan._engine.local_schedule import LocalSchedule, StepTiles
+from longspan._engine.plan_cache import plan_cache
+from longspan._engine.schedule_builder import ScheduleOptions, local_schedule
+from longspan._engine.spec import Spec
+from longspan._engine.ulysses import UlyssesTranspose
+from longspan._engine.values import CallTensors
+from longspan._kernels.protocol import Kernel, Work, state_dtype
+from longspan._kernels.registry import choose
+from longspan._masks.block_table import BLOCK_SIZE
+from longspan._plan.plan_data import PlanData
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardedCall:
+    """One pass over a mesh. Of tensors that its methods take, only shape, dtype and device matter, unless they say otherwise."""
+
+    plan: PlanData
+    spec: Spec
+    scale: float
+    score_captured: Sequence[Tensor]
+    heads: int
+    kv_heads: int
+    agreement: Agreement
+
+    @cached_property
+    def transpose(self) -> UlyssesTranspose | None:
+        """The Ulysses transpose around the call; None where ranks do not share heads."""
+        plan = self.plan
+        if plan.ulysses is None or plan.degree == 1:
+            return None
+        members = next(group for group in plan.groups.tolist() if plan.mesh.rank in group)
+        lengths, kv_lengths = (tuple(layout.local_len(r) for r in members) for layout in plan.layouts)
+        return UlyssesTranspose(
+            group=plan.mesh.group(plan.ulysses), lengths=lengths, kv_lengths=kv_lengths, heads=self.heads, kv_heads=self.kv_heads
+        )
+
+    def work(
+        self,
+        tiles: StepTiles,
+        device: torch.device,
+        row: int,
+        *,
+        backward: bool,
+        local_kv: tuple[Tensor, Tensor] | None = None,
+        beside: bool = False,
+    ) -> Work:
+        """A step's tiles as work for a kernel. row: the batch row, where batch rows are laid out differently."""
+        return Work(
+            table=tiles.table,
+            q_tiles=tiles.q_tiles,
+            kv_tiles=tiles.kv_tiles,
+            scale=self.scale,
+            mask=self.plan.mask.program,
+            mask_captured=plan_cache.captured(self.plan, device),
+            score=self.spec.score,
+            score_captured=[t.to(device) for t in self.score_captured],
+            joint=self.spec.joint(self.score_captured) if backward else None,
+            first_batch=row if self.plan.rows > 1 else 0,
+            first_head=0 if self.transpose is None else self.transpose.local_heads.start,
+            mask_is_fixed=True,  # copies that belong to the plan
+            complete=None if backward else tiles.complete,
+            own=local_kv,
+            beside=beside,
+        )
+
+    def kernel_and_schedule(self, q: Tensor, k: Tensor, v: Tensor, *, has_sink: bool, backward: bool) -> tuple[Kernel, LocalSchedule]:
+        """The kernel of a pass, and the local schedule in the kernel's tile size. Cached."""
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        key = (self.spec.handle, q.shape, k.shape, v.shape, q.dtype, q.device, has_sink, backward, deterministic)
+        return plan_cache.route(self.plan, key, lambda: self._choose(q, k, v, has_sink=has_sink, backward=backward))
+
+    def _choose(self, q: Tensor, k: Tensor, v: Tensor, *, has_sink: bool, backward: bool) -> tuple[Kernel, LocalSchedule]:
+        heads = None if self.transpose is None else (self.transpose.local_heads.start, self.transpose.local_heads.stop)
+        options = ScheduleOptions(
+            block=(BLOCK_SIZE, BLOCK_SIZE), heads=heads, backward=backward, merge_stages=self._sends_kv_separately(k, v)
+        )
+        schedule = local_schedule(self.plan, options)
+        step_tiles = [
+            (tiles, row) for step in schedule.steps for row, tiles in enumerate(step.tiles) if not tiles.empty or step is schedule.steps[0]
+        ]
+        first, *more = (self.work(tiles, q.device, row, backward=True) for tiles, row in step_tiles)
+        staged = has_sink or len(step_tiles) > self.plan.rows
+        kernel = choose(self.spec.kernel, q, k, v, first, more=more, staged=staged, backward=backward)
+        for work in (first, *more):
+            kernel.check(work, q)
+        options = replace(options, block=kernel.block(q, v, self.plan.tiles[0].table))
+        schedule = local_schedule(self.plan, options)
+        if not backward:
+            return kernel, schedule
+        split = local_schedule(self.plan, replace(options, split_bytes=(k.element_size(), self.grad_kv_dtype(q.dtype).itemsize)))
+        if split is schedule:
+            return kernel, schedule
+        # The kernel was chosen for local KV in one piece. If it rejects one of the two pieces, keep the local KV in one piece.
+        ends = [self.work(split.steps[i].tiles[0], q.device, 0, backward=True) for i in (0, -1)]
+        return kernel, schedule if any(kernel.refuses(q, k, v, work) is not None for work in ends) else split
+
+    def kv_exchange(self, kernel: Kernel, schedule: LocalSchedule, inputs: CallTensors, *, backward: bool) -> KVExchange:
+        """The KV exchange of a pass, begun: it reads and sends k and v."""
+        q, k, v = inputs.q, inputs.k, inputs.v
+        first, separate, per_batch_row = schedule.steps[0], self._sends_kv_separately(k, v), self.plan.rows > 1
+        two_places = (
+            separate and bool(first.exchanges) and not per_batch_row
+            and kernel.joins(q, v, self.work(first.tiles[0], q.device, 0, backward=backward), backward=backward)
+        )  # fmt: skip
+        group = None
+        if any(step.exchanges for step in schedule.steps):
+            assert self.plan.ring is not None
+            group = self.plan.mesh.group(self.plan.ring)
+        fmt = KVFormat(separate=separate, per_batch_row=per_batch_row, two_places=two_places)
+        return KVExchange(group, (k, v), schedule.steps, fmt, "backward" if backward else "forward", self.agreement)
+
+    def _sends_kv_separately(self, k: Tensor, v: Tensor) -> bool:
+        """Not after a Ulysses transpose, which leaves K and V side by side."""
+        return self.transpose is None and sends_kv_separately(self.plan, k, v)
+
+    def grad_kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which partial gradients of KV return to their owner rank, for inputs of `dtype`."""
+        return self.plan.grad_reduce_dtype or state_dtype(dtype)
+
+    def steps_may_overlap(self, kernel: Kernel, schedule: LocalSchedule, inputs: CallTensors, needs: Sequence[bool]) -> tuple[bool, bool]:
+        """Whether steps of a backward pass may run at the same time, and whether they do so in this call.
+
+        Not in the first call: kernels then copy tables to the device on one stream, and the other stream would not wait for the copy.
+        """
+        q, v = inputs.q, inputs.v
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        key = (self.spec.handle, schedule, q.shape, v.shape, q.dtype, q.device, tuple(needs), deterministic)
+
+        def ask() -> bool:
+            works = [
+                self.work(tiles, q.device, row, backward=True)
+                for step in schedule.steps for row, tiles in enumerate(step.tiles) if not tiles.empty
+            ]  # fmt: skip
+            return len(works) > 1 and all(kernel.apart(q, v, work, needs) for work in works)
+
+        allowed = plan_cache.concurrent(self.plan, key, ask)
+        return allowed, plan_cache.launched_before(self.plan, key) and allowed
+
+    def check(self, inputs: CallTensors, needs: Sequence[bool] | None) -> None:
+        """Raise whatever a kernel would raise for this call. needs: as in `BackwardTensors`, None in a forward pass."""
+        if self.spec.kernel == "dense":  # it has neither tiles nor stages
+            return
+        q, k, v = (inputs.q, inputs.k, inputs.v) if self.transpose is None else self.transpose.gathered_shapes(inputs.q, inputs.k, inputs.v)
+        has_sink = inputs.sink is not None
+        if needs is None:
+            for backward in (False, True):
+                self.kernel_and_schedule(q, k, v, has_sink=has_sink, backward=backward)
+        else:
+            kernel, schedule = self.kernel_and_schedule(q, k, v, has_sink=has_sink, backward=True)
+            kernel.check(self.work(schedule.steps[0].tiles[0], q.device, 0, backward=True), q, needs)

@@ -1,0 +1,62 @@
+"""Arguments that travel together through the engine. Only the custom operators take them one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from longspan._engine.spec import Spec
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CallTensors:
+    """The tensors of one attention call.
+
+    Attributes:
+        q, k, v: [B, H, Q, D], [B, G, K, D], [B, G, K, E].
+        sink: [H], or None.
+        mask_captured: Tensors that the mask program reads; none over a mesh, where the plan holds them.
+        score_captured: Tensors that the score program reads.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None = None
+    mask_captured: Sequence[Tensor] = ()
+    score_captured: Sequence[Tensor] = ()
+
+    @property
+    def differentiable(self) -> list[Tensor]:
+        """The tensors that may get gradients."""
+        return [self.q, self.k, self.v, *(() if self.sink is None else (self.sink,)), *self.score_captured]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BackwardTensors:
+    """The tensors of a backward pass.
+
+    Attributes:
+        inputs: The tensors of the forward pass.
+        out, lse: Its results, [B, H, Q, E] and [B, H, Q].
+        grad_out, grad_lse: Their gradients; grad_lse is None where lse was not used.
+        needs: Whether each of `inputs.score_captured` needs a gradient.
+    """
+
+    inputs: CallTensors
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    needs: Sequence[bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallOptions:
+    """The programs, the kernel's name and the scale of a call, and whether it returns each row's largest score."""
+
+    spec: Spec
+    scale: float
+    max_scores: bool = False
