@@ -47,12 +47,12 @@ def test_bytes_of_pieces_are_counted_as_often_as_they_are_sent() -> None:
 @pytest.mark.parametrize(
     "out, pieces, out_splits, message",
     [
-        (torch.empty(2, 3), [torch.empty(1, 3)], [1, 1], r"a piece for each of 2 ranks \(.*\), got 1"),
+        (torch.empty(2, 3), [torch.empty(1, 3)], [1, 1], r"one piece per rank, 2 \(.*\), got 1"),
         (torch.empty(2, 3), [torch.empty(1, 3), torch.empty(3, 2).T], [1, 1], r"`pieces\[1\]` to be contiguous rows"),
         (torch.empty(2, 3), [torch.empty(1, 3), torch.empty(())], [1, 1], r"`pieces\[1\]` to be contiguous rows"),
         (torch.empty(2, 3), [torch.empty(1, 3), torch.empty(2, 3, dtype=torch.float64)], [1, 1], "one shape, dtype and device"),
         (torch.empty(2, 3), [torch.empty(1, 3), torch.empty(2, 4)], [1, 1], r"one shape, dtype and device, got out \[3\] .* \[4\]"),
-        (torch.empty(2, 3), [torch.empty(2, 3), torch.empty(1, 3)], [1, 1], "sends itself 2 rows and expects 1"),
+        (torch.empty(2, 3), [torch.empty(2, 3), torch.empty(1, 3)], [1, 1], "got 2 rows sent and 1 received"),
         (torch.empty(2, 3), [torch.empty(1, 3), torch.empty(1, 3)], [1, 2], "add up to the 2 rows of `out`"),
     ],
 )

@@ -214,7 +214,7 @@ def test_rows_and_calls_that_differ_between_ranks_raise(dtype: torch.dtype, widt
         (torch.empty(()), torch.empty(2, 3), [1, 1], [1, 1], "`out` to be contiguous rows"),
         (torch.empty(2, 3), torch.empty(2, 3, dtype=torch.float64), [1, 1], [1, 1], "one shape, dtype and device"),
         (torch.empty(2, 3), torch.empty(2, 4), [1, 1], [1, 1], "one shape, dtype and device"),
-        (torch.empty(2, 3), torch.empty(3, 3), [1, 1], [2, 1], "sends itself 2 rows and expects 1"),
+        (torch.empty(2, 3), torch.empty(3, 3), [1, 1], [2, 1], "got 2 rows sent and 1 received"),
     ],
 )
 def test_what_a_rank_can_see_to_be_wrong_raises_before_anything_moves(

@@ -11,7 +11,7 @@ import torch
 
 import longspan as ls
 from longspan._comm.agreement import AGREEMENT
-from longspan._engine.attention import attend
+from longspan._engine.attention import AttendOptions, attend
 from longspan.testing import virtual_world
 
 SIZES = {"batch": 2, "heads": 6, "kv_heads": 3, "head_dim": 8}
@@ -179,8 +179,7 @@ def test_a_rank_may_ask_for_more_where_nothing_of_it_travels() -> None:
         plan = ls.plan(ls.causal(), 300, mesh, strategy="ring", **SIZES)
         given = tensors(plan)
         ls.attention(*given, plan=plan)
-        options: dict[str, Any] = {"mask": None, "score_mod": None, "scale": None, "sink": None, "kernel": "auto", "plan": plan}
-        return attend(*given, peak=mesh.rank == 0, lse=mesh.rank == 1, **options)[2].numel()
+        return attend(*given, AttendOptions(plan=plan, max_scores=mesh.rank == 0, return_lse=mesh.rank == 1))[2].numel()
 
     found = virtual_world(3, timeout=20.0).run(rank)
     assert found[0] > 0 == found[1] == found[2]

@@ -277,7 +277,7 @@ def test_what_cannot_be_right_is_refused() -> None:
     q, k, v = qkv(12)
     fn = lambda q: ls.attention(q, k, v, mask=ls.causal())
     dense = lambda q: ls.attention(q, k, v, mask=ls.causal(), kernel="dense")
-    with pytest.raises(RuntimeError, match="differentiated once"):
+    with pytest.raises(RuntimeError, match="supports one differentiation"):
         torch.autograd.grad(torch.autograd.grad(fn(q).sin().sum(), q, create_graph=True)[0].sum(), q)
     for transform in (
         lambda f: torch.func.grad(lambda q: f(q).sum())(q),
@@ -301,7 +301,7 @@ def test_what_cannot_be_right_is_refused() -> None:
     torch.testing.assert_close(got, torch.stack([torch.autograd.grad(fn(q), q, one)[0] for one in several]))
     with pytest.raises(Exception) as compiled:  # torch 2.11, which tidies up after it, raises an error of its own
         torch.compile(lambda q: torch.vmap(fn)(q), fullgraph=True, backend="aot_eager")(q[None])
-    assert any("does not run under torch.vmap" in str(error) for error in (compiled.value, compiled.value.__context__))
+    assert any("not supported under torch.vmap" in str(error) for error in (compiled.value, compiled.value.__context__))
     assert torch.autograd.gradgradcheck(
         lambda x: ls.attention(x, x, x, mask=ls.causal(), kernel="dense"), torch.randn(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import longspan as ls
-from longspan._engine.one_device import make_work
+from longspan._engine.one_device import make_work, mask_tables
 from longspan._engine.spec import Spec
 from longspan._engine.values import CallOptions, CallTensors
 from longspan._kernels.registry import kernel_named
@@ -92,7 +92,8 @@ def test_two_calls_that_hand_on_their_state_equal_one(kernel: str) -> None:
     score = trace(lambda s, b, h, q, kv: s + table[q - kv + 150], "score")
     spec = Spec(mask=mask.program, score=score.program, kernel=kernel)
     run = kernel_named(kernel)
-    whole = make_work(CallTensors(q=q, k=k, v=v, score_captured=[table]), CallOptions(spec=spec, scale=0.25), backward=False)
+    inputs, options = CallTensors(q=q, k=k, v=v, score_captured=[table]), CallOptions(spec=spec, scale=0.25)
+    whole = make_work(inputs, options, mask_tables(inputs, options), backward=False)
     want = run.forward(q, k, v, whole, state=None, final=True, peak=True)
     state = None
     for chosen in ([1], [0]):

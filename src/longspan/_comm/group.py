@@ -1,8 +1,6 @@
-"""A group: one axis of a mesh as one rank sees it. Its one primitive is an asynchronous all-to-all of rows, sent from one tensor or
-from pieces.
+"""A group: one axis of a mesh as one rank sees it. Its primitive is an asynchronous all-to-all of rows.
 
-Legend: R rows that arrive here, T rows that leave here.  out [R, ...], sent [T, ...], pieces[r] [T_r, ...]: rows of the same shape and
-dtype.
+Legend: R received rows, T sent rows. out [R, ...], sent [T, ...], pieces[r] [T_r, ...]: rows of the same shape and dtype.
 """
 
 from __future__ import annotations
@@ -16,14 +14,14 @@ from torch import Tensor
 
 
 class Pending(Protocol):
-    """An exchange under way."""
+    """An exchange in flight."""
 
     def wait(self) -> None:
-        """Return when `out` holds its rows and `sent` may be changed: on CUDA, as seen from the current stream."""
+        """Return when `out` is filled and `sent` may be modified; on CUDA, make the current stream wait for that."""
 
 
 class Group(Protocol):
-    """The ranks that differ from this one along one axis only. They make the same calls in the same order."""
+    """The ranks along one axis of a mesh. They make the same calls in the same order."""
 
     @property
     def name(self) -> str: ...
@@ -36,23 +34,23 @@ class Group(Protocol):
 
     @property
     def any_stream(self) -> bool:
-        """Whether exchanges of CUDA tensors may be begun and waited for on any stream."""
+        """Whether exchanges of CUDA tensors may be started and waited for on any stream."""
 
     def control(self) -> ControlGroup:
         """The same ranks, over a backend that carries small messages without a device synchronization where there is one."""
 
     def all_to_all(self, out: Tensor, sent: Tensor, out_splits: Sequence[int], sent_splits: Sequence[int], *, what: str) -> Pending:
-        """Send the rows of `sent` (`sent_splits[r]` of them to rank r, in order), and fill `out` (`out_splits[r]` rows from rank r).
+        """Send `sent_splits[r]` consecutive rows of `sent` to each rank r, and receive `out_splits[r]` rows from it into `out`.
 
-        Both tensors are contiguous; splits count rows of dim 0 and may be 0. No rank may read `out` or change `sent` before `wait()`.
-        `what` says in errors what was being done. It is the same on every rank.
+        Both tensors are contiguous; splits count rows of dim 0 and may be 0. `out` must not be read and `sent` not be modified before
+        `wait()`. `what` names the exchange in error messages; it is the same on every rank.
         """
 
     def all_to_all_pieces(self, out: Tensor, pieces: Sequence[Tensor], out_splits: Sequence[int], *, what: str) -> Pending:
-        """The same exchange, of rows that need not lie one after the other: `pieces[r]` go to rank r.
+        """The same exchange of rows that are not adjacent: `pieces[r]` is sent to rank r.
 
-        Each piece is contiguous. Pieces may overlap, as views of one tensor; `out` overlaps with none of them. Ranks of one exchange may
-        each send in the form that suits them.
+        Each piece is contiguous. Pieces may overlap each other, as views of one tensor, but not `out`. Some ranks of an exchange may call
+        `all_to_all` and others this method.
         """
 
 
@@ -68,7 +66,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Done:
-    """An exchange that is over."""
+    """A completed exchange."""
 
     def wait(self) -> None:
         return
@@ -76,7 +74,7 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True)
 class Alone:
-    """The group of a rank that has no others: an exchange is a copy."""
+    """A group of one rank: an exchange is a copy."""
 
     name: str
     rank: int = 0
@@ -101,7 +99,7 @@ class Alone:
 
 
 def check_whole(group: Group, out: Tensor, sent: Tensor, out_splits: Sequence[int], sent_splits: Sequence[int], *, what: str) -> None:
-    """What one rank can see to be wrong with its own part of an exchange."""
+    """Raise ValueError if this rank's arguments of `all_to_all` are inconsistent."""
     at = _at(group, what)
     _check_rows(at, {"out": out, "sent": sent})
     for name, x, splits in (("out", out, out_splits), ("sent", sent, sent_splits)):
@@ -110,17 +108,17 @@ def check_whole(group: Group, out: Tensor, sent: Tensor, out_splits: Sequence[in
 
 
 def check_pieces(group: Group, out: Tensor, pieces: Sequence[Tensor], out_splits: Sequence[int], *, what: str) -> None:
-    """The same of an exchange that sends pieces."""
+    """Raise ValueError if this rank's arguments of `all_to_all_pieces` are inconsistent."""
     at = _at(group, what)
     if len(pieces) != group.size:
-        raise ValueError(f"{at}: expected a piece for each of {group.size} ranks (of 0 rows for those that get nothing), got {len(pieces)}")
+        raise ValueError(f"{at}: expected one piece per rank, {group.size} (with 0 rows where nothing is sent), got {len(pieces)}")
     _check_rows(at, {"out": out, **{f"pieces[{r}]": piece for r, piece in enumerate(pieces)}})
     _check_splits(at, "out", out, out_splits, group.size)
     _check_own(at, group.rank, out_splits, row_counts(pieces))
 
 
 def row_counts(pieces: Sequence[Tensor]) -> list[int]:
-    """How many rows go to each rank."""
+    """Rows sent to each rank."""
     return [piece.shape[0] for piece in pieces]
 
 
@@ -138,7 +136,7 @@ def _check_rows(at: str, tensors: Mapping[str, Tensor]) -> None:
         if out.dtype != x.dtype or out.shape[1:] != x.shape[1:] or out.device != x.device:
             raise ValueError(
                 f"{at}: expected rows of one shape, dtype and device, got out {describe(out)} and {name} {describe(x)}; "
-                "what differs goes in an exchange of its own"
+                "use separate exchanges for different rows"
             )
 
 
@@ -149,9 +147,11 @@ def _check_splits(at: str, name: str, x: Tensor, splits: Sequence[int], size: in
 
 def _check_own(at: str, rank: int, out_splits: Sequence[int], sent_splits: Sequence[int]) -> None:
     if out_splits[rank] != sent_splits[rank]:
-        raise ValueError(f"{at}: sends itself {sent_splits[rank]} rows and expects {out_splits[rank]} of them")
+        raise ValueError(
+            f"{at}: expected equal splits for the rank itself, got {sent_splits[rank]} rows sent and {out_splits[rank]} received"
+        )
 
 
 def describe(x: Tensor) -> str:
-    """The rows of a tensor in words."""
+    """Row shape, dtype and device in words."""
     return f"{list(x.shape[1:])} {str(x.dtype).removeprefix('torch.')} on {x.device}"

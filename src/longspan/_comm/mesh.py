@@ -1,6 +1,6 @@
-"""Meshes: the ranks that share a sequence, as a value. Making one, or a plan with it, takes no communication.
+"""Meshes: the ranks that share a sequence, as a value. Making a mesh, or a plan for it, takes no communication.
 
-A mesh holds names of groups, not groups: it can be pickled, compared, and planned with where there is no process group at all.
+A mesh holds the names of groups, not the groups: it can be pickled, compared, and planned with where no process group exists.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ VIRTUAL = "virtual:"
 
 
 class World(Protocol):
-    """A virtual world, which knows the groups of its ranks by name."""
+    """A virtual world: looks up groups by name."""
 
     def group(self, name: str, rank: int) -> Group: ...
 
 
-# Virtual worlds that are alive, by the name that their groups' names start with. torch has such a table for process groups.
+# Virtual worlds by the prefix of their groups' names, as torch has a table of process groups by name. Weak: a world lives while its user
+# holds it.
 virtual_worlds: WeakValueDictionary[str, World] = WeakValueDictionary()
 
 
@@ -45,7 +46,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """One or two axes of ranks, as the rank at `coordinate` sees them. `groups[i]`: the name of the group along axis i; () for none."""
+    """One or two axes of ranks, as the rank at `coordinate` sees them. `groups`: the group name of each axis, or () without groups."""
 
     axes: tuple[Axis, ...]
     coordinate: tuple[int, ...]
@@ -62,7 +63,7 @@ class Mesh:
 
     @staticmethod
     def abstract(shape: int | Sequence[int], rank: int = 0, axis_names: Sequence[str] | None = None) -> Mesh:
-        """A mesh without groups, to plan with. Communication over it raises, unless the axis has one rank only."""
+        """A mesh without groups, for planning. Communication over it raises, except along axes of one rank."""
         axes = mesh_axes(shape, axis_names)
         return Mesh(axes=axes, coordinate=coordinate_of(axes, rank))
 
@@ -72,7 +73,7 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        """The shard's index: coordinates in row-major order."""
+        """The index of this rank in the mesh: its coordinate in row-major order."""
         index = 0
         for c, axis in zip(self.coordinate, self.axes):
             index = index * axis.size + c
@@ -87,7 +88,7 @@ class Mesh:
         raise ValueError(f"mesh: expected an axis of {names} or its index, got {axis!r}")
 
     def group(self, axis: int | str) -> Group:
-        """The group along one axis, looked up now: the only part of a mesh that needs process groups to be there."""
+        """The group along one axis, looked up now. Only this needs process groups to exist."""
         i = self.axis_index(axis)
         if not self.groups:
             return self._no_group(i)
@@ -98,16 +99,16 @@ class Mesh:
         if size == 1:
             return Alone(name=name)
         raise RuntimeError(
-            f"this mesh is abstract: it can be planned with, but rank {self.rank} cannot reach the {size} ranks of axis {name!r}; "
-            "make the plan with the DeviceMesh or ProcessGroup that is to run it"
+            f"this mesh is abstract: rank {self.rank} can plan with it, but not communicate with the {size} ranks of axis {name!r}; "
+            "make the plan with the DeviceMesh or ProcessGroup that will run it"
         )
 
     def _virtual_group(self, i: int) -> Group:
         world = virtual_worlds.get(self.groups[i].split("/")[0])
         if world is None:
             raise RuntimeError(
-                f"the virtual world of axis {self.axes[i].name!r} is in another process or no longer exists: "
-                "keep it as long as its meshes and plans are used"
+                f"the virtual world of axis {self.axes[i].name!r} is in another process or was deleted: "
+                "keep a reference to it while its meshes and plans are used"
             )
         return world.group(self.groups[i], self.coordinate[i])
 
@@ -115,25 +116,25 @@ class Mesh:
         from longspan._comm.process_group import ProcessGroupGroup
 
         name, size = self.axes[i]
-        found = process_group_by_name(self.groups[i])
-        if found is None:
+        process_group = process_group_by_name(self.groups[i])
+        if process_group is None:
             raise RuntimeError(
-                f"axis {name!r} of the mesh ({size} ranks) communicates over the process group {self.groups[i]!r}, and this process has "
-                "none of that name. Plans can be made anywhere (in a data-loader worker, say) but run only in the process that is the "
-                "rank: call init_process_group there first, and make the mesh again if the groups were destroyed since"
+                f"axis {name!r} of the mesh ({size} ranks) communicates over the process group {self.groups[i]!r}, which this process "
+                "does not have. Plans can be made anywhere (in a data-loader worker, for example), but run only in the process of their "
+                "rank: call init_process_group there first, and make the mesh again if the groups were destroyed"
             )
-        group = ProcessGroupGroup(name=name, group=found)
+        group = ProcessGroupGroup(name=name, group=process_group)
         if (group.rank, group.size) != (self.coordinate[i], size):
             raise RuntimeError(
                 f"axis {name!r} of the mesh was made for rank {self.coordinate[i]} of {size}, but in the process group {self.groups[i]!r} "
-                f"this process is rank {group.rank} of {group.size}; make the mesh (and the plan) on the rank that uses it, and again "
-                "when the groups are made again"
+                f"this process is rank {group.rank} of {group.size}; make the mesh and the plan on the rank that uses them, and again "
+                "after groups were made again"
             )
         return group
 
 
 def mesh_axes(shape: int | Sequence[int], names: Sequence[str] | None) -> tuple[Axis, ...]:
-    """Axes of a shape; their names are axis0, axis1 unless given."""
+    """Axes of a shape, named axis0 and axis1 by default."""
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     given = tuple(f"axis{i}" for i in range(len(sizes))) if names is None else tuple(names)
     if len(given) != len(sizes):
@@ -142,7 +143,7 @@ def mesh_axes(shape: int | Sequence[int], names: Sequence[str] | None) -> tuple[
 
 
 def coordinate_of(axes: Sequence[Axis], rank: int) -> tuple[int, ...]:
-    """The coordinate of a shard's index."""
+    """The coordinate of a rank of the mesh."""
     size = math.prod(axis.size for axis in axes)
     if not 0 <= rank < size:
         raise ValueError(f"mesh: expected a rank of 0 to {size - 1} in a mesh of {[axis.size for axis in axes]}, got {rank}")
@@ -154,7 +155,7 @@ def coordinate_of(axes: Sequence[Axis], rank: int) -> tuple[int, ...]:
 
 
 def as_mesh(value: Any) -> Mesh:
-    """The mesh that a user's value means: a Mesh, a DeviceMesh of one or two dims, a ProcessGroup. This process must be a rank of it."""
+    """The mesh of a user's value: a Mesh, a DeviceMesh of one or two dims, or a ProcessGroup that this process belongs to."""
     if isinstance(value, Mesh):
         return value
     if dist.is_available():
@@ -167,11 +168,11 @@ def as_mesh(value: Any) -> Mesh:
             place = _member(rank if rank >= 0 else None, value)
             return Mesh(axes=mesh_axes(value.size(), None), coordinate=(place,), groups=(value.group_name,))
         if value is dist.GroupMember.NON_GROUP_MEMBER:
-            _member(None, "the group that new_group was asked for")
+            _member(None, "the group that new_group was called for")
     why = "" if value is not None else "; torch.distributed.group.WORLD is None until init_process_group was called"
     raise TypeError(
         f"mesh: expected a DeviceMesh of one or two dims, a ProcessGroup, or a mesh of longspan.testing.virtual_world, got {value!r}{why}. "
-        "To plan without any group, give longspan.Mesh.abstract(ranks)"
+        "To plan without groups, pass longspan.Mesh.abstract(ranks)"
     )
 
 

@@ -1,8 +1,8 @@
-"""A group of real processes, over any c10d backend that has `all_to_all_single`: NCCL, Gloo, MPI.
+"""A group of real processes over any c10d backend with `all_to_all_single`: NCCL, Gloo, MPI.
 
-Over NCCL every exchange goes as a list of pieces (`all_to_all`): a send and a receive for each pair of ranks, straight from where the rows
-lie. Other backends want the rows in one tensor. A group has one of both ways for all exchanges, because torch holds one for another
-collective than the other: its checks of TORCH_DISTRIBUTED_DEBUG=DETAIL refuse ranks that differ in it.
+Over NCCL, every exchange is an `all_to_all` of a list of pieces: one send and one receive per pair of ranks, without packing. Other
+backends need the rows in one tensor. All exchanges of a group use the same collective, because TORCH_DISTRIBUTED_DEBUG=DETAIL raises if
+ranks call different ones.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch import Tensor
 from longspan._comm.group import CPU, Alone, ControlGroup, Done, Pending, check_pieces, check_whole, row_counts
 from longspan._torch_private import process_group_timeout
 
-# What every backend carries. Gloo refuses float8 and int16, MPI the half dtypes too: those travel as bytes, which costs no copy.
-_CARRIED = frozenset({torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8})
+# Dtypes that every backend supports. Gloo rejects float8 and int16, MPI the half dtypes too: those are sent as bytes, without a copy.
+_SUPPORTED = frozenset({torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroupGroup:
     """One axis of a mesh over a ProcessGroup. `rank` is the rank in that group.
 
-    An exchange that fails, or does not end within the group's timeout, raises a RuntimeError from `wait()` with Gloo and MPI. NCCL makes
-    the current stream wait, not the host: there torch's watchdog ends the process, unless TORCH_NCCL_BLOCKING_WAIT=1.
+    With Gloo and MPI, `wait()` raises RuntimeError if an exchange fails or exceeds the group's timeout. NCCL makes the current stream wait,
+    not the host: there torch's watchdog ends the process, unless TORCH_NCCL_BLOCKING_WAIT=1.
     """
 
     name: str
@@ -73,37 +73,36 @@ class ProcessGroupGroup:
             return False
         try:
             return "cuda:nccl" in dist.get_backend_config(self.group).split(",")
-        except (TypeError, ValueError):  # a group that was not made by torch.distributed, which does not know what it runs on
+        except (TypeError, ValueError):  # a group that was not made by torch.distributed
             return False
 
     def _from_whole(self, out: Tensor, sent: Tensor, out_splits: Sequence[int], sent_splits: Sequence[int], what: str) -> Pending:
         return self._begin(out, (sent,), out_splits, what, lambda: dist.all_to_all_single(
-            _carried(out), _carried(sent), list(out_splits), list(sent_splits), group=self.group, async_op=True
+            _as_supported(out), _as_supported(sent), list(out_splits), list(sent_splits), group=self.group, async_op=True
         ))  # fmt: skip
 
     def _from_pieces(self, out: Tensor, pieces: Sequence[Tensor], out_splits: Sequence[int], what: str) -> Pending:
-        return self._begin(out, pieces, out_splits, what, lambda: dist.all_to_all(
-            [_carried(part) for part in _cut(out, out_splits)], [_carried(piece) for piece in pieces], group=self.group, async_op=True
-        ))  # fmt: skip
+        received, sent = ([_as_supported(piece) for piece in views] for views in (_cut(out, out_splits), pieces))
+        return self._begin(out, pieces, out_splits, what, lambda: dist.all_to_all(received, sent, group=self.group, async_op=True))
 
     def _begin(
         self, out: Tensor, sent: Sequence[Tensor], out_splits: Sequence[int], what: str, call: Callable[[], dist.Work | None]
     ) -> Pending:
         if out.shape[1:].numel() == 0:
-            return Done()  # rows without elements, here and so on every rank; backends divide by their size
+            return Done()  # rows without elements, on every rank; backends divide by the row size
         pending = _ProcessGroupPending(at=self, out=out, sent=tuple(sent), out_splits=tuple(out_splits), what=what)
         try:
             pending.work = call()
         except RuntimeError as error:
             raise pending.failure(error) from error
-        if pending.work is None:  # torch warns and does nothing for a group that this process is not in, or no longer in
+        if pending.work is None:  # torch only warns for a group that this process is not in
             raise RuntimeError(f"{what}: this process is not in the process group of axis {self.name!r}; make the mesh again, on its ranks")
         return pending
 
 
 @dataclass(kw_only=True, eq=False)
 class _ProcessGroupPending:
-    """Holds its tensors until waited for: a backend may read and write them until then."""
+    """Holds the tensors until `wait()`: the backend reads and writes them until then."""
 
     at: ProcessGroupGroup
     out: Tensor | None
@@ -128,8 +127,8 @@ class _ProcessGroupPending:
         return RuntimeError(
             f"{self.what}: the exchange failed on rank {me} of {self.at.size} on axis {self.at.name!r} (global rank {ranks[me]}), which "
             f"expected rows from {'ranks ' + ', '.join(expected) if expected else 'no other rank'}: {str(error).strip()}. "
-            "Check that these ranks are alive and made the same calls in the same order (their logs show what they did last), and that "
-            "the group's timeout (`timeout=` of init_process_group or new_group) is longer than the slowest rank takes to get here."
+            "Check that these ranks are alive and make the same calls in the same order (see their logs), and that the group's timeout "
+            "(`timeout=` of init_process_group or new_group) is longer than the slowest rank takes to reach this call."
         )
 
 
@@ -160,10 +159,11 @@ def _gloo_companion(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
 
 
 def _cut(rows: Tensor, splits: Sequence[int]) -> tuple[Tensor, ...]:
-    """Rows as a view for each rank. Most ranks get nothing in most exchanges, and share one."""
+    """Views of the rows of each rank. Ranks without rows share one empty view, because most ranks receive nothing in most exchanges."""
     ends, none = accumulate(splits), rows[:0]
     return tuple(rows[end - count : end] if count else none for end, count in zip(ends, splits, strict=True))
 
 
-def _carried(x: Tensor) -> Tensor:
-    return x if x.dtype in _CARRIED else x.unsqueeze(-1).view(torch.uint8)
+def _as_supported(x: Tensor) -> Tensor:
+    """The tensor, as bytes if some backend does not support its dtype."""
+    return x if x.dtype in _SUPPORTED else x.unsqueeze(-1).view(torch.uint8)

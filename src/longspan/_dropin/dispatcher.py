@@ -22,7 +22,7 @@ from longspan._dropin.global_layout import LayoutRule, SequenceLayouts
 from longspan._dropin.intercept import hide_from_dynamo
 from longspan._dropin.mask_keys import MaskKeys, MaskRequest
 from longspan._dropin.negotiate import NO_SIZE, AgreedCall, LocalCall, negotiate
-from longspan._engine.attention import attend
+from longspan._engine.attention import AttendOptions, attend
 from longspan._engine.checks import check_kernel_options
 from longspan._engine.signatures import as_autocast, is_no_mask
 from longspan._masks.algebra import Mask, causal, full
@@ -175,7 +175,7 @@ class AttentionDispatcher:
         """(out, lse, max_scores) of a call; the last two only if they were asked for."""
         q, k, v = call.local.q, call.local.k, call.local.v
         made = self.plan(mask, call)
-        return attend(q, k, v, mask=None, score_mod=score_mod, scale=scale, sink=None, kernel="auto", peak=max_scores, plan=made, lse=lse)
+        return attend(q, k, v, AttendOptions(score_mod=score_mod, scale=scale, max_scores=max_scores, plan=made, return_lse=lse))
 
     def _with_attn_mask(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any, *, query_dims: int) -> LocalCall:
         """A call with an attn_mask. Its contents matter if it is bool, hence part of the plan, or if its form is ambiguous."""

@@ -1,9 +1,9 @@
-"""The operator for one device: `attention`, and torch's two signatures for it."""
+"""`attention`: checks, tracing of mods, and the choice between the operator, its eager form and the compiled form."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from longspan._masks.tracing import Traced
 from longspan._plan.handle import PlanHandle
 from longspan._torch_modes import without_autocast
 
-_copies = DeviceCopies()
+_device_copies = DeviceCopies()
 
 
 @overload
@@ -76,146 +76,93 @@ def attention(
     Scores, sums and running results are held in float32 (float64 for float64). A query that sees nothing gives out 0, lse −inf
     (the sink's logit where there is one) and gradients 0. The output's dims lie in memory in the order of q's.
     """
-    out, lse, _ = attend(
-        q, k, v, mask=mask, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel, peak=False, plan=plan, lse=return_lse
-    )
+    options = AttendOptions(
+        mask=mask, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel, plan=plan, return_lse=return_lse
+    )  # fmt: skip
+    out, lse, _ = attend(q, k, v, options)
     return (out, lse) if return_lse else out
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Any,
-    score_mod: Callable[..., Tensor] | None,
-    scale: float | None,
-    sink: Tensor | None,
-    kernel: str,
-    peak: bool,
-    plan: PlanHandle | None = None,
-    lse: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, peak) after every check; peak, the rows' largest scores, has no elements unless asked for. `lse`: whether it is handed on.
-    Ranks that share heads must agree on that: its gradient travels.
+class AttendOptions(NamedTuple):
+    """The arguments of `attention` besides q, k and v; a NamedTuple, because Dynamo traces these.
+
+    Attributes:
+        max_scores: Whether each row's largest score is returned.
+        return_lse: Whether the caller uses lse. Ranks that share heads must agree on it: its gradient is exchanged.
     """
-    if plan is not None:
-        options: dict[str, Any] = {"scale": scale, "sink": sink, "kernel": kernel, "peak": peak, "lse": lse}
-        return _attend_planned(q, k, v, mask=mask, score_mod=score_mod, plan=plan, **options)
-    scale = _checked(q, k, v, score_mod, scale, sink, kernel)
-    found = _checked_mask(mask, q, k)
+
+    mask: Any = None
+    score_mod: Callable[..., Tensor] | None = None
+    scale: float | None = None
+    sink: Tensor | None = None
+    kernel: str = "auto"
+    max_scores: bool = False
+    plan: PlanHandle | None = None
+    return_lse: bool = True
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> ops.Outputs:
+    """(out, lse, max scores) after all checks; max scores has no elements unless asked for."""
+    if options.plan is not None:
+        return _attend_over_mesh(q, k, v, options, options.plan)
+    scale = _checked_scale(q, k, v, options)
+    mask = _checked_mask(options.mask, q, k)
     if torch.compiler.is_dynamo_compiling():
         from longspan._engine.compiled import attend_compiled
 
-        return attend_compiled(q, k, v, mask=found, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel, peak=peak)
-    if kernel != "dense":
+        return attend_compiled(q, k, v, options, mask=mask, scale=scale, returned=True)
+    if options.kernel != "dense":
         refuse_transforms()
-    wide = state_dtype(q.dtype)
     with tracing_under_transforms():
-        mask_traced = None if found is None else found.traced
-        score_traced = None if score_mod is None else traces.trace(score_mod, "score", score_dtype=wide)
-    return call(q, k, v, mask_traced, score_traced, scale=scale, sink=sink, kernel=kernel, peak=peak)
+        mask_traced = None if mask is None else mask.traced
+        score_traced = _traced_score(options.score_mod, q)
+    return _run(_call_tensors(q, k, v, options, mask_traced, score_traced), options, mask_traced, score_traced, scale)
 
 
-def _attend_planned(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Any,
-    score_mod: Callable[..., Tensor] | None,
-    scale: float | None,
-    sink: Tensor | None,
-    kernel: str,
-    peak: bool,
-    plan: PlanHandle,
-    lse: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same over a mesh. What one rank finds wrong before the call is entered, all ranks learn."""
+def _attend_over_mesh(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, plan: PlanHandle) -> ops.Outputs:
+    """`attend` with a plan. If this rank refuses its arguments, every rank raises."""
     if not isinstance(plan, PlanHandle):
-        names = " (a set of plans: take one of them by its mask's name)" if isinstance(plan, Mapping) else ""
-        raise TypeError(f"plan: expected what longspan.plan returns, got {type(plan).__name__}{names}")
-    lse |= plan.data.degree == 1  # otherwise nothing of it travels
+        hint = "; this is a set of plans: pick one by its mask's name, plans[name]" if isinstance(plan, Mapping) else ""
+        raise TypeError(f"plan: expected a plan made by longspan.plan, got {type(plan).__name__}{hint}")
     if torch.compiler.is_dynamo_compiling():
         from longspan._engine.compiled import attend_compiled
 
-        _refuse_mask(mask)
-        scale = _checked(q, k, v, score_mod, scale, sink, kernel)
-        options: dict[str, Any] = {"scale": scale, "sink": sink, "kernel": kernel, "peak": peak, "lse": lse}
-        return attend_compiled(q, k, v, mask=None, score_mod=score_mod, plan=plan.token, **options)
+        _refuse_mask(options.mask)
+        scale = _checked_scale(q, k, v, options)
+        # Without shared heads, lse is not exchanged.
+        return attend_compiled(q, k, v, options, mask=None, scale=scale, returned=options.return_lse or plan.data.degree == 1)
     try:
         refuse_transforms(planned=True)
-        _refuse_mask(mask)
-        scale = _checked(q, k, v, score_mod, scale, sink, kernel)
-        score_traced = None if score_mod is None else traces.trace(score_mod, "score", score_dtype=state_dtype(q.dtype))
+        _refuse_mask(options.mask)
+        scale = _checked_scale(q, k, v, options)
+        score_traced = _traced_score(options.score_mod, q)
+        inputs = _call_tensors(q, k, v, options, None, score_traced)
     except (ValueError, TypeError, RuntimeError) as error:
         refuse(plan.data.mesh, error)
-    return call(q, k, v, None, score_traced, scale=scale, sink=sink, kernel=kernel, peak=peak, plan=plan, lse=lse)
+    return _run(inputs, options, None, score_traced, scale)
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, scale: float | None, sink: Tensor | None, kernel: str) -> float:
-    """Every check that needs neither a mask nor a plan; the scale."""
-    check_tensors(q, k, v)
-    check_sink(sink, q)
-    check_name(kernel)
-    if score_mod is not None and not callable(score_mod):
-        raise TypeError(f"score_mod: expected a callable (score, b, h, q_idx, kv_idx) -> score, got {type(score_mod).__name__}")
-    return check_scale(scale, q.shape[-1])
-
-
-def _refuse_mask(mask: Any) -> None:
-    if mask is not None:
-        raise ValueError("attention: with plan=… the plan's mask is the mask; leave out mask=, or make a plan for that one")
-
-
-def call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Traced | None,
-    score: Traced | None,
-    *,
-    scale: float,
-    sink: Tensor | None,
-    kernel: str,
-    peak: bool,
-    plan: PlanHandle | None = None,
-    lse: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _run(inputs: CallTensors, options: AttendOptions, mask: Traced | None, score: Traced | None, scale: float) -> ops.Outputs:
     """Run traced programs on checked tensors."""
-    inputs = CallTensors(
-        q=q,
-        k=k,
-        v=v,
-        sink=sink,
-        mask_captured=[] if mask is None else [_copies.on(t.detach() if t.requires_grad else t, q.device) for t in mask.captured()],
-        score_captured=[] if score is None else score.captured(),
-    )
-    try:
-        check_captured(inputs.score_captured, q, "score_mod")
-        if kernel != "dense":
-            _refuse_forward_mode(inputs.differentiable)
-    except (ValueError, RuntimeError) as error:
-        if plan is None:
-            raise
-        refuse(plan.data.mesh, error)
-    spec = ops.specs.of(None if mask is None else mask.program, None if score is None else score.program, kernel, lse=lse)
-    options = CallOptions(spec=spec, scale=scale, max_scores=peak)
+    plan, kernel = options.plan, options.kernel
+    returns_lse = options.return_lse or plan is None or plan.data.degree == 1
+    spec = ops.specs.of(None if mask is None else mask.program, None if score is None else score.program, kernel, lse=returns_lse)
+    call = CallOptions(spec=spec, scale=scale, max_scores=options.max_scores)
     if kernel == "dense":
         with without_autocast():
-            return _dense(inputs, options) if plan is None else dense_over_mesh(inputs, options, plan.data)
+            return _dense(inputs, call) if plan is None else dense_over_mesh(inputs, call, plan.data)
     try:
         if eager.is_plain([*inputs.differentiable, *inputs.mask_captured]):
-            return eager.attend(inputs, options, None if plan is None else plan.data)
-        token = None if plan is None else plan.token
-        out, rows, most = ops.attend(
-            q, k, v, sink, inputs.mask_captured, inputs.score_captured, token, spec.handle, scale, options.max_scores
+            return eager.attend(inputs, call, None if plan is None else plan.data)
+        out, lse, max_scores = ops.attend(
+            inputs.q, inputs.k, inputs.v, inputs.sink, inputs.mask_captured, inputs.score_captured,
+            None if plan is None else plan.token, spec.handle, scale, options.max_scores,
         )  # fmt: skip
     except RuntimeError as error:
         if "functorch transforms" in str(error):
             raise RuntimeError(ops.NO_TRANSFORMS) from error
         raise
-    return out, rows, most.detach()
+    return out, lse, max_scores.detach()
 
 
 def _dense(inputs: CallTensors, options: CallOptions) -> ops.Outputs:
@@ -225,15 +172,57 @@ def _dense(inputs: CallTensors, options: CallOptions) -> ops.Outputs:
     )  # fmt: skip
 
 
+def _call_tensors(
+    q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, mask: Traced | None, score: Traced | None
+) -> CallTensors:  # fmt: skip
+    """The tensors of the call, with those that the programs capture, checked."""
+    mask_captured = [] if mask is None else mask.captured()
+    inputs = CallTensors(
+        q=q,
+        k=k,
+        v=v,
+        sink=options.sink,
+        mask_captured=[_device_copies.on(t.detach() if t.requires_grad else t, q.device) for t in mask_captured],
+        score_captured=[] if score is None else score.captured(),
+    )
+    check_captured(inputs.score_captured, q, "score_mod")
+    if options.kernel != "dense":
+        _refuse_forward_mode(inputs.differentiable)
+    return inputs
+
+
+def _traced_score(score_mod: Callable[..., Tensor] | None, q: Tensor) -> Traced | None:
+    return None if score_mod is None else traces.trace(score_mod, "score", score_dtype=state_dtype(q.dtype))
+
+
+def _checked_scale(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> float:
+    """Check every argument that needs neither the mask nor the plan. Return the scale."""
+    check_tensors(q, k, v)
+    check_sink(options.sink, q)
+    check_name(options.kernel)
+    if options.score_mod is not None and not callable(options.score_mod):
+        got = type(options.score_mod).__name__
+        raise TypeError(f"score_mod: expected a callable (score, b, h, q_idx, kv_idx) -> score, got {got}")
+    return check_scale(options.scale, q.shape[-1])
+
+
+def _refuse_mask(mask: Any) -> None:
+    if mask is not None:
+        raise ValueError(
+            "attention: expected mask=None with plan=…: the plan holds the mask. Leave out mask=, or make a plan for this mask"
+        )
+
+
 def _refuse_forward_mode(tensors: list[Tensor]) -> None:
-    """The operator has no rule for tangents; torch would drop them in silence."""
+    """Raise for dual tensors: the operator has no rule for tangents, and torch would drop them silently."""
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise RuntimeError(ops.NO_TRANSFORMS)
 
 
-def _checked_mask(mask: Any, q: Tensor, k: Tensor) -> Mask | None:
-    if mask is None:
+def _checked_mask(value: Any, q: Tensor, k: Tensor) -> Mask | None:
+    """The mask of a user's value, None for full attention."""
+    if value is None:
         return None
-    found = as_mask(mask)
-    found.extent.check(f"mask {found}", q_len=q.shape[2], kv_len=k.shape[2], batch=q.shape[0], heads=q.shape[1])
-    return None if isinstance(found, Full) else found
+    mask = as_mask(value)
+    mask.extent.check(f"mask {mask}", q_len=q.shape[2], kv_len=k.shape[2], batch=q.shape[0], heads=q.shape[1])
+    return None if isinstance(mask, Full) else mask

@@ -1,9 +1,9 @@
-"""What callers get wrong, said before any kernel runs: expected, got, what to do."""
+"""Checks of arguments before any kernel runs. Messages say what was expected, what was given, and what to do."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from longspan._masks.tracing import ProgramError
 from longspan._torch_private import is_batched_gradient, is_transformed, transform_is_active, tree_leaves
 
-# torch's names, each also for the forward or the backward pass alone.
+# torch's option names, each also with a prefix for the forward or the backward pass only.
 _OPTIONS = frozenset(f"{side}{name}" for name in FlexKernelOptions.__annotations__ for side in ("", "fwd_", "bwd_"))
 _BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH")
 
@@ -23,7 +23,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_tensors(q: Any, k: Any, v: Any) -> None:
-    """Rank, dtype, device, batch, heads and dims of q [B, H, Q, D], k [B, G, K, D], v [B, G, K, E]."""
+    """Raise unless q [B, H, Q, D], k [B, G, K, D] and v [B, G, K, E] fit together in rank, dtype, device and sizes."""
     named = (("q", q), ("k", k), ("v", v))
     for name, t in named:
         if not isinstance(t, Tensor):
@@ -46,29 +46,29 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
     if v.shape[1:3] != k.shape[1:3]:
         raise ValueError(f"v: expected the heads and tokens of k, {tuple(k.shape[1:3])}, got {tuple(v.shape[1:3])}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"k: query heads must be a multiple of key heads, got {q.shape[1]} and {k.shape[1]}")
+        raise ValueError(f"k: expected a number of KV heads that divides the {q.shape[1]} query heads, got {k.shape[1]}")
     if 0 in (*q.shape[:2], q.shape[-1], v.shape[-1]):
-        raise ValueError(f"q, k, v: batch, heads and head dims must be >= 1, got q {tuple(q.shape)} and v {tuple(v.shape)}")
+        raise ValueError(f"q, k, v: expected batch, heads and head dims >= 1, got q {tuple(q.shape)} and v {tuple(v.shape)}")
 
 
 def refuse_transforms(*, planned: bool = False) -> None:
-    """Raise RuntimeError under torch.vmap and torch.func: no kernel but the dense one has a rule for them, and no plan has."""
+    """Raise RuntimeError under torch.vmap and torch.func. Only the dense kernel without a plan has rules for them."""
     if transform_is_active():
-        other = "over a mesh no kernel does" if planned else "with kernel='dense' it does, in O(S²) memory"
+        other = "with a plan no kernel supports them" if planned else "kernel='dense' supports them, in O(S²) memory"
         raise RuntimeError(
-            f"longspan.attention does not run under torch.vmap or the transforms of torch.func; {other}. In place of torch.vmap, "
-            "put the mapped dim into the batch, x.flatten(0, 1), and call it once; for gradients use torch.autograd"
+            f"longspan.attention is not supported under torch.vmap or the transforms of torch.func; {other}. Instead of torch.vmap, "
+            "flatten the mapped dim into the batch, x.flatten(0, 1), and call it once; for gradients use torch.autograd"
         )
 
 
 _CAPTURED = (
-    "longspan.attention under torch.vmap or torch.func: a mod captures a tensor that is mapped or differentiated there. Only q, k, v and "
-    "sink may be; loop over what mods capture, or use torch.autograd"
+    "longspan.attention under torch.vmap or torch.func: a mod captures a tensor that is mapped or differentiated. Only q, k, v and sink "
+    "may be; loop over the captured tensors, or use torch.autograd"
 )
 
 
 class _NoTransformed(TorchFunctionMode):
-    """Raises where a mod, or who looks for what it captures, touches a tensor that a transform maps or differentiates."""
+    """Raises when tracing touches a tensor that a transform maps or differentiates."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_transformed(value) for value in tree_leaves((args, kwargs))):
@@ -78,7 +78,7 @@ class _NoTransformed(TorchFunctionMode):
 
 @contextmanager
 def tracing_under_transforms() -> Iterator[None]:
-    """Around the tracing of mods, which under torch.vmap and torch.func may capture only what is neither mapped nor differentiated."""
+    """A context for tracing mods: under torch.vmap and torch.func, captured tensors must be neither mapped nor differentiated."""
     if not transform_is_active():
         yield
         return
@@ -92,16 +92,17 @@ def tracing_under_transforms() -> Iterator[None]:
 
 
 def refuse_batched_gradients(*gradients: Tensor | None) -> None:
-    """Raise RuntimeError where autograd hands on several gradients as one tensor, as it does for is_grads_batched=True."""
+    """Raise RuntimeError for batched gradients, which autograd passes for is_grads_batched=True."""
     if any(g is not None and is_batched_gradient(g) for g in gradients):
         raise RuntimeError(
-            "longspan.attention does not take several gradients at once (torch.autograd.grad with is_grads_batched=True, "
-            "torch.autograd.functional.jacobian with vectorize=True): call torch.autograd.grad once for each, with retain_graph=True, "
+            "longspan.attention does not support batched gradients (torch.autograd.grad with is_grads_batched=True, "
+            "torch.autograd.functional.jacobian with vectorize=True): call torch.autograd.grad once per gradient with retain_graph=True, "
             "or, without a plan, use kernel='dense'"
         )
 
 
 def check_scale(scale: Any, head_dim: int) -> float:
+    """The scale as a float, 1/√head_dim if None."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, Tensor) or not isinstance(scale, int | float) or isinstance(scale, bool):
@@ -112,10 +113,10 @@ def check_scale(scale: Any, head_dim: int) -> float:
 
 
 def check_kernel_options(options: Any) -> None:
-    """torch's `kernel_options`: every name that torch documents is accepted and changes nothing here; others are refused.
+    """Raise for names that are not in torch's `kernel_options`. Known options are accepted and have no effect.
 
-    They choose among torch's kernels and tune them, or promise something about the mask (ROWS_GUARANTEED_SAFE, BLOCKS_ARE_CONTIGUOUS)
-    that our kernels do not rely on. None changes what is computed but for rounding (PRESCALE_QK), and ours round as without it.
+    They select and tune torch's kernels, or promise properties of the mask (ROWS_GUARANTEED_SAFE, BLOCKS_ARE_CONTIGUOUS) that our kernels
+    do not rely on. None changes results except by rounding (PRESCALE_QK); ours round as without it.
     """
     if options is None:
         return
@@ -124,14 +125,15 @@ def check_kernel_options(options: Any) -> None:
     for name, value in options.items():
         if name not in _OPTIONS:
             raise ValueError(
-                f"kernel_options: {name!r} is no option of this torch's FlexKernelOptions; leave it out (the options of torch's kernels "
-                "are accepted and have no effect here)"
+                f"kernel_options: expected a name of this torch's FlexKernelOptions, got {name!r}; leave it out (options of torch's "
+                "kernels have no effect here)"
             )
         if name == "BACKEND" and value not in _BACKENDS:
-            raise ValueError(f"kernel_options: BACKEND is one of {', '.join(_BACKENDS)}, got {value!r}")
+            raise ValueError(f"kernel_options: expected BACKEND to be one of {', '.join(_BACKENDS)}, got {value!r}")
 
 
 def check_sink(sink: Any, q: Tensor) -> None:
+    """Raise unless the sink is None or a floating-point tensor [H] on the device of q."""
     if sink is None:
         return
     if not isinstance(sink, Tensor) or not sink.dtype.is_floating_point:
@@ -144,7 +146,10 @@ def check_sink(sink: Any, q: Tensor) -> None:
         raise ValueError(f"sink: expected the device of q, {q.device}, got {sink.device}; move it with .to(q.device)")
 
 
-def check_captured(tensors: list[Tensor], q: Tensor, what: str) -> None:
+def check_captured(tensors: Sequence[Tensor], q: Tensor, what: str) -> None:
+    """Raise unless captured tensors are on the device of q. Scalars may be on any device."""
     for t in tensors:
         if t.ndim and t.device != q.device:
-            raise ValueError(f"{what} captures a tensor on {t.device}, but q is on {q.device}: move it with .to(q.device)")
+            raise ValueError(
+                f"{what}: expected captured tensors on the device of q, {q.device}, got {t.device}; move it with .to(q.device)"
+            )

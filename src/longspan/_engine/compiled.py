@@ -1,15 +1,15 @@
-"""Under torch.compile: how a mod, which is a Python callable, reaches an opaque operator.
+"""Attention under torch.compile: mods, which are Python callables, become programs of the opaque operator.
 
-Custom operators take no callables, and Dynamo has no public way to trace a callable into a value. FlexAttention's own way is a
-higher-order operator: Dynamo traces the callable into a subgraph and lifts every tensor it captures into an operand. `BaseHOP` lets
-another operator be treated so. When the subgraph arrives (in AOTAutograd, where it is a plain Python call), it is traced like any
-mod and the ordinary operator is called; nothing of the higher-order operator remains in the compiled graph.
+Custom operators take no callables, and Dynamo has no public way to trace a callable into a value. FlexAttention uses a higher-order
+operator: Dynamo traces the callable into a subgraph and lifts captured tensors into operands. `BaseHOP` gives other operators the same
+treatment. In AOTAutograd, where our higher-order operator is a plain Python call, the subgraph is traced like any mod and the custom
+operator is called. The compiled graph contains the custom operator only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -26,44 +26,38 @@ from longspan._masks.tracing import Traced, takes_tensors, trace
 from longspan._torch_modes import without_autocast
 from longspan._torch_private import BaseHOP, outside_of_modes
 
+if TYPE_CHECKING:
+    from longspan._engine.attention import AttendOptions
+
 _SCALARS = ("score", "b", "h", "q", "kv")
 
 
 def attend_compiled(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | None,
-    score_mod: Callable[..., Tensor] | None,
-    scale: float,
-    sink: Tensor | None,
-    kernel: str,
-    peak: bool,
-    plan: Tensor | None = None,
-    lse: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, *, mask: Mask | None, scale: float, returned: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `attend` does, as Dynamo sees it. `plan`: a plan's token.
+    """`attend` as Dynamo traces it. returned: whether lse may get a gradient.
 
-    Operands reach the operator in an order of Dynamo's choosing, equal ones merged. The body therefore returns, after its results, an empty
-    tensor made from each argument: they tell which operand is which.
+    Operands reach the operator in an order of Dynamo's choosing, with equal ones merged. The body therefore returns, after its results, an
+    empty tensor made from each argument: these tell which operand is which.
     """
+    score_mod, sink, max_scores = options.score_mod, options.sink, options.max_scores
+    plan = None if options.plan is None else options.plan.token
     tensors = [_hand_hop(cast(GraphModule, _copied), t)[0] for t in (q, k, v, sink) if t is not None]
     tensors += [] if plan is None else [plan]
     # One-element vectors, not scalars: indexing with a scalar tensor makes Dynamo ask for its value.
     scalars = [q.new_zeros((1,), dtype=state_dtype(q.dtype)), *(q.new_zeros((1,), dtype=torch.int64) for _ in range(4))]
     mods = _Mods(score_mod, mask)
     rows = q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
-    outputs = [like_query(q, v.shape[-1], q.dtype), rows, rows if peak else rows.new_empty((0,))]
+    outputs = [like_query(q, v.shape[-1], q.dtype), rows, rows if max_scores else rows.new_empty((0,))]
 
     def body(
-        out: Tensor, rows: Tensor, most: Tensor, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *args: Tensor
+        out: Tensor, rows: Tensor, row_max: Tensor, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *args: Tensor
     ) -> tuple[Tensor, ...]:
         results = mods(score, b, h, i, j)
         tags = [t.new_empty((0,)) for t in (score, b, h, i, j, *args)]
-        return (out.clone(), rows.clone(), most.clone(), *results, *tags)
+        return (out.clone(), rows.clone(), row_max.clone(), *results, *tags)
 
-    found = _attend_hop(
+    results = _attend_hop(
         cast(GraphModule, body),
         *outputs,
         *scalars,
@@ -73,18 +67,18 @@ def attend_compiled(
         has_sink=sink is not None,
         has_plan=plan is not None,
         scale=scale,
-        kernel=kernel,
-        peak=peak,
-        returned=lse,
+        kernel=options.kernel,
+        max_scores=max_scores,
+        returned=returned,
     )
-    return found[0], found[1], found[2].detach()
+    return results[0], results[1], results[2].detach()
 
 
 class _Mods:
-    """The mods of one call, called one after the other.
+    """The mods of one call.
 
-    An object made while compiling, not two variables that the body closes over: of a function that another one closes over, Dynamo
-    forgets where it came from, and then refuses the tensors that it closes over itself (a mod made by a factory, outside).
+    An object made during compilation, because Dynamo loses the source of a function in the closure of another function, and then rejects
+    the tensors in the closure of the inner one (a mod made by a factory outside).
     """
 
     def __init__(self, score_mod: Callable[..., Tensor] | None, mask: Mask | None) -> None:
@@ -114,7 +108,7 @@ class _AttendHop(BaseHOP):
         has_plan: bool,
         scale: float,
         kernel: str,
-        peak: bool,
+        max_scores: bool,
         returned: bool,
     ) -> tuple[Tensor, ...]:
         if kernel != "dense":
@@ -134,7 +128,7 @@ class _AttendHop(BaseHOP):
             if kernel != "dense":
                 spec = ops.specs.pin(spec)
         if spec.score is not None and spec.score.pointwise:
-            spec.joint(())  # now, and not while compiled code runs
+            spec.joint(())  # trace the gradient now, not when the compiled code runs
 
         def captured(found: tuple[Traced, list[Node | Tensor]] | None) -> list[Tensor]:
             if found is None:
@@ -152,27 +146,27 @@ class _AttendHop(BaseHOP):
                 raise NotImplementedError("kernel='dense' with a plan does not compile: it reads the plan in Python. Call it uncompiled")
             options: dict[str, Any] = {"score": spec.score, "score_captured": captured(score), "sink": sink}
             with without_autocast():
-                out, lse, most = dense_attention(q, k, v, scale=scale, mask=spec.mask, mask_captured=mask_captured, **options)
+                out, lse, row_max = dense_attention(q, k, v, scale=scale, mask=spec.mask, mask_captured=mask_captured, **options)
         else:
-            out, lse, most = ops.attend(q, k, v, sink, mask_captured, captured(score), plan, spec.handle, scale, peak)
-        return (out, lse, most if peak else lse.new_empty((0,)), *(q.new_empty((0,)) for _ in outputs[3:]))
+            out, lse, row_max = ops.attend(q, k, v, sink, mask_captured, captured(score), plan, spec.handle, scale, max_scores)
+        return (out, lse, row_max if max_scores else lse.new_empty((0,)), *(q.new_empty((0,)) for _ in outputs[3:]))
 
 
 _attend_hop = _AttendHop()
 
 
 class _HandHop(BaseHOP):
-    """Hands a tensor on. To Dynamo, which asks the body, the result is a copy; called, it is the tensor itself.
+    """Identity. Dynamo, which traces the body, sees a copy.
 
-    Dynamo refuses operators that take a graph and two tensors of one storage, for fear that the graph writes to them. Ours does not, and
-    q, k and v are often parts of one projection.
+    Dynamo rejects higher-order operators with two operands of one storage, because their graph might write to them. Ours does not, and q, k
+    and v are often views of one projection.
     """
 
     def __init__(self) -> None:
         super().__init__("longspan_hand")
 
     def __call__(self, subgraph: GraphModule, *operands: Any) -> tuple[Tensor, ...]:
-        return tuple(t for t in operands if isinstance(t, Tensor))  # one; symbolic sizes may stand beside it
+        return tuple(t for t in operands if isinstance(t, Tensor))  # one tensor, possibly with symbolic sizes beside it
 
 
 _hand_hop = _HandHop()
@@ -183,18 +177,19 @@ def _copied(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _source(tag: Any) -> Node:
-    """The placeholder that a tag was made from."""
+    """The placeholder of a tag."""
     return tag.args[0]
 
 
 def _traced(
     module: GraphModule, result: Node, scalars: list[Node], kind: Kind, dtype: torch.dtype
 ) -> tuple[Traced, list[Node | Tensor]]:  # fmt: skip
-    """One result of Dynamo's subgraph as a program, and what of the subgraph it captures, in the program's order of sources: placeholders,
-    numbers read from them (Dynamo hands over a float as a tensor of one), and tensors that the mod itself made (`table[[1, 2]]`).
+    """One result of Dynamo's subgraph as a program, and its captured values in the order of the program's sources.
 
-    A number that may change from call to call (a length, a soft cap) is captured as a scalar tensor where the mod can take one. Where it
-    needs the number itself (`x.clamp(0, n)`, `float(n)`), the program is made for the one at hand, and torch compiles again for others.
+    Captured values are placeholders, numbers read from them (Dynamo passes a float as a tensor of one element), and tensors that the mod
+    made (`table[[1, 2]]`). A number that may change between calls (a length, a soft cap) is captured as a scalar tensor where the mod can
+    take one. Where the mod needs a Python number (`x.clamp(0, n)`, `float(n)`), the program is specialized to its value, and torch
+    recompiles for others.
     """
     graph = Graph()
     env: dict[Node, Node] = {}
@@ -219,7 +214,7 @@ def _traced(
         return part(*(given[n] if n in given else stand_ins.get(n, args[0]) for n in inputs))
 
     if numbers:
-        # What Python computes of numbers is a float of 64 bits, which a scalar tensor need not be.
+        # Python computes with 64-bit floats. A scalar tensor may have fewer bits.
         exact = all(not _is_float(n.meta.get("example_value")) for n in needed if n not in inputs)
         read = [n.args[0] for n in inputs if n.op != "placeholder"]
         exact &= not _would_widen(
@@ -232,7 +227,7 @@ def _traced(
 
 
 def _operand(node: Node | Tensor, operand_of: dict[Node, Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What a program captures: an operand as it is, a number as a scalar tensor, or a tensor of literals, made anew where it is needed."""
+    """A captured value as a tensor: an operand, a number as a scalar tensor, or a new tensor of literals."""
     if isinstance(node, Tensor):
         return torch.tensor(node.tolist(), dtype=dtype, device=device)
     if node.op != "placeholder":
@@ -246,21 +241,21 @@ def _is_float(value: Any) -> bool:
 
 
 def _would_widen(numbers: list[Any], tensors: list[Tensor], dtype: torch.dtype) -> bool:
-    """Whether a number that is a scalar tensor could make something of a tensor that the number itself does not: half precision or small
-    integers in more bits. Nor may it lose bits beside a tensor that has more than the score.
+    """Whether a scalar tensor in place of a number could change the dtype of results: wider than half precision or than small integers, or
+    narrower than a tensor with more bits than the score.
     """
     floats = any(map(_is_float, numbers)) and any(t.dtype.is_floating_point and t.dtype != dtype for t in tensors)
     return floats or any(not t.dtype.is_floating_point and t.dtype != torch.bool and t.dtype.itemsize < 4 for t in tensors)
 
 
 def _number(value: Any) -> int | float:
-    """A number that may change, as it is now: torch compiles again for others."""
+    """The present value of a symbolic number: torch recompiles for other values."""
     return float(value) if _is_float(value) else int(value)
 
 
 def _stand_in(node: Node, dtype: torch.dtype) -> Tensor:
-    """A real tensor in place of an operand: the trace needs its dtype and sizes, and it must be one object. `dtype`: of the score. A number
-    that meets it as a scalar tensor leaves it that dtype, as the number itself would.
+    """A real tensor in place of an operand, for tracing: dtype and sizes matter. dtype: that of the score. A number becomes a scalar tensor
+    of this dtype, which leaves the score's dtype unchanged, as a Python number would.
     """
     value = node.meta["example_value"]
     if isinstance(value, Tensor):

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from longspan._engine.sink import sink_gradient, sink_state
-from longspan._engine.table_cache import TableCache
+from longspan._engine.table_cache import MaskTables, TableCache
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
 from longspan._kernels.protocol import Grads, Kernel, State, Tiling, Work
 from longspan._kernels.registry import choose
-from longspan._masks.block_table import BLOCK_SIZE, BlockTable
+from longspan._masks.block_table import BLOCK_SIZE
 
+_PLAIN_BLOCK = (BLOCK_SIZE, BLOCK_SIZE)
 _tables = TableCache()
-_other_sizes: WeakKeyDictionary[BlockTable, dict[tuple[int, int], BlockTable]] = WeakKeyDictionary()
 
 
 def forward(inputs: CallTensors, options: CallOptions) -> State:
@@ -44,16 +43,14 @@ def plain_tiling(length: int, block: int) -> Tiling:
 
 
 def make_work(
-    inputs: CallTensors, options: CallOptions, *, backward: bool, block: tuple[int, int] = (BLOCK_SIZE, BLOCK_SIZE)
+    inputs: CallTensors, options: CallOptions, tables: MaskTables, *, backward: bool, block: tuple[int, int] = _PLAIN_BLOCK
 ) -> Work:  # fmt: skip
     """The whole attention as one piece of work, in tiles of `block`."""
     q, spec = inputs.q, options.spec
-    batch, heads, q_len, _ = q.shape
-    kv_len = inputs.k.shape[2]
     return Work(
-        table=_tables.table(spec.mask, inputs.mask_captured, q_len, kv_len, block=block, batch=batch, heads=heads),
-        q_tiles=plain_tiling(q_len, block[0]),
-        kv_tiles=plain_tiling(kv_len, block[1]),
+        table=tables.at(block, inputs.mask_captured),
+        q_tiles=plain_tiling(q.shape[2], block[0]),
+        kv_tiles=plain_tiling(inputs.k.shape[2], block[1]),
         scale=options.scale,
         mask=spec.mask,
         mask_captured=[t.to(q.device) for t in inputs.mask_captured],
@@ -63,17 +60,20 @@ def make_work(
     )
 
 
+def mask_tables(inputs: CallTensors, options: CallOptions) -> MaskTables:
+    """The block tables of the call's mask, cached."""
+    batch, heads, q_len, _ = inputs.q.shape
+    return _tables.tables(options.spec.mask, inputs.mask_captured, q_len, inputs.k.shape[2], batch=batch, heads=heads)
+
+
 def _kernel_and_work(inputs: CallTensors, options: CallOptions, *, backward: bool) -> tuple[Kernel, Work]:
     q, k, v = inputs.q, inputs.k, inputs.v
-    work = make_work(inputs, options, backward=backward)
+    tables = mask_tables(inputs, options)
+    work = make_work(inputs, options, tables, backward=backward)
     max_scores = options.max_scores and not backward
     kernel = choose(options.spec.kernel, q, k, v, work, staged=inputs.sink is not None, backward=backward, peak=max_scores)
     block = kernel.block(q, v, work.table)
-    if block == (BLOCK_SIZE, BLOCK_SIZE):
+    if block == _PLAIN_BLOCK:
         return kernel, work
-    # The captured tensors were compared for the first table. Another tile size of the same table needs no second comparison.
-    other = _other_sizes.setdefault(work.table, {})
-    if block not in other:
-        other[block] = make_work(inputs, options, backward=backward, block=block).table
     q_tiles, kv_tiles = plain_tiling(q.shape[2], block[0]), plain_tiling(k.shape[2], block[1])
-    return kernel, replace(work, table=other[block], q_tiles=q_tiles, kv_tiles=kv_tiles)
+    return kernel, replace(work, table=tables.at(block, inputs.mask_captured), q_tiles=q_tiles, kv_tiles=kv_tiles)

@@ -1,4 +1,4 @@
-"""The operator under the names and signatures that torch gave it."""
+"""`flex_attention` and `scaled_dot_product_attention` with torch's signatures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from longspan._engine.attention import attend
+from longspan._engine.attention import AttendOptions, attend
 from longspan._engine.checks import check_kernel_options
 from longspan._masks.algebra import Mask, MaskLike, causal, mask_mod
 
@@ -55,13 +55,12 @@ def flex_attention(
     """`torch.nn.attention.flex_attention.flex_attention`, on any device, forward and backward; see `longspan.attention` for numerics.
 
     `block_mask` may also be a longspan mask or a mask_mod callable. Returns out; (out, lse) with `return_lse`; (out, AuxOutput) with
-    `return_aux`. `max_scores` are not differentiable. Batches of keys of size 1 serve every query batch. `kernel_options` that torch
-    knows are accepted and have no effect: they tune torch's kernels, and change no result. Under autocast query, key and value are cast
-    as torch casts them.
+    `return_aux`. `max_scores` are not differentiable. Key and value of batch 1 are broadcast to the query's batch. torch's `kernel_options`
+    are accepted and have no effect: they tune torch's kernels. Under autocast, query, key and value are cast as torch casts them.
     """
     check_kernel_options(kernel_options)
     if return_lse and return_aux is not None:
-        raise ValueError("give return_lse or return_aux, not both; return_aux=AuxRequest(lse=True) is torch's newer form")
+        raise ValueError("expected return_lse or return_aux, got both; use return_aux=AuxRequest(lse=True), torch's newer form")
     query, key, value = as_autocast(query, key, value)
     if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor) and query.ndim == key.ndim == value.ndim == 4:
         if not enable_gqa and query.shape[1] != key.shape[1]:
@@ -71,15 +70,15 @@ def flex_attention(
         if key.shape[0] == 1 and query.shape[0] > 1:
             key, value = key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
     mask = None if isinstance(block_mask, BlockMask) and is_no_mask(block_mask) else block_mask
-    peak = return_aux is not None and return_aux.max_scores
-    out, lse, most = attend(query, key, value, mask=mask, score_mod=score_mod, scale=scale, sink=None, kernel="auto", peak=peak)
+    max_scores = return_aux is not None and return_aux.max_scores
+    out, lse, row_max = attend(query, key, value, AttendOptions(mask=mask, score_mod=score_mod, scale=scale, max_scores=max_scores))
     if return_aux is not None:
-        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=most if peak else None)
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=row_max if max_scores else None)
     return (out, lse) if return_lse else out
 
 
 def is_no_mask(block_mask: BlockMask) -> bool:
-    """torch's stand-in for no mask: one block larger than any sequence."""
+    """Whether a BlockMask is torch's default for no mask: one block larger than any sequence."""
     return min(block_mask.BLOCK_SIZE) >= 1 << 30
 
 
@@ -95,29 +94,27 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` of query [..., H, Q, D] over key [..., H, K, D] and value [..., H, K, E].
 
-    Any number of dims before the last two, none too; they broadcast. With `enable_gqa` key and value may have fewer heads than query, also
-    each its own number, which divides query's. A boolean `attn_mask` is True where a query sees a key; a floating-point one is added to
-    the scores and gets its gradient. Both broadcast to [..., H, Q, K]. A CausalBias of torch.nn.attention.bias is taken as what it says.
-    Dropout is refused: there is no exact counterpart of it across devices. Under autocast arguments are cast as torch casts them.
+    Leading dims broadcast; there may be none. With `enable_gqa`, key and value may have fewer heads than query, each a number that divides
+    query's. A boolean `attn_mask` is True where a query sees a key; a floating-point one is added to the scores and gets a gradient. Both
+    broadcast to [..., H, Q, K]. A CausalBias of torch.nn.attention.bias is a causal mask. Dropout is not supported. Under autocast,
+    arguments are cast as torch casts them.
     """
     if dropout_p:
-        raise ValueError(
-            f"dropout_p: expected 0, got {dropout_p}: longspan's attention is exact and has no dropout; call torch's SDPA for it"
-        )
+        raise ValueError(f"dropout_p: expected 0, got {dropout_p}; attention dropout is not supported: set it to 0, or call torch's SDPA")
     if attn_mask is not None and is_causal:
-        raise ValueError("give attn_mask or is_causal=True, not both; a longspan mask & causal() in longspan.attention does both")
+        raise ValueError("expected attn_mask or is_causal=True, got both; use longspan.attention with mask=your_mask & causal()")
     query, key, value = as_autocast(query, key, value)
     leading = _leading(query, key, value, enable_gqa)
     mask: Mask | None = causal() if is_causal else None
     score_mod = None
     q_len, kv_len = query.shape[-2], key.shape[-2]
-    if type(attn_mask).__name__ == "CausalBias":  # torch.nn.attention.bias brings Triton with it: not imported for a name
+    if type(attn_mask).__name__ == "CausalBias":  # by name: importing torch.nn.attention.bias imports Triton
         mask, attn_mask = _as_mask(attn_mask, q_len, kv_len), None
     q, k, v = _grouped(query, key, value, leading)
     (attn_mask,) = as_autocast(attn_mask)
     table = None if attn_mask is None else _four_dims(attn_mask, (*leading, q_len, kv_len))
     if 0 in q.shape[:2]:
-        return _nothing(q, k, v, table).reshape(*leading, q_len, v.shape[-1])
+        return _empty_attention(q, k, v, table).reshape(*leading, q_len, v.shape[-1])
     if attn_mask is not None and table is not None:
         lookup = _lookup(table)
         if attn_mask.dtype == torch.bool:
@@ -126,15 +123,12 @@ def scaled_dot_product_attention(
             score_mod = lambda score, b, h, q_idx, kv_idx: score + lookup(b, h, q_idx, kv_idx)  # noqa: E731
         else:
             raise TypeError(f"attn_mask: expected bool or floating point, got {attn_mask.dtype}")
-    out, _, _ = attend(q, k, v, mask=mask, score_mod=score_mod, scale=scale, sink=None, kernel="auto", peak=False)
+    out, _, _ = attend(q, k, v, AttendOptions(mask=mask, score_mod=score_mod, scale=scale))
     return out if len(leading) == 2 else out.reshape(*leading, q_len, out.shape[-1])
 
 
 def as_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Arguments as torch's own attention gets them under autocast: in the dtype that is set for their device.
-
-    Only floating-point tensors, and no float64, are cast, each by itself. All else, None too, stays what it is.
-    """
+    """Arguments cast to the autocast dtype of their device, if autocast is on. float64, integer tensors and None stay as they are."""
 
     def cast(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
@@ -146,7 +140,7 @@ def as_autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def _leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
-    """The dims of the result before its last two: those of query, key and value broadcast, heads grouped where asked for."""
+    """The leading dims of the result: those of query, key and value broadcast, with the heads of query if `enable_gqa`."""
     tensors = (query, key, value)
     for name, t in zip(("query", "key", "value"), tensors, strict=True):
         if not isinstance(t, Tensor):
@@ -159,7 +153,7 @@ def _leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tup
         heads = query.shape[-3]
         for name, t in (("key", key), ("value", value)):
             if t.shape[-3] != heads and (t.shape[-3] == 0 or heads % t.shape[-3]):
-                raise ValueError(f"{name}: query's {heads} heads must be a multiple of its heads, got {t.shape[-3]}")
+                raise ValueError(f"{name}: expected a number of heads that divides the {heads} of query, got {t.shape[-3]}")
         sizes = [(*size[:-1], heads) for size in sizes]
     try:
         return tuple(torch.broadcast_shapes(*sizes))
@@ -172,25 +166,25 @@ def _leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tup
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, leading: tuple[int, ...]) -> list[Tensor]:
-    """Query [B, H, Q, D], key [B, G, K, D] and value [B, G, K, E] for dims `leading` = (..., H), B of all but the last of them together.
+    """Query [B, H, Q, D], key [B, G, K, D] and value [B, G, K, E] for leading dims (..., H), of which all but H are flattened into B.
 
-    Nothing is copied but where dims that are broadcast are joined with others, and heads of keys and values that differ in number.
+    Copies only where broadcast dims are flattened with others, and where key and value have different numbers of heads.
     """
     heads = leading[-1] if leading else 1
     counts = [t.shape[-3] if t.ndim > 2 else 1 for t in (key, value)]
     groups = counts[0] if counts[0] == counts[1] else lcm(*counts)
-    found = []
+    grouped = []
     for t, wanted in ((query, heads), (key, groups), (value, groups)):
         t = t if t.ndim > 2 else t[None]
         if t.shape[-3] != wanted:
             t = t.expand(*t.shape[:-3], wanted, -1, -1) if t.shape[-3] == 1 else t.repeat_interleave(wanted // t.shape[-3], -3)
         t = t.expand(*leading[:-1], *t.shape[-3:])
-        found.append(t if t.ndim == 4 else t.reshape(_product(leading[:-1]), *t.shape[-3:]))
-    return found
+        grouped.append(t if t.ndim == 4 else t.reshape(_product(leading[:-1]), *t.shape[-3:]))
+    return grouped
 
 
-def _nothing(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> Tensor:
-    """The result where batch or heads are 0: products without elements, whose shape, dtype and gradients are those of attention."""
+def _empty_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> Tensor:
+    """The result where batch or heads are 0, by products without elements: shape, dtype and gradients are those of attention."""
     each = q.shape[1] // max(1, k.shape[1])
     scores = q @ k.repeat_interleave(each, 1).mT
     if table is not None and table.dtype.is_floating_point:
@@ -199,7 +193,7 @@ def _nothing(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> Tensor:
 
 
 def _product(sizes: tuple[int, ...]) -> int:
-    """The batch of all these dims together; 1 of none. Sizes may be symbolic."""
+    """The product of sizes, which may be symbolic; 1 if there are none."""
     batch = 1
     for size in sizes:
         batch = batch * size
@@ -207,8 +201,9 @@ def _product(sizes: tuple[int, ...]) -> int:
 
 
 def _as_mask(bias: Any, q_len: int, kv_len: int) -> Mask:
+    """The mask of a CausalBias."""
     if (bias.seq_len_q, bias.seq_len_kv) != (q_len, kv_len):
-        raise ValueError(f"attn_mask: a causal bias for {bias.seq_len_q} × {bias.seq_len_kv} tokens, but there are {q_len} × {kv_len}")
+        raise ValueError(f"attn_mask: expected a causal bias for {q_len} × {kv_len} tokens, got {bias.seq_len_q} × {bias.seq_len_kv}")
     if bias.variant.name == "UPPER_LEFT" or q_len == kv_len:
         return causal()
     ahead = kv_len - q_len
@@ -216,7 +211,7 @@ def _as_mask(bias: Any, q_len: int, kv_len: int) -> Mask:
 
 
 def _four_dims(table: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A mask that broadcasts to `shape` [..., H, Q, K], as [B or 1, H or 1, Q or 1, K or 1]."""
+    """A mask that broadcasts to `shape` [..., H, Q, K], reshaped to [B or 1, H or 1, Q or 1, K or 1]."""
     sizes = (1,) * (len(shape) - table.ndim) + tuple(table.shape)
     if table.ndim > len(shape) or any(t not in (1, s) for t, s in zip(sizes, shape, strict=True)):
         raise ValueError(f"attn_mask: expected a shape that broadcasts to {shape}, got {tuple(table.shape)}")
@@ -229,11 +224,11 @@ def _four_dims(table: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _lookup(table: Tensor) -> Callable[..., Tensor]:
-    """The element of a mask of four dims that broadcast, read without expanding it."""
-    used = [d for d in range(4) if table.shape[d] != 1]
-    kept = table.reshape([table.shape[d] for d in used])
+    """A function (b, h, q, kv) → element of a broadcast mask of four dims, without expanding it."""
+    used_dims = [d for d in range(4) if table.shape[d] != 1]
+    squeezed = table.reshape([table.shape[d] for d in used_dims])
 
     def lookup(*index: Tensor) -> Tensor:
-        return kept[tuple(index[d] for d in used)] if used else kept
+        return squeezed[tuple(index[d] for d in used_dims)] if used_dims else squeezed
 
     return lookup

@@ -1,4 +1,4 @@
-"""Kept block tables follow what captured tensors hold, not where they lie."""
+"""Cached block tables and device copies follow the contents of captured tensors, not their identity."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import pytest
 import torch
 
 import longspan as ls
-from longspan._engine import table_cache as tables
+from longspan._engine import table_cache
 from longspan._engine.table_cache import DeviceCopies, TableCache
 
 
-def test_a_table_is_reused_for_equal_contents_and_rebuilt_for_others() -> None:
+def test_tables_are_reused_for_equal_contents_and_rebuilt_for_others() -> None:
     ids = torch.arange(300) // 70
     traced = ls.mask_mod(lambda b, h, q, kv: ids[q] == ids[kv]).traced
     cache = TableCache()
 
     def table(tensor: torch.Tensor) -> object:
-        return cache.table(traced.program, [tensor], 300, 300, block=(128, 128), batch=2, heads=3)
+        return cache.tables(traced.program, [tensor], 300, 300, batch=2, heads=3).at((128, 128), [tensor])
 
     first = table(ids)
     assert table(ids) is first
@@ -31,7 +31,7 @@ def test_a_table_is_reused_for_equal_contents_and_rebuilt_for_others() -> None:
     assert torch.equal(changed.to_dense(), ls.mask_mod(lambda b, h, q, kv: ids[q] == ids[kv]).block_table(300).to_dense())  # type: ignore[attr-defined]
 
 
-def test_the_operator_sees_in_place_changes_of_captured_tensors() -> None:
+def test_attention_sees_in_place_changes_of_captured_tensors() -> None:
     q, k, v = (torch.randn(1, 2, 300, 8) for _ in range(3))
     ids = torch.arange(300) // 70
     mask = ls.mask_mod(lambda b, h, i, j: ids[i] == ids[j])
@@ -40,7 +40,7 @@ def test_the_operator_sees_in_place_changes_of_captured_tensors() -> None:
         ids.copy_((torch.arange(300) + 40) // 90)
 
 
-def test_a_mask_written_to_between_forward_and_backward_is_refused() -> None:
+def test_backward_raises_if_a_mask_tensor_was_modified_since_forward() -> None:
     q, k, v = (torch.randn(1, 2, 300, 8, requires_grad=True) for _ in range(3))
     ids = torch.arange(300) // 70
     out = ls.attention(q, k, v, mask=lambda b, h, i, j: ids[i] == ids[j])
@@ -49,10 +49,10 @@ def test_a_mask_written_to_between_forward_and_backward_is_refused() -> None:
         out.sum().backward()
 
 
-def test_the_cache_is_bounded_and_copies_go_with_their_tensors() -> None:
+def test_the_cache_is_bounded_and_copies_are_dropped_with_their_tensors() -> None:
     cache = TableCache(size=3)
     for length in range(1, 9):
-        cache.table(None, [], length, length, block=(16, 16), batch=1, heads=1)
+        cache.tables(None, [], length, length, batch=1, heads=1)
     assert len(cache._entries) == 3
     copies = DeviceCopies()
     tensor = torch.arange(5)
@@ -71,7 +71,7 @@ def by_data(ids: torch.Tensor, new: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("write", [by_numpy, by_data])
-def test_writes_that_torch_does_not_count_are_seen_on_the_cpu(write: Any) -> None:
+def test_writes_without_a_version_change_are_seen_on_the_cpu(write: Any) -> None:
     q, k, v = (torch.randn(1, 2, 300, 8) for _ in range(3))
     ids = torch.zeros(300, dtype=torch.int64)
     mask = ls.mask_mod(lambda b, h, i, j: ids[i] == ids[j])
@@ -86,38 +86,38 @@ def test_contents_are_compared_bit_for_bit() -> None:
     table = torch.tensor([0.0, torch.nan, 1.0])
     traced = ls.mask_mod(lambda b, h, q, kv: torch.signbit(table[q % 3]) | (q >= kv)).traced
     cache = TableCache()
-    first = cache.table(traced.program, [table], 30, 30, block=(8, 8), batch=1, heads=1)
-    assert cache.table(traced.program, [table.clone()], 30, 30, block=(8, 8), batch=1, heads=1) is first
+    first = cache.tables(traced.program, [table], 30, 30, batch=1, heads=1)
+    assert cache.tables(traced.program, [table.clone()], 30, 30, batch=1, heads=1) is first
     table[0] = -0.0
-    assert cache.table(traced.program, [table], 30, 30, block=(8, 8), batch=1, heads=1) is not first
+    assert cache.tables(traced.program, [table], 30, 30, batch=1, heads=1) is not first
 
 
-def test_equal_masks_in_turns_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off the CPU, to look at a tensor is to wait for the device."""
-    monkeypatch.setattr(tables, "_version", lambda tensor: tensor._version)
-    looked, same = [], tables._same_contents
-    monkeypatch.setattr(tables, "_same_contents", lambda a, b: looked.append(a) or same(a, b))  # type: ignore[func-returns-value]
+def test_equal_contents_in_other_tensors_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, a comparison synchronizes with the device."""
+    monkeypatch.setattr(table_cache, "_version", lambda tensor: tensor._version)
+    compared, same = [], table_cache._same_bits
+    monkeypatch.setattr(table_cache, "_same_bits", lambda a, b: compared.append(a) or same(a, b))  # type: ignore[func-returns-value]
     ids = torch.arange(300) // 70
     program = ls.mask_mod(lambda b, h, q, kv: ids[q] == ids[kv]).traced.program
     cache = TableCache()
 
     def table(tensor: torch.Tensor) -> object:
-        return cache.table(program, [tensor], 300, 300, block=(128, 128), batch=1, heads=1)
+        return cache.tables(program, [tensor], 300, 300, batch=1, heads=1)
 
     first, twin, other = table(ids), ids.clone(), ids + 1
-    assert table(twin) is first and table(other) is not first and len(looked) == 3
+    assert table(twin) is first and table(other) is not first and len(compared) == 3
     for _ in range(3):
         assert table(ids) is first and table(twin) is first and table(other) is not first
-    assert len(looked) == 3
+    assert len(compared) == 3
     twin += 1
     assert table(twin) is table(other)
-    for _ in range(20):  # as many as training makes: those that are gone leave room for others
+    for _ in range(20):  # entries of deleted tensors make room for new ones
         assert table(ids.clone()) is first
-    looked.clear()
-    assert table(ids) is first and table(other) is not first and not looked
+    compared.clear()
+    assert table(ids) is first and table(other) is not first and not compared
 
 
-def test_a_copy_on_another_device_follows_what_the_tensor_holds() -> None:
+def test_a_device_copy_follows_the_contents_of_its_tensor() -> None:
     copies, held = DeviceCopies(), np.arange(5)
     tensor = torch.from_numpy(held)
     first = copies.on(tensor, torch.device("meta"))
@@ -127,7 +127,7 @@ def test_a_copy_on_another_device_follows_what_the_tensor_holds() -> None:
     assert copies.on(tensor, torch.device("meta")) is second
 
 
-def test_a_copy_made_in_inference_mode_serves_training() -> None:
+def test_a_copy_made_in_inference_mode_can_be_used_in_training() -> None:
     copies, ids = DeviceCopies(), torch.arange(6)
     with torch.inference_mode():
         made = torch.arange(7)
