@@ -1,4 +1,4 @@
-"""Rows of all ranks on all ranks, and the adjoint: against the plain concatenation and sum."""
+"""All-gather and reduce-scatter of rows equal plain concatenation and sum."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rows(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Ten
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gathered_rows_come_in_the_order_of_shards(shape: int | tuple[int, int]) -> None:
+def test_gathered_rows_are_in_rank_order(shape: int | tuple[int, int]) -> None:
     world = virtual_world(shape)
     counts = counts_of(world.size)
     expected = torch.cat([rows(r, n) for r, n in enumerate(counts)])
@@ -33,7 +33,7 @@ def test_strided_rows_are_gathered_by_value() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_scattered_sums_are_the_sums_of_all_ranks(shape: int | tuple[int, int], dtype: torch.dtype) -> None:
+def test_reduce_scatter_sums_over_all_ranks(shape: int | tuple[int, int], dtype: torch.dtype) -> None:
     world = virtual_world(shape)
     counts = counts_of(world.size)
     inputs = [rows(r, sum(counts), dtype) for r in range(world.size)]
@@ -44,7 +44,7 @@ def test_scattered_sums_are_the_sums_of_all_ranks(shape: int | tuple[int, int], 
         torch.testing.assert_close(got, expected.to(dtype))
 
 
-def test_half_sums_are_made_in_float32_in_rank_order() -> None:
+def test_half_dtypes_are_summed_in_float32_in_rank_order() -> None:
     inputs = [torch.tensor([[256.0]]), *[torch.tensor([[1.0]])] * 7]  # in bfloat16, 256 + 1 is 256
     (got, *_) = virtual_world(8).run(lambda mesh: reduce_scatter_rows(mesh, inputs[mesh.rank].bfloat16(), [1, *[0] * 7]))
     assert got.item() == 264.0  # the nearest to 263
@@ -53,14 +53,14 @@ def test_half_sums_are_made_in_float32_in_rank_order() -> None:
 
 
 @pytest.mark.parametrize("shape", [4, (2, 2)], ids=str)
-def test_the_same_bits_come_every_time(shape: int | tuple[int, int]) -> None:
+def test_repeated_calls_give_the_same_bits(shape: int | tuple[int, int]) -> None:
     world = virtual_world(shape)
     counts = counts_of(4)
     runs = [world.run(lambda mesh: reduce_scatter_rows(mesh, rows(mesh.rank, sum(counts)), counts)) for _ in range(4)]
     assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other))
 
 
-def test_scattering_is_the_adjoint_of_gathering() -> None:
+def test_reduce_scatter_is_the_adjoint_of_all_gather() -> None:
     world, counts = virtual_world((2, 3)), counts_of(6)
     xs = [rows(r, n, torch.float64) for r, n in enumerate(counts)]
     ys = [rows(10 + r, sum(counts), torch.float64) for r in range(6)]
@@ -70,14 +70,14 @@ def test_scattering_is_the_adjoint_of_gathering() -> None:
     torch.testing.assert_close(left, right)
 
 
-def test_wrong_counts_are_refused_on_every_rank() -> None:
+def test_wrong_counts_raise_on_every_rank() -> None:
     for call in (all_gather_rows, reduce_scatter_rows):
         for counts in ([1, 2], [1, 2, 9], [5, 5, 5]):
             with pytest.raises(ValueError, match="rank 0 expected 3 counts"):
                 virtual_world(3).run(lambda mesh, call=call, counts=counts: call(mesh, torch.zeros(4), counts))
 
 
-def test_a_gradient_is_not_dropped_in_silence() -> None:
+def test_a_tensor_that_requires_grad_raises() -> None:
     x = torch.zeros(1, requires_grad=True)
     with pytest.raises(RuntimeError, match="not differentiable"):
         all_gather_rows(Mesh.abstract(1), x, [1])

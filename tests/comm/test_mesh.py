@@ -1,4 +1,4 @@
-"""Meshes are values: picklable, without process groups until something is sent."""
+"""Meshes are picklable values, and need no process groups until something is sent."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from longspan._comm.mesh import Axis, Mesh, as_mesh
 from longspan.testing import virtual_world
 
 
-def test_the_rank_counts_coordinates_in_row_major_order() -> None:
+def test_rank_is_the_row_major_index_of_the_coordinate() -> None:
     mesh = Mesh.abstract((2, 5), 7, ("ulysses", "ring"))
     assert (mesh.size, mesh.rank, mesh.coordinate, mesh.axes) == (10, 7, (1, 2), (Axis("ulysses", 2), Axis("ring", 5)))
     assert [Mesh.abstract((2, 5), r).rank for r in range(10)] == list(range(10))
     assert Mesh.abstract(3).axes == (Axis("axis0", 3),)
 
 
-def test_a_mesh_equals_its_pickle_and_finds_its_world_again() -> None:
+def test_an_unpickled_mesh_is_equal_and_finds_its_world() -> None:
     world = virtual_world((2, 2), axis_names=("a", "b"))
     for mesh in (*world.meshes, Mesh.abstract(4, 3)):
         assert pickle.loads(pickle.dumps(mesh)) == mesh
@@ -37,20 +37,20 @@ def test_an_abstract_mesh_does_not_communicate() -> None:
         mesh.group(0)
 
 
-def test_a_rank_alone_needs_no_group() -> None:
+def test_an_axis_of_one_rank_needs_no_group() -> None:
     group = Mesh.abstract(1).group(0)
     assert (group.rank, group.size) == (0, 1)
     assert uneven_exchange(group)
 
 
-def test_a_group_that_is_not_in_this_process_is_missed_only_when_it_is_asked_for() -> None:
+def test_a_missing_process_group_raises_at_lookup_only() -> None:
     mesh = Mesh(axes=(Axis("cp", 3),), coordinate=(1,), groups=("17",))
     assert as_mesh(mesh).rank == 1
     with pytest.raises(RuntimeError, match=r"axis 'cp' .*process group '17'.*init_process_group"):
         mesh.group("cp")
 
 
-def test_a_virtual_world_that_is_gone_is_named() -> None:
+def test_a_deleted_virtual_world_raises() -> None:
     mesh = virtual_world(2).meshes[0]
     gc.collect()
     with pytest.raises(RuntimeError, match=r"virtual world of axis 'axis0' .*was deleted"):
@@ -58,18 +58,18 @@ def test_a_virtual_world_that_is_gone_is_named() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 4, "cp", torch.zeros(2)])
-def test_what_is_no_mesh_is_refused(value: object) -> None:
+def test_values_that_are_no_mesh_raise(value: object) -> None:
     with pytest.raises(TypeError, match=r"mesh: expected a DeviceMesh of one or two dims, a ProcessGroup.*Mesh.abstract"):
         as_mesh(value)
 
 
 @pytest.mark.parametrize("axis", [1, -1, "ring", None])
-def test_an_axis_that_is_not_there_is_refused(axis: int | str) -> None:
+def test_an_unknown_axis_raises(axis: int | str) -> None:
     with pytest.raises(ValueError, match=r"expected an axis of \['axis0'\]"):
         Mesh.abstract(2).group(axis)
 
 
-def test_bad_shapes_ranks_and_names_are_refused() -> None:
+def test_bad_shapes_ranks_and_names_raise() -> None:
     for make in (
         lambda: Mesh.abstract(0),
         lambda: Mesh.abstract(()),

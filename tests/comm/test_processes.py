@@ -1,4 +1,4 @@
-"""Real processes over Gloo. Starting them is slow, so that each start serves several checks, made in the functions that ranks run."""
+"""Real processes over Gloo. Starting processes is slow: each start serves several checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backward computes local keys in two parts: one while the first keys arrive, one while the last gradients go home."""
+"""The backward pass splits the local KV: one part overlaps with the first transfer, the other with the last return of gradients."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def local(plan: ls.Plan, rank: int, ranks: int) -> list[int]:
 
 
 @pytest.mark.parametrize("stages", [1, 3])
-def test_local_keys_come_first_and_last_and_hide_the_first_arrival_and_the_last_return(log: Log, stages: int) -> None:
+def test_local_kv_is_computed_first_and_last_and_overlaps_with_transfers(log: Log, stages: int) -> None:
     problem = Problem(mask=ls.full(), score="none", q_len=1664, kv_len=1664, batch=1, heads=2, kv_heads=1, dim=4, value_dim=3, sink=False)
     got = problem.over(3, strategy="exchange", stages=stages, layout="head_tail", overlap=True)
     right = problem.by_oracle()
@@ -114,8 +114,8 @@ def test_local_keys_come_first_and_last_and_hide_the_first_arrival_and_the_last_
         assert log.events[rank] == (once if stages == 1 else thrice)
 
 
-def test_of_returns_only_the_last_two_are_held_whatever_the_number_of_stages(log: Log) -> None:
-    """They are added together at the end; each one before as soon as it is there."""
+def test_at_most_two_returned_buffers_are_alive_for_any_number_of_stages(log: Log) -> None:
+    """The last two are added together at the end, each one before on arrival."""
     problem = Problem(mask=ls.full(), score="none", q_len=2048, kv_len=2048, batch=1, heads=2, kv_heads=1, dim=4, value_dim=3, sink=False)
     problem.over(4, strategy="exchange", stages=6, layout="contiguous", overlap=True)
     for rank in range(4):
@@ -123,7 +123,7 @@ def test_of_returns_only_the_last_two_are_held_whatever_the_number_of_stages(log
         assert len(log.keys[rank]) == 8
 
 
-def test_a_rank_that_sends_more_than_it_gets_does_not_hold_two_returns() -> None:
+def test_a_rank_that_sends_more_than_it_receives_holds_one_returned_buffer() -> None:
     plan = ls.plan(ls.causal(), 2048, ls.Mesh.abstract(4), strategy="exchange", stages=6, layout="contiguous", overlap=True)
     first, *_, last = parts(plan, 4)
     assert sum(step.sent_rows for step in first.steps) == 3 * 512 and not any(step.received_rows for step in first.steps)
@@ -133,7 +133,7 @@ def test_a_rank_that_sends_more_than_it_gets_does_not_hold_two_returns() -> None
 
 @pytest.mark.parametrize("mask", ["causal", "window", "documents", "per head"])
 @pytest.mark.parametrize("layout", ["contiguous", "head_tail", "round_robin"])
-def test_parts_are_cut_by_work_in_proportion_to_what_they_hide(mask: str, layout: str) -> None:
+def test_local_kv_is_split_in_proportion_to_overlapped_transfers(mask: str, layout: str) -> None:
     sizes: dict[str, Any] = {"heads": 4, "batch": 2, "strategy": "exchange", "stages": 2, "overlap": True}
     plan = ls.plan(mask_named(mask, 12000, layout), 12000, ls.Mesh.abstract(4), layout=layout, **sizes)
     for rank in range(4):
@@ -158,7 +158,7 @@ def test_parts_are_cut_by_work_in_proportion_to_what_they_hide(mask: str, layout
         assert abs(done[1] - share * sum(done)) <= most or (tiles == largest and done[1] < share * sum(done))
 
 
-def test_a_share_of_work_is_cut_where_it_is_nearest_and_never_leaves_a_part_without_work() -> None:
+def test_the_split_is_at_the_nearest_tile_and_leaves_no_part_empty() -> None:
     for work, share, tiles in (
         ([3, 3, 3], 0.6, 2),
         ([9, 1, 1], 0.1, 1),
@@ -174,7 +174,7 @@ def test_a_share_of_work_is_cut_where_it_is_nearest_and_never_leaves_a_part_with
 
 
 def owned(shares: Sequence[int], length: int, segment: int) -> Layout:
-    """Segments dealt to ranks by `shares`, over and over; a rank of share 0 owns nothing."""
+    """A layout whose segments are dealt to ranks in proportion to `shares`; a rank of share 0 owns nothing."""
     ranks: list[list[tuple[int, int]]] = [[] for _ in shares]
     order = [rank for rank, share in enumerate(shares) for _ in range(share)]
     for i, start in enumerate(range(0, length, segment)):
@@ -196,7 +196,7 @@ def owned(shares: Sequence[int], length: int, segment: int) -> Layout:
     st.sampled_from([None, 2, 3]),
     st.sampled_from([(3, 1), (4, 2), (5, 5)]),
 )
-def test_results_equal_the_oracle_whatever_ranks_own(
+def test_results_equal_the_oracle_for_any_layout(
     mask: str, score: str, shares: tuple[int, ...], length: int, segment: int, strategy: str, stages: int | None, heads: tuple[int, int]
 ) -> None:
     problem = Problem(
@@ -211,7 +211,7 @@ def test_results_equal_the_oracle_whatever_ranks_own(
 
 @pytest.mark.parametrize("kernel", ["cpu", "flash"])
 @pytest.mark.parametrize("stages", [1, 2])
-def test_kernels_by_name_compute_local_keys_in_two_parts(kernel: str, stages: int) -> None:
+def test_named_kernels_compute_local_kv_in_two_parts(kernel: str, stages: int) -> None:
     sizes: dict[str, Any] = {"dim": 16, "value_dim": 16, "sink": kernel != "flash", "dtype": torch.float32}
     problem = Problem(mask=ls.causal(), score="none", q_len=1152, kv_len=1152, batch=1, heads=2, kv_heads=1, **sizes)
     right = problem.by_oracle()
@@ -221,7 +221,7 @@ def test_kernels_by_name_compute_local_keys_in_two_parts(kernel: str, stages: in
         assert got.error(right, name) < 3e-5, name
 
 
-def test_the_interpreted_triton_kernel_computes_local_keys_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interpreted_triton_kernel_computes_local_kv_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     kernel, one = type(kernel_named("triton")), threading.Lock()  # the interpreter is not for several threads
 
@@ -244,14 +244,14 @@ def test_the_interpreted_triton_kernel_computes_local_keys_in_two_parts(monkeypa
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["triton", "auto"])
 @pytest.mark.parametrize(("stages", "score"), [(1, "none"), (3, "none"), (3, "relative bias")])
-def test_parts_on_a_gpu_equal_the_oracle(kernel: str, stages: int, score: str) -> None:
+def test_split_local_kv_on_a_gpu_equals_the_oracle(kernel: str, stages: int, score: str) -> None:
     sizes: dict[str, Any] = {"dim": 128, "value_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
     problem = Problem(mask=ls.causal(), score=score, q_len=3001, kv_len=3001, batch=2, heads=8, kv_heads=2, **sizes)
     check_budget(problem, problem.over(4, kernel=kernel, strategy="exchange", stages=stages, layout="head_tail", overlap=True))
 
 
 @pytest.mark.parametrize(("shape", "kv_heads"), [((2, 2), 1), ((2, 3), 6)])
-def test_parts_compose_with_ulysses_and_narrow_gradients(shape: tuple[int, int], kv_heads: int) -> None:
+def test_split_local_kv_composes_with_ulysses_and_narrow_gradients(shape: tuple[int, int], kv_heads: int) -> None:
     problem = Problem(
         mask=mask_named("per head", 811, ""), score="relative bias", q_len=811, kv_len=811, batch=2, heads=6, kv_heads=kv_heads
     )
@@ -263,7 +263,7 @@ def test_parts_compose_with_ulysses_and_narrow_gradients(shape: tuple[int, int],
         assert narrow.error(right, name) < (1e-5 if name in ("dk", "dv") else 1e-11), name
 
 
-def test_in_two_parts_the_same_inputs_give_the_same_bits() -> None:
+def test_split_local_kv_gives_the_same_bits_every_time() -> None:
     problem = Problem(mask=ls.causal(), score="none", q_len=1301, kv_len=1301, batch=2, heads=4, kv_heads=2, dtype=torch.float32)
     first, second = (problem.over(3, strategy="exchange", stages=3, layout="head_tail", overlap=True) for _ in range(2))
     assert all(len(route.steps) == 5 for route in parts(first.extra, 3, (4, 4)))
@@ -272,7 +272,7 @@ def test_in_two_parts_the_same_inputs_give_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_partial_sums_of_shared_heads_travel_in_the_dtype_that_was_asked_for(dtype: torch.dtype) -> None:
+def test_partial_sums_of_shared_heads_are_sent_in_grad_reduce_dtype(dtype: torch.dtype) -> None:
     sent = {}
     for travel in (None, torch.bfloat16):
         problem = Problem(mask=ls.causal(), score="none", q_len=300, kv_len=300, batch=1, heads=4, kv_heads=1, dtype=dtype)

@@ -23,7 +23,7 @@ def tensors(plan: ls.Plan, batch: int = 2, heads: int = 6, kv_heads: int = 3, di
 
 
 def errors_of(fn: Callable[[Any], Any], ranks: int = 3) -> list[BaseException]:
-    """What each rank raises."""
+    """The exception of each rank."""
 
     def caught(mesh: Any) -> BaseException:
         try:
@@ -102,7 +102,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("wrong", list(REFUSED))
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_tensors_that_do_not_fit_the_plan_are_refused_on_every_rank(wrong: str, everywhere: bool) -> None:
+def test_tensors_that_do_not_fit_the_plan_raise_on_every_rank(wrong: str, everywhere: bool) -> None:
     make, says = REFUSED[wrong]
 
     def rank(mesh: Any) -> Any:
@@ -115,16 +115,16 @@ def test_tensors_that_do_not_fit_the_plan_are_refused_on_every_rank(wrong: str, 
         assert everywhere or r == 1 or "rank 1 refused" in str(error)
 
 
-def test_a_strategy_that_the_head_counts_do_not_allow_is_refused_at_the_call() -> None:
+def test_head_counts_that_ulysses_does_not_support_raise_at_the_call() -> None:
     for error in errors_of(lambda mesh: _call(ls.plan(ls.causal(), 300, mesh, strategy="ulysses"), heads=4, kv_heads=2)):
         assert "4 query heads do not divide by a Ulysses degree of 3" in str(error)
 
 
-def test_a_mask_beside_a_plan_and_a_set_of_plans_are_refused() -> None:
+def test_a_mask_with_a_plan_and_a_set_of_plans_raise() -> None:
     plan = ls.plan(ls.causal(), 30, ls.Mesh.abstract(1))
-    with pytest.raises(ValueError, match="the plan's mask is the mask"):
+    with pytest.raises(ValueError, match="the plan holds the mask"):
         ls.attention(*tensors(plan), mask=ls.causal(), plan=plan)
-    with pytest.raises(TypeError, match="take one of them by its mask's name"):
+    with pytest.raises(TypeError, match="pick one by its mask's name"):
         ls.attention(*tensors(plan), plan=ls.plan({"a": ls.causal()}, 30, ls.Mesh.abstract(1)))  # type: ignore[arg-type]
 
 
@@ -174,7 +174,7 @@ def test_a_call_of_one_rank_alone_says_that_it_waited_for_the_agreement() -> Non
     assert sorted(done) == [0, 1]
 
 
-def test_a_rank_may_ask_for_more_where_nothing_of_it_travels() -> None:
+def test_ranks_may_return_different_results_where_these_are_not_exchanged() -> None:
     def rank(mesh: Any) -> Any:
         plan = ls.plan(ls.causal(), 300, mesh, strategy="ring", **SIZES)
         given = tensors(plan)
@@ -185,7 +185,7 @@ def test_a_rank_may_ask_for_more_where_nothing_of_it_travels() -> None:
     assert found[0] > 0 == found[1] == found[2]
 
 
-def test_a_lookup_outside_of_its_table_is_refused_by_all_ranks_before_anything_is_sent() -> None:
+def test_an_index_out_of_bounds_raises_on_all_ranks_before_anything_is_sent() -> None:
     pytest.importorskip("triton")
     table, world = torch.rand(200), virtual_world(2, timeout=20.0)
 

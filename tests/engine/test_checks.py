@@ -125,7 +125,7 @@ CAPTURED = r"a mod captures a tensor that is mapped or differentiated\. Only q, 
 
 
 @pytest.mark.parametrize(("what", "call"), MAPPED, ids=[name for name, _ in MAPPED])
-def test_the_dense_kernel_runs_under_vmap_unless_a_mod_captures_what_is_mapped(what: str, call: Any) -> None:
+def test_the_dense_kernel_supports_vmap_unless_a_mod_captures_a_mapped_tensor(what: str, call: Any) -> None:
     x = torch.randn(3, 1, 2, 5, 8)
     for _ in range(2):  # traced anew, and as kept
         if what in ("a captured tensor", "a mask's tensor"):
@@ -137,7 +137,7 @@ def test_the_dense_kernel_runs_under_vmap_unless_a_mod_captures_what_is_mapped(w
             torch.testing.assert_close(got, torch.stack([call(row, kernel="dense") for row in x]))
 
 
-def test_gradients_by_torch_func_of_what_a_mod_captures_are_refused() -> None:
+def test_torch_func_gradients_of_captured_tensors_raise() -> None:
     x, bias = torch.randn(1, 2, 5, 8), torch.randn(2)
     loss = lambda bias: ls.attention(x, x, x, score_mod=lambda s, b, h, i, j: s * bias[h], kernel="dense").sin().sum()
     for _ in range(2):
@@ -147,7 +147,7 @@ def test_gradients_by_torch_func_of_what_a_mod_captures_are_refused() -> None:
         loss(bias)
 
 
-def test_the_dense_kernel_under_transforms_takes_mods_that_capture_plain_tensors() -> None:
+def test_the_dense_kernel_under_transforms_supports_mods_with_plain_captured_tensors() -> None:
     bias, x = torch.randn(2), torch.randn(3, 1, 2, 5, 8)
     mask = lambda b, h, i, j: i + bias[h] >= j
     call = lambda x, n: ls.attention(x, x, x, kernel="dense", mask=mask, score_mod=lambda s, b, h, i, j: s * bias.exp()[h] * n)
@@ -158,7 +158,7 @@ def test_the_dense_kernel_under_transforms_takes_mods_that_capture_plain_tensors
 
 
 @pytest.mark.parametrize("kernel", ["auto", "dense"])
-def test_vmap_is_refused_over_a_mesh(kernel: str) -> None:
+def test_vmap_over_a_mesh_raises(kernel: str) -> None:
     def rank(mesh: Any) -> None:
         plan = ls.plan(ls.causal(), 10, mesh)
         with pytest.raises(RuntimeError, match=r"not supported under torch\.vmap.*with a plan no kernel"):

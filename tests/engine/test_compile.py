@@ -1,4 +1,4 @@
-"""The operator under torch.compile, activation checkpointing, fake tensors, and the transforms it refuses."""
+"""The operator under torch.compile, activation checkpointing and fake tensors; unsupported transforms raise."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_parts_of_one_projection_compile_and_are_not_copied(dynamic: bool) -> No
     assert torch.ops.aten.clone.default not in [node.target for node in graphs[0].graph.nodes]
 
 
-def test_sinks_peaks_and_torchs_signatures_compile() -> None:
+def test_sinks_max_scores_and_torchs_signatures_compile() -> None:
     q, k, v = qkv(16, 19, groups=4)
     sink = torch.randn(4, requires_grad=True)
     bias = causal_lower_right(16, 19)
@@ -273,7 +273,7 @@ def test_the_operators_pass_torchs_own_opcheck() -> None:
     )
 
 
-def test_what_cannot_be_right_is_refused() -> None:
+def test_unsupported_transforms_raise() -> None:
     q, k, v = qkv(12)
     fn = lambda q: ls.attention(q, k, v, mask=ls.causal())
     dense = lambda q: ls.attention(q, k, v, mask=ls.causal(), kernel="dense")
@@ -293,7 +293,7 @@ def test_what_cannot_be_right_is_refused() -> None:
         lambda: torch.autograd.functional.jacobian(fn, q, vectorize=True),
     ):
         with pytest.raises(
-            RuntimeError, match=r"several gradients at once.*is_grads_batched=True.*call torch\.autograd\.grad once for each"
+            RuntimeError, match=r"not support batched gradients.*is_grads_batched=True.*call torch\.autograd\.grad once per gradient"
         ):
             refused()
     several = torch.randn(5, *q.shape)

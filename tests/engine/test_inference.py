@@ -1,4 +1,4 @@
-"""Calls in inference mode leave nothing behind that training could stumble over: no zero gradients, no tensors that autograd refuses."""
+"""Calls in inference mode do not affect later training: cached values are no inference tensors, and gradients are not zero."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FIRST: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 @pytest.fixture
 def cap() -> int:
-    """A number that makes a test's score_mod its own: no other test has traced its gradient."""
+    """A number that makes a test's score_mod unique, so that no other test has traced its gradient."""
     return next(CAPS)
 
 
@@ -126,7 +126,7 @@ def custom(ids: Tensor) -> ls.Mask:
 
 
 @pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
-def test_a_mask_made_and_used_in_inference_mode_serves_training(make: Callable[[], ls.Mask]) -> None:
+def test_a_mask_made_and_used_in_inference_mode_can_be_trained_with(make: Callable[[], ls.Mask]) -> None:
     full = inputs(heads=2)
     with torch.inference_mode():
         mask = make()
@@ -140,7 +140,7 @@ def test_a_mask_made_and_used_in_inference_mode_serves_training(make: Callable[[
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_a_plan_made_and_used_in_inference_mode_serves_training(name: str) -> None:
+def test_a_plan_made_and_used_in_inference_mode_can_be_trained_with(name: str) -> None:
     full = inputs()
 
     def rank(mesh: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Kernels by name over a mesh: used on every rank or refused on every rank, before anything is sent."""
+"""A named kernel over a mesh is used on every rank, or raises on every rank before anything is sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longspan.testing import virtual_world
 
 @pytest.mark.parametrize("kernel", ["flash", "aten", "cpu"])
 @pytest.mark.parametrize("strategy", ["ring", "exchange", "ulysses"])
-def test_torchs_own_kernel_serves_stages_that_are_rectangles(kernel: str, strategy: str) -> None:
+def test_torchs_kernels_compute_rectangular_stages(kernel: str, strategy: str) -> None:
     problem = Problem(
         mask=ls.causal(), score="none", q_len=512, kv_len=512, batch=2, heads=4, kv_heads=2, dim=16, value_dim=16, sink=False,
         dtype=torch.float32,
@@ -24,7 +24,7 @@ def test_torchs_own_kernel_serves_stages_that_are_rectangles(kernel: str, strate
         assert got.error(right, name) < 2e-5, name
 
 
-def test_a_kernel_that_one_rank_cannot_use_is_refused_on_all() -> None:
+def test_a_kernel_that_one_rank_cannot_use_raises_on_all() -> None:
     mask = ls.mask_mod(lambda b, h, q, kv: (q >= kv) & ((q < 400) | (q % 3 > 0)))  # causal squares on the first rank only
 
     def rank(mesh: Any) -> str:

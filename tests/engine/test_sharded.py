@@ -63,7 +63,7 @@ TOGETHER = [
 
 
 @pytest.mark.parametrize(("mask", "ranks", "options"), TOGETHER)
-def test_local_keys_may_be_computed_with_what_the_first_exchange_brings(mask: str, ranks: Any, options: dict[str, Any]) -> None:
+def test_joined_schedules_compute_local_and_first_received_kv_together(mask: str, ranks: Any, options: dict[str, Any]) -> None:
     rows = ls.causal() & ls.documents(lengths=[[100, 3, 57, 43], [20, 101, 82]])
     found = rows if mask == "documents by row" else mask_named(mask, 203, options["layout"])
     problem = Problem(mask=found, score="relative bias", q_len=203, kv_len=203, batch=2, heads=6, kv_heads=3)
@@ -78,7 +78,7 @@ def test_local_keys_may_be_computed_with_what_the_first_exchange_brings(mask: st
 @pytest.mark.parametrize("shape", [(2, 3), (3, 2)])
 @pytest.mark.parametrize("inner", ["ring", "exchange", "allgather"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
-def test_ulysses_composes_with_every_way_of_moving_keys(shape: tuple[int, int], inner: str, kv_heads: int) -> None:
+def test_ulysses_composes_with_every_schedule(shape: tuple[int, int], inner: str, kv_heads: int) -> None:
     problem = Problem(
         mask=mask_named("per head", 203, ""), score="relative bias", q_len=203, kv_len=203, batch=2, heads=6, kv_heads=kv_heads
     )
@@ -145,7 +145,7 @@ def test_a_rank_may_leave_lse_out_of_its_loss(strategy: str) -> None:
             torch.testing.assert_close(grad, right.values[name], rtol=0, atol=1e-11)
 
 
-def test_partial_gradients_may_travel_in_bfloat16() -> None:
+def test_partial_gradients_may_be_sent_in_bfloat16() -> None:
     problem = Problem(mask=ls.causal(), score="none", q_len=257, kv_len=257, batch=2, heads=4, kv_heads=2, dtype=torch.float32)
     right = problem.by_oracle()
     wide = problem.over(3, strategy="ring", layout="head_tail")

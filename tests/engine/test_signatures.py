@@ -62,13 +62,13 @@ def tensors(leading: tuple[tuple[int, ...], ...], q_len: int = 9, kv_len: int = 
 
 
 @pytest.mark.parametrize("leading", LEADING, ids=str)
-def test_sdpa_takes_any_number_of_dims_and_broadcasts_them_like_torch(leading: tuple[tuple[int, ...], ...]) -> None:
+def test_sdpa_broadcasts_leading_dims_as_torch_does(leading: tuple[tuple[int, ...], ...]) -> None:
     for is_causal in (False, True):
         compare(tensors(leading), is_causal=is_causal)
 
 
 @pytest.mark.parametrize("leading", GROUPED, ids=str)
-def test_sdpa_groups_the_heads_of_keys_and_of_values_each_in_its_own_way(leading: tuple[tuple[int, ...], ...]) -> None:
+def test_sdpa_supports_different_head_counts_of_key_and_value(leading: tuple[tuple[int, ...], ...]) -> None:
     compare(tensors(leading), enable_gqa=True)
 
 
@@ -103,7 +103,7 @@ def test_an_empty_batch_gives_an_empty_result_under_any_mask() -> None:
 @pytest.mark.filterwarnings("ignore:Lower right causal bias")
 @pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
 @pytest.mark.parametrize("lengths", [(9, 13), (13, 9), (11, 11)])
-def test_torchs_causal_biases_mean_what_they_mean_to_torch(make: Any, lengths: tuple[int, int]) -> None:
+def test_causal_biases_equal_torchs(make: Any, lengths: tuple[int, int]) -> None:
     compare(tensors(((3, 4),) * 3, *lengths), attn_mask=make(*lengths))
     compare(tensors(((2, 3, 4), (2, 3, 2), (2, 3, 2)), *lengths), attn_mask=make(*lengths), enable_gqa=True)
 
@@ -147,7 +147,7 @@ def test_flex_attention_equals_torchs_with_every_option() -> None:
     torch.testing.assert_close(aux.max_scores, torch.where((i + b >= j) | (j < 20), scores, -torch.inf).amax(-1))
 
 
-def test_flex_attention_serves_every_batch_from_one_and_returns_lse() -> None:
+def test_flex_attention_broadcasts_batch_one_and_returns_lse() -> None:
     q, k, v = torch.randn(3, 2, 20, 16), torch.randn(1, 2, 31, 16, requires_grad=True), torch.randn(1, 2, 31, 16)
     out, lse = ls.flex_attention(q, k, v, return_lse=True)
     want, want_lse = ls.attention(q, k.expand(3, -1, -1, -1), v.expand(3, -1, -1, -1), return_lse=True)
@@ -156,7 +156,7 @@ def test_flex_attention_serves_every_batch_from_one_and_returns_lse() -> None:
     assert torch.autograd.grad(out.sum(), k)[0].shape == k.shape
 
 
-def test_flex_attention_takes_torchs_kernel_options_which_change_nothing() -> None:
+def test_flex_attention_accepts_torchs_kernel_options_without_effect() -> None:
     q, k, v = (torch.randn(2, 3, 20, 16) for _ in range(3))
     options = {name: 64 for name in FlexKernelOptions.__annotations__ if name != "BACKEND"}
     for given in ({}, {"BACKEND": "AUTO"}, {"fwd_BLOCK_M": 64, "bwd_BLOCK_M1": 32, "PRESCALE_QK": True}, options):
@@ -204,7 +204,7 @@ def test_flex_attention_under_autocast_casts_as_torch_does(name: str) -> None:
     assert lse.dtype == (torch.float64 if name == "all float64" else torch.float32)
 
 
-def test_what_autocast_refuses_is_refused() -> None:
+def test_inputs_that_autocast_rejects_raise() -> None:
     q, k, v = torch.randn(2, 3, 9, 8).double(), torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match=r"expected the dtype of q, torch\.float64"):
         ls.scaled_dot_product_attention(q, k, v)

@@ -113,9 +113,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> ops.Outpu
         return attend_compiled(q, k, v, options, mask=mask, scale=scale, returned=True)
     if options.kernel != "dense":
         refuse_transforms()
+    score_dtype = state_dtype(q.dtype)  # before the context, which raises for any use of a transformed q
     with tracing_under_transforms():
         mask_traced = None if mask is None else mask.traced
-        score_traced = _traced_score(options.score_mod, q)
+        score_traced = _traced_score(options.score_mod, score_dtype)
     return _run(_call_tensors(q, k, v, options, mask_traced, score_traced), options, mask_traced, score_traced, scale)
 
 
@@ -135,7 +136,7 @@ def _attend_over_mesh(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, p
         refuse_transforms(planned=True)
         _refuse_mask(options.mask)
         scale = _checked_scale(q, k, v, options)
-        score_traced = _traced_score(options.score_mod, q)
+        score_traced = _traced_score(options.score_mod, state_dtype(q.dtype))
         inputs = _call_tensors(q, k, v, options, None, score_traced)
     except (ValueError, TypeError, RuntimeError) as error:
         refuse(plan.data.mesh, error)
@@ -191,8 +192,8 @@ def _call_tensors(
     return inputs
 
 
-def _traced_score(score_mod: Callable[..., Tensor] | None, q: Tensor) -> Traced | None:
-    return None if score_mod is None else traces.trace(score_mod, "score", score_dtype=state_dtype(q.dtype))
+def _traced_score(score_mod: Callable[..., Tensor] | None, score_dtype: torch.dtype) -> Traced | None:
+    return None if score_mod is None else traces.trace(score_mod, "score", score_dtype=score_dtype)
 
 
 def _checked_scale(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> float:

@@ -147,10 +147,12 @@ class DeviceCopies:
         if tensor.device == device and (not tensor.is_inference() or torch.is_inference_mode_enabled()):
             return tensor
         key = id(tensor)
-        snapshot, copy = self._copies.get(key, (None, None))
-        is_candidate = snapshot is not None and snapshot.tensor() is tensor and copy is not None and copy.device == device
-        if is_candidate and (snapshot.is_current(tensor) or snapshot.equals(tensor.detach().cpu())):
-            return copy
+        cached = self._copies.get(key)
+        if cached is not None:
+            snapshot, copy = cached
+            is_copy_of_tensor = snapshot.tensor() is tensor and copy.device == device
+            if is_copy_of_tensor and (snapshot.is_current(tensor) or snapshot.equals(tensor.detach().cpu())):
+                return copy
         copy = _copy(tensor, device)
         if len(self._copies) >= self.size:
             self._copies.pop(next(iter(self._copies)))

@@ -1,4 +1,4 @@
-"""Around a call over a mesh: torch.compile without a break, one compilation for many plans, activation checkpointing, plans that end."""
+"""Calls over a mesh under torch.compile (one graph, one compilation for many plans), activation checkpointing, lifetimes of plans."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_plan_lives_until_its_backward_pass_is_done(compiled: bool) -> None:
     virtual_world(1).run(rank)
 
 
-def test_double_backward_over_a_mesh_is_refused() -> None:
+def test_double_backward_over_a_mesh_raises() -> None:
     plan = ls.plan(ls.causal(), 50, ls.Mesh.abstract(1))
     given = shards(plan)
     (first,) = torch.autograd.grad(model(*given, plan).sum(), given[:1], create_graph=True)
@@ -110,7 +110,7 @@ def test_double_backward_over_a_mesh_is_refused() -> None:
         first.sum().backward()
 
 
-def test_without_gradients_nothing_is_asked_of_autograd() -> None:
+def test_without_gradients_autograd_is_not_used() -> None:
     plan = ls.plan(ls.causal(), 203, ls.Mesh.abstract(1), layout="contiguous")
     q, k, v = (t.detach() for t in shards(plan))
     want, near = model(q, k, v, plan).detach(), BIAS.detach().clone()
@@ -125,7 +125,7 @@ def test_without_gradients_nothing_is_asked_of_autograd() -> None:
     ("options", "says"),
     [({"sink": torch.zeros(1)}, "sink"), ({"kernel": "cpuu"}, "kernel"), ({"score_mod": 3}, "score_mod: expected a callable")],
 )
-def test_bad_input_is_refused_while_compiling_too(options: dict[str, Any], says: str) -> None:
+def test_bad_input_raises_under_compilation(options: dict[str, Any], says: str) -> None:
     plan = ls.plan(ls.causal(), 150, ls.Mesh.abstract(1))
     q = torch.randn(1, 2, 150, 8)
     with pytest.raises(Exception, match=says):

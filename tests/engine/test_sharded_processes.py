@@ -1,4 +1,4 @@
-"""The same engine over real processes: Gloo on loopback, two and four ranks, float32 and bfloat16."""
+"""Attention over real processes equals the oracle: Gloo over loopback, two and four ranks, float32 and bfloat16."""
 
 from __future__ import annotations
 

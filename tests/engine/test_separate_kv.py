@@ -1,4 +1,4 @@
-"""Many keys and values travel in exchanges of their own, sent from where they lie: the same numbers as side by side."""
+"""K and V of large shards are sent in separate exchanges, without packing: the same results as packed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PER_ROW = ls.mask_mod(lambda b, h, q, kv: (q >= kv) & (q - kv < 30 + 50 * b))
 
 
 def by_token(t: Tensor) -> Tensor:
-    """As a projection leaves it: token by token in memory."""
+    """The same values with tokens outermost in memory, as a projection leaves them."""
     return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -41,7 +41,7 @@ def problem(mask: Any, *, batch: int = 2, **options: Any) -> Problem:
 
 
 def over(p: Problem, shape: Any, lay: Callable[[Tensor, int], Tensor], **options: Any) -> tuple[dict[str, Tensor], list[str], int]:
-    """(whole results, what was exchanged, bytes) over a virtual world; `lay(t, rank)` lays a rank's keys and values out in memory."""
+    """(unsharded results, names of exchanges, bytes) over a virtual world. `lay(t, rank)` sets the strides of a rank's k and v."""
     world = virtual_world(shape)
     made = p.plan(ls.Mesh.abstract(shape), **options)
 
@@ -57,7 +57,7 @@ def over(p: Problem, shape: Any, lay: Callable[[Tensor, int], Tensor], **options
 
 
 def near(got: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-    """But for the order of sums: what arrives in one exchange comes by ranks, in several by stages."""
+    """Compare up to the order of sums: one exchange orders received rows by rank, several order them by stage."""
     for name, want in right.items():
         assert Results(got).error(Results(right), name) <= 1e-12 * max(1.0, float(want[torch.isfinite(want)].abs().max())), name
 
@@ -65,7 +65,7 @@ def near(got: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("step_tokens", [16384, 64])
 @pytest.mark.parametrize("mask", ["causal", "rows differ"])
 @pytest.mark.parametrize("way", WAYS)
-def test_apart_gives_what_side_by_side_does_however_keys_lie(
+def test_separate_exchanges_equal_packed_ones_for_all_strides(
     way: str, mask: str, step_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.setattr(importlib.import_module("longspan._plan.schedule"), "STAGE_TOKENS", step_tokens)
@@ -87,7 +87,7 @@ def test_apart_gives_what_side_by_side_does_however_keys_lie(
         assert all(torch.equal(other[name], want) for other in found[1:]), name
 
 
-def test_keys_that_lie_token_by_token_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_with_tokens_outermost_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[tuple[int, ...]] = []
     monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
     monkeypatch.setattr(keys, "copy_rows_", lambda out, x: (copied.append(x.shape), out.copy_(x)))
@@ -98,8 +98,8 @@ def test_keys_that_lie_token_by_token_are_not_copied(monkeypatch: pytest.MonkeyP
     assert copied
 
 
-def let_cpu_join(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Have the cpu kernel take keys from two places. The list: how many lay in each, call by call."""
+def let_cpu_read_two_places(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Let the cpu kernel read KV from two places. Returns the list of (local, received) tokens, call by call."""
     places: list[tuple[int, int]] = []
     forward, backward = CpuKernel.forward, CpuKernel.backward
 
@@ -123,11 +123,11 @@ def let_cpu_join(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("mask", ["causal", "documents", "rows differ"])
-def test_a_kernel_that_joins_keys_gets_local_ones_from_where_they_lie(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_reads_two_places_gets_local_kv_uncopied(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     masks = {"causal": ls.causal(), "documents": mask_named("documents", 203, ""), "rows differ": PER_ROW}
     p = problem(masks[mask], batch=1 if mask == "causal" else 2)
     right, names, size = over(p, 4, lambda t, _: by_token(t), **WAYS["at once"])
-    places = let_cpu_join(monkeypatch)
+    places = let_cpu_read_two_places(monkeypatch)
     copied: list[tuple[int, ...]] = []
     monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
     monkeypatch.setattr(keys, "copy_rows_", lambda out, x: (copied.append(x.shape), out.copy_(x)))
@@ -141,7 +141,7 @@ def test_a_kernel_that_joins_keys_gets_local_ones_from_where_they_lie(mask: str,
     assert len(places) in (0, 2 * 4)  # both passes of four ranks; in a ring local keys have a step to themselves
 
 
-def test_what_travels_apart_is_a_matter_of_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_separate_exchanges_depend_on_sizes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem(ls.causal(), dtype=torch.float32)
     shard = 203 // 4 * p.batch * p.kv_heads * (p.dim + p.value_dim) * 4
     for limit, apart in ((shard, True), (shard + 1, False)):
@@ -151,9 +151,9 @@ def test_what_travels_apart_is_a_matter_of_sizes(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("way", ["ring", "at once"])
-def test_a_rank_without_keys_takes_part(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_kv_takes_part(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
-    places = let_cpu_join(monkeypatch)
+    places = let_cpu_read_two_places(monkeypatch)
     p = Problem(mask=ls.causal(), score="none", q_len=5, kv_len=5, batch=1, heads=4, kv_heads=2)
     options = {**WAYS[way], "layout": "contiguous"}
     layout = p.plan(ls.Mesh.abstract(7), **options).kv_layout
@@ -165,9 +165,9 @@ def test_a_rank_without_keys_takes_part(way: str, monkeypatch: pytest.MonkeyPatc
     assert way == "ring" or {0} < {own for own, _ in places}
 
 
-def test_queries_and_keys_of_different_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_and_kv_of_different_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
-    places = let_cpu_join(monkeypatch)
+    places = let_cpu_read_two_places(monkeypatch)
     p = Problem(mask=ls.mask_mod(lambda b, h, q, kv: q + 90 >= kv), score="alibi", q_len=131, kv_len=229, batch=1, heads=6, kv_heads=3)
     right = p.by_oracle()
     got, _, _ = over(p, 3, lambda t, _: by_token(t), strategy="exchange", layout="contiguous", stages=1, overlap=False)
@@ -176,7 +176,7 @@ def test_queries_and_keys_of_different_lengths(monkeypatch: pytest.MonkeyPatch) 
     assert places
 
 
-def test_after_a_transpose_keys_and_values_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_ulysses_transpose_k_and_v_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
     p = Problem(mask=ls.causal(), score="none", q_len=203, kv_len=203, batch=1, heads=4, kv_heads=2)
     _, names, _ = over(p, (2, 2), lambda t, _: by_token(t), strategy="ulysses_ring", layout="head_tail")
@@ -208,7 +208,7 @@ def _rank(way: str) -> tuple[dict[str, Tensor], list[str]]:
 
 
 @pytest.mark.parametrize("way", ["exchange", "at once"])
-def test_real_processes_send_keys_and_values_apart(way: str) -> None:
+def test_real_processes_send_k_and_v_separately(way: str) -> None:
     found = run_processes(_rank, 2, way)
     check_budget(_real(), Results(summed([values for values, _ in found])))
     for _, names in found:
@@ -217,7 +217,7 @@ def test_real_processes_send_keys_and_values_apart(way: str) -> None:
 
 
 def noted(call: Callable[..., Any], joined: list[bool]) -> Callable[..., Any]:
-    """A kernel's pass that notes when it gets keys from two places."""
+    """A kernel's pass that records whether it gets KV from two places."""
 
     def wrapped(self: Any, *given: Any, **rest: Any) -> Any:
         joined.extend(True for x in given if isinstance(x, Work) and x.own is not None)
@@ -231,7 +231,7 @@ GPU_WAYS = [("at once", 4, 128), ("ring", 3, 128), ("at once", 9, 96), ("ring jo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("way", "ranks", "dim"), GPU_WAYS)
-def test_on_a_gpu_keys_from_two_places_give_the_bits_of_one(way: str, ranks: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_kv_from_two_places_gives_the_bits_of_one(way: str, ranks: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     on_hopper()
     from longspan._kernels.hopper import HopperKernel
 

@@ -1,4 +1,4 @@
-"""Rows that see nothing, sinks, gradients through lse, and running state."""
+"""Rows without visible keys, sinks, gradients through lse, and running states."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_sinks_equal_the_oracle_with_gradients(kernel: str, mask: Mask | None) -
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "triton"])
-def test_two_calls_that_hand_on_their_state_equal_one(kernel: str) -> None:
+def test_two_calls_that_pass_on_their_state_equal_one(kernel: str) -> None:
     q, k, v = (t.detach() for t in qkv(kernel))
     table = torch.randn(300)
     mask = ls.causal().traced
@@ -106,7 +106,7 @@ def test_two_calls_that_hand_on_their_state_equal_one(kernel: str) -> None:
 
 
 def part_of(work: Any, columns: list[int]) -> Any:
-    """The same work over some key tiles only."""
+    """The same work over some KV tiles only."""
     dense = work.table.to_dense()[0, 0]
     ptr, first, kind = [0], [], []
     for row in dense.tolist():
@@ -129,7 +129,7 @@ def part_of(work: Any, columns: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "dense"])
-def test_a_sink_of_minus_infinity_is_no_sink(kernel: str) -> None:
+def test_a_sink_of_minus_infinity_equals_no_sink(kernel: str) -> None:
     q, k, v = (torch.randn(2, h, 37, 8, requires_grad=True) for h in (4, 2, 2))
     sink = torch.full((4,), -torch.inf, requires_grad=True)
     mask = ls.mask_mod(lambda b, h, q, kv: (q >= kv) & (q % 5 != 0))  # rows that see nothing

@@ -1,4 +1,4 @@
-"""Virtual worlds: threads that exchange rows as ranks do, count them, and never wait for a rank that will not come."""
+"""Virtual worlds: threads exchange rows as ranks do, count bytes, and do not wait for ranks that have returned or raised."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_rows_of_every_dtype_arrive(dtype: torch.dtype) -> None:
     assert all(virtual_world(3).run(lambda mesh: uneven_exchange(mesh.group(0), dtype=dtype)))
 
 
-def test_each_axis_of_a_grid_exchanges_with_its_own_ranks_alone() -> None:
+def test_each_axis_of_a_grid_exchanges_among_its_own_ranks() -> None:
     world = virtual_world((2, 3), axis_names=("ulysses", "ring"))
     assert all(world.run(lambda mesh: uneven_exchange(mesh.group("ring")) and uneven_exchange(mesh.group(0))))
     members = {(e.axis, e.ranks) for e in world.exchanges}
@@ -103,7 +103,7 @@ def test_gradients_flow_through_exchanges_on_one_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_an_exchange_from_a_stream_of_its_own_is_refused() -> None:
+def test_an_exchange_from_another_cuda_stream_raises() -> None:
     def fn(mesh: Mesh) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             uneven_exchange(mesh.group(0), device="cuda")
@@ -112,7 +112,7 @@ def test_an_exchange_from_a_stream_of_its_own_is_refused() -> None:
         virtual_world(2, device="cuda").run(fn)
 
 
-def test_ranks_have_the_grad_mode_and_the_context_of_the_caller() -> None:
+def test_ranks_inherit_grad_mode_and_context_variables() -> None:
     setting = contextvars.ContextVar("setting", default=0)
     setting.set(7)
     world = virtual_world(2)
@@ -124,7 +124,7 @@ def test_ranks_have_the_grad_mode_and_the_context_of_the_caller() -> None:
         assert all(world.run(lambda mesh: uneven_exchange(mesh.group(0))))
 
 
-def test_bytes_are_counted_but_for_those_a_rank_keeps() -> None:
+def test_bytes_are_counted_except_those_a_rank_sends_to_itself() -> None:
     n, width = 4, 5
     world = virtual_world(n)
     world.run(lambda mesh: uneven_exchange(mesh.group(0), width=width, dtype=torch.float16))
@@ -163,13 +163,13 @@ def test_threads_that_a_rank_starts_belong_to_the_run() -> None:
     assert virtual_world(2).run(fn) == [[True], [True]]
 
 
-def test_communication_outside_of_a_run_is_refused() -> None:
+def test_communication_outside_of_a_run_raises() -> None:
     world = virtual_world(2)
     with pytest.raises(RuntimeError, match=r"communicate only while it runs.*world\.run"):
         world.meshes[0].group(0)
 
 
-def test_rows_that_sender_and_receiver_count_differently_raise_on_both() -> None:
+def test_different_counts_of_sender_and_receiver_raise_on_both() -> None:
     errors: dict[int, str] = {}
 
     def fn(mesh: Mesh) -> None:
@@ -217,7 +217,7 @@ def test_rows_and_calls_that_differ_between_ranks_raise(dtype: torch.dtype, widt
         (torch.empty(2, 3), torch.empty(3, 3), [1, 1], [2, 1], "got 2 rows sent and 1 received"),
     ],
 )
-def test_what_a_rank_can_see_to_be_wrong_raises_before_anything_moves(
+def test_inconsistent_arguments_of_one_rank_raise_before_anything_moves(
     out: torch.Tensor, sent: torch.Tensor, out_splits: list[int], sent_splits: list[int], message: str
 ) -> None:
     def fn(mesh: Mesh) -> None:
@@ -229,7 +229,7 @@ def test_what_a_rank_can_see_to_be_wrong_raises_before_anything_moves(
         virtual_world(2).run(fn)
 
 
-def test_the_error_of_a_rank_reaches_the_caller_and_those_that_wait_for_it() -> None:
+def test_the_error_of_a_rank_reaches_the_caller_and_waiting_ranks() -> None:
     seen: dict[int, str] = {}
 
     def fn(mesh: Mesh) -> None:
@@ -251,7 +251,7 @@ def test_the_error_of_a_rank_reaches_the_caller_and_those_that_wait_for_it() -> 
     assert all("stage 4" in text and "raised KeyError: 'mine'" in text for text in seen.values())
 
 
-def test_a_rank_that_returns_early_fails_those_that_wait_for_it_even_over_another_axis() -> None:
+def test_a_rank_that_returns_early_fails_waiting_ranks_even_over_another_axis() -> None:
     seen: dict[int, str] = {}
 
     def fn(mesh: Mesh) -> None:
@@ -271,7 +271,7 @@ def test_a_rank_that_returns_early_fails_those_that_wait_for_it_even_over_anothe
     assert "transpose: rank 0" in seen[0] and "waited for rank 2, which raised RankLost: stage 5" in seen[0]
 
 
-def test_of_ranks_that_fail_alike_the_lowest_is_raised() -> None:
+def test_of_ranks_with_the_same_failure_the_lowest_is_raised() -> None:
     def fn(mesh: Mesh) -> None:
         if mesh.rank:
             send_one_row_to_each(mesh.group(0)) if mesh.rank == 3 else None
@@ -283,7 +283,7 @@ def test_of_ranks_that_fail_alike_the_lowest_is_raised() -> None:
     assert caught.value.__notes__ == ["raised by rank 1 of a virtual world of 4; others that failed by themselves: 2"]
 
 
-def test_a_rank_that_does_not_come_in_time_is_named() -> None:
+def test_a_rank_that_exceeds_the_timeout_is_named() -> None:
     late = threading.Event()
 
     def fn(mesh: Mesh) -> None:
@@ -315,7 +315,7 @@ def test_sixty_four_ranks_pass_rows_around_a_ring() -> None:
     assert world.bytes_sent == n * 5 * 2 * 3 * 4
 
 
-def test_bad_settings_are_refused() -> None:
+def test_bad_settings_raise() -> None:
     for shape, names in ((0, None), ((2, 2, 2), None), ((2, 3), ("a", "a")), ((2, 3), ("a",))):
         with pytest.raises(ValueError, match="mesh: expected"):
             virtual_world(shape, axis_names=names)

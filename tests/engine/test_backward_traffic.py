@@ -1,4 +1,4 @@
-"""Backward, only keys that a rank reads travel to it again, and only their gradients travel home, whatever forward brought."""
+"""In the backward pass a rank receives only the KV that it reads, and returns only gradients of these, whatever forward moved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longspan.testing import virtual_world
 
 
 def moved(problem: Problem, ranks: Any, **options: Any) -> tuple[dict[str, torch.Tensor], dict[str, int], int]:
-    """(whole results, bytes forward, of keys backward, and of gradients; exchanges backward) over a virtual world."""
+    """(unsharded results, bytes of KV in each pass and of returned gradients, exchanges of the backward pass) over a virtual world."""
     world = virtual_world(ranks)
     plan = problem.plan(ls.Mesh.abstract(ranks), **options)
     found = world.run(lambda mesh: problem.on_rank(plan.on(mesh)))
@@ -26,7 +26,7 @@ def moved(problem: Problem, ranks: Any, **options: Any) -> tuple[dict[str, torch
 @pytest.mark.parametrize(("overlap", "apart"), [(True, False), (False, True)], ids=["local keys first, side by side", "joined, apart"])
 @pytest.mark.parametrize("strategy", ["ring", "allgather"])
 @pytest.mark.parametrize("mask", ["window", "documents", "causal", "per head"])
-def test_what_is_read_comes_again(mask: str, strategy: str, overlap: bool, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_moves_only_kv_that_is_read(mask: str, strategy: str, overlap: bool, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if apart:
         monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
     problem = Problem(mask=mask_named(mask, 1003, "head_tail"), score="alibi", q_len=1003, kv_len=1003, batch=2, heads=6, kv_heads=3)
@@ -40,14 +40,14 @@ def test_what_is_read_comes_again(mask: str, strategy: str, overlap: bool, apart
         assert float((values[name] - want).abs().nan_to_num(0).max()) < 1e-11, name
 
 
-def test_stages_in_which_nothing_moves_are_left_out() -> None:
+def test_stages_without_moves_are_left_out() -> None:
     problem = Problem(mask=ls.sliding_window(100), score="none", q_len=1403, kv_len=1403, batch=1, heads=2, kv_heads=1)
     for overlap in (True, False):
         _, sizes, exchanges = moved(problem, 5, strategy="ring", layout="contiguous", overlap=overlap)
         assert exchanges == 1 and sizes["backward"] < sizes["forward"] / 5
 
 
-def test_a_mask_without_pairs_between_ranks_sends_nothing_back() -> None:
+def test_a_mask_without_pairs_between_ranks_moves_nothing_in_backward() -> None:
     problem = Problem(mask=ls.mask_mod(lambda b, h, q, kv: q == kv), score="none", q_len=640, kv_len=640, batch=1, heads=2, kv_heads=1)
     for overlap in (True, False):
         values, sizes, exchanges = moved(problem, 5, strategy="ring", layout="contiguous", overlap=overlap)

@@ -1,4 +1,4 @@
-"""Inputs that are legal and rare: strides, scales, ranks without queries, literals under a compiler."""
+"""Legal but rare inputs: strides, scales, ranks without queries, literals in compiled mods."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _drawn() -> list[Tensor]:
 
 @pytest.mark.parametrize("kernel", ["cpu", "flash", "aten", "dense"])
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_head_dims_need_not_lie_side_by_side(kernel: str, which: int) -> None:
+def test_strided_head_dims_are_supported(kernel: str, which: int) -> None:
     tensors = _drawn()
     tensors[which] = tensors[which].mT.contiguous().mT
     assert tensors[which].stride(-1) != 1
@@ -51,13 +51,13 @@ def test_head_dims_need_not_lie_side_by_side(kernel: str, which: int) -> None:
 
 @pytest.mark.parametrize("kernel", ["cpu", "flash", "aten", "dense"])
 @pytest.mark.parametrize("scale", [0.0, -1.3])
-def test_scales_of_zero_and_below_mask_as_others_do(kernel: str, scale: float) -> None:
+def test_masks_hold_for_zero_and_negative_scales(kernel: str, scale: float) -> None:
     _check(kernel, [t.requires_grad_() for t in _drawn()], mask=ls.causal(), scale=scale)
     if kernel == "cpu":
         _check(kernel, [t.requires_grad_() for t in _drawn()], mask=ls.causal() & ls.sliding_window(5), scale=scale)
 
 
-def test_the_dense_kernel_takes_ranks_without_queries() -> None:
+def test_the_dense_kernel_supports_ranks_without_queries() -> None:
     problem = Problem(mask=ls.causal(), score="relative bias", q_len=2, kv_len=2, batch=2, heads=4, kv_heads=2)
     right, got = problem.by_oracle(), problem.over(3, kernel="dense")
     for name in right.values:
@@ -80,7 +80,7 @@ def test_literals_of_mods_compile_with_the_dense_kernel_too() -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
 
 
-def test_gradients_are_traced_while_anomalies_are_looked_for() -> None:
+def test_gradients_are_traced_in_anomaly_mode() -> None:
     q, k, v = (t.requires_grad_() for t in _drawn())
     cap = 7.25  # of this test alone: the first call of its kind
     with torch.autograd.set_detect_anomaly(True):
@@ -105,7 +105,7 @@ WHOLE: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_score_mod_may_use_captured_tensors_whole_whatever_their_sizes(name: str) -> None:
-    """The same mod over tensors of other sizes is the same program, but not the same gradient: a mean divides by how many there are."""
+    """Captured tensors of other sizes give the same program but another gradient: a mean divides by the size."""
     fn = WHOLE[name]
     for size, width in ((9, 5), (4, 7)):
         generator = torch.Generator().manual_seed(size)

@@ -1,4 +1,4 @@
-"""Any mask, any lengths, any heads: the operator equals the oracle. All sizes differ, so that a wrong dim cannot pass."""
+"""Random masks, lengths and heads: the operator equals the oracle. All sizes differ, so that a wrong dim cannot pass."""
 
 from __future__ import annotations
 

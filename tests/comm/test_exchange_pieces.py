@@ -1,4 +1,4 @@
-"""Exchanges that send pieces: views that overlap, in virtual worlds, and over NCCL without being gathered."""
+"""Exchanges of pieces: overlapping views, in virtual worlds, and over NCCL without packing."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def test_ranks_of_one_exchange_may_send_in_different_forms(dtype: torch.dtype) -
     assert all(world.run(lambda mesh: exchange_of_pieces(mesh.group(0), dtype=dtype, gathered=mesh.rank % 2 == 0)))
 
 
-def test_a_rank_without_others_copies_its_piece() -> None:
+def test_a_group_of_one_rank_copies_its_piece() -> None:
     assert exchange_of_pieces(Mesh.abstract(1).group(0))
 
 
-def test_bytes_of_pieces_are_counted_as_often_as_they_are_sent() -> None:
+def test_bytes_of_overlapping_pieces_count_once_per_receiver() -> None:
     n, width = 4, 6
     world = virtual_world(n)
     world.run(lambda mesh: exchange_of_pieces(mesh.group(0), width=width, dtype=torch.float16))
@@ -56,15 +56,13 @@ def test_bytes_of_pieces_are_counted_as_often_as_they_are_sent() -> None:
         (torch.empty(2, 3), [torch.empty(1, 3), torch.empty(1, 3)], [1, 2], "add up to the 2 rows of `out`"),
     ],
 )
-def test_what_a_rank_can_see_to_be_wrong_with_its_pieces_raises(
-    out: Tensor, pieces: list[Tensor], out_splits: list[int], message: str
-) -> None:
+def test_inconsistent_arguments_of_one_rank_raise(out: Tensor, pieces: list[Tensor], out_splits: list[int], message: str) -> None:
     group = ProcessGroupGroup(name="cp", group=SimpleNamespace(rank=lambda: 0, size=lambda: 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"^stage 1: rank 0 of 2 on axis 'cp'.*{message}"):
         group.all_to_all_pieces(out, pieces, out_splits, what="stage 1")
 
 
-def test_pieces_that_sender_and_receiver_count_differently_raise_on_both() -> None:
+def test_different_counts_of_sender_and_receiver_raise_on_both() -> None:
     def fn(mesh: Mesh) -> None:
         pieces = [torch.zeros(rows, 3) for rows in ([1, 2], [4, 1])[mesh.rank]]
         out_splits = ([1, 3], [2, 1])[mesh.rank]
@@ -75,13 +73,13 @@ def test_pieces_that_sender_and_receiver_count_differently_raise_on_both() -> No
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says so."""
+    """A CPU tensor that reports CUDA as its device."""
 
     is_cuda = True
 
 
 class Calls:
-    """torch's two all-to-alls, which note what they were given instead of sending it."""
+    """Replacements of torch's two all-to-alls that record their arguments instead of sending."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, config: str | Exception) -> None:
         self.lists: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -111,13 +109,13 @@ class Calls:
 
 
 def rows_on(kind: type[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(out [5, 2], sent [7, 2], pieces of sent that overlap), as rank 1 of 3 has them that gets 0, 2 and 3 rows and sends 4, 2, 0."""
+    """(out [5, 2], sent [7, 2], overlapping pieces of sent) of rank 1 of 3, which receives 0, 2 and 3 rows and sends 4, 2 and 0."""
     sent = torch.arange(14.0).reshape(7, 2).as_subclass(kind)
     return torch.zeros(5, 2).as_subclass(kind), sent, [sent[1:5], sent[3:5], sent[:0]]
 
 
 @pytest.mark.parametrize("config", ["cuda:nccl", "cpu:gloo,cuda:nccl"])
-def test_over_nccl_both_forms_go_as_pieces_from_where_they_lie(monkeypatch: pytest.MonkeyPatch, config: str) -> None:
+def test_over_nccl_both_forms_are_sent_as_views(monkeypatch: pytest.MonkeyPatch, config: str) -> None:
     calls = Calls(monkeypatch, config)
     out, sent, pieces = rows_on(OnGpu)
     calls.group.all_to_all_pieces(out, pieces, [0, 2, 3], what="stage 1").wait()
@@ -144,9 +142,7 @@ def test_over_nccl_both_forms_go_as_pieces_from_where_they_lie(monkeypatch: pyte
     ],
     ids=str,
 )
-def test_where_rows_do_not_travel_by_nccl_pieces_are_gathered(
-    monkeypatch: pytest.MonkeyPatch, config: str | Exception, kind: type[Tensor]
-) -> None:
+def test_other_backends_send_packed_pieces(monkeypatch: pytest.MonkeyPatch, config: str | Exception, kind: type[Tensor]) -> None:
     calls = Calls(monkeypatch, config)
     out, sent, pieces = rows_on(kind)
     calls.group.all_to_all_pieces(out, pieces, [0, 2, 3], what="stage 1").wait()
@@ -157,7 +153,7 @@ def test_where_rows_do_not_travel_by_nccl_pieces_are_gathered(
     assert whole.data_ptr() == sent.data_ptr()
 
 
-def test_an_exchange_over_nccl_that_fails_names_the_ranks_it_expected_rows_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_exchange_over_nccl_names_the_ranks_it_expected_rows_from(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch, "cuda:nccl")
     calls.error = RuntimeError("a link is down")
     out, sent, pieces = rows_on(OnGpu)
@@ -172,7 +168,7 @@ def test_an_exchange_over_nccl_that_fails_names_the_ranks_it_expected_rows_from(
 
 
 @pytest.mark.parametrize("rank", range(5))
-def test_an_exchange_of_a_head_tail_layout_sends_stretches_of_the_local_rows(rank: int) -> None:
+def test_a_head_tail_layout_sends_contiguous_views_of_local_rows(rank: int) -> None:
     for mask in (ls.causal(), ls.causal() & ls.sliding_window(700)):
         plan = ls.plan(mask, 5120, Mesh.abstract(5, rank=rank), layout="head_tail", strategy="exchange", heads=3, kv_heads=3, head_dim=32)
         schedule = local_schedule(plan.data, ScheduleOptions(block=(128, 128)))

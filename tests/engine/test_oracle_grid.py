@@ -50,7 +50,7 @@ def test_hopper_equals_the_oracle_on_the_gpu(case: Case, dtype: torch.dtype) -> 
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The whole grids are thousands of cases: they exist only when asked for."""
+    """The whole grids are thousands of cases: they are generated on request only."""
     if "any_case" in metafunc.fixturenames:
         lengths = (1, 7, 128, 300) if "triton" in metafunc.function.__name__ else LENGTHS
         # Lengths and heads first, of which kernels do not know: a process of `--part I/15` compiles what no other does.
