@@ -99,7 +99,7 @@ def _names_in(code: types.CodeType) -> _Names | None:
 @functools.lru_cache(maxsize=4096)
 def _is_operator(name: str) -> bool:
     """Whether a name is an aten operator that computes tensors and mutates nothing."""
-    packet = None if name.startswith("_") or name in _NOT_OPERATORS else getattr(torch.ops.aten, name, None)
+    packet: Any = None if name.startswith("_") or name in _NOT_OPERATORS else getattr(torch.ops.aten, name, None)
     if not hasattr(packet, "overloads"):
         return False
     schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
@@ -165,7 +165,7 @@ class _Walk:
         if isinstance(value, type | types.BuiltinFunctionType):
             if value in _LIBRARY_OBJECTS or _is_library_function(value):
                 return id(value)
-            if kind is not type or any("__init__" in vars(cls) for cls in value.__mro__[:-1]):
+            if kind is not type or not isinstance(value, type) or any("__init__" in vars(cls) for cls in value.__mro__[:-1]):
                 raise Unsure  # code may call the class
             return id(value), self.instance(value, value.__mro__)
         reads = getattr(kind, "trace_reads", None)
