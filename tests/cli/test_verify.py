@@ -167,8 +167,8 @@ def test_bench_tells_results_that_differ(capsys: Any, monkeypatch: pytest.Monkey
 def test_verify_uses_the_processes_of_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "few.py"
     script.write_text(
-        "import sys\nfrom longspan.cli import checking, main, spanning\n"
-        "checking.MASKS, checking.SCORES, spanning.CASES = ('causal',), ('none',), (('documents', 'bias'),)\n"
+        "import sys\nfrom longspan.cli import main, oracle_checks, strategy_checks\n"
+        "oracle_checks.MASKS, oracle_checks.SCORES, strategy_checks.CASES = ('causal',), ('none',), (('documents', 'bias'),)\n"
         "sys.argv[1:] = ['verify', '--device', 'cpu', '--json']\n"
         "main()\n"
     )

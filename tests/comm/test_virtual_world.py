@@ -165,7 +165,7 @@ def test_threads_that_a_rank_starts_belong_to_the_run() -> None:
 
 def test_communication_outside_of_a_run_raises() -> None:
     world = virtual_world(2)
-    with pytest.raises(RuntimeError, match=r"communicate only while it runs.*world\.run"):
+    with pytest.raises(RuntimeError, match=r"communicate only inside world\.run"):
         world.meshes[0].group(0)
 
 
@@ -280,7 +280,7 @@ def test_of_ranks_with_the_same_failure_the_lowest_is_raised() -> None:
 
     with pytest.raises(ValueError, match="rank 1") as caught:
         virtual_world(4).run(fn)
-    assert caught.value.__notes__ == ["raised by rank 1 of a virtual world of 4; others that failed by themselves: 2"]
+    assert caught.value.__notes__ == ["raised by rank 1 of a virtual world of 4; ranks that also failed by themselves: 2"]
 
 
 def test_a_rank_that_exceeds_the_timeout_is_named() -> None:

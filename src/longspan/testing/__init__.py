@@ -1,4 +1,4 @@
-"""What tests of attention need: the oracle, and ranks without a cluster."""
+"""Tools to test attention code: a float64 oracle, virtual ranks in threads, and real ranks in processes."""
 
 from longspan.testing.oracle import oracle
 from longspan.testing.processes import run_processes

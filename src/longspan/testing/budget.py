@@ -1,6 +1,6 @@
-"""What a result of attention may be off by, from the error that the dense computation in the same dtype makes on the same inputs.
+"""Error budgets of attention results, derived from the error of dense attention in the same dtype on the same inputs.
 
-Legend: B batch, H query heads, G key heads, Q queries, K keys, E value dim.  v [B, G, K, E], grad_out [B, H, Q, E].
+Shapes: B batch, H query heads, G KV heads, Q queries, K keys, E value dim; v [B, G, K, E], grad_out [B, H, Q, E].
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from longspan._kernels.protocol import state_dtype
 
-FEW = 16  # numbers of a result, up to which one draw says little about how large its errors are
+FEW = 16  # results with at most this many elements: one draw of inputs says little about their errors
 Results = Mapping[str, Tensor]
 
 
 def error(got: Tensor, right: Tensor) -> float:
-    """The largest error of a result. Infinity for another shape, and for NaN and infinities that are not where they are right."""
+    """Maximum absolute error; infinity if the shape differs or NaN and infinities are not where `right` has them."""
     got, finite = got.double(), torch.isfinite(right)
     if got.shape != right.shape or not torch.equal(torch.isfinite(got), finite) or not torch.equal(got[~finite], right[~finite].double()):
         return float("inf")
@@ -33,28 +33,32 @@ def budgets(
     captured: Collection[str] = (),
     others: Sequence[tuple[Results, Results]] = (),
 ) -> dict[str, float]:
-    """For each result (out, lse, gradients; those of captured tensors are named in `captured`) twice the dense error and two roundings.
+    """Allowed absolute error of each result (out, lse, gradients): twice the dense error plus two roundings.
 
-    `right` and `dense` are the oracle's, in float64 and in the dtype of v and grad_out. `others` are pairs of the same from other draws of
-    the inputs: they count for a result of few numbers only.
+    Args:
+        right: Results of the oracle in float64.
+        dense: Results of the oracle in the dtype of v and grad_out.
+        captured: Names of the results that are gradients of captured tensors.
+        others: (right, dense) pairs for other draws of the inputs; used for results with at most FEW elements.
 
-    The dense error may be nothing, as it is for a single key; what remains are the roundings. One is of the result to its dtype. One is of
-    the terms that cancel in a score's gradient, in the dtype of lse. The gradient of a captured tensor sums those of scores, and roundings
-    add up as random steps do; where not even the dense sums are off, the roundings of single products do.
+    The dense error may be zero, as for a single key; then only the roundings remain: one of the result to its dtype, and one, in the dtype
+    of lse, of the terms that cancel in a score's gradient. The gradient of a captured tensor sums gradients of scores, whose roundings
+    add up like a random walk; if even the dense sums are exact, roundings of single products are used instead.
     """
     weights, values = grad_out.double(), v.double().repeat_interleave(grad_out.shape[1] // v.shape[1], 1)
     terms, products = float((weights @ values.mT).abs().max()), float((weights.abs() @ values.abs().mT).max())
     narrow, wide = torch.finfo(v.dtype).eps, torch.finfo(state_dtype(v.dtype)).eps
-    rows = weights[..., 0].numel()
-    found = {}
+    query_rows = weights[..., 0].numel()
+    allowed = {}
     for name, want in right.items():
         size = _largest(want)
-        off = _largest(dense[name].double() - want)
-        summed = (terms if off else products) * rows**0.5 if name in captured else terms
+        dense_error = _largest(dense[name].double() - want)
+        summed = (terms if dense_error else products) * query_rows**0.5 if name in captured else terms
         rounding = 2 * wide * max(summed, size) + (wide if name == "lse" or name in captured else narrow) * size
-        again = others if want.numel() <= FEW else ()
-        found[name] = 2 * max([off, *(_largest(by_dense[name].double() - by_right[name]) for by_right, by_dense in again)]) + rounding
-    return found
+        draws = others if want.numel() <= FEW else ()
+        errors = [dense_error, *(_largest(by_dense[name].double() - by_right[name]) for by_right, by_dense in draws)]
+        allowed[name] = 2 * max(errors) + rounding
+    return allowed
 
 
 def _largest(t: Tensor) -> float:

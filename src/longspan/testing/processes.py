@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-_AFTER_A_FAILURE = 5.0  # seconds that the other ranks get to say what happened to them
+_AFTER_A_FAILURE = 5.0  # seconds in which the other ranks may report after one rank failed
 
 
 def process_context() -> Any:
@@ -37,11 +37,18 @@ def process_context() -> Any:
 def run_processes(
     fn: Callable[..., Any], n: int, *args: Any, timeout: float = 120.0, group_timeout: float = 60.0, backend: str = "gloo", threads: int = 1
 ) -> list[Any]:
-    """[fn(*args) of each rank]: n new processes, each with the default process group (of n ranks) set up.
+    """Run fn(*args) in n new processes, each with a default process group of n ranks: the list of results by rank.
 
-    `fn`, `args` and the results are pickled: `fn` is a function at the top of a module. A rank that raises or dies makes this raise a
-    RuntimeError with the tracebacks of all ranks that did. `timeout`: seconds for the whole call, after which all processes are
-    killed. `group_timeout`: that of the process group. `threads`: torch's, in each process.
+    `fn`, `args` and the results are pickled, so `fn` must be a top-level function of a module.
+
+    Args:
+        timeout: Seconds for the whole call; then all processes are killed.
+        group_timeout: Timeout of the process group in seconds.
+        backend: Backend of the process group.
+        threads: torch threads of each process.
+
+    Raises:
+        RuntimeError: If a rank raises or dies; the message has the traceback of every rank that failed.
     """
     context = process_context()
     with tempfile.TemporaryDirectory() as folder:
@@ -55,10 +62,10 @@ def run_processes(
         try:
             for process, (_, theirs) in zip(processes, pipes):
                 process.start()
-                theirs.close()  # so that the end of the process is the end of the pipe
+                theirs.close()  # then the pipe ends when the process does
             reports = _reports([ours for ours, _ in pipes], timeout)
             for rank in reports:
-                _tell(pipes[rank][0])
+                _release(pipes[rank][0])
             for rank in reports:
                 processes[rank].join(_AFTER_A_FAILURE)
         finally:
@@ -76,7 +83,7 @@ def run_processes(
 
 
 def _reports(pipes: list[Connection], timeout: float) -> dict[int, tuple[bool, bytes]]:
-    """What each rank reported; nothing of a rank that died, or had not reported when the time was up."""
+    """(succeeded, pickled result or traceback) by rank; ranks that died or ran out of time are missing."""
     deadline = time.monotonic() + timeout
     reports: dict[int, tuple[bool, bytes]] = {}
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -92,12 +99,13 @@ def _reports(pipes: list[Connection], timeout: float) -> dict[int, tuple[bool, b
 
 def _failure(report: tuple[bool, bytes] | None, exitcode: int | None) -> str | None:
     if report is None:
-        return f"gave no result (exit code {exitcode}): it died, or was killed when the time was up or another rank had failed"
+        return f"gave no result (exit code {exitcode}): it died, or it was killed after the timeout or after another rank failed"
     return None if report[0] else report[1].decode()
 
 
-def _tell(pipe: Connection) -> None:
-    with contextlib.suppress(OSError):  # it may be gone already
+def _release(pipe: Connection) -> None:
+    """Let a rank exit."""
+    with contextlib.suppress(OSError):  # the process may have ended
         pipe.send("all ranks are done")
 
 
@@ -105,7 +113,7 @@ def _main(
     pipe: Connection, rank: int, settings: tuple[int, str, str, float, int, dict[str, str]], fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     n, store, backend, group_timeout, threads, environment = settings
-    os.environ |= environment  # the server has that of the first call
+    os.environ |= environment  # the fork server has the environment of its first call
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(threads)
@@ -114,9 +122,9 @@ def _main(
         pipe.send((True, pickle.dumps(fn(*args))))
     except BaseException:
         pipe.send((False, traceback.format_exc().encode()))
-    # A rank that leaves early would break connections that the others still read from.
+    # Wait for all ranks: an early exit would close connections that other ranks still read from.
     with contextlib.suppress(EOFError, OSError):
         pipe.recv()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # without torch's own farewells, which wait for ranks that may be gone
+    os._exit(0)  # skip torch's exit handlers, which may wait for ranks that have ended

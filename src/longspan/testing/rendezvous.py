@@ -1,4 +1,4 @@
-"""How the threads of a virtual world meet: the last rank to enter an exchange copies the rows of all, and wakes those that wait."""
+"""Exchanges between the threads of a virtual world: the last rank to enter copies the rows of all ranks and wakes the waiting ones."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from longspan._comm.group import CPU, ControlGroup, Pending, check_pieces, check
 
 
 class RankLost(RuntimeError):
-    """A rank that others wait for will not come."""
+    """A rank has ended, so an exchange that needs it cannot complete."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Exchange:
-    """A record of one exchange. `bytes` [n, n] int64: from ranks[i] to ranks[j] of the world; 0 from a rank to itself."""
+    """The record of one exchange. `bytes` [n, n] int64: bytes from ranks[i] to ranks[j] of the world; 0 on the diagonal."""
 
     what: str
     axis: str
@@ -31,6 +31,8 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Post:
+    """One rank's part in an exchange: the buffer to fill and the pieces to send."""
+
     out: Tensor
     pieces: tuple[Tensor, ...]
     out_splits: tuple[int, ...]
@@ -43,7 +45,7 @@ class _Post:
 
 @dataclass(kw_only=True, eq=False)
 class _Slot:
-    """One exchange of one group: what its members posted, by their rank in the group."""
+    """One exchange of one group: the posts of its members by their rank in the group."""
 
     members: tuple[int, ...]
     changed: threading.Condition
@@ -52,13 +54,13 @@ class _Slot:
     error: str | None = None
 
     def missing(self) -> list[int]:
-        """Ranks of the world."""
+        """Ranks of the world that have not posted."""
         return [rank for i, rank in enumerate(self.members) if i not in self.posts]
 
 
 @dataclass(kw_only=True, eq=False)
 class Rendezvous:
-    """The state of one run. Calls of a group's members match by their order."""
+    """The state of one run. The i-th calls of a group's members form one exchange."""
 
     world: str
     stream: torch.cuda.Stream | None
@@ -69,7 +71,7 @@ class Rendezvous:
     open: dict[tuple[str, int], _Slot] = field(default_factory=dict)
 
     def leave(self, rank: int, how: str) -> None:
-        """A rank is over: those that wait for it need not."""
+        """Mark a rank as ended, and wake the ranks that wait for it."""
         with self.lock:
             self.gone.setdefault(rank, how)
             for slot in self.open.values():
@@ -77,7 +79,7 @@ class Rendezvous:
                     slot.changed.notify_all()
 
     def post(self, key: str, members: tuple[int, ...], rank: int, post: _Post) -> tuple[_Slot, bool]:
-        """Enter the next exchange of a group; True for its last member."""
+        """Enter the next exchange of a group: (its slot, whether this is the last member)."""
         with self.lock:
             call = self.calls.get((key, rank), 0)
             self.calls[key, rank] = call + 1
@@ -99,7 +101,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VirtualGroup:
-    """A group of a virtual world as one of its ranks sees it. `members`: the ranks of the world that it consists of."""
+    """A group of a virtual world as one of its ranks sees it. `members`: its ranks in the world."""
 
     name: str
     rank: int
@@ -107,7 +109,7 @@ class VirtualGroup:
     members: tuple[int, ...]
     rendezvous: Rendezvous
     timeout: float
-    any_stream: ClassVar[bool] = False  # all ranks share one
+    any_stream: ClassVar[bool] = False  # all ranks share one stream
 
     @property
     def size(self) -> int:
@@ -179,20 +181,20 @@ class _VirtualPending:
                 missing = slot.missing()
                 gone = [f"rank {rank}, which {rendezvous.gone[rank]}" for rank in missing if rank in rendezvous.gone]
                 if gone:
-                    raise RankLost(f"{at}, waited for {', and '.join(gone)}: every rank of the axis must take part")
+                    raise RankLost(f"{at}, waited for {', and '.join(gone)}: every rank of the axis must make this call")
                 left = deadline - time.monotonic()
                 if missing and left <= 0:
                     raise RuntimeError(
                         f"{at}, waited {group.timeout:g} s for ranks {', '.join(map(str, missing))}, which have not come to this exchange. "
                         "Check that all ranks make the same calls in the same order; give virtual_world a longer timeout if they are slow"
                     )
-                slot.changed.wait(left if missing else None)  # all are here: the last one is copying
+                slot.changed.wait(left if missing else None)  # no timeout once all have posted: the last rank is copying
         if slot.error is not None:
             raise RuntimeError(f"{at}: {slot.error}")
 
 
 def _mismatch(posts: Sequence[_Post], members: Sequence[int]) -> str | None:
-    """What members of one exchange hold differently, in words."""
+    """A message that says how the posts of one exchange disagree, or None."""
     first = posts[0]
     for post, rank in zip(posts, members):
         if post.what != first.what:

@@ -1,11 +1,11 @@
 """Virtual worlds: N ranks as threads of one process, on the CPU or on one GPU, running the code that real ranks run.
 
-Each rank's thread has the caller's grad mode, context variables and current CUDA stream, and autograd runs in it (so that a backward pass
-that communicates waits in its own thread, on CUDA too). All ranks share one stream: what a rank launched before it entered an exchange
-comes before the copies of that exchange, because all ranks have entered it on the host by then. No events are needed. An exchange
-posted from another stream is refused.
+Each rank's thread has the caller's grad mode, context variables and current CUDA stream. Autograd runs in the same thread, so a backward
+pass that communicates blocks only its own rank, on CUDA too. All ranks share one stream: kernels that a rank launched before an exchange
+precede the copies of that exchange, because all ranks have entered it on the host by then. No events are needed. An exchange posted
+from another stream raises.
 
-Torch's random generators are shared by all threads: give each rank a generator of its own.
+torch's default random generators are shared by all threads: give each rank a generator of its own.
 """
 
 from __future__ import annotations
@@ -36,20 +36,26 @@ def virtual_world(
     device: torch.device | str | None = None,
     timeout: float = 60.0,
 ) -> VirtualWorld:
-    """A world of `shape` ranks: a number, or the sizes of two axes. `device`: the GPU that is current in every rank's thread (else the
-    caller's). `timeout`: the seconds that a rank waits for others in one exchange before it raises."""
+    """A world of virtual ranks.
+
+    Args:
+        shape: Number of ranks, or the sizes of two axes.
+        axis_names: Names of the axes.
+        device: GPU that is current in every rank's thread; the caller's by default.
+        timeout: Seconds that a rank waits for the others in one exchange before it raises.
+    """
     return VirtualWorld(mesh_axes(shape, axis_names), device=device, timeout=timeout)
 
 
 class VirtualWorld:
-    """N ranks in one process. `run(fn)` calls fn(mesh) once for each; `exchanges` and the counts tell what crossed between them."""
+    """N ranks in one process. `run(fn)` calls fn(mesh) once per rank; `exchanges` and the byte counts record the traffic between ranks."""
 
     def __init__(self, axes: tuple[Axis, ...], *, device: torch.device | str | None, timeout: float) -> None:
         if timeout <= 0:
-            raise ValueError(f"virtual_world: expected a timeout of more than 0 seconds, got {timeout}")
+            raise ValueError(f"virtual_world: expected a timeout above 0 seconds, got {timeout}")
         self.device = None if device is None else torch.device(device)
         self.timeout = timeout
-        self.name = f"{VIRTUAL}{uuid.uuid4().hex}"  # unlike that of any world in another process to which a mesh may be sent
+        self.name = f"{VIRTUAL}{uuid.uuid4().hex}"  # unique across processes, since meshes can be pickled
         self.meshes = tuple(self._mesh(axes, rank) for rank in range(Mesh.abstract([axis.size for axis in axes]).size))
         self._members: dict[str, list[int]] = {}
         for mesh in self.meshes:
@@ -63,7 +69,7 @@ class VirtualWorld:
 
     def _mesh(self, axes: tuple[Axis, ...], rank: int) -> Mesh:
         place = coordinate_of(axes, rank)
-        # Ranks of one group differ in the coordinate of its axis alone: the others name it.
+        # Ranks of one group differ in the coordinate of its axis only: the other coordinates name the group.
         groups = tuple(f"{self.name}/{i}/{','.join(str(c) for j, c in enumerate(place) if j != i)}" for i in range(len(axes)))
         return Mesh(axes=axes, coordinate=place, groups=groups)
 
@@ -83,16 +89,14 @@ class VirtualWorld:
         self.received = [0] * self.size
 
     def group(self, name: str, rank: int) -> Group:
-        """The group of a mesh's axis, as its rank `rank` sees it in the run that the calling thread belongs to."""
+        """The group of a mesh's axis as rank `rank` sees it, in the run of the calling thread."""
         rendezvous = _rendezvous_of_thread.get()
         if rendezvous is None or rendezvous.world != self.name:
-            # A thread that torch or a user started belongs to the run under way, if there is but one.
+            # A thread started by torch or by the user belongs to the only run in progress.
             with self._lock:
                 rendezvous = self._running[0] if len(self._running) == 1 else None
         if rendezvous is None:
-            raise RuntimeError(
-                "ranks of a virtual world communicate only while it runs: call this in the function that is given to world.run"
-            )
+            raise RuntimeError("ranks of a virtual world communicate only inside world.run: make this call in the function given to it")
         return VirtualGroup(
             name=self._axis_of[name], rank=rank, key=name, members=tuple(self._members[name]), rendezvous=rendezvous, timeout=self.timeout
         )
@@ -100,8 +104,8 @@ class VirtualWorld:
     def run(self, fn: Callable[[Mesh], T]) -> list[T]:
         """[fn(mesh) for each rank's mesh], each call in a thread of its own.
 
-        If calls raise, the exception of the lowest rank that failed by itself is raised here, with a note of the rank. Ranks
-        that wait for one that has returned or raised raise too, at once.
+        If calls raise, this raises the exception of the lowest rank that failed by itself, with a note that names the rank. A rank that
+        waits for one that has returned or raised raises at once.
         """
         rendezvous = Rendezvous(world=self.name, stream=self._stream(), record=self._record)
         results: dict[int, T] = {}
@@ -119,7 +123,7 @@ class VirtualWorld:
                     _on(rendezvous.stream),
                 ):
                     results[rank] = fn(self.meshes[rank])
-            except BaseException as error:  # whatever it is, the others must hear of it, and the caller gets it
+            except BaseException as error:  # passed to the caller; the other ranks must not wait for this one
                 errors[rank] = error
                 end = f"raised {type(error).__name__}: {error}"
             finally:
@@ -138,13 +142,13 @@ class VirtualWorld:
                 thread.join()
         except BaseException:
             for rank in range(self.size):
-                rendezvous.leave(rank, "was given up: the caller of world.run was interrupted")
+                rendezvous.leave(rank, "was abandoned: the caller of world.run was interrupted")
             raise
         finally:
             with self._lock:
                 self._running.remove(rendezvous)
         if errors:
-            raise _told(errors, self.size)
+            raise _root_cause(errors, self.size)
         return [results[rank] for rank in range(self.size)]
 
     def _stream(self) -> torch.cuda.Stream | None:
@@ -172,17 +176,17 @@ def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
         yield
 
 
-def _told(errors: dict[int, BaseException], size: int) -> BaseException:
-    """The error to raise of those of several ranks, which come in order of time: none that only says that another rank is gone, if there is
-    a cause; else the first such."""
-    own = [rank for rank in sorted(errors) if not _consequence(errors[rank])]
-    rank = own[0] if own else next(iter(errors))
-    also = f"; others that failed by themselves: {', '.join(map(str, own[1:]))}" if len(own) > 1 else ""
+def _root_cause(errors: dict[int, BaseException], size: int) -> BaseException:
+    """The error of the lowest rank that did not merely lose another rank; else the earliest error."""
+    causes = [rank for rank in sorted(errors) if not _is_consequence(errors[rank])]
+    rank = causes[0] if causes else next(iter(errors))
+    also = f"; ranks that also failed by themselves: {', '.join(map(str, causes[1:]))}" if len(causes) > 1 else ""
     errors[rank].add_note(f"raised by rank {rank} of a virtual world of {size}{also}")
     return errors[rank]
 
 
-def _consequence(error: BaseException | None) -> bool:
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether an error was caused by a lost rank."""
     while error is not None:
         if isinstance(error, RankLost):
             return True
