@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from longspan._masks.block_table import FULL, PARTIAL, BlockTable, stretched
+from longspan._masks.block_table import FULL, PARTIAL, BlockTable, expand_ranges
 from longspan._masks.program import Program
 from longspan._masks.tile_runs import row_pointers
 
@@ -137,7 +137,7 @@ def pairs_per_row(
     if not len(length):
         return total
     row = torch.repeat_interleave(torch.arange(table.rows), ptr.diff().long()).repeat_interleave(length)
-    column = stretched(first.long(), length)
+    column = expand_ranges(first.long(), length)
 
     edges = edges or (_even(table.q_len, size_q), _even(table.kv_len, size_kv))
     tall, wide = edges[0].diff()[row % table.q_tiles], edges[1].diff()[column]

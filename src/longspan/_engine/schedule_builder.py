@@ -11,7 +11,7 @@ from longspan._engine.buffer_rows import RowSelection
 from longspan._engine.local_schedule import ComputeStep, LocalSchedule, StageExchange, StepTiles
 from longspan._engine.plan_cache import plan_cache
 from longspan._kernels.protocol import Tiling
-from longspan._masks.block_table import stretched
+from longspan._masks.block_table import expand_ranges
 from longspan._plan.local_split import late_share, late_tiles
 from longspan._plan.plan_data import PlanData
 from longspan._plan.tile_grid import TileGrid, coverage
@@ -138,7 +138,7 @@ class _Builder:
         sent_rows = torch.zeros(sum(send_counts), dtype=torch.int64)
         for r, (tiles, place) in enumerate(self._moved(sent)):
             grid = self.rows[r].kv
-            sent_rows[place] = stretched(grid.row[tiles], grid.count[tiles]) + (r * self.local_rows if self.plan.rows > 1 else 0)
+            sent_rows[place] = expand_ranges(grid.row[tiles], grid.count[tiles]) + (r * self.local_rows if self.plan.rows > 1 else 0)
         exchange = StageExchange(
             what=f"{_stage_names(stages)} of {moves.stages} ({self.plan.strategy})",
             start=offset,
@@ -158,7 +158,7 @@ class _Builder:
         for r, tiled in enumerate(self.rows):
             here = row == r
             first, end = tiled.kv.within(start[here], length[here])
-            by_row.append((stretched(first, end - first), stretched(offset[here], length[here])))
+            by_row.append((expand_ranges(first, end - first), expand_ranges(offset[here], length[here])))
         return by_row
 
 

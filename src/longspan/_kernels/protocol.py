@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from longspan._masks.block_table import BlockTable, stretched
+from longspan._masks.block_table import BlockTable, expand_ranges
 from longspan._masks.joint import Joint
 from longspan._masks.program import Program
 
@@ -52,8 +52,8 @@ class Tiling:
         """The rows of some tiles, given as a bool for each, int64."""
         if self.row is None or self.count is None:
             row = torch.nonzero(chosen).flatten() * self.block
-            return stretched(row, (self.length - row).clamp(max=self.block))
-        return stretched(self.row[chosen].long(), self.count[chosen].long())
+            return expand_ranges(row, (self.length - row).clamp(max=self.block))
+        return expand_ranges(self.row[chosen].long(), self.count[chosen].long())
 
     def positions(self, device: torch.device) -> Tensor:
         """The global position of each row [length], int64, kept per device; rows in no tile have position 0. Not to be written to."""

@@ -141,7 +141,7 @@ class BlockTable:
         changed = ((excess != 0) & (width > 0)).nonzero()[:, 0]
         key, after, width = key[changed], after[changed], width[changed]
 
-        column, gap = (stretched(key % (self.kv_tiles + 1), width), (key // (self.kv_tiles + 1)).repeat_interleave(width))
+        column, gap = (expand_ranges(key % (self.kv_tiles + 1), width), (key // (self.kv_tiles + 1)).repeat_interleave(width))
         after = after.repeat_interleave(width)
         head, tile = gap // gaps, gap % gaps
         out_row = head * self.kv_tiles + column
@@ -178,11 +178,11 @@ class BlockTable:
         head = torch.arange(self.batch)[:, None] * self.heads + torch.arange(heads.start, heads.stop)
         rows = (head.view(-1, 1) * self.q_tiles + q).view(-1)
         count = (self.ptr[rows + 1] - self.ptr[rows]).long()
-        run, row = stretched(self.ptr[rows].long(), count), torch.arange(len(rows)).repeat_interleave(count)
+        run, row = expand_ranges(self.ptr[rows].long(), count), torch.arange(len(rows)).repeat_interleave(count)
         first, last, kind = self.first[run].long(), self.last[run].long(), self.kind[run]
         begin = torch.searchsorted(high, first, right=True)
         pieces = (torch.searchsorted(low, last, right=True) - begin).clamp(min=0)
-        part = stretched(begin, pieces)
+        part = expand_ranges(begin, pieces)
         row, kind = row.repeat_interleave(pieces), kind.repeat_interleave(pieces)
         first = torch.maximum(first.repeat_interleave(pieces), low[part]) + offset[part]
         last = torch.minimum(last.repeat_interleave(pieces), high[part] - 1) + offset[part]
@@ -221,7 +221,7 @@ class BlockTable:
             count = torch.bincount(row, minlength=self.rows)
             place = torch.arange(len(row)) - (count.cumsum(0) - count)[row]
             indices = torch.zeros(self.rows, self.kv_tiles, dtype=torch.int32)
-            indices[row, place] = stretched(first.long(), length).int()
+            indices[row, place] = expand_ranges(first.long(), length).int()
             shape = (self.batch, self.heads, self.q_tiles)
             listed += [count.int().view(shape).to(device), indices.view(*shape, self.kv_tiles).to(device)]
         lengths = (self.q_len, self.kv_len)
@@ -258,10 +258,10 @@ class BlockTable:
         return "\n".join("".join(SHADES[s] for s in row) for row in shade.tolist())
 
 
-def stretched(first: Tensor, length: Tensor) -> Tensor:
-    """first[0], first[0] + 1, … (length[0] of them), first[1], …"""
-    start = length.cumsum(0) - length
-    return torch.arange(int(length.sum())) + (first - start).repeat_interleave(length)
+def expand_ranges(first: Tensor, length: Tensor) -> Tensor:
+    """Concatenation of the integer ranges first[i] … first[i] + length[i] − 1; first, length [n] int64 → [length.sum()] int64."""
+    offset = length.cumsum(0) - length  # of each range in the result
+    return torch.arange(int(length.sum())) + (first - offset).repeat_interleave(length)
 
 
 def _swapped(mask_mod: Callable[..., Any], b: Any, h: Any, kv: Any, q: Any) -> Any:

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from longspan._masks.block_table import stretched
+from longspan._masks.block_table import expand_ranges
 from longspan._plan.plan_data import TiledRow
 from longspan._plan.schedule import Schedule
 from longspan._plan.tile_grid import TileGrid, reads
@@ -104,7 +104,7 @@ def only_read(given: Schedule, rows: list[KVReads]) -> Schedule:
     for row, need in enumerate(rows):
         here = given.row == row
         first, end = need.kv.within(given.start[here], given.length[here])
-        tile = stretched(first, end - first)
+        tile = expand_ranges(first, end - first)
         stage, receiver = (c[here].repeat_interleave(end - first) for c in (given.stage, given.receiver))
         is_read = need.wanted[receiver, tile]
         columns.append(_merged_moves(need, row, stage[is_read], receiver[is_read], tile[is_read]))

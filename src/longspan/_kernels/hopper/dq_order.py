@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longspan._kernels.gpu import launch
 from longspan._kernels.hopper.makespan import MANY, PROGRAMS, mean_work, took
-from longspan._masks.block_table import BlockTable, stretched
+from longspan._masks.block_table import BlockTable, expand_ranges
 
 MOST = 2**22  # tiles in a table: one number each, counted once (0.4 s for 2 million)
 LEAST = 0.25  # share of tiles in a table. In sparser ones, as of documents, heads and documents of other lengths are waited for
@@ -75,7 +75,7 @@ def _counted(table: BlockTable) -> tuple[Tensor, Tensor]:
     """(first place of each row, how many later rows of the same batch and head hold each of its tiles)."""
     held = table.tiles_per_row
     row = torch.repeat_interleave(torch.arange(table.rows), held)
-    tile = stretched(table.first.long(), (table.last - table.first + 1).long())
+    tile = expand_ranges(table.first.long(), (table.last - table.first + 1).long())
     # Last rows first: among equal tiles the sort then keeps the order in which they add.
     where, place = (row // max(1, table.q_tiles) * table.kv_tiles + tile).flip(0).sort(stable=True)
     begins = torch.cat([torch.ones(min(1, len(where)), dtype=torch.bool), where.diff() != 0])
