@@ -51,7 +51,7 @@ def unshard(x: Tensor, dim: int, layout: Layout, mesh: Mesh, place: Tensor | Non
     rows = x.movedim(dim, 0)
     if len(layout.rows) > 1:
         rows = x.movedim(dim, 1).transpose(0, 1)  # tokens first, the batch second
-    gathered: Tensor = _Gather.apply(rows, layout, mesh)  # type: ignore[no-untyped-call]
+    gathered: Tensor = _Gather.apply(rows, layout, mesh, f"unshard along dim {dim} of {x.ndim}")  # type: ignore[no-untyped-call]
     place = places(layout, x.device) if place is None else place
     if len(layout.rows) == 1:
         return gathered.index_select(0, place).movedim(0, dim).contiguous()
@@ -70,10 +70,12 @@ class _Gather(torch.autograd.Function):
     """Every rank's rows, rank by rank. Backward: each rank's rows of the gradient, summed over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
-        ctx.counts, ctx.mesh = [layout.local_len(r) for r in range(layout.ranks)], mesh
-        return all_gather_rows(mesh, x.contiguous(), ctx.counts)
+    def forward(ctx: Any, x: Tensor, layout: Layout, mesh: Mesh, what: str) -> Tensor:
+        ctx.counts, ctx.mesh, ctx.what = [layout.local_len(r) for r in range(layout.ranks)], mesh, what
+        ctx.fields = {"layout": layout.digest[:12]}  # ranks compare it: two layouts may have the same counts
+        return all_gather_rows(mesh, x.contiguous(), ctx.counts, what=what, fields=ctx.fields)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return reduce_scatter_rows(ctx.mesh, grad.contiguous(), ctx.counts), None, None
+        grad_x = reduce_scatter_rows(ctx.mesh, grad.contiguous(), ctx.counts, what=f"{ctx.what}, backward pass", fields=ctx.fields)
+        return grad_x, None, None, None
