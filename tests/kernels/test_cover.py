@@ -12,7 +12,7 @@ from tests.kernels.test_rectangles import painted
 from torch import Tensor
 
 import longspan as ls
-from longspan._kernels import cpu, rectangles
+from longspan._kernels import plain_tiles, rectangles
 from longspan.testing import oracle
 
 Mod = Callable[..., Tensor]
@@ -65,7 +65,10 @@ def test_a_cover_counts_every_allowed_pair_once_and_no_other(seed: int) -> None:
     assert torch.equal(painted(work, mod), want)
     # The plain path selects pairs by `seen`: the same pairs as the cover, each in one part of one rectangle.
     q = torch.zeros(2, 3, len(q_pos), 4)
-    call, count = cpu._Call(q, q.new_zeros(2, 3, len(kv_pos), 4), q.new_zeros(2, 3, len(kv_pos), 4), work), torch.zeros(want.shape)
+    call, count = (
+        plain_tiles.PlainTiles(q, q.new_zeros(2, 3, len(kv_pos), 4), q.new_zeros(2, 3, len(kv_pos), 4), work),
+        torch.zeros(want.shape),
+    )
     for rect in rectangles.rectangles(work):
         for part in call.parts(rect):
             seen = call.seen(part)
@@ -128,8 +131,8 @@ def test_the_cpu_kernel_equals_the_oracle_on_block_shaped_masks(
 @pytest.mark.parametrize("mask", [ls.full(), ls.causal(), window_of_200])
 @pytest.mark.parametrize(("keys", "elements"), [(48, 1 << 21), (100, 4000)])
 def test_the_plain_path_equals_the_oracle_over_several_tiles(mask: Mod, keys: int, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_TILE_KEYS", keys)
-    monkeypatch.setattr(cpu, "_TILE_ELEMENTS", elements)
+    monkeypatch.setattr(plain_tiles, "TILE_KEYS", keys)
+    monkeypatch.setattr(plain_tiles, "TILE_ELEMENTS", elements)
     agree(mask, 333, (8, 8), soft_cap, sink=False)
 
 

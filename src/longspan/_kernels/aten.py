@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from longspan._kernels.aten_limits import refusal
-from longspan._kernels.aten_ops import Backend, Rows, backward_through_lse, in_order_of, operator
+from longspan._kernels.aten_ops import Backend, backward_through_lse, in_order_of, operator
+from longspan._kernels.isolation import Rows, isolated_backward, isolated_forward
+from longspan._kernels.plain_tiles import PlainTiles
 from longspan._kernels.protocol import Grads, Kernel, State, Work, plain_delta, state_dtype
 from longspan._kernels.rectangles import Rectangle, rectangles
 from longspan._kernels.tile_math import above_zero, begun, fold_, grouped_matmul
@@ -62,12 +64,17 @@ class AtenKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, *, state: State | None, final: bool, peak: bool) -> State:
         op, wide = operator(self.backend, q.device), state_dtype(q.dtype)
-        parts, (given, scale, _) = list(_parts(q, k, work)), above_zero(q, work.scale)
+        parts, (_, scale, _) = list(_parts(q, k, work)), above_zero(q, work.scale)
+        tiles = PlainTiles(q, k, v, work)
         whole = state is None and len(parts) == 1 and parts[0].everything
         result = None if whole else begun(state, (*q.shape[:3], v.shape[-1]), wide, q.device, peak=peak)
         for part in parts:
             rows, keys = part.rows, part.keys
-            out, lse = op.forward(given[rows], k[keys], v[keys], causal=part.causal, scale=scale)
+
+            def run(q: Tensor, k: Tensor, v: Tensor, causal: bool = part.causal) -> tuple[Tensor, Tensor]:
+                return op.forward(above_zero(q, work.scale)[0], k, v, causal=causal, scale=scale)
+
+            out, lse = isolated_forward(tiles, part.rect, run)
             most = _peaks(q[rows], k[keys], part.causal, work.scale) if peak else None
             if result is None:
                 result = State(out=out if final else out.to(wide), lse=lse, peak=most)
@@ -94,10 +101,11 @@ class AtenKernel:
         delta: Tensor | None = None,
         into: Grads | None = None,
     ) -> Grads:
-        """As in the protocol. `delta` is not read: the operators make their own, and with a `grad_lse` it is added to that."""
+        """As in the protocol. `delta` is read for non-finite numbers alone: the operators make their own, and add a `grad_lse` to that."""
         op = operator(self.backend, q.device)
         total: Grads | None = into
-        parts, (given, scale, sign) = list(_parts(q, k, work)), above_zero(q, work.scale)
+        parts, (_, scale, sign) = list(_parts(q, k, work)), above_zero(q, work.scale)
+        tiles, rows_of_call = PlainTiles(q, k, v, work), Rows(grad_out, out, lse, grad_lse)
         whole = len(parts) == 1 and parts[0].everything
         if into is None and not whole:
             dq, dk, dv = (torch.zeros_like(t, dtype=state_dtype(q.dtype)) for t in (q, k, v))
@@ -107,13 +115,14 @@ class AtenKernel:
             into.v.zero_()
         for part in parts:
             rows, keys = part.rows, part.keys
-            told = Rows(grad_out[rows], out[rows], lse[rows])
-            if grad_lse is None:
-                dq, dk, dv = op.backward(given[rows], k[keys], v[keys], told, causal=part.causal, scale=scale)
-            else:
-                shift = grad_lse[rows].to(lse.dtype)
-                dq, dk, dv = backward_through_lse(given[rows], k[keys], v[keys], told, shift, causal=part.causal, scale=scale)
-            dq = dq if sign == 1.0 else dq * sign
+
+            def run(q: Tensor, k: Tensor, v: Tensor, told: Rows, causal: bool = part.causal) -> tuple[Tensor, Tensor, Tensor]:
+                given = above_zero(q, work.scale)[0]
+                method = op.backward if told.grad_lse is None else backward_through_lse
+                dq, dk, dv = method(given, k, v, told, causal=causal, scale=scale)
+                return (dq if sign == 1.0 else dq * sign), dk, dv
+
+            dq, dk, dv = isolated_backward(tiles, part.rect, rows_of_call, delta, run)
             if total is None:
                 total = Grads(q=dq, k=dk, v=dv, captured=[])
             elif whole:
@@ -204,8 +213,12 @@ class _Part:
 
     rows: tuple[slice, slice, slice]
     keys: tuple[slice, slice, slice]
-    causal: bool
+    rect: Rectangle
     everything: bool
+
+    @property
+    def causal(self) -> bool:
+        return self.rect.kind == "causal"
 
 
 def _parts(q: Tensor, k: Tensor, work: Work) -> Iterator[_Part]:
@@ -220,7 +233,7 @@ def _parts(q: Tensor, k: Tensor, work: Work) -> Iterator[_Part]:
         g = slice(r.h // shared, r.h // shared + 1) if table.heads > 1 else slice(None)
         everything = table.batch == table.heads == 1 and (r.q0, r.q1, r.k0, r.k1) == (0, q.shape[2], 0, k.shape[2])
         rows, keys = (b, h, slice(r.q0, r.q1)), (b, g, slice(r.k0, r.k1))
-        yield _Part(rows=rows, keys=keys, causal=r.kind == "causal", everything=everything)
+        yield _Part(rows=rows, keys=keys, rect=r, everything=everything)
 
 
 def _undecided(r: Rectangle) -> str:

@@ -10,26 +10,19 @@ All four backward operators recompute the weights as exp(score − lse) and take
 from __future__ import annotations
 
 from functools import cache
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from longspan._kernels.isolation import Rows
 from longspan._kernels.protocol import like_query, state_dtype
 from longspan._kernels.tile_math import side_by_side
 
 Backend = Literal["flash", "efficient", "cudnn"]
 _aten = torch.ops.aten
 _BYTES = 16  # what the CUDA operators load at once: rows must begin at multiples of it
-
-
-class Rows(NamedTuple):
-    """What a backward operator is told of the rows of a rectangle: gradient, result and lse."""
-
-    grad_out: Tensor
-    out: Tensor
-    lse: Tensor
 
 
 class Operator(Protocol):
@@ -138,18 +131,17 @@ def operator(backend: Backend, device: torch.device) -> Operator:
     return _CPU if device.type == "cpu" else _CUDA[backend]
 
 
-def backward_through_lse(
-    q: Tensor, k: Tensor, v: Tensor, rows: Rows, grad_lse: Tensor, *, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward_through_lse(q: Tensor, k: Tensor, v: Tensor, rows: Rows, *, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """The backward pass where lse has a gradient too, of which the operators know nothing.
 
     It is a shift of the rows' share: Σ out·grad_out − grad_lse. Columns are put beside the values: zeros in v, so that nothing else
     changes; in out and grad_out, numbers whose products sum to −grad_lse. On CUDA this takes the efficient operator whatever the
     forward pass took: the others have no room for more columns at common head dims.
     """
+    assert rows.grad_lse is not None
     op = operator("efficient", q.device)
     dim, value_dim = q.shape[-1], v.shape[-1]
-    left, right = _columns(grad_lse, state_dtype(q.dtype) if op is _CPU else q.dtype, op.step)
+    left, right = _columns(rows.grad_lse, state_dtype(q.dtype) if op is _CPU else q.dtype, op.step)
     out, grad_out = torch.cat([rows.out.to(left.dtype), left], -1), torch.cat([rows.grad_out.to(left.dtype), right], -1)
     if op.same_dims:
         q, k = pad(q, (0, op.step)), pad(k, (0, op.step))

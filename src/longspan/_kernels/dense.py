@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longspan._kernels.masked_autograd import masked_outer, masked_weighted_sum
 from longspan._kernels.protocol import state_dtype
 from longspan._kernels.tile_math import shares
 from longspan._masks.program import Program
@@ -30,6 +31,8 @@ def dense_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, peak): out in the query's dtype, lse and peak in float32 (float64). Differentiable but for peak, to any order.
 
+    Keys, values, queries and gradients that the mask hides from a row change no bit of its results, NaN and inf included.
+
     `q_pos`: the queries' positions [Q] or [B, Q], where they are not 0, 1, 2, …
 
     The sink, [H], is one more key per head whose value is 0: it takes its share of the softmax and is part of lse.
@@ -37,8 +40,7 @@ def dense_attention(
     wide = state_dtype(q.dtype)
     groups = q.shape[1] // k.shape[1]
     keys, values = (t.to(wide).repeat_interleave(groups, 1) for t in (k, v))
-    scores = q.to(wide) @ keys.transpose(-1, -2) * scale
-    batch, heads, queries, n = scores.shape
+    (batch, heads, queries, _), n = q.shape, k.shape[2]
     rows = torch.arange(queries, device=q.device) if q_pos is None else q_pos.to(q.device)
     indices = (
         torch.arange(batch, device=q.device).view(-1, 1, 1, 1),
@@ -46,16 +48,19 @@ def dense_attention(
         rows.view(len(rows) if rows.ndim == 2 else 1, 1, queries, 1),
         torch.arange(n, device=q.device).view(1, 1, 1, -1),
     )
+    seen = None if mask is None else mask(*indices, *mask_captured).expand(batch, heads, queries, n)
+    scores = (q.to(wide) @ keys.mT if seen is None else masked_outer(q.to(wide), keys, seen)) * scale
     if score is not None:
         scores = score(scores, *indices, *score_captured).to(wide).expand(batch, heads, queries, n)
-    if mask is not None:
-        scores = torch.where(mask(*indices, *mask_captured), scores, -torch.inf)
+    if seen is not None:
+        scores = torch.where(seen, scores, -torch.inf)
     peak = scores.detach().amax(-1) if n else scores.new_full(scores.shape[:-1], -torch.inf)
     weights = torch.exp(scores - peak.masked_fill(peak == -torch.inf, 0.0)[..., None])
     total = weights.sum(-1)
     nothing = total == 0
     lse = torch.where(nothing, -torch.inf, peak + torch.log(total.masked_fill(nothing, 1.0)))
-    out = (weights / total.masked_fill(nothing, 1.0)[..., None]) @ values
+    weights = weights / total.masked_fill(nothing, 1.0)[..., None]
+    out = weights @ values if seen is None else masked_weighted_sum(weights, values, seen)
     if sink is not None:
         sinks = sink.to(wide)[:, None].expand_as(lse)
         # A sink of −inf and a row that sees nothing: the sum of both is nothing still, but its gradient would be NaN.
