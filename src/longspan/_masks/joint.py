@@ -1,4 +1,4 @@
-"""The gradient of a score program: from the gradient of the new score to those of the old score and of each captured lookup."""
+"""Gradients of score programs: from the gradient of the modified score to gradients of the score and of each captured lookup."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from longspan._masks.program import Program, is_pointwise, op_name, run
 from longspan._torch_private import outside_of_modes
 
-# What autograd writes for literals: no inputs, so each becomes a constant of the graph.
+# Operations that autograd records for literals. They have no inputs, so each becomes a constant of the graph.
 _CONSTANTS = frozenset({"scalar_tensor", "_efficientzerotensor"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Joint:
-    """A graph (grad, score, b, h, q, kv, captured…) → (d_score, (d_read…), ((index…)…)).
+    """The gradient graph of a score program: (grad, score, b, h, q, kv, captured…) → (d_score, (d_read…), ((index…)…)).
 
-    Read r took an element of captured tensor `reads[r]` at the scalar indices `index_r` (none for a tensor used whole); its
-    gradient is to be added there. Reads of a tensor that holds integers do not appear.
+    Read r is an element of captured tensor `reads[r]` at the scalar indices `index_r` (no indices: the whole tensor).
+    The caller accumulates `d_read_r` there. Integer tensors have no reads.
     """
 
     graph: Graph
@@ -40,20 +40,20 @@ class Joint:
 
 
 def joint_of(program: Program, sizes: Sequence[Sequence[int]] | None = None) -> Joint:
-    """Differentiate a score program once, as a graph; no autograd is needed to run it.
+    """Differentiate a score program into a graph that runs without autograd.
 
-    `sizes`: of the captured tensors. A program that is `pointwise` does without: it reads numbers. In the gradient of one that computes
-    with rows or whole tensors, autograd writes their sizes down (a mean's is divided by them).
+    `sizes`: shapes of the captured tensors. Required unless the program is pointwise: autograd records the sizes of rows and whole
+    tensors in the gradient (for example the divisor of a mean).
 
-    The graph is the same wherever this is called: in inference mode, below an operator (where autograd does not record), under autocast
-    or a default device. All of these belong to the caller's thread, so the work is done in a thread of its own.
+    Tracing runs in a thread of its own. Inference mode, autocast, the default device and the dispatch state inside a custom operator
+    (where autograd does not record) are thread-local, so none of them changes the graph.
     """
     with outside_of_modes(), ThreadPoolExecutor(1, "longspan-joint") as thread:
         return thread.submit(_joint_of, program, sizes).result()
 
 
 def _joint_of(program: Program, sizes: Sequence[Sequence[int]] | None) -> Joint:
-    if torch.is_anomaly_enabled():  # it asks gradients for their values, which those of a trace do not have
+    if torch.is_anomaly_enabled():  # anomaly mode reads the values of gradients; fake tensors have none
         with torch.autograd.set_detect_anomaly(False):
             return _joint_of(program, sizes)
     reads = _differentiable_reads(program)
@@ -71,11 +71,10 @@ def _joint_of(program: Program, sizes: Sequence[Sequence[int]] | None) -> Joint:
         if node.op != "placeholder":
             env[node] = graph.node_copy(node, env.__getitem__)
     inner: dict[Node, Any] = {}
-    feed = [grad, *(env[p] for p in program.placeholders), *(env[node] for _, node in reads)]
-    feeds = iter(feed)
+    vjp_inputs = iter([grad, *(env[p] for p in program.placeholders), *(env[node] for _, node in reads)])
     for node in vjp.graph.nodes:
         if node.op == "placeholder":
-            inner[node] = next(feeds)
+            inner[node] = next(vjp_inputs)
         elif node.op == "get_attr":
             constant = getattr(vjp, str(node.target)).detach()
             inner[node] = graph.create_node("get_attr", f"constant_{len(inner)}_of_gradient")
@@ -97,23 +96,24 @@ def _joint_of(program: Program, sizes: Sequence[Sequence[int]] | None) -> Joint:
 
 def _differentiable_reads(program: Program) -> list[tuple[int, Node]]:
     """(captured index, node) for each lookup in, or whole use of, a floating-point captured tensor."""
-    found: list[tuple[int, Node]] = []
+    reads: list[tuple[int, Node]] = []
     for i, (spec, node) in enumerate(zip(program.captured, program.captured_nodes, strict=True)):
         if not spec.differentiable:
             continue
         lookups = [u for u in node.users if op_name(u) == "index" and u.args[0] is node and None not in cast(list[Any], u.args[1])]
-        found += [(i, u) for u in lookups]
+        reads += [(i, u) for u in lookups]
         if any(u not in lookups for u in node.users):
-            found.append((i, node))
-    return found
+            reads.append((i, node))
+    return reads
 
 
 def _indices(read: Node) -> list[Node]:
+    """The index nodes of a lookup; empty for a captured tensor used whole."""
     return [] if read.op == "placeholder" else list(cast(Sequence[Node], read.args[1]))
 
 
 def _with_reads_as_inputs(program: Program, reads: list[Node]) -> Graph:
-    """The forward graph with further placeholders, one per read, in place of the reads."""
+    """The forward graph with each read replaced by a further placeholder."""
     graph = Graph()
     env: dict[Node, Node] = {p: graph.node_copy(p) for p in program.placeholders}
     for i, read in enumerate(reads):
@@ -125,14 +125,20 @@ def _with_reads_as_inputs(program: Program, reads: list[Node]) -> Graph:
 
 
 def _captured_sizes(program: Program, sizes: Sequence[Sequence[int]] | None) -> dict[Node, tuple[int, ...]]:
+    """The shape of each captured placeholder; ones where a pointwise program leaves shapes open."""
     if sizes is None:
         if not program.pointwise:
-            raise ValueError(f"score_mod {program.name!r}: it computes with whole tensors: expected the sizes of those captured, got None")
+            raise ValueError(
+                f"score_mod {program.name!r} computes with whole captured tensors: expected their shapes, got sizes=None; "
+                "pass sizes=[t.shape for t in captured]"
+            )
         sizes = [(1,) * spec.ndim for spec in program.captured]
     return {node: tuple(size) for node, size in zip(program.captured_nodes, sizes, strict=True)}
 
 
 def _trace_vjp(forward: Graph, program: Program, reads: list[Node], sizes: dict[Node, tuple[int, ...]]) -> GraphModule:
+    """The traced function (grad, *placeholders, *reads) → [d_score, *d_reads]."""
+
     def vjp(grad: Tensor, *inputs: Tensor) -> list[Tensor]:
         with torch.enable_grad():
             n = len(program.placeholders)
@@ -151,18 +157,21 @@ def _trace_vjp(forward: Graph, program: Program, reads: list[Node], sizes: dict[
     grad = torch.zeros((), dtype=program.result.meta["val"].dtype)
     examples = [example(p) for p in program.placeholders] + [example(r) for r in reads]
     module = make_fx(vjp, tracing_mode="fake", _allow_non_fake_inputs=True)(grad, *examples)
-    # Autograd works in place here and there (clamp, maximum); a program has values only.
+    # Some backward formulas mutate tensors (clamp, maximum); programs may not, so functionalize.
     return make_fx(torch.func.functionalize(module), tracing_mode="fake", _allow_non_fake_inputs=True)(grad, *examples)
 
 
 def _require_autograd(leaf: Tensor) -> None:
-    """Raise where nothing requires a gradient because autograd does not record, not because the program is constant."""
+    """Raise RuntimeError if autograd does not record here, in which case a zero gradient would be silently wrong."""
     if not leaf.neg().requires_grad:
-        raise RuntimeError("the gradient of a score_mod cannot be traced here: autograd does not record operations on this thread")
+        raise RuntimeError(
+            "the gradient of a score_mod cannot be traced: expected autograd to record operations on this thread, but it does not; "
+            "report this with your torch version"
+        )
 
 
 def _in_order(graph: Graph, roots: list[Node]) -> list[Node]:
-    """`roots` and all they need, in the graph's order."""
+    """`roots` and all their ancestors, in the graph's order."""
     needed, todo = set(roots), list(roots)
     while todo:
         for parent in todo.pop().all_input_nodes:

@@ -1,8 +1,8 @@
-"""A program: a traced `score_mod` or `mask_mod`, as kernels receive it.
+"""Programs: traced `score_mod` and `mask_mod` functions in the form that kernels receive.
 
-A program is a graph of aten operations on *scalars*: one score, one batch, head, query and key index, and the
-tensors the mod captured. It holds no tensor and no Python callable, so it is a value: two mods that
-compute the same graph are the same program (equal `key`), whatever tensors they captured.
+A program is a graph of aten operations on *scalars*: one score, one batch, head, query and key index, and lookups in
+captured tensors. A program holds no tensor and no Python callable, so it is a value: two mods with the same graph are
+the same program (equal `key`), whatever tensors they captured.
 
 Inputs, in the order of the graph's placeholders:
     score mods:  score, b, h, q, kv, captured_0, captured_1, …   → score (floating point)
@@ -25,7 +25,7 @@ from longspan._torch_private import modes_are_active, number_of
 
 Kind = Literal["score", "mask"]
 
-# Aten operations that act element by element: a graph made of them can be run on whole tiles by broadcasting.
+# Elementwise aten operations: a graph of these runs on whole tiles by broadcasting.
 POINTWISE = frozenset(
     """
     abs add sub rsub mul div floor_divide remainder fmod neg reciprocal square sqrt rsqrt pow exp exp2 expm1 log log2 log10 log1p
@@ -48,7 +48,7 @@ def op_name(node: Node) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedSpec:
-    """What a kernel must know of a captured tensor before it sees it."""
+    """Dtype and rank of a captured tensor: the part that generated kernel code depends on."""
 
     dtype: torch.dtype
     ndim: int
@@ -70,7 +70,8 @@ class Program:
 
     @cached_property
     def placeholders(self) -> list[Node]:
-        return [n for n in self.graph.nodes if n.op == "placeholder"]
+        """All inputs, in calling order."""
+        return _placeholders(self.graph)
 
     @property
     def index_nodes(self) -> list[Node]:
@@ -80,43 +81,50 @@ class Program:
 
     @property
     def captured_nodes(self) -> list[Node]:
+        """The placeholders of the captured tensors."""
         return self.placeholders[(5 if self.kind == "score" else 4) :]
 
     @cached_property
     def result(self) -> Node:
+        """The node whose value the program returns."""
         return _output(self.graph)
 
     @cached_property
     def uses_batch(self) -> bool:
+        """Whether the result depends on the batch index."""
         return bool(self.index_nodes[0].users)
 
     @cached_property
     def uses_head(self) -> bool:
+        """Whether the result depends on the head index."""
         return bool(self.index_nodes[1].users)
 
     @cached_property
     def uses_position(self) -> bool:
-        """Whether the query's or the key's position matters."""
+        """Whether the result depends on the query or key position."""
         return bool(self.index_nodes[2].users) or bool(self.index_nodes[3].users)
 
     @cached_property
     def pointwise(self) -> bool:
-        """Every value is a scalar and every operation elementwise: runs on tiles by broadcasting, compiles to Triton."""
+        """Whether every value is a scalar and every operation elementwise.
+
+        A pointwise program runs on tiles by broadcasting and compiles to Triton. Other programs run through `torch.vmap`.
+        """
         return is_pointwise(self.graph)
 
     @cached_property
     def key(self) -> str:
-        """A digest of all that decides the program's value: stable across processes."""
+        """SHA-256 digest of everything that decides the result; stable across processes."""
         text = f"{self.kind} {self.score_dtype} {[(str(c.dtype), c.ndim) for c in self.captured]}\n{canonical_text(self.graph)}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """Run on tensors of one rank that broadcast against each other (score mods: the score first; captured tensors last)."""
+        """Run on broadcastable tensors of equal rank, followed by the captured tensors. Score mods take the score first."""
         return run(self.graph, inputs, pointwise=self.pointwise)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Programs pickle as data: a list of nodes, operations by name."""
-        return _rebuilt, (self.kind, self.name, _nodes_as_data(self.graph), self.captured, self.score_dtype)
+        """Pickle as data: a list of nodes with operations by name."""
+        return _rebuild, (self.kind, self.name, _nodes_as_data(self.graph), self.captured, self.score_dtype)
 
     def __repr__(self) -> str:
         return f"Program({self.kind} {self.name!r}, {len(self.captured)} captured, {self.key[:8]})"
@@ -127,6 +135,7 @@ def _output(graph: Graph) -> Any:
 
 
 def is_pointwise(graph: Graph) -> bool:
+    """Whether a graph has only elementwise operations on scalars and full lookups in captured tensors."""
     captured = {n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("captured_")}
     for node in graph.nodes:
         if node.op != "call_function":
@@ -143,7 +152,7 @@ def is_pointwise(graph: Graph) -> bool:
 
 
 def canonical_text(graph: Graph) -> str:
-    """The graph as text with nodes numbered in order: equal text, equal computation."""
+    """Text of a graph with nodes numbered in order. Graphs with equal text compute the same values."""
     number: dict[Node, str] = {}
 
     def show(arg: Any) -> str:
@@ -168,10 +177,10 @@ def canonical_text(graph: Graph) -> str:
 
 
 def run(graph: Graph, inputs: Sequence[Tensor], *, pointwise: bool) -> Any:
-    """Evaluate a scalar graph on tensors. Returns what the graph's output node names, tuples kept.
+    """Evaluate a scalar graph on tensors; returns the value of its output node, with tuples preserved.
 
-    All inputs that are not captured tables have one common rank; scalars inside the graph are lifted to that rank, so
-    that type promotion is what it was among scalars in the trace. A graph that is not pointwise is mapped with
+    All inputs except captured tensors have the same rank. Scalars inside the graph are reshaped to that rank, because
+    torch promotes dtypes differently between a 0-dim and an n-dim tensor. A graph that is not pointwise is mapped with
     `torch.vmap` over the dims of the inputs.
     """
     if not pointwise:
@@ -199,7 +208,10 @@ def run(graph: Graph, inputs: Sequence[Tensor], *, pointwise: bool) -> Any:
 
 
 def _constant(node: Node, device: torch.device) -> Tensor:
-    """A literal of the graph. Made anew where a mode looks on: to a compiler's fake tensors a real one is a stranger."""
+    """A literal of the graph as a tensor.
+
+    Under a dispatch mode the literal is created again, because fake tensors do not mix with real ones.
+    """
     value: Tensor = node.meta["constant"]
     if value.ndim or not modes_are_active():
         return value.to(device)
@@ -207,6 +219,7 @@ def _constant(node: Node, device: torch.device) -> Tensor:
 
 
 def call(target: Callable[..., Any], args: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
+    """Call an operation; a `device` argument recorded at trace time is replaced by `device`."""
     if "device" in kwargs:
         kwargs = {**kwargs, "device": device}
     return target(*args, **kwargs)
@@ -217,20 +230,20 @@ def _placeholders(graph: Graph) -> list[Node]:
 
 
 def _run_mapped(graph: Graph, inputs: Sequence[Tensor]) -> Any:
-    """The same by `torch.vmap` over each dim of the inputs: for mods with reductions or vectors inside."""
+    """Evaluate a graph with reductions or vectors inside, by `torch.vmap` over each dim of the inputs."""
     nodes = _placeholders(graph)
-    mapped = [not n.name.startswith("captured_") for n in nodes]
-    rank = next(t.ndim for t, m in zip(inputs, mapped, strict=True) if m)
-    shape = torch.broadcast_shapes(*(t.shape for t, m in zip(inputs, mapped, strict=True) if m))
-    inputs = [t.expand(shape) if m else t for t, m in zip(inputs, mapped, strict=True)]
+    is_mapped = [not n.name.startswith("captured_") for n in nodes]
+    rank = next(t.ndim for t, m in zip(inputs, is_mapped, strict=True) if m)
+    shape = torch.broadcast_shapes(*(t.shape for t, m in zip(inputs, is_mapped, strict=True) if m))
+    inputs = [t.expand(shape) if m else t for t, m in zip(inputs, is_mapped, strict=True)]
     fn: Callable[..., Any] = _as_module(graph, inputs[0].device)
     for _ in range(rank):
-        fn = torch.vmap(fn, in_dims=tuple(0 if m else None for m in mapped))
+        fn = torch.vmap(fn, in_dims=tuple(0 if m else None for m in is_mapped))
     return fn(*inputs)
 
 
 def _as_module(graph: Graph, device: torch.device) -> GraphModule:
-    """A runnable copy, its constants and creations on `device`, its output a flat tuple or tensor."""
+    """A runnable copy of a graph with constants and factory calls on `device`."""
     root = torch.nn.Module()
     copy = Graph()
     env: dict[Node, Node] = {}
@@ -245,14 +258,15 @@ def _as_module(graph: Graph, device: torch.device) -> GraphModule:
 
 @dataclass(frozen=True)
 class _Ref:
-    """A node in pickled arguments, by its number."""
+    """A reference to a node by its position, for pickled arguments."""
 
     number: int
 
 
 def _nodes_as_data(graph: Graph) -> list[tuple[Any, ...]]:
+    """The nodes as picklable tuples (op, name, target, args, kwargs, shape, constant); `_rebuild` is the inverse."""
     number = {node: i for i, node in enumerate(graph.nodes)}
-    out = []
+    records = []
 
     def by_number(node: Node) -> Any:
         return _Ref(number[node])
@@ -262,41 +276,42 @@ def _nodes_as_data(graph: Graph) -> list[tuple[Any, ...]]:
         target = str(node.target) if node.op == "call_function" else node.target
         value = node.meta.get("val")
         shape = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
-        out.append((node.op, node.name, target, _plain(args), _plain(kwargs), shape, node.meta.get("constant")))
-    return out
+        records.append((node.op, node.name, target, _plain(args), _plain(kwargs), shape, node.meta.get("constant")))
+    return records
 
 
 def _plain(arg: Any) -> Any:
-    """fx's immutable containers as ordinary ones."""
+    """Convert fx's immutable containers to plain ones, recursively."""
     if isinstance(arg, dict):
         return {k: _plain(v) for k, v in arg.items()}
     return type(arg)(map(_plain, arg)) if type(arg) is tuple else [_plain(a) for a in arg] if isinstance(arg, list) else arg
 
 
-def _rebuilt(kind: Kind, name: str, nodes: list[tuple[Any, ...]], captured: tuple[CapturedSpec, ...], score_dtype: torch.dtype) -> Program:
+def _rebuild(kind: Kind, name: str, nodes: list[tuple[Any, ...]], captured: tuple[CapturedSpec, ...], score_dtype: torch.dtype) -> Program:
+    """The program of pickled nodes (see `_nodes_as_data`)."""
     graph = Graph()
-    made: list[Node] = []
+    graph_nodes: list[Node] = []
 
-    def resolved(arg: Any) -> Any:
+    def resolve(arg: Any) -> Any:
         if isinstance(arg, _Ref):
-            return made[arg.number]
+            return graph_nodes[arg.number]
         if isinstance(arg, dict):
-            return {k: resolved(v) for k, v in arg.items()}
-        return type(arg)(map(resolved, arg)) if type(arg) in (tuple, list) else arg
+            return {k: resolve(v) for k, v in arg.items()}
+        return type(arg)(map(resolve, arg)) if type(arg) in (tuple, list) else arg
 
     for op, node_name, target, args, kwargs, shape, constant in nodes:
-        node = graph.create_node(op, _operation(target) if op == "call_function" else target, resolved(args), resolved(kwargs), node_name)
+        node = graph.create_node(op, _operation(target) if op == "call_function" else target, resolve(args), resolve(kwargs), node_name)
         node.meta["val"] = torch.empty(shape[1], dtype=shape[0], device="meta") if isinstance(shape, tuple) else shape
         if constant is not None:
-            with torch.inference_mode(False):  # a program that was unpickled there serves training too
+            with torch.inference_mode(False):  # an inference tensor could not be used in training later
                 node.meta["constant"] = constant.clone()
-        made.append(node)
+        graph_nodes.append(node)
     return Program(kind=kind, name=name, graph=graph, captured=captured, score_dtype=score_dtype)
 
 
 def _operation(name: str) -> Any:
-    """`aten.add.Tensor` → the operation."""
-    found: Any = torch.ops
+    """The torch operation of a name such as `aten.add.Tensor`."""
+    operation: Any = torch.ops
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        operation = getattr(operation, part)
+    return operation

@@ -1,8 +1,8 @@
-"""A bounded cache of traces: tracing costs milliseconds, and eager training calls the same mod thousands of times.
+"""Bounded cache of traces: tracing costs milliseconds, and eager training calls the same mod thousands of times.
 
 A trace is reused only if nothing that the mod can read has changed (see `longspan._masks.trace_key`). Captured tensors enter the key by
-dtype, shape, strides and device alone. The program is bound to the tensors of the present call, so a closure made anew in every step
-hits the cache. A mod without a key is traced at every call.
+dtype, shape, strides and device alone. A cached program is bound to the tensors of the current call, so a closure that is recreated in
+every step hits the cache. A mod without a key is traced at every call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from longspan._torch_private import foreign_function_modes_are_active
 
 @dataclass(frozen=True)
 class _Entry:
-    """A trace without its tensors. `positions`: of its sources among the key's tensors. `alive`: objects whose ids are in the key."""
+    """A cached trace without its tensors.
+
+    `positions`: index of each source tensor among the key's tensors. `alive`: objects whose ids are part of the key.
+    """
 
     traced: Traced
     positions: tuple[int, ...]
@@ -32,7 +35,7 @@ class _Entry:
 
 
 class TraceCache:
-    """A bounded, least-recently-used cache of `trace`; returns what `trace` would return now."""
+    """Bounded LRU cache of `trace` results, thread-safe."""
 
     def __init__(self, size: int = 256) -> None:
         self._size = size
@@ -43,38 +46,39 @@ class TraceCache:
     def trace(self, fn: Callable[..., Any], kind: Kind, *, score_dtype: torch.dtype, name: str | None = None) -> Traced:
         """Trace a mod, or reuse the trace of a mod with an equal key."""
         try:
-            found = _key(fn, kind, score_dtype)
-            hash(found.key)
-        except Exception:  # `Unsure`, or whatever an unusual object raises when it is looked at
+            lookup = _key(fn, kind, score_dtype)
+            hash(lookup.key)
+        except Exception:  # `Unsure`, or any exception that a user's object raises on attribute access or hashing
             return trace(fn, kind, score_dtype=score_dtype, name=name)
         with self._lock:
-            entry = self._entries.get(found.key)
+            entry = self._entries.get(lookup.key)
             if entry is not None:
-                self._entries.move_to_end(found.key)
+                self._entries.move_to_end(lookup.key)
                 self.hits += 1
-                return replace(entry.traced, sources=tuple(found.tensors[i] for i in entry.positions))
-        # The key does not describe what a module computes when it is called.
+                return replace(entry.traced, sources=tuple(lookup.tensors[i] for i in entry.positions))
+        # The key does not describe a module's forward (hooks, submodules), so a mod that calls modules is not cached.
         called_modules: list[Any] = []
         hook = register_module_forward_pre_hook(lambda module, _: called_modules.append(module))
         try:
             traced = trace(fn, kind, score_dtype=score_dtype, name=name)
         finally:
             hook.remove()
-        position = {id(tensor): i for i, tensor in enumerate(found.tensors)}
+        position = {id(tensor): i for i, tensor in enumerate(lookup.tensors)}
         if not called_modules and all(id(source) in position for source in traced.sources):
-            entry = _Entry(replace(traced, sources=()), tuple(position[id(s)] for s in traced.sources), found.alive)
+            entry = _Entry(replace(traced, sources=()), tuple(position[id(s)] for s in traced.sources), lookup.alive)
             with self._lock:
-                self._entries[found.key] = entry
+                self._entries[lookup.key] = entry
                 if len(self._entries) > self._size:
                     self._entries.popitem(last=False)
         return traced
 
 
 def _key(fn: Callable[..., Any], kind: Kind, score_dtype: torch.dtype) -> TraceKey:
+    """The key of a mod together with the global torch state that its trace depends on; raises `Unsure`."""
     if foreign_function_modes_are_active():
         raise Unsure
     key, tensors, alive = trace_key(fn)
-    # A mod reads these without naming them: `torch.tensor(2.0)` and `i / j` have the default dtype.
+    # A mod depends on these settings without naming them: `torch.tensor(2.0)` and `i / j` have the default dtype.
     state = torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()
     return TraceKey((kind, score_dtype, state, key), tensors, alive)
 

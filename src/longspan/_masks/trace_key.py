@@ -1,9 +1,9 @@
-"""A cache key for traced mods: the code a mod can reach and every value that the code names.
+"""Cache keys for traced mods: the code that a mod can reach and every value that the code names.
 
 The key covers a closed world: plain Python functions and methods, numbers and strings, tensors, lists, tuples and dicts, modules, and
-objects whose classes define no operators. Inside it, every name in the bytecode must be a known value or a torch operator. Anything else
-raises `Unsure`, and the mod is traced again: a trace costs milliseconds, a stale one costs a wrong answer. Functions that read global
-state (`torch.is_grad_enabled`), remember results (`functools.cache`) or look up names given as strings (`getattr`) are outside.
+objects whose classes define no operators. Every name in the bytecode must be a known value or a torch operator. Anything else raises
+`Unsure`, and the mod is traced again: a trace costs milliseconds, a stale trace gives wrong results. Functions that read global
+state (`torch.is_grad_enabled`), cache results (`functools.cache`) or look up attributes by string (`getattr`) are not supported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 _IMMUTABLE = frozenset({bool, int, str, bytes, range, type(None), type(Ellipsis), torch.dtype, torch.device, torch.Size})
 _BUILTINS = "abs all any bool divmod enumerate float int isinstance len list max min pow range reversed round slice sum tuple zip"
 _LIBRARY_OBJECTS = frozenset({Tensor, torch.finfo, torch.iinfo, *(getattr(builtins, name) for name in _BUILTINS.split())})
-# Attributes that are no torch operator: metadata that is part of a tensor's key, casts, fields of torch.finfo, methods of containers.
+# Allowed attributes besides torch operators: tensor metadata that is part of the key, casts, torch.finfo fields, container methods.
 _ATTRIBUTES = frozenset(
     """
     shape dtype device ndim size dim numel nelement stride T is_floating_point is_complex element_size itemsize
@@ -31,23 +31,23 @@ _ATTRIBUTES = frozenset(
     eps tiny smallest_normal bits get items keys index count
     """.split()
 )
-# Operators by name and signature, but they return memory that the key does not describe.
+# Pure operators by their schema, but they return memory that the key does not describe.
 _NOT_OPERATORS = frozenset({"data", "grad", "from_file", "empty", "empty_like", "new_empty"})
-# Special methods that no expression inside a mod calls: construction, and text, which the walk rejects.
+# Special methods that no accepted expression calls: the walk rejects construction and text formatting.
 _UNUSED_METHODS = frozenset(
     "__init__ __post_init__ __new__ __init_subclass__ __repr__ __str__ __getstate__ __setstate__ __reduce__ __copy__ __deepcopy__".split()
 )
 
 
 class Unsure(Exception):
-    """The mod may read a value that the key does not describe."""
+    """Raised for a mod that may read a value outside its key; such a mod is not cached."""
 
 
 class TraceKey(NamedTuple):
-    """What a trace depends on.
+    """Hashable key of a trace, and the tensors that the mod captured.
 
-    `key` is hashable. Equal keys mean the same trace up to the captured `tensors`, which the key names by position. The key holds ids of
-    code and library objects: a cache must keep `alive` for as long as it keeps the key.
+    Equal keys mean equal traces up to the captured `tensors`, which the key names by position. The key holds ids of code and library
+    objects: a cache entry must also hold `alive`, so that no id is reused.
     """
 
     key: Hashable
@@ -56,7 +56,7 @@ class TraceKey(NamedTuple):
 
 
 def trace_key(fn: Callable[..., Any]) -> TraceKey:
-    """The key of a mod; raises `Unsure` for a mod outside the closed world (see the module's docstring)."""
+    """The key of a mod; raises `Unsure` for a mod outside the closed world of the module's docstring."""
     walk = _Walk()
     key = walk.value(fn), *walk.attributes()
     if not all(_is_known_attribute(name) or (name in walk.explained and not hasattr(Tensor, name)) for name in walk.names):
@@ -67,7 +67,7 @@ def trace_key(fn: Callable[..., Any]) -> TraceKey:
 
 
 class _Names(NamedTuple):
-    """Names in a code object and in the functions defined inside it."""
+    """Global and attribute names in a code object and its nested functions."""
 
     globals: tuple[str, ...]
     attributes: tuple[str, ...]
@@ -75,14 +75,15 @@ class _Names(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _names_in(code: types.CodeType) -> _Names | None:
-    """Names that the code reads; None where it imports, assigns to a name or attribute, matches classes or formats text."""
+    """Names that the code reads; None if it imports, assigns to a global or attribute, matches classes or formats text."""
     global_names, attributes = set[str](), set[str]()
-    for step in dis.get_instructions(code):
-        if step.opname == "LOAD_GLOBAL":
-            global_names.add(step.argval)
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            attributes.add(step.argval)
-        elif step.opcode in dis.hasname or step.opname == "MATCH_CLASS" or step.opname.startswith("FORMAT"):
+    for instruction in dis.get_instructions(code):
+        opname = instruction.opname
+        if opname == "LOAD_GLOBAL":
+            global_names.add(instruction.argval)
+        elif opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes.add(instruction.argval)
+        elif instruction.opcode in dis.hasname or opname == "MATCH_CLASS" or opname.startswith("FORMAT"):
             return None
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -91,7 +92,7 @@ def _names_in(code: types.CodeType) -> _Names | None:
                 return None
             global_names.update(inner.globals)
             attributes.update(inner.attributes)
-        elif isinstance(constant, str) and "%" in constant:  # formats text
+        elif isinstance(constant, str) and "%" in constant:  # `"%s" % value` formats text without an opcode of its own
             return None
     return _Names(tuple(sorted(global_names)), tuple(sorted(attributes)))
 
@@ -107,6 +108,7 @@ def _is_operator(name: str) -> bool:
 
 
 def _is_known_attribute(name: str) -> bool:
+    """Whether an attribute of a tensor or container is described by the key or is a pure operator."""
     return name in _ATTRIBUTES or _is_operator(name)
 
 
@@ -123,10 +125,10 @@ def _is_library_function(value: Any) -> bool:
 
 
 class _Walk:
-    """One walk over everything that a mod can read.
+    """Walk over everything that a mod can read; collects the parts of its key.
 
-    `names` are the attribute names in the code reached so far, `objects` the modules, classes and instances. Each object is described by
-    its attributes of these names. `explained` are the names that some object has.
+    `names`: attribute names in the code reached so far. `objects`: modules, classes and instances, each described by its attributes of
+    these names. `explained`: the names that at least one object has.
     """
 
     def __init__(self) -> None:
@@ -138,11 +140,12 @@ class _Walk:
         self._numbers: dict[int, int] = {}
 
     def value(self, value: Any) -> Hashable:
+        """The description of one value; a repeated object is described by its number of first visit."""
         kind = type(value)
         if kind in _IMMUTABLE:
             return kind, value
         if kind is float:
-            return kind, repr(value)  # tells 0.0 from -0.0
+            return kind, repr(value)  # 0.0 == -0.0, but their traces differ
         number = self._numbers.get(id(value))
         if number is not None:
             return "again", number
@@ -166,7 +169,7 @@ class _Walk:
             if value in _LIBRARY_OBJECTS or _is_library_function(value):
                 return id(value)
             if kind is not type or not isinstance(value, type) or any("__init__" in vars(cls) for cls in value.__mro__[:-1]):
-                raise Unsure  # code may call the class
+                raise Unsure  # the mod may call the class, which runs `__init__`
             return id(value), self.instance(value, value.__mro__)
         reads = getattr(kind, "trace_reads", None)
         if reads is not None and kind.__module__.startswith("longspan."):
@@ -174,13 +177,15 @@ class _Walk:
         return kind, self.instance(value, kind.__mro__)
 
     def tensor(self, tensor: Tensor) -> Hashable:
+        """The metadata of a captured tensor; its values are not part of the key."""
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
             raise Unsure
         self.tensors.append(tensor)
-        # Strides: the trace decided whether `reshape` copies.
+        # Strides decide during the trace whether `reshape` copies.
         return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
     def function(self, fn: types.FunctionType) -> Hashable:
+        """A Python function: its code, defaults, closure cells and the globals that it names."""
         names = _names_in(fn.__code__)
         if names is None or fn.__dict__:
             raise Unsure
@@ -193,7 +198,7 @@ class _Walk:
         return tuple(values)
 
     def instance(self, value: Any, classes: tuple[type, ...]) -> Hashable:
-        """The part of an object that code can read without naming it: a dataclass's fields, which its `==` compares, and `__call__`."""
+        """The parts of an object that code reads without naming them: dataclass fields (compared by `==`) and `__call__`."""
         self.objects.append((value, classes))
         unnamed: list[str] = []
         for cls in classes:
@@ -206,39 +211,42 @@ class _Walk:
         return tuple(self.attribute(value, name, classes) for name in unnamed)
 
     def attributes(self) -> Iterator[Hashable]:
-        """The attributes of all objects that code can read by name. Both lists grow meanwhile: methods name further attributes."""
+        """The attributes of all objects that code can read by name.
+
+        `names` and `objects` grow during the iteration, because methods name further attributes. Iterate to a fixed point.
+        """
         next_name: list[int] = []
-        todo = True
-        while todo:
-            todo = False
+        changed = True
+        while changed:
+            changed = False
             for i, (value, classes) in enumerate(self.objects):
                 if i == len(next_name):
                     next_name.append(0)
                 while next_name[i] < len(self.names):
-                    name, todo = self.names[next_name[i]], True
+                    name, changed = self.names[next_name[i]], True
                     next_name[i] += 1
                     part = self.attribute(value, name, classes)
                     if part is not None:
                         yield i, name, part
 
     def attribute(self, value: Any, name: str, classes: tuple[type, ...]) -> Hashable:
-        """The description of one attribute, None where there is none. Follows Python's lookup without calling the user's code."""
-        of_class, owner = next(((vars(cls)[name], cls) for cls in classes if name in vars(cls)), (None, None))
+        """The description of one attribute, or None if the object lacks it. Follows Python's lookup without calling user code."""
+        class_attribute, owner = next(((vars(cls)[name], cls) for cls in classes if name in vars(cls)), (None, None))
         stored: dict[str, Any] = {} if isinstance(value, type) else vars(value)
-        if isinstance(of_class, property) and of_class.fget is not None:
-            part = self.value(of_class.fget)
+        if isinstance(class_attribute, property) and class_attribute.fget is not None:
+            part = self.value(class_attribute.fget)
         elif name in stored:
             part = self.value(stored[name])
-        elif isinstance(of_class, staticmethod):
-            part = self.value(of_class.__func__)
+        elif isinstance(class_attribute, staticmethod):
+            part = self.value(class_attribute.__func__)
         elif owner is torch.nn.Module or owner is object:
             if not _is_known_attribute(name):
                 raise Unsure
-            return None  # `.float()` and `.to()`: named in the code for tensors
-        elif of_class is not None:
-            if not isinstance(of_class, types.FunctionType) and hasattr(type(of_class), "__get__"):
+            return None  # `.float()` and `.to()` also exist on modules; the code calls them on tensors
+        elif class_attribute is not None:
+            if not isinstance(class_attribute, types.FunctionType) and hasattr(type(class_attribute), "__get__"):
                 raise Unsure
-            part = self.value(of_class)
+            part = self.value(class_attribute)
         else:
             tables = [stored[t] for t in ("_parameters", "_buffers", "_modules") if torch.nn.Module in classes and t in stored]
             table = next((t for t in tables if name in t), None)
@@ -251,7 +259,7 @@ class _Walk:
 
 @functools.lru_cache(maxsize=1024)
 def _has_plain_operators(cls: type) -> bool:
-    """Whether operators and builtins on the objects of a class read nothing but its fields and `__call__`."""
+    """Whether operators and builtins on instances of a class read only its fields and `__call__`."""
     if cls in (object, torch.nn.Module):
         return True
     for name, part in vars(cls).items():
