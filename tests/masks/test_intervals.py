@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan._masks.interval_rules import Interval, carrier
-from longspan._masks.intervals import KV, Interpreter, Q, bounds
+from longspan._masks.interval_steps import KV, Q
+from longspan._masks.intervals import Interpreter, bounds
 from longspan._masks.range_lookup import RangeTable
 from longspan._masks.tracing import trace
 
@@ -97,8 +98,8 @@ def test_bounds_hold_for_every_value_in_a_square(name):
             if domain.constant is not None:
                 must, may = (x.expand(40) for x in domain.constant)
             else:
-                rows, columns = domain.along(Q, lows[0], highs[0]), domain.along(KV, lows[1], highs[1])
-                must, may = (x.expand(40) for x in domain.squares(rows, columns))
+                rows, columns = domain.evaluate_axis(Q, lows[0], highs[0]), domain.evaluate_axis(KV, lows[1], highs[1])
+                must, may = (x.expand(40) for x in domain.evaluate_squares(rows, columns))
             for i in range(40):
                 q, kv = (torch.arange(int(lows[a, i]), int(highs[a, i]) + 1) for a in (0, 1))
                 seen = mask(None, None, q[:, None], kv[None, :])
@@ -120,7 +121,7 @@ def test_rules_are_precise_where_masks_need_it(name):
     mask, q, kv, want = DECIDED[name]
     domain = Interpreter(trace(mask, "mask").program, (), b=(0, 0), h=(0, 0), q=(0, 2000), kv=(0, 2000))
     ends = [torch.tensor([x]) for x in (*q, *kv)]
-    must, may = domain.squares(domain.along(Q, *ends[:2]), domain.along(KV, *ends[2:]))
+    must, may = domain.evaluate_squares(domain.evaluate_axis(Q, *ends[:2]), domain.evaluate_axis(KV, *ends[2:]))
     assert (bool(must), bool(may)) == (want, want)
 
 
@@ -165,7 +166,7 @@ def test_padding_in_a_conjunction_is_looked_through():
         traced = trace(mask, "mask")
         domain = Interpreter(traced.program, traced.captured(), b=(0, 0), h=(0, 0), q=(0, 1023), kv=(0, 1023))
         ends = [torch.tensor([x]) for x in (512, 575, 64, 127)]
-        must, may = domain.squares(domain.along(Q, *ends[:2]), domain.along(KV, *ends[2:]))
+        must, may = domain.evaluate_squares(domain.evaluate_axis(Q, *ends[:2]), domain.evaluate_axis(KV, *ends[2:]))
         assert not must and not may
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from longspan._masks.block_table import BLOCK_SIZE, EMPTY, FULL, PARTIAL, BlockTable
 from longspan._masks.interval_rules import Interval
-from longspan._masks.intervals import KV, Interpreter, Q
+from longspan._masks.interval_steps import KV, Q
+from longspan._masks.intervals import Interpreter
 from longspan._masks.program import Program
 from longspan._masks.tile_runs import Segments
 
@@ -235,11 +236,11 @@ class _Head:
             return Interval(yes, yes)
         if self.domain.constant is not None:
             return Interval(*(x.view(1, 1, 1) for x in self.domain.constant))
-        known = []
+        axis_values = []
         for axis, at, tiles in zip((Q, KV), (rows, columns), self.tiles, strict=True):
             at = at.clamp(max=-(-tiles // self.sides[level]) - 1)  # squares past the end are dropped later
-            known.append([Interval(lo[at], hi[at]) for lo, hi in self._along(level, axis)])
-        return self.domain.squares(*known)
+            axis_values.append([Interval(lo[at], hi[at]) for lo, hi in self._along(level, axis)])
+        return self.domain.evaluate_squares(*axis_values)
 
     def _along(self, level: int, axis: int) -> list[Interval]:
         key = (level, axis)
@@ -247,7 +248,7 @@ class _Head:
             assert self.domain is not None
             edges, step = self.edges[0 if axis == Q else 1], self.sides[level]
             start = edges[:-1:step]
-            self.along[key] = self.domain.along(axis, start, torch.cat([start[1:], edges[-1:]]) - 1)
+            self.along[key] = self.domain.evaluate_axis(axis, start, torch.cat([start[1:], edges[-1:]]) - 1)
         return self.along[key]
 
     def _emit(self, chosen: Tensor, rows: Tensor, columns: Tensor, kind: int, side: int) -> None:

@@ -6,7 +6,7 @@ integer type, and a floating-point type for itself. Both bounds are values the o
 Soundness rests on two facts. A monotone operation has its extremes at the ends of its operands' intervals, and rounding (IEEE
 arithmetic, conversion) is monotone too, so running *the same operation in the same dtype* on the ends bounds every result bit for bit.
 And bounds over a part of the domain lie inside those over the whole, so overflow, NaN and division by zero need be excluded
-once, over the whole domain, and never again (`sound` does that).
+once, over the whole domain, and never again (`is_sound` does that).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def carrier(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_floating_point or dtype == torch.bool else torch.int64
 
 
-def anything(dtype: torch.dtype) -> Interval | None:
+def dtype_range(dtype: torch.dtype) -> Interval | None:
     """All values of a dtype; None for floats, among which NaN is ordered with nothing."""
     if dtype == torch.bool:
         return Interval(torch.tensor([False]), torch.tensor([True]))
@@ -59,7 +59,7 @@ def anything(dtype: torch.dtype) -> Interval | None:
     return Interval(torch.tensor([info.min]), torch.tensor([info.max]))
 
 
-def sound(call: Call, args: Sequence[Operand], result: Interval | None) -> bool:
+def is_sound(call: Call, args: Sequence[Operand], result: Interval | None) -> bool:
     """Whether a result over the whole domain can be trusted there and on every part of it."""
     if result is None or result.lo.dtype != carrier(call.dtype) or result.hi.dtype != carrier(call.dtype):
         return False
