@@ -1,4 +1,4 @@
-"""Block tables equal brute force, tile by tile; their views (transposed, dense, printed) agree with each other."""
+"""Block tables equal brute-force evaluation of every element; their transposed, dense and printed views agree."""
 
 import io
 from contextlib import redirect_stderr
@@ -50,7 +50,7 @@ def _binary(draw, depth, make):
 
 @st.composite
 def numbers(draw, depth):
-    """An integer expression of (b, h, q, kv) as a function."""
+    """Strategy for random integer expressions, as functions of (b, h, q, kv)."""
     if depth == 0:
         leaf = draw(st.sampled_from(["q", "kv", "q", "kv", "b", "h", "constant", "lookup"]))
         if leaf == "constant":
@@ -80,7 +80,7 @@ def numbers(draw, depth):
 
 @st.composite
 def conditions(draw, depth):
-    """A boolean expression of (b, h, q, kv) as a function."""
+    """Strategy for random boolean expressions, as functions of (b, h, q, kv)."""
     kinds = ["compare"] * 3 + ["valid", "grid", "float", "same"] + (["and", "or", "not", "xor", "and", "padded"] if depth else [])
     kind = draw(st.sampled_from(kinds))
     if kind == "compare":
@@ -98,9 +98,9 @@ def conditions(draw, depth):
         table = TABLES[draw(st.sampled_from(sorted(TABLES)))]
         return lambda b, h, q, kv: table[q] == table[kv]
     if kind == "padded":
-        table, least = TABLES["padded"], draw(st.integers(-1, 3))
+        table, min_id = TABLES["padded"], draw(st.integers(-1, 3))
         more = draw(conditions(depth - 1))
-        return lambda b, h, q, kv: (table[q] == table[kv]) & more(b, h, q, kv) & (table[q] >= least) & VALID[kv]
+        return lambda b, h, q, kv: (table[q] == table[kv]) & more(b, h, q, kv) & (table[q] >= min_id) & VALID[kv]
     a = draw(conditions(depth - 1))
     if kind == "not":
         return lambda *x: ~a(*x)
@@ -111,23 +111,25 @@ def conditions(draw, depth):
 def brute_force(mask, q_len, kv_len, block, batch=1, heads=1):
     """Kinds [batch, heads, q_tiles, kv_tiles] by evaluating every element."""
     b, h, q, kv = (torch.arange(n) for n in (batch, heads, q_len, kv_len))
-    seen = mask(b[:, None, None, None], h[:, None, None], q[:, None], kv).expand(batch, heads, q_len, kv_len)
-    pad = torch.nn.functional.pad(seen, (0, -kv_len % block[1], 0, -q_len % block[0]))
-    tiles = pad.unflatten(3, (-1, block[1])).unflatten(2, (-1, block[0])).transpose(3, 4).flatten(4)
+    visible = mask(b[:, None, None, None], h[:, None, None], q[:, None], kv).expand(batch, heads, q_len, kv_len)
+    padded = torch.nn.functional.pad(visible, (0, -kv_len % block[1], 0, -q_len % block[0]))
+    tiles = padded.unflatten(3, (-1, block[1])).unflatten(2, (-1, block[0])).transpose(3, 4).flatten(4)
     return torch.where(tiles.all(-1), FULL, torch.where(tiles.any(-1), PARTIAL, EMPTY)).to(torch.int8)
 
 
 def table_of(mask, q_len, kv_len, **options):
+    """The block table of a mask function."""
     traced = trace(mask, "mask")
     return classify(traced.program, traced.captured(), q_len, kv_len, mask_mod=mask, **options)
 
 
 def check_well_formed(table: BlockTable):
+    """Runs of each row are ascending, disjoint, and maximal."""
     assert len(table.ptr) == table.rows + 1 and int(table.ptr[-1]) == len(table.first)
     row = torch.repeat_interleave(torch.arange(table.rows), table.ptr.diff().long())
-    same = row[1:] == row[:-1]
-    assert bool((table.first <= table.last).all()) and bool((table.first[1:] > table.last[:-1])[same].all())
-    joinable = same & (table.first[1:] == table.last[:-1] + 1) & (table.kind[1:] == table.kind[:-1])
+    same_row = row[1:] == row[:-1]
+    assert bool((table.first <= table.last).all()) and bool((table.first[1:] > table.last[:-1])[same_row].all())
+    joinable = same_row & (table.first[1:] == table.last[:-1] + 1) & (table.kind[1:] == table.kind[:-1])
     assert not bool(joinable.any())
 
 
@@ -138,14 +140,14 @@ LEVELS = st.sampled_from([None, (1,), (2, 1), (4, 2, 1), (8, 4, 1), (6, 3, 1)])
 
 @settings(max_examples=520, suppress_health_check=list(HealthCheck))
 @given(mask=conditions(3), lengths=SHAPES, block=BLOCKS, levels=LEVELS)
-def test_a_table_equals_brute_force(mask, lengths, block, levels):
+def test_tables_of_random_masks_equal_brute_force(mask, lengths, block, levels):
     table = table_of(mask, *lengths, block=block, levels=levels, batch=2, heads=2)
-    want = brute_force(mask, *lengths, block, 2, 2)
-    assert torch.equal(table.to_dense().expand_as(want), want)
+    expected = brute_force(mask, *lengths, block, 2, 2)
+    assert torch.equal(table.to_dense().expand_as(expected), expected)
     check_well_formed(table)
-    turned = table.transposed
-    check_well_formed(turned)
-    assert torch.equal(turned.to_dense(), table.to_dense().transpose(2, 3))
+    transposed = table.transposed
+    check_well_formed(transposed)
+    assert torch.equal(transposed.to_dense(), table.to_dense().transpose(2, 3))
 
 
 OVERFLOWING = {
@@ -170,7 +172,7 @@ OVERFLOWING = {
 
 @pytest.mark.parametrize("levels", [None, (4, 2, 1)])
 @pytest.mark.parametrize("name", OVERFLOWING)
-def test_overflow_rounding_and_nan_never_make_a_table_wrong(name, levels):
+def test_tables_are_exact_under_overflow_rounding_and_nan(name, levels):
     mask, block = OVERFLOWING[name], (16, 16)
     table = table_of(mask, 200, 150, block=block, levels=levels)
     if name == "vector inside":
@@ -179,39 +181,39 @@ def test_overflow_rounding_and_nan_never_make_a_table_wrong(name, levels):
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (128, 128), (127, 256), (256, 130), (129, 127)])
-def test_without_a_mask_all_but_ragged_tiles_are_full(lengths):
+def test_without_a_mask_every_tile_of_full_size_is_full(lengths):
     table = classify(None, (), *lengths, block=(64, 32), batch=3, heads=2)
     assert (table.batch, table.heads) == (1, 1)
-    want = brute_force(lambda b, h, q, kv: (q >= 0) & (kv >= 0), *lengths, (64, 32))
-    assert torch.equal(table.to_dense(), want)
+    expected = brute_force(lambda b, h, q, kv: (q >= 0) & (kv >= 0), *lengths, (64, 32))
+    assert torch.equal(table.to_dense(), expected)
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (5, 0), (0, 0)])
-def test_no_queries_or_no_keys_give_an_empty_table(q_len, kv_len):
+def test_a_table_without_queries_or_keys_is_empty(q_len, kv_len):
     table = table_of(lambda b, h, q, kv: q >= kv, q_len, kv_len)
     assert len(table.first) == 0 and table.ptr.tolist() == [0] * (table.rows + 1)
     assert table.density == 0.0 and repr(table) == str(table)
     assert len(table.transposed.first) == 0 and table.transposed.rows == table.kv_tiles
 
 
-def test_a_dim_that_the_mask_does_not_use_collapses():
+def test_batch_and_heads_are_1_if_the_mask_does_not_use_them():
     lengths = torch.tensor([10, 60, 64])
     table = table_of(lambda b, h, q, kv: kv < lengths[b], 64, 64, block=(16, 16), batch=3, heads=5)
     assert (table.batch, table.heads) == (3, 1)
     assert table.counts() == (12, 8, 28)
 
 
-def test_a_million_tokens_cost_few_runs():
+def test_a_sliding_window_over_a_million_tokens_has_few_runs_per_row():
     size = 2**20
     table = table_of(lambda b, h, q, kv: (q >= kv) & (q - kv < 4096), size, size)
     assert len(table.first) < 4 * table.rows
     assert table.counts().full == sum(min(i, 31) for i in range(8192))
-    turned = table.transposed
-    assert turned.counts() == table.counts()
-    assert torch.equal(turned.transposed.first, table.first) and torch.equal(turned.transposed.ptr, table.ptr)
+    transposed = table.transposed
+    assert transposed.counts() == table.counts()
+    assert torch.equal(transposed.transposed.first, table.first) and torch.equal(transposed.transposed.ptr, table.ptr)
 
 
-def test_a_lookup_outside_its_table_is_refused():
+def test_a_lookup_outside_its_table_raises():
     ids = torch.zeros(100, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"looks outside a captured tensor of shape \(100,\).*-100 to 99.*100 entries, got up to 128"):
         table_of(lambda b, h, q, kv: ids[q] == ids[kv], 129, 50)
@@ -222,37 +224,37 @@ def test_a_lookup_outside_its_table_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"block": (0, 16)}, "block: expected two sizes"),
-        ({"levels": (4, 3, 1)}, "levels: expected falling sides"),
-        ({"levels": (4, 2)}, "levels: expected falling sides"),
-        ({"batch": -1}, "expected lengths, batch and heads of 0 or more"),
+        ({"block": (0, 16)}, "block: expected two sizes.*got \\(0, 16\\)"),
+        ({"levels": (4, 3, 1)}, "levels: expected descending sides"),
+        ({"levels": (4, 2)}, "levels: expected descending sides"),
+        ({"batch": -1}, "expected non-negative q_len, kv_len, batch and heads"),
     ],
 )
-def test_bad_options_are_refused(options, message):
+def test_invalid_options_raise(options, message):
     with pytest.raises(ValueError, match=message):
         table_of(lambda b, h, q, kv: q >= kv, 10, 10, **options)
 
 
-def test_progress_is_reported_and_silent_when_fast(monkeypatch):
+def test_slow_tables_report_progress_and_fast_tables_are_silent(monkeypatch):
     noise = torch.randint(0, 2000, (2000,))
 
     def mask(b, h, q, kv):
         return noise[q] == noise[kv]
 
-    with redirect_stderr(io.StringIO()) as quiet:
+    with redirect_stderr(io.StringIO()) as fast_stderr:
         table_of(lambda b, h, q, kv: q >= kv, 2000, 2000, block=(16, 16))
-    assert quiet.getvalue() == ""
-    monkeypatch.setattr(classify_module, "PATIENCE", -1.0)
-    monkeypatch.setattr(classify_module, "INTERVAL", -1.0)
-    with redirect_stderr(io.StringIO()) as heard:
+    assert fast_stderr.getvalue() == ""
+    monkeypatch.setattr(classify_module, "REPORT_AFTER", -1.0)
+    monkeypatch.setattr(classify_module, "REPORT_INTERVAL", -1.0)
+    with redirect_stderr(io.StringIO()) as slow_stderr:
         table_of(mask, 2000, 2000, block=(16, 16))
-    assert "\rblock table:" in heard.getvalue() and heard.getvalue().endswith("\n")
-    shares: list[float] = []
-    table_of(mask, 2000, 2000, block=(16, 16), progress=shares.append)
-    assert shares == sorted(shares) and shares[0] >= 0 and shares[-1] == 1.0
+    assert "\rblock table:" in slow_stderr.getvalue() and slow_stderr.getvalue().endswith("\n")
+    fractions: list[float] = []
+    table_of(mask, 2000, 2000, block=(16, 16), progress=fractions.append)
+    assert fractions == sorted(fractions) and fractions[0] >= 0 and fractions[-1] == 1.0
 
 
-def test_a_printed_table_is_a_small_picture():
+def test_a_table_prints_as_a_picture_of_at_most_32_lines():
     text = str(table_of(lambda b, h, q, kv: q >= kv, 2**16, 2**16))
     head, *lines = text.splitlines()
     assert head.startswith("BlockTable(65536 × 65536, block 128 × 128") and "density 0.501" in head
@@ -262,7 +264,7 @@ def test_a_printed_table_is_a_small_picture():
     assert small.picture().splitlines() == ["▒   ", "█▒  ", "██▒ ", "███▒"]
 
 
-def test_runs_of_one_kind_and_row_order():
+def test_runs_are_selected_by_kind_and_rows_sorted_by_work():
     table = table_of(lambda b, h, q, kv: q >= kv, 64, 64, block=(16, 16))
     full, partial = table.runs(FULL), table.runs(PARTIAL)
     assert full.ptr.tolist() == [0, 0, 1, 2, 3] and full.last.tolist() == [0, 1, 2]

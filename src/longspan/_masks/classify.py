@@ -1,7 +1,7 @@
-"""From a mask program to its block table: coarse squares of tiles first, refined only where the answer is unknown.
+"""Block tables of mask programs: classify coarse squares of tiles by interval arithmetic, refine only the undecided squares.
 
 Legend: a *tile* is block[0] queries × block[1] keys; a *square* of side s is s × s tiles. Squares are processed in chunks of bounded
-size and their answers kept as runs, so memory follows the table's size, not the number of tiles.
+size and stored as runs, so memory is proportional to the size of the table, not to the number of tiles.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from longspan._masks.program import Program
 from longspan._masks.tile_runs import Segments
 
 UNKNOWN = 3
-SQUARES = 1 << 16  # squares decided at once
-ELEMENTS = 1 << 18  # mask elements evaluated at once
-SAMPLES = (2, 8, 32)  # points per side of a tile, before all of it is evaluated
-PATIENCE = 2.0  # seconds of silence before the first line
-INTERVAL = 0.2  # seconds between reports
+MAX_SQUARES = 1 << 16  # squares classified at once
+MAX_ELEMENTS = 1 << 18  # mask elements evaluated at once
+SAMPLES = (2, 8, 32)  # sampled points per side of a tile, tried before evaluating the whole tile
+REPORT_AFTER = 2.0  # seconds before the first progress line
+REPORT_INTERVAL = 0.2  # seconds between progress reports
 
 
 def classify(
@@ -45,19 +45,20 @@ def classify(
     mask_mod: Callable[..., Any] | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> BlockTable:
-    """The kind of every tile, exactly: FULL where all elements are visible, EMPTY where none is, else PARTIAL.
+    """The exact block table of a mask: FULL where all elements of a tile are visible, EMPTY where none is, else PARTIAL.
 
-    A tile with fewer tokens than its block, as at the end of queries or keys, is never FULL: kernels compute full tiles without
-    looking at bounds. `batch` and `heads` become 1 where the program does not depend on them; `first_batch` is the batch row that
-    comes first. `captured` may be on any device. `edges`: where tiles of queries and of keys begin, and the end; int64, ascending from
-    0, no tile wider than its block. `levels` are the sides of squares in tiles, each dividing the one before, the last one 1.
-    `progress` is called with the share done, 0 to 1; by default a line on stderr appears when a table takes more than two seconds.
-    No program is no mask: all is visible.
+    A tile with fewer tokens than its block (at the end of queries or keys) is never FULL, because kernels compute full tiles without
+    bounds checks. Without a program every element is visible.
+
+    `batch` and `heads` become 1 if the program does not depend on them. `first_batch` is the index of the first batch row. `captured`
+    may be on any device. `edges`: first token of every query tile and KV tile, then the length; int64 [tiles + 1], ascending from 0, no
+    tile wider than its block. `levels`: sides of squares in tiles, each a divisor of the one before, ending with 1. `progress` is called
+    with the fraction done, 0 to 1; without it, a progress line appears on stderr after two seconds.
     """
     _check(q_len, kv_len, block, batch, heads)
     batch = batch if program is not None and program.uses_batch else 1
     heads = heads if program is not None and program.uses_head else 1
-    given = edges is not None
+    custom_edges = edges is not None
     edges = edges or (_even_edges(q_len, block[0]), _even_edges(kv_len, block[1]))
     q_tiles, kv_tiles = (len(e) - 1 for e in edges)
     segments = Segments(rows=batch * heads * q_tiles, columns=kv_tiles)
@@ -82,25 +83,27 @@ def classify(
         first=first,
         last=last,
         kind=kind,
-        tiles=(q_tiles, kv_tiles) if given else None,
+        tiles=(q_tiles, kv_tiles) if custom_edges else None,
         mask_mod=mask_mod,
     )
 
 
 def _even_edges(length: int, block: int) -> Tensor:
+    """Edges [tiles + 1] of tiles of `block` tokens; the last tile may be shorter."""
     return torch.cat([torch.arange(0, length, block), torch.tensor([length])])
 
 
 def _check(q_len: int, kv_len: int, block: tuple[int, int], batch: int, heads: int) -> None:
     if len(block) != 2 or min(block) < 1:
-        raise ValueError(f"block: expected two sizes (queries, keys) of 1 or more, got {block}")
+        raise ValueError(f"block: expected two sizes (queries, keys) of at least 1, got {block}; for example block=(128, 128)")
     if min(q_len, kv_len) < 0 or min(batch, heads) < 0:
         raise ValueError(
-            f"expected lengths, batch and heads of 0 or more, got q_len {q_len}, kv_len {kv_len}, batch {batch}, heads {heads}"
+            f"expected non-negative q_len, kv_len, batch and heads, got q_len={q_len}, kv_len={kv_len}, batch={batch}, heads={heads}"
         )
 
 
 def _sides(levels: Sequence[int] | None, tiles: int) -> list[int]:
+    """The sides of squares from coarse to fine; by default the coarsest level has at most 32 squares per side."""
     if levels is None:
         side, sides = 1, [1]
         while tiles > 32 * side:
@@ -109,12 +112,15 @@ def _sides(levels: Sequence[int] | None, tiles: int) -> list[int]:
         return sides
     sides = list(levels)
     if not sides or sides[-1] != 1 or any(b >= a or a % b for a, b in itertools.pairwise(sides)):
-        raise ValueError(f"levels: expected falling sides that divide each other and end with 1, such as (16, 4, 1), got {tuple(levels)}")
+        raise ValueError(
+            f"levels: expected descending sides, each a divisor of the one before, ending with 1, got {tuple(levels)}; "
+            "for example levels=(16, 4, 1)"
+        )
     return sides
 
 
 class _Report:
-    """Tells how far the work is: to `progress`, or in one line on stderr that is rewritten in place, if it takes long."""
+    """Progress reports: calls `progress`, or rewrites one line on stderr when classification is slow."""
 
     def __init__(self, progress: Callable[[float], None] | None, parts: int) -> None:
         self.progress, self.parts, self.part = progress, max(1, parts), 0
@@ -123,14 +129,14 @@ class _Report:
 
     def __call__(self, share: float) -> None:
         now = time.monotonic()
-        if now - self.shown < INTERVAL:
+        if now - self.shown < REPORT_INTERVAL:
             return
         self.shown, share = now, (self.part + share) / self.parts
         if self.progress is not None:
             self.progress(share)
-        elif now - self.start > PATIENCE:
+        elif now - self.start > REPORT_AFTER:
             self.written = True
-            why = "intervals cannot decide this mask's lookups: its tiles are evaluated one by one"
+            why = "interval bounds do not decide this mask; evaluating its tiles one by one"
             sys.stderr.write(f"\rblock table: {share:4.0%} ({why})")
             sys.stderr.flush()
 
@@ -143,7 +149,7 @@ class _Report:
 
 
 class _Head:
-    """The table of one batch row and head."""
+    """Classification of the tiles of one batch row and head; adds runs to `segments` from row `row` on."""
 
     def __init__(
         self,
@@ -160,143 +166,151 @@ class _Head:
         self.program, self.captured, self.edges, self.block, self.sides = program, captured, edges, block, sides
         self.segments, self.row, self.report = segments, row, report
         self.tiles = [len(e) - 1 for e in edges]
-        self.whole = [e.diff() == size for e, size in zip(edges, block, strict=True)]
-        self.short: dict[tuple[int, int], Tensor | None] = {}
+        self.is_full_size = [e.diff() == size for e, size in zip(edges, block, strict=True)]
+        self.short_squares: dict[tuple[int, int], Tensor | None] = {}
         self.fixed = [torch.full((1, 1, 1), i) for i in fixed]
         self.domain: Interpreter | None = None
         if program is not None:
             (b, h), (q_end, kv_end) = fixed, (int(e[-1]) - 1 for e in edges)
             self.domain = Interpreter(program, captured, b=(b, b), h=(h, h), q=(0, q_end), kv=(0, kv_end))
             self.width = max([1, *(n.meta["val"].numel() for n in program.graph.nodes if n.op == "call_function")])
-        self.along: dict[tuple[int, int], list[Interval]] = {}
-        self.area, self.done = -1, 0
+        self.axis_values: dict[tuple[int, int], list[Interval]] = {}
+        self.total_tiles, self.done_tiles = -1, 0
 
     def run(self) -> None:
+        """Classify all tiles, starting with the coarsest squares."""
         top = self.sides[0]
         rows, columns = (torch.arange(-(-n // top)) for n in self.tiles)
-        self.area = len(rows) * len(columns) * top * top
-        per_chunk = max(1, SQUARES // len(columns))
-        for part in rows.split(per_chunk):
-            self._decide(0, part[None, :, None], columns[None, None, :])
+        self.total_tiles = len(rows) * len(columns) * top * top
+        per_chunk = max(1, MAX_SQUARES // len(columns))
+        for row_chunk in rows.split(per_chunk):
+            self._classify_squares(0, row_chunk[None, :, None], columns[None, None, :])
 
-    def _decide(self, level: int, rows: Tensor, columns: Tensor) -> None:
-        """Decide squares rows [n, r, 1] × columns [n, 1, c] (numbered in squares of this level), and refine what stays unknown."""
+    def _classify_squares(self, level: int, rows: Tensor, columns: Tensor) -> None:
+        """Classify squares rows [n, r, 1] × columns [n, 1, c], in units of this level's squares; refine the unknown ones."""
         side = self.sides[level]
-        kind = self._kinds(level, rows, columns)
+        kind = self._square_kinds(level, rows, columns)
         n, i, j = (kind == UNKNOWN).nonzero(as_tuple=True)
         if side == 1:
             if len(n):
-                kind[n, i, j] = self._finish(rows[n, i, 0], columns[n, 0, j])
+                kind[n, i, j] = self._evaluate_tiles(rows[n, i, 0], columns[n, 0, j])
             self._emit(kind == PARTIAL, rows, columns, PARTIAL, 1)
         self._emit(kind == FULL, rows, columns, FULL, side)
         if side == 1:
-            self.done += kind.numel()
-            self.report(self.done / self.area)
+            self.done_tiles += kind.numel()
+            self.report(self.done_tiles / self.total_tiles)
             return
-        self.done += (kind.numel() - len(n)) * side * side
+        self.done_tiles += (kind.numel() - len(n)) * side * side
         steps = side // self.sides[level + 1]
         inner = torch.arange(steps)
-        parents = max(1, SQUARES // (steps * steps))
+        parents = max(1, MAX_SQUARES // (steps * steps))
         for r, c in zip(rows[n, i, 0].split(parents), columns[n, 0, j].split(parents), strict=True):
             if len(r):
-                self._decide(level + 1, (r[:, None] * steps + inner)[:, :, None], (c[:, None] * steps + inner)[:, None, :])
+                self._classify_squares(level + 1, (r[:, None] * steps + inner)[:, :, None], (c[:, None] * steps + inner)[:, None, :])
 
-    def _kinds(self, level: int, rows: Tensor, columns: Tensor) -> Tensor:
-        """EMPTY, FULL, UNKNOWN (or, for ragged tiles that are all visible, PARTIAL), int8 [n, r, c]."""
+    def _square_kinds(self, level: int, rows: Tensor, columns: Tensor) -> Tensor:
+        """Kinds of squares, int8 [n, r, c]: EMPTY, FULL or UNKNOWN, and PARTIAL for short tiles that are all visible."""
         side = self.sides[level]
         shape = (rows.shape[0], rows.shape[1], columns.shape[2])
         must, may = (x.expand(shape) for x in self._bounds(level, rows, columns))
         kind = torch.where(must, FULL, torch.where(may, UNKNOWN, EMPTY)).to(torch.int8)
-        for axis, at in enumerate((rows, columns)):
-            short = self._short(level, axis)
-            if short is None:
+        for axis, square in enumerate((rows, columns)):
+            is_short = self._short_squares(level, axis)
+            if is_short is None:
                 continue
-            beyond = at >= len(short)
-            ragged = short[at.clamp(max=len(short) - 1)] | beyond
-            if bool(ragged.any()):
-                kind.masked_fill_(ragged & (kind == FULL), PARTIAL if side == 1 else UNKNOWN)
+            beyond = square >= len(is_short)
+            never_full = is_short[square.clamp(max=len(is_short) - 1)] | beyond
+            if bool(never_full.any()):
+                kind.masked_fill_(never_full & (kind == FULL), PARTIAL if side == 1 else UNKNOWN)
                 kind.masked_fill_(beyond, EMPTY)
         return kind
 
-    def _short(self, level: int, axis: int) -> Tensor | None:
-        """Which squares of this level hold a short tile or reach past the last one, along one side; None for none."""
+    def _short_squares(self, level: int, axis: int) -> Tensor | None:
+        """Whether squares along an axis hold a short tile or reach past the last tile, bool [squares]; None if none does."""
         key = (level, axis)
-        if key not in self.short:
+        if key not in self.short_squares:
             side, tiles = self.sides[level], self.tiles[axis]
             padded = torch.ones(-(-tiles // side) * side, dtype=torch.bool)
-            padded[:tiles] = ~self.whole[axis]
-            short = padded.view(-1, side).any(1)
-            evenly = max(self.sides) == side or tiles % self.sides[0] == 0
-            self.short[key] = None if evenly and not bool(short.any()) else short
-        return self.short[key]
+            padded[:tiles] = ~self.is_full_size[axis]
+            is_short = padded.view(-1, side).any(1)
+            divides_evenly = max(self.sides) == side or tiles % self.sides[0] == 0
+            self.short_squares[key] = None if divides_evenly and not bool(is_short.any()) else is_short
+        return self.short_squares[key]
 
     def _bounds(self, level: int, rows: Tensor, columns: Tensor) -> Interval:
+        """Bounds of the mask in squares, broadcastable to [n, r, c]. lo: every element is visible; hi: some element may be."""
         if self.domain is None:
-            yes = torch.ones(1, 1, 1, dtype=torch.bool)
-            return Interval(yes, yes)
+            visible = torch.ones(1, 1, 1, dtype=torch.bool)
+            return Interval(visible, visible)
         if self.domain.constant is not None:
             return Interval(*(x.view(1, 1, 1) for x in self.domain.constant))
         axis_values = []
-        for axis, at, tiles in zip((Q, KV), (rows, columns), self.tiles, strict=True):
-            at = at.clamp(max=-(-tiles // self.sides[level]) - 1)  # squares past the end are dropped later
-            axis_values.append([Interval(lo[at], hi[at]) for lo, hi in self._along(level, axis)])
+        for axis, square, tiles in zip((Q, KV), (rows, columns), self.tiles, strict=True):
+            square = square.clamp(max=-(-tiles // self.sides[level]) - 1)  # `_square_kinds` drops squares past the end
+            axis_values.append([Interval(lo[square], hi[square]) for lo, hi in self._axis_values(level, axis)])
         return self.domain.evaluate_squares(*axis_values)
 
-    def _along(self, level: int, axis: int) -> list[Interval]:
+    def _axis_values(self, level: int, axis: int) -> list[Interval]:
+        """The values of `Interpreter.evaluate_axis` for all rows or columns of squares of a level, cached."""
         key = (level, axis)
-        if key not in self.along:
+        if key not in self.axis_values:
             assert self.domain is not None
             edges, step = self.edges[0 if axis == Q else 1], self.sides[level]
             start = edges[:-1:step]
-            self.along[key] = self.domain.evaluate_axis(axis, start, torch.cat([start[1:], edges[-1:]]) - 1)
-        return self.along[key]
+            self.axis_values[key] = self.domain.evaluate_axis(axis, start, torch.cat([start[1:], edges[-1:]]) - 1)
+        return self.axis_values[key]
 
-    def _emit(self, chosen: Tensor, rows: Tensor, columns: Tensor, kind: int, side: int) -> None:
-        n, i, j = chosen.nonzero(as_tuple=True)
+    def _emit(self, selected: Tensor, rows: Tensor, columns: Tensor, kind: int, side: int) -> None:
+        """Add the squares selected by a mask [n, r, c] to the table as one kind."""
+        n, i, j = selected.nonzero(as_tuple=True)
         if len(n):
             self.segments.add(rows[n, i, 0], columns[n, 0, j], kind, side=side, row_offset=self.row, row_limit=self.tiles[0])
 
-    # -------------------------------------------------------------------------------------------- tiles that intervals leave open
+    # -------------------------------------------------------------------------------------------- tiles undecided by intervals
 
-    def _finish(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """The kinds of single tiles [t], by points: few of them often show both values; else all of them are evaluated."""
+    def _evaluate_tiles(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Kinds of single tiles, int8 [t], by evaluating the mask.
+
+        A few sampled points often show both a visible and a masked element; the other tiles are evaluated completely.
+        """
         kind = torch.full_like(rows, UNKNOWN, dtype=torch.int8)
         for points in (*(p for p in SAMPLES if p < max(self.block)), max(self.block)):
             self._sample(points, rows, columns, kind)
         return kind
 
     def _sample(self, points: int, rows: Tensor, columns: Tensor, kind: Tensor) -> None:
+        """Evaluate points × points elements of every UNKNOWN tile and update `kind` [t] in place."""
         counts = [min(points, size) for size in self.block]
-        final = counts == list(self.block)
-        per_chunk = max(1, ELEMENTS // (counts[0] * counts[1]))
-        for open_ in (kind == UNKNOWN).nonzero()[:, 0].split(per_chunk):
-            if not len(open_):
+        complete = counts == list(self.block)
+        per_chunk = max(1, MAX_ELEMENTS // (counts[0] * counts[1]))
+        for unknown in (kind == UNKNOWN).nonzero()[:, 0].split(per_chunk):
+            if not len(unknown):
                 continue
-            r, c = rows[open_], columns[open_]
-            some, every = self._evaluate(self._positions(0, r, counts[0]), self._positions(1, c, counts[1]))
-            if final:
-                every &= self.whole[0][r] & self.whole[1][c]
-                kind[open_] = torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY)).to(torch.int8)
+            r, c = rows[unknown], columns[unknown]
+            any_visible, all_visible = self._evaluate(self._positions(0, r, counts[0]), self._positions(1, c, counts[1]))
+            if complete:
+                all_visible &= self.is_full_size[0][r] & self.is_full_size[1][c]
+                kind[unknown] = torch.where(all_visible, FULL, torch.where(any_visible, PARTIAL, EMPTY)).to(torch.int8)
             else:
-                kind[open_[some & ~every]] = PARTIAL
-            self.report((self.done + int((kind != UNKNOWN).sum())) / self.area)
+                kind[unknown[any_visible & ~all_visible]] = PARTIAL
+            self.report((self.done_tiles + int((kind != UNKNOWN).sum())) / self.total_tiles)
 
     def _positions(self, axis: int, tile: Tensor, count: int) -> Tensor:
-        """`count` positions spread over each tile [t, count], both ends among them; past the end the last token stands in."""
+        """Positions [t, count] spread evenly over each tile, including both ends; a short tile repeats its last token."""
         edges, size = self.edges[axis], self.block[axis]
         spread = torch.arange(count) * (size - 1) // max(1, count - 1)
         return torch.minimum(edges[tile, None] + spread, edges[tile + 1, None] - 1)
 
     def _evaluate(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """q [t, m], kv [t, n] → whether some and whether every element of each tile is visible [t]."""
-        if self.width > 1 and q.shape[0] * q.shape[1] > 1 and q.shape[0] * q.shape[1] * kv.shape[1] * self.width > ELEMENTS:
+        """Whether any and whether all elements q [t, m] × kv [t, n] of each tile are visible, bool [t] each."""
+        if self.width > 1 and q.shape[0] * q.shape[1] > 1 and q.shape[0] * q.shape[1] * kv.shape[1] * self.width > MAX_ELEMENTS:
             axis = 0 if q.shape[0] > 1 else 1
             half = q.shape[axis] // 2
-            pairs = [(q[:half], kv[:half]), (q[half:], kv[half:])] if axis == 0 else [(q[:, :half], kv), (q[:, half:], kv)]
-            (some, every), (more, all_) = (self._evaluate(*pair) for pair in pairs)
-            return (torch.cat([some, more]), torch.cat([every, all_])) if axis == 0 else (some | more, every & all_)
+            halves = [(q[:half], kv[:half]), (q[half:], kv[half:])] if axis == 0 else [(q[:, :half], kv), (q[:, half:], kv)]
+            (any_1, all_1), (any_2, all_2) = (self._evaluate(*positions) for positions in halves)
+            return (torch.cat([any_1, any_2]), torch.cat([all_1, all_2])) if axis == 0 else (any_1 | any_2, all_1 & all_2)
         assert self.program is not None
         visible = self.program(*self.fixed, q[:, :, None], kv[:, None, :], *self.captured)
         visible = visible.expand(q.shape[0], q.shape[1], kv.shape[1]).reshape(q.shape[0], -1).view(torch.uint8)
-        # amax and amin of bytes are vectorised; any and all of booleans are many times slower.
+        # amax and amin of bytes are vectorized; any and all of bools are many times slower.
         return visible.amax(1) > 0, visible.amin(1) > 0

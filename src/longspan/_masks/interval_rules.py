@@ -1,12 +1,13 @@
-"""Interval arithmetic for aten operations: what a result can be when each operand is only known to lie between two bounds.
+"""Interval arithmetic for aten operations: bounds of a result from bounds of its operands.
 
 Bounds are vectors over squares of (query, key) indices, in the operand's *carrier*: bool for bool (False < True), int64 for every
-integer type, and a floating-point type for itself. Both bounds are values the operand may really be compared with: no NaN.
+integer type, and a floating-point type for itself. Bounds are never NaN.
 
-Soundness rests on two facts. A monotone operation has its extremes at the ends of its operands' intervals, and rounding (IEEE
-arithmetic, conversion) is monotone too, so running *the same operation in the same dtype* on the ends bounds every result bit for bit.
-And bounds over a part of the domain lie inside those over the whole, so overflow, NaN and division by zero need be excluded
-once, over the whole domain, and never again (`is_sound` does that).
+Soundness rests on two facts:
+1. A monotone operation has its extremes at the ends of its operands' intervals. Rounding (IEEE arithmetic, conversion) is monotone too,
+   so running *the same operation in the same dtype* on the ends bounds every result bit for bit.
+2. Bounds over a part of the domain lie inside the bounds over the whole domain. So `is_sound` excludes overflow, NaN and division by
+   zero once, over the whole domain.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-EXACT = 2**62  # integer bounds up to here are computed without overflow in int64
+EXACT = 2**62  # the largest magnitude of integer bounds: int64 arithmetic on them does not overflow
 
 
 class Interval(NamedTuple):
-    """lo <= value <= hi, element by element. Tensors of rank 1 or more that broadcast against each other's."""
+    """Elementwise bounds lo <= value <= hi: tensors of rank 1 or more, broadcastable against other intervals."""
 
     lo: Tensor
     hi: Tensor
@@ -34,7 +35,7 @@ Operand = Interval | int | float | bool | str | None
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One operation of a program: its name without overload, the callable, the dtype of its result."""
+    """An operation of a program: its name without overload, the callable, and the dtype of its result."""
 
     name: str
     target: Callable[..., Any]
@@ -46,11 +47,12 @@ Rule = Callable[[Call, Sequence[Operand]], Interval | None]
 
 
 def carrier(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that holds bounds of values of `dtype`."""
     return dtype if dtype.is_floating_point or dtype == torch.bool else torch.int64
 
 
 def dtype_range(dtype: torch.dtype) -> Interval | None:
-    """All values of a dtype; None for floats, among which NaN is ordered with nothing."""
+    """The interval of all values of a dtype; None for floats, because no interval contains NaN."""
     if dtype == torch.bool:
         return Interval(torch.tensor([False]), torch.tensor([True]))
     if dtype.is_floating_point or dtype.is_complex:
@@ -60,13 +62,13 @@ def dtype_range(dtype: torch.dtype) -> Interval | None:
 
 
 def is_sound(call: Call, args: Sequence[Operand], result: Interval | None) -> bool:
-    """Whether a result over the whole domain can be trusted there and on every part of it."""
+    """Whether the bounds of a result over the whole domain are valid, and so the bounds on every part of it."""
     if result is None or result.lo.dtype != carrier(call.dtype) or result.hi.dtype != carrier(call.dtype):
         return False
     if bool((result.lo.isnan() | result.hi.isnan()).any()):
         return False
     if call.name in NEAR and not _finite(result, call.dtype):
-        return False  # widening an infinity would make a NaN of it
+        return False  # `near_monotone` widens its bounds: inf − inf is NaN
     if call.name in ARITHMETIC:
         if call.dtype.is_floating_point:
             if not all(_finite(a, call.dtype) for a in args):
@@ -80,12 +82,14 @@ def is_sound(call: Call, args: Sequence[Operand], result: Interval | None) -> bo
 
 
 def _finite(arg: Operand, dtype: torch.dtype) -> bool:
+    """Whether an operand is finite after conversion to `dtype`."""
     if isinstance(arg, Interval):
         return bool(arg.lo.to(dtype).isfinite().all() & arg.hi.to(dtype).isfinite().all())
     return arg is None or isinstance(arg, str) or math.isfinite(arg)
 
 
 def _magnitude(arg: Operand) -> int:
+    """The largest absolute value of an integer operand; above EXACT for floats that are not."""
     if isinstance(arg, Interval):
         if arg.lo.is_floating_point():
             return EXACT + 1
@@ -94,7 +98,7 @@ def _magnitude(arg: Operand) -> int:
 
 
 def _growth(name: str, sizes: Sequence[int]) -> int:
-    """A bound on the magnitude of an integer result and of the bounds computed for it."""
+    """An upper bound on the magnitude of an integer result and of its intermediate bounds."""
     if name == "mul":
         return math.prod(sizes)
     if name in ("square", "pow"):
@@ -108,7 +112,7 @@ def _growth(name: str, sizes: Sequence[int]) -> int:
 
 
 def monotone(*signs: int) -> Rule:
-    """Increasing (+1) or decreasing (−1) in each operand."""
+    """The rule of an operation that increases (+1) or decreases (−1) in each operand."""
 
     def rule(call: Call, args: Sequence[Operand]) -> Interval | None:
         low, high = ([_end(a, s * side) for a, s in zip(args, signs, strict=False)] for side in (1, -1))
@@ -118,11 +122,12 @@ def monotone(*signs: int) -> Rule:
 
 
 def _end(arg: Operand, sign: int) -> Any:
+    """The lower end of an interval for sign +1, the upper end for −1; scalars unchanged."""
     return arg if not isinstance(arg, Interval) else arg.lo if sign > 0 else arg.hi
 
 
 def near_monotone(call: Call, args: Sequence[Operand]) -> Interval | None:
-    """An increasing function that libraries round differently (exp, tanh): its ends, widened by 16 units in the last place."""
+    """Bounds of an increasing function whose rounding differs between libraries (exp, tanh): the ends, widened by 16 ulp."""
     if call.dtype not in (torch.float32, torch.float64):
         return None
     lo, hi = cast(Interval, monotone(1)(call, args))
@@ -131,12 +136,12 @@ def near_monotone(call: Call, args: Sequence[Operand]) -> Interval | None:
 
 
 def on_truth(rule: Rule) -> Rule:
-    """A rule whose operands are read as booleans."""
+    """The rule applied to the truth values of its operands."""
     return lambda call, args: rule(call, [truth(a) for a in args])
 
 
 def truth(arg: Operand) -> Interval:
-    """`value != 0`."""
+    """Bounds of `value != 0`, bool."""
     if not isinstance(arg, Interval):
         value = torch.tensor([bool(arg)])
         return Interval(value, value)
@@ -146,26 +151,27 @@ def truth(arg: Operand) -> Interval:
 
 
 def as_interval(arg: Operand, dtype: torch.dtype) -> Interval:
-    """An operand as torch would convert it to `dtype` (a conversion that is monotone)."""
-    want = carrier(dtype)
+    """An operand as an interval in the carrier of `dtype`. The conversion is torch's, which is monotone."""
+    target = carrier(dtype)
     if isinstance(arg, Interval):
-        return Interval(arg.lo.to(want), arg.hi.to(want))
-    value = torch.tensor([arg], dtype=want)
+        return Interval(arg.lo.to(target), arg.hi.to(target))
+    value = torch.tensor([arg], dtype=target)
     return Interval(value, value)
 
 
-# ------------------------------------------------------------------------------------------------ rules that are not plain monotone
+# ------------------------------------------------------------------------------------------------ rules of other operations
 
 
 def _equal(call: Call, args: Sequence[Operand]) -> Interval:
     (alo, ahi), (blo, bhi) = (a if isinstance(a, Interval) else (a, a) for a in args)
     may = _compare(torch.le, alo, bhi) & _compare(torch.ge, ahi, blo)
-    # a.lo = b.hi and a.hi = b.lo leave room for one value only.
+    # a.lo = b.hi and a.hi = b.lo hold together only if both intervals are the same single value.
     must = _compare(torch.eq, alo, bhi) & _compare(torch.eq, ahi, blo)
     return Interval(must, may)
 
 
 def _compare(op: Callable[..., Tensor], a: Any, b: Any) -> Tensor:
+    """`op(a, b)` for a tensor and a scalar in either order."""
     return op(a, b) if isinstance(a, Tensor) else {torch.le: torch.ge, torch.ge: torch.le, torch.eq: torch.eq}[op](b, a)
 
 
@@ -175,11 +181,11 @@ def _unequal(call: Call, args: Sequence[Operand]) -> Interval:
 
 
 def _corners(call: Call, args: Sequence[Operand]) -> Interval:
-    """Monotone in each operand, in a direction that the other one's sign decides: extremes lie at the four corners."""
+    """Bounds of an operation that is monotone in each operand, in a direction set by the sign of the other: the four corners."""
     ends = [(a.lo, a.hi) if isinstance(a, Interval) else (a,) for a in args[:2]]
-    found = [call.target(x, y, **call.kwargs) for x in ends[0] for y in ends[1]]
-    lo = hi = found[0]
-    for value in found[1:]:
+    corners = [call.target(x, y, **call.kwargs) for x in ends[0] for y in ends[1]]
+    lo = hi = corners[0]
+    for value in corners[1:]:
         lo, hi = torch.minimum(lo, value), torch.maximum(hi, value)
     return Interval(lo, hi)
 
@@ -187,7 +193,7 @@ def _corners(call: Call, args: Sequence[Operand]) -> Interval:
 def _divide(call: Call, args: Sequence[Operand]) -> Interval | None:
     floors = call.name == "floor_divide" or call.kwargs.get("rounding_mode") == "floor"
     if (call.dtype.is_floating_point and floors) or not _sign_fixed(args[1]):
-        return None  # torch floors floats through fmod, whose rounding is not known to be monotone
+        return None  # torch computes floor division of floats with fmod, whose rounding is not proved monotone
     return _corners(call, args)
 
 
@@ -198,7 +204,7 @@ def _sign_fixed(arg: Operand) -> bool:
 
 
 def _remainder(call: Call, args: Sequence[Operand]) -> Interval | None:
-    """Of integers by a positive number; the sign is the divisor's, as in Python."""
+    """Bounds of an integer remainder by a positive divisor; the result has the sign of the divisor, as in Python."""
     if call.dtype.is_floating_point:
         return None
     a, m = (as_interval(x, torch.int64) for x in args)
@@ -207,10 +213,10 @@ def _remainder(call: Call, args: Sequence[Operand]) -> Interval | None:
     if call.name == "fmod" and not bool((a.lo >= 0).all()):
         return None
     within = (a.lo >= 0) & (a.hi < m.lo)
-    # One period: the remainder rises with the dividend.
-    rises = within | ((m.lo == m.hi) & (torch.div(a.lo, m.lo, rounding_mode="floor") == torch.div(a.hi, m.lo, rounding_mode="floor")))
+    # Inside one period the remainder increases with the dividend.
+    one_period = within | ((m.lo == m.hi) & (torch.div(a.lo, m.lo, rounding_mode="floor") == torch.div(a.hi, m.lo, rounding_mode="floor")))
     shift = torch.where(within, 0, a.lo - torch.remainder(a.lo, m.lo))
-    return Interval(torch.where(rises, a.lo - shift, 0), torch.where(rises, a.hi - shift, m.hi - 1))
+    return Interval(torch.where(one_period, a.lo - shift, 0), torch.where(one_period, a.hi - shift, m.hi - 1))
 
 
 def _absolute(call: Call, args: Sequence[Operand]) -> Interval:
@@ -238,7 +244,7 @@ def _masked_fill(call: Call, args: Sequence[Operand]) -> Interval:
 
 
 def _bits(call: Call, args: Sequence[Operand]) -> Interval | None:
-    """and, or, xor of integers; of booleans they are monotone or comparisons."""
+    """Bounds of bitwise and, or and xor; for bool, and/or are monotone and xor is `!=`."""
     name = call.name.removeprefix("bitwise_").strip("_")
     if call.dtype == torch.bool:
         a, b = truth(args[0]), truth(args[1])
@@ -248,20 +254,21 @@ def _bits(call: Call, args: Sequence[Operand]) -> Interval | None:
         for x, m in ((a, b), (b, a)):
             mask = int(m.lo.max())
             if mask >= 0 and mask & (mask + 1) == 0 and bool((m.lo == m.hi).all() & (m.lo == mask).all()) and mask < EXACT:
-                return _remainder(call, (x, mask + 1))  # two's complement: right for negative numbers too
-    signs = [bool((x.lo >= 0).all()) for x in (a, b)]
-    if name == "and" and any(signs):
-        ends = [x.hi for x, positive in zip((a, b), signs, strict=True) if positive]
+                return _remainder(call, (x, mask + 1))  # x & (2^k − 1) = x mod 2^k, also for negative x in two's complement
+    nonnegative = [bool((x.lo >= 0).all()) for x in (a, b)]
+    if name == "and" and any(nonnegative):
+        ends = [x.hi for x, is_nonnegative in zip((a, b), nonnegative, strict=True) if is_nonnegative]
         return Interval(torch.zeros_like(ends[0]), torch.minimum(ends[0], ends[-1]))
-    if not all(signs):
+    if not all(nonnegative):
         return None
-    most = a.hi | b.hi
-    for shift in (1, 2, 4, 8, 16, 32):
-        most = most | (most >> shift)
-    return Interval(torch.maximum(a.lo, b.lo) if name == "or" else torch.zeros_like(most), most)
+    upper = a.hi | b.hi
+    for shift in (1, 2, 4, 8, 16, 32):  # sets every bit below the highest one
+        upper = upper | (upper >> shift)
+    return Interval(torch.maximum(a.lo, b.lo) if name == "or" else torch.zeros_like(upper), upper)
 
 
 def _shift(call: Call, args: Sequence[Operand]) -> Interval | None:
+    """Bounds of a shift by one known amount."""
     by = as_interval(args[1], torch.int64)
     if not bool(((by.lo == by.hi) & (by.lo >= 0) & (by.hi < _width(call.dtype))).all()):
         return None
@@ -271,6 +278,7 @@ def _shift(call: Call, args: Sequence[Operand]) -> Interval | None:
 
 
 def _width(dtype: torch.dtype) -> int:
+    """Bits of an integer dtype; 1 for dtypes that cannot be shifted."""
     return 1 if dtype == torch.bool or dtype.is_floating_point else torch.iinfo(dtype).bits
 
 
@@ -306,7 +314,7 @@ def _clamp(call: Call, args: Sequence[Operand]) -> Interval | None:
     call = Call(name=call.name, target=torch.clamp, dtype=call.dtype)
     if low is None and high is None:
         return None
-    # torch.clamp takes two numbers or two tensors, not one of each.
+    # torch.clamp rejects one scalar and one tensor bound.
     if isinstance(low, Interval) or isinstance(high, Interval):
         low, high = (x if x is None else as_interval(x, call.dtype) for x in (low, high))
     return monotone(1, 1, 1)(call, (as_interval(args[0], call.dtype), low, high))

@@ -51,7 +51,7 @@ def bounds(program: Program, captured: Sequence[Tensor], q_len: int, kv_len: int
 class Interpreter:
     """A program bound to captured tensors (on the CPU) and to inclusive ranges of indices; lo = hi fixes an index.
 
-    `strict`: raise ValueError for a lookup whose indices are all outside its table.
+    `strict`: raise ValueError if a lookup is certainly outside its table at some index of the domain.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Interpreter:
         self._alive: list[Tensor] = []  # cache keys hold ids of these tensors, which must not be reused
         env: dict[Node, Any] = dict(zip(program.captured_nodes, captured, strict=True))
         env.update({n: OPAQUE for n in program.placeholders if n not in env})
+        # Which end of its range an index takes at each of the four corners of the (q, kv) domain.
         corners = {Q: (0, 1, 0, 1), KV: (0, 0, 1, 1), FIXED: (0, 0, 0, 0)}
         for node, (lo, hi), axis in zip(program.index_nodes, (b, h, q, kv), (FIXED, FIXED, Q, KV), strict=True):
             points = torch.tensor([(lo, hi)[end] for end in corners[axis]])
