@@ -1,4 +1,4 @@
-"""Tiles that begin anywhere, and tables of some tiles in any order: what shards of a sequence are made of."""
+"""Tables with custom tile edges and tables of selected tiles, as used for shards of a sequence."""
 
 import pickle
 
@@ -21,16 +21,16 @@ MASKS = [
 
 @st.composite
 def edges(draw, length, block):
-    """Cuts of a sequence into tiles no wider than a block, many of them as wide as it."""
-    found = [0]
-    while found[-1] < length:
-        found.append(min(length, found[-1] + draw(st.sampled_from([block, block, block, 1, block // 2, block - 1]))))
-    return torch.tensor(found)
+    """Strategy for tile edges of a sequence: no tile is wider than `block`, and many have full width."""
+    cuts = [0]
+    while cuts[-1] < length:
+        cuts.append(min(length, cuts[-1] + draw(st.sampled_from([block, block, block, 1, block // 2, block - 1]))))
+    return torch.tensor(cuts)
 
 
 @settings(max_examples=120)
 @given(st.data())
-def test_tiles_that_begin_anywhere_equal_brute_force(data):
+def test_tables_with_custom_tile_edges_equal_brute_force(data):
     mask = data.draw(st.sampled_from(MASKS))
     q_edges, kv_edges = data.draw(edges(300, 16)), data.draw(edges(300, 24))
     traced = mask.traced
@@ -43,41 +43,47 @@ def test_tiles_that_begin_anywhere_equal_brute_force(data):
         for j in range(table.kv_tiles):
             q0, q1, k0, k1 = int(q_edges[i]), int(q_edges[i + 1]), int(kv_edges[j]), int(kv_edges[j + 1])
             tile = dense[:, :, q0:q1, k0:k1].reshape(table.batch, table.heads, -1)
-            whole = q1 - q0 == 16 and k1 - k0 == 24
-            want = torch.where(tile.all(-1) & whole, FULL, torch.where(tile.any(-1), PARTIAL, EMPTY))
-            assert torch.equal(kinds[:, :, i, j].long(), want), (i, j)
+            full_size = q1 - q0 == 16 and k1 - k0 == 24
+            expected = torch.where(tile.all(-1) & full_size, FULL, torch.where(tile.any(-1), PARTIAL, EMPTY))
+            assert torch.equal(kinds[:, :, i, j].long(), expected), (i, j)
 
 
 @settings(max_examples=80)
 @given(st.data())
-def test_a_selection_equals_indexing_the_dense_table(data):
+def test_selecting_tiles_equals_indexing_the_dense_table(data):
     mask = data.draw(st.sampled_from(MASKS))
     table = mask.block_table(300, block=(16, 12), batch=2, heads=3)
     q = torch.tensor(data.draw(st.lists(st.integers(0, table.q_tiles - 1), unique=True)), dtype=torch.int64)
     kv = data.draw(st.lists(st.integers(0, table.kv_tiles - 1), unique=True))
     kv = torch.tensor(sorted(kv) if data.draw(st.booleans()) else kv, dtype=torch.int64)
     heads = range(1, 3)
-    part = table.select(q, kv, heads=heads)
+    selection = table.select(q, kv, heads=heads)
     dense = table.to_dense()
-    assert torch.equal(part.to_dense(), (dense[:, 1:3] if table.heads > 1 else dense)[:, :, q][..., kv])
-    assert (part.q_tiles, part.kv_tiles) == (len(q), len(kv))
-    assert torch.equal(part.transposed.to_dense(), part.to_dense().transpose(-1, -2))
-    pairs = [
+    assert torch.equal(selection.to_dense(), (dense[:, 1:3] if table.heads > 1 else dense)[:, :, q][..., kv])
+    assert (selection.q_tiles, selection.kv_tiles) == (len(q), len(kv))
+    assert torch.equal(selection.transposed.to_dense(), selection.to_dense().transpose(-1, -2))
+    runs = [
         (f, e, k)
-        for r in range(part.rows)
-        for f, e, k in zip(*(t[part.ptr[r] : part.ptr[r + 1]].tolist() for t in (part.first, part.last, part.kind)))
+        for r in range(selection.rows)
+        for f, e, k in zip(
+            *(t[selection.ptr[r] : selection.ptr[r + 1]].tolist() for t in (selection.first, selection.last, selection.kind))
+        )
     ]
-    assert all(f <= e for f, e, _ in pairs)
+    assert all(f <= e for f, e, _ in runs)
 
 
-def test_programs_pickle_without_their_callables():
+def test_a_pickled_program_keeps_its_key_and_values():
     table = torch.tensor([3, 1, 2])
     for mask in (*MASKS, ls.mask_mod(lambda b, h, q, kv: (table[q % 3] > 1) & (q >= kv))):
         program = mask.traced.program
-        again = pickle.loads(pickle.dumps(program))
-        assert again.key == program.key
+        unpickled = pickle.loads(pickle.dumps(program))
+        assert unpickled.key == program.key
         i = torch.arange(40)
         index = (torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.int64), i[:, None], i[None])
         captured = mask.traced.captured()
-        assert torch.equal(again(*index, *captured), program(*index, *captured))
-        assert (again.uses_batch, again.uses_head, again.pointwise) == (program.uses_batch, program.uses_head, program.pointwise)
+        assert torch.equal(unpickled(*index, *captured), program(*index, *captured))
+        assert (unpickled.uses_batch, unpickled.uses_head, unpickled.pointwise) == (
+            program.uses_batch,
+            program.uses_head,
+            program.pointwise,
+        )

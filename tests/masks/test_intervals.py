@@ -1,4 +1,4 @@
-"""Interval rules never lie: whatever values the operands take between their bounds, the result lies between its own."""
+"""Interval rules are sound: for all operand values within their bounds, the result lies within its bounds."""
 
 import operator
 
@@ -16,7 +16,7 @@ from longspan._masks.tracing import trace
 torch.manual_seed(0)
 I64, I32, F32, F64 = torch.int64, torch.int32, torch.float32, torch.float64
 
-# Each makes a value from the query's and the key's position; together they reach every rule.
+# Expressions of the query and key positions that together use every rule.
 EXPRESSIONS = {
     "add": lambda q, kv: q + kv,
     "sub": lambda q, kv: q - kv,
@@ -98,15 +98,16 @@ def test_bounds_hold_for_every_value_in_a_square(name):
             if domain.constant is not None:
                 must, may = (x.expand(40) for x in domain.constant)
             else:
-                rows, columns = domain.evaluate_axis(Q, lows[0], highs[0]), domain.evaluate_axis(KV, lows[1], highs[1])
-                must, may = (x.expand(40) for x in domain.evaluate_squares(rows, columns))
+                row_values, column_values = domain.evaluate_axis(Q, lows[0], highs[0]), domain.evaluate_axis(KV, lows[1], highs[1])
+                must, may = (x.expand(40) for x in domain.evaluate_squares(row_values, column_values))
             for i in range(40):
                 q, kv = (torch.arange(int(lows[a, i]), int(highs[a, i]) + 1) for a in (0, 1))
-                seen = mask(None, None, q[:, None], kv[None, :])
-                assert not must[i] or bool(seen.all())
-                assert may[i] or not bool(seen.any())
+                visible = mask(None, None, q[:, None], kv[None, :])
+                assert not must[i] or bool(visible.all())
+                assert may[i] or not bool(visible.any())
 
 
+# name: (mask, query range, key range, the value that the bounds must prove)
 DECIDED = {
     "remainder in one period": (lambda b, h, q, kv: q % 128 < 64, (0, 63), (0, 9), True),
     "window": (lambda b, h, q, kv: (q - kv).abs() <= 200, (300, 400), (0, 90), False),
@@ -117,12 +118,12 @@ DECIDED = {
 
 
 @pytest.mark.parametrize("name", DECIDED)
-def test_rules_are_precise_where_masks_need_it(name):
-    mask, q, kv, want = DECIDED[name]
+def test_bounds_decide_squares_of_common_mask_expressions(name):
+    mask, q, kv, expected = DECIDED[name]
     domain = Interpreter(trace(mask, "mask").program, (), b=(0, 0), h=(0, 0), q=(0, 2000), kv=(0, 2000))
     ends = [torch.tensor([x]) for x in (*q, *kv)]
     must, may = domain.evaluate_squares(domain.evaluate_axis(Q, *ends[:2]), domain.evaluate_axis(KV, *ends[2:]))
-    assert (bool(must), bool(may)) == (want, want)
+    assert (bool(must), bool(may)) == (expected, expected)
 
 
 @settings(max_examples=120)
@@ -133,27 +134,27 @@ def test_rules_are_precise_where_masks_need_it(name):
     span=st.integers(0, 120),
     restrict=st.booleans(),
 )
-def test_range_tables_bound_every_entry_in_reach(size, dtype, lo, span, restrict):
+def test_range_table_bounds_contain_every_entry_of_the_index_range(size, dtype, lo, span, restrict):
     generator = torch.Generator().manual_seed(size)
     values = torch.randint(0, 100, (size,), generator=generator).to(dtype)
     keep = torch.rand(size, generator=generator) < 0.5 if restrict else None
-    found = RangeTable(values, keep).query(Interval(torch.tensor([lo]), torch.tensor([lo + span])), inside=False)
-    assert found.lo.dtype == carrier(dtype)
-    reach = [i for i in range(lo, lo + span + 1) if -size <= i < size]
-    reach = [i for i in reach if keep is None or keep[i]]
-    if reach:
-        entries = values[torch.tensor(reach)].to(carrier(dtype))
-        assert bool((found.lo <= entries).all()) and bool((found.hi >= entries).all())
-    if keep is None and span == 0 and reach:
-        assert found.lo == found.hi == values[lo].to(carrier(dtype))
+    entry_bounds = RangeTable(values, keep).query(Interval(torch.tensor([lo]), torch.tensor([lo + span])), inside=False)
+    assert entry_bounds.lo.dtype == carrier(dtype)
+    valid_indices = [i for i in range(lo, lo + span + 1) if -size <= i < size]
+    valid_indices = [i for i in valid_indices if keep is None or keep[i]]
+    if valid_indices:
+        entries = values[torch.tensor(valid_indices)].to(carrier(dtype))
+        assert bool((entry_bounds.lo <= entries).all()) and bool((entry_bounds.hi >= entries).all())
+    if keep is None and span == 0 and valid_indices:
+        assert entry_bounds.lo == entry_bounds.hi == values[lo].to(carrier(dtype))
 
 
-def test_range_tables_of_a_million_entries_stay_small():
+def test_a_range_table_of_a_million_entries_uses_less_than_20_mib():
     table = RangeTable(torch.zeros(2**20, dtype=I64))
     assert sum(t.numel() * t.element_size() for t in (table.low, table.high, table.log2)) < 20 * 2**20
 
 
-def test_padding_in_a_conjunction_is_looked_through():
+def test_scattered_padding_does_not_prevent_proving_a_square_empty():
     ids = torch.arange(1024) // 8
     ids[7::8] = -1
     masks = (
@@ -171,12 +172,13 @@ def test_padding_in_a_conjunction_is_looked_through():
 
 
 def _bounds(mask, q_len=1000, kv_len=1000, **options):
+    """(whether all integers fit 32 bits, for each lookup whether its indices are inside the table)."""
     traced = trace(mask, "mask")
-    found = bounds(traced.program, traced.captured(), q_len, kv_len, **options)
-    return found.int32, list(found.lookups.values())
+    program_bounds = bounds(traced.program, traced.captured(), q_len, kv_len, **options)
+    return program_bounds.int32, list(program_bounds.lookups.values())
 
 
-def test_bounds_tell_whether_32_bits_suffice():
+def test_bounds_prove_whether_all_integers_fit_32_bits():
     big = torch.tensor([2**40] * 1000)
     assert _bounds(lambda b, h, q, kv: q >= kv) == (True, [])
     assert _bounds(lambda b, h, q, kv: (q * 7919 + kv * 104729) % 1024 < 8) == (True, [])
@@ -186,19 +188,19 @@ def test_bounds_tell_whether_32_bits_suffice():
     assert _bounds(lambda b, h, q, kv: q >= kv, 2**31 + 1, 5)[0] is False
 
 
-def test_bounds_tell_which_lookups_stay_inside():
-    ids, rows = torch.zeros(1000, dtype=I64), torch.zeros(4, 1000, dtype=I64)
+def test_bounds_prove_which_lookups_stay_inside_their_table():
+    ids, table = torch.zeros(1000, dtype=I64), torch.zeros(4, 1000, dtype=I64)
     assert _bounds(lambda b, h, q, kv: ids[q] == ids[kv]) == (True, [True, True])
     assert _bounds(lambda b, h, q, kv: ids[q] == ids[kv - 1]) == (True, [True, False])
     assert _bounds(lambda b, h, q, kv: ids[q] == ids[(kv + 1).clamp(max=999)]) == (True, [True, True])
     assert _bounds(lambda b, h, q, kv: ids[q] == 0, 1001) == (True, [False])
-    assert _bounds(lambda b, h, q, kv: rows[b, q] == rows[b, kv], batch=4) == (True, [True, True])
-    assert _bounds(lambda b, h, q, kv: rows[h, q] == 0, heads=5) == (True, [False])
-    assert _bounds(lambda b, h, q, kv: rows[h, q] == 0, heads=4) == (True, [True])
+    assert _bounds(lambda b, h, q, kv: table[b, q] == table[b, kv], batch=4) == (True, [True, True])
+    assert _bounds(lambda b, h, q, kv: table[h, q] == 0, heads=5) == (True, [False])
+    assert _bounds(lambda b, h, q, kv: table[h, q] == 0, heads=4) == (True, [True])
 
 
-def test_bounds_take_score_programs():
+def test_bounds_support_score_programs():
     bias = torch.randn(2, 100)
     traced = trace(lambda score, b, h, q, kv: score + bias[h, q - kv + 50], "score")
-    found = bounds(traced.program, traced.captured(), 50, 50, heads=2)
-    assert found.int32 and list(found.lookups.values()) == [True]
+    program_bounds = bounds(traced.program, traced.captured(), 50, 50, heads=2)
+    assert program_bounds.int32 and list(program_bounds.lookups.values()) == [True]

@@ -1,4 +1,4 @@
-"""Tracing mods into programs: what is accepted, what is refused, and that programs compute what the mods compute."""
+"""Tracing mods into programs: accepted and rejected mods, and equality of the values of programs and mods."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ TABLE = torch.randn(5, 7)
 
 
 def indices(batch: int = 2, heads: int = 3, queries: int = 5, keys: int = 7) -> tuple[Tensor, ...]:
+    """Index tensors b, h, q, kv that broadcast to [batch, heads, queries, keys]."""
     sizes = (batch, heads, queries, keys)
     return tuple(torch.arange(n).view([-1 if d == i else 1 for d in range(4)]) for i, n in enumerate(sizes))
 
 
-def test_captured_tensors_are_lifted_out_once_and_by_identity() -> None:
+def test_a_captured_tensor_becomes_one_input_however_often_it_is_used() -> None:
     ids, bias = torch.arange(9), nn.Parameter(torch.randn(3))
     traced = trace(lambda s, b, h, q, kv: s + bias[h] * (ids[q] == ids[kv]) + bias[h], "score")
     assert [t is x for t, x in zip(traced.sources, (bias, ids), strict=True)] == [True, True]
@@ -33,7 +34,7 @@ def test_captured_tensors_are_lifted_out_once_and_by_identity() -> None:
     assert traced.preamble is None
 
 
-def test_what_depends_on_captured_tensors_alone_runs_before_and_gets_gradients() -> None:
+def test_operations_on_captured_tensors_alone_run_in_the_preamble_with_gradients() -> None:
     weight = torch.randn(4, 3, requires_grad=True)
     traced = trace(lambda s, b, h, q, kv: s + weight.softmax(-1).sum(0)[h], "score")
     (captured,) = traced.captured()
@@ -42,22 +43,22 @@ def test_what_depends_on_captured_tensors_alone_runs_before_and_gets_gradients()
     assert traced.program.pointwise
 
 
-def test_lookups_in_rows_of_tables_are_one_lookup() -> None:
+def test_chained_lookups_become_one_lookup() -> None:
     traced = trace(lambda b, h, q, kv: TABLE[q][kv] > 0, "mask")
     assert traced.program.pointwise
     torch.testing.assert_close(traced.program(*indices(), *traced.captured()).expand(2, 3, 5, 7), (TABLE > 0).expand(2, 3, 5, 7))
 
 
-def test_mods_with_vectors_inside_run_too() -> None:
+def test_mods_with_vector_operations_run_through_vmap() -> None:
     vectors = torch.randn(9, 6, requires_grad=True)
     traced = trace(lambda s, b, h, q, kv: s * (vectors[q] * vectors[kv]).sum(), "score")
     assert not traced.program.pointwise
     score = torch.randn(2, 3, 5, 7)
-    want = score * (vectors[:5] @ vectors[:7].T)
-    torch.testing.assert_close(traced.program(score, *indices(), *traced.captured()), want)
+    expected = score * (vectors[:5] @ vectors[:7].T)
+    torch.testing.assert_close(traced.program(score, *indices(), *traced.captured()), expected)
 
 
-def test_equal_mods_are_the_same_program_whatever_they_captured() -> None:
+def test_equal_mods_have_equal_keys_whatever_tensors_they_captured() -> None:
     def make(size: float, ids: Tensor) -> Program:
         return trace(lambda b, h, q, kv: (q - kv < size) & (ids[q] == ids[kv]), "mask").program
 
@@ -67,7 +68,7 @@ def test_equal_mods_are_the_same_program_whatever_they_captured() -> None:
     assert make(3, torch.arange(5, dtype=torch.int32)).key != a.key
 
 
-def test_the_joint_program_gives_autograds_gradients() -> None:
+def test_the_gradient_graph_equals_autograd() -> None:
     table, gain = torch.randn(12, requires_grad=True), torch.tensor(0.7, requires_grad=True)
     fns = [
         lambda s, b, h, q, kv: gain * torch.tanh(s) + table[q - kv + 6],
@@ -82,16 +83,16 @@ def test_the_joint_program_gives_autograds_gradients() -> None:
         out = traced.program(score, *indices(), *traced.captured()).expand(2, 3, 5, 7)
         grad = torch.randn(2, 3, 5, 7, dtype=out.dtype)
         d_score, d_reads, read_indices = joint(grad, score.detach(), *indices(), *(t.detach() for t in traced.captured()))
-        want_score, *want = torch.autograd.grad(out, [score, *traced.sources], grad, allow_unused=True)
-        want_score = torch.zeros_like(score) if want_score is None else want_score
-        torch.testing.assert_close(d_score.expand(2, 3, 5, 7), want_score, check_dtype=False)
+        expected_d_score, *expected_grads = torch.autograd.grad(out, [score, *traced.sources], grad, allow_unused=True)
+        expected_d_score = torch.zeros_like(score) if expected_d_score is None else expected_d_score
+        torch.testing.assert_close(d_score.expand(2, 3, 5, 7), expected_d_score, check_dtype=False)
         totals = [torch.zeros_like(t) for t in traced.sources]
         for captured, d_read, index in zip(joint.reads, d_reads, read_indices, strict=True):
             full = d_read.expand(2, 3, 5, 7).to(totals[captured].dtype)
             where = [i.expand(2, 3, 5, 7) for i in index]
             totals[captured] = totals[captured].index_put(where, full, accumulate=True) if where else totals[captured] + full.sum()
-        for have, expected in zip(totals, want, strict=True):
-            torch.testing.assert_close(have, torch.zeros_like(have) if expected is None else expected)
+        for total, expected in zip(totals, expected_grads, strict=True):
+            torch.testing.assert_close(total, torch.zeros_like(total) if expected is None else expected)
 
 
 def branching(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -103,7 +104,7 @@ def in_place(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return s
 
 
-REFUSED = [
+REJECTED = [
     (branching, "score", "score_mod 'branching'.*Python control flow depends on the value of a tensor.*torch.where"),
     (in_place, "score", "score_mod 'in_place' mutates a tensor.*`x = x \\+ y`"),
     (lambda s, b, h, q, kv: s * q.item(), "score", "reads the value of a tensor in Python"),
@@ -116,14 +117,14 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("fn", "kind", "match"), REFUSED, ids=[m for _, _, m in REFUSED])
-def test_what_cannot_be_a_program_is_refused_by_name_and_reason(fn: object, kind: str, match: str) -> None:
+@pytest.mark.parametrize(("fn", "kind", "match"), REJECTED, ids=[m for _, _, m in REJECTED])
+def test_a_mod_that_cannot_be_traced_raises_with_its_name_and_the_reason(fn: object, kind: str, match: str) -> None:
     with pytest.raises(ProgramError, match=match):
         trace(fn, kind)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [True, 1.0, None])
-def test_a_mod_must_return_a_tensor(value: object) -> None:
+def test_a_mod_that_returns_no_tensor_raises(value: object) -> None:
     with pytest.raises(TypeError, match="must return a scalar"):
         trace(lambda s, b, h, q, kv: value, "score")  # type: ignore[arg-type,return-value]
 
@@ -137,7 +138,7 @@ def deterministic() -> Any:
         torch.use_deterministic_algorithms(False)
 
 
-SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+ACTIVE_MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "none": nullcontext,
     "inference_mode": torch.inference_mode,
     "no_grad": torch.no_grad,
@@ -158,50 +159,50 @@ MODS = {
 
 
 @pytest.mark.parametrize("mod", MODS.values(), ids=MODS)
-@pytest.mark.parametrize("around", SURROUNDINGS.values(), ids=SURROUNDINGS)
-def test_a_program_and_its_gradient_are_the_same_wherever_they_are_traced(around: Any, mod: Any) -> None:
+@pytest.mark.parametrize("active_mode", ACTIVE_MODES.values(), ids=ACTIVE_MODES)
+def test_programs_and_gradients_do_not_depend_on_the_modes_active_during_tracing(active_mode: Any, mod: Any) -> None:
     plain = trace(mod, "score")
-    with around():
+    with active_mode():
         traced = trace(mod, "score")
     assert traced.program.key == plain.program.key
-    with around():
+    with active_mode():
         joint = joint_of(traced.program) if traced.program.pointwise else None
     if joint is not None:
         assert str(joint.graph) == str(joint_of(plain.program).graph)
-    kept = [n.meta["constant"] for g in (traced.program.graph, joint and joint.graph) if g for n in g.nodes if "constant" in n.meta]
-    assert all(type(t) is Tensor and t.device.type == "cpu" and not t.is_inference() for t in kept)
+    constants = [n.meta["constant"] for g in (traced.program.graph, joint and joint.graph) if g for n in g.nodes if "constant" in n.meta]
+    assert all(type(t) is Tensor and t.device.type == "cpu" and not t.is_inference() for t in constants)
 
 
 @torch.library.custom_op("longspan_tests::joint_below_an_operator", mutates_args=())
-def below(x: Tensor) -> Tensor:
-    FOUND.append(joint_of(trace(MODS["softcap"], "score").program))
+def trace_inside_operator(x: Tensor) -> Tensor:
+    TRACED_GRADIENTS.append(joint_of(trace(MODS["softcap"], "score").program))
     return x.clone()
 
 
-FOUND: list[Any] = []
+TRACED_GRADIENTS: list[Any] = []
 
 
-def test_a_gradient_that_is_traced_below_an_operator_is_not_zero() -> None:
-    below(torch.zeros(3))
-    (joint,) = FOUND
+def test_a_gradient_traced_inside_a_custom_operator_is_not_zero() -> None:
+    trace_inside_operator(torch.zeros(3))
+    (joint,) = TRACED_GRADIENTS
     score, index = torch.randn(2, 3), [torch.zeros(1, 1, dtype=torch.int64)] * 4
     torch.testing.assert_close(joint(torch.ones(2, 3), score, *index)[0], 1 - (score / 20).tanh().square())
 
 
-def test_a_mod_that_does_not_depend_on_its_score_has_the_gradient_zero() -> None:
+def test_a_mod_that_does_not_depend_on_the_score_has_gradient_zero() -> None:
     joint = joint_of(trace(lambda s, b, h, q, kv: (s > 0).float() - (q - kv), "score").program)
     score, index = torch.randn(2, 3), [torch.zeros(1, 1, dtype=torch.int64)] * 4
     assert not joint(torch.ones(2, 3), score, *index)[0].any()
 
 
-def test_what_runs_before_the_program_keeps_its_dtype_under_autocast() -> None:
+def test_the_preamble_keeps_its_dtype_under_autocast() -> None:
     traced = trace(MODS["preamble"], "score")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         (captured,) = traced.captured()
     assert captured.dtype == torch.float32 and captured.requires_grad
 
 
-def test_a_program_unpickled_in_inference_mode_serves_training() -> None:
+def test_a_program_unpickled_in_inference_mode_supports_backward() -> None:
     scale = torch.full((), 1.5)
     data = pickle.dumps(trace(lambda s, b, h, q, kv: s * torch.tensor(2.5), "score").program)
     with torch.inference_mode():
