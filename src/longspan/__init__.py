@@ -7,8 +7,9 @@ from longspan._comm.mesh import Mesh
 from longspan._dropin.context import context_parallel
 from longspan._engine.attention import attention
 from longspan._engine.signatures import flex_attention, scaled_dot_product_attention
-from longspan._masks.algebra import Mask, causal, documents, full, mask_mod, prefix, sliding_window
+from longspan._masks.algebra import Mask
 from longspan._masks.block_table import BlockTable
+from longspan._masks.constructors import causal, documents, full, mask_mod, prefix, sliding_window
 from longspan._masks.tracing import ProgramError
 from longspan._plan.layout import Layout
 from longspan._plan.schedule import Schedule

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longspan._comm.mesh import Mesh
-from longspan._masks.algebra import Mask, mask_mod
+from longspan._masks.algebra import Mask
+from longspan._masks.constructors import mask_mod
 from longspan._plan.layout import Layout
 from longspan._plan.sharding import unshard
 

@@ -25,7 +25,8 @@ from longspan._dropin.negotiate import NO_SIZE, AgreedCall, LocalCall, negotiate
 from longspan._engine.attention import AttendOptions, attend
 from longspan._engine.checks import check_kernel_options
 from longspan._engine.signatures import as_autocast, is_no_mask
-from longspan._masks.algebra import Mask, causal, full
+from longspan._masks.algebra import Mask
+from longspan._masks.constructors import causal, full
 from longspan._plan.layout import Layout
 from longspan._plan.schedule import Schedule
 from longspan._plan.sharding import shard, unshard

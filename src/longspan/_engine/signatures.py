@@ -12,7 +12,8 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from longspan._engine.attention import AttendOptions, attend
 from longspan._engine.checks import check_kernel_options
-from longspan._masks.algebra import Mask, MaskLike, causal, mask_mod
+from longspan._masks.algebra import Mask, MaskLike
+from longspan._masks.constructors import causal, mask_mod
 
 
 @overload

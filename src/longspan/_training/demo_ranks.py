@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longspan._engine.attention import attention
-from longspan._masks.algebra import Mask, causal, documents
+from longspan._masks.algebra import Mask
+from longspan._masks.constructors import causal, documents
 from longspan._plan.strategies import StrategyName, ulysses_error
 from longspan._planner.planning import plan
 

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from longspan._comm.mesh import MeshLike
 from longspan._cost.rates import Cluster
-from longspan._masks.algebra import Extent, Mask, causal, documents
+from longspan._masks.algebra import Mask
+from longspan._masks.constructors import causal, documents
+from longspan._masks.extent import Extent
 from longspan._plan.layout import Layout
 from longspan._plan.schedule import Schedule
 from longspan.integrations._configs import check_config, check_implementation, head_counts, windows_of

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from longspan._comm.mesh import MeshLike
-from longspan._masks.algebra import Mask, sliding_window
+from longspan._masks.algebra import Mask
+from longspan._masks.constructors import sliding_window
 from longspan._planner.plan import Plan
 from longspan._planner.plan_set import PlanSet
 from longspan._planner.planning import plan

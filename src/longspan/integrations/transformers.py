@@ -24,8 +24,9 @@ from torch import Tensor
 
 from longspan._engine.attention import attention
 from longspan._engine.signatures import as_autocast
-from longspan._masks.algebra import Mask, causal, mask_mod
-from longspan._masks.algebra import sliding_window as window_mask
+from longspan._masks.algebra import Mask
+from longspan._masks.constructors import causal, mask_mod
+from longspan._masks.constructors import sliding_window as window_mask
 from longspan._planner.plan import Plan
 from longspan._planner.plan_set import PlanSet
 from longspan.integrations._batch import PreparedBatch, RealKeys, prepare_batch
