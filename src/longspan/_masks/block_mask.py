@@ -1,7 +1,7 @@
-"""torch's BlockMask, read as a block table and as a mask.
+"""Conversion of torch's BlockMask to a block table and to a mask_mod.
 
-Shapes: a BlockMask lists, for each of [B, H, rows], how many key tiles are partial and full and which: kv_indices [B, H, rows, columns].
-B and H may be 1 for a mask that is the same for all.
+Shapes: for each query tile [B, H, q_tiles], a BlockMask lists the number of partial and of full KV tiles and their indices
+[B, H, q_tiles, kv_tiles]. B or H is 1 if the mask does not depend on it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from longspan._masks.tile_runs import Segments
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ListedMask:
-    """A mask_mod with a BlockMask's own meaning: visible where the tile is full, or partial and `mask_mod` says so.
+    """The mask_mod that a BlockMask stands for: a pair is visible in a full tile, or in a partial tile if `mask_mod` allows it.
 
-    kinds: [B, H, q_tiles, kv_tiles] int8.
+    Attributes:
+        kinds: Kind of each tile, [B, H, q_tiles, kv_tiles] int8.
+        block: Tokens per tile as (queries, keys).
+        mask_mod: mask_mod of the BlockMask; None if every pair of a partial tile is visible.
     """
 
     trace_reads = ("kinds", "block", "mask_mod")
@@ -36,7 +39,7 @@ class ListedMask:
 
     def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         batch, heads = self.kinds.shape[:2]
-        # A dim of size 1 holds for every batch row or head: taken out here, so that the traced mask does not depend on them.
+        # Dims of size 1 are not indexed, so that the traced program does not depend on b or h.
         kinds = self.kinds if heads > 1 else self.kinds[:, 0]
         kinds = kinds if batch > 1 else kinds[0]
         index = (*((b,) if batch > 1 else ()), *((h,) if heads > 1 else ()), q // self.block[0], kv // self.block[1])
@@ -47,9 +50,9 @@ class ListedMask:
 
 
 def mask_mod_of_block_mask(block_mask: BlockMask) -> ListedMask:
-    """The mask that a BlockMask stands for, element by element: its tiles and its mask_mod together.
+    """Mask_mod of a BlockMask that accounts for its block lists as well as its own mask_mod.
 
-    Tensor operations of fixed shapes only, so that it can be made inside a compiled region.
+    Only tensor operations of static shape, so that it can be built inside a compiled region.
     """
     (q_len, kv_len), block = block_mask.seq_lengths, _block(block_mask)
     q_tiles, kv_tiles = -(-q_len // block[0]), -(-kv_len // block[1])
@@ -58,24 +61,28 @@ def mask_mod_of_block_mask(block_mask: BlockMask) -> ListedMask:
     for count, indices, kind in _lists(block_mask):
         count, indices = count[:, :, :q_tiles], indices[:, :, :q_tiles].long()
         listed = (torch.arange(indices.shape[-1], device=kinds.device) < count[..., None]) & (indices < kv_tiles)
-        kinds = kinds.scatter(-1, torch.where(listed, indices, kv_tiles), kind)  # what is not listed goes to a column of its own
+        kinds = kinds.scatter(-1, torch.where(listed, indices, kv_tiles), kind)  # unused entries write to an extra last column
     mask_mod = block_mask.mask_mod
     return ListedMask(kinds=kinds[..., :kv_tiles], block=block, mask_mod=None if mask_mod is None or mask_mod is noop_mask else mask_mod)
 
 
 def table_of_block_mask(block_mask: BlockMask) -> BlockTable:
-    """The BlockMask's tiles as runs. A full tile that reaches past the end of queries or keys becomes partial, as everywhere here.
+    """Block table of a BlockMask, in its block size.
 
-    The table's mask_mod is `mask_mod_of_block_mask`, which keeps such a tile's elements visible.
+    A full tile that reaches past the last query or key becomes partial, as in every block table. The table's mask_mod is
+    `mask_mod_of_block_mask`, for which all pairs of such a tile are visible.
+
+    Raises:
+        ValueError: The BlockMask has fewer rows of tiles than its sequence length needs.
     """
-    (batch, heads, q_tiles, kv_tiles), row, column, kind = _cells(block_mask)
+    (batch, heads, q_tiles, kv_tiles), row, column, kind = _listed_tiles(block_mask)
     (q_len, kv_len), block = block_mask.seq_lengths, _block(block_mask)
     ragged = (row % max(1, q_tiles) >= q_len // block[0]) | (column >= kv_len // block[1])
     kind = torch.where(ragged, PARTIAL, kind)
     segments = Segments(rows=batch * heads * q_tiles, columns=kv_tiles)
-    for which in (PARTIAL, FULL):
-        segments.add(row[kind == which], column[kind == which], which)
-    ptr, first, last, kinds = segments.table()
+    for tile_kind in (PARTIAL, FULL):
+        segments.add(row[kind == tile_kind], column[kind == tile_kind], tile_kind)
+    ptr, first, last, run_kind = segments.table()
     return BlockTable(
         q_len=q_len,
         kv_len=kv_len,
@@ -85,18 +92,19 @@ def table_of_block_mask(block_mask: BlockMask) -> BlockTable:
         ptr=ptr,
         first=first,
         last=last,
-        kind=kinds,
+        kind=run_kind,
         mask_mod=mask_mod_of_block_mask(block_mask),
     )
 
 
 def _block(block_mask: BlockMask) -> tuple[int, int]:
+    """Tokens per tile as (queries, keys)."""
     q, kv = block_mask.BLOCK_SIZE
     return q, kv
 
 
 def _lists(block_mask: BlockMask) -> list[tuple[Tensor, Tensor, int]]:
-    """(counts, indices, kind), the full tiles last: where both lists name a tile, it is full."""
+    """(counts, indices, kind) of each list. Full tiles come last, so that a tile in both lists becomes full."""
     partial, full = (block_mask.kv_num_blocks, block_mask.kv_indices), (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     listed = [(*partial, PARTIAL)]
     if full[0] is not None and full[1] is not None:
@@ -104,24 +112,25 @@ def _lists(block_mask: BlockMask) -> list[tuple[Tensor, Tensor, int]]:
     return listed
 
 
-def _cells(block_mask: BlockMask) -> tuple[tuple[int, int, int, int], Tensor, Tensor, Tensor]:
-    """(batch, heads, q_tiles, kv_tiles) and the listed tiles, each once, in order: row, column (int64), kind (int8), on the CPU."""
+def _listed_tiles(block_mask: BlockMask) -> tuple[tuple[int, int, int, int], Tensor, Tensor, Tensor]:
+    """(batch, heads, q_tiles, kv_tiles), then row, column (int64) and kind (int8) of each listed tile: unique, sorted, on the CPU."""
     (q_len, kv_len), block = block_mask.seq_lengths, _block(block_mask)
-    batch, heads, rows = block_mask.kv_num_blocks.shape
+    batch, heads, listed_q_tiles = block_mask.kv_num_blocks.shape
     q_tiles, kv_tiles = -(-q_len // block[0]), -(-kv_len // block[1])
-    if rows < q_tiles:
+    if listed_q_tiles < q_tiles:
         raise ValueError(
-            f"BlockMask: expected {q_tiles} rows of tiles ({q_len} queries, blocks of {block[0]}), got {rows}; rebuild it for this length"
+            f"BlockMask: expected {q_tiles} rows of tiles ({q_len} queries, blocks of {block[0]}), got {listed_q_tiles}; "
+            "rebuild it for this length"
         )
-    found = []
+    codes = []  # tile number * 4 + kind
     for count, indices, kind in _lists(block_mask):
         count, indices = count[:, :, :q_tiles].reshape(-1).cpu(), indices[:, :, :q_tiles].reshape(batch * heads * q_tiles, -1).cpu()
-        row, place = (torch.arange(indices.shape[1]) < count[:, None]).nonzero(as_tuple=True)
-        column = indices[row, place].long()
+        row, entry = (torch.arange(indices.shape[1]) < count[:, None]).nonzero(as_tuple=True)
+        column = indices[row, entry].long()
         row, column = row[column < kv_tiles], column[column < kv_tiles]
-        found.append((row * max(1, kv_tiles) + column) * 4 + kind)
-    # A tile that both lists name is full: sorting puts its full entry last.
-    cells = torch.cat(found).unique()
-    cells = cells[torch.cat([cells[1:] // 4 != cells[:-1] // 4, torch.ones(min(1, len(cells)), dtype=torch.bool)])]
-    place, kinds = cells // 4, (cells % 4).to(torch.int8)
-    return (batch, heads, q_tiles, kv_tiles), place // max(1, kv_tiles), place % max(1, kv_tiles), kinds
+        codes.append((row * max(1, kv_tiles) + column) * 4 + kind)
+    # A tile in both lists is full. `unique` sorts its full code last; the last code of each tile is taken.
+    code = torch.cat(codes).unique()
+    code = code[torch.cat([code[1:] // 4 != code[:-1] // 4, torch.ones(min(1, len(code)), dtype=torch.bool)])]
+    tile, kinds = code // 4, (code % 4).to(torch.int8)
+    return (batch, heads, q_tiles, kv_tiles), tile // max(1, kv_tiles), tile % max(1, kv_tiles), kinds

@@ -1,4 +1,7 @@
-"""Document ids: from lengths, renumbered so that equal stays equal and intervals stay tight, and where documents begin and end."""
+"""Validation of integer arguments, and document ids: from lengths, renumbered for tight intervals, and each document's bounds.
+
+Shapes: S tokens, B batch rows.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ PADDING = -1
 
 
 def integer(value: Any, what: str) -> int:
-    """A Python int from any integer: of numpy and a tensor of no dims too, as `operator.index` takes them, but no bool."""
+    """Convert an integer, a numpy integer or a 0-dim integer tensor to int; raises TypeError for bools and other types."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if is_scalar(value) and not isinstance(value, bool) and getattr(value, "dtype", None) != torch.bool:
@@ -26,14 +29,20 @@ def integer(value: Any, what: str) -> int:
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether a value is one number rather than several: numpy's numbers and tensors of no dims have ndim 0."""
+    """Whether a value is a single number: a Python number, a numpy scalar, or a 0-dim array or tensor."""
     return isinstance(value, int | float) or getattr(value, "ndim", None) == 0
 
 
 def integers(values: Any, what: str, shape: str, ndims: tuple[int, ...]) -> Tensor:
-    """A tensor of signed integers from a tensor, an array or a list of them, of as many dims as `ndims` names; `shape` says it in words.
+    """Copy a tensor, an array or nested lists of integers into a signed integer tensor; raises ValueError for other dtypes and shapes.
 
-    Always a copy: what was given may be written to later, masks are values. From lists and arrays it lies on the CPU.
+    Always a copy, because masks are immutable and the caller may write to the original. Lists and arrays become CPU tensors.
+
+    Args:
+        values: The integers.
+        what: Name of the argument, for error messages.
+        shape: Expected dtype and shape in words, for error messages.
+        ndims: Accepted numbers of dims.
     """
     tensor = values.clone() if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool or tensor.ndim not in ndims:
@@ -42,81 +51,87 @@ def integers(values: Any, what: str, shape: str, ndims: tuple[int, ...]) -> Tens
 
 
 def document_ids(lengths: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-    """Ids [S] from lengths, or [B, S] from one list of lengths per batch row; rows shorter than the longest end in padding (−1)."""
+    """Document ids [S] int32 from lengths, or [B, S] from one list of lengths per batch row; shorter rows end in padding (−1)."""
     ndim = getattr(lengths, "ndim", None)
     if ndim is not None and ndim not in (1, 2):
         raise ValueError(f"documents: lengths must have shape [documents] or [B, documents], got {tuple(getattr(lengths, 'shape', ()))}")
     if ndim == 2 or (ndim is None and len(lengths) > 0 and not is_scalar(lengths[0])):
-        return pad_sequence([_one_row(row) for row in lengths], batch_first=True, padding_value=PADDING)  # type: ignore[arg-type]
-    return _one_row(lengths)  # type: ignore[arg-type]
+        return pad_sequence([_ids_of_row(row_lengths) for row_lengths in lengths], batch_first=True, padding_value=PADDING)  # type: ignore[arg-type]
+    return _ids_of_row(lengths)  # type: ignore[arg-type]
 
 
-def _one_row(lengths: Tensor | Sequence[int]) -> Tensor:
-    n = integers(lengths, "documents: lengths", "a list of integers", (1,))
-    if n.numel() == 0:
-        raise ValueError("documents: lengths must be a list of integers, got none")
-    if bool((n < 0).any()) or int(n.sum()) == 0:
-        raise ValueError(
-            f"documents: lengths must be >= 0 and not all 0, got {n.tolist() if n.numel() <= 16 else f'{int(n.min())} as the least'}"
-        )
-    return torch.repeat_interleave(torch.arange(len(n), dtype=torch.int32, device=n.device), n)
+def _ids_of_row(lengths: Tensor | Sequence[int]) -> Tensor:
+    """Document ids [S] int32 of one batch row from its document lengths [documents]."""
+    counts = integers(lengths, "documents: lengths", "a list of integers", (1,))
+    if counts.numel() == 0:
+        raise ValueError("documents: lengths must be a list of integers with at least one entry, got an empty list")
+    if bool((counts < 0).any()) or int(counts.sum()) == 0:
+        got = counts.tolist() if counts.numel() <= 16 else f"{counts.numel()} lengths with minimum {int(counts.min())}"
+        raise ValueError(f"documents: lengths must be >= 0 and not all 0, got {got}")
+    return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32, device=counts.device), counts)
 
 
 def renumbered(ids: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(ids, real): ids numbered by first appearance, padding joined to the document before it and marked False in `real`.
+    """Ids [S] or [B, S] int32 in order of first appearance, and `real`, bool of the same shape, False for padding.
 
-    Ids then ascend wherever documents are contiguous, whatever numbers they came with, so that the ids of a tile are a narrow interval.
-    `real` is None where nothing is padding. Inside a compiled region, where values are unknown, ids are kept as they are.
+    Contiguous documents then have ascending ids, so the ids within a tile span a narrow interval. Padding takes the id of the document
+    before it. `real` is None without padding. Inside a compiled region values are unknown, and ids are returned unchanged.
     """
     if torch.compiler.is_compiling():
         return ids, ids >= 0
-    rows = [_renumber_row(row) for row in ids.reshape(-1, ids.shape[-1])]
-    new = torch.stack([row for row, _ in rows]).reshape(ids.shape)
-    if all(bool(real.all()) for _, real in rows):
-        return new, None
-    return new, torch.stack([real for _, real in rows]).reshape(ids.shape)
+    batch_rows = [_renumbered_row(row) for row in ids.reshape(-1, ids.shape[-1])]
+    new_ids = torch.stack([row_ids for row_ids, _ in batch_rows]).reshape(ids.shape)
+    if all(bool(real.all()) for _, real in batch_rows):
+        return new_ids, None
+    return new_ids, torch.stack([real for _, real in batch_rows]).reshape(ids.shape)
 
 
-def _renumber_row(ids: Tensor) -> tuple[Tensor, Tensor]:
+def _renumbered_row(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """New ids [S] int32 and `real` [S] bool of one batch row: the new id of a document is the number of its first run of tokens."""
     real = ids >= 0
     starts = torch.ones_like(real)
     starts[1:] = ids[1:] != ids[:-1]
-    run = starts.cumsum(0) - 1
-    values = ids[starts]
-    distinct, which = torch.unique(values, return_inverse=True)
-    first = torch.full((len(distinct),), len(values), dtype=torch.int64, device=ids.device)
-    first.scatter_reduce_(0, which, torch.arange(len(values), device=ids.device), "amin")
-    order = torch.arange(len(values), device=ids.device)
-    before = torch.where(values >= 0, order, 0).cummax(0).values
-    return first[which][before][run].int(), real
+    run_of_token = starts.cumsum(0) - 1
+    id_of_run = ids[starts]
+    distinct_ids, which_id = torch.unique(id_of_run, return_inverse=True)
+    runs = torch.arange(len(id_of_run), device=ids.device)
+    first_run = torch.full((len(distinct_ids),), len(id_of_run), dtype=torch.int64, device=ids.device)
+    first_run.scatter_reduce_(0, which_id, runs, "amin")
+    last_real_run = torch.where(id_of_run >= 0, runs, 0).cummax(0).values  # at or before each run
+    return first_run[which_id][last_real_run][run_of_token].int(), real
 
 
 def bounds(ids: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """(first, end) of each token's document, int32 like ids: it is tokens first … end − 1. Of padding S and 0, between which nothing is.
+    """(first, end), int32 of the shape of `ids`: the document of each token is the tokens first … end − 1.
 
-    None where some document is not one stretch of tokens. Ids and real: as `renumbered` gives them.
+    Padding gets (S, 0), an empty range. Returns None if some document is not contiguous, and inside a compiled region, where values are
+    unknown. `ids` and `real` are results of `renumbered`.
     """
     if torch.compiler.is_compiling():
         return None
-    rows = ids.reshape(-1, ids.shape[-1])
-    flags: Iterable[Tensor | None] = [None] * len(rows) if real is None else real.reshape(rows.shape)
-    found = [_bounds_of_row(row, flag) for row, flag in zip(rows, flags, strict=True)]
-    if any(row is None for row in found):
-        return None
-    first, end = (torch.stack(column).reshape(ids.shape) for column in zip(*(row for row in found if row is not None), strict=True))
+    batch_ids = ids.reshape(-1, ids.shape[-1])
+    batch_real: Iterable[Tensor | None] = [None] * len(batch_ids) if real is None else real.reshape(batch_ids.shape)
+    bounds_of_rows = []
+    for row_ids, row_real in zip(batch_ids, batch_real, strict=True):
+        row_bounds = _bounds_of_row(row_ids, row_real)
+        if row_bounds is None:
+            return None
+        bounds_of_rows.append(row_bounds)
+    first, end = (torch.stack(rows).reshape(ids.shape) for rows in zip(*bounds_of_rows, strict=True))
     return first, end
 
 
 def _bounds_of_row(ids: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """(first, end), each [S] int32, of one batch row; None if some document is not contiguous."""
     starts = torch.ones_like(ids, dtype=torch.bool)
     starts[1:] = ids[1:] != ids[:-1]
     if real is not None:
         starts[1:] |= real[1:] != real[:-1]
-    begin = starts.nonzero()[:, 0].int()
-    kept = ids[starts] if real is None else ids[starts & real]
-    if len(torch.unique(kept)) != len(kept):
+    run_first = starts.nonzero()[:, 0].int()
+    id_of_run = ids[starts] if real is None else ids[starts & real]
+    if len(torch.unique(id_of_run)) != len(id_of_run):
         return None
-    run = starts.cumsum(0) - 1
-    last = torch.cat([begin[1:], begin.new_full((1,), len(ids))])
-    first, end = begin[run], last[run]
+    run_of_token = starts.cumsum(0) - 1
+    run_end = torch.cat([run_first[1:], run_first.new_full((1,), len(ids))])
+    first, end = run_first[run_of_token], run_end[run_of_token]
     return (first, end) if real is None else (torch.where(real, first, len(ids)), torch.where(real, end, 0))

@@ -1,7 +1,7 @@
-"""From a Python mod to a `Program`: trace once, lift captured tensors out, refuse what cannot be a program.
+"""Tracing of a Python mod into a scalar `Program`, a preamble and captured tensors.
 
-What depends on captured tensors alone (`self.table.exp()[h]`: the exponential) is not part of the scalar program. It runs once per
-call in plain torch, under autograd, and its results are what the program captures.
+Operations on captured tensors alone (the exponential in `self.table.exp()[h]`) form the preamble. It runs once per attention call in
+plain torch, under autograd; the program captures its results.
 """
 
 from __future__ import annotations
@@ -26,21 +26,27 @@ INPUTS: dict[Kind, tuple[str, ...]] = {"score": ("score", "b", "h", "q", "kv"), 
 
 
 class ProgramError(ValueError):
-    """A mod that cannot be traced into a program; the message names the mod and the reason."""
+    """Raised for a mod that cannot be traced into a program; the message names the mod and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Traced:
-    """A program together with where the tensors it captures come from."""
+    """A program and the origin of its captured tensors.
+
+    Attributes:
+        program: The scalar program.
+        sources: Tensors that the mod captured.
+        preamble: Graph from the sources to the program's captured tensors; None if those are the sources themselves.
+    """
 
     program: Program
     sources: tuple[Tensor, ...]
     preamble: GraphModule | None
 
     def captured(self) -> list[Tensor]:
-        """The tensors to hand to a kernel, computed from the sources as they are now (differentiably).
+        """Captured tensors of the program, computed from the current values of the sources, differentiably.
 
-        Autocast does not reach them: the program was made for the dtypes of the trace.
+        Autocast is off, because the program was traced for fixed dtypes.
         """
         if self.preamble is None:
             return list(self.sources)
@@ -49,7 +55,7 @@ class Traced:
 
 
 class _IndexAsGather(TorchFunctionMode):
-    """`table[i, j]` with scalar tensors as indices is one `aten.index`, where torch would read the scalars' values."""
+    """Dispatch `table[i, j]` with scalar tensor indices to one `aten.index`; by default torch reads the values of the scalars."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
@@ -63,31 +69,40 @@ class _IndexAsGather(TorchFunctionMode):
 
 
 def mod_name(fn: Any) -> str:
+    """Name of a mod for messages: of the function, or of its class."""
     return getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__qualname__
 
 
 def trace(fn: Callable[..., Any], kind: Kind, *, score_dtype: torch.dtype = torch.float32, name: str | None = None) -> Traced:
-    """Trace a mod over scalars. Inference mode, grad mode, autocast and dispatch modes of the caller have no part in it.
+    """Trace a mod over scalar tensors, independently of the caller's inference mode, autocast and dispatch modes.
 
-    Raises `ProgramError` where the mod mutates a tensor, branches in Python on a tensor's value, draws random numbers, or
-    returns something other than one scalar of the right kind.
+    Args:
+        fn: The mod: (b, h, q, kv) → bool for kind "mask", (score, b, h, q, kv) → float for kind "score".
+        kind: "mask" or "score".
+        score_dtype: Dtype of the score argument.
+        name: Name of the mod in error messages; by default its own.
+
+    Raises:
+        TypeError: `fn` is not callable or does not return a tensor.
+        ProgramError: The mod mutates a tensor, branches in Python on the value of a tensor, draws random numbers, or returns a tensor
+            of the wrong shape or dtype.
     """
     name = name or mod_name(fn)
     if not callable(fn):
-        raise TypeError(f"{kind}_mod: expected a callable, got {type(fn).__name__}")
+        raise TypeError(f"{kind}_mod: expected a callable ({', '.join(INPUTS[kind])}) -> Tensor, got {type(fn).__name__}")
     checked = _checked(fn, kind, name, grad_mode=torch.is_grad_enabled())
-    with outside_of_modes(), _errors_named(kind, name), _IndexAsGather(), _as_outside():
+    with outside_of_modes(), _errors_named(kind, name), _IndexAsGather(), _default_modes():
         module = make_fx(checked, tracing_mode="fake", _allow_non_fake_inputs=True)(*_inputs(kind, score_dtype))
-        _refuse_side_effects(module.graph, kind, name)
+        _check_pure(module.graph, kind, name)
         _join_chained_lookups(module.graph)
         module.graph.eliminate_dead_code()
         return _split(module, kind, name, score_dtype)
 
 
 def takes_tensors(fn: Callable[..., Any], kind: Kind, more: Sequence[Tensor], *, score_dtype: torch.dtype = torch.float32) -> bool:
-    """Whether `fn`, called with further scalar tensors `more` after a mod's inputs, can be traced without asking for their values."""
+    """Whether `fn(*mod_inputs, *more)` can be traced without reading the values of the scalar tensors `more`."""
     try:
-        with outside_of_modes(), _IndexAsGather(), _as_outside():
+        with outside_of_modes(), _IndexAsGather(), _default_modes():
             graph = make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*_inputs(kind, score_dtype), *more).graph
     except Exception:
         return False
@@ -95,27 +110,29 @@ def takes_tensors(fn: Callable[..., Any], kind: Kind, more: Sequence[Tensor], *,
 
 
 def _inputs(kind: Kind, score_dtype: torch.dtype) -> list[Tensor]:
+    """Example inputs of a mod: 0-dim CPU tensors."""
     indices = [torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(4)]
     return [torch.zeros((), dtype=score_dtype, device="cpu"), *indices] if kind == "score" else indices
 
 
 @contextmanager
-def _as_outside() -> Iterator[None]:
-    """No inference mode: what a program keeps (constants) must serve training too. And no autograd, no autocast."""
-    # Leaving inference mode turns autograd on, so that comes first.
+def _default_modes() -> Iterator[None]:
+    """Context without inference mode, autograd and autocast: the constants of a program must be usable in training too."""
+    # inference_mode(False) turns autograd on, so it must precede no_grad.
     with torch.inference_mode(False), torch.no_grad(), without_autocast():
         yield
 
 
 @contextmanager
 def _errors_named(kind: Kind, name: str) -> Iterator[None]:
+    """Context that converts errors of the trace to ProgramError with the name of the mod."""
     try:
         yield
     except (ProgramError, TypeError):
         raise
     except Exception as error:
-        text = str(error).strip().splitlines()
-        reason = text[0] if text else type(error).__name__
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
         if "data-dependent" in str(error).lower() or "DataDependent" in type(error).__name__ or "_local_scalar_dense" in str(error):
             reason = (
                 "its Python control flow depends on the value of a tensor (`if`, `while`, `int()`, `.item()`). "
@@ -125,28 +142,29 @@ def _errors_named(kind: Kind, name: str) -> Iterator[None]:
 
 
 def _checked(fn: Callable[..., Any], kind: Kind, name: str, *, grad_mode: bool) -> Callable[..., Tensor]:
-    """`fn`, with its result held against the contract while the trace still knows shapes."""
-    want = "a scalar (0-dim) bool tensor" if kind == "mask" else "a scalar (0-dim) floating-point tensor"
+    """`fn` with a check of its result's type, shape and dtype, which runs during the trace."""
+    expected = "a scalar (0-dim) bool tensor" if kind == "mask" else "a scalar (0-dim) floating-point tensor"
 
     def checked(*args: Tensor) -> Tensor:
         with torch.set_grad_enabled(grad_mode):
             out = fn(*args)
         if not isinstance(out, Tensor):
-            raise TypeError(f"{kind}_mod {name!r} must return {want}, got {type(out).__name__}")
+            raise TypeError(f"{kind}_mod {name!r} must return {expected}, got {type(out).__name__}")
         if out.ndim:
             raise ProgramError(
-                f"{kind}_mod {name!r} must return {want}, got shape {tuple(out.shape)}: reduce it, e.g. with .sum() or .all()"
+                f"{kind}_mod {name!r} must return {expected}, got shape {tuple(out.shape)}: reduce it, e.g. with .sum() or .all()"
             )
-        right = out.dtype == torch.bool if kind == "mask" else out.dtype.is_floating_point
-        if not right:
+        dtype_matches = out.dtype == torch.bool if kind == "mask" else out.dtype.is_floating_point
+        if not dtype_matches:
             hint = "compare or use .bool()" if kind == "mask" else "use .float() or torch.where(mask, score, -inf)"
-            raise ProgramError(f"{kind}_mod {name!r} must return {want}, got dtype {out.dtype}: {hint}")
+            raise ProgramError(f"{kind}_mod {name!r} must return {expected}, got dtype {out.dtype}: {hint}")
         return out
 
     return checked
 
 
-def _refuse_side_effects(graph: Graph, kind: Kind, name: str) -> None:
+def _check_pure(graph: Graph, kind: Kind, name: str) -> None:
+    """Raise ProgramError for in-place operations, random numbers and reads of tensor values in Python."""
     for node in graph.nodes:
         target = node.target
         if not isinstance(target, OpOverload):
@@ -162,12 +180,12 @@ def _refuse_side_effects(graph: Graph, kind: Kind, name: str) -> None:
             )
         if op_name(node) == "_local_scalar_dense":
             raise ProgramError(
-                f"{kind}_mod {name!r} reads the value of a tensor in Python (`.item()`, `int()`, `float()`); keep it a tensor"
+                f"{kind}_mod {name!r} reads the value of a tensor in Python (`.item()`, `int()`, `float()`); keep the value in a tensor"
             )
 
 
 def _join_chained_lookups(graph: Graph) -> None:
-    """`table[h][q]` becomes `table[h, q]`: one lookup in a captured table instead of a lookup in a row."""
+    """Replace `table[h][q]` by `table[h, q]`: one scalar lookup, without a row tensor in between."""
     for node in graph.nodes:
         if node.op != "call_function" or op_name(node) != "index":
             continue
@@ -179,7 +197,7 @@ def _join_chained_lookups(graph: Graph) -> None:
 
 
 def _split(module: GraphModule, kind: Kind, name: str, score_dtype: torch.dtype) -> Traced:
-    """Part the trace into the preamble (captured tensors only) and the scalar program."""
+    """Split a trace into the preamble (operations on captured tensors alone) and the scalar program."""
     inputs = INPUTS[kind]
     depends: set[Node] = set()
     constants: dict[Node, Tensor] = {}
@@ -206,7 +224,7 @@ def _split(module: GraphModule, kind: Kind, name: str, score_dtype: torch.dtype)
     captured: list[Node] = []
     for i, group in enumerate(order):
         placeholder = graph.placeholder(f"captured_{i}")
-        placeholder.meta["val"] = torch.empty_like(_value(group[0], module), device="meta")  # a program keeps no tensor alive
+        placeholder.meta["val"] = torch.empty_like(_value(group[0], module), device="meta")  # a cached program must not keep tensors alive
         captured.append(placeholder)
         env.update(dict.fromkeys(group, placeholder))
     for node in module.graph.nodes:
@@ -223,6 +241,7 @@ def _split(module: GraphModule, kind: Kind, name: str, score_dtype: torch.dtype)
 
 
 def _value(node: Node, module: GraphModule) -> Tensor:
+    """Captured tensor of a get_attr node, fake tensor of any other node."""
     return operator.attrgetter(str(node.target))(module) if node.op == "get_attr" else node.meta["val"]
 
 
@@ -230,7 +249,7 @@ _LIKE = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_one
 
 
 def _like(node: Node) -> Tensor:
-    """A scalar made after another's shape and dtype: its value does not depend on the other's."""
+    """Value of `zeros_like(x)`, `x.new_full(…)` and the like for a scalar x: it depends on the dtype of x, not on its value."""
     args, kwargs = (
         torch.fx.map_arg(x, lambda n: torch.zeros((), dtype=n.meta["val"].dtype, device="cpu")) for x in (node.args, node.kwargs)
     )
@@ -238,7 +257,7 @@ def _like(node: Node) -> Tensor:
 
 
 def _constant(node: Node, known: dict[Node, Tensor], module: GraphModule) -> Tensor | None:
-    """The value of a scalar that depends on literals alone (`torch.tensor(2.0)`, `full((), 3)`), else None."""
+    """Value of a scalar that depends on literals alone (`torch.tensor(2.0)`, `full((), 3)`), else None."""
     if not isinstance(node.meta.get("val"), Tensor) or node.meta["val"].ndim:
         return None
     if op_name(node) == "lift_fresh_copy":
@@ -252,9 +271,9 @@ def _constant(node: Node, known: dict[Node, Tensor], module: GraphModule) -> Ten
 def _preamble(
     module: GraphModule, frontier: list[Node], constants: dict[Node, Tensor]
 ) -> tuple[tuple[Tensor, ...], GraphModule | None, list[list[Node]]]:
-    """Sources, the graph from them to what the program captures, and the trace's nodes for each captured tensor.
+    """Sources, the graph from them to the captured tensors, and the trace's nodes for each captured tensor.
 
-    Several nodes that read one tensor are one capture.
+    Nodes that read the same tensor share one captured tensor. The graph is None if every captured tensor is a source.
     """
     groups: dict[Any, list[Node]] = {}
     for node in frontier:
@@ -284,7 +303,7 @@ def _preamble(
 
 
 def _ancestors(nodes: list[Node], *, stop: Container[Node]) -> set[Node]:
-    """`nodes` and what they are made from, not going beyond `stop`."""
+    """`nodes` and their transitive inputs; inputs of nodes in `stop` are not followed."""
     seen, todo = set(nodes), list(nodes)
     while todo:
         node = todo.pop()
