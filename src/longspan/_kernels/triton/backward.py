@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from longspan._kernels.gpu.device_library import LOG2_E
-from longspan._kernels.gpu.nonfinite import add_specials, any_nan, finite_or_zero, store_specials
+from longspan._kernels.gpu.nonfinite import add_nonfinite, any_nan, count_nonfinite, finite_or_zero
 from longspan._kernels.gpu.row_terms import base_two, row_state
 from longspan._kernels.gpu.tile_access import (
     add_rows,
@@ -123,23 +123,43 @@ def dkdv_step(
 
 
 @triton.jit
-def dkdv_specials(
-    special_k, special_v, kv_pos, b, h, at_b, at_h, first, last, whole, q_head, do_head, q_stride, do_stride, q_len, q_side,
-    mask_captured, mask_sizes, MASK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SUBS: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+def count_queries(
+    count, sign, kv_pos, b, h, at_b, at_h, first, last, whole, x_head, x_stride, q_len, q_side, mask_captured, mask_sizes,
+    MASK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SUBS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """special_k [N, DP] and special_v [N, EP] plus what non-finite queries and output gradients of visible pairs contribute."""
+    """count [N, PADDED] plus the non-finite elements (`count_nonfinite`) of queries, or of their output gradients, that see each key."""
     row_from, pos_from, left_from = run_place(first, last, q_len, q_side, SUBS, M)
     for n in tl.range(first * SUBS, (last + 1) * SUBS, num_stages=1):
         row, pos, left = row_from + n * M, pos_from + n * M, left_from - n * M
         valid = (tl.arange(0, M)[None, :] < left) & (tl.arange(0, N)[:, None] < N)
         q_pos = (pos + tl.arange(0, M))[None, :]
         valid = visible_pairs(valid, whole, at_b, at_h, q_pos, kv_pos, mask_captured, mask_sizes, MASK, True, True)
-        q = load_tile(q_head, b, h, row, left, q_stride, M, D, DP, True, TMA)
-        special_k = add_specials(special_k, valid, q, PRECISION, False)
-        do = load_tile(do_head, b, h, row, left, do_stride, M, E, EP, True, TMA)
-        special_v = add_specials(special_v, valid, do, PRECISION, True)
-    return special_k, special_v
+        x = load_tile(x_head, b, h, row, left, x_stride, M, DIM, PADDED, True, TMA)
+        count = count_nonfinite(count, valid, x, sign, PRECISION)
+    return count
+
+
+@triton.jit
+def add_nonfinite_queries(
+    target, target_stride, row, left, kv_pos, tile, b, g, x_ptr, x_stride, sign, full, partial, tiles, heads, shared, first_b, first_h,
+    q_len, q_side, mask_captured, mask_sizes,
+    MASK: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SUBS: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Add what non-finite elements of x (queries or output gradients) of visible pairs contribute to a stored dK or dV."""
+    count = tl.zeros([N, PADDED], tl.float32)
+    for j in tl.range(0, shared, num_stages=1):
+        h = g * shared + j
+        table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
+        x_head = head_of(x_ptr, b, h, x_stride, TMA)
+        for r in tl.range(0, run_count(full, partial, table), num_stages=1):
+            first, last, whole = run_at(full, partial, table, r)
+            count = count_queries(
+                count, sign, kv_pos, b, h, b + first_b, h + first_h, first, last, whole, x_head, x_stride, q_len, q_side,
+                mask_captured, mask_sizes, MASK, M, N, SUBS, DIM, PADDED, PRECISION, TMA,
+            )  # fmt: skip
+    add_nonfinite(target, count, sign, row, left, target_stride, N, DIM, PADDED)
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
@@ -206,21 +226,15 @@ def dkdv_kernel(
     store_rows(dk_head, dk * scale, row, left, dk_stride[2], dk_stride[3], N, D, DP)
     store_rows(dv_head, dv, row, left, dv_stride[2], dv_stride[3], N, E, EP)
     if again:
-        special_k = tl.zeros([N, DP], tl.float32)
-        special_v = tl.zeros([N, EP], tl.float32)
-        for j in tl.range(0, shared, num_stages=1):
-            h = g * shared + j
-            table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
-            q_head, do_head = head_of(q_ptr, b, h, q_stride, TMA), head_of(do_ptr, b, h, do_stride, TMA)
-            for r in tl.range(0, run_count(full, partial, table), num_stages=1):
-                first, last, whole = run_at(full, partial, table, r)
-                special_k, special_v = dkdv_specials(
-                    special_k, special_v, kv_pos, b, h, b + first_b, h + first_h, first, last, whole,
-                    q_head, do_head, q_stride, do_stride, q_len, q_side, mask_captured, mask_sizes,
-                    MASK, M, N, M_SUBS, D, DP, E, EP, PRECISION, TMA,
-                )  # fmt: skip
-        store_specials(dk_head, special_k, row, left, dk_stride, N, D, DP)
-        store_specials(dv_head, special_v, row, left, dv_stride, N, E, EP)
+        add_nonfinite_queries(
+            dk_head, dk_stride, row, left, kv_pos, tile, b, g, q_ptr, q_stride, 0, full, partial, tiles, heads, shared, first_b, first_h,
+            q_len, q_side, mask_captured, mask_sizes, MASK, PER_BATCH, PER_HEAD, M, N, M_SUBS, D, DP, PRECISION, TMA,
+        )  # fmt: skip
+        for sign in tl.range(-1, 2, 2, num_stages=1):
+            add_nonfinite_queries(
+                dv_head, dv_stride, row, left, kv_pos, tile, b, g, do_ptr, do_stride, sign, full, partial, tiles, heads, shared, first_b,
+                first_h, q_len, q_side, mask_captured, mask_sizes, MASK, PER_BATCH, PER_HEAD, M, N, M_SUBS, E, EP, PRECISION, TMA,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -253,12 +267,12 @@ def dq_step(
 
 
 @triton.jit
-def dq_specials(
-    special, q_pos, q_left, b, g, at_b, at_h, first, last, whole, k_head, k_stride, kv_len, kv_side, mask_captured, mask_sizes,
+def count_keys(
+    count, q_pos, q_left, b, g, at_b, at_h, first, last, whole, k_head, k_stride, kv_len, kv_side, mask_captured, mask_sizes,
     MASK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SUBS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """special [M, DP] plus what non-finite keys of visible pairs contribute."""
+    """count [M, DP] plus the non-finite elements of keys that each row sees in one run of KV tiles."""
     row_from, pos_from, left_from = run_place(first, last, kv_len, kv_side, SUBS, N)
     for n in tl.range(first * SUBS, (last + 1) * SUBS, num_stages=1):
         row, pos, left = row_from + n * N, pos_from + n * N, left_from - n * N
@@ -266,8 +280,8 @@ def dq_specials(
         kv_pos = (pos + tl.arange(0, N))[None, :]
         valid = visible_pairs(valid, whole, at_b, at_h, q_pos, kv_pos, mask_captured, mask_sizes, MASK, True, True)
         k = load_tile(k_head, b, g, row, left, k_stride, N, D, DP, True, TMA)
-        special = add_specials(special, valid, k, PRECISION, False)
-    return special
+        count = count_nonfinite(count, valid, k, 0, PRECISION)
+    return count
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
@@ -336,11 +350,11 @@ def dq_kernel(
     else:
         store_rows(dq_head, dq * scale, row, left, dq_stride[2], dq_stride[3], M, D, DP)
     if again:
-        special = tl.zeros([M, DP], tl.float32)
+        count = tl.zeros([M, DP], tl.float32)
         for r in tl.range(0, run_count(full, partial, table), num_stages=1):
             first, last, whole = run_at(full, partial, table, r)
-            special = dq_specials(
-                special, q_pos, left, b, g, b + first_b, h + first_h, first, last, whole, k_head, k_stride, kv_len, kv_side,
+            count = count_keys(
+                count, q_pos, left, b, g, b + first_b, h + first_h, first, last, whole, k_head, k_stride, kv_len, kv_side,
                 mask_captured, mask_sizes, MASK, M, N, N_SUBS, D, DP, PRECISION, TMA,
             )  # fmt: skip
-        store_specials(dq_head, special, row, left, dq_stride, M, D, DP)
+        add_nonfinite(dq_head, count, 0, row, left, dq_stride, M, D, DP)

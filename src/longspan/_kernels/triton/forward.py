@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from longspan._kernels.gpu.device_library import LN_2, LOG2_E
-from longspan._kernels.gpu.nonfinite import add_specials, any_nan, finite_or_zero, store_specials
+from longspan._kernels.gpu.nonfinite import add_nonfinite, any_nan, count_nonfinite, finite_or_zero
 from longspan._kernels.gpu.tile_access import (
     head_of,
     load_rows,
@@ -89,12 +89,12 @@ def attend(
 
 
 @triton.jit
-def visible_specials(
-    special, q_pos, b, g, at_b, at_h, first, last, whole, v_head, v_stride, kv_len, kv_side, mask_captured, mask_sizes,
+def count_values(
+    count, sign, q_pos, b, g, at_b, at_h, first, last, whole, v_head, v_stride, kv_len, kv_side, mask_captured, mask_sizes,
     MASK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SUBS: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """special [M, EP] + the sum of non-finite values that each row sees in one run of KV tiles."""
+    """count [M, EP] plus the non-finite values (`count_nonfinite`) that each row sees in one run of KV tiles."""
     row_from, pos_from, left_from = run_place(first, last, kv_len, kv_side, SUBS, N)
     for n in tl.range(first * SUBS, (last + 1) * SUBS, num_stages=1):
         row, pos, left = row_from + n * N, pos_from + n * N, left_from - n * N
@@ -102,13 +102,13 @@ def visible_specials(
         if MASK is not None:
             visible = visible & (MASK(at_b, at_h, q_pos, (pos + tl.arange(0, N))[None, :], mask_captured, mask_sizes) | whole)
         v = load_tile(v_head, b, g, row, left, v_stride, N, E, EP, True, TMA)
-        special = add_specials(special, visible, v, PRECISION, True)
-    return special
+        count = count_nonfinite(count, visible, v, sign, PRECISION)
+    return count
 
 
 @triton.jit
 def load_state(
-    old_out_ptr, old_lse_ptr, old_peak_ptr, old_stride, b64, h64, state_row, row, left, inside,
+    old_out_ptr, old_lse_ptr, old_peak_ptr, old_out_stride, b64, h64, state_row, row, left, inside,
     M: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
     """(acc, total, m, peak) of the state before these KV tiles."""
@@ -119,8 +119,8 @@ def load_state(
     if old_lse_ptr is not None:
         m = tl.load(old_lse_ptr + state_row, mask=inside, other=float("-inf")) * LOG2_E
         total = tl.where(m == float("-inf"), 0.0, 1.0)
-        old = old_out_ptr + b64 * old_stride[0] + h64 * old_stride[1]
-        acc = load_rows(old, row, left, old_stride[2], old_stride[3], M, E, EP, True).to(tl.float32)
+        old = old_out_ptr + b64 * old_out_stride[0] + h64 * old_out_stride[1]
+        acc = load_rows(old, row, left, old_out_stride[2], old_out_stride[3], M, E, EP, True).to(tl.float32)
     if old_peak_ptr is not None:
         peak = tl.load(old_peak_ptr + state_row, mask=inside, other=float("-inf")) * LOG2_E
     return acc, total, m, peak
@@ -129,7 +129,7 @@ def load_state(
 @triton.jit(do_not_specialize=_DYNAMIC)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr,
-    q_stride, k_stride, v_stride, out_stride, old_stride,
+    q_stride, k_stride, v_stride, out_stride, old_out_stride,
     order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
     rows, tiles, heads, shared, group, q_len, kv_len, scale, first_b, first_h,
     MASK: tl.constexpr, SCORE: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr, FOLD: tl.constexpr,
@@ -150,7 +150,7 @@ def forward_kernel(
     PEAK: tl.constexpr = peak_ptr is not None
 
     acc, total, m, peak = load_state(
-        old_out_ptr, old_lse_ptr, old_peak_ptr, old_stride, b64, h64, state_row, row, left, inside, M, E, EP
+        old_out_ptr, old_lse_ptr, old_peak_ptr, old_out_stride, b64, h64, state_row, row, left, inside, M, E, EP
     )  # fmt: skip
     for r in tl.range(tl.load(full[0] + table), tl.load(full[0] + table + 1), num_stages=1):
         acc, total, m, peak = attend(
@@ -169,7 +169,7 @@ def forward_kernel(
     again = any_nan(acc, inside)
     if again:
         acc, total, m, peak = load_state(
-            old_out_ptr, old_lse_ptr, old_peak_ptr, old_stride, b64, h64, state_row, row, left, inside, M, E, EP
+            old_out_ptr, old_lse_ptr, old_peak_ptr, old_out_stride, b64, h64, state_row, row, left, inside, M, E, EP
         )  # fmt: skip
         for r in tl.range(0, run_count(full, partial, table), num_stages=1):
             first, last, whole = run_at(full, partial, table, r)
@@ -188,12 +188,13 @@ def forward_kernel(
         tl.store(peak_ptr + state_row, peak * LN_2, mask=inside)
     out_head = out_ptr + b64 * out_stride[0] + h64 * out_stride[1]
     store_rows(out_head, acc, row, left, out_stride[2], out_stride[3], M, E, EP)
-    if again:  # after the store: acc and these sums together would take more registers than the loops do
-        special = tl.zeros([M, EP], tl.float32)
-        for r in tl.range(0, run_count(full, partial, table), num_stages=1):
-            first, last, whole = run_at(full, partial, table, r)
-            special = visible_specials(
-                special, q_pos, b, g, b + first_b, h + first_h, first, last, whole, v_head, v_stride, kv_len, kv_side,
-                mask_captured, mask_sizes, MASK, M, N, N_SUBS, E, EP, PRECISION, TMA,
-            )  # fmt: skip
-        store_specials(out_head, special, row, left, out_stride, M, E, EP)
+    if again:  # after the store: acc and a count together would take more registers than the loops do
+        for sign in tl.range(-1, 2, 2, num_stages=1):
+            count = tl.zeros([M, EP], tl.float32)
+            for r in tl.range(0, run_count(full, partial, table), num_stages=1):
+                first, last, whole = run_at(full, partial, table, r)
+                count = count_values(
+                    count, sign, q_pos, b, g, b + first_b, h + first_h, first, last, whole, v_head, v_stride, kv_len, kv_side,
+                    mask_captured, mask_sizes, MASK, M, N, N_SUBS, E, EP, PRECISION, TMA,
+                )  # fmt: skip
+            add_nonfinite(out_head, count, sign, row, left, out_stride, M, E, EP)
