@@ -97,7 +97,6 @@ def test_what_is_kept_may_be_thrown_away_by_another_thread() -> None:
     assert len(launch.device_table(work.table, work.kv_tiles, device, shared=1, positions=False).order)
     assert covering.rectangles(work)
     kernel = TritonKernel()
-    kernel._reasons = Forgetful()
     q = torch.zeros(1, 1, 40, 16, device="cuda" if torch.cuda.is_available() else "cpu")
     assert kernel.refuses(q, q, q, work) is None
 
@@ -108,8 +107,8 @@ def attended(mask: Any = None) -> Tensor:
 
 
 def test_what_a_captured_graph_reads_is_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: set[prepared.Prepared] = set()
-    monkeypatch.setattr(prepared, "_captured", kept)
+    kept: set[prepared.PreparedLaunch] = set()
+    monkeypatch.setattr(prepared, "_held_for_graphs", kept)
     attended(causal)
     assert not kept
     monkeypatch.setattr(launch, "capturing", lambda device: True)
@@ -121,16 +120,16 @@ def test_what_a_captured_graph_reads_is_kept_for_good(monkeypatch: pytest.Monkey
 def test_a_mask_that_reads_tensors_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.arange(50) // 20
     monkeypatch.setattr(launch, "capturing", lambda device: True)
-    with pytest.raises(RuntimeError, match="CUDA graph is being captured, and the mask reads tensors"):
+    with pytest.raises(RuntimeError, match="cannot capture a CUDA graph: the mask reads tensors"):
         attended(lambda b, h, q, kv: ids[q] == ids[kv])
 
 
 @pytest.mark.parametrize(("setting", "wanted"), [("tf32", "tf32"), ("ieee", "ieee")])
 def test_the_newer_setting_of_float32_products_is_read(setting: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    made = prepared.Prepared.__init__
+    made = prepared.PreparedLaunch.__init__
     monkeypatch.setattr(
-        prepared.Prepared, "__init__", lambda self, **known: (seen.append(known["known"]["PRECISION"]), made(self, **known))[1]
+        prepared.PreparedLaunch, "__init__", lambda self, **known: (seen.append(known["constants"]["PRECISION"]), made(self, **known))[1]
     )
     before = torch.backends.cuda.matmul.fp32_precision
     try:

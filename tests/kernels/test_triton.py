@@ -23,7 +23,7 @@ tl = pytest.importorskip("triton.language")
 # ruff: noqa: E402
 from triton.runtime.errors import OutOfResources
 
-from longspan._kernels.gpu.prepared_launch import Prepared
+from longspan._kernels.gpu.prepared_launch import PreparedLaunch
 from longspan._kernels.protocol import State, Tiling, Work
 from longspan._kernels.triton import Config, Tile, TritonKernel
 from longspan._masks.block_table import BlockTable
@@ -470,8 +470,8 @@ def test_a_program_that_does_not_fit_is_launched_with_fewer_stages() -> None:
 
             return launch
 
-    launch = Prepared(
-        kernel=Large(), options={"num_warps": 4, "num_stages": 4}, programs=1, device=torch.device(DEVICE), described={}, known={}
+    launch = PreparedLaunch(
+        kernel=Large(), options={"num_warps": 4, "num_stages": 4}, ctas=1, device=torch.device(DEVICE), descriptors={}, constants={}
     )
-    launch([torch.zeros(1)], {})
+    launch({"x": torch.zeros(1)}, {})
     assert tried == [4, 3, 2]

@@ -242,7 +242,7 @@ def _attend(
 @gluon.jit
 def _consumer(
     out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, done_ptr, part_out, part_lse, counter, pieces,
-    out_stride, old_stride, done_stride,
+    out_stride, old_out_stride, done_stride,
     heads, q_len, scale, first_b, first_h,
     q_s, k_s, v_s, item_s, where, bars, out_desc, done_desc, held, lse_s, held_bars,
     mask_captured, mask_sizes, score_captured, score_sizes,
@@ -336,18 +336,18 @@ def _consumer(
             mbarrier.wait(held_bars[0], t & 1)
         if old_lse_ptr is not None:
             old_left = gl.where(piece < cut, rows_left, 0)
-            head = old_out_ptr + wide(b) * old_stride[0] + wide(h) * old_stride[1]
+            head = old_out_ptr + wide(b) * old_out_stride[0] + wide(h) * old_out_stride[1]
             if HELD:
                 if through:
                     old_m = lse_s.index(WHICH).load(gl.SliceLayout(1, layout)) * LOG2_E
                     old = rows_of(held, WHICH).load(out_layout)
                 else:
                     old_m = gl.load(old_lse_ptr + state + rows, mask=rows < old_left, other=-float("inf")) * LOG2_E
-                    old = load_tile(head, row, old_left, old_stride[2] + zero, E, EP, out_layout)
+                    old = load_tile(head, row, old_left, old_out_stride[2] + zero, E, EP, out_layout)
             else:
                 old_m = gl.load(old_lse_ptr + state + rows, mask=rows < old_left, other=-float("inf")) * LOG2_E
                 if not WIDE:
-                    old = load_tile(head, row, old_left, old_stride[2] + zero, E, EP, out_layout)
+                    old = load_tile(head, row, old_left, old_out_stride[2] + zero, E, EP, out_layout)
             m, total, share, old_share = fold(m, total, old_m)
         if old_peak_ptr is not None:
             peak = gl.maximum(peak, gl.load(old_peak_ptr + state + rows, mask=inside, other=-float("inf")) * LOG2_E)
@@ -365,7 +365,7 @@ def _consumer(
             acc = acc * by_row(1.0 / divisor, out_layout)
         else:
             if WIDE:  # two such tiles at once are more than there are registers: this one may come bit by bit
-                old = load_tile(head, row, old_left, old_stride[2] + zero, E, EP, out_layout)
+                old = load_tile(head, row, old_left, old_out_stride[2] + zero, E, EP, out_layout)
             acc = acc * by_row(share / divisor, out_layout) + old * by_row(old_share / divisor, out_layout)
         if HELD:
             if through:
@@ -390,7 +390,7 @@ def _consumer(
 def forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, done_ptr, q_ptr,
     out_desc, done_desc, old_desc, own_k_desc, own_v_desc, counter, part_out, part_lse,
-    out_stride, old_stride, done_stride, q_stride, order, full, partial, counts, complete, q_side, kv_side,
+    out_stride, old_out_stride, done_stride, q_stride, order, full, partial, counts, complete, q_side, kv_side,
     mask_captured, mask_sizes, score_captured, score_sizes,
     items, uncut, cut, count, wide_piece, rows, tiles, heads, shared, group, heavy, late, split, q_len, kv_len, own_rows,
     scale, first_b, first_h,
@@ -434,13 +434,13 @@ def forward_kernel(
             [
                 (_consumer, (
                     out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, done_ptr, part_out, part_lse, counter, pieces,
-                    out_stride, old_stride, done_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, item_s, where, bars,
+                    out_stride, old_out_stride, done_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, item_s, where, bars,
                     out_desc, done_desc, held, lse_s, held_bars, mask_captured, mask_sizes, score_captured, score_sizes,
                     0, MASK, SCORE, FLAT, CORNERS, FOLD, N, E, EP, STAGES,
                 )),
                 (_consumer, (
                     out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, done_ptr, part_out, part_lse, counter, pieces,
-                    out_stride, old_stride, done_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, item_s, where, bars,
+                    out_stride, old_out_stride, done_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, item_s, where, bars,
                     out_desc, done_desc, held, lse_s, held_bars, mask_captured, mask_sizes, score_captured, score_sizes,
                     1, MASK, SCORE, FLAT, CORNERS, FOLD, N, E, EP, STAGES,
                 )),
@@ -466,13 +466,13 @@ def forward_kernel(
             [
                 (_consumer, (
                     out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, done_ptr, part_out, part_lse, counter, pieces,
-                    out_stride, old_stride, done_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, item_s, where, bars,
+                    out_stride, old_out_stride, done_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, item_s, where, bars,
                     given(None), given(None), given(None), given(None), given(None), mask_captured, mask_sizes, score_captured, score_sizes,
                     0, MASK, SCORE, FLAT, CORNERS, FOLD, N, E, EP, STAGES,
                 )),
                 (_consumer, (
                     out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr, done_ptr, part_out, part_lse, counter, pieces,
-                    out_stride, old_stride, done_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, item_s, where, bars,
+                    out_stride, old_out_stride, done_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, item_s, where, bars,
                     given(None), given(None), given(None), given(None), given(None), mask_captured, mask_sizes, score_captured, score_sizes,
                     1, MASK, SCORE, FLAT, CORNERS, FOLD, N, E, EP, STAGES,
                 )),

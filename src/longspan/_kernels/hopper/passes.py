@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longspan._kernels.gpu import launch
-from longspan._kernels.gpu.launch_call import LaunchCall
-from longspan._kernels.gpu.prepared_launch import Prepared
+from longspan._kernels.gpu.launch_call import Cut, LaunchCall, Pass
+from longspan._kernels.gpu.prepared_launch import PreparedLaunch
 from longspan._kernels.gpu.uniform_lookup import flat_functions
 from longspan._kernels.hopper.backward_dkv import keys_kernel
 from longspan._kernels.hopper.backward_dq import queries_kernel, rows_kernel
@@ -50,12 +50,12 @@ class HopperCall(LaunchCall):
         before = (None, None, None) if old is None else (old.out, old.lse, old.peak)
         carried = self._carried(result, old, done)
         tensors = (self.q, self.k, self.v, result.out, result.lse, result.peak, *before, done, self.q, *carried, *self.own)
-        strided = (result.out, result.out if old is None else old.out, result.out if done is None else done, self.q)
         assert done is None or self.work.complete is not None
         # `completed` tells launches apart that are kept for the same table.
         completed = None if done is None or self.work.complete is None else bytes(self.work.complete.tolist())
-        known = {"FOLD": self.work.score is None and self.work.scale > 0, "completed": completed}
-        self._launch("forward", tensors, strided, known, busy_only=busy_only)
+        settings = {"FOLD": self.work.score is None and self.work.scale > 0, "completed": completed}
+        named = dict(zip(forward_kernel.arg_names, tensors))
+        self.launch(Pass(name="forward", kernel=forward_kernel, tensors=named, settings=settings, busy_only=busy_only))
 
     def _carried(self, result: State, old: State | None, done: Tensor | None) -> tuple[Tensor | None, ...]:
         """(out, done, out before) as the copy engine carries running results, or nothing where there are none or it cannot."""
@@ -82,9 +82,12 @@ class HopperCall(LaunchCall):
     ) -> None:  # fmt: skip
         """Fill dq, or add to it; add to gradients of captured tensors that are not None."""
         tensors = (self.q, self.k, self.v, grad_out, norm, delta, dq, *self.own)
-        self._changing["grads"] = tuple(g for g in captured if g is not None) or (norm,)
+        grads = tuple(g for g in captured if g is not None) or (norm,)
         needs = tuple(g is not None for g in captured)
-        self._launch("dq", tensors, (dq,), {"ADD": add, "SCATTER": any(needs)}, needs=needs, busy_only=add)
+        named, settings = dict(zip(queries_kernel.arg_names, tensors)), {"ADD": add, "SCATTER": any(needs)}
+        self.launch(
+            Pass(name="dq", kernel=queries_kernel, tensors=named, settings=settings, needs=needs, grads=grads, busy_only=add)
+        )  # fmt: skip
 
     def dkdv(
         self, grad_out: Tensor, norm: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, dq: Tensor | None, *, ordered: bool = False
@@ -95,51 +98,50 @@ class HopperCall(LaunchCall):
         if parts > 1:
             found = tuple(torch.empty((t.shape[0], t.shape[1] * parts, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in found)
         tensors = (self.q, self.k, self.v, grad_out, norm, delta, *found, dq, *self.own)
-        self._launch("dkdv", tensors, found, {"ordered": ordered, "parts": parts}, needs=(False,) * len(self.work.score_captured))
+        named, settings = dict(zip(keys_kernel.arg_names, tensors)), {"ordered": ordered, "parts": parts}
+        self.launch(
+            Pass(name="dkdv", kernel=keys_kernel, tensors=named, settings=settings, needs=(False,) * len(self.work.score_captured))
+        )  # fmt: skip
         if parts > 1:
             for total, of_parts in zip((dk, dv), found, strict=True):
                 total.copy_(of_parts.unflatten(1, (-1, parts)).sum(2))
 
-    def _prepare(
-        self,
-        which: str,
-        tensors: tuple[Tensor | None, ...],
-        strided: tuple[Tensor, ...],
-        known: dict[str, Any],
-        needs: tuple[bool, ...] | None,
-        busy_only: bool,
-    ) -> Prepared:
-        q, v = self.q, self.v
+    def prepare(self, one: Pass) -> PreparedLaunch:
+        q, v, which, tensors, known = self.q, self.v, one.name, one.tensors, dict(one.settings)
         d, e = width(q.shape[-1]), width(v.shape[-1])
-        tiles: dict[int, Callable[[Tensor], TensorDescriptor]]
+        tiles: dict[str, Callable[[Tensor], TensorDescriptor]]
         added = 0  # bytes of a query's dQ to which other programs add too
+        suffix = "desc" if which == "forward" else "ptr"
+        k_name, v_name, own_k_name, own_v_name = (f"{name}_{suffix}" for name in ("k", "v", "own_k", "own_v"))
         if which == "forward":
-            kernel, step = forward_kernel, forward_step(d, e)
-            tiles = {0: _tiles(step.m // 2), 1: _tiles(step.n), 2: _tiles(step.n)}
-            tiles |= {i: _tiles(step.m // 2) for i in (11, 12, 13) if tensors[i] is not None}
+            step = forward_step(d, e)
+            tiles = {"q_desc": _tiles(step.m // 2), k_name: _tiles(step.n), v_name: _tiles(step.n)}
+            tiles |= {name: _tiles(step.m // 2) for name in ("out_desc", "done_desc", "old_desc") if tensors[name] is not None}
         elif which == "dq":
-            kernel, step = queries_kernel, queries_step(d, e, scored=self.work.score is not None)
-            tiles = {0: _tiles(step.m // 2), 1: _tiles(step.n), 2: _tiles(step.n), 3: _tiles(step.m // 2)}
+            step = queries_step(d, e, scored=self.work.score is not None)
+            tiles = {"q_ptr": _tiles(step.m // 2), k_name: _tiles(step.n), v_name: _tiles(step.n), "do_ptr": _tiles(step.m // 2)}
         else:
-            kernel, step = keys_kernel, keys_step(d, with_dq=tensors[8] is not None)
-            tiles = {0: _tiles(step.m), 1: _tiles(step.n), 2: _tiles(step.n), 3: _tiles(step.m)}
-            if tensors[8] is not None:
+            dq = tensors["dq_ptr"]
+            step = keys_step(d, with_dq=dq is not None)
+            tiles = {"q_ptr": _tiles(step.m), k_name: _tiles(step.n), v_name: _tiles(step.n), "do_ptr": _tiles(step.m)}
+            if dq is not None:
                 queries, dims = dq_part(d, step.m)
-                tiles[8] = partial(described, rows=queries, columns=dims)
-                added = tensors[8].element_size() * q.shape[-1]
+                tiles["dq_ptr"] = partial(described, rows=queries, columns=dims)
+                added = dq.element_size() * q.shape[-1]
             rows = q.shape[0] * q.shape[1] * q.shape[2]
-            begins = all(t is not None and t.data_ptr() % 16 == 0 for t in tensors[4:6])
+            begins = all(t is not None and t.data_ptr() % 16 == 0 for t in (tensors["norm_ptr"], tensors["delta_ptr"]))
             aligned = begins and launch.facts(self.work.q_tiles).aligned and q.shape[2] % 4 == 0 and rows < 2**31
             if aligned:
-                tiles[4] = tiles[5] = partial(line, size=step.m)
-            known = {**known, "ALIGNED": aligned}
-        if tensors[-1] is not None:  # keys and values that lie apart come in the same tiles
-            tiles |= {len(tensors) - 2: tiles[1], len(tensors) - 1: tiles[2]}
+                tiles["norm_ptr"] = tiles["delta_ptr"] = partial(line, size=step.m)
+            known["ALIGNED"] = aligned
+        if tensors[own_k_name] is not None:  # keys and values that lie apart come in the same tiles
+            tiles |= {own_k_name: tiles[k_name], own_v_name: tiles[v_name]}
         programs = programs_at_once(q.device)
-        items, shared = self._arguments(
-            which, kernel, strided, m=_items_of(step, which), n=step.n, l2_bytes=_L2_BYTES, in_flight=programs, needs=needs,
-            busy_only=busy_only, added=added, parts=known.get("parts", 1),
+        cut = Cut(
+            m=_items_of(step, which), n=step.n, l2_bytes=_L2_BYTES, ctas_in_flight=programs, added_bytes=added,
+            head_parts=known.get("parts", 1),
         )  # fmt: skip
+        items, shared = self.work_arguments(one, cut)
         corners, flat = flat_functions(self.work.score, launch.options(self.work, q.dtype)) if which == "forward" else (None, None)
         more: dict[str, Any] = {"CORNERS": corners, "FLAT": flat, "STAGES": step.stages, "REGISTERS": step.registers, "BM": step.m, "DS": 2}
         more["own_rows"] = self.own_rows
@@ -154,22 +156,22 @@ class HopperCall(LaunchCall):
             made = partial(counter_and_locks, q.device, q.shape[0] * q.shape[1] * more["locks_per_head"])
         if which == "forward":
             # Pieces leave no peaks: where those are asked for, nothing is cut.
-            cuttable = tensors[5] is None and e <= CUTTABLE.value
-            order, cut = self._planned(items, shared, programs, cuttable=cuttable)
+            cuttable = tensors["peak_ptr"] is None and e <= CUTTABLE.value
+            order, pieces_cut = self._planned(items, shared, programs, cuttable=cuttable)
             more |= {"heavy": order.heavy, "late": order.late, "split": items // max(1, shared["rows"]) * order.heavy}
-            shared["group"], items = order.group, cut.items
-            more |= {"uncut": cut.uncut, "cut": cut.cut, "count": cut.parts, "wide_piece": cut.wide}
-            made = partial(counter_and_states, q.device, cut, step.m, e)
+            shared["group"], items = order.group, pieces_cut.items
+            more |= {"uncut": pieces_cut.uncut, "cut": pieces_cut.cut, "count": pieces_cut.parts, "wide_piece": pieces_cut.wide}
+            made = partial(counter_and_states, q.device, pieces_cut, step.m, e)
             complete = self.work.complete
-            more["complete"] = None if tensors[9] is None or complete is None else launch.flags(complete, q.device)
-        return Prepared(
-            kernel=kernel,
+            more["complete"] = None if tensors["done_ptr"] is None or complete is None else launch.flags(complete, q.device)
+        return PreparedLaunch(
+            kernel=one.kernel,
             options={"num_warps": 4, "maxnreg": step.start_registers},
-            programs=min(items, programs),
+            ctas=min(items, programs),
             device=q.device,
-            described=tiles,
-            known={**known, **shared, **more, "items": items, "D": q.shape[-1], "DP": d, "EP": e},
-            made=made,
+            descriptors=tiles,
+            constants={**known, **shared, **more, "items": items, "D": q.shape[-1], "DP": d, "EP": e},
+            workspace=made,
         )
 
     def _planned(self, items: int, shared: dict[str, Any], programs: int, *, cuttable: bool) -> tuple[Order, Pieces]:

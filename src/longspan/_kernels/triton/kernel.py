@@ -16,7 +16,7 @@ from longspan._kernels.gpu.lookup_bounds import check_lookups
 from longspan._kernels.gpu.row_terms import delta as row_delta
 from longspan._kernels.protocol import Grads, State, Work
 from longspan._kernels.triton.config import FINE, Config, prefers_fine_tables
-from longspan._kernels.triton.passes import TritonCall
+from longspan._kernels.triton.passes import RowTerms, TritonCall
 from longspan._masks.block_table import BlockTable
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -109,18 +109,20 @@ class TritonKernel:
         zero_uncovered(grads, work, into=into is not None)
         lse = lse.contiguous()
         call = TritonCall(q, k, v, work, capability=capability(q.device), config=self.config)
+        # dQ's kernel computes delta where out and grad_out are complete, every row has a CTA, and nobody computed it before.
         fuse = delta is None and into is None and launch.facts(work.q_tiles).covers
         if fuse:
-            delta = torch.empty_like(lse)
-        elif delta is None:
-            delta = self.delta(out, grad_out, grad_lse)
-        assert delta is not None
-        delta, norm = delta.contiguous(), torch.empty_like(lse)
+            row_grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
+            terms = RowTerms(
+                lse=lse, norm=torch.empty_like(lse), delta=torch.empty_like(lse), out=computable(out), grad_lse=row_grad_lse
+            )  # fmt: skip
+        else:
+            delta = self.delta(out, grad_out, grad_lse) if delta is None else delta
+            terms = RowTerms(lse=lse, norm=torch.empty_like(lse), delta=delta.contiguous())
         if grads.q.numel():
-            made_of = (computable(out), None if grad_lse is None else grad_lse.float().contiguous()) if fuse else None
-            call.queries(grad_out, lse, norm, delta, grads.q, grads.captured, made_of, add=into is not None)
+            call.dq(grad_out, terms, grads.q, grads.captured, add=into is not None)
         if grads.k.numel():
-            call.keys(grad_out, norm, delta, grads.k, grads.v)
+            call.dkdv(grad_out, terms, grads.k, grads.v)
         if into is None and grads.q.dtype != dtype:
             grads.q, grads.k, grads.v = (g.to(dtype) for g in (grads.q, grads.k, grads.v))
         return grads
