@@ -1,4 +1,4 @@
-"""What launches make of tables and tilings on the host."""
+"""Host side of launches: block tables, tilings, cached launches, CUDA graph captures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tiles_of(runs: Runs, row: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize("segments", SHARDS)
-def test_runs_go_on_inside_and_hold_every_tile_once(segments: Segments, positions: bool) -> None:
+def test_split_runs_are_contiguous_and_cover_every_tile_once(segments: Segments, positions: bool) -> None:
     work = work_of(causal, [(40, 90)], segments, block=16)
     kinds, tiling = work.table.to_dense()[0, 0], work.kv_tiles
     full, partial = launch.split_runs(work.table, launch.facts(tiling), positions=positions)
@@ -59,13 +59,13 @@ def test_runs_go_on_inside_and_hold_every_tile_once(segments: Segments, position
         assert held == wanted
 
 
-def test_a_short_tile_at_the_end_of_a_plain_sequence_is_partial() -> None:
+def test_the_short_last_tile_of_a_whole_sequence_is_partial() -> None:
     work = work_of(causal, [(100, 32)], [(0, 40)], block=16)
     full, partial = launch.split_runs(work.table, launch.facts(Tiling(length=40, block=16)), positions=False)
     assert tiles_of(full, 0) == [(0, 1)] and tiles_of(partial, 0) == [(2, 2)]
 
 
-def test_a_tiling_knows_whether_it_covers_its_rows() -> None:
+def test_facts_tell_whether_a_tiling_covers_its_rows() -> None:
     whole = shard([(3, 20), (50, 9)], 16)
     assert launch.facts(whole).covers
     assert whole.row is not None and whole.count is not None
@@ -73,7 +73,7 @@ def test_a_tiling_knows_whether_it_covers_its_rows() -> None:
     assert launch.facts(Tiling(length=29, block=16)).covers
 
 
-def test_arrays_are_copied_once_and_let_go_with_their_tiling() -> None:
+def test_device_arrays_are_cached_and_freed_with_their_tiling() -> None:
     tiling, device = shard([(3, 20)], 16), torch.device("cpu")
     assert launch.side(tiling, device) is launch.side(tiling, device)
     alive = weakref.ref(tiling)
@@ -83,14 +83,14 @@ def test_arrays_are_copied_once_and_let_go_with_their_tiling() -> None:
 
 
 class Forgetful(dict[Any, Any]):
-    """Emptied as soon as something is put in, as another thread may do."""
+    """A cache that another thread clears after every insertion."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         super().__setitem__(key, value)
         self.clear()
 
 
-def test_what_is_kept_may_be_thrown_away_by_another_thread() -> None:
+def test_caches_may_be_cleared_by_another_thread() -> None:
     work, device = work_of(causal, [(0, 40)], [(0, 40)], block=16), torch.device("cpu")
     launch._tables[work.table] = Forgetful()
     covering._kept[work.table] = Forgetful()
@@ -102,22 +102,23 @@ def test_what_is_kept_may_be_thrown_away_by_another_thread() -> None:
 
 
 def attended(mask: Any = None) -> Tensor:
+    """One call of the triton kernel."""
     q, k, v = (torch.randn(1, 2, 50, 16, device="cuda" if torch.cuda.is_available() else "cpu") for _ in range(3))
     return ls.attention(q, k, v, mask=mask, kernel="triton")
 
 
-def test_what_a_captured_graph_reads_is_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: set[prepared.PreparedLaunch] = set()
-    monkeypatch.setattr(prepared, "_held_for_graphs", kept)
+def test_launches_in_a_captured_graph_are_held_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: set[prepared.PreparedLaunch] = set()
+    monkeypatch.setattr(prepared, "_held_for_graphs", held)
     attended(causal)
-    assert not kept
+    assert not held
     monkeypatch.setattr(launch, "capturing", lambda device: True)
     attended(causal)
     attended(causal)
-    assert len(kept) == 1
+    assert len(held) == 1
 
 
-def test_a_mask_that_reads_tensors_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capturing_a_mask_that_reads_tensors_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.arange(50) // 20
     monkeypatch.setattr(launch, "capturing", lambda device: True)
     with pytest.raises(RuntimeError, match="cannot capture a CUDA graph: the mask reads tensors"):
@@ -125,7 +126,7 @@ def test_a_mask_that_reads_tensors_is_not_captured(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("setting", "wanted"), [("tf32", "tf32"), ("ieee", "ieee")])
-def test_the_newer_setting_of_float32_products_is_read(setting: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_follows_the_newer_fp32_setting(setting: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     made = prepared.PreparedLaunch.__init__
     monkeypatch.setattr(
@@ -142,7 +143,7 @@ def test_the_newer_setting_of_float32_products_is_read(setting: str, wanted: str
 
 @pytest.mark.parametrize("keys", [[(0, 24)], [(30, 20)], [(64, 16), (0, 16)], [(400, 16)]])
 @pytest.mark.parametrize("segments", SHARDS)
-def test_idle_spans_are_the_rows_that_no_busy_tile_holds(segments: Segments, keys: Segments) -> None:
+def test_idle_spans_are_the_rows_outside_busy_tiles(segments: Segments, keys: Segments) -> None:
     work = work_of(causal, segments, keys, block=16)
     busy, tiling = work.table.tiles_per_row > 0, work.q_tiles
     held = torch.zeros(tiling.length, dtype=torch.bool)
@@ -158,7 +159,7 @@ def test_idle_spans_are_the_rows_that_no_busy_tile_holds(segments: Segments, key
     assert torch.equal(found, held)
 
 
-def test_idle_spans_of_masks_that_differ_by_head_hold_what_is_idle_in_any_and_many_become_one() -> None:
+def test_idle_spans_join_heads_and_merge_when_there_are_many() -> None:
     def some(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (q // 16 % 2 == 0) & (q < 320) & (h >= 0) | (q < 16 * h)
 

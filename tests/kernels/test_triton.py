@@ -43,7 +43,7 @@ def _seed() -> None:
 
 
 def runs_of(kinds: Tensor, block: tuple[int, int], q_len: int, kv_len: int) -> BlockTable:
-    """A table from kinds [batch, heads, q_tiles, kv_tiles] by a loop over all tiles."""
+    """A block table from tile kinds [batch, heads, q_tiles, kv_tiles], built by a loop over all tiles."""
     ptr: list[int] = [0]
     first: list[int] = []
     last: list[int] = []
@@ -147,7 +147,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Dense:
-    """What the oracle says."""
+    """Results of the float64 computation."""
 
     out: Tensor
     lse: Tensor
@@ -156,7 +156,7 @@ class Dense:
 
 
 def dense(case: Case, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor) -> Dense:
-    """Forward and gradients in float64. Learned tensors are switched to float64 in place for the while."""
+    """Forward and gradients in float64. Learned tensors are float64 during the call."""
     q, k, v, do, dlse = (t.detach().double() for t in (q, k, v, do, dlse))
     wrt = [t.requires_grad_() for t in (q, k, v)]
     held = [t.data for t in case.learned]
@@ -288,7 +288,7 @@ def test_looked_up_negative_indices_count_from_the_end(dtype: torch.dtype) -> No
 
 
 def test_looked_up_indices_far_outside_do_not_read_outside() -> None:
-    """Torch would raise at −10⁹; the pairs that look there are thrown away by the mask, so the kernel clamps the index and goes on."""
+    """The mask discards all pairs with index −10⁹, at which torch would raise. The kernel clamps the index."""
     index = torch.arange(90, device=DEVICE) % 8
     wild = torch.where(torch.arange(90, device=DEVICE) % 5 == 0, -(10**9), index)
     flags, bias = torch.ones(8, dtype=torch.bool, device=DEVICE), torch.randn(8, device=DEVICE)
@@ -333,12 +333,12 @@ def test_inputs_need_not_be_contiguous(layout: str) -> None:
     check(Case(layout=layout, shape=(2, 2, 2, 40, 50), mask=everything))
 
 
-def test_tiles_through_the_copy_engine_match() -> None:
+def test_tiles_loaded_by_tma_match() -> None:
     config = Config(**{name: replace(getattr(SMALL, name), tma=True) for name in ("forward", "dkdv", "dq")})
     check(Case(dims=(64, 40), shape=(2, 2, 1, 90, 70), mask=everything, layout="bshd"), kernel=TritonKernel(config=config))
 
 
-def test_a_negative_scale_is_a_scale() -> None:
+def test_a_negative_scale_matches() -> None:
     check(Case(scale=-0.3))
 
 
@@ -354,7 +354,7 @@ def test_output_keeps_the_query_order_of_dims() -> None:
     assert state.peak is None
 
 
-def test_two_halves_folded_equal_one_whole() -> None:
+def test_two_merged_halves_equal_one_whole() -> None:
     case = Case(shape=(1, 2, 1, 100, 160), mask=late, dtype=torch.bfloat16)
     kernel = TritonKernel(config=SMALL)
     q, k, v = case.inputs()
@@ -372,7 +372,7 @@ def test_two_halves_folded_equal_one_whole() -> None:
 
 
 def late_part(case: Case, start: int, stop: int) -> Work:
-    """The work of keys start … stop − 1 alone, which sit at the front of their own tensor but keep their global positions."""
+    """The work of keys start … stop − 1 alone, in a tensor of their own, at their global positions."""
     table = table_of(case.allowed()[:1, :1, :, start:stop], case.block)
     first = torch.arange(0, stop - start, case.block[1], dtype=torch.int32)
     tiling = Tiling(
@@ -431,13 +431,13 @@ def test_gradient_functions_of_activations_match() -> None:
     check(Case(score=score, shape=(1, 1, 1, 40, 40)))
 
 
-def test_an_uncovered_operation_is_refused_by_name() -> None:
+def test_an_unsupported_operation_is_named() -> None:
     case = Case(score=lambda s, b, h, q, kv: torch.atan2(s, s + 2))
     reason = TritonKernel().refuses(*case.inputs(), case.work())
     assert reason is not None and "atan2" in reason
 
 
-def test_refuses_what_it_cannot_compute() -> None:
+def test_unsupported_inputs_are_rejected() -> None:
     case = Case()
     q, k, v = case.inputs()
     kernel = TritonKernel()
@@ -455,7 +455,7 @@ def test_the_compiler_accepts_what_the_interpreter_runs() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_a_program_that_does_not_fit_is_launched_with_fewer_stages() -> None:
+def test_a_launch_without_enough_shared_memory_uses_fewer_stages() -> None:
     tried = []
 
     class Large:

@@ -1,4 +1,4 @@
-"""What programs compile to for Triton: each operation means what torch means by it."""
+"""Compiled programs: each operation computes what torch computes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ OPERATIONS: dict[str, Mod] = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_operation_means_what_torch_means(name: str) -> None:
+def test_operation_matches_torch(name: str) -> None:
     got, want = _evaluate(OPERATIONS[name])
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5, equal_nan=True)
 
@@ -93,7 +93,7 @@ def test_equal_programs_share_one_function() -> None:
     assert codegen.program_function(first, options) is codegen.program_function(second, options)
 
 
-def test_int64_only_where_lengths_ask_for_it() -> None:
+def test_int64_is_used_only_where_lengths_need_it() -> None:
     def wide(mod: Mod, longest: int) -> bool:
         return "int64" in codegen.program_source(trace(mod, "mask").program, codegen.Options(max_position=longest))
 

@@ -1,7 +1,7 @@
-"""Compile the triton kernels for GPUs that need not be here, and print shared memory per program.
+"""Compile the triton kernels without a GPU and print the shared memory of a CTA.
 
-The interpreter accepts Python that Triton's compiler does not; this finds the difference on a machine without a GPU. test_triton runs it,
-in a process without the interpreter, for two configurations; `python triton_compile.py --all` takes minutes and tries all of them.
+The interpreter accepts Python that Triton's compiler rejects. test_triton runs this script in a process without the interpreter, for two
+configurations; `python triton_compile.py --all` compiles all of them in some minutes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 def compile_kernel(
     kernel: Any, tile: Tile, *, dims: tuple[int, int], dtype: str, target: int, scored: bool, streamed: tuple[str, ...], arrays: bool
 ) -> int:
-    """Compile one kernel as a launch with contiguous inputs would; returns bytes of shared memory."""
+    """Compile one kernel for contiguous inputs; returns bytes of shared memory."""
     program = trace(score, "score").program
     padded = [max(16, triton.next_power_of_2(d)) for d in dims]
     functions: dict[str, Any] = {"MASK": codegen.program_function(trace(mask, "mask").program, OPTIONS), "SCORE": None, "JOINT": None}
@@ -98,7 +98,7 @@ def mask_kernel(out_ptr, b, h, captured, sizes, MASK: tl.constexpr):  # type: ig
 
 
 def check_rounding() -> None:
-    """What decides in a mask is rounded as torch rounds it, in the code that a GPU runs: no approximate quotient, no fused product."""
+    """Raise if the machine code of a mask with comparisons has approximate quotients or fused products."""
     program = codegen.program_function(trace(decisive, "mask").program, OPTIONS)
     kinds: dict[str, Any] = {"out_ptr": "*i1", "b": "i32", "h": "i32", "captured": ("*fp32",), "sizes": ("i32",), "MASK": "constexpr"}
     source = ASTSource(fn=mask_kernel, signature=kinds, constexprs={(5,): program})

@@ -15,7 +15,7 @@ from longspan._kernels.protocol import Grads, State, Work, like_query
 
 
 def usable(state: State, *, peak: bool) -> State:
-    """A state as the kernel reads and writes it."""
+    """The state with contiguous lse and, with `peak`, max scores, which start at −inf."""
     top = None
     if peak:
         top = torch.full_like(state.lse, float("-inf")) if state.peak is None else state.peak
@@ -23,16 +23,18 @@ def usable(state: State, *, peak: bool) -> State:
 
 
 def empty_state(q: Tensor, dim: int, dtype: torch.dtype, *, peak: bool) -> State:
+    """An uninitialised state for q; out [B, H, Q, dim] of `dtype`."""
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     return State(out=empty_out(q, dim, dtype), lse=lse, peak=torch.empty_like(lse) if peak else None)
 
 
 def empty_out(q: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised out [B, H, Q, dim], its dims in memory in the order of q's."""
     return torch.empty((*q.shape[:3], dim), dtype=dtype, device=q.device) if q.is_contiguous() else like_query(q, dim, dtype)
 
 
 def prefill(result: State, old: State | None) -> None:
-    """Rows of the tensor that no tile holds keep the previous state."""
+    """Initialise `result` with the state `old`, or with the empty state: rows in no tile keep it."""
     if old is None:
         result.out.zero_()
         result.lse.fill_(float("-inf"))
@@ -47,6 +49,7 @@ def prefill(result: State, old: State | None) -> None:
 
 
 def empty_grads(q: Tensor, k: Tensor, v: Tensor, work: Work, needs: Sequence[bool], *, wide: bool) -> Grads:
+    """Uninitialised gradients of q, k and v, float32 if `wide`, and zeros for the captured tensors that need a gradient."""
     dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32 if wide else q.dtype, device=q.device) for x in (q, k, v))
     captured = [
         torch.zeros(c.shape, dtype=torch.float32, device=c.device) if n else None for c, n in zip(work.score_captured, needs, strict=True)
@@ -55,7 +58,7 @@ def empty_grads(q: Tensor, k: Tensor, v: Tensor, work: Work, needs: Sequence[boo
 
 
 def zero_uncovered(grads: Grads, work: Work, *, into: bool) -> None:
-    """Rows that no tile holds have no gradient."""
+    """Set gradients to 0 where a tiling leaves rows uncovered. `into`: the gradient of q is added to, not written."""
     if not into and not launch.facts(work.q_tiles).covers:
         grads.q.zero_()
     if not launch.facts(work.kv_tiles).covers:

@@ -1,4 +1,4 @@
-"""Programs to Triton: from a pointwise graph to the source of a `@triton.jit` function, and to the function.
+"""Code generation: from the pointwise graph of a mask or score program to a `@triton.jit` function.
 
     mask:   f(b, h, q, kv, captured, sizes)                               → bool
     score:  f(score, b, h, q, kv, captured, sizes)                        → float32, of the score's shape
@@ -8,9 +8,9 @@
 b, h are scalars, q and kv int32 vectors that broadcast to a tile ([M, 1] and [1, N], or the other way round; a joint that adds
 gradients needs q along dim 0). `captured`: contiguous tensors. `sizes`: all their sizes in one tuple, packed (`launch.pack_sizes`).
 
-Integers are 32 bits wide wherever bounds on the operands prove that this is enough, else 64: a program's values never wrap where
-torch's would not. An index that padding rows compute is clamped into its table. Quotients, roots and products that decide something
-(`exact.decisive`) are rounded as torch rounds them.
+Integers have 32 bits where bounds on the operands prove that this is enough, else 64: values never overflow where torch's would not.
+Indices are clamped into their tensor, since padding rows compute arbitrary ones. Quotients, roots and products that a discontinuous
+operation depends on (`exact_values.decisive`) are rounded as torch rounds them.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from longspan._kernels.gpu.typed_values import INT32_MAX, Unsupported, Value, bo
 from longspan._masks.joint import Joint
 from longspan._masks.program import Program, op_name
 
-# Two classes of length, so that a new length almost never is a new program.
+# Two classes of length, so that a new length rarely compiles a program again.
 SHORT, LONG = 2**23, 2**31 - 1
 _MAX_HEADS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What decides a program's source beside its graph.
+    """Compile options: with the graph, they determine a program's source.
 
-    `max_position`: no position is larger. `fast`: approximate tanh and reciprocals where no jump hangs on them (`exact.decisive`), for
-    16-bit inputs. `big_tables`: some captured tensor has 2³¹ elements or more. `interpreted`: for Triton's interpreter, which has no
-    inline assembly.
+    `max_position`: upper bound of positions. `fast`: approximate tanh and reciprocals where nothing discontinuous depends on them
+    (`exact_values.decisive`), for 16-bit inputs. `big_tables`: a captured tensor has 2³¹ elements or more. `interpreted`: for Triton's
+    interpreter, which has no inline assembly.
     """
 
     max_position: int = SHORT
@@ -53,7 +53,7 @@ class Options:
 
 
 class Emitter:
-    """Walks one graph and writes its lines."""
+    """The lines of source of one graph, written in the order of its nodes."""
 
     def __init__(self, graph: Graph, options: Options) -> None:
         self.graph = graph
@@ -84,7 +84,7 @@ class Emitter:
             self.env[node] = Value(text=name, type="int32", bound=_MAX_HEADS, nonneg=True)
 
     def hold(self, value: Value) -> Value:
-        """The value under a name of its own."""
+        """The value, assigned to a new variable."""
         name = f"v{len(self.lines)}"
         self.lines.append(f"{name} = {value.text}")
         return replace(value, text=name)
@@ -94,7 +94,7 @@ class Emitter:
         return self.hold(Value(text=text, type=type, dims=dims, **known))
 
     def text(self, value: Value, type: str) -> str:
-        """The value in a type, converted once."""
+        """The value converted to a type. Each conversion is emitted once."""
         if value.literal is not None or value.type == type:
             return value.to(type)
         key = (value.text, type)
@@ -103,7 +103,7 @@ class Emitter:
         return self._floats[key]
 
     def value(self, arg: Any) -> Any:
-        """A node's value, a literal's value, or the argument itself where it is neither."""
+        """The value of a node or a literal; any other argument unchanged."""
         if isinstance(arg, Node):
             if arg in self.captured and arg not in self.env:
                 self.env[arg] = self._load(arg, [])
@@ -145,8 +145,8 @@ class Emitter:
     def _load(self, table: Node, indices: Sequence[Any]) -> Value:
         values = [self.value(i) for i in indices]
         place, at = f"captured[{self.captured[table]}]", None
-        # Leading indices that are the same for all of a tile go into the pointer, and the others are added as what they are, never
-        # negative: two instructions less for every element.
+        # Leading indices that are uniform over a tile are added to the pointer, the others as unsigned offsets: two instructions fewer
+        # per element.
         same = next((i for i, v in enumerate(values) if v.dims), len(values))
         if same and not self.options.big_tables:
             rest = "".join(f" * {self._size(table, i)}" for i in range(same, len(values)))
@@ -176,7 +176,7 @@ def function_source(name: str, parameters: str, lines: Sequence[str]) -> str:
 
 
 def program_source(program: Program, options: Options) -> str:
-    """The source of a mask's or score's function. Raises `Unsupported`, naming the operation."""
+    """The source of the function of a mask or score program. Raises `Unsupported` with the operation's name."""
     emitter = Emitter(program.graph, options)
     emitter.run()
     result = emitter.value(program.result)
@@ -191,7 +191,7 @@ def program_source(program: Program, options: Options) -> str:
 
 
 def joint_source(program: Program, joint: Joint, needs: Sequence[bool], options: Options) -> str:
-    """The source of a gradient's function, which adds up the gradients of the captured tensors that `needs` names."""
+    """The source of the gradient function, which adds to the gradients of captured tensors that `needs` selects."""
     emitter = Emitter(joint.graph, options)
     emitter.run()
     output = next(n for n in reversed(joint.graph.nodes) if n.op == "output")
@@ -209,7 +209,7 @@ def joint_source(program: Program, joint: Joint, needs: Sequence[bool], options:
 
 
 def _scatter(e: Emitter, grad: Value, at: Value | None, target: str) -> None:
-    """Add a tile's gradient into a buffer, summed first along every dim that the index does not depend on."""
+    """Emit an atomic addition of a tile's gradient, reduced first along every dim that the index does not depend on."""
     tile = e.hold(Value(text=f"tl.where(valid, {e.as_tile(grad, 'grad')}, 0.0)", type="float32"))
     dims = at.dims if at else frozenset()
     text, where, mask = tile.text, f"{target} + {at.text}" if at else target, ""
@@ -218,7 +218,7 @@ def _scatter(e: Emitter, grad: Value, at: Value | None, target: str) -> None:
     elif dims == {"q", "kv"}:
         mask = ", mask=valid"
     else:
-        # As vectors: a tile of one row or column may lie in registers more than once (Gluon keeps layouts), and atomics add every copy.
+        # As vectors: Gluon may replicate a tile of one row or column in registers, and atomics would add every replica.
         axis = 1 if "q" in dims else 0
         text, where = f"tl.sum({text}, axis={axis})", f"{target} + tl.sum({at.text}, axis={axis})"  # type: ignore[union-attr]
     e.lines.append(f'tl.atomic_add({where}, {text}{mask}, sem="relaxed")')
@@ -226,7 +226,7 @@ def _scatter(e: Emitter, grad: Value, at: Value | None, target: str) -> None:
 
 @lru_cache(maxsize=1024)
 def loaded(source: str) -> Any:
-    """The last function of a source. Its text goes where `inspect`, and so Triton, will find it."""
+    """The last function of a source. Registered with linecache, where `inspect`, and so Triton, reads the source."""
     name = source.rsplit("def ", 1)[1].split("(", 1)[0]
     filename = f"<longspan {name} {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -236,7 +236,7 @@ def loaded(source: str) -> Any:
 
 
 class ByKey:
-    """A program that hashes as what it computes."""
+    """A cache key: a program that compares by what it computes."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -253,8 +253,9 @@ def _program_function(keyed: ByKey, options: Options) -> Any:
     return loaded(program_source(keyed.program, options))
 
 
-# A joint follows from its program, so the program's key stands for both.
 class JointByKey(ByKey):
+    """A program with its gradient. The gradient follows from the program, so the program's key stands for both."""
+
     def __init__(self, program: Program, joint: Joint | None) -> None:
         super().__init__(program)
         self.joint = joint
@@ -277,7 +278,7 @@ def joint_function(program: Program, joint: Joint, needs: Sequence[bool], option
 
 
 def unsupported(program: Program | None, joint: Joint | None, options: Options) -> str | None:
-    """Why a program cannot become Triton, or None."""
+    """The reason why a program cannot be compiled, or None."""
     if program is None:
         return None
     if not program.pointwise or (joint is not None and not joint.pointwise):

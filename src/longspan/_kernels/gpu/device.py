@@ -11,4 +11,5 @@ from longspan._kernels.gpu.interpreter import interpreted
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability; (8, 0) in the interpreter."""
     return (8, 0) if interpreted() else torch.cuda.get_device_capability(device)

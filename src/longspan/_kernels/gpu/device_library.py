@@ -1,4 +1,4 @@
-"""Device functions that generated programs call: torch's meaning of operations that Triton has not, or has with another meaning.
+"""Device functions for generated programs: torch operations that Triton lacks or defines differently.
 
 All take and return scalars or tiles and broadcast like operators. Floating point is float32 unless the operands are wider.
 """
@@ -33,26 +33,26 @@ def trunc_div(a, b):
 
 @triton.jit
 def wrap(index, size):
-    """A position in a dim of `size`: negative ones count from the end; never outside, whatever padding rows compute."""
+    """An index into a dim of `size`: negative ones count from the end; clamped, since padding rows compute arbitrary ones."""
     index = tl.where(index < 0, index + size, index)
     return tl.minimum(tl.maximum(index, 0), size - 1)
 
 
 @triton.jit
 def extent(sizes, WHICH: tl.constexpr):
-    """Size number WHICH of the packed sizes (see `launch.pack_sizes`)."""
+    """Size number WHICH of the packed sizes (`launch.pack_sizes`)."""
     return (sizes[WHICH] >> 1) - 1
 
 
 @triton.jit
 def mul_rn(x, y):
-    """A float32 product that stays one: `x * y` may become part of a fused multiply-add."""
+    """A float32 product that the compiler does not fuse into a multiply-add."""
     return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def tanh_fast(x):
-    """The hardware's tanh, one instruction: relative error up to 2⁻¹¹, no more than rounding to float16 costs."""
+    """The hardware's tanh, one instruction: relative error up to 2⁻¹¹, that of rounding to float16."""
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 

@@ -1,4 +1,4 @@
-"""Each aten operation's Triton form. `EMITTERS[name](emitter, node, args)` returns the value; args are `Value`s or plain Python."""
+"""Triton source of each aten operation: `EMITTERS[name](emitter, node, args)` returns its value. args: `Value`s or plain Python."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _UNARY_FLOAT = {
     "lerp": "{0} + {2} * ({1} - {0})",
     "copysign": "tl.where({1} < 0, -tl.abs({0}), tl.abs({0}))",
 }
-# Where a jump follows (`exact.decisive`): Triton's own quotients and roots are off by a last bit.
+# Correctly rounded forms for `exact_values.decisive` nodes: Triton's default quotients and roots differ in the last bit.
 _ROUNDED = {"reciprocal": "tl.div_rn(1.0, {0})", "sqrt": "tl.sqrt_rn({0})", "rsqrt": "tl.div_rn(1.0, tl.sqrt_rn({0}))"}
 _ROUNDING = {"floor": "tl.floor({0})", "ceil": "tl.ceil({0})", "trunc": "truncate({0})", "round": "round_even({0})"}
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
@@ -70,7 +70,7 @@ def result_type(node: Node) -> str:
 
 
 def common(values: list[Value]) -> str:
-    """The type in which values meet: the widest float, else the widest integer, else bool."""
+    """The promoted type of values: the widest float, else the widest integer, else bool."""
     types = {v.type for v in values}
     tensors = {v.type for v in values if v.literal is None} or types
     if types & set(FLOATS):
@@ -79,7 +79,7 @@ def common(values: list[Value]) -> str:
 
 
 def _apply(e: Emitter, template: str, values: list[Value], type: str, **known: Any) -> Value:
-    """A line of source over operands brought to one type; `known` describes the result."""
+    """The value of a line of source over operands converted to one type. `known`: properties of the result."""
     if all(v.literal is not None for v in values):
         values = [e.hold(materialized(values[0])), *values[1:]]
     return e.let(template.format(*(e.text(v, type) for v in values)), values, type=known.pop("out", type), **known)
@@ -101,7 +101,7 @@ def _float_op(name: str) -> Emit:
 
 
 def _decides(e: Emitter, node: Node, type: str) -> bool:
-    """Whether the last bit of a float32 matters. (In float64 the hardware rounds as torch does.)"""
+    """Whether a float32 value must equal torch's to the last bit. In float64 the hardware rounds as torch does."""
     return type == "float32" and node in e.decisive
 
 
@@ -109,7 +109,7 @@ EMITTERS.update({name: _float_op(name) for name in _UNARY_FLOAT})
 
 
 def _integer(e: Emitter, template: str, values: list[Value], bound: int, *, nonneg: bool = False, floated: bool = False) -> Value:
-    """Integer arithmetic in 32 bits where the bound proves that enough, else in 64."""
+    """Integer arithmetic, in 32 bits if `bound` fits, else in 64."""
     type = "int64" if bound > INT32_MAX or common(values) == "int64" else "int32"
     return _apply(e, template, values, type, bound=bound, nonneg=nonneg, floated=(template, tuple(values)) if floated else None)
 
@@ -140,9 +140,9 @@ def _add(e: Emitter, node: Node, args: list[Any]) -> Value:
 def _multiply(e: Emitter, node: Node, values: list[Value]) -> Value:
     type = result_type(node)
     if type in FLOATS:
-        # A compiler may make one operation of a product and a sum, which then rounds once where torch rounds twice.
-        apart = _decides(e, node, type) and not e.options.interpreted
-        return _apply(e, "mul_rn({0}, {1})" if apart else "{0} * {1}", values, type)
+        # A fused multiply-add rounds once where torch rounds twice.
+        unfused = _decides(e, node, type) and not e.options.interpreted
+        return _apply(e, "mul_rn({0}, {1})" if unfused else "{0} * {1}", values, type)
     if type == "bool":
         return _apply(e, "{0} & {1}", values, "bool")
     a, b = values
@@ -374,7 +374,7 @@ def _addc(e: Emitter, node: Node, args: list[Any]) -> Value:
 
 @emits("_to_copy", "clone", "detach", "alias", "lift_fresh_copy")
 def _copy(e: Emitter, node: Node, args: list[Any]) -> Value:
-    """Widening conversions keep the value; a user's own conversion to 16 bits rounds."""
+    """A conversion. Widening ones keep the value; one to 16 bits rounds."""
     dtype = node.meta["val"].dtype
     type, a = type_of(dtype), args[0]
     if type in INTS and a.type in (*INTS, "bool"):

@@ -1,7 +1,7 @@
-"""Which values of a program must be what torch computes to the last bit: those that a jump hangs on.
+"""Values of a program that must equal torch's to the last bit: operands of discontinuous operations.
 
-`floor`, a comparison, a conversion to integers: where one of these follows, the last bit of its operand can change the result for good
-(41 · (1/41) is below 1, and its floor is 0). Elsewhere a last bit is a rounding error among others.
+After `floor`, a comparison or a conversion to integers, the last bit of the operand can change the result: 41 · (1/41) is below 1, and its
+floor is 0. Elsewhere a difference in the last bit is an ordinary rounding error.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from torch.fx import Graph, Node
 
 from longspan._masks.program import op_name
 
-# Floating point in and out, with jumps in between. All that makes integers or truth values of floats jumps too.
-_JUMPS = frozenset(
+# Discontinuous operations with floating-point results. Operations from floats to integers or bools are discontinuous too.
+_DISCONTINUOUS = frozenset(
     """
     floor ceil trunc round frac floor_divide remainder fmod sgn sign copysign pow
     threshold_backward leaky_relu_backward hardtanh_backward
@@ -20,18 +20,18 @@ _JUMPS = frozenset(
 
 
 def decisive(graph: Graph) -> frozenset[Node]:
-    """The nodes whose value reaches a jump."""
-    found: set[Node] = set()
+    """The nodes that a discontinuous operation depends on."""
+    nodes: set[Node] = set()
     for node in reversed(graph.nodes):
-        if node.op == "call_function" and (node in found or _jumps(node)):
-            found.update(node.all_input_nodes)
-    return frozenset(found)
+        if node.op == "call_function" and (node in nodes or _is_discontinuous(node)):
+            nodes.update(node.all_input_nodes)
+    return frozenset(nodes)
 
 
-def _jumps(node: Node) -> bool:
+def _is_discontinuous(node: Node) -> bool:
     if not node.meta["val"].dtype.is_floating_point:
         return True
     name = op_name(node)
     if name == "pow":
         return isinstance(node.args[1], Node)
-    return name in _JUMPS or node.kwargs.get("rounding_mode") is not None
+    return name in _DISCONTINUOUS or node.kwargs.get("rounding_mode") is not None

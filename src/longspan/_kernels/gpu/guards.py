@@ -1,4 +1,4 @@
-"""Where a program's values count: what a condition throws away does not."""
+"""Where values of a program reach its result, and where a condition discards them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _OR = frozenset(("bitwise_or", "logical_or", "__or__"))
 
 
 def reached(program: Program, env: dict[Node, Any], seen: Tensor) -> dict[Node, Tensor]:
-    """For each node, where its value is certain to be part of the result, given the value of every node and where the result is seen.
+    """For each node, the pairs where its value certainly reaches the result.
 
-    A condition that depends on the score is not certain either way.
+    `env`: the value of every node. `seen`: the pairs whose result is used. A condition that depends on the score is certain nowhere.
     """
     unsure = _from_score(program)
     counts: dict[Node, Tensor] = {program.result: seen} if isinstance(program.result, Node) else {}
@@ -31,15 +31,16 @@ def reached(program: Program, env: dict[Node, Any], seen: Tensor) -> dict[Node, 
 
 
 def _from_score(program: Program) -> set[Node]:
-    found: set[Node] = {program.placeholders[0]} if program.kind == "score" else set()
+    """The nodes that depend on the score."""
+    nodes: set[Node] = {program.placeholders[0]} if program.kind == "score" else set()
     for node in program.graph.nodes:
-        if any(a in found for a in node.all_input_nodes):
-            found.add(node)
-    return found
+        if any(a in nodes for a in node.all_input_nodes):
+            nodes.add(node)
+    return nodes
 
 
 def _operands(node: Node, env: dict[Node, Any], unsure: set[Node]) -> Iterator[tuple[Node, Tensor | None]]:
-    """Each operand, and where it counts if the node does; None is everywhere."""
+    """Each operand, and where the node's value depends on it; None is everywhere."""
     name, args = op_name(node), node.args
     given: dict[int, Tensor | None] = {}
     if name == "where":
@@ -59,7 +60,7 @@ def _operands(node: Node, env: dict[Node, Any], unsure: set[Node]) -> Iterator[t
 
 
 def _holds(condition: Any, env: dict[Node, Any], unsure: set[Node], wanted: bool) -> Tensor:
-    """Where a value is certain to be true (not 0), or false."""
+    """Where a value is certainly true (not 0), or false."""
     if condition in unsure:
         return torch.zeros(1, 1, 1, dtype=torch.bool)
     value = env[condition] if isinstance(condition, Node) else torch.full((1, 1, 1), condition)

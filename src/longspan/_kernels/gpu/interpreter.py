@@ -1,4 +1,4 @@
-"""Triton's interpreter (`TRITON_INTERPRET=1`): whether it is on, and what it needs help with."""
+"""Support for Triton's interpreter (`TRITON_INTERPRET=1`)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 
 @cache
 def interpreted() -> bool:
-    """Whether Triton runs in its interpreter: on CPU tensors, without assembly. Kernels were made for one or the other when imported."""
+    """Whether Triton runs in its interpreter: on CPU tensors, without inline assembly. Decided when kernels are imported."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def computable(tensor: Tensor) -> Tensor:
-    """The interpreter neither multiplies bfloat16 nor rounds to it; there, such tensors are computed in float32."""
+    """The tensor, in the interpreter with bfloat16 converted to float32: NumPy has no bfloat16."""
     return tensor.float() if interpreted() and tensor.dtype == torch.bfloat16 else tensor
 
 
 def quiet() -> AbstractContextManager[Any]:
-    """No warnings of what masked elements compute."""
+    """A context without NumPy's floating-point warnings: masked elements may overflow."""
     import numpy
 
     return numpy.errstate(all="ignore")

@@ -1,7 +1,7 @@
-"""The host side that both passes share: block tables, tilings, programs and captured tensors as kernel arguments.
+"""Kernel arguments made from block tables, tilings, programs and captured tensors.
 
-Nothing here waits for the device: copies to it come from page-locked memory. What is derived from a block table or a tiling is copied once
-and kept as long as that lives.
+Nothing here synchronises with the device: copies come from page-locked memory. Device copies of a block table or a tiling are cached for
+the life of that table or tiling.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ Pointers = tuple[Tensor, Tensor, Tensor]
 
 
 class DeviceTable(NamedTuple):
-    """A block table on the device, int32: rows in the order to start them, the runs of full and of partial tiles, and in `counts`
-    [rows, 2] how many tiles each row's partial and full runs hold.
+    """A block table on the device, int32.
+
+    `order`: rows in launch order. `full`, `partial`: CSR (ptr, first tile, last tile) of the runs of full and of partial tiles. `counts`
+    [rows, 2]: number of tiles in each row's partial and full runs.
     """
 
     order: Tensor
@@ -36,12 +38,12 @@ class DeviceTable(NamedTuple):
 
 
 class TilingFacts(NamedTuple):
-    """What launches must know of a tiling by arrays.
+    """Properties of a tiling that launches depend on.
 
-    `short`: tiles that hold fewer tokens than a block. `row_breaks`: tiles whose rows do not go on, block by block, from those of the
-    tile before; `breaks`: tiles whose rows or positions do not. All ascending, int64, on the host. `covers`: every row of the tensor is
-    in a tile. `reach`: no position is larger, padding included. `aligned`: every tile begins at a row divisible by 4, so that a float32
-    per row begins on 16 bytes.
+    `short`: tiles with fewer tokens than a block. `row_breaks`: tiles whose rows do not continue those of the previous tile. `breaks`:
+    tiles whose rows or positions do not. All ascending, int64, on the host. `covers`: every row of the tensor is in a tile. `reach`:
+    upper bound of all positions, padding included. `aligned`: every tile begins at a row divisible by 4, so that a float32 per row is
+    aligned to 16 bytes.
     """
 
     short: Tensor
@@ -64,15 +66,16 @@ def _plain_facts(length: int, block: int) -> TilingFacts:
 
 
 def facts(tiling: Tiling) -> TilingFacts:
+    """The facts of a tiling, cached."""
     if tiling.row is None or tiling.pos is None or tiling.count is None:
         return _plain_facts(tiling.length, tiling.block)
-    found = _facts.get(tiling)
-    if found is None:
+    cached = _facts.get(tiling)
+    if cached is None:
         row, pos, count = (t.cpu().long() for t in (tiling.row, tiling.pos, tiling.count))
         covered = torch.zeros(tiling.length + 1, dtype=torch.int64)
         covered.index_add_(0, row, torch.ones_like(row)).index_add_(0, row + count, -torch.ones_like(row))
         breaks = (row.diff() != tiling.block) | (count[:-1] < tiling.block)
-        found = TilingFacts(
+        cached = TilingFacts(
             short=torch.nonzero(count < tiling.block).flatten(),
             row_breaks=torch.nonzero(breaks).flatten() + 1,
             breaks=torch.nonzero(breaks | (pos.diff() != tiling.block)).flatten() + 1,
@@ -80,39 +83,40 @@ def facts(tiling: Tiling) -> TilingFacts:
             reach=int(pos.max()) + tiling.block if len(pos) else 0,
             aligned=not bool((row % 4).any()),
         )
-        _facts[tiling] = found
-    return found
+        _facts[tiling] = cached
+    return cached
 
 
 def side(tiling: Tiling, device: torch.device) -> Pointers | tuple[None, None, None]:
     """A tiling's (row, pos, count) on the device, int32; Nones for a plain sequence."""
     if tiling.row is None or tiling.pos is None or tiling.count is None:
         return None, None, None
-    kept = _sides.setdefault(tiling, {})
-    if device not in kept:
-        row, pos, count = together([tiling.row, tiling.pos, tiling.count], device)
-        kept[device] = row, pos, count
-    return kept[device]
+    by_device = _sides.setdefault(tiling, {})
+    if device not in by_device:
+        row, pos, count = to_device([tiling.row, tiling.pos, tiling.count], device)
+        by_device[device] = row, pos, count
+    return by_device[device]
 
 
-def together(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """Arrays as int32 on the device by one copy; each begins on 16 bytes so that its alignment never asks for another compilation."""
+def to_device(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """Arrays as int32 on the device, by one copy. Each is aligned to 16 bytes: Triton compiles again for another alignment."""
     padded = [torch.nn.functional.pad(p.cpu().int(), (0, 4 - len(p) % 4)) for p in parts]
     whole = torch.cat(padded)
     if device.type == "cuda":
-        whole = whole.pin_memory()  # from any other memory a copy waits for all work before it
+        whole = whole.pin_memory()  # a copy from pageable memory would synchronise
     return whole.to(device, non_blocking=True).split([len(p) for p in padded])
 
 
 def flags(chosen: Tensor, device: torch.device) -> Tensor:
-    """Bools as 0s and 1s on the device, int32."""
-    return together([chosen], device)[0]
+    """Bools as int32 zeros and ones on the device."""
+    return to_device([chosen], device)[0]
 
 
 def split_runs(table: BlockTable, columns: TilingFacts, *, positions: bool) -> tuple[Runs, Runs]:
-    """The table's (full, partial) runs, short tiles moved from full to partial ones, and cut into runs that kernels walk without a lookup.
+    """The table's (full, partial) runs as kernels walk them: contiguous in memory, and short tiles in partial runs.
 
-    Within a full run rows go on, and with `positions` (which only a score reads there) positions too; within a partial run both do.
+    Rows of a run are contiguous. Positions are contiguous in partial runs and, with `positions`, in full runs: there only a score program
+    reads positions.
     """
     full, partial = table.runs(FULL), table.runs(PARTIAL)
     breaks = columns.breaks if positions else columns.row_breaks
@@ -130,13 +134,13 @@ def split_runs(table: BlockTable, columns: TilingFacts, *, positions: bool) -> t
 
 
 def _cut(row: Tensor, first: Tensor, last: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs cut before every one of some ascending tiles."""
+    """Runs split before each of the ascending tiles `at`."""
     run, tile = _inside(at, first, last)
     width = int(last.max()) + 1 if len(last) else 1
     key = torch.cat([torch.arange(len(first)) * width + first, run * width + tile]).unique()
     run, begin = key // width, key % width
-    goes_on = torch.cat([run[1:] == run[:-1], torch.zeros(min(1, len(run)), dtype=torch.bool)])
-    return row[run], begin, torch.where(goes_on, begin.roll(-1) - 1, last[run])
+    continues = torch.cat([run[1:] == run[:-1], torch.zeros(min(1, len(run)), dtype=torch.bool)])
+    return row[run], begin, torch.where(continues, begin.roll(-1) - 1, last[run])
 
 
 def _rows_of(runs: Runs, rows: int) -> Tensor:
@@ -144,16 +148,16 @@ def _rows_of(runs: Runs, rows: int) -> Tensor:
 
 
 def _inside(tiles: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """(run, tile) of every one of some ascending tiles in every run that holds it."""
+    """(run, tile) for each of the ascending `tiles` and each run that contains it."""
     low, high = torch.searchsorted(tiles, first), torch.searchsorted(tiles, last, right=True)
-    many = high - low
-    run = torch.repeat_interleave(torch.arange(len(first)), many)
-    nth = torch.arange(len(run)) - (many.cumsum(0) - many)[run]
+    hits = high - low
+    run = torch.repeat_interleave(torch.arange(len(first)), hits)
+    nth = torch.arange(len(run)) - (hits.cumsum(0) - hits)[run]
     return run, tiles[low[run] + nth]
 
 
 def _lengths(runs: Runs, rows: int) -> Tensor:
-    """How many tiles the runs of each row hold, int64."""
+    """Number of tiles in the runs of each row, int64."""
     return torch.zeros(rows, dtype=torch.int64).index_add_(0, _rows_of(runs, rows), (runs.last - runs.first + 1).long())
 
 
@@ -164,7 +168,7 @@ def _csr(row: Tensor, first: Tensor, last: Tensor, rows: int) -> Runs:
 
 
 def start_order(table: BlockTable, shared: int) -> Tensor:
-    """Rows, most work first. Where one program walks the rows of `shared` heads together, rows of (batch, head group, tile)."""
+    """Rows by descending work. Where one CTA walks the rows of `shared` heads, rows of (batch, head group, tile)."""
     if table.heads == 1 or shared == 1:
         return table.heavy_first
     work = table.tiles_per_row.view(table.batch, table.heads // shared, shared, -1).sum(2)
@@ -175,23 +179,23 @@ _busy: WeakKeyDictionary[BlockTable, int] = WeakKeyDictionary()
 
 
 def busy_rows(table: BlockTable) -> int:
-    """How many rows of a table have any tile. They come first in `start_order`."""
+    """Number of table rows that have a tile. They come first in `start_order`."""
     if table not in _busy:
         _busy[table] = int((table.tiles_per_row > 0).sum())
     return _busy[table]
 
 
 _idle: WeakKeyDictionary[BlockTable, dict[Hashable, tuple[tuple[int, int], ...]]] = WeakKeyDictionary()
-_SPANS = 8  # of idle rows, at most
+_MAX_SPANS = 8
 
 
 def idle_spans(table: BlockTable, queries: Tiling) -> tuple[tuple[int, int], ...]:
-    """Rows of the queries' tensor that no tile holds, or one that in some batch or head has nothing to see, as stretches [start, stop).
+    """Contiguous ranges [start, stop) of query rows that a launch over busy table rows does not write in some batch row or head.
 
-    Where there are many, one that holds them all.
+    More than 8 ranges are joined into one that contains them all.
     """
-    kept = _idle.setdefault(table, {})
-    if queries.name not in kept:
+    cached = _idle.setdefault(table, {})
+    if queries.name not in cached:
         tiles = table.rows // (table.batch * table.heads)
         busy = (table.tiles_per_row.view(-1, tiles) > 0).all(0).cpu()
         row = torch.arange(tiles) * queries.block if queries.row is None else queries.row.cpu().long()
@@ -200,35 +204,36 @@ def idle_spans(table: BlockTable, queries: Tiling) -> tuple[tuple[int, int], ...
         held.index_add_(0, row[busy] + 1, torch.ones_like(row[busy])).index_add_(0, (row + count)[busy] + 1, -torch.ones_like(row[busy]))
         idle = torch.nn.functional.pad((held.cumsum(0)[1:-1] == 0).int(), (1, 1)).diff()
         spans = list(zip(torch.nonzero(idle == 1).flatten().tolist(), torch.nonzero(idle == -1).flatten().tolist(), strict=True))
-        kept[queries.name] = tuple(spans) if len(spans) <= _SPANS else ((spans[0][0], spans[-1][1]),)
-    return kept[queries.name]
+        cached[queries.name] = tuple(spans) if len(spans) <= _MAX_SPANS else ((spans[0][0], spans[-1][1]),)
+    return cached[queries.name]
 
 
+_MAX_DEVICE_TABLES = 16  # of one block table
 _tables: WeakKeyDictionary[BlockTable, dict[Hashable, DeviceTable]] = WeakKeyDictionary()
 
 
 def device_table(table: BlockTable, columns: Tiling, device: torch.device, *, shared: int, positions: bool) -> DeviceTable:
-    """`table` on the device for columns tiled so; `shared`: see `start_order`; `positions`: see `split_runs`."""
-    kept = _tables.setdefault(table, {})
+    """The table on the device, cached. `columns`: the tiling of its columns. `shared`: see `start_order`. `positions`: see `split_runs`."""
+    cached = _tables.setdefault(table, {})
     key = (device, shared, positions, columns.name)
-    found = kept.get(key)
-    if found is None:
-        if len(kept) >= 16:
-            kept.clear()
+    on_device = cached.get(key)
+    if on_device is None:
+        if len(cached) >= _MAX_DEVICE_TABLES:
+            cached.clear()
         full, partial = split_runs(table, facts(columns), positions=positions)
         counts = torch.stack([_lengths(partial, table.rows), _lengths(full, table.rows)], 1).flatten()
-        order, *rest = together([start_order(table, shared), *full, *partial, counts], device)
-        found = kept[key] = DeviceTable(order, (rest[0], rest[1], rest[2]), (rest[3], rest[4], rest[5]), rest[6])
-    return found
+        order, *rest = to_device([start_order(table, shared), *full, *partial, counts], device)
+        on_device = cached[key] = DeviceTable(order, (rest[0], rest[1], rest[2]), (rest[3], rest[4], rest[5]), rest[6])
+    return on_device
 
 
 def pack_sizes(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """All sizes, each as 2·size + 3. Triton compiles anew for integers that are 1 or divisible by 16; these never are."""
+    """All sizes, each as 2·size + 3. Triton specialises on integers that are 1 or divisible by 16; odd numbers above 1 are neither."""
     return tuple((size << 1) + 3 for t in tensors for size in t.shape) or (3,)
 
 
 def pack_captured(tensors: Sequence[Tensor], spare: Tensor) -> tuple[Tensor, ...]:
-    """Contiguous captured tensors, bools as bytes; never an empty tuple."""
+    """Contiguous captured tensors, bools as bytes. Without any, `spare`: Triton takes no empty tuple."""
     return tuple(_packed(t.detach().contiguous()) for t in tensors) or (spare,)
 
 
@@ -237,7 +242,7 @@ def _packed(tensor: Tensor) -> Tensor:
 
 
 def options(work: Work, dtype: torch.dtype) -> codegen.Options:
-    """How this work's programs are compiled."""
+    """Compile options of the programs of this work."""
     tables = [*work.mask_captured, *work.score_captured]
     reach = max(facts(work.q_tiles).reach, facts(work.kv_tiles).reach)
     return codegen.Options(
@@ -249,23 +254,24 @@ def options(work: Work, dtype: torch.dtype) -> codegen.Options:
 
 
 def function(program: Program | None, opts: codegen.Options) -> Any:
+    """The jit function of a program, or None."""
     return None if program is None else codegen.program_function(program, opts)
 
 
 def describable(tensor: Tensor) -> bool:
-    """Whether the copy engine can read a [B, H, S, D] tensor: all in steps of 16 bytes, but for the stride of a dim of size 1."""
+    """Whether TMA can read a [B, H, S, D] tensor: 16-byte aligned base and strides; strides of dims of size 1 do not matter."""
     size = tensor.element_size()
     steps = all(n == 1 or (step * size % 16 == 0 and step > 0) for n, step in zip(tensor.shape[:3], tensor.stride(), strict=False))
     return steps and tensor.stride(3) == 1 and tensor.data_ptr() % 16 == 0 and tensor.numel() > 0
 
 
 def described(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """The copy engine's view of a tensor that is `describable`, in tiles of `rows`."""
+    """The TMA descriptor of a `describable` tensor, in tiles of `rows`."""
     return TensorDescriptor(tensor, *extents(tensor), [1, 1, rows, padded(tensor.shape[3])])
 
 
 def extents(tensor: Tensor) -> tuple[list[int], list[int]]:
-    """(sizes, strides) of a tensor that is `describable`, as the copy engine takes them: it checks strides even of dims of size 1."""
+    """(sizes, strides) for the TMA descriptor of a `describable` tensor. The driver checks strides even of dims of size 1."""
     strides = [16 if n == 1 else step for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
     return list(tensor.shape), [*strides[:3], 1]
 
@@ -276,15 +282,15 @@ def sub_tile(block: int, wanted: int) -> int:
 
 
 def padded(dim: int) -> int:
-    """A head dim as the kernels hold it."""
+    """A head dim padded to a power of two, at least 16."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def head_group(heads: int, shared: int, bytes_per_head: int, l2_bytes: int, *, programs: int, in_flight: int) -> int:
-    """How many of `heads` query heads to run at once so that their keys and values (`bytes_per_head` each `shared` heads) stay in cache.
+    """Number of query heads to run concurrently so that their KV (`bytes_per_head` for each `shared` heads) stay in L2.
 
-    Never fewer than fill the device with `in_flight` programs, `programs` per head: those run at once anyway, and in a group the
-    heaviest start first, so that a shard's few programs leave no long one for the end.
+    At least as many as fill the device with `in_flight` CTAs, `programs` per head: fewer would not reduce what runs at once, and within a
+    group the CTAs with most work start first, which shortens the tail.
     """
     want = max(1, l2_bytes // max(1, bytes_per_head)) * shared
     least = min(heads, -(-in_flight // max(1, programs)))
@@ -294,7 +300,7 @@ def head_group(heads: int, shared: int, bytes_per_head: int, l2_bytes: int, *, p
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether launches on the device now go into a CUDA graph."""
+    """Whether the device's current stream is being captured into a CUDA graph."""
     if device.type != "cuda":
         return False
     if torch.cuda.current_device() == device.index:
@@ -305,5 +311,5 @@ def capturing(device: torch.device) -> bool:
 
 @cache
 def programs_in_flight(device: torch.device) -> int:
-    """Programs that a device runs at once: two per multiprocessor, as these kernels are cut."""
+    """CTAs that a device runs at once: two per SM, as the triton kernels are cut."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,14 +1,16 @@
-"""Lookups that leave their table, refused before a kernel runs.
+"""Bounds checks of lookups in captured tensors, before a kernel runs.
 
-Kernels clamp every index into its table, for padding rows compute any index at all. A pair that is seen and looks outside would so get a
-number where torch raises. What is refused here is certain: the program was run at such a pair, on the host, and what it looked up there
-is not thrown away (by the mask, by the other branch of a `where`, by a factor 0).
+Kernels clamp every index, since padding rows compute arbitrary ones. Without a check, a visible pair whose index is out of bounds would get
+a number where torch raises. The check raises only where the error is certain: the program was evaluated at such a pair on the host, and
+the looked-up value is not discarded by the mask, by the other branch of a `where`, or by a factor 0.
 
-What is looked at, once per block table, programs, sizes and lengths: nothing more than bounds where these show that no lookup leaves its
-table; else every pair of a small attention, and of a large one every position of lookups that depend on the query alone or the key alone,
-and of others the corners of tiles and 2¹⁷ pairs in between. So, at many tokens, a lookup that leaves its table at a few odd pairs only may
-be missed and is clamped. So are indices that depend on the score, and those that captured tensors hold where these are written to later.
-Where bounds do not suffice, captured tensors that decide something are copied to the host, which waits for the device that once.
+Evaluated once per block table, programs, sizes and lengths:
+1. interval bounds; if they prove all lookups in bounds, nothing else;
+2. every pair of a small attention; of a large one, every position for lookups by query alone or by key alone, and for other lookups the
+   corners of tiles and 2¹⁷ sampled pairs.
+
+Not detected, and clamped: rare pairs of a large attention that the sample misses, indices that depend on the score, and captured tensors
+that are written to later. Step 2 copies captured tensors that a discontinuous operation reads to the host, which synchronises once.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ from longspan._masks.block_table import BlockTable
 from longspan._masks.intervals import bounds
 from longspan._masks.program import Program, call, op_name
 
-_ODD = 64  # positions to look at of those where an index is outside
-_BATCHES, _HEADS = 2, 4  # of those that the table does not tell apart
+_MAX_POSITIONS = 64  # with an index out of bounds, to evaluate
+_BATCHES, _HEADS = 2, 4  # to sample, where the table has one for all
 
 _checked: WeakKeyDictionary[BlockTable, set[Hashable]] = WeakKeyDictionary()
 
 
 def check_lookups(work: Work, batch: int, heads: int) -> None:
-    """Raise ValueError if a program of the work certainly looks outside a captured tensor. `batch`, `heads`: of the queries at hand."""
+    """Raise ValueError if a program certainly looks outside a captured tensor. `batch`, `heads`: sizes of the query tensor."""
     pieces = [(work.score, work.score_captured), (work.mask, work.mask_captured)]
     asked = [(p, captured) for p, captured in pieces if p is not None and not _inside(p, captured, work, batch, heads)]
     if not asked:
@@ -50,7 +52,7 @@ def check_lookups(work: Work, batch: int, heads: int) -> None:
     if key in done:
         return
     for program, captured in asked:
-        _look(program, _on_host(program, captured), work, batch, heads)
+        _check_pairs(program, _on_host(program, captured), work, batch, heads)
     done.add(key)
 
 
@@ -58,7 +60,7 @@ def check_lookups(work: Work, batch: int, heads: int) -> None:
 
 
 def _inside(program: Program, captured: Sequence[Tensor], work: Work, batch: int, heads: int) -> bool:
-    """Whether bounds show that all lookups stay inside. What captured tensors hold is not looked at."""
+    """Whether interval bounds prove all lookups in bounds, without reading captured tensors."""
     ends = (work.first_batch + batch, work.first_head + heads, _end(work.q_tiles), _end(work.kv_tiles))
     return _proven(ByKey(program), tuple(tuple(t.shape) for t in captured), ends)
 
@@ -78,7 +80,7 @@ def _proven(keyed: ByKey, shapes: tuple[tuple[int, ...], ...], ends: tuple[int, 
     stand_ins = [torch.ones((), dtype=c.dtype).expand(shape) for c, shape in zip(program.captured, shapes, strict=True)]
     try:
         found = bounds(program, stand_ins, ends[2], ends[3], ends[0], ends[1])
-    except (ValueError, IndexError):  # a lookup at one place that is outside: whether it counts is seen where it is run
+    except (ValueError, IndexError):  # a constant index out of bounds: step 2 tells whether its value is used
         return False
     return all(found.lookups.get(n, False) for n in lookups)
 
@@ -96,26 +98,26 @@ def _indices(lookup: Node) -> list[Node]:
 
 
 def behind(nodes: Sequence[Node]) -> set[Node]:
-    """The nodes and all that they are computed from."""
-    found: set[Node] = set()
+    """The nodes and all nodes that they depend on."""
+    ancestors: set[Node] = set()
     todo = list(nodes)
     while todo:
         node = todo.pop()
-        if node not in found:
-            found.add(node)
+        if node not in ancestors:
+            ancestors.add(node)
             todo += node.all_input_nodes
-    return found
+    return ancestors
 
 
 def _end(tiling: Tiling) -> int:
-    """No position is this large."""
+    """The smallest number above all positions."""
     if tiling.pos is None or tiling.count is None:
         return tiling.length
     return int((tiling.pos + tiling.count).max()) if len(tiling.pos) else 0
 
 
 def _on_host(program: Program, captured: Sequence[Tensor]) -> list[Tensor]:
-    """Captured tensors on the host where what they hold decides something; else ones of their shape, without memory."""
+    """Captured tensors on the host where a discontinuous operation reads them; else expanded ones of their shape, without memory."""
     read = decisive(program.graph)
     return [
         t.detach().cpu() if node in read else torch.ones((), dtype=t.dtype).expand(t.shape)
@@ -126,11 +128,11 @@ def _on_host(program: Program, captured: Sequence[Tensor]) -> list[Tensor]:
 # ------------------------------------------------------------------------------------------------ pairs
 
 
-def _look(program: Program, captured: Sequence[Tensor], work: Work, batch: int, heads: int) -> None:
+def _check_pairs(program: Program, captured: Sequence[Tensor], work: Work, batch: int, heads: int) -> None:
     table = work.table
     if not len(table.first):
         return
-    _run_at(program, captured, work, sampled(table, work.q_tiles, work.kv_tiles), batch, heads)
+    _check_at(program, captured, work, sampled(table, work.q_tiles, work.kv_tiles), batch, heads)
     for axis, rows, columns in (("q", work.q_tiles, work.kv_tiles), ("kv", work.kv_tiles, work.q_tiles)):
         alone = [n for n in _lookups(program) if _axes(program, n) & {"q", "kv"} == {axis}]
         if not alone:
@@ -143,12 +145,12 @@ def _look(program: Program, captured: Sequence[Tensor], work: Work, batch: int, 
         found = torch.nonzero(torch.stack(odd).any(0)).flatten()
         if len(found):
             sides = table if axis == "q" else table.transposed
-            b, h, here, there = around(sides, rows, columns, place[spread(len(found), _ODD, of=found)])
-            _run_at(program, captured, work, Pairs(b, h, *((here, there) if axis == "q" else (there, here))), batch, heads)
+            b, h, here, there = around(sides, rows, columns, place[spread(len(found), _MAX_POSITIONS, of=found)])
+            _check_at(program, captured, work, Pairs(b, h, *((here, there) if axis == "q" else (there, here))), batch, heads)
 
 
 def _axes(program: Program, lookup: Node) -> set[str]:
-    """Which inputs the indices of a lookup depend on, by name."""
+    """The names of the inputs that the indices of a lookup depend on."""
     return {str(n.target) for n in behind(_indices(lookup)) if n in program.placeholders}
 
 
@@ -156,7 +158,7 @@ def _axes(program: Program, lookup: Node) -> set[str]:
 
 
 def _indices_at(pairs: Pairs, program: Program, work: Work, batch: int, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """b, h, q, kv as programs take them, of rank 3: batch rows, heads, pairs."""
+    """b, h, q, kv of rank 3 for a program: batch rows, heads, pairs."""
     b, h = pairs.b.view(1, 1, -1), pairs.h.view(1, 1, -1)
     uses_batch, uses_head = (any(p is not None and getattr(p, u) for p in (program, work.mask)) for u in ("uses_batch", "uses_head"))
     if work.table.batch == 1:
@@ -167,7 +169,7 @@ def _indices_at(pairs: Pairs, program: Program, work: Work, batch: int, heads: i
 
 
 def _values(program: Program, inputs: Sequence[Tensor]) -> tuple[dict[Node, Any], dict[Node, Tensor]]:
-    """What every node computes, indices clamped, and for each lookup where one of its indices was outside."""
+    """(values of all nodes with clamped indices, for each lookup where an index was out of bounds)."""
     env: dict[Node, Any] = dict(zip(program.placeholders, inputs, strict=True))
     outside: dict[Node, Tensor] = {}
     for node in program.graph.nodes:
@@ -195,8 +197,8 @@ def _outside(program: Program, captured: Sequence[Tensor], indices: Sequence[Ten
     return _values(program, _inputs(program, captured, indices))[1]
 
 
-def _run_at(program: Program, captured: Sequence[Tensor], work: Work, pairs: Pairs, batch: int, heads: int) -> None:
-    """Raise for a lookup that is outside, and counts, at one of these pairs."""
+def _check_at(program: Program, captured: Sequence[Tensor], work: Work, pairs: Pairs, batch: int, heads: int) -> None:
+    """Raise if a lookup is out of bounds at one of the pairs and its value reaches the result."""
     indices = _indices_at(pairs, program, work, batch, heads)
     env, outside = _values(program, _inputs(program, captured, indices))
     if not any(bool(o.any()) for o in outside.values()):
@@ -211,10 +213,10 @@ def _run_at(program: Program, captured: Sequence[Tensor], work: Work, pairs: Pai
             continue
         certain = torch.broadcast_tensors(wrong & counts[node], *indices)
         if bool(certain[0].any()):
-            raise ValueError(_told(program, node, env, certain))
+            raise ValueError(_message(program, node, env, certain))
 
 
-def _told(program: Program, lookup: Node, env: dict[Node, Any], certain: Sequence[Tensor]) -> str:
+def _message(program: Program, lookup: Node, env: dict[Node, Any], certain: Sequence[Tensor]) -> str:
     at = tuple(torch.nonzero(certain[0])[0].tolist())
     b, h, q, kv = (int(c[at]) for c in certain[1:])
     shape = tuple(env[_table(lookup)].shape)

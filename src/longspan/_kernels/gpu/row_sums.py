@@ -1,4 +1,4 @@
-"""Adding rows that came home to the rows they belong to, in one pass over memory."""
+"""Sums of gradient rows that other ranks returned, into the owner's rows, in one pass over memory."""
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
 # mypy: allow-untyped-defs

@@ -18,13 +18,14 @@ from longspan._kernels.gpu.tile_access import load_rows, wide
 
 @triton.jit
 def row_state(ptr, row, left, SIZE: tl.constexpr, BOUNDED: tl.constexpr):
+    """Load [SIZE] values of consecutive rows. BOUNDED: zeros past `left` rows."""
     i = tl.arange(0, SIZE)
     return tl.load(ptr + row + i, mask=i < left if BOUNDED else None, other=0.0 if BOUNDED else None)
 
 
 @triton.jit
 def base_two(lse):
-    """lse in base 2; +inf where nothing was seen, so that every probability of the row is 0."""
+    """lse in base 2; +inf for rows that see nothing, so that every probability of the row is 0."""
     return tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
 
 
@@ -32,7 +33,7 @@ def base_two(lse):
 def delta_kernel(
     out_ptr, do_ptr, grad_lse_ptr, delta_ptr, out_stride, do_stride, heads, q_len, M: tl.constexpr, E: tl.constexpr, EP: tl.constexpr
 ):
-    """delta = Σ out · grad_out − grad_lse, one row tile of one head per program."""
+    """delta = Σ out · grad_out − grad_lse, for one tile of M rows of one head per CTA."""
     tiles = tl.cdiv(q_len, M)
     pid = tl.program_id(0)
     row, head = (pid % tiles) * M, pid // tiles

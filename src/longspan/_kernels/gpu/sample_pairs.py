@@ -1,4 +1,4 @@
-"""Pairs of a query and a key to try a program at: few, spread over the tiles that exist."""
+"""Samples of (query, key) pairs from the tiles of a block table, for trial evaluations of a program."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from longspan._kernels.protocol import Tiling
 from longspan._masks.block_table import BlockTable
 
-_ROWS, _TILES, _PAIRS = 512, 8, 1 << 17  # rows of tiles, tiles of a row, pairs in all
-_GROUPS = 4  # batch rows and heads of a table
+_ROWS, _TILES, _PAIRS = 512, 8, 1 << 17  # at most: table rows, tiles per row, pairs in total
+_GROUPS = 4  # at most: batch rows and heads of a table
 
 
 class Pairs(NamedTuple):
-    """Pairs of positions [N], and the batch row and head of the table, from 0, that each is of."""
+    """Pairs of positions [N], each with its batch row and head of the table, counted from 0."""
 
     b: Tensor
     h: Tensor
@@ -24,7 +24,7 @@ class Pairs(NamedTuple):
 
 
 def spread(n: int, most: int, of: Tensor | None = None) -> Tensor:
-    """Some of n, evenly, the first and the last among them."""
+    """At most `most` indices below n, evenly spread, the first and the last included; or those elements of `of`."""
     picked = torch.arange(n) if n <= most else torch.linspace(0, n - 1, most, dtype=torch.float64).long()
     return picked if of is None else of[picked]
 
@@ -38,14 +38,14 @@ def _spans(tiling: Tiling) -> tuple[Tensor, Tensor]:
 
 
 def places(tiling: Tiling) -> Tensor:
-    """Every position that some tile holds."""
+    """All positions in the tiles of a tiling."""
     first, count = _spans(tiling)
     step = torch.arange(int(count.sum())) - (count.cumsum(0) - count).repeat_interleave(count)
     return first.repeat_interleave(count) + step
 
 
 def _tiles_of(table: BlockTable, rows: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """(row, tile): up to `most` of the tiles of each row, evenly, its first and last among them. Rows have at least one."""
+    """(row, tile): up to `most` tiles of each row, evenly spread, the first and the last included. Each row has at least one."""
     end = (table.last - table.first + 1).long().cumsum(0)
     start = torch.cat([end.new_zeros(1), end])
     many = table.tiles_per_row[rows]
@@ -58,7 +58,7 @@ def _tiles_of(table: BlockTable, rows: Tensor, most: int) -> tuple[Tensor, Tenso
 
 
 def sampled(table: BlockTable, q_tiles: Tiling, kv_tiles: Tiling) -> Pairs:
-    """Pairs in tiles that exist: all where there are few, else corners and some that chance picks, the same ones in every run."""
+    """Pairs in tiles of the table: all if there are few, else corners and random ones from a fixed seed."""
     area = table.block[0] * table.block[1]
     busy = torch.nonzero(table.tiles_per_row).flatten()
     few = int(table.tiles_per_row.sum()) * area <= 2 * _PAIRS
@@ -78,7 +78,7 @@ def sampled(table: BlockTable, q_tiles: Tiling, kv_tiles: Tiling) -> Pairs:
 
 
 def around(table: BlockTable, rows: Tiling, columns: Tiling, places: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(b, h, place, other place): some positions of rows, each with some of those in its tiles."""
+    """(b, h, position, other position): the given positions of rows, each with a sample of positions in its tiles."""
     first, count = _spans(rows)
     at = ((first <= places[:, None]) & (places[:, None] < first + count)).int().argmax(1)
     groups = spread(table.batch * table.heads, _GROUPS)

@@ -1,4 +1,4 @@
-"""Device functions that both passes share: which tile a program computes, where its rows lie, and loads of tiles."""
+"""Device functions of all passes: the tile of a CTA, the place of its rows, loads and stores of tiles."""
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
 # mypy: allow-untyped-defs
@@ -18,13 +18,13 @@ def wide(x):
 
 @triton.jit
 def locate(order, rows, tiles, heads, group, SUBS: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr):
-    """`place` of this program."""
+    """`place` of this CTA."""
     return place(tl.program_id(0), order, rows, tiles, heads, group, SUBS, PER_BATCH, PER_HEAD)
 
 
 @triton.jit
 def place(pid, order, rows, tiles, heads, group, SUBS: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr):
-    """Item pid's (tile, sub-tile, batch, head): groups of heads one after the other, in each the rows of `order`."""
+    """(tile, sub-tile, batch row, head) of item pid: groups of heads in sequence, in each group the rows of `order`."""
     sub = pid % SUBS
     pid = pid // SUBS
     g = pid // (rows * group)
@@ -46,8 +46,9 @@ def place(pid, order, rows, tiles, heads, group, SUBS: tl.constexpr, PER_BATCH: 
 
 @triton.jit
 def place_in_order(item, order, rows, tiles, heads, groups, SUBS: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr):
-    """As `place`, first of the first rows of `order` for all heads, then of the others. `groups`: (heads in a group, how many rows come
-    first, heads in a group of the others, items of the rows that come first).
+    """`place` in two phases: the first `heavy` rows of `order` for all heads, then the remaining rows.
+
+    `groups`: (heads per group of the heavy rows, number of heavy rows, heads per group of the other rows, items of the heavy rows).
     """
     group, heavy, late, split = groups
     if item < split:
@@ -59,7 +60,7 @@ def place_in_order(item, order, rows, tiles, heads, groups, SUBS: tl.constexpr, 
 
 @triton.jit
 def table_row(tile, b, h, tiles, heads, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr):
-    """The row of the block table for a tile of one batch and head."""
+    """The block table row of a tile of one batch row and head."""
     row = tile
     if PER_HEAD:
         row += h * tiles
@@ -70,7 +71,7 @@ def table_row(tile, b, h, tiles, heads, PER_BATCH: tl.constexpr, PER_HEAD: tl.co
 
 @triton.jit
 def span(n, length, side, SUBS: tl.constexpr, SIZE: tl.constexpr):
-    """(first row, first position, rows left in the tile) of sub-tile n; `side` holds the tiling's arrays, or Nones for a plain sequence."""
+    """(first row, first position, rows left in the tile) of sub-tile n. `side`: (row, pos, count), or Nones for a whole sequence."""
     if side[0] is None:
         start = n * SIZE
         return start, start, length - start
@@ -82,8 +83,9 @@ def span(n, length, side, SUBS: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def run_place(first, last, length, side, SUBS: tl.constexpr, SIZE: tl.constexpr):
-    """Where a run's tiles lie: what to add to n · SIZE for the first row and position of sub-tile n, and what to subtract it from for
-    the rows left. Within a run rows and positions go on (`launch.split_runs`), so that its loop looks nothing up.
+    """(row, pos, left) of a run: sub-tile n begins at row + n · SIZE and pos + n · SIZE and has left − n · SIZE rows.
+
+    Rows and positions of a run are contiguous (`launch.split_runs`), so that the loop over its tiles loads no offsets.
     """
     if side[0] is None:
         return 0, 0, length
@@ -116,7 +118,7 @@ def run_at(full, partial, table, r):
 
 @triton.jit
 def load_rows(base, row, left, stride, stride_d, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BOUNDED: tl.constexpr):
-    """A [ROWS, PADDED] tile from row `row` on; zeros past DIM and, where BOUNDED, past `left` rows."""
+    """A [ROWS, PADDED] tile that begins at `row`; zeros past DIM and, if BOUNDED, past `left` rows."""
     i = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, PADDED)[None, :]
     at = base + wide(row) * stride + (i * stride + d * stride_d)
@@ -128,7 +130,7 @@ def load_rows(base, row, left, stride, stride_d, ROWS: tl.constexpr, DIM: tl.con
 
 @triton.jit
 def head_of(tensor, b, h, stride, TMA: tl.constexpr):
-    """Where `load_tile` finds one head: a pointer to its first row, or the descriptor of the whole tensor."""
+    """The base of one head for `load_tile`: a pointer to its first row, or with TMA the descriptor of the whole tensor."""
     if TMA:
         return tensor
     else:
@@ -139,7 +141,7 @@ def head_of(tensor, b, h, stride, TMA: tl.constexpr):
 def load_tile(
     head, b, h, row, left, stride, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BOUNDED: tl.constexpr, TMA: tl.constexpr
 ):
-    """`load_rows` from what `head_of` gave. The copy engine pads with zeros by itself, past the whole tensor's end only."""
+    """`load_rows` from the base that `head_of` returned. TMA fills zeros past the end of the whole tensor only."""
     if TMA:
         return head.load([b, h, row, 0]).reshape(ROWS, PADDED)
     else:
@@ -148,14 +150,14 @@ def load_tile(
 
 @triton.jit
 def add_rows(base, value, row, left, stride, stride_d, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """`store_rows` of the sum with what is there."""
+    """Add a tile to the stored rows."""
     there = load_rows(base, row, left, stride, stride_d, ROWS, DIM, PADDED, True)
     store_rows(base, value + there.to(value.dtype), row, left, stride, stride_d, ROWS, DIM, PADDED)
 
 
 @triton.jit
 def store_rows(base, value, row, left, stride, stride_d, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Store what lies within `left` rows and DIM columns, in the tensor's dtype."""
+    """Store the first `left` rows and DIM columns of a tile, in the tensor's dtype."""
     i = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, PADDED)[None, :]
     at = base + wide(row) * stride + (i * stride + d * stride_d)
@@ -164,7 +166,7 @@ def store_rows(base, value, row, left, stride, stride_d, ROWS: tl.constexpr, DIM
 
 @triton.jit
 def store_where(base, value, chosen, row, left, stride, stride_d, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """`store_rows` of the chosen elements [ROWS, PADDED]."""
+    """`store_rows` of the elements that are `chosen` [ROWS, PADDED]."""
     i = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, PADDED)[None, :]
     at = base + wide(row) * stride + (i * stride + d * stride_d)

@@ -1,4 +1,4 @@
-"""Values of a program while it becomes Triton source: their text, their type, and what is known of their size."""
+"""Values during code generation: source text, type, and bounds."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ Dims = frozenset[str]
 
 
 class Unsupported(Exception):
-    """An operation that has no Triton form here; the message names it."""
+    """An operation that code generation does not support; the message names it."""
 
 
 def type_of(dtype: torch.dtype) -> str:
-    """The type in which values of a torch dtype are computed: nothing narrower than 32 bits."""
+    """The type in which values of a torch dtype are computed, at least 32 bits wide."""
     if dtype not in _TYPES:
         raise Unsupported(f"values of dtype {dtype}")
     return _TYPES[dtype]
 
 
 def bound_of(dtype: torch.dtype) -> int:
+    """Upper bound of |value| for an integer dtype."""
     return _BOUNDS.get(dtype, 2**63)
 
 
@@ -51,8 +52,8 @@ def bound_of(dtype: torch.dtype) -> int:
 class Value:
     """One SSA value.
 
-    `dims`: which of q and kv it varies along. `bound`: integers only, |value| <= bound. `floated`: a template and operands that give the
-    same integer in float32, cheaper than converting it: a difference of two vectors is converted as two vectors, not as a tile.
+    `dims`: the subset of q and kv that it varies along. `bound`: integers only, |value| <= bound. `floated`: a template and operands that
+    compute the same integer in float32 more cheaply: a difference of two vectors is converted as two vectors, not as a tile.
     """
 
     text: str
@@ -86,6 +87,7 @@ def spell(value: Literal, type: str) -> str:
 
 
 def constant(value: Literal) -> Value:
+    """The value of a literal."""
     if isinstance(value, bool):
         return Value(text=str(value), type="bool", literal=value, bound=1)
     if isinstance(value, int):
@@ -96,7 +98,7 @@ def constant(value: Literal) -> Value:
 
 
 def materialized(value: Value) -> Value:
-    """A literal as a device scalar, for where Triton must see a tensor."""
+    """A literal as a device scalar, where Triton needs a tensor. Other values unchanged."""
     if value.literal is None:
         return value
     type = "int1" if value.type == "bool" else value.type

@@ -1,8 +1,7 @@
-"""Lookups that are the same all over a tile.
+"""Lookups that are uniform over a tile.
 
-A bias by relative position reads the same element for all pairs that are far apart, so for nearly every tile of a long sequence. An index
-that never falls, or never rises, as q grows and as kv grows is largest and smallest in two corners of a tile: where these agree, one
-element is looked up for the whole tile.
+A clamped relative position bias reads one element for all distant pairs, so for nearly every tile of a long sequence. An index that is
+monotonic in q and in kv has its minimum and maximum in two corners of a tile. Where these agree, one load serves the whole tile.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ STAYS: Growth = (0, 0)
 
 
 def growths(graph: Graph) -> dict[Node, Growth | None]:
-    """How each integer value changes as q and kv grow; None where that is not known. Only what keeps the order exactly counts."""
+    """The monotonicity of each integer value in q and kv; None where it is not known."""
     found: dict[Node, Growth | None] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -64,7 +63,7 @@ def _turned(growth: Growth) -> Growth:
 
 
 def _both(growths: list[Growth]) -> Growth | None:
-    """Of something that grows with each of its operands."""
+    """The monotonicity of a function that increases with each of its operands."""
     out = []
     for signs in zip(*growths, strict=True):
         if {1, -1} <= set(signs):
@@ -74,7 +73,7 @@ def _both(growths: list[Growth]) -> Growth | None:
 
 
 def _lookup(program: Program) -> tuple[Node, int, Growth] | None:
-    """The one lookup of a score that differs within tiles, and which of its indices does, if that grows with q and with kv, up or down."""
+    """(lookup, which index, its monotonicity) of the one lookup that varies within tiles, if its index is monotonic in q and kv."""
     known = growths(program.graph)
     varying = [
         (node, i, known.get(index))

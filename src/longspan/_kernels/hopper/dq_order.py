@@ -61,7 +61,7 @@ def turns(table: BlockTable, shared: int, device: torch.device) -> Turns:
     """Of a table whose rows are tiles of keys. `shared`: heads whose rows one program walks together. Kept with the table."""
     kept = _kept.setdefault(table, {})
     if (device, shared) not in kept:
-        kept[device, shared] = Turns(*launch.together([_order(table, shared), *_counted(table)], device))
+        kept[device, shared] = Turns(*launch.to_device([_order(table, shared), *_counted(table)], device))
     return kept[device, shared]
 
 

@@ -1,4 +1,4 @@
-"""How the kernels are cut into tiles, by device, head dims and dtype. No tuning at run time: the same inputs give the same bits."""
+"""Tile sizes by device, head dims and dtype. Fixed, not autotuned: the same inputs give the same bits in every run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """One pass: queries × keys per step, warps per program, stages of the software pipeline.
+    """The tile of one pass: m queries × n keys per step, warps per CTA, stages of the software pipeline.
 
-    `tma`: the loop's tiles come through the copy engine (Hopper and later) where the tensors' strides allow it.
+    `tma`: the loop loads its tiles by TMA (Hopper and later) where the tensors' strides allow it.
     """
 
     m: int
@@ -23,7 +23,7 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """`l2_bytes`: how many bytes of keys and values the programs in flight may share, so that they stay in the cache."""
+    """The tiles of all passes. `l2_bytes`: KV that concurrent CTAs share should fit into so many bytes of L2."""
 
     forward: Tile
     dkdv: Tile
@@ -35,7 +35,7 @@ FINE = (64, 64)
 
 
 def prefers_fine_tables(*, capability: tuple[int, int], d: int, e: int, dtype: torch.dtype, partial_share: float) -> bool:
-    """Whether tables of 64 × 64 tiles pay: where many tiles are partial, less is computed in vain; elsewhere larger tiles run faster."""
+    """Whether 64 × 64 block tables are faster: with many partial tiles they waste less work; otherwise larger tiles are faster."""
     return capability >= (9, 0) and dtype != torch.float32 and max(d, e) <= 128 and partial_share > 0.1
 
 
@@ -43,7 +43,7 @@ def choose(*, capability: tuple[int, int], d: int, e: int, dtype: torch.dtype, s
     """The configuration for a device of this compute capability, padded head dims d and e.
 
     `scored`: there is a score program. `looks_up`: the mask reads captured tensors. `fine`: the table's tiles are 64 × 64. Measured on
-    an H200 (see bench/results), guessed elsewhere.
+    an H200 (bench/results); not measured on other devices.
     """
     wide = max(d, e)
     if dtype == torch.float32:
@@ -56,7 +56,7 @@ def choose(*, capability: tuple[int, int], d: int, e: int, dtype: torch.dtype, s
         if wide <= 64:
             step = Tile(m=64, n=128, warps=8 if scored else 4, stages=3)
             return Config(forward=Tile(m=128, n=128, warps=8, stages=3), dkdv=step, dq=Tile(m=128, n=64, warps=8, stages=3))
-        # Three stages of 64 × 64 leave two programs to a multiprocessor, with not a byte to spare for what a mask looks up.
+        # With three stages of 64 × 64, two CTAs fill the shared memory of an SM. A mask that looks values up needs some of it.
         square = Tile(m=64, n=64, warps=4, stages=2 if looks_up else 3, tma=True)
         if wide <= 128 and fine:
             return Config(

@@ -23,21 +23,23 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class TritonKernel:
-    """Scores, sums and the running state in float32; probabilities in the values' dtype where they meet the values.
+    """The portable GPU kernel. Scores, sums and the running state are float32; probabilities are rounded to the values' dtype for P·V.
 
     `config` replaces the built-in choice of tile sizes. Gradients of captured tensors are summed by atomic additions, in an order that may
-    differ from run to run; all else is computed in a fixed order. Where `torch.are_deterministic_algorithms_enabled()`, such gradients are
-    an error (or a warning, with `warn_only`), but for tensors of which every pair reads an element of its own.
+    differ from run to run; everything else is deterministic. With `torch.use_deterministic_algorithms(True)` such gradients raise (or warn,
+    with `warn_only`), except for tensors of which every pair reads a different element.
+
+    Rows are isolated: non-finite values in tokens that a row may not see do not change its bits.
     """
 
     name = "triton"
-    rounds_once = not interpreted()  # the interpreter cuts off where the hardware rounds
+    rounds_once = not interpreted()  # the interpreter truncates where the hardware rounds
 
     def __init__(self, *, config: Config | None = None) -> None:
         self.config = config
 
     def check(self, work: Work, q: Tensor, needs: Sequence[bool] = ()) -> None:
-        if not launch.capturing(q.device):  # what captured tensors hold may be read, which a graph that is being captured forbids
+        if not launch.capturing(q.device):  # the check may read captured tensors, which a capture forbids
             check_lookups(work, q.shape[0], q.shape[1])
         check_order(work, needs, q)
 
@@ -49,14 +51,14 @@ class TritonKernel:
 
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
         if q.dtype not in _DTYPES:
-            return f"dtype {q.dtype}: it computes bfloat16, float16 and float32"
+            return f"dtype {q.dtype}: expected bfloat16, float16 or float32"
         if interpreted():
             if q.is_cuda:
-                return "TRITON_INTERPRET=1 is set: the interpreter works on CPU tensors only"
+                return "TRITON_INTERPRET=1 is set: the interpreter supports CPU tensors only"
         elif not q.is_cuda:
-            return f"tensors on {q.device}: it needs a CUDA device"
+            return f"tensors on {q.device}: expected a CUDA device"
         elif capability(q.device) < (8, 0):
-            return f"{torch.cuda.get_device_name(q.device)}: it needs compute capability 8.0 (Ampere) or later"
+            return f"{torch.cuda.get_device_name(q.device)}: expected compute capability 8.0 (Ampere) or later"
         return limits.unsupported(q, v, work)
 
     def block(self, q: Tensor, v: Tensor, table: BlockTable) -> tuple[int, int]:
@@ -70,7 +72,7 @@ class TritonKernel:
         dtype = q.dtype
         q, k, v = map(computable, (q, k, v))
         old = None if state is None else usable(state, peak=peak)
-        # In place, rows that see none of these keys need no program.
+        # In place, rows that see none of these tiles keep their state and need no CTA.
         in_place = old is not None and not final
         result = old if in_place else empty_state(q, v.shape[-1], q.dtype if final else torch.float32, peak=peak)
         assert result is not None

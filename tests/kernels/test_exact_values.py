@@ -1,4 +1,4 @@
-"""What decides in a program is computed to the last bit: floors, comparisons and indices see what torch's own do."""
+"""Operands of floors, comparisons and indices equal torch's to the last bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bucket(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("score", [None, near, sooner, bucket])
-def test_quotients_that_decide_are_those_of_torch(score: Mod | None, dtype: torch.dtype) -> None:
+def test_quotients_before_discontinuous_operations_equal_torchs(score: Mod | None, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 230, 16, dtype=dtype, device=DEVICE) for _ in range(3))
     mask = blocks if score is None else None
@@ -51,31 +51,31 @@ def test_quotients_that_decide_are_those_of_torch(score: Mod | None, dtype: torc
 
 
 def source(mod: Mod, kind: str = "score") -> str:
-    """The body of a program's function."""
+    """The generated function of a program."""
     return codegen.program_source(trace(mod, kind).program, FAST).split("\n\n\n")[1]  # type: ignore[arg-type]
 
 
-def test_a_divisor_becomes_a_factor_only_where_no_jump_follows() -> None:
+def test_division_becomes_multiplication_only_without_a_discontinuity() -> None:
     text = source(lambda s, b, h, q, kv: 30 * torch.tanh(s / 30) + (q / 41).floor() * 0.5)
     assert repr(1 / 30) in text and repr(1 / 41) not in text and "tanh_fast" in text
 
 
-def test_an_approximate_tanh_decides_nothing() -> None:
+def test_approximate_tanh_is_not_used_before_a_comparison() -> None:
     assert "tanh_fast" not in source(lambda s, b, h, q, kv: torch.where(torch.tanh(s) > 0.5, s, -s))
     assert "tanh_fast" not in source(lambda b, h, q, kv: torch.tanh((q - kv) / 7) > 0.5, "mask")
 
 
-def test_integer_masks_cost_what_they_did() -> None:
+def test_integer_masks_use_no_float_operations() -> None:
     text = source(lambda b, h, q, kv: (q // 41 == kv // 41) & (q - kv < 300) & (q % 3 != 1), "mask")
     assert not any(word in text for word in ("div_rn", "mul_rn", "sqrt_rn", "float"))
 
 
-def test_a_power_of_two_divides_by_a_product() -> None:
+def test_division_by_a_power_of_two_becomes_multiplication() -> None:
     text = source(lambda b, h, q, kv: (q / 64).floor() == (kv / 64).floor(), "mask")
     assert "0.015625" in text and "div_rn" not in text
 
 
-def test_a_gradient_keeps_its_fast_forms_where_nothing_is_decided() -> None:
+def test_gradients_use_fast_forms_without_a_discontinuity() -> None:
     program = trace(lambda s, b, h, q, kv: 30 * torch.tanh(s / 30), "score").program
     text = codegen.joint_source(program, joint_of(program), [], FAST)
     assert "tanh_fast(" in text and repr(1 / 30) in text

@@ -1,4 +1,4 @@
-"""Lookups that leave their table are refused where that is certain, and only there."""
+"""Lookups out of bounds raise where the error is certain, and only there."""
 
 from __future__ import annotations
 
@@ -74,19 +74,19 @@ INSIDE: dict[str, tuple[Mod | None, Mod]] = {
 
 @pytest.mark.parametrize("length", [SMALL, LARGE])
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_a_pair_that_is_seen_and_looks_outside_is_refused(name: str, length: int) -> None:
+def test_a_visible_pair_that_looks_out_of_bounds_raises(name: str, length: int) -> None:
     with pytest.raises(ValueError, match=r"score_mod .* looks outside a captured tensor of shape \((32|3),\).*has (32|3) entries"):
         check_lookups(work(*OUTSIDE[name], length), 1, 5)
 
 
 @pytest.mark.parametrize("length", [SMALL, LARGE])
 @pytest.mark.parametrize("name", INSIDE)
-def test_what_is_thrown_away_may_look_anywhere(name: str, length: int) -> None:
+def test_discarded_lookups_may_be_out_of_bounds(name: str, length: int) -> None:
     check_lookups(work(*INSIDE[name], length), 1, 5)
 
 
 @pytest.mark.parametrize("side", ["q", "kv"])
-def test_one_odd_entry_in_a_long_table_of_indices_is_found(side: str) -> None:
+def test_one_bad_entry_in_a_long_index_table_is_detected(side: str) -> None:
     score: Mod = lambda s, b, h, q, kv: s + SHORT[ODD[q if side == "q" else kv]]
     with pytest.raises(ValueError, match="query 13001" if side == "q" else "key 13001"):
         check_lookups(work(window(50), score, LARGE), 1, 1)
@@ -94,17 +94,17 @@ def test_one_odd_entry_in_a_long_table_of_indices_is_found(side: str) -> None:
     check_lookups(work(seldom, score, LARGE), 1, 1)
 
 
-def test_a_mask_that_looks_outside_between_the_corners_is_refused() -> None:
+def test_a_mask_out_of_bounds_between_tile_corners_raises() -> None:
     with pytest.raises(ValueError, match=r"mask .* looks outside"):
         check_lookups(work(lambda b, h, q, kv: (q >= kv) & (SHORT[q % 50] > -100), None, SMALL), 1, 1)
 
 
-def test_padding_rows_of_a_shard_are_no_pairs() -> None:
+def test_padding_rows_of_a_shard_are_not_checked() -> None:
     ids = torch.arange(70) // 9
     check_lookups(work_of(lambda b, h, q, kv: (ids[q] == ids[kv]) & (q >= kv), [(40, 30)], [(0, 70)], block=16), 1, 1)
 
 
-def test_a_shard_looks_with_its_own_batch_rows_and_heads() -> None:
+def test_a_shard_is_checked_at_its_global_batch_rows_and_heads() -> None:
     score = trace(lambda s, b, h, q, kv: s + HEADS[h], "score")
     whole = replace(work(causal, None, SMALL), score=score.program, score_captured=score.captured())
     check_lookups(replace(whole, first_head=1), 1, 2)
@@ -112,20 +112,20 @@ def test_a_shard_looks_with_its_own_batch_rows_and_heads() -> None:
         check_lookups(replace(whole, first_head=2), 1, 2)
 
 
-def test_the_same_work_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_work_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
-    look = lookups._look
-    monkeypatch.setattr(lookups, "_look", lambda *args: (looks.append(1), look(*args))[1])
+    look = lookups._check_pairs
+    monkeypatch.setattr(lookups, "_check_pairs", lambda *args: (looks.append(1), look(*args))[1])
     here = work(*INSIDE["masked"], SMALL)
     for _ in range(3):
         check_lookups(here, 1, 2)
     assert len(looks) == 1
     check_lookups(work(None, lambda s, b, h, q, kv: s + CODES[q - kv + LARGE], SMALL), 1, 2)
-    assert len(looks) == 1, "bounds show that this one stays inside"
+    assert len(looks) == 1, "interval bounds prove this one in bounds"
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_attention_refuses_what_torch_refuses(backward: bool) -> None:
+def test_attention_raises_where_torch_raises(backward: bool) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     table = torch.randn(32, device=device, requires_grad=backward)
     q, k, v = (torch.randn(1, 2, 90, 16, device=device) for _ in range(3))

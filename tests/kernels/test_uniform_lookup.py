@@ -1,4 +1,4 @@
-"""Lookups that are the same all over a tile: where that holds, and what is computed then."""
+"""Lookups that are uniform over a tile: when they are detected, and the score computed from one element."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def coarse(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def around(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """From the table's end, −1, to its end again: the same element in two corners, and others between."""
+    """Indices from −1 to 11 of 12 elements: both corners read the last element, pairs between read others."""
     return s + LINE[:12][torch.clamp(q - kv, -1, 11)]
 
 
-def own(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+def by_query(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return s + LINE[q % 57]
 
 
@@ -60,8 +60,8 @@ def alone(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return s + TABLE[h, 3]
 
 
-@pytest.mark.parametrize("score", [own, product, against, two, alone])
-def test_what_is_not_known_to_grow_is_looked_up_pair_by_pair(score: Any) -> None:
+@pytest.mark.parametrize("score", [by_query, product, against, two, alone])
+def test_lookups_without_a_monotonic_index_are_not_uniform(score: Any) -> None:
     assert flat_functions(trace(score, "score").program, codegen.Options(fast=True)) == (None, None)
     assert flat_functions(None, codegen.Options(fast=True)) == (None, None)
 
@@ -81,7 +81,7 @@ def probe(
 
 @pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")
 @pytest.mark.parametrize("score", [clamped, forwards, coarse, around])
-def test_corners_bound_what_a_tile_looks_up_and_flat_is_the_score_where_they_meet(score: Any) -> None:
+def test_corners_bound_the_index_and_the_uniform_score_is_right_where_they_agree(score: Any) -> None:
     traced = trace(score, "score")
     corners, flat = flat_functions(traced.program, codegen.Options(fast=False, interpreted=True))
     assert flat is not None
@@ -96,7 +96,7 @@ def test_corners_bound_what_a_tile_looks_up_and_flat_is_the_score_where_they_mee
             )  # fmt: skip
         q, kv = q_first + torch.arange(ROWS)[:, None], kv_first + torch.arange(COLUMNS)[None, :]
         want = score(s, torch.tensor(1), torch.tensor(2), q, kv)
-        # The bias alone tells which elements were read: tables rise strictly.
+        # Tables rise strictly, so the bias identifies the elements that were read.
         bias = score(torch.zeros_like(s), torch.tensor(1), torch.tensor(2), q, kv)
         same = int(found[0]) == int(found[1])
         assert int(found[0]) <= int(found[1]) and same == (bool((bias == bias.flatten()[0]).all()))
