@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from tests.report.browser import NO_BROWSER
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-os.environ["LONGSPAN_CACHE"] = os.path.join(tempfile.gettempdir(), "longspan-tests")  # tests must not read choices measured on this machine
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes that import torch for a few small kernels
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     from tests.interpreter import speed_up

@@ -13,11 +13,10 @@ from tests.kernels.shards import work_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from longspan._kernels import aten_limits, choice, registry
+from longspan._kernels import aten_limits, registry
 from longspan._kernels.aten import AnyAtenKernel, AtenKernel
-from longspan._kernels.choice import Faster
 from longspan._kernels.protocol import Work
-from longspan._kernels.registry import KernelRefused, choose, kernel_named, whole_kind
+from longspan._kernels.registry import KernelRefused, choose, kernel_named
 from longspan._masks.tracing import trace
 
 BACKENDS = ["flash", "efficient", "cudnn"]
@@ -32,11 +31,6 @@ def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 def full(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return q + kv >= 0
-
-
-def by_batch_and_head(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """Full rectangles of 16 × 16 tiles that differ by batch row and head; early rows of some see nothing."""
-    return (kv < 16 * (h - 2)) & (q >= 16 * b)
 
 
 def window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -163,49 +157,9 @@ def test_cudnn_is_refused_where_results_must_be_the_same_each_time(cuda: SimpleN
         torch.use_deterministic_algorithms(False)
 
 
-def whole_work(mod: Mod | None, length: int, kv_length: int | None = None, block: int = 16) -> Work:
-    kv_length = length if kv_length is None else kv_length
-    work = work_of(full if mod is None else mod, ((0, length),), ((0, kv_length),), block=block, batch=BATCH, heads=HEADS)
-    return replace(work, mask=None) if mod is None else work
-
-
-@pytest.mark.parametrize(
-    ("work", "kind"),
-    [
-        (whole_work(causal, 75), "causal"),
-        (whole_work(full, 75), "full"),
-        (whole_work(None, 75, 43), "full"),
-        (whole_work(full, 43, 75), "full"),
-        (whole_work(causal, 43, 75), None),
-        (whole_work(window, 75), None),
-        (whole_work(by_batch_and_head, 64), None),
-        (whole_work(lambda b, h, q, kv: (q - kv) % 3 == 0, 75), None),
-        (work_for(causal), None),
-        (work_for(full), "full"),
-    ],
-)
-def test_a_single_rectangle_is_told_from_other_work(work: Work, kind: str | None) -> None:
-    assert whole_kind(work) == kind
-
-
-def test_auto_follows_the_table_of_what_is_faster(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Faster(kernel="cudnn", backward=False, kind="causal", dims=(64, 64), tokens=48, capability=(9, 0))
-    q, k, v = fakes(cuda)
-    work = whole_work(causal, 48)
-    assert choose("auto", q, k, v, work).name != "cudnn"
-    monkeypatch.setattr(choice, "SHIPPED", (row,))
-    assert choose("auto", q, k, v, work).name == "cudnn"
-    for settings in ({"staged": True}, {"backward": True}, {"peak": True}, {"more": [work]}):
-        assert choose("auto", q, k, v, work, **settings).name != "cudnn", settings
-    score = trace(lambda s, b, h, q, kv: s * 2, "score").program
-    for other in (whole_work(full, 48), whole_work(causal, 47), work_for(causal), replace(work, score=score)):
-        assert choose("auto", q, k, v, other).name != "cudnn"
-    assert choose("auto", *fakes(cuda, dims=(128, 128)), work).name != "cudnn"
-    assert choose("auto", *fakes(cuda, dtype=torch.float32), work).name != "cudnn"
-    cuda.allowed = False
-    assert choose("auto", q, k, v, work).name != "cudnn"
-    cuda.allowed, cuda.capability = True, (8, 0)
-    assert choose("auto", q, k, v, work).name != "cudnn"
+def test_auto_never_takes_torch_operators_on_cuda(cuda: SimpleNamespace) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        assert choose("auto", *fakes(cuda, dtype=dtype), work_for(causal)).name in ("hopper", "triton", "cpu")
 
 
 def test_aten_takes_the_fastest_that_takes_the_work(cuda: SimpleNamespace) -> None:

@@ -70,8 +70,7 @@ def _kernel_and_work(inputs: CallTensors, options: CallOptions, *, backward: boo
     q, k, v = inputs.q, inputs.k, inputs.v
     tables = mask_tables(inputs, options)
     work = make_work(inputs, options, tables, backward=backward)
-    max_scores = options.max_scores and not backward
-    kernel = choose(options.spec.kernel, q, k, v, work, staged=inputs.sink is not None, backward=backward, peak=max_scores)
+    kernel = choose(options.spec.kernel, q, k, v, work)
     block = kernel.block(q, v, work.table)
     if block == _PLAIN_BLOCK:
         return kernel, work

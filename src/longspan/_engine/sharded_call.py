@@ -79,13 +79,13 @@ class ShardedCall:
             beside=beside,
         )
 
-    def kernel_and_schedule(self, q: Tensor, k: Tensor, v: Tensor, *, has_sink: bool, backward: bool) -> tuple[Kernel, LocalSchedule]:
+    def kernel_and_schedule(self, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> tuple[Kernel, LocalSchedule]:
         """The kernel of a pass, and the local schedule in the kernel's tile size. Cached."""
         deterministic = torch.are_deterministic_algorithms_enabled()
-        key = (self.spec.handle, q.shape, k.shape, v.shape, q.dtype, q.device, has_sink, backward, deterministic)
-        return plan_cache.route(self.plan, key, lambda: self._choose(q, k, v, has_sink=has_sink, backward=backward))
+        key = (self.spec.handle, q.shape, k.shape, v.shape, q.dtype, q.device, backward, deterministic)
+        return plan_cache.route(self.plan, key, lambda: self._choose(q, k, v, backward=backward))
 
-    def _choose(self, q: Tensor, k: Tensor, v: Tensor, *, has_sink: bool, backward: bool) -> tuple[Kernel, LocalSchedule]:
+    def _choose(self, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> tuple[Kernel, LocalSchedule]:
         heads = None if self.transpose is None else (self.transpose.local_heads.start, self.transpose.local_heads.stop)
         options = ScheduleOptions(
             block=(BLOCK_SIZE, BLOCK_SIZE), heads=heads, backward=backward, merge_stages=self._sends_kv_separately(k, v)
@@ -95,8 +95,7 @@ class ShardedCall:
             (tiles, row) for step in schedule.steps for row, tiles in enumerate(step.tiles) if not tiles.empty or step is schedule.steps[0]
         ]
         first, *more = (self.work(tiles, q.device, row, backward=True) for tiles, row in step_tiles)
-        staged = has_sink or len(step_tiles) > self.plan.rows
-        kernel = choose(self.spec.kernel, q, k, v, first, more=more, staged=staged, backward=backward)
+        kernel = choose(self.spec.kernel, q, k, v, first, more=more)
         for work in (first, *more):
             kernel.check(work, q)
         options = replace(options, block=kernel.block(q, v, self.plan.tiles[0].table))
@@ -157,10 +156,9 @@ class ShardedCall:
         if self.spec.kernel == "dense":  # it has neither tiles nor stages
             return
         q, k, v = (inputs.q, inputs.k, inputs.v) if self.transpose is None else self.transpose.gathered_shapes(inputs.q, inputs.k, inputs.v)
-        has_sink = inputs.sink is not None
         if needs is None:
             for backward in (False, True):
-                self.kernel_and_schedule(q, k, v, has_sink=has_sink, backward=backward)
+                self.kernel_and_schedule(q, k, v, backward=backward)
         else:
-            kernel, schedule = self.kernel_and_schedule(q, k, v, has_sink=has_sink, backward=True)
+            kernel, schedule = self.kernel_and_schedule(q, k, v, backward=True)
             kernel.check(self.work(schedule.steps[0].tiles[0], q.device, 0, backward=True), q, needs)

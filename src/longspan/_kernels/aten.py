@@ -3,7 +3,7 @@
 Each rectangle is one call of an operator. Where one rectangle is everything, its result is the result; else partial results are folded
 into the running state. On CUDA the operators round each partial result, and each partial gradient, to the inputs' dtype. In bfloat16 that
 shows: over 16 stages the rms error is 1.12 to 1.24 times that of one call (out, dq, dk, dv; full and causal), where float32 partial results
-make it no larger. So `auto` does not choose these kernels for work in stages; see `longspan._kernels.registry`.
+make it no larger. So `auto` does not choose these kernels; see `longspan._kernels.registry`.
 
 On CUDA the backward operators of `flash` and `cudnn` sum the gradient of q in any order: bits may differ from run to run, unless
 torch.use_deterministic_algorithms is set, which `flash` and `efficient` honour and `cudnn` refuses.
@@ -27,7 +27,7 @@ from longspan._kernels.rectangles import Rectangle, rectangles
 from longspan._kernels.tile_math import above_zero, begun, fold_, grouped_matmul
 from longspan._masks.block_table import BlockTable
 
-# Fastest first on Hopper, forward and backward, as bench/aten_choice.py measures them.
+# Fastest first, as measured on an H200, forward and backward.
 FASTEST_FIRST: tuple[Backend, ...] = ("cudnn", "flash", "efficient")
 
 _PEAK_ELEMENTS = 1 << 22  # scores in flight where the largest of each row is asked for

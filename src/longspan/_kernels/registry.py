@@ -11,9 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from longspan._kernels import choice
 from longspan._kernels.protocol import Kernel, Work
-from longspan._kernels.rectangles import rectangles
 
 NAMES = ("auto", "dense", "cpu", "triton", "hopper", "aten", "flash", "efficient", "cudnn")
 
@@ -69,25 +67,11 @@ def has_gluon() -> bool:
     return True
 
 
-def choose(
-    name: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    work: Work,
-    *,
-    more: Sequence[Work] = (),
-    staged: bool = False,
-    backward: bool = False,
-    peak: bool = False,
-) -> Kernel:
-    """The kernel for a call: the named one or a refusal; for `auto`, on CUDA the fastest that can, else the portable one.
+def choose(name: str, q: Tensor, k: Tensor, v: Tensor, work: Work, *, more: Sequence[Work] = ()) -> Kernel:
+    """The kernel for a call: the named one, or with "auto" the first supported of hopper, triton and cpu on CUDA, and cpu elsewhere.
 
-    On CUDA that is what was measured to be the fastest for this work, else `usual`, else triton.
-
-    `more`: other pieces that the same kernel will be given; it must take them all. `staged`: results are folded into a state (of another
-    piece, or a sink's). `backward`: the choice is for the backward pass; it may differ from the forward's, since what is saved between
-    them is no more than out and lse. `peak`: the largest scores are asked for. The last three guide `auto` alone.
+    `more`: other pieces of work of the call; the kernel must support them all. hopper is a candidate on Hopper GPUs with a tested Triton
+    only (`usual`). torch's SDPA operators are never chosen by "auto": they round partial results, and sum the gradient of q in any order.
     """
     pieces = (work, *more)
     if name != "auto":
@@ -96,20 +80,15 @@ def choose(
         if reason is not None:
             raise KernelRefused(f"kernel {name!r} cannot do this: {reason}. kernel='auto' picks one that can")
         return kernel
-    if q.device.type != "cuda":
-        return kernel_named("cpu")
-    # Partial results in half precision are rounded where they leave these kernels: one call only, and nothing to fold it into.
-    alone = not (more or staged or peak)
-    candidates = [_measured_faster(q, v, work, backward=backward)] if alone else []
-    candidates += [usual(q.device), "triton"] if has_triton() else []
+    candidates = (usual(q.device), "triton") if q.is_cuda and has_triton() else ()
     for candidate in candidates:
-        if candidate is not None and _refusal(kernel_named(candidate), q, k, v, pieces) is None:
+        if _refusal(kernel_named(candidate), q, k, v, pieces) is None:
             return kernel_named(candidate)
     return kernel_named("cpu")
 
 
 def usual(device: torch.device) -> Literal["hopper", "triton"]:
-    """What `auto` takes on a CUDA device, in half precision, where nothing was measured to be faster."""
+    """The first candidate of "auto" on a CUDA device: hopper on Hopper GPUs with a tested Triton, else triton."""
     if not has_gluon() or torch.version.hip is not None:
         return "triton"
     from longspan._kernels.gpu.interpreter import interpreted
@@ -131,42 +110,6 @@ def _warn_once(text: str) -> None:
 
 def _refusal(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Work]) -> str | None:
     return next((reason for work in pieces if (reason := kernel.refuses(q, k, v, work)) is not None), None)
-
-
-def _measured_faster(q: Tensor, v: Tensor, work: Work, *, backward: bool) -> str | None:
-    """The kernel that was measured to be the fastest for this work. flash and cuDNN sum the gradient of q in any order: not where results
-    must be the same in every run.
-    """
-    fixed = backward and torch.are_deterministic_algorithms_enabled()
-    if fixed or work.score is not None or q.dtype not in (torch.bfloat16, torch.float16):
-        return None
-    dims, tokens = (q.shape[-1], v.shape[-1]), min(work.q_tiles.length, work.kv_tiles.length)
-    rows = [r for r in _known(q.device) if (r.backward, r.dims) == (backward, dims) and tokens >= r.tokens]
-    kind = whole_kind(work) if rows else None
-    return next((r.kernel for r in rows if r.kind == kind), None)
-
-
-def whole_kind(work: Work) -> Literal["full", "causal"] | None:
-    """Whether the work is one rectangle, all queries against all keys: full, or a causal square."""
-    table, counts = work.table, work.table.counts()
-    rows, columns, found = table.q_tiles, table.kv_tiles, counts.partial + counts.full
-    # From the numbers alone most masks are told apart, before anything is evaluated.
-    if table.batch * table.heads != 1 or counts.partial > 2 * (rows + columns) or found not in (rows * columns, rows * (rows + 1) // 2):
-        return None
-    rects = rectangles(work)
-    everything = (0, work.q_tiles.length, 0, work.kv_tiles.length)
-    if len(rects) != 1 or (rects[0].q0, rects[0].q1, rects[0].k0, rects[0].k1) != everything or rects[0].kind == "masked":
-        return None
-    return rects[0].kind
-
-
-def _known(device: torch.device) -> tuple[choice.Faster, ...]:
-    return choice.rows_for(_device_name(device), _capability(device))
-
-
-@cache
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device)
 
 
 @cache

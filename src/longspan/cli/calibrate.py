@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from longspan.cli import files, parse
-from longspan.cli.app import Refused, refusing, said
+from longspan.cli.app import Refused, refusing
 
 
 def register(app: typer.Typer) -> None:
@@ -22,19 +22,8 @@ def calibrate(
     heads: Annotated[str, typer.Option(help="query heads, or query/key heads")] = "32/8",
     dim: Annotated[str, typer.Option(help="head dim")] = "128",
     quick: Annotated[bool, typer.Option("--quick", help="short sequences and few repetitions")] = False,
-    kernels: Annotated[bool, typer.Option("--kernels", help="instead: find the fastest kernel of this GPU, and keep it for auto")] = False,
 ) -> None:
     """Measure kernels by tile shape, copies, and (under torchrun) collectives of this machine, and write a profile for `longspan plan`."""
-    if kernels:
-        from longspan.cli.kernel_race import contest
-
-        try:
-            typer.echo("\n".join(contest(quick=quick)))
-        except ValueError as error:
-            raise Refused(str(error)) from None
-        except OSError as error:
-            raise Refused(f"--kernels: {error.filename or 'the choice'} cannot be written: {said(error)}") from None
-        return
     from longspan._cost.clusters import dump
     from longspan.cli.measure import measured
 
