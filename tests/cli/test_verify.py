@@ -45,7 +45,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_verify_holds_here_and_says_so_in_a_table_and_in_json(capsys: Any) -> None:
     code, out, err = called(capsys, "verify", "--device", "cpu", "--ranks", "4", "--json")
     found = json.loads(out.splitlines()[-1])
-    assert (code, err) == (0, "") and found["ok"] and "cases hold" in out and "over 4 virtual ranks" in out
+    assert (code, err) == (0, "") and found["ok"] and "checks passed" in out and "over 4 virtual ranks" in out
     kernels = {(row["name"], row["dtype"]): row for row in found["kernels"]}
     for name in ("dense", "cpu"):
         for dtype in ("float32", "bfloat16", "float64"):
@@ -82,8 +82,8 @@ def test_a_kernel_that_computes_wrongly_is_named_and_the_exit_code_is_1(wrong: s
     assert (code, err, found["ok"]) == (1, "", False)
     told = {row["name"]: row for row in found["kernels"] if row["dtype"] == "float32"}
     assert told["dense"]["ok"] and not told["cpu"]["ok"]
-    says = {"forward": "out is off by", "backward": "dk is off by", "raises": "RuntimeError: no such instruction"}[wrong]
-    assert any(says in failure for failure in told["cpu"]["failures"]) and says in out and "do not hold" in out
+    says = {"forward": "out error is", "backward": "dk error is", "raises": "RuntimeError: no such instruction"}[wrong]
+    assert any(says in failure for failure in told["cpu"]["failures"]) and says in out and "lines failed" in out
     assert not any(row["ok"] for row in found["strategies"])
 
 
@@ -178,4 +178,4 @@ def test_verify_uses_the_processes_of_torchrun(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr
     told = json.loads(found.stdout.splitlines()[-1])
     assert told["ok"] and (told["ranks"], told["virtual"]) == (2, False) and "over 2 processes" in found.stdout
-    assert found.stdout.count("all ") == 1, "rank 0 alone speaks"
+    assert found.stdout.count("all ") == 1, "only rank 0 prints"

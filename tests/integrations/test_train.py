@@ -106,7 +106,7 @@ def _alive(pid: int) -> bool:
         ("--resume", "--resume: there is no checkpoint"),
         ("--resume --out {other}", "width 999 (here 128)"),
         ("--resume --out {torn}", "cannot be read"),
-        ("--out {other}", "--out: {other} holds checkpoints"),
+        ("--out {other}", "--out: {other} contains checkpoints"),
         ("--width 30", "--width: expected a multiple of twice the 4 heads"),
         ("--heads 5/2", "--heads"),
         ("--tokens none", "--tokens"),

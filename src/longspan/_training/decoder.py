@@ -1,6 +1,6 @@
-"""A small decoder to train and to measure with: rotary positions, grouped key heads, SwiGLU, RMS norms.
+"""A small decoder-only transformer for training and benchmarks: RoPE, GQA, SwiGLU, RMSNorm.
 
-Legend: B batch, L tokens of this rank, H query heads, G key heads, D head dim, C width.
+Shapes: B batch, L local tokens, H query heads, G KV heads, D head dim, C width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes of a decoder. `recompute`: keep only each block's input for the backward pass."""
+    """Sizes of a decoder. `recompute`: activation checkpointing of every block."""
 
     vocab: int = 257
     width: int = 128
@@ -41,10 +41,12 @@ class DecoderConfig:
         if self.heads % self.kv_heads:
             raise ValueError(f"decoder: heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
         if self.head_dim % 2:
-            raise ValueError(f"decoder: head_dim must be even, for rotary positions turn pairs; got {self.head_dim}")
+            raise ValueError(f"decoder: head_dim must be even for rotary positions, got {self.head_dim}")
 
 
 class Norm(nn.Module):
+    """RMSNorm over the last dim."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
@@ -54,7 +56,7 @@ class Norm(nn.Module):
 
 
 class Block(nn.Module):
-    """x [B, L, C] → x [B, L, C]."""
+    """Attention and MLP with residuals: x [B, L, C] → [B, L, C]."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -66,10 +68,10 @@ class Block(nn.Module):
         self.gate, self.up = nn.Linear(c, config.hidden, bias=False), nn.Linear(c, config.hidden, bias=False)
         self.down = nn.Linear(config.hidden, c, bias=False)
 
-    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor], plan: Any, attend: Attend | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], plan: Any, attend: Attend | None) -> Tensor:
         h = self.before_attention(x)
         q, k, v = (w(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.q, self.k, self.v))
-        q, k = turn(q, turns), turn(k, turns)
+        q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
         out = attention(q, k, v, plan=plan) if attend is None else attend(q, k, v)
         x = x + self.o(out.transpose(1, 2).flatten(2))
         h = self.before_mlp(x)
@@ -77,6 +79,8 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
+    """tokens [B, L] → logits [B, L, V], or a loss."""
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
@@ -86,7 +90,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.width, config.vocab, bias=False)
 
     def initialise(self, seed: int) -> Decoder:
-        """Weights from a seed: the same on every rank and machine."""
+        """Draw the weights from a seed: the same on every rank and machine."""
         generator = torch.Generator().manual_seed(seed)
         for p in self.parameters():
             if p.ndim > 1:
@@ -104,39 +108,41 @@ class Decoder(nn.Module):
         count: Tensor | float = 1,
         averaged: int = 1,
     ) -> Tensor:
-        """tokens, positions [B, L] → logits [B, L, V]; with labels (shifted before sharding), this rank's share of the loss instead.
+        """Logits [B, L, V] of tokens and positions [B, L]; with labels (shifted before sharding), this rank's share of the loss.
 
-        plan:   of the tokens' sequence. attend: another attention (q, k, v) → out instead, with a mask of its own.
-        count, averaged: as in `loss.token_loss`.
+        Args:
+            plan: Plan of the tokens' sequence.
+            attend: Attention (q, k, v) → out to use instead of `longspan.attention`; it has its own mask.
+            count, averaged: See `longspan.integrations.loss.token_loss`.
         """
         x = self.tokens(tokens)
-        turns = turns_at(positions, self.config, x.dtype)
+        rotary = rotary_angles(positions, self.config, x.dtype)
         for block in self.blocks:
             if self.config.recompute and self.training:
-                x = checkpoint(block, x, turns, plan, attend, use_reentrant=False)
+                x = checkpoint(block, x, rotary, plan, attend, use_reentrant=False)
             else:
-                x = block(x, turns, plan, attend)
+                x = block(x, rotary, plan, attend)
         x = self.last(x)
         if labels is None:
             return linear(x, self.head.weight)
         return linear_token_loss(x, self.head.weight, labels, count=count, averaged=averaged)
 
     def flops_per_token(self, pairs_per_token: float) -> float:
-        """Of forward and backward: 6 per weight that is multiplied, 12 per head dim and pair of tokens that attend."""
+        """FLOPs of forward and backward: 6 per matmul weight, 12 per head dim and visible (query, key) pair."""
         weights = sum(p.numel() for p in self.parameters()) - self.tokens.weight.numel()
         return 6 * weights + 12 * self.config.layers * self.config.heads * self.config.head_dim * pairs_per_token
 
 
-def turns_at(positions: Tensor, config: DecoderConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of rotary positions, [B, 1, L, D/2]; angles in float32."""
+def rotary_angles(positions: Tensor, config: DecoderConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of the rotary angles [B, 1, L, D/2]; angles are computed in float32."""
     half = config.head_dim // 2
-    speed = config.rope_base ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
-    angle = positions[:, None, :, None].float() * speed
+    frequency = config.rope_base ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
+    angle = positions[:, None, :, None].float() * frequency
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def turn(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions on x [B, H, L, D]."""
-    cos, sin = turns
+def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """x [B, H, L, D] with rotary positions applied."""
+    cos, sin = rotary
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)

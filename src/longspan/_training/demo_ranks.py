@@ -1,6 +1,6 @@
-"""A packed batch over processes by every strategy, against one process: what `longspan demo` runs on each rank.
+"""The ranks of `longspan demo`: a packed sequence split over processes by every strategy, compared with one process.
 
-Legend: S tokens, H query heads, G key heads, D head dim, N ranks.
+Shapes: S tokens, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ STRATEGIES: tuple[StrategyName, ...] = ("auto", "ring", "allgather", "exchange",
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
+    """Sizes of the demo's attention."""
+
     tokens: int = 16384
     heads: int = 4
     kv_heads: int = 2
     dim: int = 64
 
     def lengths(self) -> list[int]:
-        """A long document, and ever shorter ones."""
+        """Lengths of the packed documents: one long, the rest ever shorter."""
         left, out = self.tokens, []
         for share in (0.35, 0.5, 0.3, 0.6, 0.4, 0.2, 0.5, 0.3):
             out.append(max(1, int(left * share)))
@@ -42,8 +44,8 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
-    """One strategy: relative errors of out and of the gradients, the busiest rank over the mean, bytes, seconds of both passes."""
+class StrategyResult:
+    """One strategy: relative errors, balance (busiest rank over the mean), bytes per rank, seconds of forward and backward."""
 
     strategy: str
     layout: str
@@ -56,59 +58,62 @@ class Line:
 
 
 def inputs(sizes: Sizes, device: torch.device) -> list[Tensor]:
-    """q, k, v and the gradient of out: the same on every rank."""
+    """q, k, v and the gradient of out, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, h, sizes.tokens, sizes.dim) for h in (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)]
     return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
 
 
-def both_passes(given: list[Tensor], **options: Any) -> list[Tensor]:
-    """out and the gradients of q, k and v."""
+def forward_backward(given: list[Tensor], **options: Any) -> list[Tensor]:
+    """[out, dq, dk, dv] of attention over `given` = [q, k, v, grad_out]."""
     q, k, v = (t.detach().requires_grad_() for t in given[:3])
     out = attention(q, k, v, **options)
     return [out.detach(), *torch.autograd.grad(out, [q, k, v], given[3])]
 
 
-def on_rank(device: torch.device, sizes: Sizes) -> tuple[float, list[Line]]:
-    """Seconds of one process alone, and a line per strategy; on rank 0, nothing elsewhere."""
+def on_rank(device: torch.device, sizes: Sizes) -> tuple[float, list[StrategyResult]]:
+    """(seconds of one process, results of each strategy) on rank 0; (0, []) on other ranks."""
     whole = inputs(sizes, device)
     want: list[Tensor] = []
     alone = 0.0
     if dist.get_rank() == 0:
-        both_passes([t[:, :, :256] for t in whole], mask=causal())  # the first call of a process loads and compiles
+        forward_backward([t[:, :, :256] for t in whole], mask=causal())  # warm up: the first call imports and compiles
         start = _now(device)
-        want = both_passes(whole, mask=sizes.mask())
+        want = forward_backward(whole, mask=sizes.mask())
         alone = _now(device) - start
     dist.barrier()
-    lines = []
+    results = []
     for strategy in STRATEGIES:
         if strategy == "ulysses" and ulysses_error(dist.get_world_size(), sizes.heads, sizes.kv_heads):
             continue
-        lines += _line(device, sizes, strategy, whole, want)
-    return alone, lines
+        results += _run_strategy(device, sizes, strategy, whole, want)
+    return alone, results
 
 
-def _line(device: torch.device, sizes: Sizes, strategy: StrategyName, whole: list[Tensor], want: list[Tensor]) -> list[Line]:
+def _run_strategy(
+    device: torch.device, sizes: Sizes, strategy: StrategyName, whole: list[Tensor], want: list[Tensor]
+) -> list[StrategyResult]:
     known: dict[str, Any] = {"batch": 1, "heads": sizes.heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.dim}
-    made = plan(sizes.mask(), sizes.tokens, dist.group.WORLD, strategy=strategy, **known)
-    mine = [made.shard(t, 2) for t in whole]
+    strategy_plan = plan(sizes.mask(), sizes.tokens, dist.group.WORLD, strategy=strategy, **known)
+    local = [strategy_plan.shard(t, 2) for t in whole]
     dist.barrier()
     start = _now(device)
-    got = both_passes(mine, plan=made)
+    got = forward_backward(local, plan=strategy_plan)
     dist.barrier()
     seconds = _now(device) - start
-    got = [made.unshard(t, 2) for t in got]
+    got = [strategy_plan.unshard(t, 2) for t in got]
     if dist.get_rank():
         return []
     errors = [float((g - w).norm() / w.norm()) for g, w in zip(got, want, strict=True)]
-    told = made.report()
-    wide = 4 / told.shape.element  # float32 here
-    received = float(told.bytes_received.sum(0).max()) * wide
+    report = strategy_plan.report()
+    scale = 4 / report.shape.element  # the report counts bfloat16, the demo runs float32
+    received = float(report.bytes_received.sum(0).max()) * scale
     return [
-        Line(
-            strategy=strategy if strategy != "auto" else f"auto: {made.strategy}", layout=made.data.layout, error=errors[0],
-            error_gradients=max(errors[1:]), balance=told.balance, received=received,
-            memory=sum(told.memory_parts.values()) * wide, seconds=seconds,
+        StrategyResult(
+            strategy=strategy if strategy != "auto" else f"auto: {strategy_plan.strategy}",
+            layout=strategy_plan.data.layout, error=errors[0],
+            error_gradients=max(errors[1:]), balance=report.balance, received=received,
+            memory=sum(report.memory_parts.values()) * scale, seconds=seconds,
         )
     ]  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""A training job: the small decoder on packed documents, weights sharded over all ranks (FSDP2), sequences over the context axis.
+"""A training job: the small decoder on packed documents, weights sharded over all ranks (FSDP2), sequences over the "cp" axis.
 
-Losses do not depend on the number of ranks but for rounding: every rank knows the whole batch of a step, takes its rows by its place on the
-data axis, and divides by the count of all.
+Losses are the same for any number of ranks, up to rounding: every rank knows the whole batch of a step, computes its sequences of the "dp"
+axis, and divides by the token count of the whole batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from longspan.integrations.loss import IGNORED
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to train. `batch` sequences of `length` tokens a step; `context` ranks share each."""
+    """Settings of a job: `batch` sequences of `length` tokens per step, each split over `context` ranks; `half`: bfloat16 weights."""
 
     out: str
     model: DecoderConfig
@@ -51,13 +51,15 @@ class Job:
     resume: bool = False
 
     def identity(self, text: Corpus) -> dict[str, Any]:
-        """What a checkpoint must have in common with a job that goes on from it."""
+        """Settings that must be equal in a job and in the checkpoint it resumes from."""
         sizes = {k: v for k, v in asdict(self.model).items() if k != "recompute"}
         return {**sizes, "length": self.length, "batch": self.batch, "seed": self.seed, "data": text.digest}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class StepResult:
+    """Loss and speed of one optimizer step."""
+
     step: int
     loss: float
     tokens_per_second: float
@@ -65,66 +67,66 @@ class Step:
 
 
 def check_ranks(job: Job, ranks: int) -> None:
-    """ValueError where so many ranks cannot run this job."""
+    """Raise ValueError if the job cannot run on this many ranks."""
     if ranks % job.context:
         raise ValueError(
             f"--cp: {ranks} processes cannot be divided into groups of {job.context} that share a sequence; use a divisor of {ranks}"
         )
-    rows = ranks // job.context
-    if job.batch % rows:
+    groups = ranks // job.context
+    if job.batch % groups:
         raise ValueError(
-            f"--batch: {job.batch} sequences cannot be divided among {rows} groups of processes ({ranks} processes, --cp {job.context}); "
-            f"use a multiple of {rows}"
+            f"--batch: {job.batch} sequences cannot be divided among {groups} groups of processes ({ranks} processes, --cp {job.context}); "
+            f"use a multiple of {groups}"
         )
 
 
 def latest(out: str) -> Path | None:
-    """The newest whole checkpoint in a directory."""
+    """job.json of the newest complete checkpoint in a directory, or None."""
     return max(Path(out).glob("step-*/job.json"), default=None, key=lambda p: p.parent.name) if Path(out).is_dir() else None
 
 
 def check_resume(job: Job, text: Corpus) -> Path | None:
-    """The checkpoint to go on from. ValueError where there is none, or it is of another job."""
+    """Folder of the checkpoint to resume from, or None. Raises ValueError if there is none, or if it belongs to another job."""
     if not job.resume:
         return None
-    found = latest(job.out)
-    if found is None:
+    newest = latest(job.out)
+    if newest is None:
         raise ValueError(f"--resume: there is no checkpoint in {job.out}")
     try:
-        kept = json.loads(found.read_text())["identity"]
+        saved = json.loads(newest.read_text())["identity"]
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"--resume: {found} cannot be read") from None
+        raise ValueError(f"--resume: {newest} cannot be read") from None
     mine = job.identity(text)
-    other = [f"{name} {kept.get(name)!r} (here {value!r})" for name, value in mine.items() if kept.get(name) != value]
+    other = [f"{name} {saved.get(name)!r} (here {value!r})" for name, value in mine.items() if saved.get(name) != value]
     if other:
-        raise ValueError(f"--resume: the checkpoint {found.parent} is of another model or job: {', '.join(other)}")
-    done = found.parent.name.removeprefix("step-")
+        raise ValueError(f"--resume: the checkpoint {newest.parent} belongs to another model or job: {', '.join(other)}")
+    done = newest.parent.name.removeprefix("step-")
     if done.isdecimal() and int(done) > job.steps:
-        raise ValueError(f"--resume: {int(done)} steps are done already, --steps asks for {job.steps}; give more, or another --out")
-    return found.parent
+        raise ValueError(f"--resume: {int(done)} steps are done, --steps asks for {job.steps}; give a larger --steps, or another --out")
+    return newest.parent
 
 
-def train(device: torch.device, job: Job, told: Callable[[Step], None] | None = None) -> int:
-    """Train on this rank, of all that the process group has; 0, or the exit code of an interruption, after a checkpoint."""
+def train(device: torch.device, job: Job, told: Callable[[StepResult], None] | None = None) -> int:
+    """Train on this rank of the default process group. Returns 0, or INTERRUPTED after an interruption and a checkpoint."""
     text = corpus(job.data, length=job.length, seed=job.seed)
     ranks = dist.get_world_size()
     mesh = init_device_mesh(device.type, (ranks // job.context, job.context), mesh_dim_names=("dp", "cp"))
     model = _sharded(Decoder(job.model).initialise(job.seed), device, job.half)
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.rate, betas=(0.9, 0.95), weight_decay=0.1)
-    found = check_resume(job, text)
-    first = 0 if found is None else _load(found, model, optimizer)
-    rows = job.batch // mesh["dp"].size()
-    mine = range(mesh.get_local_rank("dp") * rows, (mesh.get_local_rank("dp") + 1) * rows)
+    checkpoint = check_resume(job, text)
+    first = 0 if checkpoint is None else _load(checkpoint, model, optimizer)
+    per_group = job.batch // mesh["dp"].size()
+    sequences = range(mesh.get_local_rank("dp") * per_group, (mesh.get_local_rank("dp") + 1) * per_group)
     with Interrupts() as interrupts:
         for step in range(first, job.steps):
             start = time.perf_counter()
-            loss = _step(job, model, optimizer, text, mesh, step, mine)
-            # One small collective: the loss, and whether any rank was asked to stop.
+            loss = _step(job, model, optimizer, text, mesh, step, sequences)
+            # One small collective for the loss and the request to stop of any rank.
             both = torch.tensor([loss, float(interrupts.stop)], dtype=torch.float64)
             dist.all_reduce(both)
             seconds = time.perf_counter() - start
             if told is not None:
-                told(Step(step=step, loss=both[0].item(), tokens_per_second=job.batch * job.length / seconds, seconds=seconds))
+                told(StepResult(step=step, loss=both[0].item(), tokens_per_second=job.batch * job.length / seconds, seconds=seconds))
             stop = both[1].item() > 0
             if stop or (step + 1) % job.save_every == 0 or step + 1 == job.steps:
                 _save(job, text, model, optimizer, step + 1)
@@ -133,8 +135,8 @@ def train(device: torch.device, job: Job, told: Callable[[Step], None] | None = 
     return 0
 
 
-def _step(job: Job, model: Any, optimizer: Any, text: Corpus, mesh: Any, step: int, mine: range) -> float:
-    """One optimizer step; this rank's share of the loss."""
+def _step(job: Job, model: Any, optimizer: Any, text: Corpus, mesh: Any, step: int, sequences: range) -> float:
+    """One optimizer step on this rank's `sequences`: this rank's share of the loss."""
     for group in optimizer.param_groups:
         group["lr"] = job.rate * _schedule(step, job)
     optimizer.zero_grad()
@@ -144,7 +146,7 @@ def _step(job: Job, model: Any, optimizer: Any, text: Corpus, mesh: Any, step: i
         "strategy": job.strategy, "heads": job.model.heads, "kv_heads": job.model.kv_heads, "head_dim": job.model.head_dim,
     }  # fmt: skip
     total = 0.0
-    for row in mine:
+    for row in sequences:
         given = prepare_batch(batch[row], mesh, gradients="sum", count=count, **options)
         plan = given["longspan_plan"]["full"]
         loss = model(given["input_ids"], given["position_ids"], plan=plan, labels=given["labels"], count=given["num_items_in_batch"])
@@ -156,7 +158,7 @@ def _step(job: Job, model: Any, optimizer: Any, text: Corpus, mesh: Any, step: i
 
 
 def _schedule(step: int, job: Job) -> float:
-    """Up in a line, down in a cosine to a tenth."""
+    """Learning rate factor: linear warm-up, then cosine decay to 0.1."""
     if step < job.warmup:
         return (step + 1) / job.warmup
     done = min(1.0, (step - job.warmup) / max(1, job.steps - job.warmup))
@@ -172,7 +174,7 @@ def _sharded(model: Decoder, device: torch.device, half: bool) -> Any:
     for part in (*model.blocks, model):
         fully_shard(part, **options)
     for part in model.modules():
-        if isinstance(part, FSDPModule):  # shares are of the whole batch's mean: their sum is the gradient
+        if isinstance(part, FSDPModule):  # losses are shares of the global mean: gradients are summed, not averaged
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
     return model
@@ -191,7 +193,7 @@ def _load(folder: Path, model: Any, optimizer: Any) -> int:
 
 
 def _save(job: Job, text: Corpus, model: Any, optimizer: Any, step: int) -> None:
-    """Write a checkpoint whole or not at all: under another name first. The last two are kept."""
+    """Write a checkpoint atomically, by renaming a finished folder. Only the last two are kept."""
     folder = Path(job.out) / f"step-{step:06d}"
     unfinished = folder.with_name(f"unfinished-{folder.name}")
     if dist.get_rank() == 0:

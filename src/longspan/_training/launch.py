@@ -1,7 +1,7 @@
-"""Ranks for a command: processes of this machine, or those that torchrun started. None is left behind.
+"""Ranks for a command: processes of this machine, or the processes of torchrun. None is left behind.
 
-Under torchrun a command is a rank already. Otherwise it starts its ranks, passes on Ctrl-C and waits until they have finished what they
-were doing; ranks end when the process that started them does.
+Under torchrun the command is already a rank. Otherwise it starts its ranks, forwards Ctrl-C and SIGTERM, and waits until they have stopped.
+Ranks end when the process that started them ends.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from longspan.testing.processes import process_context
 
-_GRACE = 60.0  # seconds that ranks get to write a checkpoint after Ctrl-C
-_AFTER_A_FAILURE = 5.0
-INTERRUPTED = 130
+_GRACE = 60.0  # seconds to write a checkpoint after Ctrl-C
+_AFTER_A_FAILURE = 5.0  # seconds until the other ranks are killed after one rank failed
+INTERRUPTED = 130  # exit code
 
 
 def is_rank() -> bool:
@@ -33,15 +33,17 @@ def is_rank() -> bool:
 
 
 def world_size(processes: int) -> int:
+    """Number of ranks: torchrun's, or `processes`."""
     return int(os.environ["WORLD_SIZE"]) if is_rank() else processes
 
 
 def default_processes() -> int:
+    """One process per GPU, or 4 on a CPU."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 4
 
 
 def run_ranks(fn: Callable[..., int], processes: int, *args: Any, threads: int = 1) -> int:
-    """fn(device, *args) on every rank, with the default process group set up; the first exit code that is not 0."""
+    """Run fn(device, *args) on every rank with the default process group set up. Returns the first nonzero exit code, or 0."""
     if is_rank():
         return _as_rank(fn, args)
     context = process_context()
@@ -63,12 +65,12 @@ def run_ranks(fn: Callable[..., int], processes: int, *args: Any, threads: int =
             for s, handler in previous.items():
                 signal.signal(s, handler)
     codes = [INTERRUPTED if rank.exitcode == -signal.SIGINT else int(rank.exitcode or 0) for rank in ranks]
-    # A rank that was killed, or failed by itself, explains more than those that then lost it.
+    # A rank that was killed or failed by itself (not 1) says more than ranks that then lost it.
     return next((abs(c) for c in codes if c not in (0, 1)), max(codes))
 
 
 class _Stop:
-    """Passes a signal on to the ranks; the second time, kills them."""
+    """Signal handler that forwards SIGINT to the ranks; the second time it kills them."""
 
     def __init__(self, ranks: list[Any]) -> None:
         self.ranks, self.since = ranks, None  # type: tuple[list[Any], float | None]
@@ -115,7 +117,7 @@ def _as_rank(fn: Callable[..., int], args: tuple[Any, ...], init_method: str | N
         device = torch.device("cuda", local % torch.cuda.device_count())
         torch.cuda.set_device(device)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # Two ranks cannot share a GPU over NCCL.
+    # NCCL needs one GPU per rank.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", size)) <= _gpus() else "gloo"
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=timedelta(minutes=10))
     try:
@@ -129,7 +131,7 @@ def _gpus() -> int:
 
 
 class Interrupts:
-    """While open, SIGINT and SIGTERM only set `stop`: whoever reads it stops where that leaves things whole."""
+    """Context in which SIGINT and SIGTERM only set `stop`, so that the caller stops at a safe point."""
 
     def __init__(self) -> None:
         self.stop = False

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0, or 2 with one line on standard error where the input is wrong."""
+    """Run a command and exit with its code: 0, or 2 with one line on standard error if an option is wrong."""
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     code = run(list(sys.argv[1:] if arguments is None else arguments))
     if arguments is None and "TORCHELASTIC_RUN_ID" in os.environ:
-        # A thread of a process group that lets go of a tensor while the interpreter shuts down aborts a rank that has done its work.
+        # Skip interpreter shutdown: a process group thread that frees a tensor during it aborts the finished rank.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -1,4 +1,4 @@
-"""`longspan bench`: attention here beside torch's on this machine, as ratios of one run."""
+"""`longspan bench`: longspan against torch's SDPA on this machine, as ratios within one run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Annotated, Any
 import typer
 
 from longspan.cli import parse
-from longspan.cli.app import Refused
+from longspan.cli.app import UsageError
 
 DTYPES = ("float32", "bfloat16", "float16")
 DOCUMENTS = 16
-MOST_MASK = 2**32  # bytes of a dense mask
+MAX_MASK_BYTES = 2**32  # of a dense mask
 
 
 def register(app: typer.Typer) -> None:
@@ -26,17 +26,17 @@ def register(app: typer.Typer) -> None:
 
 
 def bench(
-    tokens: Annotated[str | None, typer.Option(help="tokens of the sequence (k = 1024); 2k on a CPU, 16k on a GPU unless given")] = None,
-    heads: Annotated[str, typer.Option(help="query heads, or query/key heads")] = "8",
+    tokens: Annotated[str | None, typer.Option(help="tokens of the sequence (k = 1024); default 2k on a CPU, 16k on a GPU")] = None,
+    heads: Annotated[str, typer.Option(help="query heads, or query/KV heads")] = "8",
     dim: Annotated[str, typer.Option(help="head dim")] = "64",
-    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; float32 on a CPU, bfloat16 on a GPU unless given")] = None,
-    repeat: Annotated[str, typer.Option(help="times that each is measured; the least is kept")] = "3",
-    device: Annotated[str, typer.Option(help="cpu or cuda; auto is the GPU where there is one")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="also print one JSON object, as the last line")] = False,
+    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; default float32 on a CPU, bfloat16 on a GPU")] = None,
+    repeat: Annotated[str, typer.Option(help="measurements of each; the minimum is printed")] = "3",
+    device: Annotated[str, typer.Option(help="cpu or cuda; auto is the GPU if there is one")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")] = False,
 ) -> int:
-    """Time forward and backward beside torch's scaled_dot_product_attention: causal, and packed documents, for which it takes a dense mask.
+    """Time forward and backward against torch's scaled_dot_product_attention: causal, and packed documents (a dense mask in SDPA).
 
-    The results are compared too: the exit code is 1 if they differ by more than roundings.
+    Results are compared too: the exit code is 1 if they differ by more than rounding.
     """
     import torch
 
@@ -46,14 +46,14 @@ def bench(
     gpu = place.type == "cuda"
     named = dtype or ("bfloat16" if gpu else "float32")
     if named not in DTYPES:
-        raise Refused(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+        raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     length = parse.count(tokens or ("16k" if gpu else "2k"), "--tokens")
     q_heads, kv_heads = parse.heads(heads)
     sizes = Sizes(tokens=length, heads=q_heads, kv_heads=kv_heads, dim=parse.count(dim, "--dim"), dtype=named)
     times = parse.count(repeat, "--repeat")
     where = torch.cuda.get_device_name(place) if gpu else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     print(f"longspan {ls.__version__}, torch {torch.__version__}, {where}")
-    print(f"{length:,} tokens, {q_heads} query heads over {kv_heads} key heads of {sizes.dim}, {named}\n")
+    print(f"{length:,} tokens, {q_heads} query heads over {kv_heads} KV heads of {sizes.dim}, {named}\n")
     print(f"{'mask':22}{'computed':>9}  {'pass':9}{'SDPA ms':>11}{'longspan ms':>13}{'ratio':>8}", flush=True)
     rows = []
     try:
@@ -64,10 +64,10 @@ def bench(
     except (MemoryError, RuntimeError) as error:
         if "memory" not in str(error) and not isinstance(error, MemoryError):
             raise
-        raise Refused(f"--tokens: {length} tokens do not fit into memory here beside SDPA; give fewer, or fewer heads") from None
-    print("\nratio: SDPA's time over longspan's, more than 1 is faster.  computed: tiles that the mask leaves, over all tiles.")
-    if length**2 > MOST_MASK:
-        print(f"packed documents are left out: a dense mask for SDPA would take {length**2 / 2**30:.0f} GiB")
+        raise UsageError(f"--tokens: {length} tokens do not fit into memory here; give fewer tokens or heads") from None
+    print("\nratio: SDPA's time over longspan's; above 1, longspan is faster.  computed: share of tiles that the mask leaves.")
+    if length**2 > MAX_MASK_BYTES:
+        print(f"packed documents are skipped: a dense mask for SDPA would take {length**2 / 2**30:.0f} GiB")
     if as_json:
         about = {"longspan": ls.__version__, "torch": torch.__version__, "device": where, "repeat": times, **asdict(sizes)}
         print(json.dumps({**about, "rows": [asdict(row) | {"ratio": row.ratio} for row in rows]}), flush=True)
@@ -76,6 +76,8 @@ def bench(
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
+    """Sizes of the measured attention."""
+
     tokens: int
     heads: int
     kv_heads: int
@@ -83,7 +85,7 @@ class Sizes:
     dtype: str
 
     def lengths(self) -> list[int]:
-        """Documents that grow from short to long."""
+        """Lengths of the packed documents, from short to long."""
         many = min(DOCUMENTS, self.tokens)
         ends = [self.tokens * i * (i + many) // (2 * many * many) for i in range(many + 1)]
         return [b - a for a, b in itertools.pairwise(ends)]
@@ -91,7 +93,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One pass under one mask. `same`: whether the results differ by roundings only."""
+    """Times of one pass under one mask. `same`: whether the results are equal up to rounding."""
 
     mask: str
     name: str
@@ -106,7 +108,7 @@ class Row:
 
 
 def measured(sizes: Sizes, device: Any, repeat: int) -> Iterator[Row]:
-    """Forward and backward under each mask."""
+    """Rows of forward and backward under each mask."""
     import torch
     import torch.nn.functional as F
 
@@ -118,7 +120,7 @@ def measured(sizes: Sizes, device: Any, repeat: int) -> Iterator[Row]:
     q, k, v = (t.requires_grad_() for t in inputs)
     grouped: dict[str, Any] = {"enable_gqa": True} if sizes.heads != sizes.kv_heads else {}
     cases: list[tuple[str, Any, dict[str, Any]]] = [("causal", ls.causal(), {"is_causal": True})]
-    if sizes.tokens**2 <= MOST_MASK:
+    if sizes.tokens**2 <= MAX_MASK_BYTES:
         lengths = sizes.lengths()
         ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device)
         dense = (ids[:, None] == ids[None, :]).tril_()
@@ -139,21 +141,21 @@ def measured(sizes: Sizes, device: Any, repeat: int) -> Iterator[Row]:
 
 
 def _same(ours: Any, theirs: Any) -> bool:
-    """Whether results are equal up to the roundings of their dtype, which are far smaller than its square root."""
+    """Whether results are equal up to rounding: a relative error below the square root of the dtype's epsilon."""
     import torch
 
     return all(float((a - b).float().norm()) <= torch.finfo(a.dtype).eps ** 0.5 * float(b.float().norm()) for a, b in zip(ours, theirs))
 
 
 def _seconds(calls: Mapping[str, Callable[[], Any]], device: Any, repeat: int) -> dict[str, float]:
-    """The least of `repeat` times each, taken in turns so that what disturbs the machine disturbs both."""
-    least = dict.fromkeys(calls, float("inf"))
+    """Minimum of `repeat` times of each call, measured alternately so that other load affects both."""
+    minimum = dict.fromkeys(calls, float("inf"))
     for call in calls.values():
         call()
     for _ in range(repeat):
         for who, call in calls.items():
-            least[who] = min(least[who], _once(call, device))
-    return {f"{who}_s": seconds for who, seconds in least.items()}
+            minimum[who] = min(minimum[who], _once(call, device))
+    return {f"{who}_s": seconds for who, seconds in minimum.items()}
 
 
 def _once(call: Callable[[], Any], device: Any) -> float:
@@ -165,7 +167,7 @@ def _once(call: Callable[[], Any], device: Any) -> float:
         return time.perf_counter() - start
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
-    call()  # the device is at work while the host queues the call that is timed
+    call()  # keeps the device busy while the host queues the timed call
     begin.record()
     call()
     end.record()

@@ -1,4 +1,4 @@
-"""`longspan calibrate`: measure this machine and write its profile."""
+"""`longspan calibrate`: measure this machine and write a cluster profile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from longspan.cli import files, parse
-from longspan.cli.app import Refused, refusing
+from longspan.cli.app import UsageError, usage_errors
 
 
 def register(app: typer.Typer) -> None:
@@ -17,9 +17,9 @@ def register(app: typer.Typer) -> None:
 
 def calibrate(
     out: Annotated[Path, typer.Argument(help="the TOML file to write")] = Path("cluster.toml"),
-    name: Annotated[str | None, typer.Option(help="what to call the profile")] = None,
+    name: Annotated[str | None, typer.Option(help="name of the profile")] = None,
     kernel: Annotated[str, typer.Option(help="the kernel to measure: triton, aten, cpu")] = "auto",
-    heads: Annotated[str, typer.Option(help="query heads, or query/key heads")] = "32/8",
+    heads: Annotated[str, typer.Option(help="query heads, or query/KV heads")] = "32/8",
     dim: Annotated[str, typer.Option(help="head dim")] = "128",
     quick: Annotated[bool, typer.Option("--quick", help="short sequences and few repetitions")] = False,
 ) -> None:
@@ -32,8 +32,8 @@ def calibrate(
     try:
         found, lines = measured(name=name, kernel=kernel, heads=q_heads, kv_heads=kv_heads, head_dim=parse.count(dim, "--dim"), quick=quick)
     except (ValueError, NotImplementedError) as error:
-        raise Refused(str(error)) from None
+        raise UsageError(str(error)) from None
     if found is not None:  # rank 0
-        with refusing(f"OUT: {out}", OSError):
+        with usage_errors(f"OUT: {out}", OSError):
             out.write_text(dump(found), encoding="utf-8")
         typer.echo("\n".join([*lines, f"written to {out}"]))

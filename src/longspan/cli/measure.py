@@ -1,7 +1,7 @@
-"""Measurements for a cluster profile: kernels over rectangles and triangles of several lengths, copies, collectives.
+"""Measurements for a cluster profile: kernel rates on squares and triangles of several lengths, copies, collectives.
 
-On a GPU, events around queued calls; on a CPU, the clock. Under torchrun an all-to-all is measured as well, within the node and, where
-there are several, between nodes. What cannot be measured here is taken from the h200 profile, and the file says so.
+GPU times come from events around queued calls, CPU times from the clock. Under torchrun an all-to-all is measured too, inside the node and
+between nodes. Values that cannot be measured here are those of the h200 profile, and the file says so.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from longspan._cost.rates import BACKWARD, Cluster, Kernel, Link, Rates
 from longspan._kernels.registry import usual
 
 KEYS = {"cuda": (128, 256, 512, 1024, 2048, 4096, 16384, 65536), "cpu": (128, 256, 512, 1024)}
-LONG = 0.05  # seconds
-SETTLING = 40  # times that a device is kept busy before the first measurement
+LONG = 0.05  # seconds; longer calls are repeated twice only
+SETTLING = 40  # warm-up calls before the first measurement
 QUICK = {"cuda": (256, 1024, 4096, 16384), "cpu": (64, 128, 256)}
 
 
 def measured(*, name: str | None, kernel: str, heads: int, kv_heads: int, head_dim: int, quick: bool) -> tuple[Cluster | None, list[str]]:
-    """(the profile, what was measured in lines); the profile is None on ranks but 0."""
+    """(profile, lines that describe the measurements) on rank 0; (None, []) on other ranks."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -43,7 +43,7 @@ def measured(*, name: str | None, kernel: str, heads: int, kv_heads: int, head_d
     hbm = _copy_bandwidth(clock, device)
     lines.append(f"copies: {hbm / 1e9:.4g} GB/s, read and written")
     base = cluster("h200")
-    # A profile's rates are of head dim 128, and those at others a share of them: kept so that at this one it says what was measured.
+    # Profiles hold rates at head dim 128 and a factor per head dim: divide, so that the profile gives the measured rate at this head dim.
     share = head_dim / 128 / base.kernel.dim_factor(head_dim)
     rates = {name: tuple(rate / share for rate in of_keys) for name, of_keys in rates.items()}
     inside, between, about = _links(clock, device, base, lines)
@@ -76,11 +76,10 @@ _NAMES = ("forward_full", "forward_causal", "backward_full", "backward_causal")
 
 
 class Clock:
-    """Median seconds of a call. What takes long varies little and is not repeated as often.
+    """Median seconds of a call. Long calls vary little and are repeated less often.
 
-    A GPU lowers its clock as it draws power: in a burst after a pause kernels run up to a quarter faster than in steady work. So
-    the device is kept at work with attention over other tensors, long enough at first to settle and then, before every call that is
-    timed, for as long as the host needs to queue it.
+    A GPU lowers its clock under load: after a pause, kernels run up to a quarter faster than in steady state. Therefore the device is kept
+    busy with other attention calls, at first until its clock settles, then before every timed call while the host queues it.
     """
 
     def __init__(self, device: torch.device, repeat: int, kernel: str) -> None:
@@ -89,7 +88,7 @@ class Clock:
         self.keep_busy(SETTLING)
 
     def keep_busy(self, times: int = 3) -> None:
-        """Queue work for the device, some 10 ms of it each time. Not on a CPU."""
+        """Queue about 10 ms of work per call on a GPU; nothing on a CPU."""
         if self.other is not None:
             with torch.no_grad():
                 for _ in range(times):
@@ -118,9 +117,9 @@ class Clock:
 def _kernel_rates(
     clock: Clock, device: torch.device, keys: tuple[int, ...], kernel: str, heads: int, kv_heads: int, head_dim: int, launch: float
 ) -> dict[str, tuple[float, ...]]:
-    """TFLOP/s of useful work at each number of keys per query: squares and triangles, as many side by side as fill the device.
+    """TFLOP/s of useful work by number of keys per query, for full squares and causal triangles, batched to fill the device.
 
-    Squares, since one pass of the backward kernel is over keys: a few keys under many queries would leave most of the device idle.
+    Squares, because a backward pass is parallel over keys: few keys under many queries would leave most SMs idle.
     """
     found: dict[str, list[float]] = {name: [] for name in _NAMES}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -130,7 +129,7 @@ def _kernel_rates(
     for k in keys:
         for kind in ("full", "causal"):
             q_len, kv_len = (min(many, k), k) if kind == "full" else (2 * k, 2 * k)
-            batch = max(1, many // q_len)  # as many queries as fill the device
+            batch = max(1, many // q_len)  # enough queries to fill the device
             mask = None if kind == "full" else ls.causal()
             pairs = batch * (q_len * kv_len if kind == "full" else q_len * (q_len + 1) / 2)
             q, key, v = (
@@ -147,7 +146,7 @@ def _kernel_rates(
             grad = torch.randn_like(out)
             backward = clock(partial(torch.autograd.grad, out, (q, key, v), grad, retain_graph=True))
             work = 4.0 * heads * head_dim * pairs / 1e12
-            # The model adds a launch to every call.
+            # The cost model adds a launch to every call.
             found[f"forward_{kind}"].append(work / max(forward - launch, forward / 2))
             found[f"backward_{kind}"].append(BACKWARD * work / max(backward - launch, backward / 2))
             del q, key, v, out, grad
@@ -155,7 +154,7 @@ def _kernel_rates(
 
 
 def _slots(device: torch.device, kernel: str) -> int:
-    """Programs that run at once: the Hopper kernels put one on each multiprocessor, the others mostly two."""
+    """Number of concurrent CTAs: one per SM for the Hopper kernels, about two for the others."""
     if device.type == "cpu":
         return torch.get_num_threads()
     if (usual(device) if kernel == "auto" else kernel) == "hopper":
@@ -166,7 +165,7 @@ def _slots(device: torch.device, kernel: str) -> int:
 
 
 def _launch(clock: Clock, device: torch.device, kernel: str, head_dim: int) -> float:
-    """Seconds of the smallest call."""
+    """Seconds of a minimal call."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     x = torch.randn(1, 1, 128, head_dim, device=device, dtype=dtype)
     with torch.no_grad():
@@ -181,9 +180,9 @@ def _copy_bandwidth(clock: Clock, device: torch.device) -> float:
 
 
 def _links(clock: Clock, device: torch.device, base: Cluster, lines: list[str]) -> tuple[Link, Link, str]:
-    """Links within a node and between nodes, as an all-to-all sees them."""
+    """(link inside a node, link between nodes, description), measured with an all-to-all."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        lines.append("links: one process, so that they are those of the h200 profile; run under torchrun to measure them")
+        lines.append("links: not measured with one process, taken from the h200 profile; run under torchrun to measure them")
         return base.inside, base.between, "measured kernels and copies; links of the h200 profile"
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -209,5 +208,5 @@ def _link(clock: Clock, device: torch.device, group: Any, lines: list[str], wher
     each = 2**24 if device.type == "cuda" else 2**20
     small, large = seconds(1024), seconds(each)
     bandwidth = (size - 1) * each / max(large - small, 1e-9)
-    lines.append(f"links {where}: {bandwidth / 1e9:.4g} GB/s each way, {1e6 * small:.3g} µs to begin, over {size} ranks")
+    lines.append(f"links {where}: {bandwidth / 1e9:.4g} GB/s each way, {1e6 * small:.3g} µs latency, over {size} ranks")
     return Link(bandwidth=bandwidth, latency=small)

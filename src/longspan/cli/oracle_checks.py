@@ -1,6 +1,6 @@
-"""What `longspan verify` holds results against: the float64 oracle, and the error that the dense computation in the same dtype makes.
+"""Checks of `longspan verify`: results against the float64 oracle, within the error of dense attention in the same dtype.
 
-Legend: B batch, H query heads, G key heads, S tokens, D head dim.  q [B, H, S, D], k and v [B, G, S, D], out [B, H, S, D], lse [B, H, S].
+Shapes: B batch, H query heads, G KV heads, S tokens, D head dim; q [B, H, S, D], k and v [B, G, S, D], out [B, H, S, D], lse [B, H, S].
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from longspan.testing.budget import budgets, error
 MASKS = ("causal", "documents", "window", "custom")
 SCORES = ("none", "softcap", "bias")
 SHOWN = ("out", "lse", "gradients")
-_NEAR = 31  # positions apart up to which the bias differs
+_NEAR = 31  # the bias depends on the distance up to this
 
 
 def grid(dtypes: Sequence[torch.dtype], *, whole: bool) -> list[tuple[str, str, torch.dtype]]:
-    """Masks × scores × dtypes; unless `whole`, a sample: each mask with each score in one dtype, and plain causal attention in all.
+    """Masks × scores × dtypes; unless `whole`, a sample: each mask with each score in one dtype, and causal without a score in all.
 
-    Some kernels do nothing else than plain causal attention. With three dtypes every mask and every score occurs in each.
+    Some kernels support causal without a score only. With three dtypes, every mask and every score occurs in each dtype.
     """
     if whole:
         return list(itertools.product(MASKS, SCORES, dtypes))
@@ -39,7 +39,7 @@ def grid(dtypes: Sequence[torch.dtype], *, whole: bool) -> list[tuple[str, str, 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One attention, its inputs drawn from a fixed seed."""
+    """One attention call with inputs from a fixed seed."""
 
     mask: str
     score: str
@@ -48,7 +48,7 @@ class Problem:
     batch: int = 2
     heads: int = 4
     kv_heads: int = 2
-    tokens: int = 149  # two tiles, the second cut
+    tokens: int = 149  # two tiles, the second one partial
     dim: int = 32
 
     def __str__(self) -> str:
@@ -74,10 +74,10 @@ class Problem:
         if self.mask == "window":
             return ls.sliding_window(37, 5)
         until = (torch.arange(1, self.heads + 1) * self.tokens // self.heads).to(self.device)
-        return ls.mask_mod(lambda b, h, q, kv: (q % 5 != 0) & (kv < until[h]) & (q >= kv))  # rows that see nothing among others
+        return ls.mask_mod(lambda b, h, q, kv: (q % 5 != 0) & (kv < until[h]) & (q >= kv))  # some rows see no key
 
     def score_mod(self, dtype: torch.dtype) -> tuple[Callable[..., Tensor] | None, list[Tensor]]:
-        """A score_mod for a call in a dtype, and the tensors it captures that want a gradient."""
+        """(score_mod for a call in a dtype, captured tensors that require a gradient)."""
         if self.score == "none":
             return None, []
         if self.score == "softcap":
@@ -109,17 +109,17 @@ class Problem:
 
     @cached_property
     def budgets(self) -> dict[str, float]:
-        """What each result may be off by."""
+        """Allowed absolute error of each result."""
         return budgets(self.right, self.by_oracle(self.dtype), v=self.inputs[2], grad_out=self.inputs[3], captured=("dbias",))
 
     def shares(self, got: Mapping[str, Tensor]) -> dict[str, float]:
-        """Each result's error over its budget: 1 or less is right. Infinity for a wrong shape, or NaN and infinities in wrong places."""
+        """Error over budget of each result: at most 1 is right. Infinity for a wrong shape or misplaced NaN or infinity."""
         return {name: error(got[name], right) / self.budgets[name] for name, right in self.right.items()}
 
 
 @dataclass(kw_only=True)
 class Line:
-    """A kernel in one dtype, or a strategy: the worst error of its cases over the budget, and what failed or was refused."""
+    """Outcome of one kernel and dtype, or of one strategy: the worst error over budget, failures, unsupported cases."""
 
     name: str
     dtype: str
@@ -139,7 +139,7 @@ class Line:
             shown = name if name in SHOWN else "gradients"
             self.worst[shown] = max(self.worst[shown], share)
             if not share <= 1:
-                self.failures.append(f"{problem}: {name} is off by {share:.3g} × what it may be")
+                self.failures.append(f"{problem}: {name} error is {share:.3g} × its budget")
 
     def fail(self, problem: Problem, error: BaseException) -> None:
         self.cases += 1

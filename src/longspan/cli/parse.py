@@ -1,4 +1,4 @@
-"""What users type: masks, sizes, ranks. Every refusal says what was expected, what came, and where."""
+"""Parsers of option values: masks, sizes, ranks. Errors name the option, the expected value and the given one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 import longspan as ls
-from longspan.cli.app import Refused, refusing, said
+from longspan.cli.app import UsageError, describe, usage_errors
 
 SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-MOST = 1 << 48  # such numbers multiply in int64 and are whole as floats
+MAX_COUNT = 1 << 48  # exact as a float, and small enough to multiply in int64
 MASKS = ("full", "causal", "sliding_window", "documents", "prefix", "mod")
 
 
@@ -24,36 +24,38 @@ def count(text: str, what: str) -> int:
     """A whole number, with k, M or G for 1024 and its powers: 8k, 1M."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", text.strip().replace("_", "").replace(",", ""))
     value = float(match[1]) * SUFFIXES[match[2].lower()] if match else 0
-    if not match or not 1 <= value <= MOST or value != int(value):
-        most = f", at most {MOST >> 30}G" if value > MOST else ""
-        raise Refused(f"{what}: expected a number of 1 or more such as 8192, 64k or 1M{most}, got {text[:40]!r}")
+    if not match or not 1 <= value <= MAX_COUNT or value != int(value):
+        limit = f", at most {MAX_COUNT >> 30}G" if value > MAX_COUNT else ""
+        raise UsageError(f"{what}: expected a number of 1 or more such as 8192, 64k or 1M{limit}, got {text[:40]!r}")
     return int(value)
 
 
 def heads(text: str) -> tuple[int, int]:
-    """Query and key heads: "32/8", or "32" for as many of both."""
+    """(query heads, KV heads): "32/8", or "32" for equal numbers."""
     match = re.fullmatch(r"(\d+)(?:/(\d+))?", text.strip())
     if not match or not int(match[1]) or match[2] == "0" or int(match[1]) % int(match[2] or match[1]):
-        raise Refused(f"--heads: expected query heads, or query/key heads such as 32/8, one a multiple of the other; got {text!r}")
+        raise UsageError(f"--heads: expected query heads, or query/KV heads such as 32/8, one a multiple of the other; got {text!r}")
     return int(match[1]), int(match[2] or match[1])
 
 
 def device(text: str) -> torch.device:
-    """cpu, cuda, or auto: the GPU where there is one."""
+    """A device from cpu, cuda or auto (the GPU if there is one)."""
     if text not in ("auto", "cpu", "cuda"):
-        raise Refused(f"--device: expected auto, cpu or cuda, got {text!r}")
+        raise UsageError(f"--device: expected auto, cpu or cuda, got {text!r}")
     if text == "cuda" and not torch.cuda.is_available():
-        raise Refused("--device: torch finds no CUDA device here")
+        raise UsageError("--device: torch finds no CUDA device here")
     return torch.device("cuda", torch.cuda.current_device()) if text != "cpu" and torch.cuda.is_available() else torch.device("cpu")
 
 
 def factors(text: str | None, what: str, ranks: int) -> dict[int, float]:
-    """Ranks and factors: "3:1.5,17:2"."""
+    """Factors by rank: "3:1.5,17:2"."""
     found: dict[int, float] = {}
     for part in filter(None, (text or "").split(",")):
         match = re.fullmatch(r"\s*(\d+):(\d+(?:\.\d+)?)\s*", part)
-        if not match or not 0 < float(match[2]) <= MOST or int(match[1]) >= ranks:
-            raise Refused(f"{what}: expected rank:factor with a rank below {ranks} and a factor above 0, such as 3:1.5, got {part[:40]!r}")
+        if not match or not 0 < float(match[2]) <= MAX_COUNT or int(match[1]) >= ranks:
+            raise UsageError(
+                f"{what}: expected rank:factor with a rank below {ranks} and a factor above 0, such as 3:1.5, got {part[:40]!r}"
+            )
         found[int(match[1])] = float(match[2])
     return found
 
@@ -74,14 +76,14 @@ def mask(text: str, tokens: int) -> Any:
         str(found)
         return found
     except (RecursionError, MemoryError):
-        raise Refused(f"--mask: too many masks within each other: {text[:40]!r}…") from None
+        raise UsageError(f"--mask: masks nested too deeply: {text[:40]!r}…") from None
 
 
 def _parsed(quoted: str, text: str) -> ast.expr:
     try:
         return ast.parse(quoted, mode="eval").body
     except (SyntaxError, ValueError):
-        raise Refused(f"--mask: cannot read {text!r}: expected masks such as causal, combined with & | ~ and parentheses") from None
+        raise UsageError(f"--mask: cannot read {text!r}: expected masks such as causal, combined with & | ~ and parentheses") from None
 
 
 class _Reader:
@@ -98,18 +100,18 @@ class _Reader:
             return self._named(node, node.id, [])
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
             return self._named(node, node.func.id, node.args)
-        raise Refused(f"--mask: cannot read {self._source(node)!r} in {self.text!r}: expected masks combined with & | ~")
+        raise UsageError(f"--mask: cannot read {self._source(node)!r} in {self.text!r}: expected masks combined with & | ~")
 
     def _source(self, node: ast.expr) -> str:
         return ast.get_source_segment(self.text, node) or self.text
 
     def _named(self, node: ast.expr, name: str, given: list[ast.expr]) -> Any:
         if name not in MASKS:
-            raise Refused(f"--mask: unknown mask {name!r} in {self.text!r}: expected one of {', '.join(MASKS)}, or module:function")
+            raise UsageError(f"--mask: unknown mask {name!r} in {self.text!r}: expected one of {', '.join(MASKS)}, or module:function")
         limits = {"full": (0, 0), "causal": (0, 0), "sliding_window": (1, 2), "prefix": (1, 1), "documents": (1, 1), "mod": (1, 1)}
         least, most = limits[name]
         if not least <= len(given) <= most:
-            raise Refused(f"--mask: {name} takes {least if least == most else f'{least} or {most}'} values, got {self._source(node)!r}")
+            raise UsageError(f"--mask: {name} takes {least if least == most else f'{least} or {most}'} values, got {self._source(node)!r}")
         if name in ("full", "causal"):
             return getattr(ls, name)()
         if name == "documents":
@@ -117,7 +119,7 @@ class _Reader:
         if name == "mod":
             return _imported(str(self._value(given[0])))
         values = [count(self._source(a), f"--mask: {name}") if self._source(a) != "0" else 0 for a in given]
-        with refusing(f"--mask: {self._source(node)}", ValueError, TypeError, ArithmeticError):
+        with usage_errors(f"--mask: {self._source(node)}", ValueError, TypeError, ArithmeticError):
             return getattr(ls, name)(*values)
 
     def _value(self, node: ast.expr) -> Any:
@@ -131,57 +133,57 @@ class _Reader:
         if isinstance(value, list | tuple):
             where, found = "--mask: documents([…])", list(value)
             if not found or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in found):
-                raise Refused(f"{where}: expected whole numbers of 0 or more, got {self._source(node)!r}")
+                raise UsageError(f"{where}: expected whole numbers of 0 or more, got {self._source(node)!r}")
         else:
             where, found = f"--mask: documents({value})", _read_lengths(Path(str(value)))
         if sum(found) != self.tokens:
-            raise Refused(f"{where}: the lengths sum to {sum(found)}, --tokens says {self.tokens}")
+            raise UsageError(f"{where}: the lengths sum to {sum(found)}, --tokens says {self.tokens}")
         return found
 
 
 def _read_lengths(path: Path) -> list[int]:
-    """Whole numbers, separated by spaces, commas or lines."""
+    """Document lengths from a file of whole numbers separated by spaces, commas or lines."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise Refused(f"--mask: documents({path}): {said(error) if isinstance(error, OSError) else 'not a text file'}") from None
+        raise UsageError(f"--mask: documents({path}): {describe(error) if isinstance(error, OSError) else 'not a text file'}") from None
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         for word in line.replace(",", " ").split():
             if not word.isdecimal() or len(word) > 18:
-                raise Refused(f"{path}, line {number}: expected a length, a whole number of 0 or more, got {word[:40]!r}")
+                raise UsageError(f"{path}, line {number}: expected a length, a whole number of 0 or more, got {word[:40]!r}")
             found.append(int(word))
     if not found:
-        raise Refused(f"{path}: no lengths in it")
+        raise UsageError(f"{path}: expected document lengths, the file has none")
     return found
 
 
 def _imported(text: str) -> Any:
-    """The mask or mask_mod that module:function names, traced. Modules and mods are somebody's code: whatever they raise is refused."""
+    """The mask of "module:function", traced. User code may raise anything: every exception becomes a UsageError."""
     module, _, name = text.partition(":")
     if not name or not all(part.isidentifier() for part in module.split(".")):
-        raise Refused(f"--mask: expected module:function, got {text!r}")
+        raise UsageError(f"--mask: expected module:function, got {text!r}")
     sys.path.insert(0, "")
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
     except (Exception, SystemExit) as error:
-        raise Refused(f"--mask: cannot import {text!r}: {said(error)}{_where(error)}") from None
+        raise UsageError(f"--mask: cannot import {text!r}: {describe(error)}{_where(error)}") from None
     finally:
         sys.path.remove("")
     if not isinstance(found, ls.Mask) and not callable(found):
-        raise Refused(f"--mask: {text!r} is a {type(found).__name__}, expected a mask or a mask_mod function (b, h, q_idx, kv_idx)")
+        raise UsageError(f"--mask: {text!r} is a {type(found).__name__}, expected a mask or a mask_mod function (b, h, q_idx, kv_idx)")
     try:
         made = found if isinstance(found, ls.Mask) else ls.mask_mod(found)
         _ = made.traced
     except (Exception, SystemExit) as error:
-        raise Refused(f"--mask: {text!r} is no mask: {said(error)}") from None
+        raise UsageError(f"--mask: {text!r} cannot be used as a mask: {describe(error)}") from None
     return made
 
 
 def _where(error: BaseException) -> str:
-    """The line that raised it, if an imported module's."""
+    """File and line of the user's module that raised, or nothing."""
     ours = ("<", str(Path(ls.__file__).parent), str(Path(importlib.__file__).parent))
     steps = [step for step in traceback.extract_tb(error.__traceback__) if not step.filename.startswith(ours)]
     return f" ({steps[-1].filename}, line {steps[-1].lineno})" if steps else ""

@@ -1,4 +1,4 @@
-"""What commands print: pictures and tables, in colour where the terminal has it."""
+"""Printed pictures and tables, in colour if the terminal supports it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def text(value: str) -> None:
 
 
 def _colour(rank: int) -> str:
-    """Colours of the 256-colour cube, neighbours far apart."""
+    """A colour of the 256-colour cube; neighbouring ranks get distant colours."""
     cube = [c for c in range(17, 231) if (c - 16) % 6 + (c - 16) // 6 % 6 + (c - 16) // 36 >= 5]
     return f"color({cube[rank * 53 % len(cube)]})"
 
 
 def plan(made: Any, cluster: Any, conditions: Any) -> None:
-    """The picture, the numbers, and the work of each rank."""
+    """Print the mask's picture, the numbers, and a table of the ranks."""
     console = _console()
     found = made.report(cluster, conditions=conditions)
     for owner, line in grid_lines(made.data, 24, 72):
@@ -39,11 +39,11 @@ def plan(made: Any, cluster: Any, conditions: Any) -> None:
 
 def _ranks(found: Any) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("rank", "work", "", "received MiB", "computing ms", "waiting ms"):
+    for name in ("rank", "work", "", "received MiB", "compute ms", "waiting ms"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     ranks = len(found.tiles)
     chosen = list(range(ranks)) if ranks <= 16 else sorted({*range(0, ranks, -(-ranks // 14)), int(found.tiles.argmax()), ranks - 1})
-    most = float(found.tiles.max()) or 1.0
+    max_tiles = float(found.tiles.max()) or 1.0
     moved = found.bytes_received.sum(0)
     t = found.timeline
     for r in chosen:
@@ -51,7 +51,7 @@ def _ranks(found: Any) -> Table:
         table.add_row(
             str(r),
             f"{tiles:,}",
-            Text(bar(tiles / most), style=_colour(r)),
+            Text(bar(tiles / max_tiles), style=_colour(r)),
             f"{float(moved[r]) / 2**20:.1f}",
             f"{1e3 * float(t.forward.busy[r] + t.backward.busy[r]):.3f}",
             f"{1e3 * float(t.forward.exposed[r] + t.backward.exposed[r]):.3f}",
@@ -60,13 +60,13 @@ def _ranks(found: Any) -> Table:
 
 
 def simulated(found: Sequence[Any], mask: str, cluster: Any) -> None:
-    """A table of ways to span very many devices."""
+    """Print a table of simulated strategies."""
     console, best = _console(), found[0]
     where = f"{cluster.name}: {cluster.kernel.name}"
     head = f"{mask}, {best.tokens:,} tokens over {best.gpus:,} devices ({where}), simulated from a sample of ranks"
     console.print(Text(head), soft_wrap=True)
     table = Table(box=None, pad_edge=False)
-    for name in ("", "ms", "forward", "backward", "computing", "busiest", "TFLOP/s per device"):
+    for name in ("", "ms", "forward", "backward", "compute", "busiest", "TFLOP/s per device"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     for one in found[:10]:
         t = one.timeline

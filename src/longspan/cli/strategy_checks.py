@@ -1,4 +1,4 @@
-"""Every strategy over virtual ranks or real ones, for `longspan verify`."""
+"""Checks of `longspan verify` for every strategy, over virtual ranks or processes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ AXES = ("ring", "ulysses")
 
 
 def lines(device: torch.device, ranks: int, *, virtual: bool) -> Iterator[Line]:
-    """A line for every strategy that this many ranks allow: those of two axes need a number that has factors."""
-    # Heads that any number of ranks can share.
+    """One line per strategy. Strategies of two axes need a number of ranks that is not prime."""
+    # Numbers of heads that Ulysses can divide by any number of ranks.
     heads = {"heads": 2 * ranks, "kv_heads": ranks if ranks % 2 else 2}
     problems = [Problem(mask=m, score=s, dtype=torch.float32, device=device, batch=1, tokens=211, dim=16, **heads) for m, s in CASES]
     degree = next((d for d in range(2, ranks) if ranks % d == 0), None)
@@ -34,7 +34,7 @@ def lines(device: torch.device, ranks: int, *, virtual: bool) -> Iterator[Line]:
             try:
                 got = _over_threads(problem, strategy, shape) if virtual else _over_processes(problem, strategy, shape)
                 line.add(problem, problem.shares(got))
-            except Exception as error:  # whatever is raised here is a finding
+            except Exception as error:  # any exception is a failed check
                 line.fail(problem, error)
         yield line
 
@@ -63,7 +63,7 @@ def _over_processes(problem: Problem, strategy: StrategyName, shape: tuple[int, 
 
 
 def _on_rank(problem: Problem, strategy: StrategyName, mesh: Any) -> dict[str, Tensor]:
-    """Results of this rank, whole; of the bias's gradient, its share."""
+    """Whole results, unsharded; the gradient of the bias is this rank's share."""
     sizes: dict[str, Any] = {"batch": problem.batch, "heads": problem.heads, "kv_heads": problem.kv_heads, "head_dim": problem.dim}
     plan = ls.plan(problem.made_mask, problem.tokens, mesh, strategy=strategy, **sizes)
 
@@ -75,7 +75,7 @@ def _on_rank(problem: Problem, strategy: StrategyName, mesh: Any) -> dict[str, T
 
 
 def failures_elsewhere(lines: Sequence[Line]) -> list[str]:
-    """What failed on other ranks than 0, on every rank the same list."""
-    told: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(told, [f"{line.name} {line.dtype}, {failure}" for line in lines for failure in line.failures])
-    return [f"rank {rank}: {failure}" for rank, failures in enumerate(told) if rank for failure in failures]
+    """Failures on ranks other than 0; the same list on every rank."""
+    failures_by_rank: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(failures_by_rank, [f"{line.name} {line.dtype}, {failure}" for line in lines for failure in line.failures])
+    return [f"rank {rank}: {failure}" for rank, failures in enumerate(failures_by_rank) if rank for failure in failures]

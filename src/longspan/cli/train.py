@@ -1,4 +1,4 @@
-"""`longspan train`: train a small transformer on text, sequences shared by processes."""
+"""`longspan train`: train a small transformer on text, with sequences split over processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from longspan.cli import parse
-from longspan.cli.app import Refused
+from longspan.cli.app import UsageError
 
 
 def register(app: typer.Typer) -> None:
@@ -24,31 +24,35 @@ def register(app: typer.Typer) -> None:
 
 def train(
     out: Annotated[Path, typer.Option(help="directory for checkpoints, losses and the curve")] = Path("longspan-run"),
-    data: Annotated[Path | None, typer.Option(help="a text file or a directory of them; Python's standard library unless given")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="text file or directory of text files; default: the sources of Python's standard library")
+    ] = None,
     steps: Annotated[str, typer.Option(help="optimizer steps")] = "100",
     tokens: Annotated[str, typer.Option(help="tokens of a sequence: 2048, 64k (k = 1024)")] = "2k",
-    batch: Annotated[str, typer.Option(help="sequences of a step")] = "2",
-    cp: Annotated[str | None, typer.Option(help="processes that share a sequence; all unless given")] = None,
-    processes: Annotated[str | None, typer.Option(help="processes to start; under torchrun its own are used")] = None,
+    batch: Annotated[str, typer.Option(help="sequences per step")] = "2",
+    cp: Annotated[str | None, typer.Option(help="processes per sequence; default: all")] = None,
+    processes: Annotated[str | None, typer.Option(help="processes to start; under torchrun, its processes are used")] = None,
     width: Annotated[str, typer.Option(help="width of the model")] = "128",
     layers: Annotated[str, typer.Option(help="layers of the model")] = "2",
-    heads: Annotated[str, typer.Option(help="query heads, or query/key heads")] = "4/2",
-    strategy: Annotated[str, typer.Option(help="how keys move: auto, ring, allgather, exchange, ulysses")] = "auto",
+    heads: Annotated[str, typer.Option(help="query heads, or query/KV heads")] = "4/2",
+    strategy: Annotated[str, typer.Option(help="how KV move between ranks: auto, ring, allgather, exchange, ulysses")] = "auto",
     rate: Annotated[float, typer.Option(help="learning rate")] = 3e-3,
     save_every: Annotated[str, typer.Option(help="steps between checkpoints")] = "50",
-    seed: Annotated[int, typer.Option(help="of weights and of the order of documents")] = 0,
-    recompute: Annotated[bool, typer.Option("--recompute", help="compute layers again in the backward pass, for less memory")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint in --out")] = False,
+    seed: Annotated[int, typer.Option(help="seed of the weights and of the order of documents")] = 0,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="activation checkpointing: recompute layers in backward, for less memory")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint in --out")] = False,
 ) -> int:
-    """Train a small transformer (rotary positions, grouped key heads, SwiGLU) on packed documents, with FSDP2 and context parallelism.
+    """Train a small transformer (RoPE, GQA, SwiGLU) on packed documents, with FSDP2 and context parallelism.
 
-    CUDA and NCCL are used where they are there. Ctrl-C writes a checkpoint; --resume goes on from it, on any number of processes.
+    Uses CUDA and NCCL if available. Ctrl-C writes a checkpoint; --resume continues from it, on any number of processes.
     """
     try:
         return _train(**locals())
-    except Refused:
+    except UsageError:
         if int(os.environ.get("RANK", 0)):
-            return 2  # rank 0 says it
+            return 2  # rank 0 prints the message
         raise
 
 
@@ -66,11 +70,11 @@ def _train(
     q_heads, kv_heads = parse.heads(heads)
     wide = parse.count(width, "--width")
     if wide % q_heads or wide // q_heads % 2:
-        raise Refused(f"--width: expected a multiple of twice the {q_heads} heads, got {wide}")
+        raise UsageError(f"--width: expected a multiple of twice the {q_heads} heads, got {wide}")
     if not 0 < rate < math.inf:
-        raise Refused(f"--rate: expected a number above 0 such as 3e-3, got {rate}")
+        raise UsageError(f"--rate: expected a number above 0 such as 3e-3, got {rate}")
     if not -(2**63) <= seed < 2**63:
-        raise Refused(f"--seed: expected a whole number of 64 bits, got {seed}")
+        raise UsageError(f"--seed: expected a whole number of 64 bits, got {seed}")
     started = parse.count(processes, "--processes") if processes is not None else launch.default_processes()
     ranks = launch.world_size(started)
     sizes = {"width": wide, "layers": parse.count(layers, "--layers"), "heads": q_heads, "kv_heads": kv_heads}
@@ -86,26 +90,26 @@ def _train(
         )  # fmt: skip
         check_ranks(job, ranks)
         check_strategy(job, ranks)
-        text = _named("--data", corpus, job.data, length=job.length, seed=seed)
+        text = _with_option("--data", corpus, job.data, length=job.length, seed=seed)
         check_resume(job, text)
     except ValueError as error:
-        raise Refused(str(error)) from None
+        raise UsageError(str(error)) from None
     if not resume and any(out.glob("step-*")):
-        raise Refused(f"--out: {out} holds checkpoints of a run; give --resume to go on with it, or another directory")
+        raise UsageError(f"--out: {out} contains checkpoints; give --resume to continue from them, or another directory")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Refused(f"--out: {out} cannot be made: {error.strerror}") from None
+        raise UsageError(f"--out: {out} cannot be created: {error.strerror}") from None
     if not os.access(out, os.W_OK):
-        raise Refused(f"--out: no permission to write into {out}")
+        raise UsageError(f"--out: no permission to write into {out}")
     code = launch.run_ranks(_rank, started, job, threads=max(1, (torch.get_num_threads() or 1) // started))
     if code == launch.INTERRUPTED and not launch.is_rank():
-        print(f"interrupted; go on with --resume --out {out}", file=sys.stderr)
+        print(f"interrupted; continue with --resume --out {out}", file=sys.stderr)
     return code
 
 
 def check_strategy(job: Any, ranks: int) -> None:
-    """Plan the first sequence as rank 0 would: what a plan refuses is said here, before any process starts."""
+    """Plan a sequence as rank 0 would, so that errors of the plan are raised before any process starts."""
     import longspan as ls
 
     sizes = {"heads": job.model.heads, "kv_heads": job.model.kv_heads}
@@ -114,11 +118,11 @@ def check_strategy(job: Any, ranks: int) -> None:
         raise ValueError(f"--tokens: {job.length} tokens are too few for {job.context} processes")
 
 
-def _named(option: str, fn: Any, *args: Any, **kwargs: Any) -> Any:
+def _with_option(option: str, fn: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return fn(*args, **kwargs)
     except ValueError as error:
-        raise Refused(f"{option}: {error}") from None
+        raise UsageError(f"{option}: {error}") from None
 
 
 def _rank(device: Any, job: Any) -> int:
@@ -129,12 +133,12 @@ def _rank(device: Any, job: Any) -> int:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\..*")
     if dist.get_rank():
         return run(device, job)
-    with _Told(job, str(device)) as told:
-        return run(device, job, told)
+    with _Progress(job, str(device)) as progress:
+        return run(device, job, progress)
 
 
-class _Told:
-    """What rank 0 shows and keeps: a progress bar (or a line now and then), losses.csv, losses.png."""
+class _Progress:
+    """Output of rank 0: a progress bar (or a line every 10 steps), losses.csv and losses.png."""
 
     def __init__(self, job: Any, device: str) -> None:
         self.job, self.device = job, device
@@ -142,7 +146,7 @@ class _Told:
         self.rows: list[dict[str, Any]] = []
         self.first = True
 
-    def __enter__(self) -> _Told:
+    def __enter__(self) -> _Progress:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -156,19 +160,19 @@ class _Told:
 
     def __call__(self, step: Any) -> None:
         if self.first:
-            self._keep_before(step.step)
+            self._keep_earlier(step.step)
         self.rows.append(asdict(step))
         with self.path.open("a", newline="") as file:
             csv.writer(file).writerow(asdict(step).values())
-        said = f"loss {step.loss:.4f}  {step.tokens_per_second:,.0f} tokens/s"
+        text = f"loss {step.loss:.4f}  {step.tokens_per_second:,.0f} tokens/s"
         if self.bar is not None:
-            self.bar.update(self.task, completed=step.step + 1, description=said)
+            self.bar.update(self.task, completed=step.step + 1, description=text)
         elif self.first or (step.step + 1) % 10 == 0 or step.step + 1 == self.job.steps:
-            print(f"step {step.step + 1}/{self.job.steps}  {said}", flush=True)
+            print(f"step {step.step + 1}/{self.job.steps}  {text}", flush=True)
         self.first = False
 
-    def _keep_before(self, step: int) -> None:
-        """Losses of the run that this one goes on with, up to here."""
+    def _keep_earlier(self, step: int) -> None:
+        """Keep the losses of the resumed run before `step`."""
         if self.path.exists():
             with self.path.open(newline="") as file:
                 self.rows = [row for row in csv.DictReader(file) if int(row["step"]) < step]

@@ -1,4 +1,4 @@
-"""`longspan verify`: does this installation compute rightly on this machine?"""
+"""`longspan verify`: check this installation on this machine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from longspan.cli import parse
-from longspan.cli.app import Refused
+from longspan.cli.app import UsageError
 
-MOST_RANKS = 64
+MAX_RANKS = 64
 
 
 def register(app: typer.Typer) -> None:
@@ -21,14 +21,16 @@ def register(app: typer.Typer) -> None:
 
 
 def verify(
-    ranks: Annotated[str | None, typer.Option(help="virtual ranks, threads of this process (4); under torchrun its own are used")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda; auto is the GPU where there is one")] = "auto",
-    whole: Annotated[bool, typer.Option("--whole", help="all masks × scores × dtypes, not a sample of them")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="also print one JSON object, as the last line")] = False,
+    ranks: Annotated[
+        str | None, typer.Option(help="virtual ranks, threads of this process; default 4; under torchrun, its processes are used")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda; auto is the GPU if there is one")] = "auto",
+    whole: Annotated[bool, typer.Option("--whole", help="all masks × scores × dtypes instead of a sample")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")] = False,
 ) -> int:
-    """Check every kernel that works here, and every strategy over ranks, against dense attention in float64: out, lse, gradients.
+    """Check out, lse and gradients of every supported kernel and of every strategy against dense attention in float64.
 
-    An error may be twice that of the dense computation in the same dtype. The exit code is 0 if everything holds and 1 if not.
+    Errors up to twice the error of dense attention in the same dtype are allowed. The exit code is 0 if all checks pass, else 1.
     """
     from longspan._training import launch
 
@@ -36,10 +38,10 @@ def verify(
     many = 4 if ranks is None else parse.count(ranks, "--ranks")
     if launch.is_rank():
         if ranks is not None and many != launch.world_size(many):
-            raise Refused(f"--ranks: torchrun started {launch.world_size(many)} processes, got {many}; leave the option away")
+            raise UsageError(f"--ranks: torchrun started {launch.world_size(many)} processes, got {many}; leave out the option")
         return launch.run_ranks(_rank, launch.world_size(many), place.type, whole, as_json)
-    if many > MOST_RANKS:
-        raise Refused(f"--ranks: expected up to {MOST_RANKS} virtual ranks, got {many}")
+    if many > MAX_RANKS:
+        raise UsageError(f"--ranks: expected up to {MAX_RANKS} virtual ranks, got {many}")
     return _shown(place, whole, as_json, many, None)
 
 
@@ -52,7 +54,7 @@ def _rank(device: Any, kind: str, whole: bool, as_json: bool) -> int:
 
 
 def _shown(device: Any, whole: bool, as_json: bool, ranks: int, rank: int | None) -> int:
-    """Check and print; `rank` is None with virtual ranks. Every rank checks the kernels on its own device, rank 0 prints."""
+    """Run all checks: the exit code. `rank` is None with virtual ranks. Every rank checks its own device; rank 0 prints."""
     import torch
 
     import longspan as ls
@@ -65,11 +67,11 @@ def _shown(device: Any, whole: bool, as_json: bool, ranks: int, rank: int | None
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bfloat16 instructions
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
         tell(f"longspan {ls.__version__}, torch {torch.__version__}, {name}")
-        tell("errors over what they may be, against dense attention in float64: 1 or less is right\n")
+        tell("errors over their budgets, against dense attention in float64: at most 1 is right\n")
         tell(f"{'kernel':19}{'dtype':10}{'cases':>7}{'out':>9}{'lse':>9}{'gradients':>11}")
-        kernels = _told(kernel_lines(device, whole=whole), tell)
+        kernels = _print_lines(kernel_lines(device, whole=whole), tell)
         tell(f"\n{'strategy':19}over {ranks} {'virtual ranks' if rank is None else 'processes'}")
-        strategies = _told(spanning.lines(device, ranks, virtual=rank is None), tell)
+        strategies = _print_lines(spanning.lines(device, ranks, virtual=rank is None), tell)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = tf32
     elsewhere = [] if rank is None else spanning.failures_elsewhere([*kernels, *strategies])
@@ -77,16 +79,16 @@ def _shown(device: Any, whole: bool, as_json: bool, ranks: int, rank: int | None
         tell(failure)
     wrong = sum(not line.ok for line in [*kernels, *strategies]) + len(elsewhere)
     done = sum(line.cases for line in [*kernels, *strategies])
-    tell(f"\nall {done} cases hold" if not wrong else f"\n{wrong} of {len(kernels) + len(strategies)} lines do not hold")
+    tell(f"\nall {done} checks passed" if not wrong else f"\n{wrong} of {len(kernels) + len(strategies)} lines failed")
     if as_json:
-        found = {"longspan": ls.__version__, "torch": torch.__version__, "device": name, "ranks": ranks, "virtual": rank is None}
+        about = {"longspan": ls.__version__, "torch": torch.__version__, "device": name, "ranks": ranks, "virtual": rank is None}
         parts = {"kernels": [_row(line) for line in kernels], "strategies": [_row(line) for line in strategies], "elsewhere": elsewhere}
-        tell(json.dumps({"ok": not wrong, **found, "shown": list(checking.SHOWN), **parts}))
+        tell(json.dumps({"ok": not wrong, **about, "shown": list(checking.SHOWN), **parts}))
     return 1 if wrong else 0
 
 
 def kernel_lines(device: Any, *, whole: bool) -> Iterator[Any]:
-    """A line for every kernel and dtype; one for a kernel that can do nothing here."""
+    """One line per kernel and dtype; a single line for a kernel that is not supported here."""
     import torch
 
     import longspan as ls
@@ -105,7 +107,7 @@ def kernel_lines(device: Any, *, whole: bool) -> Iterator[Any]:
                     line.add(problem, problem.shares(problem.results(call, problem.inputs)))
                 except KernelRefused as error:
                     line.refused, line.reason = line.refused + 1, str(error)
-                except Exception as error:  # whatever a kernel raises here is a finding
+                except Exception as error:  # any other exception is a failed check
                     line.fail(problem, error)
             if line.cases:
                 yield line
@@ -119,16 +121,16 @@ def _attend(attention: Callable[..., Any], **options: Any) -> Callable[..., Any]
     return lambda q, k, v, **rest: attention(q, k, v, return_lse=True, **options, **rest)
 
 
-def _told(lines: Iterator[Any], tell: Callable[[str], None]) -> list[Any]:
+def _print_lines(lines: Iterator[Any], tell: Callable[[str], None]) -> list[Any]:
     found = []
     for line in lines:
         found.append(line)
         if not line.cases:
-            tell(f"{line.name:19}not here: {_reason(line.reason)}")
+            tell(f"{line.name:19}not supported: {_reason(line.reason)}")
             continue
         shares = line.worst.values()
         shown = "".join(f"{share:{width}.3f}" for share, width in zip(shares, (9, 9, 11), strict=True))
-        refused = f"   {line.refused} refused" if line.refused else ""
+        refused = f"   {line.refused} not supported" if line.refused else ""
         tell(f"{line.name:19}{line.dtype:10}{line.cases:7}{shown}{refused}{'' if line.ok else '   WRONG'}")
         for failure in line.failures:
             tell(f"    {failure}")
@@ -136,7 +138,7 @@ def _told(lines: Iterator[Any], tell: Callable[[str], None]) -> list[Any]:
 
 
 def _reason(text: str) -> str:
-    """A refusal without what a caller of the kernel would do about it."""
+    """The reason in a KernelRefused message, without its advice."""
     return text.partition("cannot do this: ")[2].partition(". kernel='auto'")[0] or text
 
 
