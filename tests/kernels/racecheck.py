@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[2] / "src" / "longspan" / "kernels" / "hopper"
+SOURCE = Path(__file__).parents[2] / "src" / "longspan" / "_kernels" / "hopper"
 TOLD = ("write_number", "read_number")
 _REPORT = re.compile(r"Race reported between .* in (\S+):(\d+)")
 _OTHER = re.compile(r"\band (?:Read|Write) access at .* in (\S+):(\d+)")

@@ -23,15 +23,15 @@ def report(first: tuple[str, int], *others: tuple[str, int]) -> list[str]:
     ]
 
 
-WROTE = ("shared.py", line_of("shared.py", "numbers.index(i).store("))
-READ = ("shared.py", line_of("shared.py", "numbers.index(i).load("))
-KERNEL = ("backward.py", line_of("backward.py", "def keys_kernel("))
-STARTS = ("backward.py", line_of("backward.py", "gl.warp_specialize(["))
+WROTE = ("barriers.py", line_of("barriers.py", "numbers.index(i).store("))
+READ = ("barriers.py", line_of("barriers.py", "numbers.index(i).load("))
+KERNEL = ("backward_dkv.py", line_of("backward_dkv.py", "def keys_kernel("))
+STARTS = ("backward_dkv.py", line_of("backward_dkv.py", "gl.warp_specialize(["))
 BRANCH = (
-    "backward.py",
-    next(n for n in range(STARTS[1], 0, -1) if (SOURCE / "backward.py").read_text().splitlines()[n - 1] == "    if DQ:"),
+    "backward_dkv.py",
+    next(n for n in range(STARTS[1], 0, -1) if (SOURCE / "backward_dkv.py").read_text().splitlines()[n - 1] == "    if DQ:"),
 )
-OTHER = ("memory.py", line_of("memory.py", "gl.store("))
+OTHER = ("tile_io.py", line_of("tile_io.py", "gl.store("))
 
 
 def test_both_known_kinds_are_counted() -> None:
