@@ -54,7 +54,7 @@ class _WeightedSum(_Product):
     @staticmethod
     def jvp(ctx: Any, da: Tensor | None, dx: Tensor | None, _: None) -> Tensor:
         a, x, seen = ctx.saved_tensors
-        terms = [masked_weighted_sum(*pair, seen) for pair in ((da, x), (a, dx)) if all(t is not None for t in pair)]
+        terms = [masked_weighted_sum(w, v, seen) for w, v in ((da, x), (a, dx)) if w is not None and v is not None]
         return sum(terms[1:], terms[0])
 
     @staticmethod
@@ -75,7 +75,7 @@ class _Outer(_Product):
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, dy: Tensor | None, _: None) -> Tensor:
         x, y, seen = ctx.saved_tensors
-        terms = [masked_outer(*pair, seen) for pair in ((dx, y), (x, dy)) if all(t is not None for t in pair)]
+        terms = [masked_outer(u, w, seen) for u, w in ((dx, y), (x, dy)) if u is not None and w is not None]
         return sum(terms[1:], terms[0])
 
     @staticmethod
