@@ -37,9 +37,9 @@ def measured(*, name: str | None, kernel: str, heads: int, kv_heads: int, head_d
     keys = (QUICK if quick else KEYS)[device.type]
     launch = _launch(clock, device, kernel, head_dim)
     rates = _kernel_rates(clock, device, keys, kernel, heads, kv_heads, head_dim, launch)
-    lines = [f"{'keys':>8}{'forward full':>14}{'causal':>9}{'backward full':>15}{'causal':>9}   TFLOP/s"]
+    lines = [f"{'keys':>8}{'forward full':>14}{'causal':>12}{'backward full':>15}{'causal':>12}   TFLOP/s"]
     for i, k in enumerate(keys):
-        lines.append(f"{k:8d}" + "".join(f"{rates[n][i]:{w}.4g}" for n, w in zip(_NAMES, (14, 9, 15, 9), strict=True)))
+        lines.append(f"{k:8d}" + "".join(f"{rates[n][i]:{w}.4g}" for n, w in zip(_NAMES, (14, 12, 15, 12), strict=True)))
     hbm = _copy_bandwidth(clock, device)
     lines.append(f"copies: {hbm / 1e9:.4g} GB/s, read and written")
     base = cluster("h200")
