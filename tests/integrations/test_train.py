@@ -134,7 +134,7 @@ def test_wrong_input_is_one_clear_line_and_exit_code_2(extra: str, said: str, tm
 
 def test_the_demo_refuses_in_one_line_too(capsys: Any) -> None:
     assert run(["demo", "--tokens", "100"]) == 2
-    assert "64 or more for each of 4 processes" in capsys.readouterr().err
+    assert "at least 64 per process for 4 processes" in capsys.readouterr().err
 
 
 def test_a_corpus_is_documents_in_order_and_never_predicts_across_them(tmp_path: Path) -> None:

@@ -443,6 +443,14 @@ def test_the_cache_is_bounded() -> None:
     assert len(cache._entries) == 2
 
 
+def test_a_trace_is_invisible_to_saved_tensor_hooks() -> None:
+    weight, seen = nn.Parameter(torch.randn(8)), []
+    with torch.autograd.graph.saved_tensors_hooks(seen.append, lambda saved: saved):
+        traced = trace(lambda s, b, h, q, kv: s * weight.exp()[q], "score")
+    assert not seen
+    assert traced.sources[0] is weight
+
+
 def test_threads_share_the_cache() -> None:
     q, k, v = (torch.randn(1, 2, 40, 8) for _ in range(3))
     scales = [1.0, 2.0, 3.0, 4.0]

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -117,9 +118,14 @@ def _inputs(kind: Kind, score_dtype: torch.dtype) -> list[Tensor]:
 
 @contextmanager
 def _default_modes() -> Iterator[None]:
-    """Context without inference mode, autograd and autocast: the constants of a program must be usable in training too."""
+    """Context without inference mode, autograd, autocast and the caller's saved-tensor hooks.
+
+    The constants of a program must be usable in training too. A mod may turn autograd on, and activation checkpointing counts the
+    tensors that its hooks see: a trace must look like a cache hit to it.
+    """
     # inference_mode(False) turns autograd on, so it must precede no_grad.
-    with torch.inference_mode(False), torch.no_grad(), without_autocast():
+    unhooked = saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+    with torch.inference_mode(False), torch.no_grad(), without_autocast(), unhooked:
         yield
 
 
