@@ -1,5 +1,5 @@
 """The Hopper kernels where there is no Hopper GPU: they compile, and refuse with a reason. What they compute is tested on the GPU, in
-`tests/engine/test_oracle_grid.py` and `test_stages.py`."""
+`tests/engine/test_oracle_grid.py` and `test_staged_attention.py`."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.kernels.racecheck import SOURCE, places, sort
+from tests.kernels.racecheck_filter import SOURCE, places, sort
 
 NUMBERS, HANDED = places()
 END = "========= RACECHECK SUMMARY: {} hazards displayed ({} errors, 0 warnings)"

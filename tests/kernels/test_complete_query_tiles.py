@@ -11,8 +11,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.kernels.shards import Segments, work_of
-from tests.kernels.test_cut_items import watched
 from tests.kernels.test_hopper import on_hopper
+from tests.kernels.test_split_kv import watched
 
 import longspan as ls
 from longspan._kernels.hopper import HopperKernel

@@ -1,7 +1,7 @@
-"""What racecheck reports of the Hopper kernels, sorted: `compute-sanitizer --tool racecheck … | python tests/kernels/racecheck.py`.
+"""Filter for racecheck's reports of the Hopper kernels: `compute-sanitizer --tool racecheck … | python tests/kernels/racecheck_filter.py`.
 
-Two kinds are known and explained in `hopper_sanitize.py`: numbers that one warp tells others, and what Triton's own `warp_specialize` hands
-to its partitions. Any other report, or a list that is not whole, ends with 1.
+Two kinds of reports are known false positives, explained in `hopper_sanitizer_cases.py`: work records that one warp writes and others read,
+and the arguments that Triton's `warp_specialize` passes to its partitions. Any other report, or a truncated list, exits with 1.
 """
 
 from __future__ import annotations

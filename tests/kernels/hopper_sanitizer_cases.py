@@ -4,7 +4,7 @@ memcheck finds nothing. racecheck's reports, all of them read (it prints 100 unl
 ordered by barriers that it does not follow. One is what Triton's own `warp_specialize` hands to its partitions: any kernel that uses
 it is reported, at the line of that call. The other is numbers that one warp tells others (`hopper/shared.py`): the readers meet at a
 barrier, then one of them gives the place back. `racecheck_control.cu` has that pattern alone and is reported too; the same with every
-reader giving the place back itself is not. `racecheck.py` counts both kinds and fails at any other.
+reader giving the place back itself is not. `racecheck_filter.py` counts both kinds and fails at any other.
 """
 
 from __future__ import annotations

@@ -18,9 +18,8 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon")
 
 import longspan as ls
-from longspan._kernels import hopper
 from longspan._kernels.gpu import launch
-from longspan._kernels.hopper import HopperKernel, passes
+from longspan._kernels.hopper import HopperKernel, dq_order, passes
 from longspan._kernels.hopper.dq_order import MOST, evenness, turns, worthwhile
 from longspan._kernels.hopper.makespan import PROGRAMS
 from longspan._kernels.protocol import Grads, Tiling
@@ -171,8 +170,8 @@ def test_fixed_order_is_of_turns_or_of_a_pass_of_its_own() -> None:
 @pytest.fixture(params=[0.0, 2.0], ids=["in turns", "in two passes"])
 def fixed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     """Either way, however dense the table and however its items end."""
-    monkeypatch.setattr(hopper.turns, "LEAST", request.param)
-    monkeypatch.setattr(hopper.turns, "EVEN", 0.0)
+    monkeypatch.setattr(dq_order, "LEAST", request.param)
+    monkeypatch.setattr(dq_order, "EVEN", 0.0)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
