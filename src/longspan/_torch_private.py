@@ -22,16 +22,17 @@
                           stands for several, and by type it is a plain tensor.
 `TracingContext`          Whether Dynamo is at work. In torch 2.11 it takes the truth of every object that compiled code calls, to see if
                           there is one; to everyone else a mask refuses to be true or false.
+`_saved_tensors_hooks_is_enabled`  Whether saved-tensor hooks may be set: torch.func forbids them, and tells it nowhere in public.
 `tracing`                 `make_fx` takes the fake mode of a compilation in progress from this context, whatever modes are active.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from threading import RLock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -98,6 +99,13 @@ def is_batched_gradient(gradient: Tensor) -> bool:
 
 
 _one_at_a_time = RLock()
+
+
+def without_saved_tensor_hooks() -> AbstractContextManager[Any]:
+    """Context that hides saved tensors from the caller's hooks. Under torch.func, which forbids hooks, there are none."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 
 
 @contextmanager

@@ -14,14 +14,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from longspan._masks.program import CapturedSpec, Kind, Program, call, op_name
 from longspan._torch_modes import without_autocast
-from longspan._torch_private import OpOverload, outside_of_modes
+from longspan._torch_private import OpOverload, outside_of_modes, without_saved_tensor_hooks
 
 INPUTS: dict[Kind, tuple[str, ...]] = {"score": ("score", "b", "h", "q", "kv"), "mask": ("b", "h", "q", "kv")}
 
@@ -124,8 +123,7 @@ def _default_modes() -> Iterator[None]:
     tensors that its hooks see: a trace must look like a cache hit to it.
     """
     # inference_mode(False) turns autograd on, so it must precede no_grad.
-    unhooked = saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
-    with torch.inference_mode(False), torch.no_grad(), without_autocast(), unhooked:
+    with torch.inference_mode(False), torch.no_grad(), without_autocast(), without_saved_tensor_hooks():
         yield
 
 
