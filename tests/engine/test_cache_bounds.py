@@ -9,10 +9,11 @@ import torch
 
 import longspan as ls
 from longspan._comm.agreement import CallDescription
+from longspan._derived_cache import DerivedCache
 from longspan._engine.plan_cache import PlanCache
 from longspan._engine.spec import SpecRegistry
 from longspan._engine.table_cache import DeviceCopies, TableCache
-from longspan._plan.derived_cache import DerivedCache
+from longspan._plan.plan_data import PlanData
 
 CALLS = 10_000
 
@@ -41,7 +42,7 @@ def test_device_copies_stay_bounded_also_while_their_tensors_live() -> None:
 
 def test_values_derived_from_a_plan_are_bounded_and_dropped_with_it() -> None:
     plan = ls.plan(ls.causal(), 256, ls.Mesh.abstract(2)).data
-    cache: DerivedCache[CallDescription] = DerivedCache(64)
+    cache: DerivedCache[PlanData, CallDescription] = DerivedCache(64)
     values = []
     for i in range(CALLS):
         values.append(weakref.ref(cache.get(plan, i, lambda: CallDescription("attention", {}))))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.calls import forward
 
 import longspan as ls
 from longspan._engine.one_device import make_work, mask_tables
@@ -94,15 +95,15 @@ def test_two_calls_that_pass_on_their_state_equal_one(kernel: str) -> None:
     run = kernel_named(kernel)
     inputs, options = CallTensors(q=q, k=k, v=v, score_captured=[table]), CallOptions(spec=spec, scale=0.25)
     whole = make_work(inputs, options, mask_tables(inputs, options), backward=False)
-    want = run.forward(q, k, v, whole, state=None, final=True, peak=True)
+    want = forward(run, q, k, v, whole, state=None, final=True, max_scores=True)
     state = None
     for chosen in ([1], [0]):
         part = part_of(whole, chosen)
-        state = run.forward(q, k, v, part, state=state, final=chosen == [0], peak=True)
-    assert state is not None and state.peak is not None
+        state = forward(run, q, k, v, part, state=state, final=chosen == [0], max_scores=True)
+    assert state is not None and state.max_scores is not None
     torch.testing.assert_close(state.out, want.out)
     torch.testing.assert_close(state.lse, want.lse)
-    torch.testing.assert_close(state.peak, want.peak)
+    torch.testing.assert_close(state.max_scores, want.max_scores)
 
 
 def part_of(work: Any, columns: list[int]) -> Any:

@@ -18,7 +18,7 @@ import longspan as ls
 from longspan._comm.process_group import ProcessGroupGroup
 from longspan._engine import kv_exchange as keys
 from longspan._kernels.cpu import CpuKernel
-from longspan._kernels.protocol import Work
+from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Work
 from longspan.testing import run_processes, virtual_world
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -98,36 +98,39 @@ def test_kv_with_tokens_outermost_is_not_copied(monkeypatch: pytest.MonkeyPatch)
     assert copied
 
 
-def let_cpu_read_two_places(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Let the cpu kernel read KV from two places. Returns the list of (local, received) tokens, call by call."""
-    places: list[tuple[int, int]] = []
-    forward, backward = CpuKernel.forward, CpuKernel.backward
+def let_cpu_read_two_buffers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Let the cpu kernel read KV from two buffers. Returns the list of (local, received) tokens, call by call."""
+    tokens: list[tuple[int, int]] = []
+    forward, backward, capabilities = CpuKernel.forward, CpuKernel.backward, CpuKernel.capabilities
 
-    def joined(work: Work, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Work]:
-        if work.own is None:
-            return k, v, work
-        places.append((work.own[0].shape[2], k.shape[2]))
-        return torch.cat([work.own[0], k], 2), torch.cat([work.own[1], v], 2), replace(work, own=None)
+    def in_one_buffer(inputs: AttentionInputs) -> AttentionInputs:
+        if inputs.local_kv is None:
+            return inputs
+        local_k, local_v = inputs.local_kv
+        tokens.append((local_k.shape[2], inputs.k.shape[2]))
+        return AttentionInputs(q=inputs.q, k=torch.cat([local_k, inputs.k], 2), v=torch.cat([local_v, inputs.v], 2))
 
-    def joining_forward(self: CpuKernel, q: Tensor, k: Tensor, v: Tensor, work: Work, **rest: Any) -> Any:
-        return forward(self, q, *joined(work, k, v), **rest)
+    def two_buffer_forward(self: CpuKernel, inputs: AttentionInputs, work: Work, **options: Any) -> Any:
+        return forward(self, in_one_buffer(inputs), work, **options)
 
-    def joining_backward(self: CpuKernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *more: Any, **rest: Any) -> Any:
-        k, v, work = joined(more[2], k, v)
-        return backward(self, q, k, v, out, lse, more[0], more[1], work, **rest)
+    def two_buffer_backward(self: CpuKernel, tensors: BackwardInputs, work: Work, **options: Any) -> Any:
+        return backward(self, replace(tensors, inputs=in_one_buffer(tensors.inputs)), work, **options)
 
-    monkeypatch.setattr(CpuKernel, "joins", lambda *_, **__: True)
-    monkeypatch.setattr(CpuKernel, "forward", joining_forward)
-    monkeypatch.setattr(CpuKernel, "backward", joining_backward)
-    return places
+    def two_buffer_capabilities(self: CpuKernel, *args: Any, **options: Any) -> Any:
+        return replace(capabilities(self, *args, **options), two_kv_buffers=True)
+
+    monkeypatch.setattr(CpuKernel, "capabilities", two_buffer_capabilities)
+    monkeypatch.setattr(CpuKernel, "forward", two_buffer_forward)
+    monkeypatch.setattr(CpuKernel, "backward", two_buffer_backward)
+    return tokens
 
 
 @pytest.mark.parametrize("mask", ["causal", "documents", "rows differ"])
-def test_a_kernel_that_reads_two_places_gets_local_kv_uncopied(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_reads_two_buffers_gets_local_kv_uncopied(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     masks = {"causal": ls.causal(), "documents": mask_named("documents", 203, ""), "rows differ": PER_ROW}
     p = problem(masks[mask], batch=1 if mask == "causal" else 2)
     right, names, size = over(p, 4, lambda t, _: by_token(t), **WAYS["at once"])
-    places = let_cpu_read_two_places(monkeypatch)
+    buffers = let_cpu_read_two_buffers(monkeypatch)
     copied: list[tuple[int, ...]] = []
     monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
     monkeypatch.setattr(keys, "copy_rows_", lambda out, x: (copied.append(x.shape), out.copy_(x)))
@@ -136,9 +139,9 @@ def test_a_kernel_that_reads_two_places_gets_local_kv_uncopied(mask: str, monkey
         assert torch.equal(got[name], want), name
     assert moved == size and (len(names), len(apart)) == (3, 5)
     assert bool(copied) == (mask != "causal")  # two sequences do not lie token by token
-    assert bool(places) == (mask != "rows differ")  # whose rows lie scattered in a buffer
+    assert bool(buffers) == (mask != "rows differ")  # whose rows lie scattered in a buffer
     over(p, 4, lambda t, _: by_token(t), **WAYS["ring"])
-    assert len(places) in (0, 2 * 4)  # both passes of four ranks; in a ring local keys have a step to themselves
+    assert len(buffers) in (0, 2 * 4)  # both passes of four ranks; in a ring local keys have a step to themselves
 
 
 def test_separate_exchanges_depend_on_sizes_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +156,7 @@ def test_separate_exchanges_depend_on_sizes_only(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("way", ["ring", "at once"])
 def test_a_rank_without_kv_takes_part(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
-    places = let_cpu_read_two_places(monkeypatch)
+    buffers = let_cpu_read_two_buffers(monkeypatch)
     p = Problem(mask=ls.causal(), score="none", q_len=5, kv_len=5, batch=1, heads=4, kv_heads=2)
     options = {**WAYS[way], "layout": "contiguous"}
     layout = p.plan(ls.Mesh.abstract(7), **options).kv_layout
@@ -162,18 +165,18 @@ def test_a_rank_without_kv_takes_part(way: str, monkeypatch: pytest.MonkeyPatch)
     got, _, _ = over(p, 7, lambda t, _: by_token(t), **options)
     for name in right.values:
         assert Results(got).error(right, name) < 1e-11, name
-    assert way == "ring" or {0} < {own for own, _ in places}
+    assert way == "ring" or {0} < {own for own, _ in buffers}
 
 
 def test_queries_and_kv_of_different_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
-    places = let_cpu_read_two_places(monkeypatch)
+    buffers = let_cpu_read_two_buffers(monkeypatch)
     p = Problem(mask=ls.mask_mod(lambda b, h, q, kv: q + 90 >= kv), score="alibi", q_len=131, kv_len=229, batch=1, heads=6, kv_heads=3)
     right = p.by_oracle()
     got, _, _ = over(p, 3, lambda t, _: by_token(t), strategy="exchange", layout="contiguous", stages=1, overlap=False)
     for name in right.values:
         assert Results(got).error(right, name) < 1e-11, name
-    assert places
+    assert buffers
 
 
 def test_after_a_ulysses_transpose_k_and_v_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,10 +220,11 @@ def test_real_processes_send_k_and_v_separately(way: str) -> None:
 
 
 def noted(call: Callable[..., Any], joined: list[bool]) -> Callable[..., Any]:
-    """A kernel's pass that records whether it gets KV from two places."""
+    """A kernel's pass that records whether it gets KV from two buffers."""
 
     def wrapped(self: Any, *given: Any, **rest: Any) -> Any:
-        joined.extend(True for x in given if isinstance(x, Work) and x.own is not None)
+        inputs = given[0].inputs if isinstance(given[0], BackwardInputs) else given[0]
+        joined.extend([True] * (inputs.local_kv is not None))
         return call(self, *given, **rest)
 
     return wrapped
@@ -231,7 +235,7 @@ GPU_WAYS = [("at once", 4, 128), ("ring", 3, 128), ("at once", 9, 96), ("ring jo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("way", "ranks", "dim"), GPU_WAYS)
-def test_on_a_gpu_kv_from_two_places_gives_the_bits_of_one(way: str, ranks: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_kv_in_two_buffers_gives_the_bits_of_one(way: str, ranks: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     on_hopper()
     from longspan._kernels.hopper import HopperKernel
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import triton
+from tests.kernels.calls import backward, forward
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
@@ -28,7 +29,9 @@ import longspan as ls
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch
 from longspan._kernels.hopper import HopperKernel
 from longspan._kernels.hopper import dq_order as turns
-from longspan._kernels.protocol import Grads, State, Tiling, Work
+from longspan._kernels.hopper.kernel import HopperState
+from longspan._kernels.protocol import Grads, State, Work
+from longspan._kernels.tiling import Tiling
 from longspan._kernels.triton import TritonKernel
 from longspan._masks.joint import joint_of
 from longspan._masks.tracing import trace
@@ -104,27 +107,27 @@ def one_call(dims: tuple[int, int], dtype: torch.dtype, *, scored: bool, staged:
     )  # fmt: skip
     state = zero_state(dims) if staged else None
     of = HOPPER
-    found = of.forward(q, k, v, work, state=state, final=not staged, peak=staged)
+    found = forward(of, q, k, v, work, state=state, final=not staged, max_scores=staged)
     if staged:
-        some = replace(work, complete=torch.tensor([True, True, False, False]))
+        some = replace(work, complete_q_tiles=torch.tensor([True, True, False, False]))
         for before in (None, zero_state(dims)):
-            assert of.forward(q, k, v, some, state=before, final=False, peak=False).done is not None
+            state = forward(of, q, k, v, some, state=before, final=False)
+            assert isinstance(state, HopperState) and state.completed_out is not None
         for final in (False, True):
-            of.forward(q, k, v, work, state=zero_state(dims), final=final, peak=False)
+            forward(of, q, k, v, work, state=zero_state(dims), final=final, max_scores=False)
     out = found.out.to(dtype)
     grad = torch.randn_like(out)
-    of.backward(q, k, v, out, found.lse, grad, None, work, needs=[True] * scored, wide=staged)
+    backward(of, q, k, v, out, found.lse, grad, None, work, needs=[True] * scored, wide=staged)
     torch.use_deterministic_algorithms(True)
     for least in (0.0, 2.0):  # in turns, and in two passes
         turns.LEAST = least
-        of.backward(q, k, v, out, found.lse, grad, None, work, needs=[False] * scored, wide=staged)
+        backward(of, q, k, v, out, found.lse, grad, None, work, needs=[False] * scored, wide=staged)
     torch.use_deterministic_algorithms(False)
-    if staged:  # keys from two places
-        apart = replace(work, own=(k[:, :, :128], v[:, :, :128]))
-        rest = k[:, :, 128:], v[:, :, 128:]
-        of.forward(q, *rest, apart, state=None, final=True, peak=False)
+    if staged:  # KV in two buffers
+        local_kv, received = (k[:, :, :128], v[:, :, :128]), (k[:, :, 128:], v[:, :, 128:])
+        forward(of, q, *received, work, local_kv=local_kv)
         into = Grads(q=torch.zeros(q.shape), k=torch.zeros(k.shape), v=torch.zeros(v.shape), captured=[None] * scored)
-        of.backward(q, *rest, out, found.lse, grad, None, apart, needs=[False] * scored, wide=True, into=into)
+        backward(of, q, *received, out, found.lse, grad, None, work, local_kv=local_kv, needs=[False] * scored, wide=True, into=into)
 
 
 def assembled(code: Any) -> str:

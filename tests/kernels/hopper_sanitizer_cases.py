@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 from shards import work_of
+from tests.kernels.calls import backward, forward
 from torch import Tensor
 
 import longspan as ls
@@ -61,33 +62,34 @@ def in_two_stages(dims: tuple[int, int], *, device: str = "cuda") -> None:
     complete, state = torch.tensor([True, True, False]), None
     for i, (k_part, v_part) in enumerate(zip(k.split(200, 2), v.split(200, 2), strict=True)):
         work = work_of(lambda b, h, q, kv: q >= kv, ((0, 200), (300, 100)), ((i * 200, 200),), block=128)
-        work = replace(work, complete=None if i else complete)
-        state = HOPPER.forward(q, k_part.contiguous(), v_part.contiguous(), work, state=state, final=i == 1, peak=False)
+        work = replace(work, complete_q_tiles=None if i else complete)
+        state = forward(HOPPER, q, k_part.contiguous(), v_part.contiguous(), work, state=state, final=i == 1, max_scores=False)
     if device == "cuda":
         torch.cuda.synchronize()
     print("rows complete before the last stage", dims, flush=True)
 
 
-def from_two_places(dims: tuple[int, int], *, device: str = "cuda") -> None:
-    """Both passes over keys of which the first 200 lie apart."""
+def two_kv_buffers(dims: tuple[int, int], *, device: str = "cuda") -> None:
+    """Both passes with KV in two buffers, the first of 200 tokens."""
     q, k, v = (
         torch.randn(1, h, n, d, device=device, dtype=torch.bfloat16)
         for h, n, d in ((4, 300, dims[0]), (2, 400, dims[0]), (2, 400, dims[1]))
     )
     work = work_of(lambda b, h, q, kv: q >= kv, ((100, 300),), ((100, 200), (0, 100), (300, 100)), block=128)
-    work = replace(work, own=tuple(t[:, :, :200].contiguous() for t in (k, v)))
-    rest = [t[:, :, 200:].contiguous() for t in (k, v)]
+    local_kv = (k[:, :, :200].contiguous(), v[:, :, :200].contiguous())
+    received = [t[:, :, 200:].contiguous() for t in (k, v)]
     of = HOPPER
     for fixed in (False, True):
         torch.use_deterministic_algorithms(fixed, warn_only=True)
-        found = of.forward(q, *rest, work, state=None, final=True, peak=False)
+        found = forward(of, q, *received, work, local_kv=local_kv)
         into = Grads(
             q=torch.zeros(q.shape, device=device), k=torch.zeros(k.shape, device=device), v=torch.zeros(v.shape, device=device), captured=[]
         )
-        of.backward(q, *rest, found.out, found.lse, torch.randn_like(found.out), None, work, needs=[], wide=True, into=into)
+        grad = torch.randn_like(found.out)
+        backward(of, q, *received, found.out, found.lse, grad, None, work, local_kv=local_kv, wide=True, into=into)
     if device == "cuda":
         torch.cuda.synchronize()
-    print("keys from two places", dims, flush=True)
+    print("KV in two buffers", dims, flush=True)
 
 
 def main() -> None:
@@ -112,7 +114,7 @@ def main() -> None:
     for dims in DIMS:
         in_two_stages(dims)
     for dims in DIMS[:3]:
-        from_two_places(dims)
+        two_kv_buffers(dims)
 
 
 if __name__ == "__main__":

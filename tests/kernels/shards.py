@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from longspan._kernels.protocol import Tiling, Work
+from longspan._kernels.protocol import Work
+from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import FULL, PARTIAL, BlockTable
 from longspan._masks.tracing import trace
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.cases import Case, check_against_oracle
+from tests.kernels.calls import backward, forward, refusal
 from tests.kernels.shards import Segments, work_of
 from torch import Tensor
 
@@ -81,15 +82,15 @@ def problem(
     )
 
 
-def in_stages(forward: Kernel, backward: Kernel, given: Problem) -> dict[str, Tensor]:
+def in_stages(forward_kernel: Kernel, backward_kernel: Kernel, given: Problem) -> dict[str, Tensor]:
     state: State | None = None
     for i, work in enumerate(given.stages):
         final = i == len(given.stages) - 1
-        state = forward.forward(given.q, *given.keys(i, given.buffers), work, state=state, final=final, peak=False)
+        state = forward(forward_kernel, given.q, *given.keys(i, given.buffers), work, state=state, final=final, max_scores=False)
     assert state is not None and state.out.dtype == given.q.dtype and state.lse.dtype == state_dtype(given.q.dtype)
     assert state.out.stride() == like_query(given.q, given.dims[1], given.q.dtype).stride()
     grad_lse = None if given.grad_lse is None else torch.where(state.lse == -torch.inf, 0.0, given.grad_lse)
-    delta = backward.delta(state.out, given.grad_out, grad_lse)
+    delta = backward_kernel.delta(state.out, given.grad_out, grad_lse)
     wide = state.lse.dtype
     dq = torch.full(given.q.shape, 0.5, dtype=wide, device=given.q.device)
     buffers = [torch.full(b.shape, torch.nan, dtype=wide, device=b.device) for b in given.buffers]
@@ -97,7 +98,7 @@ def in_stages(forward: Kernel, backward: Kernel, given: Problem) -> dict[str, Te
         dk, dv = given.keys(i, buffers)
         into = Grads(q=dq, k=dk, v=dv, captured=[])
         tensors = (given.q, *given.keys(i, given.buffers), state.out, state.lse, given.grad_out, grad_lse)
-        assert backward.backward(*tensors, work, needs=[], wide=True, delta=delta, into=into) is into
+        assert backward(backward_kernel, *tensors, work, needs=[], wide=True, delta=delta, into=into) is into
     return {"out": state.out, "lse": state.lse, "dq": dq - 0.5, **{f"dkv of stage {i}": b for i, b in enumerate(buffers)}}
 
 
@@ -139,7 +140,7 @@ def compare(got: dict[str, Tensor], given: Problem) -> None:
 def check(name: str, given: Problem) -> None:
     kernel = kernel_named(name)
     for work in given.stages:
-        assert kernel.refuses(given.q, *given.keys(0, given.buffers), work) is None
+        assert refusal(kernel, given.q, *given.keys(0, given.buffers), work) is None
     compare(in_stages(kernel, kernel, given), given)
 
 
@@ -195,10 +196,12 @@ def test_a_sink_is_folded_in() -> None:
     torch.testing.assert_close(grads, right_grads, rtol=1e-4, atol=1e-4)
 
 
-def test_one_rectangle_that_is_everything_is_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aten, "fold_", lambda *args: pytest.fail("folded"))
+def test_one_rectangle_that_is_everything_is_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aten, "merge_", lambda *args: pytest.fail("merged"))
     given = problem(full, shards=(((0, 50),),))
-    state = kernel_named("flash").forward(given.q, *given.keys(0, given.buffers), given.stages[0], state=None, final=True, peak=False)
+    state = forward(
+        kernel_named("flash"), given.q, *given.keys(0, given.buffers), given.stages[0], state=None, final=True, max_scores=False
+    )
     torch.testing.assert_close(state.out.double(), right(given, torch.float64)["out"], rtol=1e-4, atol=1e-5)
 
 
@@ -211,19 +214,19 @@ def test_no_keys_at_all_are_no_error() -> None:
 
 @pytest.mark.parametrize("into_state", [False, True])
 def test_the_largest_scores_are_given_where_asked_for(into_state: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aten, "_PEAK_ELEMENTS", 5000)  # several rows at a time, not all
+    monkeypatch.setattr(aten, "_MAX_SCORES_IN_FLIGHT", 5000)  # several rows at a time, not all
     given = problem(causal)
     before, state = torch.full(given.q.shape[:3], -torch.inf), None
     if into_state:
         before = torch.randn(given.q.shape[:3])
-        state = State(out=torch.zeros(*given.q.shape[:3], 24), lse=torch.zeros(given.q.shape[:3]), peak=before.clone())
+        state = State(out=torch.zeros(*given.q.shape[:3], 24), lse=torch.zeros(given.q.shape[:3]), max_scores=before.clone())
     keys, _ = given.keys(0, given.buffers)
-    found = kernel_named("flash").forward(given.q, keys, keys, given.stages[0], state=state, final=True, peak=True)
+    found = forward(kernel_named("flash"), given.q, keys, keys, given.stages[0], state=state, final=True, max_scores=True)
     pos = given.stages[0].q_tiles.positions(torch.device("cpu"))
     scores = given.q @ keys.repeat_interleave(HEADS // GROUPS, 1).mT * given.stages[0].scale
     want = torch.where(pos[:, None] >= pos, scores, -torch.inf).amax(-1).maximum(before)
-    assert found.peak is not None
-    torch.testing.assert_close(found.peak, want)
+    assert found.max_scores is not None
+    torch.testing.assert_close(found.max_scores, want)
 
 
 def test_a_gradient_of_lse_survives_a_narrow_dtype() -> None:
@@ -242,12 +245,12 @@ def test_the_operators_are_called_as_their_schemas_say(backend: str, through_lse
     given = problem(dtype=torch.bfloat16, device="meta")
     kernel, (work, _), wide = kernel_named(backend), given.stages, torch.float32
     q, k, v = given.q, *given.keys(0, given.buffers)
-    state = kernel.forward(q, k, v, work, state=None, final=True, peak=False)
+    state = forward(kernel, q, k, v, work, state=None, final=True, max_scores=False)
     assert (state.out.shape, state.out.dtype, state.lse.shape, state.lse.dtype) == (q.shape, q.dtype, q.shape[:3], wide)
     grad_lse = torch.empty_like(state.lse) if through_lse else None
     for mod in (causal, full):  # in rectangles, and as one
         whole = work_of(mod, HEAD_TAIL[0], HEAD_TAIL[0], block=16)
-        grads = kernel.backward(q, k, v, state.out, state.lse, given.grad_out, grad_lse, whole, needs=[], wide=False)
+        grads = backward(kernel, q, k, v, state.out, state.lse, given.grad_out, grad_lse, whole, needs=[], wide=False)
         assert [(g.shape, g.dtype) for g in (grads.q, grads.k, grads.v)] == [(t.shape, t.dtype) for t in (q, k, v)]
 
 
@@ -261,7 +264,7 @@ def on_gpu(name: str, **settings: Any) -> Problem:
     """A problem for a backend; skipped with the backend's own reason where this machine has none for it."""
     given = problem(block=128, device="cuda", **{"dtype": torch.bfloat16, "dims": (64, 64), "shards": LONG} | settings)
     tensors = (given.q, *given.keys(0, given.buffers))
-    reason = next(filter(None, (kernel_named(name).refuses(*tensors, work) for work in given.stages)), None)
+    reason = next(filter(None, (refusal(kernel_named(name), *tensors, work) for work in given.stages)), None)
     if reason is not None:
         pytest.skip(reason)
     return given
@@ -320,11 +323,11 @@ def test_memory_layout_does_not_change_the_result_on_the_gpu(name: str) -> None:
     given = on_gpu(name, mod=full, shards=(((0, 256),),))
     kernel, work = kernel_named(name), given.stages[0]
     tensors = [given.q.contiguous(), *(t.contiguous() for t in given.keys(0, given.buffers))]
-    state = kernel.forward(*tensors, work, state=None, final=True, peak=False)
+    state = forward(kernel, *tensors, work, state=None, final=True, max_scores=False)
     rows = [state.out.contiguous(), state.lse, given.grad_out]
 
     def grads(qkv: list[Tensor], out: Tensor, lse: Tensor, grad_out: Tensor) -> list[Tensor]:
-        found = kernel.backward(*qkv, out, lse, grad_out, None, work, needs=[], wide=True)
+        found = backward(kernel, *qkv, out, lse, grad_out, None, work, needs=[], wide=True)
         return [found.q, found.k, found.v]
 
     def by_token(t: Tensor) -> Tensor:
@@ -351,7 +354,7 @@ def test_memory_layout_does_not_change_the_result_on_the_gpu(name: str) -> None:
             # The order in which a gradient of q is summed may differ between calls.
             torch.testing.assert_close(got, right_, rtol=2**-6, atol=2**-7, msg=lambda m, i=i: f"layout {i}: {m}")
     for qkv in ([by_token(t) for t in tensors], [odd(t) for t in tensors]):
-        again = kernel.forward(*qkv, work, state=None, final=True, peak=False)
+        again = forward(kernel, *qkv, work, state=None, final=True, max_scores=False)
         torch.testing.assert_close(again.out, state.out, rtol=2**-7, atol=2**-9)
         assert again.out.stride() == like_query(qkv[0], 64, torch.bfloat16).stride()
 

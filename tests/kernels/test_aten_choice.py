@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.calls import forward
 from tests.kernels.shards import work_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longspan._kernels import aten_limits, registry
 from longspan._kernels.aten import AnyAtenKernel, AtenKernel
-from longspan._kernels.protocol import Work
+from longspan._kernels.protocol import AttentionInputs, Kernel, Work
 from longspan._kernels.registry import KernelRefused, choose, kernel_named
 from longspan._masks.tracing import trace
 
@@ -70,58 +71,70 @@ def work_for(mod: Mod) -> Work:
     return work_of(mod, SHARD, SHARD, block=16, batch=BATCH, heads=HEADS)
 
 
+def inputs(tensors: list[Tensor]) -> AttentionInputs:
+    q, k, v = tensors
+    return AttentionInputs(q=q, k=k, v=v)
+
+
+def chosen(name: str, tensors: list[Tensor], work: Work, **more: Any) -> Kernel:
+    return choose(name, inputs(tensors), work, **more).kernel
+
+
 @pytest.mark.parametrize(
     ("name", "tensors", "reason"),
     [
-        ("efficient", on_cpu(), "tensors on cpu: it needs a CUDA device$"),
-        ("cudnn", on_cpu(), "tensors on cpu: it needs a CUDA device$"),
-        ("flash", on_cpu(device="meta"), "tensors on meta: it needs a CUDA device or the CPU$"),
-        ("flash", on_cpu(dtype=torch.int32), "dtype torch.int32 on cpu: it computes float64, float32, bfloat16, float16$"),
-        ("flash", on_cpu(dims=(24, 40)), "head dims 24 of keys and 40 of values: they must be the same$"),
+        ("efficient", on_cpu(), "tensors on cpu: expected a CUDA device$"),
+        ("cudnn", on_cpu(), "tensors on cpu: expected a CUDA device$"),
+        ("flash", on_cpu(device="meta"), "tensors on meta: expected a CUDA device or the CPU$"),
+        ("flash", on_cpu(dtype=torch.int32), "dtype torch.int32 on cpu: expected float64, float32, bfloat16, float16$"),
+        ("flash", on_cpu(dims=(24, 40)), "head dims 24 of keys and 40 of values: expected the same$"),
     ],
 )
 def test_it_says_which_tensors_it_refuses(name: str, tensors: list[Tensor], reason: str) -> None:
-    with pytest.raises(KernelRefused, match=reason.replace("$", r"\. kernel='auto' picks one that can$")):
-        choose(name, *tensors, work_for(causal))
+    with pytest.raises(KernelRefused, match=reason.replace("$", r"\. kernel='auto' picks one that does$")):
+        chosen(name, tensors, work_for(causal))
 
 
 def test_it_refuses_a_score_mod_and_a_mask_that_decides_inside_rectangles() -> None:
     score = trace(lambda s, b, h, q, kv: s * 2, "score").program
-    with pytest.raises(KernelRefused, match=r"kernel 'flash' cannot do this: score_mod .*: torch's SDPA operators take none"):
-        choose("flash", *on_cpu(), replace(work_for(causal), score=score))
     with pytest.raises(
-        KernelRefused, match=r"the mask decides inside \d+ of \d+ rectangles, such as rows \d+ to \d+ against keys \d+ to \d+"
+        KernelRefused, match=r"kernel 'flash' does not support this call: score_mod .*: torch's SDPA operators do not support"
     ):
-        choose("flash", *on_cpu(), work_for(window))
-    with pytest.raises(KernelRefused, match=r"cudnn: tensors on cpu.*; flash: the mask decides.*; efficient: tensors on cpu"):
-        choose("aten", *on_cpu(), work_for(window))
+        chosen("flash", on_cpu(), replace(work_for(causal), score=score))
+    with pytest.raises(
+        KernelRefused,
+        match=r"\d+ of \d+ rectangles of the mask are neither full nor causal .* queries \d+ to \d+ and keys \d+ to \d+",
+    ):
+        chosen("flash", on_cpu(), work_for(window))
+    with pytest.raises(KernelRefused, match=r"cudnn: tensors on cpu.*; flash: .* of the mask are neither.*; efficient: tensors on cpu"):
+        chosen("aten", on_cpu(), work_for(window))
 
 
 def test_a_later_stage_that_needs_its_mask_is_an_error_and_not_a_wrong_answer() -> None:
-    with pytest.raises(KernelRefused, match="the mask decides inside"):
-        choose("flash", *on_cpu(), work_for(full), more=[work_for(window)])
+    with pytest.raises(KernelRefused, match="neither full nor causal squares"):
+        chosen("flash", on_cpu(), work_for(full), more=[work_for(window)])
     for name in ("flash", "aten"):
-        with pytest.raises(ValueError, match=r"mask decides inside .*kernel='auto' picks"):
-            kernel_named(name).forward(*on_cpu(), work_for(window), state=None, final=True, peak=False)
+        with pytest.raises(ValueError, match=r"(the mask is neither|are neither full nor) .*kernel='auto' picks"):
+            forward(kernel_named(name), *on_cpu(), work_for(window), state=None, final=True, max_scores=False)
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "machine", "reason"),
     [
-        ("flash", {"dtype": torch.float32}, {}, "dtype torch.float32 on cuda: it computes bfloat16, float16"),
+        ("flash", {"dtype": torch.float32}, {}, "dtype torch.float32 on cuda: expected bfloat16, float16"),
         ("cudnn", {"dtype": torch.float64}, {}, "dtype torch.float64 on cuda"),
-        ("flash", {"dims": (192, 128)}, {}, "they must be the same"),
-        ("flash", {"dims": (264, 264)}, {}, "head dim 264: at most 256"),
+        ("flash", {"dims": (192, 128)}, {}, "expected the same"),
+        ("flash", {"dims": (264, 264)}, {}, "head dim 264: expected at most 256"),
         ("flash", {"dims": (208, 208)}, {"capability": (8, 9)}, r"head dim 208 on Imaginary \(compute capability 8.9\)"),
-        ("flash", {}, {"capability": (7, 5)}, r"Imaginary \(compute capability 7.5\): it needs 8.0 \(Ampere\) or later$"),
-        ("efficient", {}, {"capability": (7, 5)}, r"it needs 8.0 \(Ampere\) or later for bfloat16"),
-        ("efficient", {"dims": (60, 64)}, {}, "head dims 60 and 64: both must be multiples of 8"),
-        ("efficient", {"dims": (64, 66), "dtype": torch.float32}, {}, "head dims 64 and 66: both must be multiples of 4"),
-        ("efficient", {"batch": 65536}, {}, "batch 65536, heads 6: at most 65535 each"),
-        ("cudnn", {"dims": (256, 256)}, {}, "head dims 256 and 256 with cuDNN 91900: at most 128 each"),
+        ("flash", {}, {"capability": (7, 5)}, r"Imaginary \(compute capability 7.5\): expected 8.0 \(Ampere\) or later$"),
+        ("efficient", {}, {"capability": (7, 5)}, r"expected 8.0 \(Ampere\) or later for bfloat16"),
+        ("efficient", {"dims": (60, 64)}, {}, "head dims 60 and 64: expected multiples of 8"),
+        ("efficient", {"dims": (64, 66), "dtype": torch.float32}, {}, "head dims 64 and 66: expected multiples of 4"),
+        ("efficient", {"batch": 65536}, {}, "batch 65536, heads 6: expected at most 65535 each"),
+        ("cudnn", {"dims": (256, 256)}, {}, "head dims 256 and 256 with cuDNN 91900: expected at most 128 each"),
         ("cudnn", {"dims": (192, 128)}, {"cudnn": 91000}, "with cuDNN 91000"),
-        ("cudnn", {}, {"cudnn": 91002}, "48 queries against 48 keys with cuDNN 91002|32 queries"),
-        ("cudnn", {}, {"allowed": False}, r"torch.backends.cuda.can_use_it says no on this machine \(with debug=True it says why\)"),
+        ("cudnn", {}, {"cudnn": 91002}, "48 queries and 48 keys with cuDNN 91002|32 queries"),
+        ("cudnn", {}, {"allowed": False}, r"torch.backends.cuda.can_use_it returns False on this machine \(with debug=True"),
     ],
 )
 def test_it_says_what_it_refuses_on_cuda(
@@ -129,7 +142,7 @@ def test_it_says_what_it_refuses_on_cuda(
 ) -> None:
     vars(cuda).update(machine)
     with pytest.raises(KernelRefused, match=reason.replace("$", r"\. kernel='auto'")):
-        choose(name, *fakes(cuda, **settings), work_for(causal))
+        chosen(name, fakes(cuda, **settings), work_for(causal))
 
 
 @pytest.mark.parametrize(
@@ -144,22 +157,22 @@ def test_it_says_what_it_refuses_on_cuda(
     ],
 )
 def test_it_refuses_no_more_than_it_must_on_cuda(name: str, settings: dict[str, Any], cuda: SimpleNamespace) -> None:
-    assert choose(name, *fakes(cuda, **settings), work_for(causal)).name == name
+    assert chosen(name, fakes(cuda, **settings), work_for(causal)).name == name
 
 
 def test_cudnn_is_refused_where_results_must_be_the_same_each_time(cuda: SimpleNamespace) -> None:
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(KernelRefused, match="sums the gradient of q in any order"):
-            choose("cudnn", *fakes(cuda), work_for(causal))
-        assert choose("flash", *fakes(cuda), work_for(causal)).name == "flash"
+        with pytest.raises(KernelRefused, match="accumulates the gradient of q in arbitrary order"):
+            chosen("cudnn", fakes(cuda), work_for(causal))
+        assert chosen("flash", fakes(cuda), work_for(causal)).name == "flash"
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_auto_never_takes_torch_operators_on_cuda(cuda: SimpleNamespace) -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        assert choose("auto", *fakes(cuda, dtype=dtype), work_for(causal)).name in ("hopper", "triton", "cpu")
+        assert chosen("auto", fakes(cuda, dtype=dtype), work_for(causal)).name in ("hopper", "triton", "cpu")
 
 
 def test_aten_takes_the_fastest_that_takes_the_work(cuda: SimpleNamespace) -> None:
@@ -171,6 +184,6 @@ def test_aten_takes_the_fastest_that_takes_the_work(cuda: SimpleNamespace) -> No
         "efficient": fakes(cuda, dims=(256, 64)),
     }
     for name, tensors in picks.items():
-        assert kernel.pick(*tensors, work_for(causal)) == AtenKernel(name), name  # type: ignore[arg-type]
-    assert kernel.pick(*on_cpu(), work_for(causal)) == AtenKernel("flash")
-    assert choose("auto", *on_cpu(), work_for(causal)).name == "cpu"
+        assert kernel.pick(inputs(tensors), work_for(causal)) == AtenKernel(name), name  # type: ignore[arg-type]
+    assert kernel.pick(inputs(on_cpu()), work_for(causal)) == AtenKernel("flash")
+    assert chosen("auto", on_cpu(), work_for(causal)).name == "cpu"

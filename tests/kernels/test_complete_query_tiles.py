@@ -10,14 +10,16 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tests.kernels.calls import forward
 from tests.kernels.shards import Segments, work_of
 from tests.kernels.test_hopper import on_hopper
 from tests.kernels.test_split_kv import watched
 
 import longspan as ls
 from longspan._kernels.hopper import HopperKernel
-from longspan._kernels.hopper.kernel import _done_rows
-from longspan._kernels.protocol import State, Tiling, Work
+from longspan._kernels.hopper.kernel import HopperState
+from longspan._kernels.protocol import AttentionInputs, State, Work
+from longspan._kernels.tiling import Tiling
 from longspan._kernels.triton import TritonKernel
 from longspan.testing import oracle
 
@@ -38,7 +40,7 @@ def staged(queries: Segments, keys: tuple[Segments, ...], *, block: int) -> list
     works = [work_of(causal, queries, part, block=block) for part in keys]
     tiles = works[0].q_tiles
     complete = torch.arange(tiles.tiles) < -(-300 // block)
-    return [replace(work, q_tiles=tiles, complete=None if i else complete) for i, work in enumerate(works)]
+    return [replace(work, q_tiles=tiles, complete_q_tiles=None if i else complete) for i, work in enumerate(works)]
 
 
 def shards(t: Tensor, segments: Segments) -> Tensor:
@@ -58,29 +60,29 @@ def test_stages_that_fall_to_triton_write_and_keep_what_is_done() -> None:
     mine = shards(q, QUERIES)
     states: list[State | None] = [None, None]
     for i, work in enumerate(staged(QUERIES, STAGES, block=32)):
-        given = (mine, shards(k, STAGES[i]), shards(v, STAGES[i]), work)
-        states[0] = TritonKernel().forward(*given, state=states[0], final=i == 2, peak=False)
-        states[1] = HOPPER._forward_by_fallback(*given, states[1], final=i == 2, peak=False)
-        if i < 2 and states[1] is not None:
-            assert states[1].done is not None
-            states[1].out[:, :, :300] = torch.nan  # nobody reads them any more
+        inputs = AttentionInputs(q=mine, k=shards(k, STAGES[i]), v=shards(v, STAGES[i]))
+        states[0] = TritonKernel().forward(inputs, work, state=states[0], final=i == 2, max_scores=False)
+        states[1] = HOPPER._forward_by_fallback(inputs, work, states[1], final=i == 2, max_scores=False)
+        if i < 2:
+            assert isinstance(states[1], HopperState) and states[1].completed_out is not None
+            states[1].out[:, :, :300] = torch.nan  # rows that no later step may read
     want, got = states
-    assert want is not None and got is not None and got.done is None
+    assert want is not None and got is not None and not isinstance(got, HopperState)
     assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
 
 
-@pytest.mark.parametrize("why", ["peak", "uncovered rows", "head dim not innermost"])
-def test_where_nothing_can_be_done_early_rows_stay_in_the_state(why: str) -> None:
-    q, v = (torch.randn(1, h, 512, 16) for h in (3, 1))
+@pytest.mark.parametrize("reason", ["max scores", "uncovered rows", "head dim not innermost"])
+def test_complete_rows_stay_in_the_running_state_where_they_cannot_be_final(reason: str) -> None:
+    q, k, v = (torch.randn(1, h, n, 16) for h, n in ((3, 512), (1, 512), (1, 512)))
     work = staged(QUERIES, STAGES, block=32)[0]
-    if why == "uncovered rows":
+    if reason == "uncovered rows":
         q = torch.randn(1, 3, 515, 16)
         work = replace(work, q_tiles=replace(work.q_tiles, length=515))
-    if why == "head dim not innermost":
+    if reason == "head dim not innermost":
         q = q.mT.contiguous().mT
-    assert _done_rows(q, v, work, None, final=False, peak=why == "peak") is None
-    kept = torch.empty(0)
-    assert _done_rows(q, v, work, kept, final=True, peak=False) is kept
+    inputs = AttentionInputs(q=q, k=k, v=v)
+    state = HOPPER._forward_by_fallback(inputs, work, None, final=False, max_scores=reason == "max scores")
+    assert isinstance(state, HopperState) and state.completed_out is None
 
 
 @pytest.mark.gpu
@@ -109,21 +111,22 @@ def test_rows_done_early_have_the_bits_of_those_that_wait(
         mine = mine.mT.contiguous().mT
     results = []
     for early in (True, False):
-        state = None
+        state: State | None = None
         if sink:
             state = State(out=torch.zeros(mine.shape, device="cuda"), lse=torch.zeros(mine.shape[:3], device="cuda"))
         for i, work in enumerate(staged(queries, keys, block=block)):
             last = i == len(keys) - 1
-            given = work if early else replace(work, complete=None)
-            before = None if state is None else state.done
-            state = HOPPER.forward(mine, shards(k, keys[i]), shards(v, keys[i]), given, state=state, final=last, peak=False)
+            work = work if early else replace(work, complete_q_tiles=None)
+            before = state.completed_out if isinstance(state, HopperState) else None
+            state = forward(HOPPER, mine, shards(k, keys[i]), shards(v, keys[i]), work, state=state, final=last)
             if early and not last and not inner:
-                assert state.done is not None and (before is None or state.done is before)
-                state.out[:, :, :300] = torch.nan  # nobody reads them any more
+                assert isinstance(state, HopperState)
+                assert state.completed_out is not None and (before is None or state.completed_out is before)
+                state.out[:, :, :300] = torch.nan  # rows that no later step may read
         results.append(state)
     got, want = results
     assert got is not None and want is not None and all(bool(found.cut) == cut for found in cuts)
-    assert got.done is None and got.out.stride() == want.out.stride() == mine.stride()
+    assert not isinstance(got, HopperState) and got.out.stride() == want.out.stride() == mine.stride()
     assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
     if not sink:
         right, dense = (shards(oracle(q, k, v, mask=ls.causal(), scale=0.3, dtype=d), queries) for d in (torch.float64, dtype))

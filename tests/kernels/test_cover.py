@@ -13,6 +13,7 @@ from torch import Tensor
 
 import longspan as ls
 from longspan._kernels import plain_tiles, rectangles
+from longspan._kernels.protocol import AttentionInputs
 from longspan.testing import oracle
 
 Mod = Callable[..., Tensor]
@@ -66,7 +67,7 @@ def test_a_cover_counts_every_allowed_pair_once_and_no_other(seed: int) -> None:
     # The plain path selects pairs by `seen`: the same pairs as the cover, each in one part of one rectangle.
     q = torch.zeros(2, 3, len(q_pos), 4)
     call, count = (
-        plain_tiles.PlainTiles(q, q.new_zeros(2, 3, len(kv_pos), 4), q.new_zeros(2, 3, len(kv_pos), 4), work),
+        plain_tiles.PlainTiles(AttentionInputs(q=q, k=q.new_zeros(2, 3, len(kv_pos), 4), v=q.new_zeros(2, 3, len(kv_pos), 4)), work),
         torch.zeros(want.shape),
     )
     for rect in rectangles.rectangles(work):

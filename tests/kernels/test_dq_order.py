@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels.calls import backward, forward
 from tests.kernels.shards import table_of_pairs, work_of
 from tests.kernels.test_hopper import on_hopper
 from torch import Tensor
@@ -20,9 +21,12 @@ pytest.importorskip("triton.experimental.gluon")
 import longspan as ls
 from longspan._kernels.gpu import launch
 from longspan._kernels.hopper import HopperKernel, dq_order, passes
+from longspan._kernels.hopper import kernel as hopper
 from longspan._kernels.hopper.dq_order import MOST, evenness, turns, worthwhile
+from longspan._kernels.hopper.kernel import _one_pass
 from longspan._kernels.hopper.makespan import PROGRAMS
-from longspan._kernels.protocol import Grads, Tiling
+from longspan._kernels.protocol import AttentionInputs, Grads
+from longspan._kernels.tiling import Tiling
 from longspan._kernels.triton import TritonKernel
 from longspan._masks.block_table import BlockTable
 from longspan.testing import oracle
@@ -152,17 +156,19 @@ def test_an_order_that_ends_with_long_items_is_not_found_even(groups: int, tiles
         assert evenness(table, groups) == 1
 
 
-def test_fixed_order_is_of_turns_or_of_a_pass_of_its_own() -> None:
+def test_deterministic_dq_takes_one_pass_or_two(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 2, 3000, 128, dtype=torch.bfloat16)
     dense, sparse = (
         work_of(mod, ((0, 3000),), ((0, 3000),), block=128) for mod in (lambda b, h, q, kv: q >= kv, lambda b, h, q, kv: q == kv)
     )
-    of = HOPPER
-    assert of._one_pass(q, q, dense, []) and of._one_pass(q, q, sparse, []) and of.apart(q, q, dense, [])
+    inputs = AttentionInputs(q=q, k=q, v=q)
+    monkeypatch.setattr(hopper, "_refusal", lambda *_: None)  # as on a Hopper GPU
+    assert _one_pass(inputs, dense, []) and _one_pass(inputs, sparse, []) and HOPPER.capabilities(inputs, dense).concurrent_backward
+    assert not HOPPER.capabilities(inputs, dense, needs=[True]).concurrent_backward
     torch.use_deterministic_algorithms(True)
     try:
-        assert of._one_pass(q, q, dense, []) and not of._one_pass(q, q, sparse, []) and not of._one_pass(q, q, dense, [True])
-        assert not of.apart(q, q, dense, [])  # launches beside each other would add in any order
+        assert _one_pass(inputs, dense, []) and not _one_pass(inputs, sparse, []) and not _one_pass(inputs, dense, [True])
+        assert not HOPPER.capabilities(inputs, dense).concurrent_backward  # concurrent launches would add in arbitrary order
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -223,10 +229,10 @@ def test_bits_do_not_depend_on_how_many_programs_there_are(monkeypatch: pytest.M
         monkeypatch.setattr(passes, "programs_at_once", lambda device, programs=programs: programs)
         work = work_of(lambda b, h, q, kv: q >= kv, ((0, 700), (800, 400)), ((0, 1100),), block=128)
         of = HOPPER
-        state = of.forward(q, k, v, work, state=None, final=True, peak=False)
+        state = forward(of, q, k, v, work, state=None, final=True, max_scores=False)
         if not found:
             out, lse, grad = state.out, state.lse, torch.randn_like(state.out)
         into = Grads(q=torch.zeros(q.shape, device="cuda"), k=torch.empty_like(k), v=torch.empty_like(v), captured=[])
-        of.backward(q, k, v, out, lse, grad, None, work, needs=[], wide=True, into=into)
+        backward(of, q, k, v, out, lse, grad, None, work, needs=[], wide=True, into=into)
         found.append(into)
     assert all(torch.equal(getattr(found[0], name), getattr(other, name)) for other in found[1:] for name in ("q", "k", "v"))

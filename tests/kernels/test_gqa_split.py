@@ -17,7 +17,8 @@ pytest.importorskip("triton.experimental.gluon")
 import longspan as ls
 from longspan._kernels.hopper.makespan import MANY, PROGRAMS, mean_work, took, walks
 from longspan._kernels.hopper.passes import walks_of
-from longspan._kernels.protocol import Tiling, Work
+from longspan._kernels.protocol import Work
+from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import BlockTable
 from longspan.testing import oracle
 
@@ -49,7 +50,7 @@ def test_nothing_is_split_where_other_launches_fill_the_device() -> None:
     table, tiles = ls.causal().block_table(8192, 8192, block=128), Tiling(length=8192, block=128)
     work = Work(table=table, q_tiles=tiles, kv_tiles=tiles, scale=0.1)
     q, v = (torch.empty(1, heads, 8192, 128) for heads in (8, 1))
-    assert walks_of(q, v, work) > 1 == walks_of(q, v, replace(work, beside=True))
+    assert walks_of(q, v, work) > 1 == walks_of(q, v, replace(work, concurrent=True))
 
 
 MASKS: dict[str, Callable[[], ls.Mask]] = {

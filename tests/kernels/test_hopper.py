@@ -33,7 +33,7 @@ def test_the_kernels_compile_for_hopper_without_one() -> None:
 def test_another_device_is_refused_with_the_reason() -> None:
     pytest.importorskip("triton.experimental.gluon")
     q = torch.randn(1, 2, 130, 64)
-    with pytest.raises(KernelRefused, match=r"'hopper' cannot do this.*(interpreter|needs a Hopper GPU)"):
+    with pytest.raises(KernelRefused, match=r"'hopper' does not support this call.*(interpreter|expected a Hopper GPU)"):
         ls.attention(q, q, q, mask=ls.causal(), kernel="hopper")
 
 
@@ -48,7 +48,7 @@ def test_a_hopper_gpu_with_a_triton_that_was_not_tested_is_told_once_what_auto_t
     monkeypatch.setattr(kernel, "triton_version", lambda: (3, 6))
     assert registry.usual(device) == "hopper"
     monkeypatch.setattr(kernel, "triton_version", lambda: (3, 99))
-    with pytest.warns(UserWarning, match=r"takes 'triton' on this Hopper GPU.*Triton 3\.99: it was tested with 3\.6 only"):
+    with pytest.warns(UserWarning, match=r"uses 'triton' on this Hopper GPU.*Triton 3\.99: expected 3\.6"):
         assert registry.usual(device) == "triton"
     assert registry.usual(device) == "triton"  # warnings are errors here
     monkeypatch.setattr(registry, "_capability", lambda device: (8, 0))

@@ -17,11 +17,9 @@ from tests.kernels.shards import Segments, shard, work_of
 from torch import Tensor
 
 import longspan as ls
-from longspan._kernels import rectangles as covering
 from longspan._kernels.gpu import launch
 from longspan._kernels.gpu import prepared_launch as prepared
-from longspan._kernels.protocol import Tiling
-from longspan._kernels.triton import TritonKernel
+from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import FULL, Runs
 
 SHARDS: list[Segments] = [[(0, 96)], [(5, 37), (42, 64)], [(64, 16), (0, 16), (16, 40), (200, 48)], [(9, 7), (30, 7), (48, 16), (64, 33)]]
@@ -80,25 +78,6 @@ def test_device_arrays_are_cached_and_freed_with_their_tiling() -> None:
     del tiling
     gc.collect()
     assert alive() is None
-
-
-class Forgetful(dict[Any, Any]):
-    """A cache that another thread clears after every insertion."""
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(key, value)
-        self.clear()
-
-
-def test_caches_may_be_cleared_by_another_thread() -> None:
-    work, device = work_of(causal, [(0, 40)], [(0, 40)], block=16), torch.device("cpu")
-    launch._tables[work.table] = Forgetful()
-    covering._kept[work.table] = Forgetful()
-    assert len(launch.device_table(work.table, work.kv_tiles, device, shared=1, positions=False).order)
-    assert covering.rectangles(work)
-    kernel = TritonKernel()
-    q = torch.zeros(1, 1, 40, 16, device="cuda" if torch.cuda.is_available() else "cpu")
-    assert kernel.refuses(q, q, q, work) is None
 
 
 def attended(mask: Any = None) -> Tensor:

@@ -16,7 +16,8 @@ from tests.kernels.shards import work_of
 import longspan as ls
 from longspan._kernels.gpu import lookup_bounds as lookups
 from longspan._kernels.gpu.lookup_bounds import check_lookups
-from longspan._kernels.protocol import Tiling, Work
+from longspan._kernels.protocol import Work
+from longspan._kernels.tiling import Tiling
 from longspan._masks.classify import classify
 from longspan._masks.tracing import trace
 

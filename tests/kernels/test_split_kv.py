@@ -14,6 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tests.kernels.calls import forward
 from tests.kernels.test_hopper import on_hopper
 
 import longspan as ls
@@ -23,7 +24,8 @@ from longspan._kernels.hopper import workspace as scratch
 from longspan._kernels.hopper.item_order import Order, last_rounds
 from longspan._kernels.hopper.passes import HopperCall
 from longspan._kernels.hopper.split_kv import Pieces, pieces
-from longspan._kernels.protocol import Tiling, Work
+from longspan._kernels.protocol import Work
+from longspan._kernels.tiling import Tiling
 from longspan._kernels.triton import TritonKernel
 from longspan._masks.block_table import BlockTable
 from longspan.testing import oracle
@@ -182,7 +184,7 @@ def test_cut_items_fold_into_a_state_in_place(monkeypatch: pytest.MonkeyPatch, b
     )  # fmt: skip
     state = None
     for i, (k_part, v_part) in enumerate(zip(k.split(2601, 2), v.split(2601, 2), strict=True)):
-        state = HOPPER.forward(q, k_part.contiguous(), v_part.contiguous(), work, state=state, final=i == 2, peak=False)
+        state = forward(HOPPER, q, k_part.contiguous(), v_part.contiguous(), work, state=state, final=i == 2, max_scores=False)
     assert state is not None and cuts and all(found.cut for found in cuts)
     want, dense = (oracle(q, k, v, mask=ls.full(), scale=0.1, dtype=d) for d in (torch.float64, torch.bfloat16))
     assert float((state.out.double() - want).norm()) <= 1.1 * float((dense.double() - want).norm())

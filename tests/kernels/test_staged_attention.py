@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from tests.kernels.calls import backward, forward
 from tests.kernels.shards import Segments, work_of
 from torch import Tensor
 
@@ -43,7 +44,7 @@ class Problem:
     stages: list[Work]
     mod: Mod
     dims: tuple[int, int]
-    peak: bool
+    max_scores: bool
 
     def keys(self, stage: int) -> tuple[Tensor, Tensor]:
         whole = self.buffers[stage].permute(1, 2, 0, 3)
@@ -58,7 +59,7 @@ def problem(
     block: int = 16,
     dims: tuple[int, int] = (24, 40),
     shards: tuple[Segments, Segments] = (LOCAL, REMOTE),
-    peak: bool = True,
+    max_scores: bool = True,
     through_lse: bool = True,
 ) -> Problem:
     generator = torch.Generator().manual_seed(5)
@@ -82,7 +83,7 @@ def problem(
         stages=stages,
         mod=mod,
         dims=dims,
-        peak=peak,
+        max_scores=max_scores,
     )
 
 
@@ -108,8 +109,8 @@ def right(given: Problem, *, scored: bool) -> dict[str, Tensor]:
     loss = (out * given.grad_out.double()).sum() + (torch.where(some[..., 0], lse, 0.0) * given.grad_lse.double()).sum()
     dq, dbias, *dkv = torch.autograd.grad(loss, [q, bias, *buffers], allow_unused=True)
     found = {"out": out, "lse": torch.where(some[..., 0], lse, -torch.inf), "q": dq}
-    if given.peak:
-        found["peak"] = scores.amax(-1)
+    if given.max_scores:
+        found["max_scores"] = scores.amax(-1)
     found |= {f"stage {i}": g for i, g in enumerate(dkv)}
     return {name: t.detach() for name, t in (found | ({"bias": dbias} if scored else {})).items()}
 
@@ -118,20 +119,20 @@ def in_stages(kernel: Kernel, given: Problem, *, scored: bool) -> dict[str, Tens
     state: State | None = None
     for i, work in enumerate(given.stages):
         final = i == len(given.stages) - 1
-        state = kernel.forward(given.q, *given.keys(i), replace(work, joint=None), state=state, final=final, peak=given.peak)
-    assert state is not None and (state.peak is not None) == given.peak
+        state = forward(kernel, given.q, *given.keys(i), replace(work, joint=None), state=state, final=final, max_scores=given.max_scores)
+    assert state is not None and (state.max_scores is not None) == given.max_scores
     grad_lse = torch.where(state.lse == -torch.inf, 0.0, given.grad_lse.to(state.lse.dtype))
     delta = kernel.delta(state.out, given.grad_out, grad_lse)
     wide = state.lse.dtype
     dq = torch.full(given.q.shape, 0.5, dtype=wide, device=DEVICE)
     captured = [torch.full(given.bias.shape, 0.25, dtype=wide, device=DEVICE)] if scored else []
-    found = {"out": state.out, "lse": state.lse} | ({} if state.peak is None else {"peak": state.peak})
+    found = {"out": state.out, "lse": state.lse} | ({} if state.max_scores is None else {"max_scores": state.max_scores})
     for i, work in enumerate(given.stages):
         buffer = torch.full(given.buffers[i].shape, torch.nan, dtype=wide, device=DEVICE)
         views = buffer.permute(1, 2, 0, 3)
         into = Grads(q=dq, k=views[..., : given.dims[0]], v=views[..., given.dims[0] :], captured=list(captured))
         tensors = (given.q, *given.keys(i), state.out, state.lse, given.grad_out, None)
-        got = kernel.backward(*tensors, work, needs=[True] * scored, wide=True, delta=delta, into=into)
+        got = backward(kernel, *tensors, work, needs=[True] * scored, wide=True, delta=delta, into=into)
         assert got is into
         found[f"stage {i}"] = buffer
     found["q"] = dq - 0.5
@@ -157,7 +158,7 @@ def test_stages_add_up_to_the_whole(mod: Mod, scored: bool, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("mod", [causal, by_batch_and_head])
 def test_stages_in_the_flash_operator_add_up_to_the_whole(mod: Mod) -> None:
-    check("cpu", problem(mod, torch.float32, scored=False, dims=(24, 24), peak=False, through_lse=False), scored=False)
+    check("cpu", problem(mod, torch.float32, scored=False, dims=(24, 24), max_scores=False, through_lse=False), scored=False)
 
 
 @pytest.mark.parametrize(("mod", "scored"), [(causal, False), (by_batch_and_head, True)])
@@ -189,7 +190,7 @@ def test_launches_that_are_kept_keep_no_tensor_of_a_call() -> None:
 
     def held() -> int:
         tensors = (given.q.clone(), *(t.clone() for t in given.keys(0)))
-        kernel.forward(*tensors, given.stages[0], state=None, final=True, peak=False)
+        forward(kernel, *tensors, given.stages[0], state=None, final=True, max_scores=False)
         del tensors
         return torch.cuda.memory_allocated()
 

@@ -21,10 +21,12 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 # ruff: noqa: E402
+from tests.kernels.calls import backward, forward, refusal
 from triton.runtime.errors import OutOfResources
 
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch
-from longspan._kernels.protocol import State, Tiling, Work
+from longspan._kernels.protocol import State, Work
+from longspan._kernels.tiling import Tiling
 from longspan._kernels.triton import Config, Tile, TritonKernel
 from longspan._masks.block_table import BlockTable
 from longspan._masks.joint import joint_of
@@ -151,7 +153,7 @@ class Dense:
 
     out: Tensor
     lse: Tensor
-    peak: Tensor
+    max_scores: Tensor
     grads: tuple[Tensor, ...]
 
 
@@ -179,7 +181,7 @@ def dense(case: Case, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor)
         t.requires_grad_(False)
         t.data = data
     lse = torch.where(seen[..., 0], lse, -torch.inf)
-    return Dense(out=out.detach(), lse=lse.detach(), peak=s.amax(-1).detach(), grads=tuple(g.detach() for g in grads))
+    return Dense(out=out.detach(), lse=lse.detach(), max_scores=s.amax(-1).detach(), grads=tuple(g.detach() for g in grads))
 
 
 def close(got: Tensor | None, want: Tensor, dtype: torch.dtype, what: str) -> None:
@@ -198,17 +200,17 @@ def check(case: Case, *, kernel: TritonKernel | None = None, work: Work | None =
     do, dlse = torch.randn_like(case.tensor(case.shape[1], case.shape[3], case.dims[1])), torch.randn(q.shape[:3], device=DEVICE)
     want = dense(case, q, k, v, do, dlse)
     work = work or case.work()
-    assert kernel.refuses(q, k, v, work) is None
-    state = kernel.forward(q, k, v, work, state=None, final=True, peak=True)
+    assert refusal(kernel, q, k, v, work) is None
+    state = forward(kernel, q, k, v, work, state=None, final=True, max_scores=True)
     assert state.out.dtype == case.dtype
-    assert state.peak is not None
+    assert state.max_scores is not None
     close(state.out, want.out, case.dtype, "out")
     close(state.lse, want.lse, case.dtype, "lse")
-    close(state.peak, want.peak, case.dtype, "peak")
+    close(state.max_scores, want.max_scores, case.dtype, "max_scores")
     dlse = torch.where(torch.isfinite(want.lse), dlse, 0.0)
     delta = kernel.delta(state.out, do, dlse)
     needs = [any(c.data_ptr() == t.data_ptr() for t in case.learned) for c in work.score_captured]
-    grads = kernel.backward(q, k, v, state.out, state.lse, do, None, work, needs=needs, wide=wide, delta=delta)
+    grads = backward(kernel, q, k, v, state.out, state.lse, do, None, work, needs=needs, wide=wide, delta=delta)
     assert grads.q.dtype == (torch.float32 if wide else case.dtype)
     for name, got, expected in zip(("dq", "dk", "dv"), (grads.q, grads.k, grads.v), want.grads, strict=False):
         close(got, expected, case.dtype, name)
@@ -349,25 +351,25 @@ def test_the_built_in_configuration_works() -> None:
 def test_output_keeps_the_query_order_of_dims() -> None:
     case = Case(layout="bshd")
     q, k, v = case.inputs()
-    state = TritonKernel(config=SMALL).forward(q, k, v, case.work(), state=None, final=True, peak=False)
+    state = forward(TritonKernel(config=SMALL), q, k, v, case.work(), state=None, final=True, max_scores=False)
     assert state.out.transpose(1, 2).is_contiguous()
-    assert state.peak is None
+    assert state.max_scores is None
 
 
 def test_two_merged_halves_equal_one_whole() -> None:
     case = Case(shape=(1, 2, 1, 100, 160), mask=late, dtype=torch.bfloat16)
     kernel = TritonKernel(config=SMALL)
     q, k, v = case.inputs()
-    whole = kernel.forward(q, k, v, case.work(), state=None, final=True, peak=True)
+    whole = forward(kernel, q, k, v, case.work(), state=None, final=True, max_scores=True)
     state: State | None = None
     for start, final in ((64, False), (0, True)):
         stop = 160 if start else 64
         half = late_part(case, start, stop)
-        state = kernel.forward(q, k[:, :, start:stop], v[:, :, start:stop], half, state=state, final=final, peak=True)
+        state = forward(kernel, q, k[:, :, start:stop], v[:, :, start:stop], half, state=state, final=final, max_scores=True)
         assert state.out.dtype == (torch.bfloat16 if final else torch.float32)
-    assert state is not None and state.peak is not None and whole.peak is not None
+    assert state is not None and state.max_scores is not None and whole.max_scores is not None
     torch.testing.assert_close(state.lse, whole.lse, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(state.peak, whole.peak, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state.max_scores, whole.max_scores, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(state.out, whole.out, rtol=2e-2, atol=1e-2)
 
 
@@ -387,10 +389,10 @@ def test_permuted_tiles_give_permuted_rows() -> None:
     q, k, v = case.inputs()
     do = torch.randn_like(q)
     plain = case.work()
-    want = kernel.forward(q, k, v, plain, state=None, final=True, peak=False)
+    want = forward(kernel, q, k, v, plain, state=None, final=True, max_scores=False)
     delta = kernel.delta(want.out, do, None)
-    want_grads = kernel.backward(
-        q, k, v, want.out, want.lse, do, None, plain, needs=[False] * len(plain.score_captured), wide=False, delta=delta
+    want_grads = backward(
+        kernel, q, k, v, want.out, want.lse, do, None, plain, needs=[False] * len(plain.score_captured), wide=False, delta=delta
     )
 
     # Tiles of the sequence in the order 2, 0, 1; the last one holds 32 tokens.
@@ -403,10 +405,11 @@ def test_permuted_tiles_give_permuted_rows() -> None:
     table.__dict__["transposed"] = runs_of(kinds.transpose(2, 3), (64, 64), 160, 160)
     work = replace(plain, table=table, q_tiles=tiling, kv_tiles=tiling)
     pq, pk, pv, pdo = (t[:, :, tokens] for t in (q, k, v, do))
-    got = kernel.forward(pq, pk, pv, work, state=None, final=True, peak=False)
+    got = forward(kernel, pq, pk, pv, work, state=None, final=True, max_scores=False)
     torch.testing.assert_close(got.out, want.out[:, :, tokens])
     torch.testing.assert_close(got.lse, want.lse[:, :, tokens])
-    grads = kernel.backward(
+    grads = backward(
+        kernel,
         pq,
         pk,
         pv,
@@ -433,7 +436,7 @@ def test_gradient_functions_of_activations_match() -> None:
 
 def test_an_unsupported_operation_is_named() -> None:
     case = Case(score=lambda s, b, h, q, kv: torch.atan2(s, s + 2))
-    reason = TritonKernel().refuses(*case.inputs(), case.work())
+    reason = refusal(TritonKernel(), *case.inputs(), case.work())
     assert reason is not None and "atan2" in reason
 
 
@@ -441,11 +444,11 @@ def test_unsupported_inputs_are_rejected() -> None:
     case = Case()
     q, k, v = case.inputs()
     kernel = TritonKernel()
-    assert "float64" in str(kernel.refuses(q.double(), k.double(), v.double(), case.work()))
+    assert "float64" in str(refusal(kernel, q.double(), k.double(), v.double(), case.work()))
     wide = torch.zeros(1, 2, 100, 300, device=DEVICE)
-    assert "256" in str(kernel.refuses(wide, wide, v, case.work()))
+    assert "256" in str(refusal(kernel, wide, wide, v, case.work()))
     odd = replace(case.work(), table=table_of(case.allowed()[:1, :1], (72, 64)))
-    assert "multiples of 16" in str(kernel.refuses(q, k, v, odd))
+    assert "multiples of 16" in str(refusal(kernel, q, k, v, odd))
 
 
 def test_the_compiler_accepts_what_the_interpreter_runs() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tests.kernels.calls import backward, forward
 from tests.kernels.test_triton import (
     DEVICE,
     SMALL,
@@ -27,7 +28,8 @@ from tests.kernels.test_triton import (
     runs_of,
 )
 
-from longspan._kernels.protocol import State, Tiling
+from longspan._kernels.protocol import State
+from longspan._kernels.tiling import Tiling
 from longspan._kernels.triton import Config, TritonKernel
 
 KERNEL = TritonKernel(config=SMALL)
@@ -49,10 +51,10 @@ def computed(case: Case, inputs: Inputs, *, kernel: TritonKernel = KERNEL, fused
     """Both passes. `fused`: dq_kernel computes delta."""
     *qkv, do = inputs
     work = case.work()
-    state = kernel.forward(*qkv, work, state=None, final=True, peak=False)
+    state = forward(kernel, *qkv, work, state=None, final=True, max_scores=False)
     delta = None if fused else kernel.delta(state.out, do, None)
     needs = [c.is_floating_point() for c in work.score_captured]
-    grads = kernel.backward(*qkv, state.out, state.lse, do, None, work, needs=needs, wide=False, delta=delta)
+    grads = backward(kernel, *qkv, state.out, state.lse, do, None, work, needs=needs, wide=False, delta=delta)
     return Results(out=state.out, lse=state.lse, dq=grads.q, dk=grads.k, dv=grads.v, captured=grads.captured)
 
 
@@ -162,8 +164,8 @@ def test_poison_past_the_end_of_a_short_tile_is_not_seen(tma: bool) -> None:
 
     def both(given: Inputs) -> list[Tensor]:
         *qkv, do = given
-        state = kernel.forward(*qkv, work, state=None, final=True, peak=False)
-        grads = kernel.backward(*qkv, state.out, state.lse, do, None, work, needs=[], wide=False)
+        state = forward(kernel, *qkv, work, state=None, final=True, max_scores=False)
+        grads = backward(kernel, *qkv, state.out, state.lse, do, None, work, needs=[], wide=False)
         return [state.out, state.lse, grads.q, grads.k, grads.v]
 
     clean = both(inputs)
@@ -197,7 +199,7 @@ def test_poison_does_not_cross_stages_or_a_separate_delta() -> None:
         state: State | None = None
         for start, stop in ((64, 160), (0, 64)):
             part = late_part(case, start, stop)
-            state = KERNEL.forward(q, k[:, :, start:stop], v[:, :, start:stop], part, state=state, final=start == 0, peak=False)
+            state = forward(KERNEL, q, k[:, :, start:stop], v[:, :, start:stop], part, state=state, final=start == 0, max_scores=False)
         assert state is not None
         return state
 

@@ -65,7 +65,7 @@ def compile_kernel(
         elif name in ("q_side", "kv_side"):
             signature[name] = ("*i32" if arrays else "constexpr",) * 3
             constants.update({} if arrays else {(i, j): None for j in range(3)})
-        elif name in ("peak_ptr", "old_out_ptr", "old_lse_ptr", "old_peak_ptr") and not arrays:
+        elif name in ("max_scores_ptr", "old_out_ptr", "old_lse_ptr", "old_max_scores_ptr") and not arrays:
             signature[name], constants[i,] = "constexpr", None
         elif tile.tma and name in streamed:
             rows, dim = (tile.m if kernel is dkdv_kernel else tile.n), padded[0 if name in ("q_ptr", "k_ptr") else 1]
@@ -77,7 +77,7 @@ def compile_kernel(
         elif name in ("mask_sizes", "score_sizes"):
             signature[name] = ("i32",)
         elif name.endswith("_ptr"):
-            in_float32 = name.startswith(("lse", "norm", "delta", "old", "peak"))
+            in_float32 = name.startswith(("lse", "norm", "delta", "old", "max_scores"))
             signature[name] = "*fp32" if in_float32 else f"*{dtype}"
             attributes[i,] = [["tt.divisibility", 16]]
         else:

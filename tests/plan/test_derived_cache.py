@@ -11,7 +11,7 @@ from threading import Barrier
 import pytest
 
 import longspan as ls
-from longspan._plan.derived_cache import DerivedCache
+from longspan._derived_cache import DerivedCache
 from longspan._plan.plan_data import PlanData
 from longspan.testing import virtual_world
 
@@ -23,7 +23,7 @@ def plan_data() -> PlanData:
 
 
 def test_the_least_recently_used_value_is_dropped_first() -> None:
-    cache, plan, derived = DerivedCache[str](2), plan_data(), []
+    cache, plan, derived = DerivedCache[PlanData, str](2), plan_data(), []
 
     def get(key: str) -> str:
         return cache.get(plan, key, lambda: derived.append(key) or key.upper())  # type: ignore[func-returns-value]
@@ -34,18 +34,18 @@ def test_the_least_recently_used_value_is_dropped_first() -> None:
 
 
 def test_values_of_10000_plans_leave_nothing_behind() -> None:
-    cache, plan = DerivedCache[int](4), plan_data()
+    cache, plan = DerivedCache[PlanData, int](4), plan_data()
     for i in range(10000):
         other = dataclasses.replace(plan)
         for key in range(8):
             cache.get(other, key, lambda i=i: i)  # type: ignore[misc]
     del other
     gc.collect()
-    assert len(cache._plans) == 0
+    assert len(cache._owners) == 0
 
 
 def test_threads_that_share_a_plan_derive_a_value_once() -> None:
-    cache, plan, barrier, derived = DerivedCache[object](4), plan_data(), Barrier(8), []
+    cache, plan, barrier, derived = DerivedCache[PlanData, object](4), plan_data(), Barrier(8), []
 
     def derive() -> object:
         derived.append(1)

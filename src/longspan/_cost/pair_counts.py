@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan._balance.demand import pairs_per_row
-from longspan._plan.derived_cache import DerivedCache
+from longspan._derived_cache import DerivedCache
 from longspan._plan.plan_data import PlanData
 
 
@@ -24,7 +24,7 @@ class RankCounts:
     pairs: Tensor
 
 
-_counts: DerivedCache[RankCounts] = DerivedCache(1)
+_counts: DerivedCache[PlanData, RankCounts] = DerivedCache(1)
 
 
 def balance_of(pairs: Tensor) -> float:

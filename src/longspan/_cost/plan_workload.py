@@ -10,8 +10,8 @@ from torch import Tensor
 
 from longspan._cost.rates import Shape
 from longspan._cost.workload import BackwardMoves, Peers, Placement, Workload
+from longspan._derived_cache import DerivedCache
 from longspan._masks.block_table import BLOCK_SIZE, FULL, PARTIAL, BlockTable
-from longspan._plan.derived_cache import DerivedCache
 from longspan._plan.local_split import late_tiles
 from longspan._plan.plan_data import PlanData
 from longspan._plan.schedule import Schedule
@@ -19,7 +19,7 @@ from longspan._plan.tile_grid import coverage
 
 CHUNK = 1 << 24  # entries of a (rank, tile) matrix at once
 
-_workloads: DerivedCache[Workload] = DerivedCache(4)  # by devices per node
+_workloads: DerivedCache[PlanData, Workload] = DerivedCache(4)  # by devices per node
 
 
 def shape_of(data: PlanData) -> Shape:

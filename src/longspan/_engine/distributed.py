@@ -16,7 +16,7 @@ from longspan._engine.sink import sink_gradient, sink_state
 from longspan._engine.streams import StepStreams
 from longspan._engine.ulysses import UlyssesTranspose
 from longspan._engine.values import BackwardTensors, CallTensors
-from longspan._kernels.protocol import Grads, State, like_query
+from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, State, like_query
 
 
 def forward(call: ShardedCall, inputs: CallTensors, *, max_scores: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -44,8 +44,8 @@ def _forward_transposed(
 
 def _forward_steps(call: ShardedCall, inputs: CallTensors, *, max_scores: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     q, k, v = inputs.q, inputs.k, inputs.v
-    kernel, schedule = call.kernel_and_schedule(q, k, v, backward=False)
-    exchange = call.kv_exchange(kernel, schedule, inputs, backward=False)
+    kernel, schedule, capabilities = call.route(q, k, v, backward=False)
+    exchange = call.kv_exchange(capabilities, schedule, inputs, backward=False)
     queries = [q] if call.plan.rows == 1 else list(q.split(1))
     states: list[State | None] = [sink_state(inputs.sink, part, v, max_scores=max_scores) for part in queries]
     for i, step in enumerate(schedule.steps):
@@ -55,15 +55,16 @@ def _forward_steps(call: ShardedCall, inputs: CallTensors, *, max_scores: bool) 
             is_last = i == schedule.last_step[r]
             if tiles.empty and not is_last:
                 continue
-            work = call.work(tiles, q.device, r, backward=False, local_kv=exchange.local_kv(i))
-            states[r] = kernel.forward(queries[r], step_k, step_v, work, state=states[r], final=is_last, peak=max_scores)
+            work = call.work(tiles, q.device, r, backward=False)
+            step_inputs = AttentionInputs(q=queries[r], k=step_k, v=step_v, local_kv=exchange.local_kv(i))
+            states[r] = kernel.forward(step_inputs, work, state=states[r], final=is_last, max_scores=max_scores)
         exchange.send(i + 1)
     final = [state for state in states if state is not None]
     if len(final) == 1:
-        return final[0].out, final[0].lse, final[0].peak
+        return final[0].out, final[0].lse, final[0].max_scores
     out = like_query(q, v.shape[3], q.dtype)
     torch.cat([state.out for state in final], out=out)
-    row_max = [state.peak for state in final if state.peak is not None]
+    row_max = [state.max_scores for state in final if state.max_scores is not None]
     return out, torch.cat([state.lse for state in final]), torch.cat(row_max) if row_max else None
 
 
@@ -111,16 +112,16 @@ def _backward_transposed(call: ShardedCall, transpose: UlyssesTranspose, tensors
 def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide: bool) -> tuple[Grads, Tensor | None]:
     inputs, needs, grad_lse = tensors.inputs, tensors.needs, tensors.grad_lse
     q = inputs.q
-    kernel, schedule = call.kernel_and_schedule(q, inputs.k, inputs.v, backward=True)
+    kernel, schedule, capabilities = call.route(q, inputs.k, inputs.v, backward=True)
     delta = kernel.delta(tensors.out, tensors.grad_out, grad_lse)
     grad_sink = sink_gradient(inputs.sink, tensors.lse, delta)
-    exchange = call.kv_exchange(kernel, schedule, inputs, backward=True)
+    exchange = call.kv_exchange(capabilities, schedule, inputs, backward=True)
     may_overlap = overlap = False
     if q.is_cuda and exchange.group is not None and exchange.group.any_stream:
         may_overlap, overlap = call.steps_may_overlap(kernel, schedule, inputs, needs)
     streams = StepStreams(q.device, two=overlap)
     sums = GradientSums(
-        inputs, needs, exchange, schedule, streams, return_dtype=call.grad_kv_dtype(q.dtype), writes_once=kernel.rounds_once
+        inputs, needs, exchange, schedule, streams, return_dtype=call.grad_kv_dtype(q.dtype), writes_once=capabilities.rounds_kv_grads_once
     )
     with streams:
         for i, step in enumerate(schedule.steps):
@@ -130,7 +131,7 @@ def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide
                     exchange.prepare(i + 1)
                 # The first step may have to wait for a transfer, and nothing follows the last one. Not `overlap`: the first call must sum
                 # in the same order as later ones.
-                beside = may_overlap and bool(step.exchanges) and step is not schedule.steps[-1]
+                concurrent = may_overlap and bool(step.exchanges) and step is not schedule.steps[-1]
                 buffer = sums.buffer(step)
                 for r, (tiles, (step_k, step_v)) in enumerate(zip(step.tiles, step_kv, strict=True)):
                     into, scattered = sums.destination(tiles, r, buffer)
@@ -139,11 +140,13 @@ def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide
                         into.v.zero_()
                     else:
                         batch = slice(r, r + 1) if call.plan.rows > 1 else slice(None)
-                        work = call.work(tiles, q.device, r, backward=True, local_kv=exchange.local_kv(i), beside=beside)
-                        kernel.backward(
-                            q[batch], step_k, step_v, tensors.out[batch], tensors.lse[batch], tensors.grad_out[batch],
-                            None if grad_lse is None else grad_lse[batch], work, needs=needs, wide=True, delta=delta[batch], into=into,
+                        work = call.work(tiles, q.device, r, backward=True, concurrent=concurrent)
+                        step_tensors = BackwardInputs(
+                            inputs=AttentionInputs(q=q[batch], k=step_k, v=step_v, local_kv=exchange.local_kv(i)),
+                            out=tensors.out[batch], lse=tensors.lse[batch], grad_out=tensors.grad_out[batch],
+                            grad_lse=None if grad_lse is None else grad_lse[batch], needs=needs, delta=delta[batch],
                         )  # fmt: skip
+                        kernel.backward(step_tensors, work, wide=True, into=into)
                     if scattered is not None and tiles.rows is not None:
                         tiles.rows.write_(buffer, scattered)
                 exchange.send(i + 1)

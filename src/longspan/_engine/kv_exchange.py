@@ -46,13 +46,13 @@ class KVFormat:
     Attributes:
         separate: K and V have buffers and exchanges of their own.
         per_batch_row: A row is (batch row, token): batch rows are laid out differently.
-        two_places: In a joined schedule, the kernel reads local and received KV from two places. Otherwise the local KV of such a step is
+        two_buffers: In a joined schedule, the kernel reads local and received KV from two buffers. Otherwise the local KV of such a step is
             copied in front of the received KV.
     """
 
     separate: bool
     per_batch_row: bool
-    two_places: bool
+    two_buffers: bool
 
 
 @dataclass(kw_only=True, eq=False)
@@ -87,7 +87,7 @@ class KVExchange:
         self._transfers: dict[int, _Transfer] = {}
         if group is not None:
             self._names = (f"keys, {what}", f"values, {what}") if fmt.separate else (what,)
-            spare_rows = 0 if fmt.two_places else steps[0].received_rows
+            spare_rows = 0 if fmt.two_buffers else steps[0].received_rows
             sources = [[self.k], [self.v]] if fmt.separate else [[self.k, self.v]]
             self._first_buffers = [self._packed(tensors, spare_rows=spare_rows) for tensors in sources]
             self._local = [buffer[: len(buffer) - spare_rows] for buffer in self._first_buffers]
@@ -100,7 +100,7 @@ class KVExchange:
             return
         assert self.group is not None
         step, group = self.steps[i], self.group
-        own_buffer = i > 0 or self.format.two_places
+        own_buffer = i > 0 or self.format.two_buffers
         buffers = [empty_rows(r, step.received_rows, r.shape[1]) for r in self._local] if own_buffer else self._first_buffers
         skipped = len(step.local) if own_buffer else 0
         issue = []
@@ -156,8 +156,8 @@ class KVExchange:
         return kv
 
     def local_kv(self, i: int) -> tuple[Tensor, Tensor] | None:
-        """Local (k, v) of step i that `wait(i)` does not contain, because the kernel reads KV from two places."""
-        if i or not self.format.two_places:
+        """Local (k, v) of step i that `wait(i)` does not contain, because the kernel reads KV from two buffers."""
+        if i or not self.format.two_buffers:
             return None
         return self._view(self._local[0], self.k.shape[3]), self._view(self._local[1], self.v.shape[3])
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import Tensor
 
 from longspan._engine.buffer_rows import ReturnedRows, RowSelection
-from longspan._kernels.protocol import Tiling
+from longspan._kernels.protocol import Capabilities, Kernel
+from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import BlockTable
 
 
@@ -51,14 +53,14 @@ class StepTiles:
 
     Attributes:
         rows: The KV rows of the step's buffer that these tiles read; None for all.
-        complete: As in `longspan._kernels.protocol.Work`.
+        complete_q_tiles: As in `longspan._kernels.protocol.Work`.
     """
 
     table: BlockTable
     q_tiles: Tiling
     kv_tiles: Tiling
     rows: RowSelection | None = None
-    complete: Tensor | None = None
+    complete_q_tiles: Tensor | None = None
 
     @property
     def empty(self) -> bool:
@@ -131,3 +133,11 @@ class LocalSchedule:
     def final_returned_rows(self) -> ReturnedRows:
         """`returned` of all `final_returns`, concatenated."""
         return ReturnedRows(parts=tuple(part for step in self.final_returns for part in step.returned.parts))
+
+
+class Route(NamedTuple):
+    """The kernel of a pass, this rank's schedule for it, and the kernel's capabilities for the first step."""
+
+    kernel: Kernel
+    schedule: LocalSchedule
+    capabilities: Capabilities

@@ -10,8 +10,9 @@ from torch import Tensor
 from longspan._engine.sink import sink_gradient, sink_state
 from longspan._engine.table_cache import MaskTables, TableCache
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
-from longspan._kernels.protocol import Grads, Kernel, State, Tiling, Work
+from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, Kernel, State, Work
 from longspan._kernels.registry import choose
+from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import BLOCK_SIZE
 
 _PLAIN_BLOCK = (BLOCK_SIZE, BLOCK_SIZE)
@@ -22,7 +23,7 @@ def forward(inputs: CallTensors, options: CallOptions) -> State:
     """out in the dtype of q, lse, and the max scores if asked for."""
     kernel, work = _kernel_and_work(inputs, options, backward=False)
     state = sink_state(inputs.sink, inputs.q, inputs.v, max_scores=options.max_scores)
-    return kernel.forward(inputs.q, inputs.k, inputs.v, work, state=state, final=True, peak=options.max_scores)
+    return kernel.forward(_kernel_inputs(inputs), work, state=state, final=True, max_scores=options.max_scores)
 
 
 def backward(tensors: BackwardTensors, options: CallOptions) -> tuple[Grads, Tensor | None]:
@@ -30,10 +31,15 @@ def backward(tensors: BackwardTensors, options: CallOptions) -> tuple[Grads, Ten
     inputs, out, lse, grad_out, grad_lse = tensors.inputs, tensors.out, tensors.lse, tensors.grad_out, tensors.grad_lse
     kernel, work = _kernel_and_work(inputs, options, backward=True)
     delta = None if inputs.sink is None else kernel.delta(out, grad_out, grad_lse)
-    grads = kernel.backward(
-        inputs.q, inputs.k, inputs.v, out, lse, grad_out, grad_lse, work, needs=tensors.needs, wide=False, delta=delta
+    kernel_tensors = BackwardInputs(
+        inputs=_kernel_inputs(inputs), out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse, needs=tensors.needs, delta=delta
     )  # fmt: skip
+    grads = kernel.backward(kernel_tensors, work, wide=False)
     return grads, None if delta is None else sink_gradient(inputs.sink, lse, delta)
+
+
+def _kernel_inputs(inputs: CallTensors) -> AttentionInputs:
+    return AttentionInputs(q=inputs.q, k=inputs.k, v=inputs.v)
 
 
 @lru_cache(maxsize=256)
@@ -67,12 +73,12 @@ def mask_tables(inputs: CallTensors, options: CallOptions) -> MaskTables:
 
 
 def _kernel_and_work(inputs: CallTensors, options: CallOptions, *, backward: bool) -> tuple[Kernel, Work]:
-    q, k, v = inputs.q, inputs.k, inputs.v
     tables = mask_tables(inputs, options)
     work = make_work(inputs, options, tables, backward=backward)
-    kernel = choose(options.spec.kernel, q, k, v, work)
-    block = kernel.block(q, v, work.table)
+    kernel_inputs = _kernel_inputs(inputs)
+    kernel = choose(options.spec.kernel, kernel_inputs, work).kernel
+    block = kernel.block_size(kernel_inputs, work.table)
     if block == _PLAIN_BLOCK:
         return kernel, work
-    q_tiles, kv_tiles = plain_tiling(q.shape[2], block[0]), plain_tiling(k.shape[2], block[1])
+    q_tiles, kv_tiles = plain_tiling(inputs.q.shape[2], block[0]), plain_tiling(inputs.k.shape[2], block[1])
     return kernel, replace(work, table=tables.at(block, inputs.mask_captured), q_tiles=q_tiles, kv_tiles=kv_tiles)

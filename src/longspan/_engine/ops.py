@@ -34,7 +34,7 @@ def run_forward(inputs: CallTensors, options: CallOptions, plan: PlanData | None
     """The results of `attend`, and `Agreement.number` of the call (0 without a plan), which its backward pass must name."""
     if plan is None:
         state = one_device.forward(inputs, options)
-        out, lse, max_scores, number = state.out, state.lse, state.peak, 0
+        out, lse, max_scores, number = state.out, state.lse, state.max_scores, 0
     else:
         call = begin_call(plan, options, inputs)
         out, lse, max_scores = distributed.forward(call, inputs, max_scores=options.max_scores)

@@ -13,28 +13,27 @@ import torch
 from torch import Tensor
 
 from longspan._comm.agreement import CallDescription
+from longspan._derived_cache import DerivedCache
 from longspan._masks.block_table import BLOCK_SIZE
-from longspan._plan.derived_cache import DerivedCache
 from longspan._plan.plan_data import PlanData, TiledRow
 from longspan._plan.sharding import places
 
 if TYPE_CHECKING:
-    from longspan._engine.local_schedule import LocalSchedule
-    from longspan._kernels.protocol import Kernel
+    from longspan._engine.local_schedule import LocalSchedule, Route
 
 
 class PlanCache:
     """The engine's cache, by kind of value."""
 
     def __init__(self) -> None:
-        self._tiles: DerivedCache[tuple[TiledRow, ...]] = DerivedCache(8)
-        self._captured: DerivedCache[list[Tensor]] = DerivedCache(4)
-        self._places: DerivedCache[Tensor] = DerivedCache(8)
-        self._schedules: DerivedCache[LocalSchedule] = DerivedCache(64)
-        self._routes: DerivedCache[tuple[Kernel, LocalSchedule]] = DerivedCache(128)
-        self._concurrent: DerivedCache[bool] = DerivedCache(128)
-        self._launched: DerivedCache[bool] = DerivedCache(128)
-        self._descriptions: DerivedCache[CallDescription] = DerivedCache(256)
+        self._tiles: DerivedCache[PlanData, tuple[TiledRow, ...]] = DerivedCache(8)
+        self._captured: DerivedCache[PlanData, list[Tensor]] = DerivedCache(4)
+        self._places: DerivedCache[PlanData, Tensor] = DerivedCache(8)
+        self._schedules: DerivedCache[PlanData, LocalSchedule] = DerivedCache(64)
+        self._routes: DerivedCache[PlanData, Route] = DerivedCache(128)
+        self._concurrent: DerivedCache[PlanData, bool] = DerivedCache(128)
+        self._launched: DerivedCache[PlanData, bool] = DerivedCache(128)
+        self._descriptions: DerivedCache[PlanData, CallDescription] = DerivedCache(256)
 
     def tiles(self, plan: PlanData, block: tuple[int, int]) -> tuple[TiledRow, ...]:
         """The plan's batch rows in tiles of `block` (queries, KV) tokens; the plan has its own for BLOCK_SIZE."""
@@ -54,7 +53,7 @@ class PlanCache:
         """A rank's local schedule."""
         return self._schedules.get(plan, key, make)
 
-    def route(self, plan: PlanData, key: Hashable, choose: Callable[[], tuple[Kernel, LocalSchedule]]) -> tuple[Kernel, LocalSchedule]:
+    def route(self, plan: PlanData, key: Hashable, choose: Callable[[], Route]) -> Route:
         """The kernel and the local schedule of one kind of call."""
         return self._routes.get(plan, key, choose)
 

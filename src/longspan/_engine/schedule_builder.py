@@ -10,7 +10,7 @@ from torch import Tensor
 from longspan._engine.buffer_rows import RowSelection
 from longspan._engine.local_schedule import ComputeStep, LocalSchedule, StageExchange, StepTiles
 from longspan._engine.plan_cache import plan_cache
-from longspan._kernels.protocol import Tiling
+from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import expand_ranges
 from longspan._plan.local_split import late_share, late_tiles
 from longspan._plan.plan_data import PlanData
@@ -178,7 +178,9 @@ def _mark_complete(steps: list[StepTiles], last: int) -> list[StepTiles]:
         done |= complete[i]
     if not bool(done.all()):
         return steps
-    return [replace(tiles, complete=complete[i]) if i < last and bool(complete[i].any()) else tiles for i, tiles in enumerate(steps)]
+    return [
+        replace(tiles, complete_q_tiles=complete[i]) if i < last and bool(complete[i].any()) else tiles for i, tiles in enumerate(steps)
+    ]
 
 
 def _stage_names(stages: range) -> str:

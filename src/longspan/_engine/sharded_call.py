@@ -14,13 +14,13 @@ from torch import Tensor
 
 from longspan._comm.agreement import Agreement
 from longspan._engine.kv_exchange import KVExchange, KVFormat, sends_kv_separately
-from longspan._engine.local_schedule import LocalSchedule, StepTiles
+from longspan._engine.local_schedule import LocalSchedule, Route, StepTiles
 from longspan._engine.plan_cache import plan_cache
 from longspan._engine.schedule_builder import ScheduleOptions, local_schedule
 from longspan._engine.spec import Spec
 from longspan._engine.ulysses import UlyssesTranspose
 from longspan._engine.values import CallTensors
-from longspan._kernels.protocol import Kernel, Work, state_dtype
+from longspan._kernels.protocol import AttentionInputs, Capabilities, Kernel, Work, state_dtype
 from longspan._kernels.registry import choose
 from longspan._masks.block_table import BLOCK_SIZE
 from longspan._plan.plan_data import PlanData
@@ -50,16 +50,7 @@ class ShardedCall:
             group=plan.mesh.group(plan.ulysses), lengths=lengths, kv_lengths=kv_lengths, heads=self.heads, kv_heads=self.kv_heads
         )
 
-    def work(
-        self,
-        tiles: StepTiles,
-        device: torch.device,
-        row: int,
-        *,
-        backward: bool,
-        local_kv: tuple[Tensor, Tensor] | None = None,
-        beside: bool = False,
-    ) -> Work:
+    def work(self, tiles: StepTiles, device: torch.device, row: int, *, backward: bool, concurrent: bool = False) -> Work:
         """A step's tiles as work for a kernel. row: the batch row, where batch rows are laid out differently."""
         return Work(
             table=tiles.table,
@@ -74,18 +65,18 @@ class ShardedCall:
             first_batch=row if self.plan.rows > 1 else 0,
             first_head=0 if self.transpose is None else self.transpose.local_heads.start,
             mask_is_fixed=True,  # copies that belong to the plan
-            complete=None if backward else tiles.complete,
-            own=local_kv,
-            beside=beside,
+            complete_q_tiles=None if backward else tiles.complete_q_tiles,
+            concurrent=concurrent,
         )
 
-    def kernel_and_schedule(self, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> tuple[Kernel, LocalSchedule]:
-        """The kernel of a pass, and the local schedule in the kernel's tile size. Cached."""
+    def route(self, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> Route:
+        """The kernel of a pass and the local schedule in the kernel's tile size. Cached."""
         deterministic = torch.are_deterministic_algorithms_enabled()
         key = (self.spec.handle, q.shape, k.shape, v.shape, q.dtype, q.device, backward, deterministic)
         return plan_cache.route(self.plan, key, lambda: self._choose(q, k, v, backward=backward))
 
-    def _choose(self, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> tuple[Kernel, LocalSchedule]:
+    def _choose(self, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> Route:
+        inputs = AttentionInputs(q=q, k=k, v=v)
         heads = None if self.transpose is None else (self.transpose.local_heads.start, self.transpose.local_heads.stop)
         options = ScheduleOptions(
             block=(BLOCK_SIZE, BLOCK_SIZE), heads=heads, backward=backward, merge_stages=self._sends_kv_separately(k, v)
@@ -95,33 +86,31 @@ class ShardedCall:
             (tiles, row) for step in schedule.steps for row, tiles in enumerate(step.tiles) if not tiles.empty or step is schedule.steps[0]
         ]
         first, *more = (self.work(tiles, q.device, row, backward=True) for tiles, row in step_tiles)
-        kernel = choose(self.spec.kernel, q, k, v, first, more=more)
+        kernel, capabilities = choose(self.spec.kernel, inputs, first, more=more)
         for work in (first, *more):
-            kernel.check(work, q)
-        options = replace(options, block=kernel.block(q, v, self.plan.tiles[0].table))
+            kernel.check(inputs, work)
+        options = replace(options, block=kernel.block_size(inputs, self.plan.tiles[0].table))
         schedule = local_schedule(self.plan, options)
         if not backward:
-            return kernel, schedule
+            return Route(kernel, schedule, capabilities)
         split = local_schedule(self.plan, replace(options, split_bytes=(k.element_size(), self.grad_kv_dtype(q.dtype).itemsize)))
         if split is schedule:
-            return kernel, schedule
+            return Route(kernel, schedule, capabilities)
         # The kernel was chosen for local KV in one piece. If it rejects one of the two pieces, keep the local KV in one piece.
         ends = [self.work(split.steps[i].tiles[0], q.device, 0, backward=True) for i in (0, -1)]
-        return kernel, schedule if any(kernel.refuses(q, k, v, work) is not None for work in ends) else split
+        rejected = any(kernel.capabilities(inputs, work).refusal is not None for work in ends)
+        return Route(kernel, schedule if rejected else split, capabilities)
 
-    def kv_exchange(self, kernel: Kernel, schedule: LocalSchedule, inputs: CallTensors, *, backward: bool) -> KVExchange:
-        """The KV exchange of a pass, begun: it reads and sends k and v."""
-        q, k, v = inputs.q, inputs.k, inputs.v
+    def kv_exchange(self, capabilities: Capabilities, schedule: LocalSchedule, inputs: CallTensors, *, backward: bool) -> KVExchange:
+        """The KV exchange of a pass; starts to send k and v."""
+        k, v = inputs.k, inputs.v
         first, separate, per_batch_row = schedule.steps[0], self._sends_kv_separately(k, v), self.plan.rows > 1
-        two_places = (
-            separate and bool(first.exchanges) and not per_batch_row
-            and kernel.joins(q, v, self.work(first.tiles[0], q.device, 0, backward=backward), backward=backward)
-        )  # fmt: skip
+        two_buffers = separate and bool(first.exchanges) and not per_batch_row and capabilities.two_kv_buffers
         group = None
         if any(step.exchanges for step in schedule.steps):
             assert self.plan.ring is not None
             group = self.plan.mesh.group(self.plan.ring)
-        fmt = KVFormat(separate=separate, per_batch_row=per_batch_row, two_places=two_places)
+        fmt = KVFormat(separate=separate, per_batch_row=per_batch_row, two_buffers=two_buffers)
         return KVExchange(group, (k, v), schedule.steps, fmt, "backward" if backward else "forward", self.agreement)
 
     def _sends_kv_separately(self, k: Tensor, v: Tensor) -> bool:
@@ -146,7 +135,8 @@ class ShardedCall:
                 self.work(tiles, q.device, row, backward=True)
                 for step in schedule.steps for row, tiles in enumerate(step.tiles) if not tiles.empty
             ]  # fmt: skip
-            return len(works) > 1 and all(kernel.apart(q, v, work, needs) for work in works)
+            kernel_inputs = AttentionInputs(q=q, k=inputs.k, v=v)
+            return len(works) > 1 and all(kernel.capabilities(kernel_inputs, work, needs=needs).concurrent_backward for work in works)
 
         allowed = plan_cache.concurrent(self.plan, key, ask)
         return allowed, plan_cache.launched_before(self.plan, key) and allowed
@@ -158,7 +148,8 @@ class ShardedCall:
         q, k, v = (inputs.q, inputs.k, inputs.v) if self.transpose is None else self.transpose.gathered_shapes(inputs.q, inputs.k, inputs.v)
         if needs is None:
             for backward in (False, True):
-                self.kernel_and_schedule(q, k, v, backward=backward)
+                self.route(q, k, v, backward=backward)
         else:
-            kernel, schedule = self.kernel_and_schedule(q, k, v, backward=True)
-            kernel.check(self.work(schedule.steps[0].tiles[0], q.device, 0, backward=True), q, needs)
+            kernel, schedule, _ = self.route(q, k, v, backward=True)
+            work = self.work(schedule.steps[0].tiles[0], q.device, 0, backward=True)
+            kernel.check(AttentionInputs(q=q, k=k, v=v), work, needs=needs)

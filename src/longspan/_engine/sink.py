@@ -15,7 +15,7 @@ def sink_state(sink: Tensor | None, q: Tensor, v: Tensor, *, max_scores: bool) -
     dtype = state_dtype(q.dtype)
     lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device).copy_(sink[None, :, None])  # a copy: kernels overwrite the state
     out = torch.zeros((*q.shape[:3], v.shape[-1]), dtype=dtype, device=q.device)
-    return State(out=out, lse=lse, peak=torch.full_like(lse, -torch.inf) if max_scores else None)
+    return State(out=out, lse=lse, max_scores=torch.full_like(lse, -torch.inf) if max_scores else None)
 
 
 def sink_gradient(sink: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | None:

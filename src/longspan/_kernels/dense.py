@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspan._kernels.masked_autograd import masked_outer, masked_weighted_sum
 from longspan._kernels.protocol import state_dtype
-from longspan._kernels.tile_math import shares
+from longspan._kernels.tile_math import merge_weight
 from longspan._masks.program import Program
 
 
@@ -29,7 +29,7 @@ def dense_attention(
     sink: Tensor | None = None,
     q_pos: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, peak): out in the query's dtype, lse and peak in float32 (float64). Differentiable but for peak, to any order.
+    """(out, lse, max scores): out in the dtype of q, the others in float32 (float64). out and lse are differentiable to any order.
 
     Keys, values, queries and gradients that the mask hides from a row change no bit of its results, NaN and inf included.
 
@@ -54,11 +54,11 @@ def dense_attention(
         scores = score(scores, *indices, *score_captured).to(wide).expand(batch, heads, queries, n)
     if seen is not None:
         scores = torch.where(seen, scores, -torch.inf)
-    peak = scores.detach().amax(-1) if n else scores.new_full(scores.shape[:-1], -torch.inf)
-    weights = torch.exp(scores - peak.masked_fill(peak == -torch.inf, 0.0)[..., None])
+    max_scores = scores.detach().amax(-1) if n else scores.new_full(scores.shape[:-1], -torch.inf)
+    weights = torch.exp(scores - max_scores.masked_fill(max_scores == -torch.inf, 0.0)[..., None])
     total = weights.sum(-1)
     nothing = total == 0
-    lse = torch.where(nothing, -torch.inf, peak + torch.log(total.masked_fill(nothing, 1.0)))
+    lse = torch.where(nothing, -torch.inf, max_scores + torch.log(total.masked_fill(nothing, 1.0)))
     weights = weights / total.masked_fill(nothing, 1.0)[..., None]
     out = weights @ values if seen is None else masked_weighted_sum(weights, values, seen)
     if sink is not None:
@@ -66,6 +66,6 @@ def dense_attention(
         # A sink of −inf and a row that sees nothing: the sum of both is nothing still, but its gradient would be NaN.
         nothing = (lse == -torch.inf) & (sinks == -torch.inf)
         joined = torch.logaddexp(lse.masked_fill(nothing, 0.0), sinks.masked_fill(nothing, 0.0)).masked_fill(nothing, -torch.inf)
-        out = out * shares(lse, joined)[..., None]
+        out = out * merge_weight(lse, joined)[..., None]
         lse = joined
-    return out.to(q.dtype), lse, peak
+    return out.to(q.dtype), lse, max_scores

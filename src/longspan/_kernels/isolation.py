@@ -21,8 +21,8 @@ from longspan._kernels.protocol import plain_delta, state_dtype
 from longspan._kernels.rectangles import Rectangle
 
 
-class Rows(NamedTuple):
-    """What a backward operator is told of queries: result, lse and their gradients."""
+class OutputTerms(NamedTuple):
+    """Results of queries and their gradients, as a backward operator reads them."""
 
     grad_out: Tensor
     out: Tensor
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 
 ForwardOperator = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-BackwardOperator = Callable[[Tensor, Tensor, Tensor, Rows], tuple[Tensor, Tensor, Tensor]]
+BackwardOperator = Callable[[Tensor, Tensor, Tensor, OutputTerms], tuple[Tensor, Tensor, Tensor]]
 
 
 def isolated_forward(tiles: PlainTiles, rect: Rectangle, operator: ForwardOperator) -> tuple[Tensor, Tensor]:
@@ -58,33 +58,33 @@ def isolated_forward(tiles: PlainTiles, rect: Rectangle, operator: ForwardOperat
 
 
 def isolated_backward(
-    tiles: PlainTiles, rect: Rectangle, rows: Rows, delta: Tensor | None, operator: BackwardOperator
+    tiles: PlainTiles, rect: Rectangle, terms: OutputTerms, delta: Tensor | None, operator: BackwardOperator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v of a rectangle by an operator on (q, k, v, rows). `rows`, `delta`: of the whole call."""
+    """Gradients of q, k, v of a rectangle by an operator on (q, k, v, terms). `terms`, `delta`: of the whole call."""
     at, keys = tiles.q_slices(rect), tiles.kv_slices(rect)
-    grad_lse = None if rows.grad_lse is None else rows.grad_lse[at].to(rows.lse.dtype)
-    q, k, v, grad_out, out, lse = _computed(tiles.q[at], tiles.k[keys], tiles.v[keys], rows.grad_out[at], rows.out[at], rows.lse[at])
+    grad_lse = None if terms.grad_lse is None else terms.grad_lse[at].to(terms.lse.dtype)
+    q, k, v, grad_out, out, lse = _computed(tiles.q[at], tiles.k[keys], tiles.v[keys], terms.grad_out[at], terms.out[at], terms.lse[at])
     if delta is None and grad_lse is not None:
-        delta = plain_delta(rows.out, rows.grad_out, rows.grad_lse)
-    whole = (rows.grad_out, rows.out) if delta is None else (delta,)  # NaN and inf of either, and of grad_lse, are in delta
+        delta = plain_delta(terms.out, terms.grad_out, terms.grad_lse)
+    whole = (terms.grad_out, terms.out) if delta is None else (delta,)  # NaN and inf of either, and of grad_lse, are in delta
     here = (q, k, v, grad_out, out, lse.masked_fill(lse == -torch.inf, 0.0), *(() if grad_lse is None else (grad_lse,)))
-    if rect.kind == "full" or tiles.bounded(tiles.q, tiles.k, tiles.v, *whole, lse=rows.lse) or within(tiles.limit, *here):
-        return operator(q, k, v, Rows(grad_out, out, lse, grad_lse))
+    if rect.kind == "full" or tiles.bounded(tiles.q, tiles.k, tiles.v, *whole, lse=terms.lse) or within(tiles.limit, *here):
+        return operator(q, k, v, OutputTerms(grad_out, out, lse, grad_lse))
     bad_q = beyond(tiles.limit, q, grad_out, out) | ~(lse < torch.inf)
     if grad_lse is not None:
         bad_q, grad_lse = bad_q | ~grad_lse.isfinite(), grad_lse.masked_fill(bad_q | ~grad_lse.isfinite(), 0.0)
     bad_kv = beyond(tiles.limit, k, v)
     clean_q, grad_out, out = (_zeroed(t, bad_q) for t in (q, grad_out, out))
     clean_k, clean_v = (_zeroed(t, bad_kv) for t in (k, v))
-    found = operator(clean_q, clean_k, clean_v, Rows(grad_out, out, lse.masked_fill(bad_q, 0.0), grad_lse))
+    clean_dq, clean_dk, clean_dv = operator(clean_q, clean_k, clean_v, OutputTerms(grad_out, out, lse.masked_fill(bad_q, 0.0), grad_lse))
     affected_q = bad_q | _rows_that_see(tiles, rect, bad_kv)
     affected_kv = bad_kv | _keys_seen_by(tiles, rect, affected_q)
     plain = tiles.empty_grads([False] * len(tiles.work.score_captured))
-    delta = plain_delta(rows.out, rows.grad_out, None) if delta is None else delta
+    delta = plain_delta(terms.out, terms.grad_out, None) if delta is None else delta
     for part in tiles.parts(rect):
-        tiles.add_grads_(plain, part, rows.lse, delta, rows.grad_out)
-    chosen = ((affected_q, plain.q[at], found[0]), (affected_kv, plain.k[keys], found[1]), (affected_kv, plain.v[keys], found[2]))
-    dq, dk, dv = (torch.where(affected[..., None], a.to(b.dtype), b) for affected, a, b in chosen)
+        tiles.add_grads_(plain, part, terms.lse, delta, terms.grad_out)
+    pairs = ((affected_q, plain.q[at], clean_dq), (affected_kv, plain.k[keys], clean_dk), (affected_kv, plain.v[keys], clean_dv))
+    dq, dk, dv = (torch.where(affected[..., None], exact.to(clean.dtype), clean) for affected, exact, clean in pairs)
     return dq, dk, dv
 
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from longspan._kernels.nonfinite import largest_norm, masked_product, within
-from longspan._kernels.protocol import Grads, State, Work, state_dtype
+from longspan._kernels.protocol import AttentionInputs, Grads, State, Work, state_dtype
 from longspan._kernels.rectangles import Rectangle
 from longspan._kernels.tile_math import (
     add_lookup_grads_,
     empty_state,
-    fold_,
     grouped_matmul,
     grouped_matmul_t,
+    merge_,
     softmax_tile,
     tile_indices,
 )
@@ -32,10 +32,11 @@ TILE_KEYS = 1024  # columns of one tile
 class PlainTiles:
     """The tensors of one call, and the results and gradients of its rectangles."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> None:
-        self.q, self.k, self.v, self.work = q, k, v, work
-        self.wide = state_dtype(q.dtype)
-        self.ratio = q.shape[1] // k.shape[1]
+    def __init__(self, inputs: AttentionInputs, work: Work) -> None:
+        assert inputs.local_kv is None
+        self.q, self.k, self.v, self.work = inputs.q, inputs.k, inputs.v, work
+        self.wide = state_dtype(self.q.dtype)
+        self.ratio = self.q.shape[1] // self.k.shape[1]
         self.limit = largest_norm(self.wide, work.scale)
         self._bounded: dict[int, tuple[Tensor, bool]] = {}
 
@@ -130,10 +131,10 @@ class PlainTiles:
         """out and lse of one rectangle, of any size."""
         b, h, _ = self.q_slices(rect)
         shape = (b.stop - b.start, h.stop - h.start, rect.q1 - rect.q0, self.v.shape[-1])
-        state = empty_state(shape, self.wide, self.q.device, peak=False)
+        state = empty_state(shape, self.wide, self.q.device, max_scores=False)
         for part in self.parts(rect):
             out, lse, _ = self.forward(part)
-            fold_(state, (slice(None), slice(None), slice(part.q0 - rect.q0, part.q1 - rect.q0)), out, lse)
+            merge_(state, (slice(None), slice(None), slice(part.q0 - rect.q0, part.q1 - rect.q0)), out, lse)
         return state
 
     def add_grads_(self, total: Grads, rect: Rectangle, lse: Tensor, delta: Tensor, grad_out: Tensor) -> None:

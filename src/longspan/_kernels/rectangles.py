@@ -5,14 +5,15 @@ For kernels that compute one rectangle per call (torch's SDPA operators): fewer,
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 import torch
 
-from longspan._kernels.protocol import Tiling, Work
+from longspan._derived_cache import DerivedCache
+from longspan._kernels.protocol import Work
+from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import FULL, BlockTable
 
 
@@ -36,25 +37,19 @@ class Rectangle:
 _Run = tuple[int, int, int]  # first tile, last tile, kind
 _Spans = list[tuple[int, int, int]]  # first row, count, first position of each tile of one side
 
-_kept: WeakKeyDictionary[BlockTable, dict[Hashable, list[Rectangle]]] = WeakKeyDictionary()
-_KEPT_PER_TABLE = 16
+_covers_of: DerivedCache[BlockTable, list[Rectangle]] = DerivedCache(16)  # by tilings and first batch row and head
 _TILES_AT_ONCE = 64
+_MAX_MASKED_TILES = 64
 
 
 def rectangles(work: Work) -> list[Rectangle]:
-    """Cover the work's tiles, each exactly once, heaviest rectangles first. Found once per table and tilings, and not to be written to."""
-    kept = _kept.setdefault(work.table, {})
+    """Cover the work's tiles, each exactly once, largest rectangles first. Cached per table and tilings; callers must not modify it."""
     key = (work.q_tiles.name, work.kv_tiles.name, work.mask is None, work.first_batch, work.first_head)
-    found = kept.get(key)
-    if found is None:
-        if len(kept) >= _KEPT_PER_TABLE:
-            kept.clear()
-        found = kept[key] = _cover(work, most_masked_tiles=64)
-    return found
+    return _covers_of.get(work.table, key, lambda: _cover(work, max_masked_tiles=_MAX_MASKED_TILES))
 
 
-def _cover(work: Work, *, most_masked_tiles: int) -> list[Rectangle]:
-    """A masked rectangle spans at most `most_masked_tiles` tiles (or one row of a run), which bounds the memory for its mask."""
+def _cover(work: Work, *, max_masked_tiles: int) -> list[Rectangle]:
+    """A masked rectangle spans at most `max_masked_tiles` tiles (or one row of a run), which bounds the memory for its mask."""
     table = work.table
     out: list[Rectangle] = []
     ptr, first, last, kind = (t.tolist() for t in (table.ptr, table.first, table.last, table.kind))
@@ -69,7 +64,7 @@ def _cover(work: Work, *, most_masked_tiles: int) -> list[Rectangle]:
             mask = None if work.mask is None else _Tiles(work, b, h, q_spans, k_spans)
             rows = [_all_full(runs) for runs in rows] if mask is None else _without_needless_masks(rows, mask)
             squares = () if mask is None else _take_causal_squares(rows, mask)
-            for i0, i1, c0, c1, shape in (*squares, *_merge_rows(rows, most_masked_tiles)):
+            for i0, i1, c0, c1, shape in (*squares, *_merge_rows(rows, max_masked_tiles)):
                 for q0, q1 in _row_spans(q_spans[i0:i1]):
                     for k0, k1 in _row_spans(k_spans[c0:c1]):
                         out.append(Rectangle(b=b, h=h, q0=q0, q1=q1, k0=k0, k1=k1, kind=shape))
@@ -204,14 +199,14 @@ def _without(runs: list[_Run], first: int, last: int) -> list[_Run]:
     return out
 
 
-def _merge_rows(rows: list[list[_Run]], most_masked_tiles: int) -> Iterator[_Found]:
+def _merge_rows(rows: list[list[_Run]], max_masked_tiles: int) -> Iterator[_Found]:
     """Runs that stand in the same columns of consecutive rows become one rectangle."""
     open_: dict[_Run, int] = {}
     for i in range(len(rows) + 1):
         now = set(rows[i]) if i < len(rows) else set()
         for run, start in list(open_.items()):
             width = run[1] - run[0] + 1
-            too_big = run[2] != FULL and (i - start + 1) * width > max(width, most_masked_tiles)
+            too_big = run[2] != FULL and (i - start + 1) * width > max(width, max_masked_tiles)
             if run not in now or too_big:
                 yield start, i, run[0], run[1] + 1, "full" if run[2] == FULL else "masked"
                 del open_[run]

@@ -6,18 +6,17 @@ import warnings
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
-from longspan._kernels.protocol import Kernel, Work
+from longspan._kernels.protocol import AttentionInputs, Capabilities, Kernel, Work
 
 NAMES = ("auto", "dense", "cpu", "triton", "hopper", "aten", "flash", "efficient", "cudnn")
 
 
 class KernelRefused(ValueError):
-    """A kernel was named that cannot do what was asked; the message says why and what can."""
+    """Raised when a named kernel does not support a call, or is not installed. The message has the reason and an alternative."""
 
 
 def check_name(name: str) -> None:
@@ -47,7 +46,7 @@ def kernel_named(name: str) -> Kernel:
         from longspan._kernels.aten import KERNELS
 
         return KERNELS[name]
-    raise AssertionError(f"no kernel of the protocol is called {name!r}")
+    raise AssertionError(f"no kernel is called {name!r}")
 
 
 @cache
@@ -57,7 +56,7 @@ def has_triton() -> bool:
 
 @cache
 def has_gluon() -> bool:
-    """Whether the Hopper kernels can be imported: Gluon is experimental, and they need names of it that are not public."""
+    """Whether the Hopper kernels can be imported: they use private names of Gluon, which is experimental."""
     if not has_triton():
         return False
     try:
@@ -67,24 +66,29 @@ def has_gluon() -> bool:
     return True
 
 
-def choose(name: str, q: Tensor, k: Tensor, v: Tensor, work: Work, *, more: Sequence[Work] = ()) -> Kernel:
+class Choice(NamedTuple):
+    """The kernel for a call, and its capabilities for the first piece of work."""
+
+    kernel: Kernel
+    capabilities: Capabilities
+
+
+def choose(name: str, inputs: AttentionInputs, work: Work, *, more: Sequence[Work] = ()) -> Choice:
     """The kernel for a call: the named one, or with "auto" the first supported of hopper, triton and cpu on CUDA, and cpu elsewhere.
 
     `more`: other pieces of work of the call; the kernel must support them all. hopper is a candidate on Hopper GPUs with a tested Triton
-    only (`usual`). torch's SDPA operators are never chosen by "auto": they round partial results, and sum the gradient of q in any order.
+    only (`usual`). "auto" never chooses torch's SDPA operators: they round partial results and accumulate dQ in arbitrary order.
     """
-    pieces = (work, *more)
     if name != "auto":
-        kernel = kernel_named(name)
-        reason = _refusal(kernel, q, k, v, pieces)
+        choice, reason = _consider(name, inputs, (work, *more))
         if reason is not None:
-            raise KernelRefused(f"kernel {name!r} cannot do this: {reason}. kernel='auto' picks one that can")
-        return kernel
-    candidates = (usual(q.device), "triton") if q.is_cuda and has_triton() else ()
-    for candidate in candidates:
-        if _refusal(kernel_named(candidate), q, k, v, pieces) is None:
-            return kernel_named(candidate)
-    return kernel_named("cpu")
+            raise KernelRefused(f"kernel {name!r} does not support this call: {reason}. kernel='auto' picks one that does")
+        return choice
+    for candidate in (usual(inputs.q.device), "triton") if inputs.q.is_cuda and has_triton() else ():
+        choice, reason = _consider(candidate, inputs, (work, *more))
+        if reason is None:
+            return choice
+    return _consider("cpu", inputs, (work,))[0]
 
 
 def usual(device: torch.device) -> Literal["hopper", "triton"]:
@@ -98,7 +102,7 @@ def usual(device: torch.device) -> Literal["hopper", "triton"]:
     if interpreted() or _capability(device) != HOPPER:
         return "triton"
     if (reason := untested()) is not None:
-        _warn_once(f"kernel='auto' takes 'triton' on this Hopper GPU, which is slower than 'hopper'. That one refuses {reason}")
+        _warn_once(f"kernel='auto' uses 'triton' on this Hopper GPU, which is slower than 'hopper': 'hopper' does not support {reason}")
         return "triton"
     return "hopper"
 
@@ -108,8 +112,11 @@ def _warn_once(text: str) -> None:
     warnings.warn(text, stacklevel=2)
 
 
-def _refusal(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Work]) -> str | None:
-    return next((reason for work in pieces if (reason := kernel.refuses(q, k, v, work)) is not None), None)
+def _consider(name: str, inputs: AttentionInputs, pieces: Sequence[Work]) -> tuple[Choice, str | None]:
+    """A kernel as a choice, and the reason why it does not support one of the pieces, if so."""
+    kernel = kernel_named(name)
+    first, *more = (kernel.capabilities(inputs, work) for work in pieces)
+    return Choice(kernel, first), next((c.refusal for c in (first, *more) if c.refusal is not None), None)
 
 
 @cache

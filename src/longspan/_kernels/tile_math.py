@@ -1,6 +1,6 @@
-"""Small algebra that several kernels share: merging partial results, running programs on tiles, summing gradients of lookups.
+"""Tile arithmetic in torch operations: merging partial results, softmax, grouped products, gradients of lookups.
 
-Legend as in `protocol`; a tile is m queries × n keys, its tensors [B, H, m, n].
+Legend as in `longspan._kernels.protocol`; a tile is m queries × n keys, its tensors [B, H, m, n].
 """
 
 from __future__ import annotations
@@ -13,49 +13,50 @@ from torch import Tensor
 from longspan._kernels.protocol import State, Work
 
 
-def empty_state(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, peak: bool) -> State:
-    """The state of rows that have seen nothing; `shape` is that of out."""
+def empty_state(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, max_scores: bool) -> State:
+    """The state before the first step: out 0, lse −inf. shape: that of out."""
     lse = torch.full(shape[:-1], -torch.inf, dtype=dtype, device=device)
-    return State(out=torch.zeros(shape, dtype=dtype, device=device), lse=lse, peak=lse.clone() if peak else None)
+    return State(out=torch.zeros(shape, dtype=dtype, device=device), lse=lse, max_scores=lse.clone() if max_scores else None)
 
 
-def begun(state: State | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, peak: bool) -> State:
-    """A state to fold into: the given one, which is spent, or an empty one; `shape` is that of out."""
+def running_state(
+    state: State | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, max_scores: bool
+) -> State:  # fmt: skip
+    """A state to merge into: `state`, which is consumed, or an empty one. shape: that of out."""
     if state is None:
-        return empty_state(shape, dtype, device, peak=peak)
-    most = None
-    if peak:
-        most = torch.full_like(state.lse, -torch.inf) if state.peak is None else state.peak
-    return State(out=state.out.to(dtype), lse=state.lse, peak=most)
+        return empty_state(shape, dtype, device, max_scores=max_scores)
+    row_max = None
+    if max_scores:
+        row_max = torch.full_like(state.lse, -torch.inf) if state.max_scores is None else state.max_scores
+    return State(out=state.out.to(dtype), lse=state.lse, max_scores=row_max)
 
 
-def shares(lse: Tensor, total: Tensor) -> Tensor:
-    """exp(lse − total), and 0 where nothing was seen at all (both −inf)."""
+def merge_weight(lse: Tensor, total: Tensor) -> Tensor:
+    """exp(lse − total), and 0 where both are −inf: rows that saw no KV."""
     return torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))
 
 
-def fold_(state: State, where: tuple[slice, ...], out: Tensor, lse: Tensor, peak: Tensor | None = None) -> None:
-    """Merge a partial result for the rows `where` into the state, in place. Both sides may be empty (−inf) or far apart."""
-    old = state.lse[where]
-    total = torch.logaddexp(old, lse)
-    mine = state.out[where]
-    mine.mul_(shares(old, total)[..., None]).addcmul_(out, shares(lse, total)[..., None])
-    old.copy_(total)
-    if state.peak is not None and peak is not None:
-        torch.maximum(state.peak[where], peak, out=state.peak[where])
+def merge_(state: State, slices: tuple[slice, ...], out: Tensor, lse: Tensor, max_scores: Tensor | None = None) -> None:
+    """Merge a partial result for the rows `slices` into the state, in place. Exact also where either lse, or both, are −inf."""
+    state_out, state_lse = state.out[slices], state.lse[slices]
+    total = torch.logaddexp(state_lse, lse)
+    state_out.mul_(merge_weight(state_lse, total)[..., None]).addcmul_(out, merge_weight(lse, total)[..., None])
+    state_lse.copy_(total)
+    if state.max_scores is not None and max_scores is not None:
+        torch.maximum(state.max_scores[slices], max_scores, out=state.max_scores[slices])
 
 
 def softmax_tile(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(weights, lse, peak) over the last dim; rows of −inf give weights 0, lse −inf."""
-    peak = scores.amax(-1)
-    weights = torch.exp(scores - peak.masked_fill(peak == -torch.inf, 0.0)[..., None])
+    """(weights, lse, max scores) over the last dim; rows of −inf give weights 0, lse −inf."""
+    max_scores = scores.amax(-1)
+    weights = torch.exp(scores - max_scores.masked_fill(max_scores == -torch.inf, 0.0)[..., None])
     total = weights.sum(-1)
-    lse = peak + torch.log(total)
-    return weights / total.masked_fill(total == 0, 1.0)[..., None], lse.masked_fill(total == 0, -torch.inf), peak
+    lse = max_scores + torch.log(total)
+    return weights / total.masked_fill(total == 0, 1.0)[..., None], lse.masked_fill(total == 0, -torch.inf), max_scores
 
 
 def grouped_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a [B, H, m, x] @ b [B, G, x, n] → [B, H, m, n]: each of the G heads serves H/G neighbouring ones, without copies of b."""
+    """a [B, H, m, x] @ b [B, G, x, n] → [B, H, m, n]: H/G consecutive heads of a share one head of b, which is not copied."""
     (batch, heads, m, x), groups = a.shape, b.shape[1]
     return (a.reshape(batch, groups, heads // groups * m, x) @ b).view(batch, heads, m, b.shape[-1])
 
@@ -80,9 +81,9 @@ def add_lookup_grads_(
     seen: Tensor | None,
     shape: torch.Size,
 ) -> None:
-    """Add the gradient of each captured lookup of a tile to its element of the captured tensor's total, in place.
+    """Add the gradient of each lookup of a tile to the looked-up element of `totals`, in place.
 
-    `grads[r]` broadcasts to `shape` (the tile's, and for vector lookups more dims behind); `seen` is False where a score does not exist.
+    `grads[r]` broadcasts to `shape`, the tile's, plus trailing dims for vector lookups. `seen` is False for masked scores.
     """
     assert work.joint is not None
     for captured, grad, index in zip(work.joint.reads, grads, indices, strict=True):
@@ -93,25 +94,27 @@ def add_lookup_grads_(
         if seen is not None:
             keep = seen.expand(shape).reshape(*shape, *(1,) * (grad.ndim - len(shape)))
             grad = torch.where(keep, grad, 0.0)
-        lead = torch.broadcast_shapes((1,) * len(shape), *(i.shape for i in index))
-        same = [d for d, size in enumerate(lead) if size == 1]
-        grad = grad.sum(same, keepdim=True) if same else grad
+        index_shape = torch.broadcast_shapes((1,) * len(shape), *(i.shape for i in index))
+        constant_dims = [d for d, size in enumerate(index_shape) if size == 1]
+        grad = grad.sum(constant_dims, keepdim=True) if constant_dims else grad
         if index:
-            where: list[Tensor | None] = [i.expand(lead).reshape(-1) for i in index]
-            total.index_put_(where, grad.reshape(-1, *grad.shape[len(shape) :]), accumulate=True)
+            flat_index: list[Tensor | None] = [i.expand(index_shape).reshape(-1) for i in index]
+            total.index_put_(flat_index, grad.reshape(-1, *grad.shape[len(shape) :]), accumulate=True)
         else:
             total.add_(grad.reshape(total.shape))
 
 
-def above_zero(q: Tensor, scale: float) -> tuple[Tensor, float, float]:
-    """(q, scale, sign): the same products q·k·scale with a scale above 0. torch's operators mask first and then scale, and −inf times 0 or
-    less is no mask. The gradient of the given q is `sign` times that of the new one.
+def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float, float]:
+    """(q, scale, sign) with the same products q·k·scale and a scale above 0.
+
+    torch's operators add −inf for masked scores before they scale: a scale of 0 or less would undo the mask. The gradient of the given q is
+    `sign` times that of the returned q.
     """
     if scale > 0:
         return q, scale, 1.0
     return (-q, -scale, -1.0) if scale < 0 else (torch.zeros_like(q), 1.0, 0.0)
 
 
-def side_by_side(t: Tensor) -> Tensor:
-    """t, or a copy whose last dim's elements lie side by side: torch's CPU flash operator reads them so, whatever the stride."""
+def contiguous_last_dim(t: Tensor) -> Tensor:
+    """t, or a copy with a contiguous last dim: torch's CPU flash operator ignores the stride of the last dim."""
     return t if t.stride(-1) == 1 else t.contiguous()

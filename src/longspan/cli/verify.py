@@ -139,7 +139,7 @@ def _print_lines(lines: Iterator[Any], tell: Callable[[str], None]) -> list[Any]
 
 def _reason(text: str) -> str:
     """The reason in a KernelRefused message, without its advice."""
-    return text.partition("cannot do this: ")[2].partition(". kernel='auto'")[0] or text
+    return text.partition("does not support this call: ")[2].partition(". kernel='auto'")[0] or text
 
 
 def _row(line: Any) -> dict[str, Any]:

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from longspan._kernels.gpu import launch
-from longspan._kernels.protocol import Grads, State, Work, like_query
+from longspan._kernels.protocol import AttentionInputs, Grads, State, Work, like_query
 
 
-def usable(state: State, *, peak: bool) -> State:
-    """The state with contiguous lse and, with `peak`, max scores, which start at −inf."""
-    top = None
-    if peak:
-        top = torch.full_like(state.lse, float("-inf")) if state.peak is None else state.peak
-    return State(out=state.out, lse=state.lse.contiguous(), peak=None if top is None else top.contiguous())
+def usable(state: State, *, max_scores: bool) -> State:
+    """The state with contiguous lse and, if asked for, contiguous max scores, which start at −inf."""
+    row_max = None
+    if max_scores:
+        row_max = torch.full_like(state.lse, float("-inf")) if state.max_scores is None else state.max_scores.contiguous()
+    return State(out=state.out, lse=state.lse.contiguous(), max_scores=row_max)
 
 
-def empty_state(q: Tensor, dim: int, dtype: torch.dtype, *, peak: bool) -> State:
+def empty_state(q: Tensor, dim: int, dtype: torch.dtype, *, max_scores: bool) -> State:
     """An uninitialised state for q; out [B, H, Q, dim] of `dtype`."""
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    return State(out=empty_out(q, dim, dtype), lse=lse, peak=torch.empty_like(lse) if peak else None)
+    return State(out=empty_out(q, dim, dtype), lse=lse, max_scores=torch.empty_like(lse) if max_scores else None)
 
 
 def empty_out(q: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
@@ -41,15 +41,16 @@ def prefill(result: State, old: State | None) -> None:
     else:
         result.out.copy_(old.out)
         result.lse.copy_(old.lse)
-    if result.peak is not None:
-        if old is not None and old.peak is not None:
-            result.peak.copy_(old.peak)
+    if result.max_scores is not None:
+        if old is not None and old.max_scores is not None:
+            result.max_scores.copy_(old.max_scores)
         else:
-            result.peak.fill_(float("-inf"))
+            result.max_scores.fill_(float("-inf"))
 
 
-def empty_grads(q: Tensor, k: Tensor, v: Tensor, work: Work, needs: Sequence[bool], *, wide: bool) -> Grads:
+def empty_grads(inputs: AttentionInputs, work: Work, needs: Sequence[bool], *, wide: bool) -> Grads:
     """Uninitialised gradients of q, k and v, float32 if `wide`, and zeros for the captured tensors that need a gradient."""
+    q, k, v = inputs.q, inputs.k, inputs.v
     dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32 if wide else q.dtype, device=q.device) for x in (q, k, v))
     captured = [
         torch.zeros(c.shape, dtype=torch.float32, device=c.device) if n else None for c, n in zip(work.score_captured, needs, strict=True)

@@ -6,18 +6,19 @@ the life of that table or tiling.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from longspan._derived_cache import DerivedCache
 from longspan._kernels.gpu import codegen
 from longspan._kernels.gpu.interpreter import computable, interpreted
-from longspan._kernels.protocol import Tiling, Work
+from longspan._kernels.protocol import Work
+from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import FULL, PARTIAL, BlockTable, Runs
 from longspan._masks.program import Program
 
@@ -54,8 +55,12 @@ class TilingFacts(NamedTuple):
     aligned: bool
 
 
-_facts: WeakKeyDictionary[Tiling, TilingFacts] = WeakKeyDictionary()
-_sides: WeakKeyDictionary[Tiling, dict[torch.device, Pointers]] = WeakKeyDictionary()
+_facts: DerivedCache[Tiling, TilingFacts] = DerivedCache(1)
+_sides: DerivedCache[Tiling, Pointers] = DerivedCache(16)  # by device
+_busy: DerivedCache[BlockTable, int] = DerivedCache(1)
+_idle: DerivedCache[BlockTable, tuple[tuple[int, int], ...]] = DerivedCache(16)  # by query tiling
+_tables: DerivedCache[BlockTable, DeviceTable] = DerivedCache(16)  # by device, tiling and use
+_MAX_SPANS = 8
 
 
 @lru_cache(maxsize=1024)
@@ -69,33 +74,35 @@ def facts(tiling: Tiling) -> TilingFacts:
     """The facts of a tiling, cached."""
     if tiling.row is None or tiling.pos is None or tiling.count is None:
         return _plain_facts(tiling.length, tiling.block)
-    cached = _facts.get(tiling)
-    if cached is None:
-        row, pos, count = (t.cpu().long() for t in (tiling.row, tiling.pos, tiling.count))
-        covered = torch.zeros(tiling.length + 1, dtype=torch.int64)
-        covered.index_add_(0, row, torch.ones_like(row)).index_add_(0, row + count, -torch.ones_like(row))
-        breaks = (row.diff() != tiling.block) | (count[:-1] < tiling.block)
-        cached = TilingFacts(
-            short=torch.nonzero(count < tiling.block).flatten(),
-            row_breaks=torch.nonzero(breaks).flatten() + 1,
-            breaks=torch.nonzero(breaks | (pos.diff() != tiling.block)).flatten() + 1,
-            covers=bool((covered.cumsum(0)[:-1] > 0).all()),
-            reach=int(pos.max()) + tiling.block if len(pos) else 0,
-            aligned=not bool((row % 4).any()),
-        )
-        _facts[tiling] = cached
-    return cached
+    row, pos, count = tiling.row, tiling.pos, tiling.count
+    return _facts.get(tiling, None, lambda: _array_facts(tiling, row.cpu().long(), pos.cpu().long(), count.cpu().long()))
+
+
+def _array_facts(tiling: Tiling, row: Tensor, pos: Tensor, count: Tensor) -> TilingFacts:
+    covered = torch.zeros(tiling.length + 1, dtype=torch.int64)
+    covered.index_add_(0, row, torch.ones_like(row)).index_add_(0, row + count, -torch.ones_like(row))
+    breaks = (row.diff() != tiling.block) | (count[:-1] < tiling.block)
+    return TilingFacts(
+        short=torch.nonzero(count < tiling.block).flatten(),
+        row_breaks=torch.nonzero(breaks).flatten() + 1,
+        breaks=torch.nonzero(breaks | (pos.diff() != tiling.block)).flatten() + 1,
+        covers=bool((covered.cumsum(0)[:-1] > 0).all()),
+        reach=int(pos.max()) + tiling.block if len(pos) else 0,
+        aligned=not bool((row % 4).any()),
+    )
 
 
 def side(tiling: Tiling, device: torch.device) -> Pointers | tuple[None, None, None]:
     """A tiling's (row, pos, count) on the device, int32; Nones for a plain sequence."""
     if tiling.row is None or tiling.pos is None or tiling.count is None:
         return None, None, None
-    by_device = _sides.setdefault(tiling, {})
-    if device not in by_device:
-        row, pos, count = to_device([tiling.row, tiling.pos, tiling.count], device)
-        by_device[device] = row, pos, count
-    return by_device[device]
+    arrays = [tiling.row, tiling.pos, tiling.count]
+
+    def copy() -> Pointers:
+        row, pos, count = to_device(arrays, device)
+        return row, pos, count
+
+    return _sides.get(tiling, device, copy)
 
 
 def to_device(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
@@ -175,18 +182,9 @@ def start_order(table: BlockTable, shared: int) -> Tensor:
     return torch.argsort(work.flatten(), descending=True, stable=True).int()
 
 
-_busy: WeakKeyDictionary[BlockTable, int] = WeakKeyDictionary()
-
-
 def busy_rows(table: BlockTable) -> int:
     """Number of table rows that have a tile. They come first in `start_order`."""
-    if table not in _busy:
-        _busy[table] = int((table.tiles_per_row > 0).sum())
-    return _busy[table]
-
-
-_idle: WeakKeyDictionary[BlockTable, dict[Hashable, tuple[tuple[int, int], ...]]] = WeakKeyDictionary()
-_MAX_SPANS = 8
+    return _busy.get(table, None, lambda: int((table.tiles_per_row > 0).sum()))
 
 
 def idle_spans(table: BlockTable, queries: Tiling) -> tuple[tuple[int, int], ...]:
@@ -194,37 +192,31 @@ def idle_spans(table: BlockTable, queries: Tiling) -> tuple[tuple[int, int], ...
 
     More than 8 ranges are joined into one that contains them all.
     """
-    cached = _idle.setdefault(table, {})
-    if queries.name not in cached:
-        tiles = table.rows // (table.batch * table.heads)
-        busy = (table.tiles_per_row.view(-1, tiles) > 0).all(0).cpu()
-        row = torch.arange(tiles) * queries.block if queries.row is None else queries.row.cpu().long()
-        count = (queries.length - row).clamp(max=queries.block) if queries.count is None else queries.count.cpu().long()
-        held = torch.zeros(queries.length + 2, dtype=torch.int64)
-        held.index_add_(0, row[busy] + 1, torch.ones_like(row[busy])).index_add_(0, (row + count)[busy] + 1, -torch.ones_like(row[busy]))
-        idle = torch.nn.functional.pad((held.cumsum(0)[1:-1] == 0).int(), (1, 1)).diff()
-        spans = list(zip(torch.nonzero(idle == 1).flatten().tolist(), torch.nonzero(idle == -1).flatten().tolist(), strict=True))
-        cached[queries.name] = tuple(spans) if len(spans) <= _MAX_SPANS else ((spans[0][0], spans[-1][1]),)
-    return cached[queries.name]
+    return _idle.get(table, queries.name, lambda: _find_idle_spans(table, queries))
 
 
-_MAX_DEVICE_TABLES = 16  # of one block table
-_tables: WeakKeyDictionary[BlockTable, dict[Hashable, DeviceTable]] = WeakKeyDictionary()
+def _find_idle_spans(table: BlockTable, queries: Tiling) -> tuple[tuple[int, int], ...]:
+    tiles = table.rows // (table.batch * table.heads)
+    busy = (table.tiles_per_row.view(-1, tiles) > 0).all(0).cpu()
+    row = torch.arange(tiles) * queries.block if queries.row is None else queries.row.cpu().long()
+    count = (queries.length - row).clamp(max=queries.block) if queries.count is None else queries.count.cpu().long()
+    depth = torch.zeros(queries.length + 2, dtype=torch.int64)  # +1 where a busy tile starts, −1 after its end
+    depth.index_add_(0, row[busy] + 1, torch.ones_like(row[busy])).index_add_(0, (row + count)[busy] + 1, -torch.ones_like(row[busy]))
+    idle = torch.nn.functional.pad((depth.cumsum(0)[1:-1] == 0).int(), (1, 1)).diff()
+    spans = list(zip(torch.nonzero(idle == 1).flatten().tolist(), torch.nonzero(idle == -1).flatten().tolist(), strict=True))
+    return tuple(spans) if len(spans) <= _MAX_SPANS else ((spans[0][0], spans[-1][1]),)
 
 
 def device_table(table: BlockTable, columns: Tiling, device: torch.device, *, shared: int, positions: bool) -> DeviceTable:
     """The table on the device, cached. `columns`: the tiling of its columns. `shared`: see `start_order`. `positions`: see `split_runs`."""
-    cached = _tables.setdefault(table, {})
-    key = (device, shared, positions, columns.name)
-    on_device = cached.get(key)
-    if on_device is None:
-        if len(cached) >= _MAX_DEVICE_TABLES:
-            cached.clear()
+
+    def copy() -> DeviceTable:
         full, partial = split_runs(table, facts(columns), positions=positions)
         counts = torch.stack([_lengths(partial, table.rows), _lengths(full, table.rows)], 1).flatten()
         order, *rest = to_device([start_order(table, shared), *full, *partial, counts], device)
-        on_device = cached[key] = DeviceTable(order, (rest[0], rest[1], rest[2]), (rest[3], rest[4], rest[5]), rest[6])
-    return on_device
+        return DeviceTable(order, (rest[0], rest[1], rest[2]), (rest[3], rest[4], rest[5]), rest[6])
+
+    return _tables.get(table, (device, shared, positions, columns.name), copy)
 
 
 def pack_sizes(tensors: Sequence[Tensor]) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from longspan._kernels.gpu import codegen, launch
 from longspan._kernels.gpu.lookup_bounds import check_lookups
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch, hold_for_graph, layouts, prepared_launch
-from longspan._kernels.protocol import Work
+from longspan._kernels.protocol import AttentionInputs, Work
 
 _GRAPH_AND_MASK = (
     "cannot capture a CUDA graph: the mask reads tensors, the block table follows from their present values, and a replay would not see a "
@@ -78,9 +78,10 @@ class LaunchCall:
     `variant`: a hashable value that distinguishes launches of different configurations.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, work: Work, *, variant: Hashable = None) -> None:
-        self.q, self.k, self.v, self.work = q, k, v, work
-        self.kv_len = k.shape[2]
+    def __init__(self, inputs: AttentionInputs, work: Work, *, variant: Hashable = None) -> None:
+        self.q, self.k, self.v, self.work = inputs.q, inputs.k, inputs.v, work
+        q = self.q
+        self.kv_len = self.k.shape[2] + (0 if inputs.local_kv is None else inputs.local_kv[0].shape[2])
         self.precision = "ieee" if q.dtype == torch.float32 and not _tf32_allowed() else "tf32"
         self._variant = variant
         self._mask_captured = launch.pack_captured(work.mask_captured, q)

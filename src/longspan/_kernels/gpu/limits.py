@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from torch import Tensor
-
 from longspan._kernels.gpu import codegen, launch
 from longspan._kernels.gpu.codegen import ByKey, JointByKey
-from longspan._kernels.protocol import Work
+from longspan._kernels.protocol import AttentionInputs, Work
 
 MAX_HEAD_DIM = 256
 _MIN_BLOCK = 16  # a tile side of the smallest matrix product
 
 
-def unsupported(q: Tensor, v: Tensor, work: Work) -> str | None:
+def unsupported(inputs: AttentionInputs, work: Work) -> str | None:
     """The reason why no GPU kernel computes this work, or None."""
+    q, v = inputs.q, inputs.v
     if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
-        return f"head dims {q.shape[-1]} and {v.shape[-1]}: at most {MAX_HEAD_DIM} each"
+        return f"head dims {q.shape[-1]} and {v.shape[-1]}: expected at most {MAX_HEAD_DIM} each"
     for block in work.table.block:
         if launch.sub_tile(block, 128) < _MIN_BLOCK:
-            return f"table block {work.table.block}: both sizes must be multiples of {_MIN_BLOCK}"
+            return f"table block {work.table.block}: expected multiples of {_MIN_BLOCK}"
     if work.mask is None and work.score is None:
         return None
     options = launch.options(work, q.dtype)

@@ -15,20 +15,21 @@ that are written to later. Step 2 copies captured tensors that a discontinuous o
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
+from longspan._derived_cache import DerivedCache
 from longspan._kernels.gpu.codegen import ByKey
 from longspan._kernels.gpu.exact_values import decisive
 from longspan._kernels.gpu.guards import reached
 from longspan._kernels.gpu.sample_pairs import Pairs, around, places, sampled, spread
-from longspan._kernels.protocol import Tiling, Work
+from longspan._kernels.protocol import Work
+from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import BlockTable
 from longspan._masks.intervals import bounds
 from longspan._masks.program import Program, call, op_name
@@ -36,7 +37,7 @@ from longspan._masks.program import Program, call, op_name
 _MAX_POSITIONS = 64  # with an index out of bounds, to evaluate
 _BATCHES, _HEADS = 2, 4  # to sample, where the table has one for all
 
-_checked: WeakKeyDictionary[BlockTable, set[Hashable]] = WeakKeyDictionary()
+_checked: DerivedCache[BlockTable, None] = DerivedCache(64)  # calls whose lookups are in bounds
 
 
 def check_lookups(work: Work, batch: int, heads: int) -> None:
@@ -45,15 +46,15 @@ def check_lookups(work: Work, batch: int, heads: int) -> None:
     asked = [(p, captured) for p, captured in pieces if p is not None and not _inside(p, captured, work, batch, heads)]
     if not asked:
         return
-    done = _checked.setdefault(work.table, set())
     shapes = tuple(tuple(t.shape) for _, captured in pieces for t in captured)
     keys = tuple(p.key for p, _ in asked)
     key = (keys, shapes, work.q_tiles.name, work.kv_tiles.name, batch, heads, work.first_batch, work.first_head)
-    if key in done:
-        return
-    for program, captured in asked:
-        _check_pairs(program, _on_host(program, captured), work, batch, heads)
-    done.add(key)
+
+    def check() -> None:
+        for program, captured in asked:
+            _check_pairs(program, _on_host(program, captured), work, batch, heads)
+
+    _checked.get(work.table, key, check)
 
 
 # ------------------------------------------------------------------------------------------------ bounds

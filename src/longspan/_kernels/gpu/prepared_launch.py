@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from longspan._derived_cache import DerivedCache
 from longspan._kernels.gpu.interpreter import interpreted, quiet
 from longspan._masks.block_table import BlockTable
 
@@ -115,20 +115,12 @@ def _address(argument: Any) -> Any:
     return argument.data_ptr() if isinstance(argument, Tensor) else argument
 
 
-# Bounded by the life of each block table and by _LAUNCHES_PER_TABLE: shapes and layouts that change keep one table's launches few.
-_launches: WeakKeyDictionary[BlockTable, dict[Hashable, PreparedLaunch]] = WeakKeyDictionary()
-_LAUNCHES_PER_TABLE = 64
+_launches: DerivedCache[BlockTable, PreparedLaunch] = DerivedCache(64)  # by pass, layouts and programs
 
 
 def prepared_launch(table: BlockTable, key: Hashable, prepare: Callable[[], PreparedLaunch]) -> PreparedLaunch:
     """The cached launch of a table. `key` covers everything that `prepare` reads."""
-    cached = _launches.setdefault(table, {})
-    launch = cached.get(key)
-    if launch is None:
-        if len(cached) >= _LAUNCHES_PER_TABLE:
-            cached.clear()
-        launch = cached[key] = prepare()
-    return launch
+    return _launches.get(table, key, prepare)
 
 
 # A captured CUDA graph holds addresses of block tables and tilings and may outlive them. CUDA does not say when a graph dies, so these

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longspan._kernels.protocol import Tiling
+from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import BlockTable
 
 _ROWS, _TILES, _PAIRS = 512, 8, 1 << 17  # at most: table rows, tiles per row, pairs in total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from longspan._kernels.hopper.item_order import Order, best_order, last_rounds
 from longspan._kernels.hopper.makespan import walks
 from longspan._kernels.hopper.split_kv import Pieces, pieces
 from longspan._kernels.hopper.workspace import counter, counter_and_locks, counter_and_states
-from longspan._kernels.protocol import State, Work
+from longspan._kernels.protocol import AttentionInputs, State, Work
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _L2_BYTES = 32 * 2**20  # of keys and values that the heads at work should not exceed
@@ -35,24 +36,25 @@ _L2_BYTES = 32 * 2**20  # of keys and values that the heads at work should not e
 class HopperCall(LaunchCall):
     """The tensors of one call, each as the copy engine can read it. Its methods launch."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> None:
-        super().__init__(streamable(q), streamable(k), streamable(v), work)
+    def __init__(self, inputs: AttentionInputs, work: Work) -> None:
+        q, k, v = map(streamable, (inputs.q, inputs.k, inputs.v))
+        super().__init__(replace(inputs, q=q, k=k, v=v), work)
         self.own: tuple[Tensor | None, Tensor | None] = (None, None)
         self.own_rows = 0
-        if work.own is not None:
-            self.own, self.own_rows = (streamable(work.own[0]), streamable(work.own[1])), work.own[0].shape[2]
-            self.kv_len += self.own_rows
+        if inputs.local_kv is not None:
+            local_k, local_v = inputs.local_kv
+            self.own, self.own_rows = (streamable(local_k), streamable(local_v)), local_k.shape[2]
 
     def forward(self, result: State, old: State | None, *, busy_only: bool, done: Tensor | None = None) -> None:
         """Fill the rows of `result` that see something, folding `old` in; they may be the same. Given `done`, rows that are complete
-        (`Work.complete`) go there instead of to `result.out`.
+        (`Work.complete_q_tiles`) go there instead of to `result.out`.
         """
-        before = (None, None, None) if old is None else (old.out, old.lse, old.peak)
+        before = (None, None, None) if old is None else (old.out, old.lse, old.max_scores)
         carried = self._carried(result, old, done)
-        tensors = (self.q, self.k, self.v, result.out, result.lse, result.peak, *before, done, self.q, *carried, *self.own)
-        assert done is None or self.work.complete is not None
+        tensors = (self.q, self.k, self.v, result.out, result.lse, result.max_scores, *before, done, self.q, *carried, *self.own)
+        assert done is None or self.work.complete_q_tiles is not None
         # `completed` tells launches apart that are kept for the same table.
-        completed = None if done is None or self.work.complete is None else bytes(self.work.complete.tolist())
+        completed = None if done is None or self.work.complete_q_tiles is None else bytes(self.work.complete_q_tiles.tolist())
         settings = {"FOLD": self.work.score is None and self.work.scale > 0, "completed": completed}
         named = dict(zip(forward_kernel.arg_names, tensors))
         self.launch(Pass(name="forward", kernel=forward_kernel, tensors=named, settings=settings, busy_only=busy_only))
@@ -63,7 +65,7 @@ class HopperCall(LaunchCall):
         running = old is not None or result.out.dtype == torch.float32
         wide = old is None or old.out.dtype == torch.float32
         narrow = width(self.v.shape[-1]) <= CUTTABLE.value
-        if not running or not wide or not narrow or result.peak is not None or not all(map(launch.describable, there)):
+        if not running or not wide or not narrow or result.max_scores is not None or not all(map(launch.describable, there)):
             return None, None, None
         return result.out, done, None if old is None else old.out
 
@@ -162,7 +164,7 @@ class HopperCall(LaunchCall):
             shared["group"], items = order.group, pieces_cut.items
             more |= {"uncut": pieces_cut.uncut, "cut": pieces_cut.cut, "count": pieces_cut.parts, "wide_piece": pieces_cut.wide}
             made = partial(counter_and_states, q.device, pieces_cut, step.m, e)
-            complete = self.work.complete
+            complete = self.work.complete_q_tiles
             more["complete"] = None if tensors["done_ptr"] is None or complete is None else launch.flags(complete, q.device)
         return PreparedLaunch(
             kernel=one.kernel,
@@ -218,7 +220,7 @@ def width(dim: int) -> int:
 
 def walks_of(q: Tensor, v: Tensor, work: Work) -> int:
     """Into how many parts the query heads of a key head are split, backward, lest programs idle."""
-    if work.beside:
+    if work.concurrent:
         return 1
     return walks(work.table.transposed, v.shape[0] * v.shape[1], q.shape[1] // v.shape[1], q.shape[-1] + v.shape[-1])
 

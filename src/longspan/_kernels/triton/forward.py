@@ -42,7 +42,7 @@ _DYNAMIC = ["rows", "tiles", "heads", "group", "q_len", "kv_len", "shared", "fir
 
 @triton.jit
 def attend(
-    acc, total, m, peak, q, q_pos, b, g, at_b, at_h, first, last, whole, k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
+    acc, total, m, row_max, q, q_pos, b, g, at_b, at_h, first, last, whole, k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
     mask_captured, mask_sizes, score_captured, score_sizes,
     MASK: tl.constexpr, SCORE: tl.constexpr, PARTIAL: tl.constexpr, SAFE: tl.constexpr, FOLD: tl.constexpr, PEAK: tl.constexpr,
     N: tl.constexpr, SUBS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
@@ -71,7 +71,7 @@ def attend(
         top = tl.max(s, 1) * factor
         m_new = tl.maximum(m, top)
         if PEAK:
-            peak = tl.maximum(peak, top)
+            row_max = tl.maximum(row_max, top)
         base = m_new
         if PARTIAL or SCORE is not None:
             # Nothing seen yet: any finite base gives exp2(−inf) = 0 where −inf − −inf would give NaN.
@@ -85,7 +85,7 @@ def attend(
             v = finite_or_zero(v)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         m = m_new
-    return acc, total, m, peak
+    return acc, total, m, row_max
 
 
 @triton.jit
@@ -108,27 +108,27 @@ def count_values(
 
 @triton.jit
 def load_state(
-    old_out_ptr, old_lse_ptr, old_peak_ptr, old_out_stride, b64, h64, state_row, row, left, inside,
+    old_out_ptr, old_lse_ptr, old_max_scores_ptr, old_out_stride, b64, h64, state_row, row, left, inside,
     M: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
-    """(acc, total, m, peak) of the state before these KV tiles."""
+    """(acc, total, m, row_max) of the state before these KV tiles."""
     m = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, EP], tl.float32)
-    peak = tl.full([M], float("-inf"), tl.float32)
+    row_max = tl.full([M], float("-inf"), tl.float32)
     if old_lse_ptr is not None:
         m = tl.load(old_lse_ptr + state_row, mask=inside, other=float("-inf")) * LOG2_E
         total = tl.where(m == float("-inf"), 0.0, 1.0)
         old = old_out_ptr + b64 * old_out_stride[0] + h64 * old_out_stride[1]
         acc = load_rows(old, row, left, old_out_stride[2], old_out_stride[3], M, E, EP, True).to(tl.float32)
-    if old_peak_ptr is not None:
-        peak = tl.load(old_peak_ptr + state_row, mask=inside, other=float("-inf")) * LOG2_E
-    return acc, total, m, peak
+    if old_max_scores_ptr is not None:
+        row_max = tl.load(old_max_scores_ptr + state_row, mask=inside, other=float("-inf")) * LOG2_E
+    return acc, total, m, row_max
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, peak_ptr, old_out_ptr, old_lse_ptr, old_peak_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_scores_ptr, old_out_ptr, old_lse_ptr, old_max_scores_ptr,
     q_stride, k_stride, v_stride, out_stride, old_out_stride,
     order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
     rows, tiles, heads, shared, group, q_len, kv_len, scale, first_b, first_h,
@@ -147,34 +147,34 @@ def forward_kernel(
     q_pos = (pos + i)[:, None]
     state_row = (b64 * heads + h) * q_len + row + i
     inside = i < left
-    PEAK: tl.constexpr = peak_ptr is not None
+    PEAK: tl.constexpr = max_scores_ptr is not None
 
-    acc, total, m, peak = load_state(
-        old_out_ptr, old_lse_ptr, old_peak_ptr, old_out_stride, b64, h64, state_row, row, left, inside, M, E, EP
+    acc, total, m, row_max = load_state(
+        old_out_ptr, old_lse_ptr, old_max_scores_ptr, old_out_stride, b64, h64, state_row, row, left, inside, M, E, EP
     )  # fmt: skip
     for r in tl.range(tl.load(full[0] + table), tl.load(full[0] + table + 1), num_stages=1):
-        acc, total, m, peak = attend(
-            acc, total, m, peak, q, q_pos, b, g, b + first_b, h + first_h, tl.load(full[1] + r), tl.load(full[2] + r), True,
+        acc, total, m, row_max = attend(
+            acc, total, m, row_max, q, q_pos, b, g, b + first_b, h + first_h, tl.load(full[1] + r), tl.load(full[2] + r), True,
             k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
             mask_captured, mask_sizes, score_captured, score_sizes,
             MASK, SCORE, False, False, FOLD, PEAK, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
         )  # fmt: skip
     for r in tl.range(tl.load(partial[0] + table), tl.load(partial[0] + table + 1), num_stages=1):
-        acc, total, m, peak = attend(
-            acc, total, m, peak, q, q_pos, b, g, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r), False,
+        acc, total, m, row_max = attend(
+            acc, total, m, row_max, q, q_pos, b, g, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r), False,
             k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
             mask_captured, mask_sizes, score_captured, score_sizes,
             MASK, SCORE, True, False, FOLD, PEAK, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
         )  # fmt: skip
     again = any_nan(acc, inside)
     if again:
-        acc, total, m, peak = load_state(
-            old_out_ptr, old_lse_ptr, old_peak_ptr, old_out_stride, b64, h64, state_row, row, left, inside, M, E, EP
+        acc, total, m, row_max = load_state(
+            old_out_ptr, old_lse_ptr, old_max_scores_ptr, old_out_stride, b64, h64, state_row, row, left, inside, M, E, EP
         )  # fmt: skip
         for r in tl.range(0, run_count(full, partial, table), num_stages=1):
             first, last, whole = run_at(full, partial, table, r)
-            acc, total, m, peak = attend(
-                acc, total, m, peak, q, q_pos, b, g, b + first_b, h + first_h, first, last, whole,
+            acc, total, m, row_max = attend(
+                acc, total, m, row_max, q, q_pos, b, g, b + first_b, h + first_h, first, last, whole,
                 k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
                 mask_captured, mask_sizes, score_captured, score_sizes,
                 MASK, SCORE, True, True, FOLD, PEAK, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
@@ -185,7 +185,7 @@ def forward_kernel(
     acc = acc / divisor[:, None]
     tl.store(lse_ptr + state_row, tl.where(seen, m * LN_2 + tl.log(divisor), float("-inf")), mask=inside)
     if PEAK:
-        tl.store(peak_ptr + state_row, peak * LN_2, mask=inside)
+        tl.store(max_scores_ptr + state_row, row_max * LN_2, mask=inside)
     out_head = out_ptr + b64 * out_stride[0] + h64 * out_stride[1]
     store_rows(out_head, acc, row, left, out_stride[2], out_stride[3], M, E, EP)
     if again:  # after the store: acc and a count together would take more registers than the loops do

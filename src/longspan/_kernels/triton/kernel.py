@@ -14,7 +14,7 @@ from longspan._kernels.gpu.device import capability
 from longspan._kernels.gpu.interpreter import computable, interpreted
 from longspan._kernels.gpu.lookup_bounds import check_lookups
 from longspan._kernels.gpu.row_terms import delta as row_delta
-from longspan._kernels.protocol import Grads, State, Work
+from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Capabilities, Grads, State, Work
 from longspan._kernels.triton.config import FINE, Config, prefers_fine_tables
 from longspan._kernels.triton.passes import RowTerms, TritonCall
 from longspan._masks.block_table import BlockTable
@@ -33,94 +33,56 @@ class TritonKernel:
     """
 
     name = "triton"
-    rounds_once = not interpreted()  # the interpreter truncates where the hardware rounds
 
     def __init__(self, *, config: Config | None = None) -> None:
         self.config = config
 
-    def check(self, work: Work, q: Tensor, needs: Sequence[bool] = ()) -> None:
+    def capabilities(self, inputs: AttentionInputs, work: Work, *, needs: Sequence[bool] = ()) -> Capabilities:
+        # The interpreter truncates where the hardware rounds.
+        return Capabilities(refusal=_refusal(inputs, work), rounds_kv_grads_once=not interpreted())
+
+    def block_size(self, inputs: AttentionInputs, table: BlockTable) -> tuple[int, int]:
+        """Finer tiles where many tiles are partial."""
+        q, counts = inputs.q, table.counts()
+        share = counts.partial / max(1, counts.partial + counts.full)
+        dims = {"d": launch.padded(q.shape[-1]), "e": launch.padded(inputs.v.shape[-1])}
+        fine = prefers_fine_tables(capability=capability(q.device), dtype=q.dtype, partial_share=share, **dims)
+        return FINE if fine else table.block
+
+    def check(self, inputs: AttentionInputs, work: Work, *, needs: Sequence[bool] = ()) -> None:
+        q = inputs.q
         if not launch.capturing(q.device):  # the check may read captured tensors, which a capture forbids
             check_lookups(work, q.shape[0], q.shape[1])
         check_order(work, needs, q)
 
-    def joins(self, q: Tensor, v: Tensor, work: Work, *, backward: bool) -> bool:
-        return False
-
-    def apart(self, q: Tensor, v: Tensor, work: Work, needs: Sequence[bool]) -> bool:
-        return False
-
-    def refuses(self, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
-        if q.dtype not in _DTYPES:
-            return f"dtype {q.dtype}: expected bfloat16, float16 or float32"
-        if interpreted():
-            if q.is_cuda:
-                return "TRITON_INTERPRET=1 is set: the interpreter supports CPU tensors only"
-        elif not q.is_cuda:
-            return f"tensors on {q.device}: expected a CUDA device"
-        elif capability(q.device) < (8, 0):
-            return f"{torch.cuda.get_device_name(q.device)}: expected compute capability 8.0 (Ampere) or later"
-        return limits.unsupported(q, v, work)
-
-    def block(self, q: Tensor, v: Tensor, table: BlockTable) -> tuple[int, int]:
-        counts = table.counts()
-        share = counts.partial / max(1, counts.partial + counts.full)
-        dims = {"d": launch.padded(q.shape[-1]), "e": launch.padded(v.shape[-1])}
-        fine = prefers_fine_tables(capability=capability(q.device), dtype=q.dtype, partial_share=share, **dims)
-        return FINE if fine else table.block
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, *, state: State | None, final: bool, peak: bool) -> State:
-        dtype = q.dtype
-        q, k, v = map(computable, (q, k, v))
-        old = None if state is None else usable(state, peak=peak)
+    def forward(self, inputs: AttentionInputs, work: Work, *, state: State | None, final: bool, max_scores: bool) -> State:
+        dtype, inputs = inputs.q.dtype, _computable(inputs)
+        q, v = inputs.q, inputs.v
+        old = None if state is None else usable(state, max_scores=max_scores)
         # In place, rows that see none of these tiles keep their state and need no CTA.
         in_place = old is not None and not final
-        result = old if in_place else empty_state(q, v.shape[-1], q.dtype if final else torch.float32, peak=peak)
+        result = old if in_place else empty_state(q, v.shape[-1], q.dtype if final else torch.float32, max_scores=max_scores)
         assert result is not None
         if result.out.numel():
             if not in_place and not launch.facts(work.q_tiles).covers:
                 prefill(result, old)
-            TritonCall(q, k, v, work, capability=capability(q.device), config=self.config).forward(result, old, busy_only=in_place)
+            TritonCall(inputs, work, capability=capability(q.device), config=self.config).forward(result, old, busy_only=in_place)
         if final and result.out.dtype != dtype:
             result.out = result.out.to(dtype)
         return result
 
-    def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        work: Work,
-        *,
-        needs: Sequence[bool],
-        wide: bool,
-        delta: Tensor | None = None,
-        into: Grads | None = None,
-    ) -> Grads:
+    def backward(self, tensors: BackwardInputs, work: Work, *, wide: bool, into: Grads | None = None) -> Grads:
         if work.score is not None and work.joint is None:
             raise ValueError(
                 f"score_mod {work.score.name!r}: expected work.joint for a backward pass, got None; make it with joint_of(program)"
             )
-        check_order(work, needs, q)
-        dtype = torch.float32 if wide else q.dtype
-        q, k, v, grad_out = map(computable, (q, k, v, grad_out))
-        grads = empty_grads(q, k, v, work, needs, wide=wide) if into is None else into
+        check_order(work, tensors.needs, tensors.inputs.q)
+        dtype = torch.float32 if wide else tensors.inputs.q.dtype
+        inputs, grad_out = _computable(tensors.inputs), computable(tensors.grad_out)
+        grads = empty_grads(inputs, work, tensors.needs, wide=wide) if into is None else into
         zero_uncovered(grads, work, into=into is not None)
-        lse = lse.contiguous()
-        call = TritonCall(q, k, v, work, capability=capability(q.device), config=self.config)
-        # dQ's kernel computes delta where out and grad_out are complete, every row has a CTA, and nobody computed it before.
-        fuse = delta is None and into is None and launch.facts(work.q_tiles).covers
-        if fuse:
-            row_grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
-            terms = RowTerms(
-                lse=lse, norm=torch.empty_like(lse), delta=torch.empty_like(lse), out=computable(out), grad_lse=row_grad_lse
-            )  # fmt: skip
-        else:
-            delta = self.delta(out, grad_out, grad_lse) if delta is None else delta
-            terms = RowTerms(lse=lse, norm=torch.empty_like(lse), delta=delta.contiguous())
+        call = TritonCall(inputs, work, capability=capability(inputs.q.device), config=self.config)
+        terms = self._row_terms(tensors, grad_out, work, accumulates=into is not None)
         if grads.q.numel():
             call.dq(grad_out, terms, grads.q, grads.captured, add=into is not None)
         if grads.k.numel():
@@ -129,5 +91,35 @@ class TritonKernel:
             grads.q, grads.k, grads.v = (g.to(dtype) for g in (grads.q, grads.k, grads.v))
         return grads
 
+    def _row_terms(self, tensors: BackwardInputs, grad_out: Tensor, work: Work, *, accumulates: bool) -> RowTerms:
+        """The terms per query row. dQ's kernel computes delta if nobody did, out and grad_out are complete and every row has a CTA."""
+        lse, grad_lse, delta = tensors.lse.contiguous(), tensors.grad_lse, tensors.delta
+        norm = torch.empty_like(lse)
+        if delta is None and not accumulates and launch.facts(work.q_tiles).covers:
+            grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
+            return RowTerms(lse=lse, norm=norm, delta=torch.empty_like(lse), out=computable(tensors.out), grad_lse=grad_lse)
+        delta = self.delta(tensors.out, grad_out, grad_lse) if delta is None else delta
+        return RowTerms(lse=lse, norm=norm, delta=delta.contiguous())
+
     def delta(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
         return row_delta(out, grad_out, grad_lse)
+
+
+def _computable(inputs: AttentionInputs) -> AttentionInputs:
+    """The inputs in dtypes that the kernels compute in: others only in the interpreter, which has no bfloat16."""
+    q, k, v = map(computable, (inputs.q, inputs.k, inputs.v))
+    return AttentionInputs(q=q, k=k, v=v)
+
+
+def _refusal(inputs: AttentionInputs, work: Work) -> str | None:
+    q = inputs.q
+    if q.dtype not in _DTYPES:
+        return f"dtype {q.dtype}: expected bfloat16, float16 or float32"
+    if interpreted():
+        if q.is_cuda:
+            return "TRITON_INTERPRET=1 is set: the interpreter supports CPU tensors only"
+    elif not q.is_cuda:
+        return f"tensors on {q.device}: expected a CUDA device"
+    elif capability(q.device) < (8, 0):
+        return f"{torch.cuda.get_device_name(q.device)}: expected compute capability 8.0 (Ampere) or later"
+    return limits.unsupported(inputs, work)

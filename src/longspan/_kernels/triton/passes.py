@@ -11,7 +11,7 @@ from torch import Tensor
 from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.launch_call import Cut, LaunchCall, Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch
-from longspan._kernels.protocol import State, Work
+from longspan._kernels.protocol import AttentionInputs, State, Work
 from longspan._kernels.triton.backward import dkdv_kernel, dq_kernel
 from longspan._kernels.triton.config import FINE, Config, choose
 from longspan._kernels.triton.forward import forward_kernel
@@ -36,17 +36,18 @@ class RowTerms:
 class TritonCall(LaunchCall):
     """The tensors of one call, with a method per pass. `config` replaces the built-in choice of tile sizes."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, work: Work, *, capability: tuple[int, int], config: Config | None) -> None:
-        super().__init__(q, k, v, work, variant=config)
+    def __init__(self, inputs: AttentionInputs, work: Work, *, capability: tuple[int, int], config: Config | None) -> None:
+        assert inputs.local_kv is None
+        super().__init__(inputs, work, variant=config)
         self._capability, self._config = capability, config
 
     def forward(self, result: State, old: State | None, *, busy_only: bool) -> None:
         """Fill `result`, merged with the state `old`; both may be the same tensors. `busy_only`: only rows that see a tile."""
-        old_out, old_lse, old_peak = (None, None, None) if old is None else (old.out, old.lse, old.peak)
+        old_out, old_lse, old_max = (None, None, None) if old is None else (old.out, old.lse, old.max_scores)
         tensors = {
             "q_ptr": self.q, "k_ptr": self.k, "v_ptr": self.v,
-            "out_ptr": result.out, "lse_ptr": result.lse, "peak_ptr": result.peak,
-            "old_out_ptr": old_out, "old_lse_ptr": old_lse, "old_peak_ptr": old_peak,
+            "out_ptr": result.out, "lse_ptr": result.lse, "max_scores_ptr": result.max_scores,
+            "old_out_ptr": old_out, "old_lse_ptr": old_lse, "old_max_scores_ptr": old_max,
         }  # fmt: skip
         settings = {"FOLD": self.work.score is None and self.work.scale > 0}
         self.launch(Pass(name="forward", kernel=forward_kernel, tensors=tensors, settings=settings, busy_only=busy_only))

@@ -1,0 +1,67 @@
+"""A bounded cache of values derived from long-lived objects: plans, block tables and tilings."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from threading import Lock, RLock
+from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+from longspan._torch_modes import settled
+
+Owner = TypeVar("Owner")
+Value = TypeVar("Value")
+
+
+class _Entries(Generic[Value]):
+    """The values of one owner, least recently used first."""
+
+    def __init__(self) -> None:
+        self.lock = RLock()
+        self.values: OrderedDict[Hashable, Value] = OrderedDict()
+
+
+class DerivedCache(Generic[Owner, Value]):
+    """Values of one type derived from owners: at most `size` per owner, least recently used dropped first, all of them with the owner.
+
+    Owners are held weakly: a training run makes a new plan, or a new block table, every step. A value must therefore not refer to its
+    owner. Thread-safe: while one thread derives a value, other threads that ask for a value of the same owner wait.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._lock = Lock()
+        self._owners: WeakKeyDictionary[Owner, _Entries[Value]] = WeakKeyDictionary()
+
+    def get(self, owner: Owner, key: Hashable, derive: Callable[[], Value]) -> Value:
+        """The value under `key`, derived at the first call."""
+        entries = self._entries(owner)
+        with entries.lock:
+            if key in entries.values:
+                entries.values.move_to_end(key)
+                return entries.values[key]
+            with settled():
+                value = derive()
+            entries.values[key] = value
+            if len(entries.values) > self._size:
+                entries.values.popitem(last=False)
+            return value
+
+    def __contains__(self, owner_and_key: tuple[Owner, Hashable]) -> bool:
+        """Whether a value of an owner is there: `(owner, key) in cache`."""
+        owner, key = owner_and_key
+        entries = self._owners.get(owner)
+        return entries is not None and key in entries.values
+
+    def count(self, owner: Owner) -> int:
+        """Number of values of an owner."""
+        entries = self._owners.get(owner)
+        return 0 if entries is None else len(entries.values)
+
+    def _entries(self, owner: Owner) -> _Entries[Value]:
+        entries = self._owners.get(owner)
+        if entries is None:
+            with self._lock:
+                entries = self._owners.setdefault(owner, _Entries())
+        return entries
