@@ -15,7 +15,7 @@ from longspan._engine.checks import check_captured, check_scale, check_sink, che
 from longspan._engine.dense_distributed import dense_over_mesh
 from longspan._engine.table_cache import DeviceCopies
 from longspan._engine.values import CallOptions, CallTensors
-from longspan._kernels.dense import dense_attention
+from longspan._kernels.dense import Scoring, dense_attention
 from longspan._kernels.protocol import state_dtype
 from longspan._kernels.registry import check_name
 from longspan._masks.algebra import Full, Mask, MaskLike, as_mask
@@ -167,10 +167,11 @@ def _run(inputs: CallTensors, options: AttendOptions, mask: Traced | None, score
 
 
 def _dense(inputs: CallTensors, options: CallOptions) -> ops.Outputs:
-    return dense_attention(
-        inputs.q, inputs.k, inputs.v, scale=options.scale, mask=options.spec.mask, mask_captured=inputs.mask_captured,
-        score=options.spec.score, score_captured=inputs.score_captured, sink=inputs.sink,
+    scoring = Scoring(
+        scale=options.scale, mask=options.spec.mask, mask_captured=inputs.mask_captured,
+        score=options.spec.score, score_captured=inputs.score_captured,
     )  # fmt: skip
+    return dense_attention(inputs.q, inputs.k, inputs.v, scoring, sink=inputs.sink)
 
 
 def _call_tensors(

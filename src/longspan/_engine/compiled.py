@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from longspan._engine import ops
 from longspan._engine.checks import refuse_transforms
 from longspan._engine.spec import Spec
-from longspan._kernels.dense import dense_attention
+from longspan._kernels.dense import Scoring, dense_attention
 from longspan._kernels.protocol import like_query, state_dtype
 from longspan._masks.algebra import Mask
 from longspan._masks.program import Kind
@@ -144,9 +144,11 @@ class _AttendHop(BaseHOP):
         if kernel == "dense":
             if plan is not None:
                 raise NotImplementedError("kernel='dense' with a plan does not compile: it reads the plan in Python. Call it uncompiled")
-            options: dict[str, Any] = {"score": spec.score, "score_captured": captured(score), "sink": sink}
+            scoring = Scoring(
+                scale=scale, mask=spec.mask, mask_captured=mask_captured, score=spec.score, score_captured=captured(score)
+            )  # fmt: skip
             with without_autocast():
-                out, lse, row_max = dense_attention(q, k, v, scale=scale, mask=spec.mask, mask_captured=mask_captured, **options)
+                out, lse, row_max = dense_attention(q, k, v, scoring, sink=sink)
         else:
             out, lse, row_max = ops.attend(q, k, v, sink, mask_captured, captured(score), plan, spec.handle, scale, max_scores)
         return (out, lse, row_max if max_scores else lse.new_empty((0,)), *(q.new_empty((0,)) for _ in outputs[3:]))

@@ -6,7 +6,7 @@ from longspan._engine.agreement import begin_call
 from longspan._engine.ops import Outputs
 from longspan._engine.plan_cache import plan_cache
 from longspan._engine.values import CallOptions, CallTensors
-from longspan._kernels.dense import dense_attention
+from longspan._kernels.dense import Scoring, dense_attention
 from longspan._plan.plan_data import PlanData
 from longspan._plan.sharding import unshard
 
@@ -16,15 +16,11 @@ def dense_over_mesh(inputs: CallTensors, options: CallOptions, plan: PlanData) -
     begin_call(plan, options, inputs).agreement.wait()
     place = plan_cache.places(plan, 1, inputs.k.device)
     k, v = (unshard(x, 2, plan.layouts[1], plan.mesh, place) for x in (inputs.k, inputs.v))
-    return dense_attention(
-        inputs.q,
-        k,
-        v,
+    scoring = Scoring(
         scale=options.scale,
         mask=plan.mask.program,
         mask_captured=plan_cache.captured(plan, inputs.q.device),
         score=options.spec.score,
         score_captured=inputs.score_captured,
-        sink=inputs.sink,
-        q_pos=plan.layouts[0].positions(plan.mesh.rank),
     )
+    return dense_attention(inputs.q, k, v, scoring, sink=inputs.sink, q_pos=plan.layouts[0].positions(plan.mesh.rank))

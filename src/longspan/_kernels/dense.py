@@ -1,11 +1,12 @@
-"""The `dense` kernel: the definition of right. Plain tensor algebra over the whole score matrix, differentiated by autograd.
+"""The `dense` kernel, which defines correctness: tensor algebra over the whole score matrix, differentiated by autograd.
 
-Memory is O(S²). Half-precision inputs are computed in float32, float64 stays float64. Legend as in `protocol`.
+Memory is O(S²). Half-precision inputs are computed in float32, float64 in float64. Legend as in `longspan._kernels.protocol`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,26 +17,27 @@ from longspan._kernels.tile_math import merge_weight
 from longspan._masks.program import Program
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scoring:
+    """How each score is computed and masked: the scale, the programs and the tensors that they capture."""
+
+    scale: float
+    mask: Program | None = None
+    mask_captured: Sequence[Tensor] = ()
+    score: Program | None = None
+    score_captured: Sequence[Tensor] = ()
+
+
 def dense_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    mask: Program | None,
-    mask_captured: Sequence[Tensor],
-    score: Program | None,
-    score_captured: Sequence[Tensor],
-    sink: Tensor | None = None,
-    q_pos: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, *, sink: Tensor | None = None, q_pos: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, lse, max scores): out in the dtype of q, the others in float32 (float64). out and lse are differentiable to any order.
 
-    Keys, values, queries and gradients that the mask hides from a row change no bit of its results, NaN and inf included.
+    Tokens that the mask hides from a row change no bit of the row's results, NaN and inf included.
 
-    `q_pos`: the queries' positions [Q] or [B, Q], where they are not 0, 1, 2, …
-
-    The sink, [H], is one more key per head whose value is 0: it takes its share of the softmax and is part of lse.
+    Args:
+        sink: [H], the logit of one more key per head, whose value is 0; part of the softmax and of lse.
+        q_pos: Positions of the queries, [Q] or [B, Q]; by default 0, 1, 2, …
     """
     wide = state_dtype(q.dtype)
     groups = q.shape[1] // k.shape[1]
@@ -48,24 +50,24 @@ def dense_attention(
         rows.view(len(rows) if rows.ndim == 2 else 1, 1, queries, 1),
         torch.arange(n, device=q.device).view(1, 1, 1, -1),
     )
-    seen = None if mask is None else mask(*indices, *mask_captured).expand(batch, heads, queries, n)
-    scores = (q.to(wide) @ keys.mT if seen is None else masked_outer(q.to(wide), keys, seen)) * scale
-    if score is not None:
-        scores = score(scores, *indices, *score_captured).to(wide).expand(batch, heads, queries, n)
+    seen = None if scoring.mask is None else scoring.mask(*indices, *scoring.mask_captured).expand(batch, heads, queries, n)
+    scores = (q.to(wide) @ keys.mT if seen is None else masked_outer(q.to(wide), keys, seen)) * scoring.scale
+    if scoring.score is not None:
+        scores = scoring.score(scores, *indices, *scoring.score_captured).to(wide).expand(batch, heads, queries, n)
     if seen is not None:
         scores = torch.where(seen, scores, -torch.inf)
     max_scores = scores.detach().amax(-1) if n else scores.new_full(scores.shape[:-1], -torch.inf)
     weights = torch.exp(scores - max_scores.masked_fill(max_scores == -torch.inf, 0.0)[..., None])
     total = weights.sum(-1)
-    nothing = total == 0
-    lse = torch.where(nothing, -torch.inf, max_scores + torch.log(total.masked_fill(nothing, 1.0)))
-    weights = weights / total.masked_fill(nothing, 1.0)[..., None]
+    blind = total == 0  # rows that see no key
+    lse = torch.where(blind, -torch.inf, max_scores + torch.log(total.masked_fill(blind, 1.0)))
+    weights = weights / total.masked_fill(blind, 1.0)[..., None]
     out = weights @ values if seen is None else masked_weighted_sum(weights, values, seen)
     if sink is not None:
         sinks = sink.to(wide)[:, None].expand_as(lse)
-        # A sink of −inf and a row that sees nothing: the sum of both is nothing still, but its gradient would be NaN.
-        nothing = (lse == -torch.inf) & (sinks == -torch.inf)
-        joined = torch.logaddexp(lse.masked_fill(nothing, 0.0), sinks.masked_fill(nothing, 0.0)).masked_fill(nothing, -torch.inf)
+        # Where both are −inf, so is their sum; the gradient of logaddexp would be NaN.
+        both = (lse == -torch.inf) & (sinks == -torch.inf)
+        joined = torch.logaddexp(lse.masked_fill(both, 0.0), sinks.masked_fill(both, 0.0)).masked_fill(both, -torch.inf)
         out = out * merge_weight(lse, joined)[..., None]
         lse = joined
     return out.to(q.dtype), lse, max_scores

@@ -1,8 +1,8 @@
 """torch's attention operators over causal and masked rectangles with NaN, inf or overflow in some rows.
 
-The operators multiply masked probabilities, so that a NaN in a hidden value reaches rows that may not see it. Here they are given zeros in
-place of such vectors, and the rows and keys that do see one are computed in plain torch. Results of all others have the bits that they
-would have with any finite vectors in those places.
+The operators multiply masked probabilities by hidden values, and 0 × NaN is NaN. Here the operators get zeros in place of non-finite
+vectors; rows and keys that see such a vector are recomputed in torch operations (`PlainTiles`). All other results have the bits that any
+finite vectors in these places would give.
 
 Legend as in `longspan._kernels.protocol`, of one rectangle: m queries, n keys.
 """

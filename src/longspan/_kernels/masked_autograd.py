@@ -25,7 +25,7 @@ def masked_outer(x: Tensor, y: Tensor, seen: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """What both functions share: saving operands, and vmap by a leading dim."""
+    """Base of both functions: saves the operands, and maps over a leading dim."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:

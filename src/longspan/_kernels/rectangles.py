@@ -1,6 +1,6 @@
-"""A table's tiles as few rectangles: full ones, causal squares, and strips that need their mask.
+"""Cover of a block table by few rectangles: full ones, causal squares, and strips that need the mask.
 
-For kernels that compute one rectangle per call (torch's SDPA operators): fewer, larger calls run faster.
+For kernels that compute one rectangle per call, such as torch's SDPA operators: few large calls are faster than many small ones.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from longspan._masks.block_table import FULL, BlockTable
 
 @dataclass(frozen=True, kw_only=True)
 class Rectangle:
-    """Rows [q0, q1) against keys [k0, k1) of the tensors at hand, for one batch row and head of the table (its own b and h).
+    """Queries [q0, q1) and keys [k0, k1) of the call's tensors, for batch row b and head h of the table.
 
-    `causal`: a square with equal query and key positions that stands for the pairs on and below its diagonal. Tiles above the diagonal that
-    the mask allows are covered by other rectangles. `masked`: the mask decides inside. `full`: no mask.
+    `causal`: a square with equal query and key positions; it stands for the pairs on and below its diagonal. Tiles above the diagonal that
+    the mask allows are covered by other rectangles. `masked`: the mask decides each pair. `full`: every pair.
     """
 
     b: int
@@ -61,8 +61,8 @@ def _cover(work: Work, *, max_masked_tiles: int) -> list[Rectangle]:
                 list(zip(first[ptr[r] : ptr[r + 1]], last[ptr[r] : ptr[r + 1]], kind[ptr[r] : ptr[r + 1]], strict=True))
                 for r in range(base, base + table.q_tiles)
             ]
-            mask = None if work.mask is None else _Tiles(work, b, h, q_spans, k_spans)
-            rows = [_all_full(runs) for runs in rows] if mask is None else _without_needless_masks(rows, mask)
+            mask = None if work.mask is None else _MaskTiles(work, b, h, q_spans, k_spans)
+            rows = [_all_full(runs) for runs in rows] if mask is None else _promote_full_tiles(rows, mask)
             squares = () if mask is None else _take_causal_squares(rows, mask)
             for i0, i1, c0, c1, shape in (*squares, *_merge_rows(rows, max_masked_tiles)):
                 for q0, q1 in _row_spans(q_spans[i0:i1]):
@@ -77,8 +77,8 @@ def _spans(tiling: Tiling) -> _Spans:
     return list(zip(tiling.row.tolist(), tiling.count.tolist(), tiling.pos.tolist(), strict=True))
 
 
-class _Tiles:
-    """What a mask says inside tiles, on the host, for one batch row and head of the table."""
+class _MaskTiles:
+    """The mask inside tiles, evaluated on the host, for one batch row and head of the table."""
 
     def __init__(self, work: Work, b: int, h: int, q_spans: _Spans, k_spans: _Spans) -> None:
         assert work.mask is not None
@@ -89,8 +89,8 @@ class _Tiles:
         self.ragged = any(n < self.blocks[0] for _, n, _ in q_spans) or any(n < self.blocks[1] for _, n, _ in k_spans)
 
     def all_true(self, tiles: Sequence[tuple[int, int]], *, causal: bool = False) -> list[bool]:
-        """Whether every query of a tile (i, c) sees every key of it; with `causal`, whether it sees exactly those up to itself."""
-        found: list[bool] = []
+        """Whether every query of a tile (i, c) sees every key of it; with `causal`, exactly the keys up to its own position."""
+        results: list[bool] = []
         m, n = (max((s[1] for s in spans), default=1) for spans in (self.q_spans, self.k_spans))
         for start in range(0, len(tiles), _TILES_AT_ONCE):
             part = tiles[start : start + _TILES_AT_ONCE]
@@ -103,13 +103,13 @@ class _Tiles:
             kv = (k_pos[:, None] + torch.arange(n).minimum(k_count[:, None] - 1))[:, None, :]
             b, h = torch.full((1, 1, 1), self._b), torch.full((1, 1, 1), self._h)
             seen = self._program(b, h, q, kv, *self._captured)
-            right = seen == (q >= kv) if causal else seen
-            found += right.expand(len(part), m, n).flatten(1).all(1).tolist()
-        return found
+            matches = seen == (q >= kv) if causal else seen
+            results += matches.expand(len(part), m, n).flatten(1).all(1).tolist()
+        return results
 
 
 def _all_full(runs: list[_Run]) -> list[_Run]:
-    """Without a mask, tiles are partial only where the sequence ends inside them: join them to their neighbours."""
+    """Runs of a table without a mask: tiles are partial only at the end of the sequence, so all are full."""
     out: list[_Run] = []
     for first, last, _ in runs:
         if out and out[-1][1] == first - 1:
@@ -118,8 +118,8 @@ def _all_full(runs: list[_Run]) -> list[_Run]:
     return out
 
 
-def _without_needless_masks(rows: list[list[_Run]], mask: _Tiles) -> list[list[_Run]]:
-    """Short tiles count as partial whatever the mask says in them. Those that are seen whole become full and join their neighbours."""
+def _promote_full_tiles(rows: list[list[_Run]], mask: _MaskTiles) -> list[list[_Run]]:
+    """The rows with short tiles marked full where the mask allows every pair. Tables mark short tiles as partial whatever the mask."""
     if not mask.ragged:
         return rows
     tiles: list[tuple[int, int]] = []
@@ -146,11 +146,11 @@ def _promoted(runs: list[_Run], whole: set[int]) -> list[_Run]:
     return out
 
 
-_Found = tuple[int, int, int, int, Literal["full", "causal", "masked"]]  # row tiles [i0, i1), column tiles [c0, c1)
+_TileRectangle = tuple[int, int, int, int, Literal["full", "causal", "masked"]]  # row tiles [i0, i1), column tiles [c0, c1)
 
 
-def _take_causal_squares(rows: list[list[_Run]], mask: _Tiles) -> Iterator[_Found]:
-    """Find maximal squares of which the diagonal is causal, and take their tiles out of `rows`."""
+def _take_causal_squares(rows: list[list[_Run]], mask: _MaskTiles) -> Iterator[_TileRectangle]:
+    """Maximal squares with a causal diagonal. Removes their tiles from `rows`."""
     diagonal = _causal_tiles(rows, mask)
     start = 0
     while start < len(rows):
@@ -158,9 +158,9 @@ def _take_causal_squares(rows: list[list[_Run]], mask: _Tiles) -> Iterator[_Foun
             start += 1
             continue
         c0, stop = diagonal[start], start + 1
-        while (
-            diagonal.get(stop) == c0 + stop - start and _goes_on(mask, stop, diagonal[stop]) and _covers(rows[stop], c0, diagonal[stop] - 1)
-        ):
+        while diagonal.get(stop) == c0 + stop - start:
+            if not (_contiguous(mask, stop, diagonal[stop]) and _covers(rows[stop], c0, diagonal[stop] - 1)):
+                break
             stop += 1
         for i in range(start, stop):
             rows[i] = _without(rows[i], c0, c0 + i - start)
@@ -168,16 +168,16 @@ def _take_causal_squares(rows: list[list[_Run]], mask: _Tiles) -> Iterator[_Foun
         start = stop
 
 
-def _causal_tiles(rows: list[list[_Run]], mask: _Tiles) -> dict[int, int]:
-    """Row tile → the column tile at the same positions, where query i sees exactly the keys up to i in it."""
-    at = {(pos, count): c for c, (_, count, pos) in enumerate(mask.k_spans)}
-    pairs = [(i, at.get((pos, count), -1)) for i, (_, count, pos) in enumerate(mask.q_spans)]
+def _causal_tiles(rows: list[list[_Run]], mask: _MaskTiles) -> dict[int, int]:
+    """Query tile → the KV tile at the same positions, where each query sees exactly the keys up to its own position."""
+    kv_tile = {(pos, count): c for c, (_, count, pos) in enumerate(mask.k_spans)}
+    pairs = [(i, kv_tile.get((pos, count), -1)) for i, (_, count, pos) in enumerate(mask.q_spans)]
     pairs = [(i, c) for i, c in pairs if c >= 0 and any(first <= c <= last and kind != FULL for first, last, kind in rows[i])]
     return {i: c for (i, c), causal in zip(pairs, mask.all_true(pairs, causal=True), strict=True) if causal}
 
 
-def _goes_on(mask: _Tiles, i: int, c: int) -> bool:
-    """Whether rows and positions run on into row tile i and column tile c from the tiles before them."""
+def _contiguous(mask: _MaskTiles, i: int, c: int) -> bool:
+    """Whether the rows and positions of query tile i and KV tile c continue those of the previous tiles."""
     for spans, tile in ((mask.q_spans, i), (mask.k_spans, c)):
         (row, count, pos), (next_row, _, next_pos) = spans[tile - 1], spans[tile]
         if (row + count, pos + count) != (next_row, next_pos):
@@ -199,8 +199,8 @@ def _without(runs: list[_Run], first: int, last: int) -> list[_Run]:
     return out
 
 
-def _merge_rows(rows: list[list[_Run]], max_masked_tiles: int) -> Iterator[_Found]:
-    """Runs that stand in the same columns of consecutive rows become one rectangle."""
+def _merge_rows(rows: list[list[_Run]], max_masked_tiles: int) -> Iterator[_TileRectangle]:
+    """Equal runs of consecutive rows as one rectangle."""
     open_: dict[_Run, int] = {}
     for i in range(len(rows) + 1):
         now = set(rows[i]) if i < len(rows) else set()
@@ -215,7 +215,7 @@ def _merge_rows(rows: list[list[_Run]], max_masked_tiles: int) -> Iterator[_Foun
 
 
 def _row_spans(spans: _Spans) -> Iterator[tuple[int, int]]:
-    """The rows of some tiles as few contiguous spans."""
+    """Maximal contiguous ranges of the tensor rows of consecutive tiles."""
     start, end = spans[0][0], spans[0][0]
     for row, count, _ in spans:
         if row != end:
