@@ -18,7 +18,7 @@ from longspan._kernels.gpu import lookup_bounds as lookups
 from longspan._kernels.gpu.lookup_bounds import check_lookups
 from longspan._kernels.protocol import Work
 from longspan._kernels.tiling import Tiling
-from longspan._masks.classify import classify
+from longspan._masks.classify import TableShape, classify
 from longspan._masks.tracing import trace
 
 Mod = Callable[..., Tensor]
@@ -43,7 +43,7 @@ def work(mask: Mod | None, score: Mod | None, length: int) -> Work:
     captured = [[] if t is None else t.captured() for t in traced]
     tiles = Tiling(length=length, block=128)
     return Work(
-        table=classify(programs[0], captured[0], length, length), q_tiles=tiles, kv_tiles=tiles, scale=0.3,
+        table=classify(programs[0], captured[0], TableShape(q_len=length, kv_len=length)), q_tiles=tiles, kv_tiles=tiles, scale=0.3,
         mask=programs[0], mask_captured=captured[0], score=programs[1], score_captured=captured[1],
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 import longspan as ls
 from longspan._masks.block_mask import mask_mod_of_block_mask, table_of_block_mask
 from longspan._masks.block_table import FULL, PARTIAL
-from longspan._masks.classify import classify
+from longspan._masks.classify import TableShape, classify
 from longspan._masks.tracing import trace
 
 Q_LEN, KV_LEN = 300, 260
@@ -54,7 +54,9 @@ def test_a_table_equals_create_block_mask(name, block):
     mask = MASKS[name]
     want = create_block_mask(mask, 3, 2, Q_LEN, KV_LEN, device="cpu", BLOCK_SIZE=block)
     traced = trace(mask, "mask")
-    table = classify(traced.program, traced.captured(), Q_LEN, KV_LEN, block=block, batch=3, heads=2, mask_mod=mask)
+    table = classify(
+        traced.program, traced.captured(), TableShape(q_len=Q_LEN, kv_len=KV_LEN, block=block, batch=3, heads=2), mask_mod=mask
+    )
     tiles = (3, 2, table.q_tiles, table.kv_tiles)
     torch.testing.assert_close(table.to_dense().expand(tiles), listed(want), rtol=0, atol=0)
     ours = table.to_block_mask()

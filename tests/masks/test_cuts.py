@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import longspan as ls
 from longspan._masks.block_table import EMPTY, FULL, PARTIAL
-from longspan._masks.classify import classify
+from longspan._masks.classify import TableShape, classify
 
 MASKS = [
     ls.causal(),
@@ -34,8 +34,8 @@ def test_tables_with_custom_tile_edges_equal_brute_force(data):
     mask = data.draw(st.sampled_from(MASKS))
     q_edges, kv_edges = data.draw(edges(300, 16)), data.draw(edges(300, 24))
     traced = mask.traced
-    args = {"block": (16, 24), "batch": 2, "heads": 3, "edges": (q_edges, kv_edges)}
-    table = classify(traced.program, traced.captured(), 300, 300, levels=(4, 1), **args)
+    shape = TableShape(q_len=300, kv_len=300, block=(16, 24), batch=2, heads=3, edges=(q_edges, kv_edges))
+    table = classify(traced.program, traced.captured(), shape, levels=(4, 1))
     b, h = torch.arange(table.batch).view(-1, 1, 1, 1), torch.arange(table.heads).view(1, -1, 1, 1)
     dense = mask(b, h, torch.arange(300).view(-1, 1), torch.arange(300)).expand(table.batch, table.heads, 300, 300)
     kinds = table.to_dense()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from longspan._masks import classify as classify_module
 from longspan._masks.block_table import EMPTY, FULL, PARTIAL, BlockTable
-from longspan._masks.classify import classify
+from longspan._masks.classify import TableShape, classify
 from longspan._masks.tracing import trace
 
 SIZE = 320
@@ -117,10 +117,11 @@ def brute_force(mask, q_len, kv_len, block, batch=1, heads=1):
     return torch.where(tiles.all(-1), FULL, torch.where(tiles.any(-1), PARTIAL, EMPTY)).to(torch.int8)
 
 
-def table_of(mask, q_len, kv_len, **options):
+def table_of(mask, q_len, kv_len, *, levels=None, progress=None, **sizes):
     """The block table of a mask function."""
     traced = trace(mask, "mask")
-    return classify(traced.program, traced.captured(), q_len, kv_len, mask_mod=mask, **options)
+    shape = TableShape(q_len=q_len, kv_len=kv_len, **sizes)
+    return classify(traced.program, traced.captured(), shape, levels=levels, progress=progress, mask_mod=mask)
 
 
 def check_well_formed(table: BlockTable):
@@ -182,7 +183,7 @@ def test_tables_are_exact_under_overflow_rounding_and_nan(name, levels):
 
 @pytest.mark.parametrize("lengths", [(1, 1), (128, 128), (127, 256), (256, 130), (129, 127)])
 def test_without_a_mask_every_tile_of_full_size_is_full(lengths):
-    table = classify(None, (), *lengths, block=(64, 32), batch=3, heads=2)
+    table = classify(None, (), TableShape(q_len=lengths[0], kv_len=lengths[1], block=(64, 32), batch=3, heads=2))
     assert (table.batch, table.heads) == (1, 1)
     expected = brute_force(lambda b, h, q, kv: (q >= 0) & (kv >= 0), *lengths, (64, 32))
     assert torch.equal(table.to_dense(), expected)

@@ -122,8 +122,8 @@ def pairs_per_row(
         table: The table.
         program: The mask's program; None for full attention.
         captured: The mask's captured tensors, on any device.
-        edges: Edges of the tiles of queries and of KV, as given to `classify`.
-        first_batch: First batch row of the table, as given to `classify`.
+        edges: Edges of the tiles of queries and of KV, as in `TableShape`.
+        first_batch: First batch row of the table, as in `TableShape`.
     """
     size_q, size_kv = table.block
     if table.tiles is not None and edges is None:

@@ -20,7 +20,7 @@ from longspan._cost.rates import Cluster, Shape
 from longspan._cost.timeline import Conditions, Timeline
 from longspan._cost.workload import Placement, Workload
 from longspan._masks.algebra import Full, as_mask
-from longspan._masks.classify import classify
+from longspan._masks.classify import TableShape, classify
 from longspan._plan.named_layouts import contiguous_owner, head_tail_owner, round_robin_owner, unit_for
 from longspan._plan.strategies import ulysses_error
 
@@ -96,7 +96,7 @@ def demand_for(mask: Any, tokens: int, ranks: int) -> Demand:
     while -(-tokens // unit) > max(MAX_UNITS, 4 * ranks):
         unit *= 2
     program, captured = (None, ()) if isinstance(mask, Full) else (mask.traced.program, tuple(mask.traced.captured()))
-    table = classify(program, captured, tokens, tokens, block=(unit, unit), batch=1, heads=1)
+    table = classify(program, captured, TableShape(q_len=tokens, kv_len=tokens, block=(unit, unit)))
     return Demand.of(table, pairs_per_row(table, program, captured))
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from longspan._masks.block_table import BlockTable
-from longspan._masks.classify import classify
+from longspan._masks.classify import TableShape, classify
 from longspan._masks.program import Program
 
 _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -62,7 +62,9 @@ class MaskTables:
     def at(self, block: tuple[int, int], captured: Sequence[Tensor]) -> BlockTable:
         """The table of a tile size (queries, KV). captured: tensors with the contents that these tables are for."""
         if block not in self._tables:
-            self._tables[block] = classify(self._program, captured, *self._lengths, block=block, batch=self._batch, heads=self._heads)
+            q_len, kv_len = self._lengths
+            shape = TableShape(q_len=q_len, kv_len=kv_len, block=block, batch=self._batch, heads=self._heads)
+            self._tables[block] = classify(self._program, captured, shape)
         return self._tables[block]
 
 

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from longspan._masks.block_mask import ListedMask, mask_mod_of_block_mask, table_of_block_mask
 from longspan._masks.block_table import BLOCK_SIZE, BlockTable
-from longspan._masks.classify import classify
+from longspan._masks.classify import TableShape, classify
 from longspan._masks.documents import integer
 from longspan._masks.extent import Extent
 from longspan._masks.trace_cache import traces
@@ -139,7 +139,7 @@ class Mask:
     def _table(self, q_len: int, kv_len: int, block: tuple[int, int], batch: int, heads: int) -> BlockTable:
         with torch.no_grad():
             captured = self.traced.captured()
-        table = classify(self.traced.program, captured, q_len, kv_len, block=block, batch=batch, heads=heads)
+        table = classify(self.traced.program, captured, TableShape(q_len=q_len, kv_len=kv_len, block=block, batch=batch, heads=heads))
         object.__setattr__(table, "mask_mod", self)
         return table
 

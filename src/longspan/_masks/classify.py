@@ -10,6 +10,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,18 +31,45 @@ REPORT_AFTER = 2.0  # seconds before the first progress line
 REPORT_INTERVAL = 0.2  # seconds between progress reports
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TableShape:
+    """Sizes of a block table.
+
+    Attributes:
+        q_len, kv_len: Numbers of queries and of keys.
+        block: Tokens of a tile: queries, keys.
+        batch, heads: Batch rows and query heads.
+        first_batch: Index of the first batch row.
+        edges: First token of every query tile and of every KV tile, then the length; int64 [tiles + 1], ascending from 0, no tile wider
+            than its block. None: tiles of `block` tokens, the last one shorter.
+
+    Raises:
+        ValueError: A size is negative, or a tile has no tokens.
+    """
+
+    q_len: int
+    kv_len: int
+    block: tuple[int, int] = (BLOCK_SIZE, BLOCK_SIZE)
+    batch: int = 1
+    heads: int = 1
+    first_batch: int = 0
+    edges: tuple[Tensor, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.block) != 2 or min(self.block) < 1:
+            raise ValueError(f"block: expected two sizes (queries, keys) of at least 1, got {self.block}; for example block=(128, 128)")
+        sizes = {"q_len": self.q_len, "kv_len": self.kv_len, "batch": self.batch, "heads": self.heads}
+        if min(sizes.values()) < 0:
+            got = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            raise ValueError(f"expected non-negative q_len, kv_len, batch and heads, got {got}")
+
+
 def classify(
     program: Program | None,
-    captured: Sequence[Tensor] = (),
-    q_len: int = 0,
-    kv_len: int = 0,
+    captured: Sequence[Tensor],
+    shape: TableShape,
     *,
-    block: tuple[int, int] = (BLOCK_SIZE, BLOCK_SIZE),
-    batch: int = 1,
-    heads: int = 1,
     levels: Sequence[int] | None = None,
-    edges: tuple[Tensor, Tensor] | None = None,
-    first_batch: int = 0,
     mask_mod: Callable[..., Any] | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> BlockTable:
@@ -50,40 +78,49 @@ def classify(
     A tile with fewer tokens than its block (at the end of queries or keys) is never FULL, because kernels compute full tiles without
     bounds checks. Without a program every element is visible.
 
-    `batch` and `heads` become 1 if the program does not depend on them. `first_batch` is the index of the first batch row. `captured`
-    may be on any device. `edges`: first token of every query tile and KV tile, then the length; int64 [tiles + 1], ascending from 0, no
-    tile wider than its block. `levels`: sides of squares in tiles, each a divisor of the one before, ending with 1. `progress` is called
-    with the fraction done, 0 to 1; without it, a progress line appears on stderr after two seconds.
+    The table has one batch row or head if the program does not depend on the index.
+
+    Args:
+        program, captured: The traced mask, and its captured tensors on any device.
+        shape: Sizes of the table.
+        levels: Sides of squares in tiles, each a divisor of the one before, ending with 1.
+        mask_mod: The mask, stored in the table.
+        progress: Called with the fraction done, 0 to 1. Without it, a progress line appears on stderr after two seconds.
     """
-    _check(q_len, kv_len, block, batch, heads)
-    batch = batch if program is not None and program.uses_batch else 1
-    heads = heads if program is not None and program.uses_head else 1
-    custom_edges = edges is not None
-    edges = edges or (_even_edges(q_len, block[0]), _even_edges(kv_len, block[1]))
+    batch = shape.batch if program is not None and program.uses_batch else 1
+    heads = shape.heads if program is not None and program.uses_head else 1
+    edges = shape.edges or (_even_edges(shape.q_len, shape.block[0]), _even_edges(shape.kv_len, shape.block[1]))
     q_tiles, kv_tiles = (len(e) - 1 for e in edges)
     segments = Segments(rows=batch * heads * q_tiles, columns=kv_tiles)
     report = _Report(progress, parts=batch * heads)
     if q_tiles and kv_tiles and batch * heads:
         sides = _sides(levels, max(q_tiles, kv_tiles))
-        on_cpu = [t.detach().cpu() for t in captured]
+        inputs = _Inputs(
+            program=program,
+            captured=[t.detach().cpu() for t in captured],
+            edges=edges,
+            block=shape.block,
+            sides=sides,
+            segments=segments,
+            report=report,
+        )
         for b in range(batch):
             for h in range(heads):
-                fixed, row = (first_batch + b, h), (b * heads + h) * q_tiles
-                _Head(program, on_cpu, edges, block, fixed, sides, segments, row, report).run()
+                _Head(inputs, batch_row=shape.first_batch + b, head=h, first_row=(b * heads + h) * q_tiles).run()
                 report.next_part()
     report.close()
     ptr, first, last, kind = segments.table()
     return BlockTable(
-        q_len=q_len,
-        kv_len=kv_len,
-        block=block,
+        q_len=shape.q_len,
+        kv_len=shape.kv_len,
+        block=shape.block,
         batch=batch,
         heads=heads,
         ptr=ptr,
         first=first,
         last=last,
         kind=kind,
-        tiles=(q_tiles, kv_tiles) if custom_edges else None,
+        tiles=(q_tiles, kv_tiles) if shape.edges is not None else None,
         mask_mod=mask_mod,
     )
 
@@ -91,15 +128,6 @@ def classify(
 def _even_edges(length: int, block: int) -> Tensor:
     """Edges [tiles + 1] of tiles of `block` tokens; the last tile may be shorter."""
     return torch.cat([torch.arange(0, length, block), torch.tensor([length])])
-
-
-def _check(q_len: int, kv_len: int, block: tuple[int, int], batch: int, heads: int) -> None:
-    if len(block) != 2 or min(block) < 1:
-        raise ValueError(f"block: expected two sizes (queries, keys) of at least 1, got {block}; for example block=(128, 128)")
-    if min(q_len, kv_len) < 0 or min(batch, heads) < 0:
-        raise ValueError(
-            f"expected non-negative q_len, kv_len, batch and heads, got q_len={q_len}, kv_len={kv_len}, batch={batch}, heads={heads}"
-        )
 
 
 def _sides(levels: Sequence[int] | None, tiles: int) -> list[int]:
@@ -148,31 +176,36 @@ class _Report:
             sys.stderr.write("\n")
 
 
-class _Head:
-    """Classification of the tiles of one batch row and head; adds runs to `segments` from row `row` on."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Inputs:
+    """The part of a classification that all batch rows and heads share."""
 
-    def __init__(
-        self,
-        program: Program | None,
-        captured: Sequence[Tensor],
-        edges: tuple[Tensor, Tensor],
-        block: tuple[int, int],
-        fixed: tuple[int, int],
-        sides: list[int],
-        segments: Segments,
-        row: int,
-        report: _Report,
-    ) -> None:
-        self.program, self.captured, self.edges, self.block, self.sides = program, captured, edges, block, sides
-        self.segments, self.row, self.report = segments, row, report
+    program: Program | None
+    captured: Sequence[Tensor]  # on the CPU
+    edges: tuple[Tensor, Tensor]
+    block: tuple[int, int]
+    sides: list[int]
+    segments: Segments
+    report: _Report
+
+
+class _Head:
+    """Classification of the tiles of one batch row and head; adds runs to the segments from row `first_row` on."""
+
+    def __init__(self, inputs: _Inputs, *, batch_row: int, head: int, first_row: int) -> None:
+        program, edges = inputs.program, inputs.edges
+        self.program, self.captured, self.edges = program, inputs.captured, edges
+        self.block, self.sides = inputs.block, inputs.sides
+        self.segments, self.first_row, self.report = inputs.segments, first_row, inputs.report
         self.tiles = [len(e) - 1 for e in edges]
-        self.is_full_size = [e.diff() == size for e, size in zip(edges, block, strict=True)]
+        self.is_full_size = [e.diff() == size for e, size in zip(edges, self.block, strict=True)]
         self.short_squares: dict[tuple[int, int], Tensor | None] = {}
-        self.fixed = [torch.full((1, 1, 1), i) for i in fixed]
+        self.indices = [torch.full((1, 1, 1), i) for i in (batch_row, head)]
         self.domain: Interpreter | None = None
         if program is not None:
-            (b, h), (q_end, kv_end) = fixed, (int(e[-1]) - 1 for e in edges)
-            self.domain = Interpreter(program, captured, b=(b, b), h=(h, h), q=(0, q_end), kv=(0, kv_end))
+            q_end, kv_end = (int(e[-1]) - 1 for e in edges)
+            bounds = {"b": (batch_row, batch_row), "h": (head, head), "q": (0, q_end), "kv": (0, kv_end)}
+            self.domain = Interpreter(program, self.captured, **bounds)
             self.width = max([1, *(n.meta["val"].numel() for n in program.graph.nodes if n.op == "call_function")])
         self.axis_values: dict[tuple[int, int], list[Interval]] = {}
         self.total_tiles, self.done_tiles = -1, 0
@@ -264,7 +297,7 @@ class _Head:
         """Add the squares selected by a mask [n, r, c] to the table as one kind."""
         n, i, j = selected.nonzero(as_tuple=True)
         if len(n):
-            self.segments.add(rows[n, i, 0], columns[n, 0, j], kind, side=side, row_offset=self.row, row_limit=self.tiles[0])
+            self.segments.add(rows[n, i, 0], columns[n, 0, j], kind, side=side, row_offset=self.first_row, row_limit=self.tiles[0])
 
     # -------------------------------------------------------------------------------------------- tiles undecided by intervals
 
@@ -310,7 +343,7 @@ class _Head:
             (any_1, all_1), (any_2, all_2) = (self._evaluate(*positions) for positions in halves)
             return (torch.cat([any_1, any_2]), torch.cat([all_1, all_2])) if axis == 0 else (any_1 | any_2, all_1 & all_2)
         assert self.program is not None
-        visible = self.program(*self.fixed, q[:, :, None], kv[:, None, :], *self.captured)
+        visible = self.program(*self.indices, q[:, :, None], kv[:, None, :], *self.captured)
         visible = visible.expand(q.shape[0], q.shape[1], kv.shape[1]).reshape(q.shape[0], -1).view(torch.uint8)
         # amax and amin of bytes are vectorized; any and all of bools are many times slower.
         return visible.amax(1) > 0, visible.amin(1) > 0

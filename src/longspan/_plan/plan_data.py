@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longspan._comm.mesh import Mesh
 from longspan._masks.block_table import BLOCK_SIZE, BlockTable
-from longspan._masks.classify import classify
+from longspan._masks.classify import TableShape, classify
 from longspan._masks.program import Program
 from longspan._plan.digest import digest_of
 from longspan._plan.layout import Layout
@@ -80,17 +80,16 @@ class MaskTiling:
     def row(self, block: tuple[int, int], row: int) -> TiledRow:
         """A batch row in tiles of `block` (queries, KV) tokens."""
         queries, kv = self.grids(block, row)
-        table = classify(
-            self.mask.program,
-            self.mask.captured,
-            self.layouts[0].length,
-            self.layouts[1].length,
+        shape = TableShape(
+            q_len=self.layouts[0].length,
+            kv_len=self.layouts[1].length,
             block=block,
             batch=1 if self.rows > 1 else self.batch,
             heads=self.heads,
-            edges=(queries.edges, kv.edges),
             first_batch=row if self.rows > 1 else 0,
+            edges=(queries.edges, kv.edges),
         )
+        table = classify(self.mask.program, self.mask.captured, shape)
         return TiledRow(queries=queries, kv=kv, table=table)
 
     def all_rows(self, block: tuple[int, int] = (BLOCK_SIZE, BLOCK_SIZE)) -> tuple[TiledRow, ...]:

@@ -14,7 +14,7 @@ from longspan._cost.options import Considered
 from longspan._cost.pair_counts import split_heads
 from longspan._cost.rates import Cluster, Shape
 from longspan._masks.block_table import BLOCK_SIZE, BlockTable
-from longspan._masks.classify import classify
+from longspan._masks.classify import TableShape, classify
 from longspan._plan.plan_data import MaskTiling, PlanData, PlannedMask, TiledRow
 from longspan._planner.request import CallSizes
 
@@ -31,15 +31,8 @@ class MaskWork:
     def table(self, unit: int) -> BlockTable:
         """The block table over tiles of `unit` × `unit` tokens."""
         if unit not in self._tables:
-            self._tables[unit] = classify(
-                self.mask.program,
-                self.mask.captured,
-                self.q_len,
-                self.kv_len,
-                block=(unit, unit),
-                batch=self.batch,
-                heads=self.heads,
-            )
+            shape = TableShape(q_len=self.q_len, kv_len=self.kv_len, block=(unit, unit), batch=self.batch, heads=self.heads)
+            self._tables[unit] = classify(self.mask.program, self.mask.captured, shape)
         return self._tables[unit]
 
     def pairs(self, unit: int) -> Tensor:
