@@ -242,7 +242,7 @@ def test_backward_steps_without_moves_take_no_time() -> None:
         steps = local_schedule(plan.on(ls.Mesh.abstract(8, rank=rank)).data, ScheduleOptions(block=(128, 128), backward=True)).steps
         assert [step.received_rows for step in steps] == work.with_backward_moves().received.sum(0)[rank, live].tolist() == [0, 8064, 8064]
     assert found.in_flight_backward == 2 * 8064 < found.in_flight
-    # The keys of the last step travel while those of the first are computed, not after steps that there are none of.
+    # KV of the last step is in flight while the first step is computed: steps without an exchange take no time in between.
     begin, end = found.timeline.backward.transfer
     assert bool((begin[:, 7] <= found.timeline.backward.compute[1][:, 1]).all()) and float((end - begin)[:, 2:7].sum()) == 0
     assert float(found.timeline.backward.exposed.max()) < 0.1 * found.timeline.backward.seconds
@@ -255,20 +255,21 @@ def test_a_demand_in_coarse_units_has_the_same_pairs() -> None:
 
 
 def test_thousands_of_devices_are_simulated_from_sampled_ranks() -> None:
-    found = simulate(ls.causal(), 1 << 22, 4096, heads=32, kv_heads=8, degrees=[8], cluster="b200")
-    best = found[0]
+    shape = Shape(heads=32, kv_heads=8)
+    simulated = simulate(ls.causal(), 1 << 22, 4096, shape=shape, degrees=[8], cluster="b200")
+    best = simulated[0]
     assert best.work.full.shape[0] <= 20 and best.gpus == 4096 and best.degree == 8
     assert best.imbalance < 1.05 and 0 < best.flops_per_device < 2e15
     late = Conditions(stragglers={77: 4.0})
-    slow = simulate(ls.causal(), 1 << 22, 4096, heads=32, kv_heads=8, degrees=[8], cluster="b200", conditions=late)
+    slow = simulate(ls.causal(), 1 << 22, 4096, shape=shape, degrees=[8], cluster="b200", conditions=late)
     assert next(s for s in slow if s.name == best.name).seconds > 2 * best.seconds
-    assert all(s.in_flight < 180 * 2**30 for s in found)
+    assert all(s.in_flight < 180 * 2**30 for s in simulated)
     with pytest.raises(ValueError, match="one token or more for each of 64 devices"):
-        simulate(ls.causal(), 63, 64, heads=8)
+        simulate(ls.causal(), 63, 64, shape=Shape(heads=8))
 
 
 def test_weak_scaling_costs_efficiency_and_strong_scaling_more() -> None:
-    options: dict[str, Any] = {"heads": 32, "kv_heads": 8, "cluster": "h100"}
+    options: dict[str, Any] = {"shape": Shape(heads=32, kv_heads=8), "cluster": "h100"}
     weak = curve(lambda tokens: ls.causal(), [(8, 1 << 17), (32, 1 << 19)], **options)
     strong = curve(lambda tokens: ls.causal(), [(8, 1 << 17), (32, 1 << 17)], **options)
     assert strong[1].seconds < strong[0].seconds and weak[1].seconds > weak[0].seconds

@@ -105,10 +105,7 @@ def simulate(
     tokens: int,
     gpus: int,
     *,
-    heads: int,
-    kv_heads: int | None = None,
-    head_dim: int = 128,
-    batch: int = 1,
+    shape: Shape,
     cluster: Cluster | str | None = None,
     conditions: Conditions | None = None,
     layouts: Sequence[str] = ("head_tail", "contiguous", "round_robin"),
@@ -122,7 +119,7 @@ def simulate(
         mask: The mask.
         tokens: Tokens of the sequence.
         gpus: Number of devices.
-        heads, kv_heads, head_dim, batch: Sizes of the call.
+        shape: Batch, heads and head dim of the call.
         cluster: A profile, by default h200.
         conditions: Slow ranks and links.
         layouts: Names of layouts to try.
@@ -134,7 +131,6 @@ def simulate(
     if tokens < gpus:
         raise ValueError(f"simulate: expected one token or more for each of {gpus} devices, got {tokens}: use fewer devices")
     profile = cluster_of(cluster)
-    shape = Shape(batch=batch, heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim)
     if degrees is None:
         degrees = [1, *(2**i for i in range(1, 8) if 2**i <= min(profile.gpus_per_node, gpus)), gpus]
     scenario = _Scenario(mask=mask, tokens=tokens, gpus=gpus, shape=shape, cluster=profile, conditions=conditions, layouts=layouts)

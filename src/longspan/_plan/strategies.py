@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from longspan._comm.mesh import Mesh
+if TYPE_CHECKING:
+    from longspan._comm.mesh import Mesh
 
 Moves = Literal["ring", "allgather", "exchange", "none"]
 StrategyName = Literal["ring", "allgather", "exchange", "ulysses", "ulysses_ring", "ulysses_allgather", "ulysses_exchange", "auto"]

@@ -38,19 +38,21 @@ def bench(
 
     Results are compared too: the exit code is 1 if they differ by more than rounding.
     """
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    q_heads, kv_heads = parse.heads(heads)
+    head_dim, times = parse.count(dim, "--dim"), parse.count(repeat, "--repeat")
+    chosen_length = None if tokens is None else parse.count(tokens, "--tokens")
+    place = parse.device(device)
+
     import torch
 
     import longspan as ls
 
-    place = parse.device(device)
     gpu = place.type == "cuda"
     named = dtype or ("bfloat16" if gpu else "float32")
-    if named not in DTYPES:
-        raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    length = parse.count(tokens or ("16k" if gpu else "2k"), "--tokens")
-    q_heads, kv_heads = parse.heads(heads)
-    sizes = Sizes(tokens=length, heads=q_heads, kv_heads=kv_heads, dim=parse.count(dim, "--dim"), dtype=named)
-    times = parse.count(repeat, "--repeat")
+    length = chosen_length or (16384 if gpu else 2048)
+    sizes = Sizes(tokens=length, heads=q_heads, kv_heads=kv_heads, dim=head_dim, dtype=named)
     where = torch.cuda.get_device_name(place) if gpu else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     print(f"longspan {ls.__version__}, torch {torch.__version__}, {where}")
     print(f"{length:,} tokens, {q_heads} query heads over {kv_heads} KV heads of {sizes.dim}, {named}\n")

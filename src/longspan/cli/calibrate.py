@@ -30,10 +30,12 @@ def calibrate(
     q_heads, kv_heads = parse.heads(heads)
     files.check(out, "OUT")
     try:
-        found, lines = measured(name=name, kernel=kernel, heads=q_heads, kv_heads=kv_heads, head_dim=parse.count(dim, "--dim"), quick=quick)
+        profile, lines = measured(
+            name=name, kernel=kernel, heads=q_heads, kv_heads=kv_heads, head_dim=parse.count(dim, "--dim"), quick=quick
+        )
     except (ValueError, NotImplementedError) as error:
         raise UsageError(str(error)) from None
-    if found is not None:  # rank 0
+    if profile is not None:  # rank 0
         with usage_errors(f"OUT: {out}", OSError):
-            out.write_text(dump(found), encoding="utf-8")
+            out.write_text(dump(profile), encoding="utf-8")
         typer.echo("\n".join([*lines, f"written to {out}"]))

@@ -23,14 +23,16 @@ def demo(
     dim: Annotated[str, typer.Option(help="head dim")] = "32",
 ) -> int:
     """Split a packed batch over processes, run forward and backward by every strategy, and compare with one process."""
+    q_heads, kv_heads = parse.heads(heads)
+    length, head_dim = parse.count(tokens, "--tokens"), parse.count(dim, "--dim")
+    started = parse.count(processes, "--processes")
+
     import torch
 
     from longspan._training import launch
     from longspan._training.demo_ranks import Sizes
 
-    q_heads, kv_heads = parse.heads(heads)
-    sizes = Sizes(tokens=parse.count(tokens, "--tokens"), heads=q_heads, kv_heads=kv_heads, dim=parse.count(dim, "--dim"))
-    started = parse.count(processes, "--processes")
+    sizes = Sizes(tokens=length, heads=q_heads, kv_heads=kv_heads, dim=head_dim)
     if sizes.tokens < 64 * launch.world_size(started):
         raise UsageError(f"--tokens: expected at least 64 per process for {launch.world_size(started)} processes, got {sizes.tokens}")
     if torch.cuda.is_available() and not launch.is_rank():
@@ -69,8 +71,9 @@ def _show(alone: float, results: list[Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    found = Console(highlight=False)
-    console = found if found.is_terminal else Console(highlight=False, width=120)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=120)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("strategy")
     for name in ("layout", "error out", "error grads", "balance", "received", "memory", "seconds"):

@@ -51,7 +51,7 @@ def measured(*, name: str | None, kernel: str, heads: int, kv_heads: int, head_d
     if dist.is_initialized() and dist.get_rank() != 0:
         return None, []
     properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    found = Cluster(
+    measured_cluster = Cluster(
         name=name or title.lower().replace(" ", "-"),
         about=about,
         gpus_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", base.gpus_per_node)),
@@ -69,7 +69,7 @@ def measured(*, name: str | None, kernel: str, heads: int, kv_heads: int, head_d
             slots=_slots(device, kernel),
         ),
     )
-    return replace(found, kernel=replace(found.kernel, dims=base.kernel.dims)), lines
+    return replace(measured_cluster, kernel=replace(measured_cluster.kernel, dims=base.kernel.dims)), lines
 
 
 _NAMES = ("forward_full", "forward_causal", "backward_full", "backward_causal")
@@ -121,7 +121,7 @@ def _kernel_rates(
 
     Squares, because a backward pass is parallel over keys: few keys under many queries would leave most SMs idle.
     """
-    found: dict[str, list[float]] = {name: [] for name in _NAMES}
+    rates: dict[str, list[float]] = {name: [] for name in _NAMES}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if device.type == "cpu":
         heads, kv_heads = min(heads, 4), min(kv_heads, 4) if min(heads, 4) % min(kv_heads, 4) == 0 else min(heads, 4)
@@ -147,10 +147,10 @@ def _kernel_rates(
             backward = clock(partial(torch.autograd.grad, out, (q, key, v), grad, retain_graph=True))
             work = 4.0 * heads * head_dim * pairs / 1e12
             # The cost model adds a launch to every call.
-            found[f"forward_{kind}"].append(work / max(forward - launch, forward / 2))
-            found[f"backward_{kind}"].append(BACKWARD * work / max(backward - launch, backward / 2))
+            rates[f"forward_{kind}"].append(work / max(forward - launch, forward / 2))
+            rates[f"backward_{kind}"].append(BACKWARD * work / max(backward - launch, backward / 2))
             del q, key, v, out, grad
-    return {name: tuple(values) for name, values in found.items()}
+    return {name: tuple(values) for name, values in rates.items()}
 
 
 def _slots(device: torch.device, kernel: str) -> int:

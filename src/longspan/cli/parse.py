@@ -8,12 +8,13 @@ import re
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import longspan as ls
 from longspan.cli.app import UsageError, describe, usage_errors
+
+if TYPE_CHECKING:
+    import torch
 
 SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 MAX_COUNT = 1 << 48  # exact as a float, and small enough to multiply in int64
@@ -42,6 +43,8 @@ def device(text: str) -> torch.device:
     """A device from cpu, cuda or auto (the GPU if there is one)."""
     if text not in ("auto", "cpu", "cuda"):
         raise UsageError(f"--device: expected auto, cpu or cuda, got {text!r}")
+    import torch
+
     if text == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device: torch finds no CUDA device here")
     return torch.device("cuda", torch.cuda.current_device()) if text != "cpu" and torch.cuda.is_available() else torch.device("cpu")
@@ -49,15 +52,15 @@ def device(text: str) -> torch.device:
 
 def factors(text: str | None, what: str, ranks: int) -> dict[int, float]:
     """Factors by rank: "3:1.5,17:2"."""
-    found: dict[int, float] = {}
+    by_rank: dict[int, float] = {}
     for part in filter(None, (text or "").split(",")):
         match = re.fullmatch(r"\s*(\d+):(\d+(?:\.\d+)?)\s*", part)
         if not match or not 0 < float(match[2]) <= MAX_COUNT or int(match[1]) >= ranks:
             raise UsageError(
                 f"{what}: expected rank:factor with a rank below {ranks} and a factor above 0, such as 3:1.5, got {part[:40]!r}"
             )
-        found[int(match[1])] = float(match[2])
-    return found
+        by_rank[int(match[1])] = float(match[2])
+    return by_rank
 
 
 # ------------------------------------------------------------------------------------------------------------------------- masks
@@ -72,9 +75,9 @@ def mask(text: str, tokens: int) -> Any:
     quoted = re.sub(r"documents\(\s*([^\s\"'\[(][^()]*?)\s*\)", lambda m: f"documents({m[1]!r})", text.strip())
     quoted = re.sub(r"(?<=[(,\s])\d+[kKmMgG](?=\s*[,)])", lambda m: str(count(m[0], "--mask")), quoted)
     try:
-        found = _Reader(quoted, tokens).read(_parsed(quoted, text))
-        str(found)
-        return found
+        made = _Reader(quoted, tokens).read(_parsed(quoted, text))
+        str(made)
+        return made
     except (RecursionError, MemoryError):
         raise UsageError(f"--mask: masks nested too deeply: {text[:40]!r}…") from None
 
@@ -105,20 +108,22 @@ class _Reader:
     def _source(self, node: ast.expr) -> str:
         return ast.get_source_segment(self.text, node) or self.text
 
-    def _named(self, node: ast.expr, name: str, given: list[ast.expr]) -> Any:
+    def _named(self, node: ast.expr, name: str, arguments: list[ast.expr]) -> Any:
         if name not in MASKS:
             raise UsageError(f"--mask: unknown mask {name!r} in {self.text!r}: expected one of {', '.join(MASKS)}, or module:function")
         limits = {"full": (0, 0), "causal": (0, 0), "sliding_window": (1, 2), "prefix": (1, 1), "documents": (1, 1), "mod": (1, 1)}
-        least, most = limits[name]
-        if not least <= len(given) <= most:
-            raise UsageError(f"--mask: {name} takes {least if least == most else f'{least} or {most}'} values, got {self._source(node)!r}")
+        least, largest = limits[name]
+        if not least <= len(arguments) <= largest:
+            raise UsageError(
+                f"--mask: {name} takes {least if least == largest else f'{least} or {largest}'} values, got {self._source(node)!r}"
+            )
         if name in ("full", "causal"):
             return getattr(ls, name)()
         if name == "documents":
-            return ls.documents(lengths=self._lengths(given[0]))
+            return ls.documents(lengths=self._lengths(arguments[0]))
         if name == "mod":
-            return _imported(str(self._value(given[0])))
-        values = [count(self._source(a), f"--mask: {name}") if self._source(a) != "0" else 0 for a in given]
+            return _imported(str(self._value(arguments[0])))
+        values = [count(self._source(a), f"--mask: {name}") if self._source(a) != "0" else 0 for a in arguments]
         with usage_errors(f"--mask: {self._source(node)}", ValueError, TypeError, ArithmeticError):
             return getattr(ls, name)(*values)
 
@@ -131,14 +136,14 @@ class _Reader:
     def _lengths(self, node: ast.expr) -> list[int]:
         value = self._value(node)
         if isinstance(value, list | tuple):
-            where, found = "--mask: documents([…])", list(value)
-            if not found or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in found):
+            where, lengths = "--mask: documents([…])", list(value)
+            if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in lengths):
                 raise UsageError(f"{where}: expected whole numbers of 0 or more, got {self._source(node)!r}")
         else:
-            where, found = f"--mask: documents({value})", _read_lengths(Path(str(value)))
-        if sum(found) != self.tokens:
-            raise UsageError(f"{where}: the lengths sum to {sum(found)}, --tokens says {self.tokens}")
-        return found
+            where, lengths = f"--mask: documents({value})", _read_lengths(Path(str(value)))
+        if sum(lengths) != self.tokens:
+            raise UsageError(f"{where}: the lengths sum to {sum(lengths)}, --tokens says {self.tokens}")
+        return lengths
 
 
 def _read_lengths(path: Path) -> list[int]:
@@ -147,15 +152,15 @@ def _read_lengths(path: Path) -> list[int]:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UsageError(f"--mask: documents({path}): {describe(error) if isinstance(error, OSError) else 'not a text file'}") from None
-    found = []
+    lengths = []
     for number, line in enumerate(text.splitlines(), 1):
         for word in line.replace(",", " ").split():
             if not word.isdecimal() or len(word) > 18:
                 raise UsageError(f"{path}, line {number}: expected a length, a whole number of 0 or more, got {word[:40]!r}")
-            found.append(int(word))
-    if not found:
+            lengths.append(int(word))
+    if not lengths:
         raise UsageError(f"{path}: expected document lengths, the file has none")
-    return found
+    return lengths
 
 
 def _imported(text: str) -> Any:
@@ -165,17 +170,17 @@ def _imported(text: str) -> Any:
         raise UsageError(f"--mask: expected module:function, got {text!r}")
     sys.path.insert(0, "")
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (Exception, SystemExit) as error:
         raise UsageError(f"--mask: cannot import {text!r}: {describe(error)}{_where(error)}") from None
     finally:
         sys.path.remove("")
-    if not isinstance(found, ls.Mask) and not callable(found):
-        raise UsageError(f"--mask: {text!r} is a {type(found).__name__}, expected a mask or a mask_mod function (b, h, q_idx, kv_idx)")
+    if not isinstance(value, ls.Mask) and not callable(value):
+        raise UsageError(f"--mask: {text!r} is a {type(value).__name__}, expected a mask or a mask_mod function (b, h, q_idx, kv_idx)")
     try:
-        made = found if isinstance(found, ls.Mask) else ls.mask_mod(found)
+        made = value if isinstance(value, ls.Mask) else ls.mask_mod(value)
         _ = made.traced
     except (Exception, SystemExit) as error:
         raise UsageError(f"--mask: {text!r} cannot be used as a mask: {describe(error)}") from None

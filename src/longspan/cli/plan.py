@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 import longspan as ls
-from longspan._cost import simulate as scale
-from longspan._cost.clusters import cluster as cluster_of
-from longspan._cost.timeline import Conditions
 from longspan._plan.strategies import LAYOUT_NAMES, STRATEGY_NAMES, StrategyName, ulysses_error
 from longspan.cli import files, parse
-from longspan.cli import printing as show
 from longspan.cli.app import UsageError, describe, usage_errors
+
+if TYPE_CHECKING:
+    from longspan._cost.rates import Cluster, Shape
+    from longspan._cost.timeline import Conditions
 
 MAX_PLANNED = 512  # devices; larger clusters are simulated
 
 
 def register(app: typer.Typer) -> None:
     app.command("plan")(plan)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """The problem of a command line: fields as the options. `degree`: of --ulysses, None to choose one."""
+
+    mask: ls.Mask
+    tokens: int
+    gpus: int
+    shape: Shape
+    cluster: Cluster
+    conditions: Conditions
+    degree: int | None
+
+    @property
+    def heads(self) -> str:
+        return f"{self.shape.heads}/{self.shape.kv_heads}"
 
 
 def plan(
@@ -47,77 +65,98 @@ def plan(
     length, devices = parse.count(tokens, "--tokens"), parse.count(gpus, "--gpus")
     q_heads, kv_heads = parse.heads(heads)
     sizes = {"batch": parse.count(batch, "--batch"), "heads": q_heads, "kv_heads": kv_heads, "head_dim": parse.count(dim, "--dim")}
-    conditions = Conditions(
-        stragglers=parse.factors(stragglers, "--stragglers", devices), slow_links=parse.factors(slow_links, "--slow-links", devices)
-    )
-    for what, given, legal in (("--layout", layout, LAYOUT_NAMES), ("--strategy", strategy, STRATEGY_NAMES)):
-        if given not in legal:
-            raise UsageError(f"{what}: expected one of {', '.join(legal)}, got {given!r}")
+    slow_ranks = parse.factors(stragglers, "--stragglers", devices)
+    slow_link_ranks = parse.factors(slow_links, "--slow-links", devices)
+    for option, name, legal in (("--layout", layout, LAYOUT_NAMES), ("--strategy", strategy, STRATEGY_NAMES)):
+        if name not in legal:
+            raise UsageError(f"{option}: expected one of {', '.join(legal)}, got {name!r}")
+    degree = None if ulysses is None else parse.count(ulysses, "--ulysses")
+    stage_count = None if stages is None else parse.count(stages, "--stages")
+    for option, path in (("--html", html), ("--png", png), ("--trace", trace)):
+        if path is not None:
+            files.check(path, option, files.picture_endings() if option == "--png" else ())
+
+    # From here on torch is needed.
+    from longspan._cost.clusters import cluster as profile_of
+    from longspan._cost.rates import Shape
+    from longspan._cost.timeline import Conditions
+    from longspan.cli import printing
+
     try:
-        profile = cluster_of(cluster)
+        profile = profile_of(cluster)
     except (ValueError, OSError) as error:
         raise UsageError(f"--cluster: {describe(error).removeprefix('cluster: ')}") from None
-    for what, path in (("--html", html), ("--png", png), ("--trace", trace)):
-        if path is not None:
-            files.check(path, what, files.picture_endings() if what == "--png" else ())
-    found = parse.mask(mask, length)
-    degree = None if ulysses is None else parse.count(ulysses, "--ulysses")
+    request = Request(
+        mask=parse.mask(mask, length),
+        tokens=length,
+        gpus=devices,
+        shape=Shape(**sizes),
+        cluster=profile,
+        conditions=Conditions(stragglers=slow_ranks, slow_links=slow_link_ranks),
+        degree=degree,
+    )
     try:
         if devices > MAX_PLANNED:
-            chosen = {"--layout": layout != "auto", "--strategy": strategy != "auto", "--stages": stages is not None, "--explain": explain}
-            chosen |= {"--overlap": overlap is True, "--no-overlap": overlap is False}
-            chosen |= {"--html": html is not None, "--png": png is not None, "--trace": trace is not None}
-            _simulated(found, length, devices, sizes, profile, conditions, degree, [name for name, is_so in chosen.items() if is_so])
+            options = {"--layout": layout != "auto", "--strategy": strategy != "auto", "--stages": stages is not None, "--explain": explain}
+            options |= {"--overlap": overlap is True, "--no-overlap": overlap is False}
+            options |= {"--html": html is not None, "--png": png is not None, "--trace": trace is not None}
+            _simulate(request, [name for name, is_set in options.items() if is_set])
             return
-        options = {"layout": layout, "overlap": overlap, "stages": None if stages is None else parse.count(stages, "--stages")}
-        made = _best(found, length, devices, sizes, profile, strategy, degree, options)
+        made = _fastest_plan(request, strategy, layout=layout, overlap=overlap, stages=stage_count)
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from None
     except (ArithmeticError, LookupError, MemoryError, RuntimeError) as error:  # a mask that cannot be evaluated, or sizes out of range
         raise UsageError(f"no plan for --mask {mask!r}, --tokens {tokens}, --gpus {gpus}: {describe(error)}") from None
-    _written(made, profile, conditions, html, png, trace)
-    show.plan(made, profile, conditions)
+    _write_files(made, request, html=html, png=png, trace=trace)
+    printing.plan(made, profile, request.conditions)
     if explain:
         made.explain(profile)
 
 
-def _best(mask: Any, tokens: int, gpus: int, sizes: Any, cluster: Any, strategy: str, degree: int | None, options: dict[str, Any]) -> Any:
+def _fastest_plan(request: Request, strategy: str, **options: Any) -> Any:
     """The fastest plan over the factorisations of the devices into Ulysses × ring that the strategy and the heads allow."""
-    found: list[tuple[float, int, Any]] = []
-    for d in _degrees(gpus, sizes, cluster, strategy, degree):
-        mesh = ls.Mesh.abstract(gpus) if d in (1, gpus) else ls.Mesh.abstract((gpus // d, d), axis_names=("ring", "ulysses"))
-        name = "ulysses" if d == gpus > 1 else strategy
-        if d == 1 and strategy == "auto" and degree == 1:
+    gpus, shape = request.gpus, request.shape
+    sizes = {"batch": shape.batch, "heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    plans: list[tuple[float, int, Any]] = []
+    for degree in _degrees(request, strategy):
+        two_axes = degree not in (1, gpus)
+        mesh = ls.Mesh.abstract((gpus // degree, degree), axis_names=("ring", "ulysses")) if two_axes else ls.Mesh.abstract(gpus)
+        name = "ulysses" if degree == gpus > 1 else strategy
+        if degree == 1 and strategy == "auto" and request.degree == 1:
             name = "exchange"
-        made = ls.plan(mask, tokens, mesh, strategy=cast(StrategyName, name), cluster=cluster, **options, **sizes)
-        found.append((made.report(cluster).seconds, len(found), made))
-    if not found:
-        raise UsageError(f"--strategy: {strategy}: no Ulysses degree below {gpus} divides the heads {sizes['heads']}/{sizes['kv_heads']}")
-    return min(found)[2]
+        made = ls.plan(request.mask, request.tokens, mesh, strategy=cast(StrategyName, name), cluster=request.cluster, **options, **sizes)
+        plans.append((made.report(request.cluster).seconds, len(plans), made))
+    if not plans:
+        raise UsageError(f"--strategy: {strategy}: no Ulysses degree below {gpus} divides the heads {request.heads}")
+    return min(plans)[2]
 
 
-def _degrees(gpus: int, sizes: Any, cluster: Any, strategy: str, degree: int | None) -> list[int]:
-    if degree is not None:
-        if gpus % degree:
-            raise UsageError(f"--ulysses: {gpus} devices do not divide by {degree}")
-        reason = ulysses_error(degree, sizes["heads"], sizes["kv_heads"])
+def _degrees(request: Request, strategy: str) -> list[int]:
+    """Ulysses degrees to try."""
+    gpus, shape = request.gpus, request.shape
+    if request.degree is not None:
+        if gpus % request.degree:
+            raise UsageError(f"--ulysses: {gpus} devices do not divide by {request.degree}")
+        reason = ulysses_error(request.degree, shape.heads, shape.kv_heads)
         if reason:
             raise UsageError(f"--ulysses: {reason}")
-        return [degree]
+        return [request.degree]
     if strategy == "ulysses":
         return [gpus]
-    two = [2**i for i in range(1, 10) if 2**i < gpus and gpus % 2**i == 0 and 2**i <= 2 * cluster.gpus_per_node]
-    fits = [d for d in two if not ulysses_error(d, sizes["heads"], sizes["kv_heads"])]
+    powers = [2**i for i in range(1, 10) if 2**i < gpus and gpus % 2**i == 0 and 2**i <= 2 * request.cluster.gpus_per_node]
+    fits = [degree for degree in powers if not ulysses_error(degree, shape.heads, shape.kv_heads)]
     if strategy == "auto":
         # One axis includes Ulysses over all devices. Of two axes, the two largest degrees suffice.
         return [1, *fits[-2:]]
     return fits if strategy.startswith("ulysses_") else [1]
 
 
-def _written(made: Any, cluster: Any, conditions: Conditions, html: Path | None, png: Path | None, trace: Path | None) -> None:
+def _write_files(made: Any, request: Request, *, html: Path | None, png: Path | None, trace: Path | None) -> None:
+    """Write the files that were asked for."""
     from longspan._report import figure, page
     from longspan._report import trace as tracing
 
+    cluster, conditions = request.cluster, request.conditions
     if html is not None:
         with usage_errors(f"--html: {html}", OSError):
             page.save(made.report(cluster, conditions=conditions), made.considered(cluster), html)
@@ -129,16 +168,25 @@ def _written(made: Any, cluster: Any, conditions: Conditions, html: Path | None,
             tracing.save(made.report(cluster, conditions=conditions), trace)
 
 
-def _simulated(
-    mask: Any, tokens: int, gpus: int, sizes: Any, cluster: Any, conditions: Conditions, degree: int | None, chosen: list[str]
-) -> None:
-    if chosen:
+def _simulate(request: Request, unsupported: list[str]) -> None:
+    """Simulate the strategies and print a table. `unsupported`: options on the command line that a simulation cannot honour."""
+    from longspan._cost.simulate import simulate
+    from longspan.cli import printing
+
+    if unsupported:
         raise UsageError(
-            f"{', '.join(chosen)}: plans and pages are made for up to {MAX_PLANNED} devices, got --gpus {gpus}; larger clusters "
-            "are simulated over all strategies. Leave out the option, or give fewer devices"
+            f"{', '.join(unsupported)}: plans and pages are made for up to {MAX_PLANNED} devices, got --gpus {request.gpus}; larger "
+            "clusters are simulated over all strategies. Leave out the option, or give fewer devices"
         )
-    degrees = None if degree is None else [degree]
-    found = scale.simulate(mask, tokens, gpus, cluster=cluster, conditions=conditions, degrees=degrees, **sizes)
-    if not found:
-        raise UsageError(f"--ulysses: {degree} devices cannot share the heads {sizes['heads']}/{sizes['kv_heads']} of {gpus} devices")
-    show.simulated(found, str(mask), cluster)
+    simulated = simulate(
+        request.mask,
+        request.tokens,
+        request.gpus,
+        shape=request.shape,
+        cluster=request.cluster,
+        conditions=request.conditions,
+        degrees=None if request.degree is None else [request.degree],
+    )
+    if not simulated:
+        raise UsageError(f"--ulysses: {request.degree} devices cannot share the heads {request.heads} of {request.gpus} devices")
+    printing.simulated(simulated, str(request.mask), request.cluster)

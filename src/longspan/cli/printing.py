@@ -13,8 +13,8 @@ from longspan._report.terminal import bar, grid_lines
 
 
 def _console() -> Console:
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=120)
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=120)
 
 
 def text(value: str) -> None:
@@ -29,25 +29,25 @@ def _colour(rank: int) -> str:
 
 def plan(made: Any, cluster: Any, conditions: Any) -> None:
     """Print the mask's picture, the numbers, and a table of the ranks."""
-    console = _console()
-    found = made.report(cluster, conditions=conditions)
+    console, report = _console(), made.report(cluster, conditions=conditions)
     for owner, line in grid_lines(made.data, 24, 72):
         console.print(Text(line, style=_colour(owner)))
-    console.print(Text(str(found)), soft_wrap=True)
-    console.print(_ranks(found))
+    console.print(Text(str(report)), soft_wrap=True)
+    console.print(_rank_table(report))
 
 
-def _ranks(found: Any) -> Table:
+def _rank_table(report: Any) -> Table:
+    """One line per rank, of at most 16 ranks: evenly spread, with the busiest and the last."""
     table = Table(box=None, pad_edge=False)
     for name in ("rank", "work", "", "received MiB", "compute ms", "waiting ms"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
-    ranks = len(found.tiles)
-    chosen = list(range(ranks)) if ranks <= 16 else sorted({*range(0, ranks, -(-ranks // 14)), int(found.tiles.argmax()), ranks - 1})
-    max_tiles = float(found.tiles.max()) or 1.0
-    moved = found.bytes_received.sum(0)
-    t = found.timeline
+    ranks = len(report.tiles)
+    chosen = list(range(ranks)) if ranks <= 16 else sorted({*range(0, ranks, -(-ranks // 14)), int(report.tiles.argmax()), ranks - 1})
+    max_tiles = float(report.tiles.max()) or 1.0
+    moved = report.bytes_received.sum(0)
+    t = report.timeline
     for r in chosen:
-        tiles = int(found.tiles[r])
+        tiles = int(report.tiles[r])
         table.add_row(
             str(r),
             f"{tiles:,}",
@@ -59,16 +59,16 @@ def _ranks(found: Any) -> Table:
     return table
 
 
-def simulated(found: Sequence[Any], mask: str, cluster: Any) -> None:
+def simulated(results: Sequence[Any], mask: str, cluster: Any) -> None:
     """Print a table of simulated strategies."""
-    console, best = _console(), found[0]
+    console, best = _console(), results[0]
     where = f"{cluster.name}: {cluster.kernel.name}"
     head = f"{mask}, {best.tokens:,} tokens over {best.gpus:,} devices ({where}), simulated from a sample of ranks"
     console.print(Text(head), soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for name in ("", "ms", "forward", "backward", "compute", "busiest", "TFLOP/s per device"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
-    for one in found[:10]:
+    for one in results[:10]:
         t = one.timeline
         table.add_row(
             one.name, f"{1e3 * one.seconds:.2f}", f"{1e3 * t.forward.seconds:.2f}", f"{1e3 * t.backward.seconds:.2f}",

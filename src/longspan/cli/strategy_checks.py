@@ -45,21 +45,21 @@ def _over_threads(problem: Problem, strategy: StrategyName, shape: tuple[int, ..
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the ranks share the cores
     try:
-        found = world.run(lambda mesh: _on_rank(problem, strategy, mesh))
+        by_rank = world.run(lambda mesh: _on_rank(problem, strategy, mesh))
     finally:
         torch.set_num_threads(threads)
-    shares = [one["dbias"] for one in found if "dbias" in one]
-    return {**found[0], "dbias": torch.stack(shares).sum(0)} if shares else found[0]
+    shares = [one["dbias"] for one in by_rank if "dbias" in one]
+    return {**by_rank[0], "dbias": torch.stack(shares).sum(0)} if shares else by_rank[0]
 
 
 def _over_processes(problem: Problem, strategy: StrategyName, shape: tuple[int, ...]) -> dict[str, Tensor]:
     mesh: Any = dist.group.WORLD
     if len(shape) == 2:
         mesh = dist.device_mesh.init_device_mesh(problem.device.type, shape, mesh_dim_names=AXES)
-    found = _on_rank(problem, strategy, mesh)
-    if "dbias" in found:
-        dist.all_reduce(found["dbias"])
-    return found
+    results = _on_rank(problem, strategy, mesh)
+    if "dbias" in results:
+        dist.all_reduce(results["dbias"])
+    return results
 
 
 def _on_rank(problem: Problem, strategy: StrategyName, mesh: Any) -> dict[str, Tensor]:
@@ -70,8 +70,8 @@ def _on_rank(problem: Problem, strategy: StrategyName, mesh: Any) -> dict[str, T
     def attend(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Any:
         return ls.attention(q, k, v, plan=plan, return_lse=True, **rest)
 
-    found = problem.results(attend, [plan.shard(t, 2) for t in problem.inputs])
-    return {name: t if name == "dbias" else plan.unshard(t, 2) for name, t in found.items()}
+    results = problem.results(attend, [plan.shard(t, 2) for t in problem.inputs])
+    return {name: t if name == "dbias" else plan.unshard(t, 2) for name, t in results.items()}
 
 
 def failures_elsewhere(lines: Sequence[Line]) -> list[str]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import math
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +24,22 @@ def register(app: typer.Typer) -> None:
     app.command("train")(train)
 
 
+def _printed_once(command: Callable[..., int]) -> Callable[..., int]:
+    """The command, with usage errors under torchrun printed by rank 0 only; every rank exits with code 2."""
+
+    @functools.wraps(command)
+    def wrapped(**options: Any) -> int:
+        try:
+            return command(**options)
+        except UsageError:
+            if int(os.environ.get("RANK", 0)):
+                return 2
+            raise
+
+    return wrapped
+
+
+@_printed_once
 def train(
     out: Annotated[Path, typer.Option(help="directory for checkpoints, losses and the curve")] = Path("longspan-run"),
     data: Annotated[
@@ -48,25 +66,6 @@ def train(
 
     Uses CUDA and NCCL if available. Ctrl-C writes a checkpoint; --resume continues from it, on any number of processes.
     """
-    try:
-        return _train(**locals())
-    except UsageError:
-        if int(os.environ.get("RANK", 0)):
-            return 2  # rank 0 prints the message
-        raise
-
-
-def _train(
-    *, out: Path, data: Path | None, steps: str, tokens: str, batch: str, cp: str | None, processes: str | None, width: str, layers: str,
-    heads: str, strategy: str, rate: float, save_every: str, seed: int, recompute: bool, resume: bool,
-) -> int:  # fmt: skip
-    import torch
-
-    from longspan._training import launch
-    from longspan._training.corpus import VOCAB, corpus
-    from longspan._training.decoder import DecoderConfig
-    from longspan._training.job import Job, check_ranks, check_resume
-
     q_heads, kv_heads = parse.heads(heads)
     wide = parse.count(width, "--width")
     if wide % q_heads or wide // q_heads % 2:
@@ -75,18 +74,28 @@ def _train(
         raise UsageError(f"--rate: expected a number above 0 such as 3e-3, got {rate}")
     if not -(2**63) <= seed < 2**63:
         raise UsageError(f"--seed: expected a whole number of 64 bits, got {seed}")
-    started = parse.count(processes, "--processes") if processes is not None else launch.default_processes()
-    ranks = launch.world_size(started)
     sizes = {"width": wide, "layers": parse.count(layers, "--layers"), "heads": q_heads, "kv_heads": kv_heads}
+    counts = {"steps": parse.count(steps, "--steps"), "length": parse.count(tokens, "--tokens"), "batch": parse.count(batch, "--batch")}
+    counts["save_every"] = parse.count(save_every, "--save-every")
+    sequence_ranks = None if cp is None else parse.count(cp, "--cp")
+    process_count = None if processes is None else parse.count(processes, "--processes")
+
+    import torch
+
+    from longspan._training import launch
+    from longspan._training.corpus import VOCAB, corpus
+    from longspan._training.decoder import DecoderConfig
+    from longspan._training.job import Job, check_ranks, check_resume
+
+    started = process_count or launch.default_processes()
+    ranks = launch.world_size(started)
     try:
         model = DecoderConfig(
             vocab=VOCAB, head_dim=wide // q_heads, hidden=-(-wide * 8 // 3) // 16 * 16 or 16, recompute=recompute, **sizes
         )
         job = Job(
-            out=str(out), model=model, data=None if data is None else str(data), steps=parse.count(steps, "--steps"),
-            length=parse.count(tokens, "--tokens"), batch=parse.count(batch, "--batch"),
-            context=ranks if cp is None else parse.count(cp, "--cp"), rate=rate, save_every=parse.count(save_every, "--save-every"),
-            seed=seed, half=torch.cuda.is_available(), strategy=strategy, resume=resume,
+            out=str(out), model=model, data=None if data is None else str(data), context=sequence_ranks or ranks, rate=rate, seed=seed,
+            half=torch.cuda.is_available(), strategy=strategy, resume=resume, **counts,
         )  # fmt: skip
         check_ranks(job, ranks)
         check_strategy(job, ranks)

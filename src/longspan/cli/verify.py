@@ -32,17 +32,18 @@ def verify(
 
     Errors up to twice the error of dense attention in the same dtype are allowed. The exit code is 0 if all checks pass, else 1.
     """
+    many = 4 if ranks is None else parse.count(ranks, "--ranks")
+    place = parse.device(device)
+
     from longspan._training import launch
 
-    place = parse.device(device)
-    many = 4 if ranks is None else parse.count(ranks, "--ranks")
     if launch.is_rank():
         if ranks is not None and many != launch.world_size(many):
             raise UsageError(f"--ranks: torchrun started {launch.world_size(many)} processes, got {many}; leave out the option")
         return launch.run_ranks(_rank, launch.world_size(many), place.type, whole, as_json)
     if many > MAX_RANKS:
         raise UsageError(f"--ranks: expected up to {MAX_RANKS} virtual ranks, got {many}")
-    return _shown(place, whole, as_json, many, None)
+    return _run_checks(place, whole, as_json, many, None)
 
 
 def _rank(device: Any, kind: str, whole: bool, as_json: bool) -> int:
@@ -50,10 +51,10 @@ def _rank(device: Any, kind: str, whole: bool, as_json: bool) -> int:
     import torch.distributed as dist
 
     place = device if kind == "cuda" else torch.device("cpu")
-    return _shown(place, whole, as_json, dist.get_world_size(), dist.get_rank())
+    return _run_checks(place, whole, as_json, dist.get_world_size(), dist.get_rank())
 
 
-def _shown(device: Any, whole: bool, as_json: bool, ranks: int, rank: int | None) -> int:
+def _run_checks(device: Any, whole: bool, as_json: bool, ranks: int, rank: int | None) -> int:
     """Run all checks: the exit code. `rank` is None with virtual ranks. Every rank checks its own device; rank 0 prints."""
     import torch
 
@@ -122,9 +123,9 @@ def _attend(attention: Callable[..., Any], **options: Any) -> Callable[..., Any]
 
 
 def _print_lines(lines: Iterator[Any], tell: Callable[[str], None]) -> list[Any]:
-    found = []
+    printed = []
     for line in lines:
-        found.append(line)
+        printed.append(line)
         if not line.cases:
             tell(f"{line.name:19}not supported: {_reason(line.reason)}")
             continue
@@ -134,7 +135,7 @@ def _print_lines(lines: Iterator[Any], tell: Callable[[str], None]) -> list[Any]
         tell(f"{line.name:19}{line.dtype:10}{line.cases:7}{shown}{refused}{'' if line.ok else '   WRONG'}")
         for failure in line.failures:
             tell(f"    {failure}")
-    return found
+    return printed
 
 
 def _reason(text: str) -> str:
