@@ -8,7 +8,7 @@ from threading import Lock, RLock
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from longspan._torch_modes import settled
+from longspan._torch_modes import default_modes
 
 Owner = TypeVar("Owner")
 Value = TypeVar("Value")
@@ -41,7 +41,7 @@ class DerivedCache(Generic[Owner, Value]):
             if key in entries.values:
                 entries.values.move_to_end(key)
                 return entries.values[key]
-            with settled():
+            with default_modes():
                 value = derive()
             entries.values[key] = value
             if len(entries.values) > self._size:

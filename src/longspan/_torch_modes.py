@@ -1,4 +1,4 @@
-"""Stepping out of what a caller has set in torch, where that must have no part in the result."""
+"""Context managers that turn off torch modes of the caller, so that they cannot change a result."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 @contextmanager
-def settled() -> Iterator[None]:
-    """As if nothing had been set: tensors are made on the CPU, and not as inference tensors, which autograd would refuse later."""
+def default_modes() -> Iterator[None]:
+    """Inference mode off and the CPU as the default device. Autograd cannot use inference tensors later, and plans live on the CPU."""
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
-            # Leaving inference mode turns autograd on, so that comes first.
+            # Leaving inference mode enables autograd, so it is disabled afterwards.
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
         if torch.get_default_device().type != "cpu":
@@ -23,7 +23,7 @@ def settled() -> Iterator[None]:
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Operations in the dtypes of their operands: sums that are held in float32 stay so."""
+    """Autocast off on CPU and CUDA: operations keep the dtypes of their operands, and float32 sums stay float32."""
     with ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):

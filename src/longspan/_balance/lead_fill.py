@@ -206,8 +206,8 @@ class _Builder:
             fits.append((units, work))
 
         best: _Fill | None = None
-        most = len(fits) - 1
-        for i in range(max(0, most - 2), most + 1):
+        last = len(fits) - 1
+        for i in range(max(0, last - 2), last + 1):
             units, work = fits[i]
             room, budget = self.room - units, self.budget - work
             best = self._closed(best, lead, room, budget, tolerance, others, i, None)
@@ -215,7 +215,7 @@ class _Builder:
                 size, work_of_group = group.size, self._work(group)
                 if size <= room and work_of_group <= budget + tolerance:
                     best = self._closed(best, lead, room - size, budget - work_of_group, tolerance, others, i, group)
-        for i in range(most - 2) if best is None else ():
+        for i in range(last - 2) if best is None else ():
             best = self._closed(best, lead, self.room - fits[i][0], self.budget - fits[i][1], tolerance, others, i, None)
         return best
 
@@ -250,17 +250,19 @@ class _Builder:
                     best = _Fill(score=score, tail=tail, head=0, whole=tuple(others[:whole]), cut=(cut, head))
         return best
 
-    def _tail(self, lead: _Unassigned, other: _Unassigned, least: int, most: int, room: int, budget: float, tolerance: float) -> int | None:
+    def _tail(
+        self, lead: _Unassigned, other: _Unassigned, least: int, largest: int, room: int, budget: float, tolerance: float
+    ) -> int | None:
         """The tail of the lead that, with the head of `other` to `room` units in all, comes nearest to the budget; None if none is near."""
-        if least > most:
+        if least > largest:
             return None
         sums, end, begin = self.sums, lead.end, other.begin
         fixed = sums[end] - sums[begin]
         if fixed - sums[end - least] + sums[begin + room - least] > budget + tolerance:
             return None
-        if fixed - sums[end - most] + sums[begin + room - most] < budget - tolerance:
+        if fixed - sums[end - largest] + sums[begin + room - largest] < budget - tolerance:
             return None
-        low, high = least, most
+        low, high = least, largest
         while low < high:
             middle = (low + high + 1) // 2
             if fixed - sums[end - middle] + sums[begin + room - middle] <= budget:
@@ -268,7 +270,7 @@ class _Builder:
             else:
                 high = middle - 1
         below = budget - (fixed - sums[end - low] + sums[begin + room - low])
-        if low < most:
+        if low < largest:
             above = fixed - sums[end - low - 1] + sums[begin + room - low - 1] - budget
             if above < below:
                 low, below = low + 1, above

@@ -136,10 +136,10 @@ class Mesh:
 def mesh_axes(shape: int | Sequence[int], names: Sequence[str] | None) -> tuple[Axis, ...]:
     """Axes of a shape, named axis0 and axis1 by default."""
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    given = tuple(f"axis{i}" for i in range(len(sizes))) if names is None else tuple(names)
-    if len(given) != len(sizes):
-        raise ValueError(f"mesh: expected a name for each of {len(sizes)} axes, got {given}")
-    return tuple(Axis(name, size) for name, size in zip(given, sizes))
+    axis_names = tuple(f"axis{i}" for i in range(len(sizes))) if names is None else tuple(names)
+    if len(axis_names) != len(sizes):
+        raise ValueError(f"mesh: expected a name for each of {len(sizes)} axes, got {axis_names}")
+    return tuple(Axis(name, size) for name, size in zip(axis_names, sizes))
 
 
 def coordinate_of(axes: Sequence[Axis], rank: int) -> tuple[int, ...]:

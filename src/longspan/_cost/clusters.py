@@ -62,16 +62,16 @@ def load(path: Path) -> Cluster:
     except (OSError, UnicodeDecodeError) as error:
         raise ClusterError(f"cluster file {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
     try:
-        given = tomllib.loads(text)
+        profile = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ClusterError(f"cluster file {path}: not TOML: {error}") from None
-    top = _checked(given, _TOP, path, "", also=("inside", "between", "kernel"))
-    inside, between = (_checked(given[name], _LINK, path, f"[{name}] ") for name in ("inside", "between"))
-    kernel = _checked(given["kernel"], _KERNEL, path, "[kernel] ", also=("dims",), optional=("dims",))
+    top = _checked(profile, _TOP, path, "", also=("inside", "between", "kernel"))
+    inside, between = (_checked(profile[name], _LINK, path, f"[{name}] ") for name in ("inside", "between"))
+    kernel = _checked(profile["kernel"], _KERNEL, path, "[kernel] ", also=("dims",), optional=("dims",))
     rates = {name: _numbers(kernel[name], path, name) for name in _RATES}
     if len({len(r) for r in rates.values()}) > 1 or len(rates["keys"]) < 2 or list(rates["keys"]) != sorted(set(rates["keys"])):
         raise ClusterError(f"cluster file {path}: [kernel] expected two or more ascending keys and lists of rates of the same length")
-    dims = given["kernel"].get("dims", {})
+    dims = profile["kernel"].get("dims", {})
     if not all(str(d).isdigit() and _positive(share) for d, share in dims.items()):
         raise ClusterError(f"cluster file {path}: [kernel.dims] expected head dims and shares above 0, got {dims}")
     return Cluster(
@@ -95,8 +95,8 @@ def load(path: Path) -> Cluster:
     )
 
 
-def _link(given: dict[str, Any]) -> Link:
-    return Link(bandwidth=given["bandwidth_gb_s"] * 1e9, latency=given["latency_us"] * 1e-6)
+def _link(link: dict[str, Any]) -> Link:
+    return Link(bandwidth=link["bandwidth_gb_s"] * 1e9, latency=link["latency_us"] * 1e-6)
 
 
 def _positive(value: Any) -> bool:
@@ -110,18 +110,18 @@ def _numbers(values: list[Any], path: Path, name: str) -> tuple[float, ...]:
 
 
 def _checked(
-    given: Any, expected: Mapping[str, type], path: Path, where: str, also: tuple[str, ...] = (), optional: tuple[str, ...] = ()
+    table: Any, expected: Mapping[str, type], path: Path, where: str, also: tuple[str, ...] = (), optional: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    if not isinstance(given, dict):
+    if not isinstance(table, dict):
         raise ClusterError(f"cluster file {path}: {where.strip()} must be a table")
-    for name in given:
+    for name in table:
         if name not in (*expected, *also):
             raise ClusterError(f"cluster file {path}: {where}unknown key {name!r}; expected {', '.join((*expected, *also))}")
     for name in (*expected, *also):
-        if name not in given and name not in optional:
+        if name not in table and name not in optional:
             raise ClusterError(f"cluster file {path}: {where}{name!r} is missing")
     for name, kind in expected.items():
-        value = given[name]
+        value = table[name]
         if kind in (int, float):
             least = 0 if name in ("contention", "latency_us", "launch_us") else None
             number = isinstance(value, int | float if kind is float else int) and not isinstance(value, bool)
@@ -129,7 +129,7 @@ def _checked(
                 raise ClusterError(f"cluster file {path}: {where}{name} must be a number above 0, got {value!r}")
         elif not isinstance(value, kind):
             raise ClusterError(f"cluster file {path}: {where}{name} must be a {kind.__name__}, got {value!r}")
-    return given
+    return table
 
 
 def dump(profile: Cluster) -> str:

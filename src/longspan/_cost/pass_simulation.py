@@ -126,8 +126,8 @@ class PassSimulation:
             if work.steps > 1:
                 last = self._first_or_last(computes)
                 last[:, 0] &= computes[:, 1:].sum(1) == 0
-                begun = computes.cumsum(1) > computes.long()
-                out += computes * begun * active * tile * WIDE  # reads the running result,
+                has_result = computes.cumsum(1) > computes.long()
+                out += computes * has_result * active * tile * WIDE  # reads the running result,
                 out += torch.where(last, 0.0, computes * active * tile * (WIDE - narrow))  # and writes it, except in the last step
             return out
         out += computes * active * tile * (2 * WIDE - narrow)  # adds to dQ
@@ -194,10 +194,10 @@ class PassSimulation:
         return torch.stack([sent * (1 - work.cross_node_share), sent * work.cross_node_share])
 
 
-def _per_rank(work: Workload, given: Mapping[int, float]) -> Tensor:
+def _per_rank(work: Workload, factor_of: Mapping[int, float]) -> Tensor:
     """The factor of each rank of the workload [R]. A Ulysses group is as slow as its slowest member."""
     factor = torch.ones(work.ranks, dtype=torch.float64)
-    for rank, value in given.items():
+    for rank, value in factor_of.items():
         if rank >= work.ranks * work.degree:
             raise ValueError(f"conditions: expected ranks below {work.ranks * work.degree}, got {rank}")
         ring_rank = rank // work.degree

@@ -27,8 +27,8 @@ class Conditions:
     slow_links: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for what, given in (("stragglers", self.stragglers), ("slow_links", self.slow_links)):
-            for rank, factor in given.items():
+        for what, factors in (("stragglers", self.stragglers), ("slow_links", self.slow_links)):
+            for rank, factor in factors.items():
                 if rank < 0 or factor <= 0:
                     raise ValueError(f"{what}: expected ranks of 0 or more and factors above 0, got {rank}: {factor}")
 

@@ -20,17 +20,17 @@ NAMED_RULES: dict[str, LayoutRule] = {"contiguous": contiguous, "head_tail": hea
 def layout_rule(layout: str | Layout | LayoutRule) -> LayoutRule:
     """The function (length, ranks) → Layout for a name, a Layout (for its length and ranks only) or such a function."""
     if isinstance(layout, Layout):
-        given = layout
+        fixed = layout
 
-        def only_given(length: int, ranks: int) -> Layout:
-            if (length, ranks) != (given.length, given.ranks):
+        def fixed_layout(length: int, ranks: int) -> Layout:
+            if (length, ranks) != (fixed.length, fixed.ranks):
                 raise ValueError(
-                    f"layout: expected a sequence of {given.length} tokens over {given.ranks} ranks, for which the layout was made, got "
+                    f"layout: expected a sequence of {fixed.length} tokens over {fixed.ranks} ranks, for which the layout was made, got "
                     f"{length} tokens over {ranks} ranks"
                 )
-            return given
+            return fixed
 
-        return only_given
+        return fixed_layout
     if isinstance(layout, str):
         if layout not in NAMED_RULES:
             names = ", ".join(map(repr, NAMED_RULES))

@@ -93,7 +93,7 @@ def negotiate(sequences: SequenceLayouts, query: Any, check: Callable[[], LocalC
     # All ranks hold the same rows: from here on all raise or none does.
     if shape is None:
         counts = [[row[i] for row in rows] for i in (0, 1)]
-        layouts = [sequences.of_counts(name, held) for (name, _), held in zip(local.local_lengths, counts, strict=True)]
+        layouts = [sequences.of_counts(name, count) for (name, _), count in zip(local.local_lengths, counts, strict=True)]
         shape = _shape(sequences, local, layouts)
     parts = tuple(MaskPart(row[2], row[3], tuple(row[4:])) for row in rows)
     _check_mask_size(shape, local, {rank: (part.rows, part.columns) for rank, part in enumerate(parts)})

@@ -123,17 +123,17 @@ class _AttendHop(BaseHOP):
         with outside_of_modes():
             score = _traced(subgraph, results.pop(0), scalars, "score", state_dtype(q.dtype)) if has_score else None
             mask = _traced(subgraph, results.pop(0), scalars, "mask", torch.float32) if has_mask else None
-            programs = (None if found is None else found[0].program for found in (mask, score))
-            spec = Spec(mask=next(programs), score=next(programs), kernel=kernel, lse=returned)
+            mask_program, score_program = (None if mod is None else mod[0].program for mod in (mask, score))
+            spec = Spec(mask=mask_program, score=score_program, kernel=kernel, lse=returned)
             if kernel != "dense":
                 spec = ops.specs.pin(spec)
         if spec.score is not None and spec.score.pointwise:
             spec.joint(())  # trace the gradient now, not when the compiled code runs
 
-        def captured(found: tuple[Traced, list[Node | Tensor]] | None) -> list[Tensor]:
-            if found is None:
+        def captured(mod: tuple[Traced, list[Node | Tensor]] | None) -> list[Tensor]:
+            if mod is None:
                 return []
-            traced, nodes = found
+            traced, nodes = mod
             sources = [_operand(n, operand_of, stand_in.dtype, q.device) for n, stand_in in zip(nodes, traced.sources, strict=True)]
             with without_autocast():
                 return sources if traced.preamble is None else list(traced.preamble(*sources))
@@ -168,7 +168,7 @@ class _HandHop(BaseHOP):
         super().__init__("longspan_hand")
 
     def __call__(self, subgraph: GraphModule, *operands: Any) -> tuple[Tensor, ...]:
-        return tuple(t for t in operands if isinstance(t, Tensor))  # one tensor, possibly with symbolic sizes beside it
+        return tuple(t for t in operands if isinstance(t, Tensor))  # one tensor, and possibly symbolic sizes
 
 
 _hand_hop = _HandHop()
@@ -208,12 +208,12 @@ def _traced(
     part = GraphModule(module, graph)
     lifted = [n for n in inputs if n not in scalars]
     stand_ins: dict[Node, Any] = {n: _stand_in(n, dtype) for n in lifted}
-    wanted = scalars if kind == "score" else scalars[1:]
+    mod_scalars = scalars if kind == "score" else scalars[1:]
     numbers = [n for n in lifted if not isinstance(n.meta["example_value"], Tensor)]
 
     def mod(*args: Tensor) -> Tensor:
-        given = dict(zip([*wanted, *numbers], args, strict=False))
-        return part(*(given[n] if n in given else stand_ins.get(n, args[0]) for n in inputs))
+        values = dict(zip([*mod_scalars, *numbers], args, strict=False))
+        return part(*(values[n] if n in values else stand_ins.get(n, args[0]) for n in inputs))
 
     if numbers:
         # Python computes with 64-bit floats. A scalar tensor may have fewer bits.

@@ -115,8 +115,8 @@ def attend_backward(
 @attend_backward.register_fake
 def _(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *rest: Any) -> list[Tensor]:
     _out, _lse, _mask_captured, score_captured, needs, _plan, _spec, _scale = rest
-    wanted = [q, k, v] + ([sink] if sink is not None else []) + [t for t, need in zip(score_captured, needs, strict=True) if need]
-    return [t.new_empty(t.shape) for t in wanted]
+    inputs = [q, k, v] + ([sink] if sink is not None else []) + [t for t, need in zip(score_captured, needs, strict=True) if need]
+    return [t.new_empty(t.shape) for t in inputs]
 
 
 def plan_of(token: Tensor | None) -> PlanData | None:

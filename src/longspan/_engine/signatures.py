@@ -147,8 +147,8 @@ def _leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tup
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(t).__name__}")
         if t.ndim < 2 + enable_gqa:
-            wanted = "[..., heads, tokens, head_dim] with enable_gqa=True" if enable_gqa else "[..., tokens, head_dim]"
-            raise ValueError(f"{name}: expected {wanted}, got shape {tuple(t.shape)}")
+            expected = "[..., heads, tokens, head_dim] with enable_gqa=True" if enable_gqa else "[..., tokens, head_dim]"
+            raise ValueError(f"{name}: expected {expected}, got shape {tuple(t.shape)}")
     sizes = [tuple(t.shape[:-2]) for t in tensors]
     if enable_gqa:
         heads = query.shape[-3]
@@ -175,10 +175,10 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, leading: tuple[int, ...]
     counts = [t.shape[-3] if t.ndim > 2 else 1 for t in (key, value)]
     groups = counts[0] if counts[0] == counts[1] else lcm(*counts)
     grouped = []
-    for t, wanted in ((query, heads), (key, groups), (value, groups)):
+    for t, expected in ((query, heads), (key, groups), (value, groups)):
         t = t if t.ndim > 2 else t[None]
-        if t.shape[-3] != wanted:
-            t = t.expand(*t.shape[:-3], wanted, -1, -1) if t.shape[-3] == 1 else t.repeat_interleave(wanted // t.shape[-3], -3)
+        if t.shape[-3] != expected:
+            t = t.expand(*t.shape[:-3], expected, -1, -1) if t.shape[-3] == 1 else t.repeat_interleave(expected // t.shape[-3], -3)
         t = t.expand(*leading[:-1], *t.shape[-3:])
         grouped.append(t if t.ndim == 4 else t.reshape(_product(leading[:-1]), *t.shape[-3:]))
     return grouped

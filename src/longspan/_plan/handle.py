@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longspan._plan.plan_data import PlanData
-from longspan._torch_modes import settled
+from longspan._torch_modes import default_modes
 
 _handles = itertools.count(1)
 
@@ -32,6 +32,6 @@ class PlanHandle:
         self.data = data
         number = next(_handles)
         live[number] = data
-        with settled():
+        with default_modes():
             self.token: Tensor = torch.tensor(number)
         self.token.plan_data = data  # type: ignore[attr-defined]  # keeps the plan alive as long as the token

@@ -98,31 +98,31 @@ def exchange(rows: list[KVReads], *, stage_tokens: int, stages: int | None = Non
     return replace(_schedule("exchange", stages, columns), read=True)
 
 
-def only_read(given: Schedule, rows: list[KVReads]) -> Schedule:
+def only_read(schedule: Schedule, rows: list[KVReads]) -> Schedule:
     """The same stages and steps without the tokens that their receiver does not read. The same object if there are none."""
     columns = []
     for row, need in enumerate(rows):
-        here = given.row == row
-        first, end = need.kv.within(given.start[here], given.length[here])
+        here = schedule.row == row
+        first, end = need.kv.within(schedule.start[here], schedule.length[here])
         tile = expand_ranges(first, end - first)
-        stage, receiver = (c[here].repeat_interleave(end - first) for c in (given.stage, given.receiver))
+        stage, receiver = (c[here].repeat_interleave(end - first) for c in (schedule.stage, schedule.receiver))
         is_read = need.wanted[receiver, tile]
         columns.append(_merged_moves(need, row, stage[is_read], receiver[is_read], tile[is_read]))
-    moves = _schedule(given.name, given.stages, columns)
-    if int(moves.length.sum()) == int(given.length.sum()):
-        return given
-    return replace(moves, steps=given.steps, joined=given.joined, read=True)
+    moves = _schedule(schedule.name, schedule.stages, columns)
+    if int(moves.length.sum()) == int(schedule.length.sum()):
+        return schedule
+    return replace(moves, steps=schedule.steps, joined=schedule.joined, read=True)
 
 
-def check_brings(given: Schedule, rows: list[KVReads]) -> None:
+def check_brings(schedule: Schedule, rows: list[KVReads]) -> None:
     """Check that a user's schedule brings every remote tile that is read exactly once, from its owner.
 
     Raises:
         ValueError: A move does not begin and end at edges of tiles, its sender does not own the tokens, or tokens arrive not exactly once.
     """
     for row, need in enumerate(rows):
-        here = given.row == row
-        receiver, source, start, length = (c[here] for c in (given.receiver, given.source, given.start, given.length))
+        here = schedule.row == row
+        receiver, source, start, length = (c[here] for c in (schedule.receiver, schedule.source, schedule.start, schedule.length))
         first, end = need.kv.within(start, length)
         if bool((need.kv.edges[first] != start).any() | (need.kv.edges[end] != start + length).any()):
             raise ValueError("schedule: moves must begin and end at edges of tiles: multiples of 128 tokens or ends of segments")

@@ -74,8 +74,8 @@ class PlanBuilder:
     def _choose(self) -> Choice:
         """The strategy and stages of the request; where it leaves a choice and the cost model can make it, those of the best option."""
         request = self.request
-        given = request.strategy if isinstance(request.strategy, str) else "exchange"
-        choice = Choice(strategy=strategy_for(given, request.mesh), stages=request.stages)
+        name = request.strategy if isinstance(request.strategy, str) else "exchange"
+        choice = Choice(strategy=strategy_for(name, request.mesh), stages=request.stages)
         self._check_stages(choice.strategy)
         if self._has_choice():
             space = search_space(self.works, request.mesh, request.sizes.shape, self.cluster)
@@ -127,11 +127,11 @@ class PlanBuilder:
     def _check_stages(self, strategy: Strategy) -> None:
         """Raises ValueError where the strategy or the schedule has another number of stages than was asked for."""
         request = self.request
-        given = request.strategy if isinstance(request.strategy, Schedule) else None
-        stages = strategy.stages(self._ring_size(strategy)) if given is None else given.stages
+        custom = request.strategy if isinstance(request.strategy, Schedule) else None
+        stages = strategy.stages(self._ring_size(strategy)) if custom is None else custom.stages
         if request.stages is None or stages is None or stages == request.stages:
             return
-        if given is not None:
+        if custom is not None:
             raise ValueError(f"plan: the given schedule has {stages} stages, got stages={request.stages}: leave stages out")
         other = "'exchange'" if len(request.mesh.axes) == 1 else "'ulysses_exchange'"
         raise ValueError(
@@ -209,8 +209,8 @@ class PlanBuilder:
             return BuiltPlan(data, None)
         if overlap is not None:
             return BuiltPlan(data.with_joined(not overlap), None)
-        given = isinstance(self.request.strategy, Schedule)
-        if given or len(data.schedule.steps) > 1 or self.request.sizes.heads is None:
+        is_custom = isinstance(self.request.strategy, Schedule)
+        if is_custom or len(data.schedule.steps) > 1 or self.request.sizes.heads is None:
             return BuiltPlan(data, None)
         work, line = fastest(of_plan(data, self.cluster.gpus_per_node), self.cluster)
         return BuiltPlan(data.with_joined(work.joined), line)

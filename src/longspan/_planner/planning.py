@@ -20,7 +20,7 @@ from longspan._planner.build import PlanBuilder
 from longspan._planner.plan import Plan
 from longspan._planner.plan_set import PlanSet
 from longspan._planner.request import CallSizes, PlanOptions, PlanRequest
-from longspan._torch_modes import settled
+from longspan._torch_modes import default_modes
 
 
 @overload
@@ -106,7 +106,7 @@ def plan(
     options = PlanOptions(
         layout=layout, strategy=strategy, stages=stages, overlap=overlap, grad_reduce_dtype=grad_reduce_dtype, cluster=cluster
     )
-    with settled():
+    with default_modes():
         request = PlanRequest.of([as_mask(m) for m in masks.values()], seq_len, as_mesh(mesh), sizes, options)
         builder = PlanBuilder(request)
         data = builder.plans()

@@ -64,11 +64,11 @@ def inputs(sizes: Sizes, device: torch.device) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
 
 
-def forward_backward(given: list[Tensor], **options: Any) -> list[Tensor]:
-    """[out, dq, dk, dv] of attention over `given` = [q, k, v, grad_out]."""
-    q, k, v = (t.detach().requires_grad_() for t in given[:3])
+def forward_backward(tensors: list[Tensor], **options: Any) -> list[Tensor]:
+    """[out, dq, dk, dv] of attention over `tensors` = [q, k, v, grad_out]."""
+    q, k, v = (t.detach().requires_grad_() for t in tensors[:3])
     out = attention(q, k, v, **options)
-    return [out.detach(), *torch.autograd.grad(out, [q, k, v], given[3])]
+    return [out.detach(), *torch.autograd.grad(out, [q, k, v], tensors[3])]
 
 
 def on_rank(device: torch.device, sizes: Sizes) -> tuple[float, list[StrategyResult]]:

@@ -106,7 +106,7 @@ def check_resume(job: Job, text: Corpus) -> Path | None:
     return newest.parent
 
 
-def train(device: torch.device, job: Job, told: Callable[[StepResult], None] | None = None) -> int:
+def train(device: torch.device, job: Job, on_step: Callable[[StepResult], None] | None = None) -> int:
     """Train on this rank of the default process group. Returns 0, or INTERRUPTED after an interruption and a checkpoint."""
     text = corpus(job.data, length=job.length, seed=job.seed)
     ranks = dist.get_world_size()
@@ -125,8 +125,8 @@ def train(device: torch.device, job: Job, told: Callable[[StepResult], None] | N
             both = torch.tensor([loss, float(interrupts.stop)], dtype=torch.float64)
             dist.all_reduce(both)
             seconds = time.perf_counter() - start
-            if told is not None:
-                told(StepResult(step=step, loss=both[0].item(), tokens_per_second=job.batch * job.length / seconds, seconds=seconds))
+            if on_step is not None:
+                on_step(StepResult(step=step, loss=both[0].item(), tokens_per_second=job.batch * job.length / seconds, seconds=seconds))
             stop = both[1].item() > 0
             if stop or (step + 1) % job.save_every == 0 or step + 1 == job.steps:
                 _save(job, text, model, optimizer, step + 1)
@@ -147,9 +147,11 @@ def _step(job: Job, model: Any, optimizer: Any, text: Corpus, mesh: Any, step: i
     }  # fmt: skip
     total = 0.0
     for row in sequences:
-        given = prepare_batch(batch[row], mesh, gradients="sum", count=count, **options)
-        plan = given["longspan_plan"]["full"]
-        loss = model(given["input_ids"], given["position_ids"], plan=plan, labels=given["labels"], count=given["num_items_in_batch"])
+        prepared = prepare_batch(batch[row], mesh, gradients="sum", count=count, **options)
+        plan = prepared["longspan_plan"]["full"]
+        loss = model(
+            prepared["input_ids"], prepared["position_ids"], plan=plan, labels=prepared["labels"], count=prepared["num_items_in_batch"]
+        )
         loss.backward()
         total += loss.item()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -191,9 +191,9 @@ def _mask(batch: Mapping[str, Any], positions: Tensor) -> tuple[Mask, Tensor | N
 
 def _document_ids(batch: Mapping[str, Any], positions: Tensor) -> Tensor | None:
     """The document of each token [B, S] on the CPU, negative for padding; None if the batch does not say."""
-    given = batch.get("document_ids") if batch.get("document_ids") is not None else batch.get("seq_idx")
-    if given is not None:
-        ids: Tensor = given.cpu()
+    document_ids = batch.get("document_ids") if batch.get("document_ids") is not None else batch.get("seq_idx")
+    if document_ids is not None:
+        ids: Tensor = document_ids.cpu()
         return ids
     if batch.get("position_ids") is not None:
         starts, real = document_starts(positions).cpu(), _real_tokens(batch)
