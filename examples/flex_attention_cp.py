@@ -1,8 +1,8 @@
-"""FlexAttention over the ranks of torchrun, against one process: causal, packed documents and a score_mod, forward and backward.
+"""FlexAttention over the ranks of torchrun: causal packed documents with a score_mod, forward and backward, compared with one process.
 
     torchrun --nproc-per-node 2 examples/flex_attention_cp.py
 
-Runs over NCCL where every rank has a GPU, else over Gloo on the CPU. Every rank holds the whole tensors here only to check the result.
+Uses NCCL if every rank has a GPU, else Gloo on the CPU. Ranks hold the whole tensors only to check the result.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import longspan as ls
 
-LENGTHS = [301, 64, 190, 77]  # of the documents, packed into one sequence; nothing divides anything
+LENGTHS = [301, 64, 190, 77]  # lengths of the documents packed into one sequence; any lengths work
 HEADS, DIM = 4, 16
 
 
-def check(what: str, got: Tensor, want: Tensor, within: float) -> None:
-    error = float((got.detach().double() - want.detach().double()).abs().max())
-    if not error <= within:
-        raise SystemExit(f"rank {dist.get_rank()}: {what} is off by {error:.1e}, more than {within:.1e}")
+def check(name: str, got: Tensor, expected: Tensor, tolerance: float) -> None:
+    error = float((got.detach().double() - expected.detach().double()).abs().max())
+    if not error <= tolerance:
+        raise SystemExit(f"rank {dist.get_rank()}: {name}: largest error {error:.1e}, expected at most {tolerance:.1e}")
     if dist.get_rank() == 0:
-        print(f"  {what:<22} matches one process, off by {error:.1e}")
+        print(f"  {name:<22} matches one process, largest error {error:.1e}")
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
     device = "cuda" if gpu else "cpu"
     mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("cp",))
 
-    # What any FlexAttention model has: a mask_mod over packed documents, a score_mod with a learned table, a block mask.
+    # As in any FlexAttention model: a mask_mod for packed documents, a score_mod with learned slopes, a block mask.
     length = sum(LENGTHS)
     generator = torch.Generator().manual_seed(0)
     ids = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).to(device)
@@ -53,21 +53,21 @@ def main() -> None:
 
     # One process.
     whole = [t.clone().requires_grad_() for t in (q, k, v)]
-    want = ls.flex_attention(*whole, score_mod=score_mod, block_mask=block_mask)
-    wanted = torch.autograd.grad((want * grad).sum(), [*whole, slopes])
+    expected = ls.flex_attention(*whole, score_mod=score_mod, block_mask=block_mask)
+    expected_grads = torch.autograd.grad((expected * grad).sum(), [*whole, slopes])
 
-    # The same call, spanning the mesh.
+    # The same call over the mesh.
     if mesh.get_rank() == 0:
         print(f"{length} tokens in {len(LENGTHS)} documents over {mesh.size()} ranks of {device}")
     with ls.context_parallel(mesh, seq_len=length) as cp:
         local = [cp.shard(t, 2).requires_grad_() for t in (q, k, v)]
         out = flex_attention(*local, score_mod=score_mod, block_mask=block_mask)
         *grads, dslopes = torch.autograd.grad((out * cp.shard(grad, 2)).sum(), [*local, slopes])
-        dist.all_reduce(dslopes)  # each rank has its share
-        check("out", cp.unshard(out, 2), want, 1e-5)
-        for name, g, w in zip(("dq", "dk", "dv"), grads, wanted[:3], strict=True):
-            check(name, cp.unshard(g, 2), w, 1e-4)
-        check("gradient of score_mod", dslopes, wanted[3], 1e-2 * float(wanted[3].abs().max()))
+        dist.all_reduce(dslopes)  # each rank has the gradient of its queries
+        check("out", cp.unshard(out, 2), expected, 1e-5)
+        for name, got, want in zip(("dq", "dk", "dv"), grads, expected_grads[:3], strict=True):
+            check(name, cp.unshard(got, 2), want, 1e-4)
+        check("gradient of slopes", dslopes, expected_grads[3], 1e-2 * float(expected_grads[3].abs().max()))
     dist.destroy_process_group()
 
 

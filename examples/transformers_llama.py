@@ -1,9 +1,9 @@
-"""A transformers model over two processes: a packed batch, logits, loss and every gradient against one process.
+"""A transformers model over two processes: loss, logits and gradients of a packed batch, compared with one process.
 
-    python examples/transformers_llama.py              # starts two processes here
+    python examples/transformers_llama.py              # starts two processes
     torchrun --nproc-per-node 4 examples/transformers_llama.py
 
-A Llama of random weights; `AutoModelForCausalLM.from_pretrained(…, attn_implementation="longspan")` is used alike.
+A Llama with random weights. For a trained one: `AutoModelForCausalLM.from_pretrained(…, attn_implementation="longspan")`.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ def packed() -> dict[str, Tensor]:
 
 def rank() -> tuple[Tensor, Tensor, list[Tensor]]:
     model = llama("longspan")
-    given = lst.prepare_batch(packed(), dist.group.WORLD, config=model.config, gradients="sum")
-    out = model(**given)
+    prepared = lst.prepare_batch(packed(), dist.group.WORLD, config=model.config, gradients="sum")
+    out = model(**prepared)
     out.loss.backward()
     grads = [p.grad for p in model.parameters()]
     for t in (loss := out.loss.detach(), *grads):
         dist.all_reduce(t)
-    return loss, given["longspan_plan"].unshard(out.logits.detach(), 1), grads
+    return loss, prepared["longspan_plan"].unshard(out.logits.detach(), 1), grads
 
 
-def check(found: tuple[Tensor, Tensor, list[Tensor]], ranks: int) -> None:
+def check(loss: Tensor, logits: Tensor, grads: list[Tensor], ranks: int) -> None:
+    """Compare results of the ranks with one process and print relative errors."""
     model = llama("sdpa")
     out = model(**packed(), use_cache=False)
     out.loss.backward()
-    want = [out.loss.detach(), out.logits.detach(), *[p.grad for p in model.parameters()]]
-    errors = [float((a - b).norm() / b.norm()) for a, b in zip([found[0], found[1], *found[2]], want)]
+    expected = [out.loss.detach(), out.logits.detach(), *[p.grad for p in model.parameters()]]
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip([loss, logits, *grads], expected, strict=True)]
     print(f"{sum(LENGTHS)} tokens in {len(LENGTHS)} documents over {ranks} processes")
-    print(f"loss {float(found[0]):.6f}, one process {float(want[0]):.6f}")
+    print(f"loss {float(loss):.6f}, one process {float(expected[0]):.6f}")
     print(f"relative error: logits {errors[1]:.1e}, gradients of {len(errors) - 2} parameters {max(errors[2:]):.1e}")
     if not max(errors) < 1e-4:
         raise SystemExit("does not match one process")
@@ -63,12 +64,12 @@ def check(found: tuple[Tensor, Tensor, list[Tensor]], ranks: int) -> None:
 def main() -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-        found = rank()
+        results = rank()
         if dist.get_rank() == 0:
-            check(found, dist.get_world_size())
+            check(*results, dist.get_world_size())
         dist.destroy_process_group()
     else:
-        check(run_processes(rank, 2)[0], 2)
+        check(*run_processes(rank, 2)[0], 2)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""transformers' Trainer on two processes that share every sequence: six steps, weights against a plain Trainer in one process.
+"""transformers' Trainer with every sequence split over two processes: weights after six steps, compared with a plain Trainer.
 
     python examples/transformers_trainer.py
 
@@ -32,7 +32,7 @@ def llama(implementation: str) -> Any:
 
 
 def data() -> list[dict[str, Tensor]]:
-    """Sequences of 203 tokens: two packed documents, the first after a prompt that does not count."""
+    """Sequences of 203 tokens: two packed documents. The first tokens are a prompt without labels."""
     generator = torch.Generator().manual_seed(1)
     out = []
     for i in range(2 * STEPS):
@@ -62,11 +62,11 @@ def train() -> list[Tensor]:
 
 
 def rank(port: int) -> list[Tensor]:
-    """accelerate looks for its ranks in the environment, as torchrun sets it."""
-    place, size = dist.get_rank(), dist.get_world_size()
+    """`train` with the environment variables of torchrun, which accelerate reads."""
+    this_rank, size = dist.get_rank(), dist.get_world_size()
     os.environ |= {
-        "RANK": str(place),
-        "LOCAL_RANK": str(place),
+        "RANK": str(this_rank),
+        "LOCAL_RANK": str(this_rank),
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -82,24 +82,24 @@ def free_port() -> int:
 
 
 def differences() -> tuple[float, float]:
-    """The largest difference of any weight between the two runs, and the largest that training made."""
-    found = run_processes(rank, RANKS, free_port(), timeout=240.0)
+    """(largest difference of a weight between the two runs, largest change of a weight by training)."""
+    by_rank = run_processes(rank, RANKS, free_port(), timeout=240.0)
     model = llama("eager")
     before = [p.detach().clone() for p in model.parameters()]
-    # With a cache, transformers would not keep packed documents apart.
+    # With a cache, transformers does not separate packed documents.
     model.config.use_cache = False
     with tempfile.TemporaryDirectory() as folder:
         Trainer(model=model, args=arguments(folder), train_dataset=data()).train()
     weights = [p.detach() for p in model.parameters()]
-    off = max(float((a - b).abs().max()) for f in found for a, b in zip(f, weights))
-    return off, max(float((a - b).abs().max()) for a, b in zip(before, weights))
+    difference = max(float((a - b).abs().max()) for of_rank in by_rank for a, b in zip(of_rank, weights, strict=True))
+    return difference, max(float((a - b).abs().max()) for a, b in zip(before, weights, strict=True))
 
 
 def main() -> None:
-    off, moved = differences()
-    print(f"{STEPS} steps of 2 sequences on {RANKS} processes; training moved weights by up to {moved:.1e}")
-    print(f"largest difference of any weight from one process: {off:.1e}")
-    if not off < 1e-6:
+    difference, moved = differences()
+    print(f"{STEPS} steps of 2 sequences on {RANKS} processes; training changed weights by up to {moved:.1e}")
+    print(f"largest difference of a weight from one process: {difference:.1e}")
+    if not difference < 1e-6:
         raise SystemExit("weights do not match")
     print("all match")
 
