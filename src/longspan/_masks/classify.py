@@ -204,8 +204,8 @@ class _Head:
         self.domain: Interpreter | None = None
         if program is not None:
             q_end, kv_end = (int(e[-1]) - 1 for e in edges)
-            bounds = {"b": (batch_row, batch_row), "h": (head, head), "q": (0, q_end), "kv": (0, kv_end)}
-            self.domain = Interpreter(program, self.captured, **bounds)
+            b, h = (batch_row, batch_row), (head, head)
+            self.domain = Interpreter(program, self.captured, b=b, h=h, q=(0, q_end), kv=(0, kv_end))
             self.width = max([1, *(n.meta["val"].numel() for n in program.graph.nodes if n.op == "call_function")])
         self.axis_values: dict[tuple[int, int], list[Interval]] = {}
         self.total_tiles, self.done_tiles = -1, 0
