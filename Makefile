@@ -50,9 +50,9 @@ bench: install ## what can be measured without a GPU
 	$(BIN)/python bench/plans.py
 	$(BIN)/python bench/engine_cpu.py
 
-bench-gpu: ## on a Hopper GPU: the kernels beside their peers and the engine beside torch's, into bench/results; installs nothing
+bench-gpu: ## on a Hopper GPU: kernels against their peers, the engine against torch's ring, into bench/results; installs nothing
 	PYTHONPATH=src:. $(PYTHON) bench/hopper.py --json | tee bench/results/hopper.txt
-	PYTHONPATH=src $(PYTHON) bench/engine_gpu.py --kernel hopper --json | tee bench/results/engine_gpu_hopper.txt
+	PYTHONPATH=src:. $(PYTHON) bench/engine_gpu.py --kernel hopper --json | tee bench/results/engine_gpu_hopper.txt
 	PYTHONPATH=src:. $(PYTHON) bench/hopper.py --plot bench/results/hopper.txt bench/results/hopper.png
 
 docs: install ## the documentation site, strict, into build/site

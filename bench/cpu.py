@@ -1,9 +1,8 @@
-"""The operator on CPU against torch's SDPA, forward and backward in one run.
+"""longspan on a CPU against torch's SDPA, forward and backward.
 
     python bench/cpu.py [--tokens 8192] [--repeat 3] [--json]
 
-`causal` is compared with SDPA(is_causal=True); packed documents with SDPA and the dense boolean mask, which is what torch offers
-for them on CPU.
+Peers: SDPA(is_causal=True) for the causal mask; SDPA with a dense boolean mask, torch's only way on a CPU, for packed documents.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import longspan as ls
 
 
 def seconds(fn: Callable[[], Any], repeat: int) -> float:
-    """Best of `repeat` after one warm-up: on a shared machine, the least disturbed run."""
+    """Minimum of `repeat` calls after a warm-up call; on a shared machine, the minimum is the least disturbed."""
     fn()
     best = float("inf")
     for _ in range(repeat):
@@ -35,11 +34,12 @@ def seconds(fn: Callable[[], Any], repeat: int) -> float:
 
 
 def forward_backward(call: Callable[..., Tensor], tensors: list[Tensor], grad: Tensor) -> Callable[[], Any]:
+    """A call that runs forward and backward."""
     return lambda: torch.autograd.grad(call(*tensors), tensors, grad)
 
 
-def even_documents(tokens: int, documents: int) -> list[int]:
-    """Lengths that grow linearly from short to long and sum to `tokens`."""
+def document_lengths(tokens: int, documents: int) -> list[int]:
+    """Linearly growing lengths with sum `tokens`."""
     ends = [round(tokens * (i + i * i / documents) / (2 * documents)) for i in range(documents + 1)]
     return [b - a for a, b in itertools.pairwise(ends)]
 
@@ -55,7 +55,7 @@ def main() -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(1, args.heads, args.tokens, args.dim, requires_grad=True) for _ in range(3)]
     grad = torch.randn(1, args.heads, args.tokens, args.dim)
-    lengths = even_documents(args.tokens, 16)
+    lengths = document_lengths(args.tokens, 16)
     packed = ls.causal() & ls.documents(lengths=lengths)
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     dense = (ids[:, None] == ids[None, :]).tril()

@@ -1,9 +1,9 @@
-"""Two processes of one thread each over Gloo against one process of two threads: what the engine's exchanges cost on a CPU.
+"""Overhead of the engine on a CPU: two processes of one thread each over Gloo against one process of two threads.
 
     python bench/engine_cpu.py [--tokens N] [--json]
 
-16,384 tokens, causal, 8 heads, d 64, float32, forward and backward. The slower of the two ranks counts. torch's SDPA with two threads
-stands beside it.
+16,384 tokens, causal, 8 heads, D 64, float32, forward and backward. The slower of the two ranks counts. torch's SDPA with two threads is
+measured too.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from longspan.testing import run_processes
 HEADS, DIM = 8, 64
 
 
-def timed(fn: Callable[[], Any], repeat: int, ready: Callable[[], Any] = lambda: None) -> float:
-    found = []
+def median_seconds(fn: Callable[[], Any], repeat: int, before_each: Callable[[], Any] = lambda: None) -> float:
+    """Median seconds of `repeat` calls after a warm-up call."""
+    samples = []
     for _ in range(repeat + 1):
-        ready()
+        before_each()
         start = time.perf_counter()
         fn()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found[1:])
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples[1:])
 
 
-def step(call: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], Any]:
+def forward_backward(call: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], Any]:
+    """A call that runs forward and backward."""
     grad = torch.randn(inputs[0].shape)
     return lambda: torch.autograd.grad(call(*inputs), inputs, grad)
 
@@ -48,9 +50,11 @@ def qkv(tokens: int) -> list[Tensor]:
 
 
 def rank(tokens: int, strategy: str, repeat: int) -> float:
+    """Median seconds on this rank of the default process group."""
     plan = ls.plan(ls.causal(), tokens, dist.group.WORLD, layout="head_tail", strategy=strategy)
     inputs = qkv(plan.local_len)
-    return timed(step(lambda q, k, v: ls.attention(q, k, v, plan=plan), inputs), repeat, ready=dist.barrier)
+    call = forward_backward(lambda q, k, v: ls.attention(q, k, v, plan=plan), inputs)
+    return median_seconds(call, repeat, before_each=dist.barrier)
 
 
 def main() -> None:
@@ -62,14 +66,14 @@ def main() -> None:
     torch.set_num_threads(2)
     inputs = qkv(args.tokens)
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    one = {
-        "torch SDPA, 1 × 2 threads": step(lambda q, k, v: sdpa(q, k, v, is_causal=True), inputs),
-        "longspan, 1 × 2 threads": step(lambda q, k, v: ls.attention(q, k, v, mask=ls.causal()), inputs),
+    one_process = {
+        "torch SDPA, 1 × 2 threads": forward_backward(lambda q, k, v: sdpa(q, k, v, is_causal=True), inputs),
+        "longspan, 1 × 2 threads": forward_backward(lambda q, k, v: ls.attention(q, k, v, mask=ls.causal()), inputs),
     }
-    seconds = {name: timed(fn, args.repeat) for name, fn in one.items()}
+    seconds = {name: median_seconds(fn, args.repeat) for name, fn in one_process.items()}
     for strategy in ("ring", "exchange"):
-        found = run_processes(rank, 2, args.tokens, strategy, args.repeat, timeout=600, group_timeout=300)
-        seconds[f"longspan {strategy}, 2 × 1 thread"] = max(found)
+        by_rank = run_processes(rank, 2, args.tokens, strategy, args.repeat, timeout=600, group_timeout=300)
+        seconds[f"longspan {strategy}, 2 × 1 thread"] = max(by_rank)
     base = seconds["longspan, 1 × 2 threads"]
     about = {"bench": "engine_cpu", "machine": platform.machine(), "torch": torch.__version__, "tokens": args.tokens}
     about["date"] = datetime.date.today().isoformat()

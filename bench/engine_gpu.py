@@ -1,19 +1,22 @@
-"""What one rank of N takes, against an N-th of the whole sequence on one kernel: how much of the kernel's speed the engine keeps.
+"""Efficiency of one rank of N: the time of 1/N of the whole sequence on one device over the time of the rank's part.
 
-    PYTHONPATH=src python bench/engine_gpu.py [--case S N] [--kernel NAME] [--kv-heads N] [--way NAME …] [--link KIND …]
+    PYTHONPATH=src:. python bench/engine_gpu.py [--case S N] [--kernel NAME] [--kv-heads N] [--way NAME …] [--link KIND …]
         [--profile] [--json]
 
-Causal, B 1, H 32, D 128, bfloat16, keys and values as projections leave them (token by token in memory; for torch's ring, which would copy
-them, head by head), forward and backward; head-tail layout; ring, exchange, an exchange of one stage, and one whose local keys are computed
-with what it brings ("at once"; in both memory grows with the sequence); ring and exchange whose local keys are computed with the first that
-arrive ("joined": nothing hides the first exchange, but there is one running result less); "bf16 grads" travel home in half the bytes. One
-GPU plays single ranks of the mesh, one after the other (the first, the middle and the last); the slowest counts. What would come from other
-ranks is copied from the rank's own rows on the same GPU, or, where a row says "no copies", left out: then what is counted is all that a
-rank computes, packs, adds up and converts, and the link is free (`bench/link.py` says why there are two). torch's own ring (flash and
-cuDNN) is run the same way. "eff": with the time between events, calls queued ahead so that the host does not count. "wall": without
-queueing ahead, as a training loop would see it if nothing else kept the device busy. The peak is what a rank allocates beyond its q, k, v,
-forward and backward together, in MiB and in sizes of its shard of q. `--profile` prints, in place of all this, what the first and the last
-rank run on the device.
+Causal, B 1, H 32, D 128, bfloat16, head-tail layout. q, k, v are [B, S, H, D] in memory, as projections write them; torch's ring gets
+[B, H, S, D], because it would copy them. One GPU runs single ranks of the mesh: the first, the middle and the last. The slowest counts.
+KV of other ranks are copied from the rank's own KV on the same GPU, or, in rows with "no copies", not at all (see bench/link.py). Rows
+without copies measure kernels, packing, gradient sums and conversions. torch's ring (FlashAttention-2 and cuDNN) runs the same way.
+
+    exchange, 1 stage    one exchange of all KV; memory grows with the sequence
+    exchange at once     the same, local KV computed together with it, in one launch
+    joined               local KV computed together with the first KV that arrives: one merge less, the first exchange is not overlapped
+    bf16 grads           partial gradients are sent in bfloat16
+    eff                  from device time: calls are queued ahead, host time excluded
+    wall                 from wall time: host time included, nothing else keeps the device busy
+    peak                 MiB that a rank allocates beyond q, k, v in forward and backward, and as a multiple of its shard of q
+
+`--profile` prints the kernels of the first and the last rank instead.
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from bench.link import KINDS, EchoMesh, Link
 from torch import Tensor
 from torch.autograd import DeviceType
 
 import longspan as ls
-from link import KINDS, EchoMesh, Link
 
 HEADS, DIM = 32, 128
 CASES = ((32768, 8), (131072, 8), (131072, 32))
@@ -46,11 +49,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "ring bf16 grads": {"strategy": "ring", "grad_reduce_dtype": torch.bfloat16},
     "exchange bf16 grads": {"strategy": "exchange", "grad_reduce_dtype": torch.bfloat16},
 }
-TOP = 12  # kernels that a profile names
+PROFILED_KERNELS = 12  # kernels listed in a profile
 
 
 class Clock:
-    """Median milliseconds of a call, on the device alone and as the host sees it."""
+    """Median milliseconds of a call: device time and wall time."""
 
     def __init__(self, repeat: int) -> None:
         self.repeat = repeat
@@ -58,51 +61,51 @@ class Clock:
     def __call__(self, fn: Callable[[], Any]) -> dict[str, float]:
         fn()
         once = self._time(fn, 1, 1, ahead=False)
-        # What takes long varies little: one call, three times.
+        # Long calls vary little: measure one call, three times.
         calls, repeat = (3, self.repeat) if once < 50 else (1, min(3, self.repeat))
         return {"device": self._time(fn, calls, repeat, ahead=True), "wall": self._time(fn, calls, repeat, ahead=False)}
 
     def _time(self, fn: Callable[[], Any], calls: int, repeat: int, *, ahead: bool) -> float:
-        found = []
+        samples = []
         for _ in range(repeat):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda.synchronize()
             if ahead:
-                torch.cuda._sleep(120_000_000)  # some 60 ms in which the host queues all calls; a wait, so that the device stays cool
+                torch.cuda._sleep(120_000_000)  # about 60 ms for the host to queue all calls; sleeping keeps the device cool
             start.record()
             for _ in range(calls):
                 fn()
             end.record()
             end.synchronize()
-            found.append(start.elapsed_time(end) / calls)
-        return statistics.median(found)
+            samples.append(start.elapsed_time(end) / calls)
+        return statistics.median(samples)
 
 
 def qkv(tokens: int, kv_heads: int = HEADS) -> list[Tensor]:
-    """As projections leave them: token by token in memory."""
+    """q, k, v [B, H, S, D], in memory [B, S, H, D] as projections write them."""
     torch.manual_seed(0)
     heads = (HEADS, kv_heads, kv_heads)
     return [torch.randn(1, tokens, h, DIM, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for h in heads]
 
 
-def by_head(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """As torch's ring sends them: head by head. It would copy others."""
+def contiguous(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Contiguous [B, H, S, D], which torch's ring sends without a copy."""
     return [t.detach().contiguous() for t in tensors]
 
 
-def both(call: Callable[[], Tensor], inputs: list[Tensor], clock: Clock) -> dict[str, dict[str, float]]:
-    """Times of forward (without saving for backward) and of backward."""
+def both_passes(call: Callable[[], Tensor], inputs: list[Tensor], clock: Clock) -> dict[str, dict[str, float]]:
+    """Times of forward (without saved tensors) and of backward, and peak memory of both."""
     with torch.no_grad():
         forward = clock(call)
     out = call()
     grad = torch.randn_like(out)
     backward = clock(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True))
-    memory = peak(lambda: torch.autograd.grad(call(), inputs, grad))
+    memory = peak_mib(lambda: torch.autograd.grad(call(), inputs, grad))
     return {"forward": forward, "backward": backward, "memory": {"peak": memory}}
 
 
-def peak(fn: Callable[[], Any]) -> float:
-    """Most bytes allocated during a call over what there was before it, in MiB."""
+def peak_mib(fn: Callable[[], Any]) -> float:
+    """Peak memory of a call in MiB, beyond memory allocated before it."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -111,31 +114,31 @@ def peak(fn: Callable[[], Any]) -> float:
 
 
 def rank_call(tokens: int, ranks: int, rank: int, way: str, kernel: str, kv_heads: int) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """(the attention of one rank, its q, k, v)."""
+    """(the attention call of one rank, its [q, k, v])."""
     mesh = EchoMesh(axes=ls.Mesh.abstract(ranks).axes, coordinate=(rank,))
     plan = ls.plan(ls.causal(), tokens, mesh, layout="head_tail", heads=HEADS, kv_heads=kv_heads, head_dim=DIM, **WAYS[way])
     inputs = qkv(plan.local_len, kv_heads)
     return lambda: ls.attention(*inputs, plan=plan, kernel=kernel), inputs
 
 
-def ours(tokens: int, ranks: int, way: str, kernel: str, kv_heads: int, clock: Clock) -> dict[str, dict[str, float]]:
-    """The slowest of three ranks."""
-    found = []
+def slowest_rank(tokens: int, ranks: int, way: str, kernel: str, kv_heads: int, clock: Clock) -> dict[str, dict[str, float]]:
+    """Times and memory of the slowest of three ranks."""
+    by_rank = []
     for rank in sorted({0, ranks // 2, ranks - 1}):
         call, inputs = rank_call(tokens, ranks, rank, way, kernel, kv_heads)
         kind, EchoMesh.link.kind = EchoMesh.link.kind, "copy"
-        call()  # the first time, ranks tell each other what they are about to do
+        call()  # the first call compares the arguments of all ranks, which needs copied data
         EchoMesh.link.kind = kind
-        found.append(both(call, inputs, clock))
-    worst: dict[str, dict[str, float]] = {s: {k: max(f[s][k] for f in found) for k in ("device", "wall")} for s in STEPS}
-    if EchoMesh.link.kind == "copy":  # else keys arrive in memory that is not counted
-        worst["memory"] = {"peak": max(f["memory"]["peak"] for f in found)}
-    EchoMesh.link.numbers.clear()
+        by_rank.append(both_passes(call, inputs, clock))
+    worst: dict[str, dict[str, float]] = {s: {k: max(r[s][k] for r in by_rank) for k in ("device", "wall")} for s in STEPS}
+    if EchoMesh.link.kind == "copy":  # otherwise receive buffers are shared and not counted
+        worst["memory"] = {"peak": max(r["memory"]["peak"] for r in by_rank)}
+    EchoMesh.link.buffers.clear()
     return worst
 
 
 def profile(title: str, call: Callable[[], Tensor], inputs: list[Tensor]) -> None:
-    """Print what one forward and one backward run on the device: microseconds and calls by name, the longest first."""
+    """Print the kernels of one forward and one backward by name: microseconds and calls, the longest first."""
     out = call()
     grad = torch.randn_like(out)
     torch.autograd.grad(out, inputs, grad)
@@ -143,21 +146,22 @@ def profile(title: str, call: Callable[[], Tensor], inputs: list[Tensor]) -> Non
     steps: dict[str, Callable[[], Any]] = {"forward": call, "backward": lambda: torch.autograd.grad(out, inputs, grad)}
     for step, fn in steps.items():
         torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as seen:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as profiler:
             fn()
             torch.cuda.synchronize()
         spans: dict[str, list[float]] = {}
-        device = [e for e in seen.events() if e.device_type == DeviceType.CUDA]
+        device = [e for e in profiler.events() if e.device_type == DeviceType.CUDA]
         for event in device:
             spans.setdefault(event.name, []).append(event.time_range.elapsed_us())
         whole = max(e.time_range.end for e in device) - min(e.time_range.start for e in device) if device else 0.0
-        print(f"{title}, {step}: {whole:.0f} µs from the first to the last, {sum(map(sum, spans.values())):.0f} µs in all")
-        for name, found in sorted(spans.items(), key=lambda item: -sum(item[1]))[:TOP]:
-            print(f"{sum(found):12.1f} µs{len(found):5d} ×  {name[:110]}")
+        print(f"{title}, {step}: {whole:.0f} µs from the first kernel to the last, {sum(map(sum, spans.values())):.0f} µs in kernels")
+        for name, times in sorted(spans.items(), key=lambda item: -sum(item[1]))[:PROFILED_KERNELS]:
+            print(f"{sum(times):12.1f} µs{len(times):5d} ×  {name[:110]}")
     print(flush=True)
 
 
 def profiles(cases: Sequence[tuple[int, int]], ways: Sequence[str], kernel: str, kv_heads: int) -> None:
+    """Print profiles of the whole sequence, and of the first and the last rank."""
     for tokens, ranks in cases:
         inputs = qkv(tokens, kv_heads)
         profile(f"{tokens} on one device", lambda inputs=inputs: ls.attention(*inputs, mask=ls.causal(), kernel=kernel), inputs)
@@ -168,7 +172,7 @@ def profiles(cases: Sequence[tuple[int, int]], ways: Sequence[str], kernel: str,
 
 
 def torch_ring(tokens: int, ranks: int, backend: str, clock: Clock, known: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(whole, slowest rank) of torch's ring over one of its kernels; its collectives replaced by copies. `known`: whole times so far."""
+    """(times of the whole sequence, of the slowest rank) of torch's ring, with copies for collectives. `known`: cached whole times."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as cp
 
     aten = torch.ops.aten
@@ -180,12 +184,12 @@ def torch_ring(tokens: int, ranks: int, backend: str, clock: Clock, known: dict[
     options = {**options, "dropout_p": 0.0}
 
     def saved(r: Any) -> dict[str, Any]:
-        more = {} if backend == "flash" else {"attn_bias": None}
+        bias = {} if backend == "flash" else {"attn_bias": None}
         names = {"cum_seq_q": r[2], "cum_seq_k": r[3], "max_q": r[4], "max_k": r[5], "philox_seed": r[6], "philox_offset": r[7]}
-        return {**names, **more, "dropout_p": 0.0}
+        return {**names, **bias, "dropout_p": 0.0}
 
-    cp.ft_c.all_gather_single = cp.ft_c.all_gather_tensor = lambda t, gather_dim=0, group=None: _moved(t, ranks)  # type: ignore[assignment]
-    cp.ft_c.permute_tensor = lambda t, d, g=None: _moved(t)  # type: ignore[assignment]
+    cp.ft_c.all_gather_single = cp.ft_c.all_gather_tensor = lambda t, gather_dim=0, group=None: _copies(t, ranks)  # type: ignore[assignment]
+    cp.ft_c.permute_tensor = lambda t, d, g=None: _copies(t)  # type: ignore[assignment]
     cp._maybe_wait = lambda t: (EchoMesh.link.wait(), t)[1]  # type: ignore[assignment]
     cp.dist.get_world_size = lambda g=None: ranks  # type: ignore[assignment]
     cp.dist.ProcessGroup = object  # type: ignore[assignment,misc]
@@ -193,30 +197,30 @@ def torch_ring(tokens: int, ranks: int, backend: str, clock: Clock, known: dict[
         known[tokens, backend] = _times(
             lambda q, k, v: op(q, k, v, is_causal=True, **options),
             lambda g, q, k, v, r: back(grad_out=g, query=q, key=k, value=v, out=r[0], logsumexp=r[1], is_causal=True, **saved(r)),
-            by_head(qkv(tokens)),
+            contiguous(qkv(tokens)),
             clock,
         )
     whole = known[tokens, backend]
-    found = []
+    by_rank = []
     for rank in sorted({0, ranks // 2, ranks - 1}):
         cp.dist.get_rank = lambda g=None, rank=rank: rank  # type: ignore[assignment]
-        found.append(
+        by_rank.append(
             _times(
                 lambda q, k, v: cp._templated_ring_attention(object(), 2, op, q, k, v, is_causal=True, **options),
                 lambda g, q, k, v, r: cp._templated_ring_attention_backward(
                     object(), 2, back, grad_out=g, grad_out_name="grad_out", query=q, key=k, value=v, out=r[0], logsumexp=r[1],
                     is_causal=True, **saved(r),
                 ),
-                by_head(qkv(tokens // ranks)),
+                contiguous(qkv(tokens // ranks)),
                 clock,
             )
         )  # fmt: skip
-    return whole, {s: {k: max(f[s][k] for f in found) for k in ("device", "wall")} for s in STEPS}
+    return whole, {s: {k: max(r[s][k] for r in by_rank) for k in ("device", "wall")} for s in STEPS}
 
 
-def _moved(t: Tensor, times: int = 1) -> Tensor:
-    """So many copies of flat rows, one after the other, made beside the kernels, as an exchange is."""
-    out = EchoMesh.link.room(t, (times * t.shape[0], *t.shape[1:]))
+def _copies(t: Tensor, times: int = 1) -> Tensor:
+    """`times` copies of a flat tensor, concatenated; copied on the link's stream, as an exchange is."""
+    out = EchoMesh.link.receive_buffer(t, (times * t.shape[0], *t.shape[1:]))
     EchoMesh.link.move([(part, t) for part in out.chunk(times)])
     for tensor in (t, out):
         tensor.record_stream(EchoMesh.link.stream)
@@ -224,12 +228,14 @@ def _moved(t: Tensor, times: int = 1) -> Tensor:
 
 
 def _times(forward: Callable[..., Any], backward: Callable[..., Any], inputs: list[Tensor], clock: Clock) -> dict[str, dict[str, float]]:
+    """Times of a forward call and of its backward."""
     result = forward(*inputs)
     grad = torch.randn_like(result[0])
     return {"forward": clock(lambda: forward(*inputs)), "backward": clock(lambda: backward(grad, *inputs, result))}
 
 
 def row(name: str, tokens: int, ranks: int, whole: dict[str, Any], rank: dict[str, Any]) -> dict[str, Any]:
+    """One row of the result: a rank against 1/N of the whole sequence."""
     out: dict[str, Any] = {"name": name, "tokens": tokens, "ranks": ranks}
     for s in STEPS:
         for k in ("device", "wall"):
@@ -242,6 +248,7 @@ def row(name: str, tokens: int, ranks: int, whole: dict[str, Any], rank: dict[st
 
 
 def line(r: dict[str, Any]) -> str:
+    """A row of the printed table."""
     parts = []
     for s in STEPS:
         ideal, rank, device, wall = (r[f"{s}_{k}"] for k in ("whole_ms", "device_ms", "device_efficiency", "wall_efficiency"))
@@ -252,16 +259,14 @@ def line(r: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", type=int, nargs=2, metavar=("S", "N"), help="this length and number of ranks only")
+    parser.add_argument("--case", type=int, nargs=2, metavar=("S", "N"), help="only this number of tokens and ranks")
     parser.add_argument("--kernel", default="triton")
-    parser.add_argument(
-        "--kv-heads", type=int, default=HEADS, help="heads of keys and values; with fewer than 32, torch's ring is left out"
-    )
-    parser.add_argument("--step-tokens", type=int, help="keys that a step holds at least, where there are as many")
-    parser.add_argument("--way", nargs="+", choices=list(WAYS), default=list(WAYS), help="these rows of ours only")
-    parser.add_argument("--link", nargs="+", choices=KINDS, default=list(KINDS), help="what stands in for a network")
-    parser.add_argument("--without-torch", action="store_true")
-    parser.add_argument("--profile", action="store_true", help="what runs on the device, in place of times")
+    parser.add_argument("--kv-heads", type=int, default=HEADS, help="KV heads; with fewer than 32, torch's ring is skipped")
+    parser.add_argument("--step-tokens", type=int, help="minimum KV tokens of a step")
+    parser.add_argument("--way", nargs="+", choices=list(WAYS), default=list(WAYS), help="only these rows of longspan")
+    parser.add_argument("--link", nargs="+", choices=KINDS, default=list(KINDS), help="stand-ins for the network")
+    parser.add_argument("--without-torch", action="store_true", help="skip torch's ring")
+    parser.add_argument("--profile", action="store_true", help="print kernels instead of times")
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -289,14 +294,16 @@ def main() -> None:
     for tokens, ranks in cases:
         if tokens not in known:
             inputs = qkv(tokens, args.kv_heads)
-            known[tokens] = both(lambda inputs=inputs: ls.attention(*inputs, mask=ls.causal(), kernel=args.kernel), inputs, clock)
+            known[tokens] = both_passes(lambda inputs=inputs: ls.attention(*inputs, mask=ls.causal(), kernel=args.kernel), inputs, clock)
             del inputs
         whole = known[tokens]
         for kind in args.link:
             EchoMesh.link.kind, suffix = kind, "" if kind == "copy" else ", no copies"
             for way in args.way:
                 rows.append(
-                    row(f"longspan {way}{suffix}", tokens, ranks, whole, ours(tokens, ranks, way, args.kernel, args.kv_heads, clock))
+                    row(
+                        f"longspan {way}{suffix}", tokens, ranks, whole, slowest_rank(tokens, ranks, way, args.kernel, args.kv_heads, clock)
+                    )
                 )
                 print(line(rows[-1]), flush=True)
             if not args.without_torch and args.kv_heads == HEADS:

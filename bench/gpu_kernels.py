@@ -1,11 +1,11 @@
-"""The operator on one GPU against compiled FlexAttention, forward and backward, same inputs, same run.
+"""kernel="triton" on one GPU against compiled FlexAttention, forward and backward.
 
-    PYTHONPATH=src python bench/gpu_kernels.py [--tokens N] [--kv-heads N] [--case NAME] [--json]
+    PYTHONPATH=src:. python bench/gpu_kernels.py [--tokens N] [--kv-heads N] [--case NAME] [--json]
 
-B 1, H 32, D 128, bfloat16; 8,192 and 32,768 tokens; 32 and 8 key heads. Both sides are called as users call them: `longspan.attention`
-(its own kernel, `kernel="triton"`) and `torch.compile(flex_attention)`, backward through autograd. Times are of the device; what the host
-takes to launch stands beside them. FLOP: 4·D per pair that the mask allows, 2.5 times that backward. Errors are the largest difference of
-out to a float32 computation of 64 rows.
+B 1, H 32, D 128, bfloat16; 8,192 and 32,768 tokens; 32 and 8 KV heads. Both are called through their public functions,
+`longspan.attention` and `torch.compile(flex_attention)`, backward through autograd. Device time and host time per call are measured
+separately. TFLOP/s count useful work: 4·D per visible (query, key) pair forward, 2.5 times as much backward. Errors are the largest
+difference of out from a float32 computation of 64 queries.
 """
 
 from __future__ import annotations
@@ -34,12 +34,15 @@ Mod = Callable[..., Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
+    """A mask and a score_mod."""
+
     name: str
     mask: Any
     score_mod: Mod | None = None
 
 
 def document_lengths(tokens: int, documents: int = 16) -> list[int]:
+    """Random lengths with sum `tokens`; seed 0."""
     generator = torch.Generator().manual_seed(0)
     cuts = torch.randperm(tokens - 1, generator=generator)[: documents - 1].sort().values + 1
     return torch.diff(torch.cat([torch.tensor([0]), cuts, torch.tensor([tokens])])).tolist()
@@ -63,10 +66,10 @@ def cases(tokens: int) -> list[Case]:
 
 
 class Clock:
-    """Times calls on the device and on the host.
+    """Device time and host time of a call.
 
-    Ten calls are put into the stream behind a matrix product that keeps the device busy until all ten are queued: what is measured
-    between the events is the device's own time, whatever the host takes to launch.
+    Ten calls are enqueued behind matrix products that keep the device busy until all ten are queued, so that the time between the events
+    does not include host time.
     """
 
     def __init__(self, repeat: int) -> None:
@@ -94,27 +97,28 @@ class Clock:
         return statistics.median(device), statistics.median(host)
 
 
-def pairs(mask: Any, tokens: int) -> int:
-    """How many (query, key) pairs the mask allows, counted on the device, a strip at a time."""
+def visible_pairs(mask: Any, tokens: int) -> int:
+    """Number of visible (query, key) pairs, counted on the device for 1024 queries at a time."""
     zero, keys, total = torch.zeros((), dtype=torch.int64, device="cuda"), torch.arange(tokens, device="cuda"), 0
     for start in range(0, tokens, 1024):
         total += int(mask(zero, zero, torch.arange(start, start + 1024, device="cuda")[:, None], keys[None]).sum())
     return total
 
 
-def reference_rows(case: Case, q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
-    """Some rows of the result in float32."""
-    shared = q.shape[1] // k.shape[1]
-    keys, values = (t.float().repeat_interleave(shared, 1) for t in (k, v))
-    scores = q[:, :, rows].float() @ keys.mT / DIM**0.5
+def reference(case: Case, q: Tensor, k: Tensor, v: Tensor, queries: Tensor) -> Tensor:
+    """Out of the queries at positions `queries` [n] in float32 [B, H, n, D]."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (t.float().repeat_interleave(group, 1) for t in (k, v))
+    scores = q[:, :, queries].float() @ keys.mT / DIM**0.5
     b = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device="cuda")
     h = torch.arange(HEADS, device="cuda").view(1, -1, 1, 1)
-    index = b, h, rows.view(1, 1, -1, 1), torch.arange(k.shape[2], device="cuda").view(1, 1, 1, -1)
+    index = b, h, queries.view(1, 1, -1, 1), torch.arange(k.shape[2], device="cuda").view(1, 1, 1, -1)
     scores = scores if case.score_mod is None else case.score_mod(scores, *index)
     return torch.softmax(torch.where(case.mask(*index), scores, -torch.inf), -1) @ values
 
 
 def measure(case: Case, tokens: int, kv_heads: int, clock: Clock) -> dict[str, Any]:
+    """One row of the result."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(1, h, tokens, DIM, device="cuda", dtype=torch.bfloat16) for h in (HEADS, kv_heads, kv_heads, HEADS))
@@ -125,13 +129,13 @@ def measure(case: Case, tokens: int, kv_heads: int, clock: Clock) -> dict[str, A
         "flex": lambda: compiled(q, k, v, score_mod=case.score_mod, block_mask=block_mask, enable_gqa=kv_heads != HEADS),
         "longspan": lambda: ls.attention(q, k, v, mask=case.mask, score_mod=case.score_mod, kernel="triton"),
     }
-    rows = torch.randint(0, tokens, (64,), device="cuda")
-    want = reference_rows(case, q.detach(), k.detach(), v.detach(), rows)
+    queries = torch.randint(0, tokens, (64,), device="cuda")
+    expected = reference(case, q.detach(), k.detach(), v.detach(), queries)
     row: dict[str, Any] = {"case": case.name, "tokens": tokens, "heads": f"{HEADS}/{kv_heads}"}
-    flop = 4.0 * DIM * HEADS * pairs(case.mask, tokens)
+    flop = 4.0 * DIM * HEADS * visible_pairs(case.mask, tokens)
     for name, call in calls.items():
         out = call()
-        row[f"{name}_error"] = float((out.detach()[:, :, rows].float() - want).abs().max())
+        row[f"{name}_error"] = float((out.detach()[:, :, queries].float() - expected).abs().max())
 
         def back(out: Tensor = out) -> Any:
             return torch.autograd.grad(out, inputs, grad, retain_graph=True)
@@ -145,6 +149,7 @@ def measure(case: Case, tokens: int, kv_heads: int, clock: Clock) -> dict[str, A
 
 
 def line(row: dict[str, Any]) -> str:
+    """A row of the printed table."""
     steps = [f"{row[f'flex_{s}_tflops']:6.0f}{row[f'longspan_{s}_tflops']:6.0f}{row[f'{s}_ratio']:7.2f}" for s in STEPS]
     host = [" /".join(f"{row[f'{name}_{s}_host_us']:5.0f}" for s in STEPS) for name in ("flex", "longspan")]
     errors = f"{row['flex_error']:.1e} {row['longspan_error']:.1e}"
@@ -153,8 +158,8 @@ def line(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, choices=(8192, 32768), help="this length only")
-    parser.add_argument("--kv-heads", type=int, choices=(8, 32), help="this number of key heads only")
+    parser.add_argument("--tokens", type=int, choices=(8192, 32768), help="only this number of tokens")
+    parser.add_argument("--kv-heads", type=int, choices=(8, 32), help="only this number of KV heads")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--repeat", type=int, default=10)

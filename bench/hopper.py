@@ -1,13 +1,15 @@
-"""The operator on a Hopper GPU beside cuDNN, flash attention and compiled FlexAttention, forward and backward, same inputs, same run.
+"""longspan on a Hopper GPU against cuDNN, FlashAttention-2 and compiled FlexAttention, forward and backward.
 
     PYTHONPATH=src:. python bench/hopper.py [--rows TEXT] [--no-flex] [--json]     measure
-    PYTHONPATH=src:. python bench/hopper.py --plot RESULT.json PICTURE.png         draw what was measured
+    PYTHONPATH=src:. python bench/hopper.py --plot RESULT.txt PICTURE.png          plot a result
 
-B 1, bfloat16. Each row: TFLOP/s of useful work (4·D per pair that the mask allows, 2.5 times that backward) of every kernel that can do
-it, and our speed as a ratio to the best peer's. Times are of the device: each call is queued behind a pause, kernels take turns in random
-order, and the median of twenty is taken.
-Outputs are checked once to be written whole, in memory filled with NaN before. cuDNN and flash attention do full and causal masks only.
-`fixed` is our backward pass under `torch.use_deterministic_algorithms`, run twenty times for equal bits.
+B 1, bfloat16. TFLOP/s count useful work: 4·D per visible (query, key) pair forward, 2.5 times as much backward. Times are device times:
+calls are enqueued behind a pause, kernels alternate in random order, medians of 20 calls. cuDNN and FlashAttention-2 support full and
+causal masks only. Every output is checked once to be written completely, in memory filled with NaN.
+
+    ours    longspan, kernel="hopper"
+    fixed   its backward pass under torch.use_deterministic_algorithms, run 20 times and compared bit by bit
+    ratio   longspan's speed over the fastest peer's
 """
 
 from __future__ import annotations
@@ -15,8 +17,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import random
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,7 +28,8 @@ import torch
 import torch._functorch.config
 import torch.nn.functional as F
 import triton
-from bench.gpu_kernels import Case, document_lengths, pairs, softcap
+from bench.gpu_kernels import Case, document_lengths, softcap, visible_pairs
+from bench.timing import device_ms
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -37,11 +38,13 @@ import longspan as ls
 
 PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 STEPS = ("forward", "backward")
-REPEAT, SAME = 20, 20
+DETERMINISTIC_RUNS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
+    """Sizes and mask of one problem."""
+
     case: str
     tokens: int
     heads: int
@@ -60,12 +63,12 @@ ROWS += [Row(case=c, tokens=s, heads=32, kv_heads=g) for s, g in ((8192, 32), (3
 
 
 def case_of(row: Row) -> Case:
-    """The row's mask and score; positional biases as models have them: one slope per head, one table of 128 distances per head."""
+    """The row's mask and score_mod. ALiBi has one slope per head, the bias table 128 distances per head."""
     heads = row.heads
     slopes = torch.exp2(-torch.arange(1, heads + 1, device="cuda") * 8.0 / heads)
     table = torch.randn(heads, 128, device="cuda")
     ids = torch.repeat_interleave(torch.arange(16), torch.tensor(document_lengths(row.tokens))).cuda()
-    found = [
+    cases = [
         Case(name="full", mask=ls.full()),
         Case(name="causal", mask=ls.causal()),
         Case(name="16 documents", mask=ls.causal() & ls.documents(ids=ids)),
@@ -74,37 +77,17 @@ def case_of(row: Row) -> Case:
         Case(name="causal + alibi", mask=ls.causal(), score_mod=lambda s, b, h, q, kv: s + (kv - q) * slopes[h]),
         Case(name="causal + bias table", mask=ls.causal(), score_mod=lambda s, b, h, q, kv: s + table[h, torch.clamp(q - kv, 0, 127)]),
     ]
-    return next(c for c in found if c.name == row.case)
+    return next(c for c in cases if c.name == row.case)
 
 
 def poison(like: Tensor) -> None:
-    """Fill memory that the next results are likely to get with NaN."""
+    """Fill memory with NaN that the caching allocator is likely to hand out for the next results."""
     for _ in range(4):
         torch.empty_like(like, dtype=torch.float32).fill_(torch.nan)
 
 
-def device_ms(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median milliseconds of each. They take turns in an order drawn anew each time: a kernel that follows one that draws much power runs
-    slower.
-    """
-    for fn in calls.values():
-        for _ in range(3):
-            fn()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(REPEAT):
-        for name, fn in random.sample(list(calls.items()), len(calls)):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize()
-            torch.cuda._sleep(4_000_000)
-            start.record()
-            fn()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end))
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
-def fixed(back: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+def deterministic(back: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """The result of `back` under torch.use_deterministic_algorithms."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         return back()
@@ -113,6 +96,7 @@ def fixed(back: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 
 def calls_of(row: Row, case: Case, q: Tensor, k: Tensor, v: Tensor, *, flex: bool) -> dict[str, Callable[[], Tensor]]:
+    """Forward calls of the kernels that support the row, by name."""
     calls: dict[str, Callable[[], Tensor]] = {}
 
     def sdpa(backend: SDPBackend) -> Tensor:
@@ -136,8 +120,8 @@ def measure(row: Row, *, flex: bool) -> dict[str, Any]:
     q, k, v, grad = (torch.randn(1, h, row.tokens, row.dim, device="cuda", dtype=torch.bfloat16) for h in shapes)
     inputs = [t.requires_grad_() for t in (q, k, v)]
     case = case_of(row)
-    flop = 4.0 * row.dim * row.heads * pairs(case.mask, row.tokens)
-    found: dict[str, Any] = {"case": row.case, "tokens": row.tokens, "heads": f"{row.heads}/{row.kv_heads}", "dim": row.dim}
+    flop = 4.0 * row.dim * row.heads * visible_pairs(case.mask, row.tokens)
+    result: dict[str, Any] = {"case": row.case, "tokens": row.tokens, "heads": f"{row.heads}/{row.kv_heads}", "dim": row.dim}
     calls = calls_of(row, case, q, k, v, flex=flex)
     backs: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
     for name, call in calls.items():
@@ -145,24 +129,24 @@ def measure(row: Row, *, flex: bool) -> dict[str, Any]:
         out = call()
         backs[name] = partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)
         poison(q)
-        assert all(bool(t.isfinite().all()) for t in (out, *backs[name]())), f"{row} {name}: not every output was written"
-    backs["fixed"] = partial(fixed, backs["ours"])
+        assert all(bool(t.isfinite().all()) for t in (out, *backs[name]())), f"{row} {name}: an output was not written completely"
+    backs["fixed"] = partial(deterministic, backs["ours"])
     for step, fns, work in (("forward", calls, flop), ("backward", backs, 2.5 * flop)):
-        found |= {f"{name}_{step}": work / ms / 1e9 for name, ms in device_ms(fns).items()}
+        result |= {f"{name}_{step}": work / ms / 1e9 for name, ms in device_ms(fns).items()}
     first = backs["fixed"]()
-    found["same_bits"] = all(all(map(torch.equal, first, backs["fixed"]())) for _ in range(SAME))
+    result["same_bits"] = all(all(map(torch.equal, first, backs["fixed"]())) for _ in range(DETERMINISTIC_RUNS))
     for step in STEPS:
-        peers = [found[f"{p}_{step}"] for p in (*PEERS, "flex") if f"{p}_{step}" in found]
-        found[f"{step}_ratio"] = found[f"ours_{step}"] / max(peers) if peers else None
-    return found
+        peers = [result[f"{p}_{step}"] for p in (*PEERS, "flex") if f"{p}_{step}" in result]
+        result[f"{step}_ratio"] = result[f"ours_{step}"] / max(peers) if peers else None
+    return result
 
 
 def warm(row: Row, *, flex: bool) -> None:
-    """Compile what the row needs: ours on few tokens, FlexAttention for the row's own."""
+    """Compile the row's kernels: ours with few tokens, FlexAttention with the row's sizes, for which it specializes."""
     q, k, v = (torch.randn(1, h, 1024, row.dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for h in (row.heads, 8, 8))
     case = case_of(replace(row, tokens=1024))
-    for fixed in (False, True):
-        torch.use_deterministic_algorithms(fixed, warn_only=True)
+    for mode in (False, True):
+        torch.use_deterministic_algorithms(mode, warn_only=True)
         ls.attention(q, k, v, mask=case.mask, score_mod=case.score_mod, kernel="hopper").sum().backward()
     torch.use_deterministic_algorithms(False)
     if flex:
@@ -172,7 +156,7 @@ def warm(row: Row, *, flex: bool) -> None:
 
 
 def errors(causal: bool) -> dict[str, list[float]]:
-    """Relative errors of out, dq, dk, dv against float64, of cuDNN and of ours on the same inputs."""
+    """Relative errors of out, dq, dk, dv against float64, of cuDNN and longspan on the same inputs."""
     inputs = [torch.randn(2, 8, 2048, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     grad = torch.randn_like(inputs[0])
 
@@ -187,15 +171,18 @@ def errors(causal: bool) -> dict[str, list[float]]:
             scores = scores.masked_fill(torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device="cuda").triu(1), -torch.inf)
         return torch.softmax(scores, -1) @ v
 
-    want = results(dense, torch.float64)
+    expected = results(dense, torch.float64)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        got = {"cudnn": results(lambda *x: F.scaled_dot_product_attention(*x, is_causal=causal), torch.bfloat16)}
+        by_kernel = {"cudnn": results(lambda *x: F.scaled_dot_product_attention(*x, is_causal=causal), torch.bfloat16)}
     mask = ls.causal() if causal else ls.full()
-    got["ours"] = results(lambda *x: ls.attention(*x, mask=mask, kernel="hopper"), torch.bfloat16)
-    return {name: [float((g.double() - w).norm() / w.norm()) for g, w in zip(of, want, strict=True)] for name, of in got.items()}
+    by_kernel["ours"] = results(lambda *x: ls.attention(*x, mask=mask, kernel="hopper"), torch.bfloat16)
+    return {
+        name: [float((g.double() - e).norm() / e.norm()) for g, e in zip(got, expected, strict=True)] for name, got in by_kernel.items()
+    }
 
 
 def line(row: dict[str, Any]) -> str:
+    """A row of the printed table."""
     text = f"{row['case']:20}{row['tokens']:6d} {row['heads']:6}D{row['dim']:<4}"
     for step in STEPS:
         names = ("cudnn", "flash", "flex", "ours") + (("fixed",) if step == "backward" else ())
@@ -206,6 +193,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def plot(result: Path, picture: Path) -> None:
+    """Plot a result file as bars of device speed."""
     from matplotlib import pyplot
 
     data = json.loads(result.read_text(encoding="utf-8").strip().splitlines()[-1])
@@ -214,10 +202,10 @@ def plot(result: Path, picture: Path) -> None:
     names = ("cudnn", "flash", "flex", "ours", "fixed")
     for axis, step in zip(axes, STEPS, strict=True):
         for i, name in enumerate(names):
-            have = [(j, r[f"{name}_{step}"]) for j, r in enumerate(rows) if f"{name}_{step}" in r]
+            bars = [(j, r[f"{name}_{step}"]) for j, r in enumerate(rows) if f"{name}_{step}" in r]
             label = {"ours": "longspan", "fixed": "longspan, deterministic"}.get(name, name)
-            if have:
-                axis.bar([j + 0.16 * (i - 2) for j, _ in have], [value for _, value in have], width=0.15, label=label)
+            if bars:
+                axis.bar([j + 0.16 * (i - 2) for j, _ in bars], [value for _, value in bars], width=0.15, label=label)
         axis.set_ylabel(f"{step}, TFLOP/s")
         axis.margins(y=0.15)  # room for the legend above the tallest bar
         axis.legend(ncols=5, fontsize="small", loc="upper right")
@@ -230,8 +218,8 @@ def plot(result: Path, picture: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
-    parser.add_argument("--no-flex", action="store_true", help="without FlexAttention, which takes long to compile")
-    parser.add_argument("--warm", action="store_true", help="only compile; several at once fill Triton's cache faster than one")
+    parser.add_argument("--no-flex", action="store_true", help="skip FlexAttention, which takes minutes to compile")
+    parser.add_argument("--warm", action="store_true", help="only compile; several processes fill Triton's cache faster than one")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--plot", nargs=2, type=Path, metavar=("RESULT", "PICTURE"))
     args = parser.parse_args()
@@ -239,7 +227,7 @@ def main() -> None:
         plot(*args.plot)
         return
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        sys.exit("this bench needs a Hopper GPU")
+        sys.exit("bench/hopper.py needs a Hopper GPU")
     about = {
         "bench": "hopper",
         "device": torch.cuda.get_device_name(),
@@ -260,12 +248,15 @@ def main() -> None:
     for row in (r for r in ROWS if args.rows in str(r)):
         rows.append(measure(row, flex=not args.no_flex))
         print(line(rows[-1]), flush=True)
-    found = {"full": errors(False), "causal": errors(True)}
-    for name, of in found.items():
-        parts = [f"{n} {c:.2e} / {o:.2e} ({o / c:.2f})" for n, c, o in zip(("out", "dq", "dk", "dv"), of["cudnn"], of["ours"], strict=True)]
+    by_mask = {"full": errors(False), "causal": errors(True)}
+    for name, by_kernel in by_mask.items():
+        parts = [
+            f"{n} {c:.2e} / {o:.2e} ({o / c:.2f})"
+            for n, c, o in zip(("out", "dq", "dk", "dv"), by_kernel["cudnn"], by_kernel["ours"], strict=True)
+        ]
         print(f"error against float64, {name}, cuDNN / ours: " + ", ".join(parts))
     if args.json:
-        print(json.dumps({**about, "rows": rows, "errors": found}))
+        print(json.dumps({**about, "rows": rows, "errors": by_mask}))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""A link that is not there: copies on one GPU in place of what other ranks would send, or nothing at all.
+"""A stand-in for the network that lets one GPU run a single rank of a mesh.
 
-A copy inside one GPU runs on its multiprocessors (also where the driver is asked for one that overlaps with compute), and takes turns with
-kernels that hold all of them. What comes over a real link takes none. So there are two kinds: `copy` charges a rank with all that it gets,
-read and written once, and `none` with nothing: keys arrive in memory that holds random numbers already. (The numbers that a kernel computes
-with change the power that it draws, and so its clock: whatever memory held before would not do.)
+A copy inside one GPU runs on its SMs, even a copy that the driver is asked to overlap, and waits for kernels that occupy all SMs. A
+transfer over a real link takes no SM. Therefore there are two kinds of link. `copy` charges a rank for the received bytes, read and
+written once. `none` charges nothing: KV arrive in memory that already holds random numbers. (Random, because the values that a kernel
+computes with change its power draw, and so its clock.)
 """
 
 from __future__ import annotations
@@ -18,40 +18,39 @@ from torch import Tensor
 
 import longspan as ls
 from longspan._comm.group import Done, Pending
-from longspan._engine import kv_exchange as keys
+from longspan._engine import kv_exchange
 
 KINDS = ("copy", "none")
-Pairs = Sequence[tuple[Tensor, Tensor]]  # (target, source): contiguous, of the same bytes
+Pairs = Sequence[tuple[Tensor, Tensor]]  # (target, source): contiguous, with equally many bytes
 
 
 class Link:
-    """A stream beside the one that computes, of high priority as a communication library's may be. `kind`: one of KINDS."""
+    """A communication stream of high priority. `kind`: one of KINDS."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.stream = torch.cuda.Stream(priority=-1)
-        self.numbers: dict[Any, list[Tensor]] = {}
+        self.buffers: dict[Any, list[Tensor]] = {}
 
-    def room(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Memory for what arrives. Of kind `none`: one of four tensors in turn, as many as keys and values of two steps take."""
+    def receive_buffer(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Memory for received KV. Kind `none`: one of four random tensors in turn, enough for K and V of two steps."""
         if self.kind == "copy":
             return like.new_empty(shape)
-        ready = self.numbers.setdefault((shape, like.dtype), [])
-        if len(ready) < 4:
-            ready.insert(0, torch.randn(shape, device=like.device).to(like.dtype))
-        ready.append(ready.pop(0))
-        return ready[-1]
+        buffers = self.buffers.setdefault((shape, like.dtype), [])
+        if len(buffers) < 4:
+            buffers.insert(0, torch.randn(shape, device=like.device).to(like.dtype))
+        buffers.append(buffers.pop(0))
+        return buffers[-1]
 
     def move(self, pairs: Pairs) -> torch.cuda.Event:
-        """Copy each source to its target, after what the current stream has been given so far. The event: all of them are there, and may
-        be freed."""
+        """Copy each source to its target, after all work queued on the current stream. Returns the event of the last copy."""
         self.stream.wait_stream(torch.cuda.current_stream())
         pairs = [(target, source) for target, source in pairs if source.numel()]
         for target, source in pairs:
             if target.nbytes != source.nbytes or not (target.is_contiguous() and source.is_contiguous()):
                 raise ValueError(
-                    f"link: expected contiguous tensors of the same bytes, got {list(target.shape)} {target.dtype} with strides "
-                    f"{target.stride()} for {list(source.shape)} {source.dtype} with strides {source.stride()}"
+                    f"link: expected contiguous tensors with equally many bytes, got a target {list(target.shape)} {target.dtype} with "
+                    f"strides {target.stride()} and a source {list(source.shape)} {source.dtype} with strides {source.stride()}"
                 )
         with torch.cuda.stream(self.stream), torch.no_grad():
             for target, source in pairs if self.kind == "copy" else ():
@@ -66,7 +65,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Copied:
-    """An exchange under way; holds its tensors until it is waited for."""
+    """An exchange in flight; holds its tensors until `wait`."""
 
     done: torch.cuda.Event
     tensors: tuple[Tensor, ...]
@@ -77,7 +76,7 @@ class Copied:
 
 @dataclass(frozen=True, kw_only=True)
 class Echo:
-    """A group of which one rank exists: what it expects from others is copied from its own rows."""
+    """A process group with one real rank: data of other ranks is copied from the rank's own."""
 
     name: str
     rank: int
@@ -98,10 +97,12 @@ class Echo:
 
 
 def echoed(out: Tensor, sources: Sequence[Tensor], what: str) -> list[tuple[Tensor, Tensor]]:
-    """Pairs (target, source) that fill `out` with the rows of `sources`, over and over."""
+    """(target, source) pairs that fill `out` with the rows of `sources`, repeated."""
     sources = [source for source in sources if len(source)]
     if not sources and len(out):
-        raise ValueError(f"{what}: this rank sends nothing, so that there is nothing to copy in place of what it gets")
+        raise ValueError(
+            f"{what}: expected a rank that sends something, which is copied in place of received data; got one that only receives"
+        )
     pairs, start = [], 0
     for source in cycle(sources) if len(out) else ():
         part = out[start : start + len(source)]
@@ -113,15 +114,15 @@ def echoed(out: Tensor, sources: Sequence[Tensor], what: str) -> list[tuple[Tens
 
 
 class EchoMesh(ls.Mesh):
-    """A mesh of which one rank exists. `link` is set once for all of them, and no part of a mesh as a value."""
+    """A mesh with one real rank. `link` belongs to the class: meshes are compared as values, and a link is not part of the value."""
 
     link: ClassVar[Link]
 
     @classmethod
     def use(cls, link: Link) -> None:
-        """For all of them, for as long as this process lives: keys arrive where the link says."""
+        """Use a link for all meshes of this process; received KV go to the link's buffers."""
         cls.link = link
-        keys.empty_rows = lambda like, rows, width: link.room(like, (rows, width))  # type: ignore[assignment]
+        kv_exchange.empty_rows = lambda like, rows, width: link.receive_buffer(like, (rows, width))  # type: ignore[assignment]
 
     def group(self, axis: int | str) -> Any:
         return Echo(name="echo", rank=self.rank, size=self.size, link=self.link)

@@ -1,9 +1,10 @@
-"""How long block tables take and how much memory, at a million tokens; torch's create_block_mask beside them at a size it can do.
+"""Time and memory to build block tables of a million tokens, and torch's create_block_mask at a size that fits into memory.
 
     python bench/masks.py [--tokens 1048576] [--json]
 
-Times are of making the mask, tracing it and building its table, the best of three (the hopeless mask and torch: once). "extra MB" is the
-rise of the process's peak resident memory over what it held before (Linux only), in the first of the three.
+Times include making the mask, tracing it and building the table: the minimum of three runs, or one run for torch and for the mask of
+random lookups, which interval arithmetic cannot decide. "extra MB": peak resident memory of the first run beyond memory in use before
+(Linux only).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MakeMask = Callable[[], ls.Mask]
 
 
 def masks(tokens: int) -> dict[str, MakeMask]:
-    """How to make the masks to measure. Documents: 1000, and 128 tokens long on average with padding between them."""
+    """Constructors of the masks to measure, by name. Documents: 1000, or of 128 tokens on average with padding between them."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 1000, (tokens,), generator=generator).sort()[0]
     lengths = ids.bincount(minlength=1000)
@@ -41,13 +42,14 @@ def masks(tokens: int) -> dict[str, MakeMask]:
     }
 
 
-def hopeless(tokens: int) -> MakeMask:
+def random_lookups(tokens: int) -> MakeMask:
+    """A mask whose tiles must all be evaluated."""
     noise = torch.randint(0, 1000, (tokens,), generator=torch.Generator().manual_seed(0))
     return lambda: ls.mask_mod(lambda b, h, q, kv: noise[q] == noise[kv])
 
 
 def resident(field: str) -> float | None:
-    """A line of /proc/self/status in MB, None where there is no such file."""
+    """A field of /proc/self/status in MB; None on other systems than Linux."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None
@@ -55,34 +57,36 @@ def resident(field: str) -> float | None:
 
 
 def measured(work: Callable[[], Any], repeat: int) -> tuple[Any, float, float | None]:
-    """(result, best seconds, extra peak MB of the first run)."""
+    """(result, minimum seconds, extra peak MB of the first run)."""
     try:
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = resident("VmRSS")
     except OSError:
         before = None
-    best, extra, result = float("inf"), None, None
+    minimum, extra, result = float("inf"), None, None
     for i in range(repeat):
         start = time.perf_counter()
         result = work()
-        best = min(best, time.perf_counter() - start)
+        minimum = min(minimum, time.perf_counter() - start)
         if i == 0 and before is not None:
             extra = max(0.0, (resident("VmHWM") or 0.0) - before)
-    return result, best, extra
+    return result, minimum, extra
 
 
-def ours(name: str, make: MakeMask, tokens: int, repeat: int = 3) -> dict[str, Any]:
+def longspan_row(name: str, make: MakeMask, tokens: int, repeat: int = 3) -> dict[str, Any]:
+    """One row of the result."""
     table, seconds, extra = measured(lambda: make().block_table(tokens), repeat)
     return {"mask": name, "tokens": tokens, "seconds": seconds, "extra_mb": extra, "runs": len(table.first), "density": table.density}
 
 
-def torchs(name: str, make: MakeMask, tokens: int) -> dict[str, Any]:
+def torch_row(name: str, make: MakeMask, tokens: int) -> dict[str, Any]:
+    """One row of the result for create_block_mask."""
     table, seconds, extra = measured(lambda: create_block_mask(make(), None, None, tokens, tokens, device="cpu"), 1)
     density = 1 - table.sparsity() / 100
     return {"mask": f"{name}: torch", "tokens": tokens, "seconds": seconds, "extra_mb": extra, "runs": None, "density": density}
 
 
-def show(row: dict[str, Any]) -> None:
+def print_row(row: dict[str, Any]) -> None:
     extra = "" if row["extra_mb"] is None else f"{row['extra_mb']:.0f}"
     runs = "" if row["runs"] is None else str(row["runs"])
     print(f"{row['mask']:34} {row['tokens']:>9} {row['seconds']:>9.3f} {extra:>9} {runs:>9} {row['density']:>10.5f}", flush=True)
@@ -91,8 +95,8 @@ def show(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1 << 20)
-    parser.add_argument("--hopeless-tokens", type=int, default=1 << 16)
-    parser.add_argument("--torch-tokens", type=int, default=1 << 14, help="size for torch, which evaluates every element")
+    parser.add_argument("--lookup-tokens", type=int, default=1 << 16, help="tokens of the mask of random lookups")
+    parser.add_argument("--torch-tokens", type=int, default=1 << 14, help="tokens for torch, which evaluates every element")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     options = parser.parse_args()
 
@@ -100,14 +104,14 @@ def main() -> None:
     print(f"{'mask':34} {'tokens':>9} {'seconds':>9} {'extra MB':>9} {'runs':>9} {'density':>10}")
     rows = []
     for name, mask in masks(options.tokens).items():
-        rows.append(ours(name, mask, options.tokens))
-        show(rows[-1])
-    rows.append(ours("hopeless: random lookups", hopeless(options.hopeless_tokens), options.hopeless_tokens, repeat=1))
-    show(rows[-1])
+        rows.append(longspan_row(name, mask, options.tokens))
+        print_row(rows[-1])
+    rows.append(longspan_row("random lookups", random_lookups(options.lookup_tokens), options.lookup_tokens, repeat=1))
+    print_row(rows[-1])
     for name, mask in list(masks(options.torch_tokens).items())[:2]:
-        for measure in (ours, torchs):
+        for measure in (longspan_row, torch_row):
             rows.append(measure(name, mask, options.torch_tokens))
-            show(rows[-1])
+            print_row(rows[-1])
     print(f"torch's create_block_mask holds every element of the mask: {options.torch_tokens} tokens is the largest size tried.")
     if options.json:
         print(

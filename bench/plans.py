@@ -1,11 +1,14 @@
-"""Plans for a million tokens on 64 ranks, without a GPU: how even the work is, how much moves, how long planning takes.
+"""Plans for a million tokens on 64 ranks: work balance, KV traffic and planning time. Needs no GPU.
 
     python bench/plans.py [--json]
 
-Causal packed documents with log-normal lengths (mu 8.0, sigma 1.4, seeds 0 to 4), causal alone, and a sliding window. "busiest": pairs
-computed by the busiest rank over the mean, counted exactly. "received": keys and values received, mean and most over ranks, as a share of
-what an all-gather brings, as planned (whole tiles of 128). "bound": no layout with such balance receives less (see `bound`). "seconds":
-mask, block table, layout and schedule together, on one thread.
+Masks: causal packed documents with log-normal lengths (mu 8.0, sigma 1.4, seeds 0 to 4), causal, sliding window.
+
+    busiest    (query, key) pairs of the busiest rank over the mean, counted exactly
+    received   KV that a rank receives (mean, maximum), in percent of an all-gather; whole tiles of 128 tokens
+    shards     mean KV received, in shards
+    bound      lower bound of `received` for any layout with the same balance, see `bound`
+    seconds    mask, block table, layout and schedule on one thread
 """
 
 from __future__ import annotations
@@ -24,19 +27,20 @@ import longspan as ls
 
 TOKENS, RANKS = 1 << 20, 64
 LAYOUTS = ("contiguous", "head_tail", "round_robin", "auto")
-TARGETS = (2.0, 4.7, 4.3, 19.0, 4.3)
+TARGETS = (2.0, 4.7, 4.3, 19.0, 4.3)  # received percent, one per seed
 
 
 def lengths(seed: int, tokens: int = TOKENS) -> list[int]:
-    generator, found, left = np.random.default_rng(seed), [], tokens
+    """Log-normal document lengths with sum `tokens`."""
+    generator, drawn, left = np.random.default_rng(seed), [], tokens
     while left:
-        found.append(int(min(left, max(16, generator.lognormal(8.0, 1.4)))))
-        left -= found[-1]
-    return found
+        drawn.append(int(min(left, max(16, generator.lognormal(8.0, 1.4)))))
+        left -= drawn[-1]
+    return drawn
 
 
-def keys_seen(mask: str, tokens: int, documents: list[int]) -> torch.Tensor:
-    """How many keys each query sees [tokens], exactly."""
+def visible_keys(mask: str, tokens: int, documents: list[int]) -> torch.Tensor:
+    """Number of keys that each query sees [tokens]."""
     position = torch.arange(tokens)
     if mask == "documents":
         start = torch.tensor(documents).cumsum(0) - torch.tensor(documents)
@@ -45,35 +49,36 @@ def keys_seen(mask: str, tokens: int, documents: list[int]) -> torch.Tensor:
 
 
 def bound(documents: list[int], ranks: int, limit: float = 1.03) -> float:
-    """Least mean share that any assignment of tokens receives, documents alone considered one at a time.
+    """Lower bound of the mean KV received, as a share of an all-gather, for any layout with imbalance up to `limit`.
 
-    A rank that holds position p of a document reads all before p. The positions above p of a document of length n hold a known amount of
-    work and of tokens, so at least h(p) ranks hold some of them; each of these but the owner of the key at p receives it.
+    A rank that owns position p of a document reads all KV before p. The positions after p hold a known amount of work and of tokens, so
+    at least h(p) ranks own some of them. Each of these ranks, except the owner of key p, receives key p.
     """
     tokens = sum(documents)
     work = sum(n * (n + 1) / 2 for n in documents)
-    most, cap, total = limit * work / ranks, tokens / ranks + 128, 0.0
+    max_work, max_tokens, total = limit * work / ranks, tokens / ranks + 128, 0.0
     for n in documents:
         p = np.arange(0, n, 128)
         left, pairs = n - p, (n * (n + 1.0) - p * (p + 1.0)) / 2
-        total += float((np.ceil(np.maximum(pairs / most, left / cap)) - 1).clip(min=0).sum() * 128)
+        total += float((np.ceil(np.maximum(pairs / max_work, left / max_tokens)) - 1).clip(min=0).sum() * 128)
     return total / ranks / (tokens * (ranks - 1) / ranks)
 
 
 def measure(name: str, mask: Any, kind: str, tokens: int, documents: list[int], layout: str) -> dict[str, Any]:
+    """One row of the result."""
     start = time.perf_counter()
     plan = ls.plan(mask, tokens, ls.Mesh.abstract(RANKS), layout=layout, strategy="exchange")
     seconds = time.perf_counter() - start
-    seen = keys_seen(kind, tokens, documents).double()
-    work = torch.stack([seen[plan.layout.positions(r)].sum() for r in range(RANKS)])
+    visible = visible_keys(kind, tokens, documents).double()
+    work = torch.stack([visible[plan.layout.positions(r)].sum() for r in range(RANKS)])
     received = plan.schedule.received(RANKS).sum(0).double()
-    every = tokens * (RANKS - 1) / RANKS
+    all_gather = tokens * (RANKS - 1) / RANKS
     return {
         "mask": name,
         "layout": layout,
         "busiest": float(work.max() / work.mean()),
-        "received_mean_percent": 100 * float(received.mean()) / every,
-        "received_most_percent": 100 * float(received.max()) / every,
+        "received_mean_percent": 100 * float(received.mean()) / all_gather,
+        "received_most_percent": 100 * float(received.max()) / all_gather,
         "received_shards": float(received.mean()) / (tokens / RANKS),
         "stages": plan.schedule.stages,
         "seconds": seconds,
@@ -87,8 +92,8 @@ def main() -> None:
     torch.set_num_threads(1)
     about = {"bench": "plans", "machine": platform.machine(), "torch": torch.__version__, "date": datetime.date.today().isoformat()}
     print(", ".join(f"{k} {v}" for k, v in about.items()))
-    ls.plan(ls.causal() & ls.documents(lengths=[1000, 24]), 1024, ls.Mesh.abstract(2))  # imports and first calls are not planning
-    print(f"{'':24}{'layout':12}{'busiest':>9}{'received':>10}{'most':>8}{'shards':>8}{'stages':>8}{'seconds':>9}")
+    ls.plan(ls.causal() & ls.documents(lengths=[1000, 24]), 1024, ls.Mesh.abstract(2))  # warm up
+    print(f"{'':24}{'layout':12}{'busiest':>9}{'received':>10}{'max':>8}{'shards':>8}{'stages':>8}{'seconds':>9}")
     rows = []
     cases: list[tuple[str, Any, str, int, list[int]]] = []
     for seed in range(5):
