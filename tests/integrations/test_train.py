@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import os
 import signal
 import subprocess
@@ -105,7 +106,8 @@ def _alive(pid: int) -> bool:
         ("--data {short}", "--data: expected text of 2050 bytes or more"),
         ("--resume", "--resume: there is no checkpoint"),
         ("--resume --out {other}", "width 999 (here 128)"),
-        ("--resume --out {torn}", "cannot be read"),
+        ("--resume --out {torn}", "job.json cannot be read; no other checkpoint is intact"),
+        ("--from-step 5", "--from-step: expected together with --resume"),
         ("--out {other}", "--out: {other} contains checkpoints"),
         ("--width 30", "--width: expected a multiple of twice the 4 heads"),
         ("--heads 5/2", "--heads"),
@@ -124,7 +126,10 @@ def test_wrong_input_is_one_clear_line_and_exit_code_2(extra: str, said: str, tm
     for name, kept in (("other", {"width": 999}), ("torn", None)):
         folder = tmp_path / name / "step-000005"
         folder.mkdir(parents=True)
-        (folder / "job.json").write_text("{" if kept is None else json.dumps({"step": 5, "identity": kept}))
+        files = {name: (0, hashlib.sha256().hexdigest()) for name in (".metadata", "__0_0.distcp")}
+        for file in files:
+            (folder / file).touch()
+        (folder / "job.json").write_text("{" if kept is None else json.dumps({"step": 5, "identity": kept, "files": files}))
     given = extra.format(**names).split()
     where = [] if "--out" in given else ["--out", str(tmp_path / "run")]
     assert run(["train", *where, *given]) == 2

@@ -57,6 +57,8 @@ def _built_in(text: str) -> Cluster:
 
 def load(path: Path) -> Cluster:
     """A profile from a TOML file. An unknown key is an error."""
+    if path.exists() and not path.is_file():  # opening a FIFO would block
+        raise ClusterError(f"cluster file {path}: expected a regular file")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

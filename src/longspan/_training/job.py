@@ -6,24 +6,18 @@ axis, and divides by the token count of the whole batch.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from longspan._training.checkpoints import Checkpoint, CheckpointError, load, pick, save
 from longspan._training.corpus import Corpus, corpus
 from longspan._training.decoder import Decoder, DecoderConfig
 from longspan._training.launch import INTERRUPTED, Interrupts
@@ -33,7 +27,10 @@ from longspan.integrations.loss import IGNORED
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Settings of a job: `batch` sequences of `length` tokens per step, each split over `context` ranks; `half`: bfloat16 weights."""
+    """Settings of a job: `batch` sequences of `length` tokens per step, each split over `context` ranks; `half`: bfloat16 weights.
+
+    `from_step`: the checkpoint to resume from; by default the newest.
+    """
 
     out: str
     model: DecoderConfig
@@ -49,6 +46,7 @@ class Job:
     half: bool = False
     strategy: str = "auto"
     resume: bool = False
+    from_step: int | None = None
 
     def identity(self, text: Corpus) -> dict[str, Any]:
         """Settings that must be equal in a job and in the checkpoint it resumes from."""
@@ -80,30 +78,22 @@ def check_ranks(job: Job, ranks: int) -> None:
         )
 
 
-def latest(out: str) -> Path | None:
-    """job.json of the newest complete checkpoint in a directory, or None."""
-    return max(Path(out).glob("step-*/job.json"), default=None, key=lambda p: p.parent.name) if Path(out).is_dir() else None
-
-
-def check_resume(job: Job, text: Corpus) -> Path | None:
-    """Folder of the checkpoint to resume from, or None. Raises ValueError if there is none, or if it belongs to another job."""
+def check_resume(job: Job, text: Corpus) -> Checkpoint | None:
+    """The verified checkpoint to resume from, or None. Raises ValueError if there is none, or if it belongs to another job."""
     if not job.resume:
         return None
-    newest = latest(job.out)
-    if newest is None:
-        raise ValueError(f"--resume: there is no checkpoint in {job.out}")
     try:
-        saved = json.loads(newest.read_text())["identity"]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"--resume: {newest} cannot be read") from None
-    mine = job.identity(text)
-    other = [f"{name} {saved.get(name)!r} (here {value!r})" for name, value in mine.items() if saved.get(name) != value]
+        checkpoint = pick(job.out, job.from_step)
+    except CheckpointError as error:
+        raise ValueError(f"--resume: {error}") from None
+    saved, identity = checkpoint.identity, job.identity(text)
+    other = [f"{name} {saved.get(name)!r} (here {value!r})" for name, value in identity.items() if saved.get(name) != value]
     if other:
-        raise ValueError(f"--resume: the checkpoint {newest.parent} belongs to another model or job: {', '.join(other)}")
-    done = newest.parent.name.removeprefix("step-")
-    if done.isdecimal() and int(done) > job.steps:
-        raise ValueError(f"--resume: {int(done)} steps are done, --steps asks for {job.steps}; give a larger --steps, or another --out")
-    return newest.parent
+        raise ValueError(f"--resume: the checkpoint {checkpoint.folder} belongs to another model or job: {', '.join(other)}")
+    if checkpoint.step > job.steps:
+        advice = "give a larger --steps, or another --out"
+        raise ValueError(f"--resume: {checkpoint.step} steps are done, --steps asks for {job.steps}; {advice}")
+    return checkpoint
 
 
 def train(device: torch.device, job: Job, on_step: Callable[[StepResult], None] | None = None) -> int:
@@ -114,7 +104,7 @@ def train(device: torch.device, job: Job, on_step: Callable[[StepResult], None] 
     model = _sharded(Decoder(job.model).initialise(job.seed), device, job.half)
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.rate, betas=(0.9, 0.95), weight_decay=0.1)
     checkpoint = check_resume(job, text)
-    first = 0 if checkpoint is None else _load(checkpoint, model, optimizer)
+    first = 0 if checkpoint is None else load(checkpoint, model, optimizer)
     per_group = job.batch // mesh["dp"].size()
     sequences = range(mesh.get_local_rank("dp") * per_group, (mesh.get_local_rank("dp") + 1) * per_group)
     with Interrupts() as interrupts:
@@ -129,7 +119,7 @@ def train(device: torch.device, job: Job, on_step: Callable[[StepResult], None] 
                 on_step(StepResult(step=step, loss=both[0].item(), tokens_per_second=job.batch * job.length / seconds, seconds=seconds))
             stop = both[1].item() > 0
             if stop or (step + 1) % job.save_every == 0 or step + 1 == job.steps:
-                _save(job, text, model, optimizer, step + 1)
+                save(job.out, step + 1, job.identity(text), model, optimizer)
             if stop:
                 return INTERRUPTED
     return 0
@@ -180,33 +170,3 @@ def _sharded(model: Decoder, device: torch.device, half: bool) -> Any:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
     return model
-
-
-def _state(model: Any, optimizer: Any) -> dict[str, Any]:
-    weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments}
-
-
-def _load(folder: Path, model: Any, optimizer: Any) -> int:
-    state = _state(model, optimizer)
-    load(state, checkpoint_id=str(folder))
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return int(json.loads((folder / "job.json").read_text())["step"])
-
-
-def _save(job: Job, text: Corpus, model: Any, optimizer: Any, step: int) -> None:
-    """Write a checkpoint atomically, by renaming a finished folder. Only the last two are kept."""
-    folder = Path(job.out) / f"step-{step:06d}"
-    unfinished = folder.with_name(f"unfinished-{folder.name}")
-    if dist.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    dist.barrier()
-    save(_state(model, optimizer), checkpoint_id=str(unfinished))
-    if dist.get_rank() == 0:
-        (unfinished / "job.json").write_text(json.dumps({"step": step, "identity": job.identity(text)}))
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(unfinished, folder)
-        for old in sorted(Path(job.out).glob("step-*"))[:-2]:
-            shutil.rmtree(old, ignore_errors=True)
-    dist.barrier()

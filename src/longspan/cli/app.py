@@ -79,7 +79,16 @@ def run(arguments: Sequence[str]) -> int:
         return int(getattr(error, "exit_code", getattr(error, "code", 0)) or 0)
     except (typer.Abort, KeyboardInterrupt):
         return _fail(command, "interrupted", 130)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        return _fail(command, "out of memory; give fewer --tokens, or more memory to this process", 1)
     return code if isinstance(code, int) else 0
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """torch raises a plain RuntimeError where the host's memory does not suffice."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error) or "out of memory" in str(error)
 
 
 def _fail(command: str, message: str, code: int = 2) -> int:

@@ -149,6 +149,8 @@ class _Reader:
 def _read_lengths(path: Path) -> list[int]:
     """Document lengths from a file of whole numbers separated by spaces, commas or lines."""
     try:
+        if path.exists() and not path.is_file():  # opening a FIFO would block
+            raise UsageError(f"--mask: documents({path}): expected a regular file")
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UsageError(f"--mask: documents({path}): {describe(error) if isinstance(error, OSError) else 'not a text file'}") from None

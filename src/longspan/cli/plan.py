@@ -116,7 +116,7 @@ def plan(
 def _fastest_plan(request: Request, strategy: str, **options: Any) -> Any:
     """The fastest plan over the factorisations of the devices into Ulysses × ring that the strategy and the heads allow."""
     gpus, shape = request.gpus, request.shape
-    sizes = {"batch": shape.batch, "heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    sizes: dict[str, Any] = {"batch": shape.batch, "heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
     plans: list[tuple[float, int, Any]] = []
     for degree in _degrees(request, strategy):
         two_axes = degree not in (1, gpus)

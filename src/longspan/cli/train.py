@@ -61,10 +61,12 @@ def train(
         bool, typer.Option("--recompute", help="activation checkpointing: recompute layers in backward, for less memory")
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint in --out")] = False,
+    from_step: Annotated[str | None, typer.Option(help="with --resume: the step whose checkpoint to continue from")] = None,
 ) -> int:
     """Train a small transformer (RoPE, GQA, SwiGLU) on packed documents, with FSDP2 and context parallelism.
 
-    Uses CUDA and NCCL if available. Ctrl-C writes a checkpoint; --resume continues from it, on any number of processes.
+    Uses CUDA and NCCL if available. Ctrl-C writes a checkpoint; --resume continues from it, on any number of processes. When torchrun
+    restarts the job (--max-restarts), it continues from the newest intact checkpoint.
     """
     q_heads, kv_heads = parse.heads(heads)
     wide = parse.count(width, "--width")
@@ -79,23 +81,30 @@ def train(
     counts["save_every"] = parse.count(save_every, "--save-every")
     sequence_ranks = None if cp is None else parse.count(cp, "--cp")
     process_count = None if processes is None else parse.count(processes, "--processes")
+    if from_step is not None and not resume:
+        raise UsageError("--from-step: expected together with --resume")
+    step = None if from_step is None else parse.count(from_step, "--from-step")
 
     import torch
 
     from longspan._training import launch
+    from longspan._training.checkpoints import newest_intact
     from longspan._training.corpus import VOCAB, corpus
     from longspan._training.decoder import DecoderConfig
     from longspan._training.job import Job, check_ranks, check_resume
 
     started = process_count or launch.default_processes()
     ranks = launch.world_size(started)
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    if restarted and (checkpoint := newest_intact(out)) is not None:
+        resume, step = True, checkpoint.step
     try:
         model = DecoderConfig(
             vocab=VOCAB, head_dim=wide // q_heads, hidden=-(-wide * 8 // 3) // 16 * 16 or 16, recompute=recompute, **sizes
         )
         job = Job(
             out=str(out), model=model, data=None if data is None else str(data), context=sequence_ranks or ranks, rate=rate, seed=seed,
-            half=torch.cuda.is_available(), strategy=strategy, resume=resume, **counts,
+            half=torch.cuda.is_available(), strategy=strategy, resume=resume, from_step=step, **counts,
         )  # fmt: skip
         check_ranks(job, ranks)
         check_strategy(job, ranks)
@@ -103,7 +112,7 @@ def train(
         check_resume(job, text)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if not resume and any(out.glob("step-*")):
+    if not resume and not restarted and any(out.glob("step-*")):
         raise UsageError(f"--out: {out} contains checkpoints; give --resume to continue from them, or another directory")
     try:
         out.mkdir(parents=True, exist_ok=True)
