@@ -13,7 +13,7 @@ from tests.report.pages import page_contents, page_of
 from torch import Tensor
 
 import longspan as ls
-from longspan._cost.timeline import Pass
+from longspan._cost.timeline import PassTimes
 from longspan._report import trace
 from longspan._report.figure import figure
 from longspan._report.grid import density_grid
@@ -78,7 +78,7 @@ def test_bars_show_eighths(share: float, text: str) -> None:
     assert bar(share) == text
 
 
-def expected_events(one: Pass, name: str, start: float, joined: bool, split: bool) -> set[tuple[Any, ...]]:
+def expected_events(one: PassTimes, name: str, start: float, joined: bool, split: bool) -> set[tuple[Any, ...]]:
     """(name, rank, thread, µs, µs long) of one pass, from the timeline."""
     out = set()
 

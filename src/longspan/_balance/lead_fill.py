@@ -126,11 +126,11 @@ def lead_and_fill(structure: Structure, counts: Sequence[int], slack: float, var
         slack: The work of a rank aims at 1 + slack times the mean.
         variant: Variants other than 0 perturb the order of filling.
     """
-    builder = _Builder(structure, counts, slack, variant)
+    builder = _Assignment(structure, counts, slack, variant)
     return torch.tensor(builder.owner), builder.spent <= EFFORT // 2 * len(counts)
 
 
-class _Builder:
+class _Assignment:
     """Assigns units to ranks, rank by rank."""
 
     def __init__(self, structure: Structure, counts: Sequence[int], slack: float, variant: int) -> None:

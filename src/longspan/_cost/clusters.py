@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from longspan._cost.rates import Cluster, Kernel, Link, Rates
+from longspan._cost.rates import Cluster, KernelRates, Link, Rates
 
 _PROFILES = Path(__file__).parent / "profiles"
 ETHERNET = "_ethernet"  # suffix of a name: the same nodes, connected by 100 Gbit/s Ethernet per GPU
@@ -85,7 +85,7 @@ def load(path: Path) -> Cluster:
         contention=top["contention"],
         inside=_link(inside),
         between=_link(between),
-        kernel=Kernel(
+        kernel=KernelRates(
             name=kernel["name"],
             source=kernel["source"],
             forward=Rates(keys=rates["keys"], full=rates["forward_full"], causal=rates["forward_causal"]),

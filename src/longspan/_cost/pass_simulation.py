@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longspan._cost.rates import Cluster
-from longspan._cost.timeline import Conditions, Pass
+from longspan._cost.timeline import Conditions, PassTimes
 from longspan._cost.workload import Workload
 from longspan._masks.block_table import BLOCK_SIZE
 
@@ -25,7 +25,7 @@ class PassSimulation:
         self.zero = torch.zeros(len(work.rank), dtype=torch.float64)
         self.transfer_seconds = self._exchange_seconds(work.received, work.sent, work.kv_token_bytes)
 
-    def run(self, *, backward: bool) -> Pass:
+    def run(self, *, backward: bool) -> PassTimes:
         """The pass."""
         work = self.work
         seconds = self._compute_seconds(backward)
@@ -58,7 +58,7 @@ class PassSimulation:
         convert = self._convert_bytes() / self.cluster.hbm * self.compute_factor if work.halves is not None else self.zero
         end = torch.maximum(compute_done, stream_free + convert) if backward else compute_done
         total = end + after
-        return Pass(
+        return PassTimes(
             compute=(compute[0], compute[1]),
             transfer=(arrival[0], arrival[1]),
             grad_return=(returned[0], returned[1]) if backward else None,

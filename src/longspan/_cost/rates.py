@@ -104,7 +104,7 @@ def _interpolated(x: Tensor, at: Tensor, values: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernel:
+class KernelRates:
     """Measured speed of a kernel at head dim 128.
 
     Attributes:
@@ -161,7 +161,7 @@ class Cluster:
     hbm: float
     inside: Link
     between: Link
-    kernel: Kernel
+    kernel: KernelRates
     contention: float = 0.05
 
     @property

@@ -34,7 +34,7 @@ class Conditions:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Pass:
+class PassTimes:
     """Forward or backward of R ranks in K + 1 steps. Seconds from the pass's start, float64.
 
     Where local KV has a second part, that is one more step at the end, empty in forward.
@@ -70,11 +70,11 @@ class Pass:
         """Seconds of the slowest rank."""
         return float(self.total.max())
 
-    def select(self, rank: Tensor) -> Pass:
+    def select(self, rank: Tensor) -> PassTimes:
         """The pass with row rank[i] in place i."""
         compute, transfer = ((a[rank], b[rank]) for a, b in (self.compute, self.transfer))
         grad_return = None if self.grad_return is None else (self.grad_return[0][rank], self.grad_return[1][rank])
-        return Pass(
+        return PassTimes(
             compute=compute,
             transfer=transfer,
             grad_return=grad_return,
@@ -88,8 +88,8 @@ class Pass:
 class Timeline:
     """Both passes, and the bytes that they move per rank, inside the node and between nodes [2, R]."""
 
-    forward: Pass
-    backward: Pass
+    forward: PassTimes
+    backward: PassTimes
     bytes: Tensor
 
     @property

@@ -54,7 +54,7 @@ class ContextParallel(ParallelStyle):
         self.seq_len, self.layout, self.strategy = seq_len, layout, strategy
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        hooks = _ForwardHooks(as_mesh(device_mesh), self)
+        hooks = _ContextHooks(as_mesh(device_mesh), self)
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         module.register_forward_hook(hooks.after, with_kwargs=True, always_call=True)
         return module
@@ -68,7 +68,7 @@ class _ForwardCall:
     placed_like: DTensor | None
 
 
-class _ForwardHooks:
+class _ContextHooks:
     """Hooks around one module's forward. A module may run in several threads at once."""
 
     def __init__(self, mesh: Mesh, style: ContextParallel) -> None:

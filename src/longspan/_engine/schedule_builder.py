@@ -42,10 +42,10 @@ def local_schedule(plan: PlanData, options: ScheduleOptions) -> LocalSchedule:
     """This rank's schedule, cached. One object for both passes where the backward pass moves what the forward pass does."""
     if options.backward and plan.returns is plan.schedule and int(plan.schedule.carried.sum()) == plan.schedule.stages:
         options = replace(options, backward=False)
-    return plan_cache.schedule(plan, options, lambda: _Builder(plan, options).build())
+    return plan_cache.schedule(plan, options, lambda: _ScheduleBuilder(plan, options).build())
 
 
-class _Builder:
+class _ScheduleBuilder:
     def __init__(self, plan: PlanData, options: ScheduleOptions) -> None:
         self.plan, self.options = plan, options
         self.moves = plan.returns if options.backward else plan.schedule

@@ -69,7 +69,7 @@ class MaskTables:
 
 
 @dataclass(frozen=True, eq=False)
-class _Entry:
+class _CachedTables:
     snapshots: list[_Snapshot]
     tables: MaskTables
 
@@ -97,7 +97,7 @@ class TableCache:
     def __init__(self, size: int = 32, contents_per_key: int = 8) -> None:
         self._size, self._contents_per_key = size, contents_per_key
         self._lock = Lock()
-        self._entries: OrderedDict[Hashable, list[_Entry]] = OrderedDict()
+        self._entries: OrderedDict[Hashable, list[_CachedTables]] = OrderedDict()
 
     def tables(
         self, program: Program | None, captured: Sequence[Tensor], q_len: int, kv_len: int, *, batch: int, heads: int
@@ -119,14 +119,14 @@ class TableCache:
                 # Equal contents in other tensors. Snapshots of these make the next call cheap where versions can be trusted.
                 fresh = [s if s.is_current(t) else s.of_equal(t) for s, t in zip(entry.snapshots, captured, strict=True)]
                 others = [e for e in entries if e.tables is not entry.tables or all(s.is_current(s.tensor()) for s in e.snapshots)]
-                self._store(key, [_Entry(fresh, entry.tables), *others])
+                self._store(key, [_CachedTables(fresh, entry.tables), *others])
                 return entry.tables
         # Snapshots come before the tables: what another thread writes in between must not count as part of the tables.
-        entry = _Entry([_Snapshot.of(t) for t in captured], MaskTables(program, q_len, kv_len, batch=batch, heads=heads))
+        entry = _CachedTables([_Snapshot.of(t) for t in captured], MaskTables(program, q_len, kv_len, batch=batch, heads=heads))
         self._store(key, [entry, *entries])
         return entry.tables
 
-    def _store(self, key: Hashable, entries: list[_Entry]) -> None:
+    def _store(self, key: Hashable, entries: list[_CachedTables]) -> None:
         with self._lock:
             self._entries[key] = entries[: self._contents_per_key]
             self._entries.move_to_end(key)

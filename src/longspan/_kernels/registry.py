@@ -66,14 +66,14 @@ def has_gluon() -> bool:
     return True
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """The kernel for a call, and its capabilities for the first piece of work."""
 
     kernel: Kernel
     capabilities: Capabilities
 
 
-def choose(name: str, inputs: AttentionInputs, work: Work, *, more: Sequence[Work] = ()) -> Choice:
+def choose(name: str, inputs: AttentionInputs, work: Work, *, more: Sequence[Work] = ()) -> KernelChoice:
     """The kernel for a call: the named one, or with "auto" the first supported of hopper, triton and cpu on CUDA, and cpu elsewhere.
 
     `more`: other pieces of work of the call; the kernel must support them all. hopper is a candidate on Hopper GPUs with a tested Triton
@@ -112,11 +112,11 @@ def _warn_once(text: str) -> None:
     warnings.warn(text, stacklevel=2)
 
 
-def _consider(name: str, inputs: AttentionInputs, pieces: Sequence[Work]) -> tuple[Choice, str | None]:
+def _consider(name: str, inputs: AttentionInputs, pieces: Sequence[Work]) -> tuple[KernelChoice, str | None]:
     """A kernel as a choice, and the reason why it does not support one of the pieces, if so."""
     kernel = kernel_named(name)
     first, *more = (kernel.capabilities(inputs, work) for work in pieces)
-    return Choice(kernel, first), next((c.refusal for c in (first, *more) if c.refusal is not None), None)
+    return KernelChoice(kernel, first), next((c.refusal for c in (first, *more) if c.refusal is not None), None)
 
 
 @cache

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from longspan._masks.interval_rules import Call, Interval, Operand
-from longspan._masks.interval_steps import Step, given_index
+from longspan._masks.interval_steps import IntervalStep, given_index
 from longspan._masks.range_lookup import RangeTable
 
 NOT = frozenset(("bitwise_not", "logical_not"))
 COMPARE = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 
 # A condition on one lookup: the lookup, a hashable label, and the condition as a function of the table's entries.
-Condition = tuple[Step, Any, Callable[[Tensor], Tensor]]
+Condition = tuple[IntervalStep, Any, Callable[[Tensor], Tensor]]
 
 
-def refine_conjunction(step: Step, tables: dict[Any, RangeTable]) -> Step:
+def refine_conjunction(step: IntervalStep, tables: dict[Any, RangeTable]) -> IntervalStep:
     """A conjunction that is also false where the admitted entries of two lookups, compared by `==`, have disjoint ranges.
 
     `tables` caches the restricted range tables.
@@ -32,15 +32,15 @@ def refine_conjunction(step: Step, tables: dict[Any, RangeTable]) -> Step:
     leaves: dict[Any, None] = {}
     refinements: frozenset[Any] = frozenset()
     for arg in step.args:
-        conjuncts = arg.conjuncts if isinstance(arg, Step) and arg.conjuncts else (arg,)
-        leaves.update(dict.fromkeys(c for c in conjuncts if isinstance(c, Step)))
-        refinements |= arg.refinements if isinstance(arg, Step) else frozenset()
+        conjuncts = arg.conjuncts if isinstance(arg, IntervalStep) and arg.conjuncts else (arg,)
+        leaves.update(dict.fromkeys(c for c in conjuncts if isinstance(c, IntervalStep)))
+        refinements |= arg.refinements if isinstance(arg, IntervalStep) else frozenset()
     step.conjuncts, step.refinements = tuple(leaves), refinements
     conditions = [condition for leaf in leaves if (condition := _condition_of(leaf)) is not None]
     for leaf in leaves:
-        if leaf.call.name != "eq" or not all(isinstance(a, Step) and a.table is not None for a in leaf.args):
+        if leaf.call.name != "eq" or not all(isinstance(a, IntervalStep) and a.table is not None for a in leaf.args):
             continue
-        sides: tuple[Step, Step] = leaf.args  # type: ignore[assignment]
+        sides: tuple[IntervalStep, IntervalStep] = leaf.args  # type: ignore[assignment]
         admitted = [_admitted_entries(side, other, conditions) for side, other in (sides, sides[::-1])]
         refinement = (leaf, *(labels for labels, _ in admitted))
         if not any(labels for labels, _ in admitted) or refinement in step.refinements:
@@ -51,25 +51,25 @@ def refine_conjunction(step: Step, tables: dict[Any, RangeTable]) -> Step:
     return step
 
 
-def _condition_of(leaf: Step) -> Condition | None:
+def _condition_of(leaf: IntervalStep) -> Condition | None:
     """The condition that a conjunct states about a single lookup; None if it states another fact."""
     name, args = leaf.call.name, leaf.args
     if leaf.table is not None and leaf.call.dtype == torch.bool:
         return leaf, "true", lambda values: values.bool()
-    if name in NOT and isinstance(args[0], Step) and (inner := _condition_of(args[0])) is not None:
+    if name in NOT and isinstance(args[0], IntervalStep) and (inner := _condition_of(args[0])) is not None:
         lookup, label, holds = inner
         return lookup, ("not", label), lambda values: ~holds(values)
     if name not in COMPARE:
         return None
-    lookups = [a for a in args if isinstance(a, Step)]
+    lookups = [a for a in args if isinstance(a, IntervalStep)]
     if len(lookups) != 1 or lookups[0].table is None or lookups[0].call.name != "index":
         return None
     constants = [a.lo if isinstance(a, Interval) else a for a in args]
-    label = (leaf.call.target, *(id(a) if isinstance(a, Interval) else None if isinstance(a, Step) else a for a in args))
-    return lookups[0], label, lambda values: leaf.call.target(*(values if isinstance(a, Step) else a for a in constants))
+    label = (leaf.call.target, *(id(a) if isinstance(a, Interval) else None if isinstance(a, IntervalStep) else a for a in args))
+    return lookups[0], label, lambda values: leaf.call.target(*(values if isinstance(a, IntervalStep) else a for a in constants))
 
 
-def _admitted_entries(side: Step, other: Step, conditions: list[Condition]) -> tuple[frozenset[Any], Tensor | None]:
+def _admitted_entries(side: IntervalStep, other: IntervalStep, conditions: list[Condition]) -> tuple[frozenset[Any], Tensor | None]:
     """Labels of the conditions that apply to a side of `side == other`, and the entries of its table that meet them, [n] bool.
 
     A condition applies if it is about a lookup at the same index, or about `other`, whose value equals that of `side`.
@@ -90,7 +90,7 @@ def _admitted_entries(side: Step, other: Step, conditions: list[Condition]) -> t
     return frozenset(labels), keep
 
 
-def _restrict(side: Step, labels: frozenset[Any], keep: Tensor | None, tables: dict[Any, RangeTable]) -> Step:
+def _restrict(side: IntervalStep, labels: frozenset[Any], keep: Tensor | None, tables: dict[Any, RangeTable]) -> IntervalStep:
     """The lookup `side` with bounds over the entries in `keep` alone."""
     if keep is None or bool(keep.all()):
         return side
@@ -103,7 +103,7 @@ def _restrict(side: Step, labels: frozenset[Any], keep: Tensor | None, tables: d
     index = side.args[0]
     rule = partial(query_table, table, False)
     domain_bounds = rule(side.call, (index.domain_bounds,))
-    return Step(call=side.call, rule=rule, args=(index,), axes=side.axes, domain_bounds=domain_bounds, table=table)
+    return IntervalStep(call=side.call, rule=rule, args=(index,), axes=side.axes, domain_bounds=domain_bounds, table=table)
 
 
 def query_table(table: RangeTable, inside: bool, call: Call, args: Sequence[Operand]) -> Interval:
@@ -113,10 +113,10 @@ def query_table(table: RangeTable, inside: bool, call: Call, args: Sequence[Oper
     return table.query(index, inside)
 
 
-def _and_overlap(step: Step, sides: Sequence[Step]) -> Step:
+def _and_overlap(step: IntervalStep, sides: Sequence[IntervalStep]) -> IntervalStep:
     """`step & (the ranges of both sides overlap)`."""
     call = Call(name="overlap", target=given_index, dtype=torch.bool)
-    return Step(
+    return IntervalStep(
         call=call,
         rule=_overlap,
         args=(step, *sides),

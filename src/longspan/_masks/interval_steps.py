@@ -12,7 +12,7 @@ Q, KV, FIXED = 1, 2, 4  # bits of the indices that a step depends on; FIXED: bat
 
 
 @dataclass(eq=False, kw_only=True)
-class Step:
+class IntervalStep:
     """An operation to run on intervals.
 
     `args` are steps, constant intervals and Python scalars. `axes` are bits of Q, KV and FIXED. `domain_bounds` [5] are the bounds over

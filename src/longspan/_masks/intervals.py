@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from longspan._masks.conjunctions import query_table, refine_conjunction
 from longspan._masks.interval_rules import RULES, Call, Interval, Rule, carrier, dtype_range, is_sound, truth
-from longspan._masks.interval_steps import FIXED, KV, Q, Step, given_index
+from longspan._masks.interval_steps import FIXED, KV, IntervalStep, Q, given_index
 from longspan._masks.program import Program, op_name
 from longspan._masks.program import call as run_call
 from longspan._masks.range_lookup import RangeTable, lookup_points
@@ -81,7 +81,7 @@ class Interpreter:
                 env[node] = torch.tensor(lo)
             else:
                 call = Call(name=node.name, target=given_index, dtype=torch.int64)
-                env[node] = Step(call=call, rule=given_index, args=(), axes=axis, domain_bounds=domain_bounds)
+                env[node] = IntervalStep(call=call, rule=given_index, args=(), axes=axis, domain_bounds=domain_bounds)
             self._track_int32(torch.int64, domain_bounds)
         for node in program.graph.nodes:
             if node.op == "get_attr":
@@ -95,7 +95,7 @@ class Interpreter:
     # -------------------------------------------------------------------------------------------- over the whole domain
 
     def _evaluate_node(self, node: Node, env: dict[Node, Any]) -> Any:
-        """The value of a node over the whole domain: a concrete tensor, a constant interval, a Step, or OPAQUE."""
+        """The value of a node over the whole domain: a concrete tensor, a constant interval, an IntervalStep, or OPAQUE."""
         inputs = [env[a] for a in node.all_input_nodes]
         if op_name(node) in CREATIONS and not any(isinstance(v, Tensor) and v.ndim for v in inputs):
             inputs = [torch.zeros((), dtype=a.meta["val"].dtype) for a in node.all_input_nodes]
@@ -155,17 +155,17 @@ class Interpreter:
     def _add_step(
         self, call: Call, rule: Rule | None, args: tuple[Any, ...], *, source: Any = None, table: RangeTable | None = None
     ) -> Any:
-        """A Step for the call; a constant interval or OPAQUE if its bounds are the same everywhere.
+        """An IntervalStep for the call; a constant interval or OPAQUE if its bounds are the same everywhere.
 
         Equal calls (for lookups: in the same `source`) share one step. Without a rule, only the dtype bounds the result.
         """
         key = (call.target, call.dtype, _key(args), _key(call.kwargs), id(source))
         if key in self._cache:
             return self._cache[key]
-        axes = functools.reduce(operator.or_, (a.axes for a in args if isinstance(a, Step)), 0)
+        axes = functools.reduce(operator.or_, (a.axes for a in args if isinstance(a, IntervalStep)), 0)
         domain_bounds = None
         if rule is not None:
-            operands = [a.domain_bounds if isinstance(a, Step) else a for a in args]
+            operands = [a.domain_bounds if isinstance(a, IntervalStep) else a for a in args]
             domain_bounds = rule(call, operands)
             if not is_sound(call, operands, domain_bounds):
                 domain_bounds = None
@@ -178,7 +178,7 @@ class Interpreter:
         else:
             assert rule is not None
             value_range = domain_bounds
-            value = Step(call=call, rule=rule, args=args, axes=axes, domain_bounds=domain_bounds, table=table)
+            value = IntervalStep(call=call, rule=rule, args=args, axes=axes, domain_bounds=domain_bounds, table=table)
             if call.name in AND and call.dtype == torch.bool:
                 value = refine_conjunction(value, self._tables)
         self._track_int32(call.dtype, value_range)
@@ -202,7 +202,7 @@ class Interpreter:
         self.lookups_inside[node] = False
         if not isinstance(table, Tensor) or any(i is None or i is OPAQUE for i in indices) or table.ndim != len(indices):
             return self._add_step(call, None, (OPAQUE, node))
-        index_bounds = [i.domain_bounds if isinstance(i, Step) else i for i in indices]
+        index_bounds = [i.domain_bounds if isinstance(i, IntervalStep) else i for i in indices]
         inside = [bool((i.lo >= 0).all() & (i.hi < size).all()) for i, size in zip(index_bounds, table.shape, strict=True)]
         self.lookups_inside[node] = all(inside)
         for index_range, size in zip(index_bounds, table.shape, strict=True):
@@ -212,7 +212,7 @@ class Interpreter:
                     f"from {-size} to {size - 1} in a dim of {size} entries, got up to {int(index_range.hi.max())}; "
                     "capture a tensor made for this call's sizes"
                 )
-        varying = [i for i, index in enumerate(indices) if isinstance(index, Step)]
+        varying = [i for i, index in enumerate(indices) if isinstance(index, IntervalStep)]
         if len(varying) != 1:
             # A scalar expanded to any size is stored once, so reduce a single entry.
             stored = table if any(table.stride()) or not table.numel() else table[(0,) * table.ndim]
@@ -236,12 +236,12 @@ class Interpreter:
 
     def _order_steps(self) -> None:
         """Sort the steps that the result needs topologically, by axes; list the row and column steps that square steps read."""
-        order: list[Step] = []
-        visited: set[Step] = set()
+        order: list[IntervalStep] = []
+        visited: set[IntervalStep] = set()
         stack: list[tuple[Any, bool]] = [(self.result, False)]
         while stack:
             step, args_done = stack.pop()
-            if not isinstance(step, Step) or (step in visited and not args_done):
+            if not isinstance(step, IntervalStep) or (step in visited and not args_done):
                 continue
             if args_done:
                 order.append(step)
@@ -250,13 +250,13 @@ class Interpreter:
             stack.append((step, True))
             stack += [(a, False) for a in step.args]
         self._steps = {axes: [s for s in order if s.axes == axes] for axes in (Q, KV, Q | KV)}
-        read = {a for s in self._steps[Q | KV] for a in s.args if isinstance(a, Step)} | {self.result}
+        read = {a for s in self._steps[Q | KV] for a in s.args if isinstance(a, IntervalStep)} | {self.result}
         self._axis_outputs = {axis: [s for s in self._steps[axis] if s in read] for axis in (Q, KV)}
 
     @property
     def constant(self) -> Interval | None:
         """Bounds of the result if they are the same for every square (possibly unknown), else None."""
-        if isinstance(self.result, Step):
+        if isinstance(self.result, IntervalStep):
             return None
         return truth(self.result) if isinstance(self.result, Interval) else dtype_range(torch.bool)
 
@@ -278,9 +278,9 @@ class Interpreter:
         return env[self.result]
 
 
-def _run(step: Step, env: dict[Any, Interval]) -> Interval:
+def _run(step: IntervalStep, env: dict[Any, Interval]) -> Interval:
     """The bounds of a step from the bounds of its operands in `env`."""
-    bounds_of_step = step.rule(step.call, [env[a] if isinstance(a, Step) else a for a in step.args])
+    bounds_of_step = step.rule(step.call, [env[a] if isinstance(a, IntervalStep) else a for a in step.args])
     assert bounds_of_step is not None, f"{step.call.name}: sound over the whole domain, so sound over each part"
     return bounds_of_step
 

@@ -23,7 +23,7 @@ from longspan._torch_private import foreign_function_modes_are_active
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _CachedTrace:
     """A cached trace without its tensors.
 
     `positions`: index of each source tensor among the key's tensors. `alive`: objects whose ids are part of the key.
@@ -39,7 +39,7 @@ class TraceCache:
 
     def __init__(self, size: int = 256) -> None:
         self._size = size
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._entries: OrderedDict[Hashable, _CachedTrace] = OrderedDict()
         self._lock = Lock()
         self.hits = 0
 
@@ -65,7 +65,7 @@ class TraceCache:
             hook.remove()
         position = {id(tensor): i for i, tensor in enumerate(lookup.tensors)}
         if not called_modules and all(id(source) in position for source in traced.sources):
-            entry = _Entry(replace(traced, sources=()), tuple(position[id(s)] for s in traced.sources), lookup.alive)
+            entry = _CachedTrace(replace(traced, sources=()), tuple(position[id(s)] for s in traced.sources), lookup.alive)
             with self._lock:
                 self._entries[lookup.key] = entry
                 if len(self._entries) > self._size:

@@ -19,7 +19,7 @@ from longspan._plan.strategies import LayoutName, StrategyName
 from longspan._planner.build import PlanBuilder
 from longspan._planner.plan import Plan
 from longspan._planner.plan_set import PlanSet
-from longspan._planner.request import CallSizes, PlanOptions, PlanRequest
+from longspan._planner.request import CallSizes, PlanRequest, RequestedOptions
 from longspan._torch_modes import default_modes
 
 
@@ -103,7 +103,7 @@ def plan(
     if not masks:
         raise ValueError("plan: expected a mask or a dict of masks, got an empty dict")
     sizes = CallSizes(batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-    options = PlanOptions(
+    options = RequestedOptions(
         layout=layout, strategy=strategy, stages=stages, overlap=overlap, grad_reduce_dtype=grad_reduce_dtype, cluster=cluster
     )
     with default_modes():

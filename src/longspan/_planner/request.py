@@ -79,7 +79,7 @@ class PlanRequest:
     cluster: Cluster | None
 
     @classmethod
-    def of(cls, masks: Sequence[Mask], seq_len: Any, mesh: Mesh, sizes: CallSizes, options: PlanOptions) -> PlanRequest:
+    def of(cls, masks: Sequence[Mask], seq_len: Any, mesh: Mesh, sizes: CallSizes, options: RequestedOptions) -> PlanRequest:
         """A checked request.
 
         Raises:
@@ -116,7 +116,7 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
+class RequestedOptions:
     """The choices of `longspan.plan` as they were given, unchecked."""
 
     layout: Any = "auto"

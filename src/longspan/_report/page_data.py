@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longspan._cost.report_data import PlanReport
-from longspan._cost.timeline import Pass
+from longspan._cost.timeline import PassTimes
 from longspan._plan.digest import content
 from longspan._plan.plan_data import PlanData
 
@@ -74,7 +74,7 @@ def page_arrays(report: PlanReport) -> dict[str, Tensor]:
     }
 
 
-def _times(name: str, one: Pass, shown: Tensor) -> dict[str, Tensor]:
+def _times(name: str, one: PassTimes, shown: Tensor) -> dict[str, Tensor]:
     """Begin and end of each step's compute, KV transfer and gradient return [2, shown, steps]; transposes and total [3, shown]."""
     nothing = torch.zeros_like(one.compute[0])
     spans = {"compute": one.compute, "transfer": one.transfer, "return": one.grad_return or (nothing, nothing)}

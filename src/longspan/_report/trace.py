@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from longspan._cost.report_data import PlanReport
-from longspan._cost.timeline import Pass
+from longspan._cost.timeline import PassTimes
 
 THREADS = ("compute", "KV transfers", "gradient returns", "Ulysses transposes")
 COMPUTE, KV, GRADIENTS, TRANSPOSES = range(4)
@@ -37,7 +37,7 @@ def events(report: PlanReport) -> list[dict[str, Any]]:
     ]
 
 
-def _pass_events(one: Pass, name: str, start: float, step_names: dict[int, str]) -> list[dict[str, Any]]:
+def _pass_events(one: PassTimes, name: str, start: float, step_names: dict[int, str]) -> list[dict[str, Any]]:
     """Events of one pass that begins at `start` seconds. `step_names`: compute steps that have a name besides their number."""
     compute = {step: step_names.get(step, f"compute step {step}") for step in range(one.compute[0].shape[1])}
     out = _step_events(one.compute, COMPUTE, name, start, compute)

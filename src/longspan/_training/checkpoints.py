@@ -147,7 +147,7 @@ def load(checkpoint: Checkpoint, model: Any, optimizer: Any) -> int:
     """Load a verified checkpoint, collectively; the number of ranks may differ from that of the save. Returns the next step."""
     weights, moments = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": weights, "optimizer": moments["state"]}
-    load_distributed(state, storage_reader=_Reader(str(checkpoint.folder)), planner=_TensorsOnly())
+    load_distributed(state, storage_reader=_CheckpointReader(str(checkpoint.folder)), planner=_TensorsOnly())
     optimizer_state = {"state": state["optimizer"], "param_groups": moments["param_groups"]}
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
     return checkpoint.step
@@ -166,7 +166,7 @@ class _TensorsOnly(DefaultLoadPlanner):
         raise CheckpointError(f"the checkpoint has a pickled entry {read_item.dest_index.fqn!r}: expected tensors only")
 
 
-class _Reader(FileSystemReader):
+class _CheckpointReader(FileSystemReader):
     """Reads the metadata of a checkpoint with an unpickler that knows its classes only."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -23,8 +23,8 @@ STRATEGIES: tuple[StrategyName, ...] = ("auto", "ring", "allgather", "exchange",
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Sizes of the demo's attention."""
+class DemoSizes:
+    """DemoSizes of the demo's attention."""
 
     tokens: int = 16384
     heads: int = 4
@@ -57,7 +57,7 @@ class StrategyResult:
     seconds: float
 
 
-def inputs(sizes: Sizes, device: torch.device) -> list[Tensor]:
+def inputs(sizes: DemoSizes, device: torch.device) -> list[Tensor]:
     """q, k, v and the gradient of out, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, h, sizes.tokens, sizes.dim) for h in (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)]
@@ -71,7 +71,7 @@ def forward_backward(tensors: list[Tensor], **options: Any) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, [q, k, v], tensors[3])]
 
 
-def on_rank(device: torch.device, sizes: Sizes) -> tuple[float, list[StrategyResult]]:
+def on_rank(device: torch.device, sizes: DemoSizes) -> tuple[float, list[StrategyResult]]:
     """(seconds of one process, results of each strategy) on rank 0; (0, []) on other ranks."""
     whole = inputs(sizes, device)
     want: list[Tensor] = []
@@ -91,7 +91,7 @@ def on_rank(device: torch.device, sizes: Sizes) -> tuple[float, list[StrategyRes
 
 
 def _run_strategy(
-    device: torch.device, sizes: Sizes, strategy: StrategyName, whole: list[Tensor], want: list[Tensor]
+    device: torch.device, sizes: DemoSizes, strategy: StrategyName, whole: list[Tensor], want: list[Tensor]
 ) -> list[StrategyResult]:
     known: dict[str, Any] = {"batch": 1, "heads": sizes.heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.dim}
     strategy_plan = plan(sizes.mask(), sizes.tokens, dist.group.WORLD, strategy=strategy, **known)

@@ -52,7 +52,7 @@ def bench(
     gpu = place.type == "cuda"
     named = dtype or ("bfloat16" if gpu else "float32")
     length = chosen_length or (16384 if gpu else 2048)
-    sizes = Sizes(tokens=length, heads=q_heads, kv_heads=kv_heads, dim=head_dim, dtype=named)
+    sizes = BenchSizes(tokens=length, heads=q_heads, kv_heads=kv_heads, dim=head_dim, dtype=named)
     where = torch.cuda.get_device_name(place) if gpu else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     print(f"longspan {ls.__version__}, torch {torch.__version__}, {where}")
     print(f"{length:,} tokens, {q_heads} query heads over {kv_heads} KV heads of {sizes.dim}, {named}\n")
@@ -77,8 +77,8 @@ def bench(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Sizes of the measured attention."""
+class BenchSizes:
+    """BenchSizes of the measured attention."""
 
     tokens: int
     heads: int
@@ -109,7 +109,7 @@ class Row:
         return self.sdpa_s / self.longspan_s
 
 
-def measured(sizes: Sizes, device: Any, repeat: int) -> Iterator[Row]:
+def measured(sizes: BenchSizes, device: Any, repeat: int) -> Iterator[Row]:
     """Rows of forward and backward under each mask."""
     import torch
     import torch.nn.functional as F

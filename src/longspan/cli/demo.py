@@ -30,9 +30,9 @@ def demo(
     import torch
 
     from longspan._training import launch
-    from longspan._training.demo_ranks import Sizes
+    from longspan._training.demo_ranks import DemoSizes
 
-    sizes = Sizes(tokens=length, heads=q_heads, kv_heads=kv_heads, dim=head_dim)
+    sizes = DemoSizes(tokens=length, heads=q_heads, kv_heads=kv_heads, dim=head_dim)
     if sizes.tokens < 64 * launch.world_size(started):
         raise UsageError(f"--tokens: expected at least 64 per process for {launch.world_size(started)} processes, got {sizes.tokens}")
     if torch.cuda.is_available() and not launch.is_rank():

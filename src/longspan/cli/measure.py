@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import longspan as ls
 from longspan._cost.clusters import cluster
-from longspan._cost.rates import BACKWARD, Cluster, Kernel, Link, Rates
+from longspan._cost.rates import BACKWARD, Cluster, KernelRates, Link, Rates
 from longspan._kernels.registry import usual
 
 KEYS = {"cuda": (128, 256, 512, 1024, 2048, 4096, 16384, 65536), "cpu": (128, 256, 512, 1024)}
@@ -60,7 +60,7 @@ def measured(*, name: str | None, kernel: str, heads: int, kv_heads: int, head_d
         inside=inside,
         between=between,
         contention=base.contention,
-        kernel=Kernel(
+        kernel=KernelRates(
             name=kernel,
             source=f"longspan calibrate: {title}, torch {torch.__version__}, {heads}/{kv_heads} heads of dim {head_dim}",
             forward=Rates(keys=tuple(map(float, keys)), full=rates["forward_full"], causal=rates["forward_causal"]),

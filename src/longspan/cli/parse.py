@@ -75,7 +75,7 @@ def mask(text: str, tokens: int) -> Any:
     quoted = re.sub(r"documents\(\s*([^\s\"'\[(][^()]*?)\s*\)", lambda m: f"documents({m[1]!r})", text.strip())
     quoted = re.sub(r"(?<=[(,\s])\d+[kKmMgG](?=\s*[,)])", lambda m: str(count(m[0], "--mask")), quoted)
     try:
-        made = _Reader(quoted, tokens).read(_parsed(quoted, text))
+        made = _MaskExpression(quoted, tokens).read(_parsed(quoted, text))
         str(made)
         return made
     except (RecursionError, MemoryError):
@@ -89,7 +89,7 @@ def _parsed(quoted: str, text: str) -> ast.expr:
         raise UsageError(f"--mask: cannot read {text!r}: expected masks such as causal, combined with & | ~ and parentheses") from None
 
 
-class _Reader:
+class _MaskExpression:
     def __init__(self, text: str, tokens: int) -> None:
         self.text, self.tokens = text, tokens
 
