@@ -1,4 +1,4 @@
-"""Masks, score mods and shapes that the operator is held against the oracle on, and the error it may make."""
+"""Masks, score mods and shapes for tests against the oracle, and the comparison with error budgets."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from longspan.testing.budget import budgets, error
 
 
 def cuts(length: int, parts: int) -> list[int]:
-    """`parts` document lengths that sum to `length`, uneven on purpose."""
+    """`parts` uneven document lengths with sum `length`."""
     ends = sorted({length * (i * i + i) // (parts * parts + parts) for i in range(1, parts)} | {0, length})
     return [b - a for a, b in itertools.pairwise(ends)]
 
 
 def masks(length: int, device: str = "cpu") -> dict[str, Any]:
+    """Masks by name, for sequences of `length` tokens."""
     generator = torch.Generator().manual_seed(7)
     shuffled = torch.randint(0, 4, (length,), generator=generator).to(device)
     lookup = (torch.rand(length // 16 + 1, length // 16 + 1, generator=generator) < 0.6).to(device)
@@ -45,7 +46,7 @@ def masks(length: int, device: str = "cpu") -> dict[str, Any]:
 def score_mods(
     length: int, heads: int, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> dict[str, tuple[Callable[..., Tensor] | None, list[Tensor]]]:
-    """Name → (score_mod, the captured tensors that get a gradient)."""
+    """(score_mod, captured tensors with gradients) by name."""
     generator = torch.Generator().manual_seed(11)
     slopes = torch.exp2(-torch.arange(1, heads + 1) * 8.0 / heads).to(device)
     table = (0.5 * torch.randn(2 * length, generator=generator)).to(device, dtype).requires_grad_()
@@ -67,6 +68,8 @@ LENGTHS = (1, 7, 128, 300, 1000)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
+    """Names of a mask, a score mod, head counts and head dims, and the number of tokens."""
+
     mask: str
     score: str
     heads: str
@@ -78,12 +81,13 @@ class Case:
 
 
 def whole_grid(lengths: Sequence[int] = LENGTHS) -> list[Case]:
+    """Every combination of the choices."""
     names = (masks(64), score_mods(64, 4), HEADS, DIMS, lengths)
     return [Case(mask=m, score=s, heads=h, dims=d, length=n) for m, s, h, d, n in itertools.product(*names)]
 
 
 def covering_sample(grid: list[T]) -> list[T]:
-    """Few cases in which every pair of choices occurs: greedily the case that covers most pairs not seen yet."""
+    """A small sample in which every pair of choices occurs, picked greedily by the number of new pairs."""
     pairs = [set(itertools.combinations(vars(case).items(), 2)) for case in grid]
     todo = set().union(*pairs)
     sample = []
@@ -96,6 +100,8 @@ def covering_sample(grid: list[T]) -> list[T]:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
+    """Tensors of one attention call: q [B, H, S, D], k [B, G, S, D], v [B, G, S, E], and gradients of out and lse."""
+
     q: Tensor
     k: Tensor
     v: Tensor
@@ -105,62 +111,65 @@ class Inputs:
 
 
 def inputs(case: Case, dtype: torch.dtype, device: str = "cpu", *, batch: int = 2, seed: int = 0) -> Inputs:
+    """Random tensors for a case."""
     generator = torch.Generator().manual_seed(seed)
-    heads, groups = HEADS[case.heads]
+    heads, kv_heads = HEADS[case.heads]
     dim, value_dim = DIMS[case.dims]
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device)
 
-    q, k = draw(batch, heads, case.length, dim), draw(batch, groups, case.length, dim)
-    v, grad_out = draw(batch, groups, case.length, value_dim), draw(batch, heads, case.length, value_dim)
+    q, k = draw(batch, heads, case.length, dim), draw(batch, kv_heads, case.length, dim)
+    v, grad_out = draw(batch, kv_heads, case.length, value_dim), draw(batch, heads, case.length, value_dim)
     q, k, v, grad_out = (t.to(dtype) for t in (q, k, v, grad_out))
     return Inputs(
         q=q.requires_grad_(), k=k.requires_grad_(), v=v.requires_grad_(), grad_out=grad_out, grad_lse=draw(batch, heads, case.length)
     )
 
 
-def results(fn: Callable[[], tuple[Tensor, Tensor]], given: Inputs, captured: list[Tensor], *, through_lse: bool) -> dict[str, Tensor]:
-    """out, lse and every gradient of a call."""
+def results(fn: Callable[[], tuple[Tensor, Tensor]], tensors: Inputs, captured: list[Tensor], *, through_lse: bool) -> dict[str, Tensor]:
+    """out, lse and all gradients of a call, by name."""
     out, lse = fn()
-    loss = (out * given.grad_out.to(out.dtype)).sum()
+    loss = (out * tensors.grad_out.to(out.dtype)).sum()
     if through_lse:
-        loss = loss + (torch.where(lse == -torch.inf, 0.0, lse) * given.grad_lse.to(lse.dtype)).sum()
-    wanted = {"dq": given.q, "dk": given.k, "dv": given.v, **{f"captured {i}": t for i, t in enumerate(captured)}}
-    grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-    zeros = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, wanted.values(), strict=True)]
-    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(wanted, zeros, strict=True))}
+        loss = loss + (torch.where(lse == -torch.inf, 0.0, lse) * tensors.grad_lse.to(lse.dtype)).sum()
+    leaves = {"dq": tensors.q, "dk": tensors.k, "dv": tensors.v, **{f"captured {i}": t for i, t in enumerate(captured)}}
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    zeros = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves.values(), strict=True)]
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(leaves, zeros, strict=True))}
 
 
-@lru_cache(maxsize=1)  # kernels are checked one after the other
+@lru_cache(maxsize=1)  # several kernels are compared on one case in a row
 def by_oracle(
     case: Case, dtype: torch.dtype, device: str, through_lse: bool, batch: int, seed: int = 0
 ) -> tuple[Inputs, dict[str, Tensor], dict[str, Tensor]]:
-    """Inputs, and what is right for them: in float64, and as the dense computation in the same dtype has it."""
-    given, mask = inputs(case, dtype, device, batch=batch, seed=seed), masks(case.length, device)[case.mask]
-    found = []
+    """(inputs, oracle results in float64, oracle results in `dtype`)."""
+    tensors, mask = inputs(case, dtype, device, batch=batch, seed=seed), masks(case.length, device)[case.mask]
+    by_dtype = []
     for wide in (torch.float64, dtype):
         score_mod, captured = score_mods(case.length, HEADS[case.heads][0], device, state_dtype(wide))[case.score]
-        call = partial(oracle, given.q, given.k, given.v, mask=mask, score_mod=score_mod, return_lse=True, dtype=wide)
-        found.append(results(call, given, captured, through_lse=through_lse))
-    return given, found[0], found[1]
+        call = partial(oracle, tensors.q, tensors.k, tensors.v, mask=mask, score_mod=score_mod, return_lse=True, dtype=wide)
+        by_dtype.append(results(call, tensors, captured, through_lse=through_lse))
+    return tensors, by_dtype[0], by_dtype[1]
 
 
 def check_against_oracle(
     case: Case, kernel: str, dtype: torch.dtype, device: str = "cpu", *, through_lse: bool = False, batch: int = 2
 ) -> None:
-    """Every result within its budget. One of few numbers that is not gets the errors of two more draws to be compared with."""
-    given, right, dense = by_oracle(case, dtype, device, through_lse, batch)
+    """Assert that every error is within its budget. If one is not, budgets of small results include the errors of two more draws."""
+    tensors, right, dense = by_oracle(case, dtype, device, through_lse, batch)
     mask = masks(case.length, device)[case.mask]
     score_mod, captured = score_mods(case.length, HEADS[case.heads][0], device, state_dtype(dtype))[case.score]
-    call = lambda: ls.attention(given.q, given.k, given.v, mask=mask, score_mod=score_mod, return_lse=True, kernel=kernel)
-    got = results(call, given, captured, through_lse=through_lse)
+    call = lambda: ls.attention(tensors.q, tensors.k, tensors.v, mask=mask, score_mod=score_mod, return_lse=True, kernel=kernel)
+    got = results(call, tensors, captured, through_lse=through_lse)
     assert got.keys() == right.keys()
-    sizes = {"v": given.v.detach(), "grad_out": given.grad_out, "captured": [f"captured {i}" for i in range(len(captured))]}
+    sizes = {"v": tensors.v.detach(), "grad_out": tensors.grad_out, "captured": [f"captured {i}" for i in range(len(captured))]}
     errors, allowed = {name: error(got[name], want) for name, want in right.items()}, budgets(right, dense, **sizes)
     if any(errors[name] > allowed[name] for name in errors):
         others = [by_oracle.__wrapped__(case, dtype, device, through_lse, batch, seed)[1:] for seed in (1, 2)]
         allowed = budgets(right, dense, **sizes, others=others)
     for name in errors:
-        told = f"{case} {kernel} {name}: error {errors[name]:.2e}, budget {allowed[name]:.2e}"
-        assert errors[name] <= allowed[name], f"{told} (inf: another shape than {tuple(right[name].shape)}, or NaN or inf in wrong places)"
+        message = f"{case} {kernel} {name}: error {errors[name]:.2e}, budget {allowed[name]:.2e}"
+        assert errors[name] <= allowed[name], (
+            f"{message} (inf: another shape than {tuple(right[name].shape)}, or NaN or inf in wrong places)"
+        )

@@ -1,4 +1,4 @@
-"""Options, and settings made before any test module is imported: without a GPU, Triton kernels run in Triton's interpreter."""
+"""Command line options, and settings made before test modules are imported: without a GPU, Triton kernels run in the interpreter."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from tests.report.browser import NO_BROWSER
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes that import torch for a few small kernels
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of compile processes would import torch for a few small kernels
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     from tests.interpreter import speed_up
 
     speed_up()
 
 HERE = Path(__file__).parent
-# `make test-gpu` runs where nothing can be installed: test files that need hypothesis run on the CPU machine.
+# `make test-gpu` installs nothing: without hypothesis, the test files that need it are skipped.
 collect_ignore = [] if find_spec("hypothesis") else [str(p) for p in HERE.rglob("test_*.py") if "from hypothesis import" in p.read_text()]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--whole-grid", action="store_true", help="run every case of the large grids, not a covering sample")
-    parser.addoption("--part", metavar="I/N", help="run every N-th of the selected tests, beginning with the I-th")
+    parser.addoption("--whole-grid", action="store_true", help="run all cases of large grids instead of a covering sample")
+    parser.addoption("--part", metavar="I/N", help="run every N-th selected test, starting with the I-th")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hypothesis draws the same examples at every run; with --whole-grid it draws new ones."""
+    """Hypothesis draws the same examples in every run, new ones with --whole-grid."""
     if find_spec("hypothesis"):
         from hypothesis import settings
 
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Name skipped browser tests where nobody overlooks it: they are the only tests of the report page's script."""
+    """List skipped browser tests in a section of their own: they are the only tests of the report page's script."""
     skipped = [report for report in terminalreporter.stats.get("skipped", []) if NO_BROWSER in str(report.longrepr)]
     if skipped:
         terminalreporter.section("BROWSER TESTS DID NOT RUN", sep="!", red=True, bold=True)

@@ -1,4 +1,4 @@
-"""One call over a virtual mesh against the float64 oracle: shared by the tests of the engine."""
+"""Attention over a virtual mesh compared with the float64 oracle; shared by tests of the engine."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ LENGTH = 203
 
 @dataclass(frozen=True)
 class Case:
+    """Names of a mask, a score mod, a strategy and a layout, and the number of ranks."""
+
     mask: str
     score: str
     strategy: str
@@ -38,16 +40,18 @@ class Case:
 
 
 def whole_grid() -> list[Case]:
+    """Every combination of the choices."""
     return [Case(*c) for c in itertools.product(MASKS, SCORES, STRATEGIES, LAYOUTS, RANKS)]
 
 
 def documents(length: int) -> list[int]:
+    """Uneven document lengths with sum `length`."""
     parts = [length * 5 // 12, 3, length // 4]
     return [n for n in (*parts, length - sum(parts)) if n > 0] if length > 20 else [length]
 
 
 def mask_named(name: str, length: int, layout: str) -> Any:
-    """A mask; for a layout by documents, documents are part of every mask."""
+    """A mask by name. For the layout "per_document" every mask has documents."""
     masks: dict[str, Callable[[], Any]] = {
         "causal": ls.causal,
         "documents": lambda: ls.causal() & ls.documents(lengths=documents(length)),
@@ -61,7 +65,7 @@ def mask_named(name: str, length: int, layout: str) -> Any:
 
 
 def score_named(name: str, length: int, heads: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Any, list[Tensor]]:
-    """A score mod and the tensors it captures that want gradients."""
+    """(score_mod, captured tensors with gradients) by name."""
     if name == "none":
         return None, []
     if name == "alibi":
@@ -75,22 +79,25 @@ def score_named(name: str, length: int, heads: int, dtype: torch.dtype, device: 
 
 @dataclass
 class Results:
-    """Whole tensors; captured gradients and the sink's are summed over ranks."""
+    """Unsharded results by name. Gradients of captured tensors and of the sink are summed over ranks."""
 
     values: dict[str, Tensor]
     bytes_sent: int = 0
     extra: Any = None
 
     def error(self, other: Results, name: str) -> float:
+        """Largest difference of a result. Shapes and infinities must be equal."""
         a, b = self.values[name].double(), other.values[name].double()
         finite = torch.isfinite(b)
-        assert a.shape == b.shape and torch.equal(torch.isfinite(a), finite), f"{name}: shapes, or infinities in the wrong places"
+        assert a.shape == b.shape and torch.equal(torch.isfinite(a), finite), (
+            f"{name}: different shapes, or NaN or infinities at other places"
+        )
         return float((a - b)[finite].abs().max()) if finite.any() else 0.0
 
 
 @dataclass
 class Problem:
-    """Inputs of one attention, whole; all sizes are different numbers."""
+    """Unsharded inputs of one attention call. All sizes differ."""
 
     mask: Any
     score: str
@@ -122,43 +129,46 @@ class Problem:
     def results(
         self, attend: Callable[..., tuple[Tensor, Tensor]], tensors: list[Tensor], grads: tuple[Tensor, Tensor]
     ) -> dict[str, Tensor]:
-        """out, lse and every gradient of a call on (parts of) the inputs."""
-        given = [t.detach().clone().requires_grad_() for t in tensors]
+        """out, lse and all gradients of a call on the inputs or their shards, by name."""
+        leaves = [t.detach().clone().requires_grad_() for t in tensors]
         sink = None if self.sinks is None else self.sinks.clone().requires_grad_()
         score_mod, captured = score_named(self.score, max(self.q_len, self.kv_len), self.heads, state_dtype(self.dtype), self.device)
-        out, lse = attend(*given, score_mod=score_mod, sink=sink)
+        out, lse = attend(*leaves, score_mod=score_mod, sink=sink)
         loss = (out * grads[0]).sum() + (torch.where(lse == -torch.inf, 0.0, lse) * grads[1]).sum()
-        wanted = {"dq": given[0], "dk": given[1], "dv": given[2], **({} if sink is None else {"dsink": sink})}
-        wanted |= {f"captured {i}": t for i, t in enumerate(captured)}
-        found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-        zeros = [torch.zeros_like(t) if g is None else g for g, t in zip(found, wanted.values(), strict=True)]
-        return {"out": out.detach(), "lse": lse.detach(), **dict(zip(wanted, zeros, strict=True))}
+        with_grad = {"dq": leaves[0], "dk": leaves[1], "dv": leaves[2], **({} if sink is None else {"dsink": sink})}
+        with_grad |= {f"captured {i}": t for i, t in enumerate(captured)}
+        leaf_grads = torch.autograd.grad(loss, list(with_grad.values()), allow_unused=True)
+        zeros = [torch.zeros_like(t) if g is None else g for g, t in zip(leaf_grads, with_grad.values(), strict=True)]
+        return {"out": out.detach(), "lse": lse.detach(), **dict(zip(with_grad, zeros, strict=True))}
 
     def by_oracle(self, dtype: torch.dtype = torch.float64) -> Results:
+        """Results of dense attention in `dtype`."""
+
         def attend(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
             return oracle(q, k, v, mask=self.mask, return_lse=True, dtype=dtype, **rest)
 
         return Results(self.results(attend, [self.q, self.k, self.v], (self.grad_out, self.grad_lse)))
 
     def on_rank(self, plan: ls.Plan, *, kernel: str = "auto", attend: Any = None) -> dict[str, Tensor]:
-        """This rank's results, whole: a collective call."""
+        """This rank's results, unsharded. A collective call."""
 
         def call(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
             return (attend or ls.attention)(q, k, v, plan=plan, return_lse=True, kernel=kernel, **rest)
 
         shards = [plan.shard(t, 2, side=s) for t, s in ((self.q, "q"), (self.k, "kv"), (self.v, "kv"))]
         grads = plan.shard(self.grad_out, 2, side="q"), plan.shard(self.grad_lse, 2, side="q")
-        found = self.results(call, shards, grads)
+        results = self.results(call, shards, grads)
         for name, side in (("out", "q"), ("lse", "q"), ("dq", "q"), ("dk", "kv"), ("dv", "kv")):
-            found[name] = plan.unshard(found[name], 2, side=side)
-        return found
+            results[name] = plan.unshard(results[name], 2, side=side)
+        return results
 
     def plan(self, mesh: Any, **options: Any) -> ls.Plan:
+        """The plan of this problem on a mesh."""
         sizes = {"batch": self.batch, "heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.dim}
         return ls.plan(self.mask, (self.q_len, self.kv_len), mesh, **sizes, **options)
 
     def over(self, shape: int | tuple[int, ...], *, kernel: str = "auto", axis_names: Any = None, **options: Any) -> Results:
-        """The same over a virtual mesh. Planned once: that ranks plan alike is shown elsewhere."""
+        """Results over a virtual mesh. The plan is made once; other tests check that ranks make equal plans."""
         world = virtual_world(shape, axis_names=axis_names)
         made = self.plan(ls.Mesh.abstract(shape, axis_names=axis_names), **options)
 
@@ -166,35 +176,36 @@ class Problem:
             plan = made.on(mesh)
             return self.on_rank(plan, kernel=kernel), plan
 
-        found = world.run(rank)
-        return Results(summed([values for values, _ in found]), bytes_sent=world.bytes_sent, extra=found[0][1])
+        by_rank = world.run(rank)
+        return Results(summed([values for values, _ in by_rank]), bytes_sent=world.bytes_sent, extra=by_rank[0][1])
 
 
 def summed(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What every rank holds whole from the first; what is a rank's share, summed."""
+    """Unsharded results of the first rank, with per-rank shares (gradients of captured tensors and of the sink) summed."""
     parts = [name for name in ranks[0] if name == "dsink" or name.startswith("captured")]
     return {**ranks[0], **{name: torch.stack([r[name].double() for r in ranks]).sum(0) for name in parts}}
 
 
 def problem_of(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Problem, dict[str, Any]]:
+    """(problem of a case, arguments of `Problem.over`)."""
     heads, kv_heads = HEADS[case.ranks]
     problem = Problem(
         mask=mask_named(case.mask, LENGTH, case.layout), score=case.score, q_len=LENGTH, kv_len=LENGTH, batch=2, heads=heads,
         kv_heads=kv_heads, dtype=dtype,
     )  # fmt: skip
-    two = case.strategy == "ulysses_ring"
-    shape = SHAPES[case.ranks] if two else case.ranks
-    assert not case.strategy.startswith("ulysses") or ulysses_error(shape[0] if two else case.ranks, heads, kv_heads) is None
+    two_axes = case.strategy == "ulysses_ring"
+    shape = SHAPES[case.ranks] if two_axes else case.ranks
+    assert not case.strategy.startswith("ulysses") or ulysses_error(shape[0] if two_axes else case.ranks, heads, kv_heads) is None
     return problem, {
         "shape": shape,
-        "axis_names": ("ulysses", "ring") if two else None,
+        "axis_names": ("ulysses", "ring") if two_axes else None,
         "layout": case.layout,
         "strategy": case.strategy,
     }
 
 
 def check_case(case: Case) -> None:
-    """Everything equals the oracle to float64's last digits."""
+    """Assert that all results equal the oracle up to float64 rounding."""
     problem, options = problem_of(case)
     right, got = problem.by_oracle(), problem.over(**options)
     for name in right.values:
@@ -204,7 +215,7 @@ def check_case(case: Case) -> None:
 
 
 def check_budget(problem: Problem, got: Results) -> None:
-    """Every result within twice the error of the dense computation in the same dtype (and roundings where that is nothing)."""
+    """Assert that every error is at most twice the error of dense attention in the same dtype, plus rounding."""
     right, dense = problem.by_oracle(), problem.by_oracle(problem.dtype)
     wide = state_dtype(problem.dtype)
     for name, want in right.values.items():

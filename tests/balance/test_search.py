@@ -87,7 +87,7 @@ def test_demand_unites_reads_and_sums_work_over_heads_and_rows(seed, batch, head
         assert torch.equal(demand.work, (part > 0).sum((0, 1, 3)).double() * 25)
 
 
-def test_demand_takes_given_pairs_for_work():
+def test_the_work_of_a_demand_is_its_pairs():
     kinds = random_kinds(3, 2, 3, 4)
     pairs = torch.arange(24.0)
     assert torch.equal(Demand.of(table_of(kinds, 20, 5), pairs).work, pairs.double().view(6, 4).sum(0))
@@ -226,16 +226,16 @@ def judged(evaluation: Evaluation) -> tuple[float, float]:
 def test_auto_is_a_partition_with_fixed_counts_and_no_worse_than_any_candidate(kind, length, ranks, seed):
     unit = unit_for(length, ranks)
     demand = demand_of(MASKS[kind](length, seed), length, unit)
-    found = candidates(demand, ranks)
-    chosen = preferred(found)
-    assert [c.name for c in found[:3]] == ["contiguous", "head_tail", "round_robin"]
-    for c in found:
+    options = candidates(demand, ranks)
+    chosen = preferred(options)
+    assert [c.name for c in options[:3]] == ["contiguous", "head_tail", "round_robin"]
+    for c in options:
         assert judged(c.evaluation) == judged(evaluate(demand, c.owner, ranks))
         assert [c.layout.local_len(rank) for rank in range(ranks)] == c.evaluation.tokens.tolist()
         # What a rank owns does not depend on the demand, so that rows can be stacked.
         assert c.evaluation.tokens.tolist() == [contiguous(length, ranks).local_len(rank) for rank in range(ranks)]
-    balanced = [c for c in found if c.evaluation.imbalance <= 1.03]
-    least = min(c.evaluation.imbalance for c in found)
+    balanced = [c for c in options if c.evaluation.imbalance <= 1.03]
+    least = min(c.evaluation.imbalance for c in options)
     assert chosen.evaluation.imbalance <= (1.03 if balanced else 1.03 * least)
     for c in balanced:
         assert chosen.evaluation.traffic <= 1.05 * c.evaluation.traffic
@@ -262,11 +262,11 @@ def test_windows_are_contiguous():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_packed_documents_are_balanced_and_move_a_fraction_of_what_round_robin_moves(seed):
+def test_packed_documents_are_balanced_with_a_fraction_of_the_traffic_of_round_robin(seed):
     length, ranks = 256 * 1024 + 77, 13
     lengths = packed(length, seed, 3000)
-    found = candidates(demand_of(ls.causal() & ls.documents(lengths), length), ranks)
-    chosen, dealt = preferred(found), found[2]
+    options = candidates(demand_of(ls.causal() & ls.documents(lengths), length), ranks)
+    chosen, dealt = preferred(options), options[2]
     assert chosen.name == "constructed"
     assert chosen.evaluation.traffic < 0.7 * dealt.evaluation.traffic
     # The estimate of the work is good enough for the limit to hold exactly.
@@ -275,7 +275,7 @@ def test_packed_documents_are_balanced_and_move_a_fraction_of_what_round_robin_m
     assert float(work.max() / work.mean()) <= 1.03
 
 
-def test_documents_that_look_ahead_cost_what_their_mirror_image_costs():
+def test_anticausal_documents_cost_as_much_as_their_mirror_image():
     length, ranks = 128 * 1024, 8
     lengths = packed(length, 5, 3000)
     ahead = ls.documents(lengths[::-1]) & ls.mask_mod(lambda b, h, q, kv: kv >= q)
@@ -290,9 +290,9 @@ def test_several_masks_share_one_layout_and_are_evaluated_together():
     wide = demand_of(ls.causal() & ls.documents(packed(length, 2, 5000)), length)
     narrow = demand_of(ls.sliding_window(600) & ls.causal(), length)
     chosen = choose([wide, narrow], ranks)
-    apart = [evaluate(d, chosen.owner, ranks) for d in (wide, narrow)]
-    assert torch.equal(chosen.evaluation.work, apart[0].work + apart[1].work)
-    assert torch.equal(chosen.evaluation.received, apart[0].received + apart[1].received)
+    separate = [evaluate(d, chosen.owner, ranks) for d in (wide, narrow)]
+    assert torch.equal(chosen.evaluation.work, separate[0].work + separate[1].work)
+    assert torch.equal(chosen.evaluation.received, separate[0].received + separate[1].received)
     assert chosen.evaluation.imbalance <= 1.03
 
 
@@ -341,15 +341,15 @@ def test_swaps_keep_counts_never_add_excess_and_count_reads_exactly(seed, ranks,
     assert not structure.mirrored
     blocks = torch.randperm(structure.units // 8, generator=torch.Generator().manual_seed(seed)) % ranks
     start = torch.cat([blocks.repeat_interleave(8), torch.full((structure.units % 8,), ranks - 1)])
-    most = 1.05 * float(demand.work.sum()) / ranks
-    swapper = Swapper(structure, start, ranks, max_work=most, pinned=structure.units - 1)
+    max_work = 1.05 * float(demand.work.sum()) / ranks
+    swapper = Swapper(structure, start, ranks, max_work=max_work, pinned=structure.units - 1)
     before, reads = evaluate(demand, start, ranks), sum(map(swapper._reads, swapper.runs_of))
     owner = swapper.improve(12)
     after = evaluate(demand, owner, ranks)
     assert torch.equal(torch.bincount(owner, minlength=ranks), torch.bincount(start, minlength=ranks))
     assert owner[-1] == start[-1]
     assert torch.equal(swapper.load, after.work)
-    excess = [float((e.work - most).clamp(min=0).sum()) for e in (before, after)]
+    excess = [float((e.work - max_work).clamp(min=0).sum()) for e in (before, after)]
     assert excess[1] <= excess[0] + 1e-6
     assert sum(map(swapper._reads, swapper.runs_of)) - reads == int(after.received.sum() - before.received.sum())
 

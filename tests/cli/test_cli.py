@@ -1,4 +1,4 @@
-"""The command line: what it prints and writes, and one line with exit code 2 for what it cannot use."""
+"""The command line: printed text, written files, and usage errors in one line with exit code 2."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def test_thousands_of_devices_are_simulated(capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [["--strategy", "ring"], ["--layout", "contiguous"], ["--stages", "3"], ["--no-overlap"], ["--overlap"], ["--explain"]]
+    "option", [["--strategy", "ring"], ["--layout", "contiguous"], ["--stages", "3"], ["--no-overlap"], ["--overlap"], ["--explain"]]
 )
-def test_what_a_simulation_of_thousands_does_not_take_is_refused(capsys: Any, given: list[str]) -> None:
-    code, _, err = called(capsys, "plan", "--tokens", "1M", "--gpus", "1024", *given)
-    assert code == 2 and given[0] in err and "up to 512 devices" in err
+def test_options_that_a_simulation_cannot_honour_are_usage_errors(capsys: Any, option: list[str]) -> None:
+    code, _, err = called(capsys, "plan", "--tokens", "1M", "--gpus", "1024", *option)
+    assert code == 2 and option[0] in err and "up to 512 devices" in err
 
 
 TYPO = dump(cluster("h100")).replace("gpus_per_node", "gpus_per_nod")
@@ -162,19 +162,19 @@ def test_bad_input_is_one_line_and_exit_code_2(
     if "/dev/full" in arguments and not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
     defaults = {"--tokens": "8192", "--gpus": "4", "--heads": "8/2"}
-    given = [x for name, value in defaults.items() if name not in arguments for x in (name, value)]
-    code, out, err = called(capsys, "plan", *given, *arguments)
+    options = [x for name, value in defaults.items() if name not in arguments for x in (name, value)]
+    code, out, err = called(capsys, "plan", *options, *arguments)
     assert code == 2 and out == "" and says in err
     assert err.startswith("longspan plan: ") and err.count("\n") == 1 and "Traceback" not in err
 
 
-def test_an_unknown_command_is_refused_and_help_is_given(capsys: Any) -> None:
+def test_an_unknown_command_is_a_usage_error_and_help_exits_with_0(capsys: Any) -> None:
     code, _, err = called(capsys, "plann")
     assert code == 2 and "plann" in err and err.count("\n") == 1
     assert called(capsys, "--help")[0] == 0 and called(capsys, "plan", "--help")[0] == 0
 
 
-def test_other_commands_refuse_files_and_numbers_they_cannot_use(capsys: Any, tmp_path: Path) -> None:
+def test_bad_files_and_numbers_of_other_commands_are_usage_errors(capsys: Any, tmp_path: Path) -> None:
     for arguments, says in (
         (("calibrate", str(tmp_path)), "is a directory"),
         (("train", "--out", str(tmp_path / "run"), "--rate", "nan"), "--rate: expected a number above 0"),
@@ -184,42 +184,42 @@ def test_other_commands_refuse_files_and_numbers_they_cannot_use(capsys: Any, tm
         assert (code, out) == (2, "") and says in err and err.count("\n") == 1
 
 
-def test_the_package_runs_as_its_command_line_does() -> None:
+def test_python_m_longspan_runs_the_command_line() -> None:
     for module in ("longspan", "longspan.cli"):
-        found = subprocess.run([sys.executable, "-m", module, "plan", "--gpus", "none"], capture_output=True, text=True)
-        assert (found.returncode, found.stdout) == (2, "") and found.stderr.startswith("longspan plan: --gpus: expected a number")
+        done = subprocess.run([sys.executable, "-m", module, "plan", "--gpus", "none"], capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("longspan plan: --gpus: expected a number")
 
 
-def test_calibrate_measures_this_machine_and_its_file_is_a_profile(capsys: Any, tmp_path: Path) -> None:
+def test_calibrate_writes_a_profile_that_plan_can_use(capsys: Any, tmp_path: Path) -> None:
     path = tmp_path / "here.toml"
     code, out, err = called(capsys, "calibrate", str(path), "--quick", "--name", "here", "--kernel", "cpu", "--heads", "2", "--dim", "16")
     assert (code, err) == (0, "") and "forward full" in out
-    found = cluster(path)
-    assert found.name == "here" and found.kernel.name == "cpu" and min(found.kernel.backward.causal) > 0 and found.hbm > 1e8
+    profile = cluster(path)
+    assert profile.name == "here" and profile.kernel.name == "cpu" and min(profile.kernel.backward.causal) > 0 and profile.hbm > 1e8
     first = next(line for line in out.splitlines() if line.split()[:1] == ["64"])  # keys, and TFLOP/s at this head dim
-    assert found.kernel.forward.full[0] * 16 / 128 / found.kernel.dim_factor(16) == pytest.approx(float(first.split()[1]), rel=1e-3)
+    assert profile.kernel.forward.full[0] * 16 / 128 / profile.kernel.dim_factor(16) == pytest.approx(float(first.split()[1]), rel=1e-3)
     assert called(capsys, "plan", "--cluster", str(path), "--tokens", "4k", "--gpus", "2", "--heads", "4")[0] == 0
 
 
-def test_the_module_runs_and_says_what_to_install_without_the_extras() -> None:
+def test_without_typer_the_command_line_names_the_extra_to_install() -> None:
     code = "import sys; sys.modules['typer'] = None; from longspan.cli import main; main(['plan'])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert found.returncode == 1 and "longspan[cli]" in found.stderr and "Traceback" not in found.stderr
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "longspan[cli]" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_program_that_calls_a_command_goes_on_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_with_arguments_does_not_end_the_process_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--tokens", "few"])
 
 
 @pytest.mark.parametrize("mask", ["~" * 3000 + "causal", "causal & " * 1500 + "causal"], ids=["not", "and"])
-def test_masks_within_masks_without_end_are_refused_in_one_line(mask: str, capsys: Any) -> None:
+def test_masks_nested_too_deeply_are_usage_errors(mask: str, capsys: Any) -> None:
     code, _, err = called(capsys, "plan", "--mask", mask, "--tokens", "1k", "--gpus", "2")
     assert code == 2 and err.count("\n") == 1 and "masks nested too deeply" in err
 
 
-def test_a_plan_that_does_not_fit_says_so(capsys: Any) -> None:
+def test_a_plan_larger_than_device_memory_is_reported(capsys: Any) -> None:
     _, out, _ = called(capsys, "plan", "--tokens", "32M", "--gpus", "8", "--strategy", "ring", "--layout", "head_tail")
     assert "MiB per rank at most: more than the 139.8 GiB of a device (h200)" in out
     _, out, _ = called(capsys, "plan", "--tokens", "64k", "--gpus", "8")

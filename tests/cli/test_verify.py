@@ -1,4 +1,4 @@
-"""`longspan verify` and `longspan bench`: what they find, their exit codes, and their JSON."""
+"""`longspan verify` and `longspan bench`: results, exit codes and JSON."""
 
 from __future__ import annotations
 
@@ -33,61 +33,61 @@ def called(capsys: Any, *arguments: str) -> tuple[int, str, str]:
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer cases: two masks and two scores, one case over ranks; and not Triton, which is interpreted in tests."""
+def few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer checks: two masks, two scores, one case over ranks, no Triton kernel (it is interpreted in tests)."""
     monkeypatch.setattr(registry, "NAMES", ("auto", "dense", "cpu", "hopper"))
     monkeypatch.setattr(checking, "MASKS", ("causal", "custom"))
     monkeypatch.setattr(checking, "SCORES", ("none", "bias"))
     monkeypatch.setattr(spanning, "CASES", (("documents", "bias"),))
 
 
-@pytest.mark.usefixtures("few")
-def test_verify_holds_here_and_says_so_in_a_table_and_in_json(capsys: Any) -> None:
+@pytest.mark.usefixtures("few_checks")
+def test_verify_passes_and_prints_a_table_and_json(capsys: Any) -> None:
     code, out, err = called(capsys, "verify", "--device", "cpu", "--ranks", "4", "--json")
-    found = json.loads(out.splitlines()[-1])
-    assert (code, err) == (0, "") and found["ok"] and "checks passed" in out and "over 4 virtual ranks" in out
-    kernels = {(row["name"], row["dtype"]): row for row in found["kernels"]}
+    report = json.loads(out.splitlines()[-1])
+    assert (code, err) == (0, "") and report["ok"] and "checks passed" in out and "over 4 virtual ranks" in out
+    kernels = {(row["name"], row["dtype"]): row for row in report["kernels"]}
     for name in ("dense", "cpu"):
         for dtype in ("float32", "bfloat16", "float64"):
             row = kernels[name, dtype]
-            assert row["cases"] and not row["refused"] and 0 < max(row[part] for part in found["shown"]) <= 1
+            assert row["cases"] and not row["refused"] and 0 < max(row[part] for part in report["shown"]) <= 1
     assert kernels["hopper", ""]["cases"] == 0 and kernels["hopper", ""]["reason"]
-    names = [row["name"] for row in found["strategies"]]
+    names = [row["name"] for row in report["strategies"]]
     assert names == ["ring", "allgather", "exchange", "ulysses", "ulysses_ring", "ulysses_allgather", "ulysses_exchange", "auto"]
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("few_checks")
 @pytest.mark.parametrize("wrong", ["forward", "backward", "raises"])
-def test_a_kernel_that_computes_wrongly_is_named_and_the_exit_code_is_1(wrong: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_is_named_and_the_exit_code_is_1(wrong: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     forward, backward = CpuKernel.forward, CpuKernel.backward
 
-    def off(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = forward(self, *args, **kwargs)
-        found.out[..., -1, :] *= 1.001
-        return found
+    def wrong_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = forward(self, *args, **kwargs)
+        state.out[..., -1, :] *= 1.001
+        return state
 
-    def off_backward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = backward(self, *args, **kwargs)
-        found.k[..., 0, :] *= 1.001
-        return found
+    def wrong_backward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        grads = backward(self, *args, **kwargs)
+        grads.k[..., 0, :] *= 1.001
+        return grads
 
     def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no such\ninstruction")
 
     monkeypatch.setattr(checking, "MASKS", ("causal",))
-    patches = {"forward": ("forward", off), "backward": ("backward", off_backward), "raises": ("forward", fails)}
+    patches = {"forward": ("forward", wrong_forward), "backward": ("backward", wrong_backward), "raises": ("forward", fails)}
     monkeypatch.setattr(CpuKernel, *patches[wrong])
     code, out, err = called(capsys, "verify", "--device", "cpu", "--ranks", "2", "--json")
-    found = json.loads(out.splitlines()[-1])
-    assert (code, err, found["ok"]) == (1, "", False)
-    told = {row["name"]: row for row in found["kernels"] if row["dtype"] == "float32"}
-    assert told["dense"]["ok"] and not told["cpu"]["ok"]
+    report = json.loads(out.splitlines()[-1])
+    assert (code, err, report["ok"]) == (1, "", False)
+    rows = {row["name"]: row for row in report["kernels"] if row["dtype"] == "float32"}
+    assert rows["dense"]["ok"] and not rows["cpu"]["ok"]
     says = {"forward": "out error is", "backward": "dk error is", "raises": "RuntimeError: no such instruction"}[wrong]
-    assert any(says in failure for failure in told["cpu"]["failures"]) and says in out and "lines failed" in out
-    assert not any(row["ok"] for row in found["strategies"])
+    assert any(says in failure for failure in rows["cpu"]["failures"]) and says in out and "lines failed" in out
+    assert not any(row["ok"] for row in report["strategies"])
 
 
-def test_a_result_with_nan_or_another_shape_is_infinitely_wrong() -> None:
+def test_the_error_of_nan_or_of_another_shape_is_infinite() -> None:
     problem = checking.Problem(mask="custom", score="bias", dtype=torch.float32, device=CPU, batch=1, heads=2, tokens=37, dim=8)
     right = problem.right
     assert max(problem.shares(right).values()) == 0 and (right["lse"] == -torch.inf).any()
@@ -97,13 +97,13 @@ def test_a_result_with_nan_or_another_shape_is_infinitely_wrong() -> None:
                 assert problem.shares({**right, name: bad})[name] == float("inf"), name
 
 
-def test_the_right_gradient_of_a_bias_is_summed_in_float64() -> None:
+def test_the_expected_gradient_of_a_bias_is_summed_in_float64() -> None:
     sizes: dict[str, Any] = {"mask": "causal", "score": "bias", "device": CPU, "batch": 1, "heads": 2, "tokens": 41, "dim": 8}
     narrow, wide = (checking.Problem(dtype=dtype, **sizes).right["dbias"] for dtype in (torch.float32, torch.float64))
     assert narrow.any() and torch.equal(narrow, wide)
 
 
-def test_other_draws_widen_the_budgets_of_few_numbers_only() -> None:
+def test_other_draws_widen_the_budgets_of_small_results_only() -> None:
     v, grad_out = torch.ones(1, 2, 5, 3), torch.ones(1, 4, 7, 3)
     right = {"dq": torch.zeros(FEW + 1), "head bias": torch.zeros(FEW)}
     off = {name: t + 1 for name, t in right.items()}
@@ -114,7 +114,7 @@ def test_other_draws_widen_the_budgets_of_few_numbers_only() -> None:
     assert among == {"dq": alone["dq"], "head bias": 2 + alone["head bias"]}
 
 
-def test_the_sample_has_every_pair_of_choices_and_plain_causal_in_every_dtype() -> None:
+def test_the_sample_covers_every_pair_of_choices_and_causal_in_every_dtype() -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
     sample, whole = checking.grid(dtypes, whole=False), checking.grid(dtypes, whole=True)
     assert set(sample) < set(whole) and len(whole) == len(set(whole)) == 36 and len(sample) == len(set(sample))
@@ -123,7 +123,7 @@ def test_the_sample_has_every_pair_of_choices_and_plain_causal_in_every_dtype() 
     assert {c[2] for c in sample if c[:2] == ("causal", "none")} == set(dtypes)
 
 
-REFUSED = [
+BAD_OPTIONS = [
     (["verify", "--ranks", "0"], "--ranks: expected a number"),
     (["verify", "--ranks", "65"], "--ranks: expected up to 64"),
     (["verify", "--device", "tpu"], "--device: expected auto, cpu or cuda"),
@@ -134,7 +134,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "says"), REFUSED, ids=[" ".join(a) for a, _ in REFUSED])
+@pytest.mark.parametrize(("arguments", "says"), BAD_OPTIONS, ids=[" ".join(a) for a, _ in BAD_OPTIONS])
 def test_bad_options_are_one_line_and_exit_code_2(arguments: list[str], says: str, capsys: Any) -> None:
     code, out, err = called(capsys, *arguments)
     assert (code, out) == (2, "") and says in err and err.count("\n") == 1
@@ -144,22 +144,22 @@ def test_bad_options_are_one_line_and_exit_code_2(arguments: list[str], says: st
 def test_bench_prints_ratios_and_json(heads: str, capsys: Any) -> None:
     sizes = ("--tokens", "150", "--heads", heads, "--dim", "8", "--repeat", "1", "--device", "cpu")
     code, out, err = called(capsys, "bench", *sizes, "--json")
-    found = json.loads(out.splitlines()[-1])
-    assert (code, err) == (0, "") and "SDPA ms" in out and (found["tokens"], found["dim"], found["dtype"]) == (150, 8, "float32")
-    rows = [(row["mask"], row["name"]) for row in found["rows"]]
+    report = json.loads(out.splitlines()[-1])
+    assert (code, err) == (0, "") and "SDPA ms" in out and (report["tokens"], report["dim"], report["dtype"]) == (150, 8, "float32")
+    rows = [(row["mask"], row["name"]) for row in report["rows"]]
     assert rows == [(mask, name) for mask in ("causal", "16 packed documents") for name in ("forward", "backward")]
-    assert all(row["ratio"] == row["sdpa_s"] / row["longspan_s"] > 0 and row["same"] for row in found["rows"])
+    assert all(row["ratio"] == row["sdpa_s"] / row["longspan_s"] > 0 and row["same"] for row in report["rows"])
 
 
-def test_bench_tells_results_that_differ(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_reports_different_results_with_exit_code_1(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = CpuKernel.forward
 
-    def off(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = forward(self, *args, **kwargs)
-        found.out *= 1.01
-        return found
+    def wrong_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = forward(self, *args, **kwargs)
+        state.out *= 1.01
+        return state
 
-    monkeypatch.setattr(CpuKernel, "forward", off)
+    monkeypatch.setattr(CpuKernel, "forward", wrong_forward)
     code, out, _ = called(capsys, "bench", "--tokens", "90", "--heads", "2", "--dim", "8", "--repeat", "1", "--device", "cpu")
     assert code == 1 and "DIFFERENT RESULTS" in out
 
@@ -174,8 +174,8 @@ def test_verify_uses_the_processes_of_torchrun(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    found = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
-    assert found.returncode == 0, found.stderr
-    told = json.loads(found.stdout.splitlines()[-1])
-    assert told["ok"] and (told["ranks"], told["virtual"]) == (2, False) and "over 2 processes" in found.stdout
-    assert found.stdout.count("all ") == 1, "only rank 0 prints"
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["ok"] and (report["ranks"], report["virtual"]) == (2, False) and "over 2 processes" in done.stdout
+    assert done.stdout.count("all ") == 1, "only rank 0 prints"

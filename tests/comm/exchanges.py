@@ -17,7 +17,7 @@ def rows_between(sender: int, receiver: int) -> int:
 
 
 def rows_of(sender: int, receiver: int, width: int, dtype: torch.dtype) -> Tensor:
-    """The rows themselves [rows, width], each number small enough for every dtype and telling where it comes from and goes."""
+    """Rows [rows, width] whose values encode sender and receiver and are exact in every dtype."""
     rows = rows_between(sender, receiver)
     return (torch.arange(rows * width).reshape(rows, width) % 3 + sender * 7 + receiver).to(dtype)
 

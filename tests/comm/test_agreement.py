@@ -136,7 +136,7 @@ def test_a_field_that_only_some_ranks_have_is_named() -> None:
     assert "seq_len: rank 2 has no such field, ranks 0, 1 have 4096" in str(errors[0])
 
 
-def test_a_rank_that_refused_raises_its_own_error_and_the_others_say_why() -> None:
+def test_a_rank_with_bad_arguments_raises_its_error_and_other_ranks_name_it() -> None:
     mine = TypeError("q: expected 4 dims, got 3; é ☃")
     errors = errors_by_rank((2, 3), {}, {3: mine})
     assert errors[3] is mine
@@ -146,11 +146,11 @@ def test_a_rank_that_refused_raises_its_own_error_and_the_others_say_why() -> No
             assert str(error) == "rank 3 refused this call: TypeError: q: expected 4 dims, got 3; é ☃"
 
 
-def test_ranks_that_all_refuse_alike_raise_their_own_errors() -> None:
+def test_ranks_that_all_have_bad_arguments_raise_their_errors() -> None:
     mine = {r: ValueError("bad") for r in range(3)}
     assert errors_by_rank(3, {}, mine) == [mine[0], mine[1], mine[2]]
-    own = errors_by_rank(3, {}, {0: ValueError("a"), 2: ValueError("b")})
-    assert str(own[1]) == "rank 0 refused this call: ValueError: a; rank 2 refused this call: ValueError: b"
+    errors = errors_by_rank(3, {}, {0: ValueError("a"), 2: ValueError("b")})
+    assert str(errors[1]) == "rank 0 refused this call: ValueError: a; rank 2 refused this call: ValueError: b"
 
 
 def test_a_rank_alone_raises_its_own_error() -> None:

@@ -86,18 +86,18 @@ class Calls:
         self.singles: list[tuple[Any, ...]] = []
         self.error: RuntimeError | None = None
         self.group = ProcessGroupGroup(name="cp", group=SimpleNamespace(rank=lambda: 1, size=lambda: 3))  # type: ignore[arg-type]
-        monkeypatch.setattr(dist, "get_backend_config", lambda group: self._told(config))
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: self._backend_config(config))
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5, 6])
-        monkeypatch.setattr(dist, "all_to_all", self._noted(self.lists))
-        monkeypatch.setattr(dist, "all_to_all_single", self._noted(self.singles))
+        monkeypatch.setattr(dist, "all_to_all", self._recorded(self.lists))
+        monkeypatch.setattr(dist, "all_to_all_single", self._recorded(self.singles))
 
     @staticmethod
-    def _told(config: str | Exception) -> str:
+    def _backend_config(config: str | Exception) -> str:
         if isinstance(config, Exception):
             raise config
         return config
 
-    def _noted(self, into: list[Any]) -> Callable[..., Any]:
+    def _recorded(self, into: list[Any]) -> Callable[..., Any]:
         def call(*args: Any, group: Any, async_op: bool) -> Any:
             assert group is self.group.group and async_op
             into.append(args)

@@ -32,7 +32,7 @@ def test_rows_of_every_dtype_arrive(dtype: torch.dtype) -> None:
     assert all(virtual_world(3).run(lambda mesh: uneven_exchange(mesh.group(0), dtype=dtype)))
 
 
-def test_each_axis_of_a_grid_exchanges_among_its_own_ranks() -> None:
+def test_each_axis_of_a_grid_exchanges_among_its_ranks() -> None:
     world = virtual_world((2, 3), axis_names=("ulysses", "ring"))
     assert all(world.run(lambda mesh: uneven_exchange(mesh.group("ring")) and uneven_exchange(mesh.group(0))))
     members = {(e.axis, e.ranks) for e in world.exchanges}
@@ -70,7 +70,7 @@ def test_an_exchange_returns_before_the_others_arrive() -> None:
     virtual_world(2).run(fn)
 
 
-def test_a_sender_may_change_its_rows_once_it_has_waited() -> None:
+def test_a_sender_may_overwrite_its_rows_after_wait() -> None:
     def fn(mesh: Mesh) -> float:
         group = mesh.group(0)
         sent, out = torch.full((2,), float(mesh.rank + 1)), torch.empty(2)
@@ -124,7 +124,7 @@ def test_ranks_inherit_grad_mode_and_context_variables() -> None:
         assert all(world.run(lambda mesh: uneven_exchange(mesh.group(0))))
 
 
-def test_bytes_are_counted_except_those_a_rank_sends_to_itself() -> None:
+def test_bytes_that_a_rank_sends_to_itself_are_not_counted() -> None:
     n, width = 4, 5
     world = virtual_world(n)
     world.run(lambda mesh: uneven_exchange(mesh.group(0), width=width, dtype=torch.float16))

@@ -20,11 +20,11 @@ SIZES: dict[str, Any] = {"heads": 16, "kv_heads": 4, "head_dim": 128}
 
 
 def _document_lengths(seed: int) -> list[int]:
-    generator, found, left = torch.Generator().manual_seed(seed), [], TOKENS
+    generator, lengths, left = torch.Generator().manual_seed(seed), [], TOKENS
     while left:
-        found.append(min(left, 16 + int(torch.rand((), generator=generator) ** 3 * 3000)))
-        left -= found[-1]
-    return found
+        lengths.append(min(left, 16 + int(torch.rand((), generator=generator) ** 3 * 3000)))
+        left -= lengths[-1]
+    return lengths
 
 
 def _dilated(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -115,12 +115,12 @@ def test_auto_is_balanced_where_possible_and_reports_the_same_count(seed: int) -
     for sizes in ({}, {"heads": generator.choice([5, 7, 8]), "head_dim": 64}):
         plan = ls.plan(mask, tokens, mesh, **sizes)
         hand = [ls.plan(mask, tokens, mesh, layout=layout, strategy="exchange", **sizes) for layout in LAYOUTS[:3]]
-        found = considered(plan)
+        comparison = considered(plan)
         if sizes:
             # The winner's figure is the report's own; others that were only estimated are counted in units instead of tiles.
-            assert found.winner.imbalance == plan.report().balance
+            assert comparison.winner.imbalance == plan.report().balance
             assert f"busiest rank {plan.report().balance:.3f} × the mean" in plan._explanation()
-        least = min([p.report().balance for p in hand] + [o.imbalance for o in found.options if o.exact])
+        least = min([p.report().balance for p in hand] + [o.imbalance for o in comparison.options if o.exact])
         assert plan.report().balance <= max(1.05, least * 1.05 if least > 1.05 else 0), plan._explanation()
 
 
@@ -148,9 +148,9 @@ def test_auto_accounts_for_heads_with_different_work_under_ulysses() -> None:
 def test_auto_honours_stages_and_lists_strategies_with_other_numbers() -> None:
     for stages, legal in ((2, {"exchange"}), (3, {"exchange", "ring"}), (1, {"exchange", "allgather"})):
         plan = ls.plan(MASKS["causal"], TOKENS, _mesh(1), stages=stages, **SIZES)
-        found = considered(plan)
-        assert plan.schedule.stages == stages and {o.strategy.name for o in found.options} == legal
-        assert {name for name, _ in found.refused} == {"exchange", "ring", "allgather", "ulysses"} - legal
+        comparison = considered(plan)
+        assert plan.schedule.stages == stages and {o.strategy.name for o in comparison.options} == legal
+        assert {name for name, _ in comparison.refused} == {"exchange", "ring", "allgather", "ulysses"} - legal
     assert f"not possible: 0 stages, where {stages} are asked for" in plan._explanation()
     several = ls.plan({"a": MASKS["causal"], "b": MASKS["window"]}, TOKENS, _mesh(1), stages=2, **SIZES)
     assert [p.schedule.stages for p in several.values()] == [2, 2]
@@ -184,7 +184,7 @@ def test_two_clusters_of_one_name_are_distinguished() -> None:
     assert plan._explanation(slow) != plan._explanation()
 
 
-def test_explain_prints_what_it_returns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_its_result(capsys: pytest.CaptureFixture[str]) -> None:
     plan = ls.plan(MASKS["causal"], 2048, _mesh(1), **SIZES)
     text = plan.explain()
     captured = capsys.readouterr()

@@ -12,14 +12,14 @@ from longspan._cost.clusters import ClusterError, cluster, dump, load, names
 
 @pytest.mark.parametrize("name", names())
 def test_profiles_round_trip_through_toml_and_name_their_sources(name: str, tmp_path: Path) -> None:
-    found = cluster(name)
-    (tmp_path / "x.toml").write_text(dump(found))
-    assert load(tmp_path / "x.toml") == found and found.kernel.source and found.about
-    rates = found.kernel
+    profile = cluster(name)
+    (tmp_path / "x.toml").write_text(dump(profile))
+    assert load(tmp_path / "x.toml") == profile and profile.kernel.source and profile.about
+    rates = profile.kernel
     for r in (rates.forward, rates.backward):
         # Measured triangles may be a little faster than squares: their rows of many lengths leave no slot idle at the end.
         assert len(r.keys) == len(r.full) == len(r.causal) and all(c <= 1.1 * f for c, f in zip(r.causal, r.full, strict=True))
-    assert found.between.bandwidth < found.inside.bandwidth < found.hbm
+    assert profile.between.bandwidth < profile.inside.bandwidth < profile.hbm
 
 
 def test_ethernet_between_the_same_nodes_is_slower() -> None:

@@ -51,7 +51,7 @@ def test_batch_rows_with_different_layouts_are_counted_separately() -> None:
 
 @pytest.mark.parametrize("moves", ["ring", "allgather", "exchange"])
 @pytest.mark.parametrize("layout", ["contiguous", "head_tail", "round_robin"])
-def test_estimates_from_owners_are_near_the_times_of_the_plan(moves: str, layout: str) -> None:
+def test_estimates_from_owners_approximate_the_times_of_the_plan(moves: str, layout: str) -> None:
     tokens, ranks, shape = 65536, 8, Shape(heads=8, kv_heads=8)
     plan = ls.plan(ls.causal(), tokens, ls.Mesh.abstract(ranks), layout=layout, strategy=moves, heads=8, kv_heads=8)
     demand = demand_for(ls.causal(), tokens, ranks)
@@ -64,8 +64,8 @@ def test_local_kv_is_computed_with_the_only_exchange_where_that_is_faster() -> N
     mesh, sizes = ls.Mesh.abstract(8), {"heads": 32, "kv_heads": 8, "head_dim": 128}
     little, much = ls.causal() & ls.sliding_window(1024), ls.causal()
     for strategy in ("exchange", "auto"):
-        found = ls.plan({"little": little, "much": much}, 32768, mesh, strategy=strategy, layout="contiguous", stages=1, **sizes)
-        assert found["little"].schedule.joined and not found["much"].schedule.joined
+        plans = ls.plan({"little": little, "much": much}, 32768, mesh, strategy=strategy, layout="contiguous", stages=1, **sizes)
+        assert plans["little"].schedule.joined and not plans["much"].schedule.joined
     for mask, joined in ((little, True), (much, False)):
         plan, other = (ls.plan(mask, 32768, mesh, strategy="exchange", stages=1, overlap=o, **sizes) for o in (None, joined))
         assert plan.schedule.joined is joined is not other.schedule.joined and plan.digest != other.digest
@@ -77,19 +77,19 @@ def test_local_kv_is_computed_with_the_only_exchange_where_that_is_faster() -> N
     assert "exchange in 1 stage at once" in str(ls.plan(little, 32768, mesh, stages=1, **sizes)._explanation())
     unknown = ls.plan(little, 32768, mesh, strategy="exchange", stages=1)
     assert not unknown.schedule.joined  # nothing is known of the sizes
-    assert not ls.plan(little, 32768, ls.Mesh.abstract(1), overlap=False, **sizes).schedule.joined  # nothing travels
+    assert not ls.plan(little, 32768, ls.Mesh.abstract(1), overlap=False, **sizes).schedule.joined  # one rank moves nothing
     with pytest.raises(TypeError, match="overlap must be True, False or None, got 'yes'"):
         ls.plan(little, 32768, mesh, overlap="yes")
 
 
 def test_ulysses_shares_heads_and_takes_time_for_the_transpose() -> None:
     plan = planned(strategy="ulysses")
-    work, found = of_plan(plan.data, 8), plan.report()
-    assert work.degree == 4 and bool((found.timeline.forward.before > 0).all()) and bool((found.timeline.forward.after > 0).all())
-    assert float(work.query_tiles[0]) == 64 * 3 and len(found.received) == 0 and found.seconds > 0
+    work, prediction = of_plan(plan.data, 8), plan.report()
+    assert work.degree == 4 and bool((prediction.timeline.forward.before > 0).all()) and bool((prediction.timeline.forward.after > 0).all())
+    assert float(work.query_tiles[0]) == 64 * 3 and len(prediction.received) == 0 and prediction.seconds > 0
     # Of 2048 tokens of each of three others 3 query heads and 1 key head arrive; 9 heads of the own tokens' outputs and lse come back.
-    assert found.bytes_received.tolist() == [[3 * 2048 * (3 + 2) * 64 * 2] * 4, [2048 * 9 * (64 * 2 + 4)] * 4]
-    assert float(found.timeline.bytes.sum()) == float((found.bytes_received + found.bytes_received_backward).sum())
+    assert prediction.bytes_received.tolist() == [[3 * 2048 * (3 + 2) * 64 * 2] * 4, [2048 * 9 * (64 * 2 + 4)] * 4]
+    assert float(prediction.timeline.bytes.sum()) == float((prediction.bytes_received + prediction.bytes_received_backward).sum())
 
 
 def test_two_axes_place_ulysses_groups_inside_nodes_where_they_are_the_last_axis() -> None:
@@ -124,16 +124,16 @@ def test_a_straggler_and_a_slow_link_delay_their_peers() -> None:
 
 
 def test_steps_follow_each_other_and_begin_when_their_kv_has_arrived() -> None:
-    found = planned(strategy="ring", layout="head_tail", tokens=8192).report("a100").timeline
-    for one in (found.forward, found.backward):
+    predicted = planned(strategy="ring", layout="head_tail", tokens=8192).report("a100").timeline
+    for one in (predicted.forward, predicted.backward):
         begin, end = one.compute
         assert bool((begin[:, 1:] >= end[:, :-1] - 1e-12).all()) and bool((begin[:, 1:] >= one.transfer[1][:, 1:] - 1e-12).all())
         assert bool((one.exposed >= -1e-12).all())
-    home = found.backward.grad_return
-    assert home is not None and bool((home[0] >= found.backward.compute[1] - 1e-12)[:, 1:-1].all())
+    returned = predicted.backward.grad_return
+    assert returned is not None and bool((returned[0] >= predicted.backward.compute[1] - 1e-12)[:, 1:-1].all())
     # The last column is the second part of the local keys, after everything that arrives.
-    assert bool((found.forward.compute[1] - found.forward.compute[0])[:, -1].eq(0).all()) and not home[1][:, -1].any()
-    assert bool((found.backward.compute[1] - found.backward.compute[0])[:, -1].gt(0).all())
+    assert bool((predicted.forward.compute[1] - predicted.forward.compute[0])[:, -1].eq(0).all()) and not returned[1][:, -1].any()
+    assert bool((predicted.backward.compute[1] - predicted.backward.compute[0])[:, -1].gt(0).all())
 
 
 @pytest.mark.parametrize("strategy", ["ring", "allgather", "exchange"])
@@ -161,9 +161,9 @@ def test_the_model_splits_local_kv_as_the_engine_does(strategy: str, layout: str
 
 def test_the_last_gradient_return_overlaps_with_local_kv_unless_joined() -> None:
     plan = planned(ls.full(), 65536, strategy="allgather", heads=32, kv_heads=8, head_dim=128, overlap=True)
-    work, found = of_plan(plan.data, 8), cluster("h100")
+    work, profile = of_plan(plan.data, 8), cluster("h100")
     split, whole = (
-        timeline(w, found).backward for w in (work, replace(work, halves=torch.stack([work.halves.sum(2), work.halves[..., 0] * 0], 2)))
+        timeline(w, profile).backward for w in (work, replace(work, halves=torch.stack([work.halves.sum(2), work.halves[..., 0] * 0], 2)))
     )  # type: ignore[union-attr]
     assert split.grad_return is not None and bool((split.compute[0][:, -1] <= split.grad_return[0][:, 1]).all())
     assert split.seconds < whole.seconds
@@ -190,14 +190,14 @@ def test_the_floor_for_short_rows_does_not_change_long_rows() -> None:
     keys = torch.tensor([1024.0, 8192.0, 65536.0], dtype=torch.float64)
     seconds = slow_start.seconds(keys, torch.zeros_like(keys))
     assert (4 * keys / seconds / 1e12)[:2].tolist() == pytest.approx([400.0, 500.0])
-    assert float(4 * keys[2] / seconds[2] / 1e12) > 500  # the last slope goes on
+    assert float(4 * keys[2] / seconds[2] / 1e12) > 500  # rates beyond the table continue its last slope
 
 
 def test_only_active_query_tiles_count_and_engine_bytes_take_time() -> None:
     plan = planned(ls.causal() & ls.sliding_window(700), strategy="ring", layout="contiguous", heads=96, overlap=True)
     work = of_plan(plan.data, 8)
     assert work.active_tiles is not None and bool(((work.active_tiles > 0) == (work.full + work.partial > 0)).all())
-    # Rank 1 sees all of its own 2048 tokens; of those of rank 0 only its first 6 tiles of queries see the last ones.
+    # Rank 1 sees all of its 2048 tokens. Only its first 6 query tiles see the last tokens of rank 0.
     assert work.active_tiles[1, :2].tolist() == [16 * 96, 6 * 96] and work.query_tiles.tolist() == [16 * 96] * 4
     busy, everyone = (timeline(replace(work, active_tiles=b), cluster("h200")) for b in (work.active_tiles, None))
     assert float(busy.backward.busy[1]) < float(everyone.backward.busy[1])
@@ -214,7 +214,7 @@ ROWS = ls.causal() & ls.documents(lengths=[[1700, 40, 2900, 3552], [4096, 1000, 
     [(ls.causal(), "head_tail", False), (ls.causal(), "auto", False), (DOCUMENTS, "auto", True), (ROWS, "per_document", True)],
     ids=["causal on head-tail", "causal", "documents", "documents by batch row"],
 )
-def test_gathered_tokens_are_those_that_the_engine_packs(mask: ls.Mask, layout: str, gathers: bool, strategy: str) -> None:
+def test_gathered_tokens_equal_the_tokens_that_the_engine_packs(mask: ls.Mask, layout: str, gathers: bool, strategy: str) -> None:
     plan = planned(mask, strategy=strategy, layout=layout)
     work = of_plan(plan.data, 8)
     assert work.gathered is not None and work.gathered.shape == work.full.shape and (mask is not ROWS or plan.data.rows == 2)
@@ -235,17 +235,17 @@ def test_backward_steps_without_moves_take_no_time() -> None:
     plan = planned(
         around, 131072, ls.Mesh.abstract(8), strategy="ring", layout="contiguous", heads=32, kv_heads=8, head_dim=128, overlap=True
     )
-    work, found = of_plan(plan.data, 8), plan.report()
+    work, prediction = of_plan(plan.data, 8), plan.report()
     live = [0, 1, 7]  # the shards before and after
     assert work.with_backward_moves().exchanges.tolist() == [0, 1, 0, 0, 0, 0, 0, 1, 0] and work.exchanges.tolist() == [0, *[1] * 7, 0]
     for rank in (2, 5):
         steps = local_schedule(plan.on(ls.Mesh.abstract(8, rank=rank)).data, ScheduleOptions(block=(128, 128), backward=True)).steps
         assert [step.received_rows for step in steps] == work.with_backward_moves().received.sum(0)[rank, live].tolist() == [0, 8064, 8064]
-    assert found.in_flight_backward == 2 * 8064 < found.in_flight
+    assert prediction.in_flight_backward == 2 * 8064 < prediction.in_flight
     # KV of the last step is in flight while the first step is computed: steps without an exchange take no time in between.
-    begin, end = found.timeline.backward.transfer
-    assert bool((begin[:, 7] <= found.timeline.backward.compute[1][:, 1]).all()) and float((end - begin)[:, 2:7].sum()) == 0
-    assert float(found.timeline.backward.exposed.max()) < 0.1 * found.timeline.backward.seconds
+    begin, end = prediction.timeline.backward.transfer
+    assert bool((begin[:, 7] <= prediction.timeline.backward.compute[1][:, 1]).all()) and float((end - begin)[:, 2:7].sum()) == 0
+    assert float(prediction.timeline.backward.exposed.max()) < 0.1 * prediction.timeline.backward.seconds
 
 
 def test_a_demand_in_coarse_units_has_the_same_pairs() -> None:

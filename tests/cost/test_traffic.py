@@ -48,10 +48,10 @@ def _run(mask: Any, lengths: Any, mesh: tuple[Any, Any], options: dict[str, Any]
         world.reset_counts()
         return matrix
 
-    found = world.run(forward)
+    by_rank = world.run(forward)
     there = counted()
-    world.run(lambda mesh: found[mesh.rank][1].float().sum().backward())
-    return found[0][0], there, counted()
+    world.run(lambda mesh: by_rank[mesh.rank][1].float().sum().backward())
+    return by_rank[0][0], there, counted()
 
 
 def _agrees(plan: ls.Plan, forward: torch.Tensor, backward: torch.Tensor) -> None:
@@ -62,7 +62,7 @@ def _agrees(plan: ls.Plan, forward: torch.Tensor, backward: torch.Tensor) -> Non
 
 @pytest.mark.parametrize("shared", [False, True], ids=["key heads enough", "key heads shared"])
 @pytest.mark.parametrize(("mesh", "strategy"), CASES, ids=lambda c: str(c).replace(" ", "_"))
-def test_bytes_equal_those_that_ranks_receive_forward_and_backward(mesh: str, strategy: str, shared: bool) -> None:
+def test_predicted_bytes_equal_received_bytes_forward_and_backward(mesh: str, strategy: str, shared: bool) -> None:
     degree = 1 if strategy in ONE[:3] else 4 if strategy == "ulysses" else 2
     options = {**_sizes(degree, shared), "strategy": strategy}
     plan, forward, backward = _run(DOCUMENTS, 1000, MESHES[mesh], options)
@@ -111,8 +111,8 @@ def test_work_is_counted_for_every_rank_and_its_heads(mesh: str, strategy: str) 
     data, right = plan.data, []
     for rank in range(plan.mesh.size):
         ring = int(data.ring_of[rank])
-        place, own = data.groups[ring].tolist().index(rank), 8 // data.degree
-        right.append(3 * float(seen[place * own : (place + 1) * own, data.inner[0].positions(ring)].sum()))
+        place, local_heads = data.groups[ring].tolist().index(rank), 8 // data.degree
+        right.append(3 * float(seen[place * local_heads : (place + 1) * local_heads, data.inner[0].positions(ring)].sum()))
     assert report.pairs.tolist() == right and report.balance == max(right) * len(right) / sum(right)
     assert report.tiles.shape == (plan.mesh.size,) and int(report.tiles.sum()) == 3 * int(data.tiles[0].table.tiles_per_row.sum())
 

@@ -17,7 +17,7 @@ import longspan as ls
 
 @contextmanager
 def scope(name: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """The names of one scope, beside a process group of one rank."""
+    """The names of one scope, in a process group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield {"dropin": _dropin, "transformers": _transformers}[name](folder) | {"mesh": dist.group.WORLD}

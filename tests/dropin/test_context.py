@@ -162,7 +162,7 @@ def test_a_learned_attn_mask_gets_its_gradient() -> None:
     assert_close(on_ranks(3, attend, tensors, [bias]), on_one_device(attend, tensors, [bias]))
 
 
-def test_tensors_of_three_dims_have_the_meaning_that_torch_gives_them() -> None:
+def test_tensors_of_three_dims_are_read_as_by_torch() -> None:
     tensors = [t[:, 0].transpose(0, 1).transpose(0, 1).reshape(BATCH, 1, 61, DIM) for t in qkv(61)]
     assert_close(
         on_ranks(3, lambda *t: F.scaled_dot_product_attention(*(x[:, 0] for x in t), is_causal=True)[:, None], tensors),

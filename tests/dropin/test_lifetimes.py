@@ -30,7 +30,7 @@ def torch_functions_are_restored() -> Any:
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1, -3])
-def test_buffers_hold_shards_inside_and_their_own_memory_again_outside(dim: int) -> None:
+def test_buffers_hold_shards_inside_the_context_and_are_restored_after_it(dim: int) -> None:
     whole = random(13, 17, 19)
 
     def rank(mesh: Any) -> Tensor:
@@ -97,10 +97,10 @@ def test_overlapping_views_of_one_tensor_may_both_be_buffers() -> None:
 
 def test_no_restore_buffers_keep_the_shard() -> None:
     def rank(mesh: Any) -> tuple[int, int]:
-        kept, left = torch.arange(40), torch.arange(40)
-        with context_parallel(mesh, buffers=[kept, left], buffer_seq_dims=[0, 0], no_restore_buffers={left}):
+        restored, unrestored = torch.arange(40), torch.arange(40)
+        with context_parallel(mesh, buffers=[restored, unrestored], buffer_seq_dims=[0, 0], no_restore_buffers={unrestored}):
             pass
-        return len(kept), len(left)
+        return len(restored), len(unrestored)
 
     assert virtual_world(2).run(rank) == [(40, 20), (40, 20)]
 
@@ -160,7 +160,7 @@ def test_contexts_nest_and_the_inner_one_shares_the_sequences_of_the_outer() -> 
 
 def test_wrong_nesting_raises_and_is_undone() -> None:
     def rank(mesh: Any) -> list[str]:
-        buffer, said = torch.arange(40), []
+        buffer, messages = torch.arange(40), []
         outer = context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0])
         with outer:
             for again in (
@@ -170,13 +170,13 @@ def test_wrong_nesting_raises_and_is_undone() -> None:
             ):
                 with pytest.raises((RuntimeError, ValueError)) as error, again:
                     pass
-                said.append(str(error.value))
+                messages.append(str(error.value))
             assert len(buffer) == 20
         assert len(buffer) == 40
-        return said
+        return messages
 
-    for said in virtual_world(2).run(rank):
-        assert "open already" in said[0] and "has sharded already" in said[1] and "same layout" in said[2]
+    for messages in virtual_world(2).run(rank):
+        assert "open already" in messages[0] and "has sharded already" in messages[1] and "same layout" in messages[2]
 
 
 def test_a_context_entered_again_shards_the_present_contents_of_its_buffers() -> None:

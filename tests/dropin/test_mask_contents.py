@@ -128,7 +128,7 @@ def test_a_block_mask_whose_lists_were_emptied_masks_everything() -> None:
         assert_close(outputs, [want, torch.zeros_like(want)])
 
 
-def test_one_tensor_is_the_whole_mask_of_one_sequence_and_flags_of_local_keys_of_another() -> None:
+def test_one_tensor_may_be_the_whole_mask_of_one_sequence_and_local_key_flags_of_another() -> None:
     flags = seen(3, 20)
     long, short = qkv(40), qkv(20)
     want = [ls.scaled_dot_product_attention(*short, attn_mask=flags), ls.scaled_dot_product_attention(*long, attn_mask=flags.repeat(2))]
@@ -166,8 +166,8 @@ def test_equal_masks_in_different_tensors_share_a_plan(monkeypatch: pytest.Monke
 def test_rows_of_attn_mask_in_a_new_tensor_on_one_rank_only_do_not_deadlock() -> None:
     whole, mask, other = qkv(LENGTH), seen(1), seen(4)
     keys = seen(5, LENGTH)
-    wanted = (mask, mask, other, keys, ~keys)
-    want = [ls.scaled_dot_product_attention(*whole, attn_mask=m) for m in wanted]
+    expected = (mask, mask, other, keys, ~keys)
+    want = [ls.scaled_dot_product_attention(*whole, attn_mask=m) for m in expected]
 
     def rank(mesh: Any) -> list[Tensor]:
         with context_parallel(mesh, seq_len=LENGTH) as cp:
@@ -311,8 +311,8 @@ def test_sequences_are_distinguishable_if_all_local_lengths_differ(lengths: list
     assert not known.distinguishable
     for i, length in enumerate(lengths, 1):
         known.layout(length)
-        held = [[chunked(n, 5).local_len(rank) for n in lengths[:i]] for rank in range(5)]
-        assert known.distinguishable == all(len(set(counts)) == i for counts in held)
+        local_lengths = [[chunked(n, 5).local_len(rank) for n in lengths[:i]] for rank in range(5)]
+        assert known.distinguishable == all(len(set(counts)) == i for counts in local_lengths)
 
 
 def test_looking_up_a_sequence_takes_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:

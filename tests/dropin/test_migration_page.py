@@ -56,7 +56,7 @@ def names() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def wanted() -> list[Tensor]:
+def expected_results() -> list[Tensor]:
     n = names()
     q, k, v = n["q"], n["k"], n["v"]
     documents = ls.documents(lengths=LENGTHS.diff())
@@ -91,7 +91,7 @@ def _run() -> list[Tensor]:
 
 @pytest.mark.parametrize("ranks", [3])
 def test_the_pages_code_gives_the_result_of_one_device(ranks: int) -> None:
-    assert len(blocks()) == len(wanted())
+    assert len(blocks()) == len(expected_results())
     for outputs in run_processes(_run, ranks):
-        for i, (got, want) in enumerate(zip(outputs, wanted(), strict=True)):
+        for i, (got, want) in enumerate(zip(outputs, expected_results(), strict=True)):
             assert float((got - want).abs().max()) < 1e-10, blocks()[i]

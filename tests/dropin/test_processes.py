@@ -117,7 +117,7 @@ def _failing() -> tuple[str, bool, bool]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     before = flex_attention.__code__
     buffers = qkv(LENGTH)
-    said = ""
+    message = ""
     try:
         with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2]):
             F.scaled_dot_product_attention(*buffers)
@@ -125,9 +125,9 @@ def _failing() -> tuple[str, bool, bool]:
                 raise KeyError("the data ran out")
             F.scaled_dot_product_attention(*buffers)
     except (KeyError, RuntimeError) as error:
-        said = str(error)
+        message = str(error)
     whole = all(torch.equal(a, b) for a, b in zip(buffers, qkv(LENGTH), strict=True))
-    return said, whole, flex_attention.__code__ is before
+    return message, whole, flex_attention.__code__ is before
 
 
 def test_a_rank_that_raises_gives_the_others_an_error_within_the_timeout() -> None:

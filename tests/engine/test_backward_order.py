@@ -28,14 +28,19 @@ from longspan._plan.local_split import late_share, late_tiles
 from longspan.testing import virtual_world
 from longspan.testing.virtual import VirtualWorld
 
-HALF = (2, 4)  # bytes of a number in keys and in gradients, in half precision
+HALF = (2, 4)  # bytes of an element of KV and of its gradient, in half precision
 
 
 @dataclass
 class Log:
-    """What each rank did in backward, in order: keys of a stage begin to travel ("fetch") and are there ("got"), their gradients begin to
-    travel ("home") and are there ("back"); between them "compute". `keys`: positions of those computed. `returns`: buffers of what comes
-    home; `held`: how many of them were alive each time that something was computed.
+    """Events of each rank in backward.
+
+    Attributes:
+        events: In order: the exchange of a stage's KV starts ("fetch") and ends ("got"), the return of its gradients starts ("home") and
+            ends ("back"), a kernel runs ("compute").
+        keys: Positions of the KV of each kernel call.
+        returns: Receive buffers of returned gradients.
+        held: Number of these buffers that were alive at each kernel call.
     """
 
     events: dict[int, list[str]]
@@ -85,9 +90,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     return found
 
 
-def parts(plan: ls.Plan, ranks: int, home: tuple[int, int] = (8, 8)) -> list[LocalSchedule]:
+def parts(plan: ls.Plan, ranks: int, split_bytes: tuple[int, int] = (8, 8)) -> list[LocalSchedule]:
     return [
-        local_schedule(plan.on(ls.Mesh.abstract(ranks, rank=r)).data, ScheduleOptions(block=(128, 128), split_bytes=home))
+        local_schedule(plan.on(ls.Mesh.abstract(ranks, rank=r)).data, ScheduleOptions(block=(128, 128), split_bytes=split_bytes))
         for r in range(ranks)
     ]
 
@@ -104,9 +109,9 @@ def test_local_kv_is_computed_first_and_last_and_overlaps_with_transfers(log: Lo
     for name in right.values:
         assert got.error(right, name) < 1e-11, name
     for rank in range(3):
-        computed, own = log.keys[rank], local(got.extra, rank, 3)
+        computed, local_positions = log.keys[rank], local(got.extra, rank, 3)
         assert len(computed) == stages + 2
-        assert computed[-1] + computed[0] == own and computed[0] and computed[-1]
+        assert computed[-1] + computed[0] == local_positions and computed[0] and computed[-1]
         assert sorted(chain(*computed)) == list(range(1664))
         once = ["fetch 1", "compute", "got 1", "compute", "home 1", "compute", "back 1"]
         thrice = ["fetch 1", "compute", "got 1", "fetch 2", "compute", "home 1", "got 2", "fetch 3", "compute", "back 1", "home 2", "got 3"]
@@ -115,7 +120,7 @@ def test_local_kv_is_computed_first_and_last_and_overlaps_with_transfers(log: Lo
 
 
 def test_at_most_two_returned_buffers_are_alive_for_any_number_of_stages(log: Log) -> None:
-    """The last two are added together at the end, each one before on arrival."""
+    """The last two buffers are added together at the end, earlier ones on arrival."""
     problem = Problem(mask=ls.full(), score="none", q_len=2048, kv_len=2048, batch=1, heads=2, kv_heads=1, dim=4, value_dim=3, sink=False)
     problem.over(4, strategy="exchange", stages=6, layout="contiguous", overlap=True)
     for rank in range(4):
@@ -148,14 +153,14 @@ def test_local_kv_is_split_in_proportion_to_overlapped_transfers(mask: str, layo
         assert last.local == range(last.buffer_rows) and first.local == range(last.buffer_rows, whole.steps[0].buffer_rows)
         done = [sum(step.tiles[0].table.counts()[1:]) for step in (first, last)]
         assert min(done) > 0 and sum(done) == sum(whole.steps[0].tiles[0].table.counts()[1:])
-        most = int(
+        largest_tile = int(
             max(step.tiles[0].table.transposed.tiles_per_row.view(-1, step.tiles[0].kv_tiles.tiles).sum(0).max() for step in (first, last))
         )
         share = late_share(2 * whole.steps[1].moved_rows, 4 * whole.steps[-1].moved_rows)
-        # A tile's work apart at most, or as many tiles as a step brings: no buffer is larger.
+        # The split is within one tile's work, or has as many tiles as a step receives: no buffer is larger.
         tiles = last.tiles[0].kv_tiles.tiles
         assert tiles <= largest
-        assert abs(done[1] - share * sum(done)) <= most or (tiles == largest and done[1] < share * sum(done))
+        assert abs(done[1] - share * sum(done)) <= largest_tile or (tiles == largest and done[1] < share * sum(done))
 
 
 def test_the_split_is_at_the_nearest_tile_and_leaves_no_part_empty() -> None:
@@ -169,7 +174,7 @@ def test_the_split_is_at_the_nearest_tile_and_leaves_no_part_empty() -> None:
     ):
         assert late_tiles(torch.tensor(work, dtype=torch.int64), share) == tiles
     assert late_tiles(torch.tensor([4, 4]), 0.0) == 0
-    assert [late_tiles(torch.tensor([2, 2, 2, 2]), 0.7, most) for most in (0, 1, 2, 3, 9, None)] == [0, 1, 2, 3, 3, 3]
+    assert [late_tiles(torch.tensor([2, 2, 2, 2]), 0.7, limit) for limit in (0, 1, 2, 3, 9, None)] == [0, 1, 2, 3, 3, 3]
     assert late_share(2.0, 4.0) == pytest.approx(2 / 3) and late_share(0.0, 4.0) == late_share(3.0, 0.0) == 0
 
 
@@ -183,8 +188,8 @@ def owned(shares: Sequence[int], length: int, segment: int) -> Layout:
 
 
 @settings(max_examples=12)
-@example("causal", "relative bias", (5, 1, 0), 60, 11, "exchange", 3, (4, 2))  # some tiles, one at times, nothing
-@example("custom", "none", (0, 1), 37, 40, "ring", None, (3, 1))  # one rank owns one tile, the other nothing
+@example("causal", "relative bias", (5, 1, 0), 60, 11, "exchange", 3, (4, 2))  # ranks with several tiles, one tile and none
+@example("custom", "none", (0, 1), 37, 40, "ring", None, (3, 1))  # ranks with one tile and none
 @example("documents", "softcap", (1, 1, 1), 61, 7, "allgather", None, (5, 5))
 @given(
     st.sampled_from(["causal", "documents", "window", "prefix", "custom", "per head"]),
@@ -223,17 +228,17 @@ def test_named_kernels_compute_local_kv_in_two_parts(kernel: str, stages: int) -
 
 def test_the_interpreted_triton_kernel_computes_local_kv_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    kernel, one = type(kernel_named("triton")), threading.Lock()  # the interpreter is not for several threads
+    kernel, lock = type(kernel_named("triton")), threading.Lock()  # the interpreter is not thread-safe
 
-    def alone(call: Callable[..., Any]) -> Callable[..., Any]:
-        def locked(*given: Any, **more: Any) -> Any:
-            with one:
-                return call(*given, **more)
+    def one_at_a_time(call: Callable[..., Any]) -> Callable[..., Any]:
+        def locked(*args: Any, **kwargs: Any) -> Any:
+            with lock:
+                return call(*args, **kwargs)
 
         return locked
 
     for name in ("forward", "backward", "delta"):
-        monkeypatch.setattr(kernel, name, alone(getattr(kernel, name)))
+        monkeypatch.setattr(kernel, name, one_at_a_time(getattr(kernel, name)))
     problem = Problem(mask=ls.causal(), score="none", q_len=512, kv_len=512, batch=1, heads=1, kv_heads=1, dtype=torch.float32)
     right, got = problem.by_oracle(), problem.over(2, kernel="triton", strategy="exchange", stages=2, layout="head_tail", overlap=True)
     assert all(len(route.steps) == 4 for route in parts(got.extra, 2))
@@ -274,9 +279,11 @@ def test_split_local_kv_gives_the_same_bits_every_time() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_partial_sums_of_shared_heads_are_sent_in_grad_reduce_dtype(dtype: torch.dtype) -> None:
     sent = {}
-    for travel in (None, torch.bfloat16):
+    for grad_dtype in (None, torch.bfloat16):
         problem = Problem(mask=ls.causal(), score="none", q_len=300, kv_len=300, batch=1, heads=4, kv_heads=1, dtype=dtype)
         world = virtual_world(2)
-        world.run(lambda mesh, p=problem, t=travel: p.on_rank(p.plan(mesh, strategy="ulysses", layout="contiguous", grad_reduce_dtype=t)))
-        sent[travel] = sum(int(e.bytes.sum()) for e in world.exchanges if e.what.startswith("Ulysses transpose of the gradients"))
+        world.run(
+            lambda mesh, p=problem, t=grad_dtype: p.on_rank(p.plan(mesh, strategy="ulysses", layout="contiguous", grad_reduce_dtype=t))
+        )
+        sent[grad_dtype] = sum(int(e.bytes.sum()) for e in world.exchanges if e.what.startswith("Ulysses transpose of the gradients"))
     assert sent[None] == 2 * sent[torch.bfloat16] > 0

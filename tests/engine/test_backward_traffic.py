@@ -1,4 +1,4 @@
-"""In the backward pass a rank receives only the KV that it reads, and returns only gradients of these, whatever forward moved."""
+"""In backward a rank receives only the KV that it reads, and returns only their gradients, for any moves of forward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from tests.sharded import Problem, mask_named, summed
 
 import longspan as ls
-from longspan._engine import kv_exchange as keys
+from longspan._engine import kv_exchange
 from longspan.testing import virtual_world
 
 
@@ -17,18 +17,20 @@ def moved(problem: Problem, ranks: Any, **options: Any) -> tuple[dict[str, torch
     """(unsharded results, bytes of KV in each pass and of returned gradients, exchanges of the backward pass) over a virtual world."""
     world = virtual_world(ranks)
     plan = problem.plan(ls.Mesh.abstract(ranks), **options)
-    found = world.run(lambda mesh: problem.on_rank(plan.on(mesh)))
+    by_rank = world.run(lambda mesh: problem.on_rank(plan.on(mesh)))
     kinds = {"forward": "forward", "backward": "backward", "returned": "return of gradients"}
     sizes = {k: sum(int(e.bytes.sum()) for e in world.exchanges if "stage" in e.what and e.what.endswith(end)) for k, end in kinds.items()}
-    return summed(found), sizes, sum("stage" in e.what and e.what.endswith("backward") for e in world.exchanges)
+    return summed(by_rank), sizes, sum("stage" in e.what and e.what.endswith("backward") for e in world.exchanges)
 
 
-@pytest.mark.parametrize(("overlap", "apart"), [(True, False), (False, True)], ids=["local keys first, side by side", "joined, apart"])
+@pytest.mark.parametrize(("overlap", "separate"), [(True, False), (False, True)], ids=["overlap, packed", "joined, separate"])
 @pytest.mark.parametrize("strategy", ["ring", "allgather"])
 @pytest.mark.parametrize("mask", ["window", "documents", "causal", "per head"])
-def test_backward_moves_only_kv_that_is_read(mask: str, strategy: str, overlap: bool, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if apart:
-        monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
+def test_backward_moves_only_kv_that_is_read(
+    mask: str, strategy: str, overlap: bool, separate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if separate:
+        monkeypatch.setattr(kv_exchange, "SEPARATE_KV_BYTES", 0)
     problem = Problem(mask=mask_named(mask, 1003, "head_tail"), score="alibi", q_len=1003, kv_len=1003, batch=2, heads=6, kv_heads=3)
     options = {"layout": "head_tail", "overlap": overlap}
     values, sizes, _ = moved(problem, 5, strategy=strategy, **options)

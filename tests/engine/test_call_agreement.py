@@ -70,8 +70,8 @@ FIELDS = ["tokens", "mask", "layout", "schedule", "returned", *OPTIONS]
 
 def _call(plan: ls.Plan, **options: Any) -> Any:
     names = ("batch", "heads", "kv_heads", "dim", "dtype")
-    given = tensors(plan, **{k: v for k, v in options.items() if k in names})
-    return ls.attention(*given, plan=plan, **{k: v for k, v in options.items() if k not in names})
+    arguments = tensors(plan, **{k: v for k, v in options.items() if k in names})
+    return ls.attention(*arguments, plan=plan, **{k: v for k, v in options.items() if k not in names})
 
 
 @pytest.mark.parametrize("agreed_before", [False, True])
@@ -157,17 +157,17 @@ def test_a_plan_that_moves_nothing_is_agreed_upon_too() -> None:
     assert all("batch: rank 2 has 2" in str(error) for error in errors_of(rank))
 
 
-def test_a_call_of_one_rank_alone_says_that_it_waited_for_the_agreement() -> None:
+def test_a_call_of_one_rank_only_times_out_in_the_agreement() -> None:
     world = virtual_world(2, timeout=1.0)
     done = []
 
     def rank(mesh: Any) -> Any:
         plan = ls.plan(ls.causal(), 300, mesh, strategy="ring")
-        given = tensors(plan)
-        ls.attention(*given, plan=plan)
+        inputs = tensors(plan)
+        ls.attention(*inputs, plan=plan)
         done.append(mesh.rank)
         if mesh.rank == 0:
-            ls.attention(*given, plan=plan)
+            ls.attention(*inputs, plan=plan)
 
     with pytest.raises(RuntimeError, match=AGREEMENT):
         world.run(rank)
@@ -177,12 +177,12 @@ def test_a_call_of_one_rank_alone_says_that_it_waited_for_the_agreement() -> Non
 def test_ranks_may_return_different_results_where_these_are_not_exchanged() -> None:
     def rank(mesh: Any) -> Any:
         plan = ls.plan(ls.causal(), 300, mesh, strategy="ring", **SIZES)
-        given = tensors(plan)
-        ls.attention(*given, plan=plan)
-        return attend(*given, AttendOptions(plan=plan, max_scores=mesh.rank == 0, return_lse=mesh.rank == 1))[2].numel()
+        inputs = tensors(plan)
+        ls.attention(*inputs, plan=plan)
+        return attend(*inputs, AttendOptions(plan=plan, max_scores=mesh.rank == 0, return_lse=mesh.rank == 1))[2].numel()
 
-    found = virtual_world(3, timeout=20.0).run(rank)
-    assert found[0] > 0 == found[1] == found[2]
+    by_rank = virtual_world(3, timeout=20.0).run(rank)
+    assert by_rank[0] > 0 == by_rank[1] == by_rank[2]
 
 
 def test_an_index_out_of_bounds_raises_on_all_ranks_before_anything_is_sent() -> None:
@@ -195,5 +195,5 @@ def test_an_index_out_of_bounds_raises_on_all_ranks_before_anything_is_sent() ->
             ls.attention(*tensors(plan, 1, 2, 2, 16), plan=plan, kernel="triton", score_mod=lambda s, b, h, q, kv: s + table[q])
         return str(caught.value)
 
-    assert all("looks outside a captured tensor of shape (200,)" in said for said in world.run(rank))
+    assert all("looks outside a captured tensor of shape (200,)" in message for message in world.run(rank))
     assert not any("stage" in exchange.what for exchange in world.exchanges)

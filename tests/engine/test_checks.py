@@ -127,7 +127,7 @@ CAPTURED = r"a mod captures a tensor that is mapped or differentiated\. Only q, 
 @pytest.mark.parametrize(("what", "call"), MAPPED, ids=[name for name, _ in MAPPED])
 def test_the_dense_kernel_supports_vmap_unless_a_mod_captures_a_mapped_tensor(what: str, call: Any) -> None:
     x = torch.randn(3, 1, 2, 5, 8)
-    for _ in range(2):  # traced anew, and as kept
+    for _ in range(2):  # a new trace, then the cached one
         if what in ("a captured tensor", "a mask's tensor"):
             with pytest.raises(RuntimeError, match=CAPTURED):
                 torch.vmap(lambda x: call(x, kernel="dense"))(x)
@@ -152,9 +152,9 @@ def test_the_dense_kernel_under_transforms_supports_mods_with_plain_captured_ten
     mask = lambda b, h, i, j: i + bias[h] >= j
     call = lambda x, n: ls.attention(x, x, x, kernel="dense", mask=mask, score_mod=lambda s, b, h, i, j: s * bias.exp()[h] * n)
     torch.testing.assert_close(torch.vmap(lambda x: call(x, 2))(x), torch.stack([call(row, 2) for row in x]))
-    given = x[0].clone().requires_grad_()
+    leaf = x[0].clone().requires_grad_()
     got = torch.func.grad(lambda x: call(x, 3).sin().sum())(x[0])
-    torch.testing.assert_close(got, torch.autograd.grad(call(given, 3).sin().sum(), given)[0])
+    torch.testing.assert_close(got, torch.autograd.grad(call(leaf, 3).sin().sum(), leaf)[0])
 
 
 @pytest.mark.parametrize("kernel", ["auto", "dense"])

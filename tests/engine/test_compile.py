@@ -164,8 +164,8 @@ def test_the_operators_themselves_compile_with_mods_made_outside() -> None:
         compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
         got, want = (f(*tensors[:3], **settings) for f in (compiled, fn))
         torch.testing.assert_close(got, want)
-        given = tensors if "score_mod" in settings else tensors[:3]
-        for a, b in zip(torch.autograd.grad(got.sin().sum(), given), torch.autograd.grad(want.sin().sum(), given), strict=True):
+        leaves = tensors if "score_mod" in settings else tensors[:3]
+        for a, b in zip(torch.autograd.grad(got.sin().sum(), leaves), torch.autograd.grad(want.sin().sum(), leaves), strict=True):
             torch.testing.assert_close(a, b)
 
 

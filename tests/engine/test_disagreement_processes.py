@@ -164,7 +164,7 @@ EXPECTED = {
 def _errors(rank: Rank, names: list[str]) -> list[tuple[str, float]]:
     """The message and the seconds of each disagreement. After each, a call on which all agree must be right."""
     rank.agree_on_everything()
-    found = []
+    messages = []
     for name in names:
         started = time.monotonic()
         try:
@@ -172,9 +172,9 @@ def _errors(rank: Rank, names: list[str]) -> list[tuple[str, float]]:
             message = "nothing was raised"
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
-        found.append((message, time.monotonic() - started))
+        messages.append((message, time.monotonic() - started))
         torch.testing.assert_close(rank.call(), torch.ones(2, HEADS, rank.causal.local_len, DIM), msg=name)
-    return found
+    return messages
 
 
 def _on_one_axis() -> list[tuple[str, float]]:
@@ -190,10 +190,10 @@ def _on_two_axes() -> list[tuple[str, float]]:
 
 
 def _check(ranks: list[list[tuple[str, float]]], names: list[str]) -> None:
-    for name, *found in zip(names, *ranks, strict=True):
-        messages = [message for message, _ in found]
+    for name, *results in zip(names, *ranks, strict=True):
+        messages = [message for message, _ in results]
         assert all(EXPECTED[name] in message for message in messages), (name, messages)
-        assert max(seconds for _, seconds in found) < 10, name
+        assert max(seconds for _, seconds in results) < 10, name
         if "refused" not in name:
             assert len(set(messages)) == 1, (name, messages)
 

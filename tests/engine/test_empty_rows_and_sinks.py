@@ -73,9 +73,9 @@ def test_no_queries_or_no_keys_are_allowed(kernel: str, q_len: int, kv_len: int)
 def test_sinks_equal_the_oracle_with_gradients(kernel: str, mask: Mask | None) -> None:
     q, k, v = qkv(kernel)
     sink = torch.randn(q.shape[1], requires_grad=True)
-    wanted = [q, k, v, sink]
+    leaves = [q, k, v, sink]
     got, want = (
-        (*r, *torch.autograd.grad(r[0].sin().sum() + r[1].cos().sum(), wanted))
+        (*r, *torch.autograd.grad(r[0].sin().sum() + r[1].cos().sum(), leaves))
         for r in (
             ls.attention(q, k, v, mask=mask, sink=sink, return_lse=True, kernel=kernel),
             oracle(q, k, v, mask=mask, sink=sink, return_lse=True),

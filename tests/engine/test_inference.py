@@ -46,7 +46,7 @@ def inputs(heads: int = 4) -> list[Tensor]:
     return [torch.randn(1, heads, LENGTH, 8, generator=generator) for _ in range(3)]
 
 
-def wanted(full: list[Tensor], bias: Tensor, cap: int, **how: Any) -> list[Tensor]:
+def expected(full: list[Tensor], bias: Tensor, cap: int, **how: Any) -> list[Tensor]:
     """Gradients of q, k, v and a bias, by the dense kernel."""
     leaves = [t.clone().requires_grad_() for t in (*full, bias)]
     q, k, v, table = leaves
@@ -77,7 +77,7 @@ def test_scores_have_gradients_over_a_mesh_after_a_call_without(
 
     ranks = virtual_world(2).run(rank)
     got = [*ranks[0][:3], ranks[0][3] + ranks[1][3]]
-    for grad, want in zip(got, wanted(full, bias, cap, mask=ls.causal()), strict=True):
+    for grad, want in zip(got, expected(full, bias, cap, mask=ls.causal()), strict=True):
         torch.testing.assert_close(grad, want, atol=1e-3, rtol=1e-4)
 
 
@@ -89,7 +89,7 @@ def test_scores_have_gradients_on_one_device_after_a_call_without(first: Callabl
         ls.attention(*full, score_mod=biased(bias, cap))
     leaves = [t.clone().requires_grad_() for t in (*full, bias)]
     ls.attention(*leaves[:3], score_mod=biased(leaves[3], cap)).square().sum().backward()
-    for leaf, want in zip(leaves, wanted(full, bias, cap), strict=True):
+    for leaf, want in zip(leaves, expected(full, bias, cap), strict=True):
         torch.testing.assert_close(leaf.grad, want, atol=1e-3, rtol=1e-4)
 
 
@@ -109,7 +109,7 @@ def test_scores_have_gradients_after_a_compiled_call_in_inference_mode(compiled:
     leaves = [t.clone().requires_grad_() for t in (*full, bias)]
     out = run(*leaves) if compiled else ls.attention(*leaves[:3], score_mod=biased(leaves[3], cap))
     out.square().sum().backward()
-    for leaf, want in zip(leaves, wanted(full, bias, cap), strict=True):
+    for leaf, want in zip(leaves, expected(full, bias, cap), strict=True):
         torch.testing.assert_close(leaf.grad, want, atol=1e-3, rtol=1e-4)
 
 

@@ -55,14 +55,14 @@ def test_the_operator_equals_the_oracle(problem: dict[str, Any]) -> None:
     q, k, v = draw(batch, heads, q_len, dim), draw(batch, groups, kv_len, dim), draw(batch, groups, kv_len, value_dim)
     table, sink = draw(heads, q_len + kv_len), draw(heads) if problem["sink"] else None
     score_mod = (lambda s, b, h, i, j: torch.tanh(s) + table[h, i - j + kv_len - 1]) if problem["scored"] else None
-    wanted = [q, k, v, *([table] if score_mod else []), *([sink] if sink is not None else [])]
+    leaves = [q, k, v, *([table] if score_mod else []), *([sink] if sink is not None else [])]
     results = []
     for call in (ls.attention, oracle):
         out, lse = call(q, k, v, mask=problem["mask"], score_mod=score_mod, sink=sink, return_lse=True)
         loss = out.sin().sum()
         if problem["through_lse"]:
             loss = loss + torch.where(lse == -torch.inf, 0.0, lse).cos().sum()
-        grads = torch.autograd.grad(loss, wanted, allow_unused=True)
-        results.append([out, lse, *(torch.zeros_like(t) if g is None else g for g, t in zip(grads, wanted, strict=True))])
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        results.append([out, lse, *(torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves, strict=True))])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)

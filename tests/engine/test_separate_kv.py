@@ -16,7 +16,7 @@ from torch import Tensor
 
 import longspan as ls
 from longspan._comm.process_group import ProcessGroupGroup
-from longspan._engine import kv_exchange as keys
+from longspan._engine import kv_exchange
 from longspan._kernels.cpu import CpuKernel
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Work
 from longspan.testing import run_processes, virtual_world
@@ -32,7 +32,7 @@ PER_ROW = ls.mask_mod(lambda b, h, q, kv: (q >= kv) & (q - kv < 30 + 50 * b))
 
 
 def by_token(t: Tensor) -> Tensor:
-    """The same values with tokens outermost in memory, as a projection leaves them."""
+    """The same values with tokens outermost in memory, as projections write them."""
     return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -51,12 +51,12 @@ def over(p: Problem, shape: Any, lay: Callable[[Tensor, int], Tensor], **options
 
         return p.on_rank(made.on(mesh), attend=attend)
 
-    found = world.run(rank)
-    kept = [e for e in world.exchanges if "stage" in e.what]
-    return summed(found), [e.what for e in kept], sum(int(e.bytes.sum()) for e in kept)
+    by_rank = world.run(rank)
+    moves = [e for e in world.exchanges if "stage" in e.what]
+    return summed(by_rank), [e.what for e in moves], sum(int(e.bytes.sum()) for e in moves)
 
 
-def near(got: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+def assert_close(got: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     """Compare up to the order of sums: one exchange orders received rows by rank, several order them by stage."""
     for name, want in right.items():
         assert Results(got).error(Results(right), name) <= 1e-12 * max(1.0, float(want[torch.isfinite(want)].abs().max())), name
@@ -72,29 +72,29 @@ def test_separate_exchanges_equal_packed_ones_for_all_strides(
     p = problem(ls.causal() if mask == "causal" else PER_ROW)
     schedule = p.plan(ls.Mesh.abstract(4), **WAYS[way]).data.schedule
     right, names, size = over(p, 4, lambda t, _: t, **WAYS[way])
-    assert len(names) == 3 * schedule.stages  # keys forward and backward, and gradients
-    monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
-    found = []
+    assert len(names) == 3 * schedule.stages  # KV forward, KV backward, gradients
+    monkeypatch.setattr(kv_exchange, "SEPARATE_KV_BYTES", 0)
+    results = []
     lays: list[Callable[[Tensor, int], Tensor]] = [lambda t, _: t, lambda t, _: by_token(t), lambda t, rank: by_token(t) if rank % 2 else t]
-    for lay in lays:  # the last: ranks need not agree on it
-        got, apart, moved = over(p, 4, lay, **WAYS[way])
-        near(got, right)
-        found.append(got)
+    for lay in lays:  # the last one: strides that differ between ranks
+        got, exchanges, moved = over(p, 4, lay, **WAYS[way])
+        assert_close(got, right)
+        results.append(got)
         assert moved == size
         for kind in ("keys, forward", "values, forward", "keys, backward", "values, backward", "return of gradients"):
-            assert sum(n.endswith(kind) for n in apart) == len(schedule.steps)
-    for name, want in found[0].items():
-        assert all(torch.equal(other[name], want) for other in found[1:]), name
+            assert sum(n.endswith(kind) for n in exchanges) == len(schedule.steps)
+    for name, want in results[0].items():
+        assert all(torch.equal(other[name], want) for other in results[1:]), name
 
 
 def test_kv_with_tokens_outermost_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[tuple[int, ...]] = []
-    monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
-    monkeypatch.setattr(keys, "copy_rows_", lambda out, x: (copied.append(x.shape), out.copy_(x)))
+    monkeypatch.setattr(kv_exchange, "SEPARATE_KV_BYTES", 0)
+    monkeypatch.setattr(kv_exchange, "copy_rows_", lambda out, x: (copied.append(x.shape), out.copy_(x)))
     over(problem(ls.causal(), batch=1), 3, lambda t, _: by_token(t), **WAYS["ring"])
-    over(problem(PER_ROW), 3, lambda t, _: by_token(t), **WAYS["exchange"])  # rows that are laid out differently
+    over(problem(PER_ROW), 3, lambda t, _: by_token(t), **WAYS["exchange"])  # batch rows with different layouts
     assert not copied
-    over(problem(ls.causal(), batch=1), 3, lambda t, _: by_token(t), **WAYS["at once"])  # one buffer for local keys and others
+    over(problem(ls.causal(), batch=1), 3, lambda t, _: by_token(t), **WAYS["at once"])  # one buffer for local and received KV
     assert copied
 
 
@@ -132,30 +132,30 @@ def test_a_kernel_that_reads_two_buffers_gets_local_kv_uncopied(mask: str, monke
     right, names, size = over(p, 4, lambda t, _: by_token(t), **WAYS["at once"])
     buffers = let_cpu_read_two_buffers(monkeypatch)
     copied: list[tuple[int, ...]] = []
-    monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
-    monkeypatch.setattr(keys, "copy_rows_", lambda out, x: (copied.append(x.shape), out.copy_(x)))
-    got, apart, moved = over(p, 4, lambda t, _: by_token(t), **WAYS["at once"])
+    monkeypatch.setattr(kv_exchange, "SEPARATE_KV_BYTES", 0)
+    monkeypatch.setattr(kv_exchange, "copy_rows_", lambda out, x: (copied.append(x.shape), out.copy_(x)))
+    got, exchanges, moved = over(p, 4, lambda t, _: by_token(t), **WAYS["at once"])
     for name, want in right.items():
         assert torch.equal(got[name], want), name
-    assert moved == size and (len(names), len(apart)) == (3, 5)
-    assert bool(copied) == (mask != "causal")  # two sequences do not lie token by token
-    assert bool(buffers) == (mask != "rows differ")  # whose rows lie scattered in a buffer
+    assert moved == size and (len(names), len(exchanges)) == (3, 5)
+    assert bool(copied) == (mask != "causal")  # two batch rows are not token-outermost
+    assert bool(buffers) == (mask != "rows differ")  # their rows are scattered in the buffer
     over(p, 4, lambda t, _: by_token(t), **WAYS["ring"])
-    assert len(buffers) in (0, 2 * 4)  # both passes of four ranks; in a ring local keys have a step to themselves
+    assert len(buffers) in (0, 2 * 4)  # both passes of four ranks; in a ring local KV has a step of its own
 
 
 def test_separate_exchanges_depend_on_sizes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem(ls.causal(), dtype=torch.float32)
     shard = 203 // 4 * p.batch * p.kv_heads * (p.dim + p.value_dim) * 4
-    for limit, apart in ((shard, True), (shard + 1, False)):
-        monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", limit)
+    for limit, separate in ((shard, True), (shard + 1, False)):
+        monkeypatch.setattr(kv_exchange, "SEPARATE_KV_BYTES", limit)
         _, names, _ = over(p, 4, lambda t, _: t, **WAYS["ring"])
-        assert any("values" in n for n in names) == apart
+        assert any("values" in n for n in names) == separate
 
 
 @pytest.mark.parametrize("way", ["ring", "at once"])
 def test_a_rank_without_kv_takes_part(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
+    monkeypatch.setattr(kv_exchange, "SEPARATE_KV_BYTES", 0)
     buffers = let_cpu_read_two_buffers(monkeypatch)
     p = Problem(mask=ls.causal(), score="none", q_len=5, kv_len=5, batch=1, heads=4, kv_heads=2)
     options = {**WAYS[way], "layout": "contiguous"}
@@ -165,11 +165,11 @@ def test_a_rank_without_kv_takes_part(way: str, monkeypatch: pytest.MonkeyPatch)
     got, _, _ = over(p, 7, lambda t, _: by_token(t), **options)
     for name in right.values:
         assert Results(got).error(right, name) < 1e-11, name
-    assert way == "ring" or {0} < {own for own, _ in buffers}
+    assert way == "ring" or {0} < {local for local, _ in buffers}
 
 
 def test_queries_and_kv_of_different_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
+    monkeypatch.setattr(kv_exchange, "SEPARATE_KV_BYTES", 0)
     buffers = let_cpu_read_two_buffers(monkeypatch)
     p = Problem(mask=ls.mask_mod(lambda b, h, q, kv: q + 90 >= kv), score="alibi", q_len=131, kv_len=229, batch=1, heads=6, kv_heads=3)
     right = p.by_oracle()
@@ -180,7 +180,7 @@ def test_queries_and_kv_of_different_lengths(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_after_a_ulysses_transpose_k_and_v_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
+    monkeypatch.setattr(kv_exchange, "SEPARATE_KV_BYTES", 0)
     p = Problem(mask=ls.causal(), score="none", q_len=203, kv_len=203, batch=1, heads=4, kv_heads=2)
     _, names, _ = over(p, (2, 2), lambda t, _: by_token(t), strategy="ulysses_ring", layout="head_tail")
     assert names and not any("values" in n for n in names)
@@ -192,7 +192,7 @@ def _real() -> Problem:
 
 
 def _rank(way: str) -> tuple[dict[str, Tensor], list[str]]:
-    keys.SEPARATE_KV_BYTES = 0
+    kv_exchange.SEPARATE_KV_BYTES = 0
     names: list[str] = []
     begin = ProcessGroupGroup._begin
 
@@ -206,17 +206,17 @@ def _rank(way: str) -> tuple[dict[str, Tensor], list[str]]:
     def attend(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Any:
         return ls.attention(q, by_token(k), v, **rest)
 
-    options = {**WAYS[way], "layout": "contiguous"}  # of which rank 0 gets nothing
+    options = {**WAYS[way], "layout": "contiguous"}  # rank 0 receives nothing
     return p.on_rank(p.plan(dist.group.WORLD, **options), attend=attend), names
 
 
 @pytest.mark.parametrize("way", ["exchange", "at once"])
 def test_real_processes_send_k_and_v_separately(way: str) -> None:
-    found = run_processes(_rank, 2, way)
-    check_budget(_real(), Results(summed([values for values, _ in found])))
-    for _, names in found:
+    by_rank = run_processes(_rank, 2, way)
+    check_budget(_real(), Results(summed([values for values, _ in by_rank])))
+    for _, names in by_rank:
         ways = [sum(n.endswith(kind) for n in names) for kind in ("values, forward", "keys, backward")]
-        assert ways[0] >= ways[1] >= 1  # backward, a stage in which nothing moves is left out
+        assert ways[0] >= ways[1] >= 1  # backward skips stages without moves
 
 
 def noted(call: Callable[..., Any], joined: list[bool]) -> Callable[..., Any]:
@@ -249,7 +249,7 @@ def test_on_a_gpu_kv_in_two_buffers_gives_the_bits_of_one(way: str, ranks: int, 
     monkeypatch.setattr(importlib.import_module("longspan._plan.schedule"), "STAGE_TOKENS", 64)  # each stage of a ring is a step
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        monkeypatch.setattr(keys, "SEPARATE_KV_BYTES", 0)
+        monkeypatch.setattr(kv_exchange, "SEPARATE_KV_BYTES", 0)
         with monkeypatch.context() as patch:
             patch.setattr(HopperKernel, "joins", lambda *_, **__: False)
             right, _, _ = over(p, ranks, lambda t, _: t, **WAYS[way])

@@ -17,7 +17,7 @@ SAMPLE = covering_sample(whole_grid())
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
-def test_equals_the_oracle_to_the_last_digits(case: Case) -> None:
+def test_results_equal_the_float64_oracle_up_to_rounding(case: Case) -> None:
     check_case(case)
 
 
@@ -65,11 +65,11 @@ TOGETHER = [
 @pytest.mark.parametrize(("mask", "ranks", "options"), TOGETHER)
 def test_joined_schedules_compute_local_and_first_received_kv_together(mask: str, ranks: Any, options: dict[str, Any]) -> None:
     rows = ls.causal() & ls.documents(lengths=[[100, 3, 57, 43], [20, 101, 82]])
-    found = rows if mask == "documents by row" else mask_named(mask, 203, options["layout"])
-    problem = Problem(mask=found, score="relative bias", q_len=203, kv_len=203, batch=2, heads=6, kv_heads=3)
-    right, got, apart = (problem.by_oracle(), *(problem.over(ranks, overlap=overlap, **options) for overlap in (False, True)))
-    assert got.extra.schedule.joined and not apart.extra.schedule.joined and got.bytes_sent == apart.bytes_sent
-    steps = [len(local_schedule(p.extra.data, ScheduleOptions(block=(128, 128))).steps) for p in (got, apart)]
+    problem_mask = rows if mask == "documents by row" else mask_named(mask, 203, options["layout"])
+    problem = Problem(mask=problem_mask, score="relative bias", q_len=203, kv_len=203, batch=2, heads=6, kv_heads=3)
+    right, got, overlapped = (problem.by_oracle(), *(problem.over(ranks, overlap=overlap, **options) for overlap in (False, True)))
+    assert got.extra.schedule.joined and not overlapped.extra.schedule.joined and got.bytes_sent == overlapped.bytes_sent
+    steps = [len(local_schedule(p.extra.data, ScheduleOptions(block=(128, 128))).steps) for p in (got, overlapped)]
     assert steps[0] == steps[1] - 1
     for name in right.values:
         assert got.error(right, name) < 1e-11, name
@@ -140,8 +140,8 @@ def test_a_rank_may_leave_lse_out_of_its_loss(strategy: str) -> None:
             loss = loss + (lse * plan.shard(problem.grad_lse, 2)).sum()
         return [plan.unshard(g, 2) for g in torch.autograd.grad(loss, inputs)]
 
-    for found in virtual_world(3).run(rank):
-        for name, grad in zip(("dq", "dk", "dv"), found, strict=True):
+    for result in virtual_world(3).run(rank):
+        for name, grad in zip(("dq", "dk", "dv"), result, strict=True):
             torch.testing.assert_close(grad, right.values[name], rtol=0, atol=1e-11)
 
 

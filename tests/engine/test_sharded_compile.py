@@ -23,9 +23,9 @@ def model(q: Tensor, k: Tensor, v: Tensor, plan: ls.Plan) -> Tensor:
     return ls.attention(q * 2, k.sin(), v, plan=plan, score_mod=score_mod).cos()
 
 
-def gradients(fn: Any, given: list[Tensor], plan: ls.Plan) -> list[Tensor]:
-    loss = fn(*given, plan).square().sum()
-    return [loss.detach(), *torch.autograd.grad(loss, [*given, BIAS])]
+def gradients(fn: Any, tensors: list[Tensor], plan: ls.Plan) -> list[Tensor]:
+    loss = fn(*tensors, plan).square().sum()
+    return [loss.detach(), *torch.autograd.grad(loss, [*tensors, BIAS])]
 
 
 def shards(plan: ls.Plan, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -44,8 +44,8 @@ def test_twenty_plans_through_one_compiled_function_compile_at_most_twice() -> N
             length = 200 + 5 * i
             mask = ls.causal() & ls.documents(lengths=[60 + i, length - 60 - i])
             plan = ls.plan(mask, length, mesh, layout="auto", strategy=("ring", "exchange")[i % 2])
-            given = shards(plan)
-            for got, want in zip(gradients(compiled, given, plan), gradients(model, given, plan), strict=True):
+            tensors = shards(plan)
+            for got, want in zip(gradients(compiled, tensors, plan), gradients(model, tensors, plan), strict=True):
                 torch.testing.assert_close(got, want)
 
     virtual_world(1).run(rank)
@@ -64,9 +64,9 @@ def test_a_compiled_function_runs_on_many_ranks() -> None:
         plan = ls.plan(ls.causal(), 203, mesh, layout="head_tail", strategy="ring")
         return [t if i in (0, 4) else plan.unshard(t, 2) for i, t in enumerate(gradients(model, shards(plan), plan))]
 
-    found = virtual_world(3).run(rank)
+    by_rank = virtual_world(3).run(rank)
     for i, right in enumerate(want):
-        torch.testing.assert_close(sum(f[i] for f in found) if i in (0, 4) else found[0][i], right, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(sum(f[i] for f in by_rank) if i in (0, 4) else by_rank[0][i], right, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("policy", [None, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
@@ -78,9 +78,9 @@ def test_activation_checkpointing_recomputes_over_the_mesh(policy: CheckpointPol
 
     def rank(mesh: Any) -> None:
         plan = ls.plan(ls.causal(), 203, mesh, layout="head_tail", strategy="ring")
-        given = shards(plan)
+        tensors = shards(plan)
         again = lambda *args: checkpoint(model, *args, use_reentrant=False, **options)
-        for got, want in zip(gradients(again, given, plan), gradients(model, given, plan), strict=True):
+        for got, want in zip(gradients(again, tensors, plan), gradients(model, tensors, plan), strict=True):
             torch.testing.assert_close(got, want)
 
     virtual_world(3).run(rank)
@@ -92,20 +92,20 @@ def test_a_plan_lives_until_its_backward_pass_is_done(compiled: bool) -> None:
 
     def rank(mesh: Any) -> None:
         plan = ls.plan(ls.causal(), 203, mesh, layout="contiguous")
-        given = shards(plan)
-        loss = fn(*given, plan).sum()
+        tensors = shards(plan)
+        loss = fn(*tensors, plan).sum()
         del plan
         gc.collect()
         loss.backward()
-        assert all(t.grad is not None for t in given)
+        assert all(t.grad is not None for t in tensors)
 
     virtual_world(1).run(rank)
 
 
 def test_double_backward_over_a_mesh_raises() -> None:
     plan = ls.plan(ls.causal(), 50, ls.Mesh.abstract(1))
-    given = shards(plan)
-    (first,) = torch.autograd.grad(model(*given, plan).sum(), given[:1], create_graph=True)
+    tensors = shards(plan)
+    (first,) = torch.autograd.grad(model(*tensors, plan).sum(), tensors[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="supports one differentiation"):
         first.sum().backward()
 
@@ -113,8 +113,8 @@ def test_double_backward_over_a_mesh_raises() -> None:
 def test_without_gradients_autograd_is_not_used() -> None:
     plan = ls.plan(ls.causal(), 203, ls.Mesh.abstract(1), layout="contiguous")
     q, k, v = (t.detach() for t in shards(plan))
-    want, near = model(q, k, v, plan).detach(), BIAS.detach().clone()
-    score_mod = lambda s, b, h, i, j: s + near[h, i - j + 300] + 0 * s  # another program than the model's: not traced yet
+    want, changed = model(q, k, v, plan).detach(), BIAS.detach().clone()
+    score_mod = lambda s, b, h, i, j: s + changed[h, i - j + 300] + 0 * s  # another program than the model's: not traced yet
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             fresh = ls.plan(ls.causal(), 203, ls.Mesh.abstract(1), layout="contiguous")

@@ -37,12 +37,12 @@ def test_virtual_ranks_on_a_gpu_equal_the_oracle(mask: str, score: str, strategy
 
 
 def _rank(_: Any) -> list[Any]:
-    found = []
+    results = []
     for mask, score, strategy, layout, _, dtype in CASES[:4]:
         p = problem(mask, score, layout, dtype)
         values = p.on_rank(p.plan(dist.group.WORLD, strategy=strategy, layout=layout))
-        found.append({name: t.cpu() for name, t in values.items()})
-    return found
+        results.append({name: t.cpu() for name, t in values.items()})
+    return results
 
 
 @pytest.mark.gpu
@@ -93,14 +93,14 @@ def _rank_of_two_streams(_: Any) -> tuple[list[Any], list[int]]:
     for plan in plans:
         p.on_rank(plan)  # the first time there is one stream
     used.clear()
-    found = [p.on_rank(plan) for plan in plans]
-    return [{name: t.cpu() for name, t in values.items()} for values in found], used
+    results = [p.on_rank(plan) for plan in plans]
+    return [{name: t.cpu() for name, t in values.items()} for values in results], used
 
 
 @pytest.mark.gpu
 def test_steps_on_two_streams_equal_the_oracle() -> None:
     ranks = run_processes(_rank_of_two_streams, 2, None, timeout=300)
     for i in range(len(WIDE)):
-        check_budget(wide_problem(), Results(summed([{name: t.cuda() for name, t in found[i].items()} for found, _ in ranks])))
+        check_budget(wide_problem(), Results(summed([{name: t.cuda() for name, t in results[i].items()} for results, _ in ranks])))
     if torch.cuda.get_device_capability() == (9, 0):
         assert all(used == [2] * len(WIDE) for _, used in ranks), [used for _, used in ranks]

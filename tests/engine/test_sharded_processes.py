@@ -28,16 +28,16 @@ def problem(mask: str, score: str, dtype: torch.dtype) -> Problem:
 
 def _rank(_: Any = None) -> list[Any]:
     world = dist.group.WORLD
-    found = []
+    results = []
     for mask, score, strategy, layout in CASES:
         for dtype in (torch.float32, torch.bfloat16):
             p = problem(mask, score, dtype)
-            found.append(p.on_rank(p.plan(world, strategy=strategy, layout=layout)))
+            results.append(p.on_rank(p.plan(world, strategy=strategy, layout=layout)))
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("ring", "ulysses"))
     p = problem("documents", "relative bias", torch.float32)
-    found.append(p.on_rank(p.plan(mesh, strategy="ulysses_ring", layout="head_tail")))
-    found.append(_disagreement(world))
-    return found
+    results.append(p.on_rank(p.plan(mesh, strategy="ulysses_ring", layout="head_tail")))
+    results.append(_disagreement(world))
+    return results
 
 
 def _disagreement(world: Any) -> str:
@@ -51,10 +51,10 @@ def _disagreement(world: Any) -> str:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_real_processes_compute_what_one_device_computes(ranks: int) -> None:
+def test_real_processes_equal_one_device(ranks: int) -> None:
     ranks_found = run_processes(_rank, ranks, None)
     cases = [(mask, score, dtype) for mask, score, _, _ in CASES for dtype in (torch.float32, torch.bfloat16)]
     for i, (mask, score, dtype) in enumerate([*cases, ("documents", "relative bias", torch.float32)]):
         check_budget(problem(mask, score, dtype), Results(summed([r[i] for r in ranks_found])))
-    for found in ranks_found:
-        assert "rank 1 has 4/4" in found[-1] and "heads" in found[-1]
+    for results in ranks_found:
+        assert "rank 1 has 4/4" in results[-1] and "heads" in results[-1]

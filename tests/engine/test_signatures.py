@@ -47,12 +47,12 @@ GROUPED = [
 def compare(tensors: list[Tensor], **settings: Any) -> None:
     """Values and gradients of torch's call and of ours, in float64."""
     mask = settings.get("attn_mask")
-    given = [*tensors, mask] if mask is not None and mask.requires_grad else tensors
+    leaves = [*tensors, mask] if mask is not None and mask.requires_grad else tensors
     want, got = (fn(*tensors, **settings) for fn in (F.scaled_dot_product_attention, ls.scaled_dot_product_attention))
     torch.testing.assert_close(got, want)
     weight = torch.randn_like(want)
-    found = (torch.autograd.grad((t * weight).sum(), given) for t in (got, want))
-    for a, b in zip(*found, strict=True):
+    grads = (torch.autograd.grad((t * weight).sum(), leaves) for t in (got, want))
+    for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -94,10 +94,10 @@ def test_sdpa_masks_of_inputs_of_any_number_of_dims_equal_torchs(leading: tuple[
 def test_an_empty_batch_gives_an_empty_result_under_any_mask() -> None:
     bias = torch.randn(0, 1, 9, 13, dtype=torch.float64, requires_grad=True)
     for mask in (bias, bias > 0, torch.ones(9, 13, dtype=torch.bool)):
-        given = tensors(((0, 4),) * 3)
-        out = ls.scaled_dot_product_attention(*given, attn_mask=mask)
+        empty = tensors(((0, 4),) * 3)
+        out = ls.scaled_dot_product_attention(*empty, attn_mask=mask)
         assert out.shape == (0, 4, 9, 6)
-        assert [g.shape for g in torch.autograd.grad(out.sum(), given)] == [t.shape for t in given]
+        assert [g.shape for g in torch.autograd.grad(out.sum(), empty)] == [t.shape for t in empty]
 
 
 @pytest.mark.filterwarnings("ignore:Lower right causal bias")
@@ -159,8 +159,8 @@ def test_flex_attention_broadcasts_batch_one_and_returns_lse() -> None:
 def test_flex_attention_accepts_torchs_kernel_options_without_effect() -> None:
     q, k, v = (torch.randn(2, 3, 20, 16) for _ in range(3))
     options = {name: 64 for name in FlexKernelOptions.__annotations__ if name != "BACKEND"}
-    for given in ({}, {"BACKEND": "AUTO"}, {"fwd_BLOCK_M": 64, "bwd_BLOCK_M1": 32, "PRESCALE_QK": True}, options):
-        torch.testing.assert_close(ls.flex_attention(q, k, v, kernel_options=given), torch_flex(q, k, v))
+    for supported in ({}, {"BACKEND": "AUTO"}, {"fwd_BLOCK_M": 64, "bwd_BLOCK_M1": 32, "PRESCALE_QK": True}, options):
+        torch.testing.assert_close(ls.flex_attention(q, k, v, kernel_options=supported), torch_flex(q, k, v))
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 2, 0, 3)])
@@ -184,22 +184,22 @@ DTYPES = {
 @pytest.mark.parametrize("kind", ["none", "bool", "float"])
 def test_sdpa_under_autocast_casts_as_torch_does(name: str, kind: str) -> None:
     shapes = ((2, 3, 9, 8), (2, 3, 13, 8), (2, 3, 13, 5))
-    given = [torch.randn(shape).to(dtype) for shape, dtype in zip(shapes, DTYPES[name], strict=True)]
+    inputs = [torch.randn(shape).to(dtype) for shape, dtype in zip(shapes, DTYPES[name], strict=True)]
     bias = torch.randn(9, 13, dtype=torch.float64 if name == "all float64" else torch.float32)
     mask = {"none": None, "bool": bias > -1, "float": bias}[kind]
     cast = lambda x: x.bfloat16() if x is not None and x.dtype in (torch.float32, torch.float16) else x
-    want = ls.scaled_dot_product_attention(*map(cast, given), attn_mask=cast(mask))
+    want = ls.scaled_dot_product_attention(*map(cast, inputs), attn_mask=cast(mask))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got, torchs = (fn(*given, attn_mask=mask) for fn in (ls.scaled_dot_product_attention, F.scaled_dot_product_attention))
+        got, torchs = (fn(*inputs, attn_mask=mask) for fn in (ls.scaled_dot_product_attention, F.scaled_dot_product_attention))
     assert got.dtype == torchs.dtype and torch.equal(got, want)
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_flex_attention_under_autocast_casts_as_torch_does(name: str) -> None:
-    given = [torch.randn(2, 3, 11, 8).to(dtype) for dtype in DTYPES[name]]
-    want = ls.flex_attention(*(t if t.dtype == torch.float64 else t.bfloat16() for t in given))
+    inputs = [torch.randn(2, 3, 11, 8).to(dtype) for dtype in DTYPES[name]]
+    want = ls.flex_attention(*(t if t.dtype == torch.float64 else t.bfloat16() for t in inputs))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        (out, lse), torchs = ls.flex_attention(*given, return_lse=True), torch_flex(*given)
+        (out, lse), torchs = ls.flex_attention(*inputs, return_lse=True), torch_flex(*inputs)
     assert out.dtype == torchs.dtype and torch.equal(out, want)
     assert lse.dtype == (torch.float64 if name == "all float64" else torch.float32)
 

@@ -118,10 +118,10 @@ def test_equal_contents_in_other_tensors_are_compared_once(monkeypatch: pytest.M
 
 
 def test_a_device_copy_follows_the_contents_of_its_tensor() -> None:
-    copies, held = DeviceCopies(), np.arange(5)
-    tensor = torch.from_numpy(held)
+    copies, array = DeviceCopies(), np.arange(5)
+    tensor = torch.from_numpy(array)
     first = copies.on(tensor, torch.device("meta"))
-    held[2] = 9
+    array[2] = 9
     second = copies.on(tensor, torch.device("meta"))
     assert second is not first
     assert copies.on(tensor, torch.device("meta")) is second
@@ -135,6 +135,6 @@ def test_a_copy_made_in_inference_mode_can_be_used_in_training() -> None:
         assert copies.on(made, torch.device("cpu")) is made
     assert not copy.is_inference() and not copy.requires_grad
     assert copies.on(ids, torch.device("meta")) is copy
-    kept = copies.on(made, torch.device("cpu"))
-    assert torch.equal(kept, made) and not kept.is_inference()
-    assert copies.on(made, torch.device("cpu")) is kept
+    copied = copies.on(made, torch.device("cpu"))
+    assert torch.equal(copied, made) and not copied.is_inference()
+    assert copies.on(made, torch.device("cpu")) is copied

@@ -17,14 +17,14 @@ Grads = tuple[Tensor, ...]
 
 def _both(kernel: str, tensors: list[Tensor], **options: Any) -> tuple[tuple[Tensor, Tensor, Grads], tuple[Tensor, Tensor, Grads]]:
     """(out, lse, gradients) of a kernel and of the oracle."""
-    found = []
+    results = []
     for attend in (
         lambda *t: ls.attention(*t, kernel=kernel, return_lse=True, **options),
         lambda *t: oracle(*t, return_lse=True, **options),
     ):
         out, lse = attend(*tensors)
-        found.append((out, lse, torch.autograd.grad(out.sum() + out.square().sum(), tensors)))
-    return found[0], found[1]
+        results.append((out, lse, torch.autograd.grad(out.sum() + out.square().sum(), tensors)))
+    return results[0], results[1]
 
 
 def _check(kernel: str, tensors: list[Tensor], **options: Any) -> None:
@@ -67,15 +67,15 @@ def test_the_dense_kernel_supports_ranks_without_queries() -> None:
 def test_literals_of_mods_compile_with_the_dense_kernel_too() -> None:
     q, k, v = (t.requires_grad_() for t in _drawn())
 
-    def near(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def add_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return torch.where(i - j > 9, -torch.inf, score * torch.tensor(1.5)) + torch.zeros_like(score)
 
     def attend(q: Tensor) -> Tensor:
-        return ls.attention(q, k, v, mask=ls.causal(), score_mod=near, kernel="dense")
+        return ls.attention(q, k, v, mask=ls.causal(), score_mod=add_bias, kernel="dense")
 
     right = attend(q)
     torch.testing.assert_close(torch.compile(attend, backend="aot_eager", fullgraph=True)(q), right)
-    got = ls.attention(q, k, v, mask=ls.causal(), score_mod=near)  # the gradient of a program with literals, traced
+    got = ls.attention(q, k, v, mask=ls.causal(), score_mod=add_bias)  # the gradient of a program with literals, traced
     for a, b in zip(*(torch.autograd.grad(o.square().sum(), [q, k, v]) for o in (got, right)), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
 
@@ -111,11 +111,11 @@ def test_a_score_mod_may_use_captured_tensors_whole_whatever_their_sizes(name: s
         generator = torch.Generator().manual_seed(size)
         q, k, v = (torch.randn(1, 2, 13, 4, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(3))
         t, e = (torch.randn(*s, generator=generator, dtype=torch.float64, requires_grad=True) for s in ((size,), (13, width)))
-        found = []
+        results = []
         for kernel in ("cpu", "dense"):
             out = ls.attention(q, k, v, mask=ls.causal(), score_mod=lambda s, b, h, i, j, t=t, e=e: fn(s, t, e, i, j), kernel=kernel)
-            found.append(torch.autograd.grad(out.square().sum(), [q, k, v, t, e], allow_unused=True))
-        for got, right in zip(*found, strict=True):
+            results.append(torch.autograd.grad(out.square().sum(), [q, k, v, t, e], allow_unused=True))
+        for got, right in zip(*results, strict=True):
             assert (got is None) == (right is None)
             if got is not None:
                 torch.testing.assert_close(got, right)

@@ -1,4 +1,4 @@
-"""A decoder under context parallelism beside FSDP2, tensor parallelism, accumulation, recomputation and compilation."""
+"""A decoder under context parallelism with FSDP2, tensor parallelism, accumulation, recomputation and compilation."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def batch_at(i: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels, "document_ids": documents}
 
 
-def loss_of(model: nn.Module, given: PreparedBatch) -> Tensor:
+def loss_of(model: nn.Module, prepared: PreparedBatch) -> Tensor:
     """This rank's share of the loss."""
-    plan, count = given["longspan_plan"]["full"], given["num_items_in_batch"]
-    return model(given["input_ids"], given["position_ids"], plan=plan, labels=given["labels"], count=count)
+    plan, count = prepared["longspan_plan"]["full"], prepared["num_items_in_batch"]
+    return model(prepared["input_ids"], prepared["position_ids"], plan=plan, labels=prepared["labels"], count=count)
 
 
 def shares(model: nn.Module, mesh: Any, batches: list[int], **options: Any) -> Tensor:

@@ -32,13 +32,13 @@ def on(ranks: int, batch: dict[str, Tensor], **options: Any) -> list[dict[str, A
 @pytest.mark.parametrize("layout", ["auto", "head_tail", "contiguous"])
 def test_each_rank_gets_its_tokens_with_their_positions_and_next_tokens(layout: str) -> None:
     outputs = on(3, whole(), layout=layout)
-    for given in outputs:
-        ids, positions, labels = (given[n] for n in ("input_ids", "position_ids", "labels"))
+    for prepared in outputs:
+        ids, positions, labels = (prepared[n] for n in ("input_ids", "position_ids", "labels"))
         assert torch.equal(positions, ids % LENGTH)
         last = positions == LENGTH - 1
         assert torch.equal(labels[~last], ids[~last] + 1) and (labels[last] == -100).all()
-        assert given["use_cache"] is False and given["shift_labels"] is labels
-        assert float(given["num_items_in_batch"]) == pytest.approx(ROWS * (LENGTH - 1) / 3)
+        assert prepared["use_cache"] is False and prepared["shift_labels"] is labels
+        assert float(prepared["num_items_in_batch"]) == pytest.approx(ROWS * (LENGTH - 1) / 3)
     assert torch.cat([g["input_ids"].flatten() for g in outputs]).sort().values.equal(whole()["input_ids"].flatten())
 
 
@@ -79,7 +79,7 @@ def test_labels_that_only_padding_could_predict_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"pixel_values": torch.zeros(2, 3)}, "got 'pixel_values', which it cannot split"),
         ({"attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}, "mask of query-key pairs"),
@@ -89,13 +89,13 @@ def test_labels_that_only_padding_could_predict_do_not_count() -> None:
         ({"input_ids": torch.zeros(2, 2), "labels": None}, "got 2 tokens for 4 ranks"),
     ],
 )
-def test_a_batch_that_cannot_be_split_raises(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_batch_that_cannot_be_split_raises(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         prepare_batch({**whole(), **change}, ls.Mesh.abstract(4))
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"layer_types": ["chunked_attention"]}, "chunked_attention"),
@@ -104,9 +104,9 @@ def test_a_batch_that_cannot_be_split_raises(change: dict[str, Any], said: str) 
         ({"output_router_logits": True}, "load-balancing"),
     ],
 )
-def test_a_config_that_computes_from_a_shard_only_raises(settings: dict[str, Any], said: str) -> None:
+def test_a_config_that_computes_from_a_shard_only_raises(settings: dict[str, Any], message: str) -> None:
     config = type("Config", (), settings)()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         check_config(config)
     assert windows_of(config) == [] and head_counts(config, 1) == {}
 
@@ -152,10 +152,10 @@ def test_losses_are_summed_in_float32_or_wider(dtype: torch.dtype) -> None:
         assert abs(float(got) - float(want)) < 1e-5 * float(want)
 
 
-def test_a_given_count_replaces_the_batchs_own() -> None:
+def test_an_explicit_count_replaces_the_count_of_the_batch() -> None:
     for gradients, share in (("mean", 3), ("sum", 1)):
-        for given in on(3, whole(), count=700, gradients=gradients):
-            assert float(given["num_items_in_batch"]) == pytest.approx(700 / share)
+        for prepared in on(3, whole(), count=700, gradients=gradients):
+            assert float(prepared["num_items_in_batch"]) == pytest.approx(700 / share)
     assert float(on(1, {**whole(), "labels": torch.full((ROWS, LENGTH), -100)})[0]["num_items_in_batch"]) == 1
 
 

@@ -1,4 +1,4 @@
-"""A forward that was given a plan raises unless every attention layer used it."""
+"""A forward with a plan raises unless every attention layer used the plan."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_a_model_with_another_attention_implementation_raises_before_it_computes
     model(**planned())
 
 
-@pytest.mark.parametrize("given", ["the model", "its config"])
-def test_prepare_batch_raises_for_another_attention_implementation(given: str) -> None:
+@pytest.mark.parametrize("config_from", ["the model", "its config"])
+def test_prepare_batch_raises_for_another_attention_implementation(config_from: str) -> None:
     model = model_of("llama", "sdpa")
     with pytest.raises(ValueError, match="got 'sdpa'"):
-        lst.prepare_batch(batch_of("plain"), ls.Mesh.abstract(2), config=model if given == "the model" else model.config)
+        lst.prepare_batch(batch_of("plain"), ls.Mesh.abstract(2), config=model if config_from == "the model" else model.config)
     model.set_attn_implementation("longspan")
-    lst.prepare_batch(batch_of("plain"), ls.Mesh.abstract(2), config=model if given == "the model" else model.config)
+    lst.prepare_batch(batch_of("plain"), ls.Mesh.abstract(2), config=model if config_from == "the model" else model.config)
 
 
 def test_prepare_batch_reads_the_windows_of_a_model_as_of_its_config() -> None:
@@ -117,8 +117,8 @@ def test_ranks_that_are_threads_of_one_model_are_checked_each() -> None:
     model = model_of("gemma2", "longspan")
 
     def rank(mesh: Any) -> float:
-        given = lst.prepare_batch(batch_of("plain"), mesh, config=model, gradients="sum")
-        return float(model(**given).loss.detach())
+        prepared = lst.prepare_batch(batch_of("plain"), mesh, config=model, gradients="sum")
+        return float(model(**prepared).loss.detach())
 
     want = float(model_of("gemma2")(**batch_of("plain"), use_cache=False).loss.detach())
     assert sum(virtual_world(3).run(rank)) == pytest.approx(want, rel=2e-6)

@@ -1,4 +1,4 @@
-"""Models over Gloo processes, beside other kinds of parallelism. Few spawns with many checks in each, as spawning takes seconds."""
+"""Models over Gloo processes with other kinds of parallelism. Each spawn takes seconds, so few spawns run many checks."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def test_models_on_two_processes_with_ddp_autocast_and_recomputation() -> None:
     _check_families(outputs, list(FAMILIES))
     assert_equals_one_process("gemma2", "plain", [f["recomputed"] for f in outputs])
 
-    given = {**batch_of("packed"), "use_cache": False}
-    loss, logits, grads = results(model_of("llama"), given)
+    batch = {**batch_of("packed"), "use_cache": False}
+    loss, logits, grads = results(model_of("llama"), batch)
     assert relative(sum(f["ddp"][0] for f in outputs) / 2, loss) < 2e-6
     for f in outputs:
         assert all(relative(g, w) < 5e-5 for g, w in zip(f["ddp"][1], grads))
 
     with torch.autocast("cpu", torch.bfloat16):
-        _, half, half_grads = results(model_of("llama"), given)
+        _, half, half_grads = results(model_of("llama"), batch)
     got = [torch.stack([f["autocast"][2][i] for f in outputs]).sum(0) for i in range(len(grads))]
     assert _error(outputs[0]["autocast"][1], logits) <= 2 * _error(half, logits)
     for g, h, w in zip(got, half_grads, grads):
@@ -88,7 +88,7 @@ def _error(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-def test_models_on_four_processes_beside_other_parallelism(tmp_path: Any, pytestconfig: pytest.Config) -> None:
+def test_models_on_four_processes_with_other_parallelism(tmp_path: Any, pytestconfig: pytest.Config) -> None:
     families = list(FAMILIES) if pytestconfig.getoption("--whole-grid") else ["gemma2", "gpt_oss"]
     outputs = run_processes(_four, 4, str(tmp_path / "checkpoint"), families, timeout=280.0)
     _check_families(outputs, families)

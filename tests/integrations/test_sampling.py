@@ -1,4 +1,4 @@
-"""The samples that SpanningTrainer reads: a new order each epoch, kept by a resumed run; each sample once in evaluation."""
+"""Samplers of SpanningTrainer: a new order each epoch, the same in a resumed run; each sample once in evaluation."""
 
 from __future__ import annotations
 
@@ -106,9 +106,7 @@ def test_a_dataset_without_a_length_raises(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("samples", "rows", "groups"), [(7, 2, 3), (12, 2, 3), (13, 5, 2), (1, 4, 3), (8, 3, 1), (5, 1, 4), (0, 2, 2)])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_in_evaluation_each_sample_counts_once_and_all_ranks_make_equally_many_steps(
-    samples: int, rows: int, groups: int, drop_last: bool
-) -> None:
+def test_evaluation_counts_each_sample_once_in_equally_many_steps_per_rank(samples: int, rows: int, groups: int, drop_last: bool) -> None:
     places = [EvalBatches(samples, rows, data_ranks=groups, data_rank=g, drop_last=drop_last) for g in range(groups)]
     assert len({len(place) for place in places}) == 1
     counted = [i for place in places for batch, weight in zip(place, place.weights, strict=True) if weight for i in batch]

@@ -68,8 +68,8 @@ def test_losses_do_not_depend_on_processes_nor_on_being_stopped_and_killed(tmp_p
     stopped = subprocess.Popen(command(broken, "--processes", "2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_for(lambda: len(losses(broken)) >= 3 or stopped.poll() is not None, "three steps")
     stopped.send_signal(signal.SIGINT)
-    said = stopped.communicate(timeout=120)[1].decode()
-    assert stopped.returncode == 130 and "--resume" in said and "Traceback" not in said
+    stderr = stopped.communicate(timeout=120)[1].decode()
+    assert stopped.returncode == 130 and "--resume" in stderr and "Traceback" not in stderr
     done = len(losses(broken))
     assert (broken / f"step-{done:06d}" / "job.json").exists()
 
@@ -97,7 +97,7 @@ def _alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"),
+    ("extra", "message"),
     [
         ("--processes 4 --cp 3", "--cp: 4 processes cannot be divided"),
         ("--processes 4 --cp 1 --batch 6", "--batch: 6 sequences cannot be divided among 4"),
@@ -117,27 +117,27 @@ def _alive(pid: int) -> bool:
         ("--no-such-option", "--no-such-option"),
     ],
 )
-def test_wrong_input_is_one_clear_line_and_exit_code_2(extra: str, said: str, tmp_path: Path, capsys: Any) -> None:
+def test_wrong_input_is_one_clear_line_and_exit_code_2(extra: str, message: str, tmp_path: Path, capsys: Any) -> None:
     import json
 
     names = {name: str(tmp_path / name) for name in ("picture", "missing", "short", "other", "torn")}
     Path(names["picture"]).write_bytes(bytes(range(256)) * 20)
     Path(names["short"]).write_text("too short")
-    for name, kept in (("other", {"width": 999}), ("torn", None)):
+    for name, identity in (("other", {"width": 999}), ("torn", None)):
         folder = tmp_path / name / "step-000005"
         folder.mkdir(parents=True)
         files = {name: (0, hashlib.sha256().hexdigest()) for name in (".metadata", "__0_0.distcp")}
         for file in files:
             (folder / file).touch()
-        (folder / "job.json").write_text("{" if kept is None else json.dumps({"step": 5, "identity": kept, "files": files}))
-    given = extra.format(**names).split()
-    where = [] if "--out" in given else ["--out", str(tmp_path / "run")]
-    assert run(["train", *where, *given]) == 2
+        (folder / "job.json").write_text("{" if identity is None else json.dumps({"step": 5, "identity": identity, "files": files}))
+    options = extra.format(**names).split()
+    where = [] if "--out" in options else ["--out", str(tmp_path / "run")]
+    assert run(["train", *where, *options]) == 2
     out, err = capsys.readouterr()
-    assert not out and err.count("\n") == 1 and err.startswith("longspan train: ") and said.format(**names) in err, err
+    assert not out and err.count("\n") == 1 and err.startswith("longspan train: ") and message.format(**names) in err, err
 
 
-def test_the_demo_refuses_in_one_line_too(capsys: Any) -> None:
+def test_usage_errors_of_the_demo_are_one_line(capsys: Any) -> None:
     assert run(["demo", "--tokens", "100"]) == 2
     assert "at least 64 per process for 4 processes" in capsys.readouterr().err
 

@@ -60,11 +60,11 @@ def test_two_hosts_under_torchrun_give_the_losses_of_one_process(hosts: list[str
             )
         )
     try:
-        said = [p.communicate(timeout=250)[0].decode() for p in started]
+        outputs = [p.communicate(timeout=250)[0].decode() for p in started]
     finally:
         for p in started:
             p.kill()
-    assert [p.returncode for p in started] == [0, 0], "\n".join(said)
+    assert [p.returncode for p in started] == [0, 0], "\n".join(outputs)
     one = tmp_path / "one"
     subprocess.run(command(one, "--processes", "1"), check=True, timeout=250, capture_output=True)
     assert max(abs(a - b) for a, b in zip(losses(one), losses(out), strict=True)) < 1e-4

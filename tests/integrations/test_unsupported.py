@@ -1,4 +1,4 @@
-"""transformers without a plan, under torch.compile, and settings that raise beside a plan."""
+"""transformers without a plan, under torch.compile, and settings that raise with a plan."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from longspan.testing import oracle, virtual_world
 
 @pytest.mark.parametrize(("family", "kind"), list(zip(FAMILIES, ("packed", "left", "right", "packed", "plain"))))
 def test_without_a_plan_a_model_equals_eager_attention(family: str, kind: str) -> None:
-    given = {**batch_of(kind), "use_cache": False}
-    loss, logits, grads = results(model_of(family, "longspan"), given)
-    want_loss, want_logits, want_grads = results(model_of(family), given)
-    rows = given["attention_mask"].bool() if "attention_mask" in given else slice(None)
+    batch = {**batch_of(kind), "use_cache": False}
+    loss, logits, grads = results(model_of(family, "longspan"), batch)
+    want_loss, want_logits, want_grads = results(model_of(family), batch)
+    rows = batch["attention_mask"].bool() if "attention_mask" in batch else slice(None)
     assert relative(loss, want_loss) < 2e-6 and relative(logits[rows], want_logits[rows]) < 2e-5
     assert all(relative(g, w) < 5e-5 for g, w in zip(grads, want_grads))
 
@@ -42,19 +42,19 @@ def test_a_whole_model_compiles_to_one_graph_and_a_new_plan_does_not_recompile()
     model = model_of("gemma2", "longspan")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for kind, length in (("plain", 157), ("packed", 157), ("packed", 181), ("plain", 199)):
-        given = lst.prepare_batch(batch_of(kind, length=length), ls.Mesh.abstract(1), config=model.config)
-        assert relative(compiled(**given).logits, model(**given).logits) < 1e-6
+        prepared = lst.prepare_batch(batch_of(kind, length=length), ls.Mesh.abstract(1), config=model.config)
+        assert relative(compiled(**prepared).logits, model(**prepared).logits) < 1e-6
     assert counter.frame_count <= 2
     with pytest.raises(Exception, match=r"under torch\.compile a model needs longspan_plan"):
         compiled(batch_of("plain")["input_ids"], attention_mask=torch.ones(2, 157), use_cache=False)
 
 
-def given_for(model: Any, **extra: Any) -> dict[str, Any]:
+def prepared_for(model: Any, **extra: Any) -> dict[str, Any]:
     return {**lst.prepare_batch(batch_of("plain"), ls.Mesh.abstract(1), config=model.config), **extra}
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"),
+    ("extra", "message"),
     [
         ({"attention_mask": torch.ones(2, 157)}, "give attention_mask to prepare_batch"),
         ({"attention_mask": torch.ones(2, 1, 157, 157)}, "expected no mask beside a plan"),
@@ -62,24 +62,24 @@ def given_for(model: Any, **extra: Any) -> dict[str, Any]:
         ({"segment_bias": 3}, "'segment_bias'"),
     ],
 )
-def test_arguments_that_a_plan_does_not_cover_raise(extra: dict[str, Any], said: str) -> None:
+def test_arguments_that_a_plan_does_not_cover_raise(extra: dict[str, Any], message: str) -> None:
     model = model_of("llama", "longspan")
-    with pytest.raises(ValueError, match=said):
-        model(**given_for(model, **extra))
+    with pytest.raises(ValueError, match=message):
+        model(**prepared_for(model, **extra))
 
 
 def test_dropout_caches_and_pair_masks_raise() -> None:
     model = model_of("llama", "longspan")
-    given = given_for(model)
-    cache = model(**{**given, "use_cache": True}).past_key_values
+    prepared = prepared_for(model)
+    cache = model(**{**prepared, "use_cache": True}).past_key_values
     with pytest.raises(ValueError, match="a cache holds a shard"):
-        model(**{**given, "past_key_values": cache, "use_cache": True})
+        model(**{**prepared, "past_key_values": cache, "use_cache": True})
     with pytest.raises(ValueError, match="no S × S mask"):
         model(batch_of("plain")["input_ids"], attention_mask=torch.zeros(2, 1, 157, 157))
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
     with pytest.raises(ValueError, match=r"dropout=0\.1"):
-        model.train()(**given)
+        model.train()(**prepared)
 
 
 def test_layers_that_are_not_causal_and_windows_without_a_plan_raise() -> None:
@@ -93,7 +93,7 @@ def test_layers_that_are_not_causal_and_windows_without_a_plan_raise() -> None:
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
     with pytest.raises(ValueError, match="expected a causal layer"):
-        model(**given_for(model))
+        model(**prepared_for(model))
 
 
 def test_the_error_for_a_foreign_mask_function_names_it() -> None:
@@ -122,9 +122,9 @@ def test_changing_one_token_changes_exactly_the_tokens_that_see_it(family: str) 
         out = []
         for tokens in (ids, other):
             batch = {"input_ids": tokens, "document_ids": document[None]}
-            given = lst.prepare_batch(batch, mesh, config=model.config, layout="head_tail")
+            prepared = lst.prepare_batch(batch, mesh, config=model.config, layout="head_tail")
             with torch.no_grad():
-                out.append(given["longspan_plan"].unshard(model(**given).logits, 1))
+                out.append(prepared["longspan_plan"].unshard(model(**prepared).logits, 1))
         return out
 
     before, after = virtual_world(3).run(rank)[0]

@@ -102,9 +102,9 @@ def batch_of(kind: str, length: int = 157, rows: int = 2) -> dict[str, Tensor]:
     return batch
 
 
-def results(model: Any, given: dict[str, Any], params: list[Tensor] | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
+def results(model: Any, batch: dict[str, Any], params: list[Tensor] | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(loss, logits, the gradient of every parameter)."""
-    out = model(**given)
+    out = model(**batch)
     params = list(model.parameters()) if params is None else params
     grads = torch.autograd.grad(out.loss, params, allow_unused=True)
     return out.loss.detach(), out.logits.detach(), [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads)]
@@ -112,9 +112,9 @@ def results(model: Any, given: dict[str, Any], params: list[Tensor] | None = Non
 
 def on_rank(model: Any, batch: dict[str, Tensor], mesh: Any, **options: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(this rank's share of the loss, the logits of all ranks, this rank's share of the gradients); shares add up over ranks."""
-    given = lst.prepare_batch(batch, mesh, config=model.config, gradients="sum", **options)
-    loss, logits, grads = results(model, given)
-    return loss, given["longspan_plan"].unshard(logits, 1), grads
+    prepared = lst.prepare_batch(batch, mesh, config=model.config, gradients="sum", **options)
+    loss, logits, grads = results(model, prepared)
+    return loss, prepared["longspan_plan"].unshard(logits, 1), grads
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -127,19 +127,19 @@ def _pair_masks(positions: Tensor, window: int) -> dict[str, Tensor]:
     place = torch.arange(positions.shape[1])
     document = (place - positions)[:, None]
     seen = (document == document.mT) & (place[:, None] >= place)
-    near = seen & (place[:, None] - place < window)
+    in_window = seen & (place[:, None] - place < window)
     lowest = torch.finfo(torch.float32).min
-    return {name: torch.where(m, 0.0, lowest)[:, None] for name, m in (("full_attention", seen), ("sliding_attention", near))}
+    return {name: torch.where(m, 0.0, lowest)[:, None] for name, m in (("full_attention", seen), ("sliding_attention", in_window))}
 
 
 def assert_equals_one_process(family: str, kind: str, outputs: list[tuple[Tensor, Tensor, list[Tensor]]], **sizes: int) -> None:
     """Compare the results of all ranks with transformers' eager attention in one process."""
     batch = batch_of(kind, **sizes)
     # With a cache, transformers does not detect documents by position_ids.
-    given = {**batch, "use_cache": False}
+    arguments = {**batch, "use_cache": False}
     if family == "gpt_oss" and kind == "packed":
-        given["attention_mask"] = _pair_masks(batch["position_ids"], FAMILIES[family][2]["sliding_window"])
-    loss, logits, grads = results(model_of(family), given)
+        arguments["attention_mask"] = _pair_masks(batch["position_ids"], FAMILIES[family][2]["sliding_window"])
+    loss, logits, grads = results(model_of(family), arguments)
     rows = batch["attention_mask"].bool() if "attention_mask" in batch else slice(None)
     error = relative(torch.stack([f[0] for f in outputs]).sum(), loss)
     assert error < 2e-6, f"{family} {kind}: loss: {error:.1e}"

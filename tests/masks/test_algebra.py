@@ -38,7 +38,7 @@ EXPECTED = [
 
 
 @pytest.mark.parametrize(("mask", "want"), EXPECTED, ids=[str(m) for m, _ in EXPECTED])
-def test_masks_say_what_they_mean_and_torch_accepts_them(mask: Any, want: Tensor) -> None:
+def test_masks_equal_their_definitions_in_torchs_create_mask(mask: Any, want: Tensor) -> None:
     assert torch.equal(dense(mask, 2, 3, 11, 13), want.expand(2, 3, 11, 13))
     assert torch.equal(mask(torch.tensor(0), torch.tensor(0), Q, KV).expand(11, 13), want), "index tensors broadcast too"
 
@@ -54,10 +54,10 @@ def test_documents_by_ids_in_any_order_with_padding() -> None:
 @pytest.mark.parametrize(
     "ids",
     [[4, 4, 4, 0, 0, 9, 9, 9, 9, 2, 2], [-1, 4, 4, 0, 0, -1, -1, 9, 9, 9, -1], [0, 0, -1, -1, 0, 1, 1, 1, 2, -1, -3], [-1] * 11],
-    ids=["stretches", "padding between", "padding within a document", "padding alone"],
+    ids=["contiguous", "padding between", "padding within a document", "only padding"],
 )
 @pytest.mark.parametrize("other", [ls.full(), ls.causal(), ls.sliding_window(4), ls.sliding_window(2, 3)], ids=str)
-def test_documents_in_stretches_are_told_by_their_ends(ids: list[int], other: ls.Mask) -> None:
+def test_documents_by_contiguous_ids_compose_with_other_masks(ids: list[int], other: ls.Mask) -> None:
     token = torch.tensor(ids)
     same = (token[:, None] == token[None, :]) & (token >= 0)[:, None]
     for mask in (other & ls.documents(ids=token), (ls.documents(ids=token) & ls.full()) & other):
@@ -106,7 +106,7 @@ def test_a_block_mask_is_a_mask() -> None:
     torch.testing.assert_close(ls.attention(q, k, v, mask=both), ls.attention(q, k, v, mask=both, kernel="dense"))
 
 
-def test_a_block_mask_is_a_mask_by_mask_mod_and_a_table_by_its_own_method() -> None:
+def test_a_block_mask_converts_to_a_mask_and_to_a_table() -> None:
     block_mask = create_block_mask(lambda b, h, q, kv: q + 40 * b >= kv, 2, None, 150, 200, device="cpu", BLOCK_SIZE=64)
     mask = ls.mask_mod(block_mask)
     assert torch.equal(dense(mask, 2, 1, 150, 200), create_mask(lambda b, h, q, kv: q + 40 * b >= kv, 2, 1, 150, 200, device="cpu"))
@@ -119,19 +119,19 @@ def test_a_block_mask_is_a_mask_by_mask_mod_and_a_table_by_its_own_method() -> N
     )
 
 
-def test_words_that_would_keep_one_of_two_masks_are_refused() -> None:
-    for words in (
+def test_and_or_not_and_bool_of_masks_raise() -> None:
+    for expression in (
         lambda: ls.causal() and ls.sliding_window(4),
         lambda: ls.causal() or ls.sliding_window(4),
         lambda: not ls.causal(),
         lambda: bool(ls.full()),
     ):
         with pytest.raises(TypeError, match=r"expected &, \| or ~ to combine masks"):
-            words()
+            expression()
 
 
-def test_a_mask_that_is_called_in_compiled_code_may_be_asked_whether_it_is_there() -> None:
-    """Dynamo of torch 2.11 asks so. Compiled code of the user's may not."""
+def test_a_mask_has_a_truth_value_while_dynamo_traces() -> None:
+    """Dynamo of torch 2.11 evaluates `bool(mask)`. Compiled user code still raises."""
     with tracing(TracingContext(None)):
         assert bool(ls.causal() & ls.full())
     index = torch.arange(5)
@@ -141,7 +141,7 @@ def test_a_mask_that_is_called_in_compiled_code_may_be_asked_whether_it_is_there
         torch.compile(lambda i: (ls.causal() and ls.full())(i, i, i, i), backend="aot_eager")(index)
 
 
-def test_integers_of_numpy_and_of_tensors_are_integers() -> None:
+def test_numpy_integers_and_scalar_tensors_are_accepted_as_integers() -> None:
     pairs = [
         (ls.sliding_window(np.int64(4), np.int32(1)), ls.sliding_window(4, 1)),
         (ls.sliding_window(torch.tensor(4)), ls.sliding_window(4)),
@@ -166,7 +166,7 @@ def test_integers_of_numpy_and_of_tensors_are_integers() -> None:
     assert torch.equal(table.to_dense(), ls.causal().block_table(300, 200, 64).to_dense())
 
 
-def test_a_mask_keeps_the_lengths_it_was_made_with_when_the_array_is_written_to() -> None:
+def test_a_mask_copies_a_numpy_array_of_lengths() -> None:
     lengths = np.array([3, 5])
     mask = ls.prefix(lengths)
     lengths[:] = 0
@@ -174,7 +174,7 @@ def test_a_mask_keeps_the_lengths_it_was_made_with_when_the_array_is_written_to(
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
-def test_a_mask_keeps_the_tensor_it_was_made_with_when_that_is_written_to(dtype: torch.dtype) -> None:
+def test_a_mask_copies_its_tensors(dtype: torch.dtype) -> None:
     lengths, ids = torch.tensor([2, 5], dtype=dtype), torch.tensor([0, 0, 1, 1, 1, 2], dtype=dtype)
     made = [ls.prefix(lengths), ls.documents(lengths=lengths), ls.documents(ids=ids)]
     sizes = [(6, 2), (7, 1), (6, 1)]
@@ -185,21 +185,21 @@ def test_a_mask_keeps_the_tensor_it_was_made_with_when_that_is_written_to(dtype:
         assert torch.equal(mask.block_table(n, block=1, batch=b).to_dense(), want)
 
 
-def test_masks_made_from_lists_lie_on_the_cpu_whatever_the_default_device() -> None:
+def test_masks_made_from_lists_are_on_the_cpu_for_any_default_device() -> None:
     with torch.device("meta"):
         made = [ls.prefix([2, 5]), ls.documents(lengths=[2, 4]), ls.documents(ids=[[0, 0, 1], [0, 1, 1]])]
     for mask in made:
         assert all(t.device.type == "cpu" for t in vars(mask).values() if isinstance(t, Tensor))
 
 
-def test_a_query_that_sees_only_what_comes_after_it_computes_like_the_dense_kernel() -> None:
+def test_a_window_after_the_query_equals_the_dense_kernel() -> None:
     q, k, v = (torch.randn(2, 3, 150, 8) for _ in range(3))
     got, want = (ls.attention(q, k, v, mask=ls.sliding_window(0, 20), kernel=kernel) for kernel in ("cpu", "dense"))
     torch.testing.assert_close(got, want)
     assert torch.equal(got[:, :, -1], torch.zeros(2, 3, 8))
 
 
-def test_masks_are_values_that_can_be_copied_and_pickled() -> None:
+def test_masks_can_be_copied_and_pickled() -> None:
     mask = (ls.causal() | ls.prefix([2, 3])) & ~ls.sliding_window(4) & ls.documents(lengths=[[5, 6], [11]])
     want = dense(mask, 2, 1, 11, 11)
     assert mask.traced.program.pointwise
@@ -235,6 +235,6 @@ BAD = [
 
 
 @pytest.mark.parametrize(("make", "error", "match"), BAD, ids=[m for _, _, m in BAD])
-def test_bad_masks_are_refused(make: Any, error: type[Exception], match: str) -> None:
+def test_bad_masks_raise(make: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         make()

@@ -1,4 +1,4 @@
-"""Block tables against torch's BlockMask: the same tiles, both ways."""
+"""Conversions between block tables and torch's BlockMask."""
 
 import pytest
 import torch
@@ -38,8 +38,8 @@ MASKS = {
 }
 
 
-def listed(mask: BlockMask) -> torch.Tensor:
-    """Kinds [B, H, rows, columns] as the BlockMask lists them."""
+def listed_kinds(mask: BlockMask) -> torch.Tensor:
+    """Tile kinds [B, H, rows, columns] from the lists of a BlockMask."""
     kinds = torch.zeros(mask.kv_indices.shape, dtype=torch.int8)
     for count, indices, kind in ((mask.kv_num_blocks, mask.kv_indices, PARTIAL), (mask.full_kv_num_blocks, mask.full_kv_indices, FULL)):
         for at in torch.cartesian_prod(*(torch.arange(n) for n in count.shape)).tolist():
@@ -58,17 +58,17 @@ def test_a_table_equals_create_block_mask(name, block):
         traced.program, traced.captured(), TableShape(q_len=Q_LEN, kv_len=KV_LEN, block=block, batch=3, heads=2), mask_mod=mask
     )
     tiles = (3, 2, table.q_tiles, table.kv_tiles)
-    torch.testing.assert_close(table.to_dense().expand(tiles), listed(want), rtol=0, atol=0)
+    torch.testing.assert_close(table.to_dense().expand(tiles), listed_kinds(want), rtol=0, atol=0)
     ours = table.to_block_mask()
     assert ours.seq_lengths == want.seq_lengths and ours.BLOCK_SIZE == want.BLOCK_SIZE
-    torch.testing.assert_close(listed(ours).expand(tiles), listed(want), rtol=0, atol=0)
+    torch.testing.assert_close(listed_kinds(ours).expand(tiles), listed_kinds(want), rtol=0, atol=0)
     assert torch.equal(ours.to_dense().expand(tiles), want.to_dense())
     back = table_of_block_mask(ours)
     for mine, theirs in zip((table.ptr, table.first, table.last, table.kind), (back.ptr, back.first, back.last, back.kind), strict=True):
         assert torch.equal(mine, theirs)
 
 
-def test_a_block_masks_mod_sees_full_tiles_whole_and_asks_in_partial_ones():
+def test_the_mod_of_a_block_mask_applies_its_mask_mod_in_partial_tiles_only():
     count = torch.tensor([[[2, 0, 1]]], dtype=torch.int32)
     indices = torch.tensor([[[[2, 0, 1], [0, 1, 2], [1, 0, 2]]]], dtype=torch.int32)
     full_count = torch.tensor([[[1, 2, 1]]], dtype=torch.int32)
@@ -90,7 +90,7 @@ def test_a_block_masks_mod_sees_full_tiles_whole_and_asks_in_partial_ones():
 
 
 @pytest.mark.parametrize("mask_mod", [None, noop_mask])
-def test_a_block_mask_without_a_mod_shows_every_listed_tile(mask_mod):
+def test_listed_tiles_of_a_block_mask_without_a_mod_are_visible(mask_mod):
     count = torch.tensor([[[1, 1]], [[2, 0]]], dtype=torch.int32)
     indices = torch.tensor([[[[1, 0], [0, 1]]], [[[0, 1], [0, 1]]]], dtype=torch.int32)
     mask = BlockMask.from_kv_blocks(count, indices, BLOCK_SIZE=4, mask_mod=mask_mod)
@@ -101,14 +101,14 @@ def test_a_block_mask_without_a_mod_shows_every_listed_tile(mask_mod):
     assert table_of_block_mask(mask).to_dense()[:, 0].tolist() == [[[0, 1], [1, 0]], [[1, 1], [0, 0]]]
 
 
-def test_a_block_mask_with_too_few_rows_is_refused():
+def test_a_block_mask_with_too_few_rows_raises():
     count, indices = torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 2, dtype=torch.int32)
     mask = BlockMask.from_kv_blocks(count, indices, BLOCK_SIZE=4, mask_mod=noop_mask, seq_lengths=(100, 8))
     with pytest.raises(ValueError, match="expected 25 rows of tiles"):
         table_of_block_mask(mask)
 
 
-OF_THE_ALGEBRA = {
+COMPOSED_MASKS = {
     "causal": ls.causal(),
     "causal documents": ls.causal() & ls.documents(lengths=[100, 3, 57, 140]),
     "window or prefix": ls.sliding_window(50, 7) | ls.prefix(70),
@@ -119,24 +119,24 @@ OF_THE_ALGEBRA = {
 }
 
 
-@pytest.mark.parametrize("name", OF_THE_ALGEBRA)
-def test_the_table_of_a_mask_becomes_the_block_mask_that_torch_makes(name):
-    mask = OF_THE_ALGEBRA[name]
+@pytest.mark.parametrize("name", COMPOSED_MASKS)
+def test_the_block_mask_of_a_table_equals_create_block_mask(name):
+    mask = COMPOSED_MASKS[name]
     ours = mask.block_table(Q_LEN, block=(32, 64), batch=3, heads=2).to_block_mask()
     want = create_block_mask(mask, 3, 2, Q_LEN, Q_LEN, device="cpu", BLOCK_SIZE=(32, 64))
     tiles = (3, 2, -(-Q_LEN // 32), -(-Q_LEN // 64))
-    torch.testing.assert_close(listed(ours).expand(tiles), listed(want), rtol=0, atol=0)
+    torch.testing.assert_close(listed_kinds(ours).expand(tiles), listed_kinds(want), rtol=0, atol=0)
     assert ours.seq_lengths == want.seq_lengths and ours.mask_mod is mask
     q, k, v = (torch.randn(3, 2, Q_LEN, 8) for _ in range(3))
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=ours), flex_attention(q, k, v, block_mask=want))
 
 
-def test_a_transposed_table_becomes_a_block_mask_too():
+def test_a_transposed_table_converts_to_a_transposed_block_mask():
     table = (ls.causal() & ls.documents(lengths=[100, 60, 140])).block_table(Q_LEN, block=32)
     assert torch.equal(table.transposed.to_block_mask().to_dense(), table.to_block_mask().to_dense().transpose(-1, -2))
 
 
-def test_a_block_mask_made_from_a_mask_is_a_mask_with_a_name():
+def test_the_mod_of_a_block_mask_is_named_after_its_mask():
     block_mask = create_block_mask(ls.causal(), None, None, Q_LEN, Q_LEN, device="cpu")
     assert mask_mod_of_block_mask(block_mask).__name__ == "block_mask(Causal)"
     assert torch.equal(ls.mask_mod(block_mask).block_table(Q_LEN).to_dense(), ls.causal().block_table(Q_LEN).to_dense())

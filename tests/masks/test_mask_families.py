@@ -119,5 +119,5 @@ def test_a_lookup_by_a_negative_entry_is_not_reported_inside_its_table() -> None
     ]
     for i, (mask, inside) in enumerate(cases):
         traced = trace(mask, "mask")
-        found = bounds(traced.program, traced.captured(), Q_LEN, KV_LEN)
-        assert list(found.lookups.values()) == inside, i
+        computed = bounds(traced.program, traced.captured(), Q_LEN, KV_LEN)
+        assert list(computed.lookups.values()) == inside, i

@@ -78,8 +78,8 @@ def test_running_a_plan_does_not_make_it_larger() -> None:
         ls.attention(x, x, x, plan=mine).sum().backward()
         return len(pickle.dumps(mine)), set(vars(mine.data)) - {"digest"}
 
-    for size, kept in virtual_world(2).run(rank):
-        assert kept == fields and size < 1.2 * fresh + 500
+    for size, cached in virtual_world(2).run(rank):
+        assert cached == fields and size < 1.2 * fresh + 500
 
 
 def test_a_plan_on_another_rank_shares_tables_and_schedule() -> None:

@@ -25,8 +25,8 @@ def heavy_somewhere(length, unit, seed):
     """A demand with random work in which every unit reads itself."""
     units = -(-length // unit)
     work = torch.randint(0, 1000, (units,), generator=torch.Generator().manual_seed(seed)).double()
-    own = torch.arange(units)
-    return Demand(length=length, unit=unit, work=work, ptr=torch.arange(units + 1), first=own, last=own)
+    every_unit = torch.arange(units)
+    return Demand(length=length, unit=unit, work=work, ptr=torch.arange(units + 1), first=every_unit, last=every_unit)
 
 
 def units_of(layout, rank, unit):
@@ -101,21 +101,21 @@ def test_head_tail_gives_rank_i_chunk_i_and_the_opposite_chunk():
     ]
 
 
-def test_cuts_are_at_multiples_of_a_given_unit():
+def test_cuts_are_at_multiples_of_the_unit():
     assert [contiguous(100, 3, unit=10).local_len(rank) for rank in range(3)] == [30, 30, 40]
     assert all(start % 20 == 0 for rank in range(3) for start, _ in head_tail(500, 3, unit=20).segments(rank))
 
 
 def test_round_robin_deals_heavy_units_in_a_snake_order():
     work = torch.tensor([1.0, 9.0, 3.0, 8.0, 2.0, 7.0])
-    own = torch.arange(6)
-    layout = round_robin(Demand(length=6 * 4, unit=4, work=work, ptr=torch.arange(7), first=own, last=own), 3)
+    every_unit = torch.arange(6)
+    layout = round_robin(Demand(length=6 * 4, unit=4, work=work, ptr=torch.arange(7), first=every_unit, last=every_unit), 3)
     assert {units_of(layout, rank, 4) for rank in range(3)} == {(0, 1), (3, 4), (2, 5)}
 
 
 def test_round_robin_keeps_the_order_of_units_with_equal_work():
-    own = torch.arange(7)
-    layout = round_robin(Demand(length=7 * 2, unit=2, work=torch.ones(7), ptr=torch.arange(8), first=own, last=own), 2)
+    every_unit = torch.arange(7)
+    layout = round_robin(Demand(length=7 * 2, unit=2, work=torch.ones(7), ptr=torch.arange(8), first=every_unit, last=every_unit), 2)
     assert [units_of(layout, rank, 2) for rank in range(2)] == [(0, 3, 4), (1, 2, 5, 6)]
 
 
@@ -139,8 +139,8 @@ def test_every_rank_has_a_share_of_every_long_document():
     layout = per_document(lengths, ranks)
     document = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
     for rank in range(ranks):
-        held = torch.bincount(document[layout.positions(rank)], minlength=3)
-        assert all(abs(int(held[i]) - lengths[i] / ranks) <= 128 for i in range(3))
+        tokens = torch.bincount(document[layout.positions(rank)], minlength=3)
+        assert all(abs(int(tokens[i]) - lengths[i] / ranks) <= 128 for i in range(3))
 
 
 def test_negative_document_lengths_raise():
@@ -166,7 +166,7 @@ def test_owners_of_the_wrong_shape_raise(owner):
         from_owner(torch.tensor(owner), length=25, unit=10, ranks=2)
 
 
-def test_documents_are_found_in_a_mask_and_its_conjunctions():
+def test_documents_of_masks_and_conjunctions_are_detected():
     lengths = [5, 1, 7]
     assert documents_of(ls.documents(lengths)) == [lengths]
     assert documents_of(ls.causal() & ls.documents(lengths) & ls.sliding_window(3)) == [lengths]

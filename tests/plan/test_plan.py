@@ -116,17 +116,17 @@ def test_shard_and_unshard_are_differentiable() -> None:
 
     def rank(mesh: Any) -> Any:
         plan = ls.plan(ls.causal(), 50, mesh, layout="round_robin")
-        given = x.clone().requires_grad_()
-        part = plan.shard(given, 1)
+        leaf = x.clone().requires_grad_()
+        part = plan.shard(leaf, 1)
         weight = torch.arange(50.0, dtype=torch.float64) * (mesh.rank + 1)
         (plan.unshard(part * 2, 1) * weight).sum().backward()
-        return given.grad
+        return leaf.grad
 
     total = sum(virtual_world(3).run(rank))
     assert torch.allclose(total, (2 * 6 * torch.arange(50.0, dtype=torch.float64)).expand(3, 50))
 
 
-def test_many_plans_leave_nothing_behind() -> None:
+def test_many_plans_do_not_leak() -> None:
     ids = torch.zeros(600, dtype=torch.int64)
 
     def make(i: int) -> None:
@@ -185,8 +185,8 @@ def test_plans_do_not_depend_on_inference_mode_or_default_device(device: str) ->
         plan = made[mesh.rank].on(mesh)
         with torch.inference_mode():
             plan.unshard(plan.shard(x, 0), 0)
-        given = x.clone().requires_grad_()
-        plan.unshard(plan.shard(given, 0), 0).sum().backward()
-        return given.grad
+        leaf = x.clone().requires_grad_()
+        plan.unshard(plan.shard(leaf, 0), 0).sum().backward()
+        return leaf.grad
 
     assert torch.equal(torch.stack(virtual_world(3).run(rank)).sum(0), torch.full_like(x, 3.0))

@@ -73,12 +73,12 @@ def test_query_tiles_are_complete_with_the_last_step_that_has_their_kv(args: Any
             parts = [step.tiles[row] for step in route.steps]
             seen = torch.stack([part.table.to_dense().gt(0).any(3).flatten(0, 1) for part in parts])  # [steps, heads and batch rows, tiles]
             ends = torch.where(seen.any(0), seen.shape[0] - 1 - seen.flip(0).long().argmax(0), -1)
-            said = [torch.zeros_like(ends[0], dtype=torch.bool) if part.complete is None else part.complete for part in parts]
-            if any(bool(c.any()) for c in said):
-                assert all(torch.equal(said[i], (ends == i).all(0)) for i in range(last))
-                assert torch.equal(torch.stack(said[:last]).sum(0) == 1, ~(ends == last).any(0))
-                assert not any(bool(c.any()) for c in said[last:])
-            else:  # all with the last step, or some in no step or not in all heads with the same one
+            complete = [torch.zeros_like(ends[0], dtype=torch.bool) if part.complete is None else part.complete for part in parts]
+            if any(bool(c.any()) for c in complete):
+                assert all(torch.equal(complete[i], (ends == i).all(0)) for i in range(last))
+                assert torch.equal(torch.stack(complete[:last]).sum(0) == 1, ~(ends == last).any(0))
+                assert not any(bool(c.any()) for c in complete[last:])
+            else:  # all tiles end with the last step, or some end in no step, or heads of one tile end in different steps
                 assert bool((ends == last).all()) or bool((ends == -1).any()) or bool((ends != ends[0]).any())
 
 
@@ -100,20 +100,20 @@ def test_sent_tokens_are_expected_and_an_exchange_moves_only_tokens_that_are_rea
     assert torch.equal(sent, expected)
     if options["strategy"] == "exchange":
         assert data.returns is schedule
-        assert all(bool(wanted[moved > 0].all()) for wanted, moved in _read_and_moved(data, schedule))
+        assert all(bool(read[moved > 0].all()) for read, moved in _read_and_moved(data, schedule))
 
 
 def _read_and_moved(data: Any, schedule: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """For each batch row: which tiles each rank reads, and how often each arrives there [ranks, tiles]."""
     for row in range(data.rows):
         keys = data.tiles[row].kv
-        wanted = reads(data.tiles[row].table, data.tiles[row].queries, data.inner[0].ranks)
-        moved = torch.zeros_like(wanted, dtype=torch.int64)
+        read = reads(data.tiles[row].table, data.tiles[row].queries, data.inner[0].ranks)
+        moved = torch.zeros_like(read, dtype=torch.int64)
         here = schedule.row == row
         first, end = keys.within(schedule.start[here], schedule.length[here])
         for receiver, a, b in zip(schedule.receiver[here].tolist(), first.tolist(), end.tolist(), strict=True):
             moved[receiver, a:b] += 1
-        yield wanted, moved
+        yield read, moved
 
 
 @settings(max_examples=50)
@@ -124,8 +124,8 @@ def test_backward_moves_the_tokens_of_forward_that_are_read(args: Any) -> None:
     again = data.returns
     assert replace(again, read=not again.read).digest != again.digest  # ranks that would not move the same do not agree
     assert (again.stages, again.steps, again.joined) == (data.schedule.stages, data.schedule.steps, data.schedule.joined)
-    for (wanted, moved), (_, returned) in zip(*(_read_and_moved(data, s) for s in (data.schedule, again)), strict=True):
-        assert torch.equal(returned, moved * wanted)
+    for (read, moved), (_, returned) in zip(*(_read_and_moved(data, s) for s in (data.schedule, again)), strict=True):
+        assert torch.equal(returned, moved * read)
     assert bool((again.received(ranks) <= data.schedule.received(ranks)).all())
     for rank in range(ranks):
         mine = Plan(data).on(ls.Mesh.abstract(ranks, rank=rank)).data
@@ -147,18 +147,18 @@ def test_rows_arrive_at_the_place_where_the_receiver_reads_them(args: Any, merge
             assert len({step.exchanges[k].what for step in group}) == 1
         for receiver, step in enumerate(group):
             # Each row of the buffer by its batch row and position.
-            looked_for = torch.full((step.buffer_rows,), -1)
+            read_numbers = torch.full((step.buffer_rows,), -1)
             for row, part in enumerate(step.tiles):
                 at = torch.arange(step.buffer_rows) if part.rows is None else part.rows.indices()
-                looked_for[at[: part.kv_tiles.length]] = row * length + part.kv_tiles.positions(torch.device("cpu"))
+                read_numbers[at[: part.kv_tiles.length]] = row * length + part.kv_tiles.positions(torch.device("cpu"))
             for k, exchange in enumerate(step.exchanges):
-                sent = [_held(mine[source])[other.exchanges[k].sent_to[receiver].indices()] for source, other in enumerate(group)]
+                sent = [_local_numbers(mine[source])[other.exchanges[k].sent_to[receiver].indices()] for source, other in enumerate(group)]
                 assert [len(rows) for rows in sent] == list(exchange.recv_counts)
-                assert torch.equal(torch.cat(sent), looked_for[exchange.start : exchange.stop]), (i, k)
+                assert torch.equal(torch.cat(sent), read_numbers[exchange.start : exchange.stop]), (i, k)
 
 
-def _held(plan: ls.Plan) -> torch.Tensor:
-    """Global numbers (batch row, position) of a rank's local keys, in the order in which they are sent."""
+def _local_numbers(plan: ls.Plan) -> torch.Tensor:
+    """Numbers batch row × length + position of a rank's local KV, in the order of sending."""
     rows = plan.data.rows
     return (torch.arange(rows)[:, None] * plan.data.kv_len + plan.kv_positions.view(rows, -1)).flatten()
 
@@ -181,7 +181,7 @@ def test_unshard_of_shard_is_the_same_bits(args: Any, dim: int) -> None:
         assert part.shape[dim] == plan.local_len and torch.equal(part, whole.index_select(dim, plan.positions))
         return plan.unshard(part, dim)
 
-    assert all(torch.equal(found, whole) for found in virtual_world(ranks).run(rank))
+    assert all(torch.equal(unsharded, whole) for unsharded in virtual_world(ranks).run(rank))
 
 
 @settings(max_examples=16)

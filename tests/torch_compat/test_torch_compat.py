@@ -71,8 +71,8 @@ def _ranks() -> dict[str, Any]:
         balancer = _balancer(name, block_mask, mesh.size())
         flex = _style(Flex(), mesh, "FLEX")
         whole = [t.clone().requires_grad_() for t in (q, k, v)]
-        given = dict(zip("qkvm", [*whole, block_mask], strict=True))
-        parts = tc._context_parallel_shard(mesh, given, dict.fromkeys("qkvm", 2), balancer)
+        arguments = dict(zip("qkvm", [*whole, block_mask], strict=True))
+        parts = tc._context_parallel_shard(mesh, arguments, dict.fromkeys("qkvm", 2), balancer)
         out = flex(parts["q"], parts["k"], parts["v"], score_mod=score, block_mask=parts["m"])
         (back,) = tc.context_parallel_unshard(mesh, [out], [2], balancer)
         # Every rank computes the whole loss, so each shard gets its gradient once per rank.
@@ -122,7 +122,7 @@ def _contexts(mesh: Any) -> dict[str, Any]:
     return outputs
 
 
-def test_calls_that_torch_computes_wrongly_or_refuses_give_the_result_of_one_device() -> None:
+def test_calls_that_torch_computes_wrongly_or_rejects_equal_one_device() -> None:
     q, k, v = qkv(LENGTH)
     whole = [t.clone().requires_grad_() for t in (q, k, v)]
     out = ls.attention(*whole, mask=ls.mask_mod(document_mask()), score_mod=score)

@@ -1,4 +1,4 @@
-"""The typed user script computes what it claims; `make lint` checks its types."""
+"""The typed user script runs; `make lint` checks its types."""
 
 from __future__ import annotations
 

@@ -21,18 +21,18 @@ def one_device() -> None:
     bias = torch.randn(4, 64, requires_grad=True)
     mask = ls.causal() & ls.documents(lengths=[60, 25, 15]) | ~ls.full()
 
-    def near(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    def add_bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + bias[h, (q_idx - kv_idx).clamp(0, 63)]
 
-    out = ls.attention(q, k, v, mask=mask, score_mod=near, sink=torch.zeros(4))
+    out = ls.attention(q, k, v, mask=mask, score_mod=add_bias, sink=torch.zeros(4))
     assert_type(out, Tensor)
-    out, lse = ls.attention(q, k, v, mask=mask, score_mod=near, return_lse=True, kernel="cpu")
+    out, lse = ls.attention(q, k, v, mask=mask, score_mod=add_bias, return_lse=True, kernel="cpu")
     assert_type(lse, Tensor)
     out.sum().backward()  # type: ignore[no-untyped-call]  # torch's own signature
     table = mask.block_table(100)
     assert_type(table, ls.BlockTable)
     assert 0 < table.density <= 1 and lse.shape == (1, 4, 100) and q.grad is not None
-    assert torch.allclose(out, oracle(q, k, v, mask=mask, score_mod=near).float(), atol=1e-5)
+    assert torch.allclose(out, oracle(q, k, v, mask=mask, score_mod=add_bias).float(), atol=1e-5)
 
 
 def torch_signatures() -> None:
@@ -92,11 +92,11 @@ def batches() -> None:
     tokens = torch.arange(64)[None]
 
     def rank(mesh: ls.Mesh) -> Tensor:
-        given = prepare_batch({"input_ids": tokens, "labels": tokens}, mesh, gradients="sum", layout="head_tail")
-        assert_type(given, PreparedBatch)
-        assert_type(given["longspan_plan"]["full"], ls.Plan)
-        hidden = F.one_hot(given["input_ids"], 64).float()
-        loss = linear_token_loss(hidden, torch.eye(64), given["labels"], count=given["num_items_in_batch"])
+        prepared = prepare_batch({"input_ids": tokens, "labels": tokens}, mesh, gradients="sum", layout="head_tail")
+        assert_type(prepared, PreparedBatch)
+        assert_type(prepared["longspan_plan"]["full"], ls.Plan)
+        hidden = F.one_hot(prepared["input_ids"], 64).float()
+        loss = linear_token_loss(hidden, torch.eye(64), prepared["labels"], count=prepared["num_items_in_batch"])
         assert_type(loss, Tensor)
         return loss
 
