@@ -22,6 +22,7 @@ import longspan as ls
 from longspan._engine.local_schedule import LocalSchedule
 from longspan._engine.schedule_builder import ScheduleOptions, local_schedule
 from longspan._kernels.cpu import CpuKernel
+from longspan._kernels.protocol import Work
 from longspan._kernels.registry import kernel_named
 from longspan._plan.layout import Layout
 from longspan._plan.local_split import late_share, late_tiles
@@ -38,56 +39,58 @@ class Log:
     Attributes:
         events: In order: the exchange of a stage's KV starts ("fetch") and ends ("got"), the return of its gradients starts ("home") and
             ends ("back"), a kernel runs ("compute").
-        keys: Positions of the KV of each kernel call.
+        positions: Positions of the KV of each kernel call.
         returns: Receive buffers of returned gradients.
-        held: Number of these buffers that were alive at each kernel call.
+        alive: Number of these buffers that were alive at each kernel call.
     """
 
     events: dict[int, list[str]]
-    keys: dict[int, list[list[int]]]
+    positions: dict[int, list[list[int]]]
     returns: dict[int, list[weakref.ref[Tensor]]]
-    held: dict[int, list[int]]
+    alive: dict[int, list[int]]
 
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
-    found = Log(events=defaultdict(list), keys=defaultdict(list), returns=defaultdict(list), held=defaultdict(list))
+    recorded = Log(events=defaultdict(list), positions=defaultdict(list), returns=defaultdict(list), alive=defaultdict(list))
     group, backward = VirtualWorld.group, CpuKernel.backward
 
-    class Watched:
+    class RecordingGroup:
         def __init__(self, inner: Any, rank: int) -> None:
             self.inner, self.at = inner, rank
 
         def __getattr__(self, name: str) -> Any:
-            return self._watched(getattr(self.inner, name)) if name.startswith("all_to_all") else getattr(self.inner, name)
+            return self._recording(getattr(self.inner, name)) if name.startswith("all_to_all") else getattr(self.inner, name)
 
-        def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def _recording(self, call: Callable[..., Any]) -> Callable[..., Any]:
             def begin(out: Tensor, *rest: Any, what: str) -> Any:
-                begun, done = ("home", "back") if "return of gradients" in what else ("fetch", "got")
-                if begun == "fetch" and "backward" not in what:
+                is_return = "return of gradients" in what
+                if not is_return and "backward" not in what:
                     return call(out, *rest, what=what)
+                start, end = ("home", "back") if is_return else ("fetch", "got")
                 stage, rank = what.split()[1], self.at
-                found.events[rank].append(f"{begun} {stage}")
-                if begun == "home":
-                    found.returns[rank].append(weakref.ref(out if out._base is None else out._base))
-                apart = torch.empty_like(out)  # other ranks' threads hold what they exchange for a while
-                wait = call(apart, *rest, what=what).wait
-                return SimpleNamespace(wait=lambda: (wait(), out.copy_(apart), found.events[rank].append(f"{done} {stage}")))
+                recorded.events[rank].append(f"{start} {stage}")
+                if is_return:
+                    recorded.returns[rank].append(weakref.ref(out if out._base is None else out._base))
+                received = torch.empty_like(out)  # threads of other ranks hold references to exchanged tensors for a while
+                wait = call(received, *rest, what=what).wait
+                return SimpleNamespace(wait=lambda: (wait(), out.copy_(received), recorded.events[rank].append(f"{end} {stage}")))
 
             return begin
 
-    def computed(self: Any, q: Tensor, k: Tensor, *rest: Any, **more: Any) -> Any:
+    def recording_backward(self: Any, tensors: Any, work: Work, **options: Any) -> Any:
         rank = int(threading.current_thread().name.split()[-1])
-        work = rest[5]
-        found.events[rank].append("compute")
-        found.keys[rank].append(work.kv_tiles.positions(torch.device("cpu")).tolist())
-        found.held[rank].append(sum(r() is not None for r in found.returns[rank]))
-        return backward(self, q, k, *rest, **more)
+        recorded.events[rank].append("compute")
+        recorded.positions[rank].append(work.kv_tiles.positions(torch.device("cpu")).tolist())
+        recorded.alive[rank].append(sum(r() is not None for r in recorded.returns[rank]))
+        return backward(self, tensors, work, **options)
 
-    monkeypatch.setattr(VirtualWorld, "group", lambda self, name, rank: Watched(group(self, name, rank), self._axis_rank(name, rank)))
-    monkeypatch.setattr(VirtualWorld, "_axis_rank", lambda self, name, rank: self._members[name][rank], raising=False)
-    monkeypatch.setattr(CpuKernel, "backward", computed)
-    return found
+    def recording_group(self: VirtualWorld, name: str, rank: int) -> RecordingGroup:
+        return RecordingGroup(group(self, name, rank), self._members[name][rank])
+
+    monkeypatch.setattr(VirtualWorld, "group", recording_group)
+    monkeypatch.setattr(CpuKernel, "backward", recording_backward)
+    return recorded
 
 
 def parts(plan: ls.Plan, ranks: int, split_bytes: tuple[int, int] = (8, 8)) -> list[LocalSchedule]:
@@ -109,7 +112,7 @@ def test_local_kv_is_computed_first_and_last_and_overlaps_with_transfers(log: Lo
     for name in right.values:
         assert got.error(right, name) < 1e-11, name
     for rank in range(3):
-        computed, local_positions = log.keys[rank], local(got.extra, rank, 3)
+        computed, local_positions = log.positions[rank], local(got.extra, rank, 3)
         assert len(computed) == stages + 2
         assert computed[-1] + computed[0] == local_positions and computed[0] and computed[-1]
         assert sorted(chain(*computed)) == list(range(1664))
@@ -124,8 +127,8 @@ def test_at_most_two_returned_buffers_are_alive_for_any_number_of_stages(log: Lo
     problem = Problem(mask=ls.full(), score="none", q_len=2048, kv_len=2048, batch=1, heads=2, kv_heads=1, dim=4, value_dim=3, sink=False)
     problem.over(4, strategy="exchange", stages=6, layout="contiguous", overlap=True)
     for rank in range(4):
-        assert len(log.returns[rank]) == 6 and log.held[rank] == [0, 0, 1, 1, 1, 1, 1, 2]
-        assert len(log.keys[rank]) == 8
+        assert len(log.returns[rank]) == 6 and log.alive[rank] == [0, 0, 1, 1, 1, 1, 1, 2]
+        assert len(log.positions[rank]) == 8
 
 
 def test_a_rank_that_sends_more_than_it_receives_holds_one_returned_buffer() -> None:

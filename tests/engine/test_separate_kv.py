@@ -196,11 +196,11 @@ def _rank(way: str) -> tuple[dict[str, Tensor], list[str]]:
     names: list[str] = []
     begin = ProcessGroupGroup._begin
 
-    def noted(self: ProcessGroupGroup, out: Tensor, sent: Any, splits: Any, what: str, call: Any) -> Any:
+    def recording_begin(self: ProcessGroupGroup, out: Tensor, sent: Any, splits: Any, what: str, call: Any) -> Any:
         names.append(what)
         return begin(self, out, sent, splits, what, call)
 
-    ProcessGroupGroup._begin = noted  # type: ignore[method-assign]
+    ProcessGroupGroup._begin = recording_begin  # type: ignore[method-assign]
     p = _real()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Any:
@@ -219,13 +219,13 @@ def test_real_processes_send_k_and_v_separately(way: str) -> None:
         assert ways[0] >= ways[1] >= 1  # backward skips stages without moves
 
 
-def noted(call: Callable[..., Any], joined: list[bool]) -> Callable[..., Any]:
-    """A kernel's pass that records whether it gets KV from two buffers."""
+def recording(call: Callable[..., Any], joined: list[bool]) -> Callable[..., Any]:
+    """A kernel's pass that appends True to `joined` if it gets KV from two buffers."""
 
-    def wrapped(self: Any, *given: Any, **rest: Any) -> Any:
-        inputs = given[0].inputs if isinstance(given[0], BackwardInputs) else given[0]
+    def wrapped(self: Any, tensors: Any, *rest: Any, **options: Any) -> Any:
+        inputs = tensors.inputs if isinstance(tensors, BackwardInputs) else tensors
         joined.extend([True] * (inputs.local_kv is not None))
-        return call(self, *given, **rest)
+        return call(self, tensors, *rest, **options)
 
     return wrapped
 
@@ -241,7 +241,7 @@ def test_on_a_gpu_kv_in_two_buffers_gives_the_bits_of_one(way: str, ranks: int, 
 
     joined: list[bool] = []
     for name in ("forward", "backward"):
-        monkeypatch.setattr(HopperKernel, name, noted(getattr(HopperKernel, name), joined))
+        monkeypatch.setattr(HopperKernel, name, recording(getattr(HopperKernel, name), joined))
     p = Problem(
         mask=mask_named("documents", 3001, ""), score="none", q_len=3001, kv_len=3001, batch=1, heads=8, kv_heads=2, dim=dim, value_dim=dim,
         dtype=torch.bfloat16, device="cuda",

@@ -22,21 +22,21 @@ class KVReads:
 
     Attributes:
         kv: The KV in T tiles.
-        wanted: Which tiles each rank's queries read [ranks, T], bool.
+        read: Which tiles each rank's queries read [ranks, T], bool.
     """
 
     kv: TileGrid
-    wanted: Tensor
+    read: Tensor
 
     @classmethod
     def of(cls, tiles: TiledRow, ranks: int) -> KVReads:
         """The reads of a batch row's block table."""
-        return cls(kv=tiles.kv, wanted=reads(tiles.table, tiles.queries, ranks))
+        return cls(kv=tiles.kv, read=reads(tiles.table, tiles.queries, ranks))
 
     @property
     def ranks(self) -> int:
         """Number of ranks of the ring axis."""
-        return self.wanted.shape[0]
+        return self.read.shape[0]
 
     @cached_property
     def remote(self) -> Tensor:
@@ -76,21 +76,21 @@ def exchange(rows: list[KVReads], *, stage_tokens: int, stages: int | None = Non
 
     A rank receives from its nearest predecessors first, in equal parts, so that each stage has as many senders as receivers.
     """
-    wanted_remote = [need.wanted & need.remote for need in rows]
-    tokens = torch.stack([(w * need.kv.count).sum(1) for w, need in zip(wanted_remote, rows, strict=True)]).sum(0)  # per receiver
+    read_remote = [need.read & need.remote for need in rows]
+    tokens = torch.stack([(r * need.kv.count).sum(1) for r, need in zip(read_remote, rows, strict=True)]).sum(0)  # per receiver
     largest = int(tokens.max())
     if stages is None:
         stages = -(-largest // max(1, stage_tokens))
     stages = min(stages, largest)
     columns = []
     earlier_rows = torch.zeros_like(tokens)  # tokens that a rank receives of earlier batch rows
-    for row, (need, wanted) in enumerate(zip(rows, wanted_remote, strict=True)):
-        receiver, tile = wanted.nonzero(as_tuple=True)
+    for row, (need, tiles) in enumerate(zip(rows, read_remote, strict=True)):
+        receiver, tile = tiles.nonzero(as_tuple=True)
         distance = (receiver - need.kv.owner[tile]) % need.ranks
         order = ((receiver * need.ranks + distance) * need.kv.tiles + tile).argsort()
         receiver, tile = receiver[order], tile[order]
         count = need.kv.count[tile]
-        row_tokens = (wanted * need.kv.count).sum(1)
+        row_tokens = (tiles * need.kv.count).sum(1)
         before = count.cumsum(0) - count - (row_tokens.cumsum(0) - row_tokens)[receiver] + earlier_rows[receiver]
         stage = before * stages // tokens[receiver].clamp(min=1)
         earlier_rows = earlier_rows + row_tokens
@@ -106,7 +106,7 @@ def only_read(schedule: Schedule, rows: list[KVReads]) -> Schedule:
         first, end = need.kv.within(schedule.start[here], schedule.length[here])
         tile = expand_ranges(first, end - first)
         stage, receiver = (c[here].repeat_interleave(end - first) for c in (schedule.stage, schedule.receiver))
-        is_read = need.wanted[receiver, tile]
+        is_read = need.read[receiver, tile]
         columns.append(_merged_moves(need, row, stage[is_read], receiver[is_read], tile[is_read]))
     moves = _schedule(schedule.name, schedule.stages, columns)
     if int(moves.length.sum()) == int(schedule.length.sum()):
@@ -131,7 +131,7 @@ def check_brings(schedule: Schedule, rows: list[KVReads]) -> None:
             if bool((need.kv.owner[a:b] != src).any()):
                 raise ValueError(f"schedule: rank {src} is to send tokens {int(need.kv.edges[a])}… to rank {to} but does not own them")
             arrivals[to, a:b] += 1
-        wrong = torch.where(need.wanted & need.remote, arrivals != 1, (arrivals > 1) | ((arrivals > 0) & ~need.remote))
+        wrong = torch.where(need.read & need.remote, arrivals != 1, (arrivals > 1) | ((arrivals > 0) & ~need.remote))
         if bool(wrong.any()):
             rank, tile = (int(i) for i in wrong.nonzero()[0])
             raise ValueError(
