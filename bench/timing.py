@@ -1,33 +1,32 @@
-"""Timing of GPU calls that take turns: device time behind a queued pause, and time as an eager caller sees it."""
+"""Times of GPU calls that alternate in random order: device time, time of an eager call, host time."""
 
 from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 Calls = Mapping[str, Callable[[], Any]]
-# Cycles of the pause in front of a call: longer than the host takes to enqueue it.
+# Cycles of the pause before a call: longer than the host needs to enqueue the call.
 PAUSE_CYCLES = 4_000_000
 
 
 def device_ms(calls: Calls, *, repeat: int = 20, warmup: int = 3) -> dict[str, float]:
     """Median milliseconds of each call on the device; launches are enqueued behind a pause, so host time is excluded."""
-    return _turns(calls, repeat=repeat, warmup=warmup, pause=True)
+    return _alternating(calls, repeat=repeat, warmup=warmup, pause=True)
 
 
 def as_called_ms(calls: Calls, *, repeat: int = 20, warmup: int = 3) -> dict[str, float]:
     """Median milliseconds of one eager call on an idle device; host time is included."""
-    return _turns(calls, repeat=repeat, warmup=warmup, pause=False)
+    return _alternating(calls, repeat=repeat, warmup=warmup, pause=False)
 
 
 def host_us(call: Callable[[], Any], *, repeat: int = 100) -> float:
-    """Median microseconds of host time of a call whose device work is already enqueued elsewhere."""
-    import time
-
+    """Median microseconds of host time of a call; the device is paused, so the host does not wait for it."""
     samples = []
     for _ in range(repeat):
         torch.cuda.synchronize()
@@ -39,8 +38,8 @@ def host_us(call: Callable[[], Any], *, repeat: int = 100) -> float:
     return 1e6 * statistics.median(samples)
 
 
-def _turns(calls: Calls, *, repeat: int, warmup: int, pause: bool) -> dict[str, float]:
-    """Calls run in a random order each round: a call that follows one with a high power draw runs at a lower clock."""
+def _alternating(calls: Calls, *, repeat: int, warmup: int, pause: bool) -> dict[str, float]:
+    """Median milliseconds by call. The order is random in each round: a kernel after one with a high power draw runs at a lower clock."""
     for call in calls.values():
         for _ in range(warmup):
             call()
