@@ -14,42 +14,42 @@ from collections.abc import Iterable
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "longspan" / "_kernels" / "hopper"
-TOLD = ("write_number", "read_number")
+RECORD_ACCESS = ("store_int", "load_int")
 _REPORT = re.compile(r"Race reported between .* in (\S+):(\d+)")
 _OTHER = re.compile(r"\band (?:Read|Write) access at .* in (\S+):(\d+)")
 _SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)")
 
 
-def places(source: Path = SOURCE) -> dict[str, set[tuple[str, int]]]:
-    """Lines of each known kind: of the functions that tell numbers; of every kernel that starts partitions, of its name, of the statement
-    that starts them and of the branch that this stands in, to which the compiler ascribes what it adds.
+def known_lines(source: Path = SOURCE) -> dict[str, set[tuple[str, int]]]:
+    """(file, line) pairs to which racecheck ascribes each known kind of report.
+
+    Record accesses: the bodies of the functions in RECORD_ACCESS. Arguments of partitions: of each kernel that calls `warp_specialize`, the
+    line of its name, of the call and of the branch around it, to which the compiler ascribes the code that it adds.
     """
-    found: dict[str, set[tuple[str, int]]] = {"numbers that a warp tells others": set(), "what warp_specialize hands over": set()}
-    told, handed = found.values()
+    records: set[tuple[str, int]] = set()
+    arguments: set[tuple[str, int]] = set()
     for file in sorted(source.glob("*.py")):
         for function in (node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)):
-            if function.name in TOLD:
-                told |= _lines(file, function)
+            if function.name in RECORD_ACCESS:
+                records |= _lines(file, function)
             calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and _name(node.func) == "warp_specialize"]
             branches = [node for node in ast.walk(function) if isinstance(node, ast.If) and any(c in ast.walk(node) for c in calls)]
-            handed |= {(file.name, node.lineno) for node in (function, *branches) if calls}
+            arguments |= {(file.name, node.lineno) for node in (function, *branches) if calls}
             for call in calls:
-                handed |= _lines(file, call)
-    return found
+                arguments |= _lines(file, call)
+    return {"work records in shared memory": records, "arguments of warp_specialize partitions": arguments}
 
 
 def _lines(file: Path, node: ast.FunctionDef | ast.Call) -> set[tuple[str, int]]:
     return {(file.name, line) for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
 
 
-def _name(of: ast.expr) -> str:
-    return of.attr if isinstance(of, ast.Attribute) else ""
+def _name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else ""
 
 
-def sort(lines: Iterable[str], known: dict[str, set[tuple[str, int]]]) -> tuple[Counter[str], list[str]]:
-    """(how many reports of each known kind, what is wrong): reports that name a place that is of no kind or of another than their first
-    one's, and a list that is not whole.
-    """
+def sort_reports(lines: Iterable[str], known: dict[str, set[tuple[str, int]]]) -> tuple[Counter[str], list[str]]:
+    """(number of reports of each known kind, problems): a report with a line of no known kind, or of two kinds, and a truncated list."""
     reports: list[tuple[str, list[tuple[str, int]]]] = []
     summary = None
     for line in lines:
@@ -59,28 +59,28 @@ def sort(lines: Iterable[str], known: dict[str, set[tuple[str, int]]]) -> tuple[
             reports[-1][1].append((more[1], int(more[2])))
         summary = _SUMMARY.search(line) or summary
     counts: Counter[str] = Counter()
-    wrong = []
-    for text, at in reports:
-        kind = next((name for name, of in known.items() if set(at) <= of), None)
+    problems = []
+    for text, accesses in reports:
+        kind = next((name for name, kind_lines in known.items() if set(accesses) <= kind_lines), None)
         if kind is None:
-            wrong.append(f"{text}: {', '.join(f'{name}:{number}' for name, number in at)}")
+            problems.append(f"{text}: {', '.join(f'{name}:{number}' for name, number in accesses)}")
         else:
             counts[kind] += 1
     if summary is None:
-        wrong.append("no summary: racecheck did not come to its end")
+        problems.append("no summary: racecheck did not finish")
     elif int(summary[1]) != int(summary[2]) + int(summary[3]) or int(summary[1]) != len(reports):
-        wrong.append(f"{summary[0]}, and {len(reports)} read here: expected all of them; raise --print-limit")
-    return counts, wrong
+        problems.append(f"{summary[0]}, and {len(reports)} read here: expected all of them; raise --print-limit")
+    return counts, problems
 
 
 def main() -> None:
-    counts, wrong = sort(sys.stdin, places())
+    counts, problems = sort_reports(sys.stdin, known_lines())
     for name, count in counts.items():
         print(f"{count} known reports: {name}")
-    for text in wrong:
+    for text in problems:
         print(f"unknown: {text}")
-    print("nothing else" if not wrong else f"{len(wrong)} to look at")
-    sys.exit(1 if wrong else 0)
+    print("no other reports" if not problems else f"{len(problems)} unknown reports")
+    sys.exit(1 if problems else 0)
 
 
 if __name__ == "__main__":

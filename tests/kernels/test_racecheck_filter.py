@@ -1,18 +1,18 @@
-"""The sorting of racecheck's reports: known kinds are counted, anything else fails."""
+"""The filter of racecheck's reports counts known kinds and fails at any other report."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from tests.kernels.racecheck_filter import SOURCE, places, sort
+from tests.kernels.racecheck_filter import SOURCE, known_lines, sort_reports
 
-NUMBERS, HANDED = places()
-END = "========= RACECHECK SUMMARY: {} hazards displayed ({} errors, 0 warnings)"
+RECORDS, ARGUMENTS = known_lines()
+SUMMARY = "========= RACECHECK SUMMARY: {} hazards displayed ({} errors, 0 warnings)"
 
 
 def line_of(file: str, text: str) -> int:
-    """The number of the first line of a file that contains this."""
+    """The number of the first line of a file that contains a text."""
     return next(i for i, line in enumerate((SOURCE / file).read_text(encoding="utf-8").splitlines(), 1) if text in line)
 
 
@@ -23,33 +23,33 @@ def report(first: tuple[str, int], *others: tuple[str, int]) -> list[str]:
     ]
 
 
-WROTE = ("barriers.py", line_of("barriers.py", "numbers.index(i).store("))
-READ = ("barriers.py", line_of("barriers.py", "numbers.index(i).load("))
-KERNEL = ("backward_dkv.py", line_of("backward_dkv.py", "def keys_kernel("))
-STARTS = ("backward_dkv.py", line_of("backward_dkv.py", "gl.warp_specialize(["))
+STORE = ("pipeline.py", line_of("pipeline.py", "ints.index(i).store("))
+LOAD = ("pipeline.py", line_of("pipeline.py", "ints.index(i).load("))
+KERNEL = ("backward_dkv.py", line_of("backward_dkv.py", "def dkv_kernel("))
+CALL = ("backward_dkv.py", line_of("backward_dkv.py", "gl.warp_specialize("))
 BRANCH = (
     "backward_dkv.py",
-    next(n for n in range(STARTS[1], 0, -1) if (SOURCE / "backward_dkv.py").read_text().splitlines()[n - 1] == "    if DQ:"),
+    next(n for n in range(CALL[1], 0, -1) if (SOURCE / "backward_dkv.py").read_text().splitlines()[n - 1] == "    if DQ:"),
 )
-OTHER = ("tile_io.py", line_of("tile_io.py", "gl.store("))
+UNKNOWN = ("tile_io.py", line_of("tile_io.py", "gl.store("))
 
 
 def test_both_known_kinds_are_counted() -> None:
-    lines = [*report(WROTE, READ, READ), *report(KERNEL, STARTS, BRANCH), "some case (64, 64)", END.format(2, 2)]
-    assert sort(lines, places()) == ({NUMBERS: 1, HANDED: 1}, [])
+    lines = [*report(STORE, LOAD, LOAD), *report(KERNEL, CALL, BRANCH), "some case (64, 64)", SUMMARY.format(2, 2)]
+    assert sort_reports(lines, known_lines()) == ({RECORDS: 1, ARGUMENTS: 1}, [])
 
 
-@pytest.mark.parametrize("places_", [(OTHER, OTHER), (WROTE, OTHER), (WROTE, KERNEL), (KERNEL, READ)], ids=str)
-def test_a_report_of_another_place_or_of_two_kinds_is_wrong(places_: tuple[tuple[str, int], ...]) -> None:
-    counts, wrong = sort([*report(*places_), END.format(1, 1)], places())
-    assert not counts and len(wrong) == 1 and f"{places_[-1][0]}:{places_[-1][1]}" in wrong[0]
+@pytest.mark.parametrize("accesses", [(UNKNOWN, UNKNOWN), (STORE, UNKNOWN), (STORE, KERNEL), (KERNEL, LOAD)], ids=str)
+def test_reports_of_unknown_lines_or_of_two_kinds_are_problems(accesses: tuple[tuple[str, int], ...]) -> None:
+    counts, problems = sort_reports([*report(*accesses), SUMMARY.format(1, 1)], known_lines())
+    assert not counts and len(problems) == 1 and f"{accesses[-1][0]}:{accesses[-1][1]}" in problems[0]
 
 
-@pytest.mark.parametrize("end", ["", END.format(1, 5), END.format(2, 2)], ids=["no end", "cut off", "not read"])
-def test_a_list_that_is_not_whole_is_wrong(end: str) -> None:
-    assert len(sort([*report(WROTE, READ), end], places())[1]) == 1
+@pytest.mark.parametrize("summary", ["", SUMMARY.format(1, 5), SUMMARY.format(2, 2)], ids=["missing", "truncated", "not all read"])
+def test_truncated_lists_are_problems(summary: str) -> None:
+    assert len(sort_reports([*report(STORE, LOAD), summary], known_lines())[1]) == 1
 
 
-def test_no_reports_are_right(tmp_path: Path) -> None:
-    assert sort([END.format(0, 0)], places()) == ({}, [])
-    assert all(not found for found in places(tmp_path).values())
+def test_no_reports_are_no_problem(tmp_path: Path) -> None:
+    assert sort_reports([SUMMARY.format(0, 0)], known_lines()) == ({}, [])
+    assert all(not lines for lines in known_lines(tmp_path).values())

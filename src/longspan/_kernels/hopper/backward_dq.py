@@ -1,17 +1,33 @@
-"""The backward pass by query tiles on Hopper: dQ of 128 queries, each written by one program that adds in a fixed order, and the gradients
-of captured tensors. Used where results must be the same in every run, and where captured tensors need gradients.
+"""The backward kernel by query tiles on Hopper: dQ of 128 queries, accumulated by one CTA in a fixed order, and the gradients of captured
+tensors.
 
-One warp walks the block table and has the copy engine bring tiles; two groups of four warps compute 64 queries each. While a group weighs
-the scores of a block of keys, the tensor cores compute dO Vᵀ of that block; dQ of the block and the scores of the next one follow.
+Used for dQ where results must be deterministic and `hopper.dq_order` does not pay, and where captured tensors need gradients.
+A persistent kernel, one CTA per SM. A work item is 128 queries of one head, 64 per compute warp group; a block is N keys. CTAs take items
+from a global counter, heaviest first. Time runs downwards; block i of an item:
 
-Of blocks of 64 keys, the tensor cores would read as many bytes of queries as of keys for every product, all that shared memory gives: the
-queries are read into registers once for all blocks of an item instead. At head dims up to 64 there are registers for dO too, whatever the
-block.
+  producer warp                            compute warp groups 0, 1
+  ─────────────                            ────────────────────────
+  blocks_s[i], K i ──k_full──►             S = Q Kᵀ of block i (started in block i − 1)
+  (first block: item_s, Q, dO ──q_full──►) norm, delta from global memory
+  V i ──v_full──►                          dP = dO Vᵀ ‖ P = exp2(S − norm)
+                         ◄──v_empty──      dS = P (dP − delta)
+                                           dQ += dS K
+  K i + 1 ──k_full──►                      S of block i + 1 started
+                         ◄──k_empty──      dQ of block i done
+  END record                ◄──q_empty──   dQ to global memory
+
+shared memory        size                       written by        read by           mbarriers (arrivals)
+item_s, q_s, do_s    1 record, 128 queries      producer (TMA)    compute groups    q_bars: full (1), empty (2)
+blocks_s             BLOCK_SLOTS records        producer          compute groups    covered by k_full
+k_s, v_s             STAGES × N keys            producer (TMA)    compute groups    bars: k_full, v_full (1), k_empty, v_empty (2)
+
+With blocks of 64 keys, a wgmma with both operands in shared memory is bound by its bandwidth: the queries are held in registers for all
+blocks of an item. At head dims up to 64 there are registers for dO too, whatever the block.
 """
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
 # mypy: allow-untyped-defs
-# ruff: noqa: RET505 (what follows a branch that returned is compiled too)
+# ruff: noqa: RET505 (Triton compiles what follows a branch that returned)
 
 from __future__ import annotations
 
@@ -24,30 +40,56 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from longspan._kernels.gpu.device_library import LOG2_E
 from longspan._kernels.gpu.row_terms import base_two
 from longspan._kernels.gpu.tile_access import load_rows, place, run_place, span, table_row, wide
-from longspan._kernels.hopper.barriers import barriers, bring, numbers, place_of, read_number, round_of, rows_of, write_number
-from longspan._kernels.hopper.none_arg import given
+from longspan._kernels.hopper.none_arg import optional
+from longspan._kernels.hopper.pipeline import (
+    BufferBarriers,
+    Captured,
+    KvBarriers,
+    KvSource,
+    Runs,
+    load_int,
+    load_kv_tile,
+    mbarriers,
+    ring_phase,
+    ring_slot,
+    shared_ints,
+    store_int,
+    tile_2d,
+)
 from longspan._kernels.hopper.tile_io import load_tile, store_tile
 
-_DYNAMIC = ["items", "rows", "tiles", "heads", "shared", "group", "q_len", "kv_len", "own_rows", "first_b", "first_h"]
+_DYNAMIC = ["items", "rows", "tiles", "heads", "shared", "group", "q_len", "kv_len", "local_tokens", "first_b", "first_h"]
 
 QUERIES = gl.constexpr(128)  # queries of an item
-HALF = gl.constexpr(64)  # queries of a group of warps
-_STEP = gl.constexpr(3)  # numbers that say what a block is: kind, position, rows left
-_ITEM = gl.constexpr(5)  # numbers that say what an item is: batch, head, row, position, rows left
-SLOTS = gl.constexpr(4)
+GROUP_ROWS = gl.constexpr(64)  # queries of a compute warp group
+BLOCK_SLOTS = gl.constexpr(4)  # block records in flight
 
-# Kinds of blocks.
-END = gl.constexpr(0)
-WHOLE = gl.constexpr(1)
-PARTIAL = gl.constexpr(2)
+# A block's record: int32 fields.
+KIND = gl.constexpr(0)
+POSITION = gl.constexpr(1)  # global position of the block's first key
+KEYS_LEFT = gl.constexpr(2)  # keys from there to the end of the run
+BLOCK_FIELDS = gl.constexpr(3)
+
+# The item's record: int32 fields.
+ITEM_BATCH = gl.constexpr(0)  # −1: no more items
+ITEM_HEAD = gl.constexpr(1)
+ITEM_ROW = gl.constexpr(2)  # first query row in the tensor
+ITEM_POSITION = gl.constexpr(3)  # global position of that row
+ITEM_ROWS_LEFT = gl.constexpr(4)  # queries of the tile
+ITEM_FIELDS = gl.constexpr(5)
+
+# Kinds of block records.
+END = gl.constexpr(0)  # not a block: end of the item
+FULL = gl.constexpr(1)  # every pair is visible
+PARTIAL = gl.constexpr(2)  # the mask decides
 
 
 @triton.jit(do_not_specialize=["heads", "q_len"])
-def rows_kernel(
+def row_terms_kernel(
     out_ptr, do_ptr, lse_ptr, grad_lse_ptr, norm_ptr, delta_ptr, out_stride, do_stride, heads, q_len,
     M: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
-    """What both passes ask of each row: norm, lse in base 2 (`base_two`), and delta = Σ out · grad_out − grad_lse. No out: norm alone."""
+    """Per row, norm = lse in base 2 (`base_two`) and delta = Σ out · grad_out − grad_lse. If out_ptr is None, norm only."""
     blocks = tl.cdiv(q_len, M)
     pid = tl.program_id(0)
     row, head = (pid % blocks) * M, pid // blocks
@@ -66,268 +108,273 @@ def rows_kernel(
 
 
 @gluon.jit
-def _send(it, keys, values, b, g, row, pos, left, kind, k_s, v_s, steps, bars, STAGES: gl.constexpr):
-    """One block on its way, as soon as there is room."""
-    k_full, k_empty, v_full, v_empty = bars
-    s = place_of(it, STAGES)
-    free = round_of(it, STAGES) ^ 1
-    mbarrier.wait(k_empty.index(s), free)
-    at = place_of(it, SLOTS) * _STEP
-    write_number(steps, at, kind)
-    write_number(steps, at + 1, pos)
-    write_number(steps, at + 2, left)
-    bring(keys, b, g, row, k_full.index(s), k_s.index(s))
-    mbarrier.wait(v_empty.index(s), free)
-    bring(values, b, g, row, v_full.index(s), v_s.index(s))
+def _block_field(blocks_s, slot, FIELD: gl.constexpr):
+    """A field of the block record in `slot`."""
+    return load_int(blocks_s, slot * BLOCK_FIELDS + FIELD)
 
 
 @gluon.jit
-def _queries(turn, q_ptr, do_ptr, b, h, row, pos, left, q_s, do_s, item_s, q_bars):
-    """An item's queries on their way, as soon as the last item's are not needed any more."""
-    q_full, q_empty = q_bars
-    mbarrier.wait(q_empty, (turn & 1) ^ 1)
-    write_number(item_s, 0, b)
-    write_number(item_s, 1, h)
-    write_number(item_s, 2, row)
-    write_number(item_s, 3, pos)
-    write_number(item_s, 4, left)
-    mbarrier.expect(q_full, 2 * q_ptr.block_type.nbytes + 2 * do_ptr.block_type.nbytes)
-    for c in gl.static_range(2):
-        tma.async_copy_global_to_shared(q_ptr, [b, h, row + c * HALF, 0], q_full, q_s.index(c))
-        tma.async_copy_global_to_shared(do_ptr, [b, h, row + c * HALF, 0], q_full, do_s.index(c))
+def _load_block(i, keys, values, b, kv_head, row, pos, left, kind, k_s, v_s, blocks_s, bars, STAGES: gl.constexpr):
+    """Write the block's record and start the loads of its keys and values, as soon as their stage is empty."""
+    stage = ring_slot(i, STAGES)
+    empty_phase = ring_phase(i, STAGES) ^ 1
+    mbarrier.wait(bars.k_empty.index(stage), empty_phase)
+    record = ring_slot(i, BLOCK_SLOTS) * BLOCK_FIELDS
+    store_int(blocks_s, record + KIND, kind)
+    store_int(blocks_s, record + POSITION, pos)
+    store_int(blocks_s, record + KEYS_LEFT, left)
+    load_kv_tile(keys, b, kv_head, row, bars.k_full.index(stage), k_s.index(stage))
+    mbarrier.wait(bars.v_empty.index(stage), empty_phase)
+    load_kv_tile(values, b, kv_head, row, bars.v_full.index(stage), v_s.index(stage))
 
 
 @gluon.jit
-def _walk(
+def _load_item(item_number, q_ptr, do_ptr, b, h, row, pos, left, q_s, do_s, item_s, q_bars):
+    """Write the item's record and start the loads of its queries and dO, as soon as the CTA's item before no longer needs the buffers."""
+    mbarrier.wait(q_bars.empty, (item_number & 1) ^ 1)
+    store_int(item_s, ITEM_BATCH, b)
+    store_int(item_s, ITEM_HEAD, h)
+    store_int(item_s, ITEM_ROW, row)
+    store_int(item_s, ITEM_POSITION, pos)
+    store_int(item_s, ITEM_ROWS_LEFT, left)
+    mbarrier.expect(q_bars.full, 2 * q_ptr.block_type.nbytes + 2 * do_ptr.block_type.nbytes)
+    for group in gl.static_range(2):
+        tma.async_copy_global_to_shared(q_ptr, [b, h, row + group * GROUP_ROWS, 0], q_bars.full, q_s.index(group))
+        tma.async_copy_global_to_shared(do_ptr, [b, h, row + group * GROUP_ROWS, 0], q_bars.full, do_s.index(group))
+
+
+@gluon.jit
+def _produce(
     counter, items, q_ptr, keys, values, do_ptr, order, full, partial, q_side, kv_side,
-    rows, tiles, heads, shared, group, q_len, kv_len, q_s, k_s, v_s, do_s, steps, item_s, q_bars, bars,
+    rows, tiles, heads, shared, group, q_len, kv_len, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The walker: items until none is left, and of each all blocks."""
+    """The producer warp: takes items (query tiles) from the global counter and loads each item's queries, dO and KV blocks."""
     SUBS: gl.constexpr = QUERIES // N
-    q_full, q_empty = q_bars
-    k_full, k_empty, v_full, v_empty = bars
-    it = 0
-    turn = 0
+    i = 0  # block records so far
+    t = 0  # items so far
     item = gl.atomic_add(counter, 1)
     while item < items:
         tile, _, b, h = place(item, order, rows, tiles, heads, group, 1, PER_BATCH, PER_HEAD)
         row, pos, left = span(tile, q_len, q_side, 1, QUERIES)
         table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
-        whole, first_partial = gl.load(full[0] + table), gl.load(partial[0] + table)
-        n_whole, n_partial = gl.load(full[0] + table + 1) - whole, gl.load(partial[0] + table + 1) - first_partial
-        sent = 0
-        for i in range(n_whole + n_partial):
-            masked = i >= n_whole
-            r = gl.where(masked, first_partial + i - n_whole, whole + i)
-            first = gl.load(gl.where(masked, partial[1], full[1]) + r)
-            last = gl.load(gl.where(masked, partial[2], full[2]) + r)
+        full_run, partial_run = gl.load(full.ptr + table), gl.load(partial.ptr + table)
+        full_runs, partial_runs = gl.load(full.ptr + table + 1) - full_run, gl.load(partial.ptr + table + 1) - partial_run
+        queries_loaded = 0
+        for run in range(full_runs + partial_runs):
+            masked = run >= full_runs
+            r = gl.where(masked, partial_run + run - full_runs, full_run + run)
+            first = gl.load(gl.where(masked, partial.first, full.first) + r)
+            last = gl.load(gl.where(masked, partial.last, full.last) + r)
             row_from, pos_from, left_from = run_place(first, last, kv_len, kv_side, SUBS, N)
-            # A block without a single key is left out.
+            # Blocks without a key are skipped.
             for n in range(first * SUBS, gl.minimum((last + 1) * SUBS, (left_from + (N - 1)) // N)):
-                _send(
-                    it, keys, values, b, h // shared, row_from + n * N, pos_from + n * N, left_from - n * N,
-                    gl.where(masked, PARTIAL, WHOLE), k_s, v_s, steps, bars, STAGES,
+                _load_block(
+                    i, keys, values, b, h // shared, row_from + n * N, pos_from + n * N, left_from - n * N,
+                    gl.where(masked, PARTIAL, FULL), k_s, v_s, blocks_s, bars, STAGES,
                 )  # fmt: skip
-                it += 1
-                # The first keys come before the queries: there is room for them earlier.
-                if sent == 0:
-                    _queries(turn, q_ptr, do_ptr, b, h, row, pos, left, q_s, do_s, item_s, q_bars)
-                sent = 1
-        if sent == 0:
-            _queries(turn, q_ptr, do_ptr, b, h, row, pos, left, q_s, do_s, item_s, q_bars)
-        s = place_of(it, STAGES)
-        free = round_of(it, STAGES) ^ 1
-        mbarrier.wait(k_empty.index(s), free)
-        write_number(steps, place_of(it, SLOTS) * _STEP, END)
-        mbarrier.arrive(k_full.index(s), count=1)
-        mbarrier.wait(v_empty.index(s), free)
-        mbarrier.arrive(v_full.index(s), count=1)
-        it += 1
-        turn += 1
+                i += 1
+                # After the first block: its stage is empty before the buffers of queries are.
+                if queries_loaded == 0:
+                    _load_item(t, q_ptr, do_ptr, b, h, row, pos, left, q_s, do_s, item_s, q_bars)
+                queries_loaded = 1
+        if queries_loaded == 0:
+            _load_item(t, q_ptr, do_ptr, b, h, row, pos, left, q_s, do_s, item_s, q_bars)
+        stage = ring_slot(i, STAGES)
+        empty_phase = ring_phase(i, STAGES) ^ 1
+        mbarrier.wait(bars.k_empty.index(stage), empty_phase)
+        store_int(blocks_s, ring_slot(i, BLOCK_SLOTS) * BLOCK_FIELDS + KIND, END)
+        mbarrier.arrive(bars.k_full.index(stage), count=1)
+        mbarrier.wait(bars.v_empty.index(stage), empty_phase)
+        mbarrier.arrive(bars.v_full.index(stage), count=1)
+        i += 1
+        t += 1
         item = gl.atomic_add(counter, 1)
-    mbarrier.wait(q_empty, (turn & 1) ^ 1)
-    write_number(item_s, 0, -1)
-    mbarrier.arrive(q_full, count=1)
+    mbarrier.wait(q_bars.empty, (t & 1) ^ 1)
+    store_int(item_s, ITEM_BATCH, -1)
+    mbarrier.arrive(q_bars.full, count=1)
 
 
 @gluon.jit
-def _weigh(
-    s, norm, at_b, at_h, q_pos, q_left, kv, left, scale, mask_captured, mask_sizes, score_captured, score_sizes,
+def _probabilities(
+    s, norm, global_b, global_h, q_pos, q_left, kv, left, scale, captured,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, SCATTER: gl.constexpr, MASKED: gl.constexpr,
     N: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """(p · ∂t/∂s, p) of one block's scores. JOINT is linear in its gradient: given p, it gives the product. Where it also adds up the
-    gradients of captured tensors it must wait for the true gradient: (the scores, p) instead.
+    """(p · ∂t/∂s, p) of one block's scores s; t: the score mod's result.
+
+    JOINT is linear in its gradient: applied to p, it gives the product. With SCATTER, JOINT also adds to the gradients of
+    captured tensors and needs dP first: the result is (s, p).
     """
     cols = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, layout)), 0)
     if SCORE is None:
         p = gl.exp2(s * (scale * LOG2_E) - norm)
     else:
         s = s * scale
-        p = gl.exp2(SCORE(s, at_b, at_h, q_pos, kv + cols, score_captured, score_sizes) * LOG2_E - norm)
+        p = gl.exp2(SCORE(s, global_b, global_h, q_pos, kv + cols, captured.score, captured.score_sizes) * LOG2_E - norm)
     if MASKED:
-        line = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(1, layout)), 1)
-        valid = (cols < left) & (line < q_left)
+        rows = gl.expand_dims(gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout)), 1)
+        valid = (cols < left) & (rows < q_left)
         if MASK is not None:
-            valid = valid & MASK(at_b, at_h, q_pos, kv + cols, mask_captured, mask_sizes)
+            valid = valid & MASK(global_b, global_h, q_pos, kv + cols, captured.mask, captured.mask_sizes)
         p = gl.where(valid, p, 0.0)
     if SCATTER:
         return s, p
     else:
         slope = p
         if SCORE is not None:
-            slope = JOINT(p, s, at_b, at_h, q_pos, kv + cols, cols < N, score_captured, score_sizes, ())
+            slope = JOINT(p, s, global_b, global_h, q_pos, kv + cols, cols < N, captured.score, captured.score_sizes, ())
             if MASKED:
                 slope = gl.where(p == 0.0, 0.0, slope)
         return slope, p
 
 
 @gluon.jit
-def _begin(held, tiles, which, columns, none, HELD: gl.constexpr):
-    """A product of rows with columns on its way. Its rows are what registers hold, or tile `which` of shared memory."""
-    if HELD:
-        return warpgroup_mma(held, columns.permute((1, 0)), none, use_acc=False, is_async=True)
+def _start_product(held, tiles, which, columns, zeros, IN_REGISTERS: gl.constexpr):
+    """Start the wgmma rows · columnsᵀ. Rows: the operand `held` in registers, or tile `which` in shared memory."""
+    if IN_REGISTERS:
+        return warpgroup_mma(held, columns.permute((1, 0)), zeros, use_acc=False, is_async=True)
     else:
-        return warpgroup_mma(rows_of(tiles, which), columns.permute((1, 0)), none, use_acc=False, is_async=True)
+        return warpgroup_mma(tile_2d(tiles, which), columns.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _compute(
-    norm_ptr, delta_ptr, dq_ptr, dq_stride, mask_captured, mask_sizes, score_captured, score_sizes, grads,
-    heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, steps, item_s, q_bars, bars,
-    C: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, SCATTER: gl.constexpr,
+    norm_ptr, delta_ptr, dq_ptr, dq_stride, captured, grads,
+    heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
+    GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, SCATTER: gl.constexpr,
     ADD: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A group of four warps: 64 of the item's 128 queries."""
-    q_full, q_empty = q_bars
-    k_full, k_empty, v_full, v_empty = bars
+    """A compute warp group: 64 of the item's 128 queries."""
     dtype: gl.constexpr = k_s.dtype
     s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     dq_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DP, 16])
     ds_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dq_l, k_width=2)
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
-    HOLD_DO: gl.constexpr = DP <= 64
-    HOLD_Q: gl.constexpr = HOLD_DO or N == 64
-    line = gl.arange(0, HALF, layout=gl.SliceLayout(1, s_l))
+    DO_IN_REGISTERS: gl.constexpr = DP <= 64
+    Q_IN_REGISTERS: gl.constexpr = DO_IN_REGISTERS or N == 64
+    rows = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, s_l))
     cols = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, s_l)), 0)
-    none = gl.full([HALF, N], 0.0, gl.float32, layout=s_l)
-    it = 0
-    turn = 0
-    mbarrier.wait(q_full, 0)
-    b = read_number(item_s, 0)
+    zeros = gl.full([GROUP_ROWS, N], 0.0, gl.float32, layout=s_l)
+    i = 0  # block records so far
+    t = 0  # items so far
+    mbarrier.wait(q_bars.full, 0)
+    b = load_int(item_s, ITEM_BATCH)
     while b >= 0:
-        h = read_number(item_s, 1)
-        row, pos = read_number(item_s, 2) + C * HALF, read_number(item_s, 3) + C * HALF
-        left = read_number(item_s, 4) - C * HALF
-        state = (wide(b) * heads + h) * q_len + row + line
-        norm = gl.expand_dims(gl.load(norm_ptr + state, mask=line < left, other=0.0), 1)
-        delta = gl.expand_dims(gl.load(delta_ptr + state, mask=line < left, other=0.0), 1)
-        q_pos = pos + gl.expand_dims(line, 1)
-        dq = gl.full([HALF, DP], 0.0, gl.float32, layout=dq_l)
-        q, do = none, none  # not read where they are not held
-        if HOLD_Q:
-            q = rows_of(q_s, C).load(operand)
-        if HOLD_DO:
-            do = rows_of(do_s, C).load(operand)
-        mbarrier.wait(k_full.index(place_of(it, STAGES)), round_of(it, STAGES))
-        kind = read_number(steps, place_of(it, SLOTS) * _STEP)
-        s_next = _begin(q, q_s, C, rows_of(k_s, place_of(it, STAGES)), none, HOLD_Q)
+        h = load_int(item_s, ITEM_HEAD)
+        row, pos = load_int(item_s, ITEM_ROW) + GROUP * GROUP_ROWS, load_int(item_s, ITEM_POSITION) + GROUP * GROUP_ROWS
+        left = load_int(item_s, ITEM_ROWS_LEFT) - GROUP * GROUP_ROWS
+        lse_at = (wide(b) * heads + h) * q_len + row + rows
+        norm = gl.expand_dims(gl.load(norm_ptr + lse_at, mask=rows < left, other=0.0), 1)
+        delta = gl.expand_dims(gl.load(delta_ptr + lse_at, mask=rows < left, other=0.0), 1)
+        q_pos = pos + gl.expand_dims(rows, 1)
+        dq = gl.full([GROUP_ROWS, DP], 0.0, gl.float32, layout=dq_l)
+        q, do = zeros, zeros  # unused if not in registers
+        if Q_IN_REGISTERS:
+            q = tile_2d(q_s, GROUP).load(operand)
+        if DO_IN_REGISTERS:
+            do = tile_2d(do_s, GROUP).load(operand)
+        mbarrier.wait(bars.k_full.index(ring_slot(i, STAGES)), ring_phase(i, STAGES))
+        kind = _block_field(blocks_s, ring_slot(i, BLOCK_SLOTS), KIND)
+        s_next = _start_product(q, q_s, GROUP, tile_2d(k_s, ring_slot(i, STAGES)), zeros, Q_IN_REGISTERS)
         s = warpgroup_mma_wait(0, deps=[s_next])
         while kind != END:
-            stage = place_of(it, STAGES)
-            # C, which the compiler cannot know: it would compute the places of all operands once and for all, and spill them.
-            which = (it >> 30) + C
-            k = rows_of(k_s, stage)
-            about = place_of(it, SLOTS) * _STEP
-            mbarrier.wait(v_full.index(stage), round_of(it, STAGES))
-            dp_next = _begin(do, do_s, which, rows_of(v_s, stage), none, HOLD_DO)
-            if kind == WHOLE:
-                slope, p = _weigh(
-                    s, norm, b + first_b, h + first_h, q_pos, left, read_number(steps, about + 1), N, scale,
-                    mask_captured, mask_sizes, score_captured, score_sizes, MASK, SCORE, JOINT, SCATTER, False, N, s_l,
+            stage = ring_slot(i, STAGES)
+            # GROUP, but unknown to the compiler, which would otherwise compute all operand addresses once and spill them.
+            group = (i >> 30) + GROUP
+            k = tile_2d(k_s, stage)
+            slot = ring_slot(i, BLOCK_SLOTS)
+            mbarrier.wait(bars.v_full.index(stage), ring_phase(i, STAGES))
+            dp_next = _start_product(do, do_s, group, tile_2d(v_s, stage), zeros, DO_IN_REGISTERS)
+            if kind == FULL:
+                slope, p = _probabilities(
+                    s, norm, b + first_b, h + first_h, q_pos, left, _block_field(blocks_s, slot, POSITION), N, scale, captured,
+                    MASK, SCORE, JOINT, SCATTER, False, N, s_l,
                 )  # fmt: skip
             else:
-                slope, p = _weigh(
-                    s, norm, b + first_b, h + first_h, q_pos, left, read_number(steps, about + 1), read_number(steps, about + 2), scale,
-                    mask_captured, mask_sizes, score_captured, score_sizes, MASK, SCORE, JOINT, SCATTER, True, N, s_l,
+                slope, p = _probabilities(
+                    s, norm, b + first_b, h + first_h, q_pos, left, _block_field(blocks_s, slot, POSITION),
+                    _block_field(blocks_s, slot, KEYS_LEFT), scale, captured, MASK, SCORE, JOINT, SCATTER, True, N, s_l,
                 )  # fmt: skip
             dp = warpgroup_mma_wait(0, deps=[dp_next])
-            mbarrier.arrive(v_empty.index(stage), count=1)
+            mbarrier.arrive(bars.v_empty.index(stage), count=1)
             ds = slope * (dp - delta)
             if SCATTER:
-                valid = (p != 0.0) & (gl.expand_dims(line, 1) < left)
-                kv_at = read_number(steps, about + 1) + cols
-                ds = JOINT(p * (dp - delta), slope, b + first_b, h + first_h, q_pos, kv_at, valid, score_captured, score_sizes, grads)
+                valid = (p != 0.0) & (gl.expand_dims(rows, 1) < left)
+                kv = _block_field(blocks_s, slot, POSITION) + cols
+                ds = JOINT(
+                    p * (dp - delta), slope, b + first_b, h + first_h, q_pos, kv, valid, captured.score, captured.score_sizes, grads
+                )  # fmt: skip
                 ds = gl.where(valid, ds, 0.0)
             dq_next = warpgroup_mma(gl.convert_layout(ds.to(dtype), ds_l), k, dq, is_async=True)
-            after = it + 1
-            mbarrier.wait(k_full.index(place_of(after, STAGES)), round_of(after, STAGES))
-            kind = read_number(steps, place_of(after, SLOTS) * _STEP)
-            s_next = _begin(q, q_s, which, rows_of(k_s, place_of(after, STAGES)), none, HOLD_Q)
+            after = i + 1
+            mbarrier.wait(bars.k_full.index(ring_slot(after, STAGES)), ring_phase(after, STAGES))
+            kind = _block_field(blocks_s, ring_slot(after, BLOCK_SLOTS), KIND)
+            s_next = _start_product(q, q_s, group, tile_2d(k_s, ring_slot(after, STAGES)), zeros, Q_IN_REGISTERS)
             dq = warpgroup_mma_wait(1, deps=[dq_next])
-            mbarrier.arrive(k_empty.index(stage), count=1)
+            mbarrier.arrive(bars.k_empty.index(stage), count=1)
             s = warpgroup_mma_wait(0, deps=[s_next])
-            it = after
-        # The entry that ends an item passes through all barriers as a block does.
-        mbarrier.arrive(q_empty, count=1)
-        mbarrier.wait(v_full.index(place_of(it, STAGES)), round_of(it, STAGES))
-        mbarrier.arrive(k_empty.index(place_of(it, STAGES)), count=1)
-        mbarrier.arrive(v_empty.index(place_of(it, STAGES)), count=1)
-        it += 1
-        turn += 1
-        head = dq_ptr + wide(b) * dq_stride[0] + wide(h) * dq_stride[1]
-        step = dq_stride[2] + (it >> 30) * 16  # as above: 0 is added; a multiple of 16, so that the compiler still knows where rows begin
+            i = after
+        # The END record passes through all mbarriers as a block does.
+        mbarrier.arrive(q_bars.empty, count=1)
+        mbarrier.wait(bars.v_full.index(ring_slot(i, STAGES)), ring_phase(i, STAGES))
+        mbarrier.arrive(bars.k_empty.index(ring_slot(i, STAGES)), count=1)
+        mbarrier.arrive(bars.v_empty.index(ring_slot(i, STAGES)), count=1)
+        i += 1
+        t += 1
+        dq_head = dq_ptr + wide(b) * dq_stride[0] + wide(h) * dq_stride[1]
+        row_stride = dq_stride[2] + (i >> 30) * 16  # + 0, as above; a multiple of 16, so that the alignment of rows stays known
         dq = dq * scale
         if ADD:
-            dq += load_tile(head, row, left, step, D, DP, dq_l)
-        store_tile(head, dq, row, left, step, D, DP)
-        mbarrier.wait(q_full, turn & 1)
-        b = read_number(item_s, 0)
+            dq += load_tile(dq_head, row, left, row_stride, D, DP, dq_l)
+        store_tile(dq_head, dq, row, left, row_stride, D, DP)
+        mbarrier.wait(q_bars.full, t & 1)
+        b = load_int(item_s, ITEM_BATCH)
 
 
 @gluon.jit(do_not_specialize=_DYNAMIC)
-def queries_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dq_ptr, own_k_ptr, own_v_ptr, counter, dq_stride,
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dq_ptr, local_k_ptr, local_v_ptr, counter, dq_stride,
     order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes, grads,
-    items, rows, tiles, heads, shared, group, q_len, kv_len, own_rows, scale, first_b, first_h,
+    items, rows, tiles, heads, shared, group, q_len, kv_len, local_tokens, scale, first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, SCATTER: gl.constexpr, ADD: gl.constexpr,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
     N: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dQ of tiles of queries, stored or, with ADD, added to what is there; the gradients of captured tensors are added up here too.
+    """dQ of query tiles, stored to dq_ptr or, with ADD, added to it. With SCATTER, gradients of captured tensors are added to `grads`.
 
-    `counter`: one int32, 0. SCATTER: JOINT adds to `grads`. Given own_k_ptr and own_v_ptr, those describe the first `own_rows` keys and
-    values, k_ptr and v_ptr the others.
+    q_ptr, k_ptr, v_ptr, do_ptr: TMA descriptors. local_k_ptr, local_v_ptr, local_tokens: `KvSource`. counter: one int32, 0.
     """
-    gl.static_assert(STAGES <= SLOTS, "what a step is must be known until it is computed")
+    gl.static_assert(STAGES <= BLOCK_SLOTS, "a block's record must live until the block is computed")
     dtype: gl.constexpr = k_ptr.dtype
-    q_s = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF, DP], q_ptr.layout)
-    do_s = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF, EP], do_ptr.layout)
+    q_s = gl.allocate_shared_memory(dtype, [2, 1, 1, GROUP_ROWS, DP], q_ptr.layout)
+    do_s = gl.allocate_shared_memory(dtype, [2, 1, 1, GROUP_ROWS, EP], do_ptr.layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, DP], k_ptr.layout)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, EP], v_ptr.layout)
-    steps, item_s = numbers(SLOTS * _STEP), numbers(_ITEM)
-    q_bars = (barriers(1, 1).index(0), barriers(1, 2).index(0))
-    bars = (barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1), barriers(STAGES, 2))
+    blocks_s, item_s = shared_ints(BLOCK_SLOTS * BLOCK_FIELDS), shared_ints(ITEM_FIELDS)
+    q_bars = BufferBarriers(mbarriers(1, 1).index(0), mbarriers(1, 2).index(0))
+    bars = KvBarriers(mbarriers(STAGES, 1), mbarriers(STAGES, 2), mbarriers(STAGES, 1), mbarriers(STAGES, 2))
     fence_async_shared()
-    q_side = (given(q_side[0]), given(q_side[1]), given(q_side[2]))
-    kv_side = (given(kv_side[0]), given(kv_side[1]), given(kv_side[2]))
-    keys, values = (k_ptr, given(own_k_ptr), own_rows), (v_ptr, given(own_v_ptr), own_rows)
+    q_side = (optional(q_side[0]), optional(q_side[1]), optional(q_side[2]))
+    kv_side = (optional(kv_side[0]), optional(kv_side[1]), optional(kv_side[2]))
+    captured = Captured(mask_captured, mask_sizes, score_captured, score_sizes)
+    full, partial = Runs(full[0], full[1], full[2]), Runs(partial[0], partial[1], partial[2])
+    keys, values = KvSource(k_ptr, optional(local_k_ptr), local_tokens), KvSource(v_ptr, optional(local_v_ptr), local_tokens)
     gl.warp_specialize([
         (_compute, (
-            norm_ptr, delta_ptr, dq_ptr, dq_stride, mask_captured, mask_sizes, score_captured, score_sizes, grads,
-            heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, steps, item_s, q_bars, bars,
+            norm_ptr, delta_ptr, dq_ptr, dq_stride, captured, grads,
+            heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
             0, MASK, SCORE, JOINT, SCATTER, ADD, N, D, DP, STAGES,
         )),
         (_compute, (
-            norm_ptr, delta_ptr, dq_ptr, dq_stride, mask_captured, mask_sizes, score_captured, score_sizes, grads,
-            heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, steps, item_s, q_bars, bars,
+            norm_ptr, delta_ptr, dq_ptr, dq_stride, captured, grads,
+            heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
             1, MASK, SCORE, JOINT, SCATTER, ADD, N, D, DP, STAGES,
         )),
-        (_walk, (
+        (_produce, (
             counter, items, q_ptr, keys, values, do_ptr, order, full, partial, q_side, kv_side,
-            rows, tiles, heads, shared, group, q_len, kv_len, q_s, k_s, v_s, do_s, steps, item_s, q_bars, bars,
+            rows, tiles, heads, shared, group, q_len, kv_len, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
             PER_BATCH, PER_HEAD, N, STAGES,
         )),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

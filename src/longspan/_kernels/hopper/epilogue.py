@@ -1,5 +1,6 @@
-"""What becomes of an item's result in the forward kernel: a previous state is folded in, pieces are put together, and it goes to memory, or
-to where the copy engine takes it from.
+"""The forward kernel's epilogue: merge of an old state, combination of split-KV parts, and the store of outputs.
+
+Outputs go from registers to global memory (`store_output`), or to shared memory for the state warp's TMA store (`stage_output`).
 """
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
@@ -7,114 +8,136 @@ to where the copy engine takes it from.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from longspan._kernels.gpu.device_library import LN_2
 from longspan._kernels.gpu.tile_access import wide
-from longspan._kernels.hopper.state_mover import narrow
-from longspan._kernels.hopper.tile_io import load_tile, store_tile
+from longspan._kernels.hopper.forward_producer import GROUP_ROWS, GROUPS
+from longspan._kernels.hopper.tile_io import load_tile, store_tile, view_as
 
-GROUPS = gl.constexpr(2)  # warpgroups that compute
-HALF = gl.constexpr(64)  # queries of each
-CUTTABLE = gl.constexpr(128)  # dims of values up to which items may be cut: wider results leave no registers to put pieces together
+MAX_SPLIT_DIM = gl.constexpr(128)  # widest value dim whose items may be split along KV: combining wider parts lacks registers
+
+
+class Outputs(NamedTuple):
+    """Pointers to outputs, and to the old state if there is one; None for tensors that do not exist.
+
+    `complete_out`: output of complete query tiles. `part_out`, `part_lse`: partial results of split items.
+    """
+
+    out: Any
+    lse: Any
+    max_scores: Any
+    old_out: Any
+    old_lse: Any
+    old_max_scores: Any
+    complete_out: Any
+    part_out: Any
+    part_lse: Any
+
+
+class OutputStrides(NamedTuple):
+    """Strides of the tensors of `Outputs` that are not contiguous."""
+
+    out: Any
+    old_out: Any
+    complete_out: Any
 
 
 @gluon.jit
 def by_row(x, layout: gl.constexpr):
-    """A number per row, for rows held in another layout."""
+    """x [rows] as [rows, 1], to be broadcast against a tile in `layout`."""
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, layout)), 1)
 
 
 @gluon.jit
-def fold(m, total, old_m):
-    """(maximum, sum, share of what was summed, share of the previous state) with a previous state whose weights sum to 1 at old_m."""
+def merge(m, total, old_m):
+    """(max, sum, factor of the new sums, factor of the old output): merge with an old state whose weights sum to 1 at max old_m."""
     top = gl.maximum(m, old_m)
     base = gl.where(top == float("-inf"), 0.0, top)
-    share, old_share = gl.exp2(m - base), gl.exp2(old_m - base)
-    return top, total * share + old_share, share, old_share
+    factor, old_factor = gl.exp2(m - base), gl.exp2(old_m - base)
+    return top, total * factor + old_factor, factor, old_factor
 
 
 @gluon.jit
-def _together(
-    part_out, part_lse, flag, first, cut, count, rows, rows_left, zero,
-    WHICH: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, layout: gl.constexpr,
+def _combine_parts(
+    to, arrivals, item, split, rows, rows_left, zero, GROUP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """After a piece's state was left: (whether those of all pieces of its item are there, and then their maximum, sum and result). They
-    are read in the same order whoever comes last, so that the bits do not depend on it.
+    """After the store of a part: (whether it is the last of its item; if so, the max, sum and output over all parts).
+
+    Parts are read in the same order whichever of them is last, so that the bits do not depend on it.
     """
-    m = gl.full([HALF], -float("inf"), gl.float32, layout=rows.type.layout)
-    total = gl.full([HALF], 0.0, gl.float32, layout=rows.type.layout)
-    acc = gl.full([HALF, EP], 0.0, gl.float32, layout=layout)
+    m = gl.full([GROUP_ROWS], -float("inf"), gl.float32, layout=rows.type.layout)
+    total = gl.full([GROUP_ROWS], 0.0, gl.float32, layout=rows.type.layout)
+    acc = gl.full([GROUP_ROWS, EP], 0.0, gl.float32, layout=layout)
     gl.thread_barrier()
-    done = gl.atomic_add(flag, 1, sem="acq_rel") == count - 1
-    if done:
-        for i in range(count):
-            part = (first + i * cut) * GROUPS + WHICH
-            m_i = gl.load(part_lse + part * HALF + rows, mask=rows < rows_left, other=-float("inf"))
-            out_i = load_tile(part_out + wide(part) * (HALF * EP), 0, rows_left, EP + zero, E, EP, layout)
-            m, total, share, share_i = fold(m, total, m_i)
-            acc = acc * by_row(share, layout) + out_i * by_row(share_i, layout)
-    return done, m, total, acc
+    is_last = gl.atomic_add(arrivals, 1, sem="acq_rel") == split.parts - 1
+    if is_last:
+        for i in range(split.parts):
+            part = (item + i * split.split_items) * GROUPS + GROUP
+            part_m = gl.load(to.part_lse + part * GROUP_ROWS + rows, mask=rows < rows_left, other=-float("inf"))
+            part_out = load_tile(to.part_out + wide(part) * (GROUP_ROWS * EP), 0, rows_left, EP + zero, E, EP, layout)
+            m, total, factor, part_factor = merge(m, total, part_m)
+            acc = acc * by_row(factor, layout) + part_out * by_row(part_factor, layout)
+    return is_last, m, total, acc
 
 
 @gluon.jit
-def _write(
-    out_ptr, done_ptr, out_stride, done_stride, complete, acc, b, h, row, rows_left, zero,
-    E: gl.constexpr, EP: gl.constexpr, LINES: gl.constexpr,
-):  # fmt: skip
-    """A result: a running one, or where there is another tensor for those that are complete, there."""
-    if done_ptr is None:  # noqa: SIM114 (the compiler knows this one)
-        store_tile(out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1], acc, row, rows_left, out_stride[2] + zero, E, EP, LINES)
+def _store(to, strides, complete, acc, b, h, row, rows_left, zero, E: gl.constexpr, EP: gl.constexpr, ROW_WISE: gl.constexpr):
+    """Store an output tile to `to.out`, or to `to.complete_out` if the tile is complete and there is such a tensor."""
+    out, of_complete = strides.out, strides.complete_out
+    if to.complete_out is None:  # noqa: SIM114 (a compile-time condition)
+        store_tile(to.out + wide(b) * out[0] + wide(h) * out[1], acc, row, rows_left, out[2] + zero, E, EP, ROW_WISE)
     elif complete == 0:
-        store_tile(out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1], acc, row, rows_left, out_stride[2] + zero, E, EP, LINES)
+        store_tile(to.out + wide(b) * out[0] + wide(h) * out[1], acc, row, rows_left, out[2] + zero, E, EP, ROW_WISE)
     else:
-        store_tile(done_ptr + wide(b) * done_stride[0] + wide(h) * done_stride[1], acc, row, rows_left, done_stride[2] + zero, E, EP, LINES)
+        head = to.complete_out + wide(b) * of_complete[0] + wide(h) * of_complete[1]
+        store_tile(head, acc, row, rows_left, of_complete[2] + zero, E, EP, ROW_WISE)
 
 
 @gluon.jit
-def leave(
-    out_ptr, lse_ptr, done_ptr, part_out, part_lse, counter, pieces, out_stride, done_stride, complete, acc, b, h, row, rows, rows_left,
-    state, piece, zero, WHICH: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, LINES: gl.constexpr, layout: gl.constexpr,
+def store_output(
+    to, counter, split, strides, complete, acc, b, h, row, rows, rows_left, lse_at, split_part, zero,
+    GROUP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, ROW_WISE: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """An item's result to memory. That of a piece to where pieces are put together, which whoever comes last does."""
-    if EP > CUTTABLE:  # noqa: SIM114 (the compiler knows this one)
-        _write(out_ptr, done_ptr, out_stride, done_stride, complete, acc, b, h, row, rows_left, zero, E, EP, LINES)
-    elif piece < 0:
-        _write(out_ptr, done_ptr, out_stride, done_stride, complete, acc, b, h, row, rows_left, zero, E, EP, LINES)
+    """Store an item's output to global memory. Of a split item (split_part ≥ 0), store the part; the last part combines all of them."""
+    if EP > MAX_SPLIT_DIM:  # noqa: SIM114 (a compile-time condition)
+        _store(to, strides, complete, acc, b, h, row, rows_left, zero, E, EP, ROW_WISE)
+    elif split_part < 0:
+        _store(to, strides, complete, acc, b, h, row, rows_left, zero, E, EP, ROW_WISE)
     else:
-        cut, count = pieces[1], pieces[2]
-        part = piece * GROUPS + WHICH
-        store_tile(part_out + wide(part) * (HALF * EP), acc, 0, rows_left, EP + zero, E, EP)
-        done, m, total, acc = _together(
-            part_out, part_lse, counter + 1 + piece % cut * GROUPS + WHICH, piece % cut, cut, count, rows, rows_left, zero,
-            WHICH, E, EP, layout,
-        )  # fmt: skip
-        if done:
+        part = split_part * GROUPS + GROUP
+        store_tile(to.part_out + wide(part) * (GROUP_ROWS * EP), acc, 0, rows_left, EP + zero, E, EP)
+        item = split_part % split.split_items
+        arrivals = counter + 1 + item * GROUPS + GROUP
+        is_last, m, total, acc = _combine_parts(to, arrivals, item, split, rows, rows_left, zero, GROUP, E, EP, layout)
+        if is_last:
             seen = total > 0.0
             divisor = gl.where(seen, total, 1.0)
-            gl.store(lse_ptr + state + rows, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=rows < rows_left)
+            gl.store(to.lse + lse_at + rows, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=rows < rows_left)
             acc = acc * by_row(1.0 / divisor, layout)
-            _write(out_ptr, done_ptr, out_stride, done_stride, complete, acc, b, h, row, rows_left, zero, E, EP, LINES)
+            _store(to, strides, complete, acc, b, h, row, rows_left, zero, E, EP, ROW_WISE)
 
 
 @gluon.jit
-def hold(held, out_desc, done_desc, complete, acc, WHICH: gl.constexpr):
-    """A result to where the copy engine takes it from, as `_write` to memory."""
-    if done_desc is None:
-        _put(held, out_desc, acc, WHICH)
+def stage_output(state_s, out_desc, complete_out_desc, complete, acc, GROUP: gl.constexpr):
+    """Write an item's output to shared memory, in the dtype of the tensor to which the state warp stores it."""
+    if complete_out_desc is None:
+        _stage(state_s, out_desc, acc, GROUP)
     else:
         if complete == 0:
-            _put(held, out_desc, acc, WHICH)
+            _stage(state_s, out_desc, acc, GROUP)
         else:
-            _put(held, done_desc, acc, WHICH)
+            _stage(state_s, complete_out_desc, acc, GROUP)
     fence_async_shared()
 
 
 @gluon.jit
-def _put(held, desc, acc, WHICH: gl.constexpr):
-    if desc.dtype != gl.float32:  # its rows lie where others' running results did
+def _stage(state_s, desc, acc, GROUP: gl.constexpr):
+    if desc.dtype != gl.float32:  # a narrower tile overlaps rows of the old state that other warps of the group may still read
         gl.thread_barrier()
-    place = narrow(held.index(WHICH), desc)
-    place.reshape([place.shape[2], place.shape[3]]).store(acc.to(desc.dtype))
+    tile = view_as(state_s.index(GROUP), desc)
+    tile.reshape([tile.shape[2], tile.shape[3]]).store(acc.to(desc.dtype))

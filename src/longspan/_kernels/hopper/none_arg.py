@@ -1,4 +1,7 @@
-"""A None for warps. Triton's `builtin` is not public, but nothing else makes a function that runs while a kernel is compiled."""
+"""None as an argument of `gl.warp_specialize`.
+
+`builtin` is not public in Triton, but no public decorator makes a function that runs while a kernel is compiled.
+"""
 
 # Runs in Triton's compiler, on values that Python types do not describe.
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -10,6 +13,6 @@ from triton.experimental.gluon.language._core import builtin
 
 
 @builtin
-def given(x, _semantic=None):
-    """x, or a None that can be handed to a warp: `warp_specialize` takes compile-time values, a bare None it does not."""
+def optional(x, _semantic=None):
+    """x, or None wrapped as a constexpr: `warp_specialize` takes constexpr arguments but no bare None."""
     return gl.constexpr(None) if x is None else x

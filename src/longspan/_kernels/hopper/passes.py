@@ -17,11 +17,11 @@ from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.launch_call import Cut, LaunchCall, Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch
 from longspan._kernels.gpu.uniform_lookup import flat_functions
-from longspan._kernels.hopper.backward_dkv import keys_kernel
-from longspan._kernels.hopper.backward_dq import queries_kernel, rows_kernel
+from longspan._kernels.hopper.backward_dkv import dkv_kernel
+from longspan._kernels.hopper.backward_dq import dq_kernel, row_terms_kernel
 from longspan._kernels.hopper.config import Step, dq_part, forward_step, keys_step, queries_step
 from longspan._kernels.hopper.dq_order import turns
-from longspan._kernels.hopper.epilogue import CUTTABLE
+from longspan._kernels.hopper.epilogue import MAX_SPLIT_DIM
 from longspan._kernels.hopper.forward import forward_kernel
 from longspan._kernels.hopper.item_order import Order, best_order, last_rounds
 from longspan._kernels.hopper.makespan import walks
@@ -49,32 +49,37 @@ class HopperCall(LaunchCall):
         """Fill the rows of `result` that see something, folding `old` in; they may be the same. Given `done`, rows that are complete
         (`Work.complete_q_tiles`) go there instead of to `result.out`.
         """
-        before = (None, None, None) if old is None else (old.out, old.lse, old.max_scores)
-        carried = self._carried(result, old, done)
-        tensors = (self.q, self.k, self.v, result.out, result.lse, result.max_scores, *before, done, self.q, *carried, *self.own)
+        old_out, old_lse, old_max_scores = (None, None, None) if old is None else (old.out, old.lse, old.max_scores)
+        out_by_tma, complete_by_tma, old_by_tma = self._moved_by_tma(result, old, done)
+        tensors = {
+            "q_desc": self.q, "k_desc": self.k, "v_desc": self.v, "out_ptr": result.out, "lse_ptr": result.lse,
+            "max_scores_ptr": result.max_scores, "old_out_ptr": old_out, "old_lse_ptr": old_lse, "old_max_scores_ptr": old_max_scores,
+            "complete_out_ptr": done, "q_ptr": self.q,
+            "out_desc": out_by_tma, "complete_out_desc": complete_by_tma, "old_out_desc": old_by_tma,
+            "local_k_desc": self.own[0], "local_v_desc": self.own[1],
+        }  # fmt: skip
         assert done is None or self.work.complete_q_tiles is not None
-        # `completed` tells launches apart that are kept for the same table.
+        # Part of the key of the prepared launch, which holds the flags on the device.
         completed = None if done is None or self.work.complete_q_tiles is None else bytes(self.work.complete_q_tiles.tolist())
-        settings = {"FOLD": self.work.score is None and self.work.scale > 0, "completed": completed}
-        named = dict(zip(forward_kernel.arg_names, tensors))
-        self.launch(Pass(name="forward", kernel=forward_kernel, tensors=named, settings=settings, busy_only=busy_only))
+        settings = {"SCALE_IN_EXP": self.work.score is None and self.work.scale > 0, "completed": completed}
+        self.launch(Pass(name="forward", kernel=forward_kernel, tensors=tensors, settings=settings, busy_only=busy_only))
 
-    def _carried(self, result: State, old: State | None, done: Tensor | None) -> tuple[Tensor | None, ...]:
-        """(out, done, out before) as the copy engine carries running results, or nothing where there are none or it cannot."""
-        there = [t for t in (result.out, done, None if old is None else old.out) if t is not None]
-        running = old is not None or result.out.dtype == torch.float32
-        wide = old is None or old.out.dtype == torch.float32
-        narrow = width(self.v.shape[-1]) <= CUTTABLE.value
-        if not running or not wide or not narrow or result.max_scores is not None or not all(map(launch.describable, there)):
+    def _moved_by_tma(self, result: State, old: State | None, done: Tensor | None) -> tuple[Tensor | None, ...]:
+        """(out, out of complete tiles, old out) for the state warp; Nones if there is no running state or TMA cannot move it."""
+        tensors = [t for t in (result.out, done, None if old is None else old.out) if t is not None]
+        has_state = old is not None or result.out.dtype == torch.float32
+        float32_state = old is None or old.out.dtype == torch.float32
+        fits = width(self.v.shape[-1]) <= MAX_SPLIT_DIM.value
+        if not has_state or not float32_state or not fits or result.max_scores is not None or not all(map(launch.describable, tensors)):
             return None, None, None
         return result.out, done, None if old is None else old.out
 
     def rows(self, out: Tensor | None, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None, norm: Tensor, delta: Tensor) -> None:
-        """Fill norm and, given out, delta: what both passes ask of each row."""
+        """Fill norm and, if out is not None, delta [B, H, Q]: the row terms of both backward kernels."""
         B, H, Q, E = grad_out.shape
         m = 64
         with torch.cuda.device(self.q.device):
-            rows_kernel[(B * H * -(-Q // m),)](
+            row_terms_kernel[(B * H * -(-Q // m),)](
                 out, grad_out, lse, grad_lse, norm, delta, (grad_out if out is None else out).stride(), grad_out.stride(), H, Q,
                 M=m, E=E, EP=launch.padded(E), num_warps=4,
             )  # fmt: skip
@@ -83,30 +88,34 @@ class HopperCall(LaunchCall):
         self, grad_out: Tensor, norm: Tensor, delta: Tensor, dq: Tensor, captured: Sequence[Tensor | None], *, add: bool
     ) -> None:  # fmt: skip
         """Fill dq, or add to it; add to gradients of captured tensors that are not None."""
-        tensors = (self.q, self.k, self.v, grad_out, norm, delta, dq, *self.own)
+        tensors = {
+            "q_ptr": self.q, "k_ptr": self.k, "v_ptr": self.v, "do_ptr": grad_out, "norm_ptr": norm, "delta_ptr": delta, "dq_ptr": dq,
+            "local_k_ptr": self.own[0], "local_v_ptr": self.own[1],
+        }  # fmt: skip
         grads = tuple(g for g in captured if g is not None) or (norm,)
         needs = tuple(g is not None for g in captured)
-        named, settings = dict(zip(queries_kernel.arg_names, tensors)), {"ADD": add, "SCATTER": any(needs)}
-        self.launch(
-            Pass(name="dq", kernel=queries_kernel, tensors=named, settings=settings, needs=needs, grads=grads, busy_only=add)
-        )  # fmt: skip
+        settings = {"ADD": add, "SCATTER": any(needs)}
+        self.launch(Pass(name="dq", kernel=dq_kernel, tensors=tensors, settings=settings, needs=needs, grads=grads, busy_only=add))
 
     def dkdv(
         self, grad_out: Tensor, norm: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, dq: Tensor | None, *, ordered: bool = False
     ) -> None:  # fmt: skip
         """Fill dk and dv; add to dq, float32, where it is given; if `ordered`, in an order that is always the same."""
-        parts = walks_of(self.q, self.v, self.work)
-        found: tuple[Tensor, ...] = (dk, dv)
-        if parts > 1:
-            found = tuple(torch.empty((t.shape[0], t.shape[1] * parts, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in found)
-        tensors = (self.q, self.k, self.v, grad_out, norm, delta, *found, dq, *self.own)
-        named, settings = dict(zip(keys_kernel.arg_names, tensors)), {"ordered": ordered, "parts": parts}
-        self.launch(
-            Pass(name="dkdv", kernel=keys_kernel, tensors=named, settings=settings, needs=(False,) * len(self.work.score_captured))
-        )  # fmt: skip
-        if parts > 1:
-            for total, of_parts in zip((dk, dv), found, strict=True):
-                total.copy_(of_parts.unflatten(1, (-1, parts)).sum(2))
+        head_parts = walks_of(self.q, self.v, self.work)
+        to_dk, to_dv = dk, dv
+        if head_parts > 1:  # each part of a KV head's query heads fills its own dK and dV, summed below
+            to_dk, to_dv = (
+                torch.empty((t.shape[0], t.shape[1] * head_parts, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (dk, dv)
+            )
+        tensors = {
+            "q_ptr": self.q, "k_ptr": self.k, "v_ptr": self.v, "do_ptr": grad_out, "norm_ptr": norm, "delta_ptr": delta, "dk_ptr": to_dk,
+            "dv_ptr": to_dv, "dq_ptr": dq, "local_k_ptr": self.own[0], "local_v_ptr": self.own[1],
+        }  # fmt: skip
+        settings, needs = {"ordered": ordered, "head_parts": head_parts}, (False,) * len(self.work.score_captured)
+        self.launch(Pass(name="dkdv", kernel=dkv_kernel, tensors=tensors, settings=settings, needs=needs))
+        if head_parts > 1:
+            for total, parts in ((dk, to_dk), (dv, to_dv)):
+                total.copy_(parts.unflatten(1, (-1, head_parts)).sum(2))
 
     def prepare(self, one: Pass) -> PreparedLaunch:
         q, v, which, tensors, known = self.q, self.v, one.name, one.tensors, dict(one.settings)
@@ -114,11 +123,11 @@ class HopperCall(LaunchCall):
         tiles: dict[str, Callable[[Tensor], TensorDescriptor]]
         added = 0  # bytes of a query's dQ to which other programs add too
         suffix = "desc" if which == "forward" else "ptr"
-        k_name, v_name, own_k_name, own_v_name = (f"{name}_{suffix}" for name in ("k", "v", "own_k", "own_v"))
+        k_name, v_name, local_k_name, local_v_name = (f"{name}_{suffix}" for name in ("k", "v", "local_k", "local_v"))
         if which == "forward":
             step = forward_step(d, e)
             tiles = {"q_desc": _tiles(step.m // 2), k_name: _tiles(step.n), v_name: _tiles(step.n)}
-            tiles |= {name: _tiles(step.m // 2) for name in ("out_desc", "done_desc", "old_desc") if tensors[name] is not None}
+            tiles |= {name: _tiles(step.m // 2) for name in ("out_desc", "complete_out_desc", "old_out_desc") if tensors[name] is not None}
         elif which == "dq":
             step = queries_step(d, e, scored=self.work.score is not None)
             tiles = {"q_ptr": _tiles(step.m // 2), k_name: _tiles(step.n), v_name: _tiles(step.n), "do_ptr": _tiles(step.m // 2)}
@@ -136,36 +145,36 @@ class HopperCall(LaunchCall):
             if aligned:
                 tiles["norm_ptr"] = tiles["delta_ptr"] = partial(line, size=step.m)
             known["ALIGNED"] = aligned
-        if tensors[own_k_name] is not None:  # keys and values that lie apart come in the same tiles
-            tiles |= {own_k_name: tiles[k_name], own_v_name: tiles[v_name]}
+        if tensors[local_k_name] is not None:
+            tiles |= {local_k_name: tiles[k_name], local_v_name: tiles[v_name]}
         programs = programs_at_once(q.device)
         cut = Cut(
             m=_items_of(step, which), n=step.n, l2_bytes=_L2_BYTES, ctas_in_flight=programs, added_bytes=added,
-            head_parts=known.get("parts", 1),
+            head_parts=known.get("head_parts", 1),
         )  # fmt: skip
         items, shared = self.work_arguments(one, cut)
         corners, flat = flat_functions(self.work.score, launch.options(self.work, q.dtype)) if which == "forward" else (None, None)
         more: dict[str, Any] = {"CORNERS": corners, "FLAT": flat, "STAGES": step.stages, "REGISTERS": step.registers, "BM": step.m, "DS": 2}
-        more["own_rows"] = self.own_rows
+        more["local_tokens"] = self.own_rows
         made: Callable[[], tuple[Tensor | None, ...]] = partial(counter, q.device)
         if which == "dkdv":
-            more |= {"turn_ptr": None, "turns": None, "locks_per_head": 0}
+            more |= {"dq_order_ptr": None, "dq_order_before": None, "semaphores_per_head": 0}
             if known["ordered"]:
                 found = turns(self.work.table.transposed, shared["shared"], q.device)
                 shared["order"] = found.order
-                more |= {"turn_ptr": found.ptr, "turns": found.before}
-                more["locks_per_head"] = self.work.table.q_tiles * (self.work.q_tiles.block // step.m)
-            made = partial(counter_and_locks, q.device, q.shape[0] * q.shape[1] * more["locks_per_head"])
+                more |= {"dq_order_ptr": found.ptr, "dq_order_before": found.before}
+                more["semaphores_per_head"] = self.work.table.q_tiles * (self.work.q_tiles.block // step.m)
+            made = partial(counter_and_locks, q.device, q.shape[0] * q.shape[1] * more["semaphores_per_head"])
         if which == "forward":
             # Pieces leave no peaks: where those are asked for, nothing is cut.
-            cuttable = tensors["peak_ptr"] is None and e <= CUTTABLE.value
+            cuttable = tensors["max_scores_ptr"] is None and e <= MAX_SPLIT_DIM.value
             order, pieces_cut = self._planned(items, shared, programs, cuttable=cuttable)
-            more |= {"heavy": order.heavy, "late": order.late, "split": items // max(1, shared["rows"]) * order.heavy}
+            more |= {"heavy_rows": order.heavy, "light_group": order.late, "heavy_items": items // max(1, shared["rows"]) * order.heavy}
             shared["group"], items = order.group, pieces_cut.items
-            more |= {"uncut": pieces_cut.uncut, "cut": pieces_cut.cut, "count": pieces_cut.parts, "wide_piece": pieces_cut.wide}
+            more |= {"unsplit": pieces_cut.uncut, "split_items": pieces_cut.cut, "parts": pieces_cut.parts, "wide_part": pieces_cut.wide}
             made = partial(counter_and_states, q.device, pieces_cut, step.m, e)
             complete = self.work.complete_q_tiles
-            more["complete"] = None if tensors["done_ptr"] is None or complete is None else launch.flags(complete, q.device)
+            more["complete_flags"] = None if tensors["complete_out_ptr"] is None or complete is None else launch.flags(complete, q.device)
         return PreparedLaunch(
             kernel=one.kernel,
             options={"num_warps": 4, "maxnreg": step.start_registers},

@@ -1,8 +1,8 @@
-"""One warp of the forward kernel that carries running results: it has the copy engine bring an item's from memory while its keys are still
-weighed, and take the new one away while the next item's are.
+"""The state warp of the forward kernel: loads an item's running state (out, lse) during its main loop and stores the new one during the
+next item's, both by TMA.
 
-Programs begin and end items of the same length together. Written and read by the warps that compute, running results would have all of them
-wait for memory at once.
+CTAs begin and end items of equal length at the same time. If the consumer warp groups loaded and stored running states themselves, all of
+them would wait for global memory at once.
 """
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
@@ -10,76 +10,95 @@ wait for memory at once.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from longspan._kernels.gpu.tile_access import wide
-from longspan._kernels.hopper.barriers import place_of, read_number, round_of
+from longspan._kernels.hopper.forward_producer import (
+    BATCH,
+    COMPLETE,
+    GROUP_ROWS,
+    GROUPS,
+    HEAD,
+    ITEM_SLOTS,
+    ROW,
+    ROWS_LEFT,
+    SPLIT_PART,
+    item_field,
+)
+from longspan._kernels.hopper.pipeline import ring_phase, ring_slot
+from longspan._kernels.hopper.tile_io import view_as
+
+
+class StateBarriers(NamedTuple):
+    """`ready`: the old state has arrived, or there is none and the buffer is free. `filled`: the consumers wrote the new state."""
+
+    ready: Any
+    filled: Any
 
 
 @gluon.jit
-def is_held(left, piece, ROWS: gl.constexpr):
-    """Whether an item's result goes through shared memory: all its rows exist, and it is not a piece of one."""
-    return (left >= ROWS) & (piece < 0)
+def moved_by_tma(left, split_part, ROWS: gl.constexpr):
+    """Whether the state warp moves an item's state: the item has all its rows and is not split along KV."""
+    return (left >= ROWS) & (split_part < 0)
 
 
 @gluon.jit
-def narrow(held, desc):
-    """A place for a result as the tensor that it goes to holds it."""
-    return held._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+def _store_tiles(desc, b, h, row, state_s):
+    """Start the TMA stores of an item's output tiles, one per consumer warp group."""
+    for group in gl.static_range(GROUPS):
+        tma.async_copy_shared_to_global(desc, [b, h, row + group * GROUP_ROWS, 0], view_as(state_s.index(group), desc))
 
 
 @gluon.jit
-def carry(
-    out_desc, done_desc, old_desc, old_lse_ptr, heads, q_len, held, lse_s, item_s, item_bars, held_bars, begun,
-    GROUPS: gl.constexpr, HALF: gl.constexpr, AHEAD: gl.constexpr, ITEM: gl.constexpr,
+def move_states(
+    out_desc, complete_out_desc, old_out_desc, old_lse_ptr, heads, q_len, state_s, lse_s, items_s, bars, state_bars, state_due
 ):  # fmt: skip
-    """`held`: a result of each group, float32; `lse_s`: its logarithms, where there is one before. held_bars: (they are there or may be
-    written, they are written). `begun`: the first keys of an item are on their way, which are needed sooner.
+    """The state warp. state_s: float32 [GROUPS, 1, 1, GROUP_ROWS, EP]. lse_s: float32 [GROUPS, GROUP_ROWS], if there is an old state.
+
+    `state_due` completes when the item's first KV blocks, which are needed before its state, are in flight.
     """
-    item_full, item_empty = item_bars
-    ready, filled = held_bars
-    t = 0
-    mbarrier.wait(item_full.index(0), 0)
-    h = read_number(item_s, 0)
+    t = 0  # items so far
+    mbarrier.wait(bars.item_full.index(0), 0)
+    h = item_field(items_s, 0, HEAD)
     while h >= 0:
-        slot = place_of(t, AHEAD)
-        b = read_number(item_s, slot * ITEM + 1)
-        row = read_number(item_s, slot * ITEM + 2)
-        through = is_held(read_number(item_s, slot * ITEM + 4), read_number(item_s, slot * ITEM + 10), GROUPS * HALF)
+        slot = ring_slot(t, ITEM_SLOTS)
+        b = item_field(items_s, slot, BATCH)
+        row = item_field(items_s, slot, ROW)
+        by_tma = moved_by_tma(item_field(items_s, slot, ROWS_LEFT), item_field(items_s, slot, SPLIT_PART), GROUPS * GROUP_ROWS)
         complete = 0
-        if done_desc is not None:
-            complete = read_number(item_s, slot * ITEM + 11)
-        mbarrier.arrive(item_empty.index(slot), count=1)
-        if old_desc is not None:
-            mbarrier.wait(begun.index(place_of(t, 2)), round_of(t, 2))
-            if through:
-                line: gl.constexpr = gl.BlockedLayout([HALF // 32], [32], [1], [0])
-                at = old_lse_ptr + (wide(b) * heads + h) * q_len + row + gl.arange(0, HALF, layout=line)
-                for c in gl.static_range(GROUPS):
-                    lse_s.index(c).store(gl.load(at + c * HALF))
-                mbarrier.expect(ready, old_desc.block_type.nbytes * GROUPS)
-                for c in gl.static_range(GROUPS):
-                    tma.async_copy_global_to_shared(old_desc, [b, h, row + c * HALF, 0], ready, held.index(c))
-                mbarrier.arrive(ready, count=1)
+        if complete_out_desc is not None:
+            complete = item_field(items_s, slot, COMPLETE)
+        mbarrier.arrive(bars.item_empty.index(slot), count=1)
+        if old_out_desc is not None:
+            mbarrier.wait(state_due.index(ring_slot(t, 2)), ring_phase(t, 2))
+            if by_tma:
+                lane_layout: gl.constexpr = gl.BlockedLayout([GROUP_ROWS // 32], [32], [1], [0])
+                old_lse = old_lse_ptr + (wide(b) * heads + h) * q_len + row + gl.arange(0, GROUP_ROWS, layout=lane_layout)
+                for group in gl.static_range(GROUPS):
+                    lse_s.index(group).store(gl.load(old_lse + group * GROUP_ROWS))
+                mbarrier.expect(state_bars.ready, old_out_desc.block_type.nbytes * GROUPS)
+                for group in gl.static_range(GROUPS):
+                    coordinates = [b, h, row + group * GROUP_ROWS, 0]
+                    tma.async_copy_global_to_shared(old_out_desc, coordinates, state_bars.ready, state_s.index(group))
+                mbarrier.arrive(state_bars.ready, count=1)
             else:
-                mbarrier.arrive(ready, count=2)
+                mbarrier.arrive(state_bars.ready, count=2)
         else:
-            mbarrier.arrive(ready, count=2)
-        mbarrier.wait(filled, t & 1)
-        if through:
-            if done_desc is None:
-                for c in gl.static_range(GROUPS):
-                    tma.async_copy_shared_to_global(out_desc, [b, h, row + c * HALF, 0], narrow(held.index(c), out_desc))
+            mbarrier.arrive(state_bars.ready, count=2)
+        mbarrier.wait(state_bars.filled, t & 1)
+        if by_tma:
+            if complete_out_desc is None:
+                _store_tiles(out_desc, b, h, row, state_s)
             else:
                 if complete == 0:
-                    for c in gl.static_range(GROUPS):
-                        tma.async_copy_shared_to_global(out_desc, [b, h, row + c * HALF, 0], narrow(held.index(c), out_desc))
+                    _store_tiles(out_desc, b, h, row, state_s)
                 else:
-                    for c in gl.static_range(GROUPS):
-                        tma.async_copy_shared_to_global(done_desc, [b, h, row + c * HALF, 0], narrow(held.index(c), done_desc))
+                    _store_tiles(complete_out_desc, b, h, row, state_s)
             tma.store_wait(0)
         t += 1
-        mbarrier.wait(item_full.index(place_of(t, AHEAD)), round_of(t, AHEAD))
-        h = read_number(item_s, place_of(t, AHEAD) * ITEM)
+        mbarrier.wait(bars.item_full.index(ring_slot(t, ITEM_SLOTS)), ring_phase(t, ITEM_SLOTS))
+        h = item_field(items_s, ring_slot(t, ITEM_SLOTS), HEAD)

@@ -1,6 +1,6 @@
-"""The copy engine's reduction from shared to global memory.
+"""TMA reductions from shared to global memory.
 
-triton 3.6 can build it but does not export it: `async_atomic_add` here reaches into private parts of triton until a later one exports it.
+Triton 3.6 can build them but does not export them. Until a later version does, `async_atomic_add` uses private parts of Triton.
 """
 
 # mypy: allow-untyped-defs
@@ -21,7 +21,7 @@ if async_atomic_add is None:
 
     @builtin
     def _async_atomic_add(tensor_desc, coord, src, _semantic=None):
-        """Add a block in shared memory to global memory; what lies outside the tensor is dropped. `tma.store_wait` waits for it."""
+        """Start adding a tile in shared memory to global memory. Elements outside the tensor are dropped."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
@@ -29,7 +29,7 @@ if async_atomic_add is None:
 
 
 @gluon.jit
-def reduced():
-    """Wait until what this warp handed to the copy engine has been added. (`tma.store_wait` waits until it has been read.)"""
+def wait_until_added():
+    """Wait until this warp's TMA reductions have been added to global memory; `tma.store_wait` waits until shared memory was read."""
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longspan._kernels.gpu import launch
-from longspan._kernels.hopper.epilogue import GROUPS
+from longspan._kernels.hopper.forward_producer import GROUPS
 from longspan._kernels.hopper.split_kv import Pieces
 
 

@@ -1,0 +1,222 @@
+"""The producer warp of the dK/dV kernel. `hopper.backward_dkv` begins with a picture of the whole."""
+
+# Device code: its arguments are tiles and pointers, which Python types do not describe.
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+
+from longspan._kernels.gpu.tile_access import place, run_place, span, table_row, wide
+from longspan._kernels.hopper.pipeline import load_kv_tile, ring_phase, ring_slot, store_int
+
+KEYS = gl.constexpr(128)  # keys of an item
+GROUP_KEYS = gl.constexpr(64)  # keys of a compute warp group
+STEP_SLOTS = gl.constexpr(8)  # step records in flight: the dQ warps lag behind the producer
+
+# A step's record: int32 fields.
+KIND = gl.constexpr(0)
+POSITION = gl.constexpr(1)  # global position of the step's first query
+ROWS_LEFT = gl.constexpr(2)  # queries from there to the end of the run
+HEAD = gl.constexpr(3)
+ROW = gl.constexpr(4)  # first query row in the tensor
+BATCH = gl.constexpr(5)
+EARLIER_ADDS = gl.constexpr(6)  # ordered dQ: additions to the step's rows of dQ that precede this one
+SEMAPHORE = gl.constexpr(7)  # ordered dQ: index of the semaphore that counts the additions to those rows
+STEP_FIELDS = gl.constexpr(8)
+
+# The item's record: int32 fields.
+ITEM_BATCH = gl.constexpr(0)  # STOP: no more items
+ITEM_HEAD = gl.constexpr(1)  # head of dK and dV: KV head · head_parts + part
+ITEM_ROW = gl.constexpr(2)  # first key row in the tensor
+ITEM_POSITION = gl.constexpr(3)  # global position of that key
+ITEM_KEYS_LEFT = gl.constexpr(4)  # keys of the tile
+ITEM_FIELDS = gl.constexpr(5)
+
+# Kinds of step records.
+STOP = gl.constexpr(-1)  # not a step: no more items
+END = gl.constexpr(0)  # not a step: end of the item
+FULL = gl.constexpr(1)  # every pair is visible
+PARTIAL = gl.constexpr(2)  # the mask decides
+SHORT = gl.constexpr(3)  # every pair is visible, but the key tile has fewer than KEYS keys
+
+_NO_TILE = gl.constexpr(2**30)  # greater than the index of any tile
+
+
+class StepBuffers(NamedTuple):
+    """Shared memory of the steps in flight: rings of STAGES tiles of q, dO, norm and delta, and of STEP_SLOTS step records."""
+
+    q: Any
+    do: Any
+    norm: Any
+    delta: Any
+    steps: Any
+
+
+class StepBarriers(NamedTuple):
+    """Arrays of mbarriers, one per stage, of the ring of steps. `q_full` covers q and norm, `do_full` covers dO and delta."""
+
+    q_full: Any
+    do_full: Any
+    empty: Any
+
+
+class ItemBarriers(NamedTuple):
+    """mbarriers of the item's keys and values."""
+
+    k_full: Any
+    v_full: Any
+    empty: Any
+
+
+class DqOrderArgs(NamedTuple):
+    """The tensors of `hopper.dq_order.DqOrder` as pointers, or None, and the number of semaphores per head."""
+
+    ptr: Any
+    before: Any
+    semaphores_per_head: Any
+
+
+@gluon.jit
+def step_record(it):
+    """The index of the first field of step record `it`."""
+    return ring_slot(it, STEP_SLOTS) * STEP_FIELDS
+
+
+@gluon.jit
+def _load_step(
+    it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row, pos, left, lse_at, q_len, kind, earlier_adds, semaphore, described, buffers, bars,
+    ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Write the step's record and start the loads of its query rows, as soon as its stage is empty."""
+    stage = ring_slot(it, STAGES)
+    mbarrier.wait(bars.empty.index(stage), ring_phase(it, STAGES) ^ 1)
+    record = step_record(it)
+    steps = buffers.steps
+    store_int(steps, record + KIND, kind)
+    store_int(steps, record + POSITION, pos)
+    store_int(steps, record + ROWS_LEFT, left)
+    store_int(steps, record + HEAD, h)
+    store_int(steps, record + ROW, row)
+    store_int(steps, record + BATCH, b)
+    if described is not None:
+        store_int(steps, record + EARLIER_ADDS, earlier_adds)
+        store_int(steps, record + SEMAPHORE, semaphore)
+        mbarrier.arrive(described.index(ring_slot(it, STEP_SLOTS)), count=1)
+    if ALIGNED:
+        mbarrier.expect(bars.q_full.index(stage), q_ptr.block_type.nbytes + norm_ptr.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_ptr, [b, h, row, 0], bars.q_full.index(stage), buffers.q.index(stage))
+        tma.async_copy_global_to_shared(norm_ptr, [lse_at + row], bars.q_full.index(stage), buffers.norm.index(stage))
+        mbarrier.expect(bars.do_full.index(stage), do_ptr.block_type.nbytes + delta_ptr.block_type.nbytes)
+        tma.async_copy_global_to_shared(do_ptr, [b, h, row, 0], bars.do_full.index(stage), buffers.do.index(stage))
+        tma.async_copy_global_to_shared(delta_ptr, [lse_at + row], bars.do_full.index(stage), buffers.delta.index(stage))
+    else:
+        # Rows past the end repeat the last row: their values are masked, but must be finite.
+        lane_layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        i = gl.minimum(row + gl.arange(0, BM, layout=lane_layout), q_len - 1)
+        async_copy.async_copy_global_to_shared(buffers.norm.index(stage), norm_ptr + lse_at + i)
+        async_copy.mbarrier_arrive(bars.q_full.index(stage))
+        mbarrier.expect(bars.q_full.index(stage), q_ptr.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_ptr, [b, h, row, 0], bars.q_full.index(stage), buffers.q.index(stage))
+        async_copy.async_copy_global_to_shared(buffers.delta.index(stage), delta_ptr + lse_at + i)
+        async_copy.mbarrier_arrive(bars.do_full.index(stage))
+        mbarrier.expect(bars.do_full.index(stage), do_ptr.block_type.nbytes)
+        tma.async_copy_global_to_shared(do_ptr, [b, h, row, 0], bars.do_full.index(stage), buffers.do.index(stage))
+
+
+@gluon.jit
+def _load_item(item_number, keys, values, b, head, head_parts, row, pos, left, k_s, v_s, item_s, bars):
+    """Write the item's record and start the loads of its keys and values, as soon as the CTA's item before no longer needs the buffers."""
+    mbarrier.wait(bars.empty, (item_number & 1) ^ 1)
+    store_int(item_s, ITEM_BATCH, b)
+    store_int(item_s, ITEM_HEAD, head)
+    store_int(item_s, ITEM_ROW, row)
+    store_int(item_s, ITEM_POSITION, pos)
+    store_int(item_s, ITEM_KEYS_LEFT, left)
+    load_kv_tile(keys, b, head // head_parts, row, bars.k_full, k_s.index(0))
+    load_kv_tile(values, b, head // head_parts, row, bars.v_full, v_s.index(0))
+
+
+@gluon.jit
+def produce(
+    counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, dq_order, described, q_side, kv_side,
+    rows, tiles, heads, kv_heads, shared, head_parts, group, q_len, kv_len, k_s, v_s, buffers, item_s, item_bars, bars,
+    PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The producer warp: takes items (key tiles) from the global counter and loads each item's keys, values and steps of queries.
+
+    With ordered dQ, `described` holds mbarriers that complete when a step's record is written, and the steps of a head come in ascending
+    order of queries: full and partial runs are merged. Otherwise full runs come first and `described` is None.
+    """
+    SUBS: gl.constexpr = KEYS // BM
+    ORDERED: gl.constexpr = described is not None
+    steps = buffers.steps
+    it = 0  # step records so far
+    t = 0  # items so far
+    item = gl.atomic_add(counter, 1)
+    while item < items:
+        tile, _, b, head = place(item, order, rows, tiles, kv_heads, group, 1, PER_BATCH, PER_HEAD)
+        kv_row, kv_pos, kv_left = span(tile, kv_len, kv_side, 1, KEYS)
+        kv_loaded = 0
+        for j in range(shared):
+            h = head * shared + j
+            table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
+            lse_at = (b * heads + h) * q_len if ALIGNED else (wide(b) * heads + h) * q_len
+            full_run, partial_run = gl.load(full.ptr + table), gl.load(partial.ptr + table)
+            full_runs, partial_runs = gl.load(full.ptr + table + 1) - full_run, gl.load(partial.ptr + table + 1) - partial_run
+            if ORDERED:
+                nth = gl.load(dq_order.ptr + table)  # query tiles of the table row so far
+                full_seen = 0
+            for i in range(full_runs + partial_runs):
+                if ORDERED:
+                    r, next_partial = full_run + full_seen, partial_run + i - full_seen
+                    first_partial = gl.load(partial.first + next_partial, mask=i - full_seen < partial_runs, other=_NO_TILE)
+                    masked = first_partial < gl.load(full.first + r, mask=full_seen < full_runs, other=_NO_TILE)
+                    r = gl.where(masked, next_partial, r)
+                    full_seen += gl.where(masked, 0, 1)
+                else:
+                    masked = i >= full_runs
+                    r = gl.where(masked, partial_run + i - full_runs, full_run + i)
+                first = gl.load(gl.where(masked, partial.first, full.first) + r)
+                last = gl.load(gl.where(masked, partial.last, full.last) + r)
+                kind = gl.where(masked, PARTIAL, gl.where(kv_left < KEYS, SHORT, FULL))
+                row_from, pos_from, left_from = run_place(first, last, q_len, q_side, SUBS, BM)
+                # Steps without a query are skipped.
+                for n in range(first * SUBS, gl.minimum((last + 1) * SUBS, (left_from + (BM - 1)) // BM)):
+                    earlier_adds, semaphore = None, None
+                    if ORDERED:
+                        earlier_adds = gl.load(dq_order.before + nth + n // SUBS - first)
+                        semaphore = (b * heads + h) * dq_order.semaphores_per_head + n
+                    _load_step(
+                        it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row_from + n * BM, pos_from + n * BM, left_from - n * BM,
+                        lse_at, q_len, kind, earlier_adds, semaphore, described, buffers, bars, ALIGNED, BM, STAGES,
+                    )  # fmt: skip
+                    it += 1
+                    # After the first step: its stage is empty before the buffers of keys and values are.
+                    if kv_loaded == 0:
+                        _load_item(t, keys, values, b, head, head_parts, kv_row, kv_pos, kv_left, k_s, v_s, item_s, item_bars)
+                    kv_loaded = 1
+                if ORDERED:
+                    nth += last + 1 - first
+        if kv_loaded == 0:
+            _load_item(t, keys, values, b, head, head_parts, kv_row, kv_pos, kv_left, k_s, v_s, item_s, item_bars)
+        stage = ring_slot(it, STAGES)
+        mbarrier.wait(bars.empty.index(stage), ring_phase(it, STAGES) ^ 1)
+        store_int(steps, step_record(it) + KIND, END)
+        if ORDERED:
+            mbarrier.arrive(described.index(ring_slot(it, STEP_SLOTS)), count=1)
+        mbarrier.arrive(bars.q_full.index(stage), count=1)
+        mbarrier.arrive(bars.do_full.index(stage), count=1)
+        it += 1
+        t += 1
+        item = gl.atomic_add(counter, 1)
+    mbarrier.wait(item_bars.empty, (t & 1) ^ 1)
+    store_int(item_s, ITEM_BATCH, STOP)
+    store_int(steps, step_record(it) + KIND, STOP)
+    if ORDERED:
+        mbarrier.arrive(described.index(ring_slot(it, STEP_SLOTS)), count=1)
+    mbarrier.arrive(item_bars.k_full, count=1)

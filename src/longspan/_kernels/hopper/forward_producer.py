@@ -1,0 +1,201 @@
+"""The scheduler warp and the load warp of the forward kernel. `hopper.forward` begins with a picture of the whole."""
+
+# Device code: its arguments are tiles and pointers, which Python types do not describe.
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from longspan._kernels.gpu.tile_access import place_in_order, run_place, span, table_row, wide
+from longspan._kernels.hopper.pipeline import load_int, load_kv_tile, ring_phase, ring_slot, store_int
+from longspan._kernels.hopper.tile_io import prefetch_rows
+
+GROUPS = gl.constexpr(2)  # consumer warp groups
+GROUP_ROWS = gl.constexpr(64)  # query rows of each
+ITEM_SLOTS = gl.constexpr(4)  # item records in flight
+NEAR_END = gl.constexpr(4)  # KV blocks still to be loaded when the next item is scheduled
+STATE_AFTER = gl.constexpr(2)  # KV blocks of an item that are loaded before its running state
+
+# An item's record: int32 fields.
+HEAD = gl.constexpr(0)  # −1: no more items
+BATCH = gl.constexpr(1)
+ROW = gl.constexpr(2)  # first query row in the tensor
+POSITION = gl.constexpr(3)  # global position of that row
+ROWS_LEFT = gl.constexpr(4)  # rows from there to the end of the tile
+PARTIAL_BLOCKS = gl.constexpr(5)  # partial KV blocks of the table row; they precede its full blocks
+END_BLOCK = gl.constexpr(6)  # end of the item's range of the table row's KV blocks
+PARTIAL_RUN = gl.constexpr(7)  # first partial run of the table row
+FULL_RUN = gl.constexpr(8)  # first full run of the table row
+FIRST_BLOCK = gl.constexpr(9)  # begin of the item's range of blocks: 0 unless the item is a part of a split one
+SPLIT_PART = gl.constexpr(10)  # index among all split-KV parts; negative for items that are not split
+COMPLETE = gl.constexpr(11)  # 1: the output goes to the tensor of complete query tiles
+ITEM_FIELDS = gl.constexpr(12)
+
+# A KV block's record, one per pipeline stage: int32 fields.
+BLOCK_POSITION = gl.constexpr(0)  # global position of its first key
+BLOCK_KEYS_LEFT = gl.constexpr(1)  # keys from there to the end of the run
+BLOCK_FIELDS = gl.constexpr(2)
+
+
+class ItemBarriers(NamedTuple):
+    """mbarriers of the ring of item records (arrays of `ITEM_SLOTS`) and of the query tiles (one each)."""
+
+    item_full: Any
+    item_empty: Any
+    q_full: Any
+    q_empty: Any
+
+
+class SplitKv(NamedTuple):
+    """`hopper.split_kv.KvSplit` as kernel arguments."""
+
+    unsplit: Any
+    split_items: Any
+    parts: Any
+    wide_part: Any
+
+
+@gluon.jit
+def item_field(items_s, slot, FIELD: gl.constexpr):
+    """A field of the item record in `slot`."""
+    return load_int(items_s, slot * ITEM_FIELDS + FIELD)
+
+
+@gluon.jit
+def block_field(blocks_s, stage, FIELD: gl.constexpr):
+    """A field of the record of the KV block in a pipeline stage."""
+    return load_int(blocks_s, BLOCK_FIELDS * stage + FIELD)
+
+
+@gluon.jit
+def schedule(
+    q_ptr, q_stride, counter, items, split, order, full, partial, counts, complete_flags, q_side, rows, tiles, heads, groups, q_len,
+    items_s, near_end, bars,
+    PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, M_SUBS: gl.constexpr, N_SUBS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """The scheduler warp: takes item numbers from the global counter and writes item records, until the counter passes `items`.
+
+    A CTA takes its next item when the load warp is near the end of the current one (`near_end`): an item taken earlier would wait for this
+    CTA while another CTA may be idle. Items of few blocks would end before the next record is ready, so they are taken one item earlier.
+    The item's queries are prefetched into L2, so that the load warp does not wait for global memory between two items.
+    """
+    t = 0  # items so far
+    item = gl.atomic_add(counter, 1)
+    while item < items:
+        whole_item, part = item, 0
+        if item >= split.unsplit:
+            whole_item = split.unsplit + (item - split.unsplit) % split.split_items
+            part = (item - split.unsplit) // split.split_items
+        tile, sub, b, h = place_in_order(whole_item, order, rows, tiles, heads, groups, M_SUBS, PER_BATCH, PER_HEAD)
+        table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
+        row, pos, left = span(tile * M_SUBS + sub, q_len, q_side, M_SUBS, GROUPS * GROUP_ROWS)
+        partial_blocks = gl.load(counts + 2 * table) * N_SUBS
+        first_block, end_block = 0, partial_blocks + gl.load(counts + 2 * table + 1) * N_SUBS
+        if item >= split.unsplit:
+            shares = split.wide_part + split.parts - 1
+            first_share, end_share = gl.where(part > 0, split.wide_part + part - 1, 0), split.wide_part + part
+            first_block, end_block = end_block * first_share // shares, end_block * end_share // shares
+        partial_run, full_run = gl.load(partial.ptr + table), gl.load(full.ptr + table)
+        slot = ring_slot(t, ITEM_SLOTS)
+        mbarrier.wait(bars.item_empty.index(slot), ring_phase(t, ITEM_SLOTS) ^ 1)
+        record = slot * ITEM_FIELDS
+        store_int(items_s, record + HEAD, h)
+        store_int(items_s, record + BATCH, b)
+        store_int(items_s, record + ROW, row)
+        store_int(items_s, record + POSITION, pos)
+        store_int(items_s, record + ROWS_LEFT, left)
+        store_int(items_s, record + PARTIAL_BLOCKS, partial_blocks)
+        store_int(items_s, record + END_BLOCK, end_block)
+        store_int(items_s, record + PARTIAL_RUN, partial_run)
+        store_int(items_s, record + FULL_RUN, full_run)
+        store_int(items_s, record + FIRST_BLOCK, first_block)
+        store_int(items_s, record + SPLIT_PART, item - split.unsplit)
+        if complete_flags is not None:
+            store_int(items_s, record + COMPLETE, gl.load(complete_flags + tile))
+        mbarrier.arrive(bars.item_full.index(slot), count=1)
+        prefetch_rows(q_ptr + wide(b) * q_stride[0] + wide(h) * q_stride[1], row, left, q_stride[2], D, GROUPS * GROUP_ROWS)
+        ending = gl.where(end_block - first_block > NEAR_END, t, t - 1)
+        if ending >= 0:
+            mbarrier.wait(near_end.index(ring_slot(ending, 2)), ring_phase(ending, 2))
+        t += 1
+        item = gl.atomic_add(counter, 1)
+    slot = ring_slot(t, ITEM_SLOTS)
+    mbarrier.wait(bars.item_empty.index(slot), ring_phase(t, ITEM_SLOTS) ^ 1)
+    store_int(items_s, slot * ITEM_FIELDS + HEAD, -1)
+    mbarrier.arrive(bars.item_full.index(slot), count=1)
+
+
+@gluon.jit
+def _load_queries(q_desc, b, h, row, q_full, q_s):
+    """Start the TMA loads of an item's query tiles, one per consumer warp group."""
+    mbarrier.expect(q_full, q_desc.block_type.nbytes * GROUPS)
+    for group in gl.static_range(GROUPS):
+        tma.async_copy_global_to_shared(q_desc, [b, h, row + group * GROUP_ROWS, 0], q_full, q_s.index(group))
+
+
+@gluon.jit
+def load(
+    q_desc, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end, state_due, bars, kv_bars,
+    N: gl.constexpr, N_SUBS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The load warp: starts the TMA loads of each item's queries and KV blocks, partial blocks first, and writes the blocks' records.
+
+    `state_due`: mbarriers that tell the state warp to load the item's running state; None without a state warp.
+    """
+    i = 0  # KV blocks so far
+    t = 0  # items so far
+    mbarrier.wait(bars.item_full.index(0), 0)
+    h = item_field(items_s, 0, HEAD)
+    while h >= 0:
+        slot = ring_slot(t, ITEM_SLOTS)
+        b = item_field(items_s, slot, BATCH)
+        row = item_field(items_s, slot, ROW)
+        partial_blocks = item_field(items_s, slot, PARTIAL_BLOCKS)
+        end_block = item_field(items_s, slot, END_BLOCK)
+        partial_run = item_field(items_s, slot, PARTIAL_RUN)
+        full_run = item_field(items_s, slot, FULL_RUN)
+        first_block = item_field(items_s, slot, FIRST_BLOCK)
+        mbarrier.arrive(bars.item_empty.index(slot), count=1)
+        near_end_at, state_at = gl.maximum(end_block - NEAR_END, first_block), gl.minimum(first_block + STATE_AFTER, end_block - 1)
+        kv_head = h // shared
+        if t == 0:
+            _load_queries(q_desc, b, h, row, bars.q_full, q_s)
+        run_block = 0  # first block of the run
+        while run_block < end_block:
+            if run_block < partial_blocks:
+                first, last = gl.load(partial.first + partial_run), gl.load(partial.last + partial_run)
+                partial_run += 1
+            else:
+                first, last = gl.load(full.first + full_run), gl.load(full.last + full_run)
+                full_run += 1
+            row_from, pos_from, left_from = run_place(first, last, kv_len, kv_side, N_SUBS, N)
+            run_blocks = (last + 1 - first) * N_SUBS
+            for block in range(gl.maximum(run_block, first_block), gl.minimum(run_block + run_blocks, end_block)):
+                n = first * N_SUBS + block - run_block
+                stage = ring_slot(i, STAGES)
+                empty_phase = ring_phase(i, STAGES) ^ 1
+                mbarrier.wait(kv_bars.k_empty.index(stage), empty_phase)
+                store_int(blocks_s, BLOCK_FIELDS * stage + BLOCK_POSITION, pos_from + n * N)
+                store_int(blocks_s, BLOCK_FIELDS * stage + BLOCK_KEYS_LEFT, left_from - n * N)
+                load_kv_tile(keys, b, kv_head, row_from + n * N, kv_bars.k_full.index(stage), k_s.index(stage))
+                if (block == first_block) & (t > 0):
+                    # After the item's first K tile: its stage is empty before the query tiles of the item before are.
+                    mbarrier.wait(bars.q_empty, (t & 1) ^ 1)
+                    _load_queries(q_desc, b, h, row, bars.q_full, q_s)
+                mbarrier.wait(kv_bars.v_empty.index(stage), empty_phase)
+                load_kv_tile(values, b, kv_head, row_from + n * N, kv_bars.v_full.index(stage), v_s.index(stage))
+                if state_due is not None:  # noqa: SIM102 (a compile-time condition)
+                    if block == state_at:
+                        mbarrier.arrive(state_due.index(ring_slot(t, 2)), count=1)
+                if block == near_end_at:
+                    mbarrier.arrive(near_end.index(ring_slot(t, 2)), count=1)
+                i += 1
+            run_block += run_blocks
+        t += 1
+        mbarrier.wait(bars.item_full.index(ring_slot(t, ITEM_SLOTS)), ring_phase(t, ITEM_SLOTS))
+        h = item_field(items_s, ring_slot(t, ITEM_SLOTS), HEAD)
