@@ -27,8 +27,7 @@ from triton.runtime.jit import JITFunction
 
 import longspan as ls
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch
-from longspan._kernels.hopper import HopperKernel
-from longspan._kernels.hopper import dq_order as turns
+from longspan._kernels.hopper import HopperKernel, dq_order
 from longspan._kernels.hopper.kernel import HopperState
 from longspan._kernels.protocol import Grads, State, Work
 from longspan._kernels.tiling import Tiling
@@ -120,7 +119,7 @@ def one_call(dims: tuple[int, int], dtype: torch.dtype, *, scored: bool, staged:
     backward(of, q, k, v, out, found.lse, grad, None, work, needs=[True] * scored, wide=staged)
     torch.use_deterministic_algorithms(True)
     for least in (0.0, 2.0):  # in turns, and in two passes
-        turns.LEAST = least
+        dq_order.MIN_DENSITY = least
         backward(of, q, k, v, out, found.lse, grad, None, work, needs=[False] * scored, wide=staged)
     torch.use_deterministic_algorithms(False)
     if staged:  # KV in two buffers

@@ -22,9 +22,9 @@ import longspan as ls
 from longspan._kernels.gpu import launch
 from longspan._kernels.hopper import HopperKernel, dq_order, passes
 from longspan._kernels.hopper import kernel as hopper
-from longspan._kernels.hopper.dq_order import MOST, evenness, turns, worthwhile
+from longspan._kernels.hopper.dq_order import MAX_TILES, order_efficiency, ordered_dq_pays
 from longspan._kernels.hopper.kernel import _one_pass
-from longspan._kernels.hopper.makespan import PROGRAMS
+from longspan._kernels.hopper.makespan import REFERENCE_CTAS
 from longspan._kernels.protocol import AttentionInputs, Grads
 from longspan._kernels.tiling import Tiling
 from longspan._kernels.triton import TritonKernel
@@ -55,7 +55,7 @@ def walked(table: BlockTable, queries: Tiling, shared: int) -> list[list[Step]]:
     """
     by_keys = table.transposed
     on_device = launch.device_table(by_keys, queries, CPU, shared=shared, positions=False)
-    order, ptr, before = (t.tolist() for t in turns(by_keys, shared, CPU))
+    order, ptr, before = (t.tolist() for t in dq_order.dq_order(by_keys, shared, CPU))
     kinds = [[t.tolist() for t in runs] for runs in (on_device.full, on_device.partial)]
     tiles, per_head = by_keys.q_tiles, by_keys.heads > 1
     groups = by_keys.heads // shared if per_head else 1
@@ -133,16 +133,16 @@ def test_turns_are_counted_as_the_walker_comes_by(data: st.DataObject) -> None:
 
 
 def test_turns_are_for_dense_tables_of_not_too_many_tiles() -> None:
-    assert worthwhile(ls.causal().block_table(2**17, 2**17, block=128), 8)
-    assert MOST < (2**20 // 128) ** 2 and not worthwhile(ls.full().block_table(2**20, 2**20, block=128), 32)
-    assert not worthwhile(ls.sliding_window(1024).block_table(2**14, 2**14, block=128), 32)
+    assert ordered_dq_pays(ls.causal().block_table(2**17, 2**17, block=128), 8)
+    assert MAX_TILES < (2**20 // 128) ** 2 and not ordered_dq_pays(ls.full().block_table(2**20, 2**20, block=128), 32)
+    assert not ordered_dq_pays(ls.sliding_window(1024).block_table(2**14, 2**14, block=128), 32)
 
 
 def test_turns_are_not_for_launches_that_would_end_with_a_few_long_items() -> None:
     full, causal = (mask.block_table(2**13, 2**13, block=128) for mask in (ls.full(), ls.causal()))
-    assert worthwhile(full, 1) and worthwhile(full, 8) and worthwhile(full, 32)  # all items are equally long
-    assert worthwhile(causal, 32) and not worthwhile(causal, 8)
-    assert worthwhile(causal, 1)  # no more items than programs: all begin at once
+    assert ordered_dq_pays(full, 1) and ordered_dq_pays(full, 8) and ordered_dq_pays(full, 32)  # all items are equally long
+    assert ordered_dq_pays(causal, 32) and not ordered_dq_pays(causal, 8)
+    assert ordered_dq_pays(causal, 1)  # no more items than programs: all begin at once
 
 
 @settings(deadline=None, max_examples=40)
@@ -151,9 +151,9 @@ def test_an_order_that_ends_with_long_items_is_not_found_even(groups: int, tiles
     seen = torch.arange(tiles)[:, None] >= (torch.arange(tiles) * slope).floor()  # the later a tile of keys, the fewer queries see it
     table = table_of_pairs(seen[None, None], Tiling(length=tiles, block=1), Tiling(length=tiles, block=1)).transposed
     work = table.tiles_per_row.tolist()
-    assert 0.5 < evenness(table, groups) <= 1 + max(work) / (sum(work) * groups / PROGRAMS)
-    if slope * tiles <= 1 or groups * tiles <= PROGRAMS:
-        assert evenness(table, groups) == 1
+    assert 0.5 < order_efficiency(table, groups) <= 1 + max(work) / (sum(work) * groups / REFERENCE_CTAS)
+    if slope * tiles <= 1 or groups * tiles <= REFERENCE_CTAS:
+        assert order_efficiency(table, groups) == 1
 
 
 def test_deterministic_dq_takes_one_pass_or_two(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,8 +176,8 @@ def test_deterministic_dq_takes_one_pass_or_two(monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture(params=[0.0, 2.0], ids=["in turns", "in two passes"])
 def fixed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     """Either way, however dense the table and however its items end."""
-    monkeypatch.setattr(dq_order, "LEAST", request.param)
-    monkeypatch.setattr(dq_order, "EVEN", 0.0)
+    monkeypatch.setattr(dq_order, "MIN_DENSITY", request.param)
+    monkeypatch.setattr(dq_order, "MIN_EFFICIENCY", 0.0)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -226,7 +226,7 @@ def test_bits_do_not_depend_on_how_many_programs_there_are(monkeypatch: pytest.M
     q, k, v = (torch.randn(1, h, 1100, 128, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
     found = []
     for programs in (132, 7, 1):
-        monkeypatch.setattr(passes, "programs_at_once", lambda device, programs=programs: programs)
+        monkeypatch.setattr(passes, "persistent_ctas", lambda device, programs=programs: programs)
         work = work_of(lambda b, h, q, kv: q >= kv, ((0, 700), (800, 400)), ((0, 1100),), block=128)
         of = HOPPER
         state = forward(of, q, k, v, work, state=None, final=True, max_scores=False)

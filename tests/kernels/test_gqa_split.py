@@ -15,8 +15,9 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon")
 
 import longspan as ls
-from longspan._kernels.hopper.makespan import MANY, PROGRAMS, mean_work, took, walks
-from longspan._kernels.hopper.passes import walks_of
+from longspan._kernels.hopper.gqa_split import head_parts
+from longspan._kernels.hopper.makespan import MANY_ITEMS, REFERENCE_CTAS, makespan, mean_tiles
+from longspan._kernels.hopper.passes import head_parts_of
 from longspan._kernels.protocol import Work
 from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import BlockTable
@@ -31,26 +32,26 @@ def by_keys(mask: ls.Mask, tokens: int) -> BlockTable:
 @given(st.sampled_from([ls.full(), ls.causal(), ls.sliding_window(700)]), st.integers(1, 9000), st.integers(1, 9), st.integers(1, 12))
 def test_heads_are_split_evenly_and_only_where_programs_would_idle(mask: ls.Mask, tokens: int, groups: int, shared: int) -> None:
     table = by_keys(mask, tokens)
-    parts = walks(table, groups, shared, 256)
+    parts = head_parts(table, groups, shared, 256)
     assert shared % parts == 0
-    work = sorted(mean_work(table), reverse=True)
+    work = sorted(mean_tiles(table), reverse=True)
     if parts > 1:
-        assert took(work, groups * parts) / parts < took(work, groups)
-    if groups * len(work) > MANY * PROGRAMS:
+        assert makespan(work, groups * parts) / parts < makespan(work, groups)
+    if groups * len(work) > MANY_ITEMS * REFERENCE_CTAS:
         assert parts == 1
 
 
 def test_what_is_split() -> None:
     causal = by_keys(ls.causal(), 8192)
-    assert walks(causal, 1, 8, 256) > 1 and walks(causal, 2, 8, 256) > 1  # a layer of 64/8 heads on 8 or 4 devices
-    assert walks(causal, 8, 4, 256) == walks(causal, 32, 1, 256) == walks(by_keys(ls.causal(), 131072), 1, 8, 256) == 1
+    assert head_parts(causal, 1, 8, 256) > 1 and head_parts(causal, 2, 8, 256) > 1  # a layer of 64/8 heads on 8 or 4 devices
+    assert head_parts(causal, 8, 4, 256) == head_parts(causal, 32, 1, 256) == head_parts(by_keys(ls.causal(), 131072), 1, 8, 256) == 1
 
 
 def test_nothing_is_split_where_other_launches_fill_the_device() -> None:
     table, tiles = ls.causal().block_table(8192, 8192, block=128), Tiling(length=8192, block=128)
     work = Work(table=table, q_tiles=tiles, kv_tiles=tiles, scale=0.1)
     q, v = (torch.empty(1, heads, 8192, 128) for heads in (8, 1))
-    assert walks_of(q, v, work) > 1 == walks_of(q, v, replace(work, concurrent=True))
+    assert head_parts_of(q, v, work) > 1 == head_parts_of(q, v, replace(work, concurrent=True))
 
 
 MASKS: dict[str, Callable[[], ls.Mask]] = {
@@ -68,7 +69,7 @@ def test_gradients_of_split_heads_are_right(name: str, dim: int, ordered: bool) 
     on_hopper()
     torch.manual_seed(0)
     inputs = [torch.randn(2, h, 1263, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (12, 2, 2)]
-    assert walks(MASKS[name]().block_table(1263, 1263, block=128, heads=12 if name == "by head" else 1).transposed, 4, 6, 2 * dim) > 1
+    assert head_parts(MASKS[name]().block_table(1263, 1263, block=128, heads=12 if name == "by head" else 1).transposed, 4, 6, 2 * dim) > 1
     torch.use_deterministic_algorithms(ordered)
     try:
         out = ls.attention(*inputs, mask=MASKS[name](), kernel="hopper")

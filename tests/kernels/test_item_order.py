@@ -17,11 +17,11 @@ import triton.language as tl
 import longspan as ls
 from longspan._kernels.gpu.interpreter import interpreted, quiet
 from longspan._kernels.gpu.tile_access import place_in_order
-from longspan._kernels.hopper.item_order import Order, best_order, last_rounds
-from longspan._kernels.hopper.makespan import MANY, ends
-from longspan._kernels.hopper.split_kv import pieces
+from longspan._kernels.hopper.item_order import ItemOrder, best_order, simulated_items
+from longspan._kernels.hopper.makespan import MANY_ITEMS, finish_times
+from longspan._kernels.hopper.split_kv import best_split
 
-PROGRAMS = 132
+CTAS = 132
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def test_every_item_is_taken_once_and_as_long_as_the_host_thinks(data: st.DataOb
     assert found[:, 2].max() < batches and found[:, 3].max() < heads
     length = dict(zip(by_row.tolist(), work, strict=True))
     for count in (0, 1, items // 2, items):
-        lengths = Order(shared, heavy, late).lengths(work, heads=heads * batches, subs=subs, count=count)
+        lengths = ItemOrder(shared, heavy, late).lengths(work, heads=heads * batches, subs=subs, count=count)
         assert lengths == [length[tile] for tile in found[items - count :, 0].tolist()]
 
 
@@ -79,14 +79,14 @@ def test_rows_of_batches_and_heads_are_taken_once(per_batch: bool, per_head: boo
     assert sorted(map(tuple, found.tolist())) == list(product(range(tiles), range(subs), range(batches), range(heads)))
 
 
-def chosen(work: list[int], *, heads: int, shared: int = 1, fit: int = 2) -> tuple[Order, float]:
-    """(the order, when the last program ends over the least that this can be)."""
+def chosen(work: list[int], *, heads: int, shared: int = 1, fit: int = 2) -> tuple[ItemOrder, float]:
+    """(the order, when the last program finish_times over the least that this can be)."""
     items = len(work) * heads
     order = best_order(
-        work, heads=heads, batches=1, subs=1, shared=shared, fit=fit, programs=PROGRAMS,
-        ending=lambda lengths: pieces(lengths, items, programs=PROGRAMS)[1],
+        work, heads=heads, batches=1, subs=1, shared=shared, heads_in_l2=fit, ctas=CTAS,
+        end_time=lambda lengths: best_split(lengths, items, ctas=CTAS)[1],
     )  # fmt: skip
-    return order, max(ends(order.lengths(work, heads=heads, subs=1, count=items), [0] * PROGRAMS, cost=0)) / (sum(work) * heads / PROGRAMS)
+    return order, max(finish_times(order.lengths(work, heads=heads, subs=1, count=items), [0] * CTAS, cost=0)) / (sum(work) * heads / CTAS)
 
 
 @settings(deadline=None, max_examples=40)
@@ -95,25 +95,25 @@ def test_the_last_program_ends_no_later_than_head_after_head(work: list[int], gr
     work.sort(reverse=True)
     heads = groups * shared
     order, _ = chosen(work, heads=heads, shared=shared, fit=fit)
-    assert order.group in (shared, heads) and 1 <= order.heavy <= len(work) and order.late in (shared, heads)
-    items, plain = len(work) * heads, Order(shared, len(work), shared)
+    assert order.heavy_group in (shared, heads) and 1 <= order.heavy_rows <= len(work) and order.light_group in (shared, heads)
+    items, plain = len(work) * heads, ItemOrder(shared, len(work), shared)
     ended = []
     for each in (order, plain):
-        lengths = each.lengths(work, heads=heads, subs=1, count=last_rounds(items, PROGRAMS))
-        ended.append((sum(work) * heads - sum(lengths)) / PROGRAMS + pieces(lengths, items, programs=PROGRAMS)[1])
+        lengths = each.lengths(work, heads=heads, subs=1, count=simulated_items(items, CTAS))
+        ended.append((sum(work) * heads - sum(lengths)) / CTAS + best_split(lengths, items, ctas=CTAS)[1])
     assert ended[0] <= ended[1]
 
 
 def test_what_is_kept_for_the_end() -> None:
-    assert chosen([96] * 32, heads=32)[0] == Order(1, 32, 1)  # all are the same
-    assert chosen(list(range(256, 0, -1)), heads=32 * MANY)[0] == Order(1, 256, 1)  # there are many
+    assert chosen([96] * 32, heads=32)[0] == ItemOrder(1, 32, 1)  # all are the same
+    assert chosen(list(range(256, 0, -1)), heads=32 * MANY_ITEMS)[0] == ItemOrder(1, 256, 1)  # there are many
     # Of the first rank's queries, half see nearly all keys and half nearly none: the latter fill what the former leave.
     order, last = chosen([*range(256, 240, -1), *range(16, 0, -1)], heads=32)
-    assert order == Order(1, 16, 32) and last < 1.015
-    plain = Order(1, 32, 1).lengths([*range(256, 240, -1), *range(16, 0, -1)], heads=32, subs=1, count=1024)
-    assert max(ends(plain, [0] * PROGRAMS, cost=0)) > 1.05 * sum(plain) / PROGRAMS
+    assert order == ItemOrder(1, 16, 32) and last < 1.015
+    plain = ItemOrder(1, 32, 1).lengths([*range(256, 240, -1), *range(16, 0, -1)], heads=32, subs=1, count=1024)
+    assert max(finish_times(plain, [0] * CTAS, cost=0)) > 1.05 * sum(plain) / CTAS
     # One row sees everything: it begins in all heads at once, if their keys fit into the cache.
-    assert chosen([64] + [3] * 63, heads=32, shared=4, fit=32)[0] == Order(32, 64, 32)
+    assert chosen([64] + [3] * 63, heads=32, shared=4, fit=32)[0] == ItemOrder(32, 64, 32)
     # Causal, 8,192 tokens.
     work = sorted(ls.causal().block_table(8192, 8192, block=128).tiles_per_row.tolist(), reverse=True)
     assert chosen(work, heads=32, fit=8)[1] < 1.02

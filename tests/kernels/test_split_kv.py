@@ -21,9 +21,9 @@ import longspan as ls
 from longspan._kernels.gpu import launch
 from longspan._kernels.hopper import HopperKernel
 from longspan._kernels.hopper import workspace as scratch
-from longspan._kernels.hopper.item_order import Order, last_rounds
+from longspan._kernels.hopper.item_order import ItemOrder, simulated_items
 from longspan._kernels.hopper.passes import HopperCall
-from longspan._kernels.hopper.split_kv import Pieces, pieces
+from longspan._kernels.hopper.split_kv import KvSplit, best_split
 from longspan._kernels.protocol import Work
 from longspan._kernels.tiling import Tiling
 from longspan._kernels.triton import TritonKernel
@@ -33,27 +33,27 @@ from longspan.testing import oracle
 HOPPER = HopperKernel(fallback=TritonKernel())
 
 
-def stretches(found: Pieces, length: int) -> list[tuple[int, int]]:
+def stretches(found: KvSplit, length: int) -> list[tuple[int, int]]:
     """First and last block of each piece of an item, as the kernel computes them."""
-    shares = found.wide + found.parts - 1
-    ends = [length * (found.wide + i) // shares for i in range(found.parts)]
+    shares = found.wide_part + found.parts - 1
+    ends = [length * (found.wide_part + i) // shares for i in range(found.parts)]
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def rounds(lengths: list[int], programs: int) -> int:
+def rounds(lengths: list[int], ctas: int) -> int:
     """When the last program ends, if each takes the next item as soon as it is free; each item takes as long as a block more."""
-    free = [0] * programs
+    free = [0] * ctas
     for length in lengths:
         heapq.heapreplace(free, free[0] + length + 1)
     return max(free)
 
 
-def cut(table: BlockTable, *, heads: int, together: int = 1, programs: int = 132) -> tuple[Pieces, list[int]]:
+def cut(table: BlockTable, *, heads: int, together: int = 1, ctas: int = 132) -> tuple[KvSplit, list[int]]:
     """(how a launch over all heads, so many at a time, is cut, the blocks of its items)."""
     rows = launch.busy_rows(table)
     work = table.tiles_per_row[table.heavy_first[:rows].long()].tolist()
     lengths = [length for _ in range(heads // together) for length in work for _ in range(together)]
-    return pieces(lengths[-last_rounds(len(lengths), programs) :], len(lengths), programs=programs)[0], lengths
+    return best_split(lengths[-simulated_items(len(lengths), ctas) :], len(lengths), ctas=ctas)[0], lengths
 
 
 MASK_OF: dict[str, Any] = {
@@ -69,37 +69,37 @@ MASK_OF: dict[str, Any] = {
     st.sampled_from([132, 114, 8, 1]),
 )  # fmt: skip
 def test_every_item_is_computed_once_and_the_last_program_ends_no_later(
-    mask: str, queries: int, keys: int, heads: tuple[int, int], programs: int
+    mask: str, queries: int, keys: int, heads: tuple[int, int], ctas: int
 ) -> None:
     table = MASK_OF[mask].block_table(queries, keys, block=128)
-    found, lengths = cut(table, heads=heads[0], together=heads[1], programs=programs)
-    assert found.uncut + found.cut == len(lengths) and found.items == found.uncut + found.cut * found.parts
-    if not found.cut:
-        assert found == Pieces(len(lengths))
+    found, lengths = cut(table, heads=heads[0], together=heads[1], ctas=ctas)
+    assert found.unsplit + found.split_items == len(lengths) and found.items == found.unsplit + found.split_items * found.parts
+    if not found.split_items:
+        assert found == KvSplit(len(lengths))
         return
-    parts = [stretches(found, length) for length in lengths[found.uncut :]]
-    for length, each in zip(lengths[found.uncut :], parts, strict=True):
+    parts = [stretches(found, length) for length in lengths[found.unsplit :]]
+    for length, each in zip(lengths[found.unsplit :], parts, strict=True):
         assert each[0][0] == 0 and each[-1][1] == length and all(a < b for a, b in each)
         assert [a for a, _ in each[1:]] == [b for _, b in each[:-1]]
-    assert found.parts > 1 and found.cut < programs
-    if len(lengths) <= 4 * programs:  # then all rounds were gone through
-        after = [*lengths[: found.uncut], *(b - a + 2 for nth in zip(*parts, strict=True) for a, b in nth)]
-        assert rounds(after, programs) <= rounds(lengths, programs) - 4
+    assert found.parts > 1 and found.split_items < ctas
+    if len(lengths) <= 4 * ctas:  # then all rounds were gone through
+        after = [*lengths[: found.unsplit], *(b - a + 2 for nth in zip(*parts, strict=True) for a, b in nth)]
+        assert rounds(after, ctas) <= rounds(lengths, ctas) - 4
 
 
 def test_few_queries_over_many_keys_keep_all_programs_busy() -> None:
-    assert cut(ls.full().block_table(256, 65536, block=128), heads=32)[0] == Pieces(0, 64, 2)
+    assert cut(ls.full().block_table(256, 65536, block=128), heads=32)[0] == KvSplit(0, 64, 2)
     assert cut(ls.full().block_table(100, 65536, block=128), heads=4)[0].parts == 22  # ⌊√512⌋: more would cost more
 
 
 def test_items_whose_last_ones_are_short_are_not_cut_but_those_of_a_late_chunk_are() -> None:
-    assert cut(ls.causal().block_table(4096, 4096, block=128), heads=9)[0] == Pieces(32 * 9)
+    assert cut(ls.causal().block_table(4096, 4096, block=128), heads=9)[0] == KvSplit(32 * 9)
     late = ls.mask_mod(lambda b, h, q, kv: q + 60000 >= kv).block_table(640, 60640, block=128)
     assert cut(late, heads=9)[0].parts == 2
-    # 100 items of the last round, 14 to 18 thousand keys each, on 132 programs.
+    # 100 items of the last round, 14 to 18 thousand keys each, on 132 ctas.
     middle = ls.mask_mod(lambda b, h, q, kv: q + 14336 >= kv).block_table(4096, 18432, block=128)
     found, lengths = cut(middle, heads=32, together=8)
-    assert found.cut and lengths[0] > 1.2 * lengths[-1]
+    assert found.split_items and lengths[0] > 1.2 * lengths[-1]
 
 
 def softcap(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -149,25 +149,25 @@ def test_cut_items_give_the_same_result_and_the_same_bits(
         return ls.attention(q, k, v, return_lse=True, kernel="hopper", **options)
 
     out, lse = run()
-    assert cuts and all(found.cut for found in cuts)
+    assert cuts and all(found.split_items for found in cuts)
     (want, want_lse), dense = oracle(q, k, v, return_lse=True, **options), oracle(q, k, v, dtype=dtype, **options)
     assert float((out.double() - want).norm()) <= 1.1 * float((dense.double() - want).norm())
     assert torch.allclose(lse.double(), want_lse, atol=1e-3)
     assert all(torch.equal(a, b) for _ in range(10) for a, b in zip(run(), (out, lse), strict=True))
 
 
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[Pieces]:
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[KvSplit]:
     """How launches that are prepared from now on are cut."""
     cuts = []
 
-    planned = HopperCall._planned
+    planned = HopperCall._plan_items
 
-    def watching(*args: Any, **options: Any) -> tuple[Order, Pieces]:
+    def watching(*args: Any, **options: Any) -> tuple[ItemOrder, KvSplit]:
         order, cut = planned(*args, **options)
         cuts.append(cut)
         return order, cut
 
-    monkeypatch.setattr(HopperCall, "_planned", watching)
+    monkeypatch.setattr(HopperCall, "_plan_items", watching)
     return cuts
 
 
@@ -185,7 +185,7 @@ def test_cut_items_fold_into_a_state_in_place(monkeypatch: pytest.MonkeyPatch, b
     state = None
     for i, (k_part, v_part) in enumerate(zip(k.split(2601, 2), v.split(2601, 2), strict=True)):
         state = forward(HOPPER, q, k_part.contiguous(), v_part.contiguous(), work, state=state, final=i == 2, max_scores=False)
-    assert state is not None and cuts and all(found.cut for found in cuts)
+    assert state is not None and cuts and all(found.split_items for found in cuts)
     want, dense = (oracle(q, k, v, mask=ls.full(), scale=0.1, dtype=d) for d in (torch.float64, torch.bfloat16))
     assert float((state.out.double() - want).norm()) <= 1.1 * float((dense.double() - want).norm())
 

@@ -158,9 +158,9 @@ def _slots(device: torch.device, kernel: str) -> int:
     if device.type == "cpu":
         return torch.get_num_threads()
     if (usual(device) if kernel == "auto" else kernel) == "hopper":
-        from longspan._kernels.hopper.passes import programs_at_once
+        from longspan._kernels.hopper.passes import persistent_ctas
 
-        return programs_at_once(device)
+        return persistent_ctas(device)
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 

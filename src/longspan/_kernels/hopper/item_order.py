@@ -1,9 +1,8 @@
-"""In which order a forward launch takes its items.
+"""The order in which CTAs take the items of a forward launch.
 
-Head after head, or where several share their keys, those: programs that begin together then read the same keys at the same time, so that
-few heads of keys are at work at once and most of what they read is in the cache. In each head, the longest items first. Where the last ones
-would still be long, programs that find none left would wait for them: then the shorter items of all heads are kept for the end, or all
-heads come at once.
+By default head after head (heads that share KV together), the longest items of each head first. CTAs that start together then read the same
+KV at the same time, so that few heads' KV are in use at once and most reads hit L2. If the last items were still long, CTAs would idle at
+the end. Then the shorter items of all heads come last, or all heads are interleaved.
 """
 
 from __future__ import annotations
@@ -11,57 +10,73 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from longspan._kernels.hopper.makespan import MANY
+from longspan._kernels.hopper.makespan import MANY_ITEMS
 
-# Of the time, for each head of keys at work whose keys do not fit into the cache. Measured on an H200 at 32,768 causal tokens: 0.2 to
-# 0.3 %, with 1 to 32 heads at a time, of a whole sequence and of a rank's share of it.
-_CROWD = 0.0025
-_ROUNDS = 16  # up to which all are gone through,
-_LAST = 6  # and if there are more, of the full ones before the last so many
-_HEAVY = (3 / 4, 1 / 2)  # shares of the rows after which the others may be kept for the end
-_WORTH = 0.995  # of the time, from which on they are
+# Slowdown per KV head in use whose KV does not fit into L2. On an H200 at 32,768 causal tokens: 0.2 to 0.3 %, with 1 to 32 heads in use,
+# for a whole sequence and for a rank's shard of it.
+_L2_MISS_COST = 0.0025
+_MAX_WAVES = 16  # waves of items up to which all are simulated
+_LAST_WAVES = 6  # full waves that are simulated otherwise
+_HEAVY_SHARES = (3 / 4, 1 / 2)  # of the table rows: candidates for `ItemOrder.heavy_rows`
+_MAX_RELATIVE_TIME = 0.995  # another order must take less than this share of the default's time
 
 
-class Order(NamedTuple):
-    """First the first `heavy` rows of tiles, the longest, `group` heads at a time, group after group. Then the others, `late` at a time."""
+class ItemOrder(NamedTuple):
+    """The order of items: first the `heavy_rows` longest table rows, `heavy_group` heads at a time; then the others, `light_group` heads at
+    a time.
+    """
 
-    group: int
-    heavy: int
-    late: int
+    heavy_group: int
+    heavy_rows: int
+    light_group: int
 
-    def lengths(self, work: Sequence[int], *, heads: int, subs: int, count: int) -> list[int]:
-        """Blocks of the last `count` items of all `heads`. `work`: of an item of each row of tiles, which has `subs` of them."""
-        split, items = heads * self.heavy * subs, heads * len(work) * subs
-        before, after, light = self.group * subs, self.late * subs, len(work) - self.heavy
+    def lengths(self, row_blocks: Sequence[int], *, heads: int, subs: int, count: int) -> list[int]:
+        """KV blocks of the last `count` items of all heads. row_blocks: KV blocks of an item of each table row, which has `subs` items."""
+        heavy_items, items = heads * self.heavy_rows * subs, heads * len(row_blocks) * subs
+        per_heavy, per_light, light_rows = self.heavy_group * subs, self.light_group * subs, len(row_blocks) - self.heavy_rows
         return [
-            work[i % (self.heavy * before) // before] if i < split else work[self.heavy + (i - split) % (light * after) // after]
+            row_blocks[i % (self.heavy_rows * per_heavy) // per_heavy]
+            if i < heavy_items
+            else row_blocks[self.heavy_rows + (i - heavy_items) % (light_rows * per_light) // per_light]
             for i in range(items - count, items)
         ]
 
 
-def last_rounds(items: int, programs: int) -> int:
-    """How many of the last items are gone through to see how a launch ends."""
-    return items if items <= _ROUNDS * programs else items % programs + _LAST * programs
+def simulated_items(items: int, ctas: int) -> int:
+    """The number of items, from the last one backwards, that are simulated to see how a launch ends."""
+    return items if items <= _MAX_WAVES * ctas else items % ctas + _LAST_WAVES * ctas
 
 
 def best_order(
-    work: Sequence[int], *, heads: int, batches: int, subs: int, shared: int, fit: int, programs: int, ending: Callable[[list[int]], float]
-) -> Order:
-    """`shared`: heads that have the same keys. `fit`: of how many heads the keys fit into the cache. `ending`: when the last program ends,
-    given the lengths of the last items.
+    row_blocks: Sequence[int],
+    *,
+    heads: int,
+    batches: int,
+    subs: int,
+    shared: int,
+    heads_in_l2: int,
+    ctas: int,
+    end_time: Callable[[list[int]], float],
+) -> ItemOrder:
+    """The fastest order by simulation.
+
+    row_blocks, subs: see `ItemOrder.lengths`. shared: heads that share KV. heads_in_l2: heads whose KV fits into L2.
+    end_time: when the last CTA finishes, given the lengths of the last items.
     """
-    rows, items = len(work), len(work) * subs * heads * batches
-    plain = Order(shared, rows, shared)
-    if rows < 2 or items > MANY * programs or min(work) == max(work):
-        return plain
-    total, count = sum(work), last_rounds(items, programs)
+    rows, items = len(row_blocks), len(row_blocks) * subs * heads * batches
+    default = ItemOrder(shared, rows, shared)
+    if rows < 2 or items > MANY_ITEMS * ctas or min(row_blocks) == max(row_blocks):
+        return default
+    total, count = sum(row_blocks), simulated_items(items, ctas)
 
-    def time(order: Order) -> float:
-        lengths = order.lengths(work, heads=heads * batches, subs=subs, count=count)
-        late = sum(work[order.heavy :]) / total
-        crowd = sum(part * max(0, group - max(fit, shared)) for part, group in ((1 - late, order.group), (late, order.late))) / shared
-        return ((total * subs * heads * batches - sum(lengths)) / programs + ending(lengths)) * (1 + _CROWD * crowd)
+    def time(order: ItemOrder) -> float:
+        lengths = order.lengths(row_blocks, heads=heads * batches, subs=subs, count=count)
+        light = sum(row_blocks[order.heavy_rows :]) / total
+        phases = ((1 - light, order.heavy_group), (light, order.light_group))
+        l2_misses = sum(part * max(0, group - max(heads_in_l2, shared)) for part, group in phases) / shared
+        return ((total * subs * heads * batches - sum(lengths)) / ctas + end_time(lengths)) * (1 + _L2_MISS_COST * l2_misses)
 
-    found = {Order(heads, rows, heads)} | {Order(shared, int(rows * share), late) for share in _HEAVY for late in (shared, heads)}
-    least, best = min((time(order), order) for order in found)
-    return best if least < _WORTH * time(plain) else plain
+    candidates = {ItemOrder(heads, rows, heads)}
+    candidates |= {ItemOrder(shared, int(rows * share), group) for share in _HEAVY_SHARES for group in (shared, heads)}
+    least, best = min((time(order), order) for order in candidates)
+    return best if least < _MAX_RELATIVE_TIME * time(default) else default

@@ -18,8 +18,8 @@ from longspan._kernels.gpu.interpreter import interpreted
 from longspan._kernels.gpu.lookup_bounds import check_lookups
 from longspan._kernels.gpu.row_terms import delta as row_delta
 from longspan._kernels.hopper.config import HOPPER, has_backward
-from longspan._kernels.hopper.dq_order import worthwhile
-from longspan._kernels.hopper.passes import HopperCall, streamable, walks_of, width
+from longspan._kernels.hopper.dq_order import ordered_dq_pays
+from longspan._kernels.hopper.passes import HopperCall, head_parts_of, streamable, width
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Capabilities, Grads, Kernel, State, Work
 from longspan._masks.block_table import BLOCK_SIZE, BlockTable
 
@@ -192,7 +192,7 @@ def _one_pass(inputs: AttentionInputs, work: Work, needs: Sequence[bool]) -> boo
     if not torch.are_deterministic_algorithms_enabled():
         return True
     q, v = inputs.q, inputs.v
-    return worthwhile(work.table, v.shape[0] * v.shape[1] * walks_of(q, v, work))
+    return ordered_dq_pays(work.table, v.shape[0] * v.shape[1] * head_parts_of(q, v, work))
 
 
 def _without_empty_buffer(inputs: AttentionInputs) -> AttentionInputs:

@@ -1,4 +1,4 @@
-"""The passes of one call as launches of the Hopper kernels: as many programs as the device has multiprocessors, which share the items."""
+"""Launches of the Hopper kernels for the passes of one call. All kernels are persistent, with one CTA per SM."""
 
 from __future__ import annotations
 
@@ -19,35 +19,36 @@ from longspan._kernels.gpu.prepared_launch import PreparedLaunch
 from longspan._kernels.gpu.uniform_lookup import flat_functions
 from longspan._kernels.hopper.backward_dkv import dkv_kernel
 from longspan._kernels.hopper.backward_dq import dq_kernel, row_terms_kernel
-from longspan._kernels.hopper.config import Step, dq_part, forward_step, keys_step, queries_step
-from longspan._kernels.hopper.dq_order import turns
+from longspan._kernels.hopper.config import TileConfig, dkv_config, dq_config, dq_tile, forward_config
+from longspan._kernels.hopper.dq_order import dq_order
 from longspan._kernels.hopper.epilogue import MAX_SPLIT_DIM
 from longspan._kernels.hopper.forward import forward_kernel
-from longspan._kernels.hopper.item_order import Order, best_order, last_rounds
-from longspan._kernels.hopper.makespan import walks
-from longspan._kernels.hopper.split_kv import Pieces, pieces
-from longspan._kernels.hopper.workspace import counter, counter_and_locks, counter_and_states
+from longspan._kernels.hopper.gqa_split import head_parts
+from longspan._kernels.hopper.item_order import ItemOrder, best_order, simulated_items
+from longspan._kernels.hopper.split_kv import KvSplit, best_split
+from longspan._kernels.hopper.workspace import counter, counter_and_parts, counter_and_semaphores
 from longspan._kernels.protocol import AttentionInputs, State, Work
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-_L2_BYTES = 32 * 2**20  # of keys and values that the heads at work should not exceed
+_L2_BYTES = 32 * 2**20  # KV of the heads in use at once should fit into so much of L2
 
 
 class HopperCall(LaunchCall):
-    """The tensors of one call, each as the copy engine can read it. Its methods launch."""
+    """The tensors of one call, copied if TMA cannot read them. Its methods launch the kernels."""
 
     def __init__(self, inputs: AttentionInputs, work: Work) -> None:
         q, k, v = map(streamable, (inputs.q, inputs.k, inputs.v))
         super().__init__(replace(inputs, q=q, k=k, v=v), work)
-        self.own: tuple[Tensor | None, Tensor | None] = (None, None)
-        self.own_rows = 0
+        self._local_kv: tuple[Tensor | None, Tensor | None] = (None, None)
+        self._local_tokens = 0
         if inputs.local_kv is not None:
             local_k, local_v = inputs.local_kv
-            self.own, self.own_rows = (streamable(local_k), streamable(local_v)), local_k.shape[2]
+            self._local_kv, self._local_tokens = (streamable(local_k), streamable(local_v)), local_k.shape[2]
 
     def forward(self, result: State, old: State | None, *, busy_only: bool, done: Tensor | None = None) -> None:
-        """Fill the rows of `result` that see something, folding `old` in; they may be the same. Given `done`, rows that are complete
-        (`Work.complete_q_tiles`) go there instead of to `result.out`.
+        """Fill the rows of `result` that see a key, merged with `old`, which may be the same state.
+
+        If `done` is not None, outputs of complete query tiles (`Work.complete_q_tiles`) go there instead of to `result.out`.
         """
         old_out, old_lse, old_max_scores = (None, None, None) if old is None else (old.out, old.lse, old.max_scores)
         out_by_tma, complete_by_tma, old_by_tma = self._moved_by_tma(result, old, done)
@@ -56,7 +57,7 @@ class HopperCall(LaunchCall):
             "max_scores_ptr": result.max_scores, "old_out_ptr": old_out, "old_lse_ptr": old_lse, "old_max_scores_ptr": old_max_scores,
             "complete_out_ptr": done, "q_ptr": self.q,
             "out_desc": out_by_tma, "complete_out_desc": complete_by_tma, "old_out_desc": old_by_tma,
-            "local_k_desc": self.own[0], "local_v_desc": self.own[1],
+            "local_k_desc": self._local_kv[0], "local_v_desc": self._local_kv[1],
         }  # fmt: skip
         assert done is None or self.work.complete_q_tiles is not None
         # Part of the key of the prepared launch, which holds the flags on the device.
@@ -87,10 +88,10 @@ class HopperCall(LaunchCall):
     def dq(
         self, grad_out: Tensor, norm: Tensor, delta: Tensor, dq: Tensor, captured: Sequence[Tensor | None], *, add: bool
     ) -> None:  # fmt: skip
-        """Fill dq, or add to it; add to gradients of captured tensors that are not None."""
+        """Fill dq, or add to it, and add to the gradients in `captured` that are not None."""
         tensors = {
             "q_ptr": self.q, "k_ptr": self.k, "v_ptr": self.v, "do_ptr": grad_out, "norm_ptr": norm, "delta_ptr": delta, "dq_ptr": dq,
-            "local_k_ptr": self.own[0], "local_v_ptr": self.own[1],
+            "local_k_ptr": self._local_kv[0], "local_v_ptr": self._local_kv[1],
         }  # fmt: skip
         grads = tuple(g for g in captured if g is not None) or (norm,)
         needs = tuple(g is not None for g in captured)
@@ -100,154 +101,150 @@ class HopperCall(LaunchCall):
     def dkdv(
         self, grad_out: Tensor, norm: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, dq: Tensor | None, *, ordered: bool = False
     ) -> None:  # fmt: skip
-        """Fill dk and dv; add to dq, float32, where it is given; if `ordered`, in an order that is always the same."""
-        head_parts = walks_of(self.q, self.v, self.work)
+        """Fill dk and dv, and add to dq (float32) if it is not None; if `ordered`, in a fixed order."""
+        parts = head_parts_of(self.q, self.v, self.work)
         to_dk, to_dv = dk, dv
-        if head_parts > 1:  # each part of a KV head's query heads fills its own dK and dV, summed below
+        if parts > 1:  # each part of a KV head's query heads fills its own dK and dV, summed below
             to_dk, to_dv = (
-                torch.empty((t.shape[0], t.shape[1] * head_parts, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (dk, dv)
+                torch.empty((t.shape[0], t.shape[1] * parts, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (dk, dv)
             )
         tensors = {
             "q_ptr": self.q, "k_ptr": self.k, "v_ptr": self.v, "do_ptr": grad_out, "norm_ptr": norm, "delta_ptr": delta, "dk_ptr": to_dk,
-            "dv_ptr": to_dv, "dq_ptr": dq, "local_k_ptr": self.own[0], "local_v_ptr": self.own[1],
+            "dv_ptr": to_dv, "dq_ptr": dq, "local_k_ptr": self._local_kv[0], "local_v_ptr": self._local_kv[1],
         }  # fmt: skip
-        settings, needs = {"ordered": ordered, "head_parts": head_parts}, (False,) * len(self.work.score_captured)
+        settings, needs = {"ordered": ordered, "head_parts": parts}, (False,) * len(self.work.score_captured)
         self.launch(Pass(name="dkdv", kernel=dkv_kernel, tensors=tensors, settings=settings, needs=needs))
-        if head_parts > 1:
-            for total, parts in ((dk, to_dk), (dv, to_dv)):
-                total.copy_(parts.unflatten(1, (-1, head_parts)).sum(2))
+        if parts > 1:
+            for total, by_part in ((dk, to_dk), (dv, to_dv)):
+                total.copy_(by_part.unflatten(1, (-1, parts)).sum(2))
 
     def prepare(self, one: Pass) -> PreparedLaunch:
-        q, v, which, tensors, known = self.q, self.v, one.name, one.tensors, dict(one.settings)
+        q, v, tensors, known = self.q, self.v, one.tensors, dict(one.settings)
         d, e = width(q.shape[-1]), width(v.shape[-1])
-        tiles: dict[str, Callable[[Tensor], TensorDescriptor]]
-        added = 0  # bytes of a query's dQ to which other programs add too
-        suffix = "desc" if which == "forward" else "ptr"
-        k_name, v_name, local_k_name, local_v_name = (f"{name}_{suffix}" for name in ("k", "v", "local_k", "local_v"))
-        if which == "forward":
-            step = forward_step(d, e)
-            tiles = {"q_desc": _tiles(step.m // 2), k_name: _tiles(step.n), v_name: _tiles(step.n)}
-            tiles |= {name: _tiles(step.m // 2) for name in ("out_desc", "complete_out_desc", "old_out_desc") if tensors[name] is not None}
-        elif which == "dq":
-            step = queries_step(d, e, scored=self.work.score is not None)
-            tiles = {"q_ptr": _tiles(step.m // 2), k_name: _tiles(step.n), v_name: _tiles(step.n), "do_ptr": _tiles(step.m // 2)}
-        else:
-            dq = tensors["dq_ptr"]
-            step = keys_step(d, with_dq=dq is not None)
-            tiles = {"q_ptr": _tiles(step.m), k_name: _tiles(step.n), v_name: _tiles(step.n), "do_ptr": _tiles(step.m)}
-            if dq is not None:
-                queries, dims = dq_part(d, step.m)
-                tiles["dq_ptr"] = partial(described, rows=queries, columns=dims)
-                added = dq.element_size() * q.shape[-1]
-            rows = q.shape[0] * q.shape[1] * q.shape[2]
-            begins = all(t is not None and t.data_ptr() % 16 == 0 for t in (tensors["norm_ptr"], tensors["delta_ptr"]))
-            aligned = begins and launch.facts(self.work.q_tiles).aligned and q.shape[2] % 4 == 0 and rows < 2**31
-            if aligned:
-                tiles["norm_ptr"] = tiles["delta_ptr"] = partial(line, size=step.m)
-            known["ALIGNED"] = aligned
-        if tensors[local_k_name] is not None:
-            tiles |= {local_k_name: tiles[k_name], local_v_name: tiles[v_name]}
-        programs = programs_at_once(q.device)
+        config, tiles, aligned = self._tiles(one)
+        ctas = persistent_ctas(q.device)
+        dq = tensors.get("dq_ptr") if one.name == "dkdv" else None
         cut = Cut(
-            m=_items_of(step, which), n=step.n, l2_bytes=_L2_BYTES, ctas_in_flight=programs, added_bytes=added,
+            m=128 if one.name == "dkdv" else config.m,  # an item of the dK/dV kernel is a key tile
+            n=config.n, l2_bytes=_L2_BYTES, ctas_in_flight=ctas, added_bytes=0 if dq is None else dq.element_size() * q.shape[-1],
             head_parts=known.get("head_parts", 1),
         )  # fmt: skip
         items, shared = self.work_arguments(one, cut)
-        corners, flat = flat_functions(self.work.score, launch.options(self.work, q.dtype)) if which == "forward" else (None, None)
-        more: dict[str, Any] = {"CORNERS": corners, "FLAT": flat, "STAGES": step.stages, "REGISTERS": step.registers, "BM": step.m, "DS": 2}
-        more["local_tokens"] = self.own_rows
-        made: Callable[[], tuple[Tensor | None, ...]] = partial(counter, q.device)
-        if which == "dkdv":
+        more: dict[str, Any] = {"STAGES": config.stages, "REGISTERS": config.registers, "local_tokens": self._local_tokens}
+        workspace: Callable[[], tuple[Tensor | None, ...]] = partial(counter, q.device)
+        if one.name == "dkdv":
+            more |= {"BM": config.m, "DS": 2, "ALIGNED": aligned}
             more |= {"dq_order_ptr": None, "dq_order_before": None, "semaphores_per_head": 0}
             if known["ordered"]:
-                found = turns(self.work.table.transposed, shared["shared"], q.device)
-                shared["order"] = found.order
-                more |= {"dq_order_ptr": found.ptr, "dq_order_before": found.before}
-                more["semaphores_per_head"] = self.work.table.q_tiles * (self.work.q_tiles.block // step.m)
-            made = partial(counter_and_locks, q.device, q.shape[0] * q.shape[1] * more["semaphores_per_head"])
-        if which == "forward":
-            # Pieces leave no peaks: where those are asked for, nothing is cut.
-            cuttable = tensors["max_scores_ptr"] is None and e <= MAX_SPLIT_DIM.value
-            order, pieces_cut = self._planned(items, shared, programs, cuttable=cuttable)
-            more |= {"heavy_rows": order.heavy, "light_group": order.late, "heavy_items": items // max(1, shared["rows"]) * order.heavy}
-            shared["group"], items = order.group, pieces_cut.items
-            more |= {"unsplit": pieces_cut.uncut, "split_items": pieces_cut.cut, "parts": pieces_cut.parts, "wide_part": pieces_cut.wide}
-            made = partial(counter_and_states, q.device, pieces_cut, step.m, e)
+                fixed = dq_order(self.work.table.transposed, shared["shared"], q.device)
+                shared["order"] = fixed.order
+                steps = self.work.table.q_tiles * (self.work.q_tiles.block // config.m)
+                more |= {"dq_order_ptr": fixed.ptr, "dq_order_before": fixed.before, "semaphores_per_head": steps}
+            workspace = partial(counter_and_semaphores, q.device, q.shape[0] * q.shape[1] * more["semaphores_per_head"])
+        if one.name == "forward":
+            more["CORNERS"], more["FLAT"] = flat_functions(self.work.score, launch.options(self.work, q.dtype))
+            # Split items do not combine max scores.
+            splittable = tensors["max_scores_ptr"] is None and e <= MAX_SPLIT_DIM.value
+            order, split = self._plan_items(items, shared, ctas, splittable=splittable)
+            heavy_items = items // max(1, shared["rows"]) * order.heavy_rows
+            more |= {"heavy_rows": order.heavy_rows, "light_group": order.light_group, "heavy_items": heavy_items, **split._asdict()}
+            shared["group"], items = order.heavy_group, split.items
+            workspace = partial(counter_and_parts, q.device, split, config.m, e)
             complete = self.work.complete_q_tiles
             more["complete_flags"] = None if tensors["complete_out_ptr"] is None or complete is None else launch.flags(complete, q.device)
         return PreparedLaunch(
             kernel=one.kernel,
-            options={"num_warps": 4, "maxnreg": step.start_registers},
-            ctas=min(items, programs),
+            options={"num_warps": 4, "maxnreg": config.start_registers},
+            ctas=min(items, ctas),
             device=q.device,
             descriptors=tiles,
             constants={**known, **shared, **more, "items": items, "D": q.shape[-1], "DP": d, "EP": e},
-            workspace=made,
+            workspace=workspace,
         )
 
-    def _planned(self, items: int, shared: dict[str, Any], programs: int, *, cuttable: bool) -> tuple[Order, Pieces]:
-        """(in which order a forward launch takes its items, which of them are cut)."""
+    def _tiles(self, one: Pass) -> tuple[TileConfig, dict[str, Callable[[Tensor], TensorDescriptor]], bool]:
+        """(tile shapes, TMA descriptors by kernel argument, whether TMA also loads norm and delta)."""
+        q, tensors = self.q, one.tensors
+        d, e = width(q.shape[-1]), width(self.v.shape[-1])
+        suffix, aligned = "desc" if one.name == "forward" else "ptr", False
+        tiles: dict[str, Callable[[Tensor], TensorDescriptor]]
+        if one.name == "forward":
+            config = forward_config(d, e)
+            by_group = partial(tile_descriptor, rows=config.m // 2)
+            tiles = {name: by_group for name in ("q_desc", "out_desc", "complete_out_desc", "old_out_desc") if tensors[name] is not None}
+        elif one.name == "dq":
+            config = dq_config(d, e, scored=self.work.score is not None)
+            tiles = dict.fromkeys(("q_ptr", "do_ptr"), partial(tile_descriptor, rows=config.m // 2))
+        else:
+            dq, row_terms = tensors["dq_ptr"], (tensors["norm_ptr"], tensors["delta_ptr"])
+            config = dkv_config(d, with_dq=dq is not None)
+            tiles = dict.fromkeys(("q_ptr", "do_ptr"), partial(tile_descriptor, rows=config.m))
+            if dq is not None:
+                queries, dims = dq_tile(d, config.m)
+                tiles["dq_ptr"] = partial(tile_descriptor, rows=queries, columns=dims)
+            begins = all(t is not None and t.data_ptr() % 16 == 0 for t in row_terms)
+            rows = q.shape[0] * q.shape[1] * q.shape[2]
+            aligned = begins and launch.facts(self.work.q_tiles).aligned and q.shape[2] % 4 == 0 and rows < 2**31
+            if aligned:
+                tiles |= dict.fromkeys(("norm_ptr", "delta_ptr"), partial(row_descriptor, size=config.m))
+        kv_names = [f"{name}_{suffix}" for name in ("k", "v", "local_k", "local_v")]
+        tiles |= {name: partial(tile_descriptor, rows=config.n) for name in kv_names if tensors[name] is not None}
+        return config, tiles, aligned
+
+    def _plan_items(self, items: int, shared: dict[str, Any], ctas: int, *, splittable: bool) -> tuple[ItemOrder, KvSplit]:
+        """(the order of a forward launch's items, the split-KV of its last ones)."""
         table, subs = self.work.table, shared["M_SUBS"]
-        work = (table.tiles_per_row[table.heavy_first[: shared["rows"]].long()] * shared["N_SUBS"]).tolist()
-        heads, same = (1, 1) if shared["PER_HEAD"] else (shared["heads"], shared["shared"])
-        batches = items // max(1, len(work) * subs * heads)
-        keys = table.batch * self.kv_len * (self.q.shape[-1] + self.v.shape[-1]) * self.q.element_size()
+        row_blocks = (table.tiles_per_row[table.heavy_first[: shared["rows"]].long()] * shared["N_SUBS"]).tolist()
+        heads, heads_per_kv = (1, 1) if shared["PER_HEAD"] else (shared["heads"], shared["shared"])
+        batches = items // max(1, len(row_blocks) * subs * heads)
+        kv_bytes = table.batch * self.kv_len * (self.q.shape[-1] + self.v.shape[-1]) * self.q.element_size()
         order = best_order(
-            work, heads=heads, batches=batches, subs=subs, shared=same, fit=same * (_L2_BYTES // max(1, keys)), programs=programs,
-            ending=lambda lengths: pieces(lengths, items, programs=programs, cuttable=cuttable)[1],
+            row_blocks, heads=heads, batches=batches, subs=subs, shared=heads_per_kv,
+            heads_in_l2=heads_per_kv * (_L2_BYTES // max(1, kv_bytes)), ctas=ctas,
+            end_time=lambda lengths: best_split(lengths, items, ctas=ctas, splittable=splittable)[1],
         )  # fmt: skip
-        lengths = order.lengths(work, heads=heads * batches, subs=subs, count=last_rounds(items, programs))
-        return order, pieces(lengths, items, programs=programs, cuttable=cuttable)[0]
+        lengths = order.lengths(row_blocks, heads=heads * batches, subs=subs, count=simulated_items(items, ctas))
+        return order, best_split(lengths, items, ctas=ctas, splittable=splittable)[0]
 
 
-def _items_of(step: Step, which: str) -> int:
-    """Queries of an item. Over keys, an item is a tile of keys, and steps of queries are the kernel's own affair."""
-    return 128 if which == "dkdv" else step.m
-
-
-def _tiles(rows: int) -> Callable[[Tensor], TensorDescriptor]:
-    return partial(described, rows=rows)
-
-
-def described(tensor: Tensor, *, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """The copy engine's view of a tensor that is `launch.describable`, in tiles laid out in shared memory as the matrix units read them."""
+def tile_descriptor(tensor: Tensor, *, rows: int, columns: int | None = None) -> TensorDescriptor:
+    """A TMA descriptor of a `launch.describable` tensor [B, H, S, D], with tiles in the shared-memory layout that wgmma reads."""
     block = [1, 1, rows, columns or width(tensor.shape[3])]
     layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype])
     return TensorDescriptor(tensor, *launch.extents(tensor), block, layout)
 
 
-def line(tensor: Tensor, *, size: int) -> TensorDescriptor:
-    """The copy engine's view of a contiguous float32 tensor, as one line in pieces of `size`."""
+def row_descriptor(tensor: Tensor, *, size: int) -> TensorDescriptor:
+    """A TMA descriptor of a contiguous float32 tensor, flattened, in tiles of `size`."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     return TensorDescriptor(tensor, [tensor.numel()], [1], [size], layout)
 
 
 def width(dim: int) -> int:
-    """A head dim as these kernels hold it."""
+    """A head dim as padded in shared memory and registers."""
     return max(64, launch.padded(dim))
 
 
-def walks_of(q: Tensor, v: Tensor, work: Work) -> int:
-    """Into how many parts the query heads of a key head are split, backward, lest programs idle."""
+def head_parts_of(q: Tensor, v: Tensor, work: Work) -> int:
+    """`head_parts` of a call's dK/dV launch; 1 if other launches fill the device at the same time."""
     if work.concurrent:
         return 1
-    return walks(work.table.transposed, v.shape[0] * v.shape[1], q.shape[1] // v.shape[1], q.shape[-1] + v.shape[-1])
+    return head_parts(work.table.transposed, v.shape[0] * v.shape[1], q.shape[1] // v.shape[1], q.shape[-1] + v.shape[-1])
 
 
 def streamable(tensor: Tensor) -> Tensor:
-    """A tensor as the copy engine can read it: itself, or a copy."""
+    """A tensor that TMA can read: itself, or a contiguous copy."""
     return tensor if launch.describable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 @cache
-def programs_at_once(device: torch.device) -> int:
-    """One per multiprocessor, but for those that LONGSPAN_SM_MARGIN leaves to others.
+def persistent_ctas(device: torch.device) -> int:
+    """CTAs of a persistent kernel: one per SM, minus the SMs that LONGSPAN_SM_MARGIN leaves to other kernels.
 
-    Programs stay until the last item is done, and fill a multiprocessor. A communication library's kernel that becomes ready meanwhile
-    would wait for all of it.
+    A persistent CTA occupies its SM until the launch ends. A collective's kernel that becomes ready meanwhile would wait for all of it.
     """
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    sms: int = torch.cuda.get_device_properties(device).multi_processor_count
     margin = os.environ.get("LONGSPAN_SM_MARGIN", "0")
-    if not margin.isdecimal() or int(margin) >= count:
-        raise ValueError(f"LONGSPAN_SM_MARGIN: expected a number of multiprocessors from 0 to {count - 1}, got {margin!r}")
-    return count - int(margin)
+    if not margin.isdecimal() or int(margin) >= sms:
+        raise ValueError(f"LONGSPAN_SM_MARGIN: expected a number of SMs from 0 to {sms - 1}, got {margin!r}")
+    return sms - int(margin)

@@ -1,13 +1,12 @@
-"""Items cut along their keys, so that the last round of a launch leaves no program idle.
+"""Split-KV of a forward launch's last items, so that no CTA idles in the last wave.
 
-Where items take about equally long, the last round of them may be far from full: 1,024 items on 132 programs take 8 rounds for the work of
-7.76, and 32 items, as of few queries over many keys, leave 100 programs nothing at all. So of the last items as many are cut as are still
-under way when the first program finds none left. Where they keep at most half of the programs busy, each is cut into as many equal pieces
-as there are programs for; else each gives up a short piece or two, and the programs that would have idled compute those. How, and whether
-it pays, is found by going through the last rounds about as the programs will.
+1,024 items of equal length on 132 CTAs take 8 waves for the work of 7.76; 32 items, few queries over many keys, leave 100 CTAs idle. So the
+items that are still running when the first CTA finds none left are split along KV. If they occupy at most half of the CTAs, each is split
+into as many equal parts as there are CTAs for. Otherwise each gives up one or two short parts, which the idle CTAs compute. The split, and
+whether there is one, is found by simulating the last waves.
 
-All items are cut at the same share of their keys: programs that read the same keys go on doing so at the same time, which the cache needs.
-Every piece leaves its state. Whoever is the last of an item's pieces reads them all and writes the result: no piece waits for another.
+All items are split at the same share of their KV: CTAs that read the same KV go on reading it at the same time, which L2 needs. Each part
+stores a partial result. The last part of an item to finish combines all of them: no part waits for another.
 """
 
 from __future__ import annotations
@@ -17,53 +16,54 @@ from itertools import pairwise
 from math import isqrt
 from typing import NamedTuple
 
-from longspan._kernels.hopper.makespan import ends
+from longspan._kernels.hopper.makespan import finish_times
 
-_ITEM_COST = 1  # blocks of keys that a program could compute in the time that it takes to begin and to end an item
-_CUT_COST = 2  # and that one more piece takes
-_SHORT = 4  # blocks of which a program takes the next item before it has come to the end (`_NEAR` in forward.py): it might take two
-_WIDE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # shares of an item that its first piece may be, to one of each other piece
+_ITEM_COST = 1  # time to start and finish an item, in KV blocks
+_PART_COST = 2  # time that each part takes in addition, in KV blocks
+_MIN_PART = 4  # KV blocks; a CTA that computes a shorter part takes its next item early (`NEAR_END` in forward_producer.py)
+_WIDE_PARTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # candidates for `KvSplit.wide_part`
 
 
-class Pieces(NamedTuple):
-    """The items after the first `uncut` ones, `cut` of them, are cut into `parts` pieces each: the first of `wide` shares, the others of
-    one. First come the first pieces of all of them, then the second ones, and so on.
+class KvSplit(NamedTuple):
+    """The first `unsplit` items are whole. The `split_items` after them have `parts` parts each: a first part of `wide_part` shares of the
+    item's KV blocks and parts of one share. The launch takes the first parts of all of them, then the second parts, and so on.
     """
 
-    uncut: int
-    cut: int = 0
+    unsplit: int
+    split_items: int = 0
     parts: int = 0
-    wide: int = 1
+    wide_part: int = 1
 
     @property
     def items(self) -> int:
-        return self.uncut + self.cut * self.parts
+        """Items of the launch, each part counted as one."""
+        return self.unsplit + self.split_items * self.parts
 
 
-def pieces(lengths: Sequence[int], items: int, *, programs: int, cuttable: bool = True) -> tuple[Pieces, int]:
-    """(how to cut the items of a launch, when the last program ends, in blocks). `lengths`: blocks of the last items, in their order."""
-    ended = ends(lengths, [0] * programs, cost=_ITEM_COST)
-    if not cuttable:
-        return Pieces(items), max(ended)
-    idle = min(ended)
-    cut = sum(end > idle for end in ended)
-    before, last = lengths[: len(lengths) - cut], lengths[len(lengths) - cut :]
+def best_split(lengths: Sequence[int], items: int, *, ctas: int, splittable: bool = True) -> tuple[KvSplit, int]:
+    """(the fastest split of a launch, when its last CTA finishes, in KV blocks). lengths: KV blocks of the last items, in launch order."""
+    whole = finish_times(lengths, [0] * ctas, cost=_ITEM_COST)
+    if not splittable:
+        return KvSplit(items), max(whole)
+    first_idle = min(whole)
+    split_items = sum(end > first_idle for end in whole)
+    before, last = lengths[: len(lengths) - split_items], lengths[len(lengths) - split_items :]
     shortest = min(last, default=0)
-    if 2 * cut <= programs:
-        # To read many states takes time, too: at most as many pieces as each has blocks.
-        shares = [(min(programs // max(1, cut), isqrt(shortest), shortest // (_SHORT + 1)), 1)]
+    if 2 * split_items <= ctas:
+        # Combining parts takes time too: at most as many parts as KV blocks per part.
+        shapes = [(min(ctas // max(1, split_items), isqrt(shortest), shortest // (_MIN_PART + 1)), 1)]
     else:
-        shares = [(parts, wide) for parts in (2, 3) for wide in _WIDE if shortest // (parts - 1 + wide) > _SHORT]
-    free, found = ends(before, [0] * programs, cost=_ITEM_COST), Pieces(items)
-    last_end, least = max(ended), max(ended) - 2 * _CUT_COST
-    for way in (Pieces(items - cut, cut, parts, wide) for parts, wide in shares if parts > 1):
-        end = max(ends(cut_lengths(last, way), list(free), cost=_ITEM_COST))
-        if end <= least:
-            last_end, least, found = end, end - 1, way
-    return found, last_end
+        shapes = [(parts, wide) for parts in (2, 3) for wide in _WIDE_PARTS if shortest // (parts - 1 + wide) > _MIN_PART]
+    free, best = finish_times(before, [0] * ctas, cost=_ITEM_COST), KvSplit(items)
+    best_end, needed = max(whole), max(whole) - 2 * _PART_COST
+    for split in (KvSplit(items - split_items, split_items, parts, wide) for parts, wide in shapes if parts > 1):
+        end = max(finish_times(part_lengths(last, split), list(free), cost=_ITEM_COST))
+        if end <= needed:
+            best_end, needed, best = end, end - 1, split
+    return best, best_end
 
 
-def cut_lengths(lengths: Sequence[int], way: Pieces) -> list[int]:
-    """Blocks of the pieces of items, and what a piece costs more than an item."""
-    shares, edges = way.wide + way.parts - 1, [0, *(way.wide + i for i in range(way.parts))]
-    return [n * b // shares - n * a // shares + _CUT_COST for a, b in pairwise(edges) for n in lengths]
+def part_lengths(lengths: Sequence[int], split: KvSplit) -> list[int]:
+    """KV blocks of all parts in launch order, plus the cost of a part. lengths: KV blocks of the split items."""
+    shares, edges = split.wide_part + split.parts - 1, [0, *(split.wide_part + i for i in range(split.parts))]
+    return [n * b // shares - n * a // shares + _PART_COST for a, b in pairwise(edges) for n in lengths]

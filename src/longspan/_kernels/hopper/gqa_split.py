@@ -1,0 +1,47 @@
+"""GQA in the backward kernel by key tiles: how many CTAs share the query heads of one KV head.
+
+With few KV heads there are fewer items than CTAs. Then the query heads of each KV head are divided into parts, one item each. Each part
+fills its own dK and dV, which are summed afterwards.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from longspan._derived_cache import DerivedCache
+from longspan._kernels.hopper.makespan import MANY_ITEMS, REFERENCE_CTAS, makespan, mean_tiles
+from longspan._masks.block_table import BlockTable
+
+# Measured with the backward kernel on an H200 at head dim 128.
+_TILE_SECONDS = 4.5e-6  # 128 queries by 128 keys of one head
+_SUM_SECONDS = 1.5e-5  # sum of the parts, plus its bytes at
+_BYTES_PER_SECOND = 3.5e12
+_MAX_RELATIVE_TIME = 0.95  # a split must take less than this share of the time without it
+
+_head_parts: DerivedCache[BlockTable, int] = DerivedCache(16)  # by head counts and head dims
+
+
+def head_parts(table: BlockTable, kv_heads: int, shared: int, dims: int) -> int:
+    """The number of parts into which the query heads of a KV head are divided; 1 unless CTAs would idle. Cached per table.
+
+    table: rows are key tiles. kv_heads: KV heads of all batch rows. shared: query heads per KV head. dims: head dims of K and V, summed.
+    """
+    return _head_parts.get(table, (kv_heads, shared, dims), partial(_fastest_parts, table, kv_heads, shared, dims))
+
+
+def _fastest_parts(table: BlockTable, kv_heads: int, shared: int, dims: int) -> int:
+    tiles = mean_tiles(table)
+    if kv_heads * len(tiles) > MANY_ITEMS * REFERENCE_CTAS:
+        return 1
+    tiles.sort(reverse=True)
+    tile_seconds = _TILE_SECONDS * dims / 256
+    best, least = 1, makespan(tiles, kv_heads) * shared * tile_seconds * _MAX_RELATIVE_TIME
+    balanced = sum(tiles) * kv_heads * shared / REFERENCE_CTAS * tile_seconds
+    for parts in (n for n in range(2, shared + 1) if shared % n == 0):
+        sum_seconds = _SUM_SECONDS + 2 * 4 * parts * kv_heads * table.q_len * dims / _BYTES_PER_SECOND
+        if balanced + sum_seconds >= least:  # more parts take longer to sum
+            break
+        seconds = makespan(tiles, kv_heads * parts) * (shared // parts) * tile_seconds + sum_seconds
+        if seconds < least:
+            best, least = parts, seconds
+    return best
