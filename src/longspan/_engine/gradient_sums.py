@@ -14,7 +14,7 @@ from longspan._engine.local_schedule import ComputeStep, LocalSchedule, StepTile
 from longspan._engine.streams import StepStreams
 from longspan._engine.values import CallTensors
 from longspan._kernels.protocol import Grads, state_dtype
-from longspan._kernels.row_sums import add_last_rows, add_rows_, split_rows
+from longspan._kernels.row_sums import ReturnedGrads, add_returned_and_split, add_returned_rows_, split_rows
 
 # Dtypes in which kernels write gradients. Others are converted to when gradients are sent.
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -132,7 +132,8 @@ class GradientSums:
             self._streams.wait(self._added)
             rows = returned.step.returned
             lists = rows.lists(self._local_rows, self._grad_kv.device)
-            add_rows_(self._grad_kv, returned.received, rows.parts, lists, unwritten=self._unwritten)
+            grads = ReturnedGrads(buffers=(returned.received,), parts=(rows.parts,), lists=lists)
+            add_returned_rows_(self._grad_kv, grads, unwritten=self._unwritten)
             self._added = self._streams.record()
         self._unwritten = 0
 
@@ -148,5 +149,6 @@ class GradientSums:
         else:
             parts = [step.returned.parts for step in self._schedule.final_returns]
             lists = self._schedule.final_returned_rows.lists(self._local_rows, self._grad_kv.device)
-            add_last_rows(self._grad_kv, self._final_returned, parts, lists, grad_k, grad_v, per_row=per_row, late=self._late_grad_kv)
+            grads = ReturnedGrads(buffers=self._final_returned, parts=parts, lists=lists)
+            add_returned_and_split(self._grad_kv, grads, grad_k, grad_v, per_row=per_row, local_grads=self._late_grad_kv)
         return Grads(q=self._grad_q.to(self._q_dtype), k=grad_k, v=grad_v, captured=self._grad_captured)

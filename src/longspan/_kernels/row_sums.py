@@ -1,8 +1,12 @@
-"""Rows of a shard on their way: packed for sending, and summed when they come home. Not attention, but as close to memory's speed."""
+"""Rows of KV and of their gradients: packed before a transfer, and summed when ranks return gradients to the owner of the KV.
+
+Shapes: S local rows of W columns, R returned rows, B batch rows, G KV heads, D and E head dims of k and v.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,83 +14,90 @@ from torch import Tensor
 from longspan._kernels.registry import has_triton
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReturnedGrads:
+    """Gradient rows that other ranks returned, in one buffer or several, and the local rows that they belong to.
+
+    buffers: [R, W] each. parts: for each buffer, the local rows of its consecutive parts; no row twice in one part. lists: `row_lists` of
+    the parts of all buffers, on the device.
+    """
+
+    buffers: Sequence[Tensor]
+    parts: Sequence[Sequence[Tensor]]
+    lists: tuple[Tensor, Tensor]
+
+
 def copy_rows_(out: Tensor, x: Tensor) -> None:
-    """out.copy_(x), in elements of 16 bytes where both allow it: strided copies of small elements run at half of memory's speed."""
-    wide = torch.complex128
-    if x.is_cuda and out.dtype == x.dtype and _holds_wide(out) and _holds_wide(x):
-        out, x = out.view(wide), x.view(wide)
+    """out.copy_(x), in elements of 16 bytes if both allow it: strided copies of small elements reach half of the memory bandwidth."""
+    if x.is_cuda and out.dtype == x.dtype and _viewable_as_16_bytes(out) and _viewable_as_16_bytes(x):
+        out, x = out.view(torch.complex128), x.view(torch.complex128)
     out.copy_(x)
 
 
-def _holds_wide(t: Tensor) -> bool:
-    """Whether a tensor can be seen as one of 16-byte elements."""
+def _viewable_as_16_bytes(t: Tensor) -> bool:
+    """Whether a tensor can be viewed as one of 16-byte elements."""
     per = 16 // t.element_size()
     strides = all(s % per == 0 for s in t.stride()[:-1])
     return t.stride(-1) == 1 and t.shape[-1] % per == 0 and strides and t.storage_offset() % per == 0 and t.data_ptr() % 16 == 0
 
 
-def add_rows_(home: Tensor, back: Tensor, rows: Sequence[Tensor], lists: tuple[Tensor, Tensor], *, unwritten: int = 0) -> None:
-    """home [S, W] += rows of back [R, W], each at its place, in the order in which they lie in back.
+def add_returned_rows_(grads: Tensor, returned: ReturnedGrads, *, unwritten: int = 0) -> None:
+    """grads [S, W] += the returned rows of one buffer, for each local row in the order of the buffer.
 
-    `rows`: for consecutive parts of back, the rows of home that they belong to; no row twice in one part. `lists`: the same seen
-    from home, as (ptr [S + 1], index): what `row_lists` gives, on the device. The first `unwritten` rows of home hold nothing yet: they are
-    not read and begin at 0.
+    The first `unwritten` rows of grads are uninitialised: they are not read, and their sums begin at 0.
     """
-    if home.is_cuda and has_triton():
+    (buffer,) = returned.buffers
+    if grads.is_cuda and has_triton():
         from longspan._kernels.gpu.row_sums import add_rows
 
-        add_rows(home, back, *lists, unwritten=unwritten)
+        add_rows(grads, buffer, *returned.lists, unwritten=unwritten)
         return
-    home[:unwritten] = 0
-    _add_parts(home, back, rows)
+    grads[:unwritten] = 0
+    _add_parts(grads, buffer, returned.parts[0])
 
 
-def _add_parts(home: Tensor, back: Tensor, rows: Sequence[Tensor]) -> None:
+def _add_parts(grads: Tensor, buffer: Tensor, parts: Sequence[Tensor]) -> None:
+    """Add consecutive parts of a buffer to the rows of grads that they belong to."""
     start = 0
-    for part in rows:
-        home.index_add_(0, part.to(home.device), back[start : start + len(part)].to(home.dtype))
-        start += len(part)
+    for rows in parts:
+        grads.index_add_(0, rows.to(grads.device), buffer[start : start + len(rows)].to(grads.dtype))
+        start += len(rows)
 
 
-def add_last_rows(
-    home: Tensor,
-    backs: Sequence[Tensor],
-    rows: Sequence[Sequence[Tensor]],
-    lists: tuple[Tensor, Tensor],
-    k: Tensor,
-    v: Tensor,
-    *,
-    per_row: bool,
-    late: Tensor | None = None,
+def add_returned_and_split(
+    grads: Tensor, returned: ReturnedGrads, k: Tensor, v: Tensor, *, per_row: bool, local_grads: Tensor | None = None
 ) -> None:
-    """`add_rows_` of one tensor or of two, then `late` [L, W] added to the first L rows, and then `split_rows`. home is used up.
+    """`split_rows` of grads + the returned rows of one or two buffers + local_grads [L, W], which belongs to the first L rows.
 
-    `rows`: for each of `backs` what `add_rows_` asks for. `lists`: of all of them, as if they lay one after the other.
+    The sums are made in this order, on a GPU in one pass over memory. grads is modified.
     """
-    if home.is_cuda and has_triton():
-        from longspan._kernels.gpu.row_sums import add_last_rows as add_and_split
+    if grads.is_cuda and has_triton():
+        from longspan._kernels.gpu.row_sums import add_rows_and_split
 
-        add_and_split(home, backs[0], backs[-1], *lists, k, v, per_row=per_row, late=late)
+        add_rows_and_split(grads, returned.buffers, returned.lists, k, v, per_row=per_row, local_grads=local_grads)
         return
-    for back, parts in zip(backs, rows, strict=True):
-        _add_parts(home, back, parts)
-    if late is not None:
-        home[: len(late)] += late
-    split_rows(home, k, v, per_row=per_row)
+    for buffer, parts in zip(returned.buffers, returned.parts, strict=True):
+        _add_parts(grads, buffer, parts)
+    if local_grads is not None:
+        grads[: len(local_grads)] += local_grads
+    split_rows(grads, k, v, per_row=per_row)
 
 
-def split_rows(home: Tensor, k: Tensor, v: Tensor, *, per_row: bool) -> None:
-    """Rows [S, B·G·(D + E)] (`per_row`: [B·S, G·(D + E)]), k and v of a head side by side, as k [B, G, S, D] and v [B, G, S, E]."""
-    batch, groups, length, dim = k.shape
-    shape = (batch, length, groups) if per_row else (length, batch, groups)
-    whole = home.view(*shape, dim + v.shape[-1]).permute((0, 2, 1, 3) if per_row else (1, 2, 0, 3))
-    k.copy_(whole[..., :dim])
-    v.copy_(whole[..., dim:])
+def split_rows(grads: Tensor, k: Tensor, v: Tensor, *, per_row: bool) -> None:
+    """Copy packed rows to k [B, G, S, D] and v [B, G, S, E].
+
+    grads: [S, B·G·(D + E)], or [B·S, G·(D + E)] if per_row; each head's k and v side by side.
+    """
+    batch, kv_heads, length, dim = k.shape
+    shape = (batch, length, kv_heads) if per_row else (length, batch, kv_heads)
+    by_head = grads.view(*shape, dim + v.shape[-1]).permute((0, 2, 1, 3) if per_row else (1, 2, 0, 3))
+    k.copy_(by_head[..., :dim])
+    v.copy_(by_head[..., dim:])
 
 
-def row_lists(rows: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
-    """For each of `count` rows the places in back that are added to it, ascending: (ptr [count + 1], index), int32."""
-    every = torch.cat([*rows, torch.zeros(0, dtype=torch.int64)])
+def row_lists(parts: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
+    """(ptr [count + 1], index [R]), int32: local row r receives the returned rows index[ptr[r]] … index[ptr[r + 1] − 1], ascending."""
+    rows = torch.cat([*parts, torch.zeros(0, dtype=torch.int64)])
     ptr = torch.zeros(count + 1, dtype=torch.int32)
-    ptr[1:] = torch.bincount(every, minlength=count).cumsum(0)
-    return ptr, every.argsort(stable=True).int()
+    ptr[1:] = torch.bincount(rows, minlength=count).cumsum(0)
+    return ptr, rows.argsort(stable=True).int()

@@ -1,9 +1,14 @@
-"""Sums of gradient rows that other ranks returned, into the owner's rows, in one pass over memory."""
+"""Sums of gradient rows that other ranks returned, into the owner's rows, in one pass over memory.
+
+Tensors are contiguous, on one CUDA device. ptr, index: `longspan._kernels.row_sums.row_lists`.
+"""
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
 # mypy: allow-untyped-defs
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -14,75 +19,77 @@ WIDTH = 1024
 
 
 @triton.jit(do_not_specialize=["unwritten"])
-def add_rows_kernel(home_ptr, back_ptr, ptr, index, width, unwritten, BLOCK: tl.constexpr):
-    """home[r] += Σ back[index[j]], ptr[r] ≤ j < ptr[r + 1], added one after the other in that order; for r < unwritten, home[r] = Σ …"""
+def add_rows_kernel(grads_ptr, returned_ptr, ptr, index, width, unwritten, BLOCK: tl.constexpr):
+    """grads[r] += Σ returned[index[j]], ptr[r] ≤ j < ptr[r + 1], added in this order; for r < unwritten, grads[r] = Σ …"""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     first, last = tl.load(ptr + row), tl.load(ptr + row + 1)
     if (first < last) | (row < unwritten):
-        total = tl.load(home_ptr + row * width + column, mask=inside & (row >= unwritten), other=0.0)
+        total = tl.load(grads_ptr + row * width + column, mask=inside & (row >= unwritten), other=0.0)
         for j in range(first, last):
             at = tl.load(index + j).to(tl.int64)
-            total += tl.load(back_ptr + at * width + column, mask=inside).to(total.dtype)
-        tl.store(home_ptr + row * width + column, total, mask=inside)
+            total += tl.load(returned_ptr + at * width + column, mask=inside).to(total.dtype)
+        tl.store(grads_ptr + row * width + column, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "late"])
-def last_rows_kernel(
-    home_ptr, back_ptr, more_ptr, late_ptr, ptr, index, k_ptr, v_ptr, k_stride, v_stride, length, groups, width, count, late,
-    D: tl.constexpr, WIDE: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["first_count", "local_count"])
+def add_rows_and_split_kernel(
+    grads_ptr, first_ptr, second_ptr, local_ptr, ptr, index, k_ptr, v_ptr, k_stride, v_stride, length, kv_heads, width,
+    first_count, local_count,
+    D: tl.constexpr, KV_DIM: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same sums, of back's `count` rows and from there on of more's, and for r < late those of another tensor [late, width] last, to
-    k [B, G, S, D] and v [B, G, S, WIDE − D] instead of home: a row's columns are those of its heads side by side.
+    """The sums of `add_rows_kernel`, stored to k [B, G, S, D] and v [B, G, S, KV_DIM − D] instead of grads.
+
+    Returned rows from `first_count` on are in second_ptr. For r < local_count, row r of local_ptr is added last. A row's columns are those
+    of its heads side by side, each k then v.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    total = tl.load(home_ptr + row * width + column, mask=inside)
+    total = tl.load(grads_ptr + row * width + column, mask=inside)
     for j in range(tl.load(ptr + row), tl.load(ptr + row + 1)):
         at = tl.load(index + j).to(tl.int64)
-        rows = back_ptr + at * width if at < count else more_ptr + (at - count) * width
-        total += tl.load(rows + column, mask=inside).to(total.dtype)
-    if row < late:
-        total += tl.load(late_ptr + row * width + column, mask=inside)
-    head, c = column // WIDE, column % WIDE
+        returned = first_ptr + at * width if at < first_count else second_ptr + (at - first_count) * width
+        total += tl.load(returned + column, mask=inside).to(total.dtype)
+    if row < local_count:
+        total += tl.load(local_ptr + row * width + column, mask=inside)
+    head, c = column // KV_DIM, column % KV_DIM
     if PER_ROW:
         b, s = head * 0 + row // length, row % length
     else:
-        b, s = (head // groups).to(tl.int64), row
-    g = (head % groups).to(tl.int64)
+        b, s = (head // kv_heads).to(tl.int64), row
+    g = (head % kv_heads).to(tl.int64)
     tl.store(k_ptr + b * k_stride[0] + g * k_stride[1] + s * k_stride[2] + c, total.to(k_ptr.dtype.element_ty), mask=inside & (c < D))
     to_v = v_ptr + b * v_stride[0] + g * v_stride[1] + s * v_stride[2] + c - D
     tl.store(to_v, total.to(v_ptr.dtype.element_ty), mask=inside & (c >= D))
 
 
-def add_last_rows(
-    home: Tensor,
-    back: Tensor,
-    more: Tensor,
-    ptr: Tensor,
-    index: Tensor,
+def add_rows(grads: Tensor, returned: Tensor, ptr: Tensor, index: Tensor, *, unwritten: int = 0) -> None:
+    """grads [S, W] += returned [R, W], row by row. The first `unwritten` rows of grads are not read: their sums begin at 0."""
+    with torch.cuda.device(grads.device):
+        grid = (grads.shape[0], triton.cdiv(grads.shape[1], WIDTH))
+        add_rows_kernel[grid](grads, returned, ptr, index, grads.shape[1], unwritten, BLOCK=WIDTH, num_warps=4)
+
+
+def add_rows_and_split(
+    grads: Tensor,
+    buffers: Sequence[Tensor],
+    lists: tuple[Tensor, Tensor],
     k: Tensor,
     v: Tensor,
     *,
     per_row: bool,
-    late: Tensor | None = None,
+    local_grads: Tensor | None = None,
 ) -> None:
-    """As `add_rows`, of back's rows and then of more's, which may be back itself; then `late` [L, W], contiguous, is added to the first L
-    rows. The sums go to k and v, whose last dim is contiguous.
+    """`add_rows` of one or two buffers, then of local_grads [L, W] to the first L rows. Sums go to k and v, whose last dim is contiguous.
+
+    lists: (ptr, index) of the buffers as if concatenated.
     """
-    with torch.cuda.device(home.device):
-        grid = (home.shape[0], triton.cdiv(home.shape[1], WIDTH))
-        last_rows_kernel[grid](
-            home, back, more, home if late is None else late, ptr, index, k, v, k.stride()[:3], v.stride()[:3], k.shape[2], k.shape[1],
-            home.shape[1], back.shape[0], 0 if late is None else late.shape[0], D=k.shape[3], WIDE=k.shape[3] + v.shape[3],
-            PER_ROW=per_row, BLOCK=WIDTH, num_warps=4,
+    with torch.cuda.device(grads.device):
+        grid = (grads.shape[0], triton.cdiv(grads.shape[1], WIDTH))
+        add_rows_and_split_kernel[grid](
+            grads, buffers[0], buffers[-1], grads if local_grads is None else local_grads, *lists, k, v, k.stride()[:3], v.stride()[:3],
+            k.shape[2], k.shape[1], grads.shape[1], buffers[0].shape[0], 0 if local_grads is None else local_grads.shape[0],
+            D=k.shape[3], KV_DIM=k.shape[3] + v.shape[3], PER_ROW=per_row, BLOCK=WIDTH, num_warps=4,
         )  # fmt: skip
-
-
-def add_rows(home: Tensor, back: Tensor, ptr: Tensor, index: Tensor, *, unwritten: int = 0) -> None:
-    """home [S, W] and back [R, W] contiguous, ptr [S + 1] and index int32, all on one CUDA device."""
-    with torch.cuda.device(home.device):
-        grid = (home.shape[0], triton.cdiv(home.shape[1], WIDTH))
-        add_rows_kernel[grid](home, back, ptr, index, home.shape[1], unwritten, BLOCK=WIDTH, num_warps=4)
