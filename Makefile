@@ -41,8 +41,8 @@ test-gpu: ## tests that need a GPU, with the Python and torch at hand: installs 
 	seq $(JOBS) | PYTHONPATH=src xargs -P $(JOBS) -I{} $(PYTHON) -m pytest -m gpu -q -p no:cacheprovider --part {}/$(JOBS)
 
 sanitize-gpu: ## compute-sanitizer over the Hopper kernels; fails at any report but racecheck's two kinds that the script explains
-	PYTHONPATH=src compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) tests/kernels/hopper_sanitizer_cases.py
-	PYTHONPATH=src compute-sanitizer --tool racecheck --print-limit 100000 $(PYTHON) tests/kernels/hopper_sanitizer_cases.py | $(PYTHON) tests/kernels/racecheck_filter.py
+	PYTHONPATH=src:. compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) tests/kernels/hopper_sanitizer_cases.py
+	PYTHONPATH=src:. compute-sanitizer --tool racecheck --print-limit 100000 $(PYTHON) tests/kernels/hopper_sanitizer_cases.py | $(PYTHON) tests/kernels/racecheck_filter.py
 
 bench: install ## what can be measured without a GPU
 	$(BIN)/python bench/masks.py

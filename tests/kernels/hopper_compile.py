@@ -1,7 +1,7 @@
-"""Compile the Hopper kernels on a machine without a GPU, through the launches that a call makes, and print what each program takes.
+"""Compile the Hopper kernels without a GPU, through the launches of real calls, and print their shared memory and register spills.
 
-Run in a process of its own, without Triton's interpreter: Triton is given a driver that only knows what to compile for. Fails where a
-program takes more shared memory than a multiprocessor has, or where the assembler says that it runs matrix products one after the other.
+Run as a process of its own, without Triton's interpreter: Triton gets a driver that knows the compilation target only. Fails if a kernel
+needs more shared memory than an SM has, or if the assembler serializes wgmma. `--all` compiles all head dims and variants.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ SLOPES = torch.linspace(0.1, 0.9, 4)
 compiled: list[Any] = []
 
 
-class Elsewhere:
-    """A driver for a device that is not here."""
+class CompileOnlyDriver:
+    """A Triton driver with a target and no device."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -57,9 +57,9 @@ class Elsewhere:
         return 0
 
 
-def stand_in() -> None:
-    """Launches compile and go no further."""
-    driver.set_active(Elsewhere())  # type: ignore[arg-type]
+def compile_instead_of_launching() -> None:
+    """Patch torch and Triton so that launches for CPU tensors compile for sm_90 and stop there."""
+    driver.set_active(CompileOnlyDriver())  # type: ignore[arg-type]
     CompiledKernel._init_handles = lambda self: None  # type: ignore[method-assign]
     torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc, return-value]
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
@@ -67,12 +67,12 @@ def stand_in() -> None:
     run = JITFunction.run
 
     def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        found = run(self, *args, grid=grid, warmup=True, **options)
-        compiled.append((self.fn.__name__, found))
-        return found
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        compiled.append((self.fn.__name__, kernel))
+        return kernel
 
     JITFunction.run = only_compile  # type: ignore[method-assign]
-    # A launch that was made before would be made without Triton.
+    # A prepared launch would bypass Triton the second time.
     PreparedLaunch.__call__ = PreparedLaunch.compile_and_launch  # type: ignore[method-assign]
 
 
@@ -89,8 +89,9 @@ def zero_state(dims: tuple[int, int]) -> State:
 
 
 def one_call(dims: tuple[int, int], dtype: torch.dtype, *, scored: bool, staged: bool) -> None:
-    """Both passes of one call; `staged`: folded into a state, tiles by arrays, gradients added; and with rows that are complete, and with
-    keys from two places.
+    """Forward and backward of one call.
+
+    staged: with a running state, tilings by arrays and gradients that are added to; also with complete query tiles and KV in two buffers.
     """
     q, k, v = (torch.randn(1, h, 400, d, dtype=dtype) for h, d in ((4, dims[0]), (2, dims[0]), (2, dims[1])))
     traced = trace(documents, "mask")
@@ -105,41 +106,40 @@ def one_call(dims: tuple[int, int], dtype: torch.dtype, *, scored: bool, staged:
         mask=traced.program, mask_captured=traced.captured(), **more,
     )  # fmt: skip
     state = zero_state(dims) if staged else None
-    of = HOPPER
-    found = forward(of, q, k, v, work, state=state, final=not staged, max_scores=staged)
+    result = forward(HOPPER, q, k, v, work, state=state, final=not staged, max_scores=staged)
     if staged:
         some = replace(work, complete_q_tiles=torch.tensor([True, True, False, False]))
         for before in (None, zero_state(dims)):
-            state = forward(of, q, k, v, some, state=before, final=False)
+            state = forward(HOPPER, q, k, v, some, state=before, final=False)
             assert isinstance(state, HopperState) and state.completed_out is not None
         for final in (False, True):
-            forward(of, q, k, v, work, state=zero_state(dims), final=final, max_scores=False)
-    out = found.out.to(dtype)
+            forward(HOPPER, q, k, v, work, state=zero_state(dims), final=final, max_scores=False)
+    out = result.out.to(dtype)
     grad = torch.randn_like(out)
-    backward(of, q, k, v, out, found.lse, grad, None, work, needs=[True] * scored, wide=staged)
+    backward(HOPPER, q, k, v, out, result.lse, grad, None, work, needs=[True] * scored, wide=staged)
     torch.use_deterministic_algorithms(True)
-    for least in (0.0, 2.0):  # in turns, and in two passes
-        dq_order.MIN_DENSITY = least
-        backward(of, q, k, v, out, found.lse, grad, None, work, needs=[False] * scored, wide=staged)
+    for density in (0.0, 2.0):  # dQ in a fixed order, and by a kernel of its own
+        dq_order.MIN_DENSITY = density
+        backward(HOPPER, q, k, v, out, result.lse, grad, None, work, needs=[False] * scored, wide=staged)
     torch.use_deterministic_algorithms(False)
     if staged:  # KV in two buffers
         local_kv, received = (k[:, :, :128], v[:, :, :128]), (k[:, :, 128:], v[:, :, 128:])
-        forward(of, q, *received, work, local_kv=local_kv)
+        forward(HOPPER, q, *received, work, local_kv=local_kv)
         into = Grads(q=torch.zeros(q.shape), k=torch.zeros(k.shape), v=torch.zeros(v.shape), captured=[None] * scored)
-        backward(of, q, *received, out, found.lse, grad, None, work, local_kv=local_kv, needs=[False] * scored, wide=True, into=into)
+        backward(HOPPER, q, *received, out, result.lse, grad, None, work, local_kv=local_kv, needs=[False] * scored, wide=True, into=into)
 
 
-def assembled(code: Any) -> str:
-    """What the assembler says of a program: registers, and its warnings."""
+def assemble(code: Any) -> str:
+    """The assembler's output for a compiled kernel: registers, spills and warnings."""
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "program.ptx"
+        source = Path(folder) / "kernel.ptx"
         source.write_text(code.asm["ptx"], encoding="utf-8")
         command = [str(ASSEMBLER), "-v", "-arch=sm_90a", str(source), "-o", str(source.with_suffix(".o"))]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def main() -> None:
-    stand_in()
+    compile_instead_of_launching()
     grid = [((128, 128), torch.bfloat16, True, True)]
     if "--all" in sys.argv:
         dims = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
@@ -147,16 +147,16 @@ def main() -> None:
     for dims, dtype, scored, staged in grid:
         compiled.clear()
         one_call(dims, dtype, scored=scored, staged=staged)
-        assert compiled, "nothing was launched"
+        assert compiled, "no kernel was launched"
         for name, code in compiled:
-            said = assembled(code)
-            spilled = re.search(r"(\d+) bytes spill stores", said)
+            log = assemble(code)
+            spilled = re.search(r"(\d+) bytes spill stores", log)
             used = f"{code.metadata.shared} bytes shared, {spilled[1] if spilled else '?'} bytes spilled"
             print(f"{name} {dims} {dtype} scored={scored} staged={staged}: {used}", flush=True)
             if code.metadata.shared > SHARED_MEMORY:
-                raise SystemExit("more shared memory than a multiprocessor has")
-            if "serialized" in said:
-                raise SystemExit(f"matrix products one after the other: {said}")
+                raise SystemExit(f"expected at most {SHARED_MEMORY} bytes of shared memory, the size of an SM")
+            if "serialized" in log:
+                raise SystemExit(f"the assembler serialized wgmma: {log}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""A small case of every variant of the Hopper kernels, for `compute-sanitizer` on a GPU: `make sanitize-gpu`.
+"""One small case of every variant of the Hopper kernels, for `compute-sanitizer` on a GPU: `make sanitize-gpu`.
 
-memcheck finds nothing. racecheck's reports, all of them read (it prints 100 unless told otherwise), are of two kinds of accesses, both
-ordered by barriers that it does not follow. One is what Triton's own `warp_specialize` hands to its partitions: any kernel that uses
-it is reported, at the line of that call. The other is numbers that one warp tells others (`hopper/shared.py`): the readers meet at a
-barrier, then one of them gives the place back. `racecheck_control.cu` has that pattern alone and is reported too; the same with every
-reader giving the place back itself is not. `racecheck_filter.py` counts both kinds and fails at any other.
+memcheck reports nothing. racecheck reports two kinds of accesses, both ordered by mbarriers that it does not model. One is the arguments
+that Triton's `warp_specialize` passes to its partitions: every kernel that uses it is reported, at the line of the call. The other is the
+int32 records that one warp writes and others read (`hopper/pipeline.py`): the readers meet at a barrier, then one of them arrives on the
+`empty` mbarrier. `racecheck_control.cu` has that pattern alone and is reported too; with an arrival of every reader it is not.
+`racecheck_filter.py` counts both kinds and fails at any other.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from shards import work_of
 from tests.kernels.calls import backward, forward
+from tests.kernels.shards import work_of
 from torch import Tensor
 
 import longspan as ls
@@ -32,7 +32,7 @@ def softcap(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return 20 * torch.tanh(s / 20)
 
 
-def one(
+def attention_case(
     name: str,
     dims: tuple[int, int],
     *,
@@ -41,11 +41,11 @@ def one(
     tokens: int = 300,
     keys: int | None = None,
     sink: bool = False,
-    fixed: bool = False,
+    deterministic: bool = False,
 ) -> None:
     shapes = ((4, tokens, dims[0]), (2, keys or tokens, dims[0]), (2, keys or tokens, dims[1]))
     q, k, v = (torch.randn(1, h, n, d, device="cuda", dtype=torch.bfloat16).requires_grad_() for h, n, d in shapes)
-    torch.use_deterministic_algorithms(fixed, warn_only=True)
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
     ls.attention(
         q, k, v, mask=ls.causal() if mask is None else mask, score_mod=score, kernel="hopper", sink=torch.zeros(4).cuda() if sink else None
     ).sum().backward()
@@ -54,7 +54,7 @@ def one(
 
 
 def in_two_stages(dims: tuple[int, int], *, device: str = "cuda") -> None:
-    """Queries 0 to 199 and 300 to 399 over keys 0 to 199, then over 200 to 399: the first are complete with the first stage."""
+    """Queries 0 to 199 and 300 to 399 over keys 0 to 199, then 200 to 399. Queries 0 to 199 are complete after the first stage."""
     q, k, v = (
         torch.randn(1, h, n, d, device=device, dtype=torch.bfloat16)
         for h, n, d in ((4, 300, dims[0]), (2, 400, dims[0]), (2, 400, dims[1]))
@@ -66,7 +66,7 @@ def in_two_stages(dims: tuple[int, int], *, device: str = "cuda") -> None:
         state = forward(HOPPER, q, k_part.contiguous(), v_part.contiguous(), work, state=state, final=i == 1, max_scores=False)
     if device == "cuda":
         torch.cuda.synchronize()
-    print("rows complete before the last stage", dims, flush=True)
+    print("query tiles complete before the last stage", dims, flush=True)
 
 
 def two_kv_buffers(dims: tuple[int, int], *, device: str = "cuda") -> None:
@@ -78,15 +78,14 @@ def two_kv_buffers(dims: tuple[int, int], *, device: str = "cuda") -> None:
     work = work_of(lambda b, h, q, kv: q >= kv, ((100, 300),), ((100, 200), (0, 100), (300, 100)), block=128)
     local_kv = (k[:, :, :200].contiguous(), v[:, :, :200].contiguous())
     received = [t[:, :, 200:].contiguous() for t in (k, v)]
-    of = HOPPER
-    for fixed in (False, True):
-        torch.use_deterministic_algorithms(fixed, warn_only=True)
-        found = forward(of, q, *received, work, local_kv=local_kv)
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic, warn_only=True)
+        result = forward(HOPPER, q, *received, work, local_kv=local_kv)
         into = Grads(
             q=torch.zeros(q.shape, device=device), k=torch.zeros(k.shape, device=device), v=torch.zeros(v.shape, device=device), captured=[]
         )
-        grad = torch.randn_like(found.out)
-        backward(of, q, *received, found.out, found.lse, grad, None, work, local_kv=local_kv, wide=True, into=into)
+        grad = torch.randn_like(result.out)
+        backward(HOPPER, q, *received, result.out, result.lse, grad, None, work, local_kv=local_kv, wide=True, into=into)
     if device == "cuda":
         torch.cuda.synchronize()
     print("KV in two buffers", dims, flush=True)
@@ -95,22 +94,24 @@ def two_kv_buffers(dims: tuple[int, int], *, device: str = "cuda") -> None:
 def main() -> None:
     bias = BIAS.cuda().requires_grad_()
     for dims in DIMS:
-        one("causal", dims)
+        attention_case("causal", dims)
     for dims in DIMS[:3]:
-        one("fixed order", dims, fixed=True)
-        one("fixed order, few tiles", dims, mask=ls.sliding_window(60), tokens=1500, fixed=True)
-        one("captured gradients", dims, score=lambda s, b, h, q, kv: s + bias[h])
-    one("fixed order, most keys unseen", (128, 128), mask=ls.mask_mod(lambda b, h, q, kv: kv < 128), tokens=700, fixed=True)
-    one("softcap", (128, 128), score=softcap)
-    one("documents", (128, 128), mask=ls.causal() & ls.documents([100, 50, 150]))
-    one("full", (128, 128), mask=ls.full(), tokens=520)
-    one("folded into a state", (128, 128), sink=True)
-    one("few tokens", (128, 128), tokens=7)
-    one("items cut in two and more", (128, 128), mask=ls.full(), tokens=140, keys=2100)
-    one(
-        "cut, with a mask and a score", (96, 96), mask=ls.mask_mod(lambda b, h, q, kv: q + 2000 >= kv), score=softcap, tokens=100, keys=2100
+        attention_case("deterministic", dims, deterministic=True)
+        attention_case("deterministic, few tiles", dims, mask=ls.sliding_window(60), tokens=1500, deterministic=True)
+        attention_case("gradients of captured tensors", dims, score=lambda s, b, h, q, kv: s + bias[h])
+    attention_case(
+        "deterministic, few visible keys", (128, 128), mask=ls.mask_mod(lambda b, h, q, kv: kv < 128), tokens=700, deterministic=True
     )
-    one("cut, and folded into a state", (64, 64), mask=ls.full(), tokens=140, keys=2100, sink=True)
+    attention_case("softcap", (128, 128), score=softcap)
+    attention_case("documents", (128, 128), mask=ls.causal() & ls.documents([100, 50, 150]))
+    attention_case("full", (128, 128), mask=ls.full(), tokens=520)
+    attention_case("merged with a state", (128, 128), sink=True)
+    attention_case("few tokens", (128, 128), tokens=7)
+    attention_case("split-KV", (128, 128), mask=ls.full(), tokens=140, keys=2100)
+    attention_case(
+        "split-KV, mask and score mod", (96, 96), mask=ls.mask_mod(lambda b, h, q, kv: q + 2000 >= kv), score=softcap, tokens=100, keys=2100
+    )
+    attention_case("split-KV, merged with a state", (64, 64), mask=ls.full(), tokens=140, keys=2100, sink=True)
     for dims in DIMS:
         in_two_stages(dims)
     for dims in DIMS[:3]:

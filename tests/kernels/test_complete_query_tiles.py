@@ -1,4 +1,4 @@
-"""Rows that are complete before the last stage: a kernel may write them to where the result will be as soon as they are."""
+"""Query tiles whose last visible KV arrives before the last stage: the Hopper kernel writes their output to the final tensor at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from tests.kernels.calls import forward
 from tests.kernels.shards import Segments, work_of
 from tests.kernels.test_hopper import on_hopper
-from tests.kernels.test_split_kv import watched
+from tests.kernels.test_split_kv import record_splits
 
 import longspan as ls
 from longspan._kernels.hopper import HopperKernel
@@ -36,7 +36,7 @@ def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def staged(queries: Segments, keys: tuple[Segments, ...], *, block: int) -> list[Work]:
-    """Stages of a causal shard: its first 300 rows are complete with the first one, the others with the last."""
+    """The stages of a causal shard: its first 300 rows are complete after the first stage, the others after the last."""
     works = [work_of(causal, queries, part, block=block) for part in keys]
     tiles = works[0].q_tiles
     complete = torch.arange(tiles.tiles) < -(-300 // block)
@@ -47,20 +47,20 @@ def shards(t: Tensor, segments: Segments) -> Tensor:
     return torch.cat([t[:, :, start : start + length] for start, length in segments], 2)
 
 
-def test_rows_of_tiles() -> None:
+def test_rows_of_selected_tiles() -> None:
     tiling = Tiling(length=9, block=4, row=torch.tensor([5, 0, 4]), pos=torch.tensor([0, 40, 80]), count=torch.tensor([4, 4, 1]))
     assert tiling.rows_of(torch.tensor([True, False, True])).tolist() == [5, 6, 7, 8, 4]
     assert Tiling(length=10, block=4).rows_of(torch.tensor([False, True, True])).tolist() == [4, 5, 6, 7, 8, 9]
     assert tiling.rows_of(torch.zeros(3, dtype=torch.bool)).tolist() == []
 
 
-def test_stages_that_fall_to_triton_write_and_keep_what_is_done() -> None:
+def test_stages_by_the_fallback_keep_complete_rows() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, h, 1112, 16) for h in (3, 1, 1))
-    mine = shards(q, QUERIES)
+    local_q = shards(q, QUERIES)
     states: list[State | None] = [None, None]
     for i, work in enumerate(staged(QUERIES, STAGES, block=32)):
-        inputs = AttentionInputs(q=mine, k=shards(k, STAGES[i]), v=shards(v, STAGES[i]))
+        inputs = AttentionInputs(q=local_q, k=shards(k, STAGES[i]), v=shards(v, STAGES[i]))
         states[0] = TritonKernel().forward(inputs, work, state=states[0], final=i == 2, max_scores=False)
         states[1] = HOPPER._forward_by_fallback(inputs, work, states[1], final=i == 2, max_scores=False)
         if i < 2:
@@ -87,7 +87,7 @@ def test_complete_rows_stay_in_the_running_state_where_they_cannot_be_final(reas
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dim", "dtype", "sink", "order", "block", "cut"),
+    ("dim", "dtype", "sink", "order", "block", "split_kv"),
     [
         (128, torch.bfloat16, False, "by head", 128, False),
         (128, torch.bfloat16, True, "by token", 128, True),
@@ -96,37 +96,37 @@ def test_complete_rows_stay_in_the_running_state_where_they_cannot_be_final(reas
         (64, torch.bfloat16, True, "head dim not innermost", 128, False),
     ],
 )
-def test_rows_done_early_have_the_bits_of_those_that_wait(
-    monkeypatch: pytest.MonkeyPatch, dim: int, dtype: torch.dtype, sink: bool, order: str, block: int, cut: bool
+def test_rows_written_early_have_the_bits_of_rows_written_last(
+    monkeypatch: pytest.MonkeyPatch, dim: int, dtype: torch.dtype, sink: bool, order: str, block: int, split_kv: bool
 ) -> None:
     on_hopper()
-    cuts = watched(monkeypatch)
+    splits = record_splits(monkeypatch)
     torch.manual_seed(0)
-    queries, keys = (LATE, LONG) if cut else (QUERIES, STAGES)
-    q, k, v = (torch.randn(2, h, 7212 if cut else 1112, dim, device="cuda", dtype=dtype) for h in (6, 2, 2))
-    mine, inner = shards(q, queries), order == "head dim not innermost"
+    queries, keys = (LATE, LONG) if split_kv else (QUERIES, STAGES)
+    q, k, v = (torch.randn(2, h, 7212 if split_kv else 1112, dim, device="cuda", dtype=dtype) for h in (6, 2, 2))
+    local_q, inner_dim_strided = shards(q, queries), order == "head dim not innermost"
     if order == "by token":
-        mine = mine.transpose(1, 2).contiguous().transpose(1, 2)
-    if inner:
-        mine = mine.mT.contiguous().mT
+        local_q = local_q.transpose(1, 2).contiguous().transpose(1, 2)
+    if inner_dim_strided:
+        local_q = local_q.mT.contiguous().mT
     results = []
     for early in (True, False):
         state: State | None = None
         if sink:
-            state = State(out=torch.zeros(mine.shape, device="cuda"), lse=torch.zeros(mine.shape[:3], device="cuda"))
+            state = State(out=torch.zeros(local_q.shape, device="cuda"), lse=torch.zeros(local_q.shape[:3], device="cuda"))
         for i, work in enumerate(staged(queries, keys, block=block)):
             last = i == len(keys) - 1
             work = work if early else replace(work, complete_q_tiles=None)
             before = state.completed_out if isinstance(state, HopperState) else None
-            state = forward(HOPPER, mine, shards(k, keys[i]), shards(v, keys[i]), work, state=state, final=last)
-            if early and not last and not inner:
+            state = forward(HOPPER, local_q, shards(k, keys[i]), shards(v, keys[i]), work, state=state, final=last)
+            if early and not last and not inner_dim_strided:
                 assert isinstance(state, HopperState)
                 assert state.completed_out is not None and (before is None or state.completed_out is before)
                 state.out[:, :, :300] = torch.nan  # rows that no later step may read
         results.append(state)
     got, want = results
-    assert got is not None and want is not None and all(bool(found.split_items) == cut for found in cuts)
-    assert not isinstance(got, HopperState) and got.out.stride() == want.out.stride() == mine.stride()
+    assert got is not None and want is not None and all(bool(split.split_items) == split_kv for split in splits)
+    assert not isinstance(got, HopperState) and got.out.stride() == want.out.stride() == local_q.stride()
     assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
     if not sink:
         right, dense = (shards(oracle(q, k, v, mask=ls.causal(), scale=0.3, dtype=d), queries) for d in (torch.float64, dtype))

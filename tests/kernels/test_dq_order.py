@@ -1,4 +1,4 @@
-"""Turns: every tile of keys adds to a tile of queries in an order that does not change, and no one waits for ever."""
+"""Ordered dQ: every query tile accumulates its key tiles in a fixed order, and no CTA waits forever."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def tables(draw: st.DrawFn) -> tuple[BlockTable, int]:
 Step = tuple[tuple[int, int, int], int]  # ((batch, head, step of queries), how many add to it before)
 
 
-def walked(table: BlockTable, queries: Tiling, shared: int) -> list[list[Step]]:
-    """The steps of items as the walker finds them, in the order in which items are taken: runs of both kinds merged, queries upwards, steps
-    without a query left out. Of a table that is the same for all heads, for one head group.
+def steps_of_items(table: BlockTable, queries: Tiling, shared: int) -> list[list[Step]]:
+    """The steps of each item in launch order, as the producer warp walks them: full and partial runs merged, ascending queries, steps
+    without a query skipped. If the table is the same for all heads, those of one head group.
     """
     by_keys = table.transposed
     on_device = launch.device_table(by_keys, queries, CPU, shared=shared, positions=False)
@@ -73,8 +73,8 @@ def walked(table: BlockTable, queries: Tiling, shared: int) -> list[list[Step]]:
     return items
 
 
-def check_counted(items: list[list[Step]]) -> int:
-    """Each step comes after as many others as it waits for. How many steps there are."""
+def check_counts(items: list[list[Step]]) -> int:
+    """Check that each step follows as many additions as it waits for. Returns the number of steps."""
     seen: dict[tuple[int, int, int], int] = defaultdict(int)
     for lock, before in chain(*items):
         assert before == seen[lock]
@@ -84,24 +84,24 @@ def check_counted(items: list[list[Step]]) -> int:
 
 @settings(deadline=None, max_examples=60)
 @given(tables())
-def test_each_tile_of_queries_counts_its_tiles_of_keys_in_the_order_in_which_they_are_taken(case: tuple[BlockTable, int]) -> None:
+def test_each_step_counts_the_key_tiles_that_were_taken_before(case: tuple[BlockTable, int]) -> None:
     table, shared = case
-    assert check_counted(walked(table, Tiling(length=table.q_len, block=1), shared)) == int(table.tiles_per_row.sum()) * (
+    assert check_counts(steps_of_items(table, Tiling(length=table.q_len, block=1), shared)) == int(table.tiles_per_row.sum()) * (
         shared if table.heads == 1 else 1
     )
 
 
 @settings(deadline=None, max_examples=60)
 @given(tables(), st.integers(1, 5), st.integers(0, 99))
-def test_all_programs_come_to_an_end_however_many_there_are(case: tuple[BlockTable, int], programs: int, seed: int) -> None:
-    """Each takes items off a counter and does their steps one after the other; who goes next is drawn."""
+def test_no_deadlock_with_any_number_of_ctas(case: tuple[BlockTable, int], ctas: int, seed: int) -> None:
+    """A random interleaving of CTAs that take items from a counter and do their steps in sequence."""
     table, shared = case
-    draw, taken, done = random.Random(seed), iter(walked(table, Tiling(length=table.q_len, block=1), shared)), defaultdict(int)
-    at: list[list[Step]] = [[] for _ in range(programs)]
-    finished = [False] * programs
+    draw, taken, done = random.Random(seed), iter(steps_of_items(table, Tiling(length=table.q_len, block=1), shared)), defaultdict(int)
+    at: list[list[Step]] = [[] for _ in range(ctas)]
+    finished = [False] * ctas
     while not all(finished):
-        able = [p for p in range(programs) if not finished[p] and (not at[p] or done[at[p][0][0]] >= at[p][0][1])]
-        assert able, "all wait"
+        able = [p for p in range(ctas) if not finished[p] and (not at[p] or done[at[p][0][0]] >= at[p][0][1])]
+        assert able, "deadlock"
         p = draw.choice(able)
         if at[p]:
             done[at[p].pop(0)[0]] += 1
@@ -113,8 +113,8 @@ def test_all_programs_come_to_an_end_however_many_there_are(case: tuple[BlockTab
 
 @settings(deadline=None, max_examples=30)
 @given(st.data())
-def test_turns_are_counted_as_the_walker_comes_by(data: st.DataObject) -> None:
-    """With tiles that hold fewer queries than others, which move from one list of runs to the other."""
+def test_counts_match_the_producer_with_short_tiles(data: st.DataObject) -> None:
+    """Short query tiles move from the full runs to the partial ones."""
     lengths = st.lists(st.integers(1, 300), min_size=1, max_size=4)
 
     def segments(gap: int) -> list[tuple[int, int]]:
@@ -129,26 +129,26 @@ def test_turns_are_counted_as_the_walker_comes_by(data: st.DataObject) -> None:
         (lambda b, h, q, kv: q + far >= kv + 100 * h) if per_head else (lambda b, h, q, kv: q + far >= kv),
         segments(data.draw(st.integers(0, 90))), segments(0), block=128, heads=2 * shared if per_head else 1,
     )  # fmt: skip
-    check_counted(walked(work.table, work.q_tiles, shared))
+    check_counts(steps_of_items(work.table, work.q_tiles, shared))
 
 
-def test_turns_are_for_dense_tables_of_not_too_many_tiles() -> None:
+def test_ordered_dq_pays_for_dense_tables_of_limited_size() -> None:
     assert ordered_dq_pays(ls.causal().block_table(2**17, 2**17, block=128), 8)
     assert MAX_TILES < (2**20 // 128) ** 2 and not ordered_dq_pays(ls.full().block_table(2**20, 2**20, block=128), 32)
     assert not ordered_dq_pays(ls.sliding_window(1024).block_table(2**14, 2**14, block=128), 32)
 
 
-def test_turns_are_not_for_launches_that_would_end_with_a_few_long_items() -> None:
+def test_ordered_dq_does_not_pay_for_launches_that_end_with_few_long_items() -> None:
     full, causal = (mask.block_table(2**13, 2**13, block=128) for mask in (ls.full(), ls.causal()))
     assert ordered_dq_pays(full, 1) and ordered_dq_pays(full, 8) and ordered_dq_pays(full, 32)  # all items are equally long
     assert ordered_dq_pays(causal, 32) and not ordered_dq_pays(causal, 8)
-    assert ordered_dq_pays(causal, 1)  # no more items than programs: all begin at once
+    assert ordered_dq_pays(causal, 1)  # no more items than ctas: all start at once
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 40), st.integers(1, 100), st.floats(0, 1))
-def test_an_order_that_ends_with_long_items_is_not_found_even(groups: int, tiles: int, slope: float) -> None:
-    seen = torch.arange(tiles)[:, None] >= (torch.arange(tiles) * slope).floor()  # the later a tile of keys, the fewer queries see it
+def test_efficiency_is_one_for_equal_items_and_bounded_otherwise(groups: int, tiles: int, slope: float) -> None:
+    seen = torch.arange(tiles)[:, None] >= (torch.arange(tiles) * slope).floor()  # later key tiles are seen by fewer queries
     table = table_of_pairs(seen[None, None], Tiling(length=tiles, block=1), Tiling(length=tiles, block=1)).transposed
     work = table.tiles_per_row.tolist()
     assert 0.5 < order_efficiency(table, groups) <= 1 + max(work) / (sum(work) * groups / REFERENCE_CTAS)
@@ -173,9 +173,9 @@ def test_deterministic_dq_takes_one_pass_or_two(monkeypatch: pytest.MonkeyPatch)
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=[0.0, 2.0], ids=["in turns", "in two passes"])
-def fixed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Either way, however dense the table and however its items end."""
+@pytest.fixture(params=[0.0, 2.0], ids=["ordered dQ", "separate dQ kernel"])
+def deterministic(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Deterministic mode, forced to ordered dQ or to a separate dQ kernel."""
     monkeypatch.setattr(dq_order, "MIN_DENSITY", request.param)
     monkeypatch.setattr(dq_order, "MIN_EFFICIENCY", 0.0)
     torch.use_deterministic_algorithms(True)
@@ -196,7 +196,7 @@ MASKS: dict[str, Callable[[], ls.Mask]] = {
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("fixed")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("score", [None, lambda s, b, h, q, kv: 20 * torch.tanh(s / 20)], ids=["no score", "soft cap"])
 @pytest.mark.parametrize(
     ("name", "dim"), [*((name, 128) for name in MASKS), *((name, 64) for name in ("full", "by head")), ("documents", 40)]
@@ -219,14 +219,14 @@ def test_gradients_are_right_and_the_same_in_every_run(name: str, dim: int, scor
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("fixed")
-def test_bits_do_not_depend_on_how_many_programs_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("deterministic")
+def test_bits_do_not_depend_on_the_number_of_ctas(monkeypatch: pytest.MonkeyPatch) -> None:
     on_hopper()
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, h, 1100, 128, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
     found = []
-    for programs in (132, 7, 1):
-        monkeypatch.setattr(passes, "persistent_ctas", lambda device, programs=programs: programs)
+    for ctas in (132, 7, 1):
+        monkeypatch.setattr(passes, "persistent_ctas", lambda device, ctas=ctas: ctas)
         work = work_of(lambda b, h, q, kv: q >= kv, ((0, 700), (800, 400)), ((0, 1100),), block=128)
         of = HOPPER
         state = forward(of, q, k, v, work, state=None, final=True, max_scores=False)

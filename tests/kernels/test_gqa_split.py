@@ -1,4 +1,4 @@
-"""Backward, few heads of keys: programs that would idle walk a part of the query heads each."""
+"""GQA in the backward pass with few KV heads: the query heads of a KV head are divided among CTAs that would idle."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def by_keys(mask: ls.Mask, tokens: int) -> BlockTable:
 
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from([ls.full(), ls.causal(), ls.sliding_window(700)]), st.integers(1, 9000), st.integers(1, 9), st.integers(1, 12))
-def test_heads_are_split_evenly_and_only_where_programs_would_idle(mask: ls.Mask, tokens: int, groups: int, shared: int) -> None:
+def test_heads_are_divided_evenly_and_only_if_that_is_faster(mask: ls.Mask, tokens: int, groups: int, shared: int) -> None:
     table = by_keys(mask, tokens)
     parts = head_parts(table, groups, shared, 256)
     assert shared % parts == 0
@@ -41,13 +41,13 @@ def test_heads_are_split_evenly_and_only_where_programs_would_idle(mask: ls.Mask
         assert parts == 1
 
 
-def test_what_is_split() -> None:
+def test_heads_are_divided_with_few_kv_heads_and_tokens() -> None:
     causal = by_keys(ls.causal(), 8192)
     assert head_parts(causal, 1, 8, 256) > 1 and head_parts(causal, 2, 8, 256) > 1  # a layer of 64/8 heads on 8 or 4 devices
     assert head_parts(causal, 8, 4, 256) == head_parts(causal, 32, 1, 256) == head_parts(by_keys(ls.causal(), 131072), 1, 8, 256) == 1
 
 
-def test_nothing_is_split_where_other_launches_fill_the_device() -> None:
+def test_heads_are_not_divided_if_concurrent_launches_fill_the_device() -> None:
     table, tiles = ls.causal().block_table(8192, 8192, block=128), Tiling(length=8192, block=128)
     work = Work(table=table, q_tiles=tiles, kv_tiles=tiles, scale=0.1)
     q, v = (torch.empty(1, heads, 8192, 128) for heads in (8, 1))
@@ -62,10 +62,10 @@ MASKS: dict[str, Callable[[], ls.Mask]] = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ordered", [False, True], ids=["fast", "fixed order"])
+@pytest.mark.parametrize("ordered", [False, True], ids=["unordered", "deterministic"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", MASKS)
-def test_gradients_of_split_heads_are_right(name: str, dim: int, ordered: bool) -> None:
+def test_gradients_of_divided_heads_are_right(name: str, dim: int, ordered: bool) -> None:
     on_hopper()
     torch.manual_seed(0)
     inputs = [torch.randn(2, h, 1263, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (12, 2, 2)]

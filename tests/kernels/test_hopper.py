@@ -1,5 +1,6 @@
-"""The Hopper kernels where there is no Hopper GPU: they compile, and refuse with a reason. What they compute is tested on the GPU, in
-`tests/engine/test_oracle_grid.py` and `test_staged_attention.py`."""
+"""The Hopper kernels without a Hopper GPU: they compile, and reject calls with a reason. Their results are tested on a GPU, here and in
+`tests/engine/test_oracle_grid.py` and `test_staged_attention.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order a forward launch takes its items: each once, as the host thinks, few heads at a time, and nobody waits long at the end."""
+"""The order of a forward launch's items: each once, as the host simulates it, few heads at a time, no long wait at the end."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def places(
 @pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")
 @settings(deadline=None, max_examples=20)
 @given(st.data())
-def test_every_item_is_taken_once_and_as_long_as_the_host_thinks(data: st.DataObject) -> None:
+def test_every_item_is_taken_once_and_has_the_length_the_host_computes(data: st.DataObject) -> None:
     rows, groups, shared = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     batches, subs, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2)), groups * shared
     heavy, late = data.draw(st.integers(1, rows)), data.draw(st.sampled_from([shared, heads]))
-    tiles = rows + 2  # of which two see nothing
+    tiles = rows + 2  # two of them see no key
     by_row = torch.randperm(tiles, generator=torch.Generator().manual_seed(rows))[:rows].int()
     work = torch.arange(100, 100 + rows).tolist()
     items = rows * heads * batches * subs
@@ -65,7 +65,7 @@ def test_every_item_is_taken_once_and_as_long_as_the_host_thinks(data: st.DataOb
 @pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")
 @pytest.mark.parametrize(("per_batch", "per_head"), [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("heavy", [3, 5])
-def test_rows_of_batches_and_heads_are_taken_once(per_batch: bool, per_head: bool, heavy: int) -> None:
+def test_table_rows_per_batch_row_and_head_are_taken_once(per_batch: bool, per_head: bool, heavy: int) -> None:
     batches, heads, tiles, subs = 3, 4, 5, 2
     rows = tiles * (batches if per_batch else 1) * (heads if per_head else 1)
     items, group = batches * heads * tiles * subs, 1 if per_head else 2
@@ -80,7 +80,7 @@ def test_rows_of_batches_and_heads_are_taken_once(per_batch: bool, per_head: boo
 
 
 def chosen(work: list[int], *, heads: int, shared: int = 1, fit: int = 2) -> tuple[ItemOrder, float]:
-    """(the order, when the last program finish_times over the least that this can be)."""
+    """(the order, its makespan over the makespan of a perfect balance)."""
     items = len(work) * heads
     order = best_order(
         work, heads=heads, batches=1, subs=1, shared=shared, heads_in_l2=fit, ctas=CTAS,
@@ -91,7 +91,7 @@ def chosen(work: list[int], *, heads: int, shared: int = 1, fit: int = 2) -> tup
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(1, 12), st.integers(1, 4), st.integers(0, 40))
-def test_the_last_program_ends_no_later_than_head_after_head(work: list[int], groups: int, shared: int, fit: int) -> None:
+def test_the_chosen_order_finishes_no_later_than_the_default(work: list[int], groups: int, shared: int, fit: int) -> None:
     work.sort(reverse=True)
     heads = groups * shared
     order, _ = chosen(work, heads=heads, shared=shared, fit=fit)
@@ -104,15 +104,15 @@ def test_the_last_program_ends_no_later_than_head_after_head(work: list[int], gr
     assert ended[0] <= ended[1]
 
 
-def test_what_is_kept_for_the_end() -> None:
-    assert chosen([96] * 32, heads=32)[0] == ItemOrder(1, 32, 1)  # all are the same
-    assert chosen(list(range(256, 0, -1)), heads=32 * MANY_ITEMS)[0] == ItemOrder(1, 256, 1)  # there are many
-    # Of the first rank's queries, half see nearly all keys and half nearly none: the latter fill what the former leave.
+def test_short_items_come_last_where_they_fill_the_last_wave() -> None:
+    assert chosen([96] * 32, heads=32)[0] == ItemOrder(1, 32, 1)  # all items are equally long
+    assert chosen(list(range(256, 0, -1)), heads=32 * MANY_ITEMS)[0] == ItemOrder(1, 256, 1)  # many items per CTA
+    # Half of the first rank's queries see nearly all keys, half nearly none: the short items fill the last wave.
     order, last = chosen([*range(256, 240, -1), *range(16, 0, -1)], heads=32)
     assert order == ItemOrder(1, 16, 32) and last < 1.015
     plain = ItemOrder(1, 32, 1).lengths([*range(256, 240, -1), *range(16, 0, -1)], heads=32, subs=1, count=1024)
     assert max(finish_times(plain, [0] * CTAS, cost=0)) > 1.05 * sum(plain) / CTAS
-    # One row sees everything: it begins in all heads at once, if their keys fit into the cache.
+    # One table row sees all keys: it starts in all heads at once if their KV fits into L2.
     assert chosen([64] + [3] * 63, heads=32, shared=4, fit=32)[0] == ItemOrder(32, 64, 32)
     # Causal, 8,192 tokens.
     work = sorted(ls.causal().block_table(8192, 8192, block=128).tiles_per_row.tolist(), reverse=True)

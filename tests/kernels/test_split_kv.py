@@ -1,4 +1,4 @@
-"""Items of the last round cut along their keys: the plan on the host, and on a GPU what comes out."""
+"""Split-KV of a launch's last items: the planning on the host and, on a GPU, the results."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from tests.kernels.test_hopper import on_hopper
 
 import longspan as ls
 from longspan._kernels.gpu import launch
-from longspan._kernels.hopper import HopperKernel
-from longspan._kernels.hopper import workspace as scratch
+from longspan._kernels.hopper import HopperKernel, workspace
 from longspan._kernels.hopper.item_order import ItemOrder, simulated_items
 from longspan._kernels.hopper.passes import HopperCall
 from longspan._kernels.hopper.split_kv import KvSplit, best_split
@@ -33,23 +32,23 @@ from longspan.testing import oracle
 HOPPER = HopperKernel(fallback=TritonKernel())
 
 
-def stretches(found: KvSplit, length: int) -> list[tuple[int, int]]:
-    """First and last block of each piece of an item, as the kernel computes them."""
-    shares = found.wide_part + found.parts - 1
-    ends = [length * (found.wide_part + i) // shares for i in range(found.parts)]
+def block_ranges(split: KvSplit, length: int) -> list[tuple[int, int]]:
+    """(first block, end block) of each part of an item, as the kernel computes them."""
+    shares = split.wide_part + split.parts - 1
+    ends = [length * (split.wide_part + i) // shares for i in range(split.parts)]
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def rounds(lengths: list[int], ctas: int) -> int:
-    """When the last program ends, if each takes the next item as soon as it is free; each item takes as long as a block more."""
+def end_time(lengths: list[int], ctas: int) -> int:
+    """When the last CTA finishes, if each takes the next item as soon as it is free. Each item costs one block more."""
     free = [0] * ctas
     for length in lengths:
         heapq.heapreplace(free, free[0] + length + 1)
     return max(free)
 
 
-def cut(table: BlockTable, *, heads: int, together: int = 1, ctas: int = 132) -> tuple[KvSplit, list[int]]:
-    """(how a launch over all heads, so many at a time, is cut, the blocks of its items)."""
+def plan(table: BlockTable, *, heads: int, together: int = 1, ctas: int = 132) -> tuple[KvSplit, list[int]]:
+    """(the split of a launch over all heads, `together` at a time, the blocks of its items)."""
     rows = launch.busy_rows(table)
     work = table.tiles_per_row[table.heavy_first[:rows].long()].tolist()
     lengths = [length for _ in range(heads // together) for length in work for _ in range(together)]
@@ -68,38 +67,38 @@ MASK_OF: dict[str, Any] = {
     st.sampled_from(sorted(MASK_OF)), st.integers(1, 3000), st.integers(1, 20000), st.sampled_from([(9, 1), (32, 8), (6, 3)]),
     st.sampled_from([132, 114, 8, 1]),
 )  # fmt: skip
-def test_every_item_is_computed_once_and_the_last_program_ends_no_later(
+def test_parts_cover_every_item_once_and_the_last_cta_finishes_earlier(
     mask: str, queries: int, keys: int, heads: tuple[int, int], ctas: int
 ) -> None:
     table = MASK_OF[mask].block_table(queries, keys, block=128)
-    found, lengths = cut(table, heads=heads[0], together=heads[1], ctas=ctas)
-    assert found.unsplit + found.split_items == len(lengths) and found.items == found.unsplit + found.split_items * found.parts
-    if not found.split_items:
-        assert found == KvSplit(len(lengths))
+    split, lengths = plan(table, heads=heads[0], together=heads[1], ctas=ctas)
+    assert split.unsplit + split.split_items == len(lengths) and split.items == split.unsplit + split.split_items * split.parts
+    if not split.split_items:
+        assert split == KvSplit(len(lengths))
         return
-    parts = [stretches(found, length) for length in lengths[found.unsplit :]]
-    for length, each in zip(lengths[found.unsplit :], parts, strict=True):
+    parts = [block_ranges(split, length) for length in lengths[split.unsplit :]]
+    for length, each in zip(lengths[split.unsplit :], parts, strict=True):
         assert each[0][0] == 0 and each[-1][1] == length and all(a < b for a, b in each)
         assert [a for a, _ in each[1:]] == [b for _, b in each[:-1]]
-    assert found.parts > 1 and found.split_items < ctas
-    if len(lengths) <= 4 * ctas:  # then all rounds were gone through
-        after = [*lengths[: found.unsplit], *(b - a + 2 for nth in zip(*parts, strict=True) for a, b in nth)]
-        assert rounds(after, ctas) <= rounds(lengths, ctas) - 4
+    assert split.parts > 1 and split.split_items < ctas
+    if len(lengths) <= 4 * ctas:  # then all waves were simulated
+        after = [*lengths[: split.unsplit], *(b - a + 2 for nth in zip(*parts, strict=True) for a, b in nth)]
+        assert end_time(after, ctas) <= end_time(lengths, ctas) - 4
 
 
-def test_few_queries_over_many_keys_keep_all_programs_busy() -> None:
-    assert cut(ls.full().block_table(256, 65536, block=128), heads=32)[0] == KvSplit(0, 64, 2)
-    assert cut(ls.full().block_table(100, 65536, block=128), heads=4)[0].parts == 22  # ⌊√512⌋: more would cost more
+def test_few_queries_over_many_keys_occupy_all_ctas() -> None:
+    assert plan(ls.full().block_table(256, 65536, block=128), heads=32)[0] == KvSplit(0, 64, 2)
+    assert plan(ls.full().block_table(100, 65536, block=128), heads=4)[0].parts == 22  # ⌊√512⌋: combining more parts takes longer
 
 
-def test_items_whose_last_ones_are_short_are_not_cut_but_those_of_a_late_chunk_are() -> None:
-    assert cut(ls.causal().block_table(4096, 4096, block=128), heads=9)[0] == KvSplit(32 * 9)
+def test_launches_that_end_with_short_items_are_not_split_but_late_chunks_are() -> None:
+    assert plan(ls.causal().block_table(4096, 4096, block=128), heads=9)[0] == KvSplit(32 * 9)
     late = ls.mask_mod(lambda b, h, q, kv: q + 60000 >= kv).block_table(640, 60640, block=128)
-    assert cut(late, heads=9)[0].parts == 2
-    # 100 items of the last round, 14 to 18 thousand keys each, on 132 ctas.
+    assert plan(late, heads=9)[0].parts == 2
+    # 100 items in the last wave, 14 to 18 thousand keys each, on 132 CTAs.
     middle = ls.mask_mod(lambda b, h, q, kv: q + 14336 >= kv).block_table(4096, 18432, block=128)
-    found, lengths = cut(middle, heads=32, together=8)
-    assert found.split_items and lengths[0] > 1.2 * lengths[-1]
+    split, lengths = plan(middle, heads=32, together=8)
+    assert split.split_items and lengths[0] > 1.2 * lengths[-1]
 
 
 def softcap(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -120,8 +119,8 @@ CASES: list[tuple[str, int, int, int, int, int, int, torch.dtype, bool, bool]] =
     ("full", 1, 10, 5, 1900, 2300, 96, torch.float16, False, False),
     ("full", 1, 18, 2, 999, 2177, 128, torch.bfloat16, True, True),
     ("late chunk", 1, 6, 2, 290, 3190, 128, torch.bfloat16, False, False),
-    ("later chunk", 1, 29, 29, 1000, 6000, 64, torch.bfloat16, False, False),  # two pieces, the first of more shares
-    ("full", 1, 25, 5, 1000, 8100, 64, torch.bfloat16, False, True),  # three
+    ("later chunk", 1, 29, 29, 1000, 6000, 64, torch.bfloat16, False, False),  # two parts, the first one wider
+    ("full", 1, 25, 5, 1000, 8100, 64, torch.bfloat16, False, True),  # three parts
     ("all blocks partial", 1, 5, 5, 260, 2500, 128, torch.bfloat16, False, True),
     ("all blocks partial", 2, 4, 2, 390, 2700, 64, torch.float16, True, False),
     ("by batch and head, idle rows", 2, 3, 1, 270, 2600, 128, torch.bfloat16, False, False),
@@ -134,12 +133,12 @@ CASES: list[tuple[str, int, int, int, int, int, int, torch.dtype, bool, bool]] =
     CASES,
     ids=[f"{c[0]} {c[5]}" for c in CASES],
 )
-def test_cut_items_give_the_same_result_and_the_same_bits(
+def test_split_items_are_right_and_the_same_in_every_run(
     monkeypatch: pytest.MonkeyPatch, mask: str, batch: int, heads: int, kv_heads: int, queries: int, keys: int, dim: int,
     dtype: torch.dtype, scored: bool, sink: bool,
 ) -> None:  # fmt: skip
     on_hopper()
-    cuts = watched(monkeypatch)
+    splits = record_splits(monkeypatch)
     torch.manual_seed(0)
     shapes = ((heads, queries), (kv_heads, keys), (kv_heads, keys))
     q, k, v = (torch.randn(batch, h, n, dim, device="cuda", dtype=dtype) for h, n in shapes)
@@ -149,33 +148,33 @@ def test_cut_items_give_the_same_result_and_the_same_bits(
         return ls.attention(q, k, v, return_lse=True, kernel="hopper", **options)
 
     out, lse = run()
-    assert cuts and all(found.split_items for found in cuts)
+    assert splits and all(split.split_items for split in splits)
     (want, want_lse), dense = oracle(q, k, v, return_lse=True, **options), oracle(q, k, v, dtype=dtype, **options)
     assert float((out.double() - want).norm()) <= 1.1 * float((dense.double() - want).norm())
     assert torch.allclose(lse.double(), want_lse, atol=1e-3)
     assert all(torch.equal(a, b) for _ in range(10) for a, b in zip(run(), (out, lse), strict=True))
 
 
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[KvSplit]:
-    """How launches that are prepared from now on are cut."""
-    cuts = []
+def record_splits(monkeypatch: pytest.MonkeyPatch) -> list[KvSplit]:
+    """The list to which the splits of launches prepared from now on are appended."""
+    splits = []
 
     planned = HopperCall._plan_items
 
     def watching(*args: Any, **options: Any) -> tuple[ItemOrder, KvSplit]:
         order, cut = planned(*args, **options)
-        cuts.append(cut)
+        splits.append(cut)
         return order, cut
 
     monkeypatch.setattr(HopperCall, "_plan_items", watching)
-    return cuts
+    return splits
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", [128, 256])
-def test_cut_items_fold_into_a_state_in_place(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+def test_split_items_merge_with_a_state_in_place(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     on_hopper()
-    cuts = watched(monkeypatch)
+    splits = record_splits(monkeypatch)
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, h, n, 128, device="cuda", dtype=torch.bfloat16) for h, n in ((6, 740), (3, 7803), (3, 7803)))
     work = Work(
@@ -185,17 +184,17 @@ def test_cut_items_fold_into_a_state_in_place(monkeypatch: pytest.MonkeyPatch, b
     state = None
     for i, (k_part, v_part) in enumerate(zip(k.split(2601, 2), v.split(2601, 2), strict=True)):
         state = forward(HOPPER, q, k_part.contiguous(), v_part.contiguous(), work, state=state, final=i == 2, max_scores=False)
-    assert state is not None and cuts and all(found.split_items for found in cuts)
+    assert state is not None and splits and all(split.split_items for split in splits)
     want, dense = (oracle(q, k, v, mask=ls.full(), scale=0.1, dtype=d) for d in (torch.float64, torch.bfloat16))
     assert float((state.out.double() - want).norm()) <= 1.1 * float((dense.double() - want).norm())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("queries", "keys", "cut"), [(280, 3072, True), (700, 700, False)], ids=["cut", "not cut"])
-def test_a_captured_graph_computes_anew_at_every_replay(queries: int, keys: int, cut: bool) -> None:
+@pytest.mark.parametrize(("queries", "keys", "split_kv"), [(280, 3072, True), (700, 700, False)], ids=["split", "not split"])
+def test_a_captured_graph_recomputes_at_every_replay(queries: int, keys: int, split_kv: bool) -> None:
     on_hopper()
     torch.manual_seed(0)
-    mask = ls.full() if cut else ls.causal()
+    mask = ls.full() if split_kv else ls.causal()
     given = [
         torch.randn(1, h, n, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for h, n in ((4, queries), (2, keys), (2, keys))
     ]
@@ -225,7 +224,7 @@ def test_a_captured_graph_computes_anew_at_every_replay(queries: int, keys: int,
         assert all(torch.allclose(a, b, atol=1e-2, rtol=1e-2) for a, b in zip(captured[1:], want[1:], strict=True))
 
 
-def test_zeros_for_launches_are_given_away_once_for_each_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pooled_zeros_are_used_once_per_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     device, stream, made = torch.device("cuda", 0), SimpleNamespace(cuda_stream=1), []
 
     def zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -239,12 +238,12 @@ def test_zeros_for_launches_are_given_away_once_for_each_stream(monkeypatch: pyt
     for i in range(3000):
         stream.cuda_stream = i % 2
         count = 1 + 2 * (i % 66)
-        found = scratch.zeros(count, device)
-        assert len(found) == count and found.storage_offset() % 4 == 0 and any(found._base is m for m in made[-2:])
-        found += 1  # as a launch does
-        places = range(found.data_ptr(), found.data_ptr() + 4 * count, 4)
-        assert int(found.max()) == 1 and seen.isdisjoint(places)
+        split = workspace.zeros(count, device)
+        assert len(split) == count and split.storage_offset() % 4 == 0 and any(split._base is m for m in made[-2:])
+        split += 1  # as a launch does
+        places = range(split.data_ptr(), split.data_ptr() + 4 * count, 4)
+        assert int(split.max()) == 1 and seen.isdisjoint(places)
         seen.update(places)
     assert len(made) > 4
     monkeypatch.setattr(launch, "capturing", lambda device: True)
-    assert scratch.zeros(5, device)._base is None
+    assert workspace.zeros(5, device)._base is None

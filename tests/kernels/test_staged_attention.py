@@ -1,5 +1,5 @@
-"""One attention computed in stages, as a rank of many computes it: shards of a larger attention, keys and values in buffers by token,
-results folded into a state, gradients added to what is there. Every kernel of the protocol, against plain algebra in float64.
+"""One attention computed in stages, as a rank of a sharded call computes it: shards of a larger attention, KV buffers by token, a running
+state between stages, gradients added to earlier ones. Every kernel of the protocol against plain algebra in float64.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from longspan._masks.tracing import trace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS, GROUPS = 2, 6, 3
-FIRST = (1, 4)  # these batch rows and heads are part of more
+FIRST = (1, 4)  # first batch row and head in the larger attention
 LOCAL: Segments = ((0, 36), (73, 21))
 REMOTE: Segments = ((36, 20), (56, 17))
 Mod = Callable[..., Tensor]
@@ -87,8 +87,8 @@ def problem(
     )
 
 
-def right(given: Problem, *, scored: bool) -> dict[str, Tensor]:
-    """Everything by plain algebra in float64."""
+def expected(given: Problem, *, scored: bool) -> dict[str, Tensor]:
+    """Outputs and gradients by plain algebra in float64."""
     q, bias = (t.to(torch.float64, copy=True).requires_grad_() for t in (given.q, given.bias))
     buffers = [b.to(torch.float64, copy=True).requires_grad_() for b in given.buffers]
     whole = torch.cat(buffers).permute(1, 2, 0, 3).repeat_interleave(HEADS // GROUPS, 1)
@@ -140,7 +140,7 @@ def in_stages(kernel: Kernel, given: Problem, *, scored: bool) -> dict[str, Tens
 
 
 def check(name: str, given: Problem, *, scored: bool) -> None:
-    want = right(given, scored=scored)
+    want = expected(given, scored=scored)
     got = in_stages(kernel_named(name), given, scored=scored)
     assert got.keys() == want.keys()
     for key, tensor in want.items():
@@ -179,12 +179,12 @@ def test_stages_add_up_to_the_whole_on_the_gpu(kernel: str, mod: Mod, scored: bo
     if not aligned:
         shards = (((0, 300), (780, 221)), ((300, 250), (550, 230)))
     given = problem(mod, torch.bfloat16, scored=scored, block=128, dims=dims, shards=shards)
-    for _ in range(2):  # the second time by launches that are kept
+    for _ in range(2):  # the second time by prepared launches
         check(kernel, given, scored=scored)
 
 
 @pytest.mark.gpu
-def test_launches_that_are_kept_keep_no_tensor_of_a_call() -> None:
+def test_prepared_launches_hold_no_tensor_of_a_call() -> None:
     given = problem(causal, torch.bfloat16, scored=False, block=128, dims=(128, 128), shards=(((0, 384),), ((384, 256),)))
     kernel = kernel_named("triton")
 

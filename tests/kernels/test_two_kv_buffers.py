@@ -1,4 +1,4 @@
-"""Keys and values of which the first rows lie apart: the Hopper kernels read them from both places."""
+"""Local and received KV in two buffers: the Hopper kernels read both without a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `hopper` kernel: any mask and score program at the speed of the chip, in Gluon (Triton's lower language), on Hopper GPUs."""
+"""The `hopper` kernel: attention with any mask and score mod on Hopper GPUs, written in Gluon, the language below Triton."""
 
 from longspan._kernels.hopper.kernel import HopperKernel
 
