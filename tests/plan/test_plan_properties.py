@@ -73,7 +73,9 @@ def test_query_tiles_are_complete_with_the_last_step_that_has_their_kv(args: Any
             parts = [step.tiles[row] for step in route.steps]
             seen = torch.stack([part.table.to_dense().gt(0).any(3).flatten(0, 1) for part in parts])  # [steps, heads and batch rows, tiles]
             ends = torch.where(seen.any(0), seen.shape[0] - 1 - seen.flip(0).long().argmax(0), -1)
-            complete = [torch.zeros_like(ends[0], dtype=torch.bool) if part.complete is None else part.complete for part in parts]
+            complete = [
+                torch.zeros_like(ends[0], dtype=torch.bool) if part.complete_q_tiles is None else part.complete_q_tiles for part in parts
+            ]
             if any(bool(c.any()) for c in complete):
                 assert all(torch.equal(complete[i], (ends == i).all(0)) for i in range(last))
                 assert torch.equal(torch.stack(complete[:last]).sum(0) == 1, ~(ends == last).any(0))
