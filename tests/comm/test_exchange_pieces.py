@@ -14,7 +14,7 @@ from torch import Tensor
 
 import longspan as ls
 from longspan._comm.mesh import Mesh
-from longspan._comm.process_group import ProcessGroupGroup
+from longspan._comm.process_group import C10dGroup
 from longspan._engine.schedule_builder import ScheduleOptions, local_schedule
 from longspan.testing import virtual_world
 
@@ -57,7 +57,7 @@ def test_bytes_of_overlapping_pieces_count_once_per_receiver() -> None:
     ],
 )
 def test_inconsistent_arguments_of_one_rank_raise(out: Tensor, pieces: list[Tensor], out_splits: list[int], message: str) -> None:
-    group = ProcessGroupGroup(name="cp", group=SimpleNamespace(rank=lambda: 0, size=lambda: 2))  # type: ignore[arg-type]
+    group = C10dGroup(name="cp", group=SimpleNamespace(rank=lambda: 0, size=lambda: 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"^stage 1: rank 0 of 2 on axis 'cp'.*{message}"):
         group.all_to_all_pieces(out, pieces, out_splits, what="stage 1")
 
@@ -85,7 +85,7 @@ class Calls:
         self.lists: list[tuple[list[Tensor], list[Tensor]]] = []
         self.singles: list[tuple[Any, ...]] = []
         self.error: RuntimeError | None = None
-        self.group = ProcessGroupGroup(name="cp", group=SimpleNamespace(rank=lambda: 1, size=lambda: 3))  # type: ignore[arg-type]
+        self.group = C10dGroup(name="cp", group=SimpleNamespace(rank=lambda: 1, size=lambda: 3))  # type: ignore[arg-type]
         monkeypatch.setattr(dist, "get_backend_config", lambda group: self._backend_config(config))
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5, 6])
         monkeypatch.setattr(dist, "all_to_all", self._recorded(self.lists))

@@ -15,7 +15,7 @@ from tests.sharded import Problem, Results, check_budget, mask_named, summed
 from torch import Tensor
 
 import longspan as ls
-from longspan._comm.process_group import ProcessGroupGroup
+from longspan._comm.process_group import C10dGroup
 from longspan._engine import kv_exchange
 from longspan._kernels.cpu import CpuKernel
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Work
@@ -194,13 +194,13 @@ def _real() -> Problem:
 def _rank(way: str) -> tuple[dict[str, Tensor], list[str]]:
     kv_exchange.SEPARATE_KV_BYTES = 0
     names: list[str] = []
-    begin = ProcessGroupGroup._begin
+    begin = C10dGroup._begin
 
-    def recording_begin(self: ProcessGroupGroup, out: Tensor, sent: Any, splits: Any, what: str, call: Any) -> Any:
+    def recording_begin(self: C10dGroup, out: Tensor, sent: Any, splits: Any, what: str, call: Any) -> Any:
         names.append(what)
         return begin(self, out, sent, splits, what, call)
 
-    ProcessGroupGroup._begin = recording_begin  # type: ignore[method-assign]
+    C10dGroup._begin = recording_begin  # type: ignore[method-assign]
     p = _real()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Any:

@@ -65,22 +65,22 @@ class _Counting:
     """Counts all_to_all_single calls that move KV or its gradients."""
 
     def __enter__(self):
-        from longspan._comm.process_group import ProcessGroupGroup
+        from longspan._comm.process_group import C10dGroup
 
-        self.count, self.plain = 0, ProcessGroupGroup.all_to_all
+        self.count, self.plain = 0, C10dGroup.all_to_all
         plain, mode = self.plain, self
 
         def counted(group, *args, what, **kwargs):
             mode.count += "agreement" not in what
             return plain(group, *args, what=what, **kwargs)
 
-        ProcessGroupGroup.all_to_all = counted
+        C10dGroup.all_to_all = counted
         return self
 
     def __exit__(self, *_):
-        from longspan._comm.process_group import ProcessGroupGroup
+        from longspan._comm.process_group import C10dGroup
 
-        ProcessGroupGroup.all_to_all = self.plain
+        C10dGroup.all_to_all = self.plain
 
     def get_comm_counts(self):
         return {torch.ops.c10d_functional.all_to_all_single: self.count}

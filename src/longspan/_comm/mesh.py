@@ -113,7 +113,7 @@ class Mesh:
         return world.group(self.groups[i], self.coordinate[i])
 
     def _process_group(self, i: int) -> Group:
-        from longspan._comm.process_group import ProcessGroupGroup
+        from longspan._comm.process_group import C10dGroup
 
         name, size = self.axes[i]
         process_group = process_group_by_name(self.groups[i])
@@ -123,7 +123,7 @@ class Mesh:
                 "does not have. Plans can be made anywhere (in a data-loader worker, for example), but run only in the process of their "
                 "rank: call init_process_group there first, and make the mesh again if the groups were destroyed"
             )
-        group = ProcessGroupGroup(name=name, group=process_group)
+        group = C10dGroup(name=name, group=process_group)
         if (group.rank, group.size) != (self.coordinate[i], size):
             raise RuntimeError(
                 f"axis {name!r} of the mesh was made for rank {self.coordinate[i]} of {size}, but in the process group {self.groups[i]!r} "

@@ -25,7 +25,7 @@ _SUPPORTED = frozenset({torch.float32, torch.float64, torch.int32, torch.int64, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessGroupGroup:
+class C10dGroup:
     """One axis of a mesh over a ProcessGroup. `rank` is the rank in that group.
 
     With Gloo and MPI, `wait()` raises RuntimeError if an exchange fails or exceeds the group's timeout. NCCL makes the current stream wait,
@@ -50,7 +50,7 @@ class ProcessGroupGroup:
         companion = _gloo_companion(self.group)
         if companion is None:
             return ControlGroup(self, torch.device("cuda", torch.cuda.current_device()))
-        return ControlGroup(ProcessGroupGroup(name=self.name, group=companion), CPU)
+        return ControlGroup(C10dGroup(name=self.name, group=companion), CPU)
 
     def all_to_all(self, out: Tensor, sent: Tensor, out_splits: Sequence[int], sent_splits: Sequence[int], *, what: str) -> Pending:
         if self.size == 1:
@@ -104,7 +104,7 @@ class ProcessGroupGroup:
 class _ProcessGroupPending:
     """Holds the tensors until `wait()`: the backend reads and writes them until then."""
 
-    at: ProcessGroupGroup
+    at: C10dGroup
     out: Tensor | None
     sent: tuple[Tensor, ...] | None
     out_splits: tuple[int, ...]
