@@ -147,10 +147,10 @@ def test_the_model_splits_local_kv_as_the_engine_does(strategy: str, layout: str
     back = work.with_backward_moves().split()
     assert torch.equal(back.full.sum(1), work.full.sum(1)) and back.steps == work.steps and back.active_tiles is not None
     for rank in range(4):
-        route = local_schedule(
+        schedule = local_schedule(
             plan.on(ls.Mesh.abstract(4, rank=rank)).data, ScheduleOptions(block=(128, 128), backward=True, split_bytes=(2, 4))
         )
-        local = [step for step in route.steps if step.local]
+        local = [step for step in schedule.steps if step.local]
         for at, step in enumerate(local):
             table = step.tiles[0].table
             assert work.halves[:, rank, at].tolist() == [

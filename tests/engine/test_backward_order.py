@@ -224,7 +224,7 @@ def test_named_kernels_compute_local_kv_in_two_parts(kernel: str, stages: int) -
     problem = Problem(mask=ls.causal(), score="none", q_len=1152, kv_len=1152, batch=1, heads=2, kv_heads=1, **sizes)
     right = problem.by_oracle()
     got = problem.over(3, kernel=kernel, strategy="exchange", stages=stages, layout="head_tail", overlap=True)
-    assert sum(len(route.steps) == stages + 2 for route in parts(got.extra, 3)) == 3
+    assert sum(len(schedule.steps) == stages + 2 for schedule in parts(got.extra, 3)) == 3
     for name in right.values:
         assert got.error(right, name) < 3e-5, name
 
@@ -244,7 +244,7 @@ def test_the_interpreted_triton_kernel_computes_local_kv_in_two_parts(monkeypatc
         monkeypatch.setattr(kernel, name, one_at_a_time(getattr(kernel, name)))
     problem = Problem(mask=ls.causal(), score="none", q_len=512, kv_len=512, batch=1, heads=1, kv_heads=1, dtype=torch.float32)
     right, got = problem.by_oracle(), problem.over(2, kernel="triton", strategy="exchange", stages=2, layout="head_tail", overlap=True)
-    assert all(len(route.steps) == 4 for route in parts(got.extra, 2))
+    assert all(len(schedule.steps) == 4 for schedule in parts(got.extra, 2))
     for name in right.values:
         assert got.error(right, name) < 2e-4, name
 
@@ -274,7 +274,7 @@ def test_split_local_kv_composes_with_ulysses_and_narrow_gradients(shape: tuple[
 def test_split_local_kv_gives_the_same_bits_every_time() -> None:
     problem = Problem(mask=ls.causal(), score="none", q_len=1301, kv_len=1301, batch=2, heads=4, kv_heads=2, dtype=torch.float32)
     first, second = (problem.over(3, strategy="exchange", stages=3, layout="head_tail", overlap=True) for _ in range(2))
-    assert all(len(route.steps) == 5 for route in parts(first.extra, 3, (4, 4)))
+    assert all(len(schedule.steps) == 5 for schedule in parts(first.extra, 3, (4, 4)))
     for name in first.values:
         assert torch.equal(first.values[name], second.values[name]), name
 

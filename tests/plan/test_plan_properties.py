@@ -68,9 +68,9 @@ def test_query_tiles_are_complete_with_the_last_step_that_has_their_kv(args: Any
     options, mask, length, ranks = args
     plan = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options)
     for rank in range(ranks):
-        route = local_schedule(plan.on(ls.Mesh.abstract(ranks, rank=rank)).data, ScheduleOptions(block=(128, 128)))
-        for row, last in enumerate(route.last_step):
-            parts = [step.tiles[row] for step in route.steps]
+        schedule = local_schedule(plan.on(ls.Mesh.abstract(ranks, rank=rank)).data, ScheduleOptions(block=(128, 128)))
+        for row, last in enumerate(schedule.last_step):
+            parts = [step.tiles[row] for step in schedule.steps]
             seen = torch.stack([part.table.to_dense().gt(0).any(3).flatten(0, 1) for part in parts])  # [steps, heads and batch rows, tiles]
             ends = torch.where(seen.any(0), seen.shape[0] - 1 - seen.flip(0).long().argmax(0), -1)
             complete = [
@@ -141,8 +141,8 @@ def test_rows_arrive_at_the_place_where_the_receiver_reads_them(args: Any, merge
     options, mask, length, ranks = args
     plan = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options)
     mine = [plan.on(ls.Mesh.abstract(ranks, rank=rank)) for rank in range(ranks)]
-    routes = [local_schedule(p.data, ScheduleOptions(block=(128, 128), backward=backward, merge_stages=merged)).steps for p in mine]
-    for i, group in enumerate(zip(*routes, strict=True)):
+    steps_by_rank = [local_schedule(p.data, ScheduleOptions(block=(128, 128), backward=backward, merge_stages=merged)).steps for p in mine]
+    for i, group in enumerate(zip(*steps_by_rank, strict=True)):
         assert {len(step.exchanges) for step in group} == {len(group[0].exchanges)}
         assert not merged or len(group[0].exchanges) <= 1
         for k in range(len(group[0].exchanges)):

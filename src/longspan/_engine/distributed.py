@@ -44,7 +44,7 @@ def _forward_transposed(
 
 def _forward_steps(call: ShardedCall, inputs: CallTensors, *, max_scores: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     q, k, v = inputs.q, inputs.k, inputs.v
-    kernel, schedule, capabilities = call.route(q, k, v, backward=False)
+    kernel, schedule, capabilities = call.pass_setup(q, k, v, backward=False)
     exchange = call.kv_exchange(capabilities, schedule, inputs, backward=False)
     queries = [q] if call.plan.rows == 1 else list(q.split(1))
     states: list[State | None] = [sink_state(inputs.sink, part, v, max_scores=max_scores) for part in queries]
@@ -112,7 +112,7 @@ def _backward_transposed(call: ShardedCall, transpose: UlyssesTranspose, tensors
 def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide: bool) -> tuple[Grads, Tensor | None]:
     inputs, needs, grad_lse = tensors.inputs, tensors.needs, tensors.grad_lse
     q = inputs.q
-    kernel, schedule, capabilities = call.route(q, inputs.k, inputs.v, backward=True)
+    kernel, schedule, capabilities = call.pass_setup(q, inputs.k, inputs.v, backward=True)
     delta = kernel.delta(tensors.out, tensors.grad_out, grad_lse)
     grad_sink = sink_gradient(inputs.sink, tensors.lse, delta)
     exchange = call.kv_exchange(capabilities, schedule, inputs, backward=True)

@@ -135,7 +135,7 @@ class LocalSchedule:
         return ReturnedRows(parts=tuple(part for step in self.final_returns for part in step.returned.parts))
 
 
-class Route(NamedTuple):
+class PassSetup(NamedTuple):
     """The kernel of a pass, this rank's schedule for it, and the kernel's capabilities for the first step."""
 
     kernel: Kernel

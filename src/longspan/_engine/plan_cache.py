@@ -19,7 +19,7 @@ from longspan._plan.plan_data import PlanData, TiledRow
 from longspan._plan.sharding import places
 
 if TYPE_CHECKING:
-    from longspan._engine.local_schedule import LocalSchedule, Route
+    from longspan._engine.local_schedule import LocalSchedule, PassSetup
 
 
 class PlanCache:
@@ -30,7 +30,7 @@ class PlanCache:
         self._captured: DerivedCache[PlanData, list[Tensor]] = DerivedCache(4)
         self._places: DerivedCache[PlanData, Tensor] = DerivedCache(8)
         self._schedules: DerivedCache[PlanData, LocalSchedule] = DerivedCache(64)
-        self._routes: DerivedCache[PlanData, Route] = DerivedCache(128)
+        self._pass_setups: DerivedCache[PlanData, PassSetup] = DerivedCache(128)
         self._concurrent: DerivedCache[PlanData, bool] = DerivedCache(128)
         self._launched: DerivedCache[PlanData, bool] = DerivedCache(128)
         self._descriptions: DerivedCache[PlanData, CallDescription] = DerivedCache(256)
@@ -53,9 +53,9 @@ class PlanCache:
         """A rank's local schedule."""
         return self._schedules.get(plan, key, make)
 
-    def route(self, plan: PlanData, key: Hashable, choose: Callable[[], Route]) -> Route:
+    def pass_setup(self, plan: PlanData, key: Hashable, choose: Callable[[], PassSetup]) -> PassSetup:
         """The kernel and the local schedule of one kind of call."""
-        return self._routes.get(plan, key, choose)
+        return self._pass_setups.get(plan, key, choose)
 
     def concurrent(self, plan: PlanData, key: Hashable, ask: Callable[[], bool]) -> bool:
         """Whether steps of one kind of backward pass may run at the same time."""

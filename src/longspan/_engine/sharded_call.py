@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longspan._comm.agreement import Agreement
 from longspan._engine.kv_exchange import KVExchange, KVFormat, sends_kv_separately
-from longspan._engine.local_schedule import LocalSchedule, Route, StepTiles
+from longspan._engine.local_schedule import LocalSchedule, PassSetup, StepTiles
 from longspan._engine.plan_cache import plan_cache
 from longspan._engine.schedule_builder import ScheduleOptions, local_schedule
 from longspan._engine.spec import Spec
@@ -69,13 +69,13 @@ class ShardedCall:
             concurrent=concurrent,
         )
 
-    def route(self, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> Route:
+    def pass_setup(self, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> PassSetup:
         """The kernel of a pass and the local schedule in the kernel's tile size. Cached."""
         deterministic = torch.are_deterministic_algorithms_enabled()
         key = (self.spec.handle, q.shape, k.shape, v.shape, q.dtype, q.device, backward, deterministic)
-        return plan_cache.route(self.plan, key, lambda: self._choose(q, k, v, backward=backward))
+        return plan_cache.pass_setup(self.plan, key, lambda: self._choose(q, k, v, backward=backward))
 
-    def _choose(self, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> Route:
+    def _choose(self, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> PassSetup:
         inputs = AttentionInputs(q=q, k=k, v=v)
         heads = None if self.transpose is None else (self.transpose.local_heads.start, self.transpose.local_heads.stop)
         options = ScheduleOptions(
@@ -92,14 +92,14 @@ class ShardedCall:
         options = replace(options, block=kernel.block_size(inputs, self.plan.tiles[0].table))
         schedule = local_schedule(self.plan, options)
         if not backward:
-            return Route(kernel, schedule, capabilities)
+            return PassSetup(kernel, schedule, capabilities)
         split = local_schedule(self.plan, replace(options, split_bytes=(k.element_size(), self.grad_kv_dtype(q.dtype).itemsize)))
         if split is schedule:
-            return Route(kernel, schedule, capabilities)
+            return PassSetup(kernel, schedule, capabilities)
         # The kernel was chosen for local KV in one piece. If it rejects one of the two pieces, keep the local KV in one piece.
         ends = [self.work(split.steps[i].tiles[0], q.device, 0, backward=True) for i in (0, -1)]
         rejected = any(kernel.capabilities(inputs, work).refusal is not None for work in ends)
-        return Route(kernel, schedule if rejected else split, capabilities)
+        return PassSetup(kernel, schedule if rejected else split, capabilities)
 
     def kv_exchange(self, capabilities: Capabilities, schedule: LocalSchedule, inputs: CallTensors, *, backward: bool) -> KVExchange:
         """The KV exchange of a pass; starts to send k and v."""
@@ -148,8 +148,8 @@ class ShardedCall:
         q, k, v = (inputs.q, inputs.k, inputs.v) if self.transpose is None else self.transpose.gathered_shapes(inputs.q, inputs.k, inputs.v)
         if needs is None:
             for backward in (False, True):
-                self.route(q, k, v, backward=backward)
+                self.pass_setup(q, k, v, backward=backward)
         else:
-            kernel, schedule, _ = self.route(q, k, v, backward=True)
+            kernel, schedule, _ = self.pass_setup(q, k, v, backward=True)
             work = self.work(schedule.steps[0].tiles[0], q.device, 0, backward=True)
             kernel.check(AttentionInputs(q=q, k=k, v=v), work, needs=needs)
