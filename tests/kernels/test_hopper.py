@@ -47,14 +47,14 @@ def test_a_hopper_gpu_with_a_triton_that_was_not_tested_is_told_once_what_auto_t
     monkeypatch.setattr(registry, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(interpreter, "interpreted", lambda: False)
     monkeypatch.setattr(kernel, "triton_version", lambda: (3, 6))
-    assert registry.usual(device) == "hopper"
+    assert registry.first_candidate(device) == "hopper"
     monkeypatch.setattr(kernel, "triton_version", lambda: (3, 99))
     with pytest.warns(UserWarning, match=r"uses 'triton' on this Hopper GPU.*Triton 3\.99: expected 3\.6"):
-        assert registry.usual(device) == "triton"
-    assert registry.usual(device) == "triton"  # warnings are errors here
+        assert registry.first_candidate(device) == "triton"
+    assert registry.first_candidate(device) == "triton"  # warnings are errors here
     monkeypatch.setattr(registry, "_capability", lambda device: (8, 0))
     monkeypatch.setattr(kernel, "triton_version", lambda: (3, 98))
-    assert registry.usual(device) == "triton"
+    assert registry.first_candidate(device) == "triton"
 
 
 def on_hopper() -> None:

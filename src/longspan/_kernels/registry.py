@@ -77,21 +77,21 @@ def choose(name: str, inputs: AttentionInputs, work: Work, *, more: Sequence[Wor
     """The kernel for a call: the named one, or with "auto" the first supported of hopper, triton and cpu on CUDA, and cpu elsewhere.
 
     `more`: other pieces of work of the call; the kernel must support them all. hopper is a candidate on Hopper GPUs with a tested Triton
-    only (`usual`). "auto" never chooses torch's SDPA operators: they round partial results and accumulate dQ in arbitrary order.
+    only (`first_candidate`). "auto" never chooses torch's SDPA operators: they round partial results and accumulate dQ in arbitrary order.
     """
     if name != "auto":
         choice, reason = _consider(name, inputs, (work, *more))
         if reason is not None:
             raise KernelRefused(f"kernel {name!r} does not support this call: {reason}. kernel='auto' picks one that does")
         return choice
-    for candidate in (usual(inputs.q.device), "triton") if inputs.q.is_cuda and has_triton() else ():
+    for candidate in (first_candidate(inputs.q.device), "triton") if inputs.q.is_cuda and has_triton() else ():
         choice, reason = _consider(candidate, inputs, (work, *more))
         if reason is None:
             return choice
     return _consider("cpu", inputs, (work,))[0]
 
 
-def usual(device: torch.device) -> Literal["hopper", "triton"]:
+def first_candidate(device: torch.device) -> Literal["hopper", "triton"]:
     """The first candidate of "auto" on a CUDA device: hopper on Hopper GPUs with a tested Triton, else triton."""
     if not has_gluon() or torch.version.hip is not None:
         return "triton"

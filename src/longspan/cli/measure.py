@@ -20,7 +20,7 @@ import torch.distributed as dist
 import longspan as ls
 from longspan._cost.clusters import cluster
 from longspan._cost.rates import BACKWARD, Cluster, KernelRates, Link, Rates
-from longspan._kernels.registry import usual
+from longspan._kernels.registry import first_candidate
 
 KEYS = {"cuda": (128, 256, 512, 1024, 2048, 4096, 16384, 65536), "cpu": (128, 256, 512, 1024)}
 LONG = 0.05  # seconds; longer calls are repeated twice only
@@ -157,7 +157,7 @@ def _slots(device: torch.device, kernel: str) -> int:
     """Number of concurrent CTAs: one per SM for the Hopper kernels, about two for the others."""
     if device.type == "cpu":
         return torch.get_num_threads()
-    if (usual(device) if kernel == "auto" else kernel) == "hopper":
+    if (first_candidate(device) if kernel == "auto" else kernel) == "hopper":
         from longspan._kernels.hopper.passes import persistent_ctas
 
         return persistent_ctas(device)
