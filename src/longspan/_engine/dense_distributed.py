@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longspan._engine.agreement import begin_call
+from longspan._engine.call_agreement import begin_call
 from longspan._engine.ops import Outputs
 from longspan._engine.plan_cache import plan_cache
 from longspan._engine.values import CallOptions, CallTensors

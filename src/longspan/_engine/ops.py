@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longspan._engine import distributed, one_device
-from longspan._engine.agreement import begin_call
+from longspan._engine.call_agreement import begin_call
 from longspan._engine.checks import refuse_batched_gradients
 from longspan._engine.spec import SpecRegistry
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
