@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from longspan._kernels.gpu.interpreter import interpreted, quiet
-from longspan._kernels.gpu.row_sums import add_rows_and_split_kernel, add_rows_kernel
+from longspan._kernels.gpu.row_sum_kernels import add_rows_and_split_kernel, add_rows_kernel
 from longspan._kernels.row_sums import ReturnedGrads, add_returned_and_split, add_returned_rows_, copy_rows_, row_lists, split_rows
 
 LOCAL_ROWS = 11

@@ -48,7 +48,7 @@ def add_returned_rows_(grads: Tensor, returned: ReturnedGrads, *, unwritten: int
     """
     (buffer,) = returned.buffers
     if grads.is_cuda and has_triton():
-        from longspan._kernels.gpu.row_sums import add_rows
+        from longspan._kernels.gpu.row_sum_kernels import add_rows
 
         add_rows(grads, buffer, *returned.lists, unwritten=unwritten)
         return
@@ -72,7 +72,7 @@ def add_returned_and_split(
     The sums are made in this order, on a GPU in one pass over memory. grads is modified.
     """
     if grads.is_cuda and has_triton():
-        from longspan._kernels.gpu.row_sums import add_rows_and_split
+        from longspan._kernels.gpu.row_sum_kernels import add_rows_and_split
 
         add_rows_and_split(grads, returned.buffers, returned.lists, k, v, per_row=per_row, local_grads=local_grads)
         return
