@@ -13,7 +13,7 @@ Each gradient of q, k and v has one writer that adds in a fixed order.
 
 Isolation: s, dp, p and ds of a pair depend on its query and key alone and are selected by the mask. The sums dS K, Pᵀ dO and dSᵀ Q add
 0 · x for masked pairs: where that made a NaN, the CTA computes again with non-finite x as 0, and then adds those of visible pairs
-(`gpu.nonfinite`). A visible non-finite q or k makes its score non-finite, so that ds is 0 or NaN and the gradient NaN either way.
+(`gpu.nonfinite_counts`). A visible non-finite q or k makes its score non-finite, so that ds is 0 or NaN and the gradient NaN either way.
 """
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from longspan._kernels.gpu.device_library import LOG2_E
-from longspan._kernels.gpu.nonfinite import add_nonfinite, any_nan, count_nonfinite, finite_or_zero
+from longspan._kernels.gpu.nonfinite_counts import add_nonfinite, any_nan, count_nonfinite, finite_or_zero
 from longspan._kernels.gpu.row_terms import base_two, row_state
 from longspan._kernels.gpu.tile_access import (
     add_rows,

@@ -10,7 +10,7 @@ Scores are in base-2 logarithms: s · (scale · log₂e), so that each probabili
 natural logarithms. m: running max (base 2); total: running sum of exp2(s − m); acc: running sum of probabilities times values.
 
 Isolation: S[i, j] depends on row i and key j alone and is selected by the mask, but P V adds 0 · V[j] for keys that row i may not see. If
-that made a NaN, the CTA computes again with non-finite values as 0, and then adds those that rows do see (`gpu.nonfinite`).
+that made a NaN, the CTA computes again with non-finite values as 0, and then adds those that rows do see (`gpu.nonfinite_counts`).
 """
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from longspan._kernels.gpu.device_library import LN_2, LOG2_E
-from longspan._kernels.gpu.nonfinite import add_nonfinite, any_nan, count_nonfinite, finite_or_zero
+from longspan._kernels.gpu.nonfinite_counts import add_nonfinite, any_nan, count_nonfinite, finite_or_zero
 from longspan._kernels.gpu.tile_access import (
     head_of,
     load_rows,
