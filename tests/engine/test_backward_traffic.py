@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from tests.sharded import Problem, mask_named, summed
 import longspan as ls
 from longspan._engine import kv_exchange
 from longspan.testing import virtual_world
+
+LAYOUT = "head_tail"
 
 
 def moved(problem: Problem, ranks: Any, **options: Any) -> tuple[dict[str, torch.Tensor], dict[str, int], int]:
@@ -23,6 +26,19 @@ def moved(problem: Problem, ranks: Any, **options: Any) -> tuple[dict[str, torch
     return summed(by_rank), sizes, sum("stage" in e.what and e.what.endswith("backward") for e in world.exchanges)
 
 
+@lru_cache(maxsize=1)  # tests of one mask run one after the other
+def problem_and_oracle(mask: str) -> tuple[Problem, dict[str, torch.Tensor]]:
+    """A problem and its results by the oracle."""
+    problem = Problem(mask=mask_named(mask, 1003, LAYOUT), score="alibi", q_len=1003, kv_len=1003, batch=2, heads=6, kv_heads=3)
+    return problem, problem.by_oracle().values
+
+
+@lru_cache(maxsize=2)
+def bytes_read(mask: str, overlap: bool, separate: bool) -> dict[str, int]:
+    """Bytes that one exchange moves, which sends only KV that is read. `separate` is in the key because the caller patches the engine."""
+    return moved(problem_and_oracle(mask)[0], 5, strategy="exchange", stages=1, layout=LAYOUT, overlap=overlap)[1]
+
+
 @pytest.mark.parametrize(("overlap", "separate"), [(True, False), (False, True)], ids=["overlap, packed", "joined, separate"])
 @pytest.mark.parametrize("strategy", ["ring", "allgather"])
 @pytest.mark.parametrize("mask", ["window", "documents", "causal", "per head"])
@@ -31,14 +47,12 @@ def test_backward_moves_only_kv_that_is_read(
 ) -> None:
     if separate:
         monkeypatch.setattr(kv_exchange, "SEPARATE_KV_BYTES", 0)
-    problem = Problem(mask=mask_named(mask, 1003, "head_tail"), score="alibi", q_len=1003, kv_len=1003, batch=2, heads=6, kv_heads=3)
-    options = {"layout": "head_tail", "overlap": overlap}
-    values, sizes, _ = moved(problem, 5, strategy=strategy, **options)
-    _, least, _ = moved(problem, 5, strategy="exchange", stages=1, **options)
+    problem, right = problem_and_oracle(mask)
+    values, sizes, _ = moved(problem, 5, strategy=strategy, layout=LAYOUT, overlap=overlap)
+    least = bytes_read(mask, overlap, separate)
     assert sizes["forward"] > least["forward"] == least["backward"] == sizes["backward"]
     assert sizes["returned"] == least["returned"]
-    right = problem.by_oracle()
-    for name, want in right.values.items():
+    for name, want in right.items():
         assert float((values[name] - want).abs().nan_to_num(0).max()) < 1e-11, name
 
 
