@@ -110,9 +110,9 @@ def test_work_is_counted_for_every_rank_and_its_heads(mesh: str, strategy: str) 
     report, seen = plan.report(), _allowed(ls.mask_mod(_growing), 777, 8)
     data, right = plan.data, []
     for rank in range(plan.mesh.size):
-        ring = int(data.ring_of[rank])
-        place, local_heads = data.groups[ring].tolist().index(rank), 8 // data.degree
-        right.append(3 * float(seen[place * local_heads : (place + 1) * local_heads, data.inner[0].positions(ring)].sum()))
+        coordinate = int(data.kv_coordinates[rank])
+        place, local_heads = data.groups[coordinate].tolist().index(rank), 8 // data.degree
+        right.append(3 * float(seen[place * local_heads : (place + 1) * local_heads, data.inner[0].positions(coordinate)].sum()))
     assert report.pairs.tolist() == right and report.balance == max(right) * len(right) / sum(right)
     assert report.tiles.shape == (plan.mesh.size,) and int(report.tiles.sum()) == 3 * int(data.tiles[0].table.tiles_per_row.sum())
 

@@ -215,4 +215,4 @@ def test_a_window_planned_later_gets_the_same_plan() -> None:
         plans = prepare_batch(
             whole(), ls.Mesh.abstract(2, 1), config=config(sliding_window=9, **shape), layout="contiguous", strategy=strategy
         )["longspan_plan"]
-        assert (plans.of(31).data.ulysses is None) == (plans.of(None).data.ulysses is None) == (strategy == "ring")
+        assert (plans.of(31).data.head_axis is None) == (plans.of(None).data.head_axis is None) == (strategy == "ring")

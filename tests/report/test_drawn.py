@@ -129,7 +129,7 @@ def test_the_pages_arrays_are_the_reports(plan: ls.Plan) -> None:
         assert meta[name] == one.seconds
     assert torch.equal(arrays["matrix"], report.matrix.float()) and float(arrays["matrix"].max()) > 0
     assert torch.equal(arrays["pairs"], report.pairs.float()) and arrays["tiles"].tolist() == report.tiles.tolist()
-    assert meta["group"] == plan.data.ring_of.tolist() and meta["shown"] == [0, 1, 2, 3] and meta["balance"] == report.balance
+    assert meta["group"] == plan.data.kv_coordinates.tolist() and meta["shown"] == [0, 1, 2, 3] and meta["balance"] == report.balance
     tiles = plan.data.tiles[0]
     for side, grid in (("q", tiles.queries), ("k", tiles.kv)):
         assert arrays[f"{side}_owner"].tolist() == grid.owner.tolist() and arrays[f"{side}_edges"].tolist() == grid.edges.tolist()

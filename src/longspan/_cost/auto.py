@@ -60,11 +60,11 @@ class SearchSpace:
 
     def degree(self, strategy: Strategy) -> int:
         """Number of ranks that share the heads."""
-        return 1 if strategy.ulysses is None else self.mesh.axes[strategy.ulysses].size
+        return 1 if strategy.head_axis is None else self.mesh.axes[strategy.head_axis].size
 
     def ranks(self, strategy: Strategy) -> int:
-        """Number of ranks along the ring axis."""
-        return 1 if strategy.ring is None else self.mesh.axes[strategy.ring].size
+        """Number of ranks along the KV axis."""
+        return 1 if strategy.kv_axis is None else self.mesh.axes[strategy.kv_axis].size
 
     def not_possible(self, strategy: Strategy) -> str | None:
         """Why a strategy is not possible here, or None."""
@@ -95,7 +95,7 @@ def strategies(mesh: Mesh, name: str) -> list[Strategy]:
     """The strategies of a name on a mesh, the preferred first; all of them for "auto"."""
     if len(mesh.axes) == 1:
         every = [one_axis_strategy(moves) for moves in ("exchange", "ring", "allgather")]
-        every.append(Strategy(name="ulysses", ulysses=0, ring=None, moves="none"))
+        every.append(Strategy(name="ulysses", head_axis=0, kv_axis=None, moves="none"))
     else:
         first = ulysses_axis(mesh)
         named = {"ulysses", "ring"} & {axis.name for axis in mesh.axes}
@@ -174,7 +174,7 @@ def _stage_counts(strategy: Strategy, stages: int | None) -> tuple[tuple[int | N
 
 def _estimate(space: SearchSpace, strategy: Strategy, laid_out: _LaidOut, pairs: Tensor, stages: int | None) -> Option:
     """One option. `pairs`: pairs of each unit in the heads of each member of a Ulysses group [degree, T]."""
-    placement = Placement.of(space.mesh, strategy.ulysses, strategy.ring, space.cluster.gpus_per_node)
+    placement = Placement.of(space.mesh, strategy.head_axis, strategy.kv_axis, space.cluster.gpus_per_node)
     timelines, received, joined = [], 0.0, True
     for estimate in laid_out.estimates:
         work = estimate.workload(moves=strategy.moves, placement=placement, shape=space.shape, stages=stages)
@@ -229,7 +229,7 @@ def _ordered(options: list[Option], time_exactly: TimeExactly | None, limit: int
         option = balanced[i]
         if best < float("inf") and (len(timed) >= limit or option.seconds * ratio > TIMED_WITHIN * best):
             break
-        layout = (id(option.candidate), option.strategy.ulysses)
+        layout = (id(option.candidate), option.strategy.head_axis)
         if layout in unbalanced_layouts:
             continue
         timed[i] = option.timed(time_exactly(option))

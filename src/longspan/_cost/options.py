@@ -27,7 +27,7 @@ class Option:
         forward, backward: Predicted seconds of the passes on the slowest rank.
         computing: Predicted seconds of kernels, both passes, on the busiest rank.
         imbalance: Pairs of the busiest rank over the mean, all masks together. Where `exact`, counted as in the plan's report.
-        received: KV received along the ring axis, as a share of an all-gather.
+        received: KV received along the KV axis, as a share of an all-gather.
         joined: Local KV of every mask is computed together with the KV of the only exchange.
         exact: The option was planned and timed exactly; otherwise it was estimated from owners of units.
     """

@@ -44,9 +44,9 @@ def counts(data: PlanData, table_pairs: Tensor | None = None) -> RankCounts:
 
 
 def _count(data: PlanData, table_pairs: Tensor | None) -> RankCounts:
-    ring_size, degree = len(data.groups), data.degree
+    kv_axis_size, degree = len(data.groups), data.degree
     batch, heads = data.batch or 1, data.heads or 1
-    totals = torch.zeros(2, degree, ring_size, dtype=torch.float64)
+    totals = torch.zeros(2, degree, kv_axis_size, dtype=torch.float64)
     for row, tiles in enumerate(data.tiles):
         table = tiles.table
         pairs = _pairs(data, row) if table_pairs is None else table_pairs

@@ -42,7 +42,7 @@ class _PlanCounter:
 
     def __init__(self, data: PlanData, per_node: int) -> None:
         self.data, self.shape = data, shape_of(data)
-        self.placement = Placement.of(data.mesh, data.ulysses, data.ring, per_node)
+        self.placement = Placement.of(data.mesh, data.head_axis, data.kv_axis, per_node)
         self.ranks, self.groups = data.inner[0].ranks, data.schedule.steps
         self.step_of_stage = torch.zeros(data.schedule.stages + 1, dtype=torch.int64)
         for i, stages in enumerate(self.groups):

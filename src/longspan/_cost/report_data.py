@@ -35,12 +35,12 @@ class PlanReport:
         tokens, kv_tokens: Queries and KV tokens that each rank owns.
         tiles: Tiles that each rank computes, over its heads and all batch rows [N], int64.
         pairs: (query, key) pairs in these tiles that the mask allows [N], float64.
-        received: KV tokens that each rank receives along the ring axis in each stage [stages, N].
-        allgather_tokens: KV tokens that all ranks together would receive in an all-gather along the ring axis.
+        received: KV tokens that each rank receives along the KV axis in each stage [stages, N].
+        allgather_tokens: KV tokens that all ranks together would receive in an all-gather along the KV axis.
         steps: Number of steps of a forward pass.
         in_flight, in_flight_backward: Largest number of KV tokens in buffers at once: of the step being computed and the one being fetched.
         shape, cluster: The sizes and the devices that were assumed.
-        work: The workload per rank of the ring axis.
+        work: The workload per rank of the KV axis.
         timeline: When each rank computes and waits.
         traffic: The bytes of every exchange.
     """
@@ -73,7 +73,7 @@ class PlanReport:
 
     @property
     def share(self) -> float:
-        """KV tokens received along the ring axis, as a share of an all-gather."""
+        """KV tokens received along the KV axis, as a share of an all-gather."""
         return float(self.received.sum()) / self.allgather_tokens if self.allgather_tokens else 0.0
 
     @property
@@ -181,9 +181,9 @@ def _in_flight(moves: Schedule, received: Tensor) -> int:
 def report(data: PlanData, cluster: Cluster | str | Path | None = None, conditions: Conditions | None = None) -> PlanReport:
     """The report of a plan on a cluster (h200 by default), from its block tables and its schedule."""
     profile = cluster_of(cluster)
-    ring = data.inner[0].ranks
+    kv_axis_size = data.inner[0].ranks
     work, shape, counted = of_plan(data, profile.gpus_per_node), shape_of(data), counts(data)
-    received = data.schedule.received(ring)
+    received = data.schedule.received(kv_axis_size)
     tokens = data.tokens.tolist()
     return PlanReport(
         data=data,
@@ -196,14 +196,14 @@ def report(data: PlanData, cluster: Cluster | str | Path | None = None, conditio
         kv_tokens=tuple(tokens[1]),
         tiles=counted.tiles.round().long(),
         pairs=counted.pairs,
-        received=received[:, data.ring_of],
-        allgather_tokens=data.kv_len * data.rows * (ring - 1) * data.degree,
+        received=received[:, data.kv_coordinates],
+        allgather_tokens=data.kv_len * data.rows * (kv_axis_size - 1) * data.degree,
         steps=len(data.schedule.steps) + (not data.schedule.joined),
         in_flight=_in_flight(data.schedule, received),
-        in_flight_backward=_in_flight(data.returns, data.returns.received(ring)),
+        in_flight_backward=_in_flight(data.returns, data.returns.received(kv_axis_size)),
         shape=shape,
         cluster=profile,
         work=work,
-        timeline=timeline(work, profile, conditions).select(data.ring_of),
+        timeline=timeline(work, profile, conditions).select(data.kv_coordinates),
         traffic=traffic(data, shape, work.kv_token_bytes),
     )

@@ -1,4 +1,4 @@
-"""The bytes that a plan's exchanges bring to each rank of the mesh: Ulysses transposes, and KV and gradients along the ring axis.
+"""The bytes that a plan's exchanges bring to each rank of the mesh: Ulysses transposes, and KV and gradients along the KV axis.
 
 Counted as the engine sends them, without local data: tensors in the inputs' dtype, log-sum-exp in 4 bytes, partial gradients of KV in the
 plan's `grad_reduce_dtype`. Values are assumed to be as wide as keys. Not counted: control messages, and the gradient of a log-sum-exp that
@@ -43,16 +43,17 @@ class _TransposeBytes:
 
 
 def traffic(data: PlanData, shape: Shape, kv_token_bytes: int) -> Traffic:
-    """The traffic of a plan. `kv_token_bytes`: of K and V of one token as they move along the ring axis."""
+    """The traffic of a plan. `kv_token_bytes`: of K and V of one token as they move along the KV axis."""
     groups, degree = data.groups, data.degree
-    ring_size, ring_of = len(groups), data.ring_of
+    kv_axis_size, kv_coordinates = len(groups), data.kv_coordinates
     forward, received_again, grads = (
-        tokens(ring_size)[:, ring_of] * kv_token_bytes for tokens in (data.schedule.received, data.returns.received, data.returns.sent)
+        tokens(kv_axis_size)[:, kv_coordinates] * kv_token_bytes
+        for tokens in (data.schedule.received, data.returns.received, data.returns.sent)
     )
     backward = received_again + grads * shape.grad_element // shape.element
     names = tuple(f"stage {i + 1}" for i in range(data.schedule.stages))
     matrix = torch.zeros(data.mesh.size, data.mesh.size, dtype=torch.int64)
-    kv_matrix = _tokens_between(data, ring_size) * kv_token_bytes
+    kv_matrix = _tokens_between(data, kv_axis_size) * kv_token_bytes
     for members in groups.T:
         matrix[members[:, None], members] = kv_matrix
     if degree == 1:
@@ -77,7 +78,7 @@ def traffic(data: PlanData, shape: Shape, kv_token_bytes: int) -> Traffic:
 
 
 def _tokens_between(data: PlanData, ranks: int) -> Tensor:
-    """KV tokens from each rank of the ring axis (row) to each (column) [ranks, ranks]."""
+    """KV tokens from each rank of the KV axis (row) to each (column) [ranks, ranks]."""
     s = data.schedule
     return torch.zeros(ranks * ranks, dtype=torch.int64).index_add_(0, s.source * ranks + s.receiver, s.length).view(ranks, ranks)
 

@@ -1,6 +1,6 @@
 """What each rank has to do, step by step: tiles to compute, KV to receive and to send.
 
-Legend: R ranks of the ring axis (or some of them), K + 1 steps, T KV tiles. Step 0 is over local KV; it is empty where the schedule is
+Legend: R ranks of the KV axis (or some of them), K + 1 steps, T KV tiles. Step 0 is over local KV; it is empty where the schedule is
 joined. Backward has one more step, at the end, where local KV is computed in two parts: before the KV that arrives and after it.
 """
 
@@ -34,7 +34,7 @@ class Workload:
     """The work of R ranks in K + 1 steps. Tensors are float64.
 
     Attributes:
-        ranks: Ranks of the ring axis; `rank` [R] says which of them these are.
+        ranks: Ranks of the KV axis; `rank` [R] says which of them these are.
         degree: Ranks that share the heads.
         query_tiles: Query tiles times heads and batch rows that a rank computes for [R], or in each step [R, K + 1].
         full, partial: Tiles times heads and batch rows of each step [R, K + 1].
@@ -94,7 +94,7 @@ class Workload:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of K and V of one token as they move along the ring axis."""
+        """Bytes of K and V of one token as they move along the KV axis."""
         s = self.shape
         return 2 * self.scale * s.kv_heads_of(self.degree) * s.head_dim * s.element
 
@@ -188,11 +188,11 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where ranks are: rank j of the ring axis is device j · stride.
+    """Where ranks are: rank j of the KV axis is device j · stride.
 
     Attributes:
         per_node: Devices per node.
-        stride: Devices between neighbours of the ring axis.
+        stride: Devices between neighbours of the KV axis.
         degree: Members of a Ulysses group.
         member_stride: Devices between neighbours of a Ulysses group.
     """
@@ -203,19 +203,19 @@ class Placement:
     member_stride: int = 1
 
     @classmethod
-    def of(cls, mesh: Mesh, ulysses: int | None, ring: int | None, per_node: int) -> Placement:
+    def of(cls, mesh: Mesh, head_axis: int | None, kv_axis: int | None, per_node: int) -> Placement:
         """The placement of a mesh whose devices are numbered in row-major order."""
         sizes = [axis.size for axis in mesh.axes]
         strides = [sizes[1], 1] if len(sizes) == 2 else [1]
         return cls(
             per_node=per_node,
-            stride=1 if ring is None else strides[ring],
-            degree=1 if ulysses is None else sizes[ulysses],
-            member_stride=1 if ulysses is None else strides[ulysses],
+            stride=1 if kv_axis is None else strides[kv_axis],
+            degree=1 if head_axis is None else sizes[head_axis],
+            member_stride=1 if head_axis is None else strides[head_axis],
         )
 
     def node(self, rank: Tensor) -> Tensor:
-        """The node of each rank of the ring axis."""
+        """The node of each rank of the KV axis."""
         return rank * self.stride // self.per_node
 
     @property

@@ -80,7 +80,7 @@ class KVExchange:
         what: str,
         agreement: Agreement,
     ) -> None:
-        """group: the ring axis, None where no step has exchanges. what: the pass, for error messages."""
+        """group: the KV axis, None where no step has exchanges. what: the pass, for error messages."""
         self.k, self.v = kv
         self.group, self.steps, self.format, self._agreement = group, steps, fmt, agreement
         self.width = self.k.shape[3] + self.v.shape[3]

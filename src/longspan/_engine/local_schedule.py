@@ -28,7 +28,7 @@ class StageExchange:
     Attributes:
         what: The stages in words, for error messages.
         start, stop: The rows of the step's buffer that are received.
-        recv_counts, send_counts: Rows received from and sent to each rank of the ring axis.
+        recv_counts, send_counts: Rows received from and sent to each rank of the KV axis.
         sent: All local rows that are sent, ordered by receiver.
         sent_to: The local rows sent to each rank.
     """

@@ -49,7 +49,7 @@ class _ScheduleBuilder:
     def __init__(self, plan: PlanData, options: ScheduleOptions) -> None:
         self.plan, self.options = plan, options
         self.moves = plan.returns if options.backward else plan.schedule
-        self.rank = 0 if plan.ring is None else plan.mesh.coordinate[plan.ring]
+        self.rank = 0 if plan.kv_axis is None else plan.mesh.coordinate[plan.kv_axis]
         self.ranks = plan.inner[0].ranks
         self.local_rows = plan.inner[1].local_len(self.rank)
         self.rows = plan_cache.tiles(plan, options.block)

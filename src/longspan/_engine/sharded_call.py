@@ -42,12 +42,12 @@ class ShardedCall:
     def transpose(self) -> UlyssesTranspose | None:
         """The Ulysses transpose around the call; None where ranks do not share heads."""
         plan = self.plan
-        if plan.ulysses is None or plan.degree == 1:
+        if plan.head_axis is None or plan.degree == 1:
             return None
         members = next(group for group in plan.groups.tolist() if plan.mesh.rank in group)
         lengths, kv_lengths = (tuple(layout.local_len(r) for r in members) for layout in plan.layouts)
         return UlyssesTranspose(
-            group=plan.mesh.group(plan.ulysses), lengths=lengths, kv_lengths=kv_lengths, heads=self.heads, kv_heads=self.kv_heads
+            group=plan.mesh.group(plan.head_axis), lengths=lengths, kv_lengths=kv_lengths, heads=self.heads, kv_heads=self.kv_heads
         )
 
     def work(self, tiles: StepTiles, device: torch.device, row: int, *, backward: bool, concurrent: bool = False) -> Work:
@@ -108,8 +108,8 @@ class ShardedCall:
         two_buffers = separate and bool(first.exchanges) and not per_batch_row and capabilities.two_kv_buffers
         group = None
         if any(step.exchanges for step in schedule.steps):
-            assert self.plan.ring is not None
-            group = self.plan.mesh.group(self.plan.ring)
+            assert self.plan.kv_axis is not None
+            group = self.plan.mesh.group(self.plan.kv_axis)
         fmt = KVFormat(separate=separate, per_batch_row=per_batch_row, two_buffers=two_buffers)
         return KVExchange(group, (k, v), schedule.steps, fmt, "backward" if backward else "forward", self.agreement)
 

@@ -35,7 +35,7 @@ class KVReads:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of the ring axis."""
+        """Number of ranks of the KV axis."""
         return self.read.shape[0]
 
     @cached_property

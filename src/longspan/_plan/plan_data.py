@@ -56,7 +56,7 @@ class MaskTiling:
 
     Attributes:
         mask: The mask.
-        layouts: Layouts of queries and of KV over the ring axis.
+        layouts: Layouts of queries and of KV over the KV axis.
         batch, heads: Sizes of the calls to come, 1 where unknown.
     """
 
@@ -101,12 +101,12 @@ class MaskTiling:
 class PlanData:
     """All that a plan says. Sizes that were not given are None and not checked.
 
-    Heads and tokens are transposed over the mesh axis `ulysses`. Afterwards each rank along the axis `ring` holds the tokens of a whole
-    Ulysses group and exchanges KV by the schedule. Either axis may be None.
+    Heads and tokens are transposed over the mesh axis `head_axis`. Afterwards each rank along the mesh axis `kv_axis` holds the tokens of a
+    whole Ulysses group and exchanges KV by the schedule. Either axis may be None.
 
     Attributes:
         layouts: Layouts of queries and of KV over all ranks of the mesh.
-        tiling: The mask over the layouts of the ring axis, that is after the Ulysses transpose.
+        tiling: The mask over the layouts of the KV axis, that is after the Ulysses transpose.
         tiles: `tiling` in tiles of BLOCK_SIZE tokens, one entry per batch row that is laid out differently.
         schedule: The KV moves of the forward pass.
         returns: The KV moves of the backward pass, and in reverse those of partial gradients: the tokens of `schedule` that their receiver
@@ -123,8 +123,8 @@ class PlanData:
     tiles: tuple[TiledRow, ...]
     schedule: Schedule
     returns: Schedule
-    ulysses: int | None = None
-    ring: int | None = None
+    head_axis: int | None = None
+    kv_axis: int | None = None
     layout: str
     strategy: str
     batch: int | None = None
@@ -136,7 +136,7 @@ class PlanData:
     @property
     def degree(self) -> int:
         """Number of ranks that share the heads of one attention."""
-        return 1 if self.ulysses is None else self.mesh.axes[self.ulysses].size
+        return 1 if self.head_axis is None else self.mesh.axes[self.head_axis].size
 
     @property
     def rows(self) -> int:
@@ -145,17 +145,17 @@ class PlanData:
 
     @property
     def inner(self) -> tuple[Layout, Layout]:
-        """Layouts of queries and of KV over the ring axis."""
+        """Layouts of queries and of KV over the KV axis."""
         return self.tiling.layouts
 
     @property
     def groups(self) -> Tensor:
-        """The mesh's ranks [ring, degree]: row i is the Ulysses group at coordinate i of the ring axis."""
-        return ulysses_groups(self.mesh, self.ulysses)
+        """The mesh's ranks [KV axis, degree]: row i is the Ulysses group at coordinate i of the KV axis."""
+        return ulysses_groups(self.mesh, self.head_axis)
 
     @property
-    def ring_of(self) -> Tensor:
-        """The ring coordinate of each rank of the mesh [N]."""
+    def kv_coordinates(self) -> Tensor:
+        """The KV-axis coordinate of each rank of the mesh [N]."""
         groups = self.groups
         return torch.empty(self.mesh.size, dtype=torch.int64).index_copy_(
             0, groups.reshape(-1), torch.arange(len(groups)).repeat_interleave(groups.shape[1])
@@ -184,20 +184,26 @@ class PlanData:
         """What ranks compare: everything but this rank's coordinate."""
         m = self.mask
         sizes = (self.q_len, self.kv_len, self.batch, self.heads, self.kv_heads, self.head_dim, BLOCK_SIZE, self.grad_reduce_dtype)
-        texts = [str(sizes), str(self.mesh.axes), str((self.ulysses, self.ring)), m.program.key if m.program else "", self.schedule.digest]
+        texts = [
+            str(sizes),
+            str(self.mesh.axes),
+            str((self.head_axis, self.kv_axis)),
+            m.program.key if m.program else "",
+            self.schedule.digest,
+        ]
         return digest_of([*texts, *(layout.digest for layout in self.layouts), *m.captured])
 
 
-def inner_layout(layout: Layout, mesh: Mesh, ulysses: int | None) -> Layout:
-    """The layout over the ring axis: each Ulysses group as one rank."""
-    if ulysses is None:
+def inner_layout(layout: Layout, mesh: Mesh, head_axis: int | None) -> Layout:
+    """The layout over the KV axis: each Ulysses group as one rank."""
+    if head_axis is None:
         return layout
-    return layout.merged(ulysses_groups(mesh, ulysses).tolist())
+    return layout.merged(ulysses_groups(mesh, head_axis).tolist())
 
 
-def ulysses_groups(mesh: Mesh, ulysses: int | None) -> Tensor:
+def ulysses_groups(mesh: Mesh, head_axis: int | None) -> Tensor:
     """Ranks of the mesh by Ulysses group [groups, members]; groups of one where no axis shares heads."""
-    if ulysses is None:
+    if head_axis is None:
         return torch.arange(mesh.size)[:, None]
     sizes = [axis.size for axis in mesh.axes]
-    return torch.arange(mesh.size).view(sizes).movedim(ulysses, -1).reshape(-1, sizes[ulysses])
+    return torch.arange(mesh.size).view(sizes).movedim(head_axis, -1).reshape(-1, sizes[head_axis])

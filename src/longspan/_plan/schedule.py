@@ -26,7 +26,7 @@ class Schedule:
     """The KV moves of one attention, as six int64 columns with one entry per move.
 
     Move i: in stage stage[i], rank receiver[i] receives positions start[i] … start[i] + length[i] − 1 of batch row row[i] from rank
-    source[i]. Moves are sorted by (stage, receiver, source, row, start). Ranks are those of the ring axis.
+    source[i]. Moves are sorted by (stage, receiver, source, row, start). Ranks are those of the KV axis.
 
     Attributes:
         name: The strategy's name.

@@ -22,18 +22,18 @@ class Strategy:
 
     Attributes:
         name: The name that users give.
-        ulysses: Index of the mesh axis over which heads and tokens are transposed, or None.
-        ring: Index of the mesh axis along which KV moves, or None.
-        moves: How KV moves along the ring axis; "none" without such an axis.
+        head_axis: Index of the mesh axis over which heads and tokens are transposed, or None.
+        kv_axis: Index of the mesh axis along which KV moves, or None.
+        moves: How KV moves along the KV axis; "none" without such an axis.
     """
 
     name: str
-    ulysses: int | None
-    ring: int | None
+    head_axis: int | None
+    kv_axis: int | None
     moves: Moves
 
     def stages(self, ranks: int) -> int | None:
-        """Number of stages along a ring axis of `ranks` ranks; None where any number is possible."""
+        """Number of stages along a KV axis of `ranks` ranks; None where any number is possible."""
         return {"ring": ranks - 1, "allgather": min(1, ranks - 1), "none": 0}.get(self.moves)
 
 
@@ -56,7 +56,7 @@ def strategy_for(name: str, mesh: Mesh) -> Strategy:
             f"strategy {name!r} runs over one axis; got two: {axes}. Pass one of them (mesh[{mesh.axes[0].name!r}]) or use 'ulysses_ring'"
         )
     if name == "ulysses":
-        return Strategy(name=name, ulysses=0, ring=None, moves="none")
+        return Strategy(name=name, head_axis=0, kv_axis=None, moves="none")
     if not needs_two_axes:
         return one_axis_strategy(name)
     return two_axis_strategy(name.removeprefix("ulysses_"), ulysses_axis(mesh))
@@ -64,12 +64,12 @@ def strategy_for(name: str, mesh: Mesh) -> Strategy:
 
 def one_axis_strategy(moves: str) -> Strategy:
     """KV moves along the only axis of a mesh; heads are not shared."""
-    return Strategy(name=moves, ulysses=None, ring=0, moves=moves)  # type: ignore[arg-type]
+    return Strategy(name=moves, head_axis=None, kv_axis=0, moves=moves)  # type: ignore[arg-type]
 
 
-def two_axis_strategy(moves: str, ulysses: int) -> Strategy:
-    """Heads are shared along axis `ulysses`; KV moves along the other axis."""
-    return Strategy(name=f"ulysses_{moves}", ulysses=ulysses, ring=1 - ulysses, moves=moves)  # type: ignore[arg-type]
+def two_axis_strategy(moves: str, head_axis: int) -> Strategy:
+    """Heads are shared along axis `head_axis`; KV moves along the other axis."""
+    return Strategy(name=f"ulysses_{moves}", head_axis=head_axis, kv_axis=1 - head_axis, moves=moves)  # type: ignore[arg-type]
 
 
 def ulysses_axis(mesh: Mesh) -> int:

@@ -17,7 +17,7 @@ class TileGrid:
     """The queries or the KV of one batch row in T tiles; tile t holds positions edges[t] … edges[t + 1] − 1.
 
     Attributes:
-        layout: Layout over the ring axis.
+        layout: Layout over the KV axis.
         block: Tokens per tile; tiles at the ends of segments are shorter.
         edges: Global positions where tiles begin, and the sequence's length [T + 1], int64.
         owner: Rank that holds each tile [T], int64.

@@ -33,7 +33,7 @@ class Choice:
     Attributes:
         strategy: The strategy on the mesh.
         stages: Number of stages; None for the strategy's default.
-        layout: Layout over the ring axis, where `auto` has chosen it; None for the request's own.
+        layout: Layout over the KV axis, where `auto` has chosen it; None for the request's own.
     """
 
     strategy: Strategy
@@ -103,7 +103,7 @@ class PlanBuilder:
         """The plans of an option, built and timed. The winner's plans are taken from here."""
         choice = self._choice_of(option)
         built = self._built[choice] = self._build(choice)
-        where = (choice.layout, choice.strategy.ulysses)  # decides who computes which pair; stages do not
+        where = (choice.layout, choice.strategy.head_axis)  # decides who computes which pair; stages do not
         if where not in self._imbalance:
             pairs = [counts(plan.data, work.pairs_in(plan.data.tiles)).pairs for work, plan in zip(self.works, built, strict=True)]
             self._imbalance[where] = balance_of(torch.stack(pairs).sum(0))
@@ -118,9 +118,9 @@ class PlanBuilder:
 
     def _check_heads(self, strategy: Strategy) -> None:
         heads, kv_heads = self.request.sizes.heads, self.request.sizes.kv_heads
-        if strategy.ulysses is None or heads is None:
+        if strategy.head_axis is None or heads is None:
             return
-        reason = ulysses_error(self.request.mesh.axes[strategy.ulysses].size, heads, kv_heads or heads)
+        reason = ulysses_error(self.request.mesh.axes[strategy.head_axis].size, heads, kv_heads or heads)
         if reason:
             raise ValueError(f"strategy {strategy.name!r}: {reason}. Use 'exchange' or 'ring', or a mesh with another Ulysses degree")
 
@@ -128,7 +128,7 @@ class PlanBuilder:
         """Raises ValueError where the strategy or the schedule has another number of stages than was asked for."""
         request = self.request
         custom = request.strategy if isinstance(request.strategy, Schedule) else None
-        stages = strategy.stages(self._ring_size(strategy)) if custom is None else custom.stages
+        stages = strategy.stages(self._kv_axis_size(strategy)) if custom is None else custom.stages
         if request.stages is None or stages is None or stages == request.stages:
             return
         if custom is not None:
@@ -141,15 +141,15 @@ class PlanBuilder:
 
     # -------------------------------------------------------------------------------------------------------------- the plans
 
-    def _ring_size(self, strategy: Strategy) -> int:
-        return 1 if strategy.ring is None else self.request.mesh.axes[strategy.ring].size
+    def _kv_axis_size(self, strategy: Strategy) -> int:
+        return 1 if strategy.kv_axis is None else self.request.mesh.axes[strategy.kv_axis].size
 
     def _build(self, choice: Choice) -> list[BuiltPlan]:
         """The plans of a choice, one per mask."""
-        request, ulysses = self.request, choice.strategy.ulysses
+        request, head_axis = self.request, choice.strategy.head_axis
         layouts = self.layouts.over_mesh(choice.strategy, choice.layout)
-        queries = inner_layout(layouts[0], request.mesh, ulysses)
-        inner = (queries, queries if layouts[1] is layouts[0] else inner_layout(layouts[1], request.mesh, ulysses))
+        queries = inner_layout(layouts[0], request.mesh, head_axis)
+        inner = (queries, queries if layouts[1] is layouts[0] else inner_layout(layouts[1], request.mesh, head_axis))
         return [self._build_one(work, choice, layouts, inner) for work in self.works]
 
     def _build_one(
@@ -169,8 +169,8 @@ class PlanBuilder:
             tiles=tiles,
             schedule=schedule,
             returns=returns,
-            ulysses=choice.strategy.ulysses,
-            ring=choice.strategy.ring,
+            head_axis=choice.strategy.head_axis,
+            kv_axis=choice.strategy.kv_axis,
             layout=request.layout if isinstance(request.layout, str) else "given",
             strategy=request.strategy.name if isinstance(request.strategy, Schedule) else choice.strategy.name,
             batch=request.sizes.batch,
@@ -183,7 +183,7 @@ class PlanBuilder:
 
     def _schedules(self, choice: Choice, tiles: Sequence[TiledRow]) -> tuple[Schedule, Schedule]:
         """The KV moves of forward and of backward."""
-        ranks = self._ring_size(choice.strategy)
+        ranks = self._kv_axis_size(choice.strategy)
         if ranks == 1:
             nothing = kv_moves.no_moves()
             return nothing, nothing
@@ -199,7 +199,7 @@ class PlanBuilder:
             return kv_moves.ring(needs, step_tokens=schedules.STAGE_TOKENS)
         if choice.strategy.moves == "allgather":
             return kv_moves.allgather(needs)
-        shard_tokens = -(-self.request.kv_len // self._ring_size(choice.strategy)) * len(needs)
+        shard_tokens = -(-self.request.kv_len // self._kv_axis_size(choice.strategy)) * len(needs)
         return kv_moves.exchange(needs, stage_tokens=max(shard_tokens, schedules.STAGE_TOKENS), stages=choice.stages)
 
     def _overlapped(self, data: PlanData) -> BuiltPlan:

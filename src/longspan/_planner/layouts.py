@@ -1,4 +1,4 @@
-"""The layouts of a request by name, over the ranks of the ring axis or of the whole mesh."""
+"""The layouts of a request by name, over the ranks of the KV axis or of the whole mesh."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class RequestLayouts:
         self.request, self.works = request, works
 
     def over_mesh(self, strategy: Strategy, chosen: Layout | None) -> tuple[Layout, Layout]:
-        """Layouts over all ranks of the mesh. `chosen`: the layout over the ring axis, where `auto` has chosen it."""
+        """Layouts over all ranks of the mesh. `chosen`: the layout over the KV axis, where `auto` has chosen it."""
         request = self.request
         if isinstance(request.layout, tuple):
             return request.layout
-        ranks = 1 if strategy.ring is None else request.mesh.axes[strategy.ring].size
+        ranks = 1 if strategy.kv_axis is None else request.mesh.axes[strategy.kv_axis].size
         if chosen is not None:
             queries = kv = chosen
         elif request.q_len == request.kv_len:
             queries = kv = self._self_attention(request.layout, ranks)
         else:
             queries, kv = self._cross_attention(request.layout, ranks)
-        if strategy.ulysses is None:
+        if strategy.head_axis is None:
             return queries, kv
-        groups = ulysses_groups(request.mesh, strategy.ulysses).tolist()
+        groups = ulysses_groups(request.mesh, strategy.head_axis).tolist()
         split = named_layouts.split(queries, groups)
         return split, split if kv is queries else named_layouts.split(kv, groups)
 

@@ -67,7 +67,7 @@ class Plan(PlanHandle):
 
     @property
     def schedule(self) -> Schedule:
-        """The KV moves of the forward pass, along the ring axis."""
+        """The KV moves of the forward pass, along the KV axis."""
         return self.data.schedule
 
     @property

@@ -24,11 +24,11 @@ def figure(report: PlanReport, path: str | Path | None = None) -> Any:
     drawing = Figure(figsize=(13, 6), layout="constrained")
     grid_axes, work_axes, time_axes = drawing.subplot_mosaic([["grid", "work"], ["grid", "time"]], width_ratios=[1, 1.1]).values()
     drawing.suptitle(report.plan, parse_math=False)
-    ring_of = report.data.ring_of
+    kv_coordinates = report.data.kv_coordinates
     # Steps of the golden ratio keep the colours of neighbouring ranks far apart.
-    colours = colormaps["turbo"]((torch.arange(int(ring_of.max()) + 1).double() * 0.618034 % 1).tolist())
+    colours = colormaps["turbo"]((torch.arange(int(kv_coordinates.max()) + 1).double() * 0.618034 % 1).tolist())
     _draw_grid(grid_axes, report.data, colours)
-    work_axes.bar(range(report.ranks), (report.pairs / report.pairs.mean().clamp(min=1)).tolist(), color=colours[ring_of.tolist()])
+    work_axes.bar(range(report.ranks), (report.pairs / report.pairs.mean().clamp(min=1)).tolist(), color=colours[kv_coordinates.tolist()])
     work_axes.axhline(1, color="grey", linewidth=0.8)
     work_axes.set(xlabel="rank", ylabel="work over the mean", title=f"busiest rank {report.balance:.3f} × the mean")
     _draw_timeline(time_axes, report)

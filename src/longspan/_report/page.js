@@ -58,7 +58,7 @@ function drawGrid() {
   g.fillText(`queries ${fmt(Math.round(view.y))} – ${fmt(Math.round(Math.min(meta.q_len, view.y + view.h)))}, keys ${fmt(Math.round(view.x))} – ${fmt(Math.round(Math.min(meta.kv_len, view.x + view.w)))}`, 8, H - 8);
   grid.dataset.view = [view.x, view.y, view.w, view.h].map((v) => Math.round(v)).join(" ");
 }
-// Tiles are owned by ranks of the ring axis: single ranks, or Ulysses groups in which each rank computes some of the heads.
+// Tiles are owned by ranks of the KV axis: single ranks, or Ulysses groups in which each rank computes some of the heads.
 const members = []; meta.group.forEach((g, r) => (members[g] ||= []).push(r));
 const listed = (ranks) => ranks.length > 8 ? ranks.slice(0, 4).join(", ") + ", … " + ranks[ranks.length - 1] : ranks.join(", ");
 const who = (owner) => meta.degree > 1 ? `ranks ${listed(members[owner])} (each some heads)` : `rank ${owner}`;

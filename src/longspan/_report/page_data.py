@@ -30,7 +30,7 @@ def metadata(report: PlanReport) -> dict[str, Any]:
         "kv_len": data.kv_len,
         "ranks": report.ranks,
         "degree": data.degree,
-        "group": data.ring_of.tolist(),
+        "group": data.kv_coordinates.tolist(),
         "stages": len(report.received),
         "steps": report.work.steps,
         "split_local": report.work.halves is not None,  # the last step is the second part of local KV, in backward only
@@ -83,7 +83,7 @@ def _times(name: str, one: PassTimes, shown: Tensor) -> dict[str, Tensor]:
 
 
 def _arrivals(data: PlanData) -> dict[str, Tensor]:
-    """The step in which KV tiles arrive at each rank of the ring axis, as runs sorted by tile.
+    """The step in which KV tiles arrive at each rank of the KV axis, as runs sorted by tile.
 
     Rank r has runs step_ptr[r] … step_ptr[r + 1] − 1; run i brings tiles step_first[i] … step_end[i] − 1 in step step_value[i].
     """

@@ -41,7 +41,7 @@ class ModelPlans(PlanSet):
         with self._lock:
             if window not in self._windows:
                 name = window_name(window, len(self._windows))
-                strategy = full.strategy if full.data.ulysses is not None else "auto"
+                strategy = full.strategy if full.data.head_axis is not None else "auto"
                 options = {**self._options, "layout": full.layout, "strategy": strategy}
                 self._plans[name] = plan(self._mask & sliding_window(window), full.data.q_len, full.mesh, **options)
                 self._windows[window] = name
