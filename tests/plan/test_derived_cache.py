@@ -63,7 +63,7 @@ def test_threads_that_share_a_plan_derive_a_value_once() -> None:
 def test_plan_data_cannot_be_changed() -> None:
     plan = plan_data()
     with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.schedule = plan.returns  # type: ignore[misc]
+        plan.schedule = plan.backward_schedule  # type: ignore[misc]
 
 
 def test_running_a_plan_does_not_make_it_larger() -> None:

@@ -101,7 +101,7 @@ def test_sent_tokens_are_expected_and_an_exchange_moves_only_tokens_that_are_rea
             expected[stage, :, rank] += torch.tensor(exchange.recv_counts)
     assert torch.equal(sent, expected)
     if options["strategy"] == "exchange":
-        assert data.returns is schedule
+        assert data.backward_schedule is schedule
         assert all(bool(read[moved > 0].all()) for read, moved in _read_and_moved(data, schedule))
 
 
@@ -123,16 +123,16 @@ def _read_and_moved(data: Any, schedule: Any) -> Iterator[tuple[torch.Tensor, to
 def test_backward_moves_the_tokens_of_forward_that_are_read(args: Any) -> None:
     options, mask, length, ranks = args
     data = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options).data
-    again = data.returns
-    assert replace(again, read=not again.read).digest != again.digest  # ranks that would not move the same do not agree
-    assert (again.stages, again.steps, again.joined) == (data.schedule.stages, data.schedule.steps, data.schedule.joined)
-    for (read, moved), (_, returned) in zip(*(_read_and_moved(data, s) for s in (data.schedule, again)), strict=True):
+    backward = data.backward_schedule
+    assert replace(backward, read=not backward.read).digest != backward.digest  # ranks that would not move the same do not agree
+    assert (backward.stages, backward.steps, backward.joined) == (data.schedule.stages, data.schedule.steps, data.schedule.joined)
+    for (read, moved), (_, returned) in zip(*(_read_and_moved(data, s) for s in (data.schedule, backward)), strict=True):
         assert torch.equal(returned, moved * read)
-    assert bool((again.received(ranks) <= data.schedule.received(ranks)).all())
+    assert bool((backward.received(ranks) <= data.schedule.received(ranks)).all())
     for rank in range(ranks):
         mine = Plan(data).on(ls.Mesh.abstract(ranks, rank=rank)).data
         steps = local_schedule(mine, ScheduleOptions(block=(128, 128), backward=True)).steps
-        assert all(step.exchanges for step in steps[1:]) and sum(len(step.exchanges) for step in steps) == len(again.stage.unique())
+        assert all(step.exchanges for step in steps[1:]) and sum(len(step.exchanges) for step in steps) == len(backward.stage.unique())
 
 
 @settings(max_examples=50)
@@ -215,7 +215,7 @@ def test_ranks_make_the_same_plan_and_pickling_keeps_it(args: Any) -> None:
     options, mask, length, ranks = args
     plans = [ls.plan(mask, length, ls.Mesh.abstract(ranks, rank=r), batch=2, heads=3, **options) for r in {0, ranks - 1}]
     assert len({p.digest for p in plans}) == 1
-    again = pickle.loads(pickle.dumps(plans[-1]))
-    assert again.digest == plans[-1].digest
-    assert torch.equal(again.positions, plans[-1].positions)
-    assert str(again.report()) == str(plans[-1].report())
+    unpickled = pickle.loads(pickle.dumps(plans[-1]))
+    assert unpickled.digest == plans[-1].digest
+    assert torch.equal(unpickled.positions, plans[-1].positions)
+    assert str(unpickled.report()) == str(plans[-1].report())

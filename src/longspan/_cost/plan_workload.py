@@ -139,7 +139,7 @@ class _PlanCounter:
         return tuple((pair[a:b] // ranks, pair[a:b] % ranks) for a, b in pairwise(edges))
 
     def _backward_moves(self) -> BackwardMoves | None:
-        moves = self.data.returns
+        moves = self.data.backward_schedule
         if moves is self.data.schedule and int(moves.carried.sum()) == moves.stages:
             return None
         received, sent, gathered = self._moved(moves)

@@ -48,7 +48,7 @@ def traffic(data: PlanData, shape: Shape, kv_token_bytes: int) -> Traffic:
     kv_axis_size, kv_coordinates = len(groups), data.kv_coordinates
     forward, received_again, grads = (
         tokens(kv_axis_size)[:, kv_coordinates] * kv_token_bytes
-        for tokens in (data.schedule.received, data.returns.received, data.returns.sent)
+        for tokens in (data.schedule.received, data.backward_schedule.received, data.backward_schedule.sent)
     )
     backward = received_again + grads * shape.grad_element // shape.element
     names = tuple(f"stage {i + 1}" for i in range(data.schedule.stages))

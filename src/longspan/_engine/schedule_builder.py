@@ -24,7 +24,8 @@ class ScheduleOptions:
     Attributes:
         block: Tile size (queries, KV).
         heads: First query head and one past the last, where the rank computes some heads only; None for all.
-        backward: Only KV that a rank reads is received (`PlanData.returns`), and stages in which nothing moves on any rank are left out.
+        backward: Only KV that a rank reads is received (`PlanData.backward_schedule`), and stages in which nothing moves on any rank are
+            left out.
         merge_stages: All stages of a step are one exchange.
         split_bytes: Of a backward pass, (bytes of a KV element, bytes of a gradient element in flight). The local KV is then split between
             tiles into a first and a last step, in proportion to the transfers that each overlaps with (`late_share`). It stays in one
@@ -40,7 +41,7 @@ class ScheduleOptions:
 
 def local_schedule(plan: PlanData, options: ScheduleOptions) -> LocalSchedule:
     """This rank's schedule, cached. One object for both passes where the backward pass moves what the forward pass does."""
-    if options.backward and plan.returns is plan.schedule and int(plan.schedule.carried.sum()) == plan.schedule.stages:
+    if options.backward and plan.backward_schedule is plan.schedule and int(plan.schedule.carried.sum()) == plan.schedule.stages:
         options = replace(options, backward=False)
     return plan_cache.schedule(plan, options, lambda: _ScheduleBuilder(plan, options).build())
 
@@ -48,7 +49,7 @@ def local_schedule(plan: PlanData, options: ScheduleOptions) -> LocalSchedule:
 class _ScheduleBuilder:
     def __init__(self, plan: PlanData, options: ScheduleOptions) -> None:
         self.plan, self.options = plan, options
-        self.moves = plan.returns if options.backward else plan.schedule
+        self.moves = plan.backward_schedule if options.backward else plan.schedule
         self.rank = 0 if plan.kv_axis is None else plan.mesh.coordinate[plan.kv_axis]
         self.ranks = plan.inner[0].ranks
         self.local_rows = plan.inner[1].local_len(self.rank)

@@ -109,8 +109,8 @@ class PlanData:
         tiling: The mask over the layouts of the KV axis, that is after the Ulysses transpose.
         tiles: `tiling` in tiles of BLOCK_SIZE tokens, one entry per batch row that is laid out differently.
         schedule: The KV moves of the forward pass.
-        returns: The KV moves of the backward pass, and in reverse those of partial gradients: the tokens of `schedule` that their receiver
-            reads. The same object as `schedule` where nothing is left out.
+        backward_schedule: The KV moves of the backward pass: those tokens of `schedule` that their receiver reads. Partial gradients move
+            in reverse, from receiver to source. The same object as `schedule` where nothing is left out.
         grad_reduce_dtype: The dtype in which partial gradients are sent, if one was given.
     """
 
@@ -122,7 +122,7 @@ class PlanData:
     tiling: MaskTiling
     tiles: tuple[TiledRow, ...]
     schedule: Schedule
-    returns: Schedule
+    backward_schedule: Schedule
     head_axis: int | None = None
     kv_axis: int | None = None
     layout: str
@@ -176,8 +176,8 @@ class PlanData:
         if joined == self.schedule.joined:
             return self
         schedule = replace(self.schedule, joined=joined)
-        returns = schedule if self.returns is self.schedule else replace(self.returns, joined=joined)
-        return replace(self, schedule=schedule, returns=returns)
+        backward_schedule = schedule if self.backward_schedule is self.schedule else replace(self.backward_schedule, joined=joined)
+        return replace(self, schedule=schedule, backward_schedule=backward_schedule)
 
     @cached_property
     def digest(self) -> str:

@@ -158,7 +158,7 @@ class PlanBuilder:
         request = self.request
         tiling = MaskTiling(mask=work.mask, layouts=inner, batch=work.batch, heads=work.heads)
         tiles = work.tiles(tiling)
-        schedule, returns = self._schedules(choice, tiles)
+        schedule, backward_schedule = self._schedules(choice, tiles)
         data = PlanData(
             mask=work.mask,
             q_len=request.q_len,
@@ -168,7 +168,7 @@ class PlanBuilder:
             tiling=tiling,
             tiles=tiles,
             schedule=schedule,
-            returns=returns,
+            backward_schedule=backward_schedule,
             head_axis=choice.strategy.head_axis,
             kv_axis=choice.strategy.kv_axis,
             layout=request.layout if isinstance(request.layout, str) else "given",
@@ -182,7 +182,7 @@ class PlanBuilder:
         return self._overlapped(data)
 
     def _schedules(self, choice: Choice, tiles: Sequence[TiledRow]) -> tuple[Schedule, Schedule]:
-        """The KV moves of forward and of backward."""
+        """The KV moves of the forward and of the backward pass."""
         ranks = self._kv_axis_size(choice.strategy)
         if ranks == 1:
             nothing = kv_moves.no_moves()
