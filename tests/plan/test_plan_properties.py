@@ -124,7 +124,9 @@ def test_backward_moves_the_tokens_of_forward_that_are_read(args: Any) -> None:
     options, mask, length, ranks = args
     data = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options).data
     backward = data.backward_schedule
-    assert replace(backward, read=not backward.read).digest != backward.digest  # ranks that would not move the same do not agree
+    assert (
+        replace(backward, only_read_kv=not backward.only_read_kv).digest != backward.digest
+    )  # ranks that would not move the same do not agree
     assert (backward.stages, backward.steps, backward.joined) == (data.schedule.stages, data.schedule.steps, data.schedule.joined)
     for (read, moved), (_, returned) in zip(*(_read_and_moved(data, s) for s in (data.schedule, backward)), strict=True):
         assert torch.equal(returned, moved * read)

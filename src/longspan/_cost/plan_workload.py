@@ -140,10 +140,10 @@ class _PlanCounter:
 
     def _backward_moves(self) -> BackwardMoves | None:
         moves = self.data.backward_schedule
-        if moves is self.data.schedule and int(moves.carried.sum()) == moves.stages:
+        if moves is self.data.schedule and int(moves.active_stages.sum()) == moves.stages:
             return None
         received, sent, gathered = self._moved(moves)
-        exchanges = torch.cat([torch.zeros(1), moves.carried]).double()
+        exchanges = torch.cat([torch.zeros(1), moves.active_stages]).double()
         return BackwardMoves(received, sent, gathered, exchanges, self._peers(moves))
 
     def _halves(self, work: Workload) -> Tensor:

@@ -41,7 +41,7 @@ class ScheduleOptions:
 
 def local_schedule(plan: PlanData, options: ScheduleOptions) -> LocalSchedule:
     """This rank's schedule, cached. One object for both passes where the backward pass moves what the forward pass does."""
-    if options.backward and plan.backward_schedule is plan.schedule and int(plan.schedule.carried.sum()) == plan.schedule.stages:
+    if options.backward and plan.backward_schedule is plan.schedule and int(plan.schedule.active_stages.sum()) == plan.schedule.stages:
         options = replace(options, backward=False)
     return plan_cache.schedule(plan, options, lambda: _ScheduleBuilder(plan, options).build())
 
@@ -58,7 +58,7 @@ class _ScheduleBuilder:
         self.q_tilings = [_tiling(row.queries, order) for row, order in zip(self.rows, self.q_order, strict=True)]
         self.receives, self.sends = self.moves.receiver == self.rank, self.moves.source == self.rank
         moves_per_stage = torch.bincount(self.moves.stage, minlength=self.moves.stages).tolist()
-        keep_empty = not (options.backward and int(self.moves.carried.sum()) < self.moves.stages)
+        keep_empty = not (options.backward and int(self.moves.active_stages.sum()) < self.moves.stages)
         self.stage_is_active = [count > 0 or keep_empty for count in moves_per_stage]
 
     def build(self) -> LocalSchedule:

@@ -95,7 +95,7 @@ def exchange(rows: list[KVReads], *, stage_tokens: int, stages: int | None = Non
         stage = before * stages // tokens[receiver].clamp(min=1)
         earlier_rows = earlier_rows + row_tokens
         columns.append(_merged_moves(need, row, stage, receiver, tile))
-    return replace(_schedule("exchange", stages, columns), read=True)
+    return replace(_schedule("exchange", stages, columns), only_read_kv=True)
 
 
 def only_read(schedule: Schedule, rows: list[KVReads]) -> Schedule:
@@ -111,7 +111,7 @@ def only_read(schedule: Schedule, rows: list[KVReads]) -> Schedule:
     moves = _schedule(schedule.name, schedule.stages, columns)
     if int(moves.length.sum()) == int(schedule.length.sum()):
         return schedule
-    return replace(moves, steps=schedule.steps, joined=schedule.joined, read=True)
+    return replace(moves, steps=schedule.steps, joined=schedule.joined, only_read_kv=True)
 
 
 def check_brings(schedule: Schedule, rows: list[KVReads]) -> None:

@@ -34,7 +34,7 @@ class Schedule:
         steps: Consecutive ranges of stages that are computed together.
         stage, row, receiver, source, start, length: The columns [moves]. `row` is 0 where all batch rows are laid out alike.
         joined: Local KV is computed together with the KV of the first step.
-        read: Every token that moves is read by its receiver.
+        only_read_kv: Every token that moves is read by its receiver.
 
     Example:
         >>> import longspan as ls
@@ -53,7 +53,7 @@ class Schedule:
     start: Tensor
     length: Tensor
     joined: bool = False
-    read: bool = False
+    only_read_kv: bool = False
 
     @property
     def columns(self) -> tuple[Tensor, ...]:
@@ -73,7 +73,7 @@ class Schedule:
         return total.index_add_(0, self.stage * ranks + rank, self.length).view(self.stages, ranks)
 
     @cached_property
-    def carried(self) -> Tensor:
+    def active_stages(self) -> Tensor:
         """Number of stages of each step in which anything moves [steps]."""
         moves = torch.bincount(self.stage, minlength=self.stages) > 0
         return torch.tensor([int(moves[step.start : step.stop].sum()) for step in self.steps], dtype=torch.int64)
@@ -81,7 +81,7 @@ class Schedule:
     @cached_property
     def digest(self) -> str:
         """A digest of the schedule's contents, the same on every rank."""
-        digest = hashlib.sha256(f"{self.stages} {[(s.start, s.stop) for s in self.steps]} {self.joined} {self.read}".encode())
+        digest = hashlib.sha256(f"{self.stages} {[(s.start, s.stop) for s in self.steps]} {self.joined} {self.only_read_kv}".encode())
         for column in self.columns:
             digest.update(content(column))
         return digest.hexdigest()

@@ -189,7 +189,7 @@ class PlanBuilder:
             return nothing, nothing
         needs = [KVReads.of(row, ranks) for row in tiles]
         forward = self._forward_schedule(choice, needs)
-        return forward, forward if forward.read or not forward.stages else kv_moves.only_read(forward, needs)
+        return forward, forward if forward.only_read_kv or not forward.stages else kv_moves.only_read(forward, needs)
 
     def _forward_schedule(self, choice: Choice, needs: list[KVReads]) -> Schedule:
         if isinstance(self.request.strategy, Schedule):
