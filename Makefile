@@ -3,7 +3,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Tests are many and small: one thread each, one process per core; who is done first takes from the others.
-RUN_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+# They start many processes: bytecode is written even where the environment says not to.
+RUN_TESTS := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal
 
 .PHONY: help install demo style test test-all test-gpu sanitize-gpu lint bench bench-gpu docs docs-serve clean
 
