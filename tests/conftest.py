@@ -38,8 +38,26 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("longspan")
 
 
+def long_tests_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Tests marked `long` at the head of every worker's share: pytest-xdist gives each worker a contiguous range.
+
+    A worker that started a long test last would leave the other workers idle.
+    """
+    long = [item for item in items if item.get_closest_marker("long")]
+    rest = [item for item in items if not item.get_closest_marker("long")]
+    ordered: list[pytest.Item] = []
+    for worker in range(workers):
+        share = long[worker::workers]
+        size = (len(items) - len(ordered)) // (workers - worker) - len(share)
+        ordered += share + rest[:size]
+        rest = rest[size:]
+    return ordered
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        items[:] = long_tests_first(items, config.workerinput["workercount"])
     part = config.getoption("--part")
     if part:
         first, step = map(int, part.split("/"))

@@ -54,6 +54,7 @@ def commands_of(block: Block) -> list[str]:
     return [line[2:] for line in block.text.replace("\\\n", " ").splitlines() if line.startswith("$ ")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_code_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -50,6 +50,7 @@ def _disagreement(world: Any) -> str:
     return "nothing was raised"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_real_processes_equal_one_device(ranks: int) -> None:
     ranks_found = run_processes(_rank, ranks, None)

@@ -88,6 +88,7 @@ def _error(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
+@pytest.mark.long
 def test_models_on_four_processes_with_other_parallelism(tmp_path: Any, pytestconfig: pytest.Config) -> None:
     families = list(FAMILIES) if pytestconfig.getoption("--whole-grid") else ["gemma2", "gpt_oss"]
     outputs = run_processes(_four, 4, str(tmp_path / "checkpoint"), families, timeout=280.0)

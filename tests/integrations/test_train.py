@@ -55,6 +55,7 @@ def wait_for(condition: Any, what: str, seconds: float = 150.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_losses_do_not_depend_on_processes_nor_on_being_stopped_and_killed(tmp_path: Path) -> None:
     one, four, broken = (tmp_path / name for name in ("one", "four", "broken"))

@@ -20,6 +20,7 @@ from longspan.testing import virtual_world
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.long
 def test_six_steps_of_the_trainer_on_two_processes_give_the_weights_of_one_process() -> None:
     from examples.transformers_trainer import differences
 

@@ -19,6 +19,7 @@ from longspan._kernels.registry import KernelRefused
 from longspan.testing import oracle
 
 
+@pytest.mark.long
 def test_the_kernels_compile_for_hopper_without_one() -> None:
     pytest.importorskip("triton.experimental.gluon")
     from longspan._kernels.hopper.kernel import untested

@@ -451,6 +451,7 @@ def test_unsupported_inputs_are_rejected() -> None:
     assert "multiples of 16" in str(refusal(kernel, q, k, v, odd))
 
 
+@pytest.mark.long
 def test_the_compiler_accepts_what_the_interpreter_runs() -> None:
     script = Path(__file__).with_name("triton_compile.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
