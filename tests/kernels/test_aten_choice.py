@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from longspan._kernels import aten_limits, registry
 from longspan._kernels.aten import AnyAtenKernel, AtenKernel
 from longspan._kernels.protocol import AttentionInputs, Kernel, Work
-from longspan._kernels.registry import KernelRefused, choose, kernel_named
+from longspan._kernels.registry import KernelCall, KernelRefused, choose, kernel_named
 from longspan._masks.tracing import trace
 
 BACKENDS = ["flash", "efficient", "cudnn"]
@@ -76,8 +76,8 @@ def inputs(tensors: list[Tensor]) -> AttentionInputs:
     return AttentionInputs(q=q, k=k, v=v)
 
 
-def chosen(name: str, tensors: list[Tensor], work: Work, **more: Any) -> Kernel:
-    return choose(name, inputs(tensors), work, **more).kernel
+def chosen(name: str, tensors: list[Tensor], *works: Work) -> Kernel:
+    return choose(name, [KernelCall(inputs(tensors), work) for work in works]).kernel
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_it_refuses_a_score_mod_and_a_mask_that_decides_inside_rectangles() -> N
 
 def test_a_later_stage_that_needs_its_mask_is_an_error_and_not_a_wrong_answer() -> None:
     with pytest.raises(KernelRefused, match="neither full nor causal squares"):
-        chosen("flash", on_cpu(), work_for(full), more=[work_for(window)])
+        chosen("flash", on_cpu(), work_for(full), work_for(window))
     for name in ("flash", "aten"):
         with pytest.raises(ValueError, match=r"(the mask is neither|are neither full nor) .*kernel='auto' picks"):
             forward(kernel_named(name), *on_cpu(), work_for(window), state=None, final=True, max_scores=False)

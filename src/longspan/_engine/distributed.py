@@ -139,7 +139,7 @@ def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide
                         into.k.zero_()
                         into.v.zero_()
                     else:
-                        batch = slice(r, r + 1) if call.plan.rows > 1 else slice(None)
+                        batch = call.batch_slice(r)
                         work = call.work(tiles, q.device, r, backward=True, concurrent=concurrent)
                         step_tensors = BackwardInputs(
                             inputs=AttentionInputs(q=q[batch], k=step_k, v=step_v, local_kv=exchange.local_kv(i)),

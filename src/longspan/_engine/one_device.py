@@ -11,7 +11,7 @@ from longspan._engine.sink import sink_gradient, sink_state
 from longspan._engine.table_cache import MaskTables, TableCache
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, Kernel, State, Work
-from longspan._kernels.registry import choose
+from longspan._kernels.registry import KernelCall, choose
 from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import BLOCK_SIZE
 
@@ -76,7 +76,7 @@ def _kernel_and_work(inputs: CallTensors, options: CallOptions, *, backward: boo
     tables = mask_tables(inputs, options)
     work = make_work(inputs, options, tables, backward=backward)
     kernel_inputs = _kernel_inputs(inputs)
-    kernel = choose(options.spec.kernel, kernel_inputs, work).kernel
+    kernel = choose(options.spec.kernel, [KernelCall(kernel_inputs, work)]).kernel
     block = kernel.block_size(kernel_inputs, work.table)
     if block == _PLAIN_BLOCK:
         return kernel, work

@@ -21,7 +21,7 @@ from longspan._engine.spec import Spec
 from longspan._engine.ulysses import UlyssesTranspose
 from longspan._engine.values import CallTensors
 from longspan._kernels.protocol import AttentionInputs, Capabilities, Kernel, Work, state_dtype
-from longspan._kernels.registry import choose
+from longspan._kernels.registry import KernelCall, choose, combined_capabilities, torch_settings
 from longspan._masks.block_table import BLOCK_SIZE
 from longspan._plan.plan_data import PlanData
 
@@ -71,35 +71,45 @@ class ShardedCall:
 
     def pass_setup(self, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> PassSetup:
         """The kernel of a pass and the local schedule in the kernel's tile size. Cached."""
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        key = (self.spec.handle, q.shape, k.shape, v.shape, q.dtype, q.device, backward, deterministic)
+        key = (self.spec.handle, q.shape, k.shape, v.shape, q.dtype, q.device, backward, torch_settings())
         return plan_cache.pass_setup(self.plan, key, lambda: self._choose(q, k, v, backward=backward))
 
+    def kernel_calls(self, schedule: LocalSchedule, q: Tensor, k: Tensor, v: Tensor) -> list[KernelCall]:
+        """The kernel calls of a pass, with batch rows as `distributed` slices them. k, v: as in `Kernel.capabilities`."""
+        return [
+            KernelCall(
+                AttentionInputs(q=q[batch], k=k[batch], v=v[batch]), self.work(tiles, q.device, row, backward=True)
+            )
+            for step in schedule.steps
+            for row, tiles in enumerate(step.tiles)
+            if not tiles.empty or step is schedule.steps[0]
+            for batch in [self.batch_slice(row)]
+        ]  # fmt: skip
+
+    def batch_slice(self, row: int) -> slice:
+        """The batch rows of `tiles[row]` of a step: one where batch rows are laid out differently, else all."""
+        return slice(row, row + 1) if self.plan.rows > 1 else slice(None)
+
     def _choose(self, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> PassSetup:
-        inputs = AttentionInputs(q=q, k=k, v=v)
+        """Choose the kernel for tiles of BLOCK_SIZE, then the schedule that it prefers and supports. Raises what the calls would raise."""
         heads = None if self.transpose is None else (self.transpose.local_heads.start, self.transpose.local_heads.stop)
         options = ScheduleOptions(
             block=(BLOCK_SIZE, BLOCK_SIZE), heads=heads, backward=backward, merge_stages=self._sends_kv_separately(k, v)
         )
-        schedule = local_schedule(self.plan, options)
-        step_tiles = [
-            (tiles, row) for step in schedule.steps for row, tiles in enumerate(step.tiles) if not tiles.empty or step is schedule.steps[0]
-        ]
-        first, *more = (self.work(tiles, q.device, row, backward=True) for tiles, row in step_tiles)
-        kernel, capabilities = choose(self.spec.kernel, inputs, first, more=more)
-        for work in (first, *more):
+        kernel, _ = choose(self.spec.kernel, self.kernel_calls(local_schedule(self.plan, options), q, k, v))
+        preferred = replace(options, block=kernel.block_size(AttentionInputs(q=q, k=k, v=v), self.plan.tiles[0].table))
+        candidates = [preferred, options]
+        if backward:  # with the local KV in two parts, if the kernel supports both
+            candidates.insert(0, replace(preferred, split_bytes=(k.element_size(), self.grad_kv_dtype(q.dtype).itemsize)))
+        for candidate in candidates:
+            schedule = local_schedule(self.plan, candidate)
+            calls = self.kernel_calls(schedule, q, k, v)
+            capabilities = combined_capabilities(kernel, calls)
+            if capabilities.refusal is None:
+                break
+        for inputs, work in calls:
             kernel.check(inputs, work)
-        options = replace(options, block=kernel.block_size(inputs, self.plan.tiles[0].table))
-        schedule = local_schedule(self.plan, options)
-        if not backward:
-            return PassSetup(kernel, schedule, capabilities)
-        split = local_schedule(self.plan, replace(options, split_bytes=(k.element_size(), self.grad_kv_dtype(q.dtype).itemsize)))
-        if split is schedule:
-            return PassSetup(kernel, schedule, capabilities)
-        # The kernel was chosen for local KV in one piece. If it rejects one of the two pieces, keep the local KV in one piece.
-        ends = [self.work(split.steps[i].tiles[0], q.device, 0, backward=True) for i in (0, -1)]
-        rejected = any(kernel.capabilities(inputs, work).refusal is not None for work in ends)
-        return PassSetup(kernel, schedule if rejected else split, capabilities)
+        return PassSetup(kernel, schedule, capabilities)
 
     def kv_exchange(self, capabilities: Capabilities, schedule: LocalSchedule, inputs: CallTensors, *, backward: bool) -> KVExchange:
         """The KV exchange of a pass; starts to send k and v."""
@@ -127,16 +137,11 @@ class ShardedCall:
         Not in the first call: kernels then copy tables to the device on one stream, and the other stream would not wait for the copy.
         """
         q, v = inputs.q, inputs.v
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        key = (self.spec.handle, schedule, q.shape, v.shape, q.dtype, q.device, tuple(needs), deterministic)
+        key = (self.spec.handle, schedule, q.shape, v.shape, q.dtype, q.device, tuple(needs), torch_settings())
 
         def ask() -> bool:
-            works = [
-                self.work(tiles, q.device, row, backward=True)
-                for step in schedule.steps for row, tiles in enumerate(step.tiles) if not tiles.empty
-            ]  # fmt: skip
-            kernel_inputs = AttentionInputs(q=q, k=inputs.k, v=v)
-            return len(works) > 1 and all(kernel.capabilities(kernel_inputs, work, needs=needs).concurrent_backward for work in works)
+            calls = self.kernel_calls(schedule, q, inputs.k, v)
+            return len(calls) > 1 and combined_capabilities(kernel, calls, needs=needs).concurrent_backward
 
         allowed = plan_cache.concurrent(self.plan, key, ask)
         return allowed, plan_cache.launched_before(self.plan, key) and allowed
@@ -151,5 +156,5 @@ class ShardedCall:
                 self.pass_setup(q, k, v, backward=backward)
         else:
             kernel, schedule, _ = self.pass_setup(q, k, v, backward=True)
-            work = self.work(schedule.steps[0].tiles[0], q.device, 0, backward=True)
-            kernel.check(AttentionInputs(q=q, k=k, v=v), work, needs=needs)
+            for call_inputs, work in self.kernel_calls(schedule, q, k, v):
+                kernel.check(call_inputs, work, needs=needs)

@@ -30,18 +30,21 @@ class Work:
     """The tiles to compute, and how each score is computed. Rows and columns of `table` are tiles of `q_tiles` and `kv_tiles`.
 
     Attributes:
-        table: Partial and full tiles. Its batch and head dims are those of the tensors of this call, or 1.
-        mask: Decides the pairs of partial tiles; full tiles are computed whole.
-        score: Applies to every computed score. Mask and score programs read global positions.
+        table: Partial and full tiles, on the host. Its batch and head dims are those of the tensors of this call, or 1. It may be empty.
+        q_tiles, kv_tiles: Where tiles lie in the tensors, and their global positions, which programs read.
+        scale: Multiplies q·k before `score`; any number, 0 and negative ones included.
+        mask: Decides the pairs of partial tiles; full tiles are computed whole. None: every pair. Tiles that are shorter than a block are
+            partial whatever the mask.
+        score: Applies to every computed score.
         mask_captured, score_captured: Tensors that the programs read, on the device of the queries.
         joint: Gradient of `score`; needed by backward passes.
         first_batch, first_head: Batch row and query head of a larger attention at which these tensors start: programs read
             b + first_batch and h + first_head.
-        mask_is_fixed: Nobody writes to `mask_captured`.
-        complete_q_tiles: A bool per query tile: its last visible KV is in this step, but not that of every query tile. Set in all steps
-            that complete a tile except the last one, or in none, and only if every tile is complete after some step, in all heads at
-            once. A kernel may write the result of these tiles right away and leave them out of the running state.
-        concurrent: Other kernels run on the device at the same time and use SMs that this one leaves idle.
+        mask_is_fixed: `mask_captured` never changes, so a CUDA graph may capture the call.
+        complete_q_tiles: A hint, a bool per query tile, on the host: no later step has KV for this query tile. None in the last step, and
+            in every step if a tile completes at different steps in different heads. A kernel may write the final out of these rows now;
+            then their rows of `State.out` are undefined. Their lse stays in the state.
+        concurrent: A hint: other kernels run on the device at the same time, so idle SMs are no loss.
     """
 
     table: BlockTable
@@ -84,7 +87,7 @@ class BackwardInputs:
         out, lse: Its final results over the tiles of all steps.
         grad_out, grad_lse: Their gradients; grad_lse is None where lse was not used.
         needs: Whether each of `Work.score_captured` needs a gradient.
-        delta: `Kernel.delta` of these tensors, if it was computed before.
+        delta: `Kernel.delta` of these tensors, if it was computed before; grad_lse is part of it and must not be subtracted again.
     """
 
     inputs: AttentionInputs
@@ -101,9 +104,9 @@ class Capabilities:
     """What a kernel supports for given inputs and work.
 
     Attributes:
-        refusal: Why the kernel cannot compute this work, forward and backward; None if it can.
-        two_kv_buffers: `AttentionInputs.local_kv` is read in place in a forward pass, or in a backward pass with `into`.
-        concurrent_backward: Backward calls over different KV of the same queries may run concurrently with one `into`.
+        refusal: Why the kernel cannot compute this work, forward and backward; None if it can. `kernel="auto"` then tries the next kernel.
+        two_kv_buffers: KV may be in two buffers (`AttentionInputs.local_kv`), in forward passes and in backward passes with `into`.
+        concurrent_backward: Backward calls over different KV may run concurrently and add to the same `into.q`.
         rounds_kv_grads_once: `backward` writes the gradients of k and v once, when complete, so `into` may hold them in a narrow dtype.
     """
 
@@ -150,23 +153,30 @@ class Kernel(Protocol):
     def name(self) -> str: ...
 
     def capabilities(self, inputs: AttentionInputs, work: Work, *, needs: Sequence[bool] = ()) -> Capabilities:
-        """Capabilities for a call. Reads shapes, strides, dtypes and devices of `inputs`, no elements. `needs`: see `BackwardInputs`."""
+        """Capabilities for a call. `needs`: see `BackwardInputs`.
+
+        Of `inputs`, only batch, heads, head dims, dtype and device may be read. Over a mesh, k and v stand for KV that has not arrived:
+        numbers of tokens come from `work`, and strides are not known.
+        """
 
     def block_size(self, inputs: AttentionInputs, table: BlockTable) -> tuple[int, int]:
-        """Preferred tile size (queries, KV) for a mask: that of its table, or another. Over a mesh, the table is that of all ranks."""
+        """Tile size (queries, KV) that the kernel prefers for a mask, given the mask's table in tiles of 128. Equal on all ranks."""
 
     def check(self, inputs: AttentionInputs, work: Work, *, needs: Sequence[bool] = ()) -> None:
-        """Raise what `forward`, or with `needs` `backward`, would raise. Over a mesh, other ranks would be inside the call by then."""
+        """Raise the errors of a call before it starts: lookups out of bounds, and, with `needs`, gradients that have no fixed order.
+
+        Over a mesh, all ranks check before any data is sent: an error inside `forward` on one rank would leave the others waiting.
+        """
 
     def forward(self, inputs: AttentionInputs, work: Work, *, state: State | None, final: bool, max_scores: bool) -> State:
-        """Attention over `work`'s tiles, merged with `state`.
+        """Attention over `work`'s tiles, merged with `state`. NaN and inf in tokens that a row cannot see must not reach the row.
 
         `state` is consumed: its tensors may be overwritten, and may be part of the result. `final`: out is in the dtype of q and its dims
         are ordered in memory as those of q (`like_query`). `max_scores`: also each row's largest score.
         """
 
     def backward(self, tensors: BackwardInputs, work: Work, *, wide: bool, into: Grads | None = None) -> Grads:
-        """Gradients of `work`'s tiles.
+        """Gradients of `work`'s tiles; 0 for rows whose lse is −inf.
 
         `wide`: gradients of q, k, v in the dtype of lse, to be summed over steps; otherwise in the dtypes of q, k, v. `into` (with `wide`
         only): the gradients of q and of captured tensors are added to `into`; those of k and v overwrite it. Its tensors may be strided

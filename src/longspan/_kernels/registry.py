@@ -61,34 +61,63 @@ def has_gluon() -> bool:
         return False
     try:
         import longspan._kernels.hopper  # noqa: F401
-    except ImportError:
+    except Exception:  # a private name may be missing in any way
         return False
     return True
 
 
+class KernelCall(NamedTuple):
+    """One kernel call of a pass: its inputs and its work."""
+
+    inputs: AttentionInputs
+    work: Work
+
+
 class KernelChoice(NamedTuple):
-    """The kernel for a call, and its capabilities for the first piece of work."""
+    """The kernel for a pass, and its capabilities for all calls of the pass together."""
 
     kernel: Kernel
     capabilities: Capabilities
 
 
-def choose(name: str, inputs: AttentionInputs, work: Work, *, more: Sequence[Work] = ()) -> KernelChoice:
-    """The kernel for a call: the named one, or with "auto" the first supported of hopper, triton and cpu on CUDA, and cpu elsewhere.
+def choose(name: str, calls: Sequence[KernelCall]) -> KernelChoice:
+    """The kernel for a pass: the named one, or with "auto" the first of hopper, triton and cpu on CUDA that supports all calls, else cpu.
 
-    `more`: other pieces of work of the call; the kernel must support them all. hopper is a candidate on Hopper GPUs with a tested Triton
-    only (`first_candidate`). "auto" never chooses torch's SDPA operators: they round partial results and accumulate dQ in arbitrary order.
+    hopper is a candidate on Hopper GPUs with a tested Triton only (`first_candidate`). "auto" never chooses torch's SDPA operators: they
+    round partial results and accumulate dQ in arbitrary order.
     """
     if name != "auto":
-        choice, reason = _consider(name, inputs, (work, *more))
-        if reason is not None:
+        choice = _consider(name, calls)
+        if choice.capabilities.refusal is not None:
+            reason = choice.capabilities.refusal
             raise KernelRefused(f"kernel {name!r} does not support this call: {reason}. kernel='auto' picks one that does")
         return choice
-    for candidate in (first_candidate(inputs.q.device), "triton") if inputs.q.is_cuda and has_triton() else ():
-        choice, reason = _consider(candidate, inputs, (work, *more))
-        if reason is None:
+    q = calls[0].inputs.q
+    candidates = dict.fromkeys((first_candidate(q.device), "triton")) if q.is_cuda and has_triton() else ()
+    for candidate in candidates:
+        choice = _consider(candidate, calls)
+        if choice.capabilities.refusal is None:
             return choice
-    return _consider("cpu", inputs, (work,))[0]
+    return _consider("cpu", calls)
+
+
+def combined_capabilities(kernel: Kernel, calls: Sequence[KernelCall], *, needs: Sequence[bool] = ()) -> Capabilities:
+    """What a kernel supports for all calls of a pass; the refusal is that of the first call that has one."""
+    each = [kernel.capabilities(inputs, work, needs=needs) for inputs, work in calls]
+    return Capabilities(
+        refusal=next((c.refusal for c in each if c.refusal is not None), None),
+        two_kv_buffers=all(c.two_kv_buffers for c in each),
+        concurrent_backward=all(c.concurrent_backward for c in each),
+        rounds_kv_grads_once=all(c.rounds_kv_grads_once for c in each),
+    )
+
+
+def torch_settings() -> tuple[bool, ...]:
+    """torch's global settings that capabilities depend on; part of the key wherever a choice of kernel is cached."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    backends = torch.backends.cuda
+    sdpa = backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.cudnn_sdp_enabled()
+    return deterministic, torch.is_deterministic_algorithms_warn_only_enabled(), *sdpa
 
 
 def first_candidate(device: torch.device) -> Literal["hopper", "triton"]:
@@ -112,11 +141,9 @@ def _warn_once(text: str) -> None:
     warnings.warn(text, stacklevel=2)
 
 
-def _consider(name: str, inputs: AttentionInputs, pieces: Sequence[Work]) -> tuple[KernelChoice, str | None]:
-    """A kernel as a choice, and the reason why it does not support one of the pieces, if so."""
+def _consider(name: str, calls: Sequence[KernelCall]) -> KernelChoice:
     kernel = kernel_named(name)
-    first, *more = (kernel.capabilities(inputs, work) for work in pieces)
-    return KernelChoice(kernel, first), next((c.refusal for c in (first, *more) if c.refusal is not None), None)
+    return KernelChoice(kernel, combined_capabilities(kernel, calls))
 
 
 @cache

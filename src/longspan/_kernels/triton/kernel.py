@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ class TritonKernel:
 def _computable(inputs: AttentionInputs) -> AttentionInputs:
     """The inputs in dtypes that the kernels compute in: others only in the interpreter, which has no bfloat16."""
     q, k, v = map(computable, (inputs.q, inputs.k, inputs.v))
-    return AttentionInputs(q=q, k=k, v=v)
+    return replace(inputs, q=q, k=k, v=v)
 
 
 def _refusal(inputs: AttentionInputs, work: Work) -> str | None:
