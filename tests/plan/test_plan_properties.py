@@ -14,7 +14,7 @@ from tests.sharded import Problem, mask_named
 
 import longspan as ls
 from longspan._engine.schedule_builder import ScheduleOptions, local_schedule
-from longspan._plan.tile_grid import reads
+from longspan._plan.tile_grid import read_tiles
 from longspan._planner.plan import Plan
 from longspan.testing import virtual_world
 
@@ -109,7 +109,7 @@ def _read_and_moved(data: Any, schedule: Any) -> Iterator[tuple[torch.Tensor, to
     """For each batch row: which tiles each rank reads, and how often each arrives there [ranks, tiles]."""
     for row in range(data.rows):
         keys = data.tiles[row].kv
-        read = reads(data.tiles[row].table, data.tiles[row].queries, data.inner[0].ranks)
+        read = read_tiles(data.tiles[row].table, data.tiles[row].queries, data.inner[0].ranks)
         moved = torch.zeros_like(read, dtype=torch.int64)
         here = schedule.row == row
         first, end = keys.within(schedule.start[here], schedule.length[here])

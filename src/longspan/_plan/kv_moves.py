@@ -11,7 +11,7 @@ from torch import Tensor
 from longspan._masks.block_table import expand_ranges
 from longspan._plan.plan_data import TiledRow
 from longspan._plan.schedule import Schedule
-from longspan._plan.tile_grid import TileGrid, reads
+from longspan._plan.tile_grid import TileGrid, read_tiles
 
 Columns = tuple[Tensor, ...]  # stage, row, receiver, source, start, length
 
@@ -22,21 +22,21 @@ class KVReads:
 
     Attributes:
         kv: The KV in T tiles.
-        read: Which tiles each rank's queries read [ranks, T], bool.
+        is_read: Which tiles each rank's queries read [ranks, T], bool.
     """
 
     kv: TileGrid
-    read: Tensor
+    is_read: Tensor
 
     @classmethod
     def of(cls, tiles: TiledRow, ranks: int) -> KVReads:
         """The reads of a batch row's block table."""
-        return cls(kv=tiles.kv, read=reads(tiles.table, tiles.queries, ranks))
+        return cls(kv=tiles.kv, is_read=read_tiles(tiles.table, tiles.queries, ranks))
 
     @property
     def ranks(self) -> int:
         """Number of ranks of the KV axis."""
-        return self.read.shape[0]
+        return self.is_read.shape[0]
 
     @cached_property
     def remote(self) -> Tensor:
@@ -49,111 +49,111 @@ def no_moves() -> Schedule:
     return _schedule("none", 0, [])
 
 
-def ring(rows: list[KVReads], *, step_tokens: int) -> Schedule:
+def ring(row_reads: list[KVReads], *, step_tokens: int) -> Schedule:
     """N − 1 stages; in stage s a rank receives the whole shard of the rank s + 1 before it.
 
     Consecutive stages are computed in one step until the rank with the most KV has `step_tokens` tokens for it.
     """
     columns = []
-    for row, need in enumerate(rows):
-        receiver, tile = need.remote.nonzero(as_tuple=True)
-        stage = (receiver - need.kv.owner[tile]) % need.ranks - 1
-        columns.append(_merged_moves(need, row, stage, receiver, tile))
-    return _with_long_steps(_schedule("ring", rows[0].ranks - 1, columns), step_tokens)
+    for row, reads in enumerate(row_reads):
+        receiver, tile = reads.remote.nonzero(as_tuple=True)
+        stage = (receiver - reads.kv.owner[tile]) % reads.ranks - 1
+        columns.append(_merged_moves(reads, row, stage, receiver, tile))
+    return _with_long_steps(_schedule("ring", row_reads[0].ranks - 1, columns), step_tokens)
 
 
-def allgather(rows: list[KVReads]) -> Schedule:
+def allgather(row_reads: list[KVReads]) -> Schedule:
     """One stage that brings all KV to every rank."""
     columns = []
-    for row, need in enumerate(rows):
-        receiver, tile = need.remote.nonzero(as_tuple=True)
-        columns.append(_merged_moves(need, row, torch.zeros_like(tile), receiver, tile))
-    return _schedule("allgather", min(1, rows[0].ranks - 1), columns)
+    for row, reads in enumerate(row_reads):
+        receiver, tile = reads.remote.nonzero(as_tuple=True)
+        columns.append(_merged_moves(reads, row, torch.zeros_like(tile), receiver, tile))
+    return _schedule("allgather", min(1, row_reads[0].ranks - 1), columns)
 
 
-def exchange(rows: list[KVReads], *, stage_tokens: int, stages: int | None = None) -> Schedule:
+def exchange(row_reads: list[KVReads], *, stage_tokens: int, stages: int | None = None) -> Schedule:
     """Only tiles that their receiver reads move, in `stages` stages, by default as few as keep a stage below `stage_tokens` per rank.
 
     A rank receives from its nearest predecessors first, in equal parts, so that each stage has as many senders as receivers.
     """
-    read_remote = [need.read & need.remote for need in rows]
-    tokens = torch.stack([(r * need.kv.count).sum(1) for r, need in zip(read_remote, rows, strict=True)]).sum(0)  # per receiver
+    read_remote = [reads.is_read & reads.remote for reads in row_reads]
+    tokens = torch.stack([(r * reads.kv.count).sum(1) for r, reads in zip(read_remote, row_reads, strict=True)]).sum(0)  # per receiver
     largest = int(tokens.max())
     if stages is None:
         stages = -(-largest // max(1, stage_tokens))
     stages = min(stages, largest)
     columns = []
     earlier_rows = torch.zeros_like(tokens)  # tokens that a rank receives of earlier batch rows
-    for row, (need, tiles) in enumerate(zip(rows, read_remote, strict=True)):
+    for row, (reads, tiles) in enumerate(zip(row_reads, read_remote, strict=True)):
         receiver, tile = tiles.nonzero(as_tuple=True)
-        distance = (receiver - need.kv.owner[tile]) % need.ranks
-        order = ((receiver * need.ranks + distance) * need.kv.tiles + tile).argsort()
+        distance = (receiver - reads.kv.owner[tile]) % reads.ranks
+        order = ((receiver * reads.ranks + distance) * reads.kv.tiles + tile).argsort()
         receiver, tile = receiver[order], tile[order]
-        count = need.kv.count[tile]
-        row_tokens = (tiles * need.kv.count).sum(1)
+        count = reads.kv.count[tile]
+        row_tokens = (tiles * reads.kv.count).sum(1)
         before = count.cumsum(0) - count - (row_tokens.cumsum(0) - row_tokens)[receiver] + earlier_rows[receiver]
         stage = before * stages // tokens[receiver].clamp(min=1)
         earlier_rows = earlier_rows + row_tokens
-        columns.append(_merged_moves(need, row, stage, receiver, tile))
+        columns.append(_merged_moves(reads, row, stage, receiver, tile))
     return replace(_schedule("exchange", stages, columns), only_read_kv=True)
 
 
-def only_read(schedule: Schedule, rows: list[KVReads]) -> Schedule:
+def only_read(schedule: Schedule, row_reads: list[KVReads]) -> Schedule:
     """The same stages and steps without the tokens that their receiver does not read. The same object if there are none."""
     columns = []
-    for row, need in enumerate(rows):
+    for row, reads in enumerate(row_reads):
         here = schedule.row == row
-        first, end = need.kv.within(schedule.start[here], schedule.length[here])
+        first, end = reads.kv.within(schedule.start[here], schedule.length[here])
         tile = expand_ranges(first, end - first)
         stage, receiver = (c[here].repeat_interleave(end - first) for c in (schedule.stage, schedule.receiver))
-        is_read = need.read[receiver, tile]
-        columns.append(_merged_moves(need, row, stage[is_read], receiver[is_read], tile[is_read]))
+        chosen = reads.is_read[receiver, tile]
+        columns.append(_merged_moves(reads, row, stage[chosen], receiver[chosen], tile[chosen]))
     moves = _schedule(schedule.name, schedule.stages, columns)
     if int(moves.length.sum()) == int(schedule.length.sum()):
         return schedule
     return replace(moves, steps=schedule.steps, joined=schedule.joined, only_read_kv=True)
 
 
-def check_brings(schedule: Schedule, rows: list[KVReads]) -> None:
+def check_brings(schedule: Schedule, row_reads: list[KVReads]) -> None:
     """Check that a user's schedule brings every remote tile that is read exactly once, from its owner.
 
     Raises:
         ValueError: A move does not begin and end at edges of tiles, its sender does not own the tokens, or tokens arrive not exactly once.
     """
-    for row, need in enumerate(rows):
+    for row, reads in enumerate(row_reads):
         here = schedule.row == row
         receiver, source, start, length = (c[here] for c in (schedule.receiver, schedule.source, schedule.start, schedule.length))
-        first, end = need.kv.within(start, length)
-        if bool((need.kv.edges[first] != start).any() | (need.kv.edges[end] != start + length).any()):
+        first, end = reads.kv.within(start, length)
+        if bool((reads.kv.edges[first] != start).any() | (reads.kv.edges[end] != start + length).any()):
             raise ValueError("schedule: moves must begin and end at edges of tiles: multiples of 128 tokens or ends of segments")
-        arrivals = torch.zeros(need.ranks, need.kv.tiles, dtype=torch.int64)
+        arrivals = torch.zeros(reads.ranks, reads.kv.tiles, dtype=torch.int64)
         for to, src, a, b in zip(receiver.tolist(), source.tolist(), first.tolist(), end.tolist(), strict=True):
-            if bool((need.kv.owner[a:b] != src).any()):
-                raise ValueError(f"schedule: rank {src} is to send tokens {int(need.kv.edges[a])}… to rank {to} but does not own them")
+            if bool((reads.kv.owner[a:b] != src).any()):
+                raise ValueError(f"schedule: rank {src} is to send tokens {int(reads.kv.edges[a])}… to rank {to} but does not own them")
             arrivals[to, a:b] += 1
-        wrong = torch.where(need.read & need.remote, arrivals != 1, (arrivals > 1) | ((arrivals > 0) & ~need.remote))
+        wrong = torch.where(reads.is_read & reads.remote, arrivals != 1, (arrivals > 1) | ((arrivals > 0) & ~reads.remote))
         if bool(wrong.any()):
             rank, tile = (int(i) for i in wrong.nonzero()[0])
             raise ValueError(
-                f"schedule: tokens {int(need.kv.edges[tile])}… arrive {int(arrivals[rank, tile])} times at rank {rank}; "
+                f"schedule: tokens {int(reads.kv.edges[tile])}… arrive {int(arrivals[rank, tile])} times at rank {rank}; "
                 "remote tokens that a rank reads must arrive exactly once"
             )
 
 
-def _merged_moves(need: KVReads, row: int, stage: Tensor, receiver: Tensor, tile: Tensor) -> Columns:
+def _merged_moves(reads: KVReads, row: int, stage: Tensor, receiver: Tensor, tile: Tensor) -> Columns:
     """Moves of single tiles as moves of contiguous ranges: neighbours of one owner that arrive in one stage at one rank are one move."""
-    source = need.kv.owner[tile]
-    order = (((stage * need.ranks + receiver) * need.ranks + source) * need.kv.tiles + tile).argsort()
+    source = reads.kv.owner[tile]
+    order = (((stage * reads.ranks + receiver) * reads.ranks + source) * reads.kv.tiles + tile).argsort()
     stage, receiver, source, tile = stage[order], receiver[order], source[order], tile[order]
-    place = need.kv.row[tile]
+    place = reads.kv.row[tile]
     continues = (stage[1:] == stage[:-1]) & (receiver[1:] == receiver[:-1]) & (source[1:] == source[:-1])
-    continues &= (tile[1:] == tile[:-1] + 1) & (place[1:] == place[:-1] + need.kv.count[tile[:-1]])
+    continues &= (tile[1:] == tile[:-1] + 1) & (place[1:] == place[:-1] + reads.kv.count[tile[:-1]])
     begins = torch.ones(len(tile), dtype=torch.bool)
     begins[1:] = ~continues
     ends = torch.ones_like(begins)
     ends[:-1] = begins[1:]
-    start = need.kv.edges[tile[begins]]
-    length = need.kv.edges[tile[ends] + 1] - start
+    start = reads.kv.edges[tile[begins]]
+    length = reads.kv.edges[tile[ends] + 1] - start
     stage, receiver, source = stage[begins], receiver[begins], source[begins]
     return stage, torch.full_like(stage, row), receiver, source, start, length
 

@@ -73,7 +73,7 @@ class TileGrid:
         return torch.searchsorted(self.edges, start), torch.searchsorted(self.edges, start + length)
 
 
-def reads(table: BlockTable, queries: TileGrid, ranks: int) -> Tensor:
+def read_tiles(table: BlockTable, queries: TileGrid, ranks: int) -> Tensor:
     """Which KV tiles each rank's queries read, over all heads and batch rows of the table: bool [ranks, KV tiles]."""
     tile = torch.repeat_interleave(torch.arange(table.rows), table.ptr.diff().long()) % max(1, table.q_tiles)
     return coverage(queries.owner[tile], table.first.long(), table.last.long() + 1, table.kv_tiles, range(ranks)) > 0

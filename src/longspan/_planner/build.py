@@ -187,20 +187,20 @@ class PlanBuilder:
         if ranks == 1:
             nothing = kv_moves.no_moves()
             return nothing, nothing
-        needs = [KVReads.of(row, ranks) for row in tiles]
-        forward = self._forward_schedule(choice, needs)
-        return forward, forward if forward.only_read_kv or not forward.stages else kv_moves.only_read(forward, needs)
+        row_reads = [KVReads.of(row, ranks) for row in tiles]
+        forward = self._forward_schedule(choice, row_reads)
+        return forward, forward if forward.only_read_kv or not forward.stages else kv_moves.only_read(forward, row_reads)
 
-    def _forward_schedule(self, choice: Choice, needs: list[KVReads]) -> Schedule:
+    def _forward_schedule(self, choice: Choice, row_reads: list[KVReads]) -> Schedule:
         if isinstance(self.request.strategy, Schedule):
-            kv_moves.check_brings(self.request.strategy, needs)
+            kv_moves.check_brings(self.request.strategy, row_reads)
             return self.request.strategy
         if choice.strategy.moves == "ring":
-            return kv_moves.ring(needs, step_tokens=schedules.STAGE_TOKENS)
+            return kv_moves.ring(row_reads, step_tokens=schedules.STAGE_TOKENS)
         if choice.strategy.moves == "allgather":
-            return kv_moves.allgather(needs)
-        shard_tokens = -(-self.request.kv_len // self._kv_axis_size(choice.strategy)) * len(needs)
-        return kv_moves.exchange(needs, stage_tokens=max(shard_tokens, schedules.STAGE_TOKENS), stages=choice.stages)
+            return kv_moves.allgather(row_reads)
+        shard_tokens = -(-self.request.kv_len // self._kv_axis_size(choice.strategy)) * len(row_reads)
+        return kv_moves.exchange(row_reads, stage_tokens=max(shard_tokens, schedules.STAGE_TOKENS), stages=choice.stages)
 
     def _overlapped(self, data: PlanData) -> BuiltPlan:
         """The plan with local KV computed before the first KV that arrives, or together with it: as requested, or as is faster."""
