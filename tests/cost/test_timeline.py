@@ -217,7 +217,7 @@ ROWS = ls.causal() & ls.documents(lengths=[[1700, 40, 2900, 3552], [4096, 1000, 
 def test_gathered_tokens_equal_the_tokens_that_the_engine_packs(mask: ls.Mask, layout: str, gathers: bool, strategy: str) -> None:
     plan = planned(mask, strategy=strategy, layout=layout)
     work = of_plan(plan.data, 8)
-    assert work.gathered is not None and work.gathered.shape == work.full.shape and (mask is not ROWS or plan.data.rows == 2)
+    assert work.gathered is not None and work.gathered.shape == work.full.shape and (mask is not ROWS or plan.data.batch_layouts == 2)
     for backward, of_pass in enumerate((work, work.with_backward_moves())):
         assert of_pass.gathered is not None
         for rank in range(4):

@@ -84,7 +84,7 @@ def test_bytes_where_batch_rows_have_different_layouts() -> None:
     options = {**_sizes(1, False), "strategy": "exchange"}
     plan, forward, backward = _run(mask, 1000, (3, None), options)
     _agrees(plan, forward, backward)
-    assert plan.data.rows == 2 and 0 < plan.report().share <= 1.0
+    assert plan.data.batch_layouts == 2 and 0 < plan.report().share <= 1.0
     everything = ls.plan(mask, 1000, ls.Mesh.abstract(3), **{**options, "strategy": "allgather"}).report()
     assert everything.share == 1.0
 

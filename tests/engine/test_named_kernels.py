@@ -64,7 +64,7 @@ def test_triton_computes_batch_rows_that_are_laid_out_differently(monkeypatch: p
 
     def rank(mesh: Any) -> Tensor:
         plan = ls.plan(mask, 203, mesh, batch=2)
-        assert plan.data.rows == 2
+        assert plan.data.batch_layouts == 2
         x = plan.shard(q, dim=2)
         return plan.unshard(ls.attention(x, x, x, plan=plan, kernel="triton"), dim=2)
 

@@ -41,7 +41,7 @@ def test_every_allowed_pair_is_computed_exactly_once_by_exactly_one_rank(args: A
     options, mask, length, ranks = args
     plan = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options)
     block = (128, 128)
-    for row in range(plan.data.rows):
+    for row in range(plan.data.batch_layouts):
         table = plan.data.tiles[row].table
         seen = torch.zeros(table.batch, table.heads, table.q_tiles, table.kv_tiles, dtype=torch.int64)
         for rank in range(ranks):
@@ -107,7 +107,7 @@ def test_sent_tokens_are_expected_and_an_exchange_moves_only_tokens_that_are_rea
 
 def _read_and_moved(data: Any, schedule: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """For each batch row: which tiles each rank reads, and how often each arrives there [ranks, tiles]."""
-    for row in range(data.rows):
+    for row in range(data.batch_layouts):
         keys = data.tiles[row].kv
         read = read_tiles(data.tiles[row].table, data.tiles[row].queries, data.inner[0].ranks)
         moved = torch.zeros_like(read, dtype=torch.int64)
@@ -163,7 +163,7 @@ def test_rows_arrive_at_the_place_where_the_receiver_reads_them(args: Any, merge
 
 def _local_numbers(plan: ls.Plan) -> torch.Tensor:
     """Numbers batch row × length + position of a rank's local KV, in the order of sending."""
-    rows = plan.data.rows
+    rows = plan.data.batch_layouts
     return (torch.arange(rows)[:, None] * plan.data.kv_len + plan.kv_positions.view(rows, -1)).flatten()
 
 
@@ -179,7 +179,7 @@ def test_unshard_of_shard_is_the_same_bits(args: Any, dim: int) -> None:
 
     def rank(mesh: Any) -> torch.Tensor:
         plan = planned_once.on(mesh)
-        if plan.data.rows > 1:
+        if plan.data.batch_layouts > 1:
             return whole
         part = plan.shard(whole, dim)
         assert part.shape[dim] == plan.local_len and torch.equal(part, whole.index_select(dim, plan.positions))

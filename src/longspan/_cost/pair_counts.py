@@ -50,7 +50,7 @@ def _count(data: PlanData, table_pairs: Tensor | None) -> RankCounts:
     for row, tiles in enumerate(data.tiles):
         table = tiles.table
         pairs = _pairs(data, row) if table_pairs is None else table_pairs
-        repeats = batch / table.batch if data.rows == 1 else 1.0
+        repeats = batch / table.batch if data.batch_layouts == 1 else 1.0
         for total, per_row in zip(totals, (table.tiles_per_row.double(), pairs), strict=True):
             by_head = per_row.view(table.batch, table.heads, -1).sum(0) * repeats
             total += torch.zeros_like(total).index_add_(1, tiles.queries.owner, split_heads(by_head, degree, heads))
@@ -63,7 +63,7 @@ def _pairs(data: PlanData, row: int) -> Tensor:
     """Pairs of each row of a batch row's block table."""
     tiles = data.tiles[row]
     edges = tiles.queries.edges, tiles.kv.edges
-    first_batch = row if data.rows > 1 else 0
+    first_batch = row if data.batch_layouts > 1 else 0
     return pairs_per_row(tiles.table, data.mask.program, data.mask.captured, edges=edges, first_batch=first_batch)
 
 

@@ -67,7 +67,7 @@ class _PlanCounter:
             local_kv=tokens[1, data.groups].amax(1),
             cross_node_share=self.placement.cross_node_share,
             shape=shape,
-            scale=1 if data.rows > 1 else shape.batch,
+            scale=1 if data.batch_layouts > 1 else shape.batch,
             active_tiles=active,
             gathered=gathered,
             peers=self._peers(data.schedule),
@@ -77,7 +77,7 @@ class _PlanCounter:
 
     def _repeats(self, table: BlockTable) -> float:
         """How often a table's tiles are computed: for the heads and batch rows that share them, over the ranks that share the heads."""
-        batch = self.shape.batch // table.batch if self.data.rows == 1 else 1
+        batch = self.shape.batch // table.batch if self.data.batch_layouts == 1 else 1
         return self.shape.heads // table.heads * batch / self.data.degree
 
     def _tiles(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -89,9 +89,9 @@ class _PlanCounter:
         for row, tiles in enumerate(data.tiles):
             table, owner = tiles.table, tiles.queries.owner
             repeats = self._repeats(table)
-            batch = self.shape.batch if data.rows == 1 else 1
+            batch = self.shape.batch if data.batch_layouts == 1 else 1
             query_tiles += torch.bincount(owner, minlength=self.ranks) * self.shape.heads / data.degree * batch
-            chosen = s.row == row if data.rows > 1 else slice(None)
+            chosen = s.row == row if data.batch_layouts > 1 else slice(None)
             stage, receiver, start, length = (c[chosen] for c in (s.stage, s.receiver, s.start, s.length))
             first, end = tiles.kv.within(start, length)
             for part in _chunks(self.ranks, tiles.kv.tiles):
@@ -148,7 +148,7 @@ class _PlanCounter:
 
     def _halves(self, work: Workload) -> Tensor:
         """Full, partial and active tiles of the two parts of local KV in backward [3, R, 2]. `work`: with the moves of backward."""
-        if self.data.rows > 1:
+        if self.data.batch_layouts > 1:
             assert work.active_tiles is not None
             local = torch.stack([work.full[:, 0], work.partial[:, 0], work.active_tiles[:, 0]])
             return torch.stack([local, torch.zeros_like(local)], 2)

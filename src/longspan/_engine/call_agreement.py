@@ -104,5 +104,5 @@ def check(plan: PlanData, q: Tensor, k: Tensor, v: Tensor) -> None:
     ):
         if planned is not None and got != planned:
             raise ValueError(f"the plan was made for {size}={planned}, got {size}={got}: make a plan for these tensors")
-    if plan.rows > 1 and q.shape[0] != plan.rows:
-        raise ValueError(f"the plan lays out {plan.rows} batch rows, got batch={q.shape[0]}: make a plan for this batch")
+    if plan.batch_layouts > 1 and q.shape[0] != plan.batch_layouts:
+        raise ValueError(f"the plan lays out {plan.batch_layouts} batch rows, got batch={q.shape[0]}: make a plan for this batch")

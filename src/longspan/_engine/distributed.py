@@ -46,7 +46,7 @@ def _forward_steps(call: ShardedCall, inputs: CallTensors, *, max_scores: bool) 
     q, k, v = inputs.q, inputs.k, inputs.v
     kernel, schedule, capabilities = call.pass_setup(q, k, v, backward=False)
     exchange = call.kv_exchange(capabilities, schedule, inputs, backward=False)
-    queries = [q] if call.plan.rows == 1 else list(q.split(1))
+    queries = [q] if call.plan.batch_layouts == 1 else list(q.split(1))
     states: list[State | None] = [sink_state(inputs.sink, part, v, max_scores=max_scores) for part in queries]
     for i, step in enumerate(schedule.steps):
         step_kv = exchange.wait(i)

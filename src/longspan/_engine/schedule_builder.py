@@ -69,7 +69,7 @@ class _ScheduleBuilder:
         first = 1 if self.moves.joined else 0
         steps = [self._step(stages[0] if first else range(0), with_local=True)]
         steps += [self._step(group, with_local=False) for group in stages[first:] if any(self.stage_is_active[s] for s in group)]
-        row_indices = range(self.plan.rows)
+        row_indices = range(self.plan.batch_layouts)
         last = [max([i for i, step in enumerate(steps) if not step.tiles[r].empty], default=0) for r in row_indices]
         by_row = [_mark_complete([step.tiles[r] for step in steps], last[r]) for r in row_indices]
         steps = [replace(step, tiles=tuple(tiles[i] for tiles in by_row)) for i, step in enumerate(steps)]
@@ -139,7 +139,9 @@ class _ScheduleBuilder:
         sent_rows = torch.zeros(sum(send_counts), dtype=torch.int64)
         for r, (tiles, place) in enumerate(self._moved(sent)):
             grid = self.rows[r].kv
-            sent_rows[place] = expand_ranges(grid.row[tiles], grid.count[tiles]) + (r * self.local_rows if self.plan.rows > 1 else 0)
+            sent_rows[place] = expand_ranges(grid.row[tiles], grid.count[tiles]) + (
+                r * self.local_rows if self.plan.batch_layouts > 1 else 0
+            )
         exchange = StageExchange(
             what=f"{_stage_names(stages)} of {moves.stages} ({self.plan.strategy})",
             start=offset,

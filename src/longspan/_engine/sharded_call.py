@@ -62,7 +62,7 @@ class ShardedCall:
             score=self.spec.score,
             score_captured=[t.to(device) for t in self.score_captured],
             joint=self.spec.joint(self.score_captured) if backward else None,
-            first_batch=row if self.plan.rows > 1 else 0,
+            first_batch=row if self.plan.batch_layouts > 1 else 0,
             first_head=0 if self.transpose is None else self.transpose.local_heads.start,
             mask_is_fixed=True,  # copies that belong to the plan
             complete_q_tiles=None if backward else tiles.complete_q_tiles,
@@ -88,7 +88,7 @@ class ShardedCall:
 
     def batch_slice(self, row: int) -> slice:
         """The batch rows of `tiles[row]` of a step: one where batch rows are laid out differently, else all."""
-        return slice(row, row + 1) if self.plan.rows > 1 else slice(None)
+        return slice(row, row + 1) if self.plan.batch_layouts > 1 else slice(None)
 
     def _choose(self, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> PassSetup:
         """Choose the kernel for tiles of BLOCK_SIZE, then the schedule that it prefers and supports. Raises what the calls would raise."""
@@ -114,7 +114,7 @@ class ShardedCall:
     def kv_exchange(self, capabilities: Capabilities, schedule: LocalSchedule, inputs: CallTensors, *, backward: bool) -> KVExchange:
         """The KV exchange of a pass; starts to send k and v."""
         k, v = inputs.k, inputs.v
-        first, separate, per_batch_row = schedule.steps[0], self._sends_kv_separately(k, v), self.plan.rows > 1
+        first, separate, per_batch_row = schedule.steps[0], self._sends_kv_separately(k, v), self.plan.batch_layouts > 1
         two_buffers = separate and bool(first.exchanges) and not per_batch_row and capabilities.two_kv_buffers
         group = None
         if any(step.exchanges for step in schedule.steps):

@@ -77,7 +77,9 @@ def exchange(row_reads: list[KVReads], *, stage_tokens: int, stages: int | None 
     A rank receives from its nearest predecessors first, in equal parts, so that each stage has as many senders as receivers.
     """
     read_remote = [reads.is_read & reads.remote for reads in row_reads]
-    tokens = torch.stack([(r * reads.kv.count).sum(1) for r, reads in zip(read_remote, row_reads, strict=True)]).sum(0)  # per receiver
+    tokens = torch.stack([(tiles * reads.kv.count).sum(1) for tiles, reads in zip(read_remote, row_reads, strict=True)]).sum(
+        0
+    )  # per receiver
     largest = int(tokens.max())
     if stages is None:
         stages = -(-largest // max(1, stage_tokens))

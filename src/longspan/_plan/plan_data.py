@@ -66,8 +66,8 @@ class MaskTiling:
     heads: int
 
     @property
-    def rows(self) -> int:
-        """Batch rows that are laid out differently; 1 where all are laid out alike."""
+    def batch_layouts(self) -> int:
+        """Number of batch rows that are laid out differently; 1 where all are laid out alike."""
         return max(len(layout.rows) for layout in self.layouts)
 
     def grids(self, block: tuple[int, int], row: int) -> tuple[TileGrid, TileGrid]:
@@ -84,9 +84,9 @@ class MaskTiling:
             q_len=self.layouts[0].length,
             kv_len=self.layouts[1].length,
             block=block,
-            batch=1 if self.rows > 1 else self.batch,
+            batch=1 if self.batch_layouts > 1 else self.batch,
             heads=self.heads,
-            first_batch=row if self.rows > 1 else 0,
+            first_batch=row if self.batch_layouts > 1 else 0,
             edges=(queries.edges, kv.edges),
         )
         table = classify(self.mask.program, self.mask.captured, shape)
@@ -94,7 +94,7 @@ class MaskTiling:
 
     def all_rows(self, block: tuple[int, int] = (BLOCK_SIZE, BLOCK_SIZE)) -> tuple[TiledRow, ...]:
         """Every batch row that is laid out differently, in tiles."""
-        return tuple(self.row(block, row) for row in range(self.rows))
+        return tuple(self.row(block, row) for row in range(self.batch_layouts))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -139,9 +139,9 @@ class PlanData:
         return 1 if self.head_axis is None else self.mesh.axes[self.head_axis].size
 
     @property
-    def rows(self) -> int:
-        """Batch rows that are laid out differently; 1 where all are laid out alike."""
-        return self.tiling.rows
+    def batch_layouts(self) -> int:
+        """Number of batch rows that are laid out differently; 1 where all are laid out alike."""
+        return self.tiling.batch_layouts
 
     @property
     def inner(self) -> tuple[Layout, Layout]:

@@ -53,7 +53,7 @@ class MaskWork:
 
     def tiles(self, tiling: MaskTiling) -> tuple[TiledRow, ...]:
         """The mask in tiles of a layout. Takes the existing table where the layout cuts no tile."""
-        if tiling.rows == 1 and BLOCK_SIZE in self._tables:
+        if tiling.batch_layouts == 1 and BLOCK_SIZE in self._tables:
             queries, kv = tiling.grids((BLOCK_SIZE, BLOCK_SIZE), 0)
             table = self._tables[BLOCK_SIZE]
             if (queries.tiles, kv.tiles) == (table.q_tiles, table.kv_tiles):
@@ -79,7 +79,7 @@ def search_space(works: Sequence[MaskWork], mesh: Mesh, shape: Shape, cluster: C
 
 def considered_for(data: PlanData, cluster: Cluster) -> Considered | None:
     """The options for the mask of an existing plan, estimated; None where `auto` has nothing to choose from."""
-    if data.q_len != data.kv_len or data.rows > 1 or data.mesh.size == 1:
+    if data.q_len != data.kv_len or data.batch_layouts > 1 or data.mesh.size == 1:
         return None
     sizes = CallSizes(batch=data.batch, heads=data.heads, kv_heads=data.kv_heads, head_dim=data.head_dim)
     work = MaskWork(data.mask, data.q_len, data.kv_len, sizes)
