@@ -4,7 +4,8 @@
 - `<!-- scope: NAME -->` before a block adds names that the page does not define (tests/docs/scopes.py).
 - `python title="file.py"` blocks are written to files of that name.
 - `python title="before"` blocks show other libraries' code and are parsed; `title="after"` blocks run on ranks in tests/dropin.
-- `console` blocks: each `$ command` runs in the folder of those files. NOT_RUN lists the exceptions.
+- `console` blocks: each `$ command` runs in the folder of those files. NOT_RUN lists the exceptions. A block without such files that
+  an earlier page has too runs there.
 - `bash title="…"` blocks are checked by `bash -n`.
 """
 
@@ -54,6 +55,15 @@ def commands_of(block: Block) -> list[str]:
     return [line[2:] for line in block.text.replace("\\\n", " ").splitlines() if line.startswith("$ ")]
 
 
+def runs_on_an_earlier_page(block: Block, page: Path) -> bool:
+    """Whether an earlier page has the same console block, and neither page's block reads a file that its page writes."""
+    for earlier in PAGES[: PAGES.index(page)]:
+        if block.text in [other.text for other in blocks_of(earlier) if other.language == "console"]:
+            files = [other.title for p in (earlier, page) for other in blocks_of(p) if other.language == "python" and other.title]
+            return not any(file in block.text for file in files)
+    return False
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_code_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +84,7 @@ def test_every_code_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
             subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
         elif block.language == "console":
             for command in commands_of(block):
-                if not command.startswith(NOT_RUN):
+                if not command.startswith(NOT_RUN) and not runs_on_an_earlier_page(block, page):
                     run(command, tmp_path, where)
         else:
             assert block.language in ("text", "toml"), f"{where}: no rule for a block of {block.language!r}"
