@@ -153,7 +153,7 @@ def test_rows_arrive_at_the_place_where_the_receiver_reads_them(args: Any, merge
             # Each row of the buffer by its batch row and position.
             read_numbers = torch.full((step.buffer_rows,), -1)
             for row, part in enumerate(step.tiles):
-                at = torch.arange(step.buffer_rows) if part.rows is None else part.rows.indices()
+                at = torch.arange(step.buffer_rows) if part.kv_rows is None else part.kv_rows.indices()
                 read_numbers[at[: part.kv_tiles.length]] = row * length + part.kv_tiles.positions(torch.device("cpu"))
             for k, exchange in enumerate(step.exchanges):
                 sent = [_local_numbers(mine[source])[other.exchanges[k].sent_to[receiver].indices()] for source, other in enumerate(group)]

@@ -147,8 +147,8 @@ def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide
                             grad_lse=None if grad_lse is None else grad_lse[batch], needs=needs, delta=delta[batch],
                         )  # fmt: skip
                         kernel.backward(step_tensors, work, wide=True, into=into)
-                    if scattered is not None and tiles.rows is not None:
-                        tiles.rows.write_(buffer, scattered)
+                    if scattered is not None and tiles.kv_rows is not None:
+                        tiles.kv_rows.write_(buffer, scattered)
                 exchange.send(i + 1)
                 sums.send(i, step, buffer)
         return sums.finish(keep_kv_wide=keep_kv_wide), grad_sink

@@ -90,10 +90,10 @@ class GradientSums:
         rows, grad_q, scattered = buffer, self._grad_q, None
         if self._exchange.format.per_batch_row:
             tokens, grad_q = self._k.shape[2], self._grad_q[row : row + 1]
-            if tiles.rows is None:
+            if tiles.kv_rows is None:
                 rows = buffer[row * tokens : (row + 1) * tokens]
             else:
-                rows = scattered = buffer.new_empty((tiles.rows.count, buffer.shape[1]))
+                rows = scattered = buffer.new_empty((tiles.kv_rows.count, buffer.shape[1]))
         grad_k, grad_v = self._exchange.split(rows)
         return Grads(q=grad_q, k=grad_k, v=grad_v, captured=self._grad_captured), scattered
 

@@ -148,7 +148,7 @@ class KVExchange:
             pending.wait()
         kv = []
         for tiles in step.tiles:
-            rows = [buffer if tiles.rows is None else tiles.rows.take(buffer) for buffer in transfer.buffers]
+            rows = [buffer if tiles.kv_rows is None else tiles.kv_rows.take(buffer) for buffer in transfer.buffers]
             if len(rows) == 1:
                 kv.append(self.split(rows[0]))
             else:

@@ -52,14 +52,14 @@ class StepTiles:
     """The tiles that a step computes for one batch row, or for all of them where they are laid out alike.
 
     Attributes:
-        rows: The KV rows of the step's buffer that these tiles read; None for all.
+        kv_rows: The rows of the step's KV buffer that these tiles read; None for all.
         complete_q_tiles: As in `longspan._kernels.protocol.Work`.
     """
 
     table: BlockTable
     q_tiles: Tiling
     kv_tiles: Tiling
-    rows: RowSelection | None = None
+    kv_rows: RowSelection | None = None
     complete_q_tiles: Tensor | None = None
 
     @property

@@ -52,10 +52,10 @@ class _ScheduleBuilder:
         self.moves = plan.backward_schedule if options.backward else plan.schedule
         self.rank = 0 if plan.kv_axis is None else plan.mesh.coordinate[plan.kv_axis]
         self.ranks = plan.inner[0].ranks
-        self.local_rows = plan.inner[1].local_len(self.rank)
-        self.rows = plan_cache.tiles(plan, options.block)
-        self.q_order = [row.queries.of_rank(self.rank) for row in self.rows]
-        self.q_tilings = [_tiling(row.queries, order) for row, order in zip(self.rows, self.q_order, strict=True)]
+        self.local_tokens = plan.inner[1].local_len(self.rank)
+        self.tiled_rows = plan_cache.tiles(plan, options.block)
+        self.q_order = [tiled.queries.of_rank(self.rank) for tiled in self.tiled_rows]
+        self.q_tilings = [_tiling(tiled.queries, order) for tiled, order in zip(self.tiled_rows, self.q_order, strict=True)]
         self.receives, self.sends = self.moves.receiver == self.rank, self.moves.source == self.rank
         moves_per_stage = torch.bincount(self.moves.stage, minlength=self.moves.stages).tolist()
         keep_empty = not (options.backward and int(self.moves.active_stages.sum()) < self.moves.stages)
@@ -69,9 +69,9 @@ class _ScheduleBuilder:
         first = 1 if self.moves.joined else 0
         steps = [self._step(stages[0] if first else range(0), with_local=True)]
         steps += [self._step(group, with_local=False) for group in stages[first:] if any(self.stage_is_active[s] for s in group)]
-        row_indices = range(self.plan.batch_layouts)
-        last = [max([i for i, step in enumerate(steps) if not step.tiles[r].empty], default=0) for r in row_indices]
-        by_row = [_mark_complete([step.tiles[r] for step in steps], last[r]) for r in row_indices]
+        batch_rows = range(self.plan.batch_layouts)
+        last = [max([i for i, step in enumerate(steps) if not step.tiles[row].empty], default=0) for row in batch_rows]
+        by_row = [_mark_complete([step.tiles[row] for step in steps], last[row]) for row in batch_rows]
         steps = [replace(step, tiles=tuple(tiles[i] for tiles in by_row)) for i, step in enumerate(steps)]
         return LocalSchedule(steps=tuple(steps), last_step=tuple(last))
 
@@ -80,7 +80,7 @@ class _ScheduleBuilder:
         first, *received = whole.steps
         if len(first.tiles) > 1 or self.moves.joined or all(step.empty for step in received):
             return whole
-        local_tiles = self.rows[0].kv.of_rank(self.rank)
+        local_tiles = self.tiled_rows[0].kv.of_rank(self.rank)
         share = late_share(received[0].moved_rows * kv_bytes, received[-1].moved_rows * grad_bytes)
         table = first.tiles[0].table
         q_tiles = coverage(
@@ -90,7 +90,7 @@ class _ScheduleBuilder:
         late = late_tiles(q_tiles[0], share, max_tiles)
         if not late:
             return whole
-        early_tiles, last_tiles = (self._tiles(0, tiles, rows=None) for tiles in (local_tiles[late:], local_tiles[:late]))
+        early_tiles, last_tiles = (self._tiles(0, tiles, kv_rows=None) for tiles in (local_tiles[late:], local_tiles[:late]))
         cut = last_tiles.kv_tiles.length
         early, last = (
             ComputeStep(buffer_rows=len(local), local=local, exchanges=(), tiles=(tiles,))
@@ -99,31 +99,31 @@ class _ScheduleBuilder:
         return LocalSchedule(steps=(early, *received, last), last_step=(len(received) + 1,))
 
     def _step(self, stages: range, *, with_local: bool) -> ComputeStep:
-        local_rows = self.local_rows if with_local else 0
-        exchanges, offset = [], local_rows * len(self.rows)
-        tiles = [[row.kv.of_rank(self.rank)] if with_local else [] for row in self.rows]
-        places = [[torch.arange(r * local_rows, (r + 1) * local_rows)] for r in range(len(self.rows))]
+        local_tokens = self.local_tokens if with_local else 0
+        exchanges, offset = [], local_tokens * len(self.tiled_rows)
+        tiles = [[tiled.kv.of_rank(self.rank)] if with_local else [] for tiled in self.tiled_rows]
+        buffer_rows = [[torch.arange(row * local_tokens, (row + 1) * local_tokens)] for row in range(len(self.tiled_rows))]
         for merged in [stages] if self.options.merge_stages and stages else [range(stage, stage + 1) for stage in stages]:
             if not any(self.stage_is_active[stage] for stage in merged):
                 continue
             exchange, received = self._exchange(merged, offset)
-            for r, (received_tiles, place) in enumerate(received):
-                tiles[r].append(received_tiles)
-                places[r].append(place + offset)
+            for row, (received_tiles, place) in enumerate(received):
+                tiles[row].append(received_tiles)
+                buffer_rows[row].append(place + offset)
             exchanges.append(exchange)
             offset = exchange.stop
         step_tiles = []
-        for r in range(len(self.rows)):
+        for row in range(len(self.tiled_rows)):
             # Without exchanges, the KV of a batch row is a slice of a tensor, not rows of a common buffer.
-            rows = RowSelection.of(torch.cat(places[r])) if len(self.rows) > 1 and exchanges else None
-            step_tiles.append(self._tiles(r, torch.cat(tiles[r]), rows=rows))
-        local = range(local_rows * len(self.rows))
+            kv_rows = RowSelection.of(torch.cat(buffer_rows[row])) if len(self.tiled_rows) > 1 and exchanges else None
+            step_tiles.append(self._tiles(row, torch.cat(tiles[row]), kv_rows=kv_rows))
+        local = range(local_tokens * len(self.tiled_rows))
         return ComputeStep(buffer_rows=offset, local=local, exchanges=tuple(exchanges), tiles=tuple(step_tiles))
 
-    def _tiles(self, row: int, kv_tiles: Tensor, *, rows: RowSelection | None) -> StepTiles:
+    def _tiles(self, row: int, kv_tiles: Tensor, *, kv_rows: RowSelection | None) -> StepTiles:
         heads = None if self.options.heads is None else range(*self.options.heads)
-        table = self.rows[row].table.select(self.q_order[row], kv_tiles, heads=heads)
-        return StepTiles(table=table, q_tiles=self.q_tilings[row], kv_tiles=_tiling(self.rows[row].kv, kv_tiles), rows=rows)
+        table = self.tiled_rows[row].table.select(self.q_order[row], kv_tiles, heads=heads)
+        return StepTiles(table=table, q_tiles=self.q_tilings[row], kv_tiles=_tiling(self.tiled_rows[row].kv, kv_tiles), kv_rows=kv_rows)
 
     def _exchange(self, stages: range, offset: int) -> tuple[StageExchange, list[tuple[Tensor, Tensor]]]:
         """The exchange of these stages, and for each batch row its received tiles and the places of their tokens: by rank, then stage."""
@@ -137,11 +137,9 @@ class _ScheduleBuilder:
             for rank, chosen in ((moves.source, received), (moves.receiver, sent))
         )
         sent_rows = torch.zeros(sum(send_counts), dtype=torch.int64)
-        for r, (tiles, place) in enumerate(self._moved(sent)):
-            grid = self.rows[r].kv
-            sent_rows[place] = expand_ranges(grid.row[tiles], grid.count[tiles]) + (
-                r * self.local_rows if self.plan.batch_layouts > 1 else 0
-            )
+        for row, (tiles, place) in enumerate(self._moved(sent)):
+            grid = self.tiled_rows[row].kv
+            sent_rows[place] = expand_ranges(grid.row[tiles], grid.count[tiles]) + row * self.local_tokens
         exchange = StageExchange(
             what=f"{_stage_names(stages)} of {moves.stages} ({self.plan.strategy})",
             start=offset,
@@ -155,11 +153,11 @@ class _ScheduleBuilder:
 
     def _moved(self, chosen: Tensor) -> list[tuple[Tensor, Tensor]]:
         """For each batch row, the tiles of the chosen moves, and the places of their tokens when the moves are concatenated."""
-        row, start, length = self.moves.row[chosen], self.moves.start[chosen], self.moves.length[chosen]
+        batch_row, start, length = self.moves.row[chosen], self.moves.start[chosen], self.moves.length[chosen]
         offset = length.cumsum(0) - length
         by_row = []
-        for r, tiled in enumerate(self.rows):
-            here = row == r
+        for row, tiled in enumerate(self.tiled_rows):
+            here = batch_row == row
             first, end = tiled.kv.within(start[here], length[here])
             by_row.append((expand_ranges(first, end - first), expand_ranges(offset[here], length[here])))
         return by_row
