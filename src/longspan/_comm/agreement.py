@@ -38,10 +38,12 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True, eq=False)
 class CallDescription:
-    """One rank's view of a collective call. All ranks must hold equal descriptions.
+    """One rank's description of a collective call. Ranks agree if their descriptions are equal.
 
-    kind:   the call in words ("attention, forward"). Calls of one kind have the same field names in the same order.
-    fields: readable values by name, at most MAX_FIELDS.
+    Attributes:
+        kind: The call in words, such as "attention, forward pass".
+        fields: The call's arguments as text, by name, at most MAX_FIELDS. Names and order depend on `kind` only: messages hold a digest per
+            field and no names, so that digest i of one rank is compared with digest i of another.
     """
 
     kind: str
@@ -97,7 +99,11 @@ class Agreement:
         return same and first[1] == _AGREES and len(self._forwards(messages)) <= 1
 
     def _forwards(self, messages: Sequence[Sequence[int]]) -> set[int]:
-        """The forward passes that ranks are in the backward pass of. A compiled rank does not know, and agrees with all."""
+        """Of a backward pass, the different call numbers of the forward pass that ranks sent; empty in a forward pass.
+
+        All ranks must differentiate the same forward call: more than one number is a disagreement. A rank that runs a compiled model does
+        not know the number and sends 0, which is left out.
+        """
         return {m[_NUMBER] for m in messages} - {0} if self._is_backward else set()
 
     def _raise(self, messages: Sequence[Sequence[int]]) -> NoReturn:
@@ -122,7 +128,7 @@ def agree(mesh: Mesh, call: CallDescription) -> None:
 
 
 def refuse(mesh: Mesh, error: Exception) -> NoReturn:
-    """Raise `error` here, and a RuntimeError that quotes it on the ranks that wait for this one in an agreement."""
+    """Raise `error` on this rank. Ranks that wait for this rank in an agreement raise a RuntimeError that quotes it."""
     if mesh.size > 1 and mesh.groups:
         Agreement(mesh, None, error=error).wait()
     raise error

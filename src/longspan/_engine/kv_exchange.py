@@ -66,9 +66,13 @@ class _Transfer:
 
 
 class KVExchange:
-    """Local and received KV, step by step. Call `prepare(i + 1)`, compute step i, then `send(i + 1)`: received KV is one step ahead.
+    """Local and received KV, step by step, with the transfer of step i + 1 in flight while step i is computed.
 
-    No data moves before all ranks agree on the call.
+    Per step i, call `wait(i)`, `prepare(i + 1)`, launch the kernel, `send(i + 1)`. No KV is sent before all ranks agree on the call.
+
+    Normally `prepare` packs and sends, and `send` does nothing. One case differs: on CUDA, while the agreement of all ranks is pending.
+    There `prepare` only packs, so that the kernel is launched first. `send` then waits for the agreement while the kernel runs, and sends
+    from another stream.
     """
 
     def __init__(
@@ -95,7 +99,7 @@ class KVExchange:
             self.send(0)
 
     def prepare(self, i: int) -> None:
-        """Pack the rows that step i sends. Send them too, unless the agreement of all ranks can be awaited while a kernel runs."""
+        """Pack and send the rows of step i. Only pack them while the agreement is pending on CUDA (see the class): `send` sends them."""
         if i >= len(self.steps) or not self.steps[i].exchanges:
             return
         assert self.group is not None
@@ -120,7 +124,7 @@ class KVExchange:
             self.send(i)
 
     def send(self, i: int) -> None:
-        """Start the exchanges of step i, once all ranks agree. Does nothing if `prepare` started them."""
+        """Wait until all ranks agree, then start the exchanges of step i. Does nothing if `prepare` started them."""
         transfer = self._transfers.get(i)
         if transfer is None or not transfer.issue:
             return
@@ -128,7 +132,8 @@ class KVExchange:
         if transfer.packed is None:
             transfer.pending = [issue() for issue in transfer.issue]
         else:
-            # A backend's stream waits for the current stream. That one has the kernel of the step before by now: use another one.
+            # A backend's stream waits for the stream that issues the exchange. On the current stream, it would wait for the kernel of the
+            # step before: issue from another stream that waits for the packing only.
             stream = issue_stream(self.k.device)
             stream.wait_event(transfer.packed)
             with torch.cuda.stream(stream):

@@ -119,10 +119,11 @@ class LocalSchedule:
 
     @cached_property
     def final_returns(self) -> tuple[ComputeStep, ...]:
-        """The last two steps with exchanges: their returned gradients are added in one pass at the end.
+        """The steps whose returned gradients are added in one pass at the end: the last two steps with exchanges, or only the last one.
 
-        Only the last one, where the returned gradients of both would take more memory than their KV buffers did: gradients of the step
-        before, and KV, in half as many bytes, of the last one.
+        With two, the returned gradients of the earlier step stay in memory until those of the later step have arrived. The later step's
+        (`sent_rows` rows) must then fit into the memory of two buffers that were only needed to compute the later step: the earlier step's
+        gradients in flight (`received_rows` rows) and the later step's KV (`received_rows` rows, half as many bytes per row).
         """
         last = tuple(step for step in self.steps if step.exchanges)[-2:]
         if len(last) == 2 and last[1].sent_rows > last[0].received_rows + last[1].received_rows // 2:
