@@ -149,7 +149,7 @@ def test_local_kv_is_split_in_proportion_to_overlapped_transfers(mask: str, layo
         whole, halves = (local_schedule(mine.data, ScheduleOptions(block=(128, 128), split_bytes=split)) for split in (None, HALF))
         largest = max(step.received_rows for step in whole.steps[1:]) // 128
         if halves is whole:
-            assert all(step.empty for step in whole.steps[1:]) or not whole.steps[-1].moved_rows or not largest
+            assert all(step.empty for step in whole.steps[1:]) or not whole.steps[-1].transfer_rows or not largest
             continue
         first, last = halves.steps[0], halves.steps[-1]
         assert halves.steps[1:-1] == whole.steps[1:] and not first.exchanges and not last.exchanges
@@ -159,7 +159,7 @@ def test_local_kv_is_split_in_proportion_to_overlapped_transfers(mask: str, layo
         largest_tile = int(
             max(step.tiles[0].table.transposed.tiles_per_row.view(-1, step.tiles[0].kv_tiles.tiles).sum(0).max() for step in (first, last))
         )
-        share = late_share(2 * whole.steps[1].moved_rows, 4 * whole.steps[-1].moved_rows)
+        share = late_share(2 * whole.steps[1].transfer_rows, 4 * whole.steps[-1].transfer_rows)
         # The split is within one tile's work, or has as many tiles as a step receives: no buffer is larger.
         tiles = last.tiles[0].kv_tiles.tiles
         assert tiles <= largest

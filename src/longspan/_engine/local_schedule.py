@@ -100,8 +100,8 @@ class ComputeStep:
         return sum(exchange.sent.count for exchange in self.exchanges)
 
     @property
-    def moved_rows(self) -> int:
-        """The larger of received and sent rows."""
+    def transfer_rows(self) -> int:
+        """Rows of the larger transfer: the larger of received and sent rows."""
         return max(self.received_rows, self.sent_rows)
 
     @cached_property

@@ -81,7 +81,7 @@ class _ScheduleBuilder:
         if len(first.tiles) > 1 or self.moves.joined or all(step.empty for step in received):
             return whole
         local_tiles = self.tiled_rows[0].kv.of_rank(self.rank)
-        share = late_share(received[0].moved_rows * kv_bytes, received[-1].moved_rows * grad_bytes)
+        share = late_share(received[0].transfer_rows * kv_bytes, received[-1].transfer_rows * grad_bytes)
         table = first.tiles[0].table
         q_tiles = coverage(
             torch.zeros(len(table.first), dtype=torch.int64), table.first.long(), table.last.long() + 1, len(local_tiles), range(1)
