@@ -251,7 +251,9 @@ def test_on_a_gpu_kv_in_two_buffers_gives_the_bits_of_one(way: str, ranks: int, 
     try:
         monkeypatch.setattr(kv_exchange, "SEPARATE_KV_BYTES", 0)
         with monkeypatch.context() as patch:
-            patch.setattr(HopperKernel, "joins", lambda *_, **__: False)
+            capabilities = HopperKernel.capabilities
+            one_buffer = lambda *args, **options: replace(capabilities(*args, **options), two_kv_buffers=False)
+            patch.setattr(HopperKernel, "capabilities", one_buffer)
             right, _, _ = over(p, ranks, lambda t, _: t, **WAYS[way])
         assert not joined
         for lay in (lambda t, _: t, lambda t, _: by_token(t)):
