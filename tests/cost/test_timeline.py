@@ -60,6 +60,13 @@ def test_estimates_from_owners_approximate_the_times_of_the_plan(moves: str, lay
     assert guess == pytest.approx(plan.report("h100").seconds, rel=0.04)
 
 
+def test_moves_that_the_cost_model_does_not_know_raise() -> None:
+    demand = demand_for(ls.causal(), 1000, 4)
+    estimate = OwnerEstimate(demand, owner_of("contiguous", demand, 4), 4)
+    with pytest.raises(NotImplementedError, match=r"cost model: expected moves 'ring', .* got 'tree'"):
+        estimate.workload(moves="tree", placement=Placement(per_node=8), shape=Shape(heads=8, kv_heads=8))
+
+
 def test_local_kv_is_computed_with_the_only_exchange_where_that_is_faster() -> None:
     mesh, sizes = ls.Mesh.abstract(8), {"heads": 32, "kv_heads": 8, "head_dim": 128}
     little, much = ls.causal() & ls.sliding_window(1024), ls.causal()

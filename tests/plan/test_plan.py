@@ -12,6 +12,7 @@ import torch
 
 import longspan as ls
 from longspan._plan.handle import live
+from longspan._plan.strategies import LAYOUT_NAMES, Strategy
 from longspan.testing import virtual_world
 
 MESH = ls.Mesh.abstract(4, rank=1)
@@ -99,6 +100,20 @@ def test_a_mesh_with_two_axes_needs_a_two_axis_strategy() -> None:
     with pytest.raises(ValueError, match="runs over one axis"):
         ls.plan(ls.causal(), 1000, mesh, strategy="ring")
     assert ls.plan(ls.causal(), 1000, mesh, heads=6).strategy == "ulysses_exchange"
+
+
+@pytest.mark.parametrize("lengths", [1000, (1000, 500)], ids=["self", "cross"])
+def test_a_layout_name_without_a_layout_raises(lengths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longspan._planner.request.LAYOUT_NAMES", (*LAYOUT_NAMES, "spiral"))
+    with pytest.raises(NotImplementedError, match=r"layout 'spiral': expected 'contiguous', .* or 'auto'"):
+        ls.plan(ls.full(), lengths, MESH, layout="spiral")  # type: ignore[arg-type]
+
+
+def test_moves_without_a_schedule_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = Strategy(name="tree", head_axis=None, kv_axis=0, moves="tree")  # type: ignore[arg-type]
+    monkeypatch.setattr("longspan._planner.build.strategy_for", lambda name, mesh: tree)
+    with pytest.raises(NotImplementedError, match=r"strategy 'tree': expected moves 'ring', .* got 'tree'"):
+        ls.plan(ls.causal(), 1000, MESH, strategy="exchange")
 
 
 def test_shard_and_unshard_raise_for_tensors_of_another_size() -> None:

@@ -123,6 +123,10 @@ class OwnerEstimate:
             exchanges = torch.full((steps + 1,), float(stages_per_step), dtype=torch.float64)
             exchanges[0], exchanges[-1] = 0, self.ranks - 1 - (steps - 1) * stages_per_step
             return torch.where(self.is_local, 0, (self._distance - 1) // stages_per_step + 1), exchanges
+        if moves != "exchange":
+            raise NotImplementedError(
+                f"cost model: expected moves 'ring', 'allgather', 'exchange' or 'none', got {moves!r}: add them to OwnerEstimate._steps"
+            )
         need, order, before, needed_tokens = self._exchange_order
         largest = int(needed_tokens.max()) if len(needed_tokens) else 0
         count = -(-largest // step_tokens) if stages is None else min(stages, largest)

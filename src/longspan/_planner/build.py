@@ -199,8 +199,13 @@ class PlanBuilder:
             return kv_moves.ring(row_reads, step_tokens=schedules.STAGE_TOKENS)
         if choice.strategy.moves == "allgather":
             return kv_moves.allgather(row_reads)
-        shard_tokens = -(-self.request.kv_len // self._kv_axis_size(choice.strategy)) * len(row_reads)
-        return kv_moves.exchange(row_reads, stage_tokens=max(shard_tokens, schedules.STAGE_TOKENS), stages=choice.stages)
+        if choice.strategy.moves == "exchange":
+            shard_tokens = -(-self.request.kv_len // self._kv_axis_size(choice.strategy)) * len(row_reads)
+            return kv_moves.exchange(row_reads, stage_tokens=max(shard_tokens, schedules.STAGE_TOKENS), stages=choice.stages)
+        raise NotImplementedError(
+            f"strategy {choice.strategy.name!r}: expected moves 'ring', 'allgather' or 'exchange' between ranks, got "
+            f"{choice.strategy.moves!r}: build their schedule in PlanBuilder._forward_schedule"
+        )
 
     def _overlapped(self, data: PlanData) -> BuiltPlan:
         """The plan with local KV computed before the first KV that arrives, or together with it: as requested, or as is faster."""

@@ -54,11 +54,7 @@ class RequestLayouts:
         by_row = []
         for batch_row in batch_rows:
             demands = [work.demand(unit, batch_row) for work in self.works]
-            if name == "round_robin":
-                total = replace(demands[0], work=torch.stack([d.work for d in demands]).sum(0))
-                by_row.append(named_layouts.round_robin(total, ranks))
-            else:
-                by_row.append(balance.auto(demands, ranks))
+            by_row.append(_by_demand(name, demands, ranks))
         return by_row[0] if len(by_row) == 1 else named_layouts.stack(by_row)
 
     def _per_document(self, ranks: int) -> Layout:
@@ -94,4 +90,17 @@ class RequestLayouts:
         demand = Demand(
             length=q_len, unit=unit, work=pairs, ptr=torch.zeros(units + 1, dtype=torch.int64), first=no_reads, last=no_reads
         )  # fmt: skip
-        return (named_layouts.round_robin(demand, ranks) if name == "round_robin" else balance.auto(demand, ranks)), kv
+        return _by_demand(name, [demand], ranks), kv
+
+
+def _by_demand(name: str, demands: Sequence[Demand], ranks: int) -> Layout:
+    """The layout of a name that depends on work and reads: one layout for the demands of all masks."""
+    if name == "round_robin":
+        total = replace(demands[0], work=torch.stack([d.work for d in demands]).sum(0))
+        return named_layouts.round_robin(total, ranks)
+    if name == "auto":
+        return balance.auto(demands, ranks)
+    raise NotImplementedError(
+        f"layout {name!r}: expected 'contiguous', 'head_tail', 'per_document', 'round_robin' or 'auto': build it in "
+        "longspan._planner.layouts, for self-attention and for cross-attention"
+    )
