@@ -58,23 +58,33 @@ def attention(
     kernel: str = "auto",
     plan: PlanHandle | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of q [B, H, Q, D] over k [B, G, K, D] and v [B, G, K, E]: out [B, H, Q, E], or (out, lse [B, H, Q]).
+    """Attention of q over k and v, forward and backward, on one device or over the ranks of a plan.
 
-    Heads are grouped when G < H (H a multiple of G). Query i stands at position i, key j at position j.
+    Scores, softmax sums and running results are float32 (float64 for float64 inputs); P is rounded to the dtype of v before P·V by
+    the GPU kernels. A query that sees no key gives out 0, lse −inf (the sink's logit if there is a sink) and gradients 0. Query i has
+    position i, key j has position j.
 
-    mask:       a longspan mask, a torch BlockMask or a mask_mod callable; None lets every query see every key.
-    score_mod:  fn(score, b, h, q_idx, kv_idx) → score, FlexAttention's contract; may capture tensors, which get gradients.
-    scale:      multiplies q·k before score_mod; 1/√D unless given.
-    sink:       [H], a learned logit per head that takes its share of every softmax and gives nothing; it is part of lse.
-    return_lse: also the log of each softmax's denominator, in natural log and float32 (float64 for float64); differentiable.
-    kernel:     "auto", "cpu", "triton", "hopper", "dense", or one of torch's own: "aten" (the best of them), "flash", "efficient", "cudnn".
-                A named kernel is used or refused.
-    plan:       from `longspan.plan`: q, k, v are this rank's shards of a longer sequence, and all ranks of the plan's mesh make this call.
-                The plan holds the mask. Mods see global positions. Gradients of captured tensors and of the sink are this rank's
-                share: their sum over ranks is the gradient.
+    Args:
+        q: Queries [B, H, Q, D].
+        k: Keys [B, G, K, D]; H is a multiple of G (GQA).
+        v: Values [B, G, K, E].
+        mask: A longspan mask, a torch BlockMask or a mask_mod callable; None: every query sees every key.
+        score_mod: fn(score, b, h, q_idx, kv_idx) → score, FlexAttention's contract. Tensors that it captures get gradients.
+        scale: Factor of q·k before `score_mod`; 1/√D by default.
+        sink: A logit per head [H] in every softmax of the head, with value 0. It is part of lse.
+        return_lse: Also return lse, differentiable.
+        kernel: "auto", "cpu", "triton", "hopper", "dense", or one of torch's SDPA kernels: "flash", "efficient", "cudnn", or "aten" for
+            the first of them that supports the call. A kernel named explicitly runs the call or raises.
+        plan: From `longspan.plan`. q, k, v are this rank's shards, and all ranks of the plan's mesh make this call. The plan holds the
+            mask; mods get global positions. Gradients of captured tensors and of the sink are this rank's share: sum them over ranks.
 
-    Scores, sums and running results are held in float32 (float64 for float64). A query that sees nothing gives out 0, lse −inf
-    (the sink's logit where there is one) and gradients 0. The output's dims lie in memory in the order of q's.
+    Returns:
+        out [B, H, Q, E] in the dtype of q, with its dims ordered in memory as those of q; with `return_lse`, (out, lse [B, H, Q]): the
+        natural log of each softmax's denominator in float32 (float64).
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: Shapes, dtypes or devices do not fit, or the named kernel does not support the call.
     """
     options = AttendOptions(
         mask=mask, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel, plan=plan, return_lse=return_lse
