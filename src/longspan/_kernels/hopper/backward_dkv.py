@@ -68,7 +68,7 @@ from longspan._kernels.hopper.dkv_producer import (
     STEP_SLOTS,
     STOP,
     DqOrderArgs,
-    ItemBarriers,
+    KeyTileBarriers,
     StepBarriers,
     StepBuffers,
     produce,
@@ -79,7 +79,7 @@ from longspan._kernels.hopper.pipeline import (
     BufferBarriers,
     Captured,
     KvSource,
-    Runs,
+    RunPointers,
     load_int,
     mbarriers,
     ring_phase,
@@ -378,12 +378,12 @@ def dkv_kernel(
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], row_layout)
     steps_s, item_s = shared_ints(STEP_SLOTS * STEP_FIELDS), shared_ints(ITEM_FIELDS)
     buffers = StepBuffers(q_s, do_s, norm_s, delta_s, steps_s)
-    item_bars = ItemBarriers(mbarriers(1, 1).index(0), mbarriers(1, 1).index(0), mbarriers(1, 2).index(0))
+    item_bars = KeyTileBarriers(mbarriers(1, 1).index(0), mbarriers(1, 1).index(0), mbarriers(1, 2).index(0))
     bars = StepBarriers(mbarriers(STAGES, 1), mbarriers(STAGES, 1), mbarriers(STAGES, 2))
     q_side = (optional(q_side[0]), optional(q_side[1]), optional(q_side[2]))
     kv_side = (optional(kv_side[0]), optional(kv_side[1]), optional(kv_side[2]))
     captured = Captured(mask_captured, mask_sizes, score_captured, score_sizes)
-    full, partial = Runs(full[0], full[1], full[2]), Runs(partial[0], partial[1], partial[2])
+    full, partial = RunPointers(full[0], full[1], full[2]), RunPointers(partial[0], partial[1], partial[2])
     keys, values = KvSource(k_ptr, optional(local_k_ptr), local_tokens), KvSource(v_ptr, optional(local_v_ptr), local_tokens)
     semaphores, order_bars = optional(semaphores), OrderBarriers(optional(None), optional(None))
     dq_order = DqOrderArgs(optional(dq_order_ptr), optional(dq_order_before), semaphores_per_head)

@@ -46,7 +46,7 @@ from longspan._kernels.hopper.pipeline import (
     Captured,
     KvBarriers,
     KvSource,
-    Runs,
+    RunPointers,
     load_int,
     load_kv_tile,
     mbarriers,
@@ -359,7 +359,7 @@ def dq_kernel(
     q_side = (optional(q_side[0]), optional(q_side[1]), optional(q_side[2]))
     kv_side = (optional(kv_side[0]), optional(kv_side[1]), optional(kv_side[2]))
     captured = Captured(mask_captured, mask_sizes, score_captured, score_sizes)
-    full, partial = Runs(full[0], full[1], full[2]), Runs(partial[0], partial[1], partial[2])
+    full, partial = RunPointers(full[0], full[1], full[2]), RunPointers(partial[0], partial[1], partial[2])
     keys, values = KvSource(k_ptr, optional(local_k_ptr), local_tokens), KvSource(v_ptr, optional(local_v_ptr), local_tokens)
     gl.warp_specialize([
         (_compute, (

@@ -65,7 +65,7 @@ class StepBarriers(NamedTuple):
     empty: Any
 
 
-class ItemBarriers(NamedTuple):
+class KeyTileBarriers(NamedTuple):
     """mbarriers of the item's keys and values."""
 
     k_full: Any

@@ -78,7 +78,17 @@ from longspan._kernels.hopper.forward_producer import (
     schedule,
 )
 from longspan._kernels.hopper.none_arg import optional
-from longspan._kernels.hopper.pipeline import Captured, KvBarriers, KvSource, Runs, mbarriers, ring_phase, ring_slot, shared_ints, tile_2d
+from longspan._kernels.hopper.pipeline import (
+    Captured,
+    KvBarriers,
+    KvSource,
+    RunPointers,
+    mbarriers,
+    ring_phase,
+    ring_slot,
+    shared_ints,
+    tile_2d,
+)
 from longspan._kernels.hopper.state_mover import StateBarriers, move_states, moved_by_tma
 from longspan._kernels.hopper.tile_io import load_tile
 
@@ -322,7 +332,7 @@ def forward_kernel(
     complete_out_ptr, complete_flags: outputs of query tiles whose flag is 1 go to complete_out_ptr instead of out_ptr.
     out_desc, complete_out_desc, old_out_desc: TMA descriptors of the tensors of the same names, for the state warp. None: no state warp.
     counter: int32 zeros, one for the item counter and two for each split item. part_out, part_lse: partial results of split items.
-    full, partial: `Runs`. counts: int32 [table rows, 2], tiles in a row's partial and full runs; not both 0 in any of the `rows` rows.
+    full, partial: `RunPointers`. counts: int32 [table rows, 2], tiles in a row's partial and full runs; never both 0 in these rows.
     unsplit, split_items, parts, wide_part: `SplitKv`. group, heavy_rows, light_group, heavy_items: the order of items (`place_in_order`).
     M_SUBS, N_SUBS: items and KV blocks per tile of the block table. SCALE_IN_EXP: multiply by the scale in the exponent.
     FLAT, CORNERS: of a score mod whose lookup is uniform over many tiles (`longspan._kernels.gpu.uniform_lookup`), or None.
@@ -346,7 +356,7 @@ def forward_kernel(
     )  # fmt: skip
     strides = OutputStrides(out_stride, old_out_stride, complete_out_stride)
     captured = Captured(mask_captured, mask_sizes, score_captured, score_sizes)
-    full, partial = Runs(full[0], full[1], full[2]), Runs(partial[0], partial[1], partial[2])
+    full, partial = RunPointers(full[0], full[1], full[2]), RunPointers(partial[0], partial[1], partial[2])
     keys, values = KvSource(k_desc, optional(local_k_desc), local_tokens), KvSource(v_desc, optional(local_v_desc), local_tokens)
     q_side = (optional(q_side[0]), optional(q_side[1]), optional(q_side[2]))
     kv_side = (optional(kv_side[0]), optional(kv_side[1]), optional(kv_side[2]))

@@ -25,7 +25,7 @@ class Captured(NamedTuple):
     score_sizes: Any
 
 
-class Runs(NamedTuple):
+class RunPointers(NamedTuple):
     """A block table's runs of full, or of partial, tiles in CSR form: table row r has the runs ptr[r] to ptr[r + 1] − 1, each of the tiles
     first to last.
     """
