@@ -26,8 +26,8 @@ def scope(name: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _dropin(folder: Path) -> dict[str, Any]:
-    def model(x: Tensor, labels: Tensor) -> Tensor:
-        q = x.unflatten(-1, (4, 8)).transpose(1, 2)
+    def model(x: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
+        q = (x + positions[:, None]).unflatten(-1, (4, 8)).transpose(1, 2)
         out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
         return (out.mean((1, 3)) - labels).square().mean()
 
