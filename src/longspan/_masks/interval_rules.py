@@ -6,8 +6,8 @@ integer type, and a floating-point type for itself. Bounds are never NaN.
 Soundness rests on two facts:
 1. A monotone operation has its extremes at the ends of its operands' intervals. Rounding (IEEE arithmetic, conversion) is monotone too,
    so running *the same operation in the same dtype* on the ends bounds every result bit for bit.
-2. Bounds over a part of the domain lie inside the bounds over the whole domain. So `is_sound` excludes overflow, NaN and division by
-   zero once, over the whole domain.
+2. Bounds over a part of the domain lie inside the bounds over the whole domain. So `may_compute` and `is_sound` exclude overflow, NaN
+   and division by zero once, over the whole domain.
 """
 
 from __future__ import annotations
@@ -61,7 +61,19 @@ def dtype_range(dtype: torch.dtype) -> Interval | None:
     return Interval(torch.tensor([info.min]), torch.tensor([info.max]))
 
 
-def is_sound(call: Call, args: Sequence[Operand], result: Interval | None) -> bool:
+def may_compute(call: Call, args: Sequence[Operand]) -> bool:
+    """Whether a rule may compute with the bounds of its operands: floats are finite, int64 does not overflow.
+
+    Checked before the rule runs, because the smallest int64 divided by −1 ends the process.
+    """
+    if call.name not in ARITHMETIC:
+        return True
+    if call.dtype.is_floating_point:
+        return all(_finite(a, call.dtype) for a in args)
+    return _growth(call.name, [_magnitude(a) for a in args if not isinstance(a, str | None)]) <= EXACT
+
+
+def is_sound(call: Call, result: Interval | None) -> bool:
     """Whether the bounds of a result over the whole domain are valid, and so the bounds on every part of it."""
     if result is None or result.lo.dtype != carrier(call.dtype) or result.hi.dtype != carrier(call.dtype):
         return False
@@ -69,12 +81,6 @@ def is_sound(call: Call, args: Sequence[Operand], result: Interval | None) -> bo
         return False
     if call.name in NEAR and not _finite(result, call.dtype):
         return False  # `near_monotone` widens its bounds: inf − inf is NaN
-    if call.name in ARITHMETIC:
-        if call.dtype.is_floating_point:
-            if not all(_finite(a, call.dtype) for a in args):
-                return False
-        elif _growth(call.name, [_magnitude(a) for a in args if not isinstance(a, str | None)]) > EXACT:
-            return False
     if call.dtype.is_floating_point or call.dtype == torch.bool:
         return True
     info = torch.iinfo(call.dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from longspan._masks.conjunctions import query_table, refine_conjunction
-from longspan._masks.interval_rules import RULES, Call, Interval, Rule, carrier, dtype_range, is_sound, truth
+from longspan._masks.interval_rules import RULES, Call, Interval, Rule, carrier, dtype_range, is_sound, may_compute, truth
 from longspan._masks.interval_steps import FIXED, KV, IntervalStep, Q, given_index
 from longspan._masks.program import Program, op_name
 from longspan._masks.program import call as run_call
@@ -166,8 +166,8 @@ class Interpreter:
         domain_bounds = None
         if rule is not None:
             operands = [a.domain_bounds if isinstance(a, IntervalStep) else a for a in args]
-            domain_bounds = rule(call, operands)
-            if not is_sound(call, operands, domain_bounds):
+            domain_bounds = rule(call, operands) if may_compute(call, operands) else None
+            if not is_sound(call, domain_bounds):
                 domain_bounds = None
         value: Any
         if domain_bounds is None:
