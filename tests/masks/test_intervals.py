@@ -107,6 +107,91 @@ def test_bounds_hold_for_every_value_in_a_square(name):
                 assert may[i] or not bool(visible.any())
 
 
+# Expressions of two integers, by dtype: together every rule for integers, with operands at the ends of the dtype's range.
+INTEGER_EXPRESSIONS = {
+    "add": lambda x, y: x + y,
+    "add scalar": lambda x, y: x + 100,
+    "add a large scalar": lambda x, y: x + 200,
+    "sub": lambda x, y: x - y,
+    "rsub": lambda x, y: 100 - x,
+    "neg": lambda x, y: -x,
+    "mul": lambda x, y: x * y,
+    "mul scalar": lambda x, y: x * -3,
+    "abs": lambda x, y: x.abs(),
+    "square": lambda x, y: x.square(),
+    "pow": lambda x, y: x**2,
+    "floor divide": lambda x, y: x // (y.abs() | 1),
+    "floor divide by -1": lambda x, y: x.to(torch.int8) // -1,  # the smallest int32 or int64 by −1 ends the process
+    "trunc divide": lambda x, y: torch.div(x, y.abs() | 1, rounding_mode="trunc"),
+    "true divide": lambda x, y: x / (y.abs() | 1),
+    "remainder": lambda x, y: x % (y.abs() | 1),
+    "remainder by a scalar": lambda x, y: x % 7,
+    "fmod": lambda x, y: torch.fmod(x, 7),
+    "minimum": torch.minimum,
+    "maximum": torch.maximum,
+    "clamp": lambda x, y: x.clamp(3, 90),
+    "clamp to tensors": lambda x, y: x.clamp(y, y + 9),
+    "where": lambda x, y: torch.where(x > y, x, y),
+    "masked fill": lambda x, y: x.masked_fill(y > 3, 90),
+    "and": lambda x, y: x & y,
+    "and scalar": lambda x, y: x & 127,
+    "or": lambda x, y: x | y,
+    "xor": lambda x, y: x ^ y,
+    "not": lambda x, y: ~x,
+    "left shift": lambda x, y: x << 3,
+    "right shift": lambda x, y: x >> 3,
+    "sign": lambda x, y: x.sign() + y.relu(),
+    "to int8": lambda x, y: x.to(torch.int8),
+    "to uint8": lambda x, y: x.to(torch.uint8),
+    "to int16": lambda x, y: (x * 3).to(torch.int16),
+    "to half": lambda x, y: x.half() - y.half(),
+    "compare": lambda x, y: (x < y) ^ (x == y),
+    "compare with a large scalar": lambda x, y: (x < 200) ^ (y >= -200),
+    "truth": lambda x, y: torch.logical_xor(x, y),
+}
+DTYPE_PAIRS = [(d, d) for d in (torch.int8, torch.uint8, torch.int16, I32, I64)] + [(torch.int8, torch.uint8), (torch.uint8, torch.int16)]
+
+
+def _edge_values(dtype: torch.dtype) -> torch.Tensor:
+    """Ascending values near zero and at the ends of an integer dtype, each 16 times: a range table is exact in steps of 16."""
+    info = torch.iinfo(dtype)
+    values = {info.min, info.min + 1, info.max // 2 + 1, info.max, *(v for v in (-9, -1, 0, 1, 6) if v >= info.min)}
+    return torch.tensor(sorted(values), dtype=dtype).repeat_interleave(16)
+
+
+@pytest.mark.parametrize("name", INTEGER_EXPRESSIONS)
+def test_bounds_hold_at_the_ends_of_every_integer_dtype(name):
+    fn = INTEGER_EXPRESSIONS[name]
+    for x_dtype, y_dtype in DTYPE_PAIRS:
+        x, y = _edge_values(x_dtype), _edge_values(y_dtype)
+
+        def mask(b, h, q, kv, x=x, y=y):
+            value = fn(x[q], y[kv])
+            return value > 20 if value.dtype != torch.bool else value
+
+        traced = trace(mask, "mask")
+        domain = Interpreter(traced.program, traced.captured(), b=(0, 0), h=(0, 0), q=(0, len(x) - 1), kv=(0, len(y) - 1))
+        # Every range of distinct values on each axis.
+        q_first, q_last = (16 * i for i in torch.triu_indices(len(x) // 16, len(x) // 16))
+        kv_first, kv_last = (16 * i for i in torch.triu_indices(len(y) // 16, len(y) // 16))
+        shape = (len(q_first), len(kv_first))
+        if domain.constant is not None:
+            must, may = (b.expand(shape) for b in domain.constant)
+        else:
+            rows = [Interval(lo[:, None], hi[:, None]) for lo, hi in domain.evaluate_axis(Q, q_first, q_last + 15)]
+            must, may = (b.expand(shape) for b in domain.evaluate_squares(rows, domain.evaluate_axis(KV, kv_first, kv_last + 15)))
+        visible = mask(None, None, torch.arange(0, len(x), 16)[:, None], torch.arange(0, len(y), 16))
+        visible = visible.expand(len(x) // 16, len(y) // 16)
+        # Number of visible elements in each rectangle, from two-dimensional prefix sums.
+        sums = torch.nn.functional.pad(visible.long().cumsum(0).cumsum(1), (1, 0, 1, 0))
+        (top, bottom), (left, right) = (q_first // 16, q_last // 16 + 1), (kv_first // 16, kv_last // 16 + 1)
+        count = (sums[bottom] - sums[top])[:, right] - (sums[bottom] - sums[top])[:, left]
+        area = (bottom - top)[:, None] * (right - left)
+        context = (x_dtype, y_dtype)
+        assert bool((~must | (count == area)).all()), context
+        assert bool((may | (count == 0)).all()), context
+
+
 # name: (mask, query range, key range, the value that the bounds must prove)
 DECIDED = {
     "remainder in one period": (lambda b, h, q, kv: q % 128 < 64, (0, 63), (0, 9), True),

@@ -34,7 +34,7 @@ UNARY = {
     "//": lambda x, c: x // c,
     "%": lambda x, c: x % c,
     "abs": lambda x, c: x.long().abs(),
-    "clamp": lambda x, c: x.clamp(-c, 2 * c),
+    "clamp": lambda x, c: x.clamp(-c, min(2 * c, 127)),  # torch rejects bounds that overflow int8
     "int32": lambda x, c: x.to(torch.int32),
     "shift": lambda x, c: x >> 3,
     "and": lambda x, c: x & c,
@@ -81,7 +81,7 @@ def numbers(draw, depth):
 @st.composite
 def conditions(draw, depth):
     """Strategy for random boolean expressions, as functions of (b, h, q, kv)."""
-    kinds = ["compare"] * 3 + ["valid", "grid", "float", "same"] + (["and", "or", "not", "xor", "and", "padded"] if depth else [])
+    kinds = ["compare"] * 3 + ["valid", "grid", "float", "same"] + (["and", "or", "not", "xor", "and", "padded", "joined"] if depth else [])
     kind = draw(st.sampled_from(kinds))
     if kind == "compare":
         op = draw(st.sampled_from([torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge]))
@@ -101,6 +101,11 @@ def conditions(draw, depth):
         table, min_id = TABLES["padded"], draw(st.integers(-1, 3))
         more = draw(conditions(depth - 1))
         return lambda b, h, q, kv: (table[q] == table[kv]) & more(b, h, q, kv) & (table[q] >= min_id) & VALID[kv]
+    if kind == "joined":
+        of_q, of_kv = (TABLES[draw(st.sampled_from(sorted(TABLES)))] for _ in range(2))
+        compare, number = draw(st.sampled_from([torch.ne, torch.lt, torch.ge])), draw(st.integers(-130, 300))
+        limit = draw(st.sampled_from([lambda *x: number, draw(numbers(1))]))
+        return lambda *x: (of_q[x[2]] == of_kv[x[3]]) & compare(of_kv[x[3]], limit(*x))
     a = draw(conditions(depth - 1))
     if kind == "not":
         return lambda *x: ~a(*x)
@@ -109,9 +114,13 @@ def conditions(draw, depth):
 
 
 def brute_force(mask, q_len, kv_len, block, batch=1, heads=1):
-    """Kinds [batch, heads, q_tiles, kv_tiles] by evaluating every element."""
-    b, h, q, kv = (torch.arange(n) for n in (batch, heads, q_len, kv_len))
-    visible = mask(b[:, None, None, None], h[:, None, None], q[:, None], kv).expand(batch, heads, q_len, kv_len)
+    """Kinds [batch, heads, q_tiles, kv_tiles] by evaluating every element.
+
+    A mask is a function of scalars, so `torch.vmap` evaluates it: broadcasting promotes an int8 tensor and an int64 scalar to int8.
+    """
+    for dim in (3, 2, 1, 0):
+        mask = torch.vmap(mask, in_dims=tuple(0 if i == dim else None for i in range(4)))
+    visible = mask(*(torch.arange(n) for n in (batch, heads, q_len, kv_len)))
     padded = torch.nn.functional.pad(visible, (0, -kv_len % block[1], 0, -q_len % block[0]))
     tiles = padded.unflatten(3, (-1, block[1])).unflatten(2, (-1, block[0])).transpose(3, 4).flatten(4)
     return torch.where(tiles.all(-1), FULL, torch.where(tiles.any(-1), PARTIAL, EMPTY)).to(torch.int8)
@@ -167,6 +176,7 @@ OVERFLOWING = {
     "infinities": lambda b, h, q, kv: torch.where(q > kv, 0.0, -torch.inf) * (q % 2) < 0.5,
     "exponent": lambda b, h, q, kv: torch.exp((kv - q).float() * 0.1) > 0.25,
     "vector inside": lambda b, h, q, kv: (TABLES["sorted"][:7] + q > kv + 3).any(),
+    "unknown integer divided by -1": lambda b, h, q, kv: (kv**3) // (-1 - q) < -kv,
     "mixed widths": lambda b, h, q, kv: TABLES["narrow"][q] * 2 + kv > TABLES["shuffled"][kv],
 }
 
@@ -176,9 +186,28 @@ OVERFLOWING = {
 def test_tables_are_exact_under_overflow_rounding_and_nan(name, levels):
     mask, block = OVERFLOWING[name], (16, 16)
     table = table_of(mask, 200, 150, block=block, levels=levels)
-    if name == "vector inside":
-        mask = lambda b, h, q, kv: (TABLES["sorted"][:7] + q[..., None] > kv[..., None] + 3).any(-1)
     assert torch.equal(table.to_dense(), brute_force(mask, 200, 150, block))
+
+
+IDS = torch.arange(64) // 8
+TENTHS = IDS.half() / 10
+CONJUNCTIONS = {
+    "scalar beyond int8": lambda b, h, q, kv: (IDS.to(torch.int8)[q] == (IDS * 50)[kv]) & ((IDS * 50)[kv] < 200),
+    "scalar below uint8": lambda b, h, q, kv: (IDS.to(torch.uint8)[q] == (IDS - 4)[kv]) & ((IDS - 4)[kv] > -2),
+    "scalar between half and float": lambda b, h, q, kv: (TENTHS.float()[q] == TENTHS[kv]) & (TENTHS[kv] == 0.1),
+    "integers rounded to float": lambda b, h, q, kv: ((IDS + 2**24)[q] == (IDS + 2**24).float()[kv]) & ((IDS + 2**24).float()[kv] <= 2**24),
+    "bool and int8": lambda b, h, q, kv: (IDS.to(torch.int8)[q] == (IDS > 3)[kv]) & ((IDS > 3)[kv] < (IDS + 200)[q]),
+    "operation without a rule": lambda b, h, q, kv: (IDS[q] == IDS[kv]) & (IDS[q] <= kv**3),
+    "overflow of int8": lambda b, h, q, kv: (IDS[q] == IDS[kv]) & (IDS[q] < kv.to(torch.int8) * 3),
+    "overflow on the left": lambda b, h, q, kv: (IDS[q] == IDS[kv]) & ~(kv.to(torch.int8) * 3 <= IDS[kv]),
+}
+
+
+@pytest.mark.parametrize("name", CONJUNCTIONS)
+def test_conditions_on_equal_lookups_mask_no_visible_tile(name):
+    mask = CONJUNCTIONS[name]
+    table = table_of(mask, 64, 64, block=(16, 16))
+    assert torch.equal(table.to_dense(), brute_force(mask, 64, 64, (16, 16)))
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (128, 128), (127, 256), (256, 130), (129, 127)])

@@ -64,6 +64,8 @@ def _condition_of(leaf: IntervalStep) -> Condition | None:
     lookups = [a for a in args if isinstance(a, IntervalStep)]
     if len(lookups) != 1 or lookups[0].table is None or lookups[0].call.name != "index":
         return None
+    if any(isinstance(a, Interval) and not torch.equal(a.lo, a.hi) for a in args):
+        return None  # an unknown value, bounded only by its dtype: it differs between elements
     constants = [a.lo if isinstance(a, Interval) else a for a in args]
     label = (leaf.call.target, *(id(a) if isinstance(a, Interval) else None if isinstance(a, IntervalStep) else a for a in args))
     return lookups[0], label, lambda values: leaf.call.target(*(values if isinstance(a, IntervalStep) else a for a in constants))
@@ -72,7 +74,9 @@ def _condition_of(leaf: IntervalStep) -> Condition | None:
 def _admitted_entries(side: IntervalStep, other: IntervalStep, conditions: list[Condition]) -> tuple[frozenset[Any], Tensor | None]:
     """Labels of the conditions that apply to a side of `side == other`, and the entries of its table that meet them, [n] bool.
 
-    A condition applies if it is about a lookup at the same index, or about `other`, whose value equals that of `side`.
+    A condition applies if it is about a lookup at the same index, or about `other`, whose value equals that of `side`. Integers of
+    two widths are compared in the wider dtype, because a scalar of the condition may overflow the narrower one. Other pairs of dtypes
+    are skipped: entries that are equal after rounding may differ in the condition.
     """
     assert side.table is not None
     labels, keep = set(), None
@@ -80,14 +84,25 @@ def _admitted_entries(side: IntervalStep, other: IntervalStep, conditions: list[
         assert lookup.table is not None
         if lookup.args[0] is side.args[0] and lookup.table.size == side.table.size:
             values = lookup.table.values
-        elif lookup is other:
-            values = side.table.values
+            wide = values.dtype
+        elif lookup is other and (common := _common_dtype(side.table.values.dtype, lookup.table.values.dtype)) is not None:
+            values, wide = side.table.values, common
         else:
             continue
-        if (label, id(values)) not in labels:
-            labels.add((label, id(values)))
-            keep = holds(values) if keep is None else keep & holds(values)
+        if (label, id(values), wide) not in labels:
+            labels.add((label, id(values), wide))
+            admitted = holds(values.to(wide))
+            keep = admitted if keep is None else keep & admitted
     return frozenset(labels), keep
+
+
+def _common_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype | None:
+    """The dtype that holds every value of two integer dtypes, or of two equal dtypes; None for other pairs."""
+    if a == b:
+        return a
+    if any(dtype.is_floating_point or dtype == torch.bool for dtype in (a, b)):
+        return None
+    return torch.promote_types(a, b)
 
 
 def _restrict(side: IntervalStep, labels: frozenset[Any], keep: Tensor | None, tables: dict[Any, RangeTable]) -> IntervalStep:
