@@ -191,7 +191,9 @@ def test_tables_are_exact_under_overflow_rounding_and_nan(name, levels):
 
 IDS = torch.arange(64) // 8
 TENTHS = IDS.half() / 10
+WIDE_IDS = torch.where(IDS == 3, 300, IDS)
 CONJUNCTIONS = {
+    "scalar that wraps in int8": lambda b, h, q, kv: (IDS.to(torch.int8)[q] == WIDE_IDS[kv]) & (WIDE_IDS[kv] < 200),
     "scalar beyond int8": lambda b, h, q, kv: (IDS.to(torch.int8)[q] == (IDS * 50)[kv]) & ((IDS * 50)[kv] < 200),
     "scalar below uint8": lambda b, h, q, kv: (IDS.to(torch.uint8)[q] == (IDS - 4)[kv]) & ((IDS - 4)[kv] > -2),
     "scalar between half and float": lambda b, h, q, kv: (TENTHS.float()[q] == TENTHS[kv]) & (TENTHS[kv] == 0.1),
