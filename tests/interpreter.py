@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
+import pytest
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
@@ -95,3 +98,20 @@ def _share_types() -> None:
         dtype.__eq__ = same_or(dtype.__eq__)
     semantic.TritonSemantic.broadcast_impl_value = broadcast
     interpreter._get_np_dtype = np_dtype
+
+
+def run_triton_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serialize the calls of the triton kernel: virtual ranks are threads, and the interpreter is not thread-safe."""
+    from longspan._kernels.triton import TritonKernel
+
+    lock = Lock()
+
+    def serialized(call: Callable[..., Any]) -> Callable[..., Any]:
+        def locked(*args: Any, **kwargs: Any) -> Any:
+            with lock:
+                return call(*args, **kwargs)
+
+        return locked
+
+    for name in ("forward", "backward", "delta"):
+        monkeypatch.setattr(TritonKernel, name, serialized(getattr(TritonKernel, name)))

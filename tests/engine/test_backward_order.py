@@ -23,7 +23,6 @@ from longspan._engine.local_schedule import LocalSchedule
 from longspan._engine.schedule_builder import ScheduleOptions, local_schedule
 from longspan._kernels.cpu import CpuKernel
 from longspan._kernels.protocol import Work
-from longspan._kernels.registry import kernel_named
 from longspan._plan.layout import Layout
 from longspan._plan.local_split import late_share, late_tiles
 from longspan.testing import virtual_world
@@ -231,17 +230,9 @@ def test_named_kernels_compute_local_kv_in_two_parts(kernel: str, stages: int) -
 
 def test_the_interpreted_triton_kernel_computes_local_kv_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    kernel, lock = type(kernel_named("triton")), threading.Lock()  # the interpreter is not thread-safe
+    from tests.interpreter import run_triton_in_one_thread
 
-    def one_at_a_time(call: Callable[..., Any]) -> Callable[..., Any]:
-        def locked(*args: Any, **kwargs: Any) -> Any:
-            with lock:
-                return call(*args, **kwargs)
-
-        return locked
-
-    for name in ("forward", "backward", "delta"):
-        monkeypatch.setattr(kernel, name, one_at_a_time(getattr(kernel, name)))
+    run_triton_in_one_thread(monkeypatch)
     problem = Problem(mask=ls.causal(), score="none", q_len=512, kv_len=512, batch=1, heads=1, kv_heads=1, dtype=torch.float32)
     right, got = problem.by_oracle(), problem.over(2, kernel="triton", strategy="exchange", stages=2, layout="head_tail", overlap=True)
     assert all(len(schedule.steps) == 4 for schedule in parts(got.extra, 2))

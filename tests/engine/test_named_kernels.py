@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from torch import Tensor
 import longspan as ls
 from longspan._kernels.cpu import CpuKernel
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Work
-from longspan._kernels.registry import kernel_named
 from longspan._masks.block_table import BlockTable
 from longspan.testing import virtual_world
 
@@ -46,17 +43,9 @@ def test_a_kernel_that_one_rank_cannot_use_raises_on_all() -> None:
 
 def test_triton_computes_batch_rows_that_are_laid_out_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    kernel, lock = type(kernel_named("triton")), threading.Lock()  # the interpreter is not thread-safe
+    from tests.interpreter import run_triton_in_one_thread
 
-    def one_at_a_time(call: Callable[..., Any]) -> Callable[..., Any]:
-        def locked(*args: Any, **kwargs: Any) -> Any:
-            with lock:
-                return call(*args, **kwargs)
-
-        return locked
-
-    for name in ("forward", "backward", "delta"):
-        monkeypatch.setattr(kernel, name, one_at_a_time(getattr(kernel, name)))
+    run_triton_in_one_thread(monkeypatch)
     torch.manual_seed(0)
     mask = ls.causal() & ls.documents(ids=torch.stack([torch.arange(203) // 70, torch.arange(203) // 110]))
     q = torch.randn(2, 2, 203, 16)

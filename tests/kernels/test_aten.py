@@ -221,12 +221,12 @@ def test_the_largest_scores_are_given_where_asked_for(into_state: bool, monkeypa
         before = torch.randn(given.q.shape[:3])
         state = State(out=torch.zeros(*given.q.shape[:3], 24), lse=torch.zeros(given.q.shape[:3]), max_scores=before.clone())
     keys, _ = given.keys(0, given.buffers)
-    found = forward(kernel_named("flash"), given.q, keys, keys, given.stages[0], state=state, final=True, max_scores=True)
+    result = forward(kernel_named("flash"), given.q, keys, keys, given.stages[0], state=state, final=True, max_scores=True)
     pos = given.stages[0].q_tiles.positions(torch.device("cpu"))
     scores = given.q @ keys.repeat_interleave(HEADS // GROUPS, 1).mT * given.stages[0].scale
     want = torch.where(pos[:, None] >= pos, scores, -torch.inf).amax(-1).maximum(before)
-    assert found.max_scores is not None
-    torch.testing.assert_close(found.max_scores, want)
+    assert result.max_scores is not None
+    torch.testing.assert_close(result.max_scores, want)
 
 
 def test_a_gradient_of_lse_survives_a_narrow_dtype() -> None:
@@ -327,8 +327,8 @@ def test_memory_layout_does_not_change_the_result_on_the_gpu(name: str) -> None:
     rows = [state.out.contiguous(), state.lse, given.grad_out]
 
     def grads(qkv: list[Tensor], out: Tensor, lse: Tensor, grad_out: Tensor) -> list[Tensor]:
-        found = backward(kernel, *qkv, out, lse, grad_out, None, work, needs=[], wide=True)
-        return [found.q, found.k, found.v]
+        grads = backward(kernel, *qkv, out, lse, grad_out, None, work, needs=[], wide=True)
+        return [grads.q, grads.k, grads.v]
 
     def by_token(t: Tensor) -> Tensor:
         return t.transpose(1, 2).contiguous().transpose(1, 2)

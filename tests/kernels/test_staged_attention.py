@@ -108,11 +108,11 @@ def expected(given: Problem, *, scored: bool) -> dict[str, Tensor]:
     out, lse = weights @ whole[..., dim:], torch.logsumexp(torch.where(some, scores, 0.0), -1)
     loss = (out * given.grad_out.double()).sum() + (torch.where(some[..., 0], lse, 0.0) * given.grad_lse.double()).sum()
     dq, dbias, *dkv = torch.autograd.grad(loss, [q, bias, *buffers], allow_unused=True)
-    found = {"out": out, "lse": torch.where(some[..., 0], lse, -torch.inf), "q": dq}
+    results = {"out": out, "lse": torch.where(some[..., 0], lse, -torch.inf), "q": dq}
     if given.max_scores:
-        found["max_scores"] = scores.amax(-1)
-    found |= {f"stage {i}": g for i, g in enumerate(dkv)}
-    return {name: t.detach() for name, t in (found | ({"bias": dbias} if scored else {})).items()}
+        results["max_scores"] = scores.amax(-1)
+    results |= {f"stage {i}": g for i, g in enumerate(dkv)}
+    return {name: t.detach() for name, t in (results | ({"bias": dbias} if scored else {})).items()}
 
 
 def in_stages(kernel: Kernel, given: Problem, *, scored: bool) -> dict[str, Tensor]:
@@ -126,7 +126,7 @@ def in_stages(kernel: Kernel, given: Problem, *, scored: bool) -> dict[str, Tens
     wide = state.lse.dtype
     dq = torch.full(given.q.shape, 0.5, dtype=wide, device=DEVICE)
     captured = [torch.full(given.bias.shape, 0.25, dtype=wide, device=DEVICE)] if scored else []
-    found = {"out": state.out, "lse": state.lse} | ({} if state.max_scores is None else {"max_scores": state.max_scores})
+    results = {"out": state.out, "lse": state.lse} | ({} if state.max_scores is None else {"max_scores": state.max_scores})
     for i, work in enumerate(given.stages):
         buffer = torch.full(given.buffers[i].shape, torch.nan, dtype=wide, device=DEVICE)
         views = buffer.permute(1, 2, 0, 3)
@@ -134,9 +134,9 @@ def in_stages(kernel: Kernel, given: Problem, *, scored: bool) -> dict[str, Tens
         tensors = (given.q, *given.keys(i), state.out, state.lse, given.grad_out, None)
         got = backward(kernel, *tensors, work, needs=[True] * scored, wide=True, delta=delta, into=into)
         assert got is into
-        found[f"stage {i}"] = buffer
-    found["q"] = dq - 0.5
-    return found | ({"bias": captured[0] - 0.25} if scored else {})
+        results[f"stage {i}"] = buffer
+    results["q"] = dq - 0.5
+    return results | ({"bias": captured[0] - 0.25} if scored else {})
 
 
 def check(name: str, given: Problem, *, scored: bool) -> None:

@@ -236,7 +236,7 @@ def loaded(source: str) -> Any:
 
 
 class ByKey:
-    """A cache key: a program that compares by what it computes."""
+    """Cache key of a program: equal programs have equal keys, whatever object holds them."""
 
     def __init__(self, program: Program) -> None:
         self.program = program

@@ -11,9 +11,9 @@
 For a score s = scale · q·k, t = program(s), p = exp(t − lse):  dt = p · (dO·v − delta),  ds = dt · ∂t/∂s,  dq = scale · Σ ds k.
 Each gradient of q, k and v has one writer that adds in a fixed order.
 
-Isolation: s, dp, p and ds of a pair depend on its query and key alone and are selected by the mask. The sums dS K, Pᵀ dO and dSᵀ Q add
-0 · x for masked pairs: where that made a NaN, the CTA computes again with non-finite x as 0, and then adds those of visible pairs
-(`gpu.nonfinite_counts`). A visible non-finite q or k makes its score non-finite, so that ds is 0 or NaN and the gradient NaN either way.
+Isolation: the mask selects s, dp, p and ds of each pair, but the products dS·K, Pᵀ·dO and dSᵀ·Q add 0 · x for masked pairs, which is NaN
+if x is not finite. If an accumulator has a NaN, the CTA repeats its loop with non-finite x set to 0 and adds the non-finite terms of
+visible pairs (`gpu.nonfinite_counts`). A visible non-finite q or k makes its score non-finite: ds is 0 or NaN, the gradient NaN.
 """
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.

@@ -9,8 +9,9 @@
 Scores are in base-2 logarithms: s · (scale · log₂e), so that each probability is one multiply-add and one exp2. State in and out is in
 natural logarithms. m: running max (base 2); total: running sum of exp2(s − m); acc: running sum of probabilities times values.
 
-Isolation: S[i, j] depends on row i and key j alone and is selected by the mask, but P V adds 0 · V[j] for keys that row i may not see. If
-that made a NaN, the CTA computes again with non-finite values as 0, and then adds those that rows do see (`gpu.nonfinite_counts`).
+Isolation: the mask selects each score, but P·V adds 0 · V[j] for masked keys j, which is NaN if V[j] is not finite. If the accumulator has
+a NaN, the CTA repeats its loop with non-finite elements of V set to 0 and adds the non-finite terms of visible keys
+(`gpu.nonfinite_counts`).
 """
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
