@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import longspan as ls
-from longspan._comm.group import Done, Pending
+from longspan._comm.group import CPU, ControlGroup, Done, Pending
 from longspan._engine import kv_exchange
 
 KINDS = ("copy", "none")
@@ -84,6 +84,9 @@ class Echo:
     link: Link
     any_stream: ClassVar[bool] = True
 
+    def control(self) -> ControlGroup:
+        return ControlGroup(self, CPU)
+
     def all_to_all(self, out: Tensor, sent: Tensor, out_splits: Sequence[int], sent_splits: Sequence[int], *, what: str) -> Pending:
         return self._echo(out, [sent], what)
 
@@ -91,9 +94,12 @@ class Echo:
         return self._echo(out, pieces, what)
 
     def _echo(self, out: Tensor, sources: Sequence[Tensor], what: str) -> Pending:
-        if not out.is_cuda:
+        pairs = echoed(out, sources, what)
+        if not out.is_cuda:  # a control message: copied at once
+            for target, source in pairs:
+                target.copy_(source)
             return Done()
-        return Copied(done=self.link.move(echoed(out, sources, what)), tensors=(out, *sources))
+        return Copied(done=self.link.move(pairs), tensors=(out, *sources))
 
 
 def echoed(out: Tensor, sources: Sequence[Tensor], what: str) -> list[tuple[Tensor, Tensor]]:
