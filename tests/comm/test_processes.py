@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from longspan._comm.agreement import CallDescription, agree, refuse
 from longspan._comm.gather import all_gather_rows, reduce_scatter_rows
 from longspan._comm.mesh import Axis, Mesh, as_mesh
+from longspan._comm.row_moves import RowMoves, move_rows
 from longspan.testing import run_processes
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.bool, torch.float8_e4m3fn)
@@ -49,6 +50,12 @@ def collectives_match(mesh: Mesh, device: str = "cpu") -> None:
     mine = inputs[0].split(counts)[mesh.rank]
     assert torch.equal(all_gather_rows(mesh, mine, counts), inputs[0])
     torch.testing.assert_close(reduce_scatter_rows(mesh, inputs[mesh.rank], counts), sum(inputs).split(counts)[mesh.rank])
+    rows = torch.arange(sum(counts), device=device)
+    ids = [part.cpu() for part in rows.split(counts)]
+    back = [part.flip(0) for part in reversed(ids)]  # of unequal lengths, the last rank's first
+    moves = RowMoves.between(mesh, ids, back, torch.device(device))
+    moved = move_rows(mesh, rows.split(counts)[mesh.rank], moves, what="moves", fields={})
+    assert torch.equal(moved.cpu(), back[mesh.rank])
     agree(mesh, CallDescription("a call", {"dtype": "float32"}))
     with pytest.raises(ValueError, match=r"dtype: rank 1 has bfloat16, .*rank.* 0.* float32"):
         agree(mesh, CallDescription("a call", {"dtype": "bfloat16" if mesh.rank == 1 else "float32"}))

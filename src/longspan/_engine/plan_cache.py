@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from longspan._comm.agreement import CallDescription
+from longspan._comm.row_moves import RowMoves
 from longspan._derived_cache import DerivedCache
 from longspan._masks.block_table import BLOCK_SIZE
 from longspan._plan.plan_data import PlanData, TiledRow
+from longspan._plan.relayout import Relayout
 from longspan._plan.sharding import places
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ class PlanCache:
         self._tiles: DerivedCache[PlanData, tuple[TiledRow, ...]] = DerivedCache(8)
         self._captured: DerivedCache[PlanData, list[Tensor]] = DerivedCache(4)
         self._places: DerivedCache[PlanData, Tensor] = DerivedCache(8)
+        self._moves: DerivedCache[PlanData, RowMoves] = DerivedCache(16)
         self._schedules: DerivedCache[PlanData, LocalSchedule] = DerivedCache(64)
         self._pass_setups: DerivedCache[PlanData, PassSetup] = DerivedCache(128)
         self._concurrent: DerivedCache[PlanData, bool] = DerivedCache(128)
@@ -48,6 +51,11 @@ class PlanCache:
     def places(self, plan: PlanData, side: int, device: torch.device) -> Tensor:
         """Where each position of the queries (side 0) or of the KV (1) lies when all ranks' shards are concatenated, on a device."""
         return self._places.get(plan, (side, device), lambda: places(plan.layouts[side], device))
+
+    def moves(self, plan: PlanData, move: Relayout, device: torch.device, *, back: bool) -> RowMoves:
+        """A rank's part of a relayout of the plan's tokens, or of the relayout back, on a device."""
+        key = (move.before.digest, move.after.digest, move.heads_dim is None, device, back)
+        return self._moves.get(plan, key, lambda: move.moves(device, back=back))
 
     def schedule(self, plan: PlanData, key: Hashable, make: Callable[[], LocalSchedule]) -> LocalSchedule:
         """A rank's local schedule."""

@@ -18,13 +18,16 @@ from longspan._cost.timeline import Conditions
 from longspan._engine.plan_cache import plan_cache
 from longspan._plan.handle import PlanHandle
 from longspan._plan.layout import Layout
+from longspan._plan.named_layouts import contiguous
 from longspan._plan.plan_data import PlanData
+from longspan._plan.relayout import HeadsLayout, Placement, Relayout, relayout
 from longspan._plan.schedule import Schedule
 from longspan._plan.sharding import Tree, each_tensor, shard, unshard
 from longspan._planner.mask_work import considered_for
 
 ClusterLike = Cluster | str | Path
 Side = Literal["q", "kv"]
+LayoutLike = Layout | Literal["plan", "contiguous", "heads"]  # what `Plan.relayout` moves from and to
 
 
 class Plan(PlanHandle):
@@ -188,6 +191,97 @@ class Plan(PlanHandle):
             return unshard(t, dim, self.data.layouts[i], self.mesh, plan_cache.places(self.data, i, t.device))
 
         return each_tensor(one, x)
+
+    def relayout(
+        self, x: Tree, dim: int, *, to: LayoutLike, source: LayoutLike = "plan", heads_dim: int | None = None, side: Side = "q"
+    ) -> Tree:
+        """Move tokens between ranks to another layout. Differentiable. A collective call: every rank of the mesh makes it.
+
+        Layers that mix neighbouring tokens (convolutions, linear attention, state-space models) need contiguous tokens, or all tokens of
+        some heads; attention needs the plan's layout. Each rank receives the tokens that it owns afterwards and nothing else.
+
+        Args:
+            x: This rank's part in the layout `source`, or a (nested) dict, list or tuple of parts.
+            dim: The dim of tokens.
+            to: A `Layout`; "plan", the plan's own; "contiguous", one range of tokens per rank, in the order of ranks; or
+                "heads", all tokens in the order of the sequence, of 1/N of the heads, heads in the order of ranks.
+            source: The layout of x, in the same terms.
+            heads_dim: The dim of heads, if heads move.
+            side: "q" or "kv": whose layout "plan" is.
+
+        Returns:
+            x in the layout `to`, contiguous.
+
+        Raises:
+            ValueError: A tensor's size in `dim` is not this rank's number of tokens in `source`, or the ranks do not divide the heads.
+
+        Example:
+            >>> import torch, longspan as ls
+            >>> from longspan.testing import virtual_world
+            >>> x = torch.arange(10)
+            >>> def rank(mesh):
+            ...     plan = ls.plan(ls.causal(), 10, mesh, layout="head_tail")
+            ...     y = plan.relayout(plan.shard(x, 0), 0, to="contiguous")
+            ...     return y.tolist(), torch.equal(plan.relayout(y, 0, source="contiguous", to="plan"), plan.shard(x, 0))
+            >>> virtual_world(2).run(rank)
+            [([0, 1, 2, 3, 4], True), ([5, 6, 7, 8, 9], True)]
+        """
+
+        def one(t: Tensor) -> Tensor:
+            try:
+                move = self._relayout(t, dim, (source, to), heads_dim, side)
+            except (ValueError, TypeError) as error:
+                refuse(self.mesh, error)
+            return relayout(t, move, lambda back: plan_cache.moves(self.data, move, t.device, back=back))
+
+        return each_tensor(one, x)
+
+    def _relayout(self, x: Tensor, dim: int, ends: tuple[LayoutLike, LayoutLike], heads_dim: int | None, side: str) -> Relayout:
+        if side not in ("q", "kv"):
+            raise ValueError(f"plan.relayout: side must be 'q' or 'kv', got {side!r}")
+        before, after = (self._placement(end, side) for end in ends)
+        dims = [dim] if heads_dim is None else [dim, heads_dim]
+        if not all(-x.ndim <= d < x.ndim for d in dims) or len({d % x.ndim for d in dims}) < len(dims):
+            raise ValueError(f"plan.relayout: expected different dims of a tensor of shape {tuple(x.shape)}, got {dims}")
+        if HeadsLayout in map(type, (before, after)):
+            if before == after:
+                raise ValueError("plan.relayout: source and to are both 'heads'; give one layout of tokens")
+            if heads_dim is None:
+                raise ValueError("plan.relayout: 'heads' needs heads_dim=, the dim of heads")
+            if isinstance(before, Layout) and x.shape[heads_dim] % self.mesh.size:
+                raise ValueError(
+                    f"plan.relayout: {x.shape[heads_dim]} heads (dim {heads_dim}) do not divide by {self.mesh.size} ranks: use 'contiguous'"
+                )
+        elif heads_dim is not None:
+            raise ValueError("plan.relayout: heads_dim= is used with 'heads' only; leave it out")
+        tokens = before.local_len(self.mesh.rank)
+        if x.shape[dim] != tokens:
+            raise ValueError(f"plan.relayout: expected {tokens} tokens in dim {dim}, the source layout's, got {tuple(x.shape)}")
+        heads = None if heads_dim is None else heads_dim % x.ndim
+        move = Relayout(mesh=self.mesh, before=before, after=after, dim=dim % x.ndim, heads_dim=heads)
+        if move.batch_rows > 1 and (x.shape[0] != move.batch_rows or 0 in (move.dim, heads)):
+            raise ValueError(
+                f"plan.relayout: batch rows are laid out differently: dim 0 must be the batch of {move.batch_rows}, got {tuple(x.shape)}"
+            )
+        return move
+
+    def _placement(self, layout: LayoutLike, side: str) -> Placement:
+        mine = self.data.layouts[0 if side == "q" else 1]
+        if isinstance(layout, Layout):
+            if (layout.length, layout.ranks) != (mine.length, mine.ranks) or len({1, len(layout.rows), len(mine.rows)}) > 2:
+                raise ValueError(
+                    f"plan.relayout: expected a layout of {mine.length} tokens over {mine.ranks} ranks for {len(mine.rows)} batch rows or "
+                    f"for all, got {layout.length} tokens over {layout.ranks} ranks for {len(layout.rows)} batch rows"
+                )
+            return layout
+        named = {
+            "plan": lambda: mine,
+            "contiguous": lambda: contiguous(mine.length, mine.ranks),
+            "heads": lambda: HeadsLayout(length=mine.length, ranks=mine.ranks),
+        }
+        if layout not in named:
+            raise ValueError(f"plan.relayout: expected a Layout, {', '.join(map(repr, named))}, got {layout!r}")
+        return named[layout]()
 
     def _side(self, x: Tensor, dim: int, side: str | None, what: str, *, local: bool) -> int:
         if side not in (None, "q", "kv"):

@@ -9,7 +9,7 @@ from torch import Tensor
 from longspan._comm.mesh import MeshLike
 from longspan._plan.layout import Layout
 from longspan._plan.sharding import Tree
-from longspan._planner.plan import Plan, Side
+from longspan._planner.plan import LayoutLike, Plan, Side
 
 
 class PlanSet(Mapping[str, Plan]):
@@ -71,6 +71,12 @@ class PlanSet(Mapping[str, Plan]):
     def unshard(self, x: Tree, dim: int, *, side: Side | None = None) -> Tree:
         """The whole tensor from every rank's part, as `Plan.unshard`."""
         return self._first.unshard(x, dim, side=side)
+
+    def relayout(
+        self, x: Tree, dim: int, *, to: LayoutLike, source: LayoutLike = "plan", heads_dim: int | None = None, side: Side = "q"
+    ) -> Tree:
+        """Move tokens between ranks to another layout, as `Plan.relayout`."""
+        return self._first.relayout(x, dim, to=to, source=source, heads_dim=heads_dim, side=side)
 
     def on(self, mesh: MeshLike) -> PlanSet:
         """The same plans for another rank, or for another mesh of the same shape."""
