@@ -12,6 +12,8 @@ import pytest
 import torch
 from tests.report.browser import NO_BROWSER
 
+from longspan.testing import processes
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of compile processes would import torch for a few small kernels
@@ -19,6 +21,11 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     from tests.interpreter import speed_up
 
     speed_up()
+
+# Ranks fork from one server per worker: its imports are those that several tests would repeat on every rank.
+if find_spec("transformers"):
+    models = ("llama", "qwen3", "gemma2", "gemma3", "gpt_oss")
+    processes.PRELOADED += ("longspan.integrations.trainer", *(f"transformers.models.{m}.modeling_{m}" for m in models))
 
 HERE = Path(__file__).parent
 # `make test-gpu` installs nothing: without hypothesis, the test files that need it are skipped.

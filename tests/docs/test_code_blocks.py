@@ -5,7 +5,7 @@
 - `python title="file.py"` blocks are written to files of that name.
 - `python title="before"` blocks show other libraries' code and are parsed; `title="after"` blocks run on ranks in tests/dropin.
 - `console` blocks: each `$ command` runs in the folder of those files. NOT_RUN lists the exceptions. A block without such files that
-  an earlier page has too runs there.
+  an earlier page has too runs there. `torchrun --nproc-per-node N FILE` runs the file on N forked ranks; tests/cli starts a torchrun.
 - `bash title="…"` blocks are checked by `bash -n`.
 """
 
@@ -22,11 +22,13 @@ from pathlib import Path
 
 import pytest
 from tests.docs.scopes import scope
+from tests.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Needs a network, a scheduler or several hosts; or is run by tests of its own (tests/cli, tests/integrations).
 NOT_RUN = ("pip install", "sbatch", "make ", "torchrun --nnodes", "longspan verify", "longspan demo", "longspan train")
+_TORCHRUN = re.compile(r"torchrun --nproc-per-node (\d+) (\S+\.py)")
 _BLOCK = re.compile(r"(?:^ *<!-- scope: (\w+) -->\n\n?)?^( *)```(\w+)([^\n]*)\n(.*?)^\2```", re.S | re.M)
 
 
@@ -84,7 +86,11 @@ def test_every_code_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
             subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
         elif block.language == "console":
             for command in commands_of(block):
-                if not command.startswith(NOT_RUN) and not runs_on_an_earlier_page(block, page):
+                if command.startswith(NOT_RUN) or runs_on_an_earlier_page(block, page):
+                    continue
+                if script := _TORCHRUN.fullmatch(command):
+                    run_script(tmp_path / script[2], int(script[1]), folder=tmp_path)
+                else:
                     run(command, tmp_path, where)
         else:
             assert block.language in ("text", "toml"), f"{where}: no rule for a block of {block.language!r}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.scripts import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -25,11 +26,7 @@ def test_an_example_imports_public_names_and_no_other_file(path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "line"), [("flex_attention_cp.py", "gradient of slopes     matches"), ("sdpa_cp.py", "ulysses    loss")])
 def test_a_torchrun_example_matches_one_process(name: str, line: str) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([*torchrun, str(EXAMPLES / name)], capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert line in done.stdout
+    assert line in run_script(EXAMPLES / name, 2)
 
 
 def test_the_example_of_packed_documents_matches_float64(capsys: Any) -> None:

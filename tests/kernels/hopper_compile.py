@@ -6,11 +6,12 @@ needs more shared memory than an SM has, or if the assembler serializes wgmma. `
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
 import tempfile
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +42,8 @@ SHARED_MEMORY = 227 * 1024
 ASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 IDS = torch.arange(1400) // 90
 SLOPES = torch.linspace(0.1, 0.9, 4)
-compiled: list[Any] = []
+compiled: list[Any] = []  # (kernel's name, compiled kernel)
+assembler_logs: dict[str, str] = {}  # by hash of the compiled kernel; kernels of Triton's cache are not assembled again
 
 
 class CompileOnlyDriver:
@@ -59,6 +61,7 @@ class CompileOnlyDriver:
 
 def compile_instead_of_launching() -> None:
     """Patch torch and Triton so that launches for CPU tensors compile for sm_90 and stop there."""
+    triton.knobs.nvidia.dump_ptxas_log = True  # Triton prints the log of the assembler
     driver.set_active(CompileOnlyDriver())  # type: ignore[arg-type]
     CompiledKernel._init_handles = lambda self: None  # type: ignore[method-assign]
     torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc, return-value]
@@ -67,8 +70,11 @@ def compile_instead_of_launching() -> None:
     run = JITFunction.run
 
     def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        with redirect_stdout(io.StringIO()) as printed:
+            kernel = run(self, *args, grid=grid, warmup=True, **options)
         compiled.append((self.fn.__name__, kernel))
+        if printed.getvalue():
+            assembler_logs[kernel.hash] = printed.getvalue()
         return kernel
 
     JITFunction.run = only_compile  # type: ignore[method-assign]
@@ -150,7 +156,7 @@ def main() -> None:
         assert compiled, "no kernel was launched"
         programs = {code.hash: (name, code) for name, code in compiled}  # several calls launch the same program: assemble it once
         for name, code in programs.values():
-            log = assemble(code)
+            log = assembler_logs.get(code.hash) or assemble(code)
             spilled = re.search(r"(\d+) bytes spill stores", log)
             used = f"{code.metadata.shared} bytes shared, {spilled[1] if spilled else '?'} bytes spilled"
             print(f"{name} {dims} {dtype} scored={scored} staged={staged}: {used}", flush=True)

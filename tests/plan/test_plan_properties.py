@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,25 +35,52 @@ def planned(draw: Any, longest: int = 1500) -> tuple[dict[str, Any], Any, int, i
     return options, mask, length, ranks
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A plan, its view on every rank, and options of the schedule."""
+
+    plan: Plan
+    by_rank: list[Plan]
+    strategy: str
+    merged: bool
+    backward: bool
+
+    def steps(self, rank: int) -> Any:
+        options = ScheduleOptions(block=(128, 128), backward=self.backward, merge_stages=self.merged)
+        return local_schedule(self.by_rank[rank].data, options).steps
+
+
 @settings(max_examples=50)
 @given(planned(), st.booleans(), st.booleans())
-def test_every_allowed_pair_is_computed_exactly_once_by_exactly_one_rank(args: Any, merged: bool, backward: bool) -> None:
+def test_every_plan_is_consistent(args: Any, merged: bool, backward: bool) -> None:
+    """All properties of one plan: planning takes longer than a check."""
     options, mask, length, ranks = args
     plan = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options)
-    block = (128, 128)
-    for row in range(plan.data.batch_layouts):
-        table = plan.data.tiles[row].table
+    by_rank = [plan.on(ls.Mesh.abstract(ranks, rank=rank)) for rank in range(ranks)]
+    case = Planned(plan, by_rank, options["strategy"], merged, backward)
+    check_that_every_allowed_pair_is_computed_exactly_once_by_exactly_one_rank(case)
+    check_that_query_tiles_are_complete_with_the_last_step_that_has_their_kv(case)
+    check_that_sent_tokens_are_expected_and_an_exchange_moves_only_tokens_that_are_read(case)
+    check_that_backward_moves_the_tokens_of_forward_that_are_read(case)
+    check_that_rows_arrive_at_the_place_where_the_receiver_reads_them(case)
+    check_that_the_last_rank_makes_the_same_plan_and_pickling_keeps_it(case, args)
+
+
+def check_that_every_allowed_pair_is_computed_exactly_once_by_exactly_one_rank(case: Planned) -> None:
+    for row in range(case.plan.data.batch_layouts):
+        table = case.plan.data.tiles[row].table
+        kinds = table.to_dense()
         seen = torch.zeros(table.batch, table.heads, table.q_tiles, table.kv_tiles, dtype=torch.int64)
-        for rank in range(ranks):
-            mine = plan.on(ls.Mesh.abstract(ranks, rank=rank))
+        for rank, mine in enumerate(case.by_rank):
             queries, keys = mine.data.tiles[row].queries, mine.data.tiles[row].kv
-            for step in local_schedule(mine.data, ScheduleOptions(block=block, backward=backward, merge_stages=merged)).steps:
+            for step in case.steps(rank):
                 part = step.tiles[row]
                 q = _numbers(part.q_tiles, queries)
                 kv = _numbers(part.kv_tiles, keys)
-                seen[:, :, q[:, None], kv[None]] += (part.table.to_dense() > 0).long()
-                assert torch.equal(part.table.to_dense(), table.to_dense()[:, :, q][..., kv])
-        assert torch.equal(seen, (table.to_dense() > 0).long())
+                local_kinds = part.table.to_dense()
+                seen[:, :, q[:, None], kv[None]] += (local_kinds > 0).long()
+                assert torch.equal(local_kinds, kinds[:, :, q][..., kv])
+        assert torch.equal(seen, (kinds > 0).long())
 
 
 def _numbers(tiling: Any, side: Any) -> torch.Tensor:
@@ -62,13 +89,9 @@ def _numbers(tiling: Any, side: Any) -> torch.Tensor:
     return torch.searchsorted(side.edges, position)
 
 
-@settings(max_examples=50)
-@given(planned())
-def test_query_tiles_are_complete_with_the_last_step_that_has_their_kv(args: Any) -> None:
-    options, mask, length, ranks = args
-    plan = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options)
-    for rank in range(ranks):
-        schedule = local_schedule(plan.on(ls.Mesh.abstract(ranks, rank=rank)).data, ScheduleOptions(block=(128, 128)))
+def check_that_query_tiles_are_complete_with_the_last_step_that_has_their_kv(case: Planned) -> None:
+    for mine in case.by_rank:
+        schedule = local_schedule(mine.data, ScheduleOptions(block=(128, 128)))
         for row, last in enumerate(schedule.last_step):
             parts = [step.tiles[row] for step in schedule.steps]
             seen = torch.stack([part.table.to_dense().gt(0).any(3).flatten(0, 1) for part in parts])  # [steps, heads and batch rows, tiles]
@@ -84,23 +107,19 @@ def test_query_tiles_are_complete_with_the_last_step_that_has_their_kv(args: Any
                 assert bool((ends == last).all()) or bool((ends == -1).any()) or bool((ends != ends[0]).any())
 
 
-@settings(max_examples=50)
-@given(planned())
-def test_sent_tokens_are_expected_and_an_exchange_moves_only_tokens_that_are_read(args: Any) -> None:
-    options, mask, length, ranks = args
-    plan = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options)
-    data, schedule = plan.data, plan.schedule
+def check_that_sent_tokens_are_expected_and_an_exchange_moves_only_tokens_that_are_read(case: Planned) -> None:
+    data, schedule = case.plan.data, case.plan.schedule
+    ranks = len(case.by_rank)
     sent = torch.zeros(schedule.stages, ranks, ranks, dtype=torch.int64)
     expected = torch.zeros_like(sent)
-    for rank in range(ranks):
-        mine = plan.on(ls.Mesh.abstract(ranks, rank=rank))
+    for rank, mine in enumerate(case.by_rank):
         exchanges = [a for step in local_schedule(mine.data, ScheduleOptions(block=(128, 128))).steps for a in step.exchanges]
         assert len(exchanges) == schedule.stages
         for stage, exchange in enumerate(exchanges):
             sent[stage, rank] += torch.tensor(exchange.send_counts)
             expected[stage, :, rank] += torch.tensor(exchange.recv_counts)
     assert torch.equal(sent, expected)
-    if options["strategy"] == "exchange":
+    if case.strategy == "exchange":
         assert data.backward_schedule is schedule
         assert all(bool(read[moved > 0].all()) for read, moved in _read_and_moved(data, schedule))
 
@@ -118,11 +137,8 @@ def _read_and_moved(data: Any, schedule: Any) -> Iterator[tuple[torch.Tensor, to
         yield read, moved
 
 
-@settings(max_examples=50)
-@given(planned())
-def test_backward_moves_the_tokens_of_forward_that_are_read(args: Any) -> None:
-    options, mask, length, ranks = args
-    data = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options).data
+def check_that_backward_moves_the_tokens_of_forward_that_are_read(case: Planned) -> None:
+    data, ranks = case.plan.data, len(case.by_rank)
     backward = data.backward_schedule
     assert (
         replace(backward, only_read_kv=not backward.only_read_kv).digest != backward.digest
@@ -131,22 +147,17 @@ def test_backward_moves_the_tokens_of_forward_that_are_read(args: Any) -> None:
     for (read, moved), (_, returned) in zip(*(_read_and_moved(data, s) for s in (data.schedule, backward)), strict=True):
         assert torch.equal(returned, moved * read)
     assert bool((backward.received(ranks) <= data.schedule.received(ranks)).all())
-    for rank in range(ranks):
-        mine = Plan(data).on(ls.Mesh.abstract(ranks, rank=rank)).data
-        steps = local_schedule(mine, ScheduleOptions(block=(128, 128), backward=True)).steps
+    for mine in case.by_rank:
+        steps = local_schedule(mine.data, ScheduleOptions(block=(128, 128), backward=True)).steps
         assert all(step.exchanges for step in steps[1:]) and sum(len(step.exchanges) for step in steps) == len(backward.stage.unique())
 
 
-@settings(max_examples=50)
-@given(planned(), st.booleans(), st.booleans())
-def test_rows_arrive_at_the_place_where_the_receiver_reads_them(args: Any, merged: bool, backward: bool) -> None:
-    options, mask, length, ranks = args
-    plan = ls.plan(mask, length, ls.Mesh.abstract(ranks), batch=2, heads=3, **options)
-    mine = [plan.on(ls.Mesh.abstract(ranks, rank=rank)) for rank in range(ranks)]
-    steps_by_rank = [local_schedule(p.data, ScheduleOptions(block=(128, 128), backward=backward, merge_stages=merged)).steps for p in mine]
+def check_that_rows_arrive_at_the_place_where_the_receiver_reads_them(case: Planned) -> None:
+    mine, length = case.by_rank, case.plan.data.kv_len
+    steps_by_rank = [case.steps(rank) for rank in range(len(mine))]
     for i, group in enumerate(zip(*steps_by_rank, strict=True)):
         assert {len(step.exchanges) for step in group} == {len(group[0].exchanges)}
-        assert not merged or len(group[0].exchanges) <= 1
+        assert not case.merged or len(group[0].exchanges) <= 1
         for k in range(len(group[0].exchanges)):
             assert len({step.exchanges[k].what for step in group}) == 1
         for receiver, step in enumerate(group):
@@ -165,6 +176,16 @@ def _local_numbers(plan: ls.Plan) -> torch.Tensor:
     """Numbers batch row × length + position of a rank's local KV, in the order of sending."""
     rows = plan.data.batch_layouts
     return (torch.arange(rows)[:, None] * plan.data.kv_len + plan.kv_positions.view(rows, -1)).flatten()
+
+
+def check_that_the_last_rank_makes_the_same_plan_and_pickling_keeps_it(case: Planned, args: Any) -> None:
+    options, mask, length, ranks = args
+    last = ls.plan(mask, length, ls.Mesh.abstract(ranks, rank=ranks - 1), batch=2, heads=3, **options)
+    assert last.digest == case.plan.digest
+    unpickled = pickle.loads(pickle.dumps(last))
+    assert unpickled.digest == last.digest
+    assert torch.equal(unpickled.positions, last.positions)
+    assert str(unpickled.report()) == str(last.report())
 
 
 @settings(max_examples=40)
@@ -209,15 +230,3 @@ def test_results_equal_the_oracle(
     right, got = problem.by_oracle(), problem.over(ranks, strategy=strategy, layout=layout, overlap=overlap)
     for name in right.values:
         assert got.error(right, name) < 1e-10, name
-
-
-@settings(max_examples=40)
-@given(planned())
-def test_ranks_make_the_same_plan_and_pickling_keeps_it(args: Any) -> None:
-    options, mask, length, ranks = args
-    plans = [ls.plan(mask, length, ls.Mesh.abstract(ranks, rank=r), batch=2, heads=3, **options) for r in {0, ranks - 1}]
-    assert len({p.digest for p in plans}) == 1
-    unpickled = pickle.loads(pickle.dumps(plans[-1]))
-    assert unpickled.digest == plans[-1].digest
-    assert torch.equal(unpickled.positions, plans[-1].positions)
-    assert str(unpickled.report()) == str(plans[-1].report())

@@ -46,7 +46,7 @@ def run_ranks(fn: Callable[..., int], processes: int, *args: Any, threads: int =
     """Run fn(device, *args) on every rank with the default process group set up. Returns the first nonzero exit code, or 0."""
     if is_rank():
         return _as_rank(fn, args)
-    context = process_context()
+    context = process_context(fn.__module__)
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         ranks = [context.Process(target=_rank, args=(r, processes, store, threads, fn, args)) for r in range(processes)]

@@ -19,18 +19,23 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+# Modules that the fork server imports before it forks ranks. Missing ones are ignored.
+PRELOADED: tuple[str, ...] = ("torch", "torch.distributed", "torch._dynamo", "longspan.testing.processes")
 _AFTER_A_FAILURE = 5.0  # seconds in which the other ranks may report after one rank failed
 
 
-def process_context() -> Any:
+def process_context(*modules: str) -> Any:
     """A multiprocessing context for ranks: processes fork from a server that has imported torch, without threads or a CUDA context.
 
     A spawned process imports torch and Dynamo by itself, which takes about 5 s of CPU time; a forked one starts in 0.1 s.
+
+    Args:
+        modules: Further modules for a server that has not started yet, such as the one of the function that the ranks run.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+    context.set_forkserver_preload([*PRELOADED, *modules])
     return context
 
 
