@@ -121,8 +121,8 @@ class _AttendHop(BaseHOP):
         scalars = [_source(tag) for tag in tags[: len(_SCALARS)]]
         q, k, v, *rest = (operand_of[_source(tag)] for tag in tags[len(_SCALARS) :])
         with outside_of_modes():
-            score = _traced(subgraph, results.pop(0), scalars, "score", state_dtype(q.dtype)) if has_score else None
-            mask = _traced(subgraph, results.pop(0), scalars, "mask", torch.float32) if has_mask else None
+            score = _traced(subgraph, results.pop(0), scalars, "score", state_dtype(q.dtype), operand_of) if has_score else None
+            mask = _traced(subgraph, results.pop(0), scalars, "mask", torch.float32, operand_of) if has_mask else None
             mask_program, score_program = (None if mod is None else mod[0].program for mod in (mask, score))
             spec = Spec(mask=mask_program, score=score_program, kernel=kernel, lse=returned)
             if kernel != "dense":
@@ -184,8 +184,8 @@ def _source(tag: Any) -> Node:
 
 
 def _traced(
-    module: GraphModule, result: Node, scalars: list[Node], kind: Kind, dtype: torch.dtype
-) -> tuple[Traced, list[Node | Tensor]]:  # fmt: skip
+    module: GraphModule, result: Node, scalars: list[Node], kind: Kind, dtype: torch.dtype, operand_of: dict[Node, Any]
+) -> tuple[Traced, list[Node | Tensor]]:
     """One result of Dynamo's subgraph as a program, and its captured values in the order of the program's sources.
 
     Captured values are placeholders, numbers read from them (Dynamo passes a float as a tensor of one element), and tensors that the mod
@@ -223,7 +223,7 @@ def _traced(
             [n.meta["example_value"] for n in numbers], [stand_ins[n] for n in lifted if n not in [*numbers, *read]], dtype
         )
         if not exact or not takes_tensors(mod, kind, [stand_ins[n] for n in numbers], score_dtype=dtype):
-            stand_ins |= {n: _number(n.meta["example_value"]) for n in numbers}
+            stand_ins |= {n: _number(n, operand_of) for n in numbers}
     traced = trace(mod, kind, score_dtype=dtype, name=f"{kind}_mod of a compiled function")
     return traced, [next((n for n in lifted if stand_ins[n] is source), source) for source in traced.sources]
 
@@ -250,8 +250,15 @@ def _would_widen(numbers: list[Any], tensors: list[Tensor], dtype: torch.dtype) 
     return floats or any(not t.dtype.is_floating_point and t.dtype != torch.bool and t.dtype.itemsize < 4 for t in tensors)
 
 
-def _number(value: Any) -> int | float:
-    """The present value of a symbolic number: torch recompiles for other values."""
+def _number(node: Node, operand_of: dict[Node, Any]) -> int | float:
+    """The present value of a number. AOTAutograd traces with symbols, and torch recompiles for other values. A backend without it
+    (`backend="eager"`) calls the operator every time with the values themselves, when the example of Dynamo is an old one.
+    """
+    value = operand_of[node if node.op == "placeholder" else cast(Node, node.args[0])]
+    if type(value) is Tensor:  # no subclass: fake tensors have no value
+        value = value.item()
+    elif isinstance(value, Tensor):
+        value = node.meta["example_value"]
     return float(value) if _is_float(value) else int(value)
 
 
