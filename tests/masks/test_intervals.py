@@ -55,6 +55,7 @@ EXPRESSIONS = {
     "wrap 8 bits": lambda q, kv: q.to(torch.int8) - kv.to(torch.uint8),
     "truth": lambda q, kv: torch.logical_and(q - 3, kv) ^ torch.logical_or(q > 5, kv - 2),
     "to bool": lambda q, kv: (q - kv).bool() & torch.logical_not(q - 7) | torch.logical_xor(q, kv > 3),
+    "and a constant": lambda q, kv: ((q > kv) & True) | False,
     "compare": lambda q, kv: (q == kv) | (q != 2 * kv) & (q < 0.5 * kv) | ~(q <= kv),
     "compare floats": lambda q, kv: (q / 3 == kv / 3) | (q.float() / 7 >= kv * 0.25),
     "float": lambda q, kv: (q - kv).float() * 0.01 - q.double() * 0.3,

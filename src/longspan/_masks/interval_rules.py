@@ -254,7 +254,11 @@ def _bits(call: Call, args: Sequence[Operand]) -> Interval | None:
     name = call.name.removeprefix("bitwise_").strip("_")
     if call.dtype == torch.bool:
         a, b = truth(args[0]), truth(args[1])
-        return _unequal(call, (a, b)) if name == "xor" else monotone(1, 1)(call, (a, b))
+        if name == "xor":
+            return _unequal(call, (a, b))
+        # Not call.target: of `mask & True` it takes a number.
+        combine = torch.logical_and if name == "and" else torch.logical_or
+        return Interval(combine(a.lo, b.lo), combine(a.hi, b.hi))
     a, b = (as_interval(x, torch.int64) for x in args)
     if name == "and":
         for x, m in ((a, b), (b, a)):
