@@ -57,7 +57,6 @@ from longspan._kernels.hopper.dkv_producer import (
     ITEM_KEYS_LEFT,
     ITEM_POSITION,
     ITEM_ROW,
-    KEYS,
     KIND,
     POSITION,
     ROW,
@@ -67,6 +66,7 @@ from longspan._kernels.hopper.dkv_producer import (
     STEP_FIELDS,
     STEP_SLOTS,
     STOP,
+    TILE,
     DqOrderArgs,
     KeyTileBarriers,
     StepBarriers,
@@ -74,6 +74,7 @@ from longspan._kernels.hopper.dkv_producer import (
     produce,
     step_record,
 )
+from longspan._kernels.hopper.head_dim_parts import Parts, ring_of
 from longspan._kernels.hopper.none_arg import optional
 from longspan._kernels.hopper.pipeline import (
     BufferBarriers,
@@ -127,7 +128,7 @@ def _stage_dq(dq, step, dq_s, dq_bars):
 
 
 @gluon.jit
-def _probabilities(
+def probabilities(
     s, norm, kind, at_b, h, pos, left, kv_pos, kv_left, scale, captured,
     GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, MASKED: gl.constexpr, BM: gl.constexpr,
     dtype: gl.constexpr, layout: gl.constexpr,
@@ -194,7 +195,7 @@ def _compute(
         k_w = tile_2d(k_s, 0).slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
         if KV_IN_REGISTERS:
             k_w = k_w.load(operand)
-        s_next = warpgroup_mma(k_w, tile_2d(buffers.q, ring_slot(it, STAGES)).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s_next = warpgroup_mma(k_w, tile_2d(buffers.q.main, ring_slot(it, STAGES)).permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(item_bars.v_full, t & 1)
         if KV_IN_REGISTERS:
             v_w = tile_2d(v_s, 0).slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0).load(operand)
@@ -208,19 +209,19 @@ def _compute(
             if not KV_IN_REGISTERS:
                 k_w = k.slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
                 v_w = tile_2d(v_s, zero).slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
-            q, do = tile_2d(buffers.q, stage), tile_2d(buffers.do, stage)
+            q, do = tile_2d(buffers.q.main, stage), tile_2d(buffers.do.main, stage)
             record = step_record(it)
             mbarrier.wait(bars.do_full.index(stage), ring_phase(it, STAGES))
             dp_next = warpgroup_mma(v_w, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
             norm = gl.expand_dims(buffers.norm.index(stage).load(row_l), 0)
             if kind == FULL:
-                p, slope = _probabilities(
+                p, slope = probabilities(
                     s, norm, kind, b + first_b, load_int(steps, record + HEAD) + first_h, load_int(steps, record + POSITION), BM,
                     kv_pos, kv_left, scale, captured,
                     GROUP, MASK, SCORE, JOINT, False, BM, dtype, st_l,
                 )  # fmt: skip
             else:
-                p, slope = _probabilities(
+                p, slope = probabilities(
                     s, norm, kind, b + first_b, load_int(steps, record + HEAD) + first_h,
                     load_int(steps, record + POSITION), load_int(steps, record + ROWS_LEFT), kv_pos, kv_left, scale, captured,
                     GROUP, MASK, SCORE, JOINT, True, BM, dtype, st_l,
@@ -246,21 +247,23 @@ def _compute(
             after = it + 1
             mbarrier.wait(bars.q_full.index(ring_slot(after, STAGES)), ring_phase(after, STAGES))
             kind = load_int(steps, step_record(after) + KIND)
-            s_next = warpgroup_mma(k_w, tile_2d(buffers.q, ring_slot(after, STAGES)).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            s_next = warpgroup_mma(
+                k_w, tile_2d(buffers.q.main, ring_slot(after, STAGES)).permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
             if DQ:
                 dk, dq = warpgroup_mma_wait(1, deps=[dk_next, dq_next])
-                mbarrier.arrive(bars.empty.index(stage), count=1)
+                mbarrier.arrive(bars.q_empty.index(stage), count=1)
                 if before >= start:
                     mbarrier.arrive(ds_bars.empty.index(slot), count=1)
                     _stage_dq(dq * scale, before, dq_s, dq_bars)
             else:
                 dk = warpgroup_mma_wait(1, deps=[dk_next])
-                mbarrier.arrive(bars.empty.index(stage), count=1)
+                mbarrier.arrive(bars.q_empty.index(stage), count=1)
             s = warpgroup_mma_wait(0, deps=[s_next])
             it = after
         # The END record passes through all mbarriers as a step does.
         mbarrier.wait(bars.do_full.index(ring_slot(it, STAGES)), ring_phase(it, STAGES))
-        mbarrier.arrive(bars.empty.index(ring_slot(it, STAGES)), count=1)
+        mbarrier.arrive(bars.q_empty.index(ring_slot(it, STAGES)), count=1)
         if DQ:
             before = it - 1
             if before >= start:
@@ -368,10 +371,8 @@ def dkv_kernel(
     gl.static_assert(STAGES + 3 < STEP_SLOTS, "a step's record must live until its dQ is added")
     DQ: gl.constexpr = dq_ptr is not None
     dtype: gl.constexpr = k_ptr.dtype
-    k_s = gl.allocate_shared_memory(dtype, [1, 1, 1, KEYS, DP], k_ptr.layout)
-    v_s = gl.allocate_shared_memory(dtype, [1, 1, 1, KEYS, EP], v_ptr.layout)
-    q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BM, DP], q_ptr.layout)
-    do_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BM, EP], do_ptr.layout)
+    k_s, v_s = ring_of(Parts(k_ptr, k_ptr), 1), ring_of(Parts(v_ptr, v_ptr), 1)
+    q_s, do_s = ring_of(Parts(q_ptr, q_ptr), STAGES), ring_of(Parts(do_ptr, do_ptr), STAGES)
     tma_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     row_layout: gl.constexpr = tma_layout if ALIGNED else gl.SwizzledSharedLayout(1, 1, 1, [0])
     norm_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], row_layout)
@@ -379,37 +380,40 @@ def dkv_kernel(
     steps_s, item_s = shared_ints(STEP_SLOTS * STEP_FIELDS), shared_ints(ITEM_FIELDS)
     buffers = StepBuffers(q_s, do_s, norm_s, delta_s, steps_s)
     item_bars = KeyTileBarriers(mbarriers(1, 1).index(0), mbarriers(1, 1).index(0), mbarriers(1, 2).index(0))
-    bars = StepBarriers(mbarriers(STAGES, 1), mbarriers(STAGES, 1), mbarriers(STAGES, 2))
+    empty = mbarriers(STAGES, 2)
+    bars = StepBarriers(mbarriers(STAGES, 1), mbarriers(STAGES, 1), empty, empty)
     q_side = (optional(q_side[0]), optional(q_side[1]), optional(q_side[2]))
     kv_side = (optional(kv_side[0]), optional(kv_side[1]), optional(kv_side[2]))
     captured = Captured(mask_captured, mask_sizes, score_captured, score_sizes)
     full, partial = RunPointers(full[0], full[1], full[2]), RunPointers(partial[0], partial[1], partial[2])
-    keys, values = KvSource(k_ptr, optional(local_k_ptr), local_tokens), KvSource(v_ptr, optional(local_v_ptr), local_tokens)
+    local_k, local_v = optional(local_k_ptr), optional(local_v_ptr)
+    keys = KvSource(Parts(k_ptr, k_ptr), Parts(local_k, local_k), local_tokens)
+    values = KvSource(Parts(v_ptr, v_ptr), Parts(local_v, local_v), local_tokens)
     semaphores, order_bars = optional(semaphores), OrderBarriers(optional(None), optional(None))
     dq_order = DqOrderArgs(optional(dq_order_ptr), optional(dq_order_before), semaphores_per_head)
     if semaphores is not None:
         order_bars = OrderBarriers(mbarriers(STEP_SLOTS, 1), mbarriers(STEP_SLOTS, 1))
     if DQ:
-        ds_s = gl.allocate_shared_memory(dtype, [DS, KEYS, BM], gl.NVMMASharedLayout.get_default_for([KEYS, BM], dtype))
+        ds_s = gl.allocate_shared_memory(dtype, [DS, TILE, BM], gl.NVMMASharedLayout.get_default_for([TILE, BM], dtype))
         dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, dq_ptr.block_type.shape[2], dq_ptr.block_type.shape[3]], dq_ptr.layout)
         ds_bars = BufferBarriers(mbarriers(DS, 2), mbarriers(DS, 2))
         dq_full, dq_empty = mbarriers(2, 1), mbarriers(2, 1)
         fence_async_shared()
         gl.warp_specialize([
             (_compute, (
-                dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s, ds_s, tile_2d(dq_s, 0), buffers, item_s,
-                item_bars, bars, ds_bars, BufferBarriers(dq_full.index(0), dq_empty.index(0)),
+                dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, ds_s, tile_2d(dq_s, 0),
+                buffers, item_s, item_bars, bars, ds_bars, BufferBarriers(dq_full.index(0), dq_empty.index(0)),
                 0, MASK, SCORE, JOINT, True, BM, D, DP, E, EP, STAGES, DS,
             )),
             (_compute, (
-                dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s, ds_s, tile_2d(dq_s, 1), buffers, item_s,
-                item_bars, bars, ds_bars, BufferBarriers(dq_full.index(1), dq_empty.index(1)),
+                dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, ds_s, tile_2d(dq_s, 1),
+                buffers, item_s, item_bars, bars, ds_bars, BufferBarriers(dq_full.index(1), dq_empty.index(1)),
                 1, MASK, SCORE, JOINT, True, BM, D, DP, E, EP, STAGES, DS,
             )),
             (produce, (
-                counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, dq_order, order_bars.described,
-                q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, q_len, kv_len, k_s, v_s, buffers, item_s,
-                item_bars, bars, PER_BATCH, PER_HEAD, ALIGNED, BM, STAGES,
+                counter, items, Parts(q_ptr, q_ptr), keys, values, Parts(do_ptr, do_ptr), norm_ptr, delta_ptr, order, full, partial,
+                dq_order, order_bars.described, q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, q_len,
+                kv_len, k_s, v_s, buffers, item_s, item_bars, bars, PER_BATCH, PER_HEAD, ALIGNED, TILE, BM, STAGES, STAGES,
             )),
             (_add_dq, (
                 dq_ptr, semaphores, dq_s.index(0), steps_s, BufferBarriers(dq_full.index(0), dq_empty.index(0)), order_bars, 0, DP > 64,
@@ -423,18 +427,18 @@ def dkv_kernel(
         fence_async_shared()
         gl.warp_specialize([
             (_compute, (
-                dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s, optional(None), optional(None), buffers,
-                item_s, item_bars, bars, optional(None), optional(None),
+                dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, optional(None), optional(None),
+                buffers, item_s, item_bars, bars, optional(None), optional(None),
                 0, MASK, SCORE, JOINT, False, BM, D, DP, E, EP, STAGES, DS,
             )),
             (_compute, (
-                dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s, optional(None), optional(None), buffers,
-                item_s, item_bars, bars, optional(None), optional(None),
+                dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, optional(None), optional(None),
+                buffers, item_s, item_bars, bars, optional(None), optional(None),
                 1, MASK, SCORE, JOINT, False, BM, D, DP, E, EP, STAGES, DS,
             )),
             (produce, (
-                counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, dq_order, order_bars.described,
-                q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, q_len, kv_len, k_s, v_s, buffers, item_s,
-                item_bars, bars, PER_BATCH, PER_HEAD, ALIGNED, BM, STAGES,
+                counter, items, Parts(q_ptr, q_ptr), keys, values, Parts(do_ptr, do_ptr), norm_ptr, delta_ptr, order, full, partial,
+                dq_order, order_bars.described, q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, q_len,
+                kv_len, k_s, v_s, buffers, item_s, item_bars, bars, PER_BATCH, PER_HEAD, ALIGNED, TILE, BM, STAGES, STAGES,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip

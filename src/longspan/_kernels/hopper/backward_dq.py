@@ -19,7 +19,8 @@ from a global counter, heaviest first. Time runs downwards; block i of an item:
 shared memory        size                       written by        read by           mbarriers (arrivals)
 item_s, q_s, do_s    1 record, 128 queries      producer (TMA)    compute groups    q_bars: full (1), empty (2)
 blocks_s             BLOCK_SLOTS records        producer          compute groups    covered by k_full
-k_s, v_s             STAGES × N keys            producer (TMA)    compute groups    bars: k_full, v_full (1), k_empty, v_empty (2)
+k_s                  STAGES × N keys            producer (TMA)    compute groups    bars: k_full (1), k_empty (2)
+v_s                  V_STAGES × N keys          producer (TMA)    compute groups    bars: v_full (1), v_empty (2)
 
 With blocks of 64 keys, a wgmma with both operands in shared memory is bound by its bandwidth: the queries are held in registers for all
 blocks of an item. At head dims up to 64 there are registers for dO too, whatever the block.
@@ -35,12 +36,27 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from longspan._kernels.gpu.device_library import LOG2_E
 from longspan._kernels.gpu.row_terms import base_two
 from longspan._kernels.gpu.tile_access import load_rows, place, run_place, span, table_row, wide
-from longspan._kernels.hopper.none_arg import optional
+from longspan._kernels.hopper.head_dim_parts import (
+    Parts,
+    held_operand,
+    load_kv_parts,
+    load_part_tile,
+    part_2d,
+    part_bytes,
+    part_slot,
+    ring_of,
+    start_scores,
+    start_sum,
+    store_sum,
+    wait_sum,
+    zero_sum,
+)
+from longspan._kernels.hopper.none_arg import first_given, optional
 from longspan._kernels.hopper.pipeline import (
     BufferBarriers,
     Captured,
@@ -48,15 +64,12 @@ from longspan._kernels.hopper.pipeline import (
     KvSource,
     RunPointers,
     load_int,
-    load_kv_tile,
     mbarriers,
     ring_phase,
     ring_slot,
     shared_ints,
     store_int,
-    tile_2d,
 )
-from longspan._kernels.hopper.tile_io import load_tile, store_tile
 
 _DYNAMIC = ["items", "rows", "tiles", "heads", "shared", "group", "q_len", "kv_len", "local_tokens", "first_b", "first_h"]
 
@@ -114,42 +127,51 @@ def _block_field(blocks_s, slot, FIELD: gl.constexpr):
 
 
 @gluon.jit
-def _load_block(i, keys, values, b, kv_head, row, pos, left, kind, k_s, v_s, blocks_s, bars, STAGES: gl.constexpr):
-    """Write the block's record and start the loads of its keys and values, as soon as their stage is empty."""
-    stage = ring_slot(i, STAGES)
-    empty_phase = ring_phase(i, STAGES) ^ 1
-    mbarrier.wait(bars.k_empty.index(stage), empty_phase)
+def _load_block(
+    i, keys, values, b, kv_head, row, pos, left, kind, k_s, v_s, blocks_s, bars, STAGES: gl.constexpr, V_STAGES: gl.constexpr
+):  # fmt: skip
+    """Write the block's record and start the loads of its keys and values, as soon as their stages are empty."""
+    stage, v_stage = ring_slot(i, STAGES), ring_slot(i, V_STAGES)
+    mbarrier.wait(bars.k_empty.index(stage), ring_phase(i, STAGES) ^ 1)
     record = ring_slot(i, BLOCK_SLOTS) * BLOCK_FIELDS
     store_int(blocks_s, record + KIND, kind)
     store_int(blocks_s, record + POSITION, pos)
     store_int(blocks_s, record + KEYS_LEFT, left)
-    load_kv_tile(keys, b, kv_head, row, bars.k_full.index(stage), k_s.index(stage))
-    mbarrier.wait(bars.v_empty.index(stage), empty_phase)
-    load_kv_tile(values, b, kv_head, row, bars.v_full.index(stage), v_s.index(stage))
+    load_kv_parts(keys, b, kv_head, row, bars.k_full.index(stage), part_slot(k_s, stage))
+    mbarrier.wait(bars.v_empty.index(v_stage), ring_phase(i, V_STAGES) ^ 1)
+    load_kv_parts(values, b, kv_head, row, bars.v_full.index(v_stage), part_slot(v_s, v_stage))
 
 
 @gluon.jit
 def _load_item(item_number, q_ptr, do_ptr, b, h, row, pos, left, q_s, do_s, item_s, q_bars):
-    """Write the item's record and start the loads of its queries and dO, as soon as the CTA's item before no longer needs the buffers."""
+    """Write the item's record and start the loads of its queries and dO, as soon as the CTA's item before no longer needs the buffers.
+
+    q_ptr, do_ptr, q_s, do_s: `Parts`.
+    """
     mbarrier.wait(q_bars.empty, (item_number & 1) ^ 1)
     store_int(item_s, ITEM_BATCH, b)
     store_int(item_s, ITEM_HEAD, h)
     store_int(item_s, ITEM_ROW, row)
     store_int(item_s, ITEM_POSITION, pos)
     store_int(item_s, ITEM_ROWS_LEFT, left)
-    mbarrier.expect(q_bars.full, 2 * q_ptr.block_type.nbytes + 2 * do_ptr.block_type.nbytes)
+    Q_BYTES: gl.constexpr = part_bytes(q_ptr.main.block_type.nbytes, q_ptr.tail.block_type.nbytes)
+    DO_BYTES: gl.constexpr = part_bytes(do_ptr.main.block_type.nbytes, do_ptr.tail.block_type.nbytes)
+    mbarrier.expect(q_bars.full, 2 * (Q_BYTES + DO_BYTES))
     for group in gl.static_range(2):
-        tma.async_copy_global_to_shared(q_ptr, [b, h, row + group * GROUP_ROWS, 0], q_bars.full, q_s.index(group))
-        tma.async_copy_global_to_shared(do_ptr, [b, h, row + group * GROUP_ROWS, 0], q_bars.full, do_s.index(group))
+        load_part_tile(q_ptr, b, h, row + group * GROUP_ROWS, q_bars.full, part_slot(q_s, group))
+        load_part_tile(do_ptr, b, h, row + group * GROUP_ROWS, q_bars.full, part_slot(do_s, group))
 
 
 @gluon.jit
 def _produce(
     counter, items, q_ptr, keys, values, do_ptr, order, full, partial, q_side, kv_side,
     rows, tiles, heads, shared, group, q_len, kv_len, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
-    PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp: takes items (query tiles) from the global counter and loads each item's queries, dO and KV blocks."""
+    """The producer warp: takes items (query tiles) from the global counter and loads each item's queries, dO and KV blocks.
+
+    q_ptr, do_ptr, q_s, k_s, v_s, do_s: `Parts`.
+    """
     SUBS: gl.constexpr = QUERIES // N
     i = 0  # block records so far
     t = 0  # items so far
@@ -171,7 +193,7 @@ def _produce(
             for n in range(first * SUBS, gl.minimum((last + 1) * SUBS, (left_from + (N - 1)) // N)):
                 _load_block(
                     i, keys, values, b, h // shared, row_from + n * N, pos_from + n * N, left_from - n * N,
-                    gl.where(masked, PARTIAL, FULL), k_s, v_s, blocks_s, bars, STAGES,
+                    gl.where(masked, PARTIAL, FULL), k_s, v_s, blocks_s, bars, STAGES, V_STAGES,
                 )  # fmt: skip
                 i += 1
                 # After the first block: its stage is empty before the buffers of queries are.
@@ -180,13 +202,11 @@ def _produce(
                 queries_loaded = 1
         if queries_loaded == 0:
             _load_item(t, q_ptr, do_ptr, b, h, row, pos, left, q_s, do_s, item_s, q_bars)
-        stage = ring_slot(i, STAGES)
-        empty_phase = ring_phase(i, STAGES) ^ 1
-        mbarrier.wait(bars.k_empty.index(stage), empty_phase)
+        mbarrier.wait(bars.k_empty.index(ring_slot(i, STAGES)), ring_phase(i, STAGES) ^ 1)
         store_int(blocks_s, ring_slot(i, BLOCK_SLOTS) * BLOCK_FIELDS + KIND, END)
-        mbarrier.arrive(bars.k_full.index(stage), count=1)
-        mbarrier.wait(bars.v_empty.index(stage), empty_phase)
-        mbarrier.arrive(bars.v_full.index(stage), count=1)
+        mbarrier.arrive(bars.k_full.index(ring_slot(i, STAGES)), count=1)
+        mbarrier.wait(bars.v_empty.index(ring_slot(i, V_STAGES)), ring_phase(i, V_STAGES) ^ 1)
+        mbarrier.arrive(bars.v_full.index(ring_slot(i, V_STAGES)), count=1)
         i += 1
         t += 1
         item = gl.atomic_add(counter, 1)
@@ -230,29 +250,20 @@ def _probabilities(
 
 
 @gluon.jit
-def _start_product(held, tiles, which, columns, zeros, IN_REGISTERS: gl.constexpr):
-    """Start the wgmma rows · columnsᵀ. Rows: the operand `held` in registers, or tile `which` in shared memory."""
-    if IN_REGISTERS:
-        return warpgroup_mma(held, columns.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    else:
-        return warpgroup_mma(tile_2d(tiles, which), columns.permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def _compute(
     norm_ptr, delta_ptr, dq_ptr, dq_stride, captured, grads,
     heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
     GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, SCATTER: gl.constexpr,
-    ADD: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, STAGES: gl.constexpr,
+    ADD: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr,
+    STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A compute warp group: 64 of the item's 128 queries."""
-    dtype: gl.constexpr = k_s.dtype
+    """A compute warp group: 64 of the item's 128 queries. q_s, k_s, v_s, do_s: `Parts`."""
+    dtype: gl.constexpr = k_s.main.dtype
+    D_PARTS: gl.constexpr = 2 if D_TAIL else 1
     s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
-    dq_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DP, 16])
-    ds_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dq_l, k_width=2)
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     DO_IN_REGISTERS: gl.constexpr = DP <= 64
-    Q_IN_REGISTERS: gl.constexpr = DO_IN_REGISTERS or N == 64
+    Q_IN_REGISTERS: gl.constexpr = DO_IN_REGISTERS or (N == 64 and DP + D_TAIL <= 128)
     rows = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, s_l))
     cols = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, s_l)), 0)
     zeros = gl.full([GROUP_ROWS, N], 0.0, gl.float32, layout=s_l)
@@ -268,24 +279,25 @@ def _compute(
         norm = gl.expand_dims(gl.load(norm_ptr + lse_at, mask=rows < left, other=0.0), 1)
         delta = gl.expand_dims(gl.load(delta_ptr + lse_at, mask=rows < left, other=0.0), 1)
         q_pos = pos + gl.expand_dims(rows, 1)
-        dq = gl.full([GROUP_ROWS, DP], 0.0, gl.float32, layout=dq_l)
-        q, do = zeros, zeros  # unused if not in registers
-        if Q_IN_REGISTERS:
-            q = tile_2d(q_s, GROUP).load(operand)
-        if DO_IN_REGISTERS:
-            do = tile_2d(do_s, GROUP).load(operand)
+        dq = zero_sum(GROUP_ROWS, DP, D_TAIL)
+        q = held_operand(part_2d(q_s, GROUP), operand, Q_IN_REGISTERS)
+        do = held_operand(part_2d(do_s, GROUP), operand, DO_IN_REGISTERS)
         mbarrier.wait(bars.k_full.index(ring_slot(i, STAGES)), ring_phase(i, STAGES))
         kind = _block_field(blocks_s, ring_slot(i, BLOCK_SLOTS), KIND)
-        s_next = _start_product(q, q_s, GROUP, tile_2d(k_s, ring_slot(i, STAGES)), zeros, Q_IN_REGISTERS)
+        s_next = start_scores(q, part_2d(k_s, ring_slot(i, STAGES)), zeros)
         s = warpgroup_mma_wait(0, deps=[s_next])
         while kind != END:
             stage = ring_slot(i, STAGES)
             # GROUP, but unknown to the compiler, which would otherwise compute all operand addresses once and spill them.
             group = (i >> 30) + GROUP
-            k = tile_2d(k_s, stage)
+            if not Q_IN_REGISTERS:
+                q = part_2d(q_s, group)
+            if not DO_IN_REGISTERS:
+                do = part_2d(do_s, group)
             slot = ring_slot(i, BLOCK_SLOTS)
-            mbarrier.wait(bars.v_full.index(stage), ring_phase(i, STAGES))
-            dp_next = _start_product(do, do_s, group, tile_2d(v_s, stage), zeros, DO_IN_REGISTERS)
+            v_stage = ring_slot(i, V_STAGES)
+            mbarrier.wait(bars.v_full.index(v_stage), ring_phase(i, V_STAGES))
+            dp_next = start_scores(do, part_2d(v_s, v_stage), zeros)
             if kind == FULL:
                 slope, p = _probabilities(
                     s, norm, b + first_b, h + first_h, q_pos, left, _block_field(blocks_s, slot, POSITION), N, scale, captured,
@@ -297,7 +309,7 @@ def _compute(
                     _block_field(blocks_s, slot, KEYS_LEFT), scale, captured, MASK, SCORE, JOINT, SCATTER, True, N, s_l,
                 )  # fmt: skip
             dp = warpgroup_mma_wait(0, deps=[dp_next])
-            mbarrier.arrive(bars.v_empty.index(stage), count=1)
+            mbarrier.arrive(bars.v_empty.index(v_stage), count=1)
             ds = slope * (dp - delta)
             if SCATTER:
                 valid = (p != 0.0) & (gl.expand_dims(rows, 1) < left)
@@ -306,75 +318,72 @@ def _compute(
                     p * (dp - delta), slope, b + first_b, h + first_h, q_pos, kv, valid, captured.score, captured.score_sizes, grads
                 )  # fmt: skip
                 ds = gl.where(valid, ds, 0.0)
-            dq_next = warpgroup_mma(gl.convert_layout(ds.to(dtype), ds_l), k, dq, is_async=True)
+            dq_next = start_sum(ds.to(dtype), part_2d(k_s, stage), dq, D_TAIL)
             after = i + 1
             mbarrier.wait(bars.k_full.index(ring_slot(after, STAGES)), ring_phase(after, STAGES))
             kind = _block_field(blocks_s, ring_slot(after, BLOCK_SLOTS), KIND)
-            s_next = _start_product(q, q_s, group, tile_2d(k_s, ring_slot(after, STAGES)), zeros, Q_IN_REGISTERS)
-            dq = warpgroup_mma_wait(1, deps=[dq_next])
+            s_next = start_scores(q, part_2d(k_s, ring_slot(after, STAGES)), zeros)
+            dq = wait_sum(dq_next, D_PARTS, D_TAIL)
             mbarrier.arrive(bars.k_empty.index(stage), count=1)
             s = warpgroup_mma_wait(0, deps=[s_next])
             i = after
         # The END record passes through all mbarriers as a block does.
         mbarrier.arrive(q_bars.empty, count=1)
-        mbarrier.wait(bars.v_full.index(ring_slot(i, STAGES)), ring_phase(i, STAGES))
+        mbarrier.wait(bars.v_full.index(ring_slot(i, V_STAGES)), ring_phase(i, V_STAGES))
         mbarrier.arrive(bars.k_empty.index(ring_slot(i, STAGES)), count=1)
-        mbarrier.arrive(bars.v_empty.index(ring_slot(i, STAGES)), count=1)
+        mbarrier.arrive(bars.v_empty.index(ring_slot(i, V_STAGES)), count=1)
         i += 1
         t += 1
-        dq_head = dq_ptr + wide(b) * dq_stride[0] + wide(h) * dq_stride[1]
-        row_stride = dq_stride[2] + (i >> 30) * 16  # + 0, as above; a multiple of 16, so that the alignment of rows stays known
-        dq = dq * scale
-        if ADD:
-            dq += load_tile(dq_head, row, left, row_stride, D, DP, dq_l)
-        store_tile(dq_head, dq, row, left, row_stride, D, DP)
+        # + 0, as above; a multiple of 16, so that the alignment of rows stays known
+        store_sum(dq_ptr, dq_stride, b, h, dq, scale, row, left, (i >> 30) * 16, D, DP, D_TAIL, ADD)
         mbarrier.wait(q_bars.full, t & 1)
         b = load_int(item_s, ITEM_BATCH)
 
 
 @gluon.jit(do_not_specialize=_DYNAMIC)
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dq_ptr, local_k_ptr, local_v_ptr, counter, dq_stride,
+    q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dq_ptr, local_k_ptr, local_v_ptr,
+    q_tail_ptr, k_tail_ptr, v_tail_ptr, do_tail_ptr, local_k_tail_ptr, local_v_tail_ptr, counter, dq_stride,
     order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes, grads,
     items, rows, tiles, heads, shared, group, q_len, kv_len, local_tokens, scale, first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, SCATTER: gl.constexpr, ADD: gl.constexpr,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
-    D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
-    N: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, E_TAIL: gl.constexpr,
+    N: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dQ of query tiles, stored to dq_ptr or, with ADD, added to it. With SCATTER, gradients of captured tensors are added to `grads`.
 
     q_ptr, k_ptr, v_ptr, do_ptr: TMA descriptors. local_k_ptr, local_v_ptr, local_tokens: `KvSource`. counter: one int32, 0.
+    DP, D_TAIL, EP, E_TAIL, x_tail_ptr: as in `backward_wide.wide_dkv_kernel`.
     """
     gl.static_assert(STAGES <= BLOCK_SLOTS, "a block's record must live until the block is computed")
-    dtype: gl.constexpr = k_ptr.dtype
-    q_s = gl.allocate_shared_memory(dtype, [2, 1, 1, GROUP_ROWS, DP], q_ptr.layout)
-    do_s = gl.allocate_shared_memory(dtype, [2, 1, 1, GROUP_ROWS, EP], do_ptr.layout)
-    k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, DP], k_ptr.layout)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, EP], v_ptr.layout)
+    q, do = Parts(q_ptr, first_given(q_tail_ptr, q_ptr)), Parts(do_ptr, first_given(do_tail_ptr, do_ptr))
+    k, v = Parts(k_ptr, first_given(k_tail_ptr, k_ptr)), Parts(v_ptr, first_given(v_tail_ptr, v_ptr))
+    q_s, do_s, k_s, v_s = ring_of(q, 2), ring_of(do, 2), ring_of(k, STAGES), ring_of(v, V_STAGES)
     blocks_s, item_s = shared_ints(BLOCK_SLOTS * BLOCK_FIELDS), shared_ints(ITEM_FIELDS)
     q_bars = BufferBarriers(mbarriers(1, 1).index(0), mbarriers(1, 2).index(0))
-    bars = KvBarriers(mbarriers(STAGES, 1), mbarriers(STAGES, 2), mbarriers(STAGES, 1), mbarriers(STAGES, 2))
+    bars = KvBarriers(mbarriers(STAGES, 1), mbarriers(STAGES, 2), mbarriers(V_STAGES, 1), mbarriers(V_STAGES, 2))
     fence_async_shared()
     q_side = (optional(q_side[0]), optional(q_side[1]), optional(q_side[2]))
     kv_side = (optional(kv_side[0]), optional(kv_side[1]), optional(kv_side[2]))
     captured = Captured(mask_captured, mask_sizes, score_captured, score_sizes)
     full, partial = RunPointers(full[0], full[1], full[2]), RunPointers(partial[0], partial[1], partial[2])
-    keys, values = KvSource(k_ptr, optional(local_k_ptr), local_tokens), KvSource(v_ptr, optional(local_v_ptr), local_tokens)
+    keys = KvSource(k, Parts(optional(local_k_ptr), first_given(local_k_tail_ptr, local_k_ptr)), local_tokens)
+    values = KvSource(v, Parts(optional(local_v_ptr), first_given(local_v_tail_ptr, local_v_ptr)), local_tokens)
     gl.warp_specialize([
         (_compute, (
             norm_ptr, delta_ptr, dq_ptr, dq_stride, captured, grads,
             heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
-            0, MASK, SCORE, JOINT, SCATTER, ADD, N, D, DP, STAGES,
+            0, MASK, SCORE, JOINT, SCATTER, ADD, N, D, DP, D_TAIL, STAGES, V_STAGES,
         )),
         (_compute, (
             norm_ptr, delta_ptr, dq_ptr, dq_stride, captured, grads,
             heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
-            1, MASK, SCORE, JOINT, SCATTER, ADD, N, D, DP, STAGES,
+            1, MASK, SCORE, JOINT, SCATTER, ADD, N, D, DP, D_TAIL, STAGES, V_STAGES,
         )),
         (_produce, (
-            counter, items, q_ptr, keys, values, do_ptr, order, full, partial, q_side, kv_side,
+            counter, items, q, keys, values, do, order, full, partial, q_side, kv_side,
             rows, tiles, heads, shared, group, q_len, kv_len, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
-            PER_BATCH, PER_HEAD, N, STAGES,
+            PER_BATCH, PER_HEAD, N, STAGES, V_STAGES,
         )),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HOPPER = (9, 0)  # compute capability
+MAX_DIM = 256  # largest head dim of the backward kernels
+SHARED_BYTES = 227 * 1024  # shared memory of a CTA
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileConfig:
-    """m queries by n keys at a time, `stages` tiles in flight.
+    """m queries by n keys at a time, `stages` tiles in flight; of a second operand, `second_stages`.
 
     `start_registers`: registers per thread at launch. `registers`: registers per thread of the warp groups that compute.
     """
@@ -17,26 +19,48 @@ class TileConfig:
     m: int
     n: int
     stages: int
+    second_stages: int = 0
     start_registers: int = 168
     registers: int = 240
 
 
-def forward_config(d: int, e: int) -> TileConfig:
-    """For padded head dims d of keys and e of values. The queries, the KV stages and the output tile fit into 227 KB of shared memory."""
-    widest = max(d, e)
-    if widest <= 64:
+def forward_config(d: int, e: int, *, with_state: bool) -> TileConfig:
+    """For padded head dims d of keys and e of values. The queries, the KV stages and the output tile, or with `with_state` the float32
+    state, fit into 227 KB of shared memory.
+    """
+    if max(d, e) <= 64:
         return TileConfig(m=128, n=128, stages=4)
-    return TileConfig(m=128, n=128 if widest <= 128 else 64, stages=2)
+    output = 128 * e * 4 if with_state else 64 * e * 2
+    fits = 2 * 128 * d + 2 * 2 * 128 * (d + e) + output + 2048 <= SHARED_BYTES
+    return TileConfig(m=128, n=128 if e <= 128 and fits else 64, stages=2)
 
 
-def has_backward(d: int, e: int) -> bool:
-    """Whether the backward kernels support these padded head dims: dK and dV of 64 keys must fit into the registers of a warp group."""
+def head_dim_parts(dim: int) -> tuple[int, int]:
+    """The columns of both parts of a padded head dim (`hopper.head_dim_parts`); 0 for no second part."""
+    return (128, 64) if 128 < dim <= 192 else (max(64, 1 << (dim - 1).bit_length()), 0)
+
+
+def computes_dq_with_dkv(d: int, e: int) -> bool:
+    """Whether `hopper.backward_dkv` supports these padded head dims: dK and dV of 64 keys must fit into the registers of a warp group.
+    Otherwise `hopper.backward_wide` computes dK and dV, and `hopper.backward_dq` dQ.
+    """
     return d == e <= 128
 
 
 def dkv_config(d: int, *, with_dq: bool) -> TileConfig:
-    """For the kernel by key tiles: items of n keys, steps of m queries. A wide dQ takes the shared memory of two stages."""
+    """For `hopper.backward_dkv`: items of n keys, steps of m queries. A wide dQ takes the shared memory of two stages."""
     return TileConfig(m=64, n=128, stages=2 if with_dq and d > 64 else 4)
+
+
+def wide_dkv_config(d: int, e: int) -> TileConfig:
+    """For `hopper.backward_wide` and padded head dims d and e: items of n keys, steps of m queries. `stages` of q, `second_stages` of dO.
+
+    q is read last by the group that computes dK, one step after the group that computes S: it gets the more stages.
+    """
+    rest = SHARED_BYTES - 2 * 64 * (d + e) - 2 * 2 * 64 * 64 - 4096
+    q_bytes, do_bytes = 2 * 64 * d, 2 * 64 * e
+    stages = next((q, do) for q, do in ((4, 4), (4, 3), (4, 2), (3, 2), (2, 2)) if q * q_bytes + do * do_bytes <= rest)
+    return TileConfig(m=64, n=64, stages=stages[0], second_stages=stages[1])
 
 
 def dq_tile(d: int, m: int) -> tuple[int, int]:
@@ -46,7 +70,14 @@ def dq_tile(d: int, m: int) -> tuple[int, int]:
 
 def dq_config(d: int, e: int, *, scored: bool) -> TileConfig:
     """For the kernel by query tiles. A score mod needs registers of its own and gets blocks of 64 keys, for which `backward_dq` holds the
-    queries in registers. Small blocks leave shared memory for twice as many stages.
+    queries in registers. So do wide head dims. Small blocks leave shared memory for twice as many stages. K is read last by the group
+    that computes dQ: it has `stages`, V `second_stages`.
     """
-    n = 64 if scored else 128
-    return TileConfig(m=128, n=n, stages=4 if n * max(d, e) <= 8192 else 2)
+    if max(d, e) <= 128:
+        n = 64 if scored else 128
+        stages = 4 if n * max(d, e) <= 8192 else 2
+        return TileConfig(m=128, n=n, stages=stages, second_stages=stages)
+    rest = SHARED_BYTES - 2 * 128 * (d + e) - 2048
+    k_bytes, v_bytes = 2 * 64 * d, 2 * 64 * e
+    k, v = next((k, v) for k, v in ((4, 4), (4, 2), (3, 3), (3, 2), (2, 2), (2, 1)) if k * k_bytes + v * v_bytes <= rest)
+    return TileConfig(m=128, n=64, stages=k, second_stages=v)

@@ -12,9 +12,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
 from longspan._kernels.gpu.tile_access import place, run_place, span, table_row, wide
-from longspan._kernels.hopper.pipeline import load_kv_tile, ring_phase, ring_slot, store_int
+from longspan._kernels.hopper.head_dim_parts import load_kv_parts, load_part_tile, part_bytes, part_slot
+from longspan._kernels.hopper.pipeline import ring_phase, ring_slot, store_int
 
-KEYS = gl.constexpr(128)  # keys of an item
+TILE = gl.constexpr(128)  # queries, or keys, of a tile of the block table
 GROUP_KEYS = gl.constexpr(64)  # keys of a compute warp group
 STEP_SLOTS = gl.constexpr(8)  # step records in flight: the dQ warps lag behind the producer
 
@@ -48,7 +49,10 @@ _NO_TILE = gl.constexpr(2**30)  # greater than the index of any tile
 
 
 class StepBuffers(NamedTuple):
-    """Shared memory of the steps in flight: rings of STAGES tiles of q, dO, norm and delta, and of STEP_SLOTS step records."""
+    """Shared memory of the steps in flight: rings of tiles of q, dO, norm and delta, and of STEP_SLOTS step records.
+
+    `q`, `do`: `head_dim_parts.Parts`.
+    """
 
     q: Any
     do: Any
@@ -58,11 +62,12 @@ class StepBuffers(NamedTuple):
 
 
 class StepBarriers(NamedTuple):
-    """Arrays of mbarriers, one per stage, of the ring of steps. `q_full` covers q and norm, `do_full` covers dO and delta."""
+    """Arrays of mbarriers, one per stage, of the rings of q and norm, and of dO and delta. Both may have the same `empty` array."""
 
     q_full: Any
     do_full: Any
-    empty: Any
+    q_empty: Any
+    do_empty: Any
 
 
 class KeyTileBarriers(NamedTuple):
@@ -90,11 +95,11 @@ def step_record(it):
 @gluon.jit
 def _load_step(
     it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row, pos, left, lse_at, q_len, kind, earlier_adds, semaphore, described, buffers, bars,
-    ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+    ALIGNED: gl.constexpr, BM: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Write the step's record and start the loads of its query rows, as soon as its stage is empty."""
-    stage = ring_slot(it, STAGES)
-    mbarrier.wait(bars.empty.index(stage), ring_phase(it, STAGES) ^ 1)
+    """Write the step's record and start the loads of its query rows, as soon as its stages are empty. q_ptr, do_ptr: `Parts`."""
+    stage = ring_slot(it, Q_STAGES)
+    mbarrier.wait(bars.q_empty.index(stage), ring_phase(it, Q_STAGES) ^ 1)
     record = step_record(it)
     steps = buffers.steps
     store_int(steps, record + KIND, kind)
@@ -107,62 +112,78 @@ def _load_step(
         store_int(steps, record + EARLIER_ADDS, earlier_adds)
         store_int(steps, record + SEMAPHORE, semaphore)
         mbarrier.arrive(described.index(ring_slot(it, STEP_SLOTS)), count=1)
+    _load_rows(
+        stage, q_ptr, norm_ptr, b, h, row, lse_at, q_len, buffers.q, buffers.norm, bars.q_full.index(stage), ALIGNED, BM
+    )  # fmt: skip
+    stage = ring_slot(it, DO_STAGES)
+    mbarrier.wait(bars.do_empty.index(stage), ring_phase(it, DO_STAGES) ^ 1)
+    _load_rows(
+        stage, do_ptr, delta_ptr, b, h, row, lse_at, q_len, buffers.do, buffers.delta, bars.do_full.index(stage), ALIGNED, BM
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load_rows(
+    stage, desc, terms_ptr, b, h, row, lse_at, q_len, tiles, terms, full, ALIGNED: gl.constexpr, BM: gl.constexpr
+):  # fmt: skip
+    """Start the loads of a step's tile of q or of dO and of its row terms, norm or delta."""
+    BYTES: gl.constexpr = part_bytes(desc.main.block_type.nbytes, desc.tail.block_type.nbytes)
     if ALIGNED:
-        mbarrier.expect(bars.q_full.index(stage), q_ptr.block_type.nbytes + norm_ptr.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_ptr, [b, h, row, 0], bars.q_full.index(stage), buffers.q.index(stage))
-        tma.async_copy_global_to_shared(norm_ptr, [lse_at + row], bars.q_full.index(stage), buffers.norm.index(stage))
-        mbarrier.expect(bars.do_full.index(stage), do_ptr.block_type.nbytes + delta_ptr.block_type.nbytes)
-        tma.async_copy_global_to_shared(do_ptr, [b, h, row, 0], bars.do_full.index(stage), buffers.do.index(stage))
-        tma.async_copy_global_to_shared(delta_ptr, [lse_at + row], bars.do_full.index(stage), buffers.delta.index(stage))
+        mbarrier.expect(full, BYTES + terms_ptr.block_type.nbytes)
+        load_part_tile(desc, b, h, row, full, part_slot(tiles, stage))
+        tma.async_copy_global_to_shared(terms_ptr, [lse_at + row], full, terms.index(stage))
     else:
         # Rows past the end repeat the last row: their values are masked, but must be finite.
         lane_layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         i = gl.minimum(row + gl.arange(0, BM, layout=lane_layout), q_len - 1)
-        async_copy.async_copy_global_to_shared(buffers.norm.index(stage), norm_ptr + lse_at + i)
-        async_copy.mbarrier_arrive(bars.q_full.index(stage))
-        mbarrier.expect(bars.q_full.index(stage), q_ptr.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_ptr, [b, h, row, 0], bars.q_full.index(stage), buffers.q.index(stage))
-        async_copy.async_copy_global_to_shared(buffers.delta.index(stage), delta_ptr + lse_at + i)
-        async_copy.mbarrier_arrive(bars.do_full.index(stage))
-        mbarrier.expect(bars.do_full.index(stage), do_ptr.block_type.nbytes)
-        tma.async_copy_global_to_shared(do_ptr, [b, h, row, 0], bars.do_full.index(stage), buffers.do.index(stage))
+        async_copy.async_copy_global_to_shared(terms.index(stage), terms_ptr + lse_at + i)
+        async_copy.mbarrier_arrive(full)
+        mbarrier.expect(full, BYTES)
+        load_part_tile(desc, b, h, row, full, part_slot(tiles, stage))
 
 
 @gluon.jit
 def _load_item(item_number, keys, values, b, head, head_parts, row, pos, left, k_s, v_s, item_s, bars):
-    """Write the item's record and start the loads of its keys and values, as soon as the CTA's item before no longer needs the buffers."""
+    """Write the item's record and start the loads of its keys and values, as soon as the CTA's item before no longer needs the buffers.
+
+    k_s, v_s: `Parts`.
+    """
     mbarrier.wait(bars.empty, (item_number & 1) ^ 1)
     store_int(item_s, ITEM_BATCH, b)
     store_int(item_s, ITEM_HEAD, head)
     store_int(item_s, ITEM_ROW, row)
     store_int(item_s, ITEM_POSITION, pos)
     store_int(item_s, ITEM_KEYS_LEFT, left)
-    load_kv_tile(keys, b, head // head_parts, row, bars.k_full, k_s.index(0))
-    load_kv_tile(values, b, head // head_parts, row, bars.v_full, v_s.index(0))
+    load_kv_parts(keys, b, head // head_parts, row, bars.k_full, part_slot(k_s, 0))
+    load_kv_parts(values, b, head // head_parts, row, bars.v_full, part_slot(v_s, 0))
 
 
 @gluon.jit
 def produce(
     counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, dq_order, described, q_side, kv_side,
     rows, tiles, heads, kv_heads, shared, head_parts, group, q_len, kv_len, k_s, v_s, buffers, item_s, item_bars, bars,
-    PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+    PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, ALIGNED: gl.constexpr,
+    KEYS: gl.constexpr, BM: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp: takes items (key tiles) from the global counter and loads each item's keys, values and steps of queries.
+    """The producer warp: takes items (KEYS keys) from the global counter and loads each item's keys, values and steps of queries.
 
+    q_ptr, do_ptr, k_s, v_s: `Parts`.
     With ordered dQ, `described` holds mbarriers that complete when a step's record is written, and the steps of a head come in ascending
     order of queries: full and partial runs are merged. Otherwise full runs come first and `described` is None.
     """
-    SUBS: gl.constexpr = KEYS // BM
+    SUBS: gl.constexpr = TILE // BM
+    KEY_SUBS: gl.constexpr = TILE // KEYS
     ORDERED: gl.constexpr = described is not None
     steps = buffers.steps
     it = 0  # step records so far
     t = 0  # items so far
     item = gl.atomic_add(counter, 1)
     while item < items:
-        tile, _, b, head = place(item, order, rows, tiles, kv_heads, group, 1, PER_BATCH, PER_HEAD)
-        kv_row, kv_pos, kv_left = span(tile, kv_len, kv_side, 1, KEYS)
+        tile, sub, b, head = place(item, order, rows, tiles, kv_heads, group, KEY_SUBS, PER_BATCH, PER_HEAD)
+        kv_row, kv_pos, kv_left = span(tile * KEY_SUBS + sub, kv_len, kv_side, KEY_SUBS, KEYS)
         kv_loaded = 0
-        for j in range(shared):
+        # The second half of a short tile may have no key.
+        for j in range(gl.where(kv_left > 0, shared, 0) if KEY_SUBS > 1 else shared):
             h = head * shared + j
             table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
             lse_at = (b * heads + h) * q_len if ALIGNED else (wide(b) * heads + h) * q_len
@@ -193,7 +214,7 @@ def produce(
                         semaphore = (b * heads + h) * dq_order.semaphores_per_head + n
                     _load_step(
                         it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row_from + n * BM, pos_from + n * BM, left_from - n * BM,
-                        lse_at, q_len, kind, earlier_adds, semaphore, described, buffers, bars, ALIGNED, BM, STAGES,
+                        lse_at, q_len, kind, earlier_adds, semaphore, described, buffers, bars, ALIGNED, BM, Q_STAGES, DO_STAGES,
                     )  # fmt: skip
                     it += 1
                     # After the first step: its stage is empty before the buffers of keys and values are.
@@ -204,13 +225,13 @@ def produce(
                     nth += last + 1 - first
         if kv_loaded == 0:
             _load_item(t, keys, values, b, head, head_parts, kv_row, kv_pos, kv_left, k_s, v_s, item_s, item_bars)
-        stage = ring_slot(it, STAGES)
-        mbarrier.wait(bars.empty.index(stage), ring_phase(it, STAGES) ^ 1)
+        mbarrier.wait(bars.q_empty.index(ring_slot(it, Q_STAGES)), ring_phase(it, Q_STAGES) ^ 1)
         store_int(steps, step_record(it) + KIND, END)
         if ORDERED:
             mbarrier.arrive(described.index(ring_slot(it, STEP_SLOTS)), count=1)
-        mbarrier.arrive(bars.q_full.index(stage), count=1)
-        mbarrier.arrive(bars.do_full.index(stage), count=1)
+        mbarrier.arrive(bars.q_full.index(ring_slot(it, Q_STAGES)), count=1)
+        mbarrier.wait(bars.do_empty.index(ring_slot(it, DO_STAGES)), ring_phase(it, DO_STAGES) ^ 1)
+        mbarrier.arrive(bars.do_full.index(ring_slot(it, DO_STAGES)), count=1)
         it += 1
         t += 1
         item = gl.atomic_add(counter, 1)

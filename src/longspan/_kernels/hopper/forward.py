@@ -77,7 +77,8 @@ from longspan._kernels.hopper.forward_producer import (
     load,
     schedule,
 )
-from longspan._kernels.hopper.none_arg import optional
+from longspan._kernels.hopper.head_dim_parts import Parts, held_operand, part_2d, ring_of, start_scores
+from longspan._kernels.hopper.none_arg import first_given, optional
 from longspan._kernels.hopper.pipeline import (
     Captured,
     KvBarriers,
@@ -156,7 +157,7 @@ def _attend_blocks(
         kv, left = 0, 0
         if PARTIAL or SCORE is not None:
             kv, left = block_field(blocks_s, stage, BLOCK_POSITION), block_field(blocks_s, stage, BLOCK_KEYS_LEFT)
-        s_next = warpgroup_mma(q, tile_2d(k_s, stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s_next = start_scores(q, part_2d(k_s, stage), zeros)
         mbarrier.wait(bars.v_full.index(last), ring_phase(i - 1, STAGES))
         acc_next = warpgroup_mma(weights, tile_2d(v_s, last), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s_next])
@@ -188,9 +189,9 @@ def _consume(
     STATE_WARP: gl.constexpr = state_s is not None
     rows = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout))
     zeros = gl.full([GROUP_ROWS, N], 0.0, gl.float32, layout=layout)
-    Q_IN_REGISTERS: gl.constexpr = q_s.shape[4] <= 64 and EP <= 64  # small head dims: read Q once per item, not once per block
+    Q_IN_REGISTERS: gl.constexpr = q_s.main.shape[4] <= 64 and EP <= 64  # small head dims: read Q once per item, not once per block
     if not Q_IN_REGISTERS:
-        q = tile_2d(q_s, GROUP)
+        q = part_2d(q_s, GROUP)
     i = 0  # KV blocks so far
     t = 0  # items so far
     mbarrier.wait(bars.item_full.index(0), 0)
@@ -215,11 +216,11 @@ def _consume(
         acc = gl.full([GROUP_ROWS, EP], 0.0, gl.float32, layout=out_layout)
         mbarrier.wait(bars.q_full, t & 1)
         if Q_IN_REGISTERS:
-            q = tile_2d(q_s, GROUP).load(gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2))
+            q = held_operand(part_2d(q_s, GROUP), gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2), True)
         stage = ring_slot(i, STAGES)
         mbarrier.wait(kv_bars.k_full.index(stage), ring_phase(i, STAGES))
         kv, left = block_field(blocks_s, stage, BLOCK_POSITION), block_field(blocks_s, stage, BLOCK_KEYS_LEFT)
-        s_next = warpgroup_mma(q, tile_2d(k_s, stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s_next = start_scores(q, part_2d(k_s, stage), zeros)
         s = warpgroup_mma_wait(0, deps=[s_next])
         mbarrier.arrive(kv_bars.k_empty.index(stage), count=1)
         if partial > 0:
@@ -316,7 +317,8 @@ def _consume(
 @gluon.jit(do_not_specialize=_DYNAMIC)
 def forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, max_scores_ptr, old_out_ptr, old_lse_ptr, old_max_scores_ptr, complete_out_ptr, q_ptr,
-    out_desc, complete_out_desc, old_out_desc, local_k_desc, local_v_desc, counter, part_out, part_lse,
+    out_desc, complete_out_desc, old_out_desc, local_k_desc, local_v_desc, q_tail_desc, k_tail_desc, local_k_tail_desc,
+    counter, part_out, part_lse,
     out_stride, old_out_stride, complete_out_stride, q_stride, order, full, partial, counts, complete_flags, q_side, kv_side,
     mask_captured, mask_sizes, score_captured, score_sizes,
     items, unsplit, split_items, parts, wide_part, rows, tiles, heads, shared, group, heavy_rows, light_group, heavy_items, q_len, kv_len,
@@ -329,6 +331,7 @@ def forward_kernel(
     """Attention of the first `rows` rows of the block table in `order`, merged with the old state if there is one.
 
     q_ptr, q_stride: the tensor of q_desc. local_k_desc, local_v_desc, local_tokens: `KvSource`.
+    q_tail_desc, k_tail_desc, local_k_tail_desc: TMA descriptors of the last columns of a head dim in two parts (`Parts`), or None.
     complete_out_ptr, complete_flags: outputs of query tiles whose flag is 1 go to complete_out_ptr instead of out_ptr.
     out_desc, complete_out_desc, old_out_desc: TMA descriptors of the tensors of the same names, for the state warp. None: no state warp.
     counter: int32 zeros, one for the item counter and two for each split item. part_out, part_lse: partial results of split items.
@@ -340,8 +343,8 @@ def forward_kernel(
     dtype: gl.constexpr = q_desc.dtype
     out_desc, complete_out_desc, old_out_desc = optional(out_desc), optional(complete_out_desc), optional(old_out_desc)
     STATE_WARP: gl.constexpr = 0 if out_desc is None else 1
-    q_s = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, GROUP_ROWS, DP], q_desc.layout)
-    k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, DP], k_desc.layout)
+    q, k = Parts(q_desc, first_given(q_tail_desc, q_desc)), Parts(k_desc, first_given(k_tail_desc, k_desc))
+    q_s, k_s = ring_of(q, GROUPS), ring_of(k, STAGES)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, EP], v_desc.layout)
     items_s, blocks_s, near_end = shared_ints(ITEM_SLOTS * ITEM_FIELDS), shared_ints(BLOCK_FIELDS * STAGES), mbarriers(2, 1)
     bars = ItemBarriers(
@@ -357,7 +360,8 @@ def forward_kernel(
     strides = OutputStrides(out_stride, old_out_stride, complete_out_stride)
     captured = Captured(mask_captured, mask_sizes, score_captured, score_sizes)
     full, partial = RunPointers(full[0], full[1], full[2]), RunPointers(partial[0], partial[1], partial[2])
-    keys, values = KvSource(k_desc, optional(local_k_desc), local_tokens), KvSource(v_desc, optional(local_v_desc), local_tokens)
+    keys = KvSource(k, Parts(optional(local_k_desc), first_given(local_k_tail_desc, local_k_desc)), local_tokens)
+    values = KvSource(v_desc, optional(local_v_desc), local_tokens)
     q_side = (optional(q_side[0]), optional(q_side[1]), optional(q_side[2]))
     kv_side = (optional(kv_side[0]), optional(kv_side[1]), optional(kv_side[2]))
     if STATE_WARP:
@@ -383,7 +387,7 @@ def forward_kernel(
                     groups, q_len, items_s, near_end, bars, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
                 )),
                 (load, (
-                    q_desc, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end, state_due,
+                    q, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end, state_due,
                     bars, kv_bars, N, N_SUBS, STAGES,
                 )),
                 (move_states, (
@@ -413,7 +417,7 @@ def forward_kernel(
                     groups, q_len, items_s, near_end, bars, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
                 )),
                 (load, (
-                    q_desc, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end,
+                    q, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end,
                     optional(None), bars, kv_bars, N, N_SUBS, STAGES,
                 )),
             ],

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from longspan._kernels.gpu.tile_access import place_in_order, run_place, span, table_row, wide
+from longspan._kernels.hopper.head_dim_parts import load_kv_parts, load_part_tile, part_bytes, part_slot
 from longspan._kernels.hopper.pipeline import load_int, load_kv_tile, ring_phase, ring_slot, store_int
 from longspan._kernels.hopper.tile_io import prefetch_rows
 
@@ -132,10 +133,11 @@ def schedule(
 
 @gluon.jit
 def _load_queries(q_desc, b, h, row, q_full, q_s):
-    """Start the TMA loads of an item's query tiles, one per consumer warp group."""
-    mbarrier.expect(q_full, q_desc.block_type.nbytes * GROUPS)
+    """Start the TMA loads of an item's query tiles (`Parts`), one per consumer warp group."""
+    BYTES: gl.constexpr = part_bytes(q_desc.main.block_type.nbytes, q_desc.tail.block_type.nbytes)
+    mbarrier.expect(q_full, BYTES * GROUPS)
     for group in gl.static_range(GROUPS):
-        tma.async_copy_global_to_shared(q_desc, [b, h, row + group * GROUP_ROWS, 0], q_full, q_s.index(group))
+        load_part_tile(q_desc, b, h, row + group * GROUP_ROWS, q_full, part_slot(q_s, group))
 
 
 @gluon.jit
@@ -145,6 +147,7 @@ def load(
 ):  # fmt: skip
     """The load warp: starts the TMA loads of each item's queries and KV blocks, partial blocks first, and writes the blocks' records.
 
+    q_desc, q_s, k_s: `Parts`. keys: a `KvSource` of `Parts`.
     `state_due`: mbarriers that tell the state warp to load the item's running state; None without a state warp.
     """
     i = 0  # KV blocks so far
@@ -182,7 +185,7 @@ def load(
                 mbarrier.wait(kv_bars.k_empty.index(stage), empty_phase)
                 store_int(blocks_s, BLOCK_FIELDS * stage + BLOCK_POSITION, pos_from + n * N)
                 store_int(blocks_s, BLOCK_FIELDS * stage + BLOCK_KEYS_LEFT, left_from - n * N)
-                load_kv_tile(keys, b, kv_head, row_from + n * N, kv_bars.k_full.index(stage), k_s.index(stage))
+                load_kv_parts(keys, b, kv_head, row_from + n * N, kv_bars.k_full.index(stage), part_slot(k_s, stage))
                 if (block == first_block) & (t > 0):
                     # After the item's first K tile: its stage is empty before the query tiles of the item before are.
                     mbarrier.wait(bars.q_empty, (t & 1) ^ 1)

@@ -17,7 +17,7 @@ from longspan._kernels.gpu.device import capability
 from longspan._kernels.gpu.interpreter import interpreted
 from longspan._kernels.gpu.lookup_bounds import check_lookups
 from longspan._kernels.gpu.row_terms import delta as row_delta
-from longspan._kernels.hopper.config import HOPPER, has_backward
+from longspan._kernels.hopper.config import HOPPER, MAX_DIM, computes_dq_with_dkv
 from longspan._kernels.hopper.dq_order import ordered_dq_pays
 from longspan._kernels.hopper.passes import HopperCall, head_parts_of, streamable, width
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Capabilities, Grads, Kernel, State, Work
@@ -56,11 +56,12 @@ class HopperKernel:
 
     dQ is accumulated over KV tiles in arrival order: its last bits may differ from run to run. With
     `torch.use_deterministic_algorithms(True)`, CTAs add in a fixed order (`hopper.dq_order`). Where a fixed order would leave SMs idle
-    (sparse masks, few work items), and where captured tensors need gradients, a second kernel computes dQ. Forward results have the same
-    bits in every run; which work items are split along KV depends on their number, and so do last bits.
+    (sparse masks, few work items), where captured tensors need gradients, and for head dims over 128 or different head dims, a second
+    kernel computes dQ. Forward results have the same bits in every run; which work items are split along KV depends on their number, and
+    so do last bits.
 
-    `fallback` computes what these kernels do not support: backward passes with a head dim over 128 or with different head dims, tilings
-    that leave rows uncovered, empty KV, and results whose head dim is not contiguous.
+    `fallback` computes what these kernels do not support: backward passes with a head dim over 256, tilings that leave rows uncovered,
+    empty KV, and results whose head dim is not contiguous.
     """
 
     name = "hopper"
@@ -181,17 +182,17 @@ def _supports_backward(inputs: AttentionInputs, work: Work) -> bool:
     """Whether the Hopper backward kernels support this work; else the fallback computes it."""
     q, v = inputs.q, inputs.v
     covered = launch.facts(work.q_tiles).covers and launch.facts(work.kv_tiles).covers
-    dims = has_backward(width(q.shape[-1]), width(v.shape[-1])) and work.table.block == (BLOCK_SIZE, BLOCK_SIZE)
-    return covered and dims and q.numel() > 0 and work.kv_tiles.length > 0 and (work.score is None or work.joint is not None)
+    tiles = max(q.shape[-1], v.shape[-1]) <= MAX_DIM and work.table.block == (BLOCK_SIZE, BLOCK_SIZE)
+    return covered and tiles and q.numel() > 0 and work.kv_tiles.length > 0 and (work.score is None or work.joint is not None)
 
 
 def _one_pass(inputs: AttentionInputs, work: Work, needs: Sequence[bool]) -> bool:
     """Whether the dK/dV kernel computes dQ too."""
-    if any(needs):
+    q, v = inputs.q, inputs.v
+    if any(needs) or not computes_dq_with_dkv(width(q.shape[-1]), width(v.shape[-1])):
         return False
     if not torch.are_deterministic_algorithms_enabled():
         return True
-    q, v = inputs.q, inputs.v
     return ordered_dq_pays(work.table, v.shape[0] * v.shape[1] * head_parts_of(q, v, work))
 
 

@@ -16,3 +16,10 @@ from triton.experimental.gluon.language._core import builtin
 def optional(x, _semantic=None):
     """x, or None wrapped as a constexpr: `warp_specialize` takes constexpr arguments but no bare None."""
     return gl.constexpr(None) if x is None else x
+
+
+@builtin
+def first_given(x, y, _semantic=None):
+    """x, or y if x is None; None is wrapped as a constexpr."""
+    x = y if getattr(x, "value", x) is None else x
+    return gl.constexpr(None) if x is None else x

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -19,7 +19,17 @@ from longspan._kernels.gpu.prepared_launch import PreparedLaunch
 from longspan._kernels.gpu.uniform_lookup import flat_functions
 from longspan._kernels.hopper.backward_dkv import dkv_kernel
 from longspan._kernels.hopper.backward_dq import dq_kernel, row_terms_kernel
-from longspan._kernels.hopper.config import TileConfig, dkv_config, dq_config, dq_tile, forward_config
+from longspan._kernels.hopper.backward_wide import wide_dkv_kernel
+from longspan._kernels.hopper.config import (
+    TileConfig,
+    computes_dq_with_dkv,
+    dkv_config,
+    dq_config,
+    dq_tile,
+    forward_config,
+    head_dim_parts,
+    wide_dkv_config,
+)
 from longspan._kernels.hopper.dq_order import dq_order
 from longspan._kernels.hopper.epilogue import MAX_SPLIT_DIM
 from longspan._kernels.hopper.forward import forward_kernel
@@ -59,6 +69,8 @@ class HopperCall(LaunchCall):
             "out_desc": out_by_tma, "complete_out_desc": complete_by_tma, "old_out_desc": old_by_tma,
             "local_k_desc": self._local_kv[0], "local_v_desc": self._local_kv[1],
         }  # fmt: skip
+        tails = self._tails(None)
+        tensors |= {f"{name}_tail_desc": tails[f"{name}_tail_ptr"] for name in ("q", "k", "local_k")}
         assert done is None or self.work.complete_q_tiles is not None
         # Part of the key of the prepared launch, which holds the flags on the device.
         completed = None if done is None or self.work.complete_q_tiles is None else bytes(self.work.complete_q_tiles.tolist())
@@ -91,7 +103,7 @@ class HopperCall(LaunchCall):
         """Fill dq, or add to it, and add to the gradients in `captured` that are not None."""
         tensors = {
             "q_ptr": self.q, "k_ptr": self.k, "v_ptr": self.v, "do_ptr": grad_out, "norm_ptr": norm, "delta_ptr": delta, "dq_ptr": dq,
-            "local_k_ptr": self._local_kv[0], "local_v_ptr": self._local_kv[1],
+            "local_k_ptr": self._local_kv[0], "local_v_ptr": self._local_kv[1], **self._tails(grad_out),
         }  # fmt: skip
         grads = tuple(g for g in captured if g is not None) or (norm,)
         needs = tuple(g is not None for g in captured)
@@ -112,35 +124,54 @@ class HopperCall(LaunchCall):
             "q_ptr": self.q, "k_ptr": self.k, "v_ptr": self.v, "do_ptr": grad_out, "norm_ptr": norm, "delta_ptr": delta, "dk_ptr": to_dk,
             "dv_ptr": to_dv, "dq_ptr": dq, "local_k_ptr": self._local_kv[0], "local_v_ptr": self._local_kv[1],
         }  # fmt: skip
+        kernel = dkv_kernel
+        if not computes_dq_with_dkv(width(self.q.shape[-1]), width(self.v.shape[-1])):
+            assert dq is None
+            del tensors["dq_ptr"]
+            kernel, tensors = wide_dkv_kernel, {**tensors, **self._tails(grad_out)}
         settings, needs = {"ordered": ordered, "head_parts": parts}, (False,) * len(self.work.score_captured)
-        self.launch(Pass(name="dkdv", kernel=dkv_kernel, tensors=tensors, settings=settings, needs=needs))
+        self.launch(Pass(name="dkdv", kernel=kernel, tensors=tensors, settings=settings, needs=needs))
         if parts > 1:
             for total, by_part in ((dk, to_dk), (dv, to_dv)):
                 total.copy_(by_part.unflatten(1, (-1, parts)).sum(2))
 
+    def _tails(self, grad_out: Tensor | None) -> dict[str, Tensor | None]:
+        """The tensors of which kernels read the last columns by descriptors of their own (`head_dim_parts`); Nones if they do not."""
+        d_tail, e_tail = head_dim_parts(self.q.shape[-1])[1], head_dim_parts(self.v.shape[-1])[1]
+        local_k, local_v = self._local_kv
+        return {
+            "q_tail_ptr": self.q if d_tail else None, "k_tail_ptr": self.k if d_tail else None, "v_tail_ptr": self.v if e_tail else None,
+            "do_tail_ptr": grad_out if e_tail else None, "local_k_tail_ptr": local_k if d_tail else None,
+            "local_v_tail_ptr": local_v if e_tail else None,
+        }  # fmt: skip
+
     def prepare(self, one: Pass) -> PreparedLaunch:
         q, v, tensors, known = self.q, self.v, one.tensors, dict(one.settings)
-        d, e = width(q.shape[-1]), width(v.shape[-1])
+        (d, d_tail), (e, e_tail) = head_dim_parts(q.shape[-1]), head_dim_parts(v.shape[-1])
+        if one.name == "forward":  # its values and outputs are in one part
+            e, e_tail = width(v.shape[-1]), 0
         config, tiles, aligned = self._tiles(one)
         ctas = persistent_ctas(q.device)
         dq = tensors.get("dq_ptr") if one.name == "dkdv" else None
         cut = Cut(
-            m=128 if one.name == "dkdv" else config.m,  # an item of the dK/dV kernel is a key tile
+            m=128 if one.name == "dkdv" else config.m,  # an item of the dK/dV kernel has keys, not queries
             n=config.n, l2_bytes=_L2_BYTES, ctas_in_flight=ctas, added_bytes=0 if dq is None else dq.element_size() * q.shape[-1],
             head_parts=known.get("head_parts", 1),
         )  # fmt: skip
         items, shared = self.work_arguments(one, cut)
         more: dict[str, Any] = {"STAGES": config.stages, "REGISTERS": config.registers, "local_tokens": self._local_tokens}
+        more |= {"V_STAGES": config.second_stages, "D_TAIL": d_tail, "E_TAIL": e_tail}
         workspace: Callable[[], tuple[Tensor | None, ...]] = partial(counter, q.device)
         if one.name == "dkdv":
-            more |= {"BM": config.m, "DS": 2, "ALIGNED": aligned}
+            more |= {"BM": config.m, "DS": 2, "ALIGNED": aligned, "DO_STAGES": config.second_stages}
             more |= {"dq_order_ptr": None, "dq_order_before": None, "semaphores_per_head": 0}
             if known["ordered"]:
                 fixed = dq_order(self.work.table.transposed, shared["shared"], q.device)
                 shared["order"] = fixed.order
                 steps = self.work.table.q_tiles * (self.work.q_tiles.block // config.m)
                 more |= {"dq_order_ptr": fixed.ptr, "dq_order_before": fixed.before, "semaphores_per_head": steps}
-            workspace = partial(counter_and_semaphores, q.device, q.shape[0] * q.shape[1] * more["semaphores_per_head"])
+            if one.kernel is dkv_kernel:
+                workspace = partial(counter_and_semaphores, q.device, q.shape[0] * q.shape[1] * more["semaphores_per_head"])
         if one.name == "forward":
             more["CORNERS"], more["FLAT"] = flat_functions(self.work.score, launch.options(self.work, q.dtype))
             # Split items do not combine max scores.
@@ -165,20 +196,21 @@ class HopperCall(LaunchCall):
     def _tiles(self, one: Pass) -> tuple[TileConfig, dict[str, Callable[[Tensor], TensorDescriptor]], bool]:
         """(tile shapes, TMA descriptors by kernel argument, whether TMA also loads norm and delta)."""
         q, tensors = self.q, one.tensors
-        d, e = width(q.shape[-1]), width(self.v.shape[-1])
-        suffix, aligned = "desc" if one.name == "forward" else "ptr", False
+        d, e = sum(head_dim_parts(q.shape[-1])), sum(head_dim_parts(self.v.shape[-1]))
+        aligned = False
         tiles: dict[str, Callable[[Tensor], TensorDescriptor]]
         if one.name == "forward":
-            config = forward_config(d, e)
+            config = forward_config(d, width(self.v.shape[-1]), with_state=tensors["out_desc"] is not None)
+            tiles = _part_descriptors(("q",), tensors, rows=config.m // 2, suffix="desc")
             by_group = partial(tile_descriptor, rows=config.m // 2)
-            tiles = {name: by_group for name in ("q_desc", "out_desc", "complete_out_desc", "old_out_desc") if tensors[name] is not None}
+            tiles |= {name: by_group for name in ("out_desc", "complete_out_desc", "old_out_desc") if tensors[name] is not None}
         elif one.name == "dq":
             config = dq_config(d, e, scored=self.work.score is not None)
-            tiles = dict.fromkeys(("q_ptr", "do_ptr"), partial(tile_descriptor, rows=config.m // 2))
+            tiles = _part_descriptors(("q", "do"), tensors, rows=config.m // 2)
         else:
-            dq, row_terms = tensors["dq_ptr"], (tensors["norm_ptr"], tensors["delta_ptr"])
-            config = dkv_config(d, with_dq=dq is not None)
-            tiles = dict.fromkeys(("q_ptr", "do_ptr"), partial(tile_descriptor, rows=config.m))
+            dq, row_terms = tensors.get("dq_ptr"), (tensors["norm_ptr"], tensors["delta_ptr"])
+            config = dkv_config(d, with_dq=dq is not None) if one.kernel is dkv_kernel else wide_dkv_config(d, e)
+            tiles = _part_descriptors(("q", "do"), tensors, rows=config.m)
             if dq is not None:
                 queries, dims = dq_tile(d, config.m)
                 tiles["dq_ptr"] = partial(tile_descriptor, rows=queries, columns=dims)
@@ -187,8 +219,11 @@ class HopperCall(LaunchCall):
             aligned = begins and launch.facts(self.work.q_tiles).aligned and q.shape[2] % 4 == 0 and rows < 2**31
             if aligned:
                 tiles |= dict.fromkeys(("norm_ptr", "delta_ptr"), partial(row_descriptor, size=config.m))
-        kv_names = [f"{name}_{suffix}" for name in ("k", "v", "local_k", "local_v")]
-        tiles |= {name: partial(tile_descriptor, rows=config.n) for name in kv_names if tensors[name] is not None}
+        if one.name == "forward":
+            tiles |= _part_descriptors(("k", "local_k"), tensors, rows=config.n, suffix="desc")
+            tiles |= {n: partial(tile_descriptor, rows=config.n) for n in ("v_desc", "local_v_desc") if tensors[n] is not None}
+        else:
+            tiles |= _part_descriptors(("k", "v", "local_k", "local_v"), tensors, rows=config.n)
         return config, tiles, aligned
 
     def _plan_items(self, items: int, shared: dict[str, Any], ctas: int, *, splittable: bool) -> tuple[ItemOrder, KvSplit]:
@@ -212,6 +247,21 @@ def tile_descriptor(tensor: Tensor, *, rows: int, columns: int | None = None) ->
     block = [1, 1, rows, columns or width(tensor.shape[3])]
     layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype])
     return TensorDescriptor(tensor, *launch.extents(tensor), block, layout)
+
+
+def _part_descriptors(
+    names: Sequence[str], tensors: Mapping[str, Tensor | None], *, rows: int, suffix: str = "ptr"
+) -> dict[str, Callable[[Tensor], TensorDescriptor]]:  # fmt: skip
+    """By kernel argument, the function that makes the TMA descriptor of a tensor's first columns, or of its last (`head_dim_parts`)."""
+    made: dict[str, Callable[[Tensor], TensorDescriptor]] = {}
+    for name in names:
+        tensor = tensors[f"{name}_{suffix}"]
+        if tensor is not None:
+            main, tail = head_dim_parts(tensor.shape[3])
+            made[f"{name}_{suffix}"] = partial(tile_descriptor, rows=rows, columns=main)
+            if tensors.get(f"{name}_tail_{suffix}") is not None:
+                made[f"{name}_tail_{suffix}"] = partial(tile_descriptor, rows=rows, columns=tail)
+    return made
 
 
 def row_descriptor(tensor: Tensor, *, size: int) -> TensorDescriptor:

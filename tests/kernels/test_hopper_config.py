@@ -1,0 +1,45 @@
+"""Tile shapes of the Hopper kernels: for every pair of head dims, the tiles in flight fit into shared memory."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+config = pytest.importorskip("longspan._kernels.hopper.config")
+
+SIZES = (64, 128, 192, 256)
+PAIRS = list(itertools.product(SIZES, SIZES))
+
+
+def test_head_dims_are_padded_to_powers_of_two_in_at_most_two_parts() -> None:
+    assert [config.head_dim_parts(d) for d in (16, 64, 72, 128, 136, 192, 200, 256)] == [
+        (64, 0), (64, 0), (128, 0), (128, 0), (128, 64), (128, 64), (256, 0), (256, 0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("d", "e"), PAIRS)
+def test_tiles_of_the_wide_backward_kernel_fit_into_shared_memory(d: int, e: int) -> None:
+    tiles = config.wide_dkv_config(d, e)
+    kv, scores = 2 * tiles.n * (d + e), 2 * 2 * tiles.n * tiles.m
+    assert kv + scores + 2 * tiles.m * (tiles.stages * d + tiles.second_stages * e) <= config.SHARED_BYTES
+    assert tiles.stages >= 2 and tiles.second_stages >= 1
+
+
+@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize(("d", "e"), PAIRS)
+def test_tiles_of_the_dq_kernel_fit_into_shared_memory(d: int, e: int, scored: bool) -> None:
+    tiles = config.dq_config(d, e, scored=scored)
+    assert 2 * tiles.m * (d + e) + 2 * tiles.n * (tiles.stages * d + tiles.second_stages * e) <= config.SHARED_BYTES
+    assert tiles.stages >= 2 and tiles.second_stages >= 1
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize(("d", "e"), PAIRS)
+def test_tiles_of_the_forward_kernel_fit_into_shared_memory(d: int, e: int, with_state: bool) -> None:
+    e = 256 if e == 192 else e  # the forward kernel pads values to a power of two
+    if with_state and e > 128:
+        pytest.skip("wide running states do not pass through shared memory")
+    tiles = config.forward_config(d, e, with_state=with_state)
+    output = 4 * tiles.m * e if with_state else 2 * 64 * e
+    assert 2 * tiles.m * d + 2 * tiles.stages * tiles.n * (d + e) + output <= config.SHARED_BYTES
