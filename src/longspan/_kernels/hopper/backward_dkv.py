@@ -74,6 +74,7 @@ from longspan._kernels.hopper.dkv_producer import (
     produce,
     step_record,
 )
+from longspan._kernels.hopper.gluon_names import tma_add
 from longspan._kernels.hopper.head_dim_parts import Parts, ring_of
 from longspan._kernels.hopper.none_arg import optional
 from longspan._kernels.hopper.pipeline import (
@@ -89,7 +90,7 @@ from longspan._kernels.hopper.pipeline import (
     tile_2d,
 )
 from longspan._kernels.hopper.tile_io import store_tile
-from longspan._kernels.hopper.tma_reduce import async_atomic_add, wait_until_added
+from longspan._kernels.hopper.tma_reduce import wait_until_added
 
 _DYNAMIC = [
     "items", "rows", "tiles", "heads", "kv_heads", "shared", "head_parts", "group", "q_len", "kv_len", "local_tokens",
@@ -334,9 +335,9 @@ def _add_dq(dq_ptr, semaphores, dq_s, steps, dq_bars, order_bars, GROUP: gl.cons
         if kind != END:
             h, row, b = load_int(steps, record + HEAD), load_int(steps, record + ROW), load_int(steps, record + BATCH)
             if WIDE:
-                async_atomic_add(dq_ptr, [b, h, row, GROUP * 64], dq_s)
+                tma_add(dq_ptr, [b, h, row, GROUP * 64], dq_s)
             else:
-                async_atomic_add(dq_ptr, [b, h, row + GROUP * dq_s.shape[2], 0], dq_s)
+                tma_add(dq_ptr, [b, h, row + GROUP * dq_s.shape[2], 0], dq_s)
             tma.store_wait(0)
         mbarrier.arrive(dq_bars.empty, count=1)
         if semaphores is not None:  # noqa: SIM102 (a compile-time condition)

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from longspan._kernels.gpu.tile_access import place, run_place, span, table_row, wide
+from longspan._kernels.hopper.gluon_names import cp_async, tma_load
 from longspan._kernels.hopper.head_dim_parts import load_kv_parts, load_part_tile, part_bytes, part_slot
 from longspan._kernels.hopper.pipeline import ring_phase, ring_slot, store_int
 
@@ -131,12 +132,12 @@ def _load_rows(
     if ALIGNED:
         mbarrier.expect(full, BYTES + terms_ptr.block_type.nbytes)
         load_part_tile(desc, b, h, row, full, part_slot(tiles, stage))
-        tma.async_copy_global_to_shared(terms_ptr, [lse_at + row], full, terms.index(stage))
+        tma_load(terms_ptr, [lse_at + row], full, terms.index(stage))
     else:
         # Rows past the end repeat the last row: their values are masked, but must be finite.
         lane_layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         i = gl.minimum(row + gl.arange(0, BM, layout=lane_layout), q_len - 1)
-        async_copy.async_copy_global_to_shared(terms.index(stage), terms_ptr + lse_at + i)
+        cp_async(terms.index(stage), terms_ptr + lse_at + i)
         async_copy.mbarrier_arrive(full)
         mbarrier.expect(full, BYTES)
         load_part_tile(desc, b, h, row, full, part_slot(tiles, stage))

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from longspan._kernels.gpu.device_library import LN_2
 from longspan._kernels.gpu.tile_access import wide
 from longspan._kernels.hopper.forward_producer import GROUP_ROWS, GROUPS
+from longspan._kernels.hopper.gluon_names import barrier
 from longspan._kernels.hopper.tile_io import load_tile, store_tile, view_as
 
 MAX_SPLIT_DIM = gl.constexpr(128)  # widest value dim whose items may be split along KV: combining wider parts lacks registers
@@ -73,7 +74,7 @@ def _combine_parts(
     m = gl.full([GROUP_ROWS], -float("inf"), gl.float32, layout=rows.type.layout)
     total = gl.full([GROUP_ROWS], 0.0, gl.float32, layout=rows.type.layout)
     acc = gl.full([GROUP_ROWS, EP], 0.0, gl.float32, layout=layout)
-    gl.thread_barrier()
+    barrier()
     is_last = gl.atomic_add(arrivals, 1, sem="acq_rel") == split.parts - 1
     if is_last:
         for i in range(split.parts):
@@ -138,6 +139,6 @@ def stage_output(state_s, out_desc, complete_out_desc, complete, acc, GROUP: gl.
 @gluon.jit
 def _stage(state_s, desc, acc, GROUP: gl.constexpr):
     if desc.dtype != gl.float32:  # a narrower tile overlaps rows of the old state that other warps of the group may still read
-        gl.thread_barrier()
+        barrier()
     tile = view_as(state_s.index(GROUP), desc)
     tile.reshape([tile.shape[2], tile.shape[3]]).store(acc.to(desc.dtype))

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from longspan._kernels.gpu.tile_access import wide
+from longspan._kernels.hopper.gluon_names import tma_load
 from longspan._kernels.hopper.pipeline import tile_2d
 from longspan._kernels.hopper.tile_io import load_tile, store_tile
 
@@ -64,9 +65,9 @@ def part_slot(tiles, i):
 @gluon.jit
 def load_part_tile(desc, b, h, row, full, tile):
     """Start the TMA loads of a tile (`Parts`), from row `row` of head h on. The caller announces its bytes to `full` (`part_bytes`)."""
-    tma.async_copy_global_to_shared(desc.main, [b, h, row, 0], full, tile.main)
+    tma_load(desc.main, [b, h, row, 0], full, tile.main)
     if desc.tail.block_type.shape[3] != desc.main.block_type.shape[3]:
-        tma.async_copy_global_to_shared(desc.tail, [b, h, row, desc.main.block_type.shape[3]], full, tile.tail)
+        tma_load(desc.tail, [b, h, row, desc.main.block_type.shape[3]], full, tile.tail)
 
 
 @gluon.jit

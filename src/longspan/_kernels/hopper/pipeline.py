@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from longspan._kernels.hopper.gluon_names import tma_load
 
 
 class Captured(NamedTuple):
@@ -108,12 +110,12 @@ def load_kv_tile(source, b, h, row, full, tile):
     """Start the TMA load of a tile of a `KvSource`, from row `row` of head h on. `full` completes when the tile has arrived."""
     mbarrier.expect(full, source.rest.block_type.nbytes)
     if source.local is None:
-        tma.async_copy_global_to_shared(source.rest, [b, h, row, 0], full, tile)
+        tma_load(source.rest, [b, h, row, 0], full, tile)
     else:
         if row < source.local_tokens:
-            tma.async_copy_global_to_shared(source.local, [b, h, row, 0], full, tile)
+            tma_load(source.local, [b, h, row, 0], full, tile)
         else:
-            tma.async_copy_global_to_shared(source.rest, [b, h, row - source.local_tokens, 0], full, tile)
+            tma_load(source.rest, [b, h, row - source.local_tokens, 0], full, tile)
 
 
 @gluon.jit

@@ -29,6 +29,7 @@ from longspan._kernels.hopper.forward_producer import (
     SPLIT_PART,
     item_field,
 )
+from longspan._kernels.hopper.gluon_names import tma_load, tma_store
 from longspan._kernels.hopper.pipeline import ring_phase, ring_slot
 from longspan._kernels.hopper.tile_io import view_as
 
@@ -50,7 +51,7 @@ def moved_by_tma(left, split_part, ROWS: gl.constexpr):
 def _store_tiles(desc, b, h, row, state_s):
     """Start the TMA stores of an item's output tiles, one per consumer warp group."""
     for group in gl.static_range(GROUPS):
-        tma.async_copy_shared_to_global(desc, [b, h, row + group * GROUP_ROWS, 0], view_as(state_s.index(group), desc))
+        tma_store(desc, [b, h, row + group * GROUP_ROWS, 0], view_as(state_s.index(group), desc))
 
 
 @gluon.jit
@@ -83,7 +84,7 @@ def move_states(
                 mbarrier.expect(state_bars.ready, old_out_desc.block_type.nbytes * GROUPS)
                 for group in gl.static_range(GROUPS):
                     coordinates = [b, h, row + group * GROUP_ROWS, 0]
-                    tma.async_copy_global_to_shared(old_out_desc, coordinates, state_bars.ready, state_s.index(group))
+                    tma_load(old_out_desc, coordinates, state_bars.ready, state_s.index(group))
                 mbarrier.arrive(state_bars.ready, count=1)
             else:
                 mbarrier.arrive(state_bars.ready, count=2)

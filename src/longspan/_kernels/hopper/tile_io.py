@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from longspan._kernels.gpu.tile_access import wide
+from longspan._kernels.hopper.gluon_names import reinterpret
 
 ROWS = gl.constexpr(64)
 
@@ -70,4 +71,4 @@ def prefetch_rows(base, row, left, stride, D: gl.constexpr, ROWS: gl.constexpr):
 @gluon.jit
 def view_as(buffer, desc):
     """A shared-memory buffer as a tile in the dtype, shape and layout of a TMA descriptor."""
-    return buffer._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+    return reinterpret(buffer, desc.dtype, desc.block_type.shape, desc.layout)
