@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspan._kernels.gpu.compile_options import FUSED
+
 WIDTH = 1024
 
 
@@ -69,7 +71,7 @@ def add_rows(grads: Tensor, returned: Tensor, ptr: Tensor, index: Tensor, *, unw
     """grads [S, W] += returned [R, W], row by row. The first `unwritten` rows of grads are not read: their sums begin at 0."""
     with torch.cuda.device(grads.device):
         grid = (grads.shape[0], triton.cdiv(grads.shape[1], WIDTH))
-        add_rows_kernel[grid](grads, returned, ptr, index, grads.shape[1], unwritten, BLOCK=WIDTH, num_warps=4)
+        add_rows_kernel[grid](grads, returned, ptr, index, grads.shape[1], unwritten, BLOCK=WIDTH, num_warps=4, **FUSED)
 
 
 def add_rows_and_split(
@@ -91,5 +93,5 @@ def add_rows_and_split(
         add_rows_and_split_kernel[grid](
             grads, buffers[0], buffers[-1], grads if local_grads is None else local_grads, *lists, k, v, k.stride()[:3], v.stride()[:3],
             k.shape[2], k.shape[1], grads.shape[1], buffers[0].shape[0], 0 if local_grads is None else local_grads.shape[0],
-            D=k.shape[3], KV_DIM=k.shape[3] + v.shape[3], PER_ROW=per_row, BLOCK=WIDTH, num_warps=4,
+            D=k.shape[3], KV_DIM=k.shape[3] + v.shape[3], PER_ROW=per_row, BLOCK=WIDTH, num_warps=4, **FUSED,
         )  # fmt: skip

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan._kernels.gpu import launch
+from longspan._kernels.gpu.compile_options import FUSED
 from longspan._kernels.gpu.device_library import LOG2_E
 from longspan._kernels.gpu.interpreter import computable, interpreted, quiet
 from longspan._kernels.gpu.tile_access import load_rows, wide
@@ -59,6 +60,6 @@ def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
         grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
         with quiet() if interpreted() else torch.cuda.device(out.device):
             delta_kernel[(B * H * -(-Q // m),)](
-                out, grad_out, grad_lse, delta, out.stride(), grad_out.stride(), H, Q, M=m, E=E, EP=launch.padded(E), num_warps=4
+                out, grad_out, grad_lse, delta, out.stride(), grad_out.stride(), H, Q, M=m, E=E, EP=launch.padded(E), num_warps=4, **FUSED
             )
     return delta

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longspan._kernels.gpu import launch
+from longspan._kernels.gpu.compile_options import FUSED
 from longspan._kernels.gpu.launch_call import Cut, LaunchCall, Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch
 from longspan._kernels.gpu.uniform_lookup import flat_functions
@@ -94,7 +95,7 @@ class HopperCall(LaunchCall):
         with torch.cuda.device(self.q.device):
             row_terms_kernel[(B * H * -(-Q // m),)](
                 out, grad_out, lse, grad_lse, norm, delta, (grad_out if out is None else out).stride(), grad_out.stride(), H, Q,
-                M=m, E=E, EP=launch.padded(E), num_warps=4,
+                M=m, E=E, EP=launch.padded(E), num_warps=4, **FUSED,
             )  # fmt: skip
 
     def dq(
@@ -185,7 +186,7 @@ class HopperCall(LaunchCall):
             more["complete_flags"] = None if tensors["complete_out_ptr"] is None or complete is None else launch.flags(complete, q.device)
         return PreparedLaunch(
             kernel=one.kernel,
-            options={"num_warps": 4, "maxnreg": config.start_registers},
+            options={"num_warps": 4, "maxnreg": config.start_registers, **FUSED},
             ctas=min(items, ctas),
             device=q.device,
             descriptors=tiles,

@@ -9,6 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from longspan._kernels.gpu import launch
+from longspan._kernels.gpu.compile_options import FUSED
 from longspan._kernels.gpu.launch_call import Cut, LaunchCall, Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch
 from longspan._kernels.protocol import AttentionInputs, State, Work
@@ -95,7 +96,7 @@ class TritonCall(LaunchCall):
         describe = partial(launch.described, rows=n if one.by_query else m)
         return PreparedLaunch(
             kernel=one.kernel,
-            options={"num_warps": tile.warps, "num_stages": tile.stages},
+            options={"num_warps": tile.warps, "num_stages": tile.stages, **FUSED},
             ctas=items,
             device=q.device,
             descriptors=dict.fromkeys(walked, describe) if tma else {},
