@@ -49,7 +49,7 @@ def compile_kernel(
         functions["SCORE"] = codegen.program_function(program, OPTIONS)
         functions["JOINT"] = codegen.joint_function(program, joint_of(program), [kernel is dq_kernel], OPTIONS)
     known: dict[str, Any] = {
-        **functions, "PER_BATCH": False, "PER_HEAD": True, "FOLD": not scored, "TMA": tile.tma, "ADD": arrays,
+        **functions, "PER_BATCH": False, "PER_HEAD": True, "LEAD": arrays, "FOLD": not scored, "TMA": tile.tma, "ADD": arrays,
         "M": tile.m, "N": tile.n, "M_SUBS": 128 // tile.m, "N_SUBS": 128 // tile.n,
         "D": dims[0], "DP": padded[0], "E": dims[1], "EP": padded[1], "PRECISION": "ieee" if dtype == "fp32" else "tf32",
     }  # fmt: skip
@@ -71,7 +71,7 @@ def compile_kernel(
             rows, dim = (tile.m if kernel is dkdv_kernel else tile.n), padded[0 if name in ("q_ptr", "k_ptr") else 1]
             signature[name] = f"tensordesc<{dtype}[1, 1, {rows}, {dim}]>"
         elif name in ("full", "partial"):
-            signature[name] = ("*i32",) * 3
+            signature[name] = ("*i32",) * (4 if arrays and name == "partial" else 3)
         elif name in ("mask_captured", "score_captured", "grads"):
             signature[name] = ("*fp32",)
         elif name in ("mask_sizes", "score_sizes"):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +45,9 @@ class Work:
             in every step if a tile completes at different steps in different heads. A kernel may write the final out of these rows now;
             then their rows of `State.out` are undefined. Their lse stays in the state.
         concurrent: A hint: other kernels run on the device at the same time, so idle SMs are no loss.
+        invariant: Results of a row must not depend on the other rows of the call, nor on where tiles of queries begin: each row sums over
+            KV tiles in ascending order, each KV row over query tiles in ascending order. Tiles of KV (of queries in the pass for dK and
+            dV) then begin at places that depend on the row's document only. See `longspan._engine.invariant`.
     """
 
     table: BlockTable
@@ -61,6 +64,7 @@ class Work:
     mask_is_fixed: bool = False
     complete_q_tiles: Tensor | None = None
     concurrent: bool = False
+    invariant: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,6 +92,7 @@ class BackwardInputs:
         grad_out, grad_lse: Their gradients; grad_lse is None where lse was not used.
         needs: Whether each of `Work.score_captured` needs a gradient.
         delta: `Kernel.delta` of these tensors, if it was computed before; grad_lse is part of it and must not be subtracted again.
+        side: The gradients to compute where `Work.invariant`: of q (and captured tensors), of k and v, or all. Others are undefined.
     """
 
     inputs: AttentionInputs
@@ -97,6 +102,7 @@ class BackwardInputs:
     grad_lse: Tensor | None = None
     needs: Sequence[bool] = ()
     delta: Tensor | None = None
+    side: Literal["q", "kv", "all"] = "all"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,12 +29,13 @@ class DeviceTable(NamedTuple):
     """A block table on the device, int32.
 
     `order`: rows in launch order. `full`, `partial`: CSR (ptr, first tile, last tile) of the runs of full and of partial tiles. `counts`
-    [rows, 2]: number of tiles in each row's partial and full runs.
+    [rows, 2]: number of tiles in each row's partial and full runs. In ascending order (`ascending_runs`), where a row has partial runs
+    before its full runs, `partial` has a fourth array [rows]: their number.
     """
 
     order: Tensor
     full: Pointers
-    partial: Pointers
+    partial: tuple[Tensor, ...]
     counts: Tensor
 
 
@@ -207,16 +208,48 @@ def _find_idle_spans(table: BlockTable, queries: Tiling) -> tuple[tuple[int, int
     return tuple(spans) if len(spans) <= _MAX_SPANS else ((spans[0][0], spans[-1][1]),)
 
 
-def device_table(table: BlockTable, columns: Tiling, device: torch.device, *, shared: int, positions: bool) -> DeviceTable:
-    """The table on the device, cached. `columns`: the tiling of its columns. `shared`: see `start_order`. `positions`: see `split_runs`."""
+def device_table(
+    table: BlockTable, columns: Tiling, device: torch.device, *, shared: int, positions: bool, ascending: bool = False
+) -> DeviceTable:  # fmt: skip
+    """The table on the device, cached.
+
+    `columns`: the tiling of its columns. `shared`: see `start_order`. `positions`: see `split_runs`. `ascending`: see `ascending_runs`.
+    """
 
     def copy() -> DeviceTable:
         full, partial = split_runs(table, facts(columns), positions=positions)
+        lead = []
+        if ascending:
+            full, partial, before = ascending_runs(full, partial, table.rows)
+            lead += [before] if bool(before[full.ptr.diff() > 0].any()) else []
         counts = torch.stack([_lengths(partial, table.rows), _lengths(full, table.rows)], 1).flatten()
-        order, *rest = to_device([start_order(table, shared), *full, *partial, counts], device)
-        return DeviceTable(order, (rest[0], rest[1], rest[2]), (rest[3], rest[4], rest[5]), rest[6])
+        order, *rest = to_device([start_order(table, shared), *full, *partial, counts, *lead], device)
+        return DeviceTable(order, (rest[0], rest[1], rest[2]), (*rest[3:6], *rest[7:]), rest[6])
 
-    return _tables.get(table, (device, shared, positions, columns.name), copy)
+    return _tables.get(table, (device, shared, positions, columns.name, ascending), copy)
+
+
+def ascending_runs(full: Runs, partial: Runs, rows: int) -> tuple[Runs, Runs, Tensor]:
+    """(full runs, partial runs, partial runs of each row before its full runs [rows], int32) that a kernel walks in ascending order:
+    partial runs, full runs, partial runs.
+
+    Full runs after the first partial run that follows a full run become partial: the mask allows all of their pairs.
+    """
+    row = torch.cat([_rows_of(full, rows), _rows_of(partial, rows)])
+    first, last = torch.cat([full.first, partial.first]).long(), torch.cat([full.last, partial.last]).long()
+    is_full = torch.arange(len(row)) < len(full.first)
+    order = torch.argsort(row * (int(last.max()) + 1 if len(last) else 1) + first)
+    row, first, last, is_full = row[order], first[order], last[order], is_full[order]
+    fulls = is_full.long().cumsum(0)
+    begin = torch.zeros(rows + 1, dtype=torch.int64)
+    begin[1:] = torch.bincount(row, minlength=rows).cumsum(0)
+    fulls_before_row = torch.cat([torch.zeros(1, dtype=torch.int64), fulls])[begin[:-1]]
+    after_full = fulls > fulls_before_row[row]  # of this row, a full run is here or before
+    late_partials = (after_full & ~is_full).long().cumsum(0)
+    late_before_row = torch.cat([torch.zeros(1, dtype=torch.int64), late_partials])[begin[:-1]]
+    stays = is_full & (late_partials == late_before_row[row])
+    lead = torch.bincount(row[~after_full], minlength=rows).int()
+    return _csr(row[stays], first[stays], last[stays], rows), _csr(row[~stays], first[~stays], last[~stays], rows), lead
 
 
 def pack_sizes(tensors: Sequence[Tensor]) -> tuple[int, ...]:

@@ -105,6 +105,7 @@ class LaunchCall:
             self.precision,
             one.needs,
             one.busy_only,
+            work.invariant,
             *one.settings.values(),
             layouts(one.tensors.values()),
             layouts(self._mask_captured),
@@ -150,7 +151,9 @@ class LaunchCall:
         if not per_head:
             together = shared if by_query else 1
             group = launch.head_group(item_heads, together, head_bytes, cut.l2_bytes, programs=items, in_flight=cut.ctas_in_flight)
-        on_device = launch.device_table(table, columns, q.device, shared=1 if by_query else shared, positions=work.score is not None)
+        on_device = launch.device_table(
+            table, columns, q.device, shared=1 if by_query else shared, positions=work.score is not None, ascending=work.invariant
+        )  # fmt: skip
         options = launch.options(work, q.dtype)
         joint = None
         if work.score is not None and work.joint is not None and one.needs is not None:
@@ -162,8 +165,8 @@ class LaunchCall:
             "rows": table_rows, "tiles": table.q_tiles, "heads": heads, "kv_heads": kv_heads, "shared": shared, "group": group,
             "q_len": q.shape[2], "kv_len": self.kv_len,
             "MASK": launch.function(work.mask, options), "SCORE": launch.function(work.score, options), "JOINT": joint,
-            "PER_BATCH": per_batch, "PER_HEAD": per_head, "N": cut.n, "M_SUBS": m_subs, "N_SUBS": n_subs,
-            "DP": launch.padded(d), "E": e, "EP": launch.padded(e),
+            "PER_BATCH": per_batch, "PER_HEAD": per_head, "LEAD": len(on_device.partial) > 3,
+            "N": cut.n, "M_SUBS": m_subs, "N_SUBS": n_subs, "DP": launch.padded(d), "E": e, "EP": launch.padded(e),
         }  # fmt: skip
 
     def _strides(self, one: Pass) -> dict[str, tuple[int, ...]]:

@@ -104,16 +104,27 @@ def run_count(full, partial, table):
 
 
 @triton.jit
-def run_at(full, partial, table, r):
-    """(first tile, last tile, whether full) of run r of a row: full runs come first."""
+def lead_runs(partial, table, LEAD: tl.constexpr):
+    """Number of a row's partial runs that are walked before its full runs: 0 without LEAD."""
+    if LEAD:
+        return tl.load(partial[3] + table)
+    else:
+        return 0
+
+
+@triton.jit
+def run_at(full, partial, table, r, LEAD: tl.constexpr):
+    """(first tile, last tile, whether full) of run r of a row: `lead_runs`, full runs, the other partial runs."""
+    lead = lead_runs(partial, table, LEAD)
     begin = tl.load(full[0] + table)
     fulls = tl.load(full[0] + table + 1) - begin
-    if r < fulls:
-        first, last = tl.load(full[1] + begin + r), tl.load(full[2] + begin + r)
+    whole = (r >= lead) & (r < lead + fulls)
+    if whole:
+        first, last = tl.load(full[1] + begin + r - lead), tl.load(full[2] + begin + r - lead)
     else:
-        at = tl.load(partial[0] + table) + r - fulls
+        at = tl.load(partial[0] + table) + tl.where(r < lead, r, r - fulls)
         first, last = tl.load(partial[1] + at), tl.load(partial[2] + at)
-    return first, last, r < fulls
+    return first, last, whole
 
 
 @triton.jit

@@ -6,7 +6,8 @@
     per KV tile   S = QKᵀ, dP = dO Vᵀ, dS, dQ += dS K            per head of the group, per query tile:
                   captured gradients: atomic additions                          Sᵀ = KQᵀ, dPᵀ = V dOᵀ − delta, dV += Pᵀ dO, dK += dSᵀ Q
     epilogue      a NaN in dQ → once more, SAFE; store or add    epilogue       a NaN in dK or dV → once more, SAFE; store
-    order         full runs, then partial runs of the block table, both through the software pipeline of `num_stages` tiles
+    order         full runs, then partial runs of the block table, both through the software pipeline of `num_stages` tiles;
+                  with LEAD the first partial runs precede the full runs (`launch.ascending_runs`)
 
 For a score s = scale · q·k, t = program(s), p = exp(t − lse):  dt = p · (dO·v − delta),  ds = dt · ∂t/∂s,  dq = scale · Σ ds k.
 Each gradient of q, k and v has one writer that adds in a fixed order.
@@ -30,6 +31,7 @@ from longspan._kernels.gpu.row_terms import base_two, row_state
 from longspan._kernels.gpu.tile_access import (
     add_rows,
     head_of,
+    lead_runs,
     load_rows,
     load_tile,
     locate,
@@ -144,8 +146,8 @@ def count_queries(
 def add_nonfinite_queries(
     target, target_stride, row, left, kv_pos, tile, b, g, x_ptr, x_stride, sign, full, partial, tiles, heads, shared, first_b, first_h,
     q_len, q_side, mask_captured, mask_sizes,
-    MASK: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SUBS: tl.constexpr,
-    DIM: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    MASK: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr, LEAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    SUBS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add what non-finite elements of x (queries or output gradients) of visible pairs contribute to a stored dK or dV."""
     count = tl.zeros([N, PADDED], tl.float32)
@@ -154,7 +156,7 @@ def add_nonfinite_queries(
         table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
         x_head = head_of(x_ptr, b, h, x_stride, TMA)
         for r in tl.range(0, run_count(full, partial, table), num_stages=1):
-            first, last, whole = run_at(full, partial, table, r)
+            first, last, whole = run_at(full, partial, table, r, LEAD)
             count = count_queries(
                 count, sign, kv_pos, b, h, b + first_b, h + first_h, first, last, whole, x_head, x_stride, q_len, q_side,
                 mask_captured, mask_sizes, MASK, M, N, SUBS, DIM, PADDED, PRECISION, TMA,
@@ -169,6 +171,7 @@ def dkdv_kernel(
     order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
     rows, tiles, heads, kv_heads, shared, group, q_len, kv_len, scale, first_b, first_h,
     MASK: tl.constexpr, SCORE: tl.constexpr, JOINT: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr,
+    LEAD: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, M_SUBS: tl.constexpr, N_SUBS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -190,6 +193,15 @@ def dkdv_kernel(
         table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
         q_head, do_head = head_of(q_ptr, b, h, q_stride, TMA), head_of(do_ptr, b, h, do_stride, TMA)
         state = (b64 * heads + wide(h)) * q_len
+        tail = tl.load(partial[0] + table) + lead_runs(partial, table, LEAD)
+        if LEAD:
+            for r in tl.range(tl.load(partial[0] + table), tail, num_stages=1):
+                dk, dv = dkdv_step(
+                    dk, dv, k, v, kv_pos, b, h, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r), False,
+                    q_head, do_head, norm_ptr + state, delta_ptr + state, q_stride, do_stride, q_len, q_side, scale,
+                    mask_captured, mask_sizes, score_captured, score_sizes,
+                    MASK, SCORE, JOINT, True, False, M, N, M_SUBS, D, DP, E, EP, PRECISION, TMA,
+                )  # fmt: skip
         for r in tl.range(tl.load(full[0] + table), tl.load(full[0] + table + 1), num_stages=1):
             dk, dv = dkdv_step(
                 dk, dv, k, v, kv_pos, b, h, b + first_b, h + first_h, tl.load(full[1] + r), tl.load(full[2] + r), True,
@@ -197,7 +209,7 @@ def dkdv_kernel(
                 mask_captured, mask_sizes, score_captured, score_sizes,
                 MASK, SCORE, JOINT, False, False, M, N, M_SUBS, D, DP, E, EP, PRECISION, TMA,
             )  # fmt: skip
-        for r in tl.range(tl.load(partial[0] + table), tl.load(partial[0] + table + 1), num_stages=1):
+        for r in tl.range(tail, tl.load(partial[0] + table + 1), num_stages=1):
             dk, dv = dkdv_step(
                 dk, dv, k, v, kv_pos, b, h, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r), False,
                 q_head, do_head, norm_ptr + state, delta_ptr + state, q_stride, do_stride, q_len, q_side, scale,
@@ -214,7 +226,7 @@ def dkdv_kernel(
             q_head, do_head = head_of(q_ptr, b, h, q_stride, TMA), head_of(do_ptr, b, h, do_stride, TMA)
             state = (b64 * heads + wide(h)) * q_len
             for r in tl.range(0, run_count(full, partial, table), num_stages=1):
-                first, last, whole = run_at(full, partial, table, r)
+                first, last, whole = run_at(full, partial, table, r, LEAD)
                 dk, dv = dkdv_step(
                     dk, dv, k, v, kv_pos, b, h, b + first_b, h + first_h, first, last, whole,
                     q_head, do_head, norm_ptr + state, delta_ptr + state, q_stride, do_stride, q_len, q_side, scale,
@@ -228,12 +240,13 @@ def dkdv_kernel(
     if again:
         add_nonfinite_queries(
             dk_head, dk_stride, row, left, kv_pos, tile, b, g, q_ptr, q_stride, 0, full, partial, tiles, heads, shared, first_b, first_h,
-            q_len, q_side, mask_captured, mask_sizes, MASK, PER_BATCH, PER_HEAD, M, N, M_SUBS, D, DP, PRECISION, TMA,
+            q_len, q_side, mask_captured, mask_sizes, MASK, PER_BATCH, PER_HEAD, LEAD, M, N, M_SUBS, D, DP, PRECISION, TMA,
         )  # fmt: skip
         for sign in tl.range(-1, 2, 2, num_stages=1):
             add_nonfinite_queries(
                 dv_head, dv_stride, row, left, kv_pos, tile, b, g, do_ptr, do_stride, sign, full, partial, tiles, heads, shared, first_b,
-                first_h, q_len, q_side, mask_captured, mask_sizes, MASK, PER_BATCH, PER_HEAD, M, N, M_SUBS, E, EP, PRECISION, TMA,
+                first_h, q_len, q_side, mask_captured, mask_sizes,
+                MASK, PER_BATCH, PER_HEAD, LEAD, M, N, M_SUBS, E, EP, PRECISION, TMA,
             )  # fmt: skip
 
 
@@ -291,6 +304,7 @@ def dq_kernel(
     order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes, grads,
     rows, tiles, heads, shared, group, q_len, kv_len, scale, first_b, first_h,
     MASK: tl.constexpr, SCORE: tl.constexpr, JOINT: tl.constexpr, ADD: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr,
+    LEAD: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, M_SUBS: tl.constexpr, N_SUBS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -319,6 +333,16 @@ def dq_kernel(
     k_head, v_head = head_of(k_ptr, b, g, k_stride, TMA), head_of(v_ptr, b, g, v_stride, TMA)
     q_pos = (pos + tl.arange(0, M))[:, None]
     dq = tl.zeros([M, DP], tl.float32)
+    tail = tl.load(partial[0] + table) + lead_runs(partial, table, LEAD)
+    if LEAD:
+        for r in tl.range(tl.load(partial[0] + table), tail, num_stages=1):
+            dq = dq_step(
+                dq, q, do, norm, delta, q_pos, left, b, g, b + first_b, h + first_h,
+                tl.load(partial[1] + r), tl.load(partial[2] + r), False,
+                k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
+                mask_captured, mask_sizes, score_captured, score_sizes, grads,
+                MASK, SCORE, JOINT, True, False, M, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
+            )  # fmt: skip
     for r in tl.range(tl.load(full[0] + table), tl.load(full[0] + table + 1), num_stages=1):
         dq = dq_step(
             dq, q, do, norm, delta, q_pos, left, b, g, b + first_b, h + first_h, tl.load(full[1] + r), tl.load(full[2] + r), True,
@@ -326,7 +350,7 @@ def dq_kernel(
             mask_captured, mask_sizes, score_captured, score_sizes, grads,
             MASK, SCORE, JOINT, False, False, M, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
         )  # fmt: skip
-    for r in tl.range(tl.load(partial[0] + table), tl.load(partial[0] + table + 1), num_stages=1):
+    for r in tl.range(tail, tl.load(partial[0] + table + 1), num_stages=1):
         dq = dq_step(
             dq, q, do, norm, delta, q_pos, left, b, g, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r), False,
             k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
@@ -337,7 +361,7 @@ def dq_kernel(
     if again:
         dq = tl.zeros([M, DP], tl.float32)
         for r in tl.range(0, run_count(full, partial, table), num_stages=1):
-            first, last, whole = run_at(full, partial, table, r)
+            first, last, whole = run_at(full, partial, table, r, LEAD)
             dq = dq_step(
                 dq, q, do, norm, delta, q_pos, left, b, g, b + first_b, h + first_h, first, last, whole,
                 k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
@@ -352,7 +376,7 @@ def dq_kernel(
     if again:
         count = tl.zeros([M, DP], tl.float32)
         for r in tl.range(0, run_count(full, partial, table), num_stages=1):
-            first, last, whole = run_at(full, partial, table, r)
+            first, last, whole = run_at(full, partial, table, r, LEAD)
             count = count_keys(
                 count, q_pos, left, b, g, b + first_b, h + first_h, first, last, whole, k_head, k_stride, kv_len, kv_side,
                 mask_captured, mask_sizes, MASK, M, N, N_SUBS, D, DP, PRECISION, TMA,

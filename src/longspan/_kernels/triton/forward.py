@@ -26,6 +26,7 @@ from longspan._kernels.gpu.device_library import LN_2, LOG2_E
 from longspan._kernels.gpu.nonfinite_counts import add_nonfinite, any_nan, count_nonfinite, finite_or_zero
 from longspan._kernels.gpu.tile_access import (
     head_of,
+    lead_runs,
     load_rows,
     load_tile,
     locate,
@@ -133,7 +134,8 @@ def forward_kernel(
     q_stride, k_stride, v_stride, out_stride, old_out_stride,
     order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
     rows, tiles, heads, shared, group, q_len, kv_len, scale, first_b, first_h,
-    MASK: tl.constexpr, SCORE: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr, FOLD: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr, LEAD: tl.constexpr,
+    FOLD: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, M_SUBS: tl.constexpr, N_SUBS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -153,6 +155,15 @@ def forward_kernel(
     acc, total, m, row_max = load_state(
         old_out_ptr, old_lse_ptr, old_max_scores_ptr, old_out_stride, b64, h64, state_row, row, left, inside, M, E, EP
     )  # fmt: skip
+    tail = tl.load(partial[0] + table) + lead_runs(partial, table, LEAD)
+    if LEAD:
+        for r in tl.range(tl.load(partial[0] + table), tail, num_stages=1):
+            acc, total, m, row_max = attend(
+                acc, total, m, row_max, q, q_pos, b, g, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r), False,
+                k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
+                mask_captured, mask_sizes, score_captured, score_sizes,
+                MASK, SCORE, True, False, FOLD, PEAK, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
+            )  # fmt: skip
     for r in tl.range(tl.load(full[0] + table), tl.load(full[0] + table + 1), num_stages=1):
         acc, total, m, row_max = attend(
             acc, total, m, row_max, q, q_pos, b, g, b + first_b, h + first_h, tl.load(full[1] + r), tl.load(full[2] + r), True,
@@ -160,7 +171,7 @@ def forward_kernel(
             mask_captured, mask_sizes, score_captured, score_sizes,
             MASK, SCORE, False, False, FOLD, PEAK, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
         )  # fmt: skip
-    for r in tl.range(tl.load(partial[0] + table), tl.load(partial[0] + table + 1), num_stages=1):
+    for r in tl.range(tail, tl.load(partial[0] + table + 1), num_stages=1):
         acc, total, m, row_max = attend(
             acc, total, m, row_max, q, q_pos, b, g, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r), False,
             k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
@@ -173,7 +184,7 @@ def forward_kernel(
             old_out_ptr, old_lse_ptr, old_max_scores_ptr, old_out_stride, b64, h64, state_row, row, left, inside, M, E, EP
         )  # fmt: skip
         for r in tl.range(0, run_count(full, partial, table), num_stages=1):
-            first, last, whole = run_at(full, partial, table, r)
+            first, last, whole = run_at(full, partial, table, r, LEAD)
             acc, total, m, row_max = attend(
                 acc, total, m, row_max, q, q_pos, b, g, b + first_b, h + first_h, first, last, whole,
                 k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
@@ -193,7 +204,7 @@ def forward_kernel(
         for sign in tl.range(-1, 2, 2, num_stages=1):
             count = tl.zeros([M, EP], tl.float32)
             for r in tl.range(0, run_count(full, partial, table), num_stages=1):
-                first, last, whole = run_at(full, partial, table, r)
+                first, last, whole = run_at(full, partial, table, r, LEAD)
                 count = count_values(
                     count, sign, q_pos, b, g, b + first_b, h + first_h, first, last, whole, v_head, v_stride, kv_len, kv_side,
                     mask_captured, mask_sizes, MASK, M, N, N_SUBS, E, EP, PRECISION, TMA,

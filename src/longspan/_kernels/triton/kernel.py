@@ -12,6 +12,7 @@ from longspan._kernels.gpu import launch, limits
 from longspan._kernels.gpu.buffers import empty_grads, empty_state, prefill, usable, zero_uncovered
 from longspan._kernels.gpu.determinism import check_order
 from longspan._kernels.gpu.device import capability
+from longspan._kernels.gpu.device_library import LOG2_E
 from longspan._kernels.gpu.interpreter import computable, interpreted
 from longspan._kernels.gpu.lookup_bounds import check_lookups
 from longspan._kernels.gpu.row_terms import delta as row_delta
@@ -84,9 +85,9 @@ class TritonKernel:
         zero_uncovered(grads, work, into=into is not None)
         call = TritonCall(inputs, work, capability=capability(inputs.q.device), config=self.config)
         terms = self._row_terms(tensors, grad_out, work, accumulates=into is not None)
-        if grads.q.numel():
+        if grads.q.numel() and tensors.side != "kv":
             call.dq(grad_out, terms, grads.q, grads.captured, add=into is not None)
-        if grads.k.numel():
+        if grads.k.numel() and tensors.side != "q":
             call.dkdv(grad_out, terms, grads.k, grads.v)
         if into is None and grads.q.dtype != dtype:
             grads.q, grads.k, grads.v = (g.to(dtype) for g in (grads.q, grads.k, grads.v))
@@ -95,7 +96,8 @@ class TritonKernel:
     def _row_terms(self, tensors: BackwardInputs, grad_out: Tensor, work: Work, *, accumulates: bool) -> RowTerms:
         """The terms per query row. dQ's kernel computes delta if nobody did, out and grad_out are complete and every row has a CTA."""
         lse, grad_lse, delta = tensors.lse.contiguous(), tensors.grad_lse, tensors.delta
-        norm = torch.empty_like(lse)
+        # dQ's kernel writes the norm; without that pass it is made here, with the same bits.
+        norm = torch.empty_like(lse) if tensors.side != "kv" else torch.where(lse == -torch.inf, torch.inf, lse * LOG2_E.value)
         if delta is None and not accumulates and launch.facts(work.q_tiles).covers:
             grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
             return RowTerms(lse=lse, norm=norm, delta=torch.empty_like(lse), out=computable(tensors.out), grad_lse=grad_lse)
