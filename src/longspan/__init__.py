@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from longspan._comm.mesh import Mesh
 from longspan._dropin.context import context_parallel
 from longspan._engine.attention import attention
+from longspan._engine.invariant_mode import invariant
 from longspan._engine.signatures import flex_attention, scaled_dot_product_attention
 from longspan._masks.algebra import Mask
 from longspan._masks.block_table import BlockTable
@@ -35,6 +36,7 @@ __all__ = [
     "documents",
     "flex_attention",
     "full",
+    "invariant",
     "mask_mod",
     "plan",
     "prefix",

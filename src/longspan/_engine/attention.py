@@ -13,11 +13,12 @@ from longspan._comm.agreement import refuse
 from longspan._engine import eager, ops
 from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, refuse_transforms, tracing_under_transforms
 from longspan._engine.dense_distributed import dense_over_mesh
+from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.table_cache import DeviceCopies
 from longspan._engine.values import CallOptions, CallTensors
 from longspan._kernels.dense import Scoring, dense_attention
 from longspan._kernels.protocol import state_dtype
-from longspan._kernels.registry import check_name
+from longspan._kernels.registry import INVARIANT, KernelRefused, check_name
 from longspan._masks.algebra import Full, Mask, MaskLike, as_mask
 from longspan._masks.trace_cache import traces
 from longspan._masks.tracing import Traced
@@ -157,9 +158,14 @@ def _run(inputs: CallTensors, options: AttendOptions, mask: Traced | None, score
     """Run traced programs on checked tensors."""
     plan, kernel = options.plan, options.kernel
     returns_lse = options.return_lse or plan is None or plan.data.degree == 1
-    spec = ops.specs.of(None if mask is None else mask.program, None if score is None else score.program, kernel, lse=returns_lse)
+    invariant = is_invariant()
+    spec = ops.specs.of(
+        None if mask is None else mask.program, None if score is None else score.program, kernel, lse=returns_lse, invariant=invariant
+    )  # fmt: skip
     call = CallOptions(spec=spec, scale=scale, max_scores=options.max_scores)
     if kernel == "dense":
+        if invariant:
+            raise KernelRefused(f"kernel 'dense' does not support longspan.invariant(): expected 'auto' or one of {', '.join(INVARIANT)}")
         with without_autocast():
             return _dense(inputs, call) if plan is None else dense_over_mesh(inputs, call, plan.data)
     try:

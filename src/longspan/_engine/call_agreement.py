@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longspan._comm.agreement import Agreement, CallDescription, refuse
+from longspan._engine.invariant import check_over_mesh
 from longspan._engine.plan_cache import plan_cache
 from longspan._engine.sharded_call import ShardedCall
 from longspan._engine.values import CallOptions, CallTensors
@@ -64,7 +65,10 @@ def _describe(plan: PlanData, options: CallOptions, inputs: CallTensors, needs: 
     """
     q, k, v, sink, spec = inputs.q, inputs.k, inputs.v, inputs.sink, options.spec
     check(plan, q, k, v)
-    _call(plan, options, inputs, Agreement.none()).check(inputs, needs)
+    if spec.invariant:
+        check_over_mesh(plan, inputs, options, needs)
+    else:
+        _call(plan, options, inputs, Agreement.none()).check(inputs, needs)
     returned = ["out", *["lse"] * spec.lse, *["max_scores"] * options.max_scores]
     return CallDescription("attention, forward pass" if needs is None else "attention, backward pass", {
         "plan": plan.digest[:16],
@@ -82,6 +86,7 @@ def _describe(plan: PlanData, options: CallOptions, inputs: CallTensors, needs: 
         "captured": ", ".join(f"{t.dtype}{list(t.shape)}" for t in inputs.score_captured) or "none",
         "sink": "none" if sink is None else f"{sink.dtype}{list(sink.shape)}",
         "kernel": spec.kernel,
+        "invariant": str(spec.invariant),
         "returned": " ".join(returned) if plan.degree > 1 else "",  # elsewhere nothing of it is exchanged
     })  # fmt: skip
 

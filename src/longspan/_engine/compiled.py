@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from longspan._engine import ops
 from longspan._engine.checks import refuse_transforms
+from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.spec import Spec
 from longspan._kernels.dense import Scoring, dense_attention
 from longspan._kernels.protocol import like_query, state_dtype
@@ -111,6 +112,8 @@ class _AttendHop(BaseHOP):
         max_scores: bool,
         returned: bool,
     ) -> tuple[Tensor, ...]:
+        if is_invariant():
+            raise NotImplementedError("longspan.invariant() does not support torch.compile; call the attention uncompiled")
         if kernel != "dense":
             refuse_transforms(planned=has_plan)
         placeholders = [n for n in subgraph.graph.nodes if n.op == "placeholder"]

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan._engine import distributed, one_device
+from longspan._engine import distributed, invariant, one_device
 from longspan._engine.call_agreement import begin_call
 from longspan._engine.checks import refuse_batched_gradients
+from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.spec import SpecRegistry
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
 from longspan._kernels.protocol import like_query, state_dtype
@@ -32,12 +33,19 @@ Outputs = tuple[Tensor, Tensor, Tensor]  # out, lse, max scores (without element
 @without_autocast()
 def run_forward(inputs: CallTensors, options: CallOptions, plan: PlanData | None) -> tuple[Outputs, int]:
     """The results of `attend`, and `Agreement.number` of the call (0 without a plan), which its backward pass must name."""
+    if is_invariant() and not options.spec.invariant:
+        raise RuntimeError("longspan.invariant(): this attention was compiled outside of the context; call it uncompiled")
     if plan is None:
-        state = one_device.forward(inputs, options)
+        state = (invariant if options.spec.invariant else one_device).forward(inputs, options)
         out, lse, max_scores, number = state.out, state.lse, state.max_scores, 0
     else:
         call = begin_call(plan, options, inputs)
-        out, lse, max_scores = distributed.forward(call, inputs, max_scores=options.max_scores)
+        if options.spec.invariant:
+            call.agreement.wait()
+            state = invariant.forward_over_mesh(plan, inputs, options)
+            out, lse, max_scores = state.out, state.lse, state.max_scores
+        else:
+            out, lse, max_scores = distributed.forward(call, inputs, max_scores=options.max_scores)
         number = call.agreement.number
     return (out, lse.contiguous(), lse.new_empty(0) if max_scores is None else max_scores.contiguous()), number
 
@@ -47,10 +55,14 @@ def run_backward(tensors: BackwardTensors, options: CallOptions, plan: PlanData 
     """The results of `attend_backward`. forward_number: from `run_forward`, 0 if unknown."""
     inputs = tensors.inputs
     if plan is None:
-        grads, grad_sink = one_device.backward(tensors, options)
+        grads, grad_sink = (invariant if options.spec.invariant else one_device).backward(tensors, options)
     else:
         call = begin_call(plan, options, inputs, needs=tensors.needs, forward_number=forward_number)
-        grads, grad_sink = distributed.backward(call, tensors)
+        if options.spec.invariant:
+            call.agreement.wait()
+            grads, grad_sink = invariant.backward_over_mesh(plan, tensors, options)
+        else:
+            grads, grad_sink = distributed.backward(call, tensors)
     results = [grads.q, grads.k, grads.v]
     if inputs.sink is not None and grad_sink is not None:
         results.append(grad_sink.to(inputs.sink.dtype))

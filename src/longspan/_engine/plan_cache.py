@@ -15,8 +15,9 @@ from torch import Tensor
 from longspan._comm.agreement import CallDescription
 from longspan._comm.row_moves import RowMoves
 from longspan._derived_cache import DerivedCache
+from longspan._engine.document_tiles import LaidOutTiles, RankTiles, laid_out_tiles, tiles_of_rank
 from longspan._masks.block_table import BLOCK_SIZE
-from longspan._plan.plan_data import PlanData, TiledRow
+from longspan._plan.plan_data import MaskTiling, PlanData, TiledRow
 from longspan._plan.relayout import Relayout
 from longspan._plan.sharding import places
 
@@ -30,6 +31,8 @@ class PlanCache:
     def __init__(self) -> None:
         self._tiles: DerivedCache[PlanData, tuple[TiledRow, ...]] = DerivedCache(8)
         self._captured: DerivedCache[PlanData, list[Tensor]] = DerivedCache(4)
+        self._laid_out: DerivedCache[MaskTiling, tuple[tuple[LaidOutTiles, ...], tuple[LaidOutTiles, ...]]] = DerivedCache(8)
+        self._rank_tiles: DerivedCache[PlanData, RankTiles] = DerivedCache(8)
         self._places: DerivedCache[PlanData, Tensor] = DerivedCache(8)
         self._moves: DerivedCache[PlanData, RowMoves] = DerivedCache(16)
         self._schedules: DerivedCache[PlanData, LocalSchedule] = DerivedCache(64)
@@ -47,6 +50,17 @@ class PlanCache:
     def captured(self, plan: PlanData, device: torch.device) -> list[Tensor]:
         """The mask's captured tensors on a device."""
         return self._captured.get(plan, device, lambda: [t.to(device) for t in plan.mask.captured])
+
+    def rank_tiles(self, plan: PlanData, batch: int, heads: int) -> RankTiles:
+        """A rank's tiles in `longspan.invariant()`. Virtual ranks share a plan's `tiling`, and with it what does not depend on the rank."""
+        key = (batch, heads)
+
+        def of_rank() -> RankTiles:
+            layouts = tuple(layout.digest for layout in plan.layouts)
+            laid_out = self._laid_out.get(plan.tiling, (key, layouts), lambda: laid_out_tiles(plan, batch=batch, heads=heads))
+            return tiles_of_rank(laid_out, plan.mesh.rank)
+
+        return self._rank_tiles.get(plan, key, of_rank)
 
     def places(self, plan: PlanData, side: int, device: torch.device) -> Tensor:
         """Where each position of the queries (side 0) or of the KV (1) lies when all ranks' shards are concatenated, on a device."""

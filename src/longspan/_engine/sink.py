@@ -22,5 +22,10 @@ def sink_gradient(sink: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | N
     """The sink's gradient [H]: −Σ over rows of its softmax probability times the row's delta."""
     if sink is None:
         return None
+    return -sink_terms(sink, lse, delta).sum((0, 2))
+
+
+def sink_terms(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """The sink's softmax probability times delta, for each row [B, H, Q]."""
     probability = torch.where(lse == -torch.inf, 0.0, torch.exp(sink.to(lse.dtype)[:, None] - lse))  # 0, not NaN, for a sink of −inf
-    return -(probability * delta).sum((0, 2))
+    return probability * delta

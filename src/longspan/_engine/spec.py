@@ -25,12 +25,16 @@ _MAX_JOINTS = 64  # sizes of captured tensors for which a gradient program is ca
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Spec:
-    """The programs of one attention call and the requested kernel. `lse`: whether lse is returned and may get a gradient."""
+    """The programs of one attention call and the requested kernel.
+
+    `lse`: whether lse is returned and may get a gradient. `invariant`: whether the call was made in `longspan.invariant()`.
+    """
 
     mask: Program | None
     score: Program | None
     kernel: str
     lse: bool = True
+    invariant: bool = False
     _joints: dict[tuple[tuple[int, ...], ...] | None, Joint] = field(default_factory=dict, init=False, repr=False)
 
     def joint(self, captured: Sequence[Tensor]) -> Joint | None:
@@ -49,7 +53,9 @@ class Spec:
     def handle(self) -> int:
         """56 bits of a digest of the contents."""
         parts = [p.key if p is not None else "" for p in (self.mask, self.score)]
-        return int.from_bytes(hashlib.sha256("/".join([*parts, self.kernel, str(self.lse)]).encode()).digest()[:7], "big")
+        return int.from_bytes(
+            hashlib.sha256("/".join([*parts, self.kernel, str(self.lse), str(self.invariant)]).encode()).digest()[:7], "big"
+        )
 
 
 @dataclass
@@ -58,14 +64,14 @@ class SpecRegistry:
 
     _live: weakref.WeakValueDictionary[int, Spec] = field(default_factory=weakref.WeakValueDictionary)
     _pinned: dict[int, Spec] = field(default_factory=dict)
-    _latest: OrderedDict[tuple[str | None, str | None, str, bool], Spec] = field(default_factory=OrderedDict)
+    _latest: OrderedDict[tuple[str | None, str | None, str, bool, bool], Spec] = field(default_factory=OrderedDict)
     _lock: Any = field(default_factory=RLock)
 
-    def of(self, mask: Program | None, score: Program | None, kernel: str, *, lse: bool = True) -> Spec:
+    def of(self, mask: Program | None, score: Program | None, kernel: str, *, lse: bool = True, invariant: bool = False) -> Spec:
         """The spec of these parts, cached: hashing one takes longer than a short call."""
-        key = (None if mask is None else mask.key, None if score is None else score.key, kernel, lse)
+        key = (None if mask is None else mask.key, None if score is None else score.key, kernel, lse, invariant)
         with self._lock:
-            spec = self._latest.pop(key, None) or self.intern(Spec(mask=mask, score=score, kernel=kernel, lse=lse))
+            spec = self._latest.pop(key, None) or self.intern(Spec(mask=mask, score=score, kernel=kernel, lse=lse, invariant=invariant))
             self._latest[key] = spec
             if len(self._latest) > 128:
                 self._latest.popitem(last=False)

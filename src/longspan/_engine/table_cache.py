@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longspan._engine.document_tiles import DocumentTiles, tiles_of_sequence
 from longspan._masks.block_table import BlockTable
 from longspan._masks.classify import TableShape, classify
 from longspan._masks.program import Program
@@ -58,6 +59,7 @@ class MaskTables:
     def __init__(self, program: Program | None, q_len: int, kv_len: int, *, batch: int, heads: int) -> None:
         self._program, self._lengths, self._batch, self._heads = program, (q_len, kv_len), batch, heads
         self._tables: dict[tuple[int, int], BlockTable] = {}
+        self._by_document: tuple[DocumentTiles, ...] | None = None
 
     def at(self, block: tuple[int, int], captured: Sequence[Tensor]) -> BlockTable:
         """The table of a tile size (queries, KV). captured: tensors with the contents that these tables are for."""
@@ -66,6 +68,12 @@ class MaskTables:
             shape = TableShape(q_len=q_len, kv_len=kv_len, block=block, batch=self._batch, heads=self._heads)
             self._tables[block] = classify(self._program, captured, shape)
         return self._tables[block]
+
+    def by_document(self, captured: Sequence[Tensor]) -> tuple[DocumentTiles, ...]:
+        """The tiles of `longspan.invariant()`, and their tables. captured: as in `at`."""
+        if self._by_document is None:
+            self._by_document = tiles_of_sequence(self._program, captured, self._lengths, batch=self._batch, heads=self._heads)
+        return self._by_document
 
 
 @dataclass(frozen=True, eq=False)

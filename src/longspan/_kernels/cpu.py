@@ -2,7 +2,7 @@
 
 Rectangles without a score program use torch's CPU flash operator, in float32 (float64 for float64 inputs): in half precision it rounds
 partial sums. All other rectangles are computed tile by tile (`PlainTiles`), on any device: the portable path for programs that no compiled
-kernel supports.
+kernel supports. `longspan.invariant()` has a path of its own (`InvariantTiles`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longspan._kernels.invariant_tiles import InvariantTiles, check_products
 from longspan._kernels.isolation import OutputTerms, isolated_backward, isolated_forward
 from longspan._kernels.plain_tiles import PlainTiles
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Capabilities, Grads, State, Work, like_query, plain_delta
@@ -31,18 +32,23 @@ class CpuKernel:
     name: str = "cpu"
 
     def capabilities(self, inputs: AttentionInputs, work: Work, *, needs: Sequence[bool] = ()) -> Capabilities:
+        if work.invariant and inputs.q.device.type != "cpu":
+            return Capabilities(refusal=f"longspan.invariant() with tensors on {inputs.q.device}: expected CPU tensors")
         return Capabilities()
 
     def block_size(self, inputs: AttentionInputs, table: BlockTable) -> tuple[int, int]:
         return table.block
 
     def check(self, inputs: AttentionInputs, work: Work, *, needs: Sequence[bool] = ()) -> None:
-        pass
+        if work.invariant:
+            check_products(inputs.q.dtype, (inputs.q.shape[-1], inputs.v.shape[-1]))
 
     def delta(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
         return plain_delta(out, grad_out, grad_lse)
 
     def forward(self, inputs: AttentionInputs, work: Work, *, state: State | None, final: bool, max_scores: bool) -> State:
+        if work.invariant:
+            return InvariantTiles(inputs, work).forward(state, max_scores=max_scores)
         q, tiles, rects = inputs.q, PlainTiles(inputs, work), rectangles(work)
         flash = _flash_supports(tiles) and not max_scores
         if flash and state is None and len(rects) == 1 and tiles.is_everything(rects[0]):
@@ -61,6 +67,8 @@ class CpuKernel:
 
     def backward(self, tensors: BackwardInputs, work: Work, *, wide: bool, into: Grads | None = None) -> Grads:
         inputs, delta = tensors.inputs, tensors.delta
+        if work.invariant:
+            return InvariantTiles(inputs, work).backward(tensors, wide=wide)
         tiles, rects = PlainTiles(inputs, work), rectangles(work)
         # The operator computes delta itself, without the gradient of lse.
         flash = _flash_supports(tiles) and tensors.grad_lse is None

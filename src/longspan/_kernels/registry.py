@@ -13,6 +13,7 @@ import torch
 from longspan._kernels.protocol import AttentionInputs, Capabilities, Kernel, Work
 
 NAMES = ("auto", "dense", "cpu", "triton", "hopper", "aten", "flash", "efficient", "cudnn")
+INVARIANT = ("cpu", "triton")  # kernels that support `longspan.invariant()`
 
 
 class KernelRefused(ValueError):
@@ -103,6 +104,8 @@ def choose(name: str, calls: Sequence[KernelCall]) -> KernelChoice:
 
 def combined_capabilities(kernel: Kernel, calls: Sequence[KernelCall], *, needs: Sequence[bool] = ()) -> Capabilities:
     """What a kernel supports for all calls of a pass; the refusal is that of the first call that has one."""
+    if any(work.invariant for _, work in calls) and kernel.name not in INVARIANT:
+        return Capabilities(refusal=f"longspan.invariant(): expected kernel 'auto' or one of {', '.join(map(repr, INVARIANT))}")
     each = [kernel.capabilities(inputs, work, needs=needs) for inputs, work in calls]
     return Capabilities(
         refusal=next((c.refusal for c in each if c.refusal is not None), None),

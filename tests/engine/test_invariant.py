@@ -1,0 +1,174 @@
+"""`longspan.invariant()`: a row has the same bits alone, in a batch, packed, chunked and over ranks."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from tests import invariant_cases as cases
+
+import longspan as ls
+from longspan.testing import virtual_world
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_document_has_the_same_bits_wherever_it_is_computed(seed: int) -> None:
+    assert cases.failures(seed, Counter()) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_bits_do_not_depend_on_the_number_of_ranks(ranks: int) -> None:
+    one = cases.problem(7)
+    want = cases.alone(one)
+    choose = random.Random(ranks)
+    choose.choice = lambda options, choice=choose.choice: ranks if tuple(options) == (1, 2, 3, 4, 8) else choice(options)  # type: ignore[method-assign]
+    got, where = cases.over_ranks(one, choose)
+    assert cases.differences(got, want) == [], where
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
+def test_a_mesh_of_two_axes_has_the_bits_of_one_device(shape: tuple[int, int]) -> None:
+    mask = ls.causal() & ls.documents([37, 163, 100])
+    one = cases.problem(3, dtype=torch.float32)
+    q, k, v, grad_out = (torch.randn(2, heads, 300, 16) for heads in (4, 4, 4, 4))
+    tensors = q, k, v, grad_out, torch.randn(2, 4, 300)
+    one = cases.Problem(
+        q=q, k=k, v=v, grad_out=grad_out, grad_lse=tensors[4], sink=torch.randn(4), mask="causal", score="softcap",
+    )  # fmt: skip
+    want = cases.results(one, tensors, mask)
+    made = ls.plan(mask, 300, ls.Mesh.abstract(shape, axis_names=("ulysses", "ring")), strategy="ulysses_ring", heads=4, kv_heads=4)
+
+    def rank(mesh: Any) -> dict[str, torch.Tensor]:
+        plan = made.on(mesh)
+        got = cases.results(one, tuple(plan.shard(t, 2) for t in tensors), None, plan=plan)
+        return {name: x if name == "dsink" else plan.unshard(x, 2) for name, x in got.items()}
+
+    by_rank = virtual_world(shape, axis_names=("ulysses", "ring")).run(rank)
+    for name, x in want.items():
+        assert torch.equal(torch.stack([r[name] for r in by_rank]).sum(0) if name == "dsink" else by_rank[0][name], x), name
+
+
+def test_documents_that_differ_by_batch_row_have_the_bits_of_each_alone() -> None:
+    lengths = [[100, 200], [37, 163, 90]]
+    mask = ls.causal() & ls.documents(lengths)
+    one = cases.problem(5, dtype=torch.float32)
+    heads, kv_heads, dim, value_dim = one.q.shape[1], one.k.shape[1], one.q.shape[3], one.v.shape[3]
+    tensors = (
+        torch.randn(2, heads, 300, dim), torch.randn(2, kv_heads, 300, dim), torch.randn(2, kv_heads, 300, value_dim),
+        torch.randn(2, heads, 300, value_dim), torch.randn(2, heads, 300),
+    )  # fmt: skip
+    got = cases.results(one, tensors, mask)
+    for row, documents in enumerate(lengths):
+        start = 0
+        for length in documents:
+            part = tuple(t[row : row + 1, :, start : start + length] for t in tensors)
+            want = cases.results(one, part, ls.causal())
+            for name in ("out", "lse", "dq", "dk", "dv"):
+                assert torch.equal(got[name][row : row + 1, :, start : start + length], want[name]), (row, start, name)
+            start += length
+
+
+def test_a_mask_mod_that_compares_document_ids_counts_blocks_from_each_document() -> None:
+    one = cases.problem(11, dtype=torch.float32)
+    ids = torch.tensor([0] * 37 + [1] * one.length + [2] * 50)
+    tensors = cases.packed_tensors(one, 37, 50)
+    inside = one.within_document()
+    got = cases.results(one, tensors, lambda b, h, q, kv: (ids[q] == ids[kv]) & inside(b, h, q, kv))
+    want = cases.alone(one)
+    assert cases.differences({n: x[:, :, 37 : 37 + one.length] for n, x in got.items() if n != "dsink"}, want) == []
+
+
+def test_decoding_one_query_has_the_bits_of_the_whole_sequence() -> None:
+    q, k, v = torch.randn(2, 4, 200, 32), torch.randn(2, 2, 200, 32), torch.randn(2, 2, 200, 32)
+    with ls.invariant(), torch.no_grad():
+        whole = ls.attention(q, k, v, mask=ls.causal())
+        for at in (0, 127, 128, 199):
+            step = ls.attention(q[:, :, at : at + 1], k[:, :, : at + 1], v[:, :, : at + 1])
+            assert torch.equal(step, whole[:, :, at : at + 1])
+
+
+def test_nan_in_other_documents_does_not_change_a_bit() -> None:
+    one = cases.problem(13, dtype=torch.float32)
+    before, want = 41, cases.alone(one)
+    tensors = cases.packed_tensors(one, before, 60)
+    for t in tensors[:4]:
+        t[:, :, :before] = torch.nan
+        t[:, :, before + one.length :] = torch.inf
+    got = cases.results(one, tensors, cases.packed_mask(one, [before], [60]))
+    inside = {n: x[:, :, before : before + one.length] for n, x in got.items() if n != "dsink"}
+    assert cases.differences(inside, want) == []
+
+
+def test_strides_of_the_inputs_do_not_change_a_bit() -> None:
+    one = cases.problem(17, dtype=torch.float32)
+    tensors = one.q, one.k, one.v, one.grad_out, one.grad_lse
+    strided = tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors)
+    q, k, v = (t.detach().requires_grad_() for t in strided[:3])
+    with ls.invariant():
+        out = ls.attention(q, k, v, mask=one.within_document(), score_mod=one.score_mod())
+    grads = torch.autograd.grad((out * strided[3]).sum(), (q, k, v))
+    plain = cases.results(
+        cases.Problem(**{**vars(one), "sink": None}), (*tensors[:4], torch.zeros_like(one.grad_lse)), one.within_document()
+    )
+    for name, x in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True):
+        assert torch.equal(x, plain[name]), name
+
+
+def test_the_backward_pass_follows_the_mode_of_the_forward_pass() -> None:
+    tensors = [torch.randn(1, 2, 150, 16, requires_grad=True) for _ in range(3)]
+    with ls.invariant():
+        out = ls.attention(*tensors, mask=ls.causal())
+        inside = torch.autograd.grad(out.sum(), tensors, retain_graph=True)
+    outside = torch.autograd.grad(out.sum(), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(inside, outside, strict=True))
+
+
+def test_the_mode_belongs_to_the_thread_and_ends_with_the_context() -> None:
+    from longspan._engine.invariant_mode import is_invariant
+
+    seen = []
+    with ls.invariant() as outer, outer:
+        thread = threading.Thread(target=lambda: seen.append(is_invariant()))
+        thread.start()
+        thread.join()
+        assert is_invariant()
+    assert not is_invariant() and seen == [False]
+
+
+@pytest.mark.parametrize("kernel", ["dense", "flash", "aten"])
+def test_kernels_without_the_mode_raise(kernel: str) -> None:
+    q = torch.randn(1, 1, 8, 16)
+    with ls.invariant(), pytest.raises(ValueError, match=r"longspan\.invariant\(\).*'auto' or one of"):
+        ls.attention(q, q, q, kernel=kernel)
+
+
+def test_compiled_attention_raises() -> None:
+    q = torch.randn(1, 1, 8, 16)
+    compiled = torch.compile(lambda q: ls.attention(q, q, q), backend="aot_eager")
+    compiled(q)
+    with ls.invariant(), pytest.raises(RuntimeError, match=r"longspan\.invariant\(\)"):
+        compiled(q)
+
+
+def test_ranks_that_disagree_on_the_mode_raise() -> None:
+    made = ls.plan(ls.causal(), 64, ls.Mesh.abstract(2), layout="contiguous", strategy="ring")
+
+    def rank(mesh: Any) -> str:
+        plan = made.on(mesh)
+        q = plan.shard(torch.randn(1, 1, 64, 16), 2)
+        try:
+            if mesh.rank == 0:
+                with ls.invariant():
+                    ls.attention(q, q, q, plan=plan)
+            else:
+                ls.attention(q, q, q, plan=plan)
+        except ValueError as error:
+            return str(error)
+        return "no error"
+
+    messages = virtual_world(2).run(rank)
+    assert all("invariant" in message for message in messages), messages
