@@ -30,26 +30,55 @@ def test_bits_do_not_depend_on_the_number_of_ranks(ranks: int) -> None:
     assert cases.differences(got, want) == [], where
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
-def test_a_mesh_of_two_axes_has_the_bits_of_one_device(shape: tuple[int, int]) -> None:
-    mask = ls.causal() & ls.documents([37, 163, 100])
-    one = cases.problem(3, dtype=torch.float32)
-    q, k, v, grad_out = (torch.randn(2, heads, 300, 16) for heads in (4, 4, 4, 4))
-    tensors = q, k, v, grad_out, torch.randn(2, 4, 300)
-    one = cases.Problem(
-        q=q, k=k, v=v, grad_out=grad_out, grad_lse=tensors[4], sink=torch.randn(4), mask="causal", score="softcap",
+def _same_over_mesh(mask: Any, lengths: tuple[int, int], shape: int | tuple[int, ...], **options: Any) -> None:
+    """Assert that a batch of two has the bits of one device over a virtual mesh: out, lse, all gradients, the sink's included."""
+    torch.manual_seed(0)
+    (q_len, kv_len), heads, kv_heads = lengths, 4, 2
+    tensors = (
+        torch.randn(2, heads, q_len, 16), torch.randn(2, kv_heads, kv_len, 16), torch.randn(2, kv_heads, kv_len, 24),
+        torch.randn(2, heads, q_len, 24), torch.randn(2, heads, q_len),
     )  # fmt: skip
+    one = cases.Problem(
+        q=tensors[0],
+        k=tensors[1],
+        v=tensors[2],
+        grad_out=tensors[3],
+        grad_lse=tensors[4],
+        sink=torch.randn(heads),
+        mask="",
+        score="softcap",
+    )
     want = cases.results(one, tensors, mask)
-    made = ls.plan(mask, 300, ls.Mesh.abstract(shape, axis_names=("ulysses", "ring")), strategy="ulysses_ring", heads=4, kv_heads=4)
+    axis_names = ("ulysses", "ring") if isinstance(shape, tuple) else None
+    sizes = {"batch": 2, "heads": heads, "kv_heads": kv_heads, "head_dim": 16}
+    made = ls.plan(mask, lengths, ls.Mesh.abstract(shape, axis_names=axis_names), **sizes, **options)
+    sides = ("q", "kv", "kv", "q", "q")
 
     def rank(mesh: Any) -> dict[str, torch.Tensor]:
         plan = made.on(mesh)
-        got = cases.results(one, tuple(plan.shard(t, 2) for t in tensors), None, plan=plan)
-        return {name: x if name == "dsink" else plan.unshard(x, 2) for name, x in got.items()}
+        got = cases.results(one, tuple(plan.shard(t, 2, side=s) for t, s in zip(tensors, sides, strict=True)), None, plan=plan)
+        side = {"out": "q", "lse": "q", "dq": "q", "dk": "kv", "dv": "kv"}
+        return {name: x if name == "dsink" else plan.unshard(x, 2, side=side[name]) for name, x in got.items()}
 
-    by_rank = virtual_world(shape, axis_names=("ulysses", "ring")).run(rank)
+    by_rank = virtual_world(shape, axis_names=axis_names).run(rank)
     for name, x in want.items():
         assert torch.equal(torch.stack([r[name] for r in by_rank]).sum(0) if name == "dsink" else by_rank[0][name], x), name
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 3), (2, 1)])
+def test_a_mesh_of_two_axes_has_the_bits_of_one_device(shape: tuple[int, int]) -> None:
+    _same_over_mesh(ls.causal() & ls.documents([37, 163, 100]), (300, 300), shape, strategy="ulysses_ring")
+
+
+@pytest.mark.parametrize("layout", ["per_document", "head_tail"])
+def test_batch_rows_with_other_documents_have_the_bits_of_one_device(layout: str) -> None:
+    _same_over_mesh(ls.causal() & ls.documents([[100, 200], [37, 163, 90]]), (300, 300), 3, strategy="exchange", layout=layout)
+
+
+@pytest.mark.parametrize("lengths", [(40, 301), (301, 40)])
+def test_cross_attention_with_masks_by_head_has_the_bits_of_one_device(lengths: tuple[int, int]) -> None:
+    mask = ls.mask_mod(lambda b, h, q, kv: ((q - kv).abs() < 60 * (h + 1)) | (kv < 5))
+    _same_over_mesh(mask, lengths, 3, strategy="ring", layout="contiguous")
 
 
 def test_documents_that_differ_by_batch_row_have_the_bits_of_each_alone() -> None:
@@ -131,7 +160,7 @@ def test_the_mode_belongs_to_the_thread_and_ends_with_the_context() -> None:
     from longspan._engine.invariant_mode import is_invariant
 
     seen = []
-    with ls.invariant() as outer, outer:
+    with ls.invariant(), ls.invariant():
         thread = threading.Thread(target=lambda: seen.append(is_invariant()))
         thread.start()
         thread.join()

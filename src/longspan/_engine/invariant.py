@@ -42,7 +42,7 @@ def backward(tensors: BackwardTensors, options: CallOptions) -> tuple[Grads, Ten
     """Gradients of q, k, v in their dtypes, of captured tensors, and of the sink, on one device."""
     inputs = tensors.inputs
     call, tiles = _Call.on_one_device(inputs, options), _sequence_tiles(inputs, options)
-    kernel = call.kernel(inputs, tiles, tensors.needs)
+    kernel = call.kernel(inputs, tiles)
     terms = _terms(kernel, tensors)
     return call.backward(kernel, terms, tiles), _sink_gradient(inputs.sink, terms)
 
@@ -60,7 +60,7 @@ def backward_over_mesh(plan: PlanData, tensors: BackwardTensors, options: CallOp
     """
     inputs, tiles = tensors.inputs, _rank_tiles(plan, tensors.inputs)
     call = _Call.over_mesh(plan, inputs, options)
-    kernel = call.kernel(inputs, tiles.by_query, tensors.needs)
+    kernel = call.kernel(inputs, tiles.by_query)
     terms = _terms(kernel, tensors)
     assert terms.delta is not None
     k, v = _gathered(plan, 1, inputs.k, inputs.v)
@@ -83,7 +83,7 @@ def check_over_mesh(plan: PlanData, inputs: CallTensors, options: CallOptions, n
     """Raise whatever a kernel would raise for this call. needs: as in `BackwardTensors`, None in a forward pass."""
     call, tiles = _Call.over_mesh(plan, inputs, options), _rank_tiles(plan, inputs)
     for parts in (tiles.by_query, tiles.by_kv):
-        kernel = call.kernel(inputs, parts, needs or ())
+        kernel = call.kernel(inputs, parts)
         for part in parts:
             kernel.check(_part_inputs(inputs, part), call.work(part, backward=True), needs=needs or ())
 
@@ -128,7 +128,7 @@ class _Call:
             invariant=True,
         )
 
-    def kernel(self, inputs: CallTensors, tiles: Sequence[DocumentTiles], needs: Sequence[bool]) -> Kernel:
+    def kernel(self, inputs: CallTensors, tiles: Sequence[DocumentTiles]) -> Kernel:
         """The kernel for these tiles. Raises KernelRefused where none supports them."""
         calls = [KernelCall(_part_inputs(inputs, part), self.work(part, backward=True)) for part in tiles]
         kernel, capabilities = choose(self.options.spec.kernel, calls)
@@ -137,7 +137,7 @@ class _Call:
         return kernel
 
     def forward(self, inputs: CallTensors, tiles: Sequence[DocumentTiles]) -> State:
-        kernel, max_scores = self.kernel(inputs, tiles, ()), self.options.max_scores
+        kernel, max_scores = self.kernel(inputs, tiles), self.options.max_scores
         states = []
         for part in tiles:
             part_inputs = _part_inputs(inputs, part)

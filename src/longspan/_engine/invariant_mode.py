@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar, Token
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
 _active: ContextVar[bool] = ContextVar("longspan_invariant", default=False)
 
 
-class invariant:
+@contextmanager
+def invariant() -> Iterator[None]:
     """Context in which each row of an attention has the same bits wherever it is computed.
 
     In the context, `attention` and the functions built on it give each query's out, lse and dq, and each key's dk and dv, bits that depend
-    on the row's own sequence only: not on the batch, on the offset of its document in a packed sequence, on the number of queries in the
-    call, on the number of ranks, the layout or the strategy. Backward passes follow the mode of their forward pass. The mode belongs to the
-    thread or task that entered it, like `torch.no_grad`.
+    on the row's own sequence only: not on the batch, the offset of its document in a packed sequence, the number of queries in the call,
+    the number of ranks, the layout or the strategy. Backward passes follow the mode of their forward pass. The mode belongs to the thread
+    or task that entered it, as that of `torch.no_grad`; as that, it may decorate a function.
 
-    Kernels: 'cpu' and 'triton'; other named kernels raise. Over a mesh, every strategy gathers the KV of all ranks, and the backward pass
-    also q and the gradient of out: memory per rank grows with the whole sequence. See the how-to page "Same bits everywhere".
+    Kernels: 'cpu' and 'triton'; other named kernels raise, and so does torch.compile. Over a mesh, every strategy gathers the KV of all
+    ranks, and the backward pass also q and the gradient of out: memory per rank grows with the whole sequence. The how-to page "Same bits
+    everywhere" says what the results may depend on.
 
     Example:
         >>> with longspan.invariant():
         ...     out = longspan.attention(q, k, v, mask=longspan.causal())
     """
-
-    def __init__(self) -> None:
-        self._tokens: list[Token[bool]] = []
-
-    def __enter__(self) -> invariant:
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "longspan.invariant(): enter the context outside of the compiled function; compiled attention is not supported"
-            )
-        self._tokens.append(_active.set(True))
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        _active.reset(self._tokens.pop())
+    if torch.compiler.is_compiling():
+        raise RuntimeError("longspan.invariant(): enter the context outside of the compiled function, and call the attention uncompiled")
+    token = _active.set(True)
+    try:
+        yield
+    finally:
+        _active.reset(token)
 
 
 def is_invariant() -> bool:
