@@ -48,6 +48,7 @@ def _run(options: argparse.Namespace) -> int:
     wrong: list[Any] = []
     running: list[subprocess.Popen[str]] = []
     left = options.cases if options.cases is not None else 1 << 62
+    # Each part is a new process: what it leaves behind does not reach the next one.
     while running or (time.monotonic() < end and left > 0 and not (options.stop and wrong)):
         while len(running) < options.jobs and time.monotonic() < end and left > 0 and not (options.stop and wrong):
             cases = min(PART, left)
@@ -64,6 +65,7 @@ def _run(options: argparse.Namespace) -> int:
         total.update({name: counts[name] for name in ("cases", "refused", "seconds")})
         families.update(counts["families"])
         wrong += counts["wrong"]
+        print(f"{total['cases']} cases, {len(wrong)} wrong, {total['seconds']:.0f} CPU seconds", file=sys.stderr, flush=True)
     counts = {
         "cases": total["cases"],
         "refused": total["refused"],

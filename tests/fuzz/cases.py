@@ -14,7 +14,7 @@ from tests.fuzz import mods
 
 Case = dict[str, Any]
 SEED_RANGE = 1 << 20
-GROUP = 10
+GROUP = 5
 FULL: mods.Spec = {"op": "full"}
 
 
@@ -22,7 +22,7 @@ def draw(seed: int, tile: int, *, device: str = "cpu") -> Case:
     """The case of a seed, for tiles of `tile` tokens."""
     rng, shared = Random(f"{seed} {tile}"), Random(f"group {seed // GROUP} {tile}")
     case: Case = {"seed": seed, "tile": tile, "device": device}
-    case["entry"] = rng.choices(("attention", "flex", "sdpa", "plan", "context"), (54, 14, 10, 16, 6))[0]
+    case["entry"] = rng.choices(("attention", "flex", "sdpa", "plan", "context"), (60, 12, 9, 13, 6))[0]
     kernels = {"auto": 4, "cpu": 2, "dense": 1, "aten": 0.6} if device == "cpu" else {"auto": 2, "triton": 3, "hopper": 4}
     plain = case["entry"] in ("flex", "sdpa", "context")
     case["kernel"] = "auto" if plain else rng.choices(list(kernels), list(kernels.values()))[0]
@@ -120,7 +120,7 @@ def valid(case: Case) -> Case:
 def _draw_sizes(case: Case, rng: Random, device: str) -> None:
     tile = case["tile"]
     unit = tile if device == "cpu" else 128
-    lengths = [1, 2, unit - 1, unit, unit + 1, 2 * unit + 3, 3 * unit, 4 * unit + 5, 2 * unit, unit // 2]
+    lengths = [1, unit - 1, unit + 1, 2 * unit, 2 * unit + 3, 3 * unit, 4 * unit + 5, 5 * unit]
     if device != "cpu":
         lengths += [10 * unit + 7, 16 * unit]
     if tile >= 64 and device == "cpu":
@@ -155,7 +155,7 @@ def _draw_mask(case: Case, rng: Random) -> None:
 def _leaf(case: Case, rng: Random) -> mods.Spec:
     longest = max(case["q_len"], case["kv_len"])
     tile, square = case["tile"], case["q_len"] == case["kv_len"]
-    kinds = {"causal": 5, "window": 4, "prefix": 2, "prefix rows": 1, "full": 0.3, "blocks": 3, "mod": 6, "expression": 3}
+    kinds = {"causal": 5, "window": 4, "prefix": 2, "prefix rows": 1, "full": 0.3, "blocks": 5, "mod": 6, "expression": 3, "state": 0.5}
     if square:
         kinds |= {"documents": 3, "documents rows": 1.5, "ids": 1.5, "ids rows": 1}
     kind = rng.choices(list(kinds), list(kinds.values()))[0]
@@ -178,6 +178,13 @@ def _leaf(case: Case, rng: Random) -> mods.Spec:
         return {"op": "documents", "lengths": rows}
     if kind in ("ids", "ids rows"):
         return {"op": "ids", "ids": _ids(case, rng) if kind == "ids" else [_ids(case, rng) for _ in range(case["batch"])]}
+    if kind == "state":
+        every = {
+            "torch's state": "(q >= kv) if torch.are_deterministic_algorithms_enabled() else (q <= kv)",
+            "cached helper": "q - kv < window()",
+        }
+        name = rng.choice(list(every))
+        return _mod(name, every[name])
     if kind == "blocks":
         return _block_shaped(case, rng)
     return _template(case, rng) if kind == "mod" else _expression(case, rng)
@@ -210,7 +217,9 @@ def _block_shaped(case: Case, rng: Random) -> mods.Spec:
     kind = rng.choice(("table", "bigbird", "corner", "per head", "causal blocks"))
     seed = rng.randrange(SEED_RANGE)
     if kind == "corner":
-        return _mod(f"blocks {kind}", f"(q >= kv) | ((kv // {tile} == {rng.randrange(columns)}) & (q // {tile} == {rng.randrange(rows)}))")
+        row = rng.randrange(rows)
+        column = rng.randrange(row + 1, columns) if row + 1 < columns and rng.random() < 0.8 else rng.randrange(columns)
+        return _mod(f"blocks {kind}", f"(q >= kv) | ((kv // {tile} == {column}) & (q // {tile} == {row}))")
     if kind == "bigbird":
         return _mod(f"blocks {kind}", f"(kv // {tile} == 0) | (q // {tile} == 0) | ((q // {tile} - kv // {tile}).abs() < 2)")
     if kind == "causal blocks":
@@ -257,8 +266,6 @@ def _template(case: Case, rng: Random) -> mods.Spec:
         "captured negative index": ("t0[t1[kv]] > 0", {**integers, "shape": [7], "high": 2}, {**signed, "shape": [kv_len]}),
         "scalar": ("kv < t0 + q", {**limits, "shape": []}),
         "float": ("t0[q] > t0[kv]", {"kind": "float", "shape": [longest], "seed": seed}),
-        "torch's state": ("(q >= kv) if torch.are_deterministic_algorithms_enabled() else (q <= kv)",),
-        "cached helper": ("q - kv < window()",),
         "with a constant": (f"(q >= kv) & {rng.choice((True, False))} | (kv < {n})",),
     }  # fmt: skip
     name = rng.choice(list(every))

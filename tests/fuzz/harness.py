@@ -156,6 +156,9 @@ def run(case: Case) -> list[tuple[Problem, Results, str]]:
             second = _rewritten(case, held, captured)
         with mods.changed_state() if case["again"] == "state" else contextlib.nullcontext():
             again = problem_of(second, change=int(case["again"] == "values"))
+            if case["again"] == "state":  # a mask is traced once; another mask of the same mods sees the new state
+                mask = None if case["mask"] is None else mods.as_longspan(case["mask"], held)
+                call = _single_call(case, mask, held)
             done.append((again, _results(second, again, call, score_mod, captured), f"second call with other {case['again']}: "))
     return done
 
@@ -379,6 +382,10 @@ def _in_context(case: Case, problems: list[Problem]) -> list[Results]:
             def shard(t: Tensor, side: str) -> Tensor:
                 for name, buffer in buffers.items():
                     if t is problems[0].given(name):
+                        if buffer.shape[:2] != t.shape[:2]:
+                            raise Wrong(
+                                "shape of a buffer", f"buffer {name}: expected {tuple(t.shape[:2])} before dim 2, got {tuple(buffer.shape)}"
+                            )
                         return buffer + 0 if mesh["buffers"] == "inference" else buffer.clone()
                 return cp.shard(t, 2)
 
