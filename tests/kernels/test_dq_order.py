@@ -118,11 +118,11 @@ def test_counts_match_the_producer_with_short_tiles(data: st.DataObject) -> None
     lengths = st.lists(st.integers(1, 300), min_size=1, max_size=4)
 
     def segments(gap: int) -> list[tuple[int, int]]:
-        found, at = [], 0
+        starts_and_lengths, at = [], 0
         for n in data.draw(lengths):
-            found.append((at, n))
+            starts_and_lengths.append((at, n))
             at += n + gap
-        return found
+        return starts_and_lengths
 
     shared, per_head, far = data.draw(st.integers(1, 2)), data.draw(st.booleans()), data.draw(st.integers(0, 400))
     work = work_of(
@@ -224,15 +224,16 @@ def test_bits_do_not_depend_on_the_number_of_ctas(monkeypatch: pytest.MonkeyPatc
     on_hopper()
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, h, 1100, 128, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
-    found = []
+    grads_by_ctas = []
     for ctas in (132, 7, 1):
         monkeypatch.setattr(passes, "persistent_ctas", lambda device, ctas=ctas: ctas)
         work = work_of(lambda b, h, q, kv: q >= kv, ((0, 700), (800, 400)), ((0, 1100),), block=128)
         of = HOPPER
         state = forward(of, q, k, v, work, state=None, final=True, max_scores=False)
-        if not found:
+        if not grads_by_ctas:
             out, lse, grad = state.out, state.lse, torch.randn_like(state.out)
         into = Grads(q=torch.zeros(q.shape, device="cuda"), k=torch.empty_like(k), v=torch.empty_like(v), captured=[])
         backward(of, q, k, v, out, lse, grad, None, work, needs=[], wide=True, into=into)
-        found.append(into)
-    assert all(torch.equal(getattr(found[0], name), getattr(other, name)) for other in found[1:] for name in ("q", "k", "v"))
+        grads_by_ctas.append(into)
+    first, *others = grads_by_ctas
+    assert all(torch.equal(getattr(first, name), getattr(other, name)) for other in others for name in ("q", "k", "v"))

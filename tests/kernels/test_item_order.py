@@ -26,14 +26,14 @@ CTAS = 132
 
 @triton.jit
 def places(
-    found, order, rows, tiles, heads, group, heavy, late, split, SUBS: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr
+    decoded, order, rows, tiles, heads, group, heavy, late, split, SUBS: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr
 ):
     item = tl.program_id(0)
     tile, sub, b, h = place_in_order(item, order, rows, tiles, heads, (group, heavy, late, split), SUBS, PER_BATCH, PER_HEAD)
-    tl.store(found + 4 * item, tile)
-    tl.store(found + 4 * item + 1, sub)
-    tl.store(found + 4 * item + 2, b)
-    tl.store(found + 4 * item + 3, h)
+    tl.store(decoded + 4 * item, tile)
+    tl.store(decoded + 4 * item + 1, sub)
+    tl.store(decoded + 4 * item + 2, b)
+    tl.store(decoded + 4 * item + 3, h)
 
 
 @pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")
@@ -47,19 +47,19 @@ def test_every_item_is_taken_once_and_has_the_length_the_host_computes(data: st.
     by_row = torch.randperm(tiles, generator=torch.Generator().manual_seed(rows))[:rows].int()
     work = torch.arange(100, 100 + rows).tolist()
     items = rows * heads * batches * subs
-    found = torch.full((items, 4), -1, dtype=torch.int32)
+    decoded = torch.full((items, 4), -1, dtype=torch.int32)
     with quiet():
         places[(items,)](
-            found, by_row, rows, tiles, heads, shared, heavy, late, heads * batches * subs * heavy, SUBS=subs, PER_BATCH=False,
+            decoded, by_row, rows, tiles, heads, shared, heavy, late, heads * batches * subs * heavy, SUBS=subs, PER_BATCH=False,
             PER_HEAD=False,
         )  # fmt: skip
-    assert len(set(map(tuple, found.tolist()))) == items
-    assert set(found[:, 0].tolist()) == set(by_row.tolist()) and found[:, 1].max() < subs
-    assert found[:, 2].max() < batches and found[:, 3].max() < heads
+    assert len(set(map(tuple, decoded.tolist()))) == items
+    assert set(decoded[:, 0].tolist()) == set(by_row.tolist()) and decoded[:, 1].max() < subs
+    assert decoded[:, 2].max() < batches and decoded[:, 3].max() < heads
     length = dict(zip(by_row.tolist(), work, strict=True))
     for count in (0, 1, items // 2, items):
         lengths = ItemOrder(shared, heavy, late).lengths(work, heads=heads * batches, subs=subs, count=count)
-        assert lengths == [length[tile] for tile in found[items - count :, 0].tolist()]
+        assert lengths == [length[tile] for tile in decoded[items - count :, 0].tolist()]
 
 
 @pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")
@@ -69,14 +69,14 @@ def test_table_rows_per_batch_row_and_head_are_taken_once(per_batch: bool, per_h
     batches, heads, tiles, subs = 3, 4, 5, 2
     rows = tiles * (batches if per_batch else 1) * (heads if per_head else 1)
     items, group = batches * heads * tiles * subs, 1 if per_head else 2
-    found = torch.full((items, 4), -1, dtype=torch.int32)
+    decoded = torch.full((items, 4), -1, dtype=torch.int32)
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).int()
     with quiet():
         places[(items,)](
-            found, order, rows, tiles, heads, group, heavy, 1 if per_head else heads, items // rows * heavy, SUBS=subs,
+            decoded, order, rows, tiles, heads, group, heavy, 1 if per_head else heads, items // rows * heavy, SUBS=subs,
             PER_BATCH=per_batch, PER_HEAD=per_head,
         )  # fmt: skip
-    assert sorted(map(tuple, found.tolist())) == list(product(range(tiles), range(subs), range(batches), range(heads)))
+    assert sorted(map(tuple, decoded.tolist())) == list(product(range(tiles), range(subs), range(batches), range(heads)))
 
 
 def chosen(work: list[int], *, heads: int, shared: int = 1, fit: int = 2) -> tuple[ItemOrder, float]:

@@ -125,17 +125,17 @@ def test_precision_follows_the_newer_fp32_setting(setting: str, wanted: str, mon
 def test_idle_spans_are_the_rows_outside_busy_tiles(segments: Segments, keys: Segments) -> None:
     work = work_of(causal, segments, keys, block=16)
     busy, tiling = work.table.tiles_per_row > 0, work.q_tiles
-    held = torch.zeros(tiling.length, dtype=torch.bool)
+    in_busy_tiles = torch.zeros(tiling.length, dtype=torch.bool)
     for t in range(len(busy)):
         row = t * 16 if tiling.row is None else int(tiling.row[t])
         count = min(16, tiling.length - row) if tiling.count is None else int(tiling.count[t])
-        held[row : row + count] |= bool(busy[t])
-    found = torch.ones(tiling.length, dtype=torch.bool)
+        in_busy_tiles[row : row + count] |= bool(busy[t])
+    outside_spans = torch.ones(tiling.length, dtype=torch.bool)
     spans = launch.idle_spans(work.table, tiling)
     for start, stop in spans:
-        assert found[start:stop].all() and start < stop
-        found[start:stop] = False
-    assert torch.equal(found, held)
+        assert outside_spans[start:stop].all() and start < stop
+        outside_spans[start:stop] = False
+    assert torch.equal(outside_spans, in_busy_tiles)
 
 
 def test_idle_spans_join_heads_and_merge_when_there_are_many() -> None:

@@ -27,7 +27,7 @@ from longspan._plan.strategies import Strategy, one_axis_strategy, two_axis_stra
 TIMED_WITHIN = 1.10  # options with an estimate within this factor of the best are planned and timed exactly,
 EXACT = (2, 4)  # at most this many of them: (of large problems, of small ones)
 SMALL = 1 << 12  # ranks times units of a small problem
-STAGES = (None, 1, 2, 4, 8)  # numbers of stages of an exchange to estimate
+STAGES = (None, 1, 2, 4, 8)  # numbers of stages of strategy "exchange" to estimate
 
 TimeExactly = Callable[[Option], ExactTiming]
 
@@ -44,7 +44,7 @@ class SearchSpace:
         mesh, shape, cluster: Ranks, sizes of the calls and devices.
         strategy, layout: A name, or "auto" for any.
         stages: Only options with this many stages; None for any.
-        overlap: Only options that do (True) or do not (False) overlap local computation with the first exchange; None for either.
+        overlap: Only options that do (True) or do not (False) overlap local computation with the first all-to-all; None for either.
     """
 
     demands: Callable[[int], Sequence[Demand]]

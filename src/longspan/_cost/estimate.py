@@ -60,7 +60,7 @@ class OwnerEstimate:
 
     @cached_property
     def _exchange_order(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """For an exchange: units that a rank needs [R, T], their order, tokens taken before each, and tokens in all [R]."""
+        """For strategy "exchange": units that a rank needs [R, T], their order, tokens taken before each, and tokens in all [R]."""
         need = (self.computed > 0) & ~self.is_local
         order = (self._distance.int() * need.shape[1] + torch.arange(need.shape[1], dtype=torch.int32)).argsort(1)
         sizes = (need * self.tokens).gather(1, order)

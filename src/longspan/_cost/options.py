@@ -28,7 +28,7 @@ class Option:
         computing: Predicted seconds of kernels, both passes, on the busiest rank.
         imbalance: Pairs of the busiest rank over the mean, all masks together. Where `exact`, counted as in the plan's report.
         received: KV received along the KV axis, as a share of an all-gather.
-        joined: Local KV of every mask is computed together with the KV of the only exchange.
+        joined: Local KV of every mask is computed together with the KV of the only all-to-all.
         exact: The option was planned and timed exactly; otherwise it was estimated from owners of units.
     """
 

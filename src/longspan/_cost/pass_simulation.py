@@ -39,7 +39,7 @@ class PassSimulation:
         compute_done = before.clone()
         for i, previous, following in self._walk():
             begin = torch.maximum(compute_done, arrival[1, :, i])
-            packs_first = work.joined and i == 0  # the exchange waits until local KV is packed
+            packs_first = work.joined and i == 0  # the all-to-all waits until local KV is packed
             if following is not None and float(work.exchanges[following]):
                 ready = begin + seconds[:, i] if packs_first else compute_done
                 arrival[0, :, following] = self._start(torch.maximum(stream_free, ready), following)
@@ -75,7 +75,7 @@ class PassSimulation:
         yield from zip(steps, [0, *steps], [*steps[1:], None], strict=False)
 
     def _start(self, ready: Tensor, step: int) -> Tensor:
-        """When a step's exchange starts [R]: when all peers of a rank are ready, or all ranks where peers are not known."""
+        """When a step's all-to-all starts [R]: when all peers of a rank are ready, or all ranks where peers are not known."""
         if not self.work.peers:
             return ready.max().expand_as(ready)
         receiver, sender = self.work.peers[step]
@@ -146,7 +146,7 @@ class PassSimulation:
     # ------------------------------------------------------------------------------------------------------------ communication
 
     def _exchange_seconds(self, arriving: Tensor, leaving: Tensor, token_bytes: float) -> Tensor:
-        """Seconds of each step's exchange [R, K + 1]: the slower kind of link, in the slower direction."""
+        """Seconds of each step's all-to-all [R, K + 1]: the slower kind of link, in the slower direction."""
         by_link = []
         for i, link in enumerate((self.cluster.inside, self.cluster.between)):
             bytes_ = torch.maximum(arriving[i], leaving[i]) * token_bytes

@@ -26,16 +26,16 @@ def timeline(work: Workload, cluster: Cluster, conditions: Conditions | None = N
 def fastest(
     work: Workload, cluster: Cluster, conditions: Conditions | None = None, *, overlap: bool | None = None
 ) -> tuple[Workload, Timeline]:
-    """A workload that does or does not overlap local computation with the first exchange, and its timeline.
+    """A workload that does or does not overlap local computation with the first all-to-all, and its timeline.
 
-    Without overlap, local KV is computed together with the KV of the first exchange: no running result is written and read again, but no
+    Without overlap, local KV is computed together with the KV of the first all-to-all: no running result is written and read again, but no
     communication is hidden. With several steps there is a running result anyway.
 
     Args:
         work: The workload with local KV in step 0.
         cluster: The devices.
         conditions: Slow ranks and links.
-        overlap: Whether to overlap; None for the faster of both, where there is one exchange.
+        overlap: Whether to overlap; None for the faster of both, where there is one all-to-all.
     """
     options = [work] if overlap is not False or not work.exchange_steps else []
     if work.exchange_steps and (overlap is False or (overlap is None and work.exchange_steps == 1)):

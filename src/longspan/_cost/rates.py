@@ -49,7 +49,7 @@ class Link:
 
     Attributes:
         bandwidth: Bytes per second that a device sends and, at the same time, receives.
-        latency: Seconds until an exchange has begun.
+        latency: Seconds until an all-to-all has begun.
     """
 
     bandwidth: float
@@ -151,7 +151,7 @@ class Cluster:
         inside: Links within a node.
         between: Links from a device to other nodes.
         kernel: The attention kernel's speed.
-        contention: Share of a kernel's speed that is lost while an exchange is in flight.
+        contention: Share of a kernel's speed that is lost while an all-to-all is in flight.
     """
 
     name: str

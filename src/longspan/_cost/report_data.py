@@ -42,7 +42,7 @@ class PlanReport:
         shape, cluster: The sizes and the devices that were assumed.
         work: The workload per rank of the KV axis.
         timeline: When each rank computes and waits.
-        traffic: The bytes of every exchange.
+        traffic: The bytes of every all-to-all.
     """
 
     data: PlanData

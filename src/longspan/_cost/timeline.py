@@ -1,9 +1,9 @@
 """The predicted timeline of a workload: when each rank computes, when KV and gradients are in flight, and how much of that is exposed.
 
-The model follows the engine. While step i is computed, the KV of step i + 1 is in flight. An exchange begins when the exchange before it
-has ended and the computation before the one it overlaps with is done. In backward, the gradients of a step's KV return to their owners
+The model follows the engine. While step i is computed, the KV of step i + 1 is in flight. An all-to-all begins when the one before it has
+ended and the computation before the one it overlaps with is done. In backward, the gradients of a step's KV return to their owners
 while the next step is computed; those of the last step while the second part of local KV is. In a joined schedule nothing overlaps with
-the first exchange.
+the first all-to-all.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PassTimes:
 
     Attributes:
         compute: (start, end) of each step's computation [R, K + 1].
-        transfer: (start, end) of the exchange that brings each step's KV [R, K + 1]; empty for step 0.
+        transfer: (start, end) of the all-to-all that brings each step's KV [R, K + 1]; empty for step 0.
         grad_return: (start, end) of the return of each step's gradients [R, K + 1]; None in forward.
         before: Seconds of the Ulysses transpose before the first step [R].
         after: Seconds after the last computation [R]: the last gradients' return, and the Ulysses transpose.

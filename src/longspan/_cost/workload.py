@@ -84,7 +84,7 @@ class Workload:
 
     @property
     def exchange_steps(self) -> int:
-        """Number of steps that wait for an exchange."""
+        """Number of steps that wait for an all-to-all."""
         return int((self.exchanges > 0).sum())
 
     @property

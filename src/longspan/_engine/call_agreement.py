@@ -2,7 +2,7 @@
 
 Every forward and every backward pass begins with a control message (`longspan._comm.agreement`). If a rank makes another call, or refuses
 its own tensors, every rank raises an error that names the rank and the field, before any data moves. The message is sent here and awaited
-before the first exchange.
+before the first all-to-all.
 """
 
 from __future__ import annotations

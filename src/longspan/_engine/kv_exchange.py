@@ -1,4 +1,4 @@
-"""The exchange of keys and values: sent from their own memory or packed first, and handed to kernels as views of the receive buffers.
+"""The all-to-all of keys and values: sent from their own memory or packed first, and handed to kernels as views of the receive buffers.
 
 Legend as in `longspan._kernels.protocol`. A buffer holds rows: K and V of a token side by side [T, B, G, D + E], or, where K and V are sent
 separately, one buffer each.
@@ -19,13 +19,13 @@ from longspan._engine.streams import issue_stream
 from longspan._kernels.row_sums import copy_rows_
 from longspan._plan.plan_data import PlanData
 
-# Bytes of a shard's K and V from which each is sent in an exchange of its own, without packing. Below this size, packing K and V is cheaper
-# than a second collective.
+# Bytes of a shard's K and V from which each is sent in an all-to-all of its own, without packing. Below this size, packing K and V is
+# cheaper than a second collective.
 SEPARATE_KV_BYTES = 32 * 2**20
 
 
 def sends_kv_separately(plan: PlanData, k: Tensor, v: Tensor) -> bool:
-    """Whether K and V are sent in separate exchanges. Then all stages of a step are one exchange each.
+    """Whether K and V are sent separately. Then all stages of a step are one all-to-all each.
 
     The same on every rank: it depends on sizes only, not on strides.
     """
@@ -132,7 +132,7 @@ class KVExchange:
         if transfer.packed is None:
             transfer.pending = [issue() for issue in transfer.issue]
         else:
-            # A backend's stream waits for the stream that issues the exchange. On the current stream, it would wait for the kernel of the
+            # A backend's stream waits for the stream that issues the all-to-all. On the current stream, it would wait for the kernel of the
             # step before: issue from another stream that waits for the packing only.
             stream = issue_stream(self.k.device)
             stream.wait_event(transfer.packed)

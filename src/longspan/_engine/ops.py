@@ -22,7 +22,8 @@ from longspan._plan.plan_data import PlanData
 from longspan._torch_modes import without_autocast
 
 NO_TRANSFORMS = (
-    "longspan.attention is not supported under torch.vmap, torch.func or forward-mode differentiation; kernel='dense' supports them"
+    "longspan.attention is not supported under torch.vmap, torch.func or forward-mode differentiation; kernel='dense' without a plan "
+    "supports them, in O(S²) memory"
 )
 
 specs = SpecRegistry()

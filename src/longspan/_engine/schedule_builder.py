@@ -26,7 +26,7 @@ class ScheduleOptions:
         heads: First query head and one past the last, where the rank computes some heads only; None for all.
         backward: Only KV that a rank reads is received (`PlanData.backward_schedule`), and stages in which nothing moves on any rank are
             left out.
-        merge_stages: All stages of a step are one exchange.
+        merge_stages: All stages of a step are one all-to-all.
         split_bytes: Of a backward pass, (bytes of a KV element, bytes of a gradient element in flight). The local KV is then split between
             tiles into a first and a last step, in proportion to the transfers that each overlaps with (`late_share`). It stays in one
             step where batch rows differ, where no received KV is computed, and where there are not two tiles to compute.
@@ -126,7 +126,7 @@ class _ScheduleBuilder:
         return StepTiles(table=table, q_tiles=self.q_tilings[row], kv_tiles=_tiling(self.tiled_rows[row].kv, kv_tiles), kv_rows=kv_rows)
 
     def _exchange(self, stages: range, offset: int) -> tuple[StageExchange, list[tuple[Tensor, Tensor]]]:
-        """The exchange of these stages, and for each batch row its received tiles and the places of their tokens: by rank, then stage."""
+        """The all-to-all of these stages, and for each batch row its received tiles and the places of their tokens: by rank, then stage."""
         moves = self.moves
         now = (moves.stage >= stages.start) & (moves.stage < stages.stop)
         received, sent = (torch.nonzero(mine & now).flatten() for mine in (self.receives, self.sends))

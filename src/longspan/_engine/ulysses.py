@@ -61,13 +61,13 @@ class UlyssesTranspose:
         return self._heads(rank) if tensor_heads == self.heads else self._kv_heads(rank)
 
     def gather_all(self, queries: Sequence[Tensor], kv: Sequence[Tensor], *, what: str) -> list[Tensor]:
-        """`gather` of tensors by queries and of tensors by KV: one exchange where both have the same lengths, else two."""
+        """`gather` of tensors by queries and of tensors by KV: one all-to-all where both have the same lengths, else two."""
         if self.lengths == self.kv_lengths:
             return self.gather([*queries, *kv], self.lengths, what=what)
         return [*self.gather(queries, self.lengths, what=what), *self.gather(kv, self.kv_lengths, what=f"{what} (KV)")]
 
     def gather(self, tensors: Sequence[Tensor], lengths: Sequence[int], *, what: str) -> list[Tensor]:
-        """[B, H or G, S, D] each → [B, h or g, L, D] each, in one exchange. All of one dtype; the results are views of one buffer."""
+        """[B, H or G, S, D] each → [B, h or g, L, D] each, in one all-to-all. All of one dtype; the results are views of one buffer."""
         size, batch, length = self.group.size, tensors[0].shape[0], tensors[0].shape[2]
         kinds = [t.shape[1] if t.shape[1] == self.heads else self.kv_heads for t in tensors]
         counts = [len(self._range(kind, 0)) for kind in kinds]

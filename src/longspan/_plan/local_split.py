@@ -1,4 +1,4 @@
-"""The split of local KV in backward: one part overlaps with the first exchange, the other with the last return of gradients.
+"""The split of local KV in backward: one part overlaps with the first all-to-all, the other with the last return of gradients.
 
 Used by the engine, which computes the parts, and by the cost model, which predicts their time.
 """

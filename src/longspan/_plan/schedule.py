@@ -1,9 +1,9 @@
 """Schedules: which KV moves when. A schedule is a list of moves, as data; the engine knows no strategy by name.
 
-In each stage every rank receives contiguous ranges of KV from the ranks that own them, in one exchange. Local KV never moves and is
+In each stage every rank receives contiguous ranges of KV from the ranks that own them, in one all-to-all. Local KV never moves and is
 computed first. Consecutive stages may be computed together in one *step*: a kernel launch per short range would cost more than it hides.
-In a *joined* schedule, local KV is computed together with the KV of the first step: this is faster where the exchange takes less time than
-writing and reading a running result.
+In a *joined* schedule, local KV is computed together with the KV of the first step: this is faster where the all-to-all takes less time
+than writing and reading a running result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Schedule:
 
     Attributes:
         name: The strategy's name.
-        stages: Number of stages, each one exchange.
+        stages: Number of stages, each one all-to-all.
         steps: Consecutive ranges of stages that are computed together.
         stage, row, receiver, source, start, length: The columns [moves]. `row` is 0 where all batch rows are laid out alike.
         joined: Local KV is computed together with the KV of the first step.

@@ -66,17 +66,17 @@ def plan(
         layout: Who owns which tokens: "contiguous", "head_tail", "per_document", "round_robin", "auto", a `Layout`, or a pair of layouts
             (queries, keys).
         strategy: How KV moves: "ring", "allgather", "exchange", "ulysses", "ulysses_ring", "ulysses_exchange", "ulysses_allgather",
-            "auto", or a `Schedule`. "auto" without `heads` is an exchange.
+            "auto", or a `Schedule`. "auto" without `heads` is "exchange".
         batch: Batch size of the calls to come, checked there. Needed for masks that depend on the batch row.
         heads: Number of query heads, checked at each call. Needed for masks that depend on the head, and by "auto" to weigh options by
             the cost model.
         kv_heads: Number of KV heads, checked at each call; as many as query heads by default.
         head_dim: Head dim of queries and keys, checked at each call.
-        stages: Number of stages of an exchange. By default as few as keep a stage at one shard or 16,384 tokens; with "auto" and `heads`,
-            the number that the cost model predicts to be fastest.
-        overlap: Whether local KV is computed while the first exchange is in flight (True), or together with its KV in one kernel call
+        stages: Number of stages of strategy "exchange". By default as few as keep a stage at one shard or 16,384 tokens; with "auto" and
+            `heads`, the number that the cost model predicts to be fastest.
+        overlap: Whether local KV is computed while the first all-to-all is in flight (True), or together with its KV in one kernel call
             (False). False hides no communication but keeps no running result. By default the faster one by the cost model, where there
-            is one exchange and `heads` is given; otherwise True.
+            is one all-to-all and `heads` is given; otherwise True.
         grad_reduce_dtype: The dtype in which partial gradients of K and V are sent; float32 (float64 for float64 inputs) by default.
         cluster: The profile for the cost model: a name such as "h100", a TOML file, or a `Cluster`; "h200" by default. The plan's
             reports use it too.

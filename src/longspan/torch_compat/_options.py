@@ -34,7 +34,7 @@ _ROTATIONS = {"allgather": _RotateMethod.ALL_GATHER, "alltoall": _RotateMethod.A
 
 
 def set_rotate_method(rotate_method: str) -> None:
-    """Set how the KV of SDPA moves: "allgather", in one exchange, or "alltoall", around a ring."""
+    """Set how the KV of SDPA moves: "allgather", all at once, or "alltoall", around a ring."""
     if rotate_method not in _ROTATIONS:
         raise NotImplementedError(f"rotate_method: expected one of {', '.join(map(repr, _ROTATIONS))}, got {rotate_method!r}")
     _cp_options.rotate_method = _ROTATIONS[rotate_method]

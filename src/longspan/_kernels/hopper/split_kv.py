@@ -3,7 +3,7 @@
 1,024 items of equal length on 132 CTAs take 8 waves for the work of 7.76; 32 items, few queries over many keys, leave 100 CTAs idle. So the
 items that are still running when the first CTA finds none left are split along KV. If they occupy at most half of the CTAs, each is split
 into as many equal parts as there are CTAs for. Otherwise each gives up one or two short parts, which the idle CTAs compute. The split, and
-whether there is one, is found by simulating the last waves.
+whether there is one, result from a simulation of the last waves.
 
 All items are split at the same share of their KV: CTAs that read the same KV go on reading it at the same time, which L2 needs. Each part
 stores a partial result. The last part of an item to finish combines all of them: no part waits for another.
