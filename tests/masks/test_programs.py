@@ -18,6 +18,7 @@ from longspan._masks.program import Program
 from longspan._masks.tracing import ProgramError, trace
 
 TABLE = torch.randn(5, 7)
+UNSIGNED = {dtype: torch.arange(9).to(dtype) for dtype in (torch.uint16, torch.uint32, torch.uint64)}
 
 
 def indices(batch: int = 2, heads: int = 3, queries: int = 5, keys: int = 7) -> tuple[Tensor, ...]:
@@ -113,6 +114,9 @@ REJECTED = [
     (lambda s, b, h, q, kv: q, "score", "got dtype torch.int64: use .float"),
     (lambda b, h, q, kv: TABLE[q] > 0, "mask", r"bool tensor, got shape \(7,\): reduce it"),
     (lambda b, h, q, kv: q * 1.0, "mask", "got dtype torch.float32: compare"),
+    (lambda b, h, q, kv: UNSIGNED[torch.uint16][q] == UNSIGNED[torch.uint16][kv], "mask", r"with torch.uint16.*table\.long\(\)\[kv\]"),
+    (lambda b, h, q, kv: UNSIGNED[torch.uint32][kv] < 3, "mask", "computes with torch.uint32"),
+    (lambda b, h, q, kv: UNSIGNED[torch.uint64][kv].long() < q, "mask", "computes with torch.uint64"),
     (lambda b, h, q, kv: q > kv.nothing, "mask", "cannot be traced: .*no attribute 'nothing'"),
 ]
 
@@ -121,6 +125,12 @@ REJECTED = [
 def test_a_mod_that_cannot_be_traced_raises_with_its_name_and_the_reason(fn: object, kind: str, match: str) -> None:
     with pytest.raises(ProgramError, match=match):
         trace(fn, kind)  # type: ignore[arg-type]
+
+
+def test_a_mask_may_convert_a_table_of_wide_unsigned_integers_before_the_lookup() -> None:
+    traced = trace(lambda b, h, q, kv: UNSIGNED[torch.uint32].long()[kv] <= q, "mask")
+    q, kv = torch.arange(5)[:, None], torch.arange(7)
+    assert torch.equal(traced.program(torch.tensor(0), torch.tensor(0), q, kv, *traced.captured()), kv <= q)
 
 
 @pytest.mark.parametrize("value", [True, 1.0, None])

@@ -68,6 +68,9 @@ class _IndexAsGather(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
+
 def mod_name(fn: Any) -> str:
     """Name of a mod for messages: of the function, or of its class."""
     return getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__qualname__
@@ -168,11 +171,17 @@ def _checked(fn: Callable[..., Any], kind: Kind, name: str, *, grad_mode: bool) 
 
 
 def _check_pure(graph: Graph, kind: Kind, name: str) -> None:
-    """Raise ProgramError for in-place operations, random numbers and reads of tensor values in Python."""
+    """Raise ProgramError for in-place operations, random numbers, reads of tensor values in Python, and wide unsigned integers in masks."""
     for node in graph.nodes:
         target = node.target
         if not isinstance(target, OpOverload):
             continue
+        value = node.meta.get("val")
+        if kind == "mask" and isinstance(value, Tensor) and value.dtype in _WIDE_UNSIGNED:
+            raise ProgramError(
+                f"{kind}_mod {name!r} computes with {value.dtype}, for which torch has no minimum: expected bool, uint8, signed integers "
+                "or floating point. Convert a captured tensor before its lookup: table.long()[kv]"
+            )
         if target._schema.is_mutable:
             raise ProgramError(
                 f"{kind}_mod {name!r} mutates a tensor ({target.overloadpacket.__name__}); mods must be pure: "
