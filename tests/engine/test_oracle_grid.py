@@ -17,7 +17,7 @@ TINY = [c for c in covering_sample(whole_grid(lengths=(1, 7, 40, 130))) if c.dim
 @pytest.mark.parametrize("kernel", ["dense", "cpu"])
 @pytest.mark.parametrize("case", MEDIUM, ids=str)
 def test_equals_the_oracle_in_float32(case: Case, kernel: str) -> None:
-    check_against_oracle(case, kernel, torch.float32)
+    check_against_oracle(case, kernel, torch.float32, batch=1 if case.length == 650 else 2)
 
 
 @pytest.mark.parametrize("kernel", ["dense", "cpu"])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
 from tests.cases import covering_sample
-from tests.sharded import LAYOUTS, Case, Problem, check_budget, check_case, mask_named, problem_of, whole_grid
+from tests.sharded import LAYOUTS, Case, Problem, Results, check_budget, check_case, mask_named, problem_of, whole_grid
 
 import longspan as ls
 from longspan._engine.schedule_builder import ScheduleOptions, local_schedule
@@ -28,23 +29,36 @@ def test_errors_stay_within_the_budget_of_the_dtype(case: Case, dtype: torch.dty
     check_budget(problem, problem.over(**options))
 
 
+@lru_cache(maxsize=1)
+def cross_attention() -> tuple[Problem, Results]:
+    """A problem whose queries and KV have different lengths, and its results by the oracle."""
+    mask = ls.mask_mod(lambda b, h, q, kv: (q * 2 + kv) % 9 < 4 + h % 2)
+    problem = Problem(mask=mask, score="relative bias", q_len=131, kv_len=303, batch=2, heads=6, kv_heads=3)
+    return problem, problem.by_oracle()
+
+
 @pytest.mark.parametrize("strategy", ["ring", "allgather", "exchange", "ulysses"])
 @pytest.mark.parametrize("layout", ["contiguous", "head_tail", "round_robin", "auto"])
 def test_cross_attention_has_its_own_lengths_layouts_and_shards(strategy: str, layout: str) -> None:
-    mask = ls.mask_mod(lambda b, h, q, kv: (q * 2 + kv) % 9 < 4 + h % 2)
-    problem = Problem(mask=mask, score="relative bias", q_len=131, kv_len=303, batch=2, heads=6, kv_heads=3)
-    right, got = problem.by_oracle(), problem.over(3, strategy=strategy, layout=layout)
+    problem, right = cross_attention()
+    got = problem.over(3, strategy=strategy, layout=layout)
     for name in right.values:
         assert got.error(right, name) < 1e-11, name
+
+
+@lru_cache(maxsize=1)
+def documents_by_row() -> tuple[Problem, Results]:
+    """A problem whose batch rows have different documents, and its results by the oracle."""
+    mask = ls.causal() & ls.documents(lengths=[[100, 3, 57, 141], [20, 201, 80], [301]])
+    problem = Problem(mask=mask, score="alibi", q_len=301, kv_len=301, batch=3, heads=8, kv_heads=2)
+    return problem, problem.by_oracle()
 
 
 @pytest.mark.parametrize("strategy", ["ring", "allgather", "exchange", "ulysses", "auto"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_batch_rows_may_be_laid_out_differently(strategy: str, layout: str) -> None:
-    rows = [[100, 3, 57, 141], [20, 201, 80], [301]]
-    mask = ls.causal() & ls.documents(lengths=rows)
-    problem = Problem(mask=mask, score="alibi", q_len=301, kv_len=301, batch=3, heads=8, kv_heads=2)
-    right, got = problem.by_oracle(), problem.over(4, strategy=strategy, layout=layout)
+    problem, right = documents_by_row()
+    got = problem.over(4, strategy=strategy, layout=layout)
     for name in right.values:
         assert got.error(right, name) < 1e-11, name
     per_row = layout in ("per_document", "round_robin", "auto")
@@ -75,16 +89,21 @@ def test_joined_schedules_compute_local_and_first_received_kv_together(mask: str
         assert got.error(right, name) < 1e-11, name
 
 
+@lru_cache(maxsize=3)
+def per_head(kv_heads: int) -> tuple[Problem, Results]:
+    """A problem whose heads have different masks, and its results by the oracle."""
+    mask = mask_named("per head", 203, "")
+    problem = Problem(mask=mask, score="relative bias", q_len=203, kv_len=203, batch=2, heads=6, kv_heads=kv_heads)
+    return problem, problem.by_oracle()
+
+
 @pytest.mark.parametrize("shape", [(2, 3), (3, 2)])
 @pytest.mark.parametrize("inner", ["ring", "exchange", "allgather"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 def test_ulysses_composes_with_every_schedule(shape: tuple[int, int], inner: str, kv_heads: int) -> None:
-    problem = Problem(
-        mask=mask_named("per head", 203, ""), score="relative bias", q_len=203, kv_len=203, batch=2, heads=6, kv_heads=kv_heads
-    )
     if (6 // shape[1]) % (6 // kv_heads) and (6 // kv_heads) % (6 // shape[1]):
         pytest.skip("these head counts do not allow the degree; refused elsewhere")
-    right = problem.by_oracle()
+    problem, right = per_head(kv_heads)
     got = problem.over(shape, axis_names=("ring", "ulysses"), strategy=f"ulysses_{inner}", layout="head_tail")
     for name in right.values:
         assert got.error(right, name) < 1e-11, name
