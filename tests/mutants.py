@@ -200,6 +200,9 @@ def given(path: Path) -> list[Mutant]:
 # -------------------------------------------------------------------------------------------------------------- running the tests
 
 
+HARNESS_FAILED = 70  # exit code
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """Seconds for one stage of tests and for random cases (0: none), and the test files of the only stage, if they are given."""
@@ -269,7 +272,7 @@ def _forked(copy: Path, run: Any, limit: float) -> int:
     """run() in a forked process with the copy first in the path: torch is imported already, longspan is not. −1 after the limit."""
     pid = os.fork()
     if pid == 0:
-        code = 2
+        code = HARNESS_FAILED
         with contextlib.suppress(BaseException):
             os.setsid()
             os.chdir(copy)
@@ -286,7 +289,10 @@ def _forked(copy: Path, run: Any, limit: float) -> int:
         if done:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)  # processes that the tests left behind
-            return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 2
+            code = os.waitstatus_to_exitcode(status)
+            if code in (3, 4, HARNESS_FAILED):  # pytest's internal and usage errors
+                raise SystemExit(f"the tests did not start (exit code {code}): run them without a mutant")
+            return code if code >= 0 else 1
         time.sleep(0.1)
     os.killpg(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -320,7 +326,7 @@ def main() -> int:
         print(*mutants, sep="\n")
         return 0
     os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    for name in ("torch", "pytest", "hypothesis", "numpy", "torch.fx.experimental.proxy_tensor", "torch._dynamo", "triton"):
+    for name in ("torch", "pytest", "numpy", "torch.fx.experimental.proxy_tensor", "torch._dynamo", "triton"):
         with contextlib.suppress(ImportError):
             __import__(name)
     verdicts: list[dict[str, Any]] = []
@@ -328,6 +334,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "repository"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "build", "__pycache__", ".*_cache", ".carry"))
+        if _forked(copy, lambda: _pytest(copy, options.tests or ["tests/test_import.py"]), options.limit):
+            raise SystemExit("tests fail without a mutant: run them first")
         for mutant in mutants:
             if time.monotonic() - begin > options.seconds:
                 break

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import longspan as ls
+from longspan._kernels.registry import KernelRefused
 from longspan.testing import oracle, virtual_world
 
-MASK = ls.mask_mod(lambda b, h, q, kv: ((q + b) % 3 != kv % 2) & (q - kv < 3 * (h + 2)))
+MASK = ls.mask_mod(lambda b, h, q, kv: ((q + b) % 3 != kv % 2) & (q - kv < 3 * (h + 2)) | (kv == 1))
 
 
 def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -35,6 +36,7 @@ class Call:
     sink: bool = False
     scored: bool = True
     through_lse: bool = False
+    return_lse: bool = True
     needs: str = "qkv"
     kernel: str = "cpu"
 
@@ -47,16 +49,21 @@ class Call:
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         return [*drawn[:4], drawn[4].to(wide), drawn[5].to(wide)]
 
-    def results(self, attend: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
+    def results(self, attend: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor | None]:
         """[out, lse, the gradients that are needed]."""
         q, k, v, grad_out, grad_lse, sink = tensors
         leaves = {name: t.detach().clone().requires_grad_(name in self.needs) for name, t in zip("qkvs", (q, k, v, sink))}
         options = {"score_mod": score_mod if self.scored else None, "scale": self.scale, "sink": leaves["s"] if self.sink else None}
-        out, lse = attend(leaves["q"], leaves["k"], leaves["v"], return_lse=True, **options)
+        outputs = attend(leaves["q"], leaves["k"], leaves["v"], return_lse=self.return_lse, **options)
+        out, lse = outputs if self.return_lse else (outputs, None)
         loss = (out * grad_out).sum()
         if self.through_lse:
             loss = loss + (lse.masked_fill(lse == -torch.inf, 0.0) * grad_lse).sum()
-        return [out.detach(), lse.detach(), *torch.autograd.grad(loss, [t for t in leaves.values() if t.requires_grad], allow_unused=True)]
+        return [
+            out.detach(),
+            None if lse is None else lse.detach(),
+            *torch.autograd.grad(loss, [t for t in leaves.values() if t.requires_grad], allow_unused=True),
+        ]
 
 
 BASE = Call()
@@ -65,6 +72,7 @@ ANYWHERE = {
     "sink": replace(BASE, sink=True, needs="qkvs"),
     "no score_mod": replace(BASE, scored=False),
     "gradient of lse": replace(BASE, through_lse=True),
+    "no lse": replace(BASE, return_lse=False),
     "no gradient of q": replace(BASE, needs="kv"),
     "only the gradient of v": replace(BASE, needs="v"),
     "float32": replace(BASE, dtype=torch.float32),
@@ -75,12 +83,12 @@ ANYWHERE = {
 ON_ONE_DEVICE = ANYWHERE | {
     "batch": replace(BASE, batch=3),
     "heads": replace(BASE, heads=6),
-    "queries": replace(BASE, q_len=13),
-    "keys": replace(BASE, kv_len=17),
+    "queries": replace(BASE, q_len=140),
+    "keys": replace(BASE, kv_len=140),
 }
 
 
-def check(call: Call, got: list[Tensor]) -> None:
+def check(call: Call, got: list[Tensor | None]) -> None:
     tolerance = 1e-11 if call.dtype == torch.float64 else 2e-5
     want = call.results(lambda *t, **options: oracle(*t, mask=MASK, **options), [t.double() for t in call.tensors()])
     assert len(got) == len(want)
@@ -103,7 +111,7 @@ def test_calls_with_one_plan_that_differ_in_one_setting_equal_the_oracle(strateg
     plan = ls.plan(MASK, 12, ls.Mesh.abstract(2), strategy=strategy, layout="head_tail", batch=2, heads=4)
     order = [c for call in ANYWHERE.values() for c in (BASE, call)] + [BASE]
 
-    def rank(mesh: Any) -> list[list[Tensor]]:
+    def rank(mesh: Any) -> list[list[Tensor | None]]:
         mine = plan.on(mesh)
         by_call = []
         for call in order:
@@ -116,3 +124,49 @@ def test_calls_with_one_plan_that_differ_in_one_setting_equal_the_oracle(strateg
     for i, call in enumerate(order):
         shared = [sum(ranks[i][j] for ranks in by_rank) if t is not None and t.ndim == 1 else t for j, t in enumerate(by_rank[0][i])]
         check(call, shared)
+
+
+def test_lse_gets_its_gradient_after_a_call_that_did_not_return_it() -> None:
+    mod = lambda s, b, h, q, kv: s * 0.8 + h  # of this test only: programs are cached
+    plan = ls.plan(MASK, 12, ls.Mesh.abstract(2), strategy="ulysses", layout="contiguous", batch=2, heads=4)
+    q, k, v, _, grad_lse, _ = BASE.tensors()
+
+    def rank(mesh: Any) -> Tensor:
+        mine = plan.on(mesh)
+        shards = [mine.shard(t, 2).detach().requires_grad_() for t in (q, k, v)]
+        torch.autograd.grad(ls.attention(*shards, plan=mine, score_mod=mod).sum(), shards)
+        _, lse = ls.attention(*shards, plan=mine, score_mod=mod, return_lse=True)
+        return mine.unshard(torch.autograd.grad(lse, shards[0], mine.shard(grad_lse, 2))[0], 2)
+
+    leaf = q.clone().requires_grad_()
+    _, lse = oracle(leaf, k, v, mask=MASK, score_mod=mod, return_lse=True)
+    torch.testing.assert_close(virtual_world(2).run(rank)[0], torch.autograd.grad(lse, leaf, grad_lse)[0])
+
+
+def test_a_named_kernel_refuses_a_call_that_another_kernel_computed_before() -> None:
+    q, k, v = BASE.tensors()[:3]
+    ls.attention(q, k, v, score_mod=score_mod, kernel="cpu")
+    with pytest.raises(KernelRefused, match="score_mod"):
+        ls.attention(q, k, v, score_mod=score_mod, kernel="aten")
+
+
+@pytest.mark.parametrize("other", ["kernel", "value dim", "dtype"])
+def test_a_named_kernel_refuses_a_call_after_another_one_with_the_same_plan(other: str) -> None:
+    """The kernel of a pass is cached by plan: a call that only differs in `other` must not run with it."""
+    if other == "dtype":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("the kernel runs on the CPU in the interpreter only")
+    refused = {"kernel": "score_mod", "value dim": "head dims", "dtype": "float64"}[other]
+    kernel = "triton" if other == "dtype" else "aten"
+    mod = score_mod if other == "kernel" else None
+
+    def rank(mesh: Any) -> None:
+        plan = ls.plan(ls.full(), 12, mesh)
+        q, k, v = BASE.tensors()[:3]
+        first = [t.float() for t in (q, k, v)] if other == "dtype" else [q, k, v]
+        ls.attention(*first, plan=plan, score_mod=mod, kernel="cpu" if other == "kernel" else kernel)
+        with pytest.raises(ValueError, match=refused):
+            ls.attention(q, k, v[..., :3] if other == "value dim" else v, plan=plan, score_mod=mod, kernel=kernel)
+
+    virtual_world(1).run(rank)

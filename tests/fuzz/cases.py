@@ -65,6 +65,7 @@ def draw(seed: int, tile: int, *, device: str = "cpu") -> Case:
         case["form"] = (
             rng.choice(("none", "causal", "bool", "float")) if case["entry"] == "sdpa" else rng.choice(("flex", "causal", "bool", "none"))
         )
+    case["invariant"] = case["entry"] in ("attention", "plan") and case["kernel"] in ("auto", "cpu") and rng.random() < 0.08
     case["compile"] = device == "cpu" and case["entry"] == "attention" and rng.random() < 0.0005
     return valid(case)
 
@@ -100,6 +101,8 @@ def valid(case: Case) -> Case:
             case["mask"] = None if case["form"] == "none" else {"op": "causal"}
         if case["form"] == "bool" and case["mask"] is None:
             case["form"] = "none"
+    if case.get("compile") or case["kernel"] not in ("auto", "cpu", "triton"):
+        case["invariant"] = False
     if (case.get("mesh") or {}).get("buffers") == "inference":
         case["needs"] = "none"
     if case["again"] == "state" and not any(
@@ -438,6 +441,7 @@ def families(case: Case) -> set[str]:
     names |= {"cross lengths"} if case["q_len"] != case["kv_len"] else set()
     names |= {"value dim != key dim"} if case["dim"] != case["value_dim"] else set()
     names |= {"gqa"} if case["heads"] != case["kv_heads"] else set()
+    names |= {"invariant"} if case.get("invariant") else set()
     names |= {"compile"} if case.get("compile") else set()
     if mesh:
         names |= {f"strategy {mesh['strategy']}", f"layout {mesh['layout']}", f"mesh {'x'.join(map(str, mesh['shape']))}"}

@@ -278,7 +278,11 @@ def _results(
     grad_out = restrided(shard(p.given("grad_out"), "q").detach(), strides["grad"])
     sink = None if p.sink is None else p.sink.clone()
     leaves = _leaves(case, tensors, sink, captured)
-    with torch.no_grad() if case["needs"] == "none" else contextlib.nullcontext():
+    with contextlib.ExitStack() as modes:
+        if case["needs"] == "none":
+            modes.enter_context(torch.no_grad())
+        if case.get("invariant"):
+            modes.enter_context(ls.invariant())
         outputs = call(*tensors, score_mod=score_mod, sink=sink, scale=p.scale, lse=case["lse"])
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     results = dict(zip(("out", "lse", "max_scores"), (t.detach() for t in outputs)))

@@ -14,7 +14,8 @@ from tests.fuzz.harness import Refused, Wrong, check
 
 MAX_TRIES = 250
 PLAIN: dict[str, Any] = {
-    "poison": None, "again": None, "compile": False, "sink": None, "score": None, "scale": None, "needs": "all", "kernel": "auto",
+    "poison": None, "again": None, "compile": False, "invariant": False, "sink": None, "score": None, "scale": None,
+    "needs": "all", "kernel": "auto",
     "through": "out", "lse": False, "aux": False, "dtype": "float64", "entry": "attention", "mask": None,
 }  # fmt: skip
 PLAIN_MESH = {"stages": None, "overlap": None, "grad_reduce_dtype": None, "own_plan": False, "sibling": False, "layout": "contiguous",
@@ -132,7 +133,7 @@ def script(case: Case, error: Wrong, name: str) -> str:
     shapes = (
         f"q [{case['batch']}, {case['heads']}, {case['q_len']}, {case['dim']}], k and v {case['kv_heads']} heads, {case['kv_len']} keys"
     )
-    single = case["entry"] == "attention" and not (case["poison"] or case["again"] or case.get("compile"))
+    single = case["entry"] == "attention" and not (case["poison"] or case["again"] or case.get("compile") or case.get("invariant"))
     lines = [
         f'"""{name}: {error.kind}. {shapes}, value dim {case["value_dim"]}, {case["dtype"]}; run with PYTHONPATH=src:."""',
         "",
