@@ -5,6 +5,7 @@
 `_disable_current_modes`  A mod is traced on the side. Modes of the caller (selective checkpointing, fake tensors, AOTAutograd's own
                           tracing) must not see, record or replay those operations; there is no public way to step out of them.
 `_get_current_dispatch_mode_stack`  Whether such modes are there: without any, the operator may be called without torch's dispatcher.
+`_len_torch_dispatch_stack`, `_len_torch_function_stack`  Whether modes are active, without building lists of them.
 `_get_current_function_mode_stack`  Whether a function mode of the user's would change what a mod's operations mean; torch has no public
                           way to list them.
 `OpOverload`              The type of a traced operation, whose schema says whether it mutates; it has no public name.
@@ -20,9 +21,12 @@
                           place of the captured ones.
 `is_legacy_batchedtensor`  `torch.autograd.grad(…, is_grads_batched=True)` has a way of its own: no transform is active, the gradient alone
                           stands for several, and by type it is a plain tensor.
+`forward_ad._current_level`  Whether forward-mode differentiation is active; the public way is to unpack every tensor.
 `TracingContext`          Whether Dynamo is at work. In torch 2.11 it takes the truth of every object that compiled code calls, to see if
                           there is one; to everyone else a mask refuses to be true or false.
 `_saved_tensors_hooks_is_enabled`  Whether saved-tensor hooks may be set: torch.func forbids them, and tells it nowhere in public.
+`_cuda_getCurrentRawStream`  The current stream as the CUDA driver takes it. `torch.cuda.current_stream` builds an object, which takes as
+                          long as the launch itself.
 `tracing`                 `make_fx` takes the fake mode of a compilation in progress from this context, whatever modes are active.
 """
 
@@ -41,6 +45,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.base_hop import BaseHOP
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -51,11 +56,14 @@ if TYPE_CHECKING:
 __all__ = [
     "BaseHOP",
     "OpOverload",
+    "current_raw_stream",
     "dynamo_is_at_work",
     "foreign_function_modes_are_active",
+    "function_modes_are_active",
     "is_batched_gradient",
     "is_transformed",
     "modes_are_active",
+    "nothing_intercepts_calls",
     "number_of",
     "outside_of_modes",
     "process_group_by_name",
@@ -68,6 +76,11 @@ __all__ = [
 ]
 
 
+def current_raw_stream(device: int) -> int:
+    """The CUstream of a CUDA device's current stream."""
+    return torch._C._cuda_getCurrentRawStream(device)  # type: ignore[no-any-return]
+
+
 def dynamo_is_at_work() -> bool:
     """Whether Dynamo, in the midst of a compilation, runs the present code itself: not code that it compiles."""
     return not torch.compiler.is_dynamo_compiling() and TracingContext.try_get() is not None
@@ -76,6 +89,21 @@ def dynamo_is_at_work() -> bool:
 def modes_are_active() -> bool:
     """Whether a dispatch mode would see operators that are called now."""
     return bool(_get_current_dispatch_mode_stack())
+
+
+def nothing_intercepts_calls() -> bool:
+    """Whether no dispatch mode, no function mode, no transform of torch.func and no forward-mode differentiation is active."""
+    return (
+        not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()  # type: ignore[attr-defined]
+        and maybe_current_level() is None
+        and forward_ad._current_level < 0
+    )
+
+
+def function_modes_are_active() -> bool:
+    """Whether any `TorchFunctionMode` is active; torch's default device is one."""
+    return bool(torch._C._len_torch_function_stack())  # type: ignore[attr-defined]
 
 
 def foreign_function_modes_are_active() -> bool:

@@ -7,6 +7,7 @@ every step hits the cache. A mod without a key is traced at every call.
 
 from __future__ import annotations
 
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -14,12 +15,14 @@ from threading import Lock
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from longspan._masks.program import Kind
+from longspan._masks.trace_guard import Guard
 from longspan._masks.trace_key import TraceKey, Unsure, trace_key
 from longspan._masks.tracing import Traced, trace
-from longspan._torch_private import foreign_function_modes_are_active
+from longspan._torch_private import foreign_function_modes_are_active, function_modes_are_active
 
 
 @dataclass(frozen=True)
@@ -34,17 +37,40 @@ class _CachedTrace:
     alive: list[Any]
 
 
+@dataclass(frozen=True)
+class _Guarded:
+    """A cached trace for mods that pass a guard."""
+
+    guard: Guard
+    entry: _CachedTrace
+
+    def bound(self, tensors: list[Tensor]) -> Traced:
+        """The trace of a mod that captured these tensors."""
+        traced = self.entry.traced
+        return Traced(program=traced.program, sources=tuple(tensors[i] for i in self.entry.positions), preamble=traced.preamble)
+
+
+_GUARDS_PER_CODE = 4
+
+
 class TraceCache:
     """Bounded LRU cache of `trace` results, thread-safe."""
 
     def __init__(self, size: int = 256) -> None:
         self._size = size
         self._entries: OrderedDict[Hashable, _CachedTrace] = OrderedDict()
+        self._guarded: OrderedDict[Hashable, list[_Guarded]] = OrderedDict()  # by the code of the mod
         self._lock = Lock()
         self.hits = 0
 
     def trace(self, fn: Callable[..., Any], kind: Kind, *, score_dtype: torch.dtype, name: str | None = None) -> Traced:
         """Trace a mod, or reuse the trace of a mod with an equal key."""
+        guard_key = _guard_key(fn, kind, score_dtype)
+        for guarded in self._guarded.get(guard_key, ()) if guard_key is not None else ():
+            tensors = guarded.guard.tensors(fn)  # type: ignore[arg-type]
+            if tensors is not None:
+                self.hits += 1
+                return guarded.bound(tensors)
         try:
             lookup = _key(fn, kind, score_dtype)
             hash(lookup.key)
@@ -55,6 +81,7 @@ class TraceCache:
             if entry is not None:
                 self._entries.move_to_end(lookup.key)
                 self.hits += 1
+                self._guard(guard_key, lookup, entry)
                 return replace(entry.traced, sources=tuple(lookup.tensors[i] for i in entry.positions))
         # The key does not describe a module's forward (hooks, submodules), so a mod that calls modules is not cached.
         called_modules: list[Any] = []
@@ -70,17 +97,42 @@ class TraceCache:
                 self._entries[lookup.key] = entry
                 if len(self._entries) > self._size:
                     self._entries.popitem(last=False)
+                self._guard(guard_key, lookup, entry)
         return traced
+
+    def _guard(self, guard_key: Hashable, lookup: TraceKey, entry: _CachedTrace) -> None:
+        """Remember the guard of a lookup, with the lock held."""
+        if guard_key is None or lookup.guard is None:
+            return
+        others = [g for g in self._guarded.get(guard_key, ()) if g.entry is not entry]
+        self._guarded[guard_key] = [_Guarded(lookup.guard, entry), *others][:_GUARDS_PER_CODE]
+        self._guarded.move_to_end(guard_key)
+        if len(self._guarded) > self._size:
+            self._guarded.popitem(last=False)
+
+
+def _guard_key(fn: Callable[..., Any], kind: Kind, score_dtype: torch.dtype) -> Hashable:
+    """The key of a mod's guards: its code and torch's state; None for mods without guards. The cached trace holds the code alive."""
+    if type(fn) is not types.FunctionType or function_modes_are_active():
+        return None
+    return (
+        id(fn.__code__),
+        kind,
+        score_dtype,
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_grad_enabled(),
+    )
 
 
 def _key(fn: Callable[..., Any], kind: Kind, score_dtype: torch.dtype) -> TraceKey:
     """The key of a mod together with the global torch state that its trace depends on; raises `Unsure`."""
     if foreign_function_modes_are_active():
         raise Unsure
-    key, tensors, alive = trace_key(fn)
+    found = trace_key(fn)
     # A mod depends on these settings without naming them: `torch.tensor(2.0)` and `i / j` have the default dtype.
     state = torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()
-    return TraceKey((kind, score_dtype, state, key), tensors, alive)
+    return found._replace(key=(kind, score_dtype, state, found.key))
 
 
 # Programs are values that hold no tensor: one cache serves masks, plans and operators.

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longspan._masks.trace_guard import Guard, Reads, guard_of
+
 _IMMUTABLE = frozenset({bool, int, str, bytes, range, type(None), type(Ellipsis), torch.dtype, torch.device, torch.Size})
 _BUILTINS = "abs all any bool divmod enumerate float int isinstance len list max min pow range reversed round slice sum tuple zip"
 _LIBRARY_OBJECTS = frozenset({Tensor, torch.finfo, torch.iinfo, *(getattr(builtins, name) for name in _BUILTINS.split())})
@@ -47,23 +49,24 @@ class TraceKey(NamedTuple):
     """Hashable key of a trace, and the tensors that the mod captured.
 
     Equal keys mean equal traces up to the captured `tensors`, which the key names by position. The key holds ids of code and library
-    objects: a cache entry must also hold `alive`, so that no id is reused.
+    objects: a cache entry must also hold `alive`, so that no id is reused. `guard`: tests for an equal key, if there is such a test.
     """
 
     key: Hashable
     tensors: list[Tensor]
     alive: list[Any]
+    guard: Guard | None = None
 
 
 def trace_key(fn: Callable[..., Any]) -> TraceKey:
     """The key of a mod; raises `Unsure` for a mod outside the closed world of the module's docstring."""
-    walk = _Walk()
+    walk = _Walk(fn)
     key = walk.value(fn), *walk.attributes()
     if not all(_is_known_attribute(name) or (name in walk.explained and not hasattr(Tensor, name)) for name in walk.names):
         raise Unsure
     if any(name in tensor.__dict__ for tensor in walk.tensors for name in walk.names):
         raise Unsure
-    return TraceKey(key, walk.tensors, walk.alive)
+    return TraceKey(key, walk.tensors, walk.alive, guard_of(walk.reads, walk.names, walk.tensors))
 
 
 class _Names(NamedTuple):
@@ -131,12 +134,14 @@ class _Walk:
     these names. `explained`: the names that at least one object has.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.reads = Reads(fn)
         self.names: list[str] = []
         self.objects: list[tuple[Any, tuple[type, ...]]] = []
         self.explained: set[str] = set()
         self.tensors: list[Tensor] = []
         self.alive: list[Any] = []
+        self._visited: list[Any] = []  # no id of these is reused during the walk
         self._numbers: dict[int, int] = {}
 
     def value(self, value: Any) -> Hashable:
@@ -150,11 +155,12 @@ class _Walk:
         if number is not None:
             return "again", number
         self._numbers[id(value)] = len(self._numbers)
-        self.alive.append(value)
+        self._visited.append(value)
         if isinstance(value, Tensor):
             return self.tensor(value)
         if kind is types.FunctionType:
-            return id(value) if _is_library_function(value) else self.function(value)
+            return self.identity(value) if _is_library_function(value) else self.function(value)
+        self.reads.visit(value)
         if kind is tuple or kind is list:
             return kind, tuple(map(self.value, value))
         if kind is dict:
@@ -164,17 +170,22 @@ class _Walk:
         if kind is types.MethodType and type(value.__func__) is types.FunctionType:
             return kind, self.value(value.__func__), self.value(value.__self__)
         if kind is types.ModuleType:
-            return id(value), self.instance(value, ())
+            return self.identity(value), self.instance(value, ())
         if isinstance(value, type | types.BuiltinFunctionType):
             if value in _LIBRARY_OBJECTS or _is_library_function(value):
-                return id(value)
+                return self.identity(value)
             if kind is not type or not isinstance(value, type) or any("__init__" in vars(cls) for cls in value.__mro__[:-1]):
                 raise Unsure  # the mod may call the class, which runs `__init__`
-            return id(value), self.instance(value, value.__mro__)
+            return self.identity(value), self.instance(value, value.__mro__)
         reads = getattr(kind, "trace_reads", None)
         if reads is not None and kind.__module__.startswith("longspan."):
             return kind, tuple(self.value(getattr(value, name)) for name in reads)
         return kind, self.instance(value, kind.__mro__)
+
+    def identity(self, value: Any) -> int:
+        """The id of code, or of an object of a library, which is held alive with the key."""
+        self.alive.append(value)
+        return id(value)
 
     def tensor(self, tensor: Tensor) -> Hashable:
         """The metadata of a captured tensor; its values are not part of the key."""
@@ -190,11 +201,11 @@ class _Walk:
         if names is None or fn.__dict__:
             raise Unsure
         self.names += [name for name in names.attributes if name not in self.names]
-        values: list[Hashable] = [id(fn.__code__), self.value(fn.__defaults__), self.value(fn.__kwdefaults__)]
+        values: list[Hashable] = [self.identity(fn.__code__), self.value(fn.__defaults__), self.value(fn.__kwdefaults__)]
         values += [self.value(cell.cell_contents) for cell in fn.__closure__ or ()]
         for name in names.globals:
             values.append(self.value(fn.__globals__[name] if name in fn.__globals__ else getattr(builtins, name, None)))
-        self.alive.append(fn.__code__)
+        self.reads.function(fn, names.globals)
         return tuple(values)
 
     def instance(self, value: Any, classes: tuple[type, ...]) -> Hashable:
@@ -232,8 +243,12 @@ class _Walk:
     def attribute(self, value: Any, name: str, classes: tuple[type, ...]) -> Hashable:
         """The description of one attribute, or None if the object lacks it. Follows Python's lookup without calling user code."""
         class_attribute, owner = next(((vars(cls)[name], cls) for cls in classes if name in vars(cls)), (None, None))
+        for cls in classes[: None if owner is None else classes.index(owner) + 1]:
+            self.reads.class_attribute(cls, name)
+        self.reads.attribute(value, None, name)
         stored: dict[str, Any] = {} if isinstance(value, type) else vars(value)
         if isinstance(class_attribute, property) and class_attribute.fget is not None:
+            self.reads.guardable = False
             part = self.value(class_attribute.fget)
         elif name in stored:
             part = self.value(stored[name])
@@ -248,8 +263,10 @@ class _Walk:
                 raise Unsure
             part = self.value(class_attribute)
         else:
-            tables = [stored[t] for t in ("_parameters", "_buffers", "_modules") if torch.nn.Module in classes and t in stored]
-            table = next((t for t in tables if name in t), None)
+            present = [t for t in ("_parameters", "_buffers", "_modules") if torch.nn.Module in classes and t in stored]
+            for t in present:
+                self.reads.attribute(value, t, name)
+            table = next((stored[t] for t in present if name in stored[t]), None)
             if table is None:
                 return None
             part = self.value(table[name])

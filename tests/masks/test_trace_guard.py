@@ -1,0 +1,200 @@
+"""Guards of traces: they pass where the walk over a mod would find the same, and hold no tensor alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longspan._masks import trace_cache
+from longspan._masks.trace_cache import TraceCache
+from longspan._masks.trace_key import trace_key
+from longspan._masks.tracing import trace
+
+SLOPES = torch.linspace(0.1, 0.4, 4)
+FACTOR = 2.0
+
+
+class Scaled(nn.Module):
+    power = 2
+
+    def __init__(self, factor: float = 2.0) -> None:
+        super().__init__()
+        self.bias, self.factor = nn.Parameter(torch.ones(4)), factor
+        self.register_buffer("table", torch.ones(4))
+
+    def mod(self) -> Callable[..., Tensor]:
+        return lambda s, b, h, q, kv: s * self.factor**self.power + self.bias[h] * self.table[h]
+
+
+def capturing(table: Tensor, factor: float) -> Callable[..., Tensor]:
+    return lambda s, b, h, q, kv: torch.tanh(s) * factor + table[h]
+
+
+def read_global(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return s * FACTOR + SLOPES[h]
+
+
+def with_helper(by: float) -> Callable[..., Tensor]:
+    return lambda s, b, h, q, kv: helper(s) * by
+
+
+def helper(x: Tensor) -> Tensor:
+    return x * FACTOR
+
+
+@pytest.fixture
+def walks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The mods that were walked over."""
+    seen: list[Any] = []
+    monkeypatch.setattr(trace_cache, "trace_key", lambda fn: (seen.append(fn), trace_key(fn))[1])
+    return seen
+
+
+def check(cache: TraceCache, mod: Callable[..., Tensor]) -> None:
+    """The cached trace must be that of a fresh one, with the same tensors."""
+    got, want = cache.trace(mod, "score", score_dtype=torch.float32), trace(mod, "score")
+    assert got.program.key == want.program.key
+    assert [id(t) for t in got.sources] == [id(t) for t in want.sources]
+
+
+MODS: dict[str, Callable[[], Callable[..., Tensor]]] = {
+    "closure": lambda: capturing(torch.ones(4), 3.0),
+    "global": lambda: read_global,
+    "module": lambda: MODEL.mod(),
+    "helper": lambda: with_helper(3.0),
+}
+MODEL = Scaled()
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_a_repeated_mod_is_not_walked_again(name: str, walks: list[Any]) -> None:
+    cache = TraceCache()
+    for _ in range(4):
+        check(cache, MODS[name]())
+    assert len(walks) == 1 and cache.hits == 3
+
+
+def change_global(monkeypatch: pytest.MonkeyPatch, model: Scaled) -> None:
+    monkeypatch.setitem(globals(), "FACTOR", 5.0)
+
+
+def change_global_tensor(monkeypatch: pytest.MonkeyPatch, model: Scaled) -> None:
+    monkeypatch.setitem(globals(), "SLOPES", torch.ones(4, dtype=torch.float64))
+
+
+def change_helper(monkeypatch: pytest.MonkeyPatch, model: Scaled) -> None:
+    monkeypatch.setitem(globals(), "helper", lambda x: x + 1)
+
+
+def change_code_of_helper(monkeypatch: pytest.MonkeyPatch, model: Scaled) -> None:
+    monkeypatch.setattr(helper, "__code__", (lambda x: x - FACTOR).__code__)
+
+
+def change_attribute(monkeypatch: pytest.MonkeyPatch, model: Scaled) -> None:
+    model.factor = 7.0
+
+
+def change_class(monkeypatch: pytest.MonkeyPatch, model: Scaled) -> None:
+    monkeypatch.setattr(Scaled, "power", 3)
+
+
+def shadow_class(monkeypatch: pytest.MonkeyPatch, model: Scaled) -> None:
+    model.power = 4
+
+
+def change_parameter(monkeypatch: pytest.MonkeyPatch, model: Scaled) -> None:
+    model.bias = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+
+
+def same_layout(monkeypatch: pytest.MonkeyPatch, model: Scaled) -> None:
+    model.bias = nn.Parameter(torch.zeros(4))
+
+
+def share_tensor(monkeypatch: pytest.MonkeyPatch, model: Scaled) -> None:
+    model.table = model.bias.data
+    model.bias.data = torch.ones(4)
+
+
+def resize(monkeypatch: pytest.MonkeyPatch, model: Scaled) -> None:
+    model.bias.data = torch.ones(8)
+
+
+CHANGES = [
+    change_global, change_global_tensor, change_helper, change_code_of_helper, change_attribute, change_class, shadow_class,
+    change_parameter, same_layout, share_tensor, resize,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_any_change_of_a_value_is_noticed(change: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, model = TraceCache(), Scaled()
+    mods = [read_global, with_helper(3.0), model.mod()]
+    for mod in mods * 2:
+        check(cache, mod)
+    change(monkeypatch, model)
+    for mod in mods * 2:
+        check(cache, mod)
+
+
+def test_tensors_that_were_one_and_become_two_are_noticed() -> None:
+    cache, a, b = TraceCache(), torch.ones(4), torch.zeros(4)
+
+    def adding(x: Tensor, y: Tensor) -> Callable[..., Tensor]:
+        return lambda s, b, h, q, kv: s + x[h] * y[q]
+
+    for x, y in ((a, a), (a, a), (a, b), (b, a), (a, b), (b, b)):
+        check(cache, adding(x, y))
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.0, -0.0), (1, True), (2, 2.0), (1.0, 1)])
+def test_equal_numbers_of_other_kinds_are_noticed(first: Any, second: Any) -> None:
+    cache, table = TraceCache(), torch.ones(4)
+    for factor in (first, first, second, first):
+        check(cache, capturing(table, factor))
+
+
+def test_a_list_that_is_modified_in_place_is_noticed() -> None:
+    cache, values = TraceCache(), [2.0]
+    mod = lambda s, b, h, q, kv: s * values[0]
+    for factor in (2.0, 2.0, 3.0):
+        values[0] = factor
+        check(cache, mod)
+
+
+def test_torchs_settings_are_part_of_a_guards_key() -> None:
+    cache = TraceCache()
+    mod = lambda s, b, h, q, kv: s + (q / 3)
+    keys = [cache.trace(mod, "score", score_dtype=torch.float32).program.key for _ in range(2)]
+    torch.set_default_dtype(torch.float64)
+    try:
+        changed = cache.trace(mod, "score", score_dtype=torch.float32).program.key
+    finally:
+        torch.set_default_dtype(torch.float32)
+    wide = cache.trace(mod, "score", score_dtype=torch.float64).program.key
+    assert keys[0] == keys[1] and len({keys[0], changed, wide}) == 3
+
+
+def test_guards_and_cached_traces_hold_no_tensor_alive() -> None:
+    cache, model, table = TraceCache(), Scaled(), torch.ones(4)
+    for _ in range(3):
+        cache.trace(model.mod(), "score", score_dtype=torch.float32)
+        cache.trace(capturing(table, 3.0), "score", score_dtype=torch.float32)
+    refs = [weakref.ref(t) for t in (table, model.bias, model.table)]
+    del model, table
+    gc.collect()
+    assert all(ref() is None for ref in refs)
+
+
+def test_the_number_of_guards_is_bounded() -> None:
+    cache, table = TraceCache(size=3), torch.ones(4)
+    for n in range(12):
+        cache.trace(capturing(table, float(n)), "score", score_dtype=torch.float32)
+        made = eval(f"lambda s, b, h, q, kv: s * {n}.5")
+        cache.trace(made, "score", score_dtype=torch.float32)
+    assert len(cache._guarded) <= 3 and all(len(guards) <= 4 for guards in cache._guarded.values())
