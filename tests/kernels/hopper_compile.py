@@ -29,6 +29,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import longspan as ls
+from longspan._kernels.gpu import prepared_launch
+from longspan._kernels.gpu.driver_launch import parameters
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch
 from longspan._kernels.hopper import HopperKernel, dq_order
 from longspan._kernels.hopper.kernel import HopperState
@@ -80,8 +82,20 @@ def compile_instead_of_launching() -> None:
         return kernel
 
     JITFunction.run = only_compile  # type: ignore[method-assign]
+    prepared_launch.driver_launch = check_parameters  # type: ignore[assignment]
     # A prepared launch would bypass Triton the second time.
     PreparedLaunch.__call__ = PreparedLaunch.compile_and_launch  # type: ignore[method-assign]
+
+
+def check_parameters(code: Any, arguments: list[Any], varying: list[bool], **_: Any) -> None:
+    """Check the layout of a driver launch's argument block against the parameters in PTX."""
+    expected = [p.bytes for p in parameters(code, arguments, varying)] + [8, 8]
+    entry = re.search(r"\.entry [^(]*\((.*?)\)", code.asm["ptx"], re.DOTALL)
+    assert entry is not None
+    found = re.findall(r"\.param (?:\.align \d+ )?\.([a-z]+)(\d+)[^,\[]*(?:\[(\d+)\])?", entry[1])
+    sizes = [int(bits) // 8 * int(count or 1) for _, bits, count in found]
+    if sizes != expected:
+        raise SystemExit(f"{code.name}: expected kernel parameters of {expected} bytes, PTX has {sizes}")
 
 
 def documents(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -191,6 +191,36 @@ class Kernel(Protocol):
 
     def delta(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
         """Σ out · grad_out − grad_lse [B, H, Q], in the dtype of lse: the term that every score gradient of a row subtracts."""
+
+
+class PreparedForward(Protocol):
+    """The forward pass of a call that repeats: one step, no state, no max scores."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, score_captured: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """(out, lse) as of `Kernel.forward` with final=True."""
+
+
+class PreparedBackward(Protocol):
+    """The backward pass of a call that repeats: one step, no grad_lse, no delta."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, score_captured: Sequence[Tensor]
+    ) -> Grads:  # fmt: skip
+        """As of `Kernel.backward` with wide=False; the gradients of q, k and v are contiguous."""
+
+
+@runtime_checkable
+class PreparesCalls(Protocol):
+    """A kernel that prepares calls which repeat.
+
+    A prepared pass is for tensors with the layouts (dtype, device, shape, strides, whether the address is divisible by 16) of those that
+    it was prepared for, outside of CUDA graph captures, under the same setting of deterministic algorithms. It launches what the kernel
+    would launch, without choosing and checking again. None: the kernel cannot prepare this call. Nothing is launched here.
+    """
+
+    def prepare_forward(self, inputs: AttentionInputs, work: Work) -> PreparedForward | None: ...
+
+    def prepare_backward(self, tensors: BackwardInputs, work: Work) -> PreparedBackward | None: ...
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -285,9 +285,17 @@ def function(program: Program | None, opts: codegen.Options) -> Any:
 
 def describable(tensor: Tensor) -> bool:
     """Whether TMA can read a [B, H, S, D] tensor: 16-byte aligned base and strides; strides of dims of size 1 do not matter."""
-    size = tensor.element_size()
-    steps = all(n == 1 or (step * size % 16 == 0 and step > 0) for n, step in zip(tensor.shape[:3], tensor.stride(), strict=False))
-    return steps and tensor.stride(3) == 1 and tensor.data_ptr() % 16 == 0 and tensor.numel() > 0
+    batch, heads, tokens, dim = tensor.shape
+    by_batch, by_head, by_token, by_dim = tensor.stride()
+    per = 16 // tensor.element_size()  # elements
+    return (
+        by_dim == 1
+        and (batch == 1 or (by_batch % per == 0 and by_batch > 0))
+        and (heads == 1 or (by_head % per == 0 and by_head > 0))
+        and (tokens == 1 or (by_token % per == 0 and by_token > 0))
+        and batch > 0 and heads > 0 and tokens > 0 and dim > 0
+        and tensor.data_ptr() % 16 == 0
+    )  # fmt: skip
 
 
 def described(tensor: Tensor, rows: int) -> TensorDescriptor:

@@ -93,6 +93,19 @@ class LaunchCall:
 
     def launch(self, one: Pass) -> None:
         work = self.work
+        per_call = {
+            "mask_captured": self._mask_captured,
+            "score_captured": self._score_captured,
+            "grads": one.grads,
+            "scale": float(work.scale),
+            "first_b": work.first_batch,
+            "first_h": work.first_head,
+        }
+        self.prepared(one)(one.tensors, per_call)
+
+    def prepared(self, one: Pass) -> PreparedLaunch:
+        """The launch of a pass for tensors of these layouts, cached."""
+        work = self.work
         key: Hashable = (
             type(self),
             one.name,
@@ -118,15 +131,7 @@ class LaunchCall:
         prepared = prepared_launch(work.table, key, _raise_in_capture if capturing else partial(self.prepare, one))
         if capturing:
             hold_for_graph(prepared)
-        per_call = {
-            "mask_captured": self._mask_captured,
-            "score_captured": self._score_captured,
-            "grads": one.grads,
-            "scale": float(work.scale),
-            "first_b": work.first_batch,
-            "first_h": work.first_head,
-        }
-        prepared(one.tensors, per_call)
+        return prepared
 
     def work_arguments(self, one: Pass, cut: Cut) -> tuple[int, dict[str, Any]]:
         """(number of items, constants by argument name). An item is a sub-tile of queries, or of keys, of one head."""

@@ -1,13 +1,15 @@
 """Prepared launches: a compiled kernel and its arguments, cached per block table, tilings, tensor layouts and programs.
 
-Triton's own launch inspects every argument of every call. A prepared launch holds the compiled kernel and fills in what changes between
-calls: the tensors, the captured tensors, the scale, and the first batch row and head.
+Triton's own launch inspects every argument of every call. A prepared launch holds the compiled kernel with its arguments
+(`longspan._kernels.gpu.driver_launch`) and fills in what changes between calls: the tensors, the captured tensors, the scale, and the first
+batch row and head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,8 +17,13 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from longspan._derived_cache import DerivedCache
+from longspan._kernels.gpu import launch
+from longspan._kernels.gpu.compile_options import FUSED
+from longspan._kernels.gpu.driver_launch import DriverLaunch, driver_launch, hooks_are_set
 from longspan._kernels.gpu.interpreter import interpreted, quiet
+from longspan._kernels.gpu.workspace import Workspace
 from longspan._masks.block_table import BlockTable
+from longspan._torch_private import current_raw_stream
 
 Tensors = Mapping[str, Tensor | None]  # by kernel argument, in the order of the kernel's signature
 PER_CALL = ("mask_captured", "score_captured", "grads", "scale", "first_b", "first_h")  # arguments other than tensors that change
@@ -27,7 +34,7 @@ class PreparedLaunch:
     """A kernel and its constant arguments. Its signature begins with the tensors, then the workspace.
 
     `options`: num_warps, num_stages and such. `descriptors`: for tensors that TMA reads, by name, the function that makes the descriptor.
-    `constants`: all arguments but the tensors and those of `PER_CALL`. `workspace`: allocates tensors that each launch has to itself.
+    `constants`: all arguments but the tensors and those of `PER_CALL`. `workspace`: memory that each launch has to itself.
     """
 
     kernel: Any
@@ -36,11 +43,12 @@ class PreparedLaunch:
     device: torch.device
     descriptors: dict[str, Callable[[Tensor], Any]]
     constants: dict[str, Any]
-    workspace: Callable[[], tuple[Tensor | None, ...]] = tuple
+    workspace: Workspace | None = None
     _compiled: Any = field(default=None, init=False)
+    _driver_launch: DriverLaunch | None = field(default=None, init=False)
     _arguments: list[Any] = field(default_factory=list, init=False)
-    _per_call_slots: dict[str, int] = field(default_factory=dict, init=False)
-    _descriptors: dict[str, Any] = field(default_factory=dict, init=False)
+    _varying: list[bool] = field(default_factory=list, init=False)
+    _per_call_slots: list[str] = field(default_factory=list, init=False)
 
     def __call__(self, tensors: Tensors, per_call: dict[str, Any]) -> None:
         """Launch on the current stream of the device."""
@@ -49,29 +57,49 @@ class PreparedLaunch:
         if self._compiled is None:
             self.compile_and_launch(tensors, per_call)
             return
-        pointers = self._pointers(tensors)
-        arguments = self._arguments.copy()
-        arguments[: len(pointers)] = pointers
-        for name, slot in self._per_call_slots.items():
-            arguments[slot] = per_call[name]
-        if torch.cuda.current_device() == self.device.index:
-            self._compiled[(self.ctas, 1, 1)](*arguments)
-        else:
+        values: list[Any] = [t.data_ptr() for t in tensors.values() if t is not None]
+        if self.workspace is not None:
+            addresses, _held = self.workspace.addresses()
+            values += addresses
+        for name in self._per_call_slots:
+            value = per_call[name]
+            if type(value) is tuple:
+                values += [t.data_ptr() for t in value]
+            else:
+                values.append(value)
+        self.launch_at(values)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `launch_at` may be called."""
+        return self._compiled is not None
+
+    def launch_at(self, values: Sequence[int | float]) -> None:
+        """Launch with tensors as addresses: tensors that are not None, the workspace, and arguments of `PER_CALL`, in signature order."""
+        index = self.device.index
+        if torch.cuda.current_device() != index:
             with torch.cuda.device(self.device):
-                self._compiled[(self.ctas, 1, 1)](*arguments)
+                self.launch_at(values)
+        elif self._driver_launch is None or hooks_are_set():
+            self._launch_by_triton(values)
+        else:
+            self._driver_launch(current_raw_stream(index), values)
+
+    def _launch_by_triton(self, values: Sequence[int | float]) -> None:
+        rest = iter(values)
+        arguments = [
+            old if not varies
+            else tuple(next(rest) for _ in old) if isinstance(old, tuple)
+            else _rebased(old, _Address(next(rest))) if old is not None
+            else next(rest)
+            for old, varies in zip(self._arguments, self._varying, strict=True)
+        ]  # fmt: skip
+        self._compiled[(self.ctas, 1, 1)](*arguments)
 
     def _pointers(self, tensors: Tensors) -> list[Any]:
         """The first arguments: tensors, or their TMA descriptors, and the workspace."""
-        if not self.descriptors:
-            return [*tensors.values(), *self.workspace()]
-        return [*(self._descriptor(n, t) if n in self.descriptors else t for n, t in tensors.items()), *self.workspace()]
-
-    def _descriptor(self, name: str, tensor: Tensor | None) -> Any:
-        assert tensor is not None
-        if name not in self._descriptors:
-            self._descriptors[name] = self.descriptors[name](tensor)
-            self._descriptors[name].base = None  # the template must not keep the tensor alive
-        return _rebased(self._descriptors[name], tensor)
+        pointers: list[Any] = [t if t is None or n not in self.descriptors else self.descriptors[n](t) for n, t in tensors.items()]
+        return pointers if self.workspace is None else [*pointers, *self.workspace.tensors()]
 
     def compile_and_launch(self, tensors: Tensors, per_call: dict[str, Any]) -> None:
         """Launch through Triton, which compiles, and cache the compiled kernel. The interpreter compiles nothing."""
@@ -82,8 +110,12 @@ class PreparedLaunch:
         arguments = [*pointers, *(known[name] for name in names[len(pointers) :])]
         with quiet() if interpreted() else torch.cuda.device(self.device):
             compiled = self._launch_with_fewer_stages(arguments)
-        self._per_call_slots = {name: i for i, name in enumerate(names) if name in PER_CALL}
-        self._arguments = [None] * len(pointers) + [_address(a) for a in arguments[len(pointers) :]]
+        self._per_call_slots = [name for name in names if name in PER_CALL]
+        varying = [i < len(pointers) or name in PER_CALL for i, name in enumerate(names)]
+        if compiled is not None:
+            self._driver_launch = driver_launch(compiled, arguments, varying, ctas=self.ctas, device=self.device)
+        self._arguments = [_without_tensors(a) if v else _address(a) for a, v in zip(arguments, varying, strict=True)]
+        self._varying = [v and a is not None for a, v in zip(arguments, varying, strict=True)]
         self._compiled = compiled
 
     def _launch_with_fewer_stages(self, arguments: list[Any]) -> Any:
@@ -100,7 +132,21 @@ class PreparedLaunch:
                 self.options = {**self.options, "num_stages": stages - 1}
 
 
-def _rebased(descriptor: Any, tensor: Tensor) -> Any:
+class _Address(int):
+    """An address in place of the tensor of a TMA descriptor."""
+
+    def data_ptr(self) -> int:
+        return int(self)
+
+
+def _without_tensors(argument: Any) -> Any:
+    """An argument that changes between launches: None stays None, tuples keep their length, TMA descriptors their layout."""
+    if isinstance(argument, tuple):
+        return tuple(None for _ in argument)
+    return _rebased(argument, None) if hasattr(argument, "block_shape") else None
+
+
+def _rebased(descriptor: Any, tensor: Tensor | _Address | None) -> Any:
     """The descriptor for another tensor of the same layout. The constructor would validate everything again."""
     out = object.__new__(type(descriptor))
     out.__dict__.update(descriptor.__dict__)
@@ -123,6 +169,24 @@ def prepared_launch(table: BlockTable, key: Hashable, prepare: Callable[[], Prep
     return _launches.get(table, key, prepare)
 
 
+def layout_launch(kernel: Any, tensors: Tensors, constants: Mapping[str, Any], ctas: int) -> PreparedLaunch:
+    """The cached launch of a kernel that depends on nothing but the layouts of its tensors and on constants. constants: hashable."""
+    device = next(t.device for t in tensors.values() if t is not None)
+    prepared = _layout_launch(kernel, device, layouts(tensors.values()), tuple(constants.items()), ctas)
+    if launch.capturing(device):
+        hold_for_graph(prepared)
+    return prepared
+
+
+@lru_cache(maxsize=512)
+def _layout_launch(
+    kernel: Any, device: torch.device, _layouts: tuple[Layout | None, ...], constants: tuple[tuple[str, Any], ...], ctas: int
+) -> PreparedLaunch:
+    return PreparedLaunch(
+        kernel=kernel, options={"num_warps": 4, **FUSED}, ctas=ctas, device=device, descriptors={}, constants=dict(constants)
+    )  # fmt: skip
+
+
 # A captured CUDA graph holds addresses of block tables and tilings and may outlive them. CUDA does not say when a graph dies, so these
 # launches are held for the life of the process: one per call that a graph captured.
 _held_for_graphs: set[PreparedLaunch] = set()
@@ -133,10 +197,14 @@ def hold_for_graph(launch: PreparedLaunch) -> None:
     _held_for_graphs.add(launch)
 
 
-def layout(tensor: Tensor | None) -> Hashable:
-    """All properties of a tensor that a compiled kernel depends on: Triton specialises on alignment and on divisors of strides."""
+# All properties of a tensor that a compiled kernel depends on: Triton specialises on alignment and on divisors of strides.
+# (dtype, shape, strides, whether the address is divisible by 16). A plain tuple: a launch makes a dozen of them.
+Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], bool]
+
+
+def layout(tensor: Tensor | None) -> Layout | None:
     return None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0)
 
 
-def layouts(tensors: Iterable[Tensor | None]) -> Hashable:
-    return tuple(map(layout, tensors))
+def layouts(tensors: Iterable[Tensor | None]) -> tuple[Layout | None, ...]:
+    return tuple([layout(t) for t in tensors])

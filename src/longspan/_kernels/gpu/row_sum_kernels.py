@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan._kernels.gpu.compile_options import FUSED
+from longspan._kernels.gpu.prepared_launch import layout_launch
 
 WIDTH = 1024
 
@@ -23,8 +22,9 @@ WIDTH = 1024
 @triton.jit(do_not_specialize=["unwritten"])
 def add_rows_kernel(grads_ptr, returned_ptr, ptr, index, width, unwritten, BLOCK: tl.constexpr):
     """grads[r] += Σ returned[index[j]], ptr[r] ≤ j < ptr[r + 1], added in this order; for r < unwritten, grads[r] = Σ …"""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     first, last = tl.load(ptr + row), tl.load(ptr + row + 1)
     if (first < last) | (row < unwritten):
@@ -46,8 +46,9 @@ def add_rows_and_split_kernel(
     Returned rows from `first_count` on are in second_ptr. For r < local_count, row r of local_ptr is added last. A row's columns are those
     of its heads side by side, each k then v.
     """
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     total = tl.load(grads_ptr + row * width + column, mask=inside)
     for j in range(tl.load(ptr + row), tl.load(ptr + row + 1)):
@@ -69,9 +70,13 @@ def add_rows_and_split_kernel(
 
 def add_rows(grads: Tensor, returned: Tensor, ptr: Tensor, index: Tensor, *, unwritten: int = 0) -> None:
     """grads [S, W] += returned [R, W], row by row. The first `unwritten` rows of grads are not read: their sums begin at 0."""
-    with torch.cuda.device(grads.device):
-        grid = (grads.shape[0], triton.cdiv(grads.shape[1], WIDTH))
-        add_rows_kernel[grid](grads, returned, ptr, index, grads.shape[1], unwritten, BLOCK=WIDTH, num_warps=4, **FUSED)
+    tensors = {"grads_ptr": grads, "returned_ptr": returned, "ptr": ptr, "index": index}
+    constants = {"width": grads.shape[1], "unwritten": unwritten, "BLOCK": WIDTH}
+    layout_launch(add_rows_kernel, tensors, constants, _ctas(grads))(tensors, {})
+
+
+def _ctas(grads: Tensor) -> int:
+    return grads.shape[0] * triton.cdiv(grads.shape[1], WIDTH)
 
 
 def add_rows_and_split(
@@ -88,10 +93,13 @@ def add_rows_and_split(
 
     lists: (ptr, index) of the buffers as if concatenated.
     """
-    with torch.cuda.device(grads.device):
-        grid = (grads.shape[0], triton.cdiv(grads.shape[1], WIDTH))
-        add_rows_and_split_kernel[grid](
-            grads, buffers[0], buffers[-1], grads if local_grads is None else local_grads, *lists, k, v, k.stride()[:3], v.stride()[:3],
-            k.shape[2], k.shape[1], grads.shape[1], buffers[0].shape[0], 0 if local_grads is None else local_grads.shape[0],
-            D=k.shape[3], KV_DIM=k.shape[3] + v.shape[3], PER_ROW=per_row, BLOCK=WIDTH, num_warps=4, **FUSED,
-        )  # fmt: skip
+    tensors = {
+        "grads_ptr": grads, "first_ptr": buffers[0], "second_ptr": buffers[-1], "local_ptr": grads if local_grads is None else local_grads,
+        "ptr": lists[0], "index": lists[1], "k_ptr": k, "v_ptr": v,
+    }  # fmt: skip
+    constants = {
+        "k_stride": k.stride()[:3], "v_stride": v.stride()[:3], "length": k.shape[2], "kv_heads": k.shape[1], "width": grads.shape[1],
+        "first_count": buffers[0].shape[0], "local_count": 0 if local_grads is None else local_grads.shape[0],
+        "D": k.shape[3], "KV_DIM": k.shape[3] + v.shape[3], "PER_ROW": per_row, "BLOCK": WIDTH,
+    }  # fmt: skip
+    layout_launch(add_rows_and_split_kernel, tensors, constants, _ctas(grads))(tensors, {})

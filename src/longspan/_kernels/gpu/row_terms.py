@@ -11,9 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan._kernels.gpu import launch
-from longspan._kernels.gpu.compile_options import FUSED
 from longspan._kernels.gpu.device_library import LOG2_E
-from longspan._kernels.gpu.interpreter import computable, interpreted, quiet
+from longspan._kernels.gpu.interpreter import computable
+from longspan._kernels.gpu.prepared_launch import layout_launch
 from longspan._kernels.gpu.tile_access import load_rows, wide
 
 
@@ -50,16 +50,18 @@ def delta_kernel(
     tl.store(delta_ptr + at, delta, mask=i < left)
 
 
+_ROWS = 64  # rows of a CTA
+
+
 def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
     """Σ out · grad_out − grad_lse [B, H, Q], float32."""
-    B, H, Q, E = out.shape
-    out, grad_out = computable(out), computable(grad_out)
-    delta = out.new_empty((B, H, Q), dtype=torch.float32)
+    (B, H, Q, E), out, grad_out = out.shape, computable(out), computable(grad_out)
+    delta = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
     if delta.numel():
-        m = 64
         grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
-        with quiet() if interpreted() else torch.cuda.device(out.device):
-            delta_kernel[(B * H * -(-Q // m),)](
-                out, grad_out, grad_lse, delta, out.stride(), grad_out.stride(), H, Q, M=m, E=E, EP=launch.padded(E), num_warps=4, **FUSED
-            )
+        tensors = {"out_ptr": out, "do_ptr": grad_out, "grad_lse_ptr": grad_lse, "delta_ptr": delta}
+        constants = {
+            "out_stride": out.stride(), "do_stride": grad_out.stride(), "heads": H, "q_len": Q, "M": _ROWS, "E": E, "EP": launch.padded(E),
+        }  # fmt: skip
+        layout_launch(delta_kernel, tensors, constants, B * H * -(-Q // _ROWS))(tensors, {})
     return delta

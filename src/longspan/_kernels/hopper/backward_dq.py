@@ -99,10 +99,13 @@ PARTIAL = gl.constexpr(2)  # the mask decides
 
 @triton.jit(do_not_specialize=["heads", "q_len"])
 def row_terms_kernel(
-    out_ptr, do_ptr, lse_ptr, grad_lse_ptr, norm_ptr, delta_ptr, out_stride, do_stride, heads, q_len,
-    M: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+    out_ptr, do_ptr, lse_ptr, grad_lse_ptr, norm_ptr, delta_ptr, dq_ptr, out_stride, do_stride, heads, q_len,
+    M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
-    """Per row, norm = lse in base 2 (`base_two`) and delta = Σ out · grad_out − grad_lse. If out_ptr is None, norm only."""
+    """Per row, norm = lse in base 2 (`base_two`) and delta = Σ out · grad_out − grad_lse. If out_ptr is None, norm only.
+
+    dq_ptr: contiguous float32 rows of D elements, which are set to 0, or None.
+    """
     blocks = tl.cdiv(q_len, M)
     pid = tl.program_id(0)
     row, head = (pid % blocks) * M, pid // blocks
@@ -110,6 +113,10 @@ def row_terms_kernel(
     i = tl.arange(0, M)
     at = wide(head) * q_len + row + i
     tl.store(norm_ptr + at, base_two(tl.load(lse_ptr + at, mask=i < left, other=0.0)), mask=i < left)
+    if dq_ptr is not None:
+        d = tl.arange(0, DP)
+        inside = (i < left)[:, None] & (d < D)[None, :]
+        tl.store(dq_ptr + at[:, None] * D + d[None, :], tl.zeros((M, DP), tl.float32), mask=inside)
     if out_ptr is not None:
         b64, h64 = wide(head // heads), wide(head % heads)
         out = load_rows(out_ptr + b64 * out_stride[0] + h64 * out_stride[1], row, left, out_stride[2], out_stride[3], M, E, EP, True)

@@ -19,7 +19,8 @@ from longspan._kernels.gpu.lookup_bounds import check_lookups
 from longspan._kernels.gpu.row_terms import delta as row_delta
 from longspan._kernels.hopper.config import HOPPER, MAX_DIM, computes_dq_with_dkv
 from longspan._kernels.hopper.dq_order import ordered_dq_pays
-from longspan._kernels.hopper.passes import HopperCall, head_parts_of, streamable, width
+from longspan._kernels.hopper.passes import HopperCall, head_parts_of, round_tensors, streamable, width
+from longspan._kernels.hopper.prepared import HopperBackward, HopperForward
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Capabilities, Grads, Kernel, State, Work
 from longspan._masks.block_table import BLOCK_SIZE, BlockTable
 
@@ -108,7 +109,7 @@ class HopperKernel:
         if not final and not max_scores:
             completed = _allocate_completed(inputs, work, completed)
         call = HopperCall(inputs, work)
-        call.forward(result, old, busy_only=True, done=None if final or work.complete_q_tiles is None else completed)
+        call.forward(result, old, done=None if final or work.complete_q_tiles is None else completed)
         if final:
             return result
         return HopperState(out=result.out, lse=result.lse, max_scores=result.max_scores, completed_out=completed)
@@ -143,16 +144,43 @@ class HopperKernel:
         lse, grad_out, grad_lse = tensors.lse.contiguous(), streamable(tensors.grad_out), tensors.grad_lse
         call, norm = HopperCall(inputs, work), torch.empty_like(lse)
         delta = torch.empty_like(lse) if tensors.delta is None else tensors.delta.contiguous()
-        out = tensors.out if tensors.delta is None else None
-        call.rows(out, grad_out, lse, None if grad_lse is None else grad_lse.float().contiguous(), norm, delta)
-        if not _one_pass(inputs, work, needs) or (into is not None and not launch.describable(into.q)):
-            call.dq(grad_out, norm, delta, grads.q, grads.captured, add=into is not None)
-            call.dkdv(grad_out, norm, delta, grads.k, grads.v, None)
-            return grads
-        total = grads.q if into is not None else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        call.dkdv(grad_out, norm, delta, grads.k, grads.v, total, ordered=deterministic)
-        grads.q = total if wide else total.to(q.dtype)
+        one_pass = _one_pass(inputs, work, needs) and (into is None or launch.describable(into.q))
+        total = None if not one_pass else grads.q if into is not None else torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        row_tensors = {
+            "out_ptr": tensors.out if tensors.delta is None else None, "do_ptr": grad_out, "lse_ptr": lse,
+            "grad_lse_ptr": None if grad_lse is None else grad_lse.float().contiguous(), "norm_ptr": norm, "delta_ptr": delta,
+            "dq_ptr": total if into is None else None,
+        }  # fmt: skip
+        call.row_terms(row_tensors)(row_tensors, {})
+        if not one_pass:
+            call.launch(call.dq_pass(grad_out, norm, delta, grads.q, grads.captured, add=into is not None))
+        parts, dk, dv = head_parts_of(call.q, call.v, work), grads.k, grads.v
+        if parts > 1:  # each part of a KV head's query heads fills its own dK and dV, summed below
+            dk, dv = (torch.empty((t.shape[0], t.shape[1] * parts, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (dk, dv))
+        call.launch(call.dkdv_pass(grad_out, norm, delta, dk, dv, total, ordered=one_pass and deterministic))
+        if into is not None or wide:
+            if parts > 1:
+                for summed, by_part in ((grads.k, dk), (grads.v, dv)):
+                    summed.copy_(by_part.unflatten(1, (-1, parts)).sum(2))
+            grads.q = grads.q if total is None else total
+        elif total is not None or parts > 1:
+            rounded = round_tensors(total, grads, (dk, dv), parts)
+            call.rounding(rounded, parts)(rounded, {})
         return grads
+
+    def prepare_forward(self, inputs: AttentionInputs, work: Work) -> HopperForward | None:
+        if not inputs.q.numel() or not inputs.k.numel() or not launch.facts(work.kv_tiles).covers:
+            return None
+        return HopperForward.of(inputs, work)
+
+    def prepare_backward(self, tensors: BackwardInputs, work: Work) -> HopperBackward | None:
+        inputs, needs = tensors.inputs, tensors.needs
+        if not _supports_backward(inputs, work) or not inputs.k.numel():
+            return None
+        if any(needs) and torch.are_deterministic_algorithms_enabled():  # `check_order` may have to warn at every call
+            return None
+        one_pass = _one_pass(inputs, work, needs)
+        return HopperBackward.of(tensors, work, one_pass=one_pass, ordered=one_pass and torch.are_deterministic_algorithms_enabled())
 
     def delta(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
         return row_delta(out, grad_out, grad_lse)

@@ -16,8 +16,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.compile_options import FUSED
 from longspan._kernels.gpu.launch_call import Cut, LaunchCall, Pass
-from longspan._kernels.gpu.prepared_launch import PreparedLaunch
+from longspan._kernels.gpu.prepared_launch import PreparedLaunch, Tensors, layout_launch
 from longspan._kernels.gpu.uniform_lookup import flat_functions
+from longspan._kernels.gpu.workspace import Workspace
 from longspan._kernels.hopper.backward_dkv import dkv_kernel
 from longspan._kernels.hopper.backward_dq import dq_kernel, row_terms_kernel
 from longspan._kernels.hopper.backward_wide import wide_dkv_kernel
@@ -34,11 +35,12 @@ from longspan._kernels.hopper.config import (
 from longspan._kernels.hopper.dq_order import dq_order
 from longspan._kernels.hopper.epilogue import MAX_SPLIT_DIM
 from longspan._kernels.hopper.forward import forward_kernel
+from longspan._kernels.hopper.forward_producer import GROUPS
 from longspan._kernels.hopper.gqa_split import head_parts
 from longspan._kernels.hopper.item_order import ItemOrder, best_order, simulated_items
+from longspan._kernels.hopper.round_grads import BLOCK, round_kernel
 from longspan._kernels.hopper.split_kv import KvSplit, best_split
-from longspan._kernels.hopper.workspace import counter, counter_and_parts, counter_and_semaphores
-from longspan._kernels.protocol import AttentionInputs, State, Work
+from longspan._kernels.protocol import AttentionInputs, Grads, State, Work
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _L2_BYTES = 32 * 2**20  # KV of the heads in use at once should fit into so much of L2
@@ -48,19 +50,23 @@ class HopperCall(LaunchCall):
     """The tensors of one call, copied if TMA cannot read them. Its methods launch the kernels."""
 
     def __init__(self, inputs: AttentionInputs, work: Work) -> None:
-        q, k, v = map(streamable, (inputs.q, inputs.k, inputs.v))
-        super().__init__(replace(inputs, q=q, k=k, v=v), work)
+        q, k, v = streamable(inputs.q), streamable(inputs.k), streamable(inputs.v)
+        super().__init__(inputs if q is inputs.q and k is inputs.k and v is inputs.v else replace(inputs, q=q, k=k, v=v), work)
         self._local_kv: tuple[Tensor | None, Tensor | None] = (None, None)
         self._local_tokens = 0
         if inputs.local_kv is not None:
             local_k, local_v = inputs.local_kv
             self._local_kv, self._local_tokens = (streamable(local_k), streamable(local_v)), local_k.shape[2]
 
-    def forward(self, result: State, old: State | None, *, busy_only: bool, done: Tensor | None = None) -> None:
+    def forward(self, result: State, old: State | None, *, done: Tensor | None = None) -> None:
         """Fill the rows of `result` that see a key, merged with `old`, which may be the same state.
 
         If `done` is not None, outputs of complete query tiles (`Work.complete_q_tiles`) go there instead of to `result.out`.
         """
+        self.launch(self.forward_pass(result, old, done=done))
+
+    def forward_pass(self, result: State, old: State | None, *, done: Tensor | None = None) -> Pass:
+        """The pass that `forward` launches."""
         old_out, old_lse, old_max_scores = (None, None, None) if old is None else (old.out, old.lse, old.max_scores)
         out_by_tma, complete_by_tma, old_by_tma = self._moved_by_tma(result, old, done)
         tensors = {
@@ -76,7 +82,7 @@ class HopperCall(LaunchCall):
         # Part of the key of the prepared launch, which holds the flags on the device.
         completed = None if done is None or self.work.complete_q_tiles is None else bytes(self.work.complete_q_tiles.tolist())
         settings = {"SCALE_IN_EXP": self.work.score is None and self.work.scale > 0, "completed": completed}
-        self.launch(Pass(name="forward", kernel=forward_kernel, tensors=tensors, settings=settings, busy_only=busy_only))
+        return Pass(name="forward", kernel=forward_kernel, tensors=tensors, settings=settings, busy_only=True)
 
     def _moved_by_tma(self, result: State, old: State | None, done: Tensor | None) -> tuple[Tensor | None, ...]:
         """(out, out of complete tiles, old out) for the state warp; Nones if there is no running state or TMA cannot move it."""
@@ -88,19 +94,36 @@ class HopperCall(LaunchCall):
             return None, None, None
         return result.out, done, None if old is None else old.out
 
-    def rows(self, out: Tensor | None, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None, norm: Tensor, delta: Tensor) -> None:
-        """Fill norm and, if out is not None, delta [B, H, Q]: the row terms of both backward kernels."""
-        B, H, Q, E = grad_out.shape
-        m = 64
-        with torch.cuda.device(self.q.device):
-            row_terms_kernel[(B * H * -(-Q // m),)](
-                out, grad_out, lse, grad_lse, norm, delta, (grad_out if out is None else out).stride(), grad_out.stride(), H, Q,
-                M=m, E=E, EP=launch.padded(E), num_warps=4, **FUSED,
-            )  # fmt: skip
+    def row_terms(self, tensors: Tensors) -> PreparedLaunch:
+        """The launch of `row_terms_kernel`, which fills norm and, if out is not None, delta [B, H, Q], and sets a float32 dQ to 0.
 
-    def dq(
+        tensors: out_ptr, do_ptr, lse_ptr, grad_lse_ptr, norm_ptr, delta_ptr, dq_ptr.
+        """
+        (B, H, Q, D), m = self.q.shape, 64
+        E, grad_out, out = self.v.shape[-1], tensors["do_ptr"], tensors["out_ptr"]
+        assert grad_out is not None
+        constants = {
+            "out_stride": (grad_out if out is None else out).stride(), "do_stride": grad_out.stride(), "heads": H, "q_len": Q,
+            "M": m, "D": D, "DP": launch.padded(D), "E": E, "EP": launch.padded(E),
+        }  # fmt: skip
+        return layout_launch(row_terms_kernel, tensors, constants, B * H * -(-Q // m))
+
+    def rounding(self, tensors: Tensors, parts: int) -> PreparedLaunch:
+        """The launch of `round_kernel`. parts: into how many parts the query heads of a KV head are divided.
+
+        tensors: total_ptr, dq_ptr, dk_parts_ptr, dk_ptr, dv_parts_ptr, dv_ptr.
+        """
+        sizes = [0 if t is None else t.numel() for t in (tensors["dq_ptr"], tensors["dk_ptr"], tensors["dv_ptr"])]
+        heads = self.v.shape[0] * self.v.shape[1]
+        constants = {
+            "dq_size": sizes[0], "dk_size": sizes[1], "dv_size": sizes[2], "dk_head": sizes[1] // heads, "dv_head": sizes[2] // heads,
+            "PARTS": parts, "SIZE": BLOCK,
+        }  # fmt: skip
+        return layout_launch(round_kernel, tensors, constants, sum(-(-n // BLOCK) for n in sizes))
+
+    def dq_pass(
         self, grad_out: Tensor, norm: Tensor, delta: Tensor, dq: Tensor, captured: Sequence[Tensor | None], *, add: bool
-    ) -> None:  # fmt: skip
+    ) -> Pass:  # fmt: skip
         """Fill dq, or add to it, and add to the gradients in `captured` that are not None."""
         tensors = {
             "q_ptr": self.q, "k_ptr": self.k, "v_ptr": self.v, "do_ptr": grad_out, "norm_ptr": norm, "delta_ptr": delta, "dq_ptr": dq,
@@ -109,32 +132,24 @@ class HopperCall(LaunchCall):
         grads = tuple(g for g in captured if g is not None) or (norm,)
         needs = tuple(g is not None for g in captured)
         settings = {"ADD": add, "SCATTER": any(needs)}
-        self.launch(Pass(name="dq", kernel=dq_kernel, tensors=tensors, settings=settings, needs=needs, grads=grads, busy_only=add))
+        return Pass(name="dq", kernel=dq_kernel, tensors=tensors, settings=settings, needs=needs, grads=grads, busy_only=add)
 
-    def dkdv(
+    def dkdv_pass(
         self, grad_out: Tensor, norm: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, dq: Tensor | None, *, ordered: bool = False
-    ) -> None:  # fmt: skip
-        """Fill dk and dv, and add to dq (float32) if it is not None; if `ordered`, in a fixed order."""
-        parts = head_parts_of(self.q, self.v, self.work)
-        to_dk, to_dv = dk, dv
-        if parts > 1:  # each part of a KV head's query heads fills its own dK and dV, summed below
-            to_dk, to_dv = (
-                torch.empty((t.shape[0], t.shape[1] * parts, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (dk, dv)
-            )
+    ) -> Pass:  # fmt: skip
+        """Fill dk and dv, each KV head `head_parts_of` times, and add to dq (float32) if it is not None; if `ordered`, in a fixed order."""
         tensors = {
-            "q_ptr": self.q, "k_ptr": self.k, "v_ptr": self.v, "do_ptr": grad_out, "norm_ptr": norm, "delta_ptr": delta, "dk_ptr": to_dk,
-            "dv_ptr": to_dv, "dq_ptr": dq, "local_k_ptr": self._local_kv[0], "local_v_ptr": self._local_kv[1],
+            "q_ptr": self.q, "k_ptr": self.k, "v_ptr": self.v, "do_ptr": grad_out, "norm_ptr": norm, "delta_ptr": delta, "dk_ptr": dk,
+            "dv_ptr": dv, "dq_ptr": dq, "local_k_ptr": self._local_kv[0], "local_v_ptr": self._local_kv[1],
         }  # fmt: skip
         kernel = dkv_kernel
         if not computes_dq_with_dkv(width(self.q.shape[-1]), width(self.v.shape[-1])):
             assert dq is None
             del tensors["dq_ptr"]
             kernel, tensors = wide_dkv_kernel, {**tensors, **self._tails(grad_out)}
-        settings, needs = {"ordered": ordered, "head_parts": parts}, (False,) * len(self.work.score_captured)
-        self.launch(Pass(name="dkdv", kernel=kernel, tensors=tensors, settings=settings, needs=needs))
-        if parts > 1:
-            for total, by_part in ((dk, to_dk), (dv, to_dv)):
-                total.copy_(by_part.unflatten(1, (-1, parts)).sum(2))
+        settings = {"ordered": ordered, "head_parts": head_parts_of(self.q, self.v, self.work)}
+        needs = (False,) * len(self.work.score_captured)
+        return Pass(name="dkdv", kernel=kernel, tensors=tensors, settings=settings, needs=needs)
 
     def _tails(self, grad_out: Tensor | None) -> dict[str, Tensor | None]:
         """The tensors of which kernels read the last columns by descriptors of their own (`head_dim_parts`); Nones if they do not."""
@@ -162,7 +177,7 @@ class HopperCall(LaunchCall):
         items, shared = self.work_arguments(one, cut)
         more: dict[str, Any] = {"STAGES": config.stages, "REGISTERS": config.registers, "local_tokens": self._local_tokens}
         more |= {"V_STAGES": config.second_stages, "D_TAIL": d_tail, "E_TAIL": e_tail}
-        workspace: Callable[[], tuple[Tensor | None, ...]] = partial(counter, q.device)
+        workspace = Workspace(device=q.device, zeros=(1,))  # the item counter
         if one.name == "dkdv":
             more |= {"BM": config.m, "DS": 2, "ALIGNED": aligned, "DO_STAGES": config.second_stages}
             more |= {"dq_order_ptr": None, "dq_order_before": None, "semaphores_per_head": 0}
@@ -172,7 +187,7 @@ class HopperCall(LaunchCall):
                 steps = self.work.table.q_tiles * (self.work.q_tiles.block // config.m)
                 more |= {"dq_order_ptr": fixed.ptr, "dq_order_before": fixed.before, "semaphores_per_head": steps}
             if one.kernel is dkv_kernel:
-                workspace = partial(counter_and_semaphores, q.device, q.shape[0] * q.shape[1] * more["semaphores_per_head"])
+                workspace = Workspace(device=q.device, zeros=(1, q.shape[0] * q.shape[1] * more["semaphores_per_head"]))
         if one.name == "forward":
             more["CORNERS"], more["FLAT"] = flat_functions(self.work.score, launch.options(self.work, q.dtype))
             # Split items do not combine max scores.
@@ -181,7 +196,10 @@ class HopperCall(LaunchCall):
             heavy_items = items // max(1, shared["rows"]) * order.heavy_rows
             more |= {"heavy_rows": order.heavy_rows, "light_group": order.light_group, "heavy_items": heavy_items, **split._asdict()}
             shared["group"], items = order.heavy_group, split.items
-            workspace = partial(counter_and_parts, q.device, split, config.m, e)
+            part_rows = split.split_items * split.parts * config.m
+            # The item counter, the split items' arrival counters; out and lse of all parts.
+            counters = 1 + GROUPS.value * split.split_items
+            workspace = Workspace(device=q.device, zeros=(counters,), floats=(part_rows * e, part_rows))
             complete = self.work.complete_q_tiles
             more["complete_flags"] = None if tensors["complete_out_ptr"] is None or complete is None else launch.flags(complete, q.device)
         return PreparedLaunch(
@@ -281,6 +299,15 @@ def head_parts_of(q: Tensor, v: Tensor, work: Work) -> int:
     if work.concurrent:
         return 1
     return head_parts(work.table.transposed, v.shape[0] * v.shape[1], q.shape[1] // v.shape[1], q.shape[-1] + v.shape[-1])
+
+
+def round_tensors(total: Tensor | None, grads: Grads, kv_parts: tuple[Tensor, Tensor], parts: int) -> dict[str, Tensor | None]:
+    """The tensors of `HopperCall.rounding`. total: dQ in float32, or None if it is complete. kv_parts: dK and dV in `parts` parts."""
+    dk_parts, dk, dv_parts, dv = (kv_parts[0], grads.k, kv_parts[1], grads.v) if parts > 1 else (None, None, None, None)
+    return {
+        "total_ptr": total, "dq_ptr": None if total is None else grads.q, "dk_parts_ptr": dk_parts, "dk_ptr": dk, "dv_parts_ptr": dv_parts,
+        "dv_ptr": dv,
+    }  # fmt: skip
 
 
 def streamable(tensor: Tensor) -> Tensor:

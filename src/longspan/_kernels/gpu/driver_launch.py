@@ -1,0 +1,214 @@
+"""Launches of compiled Triton kernels through the CUDA driver, with an argument block that is prepared once.
+
+Triton's launcher parses every argument and encodes every TMA descriptor at every launch: 20 to 60 µs of host time. Here the arguments lie
+in host memory as the driver reads them. A launch overwrites the addresses and numbers that change between calls; a TMA descriptor gets a
+new base address only if the tensor moved (`cuTensorMapReplaceAddress`).
+
+Private parts of Triton used here, 3.6 to 3.9, because it has no public way to launch a compiled kernel without its Python launcher:
+
+`CompiledKernel.function`     the CUfunction.
+`CompiledKernel.metadata`     warps, shared memory, scratch memory and launch attributes; `tensordesc_meta`: the shape of TMA boxes.
+`CompiledKernel.src.signature`  types by argument; "constexpr" arguments are not passed. The kernel's parameters are the others in order,
+                              tuples flattened, a TMA descriptor followed by its sizes and strides, then two scratch pointers.
+`knobs.runtime`               launch hooks of profilers. Only Triton's launcher calls them.
+
+The driver is asked for the size of every parameter. If one is not as expected, `driver_launch` returns None and Triton launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+_FORMATS = {
+    "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
+    "fp32": "f", "f32": "f", "fp64": "d",
+}  # fmt: skip
+_TENSOR_MAP_BYTES = 128
+_ALIGNMENT = 128  # of the argument block and of TMA descriptors; the driver asks for 64
+_STREAM = 32  # offset of CUlaunchConfig.hStream
+_INVALID_CONTEXT = 201
+# Triton numbers the element types of TMA descriptors as the device does; the host's numbers of the floating-point types differ.
+_HOST_ELEMENT_TYPES = {8: 10, 9: 8, 10: 9}
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    """The CUDA driver's library with the argument types of the functions that are used here. OSError if there is no driver."""
+    library = ctypes.CDLL("libcuda.so.1")
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    library.cuLaunchKernelEx.argtypes = [pointer, pointer, pointer, pointer]
+    library.cuTensorMapReplaceAddress.argtypes = [pointer, pointer]
+    library.cuTensorMapEncodeTiled.argtypes = [pointer, number, number, pointer, pointer, pointer, pointer, pointer, *[number] * 4]
+    library.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
+    return library
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One kernel parameter: its type in Triton's notation, its value, and whether the value changes between launches.
+
+    `descriptor`: the TMA box (an entry of `tensordesc_meta`), for a descriptor.
+    """
+
+    kind: str
+    value: Any
+    varies: bool
+    descriptor: dict[str, Any] | None = None
+
+    @property
+    def bytes(self) -> int:
+        return _TENSOR_MAP_BYTES if self.descriptor is not None else 8 if self.kind[0] == "*" else struct.calcsize(_FORMATS[self.kind])
+
+
+def parameters(compiled: Any, arguments: Sequence[Any], varying: Sequence[bool]) -> list[Parameter]:
+    """The parameters of a compiled kernel for these arguments, without the scratch pointers. varying: for each argument."""
+    boxes = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    signature = compiled.src.signature.values()
+    return [p for ty, value, varies in zip(signature, arguments, varying, strict=True) for p in _flat(ty, value, varies, boxes)]
+
+
+def _flat(ty: Any, value: Any, varies: bool, boxes: Iterator[Any]) -> Iterator[Parameter]:
+    if isinstance(ty, tuple):
+        for element_ty, element in zip(ty, value, strict=True):
+            yield from _flat(element_ty, element, varies, boxes)
+    elif ty.startswith("tensordesc"):
+        yield Parameter("tensordesc", value, varies, next(boxes, None))
+        yield from (Parameter("i32", size, False) for size in value.shape)
+        yield from (Parameter("i64", stride, False) for stride in value.strides)
+    elif ty != "constexpr":
+        yield Parameter(ty, value, varies)
+
+
+class DriverLaunch:
+    """One kernel with its grid and an argument block in host memory. Thread-safe: the block is shared.
+
+    The block: CUlaunchConfig, the varying values in order, the constants, the TMA descriptors.
+    """
+
+    def __init__(self, compiled: Any, params: Sequence[Parameter], ctas: int, device: int) -> None:
+        varying, constants = [p for p in params if p.varies], [p for p in params if not p.varies]
+        maps = [p for p in params if p.descriptor is not None]
+        values = struct.Struct("<QQQ" + "".join(map(_format, varying)))  # the stream, no launch attributes, the values
+        fixed = struct.Struct("<" + "".join(map(_format, constants)) + "QQ")  # two null scratch pointers
+        first_map = -(-(_STREAM + values.size + fixed.size) // _ALIGNMENT) * _ALIGNMENT
+        self._memory = ctypes.create_string_buffer(first_map + len(maps) * _TENSOR_MAP_BYTES + _ALIGNMENT)
+        shift = -ctypes.addressof(self._memory) % _ALIGNMENT
+        self._block, base = memoryview(self._memory)[shift:], ctypes.addressof(self._memory) + shift
+        meta = compiled.metadata
+        struct.pack_into("<7I", self._block, 0, ctas, 1, 1, 32 * meta.num_warps, 1, 1, meta.shared)
+        fixed.pack_into(self._block, _STREAM + values.size, *(_number(p.value) for p in constants), 0, 0)
+        addresses, end = {}, base + _STREAM + 24
+        for p in (*varying, *constants):
+            addresses[id(p)], end = end, end + struct.calcsize("<" + _format(p))
+        self._maps: list[list[int]] = []  # [index among the varying values, address of the descriptor, its present base address]
+        for i, p in enumerate(maps):
+            addresses[id(p)] = base + first_map + i * _TENSOR_MAP_BYTES
+            _encode(addresses[id(p)], p.value, p.descriptor)
+            if p.varies:
+                index = next(j for j, other in enumerate(varying) if other is p)
+                self._maps.append([index, addresses[id(p)], p.value.base.data_ptr()])
+        pointers = [*(addresses[id(p)] for p in params), end, end + 8]
+        self._pointers = (ctypes.c_void_p * len(pointers))(*pointers)
+        self._pack, self._lock, self._device = values.pack_into, Lock(), device
+        self._launch, self._replace = _driver().cuLaunchKernelEx, _driver().cuTensorMapReplaceAddress
+        self._config, self._params, self._function = base, ctypes.addressof(self._pointers), compiled.function
+        self._compiled = compiled  # holds the module that the function belongs to
+
+    def __call__(self, stream: int, values: Sequence[int | float]) -> None:
+        """Launch on a stream of the device, which is current. values: of the varying parameters in order, tensors as addresses."""
+        with self._lock:
+            self._pack(self._block, _STREAM, stream, 0, 0, *values)
+            for entry in self._maps:
+                index, descriptor, address = entry
+                if values[index] != address:
+                    _check(self._replace(descriptor, values[index]))
+                    entry[2] = values[index]  # type: ignore[assignment]
+            status = self._launch(self._config, self._function, self._params, None)
+            if status == _INVALID_CONTEXT:  # in a thread that has not used CUDA yet
+                _make_context_current(self._device)
+                status = self._launch(self._config, self._function, self._params, None)
+        if status:
+            _check(status)
+
+
+def driver_launch(
+    compiled: Any, arguments: Sequence[Any], varying: Sequence[bool], *, ctas: int, device: torch.device
+) -> DriverLaunch | None:  # fmt: skip
+    """A launch of a compiled kernel by `ctas` CTAs, or None if only Triton's launcher can launch it."""
+    try:
+        meta = compiled.metadata
+        plain = not (meta.global_scratch_size or meta.profile_scratch_size or meta.launch_cooperative_grid or meta.launch_pdl)
+        if not plain or meta.num_ctas != 1 or getattr(meta, "instrumentation_mode", ""):
+            return None
+        params = parameters(compiled, arguments, varying)
+        if not _driver_agrees(compiled.function, [p.bytes for p in params] + [8, 8]):
+            return None
+        return DriverLaunch(compiled, params, ctas, device.index)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError, struct.error):  # another Triton, or an old driver
+        return None
+
+
+def hooks_are_set() -> bool:
+    """Whether a profiler wants to see launches."""
+    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+
+
+def _driver_agrees(function: int, sizes: Sequence[int]) -> bool:
+    """Whether the driver expects parameters of these sizes."""
+    offset, size, info = ctypes.c_size_t(), ctypes.c_size_t(), _driver().cuFuncGetParamInfo
+    for i, expected in enumerate(sizes):
+        if info(function, i, ctypes.byref(offset), ctypes.byref(size)) != 0 or size.value != expected:
+            return False
+    return info(function, len(sizes), ctypes.byref(offset), ctypes.byref(size)) != 0
+
+
+def _format(p: Parameter) -> str:
+    return "Q" if p.descriptor is not None or p.kind[0] == "*" else _FORMATS[p.kind]
+
+
+def _number(value: Any) -> int | float:
+    """A constant argument as a number: tensors and descriptors as addresses."""
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if hasattr(value, "base"):
+        return int(value.base.data_ptr())
+    return int(value) if isinstance(value, bool) else value  # type: ignore[no-any-return]
+
+
+def _encode(address: int, descriptor: Any, box: dict[str, Any] | None) -> None:
+    """Write the TMA descriptor of `descriptor.base` to an address. box: an entry of `tensordesc_meta`."""
+    if box is None or box["fp4_padded"] or box.get("is_im2col", False) or getattr(descriptor, "round_f32_to_tf32", False):
+        raise ValueError("expected a TMA descriptor of plain tiles")
+    shape, strides, block = (list(reversed(x)) for x in (descriptor.shape, descriptor.strides, box["block_size"]))
+    rank, size, kind = len(shape), box["elem_size"], box["elem_type"]
+    u64, u32 = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
+    padding = 1 if descriptor.padding == "nan" else 0
+    # Innermost dim first; its stride, 1, is not passed. No interleaving, L2 promotion to 128 bytes as Triton has it.
+    _check(_driver().cuTensorMapEncodeTiled(
+        address, _HOST_ELEMENT_TYPES.get(kind, kind), rank, descriptor.base.data_ptr(), u64(*shape),
+        u64(*(s * size for s in strides[1:])), u32(*block), u32(*[1] * rank), 0, box["swizzle"], 2, padding,
+    ))  # fmt: skip
+
+
+def _make_context_current(device: int) -> None:
+    handle, context, driver = ctypes.c_int(), ctypes.c_void_p(), _driver()
+    _check(driver.cuDeviceGet(ctypes.byref(handle), device))
+    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))
+    _check(driver.cuCtxSetCurrent(context))
+
+
+def _check(status: int) -> None:
+    if status != 0:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"CUDA error {status} at a kernel launch: {(text.value or b'unknown').decode()}")

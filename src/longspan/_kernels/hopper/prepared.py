@@ -1,0 +1,173 @@
+"""Passes of calls that repeat: all arguments but addresses are known, so that a pass allocates its results and launches.
+
+Legend as in `longspan._kernels.protocol`. A call has a fixed list of tensors, its roles; each launch takes the addresses of some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from longspan._kernels.gpu import launch
+from longspan._kernels.gpu.buffers import empty_grads, empty_out, empty_state, prefill
+from longspan._kernels.gpu.launch_call import Pass
+from longspan._kernels.gpu.prepared_launch import PreparedLaunch
+from longspan._kernels.hopper.passes import HopperCall, head_parts_of, round_tensors
+from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, State, Work
+
+_ROW_ALIGNMENT = 32  # floats: arrays of the workspace begin at multiples of 128 bytes
+
+
+def is_preparable(inputs: AttentionInputs, work: Work) -> bool:
+    """Whether kernels read the tensors themselves, not copies of them."""
+    captured = (*work.mask_captured, *work.score_captured)
+    return all(map(launch.describable, (inputs.q, inputs.k, inputs.v))) and all(t.is_contiguous() for t in captured)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _PreparedPass:
+    """A launch over tiles. `roles`: for each tensor of its signature, the index among the addresses of a call.
+
+    `captured`: addresses of the tensors that the mask program reads. `numbers`: scale, first batch row and head.
+    """
+
+    launch: PreparedLaunch
+    roles: tuple[int, ...]
+    captured: tuple[int, ...]
+    numbers: tuple[float, int, int]
+
+    @classmethod
+    def of(cls, call: HopperCall, one: Pass, tensors: Sequence[Tensor | None]) -> _PreparedPass:
+        """tensors: distinct objects, which stand for the addresses of a call."""
+        role, work = {id(t): i for i, t in enumerate(tensors)}, call.work
+        roles = tuple(role[id(t)] for t in one.tensors.values() if t is not None)
+        captured = tuple(t.data_ptr() for t in work.mask_captured)
+        numbers = float(work.scale), work.first_batch, work.first_head
+        return cls(launch=call.prepared(one), roles=roles, captured=captured, numbers=numbers)
+
+    def __call__(self, addresses: Sequence[int], score_captured: Sequence[int], grads: Sequence[int] = ()) -> None:
+        """addresses: by role; the first stands for lists of captured tensors that are empty."""
+        assert self.launch.workspace is not None
+        workspace, _held = self.launch.workspace.addresses()
+        spare = (addresses[0],)
+        values = [addresses[i] for i in self.roles]
+        self.launch.launch_at([*values, *workspace, *(self.captured or spare), *(score_captured or spare), *grads, *self.numbers])
+
+
+def _stand_ins(inputs: AttentionInputs) -> AttentionInputs:
+    """The same tensors as distinct objects: q, k and v may be one."""
+    return AttentionInputs(q=inputs.q.detach(), k=inputs.k.detach(), v=inputs.v.detach())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HopperForward:
+    """A prepared forward pass. Roles: q, k, v, out, lse. `idle`: ranges of query rows that see no key."""
+
+    over_tiles: _PreparedPass
+    empty_out: Callable[[Tensor], Tensor]
+    idle: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs, work: Work) -> HopperForward | None:
+        inputs = _stand_ins(inputs)
+        q, dim = inputs.q, inputs.v.shape[-1]
+        result = empty_state(q, dim, q.dtype, max_scores=False)
+        if not is_preparable(inputs, work) or result.out.stride(3) != 1:
+            return None
+        call = HopperCall(inputs, work)
+        over_tiles = _PreparedPass.of(call, call.forward_pass(result, None), (q, inputs.k, inputs.v, result.out, result.lse))
+        if not over_tiles.launch.is_compiled:
+            return None
+        like_q = torch.empty_like(q)
+        same = like_q.shape == result.out.shape and like_q.stride() == result.out.stride()
+        make = torch.empty_like if same else partial(empty_out, dim=dim, dtype=q.dtype)
+        return cls(over_tiles=over_tiles, empty_out=make, idle=launch.idle_spans(work.table, work.q_tiles))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, score_captured: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        out = self.empty_out(q)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        for start, stop in self.idle:
+            prefill(State(out=out, lse=lse).rows(start, stop), None)
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()
+        self.over_tiles(addresses, [t.data_ptr() for t in score_captured])
+        return out, lse
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HopperBackward:
+    """A prepared backward pass: row terms, dQ (if `dq` is not None), dK and dV with or without dQ, rounding.
+
+    Roles: q, k, v, grad_out, norm, delta, dq, dk, dv, total. total: dQ in float32, where dK and dV are computed with it.
+    `starts`: offsets in bytes of norm, delta, total, the parts of dK and of dV in the workspace of `floats` elements. `parts`: whether the
+    kernel computes parts of dK and dV. `needs`: whether each captured tensor of the score program gets a gradient.
+    """
+
+    row_terms: PreparedLaunch
+    dq: _PreparedPass | None
+    dkdv: _PreparedPass
+    rounding: PreparedLaunch | None
+    starts: tuple[int, ...]
+    floats: int
+    parts: bool
+    needs: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, tensors: BackwardInputs, work: Work, *, one_pass: bool, ordered: bool) -> HopperBackward | None:
+        inputs, lse, grad_out = _stand_ins(tensors.inputs), tensors.lse, tensors.grad_out.detach()
+        q, k, v = inputs.q, inputs.k, inputs.v
+        readable = is_preparable(inputs, work) and launch.describable(grad_out) and lse.is_contiguous()
+        if not readable or tensors.grad_lse is not None or tensors.delta is not None:
+            return None
+        call, grads = HopperCall(inputs, work), empty_grads(inputs, work, tensors.needs, wide=False)
+        norm, delta, parts = torch.empty_like(lse), torch.empty_like(lse), head_parts_of(q, v, work)
+        total = torch.empty(q.shape, dtype=torch.float32, device=q.device) if one_pass else None
+        dk, dv = grads.k, grads.v
+        if parts > 1:
+            dk, dv = (torch.empty((t.shape[0], t.shape[1] * parts, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (dk, dv))
+        rows = call.row_terms({
+            "out_ptr": tensors.out, "do_ptr": grad_out, "lse_ptr": lse, "grad_lse_ptr": None, "norm_ptr": norm, "delta_ptr": delta,
+            "dq_ptr": total,
+        })  # fmt: skip
+        roles = q, k, v, grad_out, norm, delta, grads.q, dk, dv, total
+        dq = None
+        if not one_pass:
+            dq = _PreparedPass.of(call, call.dq_pass(grad_out, norm, delta, grads.q, grads.captured, add=False), roles)
+        dkdv = _PreparedPass.of(call, call.dkdv_pass(grad_out, norm, delta, dk, dv, total, ordered=ordered), roles)
+        rounding = call.rounding(round_tensors(total, grads, (dk, dv), parts), parts) if one_pass or parts > 1 else None
+        if not all(p is None or p.is_compiled for p in (rows, None if dq is None else dq.launch, dkdv.launch, rounding)):
+            return None
+        sizes = lse.numel(), lse.numel(), q.numel() * one_pass, dk.numel() * (parts > 1), dv.numel() * (parts > 1)
+        *starts, floats = accumulate((-(-n // _ROW_ALIGNMENT) * _ROW_ALIGNMENT for n in sizes), initial=0)
+        return cls(
+            row_terms=rows, dq=dq, dkdv=dkdv, rounding=rounding, starts=tuple(4 * n for n in starts), floats=floats, parts=parts > 1,
+            needs=tuple(tensors.needs),
+        )  # fmt: skip
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, score_captured: Sequence[Tensor]
+    ) -> Grads:  # fmt: skip
+        workspace = torch.empty(self.floats, dtype=torch.float32, device=q.device)
+        base = workspace.data_ptr()
+        norm, delta, total, dk_parts, dv_parts = (base + start for start in self.starts)
+        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        captured = [
+            torch.zeros(c.shape, dtype=torch.float32, device=c.device) if n else None
+            for c, n in zip(score_captured, self.needs, strict=True)
+        ]
+        do_at, dq_at, dk_at, dv_at = grad_out.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        score_at = [t.data_ptr() for t in score_captured]
+        to_dk, to_dv = (dk_parts, dv_parts) if self.parts else (dk_at, dv_at)
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), do_at, norm, delta, dq_at, to_dk, to_dv, total
+        self.row_terms.launch_at((out.data_ptr(), do_at, lse.data_ptr(), norm, delta, *((total,) if self.dq is None else ())))
+        if self.dq is not None:
+            self.dq(addresses, score_at, [g.data_ptr() for g in captured if g is not None] or (norm,))
+        self.dkdv(addresses, score_at)
+        if self.rounding is not None:
+            rounded = (total, dq_at) if self.dq is None else ()
+            self.rounding.launch_at((*rounded, *((dk_parts, dk_at, dv_parts, dv_at) if self.parts else ())))
+        return Grads(q=dq, k=dk, v=dv, captured=captured)
