@@ -48,6 +48,17 @@ class DerivedCache(Generic[Owner, Value]):
                 entries.values.popitem(last=False)
             return value
 
+    def peek(self, owner: Owner, key: Hashable) -> Value | None:
+        """The value under `key`, or None if it was not derived."""
+        entries = self._owners.get(owner)
+        if entries is None:
+            return None
+        with entries.lock:
+            value = entries.values.get(key)
+            if value is not None:
+                entries.values.move_to_end(key)
+            return value
+
     def __contains__(self, owner_and_key: tuple[Owner, Hashable]) -> bool:
         """Whether a value of an owner is there: `(owner, key) in cache`."""
         owner, key = owner_and_key

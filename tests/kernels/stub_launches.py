@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from longspan._kernels import registry
-from longspan._kernels.gpu import interpreter, launch, prepared_launch
+from longspan._kernels.gpu import prepared_launch
 from longspan._kernels.hopper import kernel as hopper_kernel
 from longspan._kernels.hopper import passes
 
@@ -57,8 +57,6 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(prepared_launch.PreparedLaunch, "_launch_with_fewer_stages", compile_nothing)
     monkeypatch.setattr(prepared_launch, "driver_launch", lambda compiled, *_, **__: RecordedLaunch(compiled))
     monkeypatch.setattr(prepared_launch, "current_raw_stream", lambda device: 0)
-    for module in (interpreter, launch, prepared_launch, hopper_kernel):
-        monkeypatch.setattr(module, "interpreted", lambda: False)
     monkeypatch.setattr(hopper_kernel, "_refusal", lambda inputs, work: None)
     monkeypatch.setattr(passes, "persistent_ctas", lambda device: 132)
     monkeypatch.setattr(registry, "has_gluon", lambda: True)

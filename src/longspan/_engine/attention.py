@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -11,9 +11,11 @@ from torch.autograd import forward_ad
 
 from longspan._comm.agreement import refuse
 from longspan._engine import eager, ops
+from longspan._engine.call_cache import CallKey, calls, score_key
 from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, refuse_transforms, tracing_under_transforms
 from longspan._engine.dense_distributed import dense_over_mesh
 from longspan._engine.invariant_mode import is_invariant
+from longspan._engine.spec import Spec
 from longspan._engine.table_cache import DeviceCopies
 from longspan._engine.values import CallOptions, CallTensors
 from longspan._kernels.dense import Scoring, dense_attention
@@ -26,6 +28,7 @@ from longspan._plan.handle import PlanHandle
 from longspan._torch_modes import without_autocast
 
 _device_copies = DeviceCopies()
+_NOTHING = torch.empty(0, device="cpu")  # in place of results that the caller does not use
 
 
 @overload
@@ -116,6 +119,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> ops.Outpu
     """(out, lse, max scores) after all checks; max scores has no elements unless asked for."""
     if options.plan is not None:
         return _attend_over_mesh(q, k, v, options, options.plan)
+    key = None
+    if not torch.compiler.is_dynamo_compiling():
+        key = calls.key(q, k, v, options)
+        repeated = None if key is None else _attend_again(q, k, v, options, key)
+        if repeated is not None:
+            return repeated
     scale = _checked_scale(q, k, v, options)
     mask = _checked_mask(options.mask, q, k)
     if torch.compiler.is_dynamo_compiling():
@@ -128,7 +137,30 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> ops.Outpu
     with tracing_under_transforms():
         mask_traced = None if mask is None else mask.traced
         score_traced = _traced_score(options.score_mod, score_dtype)
-    return _run(_call_tensors(q, k, v, options, mask_traced, score_traced), options, mask_traced, score_traced, scale)
+    inputs = _call_tensors(q, k, v, options, mask_traced, score_traced)
+    results = _run(inputs, options, mask_traced, score_traced, scale)
+    if key is not None and all(type(t) in (Tensor, torch.nn.Parameter) for t in inputs.score_captured):
+        call = CallOptions(spec=_spec(options, mask_traced, score_traced), scale=scale)
+        calls.add(key, score_key(None if score_traced is None else score_traced.program.key, inputs.score_captured), inputs, call)
+    return results
+
+
+def _attend_again(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, key: CallKey) -> ops.Outputs | None:
+    """`attend` by a prepared call; None if there is none."""
+    entry = calls.entry(key)
+    if entry is None:
+        return None
+    score: Hashable = None
+    captured: list[Tensor] = []
+    traced = _traced_score(options.score_mod, state_dtype(q.dtype))
+    if traced is not None:
+        captured = traced.captured()
+        score = score_key(traced.program.key, captured)
+    call = calls.find(entry, score)
+    if call is None:
+        return None
+    out, lse = call(q, k, v, options.sink, captured, lse=options.return_lse)
+    return out, _NOTHING if lse is None else lse, _NOTHING
 
 
 def _attend_over_mesh(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, plan: PlanHandle) -> ops.Outputs:
@@ -156,15 +188,10 @@ def _attend_over_mesh(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, p
 
 def _run(inputs: CallTensors, options: AttendOptions, mask: Traced | None, score: Traced | None, scale: float) -> ops.Outputs:
     """Run traced programs on checked tensors."""
-    plan, kernel = options.plan, options.kernel
-    returns_lse = options.return_lse or plan is None or plan.data.degree == 1
-    invariant = is_invariant()
-    spec = ops.specs.of(
-        None if mask is None else mask.program, None if score is None else score.program, kernel, lse=returns_lse, invariant=invariant
-    )  # fmt: skip
+    plan, kernel, spec = options.plan, options.kernel, _spec(options, mask, score)
     call = CallOptions(spec=spec, scale=scale, max_scores=options.max_scores)
     if kernel == "dense":
-        if invariant:
+        if spec.invariant:
             raise KernelRefused(f"kernel 'dense' does not support longspan.invariant(): expected 'auto' or one of {', '.join(INVARIANT)}")
         with without_autocast():
             return _dense(inputs, call) if plan is None else dense_over_mesh(inputs, call, plan.data)
@@ -180,6 +207,13 @@ def _run(inputs: CallTensors, options: AttendOptions, mask: Traced | None, score
             raise RuntimeError(ops.NO_TRANSFORMS) from error
         raise
     return out, lse, max_scores.detach()
+
+
+def _spec(options: AttendOptions, mask: Traced | None, score: Traced | None) -> Spec:
+    """The programs of a call. With a plan whose ranks share no heads, lse is not exchanged."""
+    returns_lse = options.return_lse or options.plan is None or options.plan.data.degree == 1
+    mask_program, score_program = None if mask is None else mask.program, None if score is None else score.program
+    return ops.specs.of(mask_program, score_program, options.kernel, lse=returns_lse, invariant=is_invariant())
 
 
 def _dense(inputs: CallTensors, options: CallOptions) -> ops.Outputs:

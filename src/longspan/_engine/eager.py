@@ -61,19 +61,22 @@ class _Attend(torch.autograd.Function):
         mask_captured, score_captured = captured[: ctx.mask_count], captured[ctx.mask_count :]
         needs = [bool(n) for n in ctx.needs_input_grad[7:]]
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        options: CallOptions = ctx.options
-        if torch.is_grad_enabled():
-            # create_graph=True: the operator's gradients raise a clear error when they are differentiated.
-            token = None if ctx.plan is None else PlanHandle(ctx.plan).token
-            handle = ops.specs.intern(options.spec).handle
-            results = ops.attend_backward(
-                grad_out, grad_lse, q, k, v, sink, out, lse, mask_captured, score_captured, needs, token, handle, options.scale
-            )
+        inputs = CallTensors(q=q, k=k, v=v, sink=sink, mask_captured=mask_captured, score_captured=score_captured)
+        tensors = BackwardTensors(inputs=inputs, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse, needs=needs)
+        if torch.is_grad_enabled():  # create_graph=True
+            grads = iter(backward_by_operator(tensors, ctx.options, ctx.plan))
         else:
-            inputs = CallTensors(q=q, k=k, v=v, sink=sink, mask_captured=mask_captured, score_captured=score_captured)
-            tensors = BackwardTensors(inputs=inputs, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse, needs=needs)
-            results = ops.run_backward(tensors, options, ctx.plan, forward_number=ctx.number)
-        grads = iter(results)
+            grads = iter(ops.run_backward(tensors, ctx.options, ctx.plan, forward_number=ctx.number))
         grad_q, grad_k, grad_v = next(grads), next(grads), next(grads)
         grad_sink = None if sink is None else next(grads)
         return None, None, None, grad_q, grad_k, grad_v, grad_sink, *(next(grads) if n else None for n in needs)
+
+
+def backward_by_operator(tensors: BackwardTensors, options: CallOptions, plan: PlanData | None) -> list[Tensor]:
+    """The operator's gradients, which raise a clear error when they are differentiated."""
+    inputs = tensors.inputs
+    return ops.attend_backward(
+        tensors.grad_out, tensors.grad_lse, inputs.q, inputs.k, inputs.v, inputs.sink, tensors.out, tensors.lse, inputs.mask_captured,
+        inputs.score_captured, tensors.needs, None if plan is None else PlanHandle(plan).token, ops.specs.intern(options.spec).handle,
+        options.scale,
+    )  # fmt: skip

@@ -21,15 +21,23 @@ _tables = TableCache()
 
 def forward(inputs: CallTensors, options: CallOptions) -> State:
     """out in the dtype of q, lse, and the max scores if asked for."""
-    kernel, work = _kernel_and_work(inputs, options, backward=False)
-    state = sink_state(inputs.sink, inputs.q, inputs.v, max_scores=options.max_scores)
-    return kernel.forward(_kernel_inputs(inputs), work, state=state, final=True, max_scores=options.max_scores)
+    return forward_by(*kernel_and_work(inputs, options, backward=False), inputs, max_scores=options.max_scores)
+
+
+def forward_by(kernel: Kernel, work: Work, inputs: CallTensors, *, max_scores: bool = False) -> State:
+    """`forward` by a given kernel and work."""
+    state = sink_state(inputs.sink, inputs.q, inputs.v, max_scores=max_scores)
+    return kernel.forward(_kernel_inputs(inputs), work, state=state, final=True, max_scores=max_scores)
 
 
 def backward(tensors: BackwardTensors, options: CallOptions) -> tuple[Grads, Tensor | None]:
     """Gradients of q, k, v in their dtypes, of captured tensors, and of the sink."""
+    return backward_by(*kernel_and_work(tensors.inputs, options, backward=True), tensors)
+
+
+def backward_by(kernel: Kernel, work: Work, tensors: BackwardTensors) -> tuple[Grads, Tensor | None]:
+    """`backward` by a given kernel and work."""
     inputs, out, lse, grad_out, grad_lse = tensors.inputs, tensors.out, tensors.lse, tensors.grad_out, tensors.grad_lse
-    kernel, work = _kernel_and_work(inputs, options, backward=True)
     delta = None if inputs.sink is None else kernel.delta(out, grad_out, grad_lse)
     kernel_tensors = BackwardInputs(
         inputs=_kernel_inputs(inputs), out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse, needs=tensors.needs, delta=delta
@@ -72,7 +80,8 @@ def mask_tables(inputs: CallTensors, options: CallOptions) -> MaskTables:
     return _tables.tables(options.spec.mask, inputs.mask_captured, q_len, inputs.k.shape[2], batch=batch, heads=heads)
 
 
-def _kernel_and_work(inputs: CallTensors, options: CallOptions, *, backward: bool) -> tuple[Kernel, Work]:
+def kernel_and_work(inputs: CallTensors, options: CallOptions, *, backward: bool) -> tuple[Kernel, Work]:
+    """The kernel of a pass and its work, in the kernel's tile size."""
     tables = mask_tables(inputs, options)
     work = make_work(inputs, options, tables, backward=backward)
     kernel_inputs = _kernel_inputs(inputs)

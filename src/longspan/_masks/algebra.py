@@ -7,7 +7,7 @@ tensors that a `mask_mod` captures.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, TypeAlias
@@ -51,6 +51,16 @@ class Mask:
     def extent(self) -> Extent:
         """Sizes that the mask is valid for."""
         return Extent()
+
+    @property
+    def value_key(self) -> Hashable:
+        """Equal for masks that are equal for every size; None if the mask reads tensors or Python functions."""
+        return None
+
+    @property
+    def reads_copies(self) -> bool:
+        """Whether all tensors that the mask reads are its own copies, which never change."""
+        return self.value_key is not None
 
     def simplified_under_causal(self) -> Mask:
         """Mask that equals this one wherever kv <= q, and is cheaper to evaluate if such a form is known."""
@@ -158,6 +168,10 @@ class Full(Mask):
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx >= 0) & (kv_idx >= 0)
 
+    @property
+    def value_key(self) -> Hashable:
+        return ("full",)
+
     def __str__(self) -> str:
         return "full()"
 
@@ -171,6 +185,10 @@ class Causal(Mask):
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return q_idx >= kv_idx
+
+    @property
+    def value_key(self) -> Hashable:
+        return ("causal",)
 
     def __str__(self) -> str:
         return "causal()"
@@ -189,6 +207,10 @@ class SlidingWindow(Mask):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "is_causal", self.right == 0)
+
+    @property
+    def value_key(self) -> Hashable:
+        return "window", self.left, self.right
 
     def __str__(self) -> str:
         return f"sliding_window({self.left}, {self.right})"
@@ -233,6 +255,10 @@ class Documents(Mask):
         return replace(self, end=None)
 
     @property
+    def reads_copies(self) -> bool:
+        return True
+
+    @property
     def extent(self) -> Extent:
         length = self.ids.shape[-1]
         return Extent(q_len=length, kv_len=length, batch=self.ids.shape[0] if self.ids.ndim == 2 else None)
@@ -251,6 +277,14 @@ class Prefix(Mask):
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         length = _on_device_of(self.length, b)[b] if isinstance(self.length, Tensor) else self.length
         return (kv_idx < length) & (q_idx >= 0)
+
+    @property
+    def value_key(self) -> Hashable:
+        return ("prefix", self.length) if isinstance(self.length, int) else None
+
+    @property
+    def reads_copies(self) -> bool:
+        return True
 
     @property
     def extent(self) -> Extent:
@@ -312,6 +346,15 @@ class _Pair(Mask):
     def extent(self) -> Extent:
         return self.a.extent.joined(self.b.extent, str(self))
 
+    @property
+    def value_key(self) -> Hashable:
+        a, b = self.a.value_key, self.b.value_key
+        return None if a is None or b is None else (self.sign, a, b)
+
+    @property
+    def reads_copies(self) -> bool:
+        return self.a.reads_copies and self.b.reads_copies
+
     def __str__(self) -> str:
         return f"({self.a} {self.sign} {self.b})"
 
@@ -358,6 +401,15 @@ class Not(Mask):
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return ~self.a(b, h, q_idx, kv_idx)
+
+    @property
+    def value_key(self) -> Hashable:
+        a = self.a.value_key
+        return None if a is None else ("~", a)
+
+    @property
+    def reads_copies(self) -> bool:
+        return self.a.reads_copies
 
     @property
     def extent(self) -> Extent:

@@ -1,0 +1,119 @@
+"""A bounded cache of calls on one device that repeat: one lookup finds everything that does not depend on addresses and values.
+
+The key of a call: the layouts of q, k, v and the sink; the mask; the score program and the layouts of the tensors that it captures; scale
+and kernel; torch's settings that a result or a choice of kernel depends on. Calls that something intercepts (a compiler, modes,
+transforms, tensor subclasses) and calls in `longspan.invariant()` have no key and are never prepared. A call is prepared when it is made for the second time: preparation takes
+longer than a call.
+
+Entries belong to the mask and are dropped with it; masks that read no tensor (`Mask.value_key`) share one owner. A mask that reads tensors
+of the caller is looked up by their versions too, and has no key where versions cannot be trusted (`longspan._engine.table_cache`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from longspan._derived_cache import DerivedCache
+from longspan._engine.invariant_mode import is_invariant
+from longspan._engine.prepared_call import PreparedCall
+from longspan._engine.values import CallOptions, CallTensors
+from longspan._masks.algebra import Full, Mask
+from longspan._torch_private import nothing_intercepts_calls
+
+_PLAIN = (Tensor, Parameter)
+_KERNELS = frozenset(("auto", "hopper", "triton", "cpu"))  # the others depend on more settings, or do not use the operator
+_ALIGNMENT = 16  # bytes: kernels are compiled for tensors whose addresses are divisible by it
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A call that was made. `calls`: prepared ones by score program and layouts of its captured tensors; None until the second call."""
+
+    calls: dict[Hashable, PreparedCall | None] = field(default_factory=dict)
+
+
+class CallKey(NamedTuple):
+    """Where a call is cached: under its owner, a mask, by its layouts and settings."""
+
+    owner: Mask
+    layouts: Hashable
+
+
+class CallCache:
+    """Prepared calls: at most `size` layouts per mask that reads tensors and as many for all other masks, `variants` programs of each."""
+
+    def __init__(self, size: int = 64, variants: int = 16) -> None:
+        self._variants = variants
+        self._shared: Mask = Full()  # the owner of calls whose mask is part of the key
+        self._entries: DerivedCache[Mask, _Entry] = DerivedCache(size)
+
+    def key(self, q: Any, k: Any, v: Any, options: Any) -> CallKey | None:
+        """The key of a call whose arguments are not checked yet; None if it is not to be cached."""
+        try:
+            return self._key(q, k, v, options)
+        except (RuntimeError, NotImplementedError, TypeError):  # sparse or nested tensors, arguments without a hash: the checks will raise
+            return None
+
+    def _key(self, q: Tensor, k: Tensor, v: Tensor, options: Any) -> CallKey | None:
+        mask, scale, sink, kernel = options.mask, options.scale, options.sink, options.kernel
+        if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN) or (sink is not None and type(sink) not in _PLAIN):
+            return None
+        if not (scale is None or (type(scale) is float and scale)) or options.max_scores or kernel not in _KERNELS or is_invariant():
+            return None
+        if not nothing_intercepts_calls() or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % _ALIGNMENT:
+            return None
+        owner, value_key = self._shared, None
+        if mask is not None:
+            if not isinstance(mask, Mask):
+                return None
+            value_key = mask.value_key
+            owner = mask if value_key is None else owner
+        sink_layout = None if sink is None else (sink.dtype, sink.shape, sink.stride(), sink.device)
+        return CallKey(owner, (
+            q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            sink_layout, value_key, scale, kernel, torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(), torch.is_inference_mode_enabled(),
+        ))  # fmt: skip
+
+    def entry(self, key: CallKey) -> _Entry | None:
+        """The calls of a key, if there was one."""
+        return self._entries.peek(key.owner, key.layouts)
+
+    def find(self, entry: _Entry, score: Hashable) -> PreparedCall | None:
+        """The prepared call of a score program (`score_key`), if its mask's tensors are unmodified."""
+        call = entry.calls.get(score)
+        return call if call is not None and call.is_current() else None
+
+    def add(self, key: CallKey, score: Hashable, inputs: CallTensors, options: CallOptions) -> None:
+        """Note a call that was made. Prepare it if it was noted before."""
+        fixed_mask = key.owner is self._shared or key.owner.reads_copies
+        if not fixed_mask and not all(_is_versioned(t) for t in inputs.mask_captured):
+            return
+        entry = self._entries.get(key.owner, key.layouts, _Entry)
+        if score not in entry.calls:
+            if len(entry.calls) >= self._variants:
+                entry.calls.clear()
+            entry.calls[score] = None
+        else:
+            entry.calls[score] = PreparedCall(inputs, options, fixed_mask=fixed_mask)
+
+
+def score_key(program_key: str | None, captured: Sequence[Tensor]) -> Hashable:
+    """The key of a score program and of the layouts of the tensors that it captures."""
+    if program_key is None:
+        return None
+    return program_key, *((t.dtype, t.shape, t.stride(), t.device, t.data_ptr() % _ALIGNMENT) for t in captured)
+
+
+def _is_versioned(tensor: Tensor) -> bool:
+    """Whether torch counts all modifications of a tensor."""
+    return tensor.is_cuda and not tensor.is_inference()
+
+
+calls = CallCache()

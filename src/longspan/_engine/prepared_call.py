@@ -1,0 +1,153 @@
+"""One attention call on one device that repeats: its kernel, its work and, where the kernel has them, prepared passes.
+
+Everything here follows from the layouts of the tensors, the mask, the programs and torch's settings, which the key of the call covers
+(`longspan._engine.call_cache`). A call allocates its results, launches, and makes one autograd node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan._engine import one_device
+from longspan._engine.checks import refuse_batched_gradients
+from longspan._engine.eager import backward_by_operator
+from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
+from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Kernel, PreparedBackward, PreparesCalls, Work
+from longspan._torch_modes import without_autocast
+
+_MAX_BACKWARDS = 8  # layouts of the gradient of out, and settings, for which a backward pass is prepared
+_aligned = 15  # bits of an address that are 0 for 16-byte alignment
+
+
+class PreparedCall:
+    """A call of fixed layouts. It holds no tensor of the caller except those that the mask reads.
+
+    `fixed_mask`: the mask reads its own copies of tensors, which never change. Otherwise the tensors are saved for the backward pass, which
+    raises if they were modified in place, and `is_current` compares their versions.
+    """
+
+    def __init__(self, inputs: CallTensors, options: CallOptions, *, fixed_mask: bool) -> None:
+        self._options, self._fixed_mask = options, fixed_mask
+        self._kernel, work = one_device.kernel_and_work(inputs, options, backward=False)
+        self._work, self._mask_captured = replace(work, score_captured=()), tuple(inputs.mask_captured)
+        self._versions = [] if fixed_mask else [t._version for t in self._mask_captured]
+        self._saved_mask: tuple[Tensor, ...] = () if fixed_mask else self._mask_captured
+        self._on_cuda, self._forward = inputs.q.is_cuda, None
+        if isinstance(self._kernel, PreparesCalls) and inputs.sink is None:
+            self._forward = self._kernel.prepare_forward(AttentionInputs(q=inputs.q, k=inputs.k, v=inputs.v), work)
+        self._backwards: dict[Hashable, tuple[Kernel, Work, PreparedBackward | None]] = {}
+
+    def is_current(self) -> bool:
+        """Whether the tensors that the mask reads are unmodified."""
+        return not self._saved_mask or [t._version for t in self._saved_mask] == self._versions
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, score_captured: Sequence[Tensor], *, lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out, lse), differentiable. lse: whether lse is needed; without it, it may be None."""
+        needs_grad = torch.is_grad_enabled() and (
+            q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
+            or (score_captured and any(t.requires_grad for t in score_captured))
+        )  # fmt: skip
+        if not needs_grad:
+            return self.forward(q, k, v, sink, score_captured)
+        results = _Attend.apply(self, lse, q, k, v, sink, *score_captured)  # type: ignore[no-untyped-call]
+        return results if lse else (results, None)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, score_captured: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(out, lse)."""
+        if self._forward is not None and not (self._on_cuda and torch.cuda.is_current_stream_capturing()):
+            return self._forward(q, k, v, score_captured)
+        inputs = CallTensors(q=q, k=k, v=v, sink=sink, mask_captured=self._mask_captured, score_captured=score_captured)
+        work = self._work if not score_captured else replace(self._work, score_captured=score_captured)
+        with without_autocast(), torch.no_grad():
+            state = one_device.forward_by(self._kernel, work, inputs)
+        return state.out, state.lse.contiguous()
+
+    def backward(self, tensors: BackwardTensors) -> list[Tensor]:
+        """Gradients as of `ops.attend_backward`."""
+        inputs, out, lse, grad_out = tensors.inputs, tensors.out, tensors.lse, tensors.grad_out
+        q, k, v = inputs.q, inputs.k, inputs.v
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | lse.data_ptr() | grad_out.data_ptr()
+        # Hooks may have replaced the saved tensors by others with the same values.
+        key = (
+            q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(), grad_out.stride(), grad_out.dtype, addresses & _aligned,
+            tensors.grad_lse is None, tuple(tensors.needs), tuple((t.stride(), t.data_ptr() & _aligned) for t in inputs.score_captured),
+            torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
+        )  # fmt: skip
+        entry = self._backwards.get(key)
+        if entry is not None and entry[2] is not None and not (self._on_cuda and torch.cuda.is_current_stream_capturing()):
+            grads, grad_sink = entry[2](q, k, v, out, lse, grad_out, inputs.score_captured), None
+        else:
+            with without_autocast():
+                kernel, work = entry[:2] if entry is not None else one_device.kernel_and_work(inputs, self._options, backward=True)
+                work = work if not inputs.score_captured else replace(work, score_captured=inputs.score_captured)
+                grads, grad_sink = one_device.backward_by(kernel, work, tensors)
+                if entry is None:
+                    self._prepare_backward(key, kernel, work, tensors)
+        results = [grads.q, grads.k, grads.v]
+        if inputs.sink is not None and grad_sink is not None:
+            results.append(grad_sink.to(inputs.sink.dtype))
+        for need, grad, tensor in zip(tensors.needs, grads.captured, inputs.score_captured, strict=False):
+            if need and grad is not None:
+                results.append(grad.to(tensor.dtype).to(tensor.device))
+        return [g.contiguous() for g in results]
+
+    def _prepare_backward(self, key: Hashable, kernel: Kernel, work: Work, tensors: BackwardTensors) -> None:
+        prepared, inputs, lse = None, tensors.inputs, tensors.lse
+        if isinstance(kernel, PreparesCalls) and inputs.sink is None:
+            prepared = kernel.prepare_backward(
+                BackwardInputs(
+                    inputs=AttentionInputs(q=inputs.q, k=inputs.k, v=inputs.v), out=tensors.out, lse=lse, grad_out=tensors.grad_out,
+                    grad_lse=tensors.grad_lse, needs=tensors.needs,
+                ),
+                work,
+            )  # fmt: skip
+        if len(self._backwards) >= _MAX_BACKWARDS:
+            self._backwards.clear()
+        self._backwards[key] = kernel, replace(work, score_captured=()), prepared
+
+    def backward_node(self, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        """The autograd node's backward: gradients of q, k, v, the sink and the captured tensors."""
+        refuse_batched_gradients(grad_out, grad_lse)
+        q, k, v, sink, out, lse, *captured = ctx.saved_tensors
+        score_captured, needs = captured[len(self._saved_mask) :], ctx.needs_input_grad[6:]
+        tensors = BackwardTensors(
+            inputs=CallTensors(q=q, k=k, v=v, sink=sink, mask_captured=self._mask_captured, score_captured=score_captured),
+            out=out, lse=lse, grad_out=torch.zeros_like(out) if grad_out is None else grad_out, grad_lse=grad_lse, needs=needs,
+        )  # fmt: skip
+        if torch.is_grad_enabled():  # create_graph=True
+            grads = iter(backward_by_operator(tensors, self._options, None))
+        else:
+            grads = iter(self.backward(tensors))
+        grad_q, grad_k, grad_v = next(grads), next(grads), next(grads)
+        grad_sink = None if sink is None else next(grads)
+        return grad_q, grad_k, grad_v, grad_sink, *(next(grads) if n else None for n in needs)
+
+    def save(self, ctx: Any, tensors: Sequence[Tensor | None], out: Tensor, lse: Tensor) -> None:
+        """Save what `backward_node` reads. tensors: q, k, v, sink and captured tensors of the score program."""
+        ctx.save_for_backward(*tensors[:4], out, lse, *self._saved_mask, *tensors[4:])
+
+
+class _Attend(torch.autograd.Function):
+    """The autograd node of a prepared call. Results: out, or out and lse."""
+
+    @staticmethod
+    def forward(ctx: Any, call: PreparedCall, returns_lse: bool, *tensors: Any) -> Any:
+        q, k, v, sink, *score_captured = tensors
+        out, lse = call.forward(q, k, v, sink, score_captured)
+        call.save(ctx, tensors, out, lse)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return (out, lse) if returns_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Any, ...]:  # type: ignore[override]
+        return None, None, *ctx.call.backward_node(ctx, grad_out, grad_lse)

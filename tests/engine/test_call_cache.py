@@ -1,0 +1,375 @@
+"""Prepared calls: used for calls that repeat, and for no call that differs in anything that a result depends on."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import longspan as ls
+from longspan._engine import call_cache, one_device
+from longspan._engine.attention import AttendOptions
+from longspan._engine.call_cache import CallCache, score_key
+from longspan._engine.prepared_call import PreparedCall
+
+CAUSAL = ls.causal()
+BIAS = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 40))
+
+
+def biased(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return s + BIAS[kv]
+
+
+def qkv(dtype: torch.dtype = torch.float32, *, tokens: int = 40, grad: bool = True) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, h, tokens, 16, dtype=dtype, requires_grad=grad) for h in (4, 2, 2)]
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> CallCache:
+    """An empty cache for calls of `longspan.attention`."""
+    from longspan._engine import attention
+
+    cache = CallCache()
+    monkeypatch.setattr(attention, "calls", cache)
+    return cache
+
+
+@pytest.fixture
+def prepared(fresh: CallCache, monkeypatch: pytest.MonkeyPatch) -> list[PreparedCall]:
+    """The prepared calls that were used."""
+    used: list[PreparedCall] = []
+    call = PreparedCall.__call__
+    monkeypatch.setattr(PreparedCall, "__call__", lambda self, *args, **kwargs: (used.append(self), call(self, *args, **kwargs))[1])
+    return used
+
+
+def same_as_dense(tensors: list[Tensor], captured: list[Tensor], **options: Any) -> None:
+    """Check out, lse and gradients against the dense kernel."""
+    results = []
+    for kernel in ("auto", "dense"):
+        out, lse = ls.attention(*tensors, return_lse=True, **options, kernel=kernel)
+        grads = torch.autograd.grad((out * out).sum() + lse.sum(), [*tensors, *captured]) if out.requires_grad else ()
+        results.append((out, lse, *grads))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "no mask": {},
+    "causal": {"mask": CAUSAL},
+    "window": {"mask": ls.sliding_window(7) & CAUSAL},
+    "documents": {"mask": CAUSAL & ls.documents([10, 30])},
+    "score mod": {"mask": CAUSAL, "score_mod": biased},
+    "scale": {"scale": 0.3},
+    "sink": {"mask": CAUSAL, "sink": torch.tensor([0.5, -0.5, 1.0, 0.0], requires_grad=True)},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_prepared_the_second_time_and_right_every_time(name: str, prepared: list[PreparedCall]) -> None:
+    options = CALLS[name]
+    captured = [BIAS] if "score_mod" in options else [options["sink"]] if "sink" in options else []
+    for times in range(5):
+        tensors = qkv()
+        same_as_dense(tensors, captured, **options)
+        assert len(prepared) == max(0, times - 1)
+
+
+def test_a_repeated_call_chooses_no_kernel_and_builds_no_work(prepared: list[PreparedCall], monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = qkv()
+    grad = torch.randn(1, 4, 40, 16)
+    for _ in range(3):
+        first = torch.autograd.grad(ls.attention(*tensors, mask=CAUSAL), tensors, grad)
+    monkeypatch.setattr(one_device, "kernel_and_work", None)
+    again = torch.autograd.grad(ls.attention(*tensors, mask=ls.causal()), tensors, grad)
+    assert prepared and all(map(torch.equal, first, again))
+
+
+def test_calls_alternate_and_each_gets_its_own_result(prepared: list[PreparedCall]) -> None:
+    for _ in range(4):
+        for options in CALLS.values():
+            same_as_dense(qkv(), [], **options)
+        same_as_dense(qkv(torch.float64), [], mask=CAUSAL)
+        same_as_dense(qkv(tokens=24), [], mask=CAUSAL)
+        same_as_dense([t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in qkv()], [], mask=CAUSAL)
+    assert len(prepared) == 2 * (len(CALLS) + 3)
+
+
+@contextmanager
+def deterministic(*, warn_only: bool = False) -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def strided(t: Tensor) -> Tensor:
+    return t.detach().transpose(1, 2).contiguous().transpose(1, 2)
+
+
+Q, K, V = (t.detach() for t in qkv())
+BASE: dict[str, Any] = {"q": Q, "k": K, "v": V, "mask": CAUSAL, "kernel": "auto"}
+# One component of the key each: arguments that differ from BASE, and a context.
+DIFFERENT: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
+    "shape of q": ({"q": Q[:, :, :32].contiguous()}, nullcontext),
+    "strides of q": ({"q": strided(Q)}, nullcontext),
+    "dtype of q": ({"q": Q.double()}, nullcontext),
+    "device of q": ({"q": Q.to("meta")}, nullcontext),
+    "shape of k": ({"k": K[:, :, :32].contiguous()}, nullcontext),
+    "strides of k": ({"k": strided(K)}, nullcontext),
+    "dtype of k": ({"k": K.double()}, nullcontext),
+    "device of k": ({"k": K.to("meta")}, nullcontext),
+    "shape of v": ({"v": V[..., :8].contiguous()}, nullcontext),
+    "strides of v": ({"v": strided(V)}, nullcontext),
+    "dtype of v": ({"v": V.double()}, nullcontext),
+    "device of v": ({"v": V.to("meta")}, nullcontext),
+    "no mask": ({"mask": None}, nullcontext),
+    "another mask": ({"mask": ls.sliding_window(5)}, nullcontext),
+    "another width": ({"mask": ls.sliding_window(6)}, nullcontext),
+    "mask with tensors": ({"mask": ls.documents([10, 30])}, nullcontext),
+    "scale": ({"scale": 0.5}, nullcontext),
+    "another scale": ({"scale": 0.25}, nullcontext),
+    "sink": ({"sink": torch.zeros(4)}, nullcontext),
+    "dtype of the sink": ({"sink": torch.zeros(4, dtype=torch.float64)}, nullcontext),
+    "strides of the sink": ({"sink": torch.zeros(8)[::2]}, nullcontext),
+    "device of the sink": ({"sink": torch.zeros(4, device="meta")}, nullcontext),
+    "kernel": ({"kernel": "cpu"}, nullcontext),
+    "deterministic algorithms": ({}, deterministic),
+    "warnings of deterministic algorithms": ({}, lambda: deterministic(warn_only=True)),
+    "inference mode": ({}, torch.inference_mode),
+}
+
+
+def key_of(cache: CallCache, **changed: Any) -> Any:
+    arguments = {**BASE, **changed}
+    q, k, v = (arguments.pop(name) for name in "qkv")
+    return cache.key(q, k, v, AttendOptions(**arguments))
+
+
+def test_every_component_of_a_call_is_part_of_its_key() -> None:
+    cache = CallCache()
+    keys = [key_of(cache)]
+    for changed, context in DIFFERENT.values():
+        with context():
+            keys.append(key_of(cache, **changed))
+    assert None not in keys
+    identities = [(id(key.owner), key.layouts) for key in keys]
+    assert len(set(identities)) == len(identities)
+
+
+def test_masks_that_are_equal_as_values_share_a_key() -> None:
+    cache = CallCache()
+    first, second = (key_of(cache, mask=ls.causal() & ~ls.sliding_window(3) | ls.prefix(2)) for _ in range(2))
+    assert first == second
+
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(Tensor):
+    pass
+
+
+class Counting(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+# Calls that are never prepared.
+UNCACHED: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
+    "dispatch mode": ({}, Seen),
+    "function mode": ({}, Counting),
+    "default device": ({}, lambda: torch.device("cpu")),
+    "invariant": ({}, ls.invariant),
+    "forward-mode differentiation": ({}, forward_ad.dual_level),
+    "subclass": ({"q": Q.as_subclass(Subclass)}, nullcontext),
+    "subclass as a sink": ({"sink": torch.zeros(4).as_subclass(Subclass)}, nullcontext),
+    "unaligned": ({"q": torch.empty(Q.numel() + 1)[1:].view(Q.shape)}, nullcontext),
+    "mask_mod": ({"mask": lambda b, h, q, kv: q >= kv}, nullcontext),
+    "dense": ({"kernel": "dense"}, nullcontext),
+    "torch's kernels": ({"kernel": "flash"}, nullcontext),
+    "max scores": ({"max_scores": True}, nullcontext),
+    "bool as a scale": ({"scale": True}, nullcontext),
+    "scale of zero": ({"scale": -0.0}, nullcontext),
+    "sparse": ({"q": torch.zeros(2, 2).to_sparse()}, nullcontext),
+    "unhashable kernel": ({"kernel": []}, nullcontext),
+}
+
+
+@pytest.mark.parametrize("name", UNCACHED)
+def test_unusual_calls_have_no_key(name: str) -> None:
+    changed, context = UNCACHED[name]
+    with context():
+        assert key_of(CallCache(), **changed) is None
+
+
+def test_no_key_under_transforms() -> None:
+    keys = []
+
+    def seen(q: Tensor) -> Tensor:
+        keys.append(key_of(CallCache(), q=q))
+        return q
+
+    torch.vmap(seen)(torch.stack([Q, Q]))
+    torch.func.grad(lambda q: seen(q).sum())(Q)
+    assert keys == [None, None]
+
+
+def test_the_score_key_covers_the_program_and_every_captured_layout() -> None:
+    t = torch.zeros(8, 8)
+    captured = [t, t.double(), t[:4], t.t(), t.to("meta"), torch.zeros(65)[1:].view(8, 8)]
+    keys = [None, *(score_key("a", [c]) for c in captured), score_key("b", [t]), score_key("a", [t, t]), score_key("a", [])]
+    assert len(set(keys)) == len(keys)
+    assert score_key(None, []) is None
+
+
+def test_changed_values_of_tensors_that_a_mask_captures_are_noticed(prepared: list[PreparedCall]) -> None:
+    ids = torch.arange(40) // 10
+    mask = ls.mask_mod(lambda b, h, q, kv: ids[q] == ids[kv])
+    for width in (10, 10, 10, 7):
+        ids.copy_(torch.arange(40) // width)
+        same_as_dense(qkv(), [], mask=mask)
+    assert not prepared, "on the CPU, modifications cannot be seen by versions"
+
+
+def test_changed_versions_of_captured_tensors_are_noticed(prepared: list[PreparedCall], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_cache, "_is_versioned", lambda tensor: True)
+    ids = torch.arange(40) // 10
+    mask = ls.mask_mod(lambda b, h, q, kv: ids[q] == ids[kv])
+    for _ in range(3):
+        same_as_dense(qkv(), [], mask=mask)
+    assert len(prepared) == 1
+    ids.copy_(torch.arange(40) // 7)
+    same_as_dense(qkv(), [], mask=mask)
+    assert len(prepared) == 1
+    out = ls.attention(*qkv(), mask=mask)
+    ids.copy_(torch.arange(40) // 5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_rebound_value_of_a_score_mod_is_noticed(prepared: list[PreparedCall]) -> None:
+    slopes = torch.linspace(0.1, 0.4, 4)
+    factor = 2.0
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return s * factor + slopes[h] * (kv - q)
+
+    def rebind(new_factor: float, new_slopes: Tensor) -> None:
+        nonlocal factor, slopes
+        factor, slopes = new_factor, new_slopes
+
+    tables = slopes, slopes * 2
+    for new in ((2.0, tables[0]),) * 3 + ((3.0, tables[0]), (3.0, tables[1]), (2.0, torch.ones(4))):
+        rebind(*new)
+        same_as_dense(qkv(torch.float64), [], score_mod=score)
+    assert prepared
+
+
+def test_a_backward_pass_follows_the_present_deterministic_setting(prepared: list[PreparedCall]) -> None:
+    tensors, grad = qkv(), torch.randn(1, 4, 40, 16)
+    for _ in range(3):
+        out = ls.attention(*tensors, mask=CAUSAL)
+        torch.autograd.grad(out, tensors, grad)
+    call = prepared[-1]
+    before = len(call._backwards)
+    out = call(*tensors, None, [], lse=False)[0]
+    with deterministic():
+        torch.autograd.grad(out, tensors, grad)
+    assert len(call._backwards) == before + 1
+
+
+def test_gradients_of_other_layouts_are_right(prepared: list[PreparedCall]) -> None:
+    tensors = qkv()
+    grads = [torch.randn(1, 4, 40, 16), torch.randn(1, 40, 4, 16).transpose(1, 2), torch.ones(()).expand(1, 4, 40, 16)]
+    for _ in range(3):
+        for grad in grads:
+            got = torch.autograd.grad(ls.attention(*tensors, mask=CAUSAL), tensors, grad)
+            want = torch.autograd.grad(ls.attention(*tensors, mask=CAUSAL, kernel="dense"), tensors, grad)
+            torch.testing.assert_close(got, want)
+    assert prepared
+
+
+def test_saved_tensors_may_be_replaced_by_hooks(prepared: list[PreparedCall]) -> None:
+    tensors, grad = qkv(), torch.randn(1, 4, 40, 16)
+    want = torch.autograd.grad(ls.attention(*tensors, mask=CAUSAL, kernel="dense"), tensors, grad)
+    for unpack in (lambda t: t, lambda t: t.clone(), strided_if_wide):
+        for _ in range(3):
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), unpack):
+                out = ls.attention(*tensors, mask=CAUSAL)
+            torch.testing.assert_close(torch.autograd.grad(out, tensors, grad), want)
+    assert prepared
+
+
+def strided_if_wide(t: Tensor) -> Tensor:
+    return strided(t) if t.ndim == 4 else t.clone()
+
+
+def test_autocast_does_not_change_a_prepared_call(prepared: list[PreparedCall]) -> None:
+    tensors = qkv()
+    outs = []
+    for enabled in (False, False, False, True, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            outs.append(ls.attention(*tensors, mask=CAUSAL))
+    assert len(prepared) == 3
+    assert all(torch.equal(out, outs[0]) and out.dtype == torch.float32 for out in outs)
+
+
+def test_a_second_differentiation_is_refused(prepared: list[PreparedCall]) -> None:
+    tensors = qkv()
+    for _ in range(3):
+        out = ls.attention(*tensors, mask=CAUSAL)
+        (grad,) = torch.autograd.grad(out.sum(), tensors[:1], create_graph=True)
+        with pytest.raises(RuntimeError, match="supports one differentiation, not two"):
+            grad.sum().backward()
+    assert prepared
+
+
+def test_results_need_no_gradient_without_gradients(prepared: list[PreparedCall]) -> None:
+    tensors = qkv()
+    for _ in range(3):
+        ls.attention(*tensors, mask=CAUSAL)
+    with torch.no_grad():
+        assert not ls.attention(*tensors, mask=CAUSAL).requires_grad
+    assert not ls.attention(*qkv(grad=False), mask=CAUSAL).requires_grad
+    assert ls.attention(*tensors, mask=CAUSAL).requires_grad
+    assert len(prepared) == 4
+
+
+def test_calls_are_dropped_with_their_mask_and_hold_no_tensor(prepared: list[PreparedCall]) -> None:
+    mask, tensors = CAUSAL & ls.documents([10, 30]), qkv()
+    for _ in range(3):
+        ls.attention(*tensors, mask=mask)
+    call, q, ids = weakref.ref(prepared[-1]), weakref.ref(tensors[0]), weakref.ref(mask.traced.captured()[0])
+    prepared.clear()
+    del tensors
+    gc.collect()
+    assert q() is None and call() is not None
+    del mask
+    gc.collect()
+    assert call() is None and ids() is None
+
+
+def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan._engine import attention
+
+    cache = CallCache(size=4, variants=3)
+    monkeypatch.setattr(attention, "calls", cache)
+    for n in range(9):
+        for _ in range(2):
+            ls.attention(*qkv(tokens=8 + n), scale=0.5)
+            ls.attention(*qkv(), score_mod=lambda s, b, h, q, kv, n=n: s * (n + 1))
+    assert cache._entries.count(cache._shared) == 4
+    assert all(len(entry.calls) <= 3 for entry in cache._entries._owners[cache._shared].values.values())

@@ -1,0 +1,149 @@
+"""Prepared Hopper calls, with recorded launches: which kernels they launch, with which addresses, and when they are not used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tests.kernels.stub_launches import Launches, record_launches
+
+import longspan as ls
+from longspan._engine import attention
+from longspan._engine.call_cache import CallCache
+from longspan._kernels.hopper.prepared import HopperBackward, HopperForward
+
+BIAS = torch.nn.Parameter(torch.zeros(8))
+
+
+def biased(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return s + BIAS[h]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    monkeypatch.setattr(attention, "calls", CallCache())
+    return record_launches(monkeypatch)
+
+
+def qkv(heads: tuple[int, int] = (8, 1), tokens: int = 512) -> list[Tensor]:
+    return [torch.randn(1, h, tokens, 64, dtype=torch.bfloat16, requires_grad=True) for h in (heads[0], heads[1], heads[1])]
+
+
+def repeat(tensors: list[Tensor], captured: list[Tensor], times: int = 3, **options: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(out, gradients) of the last of some equal calls."""
+    for _ in range(times):
+        out = ls.attention(*tensors, kernel="hopper", **options)
+        grads = torch.autograd.grad(out, [*tensors, *captured], torch.ones_like(out))
+    return out, grads
+
+
+def test_a_repeated_call_launches_four_kernels_with_the_addresses_of_its_tensors(launches: Launches) -> None:
+    first = qkv()
+    repeat(first, [], mask=ls.causal())
+    launches.clear()
+    tensors = qkv()
+    out, grads = repeat(tensors, [], times=1, mask=ls.causal())
+    assert launches.names == ["forward_kernel", "row_terms_kernel", "dkv_kernel", "round_kernel"]
+    q, k, v = (t.data_ptr() for t in tensors)
+    forward, rows, dkdv, rounding = launches.values
+    assert forward[:4] == (q, k, v, out.data_ptr()) and forward[5] == q
+    assert rows[0] == out.data_ptr() and rows[2] == forward[4]
+    norm, delta, total = rows[3:6]
+    assert dkdv[:6] == (q, k, v, rows[1], norm, delta) and dkdv[8] == total
+    assert rounding == (total, grads[0].data_ptr(), dkdv[6], grads[1].data_ptr(), dkdv[7], grads[2].data_ptr())
+    assert forward[-3:] == dkdv[-3:] == (64**-0.5, 0, 0)
+
+
+def test_heads_that_are_not_shared_are_rounded_by_the_kernel_itself(launches: Launches) -> None:
+    tensors = qkv((2, 2))
+    repeat(tensors, [], mask=ls.causal())
+    launches.clear()
+    _, grads = repeat(tensors, [], times=1, mask=ls.causal())
+    dkdv, rounding = launches.values[2:]
+    assert dkdv[6:8] == (grads[1].data_ptr(), grads[2].data_ptr()) and rounding[1:] == (grads[0].data_ptr(),)
+
+
+def test_a_captured_parameter_gets_its_gradient_by_the_query_kernel(launches: Launches) -> None:
+    tensors = qkv()
+    repeat(tensors, [BIAS], mask=ls.causal(), score_mod=biased)
+    launches.clear()
+    _, grads = repeat(tensors, [BIAS], times=1, mask=ls.causal(), score_mod=biased)
+    assert launches.names == ["forward_kernel", "row_terms_kernel", "dq_kernel", "dkv_kernel", "round_kernel"]
+    dq = launches.values[2]
+    assert dq[6] == grads[0].data_ptr() and BIAS.data_ptr() in dq and grads[3].data_ptr() in dq
+    assert BIAS.data_ptr() in launches.values[0] and BIAS.data_ptr() in launches.values[3]
+
+
+def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The prepared passes that run from now on."""
+    seen: list[str] = []
+    for cls in (HopperForward, HopperBackward):
+        run = cls.__call__
+        monkeypatch.setattr(cls, "__call__", lambda self, *a, run=run, name=cls.__name__: (seen.append(name), run(self, *a))[1])
+    return seen
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_graph_capture_takes_the_way_that_holds_its_tables(
+    capturing: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    from longspan._engine.prepared_call import PreparedCall
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    made = PreparedCall.__init__
+
+    def on_cuda(self: PreparedCall, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self._on_cuda = True
+
+    monkeypatch.setattr(PreparedCall, "__init__", on_cuda)
+    tensors = qkv()
+    repeat(tensors, [], mask=ls.causal())
+    seen = used(monkeypatch)
+    repeat(tensors, [], times=1, mask=ls.causal())
+    assert seen == ([] if capturing else ["HopperForward", "HopperBackward"])
+
+
+@pytest.mark.parametrize("how", ["expanded gradient", "sink", "gradient of lse"])
+def test_passes_that_are_not_prepared_still_launch(how: str, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = qkv()
+    options = {"sink": torch.zeros(8)} if how == "sink" else {}
+    seen = used(monkeypatch)
+    for _ in range(4):
+        launches.clear()
+        out, lse = ls.attention(*tensors, mask=ls.causal(), kernel="hopper", return_lse=True, **options)
+        loss = out.sum() if how == "expanded gradient" else (out * out).sum() + (lse.sum() if how == "gradient of lse" else 0)
+        torch.autograd.grad(loss, tensors)
+    assert "HopperBackward" not in seen and ("HopperForward" in seen) == (how != "sink")
+    assert launches.names.count("dkv_kernel") == 1 and launches.names.count("forward_kernel") == 1
+
+
+def other_strides(t: Tensor) -> Tensor:
+    return t.transpose(1, 2).contiguous().transpose(1, 2) if t.ndim == 4 else t
+
+
+def test_saved_tensors_of_another_layout_are_not_launched_as_prepared(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = qkv()
+    repeat(tensors, [], mask=ls.causal())
+    seen = used(monkeypatch)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, other_strides):
+        repeat(tensors, [], times=1, mask=ls.causal())
+    assert seen == ["HopperForward"]
+
+
+def test_a_profilers_hook_sees_every_launch(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan._kernels.gpu import prepared_launch
+
+    tensors = qkv()
+    repeat(tensors, [], mask=ls.causal())
+    by_triton: list[Any] = []
+    monkeypatch.setattr(prepared_launch, "hooks_are_set", lambda: True)
+    monkeypatch.setattr(prepared_launch.PreparedLaunch, "_launch_by_triton", lambda self, values: by_triton.append(values))
+    launches.clear()
+    repeat(tensors, [], times=1, mask=ls.causal())
+    assert len(by_triton) == 4 and not launches.names
