@@ -44,6 +44,7 @@ def _call(plan: PlanData, options: CallOptions, inputs: CallTensors, agreement: 
         score_captured=inputs.score_captured,
         heads=inputs.q.shape[1],
         kv_heads=inputs.k.shape[1],
+        device=inputs.q.device,
         agreement=agreement,
     )
 

@@ -55,7 +55,7 @@ def _forward_steps(call: ShardedCall, inputs: CallTensors, *, max_scores: bool) 
             is_last = i == schedule.last_step[r]
             if tiles.empty and not is_last:
                 continue
-            work = call.work(tiles, q.device, r, backward=False)
+            work = call.work(tiles, r, backward=False)
             step_inputs = AttentionInputs(q=queries[r], k=step_k, v=step_v, local_kv=exchange.local_kv(i))
             states[r] = kernel.forward(step_inputs, work, state=states[r], final=is_last, max_scores=max_scores)
         exchange.send(i + 1)
@@ -140,7 +140,7 @@ def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide
                         into.v.zero_()
                     else:
                         batch = call.batch_slice(r)
-                        work = call.work(tiles, q.device, r, backward=True, concurrent=concurrent)
+                        work = call.work(tiles, r, backward=True, concurrent=concurrent)
                         step_tensors = BackwardInputs(
                             inputs=AttentionInputs(q=q[batch], k=step_k, v=step_v, local_kv=exchange.local_kv(i)),
                             out=tensors.out[batch], lse=tensors.lse[batch], grad_out=tensors.grad_out[batch],

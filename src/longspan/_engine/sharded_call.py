@@ -23,6 +23,7 @@ from longspan._engine.values import CallTensors
 from longspan._kernels.protocol import AttentionInputs, Capabilities, Kernel, Work, state_dtype
 from longspan._kernels.registry import KernelCall, choose, combined_capabilities, torch_settings
 from longspan._masks.block_table import BLOCK_SIZE
+from longspan._masks.joint import Joint
 from longspan._plan.plan_data import PlanData
 
 
@@ -36,6 +37,7 @@ class ShardedCall:
     score_captured: Sequence[Tensor]
     heads: int
     kv_heads: int
+    device: torch.device
     agreement: Agreement
 
     @cached_property
@@ -50,7 +52,16 @@ class ShardedCall:
             group=plan.mesh.group(plan.head_axis), lengths=lengths, kv_lengths=kv_lengths, heads=self.heads, kv_heads=self.kv_heads
         )
 
-    def work(self, tiles: StepTiles, device: torch.device, row: int, *, backward: bool, concurrent: bool = False) -> Work:
+    @cached_property
+    def _captured(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors that the mask and the score program read, on the device of the queries."""
+        return plan_cache.captured(self.plan, self.device), [t.to(self.device) for t in self.score_captured]
+
+    @cached_property
+    def _joint(self) -> Joint | None:
+        return self.spec.joint(self.score_captured)
+
+    def work(self, tiles: StepTiles, row: int, *, backward: bool, concurrent: bool = False) -> Work:
         """A step's tiles as work for a kernel. row: the batch row, where batch rows are laid out differently."""
         return Work(
             table=tiles.table,
@@ -58,10 +69,10 @@ class ShardedCall:
             kv_tiles=tiles.kv_tiles,
             scale=self.scale,
             mask=self.plan.mask.program,
-            mask_captured=plan_cache.captured(self.plan, device),
+            mask_captured=self._captured[0],
             score=self.spec.score,
-            score_captured=[t.to(device) for t in self.score_captured],
-            joint=self.spec.joint(self.score_captured) if backward else None,
+            score_captured=self._captured[1],
+            joint=self._joint if backward else None,
             first_batch=row if self.plan.batch_layouts > 1 else 0,
             first_head=0 if self.transpose is None else self.transpose.local_heads.start,
             mask_is_fixed=True,  # copies that belong to the plan
@@ -78,7 +89,7 @@ class ShardedCall:
         """The kernel calls of a pass, with batch rows as `distributed` slices them. k, v: as in `Kernel.capabilities`."""
         return [
             KernelCall(
-                AttentionInputs(q=q[batch], k=k[batch], v=v[batch]), self.work(tiles, q.device, row, backward=True)
+                AttentionInputs(q=q[batch], k=k[batch], v=v[batch]), self.work(tiles, row, backward=True)
             )
             for step in schedule.steps
             for row, tiles in enumerate(step.tiles)
