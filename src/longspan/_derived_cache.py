@@ -51,13 +51,13 @@ class DerivedCache(Generic[Owner, Value]):
     def peek(self, owner: Owner, key: Hashable) -> Value | None:
         """The value under `key`, or None if it was not derived."""
         entries = self._owners.get(owner)
-        if entries is None:
-            return None
-        with entries.lock:
-            value = entries.values.get(key)
-            if value is not None:
+        value = None if entries is None else entries.values.get(key)
+        if entries is not None and value is not None:
+            try:
                 entries.values.move_to_end(key)
-            return value
+            except KeyError:  # another thread dropped it meanwhile
+                return None
+        return value
 
     def __contains__(self, owner_and_key: tuple[Owner, Hashable]) -> bool:
         """Whether a value of an owner is there: `(owner, key) in cache`."""

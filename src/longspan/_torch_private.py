@@ -25,8 +25,8 @@
 `TracingContext`          Whether Dynamo is at work. In torch 2.11 it takes the truth of every object that compiled code calls, to see if
                           there is one; to everyone else a mask refuses to be true or false.
 `_saved_tensors_hooks_is_enabled`  Whether saved-tensor hooks may be set: torch.func forbids them, and tells it nowhere in public.
-`_cuda_getCurrentRawStream`  The current stream as the CUDA driver takes it. `torch.cuda.current_stream` builds an object, which takes as
-                          long as the launch itself.
+`_cuda_getCurrentRawStream`, `_cuda_getDevice`  The current stream as the CUDA driver takes it, and the current device, where CUDA is known
+                          to be initialised. `torch.cuda.current_stream` builds an object, which takes as long as the launch itself.
 `tracing`                 `make_fx` takes the fake mode of a compilation in progress from this context, whatever modes are active.
 """
 
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BaseHOP",
     "OpOverload",
+    "current_cuda_device",
     "current_raw_stream",
     "dynamo_is_at_work",
     "foreign_function_modes_are_active",
@@ -74,6 +75,11 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
 ]
+
+
+def current_cuda_device() -> int:
+    """The index of the current CUDA device. CUDA must be initialised: a CUDA tensor exists."""
+    return torch._C._cuda_getDevice()
 
 
 def current_raw_stream(device: int) -> int:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from longspan._kernels import registry
-from longspan._kernels.gpu import prepared_launch
+from longspan._kernels.gpu import prepared_launch, workspace
 from longspan._kernels.hopper import kernel as hopper_kernel
 from longspan._kernels.hopper import passes
 
@@ -57,10 +57,11 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(prepared_launch.PreparedLaunch, "_launch_with_fewer_stages", compile_nothing)
     monkeypatch.setattr(prepared_launch, "driver_launch", lambda compiled, *_, **__: RecordedLaunch(compiled))
     monkeypatch.setattr(prepared_launch, "current_raw_stream", lambda device: 0)
+    monkeypatch.setattr(prepared_launch, "current_cuda_device", lambda: None)  # the index of the CPU
+    monkeypatch.setattr(workspace, "take_zeros", lambda count, device, stream: (0, torch.empty(0)))
     monkeypatch.setattr(hopper_kernel, "_refusal", lambda inputs, work: None)
     monkeypatch.setattr(passes, "persistent_ctas", lambda device: 132)
     monkeypatch.setattr(registry, "has_gluon", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return launches
 

@@ -53,8 +53,8 @@ def test_a_repeated_call_launches_four_kernels_with_the_addresses_of_its_tensors
     forward, rows, dkdv, rounding = launches.values
     assert forward[:4] == (q, k, v, out.data_ptr()) and forward[5] == q
     assert rows[0] == out.data_ptr() and rows[2] == forward[4]
-    norm, delta, total = rows[3:6]
-    assert dkdv[:6] == (q, k, v, rows[1], norm, delta) and dkdv[8] == total
+    norm, delta, total, counters = rows[3:]
+    assert dkdv[:6] == (q, k, v, rows[1], norm, delta) and dkdv[8:10] == (total, counters + 16)
     assert rounding == (total, grads[0].data_ptr(), dkdv[6], grads[1].data_ptr(), dkdv[7], grads[2].data_ptr())
     assert forward[-3:] == dkdv[-3:] == (64**-0.5, 0, 0)
 

@@ -55,31 +55,31 @@ class CallCache:
 
     def key(self, q: Any, k: Any, v: Any, options: Any) -> CallKey | None:
         """The key of a call whose arguments are not checked yet; None if it is not to be cached."""
-        try:
-            return self._key(q, k, v, options)
-        except (RuntimeError, NotImplementedError, TypeError):  # sparse or nested tensors, arguments without a hash: the checks will raise
-            return None
-
-    def _key(self, q: Tensor, k: Tensor, v: Tensor, options: Any) -> CallKey | None:
         mask, scale, sink, kernel = options.mask, options.scale, options.sink, options.kernel
-        if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN) or (sink is not None and type(sink) not in _PLAIN):
+        if type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN or not nothing_intercepts_calls():
             return None
-        if not (scale is None or (type(scale) is float and scale)) or options.max_scores or kernel not in _KERNELS or is_invariant():
+        if (scale is not None and (type(scale) is not float or not scale)) or options.max_scores or is_invariant():
             return None
-        if not nothing_intercepts_calls() or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % _ALIGNMENT:
-            return None
-        owner, value_key = self._shared, None
+        owner, value_key, sink_layout = self._shared, None, None
         if mask is not None:
             if not isinstance(mask, Mask):
                 return None
             value_key = mask.value_key
             owner = mask if value_key is None else owner
-        sink_layout = None if sink is None else (sink.dtype, sink.shape, sink.stride(), sink.device)
-        return CallKey(owner, (
-            q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            sink_layout, value_key, scale, kernel, torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(), torch.is_inference_mode_enabled(),
-        ))  # fmt: skip
+        try:
+            if kernel not in _KERNELS or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % _ALIGNMENT:
+                return None
+            if sink is not None:
+                if type(sink) not in _PLAIN:
+                    return None
+                sink_layout = sink.dtype, sink.shape, sink.stride(), sink.device
+            return CallKey(owner, (
+                q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+                sink_layout, value_key, scale, kernel, torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(), torch.is_inference_mode_enabled(),
+            ))  # fmt: skip
+        except (RuntimeError, NotImplementedError, TypeError):  # sparse or nested tensors, arguments without a hash: the checks will raise
+            return None
 
     def entry(self, key: CallKey) -> _Entry | None:
         """The calls of a key, if there was one."""

@@ -19,9 +19,10 @@ from longspan._engine.eager import backward_by_operator
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Kernel, PreparedBackward, PreparesCalls, Work
 from longspan._torch_modes import without_autocast
+from longspan._torch_private import is_batched_gradient
 
 _MAX_BACKWARDS = 8  # layouts of the gradient of out, and settings, for which a backward pass is prepared
-_aligned = 15  # bits of an address that are 0 for 16-byte alignment
+_MISALIGNED = 15  # bits of an address that are 0 if it is divisible by 16
 
 
 class PreparedCall:
@@ -56,7 +57,7 @@ class PreparedCall:
         )  # fmt: skip
         if not needs_grad:
             return self.forward(q, k, v, sink, score_captured)
-        results = _Attend.apply(self, lse, q, k, v, sink, *score_captured)  # type: ignore[no-untyped-call]
+        results = _apply(self, lse, q, k, v, sink, *score_captured)
         return results if lse else (results, None)
 
     def forward(
@@ -71,27 +72,39 @@ class PreparedCall:
             state = one_device.forward_by(self._kernel, work, inputs)
         return state.out, state.lse.contiguous()
 
+    def backward_again(
+        self, saved: Sequence[Tensor], grad_out: Tensor, needs: tuple[bool, ...]
+    ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
+        """Gradients of q, k, v, the sink (None) and the captured tensors by a prepared pass; None if there is none for these tensors.
+
+        saved: q, k, v, sink, out, lse, tensors of the mask and of the score program. Gradients of lse are not supported.
+        """
+        q, k, v, sink, out, lse = saved[:6]
+        score_captured = saved[6 + len(self._saved_mask) :]
+        if sink is not None or torch.is_grad_enabled() or is_batched_gradient(grad_out):
+            return None
+        entry = self._backwards.get(_backward_key((q, k, v, out, lse, grad_out), score_captured, needs))
+        if entry is None or entry[2] is None or (self._on_cuda and torch.cuda.is_current_stream_capturing()):
+            return None
+        grads = entry[2](q, k, v, out, lse, grad_out, score_captured)
+        if not needs:
+            return grads.q, grads.k, grads.v, None
+        captured = [None if g is None else g.to(t.dtype) for g, t in zip(grads.captured, score_captured, strict=True)]
+        return grads.q, grads.k, grads.v, None, *captured
+
     def backward(self, tensors: BackwardTensors) -> list[Tensor]:
-        """Gradients as of `ops.attend_backward`."""
-        inputs, out, lse, grad_out = tensors.inputs, tensors.out, tensors.lse, tensors.grad_out
-        q, k, v = inputs.q, inputs.k, inputs.v
-        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | lse.data_ptr() | grad_out.data_ptr()
-        # Hooks may have replaced the saved tensors by others with the same values.
-        key = (
-            q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(), grad_out.stride(), grad_out.dtype, addresses & _aligned,
-            tensors.grad_lse is None, tuple(tensors.needs), tuple((t.stride(), t.data_ptr() & _aligned) for t in inputs.score_captured),
-            torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
-        )  # fmt: skip
+        """Gradients as of `ops.attend_backward`. The pass is prepared for `backward_again` if the kernel can prepare it."""
+        inputs = tensors.inputs
+        key = _backward_key(
+            (inputs.q, inputs.k, inputs.v, tensors.out, tensors.lse, tensors.grad_out), inputs.score_captured, tuple(tensors.needs)
+        )
         entry = self._backwards.get(key)
-        if entry is not None and entry[2] is not None and not (self._on_cuda and torch.cuda.is_current_stream_capturing()):
-            grads, grad_sink = entry[2](q, k, v, out, lse, grad_out, inputs.score_captured), None
-        else:
-            with without_autocast():
-                kernel, work = entry[:2] if entry is not None else one_device.kernel_and_work(inputs, self._options, backward=True)
-                work = work if not inputs.score_captured else replace(work, score_captured=inputs.score_captured)
-                grads, grad_sink = one_device.backward_by(kernel, work, tensors)
-                if entry is None:
-                    self._prepare_backward(key, kernel, work, tensors)
+        with without_autocast():
+            kernel, work = entry[:2] if entry is not None else one_device.kernel_and_work(inputs, self._options, backward=True)
+            work = work if not inputs.score_captured else replace(work, score_captured=inputs.score_captured)
+            grads, grad_sink = one_device.backward_by(kernel, work, tensors)
+            if entry is None and tensors.grad_lse is None:
+                self._prepare_backward(key, kernel, work, tensors)
         results = [grads.q, grads.k, grads.v]
         if inputs.sink is not None and grad_sink is not None:
             results.append(grad_sink.to(inputs.sink.dtype))
@@ -150,4 +163,27 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Any, ...]:  # type: ignore[override]
-        return None, None, *ctx.call.backward_node(ctx, grad_out, grad_lse)
+        call: PreparedCall = ctx.call
+        grads = None
+        if grad_lse is None and grad_out is not None:
+            grads = call.backward_again(ctx.saved_tensors, grad_out, ctx.needs_input_grad[6:])
+        return None, None, *(call.backward_node(ctx, grad_out, grad_lse) if grads is None else grads)
+
+
+# The same as `_Attend.apply` where no transform of torch.func is active, which the key of a call ensures: torch's own wrapper looks for
+# transforms in Python.
+_apply = super(torch.autograd.Function, _Attend).apply
+
+
+def _backward_key(tensors: Sequence[Tensor], score_captured: Sequence[Tensor], needs: tuple[bool, ...]) -> Hashable:
+    """What a prepared backward pass depends on. tensors: q, k, v, out, lse, grad_out.
+
+    Hooks may have replaced the saved tensors by others with the same values.
+    """
+    q, k, v, out, lse, grad_out = tensors
+    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | lse.data_ptr() | grad_out.data_ptr()
+    return (
+        q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(), grad_out.stride(), grad_out.dtype, addresses & _MISALIGNED, needs,
+        tuple([(t.stride(), t.data_ptr() & _MISALIGNED) for t in score_captured]) if score_captured else None,
+        torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
+    )  # fmt: skip

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
@@ -47,10 +47,17 @@ def _driver() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
     pointer, number = ctypes.c_void_p, ctypes.c_uint
     library.cuLaunchKernelEx.argtypes = [pointer, pointer, pointer, pointer]
-    library.cuTensorMapReplaceAddress.argtypes = [pointer, pointer]
     library.cuTensorMapEncodeTiled.argtypes = [pointer, number, number, pointer, pointer, pointer, pointer, pointer, *[number] * 4]
     library.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
     return library
+
+
+@cache
+def _replace_address() -> Callable[[int, int | float], int]:
+    """`cuTensorMapReplaceAddress`, which writes to host memory only: it is called without releasing Python's lock."""
+    function = ctypes.PyDLL("libcuda.so.1").cuTensorMapReplaceAddress
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return function
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,7 @@ class DriverLaunch:
         pointers = [*(addresses[id(p)] for p in params), end, end + 8]
         self._pointers = (ctypes.c_void_p * len(pointers))(*pointers)
         self._pack, self._lock, self._device = values.pack_into, Lock(), device
-        self._launch, self._replace = _driver().cuLaunchKernelEx, _driver().cuTensorMapReplaceAddress
+        self._launch, self._replace = _driver().cuLaunchKernelEx, _replace_address()
         self._config, self._params, self._function = base, ctypes.addressof(self._pointers), compiled.function
         self._compiled = compiled  # holds the module that the function belongs to
 

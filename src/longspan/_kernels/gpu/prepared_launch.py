@@ -23,7 +23,7 @@ from longspan._kernels.gpu.driver_launch import DriverLaunch, driver_launch, hoo
 from longspan._kernels.gpu.interpreter import interpreted, quiet
 from longspan._kernels.gpu.workspace import Workspace
 from longspan._masks.block_table import BlockTable
-from longspan._torch_private import current_raw_stream
+from longspan._torch_private import current_cuda_device, current_raw_stream
 
 Tensors = Mapping[str, Tensor | None]  # by kernel argument, in the order of the kernel's signature
 PER_CALL = ("mask_captured", "score_captured", "grads", "scale", "first_b", "first_h")  # arguments other than tensors that change
@@ -76,14 +76,23 @@ class PreparedLaunch:
 
     def launch_at(self, values: Sequence[int | float]) -> None:
         """Launch with tensors as addresses: tensors that are not None, the workspace, and arguments of `PER_CALL`, in signature order."""
-        index = self.device.index
-        if torch.cuda.current_device() != index:
-            with torch.cuda.device(self.device):
-                self.launch_at(values)
-        elif self._driver_launch is None or hooks_are_set():
+        stream = direct_stream(self.device.index)
+        if stream is not None:
+            self.launch_on(stream, values)
+            return
+        with torch.cuda.device(self.device):
+            stream = direct_stream(self.device.index)
+            if stream is None:
+                self._launch_by_triton(values)
+            else:
+                self.launch_on(stream, values)
+
+    def launch_on(self, stream: int, values: Sequence[int | float]) -> None:
+        """`launch_at` on a stream from `direct_stream`."""
+        if self._driver_launch is None:
             self._launch_by_triton(values)
         else:
-            self._driver_launch(current_raw_stream(index), values)
+            self._driver_launch(stream, values)
 
     def _launch_by_triton(self, values: Sequence[int | float]) -> None:
         rest = iter(values)
@@ -130,6 +139,11 @@ class PreparedLaunch:
                 if stages == 1 or error.name != "shared memory":
                     raise
                 self.options = {**self.options, "num_stages": stages - 1}
+
+
+def direct_stream(device: int) -> int | None:
+    """The current stream, if the device is current and no profiler wants to see launches, which only Triton's launcher reports."""
+    return None if current_cuda_device() != device or hooks_are_set() else current_raw_stream(device)
 
 
 class _Address(int):

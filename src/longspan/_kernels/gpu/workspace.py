@@ -35,8 +35,11 @@ class Workspace:
             return *zeros, *(None if first is None else first.view(torch.float32) for _ in self.floats)
         return *zeros, *torch.empty(sum(self.floats), dtype=torch.float32, device=self.device).split(list(self.floats))
 
-    def addresses(self) -> tuple[list[int], list[Tensor]]:
-        """(addresses of new arrays, without Nones; tensors to hold until the launch)."""
+    def addresses(self, stream: int | None = None) -> tuple[list[int], list[Tensor]]:
+        """(addresses of new arrays, without Nones; tensors to hold until the launch). stream: the current one, if none is captured."""
+        if stream is not None and len(self.zeros) == 1 and not any(self.floats) and self.zeros[0] <= _POOL_SIZE:
+            address, pool = take_zeros(self.zeros[0], self.device, stream)
+            return [address] * (1 + len(self.floats)), [pool]
         taken = [_take(n, self.device) for n in self.zeros if n]
         addresses, held = [address for address, _ in taken], [pool for _, pool in taken]
         if not self.floats:
@@ -77,7 +80,12 @@ def _take(count: int, device: torch.device) -> tuple[int, Tensor]:
     if device.type != "cuda" or count > _POOL_SIZE or launch.capturing(device):
         alone = torch.zeros(count, dtype=torch.int32, device=device)
         return alone.data_ptr(), alone
-    key = device.index, current_raw_stream(device.index)
+    return take_zeros(count, device, current_raw_stream(device.index))
+
+
+def take_zeros(count: int, device: torch.device, stream: int) -> tuple[int, Tensor]:
+    """(the address of at most 4,096 zeros, the tensor that they are part of), for a launch on the current stream outside of captures."""
+    key = device.index, stream
     pool, address, start = _pools.by_stream.get(key, (None, 0, 0))
     if pool is None or start + count > _POOL_SIZE:
         pool, start = torch.zeros(_POOL_SIZE, dtype=torch.int32, device=device), 0

@@ -99,12 +99,12 @@ PARTIAL = gl.constexpr(2)  # the mask decides
 
 @triton.jit(do_not_specialize=["heads", "q_len"])
 def row_terms_kernel(
-    out_ptr, do_ptr, lse_ptr, grad_lse_ptr, norm_ptr, delta_ptr, dq_ptr, out_stride, do_stride, heads, q_len,
+    out_ptr, do_ptr, lse_ptr, grad_lse_ptr, norm_ptr, delta_ptr, dq_ptr, counters_ptr, out_stride, do_stride, heads, q_len,
     M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
     """Per row, norm = lse in base 2 (`base_two`) and delta = Σ out · grad_out − grad_lse. If out_ptr is None, norm only.
 
-    dq_ptr: contiguous float32 rows of D elements, which are set to 0, or None.
+    dq_ptr: contiguous float32 rows of D elements, which are set to 0, or None. counters_ptr: 8 int32, which are set to 0, or None.
     """
     blocks = tl.cdiv(q_len, M)
     pid = tl.program_id(0)
@@ -113,6 +113,9 @@ def row_terms_kernel(
     i = tl.arange(0, M)
     at = wide(head) * q_len + row + i
     tl.store(norm_ptr + at, base_two(tl.load(lse_ptr + at, mask=i < left, other=0.0)), mask=i < left)
+    if counters_ptr is not None:
+        n = tl.arange(0, 8)
+        tl.store(counters_ptr + n, n * 0, mask=n < 8 - pid * 8)  # the first CTA
     if dq_ptr is not None:
         d = tl.arange(0, DP)
         inside = (i < left)[:, None] & (d < D)[None, :]

@@ -150,6 +150,7 @@ class HopperKernel:
             "out_ptr": tensors.out if tensors.delta is None else None, "do_ptr": grad_out, "lse_ptr": lse,
             "grad_lse_ptr": None if grad_lse is None else grad_lse.float().contiguous(), "norm_ptr": norm, "delta_ptr": delta,
             "dq_ptr": total if into is None else None,
+            "counters_ptr": torch.empty(8, dtype=torch.int32, device=q.device) if into is None else None,  # for `HopperBackward`
         }  # fmt: skip
         call.row_terms(row_tensors)(row_tensors, {})
         if not one_pass:

@@ -97,7 +97,7 @@ class HopperCall(LaunchCall):
     def row_terms(self, tensors: Tensors) -> PreparedLaunch:
         """The launch of `row_terms_kernel`, which fills norm and, if out is not None, delta [B, H, Q], and sets a float32 dQ to 0.
 
-        tensors: out_ptr, do_ptr, lse_ptr, grad_lse_ptr, norm_ptr, delta_ptr, dq_ptr.
+        tensors: out_ptr, do_ptr, lse_ptr, grad_lse_ptr, norm_ptr, delta_ptr, dq_ptr, counters_ptr.
         """
         (B, H, Q, D), m = self.q.shape, 64
         E, grad_out, out = self.v.shape[-1], tensors["do_ptr"], tensors["out_ptr"]

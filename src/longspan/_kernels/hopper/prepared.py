@@ -16,7 +16,7 @@ from torch import Tensor
 from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.buffers import empty_grads, empty_out, empty_state, prefill
 from longspan._kernels.gpu.launch_call import Pass
-from longspan._kernels.gpu.prepared_launch import PreparedLaunch
+from longspan._kernels.gpu.prepared_launch import PreparedLaunch, direct_stream
 from longspan._kernels.hopper.passes import HopperCall, head_parts_of, round_tensors
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, State, Work
 
@@ -34,12 +34,14 @@ class _PreparedPass:
     """A launch over tiles. `roles`: for each tensor of its signature, the index among the addresses of a call.
 
     `captured`: addresses of the tensors that the mask program reads. `numbers`: scale, first batch row and head.
+    `takes_counter`: whether the workspace is one item counter, which the caller may provide.
     """
 
     launch: PreparedLaunch
     roles: tuple[int, ...]
     captured: tuple[int, ...]
     numbers: tuple[float, int, int]
+    takes_counter: bool
 
     @classmethod
     def of(cls, call: HopperCall, one: Pass, tensors: Sequence[Tensor | None]) -> _PreparedPass:
@@ -47,16 +49,36 @@ class _PreparedPass:
         role, work = {id(t): i for i, t in enumerate(tensors)}, call.work
         roles = tuple(role[id(t)] for t in one.tensors.values() if t is not None)
         captured = tuple(t.data_ptr() for t in work.mask_captured)
-        numbers = float(work.scale), work.first_batch, work.first_head
-        return cls(launch=call.prepared(one), roles=roles, captured=captured, numbers=numbers)
+        numbers, prepared = (float(work.scale), work.first_batch, work.first_head), call.prepared(one)
+        takes_counter = prepared.workspace is not None and sum(prepared.workspace.zeros) == 1 and not prepared.workspace.floats
+        return cls(launch=prepared, roles=roles, captured=captured, numbers=numbers, takes_counter=takes_counter)
 
-    def __call__(self, addresses: Sequence[int], score_captured: Sequence[int], grads: Sequence[int] = ()) -> None:
-        """addresses: by role; the first stands for lists of captured tensors that are empty."""
-        assert self.launch.workspace is not None
-        workspace, _held = self.launch.workspace.addresses()
+    def __call__(
+        self, stream: int | None, addresses: Sequence[int], score_captured: Sequence[int], grads: Sequence[int] = (), counter: int = 0
+    ) -> None:  # fmt: skip
+        """addresses: by role; the first stands for lists of captured tensors that are empty. counter: the address of an int32 zero."""
+        if counter and self.takes_counter:
+            workspace: Sequence[int] = (counter,)
+        else:
+            assert self.launch.workspace is not None
+            workspace, _held = self.launch.workspace.addresses(stream)
         spare = (addresses[0],)
         values = [addresses[i] for i in self.roles]
-        self.launch.launch_at([*values, *workspace, *(self.captured or spare), *(score_captured or spare), *grads, *self.numbers])
+        _launch(self.launch, stream, [*values, *workspace, *(self.captured or spare), *(score_captured or spare), *grads, *self.numbers])
+
+
+def _launch(prepared: PreparedLaunch, stream: int | None, values: Sequence[int | float]) -> None:
+    """Launch on a stream from `direct_stream`, or, if it is None, wherever the launch belongs."""
+    if stream is None:
+        prepared.launch_at(values)
+    else:
+        prepared.launch_on(stream, values)
+
+
+def _maker(tensor: Tensor, size: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
+    """A function that makes uninitialised contiguous tensors on the device of `tensor`. `torch.empty_like` parses fewer arguments."""
+    template = torch.empty(1, dtype=dtype, device=tensor.device).expand(*size)
+    return partial(torch.empty_like, template, memory_format=torch.contiguous_format)
 
 
 def _stand_ins(inputs: AttentionInputs) -> AttentionInputs:
@@ -69,7 +91,9 @@ class HopperForward:
     """A prepared forward pass. Roles: q, k, v, out, lse. `idle`: ranges of query rows that see no key."""
 
     over_tiles: _PreparedPass
+    device: int
     empty_out: Callable[[Tensor], Tensor]
+    empty_lse: Callable[[], Tensor]
     idle: tuple[tuple[int, int], ...]
 
     @classmethod
@@ -86,15 +110,17 @@ class HopperForward:
         like_q = torch.empty_like(q)
         same = like_q.shape == result.out.shape and like_q.stride() == result.out.stride()
         make = torch.empty_like if same else partial(empty_out, dim=dim, dtype=q.dtype)
-        return cls(over_tiles=over_tiles, empty_out=make, idle=launch.idle_spans(work.table, work.q_tiles))
+        return cls(
+            over_tiles=over_tiles, device=q.device.index, empty_out=make, empty_lse=_maker(q, q.shape[:3], torch.float32),
+            idle=launch.idle_spans(work.table, work.q_tiles),
+        )  # fmt: skip
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, score_captured: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        out = self.empty_out(q)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        out, lse = self.empty_out(q), self.empty_lse()
         for start, stop in self.idle:
             prefill(State(out=out, lse=lse).rows(start, stop), None)
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()
-        self.over_tiles(addresses, [t.data_ptr() for t in score_captured])
+        self.over_tiles(direct_stream(self.device), addresses, [t.data_ptr() for t in score_captured])
         return out, lse
 
 
@@ -103,8 +129,9 @@ class HopperBackward:
     """A prepared backward pass: row terms, dQ (if `dq` is not None), dK and dV with or without dQ, rounding.
 
     Roles: q, k, v, grad_out, norm, delta, dq, dk, dv, total. total: dQ in float32, where dK and dV are computed with it.
-    `starts`: offsets in bytes of norm, delta, total, the parts of dK and of dV in the workspace of `floats` elements. `parts`: whether the
-    kernel computes parts of dK and dV. `needs`: whether each captured tensor of the score program gets a gradient.
+    `starts`: offsets in bytes of norm, delta, total, the parts of dK and of dV and the item counters in the workspace. `parts`: whether the
+    kernel computes parts of dK and dV. `needs`: whether each captured tensor of the score program gets a gradient. `empty_grads`: make dq,
+    dk and dv.
     """
 
     row_terms: PreparedLaunch
@@ -112,7 +139,9 @@ class HopperBackward:
     dkdv: _PreparedPass
     rounding: PreparedLaunch | None
     starts: tuple[int, ...]
-    floats: int
+    device: int
+    empty_workspace: Callable[[], Tensor]
+    empty_grads: tuple[Callable[[], Tensor], ...]
     parts: bool
     needs: tuple[bool, ...]
 
@@ -131,7 +160,7 @@ class HopperBackward:
             dk, dv = (torch.empty((t.shape[0], t.shape[1] * parts, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (dk, dv))
         rows = call.row_terms({
             "out_ptr": tensors.out, "do_ptr": grad_out, "lse_ptr": lse, "grad_lse_ptr": None, "norm_ptr": norm, "delta_ptr": delta,
-            "dq_ptr": total,
+            "dq_ptr": total, "counters_ptr": torch.empty(8, dtype=torch.int32, device=q.device),
         })  # fmt: skip
         roles = q, k, v, grad_out, norm, delta, grads.q, dk, dv, total
         dq = None
@@ -141,20 +170,21 @@ class HopperBackward:
         rounding = call.rounding(round_tensors(total, grads, (dk, dv), parts), parts) if one_pass or parts > 1 else None
         if not all(p is None or p.is_compiled for p in (rows, None if dq is None else dq.launch, dkdv.launch, rounding)):
             return None
-        sizes = lse.numel(), lse.numel(), q.numel() * one_pass, dk.numel() * (parts > 1), dv.numel() * (parts > 1)
+        sizes = lse.numel(), lse.numel(), q.numel() * one_pass, dk.numel() * (parts > 1), dv.numel() * (parts > 1), 8
         *starts, floats = accumulate((-(-n // _ROW_ALIGNMENT) * _ROW_ALIGNMENT for n in sizes), initial=0)
         return cls(
-            row_terms=rows, dq=dq, dkdv=dkdv, rounding=rounding, starts=tuple(4 * n for n in starts), floats=floats, parts=parts > 1,
-            needs=tuple(tensors.needs),
+            row_terms=rows, dq=dq, dkdv=dkdv, rounding=rounding, starts=tuple(4 * n for n in starts), device=q.device.index,
+            empty_workspace=_maker(q, (floats,), torch.float32), empty_grads=tuple(_maker(q, t.shape, t.dtype) for t in (q, k, v)),
+            parts=parts > 1, needs=tuple(tensors.needs),
         )  # fmt: skip
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, score_captured: Sequence[Tensor]
     ) -> Grads:  # fmt: skip
-        workspace = torch.empty(self.floats, dtype=torch.float32, device=q.device)
+        workspace = self.empty_workspace()
         base = workspace.data_ptr()
-        norm, delta, total, dk_parts, dv_parts = (base + start for start in self.starts)
-        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        norm, delta, total, dk_parts, dv_parts, counters = [base + start for start in self.starts]
+        dq, dk, dv = [make() for make in self.empty_grads]
         captured = [
             torch.zeros(c.shape, dtype=torch.float32, device=c.device) if n else None
             for c, n in zip(score_captured, self.needs, strict=True)
@@ -163,11 +193,12 @@ class HopperBackward:
         score_at = [t.data_ptr() for t in score_captured]
         to_dk, to_dv = (dk_parts, dv_parts) if self.parts else (dk_at, dv_at)
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), do_at, norm, delta, dq_at, to_dk, to_dv, total
-        self.row_terms.launch_at((out.data_ptr(), do_at, lse.data_ptr(), norm, delta, *((total,) if self.dq is None else ())))
+        stream, one_pass = direct_stream(self.device), (total,) if self.dq is None else ()
+        _launch(self.row_terms, stream, (out.data_ptr(), do_at, lse.data_ptr(), norm, delta, *one_pass, counters))
         if self.dq is not None:
-            self.dq(addresses, score_at, [g.data_ptr() for g in captured if g is not None] or (norm,))
-        self.dkdv(addresses, score_at)
+            self.dq(stream, addresses, score_at, [g.data_ptr() for g in captured if g is not None] or (norm,), counters)
+        self.dkdv(stream, addresses, score_at, (), counters + 16)
         if self.rounding is not None:
             rounded = (total, dq_at) if self.dq is None else ()
-            self.rounding.launch_at((*rounded, *((dk_parts, dk_at, dv_parts, dv_at) if self.parts else ())))
+            _launch(self.rounding, stream, (*rounded, *((dk_parts, dk_at, dv_parts, dv_at) if self.parts else ())))
         return Grads(q=dq, k=dk, v=dv, captured=captured)
