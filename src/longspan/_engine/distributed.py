@@ -6,6 +6,7 @@ Legend as in `longspan._kernels.protocol`; B, H, G, Q, K are those of this rank'
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from longspan._engine.sink import sink_gradient, sink_state
 from longspan._engine.streams import StepStreams
 from longspan._engine.ulysses import UlyssesTranspose
 from longspan._engine.values import BackwardTensors, CallTensors
-from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, State, like_query
+from longspan._kernels.protocol import AttentionInputs, BackwardInputs, ComputesNorm, Grads, State, like_query
 
 
 def forward(call: ShardedCall, inputs: CallTensors, *, max_scores: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -114,6 +115,7 @@ def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide
     q = inputs.q
     kernel, schedule, capabilities = call.pass_setup(q, inputs.k, inputs.v, backward=True)
     delta = kernel.delta(tensors.out, tensors.grad_out, grad_lse)
+    norm = kernel.norm(tensors.lse) if isinstance(kernel, ComputesNorm) else None
     grad_sink = sink_gradient(inputs.sink, tensors.lse, delta)
     exchange = call.kv_exchange(capabilities, schedule, inputs, backward=True)
     may_overlap = overlap = False
@@ -123,6 +125,12 @@ def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide
     sums = GradientSums(
         inputs, needs, exchange, schedule, streams, return_dtype=call.grad_kv_dtype(q.dtype), writes_once=capabilities.rounds_kv_grads_once
     )
+    whole = q, tensors.out, tensors.lse, tensors.grad_out, grad_lse, delta, norm
+
+    def batch_rows(r: int) -> tuple[Any, ...]:
+        """The tensors of the queries, in the batch rows of `tiles[r]` of a step."""
+        return whole if call.plan.batch_layouts == 1 else tuple(None if t is None else t[r : r + 1] for t in whole)
+
     with streams:
         for i, step in enumerate(schedule.steps):
             with streams.of(i):
@@ -139,12 +147,11 @@ def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide
                         into.k.zero_()
                         into.v.zero_()
                     else:
-                        batch = call.batch_slice(r)
                         work = call.work(tiles, r, backward=True, concurrent=concurrent)
+                        step_q, out, lse, grad_out, row_grad_lse, row_delta, row_norm = batch_rows(r)
                         step_tensors = BackwardInputs(
-                            inputs=AttentionInputs(q=q[batch], k=step_k, v=step_v, local_kv=exchange.local_kv(i)),
-                            out=tensors.out[batch], lse=tensors.lse[batch], grad_out=tensors.grad_out[batch],
-                            grad_lse=None if grad_lse is None else grad_lse[batch], needs=needs, delta=delta[batch],
+                            inputs=AttentionInputs(q=step_q, k=step_k, v=step_v, local_kv=exchange.local_kv(i)),
+                            out=out, lse=lse, grad_out=grad_out, grad_lse=row_grad_lse, needs=needs, delta=row_delta, norm=row_norm,
                         )  # fmt: skip
                         kernel.backward(step_tensors, work, wide=True, into=into)
                     if scattered is not None and tiles.kv_rows is not None:

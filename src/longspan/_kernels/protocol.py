@@ -92,6 +92,7 @@ class BackwardInputs:
         grad_out, grad_lse: Their gradients; grad_lse is None where lse was not used.
         needs: Whether each of `Work.score_captured` needs a gradient.
         delta: `Kernel.delta` of these tensors, if it was computed before; grad_lse is part of it and must not be subtracted again.
+        norm: `ComputesNorm.norm` of lse, if it was computed before.
         side: The gradients to compute where `Work.invariant`: of q (and captured tensors), of k and v, or all. Others are undefined.
     """
 
@@ -102,6 +103,7 @@ class BackwardInputs:
     grad_lse: Tensor | None = None
     needs: Sequence[bool] = ()
     delta: Tensor | None = None
+    norm: Tensor | None = None
     side: Literal["q", "kv", "all"] = "all"
 
 
@@ -191,6 +193,14 @@ class Kernel(Protocol):
 
     def delta(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
         """Σ out · grad_out − grad_lse [B, H, Q], in the dtype of lse: the term that every score gradient of a row subtracts."""
+
+
+@runtime_checkable
+class ComputesNorm(Protocol):
+    """A kernel whose backward passes read another form of lse, which is computed once for all steps."""
+
+    def norm(self, lse: Tensor) -> Tensor:
+        """`BackwardInputs.norm` of lse [B, H, Q], of its shape and dtype."""
 
 
 class PreparedForward(Protocol):

@@ -19,7 +19,7 @@ from longspan._kernels.gpu.lookup_bounds import check_lookups
 from longspan._kernels.gpu.row_terms import delta as row_delta
 from longspan._kernels.hopper.config import HOPPER, MAX_DIM, computes_dq_with_dkv
 from longspan._kernels.hopper.dq_order import ordered_dq_pays
-from longspan._kernels.hopper.passes import HopperCall, head_parts_of, round_tensors, streamable, width
+from longspan._kernels.hopper.passes import HopperCall, head_parts_of, round_tensors, row_norm, streamable, width
 from longspan._kernels.hopper.prepared import HopperBackward, HopperForward
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Capabilities, Grads, Kernel, State, Work
 from longspan._masks.block_table import BLOCK_SIZE, BlockTable
@@ -142,7 +142,7 @@ class HopperKernel:
         grads = empty_grads(inputs, work, needs, wide=wide) if into is None else into
         zero_uncovered(grads, work, into=into is not None)
         lse, grad_out, grad_lse = tensors.lse.contiguous(), streamable(tensors.grad_out), tensors.grad_lse
-        call, norm = HopperCall(inputs, work), torch.empty_like(lse)
+        call, norm = HopperCall(inputs, work), torch.empty_like(lse) if tensors.norm is None else tensors.norm.contiguous()
         delta = torch.empty_like(lse) if tensors.delta is None else tensors.delta.contiguous()
         one_pass = _one_pass(inputs, work, needs) and (into is None or launch.describable(into.q))
         total = None if not one_pass else grads.q if into is not None else torch.empty(q.shape, dtype=torch.float32, device=q.device)
@@ -152,7 +152,8 @@ class HopperKernel:
             "dq_ptr": total if into is None else None,
             "counters_ptr": torch.empty(8, dtype=torch.int32, device=q.device) if into is None else None,  # for `HopperBackward`
         }  # fmt: skip
-        call.row_terms(row_tensors)(row_tensors, {})
+        if into is None or tensors.norm is None or tensors.delta is None:
+            call.row_terms(row_tensors)(row_tensors, {})
         if not one_pass:
             call.launch(call.dq_pass(grad_out, norm, delta, grads.q, grads.captured, add=into is not None))
         parts, dk, dv = head_parts_of(call.q, call.v, work), grads.k, grads.v
@@ -182,6 +183,9 @@ class HopperKernel:
             return None
         one_pass = _one_pass(inputs, work, needs)
         return HopperBackward.of(tensors, work, one_pass=one_pass, ordered=one_pass and torch.are_deterministic_algorithms_enabled())
+
+    def norm(self, lse: Tensor) -> Tensor:
+        return row_norm(lse)
 
     def delta(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
         return row_delta(out, grad_out, grad_lse)

@@ -301,6 +301,18 @@ def head_parts_of(q: Tensor, v: Tensor, work: Work) -> int:
     return head_parts(work.table.transposed, v.shape[0] * v.shape[1], q.shape[1] // v.shape[1], q.shape[-1] + v.shape[-1])
 
 
+def row_norm(lse: Tensor) -> Tensor:
+    """The norm of `row_terms_kernel` [B, H, Q], alone."""
+    (B, H, Q), m, lse = lse.shape, 64, lse.contiguous()
+    norm = torch.empty_like(lse)
+    names = ("out_ptr", "do_ptr", "lse_ptr", "grad_lse_ptr", "norm_ptr", "delta_ptr", "dq_ptr", "counters_ptr")
+    tensors: dict[str, Tensor | None] = {**dict.fromkeys(names), "lse_ptr": lse, "norm_ptr": norm}
+    constants = {"out_stride": (1,), "do_stride": (1,), "heads": H, "q_len": Q, "M": m, "D": 16, "DP": 16, "E": 16, "EP": 16}
+    if norm.numel():
+        layout_launch(row_terms_kernel, tensors, constants, B * H * -(-Q // m))(tensors, {})
+    return norm
+
+
 def round_tensors(total: Tensor | None, grads: Grads, kv_parts: tuple[Tensor, Tensor], parts: int) -> dict[str, Tensor | None]:
     """The tensors of `HopperCall.rounding`. total: dQ in float32, or None if it is complete. kv_parts: dK and dV in `parts` parts."""
     dk_parts, dk, dv_parts, dv = (kv_parts[0], grads.k, kv_parts[1], grads.v) if parts > 1 else (None, None, None, None)
