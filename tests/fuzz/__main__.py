@@ -61,7 +61,9 @@ def _run(options: argparse.Namespace) -> int:
         try:
             counts = json.loads(lines[-1])
         except (ValueError, IndexError):
-            counts = {"cases": 0, "refused": 0, "seconds": 0.0, "families": {}, "wrong": [{"died": process.returncode, "said": lines[-3:]}]}
+            died = {"died": process.returncode, "seed": _running(options.out, process.pid).read_text(), "said": lines[-3:]}
+            counts = {"cases": 0, "refused": 0, "seconds": 0.0, "families": {}, "wrong": [died]}
+        _running(options.out, process.pid).unlink(missing_ok=True)
         total.update({name: counts[name] for name in ("cases", "refused", "seconds")})
         families.update(counts["families"])
         wrong += counts["wrong"]
@@ -80,6 +82,11 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(counts))
     return 1 if wrong else 0
+
+
+def _running(folder: Path, pid: int) -> Path:
+    """The file with the seed of the case that a process runs."""
+    return folder / f"running_{pid}"
 
 
 def _started(options: argparse.Namespace, first: int, cases: int, tile: int, seconds: float) -> subprocess.Popen[str]:
@@ -111,6 +118,8 @@ def _part(options: argparse.Namespace) -> int:
         from tests.fuzz.interpreter import prepare
 
         prepare()
+    options.out.mkdir(parents=True, exist_ok=True)
+    running = _running(options.out, os.getpid())
     end, begin = time.monotonic() + options.seconds, time.process_time()
     counted: Counter[str] = Counter()
     result: dict[str, Any] = {"cases": 0, "refused": 0, "wrong": []}
@@ -119,6 +128,7 @@ def _part(options: argparse.Namespace) -> int:
             break
         case = files[number] if files else draw(options.first + number, tile, device=options.device)
         result["cases"] += 1
+        running.write_text(str(case["seed"]))
         try:
             check(case)
         except Refused:
@@ -132,6 +142,7 @@ def _part(options: argparse.Namespace) -> int:
             if options.stop:
                 break
         counted.update(families(case))
+    running.unlink()
     result |= {"families": counted, "seconds": time.process_time() - begin}
     print(json.dumps(result))
     return 1 if result["wrong"] else 0

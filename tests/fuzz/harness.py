@@ -154,7 +154,7 @@ def run(case: Case) -> list[tuple[Problem, Results, str]]:
             second["scale"] = 0.7 if case["scale"] is None else None
         if case["again"] == "captures":
             second = _rewritten(case, held, captured)
-        with mods.changed_state() if case["again"] == "state" else contextlib.nullcontext():
+        with mods.changed_state(case["mask"]) if case["again"] == "state" else contextlib.nullcontext():
             again = problem_of(second, change=int(case["again"] == "values"))
             if case["again"] == "state":  # a mask is traced once; another mask of the same mods sees the new state
                 mask = None if case["mask"] is None else mods.as_longspan(case["mask"], held)

@@ -25,7 +25,7 @@ def values(tile: int) -> dict[str, dict[str, int | tuple[int, ...]]]:
         "longspan._masks.block_table": {"BLOCK_SIZE": tile},
         "longspan._masks.classify": {"MAX_SQUARES": 64, "MAX_ELEMENTS": 1 << 10, "SAMPLES": (2, 4)},
         "longspan._masks.range_lookup": {"SUB_BLOCK": 4},
-        "longspan._kernels.plain_tiles": {"TILE_KEYS": 3 * tile - 5, "TILE_ELEMENTS": 1 << 13},
+        "longspan._kernels.plain_tiles": {"TILE_KEYS": 2 * tile - 1, "TILE_ELEMENTS": 8 * tile**2},
         "longspan._kernels.rectangles": {"_TILES_AT_ONCE": 5, "_MAX_MASKED_TILES": 3},
         "longspan._kernels.aten": {"_MAX_SCORES_IN_FLIGHT": 1 << 9},
         "longspan._plan.schedule": {"STAGE_TOKENS": 3 * tile},
