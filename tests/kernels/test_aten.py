@@ -370,3 +370,8 @@ def test_deterministic_algorithms_are_honoured_on_the_gpu(name: str) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_gradients_of_a_groups_query_heads_are_summed_in_float32() -> None:
+    grad = torch.tensor([256.0, 1.0], dtype=torch.bfloat16).view(1, 2, 1, 1)  # 257 is no bfloat16
+    assert float(aten_ops._summed(grad, 1)) == 257.0

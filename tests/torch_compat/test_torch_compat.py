@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import longspan as ls
 import longspan.torch_compat as tc
 from longspan.testing import run_processes
+from longspan.torch_compat._dispatcher import DispatcherCache, default_layout
 from longspan.torch_compat._load_balancer import layout_of
 
 LENGTH = 64
@@ -177,3 +178,14 @@ def test_torchs_own_tests_pass() -> None:
     outputs = run(Path(path), against="longspan")
     assert not {name: outcome for name, outcome in outputs.items() if outcome.startswith("failed")}
     assert sum(outcome == "passed" for outcome in outputs.values()) >= 20
+
+
+def test_each_rotate_method_has_a_dispatcher_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatchers, mesh = DispatcherCache(), ls.Mesh.abstract(2)
+    layouts = {8: default_layout(8, 2)}
+    monkeypatch.setattr(tc._cp_options, "rotate_method", tc._cp_options.rotate_method)  # restored at the end
+    made = []
+    for rotation in ("alltoall", "allgather", "alltoall"):
+        tc.set_rotate_method(rotation)
+        made.append(dispatchers.of(mesh, layouts))
+    assert [d.strategy for d in made] == ["ring", "allgather", "ring"] and made[0] is made[2]
