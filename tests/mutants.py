@@ -201,6 +201,7 @@ def given(path: Path) -> list[Mutant]:
 
 
 HARNESS_FAILED = 70  # exit code
+NO_TESTS = 5  # exit code of pytest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +229,7 @@ def stages(mutant: Mutant) -> Iterator[tuple[str, list[str]]]:
 
 
 def verdict(mutant: Mutant, copy: Path, limits: Limits) -> str:
-    """Which stage killed a mutant, "timeout", or "survived"."""
+    """Which stage killed a mutant, "survived", or which stages took longer than the limit: a hang, or too many tests."""
     path = copy / mutant.file
     text = path.read_text()
     lines = text.splitlines(keepends=True)
@@ -241,14 +242,17 @@ def verdict(mutant: Mutant, copy: Path, limits: Limits) -> str:
         return "no program"
     try:
         path.write_text(mutated)
+        unfinished = []
         code = _forked(copy, lambda: _fuzz(copy, limits.fuzz), limits.fuzz * 4 + 120) if limits.fuzz else 0
-        if code:
-            return "killed by random cases" if code > 0 else "timeout"
+        if code > 0:
+            return "killed by random cases"
+        unfinished += ["random cases"] * (code < 0)
         for name, files in stages(mutant) if limits.tests is None else [("the given tests", limits.tests)]:
             code = _forked(copy, lambda: _pytest(copy, files), limits.stage)  # noqa: B023
-            if code and code != 5:
-                return f"killed by {name}" if code > 0 else "timeout"
-        return "survived"
+            if code > 0 and code != NO_TESTS:
+                return f"killed by {name}"
+            unfinished += [name] * (code < 0)
+        return f"timeout of {', '.join(unfinished)}" if unfinished else "survived"
     finally:
         path.write_text(text)
 
@@ -307,7 +311,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], help="only these files or folders")
     parser.add_argument("--given", type=Path, help="a JSON file of mutants made by hand")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no mutant after this time")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for the tests of one stage; longer is a timeout")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for the tests of one stage")
     parser.add_argument("--fuzz", type=float, default=30.0, help="seconds of random cases for each mutant")
     parser.add_argument("--tests", nargs="*", help="only these test files, instead of the stages")
     parser.add_argument("--list", action="store_true", help="only print the mutants")
@@ -353,7 +357,7 @@ def _summary(verdicts: list[dict[str, Any]]) -> None:
     """Counts by package, and the survivors."""
     counts: dict[str, Counter[str]] = {}
     for v in verdicts:
-        short = "killed" if v["verdict"].startswith("killed") else v["verdict"]
+        short = v["verdict"].split()[0]
         counts.setdefault(v["package"], Counter())[short] += 1
     for package, count in sorted(counts.items()):
         print(f"{package:15s} " + ", ".join(f"{n} {name}" for name, n in sorted(count.items())))
