@@ -14,7 +14,7 @@ from tests import invariant_cases as cases
 from tests.interpreter import run_triton_in_one_thread
 
 import longspan as ls
-from longspan._kernels.gpu.launch import ascending_runs
+from longspan._kernels.gpu.launch import ascending_runs, descending_tiles
 from longspan._masks.block_table import FULL, PARTIAL, Runs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -56,6 +56,18 @@ def test_runs_are_walked_in_ascending_order(kinds: str, lead: int, full: str) ->
     assert tiles == ([] if not full else list(range(int(full[0]), int(full[-1]) + 1)))
     walked = [*got_partial.first.tolist()[:lead], *tiles, *got_partial.first.tolist()[lead:]]
     assert walked == [i for i, k in enumerate(kinds) if k != "."]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "full"), [("FFFP", [2, 1, 0]), ("PFFF", []), ("FFPFP", [1, 0]), (".PP.", []), ("FF", [1, 0]), ("..", [])]
+)
+def test_tiles_are_walked_in_descending_order(kinds: str, full: list[int]) -> None:
+    runs = {kind: [i for i, k in enumerate(kinds) if k == name] for kind, name in ((FULL, "F"), (PARTIAL, "P"))}
+    single = {kind: Runs(torch.tensor([0, len(t)]).int(), torch.tensor(t).int(), torch.tensor(t).int()) for kind, t in runs.items()}
+    got_full, got_partial = descending_tiles(single[FULL], single[PARTIAL], 1)
+    assert got_full.first.tolist() == got_full.last.tolist() == full
+    walked = [*got_partial.first.tolist(), *got_full.first.tolist()]
+    assert walked == [i for i, k in reversed(list(enumerate(kinds))) if k != "."]
 
 
 def test_the_mode_is_isolated_from_calls_outside_of_it() -> None:

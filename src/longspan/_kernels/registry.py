@@ -13,7 +13,7 @@ import torch
 from longspan._kernels.protocol import AttentionInputs, Capabilities, Kernel, Work
 
 NAMES = ("auto", "dense", "cpu", "triton", "hopper", "aten", "flash", "efficient", "cudnn")
-INVARIANT = ("cpu", "triton")  # kernels that support `longspan.invariant()`
+INVARIANT = ("cpu", "triton", "hopper")  # kernels that support `longspan.invariant()`
 
 
 class KernelRefused(ValueError):

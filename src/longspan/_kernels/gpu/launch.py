@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,13 @@ from longspan._kernels.gpu import codegen
 from longspan._kernels.gpu.interpreter import computable, interpreted
 from longspan._kernels.protocol import Work
 from longspan._kernels.tiling import Tiling
-from longspan._masks.block_table import FULL, PARTIAL, BlockTable, Runs
+from longspan._masks.block_table import FULL, PARTIAL, BlockTable, Runs, expand_ranges
 from longspan._masks.program import Program
 
 Pointers = tuple[Tensor, Tensor, Tensor]
+# How a kernel walks a row's runs. By kind: full runs and partial runs one after the other. The others give a row's sum one order, whatever
+# the other rows of its tile see: `ascending_runs` for kernels that walk full runs first, `descending_tiles` for those that walk them last.
+RunOrder = Literal["by kind", "ascending", "descending"]
 
 
 class DeviceTable(NamedTuple):
@@ -175,6 +178,27 @@ def _csr(row: Tensor, first: Tensor, last: Tensor, rows: int) -> Runs:
     return Runs(ptr, first.int(), last.int())
 
 
+def descending_tiles(full: Runs, partial: Runs, rows: int) -> tuple[Runs, Runs]:
+    """(full runs, partial runs) of one tile each, that a kernel which walks partial runs first walks in descending order of tiles.
+
+    Full tiles above a partial tile become partial: the mask allows all of their pairs.
+    """
+    row, tile, is_full = [], [], []
+    for runs, kind in ((full, True), (partial, False)):
+        length = (runs.last - runs.first + 1).long()
+        row.append(_rows_of(runs, rows).repeat_interleave(length))
+        tile.append(expand_ranges(runs.first.long(), length))
+        is_full.append(torch.full((len(row[-1]),), kind))
+    all_rows, all_tiles, kinds = torch.cat(row), torch.cat(tile), torch.cat(is_full)
+    width = int(all_tiles.max()) + 1 if len(all_tiles) else 1
+    order = torch.argsort(all_rows * width + (width - 1 - all_tiles))
+    all_rows, all_tiles, kinds = all_rows[order], all_tiles[order], kinds[order]
+    lowest_partial = torch.full((rows,), width).scatter_reduce_(0, all_rows[~kinds], all_tiles[~kinds], "amin")
+    stays = kinds & (all_tiles < lowest_partial[all_rows])
+    kept, demoted = (_csr(all_rows[chosen], all_tiles[chosen], all_tiles[chosen], rows) for chosen in (stays, ~stays))
+    return kept, demoted
+
+
 def start_order(table: BlockTable, shared: int) -> Tensor:
     """Rows by descending work. Where one CTA walks the rows of `shared` heads, rows of (batch, head group, tile)."""
     if table.heads == 1 or shared == 1:
@@ -209,24 +233,23 @@ def _find_idle_spans(table: BlockTable, queries: Tiling) -> tuple[tuple[int, int
 
 
 def device_table(
-    table: BlockTable, columns: Tiling, device: torch.device, *, shared: int, positions: bool, ascending: bool = False
+    table: BlockTable, columns: Tiling, device: torch.device, *, shared: int, positions: bool, run_order: RunOrder = "by kind"
 ) -> DeviceTable:  # fmt: skip
-    """The table on the device, cached.
-
-    `columns`: the tiling of its columns. `shared`: see `start_order`. `positions`: see `split_runs`. `ascending`: see `ascending_runs`.
-    """
+    """The table on the device, cached. `columns`: the tiling of its columns. `shared`: see `start_order`. `positions`: see `split_runs`."""
 
     def copy() -> DeviceTable:
         full, partial = split_runs(table, facts(columns), positions=positions)
         lead = []
-        if ascending:
+        if run_order == "ascending":
             full, partial, before = ascending_runs(full, partial, table.rows)
             lead += [before] if bool(before[full.ptr.diff() > 0].any()) else []
+        elif run_order == "descending":
+            full, partial = descending_tiles(full, partial, table.rows)
         counts = torch.stack([_lengths(partial, table.rows), _lengths(full, table.rows)], 1).flatten()
         order, *rest = to_device([start_order(table, shared), *full, *partial, counts, *lead], device)
         return DeviceTable(order, (rest[0], rest[1], rest[2]), (*rest[3:6], *rest[7:]), rest[6])
 
-    return _tables.get(table, (device, shared, positions, columns.name, ascending), copy)
+    return _tables.get(table, (device, shared, positions, columns.name, run_order), copy)
 
 
 def ascending_runs(full: Runs, partial: Runs, rows: int) -> tuple[Runs, Runs, Tensor]:

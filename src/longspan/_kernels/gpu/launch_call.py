@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -75,8 +75,11 @@ class Cut:
 class LaunchCall:
     """The tensors of one call. A subclass has a method per pass, which calls `launch`, and implements `prepare`.
 
+    `invariant_order`: the order of a row's runs if `Work.invariant`.
     `variant`: a hashable value that distinguishes launches of different configurations.
     """
+
+    invariant_order: ClassVar[launch.RunOrder] = "ascending"
 
     def __init__(self, inputs: AttentionInputs, work: Work, *, variant: Hashable = None) -> None:
         self.q, self.k, self.v, self.work = inputs.q, inputs.k, inputs.v, work
@@ -157,7 +160,8 @@ class LaunchCall:
             together = shared if by_query else 1
             group = launch.head_group(item_heads, together, head_bytes, cut.l2_bytes, programs=items, in_flight=cut.ctas_in_flight)
         on_device = launch.device_table(
-            table, columns, q.device, shared=1 if by_query else shared, positions=work.score is not None, ascending=work.invariant
+            table, columns, q.device, shared=1 if by_query else shared, positions=work.score is not None,
+            run_order=self.invariant_order if work.invariant else "by kind",
         )  # fmt: skip
         options = launch.options(work, q.dtype)
         joint = None

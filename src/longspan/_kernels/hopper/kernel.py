@@ -61,8 +61,8 @@ class HopperKernel:
     kernel computes dQ. Forward results have the same bits in every run; which work items are split along KV depends on their number, and
     so do last bits.
 
-    `fallback` computes what these kernels do not support: backward passes with a head dim over 256, tilings that leave rows uncovered,
-    empty KV, and results whose head dim is not contiguous.
+    `fallback` computes what these kernels do not support: backward passes with a head dim over 256 or in `longspan.invariant()`, tilings
+    that leave rows uncovered, empty KV, and results whose head dim is not contiguous.
     """
 
     name = "hopper"
@@ -72,6 +72,8 @@ class HopperKernel:
 
     def capabilities(self, inputs: AttentionInputs, work: Work, *, needs: Sequence[bool] = ()) -> Capabilities:
         refusal = _refusal(inputs, work)
+        if refusal is None and work.invariant and work.score is not None:
+            refusal = "longspan.invariant() with a score_mod"  # it has a second form for tiles whose lookups are uniform
         if refusal is not None:
             return Capabilities(refusal=refusal)
         # Deterministic: TMA reductions of two concurrent launches would add to dQ in arbitrary order.
@@ -90,6 +92,8 @@ class HopperKernel:
 
     def forward(self, inputs: AttentionInputs, work: Work, *, state: State | None, final: bool, max_scores: bool) -> State:
         inputs = _without_empty_buffer(inputs)
+        if work.invariant and inputs.q.stride(3) != 1:  # strides must not choose the kernel
+            inputs = replace(inputs, q=inputs.q.contiguous())
         q, v = inputs.q, inputs.v
         # TMA reads past a short tile's end: there must be rows of other tiles, not uninitialised memory.
         if not q.numel() or not inputs.k.numel() or not launch.facts(work.kv_tiles).covers:
@@ -135,7 +139,7 @@ class HopperKernel:
     def backward(self, tensors: BackwardInputs, work: Work, *, wide: bool, into: Grads | None = None) -> Grads:
         assert tensors.inputs.local_kv is None or into is not None
         inputs, needs = _without_empty_buffer(tensors.inputs), tensors.needs
-        if not _supports_backward(inputs, work) or not inputs.k.numel():
+        if not _supports_backward(inputs, work) or not inputs.k.numel() or work.invariant:
             return self._fallback.backward(replace(tensors, inputs=_in_one_buffer(inputs)), work, wide=wide, into=into)
         q, deterministic = inputs.q, torch.are_deterministic_algorithms_enabled()
         check_order(work, needs, q)

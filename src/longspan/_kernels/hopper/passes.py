@@ -49,6 +49,8 @@ _L2_BYTES = 32 * 2**20  # KV of the heads in use at once should fit into so much
 class HopperCall(LaunchCall):
     """The tensors of one call, copied if TMA cannot read them. Its methods launch the kernels."""
 
+    invariant_order = "descending"  # the forward kernel walks partial runs first
+
     def __init__(self, inputs: AttentionInputs, work: Work) -> None:
         q, k, v = streamable(inputs.q), streamable(inputs.k), streamable(inputs.v)
         super().__init__(inputs if q is inputs.q and k is inputs.k and v is inputs.v else replace(inputs, q=q, k=k, v=v), work)
@@ -191,7 +193,7 @@ class HopperCall(LaunchCall):
         if one.name == "forward":
             more["CORNERS"], more["FLAT"] = flat_functions(self.work.score, launch.options(self.work, q.dtype))
             # Split items do not combine max scores.
-            splittable = tensors["max_scores_ptr"] is None and e <= MAX_SPLIT_DIM.value
+            splittable = tensors["max_scores_ptr"] is None and e <= MAX_SPLIT_DIM.value and not self.work.invariant
             order, split = self._plan_items(items, shared, ctas, splittable=splittable)
             heavy_items = items // max(1, shared["rows"]) * order.heavy_rows
             more |= {"heavy_rows": order.heavy_rows, "light_group": order.light_group, "heavy_items": heavy_items, **split._asdict()}
