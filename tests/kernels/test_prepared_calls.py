@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from tests.kernels.stub_launches import Launches, record_launches
 
 import longspan as ls
-from longspan._engine import attention
+from longspan._engine import attention, call_cache, prepared_call
 from longspan._engine.call_cache import CallCache
 from longspan._kernels.hopper.prepared import HopperBackward, HopperForward
 
@@ -92,21 +92,21 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_graph_capture_takes_the_way_that_holds_its_tables(
     capturing: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    from longspan._engine.prepared_call import PreparedCall
-
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    made = PreparedCall.__init__
-
-    def on_cuda(self: PreparedCall, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        self._on_cuda = True
-
-    monkeypatch.setattr(PreparedCall, "__init__", on_cuda)
     tensors = qkv()
     repeat(tensors, [], mask=ls.causal())
+    monkeypatch.setattr(prepared_call, "is_captured", lambda q: capturing)
     seen = used(monkeypatch)
     repeat(tensors, [], times=1, mask=ls.causal())
     assert seen == ([] if capturing else ["HopperForward", "HopperBackward"])
+
+
+def test_nothing_is_prepared_in_a_graph_capture(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = qkv()
+    for module in (prepared_call, call_cache):
+        monkeypatch.setattr(module, "is_captured", lambda q: True)
+    seen = used(monkeypatch)
+    repeat(tensors, [], times=5, mask=ls.causal())
+    assert not seen and not attention.calls._entries._owners
 
 
 @pytest.mark.parametrize("how", ["expanded gradient", "sink", "gradient of lse"])

@@ -18,8 +18,8 @@ from tests.kernels.calls import forward
 from tests.kernels.test_hopper import on_hopper
 
 import longspan as ls
-from longspan._kernels.gpu import launch
-from longspan._kernels.hopper import HopperKernel, workspace
+from longspan._kernels.gpu import launch, workspace
+from longspan._kernels.hopper import HopperKernel
 from longspan._kernels.hopper.item_order import ItemOrder, simulated_items
 from longspan._kernels.hopper.passes import HopperCall
 from longspan._kernels.hopper.split_kv import KvSplit, best_split
@@ -225,20 +225,20 @@ def test_a_captured_graph_recomputes_at_every_replay(queries: int, keys: int, sp
 
 
 def test_pooled_zeros_are_used_once_per_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, stream, made = torch.device("cuda", 0), SimpleNamespace(cuda_stream=1), []
+    device, stream, made = torch.device("cuda", 0), SimpleNamespace(number=1), []
 
     def zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         made.append(torch.full((count,), 0, dtype=dtype))
         return made[-1]
 
     monkeypatch.setattr(launch, "capturing", lambda device: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(workspace, "current_raw_stream", lambda device: stream.number)
     monkeypatch.setattr(torch, "zeros", zeros)
     seen: set[int] = set()
     for i in range(3000):
-        stream.cuda_stream = i % 2
+        stream.number = i % 2
         count = 1 + 2 * (i % 66)
-        split = workspace.zeros(count, device)
+        split = workspace.zeroed(count, device)
         assert len(split) == count and split.storage_offset() % 4 == 0 and any(split._base is m for m in made[-2:])
         split += 1  # as a launch does
         places = range(split.data_ptr(), split.data_ptr() + 4 * count, 4)
@@ -246,4 +246,4 @@ def test_pooled_zeros_are_used_once_per_stream(monkeypatch: pytest.MonkeyPatch) 
         seen.update(places)
     assert len(made) > 4
     monkeypatch.setattr(launch, "capturing", lambda device: True)
-    assert workspace.zeros(5, device)._base is None
+    assert workspace.zeroed(5, device)._base is None

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from longspan._derived_cache import DerivedCache
 from longspan._engine.invariant_mode import is_invariant
-from longspan._engine.prepared_call import PreparedCall
+from longspan._engine.prepared_call import PreparedCall, is_captured
 from longspan._engine.values import CallOptions, CallTensors
 from longspan._masks.algebra import Full, Mask
 from longspan._torch_private import nothing_intercepts_calls
@@ -91,9 +91,13 @@ class CallCache:
         return call if call is not None and call.is_current() else None
 
     def add(self, key: CallKey, score: Hashable, inputs: CallTensors, options: CallOptions) -> None:
-        """Note a call that was made. Prepare it if it was noted before."""
+        """Note a call that was made. Prepare it if it was noted before; not in a CUDA graph capture, to whose memory its tensors would
+        belong.
+        """
         fixed_mask = key.owner is self._shared or key.owner.reads_copies
         if not fixed_mask and not all(_is_versioned(t) for t in inputs.mask_captured):
+            return
+        if is_captured(inputs.q):
             return
         entry = self._entries.get(key.owner, key.layouts, _Entry)
         if score not in entry.calls:

@@ -25,6 +25,11 @@ _MAX_BACKWARDS = 8  # layouts of the gradient of out, and settings, for which a 
 _MISALIGNED = 15  # bits of an address that are 0 if it is divisible by 16
 
 
+def is_captured(q: Tensor) -> bool:
+    """Whether a call with this tensor becomes part of a CUDA graph, which needs launches that hold their tables."""
+    return q.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class PreparedCall:
     """A call of fixed layouts. It holds no tensor of the caller except those that the mask reads.
 
@@ -38,7 +43,7 @@ class PreparedCall:
         self._work, self._mask_captured = replace(work, score_captured=()), tuple(inputs.mask_captured)
         self._versions = [] if fixed_mask else [t._version for t in self._mask_captured]
         self._saved_mask: tuple[Tensor, ...] = () if fixed_mask else self._mask_captured
-        self._on_cuda, self._forward = inputs.q.is_cuda, None
+        self._forward = None
         if isinstance(self._kernel, PreparesCalls) and inputs.sink is None:
             self._forward = self._kernel.prepare_forward(AttentionInputs(q=inputs.q, k=inputs.k, v=inputs.v), work)
         self._backwards: dict[Hashable, tuple[Kernel, Work, PreparedBackward | None]] = {}
@@ -64,7 +69,7 @@ class PreparedCall:
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, score_captured: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(out, lse)."""
-        if self._forward is not None and not (self._on_cuda and torch.cuda.is_current_stream_capturing()):
+        if self._forward is not None and not is_captured(q):
             return self._forward(q, k, v, score_captured)
         inputs = CallTensors(q=q, k=k, v=v, sink=sink, mask_captured=self._mask_captured, score_captured=score_captured)
         work = self._work if not score_captured else replace(self._work, score_captured=score_captured)
@@ -84,7 +89,7 @@ class PreparedCall:
         if sink is not None or torch.is_grad_enabled() or is_batched_gradient(grad_out):
             return None
         entry = self._backwards.get(_backward_key((q, k, v, out, lse, grad_out), score_captured, needs))
-        if entry is None or entry[2] is None or (self._on_cuda and torch.cuda.is_current_stream_capturing()):
+        if entry is None or entry[2] is None or is_captured(q):
             return None
         grads = entry[2](q, k, v, out, lse, grad_out, score_captured)
         if not needs:
@@ -103,7 +108,7 @@ class PreparedCall:
             kernel, work = entry[:2] if entry is not None else one_device.kernel_and_work(inputs, self._options, backward=True)
             work = work if not inputs.score_captured else replace(work, score_captured=inputs.score_captured)
             grads, grad_sink = one_device.backward_by(kernel, work, tensors)
-            if entry is None and tensors.grad_lse is None:
+            if entry is None and tensors.grad_lse is None and not is_captured(inputs.q):
                 self._prepare_backward(key, kernel, work, tensors)
         results = [grads.q, grads.k, grads.v]
         if inputs.sink is not None and grad_sink is not None:

@@ -68,7 +68,7 @@ def zeroed(count: int, device: torch.device) -> Tensor:
     """`count` int32 zeros that no other launch uses, aligned to 16 bytes."""
     address, pool = _take(count, device)
     start = (address - pool.data_ptr()) // 4
-    return pool[start : start + count]
+    return pool if len(pool) == count else pool[start : start + count]
 
 
 def _take(count: int, device: torch.device) -> tuple[int, Tensor]:
