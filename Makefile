@@ -47,8 +47,8 @@ mutants: install ## mutation testing: SAMPLE random one-line changes of src/, ea
 	PYTHONPATH=src:. $(BIN)/python tests/mutants.py --sample $(SAMPLE) --seed $(SEED) --json
 
 JOBS ?= 8
-test-gpu: ## tests that need a GPU, with the Python and torch at hand: installs nothing; JOBS processes, since most of the time is compiling
-	seq $(JOBS) | PYTHONPATH=src xargs -P $(JOBS) -I{} $(PYTHON) -m pytest -m gpu -q -p no:cacheprovider --part {}/$(JOBS)
+test-gpu: ## tests that need a GPU, with the Python and torch at hand: installs nothing; JOBS processes, since most of the time is compiling; TRITON=folder of another Triton
+	seq $(JOBS) | PYTHONPATH=$(TRITON:%=%:)src xargs -P $(JOBS) -I{} $(PYTHON) -m pytest -m gpu -q -p no:cacheprovider --part {}/$(JOBS)
 
 sanitize-gpu: ## compute-sanitizer over the Hopper kernels; fails at any report but racecheck's two kinds that the script explains
 	PYTHONPATH=src:. compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) tests/kernels/hopper_sanitizer_cases.py

@@ -22,9 +22,9 @@ from longspan.testing import oracle
 @pytest.mark.long
 def test_the_kernels_compile_for_hopper_without_one() -> None:
     pytest.importorskip("triton.experimental.gluon")
-    from longspan._kernels.hopper.kernel import untested
+    from longspan._kernels.hopper.kernel import unsupported_triton
 
-    if (reason := untested()) is not None:
+    if (reason := unsupported_triton()) is not None:
         pytest.skip(reason)
     script = Path(__file__).with_name("hopper_compile.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -49,8 +49,12 @@ def test_a_hopper_gpu_with_a_triton_that_was_not_tested_is_told_once_what_auto_t
     monkeypatch.setattr(interpreter, "interpreted", lambda: False)
     monkeypatch.setattr(kernel, "triton_version", lambda: (3, 6))
     assert registry.first_candidate(device) == "hopper"
+    monkeypatch.setattr(kernel, "triton_version", lambda: kernel.NEWEST_TRITON)
+    with pytest.warns(UserWarning, match=r"uses 'triton' on this Hopper GPU.*passed with 3\.6 only; kernel='hopper' uses it"):
+        assert registry.first_candidate(device) == "triton"
+    assert kernel.unsupported_triton() is None
     monkeypatch.setattr(kernel, "triton_version", lambda: (3, 99))
-    with pytest.warns(UserWarning, match=r"uses 'triton' on this Hopper GPU.*Triton 3\.99: expected 3\.6"):
+    with pytest.warns(UserWarning, match=r"uses 'triton' on this Hopper GPU.*Triton 3\.99: expected 3\.6 to 3\.9"):
         assert registry.first_candidate(device) == "triton"
     assert registry.first_candidate(device) == "triton"  # warnings are errors here
     monkeypatch.setattr(registry, "_capability", lambda device: (8, 0))

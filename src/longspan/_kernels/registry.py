@@ -39,7 +39,7 @@ def kernel_named(name: str) -> Kernel:
         return TritonKernel()
     if name == "hopper":
         if not has_gluon():
-            raise KernelRefused("kernel 'hopper' needs Gluon as Triton 3.6 has it: pip install 'triton==3.6.*', or use kernel='auto'")
+            raise KernelRefused("kernel 'hopper' needs Gluon of Triton 3.6 to 3.9: pip install 'triton>=3.6,<3.10', or use kernel='auto'")
         from longspan._kernels.hopper import HopperKernel
 
         return HopperKernel(fallback=kernel_named("triton"))
@@ -129,12 +129,12 @@ def first_candidate(device: torch.device) -> Literal["hopper", "triton"]:
         return "triton"
     from longspan._kernels.gpu.interpreter import interpreted
     from longspan._kernels.hopper.config import HOPPER
-    from longspan._kernels.hopper.kernel import untested
+    from longspan._kernels.hopper.kernel import untested_triton
 
     if interpreted() or _capability(device) != HOPPER:
         return "triton"
-    if (reason := untested()) is not None:
-        _warn_once(f"kernel='auto' uses 'triton' on this Hopper GPU, which is slower than 'hopper': 'hopper' does not support {reason}")
+    if (reason := untested_triton()) is not None:
+        _warn_once(f"kernel='auto' uses 'triton' on this Hopper GPU, which is slower than 'hopper': {reason}")
         return "triton"
     return "hopper"
 
