@@ -109,7 +109,7 @@ def test_only_rows_that_change_owners_are_sent() -> None:
 
 
 REFUSED = [
-    ({"to": "spiral"}, "expected a Layout, 'plan', 'contiguous', 'heads', got 'spiral'"),
+    ({"to": "spiral"}, "expected a Layout, 'plan', 'contiguous' or 'heads', got 'spiral'"),
     ({"to": ls.Layout(length=5, rows=((((0, 5),), ()),))}, "expected a layout of 157 tokens over 2 ranks"),
     ({"to": "heads"}, "needs heads_dim="),
     ({"to": "heads", "heads_dim": 1}, "5 heads .dim 1. do not divide by 2 ranks"),

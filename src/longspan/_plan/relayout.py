@@ -57,8 +57,8 @@ class Relayout:
 
     def moves(self, device: torch.device, *, back: bool) -> RowMoves:
         """This rank's moves, or the moves `back`. A row is a token, or one rank's heads of a token."""
-        pair = (self.after, self.before) if back else (self.before, self.after)
-        return RowMoves.between(self.mesh, *(self._ids(placement) for placement in pair), device)
+        before, after = (self.after, self.before) if back else (self.before, self.after)
+        return RowMoves.between(self.mesh, self._ids(before), self._ids(after), device)
 
     def _ids(self, placement: Placement) -> list[Tensor]:
         ranks, rows, length = self.mesh.size, self.batch_rows, placement.length

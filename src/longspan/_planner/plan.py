@@ -274,14 +274,13 @@ class Plan(PlanHandle):
                     f"for all, got {layout.length} tokens over {layout.ranks} ranks for {len(layout.rows)} batch rows"
                 )
             return layout
-        named = {
-            "plan": lambda: mine,
-            "contiguous": lambda: contiguous(mine.length, mine.ranks),
-            "heads": lambda: HeadsLayout(length=mine.length, ranks=mine.ranks),
-        }
-        if layout not in named:
-            raise ValueError(f"plan.relayout: expected a Layout, {', '.join(map(repr, named))}, got {layout!r}")
-        return named[layout]()
+        if layout == "plan":
+            return mine
+        if layout == "contiguous":
+            return contiguous(mine.length, mine.ranks)
+        if layout == "heads":
+            return HeadsLayout(length=mine.length, ranks=mine.ranks)
+        raise ValueError(f"plan.relayout: expected a Layout, 'plan', 'contiguous' or 'heads', got {layout!r}")
 
     def _side(self, x: Tensor, dim: int, side: str | None, what: str, *, local: bool) -> int:
         if side not in (None, "q", "kv"):
