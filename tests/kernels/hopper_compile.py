@@ -176,7 +176,7 @@ def main() -> None:
     compile_instead_of_launching()
     grid = [((128, 128), torch.bfloat16, True, True)]
     if "--all" in sys.argv:
-        dims = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+        dims = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (72, 200), (256, 256))
         grid = [(d, torch.bfloat16, scored, staged) for d in dims for scored in (False, True) for staged in (False, True)]
     for dims, dtype, scored, staged in grid:
         compiled.clear()

@@ -270,6 +270,7 @@ def _compute(
     """A compute warp group: 64 of the item's 128 queries. q_s, k_s, v_s, do_s: `Parts`."""
     dtype: gl.constexpr = k_s.main.dtype
     D_PARTS: gl.constexpr = 2 if D_TAIL else 1
+    ROW_WISE: gl.constexpr = DP + D_TAIL <= 128 and v_s.main.shape[4] <= 128 and v_s.tail.shape[4] == v_s.main.shape[4]
     s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     DO_IN_REGISTERS: gl.constexpr = DP <= 64
@@ -345,7 +346,7 @@ def _compute(
         i += 1
         t += 1
         # + 0, as above; a multiple of 16, so that the alignment of rows stays known
-        store_sum(dq_ptr, dq_stride, b, h, dq, scale, row, left, (i >> 30) * 16, D, DP, D_TAIL, ADD)
+        store_sum(dq_ptr, dq_stride, b, h, dq, scale, row, left, (i >> 30) * 16, D, DP, D_TAIL, ADD, ROW_WISE)
         mbarrier.wait(q_bars.full, t & 1)
         b = load_int(item_s, ITEM_BATCH)
 

@@ -155,7 +155,7 @@ def _compute_dv(
         mbarrier.arrive(bars.q_empty.index(ring_slot(it, Q_STAGES)), count=1)
         mbarrier.wait(bars.do_full.index(ring_slot(it, DO_STAGES)), ring_phase(it, DO_STAGES))
         mbarrier.arrive(bars.do_empty.index(ring_slot(it, DO_STAGES)), count=1)
-        store_sum(dv_ptr, dv_stride, b, head, dv, 1.0, kv_row, kv_left, (it >> 30) * 16, E, EP, E_TAIL)
+        store_sum(dv_ptr, dv_stride, b, head, dv, 1.0, kv_row, kv_left, (it >> 30) * 16, E, EP, E_TAIL, False, False)
         it += 1
         t += 1
         mbarrier.wait(item_bars.k_full, t & 1)
@@ -212,7 +212,7 @@ def _compute_dk(
         mbarrier.arrive(item_bars.empty, count=1)
         mbarrier.arrive(bars.q_empty.index(ring_slot(it, Q_STAGES)), count=1)
         mbarrier.arrive(bars.do_empty.index(ring_slot(it, DO_STAGES)), count=1)
-        store_sum(dk_ptr, dk_stride, b, head, dk, scale, kv_row, kv_left, (it >> 30) * 16, D, DP, D_TAIL)
+        store_sum(dk_ptr, dk_stride, b, head, dk, scale, kv_row, kv_left, (it >> 30) * 16, D, DP, D_TAIL, False, False)
         it += 1
         t += 1
         mbarrier.wait(item_bars.k_full, t & 1)

@@ -142,10 +142,12 @@ def wait_sum(acc, PENDING: gl.constexpr, TAIL: gl.constexpr):
 @gluon.jit
 def store_sum(
     ptr, strides, b, head, acc, factor, row, left, zero,
-    DIM: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr, ADD: gl.constexpr = False,
+    DIM: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr, ADD: gl.constexpr, ROW_WISE: gl.constexpr,
 ):  # fmt: skip
-    """Store acc · factor (`Parts`) of DIM columns, or add it with ADD. zero: 0, a multiple of 16 that is unknown to the compiler."""
-    ROW_WISE: gl.constexpr = MAIN + TAIL <= 128
+    """Store acc · factor (`Parts`) of DIM columns, or add it with ADD. zero: 0, a multiple of 16 that is unknown to the compiler.
+
+    ROW_WISE: as in `store_tile`; it takes shared memory, which stages of wide tiles fill.
+    """
     base, stride = ptr + wide(b) * strides[0] + wide(head) * strides[1], strides[2] + zero
     _store_part(base, acc.main * factor, row, left, stride, DIM if DIM < MAIN else MAIN, MAIN, ADD, ROW_WISE)
     if TAIL > 0:
@@ -157,5 +159,4 @@ def _store_part(base, value, row, left, stride, D: gl.constexpr, DP: gl.constexp
     if ADD:
         layout: gl.constexpr = value.type.layout
         value += load_tile(base, row, left, stride, D, DP, layout)
-    # The shared memory in which a wide tile would be converted to a row-wise layout is full of stages.
     store_tile(base, value, row, left, stride, D, DP, ROW_WISE)
