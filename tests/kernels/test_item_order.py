@@ -17,7 +17,7 @@ import triton.language as tl
 import longspan as ls
 from longspan._kernels.gpu.interpreter import interpreted, quiet
 from longspan._kernels.gpu.tile_access import place_in_order
-from longspan._kernels.hopper.item_order import ItemOrder, best_order, simulated_items
+from longspan._kernels.hopper.item_order import ItemOrder, best_order, outlier_rows, simulated_items
 from longspan._kernels.hopper.makespan import MANY_ITEMS, finish_times
 from longspan._kernels.hopper.split_kv import best_split
 
@@ -117,3 +117,15 @@ def test_short_items_come_last_where_they_fill_the_last_wave() -> None:
     # Causal, 8,192 tokens.
     work = sorted(ls.causal().block_table(8192, 8192, block=128).tiles_per_row.tolist(), reverse=True)
     assert chosen(work, heads=32, fit=8)[1] < 1.02
+
+
+def test_keys_that_all_queries_see_beside_a_window_come_first_of_all_heads() -> None:
+    sink = (ls.prefix(64) | ls.sliding_window(2048)) & ls.causal()
+    assert outlier_rows(sink.block_table(32768, 32768, block=128).transposed) == 1
+    by_head = ls.mask_mod(lambda b, h, q, kv: (kv < 64 * h) | (q - kv < 256))
+    assert outlier_rows(by_head.block_table(4096, 4096, block=128, heads=2).transposed) == 0
+
+
+@pytest.mark.parametrize("mask", [ls.full(), ls.causal(), ls.sliding_window(1024)], ids=["full", "causal", "window"])
+def test_masks_of_even_work_have_no_outlier(mask: ls.Mask) -> None:
+    assert outlier_rows(mask.block_table(8192, 8192, block=128).transposed) == 0

@@ -93,7 +93,7 @@ from longspan._kernels.hopper.tile_io import store_tile
 from longspan._kernels.hopper.tma_reduce import wait_until_added
 
 _DYNAMIC = [
-    "items", "rows", "tiles", "heads", "kv_heads", "shared", "head_parts", "group", "q_len", "kv_len", "local_tokens",
+    "items", "rows", "tiles", "heads", "kv_heads", "shared", "head_parts", "group", "heavy_rows", "q_len", "kv_len", "local_tokens",
     "semaphores_per_head", "first_b", "first_h",
 ]  # fmt: skip
 
@@ -354,7 +354,7 @@ def dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr, local_k_ptr, local_v_ptr, counter, semaphores,
     dk_stride, dv_stride, order, full, partial, dq_order_ptr, dq_order_before, q_side, kv_side,
     mask_captured, mask_sizes, score_captured, score_sizes,
-    items, rows, tiles, heads, kv_heads, shared, head_parts, group, q_len, kv_len, local_tokens, semaphores_per_head, scale,
+    items, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, local_tokens, semaphores_per_head, scale,
     first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
@@ -365,7 +365,7 @@ def dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr: TMA descriptors. local_k_ptr, local_v_ptr, local_tokens: `KvSource`; dK and dV cover both sources.
     ALIGNED: norm_ptr and delta_ptr are TMA descriptors of [B · H · Q] in tiles of BM, if every step begins on 16 bytes; otherwise pointers.
     dk_ptr, dv_ptr: each KV head `head_parts` times, one for each part of its query heads. kv_heads counts all of these.
-    counter: one int32, 0. DS: buffers of dS.
+    counter: one int32, 0. DS: buffers of dS. heavy_rows: key tiles of `order` whose items come first, of all heads.
     semaphores: int32 zeros, one per step of each head, if dQ is accumulated in a fixed order (`hopper.dq_order`), or None.
     """
     # The dQ warps still read a step's record when the producer is STAGES + 3 steps ahead.
@@ -413,7 +413,7 @@ def dkv_kernel(
             )),
             (produce, (
                 counter, items, Parts(q_ptr, q_ptr), keys, values, Parts(do_ptr, do_ptr), norm_ptr, delta_ptr, order, full, partial,
-                dq_order, order_bars.described, q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, q_len,
+                dq_order, order_bars.described, q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len,
                 kv_len, k_s, v_s, buffers, item_s, item_bars, bars, PER_BATCH, PER_HEAD, ALIGNED, TILE, BM, STAGES, STAGES,
             )),
             (_add_dq, (
@@ -439,7 +439,7 @@ def dkv_kernel(
             )),
             (produce, (
                 counter, items, Parts(q_ptr, q_ptr), keys, values, Parts(do_ptr, do_ptr), norm_ptr, delta_ptr, order, full, partial,
-                dq_order, order_bars.described, q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, q_len,
+                dq_order, order_bars.described, q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len,
                 kv_len, k_s, v_s, buffers, item_s, item_bars, bars, PER_BATCH, PER_HEAD, ALIGNED, TILE, BM, STAGES, STAGES,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from longspan._kernels.gpu.tile_access import place, run_place, span, table_row, wide
+from longspan._kernels.gpu.tile_access import place_in_order, run_place, span, table_row, wide
 from longspan._kernels.hopper.gluon_names import cp_async, tma_load
 from longspan._kernels.hopper.head_dim_parts import load_kv_parts, load_part_tile, part_bytes, part_slot
 from longspan._kernels.hopper.pipeline import ring_phase, ring_slot, store_int
@@ -162,7 +162,7 @@ def _load_item(item_number, keys, values, b, head, head_parts, row, pos, left, k
 @gluon.jit
 def produce(
     counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, dq_order, described, q_side, kv_side,
-    rows, tiles, heads, kv_heads, shared, head_parts, group, q_len, kv_len, k_s, v_s, buffers, item_s, item_bars, bars,
+    rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, k_s, v_s, buffers, item_s, item_bars, bars,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, ALIGNED: gl.constexpr,
     KEYS: gl.constexpr, BM: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -175,12 +175,13 @@ def produce(
     SUBS: gl.constexpr = TILE // BM
     KEY_SUBS: gl.constexpr = TILE // KEYS
     ORDERED: gl.constexpr = described is not None
+    groups = (kv_heads, heavy_rows, group, items // rows * heavy_rows)
     steps = buffers.steps
     it = 0  # step records so far
     t = 0  # items so far
     item = gl.atomic_add(counter, 1)
     while item < items:
-        tile, sub, b, head = place(item, order, rows, tiles, kv_heads, group, KEY_SUBS, PER_BATCH, PER_HEAD)
+        tile, sub, b, head = place_in_order(item, order, rows, tiles, kv_heads, groups, KEY_SUBS, PER_BATCH, PER_HEAD)
         kv_row, kv_pos, kv_left = span(tile * KEY_SUBS + sub, kv_len, kv_side, KEY_SUBS, KEYS)
         kv_loaded = 0
         # The second half of a short tile may have no key.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from longspan._kernels.hopper.makespan import MANY_ITEMS
+from longspan._masks.block_table import BlockTable
 
 # Slowdown per KV head in use whose KV does not fit into L2. On an H200 at 32,768 causal tokens: 0.2 to 0.3 %, with 1 to 32 heads in use,
 # for a whole sequence and for a rank's shard of it.
@@ -18,6 +19,7 @@ _L2_MISS_COST = 0.0025
 _MAX_WAVES = 16  # waves of items up to which all are simulated
 _LAST_WAVES = 6  # full waves that are simulated otherwise
 _HEAVY_SHARES = (3 / 4, 1 / 2)  # of the table rows: candidates for `ItemOrder.heavy_rows`
+_OUTLIER = 4  # times the mean
 _MAX_RELATIVE_TIME = 0.995  # another order must take less than this share of the default's time
 
 
@@ -80,3 +82,13 @@ def best_order(
     candidates |= {ItemOrder(shared, int(rows * share), group) for share in _HEAVY_SHARES for group in (shared, heads)}
     least, best = min((time(order), order) for order in candidates)
     return best if least < _MAX_RELATIVE_TIME * time(default) else default
+
+
+def outlier_rows(table: BlockTable) -> int:
+    """Rows with several times the mean number of tiles, such as the first keys, which all queries see, beside a window.
+
+    Their items, of all heads, should come first: taken head after head, those of the last head would start when the others end.
+    0 for a table by head, whose rows of all heads are in one order.
+    """
+    tiles = table.tiles_per_row.double()
+    return int((tiles > _OUTLIER * tiles.mean()).sum()) if table.heads == 1 and len(tiles) else 0

@@ -37,7 +37,7 @@ from longspan._kernels.hopper.epilogue import MAX_SPLIT_DIM
 from longspan._kernels.hopper.forward import forward_kernel
 from longspan._kernels.hopper.forward_producer import GROUPS
 from longspan._kernels.hopper.gqa_split import head_parts
-from longspan._kernels.hopper.item_order import ItemOrder, best_order, simulated_items
+from longspan._kernels.hopper.item_order import ItemOrder, best_order, outlier_rows, simulated_items
 from longspan._kernels.hopper.round_grads import BLOCK, round_kernel
 from longspan._kernels.hopper.split_kv import KvSplit, best_split
 from longspan._kernels.protocol import AttentionInputs, Grads, State, Work
@@ -182,6 +182,7 @@ class HopperCall(LaunchCall):
         workspace = Workspace(device=q.device, zeros=(1,))  # the item counter
         if one.name == "dkdv":
             more |= {"BM": config.m, "DS": 2, "ALIGNED": aligned, "DO_STAGES": config.second_stages}
+            more["heavy_rows"] = 0 if known["ordered"] else outlier_rows(self.work.table.transposed)
             more |= {"dq_order_ptr": None, "dq_order_before": None, "semaphores_per_head": 0}
             if known["ordered"]:
                 fixed = dq_order(self.work.table.transposed, shared["shared"], q.device)
