@@ -100,6 +100,23 @@ _DYNAMIC = [
 
 
 @gluon.jit
+def _row_max(s, layout: gl.constexpr):
+    """Max of each row of s [rows, columns].
+
+    A thread holds two of every eight columns. Reduced first over the eighths, they are two chains of dependent operations instead of one.
+    """
+    s = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 8])
+    return gl.convert_layout(gl.max(gl.max(s, 1), 1), gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def _row_sum(p, layout: gl.constexpr):
+    """Sum of each row of p [rows, columns], as `_row_max`."""
+    p = gl.reshape(p, [p.shape[0], p.shape[1] // 8, 8])
+    return gl.convert_layout(gl.sum(gl.sum(p, 1), 1), gl.SliceLayout(1, layout))
+
+
+@gluon.jit
 def _softmax_block(
     s, m, total, max_scores, q_first, kv_first, left, global_b, global_h, scale, captured,
     MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, PARTIAL: gl.constexpr,
@@ -127,7 +144,7 @@ def _softmax_block(
         if left < N:
             s = gl.where(gl.expand_dims(columns, 0) < left, s, float("-inf"))
     factor = scale * LOG2_E if SCALE_IN_EXP else LOG2_E
-    top = gl.max(s, 1) * factor
+    top = _row_max(s, layout) * factor
     m_new = gl.maximum(m, top)
     if MAX_SCORES:
         max_scores = gl.maximum(max_scores, top)
@@ -137,7 +154,7 @@ def _softmax_block(
         base = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s * factor - gl.expand_dims(base, 1))
     rescale = gl.exp2(m - base)
-    total = total * rescale + gl.sum(p, 1)
+    total = total * rescale + _row_sum(p, layout)
     return p, m_new, total, max_scores, rescale
 
 
