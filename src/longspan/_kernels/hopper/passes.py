@@ -181,7 +181,7 @@ class HopperCall(LaunchCall):
         more |= {"V_STAGES": config.second_stages, "D_TAIL": d_tail, "E_TAIL": e_tail}
         workspace = Workspace(device=q.device, zeros=(1,))  # the item counter
         if one.name == "dkdv":
-            more |= {"BM": config.m, "DS": 2, "ALIGNED": aligned, "DO_STAGES": config.second_stages}
+            more |= {"BM": config.m, "DS": 4 if d <= 64 else 2, "ALIGNED": aligned, "DO_STAGES": config.second_stages}
             more["heavy_rows"] = 0 if known["ordered"] else outlier_rows(self.work.table.transposed)
             more |= {"dq_order_ptr": None, "dq_order_before": None, "semaphores_per_head": 0}
             if known["ordered"]:
