@@ -254,6 +254,12 @@ def test_changed_versions_of_captured_tensors_are_noticed(prepared: list[Prepare
     ids.copy_(torch.arange(40) // 7)
     same_as_dense(qkv(), [], mask=mask)
     assert len(prepared) == 1
+    for _ in range(2):
+        same_as_dense(qkv(), [], mask=mask)
+    before = len(prepared)
+    ids.data = torch.arange(40) // 3  # another address, the same version
+    same_as_dense(qkv(), [], mask=mask)
+    assert len(prepared) == before > 1
     out = ls.attention(*qkv(), mask=mask)
     ids.copy_(torch.arange(40) // 5)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

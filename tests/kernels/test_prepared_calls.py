@@ -147,3 +147,14 @@ def test_a_profilers_hook_sees_every_launch(launches: Launches, monkeypatch: pyt
     launches.clear()
     repeat(tensors, [], times=1, mask=ls.causal())
     assert len(by_triton) == 4 and not launches.names
+
+
+@pytest.mark.parametrize("hook", [None, print])
+def test_hooks_of_any_kind_are_seen(hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    from longspan._kernels.gpu.driver_launch import hooks_are_set
+
+    assert not hooks_are_set()
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", hook)
+    assert hooks_are_set() == (hook is not None)

@@ -34,15 +34,15 @@ class PreparedCall:
     """A call of fixed layouts. It holds no tensor of the caller except those that the mask reads.
 
     `fixed_mask`: the mask reads its own copies of tensors, which never change. Otherwise the tensors are saved for the backward pass, which
-    raises if they were modified in place, and `is_current` compares their versions.
+    raises if they were modified in place, and `is_current` compares their versions and addresses.
     """
 
     def __init__(self, inputs: CallTensors, options: CallOptions, *, fixed_mask: bool) -> None:
         self._options, self._fixed_mask = options, fixed_mask
         self._kernel, work = one_device.kernel_and_work(inputs, options, backward=False)
         self._work, self._mask_captured = replace(work, score_captured=()), tuple(inputs.mask_captured)
-        self._versions = [] if fixed_mask else [t._version for t in self._mask_captured]
         self._saved_mask: tuple[Tensor, ...] = () if fixed_mask else self._mask_captured
+        self._versions = [(t._version, t.data_ptr()) for t in self._saved_mask]
         self._forward = None
         if isinstance(self._kernel, PreparesCalls) and inputs.sink is None:
             self._forward = self._kernel.prepare_forward(AttentionInputs(q=inputs.q, k=inputs.k, v=inputs.v), work)
@@ -50,7 +50,7 @@ class PreparedCall:
 
     def is_current(self) -> bool:
         """Whether the tensors that the mask reads are unmodified."""
-        return not self._saved_mask or [t._version for t in self._saved_mask] == self._versions
+        return not self._saved_mask or [(t._version, t.data_ptr()) for t in self._saved_mask] == self._versions
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, score_captured: Sequence[Tensor], *, lse: bool

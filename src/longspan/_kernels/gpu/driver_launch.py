@@ -167,7 +167,8 @@ def driver_launch(
 
 def hooks_are_set() -> bool:
     """Whether a profiler wants to see launches."""
-    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook  # chains of hooks; None or functions if a tool set them
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _driver_agrees(function: int, sizes: Sequence[int]) -> bool:
