@@ -298,7 +298,7 @@ def _comparison(case: Case, rng: Random) -> mods.Spec:
             "torch.where(q > kv, {x}, -{n})", "({x}) & {n}", "({x}) ^ {n}", "({x}) | {n}", "~({x})", "({x}) >> 1", "({x}) << 1",
             "torch.remainder({x}, {n})", "torch.fmod({x}, {n})", "torch.sign({x})", "torch.div({x}, {n}, rounding_mode='trunc')",
             "torch.div({x}, {n}, rounding_mode='floor')", "({x}).float().sqrt().nan_to_num(0.0)", "({x}) / {n}", "({x}).to(torch.int32)",
-            "torch.tanh(({x}) / {n}) * {n}", "torch.exp2(-({x}).abs().float() / {n})", "({x}).to(torch.bool).long()", "torch.floor(({x}) / {n})",
+            "torch.tanh(({x}) / {n}) * {n}", "torch.exp2(-({x}).abs().float() / {n})", "({x}).bool().long()", "torch.floor(({x}) / {n})",
         )  # fmt: skip
         if rng.random() < 0.2 and len(captures) < 2:
             captures.append({"kind": rng.choice(("int", "int32", "uint8")), "shape": [11], "seed": rng.randrange(100), "low": 0, "high": 9})
