@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import longspan as ls
 import longspan.torch_compat as tc
 from longspan.testing import run_processes
+from longspan.torch_compat._attention import _ForwardHooks
 from longspan.torch_compat._dispatcher import DispatcherCache, default_layout
 from longspan.torch_compat._load_balancer import layout_of
 
@@ -189,3 +190,13 @@ def test_each_rotate_method_has_a_dispatcher_of_its_own(monkeypatch: pytest.Monk
         tc.set_rotate_method(rotation)
         made.append(dispatchers.of(mesh, layouts))
     assert [d.strategy for d in made] == ["ring", "allgather", "ring"] and made[0] is made[2]
+
+
+@pytest.mark.parametrize("positional", [3, 4, 5])
+def test_a_score_mod_with_a_block_mask_of_the_whole_sequence_raises_however_it_is_passed(positional: int) -> None:
+    hooks = _ForwardHooks(tc._ContextParallel(seq_dim=2, attention_type=tc._ContextParallel.AttentionType.FLEX), None)  # type: ignore[arg-type]
+    block_mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, LENGTH, LENGTH, device="cpu")
+    given = {"query": None, "key": None, "value": None, "score_mod": lambda s, b, h, q, kv: s, "block_mask": block_mask}
+    args, kwargs = tuple(given.values())[:positional], dict(list(given.items())[positional:])
+    with pytest.raises(ValueError, match="score_mod needs the global positions"):
+        hooks.before(nn.Identity(), args, kwargs)
