@@ -63,6 +63,7 @@ bench: install ## what can be measured without a GPU
 bench-gpu: ## on a Hopper GPU: kernels against their peers, the engine against torch's ring, into bench/results; installs nothing
 	PYTHONPATH=src:. $(PYTHON) bench/hopper.py --json | tee bench/results/hopper.txt
 	PYTHONPATH=src:. $(PYTHON) bench/engine_gpu.py --kernel hopper --json | tee bench/results/engine_gpu_hopper.txt
+	PYTHONPATH=src:. $(PYTHON) bench/peers.py --json | tee bench/results/peers.txt
 	PYTHONPATH=src:. $(PYTHON) bench/hopper.py --plot bench/results/hopper.txt bench/results/hopper.png
 
 docs: install ## the documentation site, strict, into build/site

@@ -74,8 +74,8 @@ class HopperKernel:
     kernel computes dQ. Forward results have the same bits in every run; which work items are split along KV depends on their number, and
     so do last bits.
 
-    `fallback` computes what these kernels do not support: backward passes with a head dim over 256 or in `longspan.invariant()`, tilings
-    that leave rows uncovered, empty KV, and results whose head dim is not contiguous.
+    `fallback` computes what these kernels do not support: backward passes in `longspan.invariant()`, tilings that leave rows
+    uncovered, empty KV, and results whose head dim is not contiguous.
     """
 
     name = "hopper"
