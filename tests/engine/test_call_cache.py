@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import longspan as ls
 from longspan._engine import call_cache, one_device
 from longspan._engine.attention import AttendOptions
-from longspan._engine.call_cache import CallCache, score_key
+from longspan._engine.call_cache import CallCache, CallKey, score_key
 from longspan._engine.prepared_call import PreparedCall
+from longspan._engine.values import CallTensors
 
 CAUSAL = ls.causal()
 BIAS = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 40))
@@ -264,6 +266,38 @@ def test_changed_versions_of_captured_tensors_are_noticed(prepared: list[Prepare
     ids.copy_(torch.arange(40) // 5)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_a_changed_tensor_behind_a_preamble_is_noticed(prepared: list[PreparedCall], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_cache, "_is_versioned", lambda tensor: True)
+    ids = (torch.arange(40) // 10).to(torch.int32)
+    mask = ls.mask_mod(lambda b, h, q, kv: ids.long()[q] == ids.long()[kv])
+    for width in (10, 10, 10, 7):
+        ids.copy_(torch.arange(40) // width)
+        same_as_dense(qkv(), [], mask=mask)
+    assert not prepared, "the program reads the results of a preamble, whose versions never change"
+
+
+@pytest.mark.parametrize("mask", [ls.causal(), ls.causal() & ls.documents([13, 27])], ids=str)
+def test_checkpointed_calls_may_be_prepared(mask: ls.Mask, prepared: list[PreparedCall]) -> None:
+    want = None
+    for _ in range(3):  # the first layers of the first step are not prepared, their recomputations are
+        q, k, v = tensors = qkv()
+        x = q
+        for _ in range(3):
+            x = checkpoint(lambda x, k, v: ls.attention(x, k, v, mask=mask), x, k, v, use_reentrant=False)
+        grads = torch.autograd.grad(x.sum(), tensors)
+        want = grads if want is None else want
+        assert all(map(torch.equal, grads, want))
+    assert prepared
+
+
+def test_single_numbers_on_another_device_are_not_prepared(fresh: CallCache) -> None:
+    inputs = CallTensors(q=torch.zeros(1, device="meta"), k=BIAS, v=BIAS, sink=None, mask_captured=[], score_captured=[torch.tensor(0.5)])
+    key = CallKey(fresh._shared, "layouts")
+    for _ in range(2):
+        fresh.add(key, "score", inputs, None)  # type: ignore[arg-type]
+    assert fresh.entry(key) is None
 
 
 def test_a_rebound_value_of_a_score_mod_is_noticed(prepared: list[PreparedCall]) -> None:

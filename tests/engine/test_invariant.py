@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import random
 import threading
 from collections import Counter
@@ -12,6 +13,7 @@ import torch
 from tests import invariant_cases as cases
 
 import longspan as ls
+from longspan._engine.invariant_mode import is_invariant
 from longspan.testing import virtual_world
 
 
@@ -201,3 +203,18 @@ def test_ranks_that_disagree_on_the_mode_raise() -> None:
 
     messages = virtual_world(2).run(rank)
     assert all("invariant" in message for message in messages), messages
+
+
+def test_threads_that_python_did_not_start_follow_the_mode() -> None:
+    """Autograd's threads are such threads: activation checkpointing recomputes forward passes in them."""
+
+    def in_a_foreign_thread() -> bool:
+        seen, done = [], threading.Event()
+        _thread.start_new_thread(lambda: (seen.append(is_invariant()), done.set()), ())
+        assert done.wait(60)
+        return seen[0]
+
+    assert not in_a_foreign_thread()
+    with ls.invariant():
+        assert in_a_foreign_thread()
+    assert not in_a_foreign_thread() and not is_invariant()

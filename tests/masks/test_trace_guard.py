@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -165,6 +165,27 @@ def test_a_list_that_is_modified_in_place_is_noticed() -> None:
     for factor in (2.0, 2.0, 3.0):
         values[0] = factor
         check(cache, mod)
+
+
+def test_a_list_of_a_class_that_is_modified_in_place_is_noticed() -> None:
+    class Holder:
+        values: ClassVar = [2.0]
+
+    cache, holder = TraceCache(), Holder()
+    mod = lambda s, b, h, q, kv: s * holder.values[0]
+    for factor in (2.0, 2.0, 3.0):
+        Holder.values[0] = factor
+        check(cache, mod)
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.0, -0.0), (1, True), (1, 1.0)])
+def test_equal_defaults_of_other_kinds_are_noticed(first: Any, second: Any) -> None:
+    def make(number: Any) -> Callable[..., Tensor]:
+        return lambda s, b, h, q, kv, n=number: s * (2 if isinstance(n, float) else 3) if str(n) != "-0.0" and n is not True else s
+
+    cache = TraceCache()
+    for number in (first, first, second, first):
+        check(cache, make(number))
 
 
 def test_torchs_settings_are_part_of_a_guards_key() -> None:

@@ -108,6 +108,17 @@ def test_only_rows_that_change_owners_are_sent() -> None:
     assert moved > 0 and world.bytes_sent == moved * 8 * 4
 
 
+def test_a_second_derivative_raises() -> None:
+    def rank(mesh: Any) -> None:
+        x = torch.ones(LENGTH, dtype=torch.float64, requires_grad=True)
+        plan = ls.plan(ls.causal(), LENGTH, mesh, layout="head_tail", strategy="ring")
+        (grad,) = torch.autograd.grad(plan.relayout(plan.shard(x, 0), 0, to="contiguous").square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+
+    virtual_world(2).run(rank)
+
+
 REFUSED = [
     ({"to": "spiral"}, "expected a Layout, 'plan', 'contiguous' or 'heads', got 'spiral'"),
     ({"to": ls.Layout(length=5, rows=((((0, 5),), ()),))}, "expected a layout of 157 tokens over 2 ranks"),

@@ -95,7 +95,9 @@ class CallCache:
         belong.
         """
         fixed_mask = key.owner is self._shared or key.owner.reads_copies
-        if not fixed_mask and not all(_is_versioned(t) for t in inputs.mask_captured):
+        if not fixed_mask and not _versions_tell(key.owner, inputs.mask_captured):
+            return
+        if any(t.device != inputs.q.device for t in inputs.score_captured):  # single numbers, which are moved at every call
             return
         if is_captured(inputs.q):
             return
@@ -113,6 +115,15 @@ def score_key(program_key: str | None, captured: Sequence[Tensor]) -> Hashable:
     if program_key is None:
         return None
     return program_key, *((t.dtype, t.shape, t.stride(), t.device, t.data_ptr() % _ALIGNMENT) for t in captured)
+
+
+def _versions_tell(mask: Mask, captured: Sequence[Tensor]) -> bool:
+    """Whether versions of the tensors that a mask's program reads tell all modifications: they must be the caller's own tensors, not
+    copies on another device or results of a preamble, and torch must count their modifications.
+    """
+    traced = mask.traced
+    sources = {id(t) for t in traced.sources}
+    return traced.preamble is None and all(id(t) in sources and _is_versioned(t) for t in captured)
 
 
 def _is_versioned(tensor: Tensor) -> bool:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Lock, _DummyThread, current_thread
 
 import torch
 
 _active: ContextVar[bool] = ContextVar("longspan_invariant", default=False)
+_entered = 0  # contexts that are active, in all threads
+_lock = Lock()
 
 
 @contextmanager
@@ -31,12 +34,24 @@ def invariant() -> Iterator[None]:
     if torch.compiler.is_compiling():
         raise RuntimeError("longspan.invariant(): enter the context outside of the compiled function, and call the attention uncompiled")
     token = _active.set(True)
+    _count(1)
     try:
         yield
     finally:
         _active.reset(token)
+        _count(-1)
+
+
+def _count(change: int) -> None:
+    global _entered
+    with _lock:
+        _entered += change
 
 
 def is_invariant() -> bool:
-    """Whether the calling thread is in the context."""
-    return _active.get()
+    """Whether the calling thread is in the context.
+
+    Autograd's threads, in which activation checkpointing recomputes forward passes on CUDA, have no context of their own: there it is
+    active if any thread is in it. Python did not start these threads.
+    """
+    return bool(_entered) and (_active.get() or isinstance(current_thread(), _DummyThread))

@@ -33,16 +33,17 @@ def is_captured(q: Tensor) -> bool:
 class PreparedCall:
     """A call of fixed layouts. It holds no tensor of the caller except those that the mask reads.
 
-    `fixed_mask`: the mask reads its own copies of tensors, which never change. Otherwise the tensors are saved for the backward pass, which
-    raises if they were modified in place, and `is_current` compares their versions and addresses.
+    `fixed_mask`: the mask reads its own copies of tensors, which never change. Otherwise `is_current` compares versions and addresses of
+    the tensors. They are saved for the backward pass in both cases, as by calls that are not prepared: activation checkpointing compares
+    the saved tensors of a call and of its recomputation.
     """
 
     def __init__(self, inputs: CallTensors, options: CallOptions, *, fixed_mask: bool) -> None:
         self._options, self._fixed_mask = options, fixed_mask
         self._kernel, work = one_device.kernel_and_work(inputs, options, backward=False)
         self._work, self._mask_captured = replace(work, score_captured=()), tuple(inputs.mask_captured)
-        self._saved_mask: tuple[Tensor, ...] = () if fixed_mask else self._mask_captured
-        self._versions = [(t._version, t.data_ptr()) for t in self._saved_mask]
+        self._versioned: tuple[Tensor, ...] = () if fixed_mask else self._mask_captured
+        self._versions = [(t._version, t.data_ptr()) for t in self._versioned]
         self._forward = None
         if isinstance(self._kernel, PreparesCalls) and inputs.sink is None:
             self._forward = self._kernel.prepare_forward(AttentionInputs(q=inputs.q, k=inputs.k, v=inputs.v), work)
@@ -50,7 +51,7 @@ class PreparedCall:
 
     def is_current(self) -> bool:
         """Whether the tensors that the mask reads are unmodified."""
-        return not self._saved_mask or [(t._version, t.data_ptr()) for t in self._saved_mask] == self._versions
+        return not self._versioned or [(t._version, t.data_ptr()) for t in self._versioned] == self._versions
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, score_captured: Sequence[Tensor], *, lse: bool
@@ -85,7 +86,7 @@ class PreparedCall:
         saved: q, k, v, sink, out, lse, tensors of the mask and of the score program. Gradients of lse are not supported.
         """
         q, k, v, sink, out, lse = saved[:6]
-        score_captured = saved[6 + len(self._saved_mask) :]
+        score_captured = saved[6 + len(self._mask_captured) :]
         if sink is not None or torch.is_grad_enabled() or is_batched_gradient(grad_out):
             return None
         entry = self._backwards.get(_backward_key((q, k, v, out, lse, grad_out), score_captured, needs))
@@ -132,11 +133,13 @@ class PreparedCall:
             self._backwards.clear()
         self._backwards[key] = kernel, replace(work, score_captured=()), prepared
 
-    def backward_node(self, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        """The autograd node's backward: gradients of q, k, v, the sink and the captured tensors."""
+    def backward_node(
+        self, saved: Sequence[Tensor], grad_out: Tensor | None, grad_lse: Tensor | None, needs: tuple[bool, ...]
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """The autograd node's backward: gradients of q, k, v, the sink and the captured tensors. saved: as in `backward_again`."""
         refuse_batched_gradients(grad_out, grad_lse)
-        q, k, v, sink, out, lse, *captured = ctx.saved_tensors
-        score_captured, needs = captured[len(self._saved_mask) :], ctx.needs_input_grad[6:]
+        q, k, v, sink, out, lse, *captured = saved
+        score_captured = captured[len(self._mask_captured) :]
         tensors = BackwardTensors(
             inputs=CallTensors(q=q, k=k, v=v, sink=sink, mask_captured=self._mask_captured, score_captured=score_captured),
             out=out, lse=lse, grad_out=torch.zeros_like(out) if grad_out is None else grad_out, grad_lse=grad_lse, needs=needs,
@@ -151,7 +154,7 @@ class PreparedCall:
 
     def save(self, ctx: Any, tensors: Sequence[Tensor | None], out: Tensor, lse: Tensor) -> None:
         """Save what `backward_node` reads. tensors: q, k, v, sink and captured tensors of the score program."""
-        ctx.save_for_backward(*tensors[:4], out, lse, *self._saved_mask, *tensors[4:])
+        ctx.save_for_backward(*tensors[:4], out, lse, *self._mask_captured, *tensors[4:])
 
 
 class _Attend(torch.autograd.Function):
@@ -169,10 +172,11 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Any, ...]:  # type: ignore[override]
         call: PreparedCall = ctx.call
-        grads = None
+        grads, needs = None, ctx.needs_input_grad[6:]
+        saved = ctx.saved_tensors  # once: hooks of activation checkpointing refuse a second time
         if grad_lse is None and grad_out is not None:
-            grads = call.backward_again(ctx.saved_tensors, grad_out, ctx.needs_input_grad[6:])
-        return None, None, *(call.backward_node(ctx, grad_out, grad_lse) if grads is None else grads)
+            grads = call.backward_again(saved, grad_out, needs)
+        return None, None, *(call.backward_node(saved, grad_out, grad_lse, needs) if grads is None else grads)
 
 
 # The same as `_Attend.apply` where no transform of torch.func is active, which the key of a call ensures: torch's own wrapper looks for

@@ -80,8 +80,10 @@ class Reads:
     def class_attribute(self, cls: type, name: str) -> None:
         """A read of an attribute from a class, present or not."""
         value = vars(cls).get(name, MISSING)
-        if isinstance(value, Tensor):
-            self.guardable = False
+        kind = type(value)
+        fixed = value is MISSING or value is None or kind in _COMPARED or kind in (torch.dtype, torch.device)
+        if not fixed and not isinstance(value, type) and not hasattr(kind, "__get__"):  # functions and properties have __get__
+            self.guardable = False  # a container may be modified in place
         self.classes.append((vars(cls), name, value))
 
     def _expected(self, value: Any) -> Expected:
@@ -118,7 +120,7 @@ class Guard:
             function = fn if ref is None else ref()
             if function is None or function.__code__ is not code or function.__kwdefaults__ or function.__dict__:
                 return None
-            if function.__defaults__ is not defaults and function.__defaults__ != defaults:
+            if function.__defaults__ is not defaults and not _same_defaults(function.__defaults__, defaults):
                 return None
             closure, globals_ = function.__closure__ or (), function.__globals__
             for i, expected in cells:
@@ -161,10 +163,17 @@ def _holds(value: Any, expected: Expected, found: list[Tensor]) -> bool:
         return True
     if how == "ref":
         return what() is value
-    if value is what:
-        return True
-    # 0.0 and −0.0 are equal, but their traces differ.
-    return type(value) is type(what) and type(value) in _COMPARED and value == what and value != 0
+    return _same(value, what)
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Whether two values are one object or equal numbers or strings. 0.0 and −0.0 are equal, but their traces differ."""
+    return value is other or (type(value) is type(other) and type(value) in _COMPARED and value == other and value != 0)
+
+
+def _same_defaults(defaults: tuple[Any, ...] | None, others: tuple[Any, ...] | None) -> bool:
+    """Whether default arguments are the same values of the same types."""
+    return len(defaults or ()) == len(others or ()) and all(map(_same, defaults or (), others or ()))
 
 
 def _pattern(tensors: list[Tensor]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from longspan._comm.mesh import Mesh
 from longspan._comm.row_moves import RowMoves, move_rows
@@ -114,6 +115,7 @@ class _MoveRows(torch.autograd.Function):
         return move_rows(move.mesh, rows, moves(False), what="relayout", fields=fields)
 
     @staticmethod
+    @once_differentiable  # type: ignore[misc]
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         fields = {"from": ctx.move.after.digest[:12], "to": ctx.move.before.digest[:12]}
         return move_rows(ctx.move.mesh, grad, ctx.moves(True), what="relayout, backward pass", fields=fields), None, None

@@ -232,7 +232,8 @@ class Plan(PlanHandle):
                 move = self._relayout(t, dim, (source, to), heads_dim, side)
             except (ValueError, TypeError) as error:
                 refuse(self.mesh, error)
-            return relayout(t, move, lambda back: plan_cache.moves(self.data, move, t.device, back=back))
+            device = t.device  # not t: the moves live until the backward pass
+            return relayout(t, move, lambda back: plan_cache.moves(self.data, move, device, back=back))
 
         return each_tensor(one, x)
 
