@@ -49,8 +49,8 @@ REVERTS: dict[str, list[tuple[str, str, str]]] = {
         (f"{MASKS}/trace_key.py", "    if not all(_is_known_attribute(name)", "    if False and not all(_is_known_attribute(name)"),
         (f"{MASKS}/trace_key.py", "            if not _is_known_attribute(name):\n                raise Unsure\n", ""),
         (f"{MASKS}/trace_cache.py", "torch.are_deterministic_algorithms_enabled(), ", ""),
-        (f"{MASKS}/trace_key.py", "return id(value) if _is_library_function(value) else self.function(value)",
-         'return id(value) if str(value.__module__).startswith("torch") else self.function(value)'),
+        (f"{MASKS}/trace_key.py", "return self.identity(value) if _is_library_function(value) else self.function(value)",
+         'return self.identity(value) if str(value.__module__).startswith("torch") else self.function(value)'),
     ],
     "BlockTable.to_block_mask raises": [
         (f"{MASKS}/block_table.py", "indices = torch.zeros(self.rows, self.kv_tiles", "indices = torch.zeros(self.rows"),
