@@ -157,7 +157,7 @@ class PreparedCall:
         ctx.save_for_backward(*tensors[:4], out, lse, *self._mask_captured, *tensors[4:])
 
 
-class _Attend(torch.autograd.Function):
+class _AttendPrepared(torch.autograd.Function):
     """The autograd node of a prepared call. Results: out, or out and lse."""
 
     @staticmethod
@@ -179,9 +179,9 @@ class _Attend(torch.autograd.Function):
         return None, None, *(call.backward_node(saved, grad_out, grad_lse, needs) if grads is None else grads)
 
 
-# The same as `_Attend.apply` where no transform of torch.func is active, which the key of a call ensures: torch's own wrapper looks for
-# transforms in Python.
-_apply = super(torch.autograd.Function, _Attend).apply
+# The same as `_AttendPrepared.apply` where no transform of torch.func is active, which the key of a call ensures: torch's own wrapper looks
+# for transforms in Python.
+_apply = super(torch.autograd.Function, _AttendPrepared).apply
 
 
 def _backward_key(tensors: Sequence[Tensor], score_captured: Sequence[Tensor], needs: tuple[bool, ...]) -> Hashable:

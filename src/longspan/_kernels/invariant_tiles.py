@@ -27,7 +27,7 @@ from longspan._masks.block_table import BLOCK_SIZE, FULL
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Pair:
+class _TilePair:
     """One tile of scores [N, T, T]. `raw`: before the score program. `seen`: pairs that exist; None for all."""
 
     scores: Tensor
@@ -166,13 +166,13 @@ class InvariantTiles:
             inside = inside & work.mask(*self._indices(i, j), *work.mask_captured)
         return inside.expand(*self.q.shape[:2], BLOCK_SIZE, BLOCK_SIZE).flatten(0, 1)
 
-    def _scores(self, queries: Tensor, i: int, j: int) -> _Pair:
+    def _scores(self, queries: Tensor, i: int, j: int) -> _TilePair:
         raw = torch.bmm(queries * self.work.scale, self._kv_tile(self.k, j).mT)
         scores = raw
         if self.work.score is not None:
             scores = self._by_head(lambda s, at: self._score_program(s, at), raw, i, j)
         seen = self._seen(i, j)
-        return _Pair(scores=scores if seen is None else torch.where(seen, scores, -torch.inf), raw=raw, seen=seen)
+        return _TilePair(scores=scores if seen is None else torch.where(seen, scores, -torch.inf), raw=raw, seen=seen)
 
     def _score_program(self, raw: Tensor, at: Sequence[Tensor]) -> Tensor:
         assert self.work.score is not None
