@@ -22,7 +22,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
 
     speed_up()
 
-# Ranks fork from one server per worker: its imports are those that several tests would repeat on every rank.
+# Ranks are forked from one server per worker. The server imports modules that several tests need on every rank.
 if find_spec("transformers"):
     models = ("llama", "qwen3", "gemma2", "gemma3", "gpt_oss")
     processes.PRELOADED += ("longspan.integrations.trainer", *(f"transformers.models.{m}.modeling_{m}" for m in models))

@@ -186,7 +186,7 @@ def sample(only: list[str], count: int, seed: int) -> list[Mutant]:
 
 def given(path: Path) -> list[Mutant]:
     """Mutants of a file, each found by its old text, which must be in one line."""
-    found = []
+    mutants = []
     for entry in json.loads(path.read_text()):
         lines = (ROOT / entry["file"]).read_text().splitlines()
         at = [i for i, text in enumerate(lines) if entry["old"] in text]
@@ -194,8 +194,8 @@ def given(path: Path) -> list[Mutant]:
             raise SystemExit(f"{entry['file']}: expected {entry['old']!r} in one line, got lines {[i + 1 for i in at]}")
         start = len(lines[at[0]].split(entry["old"])[0].encode())
         size = len(entry["old"].encode())
-        found.append(Mutant(line=at[0] + 1, start=start, stop=start + size, kind="given", **entry))
-    return found
+        mutants.append(Mutant(line=at[0] + 1, start=start, stop=start + size, kind="given", **entry))
+    return mutants
 
 
 # -------------------------------------------------------------------------------------------------------------- running the tests

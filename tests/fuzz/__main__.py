@@ -48,7 +48,7 @@ def _run(options: argparse.Namespace) -> int:
     wrong: list[Any] = []
     running: list[subprocess.Popen[str]] = []
     left = options.cases if options.cases is not None else 1 << 62
-    # Each part is a new process: what it leaves behind does not reach the next one.
+    # Each part runs in a new process, so that state of one part cannot affect the next.
     while running or (time.monotonic() < end and left > 0 and not (options.stop and wrong)):
         while len(running) < options.jobs and time.monotonic() < end and left > 0 and not (options.stop and wrong):
             cases = min(PART, left)

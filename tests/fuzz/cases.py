@@ -277,7 +277,7 @@ def _template(case: Case, rng: Random) -> mods.Spec:
 
 
 def _expression(case: Case, rng: Random) -> mods.Spec:
-    """A comparison of random expressions of the indices, of those that torch computes: work for the rules of interval arithmetic."""
+    """A comparison of random integer expressions of the indices, which exercises the rules of interval arithmetic."""
     while True:
         spec = _comparison(case, rng)
         with contextlib.suppress(RuntimeError, TypeError):  # such as `~` of a float

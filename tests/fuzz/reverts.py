@@ -93,9 +93,9 @@ def main() -> int:
                     )
                 (copy / file).write_text(text.replace(old, new))
             begin = time.monotonic()
-            found = first_wrong(copy, None if options.corpus else options.first, options.seconds)
-            missed += found is None
-            print(f"{name}: {'not found' if found is None else found} ({time.monotonic() - begin:.0f} s)", flush=True)
+            first = first_wrong(copy, None if options.corpus else options.first, options.seconds)
+            missed += first is None
+            print(f"{name}: {'not found' if first is None else first} ({time.monotonic() - begin:.0f} s)", flush=True)
             for file, text in originals.items():
                 (copy / file).write_text(text)
     return 1 if missed else 0

@@ -92,8 +92,8 @@ def check_parameters(code: Any, arguments: list[Any], varying: list[bool], **_: 
     expected = [p.bytes for p in parameters(code, arguments, varying)] + [8, 8]
     entry = re.search(r"\.entry [^(]*\((.*?)\)", code.asm["ptx"], re.DOTALL)
     assert entry is not None
-    found = re.findall(r"\.param (?:\.align \d+ )?\.([a-z]+)(\d+)[^,\[]*(?:\[(\d+)\])?", entry[1])
-    sizes = [int(bits) // 8 * int(count or 1) for _, bits, count in found]
+    declared = re.findall(r"\.param (?:\.align \d+ )?\.([a-z]+)(\d+)[^,\[]*(?:\[(\d+)\])?", entry[1])
+    sizes = [int(bits) // 8 * int(count or 1) for _, bits, count in declared]
     if sizes != expected:
         raise SystemExit(f"{code.name}: expected kernel parameters of {expected} bytes, PTX has {sizes}")
 

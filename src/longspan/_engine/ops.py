@@ -64,13 +64,7 @@ def run_backward(tensors: BackwardTensors, options: CallOptions, plan: PlanData 
             grads, grad_sink = invariant.backward_over_mesh(plan, tensors, options)
         else:
             grads, grad_sink = distributed.backward(call, tensors)
-    results = [grads.q, grads.k, grads.v]
-    if inputs.sink is not None and grad_sink is not None:
-        results.append(grad_sink.to(inputs.sink.dtype))
-    for need, grad, tensor in zip(tensors.needs, grads.captured, inputs.score_captured, strict=False):
-        if need and grad is not None:
-            results.append(grad.to(tensor.dtype).to(tensor.device))
-    return [g.contiguous() for g in results]
+    return tensors.flat_grads(grads, grad_sink)
 
 
 # The host decides which tiles exist: CUDA graphs of a compiler must leave the operators out.

@@ -31,7 +31,7 @@ def is_captured(q: Tensor) -> bool:
 
 
 class PreparedCall:
-    """A call of fixed layouts. It holds no tensor of the caller except those that the mask reads.
+    """A call with fixed tensor layouts. Of the caller's tensors it holds only the mask's captured tensors.
 
     `fixed_mask`: the mask reads its own copies of tensors, which never change. Otherwise `is_current` compares versions and addresses of
     the tensors. They are saved for the backward pass in both cases, as by calls that are not prepared: activation checkpointing compares
@@ -111,13 +111,7 @@ class PreparedCall:
             grads, grad_sink = one_device.backward_by(kernel, work, tensors)
             if entry is None and tensors.grad_lse is None and not is_captured(inputs.q):
                 self._prepare_backward(key, kernel, work, tensors)
-        results = [grads.q, grads.k, grads.v]
-        if inputs.sink is not None and grad_sink is not None:
-            results.append(grad_sink.to(inputs.sink.dtype))
-        for need, grad, tensor in zip(tensors.needs, grads.captured, inputs.score_captured, strict=False):
-            if need and grad is not None:
-                results.append(grad.to(tensor.dtype).to(tensor.device))
-        return [g.contiguous() for g in results]
+        return tensors.flat_grads(grads, grad_sink)
 
     def _prepare_backward(self, key: Hashable, kernel: Kernel, work: Work, tensors: BackwardTensors) -> None:
         prepared, inputs, lse = None, tensors.inputs, tensors.lse

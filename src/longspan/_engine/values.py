@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from longspan._engine.spec import Spec
+from longspan._kernels.protocol import Grads
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,6 +52,16 @@ class BackwardTensors:
     grad_out: Tensor
     grad_lse: Tensor | None
     needs: Sequence[bool]
+
+    def flat_grads(self, grads: Grads, grad_sink: Tensor | None) -> list[Tensor]:
+        """Gradients of q, k, v, the sink if there is one, and the captured tensors with `needs`: contiguous, in their tensors' dtypes."""
+        flat = [grads.q, grads.k, grads.v]
+        if self.inputs.sink is not None and grad_sink is not None:
+            flat.append(grad_sink.to(self.inputs.sink.dtype))
+        for need, grad, tensor in zip(self.needs, grads.captured, self.inputs.score_captured, strict=False):
+            if need and grad is not None:
+                flat.append(grad.to(tensor.dtype).to(tensor.device))
+        return [g.contiguous() for g in flat]
 
 
 @dataclass(frozen=True, kw_only=True)

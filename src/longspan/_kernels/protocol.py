@@ -223,11 +223,11 @@ class PreparedBackward(Protocol):
 
 @runtime_checkable
 class PreparesCalls(Protocol):
-    """A kernel that prepares calls which repeat.
+    """A kernel with prepared passes for repeated calls.
 
-    A prepared pass is for tensors with the layouts (dtype, device, shape, strides, whether the address is divisible by 16) of those that
-    it was prepared for, outside of CUDA graph captures, under the same setting of deterministic algorithms. It launches what the kernel
-    would launch, without choosing and checking again. None: the kernel cannot prepare this call. Nothing is launched here.
+    A prepared pass launches the same kernels as `forward` or `backward`, without checks and without the choice of tiles. Its tensors must
+    have the dtypes, devices, shapes, strides and 16-byte alignment of the tensors given here. It must not run in a CUDA graph capture, nor
+    under another setting of deterministic algorithms. The methods launch nothing; they return None for calls that cannot be prepared.
     """
 
     def prepare_forward(self, inputs: AttentionInputs, work: Work) -> PreparedForward | None: ...

@@ -41,17 +41,17 @@ def document_starts(program: Program | None, captured: Sequence[Tensor], q_len: 
 
     Documents that are not contiguous have no starts: the tables of a conjunct count only if each document is one range of tokens.
     """
-    found: list[tuple[list[Tensor], list[Tensor]]] = []
+    starts_by_lookup: list[tuple[list[Tensor], list[Tensor]]] = []
     if program is not None:
         for leaf in _conjuncts(program.result):
             starts = _starts_of(leaf, program, captured, q_len, kv_len, batch)
             if starts is not None:
-                found.append(starts)
-    rows = max((len(q) for q, _ in found), default=1)
+                starts_by_lookup.append(starts)
+    rows = max((len(q) for q, _ in starts_by_lookup), default=1)
     zero = torch.zeros(1, dtype=torch.int64)
 
     def joined(side: int) -> tuple[Tensor, ...]:
-        return tuple(torch.cat([zero, *(s[side][r if len(s[side]) > 1 else 0] for s in found)]).unique() for r in range(rows))
+        return tuple(torch.cat([zero, *(s[side][r if len(s[side]) > 1 else 0] for s in starts_by_lookup)]).unique() for r in range(rows))
 
     return DocumentStarts(q=joined(0), kv=joined(1))
 

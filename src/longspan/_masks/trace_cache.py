@@ -129,10 +129,10 @@ def _key(fn: Callable[..., Any], kind: Kind, score_dtype: torch.dtype) -> TraceK
     """The key of a mod together with the global torch state that its trace depends on; raises `Unsure`."""
     if foreign_function_modes_are_active():
         raise Unsure
-    found = trace_key(fn)
+    mod_key = trace_key(fn)
     # A mod depends on these settings without naming them: `torch.tensor(2.0)` and `i / j` have the default dtype.
     state = torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()
-    return found._replace(key=(kind, score_dtype, state, found.key))
+    return mod_key._replace(key=(kind, score_dtype, state, mod_key.key))
 
 
 # Programs are values that hold no tensor: one cache serves masks, plans and operators.

@@ -115,7 +115,7 @@ class Guard:
 
     def tensors(self, fn: types.FunctionType) -> list[Tensor] | None:
         """The tensors that a function captured, as the walk would find them; None if a place holds another value."""
-        found: list[Tensor] = []
+        tensors_read: list[Tensor] = []
         for ref, code, defaults, cells, names in self._functions:
             function = fn if ref is None else ref()
             if function is None or function.__code__ is not code or function.__kwdefaults__ or function.__dict__:
@@ -124,24 +124,24 @@ class Guard:
                 return None
             closure, globals_ = function.__closure__ or (), function.__globals__
             for i, expected in cells:
-                if not _holds(closure[i].cell_contents, expected, found):
+                if not _holds(closure[i].cell_contents, expected, tensors_read):
                     return None
             for name, expected in names:
-                if not _holds(globals_.get(name, MISSING), expected, found):
+                if not _holds(globals_.get(name, MISSING), expected, tensors_read):
                     return None
         for ref, kind, table, name, expected in self._dicts:
             holder = ref()
             if type(holder) is not kind:
                 return None
             stored = holder.__dict__ if table is None else holder.__dict__[table]
-            if not _holds(stored.get(name, MISSING), expected, found):
+            if not _holds(stored.get(name, MISSING), expected, tensors_read):
                 return None
         for attributes, name, value in self._classes:
             if attributes.get(name, MISSING) is not value:
                 return None
-        if _pattern(found) != self._pattern:
+        if _pattern(tensors_read) != self._pattern:
             return None
-        distinct = list({id(t): t for t in found}.values())
+        distinct = list({id(t): t for t in tensors_read}.values())
         if any(t.__dict__ and any(name in t.__dict__ for name in self._names) for t in distinct):
             return None
         return [distinct[n] for n in self._order]
@@ -153,13 +153,13 @@ def guard_of(reads: Reads, names: list[str], tensors: list[Tensor]) -> Guard | N
     return Guard(reads, names, tensors) if reads.guardable and all(id(t) in known for t in tensors) else None
 
 
-def _holds(value: Any, expected: Expected, found: list[Tensor]) -> bool:
-    """Whether a place holds what it held. A tensor is added to `found`."""
+def _holds(value: Any, expected: Expected, tensors_read: list[Tensor]) -> bool:
+    """Whether a cell, a global or an attribute has its expected value. A tensor is appended to `tensors_read`."""
     how, what = expected
     if how == "tensor":
         if type(value) not in _PLAIN or value.layout != torch.strided or metadata(value) != what:
             return False
-        found.append(value)
+        tensors_read.append(value)
         return True
     if how == "ref":
         return what() is value

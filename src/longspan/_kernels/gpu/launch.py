@@ -23,8 +23,9 @@ from longspan._masks.block_table import FULL, PARTIAL, BlockTable, Runs, expand_
 from longspan._masks.program import Program
 
 Pointers = tuple[Tensor, Tensor, Tensor]
-# How a kernel walks a row's runs. By kind: full runs and partial runs one after the other. The others give a row's sum one order, whatever
-# the other rows of its tile see: `ascending_runs` for kernels that walk full runs first, `descending_tiles` for those that walk them last.
+# The order in which a kernel iterates over a table row's runs. By kind: full runs and partial runs separately. Ascending, descending: by
+# position, so that the order of a query's sum does not depend on other queries of its tile. A kernel that iterates over full runs first
+# needs `ascending_runs`; a kernel that iterates over partial runs first needs `descending_tiles`.
 RunOrder = Literal["by kind", "ascending", "descending"]
 
 
