@@ -70,24 +70,24 @@ def test_rectangles_are_what_the_mask_allows(mod: Mod, name: str) -> None:
     assert torch.equal(painted(work, mod), want)
 
 
-def kinds(found: list[Rectangle]) -> list[tuple[str, int, int, int, int]]:
-    return sorted((r.kind, r.q0, r.q1, r.k0, r.k1) for r in found)
+def kinds(cells: list[Rectangle]) -> list[tuple[str, int, int, int, int]]:
+    return sorted((r.kind, r.q0, r.q1, r.k0, r.k1) for r in cells)
 
 
 def test_a_local_head_tail_shard_is_two_causal_squares_and_one_rectangle() -> None:
     segments = [(0, 48), (200, 60)]
-    found = rectangles(work_of(causal, segments, segments, block=16))
-    assert kinds(found) == [("causal", 0, 48, 0, 48), ("causal", 48, 108, 48, 108), ("full", 48, 108, 0, 48)]
+    cells = rectangles(work_of(causal, segments, segments, block=16))
+    assert kinds(cells) == [("causal", 0, 48, 0, 48), ("causal", 48, 108, 48, 108), ("full", 48, 108, 0, 48)]
 
 
 def test_short_tiles_that_are_seen_whole_need_no_mask() -> None:
-    found = rectangles(work_of(causal, [(300, 45)], [(0, 37), (60, 21)], block=16))
-    assert kinds(found) == [("full", 0, 45, 0, 58)]
+    cells = rectangles(work_of(causal, [(300, 45)], [(0, 37), (60, 21)], block=16))
+    assert kinds(cells) == [("full", 0, 45, 0, 58)]
 
 
 def test_a_square_ends_where_rows_or_positions_do_not_go_on() -> None:
-    found = rectangles(work_of(causal, [(0, 32), (64, 32)], [(0, 32), (64, 32)], block=16))
-    assert ("causal", 0, 32, 0, 32) in kinds(found) and ("causal", 32, 64, 32, 64) in kinds(found)
+    cells = rectangles(work_of(causal, [(0, 32), (64, 32)], [(0, 32), (64, 32)], block=16))
+    assert ("causal", 0, 32, 0, 32) in kinds(cells) and ("causal", 32, 64, 32, 64) in kinds(cells)
 
 
 def test_a_cover_is_found_once_per_tilings_and_let_go_with_them() -> None:

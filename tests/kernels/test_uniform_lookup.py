@@ -88,18 +88,18 @@ def test_corners_bound_the_index_and_the_uniform_score_is_right_where_they_agree
     captured = traced.captured()
     equal = 0
     for q_first, kv_first in ((0, 0), (100, 7), (5, 300), (60, 40), (39, 0), (700, 16), (21, 30)):
-        s, out, found = torch.randn(ROWS, COLUMNS), torch.zeros(ROWS, COLUMNS), torch.zeros(2, dtype=torch.int32)
+        s, out, bounds = torch.randn(ROWS, COLUMNS), torch.zeros(ROWS, COLUMNS), torch.zeros(2, dtype=torch.int32)
         with quiet():
             probe[1,](
-                s, out, found, 1, 2, q_first, kv_first, launch.pack_captured(captured, s), launch.pack_sizes(captured),
+                s, out, bounds, 1, 2, q_first, kv_first, launch.pack_captured(captured, s), launch.pack_sizes(captured),
                 FLAT=flat, CORNERS=corners, ROWS=ROWS, COLUMNS=COLUMNS,
             )  # fmt: skip
         q, kv = q_first + torch.arange(ROWS)[:, None], kv_first + torch.arange(COLUMNS)[None, :]
         want = score(s, torch.tensor(1), torch.tensor(2), q, kv)
         # Tables rise strictly, so the bias identifies the elements that were read.
         bias = score(torch.zeros_like(s), torch.tensor(1), torch.tensor(2), q, kv)
-        same = int(found[0]) == int(found[1])
-        assert int(found[0]) <= int(found[1]) and same == (bool((bias == bias.flatten()[0]).all()))
+        same = int(bounds[0]) == int(bounds[1])
+        assert int(bounds[0]) <= int(bounds[1]) and same == (bool((bias == bias.flatten()[0]).all()))
         if same:
             equal += 1
             torch.testing.assert_close(out, want)

@@ -80,10 +80,10 @@ def _proven(keyed: ByKey, shapes: tuple[tuple[int, ...], ...], ends: tuple[int, 
         return False
     stand_ins = [torch.ones((), dtype=c.dtype).expand(shape) for c, shape in zip(program.captured, shapes, strict=True)]
     try:
-        found = bounds(program, stand_ins, ends[2], ends[3], ends[0], ends[1])
+        bounded = bounds(program, stand_ins, ends[2], ends[3], ends[0], ends[1])
     except (ValueError, IndexError):  # a constant index out of bounds: step 2 tells whether its value is used
         return False
-    return all(found.lookups.get(n, False) for n in lookups)
+    return all(bounded.lookups.get(n, False) for n in lookups)
 
 
 def _lookups(program: Program) -> list[Node]:
@@ -143,10 +143,10 @@ def _check_pairs(program: Program, captured: Sequence[Tensor], work: Work, batch
         everywhere = Pairs(zero, zero, *((place, zero) if axis == "q" else (zero, place)))
         outside = _outside(program, captured, _indices_at(everywhere, program, work, batch, heads))
         odd = [outside[n].flatten(0, 1).any(0) for n in alone]
-        found = torch.nonzero(torch.stack(odd).any(0)).flatten()
-        if len(found):
+        odd_cells = torch.nonzero(torch.stack(odd).any(0)).flatten()
+        if len(odd_cells):
             sides = table if axis == "q" else table.transposed
-            b, h, here, there = around(sides, rows, columns, place[spread(len(found), _MAX_POSITIONS, of=found)])
+            b, h, here, there = around(sides, rows, columns, place[spread(len(odd_cells), _MAX_POSITIONS, of=odd_cells)])
             _check_at(program, captured, work, Pairs(b, h, *((here, there) if axis == "q" else (there, here))), batch, heads)
 
 

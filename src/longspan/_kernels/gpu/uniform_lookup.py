@@ -22,21 +22,21 @@ STAYS: Growth = (0, 0)
 
 def growths(graph: Graph) -> dict[Node, Growth | None]:
     """The monotonicity of each integer value in q and kv; None where it is not known."""
-    found: dict[Node, Growth | None] = {}
+    growth_of: dict[Node, Growth | None] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             name = str(node.target)
-            found[node] = {"q": (1, 0), "kv": (0, 1), "b": STAYS, "h": STAYS}.get(name)
+            growth_of[node] = {"q": (1, 0), "kv": (0, 1), "b": STAYS, "h": STAYS}.get(name)
         elif node.op == "get_attr":
-            found[node] = STAYS
+            growth_of[node] = STAYS
         elif node.op == "call_function":
-            found[node] = _of_call(node, found)
-    return found
+            growth_of[node] = _of_call(node, growth_of)
+    return growth_of
 
 
-def _of_call(node: Node, found: dict[Node, Growth | None]) -> Growth | None:
+def _of_call(node: Node, growth_of: dict[Node, Growth | None]) -> Growth | None:
     name, args = op_name(node), node.args
-    operands = [found.get(a) if isinstance(a, Node) else STAYS for a in args if isinstance(a, Node | int | bool)]
+    operands = [growth_of.get(a) if isinstance(a, Node) else STAYS for a in args if isinstance(a, Node | int | bool)]
     if name == "index" or any(o is None for o in operands) or any(isinstance(a, float) for a in args):
         return None
     known = [o for o in operands if o is not None]
@@ -91,10 +91,10 @@ def _lookup(program: Program) -> tuple[Node, int, Growth] | None:
 @lru_cache(maxsize=1024)
 def _flat(keyed: ByKey, options: Options) -> tuple[Any, Any] | None:
     program = keyed.program
-    found = None if program.kind != "score" or options.big_tables else _lookup(program)
-    if found is None:
+    lookup = None if program.kind != "score" or options.big_tables else _lookup(program)
+    if lookup is None:
         return None
-    node, which, growth = found
+    node, which, growth = lookup
     index: Node = node.args[1][which]  # type: ignore[index, assignment]
     emitter = Emitter(program.graph, options)
     emitter.run(behind([index]))
