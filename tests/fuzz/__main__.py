@@ -17,7 +17,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 TILES = (16, 16, 16, 8, 16, 32, 16, 128)  # of the parts of a run, in turn
-PART = 1000  # cases of one process
+PART, GPU_PART = 1000, 50  # cases of one process; few on a GPU, where most of the time is compiling, which runs in parallel
 
 
 def main() -> int:
@@ -51,9 +51,10 @@ def _run(options: argparse.Namespace) -> int:
     # Each part runs in a new process, so that state of one part cannot affect the next.
     while running or (time.monotonic() < end and left > 0 and not (options.stop and wrong)):
         while len(running) < options.jobs and time.monotonic() < end and left > 0 and not (options.stop and wrong):
-            cases = min(PART, left)
-            tile = options.tile or TILES[part % len(TILES)]
-            running.append(_started(options, options.first + part * PART, cases, tile, end - time.monotonic()))
+            size = PART if options.device == "cpu" else GPU_PART
+            cases = min(size, left)
+            tile = options.tile or (TILES[part % len(TILES)] if options.device == "cpu" else 128)
+            running.append(_started(options, options.first + part * size, cases, tile, end - time.monotonic()))
             part, left = part + 1, left - cases
         process = running.pop(0)
         text, _ = process.communicate()

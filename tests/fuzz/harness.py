@@ -399,7 +399,7 @@ def _in_context(case: Case, problems: list[Problem]) -> list[Results]:
                 by_call.append({n: t if n in SHARED or n.startswith("captured") else cp.unshard(t, 2) for n, t in results.items()})
             return by_call
 
-    by_rank = virtual_world(mesh["shape"][0]).run(rank)
+    by_rank = virtual_world(mesh["shape"][0], device=None if case["device"] == "cpu" else case["device"]).run(rank)
     return [_summed([results[i] for results in by_rank]) for i in range(len(problems))]
 
 
