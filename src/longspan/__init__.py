@@ -11,6 +11,7 @@ from longspan._engine.signatures import flex_attention, scaled_dot_product_atten
 from longspan._masks.algebra import Mask
 from longspan._masks.block_table import BlockTable
 from longspan._masks.constructors import causal, documents, full, mask_mod, prefix, sliding_window
+from longspan._masks.selected import selected
 from longspan._masks.tracing import ProgramError
 from longspan._plan.layout import Layout
 from longspan._plan.schedule import Schedule
@@ -41,6 +42,7 @@ __all__ = [
     "plan",
     "prefix",
     "scaled_dot_product_attention",
+    "selected",
     "sliding_window",
 ]
 

@@ -27,6 +27,7 @@
 `_saved_tensors_hooks_is_enabled`  Whether saved-tensor hooks may be set: torch.func forbids them, and tells it nowhere in public.
 `_cuda_getCurrentRawStream`, `_cuda_getDevice`  The current stream as the CUDA driver takes it, and the current device, where CUDA is known
                           to be initialised. `torch.cuda.current_stream` builds an object, which takes as long as the launch itself.
+`_assert_async`           A check of values on a CUDA device without reading them on the host; no public function does it.
 `tracing`                 `make_fx` takes the fake mode of a compilation in progress from this context, whatever modes are active.
 """
 
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BaseHOP",
     "OpOverload",
+    "assert_on_device",
     "current_cuda_device",
     "current_raw_stream",
     "dynamo_is_at_work",
@@ -75,6 +77,11 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
 ]
+
+
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """Assert a 0-dim bool: on CUDA by the device, which fails asynchronously; elsewhere at once, by RuntimeError."""
+    torch._assert_async(condition, message)
 
 
 def current_cuda_device() -> int:

@@ -22,6 +22,7 @@ from longspan._kernels.dense import Scoring, dense_attention
 from longspan._kernels.protocol import state_dtype
 from longspan._kernels.registry import INVARIANT, KernelRefused, check_name
 from longspan._masks.algebra import Full, Mask, MaskLike, as_mask
+from longspan._masks.extent import AttentionSizes
 from longspan._masks.trace_cache import traces
 from longspan._masks.tracing import Traced
 from longspan._plan.handle import PlanHandle
@@ -276,5 +277,6 @@ def _checked_mask(value: Any, q: Tensor, k: Tensor) -> Mask | None:
     if value is None:
         return None
     mask = as_mask(value)
-    mask.extent.check(f"mask {mask}", q_len=q.shape[2], kv_len=k.shape[2], batch=q.shape[0], heads=q.shape[1])
-    return None if isinstance(mask, Full) else mask
+    sizes = AttentionSizes(q_len=q.shape[2], kv_len=k.shape[2], batch=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1])
+    mask.extent.check(f"mask {mask}", q_len=sizes.q_len, kv_len=sizes.kv_len, batch=sizes.batch, heads=sizes.heads)
+    return None if isinstance(mask, Full) else mask.for_sizes(sizes)

@@ -62,7 +62,7 @@ class CallCache:
             return None
         owner, value_key, sink_layout = self._shared, None, None
         if mask is not None:
-            if not isinstance(mask, Mask):
+            if not isinstance(mask, Mask) or mask.has_selection:  # a selection is new at every call
                 return None
             value_key = mask.value_key
             owner = mask if value_key is None else owner

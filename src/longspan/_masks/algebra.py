@@ -20,7 +20,7 @@ from longspan._masks.block_mask import ListedMask, mask_mod_of_block_mask, table
 from longspan._masks.block_table import BLOCK_SIZE, BlockTable
 from longspan._masks.classify import TableShape, classify
 from longspan._masks.documents import integer
-from longspan._masks.extent import Extent
+from longspan._masks.extent import AttentionSizes, Extent
 from longspan._masks.trace_cache import traces
 from longspan._masks.tracing import Traced, mod_name
 from longspan._torch_private import dynamo_is_at_work
@@ -35,6 +35,7 @@ class Mask:
     Attributes:
         is_causal: Known from the mask's form that no query sees a key after its own position. False if not known.
         trace_reads: Names of the attributes that `__call__` reads. Traces are cached by their values.
+        has_selection: Whether a part of the mask is `selected`, whose form depends on the sizes of a call.
 
     Example:
         >>> mask = longspan.causal() & longspan.documents([700, 324])
@@ -42,6 +43,7 @@ class Mask:
     """
 
     is_causal: bool = False
+    has_selection: bool = False
     trace_reads: ClassVar[tuple[str, ...]]
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -61,6 +63,13 @@ class Mask:
     def reads_copies(self) -> bool:
         """Whether all tensors that the mask reads are its own copies, which never change."""
         return self.value_key is not None
+
+    def for_sizes(self, sizes: AttentionSizes, *, as_table: bool = True) -> Mask:
+        """Mask in the form for a call of these sizes: another one only for masks with `has_selection`. Raises for sizes that do not fit.
+
+        as_table: Selections become lookup tables of chosen blocks, which kernels evaluate pair by pair.
+        """
+        return self
 
     def simplified_under_causal(self) -> Mask:
         """Mask that equals this one wherever kv <= q, and is cheaper to evaluate if such a form is known."""
@@ -144,7 +153,8 @@ class Mask:
         batch = (extent.batch or 1) if batch is None else batch
         heads = (extent.heads or 1) if heads is None else heads
         extent.check(f"mask {self}", q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
-        return self._table(q_len, kv_len, block_size, batch, heads)
+        mask = self.for_sizes(AttentionSizes(q_len=q_len, kv_len=kv_len, batch=batch, heads=heads))
+        return mask._table(q_len, kv_len, block_size, batch, heads)
 
     def _table(self, q_len: int, kv_len: int, block: tuple[int, int], batch: int, heads: int) -> BlockTable:
         with torch.no_grad():
@@ -355,6 +365,15 @@ class _Pair(Mask):
     def reads_copies(self) -> bool:
         return self.a.reads_copies and self.b.reads_copies
 
+    @property
+    def has_selection(self) -> bool:  # type: ignore[override]
+        return self.a.has_selection or self.b.has_selection
+
+    def for_sizes(self, sizes: AttentionSizes, *, as_table: bool = True) -> Mask:
+        if not self.has_selection:
+            return self
+        return type(self)(self.a.for_sizes(sizes, as_table=as_table), self.b.for_sizes(sizes, as_table=as_table))
+
     def __str__(self) -> str:
         return f"({self.a} {self.sign} {self.b})"
 
@@ -410,6 +429,13 @@ class Not(Mask):
     @property
     def reads_copies(self) -> bool:
         return self.a.reads_copies
+
+    @property
+    def has_selection(self) -> bool:  # type: ignore[override]
+        return self.a.has_selection
+
+    def for_sizes(self, sizes: AttentionSizes, *, as_table: bool = True) -> Mask:
+        return Not(self.a.for_sizes(sizes, as_table=as_table)) if self.has_selection else self
 
     @property
     def extent(self) -> Extent:

@@ -1,8 +1,19 @@
-"""Sizes that a mask is valid for."""
+"""Sizes of an attention call, and sizes that a mask is valid for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSizes:
+    """Sizes of an attention call. kv_heads: None where not known."""
+
+    q_len: int
+    kv_len: int
+    batch: int
+    heads: int
+    kv_heads: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from longspan._comm.mesh import Mesh
 from longspan._cost.clusters import cluster as cluster_of
 from longspan._cost.rates import Cluster, Shape
 from longspan._masks.algebra import Full, Mask
+from longspan._masks.extent import AttentionSizes
 from longspan._plan.layout import Layout
 from longspan._plan.plan_data import PlannedMask
 from longspan._plan.schedule import Schedule
@@ -133,6 +134,10 @@ def planned_mask(mask: Mask, q_len: int, kv_len: int, sizes: CallSizes) -> Plann
     mask.extent.check(f"mask {mask}", q_len=q_len, kv_len=kv_len, **known)
     if isinstance(mask, Full):
         return PlannedMask(text=str(mask), program=None)
+    if mask.has_selection:
+        mask = mask.for_sizes(
+            AttentionSizes(q_len=q_len, kv_len=kv_len, batch=sizes.batch or 1, heads=sizes.heads or 1, kv_heads=sizes.kv_heads)
+        )
     with torch.no_grad():
         captured = tuple(t.detach().to("cpu", copy=True) for t in mask.traced.captured())
     planned = PlannedMask(text=str(mask), program=mask.traced.program, captured=captured)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from longspan._masks.algebra import MaskLike, as_mask
+from longspan._masks.extent import AttentionSizes
 
 
 class _ScalarIndexing(TorchFunctionMode):
@@ -119,7 +120,8 @@ def oracle(
     query, key, value = q.to(dtype), k.to(dtype).repeat_interleave(group, 1), v.to(dtype).repeat_interleave(group, 1)
     visible = torch.ones(sizes, dtype=torch.bool, device=q.device)
     if mask is not None:
-        visible = _evaluate_mod(as_mask(mask), sizes, q.device, None).expand(sizes)
+        call = AttentionSizes(batch=batch, heads=heads, kv_heads=k.shape[1], q_len=q_len, kv_len=kv_len)
+        visible = _evaluate_mod(as_mask(mask).for_sizes(call, as_table=False), sizes, q.device, None).expand(sizes)
     scores = _visible_scores(query, key, visible) * (1 / math.sqrt(dim) if scale is None else scale)
     if score_mod is not None:
         scores = _evaluate_mod(score_mod, sizes, q.device, scores).to(dtype)

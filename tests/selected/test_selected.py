@@ -1,0 +1,128 @@
+"""`longspan.selected`: keys chosen at run time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.selected.cases import check, draw
+
+import longspan as ls
+from longspan.testing import oracle
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_selections_match_the_oracle_on_cpu(seed: int) -> None:
+    check(draw(seed), kernel="cpu")
+
+
+@pytest.mark.parametrize("kernel", ["dense", "triton"])
+def test_random_selections_match_the_oracle(kernel: str) -> None:
+    pytest.importorskip("triton")
+    for seed in (100, 101, 102):
+        check(draw(seed, longest=100), kernel=kernel)
+
+
+def test_thousands_of_random_selections(request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--whole-grid"):
+        pytest.skip("with --whole-grid only")
+    for seed in range(2000):
+        check(draw(seed), kernel="cpu")
+
+
+def test_a_selection_is_a_mask_mod_for_torch() -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    indices = torch.tensor([[[[0, -1], [1, 0], [2, 2]]]], dtype=torch.int32)
+    block_mask = create_block_mask(ls.selected(indices, 64), None, None, 192, 192, device="cpu", BLOCK_SIZE=64)
+    assert block_mask.to_dense().bool()[0, 0].tolist() == [[True, False, False], [True, True, False], [False, False, True]]
+
+
+def test_the_block_table_of_a_selection_is_exact() -> None:
+    indices = torch.tensor([[[[0], [1]]], [[[-1], [0]]]])
+    table = ls.selected(indices).block_table(256)
+    assert table.to_dense()[:, 0].tolist() == [[[2, 0], [0, 2]], [[0, 0], [2, 0]]]
+
+
+def tensors(q_len: int = 256, kv_len: int = 256) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    return torch.randn(1, 4, q_len, 16), torch.randn(1, 2, kv_len, 16), torch.randn(1, 2, kv_len, 16)
+
+
+@pytest.mark.parametrize("wrong", [2, -2])
+def test_indices_outside_of_the_keys_raise(wrong: int) -> None:
+    indices = torch.tensor([[[[0, 1], [0, wrong]]]])
+    with pytest.raises(ValueError, match=f"expected indices from -1 to 1, blocks of 128 keys, got {wrong}"):
+        ls.attention(*tensors(), mask=ls.selected(indices))
+
+
+@pytest.mark.parametrize(
+    ("indices", "options", "error", "message"),
+    [
+        ([[0]], {}, TypeError, "indices to be an integer tensor"),
+        (torch.zeros(1, 1, 2, 1), {}, TypeError, "dtype int32 or int64, got torch.float32"),
+        (torch.zeros(1, 2, 1, dtype=torch.int32), {}, ValueError, r"\[batch, choices, rows, k\], got shape"),
+        (torch.zeros(1, 1, 2, 1, dtype=torch.int32), {"granularity": 32}, ValueError, "one of 128, 64, 16, 4, 1, got 32"),
+        (torch.zeros(1, 1, 2, 1, dtype=torch.int32), {"q_granularity": 3}, ValueError, "a power of two, got 3"),
+        (torch.zeros(1, 1, 2, 1, dtype=torch.int32), {"counts": torch.zeros(2, dtype=torch.int32)}, ValueError, "counts"),
+    ],
+)
+def test_unusable_arguments_raise(indices: object, options: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ls.selected(indices, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [((1, 3, 2, 1), "expected 1, KV heads or query heads"), ((1, 1, 3, 1), "expected 2 rows for 256 queries"), ((2, 1, 2, 1), "batch=2")],
+)
+def test_selections_for_other_sizes_raise(shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ls.attention(*tensors(), mask=ls.selected(torch.zeros(shape, dtype=torch.int32)))
+
+
+def test_counts_hide_later_entries() -> None:
+    q, k, v = tensors()
+    indices, counts = torch.tensor([[[[0, 1], [0, 1]]]]), torch.tensor([[[1, 2]]])
+    expected = ls.attention(q, k, v, mask=ls.selected(torch.tensor([[[[0, -1], [0, 1]]]])))
+    assert torch.equal(ls.attention(q, k, v, mask=ls.selected(indices, counts=counts)), expected)
+
+
+def test_a_new_choice_in_the_same_tensor_is_seen() -> None:
+    q, k, v = tensors()
+    indices = torch.tensor([[[[0], [0]]]], dtype=torch.int32)
+    for choice in (0, 1, 0):
+        indices.fill_(choice)
+        mask = ls.selected(indices)
+        assert torch.allclose(ls.attention(q, k, v, mask=mask), oracle(q, k, v, mask=mask).float(), atol=1e-5)
+
+
+def test_a_plan_for_a_selection_matches_one_device() -> None:
+    from longspan.testing import virtual_world
+
+    q, k, v = tensors()
+    mask = ls.selected(torch.tensor([[[[0, -1], [0, 1]], [[0, -1], [-1, 1]]]])) & ls.causal()
+    world = virtual_world(2)
+
+    def rank(mesh: ls.Mesh) -> torch.Tensor:
+        plan = ls.plan(mask, 256, mesh, heads=4, kv_heads=2)
+        return plan.unshard(ls.attention(*(plan.shard(t, 2) for t in (q, k, v)), plan=plan), 2)
+
+    for out in world.run(rank):
+        assert torch.allclose(out, ls.attention(q, k, v, mask=mask), atol=1e-5)
+
+
+def test_a_plan_for_a_selection_by_heads_asks_for_the_heads() -> None:
+    with pytest.raises(ValueError, match="heads"):
+        ls.plan(ls.selected(torch.zeros(1, 2, 2, 1, dtype=torch.int32)), 256, ls.Mesh.abstract(2))
+
+
+def test_selections_compile() -> None:
+    q, k, v = tensors()
+
+    def model(q: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        return ls.attention(q, k, v, mask=ls.selected(indices) & ls.causal())
+
+    indices = torch.tensor([[[[0, -1], [0, 1]]]], dtype=torch.int32)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for choice in (indices, indices.flip(2)):
+        assert torch.allclose(compiled(q, choice), model(q, choice), atol=1e-6)
