@@ -10,10 +10,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tests.integrations.tiny_models import batch_of, model_of, relative
+from tests.integrations.tiny_models import batch_of, model_of, relative, results
 
 import longspan as ls
 import longspan.integrations.transformers as lst
+from longspan.integrations._batch import document_starts
 from longspan.testing import virtual_world
 
 SIZES = {"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
@@ -60,12 +61,68 @@ def test_prepare_batch_reads_the_windows_of_a_model_as_of_its_config() -> None:
     assert by_model["longspan_plan"]["sliding"].digest == by_config["longspan_plan"]["sliding"].digest
 
 
-@pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
-def test_the_error_for_a_layer_that_drops_the_plan_names_it(family: str) -> None:
+@pytest.mark.parametrize(("family", "recomputed"), [("StableLm", False), ("Nemotron", True)])
+def test_layers_that_do_not_pass_the_plan_on_find_it_in_the_context(family: str, recomputed: bool) -> None:
     model = tiny(family, **HEADS, attn_implementation="longspan")
-    with pytest.raises(ValueError, match=f"{family}Attention of layer 0 was called without it"):
+    batch = batch_of("packed")
+    want = results(model, {**batch, "use_cache": False})
+    if recomputed:
+        model.train().gradient_checkpointing_enable()
+
+    def rank(mesh: Any) -> Any:
+        return results(model, dict(lst.prepare_batch(batch, mesh, config=model, gradients="sum")))
+
+    shares = virtual_world(3).run(rank)
+    assert relative(sum(s[0] for s in shares), want[0]) < 2e-6
+    for i, gradient in enumerate(want[2]):
+        assert relative(torch.stack([s[2][i] for s in shares]).sum(0), gradient) < 5e-5
+
+
+def test_a_layer_that_another_checkpoint_function_recomputes_without_its_plan_raises() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model = tiny("StableLm", **HEADS, attn_implementation="longspan")
+    for layer in model.model.layers:
+        forward = layer.forward
+        layer.forward = lambda *args, f=forward, **kwargs: checkpoint(f, *args, use_reentrant=False, **kwargs)
+    loss = model(**planned()).loss
+    with pytest.raises(ValueError, match=r"StableLmAttention of layer 1 is recomputed outside .*gradient_checkpointing_enable"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "OPT"])
+def test_packed_position_ids_raise_for_a_model_that_does_not_look_for_documents_in_them(family: str) -> None:
+    sizes = {"ffn_dim": 40, "num_attention_heads": 4, "word_embed_proj_dim": 64, "max_position_embeddings": 256}
+    model = model_of(family, "longspan") if family == "gpt_oss" else tiny(family, **sizes, attn_implementation="longspan")
+    batch = batch_of("packed")
+    with pytest.raises(ValueError, match="expected document_ids, got position_ids that start again"):
+        model(**lst.prepare_batch(batch, ls.Mesh.abstract(1), config=model))
+    document_ids = document_starts(batch["position_ids"]).cumsum(1)
+    separated = model(**lst.prepare_batch({**batch, "document_ids": document_ids}, ls.Mesh.abstract(1), config=model))
+    assert relative(separated.loss, model(**batch).loss) > 1e-4
+
+
+@pytest.mark.parametrize(("family", "kind"), [("OPT", "left"), ("Roberta", "plain")])
+def test_tokens_get_the_positions_that_the_model_would_give_to_a_whole_batch(family: str, kind: str) -> None:
+    sizes = {"ffn_dim": 40, "word_embed_proj_dim": 64} if family == "OPT" else {"intermediate_size": 40, "is_decoder": True}
+    settings = {**sizes, "num_attention_heads": 4, "max_position_embeddings": 256, "pad_token_id": 1}
+    model = tiny(family, **settings, attn_implementation="longspan")
+    batch = batch_of(kind)
+
+    def rank(mesh: Any) -> float:
+        return float(model(**lst.prepare_batch(batch, mesh, config=model, gradients="sum")).loss.detach())
+
+    want = float(model(**batch).loss.detach())
+    assert sum(virtual_world(3).run(rank)) == pytest.approx(want, rel=5e-6)
+    with pytest.raises(ValueError, match=r"give the model to prepare_batch"):
+        model(**lst.prepare_batch(batch, ls.Mesh.abstract(1)))
+
+
+def test_a_model_that_takes_no_position_ids_raises() -> None:
+    settings = {"d_model": 64, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 40, "vocab_size": 61}
+    model = tiny("Bart", **settings, attn_implementation="longspan")
+    with pytest.raises(ValueError, match="expected a model that takes position_ids, got BartForCausalLM"):
         model(**planned())
-    model(batch_of("plain")["input_ids"])  # without a plan it is right: on one device
 
 
 @pytest.mark.parametrize(
@@ -86,6 +143,20 @@ def test_layers_that_did_not_use_the_plan_are_named() -> None:
     attention = model.model.layers[1].self_attn
     attention.forward = lambda hidden_states, **_: (hidden_states, None)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM was given longspan_plan, but model\.layers\.1\.self_attn did not use it"):
+        model(**planned())
+
+
+def test_layers_that_mix_tokens_without_attention_are_named() -> None:
+    """A convolution inside of a layer with attention, and a layer without attention beside layers that have it."""
+    model = model_of("llama", "longspan")
+    model.model.layers[0].mlp.local = torch.nn.Conv1d(48, 48, 4)
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.local did not use it"):
+        model(**planned())
+    model = model_of("llama", "longspan")
+    model.model.layers[1].self_attn = type(
+        "Mixer", (torch.nn.Module,), {"forward": lambda self, hidden_states, **_: (hidden_states, None)}
+    )()
+    with pytest.raises(ValueError, match=r"model\.layers\.1 did not use it"):
         model(**planned())
 
 

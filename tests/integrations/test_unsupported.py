@@ -14,6 +14,7 @@ from tests.integrations.tiny_models import FAMILIES, VOCAB, batch_of, model_of, 
 
 import longspan as ls
 import longspan.integrations.transformers as lst
+from longspan.integrations._model_mask import foreign_part
 from longspan.testing import oracle, virtual_world
 
 
@@ -99,9 +100,9 @@ def test_layers_that_are_not_causal_and_windows_without_a_plan_raise() -> None:
 def test_the_error_for_a_foreign_mask_function_names_it() -> None:
     from transformers.masking_utils import and_masks, causal_mask_function, chunked_overlay, sliding_window_causal_mask_function
 
-    assert lst._foreign_part(causal_mask_function) == lst._foreign_part(sliding_window_causal_mask_function(5)) == ""
-    assert lst._foreign_part(and_masks(causal_mask_function, chunked_overlay(4, torch.zeros(1)))) == "chunked_overlay"
-    assert lst._foreign_part(and_masks(causal_mask_function, lambda b, h, q, kv: q > kv)).startswith("test_the_error")
+    assert foreign_part(causal_mask_function) == foreign_part(sliding_window_causal_mask_function(5)) == ""
+    assert foreign_part(and_masks(causal_mask_function, chunked_overlay(4, torch.zeros(1)))) == "chunked_overlay"
+    assert foreign_part(and_masks(causal_mask_function, lambda b, h, q, kv: q > kv)).startswith("test_the_error")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])

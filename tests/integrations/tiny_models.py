@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import longspan.integrations.transformers as lst
+from longspan.integrations._batch import document_starts
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -112,6 +113,8 @@ def results(model: Any, batch: dict[str, Any], params: list[Tensor] | None = Non
 
 def on_rank(model: Any, batch: dict[str, Tensor], mesh: Any, **options: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(this rank's share of the loss, the logits of all ranks, this rank's share of the gradients); shares add up over ranks."""
+    if "position_ids" in batch and model.config.model_type == "gpt_oss":  # which does not look for documents in position_ids
+        batch = {**batch, "document_ids": document_starts(batch["position_ids"]).cumsum(1)}
     prepared = lst.prepare_batch(batch, mesh, config=model.config, gradients="sum", **options)
     loss, logits, grads = results(model, prepared)
     return loss, prepared["longspan_plan"].unshard(logits, 1), grads

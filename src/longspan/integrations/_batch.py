@@ -22,7 +22,7 @@ from longspan._masks.constructors import causal, documents
 from longspan._masks.extent import Extent
 from longspan._plan.layout import Layout
 from longspan._plan.schedule import Schedule
-from longspan.integrations._configs import check_config, check_implementation, head_counts, windows_of
+from longspan.integrations._configs import check_config, check_implementation, default_positions, head_counts, position_rule, windows_of
 from longspan.integrations._meshes import device_of, mesh_roles, sum_over_data_ranks
 from longspan.integrations._plans import ModelPlans, model_plans
 from longspan.integrations.loss import IGNORED, shift_labels, token_count
@@ -106,11 +106,14 @@ def prepare_batch(
         check_implementation(config)
         check_config(config)
         plan_options = {**head_counts(config, roles.heads_size), **plan_options}
-    positions = _positions(batch, batch_size, length)
+    positions = _positions(batch, tokens, config)
     mask, blind = _mask(batch, positions)
     windows = [] if config is None else windows_of(config)
     plans = model_plans(mask, length, roles.context, windows, plan_options)
     _check_every_rank_has_tokens(plans, roles.context_size, length)
+    plans.documents_from_positions = _documents_from_positions(batch, positions)
+    if batch.get("position_ids") is None:
+        plans.position_rule = "by place" if config is None else position_rule(config)
 
     device = device_of(mesh) if device is None else device
 
@@ -144,7 +147,8 @@ def _tokens(batch: Mapping[str, Any]) -> tuple[Tensor, int, int]:
     if unknown:
         raise ValueError(
             f"prepare_batch: expected {', '.join(map(repr, _PER_TOKEN))}, got {', '.join(map(repr, unknown))}, which it cannot split over "
-            "ranks. Take it out of the batch; give what does not depend on tokens to the model directly"
+            "ranks. Images, audio, video and token types change positions and masks of some models: such batches are not supported on "
+            "several ranks. Give arguments that do not depend on tokens to the model directly"
         )
     tokens = batch.get("input_ids")
     if tokens is None:
@@ -167,11 +171,19 @@ def _tokens(batch: Mapping[str, Any]) -> tuple[Tensor, int, int]:
     return tokens, batch_size, length
 
 
-def _positions(batch: Mapping[str, Any], batch_size: int, length: int) -> Tensor:
+def _positions(batch: Mapping[str, Any], tokens: Tensor, config: Any) -> Tensor:
+    """The position of each token [B, S]: the batch's, or those that the model would give to a whole batch."""
     positions: Tensor | None = batch.get("position_ids")
     if positions is None:
-        positions = torch.arange(length)
-    return positions.expand(batch_size, length)
+        real = _real_tokens(batch)
+        return default_positions(config, tokens, None if real is None else real.to(tokens.device))
+    return positions.expand(tokens.shape[:2])
+
+
+def _documents_from_positions(batch: Mapping[str, Any], positions: Tensor) -> bool:
+    """Whether several documents were derived from position_ids."""
+    stated = any(batch.get(name) is not None for name in ("document_ids", "seq_idx", "attention_mask"))
+    return not stated and batch.get("position_ids") is not None and bool(document_starts(positions)[:, 1:].any())
 
 
 def _mask(batch: Mapping[str, Any], positions: Tensor) -> tuple[Mask, Tensor | None]:

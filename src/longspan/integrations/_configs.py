@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 NAME = "longspan"  # of the attention implementation
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 _ROPES_BY_LONGEST_POSITION = ("dynamic", "longrope")
+# Model types that number tokens otherwise than 0, 1, 2, … if they get no position_ids.
+_POSITIONS_BY_PAD_TOKEN = (
+    "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "xmod",
+)  # fmt: skip
+_POSITIONS_BY_MASK = ("opt",)
+_DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout", "attn_config.attn_pdrop", "dropout")
 
 
 def text_config(config: Any) -> Any:
@@ -74,6 +83,50 @@ def head_counts(config: Any, heads_size: int) -> dict[str, int]:
     config = text_config(config)
     heads = getattr(config, "num_attention_heads", None)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if getattr(config, "model_type", "") == "falcon" and config.multi_query and not config.new_decoder_architecture:
+        kv_heads = 1
     if not isinstance(heads, int) or not isinstance(kv_heads, int) or heads % heads_size or kv_heads % heads_size:
         return {}
     return {"heads": heads // heads_size, "kv_heads": kv_heads // heads_size}
+
+
+def position_rule(config: Any) -> str:
+    """How a model numbers tokens that come without position_ids: "by place", "by pad token" or "by mask"."""
+    kind = getattr(text_config(config), "model_type", "")
+    return "by pad token" if kind in _POSITIONS_BY_PAD_TOKEN else "by mask" if kind in _POSITIONS_BY_MASK else "by place"
+
+
+def default_positions(config: Any, tokens: Tensor, real: Tensor | None) -> Tensor:
+    """The positions [B, S] that a model gives to the tokens of a whole batch. `tokens`: ids [B, S] or embeddings [B, S, D]."""
+    batch_size, length = tokens.shape[:2]
+    rule = "by place" if config is None else position_rule(config)
+    if rule == "by pad token" and tokens.ndim == 2:
+        pad = text_config(config).pad_token_id
+        counted = (tokens != pad).long()
+        return counted.cumsum(1) * counted + pad
+    if rule == "by pad token":
+        return torch.arange(length).expand(batch_size, length) + text_config(config).pad_token_id + 1
+    if rule == "by mask" and real is not None:
+        return real.long().cumsum(1) * real - 1
+    return torch.arange(length).expand(batch_size, length)
+
+
+def check_positions(config: Any, plans: Any) -> None:
+    """Raise ValueError if `prepare_batch` numbered tokens otherwise than this model does."""
+    rule = getattr(plans, "position_rule", None)
+    if rule is not None and rule != position_rule(config):
+        raise ValueError(
+            f"longspan: expected positions {position_rule(config)}, as {type(text_config(config)).__name__} numbers tokens, got positions "
+            f"{rule}; give the model to prepare_batch: prepare_batch(batch, mesh, config=model)"
+        )
+
+
+def dropout_field(config: Any, dropout: float) -> str:
+    """The name of the config's field that holds the dropout of attention weights."""
+    for name in _DROPOUT_FIELDS:
+        value = config
+        for part in name.split("."):
+            value = getattr(value, part, None)
+        if value == dropout:
+            return f"config.{name}"
+    return "the config's attention dropout"

@@ -1,81 +1,184 @@
-"""Check that a model's forward used the plan that it was given.
+"""The plan of a model's forward: every layer that mixes tokens must use it.
 
-An attention layer without the plan attends to this rank's shard only: the loss is wrong, and nothing else shows it. Known causes: the
-model runs another attention implementation, a layer does not pass keyword arguments on, or a layer mixes tokens without attention.
+A layer without the plan mixes the tokens of this rank's shard only: the loss is wrong, and nothing else shows it. Known causes: the model
+runs another attention implementation, a layer does not pass keyword arguments on, or a layer mixes tokens without attention. Attention
+layers that get no plan by keyword find it in the context of the forward.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
 
-from longspan.integrations._configs import check_implementation
+from longspan.integrations._configs import check_implementation, check_positions
 
 PLAN_KEYWORD = "longspan_plan"
+# Direct parameters of state space models, linear attention with decay, and recurrences.
+_STATE_PARAMETERS = ("A_log", "dt_bias", "time_decay", "time_mix_key", "recurrent_param")
 
 
-class PlanUse:
-    """The attention modules that used the plan of one forward, by id."""
+class Forward:
+    """One forward of a model: its plan, or None; the attention modules that used the plan and the inner models that ran, by id.
 
-    def __init__(self) -> None:
+    searched_documents: whether the model looked for packed documents in position_ids.
+    """
+
+    def __init__(self, plan: Any) -> None:
+        self.plan = plan
         self.module_ids: set[int] = set()
+        self.model_ids: set[int] = set()
+        self.searched_documents = False
 
 
-# The forward that this thread is in; None outside of a model, and inside of a model that was not given a plan.
-_current_forward: ContextVar[PlanUse | None] = ContextVar("longspan_forward", default=None)
+# The forward that this thread is in; None outside of a model.
+_current_forward: ContextVar[Forward | None] = ContextVar("longspan_forward", default=None)
+
+
+def plan_in_context(module: nn.Module) -> Any:
+    """The plan of the current forward, for an attention module that was given none by keyword; None without one.
+
+    Raises:
+        ValueError: If a layer runs outside of a forward, and its last plan came from the context: a checkpoint function that is not
+            transformers' recomputes it.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    forward = _current_forward.get()
+    if forward is None:
+        if getattr(module, "_longspan_plan_in_context", False):
+            raise ValueError(
+                f"longspan: {_described(module)} is recomputed outside of its model's forward, and the layer around it does not pass "
+                f"{PLAN_KEYWORD} on. Use model.gradient_checkpointing_enable() instead of another checkpoint function"
+            )
+        return None
+    if forward.plan is not None:
+        module._longspan_plan_in_context = True  # type: ignore[assignment]
+    return forward.plan
 
 
 def record_use(module: nn.Module) -> None:
-    """Record that an attention module used the plan of the current forward. Compiled code records nothing."""
+    """Record that an attention module used the plan of the current forward. Compiled code records nothing.
+
+    Raises:
+        ValueError: If documents were derived from position_ids, in which this model does not look for documents.
+    """
     if torch.compiler.is_compiling():
         return
-    use = _current_forward.get()
-    if use is not None:
-        use.module_ids.add(id(module))
-
-
-def check_no_plan_was_dropped(module: nn.Module) -> None:
-    """Raise ValueError if an attention module got no plan although the current forward was given one."""
-    if not torch.compiler.is_compiling() and _current_forward.get() is not None:
+    forward = _current_forward.get()
+    if forward is None:
+        return
+    forward.module_ids.add(id(module))
+    if getattr(forward.plan, "documents_from_positions", False) and not forward.searched_documents:
         raise ValueError(
-            f"longspan: the model was given {PLAN_KEYWORD}, but {_described(module)} was called without it: a layer around it does not "
-            "pass its keyword arguments on. This model is not supported on several ranks; call it without a plan on one device"
+            f"longspan: expected document_ids, got position_ids that start again, in which the model of {_described(module)} does not "
+            "look for documents: on one process it would not separate them. Give document_ids [B, S] to prepare_batch to separate them, "
+            "or leave position_ids out"
         )
 
 
+def searching(search: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' search for packed documents in position_ids. With a plan it finds none: the plan separates documents."""
+
+    @functools.wraps(search)
+    def search_or_note(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return search(*args, **kwargs)
+        forward = _current_forward.get()
+        if forward is None or forward.plan is None:
+            return search(*args, **kwargs)
+        forward.searched_documents = True
+        return None
+
+    return search_or_note
+
+
 def checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's `__call__` that raises ValueError if the model was given a plan and an attention layer did not use it."""
+    """A model's `__call__` that raises ValueError if the model was given a plan and a layer that mixes tokens did not use it."""
 
     @functools.wraps(call)
     def checked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        planned = kwargs.get(PLAN_KEYWORD) is not None
-        if planned:
+        plan = kwargs.get(PLAN_KEYWORD)
+        if plan is not None:
             check_implementation(self.config)
         if torch.compiler.is_compiling():
             return call(self, *args, **kwargs)  # a layer without a plan raises while it is traced
-        if planned and _current_forward.get() is not None:
+        outer = _current_forward.get()
+        if outer is not None and outer.plan is not None:
+            outer.model_ids.add(id(self))
             return call(self, *args, **kwargs)  # an inner model: the outer one is checked as a whole
-        use = PlanUse() if planned else None
-        token = _current_forward.set(use)
-        try:
+        forward = Forward(plan)
+        if plan is not None:
+            _check_before(self, plan, kwargs.get("attention_mask"))
+        with _in_forward(forward):
             output = call(self, *args, **kwargs)
-        finally:
-            _current_forward.reset(token)
-        if use is not None:
-            _check_all_used(self, use)
+        if plan is not None:
+            _check_all_used(self, forward)
         return output
 
     return checked
 
 
-def _check_all_used(model: nn.Module, use: PlanUse) -> None:
-    unused = [name for name, module in _attention_modules(model) if id(module) not in use.module_ids]
-    if not unused and (use.module_ids or _any_compiled(model)):
+@contextmanager
+def _in_forward(forward: Forward) -> Iterator[None]:
+    token = _current_forward.set(forward)
+    try:
+        yield
+    finally:
+        _current_forward.reset(token)
+
+
+class PlanKeepingCheckpoint:
+    """A checkpoint function by which a recomputed layer finds the plan of its forward."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        forward = _current_forward.get()
+        if forward is None or forward.plan is None:
+            return self.function(run, *args, **kwargs)
+
+        def run_in_forward(*run_args: Any, **run_kwargs: Any) -> Any:
+            with _in_forward(forward):
+                return run(*run_args, **run_kwargs)
+
+        return self.function(run_in_forward, *args, **kwargs)
+
+
+def _check_before(model: nn.Module, plan: Any, mask: Any) -> None:
+    """Raise ValueError for a mask beside a plan, and a model that would not place its shard's tokens; prepare checkpoint functions."""
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        raise ValueError(
+            "longspan: expected no attention_mask beside a plan, got one; give attention_mask to prepare_batch, so that the plan covers "
+            "the padding of all ranks"
+        )
+    if "position_ids" not in inspect.signature(type(model).forward).parameters and not _uses_relative_positions(model):
+        raise ValueError(
+            f"longspan: expected a model that takes position_ids, got {type(model).__name__}, which would number the tokens of each rank's "
+            "shard from 0. This model is not supported on several ranks; call it without a plan on one device"
+        )
+    check_positions(model.config, plan)
+    for module in model.modules():
+        function = module.__dict__.get("_gradient_checkpointing_func")
+        if function is not None and not isinstance(function, PlanKeepingCheckpoint):
+            module._gradient_checkpointing_func = PlanKeepingCheckpoint(function)  # type: ignore[assignment]
+
+
+def _uses_relative_positions(model: nn.Module) -> bool:
+    """Whether positions enter through longspan's score_mod only (ALiBi)."""
+    return getattr(type(model), "_longspan_relative_positions", False)
+
+
+def _check_all_used(model: nn.Module, forward: Forward) -> None:
+    unused = _layers_without_plan(model, forward)
+    if not unused and (forward.module_ids or _any_compiled(model)):
         return
     names = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
     who = f"{names} did not use it" if unused else "no attention layer used it"
@@ -85,14 +188,48 @@ def _check_all_used(model: nn.Module, use: PlanUse) -> None:
     )
 
 
-def _attention_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of the causal self-attention layers, by transformers' conventions. Skips compiled modules, which run no Python."""
-    if _is_compiled(module):
-        return
-    if "Attention" in type(module).__name__ and getattr(module, "layer_idx", None) is not None and getattr(module, "is_causal", True):
-        yield name, module
-    for child_name, child in module.named_children():
-        yield from _attention_modules(child, f"{name}.{child_name}" if name else child_name)
+def _layers_without_plan(model: nn.Module, forward: Forward) -> list[str]:
+    """Names of the layers that mix tokens and did not use the plan. Skips compiled modules, which run no Python, and idle inner models."""
+    names = []
+
+    def visit(module: nn.Module, name: str) -> bool:
+        """Whether the module or one of its children used the plan, or cannot say."""
+        if _is_compiled(module):
+            return True
+        if id(module) in forward.module_ids:
+            used = True
+        elif _is_causal_attention(module) or _mixes_tokens_otherwise(module):
+            names.append(name)
+            return True  # named already
+        else:
+            used = False
+        children = [(f"{name}.{child_name}" if name else child_name, child) for child_name, child in module.named_children()]
+        children = [(child_name, child) for child_name, child in children if not _is_idle_model(child, forward)]
+        uses = [visit(child, child_name) for child_name, child in children]
+        if isinstance(module, nn.ModuleList) and any(uses):
+            # Layers of one list take the same place. One without attention mixes tokens otherwise, whatever its class is called.
+            names.extend(child_name for (child_name, _), child_used in zip(children, uses) if not child_used)
+        return used or any(uses)
+
+    visit(model, "")
+    return names
+
+
+def _is_causal_attention(module: nn.Module) -> bool:
+    """Whether a module is a causal self-attention layer, by transformers' conventions."""
+    return "Attention" in type(module).__name__ and getattr(module, "layer_idx", None) is not None and getattr(module, "is_causal", True)
+
+
+def _mixes_tokens_otherwise(module: nn.Module) -> bool:
+    """Whether a module is a convolution over tokens, a recurrence or a state space model."""
+    if isinstance(module, nn.Conv1d):
+        return module.kernel_size != (1,)
+    return isinstance(module, nn.RNNBase) or any(name in module._parameters for name in _STATE_PARAMETERS)
+
+
+def _is_idle_model(module: nn.Module, forward: Forward) -> bool:
+    """Whether a module is an inner model that did not run, such as a vision tower in a forward without images."""
+    return hasattr(type(module), "base_model_prefix") and id(module) not in forward.model_ids
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -21,7 +21,13 @@ class ModelPlans(PlanSet):
 
     Shards and positions are common to all. A window that `prepare_batch` did not know is planned when a layer first asks for it, over the
     same layout, the same on every rank.
+
+    documents_from_positions: whether documents were derived from position_ids. A model that would not do so on one process raises.
+    position_rule: how tokens were numbered (`position_rule` of the config); None if the batch had position_ids.
     """
+
+    documents_from_positions: bool = False
+    position_rule: str | None = None
 
     def __init__(self, plans: dict[str, Plan], *, mask: Mask, windows: Mapping[int, str], options: Mapping[str, Any]) -> None:
         super().__init__(plans)
@@ -49,10 +55,13 @@ class ModelPlans(PlanSet):
     def on(self, mesh: Any) -> ModelPlans:
         """The same plans as another rank's, or on another mesh of equal shape."""
         plans = {name: plan.on(mesh) for name, plan in self._plans.items()}
-        return ModelPlans(plans, mask=self._mask, windows=self._windows, options=self._options)
+        made = ModelPlans(plans, mask=self._mask, windows=self._windows, options=self._options)
+        made.documents_from_positions, made.position_rule = self.documents_from_positions, self.position_rule
+        return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self._plans, self._mask, self._windows, self._options)
+        state = {"documents_from_positions": self.documents_from_positions, "position_rule": self.position_rule}
+        return _unpickle, (self._plans, self._mask, self._windows, self._options), state
 
 
 def _unpickle(plans: dict[str, Plan], mask: Mask, windows: dict[int, str], options: dict[str, Any]) -> ModelPlans:

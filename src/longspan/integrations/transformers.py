@@ -16,7 +16,6 @@ Legend: B batch, H query heads, G KV heads, L tokens of this rank, D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,19 +23,20 @@ from torch import Tensor
 
 from longspan._engine.attention import attention
 from longspan._engine.signatures import as_autocast
-from longspan._masks.algebra import Mask
 from longspan._masks.constructors import causal, mask_mod
 from longspan._masks.constructors import sliding_window as window_mask
 from longspan._planner.plan import Plan
 from longspan._planner.plan_set import PlanSet
+from longspan.integrations._adapters import adapting
 from longspan.integrations._batch import PreparedBatch, RealKeys, prepare_batch
-from longspan.integrations._configs import NAME, check_config
-from longspan.integrations._plan_use import check_no_plan_was_dropped, checked_call, record_use
+from longspan.integrations._configs import NAME, check_config, dropout_field
+from longspan.integrations._model_mask import ModelMask, foreign_part, with_offsets
+from longspan.integrations._plan_use import checked_call, plan_in_context, record_use, searching
 from longspan.integrations._plans import FULL, SLIDING, ModelPlans
 
 try:
-    from transformers import AttentionInterface, PreTrainedModel
-    from transformers.masking_utils import AttentionMaskInterface
+    from transformers import AttentionInterface, PreTrainedModel, masking_utils
+    from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 except ImportError as error:
     raise ImportError(
         f"longspan.integrations.transformers needs transformers 5.22 or later ({error}): pip install 'longspan[hf]'"
@@ -44,31 +44,11 @@ except ImportError as error:
 
 __all__ = ["NAME", "PreparedBatch", "attention_forward", "attention_mask", "prepare_batch"]
 
-# transformers' mask functions that a plan takes over, by the name of the function that makes them.
-_PLANNED_MASKS = ("causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function")
 # Keyword arguments of a layer that do not change its attention, or repeat the mask.
 _IGNORED_KEYWORDS = (
     "position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict", "labels", "shift_labels", "num_items_in_batch",
     "logits_to_keep", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "is_causal",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ModelMask:
-    """The mask that a model asks for.
-
-    mask:    for attention on one device.
-    padding: whether padding is part of it.
-    foreign: the name of a part that no plan takes over; "" for none.
-    """
-
-    mask: Mask
-    padding: bool
-    foreign: str
-
-    def to(self, *_: Any, **__: Any) -> ModelMask:
-        """Itself: transformers moves masks between devices."""
-        return self
 
 
 def attention_mask(
@@ -78,7 +58,7 @@ def attention_mask(
     q_offset: Any = 0,
     kv_offset: Any = 0,
     mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Any = None,
     **rest: Any,
 ) -> ModelMask | None:
     """transformers' mask interface: the mask of a forward, without an S × S tensor.
@@ -91,11 +71,32 @@ def attention_mask(
         if attention_mask is not None or rest.get("use_vmap"):
             raise ValueError(_NOT_COMPILED)
         return None
-    mask = causal() if mask_function is None else mask_mod(_with_offsets(mask_function, q_offset, kv_offset))
-    if attention_mask is not None:
-        real = attention_mask[:, -kv_length:].bool()
-        mask = mask & RealKeys(real[0].contiguous() if batch_size == 1 else real)
-    return ModelMask(mask=mask, padding=attention_mask is not None, foreign=_foreign_part(mask_function))
+    if isinstance(attention_mask, ModelMask):
+        return attention_mask  # `generate` made it already, for a static cache
+    family = type(rest["config"]).__name__ if rest.get("config") is not None else "this config"
+    real = None if attention_mask is None else _real_keys(attention_mask, kv_length, int(kv_offset))
+    if mask_function is causal_mask_function and q_length == 1 and int(q_offset) + 1 == kv_length + int(kv_offset):
+        mask = None  # the last token sees all tokens
+    else:
+        mask = causal() if mask_function is None else mask_mod(with_offsets(mask_function, q_offset, kv_offset))
+    if real is not None and not (mask is None and bool(real.all())):
+        keys = RealKeys(real[0].contiguous() if batch_size == 1 else real)
+        mask = keys if mask is None else mask & keys
+    return ModelMask(
+        mask=mask,
+        padding_mask=real,
+        foreign=foreign_part(mask_function),
+        q_offset=int(q_offset),
+        kv_offset=int(kv_offset),
+        family=family,
+    )
+
+
+def _real_keys(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:
+    """bool [B, kv_length], False for padding, from a mask by token, which may cover fewer tokens than a static cache."""
+    missing = kv_offset + kv_length - attention_mask.shape[1]
+    covered = attention_mask if missing <= 0 else torch.nn.functional.pad(attention_mask, (0, missing))
+    return covered[:, kv_offset : kv_offset + kv_length].bool()
 
 
 def attention_forward(
@@ -110,6 +111,7 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    score_mod: Callable[..., Tensor] | None = None,
     longspan_plan: Any = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
@@ -126,7 +128,9 @@ def attention_forward(
         sliding_window: The layer's window. With a plan set, it selects the plan.
         softcap: Scores become softcap · tanh(score / softcap).
         s_aux: [H], the logits of attention sinks.
-        longspan_plan: From `prepare_batch`, or a Plan or PlanSet. Without one, the layer computes on one device.
+        score_mod: As `longspan.attention` takes it; not together with softcap.
+        longspan_plan: From `prepare_batch`, or a Plan or PlanSet. By default the plan of the forward that the layer runs in. Without
+            one, the layer computes on one device.
         **rest: Other keywords of the model's forward. An unknown one raises.
 
     Returns:
@@ -135,11 +139,12 @@ def attention_forward(
     Raises:
         ValueError: If a setting is not supported.
     """
-    _check_supported(dropout, rest)
+    _check_supported(module, dropout, rest)
     query, key, value = as_autocast(query, key, value)  # rotary embeddings leave q and k in another dtype than v
-    options: dict[str, Any] = {"scale": scaling, "sink": s_aux, "score_mod": None if softcap is None else _softcap(float(softcap))}
+    options: dict[str, Any] = {"scale": scaling, "sink": s_aux, "score_mod": score_mod if softcap is None else _softcap(float(softcap))}
     if longspan_plan is None:
-        check_no_plan_was_dropped(module)
+        longspan_plan = plan_in_context(module)
+    if longspan_plan is None:
         options["mask"] = _mask_on_one_device(module, query, key, attention_mask, sliding_window, rest)
     else:
         _check_planned(module, query, key, attention_mask, rest)
@@ -149,9 +154,10 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _check_supported(dropout: float, rest: dict[str, Any]) -> None:
+def _check_supported(module: torch.nn.Module, dropout: float, rest: dict[str, Any]) -> None:
     if dropout:
-        raise ValueError(f"longspan: expected no attention dropout, got dropout={dropout}; set config.attention_dropout=0.0")
+        setting = dropout_field(getattr(module, "config", None), dropout)
+        raise ValueError(f"longspan: expected no attention dropout, got dropout={dropout}; set {setting}=0.0")
     if rest.get("output_attentions"):
         raise ValueError(
             "longspan: expected output_attentions=False, got True: attention weights are never formed; use attn_implementation='eager'"
@@ -243,29 +249,9 @@ def _softcap(cap: float) -> Callable[..., Tensor]:
     return softcap
 
 
-def _with_offsets(mask_function: Callable[..., Any], q_offset: Any, kv_offset: Any) -> Callable[..., Any]:
-    """A mask function for queries and keys that begin after 0, behind a cache."""
-    q_first, kv_first = int(q_offset), int(kv_offset)
-    if not q_first and not kv_first:
-        return mask_function
-    return lambda b, h, q, kv: mask_function(b, h, q + q_first, kv + kv_first)
-
-
-def _foreign_part(mask_function: Callable[..., Any] | None) -> str:
-    """The name of the first part of a mask function that no plan takes over; "" for none.
-
-    transformers joins mask functions in a closure over a tuple of them.
-    """
-    if mask_function is None:
-        return ""
-    parts = [c.cell_contents for c in getattr(mask_function, "__closure__", None) or () if isinstance(c.cell_contents, tuple)]
-    name = getattr(mask_function, "__qualname__", type(mask_function).__name__).split(".")[0]
-    if name in ("and_masks", "or_masks") and len(parts) == 1:
-        return next((foreign for part in parts[0] if (foreign := _foreign_part(part))), "")
-    return "" if name in _PLANNED_MASKS else name
-
-
 if not hasattr(PreTrainedModel.__call__, "__wrapped__"):  # not twice, when the module is reloaded
     PreTrainedModel.__call__ = checked_call(PreTrainedModel.__call__)  # type: ignore[method-assign]
+    PreTrainedModel.__init__ = adapting(PreTrainedModel.__init__, attention_forward)  # type: ignore[method-assign]
+    masking_utils.find_packed_sequence_indices = searching(masking_utils.find_packed_sequence_indices)
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)

@@ -1,0 +1,100 @@
+"""The mask that a transformers model asks for, without an S × S tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from longspan._masks.algebra import Mask
+from longspan._masks.constructors import mask_mod
+
+# transformers' mask functions that a plan takes over, by the name of the function that makes them.
+_PLANNED_MASKS = ("causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelMask:
+    """The mask that a model asks for.
+
+    mask:          for attention on one device; None if every key is visible.
+    padding_mask:  bool [B, S], False for padding; None if the model gave no `attention_mask`.
+    foreign:       the name of a part that no plan takes over; "" for none.
+    q_offset, kv_offset:  the positions of the first query and the first key.
+    family:        the model's config class, for error messages.
+
+    transformers may move the mask between devices. Models that compute with their mask as with a tensor raise.
+    """
+
+    mask: Mask | None
+    padding_mask: Tensor | None = None
+    foreign: str = ""
+    q_offset: int = 0
+    kv_offset: int = 0
+    family: str = "this config"
+
+    @property
+    def ndim(self) -> int:
+        """4, as of a mask of query-key pairs: by it transformers tells such a mask from one by token."""
+        return 4
+
+    @property
+    def padding(self) -> bool:
+        """Whether some token is padding. Some models make a mask of ones where the user gave none."""
+        return self.padding_mask is not None and not bool(self.padding_mask.all())
+
+    def within(self, window: int) -> ModelMask:
+        """The mask, and a window of keys: for layers of which transformers' mask does not know that they have one."""
+        in_window = mask_mod(lambda b, h, q, kv: q + self.q_offset - kv - self.kv_offset < window)
+        return replace(self, mask=in_window if self.mask is None else self.mask & in_window)
+
+    def to(self, *_: Any, **__: Any) -> ModelMask:
+        """Itself."""
+        return self
+
+    def contiguous(self, *_: Any, **__: Any) -> ModelMask:
+        """Itself."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(Tensor, name):
+            self._raise(f"reads mask.{name}")
+        raise AttributeError(f"'ModelMask' object has no attribute {name!r}")
+
+    def __getitem__(self, index: Any) -> Any:
+        self._raise("indexes the mask")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        mask = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, ModelMask))
+        mask._raise(f"gives the mask to {getattr(func, '__name__', func)}")
+
+    def _raise(self, what: str) -> NoReturn:
+        raise ValueError(
+            f"longspan: the model of {self.family} {what}: it computes with its mask as with a tensor, and longspan has no S × S mask. "
+            "This model is not supported; use attn_implementation='sdpa' or 'eager'"
+        )
+
+
+def with_offsets(mask_function: Callable[..., Any], q_offset: Any, kv_offset: Any) -> Callable[..., Any]:
+    """A mask function for queries and keys that begin after 0, behind a cache."""
+    q_first, kv_first = int(q_offset), int(kv_offset)
+    if not q_first and not kv_first:
+        return mask_function
+    return lambda b, h, q, kv: mask_function(b, h, q + q_first, kv + kv_first)
+
+
+def foreign_part(mask_function: Callable[..., Any] | None) -> str:
+    """The name of the first part of a mask function that no plan takes over; "" for none.
+
+    transformers joins mask functions in a closure over a tuple of them.
+    """
+    if mask_function is None:
+        return ""
+    parts = [c.cell_contents for c in getattr(mask_function, "__closure__", None) or () if isinstance(c.cell_contents, tuple)]
+    name = getattr(mask_function, "__qualname__", type(mask_function).__name__).split(".")[0]
+    if name in ("and_masks", "or_masks") and len(parts) == 1:
+        return next((foreign for part in parts[0] if (foreign := foreign_part(part))), "")
+    return "" if name in _PLANNED_MASKS else name

@@ -1,0 +1,246 @@
+"""Every causal LM class of the installed transformers, tried with a tiny config: `python -m tests.integrations.families`.
+
+Each class runs plain, packed and padded batches:
+
+- on one process, against transformers' eager attention;
+- on three virtual ranks, against eager attention on one process: the loss and the gradient of every parameter.
+
+Each cell is "right", "refused" (an error of longspan or transformers with a sentence), or "WRONG": a silent difference, or a crash.
+Writes docs/families.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+import traceback
+import warnings
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import longspan.integrations.transformers as lst
+from longspan.testing import virtual_world
+
+VOCAB, LENGTH, RANKS = 61, 45, 3
+KINDS = ("plain", "packed", "left", "right")
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+
+# Sizes by the names that configs give them; a config takes those of its fields.
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "d_model": 32, "n_embd": 32, "dim": 32, "embedding_size": 32, "word_embed_proj_dim": 32,
+    "intermediate_size": 24, "ffn_dim": 24, "ffn_hidden_size": 24, "d_ff": 24, "n_inner": 24, "decoder_ffn_dim": 24, "encoder_ffn_dim": 24,
+    "num_hidden_layers": 2, "num_layers": 2, "n_layer": 2, "n_layers": 2, "decoder_layers": 2, "encoder_layers": 2, "num_decoder_layers": 2,
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "decoder_attention_heads": 4, "encoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4, "num_encoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 256, "n_positions": 256, "n_ctx": 256, "max_seq_len": 256, "max_target_positions": 256,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "tie_word_embeddings": False,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2,
+    "moe_topk": 2,
+    "n_group": 1, "topk_group": 1, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "expert_ffn_hidden_size": 24,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_head_dim": 16,
+    "first_k_dense_replace": 1, "sliding_window": 11, "is_decoder": True, "add_cross_attention": False, "use_cache": False,
+    "rotary_dim": 4, "lru_width": 32, "attention_chunk_size": 11, "state_size": 8, "ssm_state_size": 8,
+    "attention_dropout": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+
+
+def _tiny_fields(kind: type) -> dict[str, Any]:
+    """Values for the fields of a config class that `_SIZES` names, nested configs included."""
+    names = {f.name for f in fields(kind)} if is_dataclass(kind) else set()
+    settings = {name: value for name, value in _SIZES.items() if name in names or name in getattr(kind, "attribute_map", {})}
+    for name, sub in getattr(kind, "sub_configs", {}).items():
+        if name in names and is_dataclass(sub):
+            settings[name] = {**_tiny_fields(sub), "model_type": sub.model_type}
+    return settings
+
+
+# Settings without which a tiny config is not valid, by model type.
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 11},
+    "gpt2": {"attn_pdrop": 0.0},
+    "gptj": {"attn_pdrop": 0.0},
+    "codegen": {"attn_pdrop": 0.0},
+    "mamba2": {"num_heads": 8, "n_groups": 2},
+}
+
+
+def causal_lm_types() -> dict[str, str]:
+    """Class name by model type."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny_config(model_type: str) -> Any:
+    """A tiny config of a model type."""
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[model_type]
+    return kind(**{**_tiny_fields(kind), **_SPECIAL.get(model_type, {})})
+
+
+def tiny_model(model_type: str, implementation: str) -> Any:
+    """A float32 model in eval mode, with the same weights for each implementation."""
+    import transformers
+
+    config = tiny_config(model_type)
+    torch.manual_seed(3)
+    kind = getattr(transformers, causal_lm_types()[model_type])
+    with torch.device("meta"):
+        size = sum(p.numel() for p in kind._from_config(tiny_config(model_type), attn_implementation="eager").parameters())
+    if size > 20e6:
+        raise RuntimeError(f"no tiny config: {size / 1e6:.0f} M parameters")
+    model = kind._from_config(config, attn_implementation=implementation, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def batch_of(kind: str) -> dict[str, Tensor]:
+    """Two rows of tokens with labels: plain, packed documents, padded left or right."""
+    ids = torch.randint(3, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(7))
+    labels = ids.clone()
+    batch = {"input_ids": ids, "labels": labels}
+    place = torch.arange(LENGTH)[None]
+    if kind == "packed":
+        starts = torch.zeros(2, LENGTH, dtype=torch.long)
+        for row, cuts in enumerate(([14, 21, 38], [5, 30])):
+            starts[row, cuts] = torch.tensor(cuts)
+        batch["position_ids"] = place - starts.cummax(1).values
+    if kind in ("left", "right"):
+        pads = torch.tensor([[4], [13]])
+        real = place >= pads if kind == "left" else place < LENGTH - pads
+        batch["attention_mask"] = real.long()
+        labels[~real] = -100
+        if kind == "left":
+            labels.scatter_(1, pads, -100)  # padding would have to predict the first token
+    return batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of one batch: "right", "refused" or "WRONG"; why, or the error of loss and gradients."""
+
+    verdict: str
+    detail: str = ""
+
+
+def results(model: Any, arguments: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+    """(loss, the gradient of every parameter)."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    loss = model(**arguments).loss
+    grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return loss.detach().double(), [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, grads)]
+
+
+def _differs(got: tuple[Tensor, list[Tensor]], want: tuple[Tensor, list[Tensor]]) -> tuple[float, float]:
+    """(relative error of the loss, largest error of a gradient relative to the largest gradient of its parameter)."""
+    loss = float((got[0] - want[0]).abs() / want[0].abs())
+    largest = max(float(w.abs().max()) for w in want[1])
+    grads = [float((g - w).abs().max()) / max(float(w.abs().max()), 1e-3 * largest) for g, w in zip(got[1], want[1])]
+    return loss, max(grads)
+
+
+def _outcome(run: Any, want: tuple[Tensor, list[Tensor]]) -> Outcome:
+    try:
+        got = run()
+    except Exception as error:
+        return _failure(error)
+    loss, grads = _differs(got, want)
+    right = loss < 1e-5 and grads < 2e-4
+    return Outcome(verdict="right" if right else "WRONG", detail=f"loss {loss:.0e}, gradients {grads:.0e}")
+
+
+def _failure(error: BaseException) -> Outcome:
+    text = " ".join(str(error).split())
+    if os.environ.get("FAMILIES_TRACE"):
+        traceback.print_exception(error)
+    refused = isinstance(error, (ValueError, NotImplementedError)) and any(word in text for word in ("longspan", "prepare_batch"))
+    return Outcome(verdict="refused" if refused else "WRONG", detail=f"{type(error).__name__}: {text}"[:600])
+
+
+def try_family(model_type: str, kinds: tuple[str, ...] = KINDS) -> dict[str, Any]:
+    """{"one process": {kind: Outcome}, "ranks": {kind: Outcome}}, or {"impossible": why} if eager attention does not run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            eager = tiny_model(model_type, "eager")
+        except Exception as error:
+            return {"impossible": _failure(error).detail}
+        wanted: dict[str, Any] = {}
+        for kind in kinds:
+            try:
+                wanted[kind] = results(eager, {**batch_of(kind), **_without_cache(eager)})
+            except Exception as error:
+                wanted[kind] = _failure(error).detail
+        if isinstance(wanted["plain"], str):
+            return {"impossible": wanted["plain"]}
+        outcome: dict[str, Any] = {"one process": {}, "ranks": {}}
+        try:
+            model = tiny_model(model_type, "longspan")
+        except Exception as error:
+            failure = _failure(error)
+            return {where: dict.fromkeys(kinds, failure) for where in outcome}
+        for kind in kinds:
+            if isinstance(wanted[kind], str):
+                outcome["one process"][kind] = outcome["ranks"][kind] = Outcome(verdict="impossible", detail=wanted[kind])
+                continue
+            arguments = {**batch_of(kind), **_without_cache(model)}
+            outcome["one process"][kind] = _outcome(lambda m=model, a=arguments: results(m, a), wanted[kind])
+            outcome["ranks"][kind] = _outcome(lambda m=model, k=kind: _on_ranks(m, k), wanted[kind])
+        return outcome
+
+
+def _without_cache(model: Any) -> dict[str, Any]:
+    import inspect
+
+    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+
+
+def _on_ranks(model: Any, kind: str) -> tuple[Tensor, list[Tensor]]:
+    def rank(mesh: Any) -> tuple[Tensor, list[Tensor]]:
+        return results(model, dict(lst.prepare_batch(batch_of(kind), mesh, config=model, gradients="sum")))
+
+    shares = virtual_world(RANKS).run(rank)
+    return sum(s[0] for s in shares), [torch.stack(parts).sum(0) for parts in zip(*(s[1] for s in shares))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--part", default="1/1")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    first, step = map(int, args.part.split("/"))
+    names = args.names or list(causal_lm_types())[first - 1 :: step]
+    made = {}
+    for name in names:
+        begin = time.perf_counter()
+        outcome = try_family(name)
+        made[name] = {k: v if isinstance(v, str) else {kind: asdict(o) for kind, o in v.items()} for k, v in outcome.items()}
+        print(f"== {name} {time.perf_counter() - begin:.1f}s", flush=True)
+        for where, cells in made[name].items():
+            if isinstance(cells, str):
+                print("  ", where, cells[:400])
+            else:
+                groups: dict[str, list[str]] = {}
+                for kind, cell in cells.items():
+                    text = cell["verdict"] if cell["verdict"] == "right" else f"{cell['verdict']} {cell['detail'][:300]}"
+                    groups.setdefault(text, []).append(kind)
+                for text, kinds in groups.items():
+                    print("  ", where, ",".join(kinds), text, flush=True)
+        if args.json:
+            Path(args.json).write_text(json.dumps(made, indent=1))
+
+
+if __name__ == "__main__":
+    main()
