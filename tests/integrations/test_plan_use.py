@@ -193,3 +193,11 @@ def test_ranks_that_are_threads_of_one_model_are_checked_each() -> None:
 
     want = float(model_of("gemma2")(**batch_of("plain"), use_cache=False).loss.detach())
     assert sum(virtual_world(3).run(rank)) == pytest.approx(want, rel=2e-6)
+
+
+def test_the_window_of_the_mask_holds_for_layers_that_do_not_state_theirs() -> None:
+    sizes = {"num_local_experts": 2, "sliding_window": 11, "max_position_embeddings": 256}
+    model = tiny("Phimoe", **HEADS, **sizes, attn_implementation="longspan")
+    prepared = lst.prepare_batch(batch_of("plain"), ls.Mesh.abstract(1), config=model)
+    want = model(**batch_of("plain"), use_cache=False).loss
+    assert relative(model(**prepared).loss, want) < 2e-6

@@ -205,3 +205,15 @@ def test_plans_do_not_depend_on_inference_mode_or_default_device(device: str) ->
         return leaf.grad
 
     assert torch.equal(torch.stack(virtual_world(3).run(rank)).sum(0), torch.full_like(x, 3.0))
+
+
+def test_a_plan_raises_after_a_tensor_of_its_mask_was_modified_in_place() -> None:
+    ids = torch.zeros(64, dtype=torch.int64)
+    plan = ls.plan(ls.mask_mod(lambda b, h, q, kv: (kv <= q) & (ids[q] == ids[kv])), 64, ls.Mesh.abstract(1))
+    copied = ls.plan(ls.causal() & ls.documents(ids=ids), 64, ls.Mesh.abstract(1))
+    x = torch.randn(1, 2, 64, 8)
+    ls.attention(x, x, x, plan=plan)
+    ids[30:] = 1
+    with pytest.raises(ValueError, match=r"tensor of shape \(64,\) that was modified in place\. Make another plan"):
+        ls.attention(x, x, x, plan=plan)
+    ls.attention(x, x, x, plan=copied)  # documents copies its ids

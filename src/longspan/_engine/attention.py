@@ -178,6 +178,7 @@ def _attend_over_mesh(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, p
         return attend_compiled(q, k, v, options, mask=None, scale=scale, returned=options.return_lse or plan.data.degree == 1)
     try:
         refuse_transforms(planned=True)
+        plan.check_mask()
         _refuse_mask(options.mask)
         scale = _checked_scale(q, k, v, options)
         score_traced = _traced_score(options.score_mod, state_dtype(q.dtype))

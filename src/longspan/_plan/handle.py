@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -26,7 +27,11 @@ class PlanHandle:
     Attributes:
         data: The plan's contents.
         token: Scalar int64 tensor on the CPU, the key of `data` in `live`.
+        mask_sources: The caller's tensors that the mask reads, with their versions when the plan was made. Plans that were sent to
+            another process have none.
     """
+
+    mask_sources: tuple[tuple[weakref.ref[Tensor], int], ...] = ()
 
     def __init__(self, data: PlanData) -> None:
         self.data = data
@@ -35,3 +40,18 @@ class PlanHandle:
         with default_modes():
             self.token: Tensor = torch.tensor(number)
         self.token.plan_data = data  # type: ignore[attr-defined]  # keeps the plan alive as long as the token
+
+    def check_mask(self) -> None:
+        """Raise ValueError if a tensor that the mask reads was modified: the plan holds the mask as it was."""
+        for source, version in self.mask_sources:
+            tensor = source()
+            if tensor is not None and tensor._version != version:
+                raise ValueError(
+                    f"plan: expected the tensors that mask {self.data.mask.text} reads as they were when the plan was made, got a tensor "
+                    f"of shape {tuple(tensor.shape)} that was modified in place. Make another plan, or a mask of a copy"
+                )
+
+
+def mask_sources(sources: Iterable[Tensor]) -> tuple[tuple[weakref.ref[Tensor], int], ...]:
+    """The tensors that a mask reads with their versions, for `PlanHandle.mask_sources`. Inference tensors have no version."""
+    return tuple((weakref.ref(t), t._version) for t in sources if not t.is_inference())

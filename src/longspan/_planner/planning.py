@@ -13,6 +13,7 @@ import torch
 from longspan._comm.mesh import MeshLike, as_mesh
 from longspan._cost.rates import Cluster
 from longspan._masks.algebra import MaskLike, as_mask
+from longspan._plan.handle import mask_sources
 from longspan._plan.layout import Layout
 from longspan._plan.schedule import Schedule
 from longspan._plan.strategies import LayoutName, StrategyName
@@ -112,6 +113,9 @@ def plan(
         data = builder.plans()
         considered = None if builder.considered is None else builder.considered.without_candidates()
         plans = [Plan(one, cluster=request.cluster, considered=considered) for one in data]
+        for made, one_mask in zip(plans, request.masks, strict=True):
+            if not one_mask.reads_copies:
+                made.mask_sources = mask_sources(one_mask.traced.sources)
     if os.environ.get("LONGSPAN_EXPLAIN") == "1" and request.mesh.rank == 0:
         print(plans[0]._explanation(), file=sys.stderr)
     return PlanSet(dict(zip(masks, plans, strict=True))) if isinstance(mask, Mapping) else plans[0]

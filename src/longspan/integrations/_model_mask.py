@@ -21,6 +21,7 @@ class ModelMask:
 
     mask:          for attention on one device; None if every key is visible.
     padding_mask:  bool [B, S], False for padding; None if the model gave no `attention_mask`.
+    window:        the number of keys that a query sees before itself, itself included; None for all.
     foreign:       the name of a part that no plan takes over; "" for none.
     q_offset, kv_offset:  the positions of the first query and the first key.
     family:        the model's config class, for error messages.
@@ -30,6 +31,7 @@ class ModelMask:
 
     mask: Mask | None
     padding_mask: Tensor | None = None
+    window: int | None = None
     foreign: str = ""
     q_offset: int = 0
     kv_offset: int = 0
@@ -48,7 +50,7 @@ class ModelMask:
     def within(self, window: int) -> ModelMask:
         """The mask, and a window of keys: for layers of which transformers' mask does not know that they have one."""
         in_window = mask_mod(lambda b, h, q, kv: q + self.q_offset - kv - self.kv_offset < window)
-        return replace(self, mask=in_window if self.mask is None else self.mask & in_window)
+        return replace(self, mask=in_window if self.mask is None else self.mask & in_window, window=window)
 
     def to(self, *_: Any, **__: Any) -> ModelMask:
         """Itself."""
@@ -76,6 +78,13 @@ class ModelMask:
             f"longspan: the model of {self.family} {what}: it computes with its mask as with a tensor, and longspan has no S × S mask. "
             "This model is not supported; use attn_implementation='sdpa' or 'eager'"
         )
+
+
+@dataclass
+class CompiledMask:
+    """What torch.compile's tracing learns of a mask: its window. Only a plan can hold the rest."""
+
+    window: int | None = None
 
 
 def with_offsets(mask_function: Callable[..., Any], q_offset: Any, kv_offset: Any) -> Callable[..., Any]:

@@ -34,23 +34,35 @@ class ModelPlans(PlanSet):
         self._mask, self._windows, self._options = mask, dict(windows), dict(options)
         self._lock = threading.Lock()
 
-    def of(self, window: int | None) -> Plan:
-        """The plan for layers of this window; None for layers without one."""
-        if window is None:
-            return self._plans[FULL]
-        if window not in self._windows:
+    def of(self, window: int | None, heads: int | None = None, kv_heads: int | None = None) -> Plan:
+        """The plan for layers of this window, None for layers without one, and of these heads."""
+        if window is not None and window not in self._windows:
             self._add(window)
-        return self._plans[self._windows[window]]
+        name = FULL if window is None else self._windows[window]
+        made = self._plans[name]
+        planned = (made.data.heads, made.data.kv_heads)
+        if heads is None or None in planned or planned == (heads, kv_heads):
+            return made
+        # A few models have layers with other numbers of heads than their config says.
+        other = f"{name}, {heads} heads, {kv_heads} KV heads"
+        if other not in self._plans:
+            with self._lock:
+                self._plans[other] = self._over_same_layout(window, {"heads": heads, "kv_heads": kv_heads})
+        return self._plans[other]
 
     def _add(self, window: int) -> None:
-        full = self._plans[FULL]
         with self._lock:
             if window not in self._windows:
                 name = window_name(window, len(self._windows))
-                strategy = full.strategy if full.data.head_axis is not None else "auto"
-                options = {**self._options, "layout": full.layout, "strategy": strategy}
-                self._plans[name] = plan(self._mask & sliding_window(window), full.data.q_len, full.mesh, **options)
+                self._plans[name] = self._over_same_layout(window, {})
                 self._windows[window] = name
+
+    def _over_same_layout(self, window: int | None, heads: Mapping[str, int | None]) -> Plan:
+        full = self._plans[FULL]
+        strategy = full.strategy if full.data.head_axis is not None else "auto"
+        options = {**self._options, **heads, "layout": full.layout, "strategy": strategy}
+        mask = self._mask if window is None else self._mask & sliding_window(window)
+        return plan(mask, full.data.q_len, full.mesh, **options)
 
     def on(self, mesh: Any) -> ModelPlans:
         """The same plans as another rank's, or on another mesh of equal shape."""

@@ -30,7 +30,7 @@ from longspan._planner.plan_set import PlanSet
 from longspan.integrations._adapters import adapting
 from longspan.integrations._batch import PreparedBatch, RealKeys, prepare_batch
 from longspan.integrations._configs import NAME, check_config, dropout_field
-from longspan.integrations._model_mask import ModelMask, foreign_part, with_offsets
+from longspan.integrations._model_mask import CompiledMask, ModelMask, foreign_part, with_offsets
 from longspan.integrations._plan_use import checked_call, plan_in_context, record_use, searching
 from longspan.integrations._plans import FULL, SLIDING, ModelPlans
 
@@ -60,17 +60,17 @@ def attention_mask(
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Any = None,
     **rest: Any,
-) -> ModelMask | None:
+) -> ModelMask | CompiledMask:
     """transformers' mask interface: the mask of a forward, without an S × S tensor.
 
     Returns:
-        A `ModelMask`; None while torch.compile traces, when only a plan can hold the mask.
+        A `ModelMask`; a `CompiledMask` while torch.compile traces, when only a plan can hold the mask.
     """
     if torch.compiler.is_compiling():
         # Dynamo does not look into closures. transformers sets use_vmap if a model adds a mask function of its own.
         if attention_mask is not None or rest.get("use_vmap"):
             raise ValueError(_NOT_COMPILED)
-        return None
+        return CompiledMask(rest.get("local_size"))
     if isinstance(attention_mask, ModelMask):
         return attention_mask  # `generate` made it already, for a static cache
     family = type(rest["config"]).__name__ if rest.get("config") is not None else "this config"
@@ -85,6 +85,7 @@ def attention_mask(
     return ModelMask(
         mask=mask,
         padding_mask=real,
+        window=rest.get("local_size"),
         foreign=foreign_part(mask_function),
         q_offset=int(q_offset),
         kv_offset=int(kv_offset),
@@ -125,7 +126,7 @@ def attention_forward(
         attention_mask: A `ModelMask` or None.
         scaling: Multiplies the scores; 1/√D by default.
         dropout: Must be 0.
-        sliding_window: The layer's window. With a plan set, it selects the plan.
+        sliding_window: The layer's window. With a plan set, the window of the mask, if there is one, else this selects the plan.
         softcap: Scores become softcap · tanh(score / softcap).
         s_aux: [H], the logits of attention sinks.
         score_mod: As `longspan.attention` takes it; not together with softcap.
@@ -148,7 +149,9 @@ def attention_forward(
         options["mask"] = _mask_on_one_device(module, query, key, attention_mask, sliding_window, rest)
     else:
         _check_planned(module, query, key, attention_mask, rest)
-        options["plan"] = _plan_for(longspan_plan, sliding_window)
+        if isinstance(attention_mask, ModelMask | CompiledMask):
+            sliding_window = attention_mask.window  # as in eager attention, where the mask decides
+        options["plan"] = _plan_for(longspan_plan, sliding_window, query.shape[1], key.shape[1])
         record_use(module)
     out: Tensor = attention(query, key, value, **options)
     return out.transpose(1, 2).contiguous(), None
@@ -177,6 +180,8 @@ def _check_planned(module: torch.nn.Module, query: Tensor, key: Tensor, mask: An
             f"longspan: expected queries and keys of the same tokens with a plan, got {query.shape[2]} and {key.shape[2]}: a cache holds a "
             "shard only. Give use_cache=False and no past_key_values; to generate, call the model without a plan"
         )
+    if isinstance(mask, CompiledMask):
+        mask = None
     if mask is not None and not isinstance(mask, ModelMask):
         raise ValueError(
             f"longspan: expected no mask beside a plan, got attention_mask of type {type(mask).__name__}; longspan.plan takes masks"
@@ -200,10 +205,10 @@ def _check_planned(module: torch.nn.Module, query: Tensor, key: Tensor, mask: An
         check_config(config)
 
 
-def _plan_for(plans: Any, window: int | None) -> Plan:
-    """The plan of a layer with this window."""
+def _plan_for(plans: Any, window: int | None, heads: int, kv_heads: int) -> Plan:
+    """The plan of a layer with this window and these heads."""
     if isinstance(plans, ModelPlans):
-        return plans.of(window)
+        return plans.of(window, heads, kv_heads)
     if isinstance(plans, PlanSet):
         return plans[FULL if window is None else SLIDING]
     if window is None or not isinstance(plans, Plan):
@@ -218,7 +223,7 @@ def _mask_on_one_device(module: torch.nn.Module, query: Tensor, key: Tensor, mas
     """The mask of a layer without a plan: the one that the model asked for."""
     if isinstance(mask, ModelMask):
         return mask.mask
-    if torch.compiler.is_compiling():
+    if isinstance(mask, CompiledMask) or torch.compiler.is_compiling():
         raise ValueError(_NOT_COMPILED)
     if isinstance(mask, Tensor):
         raise ValueError(
