@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from longspan._cache.kv_cache import KVCache
 from longspan._comm.mesh import Mesh
 from longspan._dropin.context import context_parallel
 from longspan._engine.attention import attention
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockTable",
     "ContextParallel",
+    "KVCache",
     "Layout",
     "Mask",
     "Mesh",

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from longspan._cache.step import CacheStep
 from longspan._comm.agreement import refuse
 from longspan._engine import eager, ops
+from longspan._engine.cached import CachedCall, attend_cached
 from longspan._engine.call_cache import CallKey, calls, score_key
 from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, refuse_transforms, tracing_under_transforms
 from longspan._engine.dense_distributed import dense_over_mesh
@@ -36,19 +38,19 @@ _NOTHING = torch.empty(0, device="cpu")  # in place of results that the caller d
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None, score_mod: Callable[..., Tensor] | None = None,
     scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[False] = False, kernel: str = "auto",
-    plan: PlanHandle | None = None,
+    plan: PlanHandle | None = None, cache: CacheStep | None = None, layer: int | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None, score_mod: Callable[..., Tensor] | None = None,
     scale: float | None = None, sink: Tensor | None = None, return_lse: Literal[True], kernel: str = "auto",
-    plan: PlanHandle | None = None,
+    plan: PlanHandle | None = None, cache: CacheStep | None = None, layer: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike | None = None, score_mod: Callable[..., Tensor] | None = None,
     scale: float | None = None, sink: Tensor | None = None, return_lse: bool, kernel: str = "auto",
-    plan: PlanHandle | None = None,
+    plan: PlanHandle | None = None, cache: CacheStep | None = None, layer: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor,
@@ -62,6 +64,8 @@ def attention(
     return_lse: bool = False,
     kernel: str = "auto",
     plan: PlanHandle | None = None,
+    cache: CacheStep | None = None,
+    layer: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of q over k and v, forward and backward, on one device or over the ranks of a plan.
 
@@ -82,6 +86,10 @@ def attention(
             the first of them that supports the call. A kernel named explicitly runs the call or raises.
         plan: From `longspan.plan`. q, k, v are this rank's shards, and all ranks of the plan's mesh make this call. The plan holds the
             mask; mods get global positions. Gradients of captured tensors and of the sink are this rank's share: sum them over ranks.
+        cache: From `KVCache.step`. k and v are the step's new tokens: they are written into the cache, then q, at the positions of the new
+            tokens, attends to each whole sequence. q, k, v are [n, …, count, …] for n sequences, or ragged [1, …, T, …] with all T new
+            tokens one after the other. Mods get a sequence's index in the step as b, and positions in the sequence. No gradients.
+        layer: The layer of the cache that this call writes and reads; required with `cache`.
 
     Returns:
         out [B, H, Q, E] in the dtype of q, with its dims ordered in memory as those of q; with `return_lse`, (out, lse [B, H, Q]): the
@@ -90,7 +98,16 @@ def attention(
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: Shapes, dtypes or devices do not fit, or the named kernel does not support the call.
+        RuntimeError: The cache's step was used before for this layer, or out of order, or an input requires gradients.
     """
+    if cache is not None:
+        if plan is not None:
+            raise ValueError("attention: expected either plan=… or cache=…, got both")
+        call = CachedCall(step=cache, layer=layer, mask=mask, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel)
+        out, lse = attend_cached(q, k, v, call)
+        return (out, lse) if return_lse else out
+    if layer is not None:
+        raise ValueError(f"layer: expected None without cache=…, got {layer}")
     options = AttendOptions(
         mask=mask, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel, plan=plan, return_lse=return_lse
     )  # fmt: skip

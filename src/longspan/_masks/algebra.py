@@ -71,6 +71,11 @@ class Mask:
         """
         return self
 
+    @property
+    def left_reach(self) -> int | None:
+        """A bound known from the mask's form: every visible pair has q − kv < left_reach. None if not known."""
+        return None
+
     def simplified_under_causal(self) -> Mask:
         """Mask that equals this one wherever kv <= q, and is cheaper to evaluate if such a form is known."""
         return self
@@ -217,6 +222,10 @@ class SlidingWindow(Mask):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "is_causal", self.right == 0)
+
+    @property
+    def left_reach(self) -> int | None:
+        return self.left
 
     @property
     def value_key(self) -> Hashable:
@@ -397,6 +406,11 @@ class And(_Pair):
         object.__setattr__(self, "operands", operands)
         object.__setattr__(self, "is_causal", self.a.is_causal or self.b.is_causal)
 
+    @property
+    def left_reach(self) -> int | None:
+        known = [x for x in (self.a.left_reach, self.b.left_reach) if x is not None]
+        return min(known, default=None)
+
     def simplified_under_causal(self) -> Mask:
         return self if self.is_causal else And(self.a.simplified_under_causal(), self.b.simplified_under_causal())
 
@@ -409,6 +423,11 @@ class Or(_Pair):
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.a(b, h, q_idx, kv_idx) | self.b(b, h, q_idx, kv_idx)
+
+    @property
+    def left_reach(self) -> int | None:
+        a, b = self.a.left_reach, self.b.left_reach
+        return None if a is None or b is None else max(a, b)
 
 
 @dataclass(frozen=True, eq=False)

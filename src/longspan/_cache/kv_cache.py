@@ -1,0 +1,296 @@
+"""`KVCache`: keys and values of many sequences in pages of a fixed size.
+
+    host                                                     device
+    ────                                                     ──────
+    CachedSequence: pages, length, unfinished steps          k [layers, pages, G, page_size, D]
+    PagePool: free pages, references                         v [layers, pages, G, page_size, E]
+    step(ids, counts): takes pages, one upload       ──►     table [rows, width] int32, ranges of the step
+
+Nothing here reads from the device. Page p of a sequence holds its tokens p · page_size … (p + 1) · page_size − 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan._cache.arguments import integer, integers, one_each
+from longspan._cache.page_pool import OutOfPages, PagePool
+from longspan._cache.sequence import CachedSequence
+from longspan._cache.step import CacheStep
+from longspan._kernels.paged import PagedKV, query_ranges
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class KVCache:
+    """A paged KV cache for inference: sequences grow, fork, shrink and end; `longspan.attention(cache=step, layer=i)` reads and writes it.
+
+    Sequences that share a prefix share its pages; a page that several sequences hold is copied before one of them writes to it.
+    Calls and attention must run on one CUDA stream.
+
+    Args:
+        pages: Number of pages.
+        page_size: Tokens per page.
+        layers: Number of attention layers.
+        kv_heads: KV heads of a layer.
+        head_dim: Head dim of keys (and queries).
+        value_dim: Head dim of values; `head_dim` by default.
+        dtype: Of keys and values; torch's default dtype if None.
+        device: Of keys and values; torch's default device if None.
+        mesh: Not supported yet: expected None.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A size is below 1, the dtype is not supported, or `mesh` is given.
+
+    Example:
+        >>> cache = longspan.KVCache(pages=64, layers=1, kv_heads=2, head_dim=32, dtype=torch.float32)
+        >>> ids = cache.allocate(2)
+        >>> step = cache.step(ids, 3)
+        >>> step.positions.tolist()
+        [[0, 1, 2], [0, 1, 2]]
+    """
+
+    def __init__(
+        self,
+        *,
+        pages: int,
+        page_size: int = 64,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        mesh: Any = None,
+    ) -> None:
+        if mesh is not None:
+            raise ValueError("mesh: a cache over several ranks is not supported yet; leave mesh=None and split heads or batch over ranks")
+        sizes = {"pages": pages, "page_size": page_size, "layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
+        checked = {name: integer(size, name, least=1) for name, size in sizes.items()}
+        pages, self.page_size, self.layers, self.kv_heads, self.head_dim = checked.values()
+        self.value_dim = self.head_dim if value_dim is None else integer(value_dim, "value_dim", least=1)
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype: expected one of {', '.join(map(str, _DTYPES))}, got {dtype}")
+        shape = (self.layers, pages, self.kv_heads, self.page_size)
+        with torch.inference_mode(False):  # an inference tensor could not be written to in torch.no_grad()
+            self._k = torch.empty((*shape, self.head_dim), dtype=self.dtype, device=device)
+            self._v = torch.empty((*shape, self.value_dim), dtype=self.dtype, device=device)
+            self._table = torch.zeros((0, 0), dtype=torch.int32, device=self._k.device)
+        self.device = self._k.device
+        self._pool = PagePool(pages)
+        self._sequences: dict[int, CachedSequence] = {}
+        self._free_rows: list[int] = []
+        self._next_id = 0
+        self.version = 0  # counts changes of sequences
+
+    @property
+    def free_pages(self) -> int:
+        """Number of pages that no sequence holds."""
+        return self._pool.free
+
+    def allocate(self, n: int) -> list[int]:
+        """Handles of n new, empty sequences. A handle is never used again.
+
+        Raises:
+            ValueError: n is negative.
+        """
+        n = integer(n, "allocate: n", least=0)
+        self._grow_table(rows=len(self._sequences) + n, width=self._table.shape[1])
+        return [self._add(CachedSequence(row=self._free_rows.pop())) for _ in range(n)]
+
+    def lengths(self, ids: Any) -> Tensor:
+        """Number of tokens of each sequence, int64 [n] on the cache's device. Tokens of a step count as soon as the step is made."""
+        values = [s.length for s in self._selected(ids, "lengths")]
+        host = torch.tensor(values, dtype=torch.int64)
+        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+
+    def step(self, ids: Any, counts: Any) -> CacheStep:
+        """Room for new tokens at the end of sequences: once per model step, for all layers.
+
+        Args:
+            ids: Handles of different sequences.
+            counts: New tokens of every sequence: one int, or one per sequence.
+
+        Returns:
+            A step; `step.positions` are the positions of the new tokens.
+
+        Raises:
+            RuntimeError: There are not enough free pages. Nothing has changed then; free or truncate sequences, then try again.
+            ValueError: A sequence does not exist, was freed or is named twice, or a count is negative.
+        """
+        sequences = self._selected(ids, "step")
+        ids = tuple(integers(ids, "step: ids"))
+        ragged = not isinstance(counts, int)
+        counts = one_each(counts, len(ids), "step: counts")
+        rows_to_copy = self._rows_to_copy(sequences, counts)
+        wanted = [self._pages_of(s.length + c) - len(s.pages) for s, c in zip(sequences, counts, strict=True)]
+        if sum(wanted) + len(rows_to_copy) > self._pool.free:
+            raise OutOfPages(
+                f"step: expected {sum(wanted) + len(rows_to_copy)} free pages for {sum(counts)} new tokens, got {self._pool.free}; "
+                "free or truncate sequences, or make a cache with more pages"
+            )
+        self._grow_table(
+            rows=len(self._sequences), width=max((len(s.pages) + w for s, w in zip(sequences, wanted, strict=True)), default=0)
+        )
+        updates: list[tuple[int, int, int]] = []  # row, column and page of changed entries of the table
+        copies: list[tuple[int, int]] = []  # page shared with other sequences, its copy
+        for sequence, more in zip(sequences, wanted, strict=True):
+            if sequence.row in rows_to_copy:
+                column = len(sequence.pages) - 1
+                shared, copy = sequence.pages[column], self._pool.take()
+                self._pool.release([shared])
+                copies.append((shared, copy))
+                sequence.pages[column] = copy
+                updates.append((sequence.row, column, copy))
+            for _ in range(more):
+                updates.append((sequence.row, len(sequence.pages), self._pool.take()))
+                sequence.pages.append(updates[-1][2])
+        starts = [s.length for s in sequences]
+        lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+        host = [torch.tensor(pairs, dtype=torch.int64) for pairs in (updates, copies)]
+        ranges, (changed, moved) = query_ranges(starts, lengths, [s.row for s in sequences], host, self.device)
+        if updates:
+            self._table[changed[:, 0], changed[:, 1]] = changed[:, 2].int()
+        if copies:
+            for x in (self._k, self._v):
+                x[:, moved[:, 1]] = x[:, moved[:, 0]]
+        step = CacheStep(cache=self, ids=ids, ranges=ranges, ragged=ragged)
+        for sequence, count in zip(sequences, counts, strict=True):
+            sequence.length += count
+            sequence.unfinished.append(step)
+        self.version += 1
+        return step
+
+    def fork(self, id: int) -> int:
+        """The handle of a new sequence with the tokens of an existing one. Pages are shared until one of the two writes to them.
+
+        Raises:
+            RuntimeError: A step of the sequence has not written all layers.
+            ValueError: The sequence does not exist, or was freed.
+        """
+        (parent,) = self._selected([id], "fork")
+        self._check_finished(id, parent, parent.length, "fork")
+        (child_id,) = self.allocate(1)
+        child = self._sequences[child_id]
+        child.pages, child.length = list(parent.pages), parent.length
+        self._pool.share(child.pages)
+        self._table[child.row].copy_(self._table[parent.row])
+        self.version += 1
+        return child_id
+
+    def truncate(self, ids: Any, lengths: Any) -> None:
+        """Drop the last tokens of sequences, such as rejected drafts.
+
+        Args:
+            ids: Handles of different sequences.
+            lengths: Number of tokens that remain: one int, or one per sequence.
+
+        Raises:
+            ValueError: A length is negative or beyond the present length, or a sequence does not exist or was freed.
+            RuntimeError: Tokens would remain that a step has not written in all layers.
+        """
+        sequences = self._selected(ids, "truncate")
+        ids = integers(ids, "truncate: ids")
+        lengths = one_each(lengths, len(ids), "truncate: lengths")
+        for sequence_id, sequence, length in zip(ids, sequences, lengths, strict=True):
+            if length > sequence.length:
+                raise ValueError(f"truncate: expected at most the present length {sequence.length} of sequence {sequence_id}, got {length}")
+            self._check_finished(sequence_id, sequence, length, "truncate")
+        for sequence, length in zip(sequences, lengths, strict=True):
+            keep = self._pages_of(length)
+            self._pool.release(sequence.pages[keep:])
+            del sequence.pages[keep:]
+            sequence.length = length
+            sequence.unfinished.clear()
+        self.version += 1
+
+    def free(self, ids: Any) -> None:
+        """End sequences and give back their pages.
+
+        Raises:
+            ValueError: A sequence does not exist, was freed, or is named twice.
+        """
+        for sequence_id, sequence in zip(integers(ids, "free: ids"), self._selected(ids, "free"), strict=True):
+            self._pool.release(sequence.pages)
+            self._free_rows.append(sequence.row)
+            del self._sequences[sequence_id]
+        self.version += 1
+
+    def sequence(self, id: int) -> CachedSequence:
+        """The sequence of a handle."""
+        try:
+            return self._sequences[id]
+        except KeyError:
+            reason = f"sequence {id} was freed" if id < self._next_id else f"no sequence has the handle {id}"
+            raise ValueError(f"cache: {reason}; expected a handle from KVCache.allocate or KVCache.fork") from None
+
+    def layer_pages(self, layer: int) -> PagedKV:
+        """Keys, values and page table of a layer."""
+        return PagedKV(k=self._k[layer], v=self._v[layer], table=self._table)
+
+    def check_tensors(self, k: Tensor, v: Tensor, layer: Any) -> int:
+        """Raise unless k and v fit into the cache. Returns the layer as an int."""
+        if layer is None:
+            raise TypeError("layer: expected the layer's number with cache=…, got None")
+        layer = integer(layer, "layer", least=0)
+        if layer >= self.layers:
+            raise ValueError(f"layer: expected 0 to {self.layers - 1}, got {layer}")
+        for name, x, dim in (("k", k, self.head_dim), ("v", v, self.value_dim)):
+            if x.dtype != self.dtype or x.device != self.device:
+                raise TypeError(f"{name}: expected {self.dtype} on {self.device} as the cache has, got {x.dtype} on {x.device}")
+            if x.shape[1] != self.kv_heads or x.shape[3] != dim:
+                raise ValueError(
+                    f"{name}: expected {self.kv_heads} KV heads of dim {dim} as the cache has, got {x.shape[1]} of dim {x.shape[3]}"
+                )
+        return layer
+
+    def _add(self, sequence: CachedSequence) -> int:
+        self._sequences[self._next_id] = sequence
+        self._next_id += 1
+        return self._next_id - 1
+
+    def _selected(self, ids: Any, what: str) -> list[CachedSequence]:
+        """The sequences of handles, which must differ."""
+        handles = integers(ids, f"{what}: ids")
+        if len(set(handles)) < len(handles):
+            raise ValueError(f"{what}: expected different sequences, got {handles}")
+        return [self.sequence(h) for h in handles]
+
+    def _pages_of(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def _rows_to_copy(self, sequences: list[CachedSequence], counts: list[int]) -> set[int]:
+        """Rows of the sequences whose last page is shared and will be written to. The last holder of a page writes to it in place."""
+        rows: set[int] = set()
+        leaving: dict[int, int] = {}
+        for sequence, count in zip(sequences, counts, strict=True):
+            if count and sequence.length % self.page_size:
+                page = sequence.pages[-1]
+                if self._pool.references(page) - leaving.get(page, 0) > 1:
+                    leaving[page] = leaving.get(page, 0) + 1
+                    rows.add(sequence.row)
+        return rows
+
+    def _check_finished(self, id: int, sequence: CachedSequence, length: int, what: str) -> None:
+        """Raise if the first `length` tokens are not written in all layers."""
+        for step in sequence.unfinished:
+            if step.ranges.starts[step.ids.index(id)] < length:
+                raise RuntimeError(f"{what}: a step of sequence {id} has not written all {self.layers} layers: finish the step")
+
+    def _grow_table(self, *, rows: int, width: int) -> None:
+        """Make room for rows and columns, at least doubling what grows. Earlier steps keep the table that they were made with."""
+        old_rows, old_width = self._table.shape
+        if rows <= old_rows and width <= old_width:
+            return
+        new_rows = old_rows if rows <= old_rows else max(rows, 2 * old_rows, 8)
+        new_width = old_width if width <= old_width else max(width, 2 * old_width, 16)
+        with torch.inference_mode(False):
+            table = torch.zeros((new_rows, new_width), dtype=torch.int32, device=self.device)
+        table[:old_rows, :old_width] = self._table
+        self._table = table
+        self._free_rows += range(new_rows - 1, old_rows - 1, -1)

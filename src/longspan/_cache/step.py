@@ -1,0 +1,85 @@
+"""`CacheStep`: room for the new tokens of one model step, used once by every layer.
+
+Legend: n sequences of the step, T new tokens in all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from longspan._kernels.paged import PagedKV, QueryRanges
+
+if TYPE_CHECKING:
+    from longspan._cache.kv_cache import KVCache
+
+
+@dataclass(kw_only=True, eq=False)
+class CacheStep:
+    """The new tokens of one model step. Made by `KVCache.step`; passed to `longspan.attention(cache=step, layer=i)` once per layer.
+
+    Attributes:
+        cache: The cache that the step writes into.
+        ids: Handles of its sequences.
+        ranges: Positions of the new tokens in their sequences.
+        ragged: Whether counts were given one by one: `positions` is [1, T] then, else [n, count].
+    """
+
+    cache: KVCache = field(repr=False)
+    ids: tuple[int, ...]
+    ranges: QueryRanges
+    ragged: bool
+    _used: set[int] = field(default_factory=set, init=False, repr=False)  # layers
+    _checked: int = field(default=-1, init=False, repr=False)  # the cache's version at the last complete check
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Position of each new token in its sequence, int64 on the cache's device: [n, count], or [1, T] if `ragged`."""
+        shape = (1, -1) if self.ragged else (len(self.ids), self.ranges.counts[0] if self.ids else 0)
+        return self.ranges.positions.view(shape)
+
+    def check_layer(self, layer: int) -> None:
+        """Raise unless `layer` is the next to be written by this step."""
+        if self._checked != self.cache.version:
+            self._check_sequences(layer)
+        if layer in self._used:
+            raise RuntimeError(f"cache: layer {layer} of this step was computed before; make a new step with KVCache.step for new tokens")
+        if self._used and layer < max(self._used):
+            raise RuntimeError(f"cache: layers of a step run in ascending order, got layer {layer} after layer {max(self._used)}")
+
+    def _check_sequences(self, layer: int) -> None:
+        """Raise if a sequence was freed or truncated, or if an earlier step has not written this layer."""
+        alone = True
+        for sequence_id in self.ids:
+            sequence = self.cache.sequence(sequence_id)
+            if self not in sequence.unfinished:
+                raise RuntimeError(f"cache: sequence {sequence_id} was truncated after this step was made; make a new step")
+            for earlier in sequence.unfinished[: sequence.unfinished.index(self)]:
+                alone = False
+                if layer not in earlier._used:
+                    raise RuntimeError(
+                        f"cache: steps of a sequence run in order: an earlier step of sequence {sequence_id} has not written layer {layer}"
+                    )
+        if alone:
+            self._checked = self.cache.version
+
+    def finish_layer(self, layer: int) -> None:
+        """Record that a layer was written. After the last layer, the step is finished."""
+        self._used.add(layer)
+        if len(self._used) == self.cache.layers:
+            for sequence_id in self.ids:
+                self.cache.sequence(sequence_id).unfinished.remove(self)
+
+    def write(self, k: Tensor, v: Tensor, layer: int) -> PagedKV:
+        """Write new tokens k [n, G, count, D] or [1, G, T, D], and v alike, into their pages. Returns the KV of the layer."""
+        pages = self.cache.layer_pages(layer)
+        pages.write(tokens_first(k), tokens_first(v), self.ranges)
+        return pages
+
+
+def tokens_first(x: Tensor) -> Tensor:
+    """[n, G, count, D] or [1, G, T, D] as [T, G, D]."""
+    return x[0].transpose(0, 1) if x.shape[0] == 1 else x.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,204 @@
+"""`attention(cache=step, layer=i)`: new tokens written into the paged cache, then attention over each whole sequence.
+
+    new tokens of a sequence      path
+    ────────────────────────      ──────────────────────────────────────────────────────────────────────────
+    at most FEW_QUERIES           split-KV over the pages: all such sequences in one call of the decode kernel
+    more (prefill, chunks)        pages gathered into one tensor per sequence, then the kernels of training
+
+Legend as in `longspan._kernels.paged`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan._cache.step import CacheStep
+from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, refuse_transforms
+from longspan._engine.invariant_mode import is_invariant
+from longspan._engine.sink import sink_state
+from longspan._kernels.paged import PagedKV, PagedWork
+from longspan._kernels.paged_splits import attend_sequence
+from longspan._kernels.protocol import AttentionInputs, Work, like_query, state_dtype
+from longspan._kernels.registry import KernelCall, KernelRefused, check_name, choose
+from longspan._kernels.tiling import Tiling
+from longspan._masks.algebra import Full, Mask, as_mask
+from longspan._masks.block_table import BLOCK_SIZE
+from longspan._masks.classify import TableShape, classify
+from longspan._masks.trace_cache import traces
+from longspan._torch_modes import without_autocast
+
+FEW_QUERIES = 64
+KERNELS = ("auto", "cpu")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CachedCall:
+    """The arguments of `attention` with a cache, besides q, k and v."""
+
+    step: CacheStep
+    layer: Any
+    mask: Any = None
+    score_mod: Any = None
+    scale: float | None = None
+    sink: Tensor | None = None
+    kernel: str = "auto"
+
+
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[Tensor, Tensor]:
+    """(out [n, H, count, E] or [1, H, T, E], lse) after all checks. A call that raises a check's error has written nothing."""
+    step = call.step
+    layer, work = _checked(q, k, v, call)
+    with torch.no_grad(), without_autocast():
+        pages = step.write(k.detach(), v.detach(), layer)
+        results = _Results(q.detach(), step)
+        for i, count in enumerate(step.ranges.counts):
+            if count > FEW_QUERIES:
+                _attend_chunk(results, i, pages, work, call.kernel)
+            elif count:
+                span = step.ranges.starts[i], step.ranges.lengths[i]
+                results.add(i, *attend_sequence(results.queries(i), pages, step.ranges.rows[i], span, i, work))
+    step.finish_layer(layer)
+    return results.out, results.lse
+
+
+class _Results:
+    """q, out and lse of a call, and their parts by sequence."""
+
+    def __init__(self, q: Tensor, step: CacheStep) -> None:
+        self._q, self._ranges = q, step.ranges
+        self._batched = q.shape[0] == len(step.ids)
+        self.out = like_query(q, step.cache.value_dim, q.dtype)
+        self.lse = torch.empty(q.shape[:3], dtype=state_dtype(q.dtype), device=q.device)
+
+    def queries(self, index: int) -> Tensor:
+        """Queries [H, count, D] of a sequence."""
+        return self._part(self._q, index)
+
+    def add(self, index: int, out: Tensor, lse: Tensor) -> None:
+        """Set the results [H, count, E] and [H, count] of a sequence."""
+        self._part(self.out, index).copy_(out)
+        self._part(self.lse, index).copy_(lse)
+
+    def _part(self, x: Tensor, index: int) -> Tensor:
+        if self._batched:
+            return x[index]
+        first = self._ranges.firsts[index]
+        return x[0, :, first : first + self._ranges.counts[index]]
+
+
+def _attend_chunk(results: _Results, index: int, pages: PagedKV, work: PagedWork, kernel: str) -> None:
+    """Many queries of one sequence over its gathered KV, by a kernel of training."""
+    ranges, q = results._ranges, results.queries(index)[None]
+    start, length = ranges.starts[index], ranges.lengths[index]
+    k, v = (x[None] for x in pages.gather(ranges.rows[index], 0, length))
+    inputs = AttentionInputs(q=q, k=k, v=v)
+    state = sink_state(work.sink, q, v, max_scores=False)
+    chosen = None
+    block = (BLOCK_SIZE, BLOCK_SIZE)
+    while True:
+        kernel_work = _chunk_work(work, index, start, length, heads=q.shape[1], block=block)
+        if chosen is None:
+            chosen = choose(kernel, [KernelCall(inputs, kernel_work)]).kernel
+            block = chosen.block_size(inputs, kernel_work.table)
+        if kernel_work.table.block == block:
+            break
+    result = chosen.forward(inputs, kernel_work, state=state, final=True, max_scores=False)
+    results.add(index, result.out[0], result.lse[0])
+
+
+def _chunk_work(work: PagedWork, index: int, start: int, length: int, *, heads: int, block: tuple[int, int]) -> Work:
+    """The work of queries at start … length − 1 over keys at 0 … length − 1, in tiles of `block`."""
+    pos = torch.arange(start, length, block[0])
+    count = (length - pos).clamp(max=block[0])
+    kv_edges = torch.cat([torch.arange(0, length, block[1]), torch.tensor([length])])
+    shape = TableShape(
+        q_len=length - start, kv_len=length, block=block, heads=heads, first_batch=index, edges=(torch.cat([pos, kv_edges[-1:]]), kv_edges)
+    )
+    return Work(
+        table=classify(work.mask, work.mask_captured, shape),
+        q_tiles=Tiling(length=length - start, block=block[0], row=pos - start, pos=pos, count=count),
+        kv_tiles=Tiling(length=length, block=block[1]),
+        scale=work.scale,
+        mask=work.mask,
+        mask_captured=work.mask_captured,
+        score=work.score,
+        score_captured=work.score_captured,
+        first_batch=index,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[int, PagedWork]:
+    """Check every argument. Returns the layer and the traced programs."""
+    step = call.step
+    if not isinstance(step, CacheStep):
+        raise TypeError(f"cache: expected a step made by KVCache.step, got {type(step).__name__}")
+    check_tensors(q, k, v)
+    layer = step.cache.check_tensors(k, v, call.layer)
+    _check_tokens(q, k, step)
+    check_sink(call.sink, q)
+    _check_kernel(call.kernel)
+    refuse_transforms()
+    if is_invariant():
+        raise KernelRefused("cache=…: longspan.invariant() is not supported with a cache; leave the context, or call without a cache")
+    mask = _checked_mask(call.mask, step, q.shape[1])
+    mask_traced = None if mask is None else mask.traced
+    score_traced = None if call.score_mod is None else traces.trace(call.score_mod, "score", score_dtype=state_dtype(q.dtype))
+    mask_captured = [] if mask_traced is None else [t.detach().to(q.device) for t in mask_traced.captured()]
+    score_captured = [] if score_traced is None else score_traced.captured()
+    check_captured(score_captured, q, "score_mod")
+    _refuse_gradients([q, k, v, *([] if call.sink is None else [call.sink]), *score_captured])
+    step.check_layer(layer)
+    return layer, PagedWork(
+        scale=check_scale(call.scale, q.shape[-1]),
+        mask=None if mask_traced is None else mask_traced.program,
+        mask_captured=mask_captured,
+        score=None if score_traced is None else score_traced.program,
+        score_captured=[t.detach().to(q.device) for t in score_captured],
+        sink=None if call.sink is None else call.sink.detach(),
+        window=None if mask is None else mask.left_reach,
+    )
+
+
+def _check_tokens(q: Tensor, k: Tensor, step: CacheStep) -> None:
+    """Raise unless q and k hold the step's new tokens."""
+    counts = step.ranges.counts
+    shapes = [(1, sum(counts))] + ([(len(counts), counts[0])] if len(set(counts)) == 1 else [])
+    for name, x in (("q", q), ("k", k)):
+        if (x.shape[0], x.shape[2]) not in shapes:
+            expected = " or ".join(f"[{b}, heads, {t}, head_dim]" for b, t in reversed(shapes))
+            raise ValueError(f"{name}: expected the step's new tokens, {expected}, got {tuple(x.shape)}")
+
+
+def _check_kernel(kernel: str) -> None:
+    check_name(kernel)
+    if kernel not in KERNELS:
+        raise KernelRefused(f"kernel {kernel!r} does not support cache=…: expected one of {', '.join(map(repr, KERNELS))}")
+
+
+def _checked_mask(value: Any, step: CacheStep, heads: int) -> Mask | None:
+    """The mask of a user's value, None for full attention. A mask made for more tokens than a sequence has is valid for the sequence."""
+    if value is None:
+        return None
+    mask = as_mask(value)
+    extent, longest = mask.extent, max(step.ranges.lengths, default=0)
+    extent.check(f"mask {mask}", batch=len(step.ids), heads=heads)
+    for size in (extent.q_len, extent.kv_len):
+        if size is not None and size < longest:
+            raise ValueError(f"mask {mask} was made for {size} tokens, got a sequence of {longest}: make a mask for these sizes")
+    return None if isinstance(mask, Full) else mask
+
+
+def _refuse_gradients(tensors: Sequence[Tensor]) -> None:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise RuntimeError(
+            "cache=…: attention over a cache has no gradients, got a tensor that requires them; call it in torch.no_grad() or "
+            "torch.inference_mode()"
+        )

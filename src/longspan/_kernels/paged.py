@@ -1,0 +1,126 @@
+"""KV in pages: where the tokens of sequences lie, and the queries at their ends.
+
+Legend: P pages of `page_size` tokens, G KV heads, H query heads, D key head dim, E value head dim; n sequences, T new tokens in all.
+k [P, G, page_size, D], v [P, G, page_size, E]; q [n, H, count, D], or ragged [1, H, T, D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspan._masks.program import Program
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class QueryRanges:
+    """The new tokens of a step: tokens starts[i] … lengths[i] − 1 of sequence i, which are queries and keys.
+
+    Attributes:
+        starts, lengths, rows: On the host, one per sequence; `rows`: of the page table.
+        device_ranges: int32 [4, n]: row of the page table, start, length, and index of the first token among all T.
+        positions: Position of each token in its sequence, int64 [T].
+        token_rows: Row of the page table of each token, int64 [T].
+    """
+
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    rows: tuple[int, ...]
+    device_ranges: Tensor
+    positions: Tensor
+    token_rows: Tensor
+
+    @property
+    def counts(self) -> list[int]:
+        """New tokens of each sequence."""
+        return [length - start for start, length in zip(self.starts, self.lengths, strict=True)]
+
+    @property
+    def firsts(self) -> list[int]:
+        """Index of each sequence's first token among all tokens."""
+        firsts, total = [], 0
+        for count in self.counts:
+            firsts.append(total)
+            total += count
+        return firsts
+
+
+def query_ranges(
+    starts: Sequence[int], lengths: Sequence[int], rows: Sequence[int], also: Sequence[Tensor], device: torch.device
+) -> tuple[QueryRanges, list[Tensor]]:  # fmt: skip
+    """The ranges of a step, and the host tensors `also` (any shape, int64), on the device, by one copy that does not synchronise."""
+    counts = [length - start for start, length in zip(starts, lengths, strict=True)]
+    repeats, total = torch.tensor(counts, dtype=torch.int64), sum(counts)
+    firsts = repeats.cumsum(0) - repeats
+    host = torch.tensor([rows, starts, lengths], dtype=torch.int64).view(3, -1)
+    offsets = torch.arange(total) - firsts.repeat_interleave(repeats)
+    parts = [host, firsts, host[1].repeat_interleave(repeats) + offsets, host[0].repeat_interleave(repeats), *also]
+    joined = torch.cat([p.flatten() for p in parts])
+    if device.type == "cuda":
+        joined = joined.pin_memory()  # a copy from pageable memory would synchronise
+    on_device = joined.to(device, non_blocking=True).split([p.numel() for p in parts])
+    table_ranges, first_tokens, positions, token_rows, *rest = on_device
+    ranges = QueryRanges(
+        starts=tuple(starts),
+        lengths=tuple(lengths),
+        rows=tuple(rows),
+        device_ranges=torch.cat([table_ranges, first_tokens]).int().view(4, -1),
+        positions=positions,
+        token_rows=token_rows,
+    )
+    return ranges, [x.view(p.shape) for x, p in zip(rest, also, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PagedKV:
+    """Keys and values of one layer. `table` [rows, width], int32: page of each `page_size` tokens of a sequence."""
+
+    k: Tensor
+    v: Tensor
+    table: Tensor
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[2]
+
+    def write(self, k: Tensor, v: Tensor, ranges: QueryRanges) -> None:
+        """Write new tokens k [T, G, D] and v [T, G, E] at the positions of `ranges`."""
+        page = self.table[ranges.token_rows, ranges.positions // self.page_size].long()
+        offset = ranges.positions % self.page_size
+        self.k[page, :, offset] = k
+        self.v[page, :, offset] = v
+
+    def gather(self, row: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """(k [G, stop − start, D], v [G, stop − start, E]) of the tokens start … stop − 1 of the sequence in a row of the table."""
+        size = self.page_size
+        pages, skip = self.table[row, start // size : -(-stop // size)].long(), start % size
+        k, v = (x[pages].transpose(0, 1).flatten(1, 2)[:, skip : skip + stop - start] for x in (self.k, self.v))
+        return k, v
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PagedWork:
+    """How scores over pages are computed. Programs read the sequence's index in the step as batch index, and positions in the sequence.
+
+    Attributes:
+        scale: Multiplies q·k before `score`.
+        mask, score: Programs; None: every query sees its whole sequence, and scores stay as they are.
+        mask_captured, score_captured: Tensors that the programs read, on the device of the queries.
+        sink: A logit per query head [H], or None.
+        window: Every visible pair has q − kv < window; None: no such bound. Tokens before the window are not read.
+    """
+
+    scale: float
+    mask: Program | None = None
+    mask_captured: Sequence[Tensor] = ()
+    score: Program | None = None
+    score_captured: Sequence[Tensor] = ()
+    sink: Tensor | None = None
+    window: int | None = None
+
+    def first_key(self, start: int) -> int:
+        """The first token that queries from `start` on can see."""
+        return 0 if self.window is None else max(0, start - self.window + 1)

@@ -1,0 +1,87 @@
+"""Attention of few queries over paged KV in torch operations: split-KV by positions.
+
+Splits are the token ranges [i · SPLIT, (i + 1) · SPLIT) of each sequence, computed on their own and merged by their log-sum-exp. A row's
+bits therefore depend on its sequence and its step alone: not on the other sequences of the call, on pages, or on forks.
+
+Legend as in `longspan._kernels.paged`; one sequence at a time: S splits of C = SPLIT tokens, R = H / G heads of a group, m new tokens.
+Scores are [S, G, R, m, C].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longspan._kernels.nonfinite import masked_product
+from longspan._kernels.paged import PagedKV, PagedWork
+from longspan._kernels.protocol import state_dtype
+
+SPLIT = 512
+
+
+def attend_sequence(q: Tensor, pages: PagedKV, row: int, span: tuple[int, int], index: int, work: PagedWork) -> tuple[Tensor, Tensor]:
+    """(out [H, m, E], lse [H, m]), in the dtype of running results, of queries q [H, m, D] at span[0] … span[1] − 1.
+
+    `row`: of the page table. `index`: the batch index that programs read.
+    """
+    (start, length), (heads, m, dim) = span, q.shape
+    G, wide = pages.k.shape[1], state_dtype(q.dtype)
+    R = heads // G
+    first = work.first_key(start) // SPLIT * SPLIT
+    k, v = (_in_splits(x, wide) for x in pages.gather(row, first, length))
+    S = k.shape[0]
+    rows = (q.to(wide) * work.scale).reshape(1, G, R * m, dim)
+    scores = torch.matmul(rows, k.mT).view(S, G, R, m, SPLIT)
+    b = torch.full((1, 1, 1, 1, 1), index, device=q.device)
+    h = torch.arange(heads, device=q.device).view(1, G, R, 1, 1)
+    at = torch.arange(start, length, device=q.device).view(1, 1, 1, m, 1)
+    kv = torch.arange(first, first + S * SPLIT, device=q.device).view(S, 1, 1, 1, SPLIT)
+    inside = kv < length
+    kv = kv.clamp(max=length - 1)  # programs may look positions up
+    if work.score is not None:
+        scores = work.score(scores, b, h, at, kv, *work.score_captured).to(wide)
+    seen = inside if work.mask is None else inside & work.mask(b, h, at, kv, *work.mask_captured)
+    seen = seen.expand(S, G, R, m, SPLIT)
+    scores = torch.where(seen, scores, -torch.inf)
+    top = scores.amax(-1)
+    p = torch.exp(scores - _finite(top)[..., None])
+    total, acc = p.sum(-1), _values_sum(p, v, seen)
+    return _merged(top.view(S, heads, m), total.view(S, heads, m), acc.view(S, heads, m, -1), work.sink)
+
+
+def _in_splits(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Tokens [G, t, D] as [S, G, SPLIT, D] in `dtype`, with zeros after the last token."""
+    G, tokens, dim = x.shape
+    S = -(-tokens // SPLIT)
+    padded = torch.zeros((G, S * SPLIT, dim), dtype=dtype, device=x.device)
+    padded[:, :tokens] = x
+    return padded.view(G, S, SPLIT, dim).transpose(0, 1)
+
+
+def _values_sum(p: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """p [S, G, R, m, C] @ v [S, G, C, E] over visible pairs."""
+    S, G, R, m, C = p.shape
+    p, seen = p.reshape(S, G, R * m, C), seen.reshape(S, G, R * m, C)
+    return masked_product(torch.matmul, p, v, seen)
+
+
+def _finite(top: Tensor) -> Tensor:
+    """A maximum to subtract: 0 where nothing was seen, because −inf − −inf would be NaN."""
+    return top.masked_fill(top == -torch.inf, 0.0)
+
+
+def _merged(top: Tensor, total: Tensor, acc: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out [H, m, E], lse [H, m]) of splits: maxima [S, H, m], sums of exponentials, sums of exponentials times values."""
+    largest = top.amax(0)
+    if sink is not None:
+        logit = sink.to(top.dtype)[:, None]
+        largest = torch.maximum(largest, logit)
+    base = _finite(largest)
+    weight = torch.exp(top - base)
+    denominator = (total * weight).sum(0)
+    if sink is not None:
+        denominator = denominator + torch.exp(logit - base)
+    seen = denominator != 0  # also where it is NaN: a row that sees a NaN has lse NaN
+    divisor = denominator.masked_fill(~seen, 1.0)
+    out = (acc * weight[..., None]).sum(0) / divisor[..., None]
+    return out, torch.where(seen, base + torch.log(divisor), -torch.inf)

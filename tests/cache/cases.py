@@ -1,0 +1,200 @@
+"""Random cases of attention over a cache against the oracle: `python -m tests.cache.cases --seconds 60` runs as many as fit.
+
+A case draws a cache, then steps, forks, truncations and frees of random sequences. After every step, out and lse of each new token are
+compared with `longspan.testing.oracle` over the tokens that the sequence should hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import longspan as ls
+from longspan._kernels.protocol import state_dtype
+from longspan.testing import oracle
+
+MASKS: dict[str, Callable[[Any, int], Any]] = {
+    "none": lambda rng, length: None,
+    "full": lambda rng, length: ls.full(),
+    "causal": lambda rng, length: ls.causal(),
+    "window": lambda rng, length: ls.sliding_window(rng.randint(1, 40)),
+    "two-sided window": lambda rng, length: ls.sliding_window(rng.randint(0, 20), rng.randint(1, 3)),
+    "causal window": lambda rng, length: ls.causal() & ls.sliding_window(rng.randint(1, 40), 2),
+    "first tokens and window": lambda rng, length: (ls.prefix(rng.randint(0, 8)) | ls.sliding_window(rng.randint(1, 20))) & ls.causal(),
+    "by head": lambda rng, length: ls.mask_mod(lambda b, h, q, kv: (kv <= q) & ((q - kv) % (h + 2) != 1)),
+    "by sequence": lambda rng, length: ls.mask_mod(lambda b, h, q, kv: (kv <= q) & ((kv + b) % 3 != 0)),
+    "blind": lambda rng, length: ls.mask_mod(lambda b, h, q, kv: kv > q + 5),
+    "lookup": lambda rng, length: _lookup_mask(rng, length),
+}
+SCORES: dict[str, Callable[[Any, int, int], Any]] = {
+    "none": lambda rng, heads, length: None,
+    "distance": lambda rng, heads, length: lambda s, b, h, q, kv: s - 0.05 * (q - kv),
+    "softcap": lambda rng, heads, length: lambda s, b, h, q, kv: 2.0 * torch.tanh(s / 2.0),
+    "by sequence": lambda rng, heads, length: lambda s, b, h, q, kv: s * (1 + 0.1 * b),
+    "slopes": lambda rng, heads, length: _slopes(rng, heads),
+    "bias": lambda rng, heads, length: _bias(rng, heads, length),
+}
+
+
+def _lookup_mask(rng: random.Random, length: int) -> Any:
+    visible = torch.rand(length, generator=torch.Generator().manual_seed(rng.randrange(2**30))) < 0.7
+    return ls.mask_mod(lambda b, h, q, kv: visible[kv] & (kv <= q))
+
+
+def _slopes(rng: random.Random, heads: int) -> Any:
+    slopes = torch.rand(heads, generator=torch.Generator().manual_seed(rng.randrange(2**30)))
+    return lambda s, b, h, q, kv: s - slopes[h] * (q - kv).abs()
+
+
+def _bias(rng: random.Random, heads: int, length: int) -> Any:
+    bias = torch.randn(heads, length, generator=torch.Generator().manual_seed(rng.randrange(2**30)))
+    return lambda s, b, h, q, kv: s + bias[h, kv]
+
+
+@dataclass
+class Model:
+    """The tokens that each sequence should hold: per layer k [G, length, D] and v [G, length, E]."""
+
+    layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return self.layers[0][0].shape[1]
+
+
+class Case:
+    """One random case. `run` raises AssertionError with the seed in its message."""
+
+    def __init__(self, seed: int, *, kernel: str = "auto", device: str = "cpu", dtype: torch.dtype | None = None) -> None:
+        self.seed, self.rng, self.kernel, self.device = seed, random.Random(seed), kernel, device
+        rng = self.rng
+        self.dtype = dtype or rng.choice([torch.float32, torch.float32, torch.bfloat16, torch.float64])
+        self.layers, self.kv_heads = rng.choice([1, 1, 2]), rng.choice([1, 2, 3])
+        self.heads, self.dims = self.kv_heads * rng.choice([1, 2, 4]), (rng.choice([16, 32, 24]), rng.choice([16, 40]))
+        self.page_size, self.longest = rng.choice([1, 7, 16, 64]), rng.choice([40, 200, 700])
+        self.cache = ls.KVCache(
+            pages=-(-self.longest // self.page_size) * 6 + 8, page_size=self.page_size, layers=self.layers, kv_heads=self.kv_heads,
+            head_dim=self.dims[0], value_dim=self.dims[1], dtype=self.dtype, device=device,
+        )  # fmt: skip
+        self.generator = torch.Generator().manual_seed(seed)
+        self.models: dict[int, Model] = {}
+        self.mask_name, self.score_name = rng.choice(list(MASKS)), rng.choice(list(SCORES))
+        self.mask = MASKS[self.mask_name](rng, self.longest)
+        self.score_mod = SCORES[self.score_name](rng, self.heads, self.longest)
+        self.sink = torch.randn(self.heads, generator=self.generator) if rng.random() < 0.3 else None
+        self.scale = rng.choice([None, None, 0.3, -0.2])
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
+
+    def run(self) -> None:
+        try:
+            for _ in range(self.rng.randint(2, 6)):
+                self.act()
+        except Exception as error:
+            raise AssertionError(f"case {self.seed}: mask {self.mask_name!r}, score {self.score_name!r}, {self.dtype}: {error}") from error
+
+    def act(self) -> None:
+        rng = self.rng
+        if len(self.models) < 3:
+            for sequence_id in self.cache.allocate(rng.randint(1, 2)):
+                empty = [(self.randn(self.kv_heads, 0, d), self.randn(self.kv_heads, 0, e)) for d, e in [self.dims] * self.layers]
+                self.models[sequence_id] = Model(empty)
+        chosen = rng.sample(sorted(self.models), rng.randint(1, len(self.models)))
+        self.step(chosen)
+        if rng.random() < 0.4:
+            parent = rng.choice(sorted(self.models))
+            self.models[self.cache.fork(parent)] = Model(list(self.models[parent].layers))
+        if rng.random() < 0.4:
+            shrunk = rng.choice(sorted(self.models))
+            length = rng.randint(0, self.models[shrunk].length)
+            self.cache.truncate(shrunk, length)
+            self.models[shrunk].layers = [(k[:, :length], v[:, :length]) for k, v in self.models[shrunk].layers]
+        while len(self.models) > 4:
+            ended = rng.choice(sorted(self.models))
+            self.cache.free(ended)
+            del self.models[ended]
+
+    def step(self, ids: list[int]) -> None:
+        """New tokens of all these sequences in every layer, compared with the oracle."""
+        rng, shortest_room = self.rng, min(self.longest - self.models[i].length for i in ids)
+        if shortest_room < 1:
+            return
+        if rng.random() < 0.4:
+            one = rng.randint(1, min(8, shortest_room))
+            counts, given = [one] * len(ids), one
+        else:
+            counts = [rng.choice([0, 1, 1, 5, rng.randint(1, self.longest)]) for _ in ids]
+            counts = given = [min(c, self.longest - self.models[i].length) for c, i in zip(counts, ids)]
+        step = self.cache.step(ids, given)
+        batched = len(set(counts)) == 1 and rng.random() < 0.7
+        shape = (len(ids), counts[0]) if batched else (1, sum(counts))
+        starts = [self.models[i].length for i in ids]
+        flat = [p for s, c in zip(starts, counts) for p in range(s, s + c)]
+        assert step.positions.flatten().tolist() == flat
+        for layer in range(self.layers):
+            q, k, v = (
+                self.randn(shape[0], heads, shape[1], dim)
+                for heads, dim in ((self.heads, self.dims[0]), (self.kv_heads, self.dims[0]), (self.kv_heads, self.dims[1]))
+            )
+            sink = None if self.sink is None else self.sink.to(self.device)
+            out, lse = ls.attention(
+                *(x.to(self.device) for x in (q, k, v)), cache=step, layer=layer, mask=self.mask, score_mod=self.score_mod,
+                scale=self.scale, sink=sink, return_lse=True, kernel=self.kernel,
+            )  # fmt: skip
+            assert out.dtype == self.dtype and out.shape == (*q.shape[:3], self.dims[1]) and lse.shape == q.shape[:3]
+            offset = 0
+            for index, (sequence_id, count, start) in enumerate(zip(ids, counts, starts)):
+                part = partial(_part, index=index if batched else None, span=slice(offset, offset + count))
+                old_k, old_v = self.models[sequence_id].layers[layer]
+                new = torch.cat([old_k, part(k)], 1), torch.cat([old_v, part(v)], 1)
+                self.models[sequence_id].layers[layer] = new
+                if count:
+                    self.compare(part(q), new, (part(out).cpu(), part(lse).cpu()), index, start)
+                offset += count
+
+    def compare(self, q: Tensor, kv: tuple[Tensor, Tensor], got: tuple[Tensor, Tensor], index: int, start: int) -> None:
+        """Raise unless out and lse of one sequence's new tokens are as near the oracle's as the dtype allows."""
+        mask, score = self.mask, self.score_mod
+        at_mask = None if mask is None else lambda b, h, q, kv: mask(b + index, h, q + start, kv)
+        at_score = None if score is None else lambda s, b, h, q, kv: score(s, b + index, h, q + start, kv)
+        args = {"mask": at_mask, "score_mod": at_score, "scale": self.scale, "sink": self.sink}
+        out, lse = oracle(q[None], kv[0][None], kv[1][None], return_lse=True, **args)
+        # One rounding of out to its dtype; scores are some tens, so that exponents err by some tens of roundings.
+        wide = 256 * torch.finfo(state_dtype(self.dtype)).eps
+        largest = 1 + float(kv[1].double().abs().max())
+        torch.testing.assert_close(got[0].double(), out[0], rtol=0, atol=largest * (torch.finfo(self.dtype).eps + wide))
+        torch.testing.assert_close(got[1].double(), lse[0], rtol=wide, atol=wide)
+
+
+def _part(x: Tensor, *, index: int | None, span: slice) -> Tensor:
+    """The tokens of one sequence: a row of a batch, or a span of a ragged tensor."""
+    return x[0, :, span] if index is None else x[index]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first case")
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default=None, help="such as bfloat16; drawn at random by default")
+    options = parser.parse_args()
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    end, seed = time.monotonic() + options.seconds, options.first
+    while time.monotonic() < end:
+        Case(seed, kernel=options.kernel, device=options.device, dtype=dtype).run()
+        seed += 1
+    print(f"{seed - options.first} cases passed, seeds {options.first} to {seed - 1}")
+
+
+if __name__ == "__main__":
+    main()
