@@ -59,6 +59,7 @@ bench: install ## what can be measured without a GPU
 	$(BIN)/python bench/cpu.py
 	$(BIN)/python bench/plans.py
 	$(BIN)/python bench/engine_cpu.py
+	$(BIN)/python bench/memory_cpu.py
 
 bench-gpu: ## on a Hopper GPU: kernels against their peers, the engine against torch's ring, into bench/results; installs nothing
 	PYTHONPATH=src:. $(PYTHON) bench/hopper.py --json | tee bench/results/hopper.txt

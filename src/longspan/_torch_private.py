@@ -27,6 +27,9 @@
 `_saved_tensors_hooks_is_enabled`  Whether saved-tensor hooks may be set: torch.func forbids them, and tells it nowhere in public.
 `_cuda_getCurrentRawStream`, `_cuda_getDevice`  The current stream as the CUDA driver takes it, and the current device, where CUDA is known
                           to be initialised. `torch.cuda.current_stream` builds an object, which takes as long as the launch itself.
+`TorchDispatchMode`       The documented class of dispatch modes lives in a module with a private name.
+`_SetExcludeDispatchKeyGuard`  A dispatch mode runs below autograd, where `detach` gives a tensor a version of its own. With the guard, it
+                          shares the version, so that later modifications in place can be seen; torch's selective checkpointing does so.
 `_assert_async`           A check of values on a CUDA device without reading them on the host; no public function does it.
 `tracing`                 `make_fx` takes the fake mode of a compilation in progress from this context, whatever modes are active.
 """
@@ -48,7 +51,7 @@ from torch._higher_order_ops.base_hop import BaseHOP
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
@@ -57,9 +60,11 @@ if TYPE_CHECKING:
 __all__ = [
     "BaseHOP",
     "OpOverload",
+    "TorchDispatchMode",
     "assert_on_device",
     "current_cuda_device",
     "current_raw_stream",
+    "detached_below_autograd",
     "dynamo_is_at_work",
     "foreign_function_modes_are_active",
     "function_modes_are_active",
@@ -160,6 +165,12 @@ def number_of(scalar: Tensor) -> float | int | bool:
     """What a real tensor of one element holds, whatever modes are active. Takes no lock: it is called within traces."""
     with _disable_current_modes():
         return scalar.item()
+
+
+def detached_below_autograd(tensor: Tensor) -> Tensor:
+    """`tensor.detach()` inside of a dispatch mode, with the tensor's version."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # type: ignore[attr-defined]
+        return tensor.detach()
 
 
 def process_group_by_name(name: str) -> ProcessGroup | None:

@@ -5,6 +5,7 @@ Public modules:
 - `longspan.integrations.transformers`: `attn_implementation="longspan"` (needs transformers).
 - `longspan.integrations.trainer`: `SpanningTrainer`, a `transformers.Trainer` with a mesh (needs transformers and accelerate).
 - `longspan.integrations.loss`: the exact loss of a sequence that is split over ranks.
+- `longspan.integrations.memory`: checkpointing that computes attention once, host memory, tiled MLPs and loss for long steps.
 
 `prepare_batch` is here too, for models other than transformers'.
 """
@@ -16,15 +17,16 @@ from longspan.integrations._batch import PlanOptions, PreparedBatch, prepare_bat
 
 if TYPE_CHECKING:
     from longspan.integrations import loss as loss
+    from longspan.integrations import memory as memory
     from longspan.integrations import trainer as trainer
     from longspan.integrations import transformers as transformers
 else:
 
     def __getattr__(name: str) -> Any:
         """Import a public module when it is asked for: transformers takes seconds to import."""
-        if name in ("loss", "trainer", "transformers"):
+        if name in ("loss", "memory", "trainer", "transformers"):
             return import_module(f"longspan.integrations.{name}")
         raise AttributeError(f"module 'longspan.integrations' has no attribute {name!r}")
 
 
-__all__ = ["PlanOptions", "PreparedBatch", "loss", "prepare_batch", "trainer", "transformers"]
+__all__ = ["PlanOptions", "PreparedBatch", "loss", "memory", "prepare_batch", "trainer", "transformers"]

@@ -33,6 +33,7 @@ from longspan.integrations._configs import NAME, check_config, dropout_field
 from longspan.integrations._model_mask import CompiledMask, ModelMask, foreign_part, with_offsets
 from longspan.integrations._plan_use import checked_call, plan_in_context, record_use, searching
 from longspan.integrations._plans import FULL, SLIDING, ModelPlans
+from longspan.integrations.memory import long_context
 
 try:
     from transformers import AttentionInterface, PreTrainedModel, masking_utils
@@ -42,7 +43,7 @@ except ImportError as error:
         f"longspan.integrations.transformers needs transformers 5.22 or later ({error}): pip install 'longspan[hf]'"
     ) from error
 
-__all__ = ["NAME", "PreparedBatch", "attention_forward", "attention_mask", "prepare_batch"]
+__all__ = ["NAME", "PreparedBatch", "attention_forward", "attention_mask", "long_context", "prepare_batch"]
 
 # Keyword arguments of a layer that do not change its attention, or repeat the mask.
 _IGNORED_KEYWORDS = (

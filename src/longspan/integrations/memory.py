@@ -1,0 +1,232 @@
+"""Memory of long training steps: checkpointing that computes attention once, inputs of layers on the host, tiled MLPs, a tiled loss.
+
+    from longspan.integrations import memory
+    x = memory.checkpoint(layer, x)                               # any function of tensors
+    loss = memory.causal_lm_loss(model, batch)                    # a transformers model, without logits [S, V]
+    model = memory.long_context(model, mesh, mlp_chunk=8192)      # a transformers model, all of it
+
+Legend: S tokens of this rank, V vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint as torch_checkpoint
+
+from longspan._engine import ops
+from longspan.integrations._host_store import HostStore, HostTensor
+from longspan.integrations._kept_attention import record_and_replay
+from longspan.integrations.loss import linear_token_loss, shift_labels, token_count
+
+__all__ = ["Place", "causal_lm_loss", "checkpoint", "long_context", "tile_mlps", "tiled"]
+
+Place = Literal["device", "host"]
+_MIN_BYTES = 1 << 20  # smaller inputs stay on the device
+_CHECK_TOKENS, _LARGE = 4, 1000.0  # tokens of a trial, and a factor of their logits that a soft cap would show
+
+
+def checkpoint(fn: Callable[..., Any], *args: Any, keep: Place = "device", inputs: Place = "device", **kwargs: Any) -> Any:
+    """fn(*args, **kwargs), whose backward pass computes its activations again, except the results of attention.
+
+    Attention runs once. Kept from the forward pass: the arguments, and out and lse of every `longspan.attention` in `fn`. With a plan, the
+    recomputation communicates nothing.
+
+    Args:
+        fn: A layer, or any function of tensors. It must do the same each time.
+        keep: Where out and lse wait: on their device or in pinned host memory, from where they return ahead of the backward pass.
+        inputs: Where tensors among the arguments wait.
+
+    Returns:
+        What `fn` returns.
+    """
+    kept_on, inputs_on = (HostStore() if place == "host" else None for place in (_checked("keep", keep), _checked("inputs", inputs)))
+    if torch.compiler.is_compiling():
+        if (keep, inputs) != ("device", "device"):
+            raise ValueError("memory.checkpoint: host memory is not supported under torch.compile: expected keep='device', inputs='device'")
+        contexts = functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, [ops.attend._opoverload])
+        return torch_checkpoint.checkpoint(fn, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return _checkpoint(fn, *args, keep=kept_on, inputs=inputs_on, **kwargs)
+
+
+def _checked(argument: str, place: str) -> str:
+    if place not in ("device", "host"):
+        raise ValueError(f"longspan.integrations.memory: expected {argument}='device' or 'host', got {place!r}")
+    return place
+
+
+def _checkpoint(fn: Callable[..., Any], *args: Any, keep: HostStore | None, inputs: HostStore | None, **kwargs: Any) -> Any:
+    """`checkpoint` with stores that several layers share: the next tensor returns while a layer computes."""
+    call = functools.partial(
+        torch_checkpoint.checkpoint, fn, *args, use_reentrant=False, context_fn=functools.partial(record_and_replay, keep), **kwargs
+    )
+    if inputs is None:
+        return call()
+    store = inputs
+
+    def pack(t: Tensor) -> Tensor | HostTensor:
+        return store.put(t) if t.is_cuda and t.numel() * t.element_size() >= _MIN_BYTES and not isinstance(t, nn.Parameter) else t
+
+    def unpack(t: Tensor | HostTensor) -> Tensor:
+        return t.read() if isinstance(t, HostTensor) else t
+
+    # Inside of `fn`, the hooks of torch's checkpoint take over: these see its arguments only.
+    with saved_tensors_hooks(pack, unpack):
+        return call()
+
+
+def tiled(fn: Callable[[Tensor], Tensor], x: Tensor, *, chunk: int, dim: int = -2) -> Tensor:
+    """fn(x) for a function of single tokens, with the activations of `chunk` tokens in memory at a time.
+
+    Backward computes them again, chunk by chunk.
+
+    Args:
+        fn: A function that treats every token alike, such as an MLP.
+        x: Tokens along `dim`.
+        chunk: Tokens at a time.
+        dim: The dim of tokens, in x and in the result.
+    """
+    if chunk < 1:
+        raise ValueError(f"memory.tiled: expected chunk of at least 1 token, got {chunk}")
+    if x.shape[dim] <= chunk:
+        return fn(x)
+    return torch.cat([torch_checkpoint.checkpoint(fn, part, use_reentrant=False) for part in x.split(chunk, dim)], dim)
+
+
+def tile_mlps(model: nn.Module, chunk: int) -> list[str]:
+    """Compute the MLPs of a model by `tiled`, in place.
+
+    An MLP is a module whose class name ends in "MLP" and that consists of linear layers and modules without parameters, so that it treats
+    every token alike. Mixtures of experts stay as they are.
+
+    Args:
+        model: Any module.
+        chunk: Tokens at a time.
+
+    Returns:
+        The names of these modules.
+    """
+    names = [name for name, module in model.named_modules() if _is_mlp(module)]
+    for name in names:
+        module = model.get_submodule(name)
+        module.forward = functools.partial(tiled, module.forward, chunk=chunk)
+    return names
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    leaves = [m for m in module.modules() if not list(m.children())]
+    plain = all(isinstance(m, nn.Linear) or not list(m.parameters()) for m in leaves)
+    return type(module).__name__.endswith("MLP") and plain and not list(module.parameters(recurse=False)) and len(leaves) > 1
+
+
+def causal_lm_loss(model: Any, batch: Mapping[str, Any], *, chunk: int = 4096) -> Tensor:
+    """The loss of a transformers causal LM on a batch, with the logits of `chunk` tokens in memory at a time.
+
+    The same value as `model(**batch).loss`: of a whole batch with `labels`, or this rank's share of a batch from `prepare_batch`.
+
+    Args:
+        model: A `PreTrainedModel` whose logits are a linear layer of the last hidden states.
+        batch: Keyword arguments of the model's forward, with `labels`.
+        chunk: Tokens whose logits are in memory at once.
+
+    Raises:
+        ValueError: The batch has no labels, or the model's logits are something else than a linear layer.
+    """
+    keywords = dict(batch)
+    labels, shifted, count = (keywords.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch"))
+    if labels is None and shifted is None:
+        raise ValueError("memory.causal_lm_loss: expected labels in the batch")
+    _check_head(model)
+    hidden = model.base_model(**{"use_cache": False, **keywords}).last_hidden_state
+    targets = shift_labels(labels) if shifted is None else shifted
+    weight = model.get_output_embeddings().weight
+    targets = targets.to(hidden.device)
+    return linear_token_loss(hidden, weight, targets, count=token_count(targets) if count is None else count, chunk=chunk)
+
+
+def _check_head(model: Any) -> None:
+    """Raise ValueError unless the model's logits are linear(last hidden states, output embedding), tried once with a few tokens."""
+    if getattr(model, "_longspan_linear_head", False):
+        return
+    head, name = model.get_output_embeddings(), type(model).__name__
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise ValueError(f"memory.causal_lm_loss: expected an output layer nn.Linear without bias, got {head} in {name}")
+    if getattr(model.config, "output_router_logits", False):
+        raise ValueError("memory.causal_lm_loss: expected output_router_logits=False: the load-balancing loss is not computed")
+    ids = torch.arange(_CHECK_TOKENS, device=model.get_input_embeddings().weight.device)[None]
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def enlarge(_head: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        seen.append((args[0], _LARGE * output))
+        return seen[-1][1]
+
+    training, hook = model.training, head.register_forward_hook(enlarge)
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    finally:
+        hook.remove()
+        model.train(training)
+    if len(seen) != 1 or not torch.allclose(seen[0][0], hidden) or not torch.allclose(logits.to(seen[0][1].dtype), seen[0][1]):
+        raise ValueError(
+            f"memory.causal_lm_loss: {name} changes its hidden states or logits around the output layer (a soft cap or a factor): expected "
+            "logits that are linear in the last hidden states. Use model(**batch).loss"
+        )
+    model._longspan_linear_head = True
+
+
+def long_context(
+    model: Any, mesh: Any = None, *, keep: Place = "device", inputs: Place = "device", mlp_chunk: int | None = None,
+    loss_chunk: int = 4096, gradients: Literal["mean", "sum"] = "mean", **options: Any,
+) -> Any:  # fmt: skip
+    """Prepare a transformers causal LM for long training steps, in place: one call for everything in this module.
+
+    In training mode, every decoder layer runs by `checkpoint`, MLPs run by `tiled`, and `model(**batch)` with labels computes the loss by
+    `causal_lm_loss`, without logits. In evaluation mode the model is as before, apart from the attention implementation.
+
+    Args:
+        model: A `PreTrainedModel` that supports gradient checkpointing. Its attention implementation becomes "longspan".
+        mesh: The ranks that share a sequence, as `prepare_batch` takes them. The model then takes whole batches. None: one device, or
+            batches from `prepare_batch`.
+        keep: Where attention's results wait for the backward pass.
+        inputs: Where the inputs of layers wait.
+        mlp_chunk: Tokens at a time in MLPs; None leaves them whole.
+        loss_chunk: Tokens whose logits are in memory at once.
+        gradients: As in `prepare_batch`.
+        **options: Keywords of `longspan.plan` for `prepare_batch`.
+
+    Returns:
+        The model.
+    """
+    from transformers.modeling_outputs import CausalLMOutput
+
+    from longspan.integrations.transformers import NAME, prepare_batch
+
+    model.set_attn_implementation(NAME)
+    kept_on, inputs_on = (HostStore() if place == "host" else None for place in (_checked("keep", keep), _checked("inputs", inputs)))
+    model.gradient_checkpointing_enable()
+    for module in model.modules():
+        # transformers has no public way to set the function itself, only keywords of torch's.
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = functools.partial(_checkpoint, keep=kept_on, inputs=inputs_on)
+    if mlp_chunk is not None:
+        tile_mlps(model, mlp_chunk)
+    plain_forward = model.forward
+
+    @functools.wraps(plain_forward)
+    def forward(*args: Any, **batch: Any) -> Any:
+        if not model.training or args or batch.get("labels") is None:
+            return plain_forward(*args, **batch)
+        if mesh is not None and batch.get("longspan_plan") is None:
+            batch = dict(prepare_batch(batch, mesh, config=model, gradients=gradients, **options))
+        return CausalLMOutput(loss=causal_lm_loss(model, batch, chunk=loss_chunk))  # type: ignore[arg-type]
+
+    model.forward = forward
+    return model

@@ -1,0 +1,219 @@
+"""Long training steps: attention computed once, tensors on the host, tiled MLPs and loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import longspan as ls
+from longspan._engine import ops
+from longspan.integrations import memory
+from longspan.testing import virtual_world
+
+transformers = pytest.importorskip("transformers")
+lst = pytest.importorskip("longspan.integrations.transformers")
+
+
+@pytest.fixture
+def forward_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one at each forward pass of attention."""
+    calls: list[int] = []
+    run = ops.run_forward
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return run(*args)
+
+    monkeypatch.setattr(ops, "run_forward", counted)
+    return calls
+
+
+def qkv(tokens: int = 70) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = (2, 4, tokens, 16), (2, 2, tokens, 16), (2, 2, tokens, 24)
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Two attention calls between operations that are recomputed."""
+    first = ls.attention(q.sin(), k.cos(), v.exp(), mask=ls.causal())
+    second, lse = ls.attention(q, k, v.sin(), mask=ls.sliding_window(9), return_lse=True)
+    return first.tanh() * second + lse[..., None].sin()
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_checkpoint_computes_attention_once(forward_calls: list[int], place: memory.Place) -> None:
+    tensors = qkv()
+    expected = torch.autograd.grad(layer(*tensors).square().sum(), tensors)
+    forward_calls.clear()
+    out = memory.checkpoint(layer, *tensors, keep=place, inputs=place)
+    torch.testing.assert_close(out, layer(*tensors), rtol=0, atol=0)
+    forward_calls.clear()
+    grads = torch.autograd.grad(out.square().sum(), tensors, retain_graph=True)
+    again = torch.autograd.grad(out.square().sum(), tensors)
+    assert not forward_calls
+    for got, second, want in zip(grads, again, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        torch.testing.assert_close(second, want, rtol=0, atol=0)
+
+
+def test_checkpoint_of_a_planned_call_communicates_once() -> None:
+    tensors, world = qkv(), virtual_world(3)
+
+    def run(mesh: Any, checkpointed: bool) -> list[Tensor]:
+        plan = ls.plan(ls.causal(), 70, mesh, layout="head_tail")
+        leaves = [plan.shard(t.detach(), 2).requires_grad_() for t in tensors]
+
+        def planned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return ls.attention(q.sin(), k, v, plan=plan).cos()
+
+        out = memory.checkpoint(planned, *leaves) if checkpointed else planned(*leaves)
+        return list(torch.autograd.grad(out.sum(), leaves))
+
+    plain, sent = world.run(lambda mesh: run(mesh, False)), world.bytes_sent
+    again = world.run(lambda mesh: run(mesh, True))
+    assert world.bytes_sent == 2 * sent
+    for rank, other in zip(plain, again, strict=True):
+        for got, want in zip(other, rank, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_results_of_attention_that_were_modified_raise() -> None:
+    def modifies(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = ls.attention(q, k, v)
+        with torch.no_grad():
+            out.mul_(2)
+        return out.sin()
+
+    q, k, v = qkv()
+    out = memory.checkpoint(modifies, q, k, v)
+    with pytest.raises(RuntimeError, match=r"modified in place|modified by an inplace"):
+        out.sum().backward()
+
+
+def test_more_attention_calls_in_the_recomputation_raise() -> None:
+    calls: list[int] = []
+
+    def changes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        calls.append(1)
+        out = ls.attention(q, k, v)
+        return out.sin() if len(calls) == 1 else ls.attention(out, k, v).sin()
+
+    q, k, v = qkv()
+    out = memory.checkpoint(changes, q, k, v[..., :16])
+    with pytest.raises(RuntimeError, match="expected 1 attention calls"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("argument", ["keep", "inputs"])
+def test_unknown_places_are_refused(argument: str) -> None:
+    with pytest.raises(ValueError, match=f"{argument}='device' or 'host', got 'disk'"):
+        memory.checkpoint(layer, *qkv(), **{argument: "disk"})
+
+
+def test_checkpoint_compiles(forward_calls: list[int]) -> None:
+    q, k, v = qkv(20)
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ls.attention(q.sin(), k, v).cos()
+
+    compiled = torch.compile(lambda *x: memory.checkpoint(block, *x), backend="aot_eager", fullgraph=True)
+    grads = torch.autograd.grad(compiled(q, k, v).sum(), (q, k, v))
+    for got, want in zip(grads, torch.autograd.grad(block(q, k, v).sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("tokens", [1, 10, 23])
+def test_tiled_equals_whole(tokens: int) -> None:
+    torch.manual_seed(1)
+    mlp = nn.Sequential(nn.Linear(6, 11), nn.GELU(), nn.Linear(11, 6)).double()
+    x = torch.randn(2, tokens, 6, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *mlp.parameters()]
+    expected = mlp(x)
+    got = memory.tiled(mlp, x, chunk=10)
+    torch.testing.assert_close(got, expected)
+    weight = torch.randn_like(expected)
+    for a, b in zip(torch.autograd.grad(got, leaves, weight), torch.autograd.grad(expected, leaves, weight), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def tiny(kind: str, **more: Any) -> Any:
+    sizes = {
+        "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, **more,
+    }  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    torch.manual_seed(3)
+    return getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="longspan").double()
+
+
+def batch_of(tokens: int = 50) -> dict[str, Tensor]:
+    torch.manual_seed(4)
+    ids = torch.randint(61, (2, tokens))
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape) < 0.2, -100)}
+
+
+def gradients(model: Any) -> list[Tensor]:
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return grads
+
+
+def test_mlps_are_tiled_but_not_experts() -> None:
+    assert memory.tile_mlps(tiny("Llama"), 8) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    mixture = tiny("Mixtral", num_local_experts=2)
+    assert not any("experts" in name or name.endswith("block_sparse_moe") for name in memory.tile_mlps(mixture, 8))
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_long_context_gives_the_plain_loss_and_gradients(forward_calls: list[int], place: memory.Place) -> None:
+    model, batch = tiny("Llama"), batch_of()
+    model.train()
+    expected = model(**batch).loss
+    expected.backward()
+    want = gradients(model)
+    forward_calls.clear()
+    lst.long_context(model, keep=place, inputs=place, mlp_chunk=16, loss_chunk=7)
+    output = model(**batch)
+    output.loss.backward()
+    assert len(forward_calls) == 6  # two layers, and twice two in the trial of the head
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, expected.detach().double(), rtol=1e-6, atol=0)
+    for a, b in zip(gradients(model), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    model.eval()
+    assert model(**batch).logits.shape == (2, 50, 61)
+
+
+def test_long_context_over_ranks_takes_whole_batches() -> None:
+    batch = batch_of()
+    plain = tiny("Qwen3")
+    plain.train()
+    expected = plain(**batch).loss
+    expected.backward()
+    want = gradients(plain)
+
+    def rank(mesh: Any) -> tuple[Tensor, list[Tensor]]:
+        model = tiny("Qwen3").train()
+        model.load_state_dict(plain.state_dict())
+        memory.long_context(model, mesh, mlp_chunk=8, loss_chunk=9, gradients="sum")
+        loss = model(**batch).loss
+        loss.backward()
+        return loss.detach(), gradients(model)
+
+    ranks = virtual_world(3).run(rank)
+    torch.testing.assert_close(torch.stack([loss for loss, _ in ranks]).sum(), expected.detach().double(), rtol=1e-6, atol=0)
+    for i, b in enumerate(want):
+        torch.testing.assert_close(torch.stack([grads[i] for _, grads in ranks]).sum(0), b, rtol=1e-5, atol=1e-7)
+
+
+def test_models_that_change_their_logits_are_refused() -> None:
+    for model in (tiny("Gemma2", final_logit_softcapping=5.0), tiny("Granite", logits_scaling=3.0)):
+        with pytest.raises(ValueError, match="changes its hidden states or logits"):
+            memory.causal_lm_loss(model, batch_of())
+        assert model.training == tiny("Llama").training
+    with pytest.raises(ValueError, match="expected labels"):
+        memory.causal_lm_loss(tiny("Llama"), {"input_ids": torch.ones(1, 3, dtype=torch.long)})
