@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from enum import Enum
+from enum import Enum, auto
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -23,12 +24,27 @@ from longspan._dropin.context import Context
 from longspan._dropin.dispatcher import AttentionDispatcher
 from longspan._dropin.global_layout import chunked
 from longspan._dropin.intercept import AttentionMode, intercepting
+from longspan._masks.constructors import mask_mod as as_mask_value
 from longspan._plan.layout import Layout
 from longspan._plan.sharding import shard, unshard
 from longspan._torch_private import tree_flatten, tree_unflatten
 from longspan.torch_compat import _dispatcher
 from longspan.torch_compat._block_mask import ShardedBlockMask
 from longspan.torch_compat._cp_custom_ops import flex_cp_allgather
+from longspan.torch_compat._handlers import (
+    ArgsType,
+    InputFnType,
+    KwargsType,
+    OutputFnType,
+    _distribute_function,
+    _replaced_functions,
+    _restore_function,
+    _sdpa_handler,
+    aten,
+    custom_ops,
+    existing_custom_ops,
+    logger,
+)
 from longspan.torch_compat._load_balancer import (
     _create_default_load_balancer,
     _HeadTailLoadBalancer,
@@ -39,30 +55,108 @@ from longspan.torch_compat._load_balancer import (
 )
 from longspan.torch_compat._options import (
     _CausalBehavior,
+    _ContextParallelOptions,
     _cp_options,
     _is_causal_behavior,
     _RotateMethod,
     set_rotate_method,
     strategy,
 )
+from longspan.torch_compat._ring import (
+    _AllGatherRotater,
+    _AllToAllRotater,
+    _AttentionOp,
+    _create_rotater,
+    _maybe_wait,
+    _partial_update,
+    _RingRotater,
+    _SDPAMerger,
+    _templated_ring_attention,
+    _templated_ring_attention_backward,
+)
+from longspan.torch_compat._ring_kernels import (
+    _scaled_dot_product_ring_cudnn_attention,
+    _scaled_dot_product_ring_cudnn_attention_backward,
+    _scaled_dot_product_ring_efficient_attention,
+    _scaled_dot_product_ring_efficient_attention_backward,
+    _scaled_dot_product_ring_flash_attention,
+    _scaled_dot_product_ring_flash_attention_backward,
+)
+from longspan.torch_compat._sharding_rules import register_cp_sharding_rules, unregister_cp_sharding_rules
 
 __all__ = [
+    "ArgsType",
+    "CPBuffer",
+    "CPBufferContainer",
+    "CPBufferSeqDims",
+    "InputFnType",
+    "KwargsType",
+    "OutputFnType",
+    "_AllGatherRotater",
+    "_AllToAllRotater",
+    "_AttentionOp",
     "_CausalBehavior",
     "_ContextParallel",
+    "_ContextParallelOptions",
+    "_DispatchMode",
     "_HeadTailLoadBalancer",
     "_LoadBalancer",
     "_PTRRLoadBalancer",
     "_PerDocumentHeadTailLoadBalancer",
+    "_RingRotater",
     "_RotateMethod",
+    "_SDPAMerger",
+    "_compiled_create_block_mask",
+    "_context_parallel_buffers",
     "_context_parallel_shard",
     "_cp_options",
+    "_create_cp_block_mask",
+    "_create_rotater",
     "_disable_context_parallel_dispatcher",
+    "_disable_context_parallel_dispatcher_impl",
+    "_disable_cp_dtensor_dispatcher",
+    "_dispatch_mode",
+    "_distribute_function",
     "_enable_context_parallel_dispatcher",
+    "_enable_context_parallel_dispatcher_impl",
+    "_enable_cp_dtensor_dispatcher",
     "_is_causal_behavior",
+    "_maybe_wait",
+    "_partial_update",
+    "_replaced_functions",
+    "_restore_function",
+    "_scaled_dot_product_ring_cudnn_attention",
+    "_scaled_dot_product_ring_cudnn_attention_backward",
+    "_scaled_dot_product_ring_efficient_attention",
+    "_scaled_dot_product_ring_efficient_attention_backward",
+    "_scaled_dot_product_ring_flash_attention",
+    "_scaled_dot_product_ring_flash_attention_backward",
+    "_sdpa_handler",
+    "_templated_ring_attention",
+    "_templated_ring_attention_backward",
+    "aten",
     "context_parallel",
     "context_parallel_unshard",
+    "custom_ops",
+    "existing_custom_ops",
+    "logger",
     "set_rotate_method",
 ]
+
+
+class _DispatchMode(Enum):
+    """How SDPA is replaced: for local shards by `context_parallel`, for DTensors by `_context_parallel_shard`'s users."""
+
+    MONKEY_PATCH = auto()
+    MODULE_WRAPPER = auto()
+
+
+_dispatch_mode: _DispatchMode = _DispatchMode.MONKEY_PATCH
+_compiled_create_block_mask = None  # torch compiles the creation of block masks; block tables need no compiler
+
+CPBuffer: TypeAlias = Tensor | BlockMask
+CPBufferContainer: TypeAlias = Sequence[CPBuffer] | Mapping[str, CPBuffer]
+CPBufferSeqDims: TypeAlias = Sequence[int] | Mapping[str, int]
 
 
 @contextmanager
@@ -78,6 +172,8 @@ def context_parallel(
     The layout is head-tail if `_cp_options.enable_load_balance` is set and 2N divides every length, else contiguous. KV moves as
     `set_rotate_method` says.
     """
+    global _dispatch_mode
+    _dispatch_mode = _DispatchMode.MONKEY_PATCH
     made = make_buffers(list(buffers or []), list(buffer_seq_dims or []), list(no_restore_buffers or []))
     lengths = list(dict.fromkeys(b.length for b in made))
     ranks, enabled = as_mesh(mesh).size, _cp_options.enable_load_balance
@@ -98,12 +194,37 @@ def _head_tail_or_contiguous(length: int, ranks: int, *, balanced: bool) -> Layo
 
 def _enable_context_parallel_dispatcher() -> None:
     """Run SDPA on DTensors that are sharded along the sequence over their mesh, in this thread, from now on."""
-    _dispatcher.enable()
+    _enable_cp_dtensor_dispatcher()
 
 
 def _disable_context_parallel_dispatcher() -> None:
     """Undo `_enable_context_parallel_dispatcher`."""
-    _dispatcher.disable()
+    _disable_cp_dtensor_dispatcher()
+
+
+def _enable_cp_dtensor_dispatcher() -> None:
+    """Run SDPA, and torch's attention operators, on DTensors that are sharded along the sequence over their mesh."""
+    register_cp_sharding_rules()
+
+
+def _disable_cp_dtensor_dispatcher() -> None:
+    """Undo `_enable_cp_dtensor_dispatcher`."""
+    unregister_cp_sharding_rules(clear_the_cache=False)
+
+
+def _enable_context_parallel_dispatcher_impl(seq_dim: int, mesh: DeviceMesh) -> None:
+    """Enable the dispatcher as `_dispatch_mode` says: by its monkey patch, `F.scaled_dot_product_attention` takes local shards too."""
+    if _dispatch_mode is _DispatchMode.MONKEY_PATCH:
+        style = _ContextParallel(seq_dim, _ContextParallel.AttentionType.SDPA)
+        _distribute_function(F.scaled_dot_product_attention, F, mesh, style.sdpa_input_fn, style.sdpa_output_fn)
+    _enable_cp_dtensor_dispatcher()
+
+
+def _disable_context_parallel_dispatcher_impl() -> None:
+    """Undo `_enable_context_parallel_dispatcher_impl`."""
+    if _dispatch_mode is _DispatchMode.MONKEY_PATCH:
+        _restore_function(F.scaled_dot_product_attention, F)
+    _disable_cp_dtensor_dispatcher()
 
 
 # ------------------------------------------------------------------------------------------------------------------------ shards
@@ -119,14 +240,23 @@ def _context_parallel_shard(
 
     `seq_dims`: a sequence dim for each; ignored for BlockMasks.
     """
+    global _dispatch_mode
+    _dispatch_mode = _DispatchMode.MODULE_WRAPPER
     _cp_options.enable_load_balance = load_balancer is not None
     flat, spec = tree_flatten(buffers, is_leaf=lambda x: isinstance(x, BlockMask))
     dims, _ = tree_flatten(seq_dims)
     if len(buffers) != len(seq_dims) or len(flat) != len(dims):
         raise ValueError(f"`seq_dims` must have the same structure as `buffers`: expected {len(flat)} dims, got {len(dims)}")
+    return tree_unflatten(_context_parallel_buffers(mesh, flat, dims, load_balancer), spec)
+
+
+def _context_parallel_buffers(
+    mesh: DeviceMesh, buffers: list[CPBuffer], buffer_seq_dims: list[int], load_balancer: _LoadBalancer | None = None
+) -> list[CPBuffer]:
+    """`_context_parallel_shard` of a flat list, which changes no option."""
     shards: list[Any] = []
     layouts: dict[int, Layout] = {}
-    for buffer, dim in zip(flat, dims, strict=True):
+    for buffer, dim in zip(buffers, buffer_seq_dims, strict=True):
         if isinstance(buffer, BlockMask):
             shards.append(_shard_block_mask(mesh, buffer, load_balancer))
             layouts |= {layout.length: layout for layout in shards[-1].layouts}
@@ -137,7 +267,7 @@ def _context_parallel_shard(
         else:
             raise ValueError(f"buffers: expected tensors and BlockMasks, got {type(buffer).__name__}")
     _dispatcher.declare_layouts(mesh.get_group().group_name, layouts)
-    return tree_unflatten(shards, spec)
+    return shards
 
 
 def _shard_tensor(mesh: DeviceMesh, x: Tensor, dim: int, balancer: _LoadBalancer | None) -> tuple[Tensor, Layout]:
@@ -167,6 +297,25 @@ def _shard_tensor(mesh: DeviceMesh, x: Tensor, dim: int, balancer: _LoadBalancer
 def _shard_block_mask(mesh: DeviceMesh, block_mask: BlockMask, balancer: _LoadBalancer | None) -> ShardedBlockMask:
     q, kv = (layout_of(balancer, n, mesh.size()) for n in block_mask.seq_lengths)
     return ShardedBlockMask(block_mask, (q, kv), mesh.get_local_rank(), block_mask.BLOCK_SIZE[0])
+
+
+def _create_cp_block_mask(
+    mask_mod: Callable[..., Tensor],
+    B: int,
+    H: int,
+    Q_LEN: int,
+    KV_LEN: int,
+    device_mesh: DeviceMesh,
+    load_balancer: _LoadBalancer | None = None,
+) -> BlockMask:
+    """A BlockMask of this rank's queries over the keys of all ranks, from a mask of global positions, for sequences of any length.
+
+    Without a balancer the layout is torch's default, as for `context_parallel_unshard`.
+    """
+    balancer = load_balancer or _create_default_load_balancer(Q_LEN, device_mesh.size(), device_mesh.device_type)
+    whole = as_mask_value(mask_mod).block_table(Q_LEN, KV_LEN, batch=B, heads=H).to_block_mask(device_mesh.device_type)
+    layouts = (layout_of(balancer, Q_LEN, device_mesh.size()), layout_of(balancer, KV_LEN, device_mesh.size()))
+    return ShardedBlockMask(whole, layouts, device_mesh.get_local_rank(), whole.BLOCK_SIZE[0], (B, H))
 
 
 def context_parallel_unshard(

@@ -23,11 +23,14 @@ class ShardedBlockMask(BlockMask):
     The engine reads `whole` and `layouts`. The block lists are made on first access, for torch's own `flex_attention` on gathered keys.
     """
 
-    def __init__(self, whole: BlockMask, layouts: tuple[Layout, Layout], rank: int, block: int) -> None:
+    def __init__(
+        self, whole: BlockMask, layouts: tuple[Layout, Layout], rank: int, block: int, sizes: tuple[int, int] | None = None
+    ) -> None:
         # BlockMask.__init__ is not called: it takes the block lists.
         self.whole, self.layouts, self.rank = whole, layouts, rank
         self.seq_lengths = (layouts[0].local_len(rank), layouts[1].length)
         self.BLOCK_SIZE = (block, block)
+        self.sizes = whole.kv_num_blocks.shape[:2] if sizes is None else sizes  # batch and heads of the block lists
         self.mask_mod = self._local_mask_mod(whole.mask_mod)
 
     def _local_mask_mod(self, mask_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -47,7 +50,7 @@ class ShardedBlockMask(BlockMask):
     def __getattr__(self, name: str) -> Any:
         if name not in _LISTS:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        batch, heads = self.whole.kv_num_blocks.shape[:2]
+        batch, heads = self.sizes
         device = self.whole.kv_num_blocks.device
         made = create_block_mask(self.mask_mod, batch, heads, *self.seq_lengths, device=str(device), BLOCK_SIZE=self.BLOCK_SIZE)
         for list_name in _LISTS:

@@ -74,13 +74,15 @@ def _resized(x: Tensor, dim: int, times: int, over: int) -> Tensor:
     return x.new_empty(shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _flex_cp_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Record the operator's arguments for its backward."""
     _, _, ctx.seq_dim, ctx.pg_name = inputs
 
 
-def _backward(ctx: Any, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, Tensor, None, None]:
-    dk, dv = flex_cp_allgather_backward(grad_k, grad_v, ctx.seq_dim, ctx.pg_name)
+def _flex_cp_allgather_backward(ctx: Any, grad_full_k: Tensor, grad_full_v: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    """Gradients of the operator's arguments (k, v, seq_dim, pg_name)."""
+    dk, dv = flex_cp_allgather_backward(grad_full_k, grad_full_v, ctx.seq_dim, ctx.pg_name)
     return dk, dv, None, None
 
 
-flex_cp_allgather.register_autograd(_backward, setup_context=_setup_context)
+flex_cp_allgather.register_autograd(_flex_cp_allgather_backward, setup_context=_flex_cp_setup_context)
