@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # They start many processes: bytecode is written even where the environment says not to.
 RUN_TESTS := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: help install demo style test test-all fuzz mutants test-gpu sanitize-gpu lint bench bench-gpu docs docs-serve clean
+.PHONY: help install demo style test test-all test-faults fuzz mutants test-gpu sanitize-gpu lint bench bench-gpu docs docs-serve clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +40,10 @@ test-all: lint ## the same with the whole grids
 SECONDS ?= 60
 fuzz: install ## random calls against a dense float64 oracle for SECONDS; a wrong one is minimised to a script in build/fuzz
 	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(SECONDS) --first $$(date +%s) --json
+
+RUNS ?= 100000
+test-faults: install ## faults of real processes at every exchange: killed, stopped, late, raising, disagreeing ranks; RUNS of them at random; half an hour for all
+	PYTHONPATH=src:. $(BIN)/python -m tests.faults --runs $(RUNS) --json
 
 SAMPLE ?= 30
 SEED ?= 0

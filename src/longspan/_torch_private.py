@@ -12,6 +12,10 @@
 `_resolve_process_group`  A mesh is a value that can be pickled, so it holds its groups' names. torch's own table from names to groups (the
                           one DeviceMesh uses) has no public door.
 `_get_backend`            The timeout of a process group: torch sets it, and tells it nowhere in public.
+`_set_default_timeout`    The timeout of the exchanges started next: `init_device_mesh` gives its groups 30 minutes, whatever the timeout of
+                          the default group is, and a Gloo exchange that outlives its caller blocks the exit of the process.
+`_get_default_store`      The store of the default process group: ranks that wait ask there who is late. torch has no public way to it.
+`_dump_fr_trace`, `_dump_nccl_trace`  The records of torch's flight recorder; its public tools read files only.
 `_pytree`                 Modules take and give nested containers of tensors; torch's own way to walk them has no public name.
 `maybe_current_level`     Whether torch.vmap or a torch.func transform runs the present code. Kernels write into tensors and read them by
                           address, which fails under transforms with errors that name neither; torch tells it nowhere in public.
@@ -55,6 +59,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
 __all__ = [
@@ -64,8 +69,10 @@ __all__ = [
     "assert_on_device",
     "current_cuda_device",
     "current_raw_stream",
+    "default_store",
     "detached_below_autograd",
     "dynamo_is_at_work",
+    "flight_recorder_dump",
     "foreign_function_modes_are_active",
     "function_modes_are_active",
     "is_batched_gradient",
@@ -76,6 +83,7 @@ __all__ = [
     "outside_of_modes",
     "process_group_by_name",
     "process_group_timeout",
+    "timeout_of_exchanges",
     "transform_is_active",
     "tree_flatten",
     "tree_leaves",
@@ -194,3 +202,39 @@ def process_group_timeout(group: ProcessGroup, device: str) -> timedelta | None:
     except (AttributeError, RuntimeError, TypeError):
         return None
     return timeout if isinstance(timeout, timedelta) else None
+
+
+@contextmanager
+def timeout_of_exchanges(group: ProcessGroup, device: str, timeout: timedelta | None) -> Iterator[None]:
+    """Context in which exchanges that start get a timeout, if it is shorter than the group's. NCCL's are left alone: None."""
+    before = None if timeout is None else process_group_timeout(group, device)
+    if timeout is None or before is None or before <= timeout:
+        yield
+        return
+    backend = group._get_backend(torch.device(device))
+    backend._set_default_timeout(timeout)
+    try:
+        yield
+    finally:
+        backend._set_default_timeout(before)
+
+
+def default_store() -> Store | None:
+    """The store of the default process group, if there is one."""
+    from torch.distributed import distributed_c10d
+
+    try:
+        return distributed_c10d._get_default_store()
+    except (ValueError, KeyError, AttributeError):
+        return None
+
+
+def flight_recorder_dump() -> bytes | None:
+    """The pickled records of torch's flight recorder, None if this torch has none."""
+    from torch._C import _distributed_c10d
+
+    dump = getattr(_distributed_c10d, "_dump_fr_trace", None) or getattr(_distributed_c10d, "_dump_nccl_trace", None)
+    try:
+        return None if dump is None else bytes(dump())
+    except RuntimeError:
+        return None

@@ -19,6 +19,15 @@ from longspan._engine.schedule_builder import ScheduleOptions, local_schedule
 from longspan.testing import virtual_world
 
 
+class FakeGroup:
+    """The parts of a ProcessGroup that describe it."""
+
+    group_name = "fake"
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = (lambda: rank), (lambda: size)
+
+
 @pytest.mark.parametrize("n", range(1, 10))
 def test_pieces_that_overlap_arrive_at_every_number_of_ranks(n: int) -> None:
     assert all(virtual_world(n).run(lambda mesh: exchange_of_pieces(mesh.group(0))))
@@ -57,7 +66,7 @@ def test_bytes_of_overlapping_pieces_count_once_per_receiver() -> None:
     ],
 )
 def test_inconsistent_arguments_of_one_rank_raise(out: Tensor, pieces: list[Tensor], out_splits: list[int], message: str) -> None:
-    group = C10dGroup(name="cp", group=SimpleNamespace(rank=lambda: 0, size=lambda: 2))  # type: ignore[arg-type]
+    group = C10dGroup(name="cp", group=FakeGroup(0, 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"^stage 1: rank 0 of 2 on axis 'cp'.*{message}"):
         group.all_to_all_pieces(out, pieces, out_splits, what="stage 1")
 
@@ -85,7 +94,7 @@ class Calls:
         self.lists: list[tuple[list[Tensor], list[Tensor]]] = []
         self.singles: list[tuple[Any, ...]] = []
         self.error: RuntimeError | None = None
-        self.group = C10dGroup(name="cp", group=SimpleNamespace(rank=lambda: 1, size=lambda: 3))  # type: ignore[arg-type]
+        self.group = C10dGroup(name="cp", group=FakeGroup(1, 3))  # type: ignore[arg-type]
         monkeypatch.setattr(dist, "get_backend_config", lambda group: self._backend_config(config))
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5, 6])
         monkeypatch.setattr(dist, "all_to_all", self._recorded(self.lists))
@@ -157,10 +166,7 @@ def test_a_failed_exchange_over_nccl_names_the_ranks_it_expected_rows_from(monke
     calls = Calls(monkeypatch, "cuda:nccl")
     calls.error = RuntimeError("a link is down")
     out, sent, pieces = rows_on(OnGpu)
-    text = (
-        r"^stage 1: the exchange failed on rank 1 of 3 on axis 'cp' \(global rank 5\), which expected rows from ranks 2 \(global rank 6\): "
-        "a link is down"
-    )
+    text = r"^stage 1: the exchange failed on rank 1 of 3 on axis 'cp' \(global rank 5\): a link is down. Cause: .* from global ranks 6"
     with pytest.raises(RuntimeError, match=text):
         calls.group.all_to_all_pieces(out, pieces, [0, 2, 3], what="stage 1")
     with pytest.raises(RuntimeError, match=text):

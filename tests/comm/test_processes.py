@@ -136,12 +136,12 @@ def test_three_processes_exchange_and_a_rank_that_never_arrives_is_named_within_
     (text, took), _, (other, _) = run_processes(of_three, 3)
     assert 2 < took < 30
     assert re.search(
-        r"^stage 3 of 7, forward: the exchange failed on rank 0 of 3 on axis 'axis0' \(global rank 0\), which expected rows from "
-        r"ranks 1 \(global rank 1\), 2 \(global rank 2\): .*[Tt]ime.*Check that these ranks are alive.*timeout",
+        r"^stage 3 of 7, forward: the exchange failed on rank 0 of 3 on axis 'axis0' \(global rank 0\): .*[Tt]ime.*Cause: global rank 1 is "
+        r"late, it has not started 'stage 3 of 7, forward'.*: its last exchange is .*; not to blame: global ranks 0, 2.*timeout of 3 s",
         text,
         re.DOTALL,
     )
-    assert "failed on rank 2 of 3" in other and "which expected rows from ranks 0 (global rank 0), 1 (global rank 1): " in other
+    assert "failed on rank 2 of 3" in other and "Cause: global rank 1 is late" in other and "not to blame: global ranks 0, 2" in other
 
 
 def one_raises_and_one_dies() -> None:
@@ -151,7 +151,7 @@ def one_raises_and_one_dies() -> None:
         raise LookupError("the reason")
     if group.rank == 2:
         os._exit(3)
-    with pytest.raises(RuntimeError, match=r"stage 1: the exchange failed on rank 0 of 3 .*expected rows from ranks 2 \(global rank 2\): "):
+    with pytest.raises(RuntimeError, match=r"stage 1: the exchange failed on rank 0 of 3 .*Cause: .*global rank 2 does not respond"):
         group.all_to_all(torch.empty(2), torch.empty(2), [1, 0, 1], [1, 0, 1], what="stage 1").wait()
 
 
@@ -178,3 +178,32 @@ def exchange_on_one_gpu() -> None:
 @pytest.mark.gpu
 def test_two_processes_share_one_gpu_over_gloo() -> None:
     run_processes(exchange_on_one_gpu, 2)
+
+
+def one_leaves_a_call() -> list[str]:
+    """Rank 1 raises between two exchanges of one call, catches the error and makes the next call; the messages of both calls."""
+    axes = as_mesh(init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "cp"))["cp"])  # torch gives this group 30 minutes
+    ids = [torch.arange(3) + 3 * r for r in range(3)]
+    moves = RowMoves.between(axes, ids, ids[::-1], torch.device("cpu"))
+    messages = []
+    for rows in (torch.ones(3, 2), torch.ones(3, 500)):
+        try:
+            with agree(axes, CallDescription("a call of two exchanges", {})):
+                if dist.get_rank() == 1:
+                    raise MemoryError("no memory for the second exchange")
+                move_rows(axes, rows, moves, what="moves", fields={})
+            messages.append("")
+        except Exception as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
+
+
+def test_a_rank_that_leaves_a_call_sends_nothing_afterwards_and_is_named_by_the_others() -> None:
+    started = time.monotonic()
+    ranks = run_processes(one_leaves_a_call, 3, group_timeout=3.0)
+    assert time.monotonic() - started < 30
+    assert ranks[1][0] == "MemoryError: no memory for the second exchange"
+    for rank in (0, 2):
+        assert "Cause: global rank 1 has left its call: a call of two exchanges ended there with MemoryError" in ranks[rank][0], ranks[rank]
+        assert "not to blame: global ranks 0, 2" in ranks[rank][0]
+    assert all("the ranks of axis 'cp' are out of step: " in second and "Nothing was sent" in second for _, second in ranks)

@@ -16,6 +16,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from longspan._comm.group import Pending
 from longspan._comm.mesh import Mesh
+from longspan._comm.watchdog import watchdog
 
 AGREEMENT = "agreement of all ranks"  # `what` of control messages
 
@@ -58,15 +60,22 @@ class CallDescription:
 
 
 class Agreement:
-    """A control message in flight. `wait()` returns when all ranks agree, and raises on every rank when they do not."""
+    """A control message in flight. `wait()` returns when all ranks agree, and raises on every rank when they do not.
+
+    As a context, around the exchanges of the call: an error that is not a disagreement leaves this rank out of step with its peers, which
+    go on exchanging. The context then marks the mesh as broken: later calls on it raise on this rank, and peers raise after the timeout.
+    Without it, a rank that catches the error would send its next message into an exchange of this call.
+    """
 
     def __init__(self, mesh: Mesh, call: CallDescription | None, *, forward: int | None = None, error: Exception | None = None) -> None:
         """forward: of a backward pass, the `number` of its forward pass; 0 if unknown. error: this rank refuses the call with it."""
         self._mesh, self._call, self._error = mesh, call, error
         self._is_backward = forward is not None
+        self._disagreed = False
         self.number = 0  # of the call, the same on every rank: rank 0 chose it
         self._exchange: _AllGather | None = None
         if mesh.size > 1:
+            watchdog.call = "a refused call" if call is None else call.kind
             number = next(_numbers) if forward is None else forward
             kind, *fields = call.digests if call is not None else (0,)
             words = [_MAGIC, _AGREES if error is None else _REFUSED, kind, number, *fields]
@@ -77,6 +86,13 @@ class Agreement:
         """An agreement of one rank with itself: sends nothing."""
         return cls(Mesh.abstract(1), None)
 
+    def __enter__(self) -> Agreement:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is not None and not self._disagreed:
+            self._mesh.mark_broken("a call" if self._call is None else self._call.kind, error)
+
     @property
     def done(self) -> bool:
         """Whether `wait()` would return at once."""
@@ -86,9 +102,10 @@ class Agreement:
         """Return once all ranks are known to make the same call. Later calls return at once."""
         if self._exchange is not None:
             exchange, self._exchange = self._exchange, None
-            messages = exchange.wait()
-            if not self._all_agree(messages):
-                self._raise(messages)
+            with self:
+                messages = exchange.wait()
+                if not self._all_agree(messages):
+                    self._raise(messages)
             self.number = messages[0][_NUMBER]
         if self._error is not None:
             raise self._error
@@ -108,6 +125,7 @@ class Agreement:
 
     def _raise(self, messages: Sequence[Sequence[int]]) -> NoReturn:
         if self._error is not None and all(m[1] == _REFUSED for m in messages):
+            self._disagreed = True
             raise self._error
         fields = {} if self._call is None else dict(self._call.fields)
         if self._is_backward and len(self._forwards(messages)) > 1:
@@ -117,14 +135,17 @@ class Agreement:
             "fields": fields,
             "error": None if self._error is None else f"{type(self._error).__name__}: {self._error}",
         }))  # fmt: skip
+        self._disagreed = True
         if self._error is not None:
             raise self._error
         raise _difference(self._mesh, [json.loads(view) for view in views])
 
 
-def agree(mesh: Mesh, call: CallDescription) -> None:
-    """Return if all ranks of the mesh make this call; raise ValueError on every rank if they do not."""
-    Agreement(mesh, call).wait()
+def agree(mesh: Mesh, call: CallDescription) -> Agreement:
+    """Return if all ranks of the mesh make this call; raise ValueError on every rank if they do not. Use as a context: see `Agreement`."""
+    agreement = Agreement(mesh, call)
+    agreement.wait()
+    return agreement
 
 
 def refuse(mesh: Mesh, error: Exception) -> NoReturn:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from longspan._comm.agreement import CallDescription, agree, refuse
+from longspan._comm.agreement import Agreement, CallDescription, agree, refuse
 from longspan._comm.mesh import Mesh
 
 
@@ -22,10 +22,10 @@ def all_gather_rows(
     Ranks compare `what`, `fields`, dtype, row shape, counts and device type first: if they differ, every rank raises ValueError.
     Not differentiable: an autograd function that calls this in forward must call `reduce_scatter_rows` in backward.
     """
-    _agree(mesh, x, counts, counts[mesh.rank] if len(counts) == mesh.size else None, what, fields)
-    blocks = tuple(counts)  # rows per rank; after the last axis was gathered, rows per line of ranks along it
-    for i in reversed(range(len(mesh.axes))):
-        x, blocks = _gather_axis(mesh, i, x, blocks, what)
+    with _agree(mesh, x, counts, counts[mesh.rank] if len(counts) == mesh.size else None, what, fields):
+        blocks = tuple(counts)  # rows per rank; after the last axis was gathered, rows per line of ranks along it
+        for i in reversed(range(len(mesh.axes))):
+            x, blocks = _gather_axis(mesh, i, x, blocks, what)
     return x
 
 
@@ -37,12 +37,12 @@ def reduce_scatter_rows(
     The order of the sum is fixed: ranks along the first axis, then along the second. Half dtypes are summed in float32, others in their own
     dtype. Half dtypes are sent as such along the first axis, and as float32 along the second. Ranks agree first, as in `all_gather_rows`.
     """
-    _agree(mesh, x, counts, sum(counts), what, fields)
-    dtype, last = x.dtype, mesh.axes[-1].size
-    inner = tuple(counts) if len(mesh.axes) == 1 else tuple(counts[mesh.coordinate[0] * last :][:last])
-    if len(mesh.axes) == 2:
-        x = _reduce_axis(mesh, 0, x, tuple(sum(counts[r : r + last]) for r in range(0, mesh.size, last)), what)
-    return _reduce_axis(mesh, len(mesh.axes) - 1, x, inner, what).to(dtype)
+    with _agree(mesh, x, counts, sum(counts), what, fields):
+        dtype, last = x.dtype, mesh.axes[-1].size
+        inner = tuple(counts) if len(mesh.axes) == 1 else tuple(counts[mesh.coordinate[0] * last :][:last])
+        if len(mesh.axes) == 2:
+            x = _reduce_axis(mesh, 0, x, tuple(sum(counts[r : r + last]) for r in range(0, mesh.size, last)), what)
+        return _reduce_axis(mesh, len(mesh.axes) - 1, x, inner, what).to(dtype)
 
 
 def _gather_axis(mesh: Mesh, i: int, x: Tensor, blocks: tuple[int, ...], what: str) -> tuple[Tensor, tuple[int, ...]]:
@@ -71,13 +71,13 @@ def _reduce_axis(mesh: Mesh, i: int, x: Tensor, blocks: tuple[int, ...], what: s
 
 def _agree(
     mesh: Mesh, x: Tensor, counts: Sequence[int], rows: int | None, what: str, fields: Mapping[str, str] | None
-) -> None:  # fmt: skip
+) -> Agreement:  # fmt: skip
     """Check this rank's arguments, and compare them with those of all ranks before any data moves."""
     try:
         _check(mesh, x, counts, rows, what)
     except (ValueError, RuntimeError) as error:
         refuse(mesh, error)
-    agree(mesh, CallDescription(what, {
+    return agree(mesh, CallDescription(what, {
         "dtype": str(x.dtype), "row shape": str(list(x.shape[1:])), "tokens": str(list(counts)), "device": x.device.type, **(fields or {}),
     }))  # fmt: skip
 

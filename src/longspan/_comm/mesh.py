@@ -94,6 +94,15 @@ class Mesh:
             return self._no_group(i)
         return self._virtual_group(i) if self.groups[i].startswith(VIRTUAL) else self._process_group(i)
 
+    def mark_broken(self, call: str, error: BaseException) -> None:
+        """Make every later exchange of this process over the mesh's process groups raise: it left a call with an error."""
+        from longspan._comm.process_group import mark_broken
+
+        for name in self.groups:
+            process_group = None if name.startswith(VIRTUAL) else process_group_by_name(name)
+            if process_group is not None:
+                mark_broken(process_group, call, error)
+
     def _no_group(self, i: int) -> Group:
         name, size = self.axes[i]
         if size == 1:

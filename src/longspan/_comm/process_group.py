@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import accumulate
 from typing import ClassVar
 from weakref import WeakKeyDictionary
@@ -18,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longspan._comm.group import CPU, Alone, ControlGroup, Done, Pending, check_pieces, check_whole, row_counts
-from longspan._torch_private import process_group_timeout
+from longspan._comm.watchdog import Exchange, exchange_timeout, watchdog
+from longspan._torch_private import process_group_timeout, timeout_of_exchanges
 
 # Dtypes that every backend supports. Gloo rejects float8 and int16, MPI the half dtypes too: those are sent as bytes, without a copy.
 _SUPPORTED = frozenset({torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8})
@@ -45,6 +47,7 @@ class C10dGroup:
         return self.group.size()
 
     def control(self) -> ControlGroup:
+        self._check_in_step()
         if not _lacks_cpu_backend(self.group):
             return ControlGroup(self, CPU)
         companion = _gloo_companion(self.group)
@@ -56,7 +59,7 @@ class C10dGroup:
         if self.size == 1:
             return Alone(name=self.name).all_to_all(out, sent, out_splits, sent_splits, what=what)
         check_whole(self, out, sent, out_splits, sent_splits, what=what)
-        if self._sends_pieces(out):
+        if self._is_nccl(out):
             return self._from_pieces(out, _cut(sent, sent_splits), out_splits, what)
         return self._from_whole(out, sent, out_splits, sent_splits, what)
 
@@ -64,11 +67,11 @@ class C10dGroup:
         if self.size == 1:
             return Alone(name=self.name).all_to_all_pieces(out, pieces, out_splits, what=what)
         check_pieces(self, out, pieces, out_splits, what=what)
-        if self._sends_pieces(out):
+        if self._is_nccl(out):
             return self._from_pieces(out, pieces, out_splits, what)
         return self._from_whole(out, torch.cat(list(pieces)), out_splits, row_counts(pieces), what)
 
-    def _sends_pieces(self, out: Tensor) -> bool:
+    def _is_nccl(self, out: Tensor) -> bool:
         if not out.is_cuda:
             return False
         try:
@@ -88,16 +91,42 @@ class C10dGroup:
     def _begin(
         self, out: Tensor, sent: Sequence[Tensor], out_splits: Sequence[int], what: str, call: Callable[[], dist.Work | None]
     ) -> Pending:
+        self._check_in_step()
         if out.shape[1:].numel() == 0:
             return Done()  # rows without elements, on every rank; backends divide by the row size
-        pending = _ProcessGroupPending(at=self, out=out, sent=tuple(sent), out_splits=tuple(out_splits), what=what)
+        timeout = None if self._is_nccl(out) else exchange_timeout(self.group, out.device.type)
+        pending = _ProcessGroupPending(
+            at=self, out=out, sent=tuple(sent), out_splits=tuple(out_splits), exchange=watchdog.start_of(self.group, what), timeout=timeout
+        )
         try:
-            pending.work = call()
+            with timeout_of_exchanges(self.group, out.device.type, timeout):
+                pending.work = call()
         except RuntimeError as error:
             raise pending.failure(error) from error
         if pending.work is None:  # torch only warns for a group that this process is not in
             raise RuntimeError(f"{what}: this process is not in the process group of axis {self.name!r}; make the mesh again, on its ranks")
         return pending
+
+    def _check_in_step(self) -> None:
+        reason = _broken.get(self.group)
+        if reason is not None:
+            raise RuntimeError(
+                f"the ranks of axis {self.name!r} are out of step: {reason}. Nothing was sent. End this process, or call "
+                "destroy_process_group and init_process_group on every rank and make meshes and plans again"
+            )
+
+
+# Groups of which this rank left a call in the middle, and why. Its peers wait for an exchange of that call: any message that this rank sent
+# now would be taken for it. Gloo aborts the process if the sizes differ.
+_broken: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+
+
+def mark_broken(group: dist.ProcessGroup, call: str, error: BaseException) -> None:
+    """Make later exchanges of this process over the group raise: it left a call with an error. The first one is kept."""
+    if group not in _broken:
+        _broken[group] = f"{call} ended on this rank with {type(error).__name__}: {error}"
+        if not watchdog.failed:
+            watchdog.left = f"{call} ended there with {type(error).__name__}: {error}"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -108,27 +137,34 @@ class _ProcessGroupPending:
     out: Tensor | None
     sent: tuple[Tensor, ...] | None
     out_splits: tuple[int, ...]
-    what: str
+    exchange: Exchange
+    timeout: timedelta | None  # None: the host does not wait
     work: dist.Work | None = None
 
     def wait(self) -> None:
         if self.work is None:
             return
         try:
-            self.work.wait()
+            if self.timeout is None:
+                self.work.wait()
+            else:
+                with watchdog.waiting_for(self.exchange, self.at.group, self.timeout):
+                    self.work.wait()
         except RuntimeError as error:
             raise self.failure(error) from error
         self.work = self.out = self.sent = None
 
     def failure(self, error: RuntimeError) -> RuntimeError:
-        ranks = dist.get_process_group_ranks(self.at.group)
-        me = self.at.rank
-        expected = [f"{r} (global rank {ranks[r]})" for r, rows in enumerate(self.out_splits) if rows and r != me]
+        ranks, me = dist.get_process_group_ranks(self.at.group), self.at.rank
+        cause = watchdog.diagnosis(self.at.group, self.exchange)
+        if cause is None:
+            expected = [str(ranks[r]) for r, rows in enumerate(self.out_splits) if rows and r != me]
+            cause = f"it expected rows from {'global ranks ' + ', '.join(expected) if expected else 'no other rank'}"
+        limit = "" if self.timeout is None else f" of {self.timeout.total_seconds():g} s (LONGSPAN_TIMEOUT, or the process group's timeout)"
         return RuntimeError(
-            f"{self.what}: the exchange failed on rank {me} of {self.at.size} on axis {self.at.name!r} (global rank {ranks[me]}), which "
-            f"expected rows from {'ranks ' + ', '.join(expected) if expected else 'no other rank'}: {str(error).strip()}. "
-            "Check that these ranks are alive and make the same calls in the same order (see their logs), and that the group's timeout "
-            "(`timeout=` of init_process_group or new_group) is longer than the slowest rank takes to reach this call."
+            f"{self.exchange.what}: the exchange failed on rank {me} of {self.at.size} on axis {self.at.name!r} (global rank {ranks[me]}): "
+            f"{str(error).strip()}. Cause: {cause}. See the logs of the ranks named; all ranks must make the same calls in the same order, "
+            f"within the timeout{limit}"
         )
 
 

@@ -81,9 +81,9 @@ def move_rows(mesh: Mesh, x: Tensor, moves: RowMoves, *, what: str, fields: Mapp
     Ranks compare `what`, `fields`, dtype, row shape and device type first: if they differ, every rank raises ValueError.
     """
     description = {"dtype": str(x.dtype), "row shape": str(list(x.shape[1:])), "device": x.device.type, **fields}
-    agree(mesh, CallDescription(what, description))
-    for hop in moves.hops:
-        sent = x.index_select(0, hop.order)
-        x = sent.new_empty((sum(hop.received), *sent.shape[1:]))
-        mesh.group(hop.axis).all_to_all(x, sent, hop.received, hop.sent, what=what).wait()
+    with agree(mesh, CallDescription(what, description)):
+        for hop in moves.hops:
+            sent = x.index_select(0, hop.order)
+            x = sent.new_empty((sum(hop.received), *sent.shape[1:]))
+            mesh.group(hop.axis).all_to_all(x, sent, hop.received, hop.sent, what=what).wait()
     return x.index_select(0, moves.order)

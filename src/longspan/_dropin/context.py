@@ -64,6 +64,9 @@ def context_parallel(
             rank raises.
 
     Note:
+        A rank waits for the others for at most LONGSPAN_TIMEOUT seconds (600), or the process group's timeout if that is shorter. Then it
+        raises, and names the rank that is late.
+
         A mask is read at each call and may be written to between calls. On a GPU, write to it in ways that `tensor._version` counts:
         `.data` and in-place collectives are not counted.
     """

@@ -13,9 +13,11 @@ from longspan._plan.sharding import unshard
 
 def dense_over_mesh(inputs: CallTensors, options: CallOptions, plan: PlanData) -> Outputs:
     """(out, lse, max scores) of this rank's queries over the gathered KV. Memory O(S_local · S). Differentiable once, as unshard is."""
-    begin_call(plan, options, inputs).agreement.wait()
-    place = plan_cache.places(plan, 1, inputs.k.device)
-    k, v = (unshard(x, 2, plan.layouts[1], plan.mesh, place) for x in (inputs.k, inputs.v))
+    agreement = begin_call(plan, options, inputs).agreement
+    with agreement:
+        agreement.wait()
+        place = plan_cache.places(plan, 1, inputs.k.device)
+        k, v = (unshard(x, 2, plan.layouts[1], plan.mesh, place) for x in (inputs.k, inputs.v))
     scoring = Scoring(
         scale=options.scale,
         mask=plan.mask.program,

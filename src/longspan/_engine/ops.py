@@ -41,12 +41,13 @@ def run_forward(inputs: CallTensors, options: CallOptions, plan: PlanData | None
         out, lse, max_scores, number = state.out, state.lse, state.max_scores, 0
     else:
         call = begin_call(plan, options, inputs)
-        if options.spec.invariant:
-            call.agreement.wait()
-            state = invariant.forward_over_mesh(plan, inputs, options)
-            out, lse, max_scores = state.out, state.lse, state.max_scores
-        else:
-            out, lse, max_scores = distributed.forward(call, inputs, max_scores=options.max_scores)
+        with call.agreement:
+            if options.spec.invariant:
+                call.agreement.wait()
+                state = invariant.forward_over_mesh(plan, inputs, options)
+                out, lse, max_scores = state.out, state.lse, state.max_scores
+            else:
+                out, lse, max_scores = distributed.forward(call, inputs, max_scores=options.max_scores)
         number = call.agreement.number
     return (out, lse.contiguous(), lse.new_empty(0) if max_scores is None else max_scores.contiguous()), number
 
@@ -59,11 +60,12 @@ def run_backward(tensors: BackwardTensors, options: CallOptions, plan: PlanData 
         grads, grad_sink = (invariant if options.spec.invariant else one_device).backward(tensors, options)
     else:
         call = begin_call(plan, options, inputs, needs=tensors.needs, forward_number=forward_number)
-        if options.spec.invariant:
-            call.agreement.wait()
-            grads, grad_sink = invariant.backward_over_mesh(plan, tensors, options)
-        else:
-            grads, grad_sink = distributed.backward(call, tensors)
+        with call.agreement:
+            if options.spec.invariant:
+                call.agreement.wait()
+                grads, grad_sink = invariant.backward_over_mesh(plan, tensors, options)
+            else:
+                grads, grad_sink = distributed.backward(call, tensors)
     return tensors.flat_grads(grads, grad_sink)
 
 

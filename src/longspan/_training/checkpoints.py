@@ -15,6 +15,7 @@ import json
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+
+from longspan._comm.agreement import Agreement, CallDescription, agree, refuse
+from longspan._comm.mesh import as_mesh
 
 KEPT = 2  # checkpoints
 _MANIFEST = "job.json"
@@ -119,37 +123,58 @@ def pick(out: str | Path, step: int | None) -> Checkpoint:
 
 
 def save(out: str | Path, step: int, identity: dict[str, Any], model: Any, optimizer: Any) -> None:
-    """Write a checkpoint, collectively. A process that is killed at any point leaves the earlier checkpoints as they were."""
+    """Write a checkpoint, collectively. A process that is killed at any point leaves the earlier checkpoints as they were.
+
+    If rank 0 cannot create or complete the folder, every rank raises.
+    """
     folder = Path(out) / f"step-{step:06d}"
     unfinished = folder.with_name(f"unfinished-{folder.name}")
-    if dist.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    dist.barrier()
-    save_distributed(_tensors(model, optimizer), checkpoint_id=str(unfinished))
-    if dist.get_rank() == 0:
-        files = {p.name: (p.stat().st_size, _digest(p)) for p in sorted(unfinished.iterdir())}
-        (unfinished / _MANIFEST).write_text(json.dumps({"step": step, "identity": identity, "files": files}))
-        for path in (*unfinished.iterdir(), unfinished):
-            _sync(path)
-        if folder.exists():  # the same step, saved again after --from-step
-            replaced = folder.with_name(f"replaced-{folder.name}")
-            shutil.rmtree(replaced, ignore_errors=True)
-            os.replace(folder, replaced)
-        os.replace(unfinished, folder)
-        _sync(folder.parent)
-        for old in (*checkpoints(out)[:-KEPT], *Path(out).glob("replaced-step-*")):
-            shutil.rmtree(old, ignore_errors=True)
-    dist.barrier()
+    with _first_rank_then_all(f"checkpoint save, step {step}", lambda: _make_empty(unfinished)):
+        save_distributed(_tensors(model, optimizer), checkpoint_id=str(unfinished))
+    _first_rank_then_all(f"completion of the checkpoint of step {step}", lambda: _complete(unfinished, folder, step, identity))
+
+
+def _first_rank_then_all(call: str, fn: Callable[[], None]) -> Agreement:
+    """Run fn on rank 0, and return when all ranks know that it succeeded. If it fails, or ranks make different calls, all raise."""
+    world = as_mesh(dist.group.WORLD)
+    try:
+        if world.rank == 0:
+            fn()
+    except (OSError, ValueError) as error:
+        refuse(world, error)
+    return agree(world, CallDescription(call, {}))
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _complete(unfinished: Path, folder: Path, step: int, identity: dict[str, Any]) -> None:
+    """Write the manifest, rename the folder, and delete checkpoints beyond the last KEPT."""
+    files = {p.name: (p.stat().st_size, _digest(p)) for p in sorted(unfinished.iterdir())}
+    (unfinished / _MANIFEST).write_text(json.dumps({"step": step, "identity": identity, "files": files}))
+    for path in (*unfinished.iterdir(), unfinished):
+        _sync(path)
+    if folder.exists():  # the same step, saved again after --from-step
+        replaced = folder.with_name(f"replaced-{folder.name}")
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(folder, replaced)
+    os.replace(unfinished, folder)
+    _sync(folder.parent)
+    for old in (*checkpoints(folder.parent)[:-KEPT], *folder.parent.glob("replaced-step-*")):
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def load(checkpoint: Checkpoint, model: Any, optimizer: Any) -> int:
     """Load a verified checkpoint, collectively; the number of ranks may differ from that of the save. Returns the next step."""
-    weights, moments = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": weights, "optimizer": moments["state"]}
-    load_distributed(state, storage_reader=_CheckpointReader(str(checkpoint.folder)), planner=_TensorsOnly())
-    optimizer_state = {"state": state["optimizer"], "param_groups": moments["param_groups"]}
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
+    call = CallDescription("checkpoint load", {"step": str(checkpoint.step), "files": json.dumps(checkpoint.files, sort_keys=True)})
+    with agree(as_mesh(dist.group.WORLD), call):
+        weights, moments = get_state_dict(model, optimizer)
+        state: dict[str, Any] = {"model": weights, "optimizer": moments["state"]}
+        load_distributed(state, storage_reader=_CheckpointReader(str(checkpoint.folder)), planner=_TensorsOnly())
+        optimizer_state = {"state": state["optimizer"], "param_groups": moments["param_groups"]}
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
     return checkpoint.step
 
 

@@ -14,12 +14,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from longspan._comm.watchdog import configured_timeout
 from longspan.testing.processes import process_context
 
 _GRACE = 60.0  # seconds to write a checkpoint after Ctrl-C
@@ -119,7 +119,7 @@ def _as_rank(fn: Callable[..., int], args: tuple[Any, ...], init_method: str | N
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # NCCL needs one GPU per rank.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", size)) <= _gpus() else "gloo"
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=timedelta(minutes=10))
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=configured_timeout())
     try:
         return fn(device, *args)
     finally:

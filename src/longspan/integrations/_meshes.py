@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from longspan._comm.agreement import CallDescription, agree
+from longspan._comm.gather import all_gather_rows
 from longspan._comm.mesh import as_mesh
 
 CONTEXT_AXIS = "cp"
@@ -75,8 +74,7 @@ def sum_over_data_ranks(number: Tensor, roles: MeshRoles) -> Tensor:
     for axis in roles.data:
         if axis.size() > 1:
             number = number.to(axis.device_type) if axis.device_type != "cpu" else number
-            agree(as_mesh(axis), CallDescription("sum over data ranks", {"dtype": str(number.dtype), "shape": str(list(number.shape))}))
-            dist.all_reduce(number, group=axis.get_group())
+            number = all_gather_rows(as_mesh(axis), number[None], [1] * axis.size(), what="sum over data ranks").sum(0)
     return number
 
 

@@ -1,0 +1,53 @@
+"""What a run must show: no wrong number, no abort, no hang, no orphan, an error where one is due, in time."""
+
+from __future__ import annotations
+
+import signal
+
+from tests.faults.inject import CATCH, DELAY, DIVERGE, KILL, RAISE, REORDER, SKIP
+from tests.faults.supervisor import GRACE, Case, Report
+
+NOTHING = ""  # digest of a call that this rank did not make
+
+
+def verdict(case: Case, reports: list[Report], clean: list[Report], struck: float | None, hung: list[int], timeout: float) -> list[str]:
+    """Everything wrong with a run; empty if nothing is. `clean`: reports of a run without a fault."""
+    fault = case.fault
+    assert fault is not None
+    wrong = [f"rank {rank} hung" for rank in hung]
+    if struck is None:
+        return [*wrong, "the fault did not strike"]
+    for rank, (report, reference) in enumerate(zip(reports, clean, strict=True)):
+        victim = rank == fault.victim
+        wrong += [f"rank {rank} {text}" for text in _exit(report, fault.kind if victim else "", rank in hung)]
+        expected = {call: digest for call, kind, digest, _ in reference.results if kind == "value"}
+        values = {call: digest for call, kind, digest, _ in report.results if kind == "value"}
+        errors = [(call, text, when) for call, kind, text, when in report.results if kind == "error"]
+        wrong += [f"rank {rank}: wrong number in {call!r}" for call, d in values.items() if d not in (NOTHING, expected[call])]
+        if fault.kind == DELAY:
+            wrong += [f"rank {rank}: {call!r} raised {text}" for call, text, _ in errors]
+        # A rank that skipped a call, or had nothing to do in one that came too early, may end without an error.
+        if fault.kind == DELAY or (victim and (fault.kind in (KILL, RAISE, CATCH, SKIP) or NOTHING in values.values())):
+            continue
+        if errors:
+            seconds = errors[0][2] - struck
+            if seconds > timeout + GRACE:
+                wrong.append(f"rank {rank}: {errors[0][0]!r} raised after {seconds:.1f} s")
+        elif fault.kind in (DIVERGE, SKIP, REORDER) or values != expected:
+            wrong.append(f"rank {rank}: no error, and not every result")
+    return wrong
+
+
+def _exit(report: Report, kind: str, hung: bool) -> list[str]:
+    """Wrong ways to end. `kind`: of the fault that struck this rank."""
+    status = report.exit_status
+    assert status is not None
+    if hung or (kind == KILL and status == -signal.SIGKILL) or (kind == RAISE and status == 1) or status == 0:
+        return []
+    return [f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with code {status}"]
+
+
+def slowest(reports: list[Report], struck: float | None) -> float:
+    """Seconds from the fault to the last rank's first error."""
+    first = [next((when for _, kind, _, when in r.results if kind == "error"), None) for r in reports]
+    return max((when - (struck or when) for when in first if when is not None), default=0.0)

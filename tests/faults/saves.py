@@ -1,0 +1,167 @@
+"""`python -m tests.faults.saves`: training jobs whose rank is killed while it saves a checkpoint, then resumed.
+
+Every job must find its newest checkpoint intact, or none if the first save was struck, and go on with the losses of a job that nobody
+killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+import torch.distributed as dist
+from tests.faults.inject import KILL, Fault, Injector
+from tests.faults.rank import prepare
+from tests.faults.supervisor import Case, InRank, Report, Supervisor
+
+from longspan._training import job as jobs
+from longspan._training.checkpoints import checkpoints
+from longspan._training.decoder import DecoderConfig
+
+RANKS, STEPS, SAVE_EVERY = 2, 6, 2
+MODEL = DecoderConfig(vocab=256, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, hidden=32)
+SPREAD = 0.01  # seconds: a kill comes up to this long after its point
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCase(Case):
+    """A job with checkpoints in `out`. `delay`: from the point of the fault to the kill."""
+
+    out: str
+    resume: bool = False
+    delay: float = 0.0
+
+
+def rank_main(case: TrainCase, rank: int, folder: str, timeout: float, report: Callable[..., None]) -> int:
+    """Train on this rank; count points in saves only."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=case.size, timeout=timedelta(seconds=timeout)
+    )
+    fault = case.fault if case.fault is not None and case.fault.victim == rank else None
+    injector = _Killer(fault=fault, timeout=timeout, report=report)
+    injector.delay = case.delay
+    injector.install()
+    injector.install_checkpoint_points()
+    save = jobs.save
+
+    def counted(*args: Any) -> None:
+        injector.call = "save"
+        save(*args)
+        injector.call = None
+
+    jobs.save = counted
+    text = os.path.join(os.path.dirname(case.out), "text.txt")
+    job = jobs.Job(
+        out=case.out, model=MODEL, data=text, steps=STEPS, length=48, batch=1, context=case.size, save_every=SAVE_EVERY, resume=case.resume
+    )
+    try:
+        jobs.train(torch.device("cpu"), job, lambda s: report("value", str(s.step), repr(s.loss)))
+    except BaseException as error:
+        report("error", "train", f"{type(error).__name__}: {error}")
+    report("end", injector.points)
+    return 0
+
+
+class _Killer(Injector):
+    """Kills at a point, or shortly after it."""
+
+    delay = 0.0
+
+    def _strike(self, kind: str) -> None:
+        self.report("fault", self.points[-1])
+        threading.Timer(self.delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if not self.delay:
+            time.sleep(1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.saves", description=__doc__)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="print the counts as JSON in the last line")
+    options = parser.parse_args()
+    prepare()
+    supervisor = Supervisor(rank_main, timeout=3.0)
+    root = tempfile.mkdtemp(prefix="longspan-saves-")
+    try:
+        return _kills(supervisor, Path(root), options)
+    except InRank:
+        raise
+    finally:
+        if os.getpid() == PARENT:
+            shutil.rmtree(root, ignore_errors=True)
+
+
+PARENT = os.getpid()
+
+
+def _kills(supervisor: Supervisor, root: Path, options: argparse.Namespace) -> int:
+    (root / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    (_, clean, _, _), *_ = supervisor.run([TrainCase(scenario="train", size=RANKS, out=str(root / "clean"))], 1)
+    expected = _losses(clean)
+    assert len(expected) == STEPS, clean
+    draw = random.Random(options.seed)
+    cases = []
+    for i in range(options.kills):
+        victim = draw.randrange(RANKS)
+        at = draw.randrange(len(clean[victim].points))
+        delay = 0.0 if i % 2 else draw.uniform(0, SPREAD)
+        fault = Fault(kind=KILL, victim=victim, at=at, name=clean[victim].points[at])
+        cases.append(TrainCase(scenario="train", size=RANKS, out=str(root / f"job{i}"), fault=fault, delay=delay))
+    wrong, killed, resumed, worst = [], 0, 0, 0.0
+    losses: dict[str, dict[int, float]] = {}
+    again = []
+    for case, reports, struck, hung in supervisor.run(list(cases), options.jobs):
+        killed += reports[case.fault.victim].exit_status == -signal.SIGKILL and struck is not None
+        losses[case.out] = _losses(reports)
+        if hung:
+            wrong.append(f"{case}: hung {hung}")
+        has = bool(checkpoints(case.out))
+        resumed += has
+        again.append(TrainCase(scenario="train", size=RANKS, out=case.out, resume=has))
+    for case, reports, _, hung in supervisor.run(again, options.jobs):
+        errors = [text for report in reports for _, kind, text, _ in report.results if kind == "error"]
+        curve = {**losses[case.out], **_losses(reports)}
+        gap = max(abs(curve.get(step, 1e9) - loss) for step, loss in expected.items())
+        worst = max(worst, gap)
+        left = [p.name for p in Path(case.out).iterdir() if not p.name.startswith("step-")]
+        if errors or hung or gap > 1e-6 or left:
+            wrong.append(f"{case.out}: errors {errors[:1]}, hung {hung}, loss differs by {gap:g}, left behind {left}")
+    for line in wrong:
+        print("WRONG", line)
+    print(
+        f"{killed} kills during a save, {resumed} jobs resumed from a checkpoint, {len(wrong)} wrong, losses differ by at most {worst:.1e}"
+    )
+    if options.json:
+        print(json.dumps({"kills": killed, "resumed": resumed, "wrong": wrong, "worst": worst}))
+    return 1 if wrong or killed < 0.9 * len(cases) else 0
+
+
+def _losses(reports: list[Report]) -> dict[int, float]:
+    return {int(call): float(text) for call, kind, text, _ in reports[0].results if kind == "value"}
+
+
+if __name__ == "__main__":
+    try:
+        code = main()
+    except InRank as forked:
+        code = forked.rank()
+    sys.exit(code)
