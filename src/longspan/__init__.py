@@ -1,24 +1,32 @@
 """longspan: exact attention over sequences split across devices."""
 
+import sys
 from importlib import import_module
+from importlib import reload as _reload
+from pathlib import Path as _Path
 from typing import TYPE_CHECKING, Any
 
-from longspan._cache.kv_cache import KVCache
-from longspan._comm.mesh import Mesh
-from longspan._dropin.context import context_parallel
-from longspan._engine.attention import attention
-from longspan._engine.invariant_mode import invariant
-from longspan._engine.signatures import flex_attention, scaled_dot_product_attention
-from longspan._masks.algebra import Mask
-from longspan._masks.block_table import BlockTable
-from longspan._masks.constructors import causal, documents, full, mask_mod, prefix, sliding_window
-from longspan._masks.selected import selected
-from longspan._masks.tracing import ProgramError
-from longspan._plan.layout import Layout
-from longspan._plan.schedule import Schedule
-from longspan._planner.plan import Plan
-from longspan._planner.plan_set import PlanSet
-from longspan._planner.planning import plan
+# A command (`longspan …`, `python -m longspan …`) reads its options before it loads torch, which takes seconds. Until then this package is
+# empty; the first use of a name fills it. While Python imports the package of `-m`, argv[0] is "-m".
+_is_command = "_is_command" not in globals() and (sys.argv[:1] == ["-m"] or _Path(sys.argv[0] if sys.argv else "").stem == "longspan")
+
+if TYPE_CHECKING or not _is_command:
+    from longspan._cache.kv_cache import KVCache
+    from longspan._comm.mesh import Mesh
+    from longspan._dropin.context import context_parallel
+    from longspan._engine.attention import attention
+    from longspan._engine.invariant_mode import invariant
+    from longspan._engine.signatures import flex_attention, scaled_dot_product_attention
+    from longspan._masks.algebra import Mask
+    from longspan._masks.block_table import BlockTable
+    from longspan._masks.constructors import causal, documents, full, mask_mod, prefix, sliding_window
+    from longspan._masks.selected import selected
+    from longspan._masks.tracing import ProgramError
+    from longspan._plan.layout import Layout
+    from longspan._plan.schedule import Schedule
+    from longspan._planner.plan import Plan
+    from longspan._planner.plan_set import PlanSet
+    from longspan._planner.planning import plan
 
 __version__ = "0.1.0"
 
@@ -59,6 +67,8 @@ else:
     _LAZY_MODULES = ("integrations", "testing", "torch_compat")
 
     def __getattr__(name: str) -> Any:
+        if _is_command and name in __all__:
+            return getattr(_reload(sys.modules[__name__]), name)
         if name == "ContextParallel":
             from longspan._dropin.parallel_style import ContextParallel
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -228,3 +229,27 @@ def test_a_plan_larger_than_device_memory_is_reported(capsys: Any) -> None:
     assert "MiB per rank at most: more than the 139.8 GiB of a device (h200)" in out
     _, out, _ = called(capsys, "plan", "--tokens", "64k", "--gpus", "8")
     assert "MiB per rank at most\n" in out
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--layout", "diagonal"], ["train", "--width", "7"], ["plan", "--mask", "nope"]])
+def test_help_and_option_errors_come_before_torch_is_loaded(arguments: list[str]) -> None:
+    """torch takes seconds to import."""
+    code = f"""
+import runpy, sys
+class Refuse:
+    def find_spec(self, name, *_):
+        assert name not in ("torch", "numpy"), f"{{name}} was imported"
+sys.meta_path.insert(0, Refuse())
+sys.argv = ["-m"]
+import longspan
+sys.argv = ["longspan", *{arguments!r}]
+from longspan.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "was imported" not in done.stderr and done.returncode == (0 if arguments == ["--help"] else 2), done.stderr
+
+
+def test_a_command_loads_the_library_when_it_needs_it() -> None:
+    done = subprocess.run([sys.executable, "-m", "longspan", "plan", "--tokens", "2k", "--gpus", "2"], capture_output=True, text=True)
+    assert done.returncode == 0 and "2048 tokens over 2 ranks" in done.stdout, done.stderr

@@ -278,9 +278,14 @@ def test_slow_tables_report_progress_and_fast_tables_are_silent(monkeypatch):
     assert fast_stderr.getvalue() == ""
     monkeypatch.setattr(classify_module, "REPORT_AFTER", -1.0)
     monkeypatch.setattr(classify_module, "REPORT_INTERVAL", -1.0)
-    with redirect_stderr(io.StringIO()) as slow_stderr:
+    with redirect_stderr(io.StringIO()) as file:
         table_of(mask, 2000, 2000, block=(16, 16))
-    assert "\rblock table:" in slow_stderr.getvalue() and slow_stderr.getvalue().endswith("\n")
+    assert file.getvalue().startswith("block table:") and file.getvalue().count("\n") == 1 and "\r" not in file.getvalue()
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    with redirect_stderr(terminal):
+        table_of(mask, 2000, 2000, block=(16, 16))
+    assert "\rblock table [" in terminal.getvalue() and "s left" in terminal.getvalue() and terminal.getvalue().endswith("\n")
     fractions: list[float] = []
     table_of(mask, 2000, 2000, block=(16, 16), progress=fractions.append)
     assert fractions == sorted(fractions) and fractions[0] >= 0 and fractions[-1] == 1.0

@@ -148,11 +148,15 @@ def _sides(levels: Sequence[int] | None, tiles: int) -> list[int]:
 
 
 class _Report:
-    """Progress reports: calls `progress`, or rewrites one line on stderr when classification is slow."""
+    """Progress reports: calls `progress`, or writes to stderr when classification is slow.
+
+    On a terminal, one line with a bar is rewritten. In a file, a line is written after 2, 20, 40, 80, … seconds.
+    """
 
     def __init__(self, progress: Callable[[float], None] | None, parts: int) -> None:
         self.progress, self.parts, self.part = progress, max(1, parts), 0
         self.start = self.shown = time.monotonic()
+        self.next_line = REPORT_AFTER
         self.written = False
 
     def __call__(self, share: float) -> None:
@@ -163,10 +167,19 @@ class _Report:
         if self.progress is not None:
             self.progress(share)
         elif now - self.start > REPORT_AFTER:
+            self._write(share, now - self.start)
+
+    def _write(self, share: float, seconds: float) -> None:
+        left = f"about {seconds * (1 - share) / share:.0f} s left" if share else "starting"
+        text = f"{share:4.0%}, {left} (interval bounds do not decide this mask; evaluating its tiles one by one)"
+        if sys.stderr.isatty():
+            done = round(20 * share)
+            sys.stderr.write(f"\rblock table [{'#' * done}{'.' * (20 - done)}] {text}\033[K")
             self.written = True
-            why = "interval bounds do not decide this mask; evaluating its tiles one by one"
-            sys.stderr.write(f"\rblock table: {share:4.0%} ({why})")
-            sys.stderr.flush()
+        elif seconds > self.next_line:
+            self.next_line = max(20.0, 2 * seconds)
+            sys.stderr.write(f"block table: {text}\n")
+        sys.stderr.flush()
 
     def next_part(self) -> None:
         self.part += 1

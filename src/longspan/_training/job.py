@@ -7,6 +7,8 @@ axis, and divides by the token count of the whole batch.
 from __future__ import annotations
 
 import math
+import resource
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -56,12 +58,13 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Loss and speed of one optimizer step."""
+    """Loss and speed of one optimizer step. memory_bytes: the most that this process has held, of GPU memory if it has a GPU."""
 
     step: int
     loss: float
     tokens_per_second: float
     seconds: float
+    memory_bytes: int
 
 
 def check_ranks(job: Job, ranks: int) -> None:
@@ -116,13 +119,23 @@ def train(device: torch.device, job: Job, on_step: Callable[[StepResult], None] 
             dist.all_reduce(both)
             seconds = time.perf_counter() - start
             if on_step is not None:
-                on_step(StepResult(step=step, loss=both[0].item(), tokens_per_second=job.batch * job.length / seconds, seconds=seconds))
+                speed = job.batch * job.length / seconds
+                memory = _peak_memory(device)
+                on_step(StepResult(step=step, loss=both[0].item(), tokens_per_second=speed, seconds=seconds, memory_bytes=memory))
             stop = both[1].item() > 0
             if stop or (step + 1) % job.save_every == 0 or step + 1 == job.steps:
                 save(job.out, step + 1, job.identity(text), model, optimizer)
             if stop:
                 return INTERRUPTED
     return 0
+
+
+def _peak_memory(device: torch.device) -> int:
+    """The most bytes that this process has held: of GPU memory, or resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _step(job: Job, model: Any, optimizer: Any, text: Corpus, mesh: Any, step: int, sequences: range) -> float:

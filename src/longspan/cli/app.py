@@ -43,8 +43,8 @@ def describe(error: BaseException) -> str:
 _ClickError = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
-def application() -> typer.Typer:
-    """The application with all commands."""
+def application(commands: Sequence[str] = COMMANDS) -> typer.Typer:
+    """The application with these commands."""
     app = typer.Typer(
         name="longspan",
         help="Exact attention over sequences split across devices: plan, check, measure and train.",
@@ -54,7 +54,7 @@ def application() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_callback)
-    for name in COMMANDS:
+    for name in commands:
         importlib.import_module(f"longspan.cli.{name}").register(app)
     return app
 
@@ -65,9 +65,10 @@ def _callback() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command: its exit code."""
-    command = " ".join(["longspan", *[a for a in arguments[:1] if a in COMMANDS]])
+    named = [a for a in arguments[:1] if a in COMMANDS]
+    command = " ".join(["longspan", *named])
     try:
-        code = application()(list(arguments), standalone_mode=False)
+        code = application(named or COMMANDS)(list(arguments), standalone_mode=False)
     except UsageError as error:
         return _fail(command, str(error))
     except _ClickError as error:  # type: ignore[misc]

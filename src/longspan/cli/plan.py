@@ -76,6 +76,8 @@ def plan(
         if path is not None:
             files.check(path, option, files.picture_endings() if option == "--png" else ())
 
+    masked = parse.mask(mask, length)
+
     # From here on torch is needed.
     from longspan._cost.clusters import cluster as profile_of
     from longspan._cost.rates import Shape
@@ -87,7 +89,7 @@ def plan(
     except (ValueError, OSError) as error:
         raise UsageError(f"--cluster: {describe(error).removeprefix('cluster: ')}") from None
     request = Request(
-        mask=parse.mask(mask, length),
+        mask=masked,
         tokens=length,
         gpus=devices,
         shape=Shape(**sizes),

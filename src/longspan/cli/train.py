@@ -155,8 +155,11 @@ def _rank(device: Any, job: Any) -> int:
         return run(device, job, progress)
 
 
+_COLUMNS = ("step", "loss", "tokens_per_second", "seconds", "memory_bytes")  # of losses.csv: the fields of a StepResult
+
+
 class _Progress:
-    """Output of rank 0: a progress bar (or a line every 10 steps), losses.csv and losses.png."""
+    """Output of rank 0: a progress bar on a terminal, at most about 20 lines in a file; losses.csv and losses.png."""
 
     def __init__(self, job: Any, device: str) -> None:
         self.job, self.device = job, device
@@ -182,10 +185,10 @@ class _Progress:
         self.rows.append(asdict(step))
         with self.path.open("a", newline="") as file:
             csv.writer(file).writerow(asdict(step).values())
-        text = f"loss {step.loss:.4f}  {step.tokens_per_second:,.0f} tokens/s"
+        text = f"loss {step.loss:.4f}  {step.tokens_per_second:,.0f} tokens/s  {step.memory_bytes / 2**30:.1f} GiB"
         if self.bar is not None:
             self.bar.update(self.task, completed=step.step + 1, description=text)
-        elif self.first or (step.step + 1) % 10 == 0 or step.step + 1 == self.job.steps:
+        elif self.first or (step.step + 1) % max(10, self.job.steps // 20) == 0 or step.step + 1 == self.job.steps:
             print(f"step {step.step + 1}/{self.job.steps}  {text}", flush=True)
         self.first = False
 
@@ -196,8 +199,8 @@ class _Progress:
                 self.rows = [row for row in csv.DictReader(file) if int(row["step"]) < step]
         with self.path.open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow(["step", "loss", "tokens_per_second", "seconds"])
-            writer.writerows(row.values() for row in self.rows)
+            writer.writerow(_COLUMNS)
+            writer.writerows([row.get(name, "") for name in _COLUMNS] for row in self.rows)
 
     def __exit__(self, *_: Any) -> None:
         if self.bar is not None:
