@@ -30,6 +30,33 @@ def test_six_steps_of_the_trainer_on_two_processes_give_the_weights_of_one_proce
     assert off < 1e-6 and moved > 1e-2
 
 
+@pytest.mark.long
+def test_twenty_steps_of_trl_on_four_processes_give_the_losses_of_one_process(pytestconfig: pytest.Config) -> None:
+    if not pytestconfig.getoption("--whole-grid"):
+        pytest.skip("trains four times: run with --whole-grid")
+    pytest.importorskip("trl")
+    from examples.trl_sft import differences
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        by_packing = differences()
+    assert max(by_packing.values()) < 1e-5
+
+
+def test_the_mixin_refuses_other_losses_than_the_cross_entropy_of_labels(tmp_path: Path) -> None:
+    from examples.transformers_trainer import arguments, llama
+
+    import longspan as ls
+    from longspan.integrations.trainer import SpanningTrainer
+
+    args = arguments(str(tmp_path))
+    args.loss_type = "dft"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match="expected loss_type 'nll', got 'dft'"):
+            SpanningTrainer(model=llama("longspan"), args=args, mesh=ls.Mesh.abstract(1))
+
+
 def test_the_trainer_raises_for_another_attention_implementation_and_for_a_mesh_of_other_ranks(tmp_path: Path) -> None:
     from examples.transformers_trainer import arguments, llama
 

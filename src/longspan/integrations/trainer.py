@@ -5,12 +5,16 @@
 
 The model has `attn_implementation="longspan"`. Collated batches are whole. Ranks that share a sequence get equal batches. The Trainer's
 own DDP averages gradients over all ranks.
+
+`SpanningMixin` does the same for subclasses of `Trainer` whose loss is the cross entropy of labels, such as TRL's:
+
+    class SpanningSFTTrainer(SpanningMixin, SFTTrainer): ...
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,11 +31,16 @@ try:
 except ImportError as error:
     raise ImportError(f"longspan.integrations.trainer needs transformers and accelerate ({error}): pip install 'longspan[hf]'") from error
 
-__all__ = ["SpanningTrainer"]
+__all__ = ["SpanningMixin", "SpanningTrainer"]
+
+_Base: Any = Trainer if TYPE_CHECKING else object
 
 
-class SpanningTrainer(Trainer):
-    """A `transformers.Trainer` with a mesh: ranks along its axis "cp" share sequences, ranks along "dp" or "dp_replicate" do not.
+class SpanningMixin(_Base):  # type: ignore[misc]
+    """A mesh for a `transformers.Trainer`: ranks along its axis "cp" share sequences, ranks along "dp" or "dp_replicate" do not.
+
+    Put it before the Trainer's class. The loss is the mean cross entropy of the labels that the collator gives; a class that computes
+    another loss loses it, so that settings for one are refused.
 
     Datasets have a length. Training reads samples in an order that depends on seed and epoch, also when a run is resumed within an epoch,
     or in the dataset's order (`train_sampling_strategy` "random" or "sequential"). Evaluation reads the batches of one process, each
@@ -77,6 +86,11 @@ class SpanningTrainer(Trainer):
             raise ValueError(f"args: expected train_sampling_strategy 'random' or 'sequential', got {strategy!r}, which is not supported")
         if self.label_smoother is not None or self.compute_loss_func is not None:
             raise ValueError("args: expected neither label smoothing nor compute_loss_func, which would see a shard of the labels only")
+        loss_type = getattr(self.args, "loss_type", "nll")  # of TRL's SFTConfig
+        if loss_type not in ("nll", "chunked_nll"):
+            raise ValueError(f"args: expected loss_type 'nll', got {loss_type!r}, which is not supported with a mesh")
+        if getattr(self, "aux_loss_enabled", False):
+            raise ValueError("args: expected no load-balancing loss of experts, which would see a shard of the tokens only")
 
     @property
     def _config(self) -> Any:
@@ -175,6 +189,10 @@ class SpanningTrainer(Trainer):
         if weight:
             self._loss_sum += torch.stack([weight * loss.double(), torch.full_like(loss, weight, dtype=torch.float64)])
         return loss, None, None
+
+
+class SpanningTrainer(SpanningMixin, Trainer):
+    """`transformers.Trainer` with a mesh (`SpanningMixin`)."""
 
 
 def _with_length(data: Any, name: str) -> Any:

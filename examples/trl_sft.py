@@ -1,0 +1,108 @@
+"""TRL's SFTTrainer with every sequence split over four processes, packed and padded: losses of each step, compared with one process.
+
+    pip install trl
+    python examples/trl_sft.py
+
+The recipe is `SpanningSFTTrainer`: longspan's mixin in front of TRL's trainer, and a mesh.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+import longspan.integrations.transformers  # noqa: F401  (registers "longspan")
+from longspan.integrations.trainer import SpanningMixin
+from longspan.testing import run_processes
+
+STEPS, RANKS, VOCAB = 20, 4, 97
+
+
+class SpanningSFTTrainer(SpanningMixin, SFTTrainer):
+    """TRL's trainer over a mesh."""
+
+
+def llama(implementation: str) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        attn_implementation=implementation, pad_token_id=0, eos_token_id=1, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def tokenizer() -> Any:
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w2"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w2")
+
+
+def data() -> Dataset:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(20, 90, (4 * STEPS,), generator=generator).tolist()
+    return Dataset.from_dict({"input_ids": [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]})
+
+
+def train(trainer: type, model: Any, *, packing: bool, **more: Any) -> list[float]:
+    """The loss of each step."""
+    with tempfile.TemporaryDirectory() as folder:
+        args = SFTConfig(
+            output_dir=folder, max_steps=STEPS, per_device_train_batch_size=2, learning_rate=0.3, optim="sgd", lr_scheduler_type="constant",
+            train_sampling_strategy="sequential", use_cpu=True, bf16=False, max_length=100, packing=packing, report_to=[],
+            save_strategy="no", logging_steps=1, disable_tqdm=True, ddp_find_unused_parameters=False, gradient_checkpointing=False,
+            max_grad_norm=0.0, logging_nan_inf_filter=False,
+        )  # fmt: skip
+        run = trainer(model=model, args=args, train_dataset=data(), processing_class=tokenizer(), **more)
+        run.train()
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def rank(port: int) -> dict[bool, list[float]]:
+    """Both ways of batching, with the environment variables of torchrun, which accelerate reads."""
+    this_rank, size = str(dist.get_rank()), dist.get_world_size()
+    os.environ |= {
+        "RANK": this_rank,
+        "LOCAL_RANK": this_rank,
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp_replicate", "cp"))
+    return {packing: train(SpanningSFTTrainer, llama("longspan"), packing=packing, mesh=mesh) for packing in (False, True)}
+
+
+def differences() -> dict[bool, float]:
+    """The largest difference of a step's loss between one process and several, without and with packing."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = int(s.getsockname()[1])
+    by_rank = run_processes(rank, RANKS, port, timeout=280.0)
+    results = {}
+    for packing in (False, True):
+        expected = train(SFTTrainer, llama("longspan"), packing=packing)
+        assert len(expected) == STEPS == len(by_rank[0][packing])
+        results[packing] = max(abs(a - b) for losses in by_rank for a, b in zip(losses[packing], expected, strict=True))
+    return results
+
+
+def main() -> None:
+    for packing, difference in differences().items():
+        print(f"{STEPS} steps on {RANKS} processes, {'packed' if packing else 'padded'}: losses differ by up to {difference:.1e}")
+        if not difference < 1e-5:
+            raise SystemExit("losses do not match")
+    print("all match")
+
+
+if __name__ == "__main__":
+    main()
