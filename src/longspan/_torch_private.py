@@ -67,6 +67,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "assert_on_device",
+    "backend_timeout",
     "current_cuda_device",
     "current_raw_stream",
     "default_store",
@@ -82,8 +83,6 @@ __all__ = [
     "number_of",
     "outside_of_modes",
     "process_group_by_name",
-    "process_group_timeout",
-    "timeout_of_exchanges",
     "transform_is_active",
     "tree_flatten",
     "tree_leaves",
@@ -195,28 +194,14 @@ def process_group_by_name(name: str) -> ProcessGroup | None:
         return None
 
 
-def process_group_timeout(group: ProcessGroup, device: str) -> timedelta | None:
-    """The timeout of a process group's collectives on tensors of a device type, None if its backend does not tell."""
+def backend_timeout(group: ProcessGroup, device: str) -> tuple[Any, timedelta | None]:
+    """(backend, timeout) of a process group's collectives on tensors of a device type. None if the backend does not tell."""
     try:
-        timeout = group._get_backend(torch.device(device)).options._timeout
+        backend = group._get_backend(torch.device(device))
+        timeout = backend.options._timeout
     except (AttributeError, RuntimeError, TypeError):
-        return None
-    return timeout if isinstance(timeout, timedelta) else None
-
-
-@contextmanager
-def timeout_of_exchanges(group: ProcessGroup, device: str, timeout: timedelta | None) -> Iterator[None]:
-    """Context in which exchanges that start get a timeout, if it is shorter than the group's. NCCL's are left alone: None."""
-    before = None if timeout is None else process_group_timeout(group, device)
-    if timeout is None or before is None or before <= timeout:
-        yield
-        return
-    backend = group._get_backend(torch.device(device))
-    backend._set_default_timeout(timeout)
-    try:
-        yield
-    finally:
-        backend._set_default_timeout(before)
+        return None, None
+    return backend, timeout if isinstance(timeout, timedelta) and hasattr(backend, "_set_default_timeout") else None
 
 
 def default_store() -> Store | None:

@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--ranks", nargs="+", type=int, default=[3, 4])
     parser.add_argument("--runs", type=int, help="a random sample of this many runs")
     parser.add_argument("--covering", action="store_true", help="one run per kind: each of another scenario, at a point in its middle")
+    parser.add_argument("--part", type=int, default=0, help="the sample after that many others of the same size and seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=4, help="runs at a time")
     parser.add_argument("--timeout", type=float, default=3.0, help="timeout of the process groups, in seconds")
@@ -40,11 +41,14 @@ def main() -> int:
     supervisor = Supervisor(rank_main, options.timeout)
     worlds = [Case(scenario=s, size=n) for s in options.scenarios for n in options.ranks if s != "ulysses_ring" or n == 4]
     clean = _clean_runs(supervisor, worlds, options.jobs)
-    cases = [case for world in worlds for case in faults_of(world, clean[world.scenario, world.size]) if case.fault.kind in options.kinds]
+    cases: list[Case] = [
+        case for world in worlds for case in faults_of(world, clean[world.scenario, world.size]) if case.fault.kind in options.kinds
+    ]
     if options.covering:
         cases = covering(cases)
     if options.runs is not None:
-        cases = random.Random(options.seed).sample(cases, min(options.runs, len(cases)))
+        first = options.part * options.runs
+        cases = random.Random(options.seed).sample(cases, len(cases))[first : first + options.runs]
     return _run(supervisor, cases, clean, options)
 
 

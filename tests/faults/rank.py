@@ -66,6 +66,7 @@ def prepare() -> None:
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp
 
+    import longspan._comm.process_group
     import longspan._training.checkpoints  # noqa: F401
 
     torch.set_num_threads(1)

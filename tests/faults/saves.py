@@ -33,10 +33,11 @@ from tests.faults.supervisor import Case, InRank, Report, Supervisor
 
 from longspan._training import job as jobs
 from longspan._training.checkpoints import checkpoints
+from longspan._training.corpus import VOCAB
 from longspan._training.decoder import DecoderConfig
 
 RANKS, STEPS, SAVE_EVERY = 2, 6, 2
-MODEL = DecoderConfig(vocab=256, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, hidden=32)
+MODEL = DecoderConfig(vocab=VOCAB, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, hidden=32)
 SPREAD = 0.01  # seconds: a kill comes up to this long after its point
 
 

@@ -7,9 +7,9 @@ ranks call different ones.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import accumulate
 from typing import ClassVar
 from weakref import WeakKeyDictionary
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longspan._comm.group import CPU, Alone, ControlGroup, Done, Pending, check_pieces, check_whole, row_counts
-from longspan._comm.watchdog import Exchange, exchange_timeout, watchdog
-from longspan._torch_private import process_group_timeout, timeout_of_exchanges
+from longspan._comm.watchdog import Exchange, ExchangeLimit, Waiting, exchange_limit, watchdog
+from longspan._torch_private import backend_timeout
 
 # Dtypes that every backend supports. Gloo rejects float8 and int16, MPI the half dtypes too: those are sent as bytes, without a copy.
 _SUPPORTED = frozenset({torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8})
@@ -94,13 +94,16 @@ class C10dGroup:
         self._check_in_step()
         if out.shape[1:].numel() == 0:
             return Done()  # rows without elements, on every rank; backends divide by the row size
-        timeout = None if self._is_nccl(out) else exchange_timeout(self.group, out.device.type)
+        limit = None if self._is_nccl(out) else exchange_limit(self.group, out.device.type)
         pending = _ProcessGroupPending(
-            at=self, out=out, sent=tuple(sent), out_splits=tuple(out_splits), exchange=watchdog.start_of(self.group, what), timeout=timeout
+            at=self, out=out, sent=tuple(sent), out_splits=tuple(out_splits), exchange=watchdog.start_of(self.group, what), limit=limit
         )
         try:
-            with timeout_of_exchanges(self.group, out.device.type, timeout):
+            if limit is None:
                 pending.work = call()
+            else:
+                with limit:
+                    pending.work = call()
         except RuntimeError as error:
             raise pending.failure(error) from error
         if pending.work is None:  # torch only warns for a group that this process is not in
@@ -138,20 +141,20 @@ class _ProcessGroupPending:
     sent: tuple[Tensor, ...] | None
     out_splits: tuple[int, ...]
     exchange: Exchange
-    timeout: timedelta | None  # None: the host does not wait
+    limit: ExchangeLimit | None  # None: the host does not wait
     work: dist.Work | None = None
 
     def wait(self) -> None:
         if self.work is None:
             return
         try:
-            if self.timeout is None:
-                self.work.wait()
-            else:
-                with watchdog.waiting_for(self.exchange, self.at.group, self.timeout):
-                    self.work.wait()
+            if self.limit is not None:
+                watchdog.waiting = Waiting(self.exchange, self.at.group, time.monotonic(), self.limit.timeout)
+            self.work.wait()
         except RuntimeError as error:
             raise self.failure(error) from error
+        finally:
+            watchdog.waiting = None
         self.work = self.out = self.sent = None
 
     def failure(self, error: RuntimeError) -> RuntimeError:
@@ -160,7 +163,9 @@ class _ProcessGroupPending:
         if cause is None:
             expected = [str(ranks[r]) for r, rows in enumerate(self.out_splits) if rows and r != me]
             cause = f"it expected rows from {'global ranks ' + ', '.join(expected) if expected else 'no other rank'}"
-        limit = "" if self.timeout is None else f" of {self.timeout.total_seconds():g} s (LONGSPAN_TIMEOUT, or the process group's timeout)"
+        limit = (
+            "" if self.limit is None else f" of {self.limit.timeout.total_seconds():g} s (LONGSPAN_TIMEOUT, or the process group's timeout)"
+        )
         return RuntimeError(
             f"{self.exchange.what}: the exchange failed on rank {me} of {self.at.size} on axis {self.at.name!r} (global rank {ranks[me]}): "
             f"{str(error).strip()}. Cause: {cause}. See the logs of the ranks named; all ranks must make the same calls in the same order, "
@@ -185,9 +190,7 @@ def _gloo_companion(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     if group not in _companions:
         ranks = dist.get_process_group_ranks(group)
         _companions[group] = (
-            dist.new_group(
-                ranks, process_group_timeout(group, "cuda"), "gloo", use_local_synchronization=True, group_desc="longspan control"
-            )
+            dist.new_group(ranks, backend_timeout(group, "cuda")[1], "gloo", use_local_synchronization=True, group_desc="longspan control")
             if dist.is_gloo_available()
             else None
         )

@@ -18,17 +18,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from weakref import ref
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
-from longspan._torch_private import default_store, flight_recorder_dump, process_group_timeout
+from longspan._torch_private import backend_timeout, default_store, flight_recorder_dump
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -42,18 +41,44 @@ _MAX_ASKED = 256  # ranks; in a larger job, only those of the group are asked
 Notes = dict[int, dict[str, Any]]  # by global rank
 
 
-def exchange_timeout(group: dist.ProcessGroup, device: str) -> timedelta:
-    """How long an exchange may take: the least of LONGSPAN_TIMEOUT (600 s), the group's timeout and the default group's.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExchangeLimit:
+    """How long an exchange over a group may take. As a context: exchanges that start in it get this timeout."""
+
+    timeout: timedelta
+    backend: Any = None  # whose timeout is longer
+    before: timedelta | None = None
+
+    def __enter__(self) -> None:
+        if self.backend is not None:
+            self.backend._set_default_timeout(self.timeout)
+
+    def __exit__(self, *error: object) -> None:
+        if self.backend is not None:
+            self.backend._set_default_timeout(self.before)
+
+
+# Limits of groups by device type, because reading timeouts takes longer than a small exchange.
+_limits: WeakKeyDictionary[dist.ProcessGroup, dict[str, ExchangeLimit]] = WeakKeyDictionary()
+
+
+def exchange_limit(group: dist.ProcessGroup, device: str) -> ExchangeLimit:
+    """The least of LONGSPAN_TIMEOUT (600 s), the group's timeout and the default group's, as they are at the first exchange.
 
     The default group's, because `init_device_mesh` gives the groups of its axes torch's 30 minutes, whatever the user set.
     """
+    by_device = _limits.setdefault(group, {})
+    if device not in by_device:
+        by_device[device] = _limit(group, device)
+    return by_device[device]
+
+
+def _limit(group: dist.ProcessGroup, device: str) -> ExchangeLimit:
     world = dist.group.WORLD
-    limits = [configured_timeout()]
-    for g in (group,) if world is None or world is group else (group, world):
-        own = process_group_timeout(g, device)
-        if own is not None:
-            limits.append(own)
-    return min(limits)
+    backend, own = backend_timeout(group, device)
+    _, default = (None, None) if world is None or world is group else backend_timeout(world, device)
+    least = min(t for t in (configured_timeout(), own, default) if t is not None)
+    return ExchangeLimit(timeout=least, backend=backend if own is not None and least < own else None, before=own)
 
 
 def configured_timeout() -> timedelta:
@@ -68,8 +93,7 @@ def configured_timeout() -> timedelta:
     return timedelta(seconds=seconds)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
+class Exchange(NamedTuple):
     """One exchange of this rank. `number`: how many this rank started on the group, from 1; the same exchange has it on every rank."""
 
     group: str
@@ -78,14 +102,13 @@ class Exchange:
     call: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Waiting:
+class Waiting(NamedTuple):
     """An exchange that this rank waits for since a time, with a timeout."""
 
     exchange: Exchange
     group: dist.ProcessGroup
     since: float
-    timeout: float
+    timeout: timedelta
 
 
 @dataclass(kw_only=True)
@@ -110,15 +133,6 @@ class Watchdog:
         exchange = Exchange(group=name, number=number, what=what, call=self.call)
         self.started[name] = exchange, time.monotonic()
         return exchange
-
-    @contextmanager
-    def waiting_for(self, exchange: Exchange, group: dist.ProcessGroup, timeout: timedelta) -> Iterator[None]:
-        """Note that this rank waits for an exchange."""
-        self.waiting = Waiting(exchange=exchange, group=group, since=time.monotonic(), timeout=timeout.total_seconds())
-        try:
-            yield
-        finally:
-            self.waiting = None
 
     def diagnosis(self, group: dist.ProcessGroup, exchange: Exchange) -> str | None:
         """Which ranks are late or silent, in words; None if the ranks cannot be asked."""
@@ -173,7 +187,7 @@ class _Answers:
         self._watchdog, self._rank, self._pid = watchdog, dist.get_rank(), os.getpid()
         # A connection of its own: a store that does not respond must not block the program's use of it.
         self._store = PrefixStore(_PREFIX, store.clone() if hasattr(store, "clone") else store)
-        timeout = configured_timeout() if dist.group.WORLD is None else exchange_timeout(dist.group.WORLD, "cpu")
+        timeout = configured_timeout() if dist.group.WORLD is None else exchange_limit(dist.group.WORLD, "cpu").timeout
         self._interval = min(2.0, max(0.3, timeout.total_seconds() / 8))
         self._question = 0
         self._warned: Exchange | None = None
@@ -205,7 +219,7 @@ class _Answers:
     def _warn(self) -> None:
         """Print who is late once an exchange has taken half its timeout: on the first rank that waits."""
         waiting = self._watchdog.waiting
-        if waiting is None or waiting.exchange is self._warned or time.monotonic() - waiting.since < waiting.timeout / 2:
+        if waiting is None or waiting.exchange is self._warned or time.monotonic() - waiting.since < waiting.timeout.total_seconds() / 2:
             return
         self._warned = waiting.exchange
         ranks = dist.get_process_group_ranks(waiting.group)
