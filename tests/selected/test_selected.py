@@ -15,11 +15,15 @@ def test_random_selections_match_the_oracle_on_cpu(seed: int) -> None:
     check(draw(seed), kernel="cpu")
 
 
-@pytest.mark.parametrize("kernel", ["dense", "triton"])
-def test_random_selections_match_the_oracle(kernel: str) -> None:
-    pytest.importorskip("triton")
+def test_random_selections_match_the_oracle_by_the_dense_kernel() -> None:
     for seed in (100, 101, 102):
-        check(draw(seed, longest=100), kernel=kernel)
+        check(draw(seed, longest=100), kernel="dense")
+
+
+@pytest.mark.parametrize("seed", [4, 28, 104])  # chosen tiles; chosen keys with causal(), and for each query
+def test_random_selections_match_the_oracle_by_the_triton_kernel(seed: int) -> None:
+    pytest.importorskip("triton")
+    check(draw(seed, longest=140 if seed < 100 else 40), kernel="triton")
 
 
 def test_thousands_of_random_selections(request: pytest.FixtureRequest) -> None:

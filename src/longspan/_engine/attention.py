@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from longspan._cache.step import CacheStep
 from longspan._comm.agreement import refuse
-from longspan._engine import eager, ops
+from longspan._engine import eager, ops, selected
 from longspan._engine.cached import CachedCall, attend_cached
 from longspan._engine.call_cache import CallKey, calls, score_key
 from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, refuse_transforms, tracing_under_transforms
@@ -144,6 +144,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> ops.Outpu
         if repeated is not None:
             return repeated
     scale = _checked_scale(q, k, v, options)
+    chosen = _attend_selected(q, k, v, options, scale)
+    if chosen is not None:
+        return chosen
     mask = _checked_mask(options.mask, q, k)
     if torch.compiler.is_dynamo_compiling():
         from longspan._engine.compiled import attend_compiled
@@ -179,6 +182,20 @@ def _attend_again(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, key: 
         return None
     out, lse = call(q, k, v, options.sink, captured, lse=options.return_lse)
     return out, _NOTHING if lse is None else lse, _NOTHING
+
+
+def _attend_selected(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, scale: float) -> ops.Outputs | None:
+    """`attend` over keys chosen at run time by a kernel that makes its tile lists on the device; None for other calls."""
+    if torch.compiler.is_dynamo_compiling() or options.max_scores:
+        return None
+    split = selected.split_mask(options.mask, q, k, kernel=options.kernel)
+    if split is None:
+        return None
+    rest = None if split.rest is None else split.rest.traced
+    score = _traced_score(options.score_mod, state_dtype(q.dtype))
+    inputs = _call_tensors(q, k, v, options, rest, score)
+    results = selected.attend(inputs, CallOptions(spec=_spec(options, rest, score), scale=scale), split)
+    return None if results is None else (*results, _NOTHING)
 
 
 def _attend_over_mesh(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, plan: PlanHandle) -> ops.Outputs:

@@ -12,7 +12,7 @@ D query/key head dim, E value head dim.  q [B, H, Q, D], k [B, G, K, D], v [B, G
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -23,6 +23,29 @@ from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import BlockTable
 from longspan._masks.joint import Joint
 from longspan._masks.program import Program
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Selection:
+    """Keys chosen at run time (`longspan._masks.selected`).
+
+    Attributes:
+        indices: int32 [B or 1, choices, rows, k]: a row of `q_granularity` queries sees the keys [i · granularity, (i + 1) · granularity)
+            for its entries i >= 0. An entry that repeats counts once. Query head h has choice h // heads_per_choice.
+    """
+
+    indices: Tensor
+    granularity: int
+    q_granularity: int
+    heads_per_choice: int
+
+
+class DeviceTables(Protocol):
+    """Block tables on the device, of the kernel that made them (`SelectsKeys`)."""
+
+    @property
+    def signature(self) -> Hashable:
+        """What launches depend on besides the contents of the tables."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,6 +71,7 @@ class Work:
         invariant: Results of a row must not depend on the other rows of the call, nor on where tiles of queries begin: each row sums over
             KV tiles in ascending order, each KV row over query tiles in ascending order. Tiles of KV (of queries in the pass for dK and
             dV) then begin at places that depend on the row's document only. See `longspan._engine.invariant`.
+        device_tables: The tiles to compute, on the device (`SelectsKeys`); `table` is then an estimate of their number.
     """
 
     table: BlockTable
@@ -65,6 +89,7 @@ class Work:
     complete_q_tiles: Tensor | None = None
     concurrent: bool = False
     invariant: bool = False
+    device_tables: DeviceTables | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -203,6 +228,20 @@ class ComputesNorm(Protocol):
 
     def norm(self, lse: Tensor) -> Tensor:
         """`BackwardInputs.norm` of lse [B, H, Q], of its shape and dtype."""
+
+
+@runtime_checkable
+class SelectsKeys(Protocol):
+    """A kernel that computes selections from their indices on the device, without host work."""
+
+    def selection_block(self, inputs: AttentionInputs, selection: Selection, *, captured_grads: bool) -> tuple[int, int] | None:
+        """Tile size (queries, KV) of the table that `select` reads; None if the kernel does not support this selection.
+
+        captured_grads: Tensors that the score program captures need gradients.
+        """
+
+    def select(self, inputs: AttentionInputs, work: Work, selection: Selection) -> Work:
+        """`work` over the chosen keys only. The table and the mask of `work` are those of the mask besides the selection."""
 
 
 class PreparedForward(Protocol):

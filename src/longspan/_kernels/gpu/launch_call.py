@@ -20,6 +20,7 @@ from torch import Tensor
 from longspan._kernels.gpu import codegen, launch
 from longspan._kernels.gpu.lookup_bounds import check_lookups
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch, hold_for_graph, layouts, prepared_launch
+from longspan._kernels.gpu.selected_tables import SelectedTables
 from longspan._kernels.protocol import AttentionInputs, Work
 
 _GRAPH_AND_MASK = (
@@ -104,7 +105,10 @@ class LaunchCall:
             "first_b": work.first_batch,
             "first_h": work.first_head,
         }
-        self.prepared(one)(one.tensors, per_call)
+        prepared = self.prepared(one)
+        if isinstance(work.device_tables, SelectedTables):
+            per_call |= work.device_tables.of_pass(by_query=one.by_query, shared=prepared.constants["shared"])._asdict()
+        prepared(one.tensors, per_call)
 
     def prepared(self, one: Pass) -> PreparedLaunch:
         """The launch of a pass for tensors of these layouts, cached."""
@@ -122,6 +126,7 @@ class LaunchCall:
             one.needs,
             one.busy_only,
             work.invariant,
+            None if work.device_tables is None else work.device_tables.signature,
             *one.settings.values(),
             layouts(one.tensors.values()),
             layouts(self._mask_captured),
@@ -159,22 +164,25 @@ class LaunchCall:
         if not per_head:
             together = shared if by_query else 1
             group = launch.head_group(item_heads, together, head_bytes, cut.l2_bytes, programs=items, in_flight=cut.ctas_in_flight)
-        on_device = launch.device_table(
-            table, columns, q.device, shared=1 if by_query else shared, positions=work.score is not None,
-            run_order=self.invariant_order if work.invariant else "by kind",
-        )  # fmt: skip
+        lead, tables = False, {}
+        if work.device_tables is None:
+            on_device = launch.device_table(
+                table, columns, q.device, shared=1 if by_query else shared, positions=work.score is not None,
+                run_order=self.invariant_order if work.invariant else "by kind",
+            )  # fmt: skip
+            lead, tables = len(on_device.partial) > 3, on_device._asdict()
         options = launch.options(work, q.dtype)
         joint = None
         if work.score is not None and work.joint is not None and one.needs is not None:
             joint = codegen.joint_function(work.score, work.joint, one.needs, options)
         return items * (1 if per_batch else batch) * (1 if per_head else item_heads), {
-            **self._strides(one), **on_device._asdict(),
+            **self._strides(one), **tables,
             "q_side": launch.side(work.q_tiles, q.device), "kv_side": launch.side(work.kv_tiles, q.device),
             "mask_sizes": launch.pack_sizes(work.mask_captured), "score_sizes": launch.pack_sizes(work.score_captured),
             "rows": table_rows, "tiles": table.q_tiles, "heads": heads, "kv_heads": kv_heads, "shared": shared, "group": group,
             "q_len": q.shape[2], "kv_len": self.kv_len,
             "MASK": launch.function(work.mask, options), "SCORE": launch.function(work.score, options), "JOINT": joint,
-            "PER_BATCH": per_batch, "PER_HEAD": per_head, "LEAD": len(on_device.partial) > 3,
+            "PER_BATCH": per_batch, "PER_HEAD": per_head, "LEAD": lead,
             "N": cut.n, "M_SUBS": m_subs, "N_SUBS": n_subs, "DP": launch.padded(d), "E": e, "EP": launch.padded(e),
         }  # fmt: skip
 

@@ -27,6 +27,7 @@ from longspan._torch_private import current_cuda_device, current_raw_stream
 
 Tensors = Mapping[str, Tensor | None]  # by kernel argument, in the order of the kernel's signature
 PER_CALL = ("mask_captured", "score_captured", "grads", "scale", "first_b", "first_h")  # arguments other than tensors that change
+TABLES = ("order", "full", "partial", "counts")  # arguments that change too where the block table is made on the device
 
 
 @dataclass(kw_only=True, eq=False)
@@ -35,6 +36,7 @@ class PreparedLaunch:
 
     `options`: num_warps, num_stages and such. `descriptors`: for tensors that TMA reads, by name, the function that makes the descriptor.
     `constants`: all arguments but the tensors and those of `PER_CALL`. `workspace`: memory that each launch has to itself.
+    `tables_vary`: the arguments of `TABLES` are given at each call.
     """
 
     kernel: Any
@@ -44,6 +46,7 @@ class PreparedLaunch:
     descriptors: dict[str, Callable[[Tensor], Any]]
     constants: dict[str, Any]
     workspace: Workspace | None = None
+    tables_vary: bool = False
     _compiled: Any = field(default=None, init=False)
     _driver_launch: DriverLaunch | None = field(default=None, init=False)
     _arguments: list[Any] = field(default_factory=list, init=False)
@@ -65,6 +68,8 @@ class PreparedLaunch:
             value = per_call[name]
             if type(value) is tuple:
                 values += [t.data_ptr() for t in value]
+            elif isinstance(value, Tensor):
+                values.append(value.data_ptr())
             else:
                 values.append(value)
         self.launch_at(values)
@@ -114,13 +119,14 @@ class PreparedLaunch:
         """Launch through Triton, which compiles, and cache the compiled kernel. The interpreter compiles nothing."""
         names = self.kernel.arg_names
         assert list(tensors) == list(names[: len(tensors)]), f"tensors {list(tensors)}, signature {names}"
-        known = {**self.constants, **{name: per_call[name] for name in PER_CALL if name in per_call}}
+        changing = (*PER_CALL, *TABLES) if self.tables_vary else PER_CALL
+        known = {**self.constants, **{name: per_call[name] for name in changing if name in per_call}}
         pointers = self._pointers(tensors)
         arguments = [*pointers, *(known[name] for name in names[len(pointers) :])]
         with quiet() if interpreted() else torch.cuda.device(self.device):
             compiled = self._launch_with_fewer_stages(arguments)
-        self._per_call_slots = [name for name in names if name in PER_CALL]
-        varying = [i < len(pointers) or name in PER_CALL for i, name in enumerate(names)]
+        self._per_call_slots = [name for name in names if name in changing]
+        varying = [i < len(pointers) or name in changing for i, name in enumerate(names)]
         if compiled is not None:
             self._driver_launch = driver_launch(compiled, arguments, varying, ctas=self.ctas, device=self.device)
         self._arguments = [_without_tensors(a) if v else _address(a) for a, v in zip(arguments, varying, strict=True)]

@@ -17,11 +17,12 @@ from longspan._kernels.gpu.device import capability
 from longspan._kernels.gpu.interpreter import interpreted
 from longspan._kernels.gpu.lookup_bounds import check_lookups
 from longspan._kernels.gpu.row_terms import delta as row_delta
+from longspan._kernels.gpu.selected_tables import tile_of, tiled_work
 from longspan._kernels.hopper.config import HOPPER, MAX_DIM, computes_dq_with_dkv
 from longspan._kernels.hopper.dq_order import ordered_dq_pays
 from longspan._kernels.hopper.passes import HopperCall, head_parts_of, round_tensors, row_norm, streamable, width
 from longspan._kernels.hopper.prepared import HopperBackward, HopperForward
-from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Capabilities, Grads, Kernel, State, Work
+from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Capabilities, Grads, Kernel, Selection, State, Work
 from longspan._masks.block_table import BLOCK_SIZE, BlockTable
 
 # Gluon is experimental: names and the barriers that it inserts change between versions. With all of these, the kernels compile and a
@@ -204,6 +205,14 @@ class HopperKernel:
     def norm(self, lse: Tensor) -> Tensor:
         return row_norm(lse)
 
+    def selection_block(self, inputs: AttentionInputs, selection: Selection, *, captured_grads: bool) -> tuple[int, int] | None:
+        block = tile_of(selection)
+        d, e = inputs.q.shape[-1], inputs.v.shape[-1]
+        return block if block == (BLOCK_SIZE, BLOCK_SIZE) and max(d, e) <= MAX_DIM else None
+
+    def select(self, inputs: AttentionInputs, work: Work, selection: Selection) -> Work:
+        return tiled_work(inputs, work, selection, dummy=True)
+
     def delta(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
         return row_delta(out, grad_out, grad_lse)
 
@@ -243,6 +252,8 @@ def _one_pass(inputs: AttentionInputs, work: Work, needs: Sequence[bool]) -> boo
         return False
     if not torch.are_deterministic_algorithms_enabled():
         return True
+    if work.device_tables is not None:  # the fixed order follows from a table on the host
+        return False
     return ordered_dq_pays(work.table, v.shape[0] * v.shape[1] * head_parts_of(q, v, work))
 
 

@@ -193,8 +193,9 @@ class HopperCall(LaunchCall):
                 workspace = Workspace(device=q.device, zeros=(1, q.shape[0] * q.shape[1] * more["semaphores_per_head"]))
         if one.name == "forward":
             more["CORNERS"], more["FLAT"] = flat_functions(self.work.score, launch.options(self.work, q.dtype))
-            # Split items do not combine max scores.
-            splittable = tensors["max_scores_ptr"] is None and e <= MAX_SPLIT_DIM.value and not self.work.invariant
+            # Split items do not combine max scores. The number of KV blocks of a device table is not known: a part could be empty.
+            known_blocks = not self.work.invariant and self.work.device_tables is None
+            splittable = tensors["max_scores_ptr"] is None and e <= MAX_SPLIT_DIM.value and known_blocks
             order, split = self._plan_items(items, shared, ctas, splittable=splittable)
             heavy_items = items // max(1, shared["rows"]) * order.heavy_rows
             more |= {"heavy_rows": order.heavy_rows, "light_group": order.light_group, "heavy_items": heavy_items, **split._asdict()}
@@ -213,6 +214,7 @@ class HopperCall(LaunchCall):
             descriptors=tiles,
             constants={**known, **shared, **more, "items": items, "D": q.shape[-1], "DP": d, "EP": e},
             workspace=workspace,
+            tables_vary=self.work.device_tables is not None,
         )
 
     def _tiles(self, one: Pass) -> tuple[TileConfig, dict[str, Callable[[Tensor], TensorDescriptor]], bool]:

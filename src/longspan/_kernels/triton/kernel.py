@@ -16,10 +16,12 @@ from longspan._kernels.gpu.device_library import LOG2_E
 from longspan._kernels.gpu.interpreter import computable, interpreted
 from longspan._kernels.gpu.lookup_bounds import check_lookups
 from longspan._kernels.gpu.row_terms import delta as row_delta
-from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Capabilities, Grads, State, Work
+from longspan._kernels.gpu.selected_tables import tile_of, tiled_work
+from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Capabilities, Grads, Selection, State, Work
 from longspan._kernels.triton.config import FINE, Config, prefers_fine_tables
+from longspan._kernels.triton.gathered_call import GatheredCall, GatheredKeys, gathered_work, gathers
 from longspan._kernels.triton.passes import RowTerms, TritonCall
-from longspan._masks.block_table import BlockTable
+from longspan._masks.block_table import BLOCK_SIZE, BlockTable
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -60,6 +62,11 @@ class TritonKernel:
     def forward(self, inputs: AttentionInputs, work: Work, *, state: State | None, final: bool, max_scores: bool) -> State:
         dtype, inputs = inputs.q.dtype, _computable(inputs)
         q, v = inputs.q, inputs.v
+        if isinstance(work.device_tables, GatheredKeys):
+            assert final and not max_scores
+            gathered = GatheredCall(inputs, work).forward(state)
+            gathered.out = gathered.out.to(dtype)
+            return gathered
         old = None if state is None else usable(state, max_scores=max_scores)
         # In place, rows that see none of these tiles keep their state and need no CTA.
         in_place = old is not None and not final
@@ -81,6 +88,12 @@ class TritonKernel:
         check_order(work, tensors.needs, tensors.inputs.q)
         dtype = torch.float32 if wide else tensors.inputs.q.dtype
         inputs, grad_out = _computable(tensors.inputs), computable(tensors.grad_out)
+        if isinstance(work.device_tables, GatheredKeys):
+            assert into is None and not wide
+            delta = self.delta(tensors.out, grad_out, tensors.grad_lse) if tensors.delta is None else tensors.delta.contiguous()
+            grads = GatheredCall(inputs, work).backward(grad_out, tensors.lse.contiguous(), delta)
+            grads.q, grads.k, grads.v = (g.to(dtype) for g in (grads.q, grads.k, grads.v))
+            return grads
         grads = empty_grads(inputs, work, tensors.needs, wide=wide) if into is None else into
         zero_uncovered(grads, work, into=into is not None)
         call = TritonCall(inputs, work, capability=capability(inputs.q.device), config=self.config)
@@ -103,6 +116,14 @@ class TritonKernel:
             return RowTerms(lse=lse, norm=norm, delta=torch.empty_like(lse), out=computable(tensors.out), grad_lse=grad_lse)
         delta = self.delta(tensors.out, grad_out, grad_lse) if delta is None else delta
         return RowTerms(lse=lse, norm=norm, delta=delta.contiguous())
+
+    def selection_block(self, inputs: AttentionInputs, selection: Selection, *, captured_grads: bool) -> tuple[int, int] | None:
+        return tile_of(selection) or ((BLOCK_SIZE, BLOCK_SIZE) if not captured_grads and gathers(selection) else None)
+
+    def select(self, inputs: AttentionInputs, work: Work, selection: Selection) -> Work:
+        if tile_of(selection) is None:
+            return gathered_work(work, selection)
+        return tiled_work(inputs, work, selection, dummy=False)
 
     def delta(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
         return row_delta(out, grad_out, grad_lse)

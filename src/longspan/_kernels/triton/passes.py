@@ -100,5 +100,6 @@ class TritonCall(LaunchCall):
             ctas=items,
             device=q.device,
             descriptors=dict.fromkeys(walked, describe) if tma else {},
+            tables_vary=work.device_tables is not None,
             constants={**one.settings, **constants, "M": m, "D": d, "PRECISION": self.precision, "TMA": tma},
         )

@@ -1,0 +1,144 @@
+"""Attention over keys chosen at run time (`longspan.selected`), by kernels that make their tile lists on the device.
+
+A mask of the form `selection & rest` takes this path on one device. Its programs, the block table of `rest` and the launches are cached by
+sizes; a new choice costs lookups and launches. Other forms, kernels and transforms evaluate the selection as a lookup table, like any mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longspan._engine import one_device
+from longspan._engine.checks import refuse_batched_gradients
+from longspan._engine.eager import is_plain
+from longspan._engine.invariant_mode import is_invariant
+from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
+from longspan._kernels.protocol import AttentionInputs, Kernel, Selection, SelectsKeys, Work
+from longspan._kernels.registry import first_candidate, has_triton, kernel_named
+from longspan._masks.algebra import Full, Mask
+from longspan._masks.extent import AttentionSizes
+from longspan._masks.selected import split_selection
+from longspan._torch_modes import without_autocast
+from longspan._torch_private import nothing_intercepts_calls
+
+
+@dataclass(frozen=True, eq=False)
+class SplitMask:
+    """A mask as a selection, checked against the call, and the rest of the mask; None: every pair."""
+
+    selection: Selection
+    rest: Mask | None
+
+
+def split_mask(mask: Any, q: Tensor, k: Tensor, *, kernel: str) -> SplitMask | None:
+    """The parts of a call's mask; None if the call takes the general path."""
+    if not isinstance(mask, Mask) or not mask.has_selection or is_invariant() or not nothing_intercepts_calls():
+        return None
+    if not has_triton() or kernel not in ("auto", "triton", "hopper") or not (q.is_cuda or kernel == "triton"):
+        return None
+    split = split_selection(mask)
+    if split is None or split.selection.indices.device != q.device or not q.numel() or not k.numel():
+        return None
+    sizes = AttentionSizes(q_len=q.shape[2], kv_len=k.shape[2], batch=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1])
+    mask.extent.check(f"mask {mask}", q_len=sizes.q_len, kv_len=sizes.kv_len, batch=sizes.batch, heads=sizes.heads)
+    chosen = split.selection.checked(sizes)
+    assert chosen.heads_per_choice is not None
+    selection = Selection(
+        indices=chosen.indices, granularity=chosen.granularity, q_granularity=chosen.q_granularity, heads_per_choice=chosen.heads_per_choice
+    )  # fmt: skip
+    return SplitMask(selection, None if split.rest is None or isinstance(split.rest, Full) else split.rest)
+
+
+@dataclass(frozen=True, eq=False)
+class SelectedCall:
+    """A call over chosen keys: its kernel, its work, and its options, whose mask program is that of the rest of the mask."""
+
+    kernel: Kernel
+    work: Work
+    options: CallOptions
+    indices: Tensor
+
+    @classmethod
+    def of(cls, inputs: CallTensors, options: CallOptions, split: SplitMask) -> SelectedCall | None:
+        """The call by the first kernel that selects keys; None if no kernel supports it."""
+        kernel_inputs = AttentionInputs(q=inputs.q, k=inputs.k, v=inputs.v)
+        requested, captured_grads = options.spec.kernel, any(t.requires_grad for t in inputs.score_captured)
+        names = dict.fromkeys((first_candidate(inputs.q.device), "triton")) if requested == "auto" else (requested,)
+        for kernel in map(kernel_named, names):
+            assert isinstance(kernel, SelectsKeys)
+            block = kernel.selection_block(kernel_inputs, split.selection, captured_grads=captured_grads)
+            if block is None:
+                continue
+            tables = one_device.mask_tables(inputs, options)
+            work = one_device.make_work(inputs, options, tables, backward=False, block=block)
+            if kernel.capabilities(kernel_inputs, work).refusal is None:
+                fixed = split.rest is None or split.rest.reads_copies
+                work = replace(kernel.select(kernel_inputs, work, split.selection), mask_is_fixed=fixed)
+                return cls(kernel, work, options, split.selection.indices)
+        return None
+
+    def forward(self, inputs: CallTensors) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        work = replace(self.work, score_captured=inputs.score_captured)
+        with without_autocast(), torch.no_grad():
+            state = one_device.forward_by(self.kernel, work, inputs)
+        return state.out, state.lse.contiguous()
+
+    def backward(self, tensors: BackwardTensors) -> list[Tensor]:
+        """Gradients of q, k, v, the sink if there is one, and the captured tensors that need one."""
+        captured = tensors.inputs.score_captured
+        work = replace(self.work, score_captured=captured, joint=self.options.spec.joint(captured))
+        with without_autocast():
+            grads, grad_sink = one_device.backward_by(self.kernel, work, tensors)
+        return tensors.flat_grads(grads, grad_sink)
+
+
+def attend(inputs: CallTensors, options: CallOptions, split: SplitMask) -> tuple[Tensor, Tensor] | None:
+    """(out, lse), differentiable; None if no kernel selects keys for this call."""
+    if not is_plain([*inputs.differentiable, *inputs.mask_captured]):
+        return None
+    call = SelectedCall.of(inputs, options, split)
+    if call is None:
+        return None
+    if torch.is_grad_enabled() and any(t.requires_grad for t in inputs.differentiable):
+        tensors = inputs.q, inputs.k, inputs.v, inputs.sink, *inputs.score_captured
+        return _AttendSelected.apply(call, inputs.mask_captured, *tensors)  # type: ignore[no-untyped-call,no-any-return]
+    return call.forward(inputs)
+
+
+class _AttendSelected(torch.autograd.Function):
+    """Autograd sees q, k, v, the sink and the score program's captured tensors as arguments after the first two."""
+
+    @staticmethod
+    def forward(ctx: Any, call: SelectedCall, mask_captured: Sequence[Tensor], *tensors: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, sink, *score_captured = tensors
+        inputs = CallTensors(q=q, k=k, v=v, sink=sink, mask_captured=mask_captured, score_captured=score_captured)
+        out, lse = call.forward(inputs)
+        # The indices are saved too, so that torch raises if they were modified in place before the backward pass.
+        ctx.save_for_backward(q, k, v, sink, out, lse, call.indices, *mask_captured, *score_captured)
+        ctx.call, ctx.mask_count = call, len(mask_captured)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        refuse_batched_gradients(grad_out, grad_lse)
+        call: SelectedCall = ctx.call
+        q, k, v, sink, out, lse, _indices, *captured = ctx.saved_tensors
+        inputs = CallTensors(
+            q=q, k=k, v=v, sink=sink, mask_captured=captured[: ctx.mask_count], score_captured=captured[ctx.mask_count :]
+        )  # fmt: skip
+        needs = [bool(n) for n in ctx.needs_input_grad[6:]]
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        tensors = BackwardTensors(inputs=inputs, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse, needs=needs)
+        grads = iter(call.backward(tensors))
+        grad_q, grad_k, grad_v = next(grads), next(grads), next(grads)
+        grad_sink = None if sink is None else next(grads)
+        return None, None, grad_q, grad_k, grad_v, grad_sink, *(next(grads) if n else None for n in needs)
