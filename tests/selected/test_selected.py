@@ -130,3 +130,10 @@ def test_selections_compile() -> None:
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for choice in (indices, indices.flip(2)):
         assert torch.allclose(compiled(q, choice), model(q, choice), atol=1e-6)
+
+
+def test_a_cache_refuses_selections() -> None:
+    cache = ls.KVCache(pages=4, page_size=64, layers=1, kv_heads=2, head_dim=16, dtype=torch.float32, device="cpu")
+    step = cache.step(cache.allocate(1), 128)
+    with pytest.raises(ValueError, match="selected is not supported with cache="):
+        ls.attention(*tensors(128, 128), cache=step, layer=0, mask=ls.selected(torch.zeros(1, 1, 1, 1, dtype=torch.int32)))

@@ -188,6 +188,8 @@ def _checked_mask(value: Any, step: CacheStep, heads: int) -> Mask | None:
     if value is None:
         return None
     mask = as_mask(value)
+    if mask.has_selection:
+        raise ValueError(f"mask {mask}: longspan.selected is not supported with cache=; gather the chosen keys, or call without a cache")
     extent, longest = mask.extent, max(step.ranges.lengths, default=0)
     extent.check(f"mask {mask}", batch=len(step.ids), heads=heads)
     for size in (extent.q_len, extent.kv_len):
