@@ -10,11 +10,13 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
-from tests.faults.inject import CATCH, DIVERGE, LATE, POINT_KINDS, REORDER, SKIP, Fault
+from tests.faults import hosts
+from tests.faults.inject import CABLE_KINDS, CATCH, DIVERGE, LATE, POINT_KINDS, REORDER, SKIP, Fault
 from tests.faults.judge import slowest, verdict
 from tests.faults.rank import prepare, rank_main
 from tests.faults.scenarios import DIVERGING, SCENARIOS
@@ -26,7 +28,8 @@ Clean = dict[tuple[str, int], list[Report]]
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--scenarios", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
-    parser.add_argument("--kinds", nargs="+", default=[*POINT_KINDS, DIVERGE, SKIP, REORDER])
+    parser.add_argument("--kinds", nargs="+", default=[*POINT_KINDS, *CABLE_KINDS, DIVERGE, SKIP, REORDER])
+    parser.add_argument("--two-hosts", action="store_true", help="faults of the cable between two network namespaces instead; needs root")
     parser.add_argument("--ranks", nargs="+", type=int, default=[3, 4])
     parser.add_argument("--runs", type=int, help="a random sample of this many runs")
     parser.add_argument("--covering", action="store_true", help="one run per kind: each of another scenario, at a point in its middle")
@@ -39,7 +42,15 @@ def main() -> int:
     options = parser.parse_args()
     prepare()
     supervisor = Supervisor(rank_main, options.timeout)
-    worlds = [Case(scenario=s, size=n) for s in options.scenarios for n in options.ranks if s != "ulysses_ring" or n == 4]
+    why = hosts.available() if options.two_hosts else None
+    if why is not None:
+        raise SystemExit(f"--two-hosts: network namespaces cannot be made here: {why}")
+    worlds = [
+        Case(scenario=s, size=n, two_hosts=options.two_hosts)
+        for s in options.scenarios
+        for n in options.ranks
+        if s != "ulysses_ring" or n == 4
+    ]
     clean = _clean_runs(supervisor, worlds, options.jobs)
     cases: list[Case] = [
         case for world in worlds for case in faults_of(world, clean[world.scenario, world.size]) if case.fault.kind in options.kinds
@@ -66,18 +77,20 @@ def faults_of(world: Case, clean: list[Report]) -> Iterator[Case]:
     """Every fault of a scenario: kinds at each point of one rank (ranks in turn), then skips, exchanges and different arguments."""
     scenario, size = world.scenario, world.size
     for at in range(max(len(report.points) for report in clean)):
-        for i, kind in enumerate(POINT_KINDS):
+        for i, kind in enumerate(CABLE_KINDS if world.two_hosts else POINT_KINDS):
             victim = next(r for shift in range(size) if at < len(clean[r := (at + i + shift) % size].points))
-            yield Case(scenario=scenario, size=size, fault=Fault(kind=kind, victim=victim, at=at, name=clean[victim].points[at]))
+            yield replace(world, fault=Fault(kind=kind, victim=victim, at=at, name=clean[victim].points[at]))
+    if world.two_hosts:
+        return
     calls = [call for call, *_ in clean[0].results]
     collective = [any(point.startswith(f"{call}: ") for point in clean[0].points) for call in calls]
     for at, name in enumerate(calls[:-1]):
         if collective[at]:
-            yield Case(scenario=scenario, size=size, fault=Fault(kind=SKIP, victim=at % size, at=at, name=name))
+            yield replace(world, fault=Fault(kind=SKIP, victim=at % size, at=at, name=name))
         if collective[at] and collective[at + 1]:
-            yield Case(scenario=scenario, size=size, fault=Fault(kind=REORDER, victim=(at + 1) % size, at=at, name=name))
+            yield replace(world, fault=Fault(kind=REORDER, victim=(at + 1) % size, at=at, name=name))
     for i, name in enumerate(DIVERGING.get(scenario, ())):
-        yield Case(scenario=scenario, size=size, fault=Fault(kind=DIVERGE, victim=i % size, name=name))
+        yield replace(world, fault=Fault(kind=DIVERGE, victim=i % size, name=name))
 
 
 def covering(cases: list[Case]) -> list[Case]:
@@ -119,7 +132,7 @@ def _run(supervisor: Supervisor, cases: list[Case], clean: Clean, options: argpa
 
 
 def _table(counts: dict[str, Counter[str]]) -> None:
-    short = {kind: kind for kind in (*POINT_KINDS, SKIP, REORDER, DIVERGE)} | {LATE: "late", CATCH: "catch"}
+    short = {kind: kind for kind in (*POINT_KINDS, *CABLE_KINDS, SKIP, REORDER, DIVERGE)} | {LATE: "late", CATCH: "catch"}
     print("".join([f"{'':14}", *(f"{name:>9}" for name in short.values())]))
     for scenario, by_kind in counts.items():
         print("".join([f"{scenario:14}", *(f"{by_kind[kind]:9}" for kind in short)]))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from tests.faults import hosts
 
 # Kinds that strike at a point. The rank that is struck is the victim.
 KILL = "kill"  # SIGKILL
@@ -21,6 +22,13 @@ LATE = "delay past the timeout"
 RAISE = "raise"  # raises and exits
 CATCH = "raise and go on"  # raises, catches the error and makes the next call
 POINT_KINDS = (KILL, STOP, DELAY, LATE, RAISE, CATCH)
+
+# Kinds that strike the cable between two hosts.
+CUT = "cut"  # for good
+FLAP = "flap"  # for less than the timeout: every result must be right
+SLOW = "slow"  # 4 Mbit/s: every result must be right
+CABLE_KINDS = (CUT, FLAP, SLOW)
+HARMLESS = (DELAY, FLAP, SLOW)
 
 # Kinds that change the victim's sequence of calls or one of its arguments.
 SKIP, REORDER, DIVERGE = "skip", "reorder", "diverge"
@@ -55,7 +63,7 @@ class Injector:
             return
         number = len(self.points)
         self.points.append(f"{self.call}: {name}")
-        if self.fault is not None and self.fault.kind in POINT_KINDS and number == self.fault.at:
+        if self.fault is not None and self.fault.kind in (*POINT_KINDS, *CABLE_KINDS) and number == self.fault.at:
             self._strike(self.fault.kind)
 
     def _strike(self, kind: str) -> None:
@@ -68,6 +76,11 @@ class Injector:
             time.sleep(0.2 * self.timeout)
         elif kind == LATE:
             time.sleep(self.timeout + 1.5)
+        elif kind in CABLE_KINDS:
+            hosts.slow_down() if kind == SLOW else hosts.cut()
+            if kind == FLAP:
+                time.sleep(0.2 * self.timeout)
+                hosts.plug_in()
         else:
             raise InjectedError(f"injected at {self.points[-1]}")
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from tests.faults.inject import DIVERGE, POINT_KINDS, RAISE, REORDER, SKIP, Injector
+from tests.faults.inject import CABLE_KINDS, DIVERGE, POINT_KINDS, RAISE, REORDER, SKIP, Injector
 from tests.faults.judge import NOTHING
 from tests.faults.scenarios import SCENARIOS, RankState
 from tests.faults.supervisor import Case
@@ -27,7 +27,7 @@ def rank_main(case: Case, rank: int, folder: str, timeout: float, report: Callab
     )
     fault = case.fault if case.fault is not None and case.fault.victim == rank else None
     kind = "" if fault is None else fault.kind
-    injector = Injector(fault=fault if kind in POINT_KINDS else None, timeout=timeout, report=report)
+    injector = Injector(fault=fault if kind in (*POINT_KINDS, *CABLE_KINDS) else None, timeout=timeout, report=report)
     injector.install()
     if case.scenario == "checkpoint":
         injector.install_checkpoint_points()

@@ -36,7 +36,7 @@ from longspan._training.checkpoints import checkpoints
 from longspan._training.corpus import VOCAB
 from longspan._training.decoder import DecoderConfig
 
-RANKS, STEPS, SAVE_EVERY = 2, 6, 2
+RANKS, STEPS, SAVE_EVERY = 2, 4, 2
 MODEL = DecoderConfig(vocab=VOCAB, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, hidden=32)
 SPREAD = 0.01  # seconds: a kill comes up to this long after its point
 
@@ -70,8 +70,9 @@ def rank_main(case: TrainCase, rank: int, folder: str, timeout: float, report: C
     jobs.save = counted
     text = os.path.join(os.path.dirname(case.out), "text.txt")
     job = jobs.Job(
-        out=case.out, model=MODEL, data=text, steps=STEPS, length=48, batch=1, context=case.size, save_every=SAVE_EVERY, resume=case.resume
-    )
+        out=case.out, model=MODEL, data=text, steps=STEPS, length=48, batch=1, context=case.size, save_every=SAVE_EVERY, resume=case.resume,
+        strategy="exchange",
+    )  # fmt: skip
     try:
         jobs.train(torch.device("cpu"), job, lambda s: report("value", str(s.step), repr(s.loss)))
     except BaseException as error:

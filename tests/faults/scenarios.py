@@ -63,7 +63,7 @@ def _attention(state: RankState, mesh: Any, *, score_mod: bool = False, sink: bo
         arguments: dict[str, Any] = {"scale": 0.3 if odd == "scale" else None}
         if score_mod or odd == "score_mod":
             arguments["score_mod"] = _add(0.02 if odd == "score_mod" else 0.01)
-        if sink or odd == "sink":
+        if sink != (odd == "sink"):
             arguments["sink"] = torch.ones(heads, dtype=dtype)
         out = ls.attention(q, k, v, plan=plan, **arguments)
         state.results[name] = out, (q, k, v)
@@ -290,6 +290,7 @@ SCENARIOS: dict[str, Callable[[RankState], list[Call]]] = {
         ring, exchange, allgather, ulysses, ulysses_ring, separate_kv, invariant, unshard, relayout, loss, drop_in, checkpoint,
     )
 }  # fmt: skip
+SEVERAL_GROUPS = ("loss",)  # a fault of one group's calls need not reach the ranks of another
 DIVERGING: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("ring", "exchange", "allgather", "ulysses", "ulysses_ring", "separate_kv", "invariant"), FIELDS),
     "unshard": ("dtype", "width", "dim", "layout"),

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.faults import hosts
 from tests.faults.inject import STOP, Fault
 
 GRACE = 5.0  # seconds past the timeout in which every rank must have reported
@@ -43,6 +44,7 @@ class Case:
     scenario: str
     size: int
     fault: Fault | None = None
+    two_hosts: bool = False  # even ranks on one, odd ranks on the other
 
     def __str__(self) -> str:
         fault = self.fault
@@ -79,6 +81,10 @@ class Run:
     hung: list[int] = field(default_factory=list)
 
 
+def _host_name(folder: str) -> str:
+    return "lsf" + folder[-8:]
+
+
 class Supervisor:
     """Starts runs and collects reports. `rank_main(case, rank, folder, timeout, report)` runs in the forked ranks."""
 
@@ -107,6 +113,8 @@ class Supervisor:
         if threading.active_count() > 1 or len(os.listdir("/proc/self/task")) > 1:
             raise RuntimeError("the supervisor has more than one thread: forked ranks would inherit locks that nobody releases")
         folder = tempfile.mkdtemp(prefix="longspan-faults-")
+        if case.two_hosts:
+            hosts.make(_host_name(folder))
         hold, release = os.pipe()
         run = Run(case=case, folder=folder, pids=[], pipes=[], release=release, reports=[], started=time.monotonic())
         supervisor = os.getpid()
@@ -128,6 +136,8 @@ class Supervisor:
         if os.getppid() != supervisor:
             return 1
         os.close(release)
+        if case.two_hosts:
+            hosts.enter(_host_name(folder), rank % 2)
 
         def report(*message: Any) -> None:
             data = pickle.dumps((*message, time.monotonic()))
@@ -202,4 +212,6 @@ class Supervisor:
             if pipe >= 0:
                 os.close(pipe)
         os.close(run.release)
+        if run.case.two_hosts:
+            hosts.remove(_host_name(run.folder))
         shutil.rmtree(run.folder, ignore_errors=True)
