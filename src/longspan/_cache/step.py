@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from longspan._kernels.paged import PagedKV, QueryRanges
+from longspan._kernels.paged import QueryRanges
 
 if TYPE_CHECKING:
     from longspan._cache.kv_cache import KVCache
@@ -72,12 +72,6 @@ class CacheStep:
         if len(self._used) == self.cache.layers:
             for sequence_id in self.ids:
                 self.cache.sequence(sequence_id).unfinished.remove(self)
-
-    def write(self, k: Tensor, v: Tensor, layer: int) -> PagedKV:
-        """Write new tokens k [n, G, count, D] or [1, G, T, D], and v alike, into their pages. Returns the KV of the layer."""
-        pages = self.cache.layer_pages(layer)
-        pages.write(tokens_first(k), tokens_first(v), self.ranges)
-        return pages
 
 
 def tokens_first(x: Tensor) -> Tensor:

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan._cache.step import CacheStep
+from longspan._cache.step import CacheStep, tokens_first
 from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, refuse_transforms
 from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.sink import sink_state
-from longspan._kernels.paged import PagedKV, PagedWork
+from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork
 from longspan._kernels.paged_splits import attend_sequence
 from longspan._kernels.protocol import AttentionInputs, Work, like_query, state_dtype
-from longspan._kernels.registry import KernelCall, KernelRefused, check_name, choose
+from longspan._kernels.registry import KernelCall, KernelRefused, check_name, choose, has_triton, kernel_named
 from longspan._kernels.tiling import Tiling
 from longspan._masks.algebra import Full, Mask, as_mask
 from longspan._masks.block_table import BLOCK_SIZE
@@ -32,8 +32,7 @@ from longspan._masks.classify import TableShape, classify
 from longspan._masks.trace_cache import traces
 from longspan._torch_modes import without_autocast
 
-FEW_QUERIES = 64
-KERNELS = ("auto", "cpu")
+KERNELS = ("auto", "cpu", "triton")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,33 +50,59 @@ class CachedCall:
 
 def attend_cached(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[Tensor, Tensor]:
     """(out [n, H, count, E] or [1, H, T, E], lse) after all checks. A call that raises a check's error has written nothing."""
-    step = call.step
     layer, work = _checked(q, k, v, call)
+    step, q, k, v = call.step, q.detach(), k.detach(), v.detach()
+    by_triton = _decodes_by_triton(q, v, step, work, call.kernel)
+    pages = step.cache.layer_pages(layer)
     with torch.no_grad(), without_autocast():
-        pages = step.write(k.detach(), v.detach(), layer)
-        results = _Results(q.detach(), step)
+        if by_triton:
+            out, lse = _decode(q, k, v, pages, step, work)
+        else:
+            pages.write(tokens_first(k), tokens_first(v), step.ranges)
+            out = like_query(q, v.shape[-1], q.dtype)
+            lse = torch.empty(q.shape[:3], dtype=state_dtype(q.dtype), device=q.device)
+        results = _Results(q, out, lse, step)
         for i, count in enumerate(step.ranges.counts):
             if count > FEW_QUERIES:
                 _attend_chunk(results, i, pages, work, call.kernel)
-            elif count:
+            elif count and not by_triton:
                 span = step.ranges.starts[i], step.ranges.lengths[i]
                 results.add(i, *attend_sequence(results.queries(i), pages, step.ranges.rows[i], span, i, work))
     step.finish_layer(layer)
     return results.out, results.lse
 
 
+def _decodes_by_triton(q: Tensor, v: Tensor, step: CacheStep, work: PagedWork, kernel: str) -> bool:
+    """Whether the triton kernel writes the new tokens and computes the sequences with few queries. Raises if named and not supported."""
+    if kernel == "cpu" or (kernel == "auto" and not (q.is_cuda and has_triton())):
+        return False
+    kernel_named("triton")  # raises if it is not installed
+    from longspan._kernels.triton.decode_call import refusal
+
+    reason = refusal(q, (q.shape[-1], v.shape[-1]), work, max(step.ranges.lengths, default=0))
+    if reason is not None and kernel == "triton":
+        raise KernelRefused(f"kernel 'triton' does not support this call: {reason}. kernel='auto' picks one that does")
+    return reason is None
+
+
+def _decode(q: Tensor, k: Tensor, v: Tensor, pages: PagedKV, step: CacheStep, work: PagedWork) -> tuple[Tensor, Tensor]:
+    """Write k and v, and compute (out, lse) of the sequences with few queries, by the triton kernel."""
+    from longspan._kernels.triton.decode_call import Queries, attend_pages, write_tokens
+
+    write_tokens(pages, k, v, step.ranges)
+    return attend_pages(Queries(q, step.ranges, ragged=q.shape[0] != len(step.ids)), pages, work)
+
+
 class _Results:
     """q, out and lse of a call, and their parts by sequence."""
 
-    def __init__(self, q: Tensor, step: CacheStep) -> None:
-        self._q, self._ranges = q, step.ranges
+    def __init__(self, q: Tensor, out: Tensor, lse: Tensor, step: CacheStep) -> None:
+        self.q, self.out, self.lse, self.ranges = q, out, lse, step.ranges
         self._batched = q.shape[0] == len(step.ids)
-        self.out = like_query(q, step.cache.value_dim, q.dtype)
-        self.lse = torch.empty(q.shape[:3], dtype=state_dtype(q.dtype), device=q.device)
 
     def queries(self, index: int) -> Tensor:
         """Queries [H, count, D] of a sequence."""
-        return self._part(self._q, index)
+        return self._part(self.q, index)
 
     def add(self, index: int, out: Tensor, lse: Tensor) -> None:
         """Set the results [H, count, E] and [H, count] of a sequence."""
@@ -87,13 +112,13 @@ class _Results:
     def _part(self, x: Tensor, index: int) -> Tensor:
         if self._batched:
             return x[index]
-        first = self._ranges.firsts[index]
-        return x[0, :, first : first + self._ranges.counts[index]]
+        first = self.ranges.firsts[index]
+        return x[0, :, first : first + self.ranges.counts[index]]
 
 
 def _attend_chunk(results: _Results, index: int, pages: PagedKV, work: PagedWork, kernel: str) -> None:
     """Many queries of one sequence over its gathered KV, by a kernel of training."""
-    ranges, q = results._ranges, results.queries(index)[None]
+    ranges, q = results.ranges, results.queries(index)[None]
     start, length = ranges.starts[index], ranges.lengths[index]
     k, v = (x[None] for x in pages.gather(ranges.rows[index], 0, length))
     inputs = AttentionInputs(q=q, k=k, v=v)

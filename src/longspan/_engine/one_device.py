@@ -10,8 +10,9 @@ from torch import Tensor
 from longspan._engine.sink import sink_gradient, sink_state
 from longspan._engine.table_cache import MaskTables, TableCache
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
+from longspan._kernels.few_queries import is_decoding
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, Kernel, State, Work
-from longspan._kernels.registry import KernelCall, choose
+from longspan._kernels.registry import KernelCall, choose, has_triton, kernel_named
 from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import BLOCK_SIZE
 
@@ -85,9 +86,19 @@ def kernel_and_work(inputs: CallTensors, options: CallOptions, *, backward: bool
     tables = mask_tables(inputs, options)
     work = make_work(inputs, options, tables, backward=backward)
     kernel_inputs = _kernel_inputs(inputs)
-    kernel = choose(options.spec.kernel, [KernelCall(kernel_inputs, work)]).kernel
+    decodes = not backward and inputs.sink is None and not options.max_scores
+    kernel = _chosen(options.spec.kernel, KernelCall(kernel_inputs, work), decodes=decodes)
     block = kernel.block_size(kernel_inputs, work.table)
     if block == _PLAIN_BLOCK:
         return kernel, work
     q_tiles, kv_tiles = plain_tiling(inputs.q.shape[2], block[0]), plain_tiling(inputs.k.shape[2], block[1])
     return kernel, replace(work, table=tables.at(block, inputs.mask_captured), q_tiles=q_tiles, kv_tiles=kv_tiles)
+
+
+def _chosen(name: str, call: KernelCall, *, decodes: bool) -> Kernel:
+    """The kernel of a pass. If `decodes`, "auto" takes triton, which has a decode kernel, for few queries over many keys."""
+    if name == "auto" and decodes and call.inputs.q.is_cuda and has_triton() and is_decoding(*call):
+        triton = kernel_named("triton")
+        if triton.capabilities(*call).refusal is None:
+            return triton
+    return choose(name, [call]).kernel

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from longspan._masks.program import Program
 
+FEW_QUERIES = 64  # most new tokens of a sequence that the decode kernels compute
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QueryRanges:

@@ -30,7 +30,7 @@ _GRAPH_AND_MASK = (
 _GRAPH_AND_NEW_CALL = "cannot capture a CUDA graph: this call was never made before. Make the same call once before the capture"
 
 
-def _tf32_allowed() -> bool:
+def tf32_allowed() -> bool:
     """Whether torch allows tf32 in float32 products. Once the newer setting was used, torch raises where the older one is read."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
@@ -86,7 +86,7 @@ class LaunchCall:
         self.q, self.k, self.v, self.work = inputs.q, inputs.k, inputs.v, work
         q = self.q
         self.kv_len = self.k.shape[2] + (0 if inputs.local_kv is None else inputs.local_kv[0].shape[2])
-        self.precision = "ieee" if q.dtype == torch.float32 and not _tf32_allowed() else "tf32"
+        self.precision = "ieee" if q.dtype == torch.float32 and not tf32_allowed() else "tf32"
         self._variant = variant
         self._mask_captured = launch.pack_captured(work.mask_captured, q)
         self._score_captured = launch.pack_captured(work.score_captured, q)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from longspan._kernels.few_queries import is_decoding
 from longspan._kernels.gpu import launch, limits
 from longspan._kernels.gpu.buffers import empty_grads, empty_state, prefill, usable, zero_uncovered
 from longspan._kernels.gpu.determinism import check_order
@@ -17,8 +18,10 @@ from longspan._kernels.gpu.interpreter import computable, interpreted
 from longspan._kernels.gpu.lookup_bounds import check_lookups
 from longspan._kernels.gpu.row_terms import delta as row_delta
 from longspan._kernels.gpu.selected_tables import tile_of, tiled_work
+from longspan._kernels.paged import PagedWork
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Capabilities, Grads, Selection, State, Work
 from longspan._kernels.triton.config import FINE, Config, prefers_fine_tables
+from longspan._kernels.triton.decode_call import DecodeForward, attend_contiguous
 from longspan._kernels.triton.gathered_call import GatheredCall, GatheredKeys, gathered_work, gathers
 from longspan._kernels.triton.passes import RowTerms, TritonCall
 from longspan._masks.block_table import BLOCK_SIZE, BlockTable
@@ -60,6 +63,9 @@ class TritonKernel:
         check_order(work, needs, q)
 
     def forward(self, inputs: AttentionInputs, work: Work, *, state: State | None, final: bool, max_scores: bool) -> State:
+        if final and state is None and not max_scores and is_decoding(inputs, work):
+            out, lse = attend_contiguous(inputs.q, inputs.k, inputs.v, _decode_work(work))
+            return State(out=out, lse=lse)
         dtype, inputs = inputs.q.dtype, _computable(inputs)
         q, v = inputs.q, inputs.v
         if isinstance(work.device_tables, GatheredKeys):
@@ -79,6 +85,15 @@ class TritonKernel:
         if final and result.out.dtype != dtype:
             result.out = result.out.to(dtype)
         return result
+
+    def prepare_forward(self, inputs: AttentionInputs, work: Work) -> DecodeForward | None:
+        """Only for few queries over many keys."""
+        if interpreted() or not is_decoding(inputs, work):
+            return None
+        return DecodeForward(inputs.q, inputs.k, inputs.v, _decode_work(work))
+
+    def prepare_backward(self, tensors: BackwardInputs, work: Work) -> None:
+        return None
 
     def backward(self, tensors: BackwardInputs, work: Work, *, wide: bool, into: Grads | None = None) -> Grads:
         if work.score is not None and work.joint is None:
@@ -127,6 +142,12 @@ class TritonKernel:
 
     def delta(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
         return row_delta(out, grad_out, grad_lse)
+
+
+def _decode_work(work: Work) -> PagedWork:
+    return PagedWork(
+        scale=work.scale, mask=work.mask, mask_captured=work.mask_captured, score=work.score, score_captured=work.score_captured
+    )  # fmt: skip
 
 
 def _computable(inputs: AttentionInputs) -> AttentionInputs:

@@ -1,0 +1,296 @@
+"""The decode kernel: few queries over many keys, contiguous or in pages. Forward only.
+
+    one CTA per (sequence, KV head, tile of M query rows, split of the keys)
+    ────────────────────────────────────────────────────────────────────────
+    load         q: the query heads of a KV head are rows of one tile, so that KV is read once: row r is query r // R, head r % R
+    per tile     S = QKᵀ, mask, P, acc += PV over tiles of N keys, through the software pipeline of `num_stages` tiles
+    epilogue     store a partial out and its base-2 log-sum-exp; the last CTA of a tile of rows (an atomic counter tells) merges the
+                 partial results of all splits in ascending order, adds the sink and stores out and lse
+
+Splits are ranges of positions [i · C, (i + 1) · C) of a sequence, where C depends on the sequence's length and the number of KV heads
+(`split_tokens`), and M on the sequence's number of queries. So a row's bits depend neither on the batch nor on pages.
+Shapes as in `longspan._kernels.paged`; R = H / G. Numerics and isolation as in `triton.forward`.
+"""
+
+# Device code: its arguments are tiles and pointers, which Python types do not describe.
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from longspan._kernels.gpu.device_library import LN_2, LOG2_E
+from longspan._kernels.gpu.nonfinite_counts import any_nan, count_nonfinite, finite_or_zero
+from longspan._kernels.gpu.tile_access import wide
+
+_DYNAMIC = [
+    "sequences",
+    "kv_heads",
+    "row_tiles",
+    "splits",
+    "min_queries",
+    "max_queries",
+    "width",
+    "q_len",
+    "kv_len",
+    "first_key",
+    "smallest",
+]
+
+
+@triton.jit
+def split_tokens(length, kv_heads, smallest):
+    """Tokens per split of a sequence: `smallest`, doubled until it is at least 4 · KV heads · number of splits.
+
+    One sequence of 1k to 1M tokens then has enough splits to fill a device, and few enough that merging them costs little.
+    """
+    tokens = smallest
+    while tokens < 4 * kv_heads * (length // tokens):
+        tokens *= 2
+    return tokens
+
+
+@triton.jit
+def sequence_range(ranges_ptr, n, sequences, q_len, kv_len):
+    """(row of the page table, position of the first query, length, index of the first query) of sequence n."""
+    if ranges_ptr is None:
+        return n, 0, kv_len, 0
+    else:
+        row = tl.load(ranges_ptr + n)
+        start = tl.load(ranges_ptr + sequences + n)
+        length = tl.load(ranges_ptr + 2 * sequences + n)
+        return row, start, length, tl.load(ranges_ptr + 3 * sequences + n)
+
+
+@triton.jit
+def query_count(ranges_ptr, start, length, q_len):
+    """Number of queries of a sequence."""
+    if ranges_ptr is None:
+        return q_len
+    else:
+        return length - start
+
+
+@triton.jit
+def lowest_key(first_key, start, query, WINDOW: tl.constexpr, N: tl.constexpr):
+    """The first key that a tile of queries from `query` on reads, at a multiple of N."""
+    low = first_key
+    if WINDOW is not None:
+        low = tl.maximum(low, start + query - WINDOW + 1)
+    return low // N * N
+
+
+@triton.jit
+def load_page(table_ptr, table_row, at, kv, valid, PAGE: tl.constexpr, N: tl.constexpr):
+    """The page of each key kv [N] from `at` on: one number if the tile lies in one page, else [N]; 0 without pages."""
+    if PAGE == 0:
+        return wide(0)
+    elif PAGE % N == 0:
+        return wide(tl.load(table_ptr + table_row + at // PAGE))
+    else:
+        return wide(tl.load(table_ptr + table_row + kv // PAGE, mask=valid, other=0))
+
+
+@triton.jit
+def key_rows(base, page, kv, stride, PAGE: tl.constexpr):
+    """Pointers [N] to the rows of keys kv [N] of one KV head."""
+    if PAGE == 0:
+        return base + wide(kv) * stride[2]
+    else:
+        return base + page * stride[0] + wide(kv % PAGE) * stride[2]
+
+
+@triton.jit
+def visible_keys(n, h, q_pos, kv, end, length, mask_captured, mask_sizes, MASK: tl.constexpr):
+    """Which keys kv [N] before `end` each row sees, [M, N] or [1, N]."""
+    seen = (kv < end)[None, :]
+    if MASK is not None:
+        seen = seen & MASK(n, h, q_pos, tl.minimum(kv, length - 1)[None, :], mask_captured, mask_sizes)
+    return seen
+
+
+@triton.jit
+def attend_keys(
+    q, n, h, q_pos, begin, end, length, k_base, v_base, k_stride, v_stride, table_row, table_ptr, scale,
+    mask_captured, mask_sizes, score_captured, score_sizes,
+    MASK: tl.constexpr, SCORE: tl.constexpr, PAGE: tl.constexpr, FOLD: tl.constexpr, SAFE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(acc, total, m) of q [M, DP] over the keys begin … end − 1, as in `triton.forward`. SAFE: non-finite values count as 0."""
+    m = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, EP], tl.float32)
+    d, e = tl.arange(0, DP), tl.arange(0, EP)
+    for at in tl.range(begin, end, N, num_stages=1 if SAFE else None):
+        kv = at + tl.arange(0, N)
+        valid = kv < end
+        page = load_page(table_ptr, table_row, at, kv, valid, PAGE, N)
+        k_rows, v_rows = key_rows(k_base, page, kv, k_stride, PAGE), key_rows(v_base, page, kv, v_stride, PAGE)
+        k = tl.load(k_rows[:, None] + d[None, :] * k_stride[3], mask=valid[:, None] & (d < D)[None, :], other=0.0)
+        s = tl.dot(q, k.T, input_precision=PRECISION)
+        if not FOLD:
+            s *= scale
+        if SCORE is not None:
+            s = SCORE(s, n, h, q_pos, tl.minimum(kv, length - 1)[None, :], score_captured, score_sizes)
+        s = tl.where(visible_keys(n, h, q_pos, kv, end, length, mask_captured, mask_sizes, MASK), s, float("-inf"))
+        factor = scale * LOG2_E if FOLD else LOG2_E
+        m_new = tl.maximum(m, tl.max(s, 1) * factor)
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: −inf − −inf would be NaN
+        p = tl.exp2(s * factor - base[:, None])
+        shrink = tl.exp2(m - base)
+        total = total * shrink + tl.sum(p, 1)
+        v = tl.load(v_rows[:, None] + e[None, :] * v_stride[3], mask=valid[:, None] & (e < E)[None, :], other=0.0)
+        if SAFE:
+            v = finite_or_zero(v)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        m = m_new
+    return acc, total, m
+
+
+@triton.jit
+def count_values(
+    sign, n, h, q_pos, begin, end, length, v_base, v_stride, table_row, table_ptr, mask_captured, mask_sizes,
+    MASK: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Number of visible values [M, EP] that are sign · inf or NaN (`count_nonfinite`)."""
+    count = tl.zeros([M, EP], tl.float32)
+    e = tl.arange(0, EP)
+    for at in tl.range(begin, end, N, num_stages=1):
+        kv = at + tl.arange(0, N)
+        valid = kv < end
+        v_rows = key_rows(v_base, load_page(table_ptr, table_row, at, kv, valid, PAGE, N), kv, v_stride, PAGE)
+        v = tl.load(v_rows[:, None] + e[None, :] * v_stride[3], mask=valid[:, None] & (e < E)[None, :], other=0.0)
+        seen = visible_keys(n, h, q_pos, kv, end, length, mask_captured, mask_sizes, MASK) & (tl.arange(0, M)[:, None] < M)
+        count = count_nonfinite(count, seen, v, sign, PRECISION)
+    return count
+
+
+@triton.jit
+def merged(part_out_ptr, part_lse_ptr, at, begin, end, inside, M: tl.constexpr, E: tl.constexpr, EP: tl.constexpr):
+    """(acc, total, m) of the partial results `begin` … `end` − 1 of rows whose first partial result is `at` [M]."""
+    m = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, EP], tl.float32)
+    e = tl.arange(0, EP)
+    used = inside[:, None] & (e < E)[None, :]
+    for split in tl.range(begin, end, num_stages=4):
+        # .cg: other CTAs wrote these values, so that this SM's L1 may not be read.
+        part = tl.load(part_lse_ptr + at + split, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        x = tl.load(part_out_ptr + (at + split)[:, None] * E + e[None, :], mask=used, other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m, part)
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        weight, shrink = tl.exp2(part - base), tl.exp2(m - base)
+        total = total * shrink + weight
+        acc = acc * shrink[:, None] + tl.where(weight[:, None] == 0.0, 0.0, x * weight[:, None])  # 0 · inf would be NaN
+        m = m_new
+    return acc, total, m
+
+
+@triton.jit(do_not_specialize=_DYNAMIC)
+def decode_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, ranges_ptr, sink_ptr, out_ptr, lse_ptr, counter_ptr, part_out_ptr, part_lse_ptr,
+    q_stride, k_stride, v_stride, out_stride, lse_stride, mask_captured, mask_sizes, score_captured, score_sizes,
+    sequences, kv_heads, row_tiles, splits, min_queries, max_queries, width, q_len, kv_len, first_key, smallest, scale,
+    MASK: tl.constexpr, SCORE: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, RAGGED: tl.constexpr, FOLD: tl.constexpr,
+    R: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out [M, E] and lse [M] of a tile of rows, by the last CTA of its splits. WINDOW: keys before q − WINDOW + 1 are hidden; None: no
+    window. Sequences with fewer than `min_queries` or more than `max_queries` queries are left out.
+    """
+    pid = tl.program_id(0)
+    g = pid % kv_heads
+    rest = pid // kv_heads
+    tile = rest % row_tiles
+    rest = rest // row_tiles
+    split = rest % splits
+    n = rest // splits
+    row, start, length, first = sequence_range(ranges_ptr, n, sequences, q_len, kv_len)
+    count = query_count(ranges_ptr, start, length, q_len)
+    tokens = split_tokens(length, kv_heads, smallest)
+    low = lowest_key(first_key, start, (tile * M) // R, WINDOW, N)
+    first_split, end_split = low // tokens, tl.cdiv(length, tokens)
+    chosen = (count >= min_queries) & (count <= max_queries) & (tile * M < count * R)
+    if chosen & (split >= first_split) & (split < end_split):
+        begin, end = tl.maximum(split * tokens, low), tl.minimum((split + 1) * tokens, length)
+        r = tile * M + tl.arange(0, M)
+        i = r // R
+        inside = i < count
+        head = g * R + r % R
+        h, q_pos = head[:, None], (start + i)[:, None]
+        d, e = tl.arange(0, DP), tl.arange(0, EP)
+        q_base = q_ptr + (wide(first) * q_stride[2] if RAGGED else wide(n) * q_stride[0])
+        q_at = q_base + wide(h) * q_stride[1] + wide(i)[:, None] * q_stride[2] + d[None, :] * q_stride[3]
+        q = tl.load(q_at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+        k_base = k_ptr + wide(g) * k_stride[1] + (0 if PAGE else wide(n) * k_stride[0])
+        v_base = v_ptr + wide(g) * v_stride[1] + (0 if PAGE else wide(n) * v_stride[0])
+        table_row = wide(row) * width
+        acc, total, m = attend_keys(
+            q, n, h, q_pos, begin, end, length, k_base, v_base, k_stride, v_stride, table_row, table_ptr, scale,
+            mask_captured, mask_sizes, score_captured, score_sizes,
+            MASK, SCORE, PAGE, FOLD, False, M, N, D, DP, E, EP, PRECISION,
+        )  # fmt: skip
+        if any_nan(acc, inside):  # maybe of hidden values: 0 · NaN
+            acc, total, m = attend_keys(
+                q, n, h, q_pos, begin, end, length, k_base, v_base, k_stride, v_stride, table_row, table_ptr, scale,
+                mask_captured, mask_sizes, score_captured, score_sizes,
+                MASK, SCORE, PAGE, FOLD, True, M, N, D, DP, E, EP, PRECISION,
+            )  # fmt: skip
+            for sign in tl.range(-1, 2, 2, num_stages=1):
+                nonfinite = count_values(
+                    sign, n, h, q_pos, begin, end, length, v_base, v_stride, table_row, table_ptr, mask_captured, mask_sizes,
+                    MASK, PAGE, M, N, E, EP, PRECISION,
+                )  # fmt: skip
+                acc = tl.where(nonfinite > 0.0, acc + sign * float("inf"), acc)
+        parts = end_split - first_split
+        is_last = parts == 1
+        at = ((wide(n) * kv_heads * R + head) * max_queries + i) * splits
+        if parts > 1:
+            nothing = total == 0.0
+            divisor = tl.where(nothing, 1.0, total)
+            tl.store(part_lse_ptr + at + split, tl.where(nothing, float("-inf"), m + tl.log2(divisor)), mask=inside)
+            out_at = part_out_ptr + (at + split)[:, None] * E + e[None, :]
+            tl.store(out_at, acc / divisor[:, None], mask=inside[:, None] & (e < E)[None, :])
+            tl.debug_barrier()  # all threads have stored before one of them counts
+            arrived = tl.atomic_add(counter_ptr + (n * row_tiles + tile) * kv_heads + g, 1, sem="acq_rel")
+            is_last = arrived == parts - 1
+        if is_last:
+            if parts > 1:
+                acc, total, m = merged(part_out_ptr, part_lse_ptr, at, first_split, end_split, inside, M, E, EP)
+            if sink_ptr is not None:
+                logit = tl.load(sink_ptr + head, mask=inside, other=0.0).to(tl.float32) * LOG2_E
+                m_new = tl.maximum(m, logit)
+                base = tl.where(m_new == float("-inf"), 0.0, m_new)
+                shrink = tl.exp2(m - base)
+                total = total * shrink + tl.exp2(logit - base)
+                acc = acc * shrink[:, None]
+                m = m_new
+            nothing = total == 0.0  # not where total is NaN: a row that sees a NaN has lse NaN
+            divisor = tl.where(nothing, 1.0, total)
+            n64 = wide(0) if RAGGED else wide(n)
+            token = wide(first + i) if RAGGED else wide(i)
+            out_rows = out_ptr + n64 * out_stride[0] + wide(head) * out_stride[1] + token * out_stride[2]
+            out = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_rows[:, None] + e[None, :] * out_stride[3], out, mask=inside[:, None] & (e < E)[None, :])
+            lse_at = lse_ptr + n64 * lse_stride[0] + head * lse_stride[1] + token * lse_stride[2]
+            tl.store(lse_at, tl.where(nothing, float("-inf"), m * LN_2 + tl.log(divisor)), mask=inside)
+
+
+@triton.jit(do_not_specialize=["kv_heads", "width", "tokens"])
+def write_kernel(
+    k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, table_ptr, positions_ptr, rows_ptr, k_stride, v_stride, k_pages_stride, v_pages_stride,
+    kv_heads, width, tokens, PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+):  # fmt: skip
+    """Write the key and the value of one token and KV head into its page. `tokens`: of one batch row of k and v."""
+    pid = tl.program_id(0)
+    g, t = pid % kv_heads, pid // kv_heads
+    position = tl.load(positions_ptr + t)
+    page = wide(tl.load(table_ptr + tl.load(rows_ptr + t) * width + position // PAGE))
+    slot = position % PAGE
+    b, i = wide(t // tokens), wide(t % tokens)
+    d, e = tl.arange(0, DP), tl.arange(0, EP)
+    k = tl.load(k_ptr + b * k_stride[0] + g * k_stride[1] + i * k_stride[2] + d * k_stride[3], mask=d < D)
+    tl.store(k_pages_ptr + page * k_pages_stride[0] + g * k_pages_stride[1] + slot * k_pages_stride[2] + d, k, mask=d < D)
+    v = tl.load(v_ptr + b * v_stride[0] + g * v_stride[1] + i * v_stride[2] + e * v_stride[3], mask=e < E)
+    tl.store(v_pages_ptr + page * v_pages_stride[0] + g * v_pages_stride[1] + slot * v_pages_stride[2] + e, v, mask=e < E)

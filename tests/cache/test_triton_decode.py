@@ -1,0 +1,91 @@
+"""The Triton decode kernels over pages: in the interpreter, with short splits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.cache.cases import Case
+from torch import Tensor
+
+import longspan as ls
+from longspan._cache.step import tokens_first
+from longspan.testing import oracle
+
+decode_call: Any = pytest.importorskip("longspan._kernels.triton.decode_call")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits of 32 tokens or more, so that short sequences have several."""
+    monkeypatch.setattr(decode_call, "SMALLEST_SPLIT", 32)
+
+
+@pytest.mark.parametrize("seed", [3, 5, 8, 9])
+def test_random_caches_match_the_oracle(seed: int) -> None:
+    Case(seed, kernel="triton", device=DEVICE, dtype=torch.float32, longest=60).run()
+
+
+def decoded(tokens: list[Tensor], rows: list[int], *, page_size: int, prefix: int, **options: Any) -> Tensor:
+    """out of the last tokens of sequences, after a prefix that is written without attention."""
+    q, k, v = (x[rows].to(DEVICE) for x in tokens)
+    cache = ls.KVCache(pages=200, page_size=page_size, layers=1, kv_heads=k.shape[1], head_dim=k.shape[3], dtype=k.dtype, device=DEVICE)
+    ids, count = cache.allocate(len(rows)), q.shape[2] - prefix
+    cache.step(ids, prefix)
+    pages = cache.layer_pages(0)
+    step = cache.step(ids, count)
+    pages.write(*(tokens_first(x[:, :, :prefix]) for x in (k, v)), cache.sequence(ids[0]).unfinished[0].ranges)
+    for sequence_id in ids:
+        del cache.sequence(sequence_id).unfinished[0]
+    rest = (x[:, :, prefix:] for x in (q, k, v))
+    return ls.attention(*rest, cache=step, layer=0, kernel="triton", **options)
+
+
+def random_tokens(batch: int, count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(batch, heads, count, 16, generator=generator) for heads in (4, 2, 2)]
+
+
+def test_bits_are_equal_alone_batched_and_on_other_pages() -> None:
+    tokens = random_tokens(3, 150)
+    options: dict[str, Any] = {"prefix": 148, "mask": ls.causal()}
+    expected = decoded(tokens, [0, 1, 2], page_size=64, **options)
+    assert torch.equal(decoded(tokens, [1], page_size=64, **options), expected[1:2])
+    assert torch.equal(decoded(tokens, [2, 0], page_size=16, **options), expected[[2, 0]])
+    assert torch.equal(decoded(tokens, [0, 1, 2], page_size=7, **options), expected)
+
+
+@pytest.mark.parametrize("hidden", [float("nan"), float("inf")])
+def test_hidden_values_change_no_bit(hidden: float) -> None:
+    tokens = random_tokens(1, 70)
+    options: dict[str, Any] = {"page_size": 16, "prefix": 69, "mask": ls.mask_mod(lambda b, h, q, kv: kv != 40)}
+    expected = decoded(tokens, [0], **options)
+    for x in tokens[1:]:
+        x[:, :, 40] = hidden
+    assert torch.equal(decoded(tokens, [0], **options), expected)
+
+
+def test_visible_infinite_values_reach_the_output() -> None:
+    tokens = random_tokens(1, 70)
+    tokens[2][:, 0, 40, 3] = float("inf")
+    out = decoded(tokens, [0], page_size=16, prefix=69)
+    assert out[0, :2, 0, 3].tolist() == [float("inf")] * 2 and int(out.isfinite().logical_not().sum()) == 2
+
+
+def test_named_kernel_refuses_wide_heads() -> None:
+    cache = ls.KVCache(pages=2, layers=1, kv_heads=1, head_dim=300, dtype=torch.float32, device=DEVICE)
+    x = torch.zeros(1, 1, 1, 300, device=DEVICE)
+    with pytest.raises(ValueError, match="kernel 'triton' does not support this call: head dims 300 and 300"):
+        ls.attention(x, x, x, cache=cache.step(cache.allocate(1), 1), layer=0, kernel="triton")
+
+
+@pytest.mark.parametrize("queries", [1, 9])
+def test_contiguous_keys_match_the_oracle(queries: int) -> None:
+    q, k, v = (x.to(DEVICE) for x in random_tokens(2, 600))
+    q, mask = q[:, :, :queries], ls.mask_mod(lambda b, h, q, kv: (kv + b) % (h + 2) != 0)
+    out, lse = ls.attention(q, k, v, mask=mask, score_mod=lambda s, b, h, i, j: s + 0.001 * (j - i), return_lse=True, kernel="triton")
+    right = oracle(q, k, v, mask=mask, score_mod=lambda s, b, h, i, j: s + 0.001 * (j - i), return_lse=True)
+    for got, expected in zip((out, lse), right):
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
