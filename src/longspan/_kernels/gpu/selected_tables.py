@@ -35,23 +35,33 @@ _kinds: DerivedCache[BlockTable, tuple[Tensor, Tensor]] = DerivedCache(4)  # by 
 
 @triton.jit
 def chosen_columns(source, row, columns, count, K: tl.constexpr, BY_QUERY: tl.constexpr):
-    """Whether each of `columns` is chosen in a row: by the row's K entries, or by bits of a row of `count` columns."""
+    """Whether each of `columns`, each before it and each after it is chosen in a row: by the row's K entries, or by bits of K words."""
     if BY_QUERY:
-        chosen = columns < 0
-        for j in range(K):
-            chosen = chosen | (tl.load(source + row * K + j) == columns)
-        return chosen & (columns >= 0) & (columns < count)
+        here = columns < 0
+        before, after = here, here
+        for j in tl.range(0, K, loop_unroll_factor=8):
+            entry = tl.load(source + row * K + j)
+            here, before, after = here | (columns == entry), before | (columns - 1 == entry), after | (columns + 1 == entry)
+        return here & (columns < count), before & (columns > 0), after & (columns + 1 < count)
     else:
-        inside = (columns >= 0) & (columns < count)
-        word = tl.load(source + row * K + columns // 32, mask=inside, other=0)
-        return inside & (((word >> (columns % 32)) & 1) != 0)
+        return (
+            bit_of(source, row, columns, count, K),
+            bit_of(source, row, columns - 1, count, K),
+            bit_of(source, row, columns + 1, count, K),
+        )
 
 
 @triton.jit
-def kinds_of(source, kinds, row, kind_row, columns, count, K: tl.constexpr, BY_QUERY: tl.constexpr):
+def bit_of(source, row, columns, count, WORDS: tl.constexpr):
+    inside = (columns >= 0) & (columns < count)
+    word = tl.load(source + row * WORDS + columns // 32, mask=inside, other=0)
+    return inside & (((word >> (columns % 32)) & 1) != 0)
+
+
+@triton.jit
+def kinds_of(kinds, chosen, columns):
     """The kind of each of `columns`: 0 if not chosen."""
-    chosen = chosen_columns(source, row, columns, count, K, BY_QUERY)
-    return tl.load(kinds + kind_row * count + columns, mask=chosen, other=0).to(tl.int32)
+    return tl.load(kinds + columns, mask=chosen, other=0).to(tl.int32)
 
 
 @triton.jit
@@ -74,15 +84,15 @@ def runs_kernel(
     row = ((b % batch_rows) * choices + (h // per_choice) % choices) * source_rows + tile // per_row
     kind_row = ((b % kind_sizes[0]) * kind_sizes[1] + h % kind_sizes[1]) * tiles + tile
     columns = tl.arange(0, C)
-    row, kind_row = row.to(tl.int64), kind_row.to(tl.int64)
-    here = kinds_of(source, kinds, row, kind_row, columns, count, K, BY_QUERY)
-    before = kinds_of(source, kinds, row, kind_row, columns - 1, count, K, BY_QUERY)
+    kinds += kind_row.to(tl.int64) * count
+    chosen, chosen_before, chosen_after = chosen_columns(source, row.to(tl.int64), columns, count, K, BY_QUERY)
+    here, before = kinds_of(kinds, chosen, columns), kinds_of(kinds, chosen_before, columns - 1)
     partials = tl.sum((here == 1).to(tl.int32), 0)
     fulls = tl.sum((here == 2).to(tl.int32), 0)
     begins = (here != before) & (here > 0)
     dummy = DUMMY & (partials + fulls == 0)
     if WRITE:
-        after = kinds_of(source, kinds, row, kind_row, columns + 1, count, K, BY_QUERY)
+        after = kinds_of(kinds, chosen_after, columns + 1)
         ends = (here != after) & (here > 0)
         for kind in tl.static_range(1, 3):
             first, last = (partial_first, partial_last) if kind == 1 else (full_first, full_last)

@@ -24,6 +24,38 @@ from longspan._kernels.gpu.tile_access import wide
 _DYNAMIC = ["heads", "shared", "q_len", "kv_len", "entries", "first_b", "first_h"]
 
 
+@triton.jit(do_not_specialize=["rows", "words", "ctas"])
+def unique_rows_kernel(indices_ptr, result_ptr, bits_ptr, rows, words, ctas, K: tl.constexpr, KP: tl.constexpr):
+    """Copy rows of K indices with −1 in place of entries that repeat. bits_ptr: zeros, `words` words per CTA.
+
+    Each entry sets its bit; an entry that finds its bit set repeats. Which of two equal entries comes second depends on timing, so a row
+    with repeats is sorted: results have the same bits in every run.
+    """
+    pid = tl.program_id(0)
+    bits = bits_ptr + wide(pid) * words
+    j = tl.arange(0, KP)
+    for row in tl.range(pid, rows, ctas, num_stages=1):
+        at = wide(row) * K + j
+        entry = tl.load(indices_ptr + at, mask=j < K, other=-1)
+        chosen = (entry >= 0) & (entry < words * 32)
+        bit = 1 << (entry & 31)
+        old = tl.atomic_or(bits + entry // 32, bit, mask=chosen, sem="relaxed")
+        repeats = tl.max((chosen & ((old & bit) != 0)).to(tl.int32), 0) > 0
+        tl.debug_barrier()
+        tl.store(bits + entry // 32, 0, mask=chosen)
+        tl.store(result_ptr + at, entry, mask=j < K)
+        if repeats:
+            tl.debug_barrier()
+            ordered = tl.sort(entry)
+            tl.store(result_ptr + wide(row) * K + j - (KP - K), ordered, mask=j >= KP - K)
+            tl.debug_barrier()
+            before = tl.load(result_ptr + at - 1, mask=(j > 0) & (j < K), other=-1)
+            again = tl.load(result_ptr + at, mask=j < K, other=-1)
+            tl.debug_barrier()
+            tl.store(result_ptr + at, tl.where(before == again, -1, again), mask=j < K)
+        tl.debug_barrier()
+
+
 @triton.jit
 def place_query(indices, sizes, heads, shared, q_len, M: tl.constexpr, ROWS: tl.constexpr):
     """(batch row, KV head, query, heads [M], whether each row is a head, the query's row of indices) of this CTA.

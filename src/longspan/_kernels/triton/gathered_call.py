@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from longspan._kernels.gpu import codegen, launch
@@ -14,14 +15,16 @@ from longspan._kernels.gpu.buffers import empty_state, usable
 from longspan._kernels.gpu.compile_options import FUSED
 from longspan._kernels.gpu.launch_call import LaunchCall, Pass
 from longspan._kernels.gpu.lookup_bounds import check_lookups
-from longspan._kernels.gpu.prepared_launch import PreparedLaunch
+from longspan._kernels.gpu.prepared_launch import PreparedLaunch, layout_launch
 from longspan._kernels.protocol import AttentionInputs, Grads, Selection, State, Work
-from longspan._kernels.triton.gathered import gathered_backward_kernel, gathered_forward_kernel
+from longspan._kernels.triton.gathered import gathered_backward_kernel, gathered_forward_kernel, unique_rows_kernel
+
+_UNIQUE_CTAS = 1056  # of `unique_rows_kernel`: eight per SM of an H200; each has a bit per block of keys
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GatheredKeys:
-    """A selection whose entries ascend and do not repeat: repeated ones are −1."""
+    """A selection whose entries do not repeat: repeated ones are −1."""
 
     selection: Selection
 
@@ -32,9 +35,23 @@ class GatheredKeys:
 
 def gathered_work(work: Work, selection: Selection) -> Work:
     """`work` over single chosen keys."""
-    ordered = selection.indices.sort(-1).values
-    ordered[..., 1:] = torch.where(ordered[..., 1:] == ordered[..., :-1], -1, ordered[..., 1:])
-    return replace(work, device_tables=GatheredKeys(selection=replace(selection, indices=ordered)))
+    blocks = -(-work.kv_tiles.length // selection.granularity)
+    return replace(work, device_tables=GatheredKeys(selection=replace(selection, indices=without_repeats(selection.indices, blocks))))
+
+
+def without_repeats(indices: Tensor, blocks: int) -> Tensor:
+    """indices [..., k] with −1 in place of entries that repeat. A row that has repeats is sorted. blocks: number above all indices."""
+    indices = indices.contiguous()
+    result, k = torch.empty_like(indices), indices.shape[-1]
+    rows, words = indices.numel() // k, -(-blocks // 32)
+    ctas = min(rows, _UNIQUE_CTAS)
+    tensors = {
+        "indices_ptr": indices, "result_ptr": result,
+        "bits_ptr": torch.zeros(ctas, words, dtype=torch.int32, device=indices.device),
+    }  # fmt: skip
+    constants = {"rows": rows, "words": words, "ctas": ctas, "K": k, "KP": triton.next_power_of_2(k)}
+    layout_launch(unique_rows_kernel, tensors, constants, ctas)(tensors, {})
+    return result
 
 
 def gathers(selection: Selection) -> bool:
