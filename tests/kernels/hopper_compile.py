@@ -70,7 +70,9 @@ def compile_instead_of_launching() -> None:
     CompiledKernel._init_handles = lambda self: None  # type: ignore[method-assign]
     torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc, return-value]
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)  # type: ignore[assignment, return-value]
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(  # type: ignore[assignment, return-value]
+        multi_processor_count=132, shared_memory_per_block_optin=SHARED_MEMORY
+    )
     run = JITFunction.run
 
     def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -84,7 +86,7 @@ def compile_instead_of_launching() -> None:
     JITFunction.run = only_compile  # type: ignore[method-assign]
     prepared_launch.driver_launch = check_parameters  # type: ignore[assignment]
     # A prepared launch would bypass Triton the second time.
-    PreparedLaunch.__call__ = PreparedLaunch.compile_and_launch  # type: ignore[method-assign]
+    PreparedLaunch.__call__ = PreparedLaunch.compile  # type: ignore[method-assign]
 
 
 def check_parameters(code: Any, arguments: list[Any], varying: list[bool], **_: Any) -> None:

@@ -50,11 +50,8 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Let CPU tensors pass for tensors on a Hopper GPU, and record launches of the Hopper kernels."""
     launches.clear()
 
-    def compile_nothing(self: prepared_launch.PreparedLaunch, arguments: list[Any]) -> str:
-        launches.names.append(_name(self.kernel))
-        return _name(self.kernel)
-
-    monkeypatch.setattr(prepared_launch.PreparedLaunch, "_launch_with_fewer_stages", compile_nothing)
+    monkeypatch.setattr(prepared_launch, "interpreted", lambda: False)
+    monkeypatch.setattr(prepared_launch.PreparedLaunch, "_compile_with_fewer_stages", lambda self, arguments: _name(self.kernel))
     monkeypatch.setattr(prepared_launch, "driver_launch", lambda compiled, *_, **__: RecordedLaunch(compiled))
     monkeypatch.setattr(prepared_launch, "current_raw_stream", lambda device: 0)
     monkeypatch.setattr(prepared_launch, "current_cuda_device", lambda: None)  # the index of the CPU

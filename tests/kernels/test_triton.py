@@ -9,8 +9,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +24,8 @@ tl = pytest.importorskip("triton.language")
 
 # ruff: noqa: E402
 from tests.kernels.calls import backward, forward, refusal
-from triton.runtime.errors import OutOfResources
 
+from longspan._kernels.gpu import prepared_launch
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch
 from longspan._kernels.protocol import State, Work
 from longspan._kernels.tiling import Tiling
@@ -459,23 +461,23 @@ def test_the_compiler_accepts_what_the_interpreter_runs() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_a_launch_without_enough_shared_memory_uses_fewer_stages() -> None:
-    tried = []
+def test_a_launch_without_enough_shared_memory_uses_fewer_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, launched = [], []
 
-    class Large:
-        arg_names = ("x",)
+    def compile_kernel(kernel: Any, arguments: Any, options: dict[str, int]) -> Any:
+        tried.append(options["num_stages"])
+        return SimpleNamespace(metadata=SimpleNamespace(shared=100_000 * options["num_stages"]))
 
-        def __getitem__(self, grid: tuple[int]) -> Any:
-            def launch(x: Any, *, num_warps: int, num_stages: int) -> str:
-                tried.append(num_stages)
-                if num_stages > 2:
-                    raise OutOfResources(300_000, 232_448, "shared memory")
-                return "compiled"
-
-            return launch
-
+    monkeypatch.setattr(prepared_launch, "interpreted", lambda: False)
+    monkeypatch.setattr(prepared_launch, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(prepared_launch, "shared_memory_limit", lambda device: 232_448)
+    monkeypatch.setattr(prepared_launch, "driver_launch", lambda *_, **__: None)
+    monkeypatch.setattr(prepared_launch.PreparedLaunch, "launch_at", lambda self, values: launched.append(self.options))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     launch = PreparedLaunch(
-        kernel=Large(), options={"num_warps": 4, "num_stages": 4}, ctas=1, device=torch.device(DEVICE), descriptors={}, constants={}
-    )
+        kernel=SimpleNamespace(arg_names=("x",)), options={"num_warps": 4, "num_stages": 4}, ctas=1, device=torch.device(DEVICE),
+        descriptors={}, constants={},
+    )  # fmt: skip
     launch({"x": torch.zeros(1)}, {})
+    assert launched == [{"num_warps": 4, "num_stages": 2}]
     assert tried == [4, 3, 2]

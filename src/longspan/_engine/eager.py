@@ -7,6 +7,7 @@ dispatch mode or tensor subclasses, an autograd function calls the same code dir
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from longspan._engine import ops
 from longspan._engine.checks import refuse_batched_gradients
+from longspan._engine.compile_ahead import compiling_backward
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
 from longspan._plan.handle import PlanHandle
 from longspan._plan.plan_data import PlanData
@@ -46,7 +48,8 @@ class _Attend(torch.autograd.Function):
         inputs = CallTensors(
             q=q, k=k, v=v, sink=sink, mask_captured=mask_captured, score_captured=[t for t in score_captured if t is not None]
         )
-        (out, lse, max_scores), ctx.number = ops.run_forward(inputs, options, plan)
+        with nullcontext() if plan is not None else compiling_backward(inputs, options, ctx.needs_input_grad[7:]):
+            (out, lse, max_scores), ctx.number = ops.run_forward(inputs, options, plan)
         # The mask's tensors are saved too, so that torch raises if they were modified in place before the backward pass.
         ctx.save_for_backward(q, k, v, sink, out, lse, *mask_captured, *score_captured)
         ctx.mask_count, ctx.plan, ctx.options = len(mask_captured), plan, options

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import typer
 
-COMMANDS = ("plan", "calibrate", "verify", "bench", "demo", "train")
+COMMANDS = ("plan", "calibrate", "verify", "bench", "demo", "train", "warm")
 
 
 class UsageError(Exception):

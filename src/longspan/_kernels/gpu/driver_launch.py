@@ -6,7 +6,8 @@ new base address only if the tensor moved (`cuTensorMapReplaceAddress`).
 
 Private parts of Triton used here, 3.6 to 3.9, because it has no public way to launch a compiled kernel without its Python launcher:
 
-`CompiledKernel.function`     the CUfunction.
+`utils.load_binary`           of the active driver: loads `CompiledKernel.kernel`. `CompiledKernel.run` would also build a launcher in C:
+                              with Triton 3.6, a run of gcc per kernel.
 `CompiledKernel.metadata`     warps, shared memory, scratch memory and launch attributes; `tensordesc_meta`: the shape of TMA boxes.
 `CompiledKernel.src.signature`  types by argument; "constexpr" arguments are not passed. The kernel's parameters are the others in order,
                               tuples flattened, a TMA descriptor followed by its sizes and strides, then two scratch pointers.
@@ -21,13 +22,14 @@ import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton import knobs
+from triton.runtime import driver
 
 _FORMATS = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
@@ -102,7 +104,7 @@ class DriverLaunch:
     The block: CUlaunchConfig, the varying values in order, the constants, the TMA descriptors.
     """
 
-    def __init__(self, compiled: Any, params: Sequence[Parameter], ctas: int, device: int) -> None:
+    def __init__(self, compiled: Any, function: int, params: Sequence[Parameter], *, ctas: int, device: int) -> None:
         varying, constants = [p for p in params if p.varies], [p for p in params if not p.varies]
         maps = [p for p in params if p.descriptor is not None]
         values = struct.Struct("<QQQ" + "".join(map(_format, varying)))  # the stream, no launch attributes, the values
@@ -128,8 +130,7 @@ class DriverLaunch:
         self._pointers = (ctypes.c_void_p * len(pointers))(*pointers)
         self._pack, self._lock, self._device = values.pack_into, Lock(), device
         self._launch, self._replace = _driver().cuLaunchKernelEx, _replace_address()
-        self._config, self._params, self._function = base, ctypes.addressof(self._pointers), compiled.function
-        self._compiled = compiled  # holds the module that the function belongs to
+        self._config, self._params, self._function = base, ctypes.addressof(self._pointers), function
 
     def __call__(self, stream: int, values: Sequence[int | float]) -> None:
         """Launch on a stream of the device, which is current. values: of the varying parameters in order, tensors as addresses."""
@@ -158,11 +159,19 @@ def driver_launch(
         if not plain or meta.num_ctas != 1 or getattr(meta, "instrumentation_mode", ""):
             return None
         params = parameters(compiled, arguments, varying)
-        if not _driver_agrees(compiled.function, [p.bytes for p in params] + [8, 8]):
+        function = _loaded(compiled, device.index)
+        if not _driver_agrees(function, [p.bytes for p in params] + [8, 8]):
             return None
-        return DriverLaunch(compiled, params, ctas, device.index)
+        return DriverLaunch(compiled, function, params, ctas=ctas, device=device.index)
     except (AttributeError, KeyError, OSError, TypeError, ValueError, struct.error):  # another Triton, or an old driver
         return None
+
+
+@lru_cache(maxsize=1024)
+def _loaded(compiled: Any, device: int) -> int:
+    """The CUfunction of a compiled kernel, loaded on the current device. Its module stays loaded, as Triton's modules do."""
+    function: int = driver.active.utils.load_binary(compiled.name, compiled.kernel, compiled.metadata.shared, device)[1]
+    return function
 
 
 def hooks_are_set() -> bool:

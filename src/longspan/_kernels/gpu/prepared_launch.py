@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from triton.runtime.errors import OutOfResources
 
 from longspan._derived_cache import DerivedCache
 from longspan._kernels.gpu import launch
+from longspan._kernels.gpu.compilation import collected_jobs, compile_kernel
 from longspan._kernels.gpu.compile_options import FUSED
 from longspan._kernels.gpu.driver_launch import DriverLaunch, driver_launch, hooks_are_set
 from longspan._kernels.gpu.interpreter import interpreted, quiet
@@ -60,6 +61,8 @@ class PreparedLaunch:
         if self._compiled is None:
             self.compile_and_launch(tensors, per_call)
             return
+        if collected_jobs() is not None:
+            return
         values: list[Any] = [t.data_ptr() for t in tensors.values() if t is not None]
         if self.workspace is not None:
             addresses, _held = self.workspace.addresses()
@@ -73,6 +76,11 @@ class PreparedLaunch:
             else:
                 values.append(value)
         self.launch_at(values)
+
+    @property
+    def _changing(self) -> tuple[str, ...]:
+        """Names of arguments, besides the tensors, that change between launches."""
+        return (*PER_CALL, *TABLES) if self.tables_vary else PER_CALL
 
     @property
     def is_compiled(self) -> bool:
@@ -116,35 +124,84 @@ class PreparedLaunch:
         return pointers if self.workspace is None else [*pointers, *self.workspace.tensors()]
 
     def compile_and_launch(self, tensors: Tensors, per_call: dict[str, Any]) -> None:
-        """Launch through Triton, which compiles, and cache the compiled kernel. The interpreter compiles nothing."""
-        names = self.kernel.arg_names
-        assert list(tensors) == list(names[: len(tensors)]), f"tensors {list(tensors)}, signature {names}"
-        changing = (*PER_CALL, *TABLES) if self.tables_vary else PER_CALL
-        known = {**self.constants, **{name: per_call[name] for name in changing if name in per_call}}
-        pointers = self._pointers(tensors)
-        arguments = [*pointers, *(known[name] for name in names[len(pointers) :])]
-        with quiet() if interpreted() else torch.cuda.device(self.device):
-            compiled = self._launch_with_fewer_stages(arguments)
-        self._per_call_slots = [name for name in names if name in changing]
-        varying = [i < len(pointers) or name in changing for i, name in enumerate(names)]
-        if compiled is not None:
+        """Launch for the first time. The interpreter compiles nothing. In `collecting_jobs`, only note what is to be compiled."""
+        if interpreted():
+            with quiet():
+                self.kernel[(self.ctas,)](*self._all_arguments(tensors, per_call), **self.options)
+            return
+        jobs = collected_jobs()
+        if jobs is not None:
+            arguments = [_stand_in(a) for a in self._all_arguments(tensors, per_call)]
+            jobs.append(partial(self._compile_in_thread, arguments))
+            return
+        self.compile(tensors, per_call)
+        self(tensors, per_call)
+
+    def compile(self, tensors: Tensors, per_call: dict[str, Any]) -> None:
+        """Compile for tensors of these layouts and load the kernel."""
+        names, arguments = self.kernel.arg_names, self._all_arguments(tensors, per_call)
+        pointers = len(tensors) + (0 if self.workspace is None else self.workspace.arguments)
+        varying = [i < pointers or name in self._changing for i, name in enumerate(names)]
+        with torch.cuda.device(self.device):
+            compiled = self._compile_with_fewer_stages(arguments)
             self._driver_launch = driver_launch(compiled, arguments, varying, ctas=self.ctas, device=self.device)
+        self._per_call_slots = [name for name in names if name in self._changing]
         self._arguments = [_without_tensors(a) if v else _address(a) for a, v in zip(arguments, varying, strict=True)]
         self._varying = [v and a is not None for a, v in zip(arguments, varying, strict=True)]
         self._compiled = compiled
 
-    def _launch_with_fewer_stages(self, arguments: list[Any]) -> Any:
-        """Launch, with one pipeline stage less as long as a CTA needs more shared memory than there is: values that a score program looks
-        up by query and key take shared memory in every stage.
+    def _compile_in_thread(self, arguments: Sequence[Any]) -> None:
+        with torch.cuda.device(self.device):
+            self._compile_with_fewer_stages(arguments)
+
+    def _all_arguments(self, tensors: Tensors, per_call: dict[str, Any]) -> list[Any]:
+        """All arguments in the order of the kernel's signature."""
+        names = self.kernel.arg_names
+        assert list(tensors) == list(names[: len(tensors)]), f"tensors {list(tensors)}, signature {names}"
+        known = {**self.constants, **{name: per_call[name] for name in self._changing if name in per_call}}
+        pointers = self._pointers(tensors)
+        return [*pointers, *(known[name] for name in names[len(pointers) :])]
+
+    def _compile_with_fewer_stages(self, arguments: Sequence[Any]) -> Any:
+        """The compiled kernel, with one pipeline stage less as long as a CTA needs more shared memory than there is: values that a score
+        program looks up by query and key take shared memory in every stage.
         """
+        limit = shared_memory_limit(self.device)
         while True:
-            try:
-                return self.kernel[(self.ctas,)](*arguments, **self.options)
-            except OutOfResources as error:
-                stages = self.options.get("num_stages", 1)
-                if stages == 1 or error.name != "shared memory":
-                    raise
-                self.options = {**self.options, "num_stages": stages - 1}
+            compiled = compile_kernel(self.kernel, arguments, self.options)
+            if compiled.metadata.shared <= limit:
+                return compiled
+            stages = self.options.get("num_stages", 1)
+            if stages == 1:
+                raise OutOfResources(compiled.metadata.shared, limit, "shared memory")
+            self.options = {**self.options, "num_stages": stages - 1}
+
+
+@cache
+def shared_memory_limit(device: torch.device) -> int:
+    """Bytes of shared memory that a CTA may have."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+@dataclass(frozen=True)
+class _StandIn:
+    """Everything about a tensor that compilation depends on."""
+
+    dtype: torch.dtype
+    alignment: int
+
+    def data_ptr(self) -> int:
+        return self.alignment
+
+
+def _stand_in(argument: Any) -> Any:
+    """An argument without its memory: tensors, also inside tuples and TMA descriptors, become a `_StandIn`."""
+    if isinstance(argument, Tensor):
+        return _StandIn(argument.dtype, argument.data_ptr() % 16)
+    if hasattr(argument, "block_shape"):
+        return _rebased(argument, _stand_in(argument.base))
+    return tuple(map(_stand_in, argument)) if isinstance(argument, tuple) else argument
 
 
 def direct_stream(device: int) -> int | None:
@@ -166,7 +223,7 @@ def _without_tensors(argument: Any) -> Any:
     return _rebased(argument, None) if hasattr(argument, "block_shape") else None
 
 
-def _rebased(descriptor: Any, tensor: Tensor | _Address | None) -> Any:
+def _rebased(descriptor: Any, tensor: Any) -> Any:
     """The descriptor for another tensor of the same layout. The constructor would validate everything again."""
     out = object.__new__(type(descriptor))
     out.__dict__.update(descriptor.__dict__)

@@ -27,6 +27,11 @@ class Workspace:
     zeros: tuple[int, ...] = ()
     floats: tuple[int, ...] = ()
 
+    @property
+    def arguments(self) -> int:
+        """Number of kernel arguments."""
+        return len(self.zeros) + len(self.floats)
+
     def tensors(self) -> tuple[Tensor | None, ...]:
         """New arrays."""
         zeros = tuple(zeroed(n, self.device) if n else None for n in self.zeros)

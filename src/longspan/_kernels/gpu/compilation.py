@@ -1,0 +1,189 @@
+"""Compilation of Triton kernels: once per machine, in threads, and without the parts of Triton that take seconds but compile nothing.
+
+- A file lock per kernel: of the ranks of a machine, one compiles and the others find the result in Triton's cache on disk.
+- Kernels may be compiled in threads (`compile_in_threads`). LLVM and the assembler run without Python's lock. Tracing holds it, so one
+  kernel is traced at a time: two at once would both take twice as long.
+- Triton's key, a hash of its own 400 MB, takes up to 2 s per process. It is stored beside the compiled kernels, by the size and the time of
+  modification of the files that it covers.
+
+Private parts of Triton used here, 3.6 to 3.9. Without one of them, Triton compiles as it does by itself:
+
+`JITFunction.device_caches`     looking up a device sets `JITFunction.compile`.
+`JITFunction.compile`           called with the source, target and options of a kernel that this process has not compiled.
+`ASTSource.make_ir`, `.hash`    tracing; a hash of the source, the signature and the constants.
+`triton.runtime.cache.triton_key`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.runtime import cache as triton_cache
+from triton.runtime import driver
+
+Job = Callable[[], Any]
+_MAX_WAIT_S = 300.0  # for another process that compiles; then compile without the lock
+_POLL_S = 0.01
+_tracing = threading.Lock()
+_collected: ContextVar[list[Job] | None] = ContextVar("longspan_collected_compile_jobs", default=None)
+_waiting: ContextVar[list[Job] | None] = ContextVar("longspan_waiting_compile_jobs", default=None)
+
+
+def compile_kernel(kernel: Any, arguments: Sequence[Any], options: dict[str, int]) -> Any:
+    """The compiled kernel for these arguments, from Triton's caches if it is there. Nothing is loaded or launched."""
+    _restore_triton_key()
+    with suppress(AttributeError):
+        kernel.device_caches[driver.active.get_current_device()]  # sets `compile`
+        kernel.compile = _compile_once
+    return kernel.warmup(*arguments, grid=(1,), **options)
+
+
+def _compile_once(src: Any, target: Any = None, options: Any = None, **more: Any) -> Any:
+    """`triton.compile`, in one process of the machine at a time for the same kernel."""
+    trace = src.make_ir
+
+    def trace_alone(*args: Any, **kwargs: Any) -> Any:
+        with _tracing:
+            module = trace(*args, **kwargs)
+        _start_waiting()
+        return module
+
+    src.make_ir = trace_alone
+    text = f"{src.hash()} {target} {sorted((options or {}).items())} {knobs.cache.dir}"
+    with file_lock(lock_folder() / hashlib.sha256(text.encode()).hexdigest()):
+        return triton.compile(src, target=target, options=options, **more)
+
+
+def compile_in_threads(jobs: Sequence[Job]) -> list[Future[Any]]:
+    """Run every job in a thread of its own. Python waits for them at exit: a thread inside LLVM must not be ended."""
+    started = []
+    for job in jobs:
+        future: Future[Any] = Future()
+        threading.Thread(target=_run, args=(job, future), name="longspan-compile").start()
+        started.append(future)
+    return started
+
+
+def _run(job: Job, future: Future[Any]) -> None:
+    try:
+        future.set_result(job())
+    except BaseException as error:  # for whoever asks the future; the call that needs the kernel compiles it again and raises
+        future.set_exception(error)
+
+
+@contextmanager
+def collecting_jobs() -> Iterator[list[Job]]:
+    """Launch nothing in this context; the list gets a job for each kernel that has to be compiled. A job holds no memory of the device."""
+    jobs: list[Job] = []
+    token = _collected.set(jobs)
+    try:
+        yield jobs
+    finally:
+        _collected.reset(token)
+
+
+def collected_jobs() -> list[Job] | None:
+    """The list of the innermost `collecting_jobs`; None outside."""
+    return _collected.get()
+
+
+@contextmanager
+def compiling_meanwhile(jobs: Sequence[Job]) -> Iterator[None]:
+    """Start compile jobs in threads as soon as the first kernel that this context compiles is traced, at the latest at the end.
+
+    In `collecting_jobs`, add them to its list.
+    """
+    collected = collected_jobs()
+    if collected is not None:
+        collected.extend(jobs)
+        yield
+        return
+    token = _waiting.set(list(jobs))
+    try:
+        yield
+    finally:
+        _start_waiting()
+        _waiting.reset(token)
+
+
+def _start_waiting() -> None:
+    jobs = _waiting.get()
+    if jobs:
+        compile_in_threads(jobs)
+        jobs.clear()
+
+
+def lock_folder() -> Path:
+    """The folder of this machine's lock files. Not in Triton's cache, which may be on a network drive without locks."""
+    return Path(tempfile.gettempdir()) / f"longspan-{os.getuid() if hasattr(os, 'getuid') else 0}"
+
+
+@contextmanager
+def file_lock(path: Path, *, max_wait_s: float = _MAX_WAIT_S) -> Iterator[None]:
+    """Hold an exclusive lock on a file, among processes and threads. Without it if locks are not supported or after `max_wait_s`."""
+    try:
+        import fcntl
+
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except (ImportError, OSError):
+        yield
+        return
+    try:
+        until = time.monotonic() + max_wait_s
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_POLL_S)
+            except OSError:  # not supported by the file system
+                break
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a forked process may have the descriptor too
+        os.close(descriptor)
+
+
+@cache
+def _restore_triton_key() -> None:
+    """Give Triton its key from the file of an earlier process, or store it for later ones."""
+    compute = getattr(triton_cache, "triton_key", None)
+    if compute is None or not hasattr(compute, "cache_info") or compute.cache_info().currsize:
+        return
+    try:
+        path = Path(knobs.cache.dir) / f"longspan-triton-key-{_triton_files_digest()}"
+        if path.exists():
+            key = path.read_text(encoding="utf-8")
+        else:
+            key = compute()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+            partial.write_text(key, encoding="utf-8")
+            partial.replace(path)
+    except OSError:
+        return
+    triton_cache.triton_key = lambda: key
+
+
+def _triton_files_digest() -> str:
+    """A hash of the names, sizes and times of modification of Triton's files."""
+    root = Path(triton.__file__).parent
+    files = [path for folder in ("_C", "compiler", "backends", "language", "runtime") for path in (root / folder).rglob("*")]
+    found = sorted((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.suffix in (".py", ".so"))
+    return hashlib.sha256(repr((triton.__version__, sys.version, found)).encode()).hexdigest()[:32]
