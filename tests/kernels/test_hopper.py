@@ -130,6 +130,15 @@ def test_wide_and_different_head_dims_match_the_oracle(dims: tuple[int, int], dt
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads", [1, 16], ids=["split", "whole"])  # few items are split along KV
+def test_a_row_that_sees_a_nan_has_lse_nan(heads: int) -> None:
+    q, k, v = (torch.randn(1, heads, 2048, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    k[:, :, 1000] = torch.nan
+    _, lse = ls.attention(q, k, v, mask=ls.causal(), kernel="hopper", return_lse=True)
+    assert torch.equal(lse.isnan(), (torch.arange(2048, device="cuda") >= 1000).expand_as(lse))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dim", [128, 256])
 def test_in_fixed_order_every_run_gives_the_same_bits(dim: int) -> None:
     on_hopper()

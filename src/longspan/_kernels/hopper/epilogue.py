@@ -116,7 +116,7 @@ def store_output(
         arrivals = counter + 1 + item * GROUPS + GROUP
         is_last, m, total, acc = _combine_parts(to, arrivals, item, split, rows, rows_left, zero, GROUP, E, EP, layout)
         if is_last:
-            seen = total > 0.0
+            seen = total != 0.0  # also where total is NaN
             divisor = gl.where(seen, total, 1.0)
             gl.store(to.lse + lse_at + rows, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=rows < rows_left)
             acc = acc * by_row(1.0 / divisor, layout)

@@ -296,7 +296,7 @@ def _consume(
         if to.old_max_scores is not None:
             old_max_scores = gl.load(to.old_max_scores + lse_at + rows, mask=inside, other=-float("inf"))
             max_scores = gl.maximum(max_scores, old_max_scores * LOG2_E)
-        seen = total > 0.0
+        seen = total != 0.0  # also where total is NaN: a row that sees a NaN has lse NaN
         divisor = gl.where(seen, total, 1.0)
         if split_part < 0:
             gl.store(to.lse + lse_at + rows, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=inside)
