@@ -36,6 +36,7 @@ from longspan._engine.warm import warm
 from longspan._masks.algebra import Mask
 from longspan._masks.block_table import BlockTable
 from longspan._masks.constructors import causal, documents, full, mask_mod, prefix, sliding_window
+from longspan._masks.static_mask import StaticMask
 from longspan._masks.tracing import ProgramError
 from longspan._plan.layout import Layout
 from longspan._plan.schedule import Schedule
@@ -56,6 +57,7 @@ __all__ = [
     "PlanSet",
     "ProgramError",
     "Schedule",
+    "StaticMask",
     "attention",
     "causal",
     "context_parallel",

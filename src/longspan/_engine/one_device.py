@@ -8,13 +8,14 @@ from functools import lru_cache
 from torch import Tensor
 
 from longspan._engine.sink import sink_gradient, sink_state
-from longspan._engine.table_cache import MaskTables, TableCache
+from longspan._engine.table_cache import MaskTables, StaticTables, TableCache
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
 from longspan._kernels.few_queries import is_decoding
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, Kernel, State, Work
-from longspan._kernels.registry import KernelCall, choose, has_triton, kernel_named
+from longspan._kernels.registry import STATIC, KernelCall, KernelRefused, choose, has_triton, kernel_named
 from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import BLOCK_SIZE
+from longspan._masks.static_mask import static_mask_of
 
 _PLAIN_BLOCK = (BLOCK_SIZE, BLOCK_SIZE)
 _tables = TableCache()
@@ -58,7 +59,7 @@ def plain_tiling(length: int, block: int) -> Tiling:
 
 
 def make_work(
-    inputs: CallTensors, options: CallOptions, tables: MaskTables, *, backward: bool, block: tuple[int, int] = _PLAIN_BLOCK
+    inputs: CallTensors, options: CallOptions, tables: MaskTables | StaticTables, *, backward: bool, block: tuple[int, int] = _PLAIN_BLOCK
 ) -> Work:  # fmt: skip
     """The whole attention as one piece of work, in tiles of `block`."""
     q, spec = inputs.q, options.spec
@@ -72,12 +73,16 @@ def make_work(
         score=spec.score,
         score_captured=[t.to(q.device) for t in inputs.score_captured],
         joint=spec.joint(inputs.score_captured) if backward else None,
+        mask_is_fixed=isinstance(tables, StaticTables),
     )
 
 
-def mask_tables(inputs: CallTensors, options: CallOptions) -> MaskTables:
+def mask_tables(inputs: CallTensors, options: CallOptions) -> MaskTables | StaticTables:
     """The block tables of the call's mask, cached."""
     batch, heads, q_len, _ = inputs.q.shape
+    static = static_mask_of(inputs.mask_captured)
+    if static is not None:
+        return StaticTables(static, q_len, inputs.k.shape[2], batch=batch, heads=heads)
     return _tables.tables(options.spec.mask, inputs.mask_captured, q_len, inputs.k.shape[2], batch=batch, heads=heads)
 
 
@@ -86,9 +91,12 @@ def kernel_and_work(inputs: CallTensors, options: CallOptions, *, backward: bool
     tables = mask_tables(inputs, options)
     work = make_work(inputs, options, tables, backward=backward)
     kernel_inputs = _kernel_inputs(inputs)
-    decodes = not backward and inputs.sink is None and not options.max_scores
+    static = isinstance(tables, StaticTables)
+    decodes = not backward and inputs.sink is None and not options.max_scores and not static
     kernel = _chosen(options.spec.kernel, KernelCall(kernel_inputs, work), decodes=decodes)
-    block = kernel.block_size(kernel_inputs, work.table)
+    if static and kernel.name not in STATIC:
+        raise KernelRefused(f"kernel {kernel.name!r} does not support StaticMask: expected one of {', '.join(map(repr, STATIC))}")
+    block = kernel.block_size(kernel_inputs, work.table.nominal)
     if block == _PLAIN_BLOCK:
         return kernel, work
     q_tiles, kv_tiles = plain_tiling(inputs.q.shape[2], block[0]), plain_tiling(inputs.k.shape[2], block[1])

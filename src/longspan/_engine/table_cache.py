@@ -21,6 +21,7 @@ from longspan._engine.document_tiles import DocumentTiles, tiles_of_sequence
 from longspan._masks.block_table import BlockTable
 from longspan._masks.classify import TableShape, classify
 from longspan._masks.program import Program
+from longspan._masks.static_mask import StaticMask
 
 _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -74,6 +75,20 @@ class MaskTables:
         if self._by_document is None:
             self._by_document = tiles_of_sequence(self._program, captured, self._lengths, batch=self._batch, heads=self._heads)
         return self._by_document
+
+
+class StaticTables:
+    """The block tables of a `StaticMask`, for given sizes."""
+
+    def __init__(self, mask: StaticMask, q_len: int, kv_len: int, *, batch: int, heads: int) -> None:
+        self._mask, self._lengths, self._batch, self._heads = mask, (q_len, kv_len), batch, heads
+
+    def at(self, block: tuple[int, int], captured: Sequence[Tensor]) -> BlockTable:
+        """The table of a tile size (queries, KV)."""
+        return self._mask.static_table(*self._lengths, block, batch=self._batch, heads=self._heads)
+
+    def by_document(self, captured: Sequence[Tensor]) -> tuple[DocumentTiles, ...]:
+        raise ValueError("longspan.invariant() does not support StaticMask; use the mask that it was made from")
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ import torch
 from longspan._kernels.protocol import AttentionInputs, Capabilities, Kernel, Work
 
 NAMES = ("auto", "dense", "cpu", "triton", "hopper", "aten", "flash", "efficient", "cudnn")
+STATIC = ("triton", "hopper")  # kernels that support `longspan.StaticMask`
 INVARIANT = ("cpu", "triton", "hopper")  # kernels that support `longspan.invariant()`
 
 

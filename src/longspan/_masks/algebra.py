@@ -34,6 +34,7 @@ class Mask:
 
     Attributes:
         is_causal: Known from the mask's form that no query sees a key after its own position. False if not known.
+        is_static: Its contents change in place (`StaticMask`), so it is not part of other masks.
         trace_reads: Names of the attributes that `__call__` reads. Traces are cached by their values.
         has_selection: Whether a part of the mask is `selected`, whose form depends on the sizes of a call.
 
@@ -44,6 +45,7 @@ class Mask:
 
     is_causal: bool = False
     has_selection: bool = False
+    is_static: ClassVar[bool] = False
     trace_reads: ClassVar[tuple[str, ...]]
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -81,19 +83,19 @@ class Mask:
         return self
 
     def __and__(self, other: Any) -> Mask:
-        return And(self, as_mask(other)) if is_mask_like(other) else NotImplemented
+        return And(_operand(self), _operand(other)) if is_mask_like(other) else NotImplemented
 
     def __or__(self, other: Any) -> Mask:
-        return Or(self, as_mask(other)) if is_mask_like(other) else NotImplemented
+        return Or(_operand(self), _operand(other)) if is_mask_like(other) else NotImplemented
 
     def __rand__(self, other: Any) -> Mask:
-        return And(as_mask(other), self) if is_mask_like(other) else NotImplemented
+        return And(_operand(other), _operand(self)) if is_mask_like(other) else NotImplemented
 
     def __ror__(self, other: Any) -> Mask:
-        return Or(as_mask(other), self) if is_mask_like(other) else NotImplemented
+        return Or(_operand(other), _operand(self)) if is_mask_like(other) else NotImplemented
 
     def __invert__(self) -> Mask:
-        return Not(self)
+        return Not(_operand(self))
 
     def __bool__(self) -> bool:
         """Raise TypeError, because `a and b`, `a or b` and `not a` would silently drop a mask.
@@ -470,6 +472,14 @@ MaskLike: TypeAlias = Mask | BlockMask | Callable[..., Tensor]  # accepted by `a
 def is_mask_like(value: Any) -> bool:
     """Whether `as_mask` accepts the value: a mask, a BlockMask or a callable that is not a class."""
     return isinstance(value, Mask | BlockMask) or (callable(value) and not isinstance(value, type))
+
+
+def _operand(value: Any) -> Mask:
+    """`as_mask`; raises TypeError for a static mask."""
+    mask = as_mask(value)
+    if mask.is_static:
+        raise TypeError(f"mask {mask}: expected a mask that is not static as an operand; combine first: StaticMask(a & b)")
+    return mask
 
 
 def as_mask(value: Any) -> Mask:

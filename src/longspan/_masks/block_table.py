@@ -89,6 +89,11 @@ class BlockTable:
         return -(-self.kv_len // self.block[1]) if self.tiles is None else self.tiles[1]
 
     @property
+    def nominal(self) -> BlockTable:
+        """The table for which kernels choose tile sizes and the order of work: itself, or the first contents of a static one."""
+        return self
+
+    @property
     def rows(self) -> int:
         """Number of rows: batch · heads · q_tiles."""
         return self.batch * self.heads * self.q_tiles

@@ -6,7 +6,7 @@ the life of that table or tiling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +21,7 @@ from longspan._kernels.protocol import Work
 from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import FULL, PARTIAL, BlockTable, Runs, expand_ranges
 from longspan._masks.program import Program
+from longspan._masks.static_table import StaticTable
 
 Pointers = tuple[Tensor, Tensor, Tensor]
 # The order in which a kernel iterates over a table row's runs. By kind: full runs and partial runs separately. Ascending, descending: by
@@ -112,11 +113,36 @@ def side(tiling: Tiling, device: torch.device) -> Pointers | tuple[None, None, N
 
 def to_device(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
     """Arrays as int32 on the device, by one copy. Each is aligned to 16 bytes: Triton compiles again for another alignment."""
-    padded = [torch.nn.functional.pad(p.cpu().int(), (0, 4 - len(p) % 4)) for p in parts]
-    whole = torch.cat(padded)
-    if device.type == "cuda":
-        whole = whole.pin_memory()  # a copy from pageable memory would synchronise
-    return whole.to(device, non_blocking=True).split([len(p) for p in padded])
+    padded = _padded(parts, [0] * len(parts))
+    return _joined(padded, device).to(device, non_blocking=True).split([len(p) for p in padded])
+
+
+def static_arrays(table: StaticTable, make: Callable[[], Sequence[Tensor]], device: torch.device) -> tuple[Tensor, ...]:
+    """`to_device` with room for all contents of a static table, whose later contents are copied to the same memory.
+
+    make: from the table's present contents, the order of rows, (ptr, first, last) of full and of partial runs, and counts by row.
+    """
+    room = [0, 0, table.room, table.room, 0, table.room, table.room, 0]
+    padded = _padded(make(), room)
+    whole = _joined(padded, device).to(device, copy=True)
+
+    def refresh() -> None:
+        whole.copy_(_joined(_padded(make(), room), device), non_blocking=True)
+
+    table.when_replaced(refresh)
+    return whole.split([len(p) for p in padded])
+
+
+def _padded(parts: Sequence[Tensor], room: Sequence[int]) -> list[Tensor]:
+    """Arrays as int32 on the host, of at least these sizes, with a multiple of four elements."""
+    sizes = [max(len(p), n) for p, n in zip(parts, room, strict=True)]
+    return [torch.nn.functional.pad(p.cpu().int(), (0, n + 4 - n % 4 - len(p))) for p, n in zip(parts, sizes, strict=True)]
+
+
+def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """One array, for a copy to a device. A copy from pageable memory would synchronise."""
+    whole = torch.cat(list(parts))
+    return whole.pin_memory() if device.type == "cuda" else whole
 
 
 def flags(chosen: Tensor, device: torch.device) -> Tensor:
@@ -238,7 +264,7 @@ def device_table(
 ) -> DeviceTable:  # fmt: skip
     """The table on the device, cached. `columns`: the tiling of its columns. `shared`: see `start_order`. `positions`: see `split_runs`."""
 
-    def copy() -> DeviceTable:
+    def arrays() -> list[Tensor]:
         full, partial = split_runs(table, facts(columns), positions=positions)
         lead = []
         if run_order == "ascending":
@@ -247,7 +273,10 @@ def device_table(
         elif run_order == "descending":
             full, partial = descending_tiles(full, partial, table.rows)
         counts = torch.stack([_lengths(partial, table.rows), _lengths(full, table.rows)], 1).flatten()
-        order, *rest = to_device([start_order(table, shared), *full, *partial, counts, *lead], device)
+        return [start_order(table, shared), *full, *partial, counts, *lead]
+
+    def copy() -> DeviceTable:
+        order, *rest = static_arrays(table, arrays, device) if isinstance(table, StaticTable) else to_device(arrays(), device)
         return DeviceTable(order, (rest[0], rest[1], rest[2]), (*rest[3:6], *rest[7:]), rest[6])
 
     return _tables.get(table, (device, shared, positions, columns.name, run_order), copy)

@@ -24,8 +24,8 @@ from longspan._kernels.gpu.selected_tables import SelectedTables
 from longspan._kernels.protocol import AttentionInputs, Work
 
 _GRAPH_AND_MASK = (
-    "cannot capture a CUDA graph: the mask reads tensors, the block table follows from their present values, and a replay would not see a "
-    "change. Call outside the graph, use a mask that reads no tensor, or a plan, which fixes the tensors of its mask"
+    "cannot capture a CUDA graph: the mask reads tensors, the block table follows from their present values, and a replay would not see "
+    "a change. Use longspan.StaticMask(mask) and update it before each replay, a mask that reads no tensor, or a plan, which fixes them"
 )
 _GRAPH_AND_NEW_CALL = "cannot capture a CUDA graph: this call was never made before. Make the same call once before the capture"
 
@@ -138,7 +138,7 @@ class LaunchCall:
             raise RuntimeError(_GRAPH_AND_MASK)
         prepared = prepared_launch(work.table, key, _raise_in_capture if capturing else partial(self.prepare, one))
         if capturing:
-            hold_for_graph(prepared)
+            hold_for_graph(prepared, work.mask_captured)
         return prepared
 
     def work_arguments(self, one: Pass, cut: Cut) -> tuple[int, dict[str, Any]]:

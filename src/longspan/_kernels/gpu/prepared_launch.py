@@ -267,11 +267,13 @@ def _layout_launch(
 # A captured CUDA graph holds addresses of block tables and tilings and may outlive them. CUDA does not say when a graph dies, so these
 # launches are held for the life of the process: one per call that a graph captured.
 _held_for_graphs: set[PreparedLaunch] = set()
+_tensors_held_for_graphs: dict[int, Tensor] = {}  # by id: tensors that a mask reads
 
 
-def hold_for_graph(launch: PreparedLaunch) -> None:
-    """Keep a launch's constant arguments alive for replays of the CUDA graph that is being captured."""
+def hold_for_graph(launch: PreparedLaunch, mask_captured: Sequence[Tensor] = ()) -> None:
+    """Keep a launch's constant arguments, and tensors that its mask reads, alive for replays of the CUDA graph that is being captured."""
     _held_for_graphs.add(launch)
+    _tensors_held_for_graphs.update((id(t), t) for t in mask_captured)
 
 
 # All properties of a tensor that a compiled kernel depends on: Triton specialises on alignment and on divisors of strides.

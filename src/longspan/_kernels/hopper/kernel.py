@@ -24,6 +24,7 @@ from longspan._kernels.hopper.passes import HopperCall, head_parts_of, round_ten
 from longspan._kernels.hopper.prepared import HopperBackward, HopperForward
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Capabilities, Grads, Kernel, Selection, State, Work
 from longspan._masks.block_table import BLOCK_SIZE, BlockTable
+from longspan._masks.static_table import StaticTable
 
 # Gluon is experimental: names and the barriers that it inserts change between versions. With all of these, the kernels compile and a
 # barrier precedes every arrival (`tests/kernels/hopper_compile.py`). The GPU tests have passed with TESTED_TRITON.
@@ -252,7 +253,8 @@ def _one_pass(inputs: AttentionInputs, work: Work, needs: Sequence[bool]) -> boo
         return False
     if not torch.are_deterministic_algorithms_enabled():
         return True
-    if work.device_tables is not None:  # the fixed order follows from a table on the host
+    # The fixed order follows from a table on the host that does not change.
+    if work.device_tables is not None or isinstance(work.table, StaticTable):
         return False
     return ordered_dq_pays(work.table, v.shape[0] * v.shape[1] * head_parts_of(q, v, work))
 

@@ -41,6 +41,7 @@ from longspan._kernels.hopper.item_order import ItemOrder, best_order, outlier_r
 from longspan._kernels.hopper.round_grads import BLOCK, round_kernel
 from longspan._kernels.hopper.split_kv import KvSplit, best_split
 from longspan._kernels.protocol import AttentionInputs, Grads, State, Work
+from longspan._masks.static_table import StaticTable
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _L2_BYTES = 32 * 2**20  # KV of the heads in use at once should fit into so much of L2
@@ -182,7 +183,7 @@ class HopperCall(LaunchCall):
         workspace = Workspace(device=q.device, zeros=(1,))  # the item counter
         if one.name == "dkdv":
             more |= {"BM": config.m, "DS": 4 if d <= 64 else 2, "ALIGNED": aligned, "DO_STAGES": config.second_stages}
-            more["heavy_rows"] = 0 if known["ordered"] else outlier_rows(self.work.table.transposed)
+            more["heavy_rows"] = 0 if known["ordered"] else outlier_rows(self.work.table.nominal.transposed)
             more |= {"dq_order_ptr": None, "dq_order_before": None, "semaphores_per_head": 0}
             if known["ordered"]:
                 fixed = dq_order(self.work.table.transposed, shared["shared"], q.device)
@@ -193,8 +194,9 @@ class HopperCall(LaunchCall):
                 workspace = Workspace(device=q.device, zeros=(1, q.shape[0] * q.shape[1] * more["semaphores_per_head"]))
         if one.name == "forward":
             more["CORNERS"], more["FLAT"] = flat_functions(self.work.score, launch.options(self.work, q.dtype))
-            # Split items do not combine max scores. The number of KV blocks of a device table is not known: a part could be empty.
-            known_blocks = not self.work.invariant and self.work.device_tables is None
+            # Split items do not combine max scores. The number of KV blocks of a device table is not known, and that of a static table may
+            # change: a part could be empty.
+            known_blocks = not self.work.invariant and self.work.device_tables is None and not isinstance(self.work.table, StaticTable)
             splittable = tensors["max_scores_ptr"] is None and e <= MAX_SPLIT_DIM.value and known_blocks
             order, split = self._plan_items(items, shared, ctas, splittable=splittable)
             heavy_items = items // max(1, shared["rows"]) * order.heavy_rows
@@ -252,7 +254,7 @@ class HopperCall(LaunchCall):
 
     def _plan_items(self, items: int, shared: dict[str, Any], ctas: int, *, splittable: bool) -> tuple[ItemOrder, KvSplit]:
         """(the order of a forward launch's items, the split-KV of its last ones)."""
-        table, subs = self.work.table, shared["M_SUBS"]
+        table, subs = self.work.table.nominal, shared["M_SUBS"]
         row_blocks = (table.tiles_per_row[table.heavy_first[: shared["rows"]].long()] * shared["N_SUBS"]).tolist()
         heads, heads_per_kv = (1, 1) if shared["PER_HEAD"] else (shared["heads"], shared["shared"])
         batches = items // max(1, len(row_blocks) * subs * heads)
@@ -303,7 +305,7 @@ def head_parts_of(q: Tensor, v: Tensor, work: Work) -> int:
     """`head_parts` of a call's dK/dV launch; 1 if other launches fill the device at the same time."""
     if work.concurrent:
         return 1
-    return head_parts(work.table.transposed, v.shape[0] * v.shape[1], q.shape[1] // v.shape[1], q.shape[-1] + v.shape[-1])
+    return head_parts(work.table.nominal.transposed, v.shape[0] * v.shape[1], q.shape[1] // v.shape[1], q.shape[-1] + v.shape[-1])
 
 
 def row_norm(lse: Tensor) -> Tensor:
