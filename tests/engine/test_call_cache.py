@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ from longspan._engine.attention import AttendOptions
 from longspan._engine.call_cache import CallCache, CallKey, score_key
 from longspan._engine.prepared_call import PreparedCall
 from longspan._engine.values import CallTensors
+from longspan._masks import remembered_mask as remembered_masks
+from longspan._masks.remembered_mask import remembered_mask
 
 CAUSAL = ls.causal()
 BIAS = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 40))
@@ -199,7 +202,8 @@ UNCACHED: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
     "subclass": ({"q": Q.as_subclass(Subclass)}, nullcontext),
     "subclass as a sink": ({"sink": torch.zeros(4).as_subclass(Subclass)}, nullcontext),
     "unaligned": ({"q": torch.empty(Q.numel() + 1)[1:].view(Q.shape)}, nullcontext),
-    "mask_mod": ({"mask": lambda b, h, q, kv: q >= kv}, nullcontext),
+    "callable object": ({"mask": functools.partial(lambda n, b, h, q, kv: q >= kv + n, 0)}, nullcontext),
+    "mod that cannot be traced": ({"mask": lambda b, h, q, kv: bool(q >= kv)}, nullcontext),
     "dense": ({"kernel": "dense"}, nullcontext),
     "torch's kernels": ({"kernel": "flash"}, nullcontext),
     "max scores": ({"max_scores": True}, nullcontext),
@@ -316,6 +320,38 @@ def test_a_rebound_value_of_a_score_mod_is_noticed(prepared: list[PreparedCall])
         rebind(*new)
         same_as_dense(qkv(torch.float64), [], score_mod=score)
     assert prepared
+
+
+def test_a_function_as_a_mask_is_prepared_and_its_changes_are_noticed(prepared: list[PreparedCall]) -> None:
+    tensors, window = qkv(), 3
+
+    def local(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & (q - kv < window)
+
+    for window in (3, 5):
+        prepared.clear()
+        for _ in range(3):
+            torch.testing.assert_close(ls.attention(*tensors, mask=local), ls.attention(*tensors, mask=CAUSAL & ls.sliding_window(window)))
+        assert sum(call is prepared[0] for call in prepared) >= 1
+    gone = weakref.ref(local)
+    del local
+    assert gone() is None  # without the garbage collector: a step's closure may capture large tensors
+
+
+def test_a_block_mask_is_remembered_until_its_lists_or_its_mod_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    block_mask = CAUSAL.block_table(256).to_block_mask()
+    assert remembered_mask(block_mask) is None  # modifications of CPU tensors may go unnoticed
+    first = remembered_masks._of_block_mask(block_mask)
+    assert remembered_masks._of_block_mask(block_mask) is first
+    block_mask.kv_num_blocks.add_(0)
+    second = remembered_masks._of_block_mask(block_mask)
+    assert second is not first and remembered_masks._of_block_mask(block_mask) is second
+    block_mask.mask_mod = lambda b, h, q, kv: q == kv
+    third = remembered_masks._of_block_mask(block_mask)
+    assert third is not second and third.traced.program.key != second.traced.program.key
+    gone = weakref.ref(block_mask)
+    del block_mask
+    assert gone() is None
 
 
 def test_a_backward_pass_follows_the_present_deterministic_setting(prepared: list[PreparedCall]) -> None:

@@ -23,7 +23,7 @@ from longspan._engine.values import CallOptions, CallTensors
 from longspan._kernels.dense import Scoring, dense_attention
 from longspan._kernels.protocol import state_dtype
 from longspan._kernels.registry import INVARIANT, KernelRefused, check_name
-from longspan._masks.algebra import Full, Mask, MaskLike, as_mask
+from longspan._masks.algebra import FromBlockMask, Full, Mask, MaskLike, as_mask
 from longspan._masks.extent import AttentionSizes
 from longspan._masks.trace_cache import traces
 from longspan._masks.tracing import Traced
@@ -147,7 +147,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> ops.Outpu
     chosen = _attend_selected(q, k, v, options, scale)
     if chosen is not None:
         return chosen
-    mask = _checked_mask(options.mask, q, k)
+    # The remembered mask of a BlockMask, whose conversion takes launches.
+    mask = _checked_mask(key.owner if key is not None and isinstance(key.owner, FromBlockMask) else options.mask, q, k)
     if torch.compiler.is_dynamo_compiling():
         from longspan._engine.compiled import attend_compiled
 

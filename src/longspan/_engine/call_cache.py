@@ -24,6 +24,7 @@ from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.prepared_call import PreparedCall, is_captured
 from longspan._engine.values import CallOptions, CallTensors
 from longspan._masks.algebra import Full, Mask
+from longspan._masks.remembered_mask import remembered_mask
 from longspan._torch_private import nothing_intercepts_calls
 
 _PLAIN = (Tensor, Parameter)
@@ -64,6 +65,13 @@ class CallCache:
         if mask is not None:
             if not isinstance(mask, Mask) or mask.has_selection:  # a selection is new at every call
                 return None
+            if not isinstance(mask, Mask):
+                try:
+                    mask = remembered_mask(mask)
+                except Exception:  # a mod that cannot be traced: the checks come first, then tracing raises again
+                    return None
+                if mask is None:
+                    return None
             value_key = mask.value_key
             owner = mask if value_key is None else owner
         try:
