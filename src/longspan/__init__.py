@@ -17,32 +17,18 @@ if TYPE_CHECKING or not _is_command:
     from longspan._engine.attention import attention
     from longspan._engine.invariant_mode import invariant
     from longspan._engine.signatures import flex_attention, scaled_dot_product_attention
+    from longspan._engine.warm import warm
     from longspan._masks.algebra import Mask
     from longspan._masks.block_table import BlockTable
     from longspan._masks.constructors import causal, documents, full, mask_mod, prefix, sliding_window
     from longspan._masks.selected import selected
+    from longspan._masks.static_mask import StaticMask
     from longspan._masks.tracing import ProgramError
     from longspan._plan.layout import Layout
     from longspan._plan.schedule import Schedule
     from longspan._planner.plan import Plan
     from longspan._planner.plan_set import PlanSet
     from longspan._planner.planning import plan
-from longspan._comm.mesh import Mesh
-from longspan._dropin.context import context_parallel
-from longspan._engine.attention import attention
-from longspan._engine.invariant_mode import invariant
-from longspan._engine.signatures import flex_attention, scaled_dot_product_attention
-from longspan._engine.warm import warm
-from longspan._masks.algebra import Mask
-from longspan._masks.block_table import BlockTable
-from longspan._masks.constructors import causal, documents, full, mask_mod, prefix, sliding_window
-from longspan._masks.static_mask import StaticMask
-from longspan._masks.tracing import ProgramError
-from longspan._plan.layout import Layout
-from longspan._plan.schedule import Schedule
-from longspan._planner.plan import Plan
-from longspan._planner.plan_set import PlanSet
-from longspan._planner.planning import plan
 
 __version__ = "0.1.0"
 

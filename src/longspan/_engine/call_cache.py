@@ -63,15 +63,13 @@ class CallCache:
             return None
         owner, value_key, sink_layout = self._shared, None, None
         if mask is not None:
-            if not isinstance(mask, Mask) or mask.has_selection:  # a selection is new at every call
-                return None
             if not isinstance(mask, Mask):
                 try:
                     mask = remembered_mask(mask)
                 except Exception:  # a mod that cannot be traced: the checks come first, then tracing raises again
                     return None
-                if mask is None:
-                    return None
+            if mask is None or mask.has_selection:  # a selection is new at every call
+                return None
             value_key = mask.value_key
             owner = mask if value_key is None else owner
         try:

@@ -56,6 +56,8 @@ class StaticMask(Mask):
         mask = as_mask(mask)
         if isinstance(mask, StaticMask):
             raise TypeError("StaticMask: expected a mask that is not static")
+        if mask.has_selection:
+            raise ValueError(f"StaticMask: expected a mask without selected(…), got {mask}")
         if runs_per_row < 1:
             raise ValueError(f"StaticMask: runs_per_row must be >= 1, got {runs_per_row}")
         traced = mask.traced
