@@ -34,10 +34,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "src/longspan"
 # The test folders of a package, the nearest first.
 FOLDERS = {
-    "_balance": ["balance", "plan"], "_comm": ["comm", "engine"], "_cost": ["cost", "plan"], "_dropin": ["dropin", "torch_compat"],
-    "_engine": ["engine"], "_kernels": ["kernels", "engine"], "_masks": ["masks", "plan"], "_plan": ["plan", "engine"],
-    "_planner": ["plan", "cost"], "_report": ["report"], "_training": ["integrations"], "cli": ["cli"], "integrations": ["integrations"],
-    "testing": ["comm", "engine"], "torch_compat": ["torch_compat", "dropin"],
+    "_balance": ["balance", "plan"], "_cache": ["cache", "engine"], "_comm": ["comm", "engine"], "_cost": ["cost", "plan"],
+    "_dropin": ["dropin", "torch_compat"], "_engine": ["engine"], "_kernels": ["kernels", "engine"], "_masks": ["masks", "plan"],
+    "_plan": ["plan", "engine"], "_planner": ["plan", "cost"], "_report": ["report"], "_training": ["integrations"], "cli": ["cli"],
+    "integrations": ["integrations"], "testing": ["comm", "engine"], "torch_compat": ["torch_compat", "dropin"],
 }  # fmt: skip
 FUZZED = ("_comm", "_dropin", "_engine", "_kernels", "_masks", "_plan", "_planner")  # packages whose mutants change results of calls
 DEVICE_CODE = ("_kernels/hopper/", "_kernels/triton/forward.py", "_kernels/triton/backward.py", "_kernels/gpu/row_sum_kernels.py")

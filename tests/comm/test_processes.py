@@ -6,7 +6,9 @@ import os
 import pickle
 import re
 import time
+from contextlib import redirect_stderr
 from datetime import timedelta
+from io import StringIO
 
 import pytest
 import torch
@@ -87,7 +89,7 @@ def test_a_grid_of_four_processes_exchanges_gathers_and_agrees() -> None:
     run_processes(on_a_grid_of_four, 4)
 
 
-def of_three() -> tuple[str, float]:
+def of_three() -> tuple[str, float, str]:
     rank = dist.get_rank()
     nameless = as_mesh(DeviceMesh("cpu", [0, 1, 2]))
     assert (nameless.axes, nameless.rank) == ((Axis("axis0", 3),), rank)
@@ -121,19 +123,19 @@ def of_three() -> tuple[str, float]:
     dist.barrier()
     if rank == 1:
         time.sleep(5)
-        return "", 0.0
+        return "", 0.0, ""
     started = time.monotonic()
     out, sent = torch.empty(3, 2), torch.zeros(3, 2)
-    with pytest.raises(RuntimeError) as caught:
+    with redirect_stderr(StringIO()) as warnings, pytest.raises(RuntimeError) as caught:
         if rank == 0:
             group.all_to_all(out, sent, [1, 1, 1], [1, 1, 1], what="stage 3 of 7, forward").wait()
         group.all_to_all_pieces(out, sent.split(1), [1, 1, 1], what="stage 3 of 7, forward").wait()
     assert isinstance(caught.value.__cause__, RuntimeError)
-    return str(caught.value), time.monotonic() - started
+    return str(caught.value), time.monotonic() - started, warnings.getvalue()
 
 
 def test_three_processes_exchange_and_a_rank_that_never_arrives_is_named_within_the_timeout() -> None:
-    (text, took), _, (other, _) = run_processes(of_three, 3)
+    (text, took, warned), _, (other, _, silent) = run_processes(of_three, 3)
     assert 2 < took < 30
     assert re.search(
         r"^stage 3 of 7, forward: the exchange failed on rank 0 of 3 on axis 'axis0' \(global rank 0\): .*[Tt]ime.*Cause: global rank 1 is "
@@ -142,6 +144,7 @@ def test_three_processes_exchange_and_a_rank_that_never_arrives_is_named_within_
         re.DOTALL,
     )
     assert "failed on rank 2 of 3" in other and "Cause: global rank 1 is late" in other and "not to blame: global ranks 0, 2" in other
+    assert re.search(r"longspan: stage 3 of 7, forward: rank 0 has waited \d s. global rank 1 is late", warned) and not silent
 
 
 def one_raises_and_one_dies() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
-from longspan._comm.watchdog import Exchange, configured_timeout, describe
+from longspan._comm.watchdog import Answers, Exchange, Watchdog, configured_timeout, describe
 
 EXCHANGE = Exchange(group="cp", number=7, what="stage 2 of 3 (ring), forward", call="attention, forward pass")
 NAME = "'stage 2 of 3 (ring), forward' of 'attention, forward pass'"
@@ -48,6 +50,18 @@ def test_ranks_that_all_wait_for_one_exchange_point_to_the_network() -> None:
 
 def test_ranks_that_wait_for_different_exchanges_are_named_when_nobody_else_is() -> None:
     assert describe(EXCHANGE, [0, 1], {0: note(7), 1: note(6, held_up=True)}, []).startswith("global rank 1 is late")
+
+
+def test_ranks_that_ask_at_the_same_time_answer_each_other() -> None:
+    store = HashStore()
+    ranks = [Answers(Watchdog(), store, rank, 0.3) for rank in range(3)]
+    ranks[2].stop()  # as a rank that has ended
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(3):
+            answers = list(threads.map(lambda answers: answers.ask([0, 1, 2]), ranks[:2]))
+            assert [sorted(notes or {}) for notes in answers] == [[0, 1], [0, 1]]
+    for answers in ranks[:2]:
+        answers.stop()
 
 
 def test_the_timeout_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

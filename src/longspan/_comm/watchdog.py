@@ -122,7 +122,7 @@ class Watchdog:
     left: str = ""  # the error with which this rank left a call, unless an exchange had failed
     _world: ref[dist.ProcessGroup] | None = None  # the default process group of the notes
     _pid: int = 0
-    _answers: _Answers | None = None  # None without a store
+    _answers: Answers | None = None  # None without a store
 
     def start_of(self, group: dist.ProcessGroup, what: str) -> Exchange:
         """Note an exchange that starts now."""
@@ -169,7 +169,10 @@ class Watchdog:
         if self._answers is not None:
             self._answers.stop()
         store = None if os.environ.get("LONGSPAN_WATCHDOG") == "0" else default_store()
-        self._answers = None if store is None else _Answers(self, store)
+        self._answers = None
+        if store is not None and world is not None:
+            interval = min(2.0, max(0.3, exchange_limit(world, "cpu").timeout.total_seconds() / 8))
+            self._answers = Answers(self, store, dist.get_rank(), interval)
 
 
 def _asked(ranks: Sequence[int]) -> Sequence[int]:
@@ -178,18 +181,17 @@ def _asked(ranks: Sequence[int]) -> Sequence[int]:
     return range(world) if world <= _MAX_ASKED else ranks
 
 
-class _Answers:
-    """The thread of one process and one default process group."""
+class Answers:
+    """The thread of one process and one default process group: answers questions, and asks one when this rank waits for long."""
 
-    def __init__(self, watchdog: Watchdog, store: Store) -> None:
+    def __init__(self, watchdog: Watchdog, store: Store, rank: int, interval: float) -> None:
         from torch.distributed.distributed_c10d import PrefixStore
 
-        self._watchdog, self._rank, self._pid = watchdog, dist.get_rank(), os.getpid()
+        self._watchdog, self._rank, self._pid, self._interval = watchdog, rank, os.getpid(), interval
+        self._world = dist.group.WORLD if dist.group.WORLD is None else ref(dist.group.WORLD)
         # A connection of its own: a store that does not respond must not block the program's use of it.
         self._store = PrefixStore(_PREFIX, store.clone() if hasattr(store, "clone") else store)
-        timeout = configured_timeout() if dist.group.WORLD is None else exchange_limit(dist.group.WORLD, "cpu").timeout
-        self._interval = min(2.0, max(0.3, timeout.total_seconds() / 8))
-        self._question = 0
+        self._question = 0  # the next one to answer
         self._warned: Exchange | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="longspan watchdog", daemon=True)
@@ -203,7 +205,7 @@ class _Answers:
             self._thread.join(1.0)
 
     def _run(self) -> None:
-        while not self._stop.wait(self._interval):
+        while not self._stop.wait(self._interval) and dist.group.WORLD is (None if self._world is None else self._world()):
             try:
                 self._answer()
                 self._warn()
@@ -211,10 +213,12 @@ class _Answers:
                 return
 
     def _answer(self) -> None:
-        question = self._question
-        if self._store.check([f"ask/{question}"]):
-            self._store.set(f"note/{question}/{self._rank}", json.dumps(self._watchdog.note()))
-            self._question = question + 1
+        while self._store.check([f"ask/{self._question}"]):
+            self._note(self._question)
+
+    def _note(self, question: int) -> None:
+        self._store.set(f"note/{question}/{self._rank}", json.dumps(self._watchdog.note()))
+        self._question = max(self._question, question + 1)
 
     def _warn(self) -> None:
         """Print who is late once an exchange has taken half its timeout: on the first rank that waits."""
@@ -249,8 +253,10 @@ class _Answers:
     def _collect(self, ranks: Sequence[int]) -> Notes:
         question, end = self._question, time.monotonic() + 1.5 * self._interval + 0.3
         self._store.set(f"ask/{question}", "1")
+        self._note(question)
         missing, notes = [r for r in ranks if r != self._rank], {self._rank: self._watchdog.note()}
         while missing and time.monotonic() < end:
+            self._answer()  # other ranks may ask at the same time
             for rank in list(missing):
                 key = f"note/{question}/{rank}"
                 if self._store.check([key]):
