@@ -66,7 +66,8 @@ def train(
     """Train a small transformer (RoPE, GQA, SwiGLU) on packed documents, with FSDP2 and context parallelism.
 
     Uses CUDA and NCCL if available. Ctrl-C writes a checkpoint; --resume continues from it, on any number of processes. When torchrun
-    restarts the job (--max-restarts), it continues from the newest intact checkpoint.
+    restarts the job (--max-restarts), it continues from the newest intact checkpoint. A rank that waits for another for longer than
+    LONGSPAN_TIMEOUT seconds (600) raises and names it.
     """
     q_heads, kv_heads = parse.heads(heads)
     wide = parse.count(width, "--width")
