@@ -34,9 +34,10 @@ def test_every_public_name_exists_is_listed_and_is_documented() -> None:
         _ = ls.atention  # type: ignore[attr-defined]
 
 
-def test_subpackages_are_imported_on_first_use() -> None:
+def test_commands_load_the_library_and_everyone_subpackages_on_first_use() -> None:
     code = (
-        "import sys, longspan as ls; assert 'longspan.testing' not in sys.modules; "
+        "import sys; sys.argv = ['-m']; import longspan as ls; assert 'torch' not in sys.modules; "  # as a command
+        "ls.causal(); assert 'longspan.testing' not in sys.modules and 'attention' in vars(ls); "
         "ls.testing.virtual_world, ls.torch_compat.context_parallel, ls.integrations.loss"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

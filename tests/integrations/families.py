@@ -12,12 +12,10 @@ Writes docs/families.md.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import time
-import traceback
+import inspect
+import re
 import warnings
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +42,7 @@ _SIZES: dict[str, Any] = {
     "moe_topk": 2,
     "n_group": 1, "topk_group": 1, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "expert_ffn_hidden_size": 24,
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_head_dim": 16,
+    "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "laurel_rank": 4,
     "first_k_dense_replace": 1, "sliding_window": 11, "is_decoder": True, "add_cross_attention": False, "use_cache": False,
     "rotary_dim": 4, "lru_width": 32, "attention_chunk_size": 11, "state_size": 8, "ssm_state_size": 8,
     "attention_dropout": 0.0, "attention_probs_dropout_prob": 0.0,
@@ -54,20 +53,40 @@ def _tiny_fields(kind: type) -> dict[str, Any]:
     """Values for the fields of a config class that `_SIZES` names, nested configs included."""
     names = {f.name for f in fields(kind)} if is_dataclass(kind) else set()
     settings = {name: value for name, value in _SIZES.items() if name in names or name in getattr(kind, "attribute_map", {})}
-    for name, sub in getattr(kind, "sub_configs", {}).items():
-        if name in names and is_dataclass(sub):
-            settings[name] = {**_tiny_fields(sub), "model_type": sub.model_type}
+    if "kv_lora_rank" in names:  # multi-head latent attention
+        settings["num_key_value_heads"] = 4
+    for name in getattr(kind, "sub_configs", {}):
+        sub = type(getattr(kind(), name, None))
+        if name in names and is_dataclass(sub) and hasattr(sub, "model_type"):
+            settings[name] = {**_tiny_fields(sub), **_SPECIAL.get(sub.model_type, {}), "model_type": sub.model_type}
     return settings
 
 
-# Settings without which a tiny config is not valid, by model type.
+# Settings without which a tiny config is not valid or lacks the family's own kinds of layers, by model type.
 _SPECIAL: dict[str, dict[str, Any]] = {
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 11},
-    "gpt2": {"attn_pdrop": 0.0},
-    "gptj": {"attn_pdrop": 0.0},
     "codegen": {"attn_pdrop": 0.0},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
+    "dots1": {"n_shared_experts": 1},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8},
+    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0, "intermediate_size": [24, 24]},
+    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0},
+    "gpt2": {"attn_pdrop": 0.0},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 11},
+    "gptj": {"attn_pdrop": 0.0},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0], "moe_layers": [1]},
     "mamba2": {"num_heads": 8, "n_groups": 2},
-}
+    "reformer": {
+        "axial_pos_embds": False, "attn_layers": ["local", "local"], "local_attn_chunk_length": 9, "attention_head_size": 8,
+        "local_num_chunks_before": 1, "local_num_chunks_after": 0,
+    },
+    "zamba": {"layers_block_type": ["mamba", "hybrid"]},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 8, "mamba_ngroups": 1, "n_mamba_heads": 8},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
 
 
 def causal_lm_types() -> dict[str, str]:
@@ -82,7 +101,9 @@ def tiny_config(model_type: str) -> Any:
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
-    return kind(**{**_tiny_fields(kind), **_SPECIAL.get(model_type, {})})
+    config = kind(**{**_tiny_fields(kind), **_SPECIAL.get(model_type, {})})
+    is_text_class = causal_lm_types()[model_type].endswith("ForCausalLM")
+    return config.get_text_config() if is_text_class and hasattr(config, "text_config") else config
 
 
 def tiny_model(model_type: str, implementation: str) -> Any:
@@ -94,9 +115,11 @@ def tiny_model(model_type: str, implementation: str) -> Any:
     kind = getattr(transformers, causal_lm_types()[model_type])
     with torch.device("meta"):
         size = sum(p.numel() for p in kind._from_config(tiny_config(model_type), attn_implementation="eager").parameters())
-    if size > 20e6:
+    if size > 60e6:
         raise RuntimeError(f"no tiny config: {size / 1e6:.0f} M parameters")
     model = kind._from_config(config, attn_implementation=implementation, dtype=torch.float32).eval()
+    if hasattr(model, "set_default_language"):
+        model.set_default_language("en_XX")
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -162,8 +185,6 @@ def _outcome(run: Any, want: tuple[Tensor, list[Tensor]]) -> Outcome:
 
 def _failure(error: BaseException) -> Outcome:
     text = " ".join(str(error).split())
-    if os.environ.get("FAMILIES_TRACE"):
-        traceback.print_exception(error)
     refused = isinstance(error, (ValueError, NotImplementedError)) and any(word in text for word in ("longspan", "prepare_batch"))
     return Outcome(verdict="refused" if refused else "WRONG", detail=f"{type(error).__name__}: {text}"[:600])
 
@@ -201,8 +222,6 @@ def try_family(model_type: str, kinds: tuple[str, ...] = KINDS) -> dict[str, Any
 
 
 def _without_cache(model: Any) -> dict[str, Any]:
-    import inspect
-
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
 
@@ -214,32 +233,107 @@ def _on_ranks(model: Any, kind: str) -> tuple[Tensor, list[Tensor]]:
     return sum(s[0] for s in shares), [torch.stack(parts).sum(0) for parts in zip(*(s[1] for s in shares))]
 
 
+# ----------------------------------------------------------------------------------------------------------------------- the page
+
+# Beginnings of reasons by a part of the message.
+_REASONS = (
+    (r"expected layers of type .*, got (.*) in \w+:", r"layers of type \1"),
+    (r"takes position_ids", "takes no position_ids"),
+    (r"computes with its mask", "computes with its mask as with a tensor"),
+    (r"no attention layer used it", "attention code of its own"),
+    (r"but (\S+?),? .*did not use it", r"`\1` does not use the plan"),
+    (r"got the unknown keyword ('\w+')", r"attention keyword \1"),
+    (r"got the part ('\w+')", r"mask part \1"),
+    (r"classes of its own", "attention classes of its own"),
+)
+
+
+def _reason(detail: str) -> str:
+    """A refusal in a few words."""
+    for pattern, text in _REASONS:
+        match = re.search(pattern, detail)
+        if match:
+            return match.expand(text).replace("'", "`")
+    return detail.split(": ", 1)[-1].replace("|", "/")[:90]
+
+
+def verdicts(outcome: dict[str, Any]) -> tuple[str, str, str]:
+    """(verdict on one process, on three ranks, note) of a family."""
+    if "impossible" in outcome:
+        return "impossible", "impossible", _reason(outcome["impossible"])
+    found, notes = [], []
+    for where in ("one process", "ranks"):
+        cells = {kind: cell for kind, cell in outcome[where].items() if cell.verdict != "impossible"}
+        kinds = {cell.verdict for cell in cells.values()}
+        packed = cells.get("packed")
+        if kinds == {"right"}:
+            found.append("right")
+        elif "WRONG" in kinds:
+            found.append("WRONG")
+            notes.append(next(cell.detail for cell in cells.values() if cell.verdict == "WRONG"))
+        elif packed is not None and packed.verdict == "refused" and {c.verdict for k, c in cells.items() if k != "packed"} == {"right"}:
+            found.append("right")
+            notes.append("packed with `document_ids` only")
+        else:
+            found.append("refused")
+            notes.append(next(_reason(cell.detail) for cell in cells.values() if cell.verdict == "refused"))
+    return found[0], found[1], "; ".join(dict.fromkeys(notes))
+
+
+def row(model_type: str, outcome: dict[str, Any]) -> str:
+    """A family's line of the page."""
+    return f"| {model_type} | `{causal_lm_types()[model_type]}` | {' | '.join(verdicts(outcome))} |"
+
+
+def page(rows: dict[str, str]) -> str:
+    """The page with the lines of all families."""
+    import transformers
+
+    cells = [[cell.strip() for cell in line.split("|")[3:5]] for line in rows.values()]
+    counts = "\n".join(
+        f"| {verdict} | {sum(c[0] == verdict for c in cells)} | {sum(c[1] == verdict for c in cells)} |"
+        for verdict in ("right", "refused", "impossible", "WRONG")
+    )
+    lines = "\n".join(rows[name] for name in sorted(rows))
+    head = _HEAD.format(version=transformers.__version__, tokens=LENGTH)
+    return f"{head}\n| families | one process | three ranks |\n|---|---|---|\n{counts}\n\n{_COLUMNS}\n{lines}\n"
+
+
+_COLUMNS = "| model type | class | one process | three ranks | note |\n|---|---|---|---|---|"
+_HEAD = """# transformers families
+
+Every causal LM class of transformers {version}, tried with a tiny random model. `python -m tests.integrations.families` writes this page.
+
+Batches of {tokens} tokens are plain, packed (`position_ids`), or padded left or right. On one process, the loss and the gradient of every
+parameter are compared with eager attention. On three ranks, their sums over ranks are compared with eager attention on one process.
+
+- *right*: loss to 1e-5, gradients to 2e-4 (float32).
+- *refused*: an error says why, before or instead of a result.
+- *impossible*: eager attention does not run on these batches either, or there is no tiny config.
+- *WRONG*: a silent difference or a crash.
+"""
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--part", default="1/1")
-    parser.add_argument("--json")
-    args = parser.parse_args()
-    first, step = map(int, args.part.split("/"))
-    names = args.names or list(causal_lm_types())[first - 1 :: step]
-    made = {}
+    """Try all families, or those named, and write the page: all lines anew, or those of the named families."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="model types; default: all")
+    names = parser.parse_args().names or list(causal_lm_types())
+    rows = written_rows() if PAGE.exists() else {}
     for name in names:
-        begin = time.perf_counter()
         outcome = try_family(name)
-        made[name] = {k: v if isinstance(v, str) else {kind: asdict(o) for kind, o in v.items()} for k, v in outcome.items()}
-        print(f"== {name} {time.perf_counter() - begin:.1f}s", flush=True)
-        for where, cells in made[name].items():
-            if isinstance(cells, str):
-                print("  ", where, cells[:400])
-            else:
-                groups: dict[str, list[str]] = {}
-                for kind, cell in cells.items():
-                    text = cell["verdict"] if cell["verdict"] == "right" else f"{cell['verdict']} {cell['detail'][:300]}"
-                    groups.setdefault(text, []).append(kind)
-                for text, kinds in groups.items():
-                    print("  ", where, ",".join(kinds), text, flush=True)
-        if args.json:
-            Path(args.json).write_text(json.dumps(made, indent=1))
+        rows[name] = row(name, outcome)
+        print(rows[name], flush=True)
+        for where, cells in outcome.items() if "impossible" not in outcome else ():
+            for kind, cell in cells.items():
+                if cell.verdict != "right":
+                    print(f"    {where}, {kind}: {cell.verdict}: {cell.detail}", flush=True)
+        PAGE.write_text(page({known: line for known, line in rows.items() if known in causal_lm_types()}))
+
+
+def written_rows() -> dict[str, str]:
+    """The lines of the page by model type."""
+    return {line.split("|")[1].strip(): line for line in PAGE.read_text().splitlines() if line.startswith("| ") and line.count("|") == 6}
 
 
 if __name__ == "__main__":

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from itertools import product
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 
 from tests.integrations.families import VOCAB, batch_of, tiny_model, try_family
+from tests.integrations.tiny_models import FAMILIES as TINY
 from tests.integrations.tiny_models import model_of
 
 FAMILIES = ("gptj", "gpt_neo", "codegen", "bloom", "mpt", "falcon")
 SAMPLE = ("gpt_neo", "bloom", "falcon")
+GENERATED = list(product((*TINY, *FAMILIES, "opt", "phi3"), ("dynamic", "static"), ("plain", "left")))
+GENERATED_SAMPLE = [
+    ("llama", "static", "left"),
+    ("gemma3", "dynamic", "plain"),
+    ("gemma3", "static", "left"),
+    ("gpt_neo", "dynamic", "left"),
+]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    whole = metafunc.config.getoption("--whole-grid")
     if metafunc.function.__name__ == "test_an_adapted_family_equals_eager":
-        metafunc.parametrize("family", FAMILIES if metafunc.config.getoption("--whole-grid") else SAMPLE)
+        metafunc.parametrize("family", FAMILIES if whole else SAMPLE)
+    if metafunc.function.__name__ == "test_generate_gives_the_tokens_of_eager":
+        metafunc.parametrize(("family", "cache", "kind"), GENERATED if whole else GENERATED_SAMPLE)
 
 
 def test_an_adapted_family_equals_eager(family: str, pytestconfig: pytest.Config) -> None:
@@ -31,26 +41,26 @@ def test_an_adapted_family_equals_eager(family: str, pytestconfig: pytest.Config
             assert cell.verdict == ("refused" if refused else "right"), f"{family} {where} {kind}: {cell.detail}"
 
 
-def generated(model: Any, **options: Any) -> torch.Tensor:
-    ids = batch_of("plain")["input_ids"][:, :17]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return model.generate(ids, max_new_tokens=7, do_sample=False, pad_token_id=0, **options)
+def test_a_family_with_sinks_generates_from_masks_of_single_queries() -> None:
+    assert_generates_as_eager("gpt_oss", "dynamic", "left")
 
 
-@pytest.mark.parametrize("family", ["bloom", "gpt_neo", "gptj"])
-def test_adapted_families_generate_the_tokens_of_eager(family: str) -> None:
-    models = [tiny_model(family, name) for name in ("eager", "longspan")]
-    for model in models:
-        model.generation_config.eos_token_id = None
-    want, got = (generated(model, use_cache=True) for model in models)
-    assert want.equal(got)
+def assert_generates_as_eager(family: str, cache: str, kind: str) -> None:
+    """20 tokens after a prompt, with transformers' dynamic (sliding layers: sliding) or static cache."""
+    made = []
+    batch = {name: value[:, -23:] for name, value in batch_of(kind).items() if name != "labels"}
+    options = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
+    for implementation in ("eager", "longspan"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = model_of(family, implementation) if family in TINY else tiny_model(family, implementation)
+            model.generation_config.eos_token_id = None
+            made.append(model.generate(**batch, max_new_tokens=20, do_sample=False, pad_token_id=0, **options))
+    assert made[0].shape[1] == 43 and made[0].equal(made[1])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_generate_with_a_static_cache_gives_the_tokens_of_eager(family: str) -> None:
-    want, got = (generated(model_of(family, name), cache_implementation="static", disable_compile=True) for name in ("eager", "longspan"))
-    assert want.equal(got)
+def test_generate_gives_the_tokens_of_eager(family: str, cache: str, kind: str) -> None:
+    assert_generates_as_eager(family, cache, kind)
 
 
 @pytest.mark.parametrize(("family", "message"), [("xglm", r"XGLMConfig reads mask\.size"), ("doge", "DogeConfig")])

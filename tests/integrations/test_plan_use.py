@@ -25,6 +25,7 @@ def tiny(family: str, **settings: Any) -> Any:
     """A model of a family by its class's prefix."""
     import transformers
 
+    torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings})
@@ -99,7 +100,7 @@ def test_packed_position_ids_raise_for_a_model_that_does_not_look_for_documents_
         model(**lst.prepare_batch(batch, ls.Mesh.abstract(1), config=model))
     document_ids = document_starts(batch["position_ids"]).cumsum(1)
     separated = model(**lst.prepare_batch({**batch, "document_ids": document_ids}, ls.Mesh.abstract(1), config=model))
-    assert relative(separated.loss, model(**batch).loss) > 1e-4
+    assert relative(separated.logits, model(**batch).logits) > 1e-3
 
 
 @pytest.mark.parametrize(("family", "kind"), [("OPT", "left"), ("Roberta", "plain")])

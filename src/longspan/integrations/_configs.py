@@ -50,6 +50,11 @@ def check_config(config: Any) -> None:
                 f"longspan: expected rope type 'default', 'linear', 'yarn' or 'llama3', got {rope!r}, which depends on the longest "
                 "position in the batch: ranks hold different ones"
             )
+    if getattr(config, "attn_temperature_tuning", False):
+        raise ValueError(
+            f"longspan: expected attn_temperature_tuning=False in {type(config).__name__}, got True, by which a layer scales queries by "
+            "their places in the shard. Set config.attn_temperature_tuning=False, or call the model without a plan on one device"
+        )
     if getattr(config, "output_router_logits", False):
         raise ValueError(
             "longspan: expected output_router_logits=False, got True: it adds a load-balancing loss, which is no sum over tokens, so that "

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from longspan._masks.algebra import Mask
@@ -21,6 +22,7 @@ class ModelMask:
 
     mask:          for attention on one device; None if every key is visible.
     padding_mask:  bool [B, S], False for padding; None if the model gave no `attention_mask`.
+    row:           bool [B or 1, keys] of a single query, in place of `mask`; None for more queries.
     window:        the number of keys that a query sees before itself, itself included; None for all.
     foreign:       the name of a part that no plan takes over; "" for none.
     q_offset, kv_offset:  the positions of the first query and the first key.
@@ -31,6 +33,7 @@ class ModelMask:
 
     mask: Mask | None
     padding_mask: Tensor | None = None
+    row: Tensor | None = None
     window: int | None = None
     foreign: str = ""
     q_offset: int = 0
@@ -49,8 +52,13 @@ class ModelMask:
 
     def within(self, window: int) -> ModelMask:
         """The mask, and a window of keys: for layers of which transformers' mask does not know that they have one."""
+        if self.row is not None or self.mask is None:  # one query
+            end = self.q_offset + 1 if self.row is None else self.kv_offset + self.row.shape[1]
+            keys = torch.arange(self.kv_offset, end, device=None if self.row is None else self.row.device)
+            recent = (self.q_offset - keys < window)[None]
+            return replace(self, row=recent if self.row is None else self.row & recent, window=window)
         in_window = mask_mod(lambda b, h, q, kv: q + self.q_offset - kv - self.kv_offset < window)
-        return replace(self, mask=in_window if self.mask is None else self.mask & in_window, window=window)
+        return replace(self, mask=self.mask & in_window, window=window)
 
     def to(self, *_: Any, **__: Any) -> ModelMask:
         """Itself."""
@@ -85,6 +93,15 @@ class CompiledMask:
     """What torch.compile's tracing learns of a mask: its window. Only a plan can hold the rest."""
 
     window: int | None = None
+
+
+def visible_keys(mask_function: Callable[..., Any], batch_size: int, kv_length: int, q_offset: Any, kv_offset: int, device: Any) -> Tensor:
+    """bool [B or 1, keys]: the keys that the single query at `q_offset` sees, by a mask function of transformers."""
+    b = torch.arange(batch_size, device=device)[:, None]
+    q = torch.as_tensor(q_offset, device=device)
+    kv = torch.arange(kv_offset, kv_offset + kv_length, device=device)[None]
+    seen: Tensor = mask_function(b, torch.zeros_like(b), q, kv)
+    return seen.expand(seen.shape[0] if seen.ndim == 2 else 1, kv_length)
 
 
 def with_offsets(mask_function: Callable[..., Any], q_offset: Any, kv_offset: Any) -> Callable[..., Any]:

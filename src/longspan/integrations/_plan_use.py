@@ -196,20 +196,20 @@ def _layers_without_plan(model: nn.Module, forward: Forward) -> list[str]:
         """Whether the module or one of its children used the plan, or cannot say."""
         if _is_compiled(module):
             return True
-        if id(module) in forward.module_ids:
-            used = True
-        elif _is_causal_attention(module) or _mixes_tokens_otherwise(module):
+        if _mixes_tokens_otherwise(module):
             names.append(name)
             return True  # named already
-        else:
-            used = False
         children = [(f"{name}.{child_name}" if name else child_name, child) for child_name, child in module.named_children()]
         children = [(child_name, child) for child_name, child in children if not _is_idle_model(child, forward)]
         uses = [visit(child, child_name) for child_name, child in children]
+        used = id(module) in forward.module_ids or any(uses)
+        if not used and _is_causal_attention(module):
+            names.append(name)
+            return True
         if isinstance(module, nn.ModuleList) and any(uses):
             # Layers of one list take the same place. One without attention mixes tokens otherwise, whatever its class is called.
             names.extend(child_name for (child_name, _), child_used in zip(children, uses) if not child_used)
-        return used or any(uses)
+        return used
 
     visit(model, "")
     return names

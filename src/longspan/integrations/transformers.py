@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from longspan._engine.attention import attention
+from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.signatures import as_autocast
 from longspan._masks.constructors import causal, mask_mod
 from longspan._masks.constructors import sliding_window as window_mask
@@ -30,7 +32,7 @@ from longspan._planner.plan_set import PlanSet
 from longspan.integrations._adapters import adapting
 from longspan.integrations._batch import PreparedBatch, RealKeys, prepare_batch
 from longspan.integrations._configs import NAME, check_config, dropout_field
-from longspan.integrations._model_mask import CompiledMask, ModelMask, foreign_part, with_offsets
+from longspan.integrations._model_mask import CompiledMask, ModelMask, foreign_part, visible_keys, with_offsets
 from longspan.integrations._plan_use import checked_call, plan_in_context, record_use, searching
 from longspan.integrations._plans import FULL, SLIDING, ModelPlans
 from longspan.integrations.memory import long_context
@@ -76,16 +78,20 @@ def attention_mask(
         return attention_mask  # `generate` made it already, for a static cache
     family = type(rest["config"]).__name__ if rest.get("config") is not None else "this config"
     real = None if attention_mask is None else _real_keys(attention_mask, kv_length, int(kv_offset))
-    if mask_function is causal_mask_function and q_length == 1 and int(q_offset) + 1 == kv_length + int(kv_offset):
-        mask = None  # the last token sees all tokens
+    mask, row = None, None
+    if q_length == 1 and mask_function is not None and not rest.get("use_vmap"):
+        if mask_function is not causal_mask_function or int(q_offset) + 1 != kv_length + int(kv_offset):  # else all keys are visible
+            row = visible_keys(mask_function, batch_size, kv_length, q_offset, int(kv_offset), rest.get("device"))
+        if real is not None and (real.is_cuda or not bool(real.all())):
+            row = real if row is None else row & real.to(row.device)
     else:
         mask = causal() if mask_function is None else mask_mod(with_offsets(mask_function, q_offset, kv_offset))
-    if real is not None and not (mask is None and bool(real.all())):
-        keys = RealKeys(real[0].contiguous() if batch_size == 1 else real)
-        mask = keys if mask is None else mask & keys
+        if real is not None:
+            mask = mask & RealKeys(real[0].contiguous() if batch_size == 1 else real)
     return ModelMask(
         mask=mask,
         padding_mask=real,
+        row=row,
         window=rest.get("local_size"),
         foreign=foreign_part(mask_function),
         q_offset=int(q_offset),
@@ -147,6 +153,8 @@ def attention_forward(
     if longspan_plan is None:
         longspan_plan = plan_in_context(module)
     if longspan_plan is None:
+        if _is_one_query(query, attention_mask, options):
+            return _attend_one_query(query, key, value, attention_mask, scaling), None
         options["mask"] = _mask_on_one_device(module, query, key, attention_mask, sliding_window, rest)
     else:
         _check_planned(module, query, key, attention_mask, rest)
@@ -156,6 +164,19 @@ def attention_forward(
         record_use(module)
     out: Tensor = attention(query, key, value, **options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _is_one_query(query: Tensor, mask: Any, options: dict[str, Any]) -> bool:
+    """Whether a call is one of `generate`'s steps, for which torch's kernel takes less time than the choice of another."""
+    plain = options["sink"] is None and options["score_mod"] is None
+    return query.shape[2] == 1 and isinstance(mask, ModelMask) and mask.mask is None and plain and not is_invariant()
+
+
+def _attend_one_query(query: Tensor, key: Tensor, value: Tensor, mask: ModelMask, scale: float | None) -> Tensor:
+    """out [B, 1, H, D] of one query per batch row, by torch's SDPA."""
+    row = None if mask.row is None else mask.row[:, None, None].to(query.device)
+    out = scaled_dot_product_attention(query, key, value, attn_mask=row, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    return out.transpose(1, 2).contiguous()
 
 
 def _check_supported(module: torch.nn.Module, dropout: float, rest: dict[str, Any]) -> None:
@@ -223,7 +244,7 @@ def _plan_for(plans: Any, window: int | None, heads: int, kv_heads: int) -> Plan
 def _mask_on_one_device(module: torch.nn.Module, query: Tensor, key: Tensor, mask: Any, window: int | None, rest: dict[str, Any]) -> Any:
     """The mask of a layer without a plan: the one that the model asked for."""
     if isinstance(mask, ModelMask):
-        return mask.mask
+        return mask.mask if mask.row is None else RealKeys(mask.row[0].contiguous() if len(mask.row) == 1 else mask.row)
     if isinstance(mask, CompiledMask) or torch.compiler.is_compiling():
         raise ValueError(_NOT_COMPILED)
     if isinstance(mask, Tensor):
