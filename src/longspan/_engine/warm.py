@@ -29,9 +29,9 @@ def warm(
 ) -> int:
     """Compile the kernels of an attention call, forward and backward in parallel threads, into Triton's cache on disk.
 
-    Later processes of this machine, and later calls of this one, find them there. Kernels depend on dtype, head dims, heads per KV head,
-    `mask` and `score_mod` as programs, and hardly on `seq_len` and `batch`. Nothing is computed. Calls with a plan are not supported: their
-    kernels are compiled at the first call.
+    Later processes of this machine, and later calls of this one, find them there. Kernels depend on dtype, head dims, `mask` and
+    `score_mod` as programs; of head counts and lengths, only on whether few KV heads leave SMs idle in the backward pass. Nothing is
+    computed. Calls with a plan are not supported: their kernels are compiled at the first call.
 
     Args:
         mask, score_mod, kernel: As for `attention`.

@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from longspan._masks.program import CapturedSpec, Kind, Program, call, op_name
+from longspan._masks.scalar_trace import scalar_trace
 from longspan._torch_modes import without_autocast
 from longspan._torch_private import OpOverload, outside_of_modes, without_saved_tensor_hooks
 
@@ -95,7 +96,10 @@ def trace(fn: Callable[..., Any], kind: Kind, *, score_dtype: torch.dtype = torc
         raise TypeError(f"{kind}_mod: expected a callable ({', '.join(INPUTS[kind])}) -> Tensor, got {type(fn).__name__}")
     checked = _checked(fn, kind, name, grad_mode=torch.is_grad_enabled())
     with outside_of_modes(), _errors_named(kind, name), _IndexAsGather(), _default_modes():
-        module = make_fx(checked, tracing_mode="fake", _allow_non_fake_inputs=True)(*_inputs(kind, score_dtype))
+        # Masks that read copies are longspan's own, without user code.
+        module = scalar_trace(checked, _inputs(kind, score_dtype)) if getattr(fn, "reads_copies", None) is True else None
+        if module is None:
+            module = make_fx(checked, tracing_mode="fake", _allow_non_fake_inputs=True)(*_inputs(kind, score_dtype))
         _check_pure(module.graph, kind, name)
         _join_chained_lookups(module.graph)
         module.graph.eliminate_dead_code()
