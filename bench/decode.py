@@ -1,0 +1,182 @@
+"""Decoding: few queries over many keys, contiguous and from a paged cache, beside torch's flash attention and flash-attn-4.
+
+    PYTHONPATH=src:. python bench/decode.py [--rows TEXT] [--json]
+
+GQA 32/8, head dim 128, bfloat16. TB/s count the keys and values of all
+sequences once, also where a window hides some. Calls alternate in random order; medians of 20.
+
+    device      calls enqueued behind a pause: host time excluded
+    as called   one eager call on an idle device: host time included
+    host        microseconds of host time of a call
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from bench.timing import as_called_ms, device_ms, host_us
+
+import longspan as ls
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+DEVICE, DTYPE = "cuda", torch.bfloat16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One problem: tokens of each sequence, new tokens of each, page size (0: contiguous), and options of the call by name."""
+
+    name: str
+    lengths: list[int]
+    queries: int = 1
+    page_size: int = 0
+    options: Callable[[int], dict[str, Any]] = field(default=lambda longest: {})
+
+    @property
+    def gigabytes(self) -> float:
+        return 2 * sum(self.lengths) * KV_HEADS * DIM * DTYPE.itemsize / 1e9
+
+    @property
+    def teraflops(self) -> float:
+        return 4 * self.queries * sum(self.lengths) * HEADS * DIM / 1e12
+
+
+def log_normal(total: int, sequences: int) -> list[int]:
+    """Lengths with sum `total` and a log-normal distribution."""
+    raw = torch.randn(sequences, generator=torch.Generator().manual_seed(0)).exp()
+    return [max(1, int(x)) for x in raw / raw.sum() * total]
+
+
+def causal(longest: int) -> dict[str, Any]:
+    return {"mask": ls.causal()}
+
+
+def windowed(longest: int) -> dict[str, Any]:
+    return {"mask": ls.causal() & ls.sliding_window(longest // 8)}
+
+
+def with_sink(longest: int) -> dict[str, Any]:
+    return {"sink": torch.zeros(HEADS, device=DEVICE)}
+
+
+def softcapped(longest: int) -> dict[str, Any]:
+    return {"score_mod": lambda s, b, h, q, kv: 50.0 * torch.tanh(s / 50.0)}
+
+
+def biased(longest: int) -> dict[str, Any]:
+    bias = torch.randn(HEADS, longest, device=DEVICE)
+    return {"score_mod": lambda s, b, h, q, kv: s + bias[h, kv]}
+
+
+ROWS = [
+    Row(name="32 x 4k", lengths=[4096] * 32),
+    Row(name="16 x 8k", lengths=[8192] * 16),
+    Row(name="64 x 8k", lengths=[8192] * 64),
+    Row(name="1 x 1k", lengths=[1024]),
+    Row(name="1 x 131k", lengths=[131072]),
+    Row(name="1 x 1M", lengths=[2**20]),
+    *(Row(name=f"32 x 4k, pages of {size}", lengths=[4096] * 32, page_size=size) for size in (16, 64, 128)),
+    *(Row(name=f"1 x 131k, pages of {size}", lengths=[131072], page_size=size) for size in (16, 64)),
+    Row(name="mixed, total 512k, pages of 64", lengths=log_normal(2**19, 64), page_size=64),
+    Row(name="32 x 4k, causal, pages of 64", lengths=[4096] * 32, page_size=64, options=causal),
+    Row(name="32 x 4k, window of 512, pages of 64", lengths=[4096] * 32, page_size=64, options=windowed),
+    Row(name="32 x 4k, softcap, pages of 64", lengths=[4096] * 32, page_size=64, options=softcapped),
+    Row(name="32 x 4k, sink, pages of 64", lengths=[4096] * 32, page_size=64, options=with_sink),
+    Row(name="32 x 4k, captured bias, pages of 64", lengths=[4096] * 32, page_size=64, options=biased),
+    Row(name="4 queries, 32 x 4k, causal, pages of 64", lengths=[4096] * 32, queries=4, page_size=64, options=causal),
+    Row(name="chunk of 512 over 131k, pages of 64", lengths=[131072], queries=512, page_size=64, options=causal),
+]  # fmt: skip
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=DTYPE)
+
+
+def contiguous_calls(row: Row) -> dict[str, Callable[[], Any]]:
+    """longspan and its peers over contiguous KV."""
+    batch, length = len(row.lengths), row.lengths[0]
+    q, k, v = randn(batch, HEADS, row.queries, DIM), randn(batch, KV_HEADS, length, DIM), randn(batch, KV_HEADS, length, DIM)
+    calls: dict[str, Callable[[], Any]] = {"longspan": lambda: ls.attention(q, k, v)}
+    flash, backend = torch.nn.functional.scaled_dot_product_attention, torch.nn.attention.SDPBackend.FLASH_ATTENTION
+
+    def torch_flash() -> Any:
+        with torch.nn.attention.sdpa_kernel(backend):
+            return flash(q, k, v, enable_gqa=True)
+
+    calls["torch flash"] = torch_flash
+    try:
+        from flash_attn.cute import flash_attn_func
+    except Exception:
+        return calls
+    q4, k4, v4 = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    calls["flash-attn-4"] = lambda: flash_attn_func(q4, k4, v4)
+    return calls
+
+
+def paged_calls(row: Row) -> dict[str, Callable[[], Any]]:
+    """longspan over a cache. A step is used again and again: only a layer's attention is measured."""
+    pages = sum(-(-length // row.page_size) for length in row.lengths)
+    cache = ls.KVCache(
+        pages=pages, page_size=row.page_size, layers=1, kv_heads=KV_HEADS, head_dim=DIM, dtype=DTYPE, device=DEVICE
+    )  # fmt: skip
+    cache._k.normal_()
+    cache._v.normal_()
+    ids = cache.allocate(len(row.lengths))
+    cache.step(ids, [length - row.queries for length in row.lengths])
+    step = cache.step(ids, row.queries)
+    for sequence_id in ids:
+        del cache.sequence(sequence_id).unfinished[0]
+    cache.layers = math.inf  # type: ignore[assignment]  # the step never ends
+    tensors = [randn(len(ids), heads, row.queries, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    options = row.options(max(row.lengths))
+
+    def call() -> Any:
+        step._used.clear()
+        return ls.attention(*tensors, cache=step, layer=0, **options)
+
+    return {"longspan": call}
+
+
+def measure(row: Row) -> dict[str, Any]:
+    """One row of the result: TB/s (TFLOP/s for many queries), microseconds, and host time by call."""
+    calls = paged_calls(row) if row.page_size else contiguous_calls(row)
+    with torch.no_grad():
+        device, called = device_ms(calls), as_called_ms(calls)
+        host = {name: host_us(call, repeat=30) for name, call in calls.items()}
+    amount, unit = (row.teraflops, "TFLOP/s") if row.queries > 64 else (row.gigabytes, "TB/s")
+    speeds = {name: amount / ms * (1000 if unit == "TFLOP/s" else 1) for name, ms in device.items()}
+    return {
+        "row": row.name, "unit": unit, "speed": speeds, "device_us": {n: 1e3 * ms for n, ms in device.items()},
+        "as_called_us": {n: 1e3 * ms for n, ms in called.items()}, "host_us": host,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="", help="only rows whose name contains this text")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    results = []
+    for row in (r for r in ROWS if options.rows in r.name):
+        torch.cuda.empty_cache()
+        results.append(measure(row))
+        if not options.json:
+            one = results[-1]
+            cells = [
+                f"{name} {speed:.2f} {one['unit']}, "
+                + ", ".join(f"{kind} {one[f'{kind}_us'][name]:.0f} us" for kind in ("device", "as_called", "host"))
+                for name, speed in one["speed"].items()
+            ]
+            print(f"{row.name}: " + "; ".join(cells), flush=True)
+    if options.json:
+        print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": results}))
+
+
+if __name__ == "__main__":
+    main()
