@@ -78,7 +78,14 @@ class Case:
     """One random case. `run` raises AssertionError with the seed in its message."""
 
     def __init__(
-        self, seed: int, *, kernel: str = "auto", device: str = "cpu", dtype: torch.dtype | None = None, longest: int = 700
+        self,
+        seed: int,
+        *,
+        kernel: str = "auto",
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        longest: int = 700,
+        mesh: Any = None,
     ) -> None:
         self.seed, self.rng, self.kernel, self.device = seed, random.Random(seed), kernel, device
         rng = self.rng
@@ -88,7 +95,7 @@ class Case:
         self.page_size, self.longest = rng.choice([1, 7, 16, 64]), min(longest, rng.choice([40, 200, 700]))
         self.cache = ls.KVCache(
             pages=-(-self.longest // self.page_size) * 6 + 8, page_size=self.page_size, layers=self.layers, kv_heads=self.kv_heads,
-            head_dim=self.dims[0], value_dim=self.dims[1], dtype=self.dtype, device=device,
+            head_dim=self.dims[0], value_dim=self.dims[1], dtype=self.dtype, device=device, mesh=mesh,
         )  # fmt: skip
         self.generator = torch.Generator().manual_seed(seed)
         self.models: dict[int, Model] = {}

@@ -219,8 +219,6 @@ def test_rejects_a_layer_without_a_cache_and_wrong_sizes() -> None:
         ls.attention(*tokens(1, 1), layer=0)
     with pytest.raises(ValueError, match="pages: expected an integer >= 1, got 0"):
         make_cache(pages=0)
-    with pytest.raises(ValueError, match="mesh: a cache over several ranks is not supported yet"):
-        make_cache(mesh="x")
     with pytest.raises(ValueError, match=r"dtype: expected one of .*, got torch.int8"):
         make_cache(dtype=torch.int8)
     with pytest.raises(ValueError, match="one for each of the 2 sequences, got 3"):

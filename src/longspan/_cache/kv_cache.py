@@ -20,7 +20,8 @@ from longspan._cache.arguments import integer, integers, one_each
 from longspan._cache.page_pool import OutOfPages, PagePool
 from longspan._cache.sequence import CachedSequence
 from longspan._cache.step import CacheStep
-from longspan._kernels.paged import PagedKV, query_ranges
+from longspan._comm.mesh import as_mesh
+from longspan._kernels.paged import PagedKV, QueryRanges, SpreadPages, query_ranges
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -32,7 +33,7 @@ class KVCache:
     Calls and attention must run on one CUDA stream.
 
     Args:
-        pages: Number of pages.
+        pages: Number of pages, of each rank if there is a mesh.
         page_size: Tokens per page.
         layers: Number of attention layers.
         kv_heads: KV heads of a layer.
@@ -40,11 +41,12 @@ class KVCache:
         value_dim: Head dim of values; `head_dim` by default.
         dtype: Of keys and values; torch's default dtype if None.
         device: Of keys and values; torch's default device if None.
-        mesh: Not supported yet: expected None.
+        mesh: A DeviceMesh, a ProcessGroup or a virtual mesh, over whose ranks each sequence's pages are spread in turn. All ranks make
+            the same calls, and pass all new tokens to `attention`.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: A size is below 1, the dtype is not supported, or `mesh` is given.
+        ValueError: A size is below 1, or the dtype is not supported.
 
     Example:
         >>> cache = longspan.KVCache(pages=64, layers=1, kv_heads=2, head_dim=32, dtype=torch.float32)
@@ -67,8 +69,8 @@ class KVCache:
         device: torch.device | str | None = None,
         mesh: Any = None,
     ) -> None:
-        if mesh is not None:
-            raise ValueError("mesh: a cache over several ranks is not supported yet; leave mesh=None and split heads or batch over ranks")
+        self.mesh = None if mesh is None else as_mesh(mesh)
+        self.ranks, self._rank = (1, 0) if self.mesh is None else (self.mesh.size, self.mesh.rank)
         sizes = {"pages": pages, "page_size": page_size, "layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
         checked = {name: integer(size, name, least=1) for name, size in sizes.items()}
         pages, self.page_size, self.layers, self.kv_heads, self.head_dim = checked.values()
@@ -82,7 +84,7 @@ class KVCache:
             self._v = torch.empty((*shape, self.value_dim), dtype=self.dtype, device=device)
             self._table = torch.zeros((0, 0), dtype=torch.int32, device=self._k.device)
         self.device = self._k.device
-        self._pool = PagePool(pages)
+        self._pool = PagePool(pages, self.ranks)
         self._sequences: dict[int, CachedSequence] = {}
         self._free_rows: list[int] = []
         self._next_id = 0
@@ -90,8 +92,8 @@ class KVCache:
 
     @property
     def free_pages(self) -> int:
-        """Number of pages that no sequence holds."""
-        return self._pool.free
+        """Number of pages that no sequence holds, of all ranks."""
+        return self._pool.free_of_all
 
     def allocate(self, n: int) -> list[int]:
         """Handles of n new, empty sequences. A handle is never used again.
@@ -101,7 +103,7 @@ class KVCache:
         """
         n = integer(n, "allocate: n", least=0)
         self._grow_table(rows=len(self._sequences) + n, width=self._table.shape[1])
-        return [self._add(CachedSequence(row=self._free_rows.pop())) for _ in range(n)]
+        return [self._add(CachedSequence(row=self._free_rows.pop(), shift=self._next_id % self.ranks)) for _ in range(n)]
 
     def lengths(self, ids: Any) -> Tensor:
         """Number of tokens of each sequence, int64 [n] on the cache's device. Tokens of a step count as soon as the step is made."""
@@ -129,42 +131,70 @@ class KVCache:
         counts = one_each(counts, len(ids), "step: counts")
         rows_to_copy = self._rows_to_copy(sequences, counts)
         wanted = [self._pages_of(s.length + c) - len(s.pages) for s, c in zip(sequences, counts, strict=True)]
-        if sum(wanted) + len(rows_to_copy) > self._pool.free:
-            raise OutOfPages(
-                f"step: expected {sum(wanted) + len(rows_to_copy)} free pages for {sum(counts)} new tokens, got {self._pool.free}; "
-                "free or truncate sequences, or make a cache with more pages"
-            )
-        self._grow_table(
-            rows=len(self._sequences), width=max((len(s.pages) + w for s, w in zip(sequences, wanted, strict=True)), default=0)
-        )
+        self._check_room(sequences, wanted, rows_to_copy, sum(counts))
+        longest = max((len(s.pages) + w for s, w in zip(sequences, wanted, strict=True)), default=0)
+        self._grow_table(rows=len(self._sequences), width=longest)
         updates: list[tuple[int, int, int]] = []  # row, column and page of changed entries of the table
         copies: list[tuple[int, int]] = []  # page shared with other sequences, its copy
         for sequence, more in zip(sequences, wanted, strict=True):
             if sequence.row in rows_to_copy:
                 column = len(sequence.pages) - 1
-                shared, copy = sequence.pages[column], self._pool.take()
+                shared, copy = sequence.pages[column], self._pool.take(self._owner(sequence, column))
                 self._pool.release([shared])
                 copies.append((shared, copy))
                 sequence.pages[column] = copy
                 updates.append((sequence.row, column, copy))
-            for _ in range(more):
-                updates.append((sequence.row, len(sequence.pages), self._pool.take()))
-                sequence.pages.append(updates[-1][2])
+            for column in range(len(sequence.pages), len(sequence.pages) + more):
+                sequence.pages.append(self._pool.take(self._owner(sequence, column)))
+                updates.append((sequence.row, column, sequence.pages[-1]))
         starts = [s.length for s in sequences]
         lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        host = [torch.tensor(pairs, dtype=torch.int64) for pairs in (updates, copies)]
-        ranges, (changed, moved) = query_ranges(starts, lengths, [s.row for s in sequences], host, self.device)
-        if updates:
-            self._table[changed[:, 0], changed[:, 1]] = changed[:, 2].int()
-        if copies:
-            for x in (self._k, self._v):
-                x[:, moved[:, 1]] = x[:, moved[:, 0]]
+        ranges = self._uploaded_ranges(sequences, starts, lengths, updates, copies)
         step = CacheStep(cache=self, ids=ids, ranges=ranges, ragged=ragged)
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.length += count
             sequence.unfinished.append(step)
         self.version += 1
         return step
+
+    def _check_room(self, sequences: list[CachedSequence], wanted: list[int], rows_to_copy: set[int], tokens: int) -> None:
+        """Raise OutOfPages unless every rank has a free page for each of its new pages and copies."""
+        needed = [0] * self.ranks
+        for sequence, more in zip(sequences, wanted, strict=True):
+            first = len(sequence.pages) - (sequence.row in rows_to_copy)
+            for column in range(first, len(sequence.pages) + more):
+                needed[self._owner(sequence, column)] += 1
+        for rank, count in enumerate(needed):
+            if count > self._pool.free(rank):
+                where = f" on rank {rank}" if self.ranks > 1 else ""
+                raise OutOfPages(
+                    f"step: expected {count} free pages{where} for {tokens} new tokens, got {self._pool.free(rank)}; "
+                    "free or truncate sequences, or make a cache with more pages"
+                )
+
+    def _uploaded_ranges(
+        self,
+        sequences: list[CachedSequence],
+        starts: list[int],
+        lengths: list[int],
+        updates: list[tuple[int, int, int]],
+        copies: list[tuple[int, int]],
+    ) -> QueryRanges:
+        """The ranges of a step. Also changes the page table and copies pages on the device, where they belong to this rank."""
+        pool, rank = self._pool, self._rank
+        updates = [(row, column, pool.local(page)) for row, column, page in updates if pool.owner(page) == rank]
+        copies = [(pool.local(shared), pool.local(copy)) for shared, copy in copies if pool.owner(copy) == rank]
+        spread = None
+        if self.ranks > 1:
+            spread = SpreadPages(ranks=self.ranks, rank=rank, shifts=tuple(s.shift for s in sequences), page_size=self.page_size)
+        host = [torch.tensor(pairs, dtype=torch.int64) for pairs in (updates, copies)]
+        ranges, (changed, moved) = query_ranges(starts, lengths, [s.row for s in sequences], host, self.device, spread)
+        if updates:
+            self._table[changed[:, 0], changed[:, 1]] = changed[:, 2].int()
+        if copies:
+            for x in (self._k, self._v):
+                x[:, moved[:, 1]] = x[:, moved[:, 0]]
+        return ranges
 
     def fork(self, id: int) -> int:
         """The handle of a new sequence with the tokens of an existing one. Pages are shared until one of the two writes to them.
@@ -177,7 +207,7 @@ class KVCache:
         self._check_finished(id, parent, parent.length, "fork")
         (child_id,) = self.allocate(1)
         child = self._sequences[child_id]
-        child.pages, child.length = list(parent.pages), parent.length
+        child.pages, child.length, child.shift = list(parent.pages), parent.length, parent.shift
         self._pool.share(child.pages)
         self._table[child.row].copy_(self._table[parent.row])
         self.version += 1
@@ -260,6 +290,10 @@ class KVCache:
         if len(set(handles)) < len(handles):
             raise ValueError(f"{what}: expected different sequences, got {handles}")
         return [self.sequence(h) for h in handles]
+
+    def _owner(self, sequence: CachedSequence, column: int) -> int:
+        """The rank that holds a page of a sequence: pages go round the ranks, from another rank on for each new sequence."""
+        return (column + sequence.shift) % self.ranks
 
     def _pages_of(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

@@ -10,24 +10,41 @@ class OutOfPages(RuntimeError):
 
 
 class PagePool:
-    """Pages 0 … pages − 1. A page has one reference per sequence that holds it; it is free at 0 references."""
+    """`pages` pages of each rank. Page number n is page n % pages of rank n // pages.
 
-    def __init__(self, pages: int) -> None:
-        self._free = list(range(pages - 1, -1, -1))  # a stack: pages freed last are taken first
-        self._references = [0] * pages
+    A page has one reference per sequence that holds it; it is free at 0 references.
+    """
+
+    def __init__(self, pages: int, ranks: int = 1) -> None:
+        self._pages = pages
+        # Stacks: pages freed last are taken first.
+        self._free = [list(range((rank + 1) * pages - 1, rank * pages - 1, -1)) for rank in range(ranks)]
+        self._references = [0] * (pages * ranks)
+
+    def free(self, rank: int) -> int:
+        """Number of free pages of a rank."""
+        return len(self._free[rank])
 
     @property
-    def free(self) -> int:
-        """Number of free pages."""
-        return len(self._free)
+    def free_of_all(self) -> int:
+        """Number of free pages of all ranks."""
+        return sum(map(len, self._free))
+
+    def owner(self, page: int) -> int:
+        """The rank that a page belongs to."""
+        return page // self._pages
+
+    def local(self, page: int) -> int:
+        """The page's number on its rank."""
+        return page % self._pages
 
     def references(self, page: int) -> int:
         """Number of sequences that hold a page."""
         return self._references[page]
 
-    def take(self) -> int:
-        """A free page, now with one reference."""
-        page = self._free.pop()
+    def take(self, rank: int) -> int:
+        """A free page of a rank, now with one reference."""
+        page = self._free[rank].pop()
         self._references[page] = 1
         return page
 
@@ -41,4 +58,4 @@ class PagePool:
         for page in pages:
             self._references[page] -= 1
             if not self._references[page]:
-                self._free.append(page)
+                self._free[page // self._pages].append(page)

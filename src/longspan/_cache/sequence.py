@@ -15,12 +15,14 @@ class CachedSequence:
 
     Attributes:
         row: Its row of the page table.
-        pages: Page of each `page_size` tokens, in order.
+        shift: Page i of the sequence belongs to rank (i + shift) % ranks.
+        pages: Page of each `page_size` tokens, in order, as the pool numbers them.
         length: Number of tokens, those of unfinished steps included.
         unfinished: Steps that some layer has not written yet, oldest first.
     """
 
     row: int
+    shift: int
     pages: list[int] = field(default_factory=list)
     length: int = 0
     unfinished: list[CacheStep] = field(default_factory=list)

@@ -11,18 +11,21 @@ Legend as in `longspan._kernels.paged`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longspan._cache.step import CacheStep, tokens_first
+from longspan._comm.agreement import refuse
+from longspan._comm.gather import all_gather_rows
+from longspan._comm.mesh import Mesh
 from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, refuse_transforms
 from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.sink import sink_state
 from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork
-from longspan._kernels.paged_splits import attend_sequence
+from longspan._kernels.paged_splits import attend_sequence, gathered_keys, merge_ranks
 from longspan._kernels.protocol import AttentionInputs, Work, like_query, state_dtype
 from longspan._kernels.registry import KernelCall, KernelRefused, check_name, choose, has_triton, kernel_named
 from longspan._kernels.tiling import Tiling
@@ -50,31 +53,83 @@ class CachedCall:
 
 def attend_cached(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[Tensor, Tensor]:
     """(out [n, H, count, E] or [1, H, T, E], lse) after all checks. A call that raises a check's error has written nothing."""
-    layer, work = _checked(q, k, v, call)
-    step, q, k, v = call.step, q.detach(), k.detach(), v.detach()
-    by_triton = _decodes_by_triton(q, v, step, work, call.kernel)
+    mesh = call.step.cache.mesh if isinstance(call.step, CacheStep) else None
+    try:
+        layer, work = _checked(q, k, v, call)
+        step, q, k, v = call.step, q.detach(), k.detach(), v.detach()
+        by_triton = _decodes_by_triton(q, v, step, work, call.kernel)
+    except (ValueError, TypeError, RuntimeError) as error:
+        if mesh is None:
+            raise
+        refuse(mesh, error)
     pages = step.cache.layer_pages(layer)
     with torch.no_grad(), without_autocast():
-        if by_triton:
-            out, lse = _decode(q, k, v, pages, step, work)
+        if mesh is not None:
+            out, lse = _attend_over_mesh(_Tokens(q, k, v), pages, call, work, mesh)
         else:
-            pages.write(tokens_first(k), tokens_first(v), step.ranges)
-            out = like_query(q, v.shape[-1], q.dtype)
-            lse = torch.empty(q.shape[:3], dtype=state_dtype(q.dtype), device=q.device)
-        results = _Results(q, out, lse, step)
-        for i, count in enumerate(step.ranges.counts):
-            if count > FEW_QUERIES:
-                _attend_chunk(results, i, pages, work, call.kernel)
-            elif count and not by_triton:
-                span = step.ranges.starts[i], step.ranges.lengths[i]
-                results.add(i, *attend_sequence(results.queries(i), pages, step.ranges.rows[i], span, i, work))
+            out, lse = _attend_alone(_Tokens(q, k, v), pages, call, work, by_triton=by_triton)
     step.finish_layer(layer)
-    return results.out, results.lse
+    return out, lse
+
+
+class _Tokens(NamedTuple):
+    """The new tokens of a step: q [n, H, count, D] or [1, H, T, D], k and v alike."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def _attend_alone(tokens: _Tokens, pages: PagedKV, call: CachedCall, work: PagedWork, *, by_triton: bool) -> tuple[Tensor, Tensor]:
+    """(out, lse) on one device."""
+    (q, k, v), step = tokens, call.step
+    if by_triton:
+        out, lse = _decode(q, k, v, pages, step, work)
+    else:
+        pages.write(tokens_first(k), tokens_first(v), step.ranges)
+        out = like_query(q, v.shape[-1], q.dtype)
+        lse = torch.empty(q.shape[:3], dtype=state_dtype(q.dtype), device=q.device)
+    results = _Results(q, out, lse, step)
+    for i, count in enumerate(step.ranges.counts):
+        if count > FEW_QUERIES:
+            _attend_chunk(results, i, pages, work, call.kernel)
+        elif count and not by_triton:
+            keys = gathered_keys(pages, step.ranges, i, work)
+            results.add(i, *attend_sequence(results.queries(i), keys, step.ranges.starts[i], work))
+    return out, lse
+
+
+def _attend_over_mesh(tokens: _Tokens, pages: PagedKV, call: CachedCall, work: PagedWork, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """(out, lse), the same on every rank: each rank attends to its pages, and partial results are merged by their log-sum-exp."""
+    (q, k, v), step = tokens, call.step
+    pages.write(tokens_first(k), tokens_first(v), step.ranges)
+    wide = state_dtype(q.dtype)
+    out = torch.empty((*q.shape[:3], v.shape[-1]), dtype=wide, device=q.device)
+    local = _Results(q, out, torch.empty(q.shape[:3], dtype=wide, device=q.device), step)
+    without_sink = replace(work, sink=None)
+    for i, count in enumerate(step.ranges.counts):
+        keys = gathered_keys(pages, step.ranges, i, work) if count else None
+        for first in range(0, count, FEW_QUERIES):
+            assert keys is not None
+            block = slice(first, min(first + FEW_QUERIES, count))
+            start = step.ranges.starts[i] + first
+            local.add(i, *attend_sequence(local.queries(i)[:, block], keys, start, without_sink), block)
+    fields = {
+        "layer": str(call.layer), "sequences": str(step.ids), "starts": str(step.ranges.starts), "lengths": str(step.ranges.lengths),
+        "mask": "" if work.mask is None else work.mask.key, "score_mod": "" if work.score is None else work.score.key,
+    }  # fmt: skip
+    packed = torch.cat([local.out, local.lse[..., None]], -1)[None]
+    parts = all_gather_rows(mesh, packed, [1] * mesh.size, what="attention over a cache", fields=fields).transpose(1, 2)
+    out, lse = merge_ranks(parts[..., :-1].flatten(2, 3), parts[..., -1].flatten(2, 3), work.sink)  # [H, n · count, E]
+    out, lse = (x.unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1) for x in (out, lse))
+    return like_query(q, v.shape[-1], q.dtype).copy_(out), lse.contiguous()
 
 
 def _decodes_by_triton(q: Tensor, v: Tensor, step: CacheStep, work: PagedWork, kernel: str) -> bool:
     """Whether the triton kernel writes the new tokens and computes the sequences with few queries. Raises if named and not supported."""
-    if kernel == "cpu" or (kernel == "auto" and not (q.is_cuda and has_triton())):
+    if kernel == "triton" and step.cache.mesh is not None:
+        raise KernelRefused("kernel 'triton' does not support a cache over a mesh: expected 'auto' or 'cpu'")
+    if kernel == "cpu" or step.cache.mesh is not None or (kernel == "auto" and not (q.is_cuda and has_triton())):
         return False
     kernel_named("triton")  # raises if it is not installed
     from longspan._kernels.triton.decode_call import refusal
@@ -104,10 +159,10 @@ class _Results:
         """Queries [H, count, D] of a sequence."""
         return self._part(self.q, index)
 
-    def add(self, index: int, out: Tensor, lse: Tensor) -> None:
-        """Set the results [H, count, E] and [H, count] of a sequence."""
-        self._part(self.out, index).copy_(out)
-        self._part(self.lse, index).copy_(lse)
+    def add(self, index: int, out: Tensor, lse: Tensor, block: slice = slice(None)) -> None:
+        """Set the results [H, m, E] and [H, m] of a sequence, or of a block of its queries."""
+        self._part(self.out, index)[:, block].copy_(out)
+        self._part(self.lse, index)[:, block].copy_(lse)
 
     def _part(self, x: Tensor, index: int) -> Tensor:
         if self._batched:

@@ -17,6 +17,20 @@ from longspan._masks.program import Program
 FEW_QUERIES = 64  # most new tokens of a sequence that the decode kernels compute
 
 
+@dataclass(frozen=True, kw_only=True)
+class SpreadPages:
+    """Pages of sequences over ranks: page i of a sequence belongs to rank (i + shift) % ranks. `shifts`: one per sequence."""
+
+    ranks: int
+    rank: int
+    shifts: tuple[int, ...]
+    page_size: int
+
+    def local_pages(self, index: int, first: int, stop: int) -> range:
+        """The pages first … stop − 1 of a sequence that belong to this rank."""
+        return range(first + (self.rank - self.shifts[index] - first) % self.ranks, stop, self.ranks)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QueryRanges:
     """The new tokens of a step: tokens starts[i] … lengths[i] − 1 of sequence i, which are queries and keys.
@@ -26,6 +40,8 @@ class QueryRanges:
         device_ranges: int32 [4, n]: row of the page table, start, length, and index of the first token among all T.
         positions: Position of each token in its sequence, int64 [T].
         token_rows: Row of the page table of each token, int64 [T].
+        spread: How pages are spread over ranks; None for one rank.
+        local_tokens: Indices of the tokens that this rank holds, int64; None for all.
     """
 
     starts: tuple[int, ...]
@@ -34,6 +50,8 @@ class QueryRanges:
     device_ranges: Tensor
     positions: Tensor
     token_rows: Tensor
+    spread: SpreadPages | None = None
+    local_tokens: Tensor | None = None
 
     @property
     def counts(self) -> list[int]:
@@ -51,7 +69,8 @@ class QueryRanges:
 
 
 def query_ranges(
-    starts: Sequence[int], lengths: Sequence[int], rows: Sequence[int], also: Sequence[Tensor], device: torch.device
+    starts: Sequence[int], lengths: Sequence[int], rows: Sequence[int], also: Sequence[Tensor], device: torch.device,
+    spread: SpreadPages | None = None,
 ) -> tuple[QueryRanges, list[Tensor]]:  # fmt: skip
     """The ranges of a step, and the host tensors `also` (any shape, int64), on the device, by one copy that does not synchronise."""
     counts = [length - start for start, length in zip(starts, lengths, strict=True)]
@@ -59,12 +78,17 @@ def query_ranges(
     firsts = repeats.cumsum(0) - repeats
     host = torch.tensor([rows, starts, lengths], dtype=torch.int64).view(3, -1)
     offsets = torch.arange(total) - firsts.repeat_interleave(repeats)
-    parts = [host, firsts, host[1].repeat_interleave(repeats) + offsets, host[0].repeat_interleave(repeats), *also]
+    positions = host[1].repeat_interleave(repeats) + offsets
+    local = torch.empty(0, dtype=torch.int64)
+    if spread is not None:
+        shifts = torch.tensor(spread.shifts, dtype=torch.int64).repeat_interleave(repeats)
+        local = torch.nonzero((positions // spread.page_size + shifts) % spread.ranks == spread.rank).flatten()
+    parts = [host, firsts, positions, host[0].repeat_interleave(repeats), local, *also]
     joined = torch.cat([p.flatten() for p in parts])
     if device.type == "cuda":
         joined = joined.pin_memory()  # a copy from pageable memory would synchronise
     on_device = joined.to(device, non_blocking=True).split([p.numel() for p in parts])
-    table_ranges, first_tokens, positions, token_rows, *rest = on_device
+    table_ranges, first_tokens, positions, token_rows, local, *rest = on_device
     ranges = QueryRanges(
         starts=tuple(starts),
         lengths=tuple(lengths),
@@ -72,6 +96,8 @@ def query_ranges(
         device_ranges=torch.cat([table_ranges, first_tokens]).int().view(4, -1),
         positions=positions,
         token_rows=token_rows,
+        spread=spread,
+        local_tokens=None if spread is None else local,
     )
     return ranges, [x.view(p.shape) for x, p in zip(rest, also, strict=True)]
 
@@ -89,9 +115,12 @@ class PagedKV:
         return self.k.shape[2]
 
     def write(self, k: Tensor, v: Tensor, ranges: QueryRanges) -> None:
-        """Write new tokens k [T, G, D] and v [T, G, E] at the positions of `ranges`."""
-        page = self.table[ranges.token_rows, ranges.positions // self.page_size].long()
-        offset = ranges.positions % self.page_size
+        """Write new tokens k [T, G, D] and v [T, G, E] at the positions of `ranges`; of these, the tokens that this rank holds."""
+        rows, positions = ranges.token_rows, ranges.positions
+        if ranges.local_tokens is not None:
+            rows, positions, k, v = (x[ranges.local_tokens] for x in (rows, positions, k, v))
+        page = self.table[rows, positions // self.page_size].long()
+        offset = positions % self.page_size
         self.k[page, :, offset] = k
         self.v[page, :, offset] = v
 
@@ -101,6 +130,17 @@ class PagedKV:
         pages, skip = self.table[row, start // size : -(-stop // size)].long(), start % size
         k, v = (x[pages].transpose(0, 1).flatten(1, 2)[:, skip : skip + stop - start] for x in (self.k, self.v))
         return k, v
+
+    def gather_local(self, row: int, start: int, stop: int, columns: range) -> tuple[Tensor, Tensor, Tensor]:
+        """(k [G, t, D], v [G, t, E], positions [t]) of the tokens start … stop − 1 in some pages of the sequence in a row of the table."""
+        size, device = self.page_size, self.table.device
+        column = torch.arange(columns.start, max(columns.start, columns.stop), columns.step, device=device)
+        positions = (column[:, None] * size + torch.arange(size, device=device)).flatten()
+        last = columns[-1] * size + size if columns else 0
+        used = slice(max(0, start - columns.start * size), len(columns) * size - max(0, last - stop))
+        pages = self.table[row, column].long()
+        k, v = (x[pages].transpose(0, 1).flatten(1, 2)[:, used] for x in (self.k, self.v))
+        return k, v, positions[used]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -9,35 +9,55 @@ Scores are [S, G, R, m, C].
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from longspan._kernels.nonfinite import masked_product
-from longspan._kernels.paged import PagedKV, PagedWork
+from longspan._kernels.paged import PagedKV, PagedWork, QueryRanges
 from longspan._kernels.protocol import state_dtype
 
 SPLIT = 512
 
 
-def attend_sequence(q: Tensor, pages: PagedKV, row: int, span: tuple[int, int], index: int, work: PagedWork) -> tuple[Tensor, Tensor]:
-    """(out [H, m, E], lse [H, m]), in the dtype of running results, of queries q [H, m, D] at span[0] … span[1] − 1.
+class SequenceKeys(NamedTuple):
+    """Tokens of one sequence: k [G, t, D], v [G, t, E], their positions [t], and the batch index that programs read."""
 
-    `row`: of the page table. `index`: the batch index that programs read.
-    """
-    (start, length), (heads, m, dim) = span, q.shape
-    G, wide = pages.k.shape[1], state_dtype(q.dtype)
-    R = heads // G
+    k: Tensor
+    v: Tensor
+    positions: Tensor
+    index: int
+
+
+def gathered_keys(pages: PagedKV, ranges: QueryRanges, index: int, work: PagedWork) -> SequenceKeys:
+    """The tokens of a sequence that its new tokens may see and this rank holds, from the beginning of a split on."""
+    start, length, row = ranges.starts[index], ranges.lengths[index], ranges.rows[index]
     first = work.first_key(start) // SPLIT * SPLIT
-    k, v = (_in_splits(x, wide) for x in pages.gather(row, first, length))
+    if ranges.spread is None:
+        return SequenceKeys(*pages.gather(row, first, length), torch.arange(first, length, device=pages.k.device), index)
+    columns = ranges.spread.local_pages(index, first // pages.page_size, -(-length // pages.page_size))
+    return SequenceKeys(*pages.gather_local(row, first, length, columns), index)
+
+
+def attend_sequence(q: Tensor, keys: SequenceKeys, start: int, work: PagedWork) -> tuple[Tensor, Tensor]:
+    """(out [H, m, E], lse [H, m]), in the dtype of running results, of queries q [H, m, D] at start … start + m − 1."""
+    (heads, m, dim), tokens = q.shape, keys.k.shape[1]
+    G, wide, device = keys.k.shape[0], state_dtype(q.dtype), q.device
+    if not tokens:
+        shape = (0, heads, m)
+        return _merged(*(torch.zeros(size, dtype=wide, device=device) for size in (shape, shape, (*shape, keys.v.shape[-1]))), work.sink)
+    R = heads // G
+    k, v = (_in_splits(x, wide) for x in (keys.k, keys.v))
     S = k.shape[0]
     rows = (q.to(wide) * work.scale).reshape(1, G, R * m, dim)
     scores = torch.matmul(rows, k.mT).view(S, G, R, m, SPLIT)
-    b = torch.full((1, 1, 1, 1, 1), index, device=q.device)
-    h = torch.arange(heads, device=q.device).view(1, G, R, 1, 1)
-    at = torch.arange(start, length, device=q.device).view(1, 1, 1, m, 1)
-    kv = torch.arange(first, first + S * SPLIT, device=q.device).view(S, 1, 1, 1, SPLIT)
-    inside = kv < length
-    kv = kv.clamp(max=length - 1)  # programs may look positions up
+    b = torch.full((1, 1, 1, 1, 1), keys.index, device=device)
+    h = torch.arange(heads, device=device).view(1, G, R, 1, 1)
+    at = torch.arange(start, start + m, device=device).view(1, 1, 1, m, 1)
+    padding = S * SPLIT - tokens
+    kv = torch.cat([keys.positions, keys.positions[-1:].expand(padding)]).view(S, 1, 1, 1, SPLIT)  # programs may look positions up
+    inside = (torch.arange(S * SPLIT, device=device) < tokens).view(S, 1, 1, 1, SPLIT)
     if work.score is not None:
         scores = work.score(scores, b, h, at, kv, *work.score_captured).to(wide)
     seen = inside if work.mask is None else inside & work.mask(b, h, at, kv, *work.mask_captured)
@@ -70,9 +90,14 @@ def _finite(top: Tensor) -> Tensor:
     return top.masked_fill(top == -torch.inf, 0.0)
 
 
+def merge_ranks(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out [H, m, E], lse [H, m]) of partial results of ranks, out [N, H, m, E] and lse [N, H, m]."""
+    return _merged(lse, torch.ones_like(lse), out, sink)
+
+
 def _merged(top: Tensor, total: Tensor, acc: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """(out [H, m, E], lse [H, m]) of splits: maxima [S, H, m], sums of exponentials, sums of exponentials times values."""
-    largest = top.amax(0)
+    largest = top.amax(0) if len(top) else torch.full(top.shape[1:], -torch.inf, dtype=top.dtype, device=top.device)
     if sink is not None:
         logit = sink.to(top.dtype)[:, None]
         largest = torch.maximum(largest, logit)

@@ -1,0 +1,98 @@
+"""The cache over several ranks: threads of a virtual world, and Gloo processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.cache.cases import Case
+from tests.cache.test_kv_cache import make_cache, tokens
+
+import longspan as ls
+from longspan.testing import run_processes, virtual_world
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_random_caches_match_the_oracle_on_every_rank(ranks: int) -> None:
+    virtual_world(ranks).run(lambda mesh: [Case(seed, mesh=mesh, longest=150).run() for seed in range(ranks, 60, 12)])
+
+
+def decode_greedily(mesh: Any) -> list[int]:
+    """16 tokens of a toy model: prefill in chunks, then one token at a time, by the position of the largest output."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(40, 48, generator=generator, dtype=torch.float64)  # embeddings, also projected to q, k and v
+    weights = [torch.randn(48, heads * 16, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
+    cache = ls.KVCache(pages=20, page_size=4, layers=1, kv_heads=2, head_dim=16, dtype=torch.float64, mesh=mesh)
+    ids, text = cache.allocate(1), [int(t) for t in torch.randint(0, 40, (37,), generator=generator)]
+
+    def forward(new: list[int]) -> int:
+        x = table[new]
+        q, k, v = (
+            (x @ w).view(1, len(new), -1, 16).transpose(1, 2)
+            for w in weights
+        )  # fmt: skip
+        out = ls.attention(q, k, v, cache=cache.step(ids, len(new)), layer=0, mask=ls.causal(), sink=torch.ones(4))
+        return int((out[0, :, -1].reshape(-1)[:48] @ table.T).argmax())
+
+    for chunk in (text[:20], text[20:]):
+        last = forward(chunk)
+    decoded = [last]
+    while len(decoded) < 16:
+        decoded.append(forward(decoded[-1:]))
+    return decoded
+
+
+def on_processes() -> list[int]:
+    return decode_greedily(dist.group.WORLD)
+
+
+def test_greedy_tokens_equal_those_of_one_process() -> None:
+    alone = decode_greedily(None)
+    assert virtual_world(3).run(decode_greedily) == [alone] * 3
+    assert run_processes(on_processes, 2) == [alone] * 2
+
+
+def test_pages_are_spread_over_ranks() -> None:
+    def run(mesh: ls.Mesh) -> int:
+        cache = make_cache(pages=4, page_size=8, mesh=mesh)
+        ids = cache.allocate(1)
+        step = cache.step(ids, 90)  # 12 pages: all of the 12 pages of three ranks
+        with pytest.raises(RuntimeError, match="expected 1 free pages on rank 0 for 7 new tokens, got 0"):
+            cache.step(ids, 7)
+        ls.attention(*tokens(1, 90), cache=step, layer=0)
+        return cache.free_pages
+
+    assert virtual_world(3).run(run) == [0, 0, 0]
+
+
+def test_ranks_that_differ_all_raise() -> None:
+    def run(mesh: ls.Mesh) -> str:
+        cache = make_cache(mesh=mesh)
+        step = cache.step(cache.allocate(1), 1 + mesh.rank % 2)
+        with pytest.raises(ValueError, match=r"lengths: rank 1 has \(2,\), rank 0 has \(1,\)"):
+            ls.attention(*tokens(1, 1 + mesh.rank % 2), cache=step, layer=0)
+        return "raised"
+
+    assert virtual_world(2).run(run) == ["raised"] * 2
+
+
+def test_arguments_that_one_rank_rejects_raise_on_all_ranks() -> None:
+    def run(mesh: ls.Mesh) -> str:
+        cache = make_cache(mesh=mesh)
+        step = cache.step(cache.allocate(1), 1)
+        with pytest.raises((ValueError, RuntimeError), match="layer"):
+            ls.attention(*tokens(1, 1), cache=step, layer=mesh.rank)
+        return "raised"
+
+    assert virtual_world(2).run(run) == ["raised"] * 2
+
+
+def test_triton_refuses_a_cache_over_a_mesh() -> None:
+    def run(mesh: ls.Mesh) -> None:
+        cache = make_cache(mesh=mesh)
+        with pytest.raises(ValueError, match="kernel 'triton' does not support a cache over a mesh"):
+            ls.attention(*tokens(1, 1), cache=cache.step(cache.allocate(1), 1), layer=0, kernel="triton")
+
+    virtual_world(2).run(run)
