@@ -64,6 +64,7 @@ def _tiny_fields(kind: type) -> dict[str, Any]:
 
 # Settings without which a tiny config is not valid or lacks the family's own kinds of layers, by model type.
 _SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "attn_layer_indices": [1]},
     "codegen": {"attn_pdrop": 0.0},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
@@ -98,12 +99,15 @@ def causal_lm_types() -> dict[str, str]:
 
 def tiny_config(model_type: str) -> Any:
     """A tiny config of a model type."""
+    import transformers
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
     config = kind(**{**_tiny_fields(kind), **_SPECIAL.get(model_type, {})})
-    is_text_class = causal_lm_types()[model_type].endswith("ForCausalLM")
-    return config.get_text_config() if is_text_class and hasattr(config, "text_config") else config
+    # Some classes take a part of the config that is registered for their model type.
+    wanted = getattr(transformers, causal_lm_types()[model_type]).config_class
+    parts = [config, *(getattr(config, name, None) for name in getattr(kind, "sub_configs", {}))]
+    return next((part for part in parts if isinstance(part, wanted)), config)
 
 
 def tiny_model(model_type: str, implementation: str) -> Any:
@@ -333,7 +337,8 @@ def main() -> None:
 
 def written_rows() -> dict[str, str]:
     """The lines of the page by model type."""
-    return {line.split("|")[1].strip(): line for line in PAGE.read_text().splitlines() if line.startswith("| ") and line.count("|") == 6}
+    lines = PAGE.read_text().partition(f"{_COLUMNS}\n")[2].splitlines()
+    return {line.split("|")[1].strip(): line for line in lines}
 
 
 if __name__ == "__main__":
