@@ -21,6 +21,8 @@ from longspan._kernels.gpu import codegen
 from longspan._kernels.triton import Tile
 from longspan._kernels.triton.backward import dkdv_kernel, dq_kernel
 from longspan._kernels.triton.config import choose
+from longspan._kernels.triton.decode import decode_kernel
+from longspan._kernels.triton.decode_call import choose_tile
 from longspan._kernels.triton.forward import forward_kernel
 from longspan._masks.joint import joint_of
 from longspan._masks.tracing import trace
@@ -111,8 +113,47 @@ def check_rounding() -> None:
             raise SystemExit(f"{other} in the mask's code: its last bit may be another than torch's")
 
 
+def compile_decode(target: int, page_size: int, rows: int) -> int:
+    """Compile the decode kernel for pages, with programs; returns bytes of shared memory."""
+    tile = choose_tile(dim=128, dtype=torch.bfloat16, page_size=page_size)
+    known: dict[str, Any] = {
+        "MASK": codegen.program_function(trace(mask, "mask").program, OPTIONS), "WINDOW": 100, "PAGE": page_size, "RAGGED": True,
+        "SCORE": codegen.program_function(trace(score, "score").program, OPTIONS), "FOLD": False, "R": 4, "M": rows, "N": tile.n,
+        "D": 128, "DP": 128, "E": 128, "EP": 128, "PRECISION": "tf32",
+    }  # fmt: skip
+    kinds: dict[str, Any] = {
+        "q_ptr": "*bf16",
+        "k_ptr": "*bf16",
+        "v_ptr": "*bf16",
+        "out_ptr": "*bf16",
+        "sink_ptr": "*fp32",
+        "lse_ptr": "*fp32",
+    }
+    kinds |= {"part_out_ptr": "*fp32", "part_lse_ptr": "*fp32", "scale": "fp32", "lse_stride": ("i64", "i64", "i64")}
+    kinds |= dict.fromkeys(("table_ptr", "ranges_ptr", "counter_ptr"), "*i32")
+    kinds |= dict.fromkeys(("mask_captured", "score_captured"), ("*fp32",)) | dict.fromkeys(("mask_sizes", "score_sizes"), ("i32",))
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for i, name in enumerate(decode_kernel.arg_names):
+        if name in known:
+            signature[name], constants[i,] = "constexpr", known[name]
+        elif name.endswith("_stride") and name not in kinds:
+            signature[name], constants[i, 3] = ("i64", "i64", "i64", "constexpr"), 1
+            attributes.update({(i, j): [["tt.divisibility", 16]] for j in range(3)})
+        else:
+            signature[name] = kinds.get(name, "i32")
+            if name.endswith("_ptr"):
+                attributes[i,] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=decode_kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options).metadata.shared
+
+
 def main() -> None:
     check_rounding()
+    for target, page_size, rows in [(90, 64, 16)] + [(80, 16, 16), (90, 16, 64)] * ("--all" in sys.argv):
+        print(f"sm_{target} decode_kernel, pages of {page_size}, {rows} rows: {compile_decode(target, page_size, rows)} bytes", flush=True)
     grid = [(90, (128, 128), "bf16", True, True), (80, (64, 64), "fp16", False, False)]
     if "--all" in sys.argv:
         grid += [(target, (64, 64), "bf16", False, True) for target in (80, 90)]

@@ -226,6 +226,8 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[int, Pa
     check_sink(call.sink, q)
     _check_kernel(call.kernel)
     refuse_transforms()
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("cache=…: cannot capture a CUDA graph: a replay would write to the positions of the captured step again")
     if is_invariant():
         raise KernelRefused("cache=…: longspan.invariant() is not supported with a cache; leave the context, or call without a cache")
     mask = _checked_mask(call.mask, step, q.shape[1])

@@ -27,7 +27,7 @@ class SequenceKeys(NamedTuple):
     k: Tensor
     v: Tensor
     positions: Tensor
-    index: int
+    batch_index: int
 
 
 def gathered_keys(pages: PagedKV, ranges: QueryRanges, index: int, work: PagedWork) -> SequenceKeys:
@@ -45,14 +45,15 @@ def attend_sequence(q: Tensor, keys: SequenceKeys, start: int, work: PagedWork) 
     (heads, m, dim), tokens = q.shape, keys.k.shape[1]
     G, wide, device = keys.k.shape[0], state_dtype(q.dtype), q.device
     if not tokens:
-        shape = (0, heads, m)
-        return _merged(*(torch.zeros(size, dtype=wide, device=device) for size in (shape, shape, (*shape, keys.v.shape[-1]))), work.sink)
+        assert work.sink is None  # over a mesh, the sink is added when ranks are merged
+        lse = torch.full((heads, m), -torch.inf, dtype=wide, device=device)
+        return torch.zeros((heads, m, keys.v.shape[-1]), dtype=wide, device=device), lse
     R = heads // G
     k, v = (_in_splits(x, wide) for x in (keys.k, keys.v))
     S = k.shape[0]
     rows = (q.to(wide) * work.scale).reshape(1, G, R * m, dim)
     scores = torch.matmul(rows, k.mT).view(S, G, R, m, SPLIT)
-    b = torch.full((1, 1, 1, 1, 1), keys.index, device=device)
+    b = torch.full((1, 1, 1, 1, 1), keys.batch_index, device=device)
     h = torch.arange(heads, device=device).view(1, G, R, 1, 1)
     at = torch.arange(start, start + m, device=device).view(1, 1, 1, m, 1)
     padding = S * SPLIT - tokens
@@ -97,7 +98,7 @@ def merge_ranks(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, 
 
 def _merged(top: Tensor, total: Tensor, acc: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """(out [H, m, E], lse [H, m]) of splits: maxima [S, H, m], sums of exponentials, sums of exponentials times values."""
-    largest = top.amax(0) if len(top) else torch.full(top.shape[1:], -torch.inf, dtype=top.dtype, device=top.device)
+    largest = top.amax(0)
     if sink is not None:
         logit = sink.to(top.dtype)[:, None]
         largest = torch.maximum(largest, logit)
