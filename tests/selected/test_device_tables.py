@@ -1,0 +1,141 @@
+"""Selections on the device: tile lists and gathered keys, in Triton's interpreter on CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import longspan as ls
+from longspan._engine import selected as engine
+from longspan._kernels.gpu.selected_tables import SelectedTables, tiled_work
+from longspan._kernels.protocol import AttentionInputs, Selection, Work
+from longspan._kernels.tiling import Tiling
+from longspan._kernels.triton.gathered_call import GatheredKeys, without_repeats
+from longspan._masks.block_table import FULL, PARTIAL
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def tiles_of(runs: tuple[torch.Tensor, ...], row: int) -> list[int]:
+    ptr, first, last = (t.tolist() for t in runs[:3])
+    return [tile for i in range(ptr[row], ptr[row + 1]) for tile in range(first[i], last[i] + 1)]
+
+
+@pytest.mark.parametrize("choices", [1, 2, 4])
+def test_device_tables_list_the_chosen_tiles_of_the_rest_of_the_mask(choices: int) -> None:
+    torch.manual_seed(choices)
+    heads, q_len, kv_len, tiles = 4, 500, 700, (4, 6)
+    indices = torch.randint(-1, 6, (1, choices, 4, 5), dtype=torch.int32, device=DEVICE)
+    indices[:, 0, 1] = -1
+    table = ls.causal().block_table(q_len, kv_len)
+    work = Work(table=table, q_tiles=Tiling(length=q_len, block=128), kv_tiles=Tiling(length=kv_len, block=128), scale=1.0)
+    q, k = torch.zeros(1, heads, q_len, 16, device=DEVICE), torch.zeros(1, 2, kv_len, 16, device=DEVICE)
+    selection = Selection(indices=indices, granularity=128, q_granularity=128, heads_per_choice=heads // choices)
+    tables: Any = tiled_work(AttentionInputs(q=q, k=k, v=k), work, selection, dummy=False).device_tables
+    chosen = (indices[0, :, :, :, None] == torch.arange(6, device=DEVICE)).any(2).cpu().repeat_interleave(heads // choices, 0)
+    kinds = torch.where(chosen, table.to_dense()[0], 0)
+    table_heads = 1 if choices == 1 else heads
+    for by_query, expected in ((True, kinds), (False, kinds.mT)):
+        on_device = tables.of_pass(by_query=by_query, shared=2)
+        assert sorted(on_device.order.tolist()) == list(
+            range(table_heads * tiles[0] if by_query else table_heads // min(2, table_heads) * 6)
+        )
+        for row, kind_row in enumerate(expected[:table_heads].flatten(0, 1)):
+            assert tiles_of(on_device.partial, row) == (kind_row == PARTIAL).nonzero().flatten().tolist()
+            assert tiles_of(on_device.full, row) == (kind_row == FULL).nonzero().flatten().tolist()
+            counted = on_device.counts[2 * row : 2 * row + 2].tolist()
+            assert counted == [int((kind_row == PARTIAL).sum()), int((kind_row == FULL).sum())]
+
+
+def test_rows_without_tiles_get_a_tile_past_the_last_key_where_a_kernel_needs_one() -> None:
+    indices = torch.tensor([[[[-1], [0]]]], dtype=torch.int32, device=DEVICE)
+    table = ls.causal().block_table(256)
+    work = Work(table=table, q_tiles=Tiling(length=256, block=128), kv_tiles=Tiling(length=256, block=128), scale=1.0)
+    q = torch.zeros(1, 1, 256, 16, device=DEVICE)
+    selection = Selection(indices=indices, granularity=128, q_granularity=128, heads_per_choice=1)
+    tables: Any = tiled_work(AttentionInputs(q=q, k=q, v=q), work, selection, dummy=True).device_tables
+    rows = tables.of_pass(by_query=True, shared=1)
+    assert (tiles_of(rows.partial, 0), tiles_of(rows.full, 0)) == ([2], [])
+    assert (tiles_of(rows.partial, 1), tiles_of(rows.full, 1)) == ([], [0])
+
+
+def test_repeated_entries_are_dropped() -> None:
+    torch.manual_seed(0)
+    indices = torch.randint(-1, 9, (2, 1, 5, 6), dtype=torch.int32, device=DEVICE)
+    for row, got in zip(indices.flatten(0, 2).tolist(), without_repeats(indices, 9).flatten(0, 2).tolist(), strict=True):
+        assert sorted(i for i in got if i >= 0) == sorted({i for i in row if i >= 0})
+
+
+def tensors(tokens: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, h, tokens, 16, device=DEVICE, requires_grad=True) for h in (2, 1, 1)]
+
+
+@pytest.fixture
+def paths(monkeypatch: pytest.MonkeyPatch) -> list[type]:
+    """The types of the device tables of all calls."""
+    used: list[type] = []
+    of = engine.SelectedCall.of
+
+    def noted(*args: Any) -> Any:
+        call = of(*args)
+        used.append(type(None if call is None else call.work.device_tables))
+        return call
+
+    monkeypatch.setattr(engine.SelectedCall, "of", noted)
+    return used
+
+
+def test_blocks_take_tile_lists_and_single_keys_are_gathered(paths: list[type]) -> None:
+    q, k, v = tensors(64)
+    ls.attention(q, k, v, mask=ls.selected(torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=DEVICE), 64), kernel="triton")
+    ls.attention(q, k, v, mask=ls.selected(torch.zeros(1, 1, 64, 1, dtype=torch.int32, device=DEVICE), 1), kernel="triton")
+    assert paths == [SelectedTables, GatheredKeys]
+
+
+def test_deterministic_algorithms_do_not_gather_keys(paths: list[type]) -> None:
+    q, k, v = tensors(32)
+    mask = ls.selected(torch.arange(32, dtype=torch.int32, device=DEVICE).view(1, 1, 32, 1), 1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        out = ls.attention(q, k, v, mask=mask, kernel="triton")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert paths == [type(None)]
+    assert torch.allclose(out, v.expand_as(out), atol=1e-5)  # every query sees its own key only
+
+
+@pytest.mark.parametrize(("granularity", "tokens"), [(64, 128), (4, 24)])
+def test_non_finite_keys_that_a_query_does_not_see_change_no_bit(granularity: int, tokens: int) -> None:
+    q, k, v = tensors(tokens)
+    rows = tokens // granularity
+    indices = torch.arange(rows, dtype=torch.int32, device=DEVICE).view(1, 1, rows, 1)
+    mask = ls.selected(indices, granularity) & ls.causal()
+    grad = torch.randn_like(q)
+
+    def results() -> list[torch.Tensor]:
+        out = ls.attention(q, k, v, mask=mask, kernel="triton")
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+
+    before = results()
+    with torch.no_grad():
+        k[:, :, -1], v[:, :, -1] = torch.nan, torch.inf
+    after = results()
+    # The last query sees the key, so the other keys that it sees get a NaN gradient.
+    for name, a, b, hidden in zip(("out", "dq", "dk", "dv"), before, after, (1, 1, granularity, granularity), strict=True):
+        assert torch.equal(a[:, :, :-hidden], b[:, :, :-hidden]), name
+
+
+def test_a_new_choice_builds_no_block_table_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan._engine import table_cache
+
+    q, k, v = tensors(128)
+    choices = [torch.full((1, 1, 2, 1), block, dtype=torch.int32, device=DEVICE) for block in range(2)]
+    ls.attention(q, k, v, mask=ls.selected(choices[0], 64) & ls.causal(), kernel="triton")
+    monkeypatch.setattr(table_cache, "classify", None)
+    out = ls.attention(q, k, v, mask=ls.selected(choices[1], 64) & ls.causal(), kernel="triton")
+    assert not out[:, :, :64].any() and out[:, :, 64:].any()
