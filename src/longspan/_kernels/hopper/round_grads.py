@@ -28,7 +28,8 @@ def _round_sum(parts_ptr, grad_ptr, block, size, head_size, PARTS: tl.constexpr,
     tl.store(grad_ptr + i, total.to(grad_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["dq_size", "dk_size", "dv_size", "dk_head", "dv_head"])
+# Sizes are specialized: accesses are vectors only if the compiler knows that sizes are multiples of 16.
+@triton.jit
 def round_kernel(
     total_ptr, dq_ptr, dk_parts_ptr, dk_ptr, dv_parts_ptr, dv_ptr, dq_size, dk_size, dv_size, dk_head, dv_head,
     PARTS: tl.constexpr, SIZE: tl.constexpr,
