@@ -14,6 +14,7 @@ import random
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -24,15 +25,18 @@ import longspan as ls
 from longspan.testing import run_processes
 
 SAMPLES = 40  # of memory and time, over the whole run
+# Shares of calls with a new plan, and of calls with a new callable, which is traced. Both take as long as many other calls.
+NEW_PLANS = NEW_MODS = 0.03
 WARM_UP = 0.25  # of the run, in which caches fill
 
 
 def calls(seed: int, mesh: Any) -> Callable[[], None]:
     """A function that makes the next random call: the same sequence on every rank."""
     draw = random.Random(seed)
+    plans: deque[ls.Plan] = deque(maxlen=10)
 
     def mask(length: int) -> ls.Mask:
-        kind = draw.randrange(5)
+        kind = 4 if draw.random() < NEW_MODS else draw.randrange(4)
         if kind == 0:
             return ls.causal()
         if kind == 1:
@@ -47,14 +51,16 @@ def calls(seed: int, mesh: Any) -> Callable[[], None]:
 
     def call() -> None:
         length = draw.randrange(16, 200)
-        slope = draw.choice([0.0, 0.0, draw.random()])
+        slope = draw.random() if draw.random() < NEW_MODS else 0.0
         options: dict[str, Any] = {"score_mod": lambda score, b, h, q, kv: score - slope * (q - kv)} if slope else {}
-        if mesh is None and draw.random() < 0.95:  # a plan takes as long as thirty calls
+        if mesh is None and draw.random() < 0.7:
             options["mask"], tokens = mask(length), length
         else:
-            layout, strategy = draw.choice(["contiguous", "head_tail"]), draw.choice(["ring", "exchange", "allgather"])
-            over = ls.Mesh.abstract(1) if mesh is None else mesh
-            options["plan"] = plan = ls.plan(mask(length), length, over, layout=layout, strategy=strategy)
+            if not plans or draw.random() < NEW_PLANS:
+                layout, strategy = draw.choice(["contiguous", "head_tail"]), draw.choice(["ring", "exchange", "allgather"])
+                over = ls.Mesh.abstract(1) if mesh is None else mesh
+                plans.append(ls.plan(mask(length), length, over, layout=layout, strategy=strategy))
+            options["plan"] = plan = draw.choice(plans)
             tokens = plan.local_len
         q, k, v = (torch.randn(1, 2, tokens, 8, requires_grad=True) for _ in range(3))
         out = ls.attention(q, k, v, **options)
@@ -64,8 +70,8 @@ def calls(seed: int, mesh: Any) -> Callable[[], None]:
     return call
 
 
-def soak(count: int, seed: int, over_group: bool) -> list[tuple[int, float]]:
-    """(resident bytes, CPU seconds per call) of each part of the run."""
+def soak(count: int, seed: int, over_group: bool, say: bool) -> list[tuple[int, float]]:
+    """(resident bytes, CPU seconds per call) of each part of the run. say: print them."""
     torch.set_num_threads(1)
     call = calls(seed, dist.group.WORLD if over_group else None)
     samples = []
@@ -77,6 +83,8 @@ def soak(count: int, seed: int, over_group: bool) -> list[tuple[int, float]]:
         seconds = (time.process_time() - start) / max(1, size)
         gc.collect()
         samples.append((_resident(), seconds))
+        if say:
+            print(f"{(part + 1) * count // SAMPLES} calls: {samples[-1][0] / 2**20:.1f} MiB, {1e3 * seconds:.2f} ms", flush=True)
     return samples
 
 
@@ -103,9 +111,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.processes == 1:
-        ranks = [soak(options.calls, options.seed, False)]
+        ranks = [soak(options.calls, options.seed, False, True)]
     else:
-        ranks = run_processes(soak, options.processes, options.calls, options.seed, True, timeout=36_000.0)
+        ranks = run_processes(soak, options.processes, options.calls, options.seed, True, False, timeout=36_000.0)
     results = [summary(samples) for samples in ranks]
     for rank, r in enumerate(results):
         print(
