@@ -42,6 +42,7 @@ def rank_main(case: Case, rank: int, folder: str, timeout: float, report: Callab
         report("fault", kind)
     for name, call in calls:
         injector.call = name
+        report("call", name, "")
         try:
             report("value", name, _digest(call()))
         except BaseException as error:  # torch's CheckpointException is not an Exception

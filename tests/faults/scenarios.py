@@ -49,6 +49,7 @@ def _attention(state: RankState, mesh: Any, *, score_mod: bool = False, sink: bo
     tokens = TOKENS - (odd == "length")
     mask = ls.causal() if odd != "mask" else ls.causal() & ls.sliding_window(100)
     if odd == "plan":
+        options.pop("stages", None)
         options = {**options, "layout": "contiguous", "strategy": "allgather" if options["strategy"] == "exchange" else "exchange"}
     first = ls.plan(mask, tokens, mesh, **options)
     second = ls.plan(ls.documents(lengths=[tokens - 90, 90]), tokens, mesh, **{**options, "layout": first.layout})

@@ -58,6 +58,7 @@ class Report:
     """What one rank said and how it ended. `results`: digest or error of each call, with the time."""
 
     results: list[tuple[str, str, str, float]] = field(default_factory=list)  # (call, "value" | "error", digest or message, time)
+    started: dict[str, float] = field(default_factory=dict)  # time of each call
     points: list[str] = field(default_factory=list)
     exit_status: int | None = None  # negative: the signal that ended the process
     ended: float | None = None
@@ -172,6 +173,8 @@ class Supervisor:
             report = run.reports[rank]
             if kind == "fault":
                 run.struck = when
+            elif kind == "call":
+                report.started[rest[0]] = when
             elif kind == "end":
                 report.points, report.ended = rest[0], when
             else:

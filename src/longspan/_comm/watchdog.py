@@ -191,6 +191,7 @@ class Answers:
         self._world = dist.group.WORLD if dist.group.WORLD is None else ref(dist.group.WORLD)
         # A connection of its own: a store that does not respond must not block the program's use of it.
         self._store = PrefixStore(_PREFIX, store.clone() if hasattr(store, "clone") else store)
+        self._patience = max(1.5 * interval, 2.0)  # seconds for answers: a healthy process may be slow on a busy machine
         self._question = 0  # the next one to answer
         self._warned: Exchange | None = None
         self._stop = threading.Event()
@@ -247,11 +248,11 @@ class Answers:
 
         thread = threading.Thread(target=collect, name="longspan watchdog question", daemon=True)
         thread.start()
-        thread.join(2 * self._interval + 1.0)
+        thread.join(self._patience + 1.0)
         return notes[0] if notes else None
 
     def _collect(self, ranks: Sequence[int]) -> Notes:
-        question, end = self._question, time.monotonic() + 1.5 * self._interval + 0.3
+        question, end = self._question, time.monotonic() + self._patience
         self._store.set(f"ask/{question}", "1")
         self._note(question)
         missing, notes = [r for r in ranks if r != self._rank], {self._rank: self._watchdog.note()}
