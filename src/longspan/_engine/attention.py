@@ -17,14 +17,16 @@ from longspan._engine.call_cache import CallKey, calls, score_key
 from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, refuse_transforms, tracing_under_transforms
 from longspan._engine.dense_distributed import dense_over_mesh
 from longspan._engine.invariant_mode import is_invariant
+from longspan._engine.prepared_call import is_captured
 from longspan._engine.spec import Spec
 from longspan._engine.table_cache import DeviceCopies
 from longspan._engine.values import CallOptions, CallTensors
 from longspan._kernels.dense import Scoring, dense_attention
-from longspan._kernels.protocol import state_dtype
+from longspan._kernels.protocol import MASK_IN_GRAPH, state_dtype
 from longspan._kernels.registry import INVARIANT, KernelRefused, check_name
 from longspan._masks.algebra import FromBlockMask, Full, Mask, MaskLike, as_mask
 from longspan._masks.extent import AttentionSizes
+from longspan._masks.static_mask import static_mask_of
 from longspan._masks.trace_cache import traces
 from longspan._masks.tracing import Traced
 from longspan._plan.handle import PlanHandle
@@ -266,6 +268,8 @@ def _call_tensors(
 ) -> CallTensors:  # fmt: skip
     """The tensors of the call, with those that the programs capture, checked."""
     mask_captured = [] if mask is None else mask.captured()
+    if mask_captured and is_captured(q) and static_mask_of(mask_captured) is None:
+        raise RuntimeError(MASK_IN_GRAPH)
     inputs = CallTensors(
         q=q,
         k=k,

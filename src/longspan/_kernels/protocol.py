@@ -24,6 +24,11 @@ from longspan._masks.block_table import BlockTable
 from longspan._masks.joint import Joint
 from longspan._masks.program import Program
 
+MASK_IN_GRAPH = (
+    "cannot capture a CUDA graph: the mask reads tensors, the block table follows from their present values, and a replay would not see "
+    "a change. Use longspan.StaticMask(mask) and update it before each replay, a mask that reads no tensor, or a plan, which fixes them"
+)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Selection:

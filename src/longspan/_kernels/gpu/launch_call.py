@@ -21,12 +21,8 @@ from longspan._kernels.gpu import codegen, launch
 from longspan._kernels.gpu.lookup_bounds import check_lookups
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch, hold_for_graph, layouts, prepared_launch
 from longspan._kernels.gpu.selected_tables import SelectedTables
-from longspan._kernels.protocol import AttentionInputs, Work
+from longspan._kernels.protocol import MASK_IN_GRAPH, AttentionInputs, Work
 
-_GRAPH_AND_MASK = (
-    "cannot capture a CUDA graph: the mask reads tensors, the block table follows from their present values, and a replay would not see "
-    "a change. Use longspan.StaticMask(mask) and update it before each replay, a mask that reads no tensor, or a plan, which fixes them"
-)
 _GRAPH_AND_NEW_CALL = "cannot capture a CUDA graph: this call was never made before. Make the same call once before the capture"
 
 
@@ -135,7 +131,7 @@ class LaunchCall:
         )
         capturing = launch.capturing(self.q.device)
         if capturing and work.mask_captured and not work.mask_is_fixed:
-            raise RuntimeError(_GRAPH_AND_MASK)
+            raise RuntimeError(MASK_IN_GRAPH)
         prepared = prepared_launch(work.table, key, _raise_in_capture if capturing else partial(self.prepare, one))
         if capturing:
             hold_for_graph(prepared, work.mask_captured)
