@@ -257,7 +257,7 @@ def layout_launch(kernel: Any, tensors: Tensors, constants: Mapping[str, Any], c
 
 @lru_cache(maxsize=512)
 def _layout_launch(
-    kernel: Any, device: torch.device, _layouts: tuple[Layout | None, ...], constants: tuple[tuple[str, Any], ...], ctas: int
+    kernel: Any, device: torch.device, _layouts: Layouts, constants: tuple[tuple[str, Any], ...], ctas: int
 ) -> PreparedLaunch:
     return PreparedLaunch(
         kernel=kernel, options={"num_warps": 4, **FUSED}, ctas=ctas, device=device, descriptors={}, constants=dict(constants)
@@ -281,9 +281,20 @@ def hold_for_graph(launch: PreparedLaunch, mask_captured: Sequence[Tensor] = ())
 Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], bool]
 
 
-def layout(tensor: Tensor | None) -> Layout | None:
-    return None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0)
+# Layouts of the distinct tensors of a list, and for each tensor the index of its layout; −1 for None. A launch names the same tensor as a
+# pointer, by TMA descriptors and as a running state.
+Layouts = tuple[tuple[Layout, ...], tuple[int, ...]]
 
 
-def layouts(tensors: Iterable[Tensor | None]) -> tuple[Layout | None, ...]:
-    return tuple([layout(t) for t in tensors])
+def layouts(tensors: Iterable[Tensor | None]) -> Layouts:
+    distinct: list[Layout] = []
+    index_of = {id(None): -1}
+    indices = []
+    for t in tensors:
+        index = index_of.get(id(t))
+        if index is None:
+            assert t is not None
+            index = index_of[id(t)] = len(distinct)
+            distinct.append((t.dtype, t.shape, t.stride(), t.data_ptr() % 16 == 0))
+        indices.append(index)
+    return tuple(distinct), tuple(indices)

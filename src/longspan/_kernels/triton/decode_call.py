@@ -16,7 +16,7 @@ from longspan._kernels.gpu.device import capability
 from longspan._kernels.gpu.interpreter import computable, interpreted
 from longspan._kernels.gpu.launch_call import tf32_allowed
 from longspan._kernels.gpu.limits import MAX_HEAD_DIM
-from longspan._kernels.gpu.prepared_launch import Layout, PreparedLaunch, hold_for_graph, layouts
+from longspan._kernels.gpu.prepared_launch import Layouts, PreparedLaunch, hold_for_graph, layouts
 from longspan._kernels.gpu.workspace import Workspace
 from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork, QueryRanges
 from longspan._kernels.protocol import like_query
@@ -254,7 +254,7 @@ def _stride(tensor: Tensor | None) -> tuple[int, ...]:
 
 @lru_cache(maxsize=512)
 def _prepared(
-    kernel: Any, device: torch.device, _layouts: tuple[Layout | None, ...], constants: tuple[tuple[str, Any], ...], how: _How
+    kernel: Any, device: torch.device, _layouts: Layouts, constants: tuple[tuple[str, Any], ...], how: _How
 ) -> PreparedLaunch:  # fmt: skip
     workspace = Workspace(device=device, zeros=(how.counters,), floats=how.floats) if how.counters else None
     return PreparedLaunch(
