@@ -185,6 +185,18 @@ def test_compiled_and_recomputed_layers_count_as_layers_that_used_the_plan(how: 
     assert relative(loss, want) < 1e-6
 
 
+def test_a_compiled_model_with_graph_breaks_uses_the_plan(pytestconfig: pytest.Config) -> None:
+    if not pytestconfig.getoption("--whole-grid"):
+        pytest.skip("compiling takes 16 s: runs with --whole-grid")
+    model = model_of("llama", "longspan")
+    want = model(**planned()).loss
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        assert relative(compiled(**planned()).loss, want) < 1e-6
+
+
 def test_ranks_that_are_threads_of_one_model_are_checked_each() -> None:
     model = model_of("gemma2", "longspan")
 

@@ -64,12 +64,13 @@ def plan_in_context(module: nn.Module) -> Any:
 
 
 def record_use(module: nn.Module) -> None:
-    """Record that an attention module used the plan of the current forward. Compiled code records nothing.
+    """Record that an attention module used the plan of the current forward. Compiled code sets an attribute of the module instead.
 
     Raises:
         ValueError: If documents were derived from position_ids, in which this model does not look for documents.
     """
     if torch.compiler.is_compiling():
+        module._longspan_compiled_use = True  # type: ignore[assignment]  # at each run of the compiled code, not only now
         return
     forward = _current_forward.get()
     if forward is None:
@@ -166,6 +167,7 @@ def _check_before(model: nn.Module, plan: Any, mask: Any) -> None:
         )
     check_positions(model.config, plan)
     for module in model.modules():
+        module.__dict__.pop("_longspan_compiled_use", None)
         function = module.__dict__.get("_gradient_checkpointing_func")
         if function is not None and not isinstance(function, PlanKeepingCheckpoint):
             module._gradient_checkpointing_func = PlanKeepingCheckpoint(function)  # type: ignore[assignment]
@@ -178,7 +180,7 @@ def _uses_relative_positions(model: nn.Module) -> bool:
 
 def _check_all_used(model: nn.Module, forward: Forward) -> None:
     unused = _layers_without_plan(model, forward)
-    if not unused and (forward.module_ids or _any_compiled(model)):
+    if not unused and (forward.module_ids or _any_compiled(model) or any(hasattr(m, "_longspan_compiled_use") for m in model.modules())):
         return
     names = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
     who = f"{names} did not use it" if unused else "no attention layer used it"
@@ -202,7 +204,7 @@ def _layers_without_plan(model: nn.Module, forward: Forward) -> list[str]:
         children = [(f"{name}.{child_name}" if name else child_name, child) for child_name, child in module.named_children()]
         children = [(child_name, child) for child_name, child in children if not _is_idle_model(child, forward)]
         uses = [visit(child, child_name) for child_name, child in children]
-        used = id(module) in forward.module_ids or any(uses)
+        used = id(module) in forward.module_ids or hasattr(module, "_longspan_compiled_use") or any(uses)
         if not used and _is_causal_attention(module):
             names.append(name)
             return True
