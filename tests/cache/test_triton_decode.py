@@ -23,7 +23,7 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_call, "SMALLEST_SPLIT", 32)
 
 
-@pytest.mark.parametrize("seed", [3, 5, 8, 9])
+@pytest.mark.parametrize("seed", [5, 8, 9])
 def test_random_caches_match_the_oracle(seed: int) -> None:
     Case(seed, kernel="triton", device=DEVICE, dtype=torch.float32, longest=60).run()
 

@@ -5,9 +5,10 @@ Legend: n sequences of the step, T new tokens in all.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -15,6 +16,9 @@ from longspan._kernels.paged import QueryRanges
 
 if TYPE_CHECKING:
     from longspan._cache.kv_cache import KVCache
+
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -33,6 +37,7 @@ class CacheStep:
     ranges: QueryRanges
     ragged: bool
     _used: set[int] = field(default_factory=set, init=False, repr=False)  # layers
+    _derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)  # a few per mask and sequence
     _checked: int = field(default=-1, init=False, repr=False)  # the cache's version at the last complete check
 
     @cached_property
@@ -40,6 +45,14 @@ class CacheStep:
         """Position of each new token in its sequence, int64 on the cache's device: [n, count], or [1, T] if `ragged`."""
         shape = (1, -1) if self.ragged else (len(self.ids), self.ranges.counts[0] if self.ids else 0)
         return self.ranges.positions.view(shape)
+
+    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value of a key, made once for all layers; made at every call if the key is None."""
+        if key is None:
+            return make()
+        if key not in self._derived:
+            self._derived[key] = make()
+        return self._derived[key]  # type: ignore[no-any-return]
 
     def check_layer(self, layer: int) -> None:
         """Raise unless `layer` is the next to be written by this step."""

@@ -10,8 +10,9 @@ Legend as in `longspan._kernels.paged`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from longspan._masks.classify import TableShape, classify
 from longspan._masks.trace_cache import traces
 from longspan._torch_modes import without_autocast
 
+BLOCK = (BLOCK_SIZE, BLOCK_SIZE)
 KERNELS = ("auto", "cpu", "triton")
 
 
@@ -92,7 +94,7 @@ def _attend_alone(tokens: _Tokens, pages: PagedKV, call: CachedCall, work: Paged
     results = _Results(q, out, lse, step)
     for i, count in enumerate(step.ranges.counts):
         if count > FEW_QUERIES:
-            _attend_chunk(results, i, pages, work, call.kernel)
+            _attend_chunk(results, i, pages, work, call)
         elif count and not by_triton:
             keys = gathered_keys(pages, step.ranges, i, work)
             results.add(i, *attend_sequence(results.queries(i), keys, step.ranges.starts[i], work))
@@ -171,24 +173,29 @@ class _Results:
         return x[0, :, first : first + self.ranges.counts[index]]
 
 
-def _attend_chunk(results: _Results, index: int, pages: PagedKV, work: PagedWork, kernel: str) -> None:
+def _attend_chunk(results: _Results, index: int, pages: PagedKV, work: PagedWork, call: CachedCall) -> None:
     """Many queries of one sequence over its gathered KV, by a kernel of training."""
-    ranges, q = results.ranges, results.queries(index)[None]
+    step, kernel, ranges, q = call.step, call.kernel, results.ranges, results.queries(index)[None]
     start, length = ranges.starts[index], ranges.lengths[index]
     k, v = (x[None] for x in pages.gather(ranges.rows[index], 0, length))
     inputs = AttentionInputs(q=q, k=k, v=v)
     state = sink_state(work.sink, q, v, max_scores=False)
-    chosen = None
-    block = (BLOCK_SIZE, BLOCK_SIZE)
-    while True:
-        kernel_work = _chunk_work(work, index, start, length, heads=q.shape[1], block=block)
-        if chosen is None:
-            chosen = choose(kernel, [KernelCall(inputs, kernel_work)]).kernel
-            block = chosen.block_size(inputs, kernel_work.table)
-        if kernel_work.table.block == block:
-            break
+    made = partial(_chunk_work, work, index, start, length, heads=q.shape[1])
+    kernel_work = step.derived(_chunk_key(work, index, BLOCK), partial(made, block=BLOCK))
+    chosen = choose(kernel, [KernelCall(inputs, kernel_work)]).kernel
+    block = chosen.block_size(inputs, kernel_work.table)
+    if block != BLOCK:
+        kernel_work = step.derived(_chunk_key(work, index, block), partial(made, block=block))
+    kernel_work = replace(
+        kernel_work, scale=work.scale, score=work.score, score_captured=work.score_captured, mask_captured=work.mask_captured
+    )  # fmt: skip
     result = chosen.forward(inputs, kernel_work, state=state, final=True, max_scores=False)
     results.add(index, result.out[0], result.lse[0])
+
+
+def _chunk_key(work: PagedWork, index: int, block: tuple[int, int]) -> Hashable:
+    """The key under which layers of a step share a chunk's tiles; None if the mask reads tensors, which may differ between layers."""
+    return None if work.mask_captured else (None if work.mask is None else work.mask.key, index, block)
 
 
 def _chunk_work(work: PagedWork, index: int, start: int, length: int, *, heads: int, block: tuple[int, int]) -> Work:

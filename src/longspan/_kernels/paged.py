@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -53,12 +54,12 @@ class QueryRanges:
     spread: SpreadPages | None = None
     local_tokens: Tensor | None = None
 
-    @property
+    @cached_property
     def counts(self) -> list[int]:
         """New tokens of each sequence."""
         return [length - start for start, length in zip(self.starts, self.lengths, strict=True)]
 
-    @property
+    @cached_property
     def firsts(self) -> list[int]:
         """Index of each sequence's first token among all tokens."""
         firsts, total = [], 0

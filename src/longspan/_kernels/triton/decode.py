@@ -1,11 +1,13 @@
-"""The decode kernel: few queries over many keys, contiguous or in pages. Forward only.
+"""The decode kernels: few queries over many keys, contiguous or in pages. Forward only.
 
-    one CTA per (sequence, KV head, tile of M query rows, split of the keys)
-    ────────────────────────────────────────────────────────────────────────
-    load         q: the query heads of a KV head are rows of one tile, so that KV is read once: row r is query r // R, head r % R
-    per tile     S = QKᵀ, mask, P, acc += PV over tiles of N keys, through the software pipeline of `num_stages` tiles
-    epilogue     store a partial out and its base-2 log-sum-exp; the last CTA of a tile of rows (an atomic counter tells) merges the
-                 partial results of all splits in ascending order, adds the sink and stores out and lse
+    decode_kernel    one CTA per (sequence, KV head, tile of M query rows, split of the keys)
+    ─────────────    q: the query heads of a KV head are rows of one tile, so that KV is read once: row r is query r // R, head r % R
+                     S = QKᵀ, mask, P, acc += PV over tiles of N keys, through the software pipeline of `num_stages` tiles
+                     stores a partial out and its base-2 log-sum-exp
+    merge_kernel     one CTA per (sequence, query, head, part of the head dim): merges the partial results of a row, then the sink
+
+The merge is a launch of its own: in the same launch, by the last CTA of a tile, every CTA would wait until its stores are visible to the
+others, which takes 5 to 10 % of the bandwidth (H200).
 
 Splits are ranges of positions [i · C, (i + 1) · C) of a sequence, where C depends on the sequence's length and the number of KV heads
 (`split_tokens`), and M on the sequence's number of queries. So a row's bits depend neither on the batch nor on pages.
@@ -166,38 +168,18 @@ def count_values(
     return count
 
 
-@triton.jit
-def merged(part_out_ptr, part_lse_ptr, at, begin, end, inside, M: tl.constexpr, E: tl.constexpr, EP: tl.constexpr):
-    """(acc, total, m) of the partial results `begin` … `end` − 1 of rows whose first partial result is `at` [M]."""
-    m = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, EP], tl.float32)
-    e = tl.arange(0, EP)
-    used = inside[:, None] & (e < E)[None, :]
-    for split in tl.range(begin, end, num_stages=4):
-        # .cg: other CTAs wrote these values, so that this SM's L1 may not be read.
-        part = tl.load(part_lse_ptr + at + split, mask=inside, other=float("-inf"), cache_modifier=".cg")
-        x = tl.load(part_out_ptr + (at + split)[:, None] * E + e[None, :], mask=used, other=0.0, cache_modifier=".cg")
-        m_new = tl.maximum(m, part)
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight, shrink = tl.exp2(part - base), tl.exp2(m - base)
-        total = total * shrink + weight
-        acc = acc * shrink[:, None] + tl.where(weight[:, None] == 0.0, 0.0, x * weight[:, None])  # 0 · inf would be NaN
-        m = m_new
-    return acc, total, m
-
-
 @triton.jit(do_not_specialize=_DYNAMIC)
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, ranges_ptr, sink_ptr, out_ptr, lse_ptr, counter_ptr, part_out_ptr, part_lse_ptr,
-    q_stride, k_stride, v_stride, out_stride, lse_stride, mask_captured, mask_sizes, score_captured, score_sizes,
+    q_ptr, k_ptr, v_ptr, table_ptr, ranges_ptr, part_out_ptr, part_lse_ptr,
+    q_stride, k_stride, v_stride, mask_captured, mask_sizes, score_captured, score_sizes,
     sequences, kv_heads, row_tiles, splits, min_queries, max_queries, width, q_len, kv_len, first_key, smallest, scale,
     MASK: tl.constexpr, SCORE: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, RAGGED: tl.constexpr, FOLD: tl.constexpr,
     R: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out [M, E] and lse [M] of a tile of rows, by the last CTA of its splits. WINDOW: keys before q − WINDOW + 1 are hidden; None: no
-    window. Sequences with fewer than `min_queries` or more than `max_queries` queries are left out.
+    """A partial out [M, E] and log-sum-exp [M] of one split. WINDOW: keys before q − WINDOW + 1 are hidden; None: no window.
+
+    Sequences with fewer than `min_queries` or more than `max_queries` queries are left out.
     """
     pid = tl.program_id(0)
     g = pid % kv_heads
@@ -243,38 +225,69 @@ def decode_kernel(
                     MASK, PAGE, M, N, E, EP, PRECISION,
                 )  # fmt: skip
                 acc = tl.where(nonfinite > 0.0, acc + sign * float("inf"), acc)
-        parts = end_split - first_split
-        is_last = parts == 1
-        at = ((wide(n) * kv_heads * R + head) * max_queries + i) * splits
-        if parts > 1:
-            nothing = total == 0.0
-            divisor = tl.where(nothing, 1.0, total)
-            tl.store(part_lse_ptr + at + split, tl.where(nothing, float("-inf"), m + tl.log2(divisor)), mask=inside)
-            out_at = part_out_ptr + (at + split)[:, None] * E + e[None, :]
-            tl.store(out_at, acc / divisor[:, None], mask=inside[:, None] & (e < E)[None, :])
-            tl.debug_barrier()  # all threads have stored before one of them counts
-            arrived = tl.atomic_add(counter_ptr + (n * row_tiles + tile) * kv_heads + g, 1, sem="acq_rel")
-            is_last = arrived == parts - 1
-        if is_last:
-            if parts > 1:
-                acc, total, m = merged(part_out_ptr, part_lse_ptr, at, first_split, end_split, inside, M, E, EP)
-            if sink_ptr is not None:
-                logit = tl.load(sink_ptr + head, mask=inside, other=0.0).to(tl.float32) * LOG2_E
-                m_new = tl.maximum(m, logit)
-                base = tl.where(m_new == float("-inf"), 0.0, m_new)
-                shrink = tl.exp2(m - base)
-                total = total * shrink + tl.exp2(logit - base)
-                acc = acc * shrink[:, None]
-                m = m_new
-            nothing = total == 0.0  # not where total is NaN: a row that sees a NaN has lse NaN
-            divisor = tl.where(nothing, 1.0, total)
-            n64 = wide(0) if RAGGED else wide(n)
-            token = wide(first + i) if RAGGED else wide(i)
-            out_rows = out_ptr + n64 * out_stride[0] + wide(head) * out_stride[1] + token * out_stride[2]
-            out = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
-            tl.store(out_rows[:, None] + e[None, :] * out_stride[3], out, mask=inside[:, None] & (e < E)[None, :])
-            lse_at = lse_ptr + n64 * lse_stride[0] + head * lse_stride[1] + token * lse_stride[2]
-            tl.store(lse_at, tl.where(nothing, float("-inf"), m * LN_2 + tl.log(divisor)), mask=inside)
+        nothing = total == 0.0
+        divisor = tl.where(nothing, 1.0, total)
+        at = ((wide(n) * kv_heads * R + head) * max_queries + i) * splits + split
+        tl.store(part_lse_ptr + at, tl.where(nothing, float("-inf"), m + tl.log2(divisor)), mask=inside)
+        out_at = part_out_ptr + at[:, None] * E + e[None, :]
+        tl.store(out_at, acc / divisor[:, None], mask=inside[:, None] & (e < E)[None, :])
+
+
+@triton.jit(do_not_specialize=_DYNAMIC)
+def merge_kernel(
+    part_out_ptr, part_lse_ptr, ranges_ptr, sink_ptr, out_ptr, lse_ptr, out_stride, lse_stride,
+    sequences, kv_heads, splits, min_queries, max_queries, q_len, kv_len, first_key, smallest,
+    WINDOW: tl.constexpr, RAGGED: tl.constexpr, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, S: tl.constexpr, E: tl.constexpr,
+    EP: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """PART elements of out, and lse, of one query of one head. S: splits that are loaded at once."""
+    pid = tl.program_id(0)
+    part = pid % (EP // PART)
+    rest = pid // (EP // PART)
+    h = rest % (kv_heads * R)
+    rest = rest // (kv_heads * R)
+    i = rest % max_queries
+    n = rest // max_queries
+    _, start, length, first = sequence_range(ranges_ptr, n, sequences, q_len, kv_len)
+    count = query_count(ranges_ptr, start, length, q_len)
+    if (i < count) & (count >= min_queries) & (count <= max_queries):
+        tokens = split_tokens(length, kv_heads, smallest)
+        # The window of the first query of this row's tile. Splits before it have no partial result.
+        low = lowest_key(first_key, start, (i * R + h % R) // M * M // R, WINDOW, N)
+        begin, end = low // tokens, tl.cdiv(length, tokens)
+        e = part * PART + tl.arange(0, PART)
+        at = ((wide(n) * kv_heads * R + h) * max_queries + i) * splits
+        m = tl.full([1], float("-inf"), tl.float32)
+        total = tl.zeros([1], tl.float32)
+        acc = tl.zeros([PART], tl.float32)
+        for from_split in tl.range(begin // S * S, end, S):
+            s = from_split + tl.arange(0, S)
+            there = (s >= begin) & (s < end)
+            lse = tl.load(part_lse_ptr + at + s, mask=there, other=float("-inf"))
+            x = tl.load(part_out_ptr + (at + s)[:, None] * E + e[None, :], mask=there[:, None] & (e < E)[None, :], other=0.0)
+            m_new = tl.maximum(m, tl.max(lse, 0))
+            base = tl.where(m_new == float("-inf"), 0.0, m_new)
+            weight, shrink = tl.exp2(lse - base), tl.exp2(m - base)
+            total = total * shrink + tl.sum(weight, 0)
+            acc = acc * shrink + tl.sum(tl.where(weight[:, None] == 0.0, 0.0, x * weight[:, None]), 0)  # 0 · inf would be NaN
+            m = m_new
+        if sink_ptr is not None:
+            logit = tl.load(sink_ptr + h).to(tl.float32) * LOG2_E
+            m_new = tl.maximum(m, logit)
+            base = tl.where(m_new == float("-inf"), 0.0, m_new)
+            shrink = tl.exp2(m - base)
+            total = total * shrink + tl.exp2(logit - base)
+            acc = acc * shrink
+            m = m_new
+        nothing = total == 0.0  # not where total is NaN: a row that sees a NaN has lse NaN
+        divisor = tl.where(nothing, 1.0, total)
+        n64 = wide(0) if RAGGED else wide(n)
+        token = wide(first + i) if RAGGED else wide(i)
+        out_at = out_ptr + n64 * out_stride[0] + wide(h) * out_stride[1] + token * out_stride[2] + e * out_stride[3]
+        tl.store(out_at, (acc / divisor).to(out_ptr.dtype.element_ty), mask=e < E)
+        if part == 0:
+            lse_at = lse_ptr + n64 * lse_stride[0] + h * lse_stride[1] + token * lse_stride[2] + tl.arange(0, 1)
+            tl.store(lse_at, tl.where(nothing, float("-inf"), m * LN_2 + tl.log(divisor)))
 
 
 @triton.jit(do_not_specialize=["kv_heads", "width", "tokens"])

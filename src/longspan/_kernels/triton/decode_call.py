@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +17,15 @@ from longspan._kernels.gpu.interpreter import computable, interpreted
 from longspan._kernels.gpu.launch_call import tf32_allowed
 from longspan._kernels.gpu.limits import MAX_HEAD_DIM
 from longspan._kernels.gpu.prepared_launch import Layouts, PreparedLaunch, hold_for_graph, layouts
-from longspan._kernels.gpu.workspace import Workspace
 from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork, QueryRanges
 from longspan._kernels.protocol import like_query
-from longspan._kernels.triton.decode import decode_kernel, write_kernel
+from longspan._kernels.triton.decode import decode_kernel, merge_kernel, write_kernel
 
 SMALLEST_SPLIT = 256  # a multiple of every `DecodeTile.n`
+_MERGED_SPLITS, _MERGED_DIM = 64, 64  # splits that are merged at once, and elements of a row per CTA
+_DECODE_TENSORS = ("q_ptr", "k_ptr", "v_ptr", "table_ptr", "ranges_ptr", "part_out_ptr", "part_lse_ptr")
+_MERGE_TENSORS = ("part_out_ptr", "part_lse_ptr", "ranges_ptr", "sink_ptr", "out_ptr", "lse_ptr")
+_FLOATS = torch.empty(4)  # stands for partial results, which every launch allocates, in cache keys
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -41,8 +44,9 @@ def choose_tile(*, dim: int, dtype: torch.dtype, page_size: int) -> DecodeTile:
         return DecodeTile(n=32, warps=4, stages=3)
     if dim > 128:
         return DecodeTile(n=32, warps=4, stages=4)
-    # Loading a page's number is a stage of its own.
-    return DecodeTile(n=64, warps=4, stages=5 if page_size else 4)
+    if page_size % 64:  # several pages per tile
+        return DecodeTile(n=128, warps=4, stages=4)
+    return DecodeTile(n=64, warps=4, stages=5 if page_size else 4)  # loading a page's number is a stage of its own
 
 
 def refusal(q: Tensor, dims: tuple[int, int], work: PagedWork, longest: int) -> str | None:
@@ -70,7 +74,7 @@ def write_tokens(pages: PagedKV, k: Tensor, v: Tensor, ranges: QueryRanges) -> N
     count = k.shape[0] * k.shape[2]
     if not count:
         return
-    tensors = {
+    tensors: dict[str, Tensor | None] = {
         "k_ptr": k, "v_ptr": v, "k_pages_ptr": pages.k, "v_pages_ptr": pages.v, "table_ptr": pages.table,
         "positions_ptr": ranges.positions, "rows_ptr": ranges.token_rows,
     }  # fmt: skip
@@ -120,7 +124,7 @@ def attend_contiguous(q: Tensor, k: Tensor, v: Tensor, work: PagedWork) -> tuple
     return out.to(q.dtype), lse
 
 
-def _contiguous_launch(q: Tensor, k: Tensor, v: Tensor, work: PagedWork, results: tuple[Tensor, Tensor]) -> _Launch:
+def _contiguous_launch(q: Tensor, k: Tensor, v: Tensor, work: PagedWork, results: tuple[Tensor, Tensor]) -> _DecodeLaunch:
     rows = _tile_rows(q.shape[2] * (q.shape[1] // k.shape[1]))
     sizes = _Sizes(sequences=q.shape[0], queries=(q.shape[2], q.shape[2]), longest=k.shape[2], tile_rows=rows)
     return _decode_launch(Queries(q, None, False), (k, v, None), work, sizes, results)
@@ -130,15 +134,18 @@ class DecodeForward:
     """`attend_contiguous` of a call that repeats (`PreparedForward`)."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, work: PagedWork) -> None:
-        self._launch = _contiguous_launch(q, k, v, work, _empty_results(q, v.shape[-1]))
+        made = _contiguous_launch(q, k, v, work, _empty_results(q, v.shape[-1]))
+        # Of the caller's tensors, only those that the mask reads are held.
+        per_call = {name: value for name, value in made.per_call.items() if name != "score_captured" or not work.score_captured}
+        self._launch = made._replace(tensors=dict.fromkeys(made.tensors), per_call=per_call)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, score_captured: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        prepared, tensors, per_call = self._launch
         out, lse = _empty_results(q, v.shape[-1])
-        tensors = {**tensors, "q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": out, "lse_ptr": lse}
+        tensors = {**self._launch.tensors, "q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": out, "lse_ptr": lse}
+        per_call = self._launch.per_call
         if score_captured:
             per_call = {**per_call, "score_captured": launch.pack_captured(score_captured, q)}
-        prepared(tensors, per_call)
+        self._launch._replace(tensors=tensors, per_call=per_call).run()
         return out, lse
 
 
@@ -161,51 +168,106 @@ def _empty_results(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return like_query(q, dim, q.dtype), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
-class _Launch(NamedTuple):
-    """A launch and its arguments."""
+class _DecodeLaunch(NamedTuple):
+    """The two launches of a call and their arguments."""
 
-    prepared: PreparedLaunch
+    decode: PreparedLaunch
+    merge: PreparedLaunch
     tensors: dict[str, Tensor | None]
     per_call: dict[str, Any]
+    parts: tuple[int, int]
 
     def run(self) -> None:
-        self.prepared(self.tensors, self.per_call)
+        device = self.decode.device
+        part_out = torch.empty(self.parts[0], dtype=torch.float32, device=device)
+        part_lse = torch.empty(self.parts[1], dtype=torch.float32, device=device)
+        tensors: dict[str, Tensor | None] = {**self.tensors, "part_out_ptr": part_out, "part_lse_ptr": part_lse}
+        self.decode({name: tensors[name] for name in _DECODE_TENSORS}, self.per_call)
+        self.merge({name: tensors[name] for name in _MERGE_TENSORS}, {})
 
 
 def _decode_launch(
     queries: Queries, kv: tuple[Tensor, Tensor, Tensor | None], work: PagedWork, sizes: _Sizes, results: tuple[Tensor, Tensor]
-) -> _Launch:  # fmt: skip
-    """The launch that fills out and lse of the sequences with a number of queries in `sizes.queries`."""
-    (k, v, table), q, ranges, page_size = kv, computable(queries.q), queries.ranges, 0 if kv[2] is None else kv[0].shape[2]
+) -> _DecodeLaunch:  # fmt: skip
+    """The launches that fill out and lse of the sequences with a number of queries in `sizes.queries`."""
+    (k, v, table), q = kv, computable(queries.q)
+    tensors = {
+        "q_ptr": q, "k_ptr": k, "v_ptr": v, "table_ptr": table,
+        "ranges_ptr": None if queries.ranges is None else queries.ranges.device_ranges,
+        "sink_ptr": None if work.sink is None else computable(work.sink.contiguous()), "out_ptr": results[0], "lse_ptr": results[1],
+        "part_out_ptr": _FLOATS, "part_lse_ptr": _FLOATS,
+    }  # fmt: skip
+    mask_captured, score_captured = (launch.pack_captured(x, q) for x in (work.mask_captured, work.score_captured))
+    per_call = {"mask_captured": mask_captured, "score_captured": score_captured, "scale": float(work.scale)}
+    key = (
+        layouts(tensors.values()), layouts(mask_captured), layouts(score_captured), sizes, queries.ragged, q.device,
+        work.window, work.scale > 0, None if work.mask is None else work.mask.key, None if work.score is None else work.score.key,
+        tf32_allowed(), SMALLEST_SPLIT,
+    )  # fmt: skip
+    decode, merge, parts = _launches(ByContents(key, partial(_make_launches, queries.ragged, tensors, work, sizes, per_call)))
+    if launch.capturing(q.device):
+        hold_for_graph(decode)
+        hold_for_graph(merge)
+    return _DecodeLaunch(decode, merge, tensors, per_call, parts)
+
+
+class ByContents:
+    """A key for `lru_cache` and the function that makes its value. Keys with equal contents are equal."""
+
+    def __init__(self, contents: Hashable, make: Callable[[], Any]) -> None:
+        self._contents, self._hash, self.make = contents, hash(contents), make
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByContents) and self._contents == other._contents
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@lru_cache(maxsize=256)
+def _launches(key: ByContents) -> tuple[PreparedLaunch, PreparedLaunch, tuple[int, int]]:
+    launches, key.make = key.make(), _made  # the function holds tensors
+    return launches  # type: ignore[no-any-return]
+
+
+def _made() -> Any:
+    raise AssertionError("the launches of this key were made before")
+
+
+def _make_launches(
+    ragged: bool, tensors: dict[str, Tensor | None], work: PagedWork, sizes: _Sizes, per_call: dict[str, Any]
+) -> tuple[PreparedLaunch, PreparedLaunch, tuple[int, int]]:  # fmt: skip
+    """(decode, merge, sizes of the partial results)."""
+    q, k, v, table = (tensors[name] for name in ("q_ptr", "k_ptr", "v_ptr", "table_ptr"))
+    assert q is not None and k is not None and v is not None
+    page_size = 0 if table is None else k.shape[2]
     heads, kv_heads, d, e, m = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], sizes.tile_rows
     splits, most = split_count(sizes.longest, kv_heads), sizes.queries[1]
     row_tiles = -(-most * (heads // kv_heads) // m)
     tile = choose_tile(dim=max(launch.padded(d), launch.padded(e)), dtype=q.dtype, page_size=page_size)
     options = _options(work, q.dtype, sizes.longest)
-    tensors = {
-        "q_ptr": q, "k_ptr": k, "v_ptr": v, "table_ptr": table, "ranges_ptr": None if ranges is None else ranges.device_ranges,
-        "sink_ptr": None if work.sink is None else computable(work.sink.contiguous()), "out_ptr": results[0], "lse_ptr": results[1],
+    shared = {
+        "sequences": sizes.sequences, "kv_heads": kv_heads, "splits": splits, "min_queries": sizes.queries[0], "max_queries": most,
+        "q_len": q.shape[2], "kv_len": sizes.longest, "first_key": 0, "smallest": SMALLEST_SPLIT,
+        "WINDOW": work.window, "RAGGED": ragged, "R": heads // kv_heads, "M": m, "N": tile.n,
     }  # fmt: skip
     constants = {
-        "sequences": sizes.sequences, "kv_heads": kv_heads, "row_tiles": row_tiles, "splits": splits, "min_queries": sizes.queries[0],
-        "max_queries": most, "width": 0 if table is None else table.shape[1], "q_len": q.shape[2], "kv_len": sizes.longest,
-        "first_key": 0, "smallest": SMALLEST_SPLIT, "WINDOW": work.window, "RAGGED": queries.ragged, "PAGE": page_size,
+        **shared, **_dims(d, e), "row_tiles": row_tiles, "width": 0 if table is None else table.shape[1], "PAGE": page_size,
         "mask_sizes": launch.pack_sizes(work.mask_captured), "score_sizes": launch.pack_sizes(work.score_captured),
         "MASK": launch.function(work.mask, options), "SCORE": launch.function(work.score, options),
-        "FOLD": work.score is None and work.scale > 0, "R": heads // kv_heads, "M": m, "N": tile.n, **_dims(d, e),
+        "FOLD": work.score is None and work.scale > 0,
         "PRECISION": "ieee" if q.dtype == torch.float32 and not tf32_allowed() else "tf32",
     }  # fmt: skip
-    per_call = {
-        "mask_captured": launch.pack_captured(work.mask_captured, q),
-        "score_captured": launch.pack_captured(work.score_captured, q),
-        "scale": float(work.scale),
-    }
-    parts = sizes.sequences * heads * most * splits if splits > 1 else 1
-    how = _How(
-        ctas=sizes.sequences * splits * row_tiles * kv_heads, warps=tile.warps, stages=tile.stages,
-        counters=sizes.sequences * row_tiles * kv_heads, floats=(parts * e, parts),
-    )  # fmt: skip
-    return _Launch(_prepared_for(decode_kernel, tensors, constants, how, per_call), tensors, per_call)
+    rows = sizes.sequences * heads * most
+    part = min(_MERGED_DIM, launch.padded(e))
+    decode = _How(ctas=sizes.sequences * splits * row_tiles * kv_heads, warps=tile.warps, stages=tile.stages)
+    merge = _How(ctas=rows * (launch.padded(e) // part), warps=4)
+    merged = {**shared, "S": _MERGED_SPLITS, "E": e, "EP": launch.padded(e), "PART": part}
+    return (
+        _prepared_for(decode_kernel, {name: tensors[name] for name in _DECODE_TENSORS}, constants, decode, per_call),
+        _prepared_for(merge_kernel, {name: tensors[name] for name in _MERGE_TENSORS}, merged, merge, {}),
+        (rows * splits * e, rows * splits),
+    )
 
 
 def _dims(d: int, e: int) -> dict[str, int]:
@@ -224,20 +286,18 @@ def _options(work: PagedWork, dtype: torch.dtype, longest: int) -> codegen.Optio
 
 
 class _How(NamedTuple):
-    """How a kernel is launched: CTAs, warps, pipeline stages; counters that begin at 0 and float32 workspaces, if it has any."""
+    """How a kernel is launched: CTAs, warps, pipeline stages."""
 
     ctas: int
     warps: int
     stages: int = 1
-    counters: int = 0
-    floats: tuple[int, ...] = ()
 
 
 def _prepared_for(
-    kernel: Any, tensors: Mapping[str, Tensor | None], constants: dict[str, Any], how: _How, per_call: dict[str, Any]
+    kernel: Any, tensors: dict[str, Tensor | None], constants: dict[str, Any], how: _How, per_call: dict[str, Any]
 ) -> PreparedLaunch:  # fmt: skip
     """The launch of a kernel, cached by the layouts of tensors and by constants."""
-    device = next(t.device for t in tensors.values() if t is not None)
+    device = next(t.device for t in reversed(tensors.values()) if t is not None and t is not _FLOATS)
     captured = [t for name in ("mask_captured", "score_captured") for t in per_call.get(name, ())]
     names = [name for name in kernel.arg_names if name.endswith("_stride")]
     strides = {name: _stride(tensors[f"{name.removesuffix('_stride')}_ptr"]) for name in names}
@@ -256,8 +316,7 @@ def _stride(tensor: Tensor | None) -> tuple[int, ...]:
 def _prepared(
     kernel: Any, device: torch.device, _layouts: Layouts, constants: tuple[tuple[str, Any], ...], how: _How
 ) -> PreparedLaunch:  # fmt: skip
-    workspace = Workspace(device=device, zeros=(how.counters,), floats=how.floats) if how.counters else None
     return PreparedLaunch(
         kernel=kernel, options={"num_warps": how.warps, "num_stages": how.stages, **FUSED}, ctas=how.ctas, device=device, descriptors={},
-        constants=dict(constants), workspace=workspace,
+        constants=dict(constants),
     )  # fmt: skip
