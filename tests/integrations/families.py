@@ -207,8 +207,8 @@ def try_family(model_type: str, kinds: tuple[str, ...] = KINDS) -> dict[str, Any
                 wanted[kind] = results(eager, {**batch_of(kind), **_without_cache(eager)})
             except Exception as error:
                 wanted[kind] = _failure(error).detail
-        if isinstance(wanted["plain"], str):
-            return {"impossible": wanted["plain"]}
+        if isinstance(wanted[kinds[0]], str):
+            return {"impossible": wanted[kinds[0]]}
         outcome: dict[str, Any] = {"one process": {}, "ranks": {}}
         try:
             model = tiny_model(model_type, "longspan")

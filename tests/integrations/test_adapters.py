@@ -14,7 +14,7 @@ from tests.integrations.tiny_models import FAMILIES as TINY
 from tests.integrations.tiny_models import model_of
 
 FAMILIES = ("gptj", "gpt_neo", "codegen", "bloom", "mpt", "falcon")
-SAMPLE = ("gpt_neo", "bloom", "falcon")
+SAMPLE = ("gpt_neo", "bloom")
 GENERATED = list(product((*TINY, *FAMILIES, "opt", "phi3"), ("dynamic", "static"), ("plain", "left")))
 GENERATED_SAMPLE = [
     ("llama", "static", "left"),
@@ -33,7 +33,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_an_adapted_family_equals_eager(family: str, pytestconfig: pytest.Config) -> None:
-    kinds = ("plain", "packed", "left", "right") if pytestconfig.getoption("--whole-grid") else ("plain", "left")
+    kinds = ("plain", "packed", "left", "right") if pytestconfig.getoption("--whole-grid") else ("left",)
     outcome = try_family(family, kinds)
     for where in ("one process", "ranks"):
         for kind, cell in outcome[where].items():
