@@ -242,6 +242,7 @@ def _on_ranks(model: Any, kind: str) -> tuple[Tensor, list[Tensor]]:
 # Beginnings of reasons by a part of the message.
 _REASONS = (
     (r"expected layers of type .*, got (.*) in \w+:", r"layers of type \1"),
+    (r"in which (\S+?),? .*would mix", r"`\1` mixes tokens"),
     (r"takes position_ids", "takes no position_ids"),
     (r"computes with its mask", "computes with its mask as with a tensor"),
     (r"no attention layer used it", "attention code of its own"),

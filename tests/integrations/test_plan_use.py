@@ -130,6 +130,7 @@ def test_a_model_that_takes_no_position_ids_raises() -> None:
     ("family", "settings"),
     [
         ("Mamba2", {"num_heads": 4, "head_dim": 32, "n_groups": 2, "state_size": 8, "attn_implementation": "longspan"}),
+        ("Rwkv", {"attention_hidden_size": 64, "intermediate_size": 40, "attn_implementation": "longspan"}),
         ("RecurrentGemma", {**HEADS, "lru_width": 64, "attn_implementation": "longspan"}),
     ],
 )

@@ -161,6 +161,12 @@ def _check_before(model: nn.Module, plan: Any, mask: Any) -> None:
             "the padding of all ranks"
         )
     if "position_ids" not in inspect.signature(type(model).forward).parameters and not _uses_relative_positions(model):
+        mixers = [name for name, module in model.named_modules() if _mixes_tokens_otherwise(module)]
+        if mixers:
+            raise ValueError(
+                f"longspan: expected attention layers, got {type(model).__name__}, in which {_listed(mixers)} would mix the tokens of each "
+                "rank's shard only. This model is not supported on several ranks; call it without a plan on one device"
+            )
         raise ValueError(
             f"longspan: expected a model that takes position_ids, got {type(model).__name__}, which would number the tokens of each rank's "
             "shard from 0. This model is not supported on several ranks; call it without a plan on one device"
@@ -182,12 +188,15 @@ def _check_all_used(model: nn.Module, forward: Forward) -> None:
     unused = _layers_without_plan(model, forward)
     if not unused and (forward.module_ids or _any_compiled(model) or any(hasattr(m, "_longspan_compiled_use") for m in model.modules())):
         return
-    names = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
-    who = f"{names} did not use it" if unused else "no attention layer used it"
+    who = f"{_listed(unused)} did not use it" if unused else "no attention layer used it"
     raise ValueError(
         f"longspan: {type(model).__name__} was given {PLAN_KEYWORD}, but {who}: tokens were mixed within this rank's shard only, and the "
         "loss is wrong. This model is not supported on several ranks; call it without a plan on one device"
     )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _layers_without_plan(model: nn.Module, forward: Forward) -> list[str]:
