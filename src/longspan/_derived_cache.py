@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from threading import Lock, RLock
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from longspan._torch_modes import default_modes
 
 Owner = TypeVar("Owner")
 Value = TypeVar("Value")
+_MISSING: Any = object()
 
 
 class _Entries(Generic[Value]):
@@ -25,8 +26,9 @@ class _Entries(Generic[Value]):
 class DerivedCache(Generic[Owner, Value]):
     """Values of one type derived from owners: at most `size` per owner, least recently used dropped first, all of them with the owner.
 
-    Owners are held weakly: a training run makes a new plan, or a new block table, every step. A value must therefore not refer to its
-    owner. Thread-safe: while one thread derives a value, other threads that ask for a value of the same owner wait.
+    Uses are noted as long as at least half of `size` is there. Owners are held weakly: a training run makes a new plan, or a new block
+    table, every step. A value must therefore not refer to its owner. Thread-safe: while one thread derives a value, other threads that ask
+    for a value of the same owner wait.
     """
 
     def __init__(self, size: int) -> None:
@@ -38,9 +40,11 @@ class DerivedCache(Generic[Owner, Value]):
         """The value under `key`, derived at the first call."""
         entries = self._entries(owner)
         with entries.lock:
-            if key in entries.values:
-                entries.values.move_to_end(key)
-                return entries.values[key]
+            known = entries.values.get(key, _MISSING)
+            if known is not _MISSING:
+                if 2 * len(entries.values) >= self._size:  # each use of a key of layouts and programs hashes it again
+                    entries.values.move_to_end(key)
+                return cast(Value, known)
             with default_modes():
                 value = derive()
             entries.values[key] = value
@@ -52,7 +56,7 @@ class DerivedCache(Generic[Owner, Value]):
         """The value under `key`, or None if it was not derived."""
         entries = self._owners.get(owner)
         value = None if entries is None else entries.values.get(key)
-        if entries is not None and value is not None:
+        if entries is not None and value is not None and 2 * len(entries.values) >= self._size:
             try:
                 entries.values.move_to_end(key)
             except KeyError:  # another thread dropped it meanwhile
