@@ -116,6 +116,14 @@ def test_static_masks_refuse_operators_copies_masks_without_tensors_and_other_ke
         results(ls.StaticMask(packed(BATCHES[1]), device=DEVICE), kernel="triton")
 
 
+def test_a_capture_with_another_mask_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan._engine import attention
+
+    monkeypatch.setattr(attention, "is_captured", lambda q: True)
+    with pytest.raises(RuntimeError, match=r"cannot capture a CUDA graph: the mask reads tensors.*Use longspan\.StaticMask"):
+        results(packed(BATCHES[1]), kernel="cpu")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_captured_step_replays_on_new_documents(deterministic: bool) -> None:
