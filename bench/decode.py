@@ -160,20 +160,19 @@ def measure(row: Row) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="only rows whose name contains this text")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
     options = parser.parse_args()
     results = []
     for row in (r for r in ROWS if options.rows in r.name):
         torch.cuda.empty_cache()
         results.append(measure(row))
-        if not options.json:
-            one = results[-1]
-            cells = [
-                f"{name} {speed:.2f} {one['unit']}, "
-                + ", ".join(f"{kind} {one[f'{kind}_us'][name]:.0f} us" for kind in ("device", "as_called", "host"))
-                for name, speed in one["speed"].items()
-            ]
-            print(f"{row.name}: " + "; ".join(cells), flush=True)
+        one = results[-1]
+        cells = [
+            f"{name} {speed:.2f} {one['unit']}, "
+            + ", ".join(f"{kind} {one[f'{kind}_us'][name]:.0f} us" for kind in ("device", "as_called", "host"))
+            for name, speed in one["speed"].items()
+        ]
+        print(f"{row.name}: " + "; ".join(cells), flush=True)
     if options.json:
         print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": results}))
 
