@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cache.cases import Case
-from tests.cache.test_kv_cache import make_cache, tokens
+from tests.cache.test_kv_cache import DIM, HEADS, make_cache, tokens
 
 import longspan as ls
 from longspan.testing import run_processes, virtual_world
@@ -65,6 +65,18 @@ def test_pages_are_spread_over_ranks() -> None:
         return cache.free_pages
 
     assert virtual_world(3).run(run) == [0, 0, 0]
+
+
+def test_ranks_send_nothing_but_partial_results() -> None:
+    world = virtual_world(3)
+
+    def run(mesh: ls.Mesh) -> None:
+        cache = make_cache(mesh=mesh)
+        ls.attention(*tokens(4, 1), cache=cache.step(cache.allocate(4), 1), layer=0)
+
+    world.run(run)
+    rows = 4 * HEADS  # each with out and lse in float32, from every rank to every other rank
+    assert world.bytes_sent == 3 * 2 * rows * (DIM + 1) * 4
 
 
 def test_ranks_that_differ_all_raise() -> None:
