@@ -44,7 +44,7 @@ def choose_tile(*, dim: int, dtype: torch.dtype, page_size: int) -> DecodeTile:
         return DecodeTile(n=32, warps=4, stages=3)
     if dim > 128:
         return DecodeTile(n=32, warps=4, stages=4)
-    if page_size % 64:  # several pages per tile
+    if page_size % 64 or (page_size and page_size % 128 == 0):  # several pages per tile, or one tile per page
         return DecodeTile(n=128, warps=4, stages=4)
     return DecodeTile(n=64, warps=4, stages=5 if page_size else 4)  # loading a page's number is a stage of its own
 
