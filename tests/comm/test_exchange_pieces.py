@@ -13,6 +13,7 @@ from tests.comm.exchanges import exchange_of_pieces, rows_between
 from torch import Tensor
 
 import longspan as ls
+from longspan._comm.group import Alone
 from longspan._comm.mesh import Mesh
 from longspan._comm.process_group import C10dGroup
 from longspan._engine.schedule_builder import ScheduleOptions, local_schedule
@@ -69,6 +70,17 @@ def test_inconsistent_arguments_of_one_rank_raise(out: Tensor, pieces: list[Tens
     group = C10dGroup(name="cp", group=FakeGroup(0, 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"^stage 1: rank 0 of 2 on axis 'cp'.*{message}"):
         group.all_to_all_pieces(out, pieces, out_splits, what="stage 1")
+
+
+def test_a_group_of_one_rank_copies_what_it_sends() -> None:
+    sent, alone = torch.arange(6.0).view(2, 3), Alone(name="cp")
+    for exchange in (
+        lambda out: alone.all_to_all(out, sent, [2], [2], what="stage 1"),
+        lambda out: alone.all_to_all_pieces(out, [sent], [2], what="stage 1"),
+    ):
+        out = torch.zeros(2, 3)
+        exchange(out).wait()
+        assert torch.equal(out, torch.arange(6.0).view(2, 3))
 
 
 def test_different_counts_of_sender_and_receiver_raise_on_both() -> None:

@@ -60,8 +60,9 @@ def test_ranks_that_ask_at_the_same_time_answer_each_other() -> None:
         for _ in range(3):
             answers = list(threads.map(lambda answers: answers.ask([0, 1, 2]), ranks[:2]))
             assert [sorted(notes or {}) for notes in answers] == [[0, 1], [0, 1]]
-    for answers in ranks[:2]:
-        answers.stop()
+    assert sorted(ranks[0].ask([0, 1, 2]) or {}) == [0, 1]  # rank 1 does not ask
+    for rank in ranks[:2]:
+        rank.stop()
 
 
 def test_the_timeout_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
