@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from longspan._comm.watchdog import Answers, Exchange, Watchdog, configured_timeout, describe
+from longspan._comm.watchdog import Answers, StartedExchange, Watchdog, configured_timeout, describe
 
-EXCHANGE = Exchange(group="cp", number=7, what="stage 2 of 3 (ring), forward", call="attention, forward pass")
+EXCHANGE = StartedExchange(group="cp", number=7, what="stage 2 of 3 (ring), forward", call="attention, forward pass")
 NAME = "'stage 2 of 3 (ring), forward' of 'attention, forward pass'"
 
 

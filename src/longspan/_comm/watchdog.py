@@ -93,7 +93,7 @@ def configured_timeout() -> timedelta:
     return timedelta(seconds=seconds)
 
 
-class Exchange(NamedTuple):
+class StartedExchange(NamedTuple):
     """One exchange of this rank. `number`: how many this rank started on the group, from 1; the same exchange has it on every rank."""
 
     group: str
@@ -105,7 +105,7 @@ class Exchange(NamedTuple):
 class Waiting(NamedTuple):
     """An exchange that this rank waits for since a time, with a timeout."""
 
-    exchange: Exchange
+    exchange: StartedExchange
     group: dist.ProcessGroup
     since: float
     timeout: timedelta
@@ -117,24 +117,24 @@ class Watchdog:
 
     call: str = ""  # the kind of the latest collective call
     waiting: Waiting | None = None
-    started: dict[str, tuple[Exchange, float]] = field(default_factory=dict)  # the latest exchange of each group, with its time
+    started: dict[str, tuple[StartedExchange, float]] = field(default_factory=dict)  # the latest exchange of each group, with its time
     failed: bool = False  # an exchange of this rank has failed, so that it may start no other
     left: str = ""  # the error with which this rank left a call, unless an exchange had failed
     _world: ref[dist.ProcessGroup] | None = None  # the default process group of the notes
     _pid: int = 0
     _answers: Answers | None = None  # None without a store
 
-    def start_of(self, group: dist.ProcessGroup, what: str) -> Exchange:
+    def start_of(self, group: dist.ProcessGroup, what: str) -> StartedExchange:
         """Note an exchange that starts now."""
         self._start()
         name = group.group_name
         earlier = self.started.get(name)
         number = 1 if earlier is None else earlier[0].number + 1
-        exchange = Exchange(group=name, number=number, what=what, call=self.call)
+        exchange = StartedExchange(group=name, number=number, what=what, call=self.call)
         self.started[name] = exchange, time.monotonic()
         return exchange
 
-    def diagnosis(self, group: dist.ProcessGroup, exchange: Exchange) -> str | None:
+    def diagnosis(self, group: dist.ProcessGroup, exchange: StartedExchange) -> str | None:
         """Which ranks are late or silent, in words; None if the ranks cannot be asked."""
         self.failed = True
         answers = self._answers
@@ -193,7 +193,7 @@ class Answers:
         self._store = PrefixStore(_PREFIX, store.clone() if hasattr(store, "clone") else store)
         self._patience = max(1.5 * interval, 2.0)  # seconds for answers: a healthy process may be slow on a busy machine
         self._question = 0  # the next one to answer
-        self._warned: Exchange | None = None
+        self._warned: StartedExchange | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="longspan watchdog", daemon=True)
         self._thread.start()
@@ -267,7 +267,7 @@ class Answers:
         return notes
 
 
-def describe(exchange: Exchange, ranks: Sequence[int], notes: Notes, silent: Sequence[int]) -> str:
+def describe(exchange: StartedExchange, ranks: Sequence[int], notes: Notes, silent: Sequence[int]) -> str:
     """The ranks that hold up an exchange of the group of `ranks`, and what each did last.
 
     A rank that waits for another exchange, or whose exchange failed, is held up itself, perhaps by a rank outside of the group: it is not

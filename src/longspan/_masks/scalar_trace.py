@@ -79,9 +79,9 @@ class _Recorder(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    tree_map(lambda x: found.append(x) if isinstance(x, Tensor) else None, tree)
-    return found
+    tensors_read: list[Tensor] = []
+    tree_map(lambda x: tensors_read.append(x) if isinstance(x, Tensor) else None, tree)
+    return tensors_read
 
 
 def scalar_trace(fn: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Any:

@@ -17,7 +17,7 @@ from longspan._masks.static_table import StaticTable, with_every_row_busy
 from longspan._masks.tracing import Traced
 
 
-class _Sizes(NamedTuple):
+class _TableSizes(NamedTuple):
     """Sizes of a block table, hashable."""
 
     q_len: int
@@ -66,7 +66,7 @@ class StaticMask(Mask):
             raise ValueError(f"StaticMask: expected a mask that reads tensors, got {mask}, which a CUDA graph may capture as it is")
         self.mask, self._program, self._runs_per_row = mask, traced.program, runs_per_row
         self._captured = tuple(t.detach().to(device, copy=True).contiguous() for t in captured)
-        self._tables: dict[_Sizes, StaticTable] = {}
+        self._tables: dict[_TableSizes, StaticTable] = {}
         for tensor in self._captured:
             _owners[tensor] = weakref.ref(self)
 
@@ -101,7 +101,7 @@ class StaticMask(Mask):
 
     def static_table(self, q_len: int, kv_len: int, block: tuple[int, int], *, batch: int, heads: int) -> StaticTable:
         """The table of a size, which later updates keep current."""
-        sizes = _Sizes(q_len, kv_len, block, batch if self._program.uses_batch else 1, heads if self._program.uses_head else 1)
+        sizes = _TableSizes(q_len, kv_len, block, batch if self._program.uses_batch else 1, heads if self._program.uses_head else 1)
         if sizes not in self._tables:
             contents = classify(self._program, self._captured, sizes.shape)
             self._tables[sizes] = StaticTable.of(contents, runs_per_row=self._runs_per_row)

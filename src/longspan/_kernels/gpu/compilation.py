@@ -185,5 +185,5 @@ def _triton_files_digest() -> str:
     """A hash of the names, sizes and times of modification of Triton's files."""
     root = Path(triton.__file__).parent
     files = [path for folder in ("_C", "compiler", "backends", "language", "runtime") for path in (root / folder).rglob("*")]
-    found = sorted((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.suffix in (".py", ".so"))
-    return hashlib.sha256(repr((triton.__version__, sys.version, found)).encode()).hexdigest()[:32]
+    stamps = sorted((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.suffix in (".py", ".so"))
+    return hashlib.sha256(repr((triton.__version__, sys.version, stamps)).encode()).hexdigest()[:32]

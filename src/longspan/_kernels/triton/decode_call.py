@@ -109,7 +109,7 @@ def attend_pages(queries: Queries, pages: PagedKV, work: PagedWork) -> tuple[Ten
             by_tile.setdefault(_tile_rows(count * group), []).append(i)
     for m, chosen in by_tile.items():
         counts = [ranges.counts[i] for i in chosen]
-        sizes = _Sizes(
+        sizes = _DecodeSizes(
             sequences=len(ranges.counts), queries=(min(counts), max(counts)), longest=max(ranges.lengths[i] for i in chosen), tile_rows=m
         )  # fmt: skip
         _decode_launch(queries, (*kv, pages.table), work, sizes, (out, lse)).run()
@@ -126,7 +126,7 @@ def attend_contiguous(q: Tensor, k: Tensor, v: Tensor, work: PagedWork) -> tuple
 
 def _contiguous_launch(q: Tensor, k: Tensor, v: Tensor, work: PagedWork, results: tuple[Tensor, Tensor]) -> _DecodeLaunch:
     rows = _tile_rows(q.shape[2] * (q.shape[1] // k.shape[1]))
-    sizes = _Sizes(sequences=q.shape[0], queries=(q.shape[2], q.shape[2]), longest=k.shape[2], tile_rows=rows)
+    sizes = _DecodeSizes(sequences=q.shape[0], queries=(q.shape[2], q.shape[2]), longest=k.shape[2], tile_rows=rows)
     return _decode_launch(Queries(q, None, False), (k, v, None), work, sizes, results)
 
 
@@ -149,7 +149,7 @@ class DecodeForward:
         return out, lse
 
 
-class _Sizes(NamedTuple):
+class _DecodeSizes(NamedTuple):
     """Sizes of a launch: sequences, fewest and most queries of a sequence, tokens of the longest sequence, rows of a tile."""
 
     sequences: int
@@ -187,7 +187,7 @@ class _DecodeLaunch(NamedTuple):
 
 
 def _decode_launch(
-    queries: Queries, kv: tuple[Tensor, Tensor, Tensor | None], work: PagedWork, sizes: _Sizes, results: tuple[Tensor, Tensor]
+    queries: Queries, kv: tuple[Tensor, Tensor, Tensor | None], work: PagedWork, sizes: _DecodeSizes, results: tuple[Tensor, Tensor]
 ) -> _DecodeLaunch:  # fmt: skip
     """The launches that fill out and lse of the sequences with a number of queries in `sizes.queries`."""
     (k, v, table), q = kv, computable(queries.q)
@@ -235,7 +235,7 @@ def _made() -> Any:
 
 
 def _make_launches(
-    ragged: bool, tensors: dict[str, Tensor | None], work: PagedWork, sizes: _Sizes, per_call: dict[str, Any]
+    ragged: bool, tensors: dict[str, Tensor | None], work: PagedWork, sizes: _DecodeSizes, per_call: dict[str, Any]
 ) -> tuple[PreparedLaunch, PreparedLaunch, tuple[int, int]]:  # fmt: skip
     """(decode, merge, sizes of the partial results)."""
     q, k, v, table = (tensors[name] for name in ("q_ptr", "k_ptr", "v_ptr", "table_ptr"))
