@@ -90,6 +90,16 @@ def test_ranks_that_differ_all_raise() -> None:
     assert virtual_world(2).run(run) == ["raised"] * 2
 
 
+def test_ranks_with_different_scales_all_raise() -> None:
+    def run(mesh: ls.Mesh) -> str:
+        cache = make_cache(mesh=mesh)
+        with pytest.raises(ValueError, match=r"scale: rank 1 has 0\.5, rank 0 has 0\.25"):
+            ls.attention(*tokens(1, 1), cache=cache.step(cache.allocate(1), 1), layer=0, scale=0.25 * (1 + mesh.rank))
+        return "raised"
+
+    assert virtual_world(2).run(run) == ["raised"] * 2
+
+
 def test_arguments_that_one_rank_rejects_raise_on_all_ranks() -> None:
     def run(mesh: ls.Mesh) -> str:
         cache = make_cache(mesh=mesh)

@@ -57,6 +57,12 @@ def test_bits_are_equal_alone_batched_and_on_other_pages() -> None:
     assert torch.equal(decoded(tokens, [0, 1, 2], page_size=7, **options), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_tiles_do_not_depend_on_the_page_size(dtype: torch.dtype, dim: int) -> None:
+    assert len({decode_call.choose_tile(dim=dim, dtype=dtype, page_size=size).n for size in (0, 7, 16, 64, 128, 192)}) == 1
+
+
 @pytest.mark.parametrize("hidden", [float("nan"), float("inf")])
 def test_hidden_values_change_no_bit(hidden: float) -> None:
     tokens = random_tokens(1, 70)

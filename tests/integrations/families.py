@@ -307,14 +307,15 @@ def page(rows: dict[str, str]) -> str:
 _COLUMNS = "| model type | class | one process | three ranks | note |\n|---|---|---|---|---|"
 _HEAD = """# transformers families
 
-Every causal LM class of transformers {version}, tried with a tiny random model. `python -m tests.integrations.families` writes this page.
+The causal LM of every model type of transformers {version}, tried with a tiny random model.
+`python -m tests.integrations.families` writes this page.
 
 Batches of {tokens} tokens are plain, packed (`position_ids`), or padded left or right. On one process, the loss and the gradient of every
 parameter are compared with eager attention. On three ranks, their sums over ranks are compared with eager attention on one process.
 
 - *right*: loss to 1e-5, gradients to 2e-4 (float32).
 - *refused*: an error says why, before or instead of a result.
-- *impossible*: eager attention does not run on these batches either, or there is no tiny config.
+- *impossible*: eager attention does not run on these batches either, or there is no tiny config, or a package is missing (see the note).
 - *WRONG*: a silent difference or a crash.
 """
 

@@ -210,6 +210,13 @@ def test_long_context_over_ranks_takes_whole_batches() -> None:
         torch.testing.assert_close(torch.stack([grads[i] for _, grads in ranks]).sum(0), b, rtol=1e-5, atol=1e-7)
 
 
+def test_models_that_change_their_logits_compute_their_own_loss_without_a_loss_chunk() -> None:
+    model, batch = tiny("Gemma2", final_logit_softcapping=5.0).train(), batch_of()
+    expected = model(**batch).loss.detach()
+    lst.long_context(model, mlp_chunk=16, loss_chunk=None)
+    torch.testing.assert_close(model(**batch).loss.detach(), expected)
+
+
 def test_models_that_change_their_logits_are_refused() -> None:
     for model in (tiny("Gemma2", final_logit_softcapping=5.0), tiny("Granite", logits_scaling=3.0)):
         with pytest.raises(ValueError, match="changes its hidden states or logits"):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longspan._comm.group import CPU, Alone, ControlGroup, Done, Pending, check_pieces, check_whole, row_counts
-from longspan._comm.watchdog import StartedExchange, ExchangeLimit, Waiting, exchange_limit, watchdog
+from longspan._comm.watchdog import ExchangeLimit, StartedExchange, Waiting, exchange_limit, watchdog
 from longspan._torch_private import backend_timeout
 
 # Dtypes that every backend supports. Gloo rejects float8 and int16, MPI the half dtypes too: those are sent as bytes, without a copy.

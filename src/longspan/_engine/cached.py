@@ -119,6 +119,9 @@ def _attend_over_mesh(tokens: _Tokens, pages: PagedKV, call: CachedCall, work: P
     fields = {
         "layer": str(call.layer), "sequences": str(step.ids), "starts": str(step.ranges.starts), "lengths": str(step.ranges.lengths),
         "mask": "" if work.mask is None else work.mask.key, "score_mod": "" if work.score is None else work.score.key,
+        "scale": repr(work.scale), "queries": f"{tuple(q.shape)} {q.dtype}",
+        "sink": "" if work.sink is None else str(tuple(work.sink.shape)),
+        "captured tensors": str([(tuple(t.shape), t.dtype) for t in (*work.mask_captured, *work.score_captured)]),
     }  # fmt: skip
     packed = torch.cat([local.out, local.lse[..., None]], -1)[None]
     parts = all_gather_rows(mesh, packed, [1] * mesh.size, what="attention over a cache", fields=fields).transpose(1, 2)

@@ -177,14 +177,14 @@ def _check_head(model: Any) -> None:
     if len(seen) != 1 or not torch.allclose(seen[0][0], hidden) or not torch.allclose(logits.to(seen[0][1].dtype), seen[0][1]):
         raise ValueError(
             f"memory.causal_lm_loss: {name} changes its hidden states or logits around the output layer (a soft cap or a factor): expected "
-            "logits that are linear in the last hidden states. Use model(**batch).loss"
+            "logits that are linear in the last hidden states. Use model(**batch).loss, after long_context with loss_chunk=None"
         )
     model._longspan_linear_head = True
 
 
 def long_context(
     model: Any, mesh: Any = None, *, keep: Place = "device", inputs: Place = "device", mlp_chunk: int | None = None,
-    loss_chunk: int = 4096, gradients: Literal["mean", "sum"] = "mean", **options: Any,
+    loss_chunk: int | None = 4096, gradients: Literal["mean", "sum"] = "mean", **options: Any,
 ) -> Any:  # fmt: skip
     """Prepare a transformers causal LM for long training steps, in place: one call for everything in this module.
 
@@ -198,7 +198,7 @@ def long_context(
         keep: Where attention's results wait for the backward pass.
         inputs: Where the inputs of layers wait.
         mlp_chunk: Tokens at a time in MLPs; None leaves them whole.
-        loss_chunk: Tokens whose logits are in memory at once.
+        loss_chunk: Tokens whose logits are in memory at once; None: the model computes its own loss, with all logits.
         gradients: As in `prepare_batch`.
         **options: Keywords of `longspan.plan` for `prepare_batch`.
 
@@ -226,6 +226,8 @@ def long_context(
             return plain_forward(*args, **batch)
         if mesh is not None and batch.get("longspan_plan") is None:
             batch = dict(prepare_batch(batch, mesh, config=model, gradients=gradients, **options))
+        if loss_chunk is None:
+            return plain_forward(**batch)
         return CausalLMOutput(loss=causal_lm_loss(model, batch, chunk=loss_chunk))  # type: ignore[arg-type]
 
     model.forward = forward

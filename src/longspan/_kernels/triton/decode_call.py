@@ -39,13 +39,14 @@ class DecodeTile:
 
 
 def choose_tile(*, dim: int, dtype: torch.dtype, page_size: int) -> DecodeTile:
-    """The tile for padded head dims of at most `dim`. `page_size`: 0 for contiguous KV."""
+    """The tile for padded head dims of at most `dim`. `page_size`: 0 for contiguous KV.
+
+    n, the keys that are summed at a time, does not depend on the page size: a row has the same bits on pages of any size.
+    """
     if dtype == torch.float32:
         return DecodeTile(n=32, warps=4, stages=3)
     if dim > 128:
         return DecodeTile(n=32, warps=4, stages=4)
-    if page_size % 64 or (page_size and page_size % 128 == 0):  # several pages per tile, or one tile per page
-        return DecodeTile(n=128, warps=4, stages=4)
     return DecodeTile(n=64, warps=4, stages=5 if page_size else 4)  # loading a page's number is a stage of its own
 
 
