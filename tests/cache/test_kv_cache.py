@@ -236,3 +236,13 @@ def test_supports_inference_mode_and_autocast() -> None:
         outside = extend(other, other.allocate(1), 3)
     assert torch.equal(inside, outside)
     extend(cache, ids, 1)  # a cache made in inference mode is writable outside of it
+
+
+def test_layers_with_other_numbers_of_heads_share_no_tiles() -> None:
+    mask = ls.mask_mod(lambda b, h, q, kv: (q >= kv) & ((h >= 4) | (kv < 64)))
+    cache = ls.KVCache(pages=4, layers=2, kv_heads=2, head_dim=8, dtype=torch.float64)
+    step = cache.step(cache.allocate(1), 130)
+    for layer, heads in enumerate((4, 8)):
+        q, k, v = (torch.randn(1, n, 130, 8, dtype=torch.float64) for n in (heads, 2, 2))
+        out = ls.attention(q, k, v, cache=step, layer=layer, mask=mask)
+        torch.testing.assert_close(out, ls.attention(q, k, v, mask=mask, kernel="dense"))

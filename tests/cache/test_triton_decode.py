@@ -57,6 +57,30 @@ def test_bits_are_equal_alone_batched_and_on_other_pages() -> None:
     assert torch.equal(decoded(tokens, [0, 1, 2], page_size=7, **options), expected)
 
 
+def test_a_shorter_sequence_with_more_splits_decodes_as_alone() -> None:
+    """The size of a split doubles with the length: here 159 tokens have more splits than 160."""
+    assert decode_call.split_count(159, 2) > decode_call.split_count(160, 2)
+    tokens = [x.to(DEVICE) for x in random_tokens(2, 160)]
+    cache = ls.KVCache(pages=20, layers=1, kv_heads=2, head_dim=16, dtype=torch.float32, device=DEVICE)
+    ids, prefix = cache.allocate(2), [158, 159]
+    step = cache.step(ids, prefix)
+    joined = [torch.cat([x[i : i + 1, :, :n] for i, n in enumerate(prefix)], 2) for x in tokens]
+    ls.attention(*joined, cache=step, layer=0, kernel="cpu" if DEVICE == "cpu" else "auto")
+    last = [torch.stack([x[i, :, n : n + 1] for i, n in enumerate(prefix)]) for x in tokens]
+    out = ls.attention(*last, cache=cache.step(ids, 1), layer=0, kernel="triton")
+    for i, n in enumerate(prefix):
+        expected = oracle(last[0][i : i + 1], *(x[i : i + 1, :, : n + 1] for x in tokens[1:]))
+        torch.testing.assert_close(out[i : i + 1].double(), expected[0] if isinstance(expected, tuple) else expected, rtol=1e-4, atol=1e-5)
+
+
+def test_lookups_beyond_a_table_are_refused() -> None:
+    bias = torch.randn(40, device=DEVICE)
+    cache = ls.KVCache(pages=2, layers=1, kv_heads=1, head_dim=16, dtype=torch.float32, device=DEVICE)
+    ids, x = cache.allocate(1), torch.randn(1, 1, 50, 16, device=DEVICE)
+    with pytest.raises(ValueError, match="may look outside of a tensor that it captures"):
+        ls.attention(x, x, x, cache=cache.step(ids, 50), layer=0, score_mod=lambda s, b, h, q, kv: s + bias[kv], kernel="triton")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_tiles_do_not_depend_on_the_page_size(dtype: torch.dtype, dim: int) -> None:

@@ -81,7 +81,8 @@ def test_checkpoint_of_a_planned_call_communicates_once() -> None:
             torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_results_of_attention_that_were_modified_raise() -> None:
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_results_of_attention_that_were_modified_raise(place: memory.Place) -> None:
     def modifies(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = ls.attention(q, k, v)
         with torch.no_grad():
@@ -89,7 +90,18 @@ def test_results_of_attention_that_were_modified_raise() -> None:
         return out.sin()
 
     q, k, v = qkv()
-    out = memory.checkpoint(modifies, q, k, v)
+    out = memory.checkpoint(modifies, q, k, v, keep=place)
+    with pytest.raises(RuntimeError, match=r"modified in place|modified by an inplace"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_arguments_that_were_modified_raise(place: memory.Place) -> None:
+    x = torch.randn(5, requires_grad=True)
+    h = x.exp()
+    out = memory.checkpoint(lambda t: t.sin() * t, h, inputs=place)
+    with torch.no_grad():
+        h.mul_(3)
     with pytest.raises(RuntimeError, match=r"modified in place|modified by an inplace"):
         out.sum().backward()
 
@@ -160,6 +172,25 @@ def gradients(model: Any) -> list[Tensor]:
     grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     return grads
+
+
+def test_long_context_takes_batches_from_prepare_batch_at_its_first_call() -> None:
+    batch, plain = batch_of(), tiny("Llama").train()
+    expected = plain(**batch).loss.detach()
+
+    def rank(mesh: Any) -> Tensor:
+        model = tiny("Llama").train()
+        model.load_state_dict(plain.state_dict())  # threads share a random generator
+        memory.long_context(model, loss_chunk=9)
+        return model(**lst.prepare_batch(batch, mesh, config=model, gradients="sum")).loss.detach()
+
+    torch.testing.assert_close(torch.stack(virtual_world(2).run(rank)).sum(), expected.double(), rtol=1e-6, atol=0)
+
+
+def test_mlps_of_two_arguments_are_not_tiled() -> None:
+    torch.manual_seed(0)
+    config = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4)
+    assert memory.tile_mlps(transformers.BloomForCausalLM(config), 8) == []
 
 
 def test_mlps_are_tiled_but_not_experts() -> None:

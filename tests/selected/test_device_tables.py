@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -139,3 +140,23 @@ def test_a_new_choice_builds_no_block_table_on_the_host(monkeypatch: pytest.Monk
     monkeypatch.setattr(table_cache, "classify", None)
     out = ls.attention(q, k, v, mask=ls.selected(choices[1], 64) & ls.causal(), kernel="triton")
     assert not out[:, :, :64].any() and out[:, :, 64:].any()
+
+
+def test_programs_that_look_up_by_key_read_no_padding() -> None:
+    q, k, v = (torch.randn(1, 2, 4, 16, device=DEVICE), *torch.randn(2, 1, 1, 32, 16, device=DEVICE))
+    table = torch.randn(32, device=DEVICE)
+    mask = ls.selected(torch.tensor([3, -1], dtype=torch.int32, device=DEVICE).expand(1, 1, 4, 2).contiguous(), granularity=1)
+
+    def biased(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return s + table[kv_idx]
+
+    out = ls.attention(q, k, v, mask=mask, score_mod=biased, kernel="triton")
+    torch.testing.assert_close(out, v[:, :, 3:4].expand(1, 2, 4, 16))
+
+
+def test_non_finite_keys_that_one_head_of_a_group_sees_reach_no_other() -> None:
+    q, k, v = (torch.randn(1, 2, 4, 16, device=DEVICE), *torch.randn(2, 1, 1, 32, 16, device=DEVICE))
+    v[:, :, 5] = float("nan")
+    chosen = ls.selected(torch.tensor([3, 5, 7, -1], dtype=torch.int32, device=DEVICE).expand(1, 1, 4, 4).contiguous(), granularity=1)
+    out = ls.attention(q, k, v, mask=chosen & ls.mask_mod(lambda b, h, q_idx, kv_idx: (h == 0) | (kv_idx != 5)), kernel="triton")
+    assert bool(out[:, 0].isnan().all()) and bool(out[:, 1].isfinite().all())

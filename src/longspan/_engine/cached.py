@@ -139,7 +139,8 @@ def _decodes_by_triton(q: Tensor, v: Tensor, step: CacheStep, work: PagedWork, k
     kernel_named("triton")  # raises if it is not installed
     from longspan._kernels.triton.decode_call import refusal
 
-    reason = refusal(q, (q.shape[-1], v.shape[-1]), work, max(step.ranges.lengths, default=0))
+    longest = max(step.ranges.lengths, default=0)
+    reason = refusal(q, (q.shape[-1], v.shape[-1]), work, sequences=len(step.ids), longest=longest)
     if reason is not None and kernel == "triton":
         raise KernelRefused(f"kernel 'triton' does not support this call: {reason}. kernel='auto' picks one that does")
     return reason is None
@@ -184,11 +185,11 @@ def _attend_chunk(results: _Results, index: int, pages: PagedKV, work: PagedWork
     inputs = AttentionInputs(q=q, k=k, v=v)
     state = sink_state(work.sink, q, v, max_scores=False)
     made = partial(_chunk_work, work, index, start, length, heads=q.shape[1])
-    kernel_work = step.derived(_chunk_key(work, index, BLOCK), partial(made, block=BLOCK))
+    kernel_work = step.derived(_chunk_key(work, index, q.shape[1], BLOCK), partial(made, block=BLOCK))
     chosen = choose(kernel, [KernelCall(inputs, kernel_work)]).kernel
     block = chosen.block_size(inputs, kernel_work.table)
     if block != BLOCK:
-        kernel_work = step.derived(_chunk_key(work, index, block), partial(made, block=block))
+        kernel_work = step.derived(_chunk_key(work, index, q.shape[1], block), partial(made, block=block))
     kernel_work = replace(
         kernel_work, scale=work.scale, score=work.score, score_captured=work.score_captured, mask_captured=work.mask_captured
     )  # fmt: skip
@@ -196,9 +197,9 @@ def _attend_chunk(results: _Results, index: int, pages: PagedKV, work: PagedWork
     results.add(index, result.out[0], result.lse[0])
 
 
-def _chunk_key(work: PagedWork, index: int, block: tuple[int, int]) -> Hashable:
+def _chunk_key(work: PagedWork, index: int, heads: int, block: tuple[int, int]) -> Hashable:
     """The key under which layers of a step share a chunk's tiles; None if the mask reads tensors, which may differ between layers."""
-    return None if work.mask_captured else (None if work.mask is None else work.mask.key, index, block)
+    return None if work.mask_captured else (None if work.mask is None else work.mask.key, index, heads, block)
 
 
 def _chunk_work(work: PagedWork, index: int, start: int, length: int, *, heads: int, block: tuple[int, int]) -> Work:

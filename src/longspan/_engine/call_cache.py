@@ -83,6 +83,7 @@ class CallCache:
                 q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
                 sink_layout, value_key, scale, kernel, torch.are_deterministic_algorithms_enabled(),
                 torch.is_deterministic_algorithms_warn_only_enabled(), torch.is_inference_mode_enabled(),
+                torch.backends.cuda.matmul.fp32_precision if q.dtype == torch.float32 else None,
             ))  # fmt: skip
         except (RuntimeError, NotImplementedError, TypeError):  # sparse or nested tensors, arguments without a hash: the checks will raise
             return None

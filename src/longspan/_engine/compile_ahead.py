@@ -46,7 +46,13 @@ def compiling_backward(inputs: CallTensors, options: CallOptions, needs: Sequenc
     if len(_seen) >= _MAX_SEEN:
         _seen.clear()
     _seen.add(key)
-    with compiling_meanwhile(_backward_jobs(inputs, options, needs)):
+    try:
+        jobs = _backward_jobs(inputs, options, needs)
+    except Exception:  # the backward pass itself will raise it, if it is not memory for the shapes that were tried
+        if collected_jobs() is not None:  # `warm` reports it
+            raise
+        jobs = []
+    with compiling_meanwhile(jobs):
         yield
 
 
@@ -65,7 +71,8 @@ def _backward_jobs(inputs: CallTensors, options: CallOptions, needs: Sequence[bo
         if kernel.name in _COMPILED:
             out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty(*q.shape[:-1], v.shape[-1])
             lse = q.new_empty(q.shape[:-1], dtype=state_dtype(q.dtype))
-            tensors = BackwardTensors(inputs=inputs, out=out, lse=lse, grad_out=out, grad_lse=None, needs=needs)
+            # Not out itself: launches are cached by which tensors are the same.
+            tensors = BackwardTensors(inputs=inputs, out=out, lse=lse, grad_out=torch.empty_like(out), grad_lse=None, needs=needs)
             one_device.backward_by(kernel, work, tensors)
     return jobs
 

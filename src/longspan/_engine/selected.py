@@ -69,10 +69,11 @@ class SelectedCall:
         """The call by the first kernel that selects keys; None if no kernel supports it."""
         kernel_inputs = AttentionInputs(q=inputs.q, k=inputs.k, v=inputs.v)
         requested, captured_grads = options.spec.kernel, any(t.requires_grad for t in inputs.score_captured)
+        by_head = options.spec.mask is not None and options.spec.mask.uses_head
         names = dict.fromkeys((first_candidate(inputs.q.device), "triton")) if requested == "auto" else (requested,)
         for kernel in map(kernel_named, names):
             assert isinstance(kernel, SelectsKeys)
-            block = kernel.selection_block(kernel_inputs, split.selection, captured_grads=captured_grads)
+            block = kernel.selection_block(kernel_inputs, split.selection, captured_grads=captured_grads, by_head=by_head)
             if block is None:
                 continue
             tables = one_device.mask_tables(inputs, options)

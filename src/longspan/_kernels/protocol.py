@@ -239,10 +239,13 @@ class ComputesNorm(Protocol):
 class SelectsKeys(Protocol):
     """A kernel that computes selections from their indices on the device, without host work."""
 
-    def selection_block(self, inputs: AttentionInputs, selection: Selection, *, captured_grads: bool) -> tuple[int, int] | None:
+    def selection_block(
+        self, inputs: AttentionInputs, selection: Selection, *, captured_grads: bool, by_head: bool
+    ) -> tuple[int, int] | None:  # fmt: skip
         """Tile size (queries, KV) of the table that `select` reads; None if the kernel does not support this selection.
 
         captured_grads: Tensors that the score program captures need gradients.
+        by_head: The rest of the mask differs between heads.
         """
 
     def select(self, inputs: AttentionInputs, work: Work, selection: Selection) -> Work:

@@ -13,17 +13,22 @@ from torch import Tensor
 
 
 class HostTensor:
-    """One tensor of a `HostStore`. A tensor that is on the host already stays where it is."""
+    """One tensor of a `HostStore`. A tensor that is on the host already stays where it is.
+
+    Modifications in place after `put` are found by the tensor's version, as long as somebody holds its memory: a copy may have been made
+    before or after them.
+    """
 
     def __init__(self, tensor: Tensor, before: HostTensor | None, stream: torch.cuda.Stream | None) -> None:
         self._device, self._before, self._stream = tensor.device, None if before is None else weakref.ref(before), stream
+        self._original, self._version = weakref.ref(tensor), tensor._version
         self._returning: Tensor | None = None
-        self._held = tensor
+        self._held = tensor.detach()
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(tensor.device))
             with torch.cuda.stream(stream):
-                self._held = torch.empty_like(tensor, device="cpu", pin_memory=True)
-                self._held.copy_(tensor, non_blocking=True)
+                self._held = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
+                self._held.copy_(tensor.detach(), non_blocking=True)
             tensor.record_stream(stream)
 
     def start_return(self) -> None:
@@ -33,7 +38,12 @@ class HostTensor:
                 self._returning = self._held.to(self._device, non_blocking=True)
 
     def read(self) -> Tensor:
-        """The tensor on its device, ordered before later work of the current stream."""
+        """The tensor on its device, ordered before later work of the current stream.
+
+        Raises:
+            RuntimeError: It was modified in place since it was stored.
+        """
+        self.check()
         if self._stream is None:
             return self._held
         self.start_return()
@@ -46,6 +56,15 @@ class HostTensor:
         if before is not None:
             before.start_return()
         return tensor
+
+    def check(self) -> None:
+        """Raise RuntimeError if the tensor was modified in place since it was stored."""
+        original = self._original()
+        if original is not None and original._version != self._version:
+            raise RuntimeError(
+                "longspan.integrations.memory: a tensor that waits in host memory was modified in place: expected an operation with a new "
+                "result"
+            )
 
 
 class HostStore:
@@ -60,6 +79,6 @@ class HostStore:
         stream = None
         if tensor.is_cuda:
             stream = self._streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
-        stored = HostTensor(tensor.detach(), None if self._last is None else self._last(), stream)
+        stored = HostTensor(tensor, None if self._last is None else self._last(), stream)
         self._last = weakref.ref(stored)
         return stored

@@ -7,7 +7,6 @@ communicates once. Autograd records the operator in both cases, so that its back
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -17,34 +16,58 @@ from longspan._torch_private import TorchDispatchMode, detached_below_autograd
 from longspan.integrations._host_store import HostStore, HostTensor
 
 
-class _OnDevice:
-    """A result where it was computed. The layer must not have modified it in place."""
+class Unmodified:
+    """A detached tensor that nobody may modify in place before it is read."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = detached_below_autograd(tensor)
-        self._version = self._tensor._version
+        self._tensor, self._version = tensor, tensor._version
 
     def read(self) -> Tensor:
         if self._tensor._version != self._version:
-            raise RuntimeError("memory.checkpoint: the result of attention was modified in place: expected an operation with a new result")
+            raise RuntimeError(
+                "memory.checkpoint: an argument or a result of attention was modified in place: expected an operation with a new result"
+            )
         return self._tensor
 
 
-Results = list[tuple[_OnDevice | HostTensor, ...]]
+def _on_device(tensor: Tensor) -> Unmodified:
+    """A result of attention where it was computed."""
+    return Unmodified(detached_below_autograd(tensor))
+
+
+Results = list[tuple[Unmodified | HostTensor, ...]]
 
 
 class _Record(TorchDispatchMode):
-    """Records the results of attention."""
+    """Records the results of attention: on their device, or from a GPU in `store`.
 
-    def __init__(self, results: Results, keep: Callable[[Tensor], _OnDevice | HostTensor]) -> None:
+    Results in host memory are compared with their versions at the end of the forward pass: holding them longer would keep their memory.
+    """
+
+    def __init__(self, results: Results, store: HostStore | None) -> None:
         super().__init__()
-        self._results, self._keep = results, keep
+        self._results, self._store = results, store
+        self._copied: list[Unmodified] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         if func is ops.attend._opoverload:
-            self._results.append(tuple(self._keep(t) for t in outputs))
+            self._results.append(tuple(self._kept(t) for t in outputs))
         return outputs
+
+    def _kept(self, tensor: Tensor) -> Unmodified | HostTensor:
+        here = _on_device(tensor)
+        if self._store is None or not tensor.is_cuda:
+            return here
+        self._copied.append(here)
+        return self._store.put(tensor)
+
+    def __exit__(self, error_type: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(error_type, error, traceback)
+        copied, self._copied = self._copied, []
+        if error_type is None:
+            for tensor in copied:
+                tensor.read()
 
 
 class _Replay(TorchDispatchMode):
@@ -73,4 +96,4 @@ class _Replay(TorchDispatchMode):
 def record_and_replay(store: HostStore | None) -> tuple[_Record, _Replay]:
     """The contexts of the forward pass and of its recomputation. store: for results in host memory; None leaves them on the device."""
     results: Results = []
-    return _Record(results, _OnDevice if store is None else store.put), _Replay(results)
+    return _Record(results, store), _Replay(results)

@@ -127,6 +127,13 @@ def checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
+def outside_of_forwards() -> Iterator[None]:
+    """Run a model as if no forward with a plan were active, even if the model is called in one."""
+    with _in_forward(Forward(plan=None)):
+        yield
+
+
+@contextmanager
 def _in_forward(forward: Forward) -> Iterator[None]:
     token = _current_forward.set(forward)
     try:

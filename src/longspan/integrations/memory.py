@@ -11,6 +11,7 @@ Legend: S tokens of this rank, V vocabulary, D hidden size.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -21,7 +22,8 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from longspan._engine import ops
 from longspan.integrations._host_store import HostStore, HostTensor
-from longspan.integrations._kept_attention import record_and_replay
+from longspan.integrations._kept_attention import Unmodified, record_and_replay
+from longspan.integrations._plan_use import outside_of_forwards
 from longspan.integrations.loss import linear_token_loss, shift_labels, token_count
 
 __all__ = ["Place", "causal_lm_loss", "checkpoint", "long_context", "tile_mlps", "tiled"]
@@ -69,11 +71,12 @@ def _checkpoint(fn: Callable[..., Any], *args: Any, keep: HostStore | None, inpu
         return call()
     store = inputs
 
-    def pack(t: Tensor) -> Tensor | HostTensor:
-        return store.put(t) if t.is_cuda and t.numel() * t.element_size() >= _MIN_BYTES and not isinstance(t, nn.Parameter) else t
+    def pack(t: Tensor) -> Unmodified | HostTensor:
+        large = t.numel() * t.element_size() >= _MIN_BYTES and not isinstance(t, nn.Parameter)
+        return store.put(t) if large and t.is_cuda else Unmodified(t.detach())
 
-    def unpack(t: Tensor | HostTensor) -> Tensor:
-        return t.read() if isinstance(t, HostTensor) else t
+    def unpack(saved: Unmodified | HostTensor) -> Tensor:
+        return saved.read()
 
     # Inside of `fn`, the hooks of torch's checkpoint take over: these see its arguments only.
     with saved_tensors_hooks(pack, unpack):
@@ -99,10 +102,10 @@ def tiled(fn: Callable[[Tensor], Tensor], x: Tensor, *, chunk: int, dim: int = -
 
 
 def tile_mlps(model: nn.Module, chunk: int) -> list[str]:
-    """Compute the MLPs of a model by `tiled`, in place.
+    """Compute the MLPs of a model by `tiled` in training mode, in place.
 
-    An MLP is a module whose class name ends in "MLP" and that consists of linear layers and modules without parameters, so that it treats
-    every token alike. Mixtures of experts stay as they are.
+    An MLP is a module of one argument whose class name ends in "MLP" and that consists of linear layers and modules without parameters, so
+    that it treats every token alike. Mixtures of experts stay as they are.
 
     Args:
         model: Any module.
@@ -114,11 +117,18 @@ def tile_mlps(model: nn.Module, chunk: int) -> list[str]:
     names = [name for name, module in model.named_modules() if _is_mlp(module)]
     for name in names:
         module = model.get_submodule(name)
-        module.forward = functools.partial(tiled, module.forward, chunk=chunk)
+        module.forward = functools.partial(_tiled_in_training, module, module.forward, chunk)
     return names
 
 
+def _tiled_in_training(module: nn.Module, forward: Callable[[Tensor], Tensor], chunk: int, x: Tensor) -> Tensor:
+    return tiled(forward, x, chunk=chunk) if module.training else forward(x)
+
+
 def _is_mlp(module: nn.Module) -> bool:
+    arguments = inspect.signature(module.forward).parameters.values()
+    if len([a for a in arguments if a.default is inspect.Parameter.empty]) != 1:
+        return False
     leaves = [m for m in module.modules() if not list(m.children())]
     plain = all(isinstance(m, nn.Linear) or not list(m.parameters()) for m in leaves)
     return type(module).__name__.endswith("MLP") and plain and not list(module.parameters(recurse=False)) and len(leaves) > 1
@@ -168,7 +178,7 @@ def _check_head(model: Any) -> None:
     training, hook = model.training, head.register_forward_hook(enlarge)
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), outside_of_forwards():
             logits = model(input_ids=ids, use_cache=False).logits
             hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     finally:

@@ -66,6 +66,11 @@ def _inside(program: Program, captured: Sequence[Tensor], work: Work, batch: int
     return _proven(ByKey(program), tuple(tuple(t.shape) for t in captured), ends)
 
 
+def stays_inside(program: Program, captured: Sequence[Tensor], ends: tuple[int, int, int, int]) -> bool:
+    """Whether all lookups are proven in bounds for batch rows, heads, queries and keys below `ends`."""
+    return _proven(ByKey(program), tuple(tuple(t.shape) for t in captured), ends)
+
+
 @lru_cache(maxsize=1024)
 def _proven(keyed: ByKey, shapes: tuple[tuple[int, ...], ...], ends: tuple[int, int, int, int]) -> bool:
     program = keyed.program

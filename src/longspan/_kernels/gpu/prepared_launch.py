@@ -166,15 +166,16 @@ class PreparedLaunch:
         """The compiled kernel, with one pipeline stage less as long as a CTA needs more shared memory than there is: values that a score
         program looks up by query and key take shared memory in every stage.
         """
-        limit = shared_memory_limit(self.device)
+        limit, options = shared_memory_limit(self.device), self.options  # other threads may compile the same launch
         while True:
-            compiled = compile_kernel(self.kernel, arguments, self.options)
+            compiled = compile_kernel(self.kernel, arguments, options)
             if compiled.metadata.shared <= limit:
+                self.options = options
                 return compiled
-            stages = self.options.get("num_stages", 1)
+            stages = options.get("num_stages", 1)
             if stages == 1:
                 raise OutOfResources(compiled.metadata.shared, limit, "shared memory")
-            self.options = {**self.options, "num_stages": stages - 1}
+            options = {**options, "num_stages": stages - 1}
 
 
 @cache

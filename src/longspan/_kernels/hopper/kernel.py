@@ -206,7 +206,9 @@ class HopperKernel:
     def norm(self, lse: Tensor) -> Tensor:
         return row_norm(lse)
 
-    def selection_block(self, inputs: AttentionInputs, selection: Selection, *, captured_grads: bool) -> tuple[int, int] | None:
+    def selection_block(
+        self, inputs: AttentionInputs, selection: Selection, *, captured_grads: bool, by_head: bool
+    ) -> tuple[int, int] | None:  # fmt: skip
         block = tile_of(selection)
         d, e = inputs.q.shape[-1], inputs.v.shape[-1]
         return block if block == (BLOCK_SIZE, BLOCK_SIZE) and max(d, e) <= MAX_DIM else None

@@ -16,6 +16,7 @@ from longspan._kernels.gpu.device import capability
 from longspan._kernels.gpu.interpreter import computable, interpreted
 from longspan._kernels.gpu.launch_call import tf32_allowed
 from longspan._kernels.gpu.limits import MAX_HEAD_DIM
+from longspan._kernels.gpu.lookup_bounds import stays_inside
 from longspan._kernels.gpu.prepared_launch import Layouts, PreparedLaunch, hold_for_graph, layouts
 from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork, QueryRanges
 from longspan._kernels.protocol import like_query
@@ -50,7 +51,7 @@ def choose_tile(*, dim: int, dtype: torch.dtype, page_size: int) -> DecodeTile:
     return DecodeTile(n=64, warps=4, stages=5 if page_size else 4)  # loading a page's number is a stage of its own
 
 
-def refusal(q: Tensor, dims: tuple[int, int], work: PagedWork, longest: int) -> str | None:
+def refusal(q: Tensor, dims: tuple[int, int], work: PagedWork, *, sequences: int, longest: int) -> str | None:
     """The reason why the decode kernels do not support a call; else None. `longest`: tokens of the longest sequence."""
     if q.dtype not in _DTYPES:
         return f"dtype {q.dtype}: expected bfloat16, float16 or float32"
@@ -58,6 +59,9 @@ def refusal(q: Tensor, dims: tuple[int, int], work: PagedWork, longest: int) -> 
         return f"tensors on {q.device}: expected a CUDA device of compute capability 8.0 or later"
     if max(dims) > MAX_HEAD_DIM:
         return f"head dims {dims[0]} and {dims[1]}: expected at most {MAX_HEAD_DIM} each"
+    for program, captured in ((work.mask, work.mask_captured), (work.score, work.score_captured)):
+        if program is not None and not stays_inside(program, captured, (sequences, q.shape[1], longest, longest)):
+            return f"{program.name} may look outside of a tensor that it captures, for sequences of {longest} tokens"
     options = _options(work, q.dtype, longest)
     return next((r for p in (work.mask, work.score) if (r := codegen.unsupported(p, None, options)) is not None), None)
 
@@ -111,7 +115,9 @@ def attend_pages(queries: Queries, pages: PagedKV, work: PagedWork) -> tuple[Ten
     for m, chosen in by_tile.items():
         counts = [ranges.counts[i] for i in chosen]
         sizes = _DecodeSizes(
-            sequences=len(ranges.counts), queries=(min(counts), max(counts)), longest=max(ranges.lengths[i] for i in chosen), tile_rows=m
+            sequences=len(ranges.counts), queries=(min(counts), max(counts)), longest=max(ranges.lengths[i] for i in chosen),
+            # A shorter sequence may have more splits: the size of a split doubles with the length.
+            splits=max(split_count(ranges.lengths[i], kv[0].shape[1]) for i in chosen), tile_rows=m,
         )  # fmt: skip
         _decode_launch(queries, (*kv, pages.table), work, sizes, (out, lse)).run()
     return out.to(q.dtype), lse
@@ -127,7 +133,10 @@ def attend_contiguous(q: Tensor, k: Tensor, v: Tensor, work: PagedWork) -> tuple
 
 def _contiguous_launch(q: Tensor, k: Tensor, v: Tensor, work: PagedWork, results: tuple[Tensor, Tensor]) -> _DecodeLaunch:
     rows = _tile_rows(q.shape[2] * (q.shape[1] // k.shape[1]))
-    sizes = _DecodeSizes(sequences=q.shape[0], queries=(q.shape[2], q.shape[2]), longest=k.shape[2], tile_rows=rows)
+    sizes = _DecodeSizes(
+        sequences=q.shape[0], queries=(q.shape[2], q.shape[2]), longest=k.shape[2], splits=split_count(k.shape[2], k.shape[1]),
+        tile_rows=rows,
+    )  # fmt: skip
     return _decode_launch(Queries(q, None, False), (k, v, None), work, sizes, results)
 
 
@@ -136,26 +145,28 @@ class DecodeForward:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, work: PagedWork) -> None:
         made = _contiguous_launch(q, k, v, work, _empty_results(q, v.shape[-1]))
-        # Of the caller's tensors, only those that the mask reads are held.
-        per_call = {name: value for name, value in made.per_call.items() if name != "score_captured" or not work.score_captured}
-        self._launch = made._replace(tensors=dict.fromkeys(made.tensors), per_call=per_call)
+        # Of the caller's tensors, only those that the mask reads are held: q stands for lists that are empty.
+        self._mask_captured = made.per_call["mask_captured"] if work.mask_captured else None
+        self._launch = made._replace(tensors=dict.fromkeys(made.tensors), per_call={"scale": made.per_call["scale"]})
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, score_captured: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         out, lse = _empty_results(q, v.shape[-1])
         tensors = {**self._launch.tensors, "q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": out, "lse_ptr": lse}
-        per_call = self._launch.per_call
-        if score_captured:
-            per_call = {**per_call, "score_captured": launch.pack_captured(score_captured, q)}
+        mask_captured = launch.pack_captured((), q) if self._mask_captured is None else self._mask_captured
+        per_call = {**self._launch.per_call, "mask_captured": mask_captured, "score_captured": launch.pack_captured(score_captured, q)}
         self._launch._replace(tensors=tensors, per_call=per_call).run()
         return out, lse
 
 
 class _DecodeSizes(NamedTuple):
-    """Sizes of a launch: sequences, fewest and most queries of a sequence, tokens of the longest sequence, rows of a tile."""
+    """Sizes of a launch: sequences, fewest and most queries of a sequence, tokens of the longest sequence, most splits of a sequence, rows
+    of a tile.
+    """
 
     sequences: int
     queries: tuple[int, int]
     longest: int
+    splits: int
     tile_rows: int
 
 
@@ -243,7 +254,7 @@ def _make_launches(
     assert q is not None and k is not None and v is not None
     page_size = 0 if table is None else k.shape[2]
     heads, kv_heads, d, e, m = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], sizes.tile_rows
-    splits, most = split_count(sizes.longest, kv_heads), sizes.queries[1]
+    splits, most = sizes.splits, sizes.queries[1]
     row_tiles = -(-most * (heads // kv_heads) // m)
     tile = choose_tile(dim=max(launch.padded(d), launch.padded(e)), dtype=q.dtype, page_size=page_size)
     options = _options(work, q.dtype, sizes.longest)

@@ -64,6 +64,7 @@ class TritonKernel:
 
     def forward(self, inputs: AttentionInputs, work: Work, *, state: State | None, final: bool, max_scores: bool) -> State:
         if final and state is None and not max_scores and is_decoding(inputs, work):
+            self.check(inputs, work)
             out, lse = attend_contiguous(inputs.q, inputs.k, inputs.v, _decode_work(work))
             return State(out=out, lse=lse)
         dtype, inputs = inputs.q.dtype, _computable(inputs)
@@ -132,8 +133,12 @@ class TritonKernel:
         delta = self.delta(tensors.out, grad_out, grad_lse) if delta is None else delta
         return RowTerms(lse=lse, norm=norm, delta=delta.contiguous())
 
-    def selection_block(self, inputs: AttentionInputs, selection: Selection, *, captured_grads: bool) -> tuple[int, int] | None:
-        return tile_of(selection) or ((BLOCK_SIZE, BLOCK_SIZE) if not captured_grads and gathers(selection) else None)
+    def selection_block(
+        self, inputs: AttentionInputs, selection: Selection, *, captured_grads: bool, by_head: bool
+    ) -> tuple[int, int] | None:  # fmt: skip
+        # Heads of a group are rows of one tile of gathered keys: a key that one of them does not see must not be in it.
+        gathered = not captured_grads and not by_head and gathers(selection)
+        return tile_of(selection) or ((BLOCK_SIZE, BLOCK_SIZE) if gathered else None)
 
     def select(self, inputs: AttentionInputs, work: Work, selection: Selection) -> Work:
         if tile_of(selection) is None:
