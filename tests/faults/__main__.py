@@ -20,7 +20,7 @@ from tests.faults.inject import CABLE_KINDS, CATCH, DIVERGE, LATE, POINT_KINDS, 
 from tests.faults.judge import slowest, verdict
 from tests.faults.rank import prepare, rank_main
 from tests.faults.scenarios import DIVERGING, SCENARIOS
-from tests.faults.supervisor import Case, InRank, Report, Supervisor
+from tests.faults.supervisor import GRACE, Case, InRank, Report, Supervisor
 
 Clean = dict[tuple[str, int], list[Report]]
 
@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=4, help="runs at a time")
     parser.add_argument("--timeout", type=float, default=3.0, help="timeout of the process groups, in seconds")
+    parser.add_argument("--grace", type=float, default=GRACE, help="seconds past the timeout in which every rank must have reported")
     parser.add_argument("--verbose", action="store_true", help="print the errors of every run")
     parser.add_argument("--json", action="store_true", help="print the counts as JSON in the last line")
     options = parser.parse_args()
@@ -113,7 +114,7 @@ def _run(supervisor: Supervisor, cases: list[Case], clean: Clean, options: argpa
         assert case.fault is not None
         counts[case.scenario][case.fault.kind] += 1
         seconds = max(seconds, slowest(reports, struck))
-        wrong = verdict(case, reports, clean[case.scenario, case.size], struck, hung, options.timeout)
+        wrong = verdict(case, reports, clean[case.scenario, case.size], struck, hung, options.timeout + options.grace)
         if wrong:
             bad.append(str(case))
         if wrong or options.verbose:

@@ -6,13 +6,13 @@ import signal
 
 from tests.faults.inject import CATCH, DIVERGE, HARMLESS, KILL, RAISE, REORDER, SKIP
 from tests.faults.scenarios import SEVERAL_GROUPS
-from tests.faults.supervisor import GRACE, Case, Report
+from tests.faults.supervisor import Case, Report
 
 NOTHING = ""  # digest of a call that this rank did not make
 
 
-def verdict(case: Case, reports: list[Report], clean: list[Report], struck: float | None, hung: list[int], timeout: float) -> list[str]:
-    """Everything wrong with a run; empty if nothing is. `clean`: reports of a run without a fault."""
+def verdict(case: Case, reports: list[Report], clean: list[Report], struck: float | None, hung: list[int], limit: float) -> list[str]:
+    """Everything wrong with a run; empty if nothing is. `clean`: reports of a run without a fault. `limit`: seconds to the first error."""
     fault = case.fault
     assert fault is not None
     wrong = [f"rank {rank} hung" for rank in hung]
@@ -32,7 +32,7 @@ def verdict(case: Case, reports: list[Report], clean: list[Report], struck: floa
             continue
         if errors:
             seconds = errors[0][2] - max(struck, report.started[errors[0][0]])
-            if seconds > timeout + GRACE:
+            if seconds > limit:
                 wrong.append(f"rank {rank}: {errors[0][0]!r} raised after {seconds:.1f} s")
         elif values != expected or (fault.kind in (DIVERGE, SKIP, REORDER) and case.scenario not in SEVERAL_GROUPS):
             wrong.append(f"rank {rank}: no error, and not every result")
