@@ -161,14 +161,14 @@ def measure(row: Row, tokens: int, kernel: str, *, peer: bool) -> dict[str, Any]
         calls |= {"flex forward": flex_forward, "flex both": lambda: torch.autograd.grad(flex(), (q, k, v), grad)}
     repeat = 5 if tokens > 65536 else 10
     ms = device_ms(calls, repeat=repeat, warmup=2)
-    found: dict[str, Any] = {"row": row.name, "tokens": tokens, "kernel": kernel}
+    result: dict[str, Any] = {"row": row.name, "tokens": tokens, "kernel": kernel}
     for name in ("", "flex ") if len(calls) > 2 else ("",):
         forward_ms, backward_ms = ms[f"{name}forward"], ms[f"{name}both"] - ms[f"{name}forward"]
-        found |= {f"{name}forward ms": round(forward_ms, 3), f"{name}backward ms": round(backward_ms, 3)}
-        found |= {f"{name}forward": round(flops / forward_ms / 1e9), f"{name}backward": round(2.5 * flops / backward_ms / 1e9)}
-    found["tables ms"] = round(_tables_ms(row, q, k, choices[0]), 4)
-    found["host us"] = round(host_us(forward, repeat=10))
-    return found
+        result |= {f"{name}forward ms": round(forward_ms, 3), f"{name}backward ms": round(backward_ms, 3)}
+        result |= {f"{name}forward": round(flops / forward_ms / 1e9), f"{name}backward": round(2.5 * flops / backward_ms / 1e9)}
+    result["tables ms"] = round(_tables_ms(row, q, k, choices[0]), 4)
+    result["host us"] = round(host_us(forward, repeat=10))
+    return result
 
 
 def _tables_ms(row: Row, q: Tensor, k: Tensor, indices: Tensor) -> float:
@@ -209,10 +209,10 @@ def main() -> None:
     for row in (row for row in ROWS if row.name in options.rows):
         for tokens in options.tokens[: 1 if options.check else None]:
             try:
-                found = check(row, options.kernel) if options.check else measure(row, tokens, options.kernel, peer=options.peer)
+                result = check(row, options.kernel) if options.check else measure(row, tokens, options.kernel, peer=options.peer)
             except torch.OutOfMemoryError as error:
-                found = {"row": row.name, "tokens": tokens, "error": str(error)[:80]}
-            print(json.dumps(found) if options.json else "  ".join(f"{k} {v}" for k, v in found.items()), flush=True)
+                result = {"row": row.name, "tokens": tokens, "error": str(error)[:80]}
+            print(json.dumps(result) if options.json else "  ".join(f"{k} {v}" for k, v in result.items()), flush=True)
 
 
 if __name__ == "__main__":

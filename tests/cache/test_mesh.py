@@ -45,7 +45,12 @@ def decode_greedily(mesh: Any) -> list[int]:
 
 
 def on_processes() -> list[int]:
-    return decode_greedily(dist.group.WORLD)
+    """Greedy tokens over two processes; then a call whose scale differs between them, which raises on both."""
+    decoded = decode_greedily(dist.group.WORLD)
+    cache = make_cache(mesh=dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"scale: rank 1 has 0\.5, rank 0 has 0\.25"):
+        ls.attention(*tokens(1, 1), cache=cache.step(cache.allocate(1), 1), layer=0, scale=0.25 * (1 + dist.get_rank()))
+    return decoded
 
 
 def test_greedy_tokens_equal_those_of_one_process() -> None:

@@ -172,7 +172,7 @@ def _tokens(batch: Mapping[str, Any]) -> tuple[Tensor, int, int]:
 
 
 def _positions(batch: Mapping[str, Any], tokens: Tensor, config: Any) -> Tensor:
-    """The position of each token [B, S]: the batch's, or those that the model would give to a whole batch."""
+    """Token positions [B, S]: of the batch, or numbered as the model numbers a whole batch."""
     positions: Tensor | None = batch.get("position_ids")
     if positions is None:
         real = _real_tokens(batch)

@@ -124,7 +124,7 @@ class PreparedLaunch:
         return pointers if self.workspace is None else [*pointers, *self.workspace.tensors()]
 
     def compile_and_launch(self, tensors: Tensors, per_call: dict[str, Any]) -> None:
-        """Launch for the first time. The interpreter compiles nothing. In `collecting_jobs`, only note what is to be compiled."""
+        """Compile and launch. The interpreter compiles nothing. Inside `collecting_jobs`, add a compile job instead of launching."""
         if interpreted():
             with quiet():
                 self.kernel[(self.ctas,)](*self._all_arguments(tensors, per_call), **self.options)

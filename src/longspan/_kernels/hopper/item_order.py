@@ -87,7 +87,7 @@ def best_order(
 def outlier_rows(table: BlockTable) -> int:
     """Rows with several times the mean number of tiles, such as the first keys, which all queries see, beside a window.
 
-    Their items, of all heads, should come first: taken head after head, those of the last head would start when the others end.
+    Their items of all heads come first. In head order, the long items of the last head would start when all other items end.
     0 for a table by head, whose rows of all heads are in one order.
     """
     tiles = table.tiles_per_row.double()

@@ -26,7 +26,7 @@ SMALLEST_SPLIT = 256  # a multiple of every `DecodeTile.n`
 _MERGED_SPLITS, _MERGED_DIM = 64, 64  # splits that are merged at once, and elements of a row per CTA
 _DECODE_TENSORS = ("q_ptr", "k_ptr", "v_ptr", "table_ptr", "ranges_ptr", "part_out_ptr", "part_lse_ptr")
 _MERGE_TENSORS = ("part_out_ptr", "part_lse_ptr", "ranges_ptr", "sink_ptr", "out_ptr", "lse_ptr")
-_FLOATS = torch.empty(4)  # stands for partial results, which every launch allocates, in cache keys
+_FLOATS = torch.empty(4)  # placeholder of the partial results in cache keys: every launch allocates them
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -145,7 +145,7 @@ class DecodeForward:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, work: PagedWork) -> None:
         made = _contiguous_launch(q, k, v, work, _empty_results(q, v.shape[-1]))
-        # Of the caller's tensors, only those that the mask reads are held: q stands for lists that are empty.
+        # Holds the mask's captured tensors and no other tensor of the caller: an empty list is packed as (q,) at each call.
         self._mask_captured = made.per_call["mask_captured"] if work.mask_captured else None
         self._launch = made._replace(tensors=dict.fromkeys(made.tensors), per_call={"scale": made.per_call["scale"]})
 

@@ -98,7 +98,7 @@ def visible_keys(
     entry = tl.load(chosen + j // GRANULARITY, mask=j < entries * GRANULARITY, other=-1)
     kv = entry * GRANULARITY + j % GRANULARITY
     inside = (entry >= 0) & (kv < kv_len)
-    kv = tl.where(inside, kv, 0)  # programs may look up by key: positions are those of keys
+    kv = tl.where(inside, kv, 0)  # programs index captured tensors by kv: no negative or padded positions
     visible = inside[None, :] & (tl.arange(0, M)[:, None] < M)
     if MASK is not None:
         visible = visible & MASK(b, head[:, None], tl.zeros([1, 1], tl.int32) + q, kv[None, :], mask_captured, mask_sizes)
