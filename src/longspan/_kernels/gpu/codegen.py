@@ -43,13 +43,15 @@ class Options:
 
     `max_position`: upper bound of positions. `fast`: approximate tanh and reciprocals where nothing discontinuous depends on them
     (`exact_values.decisive`), for 16-bit inputs. `big_tables`: a captured tensor has 2³¹ elements or more. `interpreted`: for Triton's
-    interpreter, which has no inline assembly.
+    interpreter, which has no inline assembly. `hoisted`: captured tensors whose one element in use is in `captured` instead of the
+    pointer (`gpu.hoisted_lookups`).
     """
 
     max_position: int = SHORT
     fast: bool = False
     big_tables: bool = False
     interpreted: bool = False
+    hoisted: tuple[int, ...] = ()
 
 
 class Emitter:
@@ -106,7 +108,7 @@ class Emitter:
         """The value of a node or a literal; any other argument unchanged."""
         if isinstance(arg, Node):
             if arg in self.captured and arg not in self.env:
-                self.env[arg] = self._load(arg, [])
+                self.env[arg] = self.load(arg, [])
             return self.env[arg]
         return constant(arg) if isinstance(arg, bool | int | float) else arg
 
@@ -119,7 +121,7 @@ class Emitter:
                 if name == "index":
                     known = self.given.get(node, {})
                     indices = [known.get(i, index) for i, index in enumerate(node.args[1])]  # type: ignore[arg-type]
-                    self.env[node] = self._load(node.args[0], indices)  # type: ignore[arg-type]
+                    self.env[node] = self.load(node.args[0], indices)  # type: ignore[arg-type]
                 elif name in EMITTERS:
                     self.env[node] = EMITTERS[name](self, node, [self.value(a) for a in node.args])
                 else:
@@ -142,9 +144,15 @@ class Emitter:
         assert offset is not None
         return offset
 
-    def _load(self, table: Node, indices: Sequence[Any]) -> Value:
-        values = [self.value(i) for i in indices]
+    def load(self, table: Node, indices: Sequence[Any]) -> Value:
+        """The element of a captured tensor at these indices."""
         place, at = f"captured[{self.captured[table]}]", None
+        dtype = table.meta["val"].dtype
+        type = type_of(dtype)
+        known: dict[str, Any] = {"type": type, "bound": bound_of(dtype), "nonneg": dtype in (torch.uint8, torch.bool)}
+        if self.captured[table] in self.options.hoisted:
+            return Value(text=place, **known)
+        values = [self.value(i) for i in indices]
         # Leading indices that are uniform over a tile are added to the pointer, the others as unsigned offsets: two instructions fewer
         # per element.
         same = next((i for i, v in enumerate(values) if v.dims), len(values))
@@ -155,10 +163,9 @@ class Emitter:
         if values:
             at = self.offset(table, values, first=len(indices) - len(values))
             place += f" + {at.text}" + ("" if self.options.big_tables else ".to(tl.uint32).to(tl.int64)")
-        dtype = table.meta["val"].dtype
-        text, type = f"tl.load({place})", type_of(dtype)
+        text = f"tl.load({place})"
         text += " != 0" if dtype == torch.bool else "" if str(dtype) == f"torch.{type}" else f".to(tl.{type})"
-        return self.let(text, [at] if at else [], type=type, bound=bound_of(dtype), nonneg=dtype in (torch.uint8, torch.bool))
+        return self.let(text, [at] if at else [], **known)
 
     def as_tile(self, value: Value, like: str) -> str:
         text = self.text(value if value.literal is None else self.hold(materialized(value)), "float32")

@@ -167,7 +167,7 @@ class LaunchCall:
                 run_order=self.invariant_order if work.invariant else "by kind",
             )  # fmt: skip
             lead, tables = len(on_device.partial) > 3, on_device._asdict()
-        options = launch.options(work, q.dtype)
+        options = self.program_options
         joint = None
         if work.score is not None and work.joint is not None and one.needs is not None:
             joint = codegen.joint_function(work.score, work.joint, one.needs, options)
@@ -181,6 +181,11 @@ class LaunchCall:
             "PER_BATCH": per_batch, "PER_HEAD": per_head, "LEAD": lead,
             "N": cut.n, "M_SUBS": m_subs, "N_SUBS": n_subs, "DP": launch.padded(d), "E": e, "EP": launch.padded(e),
         }  # fmt: skip
+
+    @property
+    def program_options(self) -> codegen.Options:
+        """Compile options of the mask, the score mod and its gradient."""
+        return launch.options(self.work, self.q.dtype)
 
     def _strides(self, one: Pass) -> dict[str, tuple[int, ...]]:
         """x_stride of every x_ptr. A tensor that is None has the query's strides, which nothing reads."""

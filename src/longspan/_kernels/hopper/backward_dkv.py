@@ -165,7 +165,7 @@ def probabilities(
 def _compute(
     dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s, ds_s, dq_s, buffers, item_s, item_bars, bars,
     ds_bars, dq_bars,
-    GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, DQ: gl.constexpr,
+    GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, DQ: gl.constexpr,
     BM: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr,
 ):  # fmt: skip
     """A compute warp group: 64 of the item's 128 keys."""
@@ -212,19 +212,23 @@ def _compute(
                 v_w = tile_2d(v_s, zero).slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
             q, do = tile_2d(buffers.q.main, stage), tile_2d(buffers.do.main, stage)
             record = step_record(it)
+            of_head = captured
+            if UNIFORM is not None:
+                score = UNIFORM(b + first_b, load_int(steps, record + HEAD) + first_h, captured.score, captured.score_sizes)
+                of_head = Captured(captured.mask, captured.mask_sizes, score, captured.score_sizes)
             mbarrier.wait(bars.do_full.index(stage), ring_phase(it, STAGES))
             dp_next = warpgroup_mma(v_w, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
             norm = gl.expand_dims(buffers.norm.index(stage).load(row_l), 0)
             if kind == FULL:
                 p, slope = probabilities(
                     s, norm, kind, b + first_b, load_int(steps, record + HEAD) + first_h, load_int(steps, record + POSITION), BM,
-                    kv_pos, kv_left, scale, captured,
+                    kv_pos, kv_left, scale, of_head,
                     GROUP, MASK, SCORE, JOINT, False, BM, dtype, st_l,
                 )  # fmt: skip
             else:
                 p, slope = probabilities(
                     s, norm, kind, b + first_b, load_int(steps, record + HEAD) + first_h,
-                    load_int(steps, record + POSITION), load_int(steps, record + ROWS_LEFT), kv_pos, kv_left, scale, captured,
+                    load_int(steps, record + POSITION), load_int(steps, record + ROWS_LEFT), kv_pos, kv_left, scale, of_head,
                     GROUP, MASK, SCORE, JOINT, True, BM, dtype, st_l,
                 )  # fmt: skip
             dv_next = warpgroup_mma(gl.convert_layout(p, p_l), do, dv, is_async=True)
@@ -356,7 +360,7 @@ def dkv_kernel(
     mask_captured, mask_sizes, score_captured, score_sizes,
     items, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, local_tokens, semaphores_per_head, scale,
     first_b, first_h,
-    MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
+    MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
     ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -403,12 +407,12 @@ def dkv_kernel(
             (_compute, (
                 dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, ds_s, tile_2d(dq_s, 0),
                 buffers, item_s, item_bars, bars, ds_bars, BufferBarriers(dq_full.index(0), dq_empty.index(0)),
-                0, MASK, SCORE, JOINT, True, BM, D, DP, E, EP, STAGES, DS,
+                0, MASK, SCORE, JOINT, UNIFORM, True, BM, D, DP, E, EP, STAGES, DS,
             )),
             (_compute, (
                 dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, ds_s, tile_2d(dq_s, 1),
                 buffers, item_s, item_bars, bars, ds_bars, BufferBarriers(dq_full.index(1), dq_empty.index(1)),
-                1, MASK, SCORE, JOINT, True, BM, D, DP, E, EP, STAGES, DS,
+                1, MASK, SCORE, JOINT, UNIFORM, True, BM, D, DP, E, EP, STAGES, DS,
             )),
             (produce, (
                 counter, items, Parts(q_ptr, q_ptr), keys, values, Parts(do_ptr, do_ptr), norm_ptr, delta_ptr, order, full, partial,
@@ -429,12 +433,12 @@ def dkv_kernel(
             (_compute, (
                 dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, optional(None), optional(None),
                 buffers, item_s, item_bars, bars, optional(None), optional(None),
-                0, MASK, SCORE, JOINT, False, BM, D, DP, E, EP, STAGES, DS,
+                0, MASK, SCORE, JOINT, UNIFORM, False, BM, D, DP, E, EP, STAGES, DS,
             )),
             (_compute, (
                 dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, optional(None), optional(None),
                 buffers, item_s, item_bars, bars, optional(None), optional(None),
-                1, MASK, SCORE, JOINT, False, BM, D, DP, E, EP, STAGES, DS,
+                1, MASK, SCORE, JOINT, UNIFORM, False, BM, D, DP, E, EP, STAGES, DS,
             )),
             (produce, (
                 counter, items, Parts(q_ptr, q_ptr), keys, values, Parts(do_ptr, do_ptr), norm_ptr, delta_ptr, order, full, partial,

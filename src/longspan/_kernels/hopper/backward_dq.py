@@ -263,7 +263,7 @@ def _probabilities(
 def _compute(
     norm_ptr, delta_ptr, dq_ptr, dq_stride, captured, grads,
     heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
-    GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, SCATTER: gl.constexpr,
+    GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, SCATTER: gl.constexpr,
     ADD: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr,
     STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -290,6 +290,10 @@ def _compute(
         norm = gl.expand_dims(gl.load(norm_ptr + lse_at, mask=rows < left, other=0.0), 1)
         delta = gl.expand_dims(gl.load(delta_ptr + lse_at, mask=rows < left, other=0.0), 1)
         q_pos = pos + gl.expand_dims(rows, 1)
+        of_head = captured
+        if UNIFORM is not None:
+            score = UNIFORM(b + first_b, h + first_h, captured.score, captured.score_sizes)
+            of_head = Captured(captured.mask, captured.mask_sizes, score, captured.score_sizes)
         dq = zero_sum(GROUP_ROWS, DP, D_TAIL)
         q = held_operand(part_2d(q_s, GROUP), operand, Q_IN_REGISTERS)
         do = held_operand(part_2d(do_s, GROUP), operand, DO_IN_REGISTERS)
@@ -311,13 +315,13 @@ def _compute(
             dp_next = start_scores(do, part_2d(v_s, v_stage), zeros)
             if kind == FULL:
                 slope, p = _probabilities(
-                    s, norm, b + first_b, h + first_h, q_pos, left, _block_field(blocks_s, slot, POSITION), N, scale, captured,
+                    s, norm, b + first_b, h + first_h, q_pos, left, _block_field(blocks_s, slot, POSITION), N, scale, of_head,
                     MASK, SCORE, JOINT, SCATTER, False, N, s_l,
                 )  # fmt: skip
             else:
                 slope, p = _probabilities(
                     s, norm, b + first_b, h + first_h, q_pos, left, _block_field(blocks_s, slot, POSITION),
-                    _block_field(blocks_s, slot, KEYS_LEFT), scale, captured, MASK, SCORE, JOINT, SCATTER, True, N, s_l,
+                    _block_field(blocks_s, slot, KEYS_LEFT), scale, of_head, MASK, SCORE, JOINT, SCATTER, True, N, s_l,
                 )  # fmt: skip
             dp = warpgroup_mma_wait(0, deps=[dp_next])
             mbarrier.arrive(bars.v_empty.index(v_stage), count=1)
@@ -326,7 +330,7 @@ def _compute(
                 valid = (p != 0.0) & (gl.expand_dims(rows, 1) < left)
                 kv = _block_field(blocks_s, slot, POSITION) + cols
                 ds = JOINT(
-                    p * (dp - delta), slope, b + first_b, h + first_h, q_pos, kv, valid, captured.score, captured.score_sizes, grads
+                    p * (dp - delta), slope, b + first_b, h + first_h, q_pos, kv, valid, of_head.score, of_head.score_sizes, grads
                 )  # fmt: skip
                 ds = gl.where(valid, ds, 0.0)
             dq_next = start_sum(ds.to(dtype), part_2d(k_s, stage), dq, D_TAIL)
@@ -357,7 +361,7 @@ def dq_kernel(
     q_tail_ptr, k_tail_ptr, v_tail_ptr, do_tail_ptr, local_k_tail_ptr, local_v_tail_ptr, counter, dq_stride,
     order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes, grads,
     items, rows, tiles, heads, shared, group, q_len, kv_len, local_tokens, scale, first_b, first_h,
-    MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, SCATTER: gl.constexpr, ADD: gl.constexpr,
+    MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, SCATTER: gl.constexpr, ADD: gl.constexpr,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, E_TAIL: gl.constexpr,
     N: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
@@ -385,12 +389,12 @@ def dq_kernel(
         (_compute, (
             norm_ptr, delta_ptr, dq_ptr, dq_stride, captured, grads,
             heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
-            0, MASK, SCORE, JOINT, SCATTER, ADD, N, D, DP, D_TAIL, STAGES, V_STAGES,
+            0, MASK, SCORE, JOINT, UNIFORM, SCATTER, ADD, N, D, DP, D_TAIL, STAGES, V_STAGES,
         )),
         (_compute, (
             norm_ptr, delta_ptr, dq_ptr, dq_stride, captured, grads,
             heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
-            1, MASK, SCORE, JOINT, SCATTER, ADD, N, D, DP, D_TAIL, STAGES, V_STAGES,
+            1, MASK, SCORE, JOINT, UNIFORM, SCATTER, ADD, N, D, DP, D_TAIL, STAGES, V_STAGES,
         )),
         (_produce, (
             counter, items, q, keys, values, do, order, full, partial, q_side, kv_side,

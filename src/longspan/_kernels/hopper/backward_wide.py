@@ -95,7 +95,8 @@ KEYS = GROUP_KEYS  # keys of an item
 @gluon.jit
 def _compute_dv(
     dv_ptr, dv_stride, captured, scale, first_b, first_h, k_s, p_s, buffers, item_s, item_bars, bars, p_bars,
-    MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, BM: gl.constexpr, D_PARTS: gl.constexpr, IN_REGISTERS: gl.constexpr,
+    MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, BM: gl.constexpr, D_PARTS: gl.constexpr,
+    IN_REGISTERS: gl.constexpr,
     E: gl.constexpr, EP: gl.constexpr, E_TAIL: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp group that computes P and dV. D_PARTS: number of parts of the keys' head dim."""
@@ -123,17 +124,21 @@ def _compute_dv(
                 # 0, but unknown to the compiler, which would otherwise compute all operand addresses once and spill them.
                 k = part_2d(k_s, it >> 30)
             record = step_record(it)
+            of_head = captured
+            if UNIFORM is not None:
+                score = UNIFORM(b + first_b, load_int(steps, record + HEAD) + first_h, captured.score, captured.score_sizes)
+                of_head = Captured(captured.mask, captured.mask_sizes, score, captured.score_sizes)
             norm = gl.expand_dims(buffers.norm.index(ring_slot(it, Q_STAGES)).load(gl.SliceLayout(0, st_l)), 0)
             if kind == FULL:
                 p, slope = probabilities(
                     s, norm, kind, b + first_b, load_int(steps, record + HEAD) + first_h, load_int(steps, record + POSITION), BM,
-                    kv_pos, kv_left, scale, captured,
+                    kv_pos, kv_left, scale, of_head,
                     0, MASK, SCORE, JOINT, False, BM, dtype, st_l,
                 )  # fmt: skip
             else:
                 p, slope = probabilities(
                     s, norm, kind, b + first_b, load_int(steps, record + HEAD) + first_h,
-                    load_int(steps, record + POSITION), load_int(steps, record + ROWS_LEFT), kv_pos, kv_left, scale, captured,
+                    load_int(steps, record + POSITION), load_int(steps, record + ROWS_LEFT), kv_pos, kv_left, scale, of_head,
                     0, MASK, SCORE, JOINT, True, BM, dtype, st_l,
                 )  # fmt: skip
             step = it - t  # END records do not use p_s
@@ -226,7 +231,7 @@ def wide_dkv_kernel(
     q_tail_ptr, k_tail_ptr, v_tail_ptr, do_tail_ptr, local_k_tail_ptr, local_v_tail_ptr, counter,
     dk_stride, dv_stride, order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
     items, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, local_tokens, scale, first_b, first_h,
-    MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
+    MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, E_TAIL: gl.constexpr,
     ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, DO_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -262,7 +267,7 @@ def wide_dkv_kernel(
     gl.warp_specialize([
         (_compute_dv, (
             dv_ptr, dv_stride, captured, scale, first_b, first_h, k_s, p_s, buffers, item_s, item_bars, bars, p_bars,
-            MASK, SCORE, JOINT, BM, 2 if D_TAIL else 1, IN_REGISTERS, E, EP, E_TAIL, STAGES, DO_STAGES,
+            MASK, SCORE, JOINT, UNIFORM, BM, 2 if D_TAIL else 1, IN_REGISTERS, E, EP, E_TAIL, STAGES, DO_STAGES,
         )),
         (_compute_dk, (
             dk_ptr, dk_stride, scale, v_s, p_s, buffers, item_s, item_bars, bars, p_bars,

@@ -194,8 +194,8 @@ def _attend_blocks(
 def _consume(
     to, counter, split, strides, heads, q_len, scale, first_b, first_h,
     q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars, out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
-    GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, SCALE_IN_EXP: gl.constexpr,
-    N: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, UNIFORM: gl.constexpr,
+    SCALE_IN_EXP: gl.constexpr, N: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A consumer warp group: 64 of the item's 128 queries."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
@@ -226,6 +226,10 @@ def _consume(
         lse_at = (wide(b) * heads + h) * q_len + row
         inside = rows < rows_left
         global_b, global_h = b + first_b, h + first_h
+        of_head = captured
+        if UNIFORM is not None:
+            score = UNIFORM(global_b, global_h, captured.score, captured.score_sizes)
+            of_head = Captured(captured.mask, captured.mask_sizes, score, captured.score_sizes)
 
         m = gl.full([GROUP_ROWS], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
         total = gl.full([GROUP_ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, layout))
@@ -242,23 +246,23 @@ def _consume(
         mbarrier.arrive(kv_bars.k_empty.index(stage), count=1)
         if partial > 0:
             p, m, total, max_scores, _ = _softmax_block(
-                s, m, total, max_scores, q_first, kv, left, global_b, global_h, scale, captured,
+                s, m, total, max_scores, q_first, kv, left, global_b, global_h, scale, of_head,
                 MASK, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, N, layout,
             )  # fmt: skip
         else:
             p, m, total, max_scores, _ = _softmax_block(
-                s, m, total, max_scores, q_first, kv, left, global_b, global_h, scale, captured,
+                s, m, total, max_scores, q_first, kv, left, global_b, global_h, scale, of_head,
                 MASK, SCORE, FLAT, CORNERS, False, SCALE_IN_EXP, MAX_SCORES, N, layout,
             )  # fmt: skip
         weights = gl.convert_layout(p.to(v_s.dtype), operand)
         i += 1
         acc, total, m, max_scores, weights, i = _attend_blocks(
             acc, total, m, max_scores, weights, i, gl.maximum(partial - 1, 0), q, q_first, global_b, global_h, scale, k_s, v_s, blocks_s,
-            kv_bars, captured, MASK, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, N, STAGES, layout, out_layout,
+            kv_bars, of_head, MASK, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, N, STAGES, layout, out_layout,
         )  # fmt: skip
         acc, total, m, max_scores, weights, i = _attend_blocks(
             acc, total, m, max_scores, weights, i, gl.where(partial > 0, full, full - 1), q, q_first, global_b, global_h, scale, k_s, v_s,
-            blocks_s, kv_bars, captured, MASK, SCORE, FLAT, CORNERS, False, SCALE_IN_EXP, MAX_SCORES, N, STAGES, layout, out_layout,
+            blocks_s, kv_bars, of_head, MASK, SCORE, FLAT, CORNERS, False, SCALE_IN_EXP, MAX_SCORES, N, STAGES, layout, out_layout,
         )  # fmt: skip
         mbarrier.arrive(bars.q_empty, count=1)
         last = ring_slot(i - 1, STAGES)
@@ -340,7 +344,7 @@ def forward_kernel(
     mask_captured, mask_sizes, score_captured, score_sizes,
     items, unsplit, split_items, parts, wide_part, rows, tiles, heads, shared, group, heavy_rows, light_group, heavy_items, q_len, kv_len,
     local_tokens, scale, first_b, first_h,
-    MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr,
+    MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, UNIFORM: gl.constexpr,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, SCALE_IN_EXP: gl.constexpr,
     M_SUBS: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, D: gl.constexpr, E: gl.constexpr, DP: gl.constexpr, EP: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
@@ -355,6 +359,7 @@ def forward_kernel(
     full, partial: `RunPointers`. counts: int32 [table rows, 2], tiles in a row's partial and full runs; never both 0 in these rows.
     unsplit, split_items, parts, wide_part: `SplitKv`. group, heavy_rows, light_group, heavy_items: the order of items (`place_in_order`).
     M_SUBS, N_SUBS: items and KV blocks per tile of the block table. SCALE_IN_EXP: multiply by the scale in the exponent.
+    UNIFORM: of a score mod with lookups by batch row and head (`longspan._kernels.gpu.hoisted_lookups`), or None.
     FLAT, CORNERS: of a score mod whose lookup is uniform over many tiles (`longspan._kernels.gpu.uniform_lookup`), or None.
     """
     dtype: gl.constexpr = q_desc.dtype
@@ -392,12 +397,12 @@ def forward_kernel(
                 (_consume, (
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
                     out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
-                    0, MASK, SCORE, FLAT, CORNERS, SCALE_IN_EXP, N, E, EP, STAGES,
+                    0, MASK, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES,
                 )),
                 (_consume, (
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
                     out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
-                    1, MASK, SCORE, FLAT, CORNERS, SCALE_IN_EXP, N, E, EP, STAGES,
+                    1, MASK, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES,
                 )),
                 (schedule, (
                     q_ptr, q_stride, counter, items, split, order, full, partial, counts, complete_flags, q_side, rows, tiles, heads,
@@ -422,12 +427,12 @@ def forward_kernel(
                 (_consume, (
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
                     optional(None), optional(None), optional(None), optional(None), optional(None), captured,
-                    0, MASK, SCORE, FLAT, CORNERS, SCALE_IN_EXP, N, E, EP, STAGES,
+                    0, MASK, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES,
                 )),
                 (_consume, (
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
                     optional(None), optional(None), optional(None), optional(None), optional(None), captured,
-                    1, MASK, SCORE, FLAT, CORNERS, SCALE_IN_EXP, N, E, EP, STAGES,
+                    1, MASK, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES,
                 )),
                 (schedule, (
                     q_ptr, q_stride, counter, items, split, order, full, partial, counts, complete_flags, q_side, rows, tiles, heads,

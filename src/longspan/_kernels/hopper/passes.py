@@ -14,7 +14,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longspan._kernels.gpu import launch
+from longspan._kernels.gpu.codegen import Options
 from longspan._kernels.gpu.compile_options import FUSED
+from longspan._kernels.gpu.hoisted_lookups import hoisted_options, uniform_function
 from longspan._kernels.gpu.launch_call import Cut, LaunchCall, Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch, Tensors, layout_launch
 from longspan._kernels.gpu.uniform_lookup import flat_functions
@@ -96,6 +98,10 @@ class HopperCall(LaunchCall):
         if not has_state or not float32_state or not fits or result.max_scores is not None or not all(map(launch.describable, tensors)):
             return None, None, None
         return result.out, done, None if old is None else old.out
+
+    @property
+    def program_options(self) -> Options:
+        return hoisted_options(self.work.score, self.work.joint, super().program_options)
 
     def row_terms(self, tensors: Tensors) -> PreparedLaunch:
         """The launch of `row_terms_kernel`, which fills norm and, if out is not None, delta [B, H, Q], and sets a float32 dQ to 0.
@@ -179,6 +185,7 @@ class HopperCall(LaunchCall):
         )  # fmt: skip
         items, shared = self.work_arguments(one, cut)
         more: dict[str, Any] = {"STAGES": config.stages, "REGISTERS": config.registers, "local_tokens": self._local_tokens}
+        more["UNIFORM"] = uniform_function(self.work.score, self.program_options)
         more |= {"V_STAGES": config.second_stages, "D_TAIL": d_tail, "E_TAIL": e_tail}
         workspace = Workspace(device=q.device, zeros=(1,))  # the item counter
         if one.name == "dkdv":
@@ -193,7 +200,7 @@ class HopperCall(LaunchCall):
             if one.kernel is dkv_kernel:
                 workspace = Workspace(device=q.device, zeros=(1, q.shape[0] * q.shape[1] * more["semaphores_per_head"]))
         if one.name == "forward":
-            more["CORNERS"], more["FLAT"] = flat_functions(self.work.score, launch.options(self.work, q.dtype))
+            more["CORNERS"], more["FLAT"] = flat_functions(self.work.score, self.program_options)
             # Split items do not combine max scores. The number of KV blocks of a device table is not known, and that of a static table may
             # change: a part could be empty.
             known_blocks = not self.work.invariant and self.work.device_tables is None and not isinstance(self.work.table, StaticTable)

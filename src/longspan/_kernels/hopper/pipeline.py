@@ -19,7 +19,9 @@ from longspan._kernels.hopper.gluon_names import tma_load
 
 
 class Captured(NamedTuple):
-    """Pointers to the tensors that the mask and the score mod capture, and their sizes."""
+    """Pointers to the tensors that the mask and the score mod capture, and their sizes. In `score`, a loaded element may replace its
+    pointer (`gpu.hoisted_lookups`).
+    """
 
     mask: Any
     mask_sizes: Any

@@ -1,0 +1,109 @@
+"""Lookups by batch row and head, loaded before the loop over tiles: which ones, and the score and its gradient computed from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longspan._kernels.gpu import codegen, launch
+from longspan._kernels.gpu.hoisted_lookups import hoisted_options, uniform_function
+from longspan._kernels.gpu.interpreter import interpreted, quiet
+from longspan._masks.joint import joint_of
+from longspan._masks.tracing import trace
+
+SLOPES = torch.linspace(0.1, 0.9, 5)
+BY_ROW = torch.linspace(-1, 1, 15).view(3, 5)
+LINE = torch.linspace(-2, 2, 57)
+SCALE = torch.tensor(1.25)
+ORDER = torch.tensor([3, 1, 4, 0, 2])
+FLAGS = torch.tensor([True, False, True, True, False])
+ROWS, COLUMNS = 8, 16
+
+
+def alibi(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return s + (kv - q) * SLOPES[h]
+
+
+def twice(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return torch.tanh(s * SLOPES[h]) * SLOPES[h]
+
+
+def mixed(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return s * SCALE * BY_ROW[b, h] + LINE[torch.clamp(q - kv, 0, 56)]
+
+
+def chosen(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    place = ORDER[h // 2]
+    return s + torch.where(FLAGS[h], place * SLOPES[place], 0.0)
+
+
+def two_places(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return s * SLOPES[h] + SLOPES[h // 2]
+
+
+def within(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return s + LINE[(h + q) % 57]
+
+
+def tables(score: Any) -> tuple[int, ...]:
+    program = trace(score, "score").program
+    return hoisted_options(program, joint_of(program), codegen.Options()).hoisted
+
+
+def test_lookups_by_batch_row_and_head_are_hoisted() -> None:
+    assert tables(alibi) == (0,)
+    assert tables(twice) == (0,)
+    captured = trace(mixed, "score").captured()
+    assert [captured[i].ndim for i in tables(mixed)] == [0, 2]
+
+
+def test_lookups_at_two_places_or_within_the_tile_are_not_hoisted() -> None:
+    assert tables(two_places) == tables(within) == ()
+    # An index that is itself read from memory stays in the loop.
+    captured = trace(chosen, "score").captured()
+    assert [captured[i].dtype for i in tables(chosen)] == [torch.bool]
+    assert uniform_function(trace(within, "score").program, codegen.Options()) is None
+    assert uniform_function(None, codegen.Options(hoisted=(0,))) is None
+
+
+@triton.jit
+def probe(
+    s_ptr, out_ptr, grad_ptr, b, h, q_first, kv_first, captured, sizes,
+    UNIFORM: tl.constexpr, SCORE: tl.constexpr, JOINT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    q, kv = q_first + tl.arange(0, ROWS)[:, None], kv_first + tl.arange(0, COLUMNS)[None, :]
+    at = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    s = tl.load(s_ptr + at)
+    elements = UNIFORM(b, h, captured, sizes)
+    tl.store(out_ptr + at, SCORE(s, b, h, q, kv, elements, sizes))
+    tl.store(grad_ptr + at, JOINT(s * 0.0 + 1.0, s, b, h, q, kv, s == s, elements, sizes, ()))
+
+
+@pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize("score", [alibi, twice, mixed, chosen])
+def test_score_and_gradient_from_hoisted_elements_equal_torch(score: Any) -> None:
+    traced = trace(score, "score")
+    program, joint = traced.program, joint_of(traced.program)
+    options = hoisted_options(program, joint, codegen.Options(interpreted=True))
+    captured = traced.captured()
+    b, h, q_first, kv_first = 2, 3, 40, 7
+    s = torch.randn(ROWS, COLUMNS, requires_grad=True)
+    out, grad = torch.empty(2, ROWS, COLUMNS)
+    with quiet():
+        probe[(1,)](
+            s.detach(), out, grad, b, h, q_first, kv_first, tuple(captured), launch.pack_sizes(captured),
+            uniform_function(program, options), codegen.program_function(program, options),
+            codegen.joint_function(program, joint, [False] * len(captured), options), ROWS, COLUMNS,
+        )  # fmt: skip
+    q, kv = q_first + torch.arange(ROWS)[:, None], kv_first + torch.arange(COLUMNS)[None, :]
+    expected = score(s, torch.tensor(b), torch.tensor(h), q, kv)
+    torch.testing.assert_close(out, expected.detach())
+    torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), s)[0])
