@@ -78,7 +78,10 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0], "moe_layers": [1]},
+    "llama4_text": {
+        "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0], "moe_layers": [1], "floor_scale": 8,
+        "attn_scale": 0.5,
+    },
     "mamba2": {"num_heads": 8, "n_groups": 2},
     "reformer": {
         "axial_pos_embds": False, "attn_layers": ["local", "local"], "local_attn_chunk_length": 9, "attention_head_size": 8,
@@ -243,6 +246,7 @@ def _on_ranks(model: Any, kind: str) -> tuple[Tensor, list[Tensor]]:
 _REASONS = (
     (r"expected layers of type .*, got (.*) in \w+:", r"layers of type \1"),
     (r"in which (\S+?),? .*would mix", r"`\1` mixes tokens"),
+    (r"keeps a state between forwards", "keeps a state between forwards"),
     (r"takes position_ids", "takes no position_ids"),
     (r"computes with its mask", "computes with its mask as with a tensor"),
     (r"no attention layer used it", "attention code of its own"),
@@ -278,7 +282,8 @@ def verdicts(outcome: dict[str, Any]) -> tuple[str, str, str]:
             notes.append(next(cell.detail for cell in cells.values() if cell.verdict == "WRONG"))
         elif packed is not None and packed.verdict == "refused" and {c.verdict for k, c in cells.items() if k != "packed"} == {"right"}:
             found.append("right")
-            notes.append("packed with `document_ids` only")
+            stated = "Give document_ids" in packed.detail
+            notes.append("packed with `document_ids` only" if stated else "not packed: it would not separate documents")
         else:
             found.append("refused")
             notes.append(next(_reason(cell.detail) for cell in cells.values() if cell.verdict == "refused"))

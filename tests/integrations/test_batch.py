@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import longspan as ls
 from longspan.integrations import prepare_batch
-from longspan.integrations._configs import check_config, head_counts, windows_of
+from longspan.integrations._configs import check_config, head_counts, spans_of
 from longspan.integrations._meshes import mesh_roles
 from longspan.integrations.loss import linear_token_loss, shift_labels, token_count, token_loss
 from longspan.testing import virtual_world
@@ -60,11 +60,11 @@ def test_windows_share_one_layout_and_may_be_planned_later() -> None:
         sliding_window, layer_types, num_attention_heads, num_key_value_heads = 9, ["full_attention", "sliding_attention"], 6, 2
 
     plans = prepare_batch(whole(), ls.Mesh.abstract(3, 1), config=Config())["longspan_plan"]
-    assert plans.of(9) is plans["sliding"] and plans.of(None) is plans["full"]
-    later = plans.of(31)
-    assert later is plans["sliding 31"] is plans.of(31) and later.layout == plans.layout and "31" in later.data.mask.text
+    assert plans.of(("sliding", 9)) is plans["sliding"] and plans.of(None) is plans["full"]
+    later = plans.of(("sliding", 31))
+    assert later is plans["sliding 31"] is plans.of(("sliding", 31)) and later.layout == plans.layout and "31" in later.data.mask.text
     again = pickle.loads(pickle.dumps(plans))
-    assert again.of(9).digest == plans.of(9).digest and again.on(ls.Mesh.abstract(3, 2)).positions.equal(
+    assert again.of(("sliding", 9)).digest == plans.of(("sliding", 9)).digest and again.on(ls.Mesh.abstract(3, 2)).positions.equal(
         plans.on(ls.Mesh.abstract(3, 2)).positions
     )
 
@@ -97,8 +97,7 @@ def test_a_batch_that_cannot_be_split_raises(change: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
-        ({"layer_types": ["chunked_attention"]}, "chunked_attention"),
+        ({"layer_types": ["full_attention", "indexed_attention"]}, "indexed_attention"),
         ({"rope_scaling": {"type": "dynamic"}}, "longest position"),
         ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}}, "longrope"),
         ({"output_router_logits": True}, "load-balancing"),
@@ -108,7 +107,7 @@ def test_a_config_that_computes_from_a_shard_only_raises(settings: dict[str, Any
     config = type("Config", (), settings)()
     with pytest.raises(ValueError, match=message):
         check_config(config)
-    assert windows_of(config) == [] and head_counts(config, 1) == {}
+    assert spans_of(config) == [] and head_counts(config, 1) == {}
 
 
 def test_shares_of_the_loss_add_up_if_ranks_count_different_numbers_of_labels() -> None:
@@ -164,11 +163,11 @@ def config(**settings: Any) -> Any:
 
 
 def test_a_window_counts_only_where_a_layer_uses_it() -> None:
-    assert windows_of(config(sliding_window=9)) == [9]
-    assert windows_of(config(sliding_window=9, layer_types=["sliding_attention", "full_attention"])) == [9]
-    assert windows_of(config(sliding_window=9, layer_types=["full_attention"])) == []
-    assert windows_of(config(sliding_window=9, use_sliding_window=False)) == []
-    assert windows_of(config(sliding_window=None)) == []
+    assert spans_of(config(sliding_window=9)) == [("sliding", 9)]
+    assert spans_of(config(sliding_window=9, layer_types=["sliding_attention", "full_attention"])) == [("sliding", 9)]
+    assert spans_of(config(sliding_window=9, layer_types=["full_attention"])) == []
+    assert spans_of(config(sliding_window=9, use_sliding_window=False)) == []
+    assert spans_of(config(sliding_window=None)) == []
 
 
 def test_a_rank_holds_its_share_of_query_and_kv_heads() -> None:
@@ -210,9 +209,9 @@ def test_a_window_planned_later_gets_the_same_plan() -> None:
         prepare_batch(whole(), ls.Mesh.abstract(3, 1), config=config(sliding_window=window, **shape), layout="head_tail")["longspan_plan"]
         for window in (9, 31)
     )
-    assert later.of(31).digest == first.of(31).digest != later.of(9).digest
+    assert later.of(("sliding", 31)).digest == first.of(("sliding", 31)).digest != later.of(("sliding", 9)).digest
     for strategy in ("ulysses", "ring"):
         plans = prepare_batch(
             whole(), ls.Mesh.abstract(2, 1), config=config(sliding_window=9, **shape), layout="contiguous", strategy=strategy
         )["longspan_plan"]
-        assert (plans.of(31).data.head_axis is None) == (plans.of(None).data.head_axis is None) == (strategy == "ring")
+        assert (plans.of(("sliding", 31)).data.head_axis is None) == (plans.of(None).data.head_axis is None) == (strategy == "ring")

@@ -98,10 +98,10 @@ def test_layers_that_are_not_causal_and_windows_without_a_plan_raise() -> None:
 
 
 def test_the_error_for_a_foreign_mask_function_names_it() -> None:
-    from transformers.masking_utils import and_masks, causal_mask_function, chunked_overlay, sliding_window_causal_mask_function
+    from transformers.masking_utils import and_masks, blockwise_overlay, causal_mask_function, sliding_window_causal_mask_function
 
     assert foreign_part(causal_mask_function) == foreign_part(sliding_window_causal_mask_function(5)) == ""
-    assert foreign_part(and_masks(causal_mask_function, chunked_overlay(4, torch.zeros(1)))) == "chunked_overlay"
+    assert foreign_part(and_masks(causal_mask_function, blockwise_overlay(torch.zeros(1, 4)))) == "blockwise_overlay"
     assert foreign_part(and_masks(causal_mask_function, lambda b, h, q, kv: q > kv)).startswith("test_the_error")
 
 

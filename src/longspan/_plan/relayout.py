@@ -1,4 +1,4 @@
-"""Relayout: tensors move from one layout of tokens to another, or to all tokens of some heads, under autograd.
+"""Relayout: tensors move from one layout of tokens to another, or to all tokens of some heads or batch rows, under autograd.
 
 A relayout is a permutation of rows over all ranks; its gradient is the permutation back.
 
@@ -35,7 +35,27 @@ class HeadsLayout:
         return self.length
 
 
-Placement = Layout | HeadsLayout
+@dataclass(frozen=True, kw_only=True)
+class RowsLayout:
+    """Whole sequences of some batch rows: rank r owns rows [r · B / N, (r + 1) · B / N), rounded down, of `batch` rows."""
+
+    length: int
+    ranks: int
+    batch: int
+
+    @property
+    def digest(self) -> str:
+        return f"{self.batch} rows over {self.ranks}"
+
+    def local_len(self, rank: int) -> int:
+        return self.length
+
+    def local_rows(self, rank: int) -> range:
+        """The batch rows of a rank."""
+        return range(rank * self.batch // self.ranks, (rank + 1) * self.batch // self.ranks)
+
+
+Placement = Layout | HeadsLayout | RowsLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +74,7 @@ class Relayout:
     @property
     def batch_rows(self) -> int:
         """Batch rows that are laid out differently, B: then dim 0 is the batch. 1: all are laid out alike."""
-        return max(len(p.rows) if isinstance(p, Layout) else 1 for p in (self.before, self.after))
+        return max(_batch_rows(self.before), _batch_rows(self.after))
 
     def moves(self, device: torch.device, *, back: bool) -> RowMoves:
         """This rank's moves, or the moves `back`. A row is a token, or one rank's heads of a token."""
@@ -65,6 +85,9 @@ class Relayout:
         ranks, rows, length = self.mesh.size, self.batch_rows, placement.length
         if isinstance(placement, HeadsLayout):
             return [torch.arange(rows * length) * ranks + rank for rank in range(ranks)]
+        if isinstance(placement, RowsLayout):
+            owned = [placement.local_rows(rank) for rank in range(ranks)]
+            return [torch.arange(r.start * length, r.stop * length) for r in owned]
         first = torch.arange(rows).unsqueeze(1) * length
         tokens = [(first + torch.atleast_2d(placement.positions(rank))).flatten() for rank in range(ranks)]
         if self.heads_dim is None:
@@ -82,7 +105,8 @@ class Relayout:
         """The inverse of `to_rows`, contiguous."""
         tokens = placement.local_len(self.mesh.rank)
         if self._batched:
-            rows = rows.unflatten(0, (self.batch_rows, -1))
+            local = placement.local_rows(self.mesh.rank) if isinstance(placement, RowsLayout) else range(self.batch_rows)
+            rows = rows.unflatten(0, (len(local), -1))
         if self.heads_dim is not None and isinstance(placement, Layout):
             at = len(self._front) - 2
             rows = rows.unflatten(at, (tokens, self.mesh.size)).flatten(at + 1, at + 2)
@@ -96,6 +120,12 @@ class Relayout:
     def _front(self) -> tuple[int, ...]:
         """Dims that become the first ones: the batch, the tokens, the heads."""
         return (*([0] if self._batched else []), self.dim, *([] if self.heads_dim is None else [self.heads_dim]))
+
+
+def _batch_rows(placement: Placement) -> int:
+    if isinstance(placement, HeadsLayout):
+        return 1
+    return placement.batch if isinstance(placement, RowsLayout) else len(placement.rows)
 
 
 def relayout(x: Tensor, move: Relayout, moves: Callable[[bool], RowMoves]) -> Tensor:

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from longspan.integrations._configs import NAME
+from longspan.integrations._forward import PLAN_KEYWORD, plan_in_context
 from longspan.integrations._model_mask import ModelMask
 
 AttentionForward = Callable[..., tuple[Tensor, None]]
@@ -188,6 +190,33 @@ def _adapt_mpt(module: ModuleType, attend: AttentionForward) -> None:
     _mark_relative(module)
 
 
+def _adapt_llama4(module: ModuleType, attend: AttentionForward) -> None:
+    """Layers without rotary embeddings scale queries by their places in the sequence, not in this rank's shard."""
+    layer = module.Llama4TextAttention
+    own = layer.forward
+
+    @functools.wraps(own)
+    def forward(
+        self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, past_key_values: Any = None, **kwargs: Any
+    ) -> Any:
+        plan = kwargs.get(PLAN_KEYWORD)
+        plan = plan_in_context(self) if plan is None else plan
+        if self.use_rope or not self.attn_temperature_tuning or plan is None:
+            return own(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        query, key, value = (
+            project(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        positions = plan.positions.to(query.device).float()
+        scales = torch.log1p(torch.floor((positions + 1.0) / self.floor_scale)) * self.attn_scale + 1.0
+        query = (query * (scales[:, None] if scales.ndim == 1 else scales[:, None, :, None])).to(query.dtype)
+        dropout = self.attention_dropout if self.training else 0.0
+        out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+        return self.o_proj(out.flatten(2)), weights
+
+    layer.forward = forward
+    layer._longspan_plan_positions = True
+
+
 def _mark_relative(module: ModuleType) -> None:
     """Mark the family's models as needing no position_ids."""
     for value in vars(module).values():
@@ -201,6 +230,7 @@ _ADAPTERS: dict[str, Callable[[ModuleType, AttentionForward], None]] = {
     "modeling_falcon": _adapt_falcon,
     "modeling_gpt_neo": _adapt_gpt_neo,
     "modeling_gptj": _adapt_gptj,
+    "modeling_llama4": _adapt_llama4,
     "modeling_mpt": _adapt_mpt,
 }
 
@@ -213,5 +243,19 @@ def adapting(init: Callable[..., None], attend: AttentionForward) -> Callable[..
         init(self, config, *args, **kwargs)
         if getattr(config, "_attn_implementation", None) == NAME:
             adapt(type(self), config, attend)
+
+    return adapted
+
+
+def adapting_later(set_implementation: Callable[..., None], attend: AttentionForward) -> Callable[..., None]:
+    """`PreTrainedModel.set_attn_implementation`, after which the families of a model and of its parts are adapted."""
+
+    @functools.wraps(set_implementation)
+    def adapted(self: Any, *args: Any, **kwargs: Any) -> None:
+        set_implementation(self, *args, **kwargs)
+        for module in self.modules():
+            config = getattr(module, "config", None)
+            if hasattr(type(module), "base_model_prefix") and getattr(config, "_attn_implementation", None) == NAME:
+                adapt(type(module), config, attend)
 
     return adapted

@@ -22,7 +22,7 @@ from longspan._masks.constructors import causal, documents
 from longspan._masks.extent import Extent
 from longspan._plan.layout import Layout
 from longspan._plan.schedule import Schedule
-from longspan.integrations._configs import check_config, check_implementation, default_positions, head_counts, position_rule, windows_of
+from longspan.integrations._configs import check_config, check_implementation, default_positions, head_counts, position_rule, spans_of
 from longspan.integrations._meshes import device_of, mesh_roles, sum_over_data_ranks
 from longspan.integrations._plans import ModelPlans, model_plans
 from longspan.integrations.loss import IGNORED, shift_labels, token_count
@@ -108,10 +108,12 @@ def prepare_batch(
         plan_options = {**head_counts(config, roles.heads_size), **plan_options}
     positions = _positions(batch, tokens, config)
     mask, blind = _mask(batch, positions)
-    windows = [] if config is None else windows_of(config)
-    plans = model_plans(mask, length, roles.context, windows, plan_options)
+    real = _real_tokens(batch)
+    real = None if real is None or bool(real.all()) else real
+    plans = model_plans(mask, length, roles.context, [] if config is None else spans_of(config), real, plan_options)
     _check_every_rank_has_tokens(plans, roles.context_size, length)
     plans.documents_from_positions = _documents_from_positions(batch, positions)
+    plans.states_documents = any(batch.get(name) is not None for name in ("document_ids", "seq_idx", "cu_seq_lens_q"))
     if batch.get("position_ids") is None:
         plans.position_rule = "by place" if config is None else position_rule(config)
 

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 NAME = "longspan"  # of the attention implementation
-_ATTENTION_LAYERS = ("full_attention", "sliding_attention")
+_ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+_MIXER_LAYERS = ("linear_attention", "conv", "hybrid", "recurrent")  # run on whole sequences
+_TOKEN_LAYERS = ("mlp", "moe")  # mix no tokens
+_SCALES_BY_POSITION = ("llama4_text",)  # adapted: layers scale queries by the plan's positions
 _ROPES_BY_LONGEST_POSITION = ("dynamic", "longrope")
 # Model types that number tokens otherwise than 0, 1, 2, … if they get no position_ids.
 _POSITIONS_BY_PAD_TOKEN = (
@@ -37,7 +40,7 @@ def check_implementation(config: Any) -> None:
 def check_config(config: Any) -> None:
     """Raise ValueError for settings by which a model would compute something from its shard only, and be wrong."""
     config = text_config(config)
-    other_layers = sorted(set(getattr(config, "layer_types", None) or ()) - set(_ATTENTION_LAYERS))
+    other_layers = sorted(set(getattr(config, "layer_types", None) or ()) - {*_ATTENTION_LAYERS, *_MIXER_LAYERS, *_TOKEN_LAYERS})
     if other_layers:
         raise ValueError(
             f"longspan: expected layers of type {' or '.join(map(repr, _ATTENTION_LAYERS))}, got {', '.join(map(repr, other_layers))} in "
@@ -50,7 +53,7 @@ def check_config(config: Any) -> None:
                 f"longspan: expected rope type 'default', 'linear', 'yarn' or 'llama3', got {rope!r}, which depends on the longest "
                 "position in the batch: ranks hold different ones"
             )
-    if getattr(config, "attn_temperature_tuning", False):
+    if getattr(config, "attn_temperature_tuning", False) and config.model_type not in _SCALES_BY_POSITION:
         raise ValueError(
             f"longspan: expected attn_temperature_tuning=False in {type(config).__name__}, got True, by which a layer scales queries by "
             "their places in the shard. Set config.attn_temperature_tuning=False, or call the model without a plan on one device"
@@ -60,6 +63,12 @@ def check_config(config: Any) -> None:
             "longspan: expected output_router_logits=False, got True: it adds a load-balancing loss, which is no sum over tokens, so that "
             "each rank would balance its own shard. Set config.output_router_logits=False"
         )
+
+
+def layers_without_mixing(config: Any) -> set[int]:
+    """The layers that mix no tokens, by the config's layer types."""
+    types = getattr(text_config(config), "layer_types", None) or ()
+    return {i for i, kind in enumerate(types) if kind in _TOKEN_LAYERS}
 
 
 def _rope_types(config: Any) -> list[str]:
@@ -72,15 +81,23 @@ def _rope_types(config: Any) -> list[str]:
     return types
 
 
-def windows_of(config: Any) -> list[int]:
-    """The window sizes of a model's layers."""
+def spans_of(config: Any) -> list[tuple[str, int]]:
+    """The windows ("sliding", tokens) and chunk sizes ("chunked", tokens) of a model's layers."""
     config = text_config(config)
-    window = getattr(config, "sliding_window", None)
+    window, chunk = getattr(config, "sliding_window", None), chunk_size(config)
     layer_types = getattr(config, "layer_types", None)
     enabled = getattr(config, "use_sliding_window", True)
-    if window is None or not enabled or (layer_types is not None and "sliding_attention" not in layer_types):
-        return []
-    return [int(window)]
+    spans = []
+    if window is not None and enabled and (layer_types is None or "sliding_attention" in layer_types):
+        spans.append(("sliding", int(window)))
+    return spans if chunk is None else [*spans, ("chunked", chunk)]
+
+
+def chunk_size(config: Any) -> int | None:
+    """The chunk size of layers of type "chunked_attention"; None without such layers."""
+    config = text_config(config)
+    chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    return int(config.attention_chunk_size) if chunked else None
 
 
 def head_counts(config: Any, heads_size: int) -> dict[str, int]:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from longspan._masks.algebra import Mask
 from longspan._masks.constructors import mask_mod
+from longspan.integrations._configs import chunk_size
 
 # transformers' mask functions that a plan takes over, by the name of the function that makes them.
-_PLANNED_MASKS = ("causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function")
+_PLANNED_MASKS = ("causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function", "chunked_overlay")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,6 +25,7 @@ class ModelMask:
     padding_mask:  bool [B, S], False for padding; None if the model gave no `attention_mask`.
     row:           bool [B or 1, keys] of a single query, in place of `mask`; None for more queries.
     window:        the number of keys that a query sees before itself, itself included; None for all.
+    chunk:         the number of tokens of a chunk, outside of which a query sees nothing; None for no chunks.
     foreign:       the name of a part that no plan takes over; "" for none.
     q_offset, kv_offset:  the positions of the first query and the first key.
     family:        the model's config class, for error messages.
@@ -35,6 +37,7 @@ class ModelMask:
     padding_mask: Tensor | None = None
     row: Tensor | None = None
     window: int | None = None
+    chunk: int | None = None
     foreign: str = ""
     q_offset: int = 0
     kv_offset: int = 0
@@ -90,9 +93,10 @@ class ModelMask:
 
 @dataclass
 class CompiledMask:
-    """What torch.compile's tracing learns of a mask: its window. Only a plan can hold the rest."""
+    """What torch.compile's tracing learns of a mask: its window or chunk size. Only a plan can hold the rest."""
 
     window: int | None = None
+    chunk: int | None = None
 
 
 def visible_keys(mask_function: Callable[..., Any], batch_size: int, kv_length: int, q_offset: Any, kv_offset: int, device: Any) -> Tensor:
@@ -110,6 +114,12 @@ def with_offsets(mask_function: Callable[..., Any], q_offset: Any, kv_offset: An
     if not q_first and not kv_first:
         return mask_function
     return lambda b, h, q, kv: mask_function(b, h, q + q_first, kv + kv_first)
+
+
+def span_of(size: int | None, config: Any) -> dict[str, int | None]:
+    """`window` and `chunk` of a mask with transformers' `local_size`."""
+    chunked = size is not None and config is not None and chunk_size(config) == size and getattr(config, "sliding_window", None) != size
+    return {"window": None, "chunk": size} if chunked else {"window": size, "chunk": None}
 
 
 def foreign_part(mask_function: Callable[..., Any] | None) -> str:

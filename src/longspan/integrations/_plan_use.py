@@ -9,78 +9,41 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from longspan.integrations._configs import check_implementation, check_positions
-
-PLAN_KEYWORD = "longspan_plan"
-# Direct parameters of state space models, linear attention with decay, and recurrences.
-_STATE_PARAMETERS = ("A_log", "dt_bias", "time_decay", "time_mix_key", "recurrent_param")
-
-
-class Forward:
-    """One forward of a model: its plan, or None; the attention modules that used the plan and the inner models that ran, by id.
-
-    searched_documents: whether the model looked for packed documents in position_ids.
-    """
-
-    def __init__(self, plan: Any) -> None:
-        self.plan = plan
-        self.module_ids: set[int] = set()
-        self.model_ids: set[int] = set()
-        self.searched_documents = False
-
-
-# The forward that this thread is in; None outside of a model.
-_current_forward: ContextVar[Forward | None] = ContextVar("longspan_forward", default=None)
-
-
-def plan_in_context(module: nn.Module) -> Any:
-    """The plan of the current forward, for an attention module that was given none by keyword; None without one.
-
-    Raises:
-        ValueError: If a layer runs outside of a forward, and its last plan came from the context: a checkpoint function that is not
-            transformers' recomputes it.
-    """
-    if torch.compiler.is_compiling():
-        return None
-    forward = _current_forward.get()
-    if forward is None:
-        if getattr(module, "_longspan_plan_in_context", False):
-            raise ValueError(
-                f"longspan: {_described(module)} is recomputed outside of its model's forward, and the layer around it does not pass "
-                f"{PLAN_KEYWORD} on. Use model.gradient_checkpointing_enable() instead of another checkpoint function"
-            )
-        return None
-    if forward.plan is not None:
-        module._longspan_plan_in_context = True  # type: ignore[assignment]
-    return forward.plan
+from longspan.integrations import _mixers
+from longspan.integrations._configs import check_implementation, check_positions, layers_without_mixing
+from longspan.integrations._forward import PLAN_KEYWORD, Forward, PlanKeepingCheckpoint, current_forward, described, in_forward
 
 
 def record_use(module: nn.Module) -> None:
     """Record that an attention module used the plan of the current forward. Compiled code sets an attribute of the module instead.
 
     Raises:
-        ValueError: If documents were derived from position_ids, in which this model does not look for documents.
+        ValueError: If documents were derived from position_ids, in which this model does not look for documents; if attention is part of
+            a layer that mixes tokens otherwise too.
     """
     if torch.compiler.is_compiling():
         module._longspan_compiled_use = True  # type: ignore[assignment]  # at each run of the compiled code, not only now
         return
-    forward = _current_forward.get()
+    forward = current_forward.get()
     if forward is None:
         return
+    if forward.mixer is not None:
+        raise ValueError(
+            f"longspan: {described(forward.mixer.module)} mixes tokens both by attention and otherwise. This model is not supported on "
+            "several ranks; call it without a plan on one device"
+        )
     forward.module_ids.add(id(module))
     if getattr(forward.plan, "documents_from_positions", False) and not forward.searched_documents:
+        advice = "Give one document per row" if forward.has_mixers else "Give document_ids [B, S] to prepare_batch to separate them"
         raise ValueError(
-            f"longspan: expected document_ids, got position_ids that start again, in which the model of {_described(module)} does not "
-            "look for documents: on one process it would not separate them. Give document_ids [B, S] to prepare_batch to separate them, "
-            "or leave position_ids out"
+            f"longspan: expected document_ids, got position_ids that start again, in which the model of {described(module)} does not "
+            f"look for documents: on one process it would not separate them. {advice}, or leave position_ids out"
         )
 
 
@@ -91,7 +54,7 @@ def searching(search: Callable[..., Any]) -> Callable[..., Any]:
     def search_or_note(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return search(*args, **kwargs)
-        forward = _current_forward.get()
+        forward = current_forward.get()
         if forward is None or forward.plan is None:
             return search(*args, **kwargs)
         forward.searched_documents = True
@@ -109,15 +72,17 @@ def checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
         if plan is not None:
             check_implementation(self.config)
         if torch.compiler.is_compiling():
+            if plan is not None:
+                _mixers.refuse_compiled(self)
             return call(self, *args, **kwargs)  # a layer without a plan raises while it is traced
-        outer = _current_forward.get()
+        outer = current_forward.get()
         if outer is not None and outer.plan is not None:
             outer.model_ids.add(id(self))
             return call(self, *args, **kwargs)  # an inner model: the outer one is checked as a whole
         forward = Forward(plan)
         if plan is not None:
-            _check_before(self, plan, kwargs.get("attention_mask"))
-        with _in_forward(forward):
+            forward.has_mixers = bool(_check_before(self, plan, kwargs.get("attention_mask")))
+        with in_forward(forward):
             output = call(self, *args, **kwargs)
         if plan is not None:
             _check_all_used(self, forward)
@@ -126,54 +91,19 @@ def checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-@contextmanager
-def outside_of_forwards() -> Iterator[None]:
-    """Run a model as if no forward with a plan were active, even if the model is called in one."""
-    with _in_forward(Forward(plan=None)):
-        yield
+def _check_before(model: nn.Module, plan: Any, mask: Any) -> list[nn.Module]:
+    """The layers that mix tokens without attention, hooked. Prepares checkpoint functions.
 
-
-@contextmanager
-def _in_forward(forward: Forward) -> Iterator[None]:
-    token = _current_forward.set(forward)
-    try:
-        yield
-    finally:
-        _current_forward.reset(token)
-
-
-class PlanKeepingCheckpoint:
-    """A checkpoint function by which a recomputed layer finds the plan of its forward."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        forward = _current_forward.get()
-        if forward is None or forward.plan is None:
-            return self.function(run, *args, **kwargs)
-
-        def run_in_forward(*run_args: Any, **run_kwargs: Any) -> Any:
-            with _in_forward(forward):
-                return run(*run_args, **run_kwargs)
-
-        return self.function(run_in_forward, *args, **kwargs)
-
-
-def _check_before(model: nn.Module, plan: Any, mask: Any) -> None:
-    """Raise ValueError for a mask beside a plan, and a model that would not place its shard's tokens; prepare checkpoint functions."""
+    Raises:
+        ValueError: For a mask beside a plan, and a model that would not place its shard's tokens.
+    """
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         raise ValueError(
             "longspan: expected no attention_mask beside a plan, got one; give attention_mask to prepare_batch, so that the plan covers "
             "the padding of all ranks"
         )
-    if "position_ids" not in inspect.signature(type(model).forward).parameters and not _uses_relative_positions(model):
-        mixers = [name for name, module in model.named_modules() if _mixes_tokens_otherwise(module)]
-        if mixers:
-            raise ValueError(
-                f"longspan: expected attention layers, got {type(model).__name__}, in which {_listed(mixers)} would mix the tokens of each "
-                "rank's shard only. This model is not supported on several ranks; call it without a plan on one device"
-            )
+    mixers = _mixers.install(model)
+    if "position_ids" not in inspect.signature(type(model).forward).parameters and not _uses_relative_positions(model, mixers):
         raise ValueError(
             f"longspan: expected a model that takes position_ids, got {type(model).__name__}, which would number the tokens of each rank's "
             "shard from 0. This model is not supported on several ranks; call it without a plan on one device"
@@ -181,14 +111,25 @@ def _check_before(model: nn.Module, plan: Any, mask: Any) -> None:
     check_positions(model.config, plan)
     for module in model.modules():
         module.__dict__.pop("_longspan_compiled_use", None)
+        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "_longspan_plan_positions", False):
+            raise ValueError(
+                f"longspan: {described(module)} scales queries by their places in the shard; give attn_implementation='longspan' when the "
+                "model is made, or set config.attn_temperature_tuning=False"
+            )
         function = module.__dict__.get("_gradient_checkpointing_func")
         if function is not None and not isinstance(function, PlanKeepingCheckpoint):
             module._gradient_checkpointing_func = PlanKeepingCheckpoint(function)  # type: ignore[assignment]
+    return mixers
 
 
-def _uses_relative_positions(model: nn.Module) -> bool:
-    """Whether positions enter through longspan's score_mod only (ALiBi)."""
-    return getattr(type(model), "_longspan_relative_positions", False)
+def _uses_relative_positions(model: nn.Module, mixers: list[nn.Module]) -> bool:
+    """Whether positions enter through longspan's score_mod (ALiBi), or through recurrences only."""
+    if getattr(type(model), "_longspan_relative_positions", False):
+        return True
+    inside = {id(part) for mixer in mixers for part in mixer.modules()}
+    others = [m for m in model.modules() if id(m) not in inside]
+    embeddings = [m for m in others if isinstance(m, nn.Embedding)]
+    return bool(mixers) and len(embeddings) == 1 and not any("Attention" in type(m).__name__ for m in others)
 
 
 def _check_all_used(model: nn.Module, forward: Forward) -> None:
@@ -214,7 +155,9 @@ def _layers_without_plan(model: nn.Module, forward: Forward) -> list[str]:
         """Whether the module or one of its children used the plan, or cannot say."""
         if _is_compiled(module):
             return True
-        if _mixes_tokens_otherwise(module):
+        if id(module) in forward.module_ids and hasattr(module, "_longspan_mixer"):
+            return True  # with all its parts
+        if _mixers.mixes_tokens(module):
             names.append(name)
             return True  # named already
         children = [(f"{name}.{child_name}" if name else child_name, child) for child_name, child in module.named_children()]
@@ -226,7 +169,8 @@ def _layers_without_plan(model: nn.Module, forward: Forward) -> list[str]:
             return True
         if isinstance(module, nn.ModuleList) and any(uses):
             # Layers of one list take the same place. One without attention mixes tokens otherwise, whatever its class is called.
-            names.extend(child_name for (child_name, _), child_used in zip(children, uses) if not child_used)
+            unmixed = layers_without_mixing(model.config)
+            names.extend(n for i, ((n, _), child_used) in enumerate(zip(children, uses)) if not child_used and i not in unmixed)
         return used
 
     visit(model, "")
@@ -236,13 +180,6 @@ def _layers_without_plan(model: nn.Module, forward: Forward) -> list[str]:
 def _is_causal_attention(module: nn.Module) -> bool:
     """Whether a module is a causal self-attention layer, by transformers' conventions."""
     return "Attention" in type(module).__name__ and getattr(module, "layer_idx", None) is not None and getattr(module, "is_causal", True)
-
-
-def _mixes_tokens_otherwise(module: nn.Module) -> bool:
-    """Whether a module is a convolution over tokens, a recurrence or a state space model."""
-    if isinstance(module, nn.Conv1d):
-        return module.kernel_size != (1,)
-    return isinstance(module, nn.RNNBase) or any(name in module._parameters for name in _STATE_PARAMETERS)
 
 
 def _is_idle_model(module: nn.Module, forward: Forward) -> bool:
@@ -257,8 +194,3 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _any_compiled(model: nn.Module) -> bool:
     return any(_is_compiled(module) for module in model.modules())
-
-
-def _described(module: nn.Module) -> str:
-    layer = getattr(module, "layer_idx", None)
-    return type(module).__name__ + ("" if layer is None else f" of layer {layer}")

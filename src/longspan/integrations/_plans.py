@@ -1,44 +1,53 @@
-"""The plans of one batch for all layers of a model: one without a window and one per window, over one layout."""
+"""The plans of one batch for all layers of a model: one for full attention, one per window and per chunk size, over one layout."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from longspan._comm.mesh import MeshLike
 from longspan._masks.algebra import Mask
 from longspan._masks.constructors import sliding_window
+from longspan._masks.extent import Extent
 from longspan._planner.plan import Plan
 from longspan._planner.plan_set import PlanSet
 from longspan._planner.planning import plan
 
-FULL, SLIDING = "full", "sliding"
+FULL, SLIDING, CHUNKED = "full", "sliding", "chunked"
+Span = tuple[str, int]  # (SLIDING, tokens of the window) or (CHUNKED, tokens of a chunk)
 
 
 class ModelPlans(PlanSet):
-    """Plans by name: "full", and "sliding" for layers with a window ("sliding 512" and so on for further windows).
+    """Plans by name: "full", "sliding" for layers with a window ("sliding 512" and so on for further windows), "chunked" likewise.
 
-    Shards and positions are common to all. A window that `prepare_batch` did not know is planned when a layer first asks for it, over the
-    same layout, the same on every rank.
+    Shards and positions are common to all. A window or chunk size that `prepare_batch` did not know is planned when a layer first asks for
+    it, over the same layout, the same on every rank.
 
     documents_from_positions: whether documents were derived from position_ids. A model that would not do so on one process raises.
     position_rule: how tokens were numbered (`position_rule` of the config); None if the batch had position_ids.
+    real_tokens: bool [B, S] on the CPU, False for padding; None without padding.
+    states_documents: whether the batch says by itself which document a token belongs to (document_ids, seq_idx, cu_seq_lens).
     """
 
     documents_from_positions: bool = False
     position_rule: str | None = None
+    real_tokens: Tensor | None = None
+    states_documents: bool = False
 
-    def __init__(self, plans: dict[str, Plan], *, mask: Mask, windows: Mapping[int, str], options: Mapping[str, Any]) -> None:
+    def __init__(self, plans: dict[str, Plan], *, mask: Mask, spans: Mapping[Span, str], options: Mapping[str, Any]) -> None:
         super().__init__(plans)
-        self._mask, self._windows, self._options = mask, dict(windows), dict(options)
+        self._mask, self._spans, self._options = mask, dict(spans), dict(options)
         self._lock = threading.Lock()
 
-    def of(self, window: int | None, heads: int | None = None, kv_heads: int | None = None) -> Plan:
-        """The plan for layers of this window, None for layers without one, and of these heads."""
-        if window is not None and window not in self._windows:
-            self._add(window)
-        name = FULL if window is None else self._windows[window]
+    def of(self, span: Span | None, heads: int | None = None, kv_heads: int | None = None) -> Plan:
+        """The plan for layers of this window or chunk size, None for full attention, and of these heads."""
+        if span is not None and span not in self._spans:
+            self._add(span)
+        name = FULL if span is None else self._spans[span]
         made = self._plans[name]
         planned = (made.data.heads, made.data.kv_heads)
         if heads is None or None in planned or planned == (heads, kv_heads):
@@ -47,48 +56,90 @@ class ModelPlans(PlanSet):
         other = f"{name}, {heads} heads, {kv_heads} KV heads"
         if other not in self._plans:
             with self._lock:
-                self._plans[other] = self._over_same_layout(window, {"heads": heads, "kv_heads": kv_heads})
+                self._plans[other] = self._over_same_layout(span, {"heads": heads, "kv_heads": kv_heads})
         return self._plans[other]
 
-    def _add(self, window: int) -> None:
+    def _add(self, span: Span) -> None:
         with self._lock:
-            if window not in self._windows:
-                name = window_name(window, len(self._windows))
-                self._plans[name] = self._over_same_layout(window, {})
-                self._windows[window] = name
+            if span not in self._spans:
+                name = span_name(span, self._spans)
+                self._plans[name] = self._over_same_layout(span, {})
+                self._spans[span] = name
 
-    def _over_same_layout(self, window: int | None, heads: Mapping[str, int | None]) -> Plan:
+    def _over_same_layout(self, span: Span | None, heads: Mapping[str, int | None]) -> Plan:
         full = self._plans[FULL]
         strategy = full.strategy if full.data.head_axis is not None else "auto"
         options = {**self._options, **heads, "layout": full.layout, "strategy": strategy}
-        mask = self._mask if window is None else self._mask & sliding_window(window)
-        return plan(mask, full.data.q_len, full.mesh, **options)
+        return plan(within(self._mask, span, self.real_tokens), full.data.q_len, full.mesh, **options)
 
     def on(self, mesh: Any) -> ModelPlans:
         """The same plans as another rank's, or on another mesh of equal shape."""
         plans = {name: plan.on(mesh) for name, plan in self._plans.items()}
-        made = ModelPlans(plans, mask=self._mask, windows=self._windows, options=self._options)
-        made.documents_from_positions, made.position_rule = self.documents_from_positions, self.position_rule
+        made = ModelPlans(plans, mask=self._mask, spans=self._spans, options=self._options)
+        made.__dict__.update(self._facts())
         return made
 
+    def _facts(self) -> dict[str, Any]:
+        """What the plans say about their batch."""
+        names = ("documents_from_positions", "position_rule", "real_tokens", "states_documents")
+        return {name: getattr(self, name) for name in names}
+
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {"documents_from_positions": self.documents_from_positions, "position_rule": self.position_rule}
-        return _unpickle, (self._plans, self._mask, self._windows, self._options), state
+        return _unpickle, (self._plans, self._mask, self._spans, self._options), self._facts()
 
 
-def _unpickle(plans: dict[str, Plan], mask: Mask, windows: dict[int, str], options: dict[str, Any]) -> ModelPlans:
-    return ModelPlans(plans, mask=mask, windows=windows, options=options)
+def _unpickle(plans: dict[str, Plan], mask: Mask, spans: dict[Span, str], options: dict[str, Any]) -> ModelPlans:
+    return ModelPlans(plans, mask=mask, spans=spans, options=options)
 
 
-def window_name(window: int, windows_before: int) -> str:
-    """The name of a window's plan: "sliding" for the first, "sliding 512" for further ones."""
-    return SLIDING if not windows_before else f"{SLIDING} {window}"
+def span_name(span: Span, spans_before: Mapping[Span, str]) -> str:
+    """The name of a span's plan: "sliding" for the first window, "sliding 512" for further ones; likewise "chunked"."""
+    kind, size = span
+    return f"{kind} {size}" if any(before[0] == kind for before in spans_before) else kind
 
 
-def model_plans(mask: Mask, seq_len: int, mesh: MeshLike, windows: list[int], options: Mapping[str, Any]) -> ModelPlans:
-    """Plans for layers without a window and with each of these. `options`: for `longspan.plan`."""
-    names = {window: window_name(window, i) for i, window in enumerate(windows)}
-    masks = {FULL: mask, **{name: mask & sliding_window(window) for window, name in names.items()}}
+@dataclass(frozen=True, eq=False)
+class Chunks(Mask):
+    """The mask by which tokens see their chunk of `size` tokens. `first`: int64 [B], where the first chunk of a row starts; None: at 0."""
+
+    size: int
+    first: Tensor | None = None
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        if self.first is None:
+            return q_idx // self.size == kv_idx // self.size
+        first = self.first.to(q_idx.device) if q_idx.is_cuda else self.first
+        return (q_idx - first[b]) // self.size == (kv_idx - first[b]) // self.size
+
+    @property
+    def extent(self) -> Extent:
+        return Extent(batch=None if self.first is None else self.first.shape[0])
+
+    def __str__(self) -> str:
+        return f"chunks({self.size})"
+
+
+def within(mask: Mask, span: Span | None, real_tokens: Tensor | None) -> Mask:
+    """The mask of layers with a window or chunks. Chunks start at a row's first real token, as in transformers."""
+    if span is None:
+        return mask
+    kind, size = span
+    if kind == SLIDING:
+        return mask & sliding_window(size)
+    padding = None if real_tokens is None else (real_tokens.int().cumsum(1) == 0).sum(1)
+    return mask & Chunks(size, None if padding is None or not bool(padding.any()) else padding)
+
+
+def model_plans(
+    mask: Mask, seq_len: int, mesh: MeshLike, spans: list[Span], real_tokens: Tensor | None, options: Mapping[str, Any]
+) -> ModelPlans:
+    """Plans for layers of full attention and of each span. `options`: for `longspan.plan`."""
+    names: dict[Span, str] = {}
+    for span in spans:
+        names[span] = span_name(span, names)
+    masks = {FULL: mask, **{name: within(mask, span, real_tokens) for span, name in names.items()}}
     plans = plan(masks, seq_len, mesh, **options)
     later_options = {name: value for name, value in options.items() if name not in ("layout", "strategy", "stages")}
-    return ModelPlans(dict(plans), mask=mask, windows=names, options=later_options)
+    made = ModelPlans(dict(plans), mask=mask, spans=names, options=later_options)
+    made.real_tokens = real_tokens
+    return made

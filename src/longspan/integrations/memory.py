@@ -21,9 +21,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
 from longspan._engine import ops
+from longspan.integrations._forward import outside_of_forwards
 from longspan.integrations._host_store import HostStore, HostTensor
 from longspan.integrations._kept_attention import Unmodified, record_and_replay
-from longspan.integrations._plan_use import outside_of_forwards
 from longspan.integrations.loss import linear_token_loss, shift_labels, token_count
 
 __all__ = ["Place", "causal_lm_loss", "checkpoint", "long_context", "tile_mlps", "tiled"]

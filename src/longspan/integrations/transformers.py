@@ -29,12 +29,13 @@ from longspan._masks.constructors import causal, mask_mod
 from longspan._masks.constructors import sliding_window as window_mask
 from longspan._planner.plan import Plan
 from longspan._planner.plan_set import PlanSet
-from longspan.integrations._adapters import adapting
+from longspan.integrations._adapters import adapting, adapting_later
 from longspan.integrations._batch import PreparedBatch, RealKeys, prepare_batch
 from longspan.integrations._configs import NAME, check_config, dropout_field
-from longspan.integrations._model_mask import CompiledMask, ModelMask, foreign_part, visible_keys, with_offsets
-from longspan.integrations._plan_use import checked_call, plan_in_context, record_use, searching
-from longspan.integrations._plans import FULL, SLIDING, ModelPlans
+from longspan.integrations._forward import plan_in_context
+from longspan.integrations._model_mask import CompiledMask, ModelMask, foreign_part, span_of, visible_keys, with_offsets
+from longspan.integrations._plan_use import checked_call, record_use, searching
+from longspan.integrations._plans import CHUNKED, FULL, SLIDING, ModelPlans, Span
 from longspan.integrations.memory import long_context
 
 try:
@@ -73,7 +74,7 @@ def attention_mask(
         # Dynamo does not look into closures. transformers sets use_vmap if a model adds a mask function of its own.
         if attention_mask is not None or rest.get("use_vmap"):
             raise ValueError(_NOT_COMPILED)
-        return CompiledMask(rest.get("local_size"))
+        return CompiledMask(**span_of(rest.get("local_size"), rest.get("config")))
     if isinstance(attention_mask, ModelMask):
         return attention_mask  # `generate` made it already, for a static cache
     family = type(rest["config"]).__name__ if rest.get("config") is not None else "this config"
@@ -92,7 +93,7 @@ def attention_mask(
         mask=mask,
         padding_mask=real,
         row=row,
-        window=rest.get("local_size"),
+        **span_of(rest.get("local_size"), rest.get("config")),
         foreign=foreign_part(mask_function),
         q_offset=int(q_offset),
         kv_offset=int(kv_offset),
@@ -158,9 +159,7 @@ def attention_forward(
         options["mask"] = _mask_on_one_device(module, query, key, attention_mask, sliding_window, rest)
     else:
         _check_planned(module, query, key, attention_mask, rest)
-        if isinstance(attention_mask, ModelMask | CompiledMask):
-            sliding_window = attention_mask.window  # as in eager attention, where the mask decides
-        options["plan"] = _plan_for(longspan_plan, sliding_window, query.shape[1], key.shape[1])
+        options["plan"] = _plan_for(longspan_plan, _span(attention_mask, sliding_window), query.shape[1], key.shape[1])
         record_use(module)
     out: Tensor = attention(query, key, value, **options)
     return out.transpose(1, 2).contiguous(), None
@@ -227,17 +226,28 @@ def _check_planned(module: torch.nn.Module, query: Tensor, key: Tensor, mask: An
         check_config(config)
 
 
-def _plan_for(plans: Any, window: int | None, heads: int, kv_heads: int) -> Plan:
-    """The plan of a layer with this window and these heads."""
+def _span(mask: Any, sliding_window: int | None) -> Span | None:
+    """The window or chunk size of a layer; None for full attention."""
+    if isinstance(mask, ModelMask | CompiledMask):
+        if mask.chunk is not None:
+            return CHUNKED, mask.chunk
+        sliding_window = mask.window  # as in eager attention, where the mask decides
+    return None if sliding_window is None else (SLIDING, sliding_window)
+
+
+def _plan_for(plans: Any, span: Span | None, heads: int, kv_heads: int) -> Plan:
+    """The plan of a layer with this window or chunk size and these heads."""
     if isinstance(plans, ModelPlans):
-        return plans.of(window, heads, kv_heads)
+        return plans.of(span, heads, kv_heads)
+    kind = FULL if span is None else span[0]
     if isinstance(plans, PlanSet):
-        return plans[FULL if window is None else SLIDING]
-    if window is None or not isinstance(plans, Plan):
+        return plans[kind]
+    if span is None or not isinstance(plans, Plan):
         return plans  # type: ignore[no-any-return]
+    within = f"mask & sliding_window({span[1]})" if kind == SLIDING else f"mask & …, for chunks of {span[1]} tokens"
     raise ValueError(
-        f"longspan: expected a plan for this layer's window of {window} tokens, got one plan for all layers; use prepare_batch, or give "
-        f"longspan.plan({{{FULL!r}: mask, {SLIDING!r}: mask & sliding_window({window})}}, …)"
+        f"longspan: expected a plan for this layer's {'window' if kind == SLIDING else 'chunks'} of {span[1]} tokens, got one plan for all "
+        f"layers; use prepare_batch, or give longspan.plan({{{FULL!r}: mask, {kind!r}: {within}}}, …)"
     )
 
 
@@ -279,6 +289,9 @@ def _softcap(cap: float) -> Callable[..., Tensor]:
 if not hasattr(PreTrainedModel.__call__, "__wrapped__"):  # not twice, when the module is reloaded
     PreTrainedModel.__call__ = checked_call(PreTrainedModel.__call__)  # type: ignore[method-assign]
     PreTrainedModel.__init__ = adapting(PreTrainedModel.__init__, attention_forward)  # type: ignore[method-assign]
+    PreTrainedModel.set_attn_implementation = adapting_later(  # type: ignore[method-assign]
+        PreTrainedModel.set_attn_implementation, attention_forward
+    )
     masking_utils.find_packed_sequence_indices = searching(masking_utils.find_packed_sequence_indices)
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)

@@ -1,0 +1,100 @@
+"""The forward of a model that this thread is in, and its plan.
+
+Layers that get no plan by keyword, and layers that are recomputed in the backward pass, find it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+PLAN_KEYWORD = "longspan_plan"
+
+
+class Forward:
+    """One forward of a model: its plan, or None; the modules that used the plan and the inner models that ran, by id.
+
+    searched_documents: whether the model looked for packed documents in position_ids.
+    mixer: the call of a layer without attention that is running.
+    has_mixers: whether some layer mixes tokens without attention.
+    """
+
+    def __init__(self, plan: Any) -> None:
+        self.plan = plan
+        self.module_ids: set[int] = set()
+        self.model_ids: set[int] = set()
+        self.searched_documents = False
+        self.mixer: Any = None
+        self.has_mixers = False
+
+
+# The forward that this thread is in; None outside of a model.
+current_forward: ContextVar[Forward | None] = ContextVar("longspan_forward", default=None)
+
+
+def plan_in_context(module: nn.Module) -> Any:
+    """The plan of the current forward, for a module that was given none by keyword; None without one.
+
+    Raises:
+        ValueError: If a layer runs outside of a forward, and its last plan came from the context: a checkpoint function that is not
+            transformers' recomputes it.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    forward = current_forward.get()
+    if forward is None:
+        if getattr(module, "_longspan_plan_in_context", False):
+            raise ValueError(
+                f"longspan: {described(module)} is recomputed outside of its model's forward, and the layer around it does not pass "
+                f"{PLAN_KEYWORD} on. Use model.gradient_checkpointing_enable() instead of another checkpoint function"
+            )
+        return None
+    if forward.plan is not None:
+        module._longspan_plan_in_context = True  # type: ignore[assignment]
+    return forward.plan
+
+
+@contextmanager
+def outside_of_forwards() -> Iterator[None]:
+    """Run a model as if no forward with a plan were active, even if the model is called in one."""
+    with in_forward(Forward(plan=None)):
+        yield
+
+
+@contextmanager
+def in_forward(forward: Forward) -> Iterator[None]:
+    """Make a forward the current one."""
+    token = current_forward.set(forward)
+    try:
+        yield
+    finally:
+        current_forward.reset(token)
+
+
+class PlanKeepingCheckpoint:
+    """A checkpoint function by which a recomputed layer finds the plan of its forward."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        forward = current_forward.get()
+        if forward is None or forward.plan is None:
+            return self.function(run, *args, **kwargs)
+
+        def run_within(*run_args: Any, **run_kwargs: Any) -> Any:
+            with in_forward(forward):
+                return run(*run_args, **run_kwargs)
+
+        return self.function(run_within, *args, **kwargs)
+
+
+def described(module: nn.Module) -> str:
+    """A module in words: its class and its layer."""
+    layer = getattr(module, "layer_idx", None)
+    return type(module).__name__ + ("" if layer is None else f" of layer {layer}")

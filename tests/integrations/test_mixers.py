@@ -1,0 +1,135 @@
+"""Layers that mix tokens without attention run on whole sequences: hybrids on several ranks equal one process."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from tests.integrations.families import tiny_model
+
+import longspan as ls
+import longspan.integrations.transformers as lst
+from longspan._plan.named_layouts import contiguous, head_tail
+from longspan._plan.relayout import Relayout, RowsLayout, relayout
+from longspan.integrations._mixers import mixers_of, refuse_compiled
+from longspan.testing import virtual_world
+
+LENGTH = 37
+
+
+def batch_of(rows: int, kind: str = "plain") -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 61, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if kind != "plain":
+        real = torch.arange(LENGTH) >= torch.arange(rows)[:, None] * 3 + 2
+        real = real if kind == "left" else real.flip(1)
+        batch |= {"attention_mask": real.long(), "labels": ids.masked_fill(~real, -100)}
+        if kind == "left":
+            batch["labels"].scatter_(1, real.int().argmax(1, keepdim=True), -100)
+    return batch
+
+
+def results(model: Any, arguments: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    params = list(model.parameters())
+    loss = model(**arguments).loss
+    grads = torch.autograd.grad(loss, params, allow_unused=True)
+    return loss.detach(), [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads)]
+
+
+def assert_ranks_equal_one(model: Any, batch: dict[str, Any], ranks: int, **options: Any) -> None:
+    wanted = results(model, {**batch, "use_cache": False})
+
+    def rank(mesh: Any) -> Any:
+        return results(model, lst.prepare_batch(batch, mesh, config=model, gradients="sum", **options))
+
+    shares = virtual_world(ranks).run(rank)
+    assert abs(float(sum(s[0] for s in shares) - wanted[0])) < 1e-5 * float(wanted[0])
+    largest = max(float(g.abs().max()) for g in wanted[1])
+    for i, grad in enumerate(wanted[1]):
+        assert float((sum(s[1][i] for s in shares) - grad).abs().max()) < 2e-5 * largest, i
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+# More rows than ranks, as many, fewer (each rank computes all rows), and an uneven share.
+@pytest.mark.parametrize(("rows", "ranks", "kind"), [(5, 2, "right"), (3, 3, "left"), (1, 3, "plain"), (2, 4, "left")])
+def test_a_hybrid_on_ranks_gives_the_loss_and_gradients_of_one_process(rows: int, ranks: int, kind: str) -> None:
+    assert_ranks_equal_one(tiny_model("lfm2", "longspan"), batch_of(rows, kind), ranks)
+
+
+def test_recomputed_layers_of_a_hybrid_find_the_plan() -> None:
+    model = tiny_model("qwen3_next", "longspan").train()
+    model.gradient_checkpointing_enable()
+    assert_ranks_equal_one(model, batch_of(2), 2, layout="head_tail")
+
+
+def test_rows_move_to_their_ranks_and_back() -> None:
+    x = torch.randn(5, LENGTH, 3, dtype=torch.float64)
+    before = head_tail(LENGTH, 3)
+    after = RowsLayout(length=LENGTH, ranks=3, batch=5)
+
+    def rank(mesh: Any) -> None:
+        plan = ls.plan(ls.causal(), LENGTH, mesh, layout=before)
+        local = plan.shard(x, 1).requires_grad_()
+        there = Relayout(mesh=plan.mesh, before=before, after=after, dim=1)
+        back = Relayout(mesh=plan.mesh, before=after, after=before, dim=1)
+        rows = relayout(local, there, lambda b: there.moves(local.device, back=b))
+        assert torch.equal(rows, x[list(after.local_rows(mesh.rank))])
+        again = relayout(rows, back, lambda b: back.moves(local.device, back=b))
+        assert torch.equal(again, local)
+        weight = torch.randn_like(again)
+        (grad,) = torch.autograd.grad((again * weight).sum(), local)
+        assert torch.equal(grad, weight)
+
+    virtual_world(3).run(rank)
+    assert contiguous(LENGTH, 3).length == LENGTH
+
+
+def test_mixers_are_found_by_their_parts() -> None:
+    assert [type(m).__name__ for m in mixers_of(tiny_model("lfm2", "longspan"))] == ["Lfm2ShortConv"]
+    assert mixers_of(tiny_model("llama", "longspan")) == []
+
+
+def test_documents_that_a_mixer_would_not_separate_are_refused() -> None:
+    model = tiny_model("lfm2", "longspan")
+    batch = {**batch_of(2), "document_ids": torch.arange(LENGTH).expand(2, -1) // 20}
+    with pytest.raises(ValueError, match="expected no document_ids, seq_idx or cu_seq_lens for Lfm2ShortConv"):
+        model(**lst.prepare_batch(batch, ls.Mesh.abstract(1), config=model))
+
+
+def test_a_plan_that_does_not_know_the_padding_is_refused() -> None:
+    model = tiny_model("lfm2", "longspan")
+    plan = ls.plan(ls.causal(), LENGTH, ls.Mesh.abstract(1))
+    with pytest.raises(ValueError, match="expected a plan from prepare_batch for Lfm2ShortConv"):
+        model(input_ids=batch_of(1)["input_ids"], position_ids=torch.arange(LENGTH)[None], longspan_plan=plan, use_cache=False)
+
+
+def test_a_compiled_hybrid_with_a_plan_is_refused() -> None:
+    model = tiny_model("lfm2", "longspan")
+    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM mixes tokens .* not supported with a plan under torch\.compile"):
+        refuse_compiled(model)
+    prepared = lst.prepare_batch(batch_of(1), ls.Mesh.abstract(1), config=model)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Observed exception"):
+        torch.compile(model, backend="eager", fullgraph=True)(**prepared)
+
+
+def test_plans_of_a_batch_travel_with_its_padding() -> None:
+    plans = lst.prepare_batch(batch_of(2, "left"), ls.Mesh.abstract(2))["longspan_plan"]
+    again = pickle.loads(pickle.dumps(plans)).on(ls.Mesh.abstract(2, 1))
+    assert plans.real_tokens is not None and torch.equal(again.real_tokens, plans.real_tokens)
+
+
+@pytest.mark.parametrize("kind", ["plain", "left"])
+def test_layers_with_chunks_and_scaled_queries_equal_one_process(kind: str) -> None:
+    assert_ranks_equal_one(tiny_model("llama4_text", "longspan"), batch_of(2, kind), 3, layout="head_tail")
