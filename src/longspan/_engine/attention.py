@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from longspan._cache.step import CacheStep
 from longspan._comm.agreement import refuse
-from longspan._engine import eager, ops, selected
+from longspan._engine import eager, ops, selected, selected_mesh
 from longspan._engine.cached import CachedCall, attend_cached
 from longspan._engine.call_cache import CallKey, calls, score_key
 from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, refuse_transforms, tracing_under_transforms
@@ -33,6 +33,10 @@ from longspan._plan.handle import PlanHandle
 from longspan._torch_modes import without_autocast
 
 _device_copies = DeviceCopies()
+_SELECTED_MESH_COMPILED = (
+    "mask=longspan.selected(…) with plan=… is not supported under torch.compile: which KV moves follows from the choice on the host. "
+    "Call it from a function under @torch.compiler.disable"
+)
 _NOTHING = torch.empty(0, device="cpu")  # in place of results that the caller does not use
 
 
@@ -87,7 +91,9 @@ def attention(
         kernel: "auto", "cpu", "triton", "hopper", "dense", or one of torch's SDPA kernels: "flash", "efficient", "cudnn", or "aten" for
             the first of them that supports the call. A kernel named explicitly runs the call or raises.
         plan: From `longspan.plan`. q, k, v are this rank's shards, and all ranks of the plan's mesh make this call. The plan holds the
-            mask; mods get global positions. Gradients of captured tensors and of the sink are this rank's share: sum them over ranks.
+            mask; mods get global positions. With `mask=selected(…)`, each rank passes the choice of its own queries: one row for each of
+            `plan.query_blocks(q_granularity)`, with blocks of the whole sequence. A pair must also be visible in the plan's mask.
+            Gradients of captured tensors and of the sink are this rank's share: sum them over ranks.
         cache: From `KVCache.step`. k and v are the step's new tokens: they are written into the cache, then q, at the positions of the new
             tokens, attends to each whole sequence. q, k, v are [n, …, count, …] for n sequences, or ragged [1, …, T, …] with all T new
             tokens one after the other. Mods get a sequence's index in the step as b, and positions in the sequence. No gradients.
@@ -209,6 +215,8 @@ def _attend_over_mesh(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, p
     if torch.compiler.is_dynamo_compiling():
         from longspan._engine.compiled import attend_compiled
 
+        if isinstance(options.mask, Mask) and options.mask.has_selection:
+            raise RuntimeError(_SELECTED_MESH_COMPILED)
         _refuse_mask(options.mask)
         scale = _checked_scale(q, k, v, options)
         # Without shared heads, lse is not exchanged.
@@ -216,12 +224,18 @@ def _attend_over_mesh(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, p
     try:
         refuse_transforms(planned=True)
         plan.check_mask()
-        _refuse_mask(options.mask)
+        selects = isinstance(options.mask, Mask) and options.mask.has_selection
+        if not selects:
+            _refuse_mask(options.mask)
         scale = _checked_scale(q, k, v, options)
         score_traced = _traced_score(options.score_mod, state_dtype(q.dtype))
         inputs = _call_tensors(q, k, v, options, None, score_traced)
+        call = CallOptions(spec=_spec(options, None, score_traced), scale=scale)
+        chosen = selected_mesh.checked_selection(plan.data, options.mask, inputs, call) if selects else None
     except (ValueError, TypeError, RuntimeError) as error:
         refuse(plan.data.mesh, error)
+    if chosen is not None:
+        return *selected_mesh.attend(inputs, call, plan.data, chosen), _NOTHING
     return _run(inputs, options, None, score_traced, scale)
 
 
@@ -302,7 +316,8 @@ def _checked_scale(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> f
 def _refuse_mask(mask: Any) -> None:
     if mask is not None:
         raise ValueError(
-            "attention: expected mask=None with plan=…: the plan holds the mask. Leave out mask=, or make a plan for this mask"
+            "attention: expected mask=None, or mask=longspan.selected(…), with plan=…: the plan holds the mask. Leave out mask=, or make a "
+            "plan for this mask"
         )
 
 

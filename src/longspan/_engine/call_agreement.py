@@ -64,14 +64,20 @@ def _describe(plan: PlanData, options: CallOptions, inputs: CallTensors, needs: 
 
     Captured tensors and sinks may hold other values on each rank.
     """
-    q, k, v, sink, spec = inputs.q, inputs.k, inputs.v, inputs.sink, options.spec
-    check(plan, q, k, v)
-    if spec.invariant:
+    check(plan, inputs.q, inputs.k, inputs.v)
+    if options.spec.invariant:
         check_over_mesh(plan, inputs, options, needs)
     else:
         _call(plan, options, inputs, Agreement.none()).check(inputs, needs)
+    kind = "attention, forward pass" if needs is None else "attention, backward pass"
+    return CallDescription(kind, described_fields(plan, options, inputs))
+
+
+def described_fields(plan: PlanData, options: CallOptions, inputs: CallTensors) -> dict[str, str]:
+    """The fields of a call that all ranks must have in common."""
+    q, k, v, sink, spec = inputs.q, inputs.k, inputs.v, inputs.sink, options.spec
     returned = ["out", *["lse"] * spec.lse, *["max_scores"] * options.max_scores]
-    return CallDescription("attention, forward pass" if needs is None else "attention, backward pass", {
+    return {
         "plan": plan.digest[:16],
         "mask": plan.mask.text,
         "tokens": f"{plan.q_len} × {plan.kv_len}",
@@ -89,7 +95,7 @@ def _describe(plan: PlanData, options: CallOptions, inputs: CallTensors, needs: 
         "kernel": spec.kernel,
         "invariant": str(spec.invariant),
         "returned": " ".join(returned) if plan.degree > 1 else "",  # elsewhere nothing of it is exchanged
-    })  # fmt: skip
+    }  # fmt: skip
 
 
 def check(plan: PlanData, q: Tensor, k: Tensor, v: Tensor) -> None:

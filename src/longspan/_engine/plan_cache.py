@@ -18,11 +18,13 @@ from longspan._derived_cache import DerivedCache
 from longspan._engine.document_tiles import LaidOutTiles, RankTiles, laid_out_tiles, tiles_of_rank
 from longspan._masks.block_table import BLOCK_SIZE
 from longspan._plan.plan_data import MaskTiling, PlanData, TiledRow
+from longspan._plan.pooling import BlockPooling
 from longspan._plan.relayout import Relayout
 from longspan._plan.sharding import places
 
 if TYPE_CHECKING:
     from longspan._engine.local_schedule import LocalSchedule, PassSetup
+    from longspan._engine.selected_grid import SelectionGrid
 
 
 class PlanCache:
@@ -39,6 +41,8 @@ class PlanCache:
         self._pass_setups: DerivedCache[PlanData, PassSetup] = DerivedCache(128)
         self._concurrent: DerivedCache[PlanData, bool] = DerivedCache(128)
         self._launched: DerivedCache[PlanData, bool] = DerivedCache(128)
+        self._selection_grids: DerivedCache[PlanData, SelectionGrid] = DerivedCache(8)
+        self._poolings: DerivedCache[PlanData, BlockPooling] = DerivedCache(8)
         self._descriptions: DerivedCache[PlanData, CallDescription] = DerivedCache(256)
 
     def tiles(self, plan: PlanData, block: tuple[int, int]) -> tuple[TiledRow, ...]:
@@ -87,6 +91,19 @@ class PlanCache:
         """Whether this was asked before under the same key: False the first time."""
         before = (plan, key) in self._launched
         return self._launched.get(plan, key, lambda: True) and before
+
+    def selection_grid(self, plan: PlanData, granularity: int, q_granularity: int) -> SelectionGrid:
+        """What a plan fixes about selections of these granularities."""
+        from longspan._engine.selected_grid import SelectionGrid
+
+        return self._selection_grids.get(
+            plan, (granularity, q_granularity), lambda: SelectionGrid.of(plan, granularity, q_granularity)
+        )  # fmt: skip
+
+    def pooling(self, plan: PlanData, block: int) -> BlockPooling:
+        """Which blocks of keys each rank owns tokens of."""
+        layout, mesh = plan.layouts[1], plan.mesh
+        return self._poolings.get(plan, block, lambda: BlockPooling(layout=layout, mesh=mesh, block=block))
 
     def description(self, plan: PlanData, key: Hashable, describe: Callable[[], CallDescription]) -> CallDescription:
         """One kind of call, checked on this rank, as all ranks must describe it."""

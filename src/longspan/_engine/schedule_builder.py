@@ -55,7 +55,7 @@ class _ScheduleBuilder:
         self.local_tokens = plan.inner[1].local_len(self.rank)
         self.tiled_rows = plan_cache.tiles(plan, options.block)
         self.q_order = [tiled.queries.of_rank(self.rank) for tiled in self.tiled_rows]
-        self.q_tilings = [_tiling(tiled.queries, order) for tiled, order in zip(self.tiled_rows, self.q_order, strict=True)]
+        self.q_tilings = [tiling_of(tiled.queries, order) for tiled, order in zip(self.tiled_rows, self.q_order, strict=True)]
         self.receives, self.sends = self.moves.receiver == self.rank, self.moves.source == self.rank
         moves_per_stage = torch.bincount(self.moves.stage, minlength=self.moves.stages).tolist()
         keep_empty = not (options.backward and int(self.moves.active_stages.sum()) < self.moves.stages)
@@ -123,7 +123,7 @@ class _ScheduleBuilder:
     def _tiles(self, row: int, kv_tiles: Tensor, *, kv_rows: RowSelection | None) -> StepTiles:
         heads = None if self.options.heads is None else range(*self.options.heads)
         table = self.tiled_rows[row].table.select(self.q_order[row], kv_tiles, heads=heads)
-        return StepTiles(table=table, q_tiles=self.q_tilings[row], kv_tiles=_tiling(self.tiled_rows[row].kv, kv_tiles), kv_rows=kv_rows)
+        return StepTiles(table=table, q_tiles=self.q_tilings[row], kv_tiles=tiling_of(self.tiled_rows[row].kv, kv_tiles), kv_rows=kv_rows)
 
     def _exchange(self, stages: range, offset: int) -> tuple[StageExchange, list[tuple[Tensor, Tensor]]]:
         """The all-to-all of these stages, and for each batch row its received tiles and the places of their tokens: by rank, then stage."""
@@ -188,7 +188,7 @@ def _stage_names(stages: range) -> str:
     return f"stage {stages.stop}" if len(stages) == 1 else f"stages {stages.start + 1} to {stages.stop}"
 
 
-def _tiling(grid: TileGrid, tiles: Tensor) -> Tiling:
+def tiling_of(grid: TileGrid, tiles: Tensor) -> Tiling:
     """The tiling of a buffer in which these tiles follow each other."""
     count = grid.count[tiles]
     length = int(count.sum())

@@ -16,6 +16,7 @@ from torch import Tensor
 from longspan._masks.algebra import And, Mask
 from longspan._masks.documents import integer
 from longspan._masks.extent import AttentionSizes, Extent
+from longspan._masks.selected_shard import chosen_blocks
 from longspan._torch_private import assert_on_device
 
 GRANULARITIES = (128, 64, 16, 4, 1)
@@ -102,9 +103,7 @@ class Selected(Mask):
     def checked(self, sizes: AttentionSizes) -> Selected:
         """The mask with the number of heads, after all checks against the sizes of a call."""
         _, choices, rows, _ = self.indices.shape
-        legal = {1, sizes.heads, *([] if sizes.kv_heads is None else [sizes.kv_heads])}
-        if choices not in legal and (sizes.kv_heads is not None or sizes.heads % choices):
-            raise ValueError(f"mask {self}: expected 1, KV heads or query heads as its second dim ({sorted(legal)}), got {choices}")
+        self._check_choices(sizes.heads, sizes.kv_heads)
         if rows != -(-sizes.q_len // self.q_granularity):
             expected = -(-sizes.q_len // self.q_granularity)
             raise ValueError(
@@ -113,6 +112,27 @@ class Selected(Mask):
             )
         self._check_range(-(-sizes.kv_len // self.granularity))
         return replace(self, heads_per_choice=sizes.heads // choices)
+
+    def checked_shard(self, shard: AttentionSizes, *, rows: int, rank: int) -> Selected:
+        """The mask of one rank's queries, with the number of heads, after all checks.
+
+        shard: Sizes of the rank's tensors, with the `kv_len` of the whole sequence. rows: Rows of queries of which the rank owns tokens.
+        """
+        self.extent.check(f"mask {self}", batch=shard.batch)
+        self._check_choices(shard.heads, shard.kv_heads)
+        if self.indices.shape[2] != rows:
+            raise ValueError(
+                f"mask {self}: expected {rows} rows, one for each of plan.query_blocks({self.q_granularity}) of rank {rank}, "
+                f"got {self.indices.shape[2]}; with a plan, each rank passes the choice of its own queries"
+            )
+        self._check_range(-(-shard.kv_len // self.granularity))
+        return replace(self, heads_per_choice=shard.heads // self.indices.shape[1])
+
+    def _check_choices(self, heads: int, kv_heads: int | None) -> None:
+        choices = self.indices.shape[1]
+        legal = {1, heads, *([] if kv_heads is None else [kv_heads])}
+        if choices not in legal and (kv_heads is not None or heads % choices):
+            raise ValueError(f"mask {self}: expected 1, KV heads or query heads as its second dim ({sorted(legal)}), got {choices}")
 
     def _check_range(self, blocks: int) -> None:
         """Raise for an index outside of [−1, blocks). On CUDA the device asserts, because reading the indices would synchronise."""
@@ -125,11 +145,7 @@ class Selected(Mask):
                 raise ValueError(f"mask {self}: {expected}, got {low if low < -1 else high}")
 
     def _as_table(self, sizes: AttentionSizes) -> Mask:
-        batch, choices, rows, _ = self.indices.shape
-        blocks = -(-sizes.kv_len // self.granularity)
-        table = torch.zeros(batch, choices, rows, blocks + 1, dtype=torch.bool, device=self.indices.device)
-        index = torch.where((self.indices < 0) | (self.indices >= blocks), blocks, self.indices).long()
-        table = table.scatter(-1, index, True)[..., :blocks]
+        table = chosen_blocks(self.indices, -(-sizes.kv_len // self.granularity))
         assert self.heads_per_choice is not None
         return SelectedTable(table, self.granularity, self.q_granularity, self.heads_per_choice)
 

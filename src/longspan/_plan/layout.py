@@ -89,6 +89,16 @@ class Layout:
         by_row = torch.stack([_positions(ranks[rank]) for ranks in self.rows])
         return by_row[0] if len(self.rows) == 1 else by_row
 
+    def blocks(self, rank: int, block: int) -> Tensor:
+        """The blocks of `block` tokens of which a rank owns tokens, by first appearance in its local order [n], int64.
+
+        Only for layouts with one row for all batch rows.
+        """
+        numbers = self.positions(rank) // block
+        values, place = numbers.unique(return_inverse=True)
+        first = torch.full((len(values),), len(numbers)).scatter_reduce(0, place, torch.arange(len(numbers)), "amin")
+        return values[first.argsort()]
+
     def merged(self, groups: Sequence[Sequence[int]]) -> Layout:
         """The layout over groups of ranks: each group as one rank that owns its members' segments, member by member."""
         rows = tuple(tuple(tuple(s for r in group for s in ranks[r]) for group in groups) for ranks in self.rows)

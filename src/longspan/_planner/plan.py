@@ -20,6 +20,7 @@ from longspan._plan.handle import PlanHandle
 from longspan._plan.layout import Layout
 from longspan._plan.named_layouts import contiguous
 from longspan._plan.plan_data import PlanData
+from longspan._plan.pooling import gather_pooled
 from longspan._plan.relayout import HeadsLayout, Placement, Relayout, relayout
 from longspan._plan.schedule import Schedule
 from longspan._plan.sharding import Tree, each_tensor, shard, unshard
@@ -236,6 +237,71 @@ class Plan(PlanHandle):
             return relayout(t, move, lambda back: plan_cache.moves(self.data, move, device, back=back))
 
         return each_tensor(one, x)
+
+    # -------------------------------------------------------------------------------------------------- keys chosen at run time
+
+    def query_blocks(self, block: int) -> Tensor:
+        """The blocks of `block` queries of which this rank owns tokens, int64 [rows], in the order in which its tokens come to them.
+
+        With `mask=longspan.selected(indices, …, q_granularity=block)` and this plan, row i of the indices is the choice of block
+        `query_blocks(block)[i]`: `indices[:, :, plan.query_blocks(block)]` of a whole sequence's indices.
+
+        Raises:
+            ValueError: `block` is less than 1, or batch rows are laid out differently.
+
+        Example:
+            >>> import longspan as ls
+            >>> ls.plan(ls.causal(), 1024, ls.Mesh.abstract(4), layout="head_tail").query_blocks(128)
+            tensor([0, 7])
+        """
+        if not isinstance(block, int) or isinstance(block, bool) or block < 1:
+            raise ValueError(f"plan.query_blocks: expected a block of 1 or more queries, got {block!r}")
+        if len(self.layout.rows) > 1:
+            raise ValueError("plan.query_blocks: expected one layout for all batch rows, got one per batch row; give another layout=")
+        return self.layout.blocks(self.mesh.rank, block)
+
+    def gather_pooled(self, x: Tensor, block: int, dim: int = -2) -> Tensor:
+        """Means of blocks of `block` keys over all ranks, from which models choose blocks. Differentiable. A collective call.
+
+        A block whose tokens belong to several ranks is the mean over all of them. Each rank sends one row per block that it owns
+        tokens of; the gradient of a token is the sum over all ranks' gradients of its block's mean, divided by the block's length.
+
+        Args:
+            x: This rank's keys, index keys or other values of its KV tokens, such as k [B, G, S_local, D].
+            block: Keys per block. The last block of the sequence may be shorter.
+            dim: The dim of tokens.
+
+        Returns:
+            x with ceil(kv_len / block) means in `dim`, in the order of the sequence, the same on every rank.
+
+        Raises:
+            ValueError: The size of x in `dim` is not `kv_local_len`, or batch rows are laid out differently.
+
+        Example:
+            >>> import torch, longspan as ls
+            >>> from longspan.testing import virtual_world
+            >>> x = torch.arange(10.0)[:, None]
+            >>> def rank(mesh):
+            ...     plan = ls.plan(ls.causal(), 10, mesh)
+            ...     return plan.gather_pooled(plan.shard(x, 0), 4).flatten().tolist()
+            >>> virtual_world(2).run(rank)
+            [[1.5, 5.5, 8.5], [1.5, 5.5, 8.5]]
+        """
+        try:
+            if not isinstance(block, int) or isinstance(block, bool) or block < 1:
+                raise ValueError(f"plan.gather_pooled: expected a block of 1 or more keys, got {block!r}")
+            if len(self.kv_layout.rows) > 1:
+                raise ValueError("plan.gather_pooled: expected one layout for all batch rows, got one per batch row; give another layout=")
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                raise TypeError(f"plan.gather_pooled: expected a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+            if not -x.ndim <= dim < x.ndim or x.shape[dim] != self.kv_local_len:
+                raise ValueError(
+                    f"plan.gather_pooled: expected this rank's {self.kv_local_len} keys in dim {dim}, got shape {tuple(x.shape)}"
+                )
+        except (ValueError, TypeError) as error:
+            refuse(self.mesh, error)
+        pooling = plan_cache.pooling(self.data, block)
+        return gather_pooled(x, dim % x.ndim, pooling)
 
     def _relayout(self, x: Tensor, dim: int, ends: tuple[LayoutLike, LayoutLike], heads_dim: int | None, side: str) -> Relayout:
         if side not in ("q", "kv"):

@@ -1,0 +1,53 @@
+"""`plan.gather_pooled` and `plan.query_blocks`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import longspan as ls
+from longspan.testing import virtual_world
+
+
+@pytest.mark.parametrize(("ranks", "length", "block"), [(1, 10, 4), (2, 37, 8), (3, 100, 7), (4, 1030, 64), (8, 5, 2)])
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
+def test_pooled_values_and_gradients_are_those_of_one_device(ranks: int, length: int, block: int, layout: str) -> None:
+    x = torch.randn(2, 3, length, 5, dtype=torch.float64, requires_grad=True)
+    means = torch.stack([part.mean(2) for part in x.split(block, 2)], 2)
+    weight = torch.randn(ranks, *means.shape, dtype=torch.float64)
+    (right,) = torch.autograd.grad((means * weight.sum(0)).sum(), x)
+    world = virtual_world(ranks)
+
+    def rank(mesh: ls.Mesh) -> tuple[torch.Tensor, torch.Tensor]:
+        plan = ls.plan(ls.causal(), length, mesh, layout=layout)
+        local = plan.shard(x.detach(), 2).requires_grad_()
+        pooled = plan.gather_pooled(local, block)
+        (pooled * weight[mesh.rank]).sum().backward()
+        return pooled.detach(), plan.unshard(local.grad, 2)
+
+    for pooled, grad in world.run(rank):
+        torch.testing.assert_close(pooled, means.detach(), atol=1e-12, rtol=0)
+        torch.testing.assert_close(grad, right, atol=1e-12, rtol=0)
+
+
+def test_pooled_values_have_the_dtype_and_dim_of_the_keys() -> None:
+    plan = ls.plan(ls.causal(), 6, ls.Mesh.abstract(1))
+    x = torch.arange(12.0).view(6, 2).bfloat16()
+    assert torch.equal(plan.gather_pooled(x, 3, dim=0), torch.tensor([[2.0, 3.0], [8.0, 9.0]]).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("x", "block", "message"),
+    [(torch.ones(1, 5, 1), 2, "6 keys in dim -2"), (torch.ones(6, 1), 0, "1 or more keys"), (torch.ones(6, 1).int(), 2, "floating-point")],
+)
+def test_unusable_arguments_of_gather_pooled_raise(x: torch.Tensor, block: int, message: str) -> None:
+    plan = ls.plan(ls.causal(), 6, ls.Mesh.abstract(1))
+    with pytest.raises((ValueError, TypeError), match=message):
+        plan.gather_pooled(x, block)
+
+
+def test_query_blocks_are_in_local_order() -> None:
+    layout = ls.Layout(length=10, rows=((((6, 3), (0, 2)), ((2, 4), (9, 1))),))
+    plans = [ls.plan(ls.causal(), 10, ls.Mesh.abstract(2, rank=rank), layout=layout) for rank in range(2)]
+    assert [plan.query_blocks(4).tolist() for plan in plans] == [[1, 2, 0], [0, 1, 2]]
+    assert plans[0].query_blocks(1).tolist() == [6, 7, 8, 0, 1]

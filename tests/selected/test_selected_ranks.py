@@ -1,0 +1,129 @@
+"""Keys chosen at run time over ranks: one plan, made before any choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.selected.mesh_cases import check_over_mesh, draw
+
+import longspan as ls
+from longspan.testing import oracle, virtual_world
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_shards_match_dense_attention(seed: int) -> None:
+    check_over_mesh(draw(seed, ranks=(2, 3, 4, 8)[seed % 4]))
+
+
+def causal_plan(mesh: ls.Mesh, tokens: int = 1024, **options: Any) -> ls.Plan:
+    return ls.plan(ls.causal(), tokens, mesh, layout="contiguous", strategy="exchange", **options)
+
+
+def shards(plan: ls.Plan, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [plan.shard(t, 2) for t in tensors]
+
+
+def test_one_plan_serves_every_choice() -> None:
+    q, k, v = torch.randn(3, 1, 2, 512, 8, dtype=torch.float64).unbind(0)
+    choices = [torch.randint(-1, 8, (1, 2, 8, 3), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    world = virtual_world(4)
+
+    def rank(mesh: ls.Mesh) -> list[torch.Tensor]:
+        plan = causal_plan(mesh, 512)
+        local, rows = shards(plan, q, k, v), plan.query_blocks(64)
+        return [ls.attention(*local, plan=plan, mask=ls.selected(choice[:, :, rows], 64)) for choice in choices]
+
+    for i, choice in enumerate(choices):
+        out = torch.cat([parts[i] for parts in world.run(rank)], 2)
+        torch.testing.assert_close(out, oracle(q, k, v, mask=ls.selected(choice, 64) & ls.causal()), atol=1e-12, rtol=0)
+
+
+def test_bytes_are_those_of_the_chosen_blocks() -> None:
+    tokens, dim, block = 2048, 64, 64
+    k = torch.randn(1, 2, tokens, dim)
+    past = torch.ones(tokens // block, tokens // block).tril()
+    indices = torch.multinomial(past, 4, replacement=True, generator=torch.Generator().manual_seed(0)).view(1, 1, -1, 4).int()
+    world = virtual_world(4)
+
+    def rank(mesh: ls.Mesh) -> None:
+        plan = causal_plan(mesh, tokens)
+        local = [t.requires_grad_() for t in shards(plan, k, k, k)]
+        ls.attention(*local, plan=plan, mask=ls.selected(indices[:, :, plan.query_blocks(block)], block)).sum().backward()
+
+    world.run(rank)
+    chosen = 0
+    for r in range(4):
+        rows = indices[0, 0, 8 * r : 8 * (r + 1)].unique()
+        chosen += int(((rows < 8 * r) & (rows >= 0)).sum())
+    block_bytes = 2 * 2 * block * dim * 4  # K and V of two KV heads in float32
+    assert 0 < chosen < 3 * 8 + 2 * 8 + 8
+    assert chosen * block_bytes * 3 <= world.bytes_sent <= 1.1 * chosen * block_bytes * 3  # KV twice, gradients once
+
+
+def test_a_choice_is_sent_only_to_ranks_whose_keys_it_may_contain() -> None:
+    world = virtual_world(4)
+
+    def rank(mesh: ls.Mesh) -> None:
+        plan = causal_plan(mesh)
+        q = torch.ones(1, 1, plan.local_len, 8)
+        ls.attention(q, q, q, plan=plan, mask=ls.selected(torch.zeros(1, 1, 2, 1, dtype=torch.int32)))
+
+    world.run(rank)
+    (requests,) = [e.bytes for e in world.exchanges if e.what == "selected keys, requests"]
+    assert torch.equal(requests > 0, torch.ones(4, 4).tril(-1) > 0)
+
+
+def test_tokens_that_nobody_sees_do_not_change_a_bit() -> None:
+    k = torch.randn(1, 1, 512, 8)
+    indices = torch.tensor([0, 0, 0, 2]).view(1, 1, 4, 1)
+    outs = []
+    for poison in (0.0, torch.nan, torch.inf):
+        other = k.clone()
+        other[:, :, 128:256] = poison  # the second block, which no query chose
+        world = virtual_world(2)
+
+        def rank(mesh: ls.Mesh, other: torch.Tensor = other) -> torch.Tensor:
+            plan = causal_plan(mesh, 512)
+            return ls.attention(
+                plan.shard(k, 2), *shards(plan, other, other), plan=plan, mask=ls.selected(indices[:, :, plan.query_blocks(128)])
+            )
+
+        outs.append(torch.cat(world.run(rank), 2))
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2]) and outs[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"mask": ls.selected(torch.zeros(1, 1, 4, 1, dtype=torch.int32)) & ls.causal()}, "selected.* alone with plan"),
+        ({"mask": ls.selected(torch.zeros(1, 1, 8, 1, dtype=torch.int32))}, "expected 4 rows, one for each of plan.query_blocks"),
+        ({"mask": ls.selected(torch.full((1, 1, 4, 1), 9))}, "expected indices from -1 to 7"),
+        ({"mask": ls.selected(torch.zeros(1, 1, 4, 1, dtype=torch.int32)), "kernel": "dense"}, "expected 'auto', 'cpu'"),
+        ({"mask": ls.causal()}, "expected mask=None, or mask=longspan.selected"),
+    ],
+)
+def test_calls_that_are_not_supported_raise_on_every_rank(call: dict[str, Any], message: str) -> None:
+    world = virtual_world(2)
+
+    def rank(mesh: ls.Mesh) -> None:
+        plan = causal_plan(mesh)
+        q = torch.ones(1, 1, plan.local_len, 8)
+        with pytest.raises(ValueError, match=message):
+            ls.attention(q, q, q, plan=plan, **call)
+
+    world.run(rank)
+
+
+def test_two_axes_and_batch_rows_of_their_own_are_refused() -> None:
+    q = torch.ones(2, 1, 512, 8)
+    mask = ls.selected(torch.zeros(1, 1, 4, 1, dtype=torch.int32))
+    plan = ls.plan(ls.causal(), 512, ls.Mesh.abstract((1, 1)))
+    with pytest.raises(ValueError, match="mesh of one axis"):
+        ls.attention(q, q, q, plan=plan, mask=mask)
+    ids = torch.tensor([[0] * 512, [0] * 100 + [1] * 412])
+    rows = ls.plan(ls.causal() & ls.documents(ids=ids), 512, ls.Mesh.abstract(1), batch=2, layout="per_document")
+    if rows.data.batch_layouts > 1:
+        with pytest.raises(ValueError, match="lays out all batch rows alike"):
+            ls.attention(q, q, q, plan=rows, mask=mask)
