@@ -86,21 +86,28 @@ class Case:
         dtype: torch.dtype | None = None,
         longest: int = 700,
         mesh: Any = None,
+        kinds: int | None = None,
     ) -> None:
+        """kinds: as many kinds of caches and programs for all seeds, of which GPU kernels are compiled; None: one per seed."""
         self.seed, self.rng, self.kernel, self.device = seed, random.Random(seed), kernel, device
-        rng = self.rng
+        rng = self.rng if kinds is None else random.Random(seed % kinds)
         self.dtype = dtype or rng.choice([torch.float32, torch.float32, torch.bfloat16, torch.float64])
         self.layers, self.kv_heads = rng.choice([1, 1, 2]), rng.choice([1, 2, 3])
         self.heads, self.dims = self.kv_heads * rng.choice([1, 2, 4]), (rng.choice([16, 32, 24]), rng.choice([16, 40]))
         self.page_size, self.longest = rng.choice([1, 7, 16, 64]), min(longest, rng.choice([40, 200, 700]))
-        self.cache = ls.KVCache(
-            pages=-(-self.longest // self.page_size) * 6 + 8, page_size=self.page_size, layers=self.layers, kv_heads=self.kv_heads,
-            head_dim=self.dims[0], value_dim=self.dims[1], dtype=self.dtype, device=device, mesh=mesh,
-        )  # fmt: skip
         self.generator = torch.Generator().manual_seed(seed)
         self.models: dict[int, Model] = {}
         self.mask_name, self.score_name = rng.choice(list(MASKS)), rng.choice(list(SCORES))
         self.mask = MASKS[self.mask_name](rng, self.longest, device)
+        reach = None if self.mask is None else self.mask.left_reach
+        window = reach + rng.choice([0, 0, 5]) if reach is not None and reach > 0 and rng.random() < 0.7 else None
+        self.shared = rng.random() < 0.25
+        if self.shared:  # latent vectors of MLA: values are the first elements of keys
+            self.dims = (self.dims[1] + rng.choice([0, 8, 16]), self.dims[1])
+        self.cache = ls.KVCache(
+            pages=-(-self.longest // self.page_size) * 6 + 8, page_size=self.page_size, layers=self.layers, kv_heads=self.kv_heads,
+            head_dim=self.dims[0], value_dim=self.dims[1], shared_kv=self.shared, window=window, dtype=self.dtype, device=device, mesh=mesh,
+        )  # fmt: skip
         self.score_mod = SCORES[self.score_name](rng, self.heads, self.longest, device)
         self.sink = torch.randn(self.heads, generator=self.generator).to(device) if rng.random() < 0.3 else None
         self.scale = rng.choice([None, None, 0.3, -0.2])
@@ -129,7 +136,11 @@ class Case:
         if rng.random() < 0.4:
             shrunk = rng.choice(sorted(self.models))
             length = rng.randint(0, self.models[shrunk].length)
-            self.cache.truncate(shrunk, length)
+            try:
+                self.cache.truncate(shrunk, length)
+            except ValueError:  # the window before the remaining tokens was given back
+                assert self.cache.window is not None
+                length = self.models[shrunk].length
             self.models[shrunk].layers = [(k[:, :length], v[:, :length]) for k, v in self.models[shrunk].layers]
         while len(self.models) > 4:
             ended = rng.choice(sorted(self.models))
@@ -158,6 +169,8 @@ class Case:
                 self.randn(shape[0], heads, shape[1], dim)
                 for heads, dim in ((self.heads, self.dims[0]), (self.kv_heads, self.dims[0]), (self.kv_heads, self.dims[1]))
             )
+            if self.shared:
+                v = k[..., : self.dims[1]]
             out, lse = ls.attention(
                 q, k, v, cache=step, layer=layer, mask=self.mask, score_mod=self.score_mod,
                 scale=self.scale, sink=self.sink, return_lse=True, kernel=self.kernel,
@@ -200,17 +213,19 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default=None, help="such as bfloat16; drawn at random by default")
     parser.add_argument("--longest", type=int, default=700, help="tokens of the longest sequence")
+    parser.add_argument("--kind", default=None, help="such as 3/12: seeds of one of 12 kinds of caches; GPU kernels compile once per kind")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tests.interpreter import speed_up
 
         speed_up()
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    end, seed = time.monotonic() + options.seconds, options.first
+    kind, kinds = (0, None) if options.kind is None else map(int, options.kind.split("/"))
+    end, seed, cases = time.monotonic() + options.seconds, options.first + kind, 0
     while time.monotonic() < end:
-        Case(seed, kernel=options.kernel, device=options.device, dtype=dtype, longest=options.longest).run()
-        seed += 1
-    print(f"{seed - options.first} cases passed, seeds {options.first} to {seed - 1}")
+        Case(seed, kernel=options.kernel, device=options.device, dtype=dtype, longest=options.longest, kinds=kinds).run()
+        seed, cases = seed + (kinds or 1), cases + 1
+    print(f"{cases} cases passed, seeds {options.first + kind} to {seed - (kinds or 1)}")
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ def test_ranks_send_nothing_but_partial_results() -> None:
         ls.attention(*tokens(4, 1), cache=cache.step(cache.allocate(4), 1), layer=0)
 
     world.run(run)
-    rows = 4 * HEADS  # each with out and lse in float32, from every rank to every other rank
-    assert world.bytes_sent == 3 * 2 * rows * (DIM + 1) * 4
+    rows = 4 * HEADS  # partial out and lse in float32 to the rank that merges a row, then out to the two other ranks
+    assert world.bytes_sent == 2 * rows * (DIM + 1) * 4 + 2 * rows * DIM * 4
 
 
 def test_ranks_that_differ_all_raise() -> None:

@@ -113,13 +113,14 @@ def check_rounding() -> None:
             raise SystemExit(f"{other} in the mask's code: its last bit may be another than torch's")
 
 
-def compile_decode(target: int, page_size: int, rows: int) -> int:
-    """Compile the decode kernel for pages, with programs; returns bytes of shared memory."""
-    tile = choose_tile(dim=128, dtype=torch.bfloat16, page_size=page_size)
+def compile_decode(target: int, page_size: int, rows: int, *, latent: bool = False) -> int:
+    """Compile the decode kernel for pages, with programs; returns bytes of shared memory. latent: keys of 512 + 64 elements hold values."""
+    dim = 512 if latent else 128
+    tile = choose_tile(dim=dim, dtype=torch.bfloat16, page_size=page_size)
     known: dict[str, Any] = {
         "MASK": codegen.program_function(trace(mask, "mask").program, OPTIONS), "WINDOW": 100, "PAGE": page_size, "RAGGED": True,
         "SCORE": codegen.program_function(trace(score, "score").program, OPTIONS), "FOLD": False, "R": 4, "M": rows, "N": tile.n,
-        "D": 128, "DP": 128, "E": 128, "EP": 128, "PRECISION": "tf32",
+        "D": dim, "DP": dim, "E": dim, "EP": dim, "REST": 64 if latent else 0, "RESTP": 64, "SHARED": latent, "PRECISION": "tf32",
     }  # fmt: skip
     kinds: dict[str, Any] = {
         "q_ptr": "*bf16",
@@ -154,6 +155,8 @@ def main() -> None:
     check_rounding()
     for target, page_size, rows in [(90, 64, 16)] + [(80, 16, 16), (90, 16, 64)] * ("--all" in sys.argv):
         print(f"sm_{target} decode_kernel, pages of {page_size}, {rows} rows: {compile_decode(target, page_size, rows)} bytes", flush=True)
+    if "--all" in sys.argv:
+        print(f"sm_90 decode_kernel, latent: {compile_decode(90, 64, 64, latent=True)} bytes", flush=True)
     grid = [(90, (128, 128), "bf16", True, True), (80, (64, 64), "fp16", False, False)]
     if "--all" in sys.argv:
         grid += [(target, (64, 64), "bf16", False, True) for target in (80, 90)]

@@ -11,6 +11,8 @@ Nothing here reads from the device. Page p of a sequence holds its tokens p · p
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +41,10 @@ class KVCache:
         kv_heads: KV heads of a layer.
         head_dim: Head dim of keys (and queries).
         value_dim: Head dim of values; `head_dim` by default.
+        shared_kv: Values are the first `value_dim` elements of keys, and stored once: the latent vectors of MLA. `attention` takes
+            v = k[..., :value_dim] then.
+        window: No token sees further back than the last `window` tokens, itself included: pages before are given back. A mask that
+            reaches further raises.
         dtype: Of keys and values; torch's default dtype if None.
         device: Of keys and values; torch's default device if None.
         mesh: A DeviceMesh, a ProcessGroup or a virtual mesh, over whose ranks each sequence's pages are spread in turn. All ranks make
@@ -65,6 +71,8 @@ class KVCache:
         kv_heads: int,
         head_dim: int,
         value_dim: int | None = None,
+        shared_kv: bool = False,
+        window: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         mesh: Any = None,
@@ -78,17 +86,47 @@ class KVCache:
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype: expected one of {', '.join(map(str, _DTYPES))}, got {dtype}")
-        shape = (self.layers, pages, self.kv_heads, self.page_size)
-        with torch.inference_mode(False):  # an inference tensor could not be written to in torch.no_grad()
-            self._k = torch.empty((*shape, self.head_dim), dtype=self.dtype, device=device)
-            self._v = torch.empty((*shape, self.value_dim), dtype=self.dtype, device=device)
-            self._table = torch.zeros((0, 0), dtype=torch.int32, device=self._k.device)
+        self.window = None if window is None else integer(window, "window", least=1)
+        self.shared_kv = bool(shared_kv)
+        if self.shared_kv and self.value_dim > self.head_dim:
+            raise ValueError(f"shared_kv: expected value_dim of at most head_dim = {self.head_dim}, got {self.value_dim}")
+        self._k, self._v = self._empty_pages(pages, device)
         self.device = self._k.device
+        with torch.inference_mode(False):
+            self._table = torch.zeros((0, 0), dtype=torch.int32, device=self.device)
         self._pool = PagePool(pages, self.ranks)
         self._sequences: dict[int, CachedSequence] = {}
         self._free_rows: list[int] = []
         self._next_id = 0
         self.version = 0  # counts changes of sequences
+        self.prepared: dict[Hashable, Any] = {}  # launches of calls that repeat; the engine bounds it
+
+    def _empty_pages(self, pages: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
+        shape = (self.layers, pages, self.kv_heads, self.page_size)
+        with torch.inference_mode(False):  # an inference tensor could not be written to in torch.no_grad()
+            k = torch.empty((*shape, self.head_dim), dtype=self.dtype, device=device)
+            if self.shared_kv:
+                return k, k[..., : self.value_dim]
+            return k, torch.empty((*shape, self.value_dim), dtype=self.dtype, device=device)
+
+    def grow(self, pages: int) -> None:
+        """Add pages, of each rank if there is a mesh. Copies the pages that exist: double them rather than adding a few at a time.
+
+        Raises:
+            ValueError: `pages` is below 1.
+        """
+        pages = integer(pages, "grow: pages", least=1)
+        before, (k, v) = self._k.shape[1], self._empty_pages(self._k.shape[1] + pages, self.device)
+        k[:, :before] = self._k
+        if not self.shared_kv:
+            v[:, :before] = self._v
+        self._k, self._v = k, v
+        self._pool.grow(pages)
+
+    @property
+    def pages(self) -> int:
+        """Number of pages of a rank."""
+        return self._k.shape[1]
 
     @property
     def free_pages(self) -> int:
@@ -111,12 +149,14 @@ class KVCache:
         host = torch.tensor(values, dtype=torch.int64)
         return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
-    def step(self, ids: Any, counts: Any) -> CacheStep:
+    def step(self, ids: Any, counts: Any, *, longest: int | None = None) -> CacheStep:
         """Room for new tokens at the end of sequences: once per model step, for all layers.
 
         Args:
             ids: Handles of different sequences.
             counts: New tokens of every sequence: one int, or one per sequence.
+            longest: For a step that a CUDA graph captures: the largest number of tokens to which a sequence may grow. `step.advance()`
+                before each further replay makes room for the next tokens.
 
         Returns:
             A step; `step.positions` are the positions of the new tokens.
@@ -130,10 +170,12 @@ class KVCache:
         ragged = not isinstance(counts, int)
         counts = one_each(counts, len(ids), "step: counts")
         rows_to_copy = self._rows_to_copy(sequences, counts)
-        wanted = [self._pages_of(s.length + c) - len(s.pages) for s, c in zip(sequences, counts, strict=True)]
+        wanted = self._new_pages(sequences, counts)
         self._check_room(sequences, wanted, rows_to_copy, sum(counts))
-        longest = max((len(s.pages) + w for s, w in zip(sequences, wanted, strict=True)), default=0)
-        self._grow_table(rows=len(self._sequences), width=longest)
+        width = max((len(s.pages) + w for s, w in zip(sequences, wanted, strict=True)), default=0)
+        if longest is not None:
+            width = max(width, self._pages_of(integer(longest, "step: longest", least=1)))
+        self._grow_table(rows=len(self._sequences), width=width)
         updates: list[tuple[int, int, int]] = []  # row, column and page of changed entries of the table
         copies: list[tuple[int, int]] = []  # page shared with other sequences, its copy
         for sequence, more in zip(sequences, wanted, strict=True):
@@ -149,22 +191,49 @@ class KVCache:
                 updates.append((sequence.row, column, sequence.pages[-1]))
         starts = [s.length for s in sequences]
         lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+        if longest is not None and max(lengths, default=0) > longest:
+            raise ValueError(f"step: expected sequences of at most longest={longest} tokens, got {max(lengths)}")
         ranges = self._uploaded_ranges(sequences, starts, lengths, updates, copies)
-        step = CacheStep(cache=self, ids=ids, ranges=ranges, ragged=ragged)
+        step = CacheStep(cache=self, ids=ids, ranges=replace(ranges, longest=longest), ragged=ragged)
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.length += count
             sequence.unfinished.append(step)
+        self._release_before_window(ids, sequences)
         self.version += 1
         return step
 
-    def _check_room(self, sequences: list[CachedSequence], wanted: list[int], rows_to_copy: set[int], tokens: int) -> None:
-        """Raise OutOfPages unless every rank has a free page for each of its new pages and copies."""
+    def _release_before_window(self, ids: tuple[int, ...], sequences: list[CachedSequence]) -> None:
+        """Give back the pages that neither an unfinished step nor a later one reads."""
+        if self.window is None:
+            return
+        for sequence_id, sequence in zip(ids, sequences, strict=True):
+            oldest = sequence.unfinished[0]
+            start = oldest.ranges.starts[oldest.ids.index(sequence_id)]
+            self._pool.release(sequence.release_first(max(0, start - self.window + 1) // self.page_size))
+
+    def missing_pages(self, ids: Any, counts: Any) -> int:
+        """Pages that `grow` must add before `step(ids, counts)` has room; 0 if it has."""
+        sequences = self._selected(ids, "missing_pages")
+        counts = one_each(counts, len(sequences), "missing_pages: counts")
+        needed = self._needed_pages(sequences, self._new_pages(sequences, counts), self._rows_to_copy(sequences, counts))
+        return max(0, *(count - self._pool.free(rank) for rank, count in enumerate(needed)))
+
+    def _new_pages(self, sequences: list[CachedSequence], counts: list[int]) -> list[int]:
+        """Number of pages that each sequence needs in addition."""
+        return [self._pages_of(s.length + c) - len(s.pages) for s, c in zip(sequences, counts, strict=True)]
+
+    def _needed_pages(self, sequences: list[CachedSequence], wanted: list[int], rows_to_copy: set[int]) -> list[int]:
+        """Number of new pages and copies of each rank."""
         needed = [0] * self.ranks
         for sequence, more in zip(sequences, wanted, strict=True):
             first = len(sequence.pages) - (sequence.row in rows_to_copy)
             for column in range(first, len(sequence.pages) + more):
                 needed[self._owner(sequence, column)] += 1
-        for rank, count in enumerate(needed):
+        return needed
+
+    def _check_room(self, sequences: list[CachedSequence], wanted: list[int], rows_to_copy: set[int], tokens: int) -> None:
+        """Raise OutOfPages unless every rank has a free page for each of its new pages and copies."""
+        for rank, count in enumerate(self._needed_pages(sequences, wanted, rows_to_copy)):
             if count > self._pool.free(rank):
                 where = f" on rank {rank}" if self.ranks > 1 else ""
                 raise OutOfPages(
@@ -192,7 +261,7 @@ class KVCache:
         if updates:
             self._table[changed[:, 0], changed[:, 1]] = changed[:, 2].int()
         if copies:
-            for x in (self._k, self._v):
+            for x in (self._k,) if self.shared_kv else (self._k, self._v):
                 x[:, moved[:, 1]] = x[:, moved[:, 0]]
         return ranges
 
@@ -208,7 +277,8 @@ class KVCache:
         (child_id,) = self.allocate(1)
         child = self._sequences[child_id]
         child.pages, child.length, child.shift = list(parent.pages), parent.length, parent.shift
-        self._pool.share(child.pages)
+        child.released = parent.released
+        self._pool.share(child.held_pages)
         self._table[child.row].copy_(self._table[parent.row])
         self.version += 1
         return child_id
@@ -231,10 +301,17 @@ class KVCache:
             if length > sequence.length:
                 raise ValueError(f"truncate: expected at most the present length {sequence.length} of sequence {sequence_id}, got {length}")
             self._check_finished(sequence_id, sequence, length, "truncate")
+            first = sequence.released * self.page_size
+            if length and self.window is not None and max(0, length - self.window + 1) < first:
+                raise ValueError(
+                    f"truncate: expected 0 or at least {first + self.window - 1} tokens of sequence {sequence_id}, got {length}: the pages "
+                    f"before token {first} were given back, as they were outside of the window of {self.window} tokens"
+                )
         for sequence, length in zip(sequences, lengths, strict=True):
             keep = self._pages_of(length)
-            self._pool.release(sequence.pages[keep:])
+            self._pool.release(sequence.pages[max(keep, sequence.released) :])
             del sequence.pages[keep:]
+            sequence.released = min(sequence.released, keep)
             sequence.length = length
             sequence.unfinished.clear()
         self.version += 1
@@ -246,7 +323,7 @@ class KVCache:
             ValueError: A sequence does not exist, was freed, or is named twice.
         """
         for sequence_id, sequence in zip(integers(ids, "free: ids"), self._selected(ids, "free"), strict=True):
-            self._pool.release(sequence.pages)
+            self._pool.release(sequence.held_pages)
             self._free_rows.append(sequence.row)
             del self._sequences[sequence_id]
         self.version += 1
@@ -259,9 +336,24 @@ class KVCache:
             reason = f"sequence {id} was freed" if id < self._next_id else f"no sequence has the handle {id}"
             raise ValueError(f"cache: {reason}; expected a handle from KVCache.allocate or KVCache.fork") from None
 
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """Addresses of keys, values and the page table: a CUDA graph reads these."""
+        return self._k.data_ptr(), self._v.data_ptr(), self._table.data_ptr()
+
+    @property
+    def table_shape(self) -> torch.Size:
+        """Rows and columns of the page table."""
+        return self._table.shape
+
+    def layer_addresses(self, layer: int) -> tuple[int, int]:
+        """Addresses of a layer's keys and values."""
+        size = self._k.element_size()
+        return self._k.data_ptr() + layer * self._k.stride(0) * size, self._v.data_ptr() + layer * self._v.stride(0) * size
+
     def layer_pages(self, layer: int) -> PagedKV:
         """Keys, values and page table of a layer."""
-        return PagedKV(k=self._k[layer], v=self._v[layer], table=self._table)
+        return PagedKV(k=self._k[layer], v=self._v[layer], table=self._table, shared=self.shared_kv)
 
     def check_tensors(self, k: Tensor, v: Tensor, layer: Any) -> int:
         """Raise unless k and v fit into the cache. Returns the layer as an int."""
@@ -277,6 +369,8 @@ class KVCache:
                 raise ValueError(
                     f"{name}: expected {self.kv_heads} KV heads of dim {dim} as the cache has, got {x.shape[1]} of dim {x.shape[3]}"
                 )
+        if self.shared_kv and (v.data_ptr() != k.data_ptr() or v.stride() != k.stride()):
+            raise ValueError(f"v: expected k[..., :{self.value_dim}], a view of k, as the cache has shared_kv, got another tensor")
         return layer
 
     def _add(self, sequence: CachedSequence) -> int:

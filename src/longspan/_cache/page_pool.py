@@ -10,16 +10,23 @@ class OutOfPages(RuntimeError):
 
 
 class PagePool:
-    """`pages` pages of each rank. Page number n is page n % pages of rank n // pages.
+    """`pages` pages of each rank. Page number n is page n // ranks of rank n % ranks.
 
     A page has one reference per sequence that holds it; it is free at 0 references.
     """
 
     def __init__(self, pages: int, ranks: int = 1) -> None:
-        self._pages = pages
-        # Stacks: pages freed last are taken first.
-        self._free = [list(range((rank + 1) * pages - 1, rank * pages - 1, -1)) for rank in range(ranks)]
-        self._references = [0] * (pages * ranks)
+        self._ranks = ranks
+        self._free: list[list[int]] = [[] for _ in range(ranks)]  # stacks: pages freed last are taken first
+        self._references: list[int] = []
+        self.grow(pages)
+
+    def grow(self, pages: int) -> None:
+        """Add so many free pages to every rank."""
+        first = len(self._references)
+        self._references += [0] * (pages * self._ranks)
+        for rank, free in enumerate(self._free):
+            free[:0] = range(first + pages * self._ranks - self._ranks + rank, first - 1, -self._ranks)
 
     def free(self, rank: int) -> int:
         """Number of free pages of a rank."""
@@ -32,11 +39,11 @@ class PagePool:
 
     def owner(self, page: int) -> int:
         """The rank that a page belongs to."""
-        return page // self._pages
+        return page % self._ranks
 
     def local(self, page: int) -> int:
         """The page's number on its rank."""
-        return page % self._pages
+        return page // self._ranks
 
     def references(self, page: int) -> int:
         """Number of sequences that hold a page."""
@@ -58,4 +65,4 @@ class PagePool:
         for page in pages:
             self._references[page] -= 1
             if not self._references[page]:
-                self._free[page // self._pages].append(page)
+                self._free[page % self._ranks].append(page)

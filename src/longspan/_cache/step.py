@@ -6,7 +6,7 @@ Legend: n sequences of the step, T new tokens in all.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,6 +38,7 @@ class CacheStep:
     ragged: bool
     _used: set[int] = field(default_factory=set, init=False, repr=False)  # layers
     _derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)  # a few per mask and sequence
+    _addresses: tuple[int, int, int] | None = field(default=None, init=False, repr=False)  # that a CUDA graph reads
     _checked: int = field(default=-1, init=False, repr=False)  # the cache's version at the last complete check
 
     @cached_property
@@ -53,6 +54,34 @@ class CacheStep:
         if key not in self._derived:
             self._derived[key] = make()
         return self._derived[key]  # type: ignore[no-any-return]
+
+    def advance(self) -> None:
+        """Make room for the next tokens of the same sequences, in the same tensors: before each further replay of a CUDA graph.
+
+        Counts as a finished step: the replay writes all layers.
+
+        Raises:
+            RuntimeError: The step was made without longest=…, not all layers were captured, there are not enough free pages, or the cache
+                has grown, so that the graph would read old memory.
+            ValueError: A sequence would have more than `longest` tokens, was freed, or has other unfinished steps.
+        """
+        ranges, cache = self.ranges, self.cache
+        if ranges.longest is None:
+            raise RuntimeError("advance: expected a step made with KVCache.step(…, longest=…)")
+        if len(self._used) < cache.layers:
+            raise RuntimeError(f"advance: expected all {cache.layers} layers of the step to be captured, got {len(self._used)}")
+        if self._addresses is None:
+            self._addresses = cache.addresses
+        counts = ranges.counts if self.ragged else ranges.counts[0]
+        new = cache.step(self.ids, counts, longest=ranges.longest)
+        for sequence_id in self.ids:
+            cache.sequence(sequence_id).unfinished.remove(new)
+        if self._addresses != cache.addresses:
+            cache.truncate(self.ids, new.ranges.starts)
+            raise RuntimeError("advance: the cache or its page table has grown since the first step; capture the graph again")
+        device = {name: getattr(ranges, name).copy_(getattr(new.ranges, name)) for name in ("device_ranges", "positions", "token_rows")}
+        self.ranges = replace(new.ranges, **device)
+        self._checked = -1
 
     def check_layer(self, layer: int) -> None:
         """Raise unless `layer` is the next to be written by this step."""

@@ -25,7 +25,7 @@ def all_gather_rows(
     with _agree(mesh, x, counts, counts[mesh.rank] if len(counts) == mesh.size else None, what, fields):
         blocks = tuple(counts)  # rows per rank; after the last axis was gathered, rows per line of ranks along it
         for i in reversed(range(len(mesh.axes))):
-            x, blocks = _gather_axis(mesh, i, x, blocks, what)
+            x, blocks = gather_axis(mesh, i, x, blocks, what)
     return x
 
 
@@ -45,7 +45,8 @@ def reduce_scatter_rows(
         return _reduce_axis(mesh, len(mesh.axes) - 1, x, inner, what).to(dtype)
 
 
-def _gather_axis(mesh: Mesh, i: int, x: Tensor, blocks: tuple[int, ...], what: str) -> tuple[Tensor, tuple[int, ...]]:
+def gather_axis(mesh: Mesh, i: int, x: Tensor, blocks: tuple[int, ...], what: str) -> tuple[Tensor, tuple[int, ...]]:
+    """(rows of all ranks along axis i, concatenated; numbers of rows after it). `blocks`: rows of each rank, or of each line of ranks."""
     group, size = mesh.group(i), mesh.axes[i].size
     line = mesh.coordinate[0] if i == 1 else 0
     recv_counts = blocks[line * size :][:size]

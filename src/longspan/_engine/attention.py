@@ -111,9 +111,14 @@ def attention(
     if cache is not None:
         if plan is not None:
             raise ValueError("attention: expected either plan=… or cache=…, got both")
-        call = CachedCall(step=cache, layer=layer, mask=mask, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel)
+        call = CachedCall(
+            step=cache, layer=layer, mask=mask, score_mod=score_mod, scale=scale, sink=sink, kernel=kernel, return_lse=return_lse
+        )
         out, lse = attend_cached(q, k, v, call)
-        return (out, lse) if return_lse else out
+        if not return_lse:
+            return out
+        assert lse is not None
+        return out, lse
     if layer is not None:
         raise ValueError(f"layer: expected None without cache=…, got {layer}")
     options = AttendOptions(

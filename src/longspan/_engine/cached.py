@@ -20,13 +20,13 @@ from torch import Tensor
 
 from longspan._cache.step import CacheStep, tokens_first
 from longspan._comm.agreement import refuse
-from longspan._comm.gather import all_gather_rows
-from longspan._comm.mesh import Mesh
+from longspan._engine.cached_mesh import attend_over_mesh
+from longspan._engine.cached_tokens import StepQueries, StepResults
 from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, refuse_transforms
 from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.sink import sink_state
 from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork
-from longspan._kernels.paged_splits import attend_sequence, gathered_keys, merge_ranks
+from longspan._kernels.paged_splits import attend_sequence, gathered_keys
 from longspan._kernels.protocol import AttentionInputs, Work, like_query, state_dtype
 from longspan._kernels.registry import KernelCall, KernelRefused, check_name, choose, has_triton, kernel_named
 from longspan._kernels.tiling import Tiling
@@ -51,10 +51,14 @@ class CachedCall:
     scale: float | None = None
     sink: Tensor | None = None
     kernel: str = "auto"
+    return_lse: bool = False
 
 
-def attend_cached(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[Tensor, Tensor]:
-    """(out [n, H, count, E] or [1, H, T, E], lse) after all checks. A call that raises a check's error has written nothing."""
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[Tensor, Tensor | None]:
+    """(out [n, H, count, E] or [1, H, T, E], lse) after all checks; lse is None over a mesh unless asked for.
+
+    A call that raises a check's error has written nothing.
+    """
     mesh = call.step.cache.mesh if isinstance(call.step, CacheStep) else None
     try:
         layer, work = _checked(q, k, v, call)
@@ -67,11 +71,23 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[Te
     pages = step.cache.layer_pages(layer)
     with torch.no_grad(), without_autocast():
         if mesh is not None:
-            out, lse = _attend_over_mesh(_Tokens(q, k, v), pages, call, work, mesh)
+            pages.write(tokens_first(k), tokens_first(v), step.ranges)
+            out, lse = attend_over_mesh(StepQueries(q, step, layer), pages, work, mesh, with_lse=call.return_lse)
         else:
             out, lse = _attend_alone(_Tokens(q, k, v), pages, call, work, by_triton=by_triton)
     step.finish_layer(layer)
     return out, lse
+
+
+def write_cached(k: Tensor, v: Tensor, step: CacheStep, layer: int) -> None:
+    """Write new tokens k [n, G, count, D] or [1, G, T, D], and v alike, without attention: for layers that attend in another way."""
+    check_tensors(k, k, v)
+    layer = step.cache.check_tensors(k, v, layer)
+    _check_tokens(k, k, step)
+    step.check_layer(layer)
+    with torch.no_grad():
+        step.cache.layer_pages(layer).write(tokens_first(k.detach()), tokens_first(v.detach()), step.ranges)
+    step.finish_layer(layer)
 
 
 class _Tokens(NamedTuple):
@@ -91,7 +107,7 @@ def _attend_alone(tokens: _Tokens, pages: PagedKV, call: CachedCall, work: Paged
         pages.write(tokens_first(k), tokens_first(v), step.ranges)
         out = like_query(q, v.shape[-1], q.dtype)
         lse = torch.empty(q.shape[:3], dtype=state_dtype(q.dtype), device=q.device)
-    results = _Results(q, out, lse, step)
+    results = StepResults(StepQueries(q, step), out, lse)
     for i, count in enumerate(step.ranges.counts):
         if count > FEW_QUERIES:
             _attend_chunk(results, i, pages, work, call)
@@ -99,35 +115,6 @@ def _attend_alone(tokens: _Tokens, pages: PagedKV, call: CachedCall, work: Paged
             keys = gathered_keys(pages, step.ranges, i, work)
             results.add(i, *attend_sequence(results.queries(i), keys, step.ranges.starts[i], work))
     return out, lse
-
-
-def _attend_over_mesh(tokens: _Tokens, pages: PagedKV, call: CachedCall, work: PagedWork, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """(out, lse), the same on every rank: each rank attends to its pages, and partial results are merged by their log-sum-exp."""
-    (q, k, v), step = tokens, call.step
-    pages.write(tokens_first(k), tokens_first(v), step.ranges)
-    wide = state_dtype(q.dtype)
-    out = torch.empty((*q.shape[:3], v.shape[-1]), dtype=wide, device=q.device)
-    local = _Results(q, out, torch.empty(q.shape[:3], dtype=wide, device=q.device), step)
-    without_sink = replace(work, sink=None)
-    for i, count in enumerate(step.ranges.counts):
-        keys = gathered_keys(pages, step.ranges, i, work) if count else None
-        for first in range(0, count, FEW_QUERIES):
-            assert keys is not None
-            block = slice(first, min(first + FEW_QUERIES, count))
-            start = step.ranges.starts[i] + first
-            local.add(i, *attend_sequence(local.queries(i)[:, block], keys, start, without_sink), block)
-    fields = {
-        "layer": str(call.layer), "sequences": str(step.ids), "starts": str(step.ranges.starts), "lengths": str(step.ranges.lengths),
-        "mask": "" if work.mask is None else work.mask.key, "score_mod": "" if work.score is None else work.score.key,
-        "scale": repr(work.scale), "queries": f"{tuple(q.shape)} {q.dtype}",
-        "sink": "" if work.sink is None else str(tuple(work.sink.shape)),
-        "captured tensors": str([(tuple(t.shape), t.dtype) for t in (*work.mask_captured, *work.score_captured)]),
-    }  # fmt: skip
-    packed = torch.cat([local.out, local.lse[..., None]], -1)[None]
-    parts = all_gather_rows(mesh, packed, [1] * mesh.size, what="attention over a cache", fields=fields).transpose(1, 2)
-    out, lse = merge_ranks(parts[..., :-1].flatten(2, 3), parts[..., -1].flatten(2, 3), work.sink)  # [H, n · count, E]
-    out, lse = (x.unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1) for x in (out, lse))
-    return like_query(q, v.shape[-1], q.dtype).copy_(out), lse.contiguous()
 
 
 def _decodes_by_triton(q: Tensor, v: Tensor, step: CacheStep, work: PagedWork, kernel: str) -> bool:
@@ -140,7 +127,8 @@ def _decodes_by_triton(q: Tensor, v: Tensor, step: CacheStep, work: PagedWork, k
     from longspan._kernels.triton.decode_call import refusal
 
     longest = max(step.ranges.lengths, default=0)
-    reason = refusal(q, (q.shape[-1], v.shape[-1]), work, sequences=len(step.ids), longest=longest)
+    dims = q.shape[-1], v.shape[-1]
+    reason = refusal(q, dims, work, sequences=len(step.ids), longest=longest, shared=step.cache.shared_kv)
     if reason is not None and kernel == "triton":
         raise KernelRefused(f"kernel 'triton' does not support this call: {reason}. kernel='auto' picks one that does")
     return reason is None
@@ -154,34 +142,11 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, pages: PagedKV, step: CacheStep, wo
     return attend_pages(Queries(q, step.ranges, ragged=q.shape[0] != len(step.ids)), pages, work)
 
 
-class _Results:
-    """q, out and lse of a call, and their parts by sequence."""
-
-    def __init__(self, q: Tensor, out: Tensor, lse: Tensor, step: CacheStep) -> None:
-        self.q, self.out, self.lse, self.ranges = q, out, lse, step.ranges
-        self._batched = q.shape[0] == len(step.ids)
-
-    def queries(self, index: int) -> Tensor:
-        """Queries [H, count, D] of a sequence."""
-        return self._part(self.q, index)
-
-    def add(self, index: int, out: Tensor, lse: Tensor, block: slice = slice(None)) -> None:
-        """Set the results [H, m, E] and [H, m] of a sequence, or of a block of its queries."""
-        self._part(self.out, index)[:, block].copy_(out)
-        self._part(self.lse, index)[:, block].copy_(lse)
-
-    def _part(self, x: Tensor, index: int) -> Tensor:
-        if self._batched:
-            return x[index]
-        first = self.ranges.firsts[index]
-        return x[0, :, first : first + self.ranges.counts[index]]
-
-
-def _attend_chunk(results: _Results, index: int, pages: PagedKV, work: PagedWork, call: CachedCall) -> None:
+def _attend_chunk(results: StepResults, index: int, pages: PagedKV, work: PagedWork, call: CachedCall) -> None:
     """Many queries of one sequence over its gathered KV, by a kernel of training."""
-    step, kernel, ranges, q = call.step, call.kernel, results.ranges, results.queries(index)[None]
+    step, kernel, ranges, q = call.step, call.kernel, call.step.ranges, results.queries(index)[None]
     start, length = ranges.starts[index], ranges.lengths[index]
-    k, v = (x[None] for x in pages.gather(ranges.rows[index], 0, length))
+    k, v = (x[None] for x in pages.gather(ranges.rows[index], _first_gathered(work, start), length))
     inputs = AttentionInputs(q=q, k=k, v=v)
     state = sink_state(work.sink, q, v, max_scores=False)
     made = partial(_chunk_work, work, index, start, length, heads=q.shape[1])
@@ -203,17 +168,14 @@ def _chunk_key(work: PagedWork, index: int, heads: int, block: tuple[int, int]) 
 
 
 def _chunk_work(work: PagedWork, index: int, start: int, length: int, *, heads: int, block: tuple[int, int]) -> Work:
-    """The work of queries at start … length − 1 over keys at 0 … length − 1, in tiles of `block`."""
-    pos = torch.arange(start, length, block[0])
-    count = (length - pos).clamp(max=block[0])
-    kv_edges = torch.cat([torch.arange(0, length, block[1]), torch.tensor([length])])
-    shape = TableShape(
-        q_len=length - start, kv_len=length, block=block, heads=heads, first_batch=index, edges=(torch.cat([pos, kv_edges[-1:]]), kv_edges)
-    )
+    """The work of queries at start … length − 1 over the gathered keys, in tiles of `block`."""
+    first = _first_gathered(work, start)
+    q_edges, kv_edges = (torch.tensor([*range(low, length, size), length]) for low, size in ((start, block[0]), (first, block[1])))
+    shape = TableShape(q_len=length - start, kv_len=length - first, block=block, heads=heads, first_batch=index, edges=(q_edges, kv_edges))
     return Work(
         table=classify(work.mask, work.mask_captured, shape),
-        q_tiles=Tiling(length=length - start, block=block[0], row=pos - start, pos=pos, count=count),
-        kv_tiles=Tiling(length=length, block=block[1]),
+        q_tiles=_tiles_between(q_edges, block[0]),
+        kv_tiles=Tiling(length=length, block=block[1]) if first == 0 else _tiles_between(kv_edges, block[1]),
         scale=work.scale,
         mask=work.mask,
         mask_captured=work.mask_captured,
@@ -221,6 +183,16 @@ def _chunk_work(work: PagedWork, index: int, start: int, length: int, *, heads: 
         score_captured=work.score_captured,
         first_batch=index,
     )
+
+
+def _first_gathered(work: PagedWork, start: int) -> int:
+    """The first token that a chunk of queries from `start` on gathers: tokens before its window are not read."""
+    return work.first_key(start) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def _tiles_between(edges: Tensor, block: int) -> Tiling:
+    """The tiles of a tensor that holds the tokens edges[0] … edges[-1] − 1."""
+    return Tiling(length=int(edges[-1] - edges[0]), block=block, row=edges[:-1] - edges[0], pos=edges[:-1], count=edges.diff())
 
 
 # ------------------------------------------------------------------------------------------------ checks
@@ -238,10 +210,11 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[int, Pa
     _check_kernel(call.kernel)
     refuse_transforms()
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("cache=…: cannot capture a CUDA graph: a replay would write to the positions of the captured step again")
+        _check_captured(step)
     if is_invariant():
         raise KernelRefused("cache=…: longspan.invariant() is not supported with a cache; leave the context, or call without a cache")
     mask = _checked_mask(call.mask, step, q.shape[1])
+    _check_window(mask, step.cache.window)
     mask_traced = None if mask is None else mask.traced
     score_traced = None if call.score_mod is None else traces.trace(call.score_mod, "score", score_dtype=state_dtype(q.dtype))
     mask_captured = [] if mask_traced is None else [t.detach().to(q.device) for t in mask_traced.captured()]
@@ -270,6 +243,17 @@ def _check_tokens(q: Tensor, k: Tensor, step: CacheStep) -> None:
             raise ValueError(f"{name}: expected the step's new tokens, {expected}, got {tuple(x.shape)}")
 
 
+def _check_captured(step: CacheStep) -> None:
+    """Raise unless a CUDA graph may capture the step."""
+    if step.ranges.longest is None:
+        raise RuntimeError(
+            "cache=…: expected a step made with KVCache.step(…, longest=…) in a CUDA graph; replays of another step would write to the "
+            "same positions again"
+        )
+    if max(step.ranges.counts, default=0) > FEW_QUERIES or step.cache.mesh is not None:
+        raise RuntimeError(f"cache=…: expected at most {FEW_QUERIES} new tokens per sequence and no mesh in a CUDA graph")
+
+
 def _check_kernel(kernel: str) -> None:
     check_name(kernel)
     if kernel not in KERNELS:
@@ -289,6 +273,17 @@ def _checked_mask(value: Any, step: CacheStep, heads: int) -> Mask | None:
         if size is not None and size < longest:
             raise ValueError(f"mask {mask} was made for {size} tokens, got a sequence of {longest}: make a mask for these sizes")
     return None if isinstance(mask, Full) else mask
+
+
+def _check_window(mask: Mask | None, window: int | None) -> None:
+    """Raise ValueError if queries may see tokens whose pages the cache has given back."""
+    reach = None if mask is None else mask.left_reach
+    if window is not None and (reach is None or reach > window):
+        seen = "all tokens" if reach is None else f"{reach} tokens back"
+        raise ValueError(
+            f"mask {mask}: expected a window of at most {window} tokens as the cache holds, got a mask that sees {seen}; combine it with "
+            f"sliding_window({window}), or make the cache without window="
+        )
 
 
 def _refuse_gradients(tensors: Sequence[Tensor]) -> None:

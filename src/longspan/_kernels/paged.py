@@ -43,6 +43,7 @@ class QueryRanges:
         token_rows: Row of the page table of each token, int64 [T].
         spread: How pages are spread over ranks; None for one rank.
         local_tokens: Indices of the tokens that this rank holds, int64; None for all.
+        longest: Launches cover sequences of up to so many tokens, for CUDA graphs; None: of the present lengths.
     """
 
     starts: tuple[int, ...]
@@ -53,6 +54,7 @@ class QueryRanges:
     token_rows: Tensor
     spread: SpreadPages | None = None
     local_tokens: Tensor | None = None
+    longest: int | None = None
 
     @cached_property
     def counts(self) -> list[int]:
@@ -105,11 +107,15 @@ def query_ranges(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PagedKV:
-    """Keys and values of one layer. `table` [rows, width], int32: page of each `page_size` tokens of a sequence."""
+    """Keys and values of one layer. `table` [rows, width], int32: page of each `page_size` tokens of a sequence.
+
+    shared: v is k[..., :E], the same memory.
+    """
 
     k: Tensor
     v: Tensor
     table: Tensor
+    shared: bool = False
 
     @property
     def page_size(self) -> int:
@@ -123,7 +129,8 @@ class PagedKV:
         page = self.table[rows, positions // self.page_size].long()
         offset = positions % self.page_size
         self.k[page, :, offset] = k
-        self.v[page, :, offset] = v
+        if not self.shared:
+            self.v[page, :, offset] = v
 
     def gather(self, row: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """(k [G, stop − start, D], v [G, stop − start, E]) of the tokens start … stop − 1 of the sequence in a row of the table."""

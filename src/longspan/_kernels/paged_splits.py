@@ -67,7 +67,8 @@ def attend_sequence(q: Tensor, keys: SequenceKeys, start: int, work: PagedWork) 
     top = scores.amax(-1)
     p = torch.exp(scores - _finite(top)[..., None])
     total, acc = p.sum(-1), _values_sum(p, v, seen)
-    return _merged(top.view(S, heads, m), total.view(S, heads, m), acc.view(S, heads, m, -1), work.sink)
+    logits = None if work.sink is None else work.sink.to(wide)[:, None]
+    return _merged(top.view(S, heads, m), total.view(S, heads, m), acc.view(S, heads, m, -1), logits)
 
 
 def _in_splits(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -92,20 +93,22 @@ def _finite(top: Tensor) -> Tensor:
 
 
 def merge_ranks(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(out [H, m, E], lse [H, m]) of partial results of ranks, out [N, H, m, E] and lse [N, H, m]."""
+    """(out [R, E], lse [R]) of partial results of N ranks, out [N, R, E] and lse [N, R]. `sink`: a logit per row [R], or None."""
     return _merged(lse, torch.ones_like(lse), out, sink)
 
 
-def _merged(top: Tensor, total: Tensor, acc: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(out [H, m, E], lse [H, m]) of splits: maxima [S, H, m], sums of exponentials, sums of exponentials times values."""
+def _merged(top: Tensor, total: Tensor, acc: Tensor, logit: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out [rows, E], lse [rows]) of splits: maxima [S, rows], sums of exponentials, sums of exponentials times values [S, rows, E].
+
+    `logit`: of the sink, broadcast to rows, which may be several dims.
+    """
     largest = top.amax(0)
-    if sink is not None:
-        logit = sink.to(top.dtype)[:, None]
+    if logit is not None:
         largest = torch.maximum(largest, logit)
     base = _finite(largest)
     weight = torch.exp(top - base)
     denominator = (total * weight).sum(0)
-    if sink is not None:
+    if logit is not None:
         denominator = denominator + torch.exp(logit - base)
     seen = denominator != 0  # also where it is NaN: a row that sees a NaN has lse NaN
     divisor = denominator.masked_fill(~seen, 1.0)

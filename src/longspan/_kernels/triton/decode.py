@@ -114,12 +114,16 @@ def visible_keys(n, h, q_pos, kv, end, length, mask_captured, mask_sizes, MASK: 
 
 @triton.jit
 def attend_keys(
-    q, n, h, q_pos, begin, end, length, k_base, v_base, k_stride, v_stride, table_row, table_ptr, scale,
+    q, q_rest, n, h, q_pos, begin, end, length, k_base, v_base, k_stride, v_stride, table_row, table_ptr, scale,
     mask_captured, mask_sizes, score_captured, score_sizes,
     MASK: tl.constexpr, SCORE: tl.constexpr, PAGE: tl.constexpr, FOLD: tl.constexpr, SAFE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr,
+    SHARED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(acc, total, m) of q [M, DP] over the keys begin … end − 1, as in `triton.forward`. SAFE: non-finite values count as 0."""
+    """(acc, total, m) of q [M, DP] over the keys begin … end − 1, as in `triton.forward`. SAFE: non-finite values count as 0.
+
+    SHARED: values are the first D = E elements of keys, and keys have REST elements more, whose queries are q_rest [M, RESTP].
+    """
     m = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, EP], tl.float32)
@@ -131,6 +135,10 @@ def attend_keys(
         k_rows, v_rows = key_rows(k_base, page, kv, k_stride, PAGE), key_rows(v_base, page, kv, v_stride, PAGE)
         k = tl.load(k_rows[:, None] + d[None, :] * k_stride[3], mask=valid[:, None] & (d < D)[None, :], other=0.0)
         s = tl.dot(q, k.T, input_precision=PRECISION)
+        if REST:
+            dr = tl.arange(0, RESTP)
+            k_rest = tl.load(k_rows[:, None] + (D + dr)[None, :] * k_stride[3], mask=valid[:, None] & (dr < REST)[None, :], other=0.0)
+            s = tl.dot(q_rest, k_rest.T, s, input_precision=PRECISION)
         if not FOLD:
             s *= scale
         if SCORE is not None:
@@ -142,7 +150,10 @@ def attend_keys(
         p = tl.exp2(s * factor - base[:, None])
         shrink = tl.exp2(m - base)
         total = total * shrink + tl.sum(p, 1)
-        v = tl.load(v_rows[:, None] + e[None, :] * v_stride[3], mask=valid[:, None] & (e < E)[None, :], other=0.0)
+        if SHARED:
+            v = k
+        else:
+            v = tl.load(v_rows[:, None] + e[None, :] * v_stride[3], mask=valid[:, None] & (e < E)[None, :], other=0.0)
         if SAFE:
             v = finite_or_zero(v)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
@@ -175,7 +186,8 @@ def decode_kernel(
     sequences, kv_heads, row_tiles, splits, min_queries, max_queries, width, q_len, kv_len, first_key, smallest, scale,
     MASK: tl.constexpr, SCORE: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, RAGGED: tl.constexpr, FOLD: tl.constexpr,
     R: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr,
+    SHARED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A partial out [M, E] and log-sum-exp [M] of one split. WINDOW: keys before q − WINDOW + 1 are hidden; None: no window.
 
@@ -205,19 +217,24 @@ def decode_kernel(
         q_base = q_ptr + (wide(first) * q_stride[2] if RAGGED else wide(n) * q_stride[0])
         q_at = q_base + wide(h) * q_stride[1] + wide(i)[:, None] * q_stride[2] + d[None, :] * q_stride[3]
         q = tl.load(q_at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+        q_rest = q
+        if REST:
+            d_rest = tl.arange(0, RESTP)
+            rest_at = q_base + wide(h) * q_stride[1] + wide(i)[:, None] * q_stride[2] + (D + d_rest)[None, :] * q_stride[3]
+            q_rest = tl.load(rest_at, mask=inside[:, None] & (d_rest < REST)[None, :], other=0.0)
         k_base = k_ptr + wide(g) * k_stride[1] + (0 if PAGE else wide(n) * k_stride[0])
         v_base = v_ptr + wide(g) * v_stride[1] + (0 if PAGE else wide(n) * v_stride[0])
         table_row = wide(row) * width
         acc, total, m = attend_keys(
-            q, n, h, q_pos, begin, end, length, k_base, v_base, k_stride, v_stride, table_row, table_ptr, scale,
+            q, q_rest, n, h, q_pos, begin, end, length, k_base, v_base, k_stride, v_stride, table_row, table_ptr, scale,
             mask_captured, mask_sizes, score_captured, score_sizes,
-            MASK, SCORE, PAGE, FOLD, False, M, N, D, DP, E, EP, PRECISION,
+            MASK, SCORE, PAGE, FOLD, False, M, N, D, DP, E, EP, REST, RESTP, SHARED, PRECISION,
         )  # fmt: skip
         if any_nan(acc, inside):  # maybe of hidden values: 0 · NaN
             acc, total, m = attend_keys(
-                q, n, h, q_pos, begin, end, length, k_base, v_base, k_stride, v_stride, table_row, table_ptr, scale,
+                q, q_rest, n, h, q_pos, begin, end, length, k_base, v_base, k_stride, v_stride, table_row, table_ptr, scale,
                 mask_captured, mask_sizes, score_captured, score_sizes,
-                MASK, SCORE, PAGE, FOLD, True, M, N, D, DP, E, EP, PRECISION,
+                MASK, SCORE, PAGE, FOLD, True, M, N, D, DP, E, EP, REST, RESTP, SHARED, PRECISION,
             )  # fmt: skip
             for sign in tl.range(-1, 2, 2, num_stages=1):
                 nonfinite = count_values(
@@ -294,8 +311,9 @@ def merge_kernel(
 def write_kernel(
     k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, table_ptr, positions_ptr, rows_ptr, k_stride, v_stride, k_pages_stride, v_pages_stride,
     kv_heads, width, tokens, PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Write the key and the value of one token and KV head into its page. `tokens`: of one batch row of k and v."""
+    """Write the key and the value of one token and KV head into its page. `tokens`: of one batch row of k and v. SHARED: the key only."""
     pid = tl.program_id(0)
     g, t = pid % kv_heads, pid // kv_heads
     position = tl.load(positions_ptr + t)
@@ -305,5 +323,6 @@ def write_kernel(
     d, e = tl.arange(0, DP), tl.arange(0, EP)
     k = tl.load(k_ptr + b * k_stride[0] + g * k_stride[1] + i * k_stride[2] + d * k_stride[3], mask=d < D)
     tl.store(k_pages_ptr + page * k_pages_stride[0] + g * k_pages_stride[1] + slot * k_pages_stride[2] + d, k, mask=d < D)
-    v = tl.load(v_ptr + b * v_stride[0] + g * v_stride[1] + i * v_stride[2] + e * v_stride[3], mask=e < E)
-    tl.store(v_pages_ptr + page * v_pages_stride[0] + g * v_pages_stride[1] + slot * v_pages_stride[2] + e, v, mask=e < E)
+    if not SHARED:
+        v = tl.load(v_ptr + b * v_stride[0] + g * v_stride[1] + i * v_stride[2] + e * v_stride[3], mask=e < E)
+        tl.store(v_pages_ptr + page * v_pages_stride[0] + g * v_pages_stride[1] + slot * v_pages_stride[2] + e, v, mask=e < E)

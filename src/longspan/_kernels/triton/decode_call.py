@@ -26,6 +26,7 @@ SMALLEST_SPLIT = 256  # a multiple of every `DecodeTile.n`
 _MERGED_SPLITS, _MERGED_DIM = 64, 64  # splits that are merged at once, and elements of a row per CTA
 _DECODE_TENSORS = ("q_ptr", "k_ptr", "v_ptr", "table_ptr", "ranges_ptr", "part_out_ptr", "part_lse_ptr")
 _MERGE_TENSORS = ("part_out_ptr", "part_lse_ptr", "ranges_ptr", "sink_ptr", "out_ptr", "lse_ptr")
+MAX_SHARED_DIM = 512  # elements that keys and values share
 _FLOATS = torch.empty(4)  # placeholder of the partial results in cache keys: every launch allocates them
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -44,6 +45,8 @@ def choose_tile(*, dim: int, dtype: torch.dtype, page_size: int) -> DecodeTile:
 
     n, the keys that are summed at a time, does not depend on the page size: a row has the same bits on pages of any size.
     """
+    if dim > 256:  # latent vectors of MLA: key and value are one tile
+        return DecodeTile(n=16, warps=8, stages=2) if dtype == torch.float32 else DecodeTile(n=32, warps=8, stages=3)
     if dtype == torch.float32:
         return DecodeTile(n=32, warps=4, stages=3)
     if dim > 128:
@@ -51,13 +54,18 @@ def choose_tile(*, dim: int, dtype: torch.dtype, page_size: int) -> DecodeTile:
     return DecodeTile(n=64, warps=4, stages=5 if page_size else 4)  # loading a page's number is a stage of its own
 
 
-def refusal(q: Tensor, dims: tuple[int, int], work: PagedWork, *, sequences: int, longest: int) -> str | None:
-    """The reason why the decode kernels do not support a call; else None. `longest`: tokens of the longest sequence."""
+def refusal(q: Tensor, dims: tuple[int, int], work: PagedWork, *, sequences: int, longest: int, shared: bool = False) -> str | None:
+    """The reason why the decode kernels do not support a call; else None. `longest`: tokens of the longest sequence.
+
+    shared: values are the first dims[1] elements of keys.
+    """
     if q.dtype not in _DTYPES:
         return f"dtype {q.dtype}: expected bfloat16, float16 or float32"
     if not interpreted() and (not q.is_cuda or capability(q.device) < (8, 0)):
         return f"tensors on {q.device}: expected a CUDA device of compute capability 8.0 or later"
-    if max(dims) > MAX_HEAD_DIM:
+    if shared and (dims[1] > MAX_SHARED_DIM or dims[0] - dims[1] > MAX_HEAD_DIM):
+        return f"shared KV of {dims[1]} and {dims[0] - dims[1]} more elements: expected at most {MAX_SHARED_DIM} and {MAX_HEAD_DIM}"
+    if not shared and max(dims) > MAX_HEAD_DIM:
         return f"head dims {dims[0]} and {dims[1]}: expected at most {MAX_HEAD_DIM} each"
     for program, captured in ((work.mask, work.mask_captured), (work.score, work.score_captured)):
         if program is not None and not stays_inside(program, captured, (sequences, q.shape[1], longest, longest)):
@@ -74,20 +82,34 @@ def split_count(length: int, kv_heads: int) -> int:
     return -(-length // tokens)
 
 
+def max_split_count(longest: int, kv_heads: int) -> int:
+    """Upper bound of `split_count` over all lengths up to `longest`: a shorter sequence may have more splits than a longer one."""
+    tokens = SMALLEST_SPLIT
+    while tokens < 4 * kv_heads * (longest // tokens):
+        tokens *= 2
+    shorter = tokens // 2 // (4 * kv_heads) + 1 if tokens > SMALLEST_SPLIT else 0
+    return max(-(-longest // tokens), shorter)
+
+
 def write_tokens(pages: PagedKV, k: Tensor, v: Tensor, ranges: QueryRanges) -> None:
     """Write new tokens k [n, G, count, D] or [1, G, T, D], and v alike, into their pages, in one launch."""
-    count = k.shape[0] * k.shape[2]
-    if not count:
-        return
+    if k.shape[0] * k.shape[2]:
+        launch_, tensors = write_launch(pages, k, v, ranges)
+        launch_(tensors, {})
+
+
+def write_launch(pages: PagedKV, k: Tensor, v: Tensor, ranges: QueryRanges) -> tuple[PreparedLaunch, dict[str, Tensor | None]]:
+    """The launch of `write_tokens`, and its tensors."""
     tensors: dict[str, Tensor | None] = {
         "k_ptr": k, "v_ptr": v, "k_pages_ptr": pages.k, "v_pages_ptr": pages.v, "table_ptr": pages.table,
         "positions_ptr": ranges.positions, "rows_ptr": ranges.token_rows,
     }  # fmt: skip
     constants = {
         **_dims(k.shape[-1], v.shape[-1]), "kv_heads": k.shape[1], "width": pages.table.shape[1], "tokens": k.shape[2],
-        "PAGE": pages.page_size,
+        "PAGE": pages.page_size, "SHARED": pages.shared,
     }  # fmt: skip
-    _prepared_for(write_kernel, tensors, constants, _How(ctas=count * k.shape[1], warps=1), {})(tensors, {})
+    how = _How(ctas=k.shape[0] * k.shape[2] * k.shape[1], warps=1)
+    return _prepared_for(write_kernel, tensors, constants, how, {}), tensors
 
 
 class Queries(NamedTuple):
@@ -103,54 +125,66 @@ def attend_pages(queries: Queries, pages: PagedKV, work: PagedWork) -> tuple[Ten
 
     One launch for each tile size that a sequence has: tiles follow from the sequence's own number of queries.
     """
+    q = queries.q
+    kv = computable(pages.k), computable(pages.v)
+    out, lse = empty_results(q, kv[1].shape[-1])
+    for sizes in page_sizes(queries, pages):
+        decode_launch(queries, (*kv, pages.table), work, sizes, (out, lse)).run()
+    return out.to(q.dtype), lse
+
+
+def page_sizes(queries: Queries, pages: PagedKV) -> list[DecodeSizes]:
+    """The sizes of each launch of `attend_pages`."""
     q, ranges, _ = queries
     assert ranges is not None
-    kv = computable(pages.k), computable(pages.v)
-    out, lse = _empty_results(q, kv[1].shape[-1])
-    group = q.shape[1] // kv[0].shape[1]
+    kv_heads = pages.k.shape[1]
     by_tile: dict[int, list[int]] = {}
     for i, count in enumerate(ranges.counts):
         if 0 < count <= FEW_QUERIES:
-            by_tile.setdefault(_tile_rows(count * group), []).append(i)
+            by_tile.setdefault(_tile_rows(count * (q.shape[1] // kv_heads)), []).append(i)
+    made = []
     for m, chosen in by_tile.items():
-        counts = [ranges.counts[i] for i in chosen]
-        sizes = _DecodeSizes(
-            sequences=len(ranges.counts), queries=(min(counts), max(counts)), longest=max(ranges.lengths[i] for i in chosen),
-            # A shorter sequence may have more splits: the size of a split doubles with the length.
-            splits=max(split_count(ranges.lengths[i], kv[0].shape[1]) for i in chosen), tile_rows=m,
-        )  # fmt: skip
-        _decode_launch(queries, (*kv, pages.table), work, sizes, (out, lse)).run()
-    return out.to(q.dtype), lse
+        counts, lengths = [ranges.counts[i] for i in chosen], [ranges.lengths[i] for i in chosen]
+        longest, splits = max(lengths), max(split_count(length, kv_heads) for length in lengths)
+        if ranges.longest is not None:  # a captured launch: sequences may grow to that length
+            longest, splits = max(longest, ranges.longest), max_split_count(max(longest, ranges.longest), kv_heads)
+        # Rounded up, so that a launch is prepared for a few decoded tokens only of a thousand: CTAs without a split end at once.
+        unit = 1 << max(0, splits.bit_length() - 3)
+        made.append(DecodeSizes(
+            sequences=len(ranges.counts), queries=(min(counts), max(counts)), longest=_position_bound(longest),
+            splits=-(-splits // unit) * unit, tile_rows=m, shared=pages.shared,
+        ))  # fmt: skip
+    return made
 
 
 def attend_contiguous(q: Tensor, k: Tensor, v: Tensor, work: PagedWork) -> tuple[Tensor, Tensor]:
     """(out, lse) of queries q [B, H, Q, D] at positions 0, 1, … over k [B, G, K, D] and v [B, G, K, E]."""
     k, v = computable(k), computable(v)
-    out, lse = _empty_results(q, v.shape[-1])
+    out, lse = empty_results(q, v.shape[-1])
     _contiguous_launch(q, k, v, work, (out, lse)).run()
     return out.to(q.dtype), lse
 
 
-def _contiguous_launch(q: Tensor, k: Tensor, v: Tensor, work: PagedWork, results: tuple[Tensor, Tensor]) -> _DecodeLaunch:
+def _contiguous_launch(q: Tensor, k: Tensor, v: Tensor, work: PagedWork, results: tuple[Tensor, Tensor]) -> DecodeLaunch:
     rows = _tile_rows(q.shape[2] * (q.shape[1] // k.shape[1]))
-    sizes = _DecodeSizes(
+    sizes = DecodeSizes(
         sequences=q.shape[0], queries=(q.shape[2], q.shape[2]), longest=k.shape[2], splits=split_count(k.shape[2], k.shape[1]),
         tile_rows=rows,
     )  # fmt: skip
-    return _decode_launch(Queries(q, None, False), (k, v, None), work, sizes, results)
+    return decode_launch(Queries(q, None, False), (k, v, None), work, sizes, results)
 
 
 class DecodeForward:
     """`attend_contiguous` of a call that repeats (`PreparedForward`)."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, work: PagedWork) -> None:
-        made = _contiguous_launch(q, k, v, work, _empty_results(q, v.shape[-1]))
+        made = _contiguous_launch(q, k, v, work, empty_results(q, v.shape[-1]))
         # Holds the mask's captured tensors and no other tensor of the caller: an empty list is packed as (q,) at each call.
         self._mask_captured = made.per_call["mask_captured"] if work.mask_captured else None
         self._launch = made._replace(tensors=dict.fromkeys(made.tensors), per_call={"scale": made.per_call["scale"]})
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, score_captured: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        out, lse = _empty_results(q, v.shape[-1])
+        out, lse = empty_results(q, v.shape[-1])
         tensors = {**self._launch.tensors, "q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": out, "lse_ptr": lse}
         mask_captured = launch.pack_captured((), q) if self._mask_captured is None else self._mask_captured
         per_call = {**self._launch.per_call, "mask_captured": mask_captured, "score_captured": launch.pack_captured(score_captured, q)}
@@ -158,9 +192,9 @@ class DecodeForward:
         return out, lse
 
 
-class _DecodeSizes(NamedTuple):
+class DecodeSizes(NamedTuple):
     """Sizes of a launch: sequences, fewest and most queries of a sequence, tokens of the longest sequence, most splits of a sequence, rows
-    of a tile.
+    of a tile; whether values are the first elements of keys.
     """
 
     sequences: int
@@ -168,6 +202,7 @@ class _DecodeSizes(NamedTuple):
     longest: int
     splits: int
     tile_rows: int
+    shared: bool = False
 
 
 def _tile_rows(rows: int) -> int:
@@ -175,12 +210,12 @@ def _tile_rows(rows: int) -> int:
     return 16 if rows <= 16 else 32 if rows <= 32 else 64
 
 
-def _empty_results(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def empty_results(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     q = computable(q)
     return like_query(q, dim, q.dtype), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
-class _DecodeLaunch(NamedTuple):
+class DecodeLaunch(NamedTuple):
     """The two launches of a call and their arguments."""
 
     decode: PreparedLaunch
@@ -198,9 +233,9 @@ class _DecodeLaunch(NamedTuple):
         self.merge({name: tensors[name] for name in _MERGE_TENSORS}, {})
 
 
-def _decode_launch(
-    queries: Queries, kv: tuple[Tensor, Tensor, Tensor | None], work: PagedWork, sizes: _DecodeSizes, results: tuple[Tensor, Tensor]
-) -> _DecodeLaunch:  # fmt: skip
+def decode_launch(
+    queries: Queries, kv: tuple[Tensor, Tensor, Tensor | None], work: PagedWork, sizes: DecodeSizes, results: tuple[Tensor, Tensor]
+) -> DecodeLaunch:  # fmt: skip
     """The launches that fill out and lse of the sequences with a number of queries in `sizes.queries`."""
     (k, v, table), q = kv, computable(queries.q)
     tensors = {
@@ -220,7 +255,7 @@ def _decode_launch(
     if launch.capturing(q.device):
         hold_for_graph(decode)
         hold_for_graph(merge)
-    return _DecodeLaunch(decode, merge, tensors, per_call, parts)
+    return DecodeLaunch(decode, merge, tensors, per_call, parts)
 
 
 class ByContents:
@@ -247,7 +282,7 @@ def _made() -> Any:
 
 
 def _make_launches(
-    ragged: bool, tensors: dict[str, Tensor | None], work: PagedWork, sizes: _DecodeSizes, per_call: dict[str, Any]
+    ragged: bool, tensors: dict[str, Tensor | None], work: PagedWork, sizes: DecodeSizes, per_call: dict[str, Any]
 ) -> tuple[PreparedLaunch, PreparedLaunch, tuple[int, int]]:  # fmt: skip
     """(decode, merge, sizes of the partial results)."""
     q, k, v, table = (tensors[name] for name in ("q_ptr", "k_ptr", "v_ptr", "table_ptr"))
@@ -256,7 +291,8 @@ def _make_launches(
     heads, kv_heads, d, e, m = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], sizes.tile_rows
     splits, most = sizes.splits, sizes.queries[1]
     row_tiles = -(-most * (heads // kv_heads) // m)
-    tile = choose_tile(dim=max(launch.padded(d), launch.padded(e)), dtype=q.dtype, page_size=page_size)
+    rest = d - e if sizes.shared else 0
+    tile = choose_tile(dim=max(launch.padded(d - rest), launch.padded(e)), dtype=q.dtype, page_size=page_size)
     options = _options(work, q.dtype, sizes.longest)
     shared = {
         "sequences": sizes.sequences, "kv_heads": kv_heads, "splits": splits, "min_queries": sizes.queries[0], "max_queries": most,
@@ -264,7 +300,8 @@ def _make_launches(
         "WINDOW": work.window, "RAGGED": ragged, "R": heads // kv_heads, "M": m, "N": tile.n,
     }  # fmt: skip
     constants = {
-        **shared, **_dims(d, e), "row_tiles": row_tiles, "width": 0 if table is None else table.shape[1], "PAGE": page_size,
+        **shared, **_dims(d - rest, e), "REST": rest, "RESTP": launch.padded(rest), "SHARED": sizes.shared,
+        "row_tiles": row_tiles, "width": 0 if table is None else table.shape[1], "PAGE": page_size,
         "mask_sizes": launch.pack_sizes(work.mask_captured), "score_sizes": launch.pack_sizes(work.score_captured),
         "MASK": launch.function(work.mask, options), "SCORE": launch.function(work.score, options),
         "FOLD": work.score is None and work.scale > 0,
@@ -290,11 +327,16 @@ def _options(work: PagedWork, dtype: torch.dtype, longest: int) -> codegen.Optio
     """Compile options of the programs. `longest`: an upper bound of positions."""
     tables: Sequence[Tensor] = [*work.mask_captured, *work.score_captured]
     return codegen.Options(
-        max_position=codegen.SHORT if longest <= codegen.SHORT else codegen.LONG,
+        max_position=_position_bound(longest),
         fast=dtype != torch.float32,
         big_tables=any(t.numel() >= 2**31 for t in tables),
         interpreted=interpreted(),
     )
+
+
+def _position_bound(longest: int) -> int:
+    """The bound of positions for which programs are compiled."""
+    return codegen.SHORT if longest <= codegen.SHORT else codegen.LONG
 
 
 class _How(NamedTuple):
