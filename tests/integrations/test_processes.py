@@ -13,7 +13,7 @@ from longspan.testing import run_processes
 
 pytest.importorskip("transformers")
 
-from tests.integrations import parallel_decoder
+from tests.integrations import parallel_decoder, test_generate
 from tests.integrations.tiny_models import FAMILIES, assert_equals_one_process, batch_of, model_of, on_rank, relative, results
 
 KINDS = {"llama": "left", "qwen3": "right", "gemma2": "packed", "gemma3": "packed", "gpt_oss": "packed"}
@@ -24,7 +24,8 @@ def _families(families: list[str]) -> list[Any]:
 
 
 def _two() -> dict[str, Any]:
-    return {"families": _families(list(FAMILIES)), "autocast": _autocast(), "ddp": _ddp(), "recomputed": _transformers_recomputed()}
+    return {"families": _families(list(FAMILIES)), "autocast": _autocast(), "ddp": _ddp(), "recomputed": _transformers_recomputed(),
+        "generated": test_generate.on_rank(dist.group.WORLD, "llama")}  # fmt: skip
 
 
 def _four(folder: str, families: list[str]) -> dict[str, Any]:
@@ -69,6 +70,8 @@ def test_models_on_two_processes_with_ddp_autocast_and_recomputation() -> None:
     outputs = run_processes(_two, 2, timeout=240.0)
     _check_families(outputs, list(FAMILIES))
     assert_equals_one_process("gemma2", "plain", [f["recomputed"] for f in outputs])
+
+    assert [f["generated"] for f in outputs] == [test_generate.on_rank(None, "llama")] * 2
 
     batch = {**batch_of("packed"), "use_cache": False}
     loss, logits, grads = results(model_of("llama"), batch)

@@ -15,6 +15,8 @@ from longspan.integrations._batch import document_starts
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from transformers import (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
         Gemma2Config,
         Gemma2ForCausalLM,
         Gemma3ForCausalLM,
@@ -66,6 +68,34 @@ def _weights(family: str) -> Any:
         else:
             torch.nn.init.normal_(p, std=0.15)
     return model.eval()
+
+
+DEEPSEEK = {
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 40, "moe_intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 6, "num_key_value_heads": 6, "n_shared_experts": 1, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+    "num_experts_per_tok": 2, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "qk_nope_head_dim": 16, "pad_token_id": 0, "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+
+
+def decoding_model(family: str, implementation: str) -> Any:
+    """A float64 model of a family, "deepseek_v3" (MLA) included: rounding does not decide between two tokens."""
+    if family != "deepseek_v3":
+        return model_of(family, implementation).double()
+    model = _deepseek(implementation)
+    generator = torch.Generator().manual_seed(5)  # of its own: ranks may be threads
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(mean=0.3 if p.ndim == 1 else 0.0, std=0.5 if p.ndim == 1 else 0.15, generator=generator)
+    return model
+
+
+def _deepseek(implementation: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = DeepseekV3Config(**DEEPSEEK, attn_implementation=implementation, experts_implementation="eager")
+        return DeepseekV3ForCausalLM(config).eval().double()
 
 
 def model_of(family: str, implementation: str = "eager") -> Any:

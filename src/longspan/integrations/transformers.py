@@ -46,7 +46,10 @@ except ImportError as error:
         f"longspan.integrations.transformers needs transformers 5.22 or later ({error}): pip install 'longspan[hf]'"
     ) from error
 
-__all__ = ["NAME", "PreparedBatch", "attention_forward", "attention_mask", "long_context", "prepare_batch"]
+from longspan.integrations._paged_attention import attend_paged  # imports transformers
+from longspan.integrations._paged_cache import PagedCache, take_pending
+
+__all__ = ["NAME", "PagedCache", "PreparedBatch", "attention_forward", "attention_mask", "long_context", "prepare_batch"]
 
 # Keyword arguments of a layer that do not change its attention, or repeat the mask.
 _IGNORED_KEYWORDS = (
@@ -153,6 +156,13 @@ def attention_forward(
     options: dict[str, Any] = {"scale": scaling, "sink": s_aux, "score_mod": score_mod if softcap is None else _softcap(float(softcap))}
     if longspan_plan is None:
         longspan_plan = plan_in_context(module)
+    update = take_pending()
+    if update is not None:
+        if longspan_plan is not None:
+            raise ValueError("longspan: expected either a plan or a PagedCache, got both; to generate, do not give longspan_plan")
+        paged = attend_paged(update, module, (query, key, value), attention_mask, options)
+        if paged is not None:
+            return paged, None
     if longspan_plan is None:
         if _is_one_query(query, attention_mask, options):
             return _attend_one_query(query, key, value, attention_mask, scaling), None

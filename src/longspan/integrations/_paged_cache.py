@@ -1,0 +1,314 @@
+"""`PagedCache`: a transformers cache over `longspan.KVCache`, on one device or over the ranks of a mesh.
+
+    model.generate(…, past_key_values=PagedCache(model.config, mesh=mesh))
+        attention layer: cache.update(k, v, layer)     returns the new k and v; notes that this layer's attention is to come
+        attention_forward(module, q, k, v, mask)       writes k and v into pages, then attends over them
+
+Layers with the same window share one `KVCache`; one with a window gives back the pages before it. A sequence holds the tokens that are not
+padding: batch rows of different lengths take different numbers of pages.
+
+Legend: B batch rows, n columns of a forward (new tokens and padding), H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
+
+from longspan._cache.kv_cache import KVCache
+from longspan._cache.step import CacheStep
+from longspan._comm.mesh import as_mesh
+from longspan.integrations._configs import check_implementation, text_config
+
+_FIRST_PAGES = 64  # of each rank, in a cache that grows
+
+
+class PendingUpdate(NamedTuple):
+    """The update of a layer whose attention has not run yet. k, v: as the model gave them to the cache."""
+
+    cache: PagedCache
+    layer: int
+    k: Tensor
+    v: Tensor
+
+
+_pending: ContextVar[PendingUpdate | None] = ContextVar("longspan_pending_update", default=None)
+
+
+def take_pending() -> PendingUpdate | None:
+    """The update before this attention call, once; None if the layer did not update a `PagedCache`."""
+    update = _pending.get()
+    if update is not None:
+        _pending.set(None)
+    return update
+
+
+@dataclass(kw_only=True, eq=False)
+class _LayerGroup:
+    """The layers of one window: their indices in the model, their cache, and its sequences by batch row. Made by the first forward."""
+
+    window: int | None
+    layers: list[int] = field(default_factory=list)
+    cache: KVCache | None = None
+    ids: list[int] = field(default_factory=list)
+    step: CacheStep | None = None
+
+
+class _PagedLayer(CacheLayerMixin):
+    """One layer as transformers sees it. Keys and values are in the pages of the whole cache."""
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: PagedCache, index: int, window: int | None) -> None:
+        super().__init__()
+        self.cache, self.index, self.window = cache, index, window
+        self.is_sliding = window is not None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: pages are made by the first attention call."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The new keys and values. Attention writes them into pages."""
+        waiting = _pending.get()
+        if waiting is not None:
+            _pending.set(None)
+            raise RuntimeError(
+                f"longspan: layer {waiting.layer} updated a PagedCache, but its attention did not run by longspan; make the model with "
+                "attn_implementation='longspan'"
+            )
+        _pending.set(PendingUpdate(self.cache, self.index, key_states, value_states))
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.columns + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.columns
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class PagedCache(Cache):
+    """A cache for transformers' `generate` and `forward`, in the pages of a `longspan.KVCache`.
+
+    Supports left and right padding, chunked prefill, sampling, beam search and assisted decoding. Under a mesh, all ranks call the model
+    with the same tokens; each rank holds its share of the pages, and attends to it.
+
+    Args:
+        config: The model, or its config, with attn_implementation="longspan".
+        max_tokens: Tokens of all sequences together that pages are made for; an error if there are more. None: pages are added as needed.
+        page_size: Tokens per page.
+        mesh: A DeviceMesh, a ProcessGroup or a virtual mesh over whose ranks pages are spread; None for one device.
+
+    Raises:
+        ValueError: The model has layers that are neither full nor sliding attention, or layers that share KV.
+    """
+
+    def __init__(self, config: Any, *, max_tokens: int | None = None, page_size: int = 64, mesh: Any = None) -> None:
+        config = getattr(config, "config", config)
+        check_implementation(config)
+        self.windows = windows = _layer_windows(text_config(config))  # of each layer, None for full attention
+        super().__init__(layers=[_PagedLayer(self, i, window) for i, window in enumerate(windows)])
+        self.mesh = None if mesh is None else as_mesh(mesh)
+        self._max_tokens, self._page_size = max_tokens, page_size
+        self._groups = {window: _LayerGroup(window=window) for window in dict.fromkeys(windows)}
+        for i, window in enumerate(windows):
+            self._groups[window].layers.append(i)
+        self._columns: list[tuple[int, Tensor | None]] = []  # ranges of columns, and which are tokens: bool [B, n], or None for all
+        self._new: tuple[int, Tensor | None] = (0, None)  # columns of the current forward, and which are tokens
+        self._left: set[int] = set()  # layers of the current forward that have not run
+
+    @property
+    def columns(self) -> int:
+        """Columns of all forwards: tokens of the longest row, and its padding."""
+        return sum(count for count, _ in self._columns)
+
+    @property
+    def free_pages(self) -> int:
+        """Number of pages that no sequence holds, of all layers and ranks."""
+        return sum(group.cache.free_pages for group in self._groups.values() if group.cache is not None)
+
+    def step_for(
+        self, layer: int, k: Tensor, v: Tensor, real: Tensor | None, *, shared_kv: bool = False
+    ) -> tuple[CacheStep, int, Tensor | None]:
+        """(step of the current forward, the layer's index in it, which of the new columns are tokens: bool [B, n] on the host, or None).
+
+        Args:
+            layer: Index in the model.
+            k, v: [B, G, n, D], of the new columns.
+            real: bool [B, columns + n], False for padding; None without padding.
+        """
+        if layer not in self._left:
+            self._begin_forward(k, real)
+        group = self._groups[self.windows[layer]]
+        if group.step is None:
+            group.step = self._make_step(group, k, v, shared_kv)
+        self._left.discard(layer)
+        return group.step, group.layers.index(layer), self._new[1]
+
+    def _begin_forward(self, k: Tensor, real: Tensor | None) -> None:
+        if self._left:
+            raise RuntimeError(
+                f"longspan: the last forward with this cache ended before layer {min(self._left)}; call cache.reset(), then prefill again"
+            )
+        count = k.shape[2]
+        rows = next((len(group.ids) for group in self._groups.values() if group.ids), k.shape[0])
+        if rows != k.shape[0]:
+            raise ValueError(
+                f"longspan: expected {rows} batch rows as this cache holds, got {k.shape[0]}; call cache.reset() for a new batch"
+            )
+        self._new = count, self._checked_real(real, rows, count)
+        self._add_columns(*self._new)
+        self._left = set(range(len(self.layers)))
+        for group in self._groups.values():
+            group.step = None
+
+    def _checked_real(self, real: Tensor | None, rows: int, count: int) -> Tensor | None:
+        """Which new columns are tokens, bool [rows, count] on the host; None if all are. Raises if padding of earlier columns changed."""
+        if real is None and all(r is None for _, r in self._columns):
+            return None
+        if real is None or real.shape[1] != self.columns + count:
+            raise ValueError(
+                f"longspan: expected an attention_mask of all {self.columns} earlier and {count} new columns, got "
+                f"{'none' if real is None else f'{real.shape[1]} columns'}"
+            )
+        real = real.expand(rows, -1)
+        new = real[:, self.columns :].cpu()
+        if _digests(real[:, : self.columns]).tolist() != self._column_digests(rows):
+            raise ValueError("longspan: expected the padding of earlier columns as in earlier forwards, got an attention_mask with another")
+        return None if bool(new.all()) else new.clone()
+
+    def _column_digests(self, rows: int) -> list[list[int]]:
+        """`_digests` of the columns of earlier forwards."""
+        total, first = torch.zeros(rows, 2, dtype=torch.int64), 0
+        for count, real in self._columns:
+            total += _digests(torch.ones(1, count, dtype=torch.bool) if real is None else real, first)
+            first += count
+        return total.tolist()  # type: ignore[no-any-return]
+
+    def _add_columns(self, count: int, real: Tensor | None) -> None:
+        if real is None and self._columns and self._columns[-1][1] is None:
+            count += self._columns.pop()[0]
+        self._columns.append((count, real))
+
+    def _make_step(self, group: _LayerGroup, k: Tensor, v: Tensor, shared_kv: bool) -> CacheStep:
+        if group.cache is None:
+            group.cache = self._make_cache(group, k, v, shared_kv)
+        if not group.ids:
+            group.ids = group.cache.allocate(k.shape[0])
+        count, real = self._new
+        counts: Any = count if real is None else real.sum(1).tolist()
+        if self._max_tokens is None:
+            self._grow(group.cache, group.ids, counts)
+        return group.cache.step(group.ids, counts)
+
+    def _make_cache(self, group: _LayerGroup, k: Tensor, v: Tensor, shared_kv: bool) -> KVCache:
+        ranks = 1 if self.mesh is None else self.mesh.size
+        pages = _FIRST_PAGES
+        if self._max_tokens is not None:  # the last page of a sequence is not full, and pages of a sequence need not divide by ranks
+            pages = -(-self._max_tokens // (self._page_size * ranks)) + 2 * k.shape[0]
+        return KVCache(
+            pages=pages, page_size=self._page_size, layers=len(group.layers), kv_heads=k.shape[1], head_dim=k.shape[3],
+            value_dim=v.shape[3], shared_kv=shared_kv, window=group.window, dtype=k.dtype, device=k.device, mesh=self.mesh,
+        )  # fmt: skip
+
+    def _grow(self, cache: KVCache, ids: Sequence[int], counts: Any) -> None:
+        """Add pages until every rank has room for the new tokens."""
+        missing = cache.missing_pages(ids, counts)
+        if missing:
+            cache.grow(max(missing, cache.pages))
+
+    # ------------------------------------------------------------------------------------------------ transformers' interface
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last −tokens_to_remove columns, such as rejected drafts. 0 changes nothing."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop: expected the number of tokens to remove as a negative number, got {tokens_to_remove}")
+        self._check_complete("crop")
+        columns = self.columns + tokens_to_remove
+        if columns < 0:
+            raise ValueError(f"crop: expected to remove at most {self.columns} tokens, got {-tokens_to_remove}")
+        while self.columns > columns:
+            _, real = self._columns.pop()
+            remaining = max(0, columns - self.columns)
+            if remaining:
+                self._columns.append((remaining, None if real is None else real[:, :remaining]))
+        for group in self._groups.values():
+            if group.cache is not None and group.ids:
+                group.cache.truncate(group.ids, self._row_lengths(len(group.ids)))
+            group.step = None
+
+    def _row_lengths(self, rows: int) -> list[int]:
+        """Tokens of each row."""
+        lengths = torch.zeros(rows, dtype=torch.int64)
+        for count, real in self._columns:
+            lengths += count if real is None else real.sum(1)
+        return lengths.tolist()  # type: ignore[no-any-return]
+
+    def reset(self) -> None:
+        """Free all sequences. The pages stay allocated for the next ones."""
+        for group in self._groups.values():
+            if group.cache is not None and group.ids:
+                group.cache.free(group.ids)
+            group.ids, group.step = [], None
+        self._columns, self._left = [], set()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Batch row i becomes the former row beam_idx[i]: forks, which share pages."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each batch row becomes `repeats` rows, which share pages."""
+        rows = next((len(group.ids) for group in self._groups.values() if group.ids), 0)
+        self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Batch row i becomes the former row indices[i]."""
+        self._check_complete("batch_select_indices")
+        chosen = torch.as_tensor(indices).cpu()
+        if chosen.dtype == torch.bool:
+            chosen = chosen.nonzero().flatten()
+        for group in self._groups.values():
+            if group.cache is not None and group.ids:
+                forks = [group.cache.fork(group.ids[i]) for i in chosen.tolist()]
+                group.cache.free(group.ids)
+                group.ids, group.step = forks, None
+        self._columns = [(count, None if real is None else real[chosen]) for count, real in self._columns]
+
+    def activate_past_recording(self) -> None:
+        """Nothing: pages before a window are given back one forward later, so that `crop` can undo the last forward."""
+
+    def _check_complete(self, what: str) -> None:
+        if self._left:
+            raise RuntimeError(f"{what}: the last forward ended before layer {min(self._left)}; call cache.reset(), then prefill again")
+
+
+def _digests(real: Tensor, first: int = 0) -> Tensor:
+    """[rows, 2] on the host: number of tokens of each row, and the sum of their places. Two paddings with equal digests count as equal."""
+    places = torch.arange(first + 1, first + real.shape[1] + 1, device=real.device)
+    return torch.stack([real.sum(1), (real * places).sum(1)], 1).cpu()
+
+
+def _layer_windows(config: Any) -> list[int | None]:
+    """The window of each layer, None for full attention."""
+    if getattr(config, "num_kv_shared_layers", None):
+        raise ValueError(
+            f"PagedCache: expected layers with KV of their own, got num_kv_shared_layers={config.num_kv_shared_layers} in "
+            f"{type(config).__name__}; use transformers' DynamicCache"
+        )
+    kinds, options = get_layer_types_and_kwargs(config)
+    other = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if other:
+        raise ValueError(
+            f"PagedCache: expected layers of type 'full_attention' or 'sliding_attention', got {', '.join(map(repr, other))} in "
+            f"{type(config).__name__}; use transformers' DynamicCache"
+        )
+    return [extra.get("sliding_window") if kind == "sliding_attention" else None for kind, extra in zip(kinds, options, strict=True)]
