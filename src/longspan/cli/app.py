@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import typer
 
-COMMANDS = ("plan", "calibrate", "verify", "bench", "demo", "train", "warm")
+COMMANDS = ("plan", "calibrate", "verify", "bench", "demo", "train", "generate", "warm")
 
 
 class UsageError(Exception):

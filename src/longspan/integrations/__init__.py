@@ -4,6 +4,7 @@ Public modules:
 
 - `longspan.integrations.transformers`: `attn_implementation="longspan"` (needs transformers).
 - `longspan.integrations.trainer`: `SpanningTrainer`, a `transformers.Trainer` with a mesh (needs transformers and accelerate).
+- `longspan.integrations.generation`: text over a paged KV cache, as `longspan generate` makes it (needs transformers).
 - `longspan.integrations.loss`: the exact loss of a sequence that is split over ranks.
 - `longspan.integrations.memory`: checkpointing that computes attention once, host memory, tiled MLPs and loss for long steps.
 
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from longspan.integrations._batch import PlanOptions, PreparedBatch, prepare_batch
 
 if TYPE_CHECKING:
+    from longspan.integrations import generation as generation
     from longspan.integrations import loss as loss
     from longspan.integrations import memory as memory
     from longspan.integrations import trainer as trainer
@@ -24,9 +26,9 @@ else:
 
     def __getattr__(name: str) -> Any:
         """Import a public module when it is asked for: transformers takes seconds to import."""
-        if name in ("loss", "memory", "trainer", "transformers"):
+        if name in ("generation", "loss", "memory", "trainer", "transformers"):
             return import_module(f"longspan.integrations.{name}")
         raise AttributeError(f"module 'longspan.integrations' has no attribute {name!r}")
 
 
-__all__ = ["PlanOptions", "PreparedBatch", "loss", "memory", "prepare_batch", "trainer", "transformers"]
+__all__ = ["PlanOptions", "PreparedBatch", "generation", "loss", "memory", "prepare_batch", "trainer", "transformers"]

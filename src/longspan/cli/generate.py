@@ -1,0 +1,123 @@
+"""`longspan generate`: text from a local checkpoint, or from a tiny random model, over one process or several."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from longspan.cli import parse
+from longspan.cli.app import UsageError, describe
+
+
+def register(app: typer.Typer) -> None:
+    app.command("generate")(generate)
+
+
+def generate(
+    checkpoint: Annotated[Path | None, typer.Option(help="folder of a transformers checkpoint; default: a tiny random model")] = None,
+    prompt: Annotated[str | None, typer.Option(help="text to continue; default: --context random tokens")] = None,
+    context: Annotated[str, typer.Option(help="random prompt tokens without --prompt: 256, 64k")] = "256",
+    new: Annotated[str, typer.Option(help="tokens to generate")] = "64",
+    chunk: Annotated[str, typer.Option(help="prompt tokens per forward pass")] = "4096",
+    temperature: Annotated[float, typer.Option(help="0 for the most likely token")] = 0.0,
+    page_size: Annotated[str, typer.Option(help="tokens per page of the KV cache")] = "64",
+    processes: Annotated[str, typer.Option(help="processes that share the KV cache; under torchrun: torchrun's")] = "1",
+    seed: Annotated[int, typer.Option(help="of random weights, prompts and sampling")] = 0,
+) -> int:
+    """Generate text from a paged KV cache, whose pages are spread over all processes, and print tokens per second.
+
+    The text goes to stdout, progress and rates to stderr. Uses CUDA and NCCL if available.
+    """
+    if not 0 <= temperature < 1e6:
+        raise UsageError(f"--temperature: expected a number of 0 or more, got {temperature}")
+    if prompt is not None and not prompt:
+        raise UsageError("--prompt: expected a text, got an empty one")
+    if checkpoint is not None and not (checkpoint / "config.json").is_file():
+        raise UsageError(f"--checkpoint: expected a folder with config.json, got {checkpoint}")
+    counts = {"new_tokens": parse.count(new, "--new"), "chunk": parse.count(chunk, "--chunk")}
+    counts["page_size"] = parse.count(page_size, "--page-size")
+    tokens, ranks = parse.count(context, "--context"), parse.count(processes, "--processes")
+
+    import torch
+
+    from longspan._training import launch
+
+    request = {"checkpoint": checkpoint, "prompt": prompt, "tokens": tokens, "temperature": temperature, "seed": seed, **counts}
+    if launch.world_size(ranks) == 1:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        return _generate(device, request)
+    return launch.run_ranks(_generate, ranks, request, threads=max(1, (torch.get_num_threads() or 1) // ranks))
+
+
+def _generate(device: Any, request: dict[str, Any]) -> int:
+    """One rank's part. Rank 0 prints."""
+    import torch
+    import torch.distributed as dist
+
+    warnings.filterwarnings("ignore", category=UserWarning)
+    try:
+        from longspan.integrations import generation
+    except ImportError as error:
+        raise UsageError(describe(error)) from None
+    seed = request["seed"]
+    if request["checkpoint"] is None:
+        model, tokenizer = generation.tiny_model(device, seed), generation.ByteTokenizer()
+    else:
+        try:
+            model, tokenizer = generation.load_checkpoint(request["checkpoint"], device)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--checkpoint: {request['checkpoint']}: {describe(error)}") from None
+    vocabulary = model.config.get_text_config().vocab_size
+    if request["prompt"] is None:
+        ids = torch.randint(0, vocabulary, (request["tokens"],), generator=torch.Generator().manual_seed(seed)).tolist()
+    else:
+        ids = tokenizer.encode(request["prompt"])
+    options = generation.GenerateOptions(
+        stop=frozenset() if tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id]), seed=seed,
+        **{name: request[name] for name in ("new_tokens", "chunk", "temperature", "page_size")},
+    )  # fmt: skip
+    mesh = dist.group.WORLD if dist.is_initialized() else None
+    output = _Output(tokenizer, len(ids), options.new_tokens, shown=mesh is None or dist.get_rank() == 0)
+    prompt = torch.tensor([ids], device=device)
+    rates = generation.generate(model, prompt, options, mesh=mesh, prefilled=output.prefilled, decoded=output.decoded)
+    where = "one process" if mesh is None else f"{dist.get_world_size()} processes"
+    output.end(f"{rates}; {where}, {device}")
+    return 0
+
+
+class _Output:
+    """Streams text to stdout, and a progress line to stderr if that is a terminal. Silent unless `shown`."""
+
+    def __init__(self, tokenizer: Any, prompt_tokens: int, new_tokens: int, *, shown: bool) -> None:
+        self.tokenizer, self.prompt_tokens, self.new_tokens, self.shown = tokenizer, prompt_tokens, new_tokens, shown
+        self.tokens: list[int] = []
+        self.printed = ""
+
+    def prefilled(self, tokens: int) -> None:
+        self._progress(f"prefill {tokens}/{self.prompt_tokens}")
+
+    def decoded(self, token: int) -> None:
+        self.tokens.append(token)
+        if not self.shown:
+            return
+        if len(self.tokens) == 1:
+            self._progress("")
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        if text.startswith(self.printed) and not text.endswith("\ufffd"):  # a character may consist of several tokens
+            print(text[len(self.printed) :], end="", flush=True)
+            self.printed = text
+        if not sys.stdout.isatty():
+            self._progress(f"decode {len(self.tokens)}/{self.new_tokens}")
+
+    def end(self, rates: str) -> None:
+        if self.shown:
+            print(flush=True)
+            print(("\r\x1b[K" if sys.stderr.isatty() else "") + rates, file=sys.stderr, flush=True)
+
+    def _progress(self, text: str) -> None:
+        if self.shown and sys.stderr.isatty():
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
