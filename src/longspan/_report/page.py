@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from longspan._cost.options import Considered
@@ -17,9 +18,14 @@ from longspan._report.page_data import metadata, pack, page_arrays
 FOLDER = Path(__file__).parent
 
 
-def save(report: PlanReport, considered: Considered | None, path: str | Path, *, title: str | None = None) -> None:
-    """Write the page to a file. `considered`: the options of `auto`, or None."""
-    Path(path).write_text(page(report, considered, title=title), encoding="utf-8")
+Numbers = Mapping[str, tuple[str, float, str]]  # label, value and unit by name
+
+
+def save(
+    report: PlanReport, considered: Considered | None, path: str | Path, *, title: str | None = None, numbers: Numbers | None = None
+) -> None:
+    """Write the page to a file. `considered`: the options of `auto`, or None. `numbers`: shown before the report's."""
+    Path(path).write_text(page(report, considered, title=title, numbers=numbers), encoding="utf-8")
 
 
 def notebook(report: PlanReport, considered: Considered | None) -> str:
@@ -27,13 +33,13 @@ def notebook(report: PlanReport, considered: Considered | None) -> str:
     return f'<iframe style="width:100%;height:900px;border:0" srcdoc="{html.escape(page(report, considered), quote=True)}"></iframe>'
 
 
-def page(report: PlanReport, considered: Considered | None, *, title: str | None = None) -> str:
+def page(report: PlanReport, considered: Considered | None, *, title: str | None = None, numbers: Numbers | None = None) -> str:
     """The page as HTML text. `considered`: the options of `auto`, or None if there was nothing to choose from."""
     index, block = pack(page_arrays(report))
     fields = {
         "title": html.escape(title or report.plan),
         "subtitle": html.escape(f"{report.cluster.name}: {report.cluster.about}"),
-        "numbers": page_tables.numbers(report),
+        "numbers": page_tables.numbers({**(numbers or {}), **page_tables.headline_numbers(report)}),
         "options": page_tables.options(report, considered),
         "memory": page_tables.memory(report),
         "work": page_tables.work(report),

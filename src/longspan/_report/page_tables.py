@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Mapping
 
 from longspan._cost.options import Considered
 from longspan._cost.report_data import PlanReport
@@ -34,10 +35,10 @@ def headline_numbers(report: PlanReport) -> dict[str, tuple[str, float, str]]:
     }
 
 
-def numbers(report: PlanReport) -> str:
-    """Rows of the headline numbers; `data-value` holds each exactly."""
+def numbers(values: Mapping[str, tuple[str, float, str]]) -> str:
+    """Rows of numbers by name, each with label, value and unit; `data-value` holds each value exactly."""
     rows = []
-    for name, (label, value, unit) in headline_numbers(report).items():
+    for name, (label, value, unit) in values.items():
         shown = f"{_number(value)} {unit}".strip()
         rows.append(f'<tr><th scope="row">{html.escape(label)}</th><td data-name="{name}" data-value="{value!r}">{shown}</td></tr>')
     return "\n".join(rows)

@@ -10,7 +10,7 @@ import typer
 
 import longspan as ls
 from longspan._plan.strategies import LAYOUT_NAMES, STRATEGY_NAMES, StrategyName, ulysses_error
-from longspan.cli import files, parse
+from longspan.cli import files, parse, serve_plan
 from longspan.cli.app import UsageError, describe, usage_errors
 
 if TYPE_CHECKING:
@@ -60,8 +60,29 @@ def plan(
     png: Annotated[Path | None, typer.Option(help="write a picture (needs matplotlib)")] = None,
     trace: Annotated[Path | None, typer.Option(help="write a trace for Chrome or Perfetto")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="print the options that were compared")] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="predict serving of --model: first token, time per token, memory")] = False,
+    model: Annotated[str, typer.Option(help="with --serve: qwen3-8b, llama3-70b, …; a wrong name lists all")] = "qwen3-8b",
+    context: Annotated[str, typer.Option(help="with --serve: tokens of each sequence")] = "128k",
+    tp: Annotated[str | None, typer.Option(help="with --serve: devices that share heads; default: chosen")] = None,
 ) -> None:
     """Plan an attention over many devices and predict its time. Runs on this machine's CPU."""
+    if serve:
+        training = {
+            "--mask": mask != "causal", "--tokens": tokens != "64k", "--heads": heads != "32/8", "--dim": dim != "128",
+            "--layout": layout != "auto", "--strategy": strategy != "auto", "--ulysses": ulysses, "--stages": stages,
+            "--overlap": overlap is not None, "--stragglers": stragglers, "--slow-links": slow_links, "--png": png, "--trace": trace,
+            "--explain": explain,
+        }  # fmt: skip
+        given = [name for name, is_set in training.items() if is_set]
+        if given:
+            raise UsageError(f"--serve: {', '.join(given)} not supported with --serve; expected --model, --context, --batch, --gpus, --tp")
+        serve_plan.predict(
+            model=model, context=parse.count(context, "--context"), batch=parse.count(batch, "--batch"), gpus=parse.count(gpus, "--gpus"),
+            cluster=cluster, tp=None if tp is None else parse.count(tp, "--tp"), html=html,
+        )  # fmt: skip
+        return
+    if model != "qwen3-8b" or context != "128k" or tp is not None:
+        raise UsageError("--model, --context, --tp: expected --serve with them; without it give --tokens, --heads and --dim")
     length, devices = parse.count(tokens, "--tokens"), parse.count(gpus, "--gpus")
     q_heads, kv_heads = parse.heads(heads)
     sizes = {"batch": parse.count(batch, "--batch"), "heads": q_heads, "kv_heads": kv_heads, "head_dim": parse.count(dim, "--dim")}

@@ -1,0 +1,34 @@
+"""`longspan plan --serve`: predict serving on a cluster, without the cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from longspan.cli import files
+from longspan.cli.app import UsageError, describe, usage_errors
+
+
+def predict(*, model: str, context: int, batch: int, gpus: int, cluster: str, tp: int | None, html: Path | None) -> None:
+    """Print the serving report, and write its page if asked for."""
+    if html is not None:
+        files.check(html, "--html")
+    from longspan._cost.clusters import cluster as profile_of
+    from longspan._cost.serving import MODELS
+    from longspan._planner.serving import plan_serving
+    from longspan._report import page
+    from longspan.cli import printing
+
+    if model not in MODELS:
+        raise UsageError(f"--model: expected one of {', '.join(MODELS)}, got {model!r}")
+    try:
+        profile: Any = profile_of(cluster)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--cluster: {describe(error).removeprefix('cluster: ')}") from None
+    with usage_errors("--tp", ValueError):
+        made = plan_serving(MODELS[model], profile, gpus=gpus, context=context, batch=batch, tp=tp)
+    printing.text(str(made))
+    if html is not None:
+        report = made.attention.report(made.group.context_cluster)
+        with usage_errors(f"--html: {html}", OSError):
+            page.save(report, made.attention.considered(made.group.context_cluster), html, title=made.words, numbers=made.numbers)
