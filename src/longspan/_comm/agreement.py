@@ -13,6 +13,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import struct
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +36,7 @@ WORDS = _HEADER + MAX_FIELDS
 _MAGIC = 0x6C6F6E677370616E
 _AGREES, _REFUSED = 0, 1
 _KIND, _NUMBER = 2, 3  # places in the header
+_BYTES = 8  # of a word
 
 _numbers = itertools.count(1)
 
@@ -103,32 +106,33 @@ class Agreement:
         if self._exchange is not None:
             exchange, self._exchange = self._exchange, None
             with self:
-                messages = exchange.wait()
-                if not self._all_agree(messages):
-                    self._raise(messages)
-            self.number = messages[0][_NUMBER]
+                rows = exchange.wait()
+                if not self._all_agree(rows):
+                    self._raise([_words(row) for row in rows])
+            self.number = _number(rows[0])
         if self._error is not None:
             raise self._error
 
-    def _all_agree(self, messages: Sequence[Sequence[int]]) -> bool:
-        first = messages[0]
-        same = all(m[:_NUMBER] == first[:_NUMBER] and m[_HEADER:] == first[_HEADER:] for m in messages)
-        return same and first[1] == _AGREES and len(self._forwards(messages)) <= 1
+    def _all_agree(self, rows: Sequence[bytes]) -> bool:
+        """Whether all ranks sent the same words, apart from the call number, which is compared in backward passes."""
+        before, after = rows[0][: _BYTES * _NUMBER], rows[0][_BYTES * (_NUMBER + 1) :]
+        same = all(row.startswith(before) and row.endswith(after) for row in rows)
+        return same and self._error is None and len(self._forwards([_number(row) for row in rows])) <= 1
 
-    def _forwards(self, messages: Sequence[Sequence[int]]) -> set[int]:
+    def _forwards(self, numbers: Sequence[int]) -> set[int]:
         """Of a backward pass, the different call numbers of the forward pass that ranks sent; empty in a forward pass.
 
         All ranks must differentiate the same forward call: more than one number is a disagreement. A rank that runs a compiled model does
         not know the number and sends 0, which is left out.
         """
-        return {m[_NUMBER] for m in messages} - {0} if self._is_backward else set()
+        return set(numbers) - {0} if self._is_backward else set()
 
     def _raise(self, messages: Sequence[Sequence[int]]) -> NoReturn:
         if self._error is not None and all(m[1] == _REFUSED for m in messages):
             self._disagreed = True
             raise self._error
         fields = {} if self._call is None else dict(self._call.fields)
-        if self._is_backward and len(self._forwards(messages)) > 1:
+        if self._is_backward and len(self._forwards([m[_NUMBER] for m in messages])) > 1:
             fields["forward pass"] = f"call {messages[self._mesh.rank][_NUMBER]}"
         views = _all_gather_texts(self._mesh, json.dumps({
             "kind": None if self._call is None else self._call.kind,
@@ -156,37 +160,58 @@ def refuse(mesh: Mesh, error: Exception) -> NoReturn:
 
 
 class _AllGather:
-    """The same number of int64 words of every rank, on every rank: one exchange per axis, the first of which is begun at once."""
+    """The same number of int64 words of every rank, on every rank: one exchange per axis, the first of which is begun at once.
+
+    Words are rows of bytes: making tensors of lists, and lists of tensors, takes longer than a message between threads.
+    """
 
     def __init__(self, mesh: Mesh, words: Sequence[int]) -> None:
-        self._mesh = mesh
-        self._begin(len(mesh.axes) - 1, torch.tensor([words], dtype=torch.int64, device="cpu"))
+        self._mesh, self._row_bytes = mesh, _BYTES * len(words)
+        self._begin(len(mesh.axes) - 1, struct.pack(f"={len(words)}q", *words))
 
-    def _begin(self, axis: int, rows: Tensor) -> None:
+    def _begin(self, axis: int, rows: bytes) -> None:
         control, device = self._mesh.group(axis).control()
-        count = rows.shape[0]
-        sent = rows.to(device).repeat(control.size, 1)
-        self._axis, self._out = axis, torch.empty_like(sent)
-        splits = [count] * control.size
+        size, count = control.size, len(rows) // self._row_bytes
+        self._axis, self._received = axis, bytearray(len(rows) * size)
+        sent, self._out = self._tensor(bytearray(rows * size)).to(device), self._tensor(self._received).to(device)
+        splits = [count] * size
         self._pending: Pending = control.all_to_all(self._out, sent, splits, splits, what=AGREEMENT)
 
-    def wait(self) -> list[list[int]]:
-        """Words of each rank, in the order of ranks."""
+    def _tensor(self, rows: bytearray) -> Tensor:
+        """Rows as a tensor over the same memory."""
+        return torch.frombuffer(rows, dtype=torch.int64).view(-1, self._row_bytes // _BYTES)
+
+    def _wait(self) -> bytes:
         self._pending.wait()
+        if self._out.is_cuda:
+            self._tensor(self._received).copy_(self._out)
+        return bytes(self._received)
+
+    def wait(self) -> list[bytes]:
+        """Words of each rank, in the order of ranks."""
+        rows = self._wait()
         while self._axis > 0:
-            self._begin(self._axis - 1, self._out.cpu())
-            self._pending.wait()
-        words: list[list[int]] = self._out.tolist()
-        return words
+            self._begin(self._axis - 1, rows)
+            rows = self._wait()
+        return [rows[i : i + self._row_bytes] for i in range(0, len(rows), self._row_bytes)]
+
+
+def _words(row: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"={len(row) // _BYTES}q", row)
+
+
+def _number(row: bytes) -> int:
+    """The call number of a message."""
+    return int.from_bytes(row[_BYTES * _NUMBER : _BYTES * (_NUMBER + 1)], sys.byteorder, signed=True)
 
 
 def _all_gather_texts(mesh: Mesh, text: str) -> list[str]:
     """Every rank's text. Sizes first, then words of a common size, so that these messages cannot mismatch either."""
     data = text.encode()
-    sizes = [row[0] for row in _AllGather(mesh, [len(data)]).wait()]
+    sizes = [_words(row)[0] for row in _AllGather(mesh, [len(data)]).wait()]
     padded = data.ljust(-(-max(sizes) // 8) * 8, b"\0")
     words = [int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, len(padded), 8)]
-    rows = _AllGather(mesh, words).wait()
+    rows = [_words(row) for row in _AllGather(mesh, words).wait()]
     return [b"".join(w.to_bytes(8, "little", signed=True) for w in row)[:size].decode() for row, size in zip(rows, sizes, strict=True)]
 
 
