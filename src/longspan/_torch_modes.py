@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ContextDecorator, ExitStack, contextmanager
+from types import TracebackType
 
 import torch
 
@@ -21,11 +22,23 @@ def default_modes() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def without_autocast() -> Iterator[None]:
-    """Autocast off on CPU and CUDA: operations keep the dtypes of their operands, and float32 sums stay float32."""
-    with ExitStack() as stack:
+class without_autocast(ContextDecorator):  # named as a function: it is used as one
+    """Autocast off on CPU and CUDA: operations keep the dtypes of their operands, and float32 sums stay float32.
+
+    A context manager and a decorator. A class, because a generator takes longer than some of the calls that it surrounds.
+    """
+
+    _stack: ExitStack | None = None
+
+    def _recreate_cm(self) -> without_autocast:
+        return without_autocast()
+
+    def __enter__(self) -> None:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
+                self._stack = self._stack or ExitStack()
+                self._stack.enter_context(torch.autocast(device, enabled=False))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._stack is not None:
+            self._stack.__exit__(kind, error, traceback)

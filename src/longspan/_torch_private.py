@@ -75,6 +75,7 @@ __all__ = [
     "dynamo_is_at_work",
     "flight_recorder_dump",
     "foreign_function_modes_are_active",
+    "forward_mode_is_active",
     "function_modes_are_active",
     "is_batched_gradient",
     "is_transformed",
@@ -114,6 +115,11 @@ def dynamo_is_at_work() -> bool:
 def modes_are_active() -> bool:
     """Whether a dispatch mode would see operators that are called now."""
     return bool(_get_current_dispatch_mode_stack())
+
+
+def forward_mode_is_active() -> bool:
+    """Whether this code runs inside of forward-mode differentiation."""
+    return forward_ad._current_level >= 0
 
 
 def nothing_intercepts_calls() -> bool:
