@@ -173,6 +173,12 @@ class State:
         max_scores = None if self.max_scores is None else self.max_scores[..., start:stop]
         return State(out=self.out[..., start:stop, :], lse=self.lse[..., start:stop], max_scores=max_scores)
 
+    @property
+    def layout(self) -> Hashable:
+        """What a prepared step depends on, besides the shapes: dtypes, strides, and which addresses are not divisible by 16."""
+        out, lse = self.out, self.lse
+        return out.dtype, out.stride(), lse.stride(), (out.data_ptr() | lse.data_ptr()) & 15
+
 
 @dataclass(kw_only=True, eq=False)
 class Grads:
@@ -280,6 +286,34 @@ class PreparesCalls(Protocol):
     def prepare_forward(self, inputs: AttentionInputs, work: Work) -> PreparedForward | None: ...
 
     def prepare_backward(self, tensors: BackwardInputs, work: Work) -> PreparedBackward | None: ...
+
+
+class PreparedForwardStep(Protocol):
+    """One forward step of a sharded call that repeats."""
+
+    def __call__(self, inputs: AttentionInputs, state: State | None, score_captured: Sequence[Tensor]) -> State:
+        """As `Kernel.forward` of the work and with the value of `final` that the step was prepared for."""
+
+
+class PreparedBackwardStep(Protocol):
+    """One backward step of a sharded call that repeats."""
+
+    def __call__(self, tensors: BackwardInputs, into: Grads, score_captured: Sequence[Tensor]) -> None:
+        """As `Kernel.backward` with `into`, of the work that the step was prepared for."""
+
+
+@runtime_checkable
+class PreparesSteps(Protocol):
+    """A kernel with prepared steps of sharded calls that repeat. The rules are those of `PreparesCalls`.
+
+    A step is prepared after it was run: `result` is what `forward` returned for these inputs. Max scores are not supported.
+    """
+
+    def prepare_forward_step(
+        self, inputs: AttentionInputs, work: Work, *, state: State | None, result: State, final: bool
+    ) -> PreparedForwardStep | None: ...  # fmt: skip
+
+    def prepare_backward_step(self, tensors: BackwardInputs, work: Work, *, into: Grads) -> PreparedBackwardStep | None: ...
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -22,6 +22,8 @@ from longspan._kernels.hopper.config import HOPPER, MAX_DIM, computes_dq_with_dk
 from longspan._kernels.hopper.dq_order import ordered_dq_pays
 from longspan._kernels.hopper.passes import HopperCall, head_parts_of, round_tensors, row_norm, streamable, width
 from longspan._kernels.hopper.prepared import HopperBackward, HopperForward
+from longspan._kernels.hopper.prepared_steps import HopperBackwardStep, HopperForwardStep
+from longspan._kernels.hopper.state import HopperState
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Capabilities, Grads, Kernel, Selection, State, Work
 from longspan._masks.block_table import BLOCK_SIZE, BlockTable
 from longspan._masks.static_table import StaticTable
@@ -54,17 +56,6 @@ def untested_triton() -> str | None:
 
 def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
-
-
-@dataclass(kw_only=True, eq=False)
-class HopperState(State):
-    """A running state of this kernel.
-
-    `completed_out`: the final out, allocated before the last step; it holds the rows of query tiles that are complete
-    (`Work.complete_q_tiles`), whose rows in `out` are undefined. None if no tile was complete early.
-    """
-
-    completed_out: Tensor | None = None
 
 
 class HopperKernel:
@@ -203,6 +194,23 @@ class HopperKernel:
         one_pass = _one_pass(inputs, work, needs)
         return HopperBackward.of(tensors, work, one_pass=one_pass, ordered=one_pass and torch.are_deterministic_algorithms_enabled())
 
+    def prepare_forward_step(
+        self, inputs: AttentionInputs, work: Work, *, state: State | None, result: State, final: bool
+    ) -> HopperForwardStep | None:  # fmt: skip
+        if work.invariant or not inputs.q.numel() or _has_empty_kv(inputs) or not launch.facts(work.kv_tiles).covers:
+            return None
+        return HopperForwardStep.of(inputs, work, state=state, result=result, final=final)
+
+    def prepare_backward_step(self, tensors: BackwardInputs, work: Work, *, into: Grads) -> HopperBackwardStep | None:
+        inputs, needs = tensors.inputs, tensors.needs
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        if work.invariant or _has_empty_kv(inputs) or not _supports_backward(inputs, work):
+            return None
+        if any(needs) and deterministic:  # `check_order` may have to warn at every call
+            return None
+        one_pass = _one_pass(inputs, work, needs) and launch.describable(into.q)
+        return HopperBackwardStep.of(tensors, work, into=into, one_pass=one_pass, ordered=one_pass and deterministic)
+
     def norm(self, lse: Tensor) -> Tensor:
         return row_norm(lse)
 
@@ -259,6 +267,11 @@ def _one_pass(inputs: AttentionInputs, work: Work, needs: Sequence[bool]) -> boo
     if work.device_tables is not None or isinstance(work.table, StaticTable):
         return False
     return ordered_dq_pays(work.table, v.shape[0] * v.shape[1] * head_parts_of(q, v, work))
+
+
+def _has_empty_kv(inputs: AttentionInputs) -> bool:
+    """Whether a buffer of KV has no elements."""
+    return not inputs.k.numel() or (inputs.local_kv is not None and not inputs.local_kv[0].numel())
 
 
 def _without_empty_buffer(inputs: AttentionInputs) -> AttentionInputs:

@@ -26,32 +26,37 @@ _ROW_ALIGNMENT = 32  # floats: arrays of the workspace begin at multiples of 128
 def is_preparable(inputs: AttentionInputs, work: Work) -> bool:
     """Whether kernels read the tensors themselves, not copies of them."""
     captured = (*work.mask_captured, *work.score_captured)
-    return all(map(launch.describable, (inputs.q, inputs.k, inputs.v))) and all(t.is_contiguous() for t in captured)
+    tensors = inputs.q, inputs.k, inputs.v, *(inputs.local_kv or ())
+    return all(map(launch.describable, tensors)) and all(t.is_contiguous() for t in captured)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _PreparedPass:
+class PreparedPass:
     """A launch over tiles. `roles`: for each tensor of its signature, the index among the addresses of a call.
 
-    `captured`: addresses of the tensors that the mask program reads. `numbers`: scale, first batch row and head.
+    `captured`: addresses of `mask_captured`, the tensors that the mask program reads. `numbers`: scale, first batch row and head.
     `takes_counter`: whether the workspace is one item counter, which the caller may provide.
     """
 
     launch: PreparedLaunch
     roles: tuple[int, ...]
     captured: tuple[int, ...]
+    mask_captured: tuple[Tensor, ...]
     numbers: tuple[float, int, int]
     takes_counter: bool
 
     @classmethod
-    def of(cls, call: HopperCall, one: Pass, tensors: Sequence[Tensor | None]) -> _PreparedPass:
+    def of(cls, call: HopperCall, one: Pass, tensors: Sequence[Tensor | None]) -> PreparedPass:
         """tensors: distinct objects, which stand for the addresses of a call."""
         role, work = {id(t): i for i, t in enumerate(tensors)}, call.work
         roles = tuple(role[id(t)] for t in one.tensors.values() if t is not None)
         captured = tuple(t.data_ptr() for t in work.mask_captured)
         numbers, prepared = (float(work.scale), work.first_batch, work.first_head), call.prepared(one)
         takes_counter = prepared.workspace is not None and sum(prepared.workspace.zeros) == 1 and not prepared.workspace.floats
-        return cls(launch=prepared, roles=roles, captured=captured, numbers=numbers, takes_counter=takes_counter)
+        return cls(
+            launch=prepared, roles=roles, captured=captured, mask_captured=tuple(work.mask_captured), numbers=numbers,
+            takes_counter=takes_counter,
+        )  # fmt: skip
 
     def __call__(
         self, stream: int | None, addresses: Sequence[int], score_captured: Sequence[int], grads: Sequence[int] = (), counter: int = 0
@@ -75,22 +80,23 @@ def _launch(prepared: PreparedLaunch, stream: int | None, values: Sequence[int |
         prepared.launch_on(stream, values)
 
 
-def _maker(tensor: Tensor, size: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
+def maker(tensor: Tensor, size: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
     """A function that makes uninitialised contiguous tensors on the device of `tensor`. `torch.empty_like` parses fewer arguments."""
     template = torch.empty(1, dtype=dtype, device=tensor.device).expand(*size)
     return partial(torch.empty_like, template, memory_format=torch.contiguous_format)
 
 
-def _stand_ins(inputs: AttentionInputs) -> AttentionInputs:
+def distinct(inputs: AttentionInputs) -> AttentionInputs:
     """The same tensors as distinct objects: q, k and v may be one."""
-    return AttentionInputs(q=inputs.q.detach(), k=inputs.k.detach(), v=inputs.v.detach())
+    local_kv = None if inputs.local_kv is None else (inputs.local_kv[0].detach(), inputs.local_kv[1].detach())
+    return AttentionInputs(q=inputs.q.detach(), k=inputs.k.detach(), v=inputs.v.detach(), local_kv=local_kv)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HopperForward:
     """A prepared forward pass. Roles: q, k, v, out, lse. `idle`: ranges of query rows that see no key."""
 
-    over_tiles: _PreparedPass
+    over_tiles: PreparedPass
     device: int
     empty_out: Callable[[Tensor], Tensor]
     empty_lse: Callable[[], Tensor]
@@ -98,20 +104,20 @@ class HopperForward:
 
     @classmethod
     def of(cls, inputs: AttentionInputs, work: Work) -> HopperForward | None:
-        inputs = _stand_ins(inputs)
+        inputs = distinct(inputs)
         q, dim = inputs.q, inputs.v.shape[-1]
         result = empty_state(q, dim, q.dtype, max_scores=False)
         if not is_preparable(inputs, work) or result.out.stride(3) != 1:
             return None
         call = HopperCall(inputs, work)
-        over_tiles = _PreparedPass.of(call, call.forward_pass(result, None), (q, inputs.k, inputs.v, result.out, result.lse))
+        over_tiles = PreparedPass.of(call, call.forward_pass(result, None), (q, inputs.k, inputs.v, result.out, result.lse))
         if not over_tiles.launch.is_compiled:
             return None
         like_q = torch.empty_like(q)
         same = like_q.shape == result.out.shape and like_q.stride() == result.out.stride()
         make = torch.empty_like if same else partial(empty_out, dim=dim, dtype=q.dtype)
         return cls(
-            over_tiles=over_tiles, device=q.device.index, empty_out=make, empty_lse=_maker(q, q.shape[:3], torch.float32),
+            over_tiles=over_tiles, device=q.device.index, empty_out=make, empty_lse=maker(q, q.shape[:3], torch.float32),
             idle=launch.idle_spans(work.table, work.q_tiles),
         )  # fmt: skip
 
@@ -135,8 +141,8 @@ class HopperBackward:
     """
 
     row_terms: PreparedLaunch
-    dq: _PreparedPass | None
-    dkdv: _PreparedPass
+    dq: PreparedPass | None
+    dkdv: PreparedPass
     rounding: PreparedLaunch | None
     starts: tuple[int, ...]
     device: int
@@ -147,7 +153,7 @@ class HopperBackward:
 
     @classmethod
     def of(cls, tensors: BackwardInputs, work: Work, *, one_pass: bool, ordered: bool) -> HopperBackward | None:
-        inputs, lse, grad_out = _stand_ins(tensors.inputs), tensors.lse, tensors.grad_out.detach()
+        inputs, lse, grad_out = distinct(tensors.inputs), tensors.lse, tensors.grad_out.detach()
         q, k, v = inputs.q, inputs.k, inputs.v
         readable = is_preparable(inputs, work) and launch.describable(grad_out) and lse.is_contiguous()
         if not readable or tensors.grad_lse is not None or tensors.delta is not None:
@@ -165,8 +171,8 @@ class HopperBackward:
         roles = q, k, v, grad_out, norm, delta, grads.q, dk, dv, total
         dq = None
         if not one_pass:
-            dq = _PreparedPass.of(call, call.dq_pass(grad_out, norm, delta, grads.q, grads.captured, add=False), roles)
-        dkdv = _PreparedPass.of(call, call.dkdv_pass(grad_out, norm, delta, dk, dv, total, ordered=ordered), roles)
+            dq = PreparedPass.of(call, call.dq_pass(grad_out, norm, delta, grads.q, grads.captured, add=False), roles)
+        dkdv = PreparedPass.of(call, call.dkdv_pass(grad_out, norm, delta, dk, dv, total, ordered=ordered), roles)
         rounding = call.rounding(round_tensors(total, grads, (dk, dv), parts), parts) if one_pass or parts > 1 else None
         if not all(p is None or p.is_compiled for p in (rows, None if dq is None else dq.launch, dkdv.launch, rounding)):
             return None
@@ -174,7 +180,7 @@ class HopperBackward:
         *starts, floats = accumulate((-(-n // _ROW_ALIGNMENT) * _ROW_ALIGNMENT for n in sizes), initial=0)
         return cls(
             row_terms=rows, dq=dq, dkdv=dkdv, rounding=rounding, starts=tuple(4 * n for n in starts), device=q.device.index,
-            empty_workspace=_maker(q, (floats,), torch.float32), empty_grads=tuple(_maker(q, t.shape, t.dtype) for t in (q, k, v)),
+            empty_workspace=maker(q, (floats,), torch.float32), empty_grads=tuple(maker(q, t.shape, t.dtype) for t in (q, k, v)),
             parts=parts > 1, needs=tuple(tensors.needs),
         )  # fmt: skip
 

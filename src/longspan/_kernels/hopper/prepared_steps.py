@@ -1,0 +1,163 @@
+"""Steps of sharded calls that repeat: a step launches its kernels at the addresses of this call's tensors.
+
+Legend as in `longspan._kernels.protocol`; roles as in `longspan._kernels.hopper.prepared`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from longspan._kernels.gpu import launch
+from longspan._kernels.gpu.buffers import prefill
+from longspan._kernels.gpu.prepared_launch import direct_stream
+from longspan._kernels.hopper.passes import HopperCall, head_parts_of
+from longspan._kernels.hopper.prepared import PreparedPass, distinct, is_preparable, maker
+from longspan._kernels.hopper.state import HopperState
+from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, State, Work
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HopperForwardStep:
+    """A prepared forward step. Roles: q, k, v, local k, local v, old out, old lse, out, lse, completed out.
+
+    Attributes:
+        target: Where out and lse are written: to new tensors, to those of the running state, or out to `HopperState.completed_out`.
+        empty_completed: Makes `HopperState.completed_out`, in the step in which the first query tiles are complete.
+        idle: Ranges of query rows that see no key of this step; copied from the running state where `target` is new.
+    """
+
+    over_tiles: PreparedPass
+    device: int
+    target: Literal["new", "state", "completed"]
+    final: bool
+    empty_out: Callable[[], Tensor]
+    empty_lse: Callable[[], Tensor]
+    empty_completed: Callable[[], Tensor] | None
+    idle: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs, work: Work, *, state: State | None, result: State, final: bool) -> HopperForwardStep | None:
+        """The step that computed `result`; None if its launch cannot be repeated with the addresses of other tensors."""
+        inputs = distinct(inputs)
+        q, (local_k, local_v) = inputs.q, inputs.local_kv or (None, None)
+        outs = [result.out] if state is None else [result.out, state.out]
+        contiguous = result.lse.is_contiguous() and (state is None or state.lse.is_contiguous())
+        if not is_preparable(inputs, work) or not contiguous or any(out.stride(3) != 1 for out in outs) or result.max_scores is not None:
+            return None
+        before = state.completed_out if isinstance(state, HopperState) else None
+        after = result.completed_out if isinstance(result, HopperState) else None
+        target: Literal["new", "state", "completed"] = "new"
+        if state is not None and result.out is before:
+            target = "completed"
+        elif state is not None and result.out is state.out:
+            target = "state"
+        call = HopperCall(inputs, work)
+        old = None if state is None else State(out=state.out, lse=state.lse)
+        one = call.forward_pass(
+            State(out=result.out, lse=result.lse), old, done=None if final or work.complete_q_tiles is None else after
+        )  # fmt: skip
+        old_out, old_lse = (None, None) if old is None else (old.out, old.lse)
+        roles = q, inputs.k, inputs.v, local_k, local_v, old_out, old_lse, result.out, result.lse, after
+        over_tiles = PreparedPass.of(call, one, roles)
+        if not over_tiles.launch.is_compiled:
+            return None
+        return cls(
+            over_tiles=over_tiles, device=q.device.index, target=target, final=final, empty_out=_maker_like(result.out),
+            empty_lse=maker(q, q.shape[:3], torch.float32), idle=launch.idle_spans(work.table, work.q_tiles) if target == "new" else (),
+            empty_completed=_maker_like(after) if before is None and after is not None else None,
+        )  # fmt: skip
+
+    def __call__(self, inputs: AttentionInputs, state: State | None, score_captured: Sequence[Tensor]) -> State:
+        completed, old_out, old_lse = None, 0, 0
+        if state is not None:
+            completed = state.completed_out if type(state) is HopperState else None
+            old_out, old_lse = state.out.data_ptr(), state.lse.data_ptr()
+        if self.target == "new":
+            out, lse = self.empty_out(), self.empty_lse()
+            for start, stop in self.idle:
+                prefill(State(out=out, lse=lse).rows(start, stop), None if state is None else state.rows(start, stop))
+        else:
+            assert state is not None
+            out, lse = state.out, state.lse
+            if self.target == "completed":
+                assert completed is not None
+                out = completed
+        if self.empty_completed is not None:
+            completed = self.empty_completed()
+        local_k, local_v = (0, 0) if inputs.local_kv is None else (inputs.local_kv[0].data_ptr(), inputs.local_kv[1].data_ptr())
+        addresses = (
+            inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr(), local_k, local_v, old_out, old_lse, out.data_ptr(),
+            lse.data_ptr(), 0 if completed is None else completed.data_ptr(),
+        )  # fmt: skip
+        self.over_tiles(direct_stream(self.device), addresses, [t.data_ptr() for t in score_captured])
+        return State(out=out, lse=lse) if self.final else HopperState(out=out, lse=lse, completed_out=completed)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HopperBackwardStep:
+    """A prepared backward step: dQ (if `dq` is not None), then dK and dV with or without dQ, then the sum of their parts.
+
+    Roles: q, k, v, grad_out, norm, delta, dq, dk, dv, local k, local v. `empty_parts`: make dK and dV in `parts` parts, where the query
+    heads of a KV head are divided among CTAs.
+    """
+
+    dq: PreparedPass | None
+    dkdv: PreparedPass
+    device: int
+    parts: int
+    empty_parts: tuple[Callable[[], Tensor], Callable[[], Tensor]] | None
+
+    @classmethod
+    def of(
+        cls, tensors: BackwardInputs, work: Work, *, into: Grads, one_pass: bool, ordered: bool
+    ) -> HopperBackwardStep | None:  # fmt: skip
+        inputs, grad_out = distinct(tensors.inputs), tensors.grad_out.detach()
+        norm, delta = tensors.norm, tensors.delta
+        if norm is None or delta is None or not norm.is_contiguous() or not delta.is_contiguous():
+            return None
+        if not is_preparable(inputs, work) or not launch.describable(grad_out):
+            return None
+        (local_k, local_v), parts = inputs.local_kv or (None, None), head_parts_of(inputs.q, inputs.v, work)
+        call, dk, dv, empty_parts = HopperCall(inputs, work), into.k, into.v, None
+        if parts > 1:
+            makers = [maker(t, (t.shape[0], t.shape[1] * parts, *t.shape[2:]), torch.float32) for t in (dk, dv)]
+            empty_parts = makers[0], makers[1]
+            dk, dv = empty_parts[0](), empty_parts[1]()
+        roles = inputs.q, inputs.k, inputs.v, grad_out, norm, delta, into.q, dk, dv, local_k, local_v
+        dq = None
+        if not one_pass:
+            dq = PreparedPass.of(call, call.dq_pass(grad_out, norm, delta, into.q, into.captured, add=True), roles)
+        total = into.q if one_pass else None
+        dkdv = PreparedPass.of(call, call.dkdv_pass(grad_out, norm, delta, dk, dv, total, ordered=ordered), roles)
+        if not dkdv.launch.is_compiled or (dq is not None and not dq.launch.is_compiled):
+            return None
+        return cls(dq=dq, dkdv=dkdv, device=inputs.q.device.index, parts=parts, empty_parts=empty_parts)
+
+    def __call__(self, tensors: BackwardInputs, into: Grads, score_captured: Sequence[Tensor]) -> None:
+        inputs, norm, delta = tensors.inputs, tensors.norm, tensors.delta
+        assert norm is not None and delta is not None
+        dk, dv = (into.k, into.v) if self.empty_parts is None else (self.empty_parts[0](), self.empty_parts[1]())
+        local_k, local_v = (0, 0) if inputs.local_kv is None else (inputs.local_kv[0].data_ptr(), inputs.local_kv[1].data_ptr())
+        norm_at = norm.data_ptr()
+        addresses = (
+            inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr(), tensors.grad_out.data_ptr(), norm_at, delta.data_ptr(),
+            into.q.data_ptr(), dk.data_ptr(), dv.data_ptr(), local_k, local_v,
+        )  # fmt: skip
+        stream, captured = direct_stream(self.device), [t.data_ptr() for t in score_captured]
+        if self.dq is not None:
+            self.dq(stream, addresses, captured, [g.data_ptr() for g in into.captured if g is not None] or (norm_at,))
+        self.dkdv(stream, addresses, captured)
+        if self.parts > 1:
+            for summed, by_part in ((into.k, dk), (into.v, dv)):
+                summed.copy_(by_part.unflatten(1, (-1, self.parts)).sum(2))
+
+
+def _maker_like(tensor: Tensor) -> Callable[[], Tensor]:
+    """A function that makes uninitialised tensors of this shape, dtype and strides."""
+    return partial(torch.empty_strided, tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
