@@ -10,6 +10,7 @@ import torch
 import longspan as ls
 from longspan._comm.agreement import CallDescription
 from longspan._derived_cache import DerivedCache
+from longspan._engine.call_agreement import CheckedCall
 from longspan._engine.plan_cache import PlanCache
 from longspan._engine.spec import SpecRegistry
 from longspan._engine.table_cache import DeviceCopies, TableCache
@@ -58,7 +59,7 @@ def test_plan_cache_holds_no_plan_alive() -> None:
     for length in range(200, 260):
         plan = ls.plan(ls.causal(), length, ls.Mesh.abstract(2)).data
         cache.captured(plan, torch.device("cpu"))
-        cache.description(plan, length, lambda: CallDescription("attention", {}))
+        cache.checked_call(plan, length, lambda: CheckedCall(CallDescription("attention", {}), None))
         plans.append(weakref.ref(plan))
     del plan
     gc.collect()

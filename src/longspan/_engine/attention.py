@@ -17,8 +17,9 @@ from longspan._engine.call_cache import CallKey, calls, score_key
 from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, refuse_transforms, tracing_under_transforms
 from longspan._engine.dense_distributed import dense_over_mesh
 from longspan._engine.invariant_mode import is_invariant
-from longspan._engine.prepared_call import is_captured
+from longspan._engine.plan_cache import plan_cache
 from longspan._engine.spec import Spec
+from longspan._engine.streams import is_captured
 from longspan._engine.table_cache import DeviceCopies
 from longspan._engine.values import CallOptions, CallTensors
 from longspan._kernels.dense import Scoring, dense_attention
@@ -31,6 +32,7 @@ from longspan._masks.trace_cache import traces
 from longspan._masks.tracing import Traced
 from longspan._plan.handle import PlanHandle
 from longspan._torch_modes import without_autocast
+from longspan._torch_private import forward_mode_is_active
 
 _device_copies = DeviceCopies()
 _SELECTED_MESH_COMPILED = (
@@ -227,21 +229,38 @@ def _attend_over_mesh(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, p
         # Without shared heads, lse is not exchanged.
         return attend_compiled(q, k, v, options, mask=None, scale=scale, returned=options.return_lse or plan.data.degree == 1)
     try:
-        refuse_transforms(planned=True)
-        plan.check_mask()
         selects = isinstance(options.mask, Mask) and options.mask.has_selection
-        if not selects:
-            _refuse_mask(options.mask)
-        scale = _checked_scale(q, k, v, options)
+        scale = _checked_scale_over_mesh(q, k, v, options, plan, selects=selects)
         score_traced = _traced_score(options.score_mod, state_dtype(q.dtype))
         inputs = _call_tensors(q, k, v, options, None, score_traced)
-        call = CallOptions(spec=_spec(options, None, score_traced), scale=scale)
-        chosen = selected_mesh.checked_selection(plan.data, options.mask, inputs, call) if selects else None
+        chosen = None
+        if selects:
+            call = CallOptions(spec=_spec(options, None, score_traced), scale=scale)
+            chosen = selected_mesh.checked_selection(plan.data, options.mask, inputs, call)
     except (ValueError, TypeError, RuntimeError) as error:
         refuse(plan.data.mesh, error)
     if chosen is not None:
         return *selected_mesh.attend(inputs, call, plan.data, chosen), _NOTHING
     return _run(inputs, options, None, score_traced, scale)
+
+
+def _checked_scale_over_mesh(
+    q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, plan: PlanHandle, *, selects: bool
+) -> float:  # fmt: skip
+    """`_checked_scale` of a call with a plan. Checks that depend on the key of a call only are made once.
+
+    selects: The mask is a selection, the only mask that may be given with a plan.
+    """
+    callable_mod = options.score_mod is None or callable(options.score_mod)
+    key = calls.key(q, k, v, options) if options.mask is None and callable_mod else None
+    if key is not None:
+        plan.check_mask()
+        return plan_cache.scale(plan.data, key.layouts, lambda: _checked_scale(q, k, v, options))
+    refuse_transforms(planned=True)
+    plan.check_mask()
+    if not selects:
+        _refuse_mask(options.mask)
+    return _checked_scale(q, k, v, options)
 
 
 def _run(inputs: CallTensors, options: AttendOptions, mask: Traced | None, score: Traced | None, scale: float) -> ops.Outputs:
@@ -328,7 +347,7 @@ def _refuse_mask(mask: Any) -> None:
 
 def _refuse_forward_mode(tensors: list[Tensor]) -> None:
     """Raise for dual tensors: the operator has no rule for tangents, and torch would drop them silently."""
-    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    if forward_mode_is_active() and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise RuntimeError(ops.NO_TRANSFORMS)
 
 

@@ -8,15 +8,17 @@ before the first all-to-all.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from longspan._comm.agreement import Agreement, CallDescription, refuse
 from longspan._engine.invariant import check_over_mesh
+from longspan._engine.pass_setup import PassSetup
 from longspan._engine.plan_cache import plan_cache
 from longspan._engine.sharded_call import ShardedCall
 from longspan._engine.values import CallOptions, CallTensors
+from longspan._kernels.registry import torch_settings
 from longspan._plan.plan_data import PlanData
 
 
@@ -30,13 +32,26 @@ def begin_call(
         forward_number: Of a backward pass, `Agreement.number` of its forward pass; 0 if unknown.
     """
     try:
-        description = plan_cache.description(plan, _cache_key(options, inputs, needs), lambda: _describe(plan, options, inputs, needs))
+        checked = plan_cache.checked_call(plan, _cache_key(options, inputs, needs), lambda: _check(plan, options, inputs, needs))
     except (ValueError, TypeError, RuntimeError) as error:
         refuse(plan.mesh, error)
-    return _call(plan, options, inputs, Agreement(plan.mesh, description, forward=None if needs is None else forward_number))
+    agreement = Agreement(plan.mesh, checked.description, forward=None if needs is None else forward_number)
+    return _call(plan, options, inputs, agreement, checked.setup)
 
 
-def _call(plan: PlanData, options: CallOptions, inputs: CallTensors, agreement: Agreement) -> ShardedCall:
+class CheckedCall(NamedTuple):
+    """One kind of pass, checked on this rank: its description, which all ranks must have in common, and its setup.
+
+    setup: None for the dense kernel and in `longspan.invariant()`.
+    """
+
+    description: CallDescription
+    setup: PassSetup | None
+
+
+def _call(
+    plan: PlanData, options: CallOptions, inputs: CallTensors, agreement: Agreement, setup: PassSetup | None = None
+) -> ShardedCall:  # fmt: skip
     return ShardedCall(
         plan=plan,
         spec=options.spec,
@@ -46,31 +61,33 @@ def _call(plan: PlanData, options: CallOptions, inputs: CallTensors, agreement: 
         kv_heads=inputs.k.shape[1],
         device=inputs.q.device,
         agreement=agreement,
+        setup=setup,
     )
 
 
 def _cache_key(options: CallOptions, inputs: CallTensors, needs: Sequence[bool] | None) -> tuple[object, ...]:
-    """Everything that `_describe` depends on besides the plan."""
+    """Everything that `_check` depends on besides the plan."""
     q, k, v, sink = inputs.q, inputs.k, inputs.v, inputs.sink
     return (
         q.shape, k.shape, v.shape, q.dtype, q.device, options.spec.handle, options.scale, options.max_scores,
         None if sink is None else (sink.shape, sink.dtype), tuple((t.shape, t.dtype) for t in inputs.score_captured),
-        None if needs is None else tuple(needs), torch.are_deterministic_algorithms_enabled(),
+        None if needs is None else tuple(needs), torch_settings(),
     )  # fmt: skip
 
 
-def _describe(plan: PlanData, options: CallOptions, inputs: CallTensors, needs: Sequence[bool] | None) -> CallDescription:
-    """Check the call on this rank. Return the fields that all ranks must have in common.
+def _check(plan: PlanData, options: CallOptions, inputs: CallTensors, needs: Sequence[bool] | None) -> CheckedCall:
+    """Check the call on this rank, and describe it.
 
     Captured tensors and sinks may hold other values on each rank.
     """
     check(plan, inputs.q, inputs.k, inputs.v)
+    setup = None
     if options.spec.invariant:
         check_over_mesh(plan, inputs, options, needs)
     else:
-        _call(plan, options, inputs, Agreement.none()).check(inputs, needs)
+        setup = _call(plan, options, inputs, Agreement.none()).check(inputs, needs)
     kind = "attention, forward pass" if needs is None else "attention, backward pass"
-    return CallDescription(kind, described_fields(plan, options, inputs))
+    return CheckedCall(CallDescription(kind, described_fields(plan, options, inputs)), setup)
 
 
 def described_fields(plan: PlanData, options: CallOptions, inputs: CallTensors) -> dict[str, str]:

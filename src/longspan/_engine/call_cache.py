@@ -21,7 +21,8 @@ from torch.nn import Parameter
 
 from longspan._derived_cache import DerivedCache
 from longspan._engine.invariant_mode import is_invariant
-from longspan._engine.prepared_call import PreparedCall, is_captured
+from longspan._engine.prepared_call import PreparedCall
+from longspan._engine.streams import is_captured
 from longspan._engine.values import CallOptions, CallTensors
 from longspan._masks.algebra import Full, Mask
 from longspan._masks.remembered_mask import remembered_mask

@@ -6,6 +6,7 @@ Legend as in `longspan._kernels.protocol`; B, H, G, Q, K are those of this rank'
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 from longspan._engine.gradient_sums import GradientSums
 from longspan._engine.sharded_call import ShardedCall
 from longspan._engine.sink import sink_gradient, sink_state
-from longspan._engine.streams import StepStreams
+from longspan._engine.step_calls import StepCalls
+from longspan._engine.streams import StepStreams, is_captured
 from longspan._engine.ulysses import UlyssesTranspose
 from longspan._engine.values import BackwardTensors, CallTensors
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, ComputesNorm, Grads, State, like_query
@@ -44,9 +46,12 @@ def _forward_transposed(
 
 
 def _forward_steps(call: ShardedCall, inputs: CallTensors, *, max_scores: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    q, k, v = inputs.q, inputs.k, inputs.v
-    kernel, schedule, capabilities = call.pass_setup(q, k, v, backward=False)
-    exchange = call.kv_exchange(capabilities, schedule, inputs, backward=False)
+    q, v = inputs.q, inputs.v
+    assert call.setup is not None
+    kernel, schedule, _, _, calls = call.setup
+    if is_captured(q):
+        calls = StepCalls(kernel, prepare=False)
+    exchange = call.kv_exchange(call.setup, inputs, backward=False)
     queries = [q] if call.plan.batch_layouts == 1 else list(q.split(1))
     states: list[State | None] = [sink_state(inputs.sink, part, v, max_scores=max_scores) for part in queries]
     for i, step in enumerate(schedule.steps):
@@ -56,9 +61,11 @@ def _forward_steps(call: ShardedCall, inputs: CallTensors, *, max_scores: bool) 
             is_last = i == schedule.last_step[r]
             if tiles.empty and not is_last:
                 continue
-            work = call.work(tiles, r, backward=False)
             step_inputs = AttentionInputs(q=queries[r], k=step_k, v=step_v, local_kv=exchange.local_kv(i))
-            states[r] = kernel.forward(step_inputs, work, state=states[r], final=is_last, max_scores=max_scores)
+            states[r] = calls.forward(
+                (i, r, call.scale), step_inputs, partial(call.work, tiles, r, backward=False), call.captured_here,
+                state=states[r], final=is_last, max_scores=max_scores,
+            )  # fmt: skip
         exchange.send(i + 1)
     final = [state for state in states if state is not None]
     if len(final) == 1:
@@ -113,11 +120,14 @@ def _backward_transposed(call: ShardedCall, transpose: UlyssesTranspose, tensors
 def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide: bool) -> tuple[Grads, Tensor | None]:
     inputs, needs, grad_lse = tensors.inputs, tensors.needs, tensors.grad_lse
     q = inputs.q
-    kernel, schedule, capabilities = call.pass_setup(q, inputs.k, inputs.v, backward=True)
+    assert call.setup is not None
+    kernel, schedule, capabilities, _, calls = call.setup
+    if is_captured(q):
+        calls = StepCalls(kernel, prepare=False)
     delta = kernel.delta(tensors.out, tensors.grad_out, grad_lse)
     norm = kernel.norm(tensors.lse) if isinstance(kernel, ComputesNorm) else None
     grad_sink = sink_gradient(inputs.sink, tensors.lse, delta)
-    exchange = call.kv_exchange(capabilities, schedule, inputs, backward=True)
+    exchange = call.kv_exchange(call.setup, inputs, backward=True)
     may_overlap = overlap = False
     if q.is_cuda and exchange.group is not None and exchange.group.any_stream:
         may_overlap, overlap = call.steps_may_overlap(kernel, schedule, inputs, needs)
@@ -147,13 +157,15 @@ def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide
                         into.k.zero_()
                         into.v.zero_()
                     else:
-                        work = call.work(tiles, r, backward=True, concurrent=concurrent)
                         step_q, out, lse, grad_out, row_grad_lse, row_delta, row_norm = batch_rows(r)
                         step_tensors = BackwardInputs(
                             inputs=AttentionInputs(q=step_q, k=step_k, v=step_v, local_kv=exchange.local_kv(i)),
                             out=out, lse=lse, grad_out=grad_out, grad_lse=row_grad_lse, needs=needs, delta=row_delta, norm=row_norm,
                         )  # fmt: skip
-                        kernel.backward(step_tensors, work, wide=True, into=into)
+                        calls.backward(
+                            (i, r, call.scale, concurrent, tuple(needs)), step_tensors,
+                            partial(call.work, tiles, r, backward=True, concurrent=concurrent), call.captured_here, into,
+                        )  # fmt: skip
                     if scattered is not None and tiles.kv_rows is not None:
                         tiles.kv_rows.write_(buffer, scattered)
                 exchange.send(i + 1)

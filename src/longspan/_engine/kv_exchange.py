@@ -25,10 +25,7 @@ SEPARATE_KV_BYTES = 32 * 2**20
 
 
 def sends_kv_separately(plan: PlanData, k: Tensor, v: Tensor) -> bool:
-    """Whether K and V are sent separately. Then all stages of a step are one all-to-all each.
-
-    The same on every rank: it depends on sizes only, not on strides.
-    """
+    """Whether K and V are sent separately. The same on every rank: it depends on sizes only, not on strides."""
     layout = plan.inner[1]
     batch, kv_heads, _, dim = k.shape
     return layout.length // layout.ranks * batch * kv_heads * (dim + v.shape[3]) * k.element_size() >= SEPARATE_KV_BYTES

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from torch import Tensor
 
 from longspan._engine.buffer_rows import ReturnedRows, RowSelection
-from longspan._kernels.protocol import Capabilities, Kernel
 from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import BlockTable
 
@@ -118,6 +116,11 @@ class LocalSchedule:
     last_step: tuple[int, ...]
 
     @cached_property
+    def exchanges(self) -> bool:
+        """Whether a step has exchanges."""
+        return any(step.exchanges for step in self.steps)
+
+    @cached_property
     def final_returns(self) -> tuple[ComputeStep, ...]:
         """The steps whose returned gradients are added in one pass at the end: the last two steps with exchanges, or only the last one.
 
@@ -134,11 +137,3 @@ class LocalSchedule:
     def final_returned_rows(self) -> ReturnedRows:
         """`returned` of all `final_returns`, concatenated."""
         return ReturnedRows(parts=tuple(part for step in self.final_returns for part in step.returned.parts))
-
-
-class PassSetup(NamedTuple):
-    """The kernel of a pass, this rank's schedule for it, and the kernel's capabilities for the first step."""
-
-    kernel: Kernel
-    schedule: LocalSchedule
-    capabilities: Capabilities

@@ -23,7 +23,9 @@ from longspan._plan.relayout import Relayout
 from longspan._plan.sharding import places
 
 if TYPE_CHECKING:
-    from longspan._engine.local_schedule import LocalSchedule, PassSetup
+    from longspan._engine.call_agreement import CheckedCall
+    from longspan._engine.local_schedule import LocalSchedule
+    from longspan._engine.pass_setup import PassSetup
     from longspan._engine.selected_grid import SelectionGrid
 
 
@@ -44,6 +46,8 @@ class PlanCache:
         self._selection_grids: DerivedCache[PlanData, SelectionGrid] = DerivedCache(8)
         self._poolings: DerivedCache[PlanData, BlockPooling] = DerivedCache(8)
         self._descriptions: DerivedCache[PlanData, CallDescription] = DerivedCache(256)
+        self._scales: DerivedCache[PlanData, float] = DerivedCache(64)
+        self._checked_calls: DerivedCache[PlanData, CheckedCall] = DerivedCache(256)
 
     def tiles(self, plan: PlanData, block: tuple[int, int]) -> tuple[TiledRow, ...]:
         """The plan's batch rows in tiles of `block` (queries, KV) tokens; the plan has its own for BLOCK_SIZE."""
@@ -106,8 +110,16 @@ class PlanCache:
         return self._poolings.get(plan, block, lambda: BlockPooling(layout=layout, mesh=mesh, block=block))
 
     def description(self, plan: PlanData, key: Hashable, describe: Callable[[], CallDescription]) -> CallDescription:
-        """One kind of call, checked on this rank, as all ranks must describe it."""
+        """One kind of call with a selection, as all ranks must describe it."""
         return self._descriptions.get(plan, key, describe)
+
+    def scale(self, plan: PlanData, key: Hashable, check: Callable[[], float]) -> float:
+        """The scale of one kind of call, whose arguments were checked."""
+        return self._scales.get(plan, key, check)
+
+    def checked_call(self, plan: PlanData, key: Hashable, check: Callable[[], CheckedCall]) -> CheckedCall:
+        """One kind of call, checked on this rank."""
+        return self._checked_calls.get(plan, key, check)
 
 
 plan_cache = PlanCache()

@@ -16,6 +16,7 @@ from torch import Tensor
 from longspan._engine import one_device
 from longspan._engine.checks import refuse_batched_gradients
 from longspan._engine.eager import backward_by_operator
+from longspan._engine.streams import is_captured
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Kernel, PreparedBackward, PreparesCalls, Work
 from longspan._torch_modes import without_autocast
@@ -23,11 +24,6 @@ from longspan._torch_private import is_batched_gradient
 
 _MAX_BACKWARDS = 8  # layouts of the gradient of out, and settings, for which a backward pass is prepared
 _MISALIGNED = 15  # bits of an address that are 0 if it is divisible by 16
-
-
-def is_captured(q: Tensor) -> bool:
-    """Whether a call with this tensor becomes part of a CUDA graph, which needs launches that hold their tables."""
-    return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class PreparedCall:

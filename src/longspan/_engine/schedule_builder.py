@@ -26,7 +26,8 @@ class ScheduleOptions:
         heads: First query head and one past the last, where the rank computes some heads only; None for all.
         backward: Only KV that a rank reads is received (`PlanData.backward_schedule`), and stages in which nothing moves on any rank are
             left out.
-        merge_stages: All stages of a step are one all-to-all.
+        merge_stages: All stages of a step are one all-to-all: on CUDA, where starting a collective takes as long as launching several
+            kernels, and where K and V are sent separately. Otherwise each stage is one, and its rows are packed when it begins.
         split_bytes: Of a backward pass, (bytes of a KV element, bytes of a gradient element in flight). The local KV is then split between
             tiles into a first and a last step, in proportion to the transfers that each overlaps with (`late_share`). It stays in one
             step where batch rows differ, where no received KV is computed, and where there are not two tiles to compute.

@@ -14,13 +14,15 @@ from torch import Tensor
 
 from longspan._comm.agreement import Agreement
 from longspan._engine.kv_exchange import KVExchange, KVFormat, sends_kv_separately
-from longspan._engine.local_schedule import LocalSchedule, PassSetup, StepTiles
+from longspan._engine.local_schedule import LocalSchedule, StepTiles
+from longspan._engine.pass_setup import PassSetup
 from longspan._engine.plan_cache import plan_cache
 from longspan._engine.schedule_builder import ScheduleOptions, local_schedule
 from longspan._engine.spec import Spec
+from longspan._engine.step_calls import StepCalls
 from longspan._engine.ulysses import UlyssesTranspose
 from longspan._engine.values import CallTensors
-from longspan._kernels.protocol import AttentionInputs, Capabilities, Kernel, Work, state_dtype
+from longspan._kernels.protocol import AttentionInputs, Kernel, Work, state_dtype
 from longspan._kernels.registry import KernelCall, choose, combined_capabilities, torch_settings
 from longspan._masks.block_table import BLOCK_SIZE
 from longspan._masks.joint import Joint
@@ -39,6 +41,7 @@ class ShardedCall:
     kv_heads: int
     device: torch.device
     agreement: Agreement
+    setup: PassSetup | None = None  # of this pass; None for calls that are only checked, and for those without steps
 
     @cached_property
     def transpose(self) -> UlyssesTranspose | None:
@@ -53,9 +56,9 @@ class ShardedCall:
         )
 
     @cached_property
-    def _captured(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors that the mask and the score program read, on the device of the queries."""
-        return plan_cache.captured(self.plan, self.device), [t.to(self.device) for t in self.score_captured]
+    def captured_here(self) -> list[Tensor]:
+        """The tensors that the score program reads, on the device of the queries."""
+        return [t.to(self.device) for t in self.score_captured]
 
     @cached_property
     def _joint(self) -> Joint | None:
@@ -69,9 +72,9 @@ class ShardedCall:
             kv_tiles=tiles.kv_tiles,
             scale=self.scale,
             mask=self.plan.mask.program,
-            mask_captured=self._captured[0],
+            mask_captured=plan_cache.captured(self.plan, self.device),
             score=self.spec.score,
-            score_captured=self._captured[1],
+            score_captured=self.captured_here,
             joint=self._joint if backward else None,
             first_batch=row if self.plan.batch_layouts > 1 else 0,
             first_head=0 if self.transpose is None else self.transpose.local_heads.start,
@@ -105,7 +108,7 @@ class ShardedCall:
         """Choose the kernel for tiles of BLOCK_SIZE, then the schedule that it prefers and supports. Raises what the calls would raise."""
         heads = None if self.transpose is None else (self.transpose.local_heads.start, self.transpose.local_heads.stop)
         options = ScheduleOptions(
-            block=(BLOCK_SIZE, BLOCK_SIZE), heads=heads, backward=backward, merge_stages=self._sends_kv_separately(k, v)
+            block=(BLOCK_SIZE, BLOCK_SIZE), heads=heads, backward=backward, merge_stages=k.is_cuda or self._sends_kv_separately(k, v)
         )
         kernel, _ = choose(self.spec.kernel, self.kernel_calls(local_schedule(self.plan, options), q, k, v))
         preferred = replace(options, block=kernel.block_size(AttentionInputs(q=q, k=k, v=v), self.plan.tiles[0].table))
@@ -120,19 +123,18 @@ class ShardedCall:
                 break
         for inputs, work in calls:
             kernel.check(inputs, work)
-        return PassSetup(kernel, schedule, capabilities)
+        separate, per_batch_row = self._sends_kv_separately(k, v), self.plan.batch_layouts > 1
+        two_buffers = separate and bool(schedule.steps[0].exchanges) and not per_batch_row and capabilities.two_kv_buffers
+        fmt = KVFormat(separate=separate, per_batch_row=per_batch_row, two_buffers=two_buffers)
+        return PassSetup(kernel, schedule, capabilities, fmt, StepCalls(kernel))
 
-    def kv_exchange(self, capabilities: Capabilities, schedule: LocalSchedule, inputs: CallTensors, *, backward: bool) -> KVExchange:
+    def kv_exchange(self, setup: PassSetup, inputs: CallTensors, *, backward: bool) -> KVExchange:
         """The KV exchange of a pass; starts to send k and v."""
-        k, v = inputs.k, inputs.v
-        first, separate, per_batch_row = schedule.steps[0], self._sends_kv_separately(k, v), self.plan.batch_layouts > 1
-        two_buffers = separate and bool(first.exchanges) and not per_batch_row and capabilities.two_kv_buffers
-        group = None
-        if any(step.exchanges for step in schedule.steps):
+        group, steps = None, setup.schedule.steps
+        if setup.schedule.exchanges:
             assert self.plan.kv_axis is not None
             group = self.plan.mesh.group(self.plan.kv_axis)
-        fmt = KVFormat(separate=separate, per_batch_row=per_batch_row, two_buffers=two_buffers)
-        return KVExchange(group, (k, v), schedule.steps, fmt, "backward" if backward else "forward", self.agreement)
+        return KVExchange(group, (inputs.k, inputs.v), steps, setup.fmt, "backward" if backward else "forward", self.agreement)
 
     def _sends_kv_separately(self, k: Tensor, v: Tensor) -> bool:
         """Not after a Ulysses transpose, which leaves K and V side by side."""
@@ -157,15 +159,19 @@ class ShardedCall:
         allowed = plan_cache.concurrent(self.plan, key, ask)
         return allowed, plan_cache.launched_before(self.plan, key) and allowed
 
-    def check(self, inputs: CallTensors, needs: Sequence[bool] | None) -> None:
-        """Raise whatever a kernel would raise for this call. needs: as in `BackwardTensors`, None in a forward pass."""
-        if self.spec.kernel == "dense":  # it has neither tiles nor stages
-            return
+    def check(self, inputs: CallTensors, needs: Sequence[bool] | None) -> PassSetup | None:
+        """Raise whatever a kernel would raise for this call, else return its setup. needs: as in `BackwardTensors`, None in a forward pass.
+
+        None for the dense kernel, which has neither tiles nor stages.
+        """
+        if self.spec.kernel == "dense":
+            return None
         q, k, v = (inputs.q, inputs.k, inputs.v) if self.transpose is None else self.transpose.gathered_shapes(inputs.q, inputs.k, inputs.v)
         if needs is None:
-            for backward in (False, True):
-                self.pass_setup(q, k, v, backward=backward)
-        else:
-            kernel, schedule, _ = self.pass_setup(q, k, v, backward=True)
-            for call_inputs, work in self.kernel_calls(schedule, q, k, v):
-                kernel.check(call_inputs, work, needs=needs)
+            setup = self.pass_setup(q, k, v, backward=False)
+            self.pass_setup(q, k, v, backward=True)
+            return setup
+        setup = self.pass_setup(q, k, v, backward=True)
+        for call_inputs, work in self.kernel_calls(setup.schedule, q, k, v):
+            setup.kernel.check(call_inputs, work, needs=needs)
+        return setup

@@ -10,6 +10,12 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
+from torch import Tensor
+
+
+def is_captured(q: Tensor) -> bool:
+    """Whether a call with this tensor becomes part of a CUDA graph, which needs launches that hold their tables."""
+    return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class StepStreams:
@@ -21,15 +27,22 @@ class StepStreams:
 
     def __init__(self, device: torch.device, *, two: bool) -> None:
         self.streams = [torch.cuda.current_stream(device), _second_stream(device)] if two else []
+        self._current = self.streams[:1]  # a stack: the last is current
+        self._device = torch.cuda.device(device) if two else nullcontext()
 
     def __enter__(self) -> None:
-        for second in self.streams[1:]:
-            second.wait_stream(self.streams[0])
+        self._device.__enter__()
+        self._fork()
 
     def __exit__(self, *error: object) -> None:
         self.join()
         if self.streams and not torch.cuda.is_current_stream_capturing():  # a graph capture must end with its streams joined
-            self.__enter__()
+            self._fork()
+        self._device.__exit__(None, None, None)
+
+    def _fork(self) -> None:
+        for second in self.streams[1:]:
+            second.wait_stream(self.streams[0])
 
     def join(self) -> None:
         """Make the first stream, on which the caller continues, wait for the second."""
@@ -38,16 +51,34 @@ class StepStreams:
 
     def of(self, step: int) -> AbstractContextManager[object]:
         """A context in which the stream of a step is current."""
-        return torch.cuda.stream(self.streams[step % 2]) if self.streams else nullcontext()
+        return _CurrentStream(self._current, self.streams[step % 2]) if self.streams else _UNCHANGED
 
     def record(self) -> torch.cuda.Event | None:
         """An event after the work that the current stream has now; None where there is one stream only."""
-        return torch.cuda.current_stream(self.streams[0].device).record_event() if self.streams else None
+        return self._current[-1].record_event() if self.streams else None
 
     def wait(self, event: torch.cuda.Event | None) -> None:
         """Make the current stream wait for an event of `record`."""
         if event is not None:
-            torch.cuda.current_stream(self.streams[0].device).wait_event(event)
+            self._current[-1].wait_event(event)
+
+
+_UNCHANGED = nullcontext()
+
+
+class _CurrentStream:
+    """A context in which a stream of the current device is current. `torch.cuda.stream` looks up the device and the stream before it."""
+
+    def __init__(self, stack: list[torch.cuda.Stream], stream: torch.cuda.Stream) -> None:
+        self._stack, self._stream = stack, stream
+
+    def __enter__(self) -> None:
+        self._stack.append(self._stream)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.pop()
+        torch.cuda.set_stream(self._stack[-1])
 
 
 @cache

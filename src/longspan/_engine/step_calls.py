@@ -1,0 +1,124 @@
+"""The kernel calls of one kind of pass over a mesh, by step and batch row. A call that repeats is prepared by its kernel.
+
+A step is found by the strides and the alignment of its tensors. Everything else that it depends on is part of the key under which
+`longspan._engine.plan_cache` holds the steps. A step is prepared when it is made for the second time with tensors of the same layouts:
+preparation takes longer than a call, and a plan may be used once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from enum import Enum
+
+from torch import Tensor
+
+from longspan._kernels.protocol import (
+    AttentionInputs,
+    BackwardInputs,
+    Grads,
+    Kernel,
+    PreparedBackwardStep,
+    PreparedForwardStep,
+    PreparesSteps,
+    State,
+    Work,
+)
+
+_MAX_LAYOUTS = 64  # steps of one kind of pass, times layouts of their tensors
+_MISALIGNED = 15  # bits of an address that are 0 if it is divisible by 16
+
+
+class _Mark(Enum):
+    """In place of a prepared step: made once, or not supported by the kernel."""
+
+    MADE_ONCE = 0
+    NOT_SUPPORTED = 1
+
+
+class StepCalls:
+    """The kernel calls of one kind of pass. Not prepared without `prepare`, and where the kernel does not prepare steps.
+
+    `place` in its methods: the step, the batch row, and settings of this call that the work depends on. `captured`: the tensors that the
+    score program reads, on the device of the queries.
+    """
+
+    def __init__(self, kernel: Kernel, *, prepare: bool = True) -> None:
+        self._kernel = kernel
+        self._prepares: PreparesSteps | None = kernel if prepare and isinstance(kernel, PreparesSteps) else None
+        self._forward: dict[Hashable, PreparedForwardStep | _Mark] = {}
+        self._backward: dict[Hashable, PreparedBackwardStep | _Mark] = {}
+
+    def forward(
+        self, place: Hashable, inputs: AttentionInputs, work: Callable[[], Work], captured: Sequence[Tensor], *,
+        state: State | None, final: bool, max_scores: bool,
+    ) -> State:  # fmt: skip
+        """`Kernel.forward`. Calls with max scores are not prepared."""
+        kernel, prepares = self._kernel, self._prepares
+        if prepares is None or max_scores:
+            return kernel.forward(inputs, work(), state=state, final=final, max_scores=max_scores)
+        key = place, _inputs_key(inputs), None if state is None else state.layout, _captured_key(captured)
+        step = self._forward.get(key)
+        if step is not None and not isinstance(step, _Mark):
+            return step(inputs, state, captured)
+        step_work = work()
+        result = kernel.forward(inputs, step_work, state=state, final=final, max_scores=False)
+        if step is None:
+            _add(self._forward, key, _Mark.MADE_ONCE)
+        elif step is _Mark.MADE_ONCE:
+            prepared = prepares.prepare_forward_step(inputs, step_work, state=state, result=result, final=final)
+            self._forward[key] = _Mark.NOT_SUPPORTED if prepared is None else prepared
+        return result
+
+    def backward(
+        self, place: Hashable, tensors: BackwardInputs, work: Callable[[], Work], captured: Sequence[Tensor], into: Grads
+    ) -> None:  # fmt: skip
+        """`Kernel.backward`, added to `into`."""
+        kernel, prepares = self._kernel, self._prepares
+        if prepares is None:
+            kernel.backward(tensors, work(), wide=True, into=into)
+            return
+        key = place, _inputs_key(tensors.inputs), _gradients_key(tensors, into), _captured_key(captured)
+        step = self._backward.get(key)
+        if step is not None and not isinstance(step, _Mark):
+            step(tensors, into, captured)
+            return
+        step_work = work()
+        kernel.backward(tensors, step_work, wide=True, into=into)
+        if step is None:
+            _add(self._backward, key, _Mark.MADE_ONCE)
+        elif step is _Mark.MADE_ONCE:
+            prepared = prepares.prepare_backward_step(tensors, step_work, into=into)
+            self._backward[key] = _Mark.NOT_SUPPORTED if prepared is None else prepared
+
+
+def _add(
+    steps: dict[Hashable, PreparedForwardStep | _Mark] | dict[Hashable, PreparedBackwardStep | _Mark], key: Hashable, mark: _Mark
+) -> None:
+    if len(steps) >= _MAX_LAYOUTS:
+        steps.clear()
+    steps[key] = mark
+
+
+def _inputs_key(inputs: AttentionInputs) -> Hashable:
+    q, k, v = inputs.q, inputs.k, inputs.v
+    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    if inputs.local_kv is None:
+        return q.stride(), k.stride(), v.stride(), addresses & _MISALIGNED
+    local_k, local_v = inputs.local_kv
+    addresses |= local_k.data_ptr() | local_v.data_ptr()
+    return q.stride(), k.stride(), v.stride(), addresses & _MISALIGNED, local_k.stride(), local_v.stride()
+
+
+def _gradients_key(tensors: BackwardInputs, into: Grads) -> Hashable:
+    grad_out, norm, delta, dk, dv = tensors.grad_out, tensors.norm, tensors.delta, into.k, into.v
+    addresses = grad_out.data_ptr() | into.q.data_ptr() | dk.data_ptr() | dv.data_ptr()
+    for rows in (norm, delta):
+        addresses |= 0 if rows is None else rows.data_ptr()
+    return (
+        grad_out.dtype, grad_out.stride(), into.q.stride(), dk.dtype, dk.stride(), dv.stride(), addresses & _MISALIGNED,
+        None if norm is None else norm.stride(), None if delta is None else delta.stride(), tensors.grad_lse is None,
+    )  # fmt: skip
+
+
+def _captured_key(captured: Sequence[Tensor]) -> Hashable:
+    return tuple([(t.dtype, t.shape, t.stride(), t.data_ptr() & _MISALIGNED) for t in captured]) if captured else None

@@ -1,0 +1,228 @@
+"""Prepared steps of sharded calls: used for calls that repeat, and right for calls that differ in anything."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import longspan as ls
+from longspan._engine.step_calls import _MAX_LAYOUTS, StepCalls
+from longspan._kernels import registry
+from longspan._kernels.cpu import CpuKernel
+from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, State, Work
+from longspan.testing import oracle, virtual_world
+
+TOKENS, HEADS, KV_HEADS = 61, 4, 2
+
+
+class PreparingKernel(CpuKernel):
+    """The CPU kernel with prepared steps that compute the work they were prepared for, with the tensors of the call."""
+
+    def __init__(self) -> None:
+        self.prepared = 0
+        self.used: list[str] = []
+
+    def prepare_forward_step(self, inputs: AttentionInputs, work: Work, *, state: State | None, result: State, final: bool) -> Any:
+        self.prepared += 1
+        signature = _strides(inputs)
+
+        def step(inputs: AttentionInputs, state: State | None, captured: Sequence[Tensor]) -> State:
+            assert _strides(inputs) == signature
+            self.used.append("forward")
+            return self.forward(inputs, replace(work, score_captured=captured), state=state, final=final, max_scores=False)
+
+        return step
+
+    def prepare_backward_step(self, tensors: BackwardInputs, work: Work, *, into: Grads) -> Any:
+        self.prepared += 1
+        needs, signature, deterministic = tuple(tensors.needs), _strides(tensors.inputs), torch.are_deterministic_algorithms_enabled()
+
+        def step(tensors: BackwardInputs, into: Grads, captured: Sequence[Tensor]) -> None:
+            assert (_strides(tensors.inputs), tuple(tensors.needs)) == (signature, needs)
+            assert torch.are_deterministic_algorithms_enabled() == deterministic
+            self.used.append("backward")
+            self.backward(tensors, replace(work, score_captured=captured), wide=True, into=into)
+
+        return step
+
+
+def _strides(inputs: AttentionInputs) -> list[tuple[int, ...]]:
+    return [t.stride() for t in (inputs.q, inputs.k, inputs.v)]
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> PreparingKernel:
+    """The kernel of calls with kernel="cpu", with one stage of a ring per step."""
+    preparing, named = PreparingKernel(), registry.kernel_named
+    monkeypatch.setattr(registry, "kernel_named", lambda name: preparing if name == "cpu" else named(name))
+    monkeypatch.setattr(importlib.import_module("longspan._plan.schedule"), "STAGE_TOKENS", 16)
+    return preparing
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call. `bias`: a captured tensor [TOKENS]; `by_token`: tokens are outermost in memory."""
+
+    seed: int = 0
+    by_token: bool = False
+    scale: float | None = None
+    bias: Tensor | None = None
+    grad: bool = True
+    through_lse: bool = False
+    mode: Callable[[], Any] = nullcontext
+
+    def tensors(self) -> list[Tensor]:
+        """q, k, v, grad_out."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return [torch.randn(2, h, TOKENS, 8, generator=generator, dtype=torch.float64) for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+
+    def results(self, attend: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """[out, lse, gradients of q, k, v and the bias]."""
+        *qkv, grad = (t.transpose(1, 2).contiguous().transpose(1, 2) if self.by_token else t.contiguous() for t in tensors)
+        bias = self.bias
+        leaves = [t.detach().requires_grad_(self.grad) for t in qkv]
+        score_mod = None if bias is None else lambda s, b, h, q, kv: s + bias[kv] * 0.5
+        with self.mode():
+            out, lse = attend(*leaves, score_mod=score_mod, scale=self.scale, return_lse=True)
+            if not self.grad:
+                assert not out.requires_grad
+                return [out, lse]
+            loss = (out * grad).sum() + (lse.sum() if self.through_lse else 0.0)
+            wanted = [*leaves, bias] if bias is not None and bias.requires_grad else leaves
+            return [out.detach(), lse.detach(), *torch.autograd.grad(loss, wanted)]
+
+
+def run(calls: Sequence[Call], strategy: str, ranks: int = 3) -> list[list[Tensor]]:
+    """The results of calls with one plan, one after the other: [out, lse, dq, dk, dv, gradient of the bias] of each."""
+    plan = ls.plan(ls.causal(), TOKENS, ls.Mesh.abstract(ranks), strategy=strategy, layout="head_tail", heads=HEADS, kv_heads=KV_HEADS)
+
+    def rank(mesh: Any) -> list[list[Tensor]]:
+        mine, by_call = plan.on(mesh), []
+        for call in calls:
+            shards = [mine.shard(t, 2) for t in call.tensors()]
+            got = call.results(lambda *t, **o: ls.attention(*t, plan=mine, kernel="cpu", **o), shards)
+            by_call.append([mine.unshard(t, 2) if t.ndim > 1 else t for t in got])
+        return by_call
+
+    by_rank = virtual_world(ranks).run(rank)
+    return [
+        [sum(r[i][j] for r in by_rank) if t.ndim == 1 else t for j, t in enumerate(by_rank[0][i])]  # type: ignore[misc]
+        for i in range(len(calls))
+    ]
+
+
+def check(call: Call, got: Sequence[Tensor]) -> None:
+    want = call.results(lambda *t, **o: oracle(*t, mask=ls.causal(), **o), call.tensors())
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+def variations() -> dict[str, Call]:
+    """Calls that differ in one setting each."""
+    bias, other, fixed = (torch.linspace(-1.0, 1.0, TOKENS, dtype=torch.float64) * n for n in (1.0, -2.0, 0.5))
+    return {
+        "base": Call(),
+        "other values": Call(seed=1),
+        "strides": Call(by_token=True),
+        "scale": Call(scale=0.3),
+        "bias": Call(bias=bias.requires_grad_()),
+        "another bias": Call(bias=other.requires_grad_()),
+        "bias without gradient": Call(bias=fixed),
+        "strided bias": Call(bias=torch.stack([fixed, fixed], 1)[:, 1]),
+        "deterministic": Call(mode=deterministic),
+        "no grad": Call(grad=False),
+        "gradient of lse": Call(through_lse=True),
+    }
+
+
+@pytest.mark.parametrize("strategy", ["ring", "exchange"])
+def test_calls_that_repeat_in_any_order_equal_the_oracle(strategy: str, kernel: PreparingKernel) -> None:
+    calls = list(variations().values())
+    order = [*calls, *calls, *reversed(calls), calls[0]]
+    for call, got in zip(order, run(order, strategy), strict=True):
+        check(call, got)
+    assert kernel.used.count("forward") >= 3 * len(calls) and kernel.used.count("backward") >= 3 * len(calls)
+
+
+def test_a_call_is_prepared_the_second_time(kernel: PreparingKernel) -> None:
+    run([Call()], "ring")
+    assert not kernel.prepared
+    run([Call(), Call(seed=1)], "ring")
+    assert kernel.prepared and not kernel.used
+    prepared = kernel.prepared
+    run([Call(), Call(seed=1), Call(seed=2)], "ring")
+    assert kernel.prepared == 2 * prepared and len(kernel.used) == prepared
+
+
+def test_a_captured_tensor_that_was_modified_in_place_is_read_again(kernel: PreparingKernel) -> None:
+    bias = torch.linspace(-1.0, 1.0, TOKENS, dtype=torch.float64)
+    plan = ls.plan(ls.causal(), TOKENS, ls.Mesh.abstract(1), heads=HEADS)
+
+    def rank(mesh: Any) -> None:
+        mine, call = plan.on(mesh), Call(bias=bias, grad=False)
+        for factor in (1.0, 1.0, 1.0, -2.0, 0.5):
+            bias.mul_(factor)
+            check(call, call.results(lambda *t, **o: ls.attention(*t, plan=mine, kernel="cpu", **o), call.tensors()))
+
+    virtual_world(1).run(rank)
+    assert kernel.used
+
+
+def test_a_modified_tensor_of_the_mask_raises_at_a_repeated_call(kernel: PreparingKernel) -> None:
+    ids = torch.arange(TOKENS) // 10
+    plan = ls.plan(ls.mask_mod(lambda b, h, q, kv: ids[q] == ids[kv]), TOKENS, ls.Mesh.abstract(1), heads=HEADS)
+    q, k, v = Call().tensors()[:3]
+
+    def rank(mesh: Any) -> None:
+        for _ in range(3):
+            ls.attention(q, k, v, plan=plan, kernel="cpu")
+        assert kernel.used
+        ids.zero_()
+        with pytest.raises(ValueError, match="modified in place"):
+            ls.attention(q, k, v, plan=plan, kernel="cpu")
+
+    virtual_world(1).run(rank)
+
+
+def test_kernels_without_prepared_steps_graph_captures_and_max_scores_take_the_plain_way(kernel: PreparingKernel) -> None:
+    inputs, work = _one_step()
+    for calls, max_scores in ((StepCalls(CpuKernel()), False), (StepCalls(kernel, prepare=False), False), (StepCalls(kernel), True)):
+        for _ in range(3):
+            state = calls.forward((0, 0), inputs, lambda: work, (), state=None, final=True, max_scores=max_scores)
+            assert (state.max_scores is not None) == max_scores
+    assert not kernel.prepared and not kernel.used
+
+
+def test_prepared_steps_are_bounded() -> None:
+    kernel = PreparingKernel()
+    calls, inputs = StepCalls(kernel), _one_step()
+    for scale in range(_MAX_LAYOUTS + 3):
+        for _ in range(3):
+            calls.forward((0, 0, scale), inputs[0], lambda: inputs[1], (), state=None, final=True, max_scores=False)
+    assert len(calls._forward) <= _MAX_LAYOUTS and len(kernel.used) == _MAX_LAYOUTS + 3
+
+
+def _one_step() -> tuple[AttentionInputs, Work]:
+    from longspan._engine.one_device import plain_tiling
+
+    tiling = plain_tiling(8, 128)
+    q, k, v = (torch.randn(1, 1, 8, 8) for _ in range(3))
+    work = Work(table=ls.full().block_table(8, 8), q_tiles=tiling, kv_tiles=tiling, scale=0.5)
+    return AttentionInputs(q=q, k=k, v=v), work
