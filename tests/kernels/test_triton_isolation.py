@@ -59,27 +59,20 @@ def computed(case: Case, inputs: Inputs, *, kernel: TritonKernel = KERNEL, fused
 
 
 def by_rows(case: Case, inputs: Inputs) -> dict[str, Tensor]:
-    """Each row in float64 over its visible keys alone, gradients by autograd: nothing else can reach it."""
+    """Each row in float64 over its visible keys alone, gradients by autograd: a row's copy of K and V has zeros where it may not see."""
     q, k, v, do = (t.detach().double().requires_grad_() for t in inputs)
-    B, H, G, Q, _ = case.shape
-    allowed, out, lse = case.allowed().cpu(), torch.zeros(B, H, Q, case.dims[1], dtype=torch.float64, device=DEVICE), None
-    lse = torch.full((B, H, Q), -torch.inf, dtype=torch.float64, device=DEVICE)
-    losses = []
-    for b in range(B):
-        for h in range(H):
-            for i in range(Q):
-                seen = torch.nonzero(allowed[b, h, i]).flatten().to(DEVICE)
-                if len(seen):
-                    g = h // (H // G)
-                    s = k[b, g, seen] @ q[b, h, i] * case.scale
-                    row = torch.softmax(s, 0) @ v[b, g, seen]
-                    out[b, h, i] = row.detach()
-                    top = s.detach().amax()
-                    lse[b, h, i] = top + torch.log(torch.exp(s.detach() - top).sum())
-                    losses.append((row, do[b, h, i].detach()))
-    rows, grads = zip(*losses, strict=True)
-    dq, dk, dv = torch.autograd.grad(rows, (q, k, v), grads)
-    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    H, G = case.shape[1:3]
+    allowed = case.allowed()
+    k_seen, v_seen = (torch.where(allowed[..., None], t.repeat_interleave(H // G, 1)[:, :, None], 0.0) for t in (k, v))
+    scores = torch.where(allowed, (q[:, :, :, None] * k_seen).sum(-1) * case.scale, -torch.inf)
+    empty = ~allowed.any(-1, keepdim=True)
+    # torch's softmax is NaN where a row has +inf; so is the attention of that row.
+    weights = torch.where(allowed, torch.softmax(torch.where(empty, 0.0, scores), -1), 0.0)
+    out = (weights[..., None] * v_seen).sum(-2)
+    top = scores.detach().amax(-1, keepdim=True)
+    lse = torch.where(empty, -torch.inf, top + torch.log(torch.exp(scores.detach() - top).sum(-1, keepdim=True)))[..., 0]
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), do.detach())
+    return {"out": out.detach(), "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
 def poisoned(inputs: Inputs, which: int, tokens: dict[int, float] = POISONED) -> Inputs:
