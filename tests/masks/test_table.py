@@ -113,22 +113,31 @@ def conditions(draw, depth):
     return {"and": lambda *x: a(*x) & b(*x), "or": lambda *x: a(*x) | b(*x), "xor": lambda *x: a(*x) ^ b(*x)}[kind]
 
 
-def brute_force(mask, q_len, kv_len, block, batch=1, heads=1):
-    """Kinds [batch, heads, q_tiles, kv_tiles] by evaluating every element.
+def elements(mask, q_len, kv_len, batch=1, heads=1):
+    """Which pairs are visible [batch, heads, q_len, kv_len].
 
     A mask is a function of scalars, so `torch.vmap` evaluates it: broadcasting promotes an int8 tensor and an int64 scalar to int8.
     """
     for dim in (3, 2, 1, 0):
         mask = torch.vmap(mask, in_dims=tuple(0 if i == dim else None for i in range(4)))
-    visible = mask(*(torch.arange(n) for n in (batch, heads, q_len, kv_len)))
-    padded = torch.nn.functional.pad(visible, (0, -kv_len % block[1], 0, -q_len % block[0]))
+    return mask(*(torch.arange(n) for n in (batch, heads, q_len, kv_len)))
+
+
+def kinds(visible, block):
+    """Kinds of tiles [batch, heads, q_tiles, kv_tiles] from their elements."""
+    padded = torch.nn.functional.pad(visible, (0, -visible.shape[3] % block[1], 0, -visible.shape[2] % block[0]))
     tiles = padded.unflatten(3, (-1, block[1])).unflatten(2, (-1, block[0])).transpose(3, 4).flatten(4)
     return torch.where(tiles.all(-1), FULL, torch.where(tiles.any(-1), PARTIAL, EMPTY)).to(torch.int8)
 
 
-def table_of(mask, q_len, kv_len, *, levels=None, progress=None, **sizes):
+def brute_force(mask, q_len, kv_len, block, batch=1, heads=1):
+    """Kinds of tiles [batch, heads, q_tiles, kv_tiles] by evaluating every element."""
+    return kinds(elements(mask, q_len, kv_len, batch, heads), block)
+
+
+def table_of(mask, q_len, kv_len, *, levels=None, progress=None, traced=None, **sizes):
     """The block table of a mask function."""
-    traced = trace(mask, "mask")
+    traced = traced or trace(mask, "mask")
     shape = TableShape(q_len=q_len, kv_len=kv_len, **sizes)
     return classify(traced.program, traced.captured(), shape, levels=levels, progress=progress, mask_mod=mask)
 
@@ -148,16 +157,19 @@ BLOCKS = st.sampled_from([(16, 16), (7, 13), (32, 16), (128, 128), (1, 5)])
 LEVELS = st.sampled_from([None, (1,), (2, 1), (4, 2, 1), (8, 4, 1), (6, 3, 1)])
 
 
-@settings(max_examples=520, suppress_health_check=list(HealthCheck))
-@given(mask=conditions(3), lengths=SHAPES, block=BLOCKS, levels=LEVELS)
-def test_tables_of_random_masks_equal_brute_force(mask, lengths, block, levels):
-    table = table_of(mask, *lengths, block=block, levels=levels, batch=2, heads=2)
-    expected = brute_force(mask, *lengths, block, 2, 2)
-    assert torch.equal(table.to_dense().expand_as(expected), expected)
-    check_well_formed(table)
-    transposed = table.transposed
-    check_well_formed(transposed)
-    assert torch.equal(transposed.to_dense(), table.to_dense().transpose(2, 3))
+@settings(max_examples=320, suppress_health_check=list(HealthCheck))
+@given(mask=conditions(3), lengths=SHAPES, tables=st.lists(st.tuples(BLOCKS, LEVELS), min_size=2, max_size=2))
+def test_tables_of_random_masks_equal_brute_force(mask, lengths, tables):
+    """Two tables of each mask: to trace a mask takes longer than to classify its tiles."""
+    traced, visible = trace(mask, "mask"), elements(mask, *lengths, 2, 2)
+    for block, levels in tables:
+        table = table_of(mask, *lengths, traced=traced, block=block, levels=levels, batch=2, heads=2)
+        expected = kinds(visible, block)
+        assert torch.equal(table.to_dense().expand_as(expected), expected)
+        check_well_formed(table)
+        transposed = table.transposed
+        check_well_formed(transposed)
+        assert torch.equal(transposed.to_dense(), table.to_dense().transpose(2, 3))
 
 
 OVERFLOWING = {
