@@ -12,16 +12,24 @@ import pytest
 
 import longspan as ls
 
+# As a command (argv[0] is -m), longspan loads its names, and torch, at the first use of a name; subpackages at theirs.
+FIRST_USES = """
+import sys
+sys.argv = ["-m"]
+import longspan as ls
+assert "torch" not in sys.modules
+ls.causal()
+sys.modules["torch"].ops.longspan.attend.default
+assert "longspan.testing" not in sys.modules and "attention" in vars(ls)
+print(sorted({m.split(".")[0] for m in sys.modules} - set(sys.stdlib_module_names)))
+ls.testing.virtual_world, ls.torch_compat.context_parallel, ls.integrations.loss
+"""
 
-def third_party_modules(code: str) -> set[str]:
-    """Top-level packages that a new interpreter has loaded after `code`, without the standard library."""
-    show = "import sys; print(sorted({m.split('.')[0] for m in sys.modules} - set(sys.stdlib_module_names)))"
-    out = subprocess.run([sys.executable, "-c", f"{code}\n{show}"], capture_output=True, text=True, check=True).stdout
-    return set(ast.literal_eval(out.splitlines()[-1]))
 
-
-def test_importing_longspan_imports_torch_and_nothing_heavier() -> None:
-    loaded = third_party_modules("import longspan, torch\ntorch.ops.longspan.attend.default")
+def test_longspan_imports_torch_and_nothing_heavier_and_subpackages_on_first_use() -> None:
+    done = subprocess.run([sys.executable, "-c", FIRST_USES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = set(ast.literal_eval(done.stdout.splitlines()[-1]))
     assert "torch" in loaded
     assert not loaded & {"triton", "matplotlib", "typer", "rich", "transformers", "pytest", "hypothesis"}, loaded
 
@@ -32,15 +40,6 @@ def test_every_public_name_exists_is_listed_and_is_documented() -> None:
     assert set(ls.__all__) <= set(dir(ls))
     with pytest.raises(AttributeError, match="no attribute 'atention'"):
         _ = ls.atention  # type: ignore[attr-defined]
-
-
-def test_commands_load_the_library_and_everyone_subpackages_on_first_use() -> None:
-    code = (
-        "import sys; sys.argv = ['-m']; import longspan as ls; assert 'torch' not in sys.modules; "  # as a command
-        "ls.causal(); assert 'longspan.testing' not in sys.modules and 'attention' in vars(ls); "
-        "ls.testing.virtual_world, ls.torch_compat.context_parallel, ls.integrations.loss"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_every_benchmark_can_be_imported_without_a_gpu() -> None:
