@@ -70,8 +70,8 @@ def _imbalance(plan: ls.Plan, pairs: torch.Tensor) -> float:
 
 def _pairs(mask: ls.Mask) -> torch.Tensor:
     """Number of keys that each query sees [TOKENS]."""
-    zero, kv = torch.tensor(0), torch.arange(TOKENS)[None, :]
-    rows = [mask(zero, zero, q[:, None], kv).expand(len(q), TOKENS).sum(1) for q in torch.arange(TOKENS).split(1024)]
+    zero, at = torch.tensor(0), torch.arange(TOKENS, dtype=torch.int32)
+    rows = [mask(zero, zero, q[:, None], at).expand(len(q), TOKENS).count_nonzero(1) for q in at.split(256)]
     return torch.cat(rows).double()
 
 
@@ -110,7 +110,7 @@ def _random_mask(generator: random.Random, tokens: int) -> ls.Mask:
 @pytest.mark.parametrize("seed", range(12))
 def test_auto_is_balanced_where_possible_and_reports_the_same_count(seed: int) -> None:
     generator = random.Random(seed)
-    tokens, ranks = generator.randint(500, 5000), generator.randint(2, 8)
+    tokens, ranks = generator.randint(400, 3000), generator.randint(2, 8)
     mask, mesh = _random_mask(generator, tokens), ls.Mesh.abstract(ranks)
     for sizes in ({}, {"heads": generator.choice([5, 7, 8]), "head_dim": 64}):
         plan = ls.plan(mask, tokens, mesh, **sizes)

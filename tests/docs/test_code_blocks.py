@@ -5,7 +5,8 @@
 - `python title="file.py"` blocks are written to files of that name.
 - `python title="before"` blocks show other libraries' code and are parsed; `title="after"` blocks run on ranks in tests/dropin.
 - `console` blocks: each `$ command` runs in the folder of those files. NOT_RUN lists the exceptions. A block without such files that
-  an earlier page has too runs there. `torchrun --nproc-per-node N FILE` runs the file on N forked ranks; tests/cli starts a torchrun.
+  an earlier page has too runs there. `longspan plan` runs in this process, `torchrun --nproc-per-node N FILE` on N forked ranks;
+  `longspan --help` and tests/cli start the command and torchrun themselves.
 - `bash title="…"` blocks are checked by `bash -n`.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -23,6 +25,8 @@ from pathlib import Path
 import pytest
 from tests.docs.scopes import scope
 from tests.scripts import run_script
+
+from longspan.cli.app import run as cli_run
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -88,7 +92,9 @@ def test_every_code_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
             for command in commands_of(block):
                 if command.startswith(NOT_RUN) or runs_on_an_earlier_page(block, page):
                     continue
-                if script := _TORCHRUN.fullmatch(command):
+                if command.startswith("longspan plan "):
+                    assert cli_run(shlex.split(command)[1:]) == 0
+                elif script := _TORCHRUN.fullmatch(command):
                     run_script(tmp_path / script[2], int(script[1]), folder=tmp_path)
                 else:
                     run(command, tmp_path, where)

@@ -24,7 +24,7 @@ MOVES = ("ring", "allgather", "exchange")
 
 
 @st.composite
-def planned(draw: Any, longest: int = 1500) -> tuple[dict[str, Any], Any, int, int]:
+def planned(draw: Any, longest: int = 1000) -> tuple[dict[str, Any], Any, int, int]:
     """Arguments of a plan: a layout and a strategy, a mask, a length and a number of ranks."""
     length, ranks = draw(st.integers(1, longest)), draw(st.integers(1, 16))
     layout = draw(st.sampled_from(LAYOUTS))
@@ -189,7 +189,7 @@ def check_that_the_last_rank_makes_the_same_plan_and_pickling_keeps_it(case: Pla
 
 
 @settings(max_examples=40)
-@given(planned(longest=700), st.integers(0, 2))
+@given(planned(longest=500), st.integers(0, 2))
 def test_unshard_of_shard_is_the_same_bits(args: Any, dim: int) -> None:
     options, mask, length, ranks = args
     shape = [3, 2]
