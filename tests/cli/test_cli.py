@@ -46,6 +46,39 @@ def test_plan_writes_a_page_a_picture_and_a_trace(capsys: Any, tmp_path: Path) -
     assert json.loads(files["trace.json"].read_text())["traceEvents"]
 
 
+def test_plan_predicts_serving_and_writes_the_page(capsys: Any, tmp_path: Path) -> None:
+    page = tmp_path / "serve.html"
+    arguments = ["--context", "64k", "--batch", "4", "--gpus", "16", "--model", "qwen3-8b", "--html", str(page)]
+    code, out, err = called(capsys, "plan", "--serve", *arguments)
+    assert (code, err) == (0, "") and all(word in out for word in ("first token", "per token", "cache per device", "at most", "pass KV"))
+    assert 'data-name="first_token"' in page.read_text() and "<canvas" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--serve", "--model", "gpt-9"], "--model: expected one of qwen3-8b"),
+        (["--serve", "--tokens", "1M"], "--tokens not supported with --serve"),
+        (["--serve", "--tp", "3", "--gpus", "8"], "--tp: tp: expected a divisor of 8 devices"),
+        (["--context", "1M"], "expected --serve with them"),
+    ],
+)
+def test_wrong_options_of_serving_are_usage_errors(capsys: Any, arguments: list[str], message: str) -> None:
+    code, _, err = called(capsys, "plan", *arguments)
+    assert code == 2 and message in err
+
+
+def test_generate_streams_tokens_and_prints_rates(capsys: Any) -> None:
+    pytest.importorskip("transformers")
+    code, out, err = called(capsys, "generate", "--context", "70", "--chunk", "32", "--new", "9", "--page-size", "16")
+    assert code == 0 and len(out.rstrip("\n")) == 9 and "prefill 70 tokens" in err and "decode 8 tokens" in err and "one process" in err
+
+
+def test_generate_loads_a_checkpoint_only_from_a_folder(capsys: Any, tmp_path: Path) -> None:
+    code, _, err = called(capsys, "generate", "--checkpoint", str(tmp_path))
+    assert code == 2 and "--checkpoint: expected a folder with config.json" in err
+
+
 MASKS = ["full", "causal()", "sliding_window(1k) & causal", "~prefix(64) | (causal & documents([1000, 1048]))"]
 MASKS += ["mod('tests.cli.masks:even')", "tests.cli.masks:even"]
 

@@ -1,0 +1,71 @@
+"""Predictions of serving: published figures, memory, and which tensors a chunk passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from bench.serving_predictions import MODEL, Figure, crossovers, figures, table
+
+from longspan._cost.clusters import cluster
+from longspan._cost.serving import MODELS, ServingGroup, decode_time, default_tp, passed_tensors, serving_memory
+from longspan._planner.serving import plan_serving
+
+PAGE = Path(__file__).parents[2] / "docs" / "deep-dives" / "predictions.md"
+
+
+@pytest.fixture(scope="module")
+def compared() -> list[Figure]:
+    return figures()
+
+
+def test_a_million_tokens_at_the_stated_peak_are_within_15_percent(compared: list[Figure]) -> None:
+    (million,) = (f for f in compared if f.name.startswith("1M") and f.profile == "h100, 800")
+    assert abs(million.off) < 0.15
+
+
+def test_the_page_shows_todays_predictions(compared: list[Figure]) -> None:
+    assert table(compared) in PAGE.read_text(encoding="utf-8"), "run bench/serving_predictions.py and put its table into the page"
+
+
+def test_passing_kv_wins_before_both_pass_as_many_bytes() -> None:
+    """Below 2 · KV heads / heads of new tokens, queries are fewer bytes than KV; overlap hides KV earlier than partial results return."""
+    shares = crossovers()
+    equal = shares.pop("equal bytes")
+    assert equal == 0.125 and all(0.01 < share < equal for share in shares.values())
+    group = ServingGroup(cluster=cluster("h100"), tp=8, cp=4)
+    assert passed_tensors(MODEL, group, 1_000, 127_000).choice == "queries"
+    assert passed_tensors(MODEL, group, 64_000, 64_000).choice == "KV"
+
+
+def test_memory_and_largest_batch_follow_from_sizes() -> None:
+    model, group = MODELS["qwen3-8b"], ServingGroup(cluster=cluster("h200"), tp=8, cp=2)
+    memory = serving_memory(model, group, 1 << 20)
+    assert memory.cache_per_sequence == 36 * 2 * 8 * 128 * 2 * (1 << 20) / 16
+    assert memory.weights + memory.largest_batch * memory.cache_per_sequence <= memory.room
+    assert memory.weights + (memory.largest_batch + 1) * memory.cache_per_sequence > memory.room
+
+
+def test_windows_bound_the_cache() -> None:
+    model = MODELS["gpt-oss-120b"]
+    assert model.cache_bytes(1 << 20) == (18 * (1 << 20) + 18 * 128) * 2 * 8 * 64 * 2
+
+
+def test_kv_heads_that_several_devices_hold_are_counted() -> None:
+    model, profile = MODELS["qwen3-8b"], replace(cluster("h200"), gpus_per_node=16)
+    few, many = (serving_memory(model, ServingGroup(cluster=profile, tp=tp, cp=1), 1 << 16) for tp in (8, 16))
+    assert few.cache_per_sequence == many.cache_per_sequence
+    assert default_tp(model, profile, 16) == 8
+
+
+def test_decoding_takes_longer_with_more_context_and_less_per_token_in_a_batch() -> None:
+    model, group = MODELS["llama3-8b"], ServingGroup(cluster=cluster("h200"), tp=1, cp=1)
+    short, long = (decode_time(model, group, context, 1).seconds for context in (1 << 10, 1 << 17))
+    assert short < long
+    assert decode_time(model, group, 1 << 10, 32).seconds / 32 < short
+
+
+def test_a_tp_that_does_not_fit_raises() -> None:
+    with pytest.raises(ValueError, match="tp: expected a divisor of 16 devices and 32 heads"):
+        plan_serving(MODELS["qwen3-8b"], cluster("h200"), gpus=16, context=1 << 14, batch=1, tp=3)
