@@ -52,7 +52,7 @@ class MeshCase:
         return ls.selected(self.indices, self.granularity, self.q_granularity)
 
 
-def draw(seed: int, *, ranks: int, dtype: torch.dtype = torch.float64, longest: int = 700) -> MeshCase:
+def draw(seed: int, *, ranks: int, dtype: torch.dtype = torch.float64, device: str = "cpu", longest: int = 700) -> MeshCase:
     """The case of a seed."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     batch, kv_heads, shared = rng.choice([1, 1, 2]), rng.choice([1, 2]), rng.choice([1, 2, 3])
@@ -76,20 +76,24 @@ def draw(seed: int, *, ranks: int, dtype: torch.dtype = torch.float64, longest: 
         layout = "contiguous"
     strategy = rng.choice(["exchange", "ring", "allgather"])
     dims = {"q": (batch, heads, q_len, 8), "k": (batch, kv_heads, kv_len, 8), "v": (batch, kv_heads, kv_len, rng.choice([8, 12]))}
-    tensors = {n: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for n, s in dims.items()}
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    tensors = {name: normal(*shape).requires_grad_() for name, shape in dims.items()}
     if rng.random() < 0.3:
-        tensors["sink"] = torch.randn(heads, generator=generator).to(dtype).requires_grad_()
+        tensors["sink"] = normal(heads).requires_grad_()
     score_mod = None
     if rng.random() < 0.3:
-        tensors["bias"] = bias = torch.randn(heads, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        tensors["bias"] = bias = normal(heads).requires_grad_()
         score_mod = lambda s, b, h, q, kv: s + bias[h] * (q - kv) * 0.01
     out_shape = (*dims["q"][:3], dims["v"][3])
-    grads = torch.randn(out_shape, generator=generator, dtype=torch.float64), torch.randn(out_shape[:3], generator=generator).double()
+    grads = normal(*out_shape).double(), normal(*out_shape[:3]).double()
     name = layout if isinstance(layout, str) else "scattered"
     text = f"seed {seed}: {ranks} ranks, {q_len} × {kv_len}, indices {shape}, {granularity}/{q_granularity}, {rest}, layout {name}"
     return MeshCase(
-        text=text, ranks=ranks, tensors=tensors, indices=indices, granularity=granularity, q_granularity=q_granularity, rest=rest,
-        layout=layout, strategy=strategy, score_mod=score_mod, grads=grads,
+        text=text, ranks=ranks, tensors=tensors, indices=indices.to(device), granularity=granularity, q_granularity=q_granularity,
+        rest=rest, layout=layout, strategy=strategy, score_mod=score_mod, grads=grads,
     )  # fmt: skip
 
 
@@ -125,7 +129,9 @@ def rank_results(case: MeshCase, mesh: Any, **options: Any) -> list[Tensor]:
     if case.score_mod is not None:
         bias = local["bias"]
         score_mod = lambda s, b, h, q, kv: s + bias[h] * (q - kv) * 0.01
-    choice = ls.selected(case.indices[:, :, plan.query_blocks(case.q_granularity)], case.granularity, case.q_granularity)
+    choice = ls.selected(
+        case.indices[:, :, plan.query_blocks(case.q_granularity).to(case.indices.device)], case.granularity, case.q_granularity
+    )
     grads = tuple(plan.shard(g, 2, side="q") for g in case.grads)
     return results(ls.attention, local, grads, plan=plan, mask=choice, score_mod=score_mod, **options)
 
@@ -141,7 +147,7 @@ def expected(case: MeshCase, by_rank: list[list[Tensor]]) -> list[tuple[str, Ten
             whole = torch.stack(parts).sum(0)
         else:
             layout = plan.layout if side == "q" else plan.kv_layout
-            order = torch.cat([layout.positions(rank) for rank in range(case.ranks)]).argsort()
+            order = torch.cat([layout.positions(rank) for rank in range(case.ranks)]).argsort().to(parts[0].device)
             whole = torch.cat(parts, 2).index_select(2, order)
         triples.append((name, whole.double(), right[i].double()))
     return triples
@@ -150,8 +156,9 @@ def expected(case: MeshCase, by_rank: list[list[Tensor]]) -> list[tuple[str, Ten
 def check_over_mesh(case: MeshCase, **options: Any) -> None:
     """Compare virtual ranks with the oracle, and bytes that move with those of the chosen blocks; raises AssertionError."""
     world = virtual_world(case.ranks)
+    close = {torch.float64: 1e-9, torch.float32: 2e-4}[case.tensors["q"].dtype]
     for name, got, right in expected(case, world.run(lambda mesh: rank_results(case, mesh, **options))):
-        torch.testing.assert_close(got, right, atol=1e-9, rtol=1e-9, msg=lambda m, name=name: f"{case.text}: {name}: {m}")
+        torch.testing.assert_close(got, right, atol=close, rtol=close, msg=lambda m, name=name: f"{case.text}: {name}: {m}")
     moved = {what: sum(int(e.bytes.sum()) for e in world.exchanges if e.what == what) for what in KV_EXCHANGES}
     wide = 8 if case.tensors["k"].dtype == torch.float64 else 4
     elements = chosen_elements(case)
@@ -165,7 +172,7 @@ def chosen_elements(case: MeshCase) -> int:
     batch, kv_heads, kv_len, dim = case.tensors["k"].shape
     block, total = torch.arange(kv_len) // case.granularity, 0
     for rank in range(case.ranks):
-        choice = case.indices[:, :, plan.layout.blocks(rank, case.q_granularity)]
+        choice = case.indices.cpu()[:, :, plan.layout.blocks(rank, case.q_granularity)]
         chosen = torch.zeros(*choice.shape[:2], int(block[-1]) + 2, dtype=torch.bool)
         chosen.scatter_(2, torch.where(choice < 0, chosen.shape[2] - 1, choice).long().flatten(2), True)
         by_kv_head = chosen.unflatten(1, (-1, max(1, chosen.shape[1] // kv_heads))).any(2).expand(batch, kv_heads, -1)
@@ -179,10 +186,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=10**9)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float64")
     options = parser.parse_args()
     end, seed = time.monotonic() + options.seconds, options.seed
     while time.monotonic() < end and seed < options.seed + options.cases:
-        check_over_mesh(draw(seed, ranks=(2, 3, 4, 8)[seed % 4]))
+        check_over_mesh(draw(seed, ranks=(2, 3, 4, 8)[seed % 4], dtype=getattr(torch, options.dtype), device=options.device))
         seed += 1
     print(f"{seed - options.seed} selections over ranks right (seeds {options.seed} to {seed - 1})")
 

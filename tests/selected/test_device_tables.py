@@ -160,3 +160,19 @@ def test_non_finite_keys_that_one_head_of_a_group_sees_reach_no_other() -> None:
     chosen = ls.selected(torch.tensor([3, 5, 7, -1], dtype=torch.int32, device=DEVICE).expand(1, 1, 4, 4).contiguous(), granularity=1)
     out = ls.attention(q, k, v, mask=chosen & ls.mask_mod(lambda b, h, q_idx, kv_idx: (h == 0) | (kv_idx != 5)), kernel="triton")
     assert bool(out[:, 0].isnan().all()) and bool(out[:, 1].isfinite().all())
+
+
+@pytest.mark.parametrize(("granularity", "tokens", "inside", "outside"), [(1, 32, 3, 20), (64, 128, 0, 1)])
+def test_lookups_are_checked_at_chosen_pairs_only(granularity: int, tokens: int, inside: int, outside: int) -> None:
+    q, k, v = tensors(tokens)
+    rows = tokens // granularity
+    short = torch.zeros(tokens // 2, device=DEVICE)
+
+    def attend(block: int) -> Tensor:
+        indices = torch.full((1, 1, rows, 1), block, dtype=torch.int32, device=DEVICE)
+        return ls.attention(q, k, v, mask=ls.selected(indices, granularity), score_mod=lambda s, b, h, i, j: s + short[j], kernel="triton")
+
+    attend(inside)
+    short = torch.zeros(tokens // 2 - 1, device=DEVICE)  # a table of another size is checked again
+    with pytest.raises(ValueError, match="looks outside a captured tensor"):
+        attend(outside)

@@ -98,7 +98,7 @@ class _PlanCounter:
                 step = _arrival_steps(part, tiles.kv.tiles, receiver, first, end, self.step_of_stage[stage])
                 step[step < 0] = 0
                 for kind, total in ((FULL, full), (PARTIAL, partial)):
-                    computed = _computed(table, kind, owner, part)
+                    computed = computed_tiles(table, kind, owner, part)
                     total[part.start : part.stop].scatter_add_(1, step, computed.double() * repeats)
                 active[part.start : part.stop] += _active(table, owner, step, part, steps) * repeats
         return query_tiles, full, partial, active
@@ -160,7 +160,7 @@ class _PlanCounter:
         # With several steps, the gradients of the second part must fit into the buffer of received KV.
         limit = (work.received.sum(0).amax(1) // BLOCK_SIZE).long().tolist() if several else [None] * work.ranks
         for part in _chunks(work.ranks, kv.tiles):
-            computed = [_computed(table, kind, owner, part) for kind in (FULL, PARTIAL)]
+            computed = [computed_tiles(table, kind, owner, part) for kind in (FULL, PARTIAL)]
             half, both = torch.full_like(computed[0], -1), computed[0] + computed[1]
             for i, rank in enumerate(part):
                 local_tiles = kv.of_rank(rank)
@@ -190,7 +190,7 @@ def _arrival_steps(part: range, tiles: int, receiver: Tensor, first: Tensor, end
     return change.view(len(part), -1).cumsum(1)[:, :-1] - 1
 
 
-def _computed(table: BlockTable, kind: int, owner: Tensor, part: range) -> Tensor:
+def computed_tiles(table: BlockTable, kind: int, owner: Tensor, part: range) -> Tensor:
     """How many query tiles of each rank of `part` compute each KV tile [len(part), T], over the table's heads and batch rows."""
     ptr, first, last = table.runs(kind)
     q_tile = torch.repeat_interleave(torch.arange(table.rows), ptr.diff().long()) % max(1, table.q_tiles)

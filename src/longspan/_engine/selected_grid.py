@@ -14,9 +14,9 @@ from torch import Tensor
 
 from longspan._engine.schedule_builder import tiling_of
 from longspan._kernels.tiling import Tiling
-from longspan._masks.block_table import BLOCK_SIZE, BlockTable
+from longspan._masks.block_table import BlockTable
 from longspan._masks.selected_shard import TileSpans
-from longspan._plan.plan_data import MaskTiling, PlanData, TiledRow
+from longspan._plan.plan_data import PlanData, TiledRow
 from longspan._plan.tile_grid import TileGrid, read_tiles
 
 
@@ -44,10 +44,7 @@ class SelectionGrid:
     @classmethod
     def of(cls, plan: PlanData, granularity: int, q_granularity: int) -> SelectionGrid:
         """The grid of a plan. Its layouts are those over all ranks: a Ulysses transpose is not part of selected calls."""
-        tiles = plan.tiles[0]
-        if plan.degree > 1:
-            tiling = MaskTiling(mask=plan.mask, layouts=plan.layouts, batch=plan.tiling.batch, heads=plan.tiling.heads)
-            tiles = tiling.row((BLOCK_SIZE, BLOCK_SIZE), 0)
+        tiles = plan.rank_tiles
         fine = TileGrid.of(plan.layouts[1], granularity)
         coarse_of = torch.searchsorted(tiles.kv.edges, fine.edges[:-1], right=True) - 1
         reads = read_tiles(tiles.table, tiles.queries, plan.mesh.size)

@@ -49,6 +49,10 @@ class DeviceTables(Protocol):
     """Block tables on the device, of the kernel that made them (`SelectsKeys`)."""
 
     @property
+    def selection(self) -> Selection:
+        """The chosen keys."""
+
+    @property
     def signature(self) -> Hashable:
         """What launches depend on besides the contents of the tables."""
 

@@ -148,6 +148,13 @@ class PlanData:
         """Layouts of queries and of KV over the KV axis."""
         return self.tiling.layouts
 
+    @cached_property
+    def rank_tiles(self) -> TiledRow:
+        """The first batch row in tiles of BLOCK_SIZE, each tile owned by a rank of the mesh: `tiles[0]` without a Ulysses transpose."""
+        if self.degree == 1 and len(self.mesh.axes) == 1:
+            return self.tiles[0]
+        return replace(self.tiling, layouts=self.layouts).row((BLOCK_SIZE, BLOCK_SIZE), 0)
+
     @property
     def groups(self) -> Tensor:
         """The mesh's ranks [KV axis, degree]: row i is the Ulysses group at coordinate i of the KV axis."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from longspan._cost.clusters import cluster as cluster_of
 from longspan._cost.options import Considered
 from longspan._cost.rates import Cluster
 from longspan._cost.report_data import PlanReport, report
+from longspan._cost.selected_report import SelectedReport, selected_report
 from longspan._cost.timeline import Conditions
 from longspan._engine.plan_cache import plan_cache
 from longspan._plan.handle import PlanHandle
@@ -371,15 +372,27 @@ class Plan(PlanHandle):
 
     # ----------------------------------------------------------------------------------------------------------------- reports
 
-    def report(self, cluster: ClusterLike | None = None, *, conditions: Conditions | None = None) -> PlanReport:
+    @overload
+    def report(
+        self, cluster: ClusterLike | None = None, *, conditions: Conditions | None = None, density: None = None
+    ) -> PlanReport: ...  # fmt: skip
+    @overload
+    def report(
+        self, cluster: ClusterLike | None = None, *, conditions: Conditions | None = None, density: float
+    ) -> SelectedReport: ...  # fmt: skip
+    def report(
+        self, cluster: ClusterLike | None = None, *, conditions: Conditions | None = None, density: float | None = None
+    ) -> PlanReport | SelectedReport:  # fmt: skip
         """Predict balance, bytes, memory and time on a cluster, without running anything.
 
         Args:
             cluster: A profile's name, a TOML file or a `Cluster`; by default the one the plan was made for, "h200" if none was given.
             conditions: Slow ranks and slow links to assume.
+            density: Predict calls with `mask=longspan.selected(…)` instead, in which each tile of 128 queries chooses this share of the
+                KV tiles that the plan's mask lets it see, at random.
 
         Returns:
-            A `PlanReport`; `print` shows it.
+            A `PlanReport`, or a `SelectedReport` for a density; `print` shows it.
 
         Example:
             >>> import longspan as ls
@@ -387,7 +400,8 @@ class Plan(PlanHandle):
             >>> round(plan.report("h100").balance, 2)
             1.75
         """
-        return report(self.data, self._cluster if cluster is None else cluster, conditions)
+        profile = self._cluster if cluster is None else cluster
+        return report(self.data, profile, conditions) if density is None else selected_report(self.data, density, profile, conditions)
 
     def explain(self, cluster: ClusterLike | None = None) -> str:
         """Print, and return, the options that `auto` has for this mask and mesh, and why the winner won.

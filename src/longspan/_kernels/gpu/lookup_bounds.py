@@ -7,10 +7,11 @@ the looked-up value is not discarded by the mask, by the other branch of a `wher
 Evaluated once per block table, programs, sizes and lengths:
 1. interval bounds; if they prove all lookups in bounds, nothing else;
 2. every pair of a small attention; of a large one, every position for lookups by query alone or by key alone, and for other lookups the
-   corners of tiles and 2¹⁷ sampled pairs.
+   corners of tiles and 2¹⁷ sampled pairs. Of keys chosen at run time, corners of chosen blocks, of the first choice.
 
-Not detected, and clamped: rare pairs of a large attention that the sample misses, indices that depend on the score, and captured tensors
-that are written to later. Step 2 copies captured tensors that a discontinuous operation reads to the host, which synchronises once.
+Not detected, and clamped: rare pairs of a large attention that the sample misses, indices that depend on the score, captured tensors that
+are written to later, and pairs of later choices. Step 2 copies captured tensors that a discontinuous operation reads, and the first choice,
+to the host, which synchronises once.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from longspan._derived_cache import DerivedCache
 from longspan._kernels.gpu.codegen import ByKey
 from longspan._kernels.gpu.exact_values import decisive
 from longspan._kernels.gpu.guards import reached
-from longspan._kernels.gpu.sample_pairs import Pairs, around, places, sampled, spread
+from longspan._kernels.gpu.sample_pairs import Pairs, around, chosen_pairs, places, sampled, spread
 from longspan._kernels.protocol import Work
 from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import BlockTable
@@ -48,11 +49,18 @@ def check_lookups(work: Work, batch: int, heads: int) -> None:
         return
     shapes = tuple(tuple(t.shape) for _, captured in pieces for t in captured)
     keys = tuple(p.key for p, _ in asked)
-    key = (keys, shapes, work.q_tiles.name, work.kv_tiles.name, batch, heads, work.first_batch, work.first_head)
+    chosen = None if work.device_tables is None else work.device_tables.signature
+    key = (keys, shapes, work.q_tiles.name, work.kv_tiles.name, batch, heads, work.first_batch, work.first_head, chosen)
 
     def check() -> None:
         for program, captured in asked:
-            _check_pairs(program, _on_host(program, captured), work, batch, heads)
+            on_host = _on_host(program, captured)
+            if work.device_tables is not None:
+                _check_at(
+                    program, on_host, work, chosen_pairs(work.device_tables.selection, work.q_tiles.length, work.kv_tiles.length, batch)
+                )
+            else:
+                _check_pairs(program, on_host, work, batch, heads)
 
     _checked.get(work.table, key, check)
 
@@ -138,7 +146,8 @@ def _check_pairs(program: Program, captured: Sequence[Tensor], work: Work, batch
     table = work.table
     if not len(table.first):
         return
-    _check_at(program, captured, work, sampled(table, work.q_tiles, work.kv_tiles), batch, heads)
+    pairs = sampled(table, work.q_tiles, work.kv_tiles)
+    _check_at(program, captured, work, _indices_at(pairs, program, work, batch, heads))
     for axis, rows, columns in (("q", work.q_tiles, work.kv_tiles), ("kv", work.kv_tiles, work.q_tiles)):
         alone = [n for n in _lookups(program) if _axes(program, n) & {"q", "kv"} == {axis}]
         if not alone:
@@ -152,7 +161,8 @@ def _check_pairs(program: Program, captured: Sequence[Tensor], work: Work, batch
         if len(odd_cells):
             sides = table if axis == "q" else table.transposed
             b, h, here, there = around(sides, rows, columns, place[spread(len(odd_cells), _MAX_POSITIONS, of=odd_cells)])
-            _check_at(program, captured, work, Pairs(b, h, *((here, there) if axis == "q" else (there, here))), batch, heads)
+            pairs = Pairs(b, h, *((here, there) if axis == "q" else (there, here)))
+            _check_at(program, captured, work, _indices_at(pairs, program, work, batch, heads))
 
 
 def _axes(program: Program, lookup: Node) -> set[str]:
@@ -203,9 +213,10 @@ def _outside(program: Program, captured: Sequence[Tensor], indices: Sequence[Ten
     return _values(program, _inputs(program, captured, indices))[1]
 
 
-def _check_at(program: Program, captured: Sequence[Tensor], work: Work, pairs: Pairs, batch: int, heads: int) -> None:
-    """Raise if a lookup is out of bounds at one of the pairs and its value reaches the result."""
-    indices = _indices_at(pairs, program, work, batch, heads)
+def _check_at(program: Program, captured: Sequence[Tensor], work: Work, indices: Sequence[Tensor]) -> None:
+    """Raise if a lookup is out of bounds at one of the pairs (b, h, q, kv of rank 3) and its value reaches the result."""
+    if not indices[0].numel():
+        return
     env, outside = _values(program, _inputs(program, captured, indices))
     if not any(bool(o.any()) for o in outside.values()):
         return

@@ -7,10 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longspan._kernels.protocol import Selection
 from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import BlockTable
 
 _ROWS, _TILES, _PAIRS = 512, 8, 1 << 17  # at most: table rows, tiles per row, pairs in total
+_CELLS = 1 << 13  # at most: chosen blocks
 _GROUPS = 4  # at most: batch rows and heads of a table
 
 
@@ -93,3 +95,23 @@ def around(table: BlockTable, rows: Tiling, columns: Tiling, places: Tensor) -> 
     here = places.repeat_interleave(len(row) // len(wanted))[:, None].expand_as(other)
     group = (row // table.q_tiles)[:, None].expand_as(other)
     return (group // table.heads).flatten(), (group % table.heads).flatten(), here.flatten(), other.flatten()
+
+
+def chosen_pairs(selection: Selection, q_len: int, kv_len: int, batch: int) -> list[Tensor]:
+    """b, h, q, kv [1, 1, N] of chosen pairs: the corners of chosen blocks, those of the first and the last blocks of keys included."""
+    indices = selection.indices.cpu().long()
+    cells = (indices.flatten() >= 0).nonzero()[:, 0]
+    if not len(cells):
+        return [cells.view(1, 1, -1)] * 4
+    entries = indices.flatten()[cells]
+    cells = torch.cat([spread(len(cells), _CELLS, of=cells), cells[entries.argmin()][None], cells[entries.argmax()][None]])
+    block, row = indices.flatten()[cells], cells // indices.shape[3]
+    choice, b = row // indices.shape[2] % indices.shape[1], row // indices.shape[2] // indices.shape[1]
+    first_q, first_kv = row % indices.shape[2] * selection.q_granularity, block * selection.granularity
+    corners = torch.tensor([[e, c, i, j] for e in (0, 1) for c in (0, 1) for i in (0, 1) for j in (0, 1)])[:, :, None]
+    every_batch, end_h, end_q, end_kv = corners.unbind(1)
+    b = torch.where(every_batch > 0, batch - 1, 0) if indices.shape[0] == 1 else b.expand(len(corners), -1)
+    h = choice * selection.heads_per_choice + end_h * (selection.heads_per_choice - 1)
+    q = (first_q + end_q * (selection.q_granularity - 1)).clamp(max=q_len - 1)
+    kv = (first_kv + end_kv * (selection.granularity - 1)).clamp(max=kv_len - 1)
+    return [t.flatten().view(1, 1, -1) for t in torch.broadcast_tensors(b, h, q, kv)]
