@@ -5,6 +5,7 @@ A row is one token's keys and values, of all batch rows, or of one batch row whe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,6 +57,15 @@ class RowSelection:
         if device not in self._device_copies:
             self._device_copies[device] = self.index.to(device)
         return self._device_copies[device]
+
+
+def views_of(selections: Sequence[RowSelection], x: Tensor) -> list[Tensor]:
+    """`take` of contiguous ranges; equal ranges are one view, because a ring sends the same rows to many ranks."""
+    views: dict[tuple[int, int], Tensor] = {}
+    for rows in selections:
+        if (rows.start, rows.stop) not in views:
+            views[rows.start, rows.stop] = rows.take(x)
+    return [views[rows.start, rows.stop] for rows in selections]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

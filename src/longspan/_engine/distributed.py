@@ -19,7 +19,7 @@ from longspan._engine.step_calls import StepCalls
 from longspan._engine.streams import StepStreams, is_captured
 from longspan._engine.ulysses import UlyssesTranspose
 from longspan._engine.values import BackwardTensors, CallTensors
-from longspan._kernels.protocol import AttentionInputs, BackwardInputs, ComputesNorm, Grads, State, like_query
+from longspan._kernels.protocol import AttentionInputs, BackwardInputs, ComputesNorm, Grads, Kernel, State, like_query, state_dtype
 
 
 def forward(call: ShardedCall, inputs: CallTensors, *, max_scores: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -124,17 +124,20 @@ def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide
     kernel, schedule, capabilities, _, calls = call.setup
     if is_captured(q):
         calls = StepCalls(kernel, prepare=False)
-    delta = kernel.delta(tensors.out, tensors.grad_out, grad_lse)
-    norm = kernel.norm(tensors.lse) if isinstance(kernel, ComputesNorm) else None
+    terms = BackwardInputs(
+        inputs=AttentionInputs(q=q, k=inputs.k, v=inputs.v), out=tensors.out, lse=tensors.lse, grad_out=tensors.grad_out, grad_lse=grad_lse
+    )  # fmt: skip
+    grad_q, delta, norm = _row_terms(kernel, terms)
     grad_sink = sink_gradient(inputs.sink, tensors.lse, delta)
     exchange = call.kv_exchange(call.setup, inputs, backward=True)
     may_overlap = overlap = False
     if q.is_cuda and exchange.group is not None and exchange.group.any_stream:
-        may_overlap, overlap = call.steps_may_overlap(kernel, schedule, inputs, needs)
+        may_overlap, overlap = call.setup.calls.may_overlap(tuple(needs), partial(call.steps_may_overlap, inputs, needs))
     streams = StepStreams(q.device, two=overlap)
     sums = GradientSums(
-        inputs, needs, exchange, schedule, streams, return_dtype=call.grad_kv_dtype(q.dtype), writes_once=capabilities.rounds_kv_grads_once
-    )
+        inputs, needs, exchange, schedule, streams, grad_q=grad_q, return_dtype=call.grad_kv_dtype(q.dtype),
+        writes_once=capabilities.rounds_kv_grads_once,
+    )  # fmt: skip
     whole = q, tensors.out, tensors.lse, tensors.grad_out, grad_lse, delta, norm
 
     def batch_rows(r: int) -> tuple[Any, ...]:
@@ -171,6 +174,16 @@ def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide
                 exchange.send(i + 1)
                 sums.send(i, step, buffer)
         return sums.finish(keep_kv_wide=keep_kv_wide), grad_sink
+
+
+def _row_terms(kernel: Kernel, tensors: BackwardInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(zeros for the gradient of q in the dtype of lse, delta, norm)."""
+    q = tensors.inputs.q
+    if isinstance(kernel, ComputesNorm):
+        grad_q = torch.empty(q.shape, dtype=state_dtype(q.dtype), device=q.device)
+        return grad_q, *kernel.row_terms(tensors, grad_q)
+    grad_q = torch.zeros(q.shape, dtype=state_dtype(q.dtype), device=q.device)
+    return grad_q, kernel.delta(tensors.out, tensors.grad_out, tensors.grad_lse), None
 
 
 def _local_heads(sink: Tensor | None, transpose: UlyssesTranspose) -> Tensor | None:

@@ -31,7 +31,7 @@ def attend(inputs: CallTensors, options: CallOptions, plan: PlanData | None) -> 
     """`ops.attend`, for a plan and a spec instead of their handles."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs.differentiable):
         tensors = inputs.q, inputs.k, inputs.v, inputs.sink, *inputs.score_captured
-        return _Attend.apply(inputs, options, plan, *tensors)  # type: ignore[no-untyped-call,no-any-return]
+        return _apply(inputs, options, plan, *tensors)
     with torch.no_grad():
         return ops.run_forward(inputs, options, plan)[0]
 
@@ -73,6 +73,11 @@ class _Attend(torch.autograd.Function):
         grad_q, grad_k, grad_v = next(grads), next(grads), next(grads)
         grad_sink = None if sink is None else next(grads)
         return None, None, None, grad_q, grad_k, grad_v, grad_sink, *(next(grads) if n else None for n in needs)
+
+
+# The same as `_Attend.apply` where no transform of torch.func is active, which callers have checked: torch's own wrapper looks for
+# transforms in Python.
+_apply = super(torch.autograd.Function, _Attend).apply
 
 
 def backward_by_operator(tensors: BackwardTensors, options: CallOptions, plan: PlanData | None) -> list[Tensor]:

@@ -46,15 +46,18 @@ class GradientSums:
         schedule: LocalSchedule,
         streams: StepStreams,
         *,
+        grad_q: Tensor,
         return_dtype: torch.dtype,
         writes_once: bool,
     ) -> None:
-        """return_dtype: of partial gradients in flight. writes_once: the kernel writes a gradient of KV once, when it is complete."""
+        """grad_q: zeros in the dtype of lse, to which kernels add. return_dtype: of partial gradients in flight. writes_once: the kernel
+        writes a gradient of KV once, when it is complete.
+        """
         q, k, v = inputs.q, inputs.k, inputs.v
         self._k, self._v, self._exchange, self._schedule, self._streams = k, v, exchange, schedule, streams
         self._q_dtype, self._dtype, self._return_dtype = q.dtype, state_dtype(q.dtype), return_dtype
         self._sent_dtype = return_dtype if writes_once and return_dtype in _KERNEL_DTYPES else self._dtype
-        self._grad_q = torch.zeros(q.shape, dtype=self._dtype, device=q.device)
+        self._grad_q = grad_q
         self._grad_captured = [
             torch.zeros(c.shape, dtype=self._dtype, device=q.device) if n else None for c, n in zip(inputs.score_captured, needs)
         ]

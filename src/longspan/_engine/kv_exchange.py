@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longspan._comm.agreement import Agreement
 from longspan._comm.group import Group, Pending
+from longspan._engine.buffer_rows import views_of
 from longspan._engine.local_schedule import ComputeStep
 from longspan._engine.streams import issue_stream
 from longspan._kernels.row_sums import copy_rows_
@@ -109,7 +110,7 @@ class KVExchange:
             for name, local, buffer in zip(self._names, self._local, buffers, strict=True):
                 out, what = buffer[exchange.start - skipped : exchange.stop - skipped], f"{exchange.what}, {name}"
                 if exchange.sends_views:
-                    pieces = [rows.take(local) for rows in exchange.sent_to]
+                    pieces = views_of(exchange.sent_to, local)
                     issue.append(_bind(group.all_to_all_pieces, out, pieces, exchange.recv_counts, what=what))
                 else:
                     sent = exchange.sent.take(local)

@@ -41,8 +41,6 @@ class PlanCache:
         self._moves: DerivedCache[PlanData, RowMoves] = DerivedCache(16)
         self._schedules: DerivedCache[PlanData, LocalSchedule] = DerivedCache(64)
         self._pass_setups: DerivedCache[PlanData, PassSetup] = DerivedCache(128)
-        self._concurrent: DerivedCache[PlanData, bool] = DerivedCache(128)
-        self._launched: DerivedCache[PlanData, bool] = DerivedCache(128)
         self._selection_grids: DerivedCache[PlanData, SelectionGrid] = DerivedCache(8)
         self._poolings: DerivedCache[PlanData, BlockPooling] = DerivedCache(8)
         self._descriptions: DerivedCache[PlanData, CallDescription] = DerivedCache(256)
@@ -86,15 +84,6 @@ class PlanCache:
     def pass_setup(self, plan: PlanData, key: Hashable, choose: Callable[[], PassSetup]) -> PassSetup:
         """The kernel and the local schedule of one kind of call."""
         return self._pass_setups.get(plan, key, choose)
-
-    def concurrent(self, plan: PlanData, key: Hashable, ask: Callable[[], bool]) -> bool:
-        """Whether steps of one kind of backward pass may run at the same time."""
-        return self._concurrent.get(plan, key, ask)
-
-    def launched_before(self, plan: PlanData, key: Hashable) -> bool:
-        """Whether this was asked before under the same key: False the first time."""
-        before = (plan, key) in self._launched
-        return self._launched.get(plan, key, lambda: True) and before
 
     def selection_grid(self, plan: PlanData, granularity: int, q_granularity: int) -> SelectionGrid:
         """What a plan fixes about selections of these granularities."""

@@ -22,7 +22,7 @@ from longspan._engine.spec import Spec
 from longspan._engine.step_calls import StepCalls
 from longspan._engine.ulysses import UlyssesTranspose
 from longspan._engine.values import CallTensors
-from longspan._kernels.protocol import AttentionInputs, Kernel, Work, state_dtype
+from longspan._kernels.protocol import AttentionInputs, Work, state_dtype
 from longspan._kernels.registry import KernelCall, choose, combined_capabilities, torch_settings
 from longspan._masks.block_table import BLOCK_SIZE
 from longspan._masks.joint import Joint
@@ -144,20 +144,11 @@ class ShardedCall:
         """The dtype in which partial gradients of KV return to their owner rank, for inputs of `dtype`."""
         return self.plan.grad_reduce_dtype or state_dtype(dtype)
 
-    def steps_may_overlap(self, kernel: Kernel, schedule: LocalSchedule, inputs: CallTensors, needs: Sequence[bool]) -> tuple[bool, bool]:
-        """Whether steps of a backward pass may run at the same time, and whether they do so in this call.
-
-        Not in the first call: kernels then copy tables to the device on one stream, and the other stream would not wait for the copy.
-        """
-        q, v = inputs.q, inputs.v
-        key = (self.spec.handle, schedule, q.shape, v.shape, q.dtype, q.device, tuple(needs), torch_settings())
-
-        def ask() -> bool:
-            calls = self.kernel_calls(schedule, q, inputs.k, v)
-            return len(calls) > 1 and combined_capabilities(kernel, calls, needs=needs).concurrent_backward
-
-        allowed = plan_cache.concurrent(self.plan, key, ask)
-        return allowed, plan_cache.launched_before(self.plan, key) and allowed
+    def steps_may_overlap(self, inputs: CallTensors, needs: Sequence[bool]) -> bool:
+        """Whether steps of this backward pass may run at the same time."""
+        assert self.setup is not None
+        calls = self.kernel_calls(self.setup.schedule, inputs.q, inputs.k, inputs.v)
+        return len(calls) > 1 and combined_capabilities(self.setup.kernel, calls, needs=needs).concurrent_backward
 
     def check(self, inputs: CallTensors, needs: Sequence[bool] | None) -> PassSetup | None:
         """Raise whatever a kernel would raise for this call, else return its setup. needs: as in `BackwardTensors`, None in a forward pass.

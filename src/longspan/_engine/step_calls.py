@@ -47,6 +47,7 @@ class StepCalls:
         self._prepares: PreparesSteps | None = kernel if prepare and isinstance(kernel, PreparesSteps) else None
         self._forward: dict[Hashable, PreparedForwardStep | _Mark] = {}
         self._backward: dict[Hashable, PreparedBackwardStep | _Mark] = {}
+        self._overlap: dict[tuple[bool, ...], bool] = {}
 
     def forward(
         self, place: Hashable, inputs: AttentionInputs, work: Callable[[], Work], captured: Sequence[Tensor], *,
@@ -68,6 +69,17 @@ class StepCalls:
             prepared = prepares.prepare_forward_step(inputs, step_work, state=state, result=result, final=final)
             self._forward[key] = _Mark.NOT_SUPPORTED if prepared is None else prepared
         return result
+
+    def may_overlap(self, needs: tuple[bool, ...], ask: Callable[[], bool]) -> tuple[bool, bool]:
+        """Whether steps of a backward pass may run at the same time, by `ask`, and whether they do so in this call.
+
+        Not in the first call: kernels then copy tables to the device on one stream, and the other stream would not wait for the copy.
+        """
+        known = self._overlap.get(needs)
+        if known is None:
+            known = self._overlap[needs] = ask()
+            return known, False
+        return known, known
 
     def backward(
         self, place: Hashable, tensors: BackwardInputs, work: Callable[[], Work], captured: Sequence[Tensor], into: Grads

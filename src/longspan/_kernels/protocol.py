@@ -244,6 +244,12 @@ class ComputesNorm(Protocol):
     def norm(self, lse: Tensor) -> Tensor:
         """`BackwardInputs.norm` of lse [B, H, Q], of its shape and dtype."""
 
+    def row_terms(self, tensors: BackwardInputs, zeroed: Tensor) -> tuple[Tensor, Tensor]:
+        """(`Kernel.delta`, norm) of out, lse and their gradients, in one launch that also sets `zeroed` to 0.
+
+        zeroed: Contiguous float32 [B, H, Q, D].
+        """
+
 
 @runtime_checkable
 class SelectsKeys(Protocol):

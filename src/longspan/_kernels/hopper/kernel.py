@@ -20,7 +20,7 @@ from longspan._kernels.gpu.row_terms import delta as row_delta
 from longspan._kernels.gpu.selected_tables import tile_of, tiled_work
 from longspan._kernels.hopper.config import HOPPER, MAX_DIM, computes_dq_with_dkv
 from longspan._kernels.hopper.dq_order import ordered_dq_pays
-from longspan._kernels.hopper.passes import HopperCall, head_parts_of, round_tensors, row_norm, streamable, width
+from longspan._kernels.hopper.passes import HopperCall, head_parts_of, round_tensors, row_norm, row_terms_launch, streamable, width
 from longspan._kernels.hopper.prepared import HopperBackward, HopperForward
 from longspan._kernels.hopper.prepared_steps import HopperBackwardStep, HopperForwardStep
 from longspan._kernels.hopper.state import HopperState
@@ -213,6 +213,17 @@ class HopperKernel:
 
     def norm(self, lse: Tensor) -> Tensor:
         return row_norm(lse)
+
+    def row_terms(self, tensors: BackwardInputs, zeroed: Tensor) -> tuple[Tensor, Tensor]:
+        lse, grad_lse = tensors.lse.contiguous(), tensors.grad_lse
+        delta, norm = torch.empty_like(lse), torch.empty_like(lse)
+        row_tensors = {
+            "out_ptr": tensors.out, "do_ptr": tensors.grad_out, "lse_ptr": lse,
+            "grad_lse_ptr": None if grad_lse is None else grad_lse.float().contiguous(), "norm_ptr": norm, "delta_ptr": delta,
+            "dq_ptr": zeroed, "counters_ptr": None,
+        }  # fmt: skip
+        row_terms_launch(zeroed.shape, row_tensors)(row_tensors, {})
+        return delta, norm
 
     def selection_block(
         self, inputs: AttentionInputs, selection: Selection, *, captured_grads: bool, by_head: bool

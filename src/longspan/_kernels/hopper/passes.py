@@ -108,14 +108,7 @@ class HopperCall(LaunchCall):
 
         tensors: out_ptr, do_ptr, lse_ptr, grad_lse_ptr, norm_ptr, delta_ptr, dq_ptr, counters_ptr.
         """
-        (B, H, Q, D), m = self.q.shape, 64
-        E, grad_out, out = self.v.shape[-1], tensors["do_ptr"], tensors["out_ptr"]
-        assert grad_out is not None
-        constants = {
-            "out_stride": (grad_out if out is None else out).stride(), "do_stride": grad_out.stride(), "heads": H, "q_len": Q,
-            "M": m, "D": D, "DP": launch.padded(D), "E": E, "EP": launch.padded(E),
-        }  # fmt: skip
-        return layout_launch(row_terms_kernel, tensors, constants, B * H * -(-Q // m))
+        return row_terms_launch(self.q.shape, tensors)
 
     def rounding(self, tensors: Tensors, parts: int) -> PreparedLaunch:
         """The launch of `round_kernel`. parts: into how many parts the query heads of a KV head are divided.
@@ -313,6 +306,18 @@ def head_parts_of(q: Tensor, v: Tensor, work: Work) -> int:
     if work.concurrent:
         return 1
     return head_parts(work.table.nominal.transposed, v.shape[0] * v.shape[1], q.shape[1] // v.shape[1], q.shape[-1] + v.shape[-1])
+
+
+def row_terms_launch(shape: Sequence[int], tensors: Tensors) -> PreparedLaunch:
+    """`HopperCall.row_terms` for queries of a shape [B, H, Q, D]."""
+    (B, H, Q, D), m, grad_out, out = shape, 64, tensors["do_ptr"], tensors["out_ptr"]
+    assert grad_out is not None
+    E = grad_out.shape[-1]
+    constants = {
+        "out_stride": (grad_out if out is None else out).stride(), "do_stride": grad_out.stride(), "heads": H, "q_len": Q,
+        "M": m, "D": D, "DP": launch.padded(D), "E": E, "EP": launch.padded(E),
+    }  # fmt: skip
+    return layout_launch(row_terms_kernel, tensors, constants, B * H * -(-Q // m))
 
 
 def row_norm(lse: Tensor) -> Tensor:
