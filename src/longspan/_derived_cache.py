@@ -63,6 +63,10 @@ class DerivedCache(Generic[Owner, Value]):
                 return None
         return value
 
+    def values_of(self, owner: Owner) -> OrderedDict[Hashable, Value]:
+        """The values of an owner, for lookups without noting the use; they change as values are derived and dropped."""
+        return self._entries(owner).values
+
     def __contains__(self, owner_and_key: tuple[Owner, Hashable]) -> bool:
         """Whether a value of an owner is there: `(owner, key) in cache`."""
         owner, key = owner_and_key

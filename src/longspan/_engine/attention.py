@@ -189,8 +189,8 @@ def _attend_again(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, key: 
         return None
     score: Hashable = None
     captured: list[Tensor] = []
-    traced = _traced_score(options.score_mod, state_dtype(q.dtype))
-    if traced is not None:
+    if options.score_mod is not None:
+        traced = traces.trace(options.score_mod, "score", score_dtype=state_dtype(q.dtype))
         captured = traced.captured()
         score = score_key(traced.program.key, captured)
     call = calls.find(entry, score)

@@ -54,6 +54,7 @@ class CallCache:
         self._variants = variants
         self._shared: Mask = Full()  # the owner of calls whose mask is part of the key
         self._entries: DerivedCache[Mask, _Entry] = DerivedCache(size)
+        self._size, self._shared_entries = size, self._entries.values_of(self._shared)
 
     def key(self, q: Any, k: Any, v: Any, options: Any) -> CallKey | None:
         """The key of a call whose arguments are not checked yet; None if it is not to be cached."""
@@ -91,6 +92,8 @@ class CallCache:
 
     def entry(self, key: CallKey) -> _Entry | None:
         """The calls of a key, if there was one."""
+        if key.owner is self._shared and 2 * len(self._shared_entries) < self._size:  # uses need not be noted yet
+            return self._shared_entries.get(key.layouts)
         return self._entries.peek(key.owner, key.layouts)
 
     def find(self, entry: _Entry, score: Hashable) -> PreparedCall | None:

@@ -37,8 +37,8 @@ class PreparedCall:
     def __init__(self, inputs: CallTensors, options: CallOptions, *, fixed_mask: bool) -> None:
         self._options, self._fixed_mask = options, fixed_mask
         self._kernel, work = one_device.kernel_and_work(inputs, options, backward=False)
-        self._work, self._mask_captured = replace(work, score_captured=()), tuple(inputs.mask_captured)
-        self._versioned: tuple[Tensor, ...] = () if fixed_mask else self._mask_captured
+        self._work, self.mask_captured = replace(work, score_captured=()), tuple(inputs.mask_captured)
+        self._versioned: tuple[Tensor, ...] = () if fixed_mask else self.mask_captured
         self._versions = [(t._version, t.data_ptr()) for t in self._versioned]
         self._forward = None
         if isinstance(self._kernel, PreparesCalls) and inputs.sink is None:
@@ -68,7 +68,7 @@ class PreparedCall:
         """(out, lse)."""
         if self._forward is not None and not is_captured(q):
             return self._forward(q, k, v, score_captured)
-        inputs = CallTensors(q=q, k=k, v=v, sink=sink, mask_captured=self._mask_captured, score_captured=score_captured)
+        inputs = CallTensors(q=q, k=k, v=v, sink=sink, mask_captured=self.mask_captured, score_captured=score_captured)
         work = self._work if not score_captured else replace(self._work, score_captured=score_captured)
         with without_autocast(), torch.no_grad():
             state = one_device.forward_by(self._kernel, work, inputs)
@@ -82,7 +82,7 @@ class PreparedCall:
         saved: q, k, v, sink, out, lse, tensors of the mask and of the score program. Gradients of lse are not supported.
         """
         q, k, v, sink, out, lse = saved[:6]
-        score_captured = saved[6 + len(self._mask_captured) :]
+        score_captured = saved[6 + len(self.mask_captured) :]
         if sink is not None or torch.is_grad_enabled() or is_batched_gradient(grad_out):
             return None
         entry = self._backwards.get(_backward_key((q, k, v, out, lse, grad_out), score_captured, needs))
@@ -129,9 +129,9 @@ class PreparedCall:
         """The autograd node's backward: gradients of q, k, v, the sink and the captured tensors. saved: as in `backward_again`."""
         refuse_batched_gradients(grad_out, grad_lse)
         q, k, v, sink, out, lse, *captured = saved
-        score_captured = captured[len(self._mask_captured) :]
+        score_captured = captured[len(self.mask_captured) :]
         tensors = BackwardTensors(
-            inputs=CallTensors(q=q, k=k, v=v, sink=sink, mask_captured=self._mask_captured, score_captured=score_captured),
+            inputs=CallTensors(q=q, k=k, v=v, sink=sink, mask_captured=self.mask_captured, score_captured=score_captured),
             out=out, lse=lse, grad_out=torch.zeros_like(out) if grad_out is None else grad_out, grad_lse=grad_lse, needs=needs,
         )  # fmt: skip
         if torch.is_grad_enabled():  # create_graph=True
@@ -142,10 +142,6 @@ class PreparedCall:
         grad_sink = None if sink is None else next(grads)
         return grad_q, grad_k, grad_v, grad_sink, *(next(grads) if n else None for n in needs)
 
-    def save(self, ctx: Any, tensors: Sequence[Tensor | None], out: Tensor, lse: Tensor) -> None:
-        """Save what `backward_node` reads. tensors: q, k, v, sink and captured tensors of the score program."""
-        ctx.save_for_backward(*tensors[:4], out, lse, *self._mask_captured, *tensors[4:])
-
 
 class _AttendPrepared(torch.autograd.Function):
     """The autograd node of a prepared call. Results: out, or out and lse."""
@@ -154,7 +150,7 @@ class _AttendPrepared(torch.autograd.Function):
     def forward(ctx: Any, call: PreparedCall, returns_lse: bool, *tensors: Any) -> Any:
         q, k, v, sink, *score_captured = tensors
         out, lse = call.forward(q, k, v, sink, score_captured)
-        call.save(ctx, tensors, out, lse)
+        ctx.save_for_backward(q, k, v, sink, out, lse, *call.mask_captured, *score_captured)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return (out, lse) if returns_lse else out

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -32,14 +33,14 @@ def is_preparable(inputs: AttentionInputs, work: Work) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PreparedPass:
-    """A launch over tiles. `roles`: for each tensor of its signature, the index among the addresses of a call.
+    """A launch over tiles. `pick`: from the addresses of a call by role, those of the tensors of its signature.
 
     `captured`: addresses of `mask_captured`, the tensors that the mask program reads. `numbers`: scale, first batch row and head.
     `takes_counter`: whether the workspace is one item counter, which the caller may provide.
     """
 
     launch: PreparedLaunch
-    roles: tuple[int, ...]
+    pick: Callable[[Sequence[int]], tuple[int, ...]]
     captured: tuple[int, ...]
     mask_captured: tuple[Tensor, ...]
     numbers: tuple[float, int, int]
@@ -54,7 +55,7 @@ class PreparedPass:
         numbers, prepared = (float(work.scale), work.first_batch, work.first_head), call.prepared(one)
         takes_counter = prepared.workspace is not None and sum(prepared.workspace.zeros) == 1 and not prepared.workspace.floats
         return cls(
-            launch=prepared, roles=roles, captured=captured, mask_captured=tuple(work.mask_captured), numbers=numbers,
+            launch=prepared, pick=itemgetter(*roles), captured=captured, mask_captured=tuple(work.mask_captured), numbers=numbers,
             takes_counter=takes_counter,
         )  # fmt: skip
 
@@ -67,9 +68,11 @@ class PreparedPass:
         else:
             assert self.launch.workspace is not None
             workspace, _held = self.launch.workspace.addresses(stream)
-        spare = (addresses[0],)
-        values = [addresses[i] for i in self.roles]
-        _launch(self.launch, stream, [*values, *workspace, *(self.captured or spare), *(score_captured or spare), *grads, *self.numbers])
+        spare = addresses[:1]
+        values = (
+            *self.pick(addresses), *workspace, *(self.captured or spare), *(score_captured or spare), *grads, *self.numbers
+        )  # fmt: skip
+        _launch(self.launch, stream, values)
 
 
 def _launch(prepared: PreparedLaunch, stream: int | None, values: Sequence[int | float]) -> None:
@@ -126,7 +129,7 @@ class HopperForward:
         for start, stop in self.idle:
             prefill(State(out=out, lse=lse).rows(start, stop), None)
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()
-        self.over_tiles(direct_stream(self.device), addresses, [t.data_ptr() for t in score_captured])
+        self.over_tiles(direct_stream(self.device), addresses, [t.data_ptr() for t in score_captured] if score_captured else ())
         return out, lse
 
 
@@ -191,12 +194,15 @@ class HopperBackward:
         base = workspace.data_ptr()
         norm, delta, total, dk_parts, dv_parts, counters = [base + start for start in self.starts]
         dq, dk, dv = [make() for make in self.empty_grads]
-        captured = [
-            torch.zeros(c.shape, dtype=torch.float32, device=c.device) if n else None
-            for c, n in zip(score_captured, self.needs, strict=True)
-        ]
+        captured: list[Tensor | None] = []
+        score_at: list[int] = []
+        if score_captured:
+            captured = [
+                torch.zeros(c.shape, dtype=torch.float32, device=c.device) if n else None
+                for c, n in zip(score_captured, self.needs, strict=True)
+            ]
+            score_at = [t.data_ptr() for t in score_captured]
         do_at, dq_at, dk_at, dv_at = grad_out.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
-        score_at = [t.data_ptr() for t in score_captured]
         to_dk, to_dv = (dk_parts, dv_parts) if self.parts else (dk_at, dv_at)
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), do_at, norm, delta, dq_at, to_dk, to_dv, total
         stream, one_pass = direct_stream(self.device), (total,) if self.dq is None else ()
