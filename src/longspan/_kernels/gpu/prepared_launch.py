@@ -37,7 +37,8 @@ class PreparedLaunch:
 
     `options`: num_warps, num_stages and such. `descriptors`: for tensors that TMA reads, by name, the function that makes the descriptor.
     `constants`: all arguments but the tensors and those of `PER_CALL`. `workspace`: memory that each launch has to itself.
-    `tables_vary`: the arguments of `TABLES` are given at each call.
+    `tables_vary`: the arguments of `TABLES` are given at each call. `by_driver`: the launch through the CUDA driver; None before `compile`,
+    and where only Triton's launcher can launch the kernel.
     """
 
     kernel: Any
@@ -49,7 +50,7 @@ class PreparedLaunch:
     workspace: Workspace | None = None
     tables_vary: bool = False
     _compiled: Any = field(default=None, init=False)
-    _driver_launch: DriverLaunch | None = field(default=None, init=False)
+    by_driver: DriverLaunch | None = field(default=None, init=False)
     _arguments: list[Any] = field(default_factory=list, init=False)
     _varying: list[bool] = field(default_factory=list, init=False)
     _per_call_slots: list[str] = field(default_factory=list, init=False)
@@ -102,10 +103,10 @@ class PreparedLaunch:
 
     def launch_on(self, stream: int, values: Sequence[int | float]) -> None:
         """`launch_at` on a stream from `direct_stream`."""
-        if self._driver_launch is None:
+        if self.by_driver is None:
             self._launch_by_triton(values)
         else:
-            self._driver_launch(stream, values)
+            self.by_driver(stream, values)
 
     def _launch_by_triton(self, values: Sequence[int | float]) -> None:
         rest = iter(values)
@@ -144,7 +145,7 @@ class PreparedLaunch:
         varying = [i < pointers or name in self._changing for i, name in enumerate(names)]
         with torch.cuda.device(self.device):
             compiled = self._compile_with_fewer_stages(arguments)
-            self._driver_launch = driver_launch(compiled, arguments, varying, ctas=self.ctas, device=self.device)
+            self.by_driver = driver_launch(compiled, arguments, varying, ctas=self.ctas, device=self.device)
         self._per_call_slots = [name for name in names if name in self._changing]
         self._arguments = [_without_tensors(a) if v else _address(a) for a, v in zip(arguments, varying, strict=True)]
         self._varying = [v and a is not None for a, v in zip(arguments, varying, strict=True)]

@@ -77,10 +77,11 @@ class PreparedPass:
 
 def _launch(prepared: PreparedLaunch, stream: int | None, values: Sequence[int | float]) -> None:
     """Launch on a stream from `direct_stream`, or, if it is None, wherever the launch belongs."""
-    if stream is None:
+    by_driver = prepared.by_driver
+    if stream is None or by_driver is None:
         prepared.launch_at(values)
     else:
-        prepared.launch_on(stream, values)
+        by_driver(stream, values)
 
 
 def maker(tensor: Tensor, size: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
