@@ -4,8 +4,8 @@
                           through which torch lets an operator take one (see `longspan._engine.compiled`).
 `_disable_current_modes`  A mod is traced on the side. Modes of the caller (selective checkpointing, fake tensors, AOTAutograd's own
                           tracing) must not see, record or replay those operations; there is no public way to step out of them.
-`_get_current_dispatch_mode_stack`  Whether such modes are there: without any, the operator may be called without torch's dispatcher.
-`_len_torch_dispatch_stack`, `_len_torch_function_stack`  Whether modes are active, without building lists of them.
+`_len_torch_dispatch_stack`, `_len_torch_function_stack`  Whether modes are active, without building lists of them. Without any, the
+                          operator may be called without torch's dispatcher.
 `_get_current_function_mode_stack`  Whether a function mode of the user's would change what a mod's operations mean; torch has no public
                           way to list them.
 `OpOverload`              The type of a traced operation, whose schema says whether it mutates; it has no public name.
@@ -55,7 +55,7 @@ from torch._higher_order_ops.base_hop import BaseHOP
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def dynamo_is_at_work() -> bool:
 
 def modes_are_active() -> bool:
     """Whether a dispatch mode would see operators that are called now."""
-    return bool(_get_current_dispatch_mode_stack())
+    return bool(torch._C._len_torch_dispatch_stack())
 
 
 def forward_mode_is_active() -> bool:

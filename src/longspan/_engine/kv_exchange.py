@@ -92,7 +92,7 @@ class KVExchange:
             spare_rows = 0 if fmt.two_buffers else steps[0].received_rows
             sources = [[self.k], [self.v]] if fmt.separate else [[self.k, self.v]]
             self._first_buffers = [self._packed(tensors, spare_rows=spare_rows) for tensors in sources]
-            self._local = [buffer[: len(buffer) - spare_rows] for buffer in self._first_buffers]
+            self._local = [buffer[: buffer.shape[0] - spare_rows] if spare_rows else buffer for buffer in self._first_buffers]
             self.prepare(0)
             self.send(0)
 

@@ -60,7 +60,7 @@ class StepTiles:
     kv_rows: RowSelection | None = None
     complete_q_tiles: Tensor | None = None
 
-    @property
+    @cached_property
     def empty(self) -> bool:
         """Whether there is nothing to compute."""
         return not len(self.table.first)
