@@ -12,8 +12,8 @@ Legend: B batch rows, n columns of a forward (new tokens and padding), H query h
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,14 +38,20 @@ class PendingUpdate(NamedTuple):
     v: Tensor
 
 
-_pending: ContextVar[PendingUpdate | None] = ContextVar("longspan_pending_update", default=None)
+class _Pending(threading.local):
+    """The update that waits in this thread. Not a ContextVar, which torch.compile cannot trace."""
+
+    update: PendingUpdate | None = None
+
+
+_pending = _Pending()
 
 
 def take_pending() -> PendingUpdate | None:
     """The update before this attention call, once; None if the layer did not update a `PagedCache`."""
-    update = _pending.get()
+    update = _pending.update
     if update is not None:
-        _pending.set(None)
+        _pending.update = None
     return update
 
 
@@ -76,14 +82,14 @@ class _PagedLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The new keys and values. Attention writes them into pages."""
-        waiting = _pending.get()
+        waiting = _pending.update
         if waiting is not None:
-            _pending.set(None)
+            _pending.update = None
             raise RuntimeError(
                 f"longspan: layer {waiting.layer} updated a PagedCache, but its attention did not run by longspan; make the model with "
                 "attn_implementation='longspan'"
             )
-        _pending.set(PendingUpdate(self.cache, self.index, key_states, value_states))
+        _pending.update = PendingUpdate(self.cache, self.index, key_states, value_states)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
