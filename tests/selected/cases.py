@@ -34,9 +34,9 @@ class Case:
     grad_out: Tensor
 
 
-def draw(seed: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu", longest: int = 300) -> Case:
-    """The case of a seed."""
-    rng = random.Random(seed)
+def draw(seed: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu", longest: int = 300, kinds: int = 10**9) -> Case:
+    """The case of a seed. kinds: number of different sizes, masks and mods: a GPU compiles kernels for each."""
+    rng = random.Random(seed % kinds)
     generator = torch.Generator().manual_seed(seed)
     batch, kv_heads, shared = rng.choice([1, 1, 2]), rng.choice([1, 2]), rng.choice([1, 2, 3])
     heads = kv_heads * shared
@@ -116,10 +116,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--longest", type=int, default=300)
+    parser.add_argument("--kinds", type=int, default=10**9)
     options = parser.parse_args()
     end, seed = time.monotonic() + options.seconds, options.seed
     while time.monotonic() < end and seed < options.seed + options.cases:
-        check(draw(seed, dtype=getattr(torch, options.dtype), device=options.device, longest=options.longest), kernel=options.kernel)
+        sizes = {"longest": options.longest, "kinds": options.kinds}
+        check(draw(seed, dtype=getattr(torch, options.dtype), device=options.device, **sizes), kernel=options.kernel)
         seed += 1
     print(f"{seed - options.seed} selections right (seeds {options.seed} to {seed - 1}, kernel {options.kernel})")
 

@@ -132,6 +132,27 @@ def test_selections_compile() -> None:
         assert torch.allclose(compiled(q, choice), model(q, choice), atol=1e-6)
 
 
+@pytest.mark.parametrize(("kernel", "granularity"), [("auto", 64), ("triton", 64), ("triton", 1)])
+def test_compiled_selections_have_the_gradients_of_eager_ones(kernel: str, granularity: int) -> None:
+    tokens = 128 if granularity == 64 else 24
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, h, tokens, 16, generator=generator, requires_grad=True) for h in (4, 2, 2))
+    bias, sink = (torch.randn(4, generator=generator, requires_grad=True) for _ in range(2))
+    rows = tokens // granularity
+
+    def model(indices: torch.Tensor) -> torch.Tensor:
+        mask = ls.selected(indices, granularity) & ls.causal()
+        return ls.attention(q, k, v, mask=mask, score_mod=lambda s, b, h, i, j: s + bias[h] * (i - j) * 0.01, sink=sink, kernel=kernel)
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for seed in range(2):
+        indices = torch.randint(-1, rows, (1, 2, rows, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+        out, right = compiled(indices), model(indices)
+        torch.testing.assert_close(out, right, atol=1e-5, rtol=1e-5)
+        grads, right_grads = (torch.autograd.grad(x.square().sum(), (q, k, v, bias, sink)) for x in (out, right))
+        torch.testing.assert_close(grads, right_grads, atol=1e-4, rtol=1e-4)
+
+
 def test_a_cache_refuses_selections() -> None:
     cache = ls.KVCache(pages=4, page_size=64, layers=1, kv_heads=2, head_dim=16, dtype=torch.float32, device="cpu")
     step = cache.step(cache.allocate(1), 128)

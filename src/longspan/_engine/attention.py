@@ -27,6 +27,7 @@ from longspan._kernels.protocol import MASK_IN_GRAPH, state_dtype
 from longspan._kernels.registry import INVARIANT, KernelRefused, check_name
 from longspan._masks.algebra import FromBlockMask, Full, Mask, MaskLike, as_mask
 from longspan._masks.extent import AttentionSizes
+from longspan._masks.selected import split_selection
 from longspan._masks.static_mask import static_mask_of
 from longspan._masks.trace_cache import traces
 from longspan._masks.tracing import Traced
@@ -162,6 +163,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> ops.Outpu
     chosen = _attend_selected(q, k, v, options, scale)
     if chosen is not None:
         return chosen
+    if torch.compiler.is_dynamo_compiling() and isinstance(options.mask, Mask) and options.mask.has_selection:
+        compiled = _attend_selected_compiled(q, k, v, options, scale)
+        if compiled is not None:
+            return compiled
     # The remembered mask of a BlockMask, whose conversion takes launches.
     mask = _checked_mask(key.owner if key is not None and isinstance(key.owner, FromBlockMask) else options.mask, q, k)
     if torch.compiler.is_dynamo_compiling():
@@ -212,6 +217,19 @@ def _attend_selected(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, sc
     inputs = _call_tensors(q, k, v, options, rest, score)
     results = selected.attend(inputs, CallOptions(spec=_spec(options, rest, score), scale=scale), split)
     return None if results is None else (*results, _NOTHING)
+
+
+def _attend_selected_compiled(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, scale: float) -> ops.Outputs | None:
+    """`attend` as Dynamo traces it, over keys chosen at run time; None for calls that take the choice as a lookup table."""
+    from longspan._engine.compiled import attend_compiled
+
+    split = split_selection(options.mask)
+    if split is None or options.max_scores or options.kernel == "dense":
+        return None
+    sizes = AttentionSizes(q_len=q.shape[2], kv_len=k.shape[2], batch=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1])
+    options.mask.extent.check(f"mask {options.mask}", q_len=sizes.q_len, kv_len=sizes.kv_len, batch=sizes.batch, heads=sizes.heads)
+    rest = None if split.rest is None or isinstance(split.rest, Full) else split.rest
+    return attend_compiled(q, k, v, options, mask=rest, scale=scale, returned=True, selection=split.selection.checked(sizes))
 
 
 def _attend_over_mesh(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, plan: PlanHandle) -> ops.Outputs:

@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from longspan._engine import ops
 from longspan._engine.checks import refuse_transforms
 from longspan._engine.invariant_mode import is_invariant
+from longspan._engine.selected_ops import attend_selected
 from longspan._engine.spec import Spec
 from longspan._kernels.dense import Scoring, dense_attention
 from longspan._kernels.protocol import like_query, state_dtype
@@ -29,14 +30,16 @@ from longspan._torch_private import BaseHOP, outside_of_modes
 
 if TYPE_CHECKING:
     from longspan._engine.attention import AttendOptions
+    from longspan._masks.selected import Selected
 
 _SCALARS = ("score", "b", "h", "q", "kv")
 
 
 def attend_compiled(
-    q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, *, mask: Mask | None, scale: float, returned: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend` as Dynamo traces it. returned: whether lse may get a gradient.
+    q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, *, mask: Mask | None, scale: float, returned: bool,
+    selection: Selected | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`attend` as Dynamo traces it. returned: whether lse may get a gradient. selection: chosen keys, with `mask` as the rest of the mask.
 
     Operands reach the operator in an order of Dynamo's choosing, with equal ones merged. The body therefore returns, after its results, an
     empty tensor made from each argument: these tell which operand is which.
@@ -45,6 +48,8 @@ def attend_compiled(
     plan = None if options.plan is None else options.plan.token
     tensors = [_hand_hop(cast(GraphModule, _copied), t)[0] for t in (q, k, v, sink) if t is not None]
     tensors += [] if plan is None else [plan]
+    tensors += [] if selection is None else [selection.indices]
+    chosen = (0, 0, 0) if selection is None else (selection.granularity, selection.q_granularity, selection.heads_per_choice or 1)
     # One-element vectors, not scalars: indexing with a scalar tensor makes Dynamo ask for its value.
     scalars = [q.new_zeros((1,), dtype=state_dtype(q.dtype)), *(q.new_zeros((1,), dtype=torch.int64) for _ in range(4))]
     mods = _Mods(score_mod, mask)
@@ -71,6 +76,9 @@ def attend_compiled(
         kernel=options.kernel,
         max_scores=max_scores,
         returned=returned,
+        granularity=chosen[0],
+        q_granularity=chosen[1],
+        heads_per_choice=chosen[2],
     )
     return results[0], results[1], results[2].detach()
 
@@ -111,14 +119,18 @@ class _AttendHop(BaseHOP):
         kernel: str,
         max_scores: bool,
         returned: bool,
+        granularity: int,
+        q_granularity: int,
+        heads_per_choice: int,
     ) -> tuple[Tensor, ...]:
+        has_selection = granularity > 0
         if is_invariant():
             raise NotImplementedError("longspan.invariant() does not support torch.compile; call the attention uncompiled")
         if kernel != "dense":
             refuse_transforms(planned=has_plan)
         placeholders = [n for n in subgraph.graph.nodes if n.op == "placeholder"]
         outputs = next(n for n in subgraph.graph.nodes if n.op == "output").args[0]
-        count = len(_SCALARS) + 3 + has_sink + has_plan
+        count = len(_SCALARS) + 3 + has_sink + has_plan + has_selection
         tags, results = outputs[-count:], list(outputs[3:-count])
         operand_of = dict(zip(placeholders, operands, strict=True))
         scalars = [_source(tag) for tag in tags[: len(_SCALARS)]]
@@ -152,6 +164,10 @@ class _AttendHop(BaseHOP):
             )  # fmt: skip
             with without_autocast():
                 out, lse, row_max = dense_attention(q, k, v, scoring, sink=sink)
+        elif has_selection:
+            numbers = granularity, q_granularity, heads_per_choice
+            out, lse = attend_selected(q, k, v, sink, rest[-1], mask_captured, captured(score), spec.handle, scale, *numbers)
+            row_max = lse
         else:
             out, lse, row_max = ops.attend(q, k, v, sink, mask_captured, captured(score), plan, spec.handle, scale, max_scores)
         return (out, lse, row_max if max_scores else lse.new_empty((0,)), *(q.new_empty((0,)) for _ in outputs[3:]))

@@ -164,18 +164,18 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_
     return grad_q, grad_k, grad_v, grad_sink, [None] * len(mask_captured), grad_score_captured, None, None, None, None
 
 
-def _refuse_double_backward(ctx: Any, *grads: Any) -> Any:
+def refuse_double_backward(ctx: Any, *grads: Any) -> Any:
     raise RuntimeError(
         "longspan.attention supports one differentiation, not two (create_graph=True, torch.func.hessian, gradient penalties); "
         "kernel='dense' supports any order"
     )
 
 
-def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+def refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     raise RuntimeError(NO_TRANSFORMS)
 
 
 attend.register_autograd(_backward, setup_context=_setup_context)
-attend_backward.register_autograd(_refuse_double_backward, setup_context=lambda ctx, inputs, output: None)
-attend.register_vmap(_refuse_vmap)
-attend_backward.register_vmap(_refuse_vmap)
+attend_backward.register_autograd(refuse_double_backward, setup_context=lambda ctx, inputs, output: None)
+attend.register_vmap(refuse_vmap)
+attend_backward.register_vmap(refuse_vmap)

@@ -30,20 +30,22 @@ from longspan._torch_private import nothing_intercepts_calls
 
 @dataclass(frozen=True, eq=False)
 class SplitMask:
-    """A mask as a selection, checked against the call, and the rest of the mask; None: every pair."""
+    """A mask as a selection, checked against the call, and the rest of the mask; None: every pair, or known as a program only.
+
+    `fixed`: the tensors that the rest of the mask reads never change.
+    """
 
     selection: Selection
     rest: Mask | None
+    fixed: bool
 
 
 def split_mask(mask: Any, q: Tensor, k: Tensor, *, kernel: str) -> SplitMask | None:
     """The parts of a call's mask; None if the call takes the general path."""
     if not isinstance(mask, Mask) or not mask.has_selection or is_invariant() or not nothing_intercepts_calls():
         return None
-    if not has_triton() or kernel not in ("auto", "triton", "hopper") or not (q.is_cuda or kernel == "triton"):
-        return None
     split = split_selection(mask)
-    if split is None or split.selection.indices.device != q.device or not q.numel() or not k.numel():
+    if split is None or not selects_keys(q, k, split.selection.indices, kernel):
         return None
     sizes = AttentionSizes(q_len=q.shape[2], kv_len=k.shape[2], batch=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1])
     mask.extent.check(f"mask {mask}", q_len=sizes.q_len, kv_len=sizes.kv_len, batch=sizes.batch, heads=sizes.heads)
@@ -52,7 +54,15 @@ def split_mask(mask: Any, q: Tensor, k: Tensor, *, kernel: str) -> SplitMask | N
     selection = Selection(
         indices=chosen.indices, granularity=chosen.granularity, q_granularity=chosen.q_granularity, heads_per_choice=chosen.heads_per_choice
     )  # fmt: skip
-    return SplitMask(selection, None if split.rest is None or isinstance(split.rest, Full) else split.rest)
+    rest = None if split.rest is None or isinstance(split.rest, Full) else split.rest
+    return SplitMask(selection, rest, fixed=rest is None or rest.reads_copies)
+
+
+def selects_keys(q: Tensor, k: Tensor, indices: Tensor, kernel: str) -> bool:
+    """Whether a kernel may select keys on the device for such a call."""
+    if not has_triton() or kernel not in ("auto", "triton", "hopper") or not (q.is_cuda or kernel == "triton"):
+        return False
+    return indices.device == q.device and bool(q.numel() and k.numel())
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +75,13 @@ class SelectedCall:
     indices: Tensor
 
     @classmethod
-    def of(cls, inputs: CallTensors, options: CallOptions, split: SplitMask) -> SelectedCall | None:
-        """The call by the first kernel that selects keys; None if no kernel supports it."""
+    def of(cls, inputs: CallTensors, options: CallOptions, split: SplitMask, *, captured_grads: bool) -> SelectedCall | None:
+        """The call by the first kernel that selects keys; None if no kernel supports it.
+
+        captured_grads: Tensors that the score program captures need gradients.
+        """
         kernel_inputs = AttentionInputs(q=inputs.q, k=inputs.k, v=inputs.v)
-        requested, captured_grads = options.spec.kernel, any(t.requires_grad for t in inputs.score_captured)
+        requested = options.spec.kernel
         by_head = options.spec.mask is not None and options.spec.mask.uses_head
         names = dict.fromkeys((first_candidate(inputs.q.device), "triton")) if requested == "auto" else (requested,)
         for kernel in map(kernel_named, names):
@@ -79,8 +92,7 @@ class SelectedCall:
             tables = one_device.mask_tables(inputs, options)
             work = one_device.make_work(inputs, options, tables, backward=False, block=block)
             if kernel.capabilities(kernel_inputs, work).refusal is None:
-                fixed = split.rest is None or split.rest.reads_copies
-                work = replace(kernel.select(kernel_inputs, work, split.selection), mask_is_fixed=fixed)
+                work = replace(kernel.select(kernel_inputs, work, split.selection), mask_is_fixed=split.fixed)
                 return cls(kernel, work, options, split.selection.indices)
         return None
 
@@ -104,7 +116,7 @@ def attend(inputs: CallTensors, options: CallOptions, split: SplitMask) -> tuple
     """(out, lse), differentiable; None if no kernel selects keys for this call."""
     if not is_plain([*inputs.differentiable, *inputs.mask_captured]):
         return None
-    call = SelectedCall.of(inputs, options, split)
+    call = SelectedCall.of(inputs, options, split, captured_grads=any(t.requires_grad for t in inputs.score_captured))
     if call is None:
         return None
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs.differentiable):
