@@ -177,14 +177,15 @@ class LaunchCall:
             "mask_sizes": launch.pack_sizes(work.mask_captured), "score_sizes": launch.pack_sizes(work.score_captured),
             "rows": table_rows, "tiles": table.q_tiles, "heads": heads, "kv_heads": kv_heads, "shared": shared, "group": group,
             "q_len": q.shape[2], "kv_len": self.kv_len,
-            "MASK": launch.function(work.mask, options), "SCORE": launch.function(work.score, options), "JOINT": joint,
+            "MASK": launch.function(work.mask, launch.options(work, q.dtype)), "SCORE": launch.function(work.score, options),
+            "JOINT": joint,
             "PER_BATCH": per_batch, "PER_HEAD": per_head, "LEAD": lead,
             "N": cut.n, "M_SUBS": m_subs, "N_SUBS": n_subs, "DP": launch.padded(d), "E": e, "EP": launch.padded(e),
         }  # fmt: skip
 
     @property
     def program_options(self) -> codegen.Options:
-        """Compile options of the mask, the score mod and its gradient."""
+        """Compile options of the score mod and its gradient."""
         return launch.options(self.work, self.q.dtype)
 
     def _strides(self, one: Pass) -> dict[str, tuple[int, ...]]:
