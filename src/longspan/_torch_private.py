@@ -35,12 +35,15 @@
 `_SetExcludeDispatchKeyGuard`  A dispatch mode runs below autograd, where `detach` gives a tensor a version of its own. With the guard, it
                           shares the version, so that later modifications in place can be seen; torch's selective checkpointing does so.
 `_assert_async`           A check of values on a CUDA device without reading them on the host; no public function does it.
+`_loader`                 torch.fx keeps the source of every GraphModule for tracebacks as long as the process lives. A process that traces
+                          many mods would grow; there is no public way to drop it.
 `tracing`                 `make_fx` takes the fake mode of a compilation in progress from this context, whatever modes are active.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import linecache
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from threading import RLock
@@ -54,6 +57,8 @@ from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.base_hop import BaseHOP
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
+from torch.fx import GraphModule, graph_module
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -73,6 +78,7 @@ __all__ = [
     "default_store",
     "detached_below_autograd",
     "dynamo_is_at_work",
+    "fake_trace",
     "flight_recorder_dump",
     "foreign_function_modes_are_active",
     "forward_mode_is_active",
@@ -89,12 +95,27 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "without_source",
 ]
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
     """Assert a 0-dim bool: on CUDA by the device, which fails asynchronously; elsewhere at once, by RuntimeError."""
     torch._assert_async(condition, message)
+
+
+def fake_trace(fn: Callable[..., Any], *examples: Tensor) -> GraphModule:
+    """The operations of fn on fake tensors like the examples; real tensors that it captures become attributes."""
+    return without_source(make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples))
+
+
+def without_source(module: GraphModule) -> GraphModule:
+    """The module itself. torch.fx forgets the source of its `forward`, which only tracebacks read."""
+    key = type(module).forward.__code__.co_filename
+    if key.startswith("<eval_with_key>"):
+        linecache.cache.pop(key, None)
+        graph_module._loader.eval_cache.pop(key, None)
+    return module
 
 
 def current_cuda_device() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import linecache
 import math
 import operator
 import sys
@@ -462,3 +463,21 @@ def test_threads_share_the_cache() -> None:
         got = list(pool.map(call, scales * 3))
     for scale, out in zip(scales * 3, got, strict=True):
         torch.testing.assert_close(out, ls.attention(q, k, v, mask=ls.sliding_window(int(scale)), scale=scale * 8**-0.5))
+
+
+def test_traces_leave_no_source_in_torch() -> None:
+    from torch.fx.graph_module import _loader
+
+    def call(step: int) -> None:
+        q = torch.randn(1, 2, 20, 4, requires_grad=True)
+        # A preamble, a gradient, and a mod that is not pointwise, which runs as a module.
+        score = lambda s, b, h, i, j: s + q.exp()[0, h, i, 0] - 0.1 * step * (i - j) + torch.stack([s, s * step]).sum()
+        ls.attention(q, q, q, mask=lambda b, h, i, j: (i >= j) | (j % step == 0), score_mod=score).sum().backward()
+
+    def sources() -> int:
+        return len(_loader.eval_cache) + sum(name.startswith("<eval_with_key>") for name in linecache.cache)
+
+    before = sources()
+    for step in range(2, 5):
+        call(step)
+    assert sources() == before

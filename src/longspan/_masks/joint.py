@@ -11,10 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from longspan._masks.program import Program, is_pointwise, op_name, run
-from longspan._torch_private import outside_of_modes
+from longspan._torch_private import fake_trace, outside_of_modes
 
 # Operations that autograd records for literals. They have no inputs, so each becomes a constant of the graph.
 _CONSTANTS = frozenset({"scalar_tensor", "_efficientzerotensor"})
@@ -156,9 +155,9 @@ def _trace_vjp(forward: Graph, program: Program, reads: list[Node], sizes: dict[
 
     grad = torch.zeros((), dtype=program.result.meta["val"].dtype)
     examples = [example(p) for p in program.placeholders] + [example(r) for r in reads]
-    module = make_fx(vjp, tracing_mode="fake", _allow_non_fake_inputs=True)(grad, *examples)
+    module = fake_trace(vjp, grad, *examples)
     # Some backward formulas mutate tensors (clamp, maximum); programs may not, so functionalize.
-    return make_fx(torch.func.functionalize(module), tracing_mode="fake", _allow_non_fake_inputs=True)(grad, *examples)
+    return fake_trace(torch.func.functionalize(module), grad, *examples)
 
 
 def _require_autograd(leaf: Tensor) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from longspan._torch_private import modes_are_active, number_of
+from longspan._torch_private import modes_are_active, number_of, without_source
 
 Kind = Literal["score", "mask"]
 
@@ -253,7 +253,7 @@ def _as_module(graph: Graph, device: torch.device) -> GraphModule:
         env[node] = copy.node_copy(node, env.__getitem__)
         if "device" in node.kwargs:
             env[node].kwargs = {**env[node].kwargs, "device": device}
-    return GraphModule(root, copy)
+    return without_source(GraphModule(root, copy))
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from longspan._masks.program import CapturedSpec, Kind, Program, call, op_name
 from longspan._masks.scalar_trace import scalar_trace
 from longspan._torch_modes import without_autocast
-from longspan._torch_private import OpOverload, outside_of_modes, without_saved_tensor_hooks
+from longspan._torch_private import OpOverload, fake_trace, outside_of_modes, without_saved_tensor_hooks, without_source
 
 INPUTS: dict[Kind, tuple[str, ...]] = {"score": ("score", "b", "h", "q", "kv"), "mask": ("b", "h", "q", "kv")}
 
@@ -99,7 +98,7 @@ def trace(fn: Callable[..., Any], kind: Kind, *, score_dtype: torch.dtype = torc
         # Masks that read copies are longspan's own, without user code.
         module = scalar_trace(checked, _inputs(kind, score_dtype)) if getattr(fn, "reads_copies", None) is True else None
         if module is None:
-            module = make_fx(checked, tracing_mode="fake", _allow_non_fake_inputs=True)(*_inputs(kind, score_dtype))
+            module = fake_trace(checked, *_inputs(kind, score_dtype))
         _check_pure(module.graph, kind, name)
         _join_chained_lookups(module.graph)
         module.graph.eliminate_dead_code()
@@ -110,7 +109,7 @@ def takes_tensors(fn: Callable[..., Any], kind: Kind, more: Sequence[Tensor], *,
     """Whether `fn(*mod_inputs, *more)` can be traced without reading the values of the scalar tensors `more`."""
     try:
         with outside_of_modes(), _IndexAsGather(), _default_modes():
-            graph = make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*_inputs(kind, score_dtype), *more).graph
+            graph = fake_trace(fn, *_inputs(kind, score_dtype), *more).graph
     except Exception:
         return False
     return all(op_name(node) != "_local_scalar_dense" for node in graph.nodes if isinstance(node.target, OpOverload))
@@ -316,7 +315,7 @@ def _preamble(
         else:
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(env[group[0]] for group in order))
-    return tuple(t for t, _ in sources.values()), GraphModule(torch.nn.Module(), graph), order
+    return tuple(t for t, _ in sources.values()), without_source(GraphModule(torch.nn.Module(), graph)), order
 
 
 def _ancestors(nodes: list[Node], *, stop: Container[Node]) -> set[Node]:
