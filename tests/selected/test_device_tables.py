@@ -82,8 +82,8 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     used: list[type] = []
     of = engine.SelectedCall.of
 
-    def noted(*args: Any) -> Any:
-        call = of(*args)
+    def noted(*args: Any, **options: Any) -> Any:
+        call = of(*args, **options)
         used.append(type(None if call is None else call.work.device_tables))
         return call
 
