@@ -16,7 +16,7 @@ from torch import Tensor
 
 import longspan as ls
 from longspan._comm.process_group import C10dGroup
-from longspan._engine import kv_exchange
+from longspan._engine import kv_exchange, sharded_call
 from longspan._kernels.cpu import CpuKernel
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Work
 from longspan.testing import run_processes, virtual_world
@@ -151,6 +151,20 @@ def test_separate_exchanges_depend_on_sizes_only(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(kv_exchange, "SEPARATE_KV_BYTES", limit)
         _, names, _ = over(p, 4, lambda t, _: t, **WAYS["ring"])
         assert any("values" in n for n in names) == separate
+
+
+@pytest.mark.parametrize("mask", ["causal", "rows differ"])
+@pytest.mark.parametrize("way", ["ring", "ring joined"])
+def test_packed_kv_in_one_exchange_per_step_equals_one_per_stage(way: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, the stages of a step are merged also where K and V are packed."""
+    monkeypatch.setattr(importlib.import_module("longspan._plan.schedule"), "STAGE_TOKENS", 64)
+    p = problem(ls.causal() if mask == "causal" else PER_ROW)
+    right, by_stage, bytes_by_stage = over(p, 5, lambda t, _: t, **WAYS[way])
+    build = sharded_call.local_schedule
+    monkeypatch.setattr(sharded_call, "local_schedule", lambda plan, options: build(plan, replace(options, merge_stages=True)))
+    got, merged, merged_bytes = over(p, 5, lambda t, _: t, **WAYS[way])
+    assert len(merged) < len(by_stage) and any("stages 1 to" in name for name in merged) and merged_bytes == bytes_by_stage
+    assert_close(got, right)
 
 
 @pytest.mark.parametrize("way", ["ring", "at once"])
