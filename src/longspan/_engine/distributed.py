@@ -6,7 +6,7 @@ Legend as in `longspan._kernels.protocol`; B, H, G, Q, K are those of this rank'
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -178,12 +178,18 @@ def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide
 
 def _row_terms(kernel: Kernel, tensors: BackwardInputs) -> tuple[Tensor, Tensor, Tensor | None]:
     """(zeros for the gradient of q in the dtype of lse, delta, norm)."""
-    q = tensors.inputs.q
-    if isinstance(kernel, ComputesNorm):
+    q, with_norm = tensors.inputs.q, _as_computes_norm(kernel)
+    if with_norm is not None:
         grad_q = torch.empty(q.shape, dtype=state_dtype(q.dtype), device=q.device)
-        return grad_q, *kernel.row_terms(tensors, grad_q)
+        return grad_q, *with_norm.row_terms(tensors, grad_q)
     grad_q = torch.zeros(q.shape, dtype=state_dtype(q.dtype), device=q.device)
     return grad_q, kernel.delta(tensors.out, tensors.grad_out, tensors.grad_lse), None
+
+
+@cache
+def _as_computes_norm(kernel: Kernel) -> ComputesNorm | None:
+    """The kernel, if it has this protocol. Cached: a test for a protocol looks for all of its methods."""
+    return kernel if isinstance(kernel, ComputesNorm) else None
 
 
 def _local_heads(sink: Tensor | None, transpose: UlyssesTranspose) -> Tensor | None:
