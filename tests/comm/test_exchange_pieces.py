@@ -143,13 +143,17 @@ def test_over_nccl_both_forms_are_sent_as_views(monkeypatch: pytest.MonkeyPatch,
     calls.group.all_to_all(out, sent[:6], [0, 2, 3], [4, 2, 0], what="stage 2").wait()
     half, halves = out.bfloat16(), [piece.bfloat16() for piece in pieces]
     calls.group.all_to_all_pieces(half, halves, [0, 2, 3], what="stage 3").wait()
+    narrow, narrows = out.to(torch.int16), [piece.to(torch.int16) for piece in pieces]
+    calls.group.all_to_all_pieces(narrow, narrows, [0, 2, 3], what="stage 4").wait()
     assert not calls.singles
-    for (into, leaving), rows in zip(calls.lists, (out, out, half), strict=True):
+    for (into, leaving), rows in zip(calls.lists, (out, out, half, narrow), strict=True):
         assert [len(part) for part in into] == [0, 2, 3] and [len(part) for part in leaving] == [4, 2, 0]
         assert [part.data_ptr() for part in into[1:]] == [rows.data_ptr(), rows[2:].data_ptr()]
     starts = [[part.data_ptr() for part in leaving[:2]] for _, leaving in calls.lists]
-    assert starts == [[p.data_ptr() for p in pieces[:2]], [sent.data_ptr(), sent[4:].data_ptr()], [p.data_ptr() for p in halves[:2]]]
-    assert {part.dtype for part in (*calls.lists[2][0], *calls.lists[2][1])} == {torch.uint8}
+    assert starts[:2] == [[p.data_ptr() for p in pieces[:2]], [sent.data_ptr(), sent[4:].data_ptr()]]
+    assert starts[2:] == [[p.data_ptr() for p in halves[:2]], [p.data_ptr() for p in narrows[:2]]]
+    dtypes = [{part.dtype for part in (*into, *leaving)} for into, leaving in calls.lists]
+    assert dtypes == [{torch.float32}, {torch.float32}, {torch.bfloat16}, {torch.uint8}]
 
 
 @pytest.mark.parametrize(

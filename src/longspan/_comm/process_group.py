@@ -24,6 +24,7 @@ from longspan._torch_private import backend_timeout
 
 # Dtypes that every backend supports. Gloo rejects float8 and int16, MPI the half dtypes too: those are sent as bytes, without a copy.
 _SUPPORTED = frozenset({torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8})
+_SUPPORTED_BY_NCCL = _SUPPORTED | {torch.bfloat16, torch.float16}  # views as bytes of all pieces take longer than starting the exchange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,9 @@ class C10dGroup:
         ))  # fmt: skip
 
     def _from_pieces(self, out: Tensor, pieces: Sequence[Tensor], out_splits: Sequence[int], what: str) -> Pending:
-        received, sent = ([_as_supported(piece) for piece in views] for views in (_cut(out, out_splits), pieces))
+        received, sent = list(_cut(out, out_splits)), list(pieces)
+        if out.dtype not in _SUPPORTED_BY_NCCL:
+            received, sent = ([_as_supported(piece) for piece in views] for views in (received, sent))
         return self._begin(out, pieces, out_splits, what, lambda: dist.all_to_all(received, sent, group=self.group, async_op=True))
 
     def _begin(
