@@ -11,7 +11,7 @@ from tests.cache.cases import Case
 from tests.cache.test_kv_cache import DIM, HEADS, make_cache, tokens
 
 import longspan as ls
-from longspan.testing import run_processes, virtual_world
+from longspan.testing import oracle, run_processes, virtual_world
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -82,6 +82,27 @@ def test_ranks_send_nothing_but_partial_results() -> None:
     world.run(run)
     rows = 4 * HEADS  # partial out and lse in float32 to the rank that merges a row, then out to the two other ranks
     assert world.bytes_sent == 2 * rows * (DIM + 1) * 4 + 2 * rows * DIM * 4
+
+
+def test_a_chunk_passes_kv_or_partial_results_whichever_is_fewer_bytes() -> None:
+    world = virtual_world(3)
+    passed: list[str] = []
+
+    def run(mesh: ls.Mesh) -> None:
+        cache = make_cache(pages=200, mesh=mesh)
+        ids, start = cache.allocate(1), 0
+        q, k, v = tokens(1, 500)
+        outs = []
+        for count in (400, 100):  # all tokens are new, then most are cached
+            step, part = cache.step(ids, count), (slice(None), slice(None), slice(start, start + count))
+            outs.append(ls.attention(q[part], k[part], v[part], cache=step, layer=0, mask=ls.causal()))
+            start += count
+            if mesh.rank == 0:
+                passed.append(step.passed[0])
+        torch.testing.assert_close(torch.cat(outs, 2).double(), oracle(q, k, v, mask=ls.causal()), rtol=0, atol=1e-5)
+
+    world.run(run)
+    assert passed == ["KV", "partial results"]
 
 
 def test_ranks_that_differ_all_raise() -> None:

@@ -90,7 +90,7 @@ class KVCache:
         self.shared_kv = bool(shared_kv)
         if self.shared_kv and self.value_dim > self.head_dim:
             raise ValueError(f"shared_kv: expected value_dim of at most head_dim = {self.head_dim}, got {self.value_dim}")
-        self._k, self._v = self._empty_pages(pages, device)
+        self._set_pages(*self._empty_pages(pages, device))
         self.device = self._k.device
         with torch.inference_mode(False):
             self._table = torch.zeros((0, 0), dtype=torch.int32, device=self.device)
@@ -99,6 +99,7 @@ class KVCache:
         self._free_rows: list[int] = []
         self._next_id = 0
         self.version = 0  # counts changes of sequences
+        self.table_version = 0  # counts moves of the page table
         self.prepared: dict[Hashable, Any] = {}  # launches of calls that repeat; the engine bounds it
 
     def _empty_pages(self, pages: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
@@ -108,6 +109,11 @@ class KVCache:
             if self.shared_kv:
                 return k, k[..., : self.value_dim]
             return k, torch.empty((*shape, self.value_dim), dtype=self.dtype, device=device)
+
+    def _set_pages(self, k: Tensor, v: Tensor) -> None:
+        self._k, self._v = k, v
+        size = k.element_size()
+        self._first_layer = k.data_ptr(), v.data_ptr(), k.stride(0) * size, v.stride(0) * size  # addresses and bytes of a layer
 
     def grow(self, pages: int) -> None:
         """Add pages, of each rank if there is a mesh. Copies the pages that exist: double them rather than adding a few at a time.
@@ -120,7 +126,7 @@ class KVCache:
         k[:, :before] = self._k
         if not self.shared_kv:
             v[:, :before] = self._v
-        self._k, self._v = k, v
+        self._set_pages(k, v)
         self._pool.grow(pages)
 
     @property
@@ -169,12 +175,15 @@ class KVCache:
         ids = tuple(integers(ids, "step: ids"))
         ragged = not isinstance(counts, int)
         counts = one_each(counts, len(ids), "step: counts")
+        grown = max((s.length + c for s, c in zip(sequences, counts, strict=True)), default=0)
+        if longest is not None and grown > integer(longest, "step: longest", least=1):
+            raise ValueError(f"step: expected sequences of at most longest={longest} tokens, got {grown}")
         rows_to_copy = self._rows_to_copy(sequences, counts)
         wanted = self._new_pages(sequences, counts)
         self._check_room(sequences, wanted, rows_to_copy, sum(counts))
         width = max((len(s.pages) + w for s, w in zip(sequences, wanted, strict=True)), default=0)
         if longest is not None:
-            width = max(width, self._pages_of(integer(longest, "step: longest", least=1)))
+            width = max(width, self._pages_of(longest))
         self._grow_table(rows=len(self._sequences), width=width)
         updates: list[tuple[int, int, int]] = []  # row, column and page of changed entries of the table
         copies: list[tuple[int, int]] = []  # page shared with other sequences, its copy
@@ -191,8 +200,6 @@ class KVCache:
                 updates.append((sequence.row, column, sequence.pages[-1]))
         starts = [s.length for s in sequences]
         lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        if longest is not None and max(lengths, default=0) > longest:
-            raise ValueError(f"step: expected sequences of at most longest={longest} tokens, got {max(lengths)}")
         ranges = self._uploaded_ranges(sequences, starts, lengths, updates, copies)
         step = CacheStep(cache=self, ids=ids, ranges=replace(ranges, longest=longest), ragged=ragged)
         for sequence, count in zip(sequences, counts, strict=True):
@@ -348,8 +355,8 @@ class KVCache:
 
     def layer_addresses(self, layer: int) -> tuple[int, int]:
         """Addresses of a layer's keys and values."""
-        size = self._k.element_size()
-        return self._k.data_ptr() + layer * self._k.stride(0) * size, self._v.data_ptr() + layer * self._v.stride(0) * size
+        k, v, k_bytes, v_bytes = self._first_layer
+        return k + layer * k_bytes, v + layer * v_bytes
 
     def layer_pages(self, layer: int) -> PagedKV:
         """Keys, values and page table of a layer."""
@@ -421,4 +428,5 @@ class KVCache:
             table = torch.zeros((new_rows, new_width), dtype=torch.int32, device=self.device)
         table[:old_rows, :old_width] = self._table
         self._table = table
+        self.table_version += 1
         self._free_rows += range(new_rows - 1, old_rows - 1, -1)

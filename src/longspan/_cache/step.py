@@ -30,15 +30,20 @@ class CacheStep:
         ids: Handles of its sequences.
         ranges: Positions of the new tokens in their sequences.
         ragged: Whether counts were given one by one: `positions` is [1, T] then, else [n, count].
+        passed: Over a mesh, by layer: which tensors ranks passed to each other, "KV", "partial results", or both.
     """
 
     cache: KVCache = field(repr=False)
     ids: tuple[int, ...]
     ranges: QueryRanges
     ragged: bool
+    passed: dict[int, str] = field(default_factory=dict, init=False, repr=False)
     _used: set[int] = field(default_factory=set, init=False, repr=False)  # layers
     _derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)  # a few per mask and sequence
     _addresses: tuple[int, int, int] | None = field(default=None, init=False, repr=False)  # that a CUDA graph reads
+    _prepared: tuple[int, dict[Hashable, Any]] = field(
+        default_factory=lambda: (-1, {}), init=False, repr=False
+    )  # of a version of the page table
     _checked: int = field(default=-1, init=False, repr=False)  # the cache's version at the last complete check
 
     @cached_property
@@ -46,6 +51,12 @@ class CacheStep:
         """Position of each new token in its sequence, int64 on the cache's device: [n, count], or [1, T] if `ragged`."""
         shape = (1, -1) if self.ragged else (len(self.ids), self.ranges.counts[0] if self.ids else 0)
         return self.ranges.positions.view(shape)
+
+    def prepared_calls(self) -> dict[Hashable, Any]:
+        """Prepared calls of this step by key. Empty after the page table has moved."""
+        if self._prepared[0] != self.cache.table_version:
+            self._prepared = self.cache.table_version, {}
+        return self._prepared[1]
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
         """The value of a key, made once for all layers; made at every call if the key is None."""

@@ -10,9 +10,8 @@ Legend as in `longspan._kernels.paged`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,19 +19,18 @@ from torch import Tensor
 
 from longspan._cache.step import CacheStep, tokens_first
 from longspan._comm.agreement import refuse
+from longspan._engine.cached_chunk import Chunk, attend_chunk, first_gathered
 from longspan._engine.cached_mesh import attend_over_mesh
+from longspan._engine.cached_prepared import attend_again, prepare, repeated_key
 from longspan._engine.cached_tokens import StepQueries, StepResults
 from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, refuse_transforms
 from longspan._engine.invariant_mode import is_invariant
-from longspan._engine.sink import sink_state
 from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork
 from longspan._kernels.paged_splits import attend_sequence, gathered_keys
-from longspan._kernels.protocol import AttentionInputs, Work, like_query, state_dtype
-from longspan._kernels.registry import KernelCall, KernelRefused, check_name, choose, has_triton, kernel_named
-from longspan._kernels.tiling import Tiling
+from longspan._kernels.protocol import like_query, state_dtype
+from longspan._kernels.registry import KernelRefused, check_name, has_triton, kernel_named
 from longspan._masks.algebra import Full, Mask, as_mask
 from longspan._masks.block_table import BLOCK_SIZE
-from longspan._masks.classify import TableShape, classify
 from longspan._masks.trace_cache import traces
 from longspan._torch_modes import without_autocast
 
@@ -60,6 +58,9 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[Te
     A call that raises a check's error has written nothing.
     """
     mesh = call.step.cache.mesh if isinstance(call.step, CacheStep) else None
+    key = repeated_key(q, k, v, call)
+    if key is not None and (result := attend_again(q, k, v, call, key)) is not None:
+        return result
     try:
         layer, work = _checked(q, k, v, call)
         step, q, k, v = call.step, q.detach(), k.detach(), v.detach()
@@ -72,10 +73,12 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[Te
     with torch.no_grad(), without_autocast():
         if mesh is not None:
             pages.write(tokens_first(k), tokens_first(v), step.ranges)
-            out, lse = attend_over_mesh(StepQueries(q, step, layer), pages, work, mesh, with_lse=call.return_lse)
+            out, lse = attend_over_mesh(StepQueries(q, step, layer), pages, work, mesh, kernel=call.kernel, with_lse=call.return_lse)
         else:
             out, lse = _attend_alone(_Tokens(q, k, v), pages, call, work, by_triton=by_triton)
     step.finish_layer(layer)
+    if by_triton and key is not None:
+        prepare(q, k, v, call, work, key)
     return out, lse
 
 
@@ -110,7 +113,7 @@ def _attend_alone(tokens: _Tokens, pages: PagedKV, call: CachedCall, work: Paged
     results = StepResults(StepQueries(q, step), out, lse)
     for i, count in enumerate(step.ranges.counts):
         if count > FEW_QUERIES:
-            _attend_chunk(results, i, pages, work, call)
+            _attend_gathered(results, i, pages, work, call)
         elif count and not by_triton:
             keys = gathered_keys(pages, step.ranges, i, work)
             results.add(i, *attend_sequence(results.queries(i), keys, step.ranges.starts[i], work))
@@ -142,57 +145,13 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, pages: PagedKV, step: CacheStep, wo
     return attend_pages(Queries(q, step.ranges, ragged=q.shape[0] != len(step.ids)), pages, work)
 
 
-def _attend_chunk(results: StepResults, index: int, pages: PagedKV, work: PagedWork, call: CachedCall) -> None:
-    """Many queries of one sequence over its gathered KV, by a kernel of training."""
-    step, kernel, ranges, q = call.step, call.kernel, call.step.ranges, results.queries(index)[None]
+def _attend_gathered(results: StepResults, index: int, pages: PagedKV, work: PagedWork, call: CachedCall) -> None:
+    """Many queries of one sequence over its gathered KV."""
+    ranges = call.step.ranges
     start, length = ranges.starts[index], ranges.lengths[index]
-    k, v = (x[None] for x in pages.gather(ranges.rows[index], _first_gathered(work, start), length))
-    inputs = AttentionInputs(q=q, k=k, v=v)
-    state = sink_state(work.sink, q, v, max_scores=False)
-    made = partial(_chunk_work, work, index, start, length, heads=q.shape[1])
-    kernel_work = step.derived(_chunk_key(work, index, q.shape[1], BLOCK), partial(made, block=BLOCK))
-    chosen = choose(kernel, [KernelCall(inputs, kernel_work)]).kernel
-    block = chosen.block_size(inputs, kernel_work.table)
-    if block != BLOCK:
-        kernel_work = step.derived(_chunk_key(work, index, q.shape[1], block), partial(made, block=block))
-    kernel_work = replace(
-        kernel_work, scale=work.scale, score=work.score, score_captured=work.score_captured, mask_captured=work.mask_captured
-    )  # fmt: skip
-    result = chosen.forward(inputs, kernel_work, state=state, final=True, max_scores=False)
-    results.add(index, result.out[0], result.lse[0])
-
-
-def _chunk_key(work: PagedWork, index: int, heads: int, block: tuple[int, int]) -> Hashable:
-    """The key under which layers of a step share a chunk's tiles; None if the mask reads tensors, which may differ between layers."""
-    return None if work.mask_captured else (None if work.mask is None else work.mask.key, index, heads, block)
-
-
-def _chunk_work(work: PagedWork, index: int, start: int, length: int, *, heads: int, block: tuple[int, int]) -> Work:
-    """The work of queries at start … length − 1 over the gathered keys, in tiles of `block`."""
-    first = _first_gathered(work, start)
-    q_edges, kv_edges = (torch.tensor([*range(low, length, size), length]) for low, size in ((start, block[0]), (first, block[1])))
-    shape = TableShape(q_len=length - start, kv_len=length - first, block=block, heads=heads, first_batch=index, edges=(q_edges, kv_edges))
-    return Work(
-        table=classify(work.mask, work.mask_captured, shape),
-        q_tiles=_tiles_between(q_edges, block[0]),
-        kv_tiles=Tiling(length=length, block=block[1]) if first == 0 else _tiles_between(kv_edges, block[1]),
-        scale=work.scale,
-        mask=work.mask,
-        mask_captured=work.mask_captured,
-        score=work.score,
-        score_captured=work.score_captured,
-        first_batch=index,
-    )
-
-
-def _first_gathered(work: PagedWork, start: int) -> int:
-    """The first token that a chunk of queries from `start` on gathers: tokens before its window are not read."""
-    return work.first_key(start) // BLOCK_SIZE * BLOCK_SIZE
-
-
-def _tiles_between(edges: Tensor, block: int) -> Tiling:
-    """The tiles of a tensor that holds the tokens edges[0] … edges[-1] − 1."""
-    return Tiling(length=int(edges[-1] - edges[0]), block=block, row=edges[:-1] - edges[0], pos=edges[:-1], count=edges.diff())
+    chunk = Chunk(index, start, length, first_gathered(work, start), length)
+    k, v = pages.gather(ranges.rows[index], chunk.first, length)
+    results.add(index, *attend_chunk((results.queries(index), k, v), chunk, call.step, work, call.kernel))
 
 
 # ------------------------------------------------------------------------------------------------ checks

@@ -1,7 +1,12 @@
-"""Attention over a cache whose pages are spread over ranks: partial results of each rank's pages, merged by their log-sum-exp.
+"""Attention over a cache whose pages are spread over ranks. All ranks hold all new tokens, and get all results.
 
-All ranks hold all new tokens. Ranks exchange partial results only: each rank merges a share of the rows (reduce-scatter), and sends the
-merged rows to all (all-gather). Legend as in `longspan._kernels.paged`; rows: (token, head) pairs.
+    passed             each rank computes                        exchanged
+    ──────             ──────────────────                        ─────────
+    partial results    all queries over its pages                partial results: reduce-scatter, then all-gather
+    KV                 its share of the queries over all pages   KV of the sequence, then results: two all-gathers
+
+Few queries pass partial results. A chunk of a prefill passes whichever is fewer bytes: KV where most tokens are new, partial results where
+most are cached. Legend as in `longspan._kernels.paged`; W bytes of an element of partial results.
 """
 
 from __future__ import annotations
@@ -12,60 +17,144 @@ import torch
 from torch import Tensor
 
 from longspan._comm.all_reduce import all_reduce_rows
+from longspan._comm.gather import all_gather_rows
 from longspan._comm.mesh import Mesh
+from longspan._engine.cached_chunk import Chunk, attend_chunk, first_gathered
 from longspan._engine.cached_tokens import StepQueries, StepResults
 from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork
 from longspan._kernels.paged_splits import attend_sequence, gathered_keys, merge_ranks
 from longspan._kernels.protocol import like_query, state_dtype
 
+_WHAT = "attention over a cache"
+
 
 def attend_over_mesh(
-    queries: StepQueries, pages: PagedKV, work: PagedWork, mesh: Mesh, *, with_lse: bool
+    queries: StepQueries, pages: PagedKV, work: PagedWork, mesh: Mesh, *, kernel: str, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(out, lse), the same bits on every rank, after the new tokens were written. lse is None unless asked for."""
-    q, step, layer = queries
-    heads, dim, wide = q.shape[1], pages.v.shape[-1], state_dtype(q.dtype)
-    local = _local_results(queries, pages, replace(work, sink=None))
-    packed = torch.cat([local.out, local.lse[..., None]], -1).transpose(1, 2).flatten(0, 2)  # [n · count · H, E + 1]
-    sink = None if work.sink is None else work.sink.to(wide)
+    return _MeshCall(queries, pages, work, mesh, kernel=kernel, with_lse=with_lse).run()
 
-    def reduce(parts: Tensor) -> Tensor:
-        out, lse = merge_ranks(parts[..., :-1], parts[..., -1], None)
-        return torch.cat([out, lse[..., None]], -1)
 
-    def finish(rows: Tensor, indices: range) -> Tensor:
+class _MeshCall:
+    """One layer's attention. Results are rows of bytes [T, H, …] in the order of tokens: out, then lse if asked for."""
+
+    def __init__(
+        self, queries: StepQueries, pages: PagedKV, work: PagedWork, mesh: Mesh, *, kernel: str, with_lse: bool
+    ) -> None:  # fmt: skip
+        self.queries, self.pages, self.work, self.mesh, self.kernel, self.with_lse = queries, pages, work, mesh, kernel, with_lse
+        self.q, self.step, layer = queries
+        self.wide, self.heads, self.dim = state_dtype(self.q.dtype), self.q.shape[1], pages.v.shape[-1]
+        ranges = self.step.ranges
+        self.fields = {
+            "layer": str(layer), "sequences": str(self.step.ids), "starts": str(ranges.starts), "lengths": str(ranges.lengths),
+            "mask": "" if work.mask is None else work.mask.key, "score_mod": "" if work.score is None else work.score.key,
+            "scale": repr(work.scale), "queries": f"{tuple(self.q.shape)} {self.q.dtype}", "return_lse": str(with_lse), "kernel": kernel,
+            "sink": "" if work.sink is None else str(tuple(work.sink.shape)),
+            "captured tensors": str([(tuple(t.shape), t.dtype) for t in (*work.mask_captured, *work.score_captured)]),
+        }  # fmt: skip
+
+    def run(self) -> tuple[Tensor, Tensor | None]:
+        ranges, q = self.step.ranges, self.q
+        by_kv = [i for i, count in enumerate(ranges.counts) if count > FEW_QUERIES and self._kv_is_fewer_bytes(i)]
+        by_partial = [i for i in range(len(ranges.counts)) if i not in by_kv]
+        passed = [name for name, chosen in (("KV", by_kv), ("partial results", by_partial)) if any(ranges.counts[i] for i in chosen)]
+        self.step.passed[self.queries.layer] = " and ".join(passed)
+        out_bytes = self.dim * q.element_size()
+        row_bytes = out_bytes + (torch.empty(0, dtype=self.wide).element_size() if self.with_lse else 0)
+        rows = torch.empty((sum(ranges.counts), self.heads, row_bytes), dtype=torch.uint8, device=q.device)
+        for i in by_kv:
+            rows[ranges.firsts[i] : ranges.firsts[i] + ranges.counts[i]] = self._by_passing_kv(i)
+        if by_partial or not by_kv:
+            tokens = [t for i in by_partial for t in range(ranges.firsts[i], ranges.firsts[i] + ranges.counts[i])]
+            rows[tokens] = self._by_passing_partial_results(by_partial, tokens)
+        rows = rows.view(q.shape[0], q.shape[2], self.heads, row_bytes).transpose(1, 2)
+        out = rows[..., :out_bytes].contiguous().view(q.dtype)
+        lse = rows[..., out_bytes:].contiguous().view(self.wide)[..., 0] if self.with_lse else None
+        return like_query(q, self.dim, q.dtype).copy_(out), lse
+
+    def _kv_is_fewer_bytes(self, index: int) -> bool:
+        """Whether the KV that a sequence's new tokens see is fewer bytes than their partial results. Both send the merged results."""
+        ranges, element = self.step.ranges, self.q.element_size()
+        tokens = ranges.lengths[index] - first_gathered(self.work, ranges.starts[index])
+        kv = tokens * self.pages.k.shape[1] * (self.pages.k.shape[3] + (0 if self.pages.shared else self.dim)) * element
+        partial = ranges.counts[index] * self.heads * (self.dim + 1) * torch.empty(0, dtype=self.wide).element_size()
+        return kv < partial
+
+    # -------------------------------------------------------------------------------------------- partial results
+
+    def _by_passing_partial_results(self, indices: list[int], tokens: list[int]) -> Tensor:
+        """Result bytes [t, H, …] of the tokens of some sequences."""
+        local = self._local_results(indices)
+        packed = torch.cat([local.out, local.lse[..., None]], -1).transpose(1, 2).flatten(0, 1)[tokens].flatten(0, 1)
+        merged = all_reduce_rows(self.mesh, packed, _merged, self._finished, what=_WHAT, fields=self.fields)
+        return merged.view(len(tokens), self.heads, merged.shape[-1])
+
+    def _local_results(self, indices: list[int]) -> StepResults:
+        """Partial results of the pages that this rank holds, in the dtype of running results."""
+        q, step, work = self.q, self.step, replace(self.work, sink=None)
+        out = torch.empty((*q.shape[:3], self.dim), dtype=self.wide, device=q.device)
+        local = StepResults(self.queries, out, torch.empty(q.shape[:3], dtype=self.wide, device=q.device))
+        for i in indices:
+            count = step.ranges.counts[i]
+            keys = gathered_keys(self.pages, step.ranges, i, work) if count else None
+            for first in range(0, count, FEW_QUERIES):
+                assert keys is not None
+                block = slice(first, min(first + FEW_QUERIES, count))
+                local.add(i, *attend_sequence(local.queries(i)[:, block], keys, step.ranges.starts[i] + first, work), block)
+        return local
+
+    def _finished(self, rows: Tensor, indices: range) -> Tensor:
+        """Result bytes of merged rows, with the sink. `indices`: of (token, head) pairs."""
         out, lse = rows[:, :-1], rows[:, -1]
-        if sink is not None:
-            logits = sink[torch.arange(indices.start, indices.stop, device=sink.device) % heads]
-            out, lse = merge_ranks(out[None], lse[None], logits)
-        columns = [out.to(q.dtype).contiguous(), lse[:, None].contiguous()]
-        return torch.cat([x.view(torch.uint8) for x in columns[: 1 + with_lse]], -1)
+        if self.work.sink is not None:
+            sink = self.work.sink.to(self.wide)
+            heads = torch.arange(indices.start, indices.stop, device=sink.device) % self.heads
+            out, lse = merge_ranks(out[None], lse[None], sink[heads])
+        return self._as_bytes(out, lse)
 
-    fields = {
-        "layer": str(layer), "sequences": str(step.ids), "starts": str(step.ranges.starts), "lengths": str(step.ranges.lengths),
-        "mask": "" if work.mask is None else work.mask.key, "score_mod": "" if work.score is None else work.score.key,
-        "scale": repr(work.scale), "queries": f"{tuple(q.shape)} {q.dtype}", "return_lse": str(with_lse),
-        "sink": "" if work.sink is None else str(tuple(work.sink.shape)),
-        "captured tensors": str([(tuple(t.shape), t.dtype) for t in (*work.mask_captured, *work.score_captured)]),
-    }  # fmt: skip
-    merged = all_reduce_rows(mesh, packed, reduce, finish, what="attention over a cache", fields=fields)
-    merged = merged.view(q.shape[0], q.shape[2], heads, merged.shape[-1]).transpose(1, 2)
-    out_bytes = dim * q.element_size()
-    out = merged[..., :out_bytes].contiguous().view(q.dtype)
-    lse = merged[..., out_bytes:].contiguous().view(wide)[..., 0] if with_lse else None
-    return like_query(q, dim, q.dtype).copy_(out), lse
+    def _as_bytes(self, out: Tensor, lse: Tensor) -> Tensor:
+        """Results [..., E] and [...] as bytes."""
+        columns = [out.to(self.q.dtype).contiguous(), lse[..., None].to(self.wide).contiguous()]
+        return torch.cat([x.view(torch.uint8) for x in columns[: 1 + self.with_lse]], -1)
+
+    # -------------------------------------------------------------------------------------------- KV
+
+    def _by_passing_kv(self, index: int) -> Tensor:
+        """Result bytes [count, H, …] of one sequence. Each rank computes two ranges of queries, one of the head and one of the tail."""
+        ranges, ranks, work = self.step.ranges, self.mesh.size, self.work
+        start, count, length = ranges.starts[index], ranges.counts[index], ranges.lengths[index]
+        first = first_gathered(work, start)
+        k, v = self._gathered_kv(index, first, length)
+        edges = [count * i // (2 * ranks) for i in range(2 * ranks + 1)]
+        parts = [[(edges[i], edges[i + 1]) for i in (rank, 2 * ranks - 1 - rank)] for rank in range(ranks)]
+        q, made = self.queries.part(self.q, index), []
+        for low, high in parts[self.mesh.rank]:
+            if low < high:
+                chunk = Chunk(index, start + low, start + high, first, length)
+                out, lse = attend_chunk((q[:, low:high], k, v), chunk, self.step, work, self.kernel)
+                made.append(self._as_bytes(out, lse).transpose(0, 1))
+        empty = self._as_bytes(q.new_empty(self.heads, 0, self.dim), q.new_empty(self.heads, 0)).transpose(0, 1)
+        counts = [sum(high - low for low, high in part) for part in parts]
+        gathered = all_gather_rows(self.mesh, torch.cat([*made, empty]).contiguous(), counts, what=_WHAT, fields=self.fields)
+        order = torch.tensor([t for part in parts for low, high in part for t in range(low, high)], device=q.device)
+        return torch.empty_like(gathered).index_copy_(0, order, gathered)
+
+    def _gathered_kv(self, index: int, first: int, length: int) -> tuple[Tensor, Tensor]:
+        """(k [G, t, D], v [G, t, E]) of the tokens first … length − 1 of a sequence, from all ranks."""
+        pages, ranges, size = self.pages, self.step.ranges, self.pages.page_size
+        assert ranges.spread is not None
+        columns = [replace(ranges.spread, rank=r).local_pages(index, first // size, -(-length // size)) for r in range(self.mesh.size)]
+        k, v, _ = pages.gather_local(ranges.rows[index], first, length, columns[self.mesh.rank])
+        packed = (k if pages.shared else torch.cat([k, v], -1)).transpose(0, 1).contiguous()  # [t, G, D + E]
+        tokens = [[t for c in cs for t in range(max(first, c * size), min(length, (c + 1) * size))] for cs in columns]
+        gathered = all_gather_rows(self.mesh, packed, [len(t) for t in tokens], what=f"{_WHAT}, KV", fields=self.fields)
+        order = torch.tensor([t - first for ts in tokens for t in ts], device=gathered.device)
+        joined = torch.empty_like(gathered).index_copy_(0, order, gathered).transpose(0, 1)
+        k_dim = pages.k.shape[3]
+        return (joined, joined[..., : self.dim]) if pages.shared else (joined[..., :k_dim], joined[..., k_dim:])
 
 
-def _local_results(queries: StepQueries, pages: PagedKV, work: PagedWork) -> StepResults:
-    """Partial results of the pages that this rank holds, in the dtype of running results."""
-    q, step, _ = queries
-    wide = state_dtype(q.dtype)
-    out = torch.empty((*q.shape[:3], pages.v.shape[-1]), dtype=wide, device=q.device)
-    local = StepResults(queries, out, torch.empty(q.shape[:3], dtype=wide, device=q.device))
-    for i, count in enumerate(step.ranges.counts):
-        keys = gathered_keys(pages, step.ranges, i, work) if count else None
-        for first in range(0, count, FEW_QUERIES):
-            assert keys is not None
-            block = slice(first, min(first + FEW_QUERIES, count))
-            local.add(i, *attend_sequence(local.queries(i)[:, block], keys, step.ranges.starts[i] + first, work), block)
-    return local
+def _merged(parts: Tensor) -> Tensor:
+    """Partial results [ranks, rows, E + 1], lse last, merged: [rows, E + 1]."""
+    out, lse = merge_ranks(parts[..., :-1], parts[..., -1], None)
+    return torch.cat([out, lse[..., None]], -1)

@@ -121,6 +121,11 @@ class PagedKV:
     def page_size(self) -> int:
         return self.k.shape[2]
 
+    @property
+    def kv(self) -> tuple[Tensor, Tensor]:
+        """Keys and values."""
+        return self.k, self.v
+
     def write(self, k: Tensor, v: Tensor, ranges: QueryRanges) -> None:
         """Write new tokens k [T, G, D] and v [T, G, E] at the positions of `ranges`; of these, the tokens that this rank holds."""
         rows, positions = ranges.token_rows, ranges.positions

@@ -46,7 +46,7 @@ def choose_tile(*, dim: int, dtype: torch.dtype, page_size: int) -> DecodeTile:
     n, the keys that are summed at a time, does not depend on the page size: a row has the same bits on pages of any size.
     """
     if dim > 256:  # latent vectors of MLA: key and value are one tile
-        return DecodeTile(n=16, warps=8, stages=2) if dtype == torch.float32 else DecodeTile(n=32, warps=8, stages=3)
+        return DecodeTile(n=16 if dtype == torch.float32 else 64, warps=4, stages=2)
     if dtype == torch.float32:
         return DecodeTile(n=32, warps=4, stages=3)
     if dim > 128:
@@ -141,7 +141,7 @@ def page_sizes(queries: Queries, pages: PagedKV) -> list[DecodeSizes]:
     by_tile: dict[int, list[int]] = {}
     for i, count in enumerate(ranges.counts):
         if 0 < count <= FEW_QUERIES:
-            by_tile.setdefault(_tile_rows(count * (q.shape[1] // kv_heads)), []).append(i)
+            by_tile.setdefault(_tile_rows(count * (q.shape[1] // kv_heads), pages.v.shape[-1]), []).append(i)
     made = []
     for m, chosen in by_tile.items():
         counts, lengths = [ranges.counts[i] for i in chosen], [ranges.lengths[i] for i in chosen]
@@ -166,7 +166,7 @@ def attend_contiguous(q: Tensor, k: Tensor, v: Tensor, work: PagedWork) -> tuple
 
 
 def _contiguous_launch(q: Tensor, k: Tensor, v: Tensor, work: PagedWork, results: tuple[Tensor, Tensor]) -> DecodeLaunch:
-    rows = _tile_rows(q.shape[2] * (q.shape[1] // k.shape[1]))
+    rows = _tile_rows(q.shape[2] * (q.shape[1] // k.shape[1]), v.shape[-1])
     sizes = DecodeSizes(
         sequences=q.shape[0], queries=(q.shape[2], q.shape[2]), longest=k.shape[2], splits=split_count(k.shape[2], k.shape[1]),
         tile_rows=rows,
@@ -205,9 +205,9 @@ class DecodeSizes(NamedTuple):
     shared: bool = False
 
 
-def _tile_rows(rows: int) -> int:
-    """Rows of a tile for a sequence with so many query rows of a KV head."""
-    return 16 if rows <= 16 else 32 if rows <= 32 else 64
+def _tile_rows(rows: int, dim: int) -> int:
+    """Rows of a tile for a sequence with so many query rows of a KV head. `dim`: of values; registers hold rows × dim results."""
+    return 16 if rows <= 16 or dim > 256 else 32 if rows <= 32 else 64
 
 
 def empty_results(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:

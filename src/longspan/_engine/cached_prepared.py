@@ -1,0 +1,137 @@
+"""Calls over a cache that repeat, from layer to layer and from step to step: one lookup, then launches.
+
+A call is prepared when it was made once: its kernels are compiled then. Its key covers the layouts of q, k, v and the sink, the mask, the
+score program, scale, kernel and settings; and of the step, the numbers of new tokens and the sizes of launches. Masks and mods that read
+tensors are not prepared. Legend as in `longspan._kernels.paged`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from longspan._cache.step import CacheStep
+from longspan._engine.invariant_mode import is_invariant
+from longspan._kernels.paged import PagedWork
+from longspan._kernels.protocol import state_dtype
+from longspan._masks.algebra import Mask, as_mask
+from longspan._masks.extent import Extent
+from longspan._masks.remembered_mask import remembered_mask
+from longspan._masks.trace_cache import traces
+from longspan._torch_private import nothing_intercepts_calls
+
+if TYPE_CHECKING:
+    from longspan._engine.cached import CachedCall
+
+MAX_PREPARED = 64  # calls per cache
+_PLAIN = (Tensor, torch.nn.Parameter)
+_ALIGNMENT = 16
+_ANY_SIZE = Extent()  # of masks that fit sequences of any length
+
+
+def repeated_key(q: Any, k: Any, v: Any, call: CachedCall) -> Hashable:
+    """The key of a call whose arguments are not checked yet; None if it is not to be prepared."""
+    step = call.step
+    if type(step) is not CacheStep or type(q) not in _PLAIN or not _on_gpu(q) or step.cache.mesh is not None:
+        return None
+    return _call_key(q, k, v, call)
+
+
+def _call_key(q: Any, k: Any, v: Any, call: CachedCall) -> Hashable:
+    mask, sink, scale = call.mask, call.sink, call.scale
+    if type(k) not in _PLAIN or type(v) not in _PLAIN or call.kernel not in ("auto", "triton") or not nothing_intercepts_calls():
+        return None
+    if is_invariant() or (scale is not None and type(scale) is not float):
+        return None
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)):
+        return None
+    try:
+        value_key, score = None, None
+        if mask is not None:
+            mask = mask if isinstance(mask, Mask) else remembered_mask(mask)
+            if mask is None or mask.has_selection or mask.value_key is None:
+                return None
+            value_key = mask.value_key
+        if call.score_mod is not None:
+            traced = traces.trace(call.score_mod, "score", score_dtype=state_dtype(q.dtype))
+            if traced.captured():
+                return None
+            score = traced.program.key
+        sink_layout = None
+        if sink is not None:
+            if type(sink) not in _PLAIN or not sink.is_contiguous() or sink.data_ptr() % _ALIGNMENT:
+                return None
+            sink_layout = sink.dtype, sink.shape, sink.device
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % _ALIGNMENT:
+            return None
+        return (
+            q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            value_key, score, sink_layout, scale, torch.backends.cuda.matmul.fp32_precision if q.dtype == torch.float32 else None,
+            v.data_ptr() == k.data_ptr(),
+        )  # fmt: skip
+    except Exception:  # a mod that cannot be traced, a sparse tensor: the checks of the call raise
+        return None
+
+
+def _step_key(step: CacheStep, q: Tensor) -> Hashable:
+    """What launches depend on besides the layer's tensors."""
+    from longspan._kernels.triton.decode_call import Queries, page_sizes
+
+    ragged = q.shape[0] != len(step.ids)
+    sizes = page_sizes(Queries(q, step.ranges, ragged), step.cache.layer_pages(0))
+    return tuple(step.ranges.counts), tuple(sizes), step.cache.table_shape, ragged
+
+
+def attend_again(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, key: Hashable) -> tuple[Tensor, Tensor] | None:
+    """(out, lse) of a prepared call; None if it is not prepared. Raises if the layer is not the step's next one."""
+    step, layer = call.step, call.layer
+    cache = step.cache
+    if type(layer) is not int or not 0 <= layer < cache.layers or not cache.prepared:
+        return None
+    calls = step.prepared_calls()
+    prepared = calls.get(key)
+    if prepared is None:
+        made = cache.prepared.get((key, _step_key(step, q)))
+        if made is None:
+            return None
+        prepared = calls[key] = made.at(cache.layer_pages(0), step.ranges)
+    if step.ranges.longest is None and _is_captured(q):
+        return None  # the call's checks raise
+    step.check_layer(layer)
+    result = prepared(q, k, v, call.sink, *cache.layer_addresses(layer))
+    if result is not None:
+        step.finish_layer(layer)
+    return result  # type: ignore[no-any-return]
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, work: PagedWork, key: Hashable) -> None:
+    """Prepare a call that the decode kernels have computed."""
+    from longspan._kernels.triton.decode_prepared import LayerTensors, PreparedDecode
+
+    step, tensors = call.step, LayerTensors(q, k, v, call.sink)
+    cache = step.cache
+    pages, ragged, key_in_cache = cache.layer_pages(0), q.shape[0] != len(step.ids), (key, _step_key(step, q))
+    if key_in_cache in cache.prepared or _is_captured(q):
+        return
+    if call.mask is not None and as_mask(call.mask).extent != _ANY_SIZE:  # checked at every call
+        return
+    if any(address % _ALIGNMENT for layer in (0, 1) for address in cache.layer_addresses(layer)):
+        return
+    if not PreparedDecode.supports(tensors, pages, step.ranges, work, ragged=ragged):
+        return
+    made = PreparedDecode(tensors, pages, step.ranges, work, ragged=ragged)
+    if made.is_compiled:
+        if len(cache.prepared) >= MAX_PREPARED:
+            cache.prepared.clear()
+        cache.prepared[key_in_cache] = made
+
+
+def _on_gpu(q: Tensor) -> bool:
+    return q.is_cuda
+
+
+def _is_captured(q: Tensor) -> bool:
+    return q.is_cuda and torch.cuda.is_current_stream_capturing()

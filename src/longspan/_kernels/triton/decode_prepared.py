@@ -1,0 +1,113 @@
+"""A decode call that repeats: three launches with new addresses, and nothing else. Legend as in `longspan._kernels.paged`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longspan._kernels.gpu import launch
+from longspan._kernels.gpu.interpreter import interpreted
+from longspan._kernels.gpu.prepared_launch import direct_stream, hold_for_graph
+from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork, QueryRanges
+from longspan._kernels.triton.decode_call import Queries, decode_launch, empty_results, page_sizes, write_launch
+
+_ALIGNMENT = 16  # bytes: kernels are compiled for tensors whose addresses are divisible by it
+
+
+class LayerTensors(NamedTuple):
+    """New tokens of a layer, and its sink if there is one."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None
+
+
+class PreparedDecode:
+    """`write_tokens` and `attend_pages` of a call whose tensors have fixed layouts, over sequences with fixed numbers of new tokens."""
+
+    def __init__(self, tensors: LayerTensors, pages: PagedKV, ranges: QueryRanges, work: PagedWork, *, ragged: bool) -> None:
+        q, k, v, _ = tensors
+        queries = Queries(q, ranges, ragged)
+        (sizes,) = page_sizes(queries, pages)
+        results = empty_results(q, v.shape[-1])
+        made = decode_launch(queries, (pages.k, pages.v, pages.table), work, sizes, results)
+        self._decode, self._merge, self._scale = made.decode, made.merge, float(work.scale)
+        self._write = write_launch(pages, k, v, ranges)[0]
+        self._out = results[0].shape, results[0].stride(), q.dtype
+        self._lse = results[1].shape
+        self._first_lse = -(-made.parts[0] * 4 // _ALIGNMENT) * _ALIGNMENT  # bytes
+        self._floats = self._first_lse // 4 + made.parts[1]
+        self._device, self._index = q.device, q.device.index
+
+    @staticmethod
+    def supports(tensors: LayerTensors, pages: PagedKV, ranges: QueryRanges, work: PagedWork, *, ragged: bool) -> bool:
+        """Whether a call can be prepared: one launch computes all sequences, and no program reads tensors."""
+        if interpreted() or work.mask_captured or work.score_captured or not ranges.counts:
+            return False
+        if not 0 < min(ranges.counts) <= max(ranges.counts) <= FEW_QUERIES or ranges.spread is not None:
+            return False
+        if any(t is not None and t.data_ptr() % _ALIGNMENT for t in (*tensors, pages.k, pages.v, ranges.device_ranges)):
+            return False
+        if tensors.sink is not None and not tensors.sink.is_contiguous():
+            return False
+        return len(page_sizes(Queries(tensors.q, ranges, ragged), pages)) == 1
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether all kernels were compiled, by a call that was not prepared."""
+        return self._write.is_compiled and self._decode.is_compiled and self._merge.is_compiled
+
+    def at(self, pages: PagedKV, ranges: QueryRanges) -> StepDecode:
+        """The call over the sequences of one step. `pages`: of any layer."""
+        return StepDecode(
+            self, pages.table.data_ptr(), ranges.device_ranges.data_ptr(), ranges.positions.data_ptr(), ranges.token_rows.data_ptr()
+        )  # fmt: skip
+
+    def run(
+        self, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], pages: tuple[int, int], step: tuple[int, int, int, int]
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        """`StepDecode.__call__`. `pages`: addresses of the layer's keys and values; `step`: the addresses of `at`."""
+        stream = direct_stream(self._index)
+        if stream is None:
+            return None
+        (q, k, v, sink), (keys, values), (table, ranges, positions, token_rows) = tensors, pages, step
+        device = self._device
+        shape, strides, dtype = self._out
+        out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        lse = torch.empty(self._lse, dtype=torch.float32, device=device)
+        partial = torch.empty(self._floats, dtype=torch.float32, device=device)
+        q_address, part_out = q.data_ptr(), partial.data_ptr()
+        part_lse = part_out + self._first_lse
+        self._write.launch_on(stream, (k.data_ptr(), v.data_ptr(), keys, values, table, positions, token_rows))
+        # Programs capture no tensors: their places hold q (`launch.pack_captured`).
+        self._decode.launch_on(
+            stream, (q_address, keys, values, table, ranges, part_out, part_lse, q_address, q_address, self._scale)
+        )  # fmt: skip
+        sinks = () if sink is None else (sink.data_ptr(),)
+        self._merge.launch_on(stream, (part_out, part_lse, ranges, *sinks, out.data_ptr(), lse.data_ptr()))
+        if launch.capturing(device):
+            for used in (self._write, self._decode, self._merge):
+                hold_for_graph(used)
+        return out, lse
+
+
+class StepDecode(NamedTuple):
+    """A prepared call over the sequences of one step: addresses of the page table, and of ranges, positions and rows of the tokens."""
+
+    prepared: PreparedDecode
+    table: int
+    ranges: int
+    positions: int
+    token_rows: int
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, keys: int, values: int
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        """(out, lse) of a layer, whose pages are at the addresses `keys` and `values`.
+
+        None if a profiler watches launches or another device is current.
+        """
+        return self.prepared.run((q, k, v, sink), (keys, values), (self.table, self.ranges, self.positions, self.token_rows))

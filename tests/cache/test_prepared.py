@@ -1,0 +1,156 @@
+"""Decode calls that repeat: the launches of a prepared call are those of a call that is not. Launches are recorded, not made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.cache.test_kv_cache import make_cache, tokens
+from tests.kernels.stub_launches import Launches, record_launches
+
+import longspan as ls
+from longspan._engine import cached_prepared
+
+decode_call: Any = pytest.importorskip("longspan._kernels.triton.decode_call")
+decode_prepared: Any = pytest.importorskip("longspan._kernels.triton.decode_prepared")
+KERNELS = ["write_kernel", "decode_kernel", "merge_kernel"]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """CPU tensors pass for tensors on a GPU."""
+    recorded = record_launches(monkeypatch)
+    monkeypatch.setattr(decode_prepared, "interpreted", lambda: False)
+    monkeypatch.setattr(cached_prepared, "_on_gpu", lambda q: True)
+    return recorded
+
+
+def call(step: Any, layer: int, launches: Launches, count: int = 1, **options: Any) -> list[tuple[int | float, ...]]:
+    """Values of the three launches of a layer."""
+    launches.clear()
+    ls.attention(*tokens(len(step.ids), count), cache=step, layer=layer, kernel="triton", **options)
+    assert launches.names == KERNELS
+    return list(launches.values)
+
+
+def call_unprepared(step: Any, layer: int, launches: Launches, **options: Any) -> list[tuple[int | float, ...]]:
+    kept, step.cache.prepared = step.cache.prepared, {}
+    try:
+        return call(step, layer, launches, **options)
+    finally:
+        step.cache.prepared = kept
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": ls.causal()},
+    "window": {"mask": ls.causal() & ls.sliding_window(9)},
+    "sink": {"sink": torch.zeros(4)},
+    "softcap": {"score_mod": lambda s, b, h, q, kv: 5.0 * torch.tanh(s / 5.0), "scale": 0.3},
+    "four tokens": {"count": 4},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_prepared_call_launches_the_same(name: str, launches: Launches) -> None:
+    options, count = dict(OPTIONS[name]), OPTIONS[name].get("count", 1)
+    cache = make_cache(pages=40, layers=3)
+    ids = cache.allocate(2)
+    step = cache.step(ids, count)
+    call(step, 0, launches, **options)
+    assert len(cache.prepared) == 1
+    prepared = call(step, 1, launches, **options)
+    pages = cache.layer_pages(1)
+    assert prepared[0][2:] == (*(x.data_ptr() for x in pages.kv), *_of_step(cache, step))
+    step._used.discard(1)
+    unprepared = call_unprepared(step, 1, launches, **options)
+    # The new tokens, partial results and results are other tensors.
+    assert prepared[0][2:] == unprepared[0][2:] and len(prepared[0]) == len(unprepared[0])
+    assert prepared[1][1:5] == unprepared[1][1:5] and prepared[1][9:] == unprepared[1][9:] and len(prepared[1]) == len(unprepared[1])
+    assert prepared[2][2] == unprepared[2][2] and len(prepared[2]) == len(unprepared[2])
+    call(step, 2, launches, **options)
+    later = cache.step(ids, count)
+    assert call(later, 0, launches, **options)[0][2:] == (*(x.data_ptr() for x in cache.layer_pages(0).kv), *_of_step(cache, later))
+    assert len(cache.prepared) == 1
+
+
+def _of_step(cache: Any, step: Any) -> tuple[int, ...]:
+    return cache.addresses[2], step.ranges.positions.data_ptr(), step.ranges.token_rows.data_ptr()
+
+
+def test_a_table_that_grew_is_read_at_its_new_address(launches: Launches) -> None:
+    cache = make_cache(pages=40, layers=3)
+    step = cache.step(cache.allocate(1), 1)
+    call(step, 0, launches)
+    cache.allocate(20)
+    assert call(step, 1, launches)[0][4] == cache.addresses[2]
+
+
+@pytest.mark.parametrize("options", [{"mask": torch.ones(64, dtype=torch.bool)}, {"score_mod": torch.zeros(64)}], ids=str)
+def test_programs_that_read_tensors_are_not_prepared(options: dict[str, Any], launches: Launches) -> None:
+    cache, ((name, table),) = make_cache(pages=40, layers=2), options.items()
+    mod = ls.mask_mod(lambda b, h, q, kv: table[kv]) if name == "mask" else lambda s, b, h, q, kv: s + table[kv]
+    call(cache.step(cache.allocate(1), 1), 0, launches, **{name: mod})
+    assert not cache.prepared
+
+
+def test_masks_made_for_a_length_are_checked_at_every_call(launches: Launches) -> None:
+    cache = make_cache(pages=40, layers=1)
+    ids = cache.allocate(1)
+    mask = ls.causal() & ls.documents(lengths=[2])
+    for _ in range(2):
+        ls.attention(*tokens(1, 1), cache=cache.step(ids, 1), layer=0, kernel="triton", mask=mask)
+    with pytest.raises(ValueError, match="was made for 2 tokens"):
+        ls.attention(*tokens(1, 1), cache=cache.step(ids, 1), layer=0, kernel="triton", mask=mask)
+
+
+def test_a_prepared_call_checks_its_layer_and_gradients(launches: Launches) -> None:
+    cache = make_cache(pages=40, layers=2)
+    step = cache.step(cache.allocate(1), 1)
+    call(step, 0, launches)
+    with pytest.raises(RuntimeError, match="layer 0 of this step was computed before"):
+        call(step, 0, launches)
+    with pytest.raises(ValueError, match="layer: expected 0 to 1, got 2"):
+        call(step, 2, launches)
+    q, k, v = tokens(1, 1)
+    with pytest.raises(RuntimeError, match="no gradients"):
+        ls.attention(q.requires_grad_(), k, v, cache=step, layer=1, kernel="triton")
+
+
+class TestGraphSteps:
+    def test_advance_writes_into_the_same_tensors(self) -> None:
+        cache = make_cache(layers=1)
+        ids = cache.allocate(2)
+        step = cache.step(ids, 1, longest=20)
+        addresses = [getattr(step.ranges, n).data_ptr() for n in ("device_ranges", "positions", "token_rows")]
+        for length in (1, 2, 9):
+            ls.attention(*tokens(2, 1), cache=step, layer=0) if length == 1 else None
+            assert step.positions.tolist() == [[length - 1]] * 2 and step.ranges.device_ranges[2].tolist() == [length] * 2
+            assert [getattr(step.ranges, n).data_ptr() for n in ("device_ranges", "positions", "token_rows")] == addresses
+            for _ in range(6 if length == 2 else 0):
+                step.advance()
+            step.advance()
+        assert cache.lengths(ids).tolist() == [10, 10]
+        cache.truncate(ids, 3)  # replays have finished the steps
+
+    def test_errors(self) -> None:
+        cache = make_cache(pages=3, layers=1)
+        ids = cache.allocate(1)
+        plain = cache.step(ids, 1)
+        ls.attention(*tokens(1, 1), cache=plain, layer=0)
+        with pytest.raises(RuntimeError, match="longest"):
+            plain.advance()
+        step = cache.step(ids, 1, longest=3)
+        with pytest.raises(RuntimeError, match="expected all 1 layers"):
+            step.advance()
+        ls.attention(*tokens(1, 1), cache=step, layer=0)
+        step.advance()
+        with pytest.raises(ValueError, match="at most longest=3 tokens, got 4"):
+            step.advance()
+        assert cache.lengths(ids).tolist() == [3] and cache.free_pages == 2
+        cache.grow(2)
+        cache.truncate(ids, 2)
+        with pytest.raises(RuntimeError, match="capture the graph again"):
+            step.advance()
+        assert cache.lengths(ids).tolist() == [2]
