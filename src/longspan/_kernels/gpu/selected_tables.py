@@ -1,7 +1,7 @@
 """Block tables of selections, made on the device: lists of chosen tiles by query tile, and by KV tile for dK and dV.
 
-    indices ──► count runs of each row ──► cumulative sum ──► write runs          forward and dQ
-       └──► bits [B, G, kv_tiles, q_tiles / 32] ──► the same over columns         dK and dV
+    indices ──► bits [B, G, q_tiles, kv_tiles / 32] ──► count runs of each row ──► cumulative sum ──► write runs     forward and dQ
+       └──► bits [B, G, kv_tiles, q_tiles / 32] ──► the same over rows of KV tiles                                   dK and dV
 
 Nothing is read on the host: lists have room for as many tiles as a row can have. The mask besides the selection has its block table on the
 host; its kinds, a byte per tile, are copied to the device once per table. A chosen tile has the kind that this table gives it.
@@ -34,27 +34,10 @@ _kinds: DerivedCache[BlockTable, tuple[Tensor, Tensor]] = DerivedCache(4)  # by 
 
 
 @triton.jit
-def chosen_columns(source, row, columns, count, K: tl.constexpr, BY_QUERY: tl.constexpr):
-    """Whether each of `columns`, each before it and each after it is chosen in a row: by the row's K entries, or by bits of K words."""
-    if BY_QUERY:
-        here = columns < 0
-        before, after = here, here
-        for j in tl.range(0, K, loop_unroll_factor=8):
-            entry = tl.load(source + row * K + j)
-            here, before, after = here | (columns == entry), before | (columns - 1 == entry), after | (columns + 1 == entry)
-        return here & (columns < count), before & (columns > 0), after & (columns + 1 < count)
-    else:
-        return (
-            bit_of(source, row, columns, count, K),
-            bit_of(source, row, columns - 1, count, K),
-            bit_of(source, row, columns + 1, count, K),
-        )
-
-
-@triton.jit
-def bit_of(source, row, columns, count, WORDS: tl.constexpr):
+def bit_of(bits, row, columns, count, WORDS: tl.constexpr):
+    """Whether each of `columns` is chosen in a row of bits; False outside of [0, count)."""
     inside = (columns >= 0) & (columns < count)
-    word = tl.load(source + row * WORDS + columns // 32, mask=inside, other=0)
+    word = tl.load(bits + row * WORDS + columns // 32, mask=inside, other=0)
     return inside & (((word >> (columns % 32)) & 1) != 0)
 
 
@@ -66,41 +49,43 @@ def kinds_of(kinds, chosen, columns):
 
 @triton.jit
 def runs_kernel(
-    source, kinds, ptr, counts, first, last, sizes, source_sizes, kind_sizes,
-    K: tl.constexpr, C: tl.constexpr, BY_QUERY: tl.constexpr, WRITE: tl.constexpr, DUMMY: tl.constexpr,
+    bits, kinds, ptr, counts, first, last, sizes, bits_sizes, kind_sizes,
+    WORDS: tl.constexpr, C: tl.constexpr, COPIES: tl.constexpr, WRITE: tl.constexpr, DUMMY: tl.constexpr,
 ):  # fmt: skip
     """Runs of one row of tiles, for `copies` heads: their number with WRITE False, then, given `ptr`, the runs themselves.
 
-    sizes: (rows of tiles, columns, heads of the grid, copies, stride of ptr). source_sizes: (batch, choices, rows, heads of the grid per
-    choice, tiles per row of queries). kind_sizes: (batch, heads). ptr: partial, then full. DUMMY: a row without tiles gets a partial tile
-    past the last key.
+    sizes: (rows of tiles, columns, heads of the grid, copies, stride of ptr). bits_sizes: (batch, choices, heads of the grid per choice).
+    kind_sizes: (batch, heads). ptr: partial, then full. COPIES: `copies`, to the next power of two. DUMMY: a row without tiles gets a
+    partial tile past the last key.
     """
     tiles, count, heads, copies, ptr_stride = sizes
-    batch_rows, choices, source_rows, per_choice, per_row = source_sizes
+    batch_rows, choices, per_choice = bits_sizes
     pid = tl.program_id(0)
     tile = pid % tiles
     h = (pid // tiles) % heads
     b = pid // (tiles * heads)
-    row = ((b % batch_rows) * choices + (h // per_choice) % choices) * source_rows + tile // per_row
+    row = (((b % batch_rows) * choices + (h // per_choice) % choices) * tiles + tile).to(tl.int64)
     kind_row = ((b % kind_sizes[0]) * kind_sizes[1] + h % kind_sizes[1]) * tiles + tile
     columns = tl.arange(0, C)
     kinds += kind_row.to(tl.int64) * count
-    chosen, chosen_before, chosen_after = chosen_columns(source, row.to(tl.int64), columns, count, K, BY_QUERY)
-    here, before = kinds_of(kinds, chosen, columns), kinds_of(kinds, chosen_before, columns - 1)
+    here = kinds_of(kinds, bit_of(bits, row, columns, count, WORDS), columns)
+    before = kinds_of(kinds, bit_of(bits, row, columns - 1, count, WORDS), columns - 1)
     partials = tl.sum((here == 1).to(tl.int32), 0)
     fulls = tl.sum((here == 2).to(tl.int32), 0)
     begins = (here != before) & (here > 0)
     dummy = DUMMY & (partials + fulls == 0)
+    each = tl.arange(0, COPIES)
+    tables = (b * heads * copies + h * copies + each) * tiles + tile
     if WRITE:
-        after = kinds_of(kinds, chosen_after, columns + 1)
+        after = kinds_of(kinds, bit_of(bits, row, columns + 1, count, WORDS), columns + 1)
         ends = (here != after) & (here > 0)
         for kind in tl.static_range(1, 3):
             begin, end = begins & (here == kind), ends & (here == kind)
             begin_at = tl.cumsum(begin.to(tl.int32), 0) - 1
             end_at = tl.cumsum(end.to(tl.int32), 0) - 1
+            starts = tl.load(ptr + (kind - 1) * ptr_stride + tables, mask=each < copies, other=0)  # all at once: a load takes long
             for copy in range(copies):
-                table = (b * heads * copies + h * copies + copy) * tiles + tile
-                at = tl.load(ptr + (kind - 1) * ptr_stride + table)
+                at = tl.sum(tl.where(each == copy, starts, 0), 0)
                 tl.store(first + at + begin_at, columns, mask=begin)
                 tl.store(last + at + end_at, columns, mask=end)
                 if DUMMY and kind == 1:
@@ -110,24 +95,29 @@ def runs_kernel(
         extra = dummy.to(tl.int32)
         partial_runs = tl.sum((begins & (here == 1)).to(tl.int32), 0) + extra
         full_runs = tl.sum((begins & (here == 2)).to(tl.int32), 0)
-        for copy in range(copies):
-            table = (b * heads * copies + h * copies + copy) * tiles + tile
-            tl.store(ptr + table + 1, partial_runs)
-            tl.store(ptr + ptr_stride + table + 1, full_runs)
-            tl.store(counts + 2 * table, partials + extra)
-            tl.store(counts + 2 * table + 1, fulls)
+        tl.store(ptr + tables + 1, partial_runs, mask=each < copies)
+        tl.store(ptr + ptr_stride + tables + 1, full_runs, mask=each < copies)
+        tl.store(counts + 2 * tables, partials + extra, mask=each < copies)
+        tl.store(counts + 2 * tables + 1, fulls, mask=each < copies)
 
 
 @triton.jit
-def column_bits_kernel(indices, bits, rows, tiles, per_row, columns, words, K: tl.constexpr, KP: tl.constexpr):
-    """Set the bit of each query tile in the rows of the KV tiles that it chooses. One CTA per choice and query tile."""
+def bits_kernel(indices, bits, rows, tiles, per_row, columns, words, K: tl.constexpr, KP: tl.constexpr, BY_QUERY: tl.constexpr):
+    """Set the bits of the KV tiles that a query tile chooses in its row, or, not BY_QUERY, its bit in the rows of these KV tiles.
+
+    One CTA per choice and query tile. columns: KV tiles. words: of a row of bits.
+    """
     pid = tl.program_id(0)
     tile = pid % tiles
     choice = (pid // tiles).to(tl.int64)
     j = tl.arange(0, KP)
     column = tl.load(indices + (choice * rows + tile // per_row) * K + j, mask=j < K, other=-1)
     chosen = (column >= 0) & (column < columns)
-    tl.atomic_or(bits + (choice * columns + column) * words + tile // 32, 1 << (tile % 32), mask=chosen, sem="relaxed")
+    if BY_QUERY:
+        word, bit = (choice * tiles + tile) * words + column // 32, 1 << (column & 31)
+    else:
+        word, bit = (choice * columns + column) * words + tile // 32, 1 << (tile % 32)
+    tl.atomic_or(bits + word, bit, mask=chosen, sem="relaxed")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -165,7 +155,7 @@ class SelectedTables:
             self._columns = self._build(by_query=False)
         tiles, shared = self.table.kv_tiles, shared if self.heads > 1 else 1
         work = self._columns.counts[: 2 * self.batch * self.heads * tiles].view(self.batch, self.heads // shared, shared, tiles, 2)
-        return self._columns._replace(order=work.sum((2, 4)).flatten().argsort(descending=True).int())
+        return self._columns._replace(order=work.sum((2, 4), dtype=torch.int32).flatten().argsort(descending=True).int())
 
     def _build(self, *, by_query: bool) -> DeviceTable:
         selection, table = self.selection, self.table
@@ -175,31 +165,24 @@ class SelectedTables:
         grid_heads = self.heads if table.heads > 1 else min(choices, self.heads)
         copies, per_choice = self.heads // grid_heads, grid_heads // min(choices, grid_heads)
         tiles, columns = (table.q_tiles, table.kv_tiles) if by_query else (table.kv_tiles, table.q_tiles)
-        per_row = selection.q_granularity // table.block[0]
-        rows = self.batch * self.heads * tiles
-        source, source_sizes = indices, (batch_rows, choices, source_rows, per_choice, per_row)
-        room = rows * min(k, columns)
-        if not by_query:
-            k = -(-columns // 32)
-            source = torch.zeros(batch_rows * choices * tiles * k, dtype=torch.int32, device=device)
-            entries = indices.shape[3]
-            bits = {"rows": source_rows, "tiles": columns, "per_row": per_row, "columns": tiles, "words": k}
-            bits |= {"K": entries, "KP": triton.next_power_of_2(entries)}
-            _launch(column_bits_kernel, batch_rows * choices * columns, {"indices": indices, "bits": source}, bits)
-            source_sizes = (batch_rows, choices, tiles, per_choice, 1)
-            room = self.batch * self.heads * columns * min(entries, tiles)
+        rows, words = self.batch * self.heads * tiles, -(-columns // 32)
+        room = self.batch * self.heads * table.q_tiles * min(k, table.kv_tiles)
+        bits = torch.zeros(batch_rows * choices * tiles * words, dtype=torch.int32, device=device)
+        _launch(bits_kernel, batch_rows * choices * table.q_tiles if k else 0, {"indices": indices, "bits": bits}, {
+            "rows": source_rows, "tiles": table.q_tiles, "per_row": selection.q_granularity // table.block[0], "columns": table.kv_tiles,
+            "words": words, "K": k, "KP": triton.next_power_of_2(k), "BY_QUERY": by_query,
+        })  # fmt: skip
         stride = (rows + 8) // 4 * 4
         ptr = torch.zeros(2, stride, dtype=torch.int32, device=device)
         counts = torch.empty(2 * rows + 4, dtype=torch.int32, device=device)
         # Runs of both kinds are in one list, partial ones first: a sum over one long dim is faster than two sums.
         lists = torch.empty(2, (room + (rows if self.dummy else 0) + 4) // 4 * 4, dtype=torch.int32, device=device)
         kinds = _device_kinds(table, device)[0 if by_query else 1]
-        tensors = {
-            "source": source, "kinds": kinds, "ptr": ptr, "counts": counts, "first": lists[0], "last": lists[1],
-        }  # fmt: skip
+        tensors = {"bits": bits, "kinds": kinds, "ptr": ptr, "counts": counts, "first": lists[0], "last": lists[1]}
         constants = {
-            "sizes": (tiles, columns, grid_heads, copies, stride), "source_sizes": source_sizes, "kind_sizes": (table.batch, table.heads),
-            "K": k, "C": triton.next_power_of_2(columns), "BY_QUERY": by_query, "DUMMY": self.dummy and by_query,
+            "sizes": (tiles, columns, grid_heads, copies, stride), "bits_sizes": (batch_rows, choices, per_choice),
+            "kind_sizes": (table.batch, table.heads), "WORDS": words, "C": triton.next_power_of_2(columns),
+            "COPIES": triton.next_power_of_2(copies), "DUMMY": self.dummy and by_query,
         }  # fmt: skip
         ctas = self.batch * grid_heads * tiles
         _launch(runs_kernel, ctas, tensors, {**constants, "WRITE": False})
