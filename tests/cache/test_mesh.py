@@ -126,6 +126,19 @@ def test_ranks_with_different_scales_all_raise() -> None:
     assert virtual_world(2).run(run) == ["raised"] * 2
 
 
+def test_a_rank_that_ends_is_reported_with_the_sequences_in_flight() -> None:
+    def run(mesh: ls.Mesh) -> str:
+        cache = make_cache(mesh=mesh)
+        ids = cache.allocate(3)
+        if mesh.rank == 1:
+            return "ended"
+        with pytest.raises(RuntimeError, match="sequences in flight: 0, 2"):
+            ls.attention(*tokens(2, 1), cache=cache.step([ids[0], ids[2]], 1), layer=0)
+        return "raised"
+
+    assert virtual_world(2).run(run) == ["raised", "ended"]
+
+
 def test_arguments_that_one_rank_rejects_raise_on_all_ranks() -> None:
     def run(mesh: ls.Mesh) -> str:
         cache = make_cache(mesh=mesh)

@@ -39,7 +39,7 @@ def on_rank(mesh: Any, family: str, new: int = FEW) -> list[list[int]]:
     """Prefill in chunks, then one forward per token, over the ranks of a mesh."""
     model = decoding_model(family, "longspan")
     cache = lst.PagedCache(model, page_size=8, mesh=mesh)
-    return generated(model, cache, prefill_chunk_size=40, max_new_tokens=new)
+    return generated(model, cache, prefill_chunk_size=70, max_new_tokens=new)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -26,13 +26,23 @@ from longspan._kernels.paged_splits import attend_sequence, gathered_keys, merge
 from longspan._kernels.protocol import like_query, state_dtype
 
 _WHAT = "attention over a cache"
+_NAMED = 32  # sequences that an error message names
 
 
 def attend_over_mesh(
     queries: StepQueries, pages: PagedKV, work: PagedWork, mesh: Mesh, *, kernel: str, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(out, lse), the same bits on every rank, after the new tokens were written. lse is None unless asked for."""
-    return _MeshCall(queries, pages, work, mesh, kernel=kernel, with_lse=with_lse).run()
+    """(out, lse), the same bits on every rank, after the new tokens were written. lse is None unless asked for.
+
+    Raises:
+        RuntimeError: A rank is late, dead or has failed. The message names the sequences in flight.
+    """
+    try:
+        return _MeshCall(queries, pages, work, mesh, kernel=kernel, with_lse=with_lse).run()
+    except RuntimeError as error:
+        sequences = ", ".join(map(str, queries.step.ids[:_NAMED])) + (", …" if len(queries.step.ids) > _NAMED else "")
+        error.args = (f"{error}; sequences in flight: {sequences}", *error.args[1:])
+        raise
 
 
 class _MeshCall:

@@ -40,7 +40,7 @@ def attend_paged(
     """
     cache, layer = update.cache, update.layer
     real = _checked_padding(update, module, mask)
-    is_latent = hasattr(module, "kv_lora_rank")
+    is_latent = hasattr(module, "expand_kv") and update.k.shape[1] == 1  # the layer gave latent vectors to the cache
     inputs = absorbed(module, qkv[0], update) if is_latent else LayerInputs(*qkv, _itself)
     step, index, new = cache.step_for(layer, inputs.k, inputs.v, real, shared_kv=is_latent)
     columns = None if new is None else new.flatten().nonzero().flatten().to(inputs.q.device)
