@@ -6,7 +6,7 @@ Legend as in `longspan._kernels.protocol`; B, H, G, Q, K are those of this rank'
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from longspan._engine.step_calls import StepCalls
 from longspan._engine.streams import StepStreams, is_captured
 from longspan._engine.ulysses import UlyssesTranspose
 from longspan._engine.values import BackwardTensors, CallTensors
-from longspan._kernels.protocol import AttentionInputs, BackwardInputs, ComputesNorm, Grads, Kernel, State, like_query, state_dtype
+from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, Kernel, State, like_query, state_dtype
 
 
 def forward(call: ShardedCall, inputs: CallTensors, *, max_scores: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -127,7 +127,7 @@ def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide
     terms = BackwardInputs(
         inputs=AttentionInputs(q=q, k=inputs.k, v=inputs.v), out=tensors.out, lse=tensors.lse, grad_out=tensors.grad_out, grad_lse=grad_lse
     )  # fmt: skip
-    grad_q, delta, norm = _row_terms(kernel, terms)
+    grad_q, delta, norm = _row_terms(kernel, calls, terms)
     grad_sink = sink_gradient(inputs.sink, tensors.lse, delta)
     exchange = call.kv_exchange(call.setup, inputs, backward=True)
     may_overlap = overlap = False
@@ -176,20 +176,14 @@ def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide
         return sums.finish(keep_kv_wide=keep_kv_wide), grad_sink
 
 
-def _row_terms(kernel: Kernel, tensors: BackwardInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+def _row_terms(kernel: Kernel, calls: StepCalls, tensors: BackwardInputs) -> tuple[Tensor, Tensor, Tensor | None]:
     """(zeros for the gradient of q in the dtype of lse, delta, norm)."""
-    q, with_norm = tensors.inputs.q, _as_computes_norm(kernel)
-    if with_norm is not None:
+    q = tensors.inputs.q
+    if calls.with_norm is not None:
         grad_q = torch.empty(q.shape, dtype=state_dtype(q.dtype), device=q.device)
-        return grad_q, *with_norm.row_terms(tensors, grad_q)
+        return grad_q, *calls.with_norm.row_terms(tensors, grad_q)
     grad_q = torch.zeros(q.shape, dtype=state_dtype(q.dtype), device=q.device)
     return grad_q, kernel.delta(tensors.out, tensors.grad_out, tensors.grad_lse), None
-
-
-@cache
-def _as_computes_norm(kernel: Kernel) -> ComputesNorm | None:
-    """The kernel, if it has this protocol. Cached: a test for a protocol looks for all of its methods."""
-    return kernel if isinstance(kernel, ComputesNorm) else None
 
 
 def _local_heads(sink: Tensor | None, transpose: UlyssesTranspose) -> Tensor | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from longspan._kernels.protocol import (
     AttentionInputs,
     BackwardInputs,
+    ComputesNorm,
     Grads,
     Kernel,
     PreparedBackwardStep,
@@ -44,6 +45,7 @@ class StepCalls:
 
     def __init__(self, kernel: Kernel, *, prepare: bool = True) -> None:
         self._kernel = kernel
+        self.with_norm: ComputesNorm | None = kernel if isinstance(kernel, ComputesNorm) else None  # tests for protocols are slow
         self._prepares: PreparesSteps | None = kernel if prepare and isinstance(kernel, PreparesSteps) else None
         self._forward: dict[Hashable, PreparedForwardStep | _Mark] = {}
         self._backward: dict[Hashable, PreparedBackwardStep | _Mark] = {}
