@@ -139,9 +139,11 @@ class Guard:
         for attributes, name, value in self._classes:
             if attributes.get(name, MISSING) is not value:
                 return None
-        if _pattern(tensors_read) != self._pattern:
-            return None
-        distinct = list({id(t): t for t in tensors_read}.values())
+        distinct = tensors_read
+        if len(tensors_read) > 1:
+            if _pattern(tensors_read) != self._pattern:
+                return None
+            distinct = list({id(t): t for t in tensors_read}.values())
         if any(t.__dict__ and any(name in t.__dict__ for name in self._names) for t in distinct):
             return None
         return [distinct[n] for n in self._order]
