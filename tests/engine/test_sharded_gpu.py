@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from tests.sharded import Problem, Results, check_budget, mask_named, summed
 
 import longspan as ls
-from longspan.testing import run_processes
+from longspan.testing import run_processes, virtual_world
 
 CASES = [
     ("causal", "none", "ring", "head_tail", 4, torch.bfloat16),
@@ -34,6 +35,34 @@ def problem(mask: str, score: str, layout: str, dtype: torch.dtype) -> Problem:
 def test_virtual_ranks_on_a_gpu_equal_the_oracle(mask: str, score: str, strategy: str, layout: str, ranks: int, dtype: Any) -> None:
     p = problem(mask, score, layout, dtype)
     check_budget(p, p.over(ranks, strategy=strategy, layout=layout))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("mask", "score", "strategy"), [("causal", "none", "ring"), ("documents", "relative bias", "exchange")])
+def test_repeated_calls_with_one_plan_equal_the_oracle_every_time(mask: str, score: str, strategy: str) -> None:
+    """Steps are prepared at the second call; the calls differ in values, and the last one runs on another stream."""
+    check_repeated([replace(problem(mask, score, "head_tail", torch.bfloat16), seed=seed) for seed in range(5)], strategy)
+
+
+def check_repeated(problems: list[Problem], strategy: str, ranks: int = 3) -> None:
+    """Make the calls of problems that have one plan in common, one after the other."""
+    made = problems[0].plan(ls.Mesh.abstract(ranks), strategy=strategy, layout="head_tail")
+
+    def results(some: list[Problem]) -> list[list[dict[str, Any]]]:
+        return world.run(lambda mesh: [p.on_rank(plans[mesh.rank]) for p in some])
+
+    world = virtual_world(ranks)
+    plans = [made.on(mesh) for mesh in world.meshes]
+    by_rank = results(problems[:-1])
+    side = torch.cuda.Stream() if torch.cuda.is_available() else None
+    if side is not None:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        last = results(problems[-1:])
+    if side is not None:
+        torch.cuda.current_stream().wait_stream(side)
+    for i, p in enumerate(problems):
+        check_budget(p, Results(summed([mine[i] if i < len(mine) else more[0] for mine, more in zip(by_rank, last, strict=True)])))
 
 
 def _rank(_: Any) -> list[Any]:
