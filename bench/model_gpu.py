@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import longspan as ls
-from longspan._training.decoder import Decoder, DecoderConfig
+from longspan._training.decoder import Decoder, DecoderConfig, flops_per_token
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,7 +99,7 @@ def measure(attention: str, lengths: list[int], config: DecoderConfig, steps: in
         losses.append(float(loss.detach()))
     peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
     pairs = sum(n * (n + 1) / 2 for n in lengths) / tokens
-    return losses[-1], statistics.median(seconds[2:] or seconds), peak, model.flops_per_token(pairs)
+    return losses[-1], statistics.median(seconds[2:] or seconds), peak, flops_per_token(config, pairs)
 
 
 def _synchronize() -> None:

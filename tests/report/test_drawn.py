@@ -18,7 +18,7 @@ from longspan._report import trace
 from longspan._report.figure import figure
 from longspan._report.grid import density_grid
 from longspan._report.page_data import MAX_RANKS
-from longspan._report.terminal import bar, picture
+from longspan._report.terminal import bar, curve, picture
 
 MASK = ls.causal() & ls.documents(lengths=[1500, 2500, 96])
 
@@ -205,3 +205,11 @@ def test_without_matplotlib_plot_says_what_to_install(plan: ls.Plan, monkeypatch
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"longspan\[viz\]"):
         figure(plan.report())
+
+
+def test_a_curve_in_text_shows_the_largest_and_the_smallest_value() -> None:
+    lines = curve([4.0, 3.0, float("nan"), 2.0], label="loss", height=2).splitlines()
+    assert lines == ["         4 ┤█▁", "         2 ┤██ ▁", "           └──── loss, steps 1 to 4"]
+    assert len(curve([float(i) for i in range(1000)], label="x", width=10).splitlines()[-1].split()[0]) == 11
+    assert curve([float("nan")], label="loss") == "loss: no finite value"
+    assert "7" in curve([7.0, 7.0], label="loss")

@@ -127,10 +127,13 @@ class Decoder(nn.Module):
             return linear(x, self.head.weight)
         return linear_token_loss(x, self.head.weight, labels, count=count, averaged=averaged)
 
-    def flops_per_token(self, pairs_per_token: float) -> float:
-        """FLOPs of forward and backward: 6 per matmul weight, 12 per head dim and visible (query, key) pair."""
-        weights = sum(p.numel() for p in self.parameters()) - self.tokens.weight.numel()
-        return 6 * weights + 12 * self.config.layers * self.config.heads * self.config.head_dim * pairs_per_token
+
+def flops_per_token(config: DecoderConfig, pairs_per_token: float) -> float:
+    """FLOPs of forward and backward: 6 per matmul weight, 12 per head dim and visible (query, key) pair."""
+    heads, kv_heads, d = config.heads, config.kv_heads, config.head_dim
+    block = config.width * (2 * heads * d + 2 * kv_heads * d + 3 * config.hidden)
+    weights = config.layers * block + config.vocab * config.width
+    return 6 * weights + 12 * config.layers * heads * d * pairs_per_token
 
 
 def rotary_angles(positions: Tensor, config: DecoderConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -21,10 +21,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from longspan._training.checkpoints import Checkpoint, CheckpointError, load, pick, save
 from longspan._training.corpus import Corpus, corpus
-from longspan._training.decoder import Decoder, DecoderConfig
+from longspan._training.decoder import Decoder, DecoderConfig, flops_per_token
 from longspan._training.launch import INTERRUPTED, Interrupts
 from longspan.integrations import PlanOptions, prepare_batch
 from longspan.integrations.loss import IGNORED
+
+# NVIDIA's data sheets, by a part of the device's name.
+_PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +61,20 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Loss and speed of one optimizer step. memory_bytes: the most that this process has held, of GPU memory if it has a GPU."""
+    """Loss and speed of one optimizer step.
+
+    memory_bytes: the most that this process has held, of GPU memory if it has a GPU.
+    flops:        FLOP/s of a rank: the model's FLOPs, without recomputation, over seconds and ranks.
+    mfu:          `flops` over the dense peak of the GPU; None if the peak is unknown, as of CPUs.
+    """
 
     step: int
     loss: float
     tokens_per_second: float
     seconds: float
     memory_bytes: int
+    flops: float = 0.0
+    mfu: float | None = None
 
 
 def check_ranks(job: Job, ranks: int) -> None:
@@ -119,15 +129,36 @@ def train(device: torch.device, job: Job, on_step: Callable[[StepResult], None] 
             dist.all_reduce(both)
             seconds = time.perf_counter() - start
             if on_step is not None:
-                speed = job.batch * job.length / seconds
-                memory = _peak_memory(device)
-                on_step(StepResult(step=step, loss=both[0].item(), tokens_per_second=speed, seconds=seconds, memory_bytes=memory))
+                on_step(_result(job, text, device, step, loss=both[0].item(), seconds=seconds))
             stop = both[1].item() > 0
             if stop or (step + 1) % job.save_every == 0 or step + 1 == job.steps:
                 save(job.out, step + 1, job.identity(text), model, optimizer)
             if stop:
                 return INTERRUPTED
     return 0
+
+
+def _result(job: Job, text: Corpus, device: torch.device, step: int, *, loss: float, seconds: float) -> StepResult:
+    """What a step came to."""
+    # A token sees itself and the tokens before it in its document.
+    pairs = sum(int((b["position_ids"] + 1).sum()) for b in _batch(job, text, step)) / (job.batch * job.length)
+    flops = job.batch * job.length * flops_per_token(job.model, pairs) / seconds / dist.get_world_size()
+    peak = peak_flops(device) if job.half else None
+    return StepResult(
+        step=step, loss=loss, tokens_per_second=job.batch * job.length / seconds, seconds=seconds, memory_bytes=_peak_memory(device),
+        flops=flops, mfu=None if peak is None else flops / peak,
+    )  # fmt: skip
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bfloat16 FLOP/s of a GPU; None for devices that are not listed."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((flops for card, flops in _PEAK_FLOPS.items() if card in name), None)
+
+
+def _batch(job: Job, text: Corpus, step: int) -> list[dict[str, torch.Tensor]]:
+    """All sequences of a step."""
+    return [text.sequence(step * job.batch + row, job.length) for row in range(job.batch)]
 
 
 def _peak_memory(device: torch.device) -> int:
@@ -143,7 +174,7 @@ def _step(job: Job, model: Any, optimizer: Any, text: Corpus, mesh: Any, step: i
     for group in optimizer.param_groups:
         group["lr"] = job.rate * _schedule(step, job)
     optimizer.zero_grad()
-    batch = [text.sequence(step * job.batch + row, job.length) for row in range(job.batch)]
+    batch = _batch(job, text, step)
     count = sum(int((b["shift_labels"] != IGNORED).sum()) for b in batch)
     options: PlanOptions = {
         "strategy": job.strategy, "heads": job.model.heads, "kv_heads": job.model.kv_heads, "head_dim": job.model.head_dim,

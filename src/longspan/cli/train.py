@@ -156,7 +156,7 @@ def _rank(device: Any, job: Any) -> int:
         return run(device, job, progress)
 
 
-_COLUMNS = ("step", "loss", "tokens_per_second", "seconds", "memory_bytes")  # of losses.csv: the fields of a StepResult
+_COLUMNS = ("step", "loss", "tokens_per_second", "seconds", "memory_bytes", "flops", "mfu")  # of losses.csv: the fields of a StepResult
 
 
 class _Progress:
@@ -186,7 +186,8 @@ class _Progress:
         self.rows.append(asdict(step))
         with self.path.open("a", newline="") as file:
             csv.writer(file).writerow(asdict(step).values())
-        text = f"loss {step.loss:.4f}  {step.tokens_per_second:,.0f} tokens/s  {step.memory_bytes / 2**30:.1f} GiB"
+        speed = f"{step.flops / 1e9:.3g} GFLOP/s" if step.mfu is None else f"MFU {step.mfu:.1%}"
+        text = f"loss {step.loss:.4f}  {step.tokens_per_second:,.0f} tokens/s  {speed}  {step.memory_bytes / 2**30:.1f} GiB"
         if self.bar is not None:
             self.bar.update(self.task, completed=step.step + 1, description=text)
         elif self.first or (step.step + 1) % max(10, self.job.steps // 20) == 0 or step.step + 1 == self.job.steps:
@@ -204,11 +205,14 @@ class _Progress:
             writer.writerows([row.get(name, "") for name in _COLUMNS] for row in self.rows)
 
     def __exit__(self, *_: Any) -> None:
+        from longspan._report.terminal import curve
+
         if self.bar is not None:
             self.bar.stop()
         with contextlib.suppress(ImportError):
             self._curve()
         if self.rows:
+            print(curve([float(row["loss"]) for row in self.rows], label="loss"))
             print(f"last loss {float(self.rows[-1]['loss']):.4f}; checkpoints, losses.csv and losses.png in {self.job.out}", flush=True)
 
     def _curve(self) -> None:
