@@ -12,6 +12,7 @@ whole: forward, backward and AdamW of a model with the sizes of Llama-3.2-1B and
 transformers is not installed, of the same layers in plain torch by `memory.checkpoint`. Before it, the loss of 32,768 tokens against the
 plain path: SDPA, all logits, no recomputation.
 
+With `--turns FOLDER`, both parts may be started together: they import and compile side by side, then `share` measures, then `whole`.
 `--tiny` runs both on a CPU, to test this file.
 """
 
@@ -22,6 +23,7 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,6 +91,22 @@ def reset_peak() -> None:
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+
+
+class Turns:
+    """Files by which the two parts of this benchmark take turns; without a folder, nobody waits."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+    def tell(self, what: str) -> None:
+        if self.folder is not None:
+            (self.folder / what).touch()
+
+    def wait(self, what: str, seconds: float) -> None:
+        end = time.perf_counter() + seconds
+        while self.folder is not None and not (self.folder / what).exists() and time.perf_counter() < end:
+            time.sleep(0.1)
 
 
 class CountAttention(TorchDispatchMode):
@@ -176,34 +194,27 @@ def plan_of(mask: Any, tokens: int, ranks: int, shape: Shape) -> Any:
     return plan.on(EchoMesh(axes=ls.Mesh.abstract(ranks).axes, coordinate=(busiest,)))
 
 
-def attention_seconds(layer: Layer, x: Tensor, rotary: tuple[Tensor, Tensor], plan: Any) -> dict[str, float]:
-    """Seconds of attention alone."""
-    with torch.no_grad():
-        qkv = [t.contiguous() for t in layer.project(x, rotary)]
-    for t in qkv:
-        t.requires_grad_()
-    forward, out = timed(lambda: ls.attention(*qkv, plan=plan))
-    grad = torch.randn_like(out)
-    backward, _ = timed(lambda: torch.autograd.grad(out, qkv, grad))
-    return {"attention, forward": forward, "attention, backward": backward}
-
-
 def layer_seconds(layer: Layer, plan: Any) -> dict[str, float]:
-    """Seconds of the parts of a layer's step on this rank's tokens. Attention alone is measured first, then the layer as it trains."""
+    """Seconds of the parts of a layer's step on this rank's tokens: the layer with q in place of attention's result, then as it trains."""
     x = torch.randn(1, plan.local_len, layer.shape.width, device=DEVICE, dtype=DTYPE, requires_grad=True)
     rotary = rotary_of(plan.positions, layer.shape)
-    seconds = attention_seconds(layer, x, rotary, plan)
-    reset_peak()
     count = CountAttention()
-    with count:
-        forward, y = timed(lambda: memory.checkpoint(layer, x, rotary, lambda q, k, v: ls.attention(q, k, v, plan=plan)))
+
+    def both(attend: Callable[..., Tensor]) -> tuple[float, float]:
+        forward, y = timed(lambda: memory.checkpoint(layer, x, rotary, attend))
         grad = torch.randn_like(y)
         backward, _ = timed(lambda: y.backward(grad))
+        layer.zero_grad(set_to_none=True)
+        return forward, backward
+
+    both(lambda q, k, v: q + k.mean() + v.mean())
+    rest = both(lambda q, k, v: q + k.mean() + v.mean())
+    reset_peak()
+    with count:
+        whole_layer = both(lambda q, k, v: ls.attention(q, k, v, plan=plan))
     assert count.calls == 1, f"expected one forward of attention, got {count.calls}"
-    seconds["rest, forward"] = forward - seconds["attention, forward"]
-    seconds["rest, recomputed and backward"] = backward - seconds["attention, backward"]
-    layer.zero_grad(set_to_none=True)
-    return seconds
+    names = ("attention, forward", "attention, backward", "rest, forward", "rest, recomputed and backward")
+    return dict(zip(names, (whole_layer[0] - rest[0], whole_layer[1] - rest[1], *rest)))
 
 
 def loss_seconds(shape: Shape, tokens: int) -> float:
@@ -223,7 +234,7 @@ def optimizer_seconds(parameters: int) -> float:
     return timed(optimizer.step)[0]
 
 
-def share(shape: Shape, tokens: int, ranks: int, window: int) -> None:
+def share(shape: Shape, tokens: int, ranks: int, window: int, turns: Turns) -> None:
     EchoMesh.use(Link("none") if DEVICE == "cuda" else HostLink())
     with torch.device(DEVICE):
         layer = Layer(shape).to(DTYPE)
@@ -239,11 +250,14 @@ def share(shape: Shape, tokens: int, ranks: int, window: int) -> None:
         layer_seconds(layer, plan_of(mask, small, ranks, shape))
         say(f"warm-up of {name} on {small} tokens done")
     results = {}
+    turns.wait("whole is warm", 30)
+    say("measuring")
     for name, mask in masks.items():
         planning, plan = timed(lambda mask=mask: plan_of(mask, tokens, ranks, shape))
         reset_peak()
+        first = layer_seconds(layer, plan)  # compiles what the warm-up did not need
         results[name] = layer_seconds(layer, plan)
-        parts = ", ".join(f"{part} {1e3 * value:.0f} ms" for part, value in results[name].items())
+        parts = ", ".join(f"{part} {1e3 * value:.0f} ms (first call {1e3 * first[part]:.0f})" for part, value in results[name].items())
         report = plan.report()
         received = float(report.received[:, plan.mesh.rank].sum()) * 2 * shape.kv_heads * shape.head_dim * DTYPE.itemsize
         say(
@@ -259,6 +273,7 @@ def share(shape: Shape, tokens: int, ranks: int, window: int) -> None:
     loss_seconds(shape, min(local, 2 * shape.chunk))
     loss, optimizer = loss_seconds(shape, local), optimizer_seconds(parameters // ranks)
     say(f"loss {loss:.2f} s, AdamW of {parameters / ranks / 1e9:.2f} G parameters {optimizer:.3f} s")
+    turns.tell("share is done")
     window_layers = round(shape.layers * 4 / 5)
     layers = {
         "causal": {"causal": shape.layers},
@@ -348,7 +363,7 @@ def plain_model(shape: Shape) -> Trained:
     )
 
 
-def whole(shape: Shape, tokens: int, compared: int, seconds: float) -> None:
+def whole(shape: Shape, tokens: int, compared: int, seconds: float, turns: Turns) -> None:
     torch.manual_seed(0)
     try:
         trained, way = transformers_model(shape), "transformers LlamaForCausalLM"
@@ -398,6 +413,8 @@ def whole(shape: Shape, tokens: int, compared: int, seconds: float) -> None:
     error = abs(loss - wanted) / wanted
     say(f"STEP {compared} tokens: {took:.2f} s (first), peak {peaks[compared]:.2f} GiB, loss {loss:.6f}, {error:.1e} from the plain path")
     reset_peak()
+    turns.tell("whole is warm")
+    turns.wait("share is done", 100)
     left = seconds - (time.perf_counter() - START)
     say(f"{tokens} tokens, {left:.0f} s left")
     took, loss = timed(lambda: step(ids, report=True))
@@ -432,14 +449,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=200, help="time for `whole`, printed only")
+    parser.add_argument("--turns", type=Path, help="a folder by which both parts, started together, take turns")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to test this file on a CPU")
     args = parser.parse_args()
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
     print(f"# bench long_step_gpu {args.part}, {name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}", flush=True)
+    turns = Turns(args.turns)
     if args.part == "share":
-        share(TINY if args.tiny else QWEN3_8B, args.tokens or (2048 if args.tiny else 1 << 20), args.ranks, 128 if args.tiny else 4096)
+        tokens = args.tokens or (2048 if args.tiny else 1 << 20)
+        share(TINY if args.tiny else QWEN3_8B, tokens, args.ranks, 128 if args.tiny else 4096, turns)
     else:
-        whole(TINY if args.tiny else LLAMA_1B, args.tokens or (1024 if args.tiny else 1 << 19), 256 if args.tiny else 1 << 15, args.seconds)
+        tokens = args.tokens or (1024 if args.tiny else 1 << 19)
+        whole(TINY if args.tiny else LLAMA_1B, tokens, 256 if args.tiny else 1 << 15, args.seconds, turns)
 
 
 if __name__ == "__main__":
