@@ -67,27 +67,30 @@ def train(trainer: type, model: Any, *, packing: bool, **more: Any) -> list[floa
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def torchrun_environment(port: int) -> None:
+    """The environment variables of torchrun, which accelerate reads."""
+    this_rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    variables = {"RANK": this_rank, "LOCAL_RANK": this_rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(variables)
+
+
 def rank(port: int) -> dict[bool, list[float]]:
-    """Both ways of batching, with the environment variables of torchrun, which accelerate reads."""
-    this_rank, size = str(dist.get_rank()), dist.get_world_size()
-    os.environ |= {
-        "RANK": this_rank,
-        "LOCAL_RANK": this_rank,
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    """Both ways of batching."""
+    torchrun_environment(port)
     warnings.simplefilter("ignore")
-    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp_replicate", "cp"))
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp_replicate", "cp"))
     return {packing: train(SpanningSFTTrainer, llama("longspan"), packing=packing, mesh=mesh) for packing in (False, True)}
 
 
 def differences() -> dict[bool, float]:
     """The largest difference of a step's loss between one process and several, without and with packing."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = int(s.getsockname()[1])
-    by_rank = run_processes(rank, RANKS, port, timeout=280.0)
+    by_rank = run_processes(rank, RANKS, free_port(), timeout=280.0)
     results = {}
     for packing in (False, True):
         expected = train(SFTTrainer, llama("longspan"), packing=packing)

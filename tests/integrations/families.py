@@ -93,6 +93,11 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def special_settings(model_type: str) -> dict[str, Any]:
+    """Settings without which a tiny config of a model type is not valid."""
+    return _SPECIAL.get(model_type, {})
+
+
 def causal_lm_types() -> dict[str, str]:
     """Class name by model type."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

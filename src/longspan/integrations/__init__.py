@@ -5,6 +5,8 @@ Public modules:
 - `longspan.integrations.transformers`: `attn_implementation="longspan"` (needs transformers).
 - `longspan.integrations.trainer`: `SpanningTrainer`, a `transformers.Trainer` with a mesh (needs transformers and accelerate).
 - `longspan.integrations.generation`: text over a paged KV cache, as `longspan generate` makes it (needs transformers).
+- `longspan.integrations.lightning`: `SpanningStrategy`, Lightning's DDP over data × context ranks (needs lightning).
+- `longspan.integrations.accelerate`: `SpanningAccelerator`, whose `maybe_context_parallel` is longspan's (needs accelerate).
 - `longspan.integrations.loss`: the exact loss of a sequence that is split over ranks.
 - `longspan.integrations.memory`: checkpointing that computes attention once, host memory, tiled MLPs and loss for long steps.
 
@@ -17,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 from longspan.integrations._batch import PlanOptions, PreparedBatch, prepare_batch
 
 if TYPE_CHECKING:
+    from longspan.integrations import accelerate as accelerate
     from longspan.integrations import generation as generation
+    from longspan.integrations import lightning as lightning
     from longspan.integrations import loss as loss
     from longspan.integrations import memory as memory
     from longspan.integrations import trainer as trainer
@@ -26,9 +30,11 @@ else:
 
     def __getattr__(name: str) -> Any:
         """Import a public module when it is asked for: transformers takes seconds to import."""
-        if name in ("generation", "loss", "memory", "trainer", "transformers"):
+        if name in ("accelerate", "generation", "lightning", "loss", "memory", "trainer", "transformers"):
             return import_module(f"longspan.integrations.{name}")
         raise AttributeError(f"module 'longspan.integrations' has no attribute {name!r}")
 
 
-__all__ = ["PlanOptions", "PreparedBatch", "generation", "loss", "memory", "prepare_batch", "trainer", "transformers"]
+__all__ = [
+    "PlanOptions", "PreparedBatch", "accelerate", "generation", "lightning", "loss", "memory", "prepare_batch", "trainer", "transformers",
+]  # fmt: skip

@@ -9,6 +9,10 @@ own DDP averages gradients over all ranks.
 `SpanningMixin` does the same for subclasses of `Trainer` whose loss is the cross entropy of labels, such as TRL's:
 
     class SpanningSFTTrainer(SpanningMixin, SFTTrainer): ...
+
+`SpanningLogProbsMixin` does it for trainers that compute their loss from the log-probabilities of whole sequences:
+
+    class SpanningDPOTrainer(SpanningLogProbsMixin, DPOTrainer): ...
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ try:
 except ImportError as error:
     raise ImportError(f"longspan.integrations.trainer needs transformers and accelerate ({error}): pip install 'longspan[hf]'") from error
 
-__all__ = ["SpanningMixin", "SpanningTrainer"]
+__all__ = ["SpanningLogProbsMixin", "SpanningMixin", "SpanningTrainer"]
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
@@ -86,11 +90,14 @@ class SpanningMixin(_Base):  # type: ignore[misc]
             raise ValueError(f"args: expected train_sampling_strategy 'random' or 'sequential', got {strategy!r}, which is not supported")
         if self.label_smoother is not None or self.compute_loss_func is not None:
             raise ValueError("args: expected neither label smoothing nor compute_loss_func, which would see a shard of the labels only")
+        self._check_loss_type()
+        if getattr(self, "aux_loss_enabled", False):
+            raise ValueError("args: expected no load-balancing loss of experts, which would see a shard of the tokens only")
+
+    def _check_loss_type(self) -> None:
         loss_type = getattr(self.args, "loss_type", "nll")  # of TRL's SFTConfig
         if loss_type not in ("nll", "chunked_nll"):
             raise ValueError(f"args: expected loss_type 'nll', got {loss_type!r}, which is not supported with a mesh")
-        if getattr(self, "aux_loss_enabled", False):
-            raise ValueError("args: expected no load-balancing loss of experts, which would see a shard of the tokens only")
 
     @property
     def _config(self) -> Any:
@@ -193,6 +200,63 @@ class SpanningMixin(_Base):  # type: ignore[misc]
 
 class SpanningTrainer(SpanningMixin, Trainer):
     """`transformers.Trainer` with a mesh (`SpanningMixin`)."""
+
+
+class SpanningLogProbsMixin(SpanningMixin):
+    """A mesh for trainers whose loss is a function of whole sequences' log-probabilities, such as TRL's DPOTrainer.
+
+    Such a trainer calls its model, and its reference model, with `labels` and `fused_lm_head=True`. Each rank computes the fields by token
+    of its shard. They are gathered, so that every rank computes the trainer's own loss of whole sequences.
+    """
+
+    def __init__(self, *args: Any, mesh: DeviceMesh | Mesh, **kwargs: Any) -> None:
+        super().__init__(*args, mesh=mesh, **kwargs)
+        if getattr(self, "ref_model", None) is not None:
+            self.ref_model: Any = _WholeSequences(self.ref_model, self)
+        # TRL counts the tokens of all processes and divides by the ranks that read the same batches.
+        self._tp_size = getattr(self, "_tp_size", 1) * self.roles.context_size
+
+    def _check_loss_type(self) -> None:
+        if getattr(self, "precompute_ref_logps", False):
+            raise ValueError("args: expected precompute_ref_log_probs=False, got True, which is not supported with a mesh")
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        """The trainer's loss of this rank's batch: equal on ranks that share its sequences."""
+        if return_outputs:
+            raise ValueError("compute_loss: expected return_outputs=False, got True: logits are shards")
+        trainer: Any = super(SpanningMixin, self)
+        return trainer.compute_loss(_WholeSequences(model, self), inputs, num_items_in_batch=num_items_in_batch)
+
+
+class _WholeSequences:
+    """A model that is called with whole batches and returns the fields by token of whole sequences. Other attributes are the model's."""
+
+    def __init__(self, model: Any, trainer: SpanningMixin) -> None:
+        self._model, self._trainer = model, trainer
+
+    def __call__(self, *, labels: Any = None, fused_lm_head: bool = False, use_cache: bool = False, **batch: Any) -> Any:
+        if labels is None or not fused_lm_head:
+            raise ValueError(
+                "longspan: expected a call with labels and fused_lm_head=True, whose results are by token, got another, whose results "
+                "would be those of a shard"
+            )
+        trainer = self._trainer
+        options: Any = {**head_counts(trainer._config, trainer.roles.heads_size), **trainer.plan_options}
+        prepared: Any = prepare_batch(
+            {**batch, "labels": labels}, trainer.roles.context, config=trainer._config, count=1, device=trainer.args.device, **options
+        )
+        del prepared["labels"], prepared["num_items_in_batch"]  # shift_labels remain
+        outputs, plan = self._model(**prepared, fused_lm_head=True), prepared["longspan_plan"]
+        for name, value in list(outputs.items()):
+            if isinstance(value, torch.Tensor) and value.ndim == 2:
+                # The last token has no label. A bool is gathered as a number.
+                whole = plan.unshard(value.to(torch.uint8) if value.dtype == torch.bool else value, 1)[:, :-1]
+                outputs[name] = whole.to(value.dtype)
+        outputs["loss"] = None  # of a shard
+        return outputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 def _with_length(data: Any, name: str) -> Any:
