@@ -136,7 +136,7 @@ def one_call(dims: tuple[int, int], dtype: torch.dtype, *, scored: bool, staged:
         for before in (None, zero_state(dims)):
             state = forward(HOPPER, q, k, v, some, state=before, final=False)
             assert isinstance(state, HopperState) and state.completed_out is not None
-        for final in (False, True):
+        for final in (False, True) if "--all" in sys.argv else (True,):  # False differs from the first call in max_scores only
             forward(HOPPER, q, k, v, work, state=zero_state(dims), final=final, max_scores=False)
     out = result.out.to(dtype)
     grad = torch.randn_like(out)
