@@ -33,7 +33,7 @@ from longspan._masks.trace_cache import traces
 from longspan._masks.tracing import Traced
 from longspan._plan.handle import PlanHandle
 from longspan._torch_modes import without_autocast
-from longspan._torch_private import forward_mode_is_active
+from longspan._torch_private import forward_mode_is_active, is_transformed
 
 _device_copies = DeviceCopies()
 _SELECTED_MESH_COMPILED = (
@@ -181,7 +181,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> ops.Outpu
         score_traced = _traced_score(options.score_mod, score_dtype)
     inputs = _call_tensors(q, k, v, options, mask_traced, score_traced)
     results = _run(inputs, options, mask_traced, score_traced, scale)
-    if key is not None and all(type(t) in (Tensor, torch.nn.Parameter) for t in inputs.score_captured):
+    if key is not None and all(type(t) in (Tensor, torch.nn.Parameter) and not is_transformed(t) for t in inputs.score_captured):
         call = CallOptions(spec=_spec(options, mask_traced, score_traced), scale=scale)
         calls.add(key, score_key(None if score_traced is None else score_traced.program.key, inputs.score_captured), inputs, call)
     return results
@@ -197,6 +197,8 @@ def _attend_again(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, key: 
     if options.score_mod is not None:
         traced = traces.trace(options.score_mod, "score", score_dtype=state_dtype(q.dtype))
         captured = traced.captured()
+        if any(map(is_transformed, captured)):
+            return None
         score = score_key(traced.program.key, captured)
     call = calls.find(entry, score)
     if call is None:

@@ -26,7 +26,7 @@ from longspan._engine.streams import is_captured
 from longspan._engine.values import CallOptions, CallTensors
 from longspan._masks.algebra import Full, Mask
 from longspan._masks.remembered_mask import remembered_mask
-from longspan._torch_private import nothing_intercepts_calls
+from longspan._torch_private import is_transformed, nothing_intercepts_calls
 
 _PLAIN = (Tensor, Parameter)
 _KERNELS = frozenset(("auto", "hopper", "triton", "cpu"))  # the others depend on more settings, or do not use the operator
@@ -61,6 +61,8 @@ class CallCache:
         mask, scale, sink, kernel = options.mask, options.scale, options.sink, options.kernel
         if type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN or not nothing_intercepts_calls():
             return None
+        if is_transformed(q) or is_transformed(k) or is_transformed(v):  # left over from a transform: only the operator unwraps them
+            return None
         if (scale is not None and (type(scale) is not float or not scale)) or options.max_scores or is_invariant():
             return None
         owner, value_key, sink_layout = self._shared, None, None
@@ -78,7 +80,7 @@ class CallCache:
             if kernel not in _KERNELS or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % _ALIGNMENT:
                 return None
             if sink is not None:
-                if type(sink) not in _PLAIN:
+                if type(sink) not in _PLAIN or is_transformed(sink):
                     return None
                 sink_layout = sink.dtype, sink.shape, sink.stride(), sink.device
             return CallKey(owner, (

@@ -19,12 +19,14 @@ from longspan._engine.compile_ahead import compiling_backward
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
 from longspan._plan.handle import PlanHandle
 from longspan._plan.plan_data import PlanData
-from longspan._torch_private import modes_are_active
+from longspan._torch_private import is_transformed, modes_are_active
 
 
 def is_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether the autograd function behaves as the operator would: no dispatch mode is active and no tensor is of a subclass."""
-    return not modes_are_active() and all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+    """Whether the autograd function behaves as the operator would: no dispatch mode is active, no tensor is of a subclass, and none is left
+    over from a transform of torch.func, whose gradients would be lost.
+    """
+    return not modes_are_active() and all(type(t) in (Tensor, torch.nn.Parameter) and not is_transformed(t) for t in tensors)
 
 
 def attend(inputs: CallTensors, options: CallOptions, plan: PlanData | None) -> ops.Outputs:
@@ -75,8 +77,8 @@ class _Attend(torch.autograd.Function):
         return None, None, None, grad_q, grad_k, grad_v, grad_sink, *(next(grads) if n else None for n in needs)
 
 
-# The same as `_Attend.apply` where no transform of torch.func is active, which callers have checked: torch's own wrapper looks for
-# transforms in Python.
+# The same as `_Attend.apply` where no transform of torch.func is active, which callers have checked, and no tensor is left over from one
+# (`is_plain`): torch's own wrapper looks for both in Python.
 _apply = super(torch.autograd.Function, _Attend).apply
 
 
