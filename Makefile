@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # They start many processes: bytecode is written even where the environment says not to.
 RUN_TESTS := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: help install demo style test test-all test-faults fuzz mutants test-gpu sanitize-gpu lint bench bench-gpu docs docs-serve clean
+.PHONY: help install demo style test test-all test-faults fuzz mutants test-gpu campaign-gpu sanitize-gpu lint bench bench-gpu docs docs-serve clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,6 +53,9 @@ mutants: install ## mutation testing: SAMPLE random one-line changes of src/, ea
 JOBS ?= 8
 test-gpu: ## tests that need a GPU, with the Python and torch at hand: installs nothing; JOBS processes, since most of the time is compiling; TRITON=folder of another Triton
 	seq $(JOBS) | PYTHONPATH=$(TRITON:%=%:)src xargs -P $(JOBS) -I{} $(PYTHON) -m pytest -m gpu -q -p no:cacheprovider --part {}/$(JOBS)
+
+campaign-gpu: ## random cases for five minutes: fuzz and invariance on the GPU, fuzz on the CPU beside it; installs nothing
+	bash tests/gpu_campaign.sh
 
 sanitize-gpu: ## compute-sanitizer over the Hopper kernels; fails at any report but racecheck's two kinds that the script explains
 	PYTHONPATH=src:. compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) tests/kernels/hopper_sanitizer_cases.py
