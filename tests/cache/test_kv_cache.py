@@ -246,3 +246,19 @@ def test_layers_with_other_numbers_of_heads_share_no_tiles() -> None:
         q, k, v = (torch.randn(1, n, 130, 8, dtype=torch.float64) for n in (heads, 2, 2))
         out = ls.attention(q, k, v, cache=step, layer=layer, mask=mask)
         torch.testing.assert_close(out, ls.attention(q, k, v, mask=mask, kernel="dense"))
+
+
+def test_layers_whose_masks_have_equal_programs_but_other_windows() -> None:
+    """One mask is known to be a window, the other is not: their chunks gather different tokens."""
+    window = ls.causal() & ls.sliding_window(50)
+    hidden = ls.mask_mod(lambda b, h, q, kv: window(b, h, q, kv))
+    assert window.traced.program.key == hidden.traced.program.key and hidden.left_reach is None
+    (q, k, v), expected = tokens(1, 800), oracle(*tokens(1, 800), mask=window)
+    for masks in ((window, hidden), (hidden, window)):
+        cache = make_cache(pages=120, layers=2)
+        ids = cache.allocate(1)
+        for start, stop in ((0, 600), (600, 800)):
+            step, part = cache.step(ids, stop - start), (slice(None), slice(None), slice(start, stop))
+            outs = [ls.attention(q[part], k[part], v[part], cache=step, layer=i, mask=mask) for i, mask in enumerate(masks)]
+        for out in outs:
+            torch.testing.assert_close(out.double(), expected[:, :, 600:], rtol=0, atol=1e-6)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.cache.cases import Case
 from tests.cache.test_kv_cache import DIM, HEADS, make_cache, tokens
+from torch import Tensor
 
 import longspan as ls
 from longspan.testing import oracle, run_processes, virtual_world
@@ -137,6 +138,38 @@ def test_a_rank_that_ends_is_reported_with_the_sequences_in_flight() -> None:
         return "raised"
 
     assert virtual_world(2).run(run) == ["raised", "ended"]
+
+
+@pytest.mark.parametrize("name", ["page_size", "layers", "window", "history"])
+def test_ranks_with_different_caches_all_raise(name: str) -> None:
+    def run(mesh: ls.Mesh) -> str:
+        values = {"page_size": (4, 8), "layers": (1, 2), "window": (None, 9)}.get(name)
+        cache = make_cache(mesh=mesh, **({} if values is None else {name: values[mesh.rank]}))
+        ids = cache.allocate(1)
+        if name == "history":  # sequence 1: a fork begins on the rank of its parent
+            ids = [cache.fork(ids[0])] if mesh.rank else cache.allocate(1)
+        with pytest.raises(ValueError, match="ranks that hold" if name == "history" else r"cache \(page_size, layers"):
+            ls.attention(*tokens(1, 3), cache=cache.step(ids, 3), layer=0, mask=ls.causal() & ls.sliding_window(9))
+        return "raised"
+
+    assert virtual_world(2).run(run) == ["raised"] * 2
+
+
+@pytest.mark.parametrize("count", [3, 200])
+def test_an_error_of_one_rank_raises_on_all_and_the_call_may_be_repeated(count: int) -> None:
+    """A lookup out of bounds, for a chunk by queries of rank 0 only, else by keys of rank 1 only."""
+
+    def run(mesh: ls.Mesh) -> Tensor:
+        cache = make_cache(pages=200, page_size=2, mesh=mesh)
+        step, (q, k, v) = cache.step(cache.allocate(1), count), tokens(1, count)
+        q, k, v = q.repeat(1, 4, 1, 1), k[:, :1].repeat(1, 2, 1, 1), v
+        small, large = (torch.zeros(n) for n in (160 if count > 3 else 2, 200))
+        with pytest.raises((IndexError, RuntimeError)):
+            ls.attention(q, k, v, cache=step, layer=0, score_mod=lambda s, b, h, qi, ki: s + (small[qi] if count > 3 else small[ki]))
+        return ls.attention(q, k, v, cache=step, layer=0, score_mod=lambda s, b, h, qi, ki: s + large[qi])
+
+    first, second = virtual_world(2).run(run)
+    assert torch.equal(first, second)
 
 
 def test_arguments_that_one_rank_rejects_raise_on_all_ranks() -> None:

@@ -134,6 +134,17 @@ class TestGraphSteps:
         assert cache.lengths(ids).tolist() == [10, 10]
         cache.truncate(ids, 3)  # replays have finished the steps
 
+    @pytest.mark.parametrize("move", [lambda cache: cache.grow(2), lambda cache: cache.allocate(20)], ids=["pages", "table"])
+    def test_memory_that_moved_before_the_first_advance_raises(self, move: Any) -> None:
+        cache = make_cache(layers=1)
+        ids = cache.allocate(1)
+        step = cache.step(ids, 1, longest=20)
+        ls.attention(*tokens(1, 1), cache=step, layer=0)
+        move(cache)
+        with pytest.raises(RuntimeError, match="capture the graph again"):
+            step.advance()
+        assert cache.lengths(ids).tolist() == [1]
+
     def test_errors(self) -> None:
         cache = make_cache(pages=3, layers=1)
         ids = cache.allocate(1)

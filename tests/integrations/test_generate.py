@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -137,7 +140,130 @@ def test_right_padding_then_decoding_equals_no_padding() -> None:
         torch.testing.assert_close(got, model(input_ids=token, position_ids=position, past_key_values=plain).logits)
 
 
+class ScaledLinear(torch.nn.Linear):
+    """A linear layer with an 8-bit weight and a scale."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False)
+        self.scale = float(weight.detach().abs().max() / 448)
+        self.weight = torch.nn.Parameter((weight.detach() / self.scale).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+def one_prompt(length: int = 60) -> Tensor:
+    return torch.randint(1, VOCAB, (1, length), generator=torch.Generator().manual_seed(0))
+
+
+def failing(*_: Any) -> None:
+    raise KeyError("failed")
+
+
+class TestFailedForwards:
+    @pytest.fixture(autouse=True)
+    def _no_grad(self) -> Iterator[None]:
+        with torch.no_grad():
+            yield
+
+    def test_a_refused_forward_leaves_nothing_behind(self) -> None:
+        model, ids = decoding_model("llama", "longspan"), one_prompt(9)
+        expected = model(ids, use_cache=False).logits
+        cache = lst.PagedCache(model)
+        model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="output_attentions"):
+            model(ids, past_key_values=cache, output_attentions=True)
+        assert torch.equal(model(ids, use_cache=False).logits, expected) and cache.columns == 9
+
+    @pytest.mark.parametrize("layer", [0, 1])
+    def test_a_forward_that_fails_can_be_repeated(self, layer: int) -> None:
+        model, ids = decoding_model("gemma3", "longspan"), one_prompt()
+        expected = model(ids, use_cache=False).logits[:, -1:]
+        cache = lst.PagedCache(model, page_size=4)
+        for end in (50, 59):
+            model(ids[:, cache.columns : end], past_key_values=cache)
+        hook = model.model.layers[layer].mlp.register_forward_pre_hook(failing)
+        with pytest.raises(KeyError):
+            model(ids[:, 59:], past_key_values=cache)
+        hook.remove()
+        assert cache.columns == 59
+        torch.testing.assert_close(model(ids[:, 59:], past_key_values=cache).logits, expected)
+
+    def test_a_first_forward_that_fails_leaves_an_empty_cache(self) -> None:
+        model, ids = decoding_model("llama", "longspan"), one_prompt()
+        cache = lst.PagedCache(model)
+        hook = model.lm_head.register_forward_pre_hook(failing)
+        with pytest.raises(KeyError):
+            model(ids, past_key_values=cache)
+        hook.remove()
+        assert cache.columns == 0
+        torch.testing.assert_close(model(ids.expand(2, -1), past_key_values=cache).logits[:1], model(ids, use_cache=False).logits)
+
+    def test_a_cache_without_free_pages_stays_as_it_was(self) -> None:
+        model, ids = decoding_model("llama", "longspan"), one_prompt()
+        cache = lst.PagedCache(model, max_tokens=8, page_size=4)
+        model(ids[:, :12], past_key_values=cache)
+        with pytest.raises(RuntimeError, match="free pages"):
+            model(ids[:, 12:60], past_key_values=cache)
+        assert cache.columns == 12
+        cache.crop(-2)
+        expected = model(ids[:, :12], use_cache=False).logits[:, -2:]
+        torch.testing.assert_close(model(ids[:, 10:12], past_key_values=cache).logits, expected)
+
+    def test_a_crop_that_raises_changes_no_layer(self) -> None:
+        model, ids = decoding_model("gemma3", "longspan"), one_prompt()
+        cache = lst.PagedCache(model, page_size=4)
+        for end in (50, 51, 52, 53, 54, 55, 56, 57, 58, 59):
+            model(ids[:, cache.columns : end], past_key_values=cache)
+        with pytest.raises(ValueError, match="were given back"):
+            cache.crop(-9)
+        expected = model(ids, use_cache=False).logits[:, -1:]
+        torch.testing.assert_close(model(ids[:, 59:], past_key_values=cache).logits, expected)
+
+    def test_selecting_no_row_empties_the_cache(self) -> None:
+        model, ids = decoding_model("llama", "longspan"), one_prompt()
+        cache = lst.PagedCache(model)
+        model(ids, past_key_values=cache)
+        cache.batch_select_indices(torch.zeros(1, dtype=torch.bool))
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids, use_cache=False).logits)
+
+
+def test_pages_are_freed_with_the_last_reference_to_the_cache() -> None:
+    cache = lst.PagedCache(decoding_model("llama", "longspan"))
+    gone = weakref.ref(cache)
+    gc.disable()
+    try:
+        del cache
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_first_chunk_of_padding_only_is_skipped() -> None:
+    model, ids = decoding_model("deepseek_v3", "longspan"), one_prompt(200)
+    real = (torch.arange(200) >= 120).long()[None]
+    alone = {"input_ids": ids[:, 120:], "attention_mask": real[:, 120:]}
+    expected = generated(model, batch=alone)
+    batch = {"input_ids": ids, "attention_mask": real}
+    assert generated(model, lst.PagedCache(model, page_size=8), batch=batch, prefill_chunk_size=100) == expected
+
+
 class TestErrors:
+    def test_quantized_projections_of_latent_vectors(self) -> None:
+        model = decoding_model("deepseek_v3", "longspan").float()
+        for layer in model.model.layers:
+            up = layer.self_attn.kv_b_proj
+            layer.self_attn.kv_b_proj = ScaledLinear(up.weight)
+        with pytest.raises(ValueError, match=r"expected latent vectors .* got .* ScaledLinear of torch.float8_e4m3fn"), torch.no_grad():
+            model(one_prompt(), past_key_values=lst.PagedCache(model))
+
+    def test_local_attention_layers(self) -> None:
+        from transformers import GPTNeoConfig
+
+        config = GPTNeoConfig(num_layers=2, attention_types=[[["global", "local"], 1]], attn_implementation="longspan")
+        with pytest.raises(ValueError, match="local attention layers of GPTNeoConfig"):
+            lst.PagedCache(config)
+
     def test_another_attention_implementation(self) -> None:
         with pytest.raises(ValueError, match="expected a model with attn_implementation='longspan'"):
             lst.PagedCache(decoding_model("llama", "sdpa"))
@@ -157,9 +283,11 @@ class TestErrors:
     def test_changed_padding(self) -> None:
         model = decoding_model("llama", "longspan")
         cache, batch = lst.PagedCache(model), prompts()
+        batch["attention_mask"][1, [36, 37, 38, 39]] = torch.tensor([0, 1, 1, 0])
         with torch.no_grad():
             model(**batch, past_key_values=cache)
-            other = torch.cat([batch["attention_mask"].roll(1, 0), torch.ones(2, 1, dtype=torch.long)], 1)
+            other = torch.cat([batch["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+            other[1, [36, 37, 38, 39]] = torch.tensor([1, 0, 0, 1])  # as many tokens, with the same sum of places
             with pytest.raises(ValueError, match="expected the padding of earlier columns"):
                 model(input_ids=torch.ones(2, 1, dtype=torch.long), attention_mask=other, past_key_values=cache)
 

@@ -11,7 +11,7 @@ Nothing here reads from the device. Page p of a sequence holds its tokens p · p
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -171,8 +171,8 @@ class KVCache:
             RuntimeError: There are not enough free pages. Nothing has changed then; free or truncate sequences, then try again.
             ValueError: A sequence does not exist, was freed or is named twice, or a count is negative.
         """
-        sequences = self._selected(ids, "step")
         ids = tuple(integers(ids, "step: ids"))
+        sequences = self._different(ids, "step")
         ragged = not isinstance(counts, int)
         counts = one_each(counts, len(ids), "step: counts")
         grown = max((s.length + c for s, c in zip(sequences, counts, strict=True)), default=0)
@@ -301,6 +301,21 @@ class KVCache:
             ValueError: A length is negative or beyond the present length, or a sequence does not exist or was freed.
             RuntimeError: Tokens would remain that a step has not written in all layers.
         """
+        sequences, lengths = self._checked_truncation(ids, lengths)
+        for sequence, length in zip(sequences, lengths, strict=True):
+            keep = self._pages_of(length)
+            self._pool.release(sequence.pages[max(keep, sequence.released) :])
+            del sequence.pages[keep:]
+            sequence.released = min(sequence.released, keep)
+            sequence.length = length
+            sequence.unfinished.clear()
+        self.version += 1
+
+    def check_truncate(self, ids: Any, lengths: Any) -> None:
+        """Raise what `truncate` would raise; change nothing."""
+        self._checked_truncation(ids, lengths)
+
+    def _checked_truncation(self, ids: Any, lengths: Any) -> tuple[list[CachedSequence], list[int]]:
         sequences = self._selected(ids, "truncate")
         ids = integers(ids, "truncate: ids")
         lengths = one_each(lengths, len(ids), "truncate: lengths")
@@ -314,14 +329,7 @@ class KVCache:
                     f"truncate: expected 0 or at least {first + self.window - 1} tokens of sequence {sequence_id}, got {length}: the pages "
                     f"before token {first} were given back, as they were outside of the window of {self.window} tokens"
                 )
-        for sequence, length in zip(sequences, lengths, strict=True):
-            keep = self._pages_of(length)
-            self._pool.release(sequence.pages[max(keep, sequence.released) :])
-            del sequence.pages[keep:]
-            sequence.released = min(sequence.released, keep)
-            sequence.length = length
-            sequence.unfinished.clear()
-        self.version += 1
+        return sequences, lengths
 
     def free(self, ids: Any) -> None:
         """End sequences and give back their pages.
@@ -376,7 +384,7 @@ class KVCache:
                 raise ValueError(
                     f"{name}: expected {self.kv_heads} KV heads of dim {dim} as the cache has, got {x.shape[1]} of dim {x.shape[3]}"
                 )
-        if self.shared_kv and (v.data_ptr() != k.data_ptr() or v.stride() != k.stride()):
+        if self.shared_kv and k.numel() and (v.data_ptr() != k.data_ptr() or v.stride() != k.stride()):
             raise ValueError(f"v: expected k[..., :{self.value_dim}], a view of k, as the cache has shared_kv, got another tensor")
         return layer
 
@@ -387,9 +395,12 @@ class KVCache:
 
     def _selected(self, ids: Any, what: str) -> list[CachedSequence]:
         """The sequences of handles, which must differ."""
-        handles = integers(ids, f"{what}: ids")
+        return self._different(integers(ids, f"{what}: ids"), what)
+
+    def _different(self, handles: Sequence[int], what: str) -> list[CachedSequence]:
+        """The sequences of handles, which must differ."""
         if len(set(handles)) < len(handles):
-            raise ValueError(f"{what}: expected different sequences, got {handles}")
+            raise ValueError(f"{what}: expected different sequences, got {list(handles)}")
         return [self.sequence(h) for h in handles]
 
     def _owner(self, sequence: CachedSequence, column: int) -> int:

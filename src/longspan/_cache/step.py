@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+_MOVED = "advance: the cache or its page table has grown since the step's layers were computed; capture the graph again"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -81,15 +82,15 @@ class CacheStep:
             raise RuntimeError("advance: expected a step made with KVCache.step(…, longest=…)")
         if len(self._used) < cache.layers:
             raise RuntimeError(f"advance: expected all {cache.layers} layers of the step to be captured, got {len(self._used)}")
-        if self._addresses is None:
-            self._addresses = cache.addresses
+        if self._addresses != cache.addresses:
+            raise RuntimeError(_MOVED)
         counts = ranges.counts if self.ragged else ranges.counts[0]
         new = cache.step(self.ids, counts, longest=ranges.longest)
         for sequence_id in self.ids:
             cache.sequence(sequence_id).unfinished.remove(new)
         if self._addresses != cache.addresses:
             cache.truncate(self.ids, new.ranges.starts)
-            raise RuntimeError("advance: the cache or its page table has grown since the first step; capture the graph again")
+            raise RuntimeError(_MOVED)
         device = {name: getattr(ranges, name).copy_(getattr(new.ranges, name)) for name in ("device_ranges", "positions", "token_rows")}
         self.ranges = replace(new.ranges, **device)
         self._checked = -1
@@ -121,6 +122,8 @@ class CacheStep:
 
     def finish_layer(self, layer: int) -> None:
         """Record that a layer was written. After the last layer, the step is finished."""
+        if self.ranges.longest is not None and not self._used:
+            self._addresses = self.cache.addresses
         self._used.add(layer)
         if len(self._used) == self.cache.layers:
             for sequence_id in self.ids:

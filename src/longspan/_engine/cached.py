@@ -20,7 +20,7 @@ from torch import Tensor
 from longspan._cache.step import CacheStep, tokens_first
 from longspan._comm.agreement import refuse
 from longspan._engine.cached_chunk import Chunk, attend_chunk, first_gathered
-from longspan._engine.cached_mesh import attend_over_mesh
+from longspan._engine.cached_mesh import announcing_errors, attend_over_mesh
 from longspan._engine.cached_prepared import attend_again, prepare, repeated_key
 from longspan._engine.cached_tokens import StepQueries, StepResults
 from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, refuse_transforms
@@ -72,7 +72,8 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[Te
     pages = step.cache.layer_pages(layer)
     with torch.no_grad(), without_autocast():
         if mesh is not None:
-            pages.write(tokens_first(k), tokens_first(v), step.ranges)
+            with announcing_errors(mesh):
+                pages.write(tokens_first(k), tokens_first(v), step.ranges)
             out, lse = attend_over_mesh(StepQueries(q, step, layer), pages, work, mesh, kernel=call.kernel, with_lse=call.return_lse)
         else:
             out, lse = _attend_alone(_Tokens(q, k, v), pages, call, work, by_triton=by_triton)

@@ -11,11 +11,14 @@ most are cached. Legend as in `longspan._kernels.paged`; W bytes of an element o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from longspan._comm.agreement import refuse
 from longspan._comm.all_reduce import all_reduce_rows
 from longspan._comm.gather import all_gather_rows
 from longspan._comm.mesh import Mesh
@@ -54,12 +57,16 @@ class _MeshCall:
         self.queries, self.pages, self.work, self.mesh, self.kernel, self.with_lse = queries, pages, work, mesh, kernel, with_lse
         self.q, self.step, layer = queries
         self.wide, self.heads, self.dim = state_dtype(self.q.dtype), self.q.shape[1], pages.v.shape[-1]
-        ranges = self.step.ranges
+        ranges, cache = self.step.ranges, self.step.cache
+        assert ranges.spread is not None or mesh.size == 1
+        sizes = (cache.page_size, cache.layers, cache.kv_heads, cache.head_dim, cache.value_dim, cache.window, cache.shared_kv, cache.dtype)
         self.fields = {
+            "cache (page_size, layers, kv_heads, head_dim, value_dim, window, shared_kv, dtype)": str(sizes),
+            "ranks that hold the first pages": "" if ranges.spread is None else str(ranges.spread.shifts),
             "layer": str(layer), "sequences": str(self.step.ids), "starts": str(ranges.starts), "lengths": str(ranges.lengths),
             "mask": "" if work.mask is None else work.mask.key, "score_mod": "" if work.score is None else work.score.key,
             "scale": repr(work.scale), "queries": f"{tuple(self.q.shape)} {self.q.dtype}", "return_lse": str(with_lse), "kernel": kernel,
-            "sink": "" if work.sink is None else str(tuple(work.sink.shape)),
+            "sink": "" if work.sink is None else f"{tuple(work.sink.shape)} {work.sink.dtype}",
             "captured tensors": str([(tuple(t.shape), t.dtype) for t in (*work.mask_captured, *work.score_captured)]),
         }  # fmt: skip
 
@@ -94,7 +101,8 @@ class _MeshCall:
 
     def _by_passing_partial_results(self, indices: list[int], tokens: list[int]) -> Tensor:
         """Result bytes [t, H, …] of the tokens of some sequences."""
-        local = self._local_results(indices)
+        with announcing_errors(self.mesh):
+            local = self._local_results(indices)
         packed = torch.cat([local.out, local.lse[..., None]], -1).transpose(1, 2).flatten(0, 1)[tokens].flatten(0, 1)
         merged = all_reduce_rows(self.mesh, packed, _merged, self._finished, what=_WHAT, fields=self.fields)
         return merged.view(len(tokens), self.heads, merged.shape[-1])
@@ -138,15 +146,16 @@ class _MeshCall:
         edges = [count * i // (2 * ranks) for i in range(2 * ranks + 1)]
         parts = [[(edges[i], edges[i + 1]) for i in (rank, 2 * ranks - 1 - rank)] for rank in range(ranks)]
         q, made = self.queries.part(self.q, index), []
-        for low, high in parts[self.mesh.rank]:
-            if low < high:
-                chunk = Chunk(index, start + low, start + high, first, length)
-                out, lse = attend_chunk((q[:, low:high], k, v), chunk, self.step, work, self.kernel)
-                made.append(self._as_bytes(out, lse).transpose(0, 1))
+        with announcing_errors(self.mesh):
+            for low, high in parts[self.mesh.rank]:
+                if low < high:
+                    chunk = Chunk(index, start + low, start + high, first, length)
+                    out, lse = attend_chunk((q[:, low:high], k, v), chunk, self.step, work, self.kernel)
+                    made.append(self._as_bytes(out, lse).transpose(0, 1))
         empty = self._as_bytes(q.new_empty(self.heads, 0, self.dim), q.new_empty(self.heads, 0)).transpose(0, 1)
         counts = [sum(high - low for low, high in part) for part in parts]
         gathered = all_gather_rows(self.mesh, torch.cat([*made, empty]).contiguous(), counts, what=_WHAT, fields=self.fields)
-        order = torch.tensor([t for part in parts for low, high in part for t in range(low, high)], device=q.device)
+        order = torch.cat([torch.arange(low, high) for part in parts for low, high in part]).to(q.device)
         return torch.empty_like(gathered).index_copy_(0, order, gathered)
 
     def _gathered_kv(self, index: int, first: int, length: int) -> tuple[Tensor, Tensor]:
@@ -156,12 +165,27 @@ class _MeshCall:
         columns = [replace(ranges.spread, rank=r).local_pages(index, first // size, -(-length // size)) for r in range(self.mesh.size)]
         k, v, _ = pages.gather_local(ranges.rows[index], first, length, columns[self.mesh.rank])
         packed = (k if pages.shared else torch.cat([k, v], -1)).transpose(0, 1).contiguous()  # [t, G, D + E]
-        tokens = [[t for c in cs for t in range(max(first, c * size), min(length, (c + 1) * size))] for cs in columns]
+        tokens = [_tokens_of(cs, size, first, length) for cs in columns]
         gathered = all_gather_rows(self.mesh, packed, [len(t) for t in tokens], what=f"{_WHAT}, KV", fields=self.fields)
-        order = torch.tensor([t - first for ts in tokens for t in ts], device=gathered.device)
+        order = (torch.cat(tokens) - first).to(gathered.device)
         joined = torch.empty_like(gathered).index_copy_(0, order, gathered).transpose(0, 1)
         k_dim = pages.k.shape[3]
         return (joined, joined[..., : self.dim]) if pages.shared else (joined[..., :k_dim], joined[..., k_dim:])
+
+
+@contextmanager
+def announcing_errors(mesh: Mesh) -> Iterator[None]:
+    """Local work before an exchange: an error on this rank makes all ranks raise at once, and the call may be repeated."""
+    try:
+        yield
+    except Exception as error:
+        refuse(mesh, error)
+
+
+def _tokens_of(columns: range, size: int, first: int, stop: int) -> Tensor:
+    """Positions first … stop − 1 of the tokens in some pages, int64 on the host."""
+    tokens = (torch.tensor(columns, dtype=torch.int64)[:, None] * size + torch.arange(size)).flatten()
+    return tokens[(tokens >= first) & (tokens < stop)]
 
 
 def _merged(parts: Tensor) -> Tensor:

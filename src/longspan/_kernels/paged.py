@@ -6,6 +6,7 @@ k [P, G, page_size, D], v [P, G, page_size, E]; q [n, H, count, D], or ragged [1
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,16 +78,9 @@ def query_ranges(
 ) -> tuple[QueryRanges, list[Tensor]]:  # fmt: skip
     """The ranges of a step, and the host tensors `also` (any shape, int64), on the device, by one copy that does not synchronise."""
     counts = [length - start for start, length in zip(starts, lengths, strict=True)]
-    repeats, total = torch.tensor(counts, dtype=torch.int64), sum(counts)
-    firsts = repeats.cumsum(0) - repeats
-    host = torch.tensor([rows, starts, lengths], dtype=torch.int64).view(3, -1)
-    offsets = torch.arange(total) - firsts.repeat_interleave(repeats)
-    positions = host[1].repeat_interleave(repeats) + offsets
-    local = torch.empty(0, dtype=torch.int64)
-    if spread is not None:
-        shifts = torch.tensor(spread.shifts, dtype=torch.int64).repeat_interleave(repeats)
-        local = torch.nonzero((positions // spread.page_size + shifts) % spread.ranks == spread.rank).flatten()
-    parts = [host, firsts, positions, host[0].repeat_interleave(repeats), local, *also]
+    made = _token_lists if spread is None and sum(counts) <= _FEW_TOKENS else _token_tensors
+    host, firsts, positions, token_rows, local = made(starts, counts, rows, spread)
+    parts = [host, firsts, positions, token_rows, local, *also]
     joined = torch.cat([p.flatten() for p in parts])
     if device.type == "cuda":
         joined = joined.pin_memory()  # a copy from pageable memory would synchronise
@@ -103,6 +97,35 @@ def query_ranges(
         local_tokens=None if spread is None else local,
     )
     return ranges, [x.view(p.shape) for x, p in zip(rest, also, strict=True)]
+
+
+_FEW_TOKENS = 256  # new tokens for which Python lists take less time than a dozen torch operations
+
+
+def _token_lists(starts: Sequence[int], counts: list[int], rows: Sequence[int], spread: SpreadPages | None) -> list[Tensor]:
+    """`_token_tensors` of few tokens on one rank, as views of one tensor."""
+    n, total = len(counts), sum(counts)
+    lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+    firsts = [0, *itertools.accumulate(counts)][:n]
+    positions = [start + i for start, count in zip(starts, counts, strict=True) for i in range(count)]
+    token_rows = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
+    joined = torch.tensor([*rows, *starts, *lengths, *firsts, *positions, *token_rows], dtype=torch.int64)
+    return list(joined.split([3 * n, n, total, total, 0]))
+
+
+def _token_tensors(starts: Sequence[int], counts: list[int], rows: Sequence[int], spread: SpreadPages | None) -> list[Tensor]:
+    """int64: rows, starts and lengths of sequences; index of each sequence's first token; position and row of the page table of each token;
+    indices of the tokens that this rank holds.
+    """
+    repeats, total = torch.tensor(counts, dtype=torch.int64), sum(counts)
+    firsts = repeats.cumsum(0) - repeats
+    host = torch.tensor([list(rows), list(starts)], dtype=torch.int64).view(2, -1)
+    positions = host[1].repeat_interleave(repeats) + torch.arange(total) - firsts.repeat_interleave(repeats)
+    local = torch.empty(0, dtype=torch.int64)
+    if spread is not None:
+        shifts = torch.tensor(spread.shifts, dtype=torch.int64).repeat_interleave(repeats)
+        local = torch.nonzero((positions // spread.page_size + shifts) % spread.ranks == spread.rank).flatten()
+    return [torch.cat([host.flatten(), host[1] + repeats]), firsts, positions, host[0].repeat_interleave(repeats), local]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -137,4 +137,6 @@ def plan_serving(model: ModelSizes, cluster: Cluster, *, gpus: int, context: int
         raise ValueError(
             f"tp: expected a divisor of {gpus} devices and {model.heads} heads that fits {model.kv_heads} KV heads, got {chosen}"
         )
+    if chosen > cluster.gpus_per_node:
+        raise ValueError(f"tp: expected at most the {cluster.gpus_per_node} devices of a node of {cluster.name}, got {chosen}")
     return ServingPlan(model=model, group=ServingGroup(cluster=cluster, tp=chosen, cp=gpus // chosen), context=context, batch=batch)

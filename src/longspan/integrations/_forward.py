@@ -22,6 +22,8 @@ class Forward:
     searched_documents: whether the model looked for packed documents in position_ids.
     mixer: the call of a layer without attention that is running.
     has_mixers: whether some layer mixes tokens without attention.
+    cache_update: the update of a `PagedCache` by a layer whose attention has not run yet.
+    cache_columns: each `PagedCache` and its columns before this forward, by id of the cache.
     """
 
     def __init__(self, plan: Any) -> None:
@@ -31,6 +33,13 @@ class Forward:
         self.searched_documents = False
         self.mixer: Any = None
         self.has_mixers = False
+        self.cache_update: Any = None
+        self.cache_columns: dict[int, tuple[Any, int]] = {}
+
+    def undo_caches(self) -> None:
+        """Drop the tokens of this forward, which failed, from caches."""
+        for cache, columns in self.cache_columns.values():
+            cache.undo_forward(columns)
 
 
 # The forward that this thread is in; None outside of a model.

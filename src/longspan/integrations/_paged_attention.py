@@ -21,6 +21,8 @@ from longspan._masks.constructors import causal, sliding_window
 from longspan.integrations._model_mask import ModelMask
 from longspan.integrations._paged_cache import PendingUpdate
 
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 class LayerInputs(NamedTuple):
     """q [B, H, n, D], k [B, G, n, D] and v [B, G, n, E] of a layer; `restore`: attention's out → out as the model expects it."""
@@ -47,7 +49,7 @@ def attend_paged(
     q, k, v = (x if columns is None else _ragged(x, columns) for x in inputs[:3])
     if is_latent:
         v = k[..., : v.shape[-1]]
-        if cache.mesh is None and not any(step.ranges.starts) and inputs.q.shape[2] > FEW_QUERIES:
+        if cache.mesh is None and cache.columns == inputs.q.shape[2] > FEW_QUERIES:
             write_cached(k, v, step, index)  # no cached tokens before these: heads of p + t dims are cheaper than of r + t
             return None
     out = attention(q, k, v, cache=step, layer=index, mask=_mask_of(cache.windows[layer]), **options)
@@ -107,10 +109,13 @@ def absorbed(module: Any, query: Tensor, update: PendingUpdate) -> LayerInputs:
     """
     up, (latent, rotary) = module.kv_b_proj, (update.k, update.v)
     p, e = module.qk_nope_head_dim, module.v_head_dim
-    if not isinstance(up, nn.Linear) or up.bias is not None or latent.shape[1] != 1 or latent.shape[3] != module.kv_lora_rank:
+    # A quantized layer has scales besides its weight, a parallel one a part of its weight.
+    plain = type(up) is nn.Linear and up.bias is None and type(up.weight) in (nn.Parameter, Tensor) and up.weight.dtype in _FLOATS
+    if not plain or latent.shape[3] != module.kv_lora_rank:
         raise ValueError(
-            f"longspan: expected latent vectors [B, 1, n, {module.kv_lora_rank}] and a linear kv_b_proj without bias in "
-            f"{type(module).__name__}, got {tuple(latent.shape)} and {type(up).__name__}; use transformers' DynamicCache"
+            f"longspan: expected latent vectors [B, 1, n, {module.kv_lora_rank}] and a torch.nn.Linear kv_b_proj without bias, of 16 bits "
+            f"or more, in {type(module).__name__}, got {tuple(latent.shape)} and {type(up).__name__} of {up.weight.dtype}; use "
+            "transformers' DynamicCache"
         )
     weight = up.weight.to(query.dtype).view(query.shape[1], p + e, latent.shape[3])
     q = torch.cat([torch.einsum("bhnp,hpr->bhnr", query[..., :p], weight[:, :p]), query[..., p:]], -1)

@@ -12,10 +12,10 @@ Legend: B batch rows, n columns of a forward (new tokens and padding), H query h
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from longspan._cache.kv_cache import KVCache
 from longspan._cache.step import CacheStep
 from longspan._comm.mesh import as_mesh
 from longspan.integrations._configs import check_implementation, text_config
+from longspan.integrations._forward import current_forward
 
 _FIRST_PAGES = 64  # of each rank, in a cache that grows
 
@@ -38,20 +39,15 @@ class PendingUpdate(NamedTuple):
     v: Tensor
 
 
-class _Pending(threading.local):
-    """The update that waits in this thread. Not a ContextVar, which torch.compile cannot trace."""
-
-    update: PendingUpdate | None = None
-
-
-_pending = _Pending()
-
-
-def take_pending() -> PendingUpdate | None:
+def take_update() -> PendingUpdate | None:
     """The update before this attention call, once; None if the layer did not update a `PagedCache`."""
-    update = _pending.update
-    if update is not None:
-        _pending.update = None
+    if torch.compiler.is_compiling():  # which cannot trace a ContextVar; an update raises there
+        return None
+    forward = current_forward.get()
+    if forward is None or forward.cache_update is None:
+        return None
+    update: PendingUpdate = forward.cache_update
+    forward.cache_update = None
     return update
 
 
@@ -74,22 +70,29 @@ class _PagedLayer(CacheLayerMixin):
 
     def __init__(self, cache: PagedCache, index: int, window: int | None) -> None:
         super().__init__()
-        self.cache, self.index, self.window = cache, index, window
+        self._cache, self.index = ref(cache), index  # no cycle: pages are freed with the last reference to the cache
         self.is_sliding = window is not None
+
+    @property
+    def cache(self) -> PagedCache:
+        cache = self._cache()
+        assert cache is not None
+        return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: pages are made by the first attention call."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The new keys and values. Attention writes them into pages."""
-        waiting = _pending.update
-        if waiting is not None:
-            _pending.update = None
+        forward = None if torch.compiler.is_compiling() else current_forward.get()
+        if forward is None:
+            raise RuntimeError("longspan: expected an update of a PagedCache in the forward of a model that is not compiled, got another")
+        if forward.cache_update is not None:
             raise RuntimeError(
-                f"longspan: layer {waiting.layer} updated a PagedCache, but its attention did not run by longspan; make the model with "
-                "attn_implementation='longspan'"
+                f"longspan: layer {forward.cache_update.layer} updated a PagedCache, but its attention did not run by longspan; make the "
+                "model with attn_implementation='longspan'"
             )
-        _pending.update = PendingUpdate(self.cache, self.index, key_states, value_states)
+        forward.cache_update = PendingUpdate(self.cache, self.index, key_states, value_states)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -110,7 +113,8 @@ class PagedCache(Cache):
 
     Args:
         config: The model, or its config, with attn_implementation="longspan".
-        max_tokens: Tokens of all sequences together that pages are made for; an error if there are more. None: pages are added as needed.
+        max_tokens: Pages are made once, for at least so many tokens of all sequences together; a forward that finds no free page raises.
+            None: pages are added as needed.
         page_size: Tokens per page.
         mesh: A DeviceMesh, a ProcessGroup or a virtual mesh over whose ranks pages are spread; None for one device.
 
@@ -172,6 +176,9 @@ class PagedCache(Cache):
                 f"longspan: expected {rows} batch rows as this cache holds, got {k.shape[0]}; call cache.reset() for a new batch"
             )
         self._new = count, self._checked_real(real, rows, count)
+        forward = current_forward.get()
+        if forward is not None:
+            forward.cache_columns.setdefault(id(self), (self, self.columns))
         self._add_columns(*self._new)
         self._left = set(range(len(self.layers)))
         for group in self._groups.values():
@@ -187,18 +194,15 @@ class PagedCache(Cache):
                 f"{'none' if real is None else f'{real.shape[1]} columns'}"
             )
         real = real.expand(rows, -1)
-        new = real[:, self.columns :].cpu()
-        if _digests(real[:, : self.columns]).tolist() != self._column_digests(rows):
-            raise ValueError("longspan: expected the padding of earlier columns as in earlier forwards, got an attention_mask with another")
+        new, first = real[:, self.columns :].cpu(), 0
+        for columns, before in self._columns:
+            given = real[:, first : first + columns]
+            if not (bool(given.all()) if before is None else torch.equal(given.cpu(), before)):
+                raise ValueError(
+                    "longspan: expected the padding of earlier columns as in earlier forwards, got an attention_mask with another"
+                )
+            first += columns
         return None if bool(new.all()) else new.clone()
-
-    def _column_digests(self, rows: int) -> list[list[int]]:
-        """`_digests` of the columns of earlier forwards."""
-        total, first = torch.zeros(rows, 2, dtype=torch.int64), 0
-        for count, real in self._columns:
-            total += torch.tensor([count, count * first + count * (count + 1) // 2]) if real is None else _digests(real, first)
-            first += count
-        return total.tolist()  # type: ignore[no-any-return]
 
     def _add_columns(self, count: int, real: Tensor | None) -> None:
         if real is None and self._columns and self._columns[-1][1] is None:
@@ -239,25 +243,36 @@ class PagedCache(Cache):
         if tokens_to_remove > 0:
             raise ValueError(f"crop: expected the number of tokens to remove as a negative number, got {tokens_to_remove}")
         self._check_complete("crop")
-        columns = self.columns + tokens_to_remove
-        if columns < 0:
+        if self.columns + tokens_to_remove < 0:
             raise ValueError(f"crop: expected to remove at most {self.columns} tokens, got {-tokens_to_remove}")
-        while self.columns > columns:
-            _, real = self._columns.pop()
-            remaining = max(0, columns - self.columns)
-            if remaining:
-                self._columns.append((remaining, None if real is None else real[:, :remaining]))
-        for group in self._groups.values():
-            if group.cache is not None and group.ids:
-                group.cache.truncate(group.ids, self._row_lengths(len(group.ids)))
-            group.step = None
+        self._truncate(self.columns + tokens_to_remove)
 
-    def _row_lengths(self, rows: int) -> list[int]:
-        """Tokens of each row."""
-        lengths = torch.zeros(rows, dtype=torch.int64)
+    def _truncate(self, columns: int) -> None:
+        """Keep the first columns. Nothing changes if a layer cannot drop the others."""
+        remaining: list[tuple[int, Tensor | None]] = []
         for count, real in self._columns:
-            lengths += count if real is None else real.sum(1)
-        return lengths.tolist()  # type: ignore[no-any-return]
+            left = min(count, columns - sum(n for n, _ in remaining))
+            if left:
+                remaining.append((left, None if real is None else real[:, :left]))
+        held = [(g.cache, g.ids, _row_lengths(remaining, len(g.ids))) for g in self._groups.values() if g.cache is not None and g.ids]
+        for cache, ids, lengths in held:
+            cache.check_truncate(ids, lengths)
+        for cache, ids, lengths in held:
+            cache.truncate(ids, lengths)
+        for group in self._groups.values():
+            group.step = None
+        self._columns = remaining
+
+    def undo_forward(self, columns: int) -> None:
+        """Drop the tokens of a forward that failed. `columns`: before it."""
+        self._left = set()
+        if columns == 0:
+            self.reset()
+            return
+        try:
+            self._truncate(columns)
+        except (ValueError, RuntimeError):  # a window before these columns was given back
+            self._left = {0}
 
     def reset(self) -> None:
         """Free all sequences. The pages stay allocated for the next ones."""
@@ -282,6 +297,9 @@ class PagedCache(Cache):
         chosen = torch.as_tensor(indices).cpu()
         if chosen.dtype == torch.bool:
             chosen = chosen.nonzero().flatten()
+        if not len(chosen):
+            self.reset()
+            return
         for group in self._groups.values():
             if group.cache is not None and group.ids:
                 forks = [group.cache.fork(group.ids[i]) for i in chosen.tolist()]
@@ -297,14 +315,21 @@ class PagedCache(Cache):
             raise RuntimeError(f"{what}: the last forward ended before layer {min(self._left)}; call cache.reset(), then prefill again")
 
 
-def _digests(real: Tensor, first: int = 0) -> Tensor:
-    """[rows, 2] on the host: number of tokens of each row, and the sum of their places. Two paddings with equal digests count as equal."""
-    places = torch.arange(first + 1, first + real.shape[1] + 1, device=real.device)
-    return torch.stack([real.sum(1), (real * places).sum(1)], 1).cpu()
+def _row_lengths(columns: Sequence[tuple[int, Tensor | None]], rows: int) -> list[int]:
+    """Tokens of each row in ranges of columns."""
+    lengths = torch.zeros(rows, dtype=torch.int64)
+    for count, real in columns:
+        lengths += count if real is None else real.sum(1)
+    return lengths.tolist()  # type: ignore[no-any-return]
 
 
 def _layer_windows(config: Any) -> list[int | None]:
     """The window of each layer, None for full attention."""
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        raise ValueError(
+            f"PagedCache: expected windows by layer_types, got local attention layers of {type(config).__name__}; use transformers' "
+            "DynamicCache"
+        )
     if getattr(config, "num_kv_shared_layers", None):
         raise ValueError(
             f"PagedCache: expected layers with KV of their own, got num_kv_shared_layers={config.num_kv_shared_layers} in "

@@ -83,7 +83,13 @@ def checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
         if plan is not None:
             forward.has_mixers = bool(_check_before(self, plan, kwargs.get("attention_mask")))
         with in_forward(forward):
-            output = call(self, *args, **kwargs)
+            try:
+                output = call(self, *args, **kwargs)
+            except BaseException:
+                forward.undo_caches()
+                raise
+        if outer is not None:
+            outer.cache_columns = {**forward.cache_columns, **outer.cache_columns}
         if plan is not None:
             _check_all_used(self, forward)
         return output

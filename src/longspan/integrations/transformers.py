@@ -47,7 +47,7 @@ except ImportError as error:
     ) from error
 
 from longspan.integrations._paged_attention import attend_paged  # imports transformers
-from longspan.integrations._paged_cache import PagedCache, take_pending
+from longspan.integrations._paged_cache import PagedCache, take_update
 
 __all__ = ["NAME", "PagedCache", "PreparedBatch", "attention_forward", "attention_mask", "long_context", "prepare_batch"]
 
@@ -151,12 +151,12 @@ def attention_forward(
     Raises:
         ValueError: If a setting is not supported.
     """
+    update = take_update()  # before anything raises: the next layer's update would find it
     _check_supported(module, dropout, rest)
     query, key, value = as_autocast(query, key, value)  # rotary embeddings leave q and k in another dtype than v
     options: dict[str, Any] = {"scale": scaling, "sink": s_aux, "score_mod": score_mod if softcap is None else _softcap(float(softcap))}
     if longspan_plan is None:
         longspan_plan = plan_in_context(module)
-    update = take_pending()
     if update is not None:
         if longspan_plan is not None:
             raise ValueError("longspan: expected either a plan or a PagedCache, got both; to generate, do not give longspan_plan")
