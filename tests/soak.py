@@ -1,7 +1,7 @@
 """`python -m tests.soak`: many calls with changing masks, lengths, mods and plans, in one or several processes.
 
-Memory and time must stay flat. Memory is the resident set after garbage collection. Time is CPU time per call, which other load on the
-machine changes little.
+Memory and time must stay flat. Memory is the resident set after garbage collection. Time is CPU time per call, relative to that of a
+fixed computation measured before and after each part of the run: other load on the machine slows both.
 """
 
 from __future__ import annotations
@@ -70,17 +70,28 @@ def calls(seed: int, mesh: Any) -> Callable[[], None]:
     return call
 
 
+def _yardstick() -> float:
+    """CPU seconds of a fixed computation of small tensors and Python objects."""
+    x, start = torch.ones(8, 64), time.process_time()
+    for i in range(3000):
+        x = (x * 0.5).add_(0.5)
+        _ = {str(j): (i, j) for j in range(10)}
+    return time.process_time() - start
+
+
 def soak(count: int, seed: int, over_group: bool, say: bool) -> list[tuple[int, float]]:
-    """(resident bytes, CPU seconds per call) of each part of the run. say: print them."""
+    """(resident bytes, CPU seconds per call) of each part of the run, the seconds at the speed of the fastest part. say: print them."""
     torch.set_num_threads(1)
     call = calls(seed, dist.group.WORLD if over_group else None)
-    samples = []
+    samples, speeds = [], [_yardstick()]
     for part in range(SAMPLES):
         size = (part + 1) * count // SAMPLES - part * count // SAMPLES
         start = time.process_time()
         for _ in range(size):
             call()
         seconds = (time.process_time() - start) / max(1, size)
+        speeds.append(_yardstick())
+        seconds *= min(speeds) / statistics.mean(speeds[-2:])
         gc.collect()
         samples.append((_resident(), seconds))
         if say:
