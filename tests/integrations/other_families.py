@@ -1,0 +1,175 @@
+"""Encoders, encoder-decoders and vision-language classes of the installed transformers: `python -m tests.integrations.other_families`.
+
+As `tests.integrations.families`, of which it writes a second page, docs/other-families.md. Vision-language models get text only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.integrations.families import (
+    RANKS,
+    Outcome,
+    _failure,
+    _outcome,
+    _reason,
+    _tiny_fields,
+    _without_cache,
+    batch_of,
+    results,
+    special_settings,
+)
+
+import longspan.integrations.transformers as lst
+from longspan.testing import virtual_world
+
+PAGE = Path(__file__).parents[2] / "docs" / "other-families.md"
+SECTIONS = ("encoder", "encoder-decoder", "vision-language")
+KINDS = ("plain", "left", "right")
+
+
+def classes() -> dict[tuple[str, str], str]:
+    """Class name by (section, model type). Model types whose class is a causal LM of the other page are left out."""
+    from transformers.models.auto import modeling_auto as auto
+
+    mappings = {
+        "encoder": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "encoder-decoder": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "vision-language": auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    }
+    causal = set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    decoders = set(mappings["encoder-decoder"].values())
+    made: dict[tuple[str, str], str] = {}
+    for section in SECTIONS:
+        for model_type, name in mappings[section].items():
+            name = name[0] if isinstance(name, (tuple, list)) else name
+            if name not in causal and name not in made.values() and (section != "encoder" or name not in decoders):
+                made[section, model_type] = name
+    return made
+
+
+def tiny_model(key: tuple[str, str], implementation: str) -> Any:
+    """A float32 model in eval mode, with the same weights for each implementation."""
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    section, model_type = key
+    kind = getattr(transformers, classes()[key])
+    settings = {**_tiny_fields(CONFIG_MAPPING[model_type]), **special_settings(model_type)}
+    if section == "encoder":
+        settings["is_decoder"] = False
+    config = CONFIG_MAPPING[model_type](**settings)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in kind._from_config(CONFIG_MAPPING[model_type](**settings), attn_implementation="eager").parameters())
+    if size > 20e6:
+        raise RuntimeError(f"no tiny config: {size / 1e6:.0f} M parameters")
+    if section == "encoder-decoder" and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 1
+    torch.manual_seed(3)
+    model = kind._from_config(config, attn_implementation=implementation, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def try_class(key: tuple[str, str]) -> dict[str, Any]:
+    """{"one process": {kind: Outcome}, "ranks": {kind: Outcome}}, or {"impossible": why} if eager attention does not run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            eager = tiny_model(key, "eager")
+            wanted = {kind: results(eager, {**batch_of(kind), **_without_cache(eager)}) for kind in KINDS}
+        except Exception as error:
+            return {"impossible": _failure(error).detail}
+        if not all(bool(torch.isfinite(loss)) for loss, _ in wanted.values()):
+            return {"impossible": "the loss of eager attention is not finite"}
+        try:
+            model = tiny_model(key, "longspan")
+        except Exception as error:
+            return {where: dict.fromkeys(KINDS, _failure(error)) for where in ("one process", "ranks")}
+        outcome: dict[str, dict[str, Outcome]] = {"one process": {}, "ranks": {}}
+        for kind in KINDS:
+            arguments = {**batch_of(kind), **_without_cache(model)}
+            outcome["one process"][kind] = _outcome(lambda m=model, a=arguments: results(m, a), wanted[kind])
+            outcome["ranks"][kind] = _outcome(lambda m=model, k=kind: on_ranks(m, k), wanted[kind])
+        return outcome
+
+
+def on_ranks(model: Any, kind: str) -> Any:
+    def rank(mesh: Any) -> Any:
+        return results(model, dict(lst.prepare_batch(batch_of(kind), mesh, config=model, gradients="sum")))
+
+    shares = virtual_world(RANKS).run(rank)
+    return sum(s[0] for s in shares), [torch.stack(parts).sum(0) for parts in zip(*(s[1] for s in shares))]
+
+
+def verdicts(outcome: dict[str, Any]) -> tuple[str, str, str]:
+    """(verdict on one process, on three ranks, note): the worst of all batches."""
+    if "impossible" in outcome:
+        return "impossible", "impossible", _reason(outcome["impossible"])
+    cells, notes = [], []
+    for where in ("one process", "ranks"):
+        worst = next((c for v in ("WRONG", "refused") for c in outcome[where].values() if c.verdict == v), None)
+        cells.append("right" if worst is None else worst.verdict)
+        if worst is not None:
+            notes.append(_reason(worst.detail) if worst.verdict == "refused" else worst.detail[:200])
+    return cells[0], cells[1], "; ".join(dict.fromkeys(notes))
+
+
+def row(key: tuple[str, str], outcome: dict[str, Any]) -> str:
+    """A class's line of the page."""
+    return f"| {key[0]} | {key[1]} | `{classes()[key]}` | {' | '.join(verdicts(outcome))} |"
+
+
+_COLUMNS = "| kind | model type | class | one process | three ranks | note |\n|---|---|---|---|---|---|"
+_HEAD = """# Encoders, encoder-decoders, vision-language models
+
+The classes of transformers {version} for masked language modelling, sequence-to-sequence and image-text-to-text, as far as they are not on
+the page of [causal LMs](families.md), tried with a tiny random model and text batches: plain, padded left, padded right. Verdicts as there.
+`python -m tests.integrations.other_families` writes this page.
+"""
+
+
+def page(rows: dict[tuple[str, str], str]) -> str:
+    """The page with the lines of all classes."""
+    import transformers
+
+    lines = []
+    for section in SECTIONS:
+        cells = [[c.strip() for c in line.split("|")[4:6]] for key, line in rows.items() if key[0] == section]
+        for verdict in ("right", "refused", "impossible", "WRONG"):
+            lines.append(f"| {section} | {verdict} | {sum(c[0] == verdict for c in cells)} | {sum(c[1] == verdict for c in cells)} |")
+    counts = "\n".join(["| kind | verdict | one process | three ranks |", "|---|---|---|---|", *lines])
+    body = "\n".join(rows[key] for key in sorted(rows, key=lambda k: (SECTIONS.index(k[0]), k[1])))
+    return f"{_HEAD.format(version=transformers.__version__)}\n{counts}\n\n{_COLUMNS}\n{body}\n"
+
+
+def written_rows() -> dict[tuple[str, str], str]:
+    """The lines of the page by (section, model type)."""
+    lines = PAGE.read_text().partition(f"{_COLUMNS}\n")[2].splitlines() if PAGE.exists() else []
+    return {(line.split("|")[1].strip(), line.split("|")[2].strip()): line for line in lines}
+
+
+def main() -> None:
+    """Try the classes of the named sections, or all, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sections", nargs="*", help=f"of {SECTIONS}, or single model types; default: all")
+    wanted = parser.parse_args().sections
+    for key in classes():
+        if not wanted or key[0] in wanted or key[1] in wanted:
+            outcome = try_class(key)
+            line = row(key, outcome)
+            print(line, flush=True)
+            rows = {k: v for k, v in {**written_rows(), key: line}.items() if k in classes()}
+            PAGE.write_text(page(rows))
+
+
+if __name__ == "__main__":
+    main()
