@@ -161,9 +161,12 @@ def main() -> None:
     """Try the classes of the named sections, or all, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sections", nargs="*", help=f"of {SECTIONS}, or single model types; default: all")
-    wanted = parser.parse_args().sections
+    parser.add_argument("--missing", action="store_true", help="only classes without a line")
+    options = parser.parse_args()
+    wanted = options.sections
     for key in classes():
-        if not wanted or key[0] in wanted or key[1] in wanted:
+        skipped = options.missing and key in written_rows()
+        if not skipped and (not wanted or key[0] in wanted or key[1] in wanted):
             outcome = try_class(key)
             line = row(key, outcome)
             print(line, flush=True)

@@ -17,7 +17,7 @@ import longspan as ls
 import longspan.integrations.transformers as lst
 from longspan._plan.named_layouts import contiguous, head_tail
 from longspan._plan.relayout import Relayout, RowsLayout, relayout
-from longspan.integrations._mixers import mixers_of, refuse_compiled
+from longspan.integrations._mixers import _check_others, mixers_of, refuse_compiled
 from longspan.testing import virtual_world
 
 LENGTH = 37
@@ -101,11 +101,36 @@ def test_mixers_are_found_by_their_parts() -> None:
     assert mixers_of(tiny_model("llama", "longspan")) == []
 
 
-def test_documents_that_a_mixer_would_not_separate_are_refused() -> None:
+@pytest.mark.parametrize("name", ["document_ids", "position_ids"])
+def test_documents_that_a_mixer_would_not_separate_are_refused(name: str) -> None:
     model = tiny_model("lfm2", "longspan")
-    batch = {**batch_of(2), "document_ids": torch.arange(LENGTH).expand(2, -1) // 20}
-    with pytest.raises(ValueError, match="expected no document_ids, seq_idx or cu_seq_lens for Lfm2ShortConv"):
+    place = torch.arange(LENGTH).expand(2, -1)
+    batch = {**batch_of(2), name: place // 20 if name == "document_ids" else place % 20}
+    with pytest.raises(ValueError, match="expected one document per row for Lfm2ShortConv"):
         model(**lst.prepare_batch(batch, ls.Mesh.abstract(1), config=model))
+
+
+@pytest.mark.parametrize("part", ["", "model.layers.0", "model.layers.0.conv", "model.layers.0.conv.conv"])
+def test_a_model_with_a_compiled_mixer_or_a_compiled_module_around_it_is_refused(part: str) -> None:
+    model = tiny_model("lfm2", "longspan")
+    model.get_submodule(part).compile(backend="eager")
+    with pytest.raises(ValueError, match=r"not supported with a plan under torch\.compile"):
+        model(**lst.prepare_batch(batch_of(1), ls.Mesh.abstract(1), config=model))
+
+
+def test_a_tensor_that_may_be_a_shard_is_refused() -> None:
+    model = tiny_model("lfm2", "longspan")
+    for value in (torch.arange(3), torch.zeros(2, 3)):
+        with pytest.raises(ValueError, match="got 'lengths' for Conv1d"):
+            _check_others(torch.nn.Conv1d(1, 1, 2), {"lengths": value, "scale": torch.tensor(2.0)}, ())
+    _check_others(mixers_of(model)[0], {"scale": torch.tensor(2.0), "position_ids": torch.zeros(2, 3)}, ("position_ids",))
+
+
+def test_layers_are_recomputed_without_a_plan_after_a_forward_with_one() -> None:
+    model = tiny_model("lfm2", "longspan").train()
+    model.gradient_checkpointing_enable()
+    model(**lst.prepare_batch(batch_of(1), ls.Mesh.abstract(1), config=model)).loss.backward()
+    model(**batch_of(1), use_cache=False).loss.backward()
 
 
 def test_a_plan_that_does_not_know_the_padding_is_refused() -> None:
@@ -117,10 +142,10 @@ def test_a_plan_that_does_not_know_the_padding_is_refused() -> None:
 
 def test_a_compiled_hybrid_with_a_plan_is_refused() -> None:
     model = tiny_model("lfm2", "longspan")
-    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM mixes tokens .* not supported with a plan under torch\.compile"):
+    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM has layers that mix tokens .* not supported with a plan under torch\.compile"):
         refuse_compiled(model)
     prepared = lst.prepare_batch(batch_of(1), ls.Mesh.abstract(1), config=model)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="Observed exception"):
+    with pytest.raises((ValueError, torch._dynamo.exc.Unsupported)):
         torch.compile(model, backend="eager", fullgraph=True)(**prepared)
 
 

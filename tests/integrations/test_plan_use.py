@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from tests.integrations.families import tiny_model
 from tests.integrations.tiny_models import batch_of, model_of, relative, results
 
 import longspan as ls
@@ -210,3 +212,47 @@ def test_the_window_of_the_mask_holds_for_layers_that_do_not_state_theirs() -> N
     prepared = lst.prepare_batch(batch_of("plain"), ls.Mesh.abstract(1), config=model)
     want = model(**batch_of("plain"), use_cache=False).loss
     assert relative(model(**prepared).loss, want) < 2e-6
+
+
+def test_a_model_that_computes_its_loss_by_code_of_its_own_raises() -> None:
+    model = model_of("llama", "longspan")
+    prepared = planned()
+    model(**prepared)
+    own_forward = model.forward
+
+    def forward(labels: Any = None, shift_labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        output = own_forward(**kwargs)
+        output.loss = output.logits.mean()
+        return output
+
+    model.forward = forward
+    with pytest.raises(ValueError, match="LlamaForCausalLM computes its loss by code of its own"):
+        model(**prepared)
+    model(**{name: value for name, value in prepared.items() if name not in ("labels", "shift_labels")})
+
+
+def test_a_mask_in_a_list_of_tensors_is_refused_with_the_models_name() -> None:
+    mask = lst.attention_mask(1, 3, 3)
+    with pytest.raises(ValueError, match="gives the mask to cat"):
+        torch.cat([torch.zeros(3), mask])  # type: ignore[list-item]
+
+
+def test_a_call_of_the_forward_method_with_a_plan_raises() -> None:
+    model = model_of("llama", "longspan")
+    with pytest.raises(ValueError, match="got a call of its forward method"):
+        model.forward(**planned())
+
+
+@pytest.mark.parametrize("family", ["mamba", "gptj"])
+def test_long_context_with_a_models_own_loss_uses_the_plan(family: str) -> None:
+    """Families whose causal LM does not pass keyword arguments on."""
+    batch = {**batch_of("plain", length=29)}
+    made = tiny_model(family, "longspan").train()
+    want = made(**batch, use_cache=False).loss
+    copies = [deepcopy(made) for _ in range(2)]
+
+    def rank(mesh: Any) -> Any:
+        model = lst.long_context(copies[mesh.rank], mesh, loss_chunk=None, gradients="sum")
+        return model(**batch).loss.detach()
+
+    assert relative(sum(virtual_world(2).run(rank)), want) < 1e-5

@@ -20,6 +20,7 @@ class Forward:
     """One forward of a model: its plan, or None; the modules that used the plan and the inner models that ran, by id.
 
     searched_documents: whether the model looked for packed documents in position_ids.
+    counted_loss: whether a loss was computed from shifted labels and the count of the whole batch.
     mixer: the call of a layer without attention that is running.
     has_mixers: whether some layer mixes tokens without attention.
     cache_update: the update of a `PagedCache` by a layer whose attention has not run yet.
@@ -31,6 +32,7 @@ class Forward:
         self.module_ids: set[int] = set()
         self.model_ids: set[int] = set()
         self.searched_documents = False
+        self.counted_loss = False
         self.mixer: Any = None
         self.has_mixers = False
         self.cache_update: Any = None
@@ -68,6 +70,13 @@ def plan_in_context(module: nn.Module) -> Any:
     return forward.plan
 
 
+def record_loss() -> None:
+    """Record that the current forward computed its loss from shifted labels and the count of the whole batch."""
+    forward = None if torch.compiler.is_compiling() else current_forward.get()
+    if forward is not None:
+        forward.counted_loss = True
+
+
 @contextmanager
 def outside_of_forwards() -> Iterator[None]:
     """Run a model as if no forward with a plan were active, even if the model is called in one."""
@@ -93,7 +102,7 @@ class PlanKeepingCheckpoint:
 
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         forward = current_forward.get()
-        if forward is None or forward.plan is None:
+        if forward is None:
             return self.function(run, *args, **kwargs)
 
         def run_within(*run_args: Any, **run_kwargs: Any) -> Any:

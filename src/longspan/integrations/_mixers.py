@@ -28,7 +28,7 @@ from longspan.integrations._plans import ModelPlans
 _STATE_TENSORS = ("A_log", "dt_bias", "time_decay", "time_mix_key", "recurrent_param", "slope_rate")
 _STATE_CHILDREN = ("igate_preact",)  # the input gate of an LSTM
 # Keywords of a layer by token, which are gathered as its input is; keywords of a forward that layers do not read.
-_PER_TOKEN = ("position_ids", "position_embeddings")
+_GATHERED = ("position_ids", "position_embeddings")
 _NOT_READ = (PLAN_KEYWORD, "labels", "shift_labels", "num_items_in_batch")
 
 _install_lock = threading.Lock()
@@ -91,7 +91,7 @@ def install(model: nn.Module) -> list[nn.Module]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A mixer's call in a forward with a plan. `rows`: the batch rows that this rank computes."""
+    """A mixer's call in a forward with a plan, on a batch of `batch` rows."""
 
     module: nn.Module
     plan: Plan
@@ -108,6 +108,7 @@ class _Call:
 
     @property
     def rows(self) -> slice:
+        """The batch rows that this rank computes."""
         if self.move is None:
             return slice(0, self.batch)
         assert isinstance(self.move.after, RowsLayout)
@@ -155,11 +156,11 @@ def _gather_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         )
     call = _Call(module=module, plan=plan, batch=hidden.shape[0])
     arguments = {name: value for name, value in arguments.items() if name not in _NOT_READ}
-    for name in (names[0], *_PER_TOKEN):
+    for name in (names[0], *_GATHERED):
         if arguments.get(name) is not None:
             value = arguments[name]
             arguments[name] = tuple(call.gather(x) for x in value) if isinstance(value, tuple) else call.gather(value)
-    _check_others(module, arguments, (names[0], *_PER_TOKEN))
+    _check_others(module, arguments, (names[0], *_GATHERED))
     if "attention_mask" in names and plans.real_tokens is not None and not isinstance(arguments.get("attention_mask"), Tensor):
         arguments["attention_mask"] = plans.real_tokens[call.rows].to(hidden.device, torch.long)
     forward.mixer = call
@@ -172,17 +173,17 @@ def _check_plans(module: nn.Module, plans: Any) -> None:
             f"longspan: expected a plan from prepare_batch for {described(module)}, which mixes tokens without attention, got "
             f"{type(plans).__name__}, which does not say which tokens are padding"
         )
-    if plans.states_documents:
+    if plans.states_documents or plans.documents_from_positions:
         raise ValueError(
-            f"longspan: expected no document_ids, seq_idx or cu_seq_lens for {described(module)}, which mixes tokens without attention and "
-            "would not separate documents. Give position_ids that start again, as transformers does, or one document per row"
+            f"longspan: expected one document per row for {described(module)}, got packed documents (document_ids, seq_idx, cu_seq_lens or "
+            "position_ids that start again): it mixes tokens without attention and would not separate them. Give one document per row"
         )
 
 
 def _check_others(module: nn.Module, arguments: dict[str, Any], gathered: tuple[str, ...]) -> None:
     """Raise ValueError for a cache, and for other tensors, which may be this rank's shard of something."""
     for name, value in arguments.items():
-        is_tensor = isinstance(value, Tensor) and value.ndim > 1
+        is_tensor = isinstance(value, Tensor) and value.ndim > 0
         if name not in gathered and (is_tensor or (name in ("cache_params", "past_key_values", "state") and value is not None)):
             raise ValueError(
                 f"longspan: got {name!r} for {described(module)}, which mixes tokens without attention, in a forward with a plan: not "
@@ -204,9 +205,24 @@ def _shard_outputs(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 _COMPILED = (
-    "longspan: {} mixes tokens without attention, which is not supported with a plan under torch.compile; do not compile this model, or "
-    "compile its attention layers and MLPs only"
+    "longspan: {} has layers that mix tokens without attention: not supported with a plan under torch.compile; do not compile this model, "
+    "or compile its attention layers and MLPs only"
 )
+
+
+def check_not_compiled(model: nn.Module, mixers: list[nn.Module]) -> None:
+    """Raise ValueError if a mixer, a module around it or a part of it is compiled: compiled code may not run the hooks."""
+    mixer_ids = {id(mixer) for mixer in mixers}
+    part_ids = {id(part) for mixer in mixers for part in mixer.modules()}
+    for name, module in model.named_modules() if mixers else ():
+        if is_compiled(module) and (id(module) in part_ids or any(id(part) in mixer_ids for part in module.modules())):
+            raise ValueError(_COMPILED.format(name or type(model).__name__))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a call of a module runs compiled code."""
+    by_module = getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+    return by_module or hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
 def refuse_compiled(model: nn.Module) -> None:

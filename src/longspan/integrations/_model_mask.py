@@ -81,7 +81,9 @@ class ModelMask:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        mask = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, ModelMask))
+        values = [*args, *(kwargs or {}).values()]
+        values += [v for value in values if isinstance(value, (list, tuple)) for v in value]  # torch.cat and others take sequences
+        mask = next(value for value in values if isinstance(value, ModelMask))
         mask._raise(f"gives the mask to {getattr(func, '__name__', func)}")
 
     def _raise(self, what: str) -> NoReturn:

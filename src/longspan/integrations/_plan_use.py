@@ -17,7 +17,7 @@ from torch import nn
 
 from longspan.integrations import _mixers
 from longspan.integrations._configs import check_implementation, check_positions, layers_without_mixing
-from longspan.integrations._forward import PLAN_KEYWORD, Forward, PlanKeepingCheckpoint, current_forward, described, in_forward
+from longspan.integrations._forward import PLAN_KEYWORD, Forward, PlanKeepingCheckpoint, current_forward, described, in_forward, record_loss
 
 
 def record_use(module: nn.Module) -> None:
@@ -79,22 +79,48 @@ def checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
         if outer is not None and outer.plan is not None:
             outer.model_ids.add(id(self))
             return call(self, *args, **kwargs)  # an inner model: the outer one is checked as a whole
-        forward = Forward(plan)
-        if plan is not None:
-            forward.has_mixers = bool(_check_before(self, plan, kwargs.get("attention_mask")))
-        with in_forward(forward):
-            try:
-                output = call(self, *args, **kwargs)
-            except BaseException:
-                forward.undo_caches()
-                raise
-        if outer is not None:
-            outer.cache_columns = {**forward.cache_columns, **outer.cache_columns}
-        if plan is not None:
-            _check_all_used(self, forward)
-        return output
+        return run_checked(self, functools.partial(call, self), args, kwargs)
 
     return checked
+
+
+def run_checked(model: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """call(*args, **kwargs) as a forward of a model: with a plan among the keywords, every layer that mixes tokens must use it."""
+    plan = kwargs.get(PLAN_KEYWORD)
+    forward = Forward(plan)
+    if plan is not None:
+        forward.has_mixers = bool(_check_before(model, plan, kwargs.get("attention_mask")))
+    outer = current_forward.get()
+    with in_forward(forward):
+        try:
+            output = call(*args, **kwargs)
+        except BaseException:
+            forward.undo_caches()
+            raise
+    if outer is not None:
+        outer.cache_columns = {**forward.cache_columns, **outer.cache_columns}
+    if plan is not None:
+        _check_all_used(model, forward)
+        _check_loss(model, forward, kwargs, output)
+    return output
+
+
+def guarded_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's `forward` that raises ValueError if it is given a plan and was not called through the model, which checks the plan."""
+
+    @functools.wraps(forward)
+    def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get(PLAN_KEYWORD) is not None and not torch.compiler.is_compiling():
+            current = current_forward.get()
+            if current is None or current.plan is None:
+                raise ValueError(
+                    f"longspan: expected a call of the model, {type(self).__name__}(**batch), got a call of its forward method, in which "
+                    "layers that get no plan by keyword would not find it; call the model"
+                )
+        return forward(self, *args, **kwargs)
+
+    guarded._longspan_guarded = True  # type: ignore[attr-defined]
+    return guarded
 
 
 def _check_before(model: nn.Module, plan: Any, mask: Any) -> list[nn.Module]:
@@ -109,6 +135,7 @@ def _check_before(model: nn.Module, plan: Any, mask: Any) -> list[nn.Module]:
             "the padding of all ranks"
         )
     mixers = _mixers.install(model)
+    _mixers.check_not_compiled(model, mixers)
     if "position_ids" not in inspect.signature(type(model).forward).parameters and not _uses_relative_positions(model, mixers):
         raise ValueError(
             f"longspan: expected a model that takes position_ids, got {type(model).__name__}, which would number the tokens of each rank's "
@@ -149,6 +176,38 @@ def _check_all_used(model: nn.Module, forward: Forward) -> None:
     )
 
 
+def _check_loss(model: nn.Module, forward: Forward, kwargs: dict[str, Any], output: Any) -> None:
+    """Raise ValueError if a model computed its loss by code of its own, which shifts labels again and divides by this rank's count."""
+    has_labels = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
+    has_loss = isinstance(output, tuple) or getattr(output, "loss", None) is not None
+    if has_labels and has_loss and not forward.counted_loss and not kwargs.get("fused_lm_head"):
+        raise ValueError(
+            f"longspan: {type(model).__name__} computes its loss by code of its own, from the labels of this rank's shard only. Call it "
+            "without labels and shift_labels, and compute the loss from its logits: longspan.integrations.loss.token_loss(logits, "
+            "shift_labels, count=num_items_in_batch)"
+        )
+
+
+def recording_loss(get: Callable[[Any], Callable[..., Any]]) -> Callable[[Any], Callable[..., Any]]:
+    """The getter of `PreTrainedModel.loss_function`, with a record of calls with shifted labels and a count."""
+
+    @functools.wraps(get)
+    def loss_function(self: Any) -> Callable[..., Any]:
+        function = get(self)
+        forward = None if torch.compiler.is_compiling() else current_forward.get()
+        if forward is None or forward.plan is None:
+            return function
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("shift_labels") is not None and kwargs.get("num_items_in_batch") is not None:
+                record_loss()
+            return function(*args, **kwargs)
+
+        return recorded
+
+    return loss_function
+
+
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
@@ -159,7 +218,7 @@ def _layers_without_plan(model: nn.Module, forward: Forward) -> list[str]:
 
     def visit(module: nn.Module, name: str) -> bool:
         """Whether the module or one of its children used the plan, or cannot say."""
-        if _is_compiled(module):
+        if _mixers.is_compiled(module):
             return True
         if id(module) in forward.module_ids and hasattr(module, "_longspan_mixer"):
             return True  # with all its parts
@@ -193,10 +252,5 @@ def _is_idle_model(module: nn.Module, forward: Forward) -> bool:
     return hasattr(type(module), "base_model_prefix") and id(module) not in forward.model_ids
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    by_module = getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
-    return by_module or hasattr(module.forward, "_torchdynamo_orig_callable")
-
-
 def _any_compiled(model: nn.Module) -> bool:
-    return any(_is_compiled(module) for module in model.modules())
+    return any(_mixers.is_compiled(module) for module in model.modules())

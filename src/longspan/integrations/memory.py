@@ -21,9 +21,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
 from longspan._engine import ops
-from longspan.integrations._forward import outside_of_forwards
+from longspan.integrations._forward import outside_of_forwards, record_loss
 from longspan.integrations._host_store import HostStore, HostTensor
 from longspan.integrations._kept_attention import Unmodified, record_and_replay
+from longspan.integrations._plan_use import run_checked
 from longspan.integrations.loss import linear_token_loss, shift_labels, token_count
 
 __all__ = ["Place", "causal_lm_loss", "checkpoint", "long_context", "tile_mlps", "tiled"]
@@ -37,7 +38,8 @@ def checkpoint(fn: Callable[..., Any], *args: Any, keep: Place = "device", input
     """fn(*args, **kwargs), whose backward pass computes its activations again, except the results of attention.
 
     Attention runs once. Kept from the forward pass: the arguments, and out and lse of every `longspan.attention` in `fn`. With a plan, the
-    recomputation communicates nothing.
+    recomputation of attention communicates nothing. Layers that mix tokens without attention gather their inputs again, and calls with
+    `longspan.selected` run again.
 
     Args:
         fn: A layer, or any function of tensors. It must do the same each time.
@@ -156,6 +158,7 @@ def causal_lm_loss(model: Any, batch: Mapping[str, Any], *, chunk: int = 4096) -
     targets = shift_labels(labels) if shifted is None else shifted
     weight = model.get_output_embeddings().weight
     targets = targets.to(hidden.device)
+    record_loss()
     return linear_token_loss(hidden, weight, targets, count=token_count(targets) if count is None else count, chunk=chunk)
 
 
@@ -236,6 +239,8 @@ def long_context(
             return plain_forward(*args, **batch)
         if mesh is not None and batch.get("longspan_plan") is None:
             batch = dict(prepare_batch(batch, mesh, config=model, gradients=gradients, **options))
+            if loss_chunk is None:
+                return run_checked(model, plain_forward, (), batch)  # the call of the model had no plan yet
         if loss_chunk is None:
             return plain_forward(**batch)
         return CausalLMOutput(loss=causal_lm_loss(model, batch, chunk=loss_chunk))  # type: ignore[arg-type]

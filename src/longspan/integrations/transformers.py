@@ -34,7 +34,7 @@ from longspan.integrations._batch import PreparedBatch, RealKeys, prepare_batch
 from longspan.integrations._configs import NAME, check_config, dropout_field
 from longspan.integrations._forward import plan_in_context
 from longspan.integrations._model_mask import CompiledMask, ModelMask, foreign_part, span_of, visible_keys, with_offsets
-from longspan.integrations._plan_use import checked_call, record_use, searching
+from longspan.integrations._plan_use import checked_call, record_use, recording_loss, searching
 from longspan.integrations._plans import CHUNKED, FULL, SLIDING, ModelPlans, Span
 from longspan.integrations.memory import long_context
 
@@ -302,6 +302,8 @@ if not hasattr(PreTrainedModel.__call__, "__wrapped__"):  # not twice, when the 
     PreTrainedModel.set_attn_implementation = adapting_later(  # type: ignore[method-assign]
         PreTrainedModel.set_attn_implementation, attention_forward
     )
+    loss_function: Any = PreTrainedModel.loss_function
+    PreTrainedModel.loss_function = property(recording_loss(loss_function.fget), loss_function.fset)  # type: ignore[method-assign, assignment]
     masking_utils.find_packed_sequence_indices = searching(masking_utils.find_packed_sequence_indices)
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)
