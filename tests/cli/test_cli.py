@@ -74,6 +74,22 @@ def test_generate_streams_tokens_and_prints_rates(capsys: Any) -> None:
     assert code == 0 and len(out.rstrip("\n")) == 9 and "prefill 70 tokens" in err and "decode 8 tokens" in err and "one process" in err
 
 
+def test_generate_prints_text_whose_end_changes_as_more_tokens_are_decoded(capsys: Any) -> None:
+    from longspan.cli.generate import _Output
+
+    class Tokenizer:
+        texts = ("", "a", "a\ufffd", "aé", "xé", "xé\ufffd")
+
+        def decode(self, tokens: list[int], **_: Any) -> str:
+            return self.texts[len(tokens)]
+
+    output = _Output(Tokenizer(), 1, 5, shown=True)
+    for token in range(5):
+        output.decoded(token)
+    output.end("rates")
+    assert capsys.readouterr().out == "aé\nxé\ufffd\n"
+
+
 def test_generate_loads_a_checkpoint_only_from_a_folder(capsys: Any, tmp_path: Path) -> None:
     code, _, err = called(capsys, "generate", "--checkpoint", str(tmp_path))
     assert code == 2 and "--checkpoint: expected a folder with config.json" in err

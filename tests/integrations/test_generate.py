@@ -248,6 +248,34 @@ def test_a_first_chunk_of_padding_only_is_skipped() -> None:
     assert generated(model, lst.PagedCache(model, page_size=8), batch=batch, prefill_chunk_size=100) == expected
 
 
+def test_ranks_with_different_tokens_all_raise() -> None:
+    model = decoding_model("llama", "longspan")
+
+    def run(mesh: Any) -> str:
+        cache = lst.PagedCache(model, mesh=mesh)
+        with torch.no_grad():
+            model(one_prompt(), past_key_values=cache)
+            with pytest.raises(ValueError, match="new tokens: rank 1 has"):
+                model(torch.tensor([[3 + mesh.rank]]), past_key_values=cache)
+        return f"{cache.columns} columns"
+
+    assert virtual_world(2).run(run) == ["60 columns"] * 2
+
+
+def test_ranks_generate_the_tokens_that_rank_0_samples() -> None:
+    from longspan.integrations.generation import GenerateOptions, generate
+
+    model = decoding_model("llama", "longspan")
+
+    def run(mesh: Any) -> list[int]:
+        tokens: list[int] = []
+        generate(model, one_prompt(9), GenerateOptions(new_tokens=8, temperature=1.0, seed=mesh.rank), mesh=mesh, decoded=tokens.append)
+        return tokens
+
+    first, second = virtual_world(2).run(run)
+    assert first == second and len(first) == 8
+
+
 class TestErrors:
     def test_quantized_projections_of_latent_vectors(self) -> None:
         model = decoding_model("deepseek_v3", "longspan").float()

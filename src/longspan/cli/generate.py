@@ -32,8 +32,8 @@ def generate(
 
     The text goes to stdout, progress and rates to stderr. Uses CUDA and NCCL if available.
     """
-    if not 0 <= temperature < 1e6:
-        raise UsageError(f"--temperature: expected a number of 0 or more, got {temperature}")
+    if temperature != 0.0 and not 0.01 <= temperature <= 1000.0:
+        raise UsageError(f"--temperature: expected 0, or a number from 0.01 to 1000, got {temperature}")
     if prompt is not None and not prompt:
         raise UsageError("--prompt: expected a text, got an empty one")
     if checkpoint is not None and not (checkpoint / "config.json").is_file():
@@ -77,7 +77,7 @@ def _generate(device: Any, request: dict[str, Any]) -> int:
     else:
         ids = tokenizer.encode(request["prompt"])
     options = generation.GenerateOptions(
-        stop=frozenset() if tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id]), seed=seed,
+        stop=frozenset() if request["checkpoint"] is None else generation.stop_tokens(model, tokenizer), seed=seed,
         **{name: request[name] for name in ("new_tokens", "chunk", "temperature", "page_size")},
     )  # fmt: skip
     mesh = dist.group.WORLD if dist.is_initialized() else None
@@ -107,14 +107,22 @@ class _Output:
         if len(self.tokens) == 1:
             self._progress("")
         text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-        if text.startswith(self.printed) and not text.endswith("\ufffd"):  # a character may consist of several tokens
-            print(text[len(self.printed) :], end="", flush=True)
-            self.printed = text
+        if not text.endswith("\ufffd"):  # a character may consist of several tokens
+            self._print(text)
         if not sys.stdout.isatty():
             self._progress(f"decode {len(self.tokens)}/{self.new_tokens}")
 
+    def _print(self, text: str) -> None:
+        """Print what follows the text printed so far. If a decoder has changed that text, begin again on a new line."""
+        if not text.startswith(self.printed):
+            self.printed = ""
+            print(flush=True)
+        print(text[len(self.printed) :], end="", flush=True)
+        self.printed = text
+
     def end(self, rates: str) -> None:
         if self.shown:
+            self._print(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
             print(flush=True)
             print(("\r\x1b[K" if sys.stderr.isatty() else "") + rates, file=sys.stderr, flush=True)
 

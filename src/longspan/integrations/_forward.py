@@ -23,6 +23,7 @@ class Forward:
     counted_loss: whether a loss was computed from shifted labels and the count of the whole batch.
     mixer: the call of a layer without attention that is running.
     has_mixers: whether some layer mixes tokens without attention.
+    tokens: the model's input_ids, or None.
     cache_update: the update of a `PagedCache` by a layer whose attention has not run yet.
     cache_columns: each `PagedCache` and its columns before this forward, by id of the cache.
     """
@@ -35,6 +36,7 @@ class Forward:
         self.counted_loss = False
         self.mixer: Any = None
         self.has_mixers = False
+        self.tokens: Any = None
         self.cache_update: Any = None
         self.cache_columns: dict[int, tuple[Any, int]] = {}
 

@@ -12,6 +12,7 @@ Legend: B batch rows, n columns of a forward (new tokens and padding), H query h
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and
 
 from longspan._cache.kv_cache import KVCache
 from longspan._cache.step import CacheStep
+from longspan._comm.agreement import CallDescription, agree, refuse
 from longspan._comm.mesh import as_mesh
 from longspan.integrations._configs import check_implementation, text_config
 from longspan.integrations._forward import current_forward
@@ -156,11 +158,19 @@ class PagedCache(Cache):
             k, v: [B, G, n, D], of the new columns.
             real: bool [B, columns + n], False for padding; None without padding.
         """
-        if layer not in self._left:
-            self._begin_forward(k, real)
         group = self._groups[self.windows[layer]]
-        if group.step is None:
-            group.step = self._make_step(group, k, v, shared_kv)
+        begins = layer not in self._left
+        try:
+            if begins:
+                self._begin_forward(k, real)
+            if group.step is None:
+                group.step = self._make_step(group, k, v, shared_kv)
+        except (ValueError, RuntimeError) as error:
+            if self.mesh is None:
+                raise
+            refuse(self.mesh, error)  # the other ranks wait for this one
+        if begins and self.mesh is not None:
+            agree(self.mesh, CallDescription("forward over a PagedCache", {"columns": str(self.columns), "new tokens": _tokens_digest()}))
         self._left.discard(layer)
         return group.step, group.layers.index(layer), self._new[1]
 
@@ -313,6 +323,15 @@ class PagedCache(Cache):
     def _check_complete(self, what: str) -> None:
         if self._left:
             raise RuntimeError(f"{what}: the last forward ended before layer {min(self._left)}; call cache.reset(), then prefill again")
+
+
+def _tokens_digest() -> str:
+    """A digest of the current forward's input_ids: ranks that sampled different tokens would compute different models. "" without them."""
+    forward = current_forward.get()
+    tokens = None if forward is None else forward.tokens
+    if not isinstance(tokens, Tensor) or tokens.is_floating_point():
+        return ""
+    return hashlib.sha256(str((tuple(tokens.shape), tokens.tolist())).encode()).hexdigest()[:16]
 
 
 def _row_lengths(columns: Sequence[tuple[int, Tensor | None]], rows: int) -> list[int]:

@@ -88,6 +88,7 @@ def run_checked(model: nn.Module, call: Callable[..., Any], args: tuple[Any, ...
     """call(*args, **kwargs) as a forward of a model: with a plan among the keywords, every layer that mixes tokens must use it."""
     plan = kwargs.get(PLAN_KEYWORD)
     forward = Forward(plan)
+    forward.tokens = kwargs.get("input_ids", args[0] if args else None)
     if plan is not None:
         forward.has_mixers = bool(_check_before(model, plan, kwargs.get("attention_mask")))
     outer = current_forward.get()

@@ -18,9 +18,11 @@ from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
+from longspan._comm.gather import all_gather_rows
+from longspan._comm.mesh import Mesh, as_mesh
 from longspan.integrations.transformers import NAME, PagedCache
 
-__all__ = ["BYTES", "ByteTokenizer", "GenerateOptions", "GenerateRates", "generate", "load_checkpoint", "tiny_model"]
+__all__ = ["BYTES", "ByteTokenizer", "GenerateOptions", "GenerateRates", "generate", "load_checkpoint", "stop_tokens", "tiny_model"]
 
 BYTES = 256
 
@@ -65,6 +67,7 @@ def generate(
         prefilled: Called after each chunk with the number of prompt tokens computed so far.
         decoded: Called with each new token.
     """
+    mesh = None if mesh is None else as_mesh(mesh)
     cache = PagedCache(model, page_size=options.page_size, mesh=mesh)
     chooser = torch.Generator().manual_seed(options.seed)
     begin, done = time.perf_counter(), 0
@@ -72,23 +75,24 @@ def generate(
         logits = model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         done += chunk.shape[1]
         prefilled(done)
-    token = _chosen(logits[0, -1], options.temperature, chooser)
+    token = _chosen(logits[0, -1], options.temperature, chooser, mesh)
     middle, count = time.perf_counter(), 1
     decoded(token)
     while count < options.new_tokens and token not in options.stop:
         ids = torch.tensor([[token]], device=prompt.device)
-        token = _chosen(model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1], options.temperature, chooser)
+        token = _chosen(model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1], options.temperature, chooser, mesh)
         decoded(token)
         count += 1
     return GenerateRates(done, middle - begin, count - 1, time.perf_counter() - middle)
 
 
-def _chosen(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    """The next token, chosen on the host: ranks with equal logits and equal seeds choose equal tokens."""
-    values = logits.float().cpu()
-    if temperature == 0.0:
-        return int(values.argmax())
-    return int(torch.multinomial((values / temperature).softmax(-1), 1, generator=generator))
+def _chosen(logits: Tensor, temperature: float, generator: torch.Generator, mesh: Mesh | None) -> int:
+    """The next token, chosen on the host; on every rank the one that rank 0 chose."""
+    values = logits.double().cpu()
+    token = values.argmax() if temperature == 0.0 else torch.multinomial((values / temperature).softmax(-1), 1, generator=generator)[0]
+    if mesh is None:
+        return int(token)
+    return int(all_gather_rows(mesh, token[None].to(logits.device), [1] * mesh.size, what="choice of a token")[0])
 
 
 class ByteTokenizer:
@@ -120,5 +124,12 @@ def tiny_model(device: torch.device, seed: int = 0) -> Any:
 
 def load_checkpoint(folder: Path, device: torch.device) -> tuple[Any, Any]:
     """(model with longspan's attention, tokenizer) of a local checkpoint, in the checkpoint's dtype. Nothing is downloaded or executed."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=NAME, local_files_only=True, dtype="auto")
-    return model.eval().to(device), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=NAME, dtype="auto", **local)
+    return model.eval().to(device), AutoTokenizer.from_pretrained(folder, **local)
+
+
+def stop_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end a text, by the model's generation config and the tokenizer."""
+    named = [tokenizer.eos_token_id, getattr(getattr(model, "generation_config", None), "eos_token_id", None)]
+    return frozenset(t for value in named for t in (value if isinstance(value, list | tuple) else [value]) if t is not None)
