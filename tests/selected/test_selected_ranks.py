@@ -127,3 +127,82 @@ def test_two_axes_and_batch_rows_of_their_own_are_refused() -> None:
     if rows.data.batch_layouts > 1:
         with pytest.raises(ValueError, match="lays out all batch rows alike"):
             ls.attention(q, q, q, plan=rows, mask=mask)
+
+
+def test_no_table_of_all_rows_and_blocks_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan._masks import selected_shard
+
+    tokens, sizes, plain = 2048, [], selected_shard.chosen_blocks
+
+    def noted(indices: torch.Tensor, blocks: int) -> torch.Tensor:
+        sizes.append(indices.shape[:3].numel() * blocks)
+        return plain(indices, blocks)
+
+    monkeypatch.setattr(selected_shard, "_CHOSEN_AT_ONCE", 1 << 12)
+    monkeypatch.setattr(selected_shard, "chosen_blocks", noted)
+    q = torch.randn(1, 1, tokens, 8, dtype=torch.float64)
+    indices = torch.randint(0, tokens, (1, 1, tokens, 4), generator=torch.Generator().manual_seed(0))
+
+    def rank(mesh: ls.Mesh) -> torch.Tensor:
+        plan = causal_plan(mesh, tokens)
+        local = plan.shard(q, 2)
+        return ls.attention(local, local, local, plan=plan, mask=ls.selected(indices[:, :, plan.query_blocks(1)], 1))
+
+    out = torch.cat(virtual_world(2).run(rank), 2)
+    torch.testing.assert_close(out, oracle(q, q, q, mask=ls.selected(indices, 1) & ls.causal()), atol=1e-12, rtol=0)
+    assert max(sizes) <= 128 * tokens  # one tile of queries
+
+
+def test_a_choice_of_too_many_bits_raises_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan._engine import selected_mesh
+
+    monkeypatch.setattr(selected_mesh, "MAX_BITS_BYTES", 1 << 10)
+    world = virtual_world(2)
+
+    def rank(mesh: ls.Mesh) -> None:
+        plan = causal_plan(mesh)
+        q = torch.ones(1, 1, plan.local_len, 8)
+        with pytest.raises(ValueError, match="use larger blocks, larger rows of queries or more ranks"):
+            ls.attention(q, q, q, plan=plan, mask=ls.selected(torch.zeros(1, 1, plan.local_len, 1, dtype=torch.int32), 1))
+
+    world.run(rank)
+
+
+def test_a_checkpointed_call_communicates_once() -> None:
+    from longspan.integrations import memory
+
+    q = torch.randn(3, 1, 2, 512, 8, dtype=torch.float64)
+    indices = torch.randint(-1, 8, (1, 1, 8, 3), generator=torch.Generator().manual_seed(0))
+    grads, exchanges = [], []
+    for checkpoint in (lambda fn, *args: fn(*args), memory.checkpoint):
+        world = virtual_world(2)
+
+        def rank(mesh: ls.Mesh, checkpoint: Any = checkpoint) -> torch.Tensor:
+            plan = causal_plan(mesh, 512)
+            local = [t.requires_grad_() for t in shards(plan, *q.unbind(0))]
+            mask = ls.selected(indices[:, :, plan.query_blocks(64)], 64)
+            checkpoint(lambda *args: ls.attention(*args, plan=plan, mask=mask), *local).square().sum().backward()
+            return torch.stack([t.grad for t in local])
+
+        grads.append(world.run(rank))
+        exchanges.append([e.what for e in world.exchanges if not e.what.startswith("agreement")])
+    assert exchanges[0] == exchanges[1] and len(exchanges[1]) == 4
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_indices_modified_on_one_rank_raise_on_every_rank() -> None:
+    world = virtual_world(2)
+
+    def rank(mesh: ls.Mesh) -> str:
+        plan = causal_plan(mesh)
+        q = torch.ones(1, 1, plan.local_len, 8, requires_grad=True)
+        indices = torch.zeros(1, 1, 4, 1, dtype=torch.int32)
+        out = ls.attention(q, q, q, plan=plan, mask=ls.selected(indices))
+        if mesh.rank == 0:
+            indices.fill_(1)
+        with pytest.raises(RuntimeError) as caught:
+            out.sum().backward()
+        return str(caught.value)
+
+    first, second = world.run(rank)
+    assert "modified by an inplace operation" in first and "rank 0 refused this call" in second

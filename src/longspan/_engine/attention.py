@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from longspan._cache.step import CacheStep
 from longspan._comm.agreement import refuse
-from longspan._engine import eager, ops, selected, selected_mesh
+from longspan._engine import eager, ops, selected, selected_mesh, selected_mesh_ops
 from longspan._engine.cached import CachedCall, attend_cached
 from longspan._engine.call_cache import CallKey, calls, score_key
 from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, refuse_transforms, tracing_under_transforms
@@ -260,7 +260,7 @@ def _attend_over_mesh(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, p
     except (ValueError, TypeError, RuntimeError) as error:
         refuse(plan.data.mesh, error)
     if chosen is not None:
-        return *selected_mesh.attend(inputs, call, plan.data, chosen), _NOTHING
+        return *selected_mesh_ops.attend(inputs, call, plan, chosen), _NOTHING
     return _run(inputs, options, None, score_traced, scale)
 
 

@@ -22,11 +22,12 @@ from torch import Tensor
 from longspan._comm.group import Group, Pending
 from longspan._engine.selected_grid import SelectionGrid
 from longspan._masks.block_table import expand_ranges
+from longspan._masks.selected_shard import chosen_blocks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KVMoves:
-    """What one rank sends and receives for one choice.
+    """What one rank sends and receives for one choice. Tensors are int64, on the host.
 
     Attributes:
         unit: Tokens per unit, u.
@@ -45,11 +46,26 @@ class KVMoves:
     tiles: Tensor
     tokens: int
 
+    def numbers(self) -> Tensor:
+        """All fields in one tensor [n], int64."""
+        sizes = (self.unit, self.tokens, len(self.send_counts), len(self.sent), len(self.placed), len(self.tiles))
+        return torch.cat([torch.tensor([*sizes, *self.send_counts, *self.recv_counts]), self.sent, self.placed, self.tiles])
 
-def needed_blocks(chosen: Tensor, kv_heads: int) -> Tensor:
-    """chosen [B, C, R, N] → the blocks that any query needs of each KV head: bool [B, 1 or G, N]."""
-    needed = chosen.any(2)
-    batch, choices, blocks = needed.shape
+    @classmethod
+    def of_numbers(cls, numbers: Tensor) -> KVMoves:
+        """The inverse of `numbers`."""
+        unit, tokens, ranks, *lengths = numbers[:6].tolist()
+        send_counts, recv_counts, sent, placed, tiles = numbers[6:].split([ranks, ranks, *lengths])
+        return cls(
+            unit=unit, sent=sent, placed=placed, send_counts=tuple(send_counts.tolist()), recv_counts=tuple(recv_counts.tolist()),
+            tiles=tiles, tokens=tokens,
+        )  # fmt: skip
+
+
+def needed_blocks(indices: Tensor, blocks: int, kv_heads: int) -> Tensor:
+    """indices [B, C, R, k] → the blocks that any query needs of each KV head: bool [B, 1 or G, blocks]."""
+    batch, choices = indices.shape[:2]
+    needed = chosen_blocks(indices.reshape(batch, choices, 1, -1), blocks)[:, :, 0]
     return needed if choices == 1 else needed.view(batch, kv_heads, choices // kv_heads, blocks).any(2)
 
 
@@ -82,7 +98,7 @@ def _unpacked(packed: Tensor, count: int) -> Tensor:
     return ((packed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).bool().flatten()[:count]
 
 
-def kv_moves(grid: SelectionGrid, needed: Tensor, requests: Sequence[Tensor], sizes: tuple[int, int], device: torch.device) -> KVMoves:
+def kv_moves(grid: SelectionGrid, needed: Tensor, requests: Sequence[Tensor], sizes: tuple[int, int]) -> KVMoves:
     """The moves of one choice. needed: of this rank; requests: of the other ranks (`exchange_requests`); sizes: (B, G)."""
     needed, unit = needed.cpu(), grid.unit
     wanted = [needed[..., grid.block_of[tiles]] for tiles in grid.requests]
@@ -106,8 +122,8 @@ def kv_moves(grid: SelectionGrid, needed: Tensor, requests: Sequence[Tensor], si
     placed = [units(tiles, bits, in_buffer, tokens) for tiles, bits in zip(grid.requests, wanted, strict=True)]
     return KVMoves(
         unit=unit,
-        sent=torch.cat(sent).to(device),
-        placed=torch.cat(placed).to(device),
+        sent=torch.cat(sent),
+        placed=torch.cat(placed),
         send_counts=tuple(map(len, sent)),
         recv_counts=tuple(map(len, placed)),
         tiles=buffer_tiles,
@@ -132,14 +148,14 @@ class ReceivedKV:
         buffers = []
         for t, rows in ((self.k, self.rows[:, : unit * dim]), (self.v, self.rows[:, unit * dim :])):
             buffer = t.new_zeros(*t.shape[:2], self.moves.tokens, t.shape[3])
-            _units(buffer, unit).index_copy_(0, self.moves.placed, rows)
+            _units(buffer, unit).index_copy_(0, self.moves.placed.to(t.device), rows)
             buffers.append(buffer)
         return buffers[0], buffers[1]
 
 
 def send_kv(group: Group, moves: KVMoves, k: Tensor, v: Tensor, *, what: str) -> ReceivedKV:
     """Send the requested units of the local k [B, G, S, D] and v [B, G, S, E]; receive those that this rank requested."""
-    sent = torch.cat([_units(t.contiguous(), moves.unit).index_select(0, moves.sent) for t in (k, v)], 1)
+    sent = torch.cat([_units(t.contiguous(), moves.unit).index_select(0, moves.sent.to(t.device)) for t in (k, v)], 1)
     rows = sent.new_empty(sum(moves.recv_counts), sent.shape[1])
     pending = group.all_to_all(rows, sent, moves.recv_counts, moves.send_counts, what=f"selected keys and values, {what}")
     return ReceivedKV(moves, rows, pending, k, v)
@@ -147,7 +163,7 @@ def send_kv(group: Group, moves: KVMoves, k: Tensor, v: Tensor, *, what: str) ->
 
 def return_grads(group: Group, moves: KVMoves, grads: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Pending]:
     """Send gradients of the receive buffer [B, G, T, ·] to the owners: the rows that come back in the order of `moves.sent`, in flight."""
-    sent = torch.cat([_units(t, moves.unit).index_select(0, moves.placed) for t in grads], 1).to(dtype)
+    sent = torch.cat([_units(t, moves.unit).index_select(0, moves.placed.to(t.device)) for t in grads], 1).to(dtype)
     rows = sent.new_empty(sum(moves.send_counts), sent.shape[1])
     what = "gradients of selected keys and values"
     return rows, group.all_to_all(rows, sent, moves.send_counts, moves.recv_counts, what=what)
@@ -157,7 +173,7 @@ def add_returned_(grads: tuple[Tensor, Tensor], rows: Tensor, moves: KVMoves) ->
     """Add returned gradients to those of the local k and v [B, G, S, ·], contiguous, in the order of ranks. No unit repeats in one part."""
     start, width = 0, moves.unit * grads[0].shape[3]
     for count in moves.send_counts:
-        part, index = rows[start : start + count], moves.sent[start : start + count]
+        part, index = rows[start : start + count], moves.sent[start : start + count].to(rows.device)
         for total, columns in ((grads[0], part[:, :width]), (grads[1], part[:, width:])):
             _units(total, moves.unit).index_add_(0, index, columns.to(total.dtype))
         start += count

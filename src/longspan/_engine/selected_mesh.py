@@ -8,17 +8,15 @@ flight, then over the received KV. The backward pass moves the same KV again, an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from longspan._comm.agreement import Agreement, CallDescription, refuse
 from longspan._engine.call_agreement import check, described_fields
-from longspan._engine.checks import refuse_batched_gradients
 from longspan._engine.plan_cache import plan_cache
 from longspan._engine.selected_exchange import KVMoves, add_returned_, exchange_requests, kv_moves, needed_blocks, return_grads, send_kv
 from longspan._engine.selected_grid import SelectionGrid
@@ -28,11 +26,13 @@ from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Computes
 from longspan._kernels.registry import KernelCall, KernelRefused, choose
 from longspan._masks.algebra import Mask
 from longspan._masks.extent import AttentionSizes
+from longspan._masks.joint import Joint
 from longspan._masks.selected import Selected
-from longspan._masks.selected_shard import PairForm, captured_in_order, chosen_blocks, pair_program, selected_table, tile_kinds
+from longspan._masks.selected_shard import PairForm, captured_in_order, chosen_bits, pair_program, selected_table, tile_kinds
 from longspan._plan.plan_data import PlanData
 from longspan._torch_modes import without_autocast
 
+MAX_BITS_BYTES = 1 << 32  # of one rank's choice while a pass runs: rows of queries × blocks of keys / 8
 _KERNELS = "'auto', 'cpu', 'triton' or 'hopper'"
 
 
@@ -59,7 +59,15 @@ def checked_selection(plan: PlanData, mask: Mask, inputs: CallTensors, options: 
         raise ValueError(f"mask {mask}: expected indices on the device of q, {q.device}, got {mask.indices.device}")
     check(plan, q, k, inputs.v)
     shard = AttentionSizes(q_len=q.shape[2], kv_len=plan.kv_len, batch=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1])
-    return mask.checked_shard(shard, rows=len(_grid(plan, mask).rows), rank=plan.mesh.rank)
+    chosen = mask.checked_shard(shard, rows=len(_grid(plan, mask).rows), rank=plan.mesh.rank)
+    blocks = _grid(plan, mask).blocks
+    size = 4 * chosen.indices.shape[:3].numel() * -(-blocks // 32)
+    if size > MAX_BITS_BYTES:
+        raise ValueError(
+            f"mask {mask}: a bit for each row of queries and each of {blocks} blocks of keys takes {size / 2**30:.1f} GiB on rank "
+            f"{plan.mesh.rank}, expected at most {MAX_BITS_BYTES / 2**30:g} GiB; use larger blocks, larger rows of queries or more ranks"
+        )
+    return chosen
 
 
 def _grid(plan: PlanData, mask: Selected) -> SelectionGrid:
@@ -68,16 +76,17 @@ def _grid(plan: PlanData, mask: Selected) -> SelectionGrid:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardChoice:
-    """The choice of one rank's queries, as kernels take it. Made without communication.
+    """The choice of one rank's queries, as kernels take it. Made without communication, in both passes.
 
     Attributes:
-        chosen: bool [B or 1, choices, rows, blocks], rows ascending.
+        indices: int32 [B or 1, choices, rows, k], rows ascending.
+        heads: Query heads.
     """
 
     plan: PlanData
     grid: SelectionGrid
     form: PairForm
-    chosen: Tensor
+    indices: Tensor
     heads: int
 
     @classmethod
@@ -93,21 +102,24 @@ class ShardChoice:
             per_batch=indices.shape[0] > 1,
             per_choice=indices.shape[1] > 1,
         )
-        return cls(plan=plan, grid=grid, form=form, chosen=chosen_blocks(indices, grid.blocks), heads=heads)
+        return cls(plan=plan, grid=grid, form=form, indices=indices, heads=heads)
 
     @cached_property
     def _kinds(self) -> Tensor:
-        device = self.chosen.device
-        return tile_kinds(self.chosen, self.grid.row_spans.to(device), self.grid.block_spans.to(device)).cpu()
+        device = self.indices.device
+        rows, spans = self.grid.row_spans.to(device), self.grid.block_spans.to(device)
+        return tile_kinds(self.indices, self.grid.blocks, rows, spans).cpu()
 
     @cached_property
     def _program(self) -> tuple[Any, list[Tensor]]:
-        device = self.chosen.device
+        device = self.indices.device
         program, origins = pair_program(self.plan.mask.program, self.form)
-        local_row = self.grid.local_row.to(device)
-        return program, captured_in_order(origins, plan_cache.captured(self.plan, device), self.chosen, local_row, self.form)
+        bits = chosen_bits(self.indices, self.grid.blocks)
+        return program, captured_in_order(
+            origins, plan_cache.captured(self.plan, device), bits, self.grid.local_row.to(device), self.form
+        )  # fmt: skip
 
-    def work(self, kv_tiles: Tensor, options: CallOptions, score_captured: Sequence[Tensor]) -> Work:
+    def work(self, kv_tiles: Tensor, options: CallOptions, score_captured: Sequence[Tensor], *, joint: Joint | None = None) -> Work:
         """The chosen pairs of this rank's queries with the KV of these coarse tiles, which follow each other in a buffer."""
         program, captured = self._program
         return Work(
@@ -118,50 +130,29 @@ class ShardChoice:
             mask=program,
             mask_captured=captured,
             score=options.spec.score,
-            score_captured=[t.to(self.chosen.device) for t in score_captured],
+            score_captured=[t.to(self.indices.device) for t in score_captured],
+            joint=joint,
         )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ChosenWork:
-    """What the backward pass repeats of a forward pass: the kernel, the work over local and received KV, and the moves.
-
-    `received` is None where this rank chose no KV of another rank.
-    """
-
-    kernel: Kernel
-    local: Work
-    received: Work | None
-    moves: KVMoves
-
-
-def attend(inputs: CallTensors, options: CallOptions, plan: PlanData, selection: Selected) -> tuple[Tensor, Tensor]:
-    """(out, lse), differentiable. selection: from `checked_selection`."""
-    if torch.is_grad_enabled() and any(t.requires_grad for t in inputs.differentiable):
-        tensors = inputs.q, inputs.k, inputs.v, inputs.sink, *inputs.score_captured
-        return _Attend.apply(options, plan, selection, *tensors)  # type: ignore[no-untyped-call,no-any-return]
-    with torch.no_grad():
-        return forward(inputs, options, plan, selection)[:2]
-
-
 @without_autocast()
-def forward(inputs: CallTensors, options: CallOptions, plan: PlanData, selection: Selected) -> tuple[Tensor, Tensor, ChosenWork, int]:
-    """(out, lse, the work, `Agreement.number`)."""
+def forward(inputs: CallTensors, options: CallOptions, plan: PlanData, selection: Selected) -> tuple[Tensor, Tensor, KVMoves, int]:
+    """(out, lse, the moves that the backward pass repeats, `Agreement.number`). selection: from `checked_selection`."""
     q, k, v = inputs.q, inputs.k, inputs.v
     try:
         choice = ShardChoice.of(plan, selection, q.shape[1])
         local = choice.work(choice.grid.local_tiles, options, inputs.score_captured)
         kernel, _ = choose(options.spec.kernel, [KernelCall(AttentionInputs(q=q, k=k, v=v), local)])
         kernel.check(AttentionInputs(q=q, k=k, v=v), local)
+        needed = needed_blocks(choice.indices, choice.grid.blocks, k.shape[1])
     except (ValueError, TypeError, RuntimeError) as error:
         refuse(plan.mesh, error)
     agreement = Agreement(plan.mesh, _description(plan, options, inputs, selection, None))
     with agreement:
-        needed = needed_blocks(choice.chosen, k.shape[1])
         agreement.wait()
         group = plan.mesh.group(0)
         requests = exchange_requests(group, choice.grid, needed)
-        moves = kv_moves(choice.grid, needed, requests, (k.shape[0], k.shape[1]), k.device)
+        moves = kv_moves(choice.grid, needed, requests, (k.shape[0], k.shape[1]))
         in_flight = send_kv(group, moves, k, v, what="forward pass")
         received = choice.work(moves.tiles, options, inputs.score_captured) if len(moves.tiles) else None
         state = sink_state(inputs.sink, q, v, max_scores=False)
@@ -171,8 +162,7 @@ def forward(inputs: CallTensors, options: CallOptions, plan: PlanData, selection
         if received is not None:
             state = _step(kernel, AttentionInputs(q=q, k=received_k, v=received_v), received, state, final=True)
     assert state is not None
-    work = ChosenWork(kernel=kernel, local=local, received=received, moves=moves)
-    return state.out, state.lse.contiguous(), work, agreement.number
+    return state.out, state.lse.contiguous(), moves, agreement.number
 
 
 def _step(kernel: Kernel, inputs: AttentionInputs, work: Work, state: State | None, *, final: bool) -> State:
@@ -181,24 +171,28 @@ def _step(kernel: Kernel, inputs: AttentionInputs, work: Work, state: State | No
 
 @without_autocast()
 def backward(
-    tensors: BackwardTensors, options: CallOptions, plan: PlanData, selection: Selected, chosen: ChosenWork, *, forward_number: int
+    tensors: BackwardTensors, options: CallOptions, plan: PlanData, selection: Selected, moves: KVMoves, *, forward_number: int
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, the sink if there is one, and the captured tensors that need one: this rank's share."""
-    inputs, kernel = tensors.inputs, chosen.kernel
+    inputs = tensors.inputs
     q, k, v, wide = inputs.q, inputs.k, inputs.v, state_dtype(inputs.q.dtype)
-    joint = options.spec.joint(inputs.score_captured)
-    works = [None if work is None else _with_joint(work, inputs, joint) for work in (chosen.local, chosen.received)]
+    whole = AttentionInputs(q=q, k=k, v=v)
     try:
-        for work in works:
+        joint = options.spec.joint(inputs.score_captured)
+        choice = ShardChoice.of(plan, selection, q.shape[1])
+        local = choice.work(choice.grid.local_tiles, options, inputs.score_captured, joint=joint)
+        received = choice.work(moves.tiles, options, inputs.score_captured, joint=joint) if len(moves.tiles) else None
+        kernel, _ = choose(options.spec.kernel, [KernelCall(whole, local)])
+        for work in (local, received):
             if work is not None:
-                kernel.check(AttentionInputs(q=q, k=k, v=v), work, needs=tensors.needs)
+                kernel.check(whole, work, needs=tensors.needs)
     except (ValueError, TypeError, RuntimeError) as error:
         refuse(plan.mesh, error)
     agreement = Agreement(plan.mesh, _description(plan, options, inputs, selection, tensors.needs), forward=forward_number)
     with agreement:
         agreement.wait()
         group = plan.mesh.group(0)
-        in_flight = send_kv(group, chosen.moves, k, v, what="backward pass")
+        in_flight = send_kv(group, moves, k, v, what="backward pass")
         delta = kernel.delta(tensors.out, tensors.grad_out, tensors.grad_lse)
         norm = kernel.norm(tensors.lse) if isinstance(kernel, ComputesNorm) else None
         grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)
@@ -217,17 +211,13 @@ def backward(
                 ), work, wide=True, into=into)  # fmt: skip
             return grads[0], grads[1]
 
-        local_grads = step(k, v, works[0])
-        received_grads = step(*in_flight.wait(), works[1])
-        rows, pending = return_grads(group, chosen.moves, received_grads, plan.grad_reduce_dtype or wide)
+        local_grads = step(k, v, local)
+        received_grads = step(*in_flight.wait(), received)
+        rows, pending = return_grads(group, moves, received_grads, plan.grad_reduce_dtype or wide)
         pending.wait()
-        add_returned_(local_grads, rows, chosen.moves)
+        add_returned_(local_grads, rows, moves)
     grads = Grads(q=grad_q.to(q.dtype), k=local_grads[0].to(k.dtype), v=local_grads[1].to(v.dtype), captured=captured)
     return tensors.flat_grads(grads, sink_gradient(inputs.sink, tensors.lse, delta))
-
-
-def _with_joint(work: Work, inputs: CallTensors, joint: Any) -> Work:
-    return replace(work, score_captured=[t.to(inputs.q.device) for t in inputs.score_captured], joint=joint)
 
 
 def _description(
@@ -249,32 +239,3 @@ def _description(
         return CallDescription(kind, {**described_fields(plan, options, inputs), "selection": text})
 
     return plan_cache.description(plan, key, describe)
-
-
-class _Attend(torch.autograd.Function):
-    """Autograd sees q, k, v, the sink and the score program's captured tensors as arguments after the first three."""
-
-    @staticmethod
-    def forward(ctx: Any, options: CallOptions, plan: PlanData, selection: Selected, *tensors: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, sink, *score_captured = tensors
-        inputs = CallTensors(q=q, k=k, v=v, sink=sink, score_captured=score_captured)
-        out, lse, ctx.work, ctx.number = forward(inputs, options, plan, selection)
-        # The indices are saved too, so that torch raises if they were modified in place before the backward pass.
-        ctx.save_for_backward(q, k, v, sink, out, lse, selection.indices, *score_captured)
-        ctx.options, ctx.plan, ctx.selection = options, plan, selection
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        refuse_batched_gradients(grad_out, grad_lse)
-        q, k, v, sink, out, lse, _indices, *score_captured = ctx.saved_tensors
-        needs = [bool(n) for n in ctx.needs_input_grad[7:]]
-        inputs = CallTensors(q=q, k=k, v=v, sink=sink, score_captured=score_captured)
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        tensors = BackwardTensors(inputs=inputs, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse, needs=needs)
-        grads = iter(backward(tensors, ctx.options, ctx.plan, ctx.selection, ctx.work, forward_number=ctx.number))
-        grad_q, grad_k, grad_v = next(grads), next(grads), next(grads)
-        grad_sink = None if sink is None else next(grads)
-        return None, None, None, grad_q, grad_k, grad_v, grad_sink, *(next(grads) if n else None for n in needs)

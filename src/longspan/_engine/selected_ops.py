@@ -17,7 +17,7 @@ from longspan._engine.checks import refuse_batched_gradients
 from longspan._engine.selected import SelectedCall, SplitMask, selects_keys
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
 from longspan._kernels.protocol import Selection, like_query, state_dtype
-from longspan._masks.selected_shard import PairForm, captured_in_order, chosen_blocks, pair_program
+from longspan._masks.selected_shard import PairForm, captured_in_order, chosen_bits, pair_program
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)  # first calls compile kernels, and calls without such a kernel read the choice on the host
 
@@ -31,7 +31,7 @@ def _selected_call(
 
 
 def _as_lookup(inputs: CallTensors, options: CallOptions, selection: Selection) -> tuple[CallTensors, CallOptions]:
-    """The call with the choice as a table [B, choices, rows, blocks] that the mask program reads."""
+    """The call with the choice as bits [B, choices, rows, blocks / 32] that the mask program reads."""
     spec, indices = options.spec, selection.indices
     form = PairForm(
         granularity=selection.granularity,
@@ -41,9 +41,9 @@ def _as_lookup(inputs: CallTensors, options: CallOptions, selection: Selection) 
         per_choice=indices.shape[1] > 1,
     )
     program, origins = pair_program(spec.mask, form)
-    chosen = chosen_blocks(indices, -(-inputs.k.shape[2] // selection.granularity))
+    bits = chosen_bits(indices, -(-inputs.k.shape[2] // selection.granularity))
     rows = torch.arange(indices.shape[2], dtype=torch.int32, device=indices.device)
-    captured = captured_in_order(origins, inputs.mask_captured, chosen, rows, form)
+    captured = captured_in_order(origins, inputs.mask_captured, bits, rows, form)
     whole = ops.specs.of(program, spec.score, spec.kernel, lse=spec.lse, invariant=spec.invariant)
     return replace(inputs, mask_captured=captured), replace(options, spec=whole)
 

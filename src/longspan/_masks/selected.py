@@ -125,7 +125,8 @@ class Selected(Mask):
                 f"mask {self}: expected {rows} rows, one for each of plan.query_blocks({self.q_granularity}) of rank {rank}, "
                 f"got {self.indices.shape[2]}; with a plan, each rank passes the choice of its own queries"
             )
-        self._check_range(-(-shard.kv_len // self.granularity))
+        # Read on the host, on CUDA too: a device-side assertion on one rank would leave the other ranks waiting.
+        self._check_range_on_host(-(-shard.kv_len // self.granularity))
         return replace(self, heads_per_choice=shard.heads // self.indices.shape[1])
 
     def _check_choices(self, heads: int, kv_heads: int | None) -> None:
@@ -138,7 +139,11 @@ class Selected(Mask):
         """Raise for an index outside of [−1, blocks). On CUDA the device asserts, because reading the indices would synchronise."""
         if torch.compiler.is_compiling() or self.indices.is_cuda:
             assert_on_device(((self.indices >= -1) & (self.indices < blocks)).all(), _OUTSIDE)
-        elif self.indices.numel():
+        else:
+            self._check_range_on_host(blocks)
+
+    def _check_range_on_host(self, blocks: int) -> None:
+        if self.indices.numel():
             low, high = (int(edge) for edge in self.indices.aminmax())
             if low < -1 or high >= blocks:
                 expected = f"expected indices from -1 to {blocks - 1}, blocks of {self.granularity} keys"

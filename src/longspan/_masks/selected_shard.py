@@ -1,7 +1,8 @@
 """A selection over one rank's queries: which blocks they chose, as a program and as block tables over tiles of a shard.
 
 Shapes: B batch rows or 1, C choices per batch row (1, KV heads or query heads), R rows of queries of which this rank owns tokens, N blocks
-of keys of the whole sequence, T KV tiles, Q query tiles. chosen [B, C, R, N] bool.
+of keys of the whole sequence, T KV tiles, Q query tiles. bits [B, C, R, N / 32] int32: bit i of word j is block 32 j + i.
+chosen [B, C, r, N] bool exists for a few rows r at a time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from longspan._masks.block_table import EMPTY, FULL, PARTIAL, BlockTable
 from longspan._masks.program import Program
 from longspan._masks.tile_runs import join_neighbours, row_pointers
 from longspan._masks.tracing import trace
+
+_CHOSEN_AT_ONCE = 1 << 22  # elements of `chosen`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +50,7 @@ class _ProgramKey:
 def pair_program(rest: Program | None, form: PairForm) -> tuple[Program, tuple[int, ...]]:
     """The program of `rest & chosen`, and the origin of each tensor that it captures.
 
-    Origins are places in the list (tensors of `rest`, chosen, local row of each row of queries): chosen without dims of size 1 that `form`
+    Origins are places in the list (tensors of `rest`, bits, local row of each row of queries): bits without dims of size 1 that `form`
     does not index.
     """
     return _pair_program(_ProgramKey(rest), form)
@@ -58,18 +61,19 @@ def _pair_program(rest: _ProgramKey, form: PairForm) -> tuple[Program, tuple[int
     program = rest.program
     specs = () if program is None else program.captured
     rest_tensors = [torch.zeros((1,) * spec.ndim, dtype=spec.dtype) for spec in specs]
-    chosen = torch.zeros((1,) * (2 + form.per_batch + form.per_choice), dtype=torch.bool)
+    bits = torch.zeros((1,) * (2 + form.per_batch + form.per_choice), dtype=torch.int32)
     local_row = torch.zeros(1, dtype=torch.int32)
 
     def pair(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         choice = h if form.heads_per_choice == 1 else h // form.heads_per_choice
         leading = (*((b,) if form.per_batch else ()), *((choice,) if form.per_choice else ()))
-        visible = chosen[(*leading, local_row[q // form.q_granularity], kv // form.granularity)]
+        block = kv // form.granularity
+        visible = (bits[(*leading, local_row[q // form.q_granularity], block // 32)] >> (block % 32)) & 1 != 0
         return visible if program is None else program(b, h, q, kv, *rest_tensors) & visible
 
     traced = trace(pair, "mask", name="selected" if program is None else f"{program.name} & selected")
     assert traced.preamble is None
-    places = {id(t): i for i, t in enumerate((*rest_tensors, chosen, local_row))}
+    places = {id(t): i for i, t in enumerate((*rest_tensors, bits, local_row))}
     return traced.program, tuple(places[id(t)] for t in traced.sources)
 
 
@@ -78,6 +82,19 @@ def chosen_blocks(indices: Tensor, blocks: int) -> Tensor:
     table = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
     index = torch.where((indices < 0) | (indices >= blocks), blocks, indices).long()
     return table.scatter(-1, index, True)[..., :blocks]
+
+
+def chosen_bits(indices: Tensor, blocks: int) -> Tensor:
+    """indices [B, C, R, k] → bits [B, C, R, ceil(blocks / 32)]."""
+    batch, choices, rows, _ = indices.shape
+    words = -(-blocks // 32)
+    bits = torch.empty(batch, choices, rows, words, dtype=torch.int32, device=indices.device)
+    weights = torch.tensor([1 << i for i in range(31)] + [-(1 << 31)], dtype=torch.int32, device=indices.device)
+    step = max(1, _CHOSEN_AT_ONCE // (batch * choices * blocks))
+    for start in range(0, rows, step):
+        chosen = torch.nn.functional.pad(chosen_blocks(indices[:, :, start : start + step], blocks), (0, 32 * words - blocks))
+        bits[:, :, start : start + step] = (chosen.unflatten(-1, (words, 32)) * weights).sum(-1, dtype=torch.int32)
+    return bits
 
 
 def covered(values: Tensor, first: Tensor, last: Tensor) -> Tensor:
@@ -97,11 +114,31 @@ class TileSpans:
         return TileSpans(first=self.first.to(device), last=self.last.to(device))
 
 
-def tile_kinds(chosen: Tensor, rows: TileSpans, blocks: TileSpans) -> Tensor:
-    """The kind of each tile under a selection alone: int8 [B, C, Q, T].
+def tile_kinds(indices: Tensor, blocks: int, rows: TileSpans, spans: TileSpans) -> Tensor:
+    """The kind of each tile under a selection alone: indices [B, C, R, k] → int8 [B, C, Q, T].
 
-    A tile is full if all its rows of queries chose all its blocks of keys.
+    A tile is full if all its rows of queries chose all its blocks of keys. rows: of query tiles; spans: blocks of KV tiles.
     """
+    batch, choices = indices.shape[:2]
+    order = rows.first.argsort()
+    kinds = torch.empty(batch, choices, len(order), len(spans.first), dtype=torch.int8, device=indices.device)
+    most = max(1, _CHOSEN_AT_ONCE // (batch * choices * blocks))
+    first, last = rows.first[order].tolist(), rows.last[order].tolist()
+    start = 0
+    while start < len(first):
+        stop = start + 1
+        while stop < len(first) and last[stop] - first[start] < most:
+            stop += 1
+        tiles, low = order[start:stop], first[start]
+        chosen = chosen_blocks(indices[:, :, low : max(last[start:stop]) + 1], blocks)
+        local = TileSpans(first=rows.first[tiles] - low, last=rows.last[tiles] - low)
+        kinds[:, :, tiles] = _kinds_of_rows(chosen, local, spans)
+        start = stop
+    return kinds
+
+
+def _kinds_of_rows(chosen: Tensor, rows: TileSpans, blocks: TileSpans) -> Tensor:
+    """The kinds of query tiles over these rows: chosen [B, C, r, N] → int8 [B, C, Q, T]."""
     in_tile = covered(chosen, blocks.first, blocks.last)  # [B, C, R, T]
     whole = blocks.last - blocks.first + 1
     some, every = (covered(x.mT, rows.first, rows.last).mT for x in (in_tile > 0, in_tile == whole))
@@ -134,9 +171,9 @@ def selected_table(kinds: Tensor, rest: BlockTable, heads: int) -> BlockTable:
     )
 
 
-def captured_in_order(origins: Sequence[int], rest: Sequence[Tensor], chosen: Tensor, local_row: Tensor, form: PairForm) -> list[Tensor]:
+def captured_in_order(origins: Sequence[int], rest: Sequence[Tensor], bits: Tensor, local_row: Tensor, form: PairForm) -> list[Tensor]:
     """The tensors of `pair_program`, in its order."""
-    chosen = chosen if form.per_choice else chosen[:, 0]
-    chosen = chosen if form.per_batch else chosen[0]
-    tensors = [*rest, chosen, local_row]
+    bits = bits if form.per_choice else bits[:, 0]
+    bits = bits if form.per_batch else bits[0]
+    tensors = [*rest, bits, local_row]
     return [tensors[i] for i in origins]

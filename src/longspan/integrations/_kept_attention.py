@@ -12,8 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from longspan._engine import ops
+from longspan._engine.selected_mesh_ops import attend_selected_shards
+from longspan._engine.selected_ops import attend_selected
 from longspan._torch_private import TorchDispatchMode, detached_below_autograd
 from longspan.integrations._host_store import HostStore, HostTensor
+
+# The operators whose results are kept.
+ATTENTION = tuple(op._opoverload for op in (ops.attend, attend_selected, attend_selected_shards))
 
 
 class Unmodified:
@@ -51,7 +56,7 @@ class _Record(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
-        if func is ops.attend._opoverload:
+        if func in ATTENTION:
             self._results.append(tuple(self._kept(t) for t in outputs))
         return outputs
 
@@ -82,7 +87,7 @@ class _Replay(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not ops.attend._opoverload:
+        if func not in ATTENTION:
             return func(*args, **(kwargs or {}))
         if self._next == len(self._results):
             raise RuntimeError(

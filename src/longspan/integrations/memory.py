@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
-from longspan._engine import ops
 from longspan.integrations._forward import outside_of_forwards, record_loss
 from longspan.integrations._host_store import HostStore, HostTensor
-from longspan.integrations._kept_attention import Unmodified, record_and_replay
+from longspan.integrations._kept_attention import ATTENTION, Unmodified, record_and_replay
 from longspan.integrations._plan_use import run_checked
 from longspan.integrations.loss import linear_token_loss, shift_labels, token_count
 
@@ -53,7 +52,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, keep: Place = "device", input
     if torch.compiler.is_compiling():
         if (keep, inputs) != ("device", "device"):
             raise ValueError("memory.checkpoint: host memory is not supported under torch.compile: expected keep='device', inputs='device'")
-        contexts = functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, [ops.attend._opoverload])
+        contexts = functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, list(ATTENTION))
         return torch_checkpoint.checkpoint(fn, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     return _checkpoint(fn, *args, keep=kept_on, inputs=inputs_on, **kwargs)
 
