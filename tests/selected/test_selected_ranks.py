@@ -12,7 +12,7 @@ import longspan as ls
 from longspan.testing import oracle, virtual_world
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_shards_match_dense_attention(seed: int) -> None:
     check_over_mesh(draw(seed, ranks=(2, 3, 4, 8)[seed % 4]))
 
