@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 import longspan.integrations.transformers as lst
+from longspan.integrations._mixers import mixers_of
 from longspan.testing import virtual_world
 
 VOCAB, LENGTH, RANKS = 61, 45, 3
@@ -63,7 +64,18 @@ def _tiny_fields(kind: type) -> dict[str, Any]:
 
 
 # Settings without which a tiny config is not valid or lacks the family's own kinds of layers, by model type.
+_HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 _SPECIAL: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": _HYBRID,
+    "kimi_linear": _HYBRID,
+    "qwen3_5_moe_text": _HYBRID,
+    "qwen3_5_text": _HYBRID,
+    "qwen3_next": _HYBRID,
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention"], "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8,
+        "indexer_budget": 16, "indexer_compress_ratio": 4,
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "attn_layer_indices": [1]},
     "codegen": {"attn_pdrop": 0.0},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
@@ -141,8 +153,9 @@ def tiny_model(model_type: str, implementation: str) -> Any:
 
 
 def batch_of(kind: str) -> dict[str, Tensor]:
-    """Two rows of tokens with labels: plain, packed documents, padded left or right."""
-    ids = torch.randint(3, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(7))
+    """Two rows of tokens with labels: plain, packed documents, padded left or right; "many rows": plain, more rows than ranks."""
+    rows = RANKS + 1 if kind == "many rows" else 2
+    ids = torch.randint(3, VOCAB, (rows, LENGTH), generator=torch.Generator().manual_seed(7))
     labels = ids.clone()
     batch = {"input_ids": ids, "labels": labels}
     place = torch.arange(LENGTH)[None]
@@ -210,6 +223,8 @@ def try_family(model_type: str, kinds: tuple[str, ...] = KINDS) -> dict[str, Any
             eager = tiny_model(model_type, "eager")
         except Exception as error:
             return {"impossible": _failure(error).detail}
+        if mixers_of(eager):  # on ranks, such layers divide a batch by its rows
+            kinds = (*kinds, "many rows")
         wanted: dict[str, Any] = {}
         for kind in kinds:
             try:
@@ -324,6 +339,7 @@ The causal LM of every model type of transformers {version}, tried with a tiny r
 
 Batches of {tokens} tokens are plain, packed (`position_ids`), or padded left or right. On one process, the loss and the gradient of every
 parameter are compared with eager attention. On three ranks, their sums over ranks are compared with eager attention on one process.
+Models with layers without attention also run a plain batch of more rows than ranks, which these layers divide by rows.
 
 - *right*: loss to 1e-5, gradients to 2e-4 (float32).
 - *refused*: an error says why, before or instead of a result.
