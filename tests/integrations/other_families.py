@@ -52,6 +52,12 @@ def classes() -> dict[tuple[str, str], str]:
     return made
 
 
+def labelled_batch(kind: str, model: Any) -> dict[str, torch.Tensor]:
+    """A batch of `families.batch_of`. Inputs of a decoder behind an encoder are its labels: without padding, every token sees something."""
+    batch = batch_of(kind)
+    return {**batch, "labels": batch["input_ids"]} if model.config.is_encoder_decoder else batch
+
+
 def tiny_model(key: tuple[str, str], implementation: str) -> Any:
     """A float32 model in eval mode, with the same weights for each implementation."""
     import transformers
@@ -85,7 +91,7 @@ def try_class(key: tuple[str, str]) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         try:
             eager = tiny_model(key, "eager")
-            wanted = {kind: results(eager, {**batch_of(kind), **_without_cache(eager)}) for kind in KINDS}
+            wanted = {kind: results(eager, {**labelled_batch(kind, eager), **_without_cache(eager)}) for kind in KINDS}
         except Exception as error:
             return {"impossible": _failure(error).detail}
         if not all(bool(torch.isfinite(loss)) for loss, _ in wanted.values()):
@@ -96,15 +102,16 @@ def try_class(key: tuple[str, str]) -> dict[str, Any]:
             return {where: dict.fromkeys(KINDS, _failure(error)) for where in ("one process", "ranks")}
         outcome: dict[str, dict[str, Outcome]] = {"one process": {}, "ranks": {}}
         for kind in KINDS:
-            arguments = {**batch_of(kind), **_without_cache(model)}
+            arguments = {**labelled_batch(kind, model), **_without_cache(model)}
             outcome["one process"][kind] = _outcome(lambda m=model, a=arguments: results(m, a), wanted[kind])
-            outcome["ranks"][kind] = _outcome(lambda m=model, k=kind: on_ranks(m, k), wanted[kind])
+            batch = labelled_batch(kind, model)
+            outcome["ranks"][kind] = _outcome(lambda m=model, b=batch: on_ranks(m, b), wanted[kind])
         return outcome
 
 
-def on_ranks(model: Any, kind: str) -> Any:
+def on_ranks(model: Any, batch: dict[str, torch.Tensor]) -> Any:
     def rank(mesh: Any) -> Any:
-        return results(model, dict(lst.prepare_batch(batch_of(kind), mesh, config=model, gradients="sum")))
+        return results(model, dict(lst.prepare_batch(batch, mesh, config=model, gradients="sum")))
 
     shares = virtual_world(RANKS).run(rank)
     return sum(s[0] for s in shares), [torch.stack(parts).sum(0) for parts in zip(*(s[1] for s in shares))]

@@ -15,7 +15,8 @@ _SCALES_BY_POSITION = ("llama4_text",)  # adapted: layers scale queries by the p
 _ROPES_BY_LONGEST_POSITION = ("dynamic", "longrope")
 # Model types that number tokens otherwise than 0, 1, 2, … if they get no position_ids.
 _POSITIONS_BY_PAD_TOKEN = (
-    "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "xmod",
+    "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "xmod", "kosmos_2_text_model",
+    "kosmos_2_5_text_model",
 )  # fmt: skip
 _POSITIONS_BY_MASK = ("opt",)
 _DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout", "attn_config.attn_pdrop", "dropout")
