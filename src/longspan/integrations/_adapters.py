@@ -27,9 +27,9 @@ AttentionForward = Callable[..., tuple[Tensor, None]]
 
 def adapt(model_class: type, config: Any, attend: AttentionForward) -> None:
     """Prepare the attention layers of a model's family. Raises ValueError for a family with layers of its own that is not adapted."""
-    owner = next(kind for kind in model_class.__mro__ if "forward" in vars(kind))
+    owner: Any = next(kind for kind in model_class.__mro__ if "forward" in vars(kind))
     if hasattr(owner, "base_model_prefix") and not hasattr(owner.forward, "_longspan_guarded"):
-        owner.forward = guarded_forward(owner.forward)  # type: ignore[attr-defined]
+        owner.forward = guarded_forward(owner.forward)
     module = sys.modules[model_class.__module__]
     adapter = _ADAPTERS.get(module.__name__.rsplit(".", 1)[-1])
     if adapter is not None and not hasattr(module, "_longspan_adapted"):
