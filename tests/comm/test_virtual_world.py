@@ -13,6 +13,7 @@ from tests.comm.exchanges import gradient_through_an_exchange, rows_between, une
 from longspan._comm.group import Group
 from longspan._comm.mesh import Mesh
 from longspan.testing import virtual_world
+from longspan.testing.rendezvous import Turns
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.bool, torch.float8_e4m3fn)
 
@@ -321,3 +322,36 @@ def test_bad_settings_raise() -> None:
             virtual_world(shape, axis_names=names)
     with pytest.raises(ValueError, match="timeout"):
         virtual_world(2, timeout=0)
+
+
+def test_a_rank_waits_for_its_turn_until_the_other_gives_it() -> None:
+    turns, order = Turns(patience=60), []
+
+    def other() -> None:
+        turns.take(1)
+        order.append(1)
+        turns.give(1)
+
+    turns.take(0)
+    thread = threading.Thread(target=other)
+    thread.start()
+    turns.give(1)  # not rank 1's turn: nothing happens
+    order.append(0)
+    turns.give(0)
+    thread.join()
+    assert order == [0, 1]
+
+
+def test_a_rank_that_blocks_outside_of_an_exchange_does_not_hold_up_the_others() -> None:
+    blocked, passed = threading.Event(), threading.Event()
+
+    def fn(mesh: Mesh) -> None:
+        send_one_row_to_each(mesh.group(0), what="a step")
+        if mesh.rank == 0:
+            blocked.set()
+            assert passed.wait(60)
+        else:
+            assert blocked.wait(60)
+            passed.set()
+
+    virtual_world(4, timeout=60).run(fn)

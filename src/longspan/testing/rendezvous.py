@@ -19,6 +19,29 @@ class RankLost(RuntimeError):
     """A rank has ended, so an exchange that needs it cannot complete."""
 
 
+@dataclass(kw_only=True, eq=False)
+class Turns:
+    """One rank computes at a time, until it waits for an exchange.
+
+    Threads that compute at the same time pass the interpreter's lock back and forth at every operation of torch. A rank that blocks
+    outside of an exchange keeps its turn; the others go on without one after `patience` seconds.
+    """
+
+    patience: float
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _rank: int | None = None
+
+    def take(self, rank: int) -> None:
+        if self._lock.acquire(timeout=self.patience):
+            self._rank = rank
+
+    def give(self, rank: int) -> None:
+        """End the rank's turn, if it has one."""
+        if self._rank == rank:
+            self._rank = None
+            self._lock.release()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Exchange:
     """The record of one exchange. `bytes` [n, n] int64: bytes from ranks[i] to ranks[j] of the world; 0 on the diagonal."""
@@ -65,6 +88,7 @@ class Rendezvous:
     world: str
     stream: torch.cuda.Stream | None
     record: Callable[[Exchange], None]
+    turns: Turns
     lock: threading.Lock = field(default_factory=threading.Lock)
     gone: dict[int, str] = field(default_factory=dict)
     calls: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -174,7 +198,23 @@ class _VirtualPending:
 
     def wait(self) -> None:
         group, slot, rendezvous = self.group, self.slot, self.group.rendezvous
-        at = f"{self.what}: rank {group.members[group.rank]} of the virtual world, on axis {group.name!r}"
+        if not slot.done:  # else the turn goes on
+            rank = group.members[group.rank]
+            rendezvous.turns.give(rank)
+            try:
+                self._wait_for_others()
+            finally:
+                rendezvous.turns.take(rank)
+        if slot.error is not None:
+            raise RuntimeError(f"{self._place}: {slot.error}")
+
+    @property
+    def _place(self) -> str:
+        group = self.group
+        return f"{self.what}: rank {group.members[group.rank]} of the virtual world, on axis {group.name!r}"
+
+    def _wait_for_others(self) -> None:
+        group, slot, rendezvous, at = self.group, self.slot, self.group.rendezvous, self._place
         deadline = time.monotonic() + group.timeout
         with rendezvous.lock:
             while not slot.done:
@@ -189,8 +229,6 @@ class _VirtualPending:
                         "Check that all ranks make the same calls in the same order; give virtual_world a longer timeout if they are slow"
                     )
                 slot.changed.wait(left if missing else None)  # no timeout once all have posted: the last rank is copying
-        if slot.error is not None:
-            raise RuntimeError(f"{at}: {slot.error}")
 
 
 def _mismatch(posts: Sequence[_Post], members: Sequence[int]) -> str | None:

@@ -22,7 +22,7 @@ import torch
 from longspan._comm.agreement import AGREEMENT
 from longspan._comm.group import Group
 from longspan._comm.mesh import VIRTUAL, Axis, Mesh, coordinate_of, mesh_axes, virtual_worlds
-from longspan.testing.rendezvous import Exchange, RankLost, Rendezvous, VirtualGroup
+from longspan.testing.rendezvous import Exchange, RankLost, Rendezvous, Turns, VirtualGroup
 
 T = TypeVar("T")
 
@@ -107,7 +107,8 @@ class VirtualWorld:
         If calls raise, this raises the exception of the lowest rank that failed by itself, with a note that names the rank. A rank that
         waits for one that has returned or raised raises at once.
         """
-        rendezvous = Rendezvous(world=self.name, stream=self._stream(), record=self._record)
+        turns = Turns(patience=min(0.2, self.timeout / 4))
+        rendezvous = Rendezvous(world=self.name, stream=self._stream(), record=self._record, turns=turns)
         results: dict[int, T] = {}
         errors: dict[int, BaseException] = {}
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -115,6 +116,7 @@ class VirtualWorld:
         def body(rank: int) -> None:
             _rendezvous_of_thread.set(rendezvous)
             end = "returned"
+            rendezvous.turns.take(rank)
             try:
                 with (
                     torch.inference_mode(inference),
@@ -128,6 +130,7 @@ class VirtualWorld:
                 end = f"raised {type(error).__name__}: {error}"
             finally:
                 rendezvous.leave(rank, end)
+                rendezvous.turns.give(rank)
 
         threads = [
             threading.Thread(target=contextvars.copy_context().run, args=(body, rank), name=f"virtual rank {rank}", daemon=True)
