@@ -1,13 +1,15 @@
 """TRL's DPOTrainer with every sequence split over four processes: losses of each step, compared with one process.
 
     pip install trl
-    python -m examples.trl_dpo
+    python examples/trl_dpo.py
 
 The recipe is `SpanningDPOTrainer`: longspan's mixin in front of TRL's trainer, and a mesh. Policy and reference model are both split.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 import tempfile
 import warnings
 from typing import Any
@@ -15,16 +17,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from examples.trl_sft import RANKS, STEPS, VOCAB, free_port, llama, tokenizer, torchrun_environment
+from tokenizers import Tokenizer, models
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 
+import longspan.integrations.transformers  # noqa: F401  (registers "longspan")
 from longspan.integrations.trainer import SpanningLogProbsMixin
 from longspan.testing import run_processes
+
+STEPS, RANKS, VOCAB = 20, 4, 97
 
 
 class SpanningDPOTrainer(SpanningLogProbsMixin, DPOTrainer):
     """TRL's trainer over a mesh."""
+
+
+def llama(implementation: str) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        attn_implementation=implementation, pad_token_id=0, eos_token_id=1, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def tokenizer() -> Any:
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w2"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w2")
 
 
 def data() -> Dataset:
@@ -52,6 +72,19 @@ def train(trainer: type, **more: Any) -> list[float]:
         )
         run.train()
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def torchrun_environment(port: int) -> None:
+    """The environment variables of torchrun, which accelerate reads."""
+    this_rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    variables = {"RANK": this_rank, "LOCAL_RANK": this_rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(variables)
 
 
 def rank(port: int) -> list[float]:
