@@ -325,7 +325,7 @@ def test_bad_settings_raise() -> None:
 
 
 def test_a_rank_waits_for_its_turn_until_the_other_gives_it() -> None:
-    turns, order = Turns(patience=60), []
+    turns, order = Turns(timeout=60), []
 
     def other() -> None:
         turns.take(1)

@@ -216,13 +216,13 @@ def _failure(error: BaseException) -> Outcome:
 
 
 def try_family(model_type: str, kinds: tuple[str, ...] = KINDS) -> dict[str, Any]:
-    """{"one process": {kind: Outcome}, "ranks": {kind: Outcome}}, or {"impossible": why} if eager attention does not run."""
+    """{"one process": {kind: Outcome}, "ranks": {kind: Outcome}}, or {"not tested": why} if eager attention does not run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             eager = tiny_model(model_type, "eager")
         except Exception as error:
-            return {"impossible": _failure(error).detail}
+            return {"not tested": _failure(error).detail}
         if mixers_of(eager):  # on ranks, such layers divide a batch by its rows
             kinds = (*kinds, "many rows")
         wanted: dict[str, Any] = {}
@@ -232,7 +232,7 @@ def try_family(model_type: str, kinds: tuple[str, ...] = KINDS) -> dict[str, Any
             except Exception as error:
                 wanted[kind] = _failure(error).detail
         if isinstance(wanted[kinds[0]], str):
-            return {"impossible": wanted[kinds[0]]}
+            return {"not tested": wanted[kinds[0]]}
         outcome: dict[str, Any] = {"one process": {}, "ranks": {}}
         try:
             model = tiny_model(model_type, "longspan")
@@ -241,7 +241,7 @@ def try_family(model_type: str, kinds: tuple[str, ...] = KINDS) -> dict[str, Any
             return {where: dict.fromkeys(kinds, failure) for where in outcome}
         for kind in kinds:
             if isinstance(wanted[kind], str):
-                outcome["one process"][kind] = outcome["ranks"][kind] = Outcome(verdict="impossible", detail=wanted[kind])
+                outcome["one process"][kind] = outcome["ranks"][kind] = Outcome(verdict="not tested", detail=wanted[kind])
                 continue
             arguments = {**batch_of(kind), **_without_cache(model)}
             outcome["one process"][kind] = _outcome(lambda m=model, a=arguments: results(m, a), wanted[kind])
@@ -290,11 +290,11 @@ def _reason(detail: str) -> str:
 
 def verdicts(outcome: dict[str, Any]) -> tuple[str, str, str]:
     """(verdict on one process, on three ranks, note) of a family."""
-    if "impossible" in outcome:
-        return "impossible", "impossible", _reason(outcome["impossible"])
+    if "not tested" in outcome:
+        return "not tested", "not tested", _reason(outcome["not tested"])
     found, notes = [], []
     for where in ("one process", "ranks"):
-        cells = {kind: cell for kind, cell in outcome[where].items() if cell.verdict != "impossible"}
+        cells = {kind: cell for kind, cell in outcome[where].items() if cell.verdict != "not tested"}
         kinds = {cell.verdict for cell in cells.values()}
         packed = cells.get("packed")
         if kinds == {"right"}:
@@ -324,7 +324,7 @@ def page(rows: dict[str, str]) -> str:
     cells = [[cell.strip() for cell in line.split("|")[3:5]] for line in rows.values()]
     counts = "\n".join(
         f"| {verdict} | {sum(c[0] == verdict for c in cells)} | {sum(c[1] == verdict for c in cells)} |"
-        for verdict in ("right", "refused", "impossible", "WRONG")
+        for verdict in ("right", "refused", "not tested", "WRONG")
     )
     lines = "\n".join(rows[name] for name in sorted(rows))
     head = _HEAD.format(version=transformers.__version__, tokens=LENGTH)
@@ -343,7 +343,7 @@ Models with layers without attention also run a plain batch of more rows than ra
 
 - *right*: loss to 1e-5, gradients to 2e-4 (float32).
 - *refused*: an error says why, before or instead of a result.
-- *impossible*: eager attention does not run on these batches either, or there is no tiny config, or a package is missing (see the note).
+- *not tested*: eager attention does not run on these batches, there is no tiny config, or a package is missing (see the note).
 - *WRONG*: a silent difference or a crash.
 """
 
@@ -358,7 +358,7 @@ def main() -> None:
         outcome = try_family(name)
         rows[name] = row(name, outcome)
         print(rows[name], flush=True)
-        for where, cells in outcome.items() if "impossible" not in outcome else ():
+        for where, cells in outcome.items() if "not tested" not in outcome else ():
             for kind, cell in cells.items():
                 if cell.verdict != "right":
                     print(f"    {where}, {kind}: {cell.verdict}: {cell.detail}", flush=True)

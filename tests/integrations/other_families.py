@@ -86,16 +86,16 @@ def tiny_model(key: tuple[str, str], implementation: str) -> Any:
 
 
 def try_class(key: tuple[str, str]) -> dict[str, Any]:
-    """{"one process": {kind: Outcome}, "ranks": {kind: Outcome}}, or {"impossible": why} if eager attention does not run."""
+    """{"one process": {kind: Outcome}, "ranks": {kind: Outcome}}, or {"not tested": why} if eager attention does not run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             eager = tiny_model(key, "eager")
             wanted = {kind: results(eager, {**labelled_batch(kind, eager), **_without_cache(eager)}) for kind in KINDS}
         except Exception as error:
-            return {"impossible": _failure(error).detail}
+            return {"not tested": _failure(error).detail}
         if not all(bool(torch.isfinite(loss)) for loss, _ in wanted.values()):
-            return {"impossible": "the loss of eager attention is not finite"}
+            return {"not tested": "the loss of eager attention is not finite"}
         try:
             model = tiny_model(key, "longspan")
         except Exception as error:
@@ -119,8 +119,8 @@ def on_ranks(model: Any, batch: dict[str, torch.Tensor]) -> Any:
 
 def verdicts(outcome: dict[str, Any]) -> tuple[str, str, str]:
     """(verdict on one process, on three ranks, note): the worst of all batches."""
-    if "impossible" in outcome:
-        return "impossible", "impossible", _reason(outcome["impossible"])
+    if "not tested" in outcome:
+        return "not tested", "not tested", _reason(outcome["not tested"])
     cells, notes = [], []
     for where in ("one process", "ranks"):
         worst = next((c for v in ("WRONG", "refused") for c in outcome[where].values() if c.verdict == v), None)
@@ -151,7 +151,7 @@ def page(rows: dict[tuple[str, str], str]) -> str:
     lines = []
     for section in SECTIONS:
         cells = [[c.strip() for c in line.split("|")[4:6]] for key, line in rows.items() if key[0] == section]
-        for verdict in ("right", "refused", "impossible", "WRONG"):
+        for verdict in ("right", "refused", "not tested", "WRONG"):
             lines.append(f"| {section} | {verdict} | {sum(c[0] == verdict for c in cells)} | {sum(c[1] == verdict for c in cells)} |")
     counts = "\n".join(["| kind | verdict | one process | three ranks |", "|---|---|---|---|", *lines])
     body = "\n".join(rows[key] for key in sorted(rows, key=lambda k: (SECTIONS.index(k[0]), k[1])))

@@ -31,7 +31,7 @@ class CacheStep:
         ids: Handles of its sequences.
         ranges: Positions of the new tokens in their sequences.
         ragged: Whether counts were given one by one: `positions` is [1, T] then, else [n, count].
-        passed: Over a mesh, by layer: which tensors ranks passed to each other, "KV", "partial results", or both.
+        passed: Over a mesh, by layer: which tensors ranks passed to each other, "KV", "partial results" or "KV and partial results".
     """
 
     cache: KVCache = field(repr=False)
@@ -75,7 +75,7 @@ class CacheStep:
         Raises:
             RuntimeError: The step was made without longest=…, not all layers were captured, there are not enough free pages, or the cache
                 has grown, so that the graph would read old memory.
-            ValueError: A sequence would have more than `longest` tokens, was freed, or has other unfinished steps.
+            ValueError: A sequence would have more than `longest` tokens, or was freed.
         """
         ranges, cache = self.ranges, self.cache
         if ranges.longest is None:

@@ -30,16 +30,16 @@ _MISALIGNED = 15  # bits of an address that are 0 if it is divisible by 16
 
 
 class _Mark(Enum):
-    """In place of a prepared step: made once, or not supported by the kernel."""
+    """In step_key of a prepared step: made once, or not supported by the kernel."""
 
-    MADE_ONCE = 0
+    SEEN_ONCE = 0
     NOT_SUPPORTED = 1
 
 
 class StepCalls:
     """The kernel calls of one kind of pass. Not prepared without `prepare`, and where the kernel does not prepare steps.
 
-    `place` in its methods: the step, the batch row, and settings of this call that the work depends on. `captured`: the tensors that the
+    `step_key` in its methods: the step, the batch row, and settings of this call that the work depends on. `captured`: the tensors that the
     score program reads, on the device of the queries.
     """
 
@@ -52,22 +52,22 @@ class StepCalls:
         self._overlap: dict[tuple[bool, ...], bool] = {}
 
     def forward(
-        self, place: Hashable, inputs: AttentionInputs, work: Callable[[], Work], captured: Sequence[Tensor], *,
+        self, step_key: Hashable, inputs: AttentionInputs, work: Callable[[], Work], captured: Sequence[Tensor], *,
         state: State | None, final: bool, max_scores: bool,
     ) -> State:  # fmt: skip
         """`Kernel.forward`. Calls with max scores are not prepared."""
         kernel, prepares = self._kernel, self._prepares
         if prepares is None or max_scores:
             return kernel.forward(inputs, work(), state=state, final=final, max_scores=max_scores)
-        key = place, _inputs_key(inputs), None if state is None else state.layout, _captured_key(captured)
+        key = step_key, _inputs_key(inputs), None if state is None else state.layout, _captured_key(captured)
         step = self._forward.get(key)
         if step is not None and not isinstance(step, _Mark):
             return step(inputs, state, captured)
         step_work = work()
         result = kernel.forward(inputs, step_work, state=state, final=final, max_scores=False)
         if step is None:
-            _add(self._forward, key, _Mark.MADE_ONCE)
-        elif step is _Mark.MADE_ONCE:
+            _add(self._forward, key, _Mark.SEEN_ONCE)
+        elif step is _Mark.SEEN_ONCE:
             prepared = prepares.prepare_forward_step(inputs, step_work, state=state, result=result, final=final)
             self._forward[key] = _Mark.NOT_SUPPORTED if prepared is None else prepared
         return result
@@ -84,14 +84,14 @@ class StepCalls:
         return known, known
 
     def backward(
-        self, place: Hashable, tensors: BackwardInputs, work: Callable[[], Work], captured: Sequence[Tensor], into: Grads
+        self, step_key: Hashable, tensors: BackwardInputs, work: Callable[[], Work], captured: Sequence[Tensor], into: Grads
     ) -> None:  # fmt: skip
-        """`Kernel.backward`, added to `into`."""
+        """`Kernel.backward` with `into`: dQ and gradients of captured tensors are added to it, dK and dV overwrite it."""
         kernel, prepares = self._kernel, self._prepares
         if prepares is None:
             kernel.backward(tensors, work(), wide=True, into=into)
             return
-        key = place, _inputs_key(tensors.inputs), _gradients_key(tensors, into), _captured_key(captured)
+        key = step_key, _inputs_key(tensors.inputs), _gradients_key(tensors, into), _captured_key(captured)
         step = self._backward.get(key)
         if step is not None and not isinstance(step, _Mark):
             step(tensors, into, captured)
@@ -99,8 +99,8 @@ class StepCalls:
         step_work = work()
         kernel.backward(tensors, step_work, wide=True, into=into)
         if step is None:
-            _add(self._backward, key, _Mark.MADE_ONCE)
-        elif step is _Mark.MADE_ONCE:
+            _add(self._backward, key, _Mark.SEEN_ONCE)
+        elif step is _Mark.SEEN_ONCE:
             prepared = prepares.prepare_backward_step(tensors, step_work, into=into)
             self._backward[key] = _Mark.NOT_SUPPORTED if prepared is None else prepared
 

@@ -58,7 +58,7 @@ def _generate(device: Any, request: dict[str, Any]) -> int:
     import torch
     import torch.distributed as dist
 
-    warnings.filterwarnings("ignore", category=UserWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module="transformers.*")
     try:
         from longspan.integrations import generation
     except ImportError as error:

@@ -42,15 +42,15 @@ class Request:
 
 
 def plan(
-    mask: Annotated[str, typer.Option(help='such as "causal & documents(lengths.txt)", or module:function')] = "causal",
-    tokens: Annotated[str, typer.Option(help="tokens of the whole sequence: 8192, 64k, 1M (k = 1024)")] = "64k",
+    mask: Annotated[str | None, typer.Option(help='such as "causal & documents(lengths.txt)", or module:function; default: causal')] = None,
+    tokens: Annotated[str | None, typer.Option(help="tokens of the whole sequence: 8192, 64k, 1M (k = 1024); default: 64k")] = None,
     gpus: Annotated[str, typer.Option(help="devices")] = "8",
     cluster: Annotated[str, typer.Option(help="h200, h100, b200, a100, h800, any of them with _ethernet, or a TOML file")] = "h200",
-    heads: Annotated[str, typer.Option(help="query heads, or query/KV heads: 32/8")] = "32/8",
-    dim: Annotated[str, typer.Option(help="head dim")] = "128",
+    heads: Annotated[str | None, typer.Option(help="query heads, or query/KV heads; default: 32/8")] = None,
+    dim: Annotated[str | None, typer.Option(help="head dim; default: 128")] = None,
     batch: Annotated[str, typer.Option(help="batch rows")] = "1",
-    layout: Annotated[str, typer.Option(help=", ".join(LAYOUT_NAMES))] = "auto",
-    strategy: Annotated[str, typer.Option(help=", ".join(STRATEGY_NAMES))] = "auto",
+    layout: Annotated[str | None, typer.Option(help=f"{', '.join(LAYOUT_NAMES)}; default: auto")] = None,
+    strategy: Annotated[str | None, typer.Option(help=f"{', '.join(STRATEGY_NAMES)}; default: auto")] = None,
     ulysses: Annotated[str | None, typer.Option(help="Ulysses degree: devices that share the heads; default: chosen")] = None,
     stages: Annotated[str | None, typer.Option(help="stages of strategy 'exchange'")] = None,
     overlap: Annotated[bool | None, typer.Option(help="overlap local KV with the first all-to-all; default: chosen")] = None,
@@ -61,28 +61,29 @@ def plan(
     trace: Annotated[Path | None, typer.Option(help="write a trace for Chrome or Perfetto")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="print the options that were compared")] = False,
     serve: Annotated[bool, typer.Option("--serve", help="predict serving of --model: first token, time per token, memory")] = False,
-    model: Annotated[str, typer.Option(help="with --serve: qwen3-8b, llama3-70b, …; a wrong name lists all")] = "qwen3-8b",
-    context: Annotated[str, typer.Option(help="with --serve: tokens of each sequence")] = "128k",
+    model: Annotated[str | None, typer.Option(help="with --serve: qwen3-8b (default), llama3-70b, …; a wrong name lists all")] = None,
+    context: Annotated[str | None, typer.Option(help="with --serve: tokens of each sequence; default: 128k")] = None,
     tp: Annotated[str | None, typer.Option(help="with --serve: devices that share heads; default: chosen")] = None,
 ) -> None:
     """Plan an attention over many devices and predict its time. Runs on this machine's CPU."""
     if serve:
         training = {
-            "--mask": mask != "causal", "--tokens": tokens != "64k", "--heads": heads != "32/8", "--dim": dim != "128",
-            "--layout": layout != "auto", "--strategy": strategy != "auto", "--ulysses": ulysses, "--stages": stages,
-            "--overlap": overlap is not None, "--stragglers": stragglers, "--slow-links": slow_links, "--png": png, "--trace": trace,
-            "--explain": explain,
+            "--mask": mask, "--tokens": tokens, "--heads": heads, "--dim": dim, "--layout": layout, "--strategy": strategy,
+            "--ulysses": ulysses, "--stages": stages, "--overlap": overlap, "--stragglers": stragglers, "--slow-links": slow_links,
+            "--png": png, "--trace": trace, "--explain": explain or None,
         }  # fmt: skip
-        given = [name for name, is_set in training.items() if is_set]
+        given = [name for name, value in training.items() if value is not None]
         if given:
             raise UsageError(f"--serve: {', '.join(given)} not supported with --serve; expected --model, --context, --batch, --gpus, --tp")
         serve_plan.predict(
-            model=model, context=parse.count(context, "--context"), batch=parse.count(batch, "--batch"), gpus=parse.count(gpus, "--gpus"),
-            cluster=cluster, tp=None if tp is None else parse.count(tp, "--tp"), html=html,
+            model=model or "qwen3-8b", context=parse.count(context or "128k", "--context"), batch=parse.count(batch, "--batch"),
+            gpus=parse.count(gpus, "--gpus"), cluster=cluster, tp=None if tp is None else parse.count(tp, "--tp"), html=html,
         )  # fmt: skip
         return
-    if model != "qwen3-8b" or context != "128k" or tp is not None:
+    if any(value is not None for value in (model, context, tp)):
         raise UsageError("--model, --context, --tp: expected --serve with them; without it give --tokens, --heads and --dim")
+    mask, tokens, heads, dim = mask or "causal", tokens or "64k", heads or "32/8", dim or "128"
+    layout, strategy = layout or "auto", strategy or "auto"
     length, devices = parse.count(tokens, "--tokens"), parse.count(gpus, "--gpus")
     q_heads, kv_heads = parse.heads(heads)
     sizes = {"batch": parse.count(batch, "--batch"), "heads": q_heads, "kv_heads": kv_heads, "head_dim": parse.count(dim, "--dim")}

@@ -105,7 +105,7 @@ def absorbed(module: Any, query: Tensor, update: PendingUpdate) -> LayerInputs:
     """MLA over latent vectors: one KV head, whose keys are (latent, rotary part) and whose values are the latent.
 
     q·k = q_p · (W_k c) + q_t · k_t = (W_kᵀ q_p) · c + q_t · k_t, and Σ w (W_v c) = W_v Σ w c: the up-projections are applied to queries
-    and outputs, and no key or value of a head is ever formed.
+    and outputs, and this path forms no key or value per head.
     """
     up, (latent, rotary) = module.kv_b_proj, (update.k, update.v)
     p, e = module.qk_nope_head_dim, module.v_head_dim

@@ -37,8 +37,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, keep: Place = "device", input
     """fn(*args, **kwargs), whose backward pass computes its activations again, except the results of attention.
 
     Attention runs once. Kept from the forward pass: the arguments, and out and lse of every `longspan.attention` in `fn`. With a plan, the
-    recomputation of attention communicates nothing. Layers that mix tokens without attention gather their inputs again, and calls with
-    `longspan.selected` run again.
+    recomputation of attention communicates nothing. Layers that mix tokens without attention gather their inputs again.
 
     Args:
         fn: A layer, or any function of tensors. It must do the same each time.

@@ -43,8 +43,8 @@ _Base: Any = Trainer if TYPE_CHECKING else object
 class SpanningMixin(_Base):  # type: ignore[misc]
     """A mesh for a `transformers.Trainer`: ranks along its axis "cp" share sequences, ranks along "dp" or "dp_replicate" do not.
 
-    Put it before the Trainer's class. The loss is the mean cross entropy of the labels that the collator gives; a class that computes
-    another loss loses it, so that settings for one are refused.
+    Put it before the Trainer's class. The loss is the mean cross entropy of the labels that the collator gives. A subclass's own
+    loss is not computed; arguments that select one raise ValueError.
 
     Datasets have a length. Training reads samples in an order that depends on seed and epoch, also when a run is resumed within an epoch,
     or in the dataset's order (`train_sampling_strategy` "random" or "sequential"). Evaluation reads the batches of one process, each

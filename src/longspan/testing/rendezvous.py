@@ -23,16 +23,16 @@ class RankLost(RuntimeError):
 class Turns:
     """One rank computes at a time, until it waits for an exchange.
 
-    Threads that compute at the same time pass the interpreter's lock back and forth at every operation of torch. A rank that blocks
-    outside of an exchange keeps its turn; the others go on without one after `patience` seconds.
+    Threads that compute at the same time pass the GIL back and forth at every torch operation. A rank that blocks outside of an exchange
+    keeps its turn; the others go on without one after `timeout` seconds.
     """
 
-    patience: float
+    timeout: float
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _rank: int | None = None
 
     def take(self, rank: int) -> None:
-        if self._lock.acquire(timeout=self.patience):
+        if self._lock.acquire(timeout=self.timeout):
             self._rank = rank
 
     def give(self, rank: int) -> None:
@@ -198,7 +198,7 @@ class _VirtualPending:
 
     def wait(self) -> None:
         group, slot, rendezvous = self.group, self.slot, self.group.rendezvous
-        if not slot.done:  # else the turn goes on
+        if not slot.done:
             rank = group.members[group.rank]
             rendezvous.turns.give(rank)
             try:

@@ -107,7 +107,7 @@ class VirtualWorld:
         If calls raise, this raises the exception of the lowest rank that failed by itself, with a note that names the rank. A rank that
         waits for one that has returned or raised raises at once.
         """
-        turns = Turns(patience=min(0.2, self.timeout / 4))
+        turns = Turns(timeout=min(0.2, self.timeout / 4))
         rendezvous = Rendezvous(world=self.name, stream=self._stream(), record=self._record, turns=turns)
         results: dict[int, T] = {}
         errors: dict[int, BaseException] = {}

@@ -1,7 +1,7 @@
 """Lookups of a score mod that depend on batch row and head alone: loaded before the loop over tiles, not in each of its steps.
 
 A slope per head (ALiBi) or a learned temperature is the same for all pairs of a head. Inside the loop, its load follows the wait for
-the scores and delays the softmax by the latency of the cache.
+the scores and delays the softmax by the load's latency.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def _hoisted(keyed: JointByKey) -> tuple[int, ...]:
     for i in _lookups(graphs[0]):
         # A tensor with lookups at two places, or at places within the tile, stays a pointer.
         one_place = all(len(set(_lookups(g)[i])) <= 1 for g in graphs)
-        if one_place and _lookups(graphs[0])[i] and all(_at_head(g, i) for g in graphs):
+        if one_place and _lookups(graphs[0])[i] and all(_reads_are_uniform(g, i) for g in graphs):
             tables.append(i)
     return tuple(tables)
 
 
-def _at_head(graph: Graph, table: int) -> bool:
+def _reads_are_uniform(graph: Graph, table: int) -> bool:
     uniform = _uniform(graph)
     return all(not isinstance(i, Node) or i in uniform for at in _lookups(graph)[table] for i in at)
 
@@ -67,14 +67,14 @@ def _uniform_function(keyed: ByKey, options: Options) -> Any:
     emitter = Emitter(keyed.program.graph, replace(options, hoisted=()))
     tables, lookups = list(emitter.captured), _lookups(keyed.program.graph)
     loads = {i: [x for x in lookups[i][0] if isinstance(x, Node)] for i in options.hoisted}
-    behind: set[Node] = set()
+    dependencies: set[Node] = set()
     pending = [n for nodes in loads.values() for n in nodes]
     while pending:
         node = pending.pop()
-        if node not in behind:
-            behind.add(node)
+        if node not in dependencies:
+            dependencies.add(node)
             pending += node.all_input_nodes
-    emitter.run(behind)
+    emitter.run(dependencies)
     values = [emitter.load(table, lookups[i][0]).text if i in options.hoisted else f"captured[{i}]" for i, table in enumerate(tables)]
     name = f"uniform_{keyed.program.key[:12]}"
     return loaded(function_source(name, "b, h, captured, sizes", [*emitter.lines, f"return ({', '.join(values)},)"]))
