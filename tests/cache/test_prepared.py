@@ -145,6 +145,23 @@ class TestGraphSteps:
             step.advance()
         assert cache.lengths(ids).tolist() == [1]
 
+    def test_another_unfinished_step_raises(self) -> None:
+        cache = make_cache(layers=1)
+        ids = cache.allocate(1)
+        step = cache.step(ids, 1, longest=20)
+        ls.attention(*tokens(1, 1), cache=step, layer=0)
+        other = cache.step(ids, 1)
+        with pytest.raises(ValueError, match="no other unfinished step"):
+            step.advance()
+        ls.attention(*tokens(1, 1), cache=other, layer=0)
+        step.advance()
+
+    def test_a_mask_must_serve_the_longest_sequence(self) -> None:
+        cache = make_cache(layers=1)
+        step = cache.step(cache.allocate(1), 1, longest=20)
+        with pytest.raises(ValueError, match="was made for 10 tokens, got a sequence of 20"):
+            ls.attention(*tokens(1, 1), cache=step, layer=0, mask=ls.causal() & ls.documents(lengths=[4, 6]))
+
     def test_errors(self) -> None:
         cache = make_cache(pages=3, layers=1)
         ids = cache.allocate(1)

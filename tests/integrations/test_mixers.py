@@ -74,6 +74,19 @@ def test_recomputed_layers_of_a_hybrid_find_the_plan() -> None:
     assert_ranks_equal_one(model, batch_of(2), 2, layout="head_tail")
 
 
+def test_a_recomputation_that_ends_inside_of_a_mixer_leaves_no_mixer_behind() -> None:
+    """torch stops a recomputation at the last tensor that the backward pass needs: here within the mixer, the last module of its block."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    config = tiny_model("nemotron_h", "longspan").config.to_dict() | {"layers_block_type": ["attention", "mamba"], "num_hidden_layers": 2}
+    config |= {"layer_types": ["full_attention", "linear_attention"], "hybrid_override_pattern": "*M"}
+    model = NemotronHForCausalLM(NemotronHConfig(**config)).train()
+    model.set_attn_implementation("longspan")
+    assert mixers_of(model)
+    model.gradient_checkpointing_enable()
+    assert_ranks_equal_one(model, batch_of(2), 2)
+
+
 def test_rows_move_to_their_ranks_and_back() -> None:
     x = torch.randn(5, LENGTH, 3, dtype=torch.float64)
     before = head_tail(LENGTH, 3)

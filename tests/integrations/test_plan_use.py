@@ -17,6 +17,8 @@ from tests.integrations.tiny_models import batch_of, model_of, relative, results
 import longspan as ls
 import longspan.integrations.transformers as lst
 from longspan.integrations._batch import document_starts
+from longspan.integrations._forward import current_forward
+from longspan.integrations._plan_use import run_checked
 from longspan.testing import virtual_world
 
 SIZES = {"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
@@ -229,6 +231,28 @@ def test_a_model_that_computes_its_loss_by_code_of_its_own_raises() -> None:
     with pytest.raises(ValueError, match="LlamaForCausalLM computes its loss by code of its own"):
         model(**prepared)
     model(**{name: value for name, value in prepared.items() if name not in ("labels", "shift_labels")})
+
+
+def test_a_loss_in_compiled_code_is_not_taken_for_the_models_own() -> None:
+    model, prepared = model_of("llama", "longspan"), planned()
+    want = model(**prepared).loss
+    model.compile(backend="eager")
+    assert relative(model(**prepared).loss, want) < 2e-6
+
+
+def test_an_inner_model_with_embeddings_has_the_tokens_of_the_outer_one() -> None:
+    model, tokens = model_of("llama", "longspan"), torch.arange(7)[None]
+    seen = []
+
+    def inner(**kwargs: Any) -> None:
+        forward = current_forward.get()
+        seen.append(None if forward is None else forward.tokens)
+
+    def outer(input_ids: torch.Tensor) -> None:
+        run_checked(model, inner, (), {"inputs_embeds": torch.zeros(1, 7, 4)})
+
+    run_checked(model, outer, (), {"input_ids": tokens})
+    assert seen[0] is tokens
 
 
 def test_a_mask_in_a_list_of_tensors_is_refused_with_the_models_name() -> None:

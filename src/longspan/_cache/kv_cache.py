@@ -127,6 +127,7 @@ class KVCache:
         if not self.shared_kv:
             v[:, :before] = self._v
         self._set_pages(k, v)
+        self.prepared.clear()  # launches that assume the alignment of the layers' old addresses
         self._pool.grow(pages)
 
     @property

@@ -75,7 +75,7 @@ class CacheStep:
         Raises:
             RuntimeError: The step was made without longest=…, not all layers were captured, there are not enough free pages, or the cache
                 has grown, so that the graph would read old memory.
-            ValueError: A sequence would have more than `longest` tokens, or was freed.
+            ValueError: A sequence would have more than `longest` tokens, was freed, or has another unfinished step.
         """
         ranges, cache = self.ranges, self.cache
         if ranges.longest is None:
@@ -84,6 +84,9 @@ class CacheStep:
             raise RuntimeError(f"advance: expected all {cache.layers} layers of the step to be captured, got {len(self._used)}")
         if self._addresses != cache.addresses:
             raise RuntimeError(_MOVED)
+        waiting = [sequence_id for sequence_id in self.ids if cache.sequence(sequence_id).unfinished]
+        if waiting:
+            raise ValueError(f"advance: expected no other unfinished step, got one of sequences {waiting}: write all of its layers first")
         counts = ranges.counts if self.ragged else ranges.counts[0]
         new = cache.step(self.ids, counts, longest=ranges.longest)
         for sequence_id in self.ids:

@@ -36,6 +36,10 @@ from longspan._torch_modes import without_autocast
 
 BLOCK = (BLOCK_SIZE, BLOCK_SIZE)
 KERNELS = ("auto", "cpu", "triton")
+_GRAPH_NEEDS_DECODE_KERNEL = (
+    "cache=…: expected a call that the triton decode kernel supports in a CUDA graph (kernel='auto' or 'triton', no float64); other "
+    "kernels read lengths on the host, which a replay would not update"
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,6 +69,8 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[Te
         layer, work = _checked(q, k, v, call)
         step, q, k, v = call.step, q.detach(), k.detach(), v.detach()
         by_triton = _decodes_by_triton(q, v, step, work, call.kernel)
+        if q.is_cuda and not by_triton and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(_GRAPH_NEEDS_DECODE_KERNEL)
     except (ValueError, TypeError, RuntimeError) as error:
         if mesh is None:
             raise
@@ -130,7 +136,7 @@ def _decodes_by_triton(q: Tensor, v: Tensor, step: CacheStep, work: PagedWork, k
     kernel_named("triton")  # raises if it is not installed
     from longspan._kernels.triton.decode_call import refusal
 
-    longest = max(step.ranges.lengths, default=0)
+    longest = _longest(step)
     dims = q.shape[-1], v.shape[-1]
     reason = refusal(q, dims, work, sequences=len(step.ids), longest=longest, shared=step.cache.shared_kv)
     if reason is not None and kernel == "triton":
@@ -203,6 +209,11 @@ def _check_tokens(q: Tensor, k: Tensor, step: CacheStep) -> None:
             raise ValueError(f"{name}: expected the step's new tokens, {expected}, got {tuple(x.shape)}")
 
 
+def _longest(step: CacheStep) -> int:
+    """The number of tokens that a sequence of the step has, or will have when the step advances in a CUDA graph."""
+    return max(*step.ranges.lengths, step.ranges.longest or 0, 0)
+
+
 def _check_captured(step: CacheStep) -> None:
     """Raise unless a CUDA graph may capture the step."""
     if step.ranges.longest is None:
@@ -227,7 +238,7 @@ def _checked_mask(value: Any, step: CacheStep, heads: int) -> Mask | None:
     mask = as_mask(value)
     if mask.has_selection:
         raise ValueError(f"mask {mask}: longspan.selected is not supported with cache=; gather the chosen keys, or call without a cache")
-    extent, longest = mask.extent, max(step.ranges.lengths, default=0)
+    extent, longest = mask.extent, _longest(step)
     extent.check(f"mask {mask}", batch=len(step.ids), heads=heads)
     for size in (extent.q_len, extent.kv_len):
         if size is not None and size < longest:

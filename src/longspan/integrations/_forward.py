@@ -108,8 +108,12 @@ class PlanKeepingCheckpoint:
             return self.function(run, *args, **kwargs)
 
         def run_within(*run_args: Any, **run_kwargs: Any) -> Any:
-            with in_forward(forward):
-                return run(*run_args, **run_kwargs)
+            mixer = forward.mixer
+            try:
+                with in_forward(forward):
+                    return run(*run_args, **run_kwargs)
+            finally:
+                forward.mixer = mixer  # a recomputation may end early, inside of a mixer
 
         return self.function(run_within, *args, **kwargs)
 

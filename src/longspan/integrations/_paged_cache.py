@@ -285,9 +285,14 @@ class PagedCache(Cache):
             self._left = {0}
 
     def reset(self) -> None:
-        """Free all sequences. The pages stay allocated for the next ones."""
+        """Free all sequences. On one device, the pages stay allocated for the next ones.
+
+        Over a mesh, the next forward makes new caches: after a failure of one rank, ranks may have counted their sequences differently.
+        """
         for group in self._groups.values():
-            if group.cache is not None and group.ids:
+            if self.mesh is not None:
+                group.cache = None
+            elif group.cache is not None and group.ids:
                 group.cache.free(group.ids)
             group.ids, group.step = [], None
         self._columns, self._left = [], set()

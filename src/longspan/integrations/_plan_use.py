@@ -92,6 +92,8 @@ def run_checked(model: nn.Module, call: Callable[..., Any], args: tuple[Any, ...
     if plan is not None:
         forward.has_mixers = bool(_check_before(model, plan, kwargs.get("attention_mask")))
     outer = current_forward.get()
+    if forward.tokens is None and outer is not None:
+        forward.tokens = outer.tokens  # a text model that gets embeddings from the model around it
     with in_forward(forward):
         try:
             output = call(*args, **kwargs)
@@ -181,7 +183,8 @@ def _check_loss(model: nn.Module, forward: Forward, kwargs: dict[str, Any], outp
     """Raise ValueError if a model computed its loss by code of its own, which shifts labels again and divides by this rank's count."""
     has_labels = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
     has_loss = isinstance(output, tuple) or getattr(output, "loss", None) is not None
-    if has_labels and has_loss and not forward.counted_loss and not kwargs.get("fused_lm_head"):
+    # Traced code does not record its loss function.
+    if has_labels and has_loss and not forward.counted_loss and not kwargs.get("fused_lm_head") and not _any_compiled(model):
         raise ValueError(
             f"longspan: {type(model).__name__} computes its loss by code of its own, from the labels of this rank's shard only. Call it "
             "without labels and shift_labels, and compute the loss from its logits: longspan.integrations.loss.token_loss(logits, "

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,6 +27,9 @@ except ImportError as error:
     raise ImportError(f"longspan.integrations.accelerate needs accelerate ({error}): pip install 'longspan[hf]'") from error
 
 __all__ = ["SpanningAccelerator"]
+
+
+_in_context: ContextVar[bool] = ContextVar("longspan_accelerate", default=False)
 
 
 class SpanningAccelerator(Accelerator):
@@ -70,8 +74,12 @@ class SpanningAccelerator(Accelerator):
             yield
             return
         options = {"buffers": buffers, "buffer_seq_dims": buffer_seq_dims, "no_restore_buffers": no_restore_buffers, **self.context_options}
-        with context_parallel(mesh, **options):
-            yield
+        token = _in_context.set(True)
+        try:
+            with context_parallel(mesh, **options):
+                yield
+        finally:
+            _in_context.reset(token)
 
 
 def _drop_masks(model: nn.Module) -> None:
@@ -87,8 +95,24 @@ def _drop_masks(model: nn.Module) -> None:
         )
 
     def before(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**kwargs, "attention_mask": None, "is_causal": True} if "attention_mask" in kwargs else kwargs
+        drops = _in_context.get() and "attention_mask" in kwargs
+        return args, {**kwargs, "attention_mask": None, "is_causal": True} if drops else kwargs
 
+    model.register_forward_pre_hook(_check_batch, with_kwargs=True, prepend=True)
     for name, module in model.named_modules():
         if name.endswith("self_attn"):
             module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+
+
+def _check_batch(_model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError if a batch in the context has padding or packed documents, which attention would not see."""
+    if not _in_context.get():
+        return
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    padded = isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all())
+    packed = isinstance(positions, Tensor) and positions.ndim == 2 and bool((positions.diff(dim=1) < 0).any())
+    if padded or packed:
+        raise ValueError(
+            f"SpanningAccelerator: expected whole causal sequences, got {'padding' if padded else 'position_ids that start again'}; use "
+            "attn_implementation='longspan' and prepare_batch"
+        )

@@ -118,7 +118,8 @@ class Rendezvous:
 
     def close(self, slot: _Slot, error: str | None) -> None:
         with self.lock:
-            slot.done, slot.error = True, error
+            slot.error = error  # before done, which is read without the lock
+            slot.done = True
             slot.posts.clear()
             slot.changed.notify_all()
 
