@@ -90,7 +90,7 @@ def install(model: nn.Module) -> list[nn.Module]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Call:
+class _MixerCall:
     """A mixer's call in a forward with a plan, on a batch of `batch` rows."""
 
     module: nn.Module
@@ -154,7 +154,7 @@ def _gather_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             f"longspan: expected this rank's {plan.local_len} tokens as the first argument of {described(module)}, [B, L, D], got {got}. "
             "This model is not supported on several ranks; call it without a plan on one device"
         )
-    call = _Call(module=module, plan=plan, batch=hidden.shape[0])
+    call = _MixerCall(module=module, plan=plan, batch=hidden.shape[0])
     arguments = {name: value for name, value in arguments.items() if name not in _NOT_READ}
     for name in (names[0], *_GATHERED):
         if arguments.get(name) is not None:
