@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -58,6 +59,16 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
+def isolation_refusal(work: Work) -> str | None:
+    """The reason why these kernels do not run masked work under LONGSPAN_ISOLATE=1; else None.
+
+    wgmma multiplies masked probabilities, which are 0, by values: NaN and ±inf reach all rows of a tile. Without a mask, all rows see them.
+    """
+    if os.environ.get("LONGSPAN_ISOLATE", "0") in ("", "0") or work.mask is None:
+        return None
+    return "LONGSPAN_ISOLATE=1 is set, and NaN or inf may reach rows that do not see it"
+
+
 class HopperKernel:
     """Kernel for Hopper GPUs. Numerics as in `TritonKernel`: scores, sums and the running state in float32; P in the dtype of v for P·V.
 
@@ -80,6 +91,7 @@ class HopperKernel:
         refusal = _refusal(inputs, work)
         if refusal is None and work.invariant and work.score is not None:
             refusal = "longspan.invariant() with a score_mod"  # it has a second form for tiles whose lookups are uniform
+        refusal = refusal or isolation_refusal(work)
         if refusal is not None:
             return Capabilities(refusal=refusal)
         # Deterministic: TMA reductions of two concurrent launches would add to dQ in arbitrary order.
