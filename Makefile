@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# CUDA builds of torch depend on the Triton they were built for; CPU builds bring none, and the kernel tests need one.
+TRITON_OF_CPU_TORCH := "triton==3.6.0; sys_platform == 'linux'"
 # Tests are many and small: one thread each, one process per core; who is done first takes from the others.
 # They start many processes: bytecode is written even where the environment says not to.
 RUN_TESTS := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal
@@ -17,6 +19,7 @@ $(STAMP): pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints-dev.txt torch
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet $(TRITON_OF_CPU_TORCH)
 	$(BIN)/python -m pip install --quiet -c constraints-dev.txt -e '.[dev]'
 	@touch $@
 
