@@ -48,11 +48,23 @@ def test_documents_are_detected_in_the_whole_sequence() -> None:
     by_positions = prepare_batch(whole(position_ids=positions), ls.Mesh.abstract(2), layout="head_tail")["longspan_plan"]["full"]
     ids = torch.bucketize(torch.arange(LENGTH), torch.tensor(starts[1:]), right=True).expand(ROWS, LENGTH)
     by_ids = prepare_batch(whole(document_ids=ids), ls.Mesh.abstract(2), layout="head_tail")["longspan_plan"]["full"]
-    edges = torch.tensor([*starts, LENGTH])
+    edges = torch.tensor([*starts, *(LENGTH + start for start in starts), ROWS * LENGTH])  # over all rows
     flash = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
     by_edges = prepare_batch(whole(**flash), ls.Mesh.abstract(2), layout="head_tail")["longspan_plan"]["full"]
     assert by_positions.digest == by_ids.digest == by_edges.digest
     assert by_positions.digest != prepare_batch(whole(), ls.Mesh.abstract(2), layout="head_tail")["longspan_plan"]["full"].digest
+    prepare_batch(whole(position_ids=positions, **flash), ls.Mesh.abstract(2))
+
+
+def test_cu_seq_lens_of_rows_with_different_documents() -> None:
+    """The first row is one document, the second has two."""
+    edges = torch.tensor([0, LENGTH, LENGTH + 40, ROWS * LENGTH])
+    ids = torch.stack([torch.zeros(LENGTH, dtype=torch.long), (torch.arange(LENGTH) >= 40).long()])
+    by_edges, by_ids = (
+        prepare_batch(whole(**batch), ls.Mesh.abstract(2), layout="head_tail")["longspan_plan"]["full"]
+        for batch in ({"cu_seq_lens_q": edges}, {"document_ids": ids})
+    )
+    assert by_edges.digest == by_ids.digest
 
 
 def test_windows_share_one_layout_and_may_be_planned_later() -> None:
@@ -87,6 +99,10 @@ def test_labels_that_only_padding_could_predict_do_not_count() -> None:
         ({"labels": torch.zeros(2, 5)}, r"expected labels of shape \[2, 211\]"),
         ({"position_ids": torch.arange(LENGTH)[None] % 70, "attention_mask": torch.ones(2, LENGTH)}, "leave out attention_mask"),
         ({"input_ids": torch.zeros(2, 2), "labels": None}, "got 2 tokens for 4 ranks"),
+        ({"cu_seq_lens_q": torch.tensor([0, 100, LENGTH])}, "from 0 to 422, the tokens of all rows, got 0 to 211"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2 * LENGTH]), "cu_seq_lens_k": torch.tensor([0, 9, 2 * LENGTH])}, "equal cu_seq_lens_q and"),
+        ({"cu_seq_lens_q": torch.tensor([0, 100, 2 * LENGTH]), "position_ids": torch.arange(LENGTH)[None]}, "leave one of them out"),
+        ({"document_ids": torch.zeros(2, LENGTH), "seq_idx": torch.ones(2, LENGTH)}, "got both, and they differ"),
     ],
 )
 def test_a_batch_that_cannot_be_split_raises(change: dict[str, Any], message: str) -> None:

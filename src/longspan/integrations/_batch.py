@@ -74,8 +74,8 @@ def prepare_batch(
 
     Args:
         batch: `input_ids` [B, S] or `inputs_embeds` [B, S, D], and any of: `labels` [B, S], not shifted; `position_ids` [B, S] or [1, S],
-            which start again at each packed document; `document_ids` (or `seq_idx`) [B, S], negative for padding; `attention_mask`
-            [B, S], 0 for padding.
+            which start again at each packed document; `document_ids` (or `seq_idx`) [B, S], negative for padding; `cu_seq_lens_q`
+            [documents + 1], where documents begin, counted over all rows; `attention_mask` [B, S], 0 for padding.
         mesh: The ranks that share the sequence, as `longspan.plan` takes them. Or a DeviceMesh with an axis "cp" beside any of "dp",
             "dp_replicate", "dp_shard" and "tp": labels are then counted over the data axes too, in one small collective call.
         config: The model or its config. It must run attn_implementation="longspan". Its windows get plans of their own over the common
@@ -205,23 +205,50 @@ def _mask(batch: Mapping[str, Any], positions: Tensor) -> tuple[Mask, Tensor | N
 
 def _document_ids(batch: Mapping[str, Any], positions: Tensor) -> Tensor | None:
     """The document of each token [B, S] on the CPU, negative for padding; None if the batch does not say."""
-    document_ids = batch.get("document_ids") if batch.get("document_ids") is not None else batch.get("seq_idx")
-    if document_ids is not None:
-        ids: Tensor = document_ids.cpu()
-        return ids
+    stated, by_lengths = _stated_ids(batch), _ids_from_lengths(batch, positions)
+    if stated is not None:
+        return stated
     if batch.get("position_ids") is not None:
         starts, real = document_starts(positions).cpu(), _real_tokens(batch)
         if real is None:
-            return starts.cumsum(1)
+            ids = starts.cumsum(1)
+            if by_lengths is not None and bool((starts[:, 1:] != (by_lengths.diff(dim=1) != 0)).any()):
+                raise ValueError(
+                    "prepare_batch: expected position_ids that start again where cu_seq_lens_q says that a document begins, got others; "
+                    "leave one of them out"
+                )
+            return ids
         if bool((starts[:, 1:] & real[:, 1:] & real[:, :-1]).any()):
             raise ValueError(
                 "prepare_batch: expected position_ids that increase by one, because there is an attention_mask, got some that start again "
                 "within a row: transformers would not separate those documents. Give document_ids, or leave out attention_mask"
             )
-    if batch.get("cu_seq_lens_q") is not None:
-        ends = batch["cu_seq_lens_q"].cpu()[1:-1]
-        return torch.bucketize(torch.arange(positions.shape[1]), ends, right=True)[None].expand_as(positions)
-    return None
+    return by_lengths
+
+
+def _stated_ids(batch: Mapping[str, Any]) -> Tensor | None:
+    """`document_ids` or `seq_idx` [B, S] on the CPU; None without either."""
+    both = [batch[name].cpu() for name in ("document_ids", "seq_idx") if batch.get(name) is not None]
+    if len(both) == 2 and not torch.equal(*both):
+        raise ValueError("prepare_batch: expected document_ids or seq_idx, got both, and they differ; leave one of them out")
+    return both[0] if both else None
+
+
+def _ids_from_lengths(batch: Mapping[str, Any], positions: Tensor) -> Tensor | None:
+    """The document of each token [B, S] by `cu_seq_lens_q` [documents + 1], which counts the tokens of all rows; None without it."""
+    bounds, keys = batch.get("cu_seq_lens_q"), batch.get("cu_seq_lens_k")
+    if bounds is None and keys is None:
+        return None
+    if bounds is None or (keys is not None and not torch.equal(bounds.cpu(), keys.cpu())):
+        raise ValueError("prepare_batch: expected equal cu_seq_lens_q and cu_seq_lens_k, as of self-attention, got others")
+    bounds = bounds.cpu()
+    if int(bounds[0]) != 0 or int(bounds[-1]) != positions.numel():
+        raise ValueError(
+            f"prepare_batch: expected cu_seq_lens_q from 0 to {positions.numel()}, the tokens of all rows, got {int(bounds[0])} to "
+            f"{int(bounds[-1])}"
+        )
+    ids = torch.bucketize(torch.arange(positions.numel()), bounds[1:], right=True).view(positions.shape)
+    return ids - ids[:, :1]  # the same for rows with the same documents
 
 
 def _real_tokens(batch: Mapping[str, Any]) -> Tensor | None:
