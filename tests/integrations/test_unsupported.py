@@ -97,6 +97,12 @@ def test_layers_that_are_not_causal_and_windows_without_a_plan_raise() -> None:
         model(**prepared_for(model))
 
 
+def test_a_soft_cap_beside_a_score_mod_raises() -> None:
+    layer, x = model_of("llama", "longspan").model.layers[0].self_attn, torch.zeros(1, 4, 3, 8)
+    with pytest.raises(ValueError, match="expected softcap or score_mod, got both"):
+        lst.attention_forward(layer, x, x, x, softcap=5.0, score_mod=lambda s, b, h, q, kv: s + 1)
+
+
 def test_the_error_for_a_foreign_mask_function_names_it() -> None:
     from transformers.masking_utils import and_masks, blockwise_overlay, causal_mask_function, sliding_window_causal_mask_function
 

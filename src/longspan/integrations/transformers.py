@@ -153,6 +153,8 @@ def attention_forward(
     """
     update = take_update()  # before anything raises: the next layer's update would find it
     _check_supported(module, dropout, rest)
+    if softcap is not None and score_mod is not None:
+        raise ValueError("longspan: expected softcap or score_mod, got both; apply the soft cap in score_mod")
     query, key, value = as_autocast(query, key, value)  # rotary embeddings leave q and k in another dtype than v
     options: dict[str, Any] = {"scale": scaling, "sink": s_aux, "score_mod": score_mod if softcap is None else _softcap(float(softcap))}
     if longspan_plan is None:
