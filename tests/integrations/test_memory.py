@@ -231,11 +231,13 @@ def test_long_context_over_ranks_takes_whole_batches() -> None:
         model = tiny("Qwen3").train()
         model.load_state_dict(plain.state_dict())
         memory.long_context(model, mesh, mlp_chunk=8, loss_chunk=9, gradients="sum")
-        loss = model(**batch).loss
+        loss = model(batch["input_ids"], labels=batch["labels"]).loss  # arguments by position are split, too
         loss.backward()
         return loss.detach(), gradients(model)
 
-    ranks = virtual_world(3).run(rank)
+    world = virtual_world(3)
+    ranks = world.run(rank)
+    assert world.bytes_sent > 0
     torch.testing.assert_close(torch.stack([loss for loss, _ in ranks]).sum(), expected.detach().double(), rtol=1e-6, atol=0)
     for i, b in enumerate(want):
         torch.testing.assert_close(torch.stack([grads[i] for _, grads in ranks]).sum(0), b, rtol=1e-5, atol=1e-7)
@@ -248,10 +250,15 @@ def test_models_that_change_their_logits_compute_their_own_loss_without_a_loss_c
     torch.testing.assert_close(model(**batch).loss.detach(), expected)
 
 
-def test_models_that_change_their_logits_are_refused() -> None:
+def test_models_whose_loss_is_not_that_of_a_linear_layer_raise() -> None:
     for model in (tiny("Gemma2", final_logit_softcapping=5.0), tiny("Granite", logits_scaling=3.0)):
         with pytest.raises(ValueError, match="changes its hidden states or logits"):
             memory.causal_lm_loss(model, batch_of())
         assert model.training == tiny("Llama").training
+    mixture = tiny("Mixtral", num_local_experts=2, num_experts_per_tok=1).float()
+    memory.causal_lm_loss(mixture, batch_of())
+    for change in (lambda: {"output_router_logits": True}, lambda: setattr(mixture.config, "output_router_logits", True) or {}):
+        with pytest.raises(ValueError, match="the load-balancing loss is not computed"):
+            memory.causal_lm_loss(mixture, {**batch_of(), **change()})
     with pytest.raises(ValueError, match="expected labels"):
         memory.causal_lm_loss(tiny("Llama"), {"input_ids": torch.ones(1, 3, dtype=torch.long)})

@@ -151,6 +151,8 @@ def causal_lm_loss(model: Any, batch: Mapping[str, Any], *, chunk: int = 4096) -
     labels, shifted, count = (keywords.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch"))
     if labels is None and shifted is None:
         raise ValueError("memory.causal_lm_loss: expected labels in the batch")
+    if getattr(model.config, "output_router_logits", False) or keywords.get("output_router_logits"):
+        raise ValueError("memory.causal_lm_loss: expected output_router_logits=False: the load-balancing loss is not computed")
     _check_head(model)
     hidden = model.base_model(**{"use_cache": False, **keywords}).last_hidden_state
     targets = shift_labels(labels) if shifted is None else shifted
@@ -167,8 +169,6 @@ def _check_head(model: Any) -> None:
     head, name = model.get_output_embeddings(), type(model).__name__
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ValueError(f"memory.causal_lm_loss: expected an output layer nn.Linear without bias, got {head} in {name}")
-    if getattr(model.config, "output_router_logits", False):
-        raise ValueError("memory.causal_lm_loss: expected output_router_logits=False: the load-balancing loss is not computed")
     ids = torch.arange(_CHECK_TOKENS, device=model.get_input_embeddings().weight.device)[None]
     seen: list[tuple[Tensor, Tensor]] = []
 
@@ -230,11 +230,16 @@ def long_context(
     if mlp_chunk is not None:
         tile_mlps(model, mlp_chunk)
     plain_forward = model.forward
+    names = list(inspect.signature(plain_forward).parameters)
 
     @functools.wraps(plain_forward)
     def forward(*args: Any, **batch: Any) -> Any:
-        if not model.training or args or batch.get("labels") is None:
+        positional = dict(zip(names, args))
+        if not model.training or positional.keys() & batch.keys():  # the latter raises TypeError
             return plain_forward(*args, **batch)
+        batch |= positional
+        if batch.get("labels") is None:
+            return plain_forward(**batch)
         if mesh is not None and batch.get("longspan_plan") is None:
             batch = dict(prepare_batch(batch, mesh, config=model, gradients=gradients, **options))
             if loss_chunk is None:
