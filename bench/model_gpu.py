@@ -21,8 +21,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import longspan as ls
 from longspan._training.decoder import Decoder, DecoderConfig, flops_per_token
+from longspan._training.job import peak_flops
 
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -119,7 +119,7 @@ def main() -> None:
     if args.tiny:
         config = DecoderConfig(vocab=512, width=64, layers=2, heads=4, kv_heads=2, head_dim=16, hidden=96, recompute=True)
     device_name = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
-    peak_flops = next((flops for card, flops in PEAK_FLOPS.items() if card in device_name), None)
+    gpu_peak = peak_flops(torch.device(DEVICE))
     size = sum(p.numel() for p in Decoder(config).parameters())
     print(
         f"# {device_name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; {size / 1e6:.0f}M parameters, "
@@ -130,7 +130,7 @@ def main() -> None:
         lengths = document_lengths(mask, args.tokens)
         results = {name: measure(name, lengths, config, args.steps) for name in args.attention}
         for name, (loss, seconds, peak, flops) in results.items():
-            mfu = f"{100 * flops * args.tokens / seconds / peak_flops:.1f} %" if peak_flops else "-"
+            mfu = f"{100 * flops * args.tokens / seconds / gpu_peak:.1f} %" if gpu_peak else "-"
             ratio = f"{results['flex'][1] / seconds:.2f}" if "flex" in results else "-"
             print(f"{mask:12}{name:12}{args.tokens / seconds:12,.0f}{seconds:10.3f}{mfu:>8}{peak:10.1f}{ratio:>8}{loss:10.4f}", flush=True)
         losses = [result[0] for result in results.values()]

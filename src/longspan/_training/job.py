@@ -26,8 +26,11 @@ from longspan._training.launch import INTERRUPTED, Interrupts
 from longspan.integrations import PlanOptions, prepare_batch
 from longspan.integrations.loss import IGNORED
 
-# NVIDIA's data sheets, by a part of the device's name.
-_PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
+# Dense bfloat16 FLOP/s of NVIDIA's data sheets by a part of the device's name, of which the first one counts.
+_PEAK_FLOPS = {
+    "GB200": 2500e12, "B200": 2250e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
+    "A100": 312e12,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
