@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from longspan._cost.clusters import cluster, dump
 
@@ -59,7 +60,7 @@ def test_plan_predicts_serving_and_writes_the_page(capsys: Any, tmp_path: Path) 
     [
         (["--serve", "--model", "gpt-9"], "--model: expected one of qwen3-8b"),
         (["--serve", "--tokens", "1M"], "--tokens not supported with --serve"),
-        (["--serve", "--tp", "3", "--gpus", "8"], "--tp: tp: expected a divisor of 8 devices"),
+        (["--serve", "--tp", "3", "--gpus", "8"], "longspan plan: --tp: expected a divisor of 8 devices"),
         (["--context", "1M"], "expected --serve with them"),
     ],
 )
@@ -90,9 +91,23 @@ def test_generate_prints_text_whose_end_changes_as_more_tokens_are_decoded(capsy
     assert capsys.readouterr().out == "aé\nxé\ufffd\n"
 
 
-def test_generate_loads_a_checkpoint_only_from_a_folder(capsys: Any, tmp_path: Path) -> None:
-    code, _, err = called(capsys, "generate", "--checkpoint", str(tmp_path))
-    assert code == 2 and "--checkpoint: expected a folder with config.json" in err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--checkpoint", "."], "generate: --checkpoint: expected a folder with config.json"),
+        (["generate", "--prompt", "a", "--context", "9"], "generate: --context: expected either --prompt or --context"),
+        (["warm", "--kernel", "cpu"], "warm: --kernel: expected one of auto, hopper, triton, got 'cpu'"),
+    ],
+)
+def test_wrong_options_of_generate_and_warm_are_usage_errors(capsys: Any, arguments: list[str], message: str) -> None:
+    code, _, err = called(capsys, *arguments)
+    assert code == 2 and message in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_warm_without_a_gpu_names_no_option(capsys: Any) -> None:
+    code, _, err = called(capsys, "warm")
+    assert code == 2 and err.startswith("longspan warm: torch finds no CUDA device here")
 
 
 MASKS = ["full", "causal()", "sliding_window(1k) & causal", "~prefix(64) | (causal & documents([1000, 1048]))"]

@@ -1,6 +1,6 @@
 """The command line application: its commands and its error messages.
 
-A command is a module of this package with a function `register(app)`. To add one, write the module and add its name to COMMANDS.
+A command is a module of this package with a function of the same name. To add one, write the module and add its name to COMMANDS.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def application(commands: Sequence[str] = COMMANDS) -> typer.Typer:
     )
     app.callback()(_callback)
     for name in commands:
-        importlib.import_module(f"longspan.cli.{name}").register(app)
+        app.command(name)(getattr(importlib.import_module(f"longspan.cli.{name}"), name))
     return app
 
 

@@ -21,10 +21,6 @@ DOCUMENTS = 16
 MAX_MASK_BYTES = 2**32  # of a dense mask
 
 
-def register(app: typer.Typer) -> None:
-    app.command("bench")(bench)
-
-
 def bench(
     tokens: Annotated[str | None, typer.Option(help="tokens of the sequence (k = 1024); default 2k on a CPU, 16k on a GPU")] = None,
     heads: Annotated[str, typer.Option(help="query heads, or query/KV heads")] = "8",

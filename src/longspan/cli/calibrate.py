@@ -11,10 +11,6 @@ from longspan.cli import files, parse
 from longspan.cli.app import UsageError, usage_errors
 
 
-def register(app: typer.Typer) -> None:
-    app.command("calibrate")(calibrate)
-
-
 def calibrate(
     out: Annotated[Path, typer.Argument(help="the TOML file to write")] = Path("cluster.toml"),
     name: Annotated[str | None, typer.Option(help="name of the profile")] = None,

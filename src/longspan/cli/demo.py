@@ -12,10 +12,6 @@ from longspan.cli.app import UsageError
 _MAX_ERROR = 1e-4
 
 
-def register(app: typer.Typer) -> None:
-    app.command("demo")(demo)
-
-
 def demo(
     tokens: Annotated[str, typer.Option(help="tokens of the packed sequence: 4096, 16k (k = 1024)")] = "16k",
     processes: Annotated[str, typer.Option(help="processes to start; under torchrun, its processes are used")] = "4",

@@ -13,14 +13,10 @@ from longspan.cli import parse
 from longspan.cli.app import UsageError, describe
 
 
-def register(app: typer.Typer) -> None:
-    app.command("generate")(generate)
-
-
 def generate(
     checkpoint: Annotated[Path | None, typer.Option(help="folder of a transformers checkpoint; default: a tiny random model")] = None,
     prompt: Annotated[str | None, typer.Option(help="text to continue; default: --context random tokens")] = None,
-    context: Annotated[str, typer.Option(help="random prompt tokens without --prompt: 256, 64k")] = "256",
+    context: Annotated[str | None, typer.Option(help="random prompt tokens instead of --prompt: 64k; default: 256")] = None,
     new: Annotated[str, typer.Option(help="tokens to generate")] = "64",
     chunk: Annotated[str, typer.Option(help="prompt tokens per forward pass")] = "4096",
     temperature: Annotated[float, typer.Option(help="0 for the most likely token")] = 0.0,
@@ -36,11 +32,13 @@ def generate(
         raise UsageError(f"--temperature: expected 0, or a number from 0.01 to 1000, got {temperature}")
     if prompt is not None and not prompt:
         raise UsageError("--prompt: expected a text, got an empty one")
+    if prompt is not None and context is not None:
+        raise UsageError("--context: expected either --prompt or --context, the number of random prompt tokens; got both")
     if checkpoint is not None and not (checkpoint / "config.json").is_file():
         raise UsageError(f"--checkpoint: expected a folder with config.json, got {checkpoint}")
     counts = {"new_tokens": parse.count(new, "--new"), "chunk": parse.count(chunk, "--chunk")}
     counts["page_size"] = parse.count(page_size, "--page-size")
-    tokens, ranks = parse.count(context, "--context"), parse.count(processes, "--processes")
+    tokens, ranks = parse.count(context or "256", "--context"), parse.count(processes, "--processes")
 
     import torch
 

@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 MAX_PLANNED = 512  # devices; larger clusters are simulated
 
 
-def register(app: typer.Typer) -> None:
-    app.command("plan")(plan)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
     """The problem of a command line: fields as the options. `degree`: of --ulysses, None to choose one."""

@@ -25,8 +25,10 @@ def predict(*, model: str, context: int, batch: int, gpus: int, cluster: str, tp
         profile: Any = profile_of(cluster)
     except (ValueError, OSError) as error:
         raise UsageError(f"--cluster: {describe(error).removeprefix('cluster: ')}") from None
-    with usage_errors("--tp", ValueError):
+    try:
         made = plan_serving(MODELS[model], profile, gpus=gpus, context=context, batch=batch, tp=tp)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
     printing.text(str(made))
     if html is not None:
         report = made.attention.report(made.group.context_cluster)

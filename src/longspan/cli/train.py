@@ -20,10 +20,6 @@ from longspan.cli import parse
 from longspan.cli.app import UsageError
 
 
-def register(app: typer.Typer) -> None:
-    app.command("train")(train)
-
-
 def _printed_once(command: Callable[..., int]) -> Callable[..., int]:
     """The command, with usage errors under torchrun printed by rank 0 only; every rank exits with code 2."""
 

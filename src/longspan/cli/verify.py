@@ -16,10 +16,6 @@ from longspan.cli.app import UsageError
 MAX_RANKS = 64
 
 
-def register(app: typer.Typer) -> None:
-    app.command("verify")(verify)
-
-
 def verify(
     ranks: Annotated[
         str | None, typer.Option(help="virtual ranks, threads of this process; default 4; under torchrun, its processes are used")

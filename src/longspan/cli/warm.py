@@ -11,10 +11,7 @@ from longspan.cli import parse
 from longspan.cli.app import UsageError
 
 DTYPES = ("bfloat16", "float16", "float32")
-
-
-def register(app: typer.Typer) -> None:
-    app.command("warm")(warm)
+KERNELS = ("auto", "hopper", "triton")
 
 
 def warm(
@@ -25,7 +22,7 @@ def warm(
     batch: Annotated[str, typer.Option(help="batch rows")] = "1",
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bfloat16",
     forward_only: Annotated[bool, typer.Option("--forward-only", help="not the backward kernels")] = False,
-    kernel: Annotated[str, typer.Option(help="the kernel to compile: auto, hopper, triton")] = "auto",
+    kernel: Annotated[str, typer.Option(help=f"the kernel to compile: {', '.join(KERNELS)}")] = "auto",
 ) -> None:
     """Compile the attention kernels of a job into Triton's cache on disk, forward and backward in parallel.
 
@@ -37,12 +34,15 @@ def warm(
     key_dim, _, value_dim = dim.partition("/")
     dims = parse.count(key_dim, "--dim"), parse.count(value_dim or key_dim, "--dim")
     parsed, rows = parse.mask(mask, length), parse.count(batch, "--batch")
-    parse.device("cuda")
+    if kernel not in KERNELS:
+        raise UsageError(f"--kernel: expected one of {', '.join(KERNELS)}, got {kernel!r}")
 
     import torch
 
     import longspan as ls
 
+    if not torch.cuda.is_available():
+        raise UsageError("torch finds no CUDA device here; run on a machine with the GPU of the job")
     started = time.perf_counter()
     try:
         kernels = ls.warm(
