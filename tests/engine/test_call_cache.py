@@ -23,6 +23,7 @@ from longspan._engine.call_cache import CallCache, CallKey, score_key
 from longspan._engine.prepared_call import PreparedCall
 from longspan._engine.values import CallTensors
 from longspan._masks import remembered_mask as remembered_masks
+from longspan._masks import trace_cache
 from longspan._masks.remembered_mask import remembered_mask
 
 CAUSAL = ls.causal()
@@ -336,6 +337,18 @@ def test_a_function_as_a_mask_is_prepared_and_its_changes_are_noticed(prepared: 
     gone = weakref.ref(local)
     del local
     assert gone() is None  # without the garbage collector: a step's closure may capture large tensors
+
+
+def test_a_function_as_a_mask_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, ids = qkv(), torch.arange(64) // 10
+
+    def same_document(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return ids[q] == ids[kv]
+
+    first = ls.attention(*tensors, mask=same_document)
+    monkeypatch.setattr(trace_cache, "trace", None)
+    for mask in (same_document, ls.mask_mod(same_document)):
+        assert torch.equal(ls.attention(*tensors, mask=mask), first)
 
 
 def test_a_block_mask_is_remembered_until_its_lists_or_its_mod_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from longspan._masks.algebra import FromBlockMask, Mask, as_mask
 from longspan._masks.trace_cache import traces
+from longspan._masks.trace_guard import REMEMBERED_MASK
 from longspan._masks.tracing import Traced
 
-_NAME = "_longspan_mask"
 _LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
@@ -52,24 +52,24 @@ def remembered_mask(value: Any) -> Mask | None:
 
 def _of_function(fn: types.FunctionType) -> Mask:
     traced = traces.trace(fn, "mask", score_dtype=torch.float32)
-    mask = fn.__dict__.get(_NAME)
+    mask = fn.__dict__.get(REMEMBERED_MASK)
     if not isinstance(mask, TracedFunction) or not _same(mask.traced, traced):
-        mask = fn.__dict__[_NAME] = TracedFunction(traced)
+        mask = fn.__dict__[REMEMBERED_MASK] = TracedFunction(traced)
     return mask
 
 
 def _of_block_mask(block_mask: BlockMask) -> Mask:
     lists: list[Tensor | None] = [getattr(block_mask, name) for name in _LISTS]
     state = [None if t is None else (id(t), t.data_ptr(), None if t.is_inference() else t._version) for t in lists]
-    remembered = block_mask.__dict__.get(_NAME)
+    remembered = block_mask.__dict__.get(REMEMBERED_MASK)
     if remembered is not None:
         mask, mask_mod, old_state = remembered
         if mask_mod is block_mask.mask_mod and old_state == state and _same(mask.traced, _trace(mask)):
             return mask  # type: ignore[no-any-return]
-    block_mask.__dict__.pop(_NAME, None)
+    block_mask.__dict__.pop(REMEMBERED_MASK, None)
     mask = as_mask(copy.copy(block_mask))
     if all(t is None or not t.is_inference() for t in lists):  # torch does not count modifications of inference tensors
-        block_mask.__dict__[_NAME] = mask, block_mask.mask_mod, state
+        block_mask.__dict__[REMEMBERED_MASK] = mask, block_mask.mask_mod, state
     return mask
 
 

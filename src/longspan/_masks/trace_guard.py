@@ -27,6 +27,14 @@ Expected = tuple[str, Any]  # ("same", value), ("ref", weak reference to the val
 Metadata = tuple[Hashable, ...]
 
 
+REMEMBERED_MASK = "_longspan_mask"  # the attribute of a function that holds its remembered mask, which no mod reads
+
+
+def has_attributes(fn: types.FunctionType) -> bool:
+    """Whether a function has attributes of the user, which its code may read."""
+    return bool(fn.__dict__) and (len(fn.__dict__) > 1 or REMEMBERED_MASK not in fn.__dict__)
+
+
 class Unguarded(Exception):
     """Raised for a read that a guard cannot repeat."""
 
@@ -118,7 +126,7 @@ class Guard:
         tensors_read: list[Tensor] = []
         for ref, code, defaults, cells, names in self._functions:
             function = fn if ref is None else ref()
-            if function is None or function.__code__ is not code or function.__kwdefaults__ or function.__dict__:
+            if function is None or function.__code__ is not code or function.__kwdefaults__ or has_attributes(function):
                 return None
             if function.__defaults__ is not defaults and not _same_defaults(function.__defaults__, defaults):
                 return None

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longspan._masks.trace_guard import Guard, Reads, guard_of
+from longspan._masks.trace_guard import Guard, Reads, guard_of, has_attributes
 
 _IMMUTABLE = frozenset({bool, int, str, bytes, range, type(None), type(Ellipsis), torch.dtype, torch.device, torch.Size})
 _BUILTINS = "abs all any bool divmod enumerate float int isinstance len list max min pow range reversed round slice sum tuple zip"
@@ -198,7 +198,7 @@ class _Walk:
     def function(self, fn: types.FunctionType) -> Hashable:
         """A Python function: its code, defaults, closure cells and the globals that it names."""
         names = _names_in(fn.__code__)
-        if names is None or fn.__dict__:
+        if names is None or has_attributes(fn):
             raise Unsure
         self.names += [name for name in names.attributes if name not in self.names]
         values: list[Hashable] = [self.identity(fn.__code__), self.value(fn.__defaults__), self.value(fn.__kwdefaults__)]
