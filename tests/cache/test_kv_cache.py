@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
 
 import longspan as ls
+from longspan._cache import kv_cache
 from longspan.testing import oracle
 
 HEADS, GROUPS, DIM = 4, 2, 16
@@ -135,6 +137,68 @@ def test_out_of_pages_raises_and_changes_nothing() -> None:
     extend(cache, ids[1:], 8)
     with pytest.raises(RuntimeError, match="free pages"):
         cache.step(cache.fork(ids[0]), 1)  # a copy of the shared page does not fit
+
+
+@pytest.mark.parametrize("at", ["copy to the device", "copy of a page"])
+def test_a_step_that_fails_changes_nothing_and_may_be_repeated(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decoded(*, fails: bool) -> tuple[Tensor, int]:
+        cache = make_cache(page_size=4)
+        ids = cache.allocate(2)
+        extend(cache, ids, 6)
+        ids.append(cache.fork(ids[0]))
+        extend(cache, ids, 2, seed=1)
+        ids.append(cache.fork(ids[0]))
+        cache.truncate(ids[-1:], 7)
+        if fails:
+            with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+                if at == "copy to the device":
+                    patch.setattr(kv_cache, "query_ranges", out_of_memory)
+                else:
+                    patch.setattr(cache, "_k", OutOfMemory(), raising=True)
+                cache.step(ids, 1)
+        out = extend(cache, ids, 1, seed=2)
+        return out, cache.free_pages
+
+    for got, expected in zip(decoded(fails=True), decoded(fails=False), strict=True):
+        assert torch.equal(torch.as_tensor(got), torch.as_tensor(expected))
+
+
+class OutOfMemory:
+    """Pages of which no page can be read."""
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return out_of_memory()
+
+
+def out_of_memory(*args: Any) -> Any:
+    raise torch.OutOfMemoryError("no memory")
+
+
+def test_a_step_with_one_count_of_any_integer_type_has_rows_of_positions() -> None:
+    cache = make_cache()
+    ids = cache.allocate(2)
+    for count in (1, torch.tensor(1), numpy.int64(1)):
+        assert cache.step(ids, count).positions.shape == (2, 1)
+
+
+def test_handles_may_come_from_an_iterator() -> None:
+    cache = make_cache()
+    ids = cache.allocate(2)
+    extend(cache, ids, 4)
+    cache.truncate(iter(ids), [1, 2])
+    assert cache.lengths(iter(ids)).tolist() == [1, 2]
+    cache.free(iter(ids))
+    assert cache.free_pages == cache.pages
+
+
+def test_a_step_made_in_inference_mode_advances_outside_of_it() -> None:
+    cache = make_cache()
+    ids = cache.allocate(1)
+    with torch.inference_mode():
+        step = cache.step(ids, 1, longest=4)
+        ls.attention(*tokens(1, 1), cache=step, layer=0, mask=ls.causal())
+    step.advance()
+    assert step.positions.tolist() == [[1]]
 
 
 def test_rejects_freed_and_unknown_sequences() -> None:

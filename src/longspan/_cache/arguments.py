@@ -31,9 +31,14 @@ def integers(values: Any, what: str, *, least: int = 0) -> list[int]:
     return [integer(v, what, least=least) for v in values]
 
 
+def is_several(values: Any) -> bool:
+    """Whether a value is an iterable of integers, not one integer."""
+    return isinstance(values, Iterable) and not (isinstance(values, Tensor) and values.ndim == 0)
+
+
 def one_each(values: Any, count: int, what: str, *, least: int = 0) -> list[int]:
     """`count` ints: one integer for all, or one for each."""
-    several = isinstance(values, Iterable) and not (isinstance(values, Tensor) and values.ndim == 0)
+    several = is_several(values)
     numbers = integers(values, what, least=least)
     if not several:
         return numbers * count

@@ -13,19 +13,28 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from longspan._cache.arguments import integer, integers, one_each
+from longspan._cache.arguments import integer, integers, is_several, one_each
 from longspan._cache.page_pool import OutOfPages, PagePool
 from longspan._cache.sequence import CachedSequence
 from longspan._cache.step import CacheStep
 from longspan._comm.mesh import as_mesh
 from longspan._kernels.paged import PagedKV, QueryRanges, SpreadPages, query_ranges
+from longspan._torch_modes import default_modes
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class _NewPages(NamedTuple):
+    """Pages that a step takes for one sequence: from column `first` on, and the copy of the last page before, if it is shared."""
+
+    first: int
+    shared: int | None
+    copy: int | None
 
 
 class KVCache:
@@ -99,7 +108,7 @@ class KVCache:
         self._free_rows: list[int] = []
         self._next_id = 0
         self.version = 0  # counts changes of sequences
-        self.table_version = 0  # counts moves of the page table
+        self.table_version = 0  # counts moves of the pages and of the page table in memory
         self.prepared: dict[Hashable, Any] = {}  # launches of calls that repeat; the engine bounds it
 
     def _empty_pages(self, pages: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
@@ -127,6 +136,7 @@ class KVCache:
         if not self.shared_kv:
             v[:, :before] = self._v
         self._set_pages(k, v)
+        self.table_version += 1
         self.prepared.clear()  # launches that assume the alignment of the layers' old addresses
         self._pool.grow(pages)
 
@@ -153,7 +163,7 @@ class KVCache:
     def lengths(self, ids: Any) -> Tensor:
         """Number of tokens of each sequence, int64 [n] on the cache's device. Tokens of a step count as soon as the step is made."""
         values = [s.length for s in self._selected(ids, "lengths")]
-        host = torch.tensor(values, dtype=torch.int64)
+        host = torch.tensor(values, dtype=torch.int64, device="cpu")
         return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
     def step(self, ids: Any, counts: Any, *, longest: int | None = None) -> CacheStep:
@@ -174,7 +184,7 @@ class KVCache:
         """
         ids = tuple(integers(ids, "step: ids"))
         sequences = self._different(ids, "step")
-        ragged = not isinstance(counts, int)
+        ragged = is_several(counts)
         counts = one_each(counts, len(ids), "step: counts")
         grown = max((s.length + c for s, c in zip(sequences, counts, strict=True)), default=0)
         if longest is not None and grown > integer(longest, "step: longest", least=1):
@@ -186,22 +196,16 @@ class KVCache:
         if longest is not None:
             width = max(width, self._pages_of(longest))
         self._grow_table(rows=len(self._sequences), width=width)
-        updates: list[tuple[int, int, int]] = []  # row, column and page of changed entries of the table
-        copies: list[tuple[int, int]] = []  # page shared with other sequences, its copy
-        for sequence, more in zip(sequences, wanted, strict=True):
-            if sequence.row in rows_to_copy:
-                column = len(sequence.pages) - 1
-                shared, copy = sequence.pages[column], self._pool.take(self._owner(sequence, column))
-                self._pool.release([shared])
-                copies.append((shared, copy))
-                sequence.pages[column] = copy
-                updates.append((sequence.row, column, copy))
-            for column in range(len(sequence.pages), len(sequence.pages) + more):
-                sequence.pages.append(self._pool.take(self._owner(sequence, column)))
-                updates.append((sequence.row, column, sequence.pages[-1]))
+        changes = [self._take_pages(s, more, copies_last=s.row in rows_to_copy) for s, more in zip(sequences, wanted, strict=True)]
         starts = [s.length for s in sequences]
         lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        ranges = self._uploaded_ranges(sequences, starts, lengths, updates, copies)
+        try:
+            with default_modes():
+                ranges = self._uploaded_ranges(sequences, starts, lengths, changes)
+        except BaseException:  # such as out of memory: the caller may free memory and try again
+            for sequence, change in zip(sequences, changes, strict=True):
+                self._return_pages(sequence, change)
+            raise
         step = CacheStep(cache=self, ids=ids, ranges=replace(ranges, longest=longest), ragged=ragged)
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.length += count
@@ -249,28 +253,53 @@ class KVCache:
                     "free or truncate sequences, or make a cache with more pages"
                 )
 
+    def _take_pages(self, sequence: CachedSequence, more: int, *, copies_last: bool) -> _NewPages:
+        """Take `more` free pages for a sequence, and one to copy its last page to, if asked for."""
+        shared = copy = None
+        if copies_last:
+            shared, copy = sequence.pages[-1], self._pool.take(self._owner(sequence, len(sequence.pages) - 1))
+            self._pool.release([shared])
+            sequence.pages[-1] = copy
+        first = len(sequence.pages)
+        for column in range(first, first + more):
+            sequence.pages.append(self._pool.take(self._owner(sequence, column)))
+        return _NewPages(first, shared, copy)
+
+    def _return_pages(self, sequence: CachedSequence, new: _NewPages) -> None:
+        """Undo `_take_pages`."""
+        self._pool.release(sequence.pages[new.first :])
+        del sequence.pages[new.first :]
+        if new.shared is not None and new.copy is not None:
+            sequence.pages[-1] = new.shared
+            self._pool.share([new.shared])
+            self._pool.release([new.copy])
+
     def _uploaded_ranges(
-        self,
-        sequences: list[CachedSequence],
-        starts: list[int],
-        lengths: list[int],
-        updates: list[tuple[int, int, int]],
-        copies: list[tuple[int, int]],
-    ) -> QueryRanges:
-        """The ranges of a step. Also changes the page table and copies pages on the device, where they belong to this rank."""
+        self, sequences: list[CachedSequence], starts: list[int], lengths: list[int], changes: list[_NewPages]
+    ) -> QueryRanges:  # fmt: skip
+        """The ranges of a step. Also copies pages and then changes the page table, on the device, where they belong to this rank."""
         pool, rank = self._pool, self._rank
-        updates = [(row, column, pool.local(page)) for row, column, page in updates if pool.owner(page) == rank]
-        copies = [(pool.local(shared), pool.local(copy)) for shared, copy in copies if pool.owner(copy) == rank]
+        entries = [  # row, column and page of changed entries of the table
+            (s.row, column, s.pages[column])
+            for s, new in zip(sequences, changes, strict=True)
+            for column in range(new.first - (new.copy is not None), len(s.pages))
+        ]
+        updates = [(row, column, pool.local(page)) for row, column, page in entries if pool.owner(page) == rank]
+        copies = [
+            (pool.local(new.shared), pool.local(new.copy))
+            for new in changes
+            if new.shared is not None and new.copy is not None and pool.owner(new.copy) == rank
+        ]
         spread = None
         if self.ranks > 1:
             spread = SpreadPages(ranks=self.ranks, rank=rank, shifts=tuple(s.shift for s in sequences), page_size=self.page_size)
-        host = [torch.tensor(pairs, dtype=torch.int64) for pairs in (updates, copies)]
+        host = [torch.tensor(numbers, dtype=torch.int64) for numbers in (updates, copies)]
         ranges, (changed, moved) = query_ranges(starts, lengths, [s.row for s in sequences], host, self.device, spread)
-        if updates:
-            self._table[changed[:, 0], changed[:, 1]] = changed[:, 2].int()
         if copies:
             for x in (self._k,) if self.shared_kv else (self._k, self._v):
                 x[:, moved[:, 1]] = x[:, moved[:, 0]]
+        if updates:
+            self._table[changed[:, 0], changed[:, 1]] = changed[:, 2].int()
         return ranges
 
     def fork(self, id: int) -> int:
@@ -317,8 +346,8 @@ class KVCache:
         self._checked_truncation(ids, lengths)
 
     def _checked_truncation(self, ids: Any, lengths: Any) -> tuple[list[CachedSequence], list[int]]:
-        sequences = self._selected(ids, "truncate")
         ids = integers(ids, "truncate: ids")
+        sequences = self._different(ids, "truncate")
         lengths = one_each(lengths, len(ids), "truncate: lengths")
         for sequence_id, sequence, length in zip(ids, sequences, lengths, strict=True):
             if length > sequence.length:
@@ -338,7 +367,8 @@ class KVCache:
         Raises:
             ValueError: A sequence does not exist, was freed, or is named twice.
         """
-        for sequence_id, sequence in zip(integers(ids, "free: ids"), self._selected(ids, "free"), strict=True):
+        ids = integers(ids, "free: ids")
+        for sequence_id, sequence in zip(ids, self._different(ids, "free"), strict=True):
             self._pool.release(sequence.held_pages)
             self._free_rows.append(sequence.row)
             del self._sequences[sequence_id]
@@ -430,7 +460,7 @@ class KVCache:
                 raise RuntimeError(f"{what}: a step of sequence {id} has not written all {self.layers} layers: finish the step")
 
     def _grow_table(self, *, rows: int, width: int) -> None:
-        """Make room for rows and columns, at least doubling what grows. Earlier steps keep the table that they were made with."""
+        """Make room for rows and columns, at least doubling what grows. Steps that are not finished use the new table too."""
         old_rows, old_width = self._table.shape
         if rows <= old_rows and width <= old_width:
             return
