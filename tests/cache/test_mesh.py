@@ -12,6 +12,7 @@ from tests.cache.test_kv_cache import DIM, HEADS, make_cache, tokens
 from torch import Tensor
 
 import longspan as ls
+from longspan._kernels.paged import PagedKV
 from longspan.testing import oracle, run_processes, virtual_world
 
 
@@ -170,6 +171,32 @@ def test_an_error_of_one_rank_raises_on_all_and_the_call_may_be_repeated(count: 
 
     first, second = virtual_world(2).run(run)
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("fails", ["gather_local", "write"])
+@pytest.mark.parametrize("count", [3, 200])
+def test_a_rank_without_memory_raises_on_all_ranks_and_the_call_may_be_repeated(
+    count: int, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works, failed = getattr(PagedKV, fails), set()
+
+    def once(pages: PagedKV, *args: Any) -> Any:
+        if pages.k.shape[0] == 201 and fails not in failed:  # the pages of rank 1
+            failed.add(fails)
+            raise torch.OutOfMemoryError("no memory")
+        return works(pages, *args)
+
+    monkeypatch.setattr(PagedKV, fails, once)
+
+    def run(mesh: ls.Mesh) -> Tensor:
+        cache = make_cache(pages=200 + mesh.rank, page_size=2, mesh=mesh)
+        step, new = cache.step(cache.allocate(1), count), tokens(1, count)
+        with pytest.raises(RuntimeError, match="no memory"):
+            ls.attention(*new, cache=step, layer=0, mask=ls.causal())
+        return ls.attention(*new, cache=step, layer=0, mask=ls.causal())
+
+    first, second = virtual_world(2).run(run)
+    assert failed and torch.equal(first, second)
 
 
 def test_arguments_that_one_rank_rejects_raise_on_all_ranks() -> None:

@@ -197,3 +197,18 @@ def test_an_index_out_of_bounds_raises_on_all_ranks_before_anything_is_sent() ->
 
     assert all("looks outside a captured tensor of shape (200,)" in message for message in world.run(rank))
     assert not any("stage" in exchange.what for exchange in world.exchanges)
+
+
+def test_a_tensor_that_one_rank_modified_before_the_backward_pass_raises_on_every_rank() -> None:
+    def run(mesh: Any) -> None:
+        plan = ls.plan(ls.causal(), 300, mesh)
+        q, k, v = tensors(plan)
+        q.requires_grad_()
+        out = ls.attention(q, k, v, plan=plan)
+        if mesh.rank == 1:
+            v.zero_()
+        out.sum().backward()
+
+    errors = errors_of(run)
+    assert all(isinstance(e, RuntimeError) and "modified by an inplace operation" in str(e) for e in errors)
+    assert "rank 1" in str(errors[0])

@@ -159,6 +159,23 @@ def refuse(mesh: Mesh, error: Exception) -> NoReturn:
     raise error
 
 
+class raising_on_all_ranks:  # named as a function: it is used as one
+    """Context of local work before an agreement: with an exception in it, every rank raises at once, and the call may be repeated.
+
+    Not around exchanges: the ranks of a failed exchange are out of step. Without a mesh, exceptions pass.
+    """
+
+    def __init__(self, mesh: Mesh | None) -> None:
+        self._mesh = mesh
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._mesh is not None and isinstance(error, Exception):
+            refuse(self._mesh, error)
+
+
 class _AllGather:
     """The same number of int64 words of every rank, on every rank: one exchange per axis, the first of which is begun at once.
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from longspan._comm.agreement import Agreement, CallDescription, agree, refuse
+from longspan._comm.agreement import Agreement, CallDescription, agree, raising_on_all_ranks
 from longspan._comm.mesh import Mesh
 
 
@@ -74,10 +74,8 @@ def _agree(
     mesh: Mesh, x: Tensor, counts: Sequence[int], rows: int | None, what: str, fields: Mapping[str, str] | None
 ) -> Agreement:  # fmt: skip
     """Check this rank's arguments, and compare them with those of all ranks before any data moves."""
-    try:
+    with raising_on_all_ranks(mesh):
         _check(mesh, x, counts, rows, what)
-    except (ValueError, RuntimeError) as error:
-        refuse(mesh, error)
     return agree(mesh, CallDescription(what, {
         "dtype": str(x.dtype), "row shape": str(list(x.shape[1:])), "tokens": str(list(counts)), "device": x.device.type, **(fields or {}),
     }))  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from longspan._cache.step import CacheStep
-from longspan._comm.agreement import refuse
+from longspan._comm.agreement import raising_on_all_ranks
 from longspan._engine import eager, ops, selected, selected_mesh, selected_mesh_ops
 from longspan._engine.cached import CachedCall, attend_cached
 from longspan._engine.call_cache import CallKey, calls, score_key
@@ -248,7 +248,7 @@ def _attend_over_mesh(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, p
         scale = _checked_scale(q, k, v, options)
         # Without shared heads, lse is not exchanged.
         return attend_compiled(q, k, v, options, mask=None, scale=scale, returned=options.return_lse or plan.data.degree == 1)
-    try:
+    with raising_on_all_ranks(plan.data.mesh):
         selects = isinstance(options.mask, Mask) and options.mask.has_selection
         scale = _checked_scale_over_mesh(q, k, v, options, plan, selects=selects)
         score_traced = _traced_score(options.score_mod, state_dtype(q.dtype))
@@ -257,8 +257,6 @@ def _attend_over_mesh(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, p
         if selects:
             call = CallOptions(spec=_spec(options, None, score_traced), scale=scale)
             chosen = selected_mesh.checked_selection(plan.data, options.mask, inputs, call)
-    except (ValueError, TypeError, RuntimeError) as error:
-        refuse(plan.data.mesh, error)
     if chosen is not None:
         return *selected_mesh_ops.attend(inputs, call, plan, chosen), _NOTHING
     return _run(inputs, options, None, score_traced, scale)

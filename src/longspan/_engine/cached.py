@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from longspan._cache.step import CacheStep, tokens_first
-from longspan._comm.agreement import refuse
+from longspan._comm.agreement import raising_on_all_ranks
 from longspan._engine.cached_chunk import Chunk, attend_chunk, first_gathered
-from longspan._engine.cached_mesh import announcing_errors, attend_over_mesh
+from longspan._engine.cached_mesh import attend_over_mesh
 from longspan._engine.cached_prepared import attend_again, prepare, repeated_key
 from longspan._engine.cached_tokens import StepQueries, StepResults
 from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, refuse_transforms
@@ -65,20 +65,16 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[Te
     key = repeated_key(q, k, v, call)
     if key is not None and (result := attend_again(q, k, v, call, key)) is not None:
         return result
-    try:
+    with raising_on_all_ranks(mesh):
         layer, work = _checked(q, k, v, call)
         step, q, k, v = call.step, q.detach(), k.detach(), v.detach()
         by_triton = _decodes_by_triton(q, v, step, work, call.kernel)
         if q.is_cuda and not by_triton and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(_GRAPH_NEEDS_DECODE_KERNEL)
-    except (ValueError, TypeError, RuntimeError) as error:
-        if mesh is None:
-            raise
-        refuse(mesh, error)
     pages = step.cache.layer_pages(layer)
     with torch.no_grad(), without_autocast():
         if mesh is not None:
-            with announcing_errors(mesh):
+            with raising_on_all_ranks(mesh):
                 pages.write(tokens_first(k), tokens_first(v), step.ranges)
             out, lse = attend_over_mesh(StepQueries(q, step, layer), pages, work, mesh, kernel=call.kernel, with_lse=call.return_lse)
         else:

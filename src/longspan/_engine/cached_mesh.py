@@ -11,14 +11,12 @@ most are cached. Legend as in `longspan._kernels.paged`; W bytes of an element o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from longspan._comm.agreement import refuse
+from longspan._comm.agreement import raising_on_all_ranks
 from longspan._comm.all_reduce import all_reduce_rows
 from longspan._comm.gather import all_gather_rows
 from longspan._comm.mesh import Mesh
@@ -77,10 +75,11 @@ class _MeshCall:
         passed = [name for name, chosen in (("KV", by_kv), ("partial results", by_partial)) if any(ranges.counts[i] for i in chosen)]
         self.step.passed[self.queries.layer] = " and ".join(passed)
         out_bytes = self.dim * q.element_size()
-        row_bytes = out_bytes + (torch.empty(0, dtype=self.wide).element_size() if self.with_lse else 0)
-        rows = torch.empty((sum(ranges.counts), self.heads, row_bytes), dtype=torch.uint8, device=q.device)
+        row_bytes = out_bytes + (self.wide.itemsize if self.with_lse else 0)
+        with raising_on_all_ranks(self.mesh):
+            rows = torch.empty((sum(ranges.counts), self.heads, row_bytes), dtype=torch.uint8, device=q.device)
         for i in by_kv:
-            rows[ranges.firsts[i] : ranges.firsts[i] + ranges.counts[i]] = self._by_passing_kv(i)
+            self._pass_kv(i, into=rows[ranges.firsts[i] : ranges.firsts[i] + ranges.counts[i]])
         if by_partial or not by_kv:
             tokens = [t for i in by_partial for t in range(ranges.firsts[i], ranges.firsts[i] + ranges.counts[i])]
             rows[tokens] = self._by_passing_partial_results(by_partial, tokens)
@@ -94,16 +93,16 @@ class _MeshCall:
         ranges, element = self.step.ranges, self.q.element_size()
         tokens = ranges.lengths[index] - first_gathered(self.work, ranges.starts[index])
         kv = tokens * self.pages.k.shape[1] * (self.pages.k.shape[3] + (0 if self.pages.shared else self.dim)) * element
-        partial = ranges.counts[index] * self.heads * (self.dim + 1) * torch.empty(0, dtype=self.wide).element_size()
+        partial = ranges.counts[index] * self.heads * (self.dim + 1) * self.wide.itemsize
         return kv < partial
 
     # -------------------------------------------------------------------------------------------- partial results
 
     def _by_passing_partial_results(self, indices: list[int], tokens: list[int]) -> Tensor:
         """Result bytes [t, H, …] of the tokens of some sequences."""
-        with announcing_errors(self.mesh):
+        with raising_on_all_ranks(self.mesh):
             local = self._local_results(indices)
-        packed = torch.cat([local.out, local.lse[..., None]], -1).transpose(1, 2).flatten(0, 1)[tokens].flatten(0, 1)
+            packed = torch.cat([local.out, local.lse[..., None]], -1).transpose(1, 2).flatten(0, 1)[tokens].flatten(0, 1)
         merged = all_reduce_rows(self.mesh, packed, _merged, self._finished, what=_WHAT, fields=self.fields)
         return merged.view(len(tokens), self.heads, merged.shape[-1])
 
@@ -137,8 +136,8 @@ class _MeshCall:
 
     # -------------------------------------------------------------------------------------------- KV
 
-    def _by_passing_kv(self, index: int) -> Tensor:
-        """Result bytes [count, H, …] of one sequence. Each rank computes two ranges of queries, one of the head and one of the tail."""
+    def _pass_kv(self, index: int, into: Tensor) -> None:
+        """Write the result bytes [count, H, …] of one sequence. Each rank computes two ranges of queries, of the head and of the tail."""
         ranges, ranks, work = self.step.ranges, self.mesh.size, self.work
         start, count, length = ranges.starts[index], ranges.counts[index], ranges.lengths[index]
         first = first_gathered(work, start)
@@ -146,45 +145,38 @@ class _MeshCall:
         edges = [count * i // (2 * ranks) for i in range(2 * ranks + 1)]
         parts = [[(edges[i], edges[i + 1]) for i in (rank, 2 * ranks - 1 - rank)] for rank in range(ranks)]
         q, made = self.queries.part(self.q, index), []
-        with announcing_errors(self.mesh):
+        with raising_on_all_ranks(self.mesh):
             for low, high in parts[self.mesh.rank]:
                 if low < high:
                     chunk = Chunk(index, start + low, start + high, first, length)
                     out, lse = attend_chunk((q[:, low:high], k, v), chunk, self.step, work, self.kernel)
                     made.append(self._as_bytes(out, lse).transpose(0, 1))
-        empty = self._as_bytes(q.new_empty(self.heads, 0, self.dim), q.new_empty(self.heads, 0)).transpose(0, 1)
+            empty = self._as_bytes(q.new_empty(self.heads, 0, self.dim), q.new_empty(self.heads, 0)).transpose(0, 1)
+            results = torch.cat([*made, empty]).contiguous()
+            order = torch.cat([torch.arange(low, high, device=q.device) for part in parts for low, high in part])
         counts = [sum(high - low for low, high in part) for part in parts]
-        gathered = all_gather_rows(self.mesh, torch.cat([*made, empty]).contiguous(), counts, what=_WHAT, fields=self.fields)
-        order = torch.cat([torch.arange(low, high) for part in parts for low, high in part]).to(q.device)
-        return torch.empty_like(gathered).index_copy_(0, order, gathered)
+        into.index_copy_(0, order, all_gather_rows(self.mesh, results, counts, what=_WHAT, fields=self.fields))
 
     def _gathered_kv(self, index: int, first: int, length: int) -> tuple[Tensor, Tensor]:
         """(k [G, t, D], v [G, t, E]) of the tokens first … length − 1 of a sequence, from all ranks."""
         pages, ranges, size = self.pages, self.step.ranges, self.pages.page_size
         assert ranges.spread is not None
         columns = [replace(ranges.spread, rank=r).local_pages(index, first // size, -(-length // size)) for r in range(self.mesh.size)]
-        k, v, _ = pages.gather_local(ranges.rows[index], first, length, columns[self.mesh.rank])
-        packed = (k if pages.shared else torch.cat([k, v], -1)).transpose(0, 1).contiguous()  # [t, G, D + E]
-        tokens = [_tokens_of(cs, size, first, length) for cs in columns]
+        with raising_on_all_ranks(self.mesh):
+            k, v, _ = pages.gather_local(ranges.rows[index], first, length, columns[self.mesh.rank])
+            packed = (k if pages.shared else torch.cat([k, v], -1)).transpose(0, 1).contiguous()  # [t, G, D + E]
+            tokens = [_tokens_of(cs, size, first, length) for cs in columns]
         gathered = all_gather_rows(self.mesh, packed, [len(t) for t in tokens], what=f"{_WHAT}, KV", fields=self.fields)
-        order = (torch.cat(tokens) - first).to(gathered.device)
-        joined = torch.empty_like(gathered).index_copy_(0, order, gathered).transpose(0, 1)
+        with raising_on_all_ranks(self.mesh):  # before the all-gather of results
+            order = (torch.cat(tokens) - first).to(gathered.device)
+            joined = torch.empty_like(gathered).index_copy_(0, order, gathered).transpose(0, 1)
         k_dim = pages.k.shape[3]
         return (joined, joined[..., : self.dim]) if pages.shared else (joined[..., :k_dim], joined[..., k_dim:])
 
 
-@contextmanager
-def announcing_errors(mesh: Mesh) -> Iterator[None]:
-    """Local work before an exchange: an error on this rank makes all ranks raise at once, and the call may be repeated."""
-    try:
-        yield
-    except Exception as error:
-        refuse(mesh, error)
-
-
 def _tokens_of(columns: range, size: int, first: int, stop: int) -> Tensor:
     """Positions first … stop − 1 of the tokens in some pages, int64 on the host."""
-    tokens = (torch.tensor(columns, dtype=torch.int64)[:, None] * size + torch.arange(size)).flatten()
+    tokens = (torch.tensor(columns, dtype=torch.int64, device="cpu")[:, None] * size + torch.arange(size, device="cpu")).flatten()
     return tokens[(tokens >= first) & (tokens < stop)]
 
 

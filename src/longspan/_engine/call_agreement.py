@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from longspan._comm.agreement import Agreement, CallDescription, refuse
+from longspan._comm.agreement import Agreement, CallDescription, raising_on_all_ranks
 from longspan._engine.invariant import check_over_mesh
 from longspan._engine.pass_setup import PassSetup
 from longspan._engine.plan_cache import plan_cache
@@ -31,10 +31,8 @@ def begin_call(
         needs: Of a backward pass, whether each captured tensor needs a gradient. None in a forward pass.
         forward_number: Of a backward pass, `Agreement.number` of its forward pass; 0 if unknown.
     """
-    try:
+    with raising_on_all_ranks(plan.mesh):
         checked = plan_cache.checked_call(plan, _cache_key(options, inputs, needs), lambda: _check(plan, options, inputs, needs))
-    except (ValueError, TypeError, RuntimeError) as error:
-        refuse(plan.mesh, error)
     agreement = Agreement(plan.mesh, checked.description, forward=None if needs is None else forward_number)
     return _call(plan, options, inputs, agreement, checked.setup)
 

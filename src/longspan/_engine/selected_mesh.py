@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan._comm.agreement import Agreement, CallDescription, refuse
+from longspan._comm.agreement import Agreement, CallDescription, raising_on_all_ranks
 from longspan._engine.call_agreement import check, described_fields
 from longspan._engine.plan_cache import plan_cache
 from longspan._engine.selected_exchange import KVMoves, add_returned_, exchange_requests, kv_moves, needed_blocks, return_grads, send_kv
@@ -139,14 +139,12 @@ class ShardChoice:
 def forward(inputs: CallTensors, options: CallOptions, plan: PlanData, selection: Selected) -> tuple[Tensor, Tensor, KVMoves, int]:
     """(out, lse, the moves that the backward pass repeats, `Agreement.number`). selection: from `checked_selection`."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    try:
+    with raising_on_all_ranks(plan.mesh):
         choice = ShardChoice.of(plan, selection, q.shape[1])
         local = choice.work(choice.grid.local_tiles, options, inputs.score_captured)
         kernel, _ = choose(options.spec.kernel, [KernelCall(AttentionInputs(q=q, k=k, v=v), local)])
         kernel.check(AttentionInputs(q=q, k=k, v=v), local)
         needed = needed_blocks(choice.indices, choice.grid.blocks, k.shape[1])
-    except (ValueError, TypeError, RuntimeError) as error:
-        refuse(plan.mesh, error)
     agreement = Agreement(plan.mesh, _description(plan, options, inputs, selection, None))
     with agreement:
         agreement.wait()
@@ -177,7 +175,7 @@ def backward(
     inputs = tensors.inputs
     q, k, v, wide = inputs.q, inputs.k, inputs.v, state_dtype(inputs.q.dtype)
     whole = AttentionInputs(q=q, k=k, v=v)
-    try:
+    with raising_on_all_ranks(plan.mesh):
         joint = options.spec.joint(inputs.score_captured)
         choice = ShardChoice.of(plan, selection, q.shape[1])
         local = choice.work(choice.grid.local_tiles, options, inputs.score_captured, joint=joint)
@@ -186,8 +184,6 @@ def backward(
         for work in (local, received):
             if work is not None:
                 kernel.check(whole, work, needs=tensors.needs)
-    except (ValueError, TypeError, RuntimeError) as error:
-        refuse(plan.mesh, error)
     agreement = Agreement(plan.mesh, _description(plan, options, inputs, selection, tensors.needs), forward=forward_number)
     with agreement:
         agreement.wait()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan._comm.agreement import refuse
+from longspan._comm.agreement import raising_on_all_ranks
 from longspan._engine import ops, selected_mesh
 from longspan._engine.checks import refuse_batched_gradients
 from longspan._engine.selected_exchange import KVMoves
@@ -115,11 +115,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_numbers: Tensor | None) -> tuple[Any, ...]:
-    refuse_batched_gradients(grad_out, grad_lse)
-    try:
+    with raising_on_all_ranks(_plan(ctx.plan).mesh):  # such as an error for a tensor that was modified in place
+        refuse_batched_gradients(grad_out, grad_lse)
         q, k, v, sink, out, lse, numbers, indices, *score_captured = ctx.saved_tensors
-    except RuntimeError as error:  # a tensor was modified in place on this rank: the other ranks must not wait
-        refuse(_plan(ctx.plan).mesh, error)
     needs = [bool(n) for n in ctx.needs_input_grad[5]] if score_captured else []
     if grad_out is None:
         grad_out = torch.zeros_like(out)

@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from longspan._comm.agreement import refuse
+from longspan._comm.agreement import raising_on_all_ranks
 from longspan._comm.mesh import Mesh, MeshLike, as_mesh
 from longspan._cost.clusters import cluster as cluster_of
 from longspan._cost.options import Considered
@@ -26,6 +26,7 @@ from longspan._plan.relayout import HeadsLayout, Placement, Relayout, relayout
 from longspan._plan.schedule import Schedule
 from longspan._plan.sharding import Tree, each_tensor, shard, unshard
 from longspan._planner.mask_work import considered_for
+from longspan._torch_modes import default_modes
 
 ClusterLike = Cluster | str | Path
 Side = Literal["q", "kv"]
@@ -186,10 +187,8 @@ class Plan(PlanHandle):
         """
 
         def one(t: Tensor) -> Tensor:
-            try:
+            with raising_on_all_ranks(self.mesh):
                 i = self._side(t, dim, side, "unshard", local=True)
-            except ValueError as error:
-                refuse(self.mesh, error)
             return unshard(t, dim, self.data.layouts[i], self.mesh, plan_cache.places(self.data, i, t.device))
 
         return each_tensor(one, x)
@@ -230,10 +229,8 @@ class Plan(PlanHandle):
         """
 
         def one(t: Tensor) -> Tensor:
-            try:
+            with raising_on_all_ranks(self.mesh):
                 move = self._relayout(t, dim, (source, to), heads_dim, side)
-            except (ValueError, TypeError) as error:
-                refuse(self.mesh, error)
             device = t.device  # not t: the moves live until the backward pass
             return relayout(t, move, lambda back: plan_cache.moves(self.data, move, device, back=back))
 
@@ -288,7 +285,7 @@ class Plan(PlanHandle):
             >>> virtual_world(2).run(rank)
             [[1.5, 5.5, 8.5], [1.5, 5.5, 8.5]]
         """
-        try:
+        with raising_on_all_ranks(self.mesh):
             if not isinstance(block, int) or isinstance(block, bool) or block < 1:
                 raise ValueError(f"plan.gather_pooled: expected a block of 1 or more keys, got {block!r}")
             if len(self.kv_layout.rows) > 1:
@@ -299,11 +296,10 @@ class Plan(PlanHandle):
                 raise ValueError(
                     f"plan.gather_pooled: expected this rank's {self.kv_local_len} keys in dim {dim}, got shape {tuple(x.shape)}"
                 )
-        except (ValueError, TypeError) as error:
-            refuse(self.mesh, error)
         pooling = plan_cache.pooling(self.data, block)
         return gather_pooled(x, dim % x.ndim, pooling)
 
+    @default_modes()
     def _relayout(self, x: Tensor, dim: int, ends: tuple[LayoutLike, LayoutLike], heads_dim: int | None, side: str) -> Relayout:
         if side not in ("q", "kv"):
             raise ValueError(f"plan.relayout: side must be 'q' or 'kv', got {side!r}")
