@@ -66,6 +66,16 @@ def test_a_static_table_has_the_tiles_of_its_contents_in_the_same_memory(lengths
     assert torch.equal(static.to_dense(), first.to_dense()) and static.counts() == first.counts()
 
 
+def test_a_mask_made_in_inference_mode_is_updated_in_and_outside_of_it() -> None:
+    with torch.inference_mode():
+        static = ls.StaticMask(packed(BATCHES[1]), device=DEVICE)
+        static.static_table(LENGTH, LENGTH, (128, 128), batch=1, heads=1)
+        static.update(packed(BATCHES[2]))
+    static.update(packed(BATCHES[3]))
+    expected = packed(BATCHES[3]).block_table(LENGTH)
+    assert static.static_table(LENGTH, LENGTH, (128, 128), batch=1, heads=1).counts() == expected.counts()
+
+
 def test_rows_without_tiles_get_one_that_the_mask_hides() -> None:
     table = packed([400], padding=300).block_table(LENGTH)
     busy = with_every_row_busy(table)

@@ -32,7 +32,7 @@ from longspan._masks.static_mask import static_mask_of
 from longspan._masks.trace_cache import traces
 from longspan._masks.tracing import Traced
 from longspan._plan.handle import PlanHandle
-from longspan._torch_modes import without_autocast
+from longspan._torch_modes import without_user_defaults
 from longspan._torch_private import forward_mode_is_active, is_transformed
 
 _device_copies = DeviceCopies()
@@ -288,7 +288,7 @@ def _run(inputs: CallTensors, options: AttendOptions, mask: Traced | None, score
     if kernel == "dense":
         if spec.invariant:
             raise KernelRefused(f"kernel 'dense' does not support longspan.invariant(): expected 'auto' or one of {', '.join(INVARIANT)}")
-        with without_autocast():
+        with without_user_defaults():
             return _dense(inputs, call) if plan is None else dense_over_mesh(inputs, call, plan.data)
     try:
         if eager.is_plain([*inputs.differentiable, *inputs.mask_captured]):

@@ -32,7 +32,7 @@ from longspan._kernels.registry import KernelRefused, check_name, has_triton, ke
 from longspan._masks.algebra import Full, Mask, as_mask
 from longspan._masks.block_table import BLOCK_SIZE
 from longspan._masks.trace_cache import traces
-from longspan._torch_modes import without_autocast
+from longspan._torch_modes import without_user_defaults
 
 BLOCK = (BLOCK_SIZE, BLOCK_SIZE)
 KERNELS = ("auto", "cpu", "triton")
@@ -72,7 +72,7 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[Te
         if q.is_cuda and not by_triton and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(_GRAPH_NEEDS_DECODE_KERNEL)
     pages = step.cache.layer_pages(layer)
-    with torch.no_grad(), without_autocast():
+    with torch.no_grad(), without_user_defaults():
         if mesh is not None:
             with raising_on_all_ranks(mesh):
                 pages.write(tokens_first(k), tokens_first(v), step.ranges)

@@ -19,7 +19,7 @@ from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
 from longspan._kernels.protocol import state_dtype
 from longspan._masks.block_table import BLOCK_SIZE
-from longspan._torch_modes import without_autocast
+from longspan._torch_modes import without_user_defaults
 
 _COMPILED = ("hopper", "triton")  # kernels that Triton compiles
 _MAX_BYTES = 2**29  # of q, k and v each; the other tensors of the pass take a few times as much
@@ -66,7 +66,7 @@ def _backward_jobs(inputs: CallTensors, options: CallOptions, needs: Sequence[bo
 
     inputs = replace(inputs, q=_shortened(inputs.q), k=_shortened(inputs.k), v=_shortened(inputs.v))
     q, v = inputs.q, inputs.v
-    with torch.no_grad(), without_autocast(), collecting_jobs() as jobs:
+    with torch.no_grad(), without_user_defaults(), collecting_jobs() as jobs:
         kernel, work = one_device.kernel_and_work(inputs, options, backward=True)
         if kernel.name in _COMPILED:
             out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty(*q.shape[:-1], v.shape[-1])

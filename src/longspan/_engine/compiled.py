@@ -25,7 +25,7 @@ from longspan._kernels.protocol import like_query, state_dtype
 from longspan._masks.algebra import Mask
 from longspan._masks.program import Kind
 from longspan._masks.tracing import Traced, takes_tensors, trace
-from longspan._torch_modes import without_autocast
+from longspan._torch_modes import without_user_defaults
 from longspan._torch_private import BaseHOP, outside_of_modes
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class _AttendHop(BaseHOP):
                 return []
             traced, nodes = mod
             sources = [_operand(n, operand_of, stand_in.dtype, q.device) for n, stand_in in zip(nodes, traced.sources, strict=True)]
-            with without_autocast():
+            with without_user_defaults():
                 return sources if traced.preamble is None else list(traced.preamble(*sources))
 
         mask_captured = [t.detach().to(q.device) for t in captured(mask)]
@@ -162,7 +162,7 @@ class _AttendHop(BaseHOP):
             scoring = Scoring(
                 scale=scale, mask=spec.mask, mask_captured=mask_captured, score=spec.score, score_captured=captured(score)
             )  # fmt: skip
-            with without_autocast():
+            with without_user_defaults():
                 out, lse, row_max = dense_attention(q, k, v, scoring, sink=sink)
         elif has_selection:
             numbers = granularity, q_granularity, heads_per_choice

@@ -19,7 +19,7 @@ from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
 from longspan._kernels.protocol import like_query, state_dtype
 from longspan._plan.handle import live
 from longspan._plan.plan_data import PlanData
-from longspan._torch_modes import without_autocast
+from longspan._torch_modes import without_user_defaults
 
 NO_TRANSFORMS = (
     "longspan.attention is not supported under torch.vmap, torch.func or forward-mode differentiation; kernel='dense' without a plan "
@@ -31,7 +31,7 @@ specs = SpecRegistry()
 Outputs = tuple[Tensor, Tensor, Tensor]  # out, lse, max scores (without elements unless asked for)
 
 
-@without_autocast()
+@without_user_defaults()
 def run_forward(inputs: CallTensors, options: CallOptions, plan: PlanData | None) -> tuple[Outputs, int]:
     """The results of `attend`, and `Agreement.number` of the call (0 without a plan), which its backward pass must name."""
     if is_invariant() and not options.spec.invariant:
@@ -52,7 +52,7 @@ def run_forward(inputs: CallTensors, options: CallOptions, plan: PlanData | None
     return (out, lse.contiguous(), lse.new_empty(0) if max_scores is None else max_scores.contiguous()), number
 
 
-@without_autocast()
+@without_user_defaults()
 def run_backward(tensors: BackwardTensors, options: CallOptions, plan: PlanData | None, *, forward_number: int = 0) -> list[Tensor]:
     """The results of `attend_backward`. forward_number: from `run_forward`, 0 if unknown."""
     inputs = tensors.inputs

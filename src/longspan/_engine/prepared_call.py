@@ -19,7 +19,7 @@ from longspan._engine.eager import backward_by_operator
 from longspan._engine.streams import is_captured
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Kernel, PreparedBackward, PreparesCalls, Work
-from longspan._torch_modes import without_autocast
+from longspan._torch_modes import without_user_defaults
 from longspan._torch_private import is_batched_gradient
 
 _MAX_BACKWARDS = 8  # layouts of the gradient of out, and settings, for which a backward pass is prepared
@@ -70,7 +70,7 @@ class PreparedCall:
             return self._forward(q, k, v, score_captured)
         inputs = CallTensors(q=q, k=k, v=v, sink=sink, mask_captured=self.mask_captured, score_captured=score_captured)
         work = self._work if not score_captured else replace(self._work, score_captured=score_captured)
-        with without_autocast(), torch.no_grad():
+        with without_user_defaults(), torch.no_grad():
             state = one_device.forward_by(self._kernel, work, inputs)
         return state.out, state.lse.contiguous()
 
@@ -101,7 +101,7 @@ class PreparedCall:
             (inputs.q, inputs.k, inputs.v, tensors.out, tensors.lse, tensors.grad_out), inputs.score_captured, tuple(tensors.needs)
         )
         entry = self._backwards.get(key)
-        with without_autocast():
+        with without_user_defaults():
             kernel, work = entry[:2] if entry is not None else one_device.kernel_and_work(inputs, self._options, backward=True)
             work = work if not inputs.score_captured else replace(work, score_captured=inputs.score_captured)
             grads, grad_sink = one_device.backward_by(kernel, work, tensors)

@@ -24,7 +24,7 @@ from longspan._kernels.registry import first_candidate, has_triton, kernel_named
 from longspan._masks.algebra import Full, Mask
 from longspan._masks.extent import AttentionSizes
 from longspan._masks.selected import split_selection
-from longspan._torch_modes import without_autocast
+from longspan._torch_modes import without_user_defaults
 from longspan._torch_private import nothing_intercepts_calls
 
 
@@ -99,7 +99,7 @@ class SelectedCall:
     def forward(self, inputs: CallTensors) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
         work = replace(self.work, score_captured=inputs.score_captured)
-        with without_autocast(), torch.no_grad():
+        with without_user_defaults(), torch.no_grad():
             state = one_device.forward_by(self.kernel, work, inputs)
         return state.out, state.lse.contiguous()
 
@@ -107,7 +107,7 @@ class SelectedCall:
         """Gradients of q, k, v, the sink if there is one, and the captured tensors that need one."""
         captured = tensors.inputs.score_captured
         work = replace(self.work, score_captured=captured, joint=self.options.spec.joint(captured))
-        with without_autocast():
+        with without_user_defaults():
             grads, grad_sink = one_device.backward_by(self.kernel, work, tensors)
         return tensors.flat_grads(grads, grad_sink)
 

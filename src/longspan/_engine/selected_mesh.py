@@ -30,7 +30,7 @@ from longspan._masks.joint import Joint
 from longspan._masks.selected import Selected
 from longspan._masks.selected_shard import PairForm, captured_in_order, chosen_bits, pair_program, selected_table, tile_kinds
 from longspan._plan.plan_data import PlanData
-from longspan._torch_modes import without_autocast
+from longspan._torch_modes import without_user_defaults
 
 MAX_BITS_BYTES = 1 << 32  # of one rank's choice while a pass runs: rows of queries × blocks of keys / 8
 _KERNELS = "'auto', 'cpu', 'triton' or 'hopper'"
@@ -135,7 +135,7 @@ class ShardChoice:
         )
 
 
-@without_autocast()
+@without_user_defaults()
 def forward(inputs: CallTensors, options: CallOptions, plan: PlanData, selection: Selected) -> tuple[Tensor, Tensor, KVMoves, int]:
     """(out, lse, the moves that the backward pass repeats, `Agreement.number`). selection: from `checked_selection`."""
     q, k, v = inputs.q, inputs.k, inputs.v
@@ -167,7 +167,7 @@ def _step(kernel: Kernel, inputs: AttentionInputs, work: Work, state: State | No
     return kernel.forward(inputs, work, state=state, final=final, max_scores=False)
 
 
-@without_autocast()
+@without_user_defaults()
 def backward(
     tensors: BackwardTensors, options: CallOptions, plan: PlanData, selection: Selected, moves: KVMoves, *, forward_number: int
 ) -> list[Tensor]:  # fmt: skip

@@ -22,6 +22,7 @@ from longspan._masks.interval_steps import KV, Q
 from longspan._masks.intervals import Interpreter
 from longspan._masks.program import Program
 from longspan._masks.tile_runs import Segments
+from longspan._torch_modes import default_modes
 
 UNKNOWN = 3
 MAX_SQUARES = 1 << 16  # squares classified at once
@@ -64,6 +65,7 @@ class TableShape:
             raise ValueError(f"expected non-negative q_len, kv_len, batch and heads, got {got}")
 
 
+@default_modes()
 def classify(
     program: Program | None,
     captured: Sequence[Tensor],

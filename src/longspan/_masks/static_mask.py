@@ -15,6 +15,7 @@ from longspan._masks.classify import TableShape, classify
 from longspan._masks.extent import Extent
 from longspan._masks.static_table import StaticTable, with_every_row_busy
 from longspan._masks.tracing import Traced
+from longspan._torch_modes import default_modes
 
 
 class _TableSizes(NamedTuple):
@@ -65,11 +66,13 @@ class StaticMask(Mask):
         if not captured:
             raise ValueError(f"StaticMask: expected a mask that reads tensors, got {mask}, which a CUDA graph may capture as it is")
         self.mask, self._program, self._runs_per_row = mask, traced.program, runs_per_row
-        self._captured = tuple(t.detach().to(device, copy=True).contiguous() for t in captured)
+        with torch.inference_mode(False):  # `update` writes to these tensors, in inference mode or not
+            self._captured = tuple(t.detach().to(device, copy=True).contiguous() for t in captured)
         self._tables: dict[_TableSizes, StaticTable] = {}
         for tensor in self._captured:
             _owners[tensor] = weakref.ref(self)
 
+    @default_modes()
     def update(self, mask: MaskLike) -> None:
         """Replace the contents, on the current stream: not during a capture, nor between a forward pass and its backward pass.
 
@@ -93,12 +96,13 @@ class StaticMask(Mask):
         for static, table in zip(self._tables.values(), tables, strict=True):
             static.check_room(table)
         self.mask = mask
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.no_grad():
             for old, new in zip(self._captured, captured, strict=True):
                 old.copy_(new.pin_memory() if old.is_cuda and not new.is_cuda else new, non_blocking=True)
             for static, table in zip(self._tables.values(), tables, strict=True):
                 static.replace_contents(table)
 
+    @default_modes()
     def static_table(self, q_len: int, kv_len: int, block: tuple[int, int], *, batch: int, heads: int) -> StaticTable:
         """The table of a size, which later updates keep current."""
         sizes = _TableSizes(q_len, kv_len, block, batch if self._program.uses_batch else 1, heads if self._program.uses_head else 1)

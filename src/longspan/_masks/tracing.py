@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from longspan._masks.program import CapturedSpec, Kind, Program, call, op_name
 from longspan._masks.scalar_trace import scalar_trace
-from longspan._torch_modes import without_autocast
+from longspan._torch_modes import without_user_defaults
 from longspan._torch_private import OpOverload, fake_trace, outside_of_modes, without_saved_tensor_hooks, without_source
 
 INPUTS: dict[Kind, tuple[str, ...]] = {"score": ("score", "b", "h", "q", "kv"), "mask": ("b", "h", "q", "kv")}
@@ -50,7 +50,7 @@ class Traced:
         """
         if self.preamble is None:
             return list(self.sources)
-        with without_autocast():
+        with without_user_defaults():
             return list(self.preamble(*self.sources))
 
 
@@ -129,7 +129,7 @@ def _default_modes() -> Iterator[None]:
     tensors that its hooks see: a trace must look like a cache hit to it.
     """
     # inference_mode(False) turns autograd on, so it must precede no_grad.
-    with torch.inference_mode(False), torch.no_grad(), without_autocast(), without_saved_tensor_hooks():
+    with torch.inference_mode(False), torch.no_grad(), without_user_defaults(), without_saved_tensor_hooks():
         yield
 
 

@@ -11,6 +11,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from longspan._torch_modes import default_modes
+
 Segments = tuple[tuple[int, int], ...]  # (global start, length), in the owner's local order
 
 
@@ -84,11 +86,13 @@ class Layout:
         """Number of tokens that a rank owns."""
         return self._local_lens[rank]
 
+    @default_modes()
     def positions(self, rank: int) -> Tensor:
         """Global positions of a rank's tokens in local order, int64: [S_local], or [B, S_local] where batch rows differ."""
         by_row = torch.stack([_positions(ranks[rank]) for ranks in self.rows])
         return by_row[0] if len(self.rows) == 1 else by_row
 
+    @default_modes()
     def blocks(self, rank: int, block: int) -> Tensor:
         """The blocks of `block` tokens of which a rank owns tokens, by first appearance in its local order [n], int64.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from longspan._comm.gather import all_gather_rows, reduce_scatter_rows
 from longspan._comm.mesh import Mesh
 from longspan._plan.layout import Layout
+from longspan._torch_modes import default_modes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,6 +32,7 @@ class BlockPooling:
         return -(-self.layout.length // self.block)
 
     @cached_property
+    @default_modes()
     def by_rank(self) -> list[Tensor]:
         """The blocks of each rank, ascending [m]."""
         return [(self.layout.positions(rank) // self.block).unique() for rank in range(self.layout.ranks)]
@@ -40,12 +42,14 @@ class BlockPooling:
         return [len(blocks) for blocks in self.by_rank]
 
     @cached_property
+    @default_modes()
     def local_block(self) -> Tensor:
         """The place of each local token's block among this rank's blocks [n]."""
         rank = self.mesh.rank
         return torch.searchsorted(self.by_rank[rank], self.layout.positions(rank) // self.block)
 
     @cached_property
+    @default_modes()
     def parts(self) -> Tensor:
         """The rows of the gathered parts of each block [N, P], in the order of ranks; the number of rows where there are fewer."""
         block = torch.cat(self.by_rank)
@@ -57,6 +61,7 @@ class BlockPooling:
         return parts
 
     @cached_property
+    @default_modes()
     def tokens(self) -> Tensor:
         """Tokens of each block [N]."""
         return (self.layout.length - torch.arange(self.blocks) * self.block).clamp(max=self.block)
