@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import longspan as ls
-from longspan._engine.step_calls import _MAX_LAYOUTS, StepCalls
+from longspan._engine.step_calls import LAYOUTS_PER_STEP, StepCalls
 from longspan._kernels import registry
 from longspan._kernels.cpu import CpuKernel
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, State, Work
@@ -213,10 +213,28 @@ def test_kernels_without_prepared_steps_graph_captures_and_max_scores_take_the_p
 def test_prepared_steps_are_bounded() -> None:
     kernel = PreparingKernel()
     calls, inputs = StepCalls(kernel), _one_step()
-    for scale in range(_MAX_LAYOUTS + 3):
+    for scale in range(LAYOUTS_PER_STEP + 3):
         for _ in range(3):
             calls.forward((0, 0, scale), inputs[0], lambda: inputs[1], (), state=None, final=True, max_scores=False)
-    assert len(calls._forward) <= _MAX_LAYOUTS and len(kernel.used) == _MAX_LAYOUTS + 3
+    assert len(calls._forward) <= LAYOUTS_PER_STEP and len(kernel.used) == LAYOUTS_PER_STEP + 3
+
+
+def test_many_steps_stay_prepared_while_other_layouts_come_and_go() -> None:
+    kernel, steps = PreparingKernel(), 70
+    calls, inputs = StepCalls(kernel, steps=steps), _one_step()
+
+    def run(step: int, scale: float) -> None:
+        calls.forward((step, 0, scale), inputs[0], lambda: inputs[1], (), state=None, final=True, max_scores=False)
+
+    for _ in range(2):
+        for step in range(steps):
+            run(step, 1.0)
+    kernel.used.clear()
+    for call in range(2 * LAYOUTS_PER_STEP):
+        for step in range(steps):
+            run(step, 1.0)
+            run(step, 2.0 + call)  # once each
+    assert len(kernel.used) == 2 * LAYOUTS_PER_STEP * steps
 
 
 def _one_step() -> tuple[AttentionInputs, Work]:

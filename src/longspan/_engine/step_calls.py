@@ -7,8 +7,11 @@ preparation takes longer than a call, and a plan may be used once.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from enum import Enum
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -25,7 +28,7 @@ from longspan._kernels.protocol import (
     Work,
 )
 
-_MAX_LAYOUTS = 64  # steps of one kind of pass, times layouts of their tensors
+LAYOUTS_PER_STEP = 16  # layouts of tensors, and scales, for which a step is prepared
 _MISALIGNED = 15  # bits of an address that are 0 if it is divisible by 16
 
 
@@ -36,19 +39,45 @@ class _Mark(Enum):
     NOT_SUPPORTED = 1
 
 
+Step = TypeVar("Step")
+
+
+class _StepCache(Generic[Step]):
+    """Prepared steps by key: at most `size`, least recently used dropped first. Uses are noted once half of `size` is in use."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._steps: OrderedDict[Hashable, Step | _Mark] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def get(self, key: Hashable) -> Step | _Mark | None:
+        step = self._steps.get(key)
+        if step is not None and 2 * len(self._steps) >= self._size:
+            with suppress(KeyError):  # another thread dropped it meanwhile
+                self._steps.move_to_end(key)
+        return step
+
+    def put(self, key: Hashable, step: Step | _Mark) -> None:
+        self._steps[key] = step
+        if len(self._steps) > self._size:
+            self._steps.popitem(last=False)
+
+
 class StepCalls:
-    """The kernel calls of one kind of pass. Not prepared without `prepare`, and where the kernel does not prepare steps.
+    """The kernel calls of one kind of pass of `steps` steps. Not prepared without `prepare`, and where the kernel does not prepare steps.
 
     `step_key` in its methods: the step, the batch row, and settings of this call that the work depends on. `captured`: the tensors that the
     score program reads, on the device of the queries.
     """
 
-    def __init__(self, kernel: Kernel, *, prepare: bool = True) -> None:
+    def __init__(self, kernel: Kernel, *, steps: int = 1, prepare: bool = True) -> None:
         self._kernel = kernel
         self.with_norm: ComputesNorm | None = kernel if isinstance(kernel, ComputesNorm) else None  # tests for protocols are slow
         self._prepares: PreparesSteps | None = kernel if prepare and isinstance(kernel, PreparesSteps) else None
-        self._forward: dict[Hashable, PreparedForwardStep | _Mark] = {}
-        self._backward: dict[Hashable, PreparedBackwardStep | _Mark] = {}
+        self._forward: _StepCache[PreparedForwardStep] = _StepCache(LAYOUTS_PER_STEP * steps)
+        self._backward: _StepCache[PreparedBackwardStep] = _StepCache(LAYOUTS_PER_STEP * steps)
         self._overlap: dict[tuple[bool, ...], bool] = {}
 
     def forward(
@@ -66,10 +95,10 @@ class StepCalls:
         step_work = work()
         result = kernel.forward(inputs, step_work, state=state, final=final, max_scores=False)
         if step is None:
-            _add(self._forward, key, _Mark.SEEN_ONCE)
+            self._forward.put(key, _Mark.SEEN_ONCE)
         elif step is _Mark.SEEN_ONCE:
             prepared = prepares.prepare_forward_step(inputs, step_work, state=state, result=result, final=final)
-            self._forward[key] = _Mark.NOT_SUPPORTED if prepared is None else prepared
+            self._forward.put(key, _Mark.NOT_SUPPORTED if prepared is None else prepared)
         return result
 
     def may_overlap(self, needs: tuple[bool, ...], ask: Callable[[], bool]) -> tuple[bool, bool]:
@@ -99,18 +128,10 @@ class StepCalls:
         step_work = work()
         kernel.backward(tensors, step_work, wide=True, into=into)
         if step is None:
-            _add(self._backward, key, _Mark.SEEN_ONCE)
+            self._backward.put(key, _Mark.SEEN_ONCE)
         elif step is _Mark.SEEN_ONCE:
             prepared = prepares.prepare_backward_step(tensors, step_work, into=into)
-            self._backward[key] = _Mark.NOT_SUPPORTED if prepared is None else prepared
-
-
-def _add(
-    steps: dict[Hashable, PreparedForwardStep | _Mark] | dict[Hashable, PreparedBackwardStep | _Mark], key: Hashable, mark: _Mark
-) -> None:
-    if len(steps) >= _MAX_LAYOUTS:
-        steps.clear()
-    steps[key] = mark
+            self._backward.put(key, _Mark.NOT_SUPPORTED if prepared is None else prepared)
 
 
 def _inputs_key(inputs: AttentionInputs) -> Hashable:
