@@ -7,6 +7,12 @@ import torch
 from tests.selected.cases import check, draw
 
 import longspan as ls
+from longspan._engine import one_device
+from longspan._engine.selected import SelectedCall
+from longspan._engine.spec import Spec
+from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
+from longspan._kernels.cpu import CpuKernel
+from longspan._kernels.protocol import Grads, State, Work
 from longspan.testing import oracle
 
 
@@ -158,3 +164,23 @@ def test_a_cache_refuses_selections() -> None:
     step = cache.step(cache.allocate(1), 128)
     with pytest.raises(ValueError, match="selected is not supported with cache="):
         ls.attention(*tensors(128, 128), cache=step, layer=0, mask=ls.selected(torch.zeros(1, 1, 1, 1, dtype=torch.int32)))
+
+
+def test_numbers_that_a_score_mod_captures_are_moved_to_the_device_of_the_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = []
+    q = torch.empty(1, 1, 4, 4, device="meta")
+    inputs = CallTensors(q=q, k=q, v=q, sink=None, score_captured=[torch.tensor(0.5)])
+    table = ls.full().block_table(4)
+    tiling = one_device.plain_tiling(4, 128)
+    options = CallOptions(spec=Spec(mask=None, score=None, kernel="triton"), scale=1.0)
+    call = SelectedCall(CpuKernel(), Work(table=table, q_tiles=tiling, kv_tiles=tiling, scale=1.0), options, q)
+
+    def note(kernel: object, work: Work, *rest: object) -> tuple[Grads, None] | State:
+        devices.extend(t.device.type for t in work.score_captured)
+        return State(out=q, lse=q[..., 0]) if isinstance(rest[0], CallTensors) else (Grads(q=q, k=q, v=q, captured=[]), None)
+
+    monkeypatch.setattr(one_device, "forward_by", note)
+    monkeypatch.setattr(one_device, "backward_by", note)
+    call.forward(inputs)
+    call.backward(BackwardTensors(inputs=inputs, out=q, lse=q, grad_out=q, grad_lse=None, needs=[False]))
+    assert devices == ["meta", "meta"]

@@ -98,18 +98,23 @@ class SelectedCall:
 
     def forward(self, inputs: CallTensors) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        work = replace(self.work, score_captured=inputs.score_captured)
+        work = replace(self.work, score_captured=_on_device_of(inputs.q, inputs.score_captured))
         with without_user_defaults(), torch.no_grad():
             state = one_device.forward_by(self.kernel, work, inputs)
         return state.out, state.lse.contiguous()
 
     def backward(self, tensors: BackwardTensors) -> list[Tensor]:
         """Gradients of q, k, v, the sink if there is one, and the captured tensors that need one."""
-        captured = tensors.inputs.score_captured
+        captured = _on_device_of(tensors.inputs.q, tensors.inputs.score_captured)
         work = replace(self.work, score_captured=captured, joint=self.options.spec.joint(captured))
         with without_user_defaults():
             grads, grad_sink = one_device.backward_by(self.kernel, work, tensors)
         return tensors.flat_grads(grads, grad_sink)
+
+
+def _on_device_of(q: Tensor, captured: Sequence[Tensor]) -> list[Tensor]:
+    """Captured tensors on the device of q: single numbers may be on the host."""
+    return [t.to(q.device) for t in captured]
 
 
 def attend(inputs: CallTensors, options: CallOptions, split: SplitMask) -> tuple[Tensor, Tensor] | None:
