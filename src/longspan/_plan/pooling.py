@@ -1,6 +1,6 @@
 """Means of blocks of tokens, gathered over ranks: pooled keys and index keys, from which models choose blocks.
 
-Legend: n tokens of a rank, m blocks of which it owns tokens, N blocks of the sequence, P most ranks that share one block.
+Legend: m blocks of which a rank owns tokens, N blocks of the sequence.
 """
 
 from __future__ import annotations
@@ -16,6 +16,45 @@ from longspan._comm.gather import all_gather_rows, reduce_scatter_rows
 from longspan._comm.mesh import Mesh
 from longspan._plan.layout import Layout
 from longspan._torch_modes import default_modes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowGroups:
+    """Groups of n rows.
+
+    Attributes:
+        group: The group of each row [n].
+        members: The rows of each group, ascending [groups, P]; n where a group has fewer than P rows.
+    """
+
+    group: Tensor
+    members: Tensor
+
+    @classmethod
+    def of(cls, group: Tensor, groups: int) -> RowGroups:
+        """group: int64, on the host."""
+        order, count = group.argsort(stable=True), torch.bincount(group, minlength=groups)
+        place = torch.arange(len(group)) - (count.cumsum(0) - count)[group[order]]
+        members = torch.full((groups, int(count.max()) if groups else 0), len(group))
+        members[group[order], place] = order
+        return cls(group=group, members=members)
+
+    def sums(self, rows: Tensor) -> Tensor:
+        """Sums of the groups' rows: [n, ...] → [groups, ...]. Differentiable. Deterministic, unlike `index_add` on CUDA."""
+        return _GroupSums.apply(rows, self)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _GroupSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, groups: RowGroups) -> Tensor:
+        ctx.groups = groups
+        if bool((groups.members == len(rows)).any()):
+            rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+        return rows[groups.members.to(rows.device)].sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad.index_select(0, ctx.groups.group.to(grad.device)), None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,22 +82,17 @@ class BlockPooling:
 
     @cached_property
     @default_modes()
-    def local_block(self) -> Tensor:
-        """The place of each local token's block among this rank's blocks [n]."""
+    def local(self) -> RowGroups:
+        """The local tokens of each of this rank's blocks."""
         rank = self.mesh.rank
-        return torch.searchsorted(self.by_rank[rank], self.layout.positions(rank) // self.block)
+        group = torch.searchsorted(self.by_rank[rank], self.layout.positions(rank) // self.block)
+        return RowGroups.of(group, self.counts[rank])
 
     @cached_property
     @default_modes()
-    def parts(self) -> Tensor:
-        """The rows of the gathered parts of each block [N, P], in the order of ranks; the number of rows where there are fewer."""
-        block = torch.cat(self.by_rank)
-        order = block.argsort(stable=True)
-        count = torch.bincount(block, minlength=self.blocks)
-        place = torch.arange(len(block)) - (count.cumsum(0) - count)[block[order]]
-        parts = torch.full((self.blocks, int(count.max())), len(block))
-        parts[block[order], place] = order
-        return parts
+    def gathered(self) -> RowGroups:
+        """The parts of each block, in the order of ranks, among the parts of all ranks."""
+        return RowGroups.of(torch.cat(self.by_rank), self.blocks)
 
     @cached_property
     @default_modes()
@@ -74,12 +108,9 @@ def gather_pooled(x: Tensor, dim: int, pooling: BlockPooling) -> Tensor:
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = x.movedim(dim, 0).to(wide)
-    local = rows.new_zeros(pooling.counts[pooling.mesh.rank], *rows.shape[1:])
-    local = local.index_add(0, pooling.local_block.to(x.device), rows)
     what = f"gather_pooled along dim {dim} of {x.ndim}"
-    gathered: Tensor = _GatherParts.apply(local, pooling, what)  # type: ignore[no-untyped-call]
-    padded = torch.cat([gathered, gathered.new_zeros(1, *gathered.shape[1:])])
-    total = padded[pooling.parts.to(x.device)].sum(1)
+    gathered: Tensor = _GatherParts.apply(pooling.local.sums(rows), pooling, what)  # type: ignore[no-untyped-call]
+    total = pooling.gathered.sums(gathered)
     tokens = pooling.tokens.to(device=x.device, dtype=wide).view(-1, *[1] * (total.ndim - 1))
     return (total / tokens).to(x.dtype).movedim(0, dim)
 
