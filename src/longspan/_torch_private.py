@@ -32,6 +32,7 @@
 `_cuda_getCurrentRawStream`, `_cuda_getDevice`  The current stream as the CUDA driver takes it, and the current device, where CUDA is known
                           to be initialised. `torch.cuda.current_stream` builds an object, which takes as long as the launch itself.
 `TorchDispatchMode`       The documented class of dispatch modes lives in a module with a private name.
+`_should_skip_dynamo`     Whether torch keeps Dynamo out of a dispatch mode. It imports Dynamo for that, which takes seconds.
 `_SetExcludeDispatchKeyGuard`  A dispatch mode runs below autograd, where `detach` gives a tensor a version of its own. With the guard, it
                           shares the version, so that later modifications in place can be seen; torch's selective checkpointing does so.
 `_assert_async`           A check of values on a CUDA device without reading them on the host; no public function does it.
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BaseHOP",
+    "DispatchModeOutsideOfDynamo",
     "OpOverload",
     "TorchDispatchMode",
     "assert_on_device",
@@ -97,6 +99,14 @@ __all__ = [
     "tree_unflatten",
     "without_source",
 ]
+
+
+class DispatchModeOutsideOfDynamo(TorchDispatchMode):
+    """A dispatch mode in which nothing is compiled: torch does not import Dynamo to keep Dynamo out of it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:

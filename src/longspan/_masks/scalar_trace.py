@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+
+from longspan._torch_private import DispatchModeOutsideOfDynamo, tree_leaves, tree_map
 
 _INDEX = torch.ops.aten.index.Tensor
 _READ = torch.ops.aten._local_scalar_dense.default
@@ -24,18 +24,13 @@ class _TooComplex(Exception):
     """An operation that is neither scalar arithmetic nor the lookup of one element."""
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(DispatchModeOutsideOfDynamo):
     """Records the operations on scalar CPU tensors in a graph. Tensors that no operation computed are captured by the mod."""
 
     def __init__(self) -> None:
         super().__init__()
         self.graph, self.captured = Graph(), dict[str, Tensor]()
         self._nodes: dict[int, tuple[Tensor, Node]] = {}  # by the id of the tensor, which is held
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False: torch would import Dynamo to keep it out of `__torch_dispatch__`. Nothing compiles here."""
-        return False
 
     def add(self, tensor: Tensor, node: Node) -> None:
         """The tensor is the value of the node."""
@@ -59,7 +54,7 @@ class _Recorder(TorchDispatchMode):
             if len(indices) != table.ndim or not all(self._is_scalar(i) for i in indices):
                 raise _TooComplex
             result = torch.zeros((), dtype=table.dtype)  # any element: the lookup takes place at another index in every call
-        elif all(self._is_scalar(a) for a in _tensors((args, kwargs))):
+        elif all(self._is_scalar(a) for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)):
             result = func(*args, **kwargs)
         else:
             raise _TooComplex
@@ -76,12 +71,6 @@ class _Recorder(TorchDispatchMode):
     @staticmethod
     def _is_scalar_tensor(value: Any) -> bool:
         return isinstance(value, Tensor) and value.ndim == 0 and value.device.type == "cpu"
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    tensors_read: list[Tensor] = []
-    tree_map(lambda x: tensors_read.append(x) if isinstance(x, Tensor) else None, tree)
-    return tensors_read
 
 
 def scalar_trace(fn: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Any:
