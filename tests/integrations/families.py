@@ -5,7 +5,7 @@ Each class runs plain, packed and padded batches:
 - on one process, against transformers' eager attention;
 - on three virtual ranks, against eager attention on one process: the loss and the gradient of every parameter.
 
-Each cell is "right", "refused" (an error of longspan or transformers with a sentence), or "WRONG": a silent difference, or a crash.
+Each cell is "right", "raises" (an error of longspan or transformers says why), or "WRONG": a silent difference, or a crash.
 Writes docs/families.md.
 """
 
@@ -176,7 +176,7 @@ def batch_of(kind: str) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of one batch: "right", "refused" or "WRONG"; why, or the error of loss and gradients."""
+    """What came of one batch: "right", "raises" or "WRONG"; why, or the error of loss and gradients."""
 
     verdict: str
     detail: str = ""
@@ -211,8 +211,8 @@ def _outcome(run: Any, want: tuple[Tensor, list[Tensor]]) -> Outcome:
 
 def _failure(error: BaseException) -> Outcome:
     text = " ".join(str(error).split())
-    refused = isinstance(error, (ValueError, NotImplementedError)) and any(word in text for word in ("longspan", "prepare_batch"))
-    return Outcome(verdict="refused" if refused else "WRONG", detail=f"{type(error).__name__}: {text}"[:600])
+    explained = isinstance(error, (ValueError, NotImplementedError)) and any(word in text for word in ("longspan", "prepare_batch"))
+    return Outcome(verdict="raises" if explained else "WRONG", detail=f"{type(error).__name__}: {text}"[:600])
 
 
 def try_family(model_type: str, kinds: tuple[str, ...] = KINDS) -> dict[str, Any]:
@@ -276,16 +276,23 @@ _REASONS = (
     (r"got the unknown keyword ('\w+')", r"attention keyword \1"),
     (r"got the part ('\w+')", r"mask part \1"),
     (r"classes of its own", "attention classes of its own"),
+    (r"expected this rank's \d+ tokens as the first argument of (\w+)", r"`\1` mixes tokens in another order of dims"),
+    (r"got attention_mask of (shape|type)", "makes a mask of query-key pairs"),
+    (r"^KeyError: '(full|sliding)_attention'", "no RoPE parameters by layer type"),
 )
 
 
 def _reason(detail: str) -> str:
-    """A refusal in a few words."""
+    """An error in a few words."""
     for pattern, text in _REASONS:
         match = re.search(pattern, detail)
         if match:
             return match.expand(text).replace("'", "`")
-    return detail.split(": ", 1)[-1].replace("|", "/")[:90]
+    kind, _, text = detail.replace("|", "/").partition(": ")
+    text = re.split(r"(?<=[a-z`)])\. ", re.split(r"\w+Error: ", text)[-1])[0]  # the first sentence of the cause
+    if " " not in text:
+        return f"{kind}: {text}"
+    return text if len(text) <= 120 else f"{text[:120].rsplit(' ', 1)[0]} …"
 
 
 def verdicts(outcome: dict[str, Any]) -> tuple[str, str, str]:
@@ -302,13 +309,13 @@ def verdicts(outcome: dict[str, Any]) -> tuple[str, str, str]:
         elif "WRONG" in kinds:
             found.append("WRONG")
             notes.append(next(cell.detail for cell in cells.values() if cell.verdict == "WRONG"))
-        elif packed is not None and packed.verdict == "refused" and {c.verdict for k, c in cells.items() if k != "packed"} == {"right"}:
+        elif packed is not None and packed.verdict == "raises" and {c.verdict for k, c in cells.items() if k != "packed"} == {"right"}:
             found.append("right")
             stated = "Give document_ids" in packed.detail
             notes.append("packed with `document_ids` only" if stated else "not packed: it would not separate documents")
         else:
-            found.append("refused")
-            notes.append(next(_reason(cell.detail) for cell in cells.values() if cell.verdict == "refused"))
+            found.append("raises")
+            notes.append(next(_reason(cell.detail) for cell in cells.values() if cell.verdict == "raises"))
     return found[0], found[1], "; ".join(dict.fromkeys(notes))
 
 
@@ -324,7 +331,7 @@ def page(rows: dict[str, str]) -> str:
     cells = [[cell.strip() for cell in line.split("|")[3:5]] for line in rows.values()]
     counts = "\n".join(
         f"| {verdict} | {sum(c[0] == verdict for c in cells)} | {sum(c[1] == verdict for c in cells)} |"
-        for verdict in ("right", "refused", "not tested", "WRONG")
+        for verdict in ("right", "raises", "not tested", "WRONG")
     )
     lines = "\n".join(rows[name] for name in sorted(rows))
     head = _HEAD.format(version=transformers.__version__, tokens=LENGTH)
@@ -342,7 +349,7 @@ parameter are compared with eager attention. On three ranks, their sums over ran
 Models with layers without attention also run a plain batch of more rows than ranks, which these layers divide by rows.
 
 - *right*: loss to 1e-5, gradients to 2e-4 (float32).
-- *refused*: an error says why, before or instead of a result.
+- *raises*: an error says why, before or instead of a result.
 - *not tested*: eager attention does not run on these batches, there is no tiny config, or a package is missing (see the note).
 - *WRONG*: a silent difference or a crash.
 """

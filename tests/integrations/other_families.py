@@ -123,10 +123,10 @@ def verdicts(outcome: dict[str, Any]) -> tuple[str, str, str]:
         return "not tested", "not tested", _reason(outcome["not tested"])
     cells, notes = [], []
     for where in ("one process", "ranks"):
-        worst = next((c for v in ("WRONG", "refused") for c in outcome[where].values() if c.verdict == v), None)
+        worst = next((c for v in ("WRONG", "raises") for c in outcome[where].values() if c.verdict == v), None)
         cells.append("right" if worst is None else worst.verdict)
         if worst is not None:
-            notes.append(_reason(worst.detail) if worst.verdict == "refused" else worst.detail[:200])
+            notes.append(_reason(worst.detail) if worst.verdict == "raises" else worst.detail[:200])
     return cells[0], cells[1], "; ".join(dict.fromkeys(notes))
 
 
@@ -151,7 +151,7 @@ def page(rows: dict[tuple[str, str], str]) -> str:
     lines = []
     for section in SECTIONS:
         cells = [[c.strip() for c in line.split("|")[4:6]] for key, line in rows.items() if key[0] == section]
-        for verdict in ("right", "refused", "not tested", "WRONG"):
+        for verdict in ("right", "raises", "not tested", "WRONG"):
             lines.append(f"| {section} | {verdict} | {sum(c[0] == verdict for c in cells)} | {sum(c[1] == verdict for c in cells)} |")
     counts = "\n".join(["| kind | verdict | one process | three ranks |", "|---|---|---|---|", *lines])
     body = "\n".join(rows[key] for key in sorted(rows, key=lambda k: (SECTIONS.index(k[0]), k[1])))

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests.integrations.families import causal_lm_types, row, try_family, written_rows
+from tests.integrations.families import _reason, causal_lm_types, row, try_family, written_rows
 
 SAMPLE = ("opt", "lfm2")  # right but for packed position_ids; layers that are not attention
 
@@ -24,3 +24,9 @@ def test_no_family_is_silently_wrong() -> None:
     rows = written_rows()
     assert rows.keys() == causal_lm_types().keys()
     assert not [line for line in rows.values() if "WRONG" in line]
+
+
+def test_notes_are_sentences_or_end_at_a_word() -> None:
+    assert _reason("KeyError: 'x'") == "KeyError: 'x'"
+    assert _reason("RuntimeError: Validation error for 'x': ValueError: a must be b. Call c() first.") == "a must be b"
+    assert _reason("ValueError: " + "word " * 40) == "word " * 24 + "…"
