@@ -34,7 +34,7 @@ def model() -> Any:
 
 
 def batch(step: int) -> dict[str, Tensor]:
-    """Four rows, then one: each rank computes a whole row of the first batch's linear attention, and all of the second's."""
+    """One row and four rows in turn. Of linear attention, every rank computes the one row, and one of the four."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(3, VOCAB, (4 if step % 2 else 1, LENGTH), generator=generator)
     real = torch.arange(LENGTH) < LENGTH - torch.arange(len(ids))[:, None] * 9
