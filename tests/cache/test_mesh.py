@@ -210,7 +210,7 @@ def test_arguments_that_one_rank_rejects_raise_on_all_ranks() -> None:
     assert virtual_world(2).run(run) == ["raised"] * 2
 
 
-def test_triton_refuses_a_cache_over_a_mesh() -> None:
+def test_triton_rejects_a_cache_over_a_mesh() -> None:
     def run(mesh: ls.Mesh) -> None:
         cache = make_cache(mesh=mesh)
         with pytest.raises(ValueError, match="kernel 'triton' does not support a cache over a mesh"):

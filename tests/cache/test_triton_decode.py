@@ -73,7 +73,7 @@ def test_a_shorter_sequence_with_more_splits_decodes_as_alone() -> None:
         torch.testing.assert_close(out[i : i + 1].double(), expected[0] if isinstance(expected, tuple) else expected, rtol=1e-4, atol=1e-5)
 
 
-def test_lookups_beyond_a_table_are_refused() -> None:
+def test_lookups_beyond_a_table_raise() -> None:
     bias = torch.randn(40, device=DEVICE)
     cache = ls.KVCache(pages=2, layers=1, kv_heads=1, head_dim=16, dtype=torch.float32, device=DEVICE)
     ids, x = cache.allocate(1), torch.randn(1, 1, 50, 16, device=DEVICE)
@@ -104,7 +104,7 @@ def test_visible_infinite_values_reach_the_output() -> None:
     assert out[0, :2, 0, 3].tolist() == [float("inf")] * 2 and int(out.isfinite().logical_not().sum()) == 2
 
 
-def test_named_kernel_refuses_wide_heads() -> None:
+def test_named_kernel_rejects_wide_heads() -> None:
     cache = ls.KVCache(pages=2, layers=1, kv_heads=1, head_dim=300, dtype=torch.float32, device=DEVICE)
     x = torch.zeros(1, 1, 1, 300, device=DEVICE)
     with pytest.raises(ValueError, match="kernel 'triton' does not support this call: head dims 300 and 300"):

@@ -300,10 +300,10 @@ def test_help_and_option_errors_come_before_torch_is_loaded(arguments: list[str]
     """torch takes seconds to import."""
     code = f"""
 import runpy, sys
-class Refuse:
+class Reject:
     def find_spec(self, name, *_):
         assert name not in ("torch", "numpy"), f"{{name}} was imported"
-sys.meta_path.insert(0, Refuse())
+sys.meta_path.insert(0, Reject())
 sys.argv = ["-m"]
 import longspan
 sys.argv = ["longspan", *{arguments!r}]

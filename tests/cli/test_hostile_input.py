@@ -17,7 +17,7 @@ from longspan.cli.app import run
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 @pytest.mark.parametrize("kind", ["fifo", "directory", "missing"])
-def test_a_lengths_file_that_is_no_file_is_refused_without_opening_it(kind: str, tmp_path: Path, capsys: Any) -> None:
+def test_a_lengths_file_that_is_no_file_raises_without_opening_it(kind: str, tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "lengths"
     if kind == "fifo":
         os.mkfifo(path)
@@ -29,7 +29,7 @@ def test_a_lengths_file_that_is_no_file_is_refused_without_opening_it(kind: str,
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_a_cluster_file_that_is_a_pipe_is_refused_without_opening_it(tmp_path: Path, capsys: Any) -> None:
+def test_a_cluster_file_that_is_a_pipe_raises_without_opening_it(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "cluster.toml"
     os.mkfifo(path)
     assert run(["plan", "--tokens", "1000", "--gpus", "2", "--cluster", str(path)]) == 2

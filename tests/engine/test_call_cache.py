@@ -416,7 +416,7 @@ def test_autocast_does_not_change_a_prepared_call(prepared: list[PreparedCall]) 
     assert all(torch.equal(out, outs[0]) and out.dtype == torch.float32 for out in outs)
 
 
-def test_a_second_differentiation_is_refused(prepared: list[PreparedCall]) -> None:
+def test_a_second_differentiation_raises(prepared: list[PreparedCall]) -> None:
     tensors = qkv()
     for _ in range(3):
         out = ls.attention(*tensors, mask=CAUSAL)

@@ -143,7 +143,7 @@ def test_lse_gets_its_gradient_after_a_call_that_did_not_return_it() -> None:
     torch.testing.assert_close(virtual_world(2).run(rank)[0], torch.autograd.grad(lse, leaf, grad_lse)[0])
 
 
-def test_a_named_kernel_refuses_a_call_that_another_kernel_computed_before() -> None:
+def test_a_named_kernel_rejects_a_call_that_another_kernel_computed_before() -> None:
     q, k, v = BASE.tensors()[:3]
     ls.attention(q, k, v, score_mod=score_mod, kernel="cpu")
     with pytest.raises(KernelRefused, match="score_mod"):
@@ -151,7 +151,7 @@ def test_a_named_kernel_refuses_a_call_that_another_kernel_computed_before() -> 
 
 
 @pytest.mark.parametrize("other", ["kernel", "value dim", "dtype"])
-def test_a_named_kernel_refuses_a_call_after_another_one_with_the_same_plan(other: str) -> None:
+def test_a_named_kernel_rejects_a_call_after_another_one_with_the_same_plan(other: str) -> None:
     """The kernel of a pass is cached by plan: a call that only differs in `other` must not run with it."""
     if other == "dtype":
         pytest.importorskip("triton")

@@ -16,19 +16,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, and looks for processes in /proc")
 def test_a_sample_of_faults_ends_with_errors_in_time_and_no_wrong_number() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.faults",
-        "--covering",
-        "--ranks",
-        "3",
-        "--timeout",
-        "4",
-        "--grace",
-        "60",
-        "--json",
-    ]  # no timed test: the machine may be busy
+    # No timed test: the machine may be busy.
+    command = [sys.executable, *"-m tests.faults --covering --ranks 3 --timeout 4 --grace 60 --json".split()]
     command += ["--scenarios", "ring", "exchange", "ulysses", "unshard", "drop_in", "checkpoint"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", ".", os.environ.get("PYTHONPATH", "")])}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)

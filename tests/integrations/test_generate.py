@@ -166,7 +166,7 @@ class TestFailedForwards:
         with torch.no_grad():
             yield
 
-    def test_a_refused_forward_leaves_nothing_behind(self) -> None:
+    def test_a_rejected_forward_leaves_nothing_behind(self) -> None:
         model, ids = decoding_model("llama", "longspan"), one_prompt(9)
         expected = model(ids, use_cache=False).logits
         cache = lst.PagedCache(model)

@@ -121,7 +121,7 @@ def test_more_attention_calls_in_the_recomputation_raise() -> None:
 
 
 @pytest.mark.parametrize("argument", ["keep", "inputs"])
-def test_unknown_places_are_refused(argument: str) -> None:
+def test_unknown_places_raise(argument: str) -> None:
     with pytest.raises(ValueError, match=f"{argument}='device' or 'host', got 'disk'"):
         memory.checkpoint(layer, *qkv(), **{argument: "disk"})
 

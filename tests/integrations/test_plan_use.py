@@ -255,7 +255,7 @@ def test_an_inner_model_with_embeddings_has_the_tokens_of_the_outer_one() -> Non
     assert seen[0] is tokens
 
 
-def test_a_mask_in_a_list_of_tensors_is_refused_with_the_models_name() -> None:
+def test_a_mask_in_a_list_of_tensors_raises_with_the_models_name() -> None:
     mask = lst.attention_mask(1, 3, 3)
     with pytest.raises(ValueError, match="gives the mask to cat"):
         torch.cat([torch.zeros(3), mask])  # type: ignore[list-item]

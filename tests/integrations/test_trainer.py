@@ -43,7 +43,7 @@ def test_twenty_steps_of_trl_on_four_processes_give_the_losses_of_one_process(py
     assert max(by_packing.values()) < 1e-5
 
 
-def test_the_mixin_refuses_other_losses_than_the_cross_entropy_of_labels(tmp_path: Path) -> None:
+def test_the_mixin_rejects_other_losses_than_the_cross_entropy_of_labels(tmp_path: Path) -> None:
     from examples.transformers_trainer import arguments, llama
 
     import longspan as ls

@@ -90,12 +90,12 @@ def chosen(name: str, tensors: list[Tensor], *works: Work) -> Kernel:
         ("flash", on_cpu(dims=(24, 40)), "head dims 24 of keys and 40 of values: expected the same$"),
     ],
 )
-def test_it_says_which_tensors_it_refuses(name: str, tensors: list[Tensor], reason: str) -> None:
+def test_it_says_which_tensors_it_rejects(name: str, tensors: list[Tensor], reason: str) -> None:
     with pytest.raises(KernelRefused, match=reason.replace("$", r"\. kernel='auto' picks one that does$")):
         chosen(name, tensors, work_for(causal))
 
 
-def test_it_refuses_a_score_mod_and_a_mask_that_decides_inside_rectangles() -> None:
+def test_it_rejects_a_score_mod_and_a_mask_that_decides_inside_rectangles() -> None:
     score = trace(lambda s, b, h, q, kv: s * 2, "score").program
     with pytest.raises(
         KernelRefused, match=r"kernel 'flash' does not support this call: score_mod .*: torch's SDPA operators do not support"
@@ -137,7 +137,7 @@ def test_a_later_stage_that_needs_its_mask_is_an_error_and_not_a_wrong_answer() 
         ("cudnn", {}, {"allowed": False}, r"torch.backends.cuda.can_use_it returns False on this machine \(with debug=True"),
     ],
 )
-def test_it_says_what_it_refuses_on_cuda(
+def test_it_says_what_it_rejects_on_cuda(
     name: str, settings: dict[str, Any], machine: dict[str, Any], reason: str, cuda: SimpleNamespace
 ) -> None:
     vars(cuda).update(machine)
@@ -156,11 +156,11 @@ def test_it_says_what_it_refuses_on_cuda(
         ("cudnn", {"dims": (192, 128)}),
     ],
 )
-def test_it_refuses_no_more_than_it_must_on_cuda(name: str, settings: dict[str, Any], cuda: SimpleNamespace) -> None:
+def test_it_rejects_no_more_than_it_must_on_cuda(name: str, settings: dict[str, Any], cuda: SimpleNamespace) -> None:
     assert chosen(name, fakes(cuda, **settings), work_for(causal)).name == name
 
 
-def test_cudnn_is_refused_where_results_must_be_the_same_each_time(cuda: SimpleNamespace) -> None:
+def test_cudnn_raises_where_results_must_be_the_same_each_time(cuda: SimpleNamespace) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         with pytest.raises(KernelRefused, match="accumulates the gradient of q in arbitrary order"):

@@ -32,7 +32,7 @@ def test_the_kernels_compile_for_hopper_without_one() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_another_device_is_refused_with_the_reason() -> None:
+def test_another_device_raises_with_the_reason() -> None:
     pytest.importorskip("triton.experimental.gluon")
     q = torch.randn(1, 2, 130, 64)
     with pytest.raises(KernelRefused, match=r"'hopper' does not support this call.*(interpreter|expected a Hopper GPU)"):
@@ -158,7 +158,7 @@ def test_in_fixed_order_every_run_gives_the_same_bits(dim: int) -> None:
     [(torch.float32, 64, "expected bfloat16 or float16"), (torch.bfloat16, 44, "multiples of 8")],
     ids=["float32", "odd dim"],
 )
-def test_what_it_cannot_do_is_refused_and_auto_does_it(dtype: torch.dtype, dim: int, reason: str) -> None:
+def test_what_it_cannot_do_raises_and_auto_does_it(dtype: torch.dtype, dim: int, reason: str) -> None:
     on_hopper()
     q = torch.randn(1, 2, 130, dim, device="cuda", dtype=dtype)
     with pytest.raises(KernelRefused, match=reason):

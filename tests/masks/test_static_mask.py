@@ -84,7 +84,7 @@ def test_rows_without_tiles_get_one_that_the_mask_hides() -> None:
     assert with_every_row_busy(busy) is busy
 
 
-def test_a_mask_of_another_form_is_refused_and_changes_nothing() -> None:
+def test_a_mask_of_another_form_raises_and_changes_nothing() -> None:
     static = ls.StaticMask(packed(BATCHES[1]), device="cpu")
     before = [t.clone() for t in static.traced.captured()]
     shorter = ls.causal() & ls.documents([100, 200])
@@ -95,7 +95,7 @@ def test_a_mask_of_another_form_is_refused_and_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, static.traced.captured(), strict=True))
 
 
-def test_contents_without_room_are_refused_and_change_nothing() -> None:
+def test_contents_without_room_raise_and_change_nothing() -> None:
     tokens = torch.arange(1024)
     static = ls.StaticMask(ls.documents(ids=tokens * 0), device="cpu", runs_per_row=1)
     table = static.static_table(1024, 1024, (128, 128), batch=1, heads=1)
@@ -108,7 +108,7 @@ def test_contents_without_room_are_refused_and_change_nothing() -> None:
     assert torch.equal(table.to_dense(), kept)
 
 
-def test_static_masks_refuse_operators_copies_masks_without_tensors_and_other_kernels() -> None:
+def test_static_masks_reject_operators_copies_masks_without_tensors_and_other_kernels() -> None:
     static = ls.StaticMask(packed(BATCHES[1]), device="cpu")
     combinations = (lambda: static & ls.causal(), lambda: ls.causal() | static, lambda: ~static)
     for combine in combinations:

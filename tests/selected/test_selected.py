@@ -159,7 +159,7 @@ def test_compiled_selections_have_the_gradients_of_eager_ones(kernel: str, granu
         torch.testing.assert_close(grads, right_grads, atol=1e-4, rtol=1e-4)
 
 
-def test_a_cache_refuses_selections() -> None:
+def test_a_cache_rejects_selections() -> None:
     cache = ls.KVCache(pages=4, page_size=64, layers=1, kv_heads=2, head_dim=16, dtype=torch.float32, device="cpu")
     step = cache.step(cache.allocate(1), 128)
     with pytest.raises(ValueError, match="selected is not supported with cache="):

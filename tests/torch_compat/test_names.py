@@ -261,7 +261,7 @@ def test_a_replaced_function_is_restored() -> None:
     assert module.double is double and module.double(3) == 6
 
 
-def test_arguments_that_torchs_ring_refuses_are_refused() -> None:
+def test_arguments_that_torchs_ring_rejects_raise() -> None:
     q = torch.zeros(1, 1, 4, 2)
     with pytest.raises(NotImplementedError, match="return_debug_mask"):
         ours._scaled_dot_product_ring_flash_attention(None, q, q, q, return_debug_mask=True)

@@ -185,7 +185,7 @@ def _tensors(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 class _TensorsOnly(DefaultLoadPlanner):
-    """Refuses entries that are not tensors: torch would unpickle them."""
+    """A planner that rejects entries other than tensors, which torch would unpickle."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         raise CheckpointError(f"the checkpoint has a pickled entry {read_item.dest_index.fqn!r}: expected tensors only")

@@ -225,7 +225,7 @@ def is_compiled(module: nn.Module) -> bool:
     return by_module or hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
-def refuse_compiled(model: nn.Module) -> None:
+def reject_compiled(model: nn.Module) -> None:
     """Raise ValueError if a model that is compiled as a whole mixes tokens without attention: its hooks may be missing."""
     for module in model.modules():
         if mixes_tokens(module):

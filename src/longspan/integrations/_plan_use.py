@@ -73,7 +73,7 @@ def checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
             check_implementation(self.config)
         if torch.compiler.is_compiling():
             if plan is not None:
-                _mixers.refuse_compiled(self)
+                _mixers.reject_compiled(self)
             return call(self, *args, **kwargs)  # a layer without a plan raises while it is traced
         outer = current_forward.get()
         if outer is not None and outer.plan is not None:
