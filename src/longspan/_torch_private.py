@@ -27,7 +27,7 @@
                           stands for several, and by type it is a plain tensor.
 `forward_ad._current_level`  Whether forward-mode differentiation is active; the public way is to unpack every tensor.
 `TracingContext`          Whether Dynamo is at work. In torch 2.11 it takes the truth of every object that compiled code calls, to see if
-                          there is one; to everyone else a mask refuses to be true or false.
+                          there is one; for everyone else `bool(mask)` raises.
 `_saved_tensors_hooks_is_enabled`  Whether saved-tensor hooks may be set: torch.func forbids them, and tells it nowhere in public.
 `_cuda_getCurrentRawStream`, `_cuda_getDevice`  The current stream as the CUDA driver takes it, and the current device, where CUDA is known
                           to be initialised. `torch.cuda.current_stream` builds an object, which takes as long as the launch itself.

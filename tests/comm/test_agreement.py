@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from longspan._comm.agreement import AGREEMENT, MAX_FIELDS, WORDS, Agreement, CallDescription, agree, refuse
+from longspan._comm.agreement import AGREEMENT, MAX_FIELDS, WORDS, Agreement, CallDescription, agree, raise_on_all_ranks
 from longspan._comm.gather import all_gather_rows
 from longspan._comm.mesh import Mesh
 from longspan.testing import virtual_world
@@ -23,7 +23,7 @@ def errors_by_rank(
     def fn(mesh: Mesh) -> Exception | None:
         try:
             if mesh.rank in (errors or {}):
-                refuse(mesh, (errors or {})[mesh.rank])
+                raise_on_all_ranks(mesh, (errors or {})[mesh.rank])
             agree(mesh, CallDescription("a call", fields.get(mesh.rank, SAME)))
         except Exception as error:
             return error
@@ -143,19 +143,19 @@ def test_a_rank_with_bad_arguments_raises_its_error_and_other_ranks_name_it() ->
     for rank, error in enumerate(errors):
         if rank != 3:
             assert type(error) is RuntimeError
-            assert str(error) == "rank 3 refused this call: TypeError: q: expected 4 dims, got 3; é ☃"
+            assert str(error) == "rank 3 raised in this call: TypeError: q: expected 4 dims, got 3; é ☃"
 
 
 def test_ranks_that_all_have_bad_arguments_raise_their_errors() -> None:
     mine = {r: ValueError("bad") for r in range(3)}
     assert errors_by_rank(3, {}, mine) == [mine[0], mine[1], mine[2]]
     errors = errors_by_rank(3, {}, {0: ValueError("a"), 2: ValueError("b")})
-    assert str(errors[1]) == "rank 0 refused this call: ValueError: a; rank 2 refused this call: ValueError: b"
+    assert str(errors[1]) == "rank 0 raised in this call: ValueError: a; rank 2 raised in this call: ValueError: b"
 
 
 def test_a_rank_alone_raises_its_own_error() -> None:
     with pytest.raises(ValueError, match="bad"):
-        refuse(Mesh.abstract(1), ValueError("bad"))
+        raise_on_all_ranks(Mesh.abstract(1), ValueError("bad"))
 
 
 def test_many_ranks_are_not_all_listed() -> None:

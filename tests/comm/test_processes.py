@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.comm.exchanges import counts_of, exchange_of_pieces, gradient_through_an_exchange, uneven_exchange
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from longspan._comm.agreement import CallDescription, agree, refuse
+from longspan._comm.agreement import CallDescription, agree, raise_on_all_ranks
 from longspan._comm.gather import all_gather_rows, reduce_scatter_rows
 from longspan._comm.mesh import Axis, Mesh, as_mesh
 from longspan._comm.row_moves import RowMoves, move_rows
@@ -63,9 +63,9 @@ def collectives_match(mesh: Mesh, device: str = "cpu") -> None:
         agree(mesh, CallDescription("a call", {"dtype": "bfloat16" if mesh.rank == 1 else "float32"}))
     if mesh.rank == 0:
         with pytest.raises(TypeError, match="no such thing"):
-            refuse(mesh, TypeError("no such thing"))
+            raise_on_all_ranks(mesh, TypeError("no such thing"))
     else:
-        with pytest.raises(RuntimeError, match="rank 0 refused this call: TypeError: no such"):
+        with pytest.raises(RuntimeError, match="rank 0 raised in this call: TypeError: no such"):
             agree(mesh, CallDescription("a call", {}))
 
 

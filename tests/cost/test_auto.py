@@ -150,7 +150,7 @@ def test_auto_honours_stages_and_lists_strategies_with_other_numbers() -> None:
         plan = ls.plan(MASKS["causal"], TOKENS, _mesh(1), stages=stages, **SIZES)
         comparison = considered(plan)
         assert plan.schedule.stages == stages and {o.strategy.name for o in comparison.options} == legal
-        assert {name for name, _ in comparison.refused} == {"exchange", "ring", "allgather", "ulysses"} - legal
+        assert {name for name, _ in comparison.not_possible} == {"exchange", "ring", "allgather", "ulysses"} - legal
     assert f"not possible: 0 stages, where {stages} are asked for" in plan._explanation()
     several = ls.plan({"a": MASKS["causal"], "b": MASKS["window"]}, TOKENS, _mesh(1), stages=2, **SIZES)
     assert [p.schedule.stages for p in several.values()] == [2, 2]

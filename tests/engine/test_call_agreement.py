@@ -112,7 +112,7 @@ def test_tensors_that_do_not_fit_the_plan_raise_on_every_rank(wrong: str, everyw
     for r, error in enumerate(errors_of(rank)):
         assert says in str(error)
         assert isinstance(error, ValueError if everywhere or r == 1 else RuntimeError)
-        assert everywhere or r == 1 or "rank 1 refused" in str(error)
+        assert everywhere or r == 1 or "rank 1 raised" in str(error)
 
 
 def test_head_counts_that_ulysses_does_not_support_raise_at_the_call() -> None:

@@ -38,7 +38,7 @@ def test_a_kernel_that_one_rank_cannot_use_raises_on_all() -> None:
         return str(caught.value)
 
     told = virtual_world(2).run(rank)
-    assert "rank 1 refused" in told[0] and "refused" not in told[1]
+    assert "rank 1 raised" in told[0] and "raised" not in told[1]
 
 
 def test_triton_computes_batch_rows_that_are_laid_out_differently(monkeypatch: pytest.MonkeyPatch) -> None:

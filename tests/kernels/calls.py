@@ -30,5 +30,5 @@ def backward(
     return kernel.backward(tensors, work, wide=wide, into=into)
 
 
-def refusal(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
-    return kernel.capabilities(AttentionInputs(q=q, k=k, v=v), work).refusal
+def unsupported_reason(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, work: Work) -> str | None:
+    return kernel.capabilities(AttentionInputs(q=q, k=k, v=v), work).unsupported

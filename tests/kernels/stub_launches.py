@@ -56,7 +56,7 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(prepared_launch, "current_raw_stream", lambda device: 0)
     monkeypatch.setattr(prepared_launch, "current_cuda_device", lambda: None)  # the index of the CPU
     monkeypatch.setattr(workspace, "take_zeros", lambda count, device, stream: (0, torch.empty(0)))
-    monkeypatch.setattr(hopper_kernel, "_refusal", lambda inputs, work: None)
+    monkeypatch.setattr(hopper_kernel, "_unsupported_reason", lambda inputs, work: None)
     monkeypatch.setattr(passes, "persistent_ctas", lambda device: 132)
     monkeypatch.setattr(registry, "has_gluon", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())

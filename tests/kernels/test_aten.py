@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.cases import Case, check_against_oracle
-from tests.kernels.calls import backward, forward, refusal
+from tests.kernels.calls import backward, forward, unsupported_reason
 from tests.kernels.shards import Segments, work_of
 from torch import Tensor
 
@@ -140,7 +140,7 @@ def compare(got: dict[str, Tensor], given: Problem) -> None:
 def check(name: str, given: Problem) -> None:
     kernel = kernel_named(name)
     for work in given.stages:
-        assert refusal(kernel, given.q, *given.keys(0, given.buffers), work) is None
+        assert unsupported_reason(kernel, given.q, *given.keys(0, given.buffers), work) is None
     compare(in_stages(kernel, kernel, given), given)
 
 
@@ -264,7 +264,7 @@ def on_gpu(name: str, **settings: Any) -> Problem:
     """A problem for a backend; skipped with the backend's own reason where this machine has none for it."""
     given = problem(block=128, device="cuda", **{"dtype": torch.bfloat16, "dims": (64, 64), "shards": LONG} | settings)
     tensors = (given.q, *given.keys(0, given.buffers))
-    reason = next(filter(None, (refusal(kernel_named(name), *tensors, work) for work in given.stages)), None)
+    reason = next(filter(None, (unsupported_reason(kernel_named(name), *tensors, work) for work in given.stages)), None)
     if reason is not None:
         pytest.skip(reason)
     return given

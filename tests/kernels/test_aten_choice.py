@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from longspan._kernels import aten_limits, registry
 from longspan._kernels.aten import AnyAtenKernel, AtenKernel
 from longspan._kernels.protocol import AttentionInputs, Kernel, Work
-from longspan._kernels.registry import KernelCall, KernelRefused, choose, kernel_named
+from longspan._kernels.registry import KernelCall, NotSupported, choose, kernel_named
 from longspan._masks.tracing import trace
 
 BACKENDS = ["flash", "efficient", "cudnn"]
@@ -91,27 +91,27 @@ def chosen(name: str, tensors: list[Tensor], *works: Work) -> Kernel:
     ],
 )
 def test_it_says_which_tensors_it_rejects(name: str, tensors: list[Tensor], reason: str) -> None:
-    with pytest.raises(KernelRefused, match=reason.replace("$", r"\. kernel='auto' picks one that does$")):
+    with pytest.raises(NotSupported, match=reason.replace("$", r"\. kernel='auto' picks one that does$")):
         chosen(name, tensors, work_for(causal))
 
 
 def test_it_rejects_a_score_mod_and_a_mask_that_decides_inside_rectangles() -> None:
     score = trace(lambda s, b, h, q, kv: s * 2, "score").program
     with pytest.raises(
-        KernelRefused, match=r"kernel 'flash' does not support this call: score_mod .*: torch's SDPA operators do not support"
+        NotSupported, match=r"kernel 'flash' does not support this call: score_mod .*: torch's SDPA operators do not support"
     ):
         chosen("flash", on_cpu(), replace(work_for(causal), score=score))
     with pytest.raises(
-        KernelRefused,
+        NotSupported,
         match=r"\d+ of \d+ rectangles of the mask are neither full nor causal .* queries \d+ to \d+ and keys \d+ to \d+",
     ):
         chosen("flash", on_cpu(), work_for(window))
-    with pytest.raises(KernelRefused, match=r"cudnn: tensors on cpu.*; flash: .* of the mask are neither.*; efficient: tensors on cpu"):
+    with pytest.raises(NotSupported, match=r"cudnn: tensors on cpu.*; flash: .* of the mask are neither.*; efficient: tensors on cpu"):
         chosen("aten", on_cpu(), work_for(window))
 
 
 def test_a_later_stage_that_needs_its_mask_is_an_error_and_not_a_wrong_answer() -> None:
-    with pytest.raises(KernelRefused, match="neither full nor causal squares"):
+    with pytest.raises(NotSupported, match="neither full nor causal squares"):
         chosen("flash", on_cpu(), work_for(full), work_for(window))
     for name in ("flash", "aten"):
         with pytest.raises(ValueError, match=r"(the mask is neither|are neither full nor) .*kernel='auto' picks"):
@@ -141,7 +141,7 @@ def test_it_says_what_it_rejects_on_cuda(
     name: str, settings: dict[str, Any], machine: dict[str, Any], reason: str, cuda: SimpleNamespace
 ) -> None:
     vars(cuda).update(machine)
-    with pytest.raises(KernelRefused, match=reason.replace("$", r"\. kernel='auto'")):
+    with pytest.raises(NotSupported, match=reason.replace("$", r"\. kernel='auto'")):
         chosen(name, fakes(cuda, **settings), work_for(causal))
 
 
@@ -163,7 +163,7 @@ def test_it_rejects_no_more_than_it_must_on_cuda(name: str, settings: dict[str, 
 def test_cudnn_raises_where_results_must_be_the_same_each_time(cuda: SimpleNamespace) -> None:
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(KernelRefused, match="accumulates the gradient of q in arbitrary order"):
+        with pytest.raises(NotSupported, match="accumulates the gradient of q in arbitrary order"):
             chosen("cudnn", fakes(cuda), work_for(causal))
         assert chosen("flash", fakes(cuda), work_for(causal)).name == "flash"
     finally:

@@ -162,7 +162,7 @@ def test_deterministic_dq_takes_one_pass_or_two(monkeypatch: pytest.MonkeyPatch)
         work_of(mod, ((0, 3000),), ((0, 3000),), block=128) for mod in (lambda b, h, q, kv: q >= kv, lambda b, h, q, kv: q == kv)
     )
     inputs = AttentionInputs(q=q, k=q, v=q)
-    monkeypatch.setattr(hopper, "_refusal", lambda *_: None)  # as on a Hopper GPU
+    monkeypatch.setattr(hopper, "_unsupported_reason", lambda *_: None)  # as on a Hopper GPU
     assert _one_pass(inputs, dense, []) and _one_pass(inputs, sparse, []) and HOPPER.capabilities(inputs, dense).concurrent_backward
     assert not HOPPER.capabilities(inputs, dense, needs=[True]).concurrent_backward
     torch.use_deterministic_algorithms(True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import longspan as ls
 from longspan._kernels import registry
-from longspan._kernels.registry import KernelRefused
+from longspan._kernels.registry import NotSupported
 from longspan.testing import oracle
 
 
@@ -35,7 +35,7 @@ def test_the_kernels_compile_for_hopper_without_one() -> None:
 def test_another_device_raises_with_the_reason() -> None:
     pytest.importorskip("triton.experimental.gluon")
     q = torch.randn(1, 2, 130, 64)
-    with pytest.raises(KernelRefused, match=r"'hopper' does not support this call.*(interpreter|expected a Hopper GPU)"):
+    with pytest.raises(NotSupported, match=r"'hopper' does not support this call.*(interpreter|expected a Hopper GPU)"):
         ls.attention(q, q, q, mask=ls.causal(), kernel="hopper")
 
 
@@ -161,6 +161,6 @@ def test_in_fixed_order_every_run_gives_the_same_bits(dim: int) -> None:
 def test_what_it_cannot_do_raises_and_auto_does_it(dtype: torch.dtype, dim: int, reason: str) -> None:
     on_hopper()
     q = torch.randn(1, 2, 130, dim, device="cuda", dtype=dtype)
-    with pytest.raises(KernelRefused, match=reason):
+    with pytest.raises(NotSupported, match=reason):
         ls.attention(q, q, q, mask=ls.causal(), kernel="hopper")
     assert ls.attention(q, q, q, mask=ls.causal()).isfinite().all()

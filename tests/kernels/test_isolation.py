@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.calls import refusal
+from tests.kernels.calls import unsupported_reason
 from tests.kernels.shards import work_of
 from torch import Tensor
 
@@ -153,10 +153,10 @@ def test_ranks_isolate_rows(strategy: str) -> None:
 
 def test_hopper_does_not_run_masked_work_under_longspan_isolate(monkeypatch: pytest.MonkeyPatch) -> None:
     hopper = pytest.importorskip("longspan._kernels.hopper.kernel")
-    monkeypatch.setattr(hopper, "_refusal", lambda *_: None)  # as on a Hopper GPU
+    monkeypatch.setattr(hopper, "_unsupported_reason", lambda *_: None)  # as on a Hopper GPU
     kernel, q = hopper.HopperKernel(fallback=kernel_named("cpu")), torch.empty(1, 2, 300, 64, dtype=torch.bfloat16)
     masked = work_of(lambda b, h, q, kv: q >= kv, ((0, 300),), ((0, 300),), block=128)
-    assert refusal(kernel, q, q, q, masked) is None
+    assert unsupported_reason(kernel, q, q, q, masked) is None
     monkeypatch.setenv("LONGSPAN_ISOLATE", "1")
-    assert "LONGSPAN_ISOLATE=1" in (refusal(kernel, q, q, q, masked) or "")
-    assert refusal(kernel, q, q, q, replace(masked, mask=None)) is None
+    assert "LONGSPAN_ISOLATE=1" in (unsupported_reason(kernel, q, q, q, masked) or "")
+    assert unsupported_reason(kernel, q, q, q, replace(masked, mask=None)) is None

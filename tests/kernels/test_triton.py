@@ -23,7 +23,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 # ruff: noqa: E402
-from tests.kernels.calls import backward, forward, refusal
+from tests.kernels.calls import backward, forward, unsupported_reason
 
 from longspan._kernels.gpu import prepared_launch
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch
@@ -202,7 +202,7 @@ def check(case: Case, *, kernel: TritonKernel | None = None, work: Work | None =
     do, dlse = torch.randn_like(case.tensor(case.shape[1], case.shape[3], case.dims[1])), torch.randn(q.shape[:3], device=DEVICE)
     want = dense(case, q, k, v, do, dlse)
     work = work or case.work()
-    assert refusal(kernel, q, k, v, work) is None
+    assert unsupported_reason(kernel, q, k, v, work) is None
     state = forward(kernel, q, k, v, work, state=None, final=True, max_scores=True)
     assert state.out.dtype == case.dtype
     assert state.max_scores is not None
@@ -438,7 +438,7 @@ def test_gradient_functions_of_activations_match() -> None:
 
 def test_an_unsupported_operation_is_named() -> None:
     case = Case(score=lambda s, b, h, q, kv: torch.atan2(s, s + 2))
-    reason = refusal(TritonKernel(), *case.inputs(), case.work())
+    reason = unsupported_reason(TritonKernel(), *case.inputs(), case.work())
     assert reason is not None and "atan2" in reason
 
 
@@ -446,11 +446,11 @@ def test_unsupported_inputs_are_rejected() -> None:
     case = Case()
     q, k, v = case.inputs()
     kernel = TritonKernel()
-    assert "float64" in str(refusal(kernel, q.double(), k.double(), v.double(), case.work()))
+    assert "float64" in str(unsupported_reason(kernel, q.double(), k.double(), v.double(), case.work()))
     wide = torch.zeros(1, 2, 100, 300, device=DEVICE)
-    assert "256" in str(refusal(kernel, wide, wide, v, case.work()))
+    assert "256" in str(unsupported_reason(kernel, wide, wide, v, case.work()))
     odd = replace(case.work(), table=table_of(case.allowed()[:1, :1], (72, 64)))
-    assert "multiples of 16" in str(refusal(kernel, q, k, v, odd))
+    assert "multiples of 16" in str(unsupported_reason(kernel, q, k, v, odd))
 
 
 @pytest.mark.long

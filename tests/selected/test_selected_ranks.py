@@ -204,4 +204,4 @@ def test_indices_modified_on_one_rank_raise_on_every_rank() -> None:
         return str(caught.value)
 
     first, second = world.run(rank)
-    assert "modified by an inplace operation" in first and "rank 0 refused this call" in second
+    assert "modified by an inplace operation" in first and "rank 0 raised in this call" in second

@@ -4,7 +4,7 @@ Each rank sends one control message of fixed size, so that no two messages can m
 
     [magic, status, kind, call number, digest of field 0, digest of field 1, …]     WORDS int64 numbers on the CPU
 
-All ranks of the mesh see all messages. If one differs, or one rank refused its own arguments, every rank sends its description as text
+All ranks of the mesh see all messages. If one differs, or one rank raised an error of its own, every rank sends its description as text
 and raises an error that names the ranks and the fields.
 """
 
@@ -34,7 +34,7 @@ MAX_FIELDS = 20
 _HEADER = 4
 WORDS = _HEADER + MAX_FIELDS
 _MAGIC = 0x6C6F6E677370616E
-_AGREES, _REFUSED = 0, 1
+_AGREES, _RAISED = 0, 1
 _KIND, _NUMBER = 2, 3  # places in the header
 _BYTES = 8  # of a word
 
@@ -71,17 +71,17 @@ class Agreement:
     """
 
     def __init__(self, mesh: Mesh, call: CallDescription | None, *, forward: int | None = None, error: Exception | None = None) -> None:
-        """forward: of a backward pass, the `number` of its forward pass; 0 if unknown. error: this rank refuses the call with it."""
+        """forward: of a backward pass, the `number` of its forward pass; 0 if unknown. error: this rank raises it."""
         self._mesh, self._call, self._error = mesh, call, error
         self._is_backward = forward is not None
         self._disagreed = False
         self.number = 0  # of the call, the same on every rank: rank 0 chose it
         self._exchange: _AllGather | None = None
         if mesh.size > 1:
-            watchdog.call = "a refused call" if call is None else call.kind
+            watchdog.call = "a call that raised" if call is None else call.kind
             number = next(_numbers) if forward is None else forward
             kind, *fields = call.digests if call is not None else (0,)
-            words = [_MAGIC, _AGREES if error is None else _REFUSED, kind, number, *fields]
+            words = [_MAGIC, _AGREES if error is None else _RAISED, kind, number, *fields]
             self._exchange = _AllGather(mesh, words + [0] * (WORDS - len(words)))
 
     @classmethod
@@ -128,7 +128,7 @@ class Agreement:
         return set(numbers) - {0} if self._is_backward else set()
 
     def _raise(self, messages: Sequence[Sequence[int]]) -> NoReturn:
-        if self._error is not None and all(m[1] == _REFUSED for m in messages):
+        if self._error is not None and all(m[1] == _RAISED for m in messages):
             self._disagreed = True
             raise self._error
         fields = {} if self._call is None else dict(self._call.fields)
@@ -152,7 +152,7 @@ def agree(mesh: Mesh, call: CallDescription) -> Agreement:
     return agreement
 
 
-def refuse(mesh: Mesh, error: Exception) -> NoReturn:
+def raise_on_all_ranks(mesh: Mesh, error: Exception) -> NoReturn:
     """Raise `error` on this rank. Ranks that wait for this rank in an agreement raise a RuntimeError that quotes it."""
     if mesh.size > 1 and mesh.groups:
         Agreement(mesh, None, error=error).wait()
@@ -173,7 +173,7 @@ class raising_on_all_ranks:  # named as a function: it is used as one
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if self._mesh is not None and isinstance(error, Exception):
-            refuse(self._mesh, error)
+            raise_on_all_ranks(self._mesh, error)
 
 
 class _AllGather:
@@ -237,10 +237,10 @@ def _digest(text: str) -> int:
 
 
 def _difference(mesh: Mesh, views: Sequence[Mapping[str, Any]]) -> Exception:
-    """The error of ranks that do not agree, the same on all ranks that did not refuse."""
-    refused = [f"rank {r} refused this call: {view['error']}" for r, view in enumerate(views) if view["error"] is not None]
-    if refused:
-        return RuntimeError("; ".join(refused))
+    """The error of ranks that do not agree, the same on all ranks without an error of their own."""
+    raised = [f"rank {r} raised in this call: {view['error']}" for r, view in enumerate(views) if view["error"] is not None]
+    if raised:
+        return RuntimeError("; ".join(raised))
     if text := _differing_values("call", [view["kind"] for view in views]):
         differ = [text]
     else:

@@ -78,17 +78,17 @@ class SearchSpace:
 def consider(space: SearchSpace, time_exactly: TimeExactly | None = None) -> Considered:
     """Every option of a search space, estimated, the best first. The best are timed by `time_exactly`, if given."""
     options: list[Option] = []
-    refused: list[tuple[str, str]] = []
+    not_possible: list[tuple[str, str]] = []
     layouts = _Layouts(space)
     for strategy in strategies(space.mesh, space.strategy):
         reason = space.not_possible(strategy)
         if reason is not None:
-            refused.append((strategy.name, reason))
+            not_possible.append((strategy.name, reason))
             continue
         options += _strategy_options(space, strategy, layouts)
     limit = EXACT[layouts.largest <= SMALL]
     ordered = _ordered(_distinct(options), time_exactly, limit)
-    return Considered(options=tuple(ordered), refused=tuple(refused), cluster=space.cluster)
+    return Considered(options=tuple(ordered), not_possible=tuple(not_possible), cluster=space.cluster)
 
 
 def strategies(mesh: Mesh, name: str) -> list[Strategy]:

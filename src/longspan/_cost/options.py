@@ -96,7 +96,7 @@ class Considered:
     """All options, the best first, and the strategies that are not possible, as (name, reason)."""
 
     options: tuple[Option, ...]
-    refused: tuple[tuple[str, str], ...]
+    not_possible: tuple[tuple[str, str], ...]
     cluster: Cluster
 
     @property
@@ -121,7 +121,7 @@ class Considered:
             )
         if len(self.options) > SHOWN_OPTIONS:
             lines.append(f"  … and {len(self.options) - SHOWN_OPTIONS} slower ones")
-        lines += [f"  {name:38} not possible: {reason}" for name, reason in self.refused]
+        lines += [f"  {name:38} not possible: {reason}" for name, reason in self.not_possible]
         lines.append(
             "  computing: ms of kernels on the busiest rank; busiest: its (query, key) pairs over the mean; received: KV, as a share of "
             "an all-gather; ~: estimated only"

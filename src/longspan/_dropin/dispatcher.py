@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from longspan._comm.agreement import refuse
+from longspan._comm.agreement import raise_on_all_ranks
 from longspan._comm.mesh import MeshLike, as_mesh
 from longspan._dropin.attn_mask import as_mask_mod, as_score_mod, gather_mask, with_four_dims
 from longspan._dropin.dtensor import call_on_local
@@ -77,7 +77,7 @@ class AttentionDispatcher:
             _check_dim(x, dim, "unshard")
             layout = self.sequences.lookup("unshard", x.shape[dim], x.device)
         except ValueError as error:
-            refuse(self.mesh, error)
+            raise_on_all_ranks(self.mesh, error)
         return unshard(x, dim, layout, self.mesh)
 
     def positions(self, length: int) -> Tensor:
@@ -218,7 +218,7 @@ class AttentionDispatcher:
         try:
             made = plan(made_mask, lengths, self.mesh, layout=layout, strategy=self.strategy, batch=batch, heads=heads)
         except (ValueError, TypeError) as error:
-            refuse(self.mesh, error)
+            raise_on_all_ranks(self.mesh, error)
         while len(self._plans) >= MAX_PLANS:
             self._plans.pop(next(iter(self._plans)))
         self._plans[key] = made

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan._comm.agreement import refuse
+from longspan._comm.agreement import raise_on_all_ranks
 from longspan._dropin.attn_mask import CallShape, MaskForm, MaskPart, agreed_form, check_fits
 from longspan._dropin.global_layout import SequenceLayouts, all_gather_ints
 from longspan._dropin.mask_keys import MaskRequest
-from longspan._engine.checks import refuse_transforms
+from longspan._engine.checks import reject_transforms
 from longspan._plan.layout import Layout
 
 NO_SIZE = (-1, -1)
@@ -76,7 +76,7 @@ def negotiate(sequences: SequenceLayouts, query: Any, check: Callable[[], LocalC
     mesh = sequences.mesh
     shape = None
     try:
-        refuse_transforms(planned=True)
+        reject_transforms(planned=True)
         local = check()
         if mesh.size == 1:
             shape = _shape(sequences, local, [sequences.of_counts(name, [n]) for name, n in local.local_lengths])
@@ -85,7 +85,7 @@ def negotiate(sequences: SequenceLayouts, query: Any, check: Callable[[], LocalC
         if shape is not None:
             _check_mask_size(shape, local, {mesh.rank: local.mask_size})
     except (ValueError, TypeError, RuntimeError) as error:
-        refuse(mesh, error)
+        raise_on_all_ranks(mesh, error)
     if shape is not None and (mesh.size == 1 or local.attn_mask is None or _is_surely_whole(shape, local.mask_size)):
         return AgreedCall(local=local, shape=shape)
     device = query.device if isinstance(query, Tensor) and query.is_cuda else torch.device("cpu")

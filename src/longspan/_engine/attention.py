@@ -14,7 +14,7 @@ from longspan._comm.agreement import raising_on_all_ranks
 from longspan._engine import eager, ops, selected, selected_mesh, selected_mesh_ops
 from longspan._engine.cached import CachedCall, attend_cached
 from longspan._engine.call_cache import CallKey, calls, score_key
-from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, refuse_transforms, tracing_under_transforms
+from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, reject_transforms, tracing_under_transforms
 from longspan._engine.dense_distributed import dense_over_mesh
 from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.plan_cache import plan_cache
@@ -24,7 +24,7 @@ from longspan._engine.table_cache import DeviceCopies
 from longspan._engine.values import CallOptions, CallTensors
 from longspan._kernels.dense import Scoring, dense_attention
 from longspan._kernels.protocol import MASK_IN_GRAPH, state_dtype
-from longspan._kernels.registry import INVARIANT, KernelRefused, check_name
+from longspan._kernels.registry import INVARIANT, NotSupported, check_name
 from longspan._masks.algebra import FromBlockMask, Full, Mask, MaskLike, as_mask
 from longspan._masks.extent import AttentionSizes
 from longspan._masks.selected import split_selection
@@ -174,7 +174,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> ops.Outpu
 
         return attend_compiled(q, k, v, options, mask=mask, scale=scale, returned=True)
     if options.kernel != "dense":
-        refuse_transforms()
+        reject_transforms()
     score_dtype = state_dtype(q.dtype)  # before the context, which raises for any use of a transformed q
     with tracing_under_transforms():
         mask_traced = None if mask is None else mask.traced
@@ -235,7 +235,7 @@ def _attend_selected_compiled(q: Tensor, k: Tensor, v: Tensor, options: AttendOp
 
 
 def _attend_over_mesh(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, plan: PlanHandle) -> ops.Outputs:
-    """`attend` with a plan. If this rank refuses its arguments, every rank raises."""
+    """`attend` with a plan. If the arguments of one rank are wrong, every rank raises."""
     if not isinstance(plan, PlanHandle):
         hint = "; this is a set of plans: pick one by its mask's name, plans[name]" if isinstance(plan, Mapping) else ""
         raise TypeError(f"plan: expected a plan made by longspan.plan, got {type(plan).__name__}{hint}")
@@ -244,7 +244,7 @@ def _attend_over_mesh(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, p
 
         if isinstance(options.mask, Mask) and options.mask.has_selection:
             raise RuntimeError(_SELECTED_MESH_COMPILED)
-        _refuse_mask(options.mask)
+        _reject_mask(options.mask)
         scale = _checked_scale(q, k, v, options)
         # Without shared heads, lse is not exchanged.
         return attend_compiled(q, k, v, options, mask=None, scale=scale, returned=options.return_lse or plan.data.degree == 1)
@@ -274,10 +274,10 @@ def _checked_scale_over_mesh(
     if key is not None:
         plan.check_mask()
         return plan_cache.scale(plan.data, key.layouts, lambda: _checked_scale(q, k, v, options))
-    refuse_transforms(planned=True)
+    reject_transforms(planned=True)
     plan.check_mask()
     if not selects:
-        _refuse_mask(options.mask)
+        _reject_mask(options.mask)
     return _checked_scale(q, k, v, options)
 
 
@@ -287,7 +287,7 @@ def _run(inputs: CallTensors, options: AttendOptions, mask: Traced | None, score
     call = CallOptions(spec=spec, scale=scale, max_scores=options.max_scores)
     if kernel == "dense":
         if spec.invariant:
-            raise KernelRefused(f"kernel 'dense' does not support longspan.invariant(): expected 'auto' or one of {', '.join(INVARIANT)}")
+            raise NotSupported(f"kernel 'dense' does not support longspan.invariant(): expected 'auto' or one of {', '.join(INVARIANT)}")
         with without_user_defaults():
             return _dense(inputs, call) if plan is None else dense_over_mesh(inputs, call, plan.data)
     try:
@@ -336,7 +336,7 @@ def _call_tensors(
     )
     check_captured(inputs.score_captured, q, "score_mod")
     if options.kernel != "dense":
-        _refuse_forward_mode(inputs.differentiable)
+        _reject_forward_mode(inputs.differentiable)
     return inputs
 
 
@@ -355,7 +355,7 @@ def _checked_scale(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> f
     return check_scale(options.scale, q.shape[-1])
 
 
-def _refuse_mask(mask: Any) -> None:
+def _reject_mask(mask: Any) -> None:
     if mask is not None:
         raise ValueError(
             "attention: expected mask=None, or mask=longspan.selected(…), with plan=…: the plan holds the mask. Leave out mask=, or make a "
@@ -363,7 +363,7 @@ def _refuse_mask(mask: Any) -> None:
         )
 
 
-def _refuse_forward_mode(tensors: list[Tensor]) -> None:
+def _reject_forward_mode(tensors: list[Tensor]) -> None:
     """Raise for dual tensors: the operator has no rule for tangents, and torch would drop them silently."""
     if forward_mode_is_active() and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise RuntimeError(ops.NO_TRANSFORMS)

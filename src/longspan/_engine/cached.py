@@ -23,12 +23,12 @@ from longspan._engine.cached_chunk import Chunk, attend_chunk, first_gathered
 from longspan._engine.cached_mesh import attend_over_mesh
 from longspan._engine.cached_prepared import attend_again, prepare, repeated_key
 from longspan._engine.cached_tokens import StepQueries, StepResults
-from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, refuse_transforms
+from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, reject_transforms
 from longspan._engine.invariant_mode import is_invariant
 from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork
 from longspan._kernels.paged_splits import attend_sequence, gathered_keys
 from longspan._kernels.protocol import like_query, state_dtype
-from longspan._kernels.registry import KernelRefused, check_name, has_triton, kernel_named
+from longspan._kernels.registry import NotSupported, check_name, has_triton, kernel_named
 from longspan._masks.algebra import Full, Mask, as_mask
 from longspan._masks.block_table import BLOCK_SIZE
 from longspan._masks.trace_cache import traces
@@ -126,17 +126,17 @@ def _attend_alone(tokens: _Tokens, pages: PagedKV, call: CachedCall, work: Paged
 def _decodes_by_triton(q: Tensor, v: Tensor, step: CacheStep, work: PagedWork, kernel: str) -> bool:
     """Whether the triton kernel writes the new tokens and computes the sequences with few queries. Raises if named and not supported."""
     if kernel == "triton" and step.cache.mesh is not None:
-        raise KernelRefused("kernel 'triton' does not support a cache over a mesh: expected 'auto' or 'cpu'")
+        raise NotSupported("kernel 'triton' does not support a cache over a mesh: expected 'auto' or 'cpu'")
     if kernel == "cpu" or step.cache.mesh is not None or (kernel == "auto" and not (q.is_cuda and has_triton())):
         return False
     kernel_named("triton")  # raises if it is not installed
-    from longspan._kernels.triton.decode_call import refusal
+    from longspan._kernels.triton.decode_call import unsupported_reason
 
     longest = _longest(step)
     dims = q.shape[-1], v.shape[-1]
-    reason = refusal(q, dims, work, sequences=len(step.ids), longest=longest, shared=step.cache.shared_kv)
+    reason = unsupported_reason(q, dims, work, sequences=len(step.ids), longest=longest, shared=step.cache.shared_kv)
     if reason is not None and kernel == "triton":
-        raise KernelRefused(f"kernel 'triton' does not support this call: {reason}. kernel='auto' picks one that does")
+        raise NotSupported(f"kernel 'triton' does not support this call: {reason}. kernel='auto' picks one that does")
     return reason is None
 
 
@@ -170,11 +170,11 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[int, Pa
     _check_tokens(q, k, step)
     check_sink(call.sink, q)
     _check_kernel(call.kernel)
-    refuse_transforms()
+    reject_transforms()
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         _check_captured(step)
     if is_invariant():
-        raise KernelRefused("cache=…: longspan.invariant() is not supported with a cache; leave the context, or call without a cache")
+        raise NotSupported("cache=…: longspan.invariant() is not supported with a cache; leave the context, or call without a cache")
     mask = _checked_mask(call.mask, step, q.shape[1])
     _check_window(mask, step.cache.window)
     mask_traced = None if mask is None else mask.traced
@@ -182,7 +182,7 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[int, Pa
     mask_captured = [] if mask_traced is None else [t.detach().to(q.device) for t in mask_traced.captured()]
     score_captured = [] if score_traced is None else score_traced.captured()
     check_captured(score_captured, q, "score_mod")
-    _refuse_gradients([q, k, v, *([] if call.sink is None else [call.sink]), *score_captured])
+    _reject_gradients([q, k, v, *([] if call.sink is None else [call.sink]), *score_captured])
     step.check_layer(layer)
     return layer, PagedWork(
         scale=check_scale(call.scale, q.shape[-1]),
@@ -224,7 +224,7 @@ def _check_captured(step: CacheStep) -> None:
 def _check_kernel(kernel: str) -> None:
     check_name(kernel)
     if kernel not in KERNELS:
-        raise KernelRefused(f"kernel {kernel!r} does not support cache=…: expected one of {', '.join(map(repr, KERNELS))}")
+        raise NotSupported(f"kernel {kernel!r} does not support cache=…: expected one of {', '.join(map(repr, KERNELS))}")
 
 
 def _checked_mask(value: Any, step: CacheStep, heads: int) -> Mask | None:
@@ -253,7 +253,7 @@ def _check_window(mask: Mask | None, window: int | None) -> None:
         )
 
 
-def _refuse_gradients(tensors: Sequence[Tensor]) -> None:
+def _reject_gradients(tensors: Sequence[Tensor]) -> None:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise RuntimeError(
             "cache=…: attention over a cache has no gradients, got a tensor that requires them; call it in torch.no_grad() or "

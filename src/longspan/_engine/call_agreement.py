@@ -1,8 +1,8 @@
 """The entry to a pass over a mesh: this rank's tensors must fit the plan, and all ranks must make the same call.
 
-Every forward and every backward pass begins with a control message (`longspan._comm.agreement`). If a rank makes another call, or refuses
-its own tensors, every rank raises an error that names the rank and the field, before any data moves. The message is sent here and awaited
-before the first all-to-all.
+Every forward and every backward pass begins with a control message (`longspan._comm.agreement`). If a rank makes another call, or its
+tensors do not fit the plan, every rank raises an error that names the rank and the field, before any data moves. The message is sent here
+and awaited before the first all-to-all.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
         raise ValueError(f"q, k, v: expected batch, heads and head dims >= 1, got q {tuple(q.shape)} and v {tuple(v.shape)}")
 
 
-def refuse_transforms(*, planned: bool = False) -> None:
+def reject_transforms(*, planned: bool = False) -> None:
     """Raise RuntimeError under torch.vmap and torch.func. Only the dense kernel without a plan has rules for them."""
     if transform_is_active():
         other = "with a plan no kernel supports them" if planned else "kernel='dense' supports them, in O(S²) memory"
@@ -91,7 +91,7 @@ def tracing_under_transforms() -> Iterator[None]:
         raise
 
 
-def refuse_batched_gradients(*gradients: Tensor | None) -> None:
+def reject_batched_gradients(*gradients: Tensor | None) -> None:
     """Raise RuntimeError for batched gradients, which autograd passes for is_grads_batched=True."""
     if any(g is not None and is_batched_gradient(g) for g in gradients):
         raise RuntimeError(

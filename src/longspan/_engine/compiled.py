@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from longspan._engine import ops
-from longspan._engine.checks import refuse_transforms
+from longspan._engine.checks import reject_transforms
 from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.selected_ops import attend_selected
 from longspan._engine.spec import Spec
@@ -127,7 +127,7 @@ class _AttendHop(BaseHOP):
         if is_invariant():
             raise NotImplementedError("longspan.invariant() does not support torch.compile; call the attention uncompiled")
         if kernel != "dense":
-            refuse_transforms(planned=has_plan)
+            reject_transforms(planned=has_plan)
         placeholders = [n for n in subgraph.graph.nodes if n.op == "placeholder"]
         outputs = next(n for n in subgraph.graph.nodes if n.op == "output").args[0]
         count = len(_SCALARS) + 3 + has_sink + has_plan + has_selection

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longspan._comm.agreement import raising_on_all_ranks
 from longspan._engine import ops
-from longspan._engine.checks import refuse_batched_gradients
+from longspan._engine.checks import reject_batched_gradients
 from longspan._engine.compile_ahead import compiling_backward
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
 from longspan._plan.handle import PlanHandle
@@ -63,7 +63,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _max_scores: Any) -> tuple[Any, ...]:  # type: ignore[override]
         with raising_on_all_ranks(None if ctx.plan is None else ctx.plan.mesh):  # such as an error for a tensor modified in place
-            refuse_batched_gradients(grad_out, grad_lse)
+            reject_batched_gradients(grad_out, grad_lse)
             q, k, v, sink, out, lse, *captured = ctx.saved_tensors
         mask_captured, score_captured = captured[: ctx.mask_count], captured[ctx.mask_count :]
         needs = [bool(n) for n in ctx.needs_input_grad[7:]]

@@ -26,7 +26,7 @@ from longspan._engine.sink import sink_state, sink_terms
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
 from longspan._kernels.invariant_tiles import row_delta, tree_sum
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, Kernel, State, Work, like_query
-from longspan._kernels.registry import KernelCall, KernelRefused, choose
+from longspan._kernels.registry import KernelCall, NotSupported, choose
 from longspan._masks.program import Program
 from longspan._plan.plan_data import PlanData
 from longspan._plan.sharding import unshard
@@ -129,11 +129,11 @@ class _Call:
         )
 
     def kernel(self, inputs: CallTensors, tiles: Sequence[DocumentTiles]) -> Kernel:
-        """The kernel for these tiles. Raises KernelRefused where none supports them."""
+        """The kernel for these tiles. Raises NotSupported where none supports them."""
         calls = [KernelCall(_part_inputs(inputs, part), self.work(part, backward=True)) for part in tiles]
         kernel, capabilities = choose(self.options.spec.kernel, calls)
-        if capabilities.refusal is not None:
-            raise KernelRefused(f"longspan.invariant(): no kernel supports this call: {capabilities.refusal}")
+        if capabilities.unsupported is not None:
+            raise NotSupported(f"longspan.invariant(): no kernel supports this call: {capabilities.unsupported}")
         return kernel
 
     def forward(self, inputs: CallTensors, tiles: Sequence[DocumentTiles]) -> State:

@@ -12,7 +12,7 @@ from longspan._engine.table_cache import MaskTables, StaticTables, TableCache
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
 from longspan._kernels.few_queries import is_decoding
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, Kernel, State, Work
-from longspan._kernels.registry import STATIC, KernelCall, KernelRefused, choose, has_triton, kernel_named
+from longspan._kernels.registry import STATIC, KernelCall, NotSupported, choose, has_triton, kernel_named
 from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import BLOCK_SIZE
 from longspan._masks.static_mask import static_mask_of
@@ -95,7 +95,7 @@ def kernel_and_work(inputs: CallTensors, options: CallOptions, *, backward: bool
     decodes = not backward and inputs.sink is None and not options.max_scores and not static
     kernel = _chosen(options.spec.kernel, KernelCall(kernel_inputs, work), decodes=decodes)
     if static and kernel.name not in STATIC:
-        raise KernelRefused(f"kernel {kernel.name!r} does not support StaticMask: expected one of {', '.join(map(repr, STATIC))}")
+        raise NotSupported(f"kernel {kernel.name!r} does not support StaticMask: expected one of {', '.join(map(repr, STATIC))}")
     block = kernel.block_size(kernel_inputs, work.table.nominal)
     if block == _PLAIN_BLOCK:
         return kernel, work
@@ -107,6 +107,6 @@ def _chosen(name: str, call: KernelCall, *, decodes: bool) -> Kernel:
     """The kernel of a pass. If `decodes`, "auto" takes triton, which has a decode kernel, for few queries over many keys."""
     if name == "auto" and decodes and call.inputs.q.is_cuda and has_triton() and is_decoding(*call):
         triton = kernel_named("triton")
-        if triton.capabilities(*call).refusal is None:
+        if triton.capabilities(*call).unsupported is None:
             return triton
     return choose(name, [call]).kernel

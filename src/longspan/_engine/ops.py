@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspan._engine import distributed, invariant, one_device
 from longspan._engine.call_agreement import begin_call
-from longspan._engine.checks import refuse_batched_gradients
+from longspan._engine.checks import reject_batched_gradients
 from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.spec import SpecRegistry
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
@@ -149,7 +149,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_max_scores: Tensor | None) -> tuple[Any, ...]:
-    refuse_batched_gradients(grad_out, grad_lse)
+    reject_batched_gradients(grad_out, grad_lse)
     q, k, v, sink, out, lse, plan, *captured = ctx.saved_tensors
     mask_captured, score_captured = captured[: ctx.counts[0]], captured[ctx.counts[0] :]
     needs = [bool(n) for n in ctx.needs_input_grad[5]] if score_captured else []
@@ -164,18 +164,18 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_
     return grad_q, grad_k, grad_v, grad_sink, [None] * len(mask_captured), grad_score_captured, None, None, None, None
 
 
-def refuse_double_backward(ctx: Any, *grads: Any) -> Any:
+def reject_double_backward(ctx: Any, *grads: Any) -> Any:
     raise RuntimeError(
         "longspan.attention supports one differentiation, not two (create_graph=True, torch.func.hessian, gradient penalties); "
         "kernel='dense' supports any order"
     )
 
 
-def refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+def reject_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     raise RuntimeError(NO_TRANSFORMS)
 
 
 attend.register_autograd(_backward, setup_context=_setup_context)
-attend_backward.register_autograd(refuse_double_backward, setup_context=lambda ctx, inputs, output: None)
-attend.register_vmap(refuse_vmap)
-attend_backward.register_vmap(refuse_vmap)
+attend_backward.register_autograd(reject_double_backward, setup_context=lambda ctx, inputs, output: None)
+attend.register_vmap(reject_vmap)
+attend_backward.register_vmap(reject_vmap)

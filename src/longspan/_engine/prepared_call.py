@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longspan._engine import one_device
-from longspan._engine.checks import refuse_batched_gradients
+from longspan._engine.checks import reject_batched_gradients
 from longspan._engine.eager import backward_by_operator
 from longspan._engine.streams import is_captured
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
@@ -127,7 +127,7 @@ class PreparedCall:
         self, saved: Sequence[Tensor], grad_out: Tensor | None, grad_lse: Tensor | None, needs: tuple[bool, ...]
     ) -> tuple[Any, ...]:  # fmt: skip
         """The autograd node's backward: gradients of q, k, v, the sink and the captured tensors. saved: as in `backward_again`."""
-        refuse_batched_gradients(grad_out, grad_lse)
+        reject_batched_gradients(grad_out, grad_lse)
         q, k, v, sink, out, lse, *captured = saved
         score_captured = captured[len(self.mask_captured) :]
         tensors = BackwardTensors(
@@ -159,7 +159,7 @@ class _AttendPrepared(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Any, ...]:  # type: ignore[override]
         call: PreparedCall = ctx.call
         grads, needs = None, ctx.needs_input_grad[6:]
-        saved = ctx.saved_tensors  # once: hooks of activation checkpointing refuse a second time
+        saved = ctx.saved_tensors  # once: hooks of activation checkpointing raise the second time
         if grad_lse is None and grad_out is not None:
             grads = call.backward_again(saved, grad_out, needs)
         return None, None, *(call.backward_node(saved, grad_out, grad_lse, needs) if grads is None else grads)

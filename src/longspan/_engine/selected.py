@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan._engine import one_device
-from longspan._engine.checks import refuse_batched_gradients
+from longspan._engine.checks import reject_batched_gradients
 from longspan._engine.eager import is_plain
 from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
@@ -91,7 +91,7 @@ class SelectedCall:
                 continue
             tables = one_device.mask_tables(inputs, options)
             work = one_device.make_work(inputs, options, tables, backward=False, block=block)
-            if kernel.capabilities(kernel_inputs, work).refusal is None:
+            if kernel.capabilities(kernel_inputs, work).unsupported is None:
                 work = replace(kernel.select(kernel_inputs, work, split.selection), mask_is_fixed=split.fixed)
                 return cls(kernel, work, options, split.selection.indices)
         return None
@@ -147,7 +147,7 @@ class _AttendSelected(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        refuse_batched_gradients(grad_out, grad_lse)
+        reject_batched_gradients(grad_out, grad_lse)
         call: SelectedCall = ctx.call
         q, k, v, sink, out, lse, _indices, *captured = ctx.saved_tensors
         inputs = CallTensors(

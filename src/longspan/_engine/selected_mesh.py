@@ -23,7 +23,7 @@ from longspan._engine.selected_grid import SelectionGrid
 from longspan._engine.sink import sink_gradient, sink_state
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, ComputesNorm, Grads, Kernel, State, Work, state_dtype
-from longspan._kernels.registry import KernelCall, KernelRefused, choose
+from longspan._kernels.registry import KernelCall, NotSupported, choose
 from longspan._masks.algebra import Mask
 from longspan._masks.extent import AttentionSizes
 from longspan._masks.joint import Joint
@@ -54,7 +54,7 @@ def checked_selection(plan: PlanData, mask: Mask, inputs: CallTensors, options: 
     if options.spec.invariant:
         raise ValueError("mask=longspan.selected(…) with plan=… is not supported in longspan.invariant()")
     if options.spec.kernel not in ("auto", "cpu", "triton", "hopper"):
-        raise KernelRefused(f"kernel {options.spec.kernel!r} does not support mask=longspan.selected(…) with plan=…: expected {_KERNELS}")
+        raise NotSupported(f"kernel {options.spec.kernel!r} does not support mask=longspan.selected(…) with plan=…: expected {_KERNELS}")
     if mask.indices.device != q.device:
         raise ValueError(f"mask {mask}: expected indices on the device of q, {q.device}, got {mask.indices.device}")
     check(plan, q, k, inputs.v)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longspan._comm.agreement import raising_on_all_ranks
 from longspan._engine import ops, selected_mesh
-from longspan._engine.checks import refuse_batched_gradients
+from longspan._engine.checks import reject_batched_gradients
 from longspan._engine.selected_exchange import KVMoves
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
 from longspan._kernels.protocol import like_query, state_dtype
@@ -116,7 +116,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_numbers: Tensor | None) -> tuple[Any, ...]:
     with raising_on_all_ranks(_plan(ctx.plan).mesh):  # such as an error for a tensor that was modified in place
-        refuse_batched_gradients(grad_out, grad_lse)
+        reject_batched_gradients(grad_out, grad_lse)
         q, k, v, sink, out, lse, numbers, indices, *score_captured = ctx.saved_tensors
     needs = [bool(n) for n in ctx.needs_input_grad[5]] if score_captured else []
     if grad_out is None:
@@ -132,6 +132,6 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_
 
 
 attend_selected_shards.register_autograd(_backward, setup_context=_setup_context)
-attend_selected_shards_backward.register_autograd(ops.refuse_double_backward, setup_context=lambda ctx, inputs, output: None)
-attend_selected_shards.register_vmap(ops.refuse_vmap)
-attend_selected_shards_backward.register_vmap(ops.refuse_vmap)
+attend_selected_shards_backward.register_autograd(ops.reject_double_backward, setup_context=lambda ctx, inputs, output: None)
+attend_selected_shards.register_vmap(ops.reject_vmap)
+attend_selected_shards_backward.register_vmap(ops.reject_vmap)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longspan._engine import ops
-from longspan._engine.checks import refuse_batched_gradients
+from longspan._engine.checks import reject_batched_gradients
 from longspan._engine.selected import SelectedCall, SplitMask, selects_keys
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
 from longspan._kernels.protocol import Selection, like_query, state_dtype
@@ -127,7 +127,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    refuse_batched_gradients(grad_out, grad_lse)
+    reject_batched_gradients(grad_out, grad_lse)
     q, k, v, sink, out, lse, indices, *captured = ctx.saved_tensors
     mask_captured, score_captured = captured[: ctx.counts[0]], captured[ctx.counts[0] :]
     needs = [bool(n) for n in ctx.needs_input_grad[6]] if score_captured else []
@@ -145,6 +145,6 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 
 
 attend_selected.register_autograd(_backward, setup_context=_setup_context)
-attend_selected_backward.register_autograd(ops.refuse_double_backward, setup_context=lambda ctx, inputs, output: None)
-attend_selected.register_vmap(ops.refuse_vmap)
-attend_selected_backward.register_vmap(ops.refuse_vmap)
+attend_selected_backward.register_autograd(ops.reject_double_backward, setup_context=lambda ctx, inputs, output: None)
+attend_selected.register_vmap(ops.reject_vmap)
+attend_selected_backward.register_vmap(ops.reject_vmap)

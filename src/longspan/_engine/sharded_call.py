@@ -119,7 +119,7 @@ class ShardedCall:
             schedule = local_schedule(self.plan, candidate)
             calls = self.kernel_calls(schedule, q, k, v)
             capabilities = combined_capabilities(kernel, calls)
-            if capabilities.refusal is None:
+            if capabilities.unsupported is None:
                 break
         for inputs, work in calls:
             kernel.check(inputs, work)

@@ -6,7 +6,7 @@ steps this raises the rms error to 1.12–1.24 times that of one call (out, dq, 
 it. `auto` therefore never chooses these kernels (`longspan._kernels.registry`).
 
 On CUDA the backward operators of `flash` and `cudnn` accumulate the gradient of q in arbitrary order: bits may differ from run to run.
-With torch.use_deterministic_algorithms, `flash` and `efficient` are deterministic and `cudnn` is refused.
+With torch.use_deterministic_algorithms, `flash` and `efficient` are deterministic and `cudnn` is not supported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspan._kernels.aten_limits import refusal
+from longspan._kernels.aten_limits import unsupported_reason
 from longspan._kernels.aten_ops import Backend, backward_through_lse, in_order_of, operator
 from longspan._kernels.isolation import OutputTerms, isolated_backward, isolated_forward
 from longspan._kernels.plain_tiles import PlainTiles
@@ -43,7 +43,7 @@ class AtenKernel:
         return self.backend
 
     def capabilities(self, inputs: AttentionInputs, work: Work, *, needs: Sequence[bool] = ()) -> Capabilities:
-        return Capabilities(refusal=refusal(self.backend, inputs, work))
+        return Capabilities(unsupported=unsupported_reason(self.backend, inputs, work))
 
     def block_size(self, inputs: AttentionInputs, table: BlockTable) -> tuple[int, int]:
         return table.block
@@ -127,7 +127,7 @@ class AnyAtenKernel:
         """The backend for this work, or why no backend supports it."""
         reasons = []
         for kernel in map(AtenKernel, FASTEST_FIRST):
-            reason = kernel.capabilities(inputs, work).refusal
+            reason = kernel.capabilities(inputs, work).unsupported
             if reason is None:
                 return kernel
             reasons.append(f"{kernel.name}: {reason}")
@@ -135,7 +135,7 @@ class AnyAtenKernel:
 
     def capabilities(self, inputs: AttentionInputs, work: Work, *, needs: Sequence[bool] = ()) -> Capabilities:
         picked = self.pick(inputs, work)
-        return Capabilities(refusal=picked if isinstance(picked, str) else None)
+        return Capabilities(unsupported=picked if isinstance(picked, str) else None)
 
     def block_size(self, inputs: AttentionInputs, table: BlockTable) -> tuple[int, int]:
         return table.block

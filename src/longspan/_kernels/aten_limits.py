@@ -26,7 +26,7 @@ _params: Callable[..., Any] = backends.SDPAParams  # torch's own annotation of i
 _MAX_HEADS = 65535  # a dimension of a CUDA grid
 
 
-def refusal(backend: Backend, inputs: AttentionInputs, work: Work) -> str | None:
+def unsupported_reason(backend: Backend, inputs: AttentionInputs, work: Work) -> str | None:
     """Why a backend cannot compute this work, forward and backward; None if it can. Reads lengths from `work`, not from k and v."""
     q, k, v = inputs.q, inputs.k, inputs.v
     if work.score is not None:

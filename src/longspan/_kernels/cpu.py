@@ -33,7 +33,7 @@ class CpuKernel:
 
     def capabilities(self, inputs: AttentionInputs, work: Work, *, needs: Sequence[bool] = ()) -> Capabilities:
         if work.invariant and inputs.q.device.type != "cpu":
-            return Capabilities(refusal=f"longspan.invariant() with tensors on {inputs.q.device}: expected CPU tensors")
+            return Capabilities(unsupported=f"longspan.invariant() with tensors on {inputs.q.device}: expected CPU tensors")
         return Capabilities()
 
     def block_size(self, inputs: AttentionInputs, table: BlockTable) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """The kernel contract: a kernel computes attention over a set of tiles and merges the result into a running state; backward likewise.
 
-    capabilities, block_size, check                                     before the call, on every rank: nothing is refused during it
+    capabilities, block_size, check                                     before the call, on every rank: the call itself raises nothing
     AttentionInputs ─┐
     Work ────────────┼──► forward  ──►  State   (out, lse)              once per step; the last step has final=True
     State ───────────┘
@@ -146,13 +146,13 @@ class Capabilities:
     """What a kernel supports for given inputs and work.
 
     Attributes:
-        refusal: Why the kernel cannot compute this work, forward and backward; None if it can. `kernel="auto"` then tries the next kernel.
+        unsupported: Why the kernel does not support this work, forward and backward; None if it does. `kernel="auto"` then tries the next.
         two_kv_buffers: KV may be in two buffers (`AttentionInputs.local_kv`), in forward passes and in backward passes with `into`.
         concurrent_backward: Backward calls over different KV may run concurrently and add to the same `into.q`.
         rounds_kv_grads_once: `backward` writes the gradients of k and v once, when complete, so `into` may hold them in a narrow dtype.
     """
 
-    refusal: str | None = None
+    unsupported: str | None = None
     two_kv_buffers: bool = False
     concurrent_backward: bool = False
     rounds_kv_grads_once: bool = False

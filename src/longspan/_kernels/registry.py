@@ -17,7 +17,7 @@ STATIC = ("triton", "hopper")  # kernels that support `longspan.StaticMask`
 INVARIANT = ("cpu", "triton", "hopper")  # kernels that support `longspan.invariant()`
 
 
-class KernelRefused(ValueError):
+class NotSupported(ValueError):
     """Raised when a named kernel does not support a call, or is not installed. The message has the reason and an alternative."""
 
 
@@ -34,13 +34,13 @@ def kernel_named(name: str) -> Kernel:
         return CpuKernel()
     if name == "triton":
         if not has_triton():
-            raise KernelRefused("kernel 'triton' needs the triton package: pip install 'longspan[triton]', or use kernel='auto'")
+            raise NotSupported("kernel 'triton' needs the triton package: pip install 'longspan[triton]', or use kernel='auto'")
         from longspan._kernels.triton import TritonKernel
 
         return TritonKernel()
     if name == "hopper":
         if not has_gluon():
-            raise KernelRefused("kernel 'hopper' needs Gluon of Triton 3.6 to 3.9: pip install 'triton>=3.6,<3.10', or use kernel='auto'")
+            raise NotSupported("kernel 'hopper' needs Gluon of Triton 3.6 to 3.9: pip install 'triton>=3.6,<3.10', or use kernel='auto'")
         from longspan._kernels.hopper import HopperKernel
 
         return HopperKernel(fallback=kernel_named("triton"))
@@ -90,26 +90,26 @@ def choose(name: str, calls: Sequence[KernelCall]) -> KernelChoice:
     """
     if name != "auto":
         choice = _consider(name, calls)
-        if choice.capabilities.refusal is not None:
-            reason = choice.capabilities.refusal
-            raise KernelRefused(f"kernel {name!r} does not support this call: {reason}. kernel='auto' picks one that does")
+        if choice.capabilities.unsupported is not None:
+            reason = choice.capabilities.unsupported
+            raise NotSupported(f"kernel {name!r} does not support this call: {reason}. kernel='auto' picks one that does")
         return choice
     q = calls[0].inputs.q
     candidates = dict.fromkeys((first_candidate(q.device), "triton")) if q.is_cuda and has_triton() else ()
     for candidate in candidates:
         choice = _consider(candidate, calls)
-        if choice.capabilities.refusal is None:
+        if choice.capabilities.unsupported is None:
             return choice
     return _consider("cpu", calls)
 
 
 def combined_capabilities(kernel: Kernel, calls: Sequence[KernelCall], *, needs: Sequence[bool] = ()) -> Capabilities:
-    """What a kernel supports for all calls of a pass; the refusal is that of the first call that has one."""
+    """What a kernel supports for all calls of a pass; the first reason against one of them."""
     if any(work.invariant for _, work in calls) and kernel.name not in INVARIANT:
-        return Capabilities(refusal=f"longspan.invariant(): expected kernel 'auto' or one of {', '.join(map(repr, INVARIANT))}")
+        return Capabilities(unsupported=f"longspan.invariant(): expected kernel 'auto' or one of {', '.join(map(repr, INVARIANT))}")
     each = [kernel.capabilities(inputs, work, needs=needs) for inputs, work in calls]
     return Capabilities(
-        refusal=next((c.refusal for c in each if c.refusal is not None), None),
+        unsupported=next((c.unsupported for c in each if c.unsupported is not None), None),
         two_kv_buffers=all(c.two_kv_buffers for c in each),
         concurrent_backward=all(c.concurrent_backward for c in each),
         rounds_kv_grads_once=all(c.rounds_kv_grads_once for c in each),

@@ -61,7 +61,7 @@ def options(report: PlanReport, considered: Considered | None) -> str:
         rows.append(_option(name, option.seconds, best, option.computing, option.imbalance, option.received))
     rows += [
         f'<tr><th scope="row">{html.escape(name)}</th><td colspan="5">not possible: {html.escape(reason)}</td></tr>'
-        for name, reason in considered.refused
+        for name, reason in considered.not_possible
     ]
     columns = "".join(f'<th scope="col">{c}</th>' for c in ("option", "ms", "slower", "compute, ms", "busiest", "received"))
     note = "~ is an estimate from the owners of tokens alone; all others are planned and timed exactly. Unbalanced options come last."

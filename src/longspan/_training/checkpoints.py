@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
-from longspan._comm.agreement import Agreement, CallDescription, agree, refuse
+from longspan._comm.agreement import Agreement, CallDescription, agree, raise_on_all_ranks
 from longspan._comm.mesh import as_mesh
 
 KEPT = 2  # checkpoints
@@ -141,7 +141,7 @@ def _first_rank_then_all(call: str, fn: Callable[[], None]) -> Agreement:
         if world.rank == 0:
             fn()
     except (OSError, ValueError) as error:
-        refuse(world, error)
+        raise_on_all_ranks(world, error)
     return agree(world, CallDescription(call, {}))
 
 

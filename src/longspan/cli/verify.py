@@ -89,7 +89,7 @@ def kernel_lines(device: Any, *, whole: bool) -> Iterator[Any]:
     import torch
 
     import longspan as ls
-    from longspan._kernels.registry import NAMES, KernelRefused
+    from longspan._kernels.registry import NAMES, NotSupported
     from longspan.cli.oracle_checks import Line, Problem, grid
 
     dtypes = [torch.float32, torch.bfloat16, torch.float16 if device.type == "cuda" else torch.float64]
@@ -102,7 +102,7 @@ def kernel_lines(device: Any, *, whole: bool) -> Iterator[Any]:
                 call = _attend(ls.attention, mask=problem.made_mask, kernel=kernel)
                 try:
                     line.add(problem, problem.shares(problem.results(call, problem.inputs)))
-                except KernelRefused as error:
+                except NotSupported as error:
                     line.refused, line.reason = line.refused + 1, str(error)
                 except Exception as error:  # any other exception is a failed check
                     line.fail(problem, error)
@@ -135,7 +135,7 @@ def _print_lines(lines: Iterator[Any], tell: Callable[[str], None]) -> list[Any]
 
 
 def _reason(text: str) -> str:
-    """The reason in a KernelRefused message, without its advice."""
+    """The reason in a NotSupported message, without its advice."""
     return text.partition("does not support this call: ")[2].partition(". kernel='auto'")[0] or text
 
 

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and
 
 from longspan._cache.kv_cache import KVCache
 from longspan._cache.step import CacheStep
-from longspan._comm.agreement import CallDescription, agree, refuse
+from longspan._comm.agreement import CallDescription, agree, raise_on_all_ranks
 from longspan._comm.mesh import as_mesh
 from longspan.integrations._configs import check_implementation, text_config
 from longspan.integrations._forward import current_forward
@@ -168,7 +168,7 @@ class PagedCache(Cache):
         except (ValueError, RuntimeError) as error:
             if self.mesh is None:
                 raise
-            refuse(self.mesh, error)  # the other ranks wait for this one
+            raise_on_all_ranks(self.mesh, error)  # the other ranks wait for this one
         if begins and self.mesh is not None:
             agree(self.mesh, CallDescription("forward over a PagedCache", {"columns": str(self.columns), "new tokens": _tokens_digest()}))
         self._left.discard(layer)

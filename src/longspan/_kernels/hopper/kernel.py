@@ -59,7 +59,7 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def isolation_refusal(work: Work) -> str | None:
+def isolation_reason(work: Work) -> str | None:
     """The reason why these kernels do not run masked work under LONGSPAN_ISOLATE=1; else None.
 
     wgmma multiplies masked probabilities, which are 0, by values: NaN and ±inf reach all rows of a tile. Without a mask, all rows see them.
@@ -88,12 +88,12 @@ class HopperKernel:
         self._fallback = fallback
 
     def capabilities(self, inputs: AttentionInputs, work: Work, *, needs: Sequence[bool] = ()) -> Capabilities:
-        refusal = _refusal(inputs, work)
-        if refusal is None and work.invariant and work.score is not None:
-            refusal = "longspan.invariant() with a score_mod"  # it has a second form for tiles whose lookups are uniform
-        refusal = refusal or isolation_refusal(work)
-        if refusal is not None:
-            return Capabilities(refusal=refusal)
+        reason = _unsupported_reason(inputs, work)
+        if reason is None and work.invariant and work.score is not None:
+            reason = "longspan.invariant() with a score_mod"  # it has a second form for tiles whose lookups are uniform
+        reason = reason or isolation_reason(work)
+        if reason is not None:
+            return Capabilities(unsupported=reason)
         # Deterministic: TMA reductions of two concurrent launches would add to dQ in arbitrary order.
         deterministic = torch.are_deterministic_algorithms_enabled()
         concurrent = not deterministic and _supports_backward(inputs, work) and _one_pass(inputs, work, needs)
@@ -251,7 +251,7 @@ class HopperKernel:
         return row_delta(out, grad_out, grad_lse)
 
 
-def _refusal(inputs: AttentionInputs, work: Work) -> str | None:
+def _unsupported_reason(inputs: AttentionInputs, work: Work) -> str | None:
     q, v = inputs.q, inputs.v
     if interpreted():
         return "TRITON_INTERPRET=1 is set: the interpreter does not support Gluon"

@@ -54,7 +54,9 @@ def choose_tile(*, dim: int, dtype: torch.dtype, page_size: int) -> DecodeTile:
     return DecodeTile(n=64, warps=4, stages=5 if page_size else 4)  # loading a page's number is a stage of its own
 
 
-def refusal(q: Tensor, dims: tuple[int, int], work: PagedWork, *, sequences: int, longest: int, shared: bool = False) -> str | None:
+def unsupported_reason(
+    q: Tensor, dims: tuple[int, int], work: PagedWork, *, sequences: int, longest: int, shared: bool = False
+) -> str | None:
     """The reason why the decode kernels do not support a call; else None. `longest`: tokens of the longest sequence.
 
     shared: values are the first dims[1] elements of keys.

@@ -46,7 +46,7 @@ class TritonKernel:
 
     def capabilities(self, inputs: AttentionInputs, work: Work, *, needs: Sequence[bool] = ()) -> Capabilities:
         # The interpreter truncates where the hardware rounds.
-        return Capabilities(refusal=_refusal(inputs, work), rounds_kv_grads_once=not interpreted())
+        return Capabilities(unsupported=_unsupported_reason(inputs, work), rounds_kv_grads_once=not interpreted())
 
     def block_size(self, inputs: AttentionInputs, table: BlockTable) -> tuple[int, int]:
         """Finer tiles where many tiles are partial."""
@@ -161,7 +161,7 @@ def _computable(inputs: AttentionInputs) -> AttentionInputs:
     return replace(inputs, q=q, k=k, v=v)
 
 
-def _refusal(inputs: AttentionInputs, work: Work) -> str | None:
+def _unsupported_reason(inputs: AttentionInputs, work: Work) -> str | None:
     q = inputs.q
     if q.dtype not in _DTYPES:
         return f"dtype {q.dtype}: expected bfloat16, float16 or float32"
