@@ -93,7 +93,7 @@ def kernel_and_work(inputs: CallTensors, options: CallOptions, *, backward: bool
     kernel_inputs = _kernel_inputs(inputs)
     static = isinstance(tables, StaticTables)
     decodes = not backward and inputs.sink is None and not options.max_scores and not static
-    kernel = _chosen(options.spec.kernel, KernelCall(kernel_inputs, work), decodes=decodes)
+    kernel = _pass_kernel(options.spec.kernel, KernelCall(kernel_inputs, work), decodes=decodes)
     if static and kernel.name not in STATIC:
         raise NotSupported(f"kernel {kernel.name!r} does not support StaticMask: expected one of {', '.join(map(repr, STATIC))}")
     block = kernel.block_size(kernel_inputs, work.table.nominal)
@@ -103,7 +103,7 @@ def kernel_and_work(inputs: CallTensors, options: CallOptions, *, backward: bool
     return kernel, replace(work, table=tables.at(block, inputs.mask_captured), q_tiles=q_tiles, kv_tiles=kv_tiles)
 
 
-def _chosen(name: str, call: KernelCall, *, decodes: bool) -> Kernel:
+def _pass_kernel(name: str, call: KernelCall, *, decodes: bool) -> Kernel:
     """The kernel of a pass. If `decodes`, "auto" takes triton, which has a decode kernel, for few queries over many keys."""
     if name == "auto" and decodes and call.inputs.q.is_cuda and has_triton() and is_decoding(*call):
         triton = kernel_named("triton")

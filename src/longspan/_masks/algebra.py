@@ -246,14 +246,14 @@ class Documents(Mask):
 
     Attributes:
         ids: Document id of each token, [S] or [B, S].
-        real: False for padding tokens, same shape; None without padding.
+        valid: False for padding tokens, same shape; None without padding.
         first: First token of each token's document, same shape; None if some document is not contiguous.
         end: One past its last token, same shape; None if not contiguous, or combined with a causal mask, which hides later keys anyway.
     """
 
-    trace_reads = ("ids", "real", "first", "end")
+    trace_reads = ("ids", "valid", "first", "end")
     ids: Tensor
-    real: Tensor | None
+    valid: Tensor | None
     first: Tensor | None = None
     end: Tensor | None = None
 
@@ -262,9 +262,9 @@ class Documents(Mask):
             from_first = kv_idx >= self._at(self.first, b, q_idx)
             return from_first if self.end is None else from_first & (kv_idx < self._at(self.end, b, q_idx))
         same_document = self._at(self.ids, b, q_idx) == self._at(self.ids, b, kv_idx)
-        if self.real is None:
+        if self.valid is None:
             return same_document
-        return same_document & self._at(self.real, b, q_idx) & self._at(self.real, b, kv_idx)
+        return same_document & self._at(self.valid, b, q_idx) & self._at(self.valid, b, kv_idx)
 
     @staticmethod
     def _at(table: Tensor, b: Tensor, i: Tensor) -> Tensor:

@@ -104,8 +104,8 @@ def documents(
 
 
 def _from_ids(ids: Tensor) -> Documents:
-    ids, real = renumbered(ids)
-    return Documents(ids, real, *(bounds(ids, real) or (None, None)))
+    ids, valid = renumbered(ids)
+    return Documents(ids, valid, *(bounds(ids, valid) or (None, None)))
 
 
 def prefix(length: int | Tensor | Sequence[int]) -> Mask:

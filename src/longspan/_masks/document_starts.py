@@ -124,9 +124,9 @@ def _starts_of_ids(q_ids: Tensor, kv_ids: Tensor) -> tuple[Tensor, Tensor] | Non
 
 def _starts_of_first(first: Tensor) -> tuple[Tensor, Tensor] | None:
     """Starts by the first token of each token's document [S]; values outside of the sequence are padding, which sees nothing."""
-    real = (first >= 0) & (first < len(first))
-    inside = first[real]
-    if bool((inside > real.nonzero()[:, 0]).any()) or bool((inside.diff() < 0).any()) or bool((first[inside] != inside).any()):
+    valid = (first >= 0) & (first < len(first))
+    inside = first[valid]
+    if bool((inside > valid.nonzero()[:, 0]).any()) or bool((inside.diff() < 0).any()) or bool((first[inside] != inside).any()):
         return None
     starts = torch.ones(len(first), dtype=torch.bool)
     starts[1:] = first.diff() != 0

@@ -72,24 +72,24 @@ def _ids_of_row(lengths: Tensor | Sequence[int]) -> Tensor:
 
 
 def renumbered(ids: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Ids [S] or [B, S] int32 in order of first appearance, and `real`, bool of the same shape, False for padding.
+    """Ids [S] or [B, S] int32 in order of first appearance, and `valid`, bool of the same shape, False for padding.
 
     Contiguous documents then have ascending ids, so the ids within a tile span a narrow interval. Padding takes the id of the document
-    before it. `real` is None without padding. Inside a compiled region values are unknown, and ids are returned unchanged.
+    before it. `valid` is None without padding. Inside a compiled region values are unknown, and ids are returned unchanged.
     """
     if torch.compiler.is_compiling():
         return ids, ids >= 0
     batch_rows = [_renumbered_row(row) for row in ids.reshape(-1, ids.shape[-1])]
     new_ids = torch.stack([row_ids for row_ids, _ in batch_rows]).reshape(ids.shape)
-    if all(bool(real.all()) for _, real in batch_rows):
+    if all(bool(valid.all()) for _, valid in batch_rows):
         return new_ids, None
-    return new_ids, torch.stack([real for _, real in batch_rows]).reshape(ids.shape)
+    return new_ids, torch.stack([valid for _, valid in batch_rows]).reshape(ids.shape)
 
 
 def _renumbered_row(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """New ids [S] int32 and `real` [S] bool of one batch row: the new id of a document is the number of its first run of tokens."""
-    real = ids >= 0
-    starts = torch.ones_like(real)
+    """New ids [S] int32 and `valid` [S] bool of one batch row: the new id of a document is the number of its first run of tokens."""
+    valid = ids >= 0
+    starts = torch.ones_like(valid)
     starts[1:] = ids[1:] != ids[:-1]
     run_of_token = starts.cumsum(0) - 1
     id_of_run = ids[starts]
@@ -97,23 +97,23 @@ def _renumbered_row(ids: Tensor) -> tuple[Tensor, Tensor]:
     runs = torch.arange(len(id_of_run), device=ids.device)
     first_run = torch.full((len(distinct_ids),), len(id_of_run), dtype=torch.int64, device=ids.device)
     first_run.scatter_reduce_(0, which_id, runs, "amin")
-    last_real_run = torch.where(id_of_run >= 0, runs, 0).cummax(0).values  # at or before each run
-    return first_run[which_id][last_real_run][run_of_token].int(), real
+    last_valid_run = torch.where(id_of_run >= 0, runs, 0).cummax(0).values  # at or before each run
+    return first_run[which_id][last_valid_run][run_of_token].int(), valid
 
 
-def bounds(ids: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor] | None:
+def bounds(ids: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """(first, end), int32 of the shape of `ids`: the document of each token is the tokens first … end − 1.
 
     Padding gets (S, 0), an empty range. Returns None if some document is not contiguous, and inside a compiled region, where values are
-    unknown. `ids` and `real` are results of `renumbered`.
+    unknown. `ids` and `valid` are results of `renumbered`.
     """
     if torch.compiler.is_compiling():
         return None
     batch_ids = ids.reshape(-1, ids.shape[-1])
-    batch_real: Iterable[Tensor | None] = [None] * len(batch_ids) if real is None else real.reshape(batch_ids.shape)
+    batch_valid: Iterable[Tensor | None] = [None] * len(batch_ids) if valid is None else valid.reshape(batch_ids.shape)
     bounds_of_rows = []
-    for row_ids, row_real in zip(batch_ids, batch_real, strict=True):
-        row_bounds = _bounds_of_row(row_ids, row_real)
+    for row_ids, row_valid in zip(batch_ids, batch_valid, strict=True):
+        row_bounds = _bounds_of_row(row_ids, row_valid)
         if row_bounds is None:
             return None
         bounds_of_rows.append(row_bounds)
@@ -121,17 +121,17 @@ def bounds(ids: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor] | None:
     return first, end
 
 
-def _bounds_of_row(ids: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor] | None:
+def _bounds_of_row(ids: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """(first, end), each [S] int32, of one batch row; None if some document is not contiguous."""
     starts = torch.ones_like(ids, dtype=torch.bool)
     starts[1:] = ids[1:] != ids[:-1]
-    if real is not None:
-        starts[1:] |= real[1:] != real[:-1]
+    if valid is not None:
+        starts[1:] |= valid[1:] != valid[:-1]
     run_first = starts.nonzero()[:, 0].int()
-    id_of_run = ids[starts] if real is None else ids[starts & real]
+    id_of_run = ids[starts] if valid is None else ids[starts & valid]
     if len(torch.unique(id_of_run)) != len(id_of_run):
         return None
     run_of_token = starts.cumsum(0) - 1
     run_end = torch.cat([run_first[1:], run_first.new_full((1,), len(ids))])
     first, end = run_first[run_of_token], run_end[run_of_token]
-    return (first, end) if real is None else (torch.where(real, first, len(ids)), torch.where(real, end, 0))
+    return (first, end) if valid is None else (torch.where(valid, first, len(ids)), torch.where(valid, end, 0))

@@ -122,12 +122,12 @@ def tile_kinds(indices: Tensor, blocks: int, rows: TileSpans, spans: TileSpans) 
     batch, choices = indices.shape[:2]
     order = rows.first.argsort()
     kinds = torch.empty(batch, choices, len(order), len(spans.first), dtype=torch.int8, device=indices.device)
-    most = max(1, _CHOSEN_AT_ONCE // (batch * choices * blocks))
+    max_rows = max(1, _CHOSEN_AT_ONCE // (batch * choices * blocks))
     first, last = rows.first[order].tolist(), rows.last[order].tolist()
     start = 0
     while start < len(first):
         stop = start + 1
-        while stop < len(first) and last[stop] - first[start] < most:
+        while stop < len(first) and last[stop] - first[start] < max_rows:
             stop += 1
         tiles, low = order[start:stop], first[start]
         chosen = chosen_blocks(indices[:, :, low : max(last[start:stop]) + 1], blocks)

@@ -215,7 +215,7 @@ def documents_of(mask: Mask) -> list[list[int]] | None:
     batch_rows = max(d.ids.shape[0] if d.ids.ndim == 2 else 1 for d in documents)
     change = torch.zeros(batch_rows, documents[0].ids.shape[-1], dtype=torch.bool)
     for d in documents:
-        for values in (d.ids, d.real):
+        for values in (d.ids, d.valid):
             if values is not None:
                 change[:, 1:] |= (values[..., 1:] != values[..., :-1]).cpu()
     edges = [[0, *(row.nonzero()[:, 0].tolist()), len(row)] for row in change]

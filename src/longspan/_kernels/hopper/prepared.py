@@ -100,7 +100,7 @@ def distinct(inputs: AttentionInputs) -> AttentionInputs:
 class HopperForward:
     """A prepared forward pass. Roles: q, k, v, out, lse. `idle`: ranges of query rows that see no key."""
 
-    over_tiles: PreparedPass
+    kernel_pass: PreparedPass
     device: int
     empty_out: Callable[[Tensor], Tensor]
     empty_lse: Callable[[], Tensor]
@@ -114,14 +114,14 @@ class HopperForward:
         if not is_preparable(inputs, work) or result.out.stride(3) != 1:
             return None
         call = HopperCall(inputs, work)
-        over_tiles = PreparedPass.of(call, call.forward_pass(result, None), (q, inputs.k, inputs.v, result.out, result.lse))
-        if not over_tiles.launch.is_compiled:
+        kernel_pass = PreparedPass.of(call, call.forward_pass(result, None), (q, inputs.k, inputs.v, result.out, result.lse))
+        if not kernel_pass.launch.is_compiled:
             return None
         like_q = torch.empty_like(q)
         same = like_q.shape == result.out.shape and like_q.stride() == result.out.stride()
         make = torch.empty_like if same else partial(empty_out, dim=dim, dtype=q.dtype)
         return cls(
-            over_tiles=over_tiles, device=q.device.index, empty_out=make, empty_lse=maker(q, q.shape[:3], torch.float32),
+            kernel_pass=kernel_pass, device=q.device.index, empty_out=make, empty_lse=maker(q, q.shape[:3], torch.float32),
             idle=launch.idle_spans(work.table, work.q_tiles),
         )  # fmt: skip
 
@@ -130,7 +130,7 @@ class HopperForward:
         for start, stop in self.idle:
             prefill(State(out=out, lse=lse).rows(start, stop), None)
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()
-        self.over_tiles(direct_stream(self.device), addresses, [t.data_ptr() for t in score_captured] if score_captured else ())
+        self.kernel_pass(direct_stream(self.device), addresses, [t.data_ptr() for t in score_captured] if score_captured else ())
         return out, lse
 
 

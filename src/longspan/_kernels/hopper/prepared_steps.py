@@ -32,7 +32,7 @@ class HopperForwardStep:
         idle: Ranges of query rows that see no key of this step; copied from the running state where `target` is new.
     """
 
-    over_tiles: PreparedPass
+    kernel_pass: PreparedPass
     device: int
     target: Literal["new", "state", "completed"]
     final: bool
@@ -64,11 +64,11 @@ class HopperForwardStep:
         )  # fmt: skip
         old_out, old_lse = (None, None) if old is None else (old.out, old.lse)
         roles = q, inputs.k, inputs.v, local_k, local_v, old_out, old_lse, result.out, result.lse, after
-        over_tiles = PreparedPass.of(call, one, roles)
-        if not over_tiles.launch.is_compiled:
+        kernel_pass = PreparedPass.of(call, one, roles)
+        if not kernel_pass.launch.is_compiled:
             return None
         return cls(
-            over_tiles=over_tiles, device=q.device.index, target=target, final=final, empty_out=_maker_like(result.out),
+            kernel_pass=kernel_pass, device=q.device.index, target=target, final=final, empty_out=_maker_like(result.out),
             empty_lse=maker(q, q.shape[:3], torch.float32), idle=launch.idle_spans(work.table, work.q_tiles) if target == "new" else (),
             empty_completed=_maker_like(after) if before is None and after is not None else None,
         )  # fmt: skip
@@ -95,7 +95,7 @@ class HopperForwardStep:
             inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr(), local_k, local_v, old_out, old_lse, out.data_ptr(),
             lse.data_ptr(), 0 if completed is None else completed.data_ptr(),
         )  # fmt: skip
-        self.over_tiles(direct_stream(self.device), addresses, [t.data_ptr() for t in score_captured])
+        self.kernel_pass(direct_stream(self.device), addresses, [t.data_ptr() for t in score_captured])
         return State(out=out, lse=lse) if self.final else HopperState(out=out, lse=lse, completed_out=completed)
 
 

@@ -291,13 +291,13 @@ def _make_launches(
     assert q is not None and k is not None and v is not None
     page_size = 0 if table is None else k.shape[2]
     heads, kv_heads, d, e, m = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], sizes.tile_rows
-    splits, most = sizes.splits, sizes.queries[1]
-    row_tiles = -(-most * (heads // kv_heads) // m)
+    splits, max_queries = sizes.splits, sizes.queries[1]
+    row_tiles = -(-max_queries * (heads // kv_heads) // m)
     rest = d - e if sizes.shared else 0
     tile = choose_tile(dim=max(launch.padded(d - rest), launch.padded(e)), dtype=q.dtype, page_size=page_size)
     options = _options(work, q.dtype, sizes.longest)
     shared = {
-        "sequences": sizes.sequences, "kv_heads": kv_heads, "splits": splits, "min_queries": sizes.queries[0], "max_queries": most,
+        "sequences": sizes.sequences, "kv_heads": kv_heads, "splits": splits, "min_queries": sizes.queries[0], "max_queries": max_queries,
         "q_len": q.shape[2], "kv_len": sizes.longest, "first_key": 0, "smallest": SMALLEST_SPLIT,
         "WINDOW": work.window, "RAGGED": ragged, "R": heads // kv_heads, "M": m, "N": tile.n,
     }  # fmt: skip
@@ -309,7 +309,7 @@ def _make_launches(
         "FOLD": work.score is None and work.scale > 0,
         "PRECISION": "ieee" if q.dtype == torch.float32 and not tf32_allowed() else "tf32",
     }  # fmt: skip
-    rows = sizes.sequences * heads * most
+    rows = sizes.sequences * heads * max_queries
     part = min(_MERGED_DIM, launch.padded(e))
     decode = _How(ctas=sizes.sequences * splits * row_tiles * kv_heads, warps=tile.warps, stages=tile.stages)
     merge = _How(ctas=rows * (launch.padded(e) // part), warps=4)
