@@ -26,9 +26,9 @@ class _Entries(Generic[Value]):
 class DerivedCache(Generic[Owner, Value]):
     """Values of one type derived from owners: at most `size` per owner, least recently used dropped first, all of them with the owner.
 
-    Uses are noted as long as at least half of `size` is there. Owners are held weakly: a training run makes a new plan, or a new block
-    table, every step. A value must therefore not refer to its owner. Thread-safe: while one thread derives a value, other threads that ask
-    for a value of the same owner wait.
+    The order of use is updated while at least half of `size` is in use. Owners are held weakly: a training run makes a new plan, or a new
+    block table, every step. A value must therefore not refer to its owner. Thread-safe: while one thread derives a value, other threads that
+    ask for a value of the same owner wait.
     """
 
     def __init__(self, size: int) -> None:
@@ -64,11 +64,11 @@ class DerivedCache(Generic[Owner, Value]):
         return value
 
     def values_of(self, owner: Owner) -> OrderedDict[Hashable, Value]:
-        """The values of an owner, for lookups without noting the use; they change as values are derived and dropped."""
+        """The values of an owner, for lookups that do not change the order of use. They change as values are derived and dropped."""
         return self._entries(owner).values
 
     def __contains__(self, owner_and_key: tuple[Owner, Hashable]) -> bool:
-        """Whether a value of an owner is there: `(owner, key) in cache`."""
+        """Whether a value of an owner is cached: `(owner, key) in cache`."""
         owner, key = owner_and_key
         entries = self._owners.get(owner)
         return entries is not None and key in entries.values

@@ -11,14 +11,14 @@
 `OpOverload`              The type of a traced operation, whose schema says whether it mutates; it has no public name.
 `_resolve_process_group`  A mesh is a value that can be pickled, so it holds its groups' names. torch's own table from names to groups (the
                           one DeviceMesh uses) has no public door.
-`_get_backend`            The timeout of a process group: torch sets it, and tells it nowhere in public.
+`_get_backend`            The timeout of a process group, which has no public accessor.
 `_set_default_timeout`    The timeout of the exchanges started next: `init_device_mesh` gives its groups 30 minutes, whatever the timeout of
                           the default group is, and a Gloo exchange that outlives its caller blocks the exit of the process.
 `_get_default_store`      The store of the default process group: ranks that wait ask there who is late. torch has no public way to it.
 `_dump_fr_trace`, `_dump_nccl_trace`  The records of torch's flight recorder; its public tools read files only.
 `_pytree`                 Modules take and give nested containers of tensors; torch's own way to walk them has no public name.
 `maybe_current_level`     Whether torch.vmap or a torch.func transform runs the present code. Kernels write into tensors and read them by
-                          address, which fails under transforms with errors that name neither; torch tells it nowhere in public.
+                          address, which fails under transforms with errors that name neither; there is no public accessor.
 `is_functorch_wrapped_tensor`  Whether a tensor is one that such a transform maps or differentiates: a trace would take its present value
                           for a constant. By type it is a plain tensor.
 `temporarily_clear_interpreter_stack`  A mod is traced outside of such transforms too: `make_fx` under one leaves fake tensors in the
@@ -28,7 +28,7 @@
 `forward_ad._current_level`  Whether forward-mode differentiation is active; the public way is to unpack every tensor.
 `TracingContext`          Whether Dynamo is at work. In torch 2.11 it takes the truth of every object that compiled code calls, to see if
                           there is one; for everyone else `bool(mask)` raises.
-`_saved_tensors_hooks_is_enabled`  Whether saved-tensor hooks may be set: torch.func forbids them, and tells it nowhere in public.
+`_saved_tensors_hooks_is_enabled`  Whether saved-tensor hooks may be set: torch.func forbids them, and there is no public accessor.
 `_cuda_getCurrentRawStream`, `_cuda_getDevice`  The current stream as the CUDA driver takes it, and the current device, where CUDA is known
                           to be initialised. `torch.cuda.current_stream` builds an object, which takes as long as the launch itself.
 `TorchDispatchMode`       The documented class of dispatch modes lives in a module with a private name.
@@ -206,7 +206,7 @@ def outside_of_modes() -> Iterator[None]:
 
 
 def number_of(scalar: Tensor) -> float | int | bool:
-    """What a real tensor of one element holds, whatever modes are active. Takes no lock: it is called within traces."""
+    """The value of a tensor of one element, whatever modes are active. Takes no lock: it is called within traces."""
     with _disable_current_modes():
         return scalar.item()
 

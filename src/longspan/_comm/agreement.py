@@ -4,7 +4,7 @@ Each rank sends one control message of fixed size, so that no two messages can m
 
     [magic, status, kind, call number, digest of field 0, digest of field 1, …]     WORDS int64 numbers on the CPU
 
-All ranks of the mesh see all messages. If one differs, or one rank raised an error of its own, every rank sends its description as text
+All ranks of the mesh see all messages. If one differs, or one rank has raised an error, every rank sends its description as text
 and raises an error that names the ranks and the fields.
 """
 

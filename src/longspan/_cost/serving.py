@@ -96,7 +96,7 @@ class ServingGroup:
         return Shape(heads=model.heads // self.tp, kv_heads=max(1, model.kv_heads // self.tp), head_dim=model.head_dim, element=ELEMENT)
 
     def kv_copies(self, model: ModelSizes) -> float:
-        """How many devices of a tp group hold the same KV head."""
+        """Number of devices of a tp group that hold the same KV head."""
         return max(1.0, self.tp / model.kv_heads)
 
     def all_reduce(self, size: float) -> float:

@@ -144,7 +144,7 @@ def simulate(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Scenario:
-    """What to simulate; fields as the arguments of `simulate`."""
+    """The problem to simulate; fields as the arguments of `simulate`."""
 
     mask: Any
     tokens: int

@@ -1,4 +1,4 @@
-"""What each rank has to do, step by step: tiles to compute, KV to receive and to send.
+"""The work of each rank, step by step: tiles to compute, KV to receive and to send.
 
 Legend: R ranks of the KV axis (or some of them), K + 1 steps, T KV tiles. Step 0 is over local KV; it is empty where the schedule is
 joined. Backward has one more step, at the end, where local KV is computed in two parts: before the KV that arrives and after it.

@@ -322,7 +322,7 @@ def _dense(inputs: CallTensors, options: CallOptions) -> ops.Outputs:
 def _call_tensors(
     q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, mask: Traced | None, score: Traced | None
 ) -> CallTensors:  # fmt: skip
-    """The tensors of the call, with those that the programs capture, checked."""
+    """The tensors of the call and the tensors that its programs capture, checked."""
     mask_captured = [] if mask is None else mask.captured()
     if mask_captured and is_captured(q) and static_mask_of(mask_captured) is None:
         raise RuntimeError(MASK_IN_GRAPH)

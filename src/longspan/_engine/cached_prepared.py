@@ -77,7 +77,7 @@ def _call_key(q: Any, k: Any, v: Any, call: CachedCall) -> Hashable:
 
 
 def _step_key(step: CacheStep, q: Tensor) -> Hashable:
-    """What launches depend on besides the layer's tensors."""
+    """The properties of a step on which launches depend: numbers of new tokens, sizes of launches, shape of the page table."""
     from longspan._kernels.triton.decode_call import Queries, page_sizes
 
     ragged = q.shape[0] != len(step.ids)

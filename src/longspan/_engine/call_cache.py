@@ -41,7 +41,7 @@ class _Entry:
 
 
 class CallKey(NamedTuple):
-    """Where a call is cached: under its owner, a mask, by its layouts and settings."""
+    """The key of a cached call: its owner, a mask, and its layouts and settings."""
 
     owner: Mask
     layouts: Hashable

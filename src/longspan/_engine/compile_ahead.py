@@ -48,7 +48,7 @@ def compiling_backward(inputs: CallTensors, options: CallOptions, needs: Sequenc
     _seen.add(key)
     try:
         jobs = _backward_jobs(inputs, options, needs)
-    except Exception:  # the backward pass itself will raise it, if it is not memory for the shapes that were tried
+    except Exception:  # out of memory here, or an error that the backward pass will raise too
         if collected_jobs() is not None:  # `warm` reports it
             raise
         jobs = []
@@ -61,7 +61,7 @@ def _may_compile(q: Tensor) -> bool:
 
 
 def _backward_jobs(inputs: CallTensors, options: CallOptions, needs: Sequence[bool]) -> list[Callable[[], Any]]:
-    """What has to be compiled for the backward pass of a call on one device."""
+    """Jobs that compile the backward kernels of a call on one device."""
     from longspan._kernels.gpu.compilation import collecting_jobs
 
     inputs = replace(inputs, q=_shortened(inputs.q), k=_shortened(inputs.k), v=_shortened(inputs.v))

@@ -1,4 +1,4 @@
-"""What the engine derives from plans, in one bounded cache: tile tables, local schedules, kernels, device copies.
+"""Bounded caches of values that the engine derives from plans: tile tables, local schedules, kernels, device copies.
 
 A plan is an immutable value without anything of a device. These values follow from a plan and the calls made with it. They are dropped with
 the plan; where one plan has many, the least recently used first.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class PlanCache:
-    """The engine's cache, by kind of value."""
+    """The caches, one for each kind of value."""
 
     def __init__(self) -> None:
         self._tiles: DerivedCache[PlanData, tuple[TiledRow, ...]] = DerivedCache(8)
@@ -69,7 +69,7 @@ class PlanCache:
         return self._rank_tiles.get(plan, key, of_rank)
 
     def places(self, plan: PlanData, side: int, device: torch.device) -> Tensor:
-        """Where each position of the queries (side 0) or of the KV (1) lies when all ranks' shards are concatenated, on a device."""
+        """The place of each position of the queries (side 0) or of the KV (1) in the concatenated shards of all ranks, on a device."""
         return self._places.get(plan, (side, device), lambda: places(plan.layouts[side], device))
 
     def moves(self, plan: PlanData, move: Relayout, device: torch.device, *, back: bool) -> RowMoves:
@@ -86,7 +86,7 @@ class PlanCache:
         return self._pass_setups.get(plan, key, choose)
 
     def selection_grid(self, plan: PlanData, granularity: int, q_granularity: int) -> SelectionGrid:
-        """What a plan fixes about selections of these granularities."""
+        """The tiles from which selections of these granularities choose."""
         from longspan._engine.selected_grid import SelectionGrid
 
         return self._selection_grids.get(
@@ -94,7 +94,7 @@ class PlanCache:
         )  # fmt: skip
 
     def pooling(self, plan: PlanData, block: int) -> BlockPooling:
-        """Which blocks of keys each rank owns tokens of."""
+        """The blocks of keys of which each rank owns tokens."""
         layout, mesh = plan.layouts[1], plan.mesh
         return self._poolings.get(plan, block, lambda: BlockPooling(layout=layout, mesh=mesh, block=block))
 

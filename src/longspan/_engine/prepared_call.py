@@ -171,7 +171,7 @@ _apply = super(torch.autograd.Function, _AttendPrepared).apply
 
 
 def _backward_key(tensors: Sequence[Tensor], score_captured: Sequence[Tensor], needs: tuple[bool, ...]) -> Hashable:
-    """What a prepared backward pass depends on. tensors: q, k, v, out, lse, grad_out.
+    """The key of a prepared backward pass. tensors: q, k, v, out, lse, grad_out.
 
     Hooks may have replaced the saved tensors by others with the same values.
     """

@@ -19,7 +19,7 @@ from longspan._plan.tile_grid import TileGrid, coverage
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
-    """What a local schedule depends on besides the plan.
+    """Options of a local schedule.
 
     Attributes:
         block: Tile size (queries, KV).

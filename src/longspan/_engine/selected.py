@@ -30,7 +30,7 @@ from longspan._torch_private import nothing_intercepts_calls
 
 @dataclass(frozen=True, eq=False)
 class SplitMask:
-    """A mask as a selection, checked against the call, and the rest of the mask; None: every pair, or known as a program only.
+    """A mask as a selection, checked against the call, and the rest of the mask; None for a full mask, or one known as a program only.
 
     `fixed`: the tensors that the rest of the mask reads never change.
     """
@@ -67,7 +67,7 @@ def selects_keys(q: Tensor, k: Tensor, indices: Tensor, kernel: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class SelectedCall:
-    """A call over chosen keys: its kernel, its work, and its options, whose mask program is that of the rest of the mask."""
+    """A call over chosen keys: its kernel, its work, and its options. Their mask program is the mask besides the selection."""
 
     kernel: Kernel
     work: Work

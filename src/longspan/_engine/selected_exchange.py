@@ -1,4 +1,4 @@
-"""KV chosen at run time, moved between ranks: requests first, then the requested blocks, and in the backward pass their gradients back.
+"""Exchanges of KV chosen at run time: requests, then the requested blocks; in the backward pass, their gradients to the owner ranks.
 
     choice of this rank's queries ──► bits of the blocks that they need, to each owner        sizes follow from the plan
     bits of all readers ──► which blocks to send, how many rows come from each rank           no further message
@@ -27,7 +27,7 @@ from longspan._masks.selected_shard import chosen_blocks
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KVMoves:
-    """What one rank sends and receives for one choice. Tensors are int64, on the host.
+    """The units of KV that one rank sends and receives for one choice. Tensors are int64, on the host.
 
     Attributes:
         unit: Tokens per unit, u.
@@ -70,7 +70,7 @@ def needed_blocks(indices: Tensor, blocks: int, kv_heads: int) -> Tensor:
 
 
 def exchange_requests(group: Group, grid: SelectionGrid, needed: Tensor) -> list[Tensor]:
-    """What each rank requests of this rank: bool [B, 1 or G, len(grid.serves[r])], on the host.
+    """The requests that this rank receives: for each rank r, bool [B, 1 or G, len(grid.serves[r])], on the host.
 
     needed: `needed_blocks` of this rank. All ranks have agreed on its first two dims. Bits are sent packed into bytes.
     """
@@ -154,7 +154,7 @@ class ReceivedKV:
 
 
 def send_kv(group: Group, moves: KVMoves, k: Tensor, v: Tensor, *, what: str) -> ReceivedKV:
-    """Send the requested units of the local k [B, G, S, D] and v [B, G, S, E]; receive those that this rank requested."""
+    """Start the all-to-all of the requested blocks of k [B, G, S, D] and v [B, G, S, E]."""
     sent = torch.cat([_units(t.contiguous(), moves.unit).index_select(0, moves.sent.to(t.device)) for t in (k, v)], 1)
     rows = sent.new_empty(sum(moves.recv_counts), sent.shape[1])
     pending = group.all_to_all(rows, sent, moves.recv_counts, moves.send_counts, what=f"selected keys and values, {what}")
@@ -162,7 +162,10 @@ def send_kv(group: Group, moves: KVMoves, k: Tensor, v: Tensor, *, what: str) ->
 
 
 def return_grads(group: Group, moves: KVMoves, grads: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Pending]:
-    """Send gradients of the receive buffer [B, G, T, ·] to the owners: the rows that come back in the order of `moves.sent`, in flight."""
+    """Start the all-to-all that returns gradients of the receive buffer [B, G, T, ·] to their owner ranks.
+
+    Returns (received rows, in the order of `moves.sent`; the exchange in flight).
+    """
     sent = torch.cat([_units(t, moves.unit).index_select(0, moves.placed.to(t.device)) for t in grads], 1).to(dtype)
     rows = sent.new_empty(sum(moves.send_counts), sent.shape[1])
     what = "gradients of selected keys and values"

@@ -1,4 +1,4 @@
-"""What a plan fixes about selections before any choice exists: which KV each rank could choose, in blocks, and who owns it.
+"""Tiles of a plan's KV from which selections choose: their owner ranks, and the ranks whose queries may see them.
 
 Fine tiles: the KV layout in tiles of the selection's granularity. Coarse tiles: the plan's tiles of BLOCK_SIZE, over which kernels compute.
 Every fine tile lies in one coarse tile. Legend: F fine tiles, T coarse tiles, N ranks.

@@ -219,7 +219,7 @@ def backward(
 def _description(
     plan: PlanData, options: CallOptions, inputs: CallTensors, selection: Selected, needs: Sequence[bool] | None
 ) -> CallDescription:  # fmt: skip
-    """What all ranks must have in common. The number of entries per row may differ between ranks."""
+    """The description of a call, equal on all ranks. The number of entries per row may differ between ranks."""
     batch, choices = selection.indices.shape[:2]
     form = (selection.granularity, selection.q_granularity, batch, choices)
     q, k, v = inputs.q, inputs.k, inputs.v

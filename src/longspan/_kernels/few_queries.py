@@ -1,4 +1,4 @@
-"""Which calls of one device the decode kernel computes: few queries over many keys."""
+"""The condition under which the decode kernel computes a call on one device: few queries over many keys."""
 
 from __future__ import annotations
 

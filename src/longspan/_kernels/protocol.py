@@ -54,7 +54,7 @@ class DeviceTables(Protocol):
 
     @property
     def signature(self) -> Hashable:
-        """What launches depend on besides the contents of the tables."""
+        """Properties on which launches depend; the contents of the tables are not among them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -143,7 +143,7 @@ class BackwardInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a kernel supports for given inputs and work.
+    """The capabilities of a kernel for given inputs and work.
 
     Attributes:
         unsupported: Why the kernel does not support this work, forward and backward; None if it does. `kernel="auto"` then tries the next.
@@ -179,7 +179,7 @@ class State:
 
     @property
     def layout(self) -> Hashable:
-        """What a prepared step depends on, besides the shapes: dtypes, strides, and which addresses are not divisible by 16."""
+        """Properties on which a prepared step depends besides shapes: dtypes, strides, and whether addresses are divisible by 16."""
         out, lse = self.out, self.lse
         return out.dtype, out.stride(), lse.stride(), (out.data_ptr() | lse.data_ptr()) & 15
 

@@ -104,7 +104,7 @@ def choose(name: str, calls: Sequence[KernelCall]) -> KernelChoice:
 
 
 def combined_capabilities(kernel: Kernel, calls: Sequence[KernelCall], *, needs: Sequence[bool] = ()) -> Capabilities:
-    """What a kernel supports for all calls of a pass; the first reason against one of them."""
+    """The capabilities of a kernel for all calls of a pass together; `unsupported` is the first reason that a call has."""
     if any(work.invariant for _, work in calls) and kernel.name not in INVARIANT:
         return Capabilities(unsupported=f"longspan.invariant(): expected kernel 'auto' or one of {', '.join(map(repr, INVARIANT))}")
     each = [kernel.capabilities(inputs, work, needs=needs) for inputs, work in calls]

@@ -1,8 +1,8 @@
-"""Masks that are remembered by a mask_mod function or by a BlockMask, so that calls with it are prepared as calls with other masks are.
+"""The mask of a mask_mod function or of a BlockMask, remembered as an attribute of it, so that repeated calls find the same mask.
 
-A remembered mask is used as long as it is what the object means now: the trace of the function, whose guards notice changed closures and
-globals, is the same program over the same tensors; the lists of the BlockMask are the same tensors, unmodified. It is an attribute of the
-object, not an entry of a cache, and does not refer to the object: a step's closure is dropped with the tensors that it captures.
+A remembered mask is used while it is current. Of a function: its trace, whose guards notice changed closures and globals, is the same
+program over the same tensors. Of a BlockMask: its lists are the same tensors, unmodified. The mask does not refer to its object, and no
+cache holds it: a closure is dropped together with the tensors that it captures.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _CHOSEN_AT_ONCE = 1 << 22  # elements of `chosen`
 
 @dataclass(frozen=True, kw_only=True)
 class PairForm:
-    """What a shard's mask program depends on besides the rest of the mask: the selection's granularities and which dims it indexes."""
+    """Properties of a selection on which a shard's mask program depends: granularities, and the dims of its indices above 1."""
 
     granularity: int
     q_granularity: int
@@ -98,7 +98,7 @@ def chosen_bits(indices: Tensor, blocks: int) -> Tensor:
 
 
 def covered(values: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    """How many of the entries first[i] … last[i] of the last dim are True: values [..., n] → int32 [..., len(first)]."""
+    """Number of True entries among first[i] … last[i] of the last dim: values [..., n] → int32 [..., len(first)]."""
     sums = torch.nn.functional.pad(values.int().cumsum(-1, dtype=torch.int32), (1, 0))
     return sums[..., last + 1] - sums[..., first]
 

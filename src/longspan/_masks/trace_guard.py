@@ -45,7 +45,7 @@ def metadata(tensor: Tensor) -> Metadata:
 
 
 class Reads:
-    """What a walk read: from functions (closure cells and globals), from attributes of objects, from dicts of objects and of classes."""
+    """Values that a walk read: closure cells and globals of functions, attributes of objects, dicts of objects and of classes."""
 
     def __init__(self, fn: Any) -> None:
         self.guardable = type(fn) is types.FunctionType

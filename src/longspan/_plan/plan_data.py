@@ -188,7 +188,7 @@ class PlanData:
 
     @cached_property
     def digest(self) -> str:
-        """What ranks compare: everything but this rank's coordinate."""
+        """The values that ranks compare: everything but this rank's coordinate."""
         m = self.mask
         sizes = (self.q_len, self.kv_len, self.batch, self.heads, self.kv_heads, self.head_dim, BLOCK_SIZE, self.grad_reduce_dtype)
         texts = [

@@ -59,7 +59,7 @@ class _GroupSums(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockPooling:
-    """Which blocks each rank owns tokens of, and where their parts lie when the parts of all ranks are concatenated."""
+    """The blocks of which each rank owns tokens, and the places of their parts among the concatenated parts of all ranks."""
 
     layout: Layout
     mesh: Mesh

@@ -60,7 +60,7 @@ def unshard(x: Tensor, dim: int, layout: Layout, mesh: Mesh, place: Tensor | Non
 
 
 def places(layout: Layout, device: torch.device) -> Tensor:
-    """Where each position lies when all ranks' shards are concatenated: [S], or [B, S] where batch rows differ."""
+    """The place of each position in the concatenated shards of all ranks: [S], or [B, S] where batch rows differ."""
     order = torch.cat([torch.atleast_2d(layout.positions(rank)) for rank in range(layout.ranks)], 1)
     place = order.argsort(1).to(device)
     return place[0] if len(layout.rows) == 1 else place

@@ -28,7 +28,7 @@ from longspan._planner.request import PlanRequest
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What a plan is built from.
+    """The parts of which a plan is built.
 
     Attributes:
         strategy: The strategy on the mesh.

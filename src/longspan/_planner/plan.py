@@ -63,12 +63,12 @@ class Plan(PlanHandle):
 
     @property
     def layout(self) -> Layout:
-        """Who owns which queries (in self-attention: which tokens)."""
+        """The ranks that own the queries (in self-attention: the tokens)."""
         return self.data.layouts[0]
 
     @property
     def kv_layout(self) -> Layout:
-        """Who owns which keys and values."""
+        """The ranks that own the keys and values."""
         return self.data.layouts[1]
 
     @property

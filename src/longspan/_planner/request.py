@@ -1,4 +1,4 @@
-"""What a caller of `longspan.plan` asks for, checked."""
+"""The arguments of `longspan.plan`, checked."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _waiting: ContextVar[list[Job] | None] = ContextVar("longspan_waiting_compile_jo
 
 
 def compile_kernel(kernel: Any, arguments: Sequence[Any], options: dict[str, int]) -> Any:
-    """The compiled kernel for these arguments, from Triton's caches if it is there. Nothing is loaded or launched."""
+    """The compiled kernel for these arguments, from Triton's caches if they have it. Nothing is loaded or launched."""
     _restore_triton_key()
     with suppress(AttributeError):
         kernel.device_caches[driver.active.get_current_device()]  # sets `compile`

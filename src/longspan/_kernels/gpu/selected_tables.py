@@ -141,7 +141,7 @@ class SelectedTables:
 
     @property
     def signature(self) -> Hashable:
-        """What launches depend on besides the addresses of the tables."""
+        """Properties on which launches depend; the addresses of the tables are not among them."""
         return self.dummy
 
     def of_pass(self, *, by_query: bool, shared: int) -> DeviceTable:
@@ -214,7 +214,7 @@ def _device_kinds(table: BlockTable, device: torch.device) -> tuple[Tensor, Tens
 
 @lru_cache(maxsize=64)
 def _stand_in(lengths: tuple[int, int], block: tuple[int, int], batch: int, heads: int, tiles_per_row: int) -> BlockTable:
-    """A host table with as many tiles per row as a selection may have: what the choice of tile sizes, launches and caches depends on."""
+    """A host table with as many tiles per row as a selection may have. Tile sizes and launches are chosen for it, and cached with it."""
     q_len, kv_len = lengths
     q_tiles, kv_tiles = -(-q_len // block[0]), -(-kv_len // block[1])
     tiles_per_row = min(tiles_per_row, kv_tiles)
@@ -243,7 +243,7 @@ def tile_of(selection: Selection) -> tuple[int, int] | None:
 
 
 def tiled_work(inputs: AttentionInputs, work: Work, selection: Selection, *, dummy: bool) -> Work:
-    """`work`, whose table is that of the mask besides the selection, over the chosen tiles only."""
+    """`work` over the chosen tiles only. The table of `work`: of the mask besides the selection."""
     table, heads = work.table, inputs.q.shape[1]
     choices = selection.indices.shape[1]
     table_heads = heads if choices > 1 or table.heads > 1 else 1

@@ -22,7 +22,7 @@ _WALKED = {"forward": ("k_ptr", "v_ptr"), "dq": ("k_ptr", "v_ptr"), "dkdv": ("q_
 
 @dataclass(frozen=True, kw_only=True)
 class RowTerms:
-    """What backward passes read and write per query row [B, H, Q], float32, contiguous.
+    """Values per query row of backward passes [B, H, Q], float32, contiguous.
 
     `norm`: lse in base 2, written by dQ. `delta`: Σ out · grad_out − grad_lse, written by dQ if `out` is given, else read.
     """
