@@ -27,8 +27,8 @@ class DerivedCache(Generic[Owner, Value]):
     """Values of one type derived from owners: at most `size` per owner, least recently used dropped first, all of them with the owner.
 
     The order of use is updated while at least half of `size` is in use. Owners are held weakly: a training run makes a new plan, or a new
-    block table, every step. A value must therefore not refer to its owner. Thread-safe: while one thread derives a value, other threads that
-    ask for a value of the same owner wait.
+    block table, every step. A value must therefore not refer to its owner. Thread-safe: while one thread derives a value, other threads
+    that ask for a value of the same owner wait.
     """
 
     def __init__(self, size: int) -> None:
