@@ -43,18 +43,30 @@ def test_twenty_steps_of_trl_on_four_processes_give_the_losses_of_one_process(py
     assert max(by_packing.values()) < 1e-5
 
 
-def test_the_mixin_rejects_other_losses_than_the_cross_entropy_of_labels(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        ({"loss_type": "dft"}, {}, "expected loss_type 'nll', got 'dft'"),
+        ({"neftune_noise_alpha": 5.0}, {}, r"expected neftune_noise_alpha=None, got 5\.0"),
+        ({"include_num_input_tokens_seen": "all"}, {}, "expected include_num_input_tokens_seen='no', got 'all'"),
+        ({}, {"compute_metrics": lambda prediction: {}}, "compute_metrics, preprocess_logits_for_metrics: expected None"),
+    ],
+)
+def test_the_mixin_rejects_what_it_would_compute_from_shards(
+    settings: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     from examples.transformers_trainer import arguments, llama
 
     import longspan as ls
     from longspan.integrations.trainer import SpanningTrainer
 
     args = arguments(str(tmp_path))
-    args.loss_type = "dft"
+    for name, value in settings.items():
+        setattr(args, name, value)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(ValueError, match="expected loss_type 'nll', got 'dft'"):
-            SpanningTrainer(model=llama("longspan"), args=args, mesh=ls.Mesh.abstract(1))
+        with pytest.raises(ValueError, match=message):
+            SpanningTrainer(model=llama("longspan"), args=args, mesh=ls.Mesh.abstract(1), **options)
 
 
 def test_the_trainer_raises_for_another_attention_implementation_and_for_a_mesh_of_other_ranks(tmp_path: Path) -> None:

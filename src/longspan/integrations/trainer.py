@@ -90,6 +90,21 @@ class SpanningMixin(_Base):  # type: ignore[misc]
             raise ValueError(f"args: expected train_sampling_strategy 'random' or 'sequential', got {strategy!r}, which is not supported")
         if self.label_smoother is not None or self.compute_loss_func is not None:
             raise ValueError("args: expected neither label smoothing nor compute_loss_func, which would see a shard of the labels only")
+        if self.compute_metrics is not None or self.preprocess_logits_for_metrics is not None:
+            raise ValueError(
+                "compute_metrics, preprocess_logits_for_metrics: expected None, got a function, which would see a shard of the logits "
+                "only; evaluation reports the loss"
+            )
+        if self.args.neftune_noise_alpha is not None:
+            raise ValueError(
+                f"args: expected neftune_noise_alpha=None, got {self.args.neftune_noise_alpha}: the noise depends on the length of a "
+                "sequence, of which a rank has a shard"
+            )
+        if self.args.include_num_input_tokens_seen != "no":
+            raise ValueError(
+                f"args: expected include_num_input_tokens_seen='no', got {self.args.include_num_input_tokens_seen!r}: ranks that share a "
+                "sequence would each count its tokens"
+            )
         self._check_loss_type()
         if getattr(self, "aux_loss_enabled", False):
             raise ValueError("args: expected no load-balancing loss of experts, which would see a shard of the tokens only")
