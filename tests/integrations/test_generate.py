@@ -277,6 +277,16 @@ def test_ranks_generate_the_tokens_that_rank_0_samples() -> None:
 
 
 class TestErrors:
+    def test_prompts_and_options_of_generation(self) -> None:
+        from longspan.integrations.generation import GenerateOptions, generate
+
+        for wrong in ({"new_tokens": 0}, {"chunk": 0}, {"page_size": -1}, {"temperature": -1.0}, {"temperature": float("nan")}):
+            with pytest.raises(ValueError, match=f"GenerateOptions: expected .*{next(iter(wrong))}"):
+                GenerateOptions(**wrong)  # type: ignore[arg-type]
+        for prompt in (one_prompt(9).expand(2, -1), one_prompt(9)[:, :0], one_prompt(9)[0]):
+            with pytest.raises(ValueError, match=r"expected a prompt \[1, S\]"):
+                generate(decoding_model("llama", "longspan"), prompt, GenerateOptions(new_tokens=1))
+
     def test_quantized_projections_of_latent_vectors(self) -> None:
         model = decoding_model("deepseek_v3", "longspan").float()
         for layer in model.model.layers:

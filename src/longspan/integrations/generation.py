@@ -29,7 +29,16 @@ BYTES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """How tokens are generated. `temperature`: 0 for the most likely token. `stop`: tokens that end the text."""
+    """How tokens are generated.
+
+    Attributes:
+        new_tokens: The most tokens that are generated.
+        chunk: Prompt tokens per forward pass.
+        temperature: 0 for the most likely token.
+        seed: Of sampling.
+        page_size: Tokens per page of the cache.
+        stop: Tokens that end the text.
+    """
 
     new_tokens: int = 64
     chunk: int = 4096
@@ -37,6 +46,13 @@ class GenerateOptions:
     seed: int = 0
     page_size: int = 64
     stop: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name in ("new_tokens", "chunk", "page_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"GenerateOptions: expected {name} of 1 or more, got {getattr(self, name)}")
+        if not self.temperature >= 0:
+            raise ValueError(f"GenerateOptions: expected a temperature of 0 or more, got {self.temperature}")
 
 
 class GenerateRates(NamedTuple):
@@ -67,6 +83,8 @@ def generate(
         prefilled: Called after each chunk with the number of prompt tokens computed so far.
         decoded: Called with each new token.
     """
+    if prompt.ndim != 2 or prompt.shape[0] != 1 or not prompt.shape[1]:
+        raise ValueError(f"generate: expected a prompt [1, S] of 1 or more tokens, got {tuple(prompt.shape)}")
     mesh = None if mesh is None else as_mesh(mesh)
     cache = PagedCache(model, page_size=options.page_size, mesh=mesh)
     chooser = torch.Generator().manual_seed(options.seed)
