@@ -103,6 +103,18 @@ def test_a_soft_cap_beside_a_score_mod_raises() -> None:
         lst.attention_forward(layer, x, x, x, softcap=5.0, score_mod=lambda s, b, h, q, kv: s + 1)
 
 
+def test_documents_of_cu_seq_lens_that_the_mask_does_not_separate_raise() -> None:
+    model, ids = model_of("llama", "longspan"), batch_of("plain")["input_ids"][:1, :20]
+    flash = {"cu_seq_lens_q": torch.tensor([0, 8, 20]), "cu_seq_lens_k": torch.tensor([0, 8, 20]), "max_length_q": 12, "max_length_k": 12}
+    positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    both = model(ids, position_ids=positions, **flash, use_cache=False).logits
+    assert relative(both[:, 8:], model(ids[:, 8:], use_cache=False).logits) < 1e-5
+    with pytest.raises(ValueError, match="beside cu_seq_lens_q"):
+        model(ids, **flash, use_cache=False)
+    with pytest.raises(ValueError, match="to prepare_batch"):
+        model(**prepared_for(model, **flash))
+
+
 def test_the_error_for_a_foreign_mask_function_names_it() -> None:
     from transformers.masking_utils import and_masks, blockwise_overlay, causal_mask_function, sliding_window_causal_mask_function
 

@@ -13,8 +13,9 @@ from longspan._masks.algebra import Mask
 from longspan._masks.constructors import mask_mod
 from longspan.integrations._configs import chunk_size
 
+PACKED = "packed_sequence_mask_function"
 # transformers' mask functions that a plan takes over, by the name of the function that makes them.
-_PLANNED_MASKS = ("causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function", "chunked_overlay")
+_PLANNED_MASKS = ("causal_mask_function", "sliding_window_overlay", PACKED, "chunked_overlay")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,6 +28,7 @@ class ModelMask:
     window:        the number of keys that a query sees before itself, itself included; None for all.
     chunk:         the number of tokens of a chunk, outside of which a query sees nothing; None for no chunks.
     foreign:       the name of a part that no plan takes over; "" for none.
+    packed:        whether the mask separates packed documents.
     q_offset, kv_offset:  the positions of the first query and the first key.
     family:        the model's config class, for error messages.
 
@@ -39,6 +41,7 @@ class ModelMask:
     window: int | None = None
     chunk: int | None = None
     foreign: str = ""
+    packed: bool = False
     q_offset: int = 0
     kv_offset: int = 0
     family: str = "this config"
@@ -125,14 +128,19 @@ def span_of(size: int | None, config: Any) -> dict[str, int | None]:
 
 
 def foreign_part(mask_function: Callable[..., Any] | None) -> str:
-    """The name of the first part of a mask function that no plan takes over; "" for none.
+    """The name of the first part of a mask function that no plan takes over; "" for none."""
+    return next((name for name in mask_parts(mask_function) if name not in _PLANNED_MASKS), "")
+
+
+def mask_parts(mask_function: Callable[..., Any] | None) -> list[str]:
+    """The names of the functions that make the parts of a mask function.
 
     transformers joins mask functions in a closure over a tuple of them.
     """
     if mask_function is None:
-        return ""
+        return []
     parts = [c.cell_contents for c in getattr(mask_function, "__closure__", None) or () if isinstance(c.cell_contents, tuple)]
     name = getattr(mask_function, "__qualname__", type(mask_function).__name__).split(".")[0]
     if name in ("and_masks", "or_masks") and len(parts) == 1:
-        return next((foreign for part in parts[0] if (foreign := foreign_part(part))), "")
-    return "" if name in _PLANNED_MASKS else name
+        return [found for part in parts[0] for found in mask_parts(part)]
+    return [name]

@@ -33,7 +33,7 @@ from longspan.integrations._adapters import adapting, adapting_later
 from longspan.integrations._batch import PreparedBatch, RealKeys, prepare_batch
 from longspan.integrations._configs import NAME, check_config, dropout_field
 from longspan.integrations._forward import plan_in_context
-from longspan.integrations._model_mask import CompiledMask, ModelMask, foreign_part, span_of, visible_keys, with_offsets
+from longspan.integrations._model_mask import PACKED, CompiledMask, ModelMask, foreign_part, mask_parts, span_of, visible_keys, with_offsets
 from longspan.integrations._plan_use import checked_call, record_use, recording_loss, searching
 from longspan.integrations._plans import CHUNKED, FULL, SLIDING, ModelPlans, Span
 from longspan.integrations.memory import long_context
@@ -98,6 +98,7 @@ def attention_mask(
         row=row,
         **span_of(rest.get("local_size"), rest.get("config")),
         foreign=foreign_part(mask_function),
+        packed=PACKED in mask_parts(mask_function),
         q_offset=int(q_offset),
         kv_offset=int(kv_offset),
         family=family,
@@ -153,6 +154,7 @@ def attention_forward(
     """
     update = take_update()  # before anything raises: the next layer's update would find it
     _check_supported(module, dropout, rest)
+    _check_documents(attention_mask, rest)
     if softcap is not None and score_mod is not None:
         raise ValueError("longspan: expected softcap or score_mod, got both; apply the soft cap in score_mod")
     query, key, value = as_autocast(query, key, value)  # rotary embeddings leave q and k in another dtype than v
@@ -203,6 +205,17 @@ def _check_supported(module: torch.nn.Module, dropout: float, rest: dict[str, An
         raise ValueError(
             f"longspan: got the unknown keyword {', '.join(map(repr, unknown))} for attention, and ignoring it could be wrong. Do not give "
             "it to the model, or use another attn_implementation"
+        )
+
+
+def _check_documents(mask: Any, rest: dict[str, Any]) -> None:
+    """Raise ValueError if cu_seq_lens_q names several documents that the mask does not separate."""
+    bounds = rest.get("cu_seq_lens_q")
+    if isinstance(bounds, Tensor) and bounds.shape[0] > 2 and not (isinstance(mask, ModelMask) and mask.packed):
+        raise ValueError(
+            "longspan: expected position_ids that start again at each document beside cu_seq_lens_q, use_cache=False and no "
+            "attention_mask, by which transformers makes the mask of packed documents, got others; on several ranks, give cu_seq_lens_q "
+            "to prepare_batch"
         )
 
 
