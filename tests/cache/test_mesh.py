@@ -61,6 +61,16 @@ def test_greedy_tokens_equal_those_of_one_process() -> None:
     assert run_processes(on_processes, 2) == [alone] * 2
 
 
+@pytest.mark.parametrize("count", [3, 200])
+def test_a_mesh_of_one_rank_gives_the_bits_of_no_mesh(count: int) -> None:
+    def run(mesh: ls.Mesh | None) -> Tensor:
+        cache = make_cache(pages=40, mesh=mesh)
+        return ls.attention(*tokens(1, count), cache=cache.step(cache.allocate(1), count), layer=0, mask=ls.causal())
+
+    (out,) = virtual_world(1).run(run)
+    assert torch.equal(out, run(None))
+
+
 def test_pages_are_spread_over_ranks() -> None:
     def run(mesh: ls.Mesh) -> int:
         cache = make_cache(pages=4, page_size=8, mesh=mesh)

@@ -119,3 +119,18 @@ def test_contiguous_keys_match_the_oracle(queries: int) -> None:
     right = oracle(q, k, v, mask=mask, score_mod=lambda s, b, h, i, j: s + 0.001 * (j - i), return_lse=True)
     for got, expected in zip((out, lse), right):
         torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="needs 4 GiB")
+def test_heads_of_a_long_prefill_are_further_apart_than_32_bits() -> None:
+    """Keys [1, 3, 1, 16] of which head 2 begins at element 2³¹, in 4 GiB of memory that is not touched otherwise."""
+    try:
+        k = torch.empty(2**31 + 16, dtype=torch.float16).as_strided((1, 3, 1, 16), (2**31 + 16, 2**30, 16, 1))
+    except RuntimeError:
+        pytest.skip("4 GiB of memory are not available")
+    k.copy_(torch.arange(1.0, 4.0)[None, :, None, None])
+    cache = ls.KVCache(pages=1, page_size=4, layers=1, kv_heads=3, head_dim=16, dtype=torch.float16)
+    step = cache.step(cache.allocate(1), 1)
+    pages = cache.layer_pages(0)
+    decode_call.write_tokens(pages, k, k, step.ranges)
+    assert pages.k[0, :, 0, 0].tolist() == pages.v[0, :, 0, 15].tolist() == [1.0, 2.0, 3.0]

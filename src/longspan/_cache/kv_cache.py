@@ -86,7 +86,8 @@ class KVCache:
         device: torch.device | str | None = None,
         mesh: Any = None,
     ) -> None:
-        self.mesh = None if mesh is None else as_mesh(mesh)
+        ranks = None if mesh is None else as_mesh(mesh)
+        self.mesh = None if ranks is None or ranks.size == 1 else ranks
         self.ranks, self._rank = (1, 0) if self.mesh is None else (self.mesh.size, self.mesh.rank)
         sizes = {"pages": pages, "page_size": page_size, "layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
         checked = {name: integer(size, name, least=1) for name, size in sizes.items()}

@@ -56,11 +56,11 @@ class _MeshCall:
         self.q, self.step, layer = queries
         self.wide, self.heads, self.dim = state_dtype(self.q.dtype), self.q.shape[1], pages.v.shape[-1]
         ranges, cache = self.step.ranges, self.step.cache
-        assert ranges.spread is not None or mesh.size == 1
+        assert ranges.spread is not None
         sizes = (cache.page_size, cache.layers, cache.kv_heads, cache.head_dim, cache.value_dim, cache.window, cache.shared_kv, cache.dtype)
         self.fields = {
             "cache (page_size, layers, kv_heads, head_dim, value_dim, window, shared_kv, dtype)": str(sizes),
-            "ranks that hold the first pages": "" if ranges.spread is None else str(ranges.spread.shifts),
+            "ranks that hold the first pages": str(ranges.spread.shifts),
             "layer": str(layer), "sequences": str(self.step.ids), "starts": str(ranges.starts), "lengths": str(ranges.lengths),
             "mask": "" if work.mask is None else work.mask.key, "score_mod": "" if work.score is None else work.score.key,
             "scale": repr(work.scale), "queries": f"{tuple(self.q.shape)} {self.q.dtype}", "return_lse": str(with_lse), "kernel": kernel,

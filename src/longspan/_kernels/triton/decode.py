@@ -315,7 +315,7 @@ def write_kernel(
 ):  # fmt: skip
     """Write the key and the value of one token and KV head into its page. `tokens`: of one batch row of k and v. SHARED: the key only."""
     pid = tl.program_id(0)
-    g, t = pid % kv_heads, pid // kv_heads
+    g, t = wide(pid % kv_heads), pid // kv_heads  # g · stride of a head may exceed 32 bits in a long prefill
     position = tl.load(positions_ptr + t)
     page = wide(tl.load(table_ptr + tl.load(rows_ptr + t) * width + position // PAGE))
     slot = position % PAGE
