@@ -213,3 +213,4 @@ def test_a_curve_in_text_shows_the_largest_and_the_smallest_value() -> None:
     assert len(curve([float(i) for i in range(1000)], label="x", width=10).splitlines()[-1].split()[0]) == 11
     assert curve([float("nan")], label="loss") == "loss: no finite value"
     assert "7" in curve([7.0, 7.0], label="loss")
+    assert curve([2.0, 1.0], label="loss", first=5).endswith("loss, steps 5 to 6")

@@ -39,8 +39,8 @@ def bar(share: float, width: int = 24) -> str:
     return "█" * (eighths // 8) + (" ▏▎▍▌▋▊▉"[eighths % 8].strip())
 
 
-def curve(values: Sequence[float], *, label: str, height: int = 8, width: int = 64) -> str:
-    """A curve of values over their indices from 1, as text: at most `width` columns, each the mean of its values, in eighths of a line.
+def curve(values: Sequence[float], *, label: str, first: int = 1, height: int = 8, width: int = 64) -> str:
+    """A curve of values over steps from `first` on, as text: at most `width` columns, each the mean of its values, in eighths of a line.
 
     Values that are not finite are left out.
     """
@@ -58,4 +58,4 @@ def curve(values: Sequence[float], *, label: str, height: int = 8, width: int = 
     for line in reversed(range(height)):
         mark = f"{high:.4g}" if line == height - 1 else f"{low:.4g}" if line == 0 else ""
         lines.append(f"{mark:>10} ┤" + "".join(" ▁▂▃▄▅▆▇█"[max(0, min(8, level - 8 * line))] for level in levels).rstrip())
-    return "\n".join([*lines, f"{'':>10} └{'─' * len(columns)} {label}, steps 1 to {len(values)}"])
+    return "\n".join([*lines, f"{'':>10} └{'─' * len(columns)} {label}, steps {first} to {first + len(values) - 1}"])

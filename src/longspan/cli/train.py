@@ -205,11 +205,13 @@ class _Progress:
 
         if self.bar is not None:
             self.bar.stop()
+        files = "checkpoints and losses.csv"
         with contextlib.suppress(ImportError):
             self._curve()
+            files = "checkpoints, losses.csv and losses.png"
         if self.rows:
-            print(curve([float(row["loss"]) for row in self.rows], label="loss"))
-            print(f"last loss {float(self.rows[-1]['loss']):.4f}; checkpoints, losses.csv and losses.png in {self.job.out}", flush=True)
+            print(curve([float(row["loss"]) for row in self.rows], label="loss", first=int(self.rows[0]["step"]) + 1))
+            print(f"last loss {float(self.rows[-1]['loss']):.4f}; {files} in {self.job.out}", flush=True)
 
     def _curve(self) -> None:
         from matplotlib.figure import Figure
