@@ -144,6 +144,11 @@ def tiny_model(model_type: str, implementation: str) -> Any:
     model = kind._from_config(config, attn_implementation=implementation, dtype=torch.float32).eval()
     if hasattr(model, "set_default_language"):
         model.set_default_language("en_XX")
+    return with_random_weights(model)
+
+
+def with_random_weights(model: Any) -> Any:
+    """The model, with the same matrices each time."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -243,9 +248,10 @@ def try_family(model_type: str, kinds: tuple[str, ...] = KINDS) -> dict[str, Any
             if isinstance(wanted[kind], str):
                 outcome["one process"][kind] = outcome["ranks"][kind] = Outcome(verdict="not tested", detail=wanted[kind])
                 continue
-            arguments = {**batch_of(kind), **_without_cache(model)}
+            batch = batch_of(kind)
+            arguments = {**batch, **_without_cache(model)}
             outcome["one process"][kind] = _outcome(lambda m=model, a=arguments: results(m, a), wanted[kind])
-            outcome["ranks"][kind] = _outcome(lambda m=model, k=kind: _on_ranks(m, k), wanted[kind])
+            outcome["ranks"][kind] = _outcome(lambda m=model, b=batch: on_ranks(m, b), wanted[kind])
         return outcome
 
 
@@ -253,9 +259,11 @@ def _without_cache(model: Any) -> dict[str, Any]:
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
 
-def _on_ranks(model: Any, kind: str) -> tuple[Tensor, list[Tensor]]:
+def on_ranks(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """The loss and the gradients of all ranks, summed."""
+
     def rank(mesh: Any) -> tuple[Tensor, list[Tensor]]:
-        return results(model, dict(lst.prepare_batch(batch_of(kind), mesh, config=model, gradients="sum")))
+        return results(model, dict(lst.prepare_batch(batch, mesh, config=model, gradients="sum")))
 
     shares = virtual_world(RANKS).run(rank)
     return sum(s[0] for s in shares), [torch.stack(parts).sum(0) for parts in zip(*(s[1] for s in shares))]

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from tests.integrations.families import (
-    RANKS,
     Outcome,
     _failure,
     _outcome,
@@ -20,12 +19,11 @@ from tests.integrations.families import (
     _tiny_fields,
     _without_cache,
     batch_of,
+    on_ranks,
     results,
     special_settings,
+    with_random_weights,
 )
-
-import longspan.integrations.transformers as lst
-from longspan.testing import virtual_world
 
 PAGE = Path(__file__).parents[2] / "docs" / "other-families.md"
 SECTIONS = ("encoder", "encoder-decoder", "vision-language")
@@ -76,13 +74,7 @@ def tiny_model(key: tuple[str, str], implementation: str) -> Any:
     if section == "encoder-decoder" and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 1
     torch.manual_seed(3)
-    model = kind._from_config(config, attn_implementation=implementation, dtype=torch.float32).eval()
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return with_random_weights(kind._from_config(config, attn_implementation=implementation, dtype=torch.float32).eval())
 
 
 def try_class(key: tuple[str, str]) -> dict[str, Any]:
@@ -107,14 +99,6 @@ def try_class(key: tuple[str, str]) -> dict[str, Any]:
             batch = labelled_batch(kind, model)
             outcome["ranks"][kind] = _outcome(lambda m=model, b=batch: on_ranks(m, b), wanted[kind])
         return outcome
-
-
-def on_ranks(model: Any, batch: dict[str, torch.Tensor]) -> Any:
-    def rank(mesh: Any) -> Any:
-        return results(model, dict(lst.prepare_batch(batch, mesh, config=model, gradients="sum")))
-
-    shares = virtual_world(RANKS).run(rank)
-    return sum(s[0] for s in shares), [torch.stack(parts).sum(0) for parts in zip(*(s[1] for s in shares))]
 
 
 def verdicts(outcome: dict[str, Any]) -> tuple[str, str, str]:
