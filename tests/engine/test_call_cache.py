@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -305,6 +306,15 @@ def test_single_numbers_on_another_device_are_not_prepared(fresh: CallCache) -> 
     assert fresh.entry(key) is None
 
 
+def test_calls_that_only_compile_are_not_prepared() -> None:
+    compilation = pytest.importorskip("longspan._kernels.gpu.compilation")
+    fresh, q = CallCache(), torch.zeros(1, 1, 4, 4)
+    inputs, key = CallTensors(q=q, k=q, v=q, sink=None), CallKey(fresh._shared, "layouts")
+    with compilation.collecting_jobs():
+        fresh.add(key, None, inputs, None)  # type: ignore[arg-type]
+    assert fresh.entry(key) is None
+
+
 def test_a_rebound_value_of_a_score_mod_is_noticed(prepared: list[PreparedCall]) -> None:
     slopes = torch.linspace(0.1, 0.4, 4)
     factor = 2.0
@@ -349,6 +359,7 @@ def test_a_function_as_a_mask_is_traced_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(trace_cache, "trace", None)
     for mask in (same_document, ls.mask_mod(same_document)):
         assert torch.equal(ls.attention(*tensors, mask=mask), first)
+    assert pickle.loads(pickle.dumps(same_document.__dict__)) == {"_longspan_mask": None}
 
 
 def test_a_block_mask_is_remembered_until_its_lists_or_its_mod_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from longspan._derived_cache import DerivedCache
+from longspan._engine.compile_ahead import compiles_only
 from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.prepared_call import PreparedCall
 from longspan._engine.streams import is_captured
@@ -105,14 +106,14 @@ class CallCache:
 
     def add(self, key: CallKey, score: Hashable, inputs: CallTensors, options: CallOptions) -> None:
         """Note a call that was made. Prepare it if it was noted before; not in a CUDA graph capture, to whose memory its tensors would
-        belong.
+        belong, nor before its kernels are compiled.
         """
         fixed_mask = key.owner is self._shared or key.owner.reads_copies
         if not fixed_mask and not _versions_tell(key.owner, inputs.mask_captured):
             return
         if any(t.device != inputs.q.device for t in inputs.score_captured):  # single numbers, which are moved at every call
             return
-        if is_captured(inputs.q):
+        if is_captured(inputs.q) or compiles_only():
             return
         entry = self._entries.get(key.owner, key.layouts, _Entry)
         if score not in entry.calls:

@@ -6,6 +6,7 @@ of the same layouts, in a mode that collects the kernels to compile and launches
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -54,6 +55,12 @@ def compiling_backward(inputs: CallTensors, options: CallOptions, needs: Sequenc
         jobs = []
     with compiling_meanwhile(jobs):
         yield
+
+
+def compiles_only() -> bool:
+    """Whether calls compile their kernels and launch none, as in `longspan.warm`."""
+    compilation = sys.modules.get("longspan._kernels.gpu.compilation")  # imports Triton
+    return compilation is not None and compilation.collected_jobs() is not None
 
 
 def _may_compile(q: Tensor) -> bool:

@@ -33,6 +33,10 @@ class TracedFunction(Mask):
         self._traced = Traced(program=traced.program, sources=(), preamble=traced.preamble)
         self._sources = [weakref.ref(t) for t in traced.sources]
 
+    def __reduce__(self) -> Any:
+        """None: a function that is sent to another process with its attributes (by cloudpickle) is traced again there."""
+        return type(None), ()
+
     @property
     def traced(self) -> Traced:  # type: ignore[override]
         """The trace, bound to the tensors that are still alive."""

@@ -133,7 +133,7 @@ def plan_serving(model: ModelSizes, cluster: Cluster, *, gpus: int, context: int
         ValueError: tp does not divide the devices, or the heads.
     """
     chosen = default_tp(model, cluster, gpus) if tp is None else tp
-    if gpus % chosen or model.heads % chosen or (model.kv_heads % chosen and chosen % model.kv_heads):
+    if chosen < 1 or gpus % chosen or model.heads % chosen or (model.kv_heads % chosen and chosen % model.kv_heads):
         raise ValueError(
             f"tp: expected a divisor of {gpus} devices and {model.heads} heads that fits {model.kv_heads} KV heads, got {chosen}"
         )
