@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -41,9 +42,13 @@ def problem(mask: Any, *, batch: int = 2, **options: Any) -> Problem:
 
 
 def over(p: Problem, shape: Any, lay: Callable[[Tensor, int], Tensor], **options: Any) -> tuple[dict[str, Tensor], list[str], int]:
+    """`with_plan` of a new plan."""
+    return with_plan(p.plan(ls.Mesh.abstract(shape), **options), p, shape, lay)
+
+
+def with_plan(made: ls.Plan, p: Problem, shape: Any, lay: Callable[[Tensor, int], Tensor]) -> tuple[dict[str, Tensor], list[str], int]:
     """(unsharded results, names of exchanges, bytes) over a virtual world. `lay(t, rank)` sets the strides of a rank's k and v."""
     world = virtual_world(shape)
-    made = p.plan(ls.Mesh.abstract(shape), **options)
 
     def rank(mesh: Any) -> dict[str, Tensor]:
         def attend(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Any:
@@ -62,22 +67,29 @@ def assert_close(got: dict[str, Tensor], right: dict[str, Tensor]) -> None:
         assert Results(got).error(Results(right), name) <= 1e-12 * max(1.0, float(want[torch.isfinite(want)].abs().max())), name
 
 
-@pytest.mark.parametrize("step_tokens", [16384, 64])
-@pytest.mark.parametrize("mask", ["causal", "rows differ"])
-@pytest.mark.parametrize("way", WAYS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every pair of way, mask and step size; every triple with --whole-grid."""
+    if "step_tokens" in metafunc.fixturenames:
+        grid = itertools.product(enumerate(WAYS), enumerate(("causal", "rows differ")), enumerate((16384, 64)))
+        whole = metafunc.config.getoption("--whole-grid")
+        cases = [(way, mask, size) for (i, way), (j, mask), (k, size) in grid if whole or (i + j + k) % 2 == 0]
+        metafunc.parametrize(("way", "mask", "step_tokens"), cases)
+
+
 def test_separate_exchanges_equal_packed_ones_for_all_strides(
     way: str, mask: str, step_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.setattr(importlib.import_module("longspan._plan.schedule"), "STAGE_TOKENS", step_tokens)
     p = problem(ls.causal() if mask == "causal" else PER_ROW)
-    schedule = p.plan(ls.Mesh.abstract(4), **WAYS[way]).data.schedule
-    right, names, size = over(p, 4, lambda t, _: t, **WAYS[way])
+    made = p.plan(ls.Mesh.abstract(4), **WAYS[way])
+    schedule = made.data.schedule
+    right, names, size = with_plan(made, p, 4, lambda t, _: t)
     assert len(names) == 3 * schedule.stages  # KV forward, KV backward, gradients
     monkeypatch.setattr(kv_exchange, "SEPARATE_KV_BYTES", 0)
     results = []
     lays: list[Callable[[Tensor, int], Tensor]] = [lambda t, _: t, lambda t, _: by_token(t), lambda t, rank: by_token(t) if rank % 2 else t]
     for lay in lays:  # the last one: strides that differ between ranks
-        got, exchanges, moved = over(p, 4, lay, **WAYS[way])
+        got, exchanges, moved = with_plan(made, p, 4, lay)
         assert_close(got, right)
         results.append(got)
         assert moved == size

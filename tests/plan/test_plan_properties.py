@@ -63,7 +63,8 @@ def test_every_plan_is_consistent(args: Any, merged: bool, backward: bool) -> No
     check_that_sent_tokens_are_expected_and_an_exchange_moves_only_tokens_that_are_read(case)
     check_that_backward_moves_the_tokens_of_forward_that_are_read(case)
     check_that_rows_arrive_at_the_place_where_the_receiver_reads_them(case)
-    check_that_the_last_rank_makes_the_same_plan_and_pickling_keeps_it(case, args)
+    if backward:  # half of the plans: it plans again
+        check_that_the_last_rank_makes_the_same_plan_and_pickling_keeps_it(case, args)
 
 
 def check_that_every_allowed_pair_is_computed_exactly_once_by_exactly_one_rank(case: Planned) -> None:
