@@ -151,3 +151,24 @@ def test_tensors_left_over_from_a_transform_get_their_gradients(what: str, plann
             torch.testing.assert_close(gradient(left_over(leaf), plan), want)
 
     virtual_world(1).run(rank)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "triton"])
+def test_lazily_negated_views_have_the_sign_of_their_values(kernel: str) -> None:
+    if kernel == "triton":
+        pytest.importorskip("triton")
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(1, 1, 20, 8, dtype=torch.complex64, generator=generator, requires_grad=True) for _ in range(3)]
+    sink = torch.randn(1, dtype=torch.complex64, generator=generator)
+    gradient = torch.randn(1, 1, 20, 8, dtype=torch.complex64, generator=generator)
+
+    def results(kernel: str) -> list[Tensor]:
+        tensors = [x.conj().imag for x in leaves]
+        grad_out, logits = gradient.conj().imag, sink.conj().imag
+        assert all(t.is_neg() for t in (*tensors, grad_out, logits))
+        out = ls.attention(*tensors, mask=ls.causal(), sink=logits, score_mod=lambda s, b, h, q, kv: s * logits[h], kernel=kernel)
+        return [out, *torch.autograd.grad(out, leaves, grad_out)]
+
+    for _ in range(3):  # the third call of a kind would be prepared
+        for got, right in zip(results(kernel), results("dense"), strict=True):
+            torch.testing.assert_close(got, right, rtol=0, atol=1e-5)

@@ -197,7 +197,7 @@ def _attend_again(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, key: 
     if options.score_mod is not None:
         traced = traces.trace(options.score_mod, "score", score_dtype=state_dtype(q.dtype))
         captured = traced.captured()
-        if any(map(is_transformed, captured)):
+        if any(is_transformed(t) or t.is_neg() for t in captured):
             return None
         score = score_key(traced.program.key, captured)
     call = calls.find(entry, score)
@@ -326,13 +326,14 @@ def _call_tensors(
     mask_captured = [] if mask is None else mask.captured()
     if mask_captured and is_captured(q) and static_mask_of(mask_captured) is None:
         raise RuntimeError(MASK_IN_GRAPH)
+    # Kernels read memory, which holds the opposite sign of a lazily negated view (x.conj().imag).
     inputs = CallTensors(
-        q=q,
-        k=k,
-        v=v,
-        sink=options.sink,
-        mask_captured=[_device_copies.on(t.detach() if t.requires_grad else t, q.device) for t in mask_captured],
-        score_captured=[] if score is None else score.captured(),
+        q=q.resolve_neg(),
+        k=k.resolve_neg(),
+        v=v.resolve_neg(),
+        sink=None if options.sink is None else options.sink.resolve_neg(),
+        mask_captured=[_device_copies.on(t.detach() if t.requires_grad else t, q.device).resolve_neg() for t in mask_captured],
+        score_captured=[] if score is None else [t.resolve_neg() for t in score.captured()],
     )
     check_captured(inputs.score_captured, q, "score_mod")
     if options.kernel != "dense":

@@ -67,7 +67,7 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[Te
         return result
     with raising_on_all_ranks(mesh):
         layer, work = _checked(q, k, v, call)
-        step, q, k, v = call.step, q.detach(), k.detach(), v.detach()
+        step, q, k, v = call.step, *(x.detach().resolve_neg() for x in (q, k, v))
         by_triton = _decodes_by_triton(q, v, step, work, call.kernel)
         if q.is_cuda and not by_triton and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(_GRAPH_NEEDS_DECODE_KERNEL)
@@ -179,7 +179,7 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[int, Pa
     _check_window(mask, step.cache.window)
     mask_traced = None if mask is None else mask.traced
     score_traced = None if call.score_mod is None else traces.trace(call.score_mod, "score", score_dtype=state_dtype(q.dtype))
-    mask_captured = [] if mask_traced is None else [t.detach().to(q.device) for t in mask_traced.captured()]
+    mask_captured = [] if mask_traced is None else [t.detach().to(q.device).resolve_neg() for t in mask_traced.captured()]
     score_captured = [] if score_traced is None else score_traced.captured()
     check_captured(score_captured, q, "score_mod")
     _reject_gradients([q, k, v, *([] if call.sink is None else [call.sink]), *score_captured])
@@ -189,8 +189,8 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[int, Pa
         mask=None if mask_traced is None else mask_traced.program,
         mask_captured=mask_captured,
         score=None if score_traced is None else score_traced.program,
-        score_captured=[t.detach().to(q.device) for t in score_captured],
-        sink=None if call.sink is None else call.sink.detach(),
+        score_captured=[t.detach().to(q.device).resolve_neg() for t in score_captured],
+        sink=None if call.sink is None else call.sink.detach().resolve_neg(),
         window=None if mask is None else mask.left_reach,
     )
 

@@ -61,8 +61,10 @@ def _call_key(q: Any, k: Any, v: Any, call: CachedCall) -> Hashable:
                 return None
             score = traced.program.key
         sink_layout = None
+        if q.is_neg() or k.is_neg() or v.is_neg():  # lazily negated views, copied at every call
+            return None
         if sink is not None:
-            if type(sink) not in _PLAIN or not sink.is_contiguous() or sink.data_ptr() % _ALIGNMENT:
+            if type(sink) not in _PLAIN or sink.is_neg() or not sink.is_contiguous() or sink.data_ptr() % _ALIGNMENT:
                 return None
             sink_layout = sink.dtype, sink.shape, sink.device
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % _ALIGNMENT:

@@ -64,6 +64,8 @@ class CallCache:
             return None
         if is_transformed(q) or is_transformed(k) or is_transformed(v):  # left over from a transform: only the operator unwraps them
             return None
+        if q.is_neg() or k.is_neg() or v.is_neg():  # lazily negated views, copied at every call
+            return None
         if (scale is not None and (type(scale) is not float or not scale)) or options.max_scores or is_invariant():
             return None
         owner, value_key, sink_layout = self._shared, None, None
@@ -81,7 +83,7 @@ class CallCache:
             if kernel not in _KERNELS or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % _ALIGNMENT:
                 return None
             if sink is not None:
-                if type(sink) not in _PLAIN or is_transformed(sink):
+                if type(sink) not in _PLAIN or is_transformed(sink) or sink.is_neg():
                     return None
                 sink_layout = sink.dtype, sink.shape, sink.stride(), sink.device
             return CallKey(owner, (

@@ -67,7 +67,8 @@ class _Attend(torch.autograd.Function):
             q, k, v, sink, out, lse, *captured = ctx.saved_tensors
         mask_captured, score_captured = captured[: ctx.mask_count], captured[ctx.mask_count :]
         needs = [bool(n) for n in ctx.needs_input_grad[7:]]
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out.resolve_neg()
+        grad_lse = None if grad_lse is None else grad_lse.resolve_neg()
         inputs = CallTensors(q=q, k=k, v=v, sink=sink, mask_captured=mask_captured, score_captured=score_captured)
         tensors = BackwardTensors(inputs=inputs, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse, needs=needs)
         if torch.is_grad_enabled():  # create_graph=True

@@ -159,6 +159,8 @@ class _AttendPrepared(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Any, ...]:  # type: ignore[override]
         call: PreparedCall = ctx.call
         grads, needs = None, ctx.needs_input_grad[6:]
+        grad_out = None if grad_out is None else grad_out.resolve_neg()
+        grad_lse = None if grad_lse is None else grad_lse.resolve_neg()
         saved = ctx.saved_tensors  # once: hooks of activation checkpointing raise the second time
         if grad_lse is None and grad_out is not None:
             grads = call.backward_again(saved, grad_out, needs)

@@ -154,7 +154,8 @@ class _AttendSelected(torch.autograd.Function):
             q=q, k=k, v=v, sink=sink, mask_captured=captured[: ctx.mask_count], score_captured=captured[ctx.mask_count :]
         )  # fmt: skip
         needs = [bool(n) for n in ctx.needs_input_grad[6:]]
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out.resolve_neg()
+        grad_lse = None if grad_lse is None else grad_lse.resolve_neg()
         tensors = BackwardTensors(inputs=inputs, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse, needs=needs)
         grads = iter(call.backward(tensors))
         grad_q, grad_k, grad_v = next(grads), next(grads), next(grads)
