@@ -125,7 +125,8 @@ class TestGraphSteps:
         step = cache.step(ids, 1, longest=20)
         addresses = [getattr(step.ranges, n).data_ptr() for n in ("device_ranges", "positions", "token_rows")]
         for length in (1, 2, 9):
-            ls.attention(*tokens(2, 1), cache=step, layer=0) if length == 1 else None
+            if length == 1:
+                ls.attention(*tokens(2, 1), cache=step, layer=0)
             assert step.positions.tolist() == [[length - 1]] * 2 and step.ranges.device_ranges[2].tolist() == [length] * 2
             assert [getattr(step.ranges, n).data_ptr() for n in ("device_ranges", "positions", "token_rows")] == addresses
             for _ in range(6 if length == 2 else 0):
@@ -162,7 +163,7 @@ class TestGraphSteps:
         with pytest.raises(ValueError, match="was made for 10 tokens, got a sequence of 20"):
             ls.attention(*tokens(1, 1), cache=step, layer=0, mask=ls.causal() & ls.documents(lengths=[4, 6]))
 
-    def test_errors(self) -> None:
+    def test_steps_that_cannot_advance_raise(self) -> None:
         cache = make_cache(pages=3, layers=1)
         ids = cache.allocate(1)
         plain = cache.step(ids, 1)

@@ -44,7 +44,7 @@ Results = list[tuple[Unmodified | HostTensor, ...]]
 
 
 class _Record(TorchDispatchMode):
-    """Records the results of attention: on their device, or from a GPU in `store`.
+    """Records the results of attention: on their device, or those of a GPU in `store`.
 
     Results in host memory are compared with their versions at the end of the forward pass: holding them longer would keep their memory.
     """

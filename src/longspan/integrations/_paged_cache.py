@@ -88,7 +88,10 @@ class _PagedLayer(CacheLayerMixin):
         """The new keys and values. Attention writes them into pages."""
         forward = None if torch.compiler.is_compiling() else current_forward.get()
         if forward is None:
-            raise RuntimeError("longspan: expected an update of a PagedCache in the forward of a model that is not compiled, got another")
+            raise RuntimeError(
+                "longspan: expected an update of a PagedCache by a layer of a transformers model that is not compiled, got a call outside "
+                "of a forward or under torch.compile; call the model, and do not compile it"
+            )
         if forward.cache_update is not None:
             raise RuntimeError(
                 f"longspan: layer {forward.cache_update.layer} updated a PagedCache, but its attention did not run by longspan; make the "
@@ -209,7 +212,7 @@ class PagedCache(Cache):
             given = real[:, first : first + columns]
             if not (bool(given.all()) if before is None else torch.equal(given.cpu(), before)):
                 raise ValueError(
-                    "longspan: expected the padding of earlier columns as in earlier forwards, got an attention_mask with another"
+                    "longspan: expected the padding of earlier columns as in earlier forwards, got an attention_mask with other padding"
                 )
             first += columns
         return None if bool(new.all()) else new.clone()

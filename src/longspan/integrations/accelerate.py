@@ -51,8 +51,10 @@ class SpanningAccelerator(Accelerator):
         self.context_options = dict(context_options or {})
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """accelerate's `prepare`. Attention layers get no mask of local tokens inside of the context: accelerate's hooks see to it with
-        its own axis, longspan's with a context_mesh.
+        """accelerate's `prepare`, with checks of models now and of their batches inside of the context.
+
+        Inside of the context, attention layers get no mask made from this rank's tokens: accelerate's hooks drop it with the axis "cp",
+        longspan's with a context_mesh.
 
         Raises:
             ValueError: If a model has layers with other masks than causal ones, which would be lost.
