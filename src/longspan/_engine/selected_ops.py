@@ -18,10 +18,12 @@ from longspan._engine.selected import SelectedCall, SplitMask, selects_keys
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
 from longspan._kernels.protocol import Selection, like_query, state_dtype
 from longspan._masks.selected_shard import PairForm, captured_in_order, chosen_bits, pair_program
+from longspan._torch_modes import without_user_defaults
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)  # first calls compile kernels, and calls without such a kernel read the choice on the host
 
 
+@without_user_defaults()
 def _selected_call(
     inputs: CallTensors, options: CallOptions, selection: Selection, *, captured_grads: bool
 ) -> SelectedCall | None:  # fmt: skip

@@ -18,6 +18,7 @@ from longspan._masks.block_table import EMPTY, FULL, PARTIAL, BlockTable
 from longspan._masks.program import Program
 from longspan._masks.tile_runs import join_neighbours, row_pointers
 from longspan._masks.tracing import trace
+from longspan._torch_modes import default_modes
 
 _CHOSEN_AT_ONCE = 1 << 22  # elements of `chosen`
 
@@ -57,6 +58,7 @@ def pair_program(rest: Program | None, form: PairForm) -> tuple[Program, tuple[i
 
 
 @lru_cache(maxsize=128)
+@default_modes()
 def _pair_program(rest: _ProgramKey, form: PairForm) -> tuple[Program, tuple[int, ...]]:
     program = rest.program
     specs = () if program is None else program.captured

@@ -29,6 +29,7 @@ from longspan._kernels.gpu.launch import DeviceTable
 from longspan._kernels.gpu.prepared_launch import layout_launch
 from longspan._kernels.protocol import AttentionInputs, Selection, Work
 from longspan._masks.block_table import PARTIAL, BlockTable
+from longspan._torch_modes import default_modes
 
 _kinds: DerivedCache[BlockTable, tuple[Tensor, Tensor]] = DerivedCache(4)  # by device
 
@@ -213,6 +214,7 @@ def _device_kinds(table: BlockTable, device: torch.device) -> tuple[Tensor, Tens
 
 
 @lru_cache(maxsize=64)
+@default_modes()
 def _stand_in(lengths: tuple[int, int], block: tuple[int, int], batch: int, heads: int, tiles_per_row: int) -> BlockTable:
     """A host table with as many tiles per row as a selection may have. Tile sizes and launches are chosen for it, and cached with it."""
     q_len, kv_len = lengths

@@ -27,7 +27,7 @@ _MERGED_SPLITS, _MERGED_DIM = 64, 64  # splits that are merged at once, and elem
 _DECODE_TENSORS = ("q_ptr", "k_ptr", "v_ptr", "table_ptr", "ranges_ptr", "part_out_ptr", "part_lse_ptr")
 _MERGE_TENSORS = ("part_out_ptr", "part_lse_ptr", "ranges_ptr", "sink_ptr", "out_ptr", "lse_ptr")
 MAX_SHARED_DIM = 512  # elements that keys and values share
-_FLOATS = torch.empty(4)  # placeholder of the partial results in cache keys: every launch allocates them
+_FLOATS = torch.empty(4, dtype=torch.float32, device="cpu")  # placeholder of the partial results in cache keys: every launch allocates them
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
