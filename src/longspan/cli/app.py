@@ -47,7 +47,7 @@ def application(commands: Sequence[str] = COMMANDS) -> typer.Typer:
     """The application with these commands."""
     app = typer.Typer(
         name="longspan",
-        help="Exact attention over sequences split across devices: plan, check, measure and train.",
+        help="Exact attention over sequences split across devices.",
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode=None,
@@ -60,7 +60,7 @@ def application(commands: Sequence[str] = COMMANDS) -> typer.Typer:
 
 
 def _callback() -> None:
-    """Exact attention over sequences split across devices: plan, check, measure and train."""
+    """Exact attention over sequences split across devices."""
 
 
 def run(arguments: Sequence[str]) -> int:

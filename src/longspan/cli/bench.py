@@ -30,9 +30,10 @@ def bench(
     device: Annotated[str, typer.Option(help="cpu or cuda; auto is the GPU if there is one")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")] = False,
 ) -> int:
-    """Time forward and backward against torch's scaled_dot_product_attention: causal, and packed documents (a dense mask in SDPA).
+    """Time attention against torch's SDPA.
 
-    Results are compared too: the exit code is 1 if they differ by more than rounding.
+    Forward and backward: causal, and packed documents (a dense mask in SDPA). Results are compared too: the exit code is 1 if they differ
+    by more than rounding.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")

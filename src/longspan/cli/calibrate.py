@@ -19,7 +19,10 @@ def calibrate(
     dim: Annotated[str, typer.Option(help="head dim")] = "128",
     quick: Annotated[bool, typer.Option("--quick", help="short sequences and few repetitions")] = False,
 ) -> None:
-    """Measure kernels by tile shape, copies, and (under torchrun) collectives of this machine, and write a profile for `longspan plan`."""
+    """Measure this machine, for `longspan plan --cluster`.
+
+    Measures kernels by tile shape, copies and, under torchrun, collectives, and writes a cluster profile.
+    """
     from longspan._cost.clusters import dump
     from longspan.cli.measure import measured
 

@@ -18,7 +18,10 @@ def demo(
     heads: Annotated[str, typer.Option(help="query heads, or query/KV heads")] = "4/2",
     dim: Annotated[str, typer.Option(help="head dim")] = "32",
 ) -> int:
-    """Split a packed batch over processes, run forward and backward by every strategy, and compare with one process."""
+    """Split a batch over processes; compare with one.
+
+    Runs forward and backward of a packed batch by every strategy.
+    """
     q_heads, kv_heads = parse.heads(heads)
     length, head_dim = parse.count(tokens, "--tokens"), parse.count(dim, "--dim")
     started = parse.count(processes, "--processes")

@@ -24,9 +24,10 @@ def generate(
     processes: Annotated[str, typer.Option(help="processes that share the KV cache; under torchrun: torchrun's")] = "1",
     seed: Annotated[int, typer.Option(help="of random weights, prompts and sampling")] = 0,
 ) -> int:
-    """Generate text from a paged KV cache, whose pages are spread over all processes, and print tokens per second.
+    """Generate text from a paged KV cache.
 
-    The text goes to stdout, progress and rates to stderr. Uses CUDA and NCCL if available.
+    The pages are spread over all processes. Prints tokens per second. The text goes to stdout, progress and rates to stderr. Uses CUDA and
+    NCCL if available.
     """
     if temperature != 0.0 and not 0.01 <= temperature <= 1000.0:
         raise UsageError(f"--temperature: expected 0, or a number from 0.01 to 1000, got {temperature}")

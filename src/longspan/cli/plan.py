@@ -61,7 +61,10 @@ def plan(
     context: Annotated[str | None, typer.Option(help="with --serve: tokens of each sequence; default: 128k")] = None,
     tp: Annotated[str | None, typer.Option(help="with --serve: devices that share heads; default: chosen")] = None,
 ) -> None:
-    """Plan an attention over many devices and predict its time. Runs on this machine's CPU."""
+    """Predict attention over many devices, on this CPU.
+
+    Prints balance, traffic, memory and time of the plan; with --serve, of serving a model.
+    """
     if serve:
         training = {
             "--mask": mask, "--tokens": tokens, "--heads": heads, "--dim": dim, "--layout": layout, "--strategy": strategy,

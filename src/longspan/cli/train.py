@@ -59,11 +59,12 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint in --out")] = False,
     from_step: Annotated[str | None, typer.Option(help="with --resume: the step whose checkpoint to continue from")] = None,
 ) -> int:
-    """Train a small transformer (RoPE, GQA, SwiGLU) on packed documents, with FSDP2 and context parallelism.
+    """Train a small decoder on packed documents.
 
-    Uses CUDA and NCCL if available. Ctrl-C writes a checkpoint; --resume continues from it, on any number of processes. When torchrun
-    restarts the job (--max-restarts), it continues from the newest intact checkpoint. A rank that waits for another for longer than
-    LONGSPAN_TIMEOUT seconds (600) raises and names it.
+    The decoder has RoPE, GQA and SwiGLU; FSDP2 shards its weights, context parallelism the sequences. Uses CUDA and NCCL if available.
+    Ctrl-C writes a checkpoint; --resume continues from it, on any number of processes. When torchrun restarts the job (--max-restarts), it
+    continues from the newest intact checkpoint. A rank that waits for another for longer than LONGSPAN_TIMEOUT seconds (600) raises and
+    names it.
     """
     q_heads, kv_heads = parse.heads(heads)
     wide = parse.count(width, "--width")

@@ -24,9 +24,10 @@ def warm(
     forward_only: Annotated[bool, typer.Option("--forward-only", help="not the backward kernels")] = False,
     kernel: Annotated[str, typer.Option(help=f"the kernel to compile: {', '.join(KERNELS)}")] = "auto",
 ) -> None:
-    """Compile the attention kernels of a job into Triton's cache on disk, forward and backward in parallel.
+    """Compile attention kernels before a job begins.
 
-    A job that begins afterwards finds them there, on every rank of this machine. Calls with a plan compile their kernels at the first call.
+    The kernels go into Triton's cache on disk; forward and backward compile in parallel. A job that begins afterwards finds them there, on
+    every rank of this machine. Calls with a plan compile their kernels at the first call.
     """
     length, (q_heads, kv_heads) = parse.count(tokens, "--tokens"), parse.heads(heads)
     if dtype not in DTYPES:
