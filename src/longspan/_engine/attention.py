@@ -21,7 +21,7 @@ from longspan._engine.plan_cache import plan_cache
 from longspan._engine.spec import Spec
 from longspan._engine.streams import is_captured
 from longspan._engine.table_cache import DeviceCopies
-from longspan._engine.values import CallOptions, CallTensors
+from longspan._engine.values import PLAIN, CallOptions, CallTensors
 from longspan._kernels.dense import Scoring, dense_attention
 from longspan._kernels.protocol import MASK_IN_GRAPH, state_dtype
 from longspan._kernels.registry import INVARIANT, NotSupported, check_name
@@ -181,7 +181,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> ops.Outpu
         score_traced = _traced_score(options.score_mod, score_dtype)
     inputs = _call_tensors(q, k, v, options, mask_traced, score_traced)
     results = _run(inputs, options, mask_traced, score_traced, scale)
-    if key is not None and all(type(t) in (Tensor, torch.nn.Parameter) and not is_transformed(t) for t in inputs.score_captured):
+    if key is not None and all(type(t) in PLAIN and not is_transformed(t) for t in inputs.score_captured):
         call = CallOptions(spec=_spec(options, mask_traced, score_traced), scale=scale)
         calls.add(key, score_key(None if score_traced is None else score_traced.program.key, inputs.score_captured), inputs, call)
     return results

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from longspan._cache.step import CacheStep
 from longspan._engine.invariant_mode import is_invariant
+from longspan._engine.values import PLAIN
 from longspan._kernels.paged import PagedWork
-from longspan._kernels.protocol import state_dtype
+from longspan._kernels.protocol import ALIGNMENT, state_dtype
 from longspan._masks.algebra import Mask, as_mask
 from longspan._masks.extent import Extent
 from longspan._masks.remembered_mask import remembered_mask
@@ -27,22 +28,20 @@ if TYPE_CHECKING:
     from longspan._engine.cached import CachedCall
 
 MAX_PREPARED = 64  # calls per cache
-_PLAIN = (Tensor, torch.nn.Parameter)
-_ALIGNMENT = 16
 _ANY_SIZE = Extent()  # of masks that fit sequences of any length
 
 
 def repeated_key(q: Any, k: Any, v: Any, call: CachedCall) -> Hashable:
     """The key of a call whose arguments are not checked yet; None if it is not to be prepared."""
     step = call.step
-    if type(step) is not CacheStep or type(q) not in _PLAIN or not _on_gpu(q) or step.cache.mesh is not None:
+    if type(step) is not CacheStep or type(q) not in PLAIN or not _on_gpu(q) or step.cache.mesh is not None:
         return None
     return _call_key(q, k, v, call)
 
 
 def _call_key(q: Any, k: Any, v: Any, call: CachedCall) -> Hashable:
     mask, sink, scale = call.mask, call.sink, call.scale
-    if type(k) not in _PLAIN or type(v) not in _PLAIN or call.kernel not in ("auto", "triton") or not nothing_intercepts_calls():
+    if type(k) not in PLAIN or type(v) not in PLAIN or call.kernel not in ("auto", "triton") or not nothing_intercepts_calls():
         return None
     if is_invariant() or (scale is not None and type(scale) is not float):
         return None
@@ -64,10 +63,10 @@ def _call_key(q: Any, k: Any, v: Any, call: CachedCall) -> Hashable:
         if q.is_neg() or k.is_neg() or v.is_neg():  # lazily negated views, copied at every call
             return None
         if sink is not None:
-            if type(sink) not in _PLAIN or sink.is_neg() or not sink.is_contiguous() or sink.data_ptr() % _ALIGNMENT:
+            if type(sink) not in PLAIN or sink.is_neg() or not sink.is_contiguous() or sink.data_ptr() % ALIGNMENT:
                 return None
             sink_layout = sink.dtype, sink.shape, sink.device
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % _ALIGNMENT:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
             return None
         return (
             q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
@@ -120,7 +119,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, work: PagedWork, 
         return
     if call.mask is not None and as_mask(call.mask).extent != _ANY_SIZE:  # checked at every call
         return
-    if any(address % _ALIGNMENT for layer in (0, 1) for address in cache.layer_addresses(layer)):
+    if any(address % ALIGNMENT for layer in (0, 1) for address in cache.layer_addresses(layer)):
         return
     if not PreparedDecode.supports(tensors, pages, step.ranges, work, ragged=ragged):
         return

@@ -17,21 +17,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from longspan._derived_cache import DerivedCache
 from longspan._engine.compile_ahead import compiles_only
 from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.prepared_call import PreparedCall
 from longspan._engine.streams import is_captured
-from longspan._engine.values import CallOptions, CallTensors
+from longspan._engine.values import PLAIN, CallOptions, CallTensors
+from longspan._kernels.protocol import ALIGNMENT
 from longspan._masks.algebra import Full, Mask
 from longspan._masks.remembered_mask import remembered_mask
 from longspan._torch_private import is_transformed, nothing_intercepts_calls
 
-_PLAIN = (Tensor, Parameter)
 _KERNELS = frozenset(("auto", "hopper", "triton", "cpu"))  # the others depend on more settings, or do not use the operator
-_ALIGNMENT = 16  # bytes: kernels are compiled for tensors whose addresses are divisible by it
 
 
 @dataclass(eq=False)
@@ -60,7 +58,7 @@ class CallCache:
     def key(self, q: Any, k: Any, v: Any, options: Any) -> CallKey | None:
         """The key of a call whose arguments are not checked yet; None if it is not to be cached."""
         mask, scale, sink, kernel = options.mask, options.scale, options.sink, options.kernel
-        if type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN or not nothing_intercepts_calls():
+        if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN or not nothing_intercepts_calls():
             return None
         if is_transformed(q) or is_transformed(k) or is_transformed(v):  # left over from a transform: only the operator unwraps them
             return None
@@ -80,10 +78,10 @@ class CallCache:
             value_key = mask.value_key
             owner = mask if value_key is None else owner
         try:
-            if kernel not in _KERNELS or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % _ALIGNMENT:
+            if kernel not in _KERNELS or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
                 return None
             if sink is not None:
-                if type(sink) not in _PLAIN or is_transformed(sink) or sink.is_neg():
+                if type(sink) not in PLAIN or is_transformed(sink) or sink.is_neg():
                     return None
                 sink_layout = sink.dtype, sink.shape, sink.stride(), sink.device
             return CallKey(owner, (
@@ -130,7 +128,7 @@ def score_key(program_key: str | None, captured: Sequence[Tensor]) -> Hashable:
     """The key of a score program and of the layouts of the tensors that it captures."""
     if program_key is None:
         return None
-    return program_key, *((t.dtype, t.shape, t.stride(), t.device, t.data_ptr() % _ALIGNMENT) for t in captured)
+    return program_key, *((t.dtype, t.shape, t.stride(), t.device, t.data_ptr() % ALIGNMENT) for t in captured)
 
 
 def _versions_tell(mask: Mask, captured: Sequence[Tensor]) -> bool:

@@ -17,7 +17,7 @@ from longspan._comm.agreement import raising_on_all_ranks
 from longspan._engine import ops
 from longspan._engine.checks import reject_batched_gradients
 from longspan._engine.compile_ahead import compiling_backward
-from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
+from longspan._engine.values import PLAIN, BackwardTensors, CallOptions, CallTensors, InputGrads
 from longspan._plan.handle import PlanHandle
 from longspan._plan.plan_data import PlanData
 from longspan._torch_private import is_transformed, modes_are_active
@@ -27,7 +27,7 @@ def is_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether the autograd function behaves as the operator would: no dispatch mode is active, no tensor is of a subclass, and none is left
     over from a transform of torch.func, whose gradients would be lost.
     """
-    return not modes_are_active() and all(type(t) in (Tensor, torch.nn.Parameter) and not is_transformed(t) for t in tensors)
+    return not modes_are_active() and all(type(t) in PLAIN and not is_transformed(t) for t in tensors)
 
 
 def attend(inputs: CallTensors, options: CallOptions, plan: PlanData | None) -> ops.Outputs:
@@ -72,12 +72,11 @@ class _Attend(torch.autograd.Function):
         inputs = CallTensors(q=q, k=k, v=v, sink=sink, mask_captured=mask_captured, score_captured=score_captured)
         tensors = BackwardTensors(inputs=inputs, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse, needs=needs)
         if torch.is_grad_enabled():  # create_graph=True
-            grads = iter(backward_by_operator(tensors, ctx.options, ctx.plan))
+            flat = backward_by_operator(tensors, ctx.options, ctx.plan)
         else:
-            grads = iter(ops.run_backward(tensors, ctx.options, ctx.plan, forward_number=ctx.number))
-        grad_q, grad_k, grad_v = next(grads), next(grads), next(grads)
-        grad_sink = None if sink is None else next(grads)
-        return None, None, None, grad_q, grad_k, grad_v, grad_sink, *(next(grads) if n else None for n in needs)
+            flat = ops.run_backward(tensors, ctx.options, ctx.plan, forward_number=ctx.number)
+        grads = InputGrads.of(flat, sink, needs)
+        return None, None, None, *grads[:4], *grads.captured
 
 
 # The same as `_Attend.apply` where no transform of torch.func is active, which callers have checked, and no tensor is left over from one

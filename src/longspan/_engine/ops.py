@@ -15,7 +15,7 @@ from longspan._engine.call_agreement import begin_call
 from longspan._engine.checks import reject_batched_gradients
 from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.spec import SpecRegistry
-from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
+from longspan._engine.values import BackwardTensors, CallOptions, CallTensors, InputGrads, empty_flat_grads
 from longspan._kernels.protocol import like_query, state_dtype
 from longspan._plan.handle import live
 from longspan._plan.plan_data import PlanData
@@ -124,8 +124,7 @@ def attend_backward(
 @attend_backward.register_fake
 def _(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *rest: Any) -> list[Tensor]:
     _out, _lse, _mask_captured, score_captured, needs, _plan, _spec, _scale = rest
-    inputs = [q, k, v] + ([sink] if sink is not None else []) + [t for t, need in zip(score_captured, needs, strict=True) if need]
-    return [t.new_empty(t.shape) for t in inputs]
+    return empty_flat_grads(q, k, v, sink, score_captured, needs)
 
 
 def plan_of(token: Tensor | None) -> PlanData | None:
@@ -155,13 +154,9 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_
     needs = [bool(n) for n in ctx.needs_input_grad[5]] if score_captured else []
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    grads = iter(
-        attend_backward(grad_out, grad_lse, q, k, v, sink, out, lse, mask_captured, score_captured, needs, plan, ctx.spec, ctx.scale)
-    )
-    grad_q, grad_k, grad_v = next(grads), next(grads), next(grads)
-    grad_sink = None if sink is None else next(grads)
-    grad_score_captured = [next(grads) if n else None for n in needs]
-    return grad_q, grad_k, grad_v, grad_sink, [None] * len(mask_captured), grad_score_captured, None, None, None, None
+    flat = attend_backward(grad_out, grad_lse, q, k, v, sink, out, lse, mask_captured, score_captured, needs, plan, ctx.spec, ctx.scale)
+    grads = InputGrads.of(flat, sink, needs)
+    return *grads[:4], [None] * len(mask_captured), grads.captured, *[None] * 4
 
 
 def reject_double_backward(ctx: Any, *grads: Any) -> Any:

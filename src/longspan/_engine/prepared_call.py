@@ -17,13 +17,12 @@ from longspan._engine import one_device
 from longspan._engine.checks import reject_batched_gradients
 from longspan._engine.eager import backward_by_operator
 from longspan._engine.streams import is_captured
-from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
-from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Kernel, PreparedBackward, PreparesCalls, Work
+from longspan._engine.values import BackwardTensors, CallOptions, CallTensors, InputGrads
+from longspan._kernels.protocol import MISALIGNED, AttentionInputs, BackwardInputs, Kernel, PreparedBackward, PreparesCalls, Work
 from longspan._torch_modes import without_user_defaults
 from longspan._torch_private import is_batched_gradient
 
 _MAX_BACKWARDS = 8  # layouts of the gradient of out, and settings, for which a backward pass is prepared
-_MISALIGNED = 15  # bits of an address that are 0 if it is divisible by 16
 
 
 class PreparedCall:
@@ -135,12 +134,11 @@ class PreparedCall:
             out=out, lse=lse, grad_out=torch.zeros_like(out) if grad_out is None else grad_out, grad_lse=grad_lse, needs=needs,
         )  # fmt: skip
         if torch.is_grad_enabled():  # create_graph=True
-            grads = iter(backward_by_operator(tensors, self._options, None))
+            flat = backward_by_operator(tensors, self._options, None)
         else:
-            grads = iter(self.backward(tensors))
-        grad_q, grad_k, grad_v = next(grads), next(grads), next(grads)
-        grad_sink = None if sink is None else next(grads)
-        return grad_q, grad_k, grad_v, grad_sink, *(next(grads) if n else None for n in needs)
+            flat = self.backward(tensors)
+        grads = InputGrads.of(flat, sink, needs)
+        return *grads[:4], *grads.captured
 
 
 class _AttendPrepared(torch.autograd.Function):
@@ -180,7 +178,7 @@ def _backward_key(tensors: Sequence[Tensor], score_captured: Sequence[Tensor], n
     q, k, v, out, lse, grad_out = tensors
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | lse.data_ptr() | grad_out.data_ptr()
     return (
-        q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(), grad_out.stride(), grad_out.dtype, addresses & _MISALIGNED, needs,
-        tuple([(t.stride(), t.data_ptr() & _MISALIGNED) for t in score_captured]) if score_captured else None,
+        q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(), grad_out.stride(), grad_out.dtype, addresses & MISALIGNED, needs,
+        tuple([(t.stride(), t.data_ptr() & MISALIGNED) for t in score_captured]) if score_captured else None,
         torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
     )  # fmt: skip

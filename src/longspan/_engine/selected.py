@@ -18,7 +18,7 @@ from longspan._engine import one_device
 from longspan._engine.checks import reject_batched_gradients
 from longspan._engine.eager import is_plain
 from longspan._engine.invariant_mode import is_invariant
-from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
+from longspan._engine.values import BackwardTensors, CallOptions, CallTensors, InputGrads
 from longspan._kernels.protocol import AttentionInputs, Kernel, Selection, SelectsKeys, Work
 from longspan._kernels.registry import first_candidate, has_triton, kernel_named
 from longspan._masks.algebra import Full, Mask
@@ -157,7 +157,5 @@ class _AttendSelected(torch.autograd.Function):
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.resolve_neg()
         grad_lse = None if grad_lse is None else grad_lse.resolve_neg()
         tensors = BackwardTensors(inputs=inputs, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse, needs=needs)
-        grads = iter(call.backward(tensors))
-        grad_q, grad_k, grad_v = next(grads), next(grads), next(grads)
-        grad_sink = None if sink is None else next(grads)
-        return None, None, grad_q, grad_k, grad_v, grad_sink, *(next(grads) if n else None for n in needs)
+        grads = InputGrads.of(call.backward(tensors), sink, needs)
+        return None, None, *grads[:4], *grads.captured

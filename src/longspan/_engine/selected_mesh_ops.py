@@ -15,7 +15,7 @@ from longspan._comm.agreement import raising_on_all_ranks
 from longspan._engine import ops, selected_mesh
 from longspan._engine.checks import reject_batched_gradients
 from longspan._engine.selected_exchange import KVMoves
-from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
+from longspan._engine.values import BackwardTensors, CallOptions, CallTensors, InputGrads, empty_flat_grads
 from longspan._kernels.protocol import like_query, state_dtype
 from longspan._masks.selected import Selected
 from longspan._plan.handle import PlanHandle
@@ -103,8 +103,7 @@ def attend_selected_shards_backward(
 @attend_selected_shards_backward.register_fake
 def _(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *rest: Any) -> list[Tensor]:
     _out, _lse, _numbers, _indices, score_captured, needs, *_ = rest
-    inputs = [q, k, v] + ([sink] if sink is not None else []) + [t for t, need in zip(score_captured, needs, strict=True) if need]
-    return [t.new_empty(t.shape) for t in inputs]
+    return empty_flat_grads(q, k, v, sink, score_captured, needs)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -121,14 +120,11 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_
     needs = [bool(n) for n in ctx.needs_input_grad[5]] if score_captured else []
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    grads = iter(
-        attend_selected_shards_backward(
-            grad_out, grad_lse, q, k, v, sink, out, lse, numbers, indices, score_captured, needs, ctx.plan, ctx.spec, *ctx.options
-        )
+    flat = attend_selected_shards_backward(
+        grad_out, grad_lse, q, k, v, sink, out, lse, numbers, indices, score_captured, needs, ctx.plan, ctx.spec, *ctx.options
     )
-    grad_q, grad_k, grad_v = next(grads), next(grads), next(grads)
-    grad_sink = None if sink is None else next(grads)
-    return grad_q, grad_k, grad_v, grad_sink, None, [next(grads) if n else None for n in needs], *[None] * 5
+    grads = InputGrads.of(flat, sink, needs)
+    return *grads[:4], None, grads.captured, *[None] * 5
 
 
 attend_selected_shards.register_autograd(_backward, setup_context=_setup_context)

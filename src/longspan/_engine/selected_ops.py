@@ -15,7 +15,7 @@ from torch import Tensor
 from longspan._engine import ops
 from longspan._engine.checks import reject_batched_gradients
 from longspan._engine.selected import SelectedCall, SplitMask, selects_keys
-from longspan._engine.values import BackwardTensors, CallOptions, CallTensors
+from longspan._engine.values import BackwardTensors, CallOptions, CallTensors, InputGrads, empty_flat_grads
 from longspan._kernels.protocol import Selection, like_query, state_dtype
 from longspan._masks.selected_shard import PairForm, captured_in_order, chosen_bits, pair_program
 from longspan._torch_modes import without_user_defaults
@@ -116,8 +116,7 @@ def attend_selected_backward(
 @attend_selected_backward.register_fake
 def _(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *rest: Any) -> list[Tensor]:
     _out, _lse, _indices, _mask_captured, score_captured, needs, *_ = rest
-    inputs = [q, k, v] + ([sink] if sink is not None else []) + [t for t, need in zip(score_captured, needs, strict=True) if need]
-    return [t.new_empty(t.shape) for t in inputs]
+    return empty_flat_grads(q, k, v, sink, score_captured, needs)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -135,15 +134,11 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     needs = [bool(n) for n in ctx.needs_input_grad[6]] if score_captured else []
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    grads = iter(
-        attend_selected_backward(
-            grad_out, grad_lse, q, k, v, sink, out, lse, indices, mask_captured, score_captured, needs, ctx.spec, *ctx.numbers
-        )
+    flat = attend_selected_backward(
+        grad_out, grad_lse, q, k, v, sink, out, lse, indices, mask_captured, score_captured, needs, ctx.spec, *ctx.numbers
     )
-    grad_q, grad_k, grad_v = next(grads), next(grads), next(grads)
-    grad_sink = None if sink is None else next(grads)
-    grad_captured = [next(grads) if n else None for n in needs]
-    return grad_q, grad_k, grad_v, grad_sink, None, [None] * len(mask_captured), grad_captured, *[None] * 5
+    grads = InputGrads.of(flat, sink, needs)
+    return *grads[:4], None, [None] * len(mask_captured), grads.captured, *[None] * 5
 
 
 attend_selected.register_autograd(_backward, setup_context=_setup_context)

@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from longspan._kernels.protocol import (
+    MISALIGNED,
     AttentionInputs,
     BackwardInputs,
     ComputesNorm,
@@ -29,7 +30,6 @@ from longspan._kernels.protocol import (
 )
 
 LAYOUTS_PER_STEP = 16  # layouts of tensors, and scales, for which a step is prepared
-_MISALIGNED = 15  # bits of an address that are 0 if it is divisible by 16
 
 
 class _Mark(Enum):
@@ -138,10 +138,10 @@ def _inputs_key(inputs: AttentionInputs) -> Hashable:
     q, k, v = inputs.q, inputs.k, inputs.v
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
     if inputs.local_kv is None:
-        return q.stride(), k.stride(), v.stride(), addresses & _MISALIGNED
+        return q.stride(), k.stride(), v.stride(), addresses & MISALIGNED
     local_k, local_v = inputs.local_kv
     addresses |= local_k.data_ptr() | local_v.data_ptr()
-    return q.stride(), k.stride(), v.stride(), addresses & _MISALIGNED, local_k.stride(), local_v.stride()
+    return q.stride(), k.stride(), v.stride(), addresses & MISALIGNED, local_k.stride(), local_v.stride()
 
 
 def _gradients_key(tensors: BackwardInputs, into: Grads) -> Hashable:
@@ -150,10 +150,10 @@ def _gradients_key(tensors: BackwardInputs, into: Grads) -> Hashable:
     for rows in (norm, delta):
         addresses |= 0 if rows is None else rows.data_ptr()
     return (
-        grad_out.dtype, grad_out.stride(), into.q.stride(), dk.dtype, dk.stride(), dv.stride(), addresses & _MISALIGNED,
+        grad_out.dtype, grad_out.stride(), into.q.stride(), dk.dtype, dk.stride(), dv.stride(), addresses & MISALIGNED,
         None if norm is None else norm.stride(), None if delta is None else delta.stride(), tensors.grad_lse is None,
     )  # fmt: skip
 
 
 def _captured_key(captured: Sequence[Tensor]) -> Hashable:
-    return tuple([(t.dtype, t.shape, t.stride(), t.data_ptr() & _MISALIGNED) for t in captured]) if captured else None
+    return tuple([(t.dtype, t.shape, t.stride(), t.data_ptr() & MISALIGNED) for t in captured]) if captured else None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from longspan._engine.spec import Spec
 from longspan._kernels.protocol import Grads
+
+PLAIN = (Tensor, Parameter)  # not subclasses, whose operations may differ
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,6 +66,31 @@ class BackwardTensors:
             if need and grad is not None:
                 flat.append(grad.to(tensor.dtype).to(tensor.device))
         return [g.contiguous() for g in flat]
+
+
+class InputGrads(NamedTuple):
+    """Gradients of q, k, v, the sink and the captured tensors; None where there is none."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None
+    captured: list[Tensor | None]
+
+    @classmethod
+    def of(cls, flat: Iterable[Tensor], sink: Tensor | None, needs: Sequence[bool]) -> InputGrads:
+        """The gradients of a flat list (`BackwardTensors.flat_grads`)."""
+        rest = iter(flat)
+        q, k, v = next(rest), next(rest), next(rest)
+        return cls(q, k, v, None if sink is None else next(rest), [next(rest) if need else None for need in needs])
+
+
+def empty_flat_grads(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, score_captured: Sequence[Tensor], needs: Sequence[bool]
+) -> list[Tensor]:  # fmt: skip
+    """Uninitialised tensors of the shapes of `BackwardTensors.flat_grads`, for fake implementations of operators."""
+    inputs = [q, k, v] + ([sink] if sink is not None else []) + [t for t, need in zip(score_captured, needs, strict=True) if need]
+    return [t.new_empty(t.shape) for t in inputs]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,8 @@ from longspan._masks.block_table import BlockTable
 from longspan._masks.joint import Joint
 from longspan._masks.program import Program
 
+ALIGNMENT = 16  # bytes: kernels are compiled for tensors whose addresses are divisible by it
+MISALIGNED = ALIGNMENT - 1  # bits of an address that are 0 if it is aligned
 MASK_IN_GRAPH = (
     "cannot capture a CUDA graph: the mask reads tensors, the block table follows from their present values, and a replay would not see "
     "a change. Use longspan.StaticMask(mask) and update it before each replay, a mask that reads no tensor, or a plan, which fixes them"

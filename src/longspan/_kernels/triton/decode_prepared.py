@@ -11,9 +11,8 @@ from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.interpreter import interpreted
 from longspan._kernels.gpu.prepared_launch import direct_stream, hold_for_graph
 from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork, QueryRanges
+from longspan._kernels.protocol import ALIGNMENT
 from longspan._kernels.triton.decode_call import Queries, decode_launch, empty_results, page_sizes, write_launch
-
-_ALIGNMENT = 16  # bytes: kernels are compiled for tensors whose addresses are divisible by it
 
 
 class LayerTensors(NamedTuple):
@@ -38,7 +37,7 @@ class PreparedDecode:
         self._write = write_launch(pages, k, v, ranges)[0]
         self._out = results[0].shape, results[0].stride(), q.dtype
         self._lse = results[1].shape
-        self._first_lse = -(-made.parts[0] * 4 // _ALIGNMENT) * _ALIGNMENT  # bytes
+        self._first_lse = -(-made.parts[0] * 4 // ALIGNMENT) * ALIGNMENT  # bytes
         self._floats = self._first_lse // 4 + made.parts[1]
         self._device, self._index = q.device, q.device.index
 
@@ -49,7 +48,7 @@ class PreparedDecode:
             return False
         if not 0 < min(ranges.counts) <= max(ranges.counts) <= FEW_QUERIES or ranges.spread is not None:
             return False
-        if any(t is not None and t.data_ptr() % _ALIGNMENT for t in (*tensors, pages.k, pages.v, ranges.device_ranges)):
+        if any(t is not None and t.data_ptr() % ALIGNMENT for t in (*tensors, pages.k, pages.v, ranges.device_ranges)):
             return False
         if tensors.sink is not None and not tensors.sink.is_contiguous():
             return False
