@@ -157,10 +157,11 @@ def test_tensors_left_over_from_a_transform_get_their_gradients(what: str, plann
 def test_lazily_negated_views_have_the_sign_of_their_values(kernel: str) -> None:
     if kernel == "triton":
         pytest.importorskip("triton")
+    device = "cuda" if kernel == "triton" and torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(1, 1, 20, 8, dtype=torch.complex64, generator=generator, requires_grad=True) for _ in range(3)]
-    sink = torch.randn(1, dtype=torch.complex64, generator=generator)
-    gradient = torch.randn(1, 1, 20, 8, dtype=torch.complex64, generator=generator)
+    shapes = (*[(1, 1, 20, 8)] * 4, (1,))
+    *leaves, gradient, sink = (torch.randn(shape, dtype=torch.complex64, generator=generator).to(device) for shape in shapes)
+    leaves = [x.requires_grad_() for x in leaves]
 
     def results(kernel: str) -> list[Tensor]:
         tensors = [x.conj().imag for x in leaves]
