@@ -58,10 +58,11 @@ def tensors(q_len: int = 256, kv_len: int = 256) -> tuple[torch.Tensor, ...]:
     return torch.randn(1, 4, q_len, 16), torch.randn(1, 2, kv_len, 16), torch.randn(1, 2, kv_len, 16)
 
 
-@pytest.mark.parametrize("wrong", [2, -2])
+@pytest.mark.parametrize("wrong", [2, -2, 2**32, -(2**32)])
 def test_indices_outside_of_the_keys_raise(wrong: int) -> None:
     indices = torch.tensor([[[[0, 1], [0, wrong]]]])
-    with pytest.raises(ValueError, match=f"expected indices from -1 to 1, blocks of 128 keys, got {wrong}"):
+    got = max(-2, min(wrong, 2**31 - 1))
+    with pytest.raises(ValueError, match=f"expected indices from -1 to 1, blocks of 128 keys, got {got}"):
         ls.attention(*tensors(), mask=ls.selected(indices))
 
 

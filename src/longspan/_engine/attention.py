@@ -82,6 +82,9 @@ def attention(
     the GPU kernels. A query that sees no key gives out 0, lse −inf (the sink's logit if there is a sink) and gradients 0. Query i has
     position i, key j has position j.
 
+    On CUDA, the first call with a mask and its first backward pass copy the mask's tables to the device, on the current stream. Before
+    another stream uses the same mask, let it wait for them.
+
     Args:
         q: Queries [B, H, Q, D].
         k: Keys [B, G, K, D]; H is a multiple of G (GQA).

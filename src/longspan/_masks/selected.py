@@ -74,7 +74,8 @@ def _integers(value: Any, name: str, shape: str, ndim: int) -> Tensor:
         raise TypeError(f"selected: expected {name} of dtype int32 or int64, got {value.dtype}")
     if value.ndim != ndim:
         raise ValueError(f"selected: expected {name} {shape}, got shape {tuple(value.shape)}")
-    return value.int()
+    # 2³² would wrap to 0: numbers beyond 32 bits stay out of range, so that the range check of the call finds them.
+    return value if value.dtype == torch.int32 else value.clamp(-2, 2**31 - 1).int()
 
 
 @dataclass(frozen=True, eq=False)
