@@ -35,6 +35,7 @@ state_s, lse_s         2 × 64 × E, 2 × 64       state warp,    consumers,    
 Partial blocks, which are masked, precede full blocks. The state warp exists if results are float32 running states (`hopper.state_mover`).
 The Triton 3.6 assembler waits for P V before the exponentials of the same warp group, so P V of one warp group overlaps with the softmax of
 the other. While the consumers are in an item's epilogue, the next item's queries and first KV blocks arrive.
+`hopper.forward_three` computes many long items of head dims up to 64.
 
 Scores are in base-2 logarithms, as in `longspan._kernels.triton.forward`. m: running max; total: running sum of exp2(s − m); acc: running
 sum of probabilities times values.
@@ -92,6 +93,7 @@ from longspan._kernels.hopper.pipeline import (
 )
 from longspan._kernels.hopper.state_mover import StateBarriers, move_states, moved_by_tma
 from longspan._kernels.hopper.tile_io import load_tile
+from longspan._kernels.hopper.turns import await_turn, give_turn
 
 _DYNAMIC = [
     "items", "unsplit", "split_items", "parts", "wide_part", "rows", "tiles", "heads", "shared", "group", "heavy_rows", "light_group",
@@ -169,9 +171,12 @@ def attend_blocks(
     acc, total, m, max_scores, weights, i, count, q, q_first, global_b, global_h, scale, k_s, v_s, blocks_s, bars, captured,
     MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, PARTIAL: gl.constexpr,
     SCALE_IN_EXP: gl.constexpr, MAX_SCORES: gl.constexpr, SUM_CHAINS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    layout: gl.constexpr, out_layout: gl.constexpr,
+    TURN: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr,
 ):  # fmt: skip
-    """The main loop over `count` blocks. On entry and on exit, P V of block i − 1 has not been started: `weights` holds its P."""
+    """The main loop over `count` blocks. On entry and on exit, P V of block i − 1 has not been started: `weights` holds its P.
+
+    TURN: number of the warp group, if warp groups start their wgmmas in turns (`hopper.turns`); otherwise −1.
+    """
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
     zeros = gl.full([GROUP_ROWS, N], 0.0, gl.float32, layout=layout)
     for _ in range(count):
@@ -180,9 +185,15 @@ def attend_blocks(
         kv, left = 0, 0
         if PARTIAL or SCORE is not None:
             kv, left = block_field(blocks_s, stage, BLOCK_POSITION), block_field(blocks_s, stage, BLOCK_KEYS_LEFT)
+        if TURN >= 0:
+            mbarrier.wait(bars.v_full.index(last), ring_phase(i - 1, STAGES))
+            await_turn(TURN)
         s_next = start_scores(q, part_2d(k_s, stage), zeros)
-        mbarrier.wait(bars.v_full.index(last), ring_phase(i - 1, STAGES))
+        if TURN < 0:
+            mbarrier.wait(bars.v_full.index(last), ring_phase(i - 1, STAGES))
         acc_next = warpgroup_mma(weights, tile_2d(v_s, last), acc, is_async=True)
+        if TURN >= 0:
+            give_turn(TURN)
         s = warpgroup_mma_wait(1, deps=[s_next])
         mbarrier.arrive(bars.k_empty.index(stage), count=1)
         p, m, total, max_scores, rescale = softmax_block(
@@ -267,11 +278,12 @@ def _consume(
         i += 1
         acc, total, m, max_scores, weights, i = attend_blocks(
             acc, total, m, max_scores, weights, i, gl.maximum(partial - 1, 0), q, q_first, global_b, global_h, scale, k_s, v_s, blocks_s,
-            kv_bars, of_head, MASK, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, STAGES, layout, out_layout,
+            kv_bars, of_head, MASK, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, STAGES, -1, layout,
+            out_layout,
         )  # fmt: skip
         acc, total, m, max_scores, weights, i = attend_blocks(
             acc, total, m, max_scores, weights, i, gl.where(partial > 0, full, full - 1), q, q_first, global_b, global_h, scale, k_s, v_s,
-            blocks_s, kv_bars, of_head, MASK, SCORE, FLAT, CORNERS, False, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, STAGES, layout,
+            blocks_s, kv_bars, of_head, MASK, SCORE, FLAT, CORNERS, False, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, STAGES, -1, layout,
             out_layout,
         )  # fmt: skip
         mbarrier.arrive(bars.q_empty, count=1)

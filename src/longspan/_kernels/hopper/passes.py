@@ -31,14 +31,18 @@ from longspan._kernels.hopper.config import (
     dq_config,
     dq_tile,
     forward_config,
+    forward_three_config,
     head_dim_parts,
+    takes_three_groups,
     wide_dkv_config,
 )
 from longspan._kernels.hopper.dq_order import dq_order
 from longspan._kernels.hopper.epilogue import MAX_SPLIT_DIM
 from longspan._kernels.hopper.forward import forward_kernel
 from longspan._kernels.hopper.forward_producer import GROUPS
+from longspan._kernels.hopper.forward_three import forward_three_kernel
 from longspan._kernels.hopper.gqa_split import head_parts
+from longspan._kernels.hopper.half_tiles import half_tile_items
 from longspan._kernels.hopper.item_order import ItemOrder, best_order, outlier_rows, simulated_items
 from longspan._kernels.hopper.round_grads import BLOCK, round_kernel
 from longspan._kernels.hopper.split_kv import KvSplit, best_split
@@ -72,6 +76,12 @@ class HopperCall(LaunchCall):
 
     def forward_pass(self, result: State, old: State | None, *, done: Tensor | None = None) -> Pass:
         """The pass that `forward` launches."""
+        if old is None and done is None and self._takes_three_groups(result):
+            tensors: dict[str, Tensor | None] = {
+                "q_desc": self.q, "k_desc": self.k, "v_desc": self.v, "out_ptr": result.out, "lse_ptr": result.lse, "q_ptr": self.q,
+            }  # fmt: skip
+            settings: dict[str, Any] = {"SCALE_IN_EXP": self.work.scale > 0}
+            return Pass(name="forward", kernel=forward_three_kernel, tensors=tensors, settings=settings, busy_only=True)
         old_out, old_lse, old_max_scores = (None, None, None) if old is None else (old.out, old.lse, old.max_scores)
         out_by_tma, complete_by_tma, old_by_tma = self._moved_by_tma(result, old, done)
         tensors = {
@@ -88,6 +98,21 @@ class HopperCall(LaunchCall):
         completed = None if done is None or self.work.complete_q_tiles is None else bytes(self.work.complete_q_tiles.tolist())
         settings = {"SCALE_IN_EXP": self.work.score is None and self.work.scale > 0, "completed": completed}
         return Pass(name="forward", kernel=forward_kernel, tensors=tensors, settings=settings, busy_only=True)
+
+    def _takes_three_groups(self, result: State) -> bool:
+        """Whether `hopper.forward_three` computes a forward pass without an old state: it supports the call and is faster."""
+        q, v, work, table = self.q, self.v, self.work, self.work.table
+        if max(width(q.shape[-1]), width(v.shape[-1])) > 64 or result.max_scores is not None or result.out.dtype != q.dtype:
+            return False
+        if work.score is not None or work.device_tables is not None or work.invariant or self._local_kv[0] is not None:
+            return False
+        if work.q_tiles.row is not None or work.kv_tiles.row is not None or isinstance(table, StaticTable) or table.tiles is not None:
+            return False
+        if (table.batch, table.heads, work.q_tiles.block, work.kv_tiles.block) != (1, 1, 128, 128):
+            return False
+        items = half_tile_items(table, work.kv_tiles)
+        visible, walked = int(table.tiles_per_row.sum()), int(items.kv_tiles.sum())
+        return takes_three_groups(heads=q.shape[0] * q.shape[1], items=len(items.items), walked=walked, visible=visible)
 
     def _moved_by_tma(self, result: State, old: State | None, done: Tensor | None) -> tuple[Tensor | None, ...]:
         """(out, out of complete tiles, old out) for the state warp; Nones if there is no running state or TMA cannot move it."""
@@ -163,7 +188,33 @@ class HopperCall(LaunchCall):
             "local_v_tail_ptr": local_v if e_tail else None,
         }  # fmt: skip
 
+    def _prepare_three_groups(self, one: Pass) -> PreparedLaunch:
+        """The launch of `forward_three_kernel`."""
+        q, config, ctas = self.q, forward_three_config(), persistent_ctas(self.q.device)
+        _, shared = self.work_arguments(one, Cut(m=128, n=config.n, l2_bytes=_L2_BYTES, ctas_in_flight=ctas))
+        items, *runs = half_tile_items(self.work.table, self.work.kv_tiles)
+        rows, heads = len(items), q.shape[0] * q.shape[1]
+        order = self._order(items[:, 5].tolist(), rows * heads, shared, ctas, subs=1, batches=q.shape[0], splittable=False)
+        numbers, item_table, first, last, full = launch.to_device([torch.arange(rows, dtype=torch.int32), items.flatten(), *runs], q.device)
+        shared |= {
+            "order": numbers, "item_table": item_table, "runs": (full, first, last), "rows": rows, "items": rows * heads, "D": q.shape[-1],
+            "EP": width(self.v.shape[-1]), "STAGES": config.stages, "REGISTERS": config.registers, "group": order.heavy_group,
+            "heavy_rows": order.heavy_rows, "light_group": order.light_group, "heavy_items": heads * order.heavy_rows,
+        }  # fmt: skip
+        kv = partial(tile_descriptor, rows=config.n)
+        return PreparedLaunch(
+            kernel=one.kernel,
+            options={"num_warps": 4, "maxnreg": config.start_registers, **FUSED},
+            ctas=min(rows * heads, ctas),
+            device=q.device,
+            descriptors={"q_desc": partial(tile_descriptor, rows=config.m // 3), "k_desc": kv, "v_desc": kv},
+            constants={**one.settings, **shared},
+            workspace=Workspace(device=q.device, zeros=(1,)),
+        )
+
     def prepare(self, one: Pass) -> PreparedLaunch:
+        if one.kernel is forward_three_kernel:
+            return self._prepare_three_groups(one)
         q, v, tensors, known = self.q, self.v, one.tensors, dict(one.settings)
         (d, d_tail), (e, e_tail) = head_dim_parts(q.shape[-1]), head_dim_parts(v.shape[-1])
         if one.name == "forward":  # its values and outputs are in one part
@@ -256,16 +307,23 @@ class HopperCall(LaunchCall):
         """(the order of a forward launch's items, the split-KV of its last ones)."""
         table, subs = self.work.table.nominal, shared["M_SUBS"]
         row_blocks = (table.tiles_per_row[table.heavy_first[: shared["rows"]].long()] * shared["N_SUBS"]).tolist()
-        heads, heads_per_kv = (1, 1) if shared["PER_HEAD"] else (shared["heads"], shared["shared"])
+        heads = 1 if shared["PER_HEAD"] else shared["heads"]
         batches = items // max(1, len(row_blocks) * subs * heads)
-        kv_bytes = table.batch * self.kv_len * (self.q.shape[-1] + self.v.shape[-1]) * self.q.element_size()
-        order = best_order(
+        order = self._order(row_blocks, items, shared, ctas, subs=subs, batches=batches, splittable=splittable)
+        lengths = order.lengths(row_blocks, heads=heads * batches, subs=subs, count=simulated_items(items, ctas))
+        return order, best_split(lengths, items, ctas=ctas, splittable=splittable)[0]
+
+    def _order(
+        self, row_blocks: Sequence[int], items: int, shared: dict[str, Any], ctas: int, *, subs: int, batches: int, splittable: bool
+    ) -> ItemOrder:  # fmt: skip
+        """`best_order` of a forward launch."""
+        heads, heads_per_kv = (1, 1) if shared["PER_HEAD"] else (shared["heads"], shared["shared"])
+        kv_bytes = self.work.table.nominal.batch * self.kv_len * (self.q.shape[-1] + self.v.shape[-1]) * self.q.element_size()
+        return best_order(
             row_blocks, heads=heads, batches=batches, subs=subs, shared=heads_per_kv,
             heads_in_l2=heads_per_kv * (_L2_BYTES // max(1, kv_bytes)), ctas=ctas,
             end_time=lambda lengths: best_split(lengths, items, ctas=ctas, splittable=splittable)[1],
         )  # fmt: skip
-        lengths = order.lengths(row_blocks, heads=heads * batches, subs=subs, count=simulated_items(items, ctas))
-        return order, best_split(lengths, items, ctas=ctas, splittable=splittable)[0]
 
 
 def tile_descriptor(tensor: Tensor, *, rows: int, columns: int | None = None) -> TensorDescriptor:
