@@ -32,6 +32,8 @@
 `_cuda_getCurrentRawStream`, `_cuda_getDevice`  The current stream as the CUDA driver takes it, and the current device, where CUDA is known
                           to be initialised. `torch.cuda.current_stream` builds an object, which takes as long as the launch itself.
 `TorchDispatchMode`       The documented class of dispatch modes lives in a module with a private name.
+`_make_wrapper_subclass`  A CPU tensor without memory: code that reads its value raises. Torch's fake tensors need sympy, whose import takes
+                          seconds; meta tensors have another device.
 `_should_skip_dynamo`     Whether torch keeps Dynamo out of a dispatch mode. It imports Dynamo for that, which takes seconds.
 `_SetExcludeDispatchKeyGuard`  A dispatch mode runs below autograd, where `detach` gives a tensor a version of its own. With the guard, it
                           shares the version, so that later modifications in place can be seen; torch's selective checkpointing does so.
@@ -72,6 +74,7 @@ __all__ = [
     "BaseHOP",
     "DispatchModeOutsideOfDynamo",
     "OpOverload",
+    "TensorWithoutMemory",
     "TorchDispatchMode",
     "assert_on_device",
     "backend_timeout",
@@ -107,6 +110,20 @@ class DispatchModeOutsideOfDynamo(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+class TensorWithoutMemory(Tensor):
+    """A 0-dim CPU tensor without a value: operations on it need a dispatch mode, reads of its value raise."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, dtype: torch.dtype) -> TensorWithoutMemory:
+        return torch.Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=torch.device("cpu"))  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{func}: expected a dispatch mode that records operations")
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:

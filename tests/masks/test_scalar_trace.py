@@ -1,9 +1,10 @@
-"""Own masks are traced without torch's tracer, into the same programs."""
+"""Mods that compute with scalars are traced without torch's tracer, into the same programs."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ import torch
 import longspan as ls
 from longspan._masks import tracing
 
-MASKS = {
+TABLE, WINDOW, SLOPES = torch.randn(4, 16), torch.tensor(5), torch.nn.Parameter(torch.randn(4))
+MASKS: dict[str, Any] = {
     "full": ls.full(),
     "causal": ls.causal(),
     "window": ls.sliding_window(5, 2),
@@ -20,17 +22,28 @@ MASKS = {
     "scattered documents of two rows": ls.documents(ids=[[0, 1, 0, -1], [1, 1, 2, 0]]),
     "prefixes": ls.causal() | ls.prefix([3, 4]),
     "complement": ~(ls.prefix(3) | ls.sliding_window(2)),
+    "blocks": lambda b, h, q, kv: (q >= kv) & ((q // 5 - kv // 5 < 2) | (kv // 5 % 3 == 0)),
+    "captured number": lambda b, h, q, kv: (q - kv < WINDOW) & (q * 2 > WINDOW),
+    "lookup": lambda b, h, q, kv: (TABLE[h, kv] > TABLE[0, q]) | (TABLE[h, q] > 0.5),
+    "other dtypes": lambda b, h, q, kv: q.to(torch.int32) * 0.5 >= kv.double().clone(),
+}
+SCORES: dict[str, Any] = {
+    "soft cap": lambda s, b, h, q, kv: 30 * torch.tanh(s / 30),
+    "alibi": lambda s, b, h, q, kv: s - SLOPES[h] * (q - kv).abs().float(),
+    "where": lambda s, b, h, q, kv: torch.where(q >= kv, s, -float("inf")) + torch.where(b > 0, 0.0, 1.0),
+    "constants": lambda s, b, h, q, kv: s * torch.full((), 2.0) + torch.ones_like(s) + s.new_full((), 3),
+    "clamped lookup": lambda s, b, h, q, kv: s + TABLE[h, (q - kv).clamp(0, 15)] * WINDOW,
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_the_program_is_that_of_torchs_tracer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mask = MASKS[name]
+@pytest.mark.parametrize(("kind", "name"), [*(("mask", name) for name in MASKS), *(("score", name) for name in SCORES)])
+def test_the_program_is_that_of_torchs_tracer(kind: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mod = (MASKS if kind == "mask" else SCORES)[name]
     with monkeypatch.context() as context:
         context.setattr(tracing, "fake_trace", lambda *_, **__: pytest.fail("torch's tracer was used"))
-        ours = tracing.trace(mask, "mask")
+        ours = tracing.trace(mod, kind)
     monkeypatch.setattr(tracing, "scalar_trace", lambda *_: None)
-    theirs = tracing.trace(mask, "mask")
+    theirs = tracing.trace(mod, kind)
     assert ours.program.key == theirs.program.key
     assert ours.preamble is None and theirs.preamble is None
     assert len(ours.sources) == len(theirs.sources) and all(a is b for a, b in zip(ours.sources, theirs.sources, strict=True))
@@ -47,16 +60,25 @@ def test_the_program_is_that_of_torchs_tracer(name: str, monkeypatch: pytest.Mon
         lambda b, h, q, kv: torch.rand(()) >= 0.5,
         lambda b, h, q, kv: (torch.arange(3) >= q).any(),
         lambda b, h, q, kv: True,
+        lambda b, h, q, kv: q >= kv.tolist(),
+        lambda b, h, q, kv: q >= kv.numpy().item(),
+        lambda b, h, q, kv: q >= len(bytes(kv.untyped_storage())),
+        lambda b, h, q, kv: q >= torch.from_dlpack(kv),
+        lambda b, h, q, kv: q >= WINDOW.exp(),
+        lambda b, h, q, kv: q >= torch.tensor(3),
+        lambda b, h, q, kv: q >= kv if kv > 2 else q < kv,
     ],
 )
 def test_other_mods_are_left_to_torchs_tracer(mod: object) -> None:
     assert tracing.scalar_trace(mod, [torch.zeros((), dtype=torch.int64) for _ in range(4)]) is None  # type: ignore[arg-type]
 
 
-def test_a_first_call_with_an_own_mask_does_not_import_torchs_compiler() -> None:
+def test_a_first_call_does_not_import_torchs_compiler() -> None:
     code = (
         "import sys, torch, longspan as ls; q = torch.randn(1, 2, 30, 16, requires_grad=True); mask = ls.causal() & ls.documents([10, 20]);"
-        "ls.attention(q, q, q, mask=mask).sum().backward(); print({'sympy', 'torch._dynamo', 'torch._inductor'} & set(sys.modules))"
+        "blocks = ls.mask_mod(lambda b, h, q, kv: (q // 8 >= kv // 8) & (kv % 3 != 1));"
+        "ls.attention(q, q, q, mask=mask & blocks).sum().backward();"
+        "print({'sympy', 'torch._dynamo', 'torch._inductor'} & set(sys.modules))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "set()"

@@ -1,7 +1,9 @@
-"""Tracing of longspan's own masks without torch's tracer, whose first use imports a thousand modules (sympy, Dynamo, Inductor): 3 to 6 s.
+"""Tracing of scalar mods without torch's tracer, whose first use imports a thousand modules (sympy, Dynamo, Inductor): 3 to 6 s, then 30 ms
+per mod.
 
-Own masks compute with scalars and look up elements of the tensors that they hold. User code may do more: read values past the dispatcher
-(`tolist`), modify tensors, call modules. It is traced by `make_fx`.
+Most mods compute with scalars and look up elements of tensors. Their operations are recorded by a dispatch mode. The indices are tensors
+without memory: code that reads a value past the dispatcher (`tolist`, `numpy`) raises. A mod that does more (operations on whole captured
+tensors, random numbers, in-place operations, reads of values) is traced by `make_fx`, which also reports its errors.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from longspan._torch_private import DispatchModeOutsideOfDynamo, tree_leaves, tree_map
+from longspan._torch_private import DispatchModeOutsideOfDynamo, TensorWithoutMemory, tree_leaves, tree_map
 
 _INDEX = torch.ops.aten.index.Tensor
 _READ = torch.ops.aten._local_scalar_dense.default
@@ -25,63 +27,78 @@ class _TooComplex(Exception):
 
 
 class _Recorder(DispatchModeOutsideOfDynamo):
-    """Records the operations on scalar CPU tensors in a graph. Tensors that no operation computed are captured by the mod."""
+    """Records operations on scalars in a graph. Tensors that no operation computed are captured by the mod."""
 
     def __init__(self) -> None:
         super().__init__()
         self.graph, self.captured = Graph(), dict[str, Tensor]()
-        self._nodes: dict[int, tuple[Tensor, Node]] = {}  # by the id of the tensor, which is held
+        self._known: dict[int, tuple[Tensor, Node, Tensor]] = {}  # by the id of the tensor, which is held; the last: its example
+        self._varying: set[int] = set()  # ids of tensors that depend on an index of the mod
+        self._captured_nodes: dict[int, Node] = {}  # by the id of the tensor
 
-    def add(self, tensor: Tensor, node: Node) -> None:
-        """The tensor is the value of the node."""
-        node.meta["val"] = torch.empty_like(tensor, device="meta")
-        self._nodes[id(tensor)] = tensor, node
+    def add(self, tensor: Tensor, node: Node, example: Tensor, *, varying: bool) -> None:
+        """The tensor stands for the node's value; `example`: some value of its shape and dtype; `varying`: it depends on an index."""
+        node.meta["val"] = torch.empty_like(example, device="meta")
+        self._known[id(tensor)] = tensor, node, example
+        if varying:
+            self._varying.add(id(tensor))
+
+    def is_known(self, value: Any) -> bool:
+        """Whether a tensor is an index of the mod, a constant or a result of its operations."""
+        return id(value) in self._known
 
     def node(self, tensor: Tensor) -> Node:
         """The node of a tensor; of a captured one, the node that reads it."""
-        if id(tensor) not in self._nodes:
+        if self.is_known(tensor):
+            return self._known[id(tensor)][1]
+        if id(tensor) not in self._captured_nodes:
             name = f"captured_{len(self.captured)}"
             self.captured[name] = tensor
-            self.add(tensor, self.graph.create_node("get_attr", name))
-        return self._nodes[id(tensor)][1]
+            node = self._captured_nodes[id(tensor)] = self.graph.create_node("get_attr", name)
+            node.meta["val"] = torch.empty_like(tensor, device="meta")
+        return self._captured_nodes[id(tensor)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _READ or func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
             raise _TooComplex
+        operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        varying = any(id(x) in self._varying for x in operands)
+        if not varying and not all(map(self.is_known, operands)):  # operations on captured tensors alone are the preamble
+            raise _TooComplex
         if func is _INDEX:
             table, indices = args
-            if len(indices) != table.ndim or not all(self._is_scalar(i) for i in indices):
+            if len(indices) != table.ndim or not all(isinstance(i, Tensor) and i.ndim == 0 for i in indices):
                 raise _TooComplex
-            result = torch.zeros((), dtype=table.dtype)  # any element: the lookup takes place at another index in every call
-        elif all(self._is_scalar(a) for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)):
-            result = func(*args, **kwargs)
+            example = torch.zeros((), dtype=table.dtype)  # any element: the lookup takes place at another index in every call
+        elif any(x.ndim for x in operands):
+            raise _TooComplex
         else:
+            example = func(*tree_map(self._example, args), **tree_map(self._example, kwargs))
+        if not isinstance(example, Tensor) or example.ndim or example.device.type != "cpu":
             raise _TooComplex
-        if not self._is_scalar_tensor(result):
-            raise _TooComplex
+        result = TensorWithoutMemory(example.dtype) if operands else example  # a constant has a value
         node_args, node_kwargs = (tree_map(lambda x: self.node(x) if isinstance(x, Tensor) else x, x) for x in (args, kwargs))
-        self.add(result, self.graph.call_function(func, node_args, node_kwargs))
+        self.add(result, self.graph.call_function(func, node_args, node_kwargs), example, varying=varying)
         return result
 
-    def _is_scalar(self, value: Any) -> bool:
-        """Whether a tensor is an index of the mod or a result of its operations."""
-        return self._is_scalar_tensor(value) and id(value) in self._nodes
-
-    @staticmethod
-    def _is_scalar_tensor(value: Any) -> bool:
-        return isinstance(value, Tensor) and value.ndim == 0 and value.device.type == "cpu"
+    def _example(self, x: Any) -> Any:
+        """An operand with a value on the CPU."""
+        if not isinstance(x, Tensor):
+            return x
+        return self._known[id(x)][2] if self.is_known(x) else torch.zeros((), dtype=x.dtype)
 
 
 def scalar_trace(fn: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Any:
     """A module of captured tensors with the graph of `fn(*inputs)`, as `make_fx` makes it; None if the mod needs torch's tracer."""
     recorder = _Recorder()
-    for i, tensor in enumerate(inputs):
-        recorder.add(tensor, recorder.graph.placeholder(f"arg_{i}"))
+    scalars = [TensorWithoutMemory(tensor.dtype) for tensor in inputs]
+    for i, (scalar, tensor) in enumerate(zip(scalars, inputs, strict=True)):
+        recorder.add(scalar, recorder.graph.placeholder(f"arg_{i}"), tensor, varying=True)
     try:
         with recorder:
-            result = fn(*inputs)
-        if not recorder._is_scalar(result):
+            result = fn(*scalars)
+        if not recorder.is_known(result):
             return None
     except Exception:  # `_TooComplex`; any other error is torch's tracer's to report
         return None

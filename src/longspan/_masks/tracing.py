@@ -95,10 +95,7 @@ def trace(fn: Callable[..., Any], kind: Kind, *, score_dtype: torch.dtype = torc
         raise TypeError(f"{kind}_mod: expected a callable ({', '.join(INPUTS[kind])}) -> Tensor, got {type(fn).__name__}")
     checked = _checked(fn, kind, name, grad_mode=torch.is_grad_enabled())
     with outside_of_modes(), _errors_named(kind, name), _IndexAsGather(), _default_modes():
-        # Masks that read copies are longspan's own, without user code.
-        module = scalar_trace(checked, _inputs(kind, score_dtype)) if getattr(fn, "reads_copies", None) is True else None
-        if module is None:
-            module = fake_trace(checked, *_inputs(kind, score_dtype))
+        module = scalar_trace(checked, _inputs(kind, score_dtype)) or fake_trace(checked, *_inputs(kind, score_dtype))
         _check_pure(module.graph, kind, name)
         _join_chained_lookups(module.graph)
         module.graph.eliminate_dead_code()
@@ -243,9 +240,10 @@ def _split(module: GraphModule, kind: Kind, name: str, score_dtype: torch.dtype)
         placeholder.meta["val"] = torch.empty_like(_value(group[0], module), device="meta")  # a cached program must not keep tensors alive
         captured.append(placeholder)
         env.update(dict.fromkeys(group, placeholder))
+    used_constants = [n for n in constants if any(u in depends or u.op == "output" for u in n.users)]
     for node in module.graph.nodes:
-        if node in constants and any(u in depends or u.op == "output" for u in node.users):
-            env[node] = graph.create_node("get_attr", f"constant_{len(env)}")
+        if node in used_constants:
+            env[node] = graph.create_node("get_attr", f"constant_{used_constants.index(node)}")
             env[node].meta.update(constant=constants[node], val=constants[node])
         elif node in depends and node.op == "call_function":
             env[node] = graph.node_copy(node, env.__getitem__)
