@@ -134,26 +134,28 @@ def one_call(dims: tuple[int, int], dtype: torch.dtype, *, scored: bool, staged:
         with patch.object(passes, "takes_three_groups", lambda **sizes: True):
             for masked in (work, replace(work, mask=None, mask_captured=())):
                 forward(HOPPER, q, k, v, masked, state=None, final=True)
-    state = zero_state(dims) if staged else None
-    result = forward(HOPPER, q, k, v, work, state=state, final=not staged, max_scores=staged)
-    if staged:
-        some = replace(work, complete_q_tiles=torch.tensor([True, True, False, False]))
-        for before in (None, zero_state(dims)) if "--all" in sys.argv else (zero_state(dims),):
-            state = forward(HOPPER, q, k, v, some, state=before, final=False)
-            assert isinstance(state, HopperState) and state.completed_out is not None
-        for final in (False, True) if "--all" in sys.argv else (True,):  # False differs from the first call in max_scores only
-            forward(HOPPER, q, k, v, work, state=zero_state(dims), final=final, max_scores=False)
+    if not staged:
+        result = forward(HOPPER, q, k, v, work, state=None, final=True)
+    else:
+        complete = replace(work, complete_q_tiles=torch.tensor([True, True, False, False]))
+        result = forward(HOPPER, q, k, v, complete, state=zero_state(dims), final=False)
+        assert isinstance(result, HopperState) and result.completed_out is not None
+        if "--all" in sys.argv:
+            forward(HOPPER, q, k, v, complete, state=None, final=False)
+            for final, max_scores in ((False, True), (False, False), (True, False)):
+                forward(HOPPER, q, k, v, work, state=zero_state(dims), final=final, max_scores=max_scores)
     out = result.out.to(dtype)
     grad = torch.randn_like(out)
     backward(HOPPER, q, k, v, out, result.lse, grad, None, work, needs=[True] * scored, wide=staged)
     torch.use_deterministic_algorithms(True)
-    for density in (0.0, 2.0):  # dQ in a fixed order, and by a kernel of its own
+    # dQ in a fixed order, and by a kernel of its own, as gradients of captured tensors need it too
+    for density in (0.0, 2.0) if "--all" in sys.argv or not scored else (0.0,):
         dq_order.MIN_DENSITY = density
         backward(HOPPER, q, k, v, out, result.lse, grad, None, work, needs=[False] * scored, wide=staged)
     torch.use_deterministic_algorithms(False)
     if staged:  # KV in two buffers
         local_kv, received = (k[:, :, :128], v[:, :, :128]), (k[:, :, 128:], v[:, :, 128:])
-        forward(HOPPER, q, *received, work, local_kv=local_kv)
+        forward(HOPPER, q, *received, work, local_kv=local_kv, max_scores=True)
         into = Grads(q=torch.zeros(q.shape), k=torch.zeros(k.shape), v=torch.zeros(v.shape), captured=[None] * scored)
         backward(HOPPER, q, *received, out, result.lse, grad, None, work, local_kv=local_kv, needs=[False] * scored, wide=True, into=into)
 

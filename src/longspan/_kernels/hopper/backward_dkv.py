@@ -34,8 +34,9 @@ group has no part in other steps, and fewer registers are in use at once:
   Sᵀ and dPᵀ started; Pᵀ; dSᵀ to ds_s; dV += Pᵀ dO started; both groups wait for each other; dQᵀ of both groups and dK += dSᵀ Q started;
   dQ to dq_s while dK is computed
 
-On an H200, PREFETCH takes 7 to 9 % less time at head dim 64, and 3 to 5 % more at 128. Ordered dQ has PREFETCH at every head dim. Without
-dQ (`hopper.backward_dq` computes it then), there are only the producer warp and the compute warp groups, with PREFETCH.
+On an H200, PREFETCH takes 7 to 9 % less time at head dim 64, 3 to 7 % less with a score mod at 128, and 3 to 6 % more at 128 without one.
+Ordered dQ has PREFETCH at every head dim. Without dQ (`hopper.backward_dq` computes it then), there are only the producer warp and the
+compute warp groups, with PREFETCH.
 """
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
@@ -435,7 +436,7 @@ def dkv_kernel(
     keys = KvSource(Parts(k_ptr, k_ptr), Parts(local_k, local_k), local_tokens)
     values = KvSource(Parts(v_ptr, v_ptr), Parts(local_v, local_v), local_tokens)
     semaphores, order_bars = optional(semaphores), OrderBarriers(optional(None), optional(None))
-    PREFETCH: gl.constexpr = DP <= 64 or semaphores is not None
+    PREFETCH: gl.constexpr = DP <= 64 or semaphores is not None or SCORE is not None
     dq_order = DqOrderArgs(optional(dq_order_ptr), optional(dq_order_before), semaphores_per_head)
     if semaphores is not None:
         order_bars = OrderBarriers(mbarriers(STEP_SLOTS, 1), mbarriers(STEP_SLOTS, 1))
