@@ -47,10 +47,11 @@ def test_a_hopper_gpu_with_a_triton_that_was_not_tested_is_told_once_what_auto_t
     device = torch.device("cpu")
     monkeypatch.setattr(registry, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(interpreter, "interpreted", lambda: False)
-    monkeypatch.setattr(kernel, "triton_version", lambda: (3, 6))
-    assert registry.first_candidate(device) == "hopper"
+    for tested in kernel.TESTED_TRITON:
+        monkeypatch.setattr(kernel, "triton_version", lambda tested=tested: tested)
+        assert registry.first_candidate(device) == "hopper"
     monkeypatch.setattr(kernel, "triton_version", lambda: kernel.NEWEST_TRITON)
-    with pytest.warns(UserWarning, match=r"uses 'triton' on this Hopper GPU.*passed with 3\.6 only; kernel='hopper' uses it"):
+    with pytest.warns(UserWarning, match=r"uses 'triton' on this Hopper GPU.*passed with 3\.6, 3\.7 only; kernel='hopper' uses it"):
         assert registry.first_candidate(device) == "triton"
     assert kernel.unsupported_triton() is None
     monkeypatch.setattr(kernel, "triton_version", lambda: (3, 99))
