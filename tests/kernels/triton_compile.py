@@ -157,8 +157,9 @@ def main() -> None:
         print(f"sm_{target} decode_kernel, pages of {page_size}, {rows} rows: {compile_decode(target, page_size, rows)} bytes", flush=True)
     if "--all" in sys.argv:
         print(f"sm_90 decode_kernel, latent: {compile_decode(90, 64, 64, latent=True)} bytes", flush=True)
-    grid = [(90, (128, 128), "bf16", True, True), (80, (64, 64), "fp16", False, False)]
+    grid = [(90, (64, 64), "bf16", True, True), (80, (32, 32), "fp16", False, False)]
     if "--all" in sys.argv:
+        grid += [(90, (128, 128), "bf16", True, True), (80, (64, 64), "fp16", False, False)]
         grid += [(target, (64, 64), "bf16", False, True) for target in (80, 90)]
         grid += [(t, d, dt, True, False) for t in (80, 90) for d in ((128, 128), (192, 128), (256, 256)) for dt in ("fp16", "fp32")]
     for target, dims, dtype, scored, arrays in grid:
