@@ -8,11 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import longspan as ls
 from longspan._masks import tracing
 
 TABLE, WINDOW, SLOPES = torch.randn(4, 16), torch.tensor(5), torch.nn.Parameter(torch.randn(4))
+SUBCLASS = TwoTensor(torch.tensor(5), torch.tensor(6))
+
+
+def _or_none(compute: Any) -> Any:
+    """The result of a function, None if it raises."""
+    try:
+        return compute()
+    except Exception:
+        return None
+
+
 MASKS: dict[str, Any] = {
     "full": ls.full(),
     "causal": ls.causal(),
@@ -67,10 +79,21 @@ def test_the_program_is_that_of_torchs_tracer(kind: Any, name: str, monkeypatch:
         lambda b, h, q, kv: q >= WINDOW.exp(),
         lambda b, h, q, kv: q >= torch.tensor(3),
         lambda b, h, q, kv: q >= kv if kv > 2 else q < kv,
+        lambda b, h, q, kv: q < kv if _or_none(lambda: WINDOW.exp()) is None else q >= kv,
+        lambda b, h, q, kv: q < kv if _or_none(lambda: q // kv) is None else q >= kv,
+        lambda b, h, q, kv: q < kv if _or_none(lambda: TABLE[h]) is None else q >= kv,
+        lambda b, h, q, kv: q < kv if _or_none(lambda: int(q)) is None else q >= kv,
+        lambda b, h, q, kv: q >= SUBCLASS,
     ],
 )
 def test_other_mods_are_left_to_torchs_tracer(mod: object) -> None:
     assert tracing.scalar_trace(mod, [torch.zeros((), dtype=torch.int64) for _ in range(4)]) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("index", [lambda q, kv: q.float(), lambda q, kv: q.to(torch.int16), lambda q, kv: q > kv])
+def test_indices_that_torch_does_not_take_are_rejected(index: Any) -> None:
+    with pytest.raises(tracing.ProgramError, match="cannot be traced"):
+        tracing.trace(lambda b, h, q, kv: TABLE[h, index(q, kv)] > 0, "mask")
 
 
 def test_a_first_call_does_not_import_torchs_compiler() -> None:

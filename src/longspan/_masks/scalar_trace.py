@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.nn import Parameter
 
 from longspan._torch_private import DispatchModeOutsideOfDynamo, TensorWithoutMemory, tree_leaves, tree_map
 
@@ -35,6 +36,7 @@ class _Recorder(DispatchModeOutsideOfDynamo):
         self._known: dict[int, tuple[Tensor, Node, Tensor]] = {}  # by the id of the tensor, which is held; the last: its example
         self._varying: set[int] = set()  # ids of tensors that depend on an index of the mod
         self._captured_nodes: dict[int, Node] = {}  # by the id of the tensor
+        self.is_complete = True  # False once an operation was not recorded: the mod may catch the error and compute something else
 
     def add(self, tensor: Tensor, node: Node, example: Tensor, *, varying: bool) -> None:
         """The tensor stands for the node's value; `example`: some value of its shape and dtype; `varying`: it depends on an index."""
@@ -51,6 +53,8 @@ class _Recorder(DispatchModeOutsideOfDynamo):
         """The node of a tensor; of a captured one, the node that reads it."""
         if self.is_known(tensor):
             return self._known[id(tensor)][1]
+        if type(tensor) not in (Tensor, Parameter):  # a subclass has operations of its own
+            raise _TooComplex
         if id(tensor) not in self._captured_nodes:
             name = f"captured_{len(self.captured)}"
             self.captured[name] = tensor
@@ -59,7 +63,14 @@ class _Recorder(DispatchModeOutsideOfDynamo):
         return self._captured_nodes[id(tensor)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        try:
+            return self._record(func, args, kwargs or {})
+        except Exception:
+            self.is_complete = False
+            raise
+
+    def _record(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """The result of an operation, which is added to the graph."""
         if func is _READ or func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
             raise _TooComplex
         operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -68,7 +79,7 @@ class _Recorder(DispatchModeOutsideOfDynamo):
             raise _TooComplex
         if func is _INDEX:
             table, indices = args
-            if len(indices) != table.ndim or not all(isinstance(i, Tensor) and i.ndim == 0 for i in indices):
+            if len(indices) != table.ndim or not all(isinstance(i, Tensor) and _is_index(i) for i in indices):
                 raise _TooComplex
             example = torch.zeros((), dtype=table.dtype)  # any element: the lookup takes place at another index in every call
         elif any(x.ndim for x in operands):
@@ -89,6 +100,11 @@ class _Recorder(DispatchModeOutsideOfDynamo):
         return self._known[id(x)][2] if self.is_known(x) else torch.zeros((), dtype=x.dtype)
 
 
+def _is_index(tensor: Tensor) -> bool:
+    """Whether a tensor is a number that torch takes as an index."""
+    return tensor.ndim == 0 and tensor.dtype in (torch.int32, torch.int64)
+
+
 def scalar_trace(fn: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Any:
     """A module of captured tensors with the graph of `fn(*inputs)`, as `make_fx` makes it; None if the mod needs torch's tracer."""
     recorder = _Recorder()
@@ -98,7 +114,7 @@ def scalar_trace(fn: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Any:
     try:
         with recorder:
             result = fn(*scalars)
-        if not recorder.is_known(result):
+        if not recorder.is_known(result) or not recorder.is_complete:
             return None
     except Exception:  # `_TooComplex`; any other error is torch's tracer's to report
         return None
