@@ -26,6 +26,7 @@ MASKS = {
     "documents": lambda n: ls.causal() & ls.documents(ids=ids(n)),
     "prefix": lambda n: ls.prefix(min(n, 200)) | ls.causal(),
     "gaps": lambda n: ls.mask_mod(lambda b, h, q, kv: (q // 200) % 3 == (kv // 150) % 3),
+    "nothing": lambda n: ls.mask_mod(lambda b, h, q, kv: q + kv < 0),
 }
 
 

@@ -72,8 +72,8 @@ def _half_tile_items(table: BlockTable, kv_tiles: Tiling) -> HalfTileItems:
     item, at, up, low = torch.cat(events).unbind(1)
     order = torch.argsort(item * (table.kv_tiles + 1) + at, stable=True)
     item, at, up, low = item[order], at[order], up[order].cumsum(0), low[order].cumsum(0)
-    ends = torch.cat([at[1:], at.new_zeros(1)])
-    runs = (ends > at) & ((up > 0) | (low > 0)) & (torch.cat([item[1:], item.new_full((1,), -1)]) == item)
+    ends, next_item = torch.cat([at, at.new_zeros(1)])[1:], torch.cat([item, item.new_full((1,), -1)])[1:]
+    runs = (ends > at) & ((up > 0) | (low > 0)) & (next_item == item)
     item, first, last, up, low = item[runs], at[runs], ends[runs] - 1, up[runs], low[runs]
 
     # An item one of whose rows sees nothing: both are the row that sees something.
