@@ -3,7 +3,25 @@
 At these head dims a block's softmax takes longer than its wgmmas: two warp groups leave the tensor cores idle more often than three. An
 item is 192 queries, 64 per warp group, of two neighbouring rows of the block table (`hopper.half_tiles`). All three read the same K and V;
 a warp group skips KV blocks that only the other row sees. Queries are read from shared memory, since a thread has 160 registers.
-KV is not split.
+KV is not split. Time runs downwards; one item:
+
+  scheduler warp     load warp              consumer warp groups 0, 1, 2
+  ──────────────     ─────────              ────────────────────────────
+  atomic_add
+  item columns
+  items_s ──item_full──►
+  prefetch Q to L2   K 0 ──────k_full────►
+                     Q ────────q_full────►  release blocks of the upper row alone (groups of the lower row)
+                     V 0 ──────v_full────►  S = Q K₀ᵀ                          ──k_empty──►
+                     K 1, V 1 …             P₀ = softmax(S)
+                                            S = Q K₁ᵀ ‖ acc += P₀ V₀           ──v_empty──►
+  ◄──near_end──      4 blocks to go         …
+  next item …        last block …           acc += last P V                    ──q_empty──►
+                                            item_empty; lse and output to global memory
+                                            release blocks of the lower row alone (groups of the upper row)
+
+Shared memory and mbarriers are those of `hopper.forward` without the state warp, for three consumers; runs_s holds one more record per
+pipeline stage.
 
 Without a mask the warp groups start their wgmmas in turns (`hopper.turns`). With a mask they would wait for a warp group that is in a
 masked block or in its epilogue.
@@ -20,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from longspan._kernels.gpu.device_library import LN_2
 from longspan._kernels.gpu.tile_access import place_in_order, wide
+from longspan._kernels.hopper import half_tiles
 from longspan._kernels.hopper.epilogue import by_row
 from longspan._kernels.hopper.forward import attend_blocks, softmax_block
 from longspan._kernels.hopper.forward_producer import (
@@ -50,19 +69,19 @@ from longspan._kernels.hopper.pipeline import (
 from longspan._kernels.hopper.tile_io import prefetch_rows, store_tile
 from longspan._kernels.hopper.turns import GROUPS, await_turn, give_turn
 
-# Columns of `HalfTileItems.items`. An item's record has them as int32 fields, and two more.
-FIRST_QUERY = gl.constexpr(0)
-UPPER_HALVES = gl.constexpr(1)
-UPPER_END = gl.constexpr(2)
-LOWER_END = gl.constexpr(3)
-UPPER_ALONE = gl.constexpr(4)
-BLOCKS = gl.constexpr(5)
-LOWER_ALONE = gl.constexpr(6)
-RUN = gl.constexpr(7)
-COLUMNS = gl.constexpr(8)
-HEAD = gl.constexpr(8)  # −1: no more items
-BATCH = gl.constexpr(9)
-FIELDS = gl.constexpr(10)
+# An item's record: the columns of `HalfTileItems.items` as int32 fields, and two more.
+FIRST_QUERY = gl.constexpr(half_tiles.FIRST_QUERY)
+UPPER_HALVES = gl.constexpr(half_tiles.UPPER_HALVES)
+UPPER_END = gl.constexpr(half_tiles.UPPER_END)
+LOWER_END = gl.constexpr(half_tiles.LOWER_END)
+UPPER_ALONE = gl.constexpr(half_tiles.UPPER_ALONE)
+BLOCKS = gl.constexpr(half_tiles.KV_TILES)
+LOWER_ALONE = gl.constexpr(half_tiles.LOWER_ALONE)
+RUN = gl.constexpr(half_tiles.FIRST_RUN)
+COLUMNS = gl.constexpr(half_tiles.COLUMNS)
+HEAD = gl.constexpr(half_tiles.COLUMNS)  # −1: no more items
+BATCH = gl.constexpr(half_tiles.COLUMNS + 1)
+FIELDS = gl.constexpr(half_tiles.COLUMNS + 2)
 
 SUM_CHAINS = gl.constexpr(2)  # of `softmax_block`
 

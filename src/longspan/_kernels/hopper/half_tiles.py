@@ -19,13 +19,16 @@ from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import BlockTable
 
 HALF = 64  # queries of a half tile
+# Columns of `HalfTileItems.items`, by name; `hopper.forward_three` reads them.
+FIRST_QUERY, UPPER_HALVES, UPPER_END, LOWER_END, UPPER_ALONE, KV_TILES, LOWER_ALONE, FIRST_RUN, COLUMNS = range(9)
 
 
 class HalfTileItems(NamedTuple):
     """Items of one head, the longest first.
 
-    items: int32 [items, 8]: the first of its 192 queries, halves of the upper row (1 or 2), end of the queries of the upper row and of the
-    lower row (0: the row sees nothing), KV tiles of the upper row alone, all KV tiles, KV tiles of the lower row alone, the first run.
+    items: int32 [items, COLUMNS]: the first of its 192 queries, halves of the upper row (1 or 2), end of the queries of the upper row and
+    of the lower row (0: the row sees nothing), KV tiles of the upper row alone, all KV tiles, KV tiles of the lower row alone, the first
+    run.
     first, last: int32 [runs], the KV tiles of each run. full: int32 [runs], 1 if full for the upper row, plus 2 if full for the lower row.
     """
 
@@ -37,7 +40,7 @@ class HalfTileItems(NamedTuple):
     @property
     def kv_tiles(self) -> Tensor:
         """KV tiles that each item walks."""
-        return self.items[:, 5]
+        return self.items[:, KV_TILES]
 
 
 _items: DerivedCache[BlockTable, HalfTileItems] = DerivedCache(2)  # by tilings of KV
@@ -89,7 +92,7 @@ def _half_tile_items(table: BlockTable, kv_tiles: Tiling) -> HalfTileItems:
 
     begin = torch.bincount(item, minlength=len(upper)).cumsum(0) - torch.bincount(item, minlength=len(upper))
     walked = total(torch.ones_like(tiles))
-    columns = [start, upper_halves, upper_end, lower_end, total(low == 0), walked, total(up == 0), begin]
+    columns = [start, upper_halves, upper_end, lower_end, total(low == 0), walked, total(up == 0), begin]  # as FIRST_QUERY, UPPER_HALVES, …
     exists = (walked > 0) & (start < table.q_len)
     kept = torch.argsort(walked * exists, descending=True, stable=True)[: int(exists.sum())]
     full = (up == 2).int() + 2 * (low == 2).int()

@@ -1,6 +1,6 @@
 """Turns of three warp groups at the tensor cores: while one starts its wgmmas, the others compute exponentials.
 
-Warp group g waits at named barrier 13 + g, where the warp group before it arrives. Triton numbers the barriers of partitions from 0.
+Warp group g waits at named barrier FIRST_BARRIER + g, where the warp group before it arrives. The SM has 16; Triton numbers its own from 0.
 """
 
 # Device code: its arguments are constants.
@@ -12,12 +12,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 GROUPS = gl.constexpr(3)  # consumer warp groups
+FIRST_BARRIER = 13
 
 
 @gluon.constexpr_function
 def _instruction(name, group):
     """The PTX of a named barrier of two warp groups, of which one waits and the other arrives."""
-    return f"bar.{name} {13 + group}, 256; mov.u32 $0, $1;"
+    return f"bar.{name} {FIRST_BARRIER + group}, 256; mov.u32 $0, $1;"
 
 
 @gluon.jit
