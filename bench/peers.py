@@ -1,6 +1,7 @@
 """longspan against other attention kernels on one GPU: flash-attn-4, cudnn.flex_attention, FlexAttention, cuDNN, FlashAttention-2.
 
     PYTHONPATH=src:. python bench/peers.py [--rows TEXT] [--peers NAME,…] [--json]     measure the peers that can be imported
+    PYTHONPATH=src:. python bench/peers.py --prepare-at-once …                         the same; see below
     PYTHONPATH=src:. python bench/peers.py --plot RESULT.txt PICTURE.png              plot a result
 
 B 1, bfloat16. TFLOP/s count useful work: 4·D per visible (query, key) pair forward, 2.5 times as much backward. Peers alternate in random
@@ -8,9 +9,12 @@ order; medians of 20 calls. Every peer gets its preferred memory layout ([B, H, 
 
     device      calls enqueued behind a pause: host time excluded
     as called   one eager call on an idle device: host time included
-    first       seconds of the first forward and backward, compilation included
+    first       seconds of the first forward and backward, compilation included (longer with --prepare-at-once)
     error       relative error of out against float64, over 64 queries
     MiB         peak memory of forward and backward without the inputs
+
+Most of the time is compilation. With --prepare-at-once every row has a process of its own: all compile at once, and when the last is ready
+they are timed one after the other, while the others wait. It needs memory for all rows.
 """
 
 from __future__ import annotations
@@ -20,10 +24,12 @@ import datetime
 import json
 import logging
 import signal
+import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +41,17 @@ from bench.timing import as_called_ms, device_ms, host_us
 PASSES = ("forward", "backward")
 
 
-def measure(row: Row, peers: list[Peer]) -> dict[str, Any]:
-    """One row of the result: speeds, errors, memory and times by peer."""
+@dataclass(frozen=True, kw_only=True)
+class PreparedRow:
+    """A row whose calls are compiled: what is known of it before timing, its useful work forward, and its calls by pass and peer."""
+
+    known: dict[str, Any]
+    flop: float
+    calls: dict[str, dict[str, Callable[[], Any]]]
+
+
+def prepare(row: Row, peers: list[Peer]) -> PreparedRow:
+    """Compile and run the calls of all peers; errors, peak memory and seconds of the first call by peer."""
     problem, (dim, value_dim) = problem_of(row), row.dims
     shapes = ((row.heads, dim), (row.kv_heads, dim), (row.kv_heads, value_dim), (row.heads, value_dim))
     *inputs, grad = (torch.randn(1, h, row.tokens, d, device="cuda", dtype=torch.bfloat16) for h, d in shapes)
@@ -75,11 +90,58 @@ def measure(row: Row, peers: list[Peer]) -> dict[str, Any]:
         calls["forward"][peer.name] = lambda call=call, leaves=leaves: call(*leaves)
         calls["backward"][peer.name] = lambda out=out, leaves=leaves, g=grad_out: torch.autograd.grad(out, leaves, g, retain_graph=True)
         del grads
+    return PreparedRow(known=result, flop=flop, calls=calls)
+
+
+def time_row(row: PreparedRow) -> dict[str, Any]:
+    """One row of the result: speeds, errors, memory and times by peer."""
+    result = dict(row.known)
     for step, factor in zip(PASSES, (1.0, 2.5), strict=True):
         for column, clock in (("device", device_ms), ("called", as_called_ms)):
-            result[f"{step}_{column}"] = {name: factor * flop / ms / 1e9 for name, ms in clock(calls[step]).items()}
-    result["host_us"] = {step: {name: host_us(call, repeat=20) for name, call in calls[step].items()} for step in PASSES}
+            result[f"{step}_{column}"] = {name: factor * row.flop / ms / 1e9 for name, ms in clock(row.calls[step]).items()}
+    result["host_us"] = {step: {name: host_us(call, repeat=20) for name, call in row.calls[step].items()} for step in PASSES}
     return result
+
+
+def measured(rows: list[Row], peers: list[Peer]) -> Iterator[dict[str, Any]]:
+    """Rows of the result, one after the other."""
+    return (time_row(prepare(row, peers)) for row in rows)
+
+
+def measured_in_processes(rows: list[Row], peers: list[Peer]) -> Iterator[dict[str, Any]]:
+    """Rows of the result, each from a process of its own (`serve_row`). All prepare their row at once."""
+    command = [sys.executable, __file__, "--peers", ",".join(p.name for p in peers), "--serve-row"]
+    processes = [
+        subprocess.Popen([*command, str(ROWS.index(row))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for row in rows
+    ]
+    try:
+        for process in processes:
+            _answer(process, "prepared")
+        for process in processes:
+            print("time", file=process.stdin, flush=True)
+            yield json.loads(_answer(process, "timed"))
+            process.wait()
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _answer(process: subprocess.Popen[str], word: str) -> str:
+    """The rest of the first line of a process that begins with `word`; peers print lines of their own."""
+    assert process.stdout is not None
+    for text in process.stdout:
+        if text.startswith(word):
+            return text[len(word) :]
+    raise RuntimeError(f"a row's process ended before it printed {word!r}: {process.args!r}")
+
+
+def serve_row(row: Row, peers: list[Peer]) -> None:
+    """Prepare a row, say so, wait for a line, time the row, print it: one process of `measured_in_processes`."""
+    prepared = prepare(row, peers)
+    torch.cuda.empty_cache()
+    print("prepared", flush=True)
+    sys.stdin.readline()
+    print("timed", json.dumps(time_row(prepared)), flush=True)
 
 
 def ratio(row: dict[str, Any], step: str, column: str) -> float | None:
@@ -125,6 +187,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
     parser.add_argument("--peers", default="", help="only these peers, separated by commas")
+    parser.add_argument("--prepare-at-once", action="store_true", help="compile all rows at once, each in a process of its own")
+    parser.add_argument("--serve-row", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--plot", nargs=2, type=Path, metavar=("RESULT", "PICTURE"))
     args = parser.parse_args()
@@ -141,6 +205,9 @@ def main() -> None:
     selected = [p for p in PEERS if not args.peers or p.name in args.peers.split(",")]
     absent = {p.name: reason for p in selected if (reason := p.missing()) is not None}
     peers = [p for p in selected if p.name not in absent]
+    if args.serve_row is not None:
+        serve_row(ROWS[args.serve_row], peers)
+        return
     about = {
         "bench": "peers",
         "device": torch.cuda.get_device_name(),
@@ -157,9 +224,10 @@ def main() -> None:
     print(f"{'':38}" + f" |{columns}" * 4, flush=True)
     rows = []
     try:
-        for row in (r for r in ROWS if args.rows in str(r)):
-            rows.append(measure(row, peers))
-            print(line(rows[-1], names), flush=True)
+        measure = measured_in_processes if args.prepare_at_once else measured
+        for row in measure([r for r in ROWS if args.rows in str(r)], peers):
+            rows.append(row)
+            print(line(row, names), flush=True)
     except KeyboardInterrupt:  # also SIGTERM: the rows measured so far are printed
         print(f"stopped after {len(rows)} rows")
     for row in rows:
