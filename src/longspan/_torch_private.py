@@ -40,6 +40,8 @@
 `_assert_async`           A check of values on a CUDA device without reading them on the host; no public function does it.
 `_loader`                 torch.fx keeps the source of every GraphModule for tracebacks as long as the process lives. A process that traces
                           many mods would grow; there is no public way to drop it.
+`_SingleLevelFunction`    The class whose `apply` every custom autograd Function calls. A trace of a mod must see such calls, and neither
+                          dispatch modes nor function modes do; user code often holds a bound `apply`, so `Function.apply` is too late.
 `tracing`                 `make_fx` takes the fake mode of a compilation in progress from this context, whatever modes are active.
 """
 
@@ -49,7 +51,7 @@ import linecache
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from threading import RLock
+from threading import RLock, get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,6 +62,7 @@ from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.base_hop import BaseHOP
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 from torch.fx import GraphModule, graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import _get_current_function_mode_stack
@@ -88,6 +91,7 @@ __all__ = [
     "foreign_function_modes_are_active",
     "forward_mode_is_active",
     "function_modes_are_active",
+    "intercepted_autograd_functions",
     "is_batched_gradient",
     "is_transformed",
     "modes_are_active",
@@ -220,6 +224,26 @@ def outside_of_modes() -> Iterator[None]:
     """Trace here: as if no dispatch mode, no transform and no compilation were active, one thread at a time (`make_fx` patches torch)."""
     with _one_at_a_time, temporarily_clear_interpreter_stack(), _disable_current_modes(), tracing(None):
         yield
+
+
+@contextmanager
+def intercepted_autograd_functions(on_call: Callable[[type, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Context in which a custom autograd Function on this thread first calls `on_call(cls, args)`. Use it inside `outside_of_modes`."""
+    thread, outer = get_ident(), vars(_SingleLevelFunction).get("apply")
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if get_ident() == thread:
+            on_call(cls, args)
+        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if outer is None:
+            del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+        else:
+            _SingleLevelFunction.apply = outer  # type: ignore[attr-defined]
 
 
 def number_of(scalar: Tensor) -> float | int | bool:

@@ -368,3 +368,42 @@ def test_a_mask_may_read_a_float_that_changes() -> None:
     for width in (0.6, 1.6, 2.6):
         q, k, v = qkv(16, 16)
         torch.testing.assert_close(compiled(q, k, v, width), attend(q, k, v, width))
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+def _doubled_in_place(score: Tensor) -> Tensor:
+    copy = score * 1
+    copy.mul_(2)  # Dynamo's graph returns `copy`, which does not depend on the node of this call
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"), [(_StraightThrough.apply, "autograd.Function"), (_doubled_in_place, r"mutates a tensor \(mul_\)")]
+)
+def test_score_mods_with_custom_gradients_or_mutations_are_rejected(fn: Callable[[Tensor], Tensor], message: str) -> None:
+    q = torch.randn(1, 1, 5, 4, requires_grad=True)
+    compiled = torch.compile(lambda q: ls.attention(q, q, q, score_mod=lambda s, b, h, i, j: fn(s)), fullgraph=True, backend="eager")
+    with pytest.raises(ls.ProgramError, match=message):
+        compiled(q)
+
+
+def test_no_grad_in_a_score_mod_stops_the_gradient() -> None:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        with torch.no_grad():
+            factor = score.exp()
+        return score * factor
+
+    q, weights = torch.randn(1, 1, 5, 4, requires_grad=True), torch.randn(4)
+    fn = lambda q: (ls.attention(q, q, q, score_mod=score_mod) * weights).sum()
+    (want,) = torch.autograd.grad(fn(q), q)
+    (got,) = torch.autograd.grad(torch.compile(fn, fullgraph=True, backend="aot_eager")(q), q)
+    torch.testing.assert_close(got, want)

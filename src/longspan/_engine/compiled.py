@@ -24,7 +24,7 @@ from longspan._kernels.dense import Scoring, dense_attention
 from longspan._kernels.protocol import like_query, state_dtype
 from longspan._masks.algebra import Mask
 from longspan._masks.program import Kind
-from longspan._masks.tracing import Traced, takes_tensors, trace
+from longspan._masks.tracing import ProgramError, Traced, takes_tensors, trace
 from longspan._torch_modes import without_user_defaults
 from longspan._torch_private import BaseHOP, outside_of_modes
 
@@ -51,7 +51,9 @@ def attend_compiled(
     tensors += [] if selection is None else [selection.indices]
     chosen = (0, 0, 0) if selection is None else (selection.granularity, selection.q_granularity, selection.heads_per_choice or 1)
     # One-element vectors, not scalars: indexing with a scalar tensor makes Dynamo ask for its value.
-    scalars = [q.new_zeros((1,), dtype=state_dtype(q.dtype)), *(q.new_zeros((1,), dtype=torch.int64) for _ in range(4))]
+    # The score requires a gradient where q or k does: otherwise Dynamo inlines the forward of a custom autograd Function.
+    score = q.new_zeros((1,), dtype=state_dtype(q.dtype)) + q[..., :0].sum() + k[..., :0].sum()
+    scalars = [score, *(q.new_zeros((1,), dtype=torch.int64) for _ in range(4))]
     mods = _Mods(score_mod, mask)
     rows = q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
     outputs = [like_query(q, v.shape[-1], q.dtype), rows, rows if max_scores else rows.new_empty((0,))]
@@ -214,7 +216,7 @@ def _traced(
     """
     graph = Graph()
     env: dict[Node, Node] = {}
-    needed = _needed(module.graph, result)
+    needed = _needed(module.graph, result) | _grad_mode_switches(module.graph, kind)
     inputs = [n for n in module.graph.nodes if n.op == "placeholder" and (n in needed or n in scalars)]
     items = [n for n in module.graph.nodes if n in needed and (n.op, n.target) == ("call_method", "item")]
     inputs += [n for n in items if n.args[0] in inputs and n.args[0] not in scalars]
@@ -289,6 +291,32 @@ def _stand_in(node: Node, dtype: torch.dtype) -> Tensor:
     if isinstance(value, Tensor):
         return torch.empty([1 if not isinstance(s, int) else s for s in value.shape], dtype=value.dtype)
     return torch.zeros((), dtype=dtype if _is_float(value) else torch.int64)
+
+
+_LOGICAL = frozenset("and_ or_ not_ is_".split())  # pure functions of `operator`
+_IN_PLACE = frozenset("setitem iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split())
+
+
+def _grad_mode_switches(graph: Graph, kind: Kind) -> set[Node]:
+    """The nodes of Dynamo's graph that begin or end `torch.no_grad()`. Raises ProgramError for in-place operations.
+
+    Neither kind of node is an input of the mod's result.
+    """
+    switches: set[Node] = set()
+    for node in graph.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "").split(".")[0]
+        if node.op in ("call_function", "call_method") and _is_in_place(name):
+            raise ProgramError(
+                f"{kind}_mod of a compiled function mutates a tensor ({name}); mods must be pure: write `x = x + y`, not `x += y`"
+            )
+        if node.target is torch._C._set_grad_enabled:
+            switches.add(node)
+    return switches
+
+
+def _is_in_place(name: str) -> bool:
+    """Whether a function or method of this name mutates its first argument."""
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name not in _LOGICAL)
 
 
 def _needed(graph: Graph, root: Node) -> set[Node]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.nn import Parameter
 
+from longspan._masks.trace_autograd import AutogradError
 from longspan._torch_private import DispatchModeOutsideOfDynamo, TensorWithoutMemory, tree_leaves, tree_map
 
 _INDEX = torch.ops.aten.index.Tensor
@@ -116,6 +117,8 @@ def scalar_trace(fn: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Any:
             result = fn(*scalars)
         if not recorder.is_known(result) or not recorder.is_complete:
             return None
+    except AutogradError:
+        raise
     except Exception:  # `_TooComplex`; any other error is torch's tracer's to report
         return None
     recorder.graph.output(recorder.node(result))

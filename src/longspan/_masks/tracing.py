@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from longspan._masks.program import CapturedSpec, Kind, Program, call, op_name
 from longspan._masks.scalar_trace import scalar_trace
+from longspan._masks.trace_autograd import AutogradInMod
 from longspan._torch_modes import without_user_defaults
 from longspan._torch_private import OpOverload, fake_trace, outside_of_modes, without_saved_tensor_hooks, without_source
 
@@ -87,8 +88,8 @@ def trace(fn: Callable[..., Any], kind: Kind, *, score_dtype: torch.dtype = torc
 
     Raises:
         TypeError: `fn` is not callable or does not return a tensor.
-        ProgramError: The mod mutates a tensor, branches in Python on the value of a tensor, draws random numbers, or returns a tensor
-            of the wrong shape or dtype.
+        ProgramError: The mod mutates a tensor, branches in Python on the value of a tensor, draws random numbers, changes a gradient
+            other than by operations, `detach` and `torch.no_grad()`, or returns a tensor of the wrong shape or dtype.
     """
     name = name or mod_name(fn)
     if not callable(fn):
@@ -153,7 +154,7 @@ def _checked(fn: Callable[..., Any], kind: Kind, name: str, *, grad_mode: bool) 
     expected = "a scalar (0-dim) bool tensor" if kind == "mask" else "a scalar (0-dim) floating-point tensor"
 
     def checked(*args: Tensor) -> Tensor:
-        with torch.set_grad_enabled(grad_mode):
+        with torch.set_grad_enabled(grad_mode), AutogradInMod(differentiable=kind == "score" and grad_mode).watch():
             out = fn(*args)
         if not isinstance(out, Tensor):
             raise TypeError(f"{kind}_mod {name!r} must return {expected}, got {type(out).__name__}")
