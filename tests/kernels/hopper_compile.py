@@ -182,6 +182,13 @@ def check_arrivals(code: Any) -> None:
             before = line
 
 
+def check_counters(name: str, code: Any) -> None:
+    """Item counters, one site before the loop and one in it, are relaxed. Arrival counters of split items hand over partial results."""
+    orders = re.findall(r"atom\.global\.gpu\.(\w+)\.add\.u32", code.asm["ptx"])
+    assert orders.count("relaxed") == (2 if "counter" in code.src.fn.arg_names else 0), f"{name}: item counters are {orders}"
+    assert name != "forward_kernel" or orders.count("acq_rel") in (0, 2), f"{name}: arrival counters are {orders}"
+
+
 def main() -> None:
     compile_instead_of_launching()
     grid = [((128, 128), torch.bfloat16, True, True)]
@@ -195,6 +202,7 @@ def main() -> None:
         programs = {code.hash: (name, code) for name, code in compiled}  # several calls launch the same program: assemble it once
         for name, code in programs.values():
             check_arrivals(code)
+            check_counters(name, code)
             log = assembler_logs.get(code.hash) or assemble(code)
             spilled = re.search(r"(\d+) bytes spill stores", log)
             used = f"{code.metadata.shared} bytes shared, {spilled[1] if spilled else '?'} bytes spilled"

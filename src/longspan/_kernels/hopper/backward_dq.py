@@ -69,6 +69,7 @@ from longspan._kernels.hopper.pipeline import (
     ring_slot,
     shared_ints,
     store_int,
+    take_item,
 )
 
 _DYNAMIC = ["items", "rows", "tiles", "heads", "shared", "group", "q_len", "kv_len", "local_tokens", "first_b", "first_h"]
@@ -185,7 +186,7 @@ def _produce(
     SUBS: gl.constexpr = QUERIES // N
     i = 0  # block records so far
     t = 0  # items so far
-    item = gl.atomic_add(counter, 1)
+    item = take_item(counter)
     while item < items:
         tile, _, b, h = place(item, order, rows, tiles, heads, group, 1, PER_BATCH, PER_HEAD)
         row, pos, left = span(tile, q_len, q_side, 1, QUERIES)
@@ -219,7 +220,7 @@ def _produce(
         mbarrier.arrive(bars.v_full.index(ring_slot(i, V_STAGES)), count=1)
         i += 1
         t += 1
-        item = gl.atomic_add(counter, 1)
+        item = take_item(counter)
     mbarrier.wait(q_bars.empty, (t & 1) ^ 1)
     store_int(item_s, ITEM_BATCH, -1)
     mbarrier.arrive(q_bars.full, count=1)

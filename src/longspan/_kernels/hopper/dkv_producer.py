@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from longspan._kernels.gpu.tile_access import place_in_order, run_place, span, table_row, wide
 from longspan._kernels.hopper.gluon_names import cp_async, tma_load
 from longspan._kernels.hopper.head_dim_parts import load_kv_parts, load_part_tile, part_bytes, part_slot
-from longspan._kernels.hopper.pipeline import ring_phase, ring_slot, store_int
+from longspan._kernels.hopper.pipeline import ring_phase, ring_slot, store_int, take_item
 
 TILE = gl.constexpr(128)  # queries, or keys, of a tile of the block table
 GROUP_KEYS = gl.constexpr(64)  # keys of a compute warp group
@@ -183,7 +183,7 @@ def produce(
     steps = buffers.steps
     it = 0  # step records so far
     t = 0  # items so far
-    item = gl.atomic_add(counter, 1)
+    item = take_item(counter)
     while item < items:
         tile, sub, b, head = place_in_order(item, order, rows, tiles, kv_heads, groups, KEY_SUBS, PER_BATCH, PER_HEAD)
         kv_row, kv_pos, kv_left = span(tile * KEY_SUBS + sub, kv_len, kv_side, KEY_SUBS, KEYS)
@@ -241,7 +241,7 @@ def produce(
         mbarrier.arrive(bars.do_full.index(ring_slot(it, DO_STAGES)), count=1)
         it += 1
         t += 1
-        item = gl.atomic_add(counter, 1)
+        item = take_item(counter)
     mbarrier.wait(item_bars.empty, (t & 1) ^ 1)
     store_int(item_s, ITEM_BATCH, STOP)
     store_int(steps, step_record(it) + KIND, STOP)

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from longspan._kernels.gpu.tile_access import place_in_order, run_place, span, table_row, wide
 from longspan._kernels.hopper.head_dim_parts import load_kv_parts, load_part_tile, part_bytes, part_slot
-from longspan._kernels.hopper.pipeline import load_int, load_kv_tile, ring_phase, ring_slot, store_int
+from longspan._kernels.hopper.pipeline import load_int, load_kv_tile, ring_phase, ring_slot, store_int, take_item
 from longspan._kernels.hopper.tile_io import prefetch_rows
 
 GROUPS = gl.constexpr(2)  # consumer warp groups
@@ -86,7 +86,7 @@ def schedule(
     The item's queries are prefetched into L2, so that the load warp does not wait for global memory between two items.
     """
     t = 0  # items so far
-    item = gl.atomic_add(counter, 1)
+    item = take_item(counter)
     while item < items:
         whole_item, part = item, 0
         if item >= split.unsplit:
@@ -124,7 +124,7 @@ def schedule(
         if ending >= 0:
             mbarrier.wait(near_end.index(ring_slot(ending, 2)), ring_phase(ending, 2))
         t += 1
-        item = gl.atomic_add(counter, 1)
+        item = take_item(counter)
     slot = ring_slot(t, ITEM_SLOTS)
     mbarrier.wait(bars.item_empty.index(slot), ring_phase(t, ITEM_SLOTS) ^ 1)
     store_int(items_s, slot * ITEM_FIELDS + HEAD, -1)

@@ -64,6 +64,7 @@ from longspan._kernels.hopper.pipeline import (
     ring_slot,
     shared_ints,
     store_int,
+    take_item,
     tile_2d,
 )
 from longspan._kernels.hopper.tile_io import prefetch_rows, store_tile
@@ -99,7 +100,7 @@ _DYNAMIC = [
 def _schedule(q_ptr, q_stride, counter, items, order, item_table, rows, heads, groups, items_s, near_end, bars, D: gl.constexpr):
     """The scheduler warp, as `forward_producer.schedule`."""
     t = 0  # items so far
-    item = gl.atomic_add(counter, 1)
+    item = take_item(counter)
     while item < items:
         place, _, b, h = place_in_order(item, order, rows, rows, heads, groups, 1, False, False)
         columns = item_table + place * COLUMNS
@@ -118,7 +119,7 @@ def _schedule(q_ptr, q_stride, counter, items, order, item_table, rows, heads, g
         if ending >= 0:
             mbarrier.wait(near_end.index(ring_slot(ending, 2)), ring_phase(ending, 2))
         t += 1
-        item = gl.atomic_add(counter, 1)
+        item = take_item(counter)
     slot = ring_slot(t, ITEM_SLOTS)
     mbarrier.wait(bars.item_empty.index(slot), ring_phase(t, ITEM_SLOTS) ^ 1)
     store_int(items_s, slot * FIELDS + HEAD, -1)

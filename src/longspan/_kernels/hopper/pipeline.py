@@ -108,6 +108,15 @@ def load_int(ints, i):
 
 
 @gluon.jit
+def take_item(counter):
+    """The number of the next item, from the global counter.
+
+    Relaxed: no data is handed over through the counter. acq_rel would fence before the atomic and invalidate L1 after it, at every item.
+    """
+    return gl.atomic_add(counter, 1, sem="relaxed")
+
+
+@gluon.jit
 def load_kv_tile(source, b, h, row, full, tile):
     """Start the TMA load of a tile of a `KvSource`, from row `row` of head h on. `full` completes when the tile has arrived."""
     mbarrier.expect(full, source.rest.block_type.nbytes)
