@@ -220,6 +220,24 @@ def test_arguments_that_one_rank_rejects_raise_on_all_ranks() -> None:
     assert virtual_world(2).run(run) == ["raised"] * 2
 
 
+@pytest.mark.parametrize("fault", ["pages", "freed"])
+def test_a_step_that_one_rank_rejects_raises_on_all_ranks_and_later_calls_work(fault: str) -> None:
+    def run(mesh: ls.Mesh) -> Tensor:
+        cache = make_cache(pages=4 - (fault == "pages" and mesh.rank == 1), page_size=2, mesh=mesh)
+        (kept, other), new = cache.allocate(2), tokens(1, 15)
+        if fault == "freed" and mesh.rank == 1:
+            cache.free([other])
+        message = "rank 1 raised in this call: OutOfPages" if fault == "pages" else "rank 1 raised in this call: .* was freed"
+        with pytest.raises((ValueError, RuntimeError), match="free pages on rank 0|was freed" if mesh.rank == 1 else message):
+            ls.attention(*new, cache=cache.step([other], 15), layer=0)
+        if mesh.rank == 0:
+            cache.truncate([other], 0)
+        return ls.attention(*tokens(1, 1), cache=cache.step([kept], 1), layer=0)
+
+    first, second = virtual_world(2).run(run)
+    assert torch.equal(first, second)
+
+
 def test_triton_rejects_a_cache_over_a_mesh() -> None:
     def run(mesh: ls.Mesh) -> None:
         cache = make_cache(mesh=mesh)

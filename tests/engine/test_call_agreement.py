@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan as ls
 from longspan._comm.agreement import AGREEMENT
@@ -199,12 +201,21 @@ def test_an_index_out_of_bounds_raises_on_all_ranks_before_anything_is_sent() ->
     assert not any("stage" in exchange.what for exchange in world.exchanges)
 
 
-def test_a_tensor_that_one_rank_modified_before_the_backward_pass_raises_on_every_rank() -> None:
+class _Passes(TorchDispatchMode):
+    """A mode that changes nothing. Calls in it use the custom operators, as compiled code does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [nullcontext, _Passes])
+def test_a_tensor_that_one_rank_modified_before_the_backward_pass_raises_on_every_rank(mode: Any) -> None:
     def run(mesh: Any) -> None:
         plan = ls.plan(ls.causal(), 300, mesh)
         q, k, v = tensors(plan)
         q.requires_grad_()
-        out = ls.attention(q, k, v, plan=plan)
+        with mode():
+            out = ls.attention(q, k, v, plan=plan)
         if mesh.rank == 1:
             v.zero_()
         out.sum().backward()

@@ -173,3 +173,9 @@ def test_a_captured_step_replays_on_new_documents(deterministic: bool) -> None:
                 torch.testing.assert_close(got, other, atol=2e-2, rtol=2e-2)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_static_mask_without_a_cuda_device_raises() -> None:
+    with pytest.raises(RuntimeError, match="StaticMask: expected a CUDA device, got device='cuda'"):
+        ls.StaticMask(packed(BATCHES[1]))

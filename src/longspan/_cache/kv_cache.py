@@ -22,6 +22,7 @@ from longspan._cache.arguments import integer, integers, is_several, one_each
 from longspan._cache.page_pool import OutOfPages, PagePool
 from longspan._cache.sequence import CachedSequence
 from longspan._cache.step import CacheStep
+from longspan._comm.agreement import raising_on_all_ranks
 from longspan._comm.mesh import as_mesh
 from longspan._kernels.paged import PagedKV, QueryRanges, SpreadPages, query_ranges
 from longspan._torch_modes import default_modes
@@ -182,7 +183,13 @@ class KVCache:
         Raises:
             RuntimeError: There are not enough free pages. Nothing has changed then; free or truncate sequences, then try again.
             ValueError: A sequence does not exist, was freed or is named twice, or a count is negative.
+
+        Over a mesh, an error of one rank raises on all: here, or in the `attention` of this step.
         """
+        with raising_on_all_ranks(self.mesh):
+            return self._step(ids, counts, longest)
+
+    def _step(self, ids: Any, counts: Any, longest: int | None) -> CacheStep:
         ids = tuple(integers(ids, "step: ids"))
         sequences = self._different(ids, "step")
         ragged = is_several(counts)

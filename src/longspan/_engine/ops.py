@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longspan._comm.agreement import raising_on_all_ranks
 from longspan._engine import distributed, invariant, one_device
 from longspan._engine.call_agreement import begin_call
 from longspan._engine.checks import reject_batched_gradients
@@ -144,12 +145,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.counts = len(mask_captured), len(score_captured)
     ctx.spec, ctx.scale = spec, scale
     ctx.keep_alive = specs[spec]
+    data = plan_of(plan) if type(plan) is Tensor else None  # the token of AOTAutograd's trace has no value
+    ctx.mesh = None if data is None else data.mesh
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_max_scores: Tensor | None) -> tuple[Any, ...]:
-    reject_batched_gradients(grad_out, grad_lse)
-    q, k, v, sink, out, lse, plan, *captured = ctx.saved_tensors
+    with raising_on_all_ranks(ctx.mesh):  # such as an error for a tensor modified in place
+        reject_batched_gradients(grad_out, grad_lse)
+        q, k, v, sink, out, lse, plan, *captured = ctx.saved_tensors
     mask_captured, score_captured = captured[: ctx.counts[0]], captured[ctx.counts[0] :]
     needs = [bool(n) for n in ctx.needs_input_grad[5]] if score_captured else []
     if grad_out is None:

@@ -61,6 +61,8 @@ class StaticMask(Mask):
             raise ValueError(f"StaticMask: expected a mask without selected(…), got {mask}")
         if runs_per_row < 1:
             raise ValueError(f"StaticMask: runs_per_row must be >= 1, got {runs_per_row}")
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError(f"StaticMask: expected a CUDA device, got device={str(device)!r} and none available; use the mask itself")
         traced = mask.traced
         captured = traced.captured()
         if not captured:
