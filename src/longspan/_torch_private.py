@@ -31,6 +31,9 @@
 `_saved_tensors_hooks_is_enabled`  Whether saved-tensor hooks may be set: torch.func forbids them, and there is no public accessor.
 `_cuda_getCurrentRawStream`, `_cuda_getDevice`  The current stream as the CUDA driver takes it, and the current device, where CUDA is known
                           to be initialised. `torch.cuda.current_stream` builds an object, which takes as long as the launch itself.
+`_empty_strided_cuda`     An uninitialised CUDA tensor without torch's dispatcher, which takes longer than the allocation itself.
+`TensorGuards`            Whether tensors have the types, layouts and dispatch keys of earlier ones, in one call: a repeated call would ask
+                          thirty times in Python.
 `TorchDispatchMode`       The documented class of dispatch modes lives in a module with a private name.
 `_make_wrapper_subclass`  A CPU tensor without memory: code that reads its value raises. Torch's fake tensors need sympy, whose import takes
                           seconds; meta tensors have another device.
@@ -86,6 +89,7 @@ __all__ = [
     "default_store",
     "detached_below_autograd",
     "dynamo_is_at_work",
+    "empty_on_current_device",
     "fake_trace",
     "flight_recorder_dump",
     "foreign_function_modes_are_active",
@@ -94,11 +98,13 @@ __all__ = [
     "intercepted_autograd_functions",
     "is_batched_gradient",
     "is_transformed",
+    "is_transformed_tensor",
     "modes_are_active",
     "nothing_intercepts_calls",
     "number_of",
     "outside_of_modes",
     "process_group_by_name",
+    "tensor_guard",
     "transform_is_active",
     "tree_flatten",
     "tree_leaves",
@@ -154,6 +160,24 @@ def current_cuda_device() -> int:
     return torch._C._cuda_getDevice()
 
 
+def empty_on_current_device(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor on the current CUDA device, unseen by dispatch modes. CUDA must be initialised."""
+    return torch._C._dynamo.guards._empty_strided_cuda(size, strides, dtype)  # type: ignore[attr-defined, no-any-return]
+
+
+def tensor_guard(*tensors: Tensor) -> Callable[..., bool]:
+    """A function that tells whether as many tensors are distinct objects like these, in a state of torch like now.
+
+    It compares types, dtypes, devices, shapes, strides, `requires_grad` and dispatch keys: a lazily negated view, a tensor of a transform
+    or of inference mode differs from a plain one, and all tensors differ where a transform, a dispatch mode, inference mode or autocast is
+    active. It holds no tensor. Addresses, function modes and forward-mode differentiation are not compared.
+    """
+    guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+    if guards is None:
+        return lambda *_: False
+    return guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[no-any-return]
+
+
 def current_raw_stream(device: int) -> int:
     """The CUstream of a CUDA device's current stream."""
     return torch._C._cuda_getCurrentRawStream(device)  # type: ignore[no-any-return]
@@ -204,9 +228,10 @@ def is_transformed(value: object) -> bool:
     return isinstance(value, Tensor) and is_functorch_wrapped_tensor(value)
 
 
-def is_batched_gradient(gradient: Tensor) -> bool:
-    """Whether a gradient that autograd hands on stands for several: is_grads_batched=True."""
-    return is_legacy_batchedtensor(gradient)
+# The same of a value that is known to be a tensor, and whether a gradient that autograd hands on stands for several
+# (is_grads_batched=True), without a Python function around torch's: repeated calls ask a dozen times.
+is_transformed_tensor = is_functorch_wrapped_tensor
+is_batched_gradient = is_legacy_batchedtensor
 
 
 _one_at_a_time = RLock()

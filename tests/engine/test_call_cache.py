@@ -8,6 +8,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import longspan as ls
 from longspan._engine import call_cache, one_device
 from longspan._engine.attention import AttendOptions
-from longspan._engine.call_cache import CallCache, CallKey, score_key
+from longspan._engine.call_cache import CallCache, CallEntry, CallKey, score_key
 from longspan._engine.prepared_call import PreparedCall
 from longspan._engine.values import CallTensors
 from longspan._masks import remembered_mask as remembered_masks
@@ -225,14 +226,82 @@ def test_unusual_calls_have_no_key(name: str) -> None:
 
 def test_no_key_under_transforms() -> None:
     keys = []
+    cache, _ = with_recent_call()
 
     def seen(q: Tensor) -> Tensor:
-        keys.append(key_of(CallCache(), q=q))
+        keys.extend([key_of(CallCache(), q=q), recent_of(cache, q=q)])
         return q
 
     torch.vmap(seen)(torch.stack([Q, Q]))
     torch.func.grad(lambda q: seen(q).sum())(Q)
-    assert keys == [None, None]
+    assert keys == [None] * 4
+
+
+def with_recent_call(**options: Any) -> tuple[CallCache, CallEntry]:
+    """A cache with a recent call, and the entry of the call."""
+    cache, entry = CallCache(), CallEntry()
+    key = key_of(cache, **options)
+    cache.note_recent(Q, K, V, AttendOptions(**{"mask": CAUSAL, "kernel": "auto", **options}), key, entry)
+    return cache, entry
+
+
+def recent_of(cache: CallCache, **changed: Any) -> Any:
+    arguments = {**BASE, **changed}
+    q, k, v = (arguments.pop(name) for name in "qkv")
+    return cache.recent(q, k, v, AttendOptions(**arguments))
+
+
+def test_a_recent_call_is_found_by_tensors_of_the_same_layouts_and_an_equal_mask() -> None:
+    cache, entry = with_recent_call()
+    assert recent_of(cache, q=Q.clone(), k=K.clone(), v=V.clone(), mask=ls.causal()) is entry
+    documents = ls.documents([10, 30])
+    cache, entry = with_recent_call(mask=documents)
+    assert recent_of(cache, mask=documents) is entry and recent_of(cache, mask=ls.documents([10, 30])) is None
+
+
+@pytest.mark.parametrize("name", [*DIFFERENT, *UNCACHED])
+def test_a_call_that_differs_from_a_recent_one_is_not_taken_for_it(name: str) -> None:
+    cache, _ = with_recent_call()
+    changed, context = (DIFFERENT | UNCACHED)[name]
+    with context():
+        assert recent_of(cache, **changed) is None
+
+
+def test_negated_views_and_tensors_that_require_gradients_are_not_taken_for_plain_ones() -> None:
+    cache, _ = with_recent_call()
+    assert recent_of(cache, k=torch._neg_view(K)) is None
+    assert recent_of(cache, v=V.clone().requires_grad_()) is None
+    assert recent_of(cache, scale=torch.tensor(0.5)) is None
+
+
+def test_recent_calls_are_bounded_and_dropped_with_their_entries() -> None:
+    cache = CallCache(size=4)
+    entries = [CallEntry() for _ in range(9)]
+    for n, entry in enumerate(entries):
+        tokens = [t[:, :, : 8 + n].contiguous() for t in (Q, K, V)]
+        cache.note_recent(*tokens, AttendOptions(mask=CAUSAL), key_of(cache), entry)
+        cache.note_recent(Q, K, V, AttendOptions(mask=CAUSAL, scale=0.5 + n), key_of(cache), entry)
+    assert len(cache._recent) <= 4 and all(len(calls) <= 4 for calls in cache._recent.values())
+    assert recent_of(cache, scale=8.5) is entries[-1]
+    del entry
+    entries.clear()
+    assert recent_of(cache, scale=8.5) is None
+
+
+def test_a_recent_call_with_a_score_mod_is_found_by_its_program_and_captured_layouts() -> None:
+    entry, t = CallEntry(), torch.zeros(8, 8)
+    call: Any = SimpleNamespace(is_current=lambda: True)
+    entry.calls[score_key("a", [t])] = call
+    assert entry.call_with_score("a", [t]) is call  # from now on by a guard
+    assert entry.call_with_score("a", [t.clone()]) is call
+    others = [t.double(), t[:4], t.t(), t.to("meta"), torch.zeros(65)[1:].view(8, 8), torch._neg_view(t), t.as_subclass(Subclass)]
+    for other in others:
+        assert entry.call_with_score("a", [other]) is None
+    assert entry.call_with_score("b", [t]) is None
+    assert entry.call_with_score("c", []) is None
+    assert torch.vmap(lambda x: torch.tensor(entry.call_with_score("a", [x]) is None))(torch.stack([t, t])).all()
+    call.is_current = lambda: False
+    assert entry.call_with_score("a", [t]) is None
 
 
 def test_the_score_key_covers_the_program_and_every_captured_layout() -> None:

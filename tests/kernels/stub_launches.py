@@ -17,7 +17,7 @@ import torch
 from longspan._kernels import registry
 from longspan._kernels.gpu import prepared_launch, workspace
 from longspan._kernels.hopper import kernel as hopper_kernel
-from longspan._kernels.hopper import passes
+from longspan._kernels.hopper import passes, prepared
 
 
 @dataclass
@@ -55,7 +55,8 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(prepared_launch, "driver_launch", lambda compiled, *_, **__: RecordedLaunch(compiled))
     monkeypatch.setattr(prepared_launch, "current_raw_stream", lambda device: 0)
     monkeypatch.setattr(prepared_launch, "current_cuda_device", lambda: None)  # the index of the CPU
-    monkeypatch.setattr(workspace, "take_zeros", lambda count, device, stream: (0, torch.empty(0)))
+    for module in (workspace, prepared):
+        monkeypatch.setattr(module, "take_zeros", lambda count, device, stream: (0, torch.empty(0)))
     monkeypatch.setattr(hopper_kernel, "_unsupported_reason", lambda inputs, work: None)
     monkeypatch.setattr(passes, "persistent_ctas", lambda device: 132)
     monkeypatch.setattr(registry, "has_gluon", lambda: True)

@@ -136,6 +136,32 @@ def test_saved_tensors_of_another_layout_are_not_launched_as_prepared(launches: 
     assert seen == ["HopperForward"]
 
 
+def test_a_recent_backward_pass_is_used_for_equal_gradients_only(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = qkv()
+    shape = tensors[0].shape
+    repeat(tensors, [], mask=ls.causal())
+    out = ls.attention(*tensors, mask=ls.causal(), kernel="hopper")
+    gradients = {
+        "equal": torch.zeros(shape, dtype=torch.bfloat16),
+        "misaligned": torch.zeros(out.numel() + 1, dtype=torch.bfloat16)[1:].view(shape),
+        "strided": other_strides(torch.zeros(shape, dtype=torch.bfloat16)),
+        "equal again": torch.zeros(shape, dtype=torch.bfloat16),
+    }
+    used_for = {}
+    for name, gradient in gradients.items():
+        seen = used(monkeypatch)
+        torch.autograd.grad(out, tensors, gradient, retain_graph=True)
+        used_for[name] = bool(seen)
+    assert used_for == {"equal": True, "misaligned": False, "strided": False, "equal again": True}
+    torch.use_deterministic_algorithms(True)
+    try:
+        seen = used(monkeypatch)
+        torch.autograd.grad(out, tensors, gradients["equal"], retain_graph=True)
+        assert not seen
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_a_profilers_hook_sees_every_launch(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     from longspan._kernels.gpu import prepared_launch
 

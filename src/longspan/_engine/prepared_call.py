@@ -6,9 +6,9 @@ Everything here follows from the layouts of the tensors, the mask, the programs 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,18 @@ from longspan._engine.streams import is_captured
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors, InputGrads
 from longspan._kernels.protocol import MISALIGNED, AttentionInputs, BackwardInputs, Kernel, PreparedBackward, PreparesCalls, Work
 from longspan._torch_modes import without_user_defaults
-from longspan._torch_private import is_batched_gradient
+from longspan._torch_private import is_batched_gradient, tensor_guard
 
 _MAX_BACKWARDS = 8  # layouts of the gradient of out, and settings, for which a backward pass is prepared
+
+
+class _RecentBackward(NamedTuple):
+    """The last prepared backward pass, to be found again without its key: by a guard over its tensors. Holds no tensor."""
+
+    guard: Callable[..., bool]
+    needs: tuple[bool, ...]
+    deterministic: tuple[bool, bool]
+    prepared: PreparedBackward
 
 
 class PreparedCall:
@@ -42,6 +51,8 @@ class PreparedCall:
         self._forward = None
         if isinstance(self._kernel, PreparesCalls) and inputs.sink is None:
             self._forward = self._kernel.prepare_forward(AttentionInputs(q=inputs.q, k=inputs.k, v=inputs.v), work)
+        self._no_prepared_backward = inputs.sink is not None
+        self._recent_backward: _RecentBackward | None = None
         self._backwards: dict[Hashable, tuple[Kernel, Work, PreparedBackward | None]] = {}
 
     def is_current(self) -> bool:
@@ -73,31 +84,48 @@ class PreparedCall:
             state = one_device.forward_by(self._kernel, work, inputs)
         return state.out, state.lse.contiguous()
 
-    def backward_again(
-        self, saved: Sequence[Tensor], grad_out: Tensor, needs: tuple[bool, ...]
-    ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
+    def backward_again(self, saved: Sequence[Tensor], grad_out: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...] | None:
         """Gradients of q, k, v, the sink (None) and the captured tensors by a prepared pass; None if there is none for these tensors.
 
         saved: q, k, v, sink, out, lse, tensors of the mask and of the score program. Gradients of lse are not supported.
         """
-        q, k, v, sink, out, lse = saved[:6]
-        score_captured = saved[6 + len(self.mask_captured) :]
-        if sink is not None or torch.is_grad_enabled() or is_batched_gradient(grad_out):
+        if self._no_prepared_backward or torch.is_grad_enabled() or is_batched_gradient(grad_out):
             return None
-        entry = self._backwards.get(_backward_key((q, k, v, out, lse, grad_out), score_captured, needs))
-        if entry is None or entry[2] is None or is_captured(q):
+        q, k, v, _, out, lse = saved[:6]
+        score_captured = saved[6 + len(self.mask_captured) :] if needs else ()
+        prepared, recent = None, self._recent_backward
+        if recent is not None and recent.guard(q, k, v, out, lse, grad_out, *score_captured) and recent.needs == needs:
+            addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | lse.data_ptr() | grad_out.data_ptr()
+            for t in score_captured:
+                addresses |= t.data_ptr()
+            if not addresses & MISALIGNED and recent.deterministic == _deterministic():
+                prepared = recent.prepared
+        if prepared is None:
+            prepared = self._prepared_backward(q, k, v, out, lse, grad_out, score_captured, needs)
+        if prepared is None or is_captured(q):
             return None
-        grads = entry[2](q, k, v, out, lse, grad_out, score_captured)
+        dq, dk, dv, captured = prepared(q, k, v, out, lse, grad_out, score_captured)
         if not needs:
-            return grads.q, grads.k, grads.v, None
-        captured = [None if g is None else g.to(t.dtype) for g, t in zip(grads.captured, score_captured, strict=True)]
-        return grads.q, grads.k, grads.v, None, *captured
+            return dq, dk, dv, None
+        return dq, dk, dv, None, *(None if g is None else g.to(t.dtype) for g, t in zip(captured, score_captured, strict=True))
+
+    def _prepared_backward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, score_captured: Sequence[Tensor],
+        needs: tuple[bool, ...],
+    ) -> PreparedBackward | None:  # fmt: skip
+        """The prepared pass of these tensors, if there is one. It is tried first from now on."""
+        key = _backward_key(q, k, v, out, lse, grad_out, score_captured, needs)
+        prepared = self._backwards.get(key, (None, None, None))[2]
+        if prepared is not None and not key[0] and not any(t.data_ptr() & MISALIGNED for t in score_captured):
+            guard = tensor_guard(q, k, v, out, lse, grad_out, *score_captured)
+            self._recent_backward = _RecentBackward(guard, needs, _deterministic(), prepared)
+        return prepared
 
     def backward(self, tensors: BackwardTensors) -> list[Tensor]:
         """Gradients as of `ops.attend_backward`. The pass is prepared for `backward_again` if the kernel can prepare it."""
         inputs = tensors.inputs
         key = _backward_key(
-            (inputs.q, inputs.k, inputs.v, tensors.out, tensors.lse, tensors.grad_out), inputs.score_captured, tuple(tensors.needs)
+            inputs.q, inputs.k, inputs.v, tensors.out, tensors.lse, tensors.grad_out, inputs.score_captured, tuple(tensors.needs)
         )
         entry = self._backwards.get(key)
         with without_user_defaults():
@@ -145,8 +173,9 @@ class _AttendPrepared(torch.autograd.Function):
     """The autograd node of a prepared call. Results: out, or out and lse."""
 
     @staticmethod
-    def forward(ctx: Any, call: PreparedCall, returns_lse: bool, *tensors: Any) -> Any:
-        q, k, v, sink, *score_captured = tensors
+    def forward(
+        ctx: Any, call: PreparedCall, returns_lse: bool, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *score_captured: Tensor
+    ) -> Any:  # fmt: skip
         out, lse = call.forward(q, k, v, sink, score_captured)
         ctx.save_for_backward(q, k, v, sink, out, lse, *call.mask_captured, *score_captured)
         ctx.call = call
@@ -156,13 +185,16 @@ class _AttendPrepared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Any, ...]:  # type: ignore[override]
         call: PreparedCall = ctx.call
-        grads, needs = None, ctx.needs_input_grad[6:]
-        grad_out = None if grad_out is None else grad_out.resolve_neg()
-        grad_lse = None if grad_lse is None else grad_lse.resolve_neg()
         saved = ctx.saved_tensors  # once: hooks of activation checkpointing raise the second time
+        needs = ctx.needs_input_grad[6:] if len(saved) > 6 else ()
+        if grad_out is not None and grad_out.is_neg():
+            grad_out = grad_out.resolve_neg()
         if grad_lse is None and grad_out is not None:
             grads = call.backward_again(saved, grad_out, needs)
-        return None, None, *(call.backward_node(saved, grad_out, grad_lse, needs) if grads is None else grads)
+            if grads is not None:
+                return None, None, *grads
+        grad_lse = None if grad_lse is None else grad_lse.resolve_neg()
+        return None, None, *call.backward_node(saved, grad_out, grad_lse, needs)
 
 
 # The same as `_AttendPrepared.apply` where no transform of torch.func is active, which the key of a call ensures: torch's own wrapper looks
@@ -170,15 +202,19 @@ class _AttendPrepared(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _AttendPrepared).apply
 
 
-def _backward_key(tensors: Sequence[Tensor], score_captured: Sequence[Tensor], needs: tuple[bool, ...]) -> Hashable:
-    """The key of a prepared backward pass. tensors: q, k, v, out, lse, grad_out.
-
-    Hooks may have replaced the saved tensors by others with the same values.
+def _backward_key(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, score_captured: Sequence[Tensor], needs: tuple[bool, ...]
+) -> tuple[Hashable, ...]:  # fmt: skip
+    """The key of a prepared backward pass; first, bits of misaligned addresses. Hooks may have replaced the saved tensors by others with
+    the same values.
     """
-    q, k, v, out, lse, grad_out = tensors
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | lse.data_ptr() | grad_out.data_ptr()
     return (
-        q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(), grad_out.stride(), grad_out.dtype, addresses & MISALIGNED, needs,
-        tuple([(t.stride(), t.data_ptr() & MISALIGNED) for t in score_captured]) if score_captured else None,
-        torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
+        addresses & MISALIGNED, q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(), grad_out.stride(), grad_out.dtype, needs,
+        tuple([(t.stride(), t.data_ptr() & MISALIGNED) for t in score_captured]) if score_captured else None, _deterministic(),
     )  # fmt: skip
+
+
+def _deterministic() -> tuple[bool, bool]:
+    """Torch's settings of deterministic algorithms."""
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

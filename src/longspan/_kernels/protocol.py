@@ -282,8 +282,8 @@ class PreparedBackward(Protocol):
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, score_captured: Sequence[Tensor]
-    ) -> Grads:  # fmt: skip
-        """As of `Kernel.backward` with wide=False; the gradients of q, k and v are contiguous."""
+    ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor | None]]:  # fmt: skip
+        """Gradients of q, k, v and the captured tensors, as of `Kernel.backward` with wide=False; of q, k and v contiguous."""
 
 
 @runtime_checkable

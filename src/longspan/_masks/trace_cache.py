@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from longspan._masks.program import Kind
+from longspan._masks.program import Kind, Program
 from longspan._masks.trace_guard import Guard
 from longspan._masks.trace_key import TraceKey, Unsure, trace_key
 from longspan._masks.tracing import Traced, trace
@@ -44,10 +44,10 @@ class _Guarded:
     guard: Guard
     entry: _CachedTrace
 
-    def bound(self, tensors: list[Tensor]) -> Traced:
-        """The trace of a mod that captured these tensors."""
-        traced = self.entry.traced
-        return Traced(program=traced.program, sources=tuple(tensors[i] for i in self.entry.positions), preamble=traced.preamble)
+    def sources(self, fn: types.FunctionType) -> list[Tensor] | None:
+        """The sources of the trace of a mod; None if it does not pass the guard."""
+        tensors = self.guard.tensors(fn)
+        return None if tensors is None else [tensors[i] for i in self.entry.positions]
 
 
 _GUARDS_PER_CODE = 4
@@ -66,11 +66,9 @@ class TraceCache:
     def trace(self, fn: Callable[..., Any], kind: Kind, *, score_dtype: torch.dtype, name: str | None = None) -> Traced:
         """Trace a mod, or reuse the trace of a mod with an equal key."""
         guard_key = _guard_key(fn, kind, score_dtype)
-        for guarded in self._guarded.get(guard_key, ()) if guard_key is not None else ():
-            tensors = guarded.guard.tensors(fn)  # type: ignore[arg-type]
-            if tensors is not None:
-                self.hits += 1
-                return guarded.bound(tensors)
+        guarded, sources = self._guarded_trace(fn, guard_key)
+        if guarded is not None:
+            return replace(guarded.traced, sources=tuple(sources))
         try:
             lookup = _key(fn, kind, score_dtype)
             hash(lookup.key)
@@ -99,6 +97,20 @@ class TraceCache:
                     self._entries.popitem(last=False)
                 self._guard(guard_key, lookup, entry)
         return traced
+
+    def guarded(self, fn: Callable[..., Any], kind: Kind, *, score_dtype: torch.dtype) -> tuple[Program, Sequence[Tensor]] | None:
+        """(program, captured tensors) of a mod that passes the guard of a cached trace without a preamble; None for other mods."""
+        entry, sources = self._guarded_trace(fn, _guard_key(fn, kind, score_dtype))
+        return None if entry is None or entry.traced.preamble is not None else (entry.traced.program, sources)
+
+    def _guarded_trace(self, fn: Any, guard_key: Hashable) -> tuple[_CachedTrace | None, Sequence[Tensor]]:
+        """(cached trace, its sources) of a mod that passes a guard."""
+        for guarded in self._guarded.get(guard_key, ()) if guard_key is not None else ():
+            sources = guarded.sources(fn)
+            if sources is not None:
+                self.hits += 1
+                return guarded.entry, sources
+        return None, ()
 
     def _guard(self, guard_key: Hashable, lookup: TraceKey, entry: _CachedTrace) -> None:
         """Remember the guard of a lookup, with the lock held."""

@@ -32,6 +32,11 @@ class Workspace:
         """Number of kernel arguments."""
         return len(self.zeros) + len(self.floats)
 
+    @property
+    def pooled_zeros(self) -> int:
+        """The size of the only array of zeros, if `take_zeros` has as many and no float32 array is used; else 0."""
+        return self.zeros[0] if len(self.zeros) == 1 and not any(self.floats) and self.zeros[0] <= _POOL_SIZE else 0
+
     def tensors(self) -> tuple[Tensor | None, ...]:
         """New arrays."""
         zeros = tuple(zeroed(n, self.device) if n else None for n in self.zeros)
@@ -42,8 +47,8 @@ class Workspace:
 
     def addresses(self, stream: int | None = None) -> tuple[list[int], list[Tensor]]:
         """(addresses of new arrays, without Nones; tensors to hold until the launch). stream: the current one, if none is captured."""
-        if stream is not None and len(self.zeros) == 1 and not any(self.floats) and self.zeros[0] <= _POOL_SIZE:
-            address, pool = take_zeros(self.zeros[0], self.device, stream)
+        if stream is not None and self.pooled_zeros:
+            address, pool = take_zeros(self.pooled_zeros, self.device, stream)
             return [address] * (1 + len(self.floats)), [pool]
         taken = [_take(n, self.device) for n in self.zeros if n]
         addresses, held = [address for address, _ in taken], [pool for _, pool in taken]

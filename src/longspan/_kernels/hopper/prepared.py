@@ -9,17 +9,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from operator import itemgetter
+from operator import itemgetter, mul
 
 import torch
 from torch import Tensor
 
 from longspan._kernels.gpu import launch
-from longspan._kernels.gpu.buffers import empty_grads, empty_out, empty_state, prefill
+from longspan._kernels.gpu.buffers import empty_grads, empty_state, prefill
 from longspan._kernels.gpu.launch_call import Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch, direct_stream
+from longspan._kernels.gpu.workspace import take_zeros
 from longspan._kernels.hopper.passes import HopperCall, head_parts_of, round_tensors
-from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, State, Work
+from longspan._kernels.protocol import AttentionInputs, BackwardInputs, State, Work
+from longspan._torch_private import current_cuda_device, empty_on_current_device
 
 _ROW_ALIGNMENT = 32  # floats: arrays of the workspace begin at multiples of 128 bytes
 
@@ -36,7 +38,8 @@ class PreparedPass:
     """A launch over tiles. `pick`: from the addresses of a call by role, those of the tensors of its signature.
 
     `captured`: addresses of `mask_captured`, the tensors that the mask program reads. `numbers`: scale, first batch row and head.
-    `takes_counter`: whether the workspace is one item counter, which the caller may provide.
+    `takes_counter`: whether the workspace is one item counter, which the caller may provide. `zeros`: how many zeros the workspace has, all
+    its `workspace_arguments` at one address; 0 for other workspaces.
     """
 
     launch: PreparedLaunch
@@ -45,6 +48,8 @@ class PreparedPass:
     mask_captured: tuple[Tensor, ...]
     numbers: tuple[float, int, int]
     takes_counter: bool
+    zeros: int
+    workspace_arguments: int
 
     @classmethod
     def of(cls, call: HopperCall, one: Pass, tensors: Sequence[Tensor | None]) -> PreparedPass:
@@ -53,10 +58,12 @@ class PreparedPass:
         roles = tuple(role[id(t)] for t in one.tensors.values() if t is not None)
         captured = tuple(t.data_ptr() for t in work.mask_captured)
         numbers, prepared = (float(work.scale), work.first_batch, work.first_head), call.prepared(one)
-        takes_counter = prepared.workspace is not None and sum(prepared.workspace.zeros) == 1 and not prepared.workspace.floats
+        workspace = prepared.workspace
+        assert workspace is not None
         return cls(
             launch=prepared, pick=itemgetter(*roles), captured=captured, mask_captured=tuple(work.mask_captured), numbers=numbers,
-            takes_counter=takes_counter,
+            takes_counter=sum(workspace.zeros) == 1 and not workspace.floats, zeros=workspace.pooled_zeros,
+            workspace_arguments=workspace.arguments,
         )  # fmt: skip
 
     def __call__(
@@ -65,6 +72,9 @@ class PreparedPass:
         """addresses: by role; the first stands for lists of captured tensors that are empty. counter: the address of an int32 zero."""
         if counter and self.takes_counter:
             workspace: Sequence[int] = (counter,)
+        elif stream is not None and self.zeros:
+            address, _pool = take_zeros(self.zeros, self.launch.device, stream)
+            workspace = (address,) * self.workspace_arguments
         else:
             assert self.launch.workspace is not None
             workspace, _held = self.launch.workspace.addresses(stream)
@@ -72,7 +82,11 @@ class PreparedPass:
         values = (
             *self.pick(addresses), *workspace, *(self.captured or spare), *(score_captured or spare), *grads, *self.numbers
         )  # fmt: skip
-        _launch(self.launch, stream, values)
+        by_driver = self.launch.by_driver
+        if stream is None or by_driver is None:
+            self.launch.launch_at(values)
+        else:
+            by_driver(stream, values)
 
 
 def _launch(prepared: PreparedLaunch, stream: int | None, values: Sequence[int | float]) -> None:
@@ -84,10 +98,28 @@ def _launch(prepared: PreparedLaunch, stream: int | None, values: Sequence[int |
         by_driver(stream, values)
 
 
-def maker(tensor: Tensor, size: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
-    """A function that makes uninitialised contiguous tensors on the device of `tensor`. `torch.empty_like` parses fewer arguments."""
-    template = torch.empty(1, dtype=dtype, device=tensor.device).expand(*size)
-    return partial(torch.empty_like, template, memory_format=torch.contiguous_format)
+def maker(size: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """A function that makes uninitialised tensors."""
+    fixed_size, fixed_strides, index = tuple(size), tuple(strides), device.index
+    by_torch = partial(torch.empty_strided, fixed_size, fixed_strides, dtype=dtype, device=device)
+    if device.type != "cuda":
+        return by_torch
+
+    def make() -> Tensor:
+        return empty_on_current_device(fixed_size, fixed_strides, dtype) if current_cuda_device() == index else by_torch()
+
+    return make
+
+
+def maker_like(tensor: Tensor) -> Callable[[], Tensor]:
+    """A function that makes uninitialised tensors of this shape, dtype and strides."""
+    return maker(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def contiguous_maker(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """A function that makes uninitialised contiguous tensors."""
+    strides = accumulate((max(1, n) for n in reversed(size[1:])), mul, initial=1)
+    return maker(size, tuple(strides)[::-1], dtype, device)
 
 
 def distinct(inputs: AttentionInputs) -> AttentionInputs:
@@ -102,7 +134,7 @@ class HopperForward:
 
     kernel_pass: PreparedPass
     device: int
-    empty_out: Callable[[Tensor], Tensor]
+    empty_out: Callable[[], Tensor]
     empty_lse: Callable[[], Tensor]
     idle: tuple[tuple[int, int], ...]
 
@@ -117,16 +149,13 @@ class HopperForward:
         kernel_pass = PreparedPass.of(call, call.forward_pass(result, None), (q, inputs.k, inputs.v, result.out, result.lse))
         if not kernel_pass.launch.is_compiled:
             return None
-        like_q = torch.empty_like(q)
-        same = like_q.shape == result.out.shape and like_q.stride() == result.out.stride()
-        make = torch.empty_like if same else partial(empty_out, dim=dim, dtype=q.dtype)
         return cls(
-            kernel_pass=kernel_pass, device=q.device.index, empty_out=make, empty_lse=maker(q, q.shape[:3], torch.float32),
+            kernel_pass=kernel_pass, device=q.device.index, empty_out=maker_like(result.out), empty_lse=maker_like(result.lse),
             idle=launch.idle_spans(work.table, work.q_tiles),
         )  # fmt: skip
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, score_captured: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        out, lse = self.empty_out(q), self.empty_lse()
+        out, lse = self.empty_out(), self.empty_lse()
         for start, stop in self.idle:
             prefill(State(out=out, lse=lse).rows(start, stop), None)
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()
@@ -140,18 +169,20 @@ class HopperBackward:
 
     Roles: q, k, v, grad_out, norm, delta, dq, dk, dv, total. total: dQ in float32, where dK and dV are computed with it.
     `starts`: offsets in bytes of norm, delta, total, the parts of dK and of dV and the item counters in the workspace. `parts`: whether the
-    kernel computes parts of dK and dV. `needs`: whether each captured tensor of the score program gets a gradient. `empty_grads`: make dq,
-    dk and dv.
+    kernel computes parts of dK and dV. `needs`: whether each captured tensor of the score program gets a gradient. `empty_dq`, `empty_dk`,
+    `empty_dv`: make the gradients.
     """
 
     row_terms: PreparedLaunch
     dq: PreparedPass | None
     dkdv: PreparedPass
     rounding: PreparedLaunch | None
-    starts: tuple[int, ...]
+    starts: tuple[int, int, int, int, int, int]
     device: int
     empty_workspace: Callable[[], Tensor]
-    empty_grads: tuple[Callable[[], Tensor], ...]
+    empty_dq: Callable[[], Tensor]
+    empty_dk: Callable[[], Tensor]
+    empty_dv: Callable[[], Tensor]
     parts: bool
     needs: tuple[bool, ...]
 
@@ -181,22 +212,22 @@ class HopperBackward:
         if not all(p is None or p.is_compiled for p in (rows, None if dq is None else dq.launch, dkdv.launch, rounding)):
             return None
         sizes = lse.numel(), lse.numel(), q.numel() * one_pass, dk.numel() * (parts > 1), dv.numel() * (parts > 1), 8
-        *starts, floats = accumulate((-(-n // _ROW_ALIGNMENT) * _ROW_ALIGNMENT for n in sizes), initial=0)
+        a, b, c, d, e, f, floats = accumulate((-(-n // _ROW_ALIGNMENT) * _ROW_ALIGNMENT for n in sizes), initial=0)
         return cls(
-            row_terms=rows, dq=dq, dkdv=dkdv, rounding=rounding, starts=tuple(4 * n for n in starts), device=q.device.index,
-            empty_workspace=maker(q, (floats,), torch.float32), empty_grads=tuple(maker(q, t.shape, t.dtype) for t in (q, k, v)),
+            row_terms=rows, dq=dq, dkdv=dkdv, rounding=rounding, starts=(4 * a, 4 * b, 4 * c, 4 * d, 4 * e, 4 * f), device=q.device.index,
+            empty_workspace=maker((floats,), (1,), torch.float32, q.device), empty_dq=contiguous_maker(q.shape, q.dtype, q.device),
+            empty_dk=contiguous_maker(k.shape, k.dtype, k.device), empty_dv=contiguous_maker(v.shape, v.dtype, v.device),
             parts=parts > 1, needs=tuple(tensors.needs),
         )  # fmt: skip
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, score_captured: Sequence[Tensor]
-    ) -> Grads:  # fmt: skip
-        workspace = self.empty_workspace()
-        base = workspace.data_ptr()
-        norm, delta, total, dk_parts, dv_parts, counters = [base + start for start in self.starts]
-        dq, dk, dv = [make() for make in self.empty_grads]
-        captured: list[Tensor | None] = []
-        score_at: list[int] = []
+    ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor | None]]:  # fmt: skip
+        workspace, dq, dk, dv = self.empty_workspace(), self.empty_dq(), self.empty_dk(), self.empty_dv()
+        base, (norm, delta, total, dk_parts, dv_parts, counters) = workspace.data_ptr(), self.starts
+        norm, delta, total, counters = base + norm, base + delta, base + total, base + counters
+        captured: Sequence[Tensor | None] = ()
+        score_at: Sequence[int] = ()
         if score_captured:
             captured = [
                 torch.zeros(c.shape, dtype=torch.float32, device=c.device) if n else None
@@ -204,14 +235,16 @@ class HopperBackward:
             ]
             score_at = [t.data_ptr() for t in score_captured]
         do_at, dq_at, dk_at, dv_at = grad_out.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
-        to_dk, to_dv = (dk_parts, dv_parts) if self.parts else (dk_at, dv_at)
+        to_dk, to_dv = (base + dk_parts, base + dv_parts) if self.parts else (dk_at, dv_at)
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), do_at, norm, delta, dq_at, to_dk, to_dv, total
-        stream, one_pass = direct_stream(self.device), (total,) if self.dq is None else ()
-        _launch(self.row_terms, stream, (out.data_ptr(), do_at, lse.data_ptr(), norm, delta, *one_pass, counters))
-        if self.dq is not None:
+        stream = direct_stream(self.device)
+        if self.dq is None:
+            _launch(self.row_terms, stream, (out.data_ptr(), do_at, lse.data_ptr(), norm, delta, total, counters))
+        else:
+            _launch(self.row_terms, stream, (out.data_ptr(), do_at, lse.data_ptr(), norm, delta, counters))
             self.dq(stream, addresses, score_at, [g.data_ptr() for g in captured if g is not None] or (norm,), counters)
         self.dkdv(stream, addresses, score_at, (), counters + 16)
         if self.rounding is not None:
             rounded = (total, dq_at) if self.dq is None else ()
-            _launch(self.rounding, stream, (*rounded, *((dk_parts, dk_at, dv_parts, dv_at) if self.parts else ())))
-        return Grads(q=dq, k=dk, v=dv, captured=captured)
+            _launch(self.rounding, stream, (*rounded, to_dk, dk_at, to_dv, dv_at) if self.parts else rounded)
+        return dq, dk, dv, captured

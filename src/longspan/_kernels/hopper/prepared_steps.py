@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -17,7 +16,7 @@ from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.buffers import prefill
 from longspan._kernels.gpu.prepared_launch import direct_stream
 from longspan._kernels.hopper.passes import HopperCall, head_parts_of
-from longspan._kernels.hopper.prepared import PreparedPass, distinct, is_preparable, maker
+from longspan._kernels.hopper.prepared import PreparedPass, contiguous_maker, distinct, is_preparable, maker_like
 from longspan._kernels.hopper.state import HopperState
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, State, Work
 
@@ -68,9 +67,10 @@ class HopperForwardStep:
         if not kernel_pass.launch.is_compiled:
             return None
         return cls(
-            kernel_pass=kernel_pass, device=q.device.index, target=target, final=final, empty_out=_maker_like(result.out),
-            empty_lse=maker(q, q.shape[:3], torch.float32), idle=launch.idle_spans(work.table, work.q_tiles) if target == "new" else (),
-            empty_completed=_maker_like(after) if before is None and after is not None else None,
+            kernel_pass=kernel_pass, device=q.device.index, target=target, final=final, empty_out=maker_like(result.out),
+            empty_lse=contiguous_maker(q.shape[:3], torch.float32, q.device),
+            empty_completed=maker_like(after) if before is None and after is not None else None,
+            idle=launch.idle_spans(work.table, work.q_tiles) if target == "new" else (),
         )  # fmt: skip
 
     def __call__(self, inputs: AttentionInputs, state: State | None, score_captured: Sequence[Tensor]) -> State:
@@ -126,7 +126,7 @@ class HopperBackwardStep:
         (local_k, local_v), parts = inputs.local_kv or (None, None), head_parts_of(inputs.q, inputs.v, work)
         call, dk, dv, empty_parts = HopperCall(inputs, work), into.k, into.v, None
         if parts > 1:
-            makers = [maker(t, (t.shape[0], t.shape[1] * parts, *t.shape[2:]), torch.float32) for t in (dk, dv)]
+            makers = [contiguous_maker((t.shape[0], t.shape[1] * parts, *t.shape[2:]), torch.float32, t.device) for t in (dk, dv)]
             empty_parts = makers[0], makers[1]
             dk, dv = empty_parts[0](), empty_parts[1]()
         roles = inputs.q, inputs.k, inputs.v, grad_out, norm, delta, into.q, dk, dv, local_k, local_v
@@ -156,8 +156,3 @@ class HopperBackwardStep:
         if self.parts > 1:
             for summed, by_part in ((into.k, dk), (into.v, dv)):
                 summed.copy_(by_part.unflatten(1, (-1, self.parts)).sum(2))
-
-
-def _maker_like(tensor: Tensor) -> Callable[[], Tensor]:
-    """A function that makes uninitialised tensors of this shape, dtype and strides."""
-    return partial(torch.empty_strided, tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
