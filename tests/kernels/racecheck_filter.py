@@ -29,7 +29,10 @@ def known_lines(source: Path = SOURCE) -> dict[str, set[tuple[str, int]]]:
     records: set[tuple[str, int]] = set()
     arguments: set[tuple[str, int]] = set()
     for file in sorted(source.glob("*.py")):
-        for function in (node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)):
+        text = file.read_text(encoding="utf-8")
+        if not any(name in text for name in ("warp_specialize", *(f"def {access}(" for access in RECORD_ACCESS))):
+            continue
+        for function in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)):
             if function.name in RECORD_ACCESS:
                 records |= _lines(file, function)
             calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and _name(node.func) == "warp_specialize"]
