@@ -9,7 +9,7 @@ TRITON_OF_CPU_TORCH := "triton==3.6.0; sys_platform == 'linux'"
 # and clearing new pages takes 3 % of the time.
 RUN_TESTS := OMP_NUM_THREADS=1 MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_MMAP_THRESHOLD_=1000000000 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: help install demo style test test-all test-faults fuzz mutants test-gpu campaign-gpu sanitize-gpu lint bench bench-gpu docs docs-serve clean
+.PHONY: help install demo style test test-torches test-all test-faults fuzz mutants test-gpu campaign-gpu sanitize-gpu lint bench bench-gpu docs docs-serve clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,6 +37,10 @@ lint: style ## style, import layers and types
 
 test: style ## style, types and the test suite (a covering sample of the large grids); types beside the tests, whose processes often wait
 	$(BIN)/mypy & types=$$!; $(RUN_TESTS); tests=$$?; wait $$types && exit $$tests
+
+TORCHES ?= 2.11.0 2.12.0
+test-torches: ## a smoke test with other versions of torch, TORCHES; their environments are cached in ~/.cache/longspan-ci
+	PYTHON=$(PYTHON) .ci/torch_versions $(TORCHES)
 
 test-all: lint ## the same with the whole grids
 	$(RUN_TESTS) --whole-grid

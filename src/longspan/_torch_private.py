@@ -45,6 +45,7 @@
                           many mods would grow; there is no public way to drop it.
 `_SingleLevelFunction`    The class whose `apply` every custom autograd Function calls. A trace of a mod must see such calls, and neither
                           dispatch modes nor function modes do; user code often holds a bound `apply`, so `Function.apply` is too late.
+`_ensureCUDADeviceGuardSet`  See `_keep_device_guard`.
 `tracing`                 `make_fx` takes the fake mode of a compilation in progress from this context, whatever modes are active.
 """
 
@@ -54,7 +55,8 @@ import linecache
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from threading import RLock, get_ident
+from functools import cache
+from threading import Event, RLock, Thread, current_thread, get_ident, main_thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,7 +145,29 @@ def assert_on_device(condition: Tensor, message: str) -> None:
 
 def fake_trace(fn: Callable[..., Any], *examples: Tensor) -> GraphModule:
     """The operations of fn on fake tensors like the examples; real tensors that it captures become attributes."""
+    if torch.version.cuda is not None and not torch.cuda.is_available():
+        _keep_device_guard()
     return without_source(make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples))
+
+
+@cache
+def _keep_device_guard() -> None:
+    """Let torch make the device guard of CUDA builds without a GPU in a thread that never ends.
+
+    Fake tensors make it in their first thread. In torch 2.11 it is deleted with this thread, and the next fake tensors crash the process.
+    """
+    if current_thread() is main_thread():
+        torch._C._ensureCUDADeviceGuardSet()
+        return
+    made = Event()
+
+    def make_and_stay() -> None:
+        torch._C._ensureCUDADeviceGuardSet()
+        made.set()
+        Event().wait()
+
+    Thread(target=make_and_stay, name="longspan-device-guard", daemon=True).start()
+    made.wait()
 
 
 def without_source(module: GraphModule) -> GraphModule:
