@@ -70,6 +70,14 @@ def test_flex_attention_takes_a_block_mask_of_any_block_size_over_the_whole_sequ
     )
 
 
+def test_flex_attention_shares_kv_of_batch_size_one() -> None:
+    q, k, v = qkv(131)
+    tensors = [q, k[:1], v[:1]]
+    block_mask = create_block_mask(causal, None, None, 131, 131, device="cpu")
+    want = on_one_device(lambda *t: eager_flex(*t, block_mask=causal), tensors)
+    assert_close(on_ranks(3, lambda *t: flex_attention(*t, block_mask=block_mask), tensors), want)
+
+
 def test_a_score_mod_gets_global_positions_and_its_captured_tensor_a_gradient() -> None:
     tensors, length = qkv(131), 131
     table = random(HEADS, 2 * length - 1, seed=5).requires_grad_()

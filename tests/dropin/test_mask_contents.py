@@ -275,19 +275,20 @@ def test_with_one_query_per_rank_the_contents_distinguish_rows_from_the_whole_ma
         assert_close(outputs, want)
 
 
-def test_rows_of_a_learned_attn_mask_get_their_gradient_under_ulysses_too() -> None:
+@pytest.mark.parametrize(("shape", "strategy"), [((2, 2), "auto"), (2, "ulysses")])
+def test_rows_of_a_learned_attn_mask_get_their_gradient_under_ulysses_too(shape: Any, strategy: Any) -> None:
     whole, bias = qkv(LENGTH), random(HEADS, LENGTH, LENGTH, seed=4).requires_grad_()
     out = F.scaled_dot_product_attention(*whole, attn_mask=bias)
     (grad,) = torch.autograd.grad((out * random(*out.shape, seed=9)).sum(), bias)
 
     def rank(mesh: Any) -> list[Tensor]:
-        with context_parallel(mesh, seq_len=LENGTH) as cp:
+        with context_parallel(mesh, seq_len=LENGTH, strategy=strategy) as cp:
             rows = cp.shard(bias.detach(), 1).requires_grad_()
             part = F.scaled_dot_product_attention(*(cp.shard(t, 2) for t in whole), attn_mask=rows)
             (mine,) = torch.autograd.grad((part * cp.shard(random(*out.shape, seed=9), 2)).sum(), rows)
             return [cp.unshard(part.detach(), 2), cp.unshard(mine, 1)]
 
-    for outputs in virtual_world((2, 2)).run(rank):
+    for outputs in virtual_world(shape).run(rank):
         assert_close(outputs, [out.detach(), grad])
 
 

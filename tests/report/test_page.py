@@ -89,10 +89,12 @@ def test_the_option_table_compares_with_the_fastest(plan: ls.Plan) -> None:
     text, considered, report = page_of(plan), plan.considered(), plan.report()
     assert considered is not None
     best = min(considered.winner.seconds, report.seconds)
-    rows = re.findall(r'<tr[^>]*><th scope="row">([^<]*)</th><td>([\d.]+)</td><td>([-+][\d.]+) %</td>', text)
+    rows = re.findall(r'<tr[^>]*><th scope="row">([^<]*)</th><td>([\d.]+)</td><td>([-+][\d.]+) %</td><td>([\d.]+)</td>', text)
     assert [row[0].removesuffix(" ~") for row in rows[1:]] == [o.name for o in considered.options[:15]]
-    for (_, ms, slower), seconds in zip(rows, [report.seconds, *(o.seconds for o in considered.options)]):
-        assert (ms, slower) == (f"{1e3 * seconds:.3f}", f"{100 * (seconds / best - 1):+.1f}")
+    timeline = report.timeline
+    this_plan = report.seconds, float((timeline.forward.busy + timeline.backward.busy).max())
+    for (_, ms, slower, compute), (seconds, busy) in zip(rows, [this_plan, *((o.seconds, o.computing) for o in considered.options)]):
+        assert (ms, slower, compute) == (f"{1e3 * seconds:.3f}", f"{100 * (seconds / best - 1):+.1f}", f"{1e3 * busy:.3f}")
 
 
 def test_user_text_is_escaped_wherever_it_appears() -> None:
