@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tests.kernels.calls import unsupported_reason
-from tests.kernels.shards import work_of
 from torch import Tensor
 
 import longspan as ls
-from longspan._kernels.registry import kernel_named
 from longspan.testing import oracle, virtual_world
 
 LENGTH, DIM = 300, 8
@@ -149,14 +145,3 @@ def test_ranks_isolate_rows(strategy: str) -> None:
         return world.run(rank)[0]
 
     check(compute, mask, tensors())
-
-
-def test_hopper_does_not_run_masked_work_under_longspan_isolate(monkeypatch: pytest.MonkeyPatch) -> None:
-    hopper = pytest.importorskip("longspan._kernels.hopper.kernel")
-    monkeypatch.setattr(hopper, "_unsupported_reason", lambda *_: None)  # as on a Hopper GPU
-    kernel, q = hopper.HopperKernel(fallback=kernel_named("cpu")), torch.empty(1, 2, 300, 64, dtype=torch.bfloat16)
-    masked = work_of(lambda b, h, q, kv: q >= kv, ((0, 300),), ((0, 300),), block=128)
-    assert unsupported_reason(kernel, q, q, q, masked) is None
-    monkeypatch.setenv("LONGSPAN_ISOLATE", "1")
-    assert "LONGSPAN_ISOLATE=1" in (unsupported_reason(kernel, q, q, q, masked) or "")
-    assert unsupported_reason(kernel, q, q, q, replace(masked, mask=None)) is None

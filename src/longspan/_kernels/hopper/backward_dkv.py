@@ -84,6 +84,7 @@ from longspan._kernels.hopper.dkv_producer import (
 )
 from longspan._kernels.hopper.gluon_names import tma_add
 from longspan._kernels.hopper.head_dim_parts import Parts, ring_of
+from longspan._kernels.hopper.isolation import StepIsolation
 from longspan._kernels.hopper.none_arg import optional
 from longspan._kernels.hopper.pipeline import (
     BufferBarriers,
@@ -397,7 +398,8 @@ def _add_dq(dq_ptr, semaphores, dq_s, steps, dq_bars, order_bars, GROUP: gl.cons
 
 @gluon.jit(do_not_specialize=_DYNAMIC)
 def dkv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr, local_k_ptr, local_v_ptr, counter, semaphores,
+    q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr, local_k_ptr, local_v_ptr, norm_rows_ptr, delta_rows_ptr,
+    unbounded_ptr, counter, semaphores,
     dk_stride, dv_stride, order, full, partial, dq_order_ptr, dq_order_before, q_side, kv_side,
     mask_captured, mask_sizes, score_captured, score_sizes,
     items, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, local_tokens, semaphores_per_head, scale,
@@ -410,6 +412,7 @@ def dkv_kernel(
 
     q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr: TMA descriptors. local_k_ptr, local_v_ptr, local_tokens: `KvSource`; dK and dV cover both sources.
     ALIGNED: norm_ptr and delta_ptr are TMA descriptors of [B · H · Q] in tiles of BM, if every step begins on 16 bytes; otherwise pointers.
+    norm_rows_ptr, delta_rows_ptr: pointers to the same. unbounded_ptr: the flag of `hopper.isolation`. All three None without isolation.
     dk_ptr, dv_ptr: each KV head `head_parts` times, one for each part of its query heads. kv_heads counts all of these.
     counter: one int32, 0. DS: buffers of dS. heavy_rows: key tiles of `order` whose items come first, of all heads.
     semaphores: int32 zeros, one per step of each head, if dQ is accumulated in a fixed order (`hopper.dq_order`), or None.
@@ -435,6 +438,7 @@ def dkv_kernel(
     local_k, local_v = optional(local_k_ptr), optional(local_v_ptr)
     keys = KvSource(Parts(k_ptr, k_ptr), Parts(local_k, local_k), local_tokens)
     values = KvSource(Parts(v_ptr, v_ptr), Parts(local_v, local_v), local_tokens)
+    isolation = None if unbounded_ptr is None else StepIsolation(unbounded_ptr, norm_rows_ptr, delta_rows_ptr, mbarriers(4, 1))
     semaphores, order_bars = optional(semaphores), OrderBarriers(optional(None), optional(None))
     PREFETCH: gl.constexpr = DP <= 64 or semaphores is not None or SCORE is not None
     dq_order = DqOrderArgs(optional(dq_order_ptr), optional(dq_order_before), semaphores_per_head)
@@ -462,7 +466,8 @@ def dkv_kernel(
             (produce, (
                 counter, items, Parts(q_ptr, q_ptr), keys, values, Parts(do_ptr, do_ptr), norm_ptr, delta_ptr, order, full, partial,
                 dq_order, order_bars.described, q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len,
-                kv_len, k_s, v_s, buffers, item_s, item_bars, bars, PER_BATCH, PER_HEAD, ALIGNED, TILE, BM, STAGES, STAGES,
+                kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation), PER_BATCH, PER_HEAD, ALIGNED, TILE, BM, STAGES,
+                STAGES,
             )),
             (_add_dq, (
                 dq_ptr, semaphores, dq_s.index(0), steps_s, BufferBarriers(dq_full.index(0), dq_empty.index(0)), order_bars, 0, DP > 64,
@@ -488,6 +493,7 @@ def dkv_kernel(
             (produce, (
                 counter, items, Parts(q_ptr, q_ptr), keys, values, Parts(do_ptr, do_ptr), norm_ptr, delta_ptr, order, full, partial,
                 dq_order, order_bars.described, q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len,
-                kv_len, k_s, v_s, buffers, item_s, item_bars, bars, PER_BATCH, PER_HEAD, ALIGNED, TILE, BM, STAGES, STAGES,
+                kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation), PER_BATCH, PER_HEAD, ALIGNED, TILE, BM, STAGES,
+                STAGES,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip

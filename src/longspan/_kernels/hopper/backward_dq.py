@@ -56,6 +56,7 @@ from longspan._kernels.hopper.head_dim_parts import (
     wait_sum,
     zero_sum,
 )
+from longspan._kernels.hopper.isolation import GRAD_LIMIT, StepIsolation, bound_keys, has_non_finite, isolated_terms, zero_bad_rows
 from longspan._kernels.hopper.none_arg import first_given, optional
 from longspan._kernels.hopper.pipeline import (
     BufferBarriers,
@@ -100,11 +101,13 @@ PARTIAL = gl.constexpr(2)  # the mask decides
 
 @triton.jit(do_not_specialize=["heads", "q_len"])
 def row_terms_kernel(
-    out_ptr, do_ptr, lse_ptr, grad_lse_ptr, norm_ptr, delta_ptr, dq_ptr, counters_ptr, out_stride, do_stride, heads, q_len,
+    q_ptr, out_ptr, do_ptr, lse_ptr, grad_lse_ptr, norm_ptr, delta_ptr, dq_ptr, counters_ptr, q_stride, out_stride, do_stride, heads, q_len,
     M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
     """Per row, norm = lse in base 2 (`base_two`) and delta = Σ out · grad_out − grad_lse. If out_ptr is None, norm only.
 
+    With q_ptr, norm is NaN for bad rows that lse and delta do not show (`hopper.isolation`): with large gradients, or with a query that is
+    not finite but sees nothing. q_ptr is None without isolation.
     dq_ptr: contiguous float32 rows of D elements, which are set to 0, or None. counters_ptr: 8 int32, which are set to 0, or None.
     """
     blocks = tl.cdiv(q_len, M)
@@ -113,7 +116,9 @@ def row_terms_kernel(
     left = q_len - row
     i = tl.arange(0, M)
     at = wide(head) * q_len + row + i
-    tl.store(norm_ptr + at, base_two(tl.load(lse_ptr + at, mask=i < left, other=0.0)), mask=i < left)
+    lse = tl.load(lse_ptr + at, mask=i < left, other=0.0)
+    if q_ptr is None:
+        tl.store(norm_ptr + at, base_two(lse), mask=i < left)
     if counters_ptr is not None:
         n = tl.arange(0, 8)
         tl.store(counters_ptr + n, n * 0, mask=n < 8 - pid * 8)  # the first CTA
@@ -129,6 +134,16 @@ def row_terms_kernel(
         if grad_lse_ptr is not None:
             delta -= tl.load(grad_lse_ptr + at, mask=i < left, other=0.0)
         tl.store(delta_ptr + at, delta, mask=i < left)
+    if q_ptr is not None:
+        b64, h64 = wide(head // heads), wide(head % heads)
+        do = load_rows(do_ptr + b64 * do_stride[0] + h64 * do_stride[1], row, left, do_stride[2], do_stride[3], M, E, EP, True)
+        if out_ptr is None:
+            delta = tl.load(delta_ptr + at, mask=i < left, other=0.0)
+        # A query that sees a key has a non-finite lse if it is not finite itself. With a sink, lse is finite: but then out is 0.
+        unseen = ((lse == float("-inf")) | (delta == 0.0)) & (i < left)
+        bad = has_non_finite(q_ptr + b64 * q_stride[0] + h64 * q_stride[1], row, unseen, q_stride, M, D, DP)
+        bad = bad | (tl.max(tl.abs(do.to(tl.float32)), 1) > GRAD_LIMIT) | (lse == float("inf"))
+        tl.store(norm_ptr + at, tl.where(bad, float("nan"), base_two(lse)), mask=i < left)
 
 
 @gluon.jit
@@ -139,25 +154,43 @@ def _block_field(blocks_s, slot, FIELD: gl.constexpr):
 
 @gluon.jit
 def _load_block(
-    i, keys, values, b, kv_head, row, pos, left, kind, k_s, v_s, blocks_s, bars, STAGES: gl.constexpr, V_STAGES: gl.constexpr
+    i, keys, values, b, kv_head, row, pos, left, kind, k_s, v_s, blocks_s, bars, isolation, unbounded, isolated,
+    STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Write the block's record and start the loads of its keys and values, as soon as their stages are empty."""
+    """Write the block's record and start the loads of its keys and values, as soon as their stages are empty.
+
+    isolation: `StepIsolation`, or None. unbounded: its flag. isolated: isolated blocks so far. Returns their number after this block.
+    """
     stage, v_stage = ring_slot(i, STAGES), ring_slot(i, V_STAGES)
     mbarrier.wait(bars.k_empty.index(stage), ring_phase(i, STAGES) ^ 1)
     record = ring_slot(i, BLOCK_SLOTS) * BLOCK_FIELDS
     store_int(blocks_s, record + KIND, kind)
     store_int(blocks_s, record + POSITION, pos)
     store_int(blocks_s, record + KEYS_LEFT, left)
-    load_kv_parts(keys, b, kv_head, row, bars.k_full.index(stage), part_slot(k_s, stage))
+    k_full, v_full = bars.k_full.index(stage), bars.v_full.index(v_stage)
+    isolates = False
+    if isolation is not None:
+        isolates = (unbounded != 0) & (kind != FULL)
+        if isolates:  # the consumers wait for the isolated tiles
+            k_full, v_full = isolation.loaded.index(2), isolation.loaded.index(3)
+    load_kv_parts(keys, b, kv_head, row, k_full, part_slot(k_s, stage))
     mbarrier.wait(bars.v_empty.index(v_stage), ring_phase(i, V_STAGES) ^ 1)
-    load_kv_parts(values, b, kv_head, row, bars.v_full.index(v_stage), part_slot(v_s, v_stage))
+    load_kv_parts(values, b, kv_head, row, v_full, part_slot(v_s, v_stage))
+    if isolation is not None:  # noqa: SIM102 (a compile-time condition)
+        if isolates:
+            k, v, loaded = part_slot(k_s, stage), part_slot(v_s, v_stage), isolation.loaded
+            bound_keys(k, v, loaded.index(2), loaded.index(3), isolated & 1)
+            isolated += 1
+            mbarrier.arrive(bars.k_full.index(stage), count=1)
+            mbarrier.arrive(bars.v_full.index(v_stage), count=1)
+    return isolated
 
 
 @gluon.jit
-def _load_item(item_number, q_ptr, do_ptr, b, h, row, pos, left, q_s, do_s, item_s, q_bars):
+def _load_item(item_number, q_ptr, do_ptr, b, h, row, pos, left, lse_at, q_len, q_s, do_s, item_s, q_bars, isolation, unbounded):
     """Write the item's record and start the loads of its queries and dO, as soon as the CTA's item before no longer needs the buffers.
 
-    q_ptr, do_ptr, q_s, do_s: `Parts`.
+    q_ptr, do_ptr, q_s, do_s: `Parts`. lse_at: index of the head's first row in norm and delta. isolation, unbounded: as of `_load_block`.
     """
     mbarrier.wait(q_bars.empty, (item_number & 1) ^ 1)
     store_int(item_s, ITEM_BATCH, b)
@@ -167,22 +200,39 @@ def _load_item(item_number, q_ptr, do_ptr, b, h, row, pos, left, q_s, do_s, item
     store_int(item_s, ITEM_ROWS_LEFT, left)
     Q_BYTES: gl.constexpr = part_bytes(q_ptr.main.block_type.nbytes, q_ptr.tail.block_type.nbytes)
     DO_BYTES: gl.constexpr = part_bytes(do_ptr.main.block_type.nbytes, do_ptr.tail.block_type.nbytes)
-    mbarrier.expect(q_bars.full, 2 * (Q_BYTES + DO_BYTES))
+    full = q_bars.full
+    if isolation is not None:  # noqa: SIM102 (a compile-time condition)
+        if unbounded != 0:
+            full = isolation.loaded.index(0)
+    mbarrier.expect(full, 2 * (Q_BYTES + DO_BYTES))
     for group in gl.static_range(2):
-        load_part_tile(q_ptr, b, h, row + group * GROUP_ROWS, q_bars.full, part_slot(q_s, group))
-        load_part_tile(do_ptr, b, h, row + group * GROUP_ROWS, q_bars.full, part_slot(do_s, group))
+        load_part_tile(q_ptr, b, h, row + group * GROUP_ROWS, full, part_slot(q_s, group))
+        load_part_tile(do_ptr, b, h, row + group * GROUP_ROWS, full, part_slot(do_s, group))
+    if isolation is not None:  # noqa: SIM102 (a compile-time condition)
+        if unbounded != 0:
+            mbarrier.wait(full, item_number & 1)
+            for half in range(2):
+                first = row + half * GROUP_ROWS
+                zero_bad_rows(part_slot(q_s, half), isolation, lse_at + first, q_len - first)
+                zero_bad_rows(part_slot(do_s, half), isolation, lse_at + first, q_len - first)
+            fence_async_shared()
+            mbarrier.arrive(q_bars.full, count=1)
 
 
 @gluon.jit
 def _produce(
     counter, items, q_ptr, keys, values, do_ptr, order, full, partial, q_side, kv_side,
     rows, tiles, heads, shared, group, q_len, kv_len, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
-    PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    isolation, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: takes items (query tiles) from the global counter and loads each item's queries, dO and KV blocks.
 
-    q_ptr, do_ptr, q_s, k_s, v_s, do_s: `Parts`.
+    q_ptr, do_ptr, q_s, k_s, v_s, do_s: `Parts`. isolation: `StepIsolation`, or None.
     """
+    unbounded = 0
+    if isolation is not None:
+        unbounded = gl.load(isolation.unbounded)
+    isolated = 0  # isolated blocks so far
     SUBS: gl.constexpr = QUERIES // N
     i = 0  # block records so far
     t = 0  # items so far
@@ -193,6 +243,7 @@ def _produce(
         table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
         full_run, partial_run = gl.load(full.ptr + table), gl.load(partial.ptr + table)
         full_runs, partial_runs = gl.load(full.ptr + table + 1) - full_run, gl.load(partial.ptr + table + 1) - partial_run
+        lse_at = (wide(b) * heads + h) * q_len
         queries_loaded = 0
         for run in range(full_runs + partial_runs):
             masked = run >= full_runs
@@ -202,17 +253,19 @@ def _produce(
             row_from, pos_from, left_from = run_place(first, last, kv_len, kv_side, SUBS, N)
             # Blocks without a key are skipped.
             for n in range(first * SUBS, gl.minimum((last + 1) * SUBS, (left_from + (N - 1)) // N)):
-                _load_block(
+                isolated = _load_block(
                     i, keys, values, b, h // shared, row_from + n * N, pos_from + n * N, left_from - n * N,
-                    gl.where(masked, PARTIAL, FULL), k_s, v_s, blocks_s, bars, STAGES, V_STAGES,
+                    gl.where(masked, PARTIAL, FULL), k_s, v_s, blocks_s, bars, isolation, unbounded, isolated, STAGES, V_STAGES,
                 )  # fmt: skip
                 i += 1
                 # After the first block: its stage is empty before the buffers of queries are.
                 if queries_loaded == 0:
-                    _load_item(t, q_ptr, do_ptr, b, h, row, pos, left, q_s, do_s, item_s, q_bars)
+                    _load_item(
+                        t, q_ptr, do_ptr, b, h, row, pos, left, lse_at, q_len, q_s, do_s, item_s, q_bars, isolation, unbounded
+                    )  # fmt: skip
                 queries_loaded = 1
         if queries_loaded == 0:
-            _load_item(t, q_ptr, do_ptr, b, h, row, pos, left, q_s, do_s, item_s, q_bars)
+            _load_item(t, q_ptr, do_ptr, b, h, row, pos, left, lse_at, q_len, q_s, do_s, item_s, q_bars, isolation, unbounded)
         mbarrier.wait(bars.k_empty.index(ring_slot(i, STAGES)), ring_phase(i, STAGES) ^ 1)
         store_int(blocks_s, ring_slot(i, BLOCK_SLOTS) * BLOCK_FIELDS + KIND, END)
         mbarrier.arrive(bars.k_full.index(ring_slot(i, STAGES)), count=1)
@@ -266,7 +319,7 @@ def _compute(
     heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
     GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, SCATTER: gl.constexpr,
     ADD: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr,
-    STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    STAGES: gl.constexpr, V_STAGES: gl.constexpr, ISOLATE: gl.constexpr,
 ):  # fmt: skip
     """A compute warp group: 64 of the item's 128 queries. q_s, k_s, v_s, do_s: `Parts`."""
     dtype: gl.constexpr = k_s.main.dtype
@@ -290,6 +343,8 @@ def _compute(
         lse_at = (wide(b) * heads + h) * q_len + row + rows
         norm = gl.expand_dims(gl.load(norm_ptr + lse_at, mask=rows < left, other=0.0), 1)
         delta = gl.expand_dims(gl.load(delta_ptr + lse_at, mask=rows < left, other=0.0), 1)
+        if ISOLATE:
+            norm, delta = isolated_terms(norm, delta)
         q_pos = pos + gl.expand_dims(rows, 1)
         of_head = captured
         if UNIFORM is not None:
@@ -358,7 +413,7 @@ def _compute(
 
 @gluon.jit(do_not_specialize=_DYNAMIC)
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dq_ptr, local_k_ptr, local_v_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dq_ptr, local_k_ptr, local_v_ptr, unbounded_ptr,
     q_tail_ptr, k_tail_ptr, v_tail_ptr, do_tail_ptr, local_k_tail_ptr, local_v_tail_ptr, counter, dq_stride,
     order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes, grads,
     items, rows, tiles, heads, shared, group, q_len, kv_len, local_tokens, scale, first_b, first_h,
@@ -370,7 +425,7 @@ def dq_kernel(
     """dQ of query tiles, stored to dq_ptr or, with ADD, added to it. With SCATTER, gradients of captured tensors are added to `grads`.
 
     q_ptr, k_ptr, v_ptr, do_ptr: TMA descriptors. local_k_ptr, local_v_ptr, local_tokens: `KvSource`. counter: one int32, 0.
-    DP, D_TAIL, EP, E_TAIL, x_tail_ptr: as in `backward_wide.wide_dkv_kernel`.
+    DP, D_TAIL, EP, E_TAIL, x_tail_ptr: as in `backward_wide.wide_dkv_kernel`. unbounded_ptr: as in `backward_dkv.dkv_kernel`.
     """
     gl.static_assert(STAGES <= BLOCK_SLOTS, "a block's record must live until the block is computed")
     q, do = Parts(q_ptr, first_given(q_tail_ptr, q_ptr)), Parts(do_ptr, first_given(do_tail_ptr, do_ptr))
@@ -379,6 +434,8 @@ def dq_kernel(
     blocks_s, item_s = shared_ints(BLOCK_SLOTS * BLOCK_FIELDS), shared_ints(ITEM_FIELDS)
     q_bars = BufferBarriers(mbarriers(1, 1).index(0), mbarriers(1, 2).index(0))
     bars = KvBarriers(mbarriers(STAGES, 1), mbarriers(STAGES, 2), mbarriers(V_STAGES, 1), mbarriers(V_STAGES, 2))
+    ISOLATE: gl.constexpr = unbounded_ptr is not None
+    isolation = StepIsolation(unbounded_ptr, norm_ptr, delta_ptr, mbarriers(4, 1)) if ISOLATE else None
     fence_async_shared()
     q_side = (optional(q_side[0]), optional(q_side[1]), optional(q_side[2]))
     kv_side = (optional(kv_side[0]), optional(kv_side[1]), optional(kv_side[2]))
@@ -390,16 +447,16 @@ def dq_kernel(
         (_compute, (
             norm_ptr, delta_ptr, dq_ptr, dq_stride, captured, grads,
             heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
-            0, MASK, SCORE, JOINT, UNIFORM, SCATTER, ADD, N, D, DP, D_TAIL, STAGES, V_STAGES,
+            0, MASK, SCORE, JOINT, UNIFORM, SCATTER, ADD, N, D, DP, D_TAIL, STAGES, V_STAGES, ISOLATE,
         )),
         (_compute, (
             norm_ptr, delta_ptr, dq_ptr, dq_stride, captured, grads,
             heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
-            1, MASK, SCORE, JOINT, UNIFORM, SCATTER, ADD, N, D, DP, D_TAIL, STAGES, V_STAGES,
+            1, MASK, SCORE, JOINT, UNIFORM, SCATTER, ADD, N, D, DP, D_TAIL, STAGES, V_STAGES, ISOLATE,
         )),
         (_produce, (
             counter, items, q, keys, values, do, order, full, partial, q_side, kv_side,
             rows, tiles, heads, shared, group, q_len, kv_len, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
-            PER_BATCH, PER_HEAD, N, STAGES, V_STAGES,
+            optional(isolation), PER_BATCH, PER_HEAD, N, STAGES, V_STAGES,
         )),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -70,6 +70,7 @@ from longspan._kernels.hopper.head_dim_parts import (
     wait_sum,
     zero_sum,
 )
+from longspan._kernels.hopper.isolation import StepIsolation
 from longspan._kernels.hopper.none_arg import first_given, optional
 from longspan._kernels.hopper.pipeline import (
     BufferBarriers,
@@ -227,8 +228,8 @@ def _compute_dk(
 
 @gluon.jit(do_not_specialize=_DYNAMIC)
 def wide_dkv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dk_ptr, dv_ptr, local_k_ptr, local_v_ptr,
-    q_tail_ptr, k_tail_ptr, v_tail_ptr, do_tail_ptr, local_k_tail_ptr, local_v_tail_ptr, counter,
+    q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dk_ptr, dv_ptr, local_k_ptr, local_v_ptr, norm_rows_ptr, delta_rows_ptr,
+    unbounded_ptr, q_tail_ptr, k_tail_ptr, v_tail_ptr, do_tail_ptr, local_k_tail_ptr, local_v_tail_ptr, counter,
     dk_stride, dv_stride, order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
     items, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, local_tokens, scale, first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
@@ -254,6 +255,7 @@ def wide_dkv_kernel(
     item_bars = KeyTileBarriers(mbarriers(1, 1).index(0), mbarriers(1, 1).index(0), mbarriers(1, 2).index(0))
     bars = StepBarriers(mbarriers(STAGES, 1), mbarriers(DO_STAGES, 1), mbarriers(STAGES, 2), mbarriers(DO_STAGES, 2))
     p_bars = BufferBarriers(mbarriers(P_SLOTS, 1), mbarriers(P_SLOTS, 1))
+    isolation = None if unbounded_ptr is None else StepIsolation(unbounded_ptr, norm_rows_ptr, delta_rows_ptr, mbarriers(4, 1))
     fence_async_shared()
     q_side = (optional(q_side[0]), optional(q_side[1]), optional(q_side[2]))
     kv_side = (optional(kv_side[0]), optional(kv_side[1]), optional(kv_side[2]))
@@ -276,7 +278,7 @@ def wide_dkv_kernel(
         (produce, (
             counter, items, q, keys, values, do, norm_ptr, delta_ptr, order, full, partial,
             DqOrderArgs(optional(None), optional(None), 0), optional(None), q_side, kv_side, rows, tiles, heads, kv_heads, shared,
-            head_parts, group, heavy_rows, q_len, kv_len, k_s, v_s, buffers, item_s, item_bars, bars, PER_BATCH, PER_HEAD, ALIGNED,
-            KEYS, BM, STAGES, DO_STAGES,
+            head_parts, group, heavy_rows, q_len, kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation), PER_BATCH,
+            PER_HEAD, ALIGNED, KEYS, BM, STAGES, DO_STAGES,
         )),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

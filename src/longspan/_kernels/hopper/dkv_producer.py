@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from longspan._kernels.gpu.tile_access import place_in_order, run_place, span, table_row, wide
 from longspan._kernels.hopper.gluon_names import cp_async, tma_load
 from longspan._kernels.hopper.head_dim_parts import load_kv_parts, load_part_tile, part_bytes, part_slot
+from longspan._kernels.hopper.isolation import bound_keys, has_bad_rows, isolate_rows
 from longspan._kernels.hopper.pipeline import ring_phase, ring_slot, store_int, take_item
 
 TILE = gl.constexpr(128)  # queries, or keys, of a tile of the block table
@@ -99,9 +100,16 @@ def step_record(it):
 @gluon.jit
 def _load_step(
     it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row, pos, left, lse_at, q_len, kind, earlier_adds, semaphore, described, buffers, bars,
-    ALIGNED: gl.constexpr, BM: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
+    isolation, unbounded, isolated, ALIGNED: gl.constexpr, BM: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Write the step's record and start the loads of its query rows, as soon as its stages are empty. q_ptr, do_ptr: `Parts`."""
+    """Write the step's record and start the loads of its query rows, as soon as its stages are empty. q_ptr, do_ptr: `Parts`.
+
+    isolation: `StepIsolation`, or None. unbounded: its flag. isolated: isolated steps so far. Returns their number after this step.
+    """
+    isolates = False
+    if isolation is not None:  # noqa: SIM102 (a compile-time condition)
+        if (unbounded != 0) & (kind != FULL):
+            isolates = has_bad_rows(isolation, lse_at + row, q_len - row, BM)
     stage = ring_slot(it, Q_STAGES)
     mbarrier.wait(bars.q_empty.index(stage), ring_phase(it, Q_STAGES) ^ 1)
     record = step_record(it)
@@ -116,15 +124,23 @@ def _load_step(
         store_int(steps, record + EARLIER_ADDS, earlier_adds)
         store_int(steps, record + SEMAPHORE, semaphore)
         mbarrier.arrive(described.index(ring_slot(it, STEP_SLOTS)), count=1)
-    _load_rows(
-        stage, q_ptr, norm_ptr, b, h, row, lse_at, q_len, buffers.q, buffers.norm, bars.q_full.index(stage), ALIGNED, BM
-    )  # fmt: skip
-    stage = ring_slot(it, DO_STAGES)
+    do_stage = ring_slot(it, DO_STAGES)
+    q_full, do_full = bars.q_full.index(stage), bars.do_full.index(do_stage)
+    if isolation is not None:  # noqa: SIM102 (a compile-time condition)
+        if isolates:  # the consumers wait for the isolated tiles
+            q_full, do_full = isolation.loaded.index(0), isolation.loaded.index(1)
+    _load_rows(stage, q_ptr, norm_ptr, b, h, row, lse_at, q_len, buffers.q, buffers.norm, q_full, ALIGNED, BM)
     if bars.do_empty is not None:
-        mbarrier.wait(bars.do_empty.index(stage), ring_phase(it, DO_STAGES) ^ 1)
-    _load_rows(
-        stage, do_ptr, delta_ptr, b, h, row, lse_at, q_len, buffers.do, buffers.delta, bars.do_full.index(stage), ALIGNED, BM
-    )  # fmt: skip
+        mbarrier.wait(bars.do_empty.index(do_stage), ring_phase(it, DO_STAGES) ^ 1)
+    _load_rows(do_stage, do_ptr, delta_ptr, b, h, row, lse_at, q_len, buffers.do, buffers.delta, do_full, ALIGNED, BM)
+    if isolation is not None:  # noqa: SIM102 (a compile-time condition)
+        if isolates:
+            q, do, norm, delta = part_slot(buffers.q, stage), part_slot(buffers.do, do_stage), buffers.norm, buffers.delta
+            isolate_rows(q, do, norm.index(stage), delta.index(do_stage), isolation, lse_at + row, q_len - row, isolated & 1)
+            isolated += 1
+            mbarrier.arrive(bars.q_full.index(stage), count=1)
+            mbarrier.arrive(bars.do_full.index(do_stage), count=1)
+    return isolated
 
 
 @gluon.jit
@@ -148,10 +164,10 @@ def _load_rows(
 
 
 @gluon.jit
-def _load_item(item_number, keys, values, b, head, head_parts, row, pos, left, k_s, v_s, item_s, bars):
+def _load_item(item_number, keys, values, b, head, head_parts, row, pos, left, k_s, v_s, item_s, bars, isolation, unbounded):
     """Write the item's record and start the loads of its keys and values, as soon as the CTA's item before no longer needs the buffers.
 
-    k_s, v_s: `Parts`.
+    k_s, v_s: `Parts`. isolation, unbounded: as of `_load_step`.
     """
     mbarrier.wait(bars.empty, (item_number & 1) ^ 1)
     store_int(item_s, ITEM_BATCH, b)
@@ -159,15 +175,24 @@ def _load_item(item_number, keys, values, b, head, head_parts, row, pos, left, k
     store_int(item_s, ITEM_ROW, row)
     store_int(item_s, ITEM_POSITION, pos)
     store_int(item_s, ITEM_KEYS_LEFT, left)
-    load_kv_parts(keys, b, head // head_parts, row, bars.k_full, part_slot(k_s, 0))
-    load_kv_parts(values, b, head // head_parts, row, bars.v_full, part_slot(v_s, 0))
+    k_full, v_full = bars.k_full, bars.v_full
+    if isolation is not None:  # noqa: SIM102 (a compile-time condition)
+        if unbounded != 0:
+            k_full, v_full = isolation.loaded.index(2), isolation.loaded.index(3)
+    load_kv_parts(keys, b, head // head_parts, row, k_full, part_slot(k_s, 0))
+    load_kv_parts(values, b, head // head_parts, row, v_full, part_slot(v_s, 0))
+    if isolation is not None:  # noqa: SIM102 (a compile-time condition)
+        if unbounded != 0:
+            bound_keys(part_slot(k_s, 0), part_slot(v_s, 0), isolation.loaded.index(2), isolation.loaded.index(3), item_number & 1)
+            mbarrier.arrive(bars.k_full, count=1)
+            mbarrier.arrive(bars.v_full, count=1)
 
 
 @gluon.jit
 def produce(
     counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, dq_order, described, q_side, kv_side,
     rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, k_s, v_s, buffers, item_s, item_bars, bars,
-    PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, ALIGNED: gl.constexpr,
+    isolation, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, ALIGNED: gl.constexpr,
     KEYS: gl.constexpr, BM: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: takes items (KEYS keys) from the global counter and loads each item's keys, values and steps of queries.
@@ -175,12 +200,17 @@ def produce(
     q_ptr, do_ptr, k_s, v_s: `Parts`.
     With ordered dQ, `described` holds mbarriers that complete when a step's record is written, and the steps of a head come in ascending
     order of queries: full and partial runs are merged. Otherwise full runs come first and `described` is None.
+    isolation: `StepIsolation`, or None.
     """
     SUBS: gl.constexpr = TILE // BM
     KEY_SUBS: gl.constexpr = TILE // KEYS
     ORDERED: gl.constexpr = described is not None
     groups = (kv_heads, heavy_rows, group, items // rows * heavy_rows)
     steps = buffers.steps
+    unbounded = 0
+    if isolation is not None:
+        unbounded = gl.load(isolation.unbounded)
+    isolated = 0  # isolated steps so far
     it = 0  # step records so far
     t = 0  # items so far
     item = take_item(counter)
@@ -218,19 +248,24 @@ def produce(
                     if ORDERED:
                         earlier_adds = gl.load(dq_order.before + nth + n // SUBS - first)
                         semaphore = (b * heads + h) * dq_order.semaphores_per_head + n
-                    _load_step(
+                    isolated = _load_step(
                         it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row_from + n * BM, pos_from + n * BM, left_from - n * BM,
-                        lse_at, q_len, kind, earlier_adds, semaphore, described, buffers, bars, ALIGNED, BM, Q_STAGES, DO_STAGES,
+                        lse_at, q_len, kind, earlier_adds, semaphore, described, buffers, bars, isolation, unbounded, isolated,
+                        ALIGNED, BM, Q_STAGES, DO_STAGES,
                     )  # fmt: skip
                     it += 1
                     # After the first step: its stage is empty before the buffers of keys and values are.
                     if kv_loaded == 0:
-                        _load_item(t, keys, values, b, head, head_parts, kv_row, kv_pos, kv_left, k_s, v_s, item_s, item_bars)
+                        _load_item(
+                            t, keys, values, b, head, head_parts, kv_row, kv_pos, kv_left, k_s, v_s, item_s, item_bars, isolation, unbounded
+                        )  # fmt: skip
                     kv_loaded = 1
                 if ORDERED:
                     nth += last + 1 - first
         if kv_loaded == 0:
-            _load_item(t, keys, values, b, head, head_parts, kv_row, kv_pos, kv_left, k_s, v_s, item_s, item_bars)
+            _load_item(
+                t, keys, values, b, head, head_parts, kv_row, kv_pos, kv_left, k_s, v_s, item_s, item_bars, isolation, unbounded
+            )  # fmt: skip
         mbarrier.wait(bars.q_empty.index(ring_slot(it, Q_STAGES)), ring_phase(it, Q_STAGES) ^ 1)
         store_int(steps, step_record(it) + KIND, END)
         if ORDERED:

@@ -79,6 +79,7 @@ from longspan._kernels.hopper.forward_producer import (
     schedule,
 )
 from longspan._kernels.hopper.head_dim_parts import Parts, held_operand, part_2d, ring_of, start_scores
+from longspan._kernels.hopper.isolation import BlockIsolation
 from longspan._kernels.hopper.none_arg import first_given, optional
 from longspan._kernels.hopper.pipeline import (
     Captured,
@@ -361,7 +362,7 @@ def _consume(
 def forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, max_scores_ptr, old_out_ptr, old_lse_ptr, old_max_scores_ptr, complete_out_ptr, q_ptr,
     out_desc, complete_out_desc, old_out_desc, local_k_desc, local_v_desc, q_tail_desc, k_tail_desc, local_k_tail_desc,
-    counter, part_out, part_lse,
+    unbounded_ptr, counter, part_out, part_lse,
     out_stride, old_out_stride, complete_out_stride, q_stride, order, full, partial, counts, complete_flags, q_side, kv_side,
     mask_captured, mask_sizes, score_captured, score_sizes,
     items, unsplit, split_items, parts, wide_part, rows, tiles, heads, shared, group, heavy_rows, light_group, heavy_items, q_len, kv_len,
@@ -377,6 +378,7 @@ def forward_kernel(
     q_tail_desc, k_tail_desc, local_k_tail_desc: TMA descriptors of the last columns of a head dim in two parts (`Parts`), or None.
     complete_out_ptr, complete_flags: outputs of query tiles whose flag is 1 go to complete_out_ptr instead of out_ptr.
     out_desc, complete_out_desc, old_out_desc: TMA descriptors of the tensors of the same names, for the state warp. None: no state warp.
+    unbounded_ptr: an int32, not 0 if partial blocks need isolation (`hopper.isolation`); None to isolate none.
     counter: int32 zeros, one for the item counter and two for each split item. part_out, part_lse: partial results of split items.
     full, partial: `RunPointers`. counts: int32 [table rows, 2], tiles in a row's partial and full runs; never both 0 in these rows.
     unsplit, split_items, parts, wide_part: `SplitKv`. group, heavy_rows, light_group, heavy_items: the order of items (`place_in_order`).
@@ -395,6 +397,10 @@ def forward_kernel(
         mbarriers(ITEM_SLOTS, 1), mbarriers(ITEM_SLOTS, GROUPS + 1 + STATE_WARP), mbarriers(1, 1).index(0), mbarriers(1, GROUPS).index(0)
     )
     kv_bars = KvBarriers(mbarriers(STAGES, 1), mbarriers(STAGES, GROUPS), mbarriers(STAGES, 1), mbarriers(STAGES, GROUPS))
+    isolation = None
+    if unbounded_ptr is not None:
+        bad_keys = gl.allocate_shared_memory(gl.int8, [N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        isolation = BlockIsolation(unbounded_ptr, mbarriers(2, 1), bad_keys)
     split, groups = SplitKv(unsplit, split_items, parts, wide_part), (group, heavy_rows, light_group, heavy_items)
     old_lse_ptr, complete_flags = optional(old_lse_ptr), optional(complete_flags)
     to = Outputs(
@@ -432,7 +438,7 @@ def forward_kernel(
                 )),
                 (load, (
                     q, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end, state_due,
-                    bars, kv_bars, N, N_SUBS, STAGES,
+                    bars, kv_bars, optional(isolation), N, N_SUBS, STAGES,
                 )),
                 (move_states, (
                     out_desc, complete_out_desc, old_out_desc, old_lse_ptr, heads, q_len, state_s, lse_s, items_s, bars, state_bars,
@@ -462,7 +468,7 @@ def forward_kernel(
                 )),
                 (load, (
                     q, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end,
-                    optional(None), bars, kv_bars, N, N_SUBS, STAGES,
+                    optional(None), bars, kv_bars, optional(isolation), N, N_SUBS, STAGES,
                 )),
             ],
             [4, 1, 1],

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from longspan._kernels.gpu.tile_access import place_in_order, run_place, span, table_row, wide
 from longspan._kernels.hopper.head_dim_parts import load_kv_parts, load_part_tile, part_bytes, part_slot
+from longspan._kernels.hopper.isolation import isolate_values
 from longspan._kernels.hopper.pipeline import load_int, load_kv_tile, ring_phase, ring_slot, store_int, take_item
 from longspan._kernels.hopper.tile_io import prefetch_rows
 
@@ -143,13 +144,18 @@ def _load_queries(q_desc, b, h, row, q_full, q_s):
 @gluon.jit
 def load(
     q_desc, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end, state_due, bars, kv_bars,
-    N: gl.constexpr, N_SUBS: gl.constexpr, STAGES: gl.constexpr,
+    isolation, N: gl.constexpr, N_SUBS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The load warp: starts the TMA loads of each item's queries and KV blocks, partial blocks first, and writes the blocks' records.
 
     q_desc, q_s, k_s: `Parts`. keys: a `KvSource` of `Parts`.
     `state_due`: mbarriers that tell the state warp to load the item's running state; None without a state warp.
+    isolation: `BlockIsolation`, or None.
     """
+    unbounded = 0
+    if isolation is not None:
+        unbounded = gl.load(isolation.unbounded)
+    isolated = 0  # isolated KV blocks so far
     i = 0  # KV blocks so far
     t = 0  # items so far
     mbarrier.wait(bars.item_full.index(0), 0)
@@ -185,13 +191,25 @@ def load(
                 mbarrier.wait(kv_bars.k_empty.index(stage), empty_phase)
                 store_int(blocks_s, BLOCK_FIELDS * stage + BLOCK_POSITION, pos_from + n * N)
                 store_int(blocks_s, BLOCK_FIELDS * stage + BLOCK_KEYS_LEFT, left_from - n * N)
-                load_kv_parts(keys, b, kv_head, row_from + n * N, kv_bars.k_full.index(stage), part_slot(k_s, stage))
+                k_full, v_full = kv_bars.k_full.index(stage), kv_bars.v_full.index(stage)
+                isolates = False
+                if isolation is not None:
+                    isolates = (unbounded != 0) & (block < partial_blocks)
+                    if isolates:  # the consumers wait for the isolated tiles
+                        k_full, v_full = isolation.loaded.index(0), isolation.loaded.index(1)
+                load_kv_parts(keys, b, kv_head, row_from + n * N, k_full, part_slot(k_s, stage))
                 if (block == first_block) & (t > 0):
                     # After the item's first K tile: its stage is empty before the query tiles of the item before are.
                     mbarrier.wait(bars.q_empty, (t & 1) ^ 1)
                     _load_queries(q_desc, b, h, row, bars.q_full, q_s)
                 mbarrier.wait(kv_bars.v_empty.index(stage), empty_phase)
-                load_kv_tile(values, b, kv_head, row_from + n * N, kv_bars.v_full.index(stage), v_s.index(stage))
+                load_kv_tile(values, b, kv_head, row_from + n * N, v_full, v_s.index(stage))
+                if isolation is not None:  # noqa: SIM102 (a compile-time condition)
+                    if isolates:
+                        isolate_values(k_s.main.index(stage), v_s.index(stage), isolation, isolated & 1)
+                        isolated += 1
+                        mbarrier.arrive(kv_bars.k_full.index(stage), count=1)
+                        mbarrier.arrive(kv_bars.v_full.index(stage), count=1)
                 if state_due is not None:  # noqa: SIM102 (a compile-time condition)
                     if block == state_at:
                         mbarrier.arrive(state_due.index(ring_slot(t, 2)), count=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -21,7 +20,17 @@ from longspan._kernels.gpu.row_terms import delta as row_delta
 from longspan._kernels.gpu.selected_tables import tile_of, tiled_work
 from longspan._kernels.hopper.config import HOPPER, MAX_DIM, computes_dq_with_dkv
 from longspan._kernels.hopper.dq_order import ordered_dq_pays
-from longspan._kernels.hopper.passes import HopperCall, head_parts_of, round_tensors, row_norm, row_terms_launch, streamable, width
+from longspan._kernels.hopper.passes import (
+    HopperCall,
+    head_parts_of,
+    isolates,
+    isolation_enabled,
+    round_tensors,
+    row_norm,
+    row_terms_launch,
+    streamable,
+    width,
+)
 from longspan._kernels.hopper.prepared import HopperBackward, HopperForward
 from longspan._kernels.hopper.prepared_steps import HopperBackwardStep, HopperForwardStep
 from longspan._kernels.hopper.state import HopperState
@@ -59,16 +68,6 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def isolation_reason(work: Work) -> str | None:
-    """The reason why these kernels do not run masked work under LONGSPAN_ISOLATE=1; else None.
-
-    wgmma multiplies masked probabilities, which are 0, by values: NaN and ±inf reach all rows of a tile. Without a mask, all rows see them.
-    """
-    if os.environ.get("LONGSPAN_ISOLATE", "0") in ("", "0") or work.mask is None:
-        return None
-    return "LONGSPAN_ISOLATE=1 is set, and NaN or inf may reach rows that do not see it"
-
-
 class HopperKernel:
     """Kernel for Hopper GPUs. Numerics as in `TritonKernel`: scores, sums and the running state in float32; P in the dtype of v for P·V.
 
@@ -91,7 +90,6 @@ class HopperKernel:
         reason = _unsupported_reason(inputs, work)
         if reason is None and work.invariant and work.score is not None:
             reason = "longspan.invariant() with a score_mod"  # it has a second form for tiles whose lookups are uniform
-        reason = reason or isolation_reason(work)
         if reason is not None:
             return Capabilities(unsupported=reason)
         # Deterministic: TMA reductions of two concurrent launches would add to dQ in arbitrary order.
@@ -169,19 +167,21 @@ class HopperKernel:
         one_pass = _one_pass(inputs, work, needs) and (into is None or launch.describable(into.q))
         total = None if not one_pass else grads.q if into is not None else torch.empty(q.shape, dtype=torch.float32, device=q.device)
         row_tensors = {
-            "out_ptr": tensors.out if tensors.delta is None else None, "do_ptr": grad_out, "lse_ptr": lse,
+            "q_ptr": call.q if isolates(work) else None, "out_ptr": tensors.out if tensors.delta is None else None, "do_ptr": grad_out,
+            "lse_ptr": lse,
             "grad_lse_ptr": None if grad_lse is None else grad_lse.float().contiguous(), "norm_ptr": norm, "delta_ptr": delta,
             "dq_ptr": total if into is None else None,
             "counters_ptr": torch.empty(8, dtype=torch.int32, device=q.device) if into is None else None,  # for `HopperBackward`
         }  # fmt: skip
         if into is None or tensors.norm is None or tensors.delta is None:
             call.row_terms(row_tensors)(row_tensors, {})
+        unbounded = call.unbounded((norm, delta))
         if not one_pass:
-            call.launch(call.dq_pass(grad_out, norm, delta, grads.q, grads.captured, add=into is not None))
+            call.launch(call.dq_pass(grad_out, norm, delta, grads.q, grads.captured, add=into is not None, unbounded=unbounded))
         parts, dk, dv = head_parts_of(call.q, call.v, work), grads.k, grads.v
         if parts > 1:  # each part of a KV head's query heads fills its own dK and dV, summed below
             dk, dv = (torch.empty((t.shape[0], t.shape[1] * parts, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (dk, dv))
-        call.launch(call.dkdv_pass(grad_out, norm, delta, dk, dv, total, ordered=one_pass and deterministic))
+        call.launch(call.dkdv_pass(grad_out, norm, delta, dk, dv, total, ordered=one_pass and deterministic, unbounded=unbounded))
         if into is not None or wide:
             if parts > 1:
                 for summed, by_part in ((grads.k, dk), (grads.v, dv)):
@@ -193,13 +193,13 @@ class HopperKernel:
         return grads
 
     def prepare_forward(self, inputs: AttentionInputs, work: Work) -> HopperForward | None:
-        if not inputs.q.numel() or not inputs.k.numel() or not launch.facts(work.kv_tiles).covers:
+        if isolates(work) or not inputs.q.numel() or not inputs.k.numel() or not launch.facts(work.kv_tiles).covers:
             return None
         return HopperForward.of(inputs, work)
 
     def prepare_backward(self, tensors: BackwardInputs, work: Work) -> HopperBackward | None:
         inputs, needs = tensors.inputs, tensors.needs
-        if not _supports_backward(inputs, work) or not inputs.k.numel():
+        if isolates(work) or not _supports_backward(inputs, work) or not inputs.k.numel():
             return None
         if any(needs) and torch.are_deterministic_algorithms_enabled():  # `check_order` may have to warn at every call
             return None
@@ -209,14 +209,14 @@ class HopperKernel:
     def prepare_forward_step(
         self, inputs: AttentionInputs, work: Work, *, state: State | None, result: State, final: bool
     ) -> HopperForwardStep | None:  # fmt: skip
-        if work.invariant or not inputs.q.numel() or _has_empty_kv(inputs) or not launch.facts(work.kv_tiles).covers:
+        if isolates(work) or work.invariant or not inputs.q.numel() or _has_empty_kv(inputs) or not launch.facts(work.kv_tiles).covers:
             return None
         return HopperForwardStep.of(inputs, work, state=state, result=result, final=final)
 
     def prepare_backward_step(self, tensors: BackwardInputs, work: Work, *, into: Grads) -> HopperBackwardStep | None:
         inputs, needs = tensors.inputs, tensors.needs
         deterministic = torch.are_deterministic_algorithms_enabled()
-        if work.invariant or _has_empty_kv(inputs) or not _supports_backward(inputs, work):
+        if isolates(work) or work.invariant or _has_empty_kv(inputs) or not _supports_backward(inputs, work):
             return None
         if any(needs) and deterministic:  # `check_order` may have to warn at every call
             return None
@@ -230,7 +230,7 @@ class HopperKernel:
         lse, grad_lse = tensors.lse.contiguous(), tensors.grad_lse
         delta, norm = torch.empty_like(lse), torch.empty_like(lse)
         row_tensors = {
-            "out_ptr": tensors.out, "do_ptr": tensors.grad_out, "lse_ptr": lse,
+            "q_ptr": tensors.inputs.q if isolation_enabled() else None, "out_ptr": tensors.out, "do_ptr": tensors.grad_out, "lse_ptr": lse,
             "grad_lse_ptr": None if grad_lse is None else grad_lse.float().contiguous(), "norm_ptr": norm, "delta_ptr": delta,
             "dq_ptr": zeroed, "counters_ptr": None,
         }  # fmt: skip

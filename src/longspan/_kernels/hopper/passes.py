@@ -20,7 +20,7 @@ from longspan._kernels.gpu.hoisted_lookups import hoisted_options, uniform_funct
 from longspan._kernels.gpu.launch_call import Cut, LaunchCall, Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch, Tensors, layout_launch
 from longspan._kernels.gpu.uniform_lookup import flat_functions
-from longspan._kernels.gpu.workspace import Workspace
+from longspan._kernels.gpu.workspace import Workspace, zeroed
 from longspan._kernels.hopper.backward_dkv import dkv_kernel
 from longspan._kernels.hopper.backward_dq import dq_kernel, row_terms_kernel
 from longspan._kernels.hopper.backward_wide import wide_dkv_kernel
@@ -43,6 +43,7 @@ from longspan._kernels.hopper.forward_producer import GROUPS
 from longspan._kernels.hopper.forward_three import forward_three_kernel
 from longspan._kernels.hopper.gqa_split import head_parts
 from longspan._kernels.hopper.half_tiles import half_tile_items
+from longspan._kernels.hopper.isolation import CHECKED_ROWS, CHECKED_TERMS, unbounded_kernel
 from longspan._kernels.hopper.item_order import ItemOrder, best_order, outlier_rows, simulated_items
 from longspan._kernels.hopper.round_grads import BLOCK, round_kernel
 from longspan._kernels.hopper.split_kv import KvSplit, best_split
@@ -72,10 +73,12 @@ class HopperCall(LaunchCall):
 
         If `done` is not None, outputs of complete query tiles (`Work.complete_q_tiles`) go there instead of to `result.out`.
         """
-        self.launch(self.forward_pass(result, old, done=done))
+        self.launch(self.forward_pass(result, old, done=done, unbounded=self.unbounded()))
 
-    def forward_pass(self, result: State, old: State | None, *, done: Tensor | None = None) -> Pass:
-        """The pass that `forward` launches."""
+    def forward_pass(
+        self, result: State, old: State | None, *, done: Tensor | None = None, unbounded: Tensor | None = None
+    ) -> Pass:  # fmt: skip
+        """The pass that `forward` launches. unbounded: the result of the method of that name."""
         if old is None and done is None and self._takes_three_groups(result):
             tensors: dict[str, Tensor | None] = {
                 "q_desc": self.q, "k_desc": self.k, "v_desc": self.v, "out_ptr": result.out, "lse_ptr": result.lse, "q_ptr": self.q,
@@ -93,6 +96,7 @@ class HopperCall(LaunchCall):
         }  # fmt: skip
         tails = self._tails(None)
         tensors |= {f"{name}_tail_desc": tails[f"{name}_tail_ptr"] for name in ("q", "k", "local_k")}
+        tensors["unbounded_ptr"] = unbounded
         assert done is None or self.work.complete_q_tiles is not None
         # Part of the key of the prepared launch, which holds the flags on the device.
         completed = None if done is None or self.work.complete_q_tiles is None else bytes(self.work.complete_q_tiles.tolist())
@@ -105,6 +109,8 @@ class HopperCall(LaunchCall):
         if max(width(q.shape[-1]), width(v.shape[-1])) > 64 or result.max_scores is not None or result.out.dtype != q.dtype:
             return False
         if work.score is not None or work.device_tables is not None or work.invariant or self._local_kv[0] is not None:
+            return False
+        if isolates(work):  # that kernel does not isolate rows
             return False
         if work.q_tiles.row is not None or work.kv_tiles.row is not None or isinstance(table, StaticTable) or table.tiles is not None:
             return False
@@ -128,10 +134,32 @@ class HopperCall(LaunchCall):
     def program_options(self) -> Options:
         return hoisted_options(self.work.score, self.work.joint, super().program_options)
 
+    def unbounded(self, row_terms: tuple[Tensor, Tensor] | None = None) -> Tensor | None:
+        """An int32 on the device that is not 0 if this pass has to be isolated (`hopper.isolation`); None if isolation is off.
+
+        row_terms: norm and delta of a backward pass. Launches one kernel for each buffer of KV.
+        """
+        if not isolates(self.work):
+            return None
+        flag = zeroed(1, self.v.device)
+        for k, v in ((self.k, self.v), self._local_kv):
+            if v is None:
+                continue
+            norm, delta = (None, None) if row_terms is None else row_terms
+            tensors = {"k_ptr": None if row_terms is None else k, "v_ptr": v, "norm_ptr": norm, "delta_ptr": delta, "flag_ptr": flag}
+            (batch, heads, length, e), d = v.shape, self.q.shape[-1]
+            constants = {
+                "k_stride": (v if k is None else k).stride(), "v_stride": v.stride(), "heads": heads, "length": length,
+                "terms": 0 if norm is None else norm.numel(), "M": CHECKED_ROWS, "TERMS": CHECKED_TERMS,
+                "D": d, "DP": launch.padded(d), "E": e, "EP": launch.padded(e),
+            }  # fmt: skip
+            layout_launch(unbounded_kernel, tensors, constants, batch * heads * -(-length // CHECKED_ROWS))(tensors, {})
+        return flag
+
     def row_terms(self, tensors: Tensors) -> PreparedLaunch:
         """The launch of `row_terms_kernel`, which fills norm and, if out is not None, delta [B, H, Q], and sets a float32 dQ to 0.
 
-        tensors: out_ptr, do_ptr, lse_ptr, grad_lse_ptr, norm_ptr, delta_ptr, dq_ptr, counters_ptr.
+        tensors: q_ptr, out_ptr, do_ptr, lse_ptr, grad_lse_ptr, norm_ptr, delta_ptr, dq_ptr, counters_ptr.
         """
         return row_terms_launch(self.q.shape, tensors)
 
@@ -149,12 +177,13 @@ class HopperCall(LaunchCall):
         return layout_launch(round_kernel, tensors, constants, sum(-(-n // BLOCK) for n in sizes))
 
     def dq_pass(
-        self, grad_out: Tensor, norm: Tensor, delta: Tensor, dq: Tensor, captured: Sequence[Tensor | None], *, add: bool
+        self, grad_out: Tensor, norm: Tensor, delta: Tensor, dq: Tensor, captured: Sequence[Tensor | None], *, add: bool,
+        unbounded: Tensor | None = None,
     ) -> Pass:  # fmt: skip
-        """Fill dq, or add to it, and add to the gradients in `captured` that are not None."""
+        """Fill dq, or add to it, and add to the gradients in `captured` that are not None. unbounded: the result of that method."""
         tensors = {
             "q_ptr": self.q, "k_ptr": self.k, "v_ptr": self.v, "do_ptr": grad_out, "norm_ptr": norm, "delta_ptr": delta, "dq_ptr": dq,
-            "local_k_ptr": self._local_kv[0], "local_v_ptr": self._local_kv[1], **self._tails(grad_out),
+            "local_k_ptr": self._local_kv[0], "local_v_ptr": self._local_kv[1], "unbounded_ptr": unbounded, **self._tails(grad_out),
         }  # fmt: skip
         grads = tuple(g for g in captured if g is not None) or (norm,)
         needs = tuple(g is not None for g in captured)
@@ -162,12 +191,18 @@ class HopperCall(LaunchCall):
         return Pass(name="dq", kernel=dq_kernel, tensors=tensors, settings=settings, needs=needs, grads=grads, busy_only=add)
 
     def dkdv_pass(
-        self, grad_out: Tensor, norm: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, dq: Tensor | None, *, ordered: bool = False
+        self, grad_out: Tensor, norm: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, dq: Tensor | None, *, ordered: bool = False,
+        unbounded: Tensor | None = None,
     ) -> Pass:  # fmt: skip
-        """Fill dk and dv, each KV head `head_parts_of` times, and add to dq (float32) if it is not None; if `ordered`, in a fixed order."""
+        """Fill dk and dv, each KV head `head_parts_of` times, and add to dq (float32) if it is not None; if `ordered`, in a fixed order.
+
+        unbounded: the result of the method of that name.
+        """
         tensors = {
             "q_ptr": self.q, "k_ptr": self.k, "v_ptr": self.v, "do_ptr": grad_out, "norm_ptr": norm, "delta_ptr": delta, "dk_ptr": dk,
             "dv_ptr": dv, "dq_ptr": dq, "local_k_ptr": self._local_kv[0], "local_v_ptr": self._local_kv[1],
+            "norm_rows_ptr": None if unbounded is None else norm, "delta_rows_ptr": None if unbounded is None else delta,
+            "unbounded_ptr": unbounded,
         }  # fmt: skip
         kernel = dkv_kernel
         if not computes_dq_with_dkv(width(self.q.shape[-1]), width(self.v.shape[-1])):
@@ -368,11 +403,12 @@ def head_parts_of(q: Tensor, v: Tensor, work: Work) -> int:
 
 def row_terms_launch(shape: Sequence[int], tensors: Tensors) -> PreparedLaunch:
     """`HopperCall.row_terms` for queries of a shape [B, H, Q, D]."""
-    (B, H, Q, D), m, grad_out, out = shape, 64, tensors["do_ptr"], tensors["out_ptr"]
+    (B, H, Q, D), m, grad_out, out, q = shape, 64, tensors["do_ptr"], tensors["out_ptr"], tensors["q_ptr"]
     assert grad_out is not None
     E = grad_out.shape[-1]
     constants = {
-        "out_stride": (grad_out if out is None else out).stride(), "do_stride": grad_out.stride(), "heads": H, "q_len": Q,
+        "q_stride": (1,) * 4 if q is None else q.stride(), "out_stride": (grad_out if out is None else out).stride(),
+        "do_stride": grad_out.stride(), "heads": H, "q_len": Q,
         "M": m, "D": D, "DP": launch.padded(D), "E": E, "EP": launch.padded(E),
     }  # fmt: skip
     return layout_launch(row_terms_kernel, tensors, constants, B * H * -(-Q // m))
@@ -382,9 +418,10 @@ def row_norm(lse: Tensor) -> Tensor:
     """The norm of `row_terms_kernel` [B, H, Q], alone."""
     (B, H, Q), m, lse = lse.shape, 64, lse.contiguous()
     norm = torch.empty_like(lse)
-    names = ("out_ptr", "do_ptr", "lse_ptr", "grad_lse_ptr", "norm_ptr", "delta_ptr", "dq_ptr", "counters_ptr")
+    names = ("q_ptr", "out_ptr", "do_ptr", "lse_ptr", "grad_lse_ptr", "norm_ptr", "delta_ptr", "dq_ptr", "counters_ptr")
     tensors: dict[str, Tensor | None] = {**dict.fromkeys(names), "lse_ptr": lse, "norm_ptr": norm}
-    constants = {"out_stride": (1,), "do_stride": (1,), "heads": H, "q_len": Q, "M": m, "D": 16, "DP": 16, "E": 16, "EP": 16}
+    constants: dict[str, Any] = dict.fromkeys(("q_stride", "out_stride", "do_stride"), (1,))
+    constants |= {"heads": H, "q_len": Q, "M": m, "D": 16, "DP": 16, "E": 16, "EP": 16}
     if norm.numel():
         layout_launch(row_terms_kernel, tensors, constants, B * H * -(-Q // m))(tensors, {})
     return norm
@@ -402,6 +439,16 @@ def round_tensors(total: Tensor | None, grads: Grads, kv_parts: tuple[Tensor, Te
 def streamable(tensor: Tensor) -> Tensor:
     """A tensor that TMA can read: itself, or a contiguous copy."""
     return tensor if launch.describable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def isolation_enabled() -> bool:
+    """Whether LONGSPAN_ISOLATE=1 is set."""
+    return os.environ.get("LONGSPAN_ISOLATE", "0") not in ("", "0")
+
+
+def isolates(work: Work) -> bool:
+    """Whether passes are isolated (`hopper.isolation`). Without a mask, all rows see the same keys."""
+    return work.mask is not None and isolation_enabled()
 
 
 @cache

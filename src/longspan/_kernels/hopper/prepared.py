@@ -200,8 +200,8 @@ class HopperBackward:
         if parts > 1:
             dk, dv = (torch.empty((t.shape[0], t.shape[1] * parts, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (dk, dv))
         rows = call.row_terms({
-            "out_ptr": tensors.out, "do_ptr": grad_out, "lse_ptr": lse, "grad_lse_ptr": None, "norm_ptr": norm, "delta_ptr": delta,
-            "dq_ptr": total, "counters_ptr": torch.empty(8, dtype=torch.int32, device=q.device),
+            "q_ptr": None, "out_ptr": tensors.out, "do_ptr": grad_out, "lse_ptr": lse, "grad_lse_ptr": None, "norm_ptr": norm,
+            "delta_ptr": delta, "dq_ptr": total, "counters_ptr": torch.empty(8, dtype=torch.int32, device=q.device),
         })  # fmt: skip
         roles = q, k, v, grad_out, norm, delta, grads.q, dk, dv, total
         dq = None

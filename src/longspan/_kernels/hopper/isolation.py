@@ -1,0 +1,223 @@
+"""NaN, ±inf and numbers whose products overflow, kept from rows and keys that may not see them (LONGSPAN_ISOLATE=1).
+
+A masked pair has P = 0 and dS = 0, but wgmma adds 0 · x for it to sums of other rows and keys, and dP of a masked pair may be infinite.
+`unbounded_kernel` reads V, and for a backward pass also K and the row terms, before the pass, and sets a flag on the device if it finds
+such a number. If the flag is set, the producer warps change tiles in shared memory before the other warps read them:
+
+  forward    K, V     of partial blocks: values that are not finite become 0, and their keys NaN. Rows that see such a key become NaN.
+  backward   K, V     of partial blocks, and of all items of the dK/dV kernels: NaN becomes 0, larger numbers the limit
+             Q, dO    of partial steps: bad rows become 0, with norm NaN and delta 0
+
+A row is bad if its norm is NaN or its delta is not finite: it is not finite itself, or it sees something that is not. Its norm makes the
+probabilities of its visible pairs NaN, and with them its dQ and the dK and dV of the keys that it sees, and nothing else.
+`row_terms_kernel` sets norm to NaN where lse and delta do not show that a row of Q or dO is not finite.
+"""
+
+# Device code: its arguments are tiles and pointers, which Python types do not describe.
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from longspan._kernels.gpu.tile_access import load_rows, wide
+from longspan._kernels.hopper.gluon_names import reinterpret
+
+# Limits of bfloat16 numbers: a product of V and dO over 256 dims, and its difference to delta, is less than 2^128.
+VALUE_LIMIT = gl.constexpr(2.0**60)
+GRAD_LIMIT = gl.constexpr(2.0**58)
+DELTA_LIMIT = gl.constexpr(2.0**126)
+
+CHECKED_ROWS = 64  # rows of K and V that a CTA of `unbounded_kernel` reads
+CHECKED_TERMS = 1024  # row terms that it reads
+_ROWS = gl.constexpr(4)  # rows of a piece that a warp reads at once
+_DIMS = gl.constexpr(64)  # columns of a piece: TMA stores a tile as panels of 128 bytes by all rows
+
+
+class BlockIsolation(NamedTuple):
+    """`unbounded`: pointer to the flag. `loaded`: mbarriers of the loads of a block's K and V. `bad_keys`: int8 [N] in shared memory."""
+
+    unbounded: Any
+    loaded: Any
+    bad_keys: Any
+
+
+class StepIsolation(NamedTuple):
+    """`unbounded`: pointer to the flag. `norm`, `delta`: pointers to [B · H · Q]. `loaded`: mbarriers of the loads of Q, dO, K and V."""
+
+    unbounded: Any
+    norm: Any
+    delta: Any
+    loaded: Any
+
+
+@triton.jit
+def _is_unbounded(ptr, stride, batch, head, row, left, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Whether M rows of a head have NaN or a number that is not less than `VALUE_LIMIT`."""
+    base = ptr + wide(batch) * stride[0] + wide(head) * stride[1]
+    x = load_rows(base, row, left, stride[2], stride[3], M, D, DP, True)
+    return tl.max(tl.max(tl.where(tl.abs(x.to(tl.float32)) < VALUE_LIMIT, 0, 1), 1), 0) > 0
+
+
+@triton.jit(do_not_specialize=["heads", "length", "terms"])
+def unbounded_kernel(
+    k_ptr, v_ptr, norm_ptr, delta_ptr, flag_ptr, k_stride, v_stride, heads, length, terms,
+    M: tl.constexpr, TERMS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+):  # fmt: skip
+    """Set the int32 at flag_ptr to 1 if K or V [B, heads, length, D or E] is unbounded or a row term [terms] is of a bad row.
+
+    k_ptr: None to check V alone. norm_ptr, delta_ptr: None for a forward pass.
+    """
+    pid, blocks = tl.program_id(0), tl.cdiv(length, M)
+    row, head = (pid % blocks) * M, pid // blocks
+    found = _is_unbounded(v_ptr, v_stride, head // heads, head % heads, row, length - row, M, E, EP)
+    if k_ptr is not None:
+        found = found | _is_unbounded(k_ptr, k_stride, head // heads, head % heads, row, length - row, M, D, DP)
+    if norm_ptr is not None:
+        # CTA p reads the terms from p · TERMS on, and those after all CTAs' in further rounds.
+        for first in range(pid * TERMS, terms, tl.num_programs(0) * TERMS):
+            i = first + tl.arange(0, TERMS)
+            norm = tl.load(norm_ptr + i, mask=i < terms, other=0.0)
+            delta = tl.load(delta_ptr + i, mask=i < terms, other=0.0)
+            found = found | (tl.max(_is_bad(norm, delta).to(tl.int32), 0) > 0)
+    if found:
+        tl.store(flag_ptr, 1)
+
+
+@triton.jit
+def _is_bad(norm, delta):
+    """Whether rows with these terms are bad."""
+    return (norm != norm) | (((delta <= DELTA_LIMIT) & (delta >= -DELTA_LIMIT)) == 0)
+
+
+@triton.jit
+def has_non_finite(ptr, row, rows, stride, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Whether each of M rows of a head has a NaN or ±inf, bool [M]. rows: which to read."""
+    i, d = tl.arange(0, M), tl.arange(0, DP)
+    at = ptr + wide(row + i)[:, None] * stride[2] + d[None, :] * stride[3]
+    x = tl.load(at, mask=rows[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    return tl.sum(x * 0.0, 1) != 0.0
+
+
+@gluon.jit
+def _pieces(tile):
+    """A tile [1, 1, rows, dims] of 16-bit floats in shared memory as pieces [number, 4, 64], panel after panel.
+
+    Within a row of a panel, the 16-byte parts are permuted (the swizzle that wgmma reads), which does not matter here.
+    """
+    NUMBER: gl.constexpr = tile.shape[2] * tile.shape[3] // (_ROWS * _DIMS)
+    return reinterpret(tile, tile.dtype, [NUMBER, _ROWS, _DIMS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def isolate_values(k, v, isolation, phase):
+    """Wait for the loads of a forward block (one warp). Set values that are not finite to 0 and the keys of these values to NaN.
+
+    k: the keys, or the first columns of keys in two parts.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    mbarrier.wait(isolation.loaded.index(0), phase)
+    mbarrier.wait(isolation.loaded.index(1), phase)
+    values, keys = _pieces(v), _pieces(k)
+    PER_PANEL: gl.constexpr = v.shape[2] // _ROWS
+    bad_keys = reinterpret(isolation.bad_keys, gl.int8, [PER_PANEL, _ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for i in range(values.shape[0]):
+        x = values.index(i).load(layout)
+        finite = gl.abs(x.to(gl.float32)) < float("inf")
+        values.index(i).store(gl.where(finite, x, 0.0).to(x.dtype))
+        bad = gl.max(gl.where(finite, 0, 1), 1)
+        if i >= PER_PANEL:
+            bad = bad | bad_keys.index(i % PER_PANEL).load(gl.SliceLayout(1, layout)).to(gl.int32)
+        bad_keys.index(i % PER_PANEL).store(bad.to(gl.int8))
+    for i in range(keys.shape[0]):
+        bad = gl.expand_dims(bad_keys.index(i % PER_PANEL).load(gl.SliceLayout(1, layout)), 1) != 0
+        keys.index(i).store(gl.where(bad, float("nan"), keys.index(i).load(layout)).to(k.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def _bound(tile, LIMIT: gl.constexpr):
+    """Set NaN in a tile [1, 1, rows, dims] to 0, and larger numbers than the limit to it (one warp)."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    LARGEST: gl.constexpr = 65504.0 if tile.dtype == gl.float16 else LIMIT
+    pieces = _pieces(tile)
+    for i in range(tile.shape[2] * tile.shape[3] // (_ROWS * _DIMS)):
+        x = pieces.index(i).load(layout).to(gl.float32)
+        x = gl.where(x == x, gl.minimum(gl.maximum(x, -LARGEST), LARGEST), 0.0)
+        pieces.index(i).store(x.to(tile.dtype))
+
+
+@gluon.jit
+def bound_keys(k, v, k_loaded, v_loaded, phase):
+    """Wait for the loads of keys and values (one warp) and make them finite. k, v: slots of tiles (`Parts`)."""
+    mbarrier.wait(k_loaded, phase)
+    mbarrier.wait(v_loaded, phase)
+    _bound(k.main, 3.3e38)
+    _bound(v.main, VALUE_LIMIT)
+    if k.tail.shape[3] != k.main.shape[3]:
+        _bound(k.tail, 3.3e38)
+    if v.tail.shape[3] != v.main.shape[3]:
+        _bound(v.tail, VALUE_LIMIT)
+    fence_async_shared()
+
+
+@gluon.jit
+def has_bad_rows(isolation, at, left, BM: gl.constexpr):
+    """Whether any of the BM rows from `at` on is bad. `left`: rows from there to the end of the head; later ones are not read. One warp."""
+    layout: gl.constexpr = gl.BlockedLayout([BM // 32], [32], [1], [0])
+    i = gl.arange(0, BM, layout=layout)
+    norm = gl.load(isolation.norm + at + i, mask=i < left, other=0.0)
+    delta = gl.load(isolation.delta + at + i, mask=i < left, other=0.0)
+    return gl.max(gl.where(_is_bad(norm, delta), 1, 0), 0) > 0
+
+
+@gluon.jit
+def isolated_terms(norm, delta):
+    """(norm, delta) with NaN and 0 for bad rows."""
+    bad = _is_bad(norm, delta)
+    return gl.where(bad, float("nan"), norm), gl.where(bad, 0.0, delta)
+
+
+@gluon.jit
+def _zero_bad_rows(tile, isolation, at, left):
+    """Set the bad rows of a tile [1, 1, rows, dims] to 0. One warp; arguments as of `has_bad_rows`."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    PER_PANEL: gl.constexpr = tile.shape[2] // _ROWS
+    pieces = _pieces(tile)
+    for i in range(tile.shape[2] * tile.shape[3] // (_ROWS * _DIMS)):
+        row = i % PER_PANEL * _ROWS + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
+        norm = gl.load(isolation.norm + at + row, mask=row < left, other=0.0)
+        delta = gl.load(isolation.delta + at + row, mask=row < left, other=0.0)
+        x = pieces.index(i).load(layout)
+        pieces.index(i).store(gl.where(gl.expand_dims(_is_bad(norm, delta), 1), 0.0, x).to(x.dtype))
+
+
+@gluon.jit
+def zero_bad_rows(tile, isolation, at, left):
+    """Set the bad rows of a tile (`Parts`) to 0. One warp; arguments as of `has_bad_rows`."""
+    _zero_bad_rows(tile.main, isolation, at, left)
+    if tile.tail.shape[3] != tile.main.shape[3]:
+        _zero_bad_rows(tile.tail, isolation, at, left)
+
+
+@gluon.jit
+def isolate_rows(q, do, norm_s, delta_s, isolation, at, left, phase):
+    """Wait for the loads of a step (one warp) and set its bad rows to 0, their norm to NaN and their delta to 0.
+
+    q, do: slots of tiles (`Parts`). norm_s, delta_s: float32 [rows]. at, left: as of `has_bad_rows`.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    mbarrier.wait(isolation.loaded.index(0), phase)
+    mbarrier.wait(isolation.loaded.index(1), phase)
+    zero_bad_rows(q, isolation, at, left)
+    zero_bad_rows(do, isolation, at, left)
+    norm, delta = isolated_terms(norm_s.load(layout), delta_s.load(layout))
+    norm_s.store(norm)
+    delta_s.store(delta)
+    fence_async_shared()
