@@ -143,3 +143,21 @@ def gelu_tanh_grad(grad, x):
 def silu_grad(grad, x):
     s = sigmoid(x)
     return grad * s * (1.0 + x * (1.0 - s))
+
+
+@triton.jit
+def bits_below(bound, columns):
+    """int32 words whose bit 2 · (c // 8) + c % 2 is 1 if c < bound (`bit_of`). columns: at most 128.
+
+    A word serves the columns c with one value of c & 6: those that a thread holds of a row of a tensor-core tile.
+    """
+    before = tl.maximum(tl.minimum(tl.maximum(bound, 0), 128) - (columns & 6), 0)
+    count = (before >> 3) * 2 + tl.minimum(before & 7, 2)
+    half = count >> 1
+    return ((1 << half) << (count - half)) - 1  # a shift by 32 is undefined
+
+
+@triton.jit
+def bit_of(bits, columns):
+    """Whether the bit of each column is 1 in the words of `bits_below`."""
+    return (bits & (1 << ((columns >> 3) * 2 + (columns & 1)))) != 0

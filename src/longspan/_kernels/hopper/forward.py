@@ -125,7 +125,7 @@ def _row_sum(p, CHAINS: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def softmax_block(
     s, m, total, max_scores, q_first, kv_first, left, global_b, global_h, scale, captured,
-    MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, PARTIAL: gl.constexpr,
+    MASK: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, PARTIAL: gl.constexpr,
     SCALE_IN_EXP: gl.constexpr, MAX_SCORES: gl.constexpr, SUM_CHAINS: gl.constexpr, N: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Online softmax of one block's scores [64, N]: (p, m, total, max_scores, factor that rescales earlier sums).
@@ -148,7 +148,9 @@ def softmax_block(
             else:
                 s = SCORE(s, global_b, global_h, q_pos, kv, captured.score, captured.score_sizes)
     if PARTIAL:
-        if MASK is not None:
+        if VISIBLE is not None:
+            s = gl.where(VISIBLE(captured.mask, kv_first, gl.expand_dims(columns, 0)), s, float("-inf"))
+        elif MASK is not None:
             s = gl.where(MASK(global_b, global_h, q_pos, kv, captured.mask, captured.mask_sizes), s, float("-inf"))
         if left < N:
             s = gl.where(gl.expand_dims(columns, 0) < left, s, float("-inf"))
@@ -170,7 +172,7 @@ def softmax_block(
 @gluon.jit
 def attend_blocks(
     acc, total, m, max_scores, weights, i, count, q, q_first, global_b, global_h, scale, k_s, v_s, blocks_s, bars, captured,
-    MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, PARTIAL: gl.constexpr,
+    MASK: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, PARTIAL: gl.constexpr,
     SCALE_IN_EXP: gl.constexpr, MAX_SCORES: gl.constexpr, SUM_CHAINS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     TURN: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr,
 ):  # fmt: skip
@@ -199,7 +201,7 @@ def attend_blocks(
         mbarrier.arrive(bars.k_empty.index(stage), count=1)
         p, m, total, max_scores, rescale = softmax_block(
             s, m, total, max_scores, q_first, kv, left, global_b, global_h, scale, captured,
-            MASK, SCORE, FLAT, CORNERS, PARTIAL, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, layout,
+            MASK, VISIBLE, SCORE, FLAT, CORNERS, PARTIAL, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, layout,
         )  # fmt: skip
         acc, weights = warpgroup_mma_wait(0, deps=[acc_next, gl.convert_layout(p.to(v_s.dtype), operand)])
         mbarrier.arrive(bars.v_empty.index(last), count=1)
@@ -212,8 +214,9 @@ def attend_blocks(
 def _consume(
     to, counter, split, strides, heads, q_len, scale, first_b, first_h,
     q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars, out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
-    GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, UNIFORM: gl.constexpr,
-    SCALE_IN_EXP: gl.constexpr, N: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, MASK: gl.constexpr, BOUNDS: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr,
+    CORNERS: gl.constexpr, UNIFORM: gl.constexpr, SCALE_IN_EXP: gl.constexpr, N: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """A consumer warp group: 64 of the item's 128 queries."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
@@ -251,6 +254,9 @@ def _consume(
         if UNIFORM is not None:
             score = UNIFORM(global_b, global_h, captured.score, captured.score_sizes)
             of_head = Captured(captured.mask, captured.mask_sizes, score, captured.score_sizes)
+        if BOUNDS is not None:
+            bounds = BOUNDS(global_b, global_h, gl.expand_dims(q_first + rows, 1), captured.mask, captured.mask_sizes)
+            of_head = Captured(bounds, of_head.mask_sizes, of_head.score, of_head.score_sizes)
 
         m = gl.full([GROUP_ROWS], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
         total = gl.full([GROUP_ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, layout))
@@ -268,24 +274,24 @@ def _consume(
         if partial > 0:
             p, m, total, max_scores, _ = softmax_block(
                 s, m, total, max_scores, q_first, kv, left, global_b, global_h, scale, of_head,
-                MASK, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, layout,
+                MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, layout,
             )  # fmt: skip
         else:
             p, m, total, max_scores, _ = softmax_block(
                 s, m, total, max_scores, q_first, kv, left, global_b, global_h, scale, of_head,
-                MASK, SCORE, FLAT, CORNERS, False, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, layout,
+                MASK, VISIBLE, SCORE, FLAT, CORNERS, False, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, layout,
             )  # fmt: skip
         weights = gl.convert_layout(p.to(v_s.dtype), operand)
         i += 1
         acc, total, m, max_scores, weights, i = attend_blocks(
             acc, total, m, max_scores, weights, i, gl.maximum(partial - 1, 0), q, q_first, global_b, global_h, scale, k_s, v_s, blocks_s,
-            kv_bars, of_head, MASK, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, STAGES, -1, layout,
+            kv_bars, of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, STAGES, -1, layout,
             out_layout,
         )  # fmt: skip
         acc, total, m, max_scores, weights, i = attend_blocks(
             acc, total, m, max_scores, weights, i, gl.where(partial > 0, full, full - 1), q, q_first, global_b, global_h, scale, k_s, v_s,
-            blocks_s, kv_bars, of_head, MASK, SCORE, FLAT, CORNERS, False, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, STAGES, -1, layout,
-            out_layout,
+            blocks_s, kv_bars, of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, False, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, STAGES, -1,
+            layout, out_layout,
         )  # fmt: skip
         mbarrier.arrive(bars.q_empty, count=1)
         last = ring_slot(i - 1, STAGES)
@@ -367,8 +373,8 @@ def forward_kernel(
     mask_captured, mask_sizes, score_captured, score_sizes,
     items, unsplit, split_items, parts, wide_part, rows, tiles, heads, shared, group, heavy_rows, light_group, heavy_items, q_len, kv_len,
     local_tokens, scale, first_b, first_h,
-    MASK: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, UNIFORM: gl.constexpr,
-    PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, SCALE_IN_EXP: gl.constexpr,
+    MASK: gl.constexpr, BOUNDS: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr,
+    UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, SCALE_IN_EXP: gl.constexpr,
     M_SUBS: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, D: gl.constexpr, E: gl.constexpr, DP: gl.constexpr, EP: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -384,6 +390,7 @@ def forward_kernel(
     unsplit, split_items, parts, wide_part: `SplitKv`. group, heavy_rows, light_group, heavy_items: the order of items (`place_in_order`).
     M_SUBS, N_SUBS: items and KV blocks per tile of the block table. SCALE_IN_EXP: multiply by the scale in the exponent.
     UNIFORM: of a score mod with lookups by batch row and head (`longspan._kernels.gpu.hoisted_lookups`), or None.
+    BOUNDS, VISIBLE: of a mask of comparisons of kv with values of the row (`longspan._kernels.gpu.row_bounds`), or None.
     FLAT, CORNERS: of a score mod whose lookup is uniform over many tiles (`longspan._kernels.gpu.uniform_lookup`), or None.
     """
     dtype: gl.constexpr = q_desc.dtype
@@ -425,12 +432,12 @@ def forward_kernel(
                 (_consume, (
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
                     out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
-                    0, MASK, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES,
+                    0, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES,
                 )),
                 (_consume, (
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
                     out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
-                    1, MASK, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES,
+                    1, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES,
                 )),
                 (schedule, (
                     q_ptr, q_stride, counter, items, split, order, full, partial, counts, complete_flags, q_side, rows, tiles, heads,
@@ -455,12 +462,12 @@ def forward_kernel(
                 (_consume, (
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
                     optional(None), optional(None), optional(None), optional(None), optional(None), captured,
-                    0, MASK, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES,
+                    0, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES,
                 )),
                 (_consume, (
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
                     optional(None), optional(None), optional(None), optional(None), optional(None), captured,
-                    1, MASK, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES,
+                    1, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES,
                 )),
                 (schedule, (
                     q_ptr, q_stride, counter, items, split, order, full, partial, counts, complete_flags, q_side, rows, tiles, heads,

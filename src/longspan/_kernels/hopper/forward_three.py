@@ -247,12 +247,12 @@ def _consume(
         if full == 0:
             p, m, total, max_scores, _ = softmax_block(
                 s, m, total, max_scores, q_first, kv, keys_left, global_b, global_h, scale, captured,
-                MASK, None, None, None, True, SCALE_IN_EXP, False, SUM_CHAINS, N, layout,
+                MASK, None, None, None, None, True, SCALE_IN_EXP, False, SUM_CHAINS, N, layout,
             )  # fmt: skip
         else:
             p, m, total, max_scores, _ = softmax_block(
                 s, m, total, max_scores, q_first, kv, keys_left, global_b, global_h, scale, captured,
-                MASK, None, None, None, False, SCALE_IN_EXP, False, SUM_CHAINS, N, layout,
+                MASK, None, None, None, None, False, SCALE_IN_EXP, False, SUM_CHAINS, N, layout,
             )  # fmt: skip
         weights = gl.convert_layout(p.to(v_s.dtype), operand)
         i += 1
@@ -265,12 +265,12 @@ def _consume(
             left -= count
             acc, total, m, max_scores, weights, i = attend_blocks(
                 acc, total, m, max_scores, weights, i, gl.where(full == 0, count, 0), q, q_first, global_b, global_h, scale, k_s, v_s,
-                blocks_s, kv_bars, captured, MASK, None, None, None, True, SCALE_IN_EXP, False, SUM_CHAINS, N, STAGES, TURN, layout,
+                blocks_s, kv_bars, captured, MASK, None, None, None, None, True, SCALE_IN_EXP, False, SUM_CHAINS, N, STAGES, TURN, layout,
                 out_layout,
             )  # fmt: skip
             acc, total, m, max_scores, weights, i = attend_blocks(
                 acc, total, m, max_scores, weights, i, gl.where(full == 0, 0, count), q, q_first, global_b, global_h, scale, k_s, v_s,
-                blocks_s, kv_bars, captured, MASK, None, None, None, False, SCALE_IN_EXP, False, SUM_CHAINS, N, STAGES, TURN, layout,
+                blocks_s, kv_bars, captured, MASK, None, None, None, None, False, SCALE_IN_EXP, False, SUM_CHAINS, N, STAGES, TURN, layout,
                 out_layout,
             )  # fmt: skip
         mbarrier.arrive(bars.q_empty, count=1)

@@ -19,6 +19,7 @@ from longspan._kernels.gpu.compile_options import FUSED
 from longspan._kernels.gpu.hoisted_lookups import hoisted_options, uniform_function
 from longspan._kernels.gpu.launch_call import Cut, LaunchCall, Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch, Tensors, layout_launch
+from longspan._kernels.gpu.row_bounds import bounds_functions
 from longspan._kernels.gpu.uniform_lookup import flat_functions
 from longspan._kernels.gpu.workspace import Workspace, zeroed
 from longspan._kernels.hopper.backward_dkv import dkv_kernel
@@ -279,6 +280,7 @@ class HopperCall(LaunchCall):
             if one.kernel is dkv_kernel:
                 workspace = Workspace(device=q.device, zeros=(1, q.shape[0] * q.shape[1] * more["semaphores_per_head"]))
         if one.name == "forward":
+            more["BOUNDS"], more["VISIBLE"] = bounds_functions(self.work.mask, launch.options(self.work, q.dtype))
             more["CORNERS"], more["FLAT"] = flat_functions(self.work.score, self.program_options)
             # Split items do not combine max scores. The number of KV blocks of a device table is not known, and that of a static table may
             # change: a part could be empty.

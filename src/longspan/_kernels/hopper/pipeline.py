@@ -20,7 +20,7 @@ from longspan._kernels.hopper.gluon_names import tma_load
 
 class Captured(NamedTuple):
     """Pointers to the tensors that the mask and the score mod capture, and their sizes. In `score`, a loaded element may replace its
-    pointer (`gpu.hoisted_lookups`).
+    pointer (`gpu.hoisted_lookups`); in `mask`, bounds may replace all pointers (`gpu.row_bounds`).
     """
 
     mask: Any
