@@ -415,6 +415,8 @@ def check(case: Case) -> None:
     except Exception as error:
         if "does not support this call" in str(error) and case["kernel"] not in ("auto", "cpu", "dense"):
             raise Refused(str(error)) from None
+        if case.get("invariant") and "on this machine, torch.bmm" in str(error):  # of the smaller tiles of these cases
+            raise Refused(str(error)) from None
         raise Wrong(f"raised {type(error).__name__}", f"{type(error).__name__}: {error}") from error
     for problem, got, which in calls:
         _compare(case, problem, got, which)

@@ -14,6 +14,7 @@ import longspan as ls
 from longspan.integrations import prepare_batch
 from longspan.integrations._configs import check_config, head_counts, spans_of
 from longspan.integrations._meshes import mesh_roles
+from longspan.integrations._plans import CHUNKED, within
 from longspan.integrations.loss import linear_token_loss, shift_labels, token_count, token_loss
 from longspan.testing import virtual_world
 
@@ -231,3 +232,14 @@ def test_a_window_planned_later_gets_the_same_plan() -> None:
             whole(), ls.Mesh.abstract(2, 1), config=config(sliding_window=9, **shape), layout="contiguous", strategy=strategy
         )["longspan_plan"]
         assert (plans.of(("sliding", 31)).data.head_axis is None) == (plans.of(None).data.head_axis is None) == (strategy == "ring")
+
+
+def test_chunks_begin_at_the_first_real_token_of_each_row() -> None:
+    real_tokens = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1]])  # of two rows, one is padded
+    zero, tokens = torch.zeros((), dtype=torch.int64), torch.arange(7)
+    for padded, firsts in ((real_tokens, (0, 2)), (None, (0, 0))):
+        mask = within(ls.full(), (CHUNKED, 3), padded)
+        for b, first in enumerate(firsts):
+            seen = mask(zero + b, zero, tokens[first:, None], tokens[None, first:])
+            chunk = (tokens[first:] - first) // 3
+            assert torch.equal(seen, chunk[:, None] == chunk[None])

@@ -18,7 +18,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import longspan as ls
 import longspan.torch_compat as tc
-from longspan.testing import run_processes
+from longspan.testing import run_processes, virtual_world
+from longspan.torch_compat import _cp_custom_ops
 from longspan.torch_compat._attention import _ForwardHooks
 from longspan.torch_compat._dispatcher import DispatcherCache, default_layout
 from longspan.torch_compat._load_balancer import layout_of
@@ -200,3 +201,26 @@ def test_a_score_mod_with_a_block_mask_of_the_whole_sequence_raises_however_it_i
     args, kwargs = tuple(given.values())[:positional], dict(list(given.items())[positional:])
     with pytest.raises(ValueError, match="score_mod needs the global positions"):
         hooks.before(nn.Identity(), args, kwargs)
+
+
+def test_flex_cp_allgather_concatenates_kv_and_sums_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    meshes: dict[str, Any] = {}
+    monkeypatch.setattr(_cp_custom_ops, "_mesh", meshes.__getitem__)
+    monkeypatch.setattr(_cp_custom_ops, "_size", lambda name: 3)
+    k, v, grads = torch.randn(2, 3, 12, 4), torch.randn(2, 3, 12, 5), [torch.randn(3, 2, 3, 12, size) for size in (4, 5)]
+
+    def rank(mesh: Any) -> tuple[Any, Any]:
+        name = f"rank {mesh.rank}"
+        meshes[name] = mesh
+        own = [t[:, :, 4 * mesh.rank : 4 * mesh.rank + 4].clone().requires_grad_() for t in (k, v)]
+        full = _cp_custom_ops.flex_cp_allgather(*own, 2, name)
+        return [t.detach() for t in full], torch.autograd.grad(full, own, [g[mesh.rank] for g in grads])
+
+    results = virtual_world(3).run(rank)
+    for i, whole in enumerate((k, v)):
+        assert all(torch.equal(full[i], whole) for full, _ in results)
+        torch.testing.assert_close(torch.cat([own[i] for _, own in results], 2), grads[i].sum(0))
+    fake = [t[:, :, :4].to("meta") for t in (k, v)]
+    full = torch.ops.longspan.flex_cp_allgather(*fake, 2, "rank 0")
+    assert [t.shape for t in full] == [k.shape, v.shape]
+    assert [t.shape for t in torch.ops.longspan.flex_cp_allgather_backward(*full, 2, "rank 0")] == [t.shape for t in fake]
