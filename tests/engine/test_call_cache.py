@@ -288,6 +288,27 @@ def test_recent_calls_are_bounded_and_dropped_with_their_entries() -> None:
     assert recent_of(cache, scale=8.5) is None
 
 
+def test_a_call_that_was_prepared_again_is_found_though_the_recent_one_is_outdated() -> None:
+    entry, t = CallEntry(), torch.zeros(8, 8)
+    outdated: Any = SimpleNamespace(is_current=lambda: True)
+    again: Any = SimpleNamespace(is_current=lambda: True)
+    entry.calls[score_key("a", [t])] = outdated
+    assert entry.call_with_score("a", [t]) is outdated
+    outdated.is_current = lambda: False  # a tensor of the mask was modified
+    assert entry.call_with_score("a", [t]) is None
+    entry.calls[score_key("a", [t])] = again
+    assert entry.call_with_score("a", [t]) is again
+
+
+def test_calls_with_one_tensor_in_two_places_do_not_displace_recent_calls(prepared: list[PreparedCall], fresh: CallCache) -> None:
+    q, k, v = (t.detach() for t in qkv())
+    for _ in range(3):
+        ls.attention(q, k, v, mask=CAUSAL)
+    for _ in range(8):  # the guard compares distinct tensors
+        ls.attention(q, k, k, mask=CAUSAL)
+    assert len(prepared) == 9 and recent_of(fresh, q=q, k=k, v=v) is not None
+
+
 def test_a_recent_call_with_a_score_mod_is_found_by_its_program_and_captured_layouts() -> None:
     entry, t = CallEntry(), torch.zeros(8, 8)
     call: Any = SimpleNamespace(is_current=lambda: True)
@@ -364,6 +385,26 @@ def test_checkpointed_calls_may_be_prepared(mask: ls.Mask, prepared: list[Prepar
         grads = torch.autograd.grad(x.sum(), tensors)
         want = grads if want is None else want
         assert all(map(torch.equal, grads, want))
+    assert prepared
+
+
+def test_the_preamble_of_a_score_mod_runs_once_in_a_call_and_in_its_recomputation(prepared: list[PreparedCall]) -> None:
+    """Activation checkpointing compares the tensors that autograd saves in both."""
+    table, tensors = torch.linspace(-1.0, 0.0, 4, requires_grad=True), qkv()
+
+    def decaying(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return s + table.exp()[h] * (kv - q)
+
+    def doubled(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return s * 2 + table.exp()[h] * (kv - q)
+
+    for _ in range(4):
+        for mod in (decaying, doubled):
+            attend = functools.partial(ls.attention, mask=CAUSAL, score_mod=mod)
+            out, want = checkpoint(attend, *tensors, use_reentrant=False), attend(*tensors, kernel="dense")
+            grads = (torch.autograd.grad(o.sum(), [*tensors, table]) for o in (out, want))
+            for got, wanted in zip(*grads, strict=True):
+                torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
     assert prepared
 
 

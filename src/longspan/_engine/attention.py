@@ -27,6 +27,7 @@ from longspan._kernels.protocol import MASK_IN_GRAPH, state_dtype
 from longspan._kernels.registry import INVARIANT, NotSupported, check_name
 from longspan._masks.algebra import FromBlockMask, Full, Mask, MaskLike, as_mask
 from longspan._masks.extent import AttentionSizes
+from longspan._masks.program import Program
 from longspan._masks.selected import split_selection
 from longspan._masks.static_mask import static_mask_of
 from longspan._masks.trace_cache import traces
@@ -154,18 +155,22 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> ops.Outpu
     """(out, lse, max scores) after all checks; max scores has no elements unless asked for."""
     if options.plan is not None:
         return _attend_over_mesh(q, k, v, options, options.plan)
-    key = None
+    key, score = None, None
     if not torch.compiler.is_dynamo_compiling():
         entry = calls.recent(q, k, v, options)
-        repeated = None if entry is None else _attend_again(q, k, v, options, entry)
-        if repeated is not None:
-            return repeated
+        if entry is not None:
+            score = _score_again(q, options)
+            repeated = _attend_again(q, k, v, options, entry, score)
+            if repeated is not None:
+                return repeated
         key = calls.key(q, k, v, options)
         entry = None if key is None else calls.entry(key)
-        repeated = None if entry is None else _attend_again(q, k, v, options, entry)
-        if repeated is not None and key is not None and entry is not None:
-            calls.note_recent(q, k, v, options, key, entry)
-            return repeated
+        if key is not None and entry is not None:
+            score = score or _score_again(q, options)
+            repeated = _attend_again(q, k, v, options, entry, score)
+            if repeated is not None:
+                calls.note_recent(q, k, v, options, key, entry)
+                return repeated
     scale = _checked_scale(q, k, v, options)
     chosen = _attend_selected(q, k, v, options, scale)
     if chosen is not None:
@@ -185,28 +190,45 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> ops.Outpu
     score_dtype = state_dtype(q.dtype)  # before the context, which raises for any use of a transformed q
     with tracing_under_transforms():
         mask_traced = None if mask is None else mask.traced
-        score_traced = _traced_score(options.score_mod, score_dtype)
-    inputs = _call_tensors(q, k, v, options, mask_traced, score_traced)
-    results = _run(inputs, options, mask_traced, score_traced, scale)
+        score_traced = None if score is not None else _traced_score(options.score_mod, score_dtype)
+    score = score or _Score.of(score_traced)
+    inputs = _call_tensors(q, k, v, options, mask_traced, score)
+    results = _run(inputs, options, mask_traced, score, scale)
     if key is not None and all(type(t) in PLAIN and not is_transformed(t) for t in inputs.score_captured):
-        call = CallOptions(spec=_spec(options, mask_traced, score_traced), scale=scale)
-        calls.add(key, score_key(None if score_traced is None else score_traced.program.key, inputs.score_captured), inputs, call)
+        call = CallOptions(spec=_spec(options, mask_traced, score), scale=scale)
+        calls.add(key, score_key(None if score is None else score.program.key, inputs.score_captured), inputs, call)
     return results
 
 
-def _attend_again(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, entry: CallEntry) -> ops.Outputs | None:
-    """`attend` by a prepared call; None if there is none."""
-    captured: Sequence[Tensor] = ()
+class _Score(NamedTuple):
+    """The program of a call's `score_mod` and the tensors that it captures.
+
+    Made once per call: a preamble runs under autograd, and activation checkpointing compares the tensors that autograd saves in a call and
+    in its recomputation.
+    """
+
+    program: Program
+    captured: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, traced: Traced | None) -> _Score | None:
+        return None if traced is None else cls(traced.program, traced.captured())
+
+
+def _score_again(q: Tensor, options: AttendOptions) -> _Score | None:
+    """The score program of a call that may be prepared."""
     if options.score_mod is None:
-        call = entry.call(None)
-    else:
-        guarded = traces.guarded(options.score_mod, "score", score_dtype=state_dtype(q.dtype))
-        if guarded is None:
-            traced = traces.trace(options.score_mod, "score", score_dtype=state_dtype(q.dtype))
-            program, captured = traced.program, traced.captured()
-        else:
-            program, captured = guarded
-        call = entry.call_with_score(program.key, captured)
+        return None
+    guarded = traces.guarded(options.score_mod, "score", score_dtype=state_dtype(q.dtype))
+    return _Score.of(_traced_score(options.score_mod, state_dtype(q.dtype))) if guarded is None else _Score(*guarded)
+
+
+def _attend_again(
+    q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, entry: CallEntry, score: _Score | None
+) -> ops.Outputs | None:  # fmt: skip
+    """`attend` by a prepared call; None if there is none."""
+    captured = () if score is None else score.captured
+    call = entry.call(None) if score is None else entry.call_with_score(score.program.key, captured)
     if call is None:
         return None
     out, lse = call(q, k, v, options.sink, captured, lse=options.return_lse)
@@ -221,7 +243,7 @@ def _attend_selected(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, sc
     if split is None:
         return None
     rest = None if split.rest is None else split.rest.traced
-    score = _traced_score(options.score_mod, state_dtype(q.dtype))
+    score = _Score.of(_traced_score(options.score_mod, state_dtype(q.dtype)))
     inputs = _call_tensors(q, k, v, options, rest, score)
     results = selected.attend(inputs, CallOptions(spec=_spec(options, rest, score), scale=scale), split)
     return None if results is None else (*results, _NOTHING)
@@ -257,15 +279,15 @@ def _attend_over_mesh(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, p
     with raising_on_all_ranks(plan.data.mesh):
         selects = isinstance(options.mask, Mask) and options.mask.has_selection
         scale = _checked_scale_over_mesh(q, k, v, options, plan, selects=selects)
-        score_traced = _traced_score(options.score_mod, state_dtype(q.dtype))
-        inputs = _call_tensors(q, k, v, options, None, score_traced)
+        score = _Score.of(_traced_score(options.score_mod, state_dtype(q.dtype)))
+        inputs = _call_tensors(q, k, v, options, None, score)
         chosen = None
         if selects:
-            call = CallOptions(spec=_spec(options, None, score_traced), scale=scale)
+            call = CallOptions(spec=_spec(options, None, score), scale=scale)
             chosen = selected_mesh.checked_selection(plan.data, options.mask, inputs, call)
     if chosen is not None:
         return *selected_mesh_ops.attend(inputs, call, plan, chosen), _NOTHING
-    return _run(inputs, options, None, score_traced, scale)
+    return _run(inputs, options, None, score, scale)
 
 
 def _checked_scale_over_mesh(
@@ -287,7 +309,7 @@ def _checked_scale_over_mesh(
     return _checked_scale(q, k, v, options)
 
 
-def _run(inputs: CallTensors, options: AttendOptions, mask: Traced | None, score: Traced | None, scale: float) -> ops.Outputs:
+def _run(inputs: CallTensors, options: AttendOptions, mask: Traced | None, score: _Score | None, scale: float) -> ops.Outputs:
     """Run traced programs on checked tensors."""
     plan, kernel, spec = options.plan, options.kernel, _spec(options, mask, score)
     call = CallOptions(spec=spec, scale=scale, max_scores=options.max_scores)
@@ -310,7 +332,7 @@ def _run(inputs: CallTensors, options: AttendOptions, mask: Traced | None, score
     return out, lse, max_scores.detach()
 
 
-def _spec(options: AttendOptions, mask: Traced | None, score: Traced | None) -> Spec:
+def _spec(options: AttendOptions, mask: Traced | None, score: _Score | None) -> Spec:
     """The programs of a call. With a plan whose ranks share no heads, lse is not exchanged."""
     returns_lse = options.return_lse or options.plan is None or options.plan.data.degree == 1
     mask_program, score_program = None if mask is None else mask.program, None if score is None else score.program
@@ -326,7 +348,7 @@ def _dense(inputs: CallTensors, options: CallOptions) -> ops.Outputs:
 
 
 def _call_tensors(
-    q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, mask: Traced | None, score: Traced | None
+    q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, mask: Traced | None, score: _Score | None
 ) -> CallTensors:  # fmt: skip
     """The tensors of the call and the tensors that its programs capture, checked."""
     mask_captured = [] if mask is None else mask.captured()
@@ -339,7 +361,7 @@ def _call_tensors(
         v=v.resolve_neg(),
         sink=None if options.sink is None else options.sink.resolve_neg(),
         mask_captured=[_device_copies.on(t.detach() if t.requires_grad else t, q.device).resolve_neg() for t in mask_captured],
-        score_captured=[] if score is None else [t.resolve_neg() for t in score.captured()],
+        score_captured=[] if score is None else [t.resolve_neg() for t in score.captured],
     )
     check_captured(inputs.score_captured, q, "score_mod")
     if options.kernel != "dense":
