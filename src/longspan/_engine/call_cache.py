@@ -59,8 +59,11 @@ class CallEntry:
         if not captured:
             return self.call(score_key(program_key, captured))
         recent = self._recent_score
-        if recent is not None and recent.program_key == program_key and recent.guard(*captured) and _are_aligned(captured):
-            return recent.call if recent.call.is_current() else None
+        if (
+            recent is not None and recent.program_key == program_key and recent.guard(*captured) and _are_aligned(captured)
+            and recent.call.is_current()
+        ):  # fmt: skip
+            return recent.call
         if any(type(t) not in PLAIN or is_transformed_tensor(t) or t.is_neg() for t in captured):
             return None
         call = self.call(score_key(program_key, captured))
@@ -116,7 +119,7 @@ class CallCache:
     def note_recent(self, q: Tensor, k: Tensor, v: Tensor, options: Any, key: CallKey, entry: CallEntry) -> None:
         """Let `recent` find the entry of a key. Arguments as of `key`."""
         mask, _, scale, sink, kernel, *_ = options
-        if sink is not None or not (mask is None or isinstance(mask, Mask)):
+        if sink is not None or not (mask is None or isinstance(mask, Mask)) or q is k or q is v or k is v:  # a guard needs distinct objects
             return
         place = (mask.value_key if mask is not None else None) or id(key.owner), scale, kernel
         others = [r for r in self._recent.get(place, ()) if r.entry() is not None]
