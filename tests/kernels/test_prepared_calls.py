@@ -56,7 +56,7 @@ def test_a_repeated_call_launches_four_kernels_with_the_addresses_of_its_tensors
     assert rows[0] == out.data_ptr() and rows[2] == forward[4]
     norm, delta, total, counters = rows[3:]
     assert dkdv[:6] == (q, k, v, rows[1], norm, delta) and dkdv[8:10] == (total, counters + 16)
-    assert rounding == (total, grads[0].data_ptr(), dkdv[6], grads[1].data_ptr(), dkdv[7], grads[2].data_ptr())
+    assert rounding == (total, grads[0].data_ptr(), dkdv[6], grads[1].data_ptr(), dkdv[7], grads[2].data_ptr(), 64**-0.5)
     assert forward[-3:] == dkdv[-3:] == (64**-0.5, 0, 0)
 
 
@@ -66,7 +66,7 @@ def test_heads_that_are_not_shared_are_rounded_by_the_kernel_itself(launches: La
     launches.clear()
     _, grads = repeat(tensors, [], times=1, mask=ls.causal())
     dkdv, rounding = launches.values[2:]
-    assert dkdv[6:8] == (grads[1].data_ptr(), grads[2].data_ptr()) and rounding[1:] == (grads[0].data_ptr(),)
+    assert dkdv[6:8] == (grads[1].data_ptr(), grads[2].data_ptr()) and rounding[1:] == (grads[0].data_ptr(), 64**-0.5)
 
 
 def test_a_captured_parameter_gets_its_gradient_by_the_query_kernel(launches: Launches) -> None:

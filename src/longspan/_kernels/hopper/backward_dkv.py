@@ -182,7 +182,7 @@ def _compute(
     dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s, ds_s, dq_s, buffers, item_s, item_bars, bars,
     ds_bars, dq_bars,
     GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, DQ: gl.constexpr,
-    PREFETCH: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
+    SCALE_DQ: gl.constexpr, PREFETCH: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
     STAGES: gl.constexpr, DS: gl.constexpr,
 ):  # fmt: skip
     """A compute warp group: 64 of the item's 128 keys. PREFETCH: the order of a step (see above)."""
@@ -239,6 +239,10 @@ def _compute(
                 s_next = warpgroup_mma(k_w, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
             mbarrier.wait(bars.do_full.index(stage), ring_phase(it, STAGES))
             dp_next = warpgroup_mma(v_w, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            if not PREFETCH:  # noqa: SIM102 (a compile-time condition)
+                # Here, while S and dP are computed: between dK and the next S, the tensor cores would idle.
+                if it > start:
+                    mbarrier.arrive(bars.q_empty.index(ring_slot(it - 1, STAGES)), count=1)
             norm = gl.expand_dims(buffers.norm.index(stage).load(row_l), 0)
             if not PREFETCH:
                 s = warpgroup_mma_wait(1, deps=[s_next])
@@ -287,7 +291,7 @@ def _compute(
                     mbarrier.arrive(bars.q_empty.index(stage), count=1)
                     if before >= start:
                         mbarrier.arrive(ds_bars.empty.index(slot), count=1)
-                        _stage_dq(dq * scale, before, dq_s, dq_bars)
+                        _stage_dq(dq * scale if SCALE_DQ else dq, before, dq_s, dq_bars)
                 else:
                     dk = warpgroup_mma_wait(1, deps=[dk_next])
                     mbarrier.arrive(bars.q_empty.index(stage), count=1)
@@ -299,13 +303,15 @@ def _compute(
                 dq_next = _start_dq(k, ds_s.index(ring_slot(it, DS)), GROUP)
                 dk_next = warpgroup_mma(gl.convert_layout(ds, s_l), q, dk, is_async=True)
                 dv, dq = warpgroup_mma_wait(1, deps=[dv_next, dq_next])
-                _stage_dq(dq * scale, it, dq_s, dq_bars)
-                dk = warpgroup_mma_wait(0, deps=[dk_next])
-                mbarrier.arrive(bars.q_empty.index(stage), count=1)
+                _stage_dq(dq * scale if SCALE_DQ else dq, it, dq_s, dq_bars)
                 after = it + 1
                 mbarrier.wait(bars.q_full.index(ring_slot(after, STAGES)), ring_phase(after, STAGES))
                 kind = load_int(steps, step_record(after) + KIND)
+                dk = warpgroup_mma_wait(0, deps=[dk_next])
             it = after
+        if not PREFETCH:  # noqa: SIM102 (a compile-time condition)
+            if it > start:
+                mbarrier.arrive(bars.q_empty.index(ring_slot(it - 1, STAGES)), count=1)
         # The END record passes through all mbarriers as a step does.
         mbarrier.wait(bars.do_full.index(ring_slot(it, STAGES)), ring_phase(it, STAGES))
         mbarrier.arrive(bars.q_empty.index(ring_slot(it, STAGES)), count=1)
@@ -317,7 +323,7 @@ def _compute(
                 dq = warpgroup_mma_wait(0, deps=[dq_next])
                 mbarrier.arrive(item_bars.empty, count=1)
                 mbarrier.arrive(ds_bars.empty.index(ring_slot(before, DS)), count=1)
-                _stage_dq(dq * scale, before, dq_s, dq_bars)
+                _stage_dq(dq * scale if SCALE_DQ else dq, before, dq_s, dq_bars)
             else:
                 mbarrier.arrive(item_bars.empty, count=1)
         else:
@@ -405,11 +411,12 @@ def dkv_kernel(
     items, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, local_tokens, semaphores_per_head, scale,
     first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
-    D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
+    SCALE_DQ: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
     ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of key tiles, each summed over `shared` query heads, and dQ added to dq_ptr (float32) if it is not None.
 
+    SCALE_DQ: whether dQ includes the scale. Without it, `hopper.round_grads` multiplies the sum.
     q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr: TMA descriptors. local_k_ptr, local_v_ptr, local_tokens: `KvSource`; dK and dV cover both sources.
     ALIGNED: norm_ptr and delta_ptr are TMA descriptors of [B · H · Q] in tiles of BM, if every step begins on 16 bytes; otherwise pointers.
     norm_rows_ptr, delta_rows_ptr: pointers to the same. unbounded_ptr: the flag of `hopper.isolation`. All three None without isolation.
@@ -456,12 +463,12 @@ def dkv_kernel(
             (_compute, (
                 dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, ds_s, tile_2d(dq_s, 0),
                 buffers, item_s, item_bars, bars, ds_bars, BufferBarriers(dq_full.index(0), dq_empty.index(0)),
-                0, MASK, SCORE, JOINT, UNIFORM, True, PREFETCH, BM, D, DP, E, EP, STAGES, DS,
+                0, MASK, SCORE, JOINT, UNIFORM, True, SCALE_DQ, PREFETCH, BM, D, DP, E, EP, STAGES, DS,
             )),
             (_compute, (
                 dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, ds_s, tile_2d(dq_s, 1),
                 buffers, item_s, item_bars, bars, ds_bars, BufferBarriers(dq_full.index(1), dq_empty.index(1)),
-                1, MASK, SCORE, JOINT, UNIFORM, True, PREFETCH, BM, D, DP, E, EP, STAGES, DS,
+                1, MASK, SCORE, JOINT, UNIFORM, True, SCALE_DQ, PREFETCH, BM, D, DP, E, EP, STAGES, DS,
             )),
             (produce, (
                 counter, items, Parts(q_ptr, q_ptr), keys, values, Parts(do_ptr, do_ptr), norm_ptr, delta_ptr, order, full, partial,
@@ -483,12 +490,12 @@ def dkv_kernel(
             (_compute, (
                 dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, optional(None), optional(None),
                 buffers, item_s, item_bars, bars, optional(None), optional(None),
-                0, MASK, SCORE, JOINT, UNIFORM, False, True, BM, D, DP, E, EP, STAGES, DS,
+                0, MASK, SCORE, JOINT, UNIFORM, False, False, True, BM, D, DP, E, EP, STAGES, DS,
             )),
             (_compute, (
                 dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, optional(None), optional(None),
                 buffers, item_s, item_bars, bars, optional(None), optional(None),
-                1, MASK, SCORE, JOINT, UNIFORM, False, True, BM, D, DP, E, EP, STAGES, DS,
+                1, MASK, SCORE, JOINT, UNIFORM, False, False, True, BM, D, DP, E, EP, STAGES, DS,
             )),
             (produce, (
                 counter, items, Parts(q_ptr, q_ptr), keys, values, Parts(do_ptr, do_ptr), norm_ptr, delta_ptr, order, full, partial,

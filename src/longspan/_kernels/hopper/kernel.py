@@ -181,15 +181,17 @@ class HopperKernel:
         parts, dk, dv = head_parts_of(call.q, call.v, work), grads.k, grads.v
         if parts > 1:  # each part of a KV head's query heads fills its own dK and dV, summed below
             dk, dv = (torch.empty((t.shape[0], t.shape[1] * parts, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (dk, dv))
-        call.launch(call.dkdv_pass(grad_out, norm, delta, dk, dv, total, ordered=one_pass and deterministic, unbounded=unbounded))
-        if into is not None or wide:
+        rounded = into is None and not wide
+        ordered = one_pass and deterministic
+        call.launch(call.dkdv_pass(grad_out, norm, delta, dk, dv, total, ordered=ordered, rounded=rounded, unbounded=unbounded))
+        if not rounded:
             if parts > 1:
                 for summed, by_part in ((grads.k, dk), (grads.v, dv)):
                     summed.copy_(by_part.unflatten(1, (-1, parts)).sum(2))
             grads.q = grads.q if total is None else total
         elif total is not None or parts > 1:
-            rounded = round_tensors(total, grads, (dk, dv), parts)
-            call.rounding(rounded, parts)(rounded, {})
+            to_round = round_tensors(total, grads, (dk, dv), parts)
+            call.rounding(to_round, parts)(to_round, {"scale": float(work.scale)})
         return grads
 
     def prepare_forward(self, inputs: AttentionInputs, work: Work) -> HopperForward | None:

@@ -165,7 +165,7 @@ class HopperCall(LaunchCall):
         return row_terms_launch(self.q.shape, tensors)
 
     def rounding(self, tensors: Tensors, parts: int) -> PreparedLaunch:
-        """The launch of `round_kernel`. parts: into how many parts the query heads of a KV head are divided.
+        """The launch of `round_kernel`, which takes the scale. parts: into how many parts the query heads of a KV head are divided.
 
         tensors: total_ptr, dq_ptr, dk_parts_ptr, dk_ptr, dv_parts_ptr, dv_ptr.
         """
@@ -192,12 +192,12 @@ class HopperCall(LaunchCall):
         return Pass(name="dq", kernel=dq_kernel, tensors=tensors, settings=settings, needs=needs, grads=grads, busy_only=add)
 
     def dkdv_pass(
-        self, grad_out: Tensor, norm: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, dq: Tensor | None, *, ordered: bool = False,
+        self, grad_out: Tensor, norm: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, dq: Tensor | None, *, ordered: bool, rounded: bool,
         unbounded: Tensor | None = None,
     ) -> Pass:  # fmt: skip
         """Fill dk and dv, each KV head `head_parts_of` times, and add to dq (float32) if it is not None; if `ordered`, in a fixed order.
 
-        unbounded: the result of the method of that name.
+        rounded: `rounding` follows, which multiplies dq by the scale. unbounded: the result of the method of that name.
         """
         tensors = {
             "q_ptr": self.q, "k_ptr": self.k, "v_ptr": self.v, "do_ptr": grad_out, "norm_ptr": norm, "delta_ptr": delta, "dk_ptr": dk,
@@ -210,7 +210,7 @@ class HopperCall(LaunchCall):
             assert dq is None
             del tensors["dq_ptr"]
             kernel, tensors = wide_dkv_kernel, {**tensors, **self._tails(grad_out)}
-        settings = {"ordered": ordered, "head_parts": head_parts_of(self.q, self.v, self.work)}
+        settings = {"SCALE_DQ": not rounded, "ordered": ordered, "head_parts": head_parts_of(self.q, self.v, self.work)}
         needs = (False,) * len(self.work.score_captured)
         return Pass(name="dkdv", kernel=kernel, tensors=tensors, settings=settings, needs=needs)
 

@@ -207,7 +207,7 @@ class HopperBackward:
         dq = None
         if not one_pass:
             dq = PreparedPass.of(call, call.dq_pass(grad_out, norm, delta, grads.q, grads.captured, add=False), roles)
-        dkdv = PreparedPass.of(call, call.dkdv_pass(grad_out, norm, delta, dk, dv, total, ordered=ordered), roles)
+        dkdv = PreparedPass.of(call, call.dkdv_pass(grad_out, norm, delta, dk, dv, total, ordered=ordered, rounded=True), roles)
         rounding = call.rounding(round_tensors(total, grads, (dk, dv), parts), parts) if one_pass or parts > 1 else None
         if not all(p is None or p.is_compiled for p in (rows, None if dq is None else dq.launch, dkdv.launch, rounding)):
             return None
@@ -246,5 +246,6 @@ class HopperBackward:
         self.dkdv(stream, addresses, score_at, (), counters + 16)
         if self.rounding is not None:
             rounded = (total, dq_at) if self.dq is None else ()
-            _launch(self.rounding, stream, (*rounded, to_dk, dk_at, to_dv, dv_at) if self.parts else rounded)
+            parts = (to_dk, dk_at, to_dv, dv_at) if self.parts else ()
+            _launch(self.rounding, stream, (*rounded, *parts, self.dkdv.numbers[0]))
         return dq, dk, dv, captured

@@ -134,7 +134,7 @@ class HopperBackwardStep:
         if not one_pass:
             dq = PreparedPass.of(call, call.dq_pass(grad_out, norm, delta, into.q, into.captured, add=True), roles)
         total = into.q if one_pass else None
-        dkdv = PreparedPass.of(call, call.dkdv_pass(grad_out, norm, delta, dk, dv, total, ordered=ordered), roles)
+        dkdv = PreparedPass.of(call, call.dkdv_pass(grad_out, norm, delta, dk, dv, total, ordered=ordered, rounded=False), roles)
         if not dkdv.launch.is_compiled or (dq is not None and not dq.launch.is_compiled):
             return None
         return cls(dq=dq, dkdv=dkdv, device=inputs.q.device.index, parts=parts, empty_parts=empty_parts)
