@@ -43,3 +43,14 @@ def test_tiles_of_the_forward_kernel_fit_into_shared_memory(d: int, e: int, with
     tiles = config.forward_config(d, e, with_state=with_state)
     output = 4 * tiles.m * e if with_state else 2 * 64 * e
     assert 2 * tiles.m * d + 2 * tiles.stages * tiles.n * (d + e) + output <= config.SHARED_BYTES
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_tiles_of_the_backward_kernel_by_key_tiles_fit_into_shared_memory(d: int, plain: bool) -> None:
+    tiles = config.dkv_config(d, with_dq=True, plain=plain)
+    ds = (4 if d == tiles.m == 64 else 2) * 2 * tiles.n * tiles.m
+    queries, dims = config.dq_tile(d, tiles.m)
+    kv, dq, outputs = 2 * 2 * tiles.n * d, 2 * 4 * queries * dims, 2 * 2 * 64 * 64
+    assert kv + 2 * 2 * tiles.stages * tiles.m * d + ds + dq + outputs <= config.SHARED_BYTES
+    assert tiles.stages >= 2 and (tiles.m == 128) == (d == 64 and plain)

@@ -34,9 +34,9 @@ group has no part in other steps, and fewer registers are in use at once:
   Sᵀ and dPᵀ started; Pᵀ; dSᵀ to ds_s; dV += Pᵀ dO started; both groups wait for each other; dQᵀ of both groups and dK += dSᵀ Q started;
   dQ to dq_s while dK is computed
 
-On an H200, PREFETCH takes 7 to 9 % less time at head dim 64, 3 to 7 % less with a score mod at 128, and 3 to 6 % more at 128 without one.
-Ordered dQ has PREFETCH at every head dim. Without dQ (`hopper.backward_dq` computes it then), there are only the producer warp and the
-compute warp groups, with PREFETCH.
+On an H200 at head dim 128, PREFETCH takes 3 to 7 % less time with a score mod, and 3 to 6 % more without one. Ordered dQ has PREFETCH at
+every head dim. At head dims up to 64, without a score mod, ordered dQ and isolation, a step has 128 queries (`hopper.dkv_halves`).
+Without dQ (`hopper.backward_dq` computes it then), there are only the producer warp and the compute warp groups, with PREFETCH.
 """
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
@@ -50,8 +50,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from longspan._kernels.gpu.device_library import LOG2_E
 from longspan._kernels.gpu.tile_access import wide
+from longspan._kernels.hopper.dkv_halves import compute_halves
+from longspan._kernels.hopper.dkv_math import probabilities, stage_dq, sync_groups
 from longspan._kernels.hopper.dkv_producer import (
     BATCH,
     EARLIER_ADDS,
@@ -70,7 +71,6 @@ from longspan._kernels.hopper.dkv_producer import (
     ROW,
     ROWS_LEFT,
     SEMAPHORE,
-    SHORT,
     STEP_FIELDS,
     STEP_SLOTS,
     STOP,
@@ -115,13 +115,6 @@ class OrderBarriers(NamedTuple):
 
 
 @gluon.jit
-def _sync_groups():
-    """Wait until both compute warp groups are here. Triton numbers the barriers of warp groups from 0 on and leaves the last one unused."""
-    thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise("bar.sync 15, 256; mov.u32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _start_dq(k, ds, GROUP: gl.constexpr):
     """Start the wgmma of a group's part of a step's dQᵀ: 64 of 128 dims for all queries, or all 64 dims for half of the queries."""
     WIDE: gl.constexpr = k.shape[1] > 64
@@ -133,48 +126,6 @@ def _start_dq(k, ds, GROUP: gl.constexpr):
     else:
         ds = ds.slice(GROUP * PART, PART, dim=1)
     return warpgroup_mma(k.permute((1, 0)), ds, zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _stage_dq(dq, step, dq_s, dq_bars):
-    """Store a group's part of a step's dQ to shared memory for its dQ warp."""
-    mbarrier.wait(dq_bars.empty, (step & 1) ^ 1)
-    dq_s.permute((1, 0)).store(dq)
-    fence_async_shared()
-    mbarrier.arrive(dq_bars.full, count=1)
-
-
-@gluon.jit
-def probabilities(
-    s, norm, kind, at_b, h, pos, left, kv_pos, kv_left, scale, captured,
-    GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, MASKED: gl.constexpr, BM: gl.constexpr,
-    dtype: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """(p in `dtype`, p · ∂t/∂s) of one step's scores s [keys, queries]; t: the score mod's result.
-
-    JOINT is linear in its gradient: applied to p, it gives the product.
-    """
-    cols = gl.expand_dims(gl.arange(0, BM, layout=gl.SliceLayout(0, layout)), 0)
-    keys = GROUP * GROUP_KEYS + gl.expand_dims(gl.arange(0, GROUP_KEYS, layout=gl.SliceLayout(1, layout)), 1)
-    if SCORE is None:
-        p = gl.exp2(s * (scale * LOG2_E) - norm)
-    else:
-        s = s * scale
-        p = gl.exp2(SCORE(s, at_b, h, pos + cols, kv_pos + keys, captured.score, captured.score_sizes) * LOG2_E - norm)
-    if MASKED:
-        # Keys past the tile's end must not count in dQ, nor queries past the end in dK and dV.
-        valid = (cols < left) & (keys < kv_left)
-        if MASK is not None:
-            # Positions within full runs need not be consecutive: for them, the mask is evaluated at valid positions and ignored.
-            known = gl.where(kind == SHORT, 0, pos)
-            valid = valid & (MASK(at_b, h, known + cols, kv_pos + keys, captured.mask, captured.mask_sizes) | (kind == SHORT))
-        p = gl.where(valid, p, 0.0)
-    slope = p
-    if SCORE is not None:
-        slope = JOINT(p, s, at_b, h, pos + cols, kv_pos + keys, cols < BM, captured.score, captured.score_sizes, ())
-        if MASKED:
-            slope = gl.where(p == 0.0, 0.0, slope)
-    return p.to(dtype), slope
 
 
 @gluon.jit
@@ -291,7 +242,7 @@ def _compute(
                     mbarrier.arrive(bars.q_empty.index(stage), count=1)
                     if before >= start:
                         mbarrier.arrive(ds_bars.empty.index(slot), count=1)
-                        _stage_dq(dq * scale if SCALE_DQ else dq, before, dq_s, dq_bars)
+                        stage_dq(dq * scale if SCALE_DQ else dq, before, dq_s, dq_bars)
                 else:
                     dk = warpgroup_mma_wait(1, deps=[dk_next])
                     mbarrier.arrive(bars.q_empty.index(stage), count=1)
@@ -299,11 +250,11 @@ def _compute(
             else:
                 dv_next = warpgroup_mma(gl.convert_layout(p, p_l), do, dv, is_async=True)
                 fence_async_shared()
-                _sync_groups()
+                sync_groups()
                 dq_next = _start_dq(k, ds_s.index(ring_slot(it, DS)), GROUP)
                 dk_next = warpgroup_mma(gl.convert_layout(ds, s_l), q, dk, is_async=True)
                 dv, dq = warpgroup_mma_wait(1, deps=[dv_next, dq_next])
-                _stage_dq(dq * scale if SCALE_DQ else dq, it, dq_s, dq_bars)
+                stage_dq(dq * scale if SCALE_DQ else dq, it, dq_s, dq_bars)
                 after = it + 1
                 mbarrier.wait(bars.q_full.index(ring_slot(after, STAGES)), ring_phase(after, STAGES))
                 kind = load_int(steps, step_record(after) + KIND)
@@ -323,13 +274,13 @@ def _compute(
                 dq = warpgroup_mma_wait(0, deps=[dq_next])
                 mbarrier.arrive(item_bars.empty, count=1)
                 mbarrier.arrive(ds_bars.empty.index(ring_slot(before, DS)), count=1)
-                _stage_dq(dq * scale if SCALE_DQ else dq, before, dq_s, dq_bars)
+                stage_dq(dq * scale if SCALE_DQ else dq, before, dq_s, dq_bars)
             else:
                 mbarrier.arrive(item_bars.empty, count=1)
         else:
             mbarrier.arrive(item_bars.empty, count=1)
             if DQ:  # both groups have computed the last step's dQ: the next item may overwrite its dS
-                _sync_groups()
+                sync_groups()
         zero = (it >> 30) * 16  # as above; a multiple of 16, so that the alignment of rows stays known
         dk_head, left = dk_ptr + wide(b) * dk_stride[0] + wide(head) * dk_stride[1], kv_left - GROUP * GROUP_KEYS
         store_tile(dk_head, dk * scale, kv_row, left, dk_stride[2] + zero, D, DP)
@@ -349,6 +300,27 @@ def _compute(
     if DQ:
         mbarrier.wait(dq_bars.empty, (it & 1) ^ 1)
         mbarrier.arrive(dq_bars.full, count=1)
+
+
+@gluon.jit
+def _compute_group(
+    dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s, ds_s, dq_s, buffers, item_s, item_bars, bars,
+    ds_bars, dq_bars,
+    GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, SCALE_DQ: gl.constexpr,
+    PREFETCH: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
+    STAGES: gl.constexpr, DS: gl.constexpr,
+):  # fmt: skip
+    """A compute warp group, with dQ."""
+    if BM == 128:
+        compute_halves(
+            dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s, ds_s, dq_s, buffers, item_s, item_bars,
+            bars, dq_bars, GROUP, MASK, SCALE_DQ, D, DP, E, EP, STAGES, DS,
+        )  # fmt: skip
+    else:
+        _compute(
+            dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s, ds_s, dq_s, buffers, item_s, item_bars,
+            bars, ds_bars, dq_bars, GROUP, MASK, SCORE, JOINT, UNIFORM, True, SCALE_DQ, PREFETCH, BM, D, DP, E, EP, STAGES, DS,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -447,7 +419,7 @@ def dkv_kernel(
     values = KvSource(Parts(v_ptr, v_ptr), Parts(local_v, local_v), local_tokens)
     isolation = None if unbounded_ptr is None else StepIsolation(unbounded_ptr, norm_rows_ptr, delta_rows_ptr, mbarriers(4, 1))
     semaphores, order_bars = optional(semaphores), OrderBarriers(optional(None), optional(None))
-    PREFETCH: gl.constexpr = DP <= 64 or semaphores is not None or SCORE is not None
+    PREFETCH: gl.constexpr = BM == 64 and (DP <= 64 or semaphores is not None or SCORE is not None)
     dq_order = DqOrderArgs(optional(dq_order_ptr), optional(dq_order_before), semaphores_per_head)
     if semaphores is not None:
         order_bars = OrderBarriers(mbarriers(STEP_SLOTS, 1), mbarriers(STEP_SLOTS, 1))
@@ -460,15 +432,15 @@ def dkv_kernel(
         dq_full, dq_empty = mbarriers(2, 1), mbarriers(2, 1)
         fence_async_shared()
         gl.warp_specialize([
-            (_compute, (
+            (_compute_group, (
                 dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, ds_s, tile_2d(dq_s, 0),
                 buffers, item_s, item_bars, bars, ds_bars, BufferBarriers(dq_full.index(0), dq_empty.index(0)),
-                0, MASK, SCORE, JOINT, UNIFORM, True, SCALE_DQ, PREFETCH, BM, D, DP, E, EP, STAGES, DS,
+                0, MASK, SCORE, JOINT, UNIFORM, SCALE_DQ, PREFETCH, BM, D, DP, E, EP, STAGES, DS,
             )),
-            (_compute, (
+            (_compute_group, (
                 dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, ds_s, tile_2d(dq_s, 1),
                 buffers, item_s, item_bars, bars, ds_bars, BufferBarriers(dq_full.index(1), dq_empty.index(1)),
-                1, MASK, SCORE, JOINT, UNIFORM, True, SCALE_DQ, PREFETCH, BM, D, DP, E, EP, STAGES, DS,
+                1, MASK, SCORE, JOINT, UNIFORM, SCALE_DQ, PREFETCH, BM, D, DP, E, EP, STAGES, DS,
             )),
             (produce, (
                 counter, items, Parts(q_ptr, q_ptr), keys, values, Parts(do_ptr, do_ptr), norm_ptr, delta_ptr, order, full, partial,

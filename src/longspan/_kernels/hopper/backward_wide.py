@@ -35,7 +35,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from longspan._kernels.hopper.backward_dkv import probabilities
+from longspan._kernels.hopper.dkv_math import probabilities
 from longspan._kernels.hopper.dkv_producer import (
     END,
     FULL,

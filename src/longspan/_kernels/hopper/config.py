@@ -64,8 +64,14 @@ def computes_dq_with_dkv(d: int, e: int) -> bool:
     return d == e <= 128
 
 
-def dkv_config(d: int, *, with_dq: bool) -> TileConfig:
-    """For `hopper.backward_dkv`: items of n keys, steps of m queries. A wide dQ takes the shared memory of two stages."""
+def dkv_config(d: int, *, with_dq: bool, plain: bool) -> TileConfig:
+    """For `hopper.backward_dkv`: items of n keys, steps of m queries. A wide dQ takes the shared memory of two stages.
+
+    plain: no score mod, which needs the registers that the second half of a step of 128 queries (`hopper.dkv_halves`) takes; no ordered dQ,
+    which may have to wait for other CTAs; no isolation, whose tests are for steps of 64 queries.
+    """
+    if with_dq and d <= 64 and plain:
+        return TileConfig(m=128, n=128, stages=2)
     return TileConfig(m=64, n=128, stages=2 if with_dq and d > 64 else 4)
 
 

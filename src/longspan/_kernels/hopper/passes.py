@@ -269,7 +269,7 @@ class HopperCall(LaunchCall):
         more |= {"V_STAGES": config.second_stages, "D_TAIL": d_tail, "E_TAIL": e_tail}
         workspace = Workspace(device=q.device, zeros=(1,))  # the item counter
         if one.name == "dkdv":
-            more |= {"BM": config.m, "DS": 4 if d <= 64 else 2, "ALIGNED": aligned, "DO_STAGES": config.second_stages}
+            more |= {"BM": config.m, "DS": 4 if d <= 64 and config.m == 64 else 2, "ALIGNED": aligned, "DO_STAGES": config.second_stages}
             more["heavy_rows"] = 0 if known["ordered"] else outlier_rows(self.work.table.nominal.transposed)
             more |= {"dq_order_ptr": None, "dq_order_before": None, "semaphores_per_head": 0}
             if known["ordered"]:
@@ -323,14 +323,19 @@ class HopperCall(LaunchCall):
             tiles = _part_descriptors(("q", "do"), tensors, rows=config.m // 2)
         else:
             dq, row_terms = tensors.get("dq_ptr"), (tensors["norm_ptr"], tensors["delta_ptr"])
-            config = dkv_config(d, with_dq=dq is not None) if one.kernel is dkv_kernel else wide_dkv_config(d, e)
+            config = wide_dkv_config(d, e)
+            if one.kernel is dkv_kernel:
+                plain = self.work.score is None and not one.settings["ordered"] and tensors["unbounded_ptr"] is None
+                config = dkv_config(d, with_dq=dq is not None, plain=plain)
             tiles = _part_descriptors(("q", "do"), tensors, rows=config.m)
             if dq is not None:
                 queries, dims = dq_tile(d, config.m)
                 tiles["dq_ptr"] = partial(tile_descriptor, rows=queries, columns=dims)
             begins = all(t is not None and t.data_ptr() % 16 == 0 for t in row_terms)
             rows = q.shape[0] * q.shape[1] * q.shape[2]
-            aligned = begins and launch.facts(self.work.q_tiles).aligned and q.shape[2] % 4 == 0 and rows < 2**31
+            # Rows of a half past the end must not get the row terms of the next head, which may be NaN.
+            ends = q.shape[2] % (4 if config.m == 64 else config.m) == 0
+            aligned = begins and ends and launch.facts(self.work.q_tiles).aligned and rows < 2**31
             if aligned:
                 tiles |= dict.fromkeys(("norm_ptr", "delta_ptr"), partial(row_descriptor, size=config.m))
         if one.name == "forward":

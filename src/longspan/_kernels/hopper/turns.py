@@ -1,4 +1,4 @@
-"""Turns of three warp groups at the tensor cores: while one starts its wgmmas, the others compute exponentials.
+"""Turns of two or three warp groups at the tensor cores: while one starts its wgmmas, the others compute exponentials.
 
 Warp group g waits at named barrier FIRST_BARRIER + g, where the warp group before it arrives. The SM has 16; Triton numbers its own from 0.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-GROUPS = gl.constexpr(3)  # consumer warp groups
+GROUPS = gl.constexpr(3)  # consumer warp groups of `forward_three`
 FIRST_BARRIER = 13
 
 
@@ -36,5 +36,5 @@ def await_turn(GROUP: gl.constexpr):
 
 @gluon.jit
 def give_turn(GROUP: gl.constexpr):
-    """Let the warp group after GROUP start. Before the first turn, the last warp group gives one to the first."""
+    """Let the warp group after GROUP start. With three, before the first turn, the last warp group gives one to the first."""
     _execute(_instruction("arrive", (GROUP + 1) % GROUPS))
