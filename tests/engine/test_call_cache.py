@@ -274,6 +274,14 @@ def test_negated_views_and_tensors_that_require_gradients_are_not_taken_for_plai
     assert recent_of(cache, scale=torch.tensor(0.5)) is None
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_arguments_without_strides_are_not_compared_with_a_recent_call() -> None:
+    """Torch's guard ends the process for a nested tensor: C++ asks it for strides."""
+    cache, _ = with_recent_call()
+    for other in (torch._nested_tensor_from_mask(Q[0], torch.ones(4, 40, dtype=torch.bool)), Q.to_sparse(), Q.to_mkldnn(), None, 3):
+        assert [recent_of(cache, **{name: other}) for name in "qkv"] == [None] * 3
+
+
 def test_recent_calls_are_bounded_and_dropped_with_their_entries() -> None:
     cache = CallCache(size=4)
     entries = [CallEntry() for _ in range(9)]

@@ -110,7 +110,13 @@ class CallCache:
             owner = self._shared if mask_key is not None else mask
         else:
             return None
-        for recent in self._recent.get((mask_key or id(owner), scale, kernel), ()):
+        recents = self._recent.get((mask_key or id(owner), scale, kernel))
+        try:
+            if recents is None or q.is_nested or k.is_nested or v.is_nested:  # a guard ends the process for nested tensors
+                return None
+        except AttributeError:  # no tensor: the checks will raise
+            return None
+        for recent in recents:
             if recent.guard(q, k, v) and recent.owner() is owner and recent.settings == _settings(q):
                 plain = nothing_intercepts_calls() and not is_invariant()
                 return recent.entry() if plain and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT else None
