@@ -140,21 +140,17 @@ def test_a_collected_job_holds_no_tensor(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not isinstance(first, torch.Tensor) and (second, n) == (3, 7)
 
 
-def test_tritons_key_is_stored_and_restored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    computed: list[int] = []
-
-    def compute() -> str:
-        computed.append(1)
-        return "3.6-abc"
-
-    compute.cache_info = lambda: SimpleNamespace(currsize=0)  # type: ignore[attr-defined]
-    monkeypatch.setattr(compilation.knobs.cache, "dir", str(tmp_path))
+def test_kernels_compiled_here_have_a_short_key_and_others_have_tritons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    keys: list[str] = []
+    monkeypatch.setattr(compilation, "lock_folder", lambda: tmp_path)
+    monkeypatch.setattr(compilation.triton_cache, "triton_key", lambda: "3.6-abc")
+    monkeypatch.setattr(compilation.triton, "compile", lambda src, **_: keys.append(compilation.triton_cache.triton_key()))
+    compilation._shorten_triton_key.__wrapped__()
     for _ in range(2):
-        monkeypatch.setattr(compilation.triton_cache, "triton_key", compute)
-        compilation._restore_triton_key.__wrapped__()
-        assert compilation.triton_cache.triton_key() == "3.6-abc"
-    assert len(computed) == 1
-    assert [p.name for p in tmp_path.iterdir()] == [f"longspan-triton-key-{compilation._triton_files_digest()}"]
+        compilation._compile_once(SimpleNamespace(hash=lambda: "kernel", make_ir=None))
+    keys.append(compilation.triton_cache.triton_key())
+    short = f"longspan-{compilation._triton_files_digest()}"
+    assert keys == [short, short, "3.6-abc"]
 
 
 @pytest.mark.parametrize("scored", [False, True])

@@ -3,8 +3,8 @@
 - A file lock per kernel: of the ranks of a machine, one compiles and the others find the result in Triton's cache on disk.
 - Kernels may be compiled in threads (`compile_in_threads`). LLVM and the assembler run without Python's lock. Tracing holds it, so one
   kernel is traced at a time: two at once would both take twice as long.
-- Triton's key, a hash of its own 400 MB, takes up to 2 s per process. It is stored beside the compiled kernels, by the size and the time of
-  modification of the files that it covers.
+- Triton's key, a hash of its own 400 MB, takes up to 2 s per process. Kernels compiled here are found in Triton's cache by the sizes and
+  times of modification of these files instead.
 
 Private parts of Triton used here, 3.6 to 3.9. Without one of them, Triton compiles as it does by itself:
 
@@ -40,12 +40,13 @@ _MAX_WAIT_S = 300.0  # for another process that compiles; then compile without t
 _POLL_S = 0.01
 _tracing = threading.Lock()
 _collected: ContextVar[list[Job] | None] = ContextVar("longspan_collected_compile_jobs", default=None)
+_compiles_here: ContextVar[bool] = ContextVar("longspan_compiles_here", default=False)
 _waiting: ContextVar[list[Job] | None] = ContextVar("longspan_waiting_compile_jobs", default=None)
 
 
 def compile_kernel(kernel: Any, arguments: Sequence[Any], options: dict[str, int]) -> Any:
     """The compiled kernel for these arguments, from Triton's caches if they have it. Nothing is loaded or launched."""
-    _restore_triton_key()
+    _shorten_triton_key()
     with suppress(AttributeError):
         kernel.device_caches[driver.active.get_current_device()]  # sets `compile`
         kernel.compile = _compile_once
@@ -63,6 +64,14 @@ def _compile_once(src: Any, target: Any = None, options: Any = None, **more: Any
         return module
 
     src.make_ir = trace_alone
+    token = _compiles_here.set(True)
+    try:
+        return _compile_locked(src, target, options, more)
+    finally:
+        _compiles_here.reset(token)
+
+
+def _compile_locked(src: Any, target: Any, options: Any, more: dict[str, Any]) -> Any:
     text = f"{src.hash()} {target} {sorted((options or {}).items())} {knobs.cache.dir}"
     with file_lock(lock_folder() / hashlib.sha256(text.encode()).hexdigest()):
         return triton.compile(src, target=target, options=options, **more)
@@ -161,29 +170,22 @@ def file_lock(path: Path, *, max_wait_s: float = _MAX_WAIT_S) -> Iterator[None]:
 
 
 @cache
-def _restore_triton_key() -> None:
-    """Give Triton its key from the file of an earlier process, or store it for later ones."""
+def _shorten_triton_key() -> None:
+    """Let kernels that are compiled here, and no others, have a key of names, sizes and times of Triton's files."""
     compute = getattr(triton_cache, "triton_key", None)
-    if compute is None or not hasattr(compute, "cache_info") or compute.cache_info().currsize:
+    if compute is None:
         return
     try:
-        path = Path(knobs.cache.dir) / f"longspan-triton-key-{_triton_files_digest()}"
-        if path.exists():
-            key = path.read_text(encoding="utf-8")
-        else:
-            key = compute()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-            partial.write_text(key, encoding="utf-8")
-            partial.replace(path)
+        short = f"longspan-{_triton_files_digest()}"
     except OSError:
         return
-    triton_cache.triton_key = lambda: key
+    triton_cache.triton_key = lambda: short if _compiles_here.get() else compute()
 
 
 def _triton_files_digest() -> str:
     """A hash of the names, sizes and times of modification of Triton's files."""
     root = Path(triton.__file__).parent
-    files = [path for folder in ("_C", "compiler", "backends", "language", "runtime") for path in (root / folder).rglob("*")]
+    folders = ("_C", "compiler", "backends", "experimental", "language", "runtime")
+    files = [path for folder in folders for path in (root / folder).rglob("*")]
     stamps = sorted((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.suffix in (".py", ".so"))
     return hashlib.sha256(repr((triton.__version__, sys.version, stamps)).encode()).hexdigest()[:32]
