@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
@@ -43,12 +43,22 @@ def kernel_named(name: str) -> Kernel:
             raise NotSupported("kernel 'hopper' needs Gluon of Triton 3.6 to 3.9: pip install 'triton>=3.6,<3.10', or use kernel='auto'")
         from longspan._kernels.hopper import HopperKernel
 
-        return HopperKernel(fallback=kernel_named("triton"))
+        return HopperKernel(fallback=cast(Kernel, _LoadedAtFirstUse("triton")))
     if name in ("aten", "flash", "efficient", "cudnn"):
         from longspan._kernels.aten import KERNELS
 
         return KERNELS[name]
     raise AssertionError(f"no kernel is called {name!r}")
+
+
+class _LoadedAtFirstUse:
+    """A kernel that is imported when it is used: importing one takes a tenth of a second."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(kernel_named(self._name), attribute)
 
 
 @cache
