@@ -43,8 +43,8 @@
 `_assert_async`           A check of values on a CUDA device without reading them on the host; no public function does it.
 `_loader`                 torch.fx keeps the source of every GraphModule for tracebacks as long as the process lives. A process that traces
                           many mods would grow; there is no public way to drop it.
-`_SingleLevelFunction`    The class whose `apply` every custom autograd Function calls. A trace of a mod must see such calls, and neither
-                          dispatch modes nor function modes do; user code often holds a bound `apply`, so `Function.apply` is too late.
+`FunctionMeta`            The class of custom autograd Functions. A trace of a mod must see their calls, and neither dispatch modes nor
+                          function modes do; user code often holds a bound `apply`, so replacing `Function.apply` would be too late.
 `_ensureCUDADeviceGuardSet`  See `_keep_device_guard`.
 `tracing`                 `make_fx` takes the fake mode of a compilation in progress from this context, whatever modes are active.
 """
@@ -67,7 +67,7 @@ from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.base_hop import BaseHOP
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.function import FunctionMeta
 from torch.fx import GraphModule, graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import _get_current_function_mode_stack
@@ -89,6 +89,7 @@ __all__ = [
     "current_cuda_device",
     "current_raw_stream",
     "default_store",
+    "detach_is_recorded",
     "detached_below_autograd",
     "dynamo_is_at_work",
     "empty_on_current_device",
@@ -276,23 +277,42 @@ def outside_of_modes() -> Iterator[None]:
 
 
 @contextmanager
-def intercepted_autograd_functions(on_call: Callable[[type, tuple[Any, ...]], None]) -> Iterator[None]:
-    """Context in which a custom autograd Function on this thread first calls `on_call(cls, args)`. Use it inside `outside_of_modes`."""
-    thread, outer = get_ident(), vars(_SingleLevelFunction).get("apply")
+def intercepted_autograd_functions(on_call: Callable[[type, tuple[Any, ...], bool], None]) -> Iterator[None]:
+    """Context in which a custom autograd Function on this thread first calls `on_call(cls, args, grad_is_enabled)`.
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if get_ident() == thread:
-            on_call(cls, args)
-        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+    Use it inside `outside_of_modes`. Every `apply`, of Python or C++, looks up `_backward_cls` in the caller's grad mode, then `forward`.
+    """
+    thread, outer = get_ident(), vars(FunctionMeta).get("__getattribute__")
+    grad_is_enabled: list[bool] = []
 
-    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    def look_up(cls: type, name: str) -> Any:
+        value = type.__getattribute__(cls, name)
+        if name == "_backward_cls" and get_ident() == thread:
+            grad_is_enabled.append(torch.is_grad_enabled())
+        elif name == "forward" and grad_is_enabled and get_ident() == thread:
+            enabled = grad_is_enabled.pop()
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                on_call(cls, args, enabled)
+                return value(*args, **kwargs)
+
+            return forward
+        return value
+
+    setattr(FunctionMeta, "__getattribute__", look_up)  # noqa: B010 (no type checker accepts an assignment)
     try:
         yield
     finally:
         if outer is None:
-            del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+            delattr(FunctionMeta, "__getattribute__")
         else:
-            _SingleLevelFunction.apply = outer  # type: ignore[attr-defined]
+            setattr(FunctionMeta, "__getattribute__", outer)  # noqa: B010
+
+
+@cache
+def detach_is_recorded() -> bool:
+    """Whether `make_fx` records `detach` as such; newer versions of torch record a view that has a gradient."""
+    return any(node.target is torch.ops.aten.detach.default for node in fake_trace(Tensor.detach, torch.zeros(())).graph.nodes)
 
 
 def number_of(scalar: Tensor) -> float | int | bool:

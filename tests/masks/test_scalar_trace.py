@@ -98,10 +98,11 @@ def test_indices_that_torch_does_not_take_are_rejected(index: Any) -> None:
 
 def test_a_first_call_does_not_import_torchs_compiler() -> None:
     code = (
-        "import sys, torch, longspan as ls; q = torch.randn(1, 2, 30, 16, requires_grad=True); mask = ls.causal() & ls.documents([10, 20]);"
+        "import sys, torch.nn.attention.flex_attention; known = set(sys.modules); import longspan as ls;"  # sympy in torch 2.15
+        "q = torch.randn(1, 2, 30, 16, requires_grad=True); mask = ls.causal() & ls.documents([10, 20]);"
         "blocks = ls.mask_mod(lambda b, h, q, kv: (q // 8 >= kv // 8) & (kv % 3 != 1));"
         "ls.attention(q, q, q, mask=mask & blocks).sum().backward();"
-        "print({'sympy', 'torch._dynamo', 'torch._inductor'} & set(sys.modules))"
+        "print({'sympy', 'torch._dynamo', 'torch._inductor'} & (set(sys.modules) - known))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "set()"

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Graph
 from torch.overrides import TorchFunctionMode
 
-from longspan._torch_private import intercepted_autograd_functions, tree_leaves
+from longspan._torch_private import detach_is_recorded, intercepted_autograd_functions, tree_leaves
 
 _aten: Any = torch.ops.aten
 _DATA_SETTERS = frozenset({Tensor.data.__set__})  # type: ignore[attr-defined]
@@ -37,7 +38,8 @@ _STATE = {
 }
 
 
-_CUSTOM_OPERATORS = "torch._library.autograd"  # the module of Functions that torch makes for custom operators
+# Functions of torch that a trace may ignore: those of custom operators, and one that saves the inputs of a checkpoint.
+_IGNORED_MODULE, _IGNORED_FUNCTION = "torch._library.autograd", ("torch.utils.checkpoint", "_NoopSaveInputs")
 
 
 class AutogradError(Exception):
@@ -75,10 +77,12 @@ class AutogradInMod(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         return result if torch.is_grad_enabled() else _without_gradient(result, (args, kwargs))
 
-    def _custom_function(self, cls: type, args: tuple[Any, ...]) -> None:
-        """Reject a custom Function that could propagate a gradient. The one of a `torch.library.custom_op` is traced as an operation."""
+    def _custom_function(self, cls: type, args: tuple[Any, ...], grad_is_enabled: bool) -> None:
+        """Reject a custom Function that could propagate a gradient."""
+        if cls.__module__ == _IGNORED_MODULE or (cls.__module__, cls.__name__) == _IGNORED_FUNCTION:
+            return
         floats = any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves(args))
-        if self.differentiable and floats and torch.is_grad_enabled() and cls.__module__ != _CUSTOM_OPERATORS:
+        if self.differentiable and floats and grad_is_enabled:
             self._reject(
                 f"it calls the torch.autograd.Function {cls.__qualname__!r}, whose backward cannot be traced. Write the gradient with "
                 "operations that torch differentiates (straight-through: x + (f(x) - x).detach()), register a torch.library.custom_op "
@@ -89,6 +93,15 @@ class AutogradInMod(TorchFunctionMode):
         error = AutogradError(reason)
         self.error = self.error or error
         raise error
+
+
+def check_detach(graph: Graph) -> None:
+    """Raise AutogradError for a graph of `make_fx` in which `detach`, explicit or by `torch.no_grad()`, cannot be told from a view."""
+    if any(node.target is _aten.alias.default for node in graph.nodes) and not detach_is_recorded():
+        raise AutogradError(
+            f"torch {torch.__version__} does not record detach, torch.no_grad() and x[...] in this kind of score_mod; "
+            "detach captured tensors before the call, or use torch 2.11 to 2.13"
+        )
 
 
 def _is_traced_float(tensor: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from longspan._masks.program import CapturedSpec, Kind, Program, call, op_name
 from longspan._masks.scalar_trace import scalar_trace
-from longspan._masks.trace_autograd import AutogradInMod
+from longspan._masks.trace_autograd import AutogradInMod, check_detach
 from longspan._torch_modes import without_user_defaults
 from longspan._torch_private import OpOverload, fake_trace, outside_of_modes, without_saved_tensor_hooks, without_source
 
@@ -94,10 +94,13 @@ def trace(fn: Callable[..., Any], kind: Kind, *, score_dtype: torch.dtype = torc
     name = name or mod_name(fn)
     if not callable(fn):
         raise TypeError(f"{kind}_mod: expected a callable ({', '.join(INPUTS[kind])}) -> Tensor, got {type(fn).__name__}")
-    checked = _checked(fn, kind, name, grad_mode=torch.is_grad_enabled())
+    differentiable = torch.is_grad_enabled()
+    checked = _checked(fn, kind, name, grad_mode=differentiable)
     with outside_of_modes(), _errors_named(kind, name), _IndexAsGather(), _default_modes():
         module = scalar_trace(checked, _inputs(kind, score_dtype)) or fake_trace(checked, *_inputs(kind, score_dtype))
         _check_pure(module.graph, kind, name)
+        if kind == "score" and differentiable:
+            check_detach(module.graph)
         _join_chained_lookups(module.graph)
         module.graph.eliminate_dead_code()
         return _split(module, kind, name, score_dtype)
