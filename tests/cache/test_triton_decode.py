@@ -11,6 +11,8 @@ from torch import Tensor
 
 import longspan as ls
 from longspan._cache.step import tokens_first
+from longspan._kernels.paged import PagedKV, PagedWork, query_ranges
+from longspan._masks.tracing import trace
 from longspan.testing import oracle
 
 decode_call: Any = pytest.importorskip("longspan._kernels.triton.decode_call")
@@ -59,7 +61,8 @@ def test_bits_are_equal_alone_batched_and_on_other_pages() -> None:
 
 def test_a_shorter_sequence_with_more_splits_decodes_as_alone() -> None:
     """The size of a split doubles with the length: here 159 tokens have more splits than 160."""
-    assert decode_call.split_count(159, 2) > decode_call.split_count(160, 2)
+    rule = decode_call.split_rule(2, shared=False)
+    assert rule.count(159) > rule.count(160)
     tokens = [x.to(DEVICE) for x in random_tokens(2, 160)]
     cache = ls.KVCache(pages=20, layers=1, kv_heads=2, head_dim=16, dtype=torch.float32, device=DEVICE)
     ids, prefix = cache.allocate(2), [158, 159]
@@ -82,9 +85,18 @@ def test_lookups_beyond_a_table_raise() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_tiles_do_not_depend_on_the_page_size(dtype: torch.dtype, dim: int) -> None:
-    assert len({decode_call.choose_tile(dim=dim, dtype=dtype, page_size=size).n for size in (0, 7, 16, 64, 128, 192)}) == 1
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
+def test_keys_of_a_step_do_not_depend_on_the_batch(dtype: torch.dtype, dim: int) -> None:
+    assert len({decode_call.choose_tile(dim=dim, dtype=dtype, rows=16, waves=waves).n for waves in (0.1, 1, 4, 40)}) == 1
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 3, 8])
+def test_no_length_has_more_splits_than_the_bound(kv_heads: int, shared: bool) -> None:
+    rule = decode_call.SplitRule(kv_heads, 32, 128 if shared else 0)
+    counts = [rule.count(length) for length in range(1, 3000)]
+    for longest in (1, 31, 32, 33, 127, 128, 129, 513, 1000, 2999):
+        assert rule.max_count(longest) == max(counts[:longest])
 
 
 @pytest.mark.parametrize("hidden", [float("nan"), float("inf")])
@@ -111,14 +123,41 @@ def test_named_kernel_rejects_wide_heads() -> None:
         ls.attention(x, x, x, cache=cache.step(cache.allocate(1), 1), layer=0, kernel="triton")
 
 
-@pytest.mark.parametrize("queries", [1, 9])
-def test_contiguous_keys_match_the_oracle(queries: int) -> None:
+@pytest.mark.parametrize(("queries", "few"), [(1, 16), (9, 2)])
+def test_contiguous_keys_match_the_oracle(queries: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences have five splits: merged at once, or two at a time."""
+    monkeypatch.setattr(decode_call, "_FEW_MERGED", (few, 256))
+    monkeypatch.setattr(decode_call, "_MANY_MERGED", (2, 16))
+    decode_call._launches.cache_clear()
     q, k, v = (x.to(DEVICE) for x in random_tokens(2, 600))
     q, mask = q[:, :, :queries], ls.mask_mod(lambda b, h, q, kv: (kv + b) % (h + 2) != 0)
     out, lse = ls.attention(q, k, v, mask=mask, score_mod=lambda s, b, h, i, j: s + 0.001 * (j - i), return_lse=True, kernel="triton")
     right = oracle(q, k, v, mask=mask, score_mod=lambda s, b, h, i, j: s + 0.001 * (j - i), return_lse=True)
     for got, expected in zip((out, lse), right):
         torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "dtype"), [(16, torch.float16), (16, torch.float32), (128, torch.float16)])
+def test_latent_heads_match_the_oracle_and_hide_a_nan(heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of 576 elements, of which the first 512 are values, in two splits; a hidden key changes no bit."""
+    monkeypatch.setattr(decode_call, "SMALLEST_SPLIT", 64)
+    monkeypatch.setattr(decode_call, "_FEW_MERGED", (2, 512))  # fewer CTAs: the interpreter takes 10 ms for each
+    decode_call._launches.cache_clear()
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, h, n, 576, generator=generator).to(DEVICE, dtype) for h, n in ((heads, 1), (1, 100)))
+    outs = []
+    for hidden in (0.0, float("nan")):
+        k[:, :, 40] = hidden
+        paged = torch.nn.functional.pad(k, (0, 0, 0, 12)).view(7, 1, 16, 576)
+        table = torch.arange(7, dtype=torch.int32, device=DEVICE)[None]
+        pages = PagedKV(k=paged, v=paged[..., :512], table=table, shared=True)
+        queries = decode_call.Queries(q, query_ranges([99], [100], [0], [], q.device)[0], False)
+        mask = trace(lambda b, h, q, kv: kv != 40, "mask").program
+        outs.append(decode_call.attend_pages(queries, pages, PagedWork(scale=0.1, mask=mask))[0])
+    assert torch.equal(*outs)
+    k[:, :, 40] = 0
+    expected = oracle(q, k, k[..., :512], mask=ls.mask_mod(lambda b, h, q, kv: kv != 40), scale=0.1)
+    torch.testing.assert_close(outs[0].double(), expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-3)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="needs 4 GiB")

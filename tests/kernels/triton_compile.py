@@ -117,11 +117,12 @@ def check_rounding() -> None:
 def compile_decode(target: int, page_size: int, rows: int, *, latent: bool = False) -> int:
     """Compile the decode kernel for pages, with programs; returns bytes of shared memory. latent: keys of 512 + 64 elements hold values."""
     dim = 512 if latent else 128
-    tile = choose_tile(dim=dim, dtype=torch.bfloat16, page_size=page_size)
+    tile = choose_tile(dim=dim, dtype=torch.bfloat16, rows=rows, waves=1.0)
     known: dict[str, Any] = {
         "MASK": codegen.program_function(trace(mask, "mask").program, OPTIONS), "WINDOW": 100, "PAGE": page_size, "RAGGED": True,
         "SCORE": codegen.program_function(trace(score, "score").program, OPTIONS), "FOLD": False, "R": 4, "M": rows, "N": tile.n,
-        "D": dim, "DP": dim, "E": dim, "EP": dim, "REST": 64 if latent else 0, "RESTP": 64, "SHARED": latent, "PRECISION": "tf32",
+        "D": dim, "DP": dim, "E": dim, "EP": dim, "REST": 64 if latent else 0, "RESTP": 64, "SHARED": latent,
+        "SAFE_DIM": 128, "TMA": tile.tma, "PRECISION": "tf32",
     }  # fmt: skip
     kinds: dict[str, Any] = {
         "q_ptr": "*bf16",
@@ -134,6 +135,10 @@ def compile_decode(target: int, page_size: int, rows: int, *, latent: bool = Fal
     kinds |= {"part_out_ptr": "*fp32", "part_lse_ptr": "*fp32", "scale": "fp32", "lse_stride": ("i64", "i64", "i64")}
     kinds |= dict.fromkeys(("table_ptr", "ranges_ptr", "counter_ptr"), "*i32")
     kinds |= dict.fromkeys(("mask_captured", "score_captured"), ("*fp32",)) | dict.fromkeys(("mask_sizes", "score_sizes"), ("i32",))
+    if tile.tma:
+        kinds |= {name: f"tensordesc<bf16[1, 1, {tile.n}, {width}]>" for name, width in (("k_desc", dim), ("rest_desc", 64))}
+    else:
+        known |= {"k_desc": None, "rest_desc": None}
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -148,7 +153,7 @@ def compile_decode(target: int, page_size: int, rows: int, *, latent: bool = Fal
             if name.endswith("_ptr"):
                 attributes[i,] = [["tt.divisibility", 16]]
     source = ASTSource(fn=decode_kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages(paged=page_size > 0)}
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options).metadata.shared
 
 
@@ -157,7 +162,8 @@ def main() -> None:
     for target, page_size, rows in [(90, 64, 16)] + [(80, 16, 16), (90, 16, 64)] * ("--all" in sys.argv):
         print(f"sm_{target} decode_kernel, pages of {page_size}, {rows} rows: {compile_decode(target, page_size, rows)} bytes", flush=True)
     if "--all" in sys.argv:
-        print(f"sm_90 decode_kernel, latent: {compile_decode(90, 64, 64, latent=True)} bytes", flush=True)
+        for target, rows in ((90, 16), (90, 64)):
+            print(f"sm_{target} decode_kernel, latent, {rows} rows: {compile_decode(target, 64, rows, latent=True)} bytes", flush=True)
     grid = [(90, (64, 64), "bf16", True, True), (80, (32, 32), "fp16", False, False)]
     if "--all" in sys.argv:
         grid += [(90, (128, 128), "bf16", True, True), (80, (64, 64), "fp16", False, False)]

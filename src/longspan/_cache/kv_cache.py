@@ -116,9 +116,11 @@ class KVCache:
     def _empty_pages(self, pages: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
         shape = (self.layers, pages, self.kv_heads, self.page_size)
         with torch.inference_mode(False):  # an inference tensor could not be written to in torch.no_grad()
-            k = torch.empty((*shape, self.head_dim), dtype=self.dtype, device=device)
             if self.shared_kv:
+                # Zeros: TMA loads whole tiles, and a NaN in a slot without a token would cost a second pass over its tile's split.
+                k = torch.zeros((*shape, self.head_dim), dtype=self.dtype, device=device)
                 return k, k[..., : self.value_dim]
+            k = torch.empty((*shape, self.head_dim), dtype=self.dtype, device=device)
             return k, torch.empty((*shape, self.value_dim), dtype=self.dtype, device=device)
 
     def _set_pages(self, k: Tensor, v: Tensor) -> None:

@@ -13,3 +13,9 @@ from longspan._kernels.gpu.interpreter import interpreted
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability; (8, 0) in the interpreter."""
     return (8, 0) if interpreted() else torch.cuda.get_device_capability(device)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Number of SMs; 1 in the interpreter."""
+    return 1 if interpreted() else int(torch.cuda.get_device_properties(device).multi_processor_count)

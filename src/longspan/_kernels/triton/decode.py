@@ -4,6 +4,7 @@
     ─────────────    q: the query heads of a KV head are rows of one tile, so that KV is read once: row r is query r // R, head r % R
                      S = QKᵀ, mask, P, acc += PV over tiles of N keys, through the software pipeline of `num_stages` tiles
                      stores a partial out and its base-2 log-sum-exp
+                     latent KV (MLA): a tile of keys in shared memory holds its values; M = 16, or 64 by wgmma; TMA loads tiles in one page
     merge_kernel     one CTA per (sequence, query, head, part of the head dim): merges the partial results of a row, then the sink
 
 The merge is a launch of its own: in the same launch, by the last CTA of a tile, every CTA would wait until its stores are visible to the
@@ -38,17 +39,19 @@ _DYNAMIC = [
     "kv_len",
     "first_key",
     "smallest",
+    "coarse",
 ]
 
 
 @triton.jit
-def split_tokens(length, kv_heads, smallest):
+def split_tokens(length, kv_heads, smallest, coarse):
     """Tokens per split of a sequence: `smallest`, doubled until it is at least 4 · KV heads · number of splits.
 
-    One sequence of 1k to 1M tokens then has enough splits to fill a device, and few enough that merging them costs little.
+    One sequence of 1k to 1M tokens then has enough splits to fill a device, and few enough that merging them costs little. More than four
+    splits have at least `coarse` tokens each: partial results of MLA are as large as the keys of a few hundred tokens.
     """
     tokens = smallest
-    while tokens < 4 * kv_heads * (length // tokens):
+    while (tokens < 4 * kv_heads * (length // tokens)) | ((tokens < coarse) & (4 * tokens < length)):
         tokens *= 2
     return tokens
 
@@ -113,16 +116,29 @@ def visible_keys(n, h, q_pos, kv, end, length, mask_captured, mask_sizes, MASK: 
 
 
 @triton.jit
+def load_described(desc, page, n, g, at, column, PAGE: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr):
+    """Elements column … column + DIM − 1 of the N keys from `at` on, by TMA: [N, DIM]. The keys lie in one page, or PAGE is 0.
+
+    Past the last key of a sequence come other rows of its page; past the last row of the tensor, zeros.
+    """
+    if PAGE == 0:
+        return desc.load([n, g, at, column]).reshape(N, DIM)
+    else:
+        return desc.load([page.to(tl.int32), g, at % PAGE, column]).reshape(N, DIM)
+
+
+@triton.jit
 def attend_keys(
-    q, q_rest, n, h, q_pos, begin, end, length, k_base, v_base, k_stride, v_stride, table_row, table_ptr, scale,
-    mask_captured, mask_sizes, score_captured, score_sizes,
+    q, q_rest, n, g, h, q_pos, begin, end, length, k_desc, rest_desc, k_base, v_base, k_stride, v_stride, value_dim, table_row, table_ptr,
+    scale, mask_captured, mask_sizes, score_captured, score_sizes,
     MASK: tl.constexpr, SCORE: tl.constexpr, PAGE: tl.constexpr, FOLD: tl.constexpr, SAFE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr,
-    SHARED: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr,
+    SHARED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(acc, total, m) of q [M, DP] over the keys begin … end − 1, as in `triton.forward`. SAFE: non-finite values count as 0.
 
-    SHARED: values are the first D = E elements of keys, and keys have REST elements more, whose queries are q_rest [M, RESTP].
+    REST: keys have REST elements more than D, whose queries are q_rest [M, RESTP]. SHARED: values are the first D elements of keys, and a
+    tile in shared memory is both. TMA: keys come from the descriptors `k_desc` and `rest_desc`.
     """
     m = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -133,11 +149,17 @@ def attend_keys(
         valid = kv < end
         page = load_page(table_ptr, table_row, at, kv, valid, PAGE, N)
         k_rows, v_rows = key_rows(k_base, page, kv, k_stride, PAGE), key_rows(v_base, page, kv, v_stride, PAGE)
-        k = tl.load(k_rows[:, None] + d[None, :] * k_stride[3], mask=valid[:, None] & (d < D)[None, :], other=0.0)
+        if TMA:
+            k = load_described(k_desc, page, n, g, at, 0, PAGE, N, DP)
+        else:
+            k = tl.load(k_rows[:, None] + d[None, :] * k_stride[3], mask=valid[:, None] & (d < D)[None, :], other=0.0)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         if REST:
-            dr = tl.arange(0, RESTP)
-            k_rest = tl.load(k_rows[:, None] + (D + dr)[None, :] * k_stride[3], mask=valid[:, None] & (dr < REST)[None, :], other=0.0)
+            if TMA:
+                k_rest = load_described(rest_desc, page, n, g, at, D, PAGE, N, RESTP)
+            else:
+                dr = tl.arange(0, RESTP)
+                k_rest = tl.load(k_rows[:, None] + (D + dr)[None, :] * k_stride[3], mask=valid[:, None] & (dr < REST)[None, :], other=0.0)
             s = tl.dot(q_rest, k_rest.T, s, input_precision=PRECISION)
         if not FOLD:
             s *= scale
@@ -150,10 +172,10 @@ def attend_keys(
         p = tl.exp2(s * factor - base[:, None])
         shrink = tl.exp2(m - base)
         total = total * shrink + tl.sum(p, 1)
-        if SHARED:
+        if SHARED and not SAFE:
             v = k
         else:
-            v = tl.load(v_rows[:, None] + e[None, :] * v_stride[3], mask=valid[:, None] & (e < E)[None, :], other=0.0)
+            v = tl.load(v_rows[:, None] + e[None, :] * v_stride[3], mask=valid[:, None] & (e < value_dim)[None, :], other=0.0)
         if SAFE:
             v = finite_or_zero(v)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
@@ -163,8 +185,8 @@ def attend_keys(
 
 @triton.jit
 def count_values(
-    sign, n, h, q_pos, begin, end, length, v_base, v_stride, table_row, table_ptr, mask_captured, mask_sizes,
-    MASK: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr,
+    sign, n, h, q_pos, begin, end, length, v_base, v_stride, value_dim, table_row, table_ptr, mask_captured, mask_sizes,
+    MASK: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Number of visible values [M, EP] that are sign · inf or NaN (`count_nonfinite`)."""
     count = tl.zeros([M, EP], tl.float32)
@@ -173,21 +195,31 @@ def count_values(
         kv = at + tl.arange(0, N)
         valid = kv < end
         v_rows = key_rows(v_base, load_page(table_ptr, table_row, at, kv, valid, PAGE, N), kv, v_stride, PAGE)
-        v = tl.load(v_rows[:, None] + e[None, :] * v_stride[3], mask=valid[:, None] & (e < E)[None, :], other=0.0)
+        v = tl.load(v_rows[:, None] + e[None, :] * v_stride[3], mask=valid[:, None] & (e < value_dim)[None, :], other=0.0)
         seen = visible_keys(n, h, q_pos, kv, end, length, mask_captured, mask_sizes, MASK) & (tl.arange(0, M)[:, None] < M)
         count = count_nonfinite(count, seen, v, sign, PRECISION)
     return count
 
 
+@triton.jit
+def store_partial(part_out_ptr, part_lse_ptr, acc, total, m, at, first, inside, E: tl.constexpr, EP: tl.constexpr):
+    """Store columns first … first + EP − 1 of a partial out [M, E], and its log-sum-exp. `at` [M]: index of the partial result."""
+    nothing = total == 0.0
+    divisor = tl.where(nothing, 1.0, total)
+    tl.store(part_lse_ptr + at, tl.where(nothing, float("-inf"), m + tl.log2(divisor)), mask=inside)
+    e = first + tl.arange(0, EP)
+    tl.store(part_out_ptr + at[:, None] * E + e[None, :], acc / divisor[:, None], mask=inside[:, None] & (e < E)[None, :])
+
+
 @triton.jit(do_not_specialize=_DYNAMIC)
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, ranges_ptr, part_out_ptr, part_lse_ptr,
+    q_ptr, k_ptr, v_ptr, k_desc, rest_desc, table_ptr, ranges_ptr, part_out_ptr, part_lse_ptr,
     q_stride, k_stride, v_stride, mask_captured, mask_sizes, score_captured, score_sizes,
-    sequences, kv_heads, row_tiles, splits, min_queries, max_queries, width, q_len, kv_len, first_key, smallest, scale,
+    sequences, kv_heads, row_tiles, splits, min_queries, max_queries, width, q_len, kv_len, first_key, smallest, coarse, scale,
     MASK: tl.constexpr, SCORE: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, RAGGED: tl.constexpr, FOLD: tl.constexpr,
     R: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr,
-    SHARED: tl.constexpr, PRECISION: tl.constexpr,
+    SAFE_DIM: tl.constexpr, SHARED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A partial out [M, E] and log-sum-exp [M] of one split. WINDOW: keys before q − WINDOW + 1 are hidden; None: no window.
 
@@ -202,7 +234,7 @@ def decode_kernel(
     n = rest // splits
     row, start, length, first = sequence_range(ranges_ptr, n, sequences, q_len, kv_len)
     count = query_count(ranges_ptr, start, length, q_len)
-    tokens = split_tokens(length, kv_heads, smallest)
+    tokens = split_tokens(length, kv_heads, smallest, coarse)
     low = lowest_key(first_key, start, (tile * M) // R, WINDOW, N)
     first_split, end_split = low // tokens, tl.cdiv(length, tokens)
     chosen = (count >= min_queries) & (count <= max_queries) & (tile * M < count * R)
@@ -213,7 +245,7 @@ def decode_kernel(
         inside = i < count
         head = g * R + r % R
         h, q_pos = head[:, None], (start + i)[:, None]
-        d, e = tl.arange(0, DP), tl.arange(0, EP)
+        d = tl.arange(0, DP)
         q_base = q_ptr + (wide(first) * q_stride[2] if RAGGED else wide(n) * q_stride[0])
         q_at = q_base + wide(h) * q_stride[1] + wide(i)[:, None] * q_stride[2] + d[None, :] * q_stride[3]
         q = tl.load(q_at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
@@ -226,41 +258,82 @@ def decode_kernel(
         v_base = v_ptr + wide(g) * v_stride[1] + (0 if PAGE else wide(n) * v_stride[0])
         table_row = wide(row) * width
         acc, total, m = attend_keys(
-            q, q_rest, n, h, q_pos, begin, end, length, k_base, v_base, k_stride, v_stride, table_row, table_ptr, scale,
-            mask_captured, mask_sizes, score_captured, score_sizes,
-            MASK, SCORE, PAGE, FOLD, False, M, N, D, DP, E, EP, REST, RESTP, SHARED, PRECISION,
+            q, q_rest, n, g, h, q_pos, begin, end, length, k_desc, rest_desc, k_base, v_base, k_stride, v_stride, E, table_row,
+            table_ptr, scale, mask_captured, mask_sizes, score_captured, score_sizes,
+            MASK, SCORE, PAGE, FOLD, False, M, N, D, DP, EP, REST, RESTP, SHARED, TMA, PRECISION,
         )  # fmt: skip
-        if any_nan(acc, inside):  # maybe of hidden values: 0 · NaN
-            acc, total, m = attend_keys(
-                q, q_rest, n, h, q_pos, begin, end, length, k_base, v_base, k_stride, v_stride, table_row, table_ptr, scale,
-                mask_captured, mask_sizes, score_captured, score_sizes,
-                MASK, SCORE, PAGE, FOLD, True, M, N, D, DP, E, EP, REST, RESTP, SHARED, PRECISION,
-            )  # fmt: skip
-            for sign in tl.range(-1, 2, 2, num_stages=1):
-                nonfinite = count_values(
-                    sign, n, h, q_pos, begin, end, length, v_base, v_stride, table_row, table_ptr, mask_captured, mask_sizes,
-                    MASK, PAGE, M, N, E, EP, PRECISION,
-                )  # fmt: skip
-                acc = tl.where(nonfinite > 0.0, acc + sign * float("inf"), acc)
-        nothing = total == 0.0
-        divisor = tl.where(nothing, 1.0, total)
         at = ((wide(n) * kv_heads * R + head) * max_queries + i) * splits + split
-        tl.store(part_lse_ptr + at, tl.where(nothing, float("-inf"), m + tl.log2(divisor)), mask=inside)
-        out_at = part_out_ptr + at[:, None] * E + e[None, :]
-        tl.store(out_at, acc / divisor[:, None], mask=inside[:, None] & (e < E)[None, :])
+        store_partial(part_out_ptr, part_lse_ptr, acc, total, m, at, 0, inside, E, EP)
+        if any_nan(acc, inside):  # maybe of hidden values: 0 · NaN
+            tl.debug_barrier()  # other threads of the CTA stored elements that are stored again
+            # SAFE_DIM values at a time: this path must not need more registers than the loop above.
+            for column in tl.range(0, E, SAFE_DIM, num_stages=1):
+                v_part = v_base + column * v_stride[3]
+                part, part_total, part_m = attend_keys(
+                    q, q_rest, n, g, h, q_pos, begin, end, length, None, None, k_base, v_part, k_stride, v_stride, E - column,
+                    table_row, table_ptr, scale, mask_captured, mask_sizes, score_captured, score_sizes,
+                    MASK, SCORE, PAGE, FOLD, True, M, N, D, DP, SAFE_DIM, REST, RESTP, SHARED, False, PRECISION,
+                )  # fmt: skip
+                for sign in tl.range(-1, 2, 2, num_stages=1):
+                    nonfinite = count_values(
+                        sign, n, h, q_pos, begin, end, length, v_part, v_stride, E - column, table_row, table_ptr,
+                        mask_captured, mask_sizes, MASK, PAGE, M, N, SAFE_DIM, PRECISION,
+                    )  # fmt: skip
+                    part = tl.where(nonfinite > 0.0, part + sign * float("inf"), part)
+                store_partial(part_out_ptr, part_lse_ptr, part, part_total, part_m, at, column, inside, E, SAFE_DIM)
+
+
+@triton.jit
+def merge_row(
+    part_out_ptr, part_lse_ptr, sink_ptr, out_row, lse_at, out_step, at, begin, end, h, part,
+    S: tl.constexpr, E: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits begin … end − 1 of a row, S at a time, then the sink; store PART elements. `at`: index of the row's split 0."""
+    e = part * PART + tl.arange(0, PART)
+    m = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([PART], tl.float32)
+    for from_split in tl.range(begin // S * S, end, S):
+        s = from_split + tl.arange(0, S)
+        there = (s >= begin) & (s < end)
+        lse = tl.load(part_lse_ptr + at + s, mask=there, other=float("-inf"))
+        x = tl.load(part_out_ptr + (at + s)[:, None] * E + e[None, :], mask=there[:, None] & (e < E)[None, :], other=0.0)
+        m_new = tl.maximum(m, tl.max(lse, 0))
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        weight, shrink = tl.exp2(lse - base), tl.exp2(m - base)
+        total = total * shrink + tl.sum(weight, 0)
+        acc = acc * shrink + tl.sum(tl.where(weight[:, None] == 0.0, 0.0, x * weight[:, None]), 0)  # 0 · inf would be NaN
+        m = m_new
+    if sink_ptr is not None:
+        logit = tl.load(sink_ptr + h).to(tl.float32) * LOG2_E
+        m_new = tl.maximum(m, logit)
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        shrink = tl.exp2(m - base)
+        total = total * shrink + tl.exp2(logit - base)
+        acc = acc * shrink
+        m = m_new
+    nothing = total == 0.0  # not where total is NaN: a row that sees a NaN has lse NaN
+    divisor = tl.where(nothing, 1.0, total)
+    tl.store(out_row + e * out_step, (acc / divisor).to(out_row.dtype.element_ty), mask=e < E)
+    if part == 0:
+        tl.store(lse_at + tl.arange(0, 1), tl.where(nothing, float("-inf"), m * LN_2 + tl.log(divisor)))
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
 def merge_kernel(
     part_out_ptr, part_lse_ptr, ranges_ptr, sink_ptr, out_ptr, lse_ptr, out_stride, lse_stride,
-    sequences, kv_heads, splits, min_queries, max_queries, q_len, kv_len, first_key, smallest,
-    WINDOW: tl.constexpr, RAGGED: tl.constexpr, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, S: tl.constexpr, E: tl.constexpr,
-    EP: tl.constexpr, PART: tl.constexpr,
+    sequences, kv_heads, splits, min_queries, max_queries, q_len, kv_len, first_key, smallest, coarse,
+    WINDOW: tl.constexpr, RAGGED: tl.constexpr, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
+    FEW: tl.constexpr, FEW_PART: tl.constexpr, MANY: tl.constexpr, MANY_PART: tl.constexpr,
 ):  # fmt: skip
-    """PART elements of out, and lse, of one query of one head. S: splits that are loaded at once."""
+    """A part of out, and lse, of one query of one head. PARTS: CTAs of a row.
+
+    A row of at most FEW splits is merged in FEW_PART elements per CTA; a row of more splits, MANY at a time, in MANY_PART elements, unless
+    MANY is 0: no sequence has more.
+    """
     pid = tl.program_id(0)
-    part = pid % (EP // PART)
-    rest = pid // (EP // PART)
+    part = pid % PARTS
+    rest = pid // PARTS
     h = rest % (kv_heads * R)
     rest = rest // (kv_heads * R)
     i = rest % max_queries
@@ -268,43 +341,24 @@ def merge_kernel(
     _, start, length, first = sequence_range(ranges_ptr, n, sequences, q_len, kv_len)
     count = query_count(ranges_ptr, start, length, q_len)
     if (i < count) & (count >= min_queries) & (count <= max_queries):
-        tokens = split_tokens(length, kv_heads, smallest)
+        tokens = split_tokens(length, kv_heads, smallest, coarse)
         # The window of the first query of this row's tile. Splits before it have no partial result.
         low = lowest_key(first_key, start, (i * R + h % R) // M * M // R, WINDOW, N)
         begin, end = low // tokens, tl.cdiv(length, tokens)
-        e = part * PART + tl.arange(0, PART)
         at = ((wide(n) * kv_heads * R + h) * max_queries + i) * splits
-        m = tl.full([1], float("-inf"), tl.float32)
-        total = tl.zeros([1], tl.float32)
-        acc = tl.zeros([PART], tl.float32)
-        for from_split in tl.range(begin // S * S, end, S):
-            s = from_split + tl.arange(0, S)
-            there = (s >= begin) & (s < end)
-            lse = tl.load(part_lse_ptr + at + s, mask=there, other=float("-inf"))
-            x = tl.load(part_out_ptr + (at + s)[:, None] * E + e[None, :], mask=there[:, None] & (e < E)[None, :], other=0.0)
-            m_new = tl.maximum(m, tl.max(lse, 0))
-            base = tl.where(m_new == float("-inf"), 0.0, m_new)
-            weight, shrink = tl.exp2(lse - base), tl.exp2(m - base)
-            total = total * shrink + tl.sum(weight, 0)
-            acc = acc * shrink + tl.sum(tl.where(weight[:, None] == 0.0, 0.0, x * weight[:, None]), 0)  # 0 · inf would be NaN
-            m = m_new
-        if sink_ptr is not None:
-            logit = tl.load(sink_ptr + h).to(tl.float32) * LOG2_E
-            m_new = tl.maximum(m, logit)
-            base = tl.where(m_new == float("-inf"), 0.0, m_new)
-            shrink = tl.exp2(m - base)
-            total = total * shrink + tl.exp2(logit - base)
-            acc = acc * shrink
-            m = m_new
-        nothing = total == 0.0  # not where total is NaN: a row that sees a NaN has lse NaN
-        divisor = tl.where(nothing, 1.0, total)
         n64 = wide(0) if RAGGED else wide(n)
         token = wide(first + i) if RAGGED else wide(i)
-        out_at = out_ptr + n64 * out_stride[0] + wide(h) * out_stride[1] + token * out_stride[2] + e * out_stride[3]
-        tl.store(out_at, (acc / divisor).to(out_ptr.dtype.element_ty), mask=e < E)
-        if part == 0:
-            lse_at = lse_ptr + n64 * lse_stride[0] + h * lse_stride[1] + token * lse_stride[2] + tl.arange(0, 1)
-            tl.store(lse_at, tl.where(nothing, float("-inf"), m * LN_2 + tl.log(divisor)))
+        out_row = out_ptr + n64 * out_stride[0] + wide(h) * out_stride[1] + token * out_stride[2]
+        lse_at = lse_ptr + n64 * lse_stride[0] + h * lse_stride[1] + token * lse_stride[2]
+        if end <= FEW:  # splits of the whole sequence: the order of a sum depends on nothing else
+            if part * FEW_PART < E:
+                merge_row(
+                    part_out_ptr, part_lse_ptr, sink_ptr, out_row, lse_at, out_stride[3], at, begin, end, h, part, FEW, E, FEW_PART
+                )  # fmt: skip
+        elif MANY:
+            merge_row(
+                part_out_ptr, part_lse_ptr, sink_ptr, out_row, lse_at, out_stride[3], at, begin, end, h, part, MANY, E, MANY_PART
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["kv_heads", "width", "tokens"])

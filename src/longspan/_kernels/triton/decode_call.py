@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longspan._kernels.gpu import codegen, launch
 from longspan._kernels.gpu.compile_options import FUSED
-from longspan._kernels.gpu.device import capability
+from longspan._kernels.gpu.device import capability, processors
 from longspan._kernels.gpu.interpreter import computable, interpreted
 from longspan._kernels.gpu.launch_call import tf32_allowed
 from longspan._kernels.gpu.limits import MAX_HEAD_DIM
@@ -23,9 +24,12 @@ from longspan._kernels.protocol import like_query
 from longspan._kernels.triton.decode import decode_kernel, merge_kernel, write_kernel
 
 SMALLEST_SPLIT = 256  # a multiple of every `DecodeTile.n`
-_MERGED_SPLITS, _MERGED_DIM = 64, 64  # splits that are merged at once, and elements of a row per CTA
-_DECODE_TENSORS = ("q_ptr", "k_ptr", "v_ptr", "table_ptr", "ranges_ptr", "part_out_ptr", "part_lse_ptr")
+COARSE_SPLIT = 1024  # of latent KV: partial results have 512 floats per row
+# Splits that are merged at once, and elements of a row per CTA, for sequences with at most so many splits, and with more.
+_FEW_MERGED, _MANY_MERGED = (16, 256), (64, 64)
+_DECODE_TENSORS = ("q_ptr", "k_ptr", "v_ptr", "k_desc", "rest_desc", "table_ptr", "ranges_ptr", "part_out_ptr", "part_lse_ptr")
 _MERGE_TENSORS = ("part_out_ptr", "part_lse_ptr", "ranges_ptr", "sink_ptr", "out_ptr", "lse_ptr")
+_SAFE_DIM = 128  # columns of out that are computed again at a time, if a value is not finite
 MAX_SHARED_DIM = 512  # elements that keys and values share
 _FLOATS = torch.empty(4, dtype=torch.float32, device="cpu")  # placeholder of the partial results in cache keys: every launch allocates them
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,25 +37,39 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeTile:
-    """Keys per step, warps per CTA and stages of the software pipeline."""
+    """Keys per step, warps per CTA, tiles in shared memory; whether keys are loaded by TMA where possible, and multiplied by wgmma."""
 
     n: int
     warps: int
-    stages: int
+    buffers: int
+    tma: bool = False
+    wgmma: bool = False
+
+    def stages(self, *, paged: bool) -> int:
+        """Stages of Triton's software pipeline for this number of buffers.
+
+        wgmma still reads a tile when the next step begins, so that its last buffer is no stage. With pages, Triton loads a page's number
+        as many stages ahead of a tile as the tile ahead of its use; for wgmma, one stage.
+        """
+        if self.wgmma:
+            return self.buffers + paged
+        return 2 * self.buffers + 1 if paged else self.buffers + 1
 
 
-def choose_tile(*, dim: int, dtype: torch.dtype, page_size: int) -> DecodeTile:
-    """The tile for padded head dims of at most `dim`. `page_size`: 0 for contiguous KV.
+def choose_tile(*, dim: int, dtype: torch.dtype, rows: int, waves: float) -> DecodeTile:
+    """The tile of `rows` query rows for padded head dims of at most `dim`. waves: CTAs of the launch per SM.
 
-    n, the keys that are summed at a time, does not depend on the page size: a row has the same bits on pages of any size.
+    n, the keys that are summed at a time, depends neither on pages nor on the batch: a row has the same bits on pages of any size.
     """
     if dim > 256:  # latent vectors of MLA: key and value are one tile
-        return DecodeTile(n=16 if dtype == torch.float32 else 64, warps=4, stages=2)
+        if dtype == torch.float32:
+            return DecodeTile(n=16, warps=4, buffers=1)
+        return DecodeTile(n=64, warps=4 if rows <= 16 else 8, buffers=2, tma=True, wgmma=rows >= 64)
     if dtype == torch.float32:
-        return DecodeTile(n=32, warps=4, stages=3)
+        return DecodeTile(n=32, warps=4, buffers=2)
     if dim > 128:
-        return DecodeTile(n=32, warps=4, stages=4)
-    return DecodeTile(n=64, warps=4, stages=5 if page_size else 4)  # loading a page's number is a stage of its own
+        return DecodeTile(n=32, warps=4, buffers=3)
+    return DecodeTile(n=64, warps=4, buffers=2 if waves > 4 else 3)  # 3 or 2 CTAs per SM: with 3, a second wave may be nearly empty
 
 
 def unsupported_reason(
@@ -76,21 +94,40 @@ def unsupported_reason(
     return next((r for p in (work.mask, work.score) if (r := codegen.unsupported(p, None, options)) is not None), None)
 
 
-def split_count(length: int, kv_heads: int) -> int:
-    """Number of splits of a sequence: as `decode.split_tokens`."""
-    tokens = SMALLEST_SPLIT
-    while tokens < 4 * kv_heads * (length // tokens):
-        tokens *= 2
-    return -(-length // tokens)
+class SplitRule(NamedTuple):
+    """Arguments of `decode.split_tokens` besides the length."""
+
+    kv_heads: int
+    smallest: int
+    coarse: int
+
+    def tokens(self, length: int) -> int:
+        """As `decode.split_tokens`."""
+        tokens = self.smallest
+        while tokens < 4 * self.kv_heads * (length // tokens) or (tokens < self.coarse and 4 * tokens < length):
+            tokens *= 2
+        return tokens
+
+    def count(self, length: int) -> int:
+        """Number of splits of a sequence."""
+        return -(-length // self.tokens(length))
+
+    def max_count(self, longest: int) -> int:
+        """Upper bound of `count` over all lengths up to `longest`: a shorter sequence may have more splits than a longer one."""
+        most, tokens = 0, self.smallest
+        while True:
+            last = tokens * (tokens // (4 * self.kv_heads) + 1) - 1  # the longest sequence with splits of `tokens`
+            if tokens < self.coarse:
+                last = min(last, 4 * tokens)
+            most = max(most, -(-min(last, longest) // tokens))
+            if last >= longest:
+                return most
+            tokens *= 2
 
 
-def max_split_count(longest: int, kv_heads: int) -> int:
-    """Upper bound of `split_count` over all lengths up to `longest`: a shorter sequence may have more splits than a longer one."""
-    tokens = SMALLEST_SPLIT
-    while tokens < 4 * kv_heads * (longest // tokens):
-        tokens *= 2
-    shorter = tokens // 2 // (4 * kv_heads) + 1 if tokens > SMALLEST_SPLIT else 0
-    return max(-(-longest // tokens), shorter)
+def split_rule(kv_heads: int, *, shared: bool) -> SplitRule:
+    """How sequences are split. shared: keys hold the values."""
+    return SplitRule(kv_heads, SMALLEST_SPLIT, COARSE_SPLIT if shared else 0)
 
 
 def write_tokens(pages: PagedKV, k: Tensor, v: Tensor, ranges: QueryRanges) -> None:
@@ -140,16 +177,18 @@ def page_sizes(queries: Queries, pages: PagedKV) -> list[DecodeSizes]:
     q, ranges, _ = queries
     assert ranges is not None
     kv_heads = pages.k.shape[1]
+    rule = split_rule(kv_heads, shared=pages.shared)
     by_tile: dict[int, list[int]] = {}
     for i, count in enumerate(ranges.counts):
         if 0 < count <= FEW_QUERIES:
-            by_tile.setdefault(_tile_rows(count * (q.shape[1] // kv_heads), pages.v.shape[-1]), []).append(i)
+            by_tile.setdefault(_tile_rows(count * (q.shape[1] // kv_heads), pages.v.shape[-1], q.dtype), []).append(i)
     made = []
     for m, chosen in by_tile.items():
         counts, lengths = [ranges.counts[i] for i in chosen], [ranges.lengths[i] for i in chosen]
-        longest, splits = max(lengths), max(split_count(length, kv_heads) for length in lengths)
+        longest, splits = max(lengths), max(map(rule.count, lengths))
         if ranges.longest is not None:  # a captured launch: sequences may grow to that length
-            longest, splits = max(longest, ranges.longest), max_split_count(max(longest, ranges.longest), kv_heads)
+            longest = max(longest, ranges.longest)
+            splits = rule.max_count(longest)
         # Rounded up, so that a launch is prepared for a few decoded tokens only of a thousand: CTAs without a split end at once.
         unit = 1 << max(0, splits.bit_length() - 3)
         made.append(DecodeSizes(
@@ -168,10 +207,10 @@ def attend_contiguous(q: Tensor, k: Tensor, v: Tensor, work: PagedWork) -> tuple
 
 
 def _contiguous_launch(q: Tensor, k: Tensor, v: Tensor, work: PagedWork, results: tuple[Tensor, Tensor]) -> DecodeLaunch:
-    rows = _tile_rows(q.shape[2] * (q.shape[1] // k.shape[1]), v.shape[-1])
+    rows = _tile_rows(q.shape[2] * (q.shape[1] // k.shape[1]), v.shape[-1], q.dtype)
     sizes = DecodeSizes(
-        sequences=q.shape[0], queries=(q.shape[2], q.shape[2]), longest=k.shape[2], splits=split_count(k.shape[2], k.shape[1]),
-        tile_rows=rows,
+        sequences=q.shape[0], queries=(q.shape[2], q.shape[2]), longest=k.shape[2],
+        splits=split_rule(k.shape[1], shared=False).count(k.shape[2]), tile_rows=rows,
     )  # fmt: skip
     return decode_launch(Queries(q, None, False), (k, v, None), work, sizes, results)
 
@@ -207,9 +246,11 @@ class DecodeSizes(NamedTuple):
     shared: bool = False
 
 
-def _tile_rows(rows: int, dim: int) -> int:
+def _tile_rows(rows: int, dim: int, dtype: torch.dtype) -> int:
     """Rows of a tile for a sequence with so many query rows of a KV head. `dim`: of values; registers hold rows × dim results."""
-    return 16 if rows <= 16 or dim > 256 else 32 if rows <= 32 else 64
+    if dim > 256:
+        return 16 if rows <= 16 or dtype == torch.float32 else 64
+    return 16 if rows <= 16 else 32 if rows <= 32 else 64
 
 
 def empty_results(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -240,8 +281,11 @@ def decode_launch(
 ) -> DecodeLaunch:  # fmt: skip
     """The launches that fill out and lse of the sequences with a number of queries in `sizes.queries`."""
     (k, v, table), q = kv, computable(queries.q)
+    rest = q.shape[-1] - v.shape[-1] if sizes.shared else 0
+    described = sizes.shared and _loads_by_tma(k, v.shape[-1], table is not None, _tile(q, k, v, sizes))
     tensors = {
-        "q_ptr": q, "k_ptr": k, "v_ptr": v, "table_ptr": table,
+        "q_ptr": q, "k_ptr": k, "v_ptr": v, "k_desc": k if described else None, "rest_desc": k if described and rest else None,
+        "table_ptr": table,
         "ranges_ptr": None if queries.ranges is None else queries.ranges.device_ranges,
         "sink_ptr": None if work.sink is None else computable(work.sink.contiguous()), "out_ptr": results[0], "lse_ptr": results[1],
         "part_out_ptr": _FLOATS, "part_lse_ptr": _FLOATS,
@@ -251,13 +295,36 @@ def decode_launch(
     key = (
         layouts(tensors.values()), layouts(mask_captured), layouts(score_captured), sizes, queries.ragged, q.device,
         work.window, work.scale > 0, None if work.mask is None else work.mask.key, None if work.score is None else work.score.key,
-        tf32_allowed(), SMALLEST_SPLIT,
+        tf32_allowed(), SMALLEST_SPLIT, COARSE_SPLIT,
     )  # fmt: skip
     decode, merge, parts = _launches(ByContents(key, partial(_make_launches, queries.ragged, tensors, work, sizes, per_call)))
     if launch.capturing(q.device):
         hold_for_graph(decode)
         hold_for_graph(merge)
     return DecodeLaunch(decode, merge, tensors, per_call, parts)
+
+
+def _tile(q: Tensor, k: Tensor, v: Tensor, sizes: DecodeSizes) -> DecodeTile:
+    d, e = q.shape[-1], v.shape[-1]
+    dim = max(launch.padded(e if sizes.shared else d), launch.padded(e))
+    return choose_tile(dim=dim, dtype=q.dtype, rows=sizes.tile_rows, waves=_ctas(q, k, sizes) / processors(q.device))
+
+
+def _ctas(q: Tensor, k: Tensor, sizes: DecodeSizes) -> int:
+    """CTAs of the decode kernel."""
+    return sizes.sequences * sizes.splits * _row_tiles(q, k, sizes) * k.shape[1]
+
+
+def _row_tiles(q: Tensor, k: Tensor, sizes: DecodeSizes) -> int:
+    """Tiles of query rows of a KV head of the sequence with most queries."""
+    return -(-sizes.queries[1] * (q.shape[1] // k.shape[1]) // sizes.tile_rows)
+
+
+def _loads_by_tma(k: Tensor, shared_dim: int, paged: bool, tile: DecodeTile) -> bool:
+    """Whether TMA can load tiles of keys: they lie in one page, and the elements that are values too need no padding."""
+    if not tile.tma or interpreted() or capability(k.device) < (9, 0):
+        return False
+    return launch.describable(k) and launch.padded(shared_dim) == shared_dim and not (paged and k.shape[2] % tile.n)
 
 
 class ByContents:
@@ -292,28 +359,33 @@ def _make_launches(
     page_size = 0 if table is None else k.shape[2]
     heads, kv_heads, d, e, m = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], sizes.tile_rows
     splits, max_queries = sizes.splits, sizes.queries[1]
-    row_tiles = -(-max_queries * (heads // kv_heads) // m)
     rest = d - e if sizes.shared else 0
-    tile = choose_tile(dim=max(launch.padded(d - rest), launch.padded(e)), dtype=q.dtype, page_size=page_size)
+    tile = _tile(q, k, v, sizes)
     options = _options(work, q.dtype, sizes.longest)
+    rule = split_rule(kv_heads, shared=sizes.shared)
     shared = {
         "sequences": sizes.sequences, "kv_heads": kv_heads, "splits": splits, "min_queries": sizes.queries[0], "max_queries": max_queries,
-        "q_len": q.shape[2], "kv_len": sizes.longest, "first_key": 0, "smallest": SMALLEST_SPLIT,
+        "q_len": q.shape[2], "kv_len": sizes.longest, "first_key": 0, "smallest": rule.smallest, "coarse": rule.coarse,
         "WINDOW": work.window, "RAGGED": ragged, "R": heads // kv_heads, "M": m, "N": tile.n,
     }  # fmt: skip
     constants = {
         **shared, **_dims(d - rest, e), "REST": rest, "RESTP": launch.padded(rest), "SHARED": sizes.shared,
-        "row_tiles": row_tiles, "width": 0 if table is None else table.shape[1], "PAGE": page_size,
+        "SAFE_DIM": min(_SAFE_DIM, launch.padded(e)), "TMA": tensors["k_desc"] is not None,
+        "row_tiles": _row_tiles(q, k, sizes), "width": 0 if table is None else table.shape[1], "PAGE": page_size,
         "mask_sizes": launch.pack_sizes(work.mask_captured), "score_sizes": launch.pack_sizes(work.score_captured),
         "MASK": launch.function(work.mask, options), "SCORE": launch.function(work.score, options),
         "FOLD": work.score is None and work.scale > 0,
         "PRECISION": "ieee" if q.dtype == torch.float32 and not tf32_allowed() else "tf32",
     }  # fmt: skip
     rows = sizes.sequences * heads * max_queries
-    part = min(_MERGED_DIM, launch.padded(e))
-    decode = _How(ctas=sizes.sequences * splits * row_tiles * kv_heads, warps=tile.warps, stages=tile.stages)
-    merge = _How(ctas=rows * (launch.padded(e) // part), warps=4)
-    merged = {**shared, "S": _MERGED_SPLITS, "E": e, "EP": launch.padded(e), "PART": part}
+    few_part, many_part = (min(part, launch.padded(e)) for _, part in (_FEW_MERGED, _MANY_MERGED))
+    many = _MANY_MERGED[0] if splits > _FEW_MERGED[0] else 0
+    parts = launch.padded(e) // (many_part if many else few_part)
+    decode = _How(ctas=_ctas(q, k, sizes), warps=tile.warps, stages=tile.stages(paged=table is not None))
+    merge = _How(ctas=rows * parts, warps=4)
+    merged = {
+        **shared, "E": e, "PARTS": parts, "FEW": _FEW_MERGED[0], "FEW_PART": few_part, "MANY": many, "MANY_PART": many_part
+    }  # fmt: skip
     return (
         _prepared_for(decode_kernel, {name: tensors[name] for name in _DECODE_TENSORS}, constants, decode, per_call),
         _prepared_for(merge_kernel, {name: tensors[name] for name in _MERGE_TENSORS}, merged, merge, {}),
@@ -372,7 +444,14 @@ def _stride(tensor: Tensor | None) -> tuple[int, ...]:
 def _prepared(
     kernel: Any, device: torch.device, _layouts: Layouts, constants: tuple[tuple[str, Any], ...], how: _How
 ) -> PreparedLaunch:  # fmt: skip
+    known = dict(constants)
+    tiles = {"k_desc": "DP", "rest_desc": "RESTP"} if known.get("TMA") else {}
     return PreparedLaunch(
-        kernel=kernel, options={"num_warps": how.warps, "num_stages": how.stages, **FUSED}, ctas=how.ctas, device=device, descriptors={},
-        constants=dict(constants),
+        kernel=kernel, options={"num_warps": how.warps, "num_stages": how.stages, **FUSED}, ctas=how.ctas, device=device,
+        descriptors={name: partial(_described, rows=known["N"], columns=known[dim]) for name, dim in tiles.items()}, constants=known,
     )  # fmt: skip
+
+
+def _described(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """The TMA descriptor of keys [P, G, page_size, D] or [B, G, K, D], in tiles of rows × columns."""
+    return TensorDescriptor(tensor, *launch.extents(tensor), [1, 1, rows, columns])

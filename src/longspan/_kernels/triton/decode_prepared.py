@@ -33,6 +33,7 @@ class PreparedDecode:
         (sizes,) = page_sizes(queries, pages)
         results = empty_results(q, v.shape[-1])
         made = decode_launch(queries, (pages.k, pages.v, pages.table), work, sizes, results)
+        self._descriptors = sum(made.tensors[name] is not None for name in ("k_desc", "rest_desc"))
         self._decode, self._merge, self._scale = made.decode, made.merge, float(work.scale)
         self._write = write_launch(pages, k, v, ranges)[0]
         self._out = results[0].shape, results[0].stride(), q.dtype
@@ -83,8 +84,9 @@ class PreparedDecode:
         self._write.launch_on(stream, (k.data_ptr(), v.data_ptr(), keys, values, table, positions, token_rows))
         # Programs capture no tensors: their places hold q (`launch.pack_captured`).
         self._decode.launch_on(
-            stream, (q_address, keys, values, table, ranges, part_out, part_lse, q_address, q_address, self._scale)
-        )  # fmt: skip
+            stream,
+            (q_address, keys, values, *(keys,) * self._descriptors, table, ranges, part_out, part_lse, q_address, q_address, self._scale),
+        )
         sinks = () if sink is None else (sink.data_ptr(),)
         self._merge.launch_on(stream, (part_out, part_lse, ranges, *sinks, out.data_ptr(), lse.data_ptr()))
         if launch.capturing(device):
