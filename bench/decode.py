@@ -2,8 +2,8 @@
 
     PYTHONPATH=src:. python bench/decode.py [--rows TEXT] [--json]
 
-GQA 32/8, head dim 128, bfloat16. TB/s count the keys and values of all
-sequences once, also where a window hides some. Calls alternate in random order; medians of 20.
+GQA 32/8, head dim 128, bfloat16; MLA rows: one latent KV head of 576 elements, whose first 512 are values. TB/s count the keys and values
+of all sequences once, also where a window hides some. Calls alternate in random order; medians of 20.
 
     device      calls enqueued behind a pause: host time excluded
     as called   one eager call on an idle device: host time included
@@ -25,26 +25,42 @@ from bench.timing import as_called_ms, device_ms, host_us
 import longspan as ls
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
+LATENT = (576, 512)
 DEVICE, DTYPE = "cuda", torch.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One problem: tokens of each sequence, new tokens of each, page size (0: contiguous), and options of the call by name."""
+    """One problem: tokens of each sequence, new tokens of each, page size (0: contiguous), and options of the call by name.
+
+    latent: one KV head of LATENT elements, whose first elements are values.
+    """
 
     name: str
     lengths: list[int]
     queries: int = 1
     page_size: int = 0
     options: Callable[[int], dict[str, Any]] = field(default=lambda longest: {})
+    heads: int = HEADS
+    latent: bool = False
+
+    @property
+    def kv_heads(self) -> int:
+        return 1 if self.latent else KV_HEADS
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Head dims of keys and values."""
+        return LATENT if self.latent else (DIM, DIM)
 
     @property
     def gigabytes(self) -> float:
-        return 2 * sum(self.lengths) * KV_HEADS * DIM * DTYPE.itemsize / 1e9
+        stored = self.dims[0] if self.latent else sum(self.dims)
+        return sum(self.lengths) * self.kv_heads * stored * DTYPE.itemsize / 1e9
 
     @property
     def teraflops(self) -> float:
-        return 4 * self.queries * sum(self.lengths) * HEADS * DIM / 1e12
+        return 2 * self.queries * sum(self.lengths) * self.heads * sum(self.dims) / 1e12
 
 
 def log_normal(total: int, sequences: int) -> list[int]:
@@ -90,6 +106,11 @@ ROWS = [
     Row(name="32 x 4k, sink, pages of 64", lengths=[4096] * 32, page_size=64, options=with_sink),
     Row(name="32 x 4k, captured bias, pages of 64", lengths=[4096] * 32, page_size=64, options=biased),
     Row(name="4 queries, 32 x 4k, causal, pages of 64", lengths=[4096] * 32, queries=4, page_size=64, options=causal),
+    *(
+        Row(name=f"MLA, {heads} heads, {name}, pages of 64", lengths=lengths, page_size=64, heads=heads, latent=True)
+        for heads in (16, 128)
+        for name, lengths in (("32 x 4k", [4096] * 32), ("1 x 131k", [131072]))
+    ),
     Row(name="chunk of 512 over 131k, pages of 64", lengths=[131072], queries=512, page_size=64, options=causal),
 ]  # fmt: skip
 
@@ -123,22 +144,25 @@ def paged_calls(row: Row) -> dict[str, Callable[[], Any]]:
     """longspan over a cache. A step is used again and again: only a layer's attention is measured."""
     pages = sum(-(-length // row.page_size) for length in row.lengths)
     cache = ls.KVCache(
-        pages=pages, page_size=row.page_size, layers=1, kv_heads=KV_HEADS, head_dim=DIM, dtype=DTYPE, device=DEVICE
+        pages=pages, page_size=row.page_size, layers=1, kv_heads=row.kv_heads, head_dim=row.dims[0], value_dim=row.dims[1],
+        shared_kv=row.latent, dtype=DTYPE, device=DEVICE,
     )  # fmt: skip
     cache._k.normal_()
-    cache._v.normal_()
+    if not row.latent:
+        cache._v.normal_()
     ids = cache.allocate(len(row.lengths))
     cache.step(ids, [length - row.queries for length in row.lengths])
     step = cache.step(ids, row.queries)
     for sequence_id in ids:
         del cache.sequence(sequence_id).unfinished[0]
     cache.layers = math.inf  # type: ignore[assignment]  # the step never ends
-    tensors = [randn(len(ids), heads, row.queries, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    q, k = (randn(len(ids), heads, row.queries, row.dims[0]) for heads in (row.heads, row.kv_heads))
+    v = k[..., : row.dims[1]] if row.latent else randn(len(ids), row.kv_heads, row.queries, row.dims[1])
     options = row.options(max(row.lengths))
 
     def call() -> Any:
         step._used.clear()
-        return ls.attention(*tensors, cache=step, layer=0, **options)
+        return ls.attention(q, k, v, cache=step, layer=0, **options)
 
     return {"longspan": call}
 
