@@ -16,8 +16,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from longspan._training import checkpoints
+from longspan._training import checkpoints, job
 from longspan._training.checkpoints import CheckpointError, intact, load, newest_intact, pick, save
+from longspan._training.corpus import corpus
+from longspan._training.decoder import DecoderConfig
 from longspan.testing import run_processes
 
 IDENTITY = {"width": 32}
@@ -167,3 +169,17 @@ def test_a_save_that_is_killed_leaves_the_checkpoints_before(out: Path) -> None:
     shutil.copytree(out / "step-000003", unfinished)
     (unfinished / "job.json").unlink()
     assert pick(out, None).step == 3
+
+
+def test_a_job_resumes_from_a_checkpoint_of_its_last_step_but_not_of_a_later_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = tmp_path / "text"
+    source.write_text("some words " * 100)
+    text = corpus(source, length=8)
+    settings: dict[str, Any] = {"out": str(tmp_path), "model": DecoderConfig(), "resume": True}
+    checkpoint = checkpoints.Checkpoint(folder=tmp_path, step=5, identity=job.Job(**settings).identity(text), files={})
+    monkeypatch.setattr(job, "pick", lambda out, step: checkpoint)
+    assert job.check_resume(job.Job(**settings, steps=5), text) is checkpoint
+    with pytest.raises(ValueError, match="--resume: 5 steps are done, --steps asks for 4"):
+        job.check_resume(job.Job(**settings, steps=4), text)
+    with pytest.raises(ValueError, match="belongs to another model or job: seed 0"):
+        job.check_resume(job.Job(**settings, seed=1), text)
