@@ -81,6 +81,20 @@ def test_operation_matches_torch(name: str) -> None:
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
+def test_integers_of_less_than_64_bits_wrap_as_in_torch(dtype: torch.dtype) -> None:
+    info = torch.iinfo(dtype)
+    table = torch.tensor([info.max, info.min, 1, info.max - 1, 0, info.min + 1, 7, 2], dtype=dtype, device=DEVICE).repeat(8)
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        x, y = table[q], table[kv]
+        sums = (x + y > 0).float() + 2 * (x - y < 1) + 4 * (x * 2 <= q) + 8 * (-x < kv) + 16 * (x + 2 > kv) + 32 * (x.abs() < 3)
+        return sums + 64 * (~x < kv) + 128 * ((x - y).long() + q < kv) + 256 * (q.to(dtype) * y < 5)
+
+    got, want = _evaluate(mod)
+    assert torch.equal(got, want.to(got.dtype))
+
+
 def test_lookups_wrap_negative_indices() -> None:
     table, flags = torch.randn(3, 64, device=DEVICE), torch.randint(2, (64,), device=DEVICE).bool()
     got, want = _evaluate(lambda s, b, h, q, kv: torch.where(flags[kv], s, 0.0) + table[h - 1, -1 - q] * table[2, kv - q])

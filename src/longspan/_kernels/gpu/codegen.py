@@ -8,7 +8,7 @@
 b, h are scalars, q and kv int32 vectors that broadcast to a tile ([M, 1] and [1, N], or the other way round; a joint that adds
 gradients needs q along dim 0). `captured`: contiguous tensors. `sizes`: all their sizes in one tuple, packed (`launch.pack_sizes`).
 
-Integers have 32 bits where bounds on the operands prove that this is enough, else 64: values never overflow where torch's would not.
+Integers have 32 bits where bounds on the operands prove that this is enough, else 64: values wrap where torch's do, and nowhere else.
 Indices are clamped into their tensor, since padding rows compute arbitrary ones. Quotients, roots and products that a discontinuous
 operation depends on (`exact_values.decisive`) are rounded as torch rounds them.
 """
@@ -28,7 +28,7 @@ from torch.fx import Graph, Node
 from longspan._kernels.gpu import device_library as library
 from longspan._kernels.gpu.emitters import EMITTERS
 from longspan._kernels.gpu.exact_values import decisive
-from longspan._kernels.gpu.typed_values import INT32_MAX, Unsupported, Value, bound_of, constant, materialized, type_of
+from longspan._kernels.gpu.typed_values import INT32_MAX, INTS, Unsupported, Value, bound_of, constant, materialized, type_of
 from longspan._masks.joint import Joint
 from longspan._masks.program import Program, op_name
 
@@ -52,6 +52,10 @@ class Options:
     big_tables: bool = False
     interpreted: bool = False
     hoisted: tuple[int, ...] = ()
+
+
+# The value of an int32 or int64 modulo 2^bits, by its dtype in torch.
+_WRAPS = {torch.uint8: "{0} & 255", torch.int8: "tl.cast({0}, tl.int8)", torch.int16: "tl.cast({0}, tl.int16)", torch.int32: "{0}"}
 
 
 class Emitter:
@@ -123,9 +127,21 @@ class Emitter:
                     indices = [known.get(i, index) for i, index in enumerate(node.args[1])]  # type: ignore[arg-type]
                     self.env[node] = self.load(node.args[0], indices)  # type: ignore[arg-type]
                 elif name in EMITTERS:
-                    self.env[node] = EMITTERS[name](self, node, [self.value(a) for a in node.args])
+                    self.env[node] = self._wrapped(node, EMITTERS[name](self, node, [self.value(a) for a in node.args]))
                 else:
                     raise Unsupported(name)
+
+    def _wrapped(self, node: Node, value: Value) -> Value:
+        """An integer of less than 64 bits as torch computes it: modulo 2^bits, where its bound does not exclude an overflow."""
+        dtype = getattr(node.meta.get("val"), "dtype", None)
+        if dtype not in _WRAPS or value.type not in INTS or value.literal is not None:
+            return value
+        largest = torch.iinfo(dtype).max if op_name(node) in ("neg", "abs") else bound_of(dtype)  # −(−128) is −128 in int8
+        unsigned = dtype is torch.uint8
+        if value.bound <= largest and (value.nonneg or not unsigned):
+            return value
+        text = _WRAPS[dtype].format(value.text)
+        return self.let(f"tl.cast({text}, tl.int32)", [value], type="int32", bound=bound_of(dtype), nonneg=unsigned)
 
     def _size(self, table: Node, dim: int) -> str:
         return f"extent(sizes, {self.first_size[self.captured[table]] + dim})"
