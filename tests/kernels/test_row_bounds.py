@@ -47,6 +47,22 @@ def by_row_alone(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return (IDS[q] > 3) & (kv <= q)
 
 
+NEAR_LIMITS = {t: torch.tensor([torch.iinfo(t).max - n % 3 if n % 2 else torch.iinfo(t).min + n % 3 for n in range(700)], dtype=t)
+               for t in (torch.uint8, torch.int8, torch.int32)}  # fmt: skip
+
+
+def sums_that_wrap_in_uint8(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (kv >= NEAR_LIMITS[torch.uint8][q] - 2) | (kv < NEAR_LIMITS[torch.uint8][q] + 2)
+
+
+def sums_that_wrap_in_int8(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (kv < NEAR_LIMITS[torch.int8][q] + 2) & (kv < q)
+
+
+def sums_that_wrap_in_int32(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (kv < NEAR_LIMITS[torch.int32][q] + 2) & (kv < q + 9)
+
+
 MASKS = {
     "causal": ls.causal(),
     "after": ~ls.causal(),
@@ -56,6 +72,7 @@ MASKS = {
     "first tokens and a window": (ls.prefix(64) | ls.sliding_window(99)) & ls.causal(),
     "prefixes": ls.prefix(torch.tensor([5, 300])) | ls.causal(),
     **{m.__name__: ls.mask_mod(m) for m in (any_bound, sums_beyond_32_bits, by_head, by_row_alone)},
+    **{m.__name__: ls.mask_mod(m) for m in (sums_that_wrap_in_uint8, sums_that_wrap_in_int8, sums_that_wrap_in_int32)},
 }
 
 
@@ -68,6 +85,7 @@ MASKS = {
         lambda b, h, q, kv: (kv < q) ^ (kv < 7),
         lambda b, h, q, kv: 2 * kv < q,
         lambda b, h, q, kv: kv < ANY_INT64[q] + 1,
+        lambda b, h, q, kv: kv - ANY_INT64[q] < 0,
         lambda b, h, q, kv: IDS[kv] < IDS[q],
     ],
 )

@@ -75,7 +75,8 @@ class _Bounds:
         if arg.op == "placeholder" and str(arg.target) == "kv":
             return _Sum(kv=1)
         name = op_name(arg) if arg.op == "call_function" else ""
-        if name in ("add", "sub") and len(arg.args) == 2 and not arg.kwargs:
+        # Sums of narrower integers may wrap, which the bound would not: they are terms, as they are.
+        if name in ("add", "sub") and len(arg.args) == 2 and not arg.kwargs and arg.meta["val"].dtype is torch.int64:
             return self.sum(arg.args[0]).plus(self.sum(arg.args[1]), 1 if name == "add" else -1)
         if arg in self.on_kv:
             raise _Unsupported
@@ -96,7 +97,8 @@ class _Bounds:
                 return rest if known is neutral else known
             return f"({a} {'&' if neutral else '|'} {b})"
         if name in ("lt", "le", "gt", "ge"):
-            return self._comparison(name, self.sum(node.args[0]).plus(self.sum(node.args[1]), -1))
+            left, right = self.sum(node.args[0]), self.sum(node.args[1])
+            return self._comparison(name, left.plus(right, -1), is_sum=_Sum(kv=1) not in (left, right))
         raise _Unsupported
 
     def _of_row(self, node: Node) -> str | bool:
@@ -108,8 +110,8 @@ class _Bounds:
             raise _Unsupported
         return bool(value.literal) if value.literal is not None else self._bound(node, f"tl.where({value.text}, {INT32_MAX}, 0)")
 
-    def _comparison(self, name: str, difference: _Sum) -> str:
-        """difference < 0, ≤ 0, > 0 or ≥ 0."""
+    def _comparison(self, name: str, difference: _Sum, *, is_sum: bool) -> str:
+        """difference < 0, ≤ 0, > 0 or ≥ 0. is_sum: the mask compares a sum with kv in it, not kv."""
         if abs(difference.kv) != 1 or any(abs(s) != 1 for _, s in difference.terms):
             raise _Unsupported
         sign = -difference.kv  # kv ± (terms + constant) on one side, and the bound on the other
@@ -122,7 +124,7 @@ class _Bounds:
         if any(v.type not in INTS for v in values):
             raise _Unsupported
         size = abs(constant) + sum(v.bound for v in values)
-        if size >= _UNBOUNDED and (len(terms), constant) != (1, 0):
+        if size >= _UNBOUNDED and (is_sum or (len(terms), constant) != (1, 0)):
             raise _Unsupported
         type = "int64" if size > INT32_MAX or any(v.type == "int64" for v in values) else "int32"
         text = f"tl.cast({constant}, tl.{type})"
