@@ -3,7 +3,8 @@
 The key of a call: the layouts of q, k, v and the sink; the mask; the score program and the layouts of the tensors that it captures; scale
 and kernel; torch's settings that a result or a choice of kernel depends on. Calls that something intercepts (a compiler, modes,
 transforms, tensor subclasses) and calls in `longspan.invariant()` have no key and are never prepared. A call is prepared when it is made
-for the second time: preparation takes longer than a call.
+for the second time: preparation takes longer than a call. The key takes longer than a guard of torch over q, k and v, so recent calls are
+found by guards first (`CallCache.recent`).
 
 Entries belong to the mask and are dropped with it; masks that read no tensor (`Mask.value_key`) share one owner. A mask that reads tensors
 of the caller is looked up by their versions too, and has no key where versions cannot be trusted (`longspan._engine.table_cache`).
