@@ -213,8 +213,12 @@ def test_sinks_score_mods_and_their_gradients_are_isolated() -> None:
     def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return s + slopes[h] * (kv - q) * 0.01
 
+    def score_of_constants(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return s + constants[h] * (kv - q) * 0.01
+
+    constants = slopes.detach()  # gradients of captured tensors have no fixed order
     with fixed_order():
-        for options in ({"sink": sink}, {"score_mod": score}):
+        for options in ({"sink": sink}, {"score_mod": score_of_constants}):
             expected, got = (results(x, MASKS["documents"], **options) for x in (given, dirty))
             for name, before, after in zip(Results._fields, expected, got, strict=True):
                 assert torch.equal(before, after), name
