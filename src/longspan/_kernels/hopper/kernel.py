@@ -22,6 +22,7 @@ from longspan._kernels.hopper.config import HOPPER, MAX_DIM, computes_dq_with_dk
 from longspan._kernels.hopper.dq_order import ordered_dq_pays
 from longspan._kernels.hopper.passes import (
     HopperCall,
+    RowGrads,
     head_parts_of,
     isolates,
     isolation_enabled,
@@ -175,15 +176,15 @@ class HopperKernel:
         }  # fmt: skip
         if into is None or tensors.norm is None or tensors.delta is None:
             call.row_terms(row_tensors)(row_tensors, {})
-        unbounded = call.unbounded((norm, delta))
+        row_grads = RowGrads(grad_out, norm, delta, call.unbounded((norm, delta)))
         if not one_pass:
-            call.launch(call.dq_pass(grad_out, norm, delta, grads.q, grads.captured, add=into is not None, unbounded=unbounded))
+            call.launch(call.dq_pass(row_grads, grads.q, grads.captured, add=into is not None))
         parts, dk, dv = head_parts_of(call.q, call.v, work), grads.k, grads.v
         if parts > 1:  # each part of a KV head's query heads fills its own dK and dV, summed below
             dk, dv = (torch.empty((t.shape[0], t.shape[1] * parts, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (dk, dv))
         rounded = into is None and not wide
         ordered = one_pass and deterministic
-        call.launch(call.dkdv_pass(grad_out, norm, delta, dk, dv, total, ordered=ordered, rounded=rounded, unbounded=unbounded))
+        call.launch(call.dkdv_pass(row_grads, dk, dv, total, ordered=ordered, rounded=rounded))
         if not rounded:
             if parts > 1:
                 for summed, by_part in ((grads.k, dk), (grads.v, dv)):

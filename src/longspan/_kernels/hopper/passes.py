@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +53,15 @@ from longspan._masks.static_table import StaticTable
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _L2_BYTES = 32 * 2**20  # KV of the heads in use at once should fit into so much of L2
+
+
+class RowGrads(NamedTuple):
+    """Per query row: the gradient of out, and `norm` and `delta` of `row_terms`. unbounded: the result of `HopperCall.unbounded`."""
+
+    grad_out: Tensor
+    norm: Tensor
+    delta: Tensor
+    unbounded: Tensor | None = None
 
 
 class HopperCall(LaunchCall):
@@ -177,11 +186,9 @@ class HopperCall(LaunchCall):
         }  # fmt: skip
         return layout_launch(round_kernel, tensors, constants, sum(-(-n // BLOCK) for n in sizes))
 
-    def dq_pass(
-        self, grad_out: Tensor, norm: Tensor, delta: Tensor, dq: Tensor, captured: Sequence[Tensor | None], *, add: bool,
-        unbounded: Tensor | None = None,
-    ) -> Pass:  # fmt: skip
-        """Fill dq, or add to it, and add to the gradients in `captured` that are not None. unbounded: the result of that method."""
+    def dq_pass(self, row_grads: RowGrads, dq: Tensor, captured: Sequence[Tensor | None], *, add: bool) -> Pass:
+        """Fill dq, or add to it, and add to the gradients in `captured` that are not None."""
+        grad_out, norm, delta, unbounded = row_grads
         tensors = {
             "q_ptr": self.q, "k_ptr": self.k, "v_ptr": self.v, "do_ptr": grad_out, "norm_ptr": norm, "delta_ptr": delta, "dq_ptr": dq,
             "local_k_ptr": self._local_kv[0], "local_v_ptr": self._local_kv[1], "unbounded_ptr": unbounded, **self._tails(grad_out),
@@ -191,14 +198,12 @@ class HopperCall(LaunchCall):
         settings = {"ADD": add, "SCATTER": any(needs)}
         return Pass(name="dq", kernel=dq_kernel, tensors=tensors, settings=settings, needs=needs, grads=grads, busy_only=add)
 
-    def dkdv_pass(
-        self, grad_out: Tensor, norm: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, dq: Tensor | None, *, ordered: bool, rounded: bool,
-        unbounded: Tensor | None = None,
-    ) -> Pass:  # fmt: skip
+    def dkdv_pass(self, row_grads: RowGrads, dk: Tensor, dv: Tensor, dq: Tensor | None, *, ordered: bool, rounded: bool) -> Pass:
         """Fill dk and dv, each KV head `head_parts_of` times, and add to dq (float32) if it is not None; if `ordered`, in a fixed order.
 
-        rounded: `rounding` follows, which multiplies dq by the scale. unbounded: the result of the method of that name.
+        rounded: `rounding` follows, which multiplies dq by the scale.
         """
+        grad_out, norm, delta, unbounded = row_grads
         tensors = {
             "q_ptr": self.q, "k_ptr": self.k, "v_ptr": self.v, "do_ptr": grad_out, "norm_ptr": norm, "delta_ptr": delta, "dk_ptr": dk,
             "dv_ptr": dv, "dq_ptr": dq, "local_k_ptr": self._local_kv[0], "local_v_ptr": self._local_kv[1],

@@ -19,7 +19,7 @@ from longspan._kernels.gpu.buffers import empty_grads, empty_state, prefill
 from longspan._kernels.gpu.launch_call import Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch, direct_stream
 from longspan._kernels.gpu.workspace import take_zeros
-from longspan._kernels.hopper.passes import HopperCall, head_parts_of, round_tensors
+from longspan._kernels.hopper.passes import HopperCall, RowGrads, head_parts_of, round_tensors
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, State, Work
 from longspan._torch_private import current_cuda_device, empty_on_current_device
 
@@ -199,25 +199,25 @@ class HopperBackward:
         dk, dv = grads.k, grads.v
         if parts > 1:
             dk, dv = (torch.empty((t.shape[0], t.shape[1] * parts, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (dk, dv))
-        rows = call.row_terms({
+        row_terms = call.row_terms({
             "q_ptr": None, "out_ptr": tensors.out, "do_ptr": grad_out, "lse_ptr": lse, "grad_lse_ptr": None, "norm_ptr": norm,
             "delta_ptr": delta, "dq_ptr": total, "counters_ptr": torch.empty(8, dtype=torch.int32, device=q.device),
         })  # fmt: skip
         roles = q, k, v, grad_out, norm, delta, grads.q, dk, dv, total
-        dq = None
+        dq, row_grads = None, RowGrads(grad_out, norm, delta)
         if not one_pass:
-            dq = PreparedPass.of(call, call.dq_pass(grad_out, norm, delta, grads.q, grads.captured, add=False), roles)
-        dkdv = PreparedPass.of(call, call.dkdv_pass(grad_out, norm, delta, dk, dv, total, ordered=ordered, rounded=True), roles)
+            dq = PreparedPass.of(call, call.dq_pass(row_grads, grads.q, grads.captured, add=False), roles)
+        dkdv = PreparedPass.of(call, call.dkdv_pass(row_grads, dk, dv, total, ordered=ordered, rounded=True), roles)
         rounding = call.rounding(round_tensors(total, grads, (dk, dv), parts), parts) if one_pass or parts > 1 else None
-        if not all(p is None or p.is_compiled for p in (rows, None if dq is None else dq.launch, dkdv.launch, rounding)):
+        if not all(p is None or p.is_compiled for p in (row_terms, None if dq is None else dq.launch, dkdv.launch, rounding)):
             return None
         sizes = lse.numel(), lse.numel(), q.numel() * one_pass, dk.numel() * (parts > 1), dv.numel() * (parts > 1), 8
         a, b, c, d, e, f, floats = accumulate((-(-n // _ROW_ALIGNMENT) * _ROW_ALIGNMENT for n in sizes), initial=0)
         return cls(
-            row_terms=rows, dq=dq, dkdv=dkdv, rounding=rounding, starts=(4 * a, 4 * b, 4 * c, 4 * d, 4 * e, 4 * f), device=q.device.index,
-            empty_workspace=maker((floats,), (1,), torch.float32, q.device), empty_dq=contiguous_maker(q.shape, q.dtype, q.device),
-            empty_dk=contiguous_maker(k.shape, k.dtype, k.device), empty_dv=contiguous_maker(v.shape, v.dtype, v.device),
-            parts=parts > 1, needs=tuple(tensors.needs),
+            row_terms=row_terms, dq=dq, dkdv=dkdv, rounding=rounding, starts=(4 * a, 4 * b, 4 * c, 4 * d, 4 * e, 4 * f),
+            device=q.device.index, empty_workspace=maker((floats,), (1,), torch.float32, q.device),
+            empty_dq=contiguous_maker(q.shape, q.dtype, q.device), empty_dk=contiguous_maker(k.shape, k.dtype, k.device),
+            empty_dv=contiguous_maker(v.shape, v.dtype, v.device), parts=parts > 1, needs=tuple(tensors.needs),
         )  # fmt: skip
 
     def __call__(

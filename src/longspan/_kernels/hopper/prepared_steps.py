@@ -15,7 +15,7 @@ from torch import Tensor
 from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.buffers import prefill
 from longspan._kernels.gpu.prepared_launch import direct_stream
-from longspan._kernels.hopper.passes import HopperCall, head_parts_of
+from longspan._kernels.hopper.passes import HopperCall, RowGrads, head_parts_of
 from longspan._kernels.hopper.prepared import PreparedPass, contiguous_maker, distinct, is_preparable, maker_like
 from longspan._kernels.hopper.state import HopperState
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, State, Work
@@ -130,11 +130,11 @@ class HopperBackwardStep:
             empty_parts = makers[0], makers[1]
             dk, dv = empty_parts[0](), empty_parts[1]()
         roles = inputs.q, inputs.k, inputs.v, grad_out, norm, delta, into.q, dk, dv, local_k, local_v
-        dq = None
+        dq, row_grads = None, RowGrads(grad_out, norm, delta)
         if not one_pass:
-            dq = PreparedPass.of(call, call.dq_pass(grad_out, norm, delta, into.q, into.captured, add=True), roles)
+            dq = PreparedPass.of(call, call.dq_pass(row_grads, into.q, into.captured, add=True), roles)
         total = into.q if one_pass else None
-        dkdv = PreparedPass.of(call, call.dkdv_pass(grad_out, norm, delta, dk, dv, total, ordered=ordered, rounded=False), roles)
+        dkdv = PreparedPass.of(call, call.dkdv_pass(row_grads, dk, dv, total, ordered=ordered, rounded=False), roles)
         if not dkdv.launch.is_compiled or (dq is not None and not dq.launch.is_compiled):
             return None
         return cls(dq=dq, dkdv=dkdv, device=inputs.q.device.index, parts=parts, empty_parts=empty_parts)
