@@ -69,6 +69,33 @@ def test_heads_that_are_not_shared_are_rounded_by_the_kernel_itself(launches: La
     assert dkdv[6:8] == (grads[1].data_ptr(), grads[2].data_ptr()) and rounding[1:] == (grads[0].data_ptr(), 64**-0.5)
 
 
+def capped(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return 30 * torch.tanh(s / 30)
+
+
+@pytest.mark.parametrize("score_mod", [None, capped])
+@pytest.mark.parametrize("repeats", [1, 4])
+def test_dq_is_scaled_once(launches: Launches, monkeypatch: pytest.MonkeyPatch, score_mod: Any, repeats: int) -> None:
+    """By the dK/dV kernel or by the rounding kernel, in first and in prepared calls."""
+    scales_in_loop: list[bool] = []
+    make = passes.HopperCall.dkdv_pass
+
+    def recorded(*args: Any, **more: Any) -> Any:
+        made = make(*args, **more)
+        scales_in_loop.append(bool(made.settings["SCALE_DQ"]))
+        return made
+
+    monkeypatch.setattr(passes.HopperCall, "dkdv_pass", recorded)
+    factors = []
+    values = passes.HopperCall.rounding_scale.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(passes.HopperCall, "rounding_scale", property(lambda self: (factors.append(values(self)), factors[-1])[1]))
+    repeat(qkv(), [], times=repeats, mask=ls.causal(), score_mod=score_mod, scale=0.3)
+    assert scales_in_loop and set(scales_in_loop) == {score_mod is not None}
+    assert set(factors) == {0.3 if score_mod is None else 1.0}
+    if repeats > 1:
+        assert launches.names[-1] == "round_kernel" and launches.values[-1][-1] == factors[0]
+
+
 def test_a_captured_parameter_gets_its_gradient_by_the_query_kernel(launches: Launches) -> None:
     tensors = qkv()
     repeat(tensors, [BIAS], mask=ls.causal(), score_mod=biased)

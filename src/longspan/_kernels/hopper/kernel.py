@@ -192,7 +192,7 @@ class HopperKernel:
             grads.q = grads.q if total is None else total
         elif total is not None or parts > 1:
             to_round = round_tensors(total, grads, (dk, dv), parts)
-            call.rounding(to_round, parts)(to_round, {"scale": float(work.scale)})
+            call.rounding(to_round, parts)(to_round, {"scale": call.rounding_scale})
         return grads
 
     def prepare_forward(self, inputs: AttentionInputs, work: Work) -> HopperForward | None:

@@ -173,8 +173,21 @@ class HopperCall(LaunchCall):
         """
         return row_terms_launch(self.q.shape, tensors)
 
+    @property
+    def rounds_with_scale(self) -> bool:
+        """Whether `rounding` multiplies dQ by the scale, and the dK/dV kernel before it does not.
+
+        On an H200, that takes up to 2 % less time without a score mod, and about 4 % more with ALiBi (comparing two runs).
+        """
+        return self.work.score is None
+
+    @property
+    def rounding_scale(self) -> float:
+        """The factor of `rounding` for dQ."""
+        return float(self.work.scale) if self.rounds_with_scale else 1.0
+
     def rounding(self, tensors: Tensors, parts: int) -> PreparedLaunch:
-        """The launch of `round_kernel`, which takes the scale. parts: into how many parts the query heads of a KV head are divided.
+        """The launch of `round_kernel`, which takes `rounding_scale`. parts: into how many parts the query heads of a KV head are divided.
 
         tensors: total_ptr, dq_ptr, dk_parts_ptr, dk_ptr, dv_parts_ptr, dv_ptr.
         """
@@ -201,7 +214,7 @@ class HopperCall(LaunchCall):
     def dkdv_pass(self, row_grads: RowGrads, dk: Tensor, dv: Tensor, dq: Tensor | None, *, ordered: bool, rounded: bool) -> Pass:
         """Fill dk and dv, each KV head `head_parts_of` times, and add to dq (float32) if it is not None; if `ordered`, in a fixed order.
 
-        rounded: `rounding` follows, which multiplies dq by the scale.
+        rounded: `rounding` follows.
         """
         grad_out, norm, delta, unbounded = row_grads
         tensors = {
@@ -215,7 +228,8 @@ class HopperCall(LaunchCall):
             assert dq is None
             del tensors["dq_ptr"]
             kernel, tensors = wide_dkv_kernel, {**tensors, **self._tails(grad_out)}
-        settings = {"SCALE_DQ": not rounded, "ordered": ordered, "head_parts": head_parts_of(self.q, self.v, self.work)}
+        scales = not (rounded and self.rounds_with_scale)
+        settings = {"SCALE_DQ": scales, "ordered": ordered, "head_parts": head_parts_of(self.q, self.v, self.work)}
         needs = (False,) * len(self.work.score_captured)
         return Pass(name="dkdv", kernel=kernel, tensors=tensors, settings=settings, needs=needs)
 

@@ -177,6 +177,7 @@ class HopperBackward:
     dq: PreparedPass | None
     dkdv: PreparedPass
     rounding: PreparedLaunch | None
+    rounding_scale: float
     starts: tuple[int, int, int, int, int, int]
     device: int
     empty_workspace: Callable[[], Tensor]
@@ -214,10 +215,11 @@ class HopperBackward:
         sizes = lse.numel(), lse.numel(), q.numel() * one_pass, dk.numel() * (parts > 1), dv.numel() * (parts > 1), 8
         a, b, c, d, e, f, floats = accumulate((-(-n // _ROW_ALIGNMENT) * _ROW_ALIGNMENT for n in sizes), initial=0)
         return cls(
-            row_terms=row_terms, dq=dq, dkdv=dkdv, rounding=rounding, starts=(4 * a, 4 * b, 4 * c, 4 * d, 4 * e, 4 * f),
-            device=q.device.index, empty_workspace=maker((floats,), (1,), torch.float32, q.device),
-            empty_dq=contiguous_maker(q.shape, q.dtype, q.device), empty_dk=contiguous_maker(k.shape, k.dtype, k.device),
-            empty_dv=contiguous_maker(v.shape, v.dtype, v.device), parts=parts > 1, needs=tuple(tensors.needs),
+            row_terms=row_terms, dq=dq, dkdv=dkdv, rounding=rounding, rounding_scale=call.rounding_scale,
+            starts=(4 * a, 4 * b, 4 * c, 4 * d, 4 * e, 4 * f), device=q.device.index,
+            empty_workspace=maker((floats,), (1,), torch.float32, q.device), empty_dq=contiguous_maker(q.shape, q.dtype, q.device),
+            empty_dk=contiguous_maker(k.shape, k.dtype, k.device), empty_dv=contiguous_maker(v.shape, v.dtype, v.device),
+            parts=parts > 1, needs=tuple(tensors.needs),
         )  # fmt: skip
 
     def __call__(
@@ -247,5 +249,5 @@ class HopperBackward:
         if self.rounding is not None:
             rounded = (total, dq_at) if self.dq is None else ()
             parts = (to_dk, dk_at, to_dv, dv_at) if self.parts else ()
-            _launch(self.rounding, stream, (*rounded, *parts, self.dkdv.numbers[0]))
+            _launch(self.rounding, stream, (*rounded, *parts, self.rounding_scale))
         return dq, dk, dv, captured
