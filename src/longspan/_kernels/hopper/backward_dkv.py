@@ -25,14 +25,23 @@ steps_s                       STEP_SLOTS records      producer        all       
 item_s, k_s, v_s              1 record, 128 keys      producer (TMA)  compute groups    item_bars: k_full, v_full (1), empty (2)
 q, norm; dO, delta            STAGES × BM queries     producer (TMA)  compute groups    bars: q_full, do_full (1), empty (2)
 ds_s                          DS × 128 × BM           compute groups  compute groups    PREFETCH: ds_bars: full (2), empty (2)
-dq_s                          2 × BM × 64, float32    compute group   its dQ warp       dq_bars: full (1), empty (1)
+dq_s                          BM × DP, float32        compute group   its dQ warp       dq_bars: full (1), empty (1)
 
 Scores and their gradients are transposed, keys × queries. A compute warp group needs the dSᵀ of both groups for its part of dQ. With
-PREFETCH it takes that of the step before, so that the groups need not wait for each other. Without PREFETCH, step i of a compute warp
-group has no part in other steps, and fewer registers are in use at once:
+PREFETCH it takes that of the step before, so that the groups need not wait for each other. Without PREFETCH, dQ of a step is computed in
+the same step, and fewer registers are in use at once. Step i then:
 
-  Sᵀ and dPᵀ started; Pᵀ; dSᵀ to ds_s; dV += Pᵀ dO started; both groups wait for each other; dQᵀ of both groups and dK += dSᵀ Q started;
-  dQ to dq_s while dK is computed
+  producer warp               compute warp groups 0, 1                                                 dQ warps 0, 1
+  ─────────────               ────────────────────────                                                 ─────────────
+                              Sᵀ = K Qᵀ of step i started, right after dK of step i − 1
+  dO, delta i ──do_full──►    dPᵀ = V dOᵀ started
+         ◄──empty i − 1──     Pᵀ = exp2(Sᵀ − norm)
+                              dSᵀ = Pᵀ (dPᵀ − delta), to ds_s
+                              dV += Pᵀ dO started
+                              both groups wait for each other (`sync_groups`)
+                              dQᵀ = Kᵀ dSᵀ of both groups, dK += dSᵀ Q started
+                              ‖ dQ to dq_s while dK is computed ──dq_full──►                           TMA reduce-add
+  q, norm i + 1 ──q_full──►   ‖ wait for the queries of step i + 1 while dK is computed                ◄──dq_empty──
 
 On an H200 at head dim 128, PREFETCH takes 3 to 7 % less time with a score mod, and 3 to 6 % more without one. Ordered dQ has PREFETCH at
 every head dim. At head dims up to 64, without a score mod, ordered dQ and isolation, a step has 128 queries (`hopper.dkv_halves`).
@@ -136,7 +145,7 @@ def _compute(
     SCALE_DQ: gl.constexpr, PREFETCH: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
     STAGES: gl.constexpr, DS: gl.constexpr,
 ):  # fmt: skip
-    """A compute warp group: 64 of the item's 128 keys. PREFETCH: the order of a step (see above)."""
+    """A compute warp group: 64 of the item's 128 keys. PREFETCH: which of the two orders above a step has."""
     steps = buffers.steps
     dtype: gl.constexpr = k_s.dtype
     st_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])

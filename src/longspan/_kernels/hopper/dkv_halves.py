@@ -1,15 +1,27 @@
 """The compute warp groups of the dK/dV kernel at head dims up to 64, without a score mod.
 
-A step has 128 queries in two halves, a and b. The tensor cores compute one half while the warp group computes exponentials of the other:
+A step has 128 queries in two halves, a and b. The tensor cores compute one half while the warp group computes exponentials of the other.
+Time runs downwards; step i of an item:
 
-  Sᵀ of a, dPᵀ of a, Sᵀ of b started (group 1 waits until group 0 has started them)
-  Pᵀ and dSᵀ of a; dPᵀ of b, dV += Pᵀ dO of a, dK += dSᵀ Q of a started
-  Pᵀ and dSᵀ of b; dV += Pᵀ dO of b started
-  both groups wait for each other; dQᵀ of half g, by group g from the dSᵀ of both, and dK += dSᵀ Q of b started
-  dQ to dq_s while dK is computed
+  producer warp               compute warp groups g = 0, 1                                             dQ warps 0, 1
+  ─────────────               ────────────────────────────                                             ─────────────
+                              group 1 waits until group 0 gives the turn (`hopper.turns`)
+                              Sᵀ = K Qᵀ of a started, right after dK of step i − 1
+  dO, delta i ──do_full──►    dPᵀ = V dOᵀ of a, Sᵀ of b started; group 0 gives the turn
+         ◄──empty i − 1──     Pᵀ, dSᵀ of a, dSᵀ to ds_s
+                              ‖ dPᵀ of b, dV += Pᵀ dO of a, dK += dSᵀ Q of a started
+                              Pᵀ, dSᵀ of b, dSᵀ to ds_s
+                              ‖ dV += Pᵀ dO of b started
+                              both groups wait for each other (`sync_groups`)
+                              dQᵀ = Kᵀ dSᵀ of half g, from the dSᵀ of both groups, dK of b started
+                              ‖ dQ to dq_s while dK is computed ──dq_full──►                           TMA reduce-add
+  q, norm i + 1 ──q_full──►   ‖ wait for the queries of step i + 1 while dK is computed                ◄──dq_empty──
+
+Buffers and mbarriers are those of `hopper.backward_dkv` without PREFETCH, with BM = 128.
 
 K is in registers: a 64 × 64 wgmma with both operands from shared memory is bound by its bandwidth. There are too few registers for V.
-On an H200, this takes 5 to 6 % less time than steps of 64 queries (`backward_dkv`, PREFETCH), of which 2 % at a causal mask by the turns.
+On an H200, this takes 5 to 6 % less time than steps of 64 queries (`backward_dkv`, PREFETCH). With a causal mask, 2 % of it are due to the
+turns.
 """
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
@@ -75,7 +87,7 @@ def compute_halves(
     GROUP: gl.constexpr, MASK: gl.constexpr, SCALE_DQ: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr,
 ):  # fmt: skip
-    """A compute warp group: 64 of the item's 128 keys."""
+    """A compute warp group: 64 of the item's 128 keys, in the order of the picture above."""
     gl.static_assert(DP == 64 and EP == 64, "all head dims of a half in one wgmma")
     steps = buffers.steps
     dtype: gl.constexpr = k_s.dtype
