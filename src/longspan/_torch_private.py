@@ -153,9 +153,10 @@ def fake_trace(fn: Callable[..., Any], *examples: Tensor) -> GraphModule:
 
 @cache
 def _keep_device_guard() -> None:
-    """Let torch make the device guard of CUDA builds without a GPU in a thread that never ends.
+    """Create torch's CUDA device guard in a thread that never ends, for CUDA builds without a GPU.
 
-    Fake tensors make it in their first thread. In torch 2.11 it is deleted with this thread, and the next fake tensors crash the process.
+    Otherwise the first fake tensors create the guard in their thread. torch 2.11 deletes the guard when that thread ends, and the next fake
+    tensors crash the process.
     """
     if current_thread() is main_thread():
         torch._C._ensureCUDADeviceGuardSet()
@@ -191,11 +192,12 @@ def empty_on_current_device(size: tuple[int, ...], strides: tuple[int, ...], dty
 
 
 def tensor_guard(*tensors: Tensor) -> Callable[..., bool]:
-    """A function that tells whether as many tensors are distinct objects like these, in a state of torch like now.
+    """A function that returns whether its arguments match these tensors and torch's state is the same as now.
 
-    It compares types, dtypes, devices, shapes, strides, `requires_grad` and dispatch keys: a lazily negated view, a tensor of a transform
-    or of inference mode differs from a plain one, and all tensors differ where a transform, a dispatch mode, inference mode or autocast is
-    active. It holds no tensor. Addresses, function modes and forward-mode differentiation are not compared.
+    The arguments must be as many tensors, all distinct objects. Compared are types, dtypes, devices, shapes, strides, `requires_grad` and
+    dispatch keys: a lazily negated view, a tensor of a transform or of inference mode differs from a plain tensor. No tensors match if a
+    transform, a dispatch mode, inference mode or autocast has become active. Addresses, function modes and forward-mode differentiation are
+    not compared. The function holds no tensor.
     """
     guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
     if guards is None:
@@ -253,8 +255,8 @@ def is_transformed(value: object) -> bool:
     return isinstance(value, Tensor) and is_functorch_wrapped_tensor(value)
 
 
-# The same of a value that is known to be a tensor, and whether a gradient that autograd hands on stands for several
-# (is_grads_batched=True), without a Python function around torch's: repeated calls ask a dozen times.
+# torch's functions without a Python function around them, because repeated calls ask a dozen times. The first is `is_transformed` for
+# tensors. The second: whether a gradient is a batch of gradients (is_grads_batched=True).
 is_transformed_tensor = is_functorch_wrapped_tensor
 is_batched_gradient = is_legacy_batchedtensor
 

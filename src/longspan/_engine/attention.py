@@ -159,15 +159,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> ops.Outpu
     if not torch.compiler.is_dynamo_compiling():
         entry = calls.recent(q, k, v, options)
         if entry is not None:
-            score = _score_again(q, options)
-            repeated = _attend_again(q, k, v, options, entry, score)
+            score = _repeated_score(q, options)
+            repeated = _attend_prepared(q, k, v, options, entry, score)
             if repeated is not None:
                 return repeated
         key = calls.key(q, k, v, options)
         entry = None if key is None else calls.entry(key)
         if key is not None and entry is not None:
-            score = score or _score_again(q, options)
-            repeated = _attend_again(q, k, v, options, entry, score)
+            score = score or _repeated_score(q, options)
+            repeated = _attend_prepared(q, k, v, options, entry, score)
             if repeated is not None:
                 calls.note_recent(q, k, v, options, key, entry)
                 return repeated
@@ -215,18 +215,18 @@ class _Score(NamedTuple):
         return None if traced is None else cls(traced.program, traced.captured())
 
 
-def _score_again(q: Tensor, options: AttendOptions) -> _Score | None:
-    """The score program of a call that may be prepared."""
+def _repeated_score(q: Tensor, options: AttendOptions) -> _Score | None:
+    """The score program of a call that may be prepared: by the guard of a cached trace if it passes, else traced."""
     if options.score_mod is None:
         return None
     guarded = traces.guarded(options.score_mod, "score", score_dtype=state_dtype(q.dtype))
     return _Score.of(_traced_score(options.score_mod, state_dtype(q.dtype))) if guarded is None else _Score(*guarded)
 
 
-def _attend_again(
+def _attend_prepared(
     q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, entry: CallEntry, score: _Score | None
 ) -> ops.Outputs | None:  # fmt: skip
-    """`attend` by a prepared call; None if there is none."""
+    """`attend` by a prepared call of the entry; None if there is none."""
     captured = () if score is None else score.captured
     call = entry.call(None) if score is None else entry.call_with_score(score.program.key, captured)
     if call is None:

@@ -4,7 +4,7 @@ The key of a call: the layouts of q, k, v and the sink; the mask; the score prog
 and kernel; torch's settings that a result or a choice of kernel depends on. Calls that something intercepts (a compiler, modes,
 transforms, tensor subclasses) and calls in `longspan.invariant()` have no key and are never prepared. A call is prepared when it is made
 for the second time: preparation takes longer than a call. The key takes longer than a guard of torch over q, k and v, so recent calls are
-found by guards first (`CallCache.recent`).
+looked up by guards first (`CallCache.recent`).
 
 Entries belong to the mask and are dropped with it; masks that read no tensor (`Mask.value_key`) share one owner. A mask that reads tensors
 of the caller is looked up by their versions too, and has no key where versions cannot be trusted (`longspan._engine.table_cache`).
@@ -36,7 +36,7 @@ _KERNELS = frozenset(("auto", "hopper", "triton", "cpu"))  # the others depend o
 
 
 class _RecentScore(NamedTuple):
-    """The last prepared call with a score program, to be found again by a guard over the tensors that it captures. Holds no tensor."""
+    """The last prepared call with a score program, looked up by a guard over the tensors that the program captures. Holds no tensor."""
 
     guard: Callable[..., bool]
     program_key: str
@@ -74,7 +74,7 @@ class CallEntry:
 
 
 class _Recent(NamedTuple):
-    """A prepared call, to be found again without its key: by a guard over q, k and v, and torch's settings. Holds no tensor."""
+    """A prepared call, looked up without its key: by a guard over q, k and v, and by torch's settings. Holds no tensor."""
 
     guard: Callable[..., bool]
     settings: Hashable
@@ -100,7 +100,7 @@ class CallCache:
         self._recent: dict[Hashable, tuple[_Recent, ...]] = {}  # by mask, scale and kernel
 
     def recent(self, q: Any, k: Any, v: Any, options: Any) -> CallEntry | None:
-        """The calls of a recent key that this call has too. Takes a third of the time of `key` and `entry`. Arguments as of `key`."""
+        """The entry of a recent call with the same key, in a third of the time of `key` and `entry`; else None. Arguments as of `key`."""
         mask, _, scale, sink, kernel, max_scores, _, _ = options
         if sink is not None or max_scores or (scale is not None and type(scale) is not float) or type(kernel) is not str:
             return None
@@ -128,12 +128,12 @@ class CallCache:
         mask, _, scale, sink, kernel, *_ = options
         if sink is not None or not (mask is None or isinstance(mask, Mask)) or q is k or q is v or k is v:  # a guard needs distinct objects
             return
-        place = (mask.value_key if mask is not None else None) or id(key.owner), scale, kernel
-        others = [r for r in self._recent.get(place, ()) if r.entry() is not None]
+        recent_key = (mask.value_key if mask is not None else None) or id(key.owner), scale, kernel
+        older = [r for r in self._recent.get(recent_key, ()) if r.entry() is not None]
         if len(self._recent) >= self._size:
             self._recent.clear()
         recent = _Recent(tensor_guard(q, k, v), _settings(q), ref(key.owner), ref(entry))
-        self._recent[place] = recent, *others[: _RECENT_LAYOUTS - 1]
+        self._recent[recent_key] = recent, *older[: _RECENT_LAYOUTS - 1]
 
     def key(self, q: Any, k: Any, v: Any, options: Any) -> CallKey | None:
         """The key of a call whose arguments are not checked yet; None if it is not to be cached. options: `AttendOptions`."""

@@ -26,7 +26,7 @@ _MAX_BACKWARDS = 8  # layouts of the gradient of out, and settings, for which a 
 
 
 class _RecentBackward(NamedTuple):
-    """The last prepared backward pass, to be found again without its key: by a guard over its tensors. Holds no tensor."""
+    """The last prepared backward pass, looked up without its key: by a guard over its tensors. Holds no tensor."""
 
     guard: Callable[..., bool]
     needs: tuple[bool, ...]
@@ -113,7 +113,7 @@ class PreparedCall:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, score_captured: Sequence[Tensor],
         needs: tuple[bool, ...],
     ) -> PreparedBackward | None:  # fmt: skip
-        """The prepared pass of these tensors, if there is one. It is tried first from now on."""
+        """The prepared pass of these tensors, if there is one. The next call tries this pass first, by its guard."""
         key = _backward_key(q, k, v, out, lse, grad_out, score_captured, needs)
         prepared = self._backwards.get(key, (None, None, None))[2]
         if prepared is not None and not key[0] and not any(t.data_ptr() & MISALIGNED for t in score_captured):
@@ -205,8 +205,9 @@ _apply = super(torch.autograd.Function, _AttendPrepared).apply
 def _backward_key(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, score_captured: Sequence[Tensor], needs: tuple[bool, ...]
 ) -> tuple[Hashable, ...]:  # fmt: skip
-    """The key of a prepared backward pass; first, bits of misaligned addresses. Hooks may have replaced the saved tensors by others with
-    the same values.
+    """The key of a prepared backward pass. Its first element has the bits of misaligned addresses.
+
+    Addresses and strides are those of now: hooks of saved tensors may have replaced them by copies.
     """
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | lse.data_ptr() | grad_out.data_ptr()
     return (

@@ -20,7 +20,7 @@ from longspan._torch_private import detach_is_recorded, intercepted_autograd_fun
 
 _aten: Any = torch.ops.aten
 _DATA_SETTERS = frozenset({Tensor.data.__set__})  # type: ignore[attr-defined]
-# What replaces each function in a mod whose gradient is needed.
+# The replacement that the error names, by function, for a mod whose gradient is needed.
 _INSTEAD = {
     Tensor.detach_: "x = x.detach()",
     torch.detach_: "x = x.detach()",
@@ -30,7 +30,7 @@ _INSTEAD = {
     Tensor.register_hook: "operations that torch differentiates",
     Tensor.retain_grad: "a captured tensor, which gets a gradient",
 }
-# Read from values of a trace, which autograd does not record: their answers would be wrong.
+# Properties that would be wrong for values of a trace, because autograd does not record them.
 _STATE = {
     Tensor.requires_grad.__get__: "requires_grad",  # type: ignore[attr-defined]
     Tensor.grad_fn.__get__: "grad_fn",  # type: ignore[union-attr]
@@ -38,7 +38,7 @@ _STATE = {
 }
 
 
-# Functions of torch that a trace may ignore: those of custom operators, and one that saves the inputs of a checkpoint.
+# torch's autograd Functions that a trace may ignore: all of custom operators, and the one that saves the inputs of a checkpoint.
 _IGNORED_MODULE, _IGNORED_FUNCTION = "torch._library.autograd", ("torch.utils.checkpoint", "_NoopSaveInputs")
 
 
@@ -47,9 +47,9 @@ class AutogradError(Exception):
 
 
 class AutogradInMod(TorchFunctionMode):
-    """The mode around a mod during its trace. `differentiable`: the mod is a score_mod and autograd is on for the call.
+    """The torch function mode in which a mod is traced. `differentiable`: the mod is a score_mod and autograd is on for the call.
 
-    `error`: the first error that was raised. A mod may catch it and compute something else than outside of a trace.
+    `error`: the first error that was raised. It is raised again at the end, because a mod may catch it and compute something else.
     """
 
     def __init__(self, *, differentiable: bool) -> None:

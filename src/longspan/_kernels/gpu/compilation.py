@@ -72,6 +72,7 @@ def _compile_once(src: Any, target: Any = None, options: Any = None, **more: Any
 
 
 def _compile_locked(src: Any, target: Any, options: Any, more: dict[str, Any]) -> Any:
+    """`triton.compile` under the file lock of this kernel."""
     text = f"{src.hash()} {target} {sorted((options or {}).items())} {knobs.cache.dir}"
     with file_lock(lock_folder() / hashlib.sha256(text.encode()).hexdigest()):
         return triton.compile(src, target=target, options=options, **more)
@@ -171,7 +172,10 @@ def file_lock(path: Path, *, max_wait_s: float = _MAX_WAIT_S) -> Iterator[None]:
 
 @cache
 def _shorten_triton_key() -> None:
-    """Let kernels that are compiled here, and no others, have a key of names, sizes and times of Triton's files."""
+    """Replace Triton's cache key of kernels that `compile_kernel` compiles by one of names, sizes and times of Triton's files.
+
+    Triton hashes the contents of these files, which takes 1.7 s. Kernels of other code keep Triton's key.
+    """
     compute = getattr(triton_cache, "triton_key", None)
     if compute is None:
         return

@@ -16,6 +16,6 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 @cache
-def processors(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
     """Number of SMs; 1 in the interpreter."""
     return 1 if interpreted() else int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -27,7 +27,7 @@ _UNBOUNDED = 2**62  # sums of larger integers may overflow
 
 
 class _Unsupported(Exception):
-    """The mask has another form."""
+    """Raised for a mask that is not a combination of such comparisons."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class _Sum:
     constant: int = 0
 
     def plus(self, other: _Sum, sign: int) -> _Sum:
+        """self + sign · other."""
         signs = dict(self.terms)
         for node, s in other.terms:
             signs[node] = signs.get(node, 0) + sign * s
@@ -75,7 +76,7 @@ class _Bounds:
         if arg.op == "placeholder" and str(arg.target) == "kv":
             return _Sum(kv=1)
         name = op_name(arg) if arg.op == "call_function" else ""
-        # Sums of narrower integers may wrap, which the bound would not: they are terms, as they are.
+        # A sum of narrower integers may wrap, and the bound would not: such a sum is one term.
         if name in ("add", "sub") and len(arg.args) == 2 and not arg.kwargs and arg.meta["val"].dtype is torch.int64:
             return self.sum(arg.args[0]).plus(self.sum(arg.args[1]), 1 if name == "add" else -1)
         if arg in self.on_kv:
@@ -83,6 +84,7 @@ class _Bounds:
         return _Sum(terms=((arg, 1),))
 
     def expression(self, node: Node) -> str | bool:
+        """A condition of the mask as text over the words `below_i`, or a bool if it is constant."""
         if node not in self.on_kv:
             return self._of_row(node)
         name = op_name(node)
@@ -111,7 +113,7 @@ class _Bounds:
         return bool(value.literal) if value.literal is not None else self._bound(node, f"tl.where({value.text}, {INT32_MAX}, 0)")
 
     def _comparison(self, name: str, difference: _Sum, *, is_sum: bool) -> str:
-        """difference < 0, ≤ 0, > 0 or ≥ 0. is_sum: the mask compares a sum with kv in it, not kv."""
+        """difference < 0, ≤ 0, > 0 or ≥ 0. is_sum: the mask compares a sum that contains kv, not kv itself."""
         if abs(difference.kv) != 1 or any(abs(s) != 1 for _, s in difference.terms):
             raise _Unsupported
         sign = -difference.kv  # kv ± (terms + constant) on one side, and the bound on the other
@@ -146,6 +148,7 @@ class _Bounds:
 
 @lru_cache(maxsize=1024)
 def _functions(keyed: ByKey, options: Options) -> tuple[Any, Any] | None:
+    """`bounds_functions` of a program; None if it has another form or too many comparisons."""
     program = keyed.program
     bounds = _Bounds(program, options)
     try:

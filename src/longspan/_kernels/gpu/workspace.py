@@ -34,7 +34,7 @@ class Workspace:
 
     @property
     def pooled_zeros(self) -> int:
-        """The size of the only array of zeros, if `take_zeros` has as many and no float32 array is used; else 0."""
+        """The size of a workspace that is one array of zeros, if `take_zeros` can provide it; else 0."""
         return self.zeros[0] if len(self.zeros) == 1 and not any(self.floats) and self.zeros[0] <= _POOL_SIZE else 0
 
     def tensors(self) -> tuple[Tensor | None, ...]:

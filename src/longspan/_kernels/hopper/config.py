@@ -67,8 +67,8 @@ def computes_dq_with_dkv(d: int, e: int) -> bool:
 def dkv_config(d: int, *, with_dq: bool, plain: bool) -> TileConfig:
     """For `hopper.backward_dkv`: items of n keys, steps of m queries. A wide dQ takes the shared memory of two stages.
 
-    plain: no score mod, which needs the registers that the second half of a step of 128 queries (`hopper.dkv_halves`) takes; no ordered dQ,
-    which may have to wait for other CTAs; no isolation, whose tests are for steps of 64 queries.
+    plain: without a score mod, ordered dQ and isolation. Only plain passes have steps of 128 queries (`hopper.dkv_halves`): a score mod
+    needs the registers of the second half, ordered dQ may have to wait for other CTAs, and isolation was tested with 64 queries only.
     """
     if with_dq and d <= 64 and plain:
         return TileConfig(m=128, n=128, stages=2)

@@ -1,4 +1,4 @@
-"""NaN, ±inf and numbers whose products overflow, kept from rows and keys that may not see them (LONGSPAN_ISOLATE=1).
+"""Isolation of rows and keys from NaN, ±inf and overflowing numbers that they do not see (LONGSPAN_ISOLATE=1).
 
 A masked pair has P = 0 and dS = 0, but wgmma adds 0 · x for it to sums of other rows and keys, and dP of a masked pair may be infinite.
 `unbounded_kernel` reads V, and for a backward pass also K and the row terms, before the pass, and sets a flag on the device if it finds
@@ -80,7 +80,7 @@ def unbounded_kernel(
     if k_ptr is not None:
         found = found | _is_unbounded(k_ptr, k_stride, head // heads, head % heads, row, length - row, M, D, DP)
     if norm_ptr is not None:
-        # CTA p reads the terms from p · TERMS on, and those after all CTAs' in further rounds.
+        # CTA p starts at term p · TERMS. Terms past those of all CTAs are read in further rounds.
         for first in range(pid * TERMS, terms, tl.num_programs(0) * TERMS):
             i = first + tl.arange(0, TERMS)
             norm = tl.load(norm_ptr + i, mask=i < terms, other=0.0)
@@ -92,7 +92,7 @@ def unbounded_kernel(
 
 @triton.jit
 def _is_bad(norm, delta):
-    """Whether rows with these terms are bad."""
+    """Whether rows with these terms are bad, as defined above."""
     return (norm != norm) | (((delta <= DELTA_LIMIT) & (delta >= -DELTA_LIMIT)) == 0)
 
 
@@ -143,7 +143,7 @@ def isolate_values(k, v, isolation, phase):
 
 @gluon.jit
 def _bound(tile, LIMIT: gl.constexpr):
-    """Set NaN in a tile [1, 1, rows, dims] to 0, and larger numbers than the limit to it (one warp)."""
+    """Set NaN in a tile [1, 1, rows, dims] to 0, and clamp numbers to ±LIMIT, or to the range of float16 (one warp)."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     LARGEST: gl.constexpr = 65504.0 if tile.dtype == gl.float16 else LIMIT
     pieces = _pieces(tile)

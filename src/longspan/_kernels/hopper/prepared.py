@@ -38,8 +38,8 @@ class PreparedPass:
     """A launch over tiles. `pick`: from the addresses of a call by role, those of the tensors of its signature.
 
     `captured`: addresses of `mask_captured`, the tensors that the mask program reads. `numbers`: scale, first batch row and head.
-    `takes_counter`: whether the workspace is one item counter, which the caller may provide. `zeros`: how many zeros the workspace has, all
-    its `workspace_arguments` at one address; 0 for other workspaces.
+    `takes_counter`: whether the workspace is one item counter, which the caller may provide. `zeros`: size of a workspace
+    that is one array of zeros, to which all `workspace_arguments` point; 0 for other workspaces.
     """
 
     launch: PreparedLaunch
@@ -98,28 +98,28 @@ def _launch(prepared: PreparedLaunch, stream: int | None, values: Sequence[int |
         by_driver(stream, values)
 
 
-def maker(size: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """A function that makes uninitialised tensors."""
+def allocator(size: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """A function that allocates uninitialised tensors."""
     fixed_size, fixed_strides, index = tuple(size), tuple(strides), device.index
     by_torch = partial(torch.empty_strided, fixed_size, fixed_strides, dtype=dtype, device=device)
     if device.type != "cuda":
         return by_torch
 
-    def make() -> Tensor:
+    def allocate() -> Tensor:
         return empty_on_current_device(fixed_size, fixed_strides, dtype) if current_cuda_device() == index else by_torch()
 
-    return make
+    return allocate
 
 
-def maker_like(tensor: Tensor) -> Callable[[], Tensor]:
-    """A function that makes uninitialised tensors of this shape, dtype and strides."""
-    return maker(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+def allocator_like(tensor: Tensor) -> Callable[[], Tensor]:
+    """A function that allocates uninitialised tensors of this shape, dtype and strides."""
+    return allocator(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
-def contiguous_maker(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """A function that makes uninitialised contiguous tensors."""
+def contiguous_allocator(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """A function that allocates uninitialised contiguous tensors."""
     strides = accumulate((max(1, n) for n in reversed(size[1:])), mul, initial=1)
-    return maker(size, tuple(strides)[::-1], dtype, device)
+    return allocator(size, tuple(strides)[::-1], dtype, device)
 
 
 def distinct(inputs: AttentionInputs) -> AttentionInputs:
@@ -150,7 +150,7 @@ class HopperForward:
         if not kernel_pass.launch.is_compiled:
             return None
         return cls(
-            kernel_pass=kernel_pass, device=q.device.index, empty_out=maker_like(result.out), empty_lse=maker_like(result.lse),
+            kernel_pass=kernel_pass, device=q.device.index, empty_out=allocator_like(result.out), empty_lse=allocator_like(result.lse),
             idle=launch.idle_spans(work.table, work.q_tiles),
         )  # fmt: skip
 
@@ -217,8 +217,8 @@ class HopperBackward:
         return cls(
             row_terms=row_terms, dq=dq, dkdv=dkdv, rounding=rounding, rounding_scale=call.rounding_scale,
             starts=(4 * a, 4 * b, 4 * c, 4 * d, 4 * e, 4 * f), device=q.device.index,
-            empty_workspace=maker((floats,), (1,), torch.float32, q.device), empty_dq=contiguous_maker(q.shape, q.dtype, q.device),
-            empty_dk=contiguous_maker(k.shape, k.dtype, k.device), empty_dv=contiguous_maker(v.shape, v.dtype, v.device),
+            empty_workspace=allocator((floats,), (1,), torch.float32, q.device), empty_dq=contiguous_allocator(q.shape, q.dtype, q.device),
+            empty_dk=contiguous_allocator(k.shape, k.dtype, k.device), empty_dv=contiguous_allocator(v.shape, v.dtype, v.device),
             parts=parts > 1, needs=tuple(tensors.needs),
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.buffers import prefill
 from longspan._kernels.gpu.prepared_launch import direct_stream
 from longspan._kernels.hopper.passes import HopperCall, RowGrads, head_parts_of
-from longspan._kernels.hopper.prepared import PreparedPass, contiguous_maker, distinct, is_preparable, maker_like
+from longspan._kernels.hopper.prepared import PreparedPass, allocator_like, contiguous_allocator, distinct, is_preparable
 from longspan._kernels.hopper.state import HopperState
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, State, Work
 
@@ -67,9 +67,9 @@ class HopperForwardStep:
         if not kernel_pass.launch.is_compiled:
             return None
         return cls(
-            kernel_pass=kernel_pass, device=q.device.index, target=target, final=final, empty_out=maker_like(result.out),
-            empty_lse=contiguous_maker(q.shape[:3], torch.float32, q.device),
-            empty_completed=maker_like(after) if before is None and after is not None else None,
+            kernel_pass=kernel_pass, device=q.device.index, target=target, final=final, empty_out=allocator_like(result.out),
+            empty_lse=contiguous_allocator(q.shape[:3], torch.float32, q.device),
+            empty_completed=allocator_like(after) if before is None and after is not None else None,
             idle=launch.idle_spans(work.table, work.q_tiles) if target == "new" else (),
         )  # fmt: skip
 
@@ -126,8 +126,8 @@ class HopperBackwardStep:
         (local_k, local_v), parts = inputs.local_kv or (None, None), head_parts_of(inputs.q, inputs.v, work)
         call, dk, dv, empty_parts = HopperCall(inputs, work), into.k, into.v, None
         if parts > 1:
-            makers = [contiguous_maker((t.shape[0], t.shape[1] * parts, *t.shape[2:]), torch.float32, t.device) for t in (dk, dv)]
-            empty_parts = makers[0], makers[1]
+            allocators = [contiguous_allocator((t.shape[0], t.shape[1] * parts, *t.shape[2:]), torch.float32, t.device) for t in (dk, dv)]
+            empty_parts = allocators[0], allocators[1]
             dk, dv = empty_parts[0](), empty_parts[1]()
         roles = inputs.q, inputs.k, inputs.v, grad_out, norm, delta, into.q, dk, dv, local_k, local_v
         dq, row_grads = None, RowGrads(grad_out, norm, delta)

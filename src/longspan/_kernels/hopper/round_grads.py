@@ -1,7 +1,7 @@
 """The last launch of a backward pass: float32 gradients become gradients in the dtype of the inputs.
 
-dQ was accumulated in float32, without the scale. Where several CTAs divided the query heads of a KV head (`hopper.gqa_split`), dK and dV
-are sums of parts.
+dQ was accumulated in float32; without a score mod, it does not include the scale yet (`HopperCall.rounds_with_scale`). Where several CTAs
+divided the query heads of a KV head (`hopper.gqa_split`), dK and dV are sums of parts.
 """
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
@@ -19,7 +19,7 @@ BLOCK = 4096  # elements of a CTA
 
 @triton.jit
 def _round_sum(parts_ptr, grad_ptr, block, size, head_size, factor, PARTS: tl.constexpr, SIZE: tl.constexpr):
-    """Elements of one block of a gradient: the sum over PARTS of float32 parts, which lie head by head, times `factor`."""
+    """Elements of one block of a gradient: the sum of PARTS float32 parts, stored head by head, times `factor`."""
     i = wide(block) * SIZE + tl.arange(0, SIZE)
     inside = i < size
     first = i if PARTS == 1 else i // head_size * (head_size * PARTS) + i % head_size

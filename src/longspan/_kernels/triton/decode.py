@@ -117,7 +117,7 @@ def visible_keys(n, h, q_pos, kv, end, length, mask_captured, mask_sizes, MASK: 
 
 @triton.jit
 def load_described(desc, page, n, g, at, column, PAGE: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr):
-    """Elements column … column + DIM − 1 of the N keys from `at` on, by TMA: [N, DIM]. The keys lie in one page, or PAGE is 0.
+    """Elements column … column + DIM − 1 of the N keys from `at` on, by TMA: [N, DIM]. The keys are in one page, or PAGE is 0.
 
     Past the last key of a sequence come other rows of its page; past the last row of the tensor, zeros.
     """
@@ -264,8 +264,8 @@ def decode_kernel(
         )  # fmt: skip
         at = ((wide(n) * kv_heads * R + head) * max_queries + i) * splits + split
         store_partial(part_out_ptr, part_lse_ptr, acc, total, m, at, 0, inside, E, EP)
-        if any_nan(acc, inside):  # maybe of hidden values: 0 · NaN
-            tl.debug_barrier()  # other threads of the CTA stored elements that are stored again
+        if any_nan(acc, inside):  # possibly from hidden values: 0 · NaN
+            tl.debug_barrier()  # before elements that other threads of the CTA stored are stored again
             # SAFE_DIM values at a time: this path must not need more registers than the loop above.
             for column in tl.range(0, E, SAFE_DIM, num_stages=1):
                 v_part = v_base + column * v_stride[3]
@@ -328,8 +328,8 @@ def merge_kernel(
 ):  # fmt: skip
     """A part of out, and lse, of one query of one head. PARTS: CTAs of a row.
 
-    A row of at most FEW splits is merged in FEW_PART elements per CTA; a row of more splits, MANY at a time, in MANY_PART elements, unless
-    MANY is 0: no sequence has more.
+    A row of at most FEW splits is merged at once, FEW_PART elements per CTA. A row of more splits is merged MANY splits at a time,
+    MANY_PART elements per CTA. MANY is 0 if no sequence has more than FEW splits.
     """
     pid = tl.program_id(0)
     part = pid % PARTS

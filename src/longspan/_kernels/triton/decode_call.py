@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longspan._kernels.gpu import codegen, launch
 from longspan._kernels.gpu.compile_options import FUSED
-from longspan._kernels.gpu.device import capability, processors
+from longspan._kernels.gpu.device import capability, sm_count
 from longspan._kernels.gpu.interpreter import computable, interpreted
 from longspan._kernels.gpu.launch_call import tf32_allowed
 from longspan._kernels.gpu.limits import MAX_HEAD_DIM
@@ -25,7 +25,7 @@ from longspan._kernels.triton.decode import decode_kernel, merge_kernel, write_k
 
 SMALLEST_SPLIT = 256  # a multiple of every `DecodeTile.n`
 COARSE_SPLIT = 1024  # of latent KV: partial results have 512 floats per row
-# Splits that are merged at once, and elements of a row per CTA, for sequences with at most so many splits, and with more.
+# (splits merged at once, elements of a row per CTA): for sequences with at most 16 splits, and for sequences with more.
 _FEW_MERGED, _MANY_MERGED = (16, 256), (64, 64)
 _DECODE_TENSORS = ("q_ptr", "k_ptr", "v_ptr", "k_desc", "rest_desc", "table_ptr", "ranges_ptr", "part_out_ptr", "part_lse_ptr")
 _MERGE_TENSORS = ("part_out_ptr", "part_lse_ptr", "ranges_ptr", "sink_ptr", "out_ptr", "lse_ptr")
@@ -48,8 +48,8 @@ class DecodeTile:
     def stages(self, *, paged: bool) -> int:
         """Stages of Triton's software pipeline for this number of buffers.
 
-        wgmma still reads a tile when the next step begins, so that its last buffer is no stage. With pages, Triton loads a page's number
-        as many stages ahead of a tile as the tile ahead of its use; for wgmma, one stage.
+        wgmma still reads a tile when the next step begins, so one buffer is not a stage. With pages, Triton loads a page's number as many
+        stages before a tile as it loads the tile before its use; with wgmma, one stage before.
         """
         if self.wgmma:
             return self.buffers + paged
@@ -114,14 +114,14 @@ class SplitRule(NamedTuple):
 
     def max_count(self, longest: int) -> int:
         """Upper bound of `count` over all lengths up to `longest`: a shorter sequence may have more splits than a longer one."""
-        most, tokens = 0, self.smallest
+        max_splits, tokens = 0, self.smallest
         while True:
             last = tokens * (tokens // (4 * self.kv_heads) + 1) - 1  # the longest sequence with splits of `tokens`
             if tokens < self.coarse:
                 last = min(last, 4 * tokens)
-            most = max(most, -(-min(last, longest) // tokens))
+            max_splits = max(max_splits, -(-min(last, longest) // tokens))
             if last >= longest:
-                return most
+                return max_splits
             tokens *= 2
 
 
@@ -189,7 +189,7 @@ def page_sizes(queries: Queries, pages: PagedKV) -> list[DecodeSizes]:
         if ranges.longest is not None:  # a captured launch: sequences may grow to that length
             longest = max(longest, ranges.longest)
             splits = rule.max_count(longest)
-        # Rounded up, so that a launch is prepared for a few decoded tokens only of a thousand: CTAs without a split end at once.
+        # Rounded up: of a thousand decoded tokens, only a few then need a new launch. CTAs without a split end at once.
         unit = 1 << max(0, splits.bit_length() - 3)
         made.append(DecodeSizes(
             sequences=len(ranges.counts), queries=(min(counts), max(counts)), longest=_position_bound(longest),
@@ -307,7 +307,7 @@ def decode_launch(
 def _tile(q: Tensor, k: Tensor, v: Tensor, sizes: DecodeSizes) -> DecodeTile:
     d, e = q.shape[-1], v.shape[-1]
     dim = max(launch.padded(e if sizes.shared else d), launch.padded(e))
-    return choose_tile(dim=dim, dtype=q.dtype, rows=sizes.tile_rows, waves=_ctas(q, k, sizes) / processors(q.device))
+    return choose_tile(dim=dim, dtype=q.dtype, rows=sizes.tile_rows, waves=_ctas(q, k, sizes) / sm_count(q.device))
 
 
 def _ctas(q: Tensor, k: Tensor, sizes: DecodeSizes) -> int:
@@ -316,12 +316,12 @@ def _ctas(q: Tensor, k: Tensor, sizes: DecodeSizes) -> int:
 
 
 def _row_tiles(q: Tensor, k: Tensor, sizes: DecodeSizes) -> int:
-    """Tiles of query rows of a KV head of the sequence with most queries."""
+    """Tiles of query rows per KV head, for the sequence with the largest number of queries."""
     return -(-sizes.queries[1] * (q.shape[1] // k.shape[1]) // sizes.tile_rows)
 
 
 def _loads_by_tma(k: Tensor, shared_dim: int, paged: bool, tile: DecodeTile) -> bool:
-    """Whether TMA can load tiles of keys: they lie in one page, and the elements that are values too need no padding."""
+    """Whether TMA can load tiles of keys: they are in one page, and the elements shared with values need no padding."""
     if not tile.tma or interpreted() or capability(k.device) < (9, 0):
         return False
     return launch.describable(k) and launch.padded(shared_dim) == shared_dim and not (paged and k.shape[2] % tile.n)
