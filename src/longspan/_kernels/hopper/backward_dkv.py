@@ -45,6 +45,7 @@ the same step, and fewer registers are in use at once. Step i then:
 
 On an H200 at head dim 128, PREFETCH takes 3 to 7 % less time with a score mod, and 3 to 6 % more without one. Ordered dQ has PREFETCH at
 every head dim. At head dims up to 64, without a score mod, ordered dQ and isolation, a step has 128 queries (`hopper.dkv_halves`).
+With LONGSPAN_ISOLATE=1, the producer warp may change tiles in shared memory before it signals that they are full (`hopper.isolation`).
 Without dQ (`hopper.backward_dq` computes it then), there are only the producer warp and the compute warp groups, with PREFETCH.
 """
 

@@ -32,7 +32,9 @@ state_s, lse_s         2 × 64 × E, 2 × 64       state warp,    consumers,    
 –                                               load           scheduler            near_end (1)
 –                                               load           state warp           state_due (1)
 
-Partial blocks, which are masked, precede full blocks. The state warp exists if results are float32 running states (`hopper.state_mover`).
+Partial blocks, which are masked, precede full blocks. Masks of comparisons need one bound per row and comparison (`gpu.row_bounds`). With
+LONGSPAN_ISOLATE=1, the load warp may change a partial block in shared memory before it signals k_full and v_full (`hopper.isolation`).
+The state warp exists if results are float32 running states (`hopper.state_mover`).
 The Triton 3.6 assembler waits for P V before the exponentials of the same warp group, so P V of one warp group overlaps with the softmax of
 the other. While the consumers are in an item's epilogue, the next item's queries and first KV blocks arrive.
 `hopper.forward_three` computes many long items of head dims up to 64.
