@@ -6,17 +6,17 @@ import functools
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests.engine.call_cases import BIAS, CAUSAL, biased, deterministic, qkv, same_as_dense, strided
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import longspan as ls
 from longspan._engine import call_cache, one_device
@@ -27,49 +27,6 @@ from longspan._engine.values import CallTensors
 from longspan._masks import remembered_mask as remembered_masks
 from longspan._masks import trace_cache
 from longspan._masks.remembered_mask import remembered_mask
-
-CAUSAL = ls.causal()
-BIAS = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 40))
-
-
-def biased(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    return s + BIAS[kv]
-
-
-def qkv(dtype: torch.dtype = torch.float32, *, tokens: int = 40, grad: bool = True) -> list[Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(1, h, tokens, 16, dtype=dtype, requires_grad=grad) for h in (4, 2, 2)]
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> CallCache:
-    """An empty cache for calls of `longspan.attention`."""
-    from longspan._engine import attention
-
-    cache = CallCache()
-    monkeypatch.setattr(attention, "calls", cache)
-    return cache
-
-
-@pytest.fixture
-def prepared(fresh: CallCache, monkeypatch: pytest.MonkeyPatch) -> list[PreparedCall]:
-    """The prepared calls that were used."""
-    used: list[PreparedCall] = []
-    call = PreparedCall.__call__
-    monkeypatch.setattr(PreparedCall, "__call__", lambda self, *args, **kwargs: (used.append(self), call(self, *args, **kwargs))[1])
-    return used
-
-
-def same_as_dense(tensors: list[Tensor], captured: list[Tensor], **options: Any) -> None:
-    """Check out, lse and gradients against the dense kernel."""
-    results = []
-    for kernel in ("auto", "dense"):
-        out, lse = ls.attention(*tensors, return_lse=True, **options, kernel=kernel)
-        grads = torch.autograd.grad((out * out).sum() + lse.sum(), [*tensors, *captured]) if out.requires_grad else ()
-        results.append((out, lse, *grads))
-    for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want)
-
 
 CALLS: dict[str, dict[str, Any]] = {
     "no mask": {},
@@ -110,19 +67,6 @@ def test_calls_alternate_and_each_gets_its_own_result(prepared: list[PreparedCal
         same_as_dense(qkv(tokens=24), [], mask=CAUSAL)
         same_as_dense([t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in qkv()], [], mask=CAUSAL)
     assert len(prepared) == 2 * (len(CALLS) + 3)
-
-
-@contextmanager
-def deterministic(*, warn_only: bool = False) -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def strided(t: Tensor) -> Tensor:
-    return t.detach().transpose(1, 2).contiguous().transpose(1, 2)
 
 
 Q, K, V = (t.detach() for t in qkv())
@@ -382,40 +326,6 @@ def test_a_changed_tensor_behind_a_preamble_is_noticed(prepared: list[PreparedCa
     assert not prepared, "the program reads the results of a preamble, whose versions never change"
 
 
-@pytest.mark.parametrize("mask", [ls.causal(), ls.causal() & ls.documents([13, 27])], ids=str)
-def test_checkpointed_calls_may_be_prepared(mask: ls.Mask, prepared: list[PreparedCall]) -> None:
-    want = None
-    for _ in range(3):  # the first layers of the first step are not prepared, their recomputations are
-        q, k, v = tensors = qkv()
-        x = q
-        for _ in range(3):
-            x = checkpoint(lambda x, k, v: ls.attention(x, k, v, mask=mask), x, k, v, use_reentrant=False)
-        grads = torch.autograd.grad(x.sum(), tensors)
-        want = grads if want is None else want
-        assert all(map(torch.equal, grads, want))
-    assert prepared
-
-
-def test_the_preamble_of_a_score_mod_runs_once_in_a_call_and_in_its_recomputation(prepared: list[PreparedCall]) -> None:
-    """Activation checkpointing compares the tensors that autograd saves in both."""
-    table, tensors = torch.linspace(-1.0, 0.0, 4, requires_grad=True), qkv()
-
-    def decaying(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return s + table.exp()[h] * (kv - q)
-
-    def doubled(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return s * 2 + table.exp()[h] * (kv - q)
-
-    for _ in range(4):
-        for mod in (decaying, doubled):
-            attend = functools.partial(ls.attention, mask=CAUSAL, score_mod=mod)
-            out, want = checkpoint(attend, *tensors, use_reentrant=False), attend(*tensors, kernel="dense")
-            grads = (torch.autograd.grad(o.sum(), [*tensors, table]) for o in (out, want))
-            for got, wanted in zip(*grads, strict=True):
-                torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
-    assert prepared
-
-
 def test_single_numbers_on_another_device_are_not_prepared(fresh: CallCache) -> None:
     inputs = CallTensors(q=torch.zeros(1, device="meta"), k=BIAS, v=BIAS, sink=None, mask_captured=[], score_captured=[torch.tensor(0.5)])
     key = CallKey(fresh._shared, "layouts")
@@ -496,45 +406,6 @@ def test_a_block_mask_is_remembered_until_its_lists_or_its_mod_change(monkeypatc
     assert gone() is None
 
 
-def test_a_backward_pass_follows_the_present_deterministic_setting(prepared: list[PreparedCall]) -> None:
-    tensors, grad = qkv(), torch.randn(1, 4, 40, 16)
-    for _ in range(3):
-        out = ls.attention(*tensors, mask=CAUSAL)
-        torch.autograd.grad(out, tensors, grad)
-    call = prepared[-1]
-    before = len(call._backwards)
-    out = call(*tensors, None, [], lse=False)[0]
-    with deterministic():
-        torch.autograd.grad(out, tensors, grad)
-    assert len(call._backwards) == before + 1
-
-
-def test_gradients_of_other_layouts_are_right(prepared: list[PreparedCall]) -> None:
-    tensors = qkv()
-    grads = [torch.randn(1, 4, 40, 16), torch.randn(1, 40, 4, 16).transpose(1, 2), torch.ones(()).expand(1, 4, 40, 16)]
-    for _ in range(3):
-        for grad in grads:
-            got = torch.autograd.grad(ls.attention(*tensors, mask=CAUSAL), tensors, grad)
-            want = torch.autograd.grad(ls.attention(*tensors, mask=CAUSAL, kernel="dense"), tensors, grad)
-            torch.testing.assert_close(got, want)
-    assert prepared
-
-
-def test_saved_tensors_may_be_replaced_by_hooks(prepared: list[PreparedCall]) -> None:
-    tensors, grad = qkv(), torch.randn(1, 4, 40, 16)
-    want = torch.autograd.grad(ls.attention(*tensors, mask=CAUSAL, kernel="dense"), tensors, grad)
-    for unpack in (lambda t: t, lambda t: t.clone(), strided_if_wide):
-        for _ in range(3):
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), unpack):
-                out = ls.attention(*tensors, mask=CAUSAL)
-            torch.testing.assert_close(torch.autograd.grad(out, tensors, grad), want)
-    assert prepared
-
-
-def strided_if_wide(t: Tensor) -> Tensor:
-    return strided(t) if t.ndim == 4 else t.clone()
-
-
 def test_autocast_does_not_change_a_prepared_call(prepared: list[PreparedCall]) -> None:
     tensors = qkv()
     outs = []
@@ -543,27 +414,6 @@ def test_autocast_does_not_change_a_prepared_call(prepared: list[PreparedCall]) 
             outs.append(ls.attention(*tensors, mask=CAUSAL))
     assert len(prepared) == 3
     assert all(torch.equal(out, outs[0]) and out.dtype == torch.float32 for out in outs)
-
-
-def test_a_second_differentiation_raises(prepared: list[PreparedCall]) -> None:
-    tensors = qkv()
-    for _ in range(3):
-        out = ls.attention(*tensors, mask=CAUSAL)
-        (grad,) = torch.autograd.grad(out.sum(), tensors[:1], create_graph=True)
-        with pytest.raises(RuntimeError, match="supports one differentiation, not two"):
-            grad.sum().backward()
-    assert prepared
-
-
-def test_results_need_no_gradient_without_gradients(prepared: list[PreparedCall]) -> None:
-    tensors = qkv()
-    for _ in range(3):
-        ls.attention(*tensors, mask=CAUSAL)
-    with torch.no_grad():
-        assert not ls.attention(*tensors, mask=CAUSAL).requires_grad
-    assert not ls.attention(*qkv(grad=False), mask=CAUSAL).requires_grad
-    assert ls.attention(*tensors, mask=CAUSAL).requires_grad
-    assert len(prepared) == 4
 
 
 def test_calls_are_dropped_with_their_mask_and_hold_no_tensor(prepared: list[PreparedCall]) -> None:

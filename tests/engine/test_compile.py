@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from tests.autograd_functions import StraightThrough
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -370,16 +371,6 @@ def test_a_mask_may_read_a_float_that_changes() -> None:
         torch.testing.assert_close(compiled(q, k, v, width), attend(q, k, v, width))
 
 
-class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad
-
-
 def _doubled_in_place(score: Tensor) -> Tensor:
     copy = score * 1
     copy.mul_(2)  # Dynamo's graph returns `copy`, which does not depend on the node of this call
@@ -387,7 +378,7 @@ def _doubled_in_place(score: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("fn", "message"), [(_StraightThrough.apply, "autograd.Function"), (_doubled_in_place, r"mutates a tensor \(mul_\)")]
+    ("fn", "message"), [(StraightThrough.apply, "autograd.Function"), (_doubled_in_place, r"mutates a tensor \(mul_\)")]
 )
 def test_score_mods_with_custom_gradients_or_mutations_are_rejected(fn: Callable[[Tensor], Tensor], message: str) -> None:
     q = torch.randn(1, 1, 5, 4, requires_grad=True)

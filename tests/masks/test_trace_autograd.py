@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.autograd_functions import StraightThrough
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -18,16 +19,6 @@ from longspan._torch_private import detach_is_recorded
 
 TABLE = torch.randn(8, dtype=torch.float64, requires_grad=True)
 Unary = Callable[[Tensor], Tensor]
-
-
-class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad
 
 
 class _Reversal(torch.autograd.Function):
@@ -46,7 +37,7 @@ class _Reversal(torch.autograd.Function):
         return -grad
 
 
-straight_through = _StraightThrough.apply  # bound before any trace
+straight_through = StraightThrough.apply  # bound before any trace
 
 
 @torch.library.custom_op("longspan_test::rounded", mutates_args=())
@@ -91,9 +82,9 @@ def _caught(x: Tensor) -> Tensor:
 
 
 REJECTED: dict[str, tuple[Unary, str]] = {
-    "custom Function": (straight_through, "Function '_StraightThrough'"),
+    "custom Function": (straight_through, "Function 'StraightThrough'"),
     "custom Function with setup_context": (_Reversal.apply, "Function '_Reversal'"),
-    "caught error": (_caught, "Function '_StraightThrough'"),
+    "caught error": (_caught, "Function 'StraightThrough'"),
     "reentrant checkpoint": (lambda x: checkpoint(torch.sin, x, use_reentrant=True), "Function 'CheckpointFunction'"),
     "assignment to data": (_data, "assigns to x.data"),
     "detach_": (_detached_in_place, r"calls x.detach_\(\)"),
