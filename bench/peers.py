@@ -43,7 +43,13 @@ PASSES = ("forward", "backward")
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRow:
-    """A row whose calls are compiled: what is known of it before timing, its useful work forward, and its calls by pass and peer."""
+    """A row after compilation and before timing.
+
+    Attributes:
+        known: Fields of the result that are measured before timing.
+        flop: Useful floating-point operations of a forward pass.
+        calls: Compiled calls by pass and peer.
+    """
 
     known: dict[str, Any]
     flop: float

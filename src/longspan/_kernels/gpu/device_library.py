@@ -149,7 +149,7 @@ def silu_grad(grad, x):
 def bits_below(bound, columns):
     """int32 words whose bit 2 · (c // 8) + c % 2 is 1 if c < bound (`bit_of`). columns: at most 128.
 
-    A word serves the columns c with one value of c & 6: those that a thread holds of a row of a tensor-core tile.
+    In a tensor-core tile, all columns of a row that one thread holds have the same c & 6. A word has the bits of these columns.
     """
     before = tl.maximum(tl.minimum(tl.maximum(bound, 0), 128) - (columns & 6), 0)
     count = (before >> 3) * 2 + tl.minimum(before & 7, 2)

@@ -76,17 +76,17 @@ def unbounded_kernel(
     """
     pid, blocks = tl.program_id(0), tl.cdiv(length, M)
     row, head = (pid % blocks) * M, pid // blocks
-    found = _is_unbounded(v_ptr, v_stride, head // heads, head % heads, row, length - row, M, E, EP)
+    flagged = _is_unbounded(v_ptr, v_stride, head // heads, head % heads, row, length - row, M, E, EP)
     if k_ptr is not None:
-        found = found | _is_unbounded(k_ptr, k_stride, head // heads, head % heads, row, length - row, M, D, DP)
+        flagged = flagged | _is_unbounded(k_ptr, k_stride, head // heads, head % heads, row, length - row, M, D, DP)
     if norm_ptr is not None:
         # CTA p starts at term p · TERMS. Terms past those of all CTAs are read in further rounds.
         for first in range(pid * TERMS, terms, tl.num_programs(0) * TERMS):
             i = first + tl.arange(0, TERMS)
             norm = tl.load(norm_ptr + i, mask=i < terms, other=0.0)
             delta = tl.load(delta_ptr + i, mask=i < terms, other=0.0)
-            found = found | (tl.max(_is_bad(norm, delta).to(tl.int32), 0) > 0)
-    if found:
+            flagged = flagged | (tl.max(_is_bad(norm, delta).to(tl.int32), 0) > 0)
+    if flagged:
         tl.store(flag_ptr, 1)
 
 
