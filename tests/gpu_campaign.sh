@@ -11,8 +11,8 @@ part() { # NAME COMMAND…: a part in the background, killed at the end of WALL
     timeout "$WALL" "${@:2}" >"$OUT/$1.txt" 2>"$OUT/$1.err" &
 }
 if [ -z "${CPU_ONLY:-}" ]; then
-    # A case that compiles may last 20 s after the last case was started.
-    part gpu_fuzz python3 -m tests.fuzz --device cuda --jobs "$GPU_JOBS" --seconds $((WALL - 22)) --first $((7000000 + SEED)) \
+    # A case that compiles may last 40 s after it was started.
+    part gpu_fuzz python3 -m tests.fuzz --device cuda --jobs "$GPU_JOBS" --seconds $((WALL - 42)) --first $((7000000 + SEED)) \
         --keep --json --out "$OUT/gpu"
     for kernel in hopper triton; do
         part "invariant_$kernel" python3 -m tests.invariant_cases --seconds $((WALL - 12)) --kernel "$kernel" --device cuda --plain \

@@ -17,7 +17,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 TILES = (16, 16, 16, 8, 16, 32, 16, 128)  # of the parts of a run, in turn
-PART, GPU_PART = 1000, 50  # cases of one process; few on a GPU, where most of the time is compiling, which runs in parallel
+PART, GPU_PART = 1000, 100  # cases of one process; few on a GPU, where most of the time is compiling, which runs in parallel
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
 """Random cases: `draw(seed, tile)` is a JSON value that says everything about one attention call.
 
 GROUP consecutive seeds share sizes, mask and score mod, with other values in captured tensors: their traces are cached, so that cases are
-fast, and stale cache entries become visible. On a GPU, where a new program costs seconds of compiling, GPU_GROUP seeds also share dtype and
-kernel.
+fast, and stale cache entries become visible. On a GPU, where a new kernel costs seconds of compiling, GPU_GROUP seeds also share whatever
+kernels are compiled for: entry point, kernel, dtype, sink, lse and the gradients that are needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def draw(seed: int, tile: int, *, device: str = "cpu") -> Case:
     rng, shared = Random(f"{seed} {tile}"), Random(f"group {seed // (GROUP if device == 'cpu' else GPU_GROUP)} {tile}")
     compiled = rng if device == "cpu" else shared  # draws what kernels are compiled for
     case: Case = {"seed": seed, "tile": tile, "device": device}
-    case["entry"] = rng.choices(("attention", "flex", "sdpa", "plan", "context"), (60, 12, 9, 13, 6))[0]
+    case["entry"] = compiled.choices(("attention", "flex", "sdpa", "plan", "context"), (60, 12, 9, 13, 6))[0]
     kernels = {"auto": 4, "cpu": 2, "dense": 1, "aten": 0.6} if device == "cpu" else {"auto": 2, "triton": 3, "hopper": 4}
     plain = case["entry"] in ("flex", "sdpa", "context")
     kernel = compiled.choices(list(kernels), list(kernels.values()))[0]
@@ -49,10 +49,10 @@ def draw(seed: int, tile: int, *, device: str = "cpu") -> Case:
     if case["kernel"] == "aten":
         case["score"] = None
     case["scale"] = rng.choice((None, None, None, 0.5, 1.0, -0.3, 0.0))
-    case["sink"] = rng.choice((None, None, None, "normal", "large", "low", "none")) if case["entry"] in ("attention", "plan") else None
-    case["lse"] = case["entry"] != "sdpa" and rng.random() < 0.6
-    case["through"] = rng.choice(("out", "out", "both", "lse")) if case["lse"] else "out"
-    case["needs"] = rng.choice(("all", "all", "all", "all", "all", "all", "q", "k", "v", "kv", "captured", "none"))
+    case["sink"] = compiled.choice((None, None, None, "normal", "large", "low", "none")) if case["entry"] in ("attention", "plan") else None
+    case["lse"] = case["entry"] != "sdpa" and compiled.random() < 0.6
+    case["through"] = compiled.choice(("out", "out", "both", "lse")) if case["lse"] else "out"
+    case["needs"] = compiled.choice(("all", "all", "all", "all", "all", "all", "q", "k", "v", "kv", "captured", "none"))
     strides = ("plain", "plain", "plain", "bshd", "sliced", "strided", "last", "rows", "heads", "offset")
     case["strides"] = {name: rng.choice(strides) for name in ("q", "k", "v", "grad")}
     case["poison"] = None
@@ -61,7 +61,7 @@ def draw(seed: int, tile: int, *, device: str = "cpu") -> Case:
         what, value = rng.choice(("k", "v", "kv", "q", "grad")), rng.choice(("nan", "inf", "-inf", "huge"))
         case["poison"] = {"what": what, "value": value, "where": rng.choice(("unseen", "any")), "seed": rng.randrange(SEED_RANGE)}
     if case["entry"] in ("plan", "context"):
-        _draw_mesh(case, rng)
+        _draw_mesh(case, compiled)
     case["again"] = rng.choice((None, None, None, "scale", "captures", "values", "state")) if case["entry"] == "attention" else None
     if case["entry"] in ("flex", "context"):
         case["block_mask"] = rng.choice(("mask", "mod", "BlockMask", "table")) if case["entry"] == "flex" else "BlockMask"
@@ -76,15 +76,14 @@ def draw(seed: int, tile: int, *, device: str = "cpu") -> Case:
 
 
 def _reseed(case: Case, rng: Random) -> None:
-    """Give captured tensors values of their own, and now and then other head dims than the group's."""
+    """Give captured tensors values of their own and, on the CPU, now and then another value dim than the group's."""
     for leaf in mods.leaves(case["mask"] or FULL):
         for capture in leaf.get("captures", ()):
             capture["seed"] = rng.randrange(SEED_RANGE)
     for capture in (case["score"] or {}).get("captures", ()):
         capture["seed"] = rng.randrange(SEED_RANGE)
-    case["value_dim"] = (
-        case["dim"] if rng.random() < 0.65 else rng.choice((case["dim"], 3, 8)) if case["device"] == "cpu" else case["value_dim"]
-    )
+    if case["device"] == "cpu":
+        case["value_dim"] = case["dim"] if rng.random() < 0.65 else rng.choice((case["dim"], 3, 8))
 
 
 def valid(case: Case) -> Case:

@@ -1,10 +1,11 @@
 """One small case of every variant of the Hopper kernels, for `compute-sanitizer` on a GPU: `make sanitize-gpu`.
 
-memcheck reports nothing. racecheck reports two kinds of accesses, both ordered by mbarriers that it does not model. One is the arguments
-that Triton's `warp_specialize` passes to its partitions: every kernel that uses it is reported, at the line of the call. The other is the
-int32 records that one warp writes and others read (`hopper/pipeline.py`): the readers meet at a barrier, then one of them arrives on the
-`empty` mbarrier. `racecheck_control.cu` has that pattern alone and is reported too; with an arrival of every reader it is not.
-`racecheck_filter.py` counts both kinds and fails at any other.
+memcheck reports nothing (API errors aside: the launcher asks the driver for one kernel parameter too many to learn their number). racecheck
+reports two kinds of accesses, both ordered by mbarriers that it does not model. One is the arguments that Triton's `warp_specialize` passes
+to its partitions: every kernel that uses it is reported, at the line of the call. The other is the int32 records that one warp writes and
+others read (`hopper/pipeline.py`): the readers meet at a barrier, then one of them arrives on the `empty` mbarrier. `racecheck_control.cu`
+has that pattern alone and is reported too; with an arrival of every reader it is not. `racecheck_filter.py` counts both kinds and fails at
+any other.
 """
 
 from __future__ import annotations
