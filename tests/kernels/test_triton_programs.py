@@ -89,7 +89,10 @@ def test_integers_of_less_than_64_bits_wrap_as_in_torch(dtype: torch.dtype) -> N
     def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         x, y = table[q], table[kv]
         sums = (x + y > 0).float() + 2 * (x - y < 1) + 4 * (x * 2 <= q) + 8 * (-x < kv) + 16 * (x + 2 > kv) + 32 * (x.abs() < 3)
-        return sums + 64 * (~x < kv) + 128 * ((x - y).long() + q < kv) + 256 * (q.to(dtype) * y < 5)
+        sums = sums + 64 * (~x < kv) + 128 * ((x - y).long() + q < kv) + 256 * (q.to(dtype) * y < 5)
+        # Integers beyond the dtype: torch wraps them.
+        sums = sums + 512 * (y > -3) + 1024 * (x - y <= -2) + 2048 * (x < info.max + 5) + 4096 * (x.clamp(min=-7) > y)
+        return sums + 8192 * (torch.where(x > y, x, -5) > 2) + 16384 * (torch.full_like(x, -1) > y)
 
     got, want = _evaluate(mod)
     assert torch.equal(got, want.to(got.dtype))

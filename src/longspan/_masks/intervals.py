@@ -286,18 +286,24 @@ def _run(step: IntervalStep, env: dict[Any, Interval]) -> Interval:
 
 
 def _scalars_fit(node: Node) -> bool:
-    """Whether the Python integers in a call fit the dtype that torch converts them to; torch wraps larger ones silently."""
-    dtypes = [a.meta["val"].dtype for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor)]
+    """Whether the Python integers in a call fit the dtype that torch converts them to."""
     numbers = [a for a in node.args if type(a) is int]
-    if not numbers or any(d.is_floating_point for d in dtypes):
+    dtype = scalar_dtype(node) if numbers else None
+    if dtype is None:
         return True
+    info = torch.iinfo(dtype)
+    return all(info.min <= n <= info.max for n in numbers)
+
+
+def scalar_dtype(node: Node) -> torch.dtype | None:
+    """The integer dtype that torch converts Python integers in a call to, wrapping them silently; None if it converts to another type."""
+    dtypes = [a.meta["val"].dtype for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor)]
+    if not dtypes or any(d.is_floating_point for d in dtypes):
+        return None
     widest = dtypes[0]
     for dtype in dtypes[1:]:
         widest = torch.promote_types(widest, dtype)
-    if widest == torch.bool:
-        return True
-    info = torch.iinfo(widest)
-    return all(info.min <= n <= info.max for n in numbers)
+    return None if widest == torch.bool else widest
 
 
 def _key(value: Any) -> Any:

@@ -28,7 +28,18 @@ from torch.fx import Graph, Node
 from longspan._kernels.gpu import device_library as library
 from longspan._kernels.gpu.emitters import EMITTERS
 from longspan._kernels.gpu.exact_values import decisive
-from longspan._kernels.gpu.typed_values import INT32_MAX, INTS, Unsupported, Value, bound_of, constant, materialized, type_of
+from longspan._kernels.gpu.typed_values import (
+    INT32_MAX,
+    INTS,
+    Unsupported,
+    Value,
+    bound_of,
+    constant,
+    materialized,
+    type_of,
+    wrapped_number,
+)
+from longspan._masks.intervals import scalar_dtype
 from longspan._masks.joint import Joint
 from longspan._masks.program import Program, op_name
 
@@ -56,6 +67,7 @@ class Options:
 
 # The value of an int32 or int64 modulo 2^bits, by its dtype in torch.
 _WRAPS = {torch.uint8: "{0} & 255", torch.int8: "tl.cast({0}, tl.int8)", torch.int16: "tl.cast({0}, tl.int16)", torch.int32: "{0}"}
+_UNCONVERTED = ("pow", "full_like")  # calls whose numbers are not converted to the dtype of their operands
 
 
 class Emitter:
@@ -127,15 +139,22 @@ class Emitter:
                     indices = [known.get(i, index) for i, index in enumerate(node.args[1])]  # type: ignore[arg-type]
                     self.env[node] = self.load(node.args[0], indices)  # type: ignore[arg-type]
                 elif name in EMITTERS:
-                    self.env[node] = self._wrapped(node, EMITTERS[name](self, node, [self.value(a) for a in node.args]))
+                    self.env[node] = self._wrapped(node, EMITTERS[name](self, node, [self.argument(node, a) for a in node.args]))
                 else:
                     raise Unsupported(name)
+
+    def argument(self, node: Node, arg: Any) -> Any:
+        """The value of a call's argument. torch converts an integer to the dtype of the operands: as uint8, −3 is 253."""
+        dtype = scalar_dtype(node) if type(arg) is int and op_name(node) not in _UNCONVERTED else None
+        return self.value(arg if dtype is None else wrapped_number(arg, dtype))
 
     def _wrapped(self, node: Node, value: Value) -> Value:
         """An integer of less than 64 bits as torch computes it: modulo 2^bits, where its bound does not exclude an overflow."""
         dtype = getattr(node.meta.get("val"), "dtype", None)
-        if dtype not in _WRAPS or value.type not in INTS or value.literal is not None:
+        if dtype not in _WRAPS or value.type not in INTS:
             return value
+        if value.literal is not None:
+            return constant(wrapped_number(int(value.literal), dtype))
         largest = torch.iinfo(dtype).max if op_name(node) in ("neg", "abs") else bound_of(dtype)  # −(−128) is −128 in int8
         unsigned = dtype is torch.uint8
         if value.bound <= largest and (value.nonneg or not unsigned):

@@ -279,7 +279,7 @@ def _pick(e: Emitter, name: str, a: Value, b: Value, type: str) -> Value:
 @emits("clamp", "clamp_min", "clamp_max", "hardtanh", "relu")
 def _clamp(e: Emitter, node: Node, args: list[Any]) -> Value:
     name, type = node.target.overloadpacket.__name__, result_type(node)  # type: ignore[union-attr]
-    low, high = (None if x is None else e.value(x) for x in (node.kwargs.get("min"), node.kwargs.get("max")))
+    low, high = (None if x is None else e.argument(node, x) for x in (node.kwargs.get("min"), node.kwargs.get("max")))
     if name == "relu":
         low = constant(0)
     elif name == "clamp_max":

@@ -48,6 +48,12 @@ def bound_of(dtype: torch.dtype) -> int:
     return _BOUNDS.get(dtype, 2**63)
 
 
+def wrapped_number(number: int, dtype: torch.dtype) -> int:
+    """An integer modulo 2^bits, in the range of an integer dtype."""
+    info = torch.iinfo(dtype)
+    return (number - info.min) % (info.max - info.min + 1) + info.min
+
+
 @dataclass(frozen=True, kw_only=True)
 class Value:
     """One SSA value.
