@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.codegen import Options
-from longspan._kernels.gpu.compile_options import FUSED
+from longspan._kernels.gpu.compile_options import FUSED, REGISTERS
 from longspan._kernels.gpu.hoisted_lookups import hoisted_options, uniform_function
 from longspan._kernels.gpu.launch_call import Cut, LaunchCall, Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch, Tensors, layout_launch
@@ -259,7 +259,7 @@ class HopperCall(LaunchCall):
         kv = partial(tile_descriptor, rows=config.n)
         return PreparedLaunch(
             kernel=one.kernel,
-            options={"num_warps": 4, "maxnreg": config.start_registers, **FUSED},
+            options={"num_warps": 4, "maxnreg": config.start_registers, **FUSED, **REGISTERS},
             ctas=min(rows * heads, ctas),
             device=q.device,
             descriptors={"q_desc": partial(tile_descriptor, rows=config.m // 3), "k_desc": kv, "v_desc": kv},
@@ -317,7 +317,7 @@ class HopperCall(LaunchCall):
             more["complete_flags"] = None if tensors["complete_out_ptr"] is None or complete is None else launch.flags(complete, q.device)
         return PreparedLaunch(
             kernel=one.kernel,
-            options={"num_warps": 4, "maxnreg": config.start_registers, **FUSED},
+            options={"num_warps": 4, "maxnreg": config.start_registers, **FUSED, **REGISTERS},
             ctas=min(items, ctas),
             device=q.device,
             descriptors=tiles,
