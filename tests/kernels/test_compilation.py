@@ -153,6 +153,20 @@ def test_kernels_compiled_here_have_a_short_key_and_others_have_tritons(monkeypa
     assert keys == [short, short, "3.6-abc"]
 
 
+def test_no_garbage_is_collected_while_a_kernel_is_traced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    enabled: list[bool] = []
+    monkeypatch.setattr(compilation, "lock_folder", lambda: tmp_path)
+    monkeypatch.setattr(compilation.triton, "compile", lambda src, **_: src.make_ir())
+
+    def trace() -> None:
+        enabled.append(compilation.gc.isenabled())
+        raise ValueError("a kernel that does not compile")
+
+    with pytest.raises(ValueError, match="does not compile"):
+        compilation._compile_once(SimpleNamespace(hash=lambda: "kernel", make_ir=trace))
+    assert enabled == [False] and compilation.gc.isenabled()
+
+
 @pytest.mark.parametrize("scored", [False, True])
 def test_the_first_forward_pass_compiles_the_kernels_of_backward(scored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead: list[PreparedLaunch] = []

@@ -5,6 +5,7 @@
   kernel is traced at a time: two at once would both take twice as long.
 - Triton's key, a hash of its own 400 MB, takes up to 2 s per process. Kernels compiled here are found in Triton's cache by the sizes and
   times of modification of these files instead.
+- Tracing creates a million Python objects. The garbage collector would search all of torch's objects for unreachable ones meanwhile.
 
 Private parts of Triton used here, 3.6 to 3.9. Without one of them, Triton compiles as it does by itself:
 
@@ -16,6 +17,7 @@ Private parts of Triton used here, 3.6 to 3.9. Without one of them, Triton compi
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import sys
@@ -58,7 +60,7 @@ def _compile_once(src: Any, target: Any = None, options: Any = None, **more: Any
     trace = src.make_ir
 
     def trace_alone(*args: Any, **kwargs: Any) -> Any:
-        with _tracing:
+        with _tracing, _without_garbage_collection():
             module = trace(*args, **kwargs)
         _start_waiting()
         return module
@@ -69,6 +71,18 @@ def _compile_once(src: Any, target: Any = None, options: Any = None, **more: Any
         return _compile_locked(src, target, options, more)
     finally:
         _compiles_here.reset(token)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Collect no garbage in this context, which one thread enters at a time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _compile_locked(src: Any, target: Any, options: Any, more: dict[str, Any]) -> Any:
