@@ -147,7 +147,7 @@ def silu_grad(grad, x):
 
 @triton.jit
 def bits_below(bound, columns):
-    """int32 words whose bit 2 · (c // 8) + c % 2 is 1 if c < bound (`bit_of`). columns: at most 128.
+    """int32 words whose bit 2 · (c // 8) + c % 2 is 1 if c < bound. columns: at most 128.
 
     In a tensor-core tile, all columns of a row that one thread holds have the same c & 6. A word has the bits of these columns.
     """
@@ -155,9 +155,3 @@ def bits_below(bound, columns):
     count = (before >> 3) * 2 + tl.minimum(before & 7, 2)
     half = count >> 1
     return ((1 << half) << (count - half)) - 1  # a shift by 32 is undefined
-
-
-@triton.jit
-def bit_of(bits, columns):
-    """Whether the bit of each column is 1 in the words of `bits_below`."""
-    return (bits & (1 << ((columns >> 3) * 2 + (columns & 1)))) != 0

@@ -160,7 +160,7 @@ def _functions(keyed: ByKey, options: Options) -> tuple[Any, Any] | None:
     name = program.key[:12]
     lines = [*bounds.emitter.lines, f"return ({', '.join(bounds.texts)},)"]
     select = [f"below_{i} = bits_below(bounds[{i}] - kv_first, columns)" for i in range(len(bounds.texts))]
-    select.append(f"return bit_of({expression}, columns)")
+    select.append(f"return {expression}")
     return (
         loaded(function_source(f"bounds_{name}", "b, h, q, captured, sizes", lines)),
         loaded(function_source(f"visible_{name}", "bounds, kv_first, columns", select)),
@@ -171,6 +171,7 @@ def bounds_functions(program: Program | None, options: Options) -> tuple[Any, An
     """(bounds, visible) of a mask that is a combination of comparisons of kv with values of the row, else Nones.
 
     bounds(b, h, q, captured, sizes): a tuple of int32 bounds, each of q's shape or a scalar.
-    visible(bounds, kv_first, columns): the mask of a tile of at most 128 columns that begins at position kv_first.
+    visible(bounds, kv_first, columns): the mask of a tile of at most 128 columns that begins at position kv_first, as words with a bit for
+        each column (`bits_below`).
     """
     return (program and _functions(ByKey(program), options)) or (None, None)

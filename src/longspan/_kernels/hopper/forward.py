@@ -52,7 +52,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from longspan._kernels.gpu.device_library import LN_2, LOG2_E
+from longspan._kernels.gpu.device_library import LN_2, LOG2_E, bits_below
 from longspan._kernels.gpu.tile_access import wide
 from longspan._kernels.hopper.epilogue import MAX_SPLIT_DIM, Outputs, OutputStrides, by_row, merge, stage_output, store_output
 from longspan._kernels.hopper.forward_producer import (
@@ -82,6 +82,7 @@ from longspan._kernels.hopper.forward_producer import (
 )
 from longspan._kernels.hopper.head_dim_parts import Parts, held_operand, part_2d, ring_of, start_scores
 from longspan._kernels.hopper.isolation import BlockIsolation
+from longspan._kernels.hopper.masked_scores import masked_scores
 from longspan._kernels.hopper.none_arg import first_given, optional
 from longspan._kernels.hopper.pipeline import (
     Captured,
@@ -151,11 +152,13 @@ def softmax_block(
                 s = SCORE(s, global_b, global_h, q_pos, kv, captured.score, captured.score_sizes)
     if PARTIAL:
         if VISIBLE is not None:
-            s = gl.where(VISIBLE(captured.mask, kv_first, gl.expand_dims(columns, 0)), s, float("-inf"))
-        elif MASK is not None:
-            s = gl.where(MASK(global_b, global_h, q_pos, kv, captured.mask, captured.mask_sizes), s, float("-inf"))
-        if left < N:
-            s = gl.where(gl.expand_dims(columns, 0) < left, s, float("-inf"))
+            of_row = gl.expand_dims(columns, 0)
+            s = masked_scores(s, VISIBLE(captured.mask, kv_first, of_row) & bits_below(left, of_row), of_row)
+        else:
+            if MASK is not None:
+                s = gl.where(MASK(global_b, global_h, q_pos, kv, captured.mask, captured.mask_sizes), s, float("-inf"))
+            if left < N:
+                s = gl.where(gl.expand_dims(columns, 0) < left, s, float("-inf"))
     factor = scale * LOG2_E if SCALE_IN_EXP else LOG2_E
     top = _row_max(s, layout) * factor
     m_new = gl.maximum(m, top)
