@@ -13,21 +13,13 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from tests.integrations.decoding_grid import FAMILIES, NEW, PADS, decode, least_bytes, on_threads, prompts
 from tests.integrations.tiny_models import VOCAB, decoding_model
 
 import longspan.integrations.transformers as lst
 from longspan.testing import virtual_world
 
-FAMILIES = ("llama", "qwen3", "gemma3", "gpt_oss", "deepseek_v3")
-NEW, FEW = 64, 12  # decoded tokens, with --whole-grid and without
-PADS = (0, 37, 5, 60)
-
-
-def prompts(rows: int = 2, length: int = 90) -> dict[str, Tensor]:
-    """Left-padded prompts of different lengths."""
-    ids = torch.randint(1, VOCAB, (rows, length), generator=torch.Generator().manual_seed(3))
-    real = torch.arange(length) >= torch.tensor(PADS)[:rows, None]
-    return {"input_ids": ids.where(real, 0), "attention_mask": real.long()}
+FEW = 12  # decoded tokens; NEW with --whole-grid
 
 
 def generated(model: Any, cache: Any = None, *, batch: dict[str, Tensor] | None = None, **options: Any) -> list[list[int]]:
@@ -36,13 +28,6 @@ def generated(model: Any, cache: Any = None, *, batch: dict[str, Tensor] | None 
     options = {"max_new_tokens": FEW, "do_sample": False, "eos_token_id": None, **options}
     out = model.generate(**batch, past_key_values=cache, **options)
     return out[:, batch["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]
-
-
-def on_rank(mesh: Any, family: str, new: int = FEW) -> list[list[int]]:
-    """Prefill in chunks, then one forward per token, over the ranks of a mesh."""
-    model = decoding_model(family, "longspan")
-    cache = lst.PagedCache(model, page_size=8, mesh=mesh)
-    return generated(model, cache, prefill_chunk_size=70, max_new_tokens=new)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -60,35 +45,13 @@ def test_greedy_tokens_equal_those_of_eager_attention_without_padding(family: st
     model, ids = decoding_model(family, "eager"), prompts()["input_ids"]
     alone = [ids[i : i + 1, pads:] for i, pads in enumerate(PADS[:2])]
     expected = [generated(model, batch={"input_ids": x, "attention_mask": torch.ones_like(x)}, max_new_tokens=new)[0] for x in alone]
-    assert on_rank(None, family, new) == expected
+    assert decode(None, family, new).tokens == expected
 
 
 def test_greedy_tokens_over_ranks_equal_those_of_one_process(family: str, ranks: int, new: int) -> None:
-    alone = on_rank(None, family, new)
-    assert virtual_world(ranks).run(lambda mesh: on_rank(mesh, family, new)) == [alone] * ranks
-
-
-def test_bytes_of_a_decoded_token_are_the_least_possible() -> None:
-    """Partial results are reduced and gathered in shares: no rank sends more than the two halves of an all-reduce."""
-    model = decoding_model("llama", "longspan").float()
-    world, ranks, sent = virtual_world(3), 3, []
-    batch = prompts(rows=3)
-
-    def run(mesh: Any) -> None:
-        cache = lst.PagedCache(model, page_size=8, mesh=mesh)
-        for new in (1, 11):  # the first call prefills, too
-            if new == 11:
-                cache.reset()
-            generated(model, cache, batch=batch, max_new_tokens=new)
-            if mesh.rank == 0:
-                sent.append(world.bytes_sent)
-
-    world.run(run)
-    config = model.config
-    decoded = (sent[1] - 2 * sent[0]) / 10  # ten decoded tokens of three sequences more than the prefill
-    rows = 3 * config.num_attention_heads * config.num_hidden_layers
-    least = (ranks - 1) * rows * ((config.head_dim + 1) + config.head_dim) * 4  # partial out and lse, then out, in float32
-    assert decoded <= 1.1 * least
+    results = on_threads(family, ranks, new)
+    assert [r.tokens for r in results] == [decode(None, family, new).tokens] * ranks
+    assert sum(r.data for r in results) <= 1.1 * least_bytes(family, ranks)
 
 
 def test_sampled_and_assisted_tokens_equal_those_of_a_dynamic_cache() -> None:

@@ -13,9 +13,11 @@ from longspan.testing import run_processes
 
 pytest.importorskip("transformers")
 
-from tests.integrations import parallel_decoder, test_generate
+from tests.integrations import parallel_decoder
+from tests.integrations.decoding_grid import decode, least_bytes, on_process
 from tests.integrations.tiny_models import FAMILIES, assert_equals_one_process, batch_of, model_of, on_rank, relative, results
 
+DECODED = 9  # tokens; 64 of all families by `python -m tests.integrations.decoding_grid`
 KINDS = {"llama": "left", "qwen3": "right", "gemma2": "packed", "gemma3": "packed", "gpt_oss": "packed"}
 
 
@@ -29,7 +31,7 @@ def _two() -> dict[str, Any]:
         "autocast": _autocast(),
         "ddp": _ddp(),
         "recomputed": _transformers_recomputed(),
-        "generated": test_generate.on_rank(dist.group.WORLD, "llama"),
+        "decoded": on_process(["deepseek_v3"], DECODED),
         "accumulated": parallel_decoder.accumulated(),
         "all recomputed": parallel_decoder.recomputed("full"),
         "some recomputed": parallel_decoder.recomputed("selective"),
@@ -40,6 +42,7 @@ def _two() -> dict[str, Any]:
 def _four(folder: str, families: list[str]) -> dict[str, Any]:
     return {
         "families": _families(families),
+        "decoded": on_process(["gpt_oss"], DECODED),
         "data × context": parallel_decoder.data_and_context(folder),
         "heads × context": parallel_decoder.heads_and_context(),
     }
@@ -77,7 +80,7 @@ def test_models_on_two_processes_with_ddp_autocast_and_recomputation() -> None:
     _check_families(outputs, list(FAMILIES))
     assert_equals_one_process("gemma2", "plain", [f["recomputed"] for f in outputs])
 
-    assert [f["generated"] for f in outputs] == [test_generate.on_rank(None, "llama")] * 2
+    _check_decoded(outputs, "deepseek_v3")
 
     batch = {**batch_of("packed"), "use_cache": False}
     loss, logits, grads = results(model_of("llama"), batch)
@@ -94,6 +97,13 @@ def test_models_on_two_processes_with_ddp_autocast_and_recomputation() -> None:
 
     for name, batches in (("accumulated", [0, 1]), ("all recomputed", [0]), ("some recomputed", [0]), ("compiled", [0])):
         _check_decoder(outputs, name, batches)
+
+
+def _check_decoded(outputs: list[dict[str, Any]], family: str) -> None:
+    """The tokens of one process, and no more bytes than 1.1 of the least possible."""
+    results = [f["decoded"][0] for f in outputs]
+    assert [r.tokens for r in results] == [decode(None, family, DECODED).tokens] * len(outputs)
+    assert sum(r.data for r in results) <= 1.1 * least_bytes(family, len(outputs))
 
 
 def _check_decoder(outputs: list[dict[str, Any]], name: str, batches: list[int]) -> None:
@@ -114,6 +124,7 @@ def test_models_on_four_processes_with_other_parallelism(tmp_path: Any, pytestco
     families = list(FAMILIES) if pytestconfig.getoption("--whole-grid") else ["gemma2", "gpt_oss"]
     outputs = run_processes(_four, 4, str(tmp_path / "checkpoint"), families, timeout=280.0)
     _check_families(outputs, families)
+    _check_decoded(outputs, "gpt_oss")
     for name, batches in (("data × context", [0, 1]), ("heads × context", [0])):
         _check_decoder(outputs, name, batches)
     _check_checkpoint(str(tmp_path / "checkpoint"))
