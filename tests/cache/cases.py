@@ -89,14 +89,17 @@ class Case:
         kinds: int | None = None,
     ) -> None:
         """kinds: as many kinds of caches and programs for all seeds, with which few GPU kernels are compiled: long steps run by the kernel
-        "cpu", short ones have at most four tokens. None: one kind per seed, and steps of any length.
+        "cpu", short ones have at most four tokens, and head dims are multiples of 16, on which kernels are specialised. None: one kind per
+        seed, and steps of any length.
         """
         self.kinds = kinds
         self.seed, self.rng, self.kernel, self.device = seed, random.Random(seed), kernel, device
         rng = self.rng if kinds is None else random.Random(seed % kinds)
-        self.dtype = dtype or rng.choice([torch.float32, torch.float32, torch.bfloat16, torch.float64])
+        last = torch.float64 if kinds is None else torch.float16  # the GPU decode kernels do not support float64
+        self.dtype = dtype or rng.choice([torch.float32, torch.float32, torch.bfloat16, last])
         self.layers, self.kv_heads = rng.choice([1, 1, 2]), rng.choice([1, 2, 3])
-        self.heads, self.dims = self.kv_heads * rng.choice([1, 2, 4]), (rng.choice([16, 32, 24]), rng.choice([16, 40]))
+        key_dims, value_dims = ([16, 32, 24], [16, 40]) if kinds is None else ([16, 32, 48], [16, 48])
+        self.heads, self.dims = self.kv_heads * rng.choice([1, 2, 4]), (rng.choice(key_dims), rng.choice(value_dims))
         self.page_size, self.longest = rng.choice([1, 7, 16, 64]), min(longest, rng.choice([40, 200, 700]))
         self.generator = torch.Generator().manual_seed(seed)
         self.models: dict[int, Model] = {}
@@ -106,7 +109,7 @@ class Case:
         window = reach + rng.choice([0, 0, 5]) if reach is not None and reach > 0 and rng.random() < 0.7 else None
         self.shared = rng.random() < 0.25
         if self.shared:  # latent vectors of MLA: values are the first elements of keys
-            self.dims = (self.dims[1] + rng.choice([0, 8, 16]), self.dims[1])
+            self.dims = (self.dims[1] + rng.choice([0, 8, 16] if kinds is None else [0, 16, 32]), self.dims[1])
         self.cache = ls.KVCache(
             pages=-(-self.longest // self.page_size) * 6 + 8, page_size=self.page_size, layers=self.layers, kv_heads=self.kv_heads,
             head_dim=self.dims[0], value_dim=self.dims[1], shared_kv=self.shared, window=window, dtype=self.dtype, device=device, mesh=mesh,
@@ -212,13 +215,19 @@ def _part(x: Tensor, *, index: int | None, span: slice) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--cases", type=int, default=None, help="end after so many cases")
     parser.add_argument("--first", type=int, default=0, help="seed of the first case")
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default=None, help="such as bfloat16; drawn at random by default")
     parser.add_argument("--longest", type=int, default=700, help="tokens of the longest sequence")
     parser.add_argument("--kind", default=None, help="such as 3/12: seeds of one of 12 kinds of caches; GPU kernels compile once per kind")
+    parser.add_argument("--split", type=int, default=None, help="tokens of the smallest split of the triton kernel, a multiple of 64")
     options = parser.parse_args()
+    if options.split is not None:
+        from longspan._kernels.triton import decode_call
+
+        decode_call.SMALLEST_SPLIT = options.split
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tests.interpreter import speed_up
 
@@ -226,7 +235,7 @@ def main() -> None:
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     kind, kinds = (0, None) if options.kind is None else map(int, options.kind.split("/"))
     end, seed, cases = time.monotonic() + options.seconds, options.first + kind, 0
-    while time.monotonic() < end:
+    while time.monotonic() < end and cases != options.cases:
         Case(seed, kernel=options.kernel, device=options.device, dtype=dtype, longest=options.longest, kinds=kinds).run()
         seed, cases = seed + (kinds or 1), cases + 1
     print(f"{cases} cases passed, seeds {options.first + kind} to {seed - (kinds or 1)}")

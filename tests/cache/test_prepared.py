@@ -14,7 +14,7 @@ from longspan._engine import cached_prepared
 
 decode_call: Any = pytest.importorskip("longspan._kernels.triton.decode_call")
 decode_prepared: Any = pytest.importorskip("longspan._kernels.triton.decode_prepared")
-KERNELS = ["write_kernel", "decode_kernel", "merge_kernel"]
+KERNELS = ["decode_kernel", "merge_kernel"]
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 
 def call(step: Any, layer: int, launches: Launches, count: int = 1, **options: Any) -> list[tuple[int | float, ...]]:
-    """Values of the three launches of a layer."""
+    """Values of the two launches of a layer."""
     launches.clear()
     ls.attention(*tokens(len(step.ids), count), cache=step, layer=layer, kernel="triton", **options)
     assert launches.names == KERNELS
@@ -61,22 +61,32 @@ def test_a_prepared_call_launches_the_same(name: str, launches: Launches) -> Non
     call(step, 0, launches, **options)
     assert len(cache.prepared) == 1
     prepared = call(step, 1, launches, **options)
-    pages = cache.layer_pages(1)
-    assert prepared[0][2:] == (*(x.data_ptr() for x in pages.kv), *_of_step(cache, step))
+    assert prepared[0][1:5] == _read(cache, step, layer=1)
     step._used.discard(1)
     unprepared = call_unprepared(step, 1, launches, **options)
     # The new tokens, partial results and results are other tensors.
-    assert prepared[0][2:] == unprepared[0][2:] and len(prepared[0]) == len(unprepared[0])
-    assert prepared[1][1:5] == unprepared[1][1:5] and prepared[1][9:] == unprepared[1][9:] and len(prepared[1]) == len(unprepared[1])
-    assert prepared[2][2] == unprepared[2][2] and len(prepared[2]) == len(unprepared[2])
+    assert prepared[0][1:5] == unprepared[0][1:5] and prepared[0][11:] == unprepared[0][11:] and len(prepared[0]) == len(unprepared[0])
+    assert prepared[1][2] == unprepared[1][2] and len(prepared[1]) == len(unprepared[1])
     call(step, 2, launches, **options)
     later = cache.step(ids, count)
-    assert call(later, 0, launches, **options)[0][2:] == (*(x.data_ptr() for x in cache.layer_pages(0).kv), *_of_step(cache, later))
+    assert call(later, 0, launches, **options)[0][1:5] == _read(cache, later, layer=0)
     assert len(cache.prepared) == 1
 
 
-def _of_step(cache: Any, step: Any) -> tuple[int, ...]:
-    return cache.addresses[2], step.ranges.positions.data_ptr(), step.ranges.token_rows.data_ptr()
+def _read(cache: Any, step: Any, *, layer: int) -> tuple[int, ...]:
+    """Addresses of a layer's pages, of the page table and of the step's ranges."""
+    return *(x.data_ptr() for x in cache.layer_pages(layer).kv), cache.addresses[2], step.ranges.device_ranges.data_ptr()
+
+
+def test_a_prepared_call_reads_its_own_new_tokens(launches: Launches) -> None:
+    cache = make_cache(pages=40, layers=2)
+    step, new = cache.step(cache.allocate(2), 1), [tokens(2, 1) for _ in range(2)]
+    for layer, (q, k, v) in enumerate(new):
+        launches.clear()
+        ls.attention(q, k, v, cache=step, layer=layer, kernel="triton")
+        values = launches.values[0]
+        assert (values[0], *values[5:7]) == (q.data_ptr(), k.data_ptr(), v.data_ptr())
+    assert len(cache.prepared) == 1
 
 
 def test_a_table_that_grew_is_read_at_its_new_address(launches: Launches) -> None:
@@ -84,7 +94,7 @@ def test_a_table_that_grew_is_read_at_its_new_address(launches: Launches) -> Non
     step = cache.step(cache.allocate(1), 1)
     call(step, 0, launches)
     cache.allocate(20)
-    assert call(step, 1, launches)[0][4] == cache.addresses[2]
+    assert call(step, 1, launches)[0][3] == cache.addresses[2]
 
 
 @pytest.mark.parametrize("options", [{"mask": torch.ones(64, dtype=torch.bool)}, {"score_mod": torch.zeros(64)}], ids=str)

@@ -142,10 +142,9 @@ def _decodes_by_triton(q: Tensor, v: Tensor, step: CacheStep, work: PagedWork, k
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, pages: PagedKV, step: CacheStep, work: PagedWork) -> tuple[Tensor, Tensor]:
     """Write k and v, and compute (out, lse) of the sequences with few queries, by the triton kernel."""
-    from longspan._kernels.triton.decode_call import Queries, attend_pages, write_tokens
+    from longspan._kernels.triton.decode_call import Queries, attend_new_tokens
 
-    write_tokens(pages, k, v, step.ranges)
-    return attend_pages(Queries(q, step.ranges, ragged=q.shape[0] != len(step.ids)), pages, work)
+    return attend_new_tokens(Queries(q, step.ranges, ragged=q.shape[0] != len(step.ids), new=(k, v)), pages, work)
 
 
 def _attend_gathered(results: StepResults, index: int, pages: PagedKV, work: PagedWork, call: CachedCall) -> None:

@@ -38,6 +38,7 @@ _FORMATS = {
 _TENSOR_MAP_BYTES = 128
 _ALIGNMENT = 128  # of the argument block and of TMA descriptors; the driver asks for 64
 _STREAM = 32  # offset of CUlaunchConfig.hStream
+_DEPENDENT_LAUNCH = struct.pack("<IIi60x", 6, 0, 1)  # CUlaunchAttribute: programmatic stream serialization, allowed
 _INVALID_CONTEXT = 201
 # Triton numbers the element types of TMA descriptors as the device does; the host's numbers of the floating-point types differ.
 _HOST_ELEMENT_TYPES = {8: 10, 9: 8, 10: 9}
@@ -107,7 +108,7 @@ class DriverLaunch:
     def __init__(self, compiled: Any, function: int, params: Sequence[Parameter], *, ctas: int, device: int) -> None:
         varying, constants = [p for p in params if p.varies], [p for p in params if not p.varies]
         maps = [p for p in params if p.descriptor is not None]
-        values = struct.Struct("<QQQ" + "".join(map(_format, varying)))  # the stream, no launch attributes, the values
+        values = struct.Struct("<QQQ" + "".join(map(_format, varying)))  # the stream, address and number of launch attributes, the values
         fixed = struct.Struct("<" + "".join(map(_format, constants)) + "QQ")  # two null scratch pointers
         first_map = -(-(_STREAM + values.size + fixed.size) // _ALIGNMENT) * _ALIGNMENT
         self._memory = ctypes.create_string_buffer(first_map + len(maps) * _TENSOR_MAP_BYTES + _ALIGNMENT)
@@ -128,6 +129,8 @@ class DriverLaunch:
                 self._maps.append([index, addresses[id(p)], p.value.base.data_ptr()])
         pointers = [*(addresses[id(p)] for p in params), end, end + 8]
         self._pointers = (ctypes.c_void_p * len(pointers))(*pointers)
+        self._attribute = ctypes.create_string_buffer(_DEPENDENT_LAUNCH, len(_DEPENDENT_LAUNCH)) if meta.launch_pdl else None
+        self._attributes = (0, 0) if self._attribute is None else (ctypes.addressof(self._attribute), 1)
         self._pack, self._lock, self._device = values.pack_into, Lock(), device
         self._launch, self._replace = _driver().cuLaunchKernelEx, _replace_address()
         self._config, self._params, self._function = base, ctypes.addressof(self._pointers), function
@@ -135,7 +138,7 @@ class DriverLaunch:
     def __call__(self, stream: int, values: Sequence[int | float]) -> None:
         """Launch on a stream of the device, which is current. values: of the varying parameters in order, tensors as addresses."""
         with self._lock:
-            self._pack(self._block, _STREAM, stream, 0, 0, *values)
+            self._pack(self._block, _STREAM, stream, *self._attributes, *values)
             for entry in self._maps:
                 index, descriptor, address = entry
                 if values[index] != address:
@@ -155,7 +158,7 @@ def driver_launch(
     """A launch of a compiled kernel by `ctas` CTAs, or None if only Triton's launcher can launch it."""
     try:
         meta = compiled.metadata
-        plain = not (meta.global_scratch_size or meta.profile_scratch_size or meta.launch_cooperative_grid or meta.launch_pdl)
+        plain = not (meta.global_scratch_size or meta.profile_scratch_size or meta.launch_cooperative_grid)
         if not plain or meta.num_ctas != 1 or getattr(meta, "instrumentation_mode", ""):
             return None
         params = parameters(compiled, arguments, varying)

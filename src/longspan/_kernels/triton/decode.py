@@ -1,14 +1,16 @@
 """The decode kernels: few queries over many keys, contiguous or in pages. Forward only.
 
     decode_kernel    one CTA per (sequence, KV head, tile of M query rows, split of the keys)
-    ─────────────    q: the query heads of a KV head are rows of one tile, so that KV is read once: row r is query r // R, head r % R
+    ─────────────    writes the new tokens of its split into their pages, if they are given
+                     q: the query heads of a KV head are rows of one tile, so that KV is read once: row r is query r // R, head r % R
                      S = QKᵀ, mask, P, acc += PV over tiles of N keys, through the software pipeline of `num_stages` tiles
                      stores a partial out and its base-2 log-sum-exp
                      latent KV (MLA): a tile of keys in shared memory holds its values; M = 16, or 64 by wgmma; TMA loads tiles in one page
     merge_kernel     one CTA per (sequence, query, head, part of the head dim): merges the partial results of a row, then the sink
 
 The merge is a launch of its own: in the same launch, by the last CTA of a tile, every CTA would wait until its stores are visible to the
-others, which takes 5 to 10 % of the bandwidth (H200).
+others, which takes 5 to 10 % of the bandwidth (H200). Its CTAs start while the last CTAs of decode_kernel run (programmatic dependent
+launch) and wait for their results.
 
 Splits are ranges of positions [i · C, (i + 1) · C) of a sequence, where C depends on the sequence's length and the number of KV heads
 (`split_tokens`), and M on the sequence's number of queries. So a row's bits depend neither on the batch nor on pages.
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longspan._kernels.gpu.device_library import LN_2, LOG2_E
 from longspan._kernels.gpu.nonfinite_counts import any_nan, count_nonfinite, finite_or_zero
@@ -40,7 +43,10 @@ _DYNAMIC = [
     "first_key",
     "smallest",
     "coarse",
+    "new_len",
 ]
+SCALAR_PAGES = tl.constexpr(4)  # pages of a tile whose numbers are loaded as scalars
+WRITTEN = tl.constexpr(16)  # new tokens that a CTA writes at once
 
 
 @triton.jit
@@ -87,14 +93,23 @@ def lowest_key(first_key, start, query, WINDOW: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def load_page(table_ptr, table_row, at, kv, valid, PAGE: tl.constexpr, N: tl.constexpr):
-    """The page of each key kv [N] from `at` on: one number if the tile lies in one page, else [N]; 0 without pages."""
+def load_page(table_ptr, table_row, at, kv, end, PAGE: tl.constexpr, N: tl.constexpr):
+    """The page of each key kv [N] from `at` on, 0 without pages: one number if the tile is in one page, else [N]. `end`: of `attend_keys`.
+
+    A tile in few pages loads their numbers as scalars: one load of a page's number instead of one per key.
+    """
     if PAGE == 0:
         return wide(0)
     elif PAGE % N == 0:
         return wide(tl.load(table_ptr + table_row + at // PAGE))
+    elif N % PAGE == 0 and N <= SCALAR_PAGES * PAGE:
+        index = tl.arange(0, N) // PAGE
+        page = tl.load(table_ptr + table_row + at // PAGE)
+        for j in tl.static_range(1, N // PAGE):
+            page = tl.where(index == j, tl.load(table_ptr + table_row + tl.minimum(at + j * PAGE, end - 1) // PAGE), page)
+        return wide(page)
     else:
-        return wide(tl.load(table_ptr + table_row + kv // PAGE, mask=valid, other=0))
+        return wide(tl.load(table_ptr + table_row + kv // PAGE, mask=kv < end, other=0))
 
 
 @triton.jit
@@ -128,6 +143,34 @@ def load_described(desc, page, n, g, at, column, PAGE: tl.constexpr, N: tl.const
 
 
 @triton.jit
+def write_new(
+    new_ptr, new_stride, base, stride, g, first, start, begin, end, new_len, table_row, table_ptr,
+    PAGE: tl.constexpr, DIM: tl.constexpr, DIMP: tl.constexpr,
+):  # fmt: skip
+    """Write the new tokens at positions begin … end − 1 of one KV head into their pages: DIM elements each. `first`: index of the token at
+    `start` among all new tokens. `new_len`: tokens of one batch row of the new tokens.
+    """
+    d = tl.arange(0, DIMP)
+    for at in tl.range(begin, end, WRITTEN, num_stages=1):
+        kv = at + tl.arange(0, WRITTEN)
+        valid = kv < end
+        inside = valid[:, None] & (d < DIM)[None, :]
+        t = first + kv - start
+        from_rows = new_ptr + wide(t // new_len) * new_stride[0] + wide(g) * new_stride[1] + wide(t % new_len) * new_stride[2]
+        x = tl.load(from_rows[:, None] + d[None, :] * new_stride[3], mask=inside)
+        page = wide(tl.load(table_ptr + table_row + kv // PAGE, mask=valid, other=0))
+        tl.store(key_rows(base, page, kv, stride, PAGE)[:, None] + d[None, :], x, mask=inside)
+
+
+@triton.jit
+def publish_stores(TMA: tl.constexpr):
+    """Make global stores of all threads of this CTA visible to its later loads. TMA: to loads by TMA too."""
+    if TMA:
+        tl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
+
+
+@triton.jit
 def attend_keys(
     q, q_rest, n, g, h, q_pos, begin, end, length, k_desc, rest_desc, k_base, v_base, k_stride, v_stride, value_dim, table_row, table_ptr,
     scale, mask_captured, mask_sizes, score_captured, score_sizes,
@@ -147,7 +190,7 @@ def attend_keys(
     for at in tl.range(begin, end, N, num_stages=1 if SAFE else None):
         kv = at + tl.arange(0, N)
         valid = kv < end
-        page = load_page(table_ptr, table_row, at, kv, valid, PAGE, N)
+        page = load_page(table_ptr, table_row, at, kv, end, PAGE, N)
         k_rows, v_rows = key_rows(k_base, page, kv, k_stride, PAGE), key_rows(v_base, page, kv, v_stride, PAGE)
         if TMA:
             k = load_described(k_desc, page, n, g, at, 0, PAGE, N, DP)
@@ -194,7 +237,7 @@ def count_values(
     for at in tl.range(begin, end, N, num_stages=1):
         kv = at + tl.arange(0, N)
         valid = kv < end
-        v_rows = key_rows(v_base, load_page(table_ptr, table_row, at, kv, valid, PAGE, N), kv, v_stride, PAGE)
+        v_rows = key_rows(v_base, load_page(table_ptr, table_row, at, kv, end, PAGE, N), kv, v_stride, PAGE)
         v = tl.load(v_rows[:, None] + e[None, :] * v_stride[3], mask=valid[:, None] & (e < value_dim)[None, :], other=0.0)
         seen = visible_keys(n, h, q_pos, kv, end, length, mask_captured, mask_sizes, MASK) & (tl.arange(0, M)[:, None] < M)
         count = count_nonfinite(count, seen, v, sign, PRECISION)
@@ -213,24 +256,27 @@ def store_partial(part_out_ptr, part_lse_ptr, acc, total, m, at, first, inside, 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, k_desc, rest_desc, table_ptr, ranges_ptr, part_out_ptr, part_lse_ptr,
-    q_stride, k_stride, v_stride, mask_captured, mask_sizes, score_captured, score_sizes,
-    sequences, kv_heads, row_tiles, splits, min_queries, max_queries, width, q_len, kv_len, first_key, smallest, coarse, scale,
+    q_ptr, k_ptr, v_ptr, k_desc, rest_desc, table_ptr, ranges_ptr, k_new_ptr, v_new_ptr, part_out_ptr, part_lse_ptr,
+    q_stride, k_stride, v_stride, k_new_stride, v_new_stride, mask_captured, mask_sizes, score_captured, score_sizes,
+    sequences, kv_heads, row_tiles, splits, min_queries, max_queries, width, q_len, kv_len, first_key, smallest, coarse, new_len, scale,
     MASK: tl.constexpr, SCORE: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, RAGGED: tl.constexpr, FOLD: tl.constexpr,
     R: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr,
-    SAFE_DIM: tl.constexpr, SHARED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    SAFE_DIM: tl.constexpr, SHARED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A partial out [M, E] and log-sum-exp [M] of one split. WINDOW: keys before q − WINDOW + 1 are hidden; None: no window.
 
-    Sequences with fewer than `min_queries` or more than `max_queries` queries are left out.
+    Sequences with fewer than `min_queries` or more than `max_queries` queries are left out. k_new_ptr, v_new_ptr: new tokens, which every
+    CTA writes that reads them; None: they were written before. EARLY: merge_kernel starts while this kernel runs.
     """
+    if EARLY:
+        gdc_launch_dependents()
     pid = tl.program_id(0)
     g = pid % kv_heads
     rest = pid // kv_heads
     tile = rest % row_tiles
     rest = rest // row_tiles
-    split = rest % splits
+    split = splits - 1 - rest % splits  # the last split first: it has the new tokens, and may be short
     n = rest // splits
     row, start, length, first = sequence_range(ranges_ptr, n, sequences, q_len, kv_len)
     count = query_count(ranges_ptr, start, length, q_len)
@@ -257,6 +303,22 @@ def decode_kernel(
         k_base = k_ptr + wide(g) * k_stride[1] + (0 if PAGE else wide(n) * k_stride[0])
         v_base = v_ptr + wide(g) * v_stride[1] + (0 if PAGE else wide(n) * v_stride[0])
         table_row = wide(row) * width
+        if k_new_ptr is not None:  # noqa: SIM102 (a compile-time condition)
+            if end > start:
+                new = tl.maximum(begin, start)
+                write_new(
+                    k_new_ptr, k_new_stride, k_base, k_stride, g, first, start, new, end, new_len, table_row, table_ptr, PAGE, D, DP
+                )  # fmt: skip
+                if REST:
+                    write_new(
+                        k_new_ptr + D * k_new_stride[3], k_new_stride, k_base + D, k_stride, g, first, start, new, end, new_len,
+                        table_row, table_ptr, PAGE, REST, RESTP,
+                    )  # fmt: skip
+                if not SHARED:
+                    write_new(
+                        v_new_ptr, v_new_stride, v_base, v_stride, g, first, start, new, end, new_len, table_row, table_ptr, PAGE, E, EP
+                    )  # fmt: skip
+                publish_stores(TMA)
         acc, total, m = attend_keys(
             q, q_rest, n, g, h, q_pos, begin, end, length, k_desc, rest_desc, k_base, v_base, k_stride, v_stride, E, table_row,
             table_ptr, scale, mask_captured, mask_sizes, score_captured, score_sizes,
@@ -324,13 +386,15 @@ def merge_kernel(
     part_out_ptr, part_lse_ptr, ranges_ptr, sink_ptr, out_ptr, lse_ptr, out_stride, lse_stride,
     sequences, kv_heads, splits, min_queries, max_queries, q_len, kv_len, first_key, smallest, coarse,
     WINDOW: tl.constexpr, RAGGED: tl.constexpr, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
-    FEW: tl.constexpr, FEW_PART: tl.constexpr, MANY: tl.constexpr, MANY_PART: tl.constexpr,
+    FEW: tl.constexpr, FEW_PART: tl.constexpr, MANY: tl.constexpr, MANY_PART: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A part of out, and lse, of one query of one head. PARTS: CTAs of a row.
 
     A row of at most FEW splits is merged at once, FEW_PART elements per CTA. A row of more splits is merged MANY splits at a time,
-    MANY_PART elements per CTA. MANY is 0 if no sequence has more than FEW splits.
+    MANY_PART elements per CTA. MANY is 0 if no sequence has more than FEW splits. EARLY: launched while decode_kernel runs.
     """
+    if EARLY:
+        gdc_wait()
     pid = tl.program_id(0)
     part = pid % PARTS
     rest = pid // PARTS

@@ -27,7 +27,9 @@ SMALLEST_SPLIT = 256  # a multiple of every `DecodeTile.n`
 COARSE_SPLIT = 1024  # of latent KV: partial results have 512 floats per row
 # (splits merged at once, elements of a row per CTA): for sequences with at most 16 splits, and for sequences with more.
 _FEW_MERGED, _MANY_MERGED = (16, 256), (64, 64)
-_DECODE_TENSORS = ("q_ptr", "k_ptr", "v_ptr", "k_desc", "rest_desc", "table_ptr", "ranges_ptr", "part_out_ptr", "part_lse_ptr")
+_DECODE_TENSORS = (
+    "q_ptr", "k_ptr", "v_ptr", "k_desc", "rest_desc", "table_ptr", "ranges_ptr", "k_new_ptr", "v_new_ptr", "part_out_ptr", "part_lse_ptr",
+)  # fmt: skip
 _MERGE_TENSORS = ("part_out_ptr", "part_lse_ptr", "ranges_ptr", "sink_ptr", "out_ptr", "lse_ptr")
 _SAFE_DIM = 128  # columns of out that are computed again at a time, if a value is not finite
 MAX_SHARED_DIM = 512  # elements that keys and values share
@@ -152,11 +154,29 @@ def write_launch(pages: PagedKV, k: Tensor, v: Tensor, ranges: QueryRanges) -> t
 
 
 class Queries(NamedTuple):
-    """Queries of a call and where they stand. `ranges`: None for contiguous KV, whose queries are at 0, 1, …"""
+    """Queries of a call and where they stand. `ranges`: None for contiguous KV, whose queries are at 0, 1, …
+
+    new: k and v of the new tokens, as `write_tokens` takes them, if the decode kernel is to write them; None: they are in their pages.
+    """
 
     q: Tensor
     ranges: QueryRanges | None
     ragged: bool
+    new: tuple[Tensor, Tensor] | None = None
+
+
+def attend_new_tokens(queries: Queries, pages: PagedKV, work: PagedWork) -> tuple[Tensor, Tensor]:
+    """`write_tokens` of queries.new, then `attend_pages`: in one launch if the decode kernel computes all sequences."""
+    assert queries.new is not None and queries.ranges is not None
+    if not writes_new_tokens(pages, queries.ranges):
+        write_tokens(pages, *queries.new, queries.ranges)
+        queries = queries._replace(new=None)
+    return attend_pages(queries, pages, work)
+
+
+def writes_new_tokens(pages: PagedKV, ranges: QueryRanges) -> bool:
+    """Whether the decode kernel can write the new tokens: it computes all sequences that have some, from the pages themselves."""
+    return max(ranges.counts, default=0) <= FEW_QUERIES and computable(pages.k) is pages.k
 
 
 def attend_pages(queries: Queries, pages: PagedKV, work: PagedWork) -> tuple[Tensor, Tensor]:
@@ -174,7 +194,7 @@ def attend_pages(queries: Queries, pages: PagedKV, work: PagedWork) -> tuple[Ten
 
 def page_sizes(queries: Queries, pages: PagedKV) -> list[DecodeSizes]:
     """The sizes of each launch of `attend_pages`."""
-    q, ranges, _ = queries
+    q, ranges = queries.q, queries.ranges
     assert ranges is not None
     kv_heads = pages.k.shape[1]
     rule = split_rule(kv_heads, shared=pages.shared)
@@ -283,10 +303,11 @@ def decode_launch(
     (k, v, table), q = kv, computable(queries.q)
     rest = q.shape[-1] - v.shape[-1] if sizes.shared else 0
     described = sizes.shared and _loads_by_tma(k, v.shape[-1], table is not None, _tile(q, k, v, sizes))
+    k_new, v_new = queries.new or (None, None)
     tensors = {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "k_desc": k if described else None, "rest_desc": k if described and rest else None,
         "table_ptr": table,
-        "ranges_ptr": None if queries.ranges is None else queries.ranges.device_ranges,
+        "ranges_ptr": None if queries.ranges is None else queries.ranges.device_ranges, "k_new_ptr": k_new, "v_new_ptr": v_new,
         "sink_ptr": None if work.sink is None else computable(work.sink.contiguous()), "out_ptr": results[0], "lse_ptr": results[1],
         "part_out_ptr": _FLOATS, "part_lse_ptr": _FLOATS,
     }  # fmt: skip
@@ -363,15 +384,18 @@ def _make_launches(
     tile = _tile(q, k, v, sizes)
     options = _options(work, q.dtype, sizes.longest)
     rule = split_rule(kv_heads, shared=sizes.shared)
+    k_new = tensors["k_new_ptr"]
+    early = capability(q.device) >= (9, 0)
     shared = {
         "sequences": sizes.sequences, "kv_heads": kv_heads, "splits": splits, "min_queries": sizes.queries[0], "max_queries": max_queries,
         "q_len": q.shape[2], "kv_len": sizes.longest, "first_key": 0, "smallest": rule.smallest, "coarse": rule.coarse,
-        "WINDOW": work.window, "RAGGED": ragged, "R": heads // kv_heads, "M": m, "N": tile.n,
+        "WINDOW": work.window, "RAGGED": ragged, "R": heads // kv_heads, "M": m, "N": tile.n, "EARLY": early,
     }  # fmt: skip
     constants = {
         **shared, **_dims(d - rest, e), "REST": rest, "RESTP": launch.padded(rest), "SHARED": sizes.shared,
         "SAFE_DIM": min(_SAFE_DIM, launch.padded(e)), "TMA": tensors["k_desc"] is not None,
         "row_tiles": _row_tiles(q, k, sizes), "width": 0 if table is None else table.shape[1], "PAGE": page_size,
+        "new_len": 1 if k_new is None else k_new.shape[2],
         "mask_sizes": launch.pack_sizes(work.mask_captured), "score_sizes": launch.pack_sizes(work.score_captured),
         "MASK": launch.function(work.mask, options), "SCORE": launch.function(work.score, options),
         "FOLD": work.score is None and work.scale > 0,
@@ -382,7 +406,7 @@ def _make_launches(
     many = _MANY_MERGED[0] if splits > _FEW_MERGED[0] else 0
     parts = launch.padded(e) // (many_part if many else few_part)
     decode = _How(ctas=_ctas(q, k, sizes), warps=tile.warps, stages=tile.stages(paged=table is not None))
-    merge = _How(ctas=rows * parts, warps=4)
+    merge = _How(ctas=rows * parts, warps=4, early=early)
     merged = {
         **shared, "E": e, "PARTS": parts, "FEW": _FEW_MERGED[0], "FEW_PART": few_part, "MANY": many, "MANY_PART": many_part
     }  # fmt: skip
@@ -414,11 +438,12 @@ def _position_bound(longest: int) -> int:
 
 
 class _How(NamedTuple):
-    """How a kernel is launched: CTAs, warps, pipeline stages."""
+    """How a kernel is launched: CTAs, warps, pipeline stages; `early`: while the kernel before it ends (programmatic dependent launch)."""
 
     ctas: int
     warps: int
     stages: int = 1
+    early: bool = False
 
 
 def _prepared_for(
@@ -436,8 +461,7 @@ def _prepared_for(
 
 
 def _stride(tensor: Tensor | None) -> tuple[int, ...]:
-    assert tensor is not None
-    return tensor.stride()
+    return (0, 0, 0, 0) if tensor is None else tensor.stride()
 
 
 @lru_cache(maxsize=512)
@@ -446,8 +470,9 @@ def _prepared(
 ) -> PreparedLaunch:  # fmt: skip
     known = dict(constants)
     tiles = {"k_desc": "DP", "rest_desc": "RESTP"} if known.get("TMA") else {}
+    options = {"num_warps": how.warps, "num_stages": how.stages, **FUSED, **({"launch_pdl": True} if how.early else {})}
     return PreparedLaunch(
-        kernel=kernel, options={"num_warps": how.warps, "num_stages": how.stages, **FUSED}, ctas=how.ctas, device=device,
+        kernel=kernel, options=options, ctas=how.ctas, device=device,
         descriptors={name: partial(_described, rows=known["N"], columns=known[dim]) for name, dim in tiles.items()}, constants=known,
     )  # fmt: skip
 

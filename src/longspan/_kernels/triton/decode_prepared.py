@@ -1,4 +1,4 @@
-"""A decode call that repeats: three launches with new addresses, and nothing else. Legend as in `longspan._kernels.paged`."""
+"""A decode call that repeats: two launches with new addresses, and nothing else. Legend as in `longspan._kernels.paged`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from longspan._kernels.gpu.interpreter import interpreted
 from longspan._kernels.gpu.prepared_launch import direct_stream, hold_for_graph
 from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork, QueryRanges
 from longspan._kernels.protocol import ALIGNMENT
-from longspan._kernels.triton.decode_call import Queries, decode_launch, empty_results, page_sizes, write_launch
+from longspan._kernels.triton.decode_call import Queries, decode_launch, empty_results, page_sizes, writes_new_tokens
 
 
 class LayerTensors(NamedTuple):
@@ -25,17 +25,16 @@ class LayerTensors(NamedTuple):
 
 
 class PreparedDecode:
-    """`write_tokens` and `attend_pages` of a call whose tensors have fixed layouts, over sequences with fixed numbers of new tokens."""
+    """`attend_new_tokens` of a call whose tensors have fixed layouts, over sequences with fixed numbers of new tokens."""
 
     def __init__(self, tensors: LayerTensors, pages: PagedKV, ranges: QueryRanges, work: PagedWork, *, ragged: bool) -> None:
         q, k, v, _ = tensors
-        queries = Queries(q, ranges, ragged)
+        queries = Queries(q, ranges, ragged, (k, v))
         (sizes,) = page_sizes(queries, pages)
         results = empty_results(q, v.shape[-1])
         made = decode_launch(queries, (pages.k, pages.v, pages.table), work, sizes, results)
         self._descriptors = sum(made.tensors[name] is not None for name in ("k_desc", "rest_desc"))
         self._decode, self._merge, self._scale = made.decode, made.merge, float(work.scale)
-        self._write = write_launch(pages, k, v, ranges)[0]
         self._out = results[0].shape, results[0].stride(), q.dtype
         self._lse = results[1].shape
         self._first_lse = -(-made.parts[0] * 4 // ALIGNMENT) * ALIGNMENT  # bytes
@@ -49,6 +48,8 @@ class PreparedDecode:
             return False
         if not 0 < min(ranges.counts) <= max(ranges.counts) <= FEW_QUERIES or ranges.spread is not None:
             return False
+        if not writes_new_tokens(pages, ranges):
+            return False
         if any(t is not None and t.data_ptr() % ALIGNMENT for t in (*tensors, pages.k, pages.v, ranges.device_ranges)):
             return False
         if tensors.sink is not None and not tensors.sink.is_contiguous():
@@ -58,22 +59,20 @@ class PreparedDecode:
     @property
     def is_compiled(self) -> bool:
         """Whether all kernels were compiled, by a call that was not prepared."""
-        return self._write.is_compiled and self._decode.is_compiled and self._merge.is_compiled
+        return self._decode.is_compiled and self._merge.is_compiled
 
     def at(self, pages: PagedKV, ranges: QueryRanges) -> StepDecode:
         """The call over the sequences of one step. `pages`: of any layer."""
-        return StepDecode(
-            self, pages.table.data_ptr(), ranges.device_ranges.data_ptr(), ranges.positions.data_ptr(), ranges.token_rows.data_ptr()
-        )  # fmt: skip
+        return StepDecode(self, pages.table.data_ptr(), ranges.device_ranges.data_ptr())
 
     def run(
-        self, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], pages: tuple[int, int], step: tuple[int, int, int, int]
+        self, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], pages: tuple[int, int], step: tuple[int, int]
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
         """`StepDecode.__call__`. `pages`: addresses of the layer's keys and values; `step`: the addresses of `at`."""
         stream = direct_stream(self._index)
         if stream is None:
             return None
-        (q, k, v, sink), (keys, values), (table, ranges, positions, token_rows) = tensors, pages, step
+        (q, k, v, sink), (keys, values), (table, ranges) = tensors, pages, step
         device = self._device
         shape, strides, dtype = self._out
         out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
@@ -81,28 +80,28 @@ class PreparedDecode:
         partial = torch.empty(self._floats, dtype=torch.float32, device=device)
         q_address, part_out = q.data_ptr(), partial.data_ptr()
         part_lse = part_out + self._first_lse
-        self._write.launch_on(stream, (k.data_ptr(), v.data_ptr(), keys, values, table, positions, token_rows))
         # Programs capture no tensors: their places hold q (`launch.pack_captured`).
         self._decode.launch_on(
             stream,
-            (q_address, keys, values, *(keys,) * self._descriptors, table, ranges, part_out, part_lse, q_address, q_address, self._scale),
-        )
+            (
+                q_address, keys, values, *(keys,) * self._descriptors, table, ranges, k.data_ptr(), v.data_ptr(), part_out, part_lse,
+                q_address, q_address, self._scale,
+            ),
+        )  # fmt: skip
         sinks = () if sink is None else (sink.data_ptr(),)
         self._merge.launch_on(stream, (part_out, part_lse, ranges, *sinks, out.data_ptr(), lse.data_ptr()))
         if launch.capturing(device):
-            for used in (self._write, self._decode, self._merge):
-                hold_for_graph(used)
+            hold_for_graph(self._decode)
+            hold_for_graph(self._merge)
         return out, lse
 
 
 class StepDecode(NamedTuple):
-    """A prepared call over the sequences of one step: addresses of the page table, and of ranges, positions and rows of the tokens."""
+    """A prepared call over the sequences of one step: addresses of the page table and of the sequences' ranges."""
 
     prepared: PreparedDecode
     table: int
     ranges: int
-    positions: int
-    token_rows: int
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, keys: int, values: int
@@ -111,4 +110,4 @@ class StepDecode(NamedTuple):
 
         None if a profiler watches launches or another device is current.
         """
-        return self.prepared.run((q, k, v, sink), (keys, values), (self.table, self.ranges, self.positions, self.token_rows))
+        return self.prepared.run((q, k, v, sink), (keys, values), (self.table, self.ranges))
