@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from longspan._engine.document_tiles import DocumentTiles, tiles_of_sequence
+from longspan._kernels.gpu.uploads import note_upload
 from longspan._masks.block_table import BlockTable
 from longspan._masks.classify import TableShape, classify
 from longspan._masks.program import Program
@@ -179,6 +180,7 @@ class DeviceCopies:
             if is_copy_of_tensor and (snapshot.is_current(tensor) or snapshot.equals(tensor.detach().cpu())):
                 return copy
         copy = _copy(tensor, device)
+        note_upload(copy)
         if len(self._copies) >= self.size:
             self._copies.pop(next(iter(self._copies)))
         self._copies[key] = _Snapshot.of(tensor, copy_contents=False, on_delete=lambda _: self._copies.pop(key, None)), copy

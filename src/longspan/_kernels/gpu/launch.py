@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from longspan._derived_cache import DerivedCache
 from longspan._kernels.gpu import codegen
 from longspan._kernels.gpu.interpreter import computable, interpreted
+from longspan._kernels.gpu.uploads import note_upload
 from longspan._kernels.protocol import Work
 from longspan._kernels.tiling import Tiling
 from longspan._masks.block_table import FULL, PARTIAL, BlockTable, Runs, expand_ranges
@@ -114,7 +115,9 @@ def side(tiling: Tiling, device: torch.device) -> Pointers | tuple[None, None, N
 def to_device(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
     """Arrays as int32 on the device, by one copy. Each is aligned to 16 bytes: Triton compiles again for another alignment."""
     padded = _padded(parts, [0] * len(parts))
-    return _joined(padded, device).to(device, non_blocking=True).split([len(p) for p in padded])
+    copies: tuple[Tensor, ...] = _joined(padded, device).to(device, non_blocking=True).split([len(p) for p in padded])
+    note_upload(*copies)
+    return copies
 
 
 def static_arrays(table: StaticTable, make: Callable[[], Sequence[Tensor]], device: torch.device) -> tuple[Tensor, ...]:
@@ -125,12 +128,14 @@ def static_arrays(table: StaticTable, make: Callable[[], Sequence[Tensor]], devi
     room = [0, 0, table.room, table.room, 0, table.room, table.room, 0]
     padded = _padded(make(), room)
     whole = _joined(padded, device).to(device, copy=True)
+    parts = whole.split([len(p) for p in padded])
+    note_upload(*parts)
 
     def refresh() -> None:
         whole.copy_(_joined(_padded(make(), room), device), non_blocking=True)
 
     table.when_replaced(refresh)
-    return whole.split([len(p) for p in padded])
+    return parts
 
 
 def _padded(parts: Sequence[Tensor], room: Sequence[int]) -> list[Tensor]:

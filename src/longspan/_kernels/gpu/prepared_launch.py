@@ -22,9 +22,10 @@ from longspan._kernels.gpu.compilation import collected_jobs, compile_kernel
 from longspan._kernels.gpu.compile_options import FUSED
 from longspan._kernels.gpu.driver_launch import DriverLaunch, driver_launch, hooks_are_set
 from longspan._kernels.gpu.interpreter import interpreted, quiet
+from longspan._kernels.gpu.uploads import ordered_stream
 from longspan._kernels.gpu.workspace import Workspace
 from longspan._masks.block_table import BlockTable
-from longspan._torch_private import current_cuda_device, current_raw_stream
+from longspan._torch_private import current_cuda_device
 
 Tensors = Mapping[str, Tensor | None]  # by kernel argument, in the order of the kernel's signature
 PER_CALL = ("mask_captured", "score_captured", "grads", "scale", "first_b", "first_h")  # arguments other than tensors that change
@@ -207,8 +208,14 @@ def _stand_in(argument: Any) -> Any:
 
 
 def direct_stream(device: int) -> int | None:
-    """The current stream, if the device is current and no profiler wants to see launches, which only Triton's launcher reports."""
-    return None if current_cuda_device() != device or hooks_are_set() else current_raw_stream(device)
+    """The current stream, if the device is current and no profiler wants to see launches, which only Triton's launcher reports.
+
+    The stream waits for block tables that other streams upload.
+    """
+    if current_cuda_device() != device:
+        return None
+    stream = ordered_stream(device)
+    return None if hooks_are_set() else stream
 
 
 class _Address(int):

@@ -27,6 +27,7 @@ from torch import Tensor
 from longspan._derived_cache import DerivedCache
 from longspan._kernels.gpu.launch import DeviceTable
 from longspan._kernels.gpu.prepared_launch import layout_launch
+from longspan._kernels.gpu.uploads import note_upload
 from longspan._kernels.protocol import AttentionInputs, Selection, Work
 from longspan._masks.block_table import PARTIAL, BlockTable
 from longspan._torch_modes import default_modes
@@ -200,7 +201,9 @@ def _launch(kernel: Any, ctas: int, tensors: Mapping[str, Tensor], constants: di
 @lru_cache(maxsize=64)
 def _descending(rows: int, device: torch.device) -> Tensor:
     """Rows from the last to the first: under a causal mask, rows of later queries may have more tiles."""
-    return torch.arange(rows - 1, -1, -1, dtype=torch.int32, device=device)
+    order = torch.arange(rows - 1, -1, -1, dtype=torch.int32, device=device)
+    note_upload(order)
+    return order
 
 
 def _device_kinds(table: BlockTable, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -208,7 +211,10 @@ def _device_kinds(table: BlockTable, device: torch.device) -> tuple[Tensor, Tens
 
     def copy() -> tuple[Tensor, Tensor]:
         kinds = table.to_dense().to(torch.uint8).to(device)
-        return kinds, kinds.mT.contiguous()
+        swapped = kinds.mT.contiguous()
+        note_upload(kinds)
+        note_upload(swapped)
+        return kinds, swapped
 
     return _kinds.get(table, device, copy)
 

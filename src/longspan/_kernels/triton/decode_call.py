@@ -19,6 +19,7 @@ from longspan._kernels.gpu.launch_call import tf32_allowed
 from longspan._kernels.gpu.limits import MAX_HEAD_DIM
 from longspan._kernels.gpu.lookup_bounds import stays_inside
 from longspan._kernels.gpu.prepared_launch import Layouts, PreparedLaunch, hold_for_graph, layouts
+from longspan._kernels.gpu.uploads import note_upload
 from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork, QueryRanges
 from longspan._kernels.protocol import like_query
 from longspan._kernels.triton.decode import decode_kernel, merge_kernel, write_kernel
@@ -242,6 +243,9 @@ class DecodeForward:
         made = _contiguous_launch(q, k, v, work, empty_results(q, v.shape[-1]))
         # Holds the mask's captured tensors and no other tensor of the caller: an empty list is packed as (q,) at each call.
         self._mask_captured = made.per_call["mask_captured"] if work.mask_captured else None
+        for packed, given in zip(self._mask_captured or (), work.mask_captured, strict=True):
+            if packed.data_ptr() != given.data_ptr():
+                note_upload(packed)  # a contiguous copy, made on the current stream
         self._launch = made._replace(tensors=dict.fromkeys(made.tensors), per_call={"scale": made.per_call["scale"]})
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, score_captured: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
