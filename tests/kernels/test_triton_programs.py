@@ -98,6 +98,13 @@ def test_integers_of_less_than_64_bits_wrap_as_in_torch(dtype: torch.dtype) -> N
     assert torch.equal(got, want.to(got.dtype))
 
 
+def test_negated_int16_is_not_computed_in_16_bits() -> None:
+    """ptxas compares the 16-bit −(−32768) as 32768."""
+    table = torch.zeros(64, dtype=torch.int16)
+    source = codegen.program_source(trace(lambda b, h, q, kv: -table[q] < table[kv].abs() - 1, "mask").program, codegen.Options())
+    assert "tl.int16" not in source
+
+
 def test_lookups_wrap_negative_indices() -> None:
     table, flags = torch.randn(3, 64, device=DEVICE), torch.randint(2, (64,), device=DEVICE).bool()
     got, want = _evaluate(lambda s, b, h, q, kv: torch.where(flags[kv], s, 0.0) + table[h - 1, -1 - q] * table[2, kv - q])

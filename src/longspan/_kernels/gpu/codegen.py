@@ -67,6 +67,7 @@ class Options:
 
 # The value of an int32 or int64 modulo 2^bits, by its dtype in torch.
 _WRAPS = {torch.uint8: "{0} & 255", torch.int8: "tl.cast({0}, tl.int8)", torch.int16: "tl.cast({0}, tl.int16)", torch.int32: "{0}"}
+_WRAP_ONCE = "tl.where({0} > 32767, {0} - 65536, tl.where({0} < -32768, {0} + 65536, {0}))"
 _UNCONVERTED = ("pow", "full_like")  # calls whose numbers are not converted to the dtype of their operands
 
 
@@ -159,7 +160,8 @@ class Emitter:
         unsigned = dtype is torch.uint8
         if value.bound <= largest and (value.nonneg or not unsigned):
             return value
-        text = _WRAPS[dtype].format(value.text)
+        # ptxas compares −(−32768) of 16 bits as 32768: no 16-bit operation where a sum, difference or negation may wrap once.
+        text = (_WRAP_ONCE if dtype is torch.int16 and value.bound <= 2**16 else _WRAPS[dtype]).format(value.text)
         return self.let(f"tl.cast({text}, tl.int32)", [value], type="int32", bound=bound_of(dtype), nonneg=unsigned)
 
     def _size(self, table: Node, dim: int) -> str:
