@@ -24,7 +24,6 @@ from longspan._kernels.gpu.uniform_lookup import flat_functions
 from longspan._kernels.gpu.workspace import Workspace, zeroed
 from longspan._kernels.hopper.backward_dkv import dkv_kernel
 from longspan._kernels.hopper.backward_dq import dq_kernel, row_terms_kernel
-from longspan._kernels.hopper.backward_wide import wide_dkv_kernel
 from longspan._kernels.hopper.config import (
     TileConfig,
     computes_dq_with_dkv,
@@ -41,7 +40,6 @@ from longspan._kernels.hopper.dq_order import dq_order
 from longspan._kernels.hopper.epilogue import MAX_SPLIT_DIM
 from longspan._kernels.hopper.forward import forward_kernel
 from longspan._kernels.hopper.forward_producer import GROUPS
-from longspan._kernels.hopper.forward_three import forward_three_kernel
 from longspan._kernels.hopper.gqa_split import head_parts
 from longspan._kernels.hopper.half_tiles import half_tile_items
 from longspan._kernels.hopper.isolation import CHECKED_ROWS, CHECKED_TERMS, unbounded_kernel
@@ -53,6 +51,7 @@ from longspan._masks.static_table import StaticTable
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _L2_BYTES = 32 * 2**20  # KV of the heads in use at once should fit into so much of L2
+_FORWARD_THREE = "forward by three groups"  # name of a pass
 
 
 class RowGrads(NamedTuple):
@@ -90,11 +89,13 @@ class HopperCall(LaunchCall):
     ) -> Pass:  # fmt: skip
         """The pass that `forward` launches. unbounded: the result of the method of that name."""
         if old is None and done is None and self._takes_three_groups(result):
+            from longspan._kernels.hopper.forward_three import forward_three_kernel  # here: the import takes 10 ms of the first call
+
             tensors: dict[str, Tensor | None] = {
                 "q_desc": self.q, "k_desc": self.k, "v_desc": self.v, "out_ptr": result.out, "lse_ptr": result.lse, "q_ptr": self.q,
             }  # fmt: skip
             settings: dict[str, Any] = {"SCALE_IN_EXP": self.work.scale > 0}
-            return Pass(name="forward", kernel=forward_three_kernel, tensors=tensors, settings=settings, busy_only=True)
+            return Pass(name=_FORWARD_THREE, kernel=forward_three_kernel, tensors=tensors, settings=settings, busy_only=True)
         old_out, old_lse, old_max_scores = (None, None, None) if old is None else (old.out, old.lse, old.max_scores)
         out_by_tma, complete_by_tma, old_by_tma = self._moved_by_tma(result, old, done)
         tensors = {
@@ -225,6 +226,8 @@ class HopperCall(LaunchCall):
         }  # fmt: skip
         kernel = dkv_kernel
         if not computes_dq_with_dkv(width(self.q.shape[-1]), width(self.v.shape[-1])):
+            from longspan._kernels.hopper.backward_wide import wide_dkv_kernel  # here: the import takes 20 ms of the first call
+
             assert dq is None
             del tensors["dq_ptr"]
             kernel, tensors = wide_dkv_kernel, {**tensors, **self._tails(grad_out)}
@@ -244,7 +247,7 @@ class HopperCall(LaunchCall):
         }  # fmt: skip
 
     def _prepare_three_groups(self, one: Pass) -> PreparedLaunch:
-        """The launch of `forward_three_kernel`."""
+        """The launch of `forward_three.forward_three_kernel`."""
         q, config, ctas = self.q, forward_three_config(), persistent_ctas(self.q.device)
         _, shared = self.work_arguments(one, Cut(m=128, n=config.n, l2_bytes=_L2_BYTES, ctas_in_flight=ctas))
         items, *runs = half_tile_items(self.work.table, self.work.kv_tiles)
@@ -268,7 +271,7 @@ class HopperCall(LaunchCall):
         )
 
     def prepare(self, one: Pass) -> PreparedLaunch:
-        if one.kernel is forward_three_kernel:
+        if one.name == _FORWARD_THREE:
             return self._prepare_three_groups(one)
         q, v, tensors, known = self.q, self.v, one.tensors, dict(one.settings)
         (d, d_tail), (e, e_tail) = head_dim_parts(q.shape[-1]), head_dim_parts(v.shape[-1])
