@@ -120,7 +120,8 @@ def one_call(dims: tuple[int, int], dtype: torch.dtype, *, scored: bool, staged:
     staged: with a running state, tilings by arrays and gradients that are added to; also with complete query tiles and KV in two buffers.
     """
     q, k, v = (torch.randn(1, h, 400, d, dtype=dtype) for h, d in ((4, dims[0]), (2, dims[0]), (2, dims[1])))
-    traced = trace(documents, "mask")
+    # A mask of bounds by row (`gpu.row_bounds`), and one that is evaluated for each pair.
+    traced = trace(ls.causal() & ls.documents(ids=IDS) if staged and not scored else documents, "mask")
     tiles = Tiling(length=400, block=128)
     if staged:
         row = torch.tensor([0, 128, 256, 384])

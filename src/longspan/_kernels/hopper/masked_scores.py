@@ -15,23 +15,25 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-_ELEMENTS = 16  # scores of a thread in 32 columns of two rows
+_ELEMENTS = gl.constexpr(16)  # scores of a thread in 32 columns of two rows
 
 
 @gluon.constexpr_function
 def _instructions():
     """PTX for 16 scores: operands 0 to 15 are the masked scores, 16 to 31 the scores, 32 to 47 the words of their rows."""
-    lines = [f".reg .pred visible<{_ELEMENTS}>; .reg .b32 bit<{_ELEMENTS}>;"]
-    for element in sorted(range(_ELEMENTS), key=lambda i: (i & 2, i)):  # row after row
-        bit, word = (element >> 2) * 2 + (element & 1), 2 * _ELEMENTS + (element & 2)
+    count = _ELEMENTS.value
+    lines = [f".reg .pred visible<{count}>; .reg .b32 bit<{count}>;"]
+    for element in sorted(range(count), key=lambda i: (i & 2, i)):  # row after row
+        bit, word = (element >> 2) * 2 + (element & 1), 2 * count + (element & 2)
         lines.append(f"and.b32 bit{element}, ${word}, {1 << bit}; setp.ne.b32 visible{element}, bit{element}, 0;")
-        lines.append(f"selp.f32 ${element}, ${_ELEMENTS + element}, 0fFF800000, visible{element};")
+        lines.append(f"selp.f32 ${element}, ${count + element}, 0fFF800000, visible{element};")
     return "{ " + " ".join(lines) + " }"
 
 
 @gluon.constexpr_function
 def _operands():
-    return ",".join(["=&f"] * _ELEMENTS + ["f"] * _ELEMENTS + ["r"] * _ELEMENTS)
+    count = _ELEMENTS.value
+    return ",".join(["=&f"] * count + ["f"] * count + ["r"] * count)
 
 
 @gluon.jit
