@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -63,6 +64,20 @@ def test_ranks_that_ask_at_the_same_time_answer_each_other() -> None:
     assert sorted(ranks[0].ask([0, 1, 2]) or {}) == [0, 1]  # rank 1 does not ask
     for rank in ranks[:2]:
         rank.stop()
+
+
+def test_stop_ends_a_question_that_nobody_answers() -> None:
+    """A thread in a call of the store would abort the process when the interpreter ends."""
+    answers = Answers(Watchdog(), HashStore(), 0, 0.3)
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(answers.ask, [0, 1])
+        while len(answers._threads) < 2:
+            time.sleep(0.01)
+        started = time.monotonic()
+        answers.stop()
+        assert not any(thread.is_alive() for thread in answers._threads)
+        assert time.monotonic() - started < answers._patience / 2
+        assert asked.result() is None
 
 
 def test_the_timeout_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

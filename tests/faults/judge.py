@@ -31,7 +31,7 @@ def verdict(case: Case, reports: list[Report], clean: list[Report], struck: floa
         if fault.kind in HARMLESS or (victim and (fault.kind in (KILL, RAISE, CATCH, SKIP) or NOTHING in values.values())):
             continue
         if errors:
-            seconds = errors[0][2] - max(struck, report.started[errors[0][0]])
+            seconds = errors[0][2] - max(struck, report.started[errors[0][0]], report.continued)
             if seconds > limit:
                 wrong.append(f"rank {rank}: {errors[0][0]!r} raised after {seconds:.1f} s")
         elif values != expected or (fault.kind in (DIVERGE, SKIP, REORDER) and case.scenario not in SEVERAL_GROUPS):
@@ -49,6 +49,8 @@ def _exit(report: Report, kind: str, hung: bool) -> list[str]:
 
 
 def slowest(reports: list[Report], struck: float | None) -> float:
-    """Seconds from the fault, or from the start of the call that raised if that was later, to each rank's first error: the most."""
-    first = [next(((when, r.started.get(call, 0.0)) for call, kind, _, when in r.results if kind == "error"), None) for r in reports]
-    return max((e[0] - max(struck or e[0], e[1]) for e in first if e is not None), default=0.0)
+    """Seconds from the fault to each rank's first error: the most. From the start of the call that raised, or from the end of a stop, if
+    that was later.
+    """
+    first = [next(((r, call, when) for call, kind, _, when in r.results if kind == "error"), None) for r in reports]
+    return max((e[2] - max(struck or e[2], e[0].started.get(e[1], 0.0), e[0].continued) for e in first if e is not None), default=0.0)

@@ -61,6 +61,7 @@ class Report:
     started: dict[str, float] = field(default_factory=dict)  # time of each call
     points: list[str] = field(default_factory=list)
     exit_status: int | None = None  # negative: the signal that ended the process
+    continued: float = 0.0  # time at which it was continued after a stop
     ended: float | None = None
 
 
@@ -76,7 +77,6 @@ class Run:
     reports: list[Report]
     started: float
     struck: float | None = None
-    continued: bool = False
     released: float | None = None
     buffers: list[bytes] = field(default_factory=list)
     hung: list[int] = field(default_factory=list)
@@ -84,6 +84,11 @@ class Run:
 
 def _host_name(folder: str) -> str:
     return "lsf" + folder[-8:]
+
+
+def _is_stopped(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] == "T"
 
 
 class Supervisor:
@@ -191,9 +196,8 @@ class Supervisor:
                     report.exit_status = os.waitstatus_to_exitcode(status)
         silent = [rank for rank, report in enumerate(reports) if report.ended is None and report.exit_status is None]
         fault = run.case.fault
-        if fault is not None and fault.kind == STOP and run.struck is not None and not run.continued and silent == [fault.victim]:
-            run.continued = True
-            os.kill(run.pids[fault.victim], signal.SIGCONT)
+        if fault is not None and fault.kind == STOP and run.struck is not None and silent == [fault.victim]:
+            self._continue(reports[fault.victim], run.pids[fault.victim])
         if run.released is None and not silent:
             run.released = now
             with contextlib.suppress(BrokenPipeError):  # every rank has ended
@@ -205,6 +209,12 @@ class Supervisor:
             for rank in alive:
                 os.kill(run.pids[rank], signal.SIGKILL)
         return not alive and all(pipe < 0 for pipe in run.pipes)
+
+    def _continue(self, victim: Report, pid: int) -> None:
+        """Continue a victim once it has stopped: it reports the fault before."""
+        if not victim.continued and _is_stopped(pid):
+            victim.continued = time.monotonic()
+            os.kill(pid, signal.SIGCONT)
 
     def _clean(self, run: Run) -> None:
         for report, pid in zip(run.reports, run.pids, strict=True):

@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +36,7 @@ DEFAULT_TIMEOUT = 600.0  # seconds; also torch's default for NCCL
 _PREFIX = "longspan/watchdog"
 _MAX_TEXT = 120  # characters of a note's texts
 _MAX_GROUPS = 64  # in a note, the latest
+_STOP_SECONDS = 5.0  # for threads to end; they take longer only if the store does not respond
 _MAX_ASKED = 256  # ranks; in a larger job, only those of the group are asked
 
 Notes = dict[int, dict[str, Any]]  # by global rank
@@ -195,15 +196,23 @@ class Answers:
         self._question = 0  # the next one to answer
         self._warned: StartedExchange | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="longspan watchdog", daemon=True)
-        self._thread.start()
+        self._threads: list[threading.Thread] = []  # the one that answers, and those that ask
+        self._started(self._run, "longspan watchdog")
         atexit.register(self.stop)
 
+    def _started(self, run: Callable[[], None], name: str) -> threading.Thread:
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return thread
+
     def stop(self) -> None:
-        """End the thread before the interpreter ends: a thread that returns into it would abort the process."""
+        """End all threads before the interpreter ends: a thread that returns from the store into it would abort the process."""
         if self._pid == os.getpid():
             self._stop.set()
-            self._thread.join(1.0)
+            end = time.monotonic() + _STOP_SECONDS
+            for thread in self._threads:
+                thread.join(max(0.0, end - time.monotonic()))
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval) and dist.group.WORLD is (None if self._world is None else self._world()):
@@ -230,6 +239,8 @@ class Answers:
         ranks = dist.get_process_group_ranks(waiting.group)
         asked = _asked(ranks)
         notes = self._collect(asked)
+        if self._stop.is_set():  # before all could answer
+            return
         waits = [r for r in ranks if r in notes and _number(notes[r], waiting.exchange.group) >= waiting.exchange.number]
         if waits and waits[0] == self._rank and self._watchdog.waiting is waiting:
             text = describe(waiting.exchange, ranks, notes, [r for r in asked if r not in notes])
@@ -246,24 +257,22 @@ class Answers:
             except (RuntimeError, OSError):
                 return
 
-        thread = threading.Thread(target=collect, name="longspan watchdog question", daemon=True)
-        thread.start()
-        thread.join(self._patience + 1.0)
-        return notes[0] if notes else None
+        self._started(collect, "longspan watchdog question").join(self._patience + 1.0)
+        return notes[0] if notes and not self._stop.is_set() else None
 
     def _collect(self, ranks: Sequence[int]) -> Notes:
         question, end = self._question, time.monotonic() + self._patience
         self._store.set(f"ask/{question}", "1")
         self._note(question)
         missing, notes = [r for r in ranks if r != self._rank], {self._rank: self._watchdog.note()}
-        while missing and time.monotonic() < end:
+        while missing and time.monotonic() < end and not self._stop.is_set():
             self._answer()  # other ranks may ask at the same time
             for rank in list(missing):
                 key = f"note/{question}/{rank}"
                 if self._store.check([key]):
                     notes[rank] = json.loads(self._store.get(key))
                     missing.remove(rank)
-            time.sleep(0.03)
+            self._stop.wait(0.03)
         return notes
 
 
