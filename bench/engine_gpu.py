@@ -14,7 +14,6 @@ without copies measure kernels, packing, gradient sums and conversions. torch's 
     bf16 grads           partial gradients are sent in bfloat16
     eff                  from device time: calls are queued ahead, host time excluded
     wall                 from wall time: host time included, nothing else keeps the device busy
-    rested               the same after the rest of 60 ms that precedes device times too: a hot device has a lower clock
     host                 microseconds of host time per call, measured while the device is busy with something else
     peak                 MiB that a rank allocates beyond q, k, v in forward and backward, and as a multiple of its shard of q
 
@@ -63,24 +62,21 @@ class Clock:
 
     def __call__(self, fn: Callable[[], Any]) -> dict[str, float]:
         fn()
-        once = self._time(fn, 1, 1, rest=False, ahead=False)[0]
+        once, _ = self._time(fn, 1, 1, ahead=False)
         # Long calls vary little: measure one call, three times.
         calls, repeat = (3, self.repeat) if once < 50 else (1, min(3, self.repeat))
-        device, host = self._time(fn, calls, repeat, rest=True, ahead=True)
-        wall, _ = self._time(fn, calls, repeat, rest=False, ahead=False)
-        rested, _ = self._time(fn, calls, repeat, rest=True, ahead=False)
-        return {"device": device, "wall": wall, "rested": rested, "host": host}
+        device, host = self._time(fn, calls, repeat, ahead=True)
+        wall, _ = self._time(fn, calls, repeat, ahead=False)
+        return {"device": device, "wall": wall, "host": host}
 
-    def _time(self, fn: Callable[[], Any], calls: int, repeat: int, *, rest: bool, ahead: bool) -> tuple[float, float]:
-        """(milliseconds on the device, on the host) of a call. ahead: all calls are queued while the device rests."""
+    def _time(self, fn: Callable[[], Any], calls: int, repeat: int, *, ahead: bool) -> tuple[float, float]:
+        """(milliseconds on the device, on the host) of a call. ahead: all calls are queued while the device sleeps."""
         device, host = [], []
         for _ in range(repeat):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda.synchronize()
-            if rest:
-                torch.cuda._sleep(120_000_000)  # about 60 ms, enough for the host to queue all calls; the device cools
-            if not ahead:
-                torch.cuda.synchronize()
+            if ahead:
+                torch.cuda._sleep(120_000_000)  # about 60 ms for the host to queue all calls; sleeping keeps the device cool
             start.record()
             begin = time.perf_counter()
             for _ in range(calls):
@@ -249,7 +245,7 @@ def row(name: str, tokens: int, ranks: int, whole: dict[str, Any], rank: dict[st
     """One row of the result: a rank against 1/N of the whole sequence."""
     out: dict[str, Any] = {"name": name, "tokens": tokens, "ranks": ranks}
     for s in STEPS:
-        for k in ("device", "wall", "rested"):
+        for k in ("device", "wall"):
             out[f"{s}_{k}_ms"] = rank[s][k]
             out[f"{s}_{k}_efficiency"] = whole[s]["device"] / ranks / rank[s][k]
         out[f"{s}_whole_ms"], out[f"{s}_host_us"] = whole[s]["device"], 1e3 * rank[s]["host"]
@@ -262,8 +258,8 @@ def line(r: dict[str, Any]) -> str:
     """A row of the printed table."""
     parts = []
     for s in STEPS:
-        shares = "".join(f"{r[f'{s}_{k}_efficiency']:{width}.2f}" for k, width in (("device", 6), ("wall", 6), ("rested", 8)))
-        parts.append(f"{r[f'{s}_whole_ms'] / r['ranks']:8.3f}{r[f'{s}_device_ms']:8.3f}{shares}{r[f'{s}_host_us']:7.0f}")
+        ideal, rank, device, wall = (r[f"{s}_{k}"] for k in ("whole_ms", "device_ms", "device_efficiency", "wall_efficiency"))
+        parts.append(f"{ideal / r['ranks']:8.3f}{rank:8.3f}{device:6.2f}{wall:6.2f}{r[f'{s}_host_us']:7.0f}")
     memory = f" |{r['peak_mib']:7.0f} = {r['peak_mib'] / r['shard_mib']:4.1f} × q" if "peak_mib" in r else ""
     return f"{r['tokens']:7d}{r['ranks']:4d}  {r['name']:44} |{parts[0]} |{parts[1]}{memory}"
 
@@ -297,8 +293,8 @@ def main() -> None:
     if args.profile:
         profiles(cases, args.way, args.kernel, args.kv_heads)
         return
-    columns = f"{'ideal':>8}{'rank':>8}{'eff':>6}{'wall':>6}{'rested':>8}{'host':>7}"
-    print(f"{'':57} |{'forward, ms; host µs':^43} |{'backward, ms; host µs':^43} | peak MiB, both passes")
+    columns = f"{'ideal':>8}{'rank':>8}{'eff':>6}{'wall':>6}{'host':>7}"
+    print(f"{'':57} |{'forward, ms; host µs':^35} |{'backward, ms; host µs':^35} | peak MiB, both passes")
     print(f"{'tokens':>7}{'N':>4}  {'':44} |{columns} |{columns}", flush=True)
     clock, rows = Clock(args.repeat), []
     known: dict[Any, Any] = {}

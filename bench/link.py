@@ -29,6 +29,7 @@ class Link:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
+        self.device = torch.cuda.current_device()  # a number: streams of the current device take ten times as long to look up
         self.stream = torch.cuda.Stream(priority=-1)
         self.buffers: dict[Any, list[Tensor]] = {}
 
@@ -44,23 +45,21 @@ class Link:
 
     def move(self, pairs: Pairs) -> torch.cuda.Event:
         """Copy each source to its target, after all work queued on the current stream. Returns the event of the last copy."""
-        self.stream.wait_stream(torch.cuda.current_stream())
-        pairs = [(target, source) for target, source in pairs if source.numel()]
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         for target, source in pairs:
             if target.nbytes != source.nbytes or not (target.is_contiguous() and source.is_contiguous()):
                 raise ValueError(
                     f"link: expected contiguous tensors with equally many bytes, got a target {list(target.shape)} {target.dtype} with "
                     f"strides {target.stride()} and a source {list(source.shape)} {source.dtype} with strides {source.stride()}"
                 )
-        with torch.cuda.stream(self.stream), torch.no_grad():
-            for target, source in pairs if self.kind == "copy" else ():
-                target.copy_(source)
-            done = torch.cuda.Event()
-            done.record()
-        return done
+        if pairs and self.kind == "copy":
+            with torch.cuda.stream(self.stream), torch.no_grad():
+                for target, source in pairs:
+                    target.copy_(source)
+        return self.stream.record_event()
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_stream(self.stream)
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +67,11 @@ class Copied:
     """An exchange in flight; holds its tensors until `wait`."""
 
     done: torch.cuda.Event
+    device: int
     tensors: tuple[Tensor, ...]
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.done)
+        torch.cuda.current_stream(self.device).wait_event(self.done)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,27 +94,29 @@ class Echo:
         return self._echo(out, pieces, what)
 
     def _echo(self, out: Tensor, sources: Sequence[Tensor], what: str) -> Pending:
-        pairs = echoed(out, sources, what)
         if not out.is_cuda:  # a control message: copied at once
-            for target, source in pairs:
+            for target, source in echoed(out, sources, what):
                 target.copy_(source)
             return Done()
-        return Copied(done=self.link.move(pairs), tensors=(out, *sources))
+        link = self.link
+        pairs = echoed(out, sources, what) if link.kind == "copy" else ()
+        return Copied(done=link.move(pairs), device=link.device, tensors=(out, *sources))
 
 
 def echoed(out: Tensor, sources: Sequence[Tensor], what: str) -> list[tuple[Tensor, Tensor]]:
     """(target, source) pairs that fill `out` with the rows of `sources`, repeated."""
-    sources = [source for source in sources if len(source)]
-    if not sources and len(out):
+    sources = [source for source in sources if source.shape[0]]
+    rows = out.shape[0]
+    if not sources and rows:
         raise ValueError(
             f"{what}: expected a rank that sends something, which is copied in place of received data; got one that only receives"
         )
     pairs, start = [], 0
-    for source in cycle(sources) if len(out) else ():
-        part = out[start : start + len(source)]
-        pairs.append((part, source[: len(part)]))
-        start += len(part)
-        if start == len(out):
+    for source in cycle(sources) if rows else ():
+        stop = min(start + source.shape[0], rows)
+        pairs.append((out[start:stop], source[: stop - start]))
+        start = stop
+        if start == rows:
             break
     return pairs
 
