@@ -37,6 +37,7 @@ _MAGIC = 0x6C6F6E677370616E
 _AGREES, _RAISED = 0, 1
 _KIND, _NUMBER = 2, 3  # places in the header
 _BYTES = 8  # of a word
+_NUMBER_WORD = struct.Struct("=q")
 
 _numbers = itertools.count(1)
 
@@ -61,6 +62,12 @@ class CallDescription:
             raise ValueError(f"agreement: expected at most {MAX_FIELDS} fields, got {len(self.fields)}")
         return tuple(_digest(text) for text in (self.kind, *(f"{name}={value}" for name, value in self.fields.items())))
 
+    @cached_property
+    def words(self) -> tuple[bytes, bytes]:
+        """The words of a message before and after the call number, of a rank that agrees. A call that repeats sends the same."""
+        kind, *fields = self.digests
+        return _message_words(_AGREES, kind, fields)
+
 
 class Agreement:
     """A control message in flight. `wait()` returns when all ranks agree, and raises on every rank when they do not.
@@ -79,10 +86,13 @@ class Agreement:
         self._exchange: _AllGather | None = None
         if mesh.size > 1:
             watchdog.call = "a call that raised" if call is None else call.kind
-            number = next(_numbers) if forward is None else forward
-            kind, *fields = call.digests if call is not None else (0,)
-            words = [_MAGIC, _AGREES if error is None else _RAISED, kind, number, *fields]
-            self._exchange = _AllGather(mesh, words + [0] * (WORDS - len(words)))
+            self._sent_number = next(_numbers) if forward is None else forward
+            if call is not None and error is None:
+                before, after = call.words
+            else:
+                kind, *fields = (0,) if call is None else call.digests
+                before, after = _message_words(_AGREES if error is None else _RAISED, kind, fields)
+            self._exchange = _AllGather(mesh, b"".join((before, _NUMBER_WORD.pack(self._sent_number), after)))
 
     @classmethod
     def none(cls) -> Agreement:
@@ -106,7 +116,11 @@ class Agreement:
         if self._exchange is not None:
             exchange, self._exchange = self._exchange, None
             with self:
-                rows = exchange.wait()
+                gathered = exchange.wait()
+                if self._error is None and gathered == exchange.row * self._mesh.size:  # all ranks sent the same, the number too
+                    self.number = self._sent_number
+                    return
+                rows = exchange.rows_of(gathered)
                 if not self._all_agree(rows):
                     self._raise([_words(row) for row in rows])
             self.number = _number(rows[0])
@@ -177,40 +191,54 @@ class raising_on_all_ranks:  # named as a function: it is used as one
 
 
 class _AllGather:
-    """The same number of int64 words of every rank, on every rank: one exchange per axis, the first of which is begun at once.
+    """A row of int64 words of every rank, on every rank: one exchange per axis, the first of which is begun at once.
 
-    Words are rows of bytes: making tensors of lists, and lists of tensors, takes longer than a message between threads.
+    Words are bytes: making tensors of lists, and lists of tensors, takes longer than a message between threads.
     """
 
-    def __init__(self, mesh: Mesh, words: Sequence[int]) -> None:
-        self._mesh, self._row_bytes = mesh, _BYTES * len(words)
-        self._begin(len(mesh.axes) - 1, struct.pack(f"={len(words)}q", *words))
+    def __init__(self, mesh: Mesh, row: bytes) -> None:
+        """row: of the same size on every rank, a multiple of 8 bytes."""
+        self._mesh, self.row = mesh, row
+        self._begin(len(mesh.axes) - 1, row)
 
     def _begin(self, axis: int, rows: bytes) -> None:
         control, device = self._mesh.group(axis).control()
-        size, count = control.size, len(rows) // self._row_bytes
+        size, words = control.size, len(rows) // _BYTES
         self._axis, self._received = axis, bytearray(len(rows) * size)
-        sent, self._out = self._tensor(bytearray(rows * size)).to(device), self._tensor(self._received).to(device)
-        splits = [count] * size
+        sent, self._out = _tensor(bytearray(rows * size)), _tensor(self._received)
+        if device.type != "cpu":
+            sent, self._out = sent.to(device), self._out.to(device)
+        splits = [words] * size
         self._pending: Pending = control.all_to_all(self._out, sent, splits, splits, what=AGREEMENT)
-
-    def _tensor(self, rows: bytearray) -> Tensor:
-        """Rows as a tensor over the same memory."""
-        return torch.frombuffer(rows, dtype=torch.int64).view(-1, self._row_bytes // _BYTES)
 
     def _wait(self) -> bytes:
         self._pending.wait()
         if self._out.is_cuda:
-            self._tensor(self._received).copy_(self._out)
+            _tensor(self._received).copy_(self._out)
         return bytes(self._received)
 
-    def wait(self) -> list[bytes]:
-        """Words of each rank, in the order of ranks."""
+    def wait(self) -> bytes:
+        """The rows of all ranks, in the order of ranks."""
         rows = self._wait()
         while self._axis > 0:
             self._begin(self._axis - 1, rows)
             rows = self._wait()
-        return [rows[i : i + self._row_bytes] for i in range(0, len(rows), self._row_bytes)]
+        return rows
+
+    def rows_of(self, gathered: bytes) -> list[bytes]:
+        """The result of `wait` by rank."""
+        size = len(self.row)
+        return [gathered[i : i + size] for i in range(0, len(gathered), size)]
+
+
+def _tensor(words: bytearray) -> Tensor:
+    """Words as a tensor over the same memory."""
+    return torch.frombuffer(words, dtype=torch.int64)
+
+
+def _message_words(status: int, kind: int, fields: Sequence[int]) -> tuple[bytes, bytes]:
+    """The words of a message before and after the call number."""
+    return struct.pack("=3q", _MAGIC, status, kind), struct.pack(f"={MAX_FIELDS}q", *fields, *[0] * (MAX_FIELDS - len(fields)))
 
 
 def _words(row: bytes) -> tuple[int, ...]:
@@ -225,11 +253,9 @@ def _number(row: bytes) -> int:
 def _all_gather_texts(mesh: Mesh, text: str) -> list[str]:
     """Every rank's text. Sizes first, then words of a common size, so that these messages cannot mismatch either."""
     data = text.encode()
-    sizes = [_words(row)[0] for row in _AllGather(mesh, [len(data)]).wait()]
-    padded = data.ljust(-(-max(sizes) // 8) * 8, b"\0")
-    words = [int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, len(padded), 8)]
-    rows = [_words(row) for row in _AllGather(mesh, words).wait()]
-    return [b"".join(w.to_bytes(8, "little", signed=True) for w in row)[:size].decode() for row, size in zip(rows, sizes, strict=True)]
+    sizes = _words(_AllGather(mesh, _NUMBER_WORD.pack(len(data))).wait())
+    texts = _AllGather(mesh, data.ljust(-(-max(sizes) // _BYTES) * _BYTES, b"\0"))
+    return [row[:size].decode() for row, size in zip(texts.rows_of(texts.wait()), sizes, strict=True)]
 
 
 def _digest(text: str) -> int:
