@@ -18,6 +18,7 @@ from longspan._engine.checks import check_captured, check_scale, check_sink, che
 from longspan._engine.dense_distributed import dense_over_mesh
 from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.plan_cache import plan_cache
+from longspan._engine.repeated_calls import repeated_calls
 from longspan._engine.spec import Spec
 from longspan._engine.streams import is_captured
 from longspan._engine.table_cache import DeviceCopies
@@ -276,6 +277,11 @@ def _attend_over_mesh(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, p
         scale = _checked_scale(q, k, v, options)
         # Without shared heads, lse is not exchanged.
         return attend_compiled(q, k, v, options, mask=None, scale=scale, returned=options.return_lse or plan.data.degree == 1)
+    repeated = repeated_calls.options(plan.data, q, k, v, options)
+    if repeated is not None:
+        with raising_on_all_ranks(plan.data.mesh):
+            plan.check_mask()
+        return eager.attend(CallTensors(q=q, k=k, v=v), repeated, plan.data)
     with raising_on_all_ranks(plan.data.mesh):
         selects = isinstance(options.mask, Mask) and options.mask.has_selection
         scale = _checked_scale_over_mesh(q, k, v, options, plan, selects=selects)
@@ -287,7 +293,10 @@ def _attend_over_mesh(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, p
             chosen = selected_mesh.checked_selection(plan.data, options.mask, inputs, call)
     if chosen is not None:
         return *selected_mesh_ops.attend(inputs, call, plan, chosen), _NOTHING
-    return _run(inputs, options, None, score, scale)
+    results = _run(inputs, options, None, score, scale)
+    if options.kernel != "dense" and eager.is_plain((q, k, v)) and inputs.q is q and inputs.k is k and inputs.v is v:
+        repeated_calls.add(plan.data, q, k, v, options, CallOptions(spec=_spec(options, None, score), scale=scale))
+    return results
 
 
 def _checked_scale_over_mesh(
