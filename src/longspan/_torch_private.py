@@ -93,6 +93,7 @@ __all__ = [
     "detached_below_autograd",
     "dynamo_is_at_work",
     "empty_on_current_device",
+    "empty_on_device_of",
     "fake_trace",
     "flight_recorder_dump",
     "foreign_function_modes_are_active",
@@ -189,6 +190,17 @@ def current_cuda_device() -> int:
 def empty_on_current_device(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """An uninitialised tensor on the current CUDA device, unseen by dispatch modes. CUDA must be initialised."""
     return torch._C._dynamo.guards._empty_strided_cuda(size, strides, dtype)  # type: ignore[attr-defined, no-any-return]
+
+
+def empty_on_device_of(like: Tensor, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An uninitialised contiguous tensor on the device of another; by `empty_on_current_device` where that is the current device."""
+    if not like.is_cuda or like.get_device() != current_cuda_device():
+        return torch.empty(size, dtype=dtype, device=like.device)
+    strides, step = [], 1
+    for n in reversed(size):
+        strides.append(step)
+        step *= max(1, n)
+    return empty_on_current_device(tuple(size), tuple(reversed(strides)), dtype)  # no torch.Size: it takes plain tuples only
 
 
 def tensor_guard(*tensors: Tensor) -> Callable[..., bool]:

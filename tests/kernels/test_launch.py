@@ -97,6 +97,24 @@ def test_launches_in_a_captured_graph_are_held_for_good(monkeypatch: pytest.Monk
     assert len(held) == 1
 
 
+def test_a_launch_asked_for_again_is_found_by_its_layouts_alone() -> None:
+    def tensors(offset: int = 0, columns: int = 8) -> list[Tensor]:
+        return [torch.zeros(4 * columns + 4)[offset : offset + 4 * columns].view(4, columns) for _ in range(3)]
+
+    def asked(a: Tensor | None, b: Tensor | None, c: Tensor | None, size: int = 3, ctas: int = 2) -> Any:
+        return prepared.layout_launch("kernel", {"a_ptr": a, "b_ptr": b, "c_ptr": c}, {"size": size}, ctas)
+
+    first, (a, b, c) = asked(*tensors()), tensors()
+    others = [
+        asked(a, b, None), asked(a, None, b), asked(None, a, b), asked(a, a, b), asked(a, b, b), asked(a, b, c, size=4),
+        asked(a, b, c, ctas=3), asked(*tensors(columns=12)), asked(*tensors(offset=1)), asked(a.t().contiguous().t(), b, c),
+        asked(a.double(), b, c),
+    ]  # fmt: skip
+    assert len({id(launch) for launch in (first, *others)}) == len(others) + 1
+    for _ in range(2):
+        assert asked(a, b, c) is first and asked(*tensors(offset=1)) is others[8] and asked(a, b, None) is others[0]
+
+
 def test_capturing_a_mask_that_reads_tensors_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.arange(50) // 20
     monkeypatch.setattr(launch, "capturing", lambda device: True)

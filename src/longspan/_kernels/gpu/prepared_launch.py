@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache, partial
-from typing import Any
+from functools import cache, lru_cache, partial, reduce
+from operator import or_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from longspan._kernels.gpu.interpreter import interpreted, quiet
 from longspan._kernels.gpu.uploads import ordered_stream
 from longspan._kernels.gpu.workspace import Workspace
 from longspan._masks.block_table import BlockTable
-from longspan._torch_private import current_cuda_device
+from longspan._torch_private import current_cuda_device, tensor_guard
 
 Tensors = Mapping[str, Tensor | None]  # by kernel argument, in the order of the kernel's signature
 PER_CALL = ("mask_captured", "score_captured", "grads", "scale", "first_b", "first_h")  # arguments other than tensors that change
@@ -255,12 +256,31 @@ def prepared_launch(table: BlockTable, key: Hashable, prepare: Callable[[], Prep
     return _launches.get(table, key, prepare)
 
 
+class _RecentLaunch(NamedTuple):
+    """The launch of a kernel that was asked for last, looked up by a guard over its tensors, all of them aligned. Holds no tensor."""
+
+    guard: Callable[..., bool]
+    settings: tuple[Any, ...]  # the place of each tensor among the distinct ones, constants, and number of CTAs
+    launch: PreparedLaunch
+
+
+# By kernel: a handful. By id, because Triton's kernels hash their source.
+_recent_launches: dict[int, _RecentLaunch] = {}
+
+
 def layout_launch(kernel: Any, tensors: Tensors, constants: Mapping[str, Any], ctas: int) -> PreparedLaunch:
     """The cached launch of a kernel that depends on nothing but the layouts of its tensors and on constants. constants: hashable."""
-    device = next(t.device for t in tensors.values() if t is not None)
+    distinct, places = _distinct(tensors.values())
+    settings = places, tuple(constants.items()), ctas
+    aligned = not reduce(or_, [t.data_ptr() for t in distinct]) % 16
+    recent, device = _recent_launches.get(id(kernel)), distinct[0].device
+    if recent is not None and aligned and recent.settings == settings and recent.guard(*distinct) and not launch.capturing(device):
+        return recent.launch
     prepared = _layout_launch(kernel, device, layouts(tensors.values()), tuple(constants.items()), ctas)
     if launch.capturing(device):
         hold_for_graph(prepared)
+    elif aligned:
+        _recent_launches[id(kernel)] = _RecentLaunch(tensor_guard(*distinct), settings, prepared)
     return prepared
 
 
@@ -296,7 +316,13 @@ Layouts = tuple[tuple[Layout, ...], tuple[int, ...]]
 
 
 def layouts(tensors: Iterable[Tensor | None]) -> Layouts:
-    distinct: list[Layout] = []
+    distinct, places = _distinct(tensors)
+    return tuple([(t.dtype, t.shape, t.stride(), t.data_ptr() % 16 == 0) for t in distinct]), places
+
+
+def _distinct(tensors: Iterable[Tensor | None]) -> tuple[list[Tensor], tuple[int, ...]]:
+    """(the distinct tensors of a list, for each of its elements the index among them; −1 for None)."""
+    distinct: list[Tensor] = []
     index_of = {id(None): -1}
     indices = []
     for t in tensors:
@@ -304,6 +330,6 @@ def layouts(tensors: Iterable[Tensor | None]) -> Layouts:
         if index is None:
             assert t is not None
             index = index_of[id(t)] = len(distinct)
-            distinct.append((t.dtype, t.shape, t.stride(), t.data_ptr() % 16 == 0))
+            distinct.append(t)
         indices.append(index)
-    return tuple(distinct), tuple(indices)
+    return distinct, tuple(indices)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from longspan._kernels.gpu import launch
-from longspan._torch_private import current_raw_stream
+from longspan._torch_private import current_raw_stream, empty_on_device_of
 
 _ALIGNMENT = 4  # int32 elements: Triton compiles again for addresses that are not divisible by 16
 _POOL_SIZE = 4096
@@ -32,10 +33,16 @@ class Workspace:
         """Number of kernel arguments."""
         return len(self.zeros) + len(self.floats)
 
-    @property
+    @cached_property
     def pooled_zeros(self) -> int:
         """The size of a workspace that is one array of zeros, if `take_zeros` can provide it; else 0."""
-        return self.zeros[0] if len(self.zeros) == 1 and not any(self.floats) and self.zeros[0] <= _POOL_SIZE else 0
+        sizes = [n for n in self.zeros if n]
+        return sizes[0] if len(sizes) == 1 and not any(self.floats) and sizes[0] <= _POOL_SIZE else 0
+
+    @cached_property
+    def passed(self) -> int:
+        """Number of kernel arguments that are not None."""
+        return sum(1 for n in self.zeros if n) + len(self.floats)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """New arrays."""
@@ -49,14 +56,20 @@ class Workspace:
         """(addresses of new arrays, without Nones; tensors to hold until the launch). stream: the current one, if none is captured."""
         if stream is not None and self.pooled_zeros:
             address, pool = take_zeros(self.pooled_zeros, self.device, stream)
-            return [address] * (1 + len(self.floats)), [pool]
-        taken = [_take(n, self.device) for n in self.zeros if n]
+            return [address] * self.passed, [pool]
+        if stream is not None and max(self.zeros, default=0) <= _POOL_SIZE:
+            taken = [take_zeros(n, self.device, stream) for n in self.zeros if n]
+        else:
+            taken = [_take(n, self.device) for n in self.zeros if n]
         addresses, held = [address for address, _ in taken], [pool for _, pool in taken]
         if not self.floats:
             return addresses, held
         if not any(self.floats):
             return [*addresses, *addresses[:1] * len(self.floats)], held
-        floats = torch.empty(sum(self.floats), dtype=torch.float32, device=self.device)
+        if held:
+            floats = empty_on_device_of(held[0], (sum(self.floats),), torch.float32)
+        else:
+            floats = torch.empty(sum(self.floats), dtype=torch.float32, device=self.device)
         address = floats.data_ptr()
         for size in self.floats:
             addresses.append(address)

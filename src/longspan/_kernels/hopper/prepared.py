@@ -63,7 +63,7 @@ class PreparedPass:
         return cls(
             launch=prepared, pick=itemgetter(*roles), captured=captured, mask_captured=tuple(work.mask_captured), numbers=numbers,
             takes_counter=sum(workspace.zeros) == 1 and not workspace.floats, zeros=workspace.pooled_zeros,
-            workspace_arguments=workspace.arguments,
+            workspace_arguments=workspace.passed,
         )  # fmt: skip
 
     def __call__(
