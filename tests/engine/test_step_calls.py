@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -10,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engine.test_separate_kv import let_cpu_read_two_buffers
 from torch import Tensor
 
 import longspan as ls
-from longspan._engine.step_calls import LAYOUTS_PER_STEP, StepCalls
+from longspan._engine import kv_exchange
+from longspan._engine.kv_exchange import StepKV
+from longspan._engine.step_calls import MAX_LAYOUTS, StepCalls
 from longspan._kernels import registry
 from longspan._kernels.cpu import CpuKernel
-from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, State, Work
+from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, GradTargets, KVAddresses, State, Work
 from longspan.testing import oracle, virtual_world
 
 TOKENS, HEADS, KV_HEADS = 61, 4, 2
@@ -31,30 +35,56 @@ class PreparingKernel(CpuKernel):
 
     def prepare_forward_step(self, inputs: AttentionInputs, work: Work, *, state: State | None, result: State, final: bool) -> Any:
         self.prepared += 1
-        signature = _strides(inputs)
+        layouts = _Layouts.of(inputs)
 
-        def step(inputs: AttentionInputs, state: State | None, captured: Sequence[Tensor]) -> State:
-            assert _strides(inputs) == signature
+        def step(q: Tensor, kv: KVAddresses, state: State | None, captured: Sequence[Tensor]) -> State:
             self.used.append("forward")
-            return self.forward(inputs, replace(work, score_captured=captured), state=state, final=final, max_scores=False)
+            return self.forward(
+                layouts.inputs_at(q, kv), replace(work, score_captured=captured), state=state, final=final, max_scores=False
+            )
 
         return step
 
     def prepare_backward_step(self, tensors: BackwardInputs, work: Work, *, into: Grads) -> Any:
         self.prepared += 1
-        needs, signature, deterministic = tuple(tensors.needs), _strides(tensors.inputs), torch.are_deterministic_algorithms_enabled()
+        needs, layouts, deterministic = tuple(tensors.needs), _Layouts.of(tensors.inputs), torch.are_deterministic_algorithms_enabled()
 
-        def step(tensors: BackwardInputs, into: Grads, captured: Sequence[Tensor]) -> None:
-            assert (_strides(tensors.inputs), tuple(tensors.needs)) == (signature, needs)
-            assert torch.are_deterministic_algorithms_enabled() == deterministic
+        def step(tensors: BackwardInputs, kv: KVAddresses, into: GradTargets, captured: Sequence[Tensor]) -> None:
+            assert tuple(tensors.needs) == needs and torch.are_deterministic_algorithms_enabled() == deterministic
             self.used.append("backward")
-            self.backward(tensors, replace(work, score_captured=captured), wide=True, into=into)
+            grads = into.views()
+            assert (grads.k.data_ptr(), grads.v.data_ptr(), grads.q) == (into.k, into.v, into.q) and grads.captured is into.captured
+            tensors = replace(tensors, inputs=layouts.inputs_at(tensors.inputs.q, kv))
+            self.backward(tensors, replace(work, score_captured=captured), wide=True, into=grads)
 
         return step
 
 
-def _strides(inputs: AttentionInputs) -> list[tuple[int, ...]]:
-    return [t.stride() for t in (inputs.q, inputs.k, inputs.v)]
+@dataclass(frozen=True)
+class _Layouts:
+    """Layouts of the tensors that a step was prepared for: meta tensors."""
+
+    q: Tensor
+    kv: tuple[Tensor, ...]  # k, v, and local k and v if they are in buffers of their own
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs) -> _Layouts:
+        tensors = inputs.q, inputs.k, inputs.v, *(inputs.local_kv or ())
+        q, *kv = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors)
+        return cls(q, tuple(kv))
+
+    def inputs_at(self, q: Tensor, kv: KVAddresses) -> AttentionInputs:
+        """Inputs of these layouts in the memory at these addresses."""
+        assert q.stride() == self.q.stride() and bool(kv.local_k) == bool(kv.local_v) == (len(self.kv) == 4)
+        k, v, *local = (_tensor_at(address, like) for address, like in zip(kv, self.kv))
+        return AttentionInputs(q=q, k=k, v=v, local_kv=(local[0], local[1]) if local else None)
+
+
+def _tensor_at(address: int, like: Tensor) -> Tensor:
+    """The memory at an address as a tensor of the dtype, shape and strides of another."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride()))
+    memory = (ctypes.c_char * (elements * like.element_size())).from_address(address)
+    return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
 
 
 @pytest.fixture
@@ -108,9 +138,11 @@ class Call:
             return [out.detach(), lse.detach(), *torch.autograd.grad(loss, wanted)]
 
 
-def run(calls: Sequence[Call], strategy: str, ranks: int = 2) -> list[list[Tensor]]:
+def run(calls: Sequence[Call], strategy: str, ranks: int = 2, **options: Any) -> list[list[Tensor]]:
     """The results of calls with one plan, one after the other: [out, lse, dq, dk, dv, gradient of the bias] of each."""
-    plan = ls.plan(ls.causal(), TOKENS, ls.Mesh.abstract(ranks), strategy=strategy, layout="head_tail", heads=HEADS, kv_heads=KV_HEADS)
+    plan = ls.plan(
+        ls.causal(), TOKENS, ls.Mesh.abstract(ranks), strategy=strategy, layout="head_tail", heads=HEADS, kv_heads=KV_HEADS, **options
+    )
 
     def rank(mesh: Any) -> list[list[Tensor]]:
         mine, by_call = plan.on(mesh), []
@@ -152,13 +184,32 @@ def variations() -> dict[str, Call]:
     }
 
 
-@pytest.mark.parametrize(("strategy", "names"), [("ring", None), ("exchange", ("base", "strides", "bias"))])
-def test_calls_that_repeat_in_any_order_equal_the_oracle(strategy: str, names: Sequence[str] | None, kernel: PreparingKernel) -> None:
+SOME = ("base", "strides", "bias")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "names", "separate"), [("ring", None, False), ("exchange", SOME, False), ("ring", SOME, True), ("exchange", SOME, True)]
+)
+def test_calls_that_repeat_in_any_order_equal_the_oracle(
+    strategy: str, names: Sequence[str] | None, separate: bool, kernel: PreparingKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """separate: K and V are sent in exchanges of their own."""
+    if separate:
+        monkeypatch.setattr(kv_exchange, "SEPARATE_KV_BYTES", 0)
     calls = [call for name, call in variations().items() if names is None or name in names]
     order = [*calls, *calls, *reversed(calls)]
     for call, got in zip(order, run(order, strategy), strict=True):
         check(call, got)
     assert kernel.used.count("forward") >= 2 * len(calls) and kernel.used.count("backward") >= 2 * (len(calls) - 1)
+
+
+def test_prepared_steps_read_local_and_received_kv_from_two_buffers(kernel: PreparingKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = let_cpu_read_two_buffers(monkeypatch)
+    monkeypatch.setattr(kv_exchange, "SEPARATE_KV_BYTES", 0)
+    calls = [Call(seed=seed, by_token=seed % 2 == 1) for seed in range(6)]
+    for call, got in zip(calls, run(calls, "exchange", stages=1, overlap=False), strict=True):
+        check(call, got)
+    assert len(kernel.used) == len(tokens) // 3, "the third call of each layout, both passes"
 
 
 def test_a_call_is_prepared_the_second_time(kernel: PreparingKernel) -> None:
@@ -202,45 +253,48 @@ def test_a_modified_tensor_of_the_mask_raises_at_a_repeated_call(kernel: Prepari
 
 
 def test_kernels_without_prepared_steps_graph_captures_and_max_scores_take_the_plain_way(kernel: PreparingKernel) -> None:
-    inputs, work = _one_step()
-    for calls, max_scores in ((StepCalls(CpuKernel()), False), (StepCalls(kernel, prepare=False), False), (StepCalls(kernel), True)):
+    q, kv, work = _one_step()
+    for calls, max_scores in (
+        (StepCalls(CpuKernel()).of_layouts(0), False),
+        (StepCalls(kernel).unprepared(), False),
+        (StepCalls(kernel).of_layouts(0), True),
+    ):
         for _ in range(3):
-            state = calls.forward((0, 0), inputs, lambda: work, (), state=None, final=True, max_scores=max_scores)
+            state = calls.forward((0, 0), q, kv, lambda: work, (), state=None, final=True, max_scores=max_scores)
             assert (state.max_scores is not None) == max_scores
     assert not kernel.prepared and not kernel.used
 
 
-def test_prepared_steps_are_bounded() -> None:
+def test_layouts_of_prepared_steps_are_bounded() -> None:
     kernel = PreparingKernel()
-    calls, inputs = StepCalls(kernel), _one_step()
-    for scale in range(LAYOUTS_PER_STEP + 3):
+    calls, (q, kv, work) = StepCalls(kernel), _one_step()
+    for layouts in range(MAX_LAYOUTS + 3):
         for _ in range(3):
-            calls.forward((0, 0, scale), inputs[0], lambda: inputs[1], (), state=None, final=True, max_scores=False)
-    assert len(calls._forward) <= LAYOUTS_PER_STEP and len(kernel.used) == LAYOUTS_PER_STEP + 3
+            calls.of_layouts(layouts).forward((0, 0), q, kv, lambda: work, (), state=None, final=True, max_scores=False)
+    assert len(calls) <= MAX_LAYOUTS and len(kernel.used) == MAX_LAYOUTS + 3
 
 
 def test_many_steps_stay_prepared_while_other_layouts_come_and_go() -> None:
     kernel, steps = PreparingKernel(), 70
-    calls, inputs = StepCalls(kernel, steps=steps), _one_step()
+    calls, (q, kv, work) = StepCalls(kernel), _one_step()
 
-    def run(step: int, scale: float) -> None:
-        calls.forward((step, 0, scale), inputs[0], lambda: inputs[1], (), state=None, final=True, max_scores=False)
+    def run(layouts: float) -> None:
+        for step in range(steps):
+            calls.of_layouts(layouts).forward((step, 0), q, kv, lambda: work, (), state=None, final=True, max_scores=False)
 
     for _ in range(2):
-        for step in range(steps):
-            run(step, 1.0)
+        run(1.0)
     kernel.used.clear()
-    for call in range(2 * LAYOUTS_PER_STEP):
-        for step in range(steps):
-            run(step, 1.0)
-            run(step, 2.0 + call)  # once each
-    assert len(kernel.used) == 2 * LAYOUTS_PER_STEP * steps
+    for other in range(2 * MAX_LAYOUTS):
+        run(1.0)
+        run(2.0 + other)  # once each
+    assert len(kernel.used) == 2 * MAX_LAYOUTS * steps
 
 
-def _one_step() -> tuple[AttentionInputs, Work]:
+def _one_step() -> tuple[Tensor, StepKV, Work]:
     from longspan._engine.one_device import plain_tiling
 
     tiling = plain_tiling(8, 128)
     q, k, v = (torch.randn(1, 1, 8, 8) for _ in range(3))
     work = Work(table=ls.full().block_table(8, 8), q_tiles=tiling, kv_tiles=tiling, scale=0.5)
-    return AttentionInputs(q=q, k=k, v=v), work
+    return q, StepKV(KVAddresses(k.data_ptr(), v.data_ptr()), lambda q: AttentionInputs(q=q, k=k, v=v)), work

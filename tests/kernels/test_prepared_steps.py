@@ -17,7 +17,7 @@ from tests.kernels.test_complete_query_tiles import QUERIES, STAGES, causal, sta
 
 from longspan._kernels.hopper import HopperKernel
 from longspan._kernels.hopper.state import HopperState
-from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, State, Work
+from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, GradTargets, KVAddresses, State, Work
 from longspan._kernels.triton import TritonKernel
 from longspan._masks.joint import joint_of
 from longspan._masks.tracing import trace
@@ -43,6 +43,14 @@ def new_inputs(i: int, *, by_token: bool = False, two_buffers: bool = False) -> 
     if not two_buffers:
         return AttentionInputs(q=made(HEADS, 512, by_token=by_token), k=k, v=v)
     return AttentionInputs(q=made(HEADS, 512, by_token=by_token), k=k[:, :, 256:], v=v[:, :, 256:], local_kv=(k[:, :, :256], v[:, :, :256]))
+
+
+def addresses(inputs: AttentionInputs) -> KVAddresses:
+    return KVAddresses(inputs.k.data_ptr(), inputs.v.data_ptr(), *(t.data_ptr() for t in inputs.local_kv or ()))
+
+
+def targets(into: Grads) -> GradTargets:
+    return GradTargets(into.q, into.captured, into.k.data_ptr(), into.v.data_ptr(), lambda: into)
 
 
 def named(launches: Launches, tensors: dict[str, Tensor | None]) -> list[Any]:
@@ -95,7 +103,7 @@ def test_forward_steps_launch_what_the_kernel_launches(how: str, launches: Launc
             if turn < 2:
                 result = KERNEL.forward(inputs, work, state=state, final=final, max_scores=False)
             else:
-                result = steps[i](inputs, state, captured)
+                result = steps[i](inputs.q, addresses(inputs), state, captured)
             shown = named(launches, forward_names(inputs, state, result, captured))
             if turn == 1:
                 step = KERNEL.prepare_forward_step(inputs, work, state=state, result=result, final=final)
@@ -125,7 +133,7 @@ def test_rows_without_keys_keep_their_state(launches: Launches) -> None:
             result = KERNEL.forward(inputs, work, state=state, final=True, max_scores=False)
         step = KERNEL.prepare_forward_step(inputs, work, state=state, result=result, final=True)
         assert step is not None
-        got = step(inputs, state, [])
+        got = step(inputs.q, addresses(inputs), state, [])
         want_out, want_lse = (0.0, -torch.inf) if state is None else (3.0, 2.0)
         assert bool((got.out[:, :, :128] == want_out).all()) and bool((got.lse[:, :, :128] == want_lse).all())
 
@@ -163,7 +171,7 @@ def test_backward_steps_launch_what_the_kernel_launches(how: str, launches: Laun
                 KERNEL.backward(tensors, work, wide=True, into=into)
             else:
                 assert step is not None
-                step(tensors, into, score_captured)
+                step(tensors, addresses(tensors.inputs), targets(into), score_captured)
             known = {
                 "q": tensors.inputs.q, "k": tensors.inputs.k, "v": tensors.inputs.v, "grad_out": tensors.grad_out, "norm": tensors.norm,
                 "delta": tensors.delta, "dq": into.q, "dk": into.k, "dv": into.v, "table": captured[0],

@@ -5,7 +5,6 @@ A row is one token's keys and values, of all batch rows, or of one batch row whe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,13 +58,19 @@ class RowSelection:
         return self._device_copies[device]
 
 
-def views_of(selections: Sequence[RowSelection], x: Tensor) -> list[Tensor]:
-    """`take` of contiguous ranges; equal ranges are one view, because a ring sends the same rows to many ranks."""
-    views: dict[tuple[int, int], Tensor] = {}
-    for rows in selections:
-        if (rows.start, rows.stop) not in views:
-            views[rows.start, rows.stop] = rows.take(x)
-    return [views[rows.start, rows.stop] for rows in selections]
+class RowViews:
+    """Views of contiguous ranges of x's rows, each made once: a ring sends the same rows to many ranks, in every step."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self._views: dict[tuple[int, int], Tensor] = {(0, x.shape[0]): x}
+
+    def of(self, start: int, stop: int) -> Tensor:
+        """The rows [start, stop)."""
+        view = self._views.get((start, stop))
+        if view is None:
+            view = self._views[start, stop] = self.x[start:stop]
+        return view
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

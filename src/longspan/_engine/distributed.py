@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +14,12 @@ from torch import Tensor
 from longspan._engine.gradient_sums import GradientSums
 from longspan._engine.sharded_call import ShardedCall
 from longspan._engine.sink import sink_gradient, sink_state
-from longspan._engine.step_calls import StepCalls
+from longspan._engine.step_calls import StepCalls, backward_layouts, forward_layouts
 from longspan._engine.streams import StepStreams, is_captured
 from longspan._engine.ulysses import UlyssesTranspose
 from longspan._engine.values import BackwardTensors, CallTensors
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, Kernel, State, like_query, state_dtype
+from longspan._torch_private import empty_on_device_of
 
 
 def forward(call: ShardedCall, inputs: CallTensors, *, max_scores: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -48,22 +48,21 @@ def _forward_transposed(
 def _forward_steps(call: ShardedCall, inputs: CallTensors, *, max_scores: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     q, v = inputs.q, inputs.v
     assert call.setup is not None
-    kernel, schedule, _, _, calls = call.setup
-    if is_captured(q):
-        calls = StepCalls(kernel, prepare=False)
+    _, schedule, _, _, step_calls = call.setup
+    captured = call.captured_here
+    calls = step_calls.unprepared() if is_captured(q) else step_calls.of_layouts(forward_layouts(inputs, captured, call.scale))
     exchange = call.kv_exchange(call.setup, inputs, backward=False)
     queries = [q] if call.plan.batch_layouts == 1 else list(q.split(1))
     states: list[State | None] = [sink_state(inputs.sink, part, v, max_scores=max_scores) for part in queries]
     for i, step in enumerate(schedule.steps):
         step_kv = exchange.wait(i)
         exchange.prepare(i + 1)
-        for r, (tiles, (step_k, step_v)) in enumerate(zip(step.tiles, step_kv, strict=True)):
+        for r, (tiles, kv) in enumerate(zip(step.tiles, step_kv, strict=True)):
             is_last = i == schedule.last_step[r]
             if tiles.empty and not is_last:
                 continue
-            step_inputs = AttentionInputs(q=queries[r], k=step_k, v=step_v, local_kv=exchange.local_kv(i))
             states[r] = calls.forward(
-                (i, r, call.scale), step_inputs, partial(call.work, tiles, r, backward=False), call.captured_here,
+                (i, r), queries[r], kv, partial(call.work, tiles, r, backward=False), captured,
                 state=states[r], final=is_last, max_scores=max_scores,
             )  # fmt: skip
         exchange.send(i + 1)
@@ -121,29 +120,28 @@ def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide
     inputs, needs, grad_lse = tensors.inputs, tensors.needs, tensors.grad_lse
     q = inputs.q
     assert call.setup is not None
-    kernel, schedule, capabilities, _, calls = call.setup
-    if is_captured(q):
-        calls = StepCalls(kernel, prepare=False)
+    kernel, schedule, capabilities, _, step_calls = call.setup
+    captured = call.captured_here
     terms = BackwardInputs(
-        inputs=AttentionInputs(q=q, k=inputs.k, v=inputs.v), out=tensors.out, lse=tensors.lse, grad_out=tensors.grad_out, grad_lse=grad_lse
+        inputs=AttentionInputs(q=q, k=inputs.k, v=inputs.v), out=tensors.out, lse=tensors.lse, grad_out=tensors.grad_out,
+        grad_lse=grad_lse, needs=needs,
     )  # fmt: skip
-    grad_q, delta, norm = _row_terms(kernel, calls, terms)
+    grad_q, delta, norm = _row_terms(kernel, step_calls, terms)
     grad_sink = sink_gradient(inputs.sink, tensors.lse, delta)
     exchange = call.kv_exchange(call.setup, inputs, backward=True)
     may_overlap = overlap = False
     if q.is_cuda and exchange.group is not None and exchange.group.any_stream:
-        may_overlap, overlap = call.setup.calls.may_overlap(tuple(needs), partial(call.steps_may_overlap, inputs, needs))
-    streams = StepStreams(q.device, two=overlap)
+        may_overlap, overlap = step_calls.may_overlap(tuple(needs), partial(call.steps_may_overlap, inputs, needs))
+    layouts = backward_layouts(tensors, captured, call.scale, may_overlap=may_overlap)
+    calls = step_calls.unprepared() if is_captured(q) else step_calls.of_layouts(layouts)
+    streams = StepStreams(q, two=overlap)
     sums = GradientSums(
         inputs, needs, exchange, schedule, streams, grad_q=grad_q, return_dtype=call.grad_kv_dtype(q.dtype),
         writes_once=capabilities.rounds_kv_grads_once,
     )  # fmt: skip
-    whole = q, tensors.out, tensors.lse, tensors.grad_out, grad_lse, delta, norm
-
-    def batch_rows(r: int) -> tuple[Any, ...]:
-        """The tensors of the queries, in the batch rows of `tiles[r]` of a step."""
-        return whole if call.plan.batch_layouts == 1 else tuple(None if t is None else t[r : r + 1] for t in whole)
-
+    terms = replace(terms, delta=delta, norm=norm)
+    # By batch row, where batch rows are laid out differently.
+    terms_by_row = [terms] if call.plan.batch_layouts == 1 else [_batch_row(terms, r) for r in range(len(q))]
     with streams:
         for i, step in enumerate(schedule.steps):
             with streams.of(i):
@@ -154,21 +152,15 @@ def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide
                 # in the same order as later ones.
                 concurrent = may_overlap and bool(step.exchanges) and step is not schedule.steps[-1]
                 buffer = sums.buffer(step)
-                for r, (tiles, (step_k, step_v)) in enumerate(zip(step.tiles, step_kv, strict=True)):
+                for r, (tiles, kv) in enumerate(zip(step.tiles, step_kv, strict=True)):
                     into, scattered = sums.destination(tiles, r, buffer)
                     if tiles.empty:
-                        into.k.zero_()
-                        into.v.zero_()
+                        grads = into.views()
+                        grads.k.zero_()
+                        grads.v.zero_()
                     else:
-                        step_q, out, lse, grad_out, row_grad_lse, row_delta, row_norm = batch_rows(r)
-                        step_tensors = BackwardInputs(
-                            inputs=AttentionInputs(q=step_q, k=step_k, v=step_v, local_kv=exchange.local_kv(i)),
-                            out=out, lse=lse, grad_out=grad_out, grad_lse=row_grad_lse, needs=needs, delta=row_delta, norm=row_norm,
-                        )  # fmt: skip
-                        calls.backward(
-                            (i, r, call.scale, concurrent, tuple(needs)), step_tensors,
-                            partial(call.work, tiles, r, backward=True, concurrent=concurrent), call.captured_here, into,
-                        )  # fmt: skip
+                        work = partial(call.work, tiles, r, backward=True, concurrent=concurrent)
+                        calls.backward((i, r), terms_by_row[r], kv, work, captured, into)
                     if scattered is not None and tiles.kv_rows is not None:
                         tiles.kv_rows.write_(buffer, scattered)
                 exchange.send(i + 1)
@@ -176,11 +168,21 @@ def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide
         return sums.finish(keep_kv_wide=keep_kv_wide), grad_sink
 
 
+def _batch_row(tensors: BackwardInputs, row: int) -> BackwardInputs:
+    """The tensors of one batch row."""
+    inputs, rows = tensors.inputs, slice(row, row + 1)
+    grad_lse, delta, norm = (None if t is None else t[rows] for t in (tensors.grad_lse, tensors.delta, tensors.norm))
+    return BackwardInputs(
+        inputs=AttentionInputs(q=inputs.q[rows], k=inputs.k[rows], v=inputs.v[rows]), out=tensors.out[rows], lse=tensors.lse[rows],
+        grad_out=tensors.grad_out[rows], grad_lse=grad_lse, needs=tensors.needs, delta=delta, norm=norm,
+    )  # fmt: skip
+
+
 def _row_terms(kernel: Kernel, calls: StepCalls, tensors: BackwardInputs) -> tuple[Tensor, Tensor, Tensor | None]:
     """(zeros for the gradient of q in the dtype of lse, delta, norm)."""
     q = tensors.inputs.q
     if calls.with_norm is not None:
-        grad_q = torch.empty(q.shape, dtype=state_dtype(q.dtype), device=q.device)
+        grad_q = empty_on_device_of(q, q.shape, state_dtype(q.dtype))
         return grad_q, *calls.with_norm.row_terms(tensors, grad_q)
     grad_q = torch.zeros(q.shape, dtype=state_dtype(q.dtype), device=q.device)
     return grad_q, kernel.delta(tensors.out, tensors.grad_out, tensors.grad_lse), None

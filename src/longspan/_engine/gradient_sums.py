@@ -13,8 +13,9 @@ from longspan._engine.kv_exchange import KVExchange
 from longspan._engine.local_schedule import ComputeStep, LocalSchedule, StepTiles
 from longspan._engine.streams import StepStreams
 from longspan._engine.values import CallTensors
-from longspan._kernels.protocol import Grads, state_dtype
+from longspan._kernels.protocol import Grads, GradTargets, state_dtype
 from longspan._kernels.row_sums import ReturnedGrads, add_returned_and_split, add_returned_rows_, split_rows
+from longspan._torch_private import empty_on_device_of
 
 # Dtypes in which kernels write gradients. Others are converted to when gradients are sent.
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -67,7 +68,7 @@ class GradientSums:
         # Rows of local KV, in a joined schedule followed by the first received ones, in the order of KV buffers: returned rows are added
         # row by row.
         width = (kv_heads if per_batch_row else batch * kv_heads) * exchange.width
-        self._first_buffer = torch.empty((self._local_rows + first.received_rows, width), dtype=self._dtype, device=k.device)
+        self._first_buffer = empty_on_device_of(k, (self._local_rows + first.received_rows, width), self._dtype)
         self._grad_kv = self._first_buffer[: self._local_rows]
         self._late_step = None if last.exchanges or last is first else last
         self._unwritten = 0 if self._late_step is None else self._late_step.buffer_rows  # first rows of _grad_kv that hold nothing yet
@@ -81,12 +82,12 @@ class GradientSums:
         if step is self._schedule.steps[0] or (step is self._late_step and self._unwritten):
             return self._first_buffer[step.local.start : step.local.stop + step.received_rows]
         dtype = self._dtype if step is self._late_step else self._sent_dtype
-        buffer = torch.empty((step.buffer_rows, self._grad_kv.shape[1]), dtype=dtype, device=self._grad_kv.device)
+        buffer = empty_on_device_of(self._k, (step.buffer_rows, self._grad_kv.shape[1]), dtype)
         if step is self._late_step:
             self._late_grad_kv = buffer
         return buffer
 
-    def destination(self, tiles: StepTiles, row: int, buffer: Tensor) -> tuple[Grads, Tensor | None]:
+    def destination(self, tiles: StepTiles, row: int, buffer: Tensor) -> tuple[GradTargets, Tensor | None]:
         """Where a kernel writes the gradients of a step's tiles of batch row `row`; also the rows to copy into the buffer afterwards, where
         they are scattered in it.
         """
@@ -97,8 +98,14 @@ class GradientSums:
                 rows = buffer[row * tokens : (row + 1) * tokens]
             else:
                 rows = scattered = buffer.new_empty((tiles.kv_rows.count, buffer.shape[1]))
-        grad_k, grad_v = self._exchange.split(rows)
-        return Grads(q=grad_q, k=grad_k, v=grad_v, captured=self._grad_captured), scattered
+
+        def views() -> Grads:
+            grad_k, grad_v = self._exchange.split(rows)
+            return Grads(q=grad_q, k=grad_k, v=grad_v, captured=self._grad_captured)
+
+        grad_k = rows.data_ptr()
+        grad_v = grad_k + self._k.shape[3] * rows.element_size()
+        return GradTargets(grad_q, self._grad_captured, grad_k, grad_v, views), scattered
 
     def send(self, i: int, step: ComputeStep, buffer: Tensor) -> None:
         """Start to return step i's gradients to their owner ranks; wait for those of the step before, add them unless they are final."""
@@ -111,11 +118,13 @@ class GradientSums:
             return
         group = self._exchange.group
         assert group is not None
-        received = torch.empty((step.sent_rows, buffer.shape[1]), dtype=self._return_dtype, device=buffer.device)
+        received = empty_on_device_of(buffer, (step.sent_rows, buffer.shape[1]), self._return_dtype)
         pending, start = [], 0
         for exchange in step.exchanges:
-            sent = buffer[exchange.start : exchange.stop].to(self._return_dtype)
-            out = received[start : start + exchange.sent.count]
+            sent = buffer if exchange.stop - exchange.start == buffer.shape[0] else buffer[exchange.start : exchange.stop]
+            if sent.dtype != self._return_dtype:
+                sent = sent.to(self._return_dtype)
+            out = received if exchange.sent.count == step.sent_rows else received[start : start + exchange.sent.count]
             what = f"{exchange.what}, return of gradients"
             pending.append(group.all_to_all(out, sent, exchange.send_counts, exchange.recv_counts, what=what))
             start += exchange.sent.count
@@ -145,7 +154,7 @@ class GradientSums:
         self._receive()  # on its step's stream, before the streams join
         self._streams.join()
         dtype = self._dtype if keep_kv_wide else self._k.dtype
-        grad_k, grad_v = (torch.empty(t.shape, dtype=dtype, device=t.device) for t in (self._k, self._v))
+        grad_k, grad_v = (empty_on_device_of(t, t.shape, dtype) for t in (self._k, self._v))
         per_row = self._exchange.format.per_batch_row
         if not self._final_returned:
             split_rows(self._grad_kv, grad_k, grad_v, per_row=per_row)

@@ -44,6 +44,18 @@ class StageExchange:
         """Whether each rank's rows are contiguous while all of them are not: then views are sent, and nothing is gathered first."""
         return self.sent.index is not None and all(rows.index is None for rows in self.sent_to)
 
+    @cached_property
+    def sent_ranges(self) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+        """The distinct contiguous ranges (start, stop) of `sent_to`, and for each rank the index of its range: see `sends_views`."""
+        ranges = [(rows.start, rows.stop) for rows in self.sent_to]
+        distinct = tuple(dict.fromkeys(ranges))
+        return distinct, tuple(distinct.index(r) for r in ranges)
+
+    @property
+    def gathers_rows(self) -> bool:
+        """Whether rows are copied before they are sent."""
+        return self.sent.index is not None and not self.sends_views
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepTiles:
@@ -82,17 +94,17 @@ class ComputeStep:
     exchanges: tuple[StageExchange, ...]
     tiles: tuple[StepTiles, ...]
 
-    @property
+    @cached_property
     def empty(self) -> bool:
         """Whether there is nothing to compute."""
         return all(tiles.empty for tiles in self.tiles)
 
-    @property
+    @cached_property
     def received_rows(self) -> int:
         """Rows of the buffer that other ranks send."""
         return self.buffer_rows - len(self.local)
 
-    @property
+    @cached_property
     def sent_rows(self) -> int:
         """Local rows that are sent, and whose partial gradients return."""
         return sum(exchange.sent.count for exchange in self.exchanges)
@@ -101,6 +113,11 @@ class ComputeStep:
     def transfer_rows(self) -> int:
         """Rows of the larger transfer: the larger of received and sent rows."""
         return max(self.received_rows, self.sent_rows)
+
+    @cached_property
+    def gathers_rows(self) -> bool:
+        """Whether an exchange copies rows before it sends them."""
+        return any(exchange.gathers_rows for exchange in self.exchanges)
 
     @cached_property
     def returned(self) -> ReturnedRows:

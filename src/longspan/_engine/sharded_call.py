@@ -126,8 +126,7 @@ class ShardedCall:
         separate, per_batch_row = self._sends_kv_separately(k, v), self.plan.batch_layouts > 1
         two_buffers = separate and bool(schedule.steps[0].exchanges) and not per_batch_row and capabilities.two_kv_buffers
         fmt = KVFormat(separate=separate, per_batch_row=per_batch_row, two_buffers=two_buffers)
-        steps = sum(len(step.tiles) for step in schedule.steps)
-        return PassSetup(kernel, schedule, capabilities, fmt, StepCalls(kernel, steps=steps))
+        return PassSetup(kernel, schedule, capabilities, fmt, StepCalls(kernel))
 
     def kv_exchange(self, setup: PassSetup, inputs: CallTensors, *, backward: bool) -> KVExchange:
         """The KV exchange of a pass; starts to send k and v."""

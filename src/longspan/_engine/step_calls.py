@@ -1,8 +1,9 @@
 """The kernel calls of one kind of pass over a mesh, by step and batch row. A call that repeats is prepared by its kernel.
 
-A step is found by the strides and the alignment of its tensors. Everything else that it depends on is part of the key under which
-`longspan._engine.plan_cache` holds the steps. A step is prepared when it is made for the second time with tensors of the same layouts:
-preparation takes longer than a call, and a plan may be used once.
+Prepared steps are found by the layouts of the pass's tensors, once per pass: the layouts of a step's buffers follow from them and from the
+schedule. Everything else that a step depends on is part of the key under which `longspan._engine.plan_cache` holds the calls. A step is
+prepared when it is made for the second time with tensors of the same layouts: preparation takes longer than a call, and a plan may be used
+once.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from enum import Enum
-from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from longspan._engine.kv_exchange import StepKV
+from longspan._engine.values import BackwardTensors, CallTensors
 from longspan._kernels.protocol import (
     MISALIGNED,
-    AttentionInputs,
     BackwardInputs,
     ComputesNorm,
-    Grads,
+    GradTargets,
     Kernel,
     PreparedBackwardStep,
     PreparedForwardStep,
@@ -29,77 +31,101 @@ from longspan._kernels.protocol import (
     Work,
 )
 
-LAYOUTS_PER_STEP = 16  # layouts of tensors, and scales, for which a step is prepared
+MAX_LAYOUTS = 16  # layouts of tensors, and scales, for which the steps of a pass are prepared
+
+Place = tuple[int, int]  # the step and the batch row
 
 
 class _Mark(Enum):
-    """In step_key of a prepared step: made once, or not supported by the kernel."""
+    """In place of a prepared step: made once, or not supported by the kernel."""
 
     SEEN_ONCE = 0
     NOT_SUPPORTED = 1
 
 
-Step = TypeVar("Step")
+class LayoutCalls:
+    """The kernel calls of passes with tensors of one layout. Not prepared without `prepares`.
 
-
-class _StepCache(Generic[Step]):
-    """Prepared steps by key: at most `size`, least recently used dropped first. Uses are noted once half of `size` is in use."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._steps: OrderedDict[Hashable, Step | _Mark] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def get(self, key: Hashable) -> Step | _Mark | None:
-        step = self._steps.get(key)
-        if step is not None and 2 * len(self._steps) >= self._size:
-            with suppress(KeyError):  # another thread dropped it meanwhile
-                self._steps.move_to_end(key)
-        return step
-
-    def put(self, key: Hashable, step: Step | _Mark) -> None:
-        self._steps[key] = step
-        if len(self._steps) > self._size:
-            self._steps.popitem(last=False)
-
-
-class StepCalls:
-    """The kernel calls of one kind of pass of `steps` steps. Not prepared without `prepare`, and where the kernel does not prepare steps.
-
-    `step_key` in its methods: the step, the batch row, and settings of this call that the work depends on. `captured`: the tensors that the
-    score program reads, on the device of the queries.
+    `captured` in its methods: the tensors that the score program reads, on the device of the queries.
     """
 
-    def __init__(self, kernel: Kernel, *, steps: int = 1, prepare: bool = True) -> None:
-        self._kernel = kernel
-        self.with_norm: ComputesNorm | None = kernel if isinstance(kernel, ComputesNorm) else None  # tests for protocols are slow
-        self._prepares: PreparesSteps | None = kernel if prepare and isinstance(kernel, PreparesSteps) else None
-        self._forward: _StepCache[PreparedForwardStep] = _StepCache(LAYOUTS_PER_STEP * steps)
-        self._backward: _StepCache[PreparedBackwardStep] = _StepCache(LAYOUTS_PER_STEP * steps)
-        self._overlap: dict[tuple[bool, ...], bool] = {}
+    def __init__(self, kernel: Kernel, prepares: PreparesSteps | None) -> None:
+        self._kernel, self._prepares = kernel, prepares
+        self._forward: dict[Place, PreparedForwardStep | _Mark] = {}
+        self._backward: dict[Place, PreparedBackwardStep | _Mark] = {}
 
     def forward(
-        self, step_key: Hashable, inputs: AttentionInputs, work: Callable[[], Work], captured: Sequence[Tensor], *,
+        self, place: Place, q: Tensor, kv: StepKV, work: Callable[[], Work], captured: Sequence[Tensor], *,
         state: State | None, final: bool, max_scores: bool,
     ) -> State:  # fmt: skip
         """`Kernel.forward`. Calls with max scores are not prepared."""
         kernel, prepares = self._kernel, self._prepares
         if prepares is None or max_scores:
-            return kernel.forward(inputs, work(), state=state, final=final, max_scores=max_scores)
-        key = step_key, _inputs_key(inputs), None if state is None else state.layout, _captured_key(captured)
-        step = self._forward.get(key)
+            return kernel.forward(kv.inputs(q), work(), state=state, final=final, max_scores=max_scores)
+        step = self._forward.get(place)
         if step is not None and not isinstance(step, _Mark):
-            return step(inputs, state, captured)
-        step_work = work()
+            return step(q, kv.addresses, state, captured)
+        inputs, step_work = kv.inputs(q), work()
         result = kernel.forward(inputs, step_work, state=state, final=final, max_scores=False)
         if step is None:
-            self._forward.put(key, _Mark.SEEN_ONCE)
+            self._forward[place] = _Mark.SEEN_ONCE
         elif step is _Mark.SEEN_ONCE:
             prepared = prepares.prepare_forward_step(inputs, step_work, state=state, result=result, final=final)
-            self._forward.put(key, _Mark.NOT_SUPPORTED if prepared is None else prepared)
+            self._forward[place] = _Mark.NOT_SUPPORTED if prepared is None else prepared
         return result
+
+    def backward(
+        self, place: Place, tensors: BackwardInputs, kv: StepKV, work: Callable[[], Work], captured: Sequence[Tensor], into: GradTargets
+    ) -> None:  # fmt: skip
+        """`Kernel.backward` with `into`: dQ and gradients of captured tensors are added to it, dK and dV overwrite it.
+
+        Of `tensors.inputs`, only q is read.
+        """
+        step = self._backward.get(place)
+        if step is not None and not isinstance(step, _Mark):
+            step(tensors, kv.addresses, into, captured)
+            return
+        step_tensors, step_work, grads = replace(tensors, inputs=kv.inputs(tensors.inputs.q)), work(), into.views()
+        self._kernel.backward(step_tensors, step_work, wide=True, into=grads)
+        if self._prepares is None:
+            return
+        if step is None:
+            self._backward[place] = _Mark.SEEN_ONCE
+        elif step is _Mark.SEEN_ONCE:
+            prepared = self._prepares.prepare_backward_step(step_tensors, step_work, into=grads)
+            self._backward[place] = _Mark.NOT_SUPPORTED if prepared is None else prepared
+
+
+class StepCalls:
+    """The kernel calls of one kind of pass, with prepared steps for at most MAX_LAYOUTS layouts, least recently used dropped first."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self.with_norm: ComputesNorm | None = kernel if isinstance(kernel, ComputesNorm) else None  # tests for protocols are slow
+        self._prepares: PreparesSteps | None = kernel if isinstance(kernel, PreparesSteps) else None
+        self._layouts: OrderedDict[Hashable, LayoutCalls] = OrderedDict()
+        self._overlap: dict[tuple[bool, ...], bool] = {}
+
+    def __len__(self) -> int:
+        return len(self._layouts)
+
+    def unprepared(self) -> LayoutCalls:
+        """Calls that are neither prepared nor cached, such as those of a CUDA graph capture."""
+        return LayoutCalls(self._kernel, None)
+
+    def of_layouts(self, layouts: Hashable) -> LayoutCalls:
+        """The calls of passes with these layouts (`forward_layouts`, `backward_layouts`)."""
+        if self._prepares is None:
+            return self.unprepared()
+        calls = self._layouts.get(layouts)
+        if calls is None:
+            calls = self._layouts[layouts] = LayoutCalls(self._kernel, self._prepares)
+            if len(self._layouts) > MAX_LAYOUTS:
+                self._layouts.popitem(last=False)
+        elif 2 * len(self._layouts) >= MAX_LAYOUTS:
+            with suppress(KeyError):  # another thread dropped it meanwhile
+                self._layouts.move_to_end(layouts)
+        return calls
 
     def may_overlap(self, needs: tuple[bool, ...], ask: Callable[[], bool]) -> tuple[bool, bool]:
         """Whether steps of a backward pass may run at the same time, by `ask`, and whether they do so in this call.
@@ -112,48 +138,22 @@ class StepCalls:
             return known, False
         return known, known
 
-    def backward(
-        self, step_key: Hashable, tensors: BackwardInputs, work: Callable[[], Work], captured: Sequence[Tensor], into: Grads
-    ) -> None:  # fmt: skip
-        """`Kernel.backward` with `into`: dQ and gradients of captured tensors are added to it, dK and dV overwrite it."""
-        kernel, prepares = self._kernel, self._prepares
-        if prepares is None:
-            kernel.backward(tensors, work(), wide=True, into=into)
-            return
-        key = step_key, _inputs_key(tensors.inputs), _gradients_key(tensors, into), _captured_key(captured)
-        step = self._backward.get(key)
-        if step is not None and not isinstance(step, _Mark):
-            step(tensors, into, captured)
-            return
-        step_work = work()
-        kernel.backward(tensors, step_work, wide=True, into=into)
-        if step is None:
-            self._backward.put(key, _Mark.SEEN_ONCE)
-        elif step is _Mark.SEEN_ONCE:
-            prepared = prepares.prepare_backward_step(tensors, step_work, into=into)
-            self._backward.put(key, _Mark.NOT_SUPPORTED if prepared is None else prepared)
 
-
-def _inputs_key(inputs: AttentionInputs) -> Hashable:
+def forward_layouts(inputs: CallTensors, captured: Sequence[Tensor], scale: float) -> Hashable:
+    """Layouts of the tensors of a forward pass, and its scale, on which its steps depend. captured: as in `LayoutCalls`."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    if inputs.local_kv is None:
-        return q.stride(), k.stride(), v.stride(), addresses & MISALIGNED
-    local_k, local_v = inputs.local_kv
-    addresses |= local_k.data_ptr() | local_v.data_ptr()
-    return q.stride(), k.stride(), v.stride(), addresses & MISALIGNED, local_k.stride(), local_v.stride()
+    misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & MISALIGNED
+    return q.stride(), k.stride(), v.stride(), misaligned, inputs.sink is None, _captured_layouts(captured), scale
 
 
-def _gradients_key(tensors: BackwardInputs, into: Grads) -> Hashable:
-    grad_out, norm, delta, dk, dv = tensors.grad_out, tensors.norm, tensors.delta, into.k, into.v
-    addresses = grad_out.data_ptr() | into.q.data_ptr() | dk.data_ptr() | dv.data_ptr()
-    for rows in (norm, delta):
-        addresses |= 0 if rows is None else rows.data_ptr()
+def backward_layouts(tensors: BackwardTensors, captured: Sequence[Tensor], scale: float, *, may_overlap: bool) -> Hashable:
+    """Layouts of the tensors of a backward pass, and its settings, on which its steps depend. may_overlap: from `StepCalls`."""
+    grad_out, grad_lse, lse = tensors.grad_out, tensors.grad_lse, tensors.lse
     return (
-        grad_out.dtype, grad_out.stride(), into.q.stride(), dk.dtype, dk.stride(), dv.stride(), addresses & MISALIGNED,
-        None if norm is None else norm.stride(), None if delta is None else delta.stride(), tensors.grad_lse is None,
+        forward_layouts(tensors.inputs, captured, scale), grad_out.dtype, grad_out.stride(), grad_out.data_ptr() & MISALIGNED,
+        lse.stride(), lse.data_ptr() & MISALIGNED, grad_lse is None, tuple(tensors.needs), may_overlap,
     )  # fmt: skip
 
 
-def _captured_key(captured: Sequence[Tensor]) -> Hashable:
+def _captured_layouts(captured: Sequence[Tensor]) -> Hashable:
     return tuple([(t.dtype, t.shape, t.stride(), t.data_ptr() & MISALIGNED) for t in captured]) if captured else None

@@ -12,9 +12,9 @@ D query/key head dim, E value head dim.  q [B, H, Q, D], k [B, G, K, D], v [B, G
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -300,25 +300,45 @@ class PreparesCalls(Protocol):
     def prepare_backward(self, tensors: BackwardInputs, work: Work) -> PreparedBackward | None: ...
 
 
+class KVAddresses(NamedTuple):
+    """Addresses of a step's k and v. `local_k`, `local_v`: those of `AttentionInputs.local_kv`, 0 if it is None."""
+
+    k: int
+    v: int
+    local_k: int = 0
+    local_v: int = 0
+
+
+class GradTargets(NamedTuple):
+    """Where a backward step writes its gradients: `Grads` with those of k and v by address. `views`: makes the `Grads`."""
+
+    q: Tensor
+    captured: list[Tensor | None]
+    k: int
+    v: int
+    views: Callable[[], Grads]
+
+
 class PreparedForwardStep(Protocol):
     """One forward step of a sharded call that repeats."""
 
-    def __call__(self, inputs: AttentionInputs, state: State | None, score_captured: Sequence[Tensor]) -> State:
+    def __call__(self, q: Tensor, kv: KVAddresses, state: State | None, score_captured: Sequence[Tensor]) -> State:
         """As `Kernel.forward` of the work and with the value of `final` that the step was prepared for."""
 
 
 class PreparedBackwardStep(Protocol):
     """One backward step of a sharded call that repeats."""
 
-    def __call__(self, tensors: BackwardInputs, into: Grads, score_captured: Sequence[Tensor]) -> None:
-        """As `Kernel.backward` with `into`, of the work that the step was prepared for."""
+    def __call__(self, tensors: BackwardInputs, kv: KVAddresses, into: GradTargets, score_captured: Sequence[Tensor]) -> None:
+        """As `Kernel.backward` with `into`, of the work that the step was prepared for. Of `tensors.inputs`, only q is read."""
 
 
 @runtime_checkable
 class PreparesSteps(Protocol):
     """A kernel with prepared steps of sharded calls that repeat. The rules are those of `PreparesCalls`.
 
-    A step is prepared after it was run: `result` is what `forward` returned for these inputs. Max scores are not supported.
+    A step is prepared after it was run: `result` is what `forward` returned for these inputs. Max scores are not supported. A prepared
+    step takes KV by address: views of buffers take longer to make than the launch.
     """
 
     def prepare_forward_step(

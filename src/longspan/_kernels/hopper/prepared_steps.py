@@ -18,7 +18,7 @@ from longspan._kernels.gpu.prepared_launch import direct_stream
 from longspan._kernels.hopper.passes import HopperCall, RowGrads, head_parts_of
 from longspan._kernels.hopper.prepared import PreparedPass, allocator_like, contiguous_allocator, distinct, is_preparable
 from longspan._kernels.hopper.state import HopperState
-from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, State, Work
+from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, GradTargets, KVAddresses, State, Work
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,7 +73,7 @@ class HopperForwardStep:
             idle=launch.idle_spans(work.table, work.q_tiles) if target == "new" else (),
         )  # fmt: skip
 
-    def __call__(self, inputs: AttentionInputs, state: State | None, score_captured: Sequence[Tensor]) -> State:
+    def __call__(self, q: Tensor, kv: KVAddresses, state: State | None, score_captured: Sequence[Tensor]) -> State:
         completed, old_out, old_lse = None, 0, 0
         if state is not None:
             completed = state.completed_out if type(state) is HopperState else None
@@ -90,10 +90,8 @@ class HopperForwardStep:
                 out = completed
         if self.empty_completed is not None:
             completed = self.empty_completed()
-        local_k, local_v = (0, 0) if inputs.local_kv is None else (inputs.local_kv[0].data_ptr(), inputs.local_kv[1].data_ptr())
         addresses = (
-            inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr(), local_k, local_v, old_out, old_lse, out.data_ptr(),
-            lse.data_ptr(), 0 if completed is None else completed.data_ptr(),
+            q.data_ptr(), *kv, old_out, old_lse, out.data_ptr(), lse.data_ptr(), 0 if completed is None else completed.data_ptr()
         )  # fmt: skip
         self.kernel_pass(direct_stream(self.device), addresses, [t.data_ptr() for t in score_captured])
         return State(out=out, lse=lse) if self.final else HopperState(out=out, lse=lse, completed_out=completed)
@@ -139,20 +137,23 @@ class HopperBackwardStep:
             return None
         return cls(dq=dq, dkdv=dkdv, device=inputs.q.device.index, parts=parts, empty_parts=empty_parts)
 
-    def __call__(self, tensors: BackwardInputs, into: Grads, score_captured: Sequence[Tensor]) -> None:
-        inputs, norm, delta = tensors.inputs, tensors.norm, tensors.delta
+    def __call__(self, tensors: BackwardInputs, kv: KVAddresses, into: GradTargets, score_captured: Sequence[Tensor]) -> None:
+        norm, delta, parts = tensors.norm, tensors.delta, None
         assert norm is not None and delta is not None
-        dk, dv = (into.k, into.v) if self.empty_parts is None else (self.empty_parts[0](), self.empty_parts[1]())
-        local_k, local_v = (0, 0) if inputs.local_kv is None else (inputs.local_kv[0].data_ptr(), inputs.local_kv[1].data_ptr())
+        dk, dv = into.k, into.v
+        if self.empty_parts is not None:
+            parts = self.empty_parts[0](), self.empty_parts[1]()
+            dk, dv = parts[0].data_ptr(), parts[1].data_ptr()
         norm_at = norm.data_ptr()
         addresses = (
-            inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr(), tensors.grad_out.data_ptr(), norm_at, delta.data_ptr(),
-            into.q.data_ptr(), dk.data_ptr(), dv.data_ptr(), local_k, local_v,
+            tensors.inputs.q.data_ptr(), kv.k, kv.v, tensors.grad_out.data_ptr(), norm_at, delta.data_ptr(), into.q.data_ptr(), dk, dv,
+            kv.local_k, kv.local_v,
         )  # fmt: skip
         stream, captured = direct_stream(self.device), [t.data_ptr() for t in score_captured]
         if self.dq is not None:
             self.dq(stream, addresses, captured, [g.data_ptr() for g in into.captured if g is not None] or (norm_at,))
         self.dkdv(stream, addresses, captured)
-        if self.parts > 1:
-            for summed, by_part in ((into.k, dk), (into.v, dv)):
+        if parts is not None:
+            grads = into.views()
+            for summed, by_part in zip((grads.k, grads.v), parts, strict=True):
                 summed.copy_(by_part.unflatten(1, (-1, self.parts)).sum(2))
