@@ -172,15 +172,23 @@ def assemble(code: Any) -> str:
 
 
 def check_arrivals(code: Any) -> None:
-    """One thread arrives at an mbarrier for its warp or warp group, whose other threads may still read or write what the arrival hands
-    over. Gluon synchronizes them before the arrival, in every Triton so far, but does not document it.
+    """One thread arrives at an mbarrier, or adds to a counter with release semantics, for its warp or warp group, whose other threads may
+    still read or write what it hands over. Gluon synchronizes them before, in every Triton so far, but does not document it.
+
+    Not checked: cp.async.mbarrier.arrive, by which each thread hands over its own copies.
     """
-    before = ""
+    orders_or_stores = r"\b(bar|barrier|mbarrier|wgmma|fence|cp)\.|\bst\.(shared|global)|stmatrix"
+    by_kind = {  # what hands over, and instructions that may not stand between a barrier and it
+        r"(?<!cp\.async\.)mbarrier\.arrive\.shared": rf"{orders_or_stores}|\bld\.shared|ldmatrix",
+        r"\b(atom|red)\.global\.gpu\.(release|acq_rel)\.": orders_or_stores,  # of global memory: the adding thread may load its address
+    }
+    before = dict.fromkeys(by_kind, "")
     for line in code.asm["ptx"].splitlines():
-        if "mbarrier.arrive.shared" in line and not re.search(r"\bbar(rier)?\.(cta\.|warp\.)?sync", before):
-            raise SystemExit(f"expected a barrier of the warp group before {line.strip()}, got {before.strip()}")
-        if re.search(r"\b(bar|barrier|mbarrier|wgmma|fence)\.|\b(ld|st)\.shared|stmatrix|ldmatrix|\bst\.global", line):
-            before = line
+        for kind, others in by_kind.items():
+            if re.search(kind, line) and not re.search(r"\bbar(rier)?\.(cta\.|warp\.)?sync", before[kind]):
+                raise SystemExit(f"expected a barrier of the warp group before {line.strip()}, got {before[kind].strip()}")
+            if re.search(others, line):
+                before[kind] = line
 
 
 def check_counters(name: str, code: Any) -> None:
