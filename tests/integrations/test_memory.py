@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import longspan as ls
 from longspan._engine import ops
@@ -262,3 +263,48 @@ def test_models_whose_loss_is_not_that_of_a_linear_layer_raise() -> None:
             memory.causal_lm_loss(mixture, {**batch_of(), **change()})
     with pytest.raises(ValueError, match="expected labels"):
         memory.causal_lm_loss(tiny("Llama"), {"input_ids": torch.ones(1, 3, dtype=torch.long)})
+
+
+def test_recomputed_queries_are_free_after_the_backward_pass_of_attention() -> None:
+    alive: list[bool] = []
+    stored: list[StorageWeakRef] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            alive.extend(not storage.expired() for storage in stored)
+            return grad
+
+    def layer_of(x: Tensor) -> Tensor:
+        q = Look.apply(x) * 2
+        stored.append(StorageWeakRef(q.untyped_storage()))
+        return ls.attention(q, x, x, mask=ls.causal()).cos()
+
+    memory.checkpoint(layer_of, torch.randn(1, 2, 50, 16, requires_grad=True)).sum().backward()
+    assert alive == [False, False]
+
+
+class GatedRMSNorm(nn.Module):
+    """x / rms(x), times weight, and a gate if there is one."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(size))
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        y = self.weight * x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+        return y if gate is None else y * gate
+
+
+def test_tiled_norms_equal_whole_ones() -> None:
+    model = nn.Sequential(GatedRMSNorm(6), nn.LayerNorm(6))
+    x = torch.randn(2, 11, 5, 6, requires_grad=True)
+    weight = model[0].weight
+    want = [t for y in (model[0](x), model[0](x[:, 0], x[:, 1])) for t in (y, *torch.autograd.grad(y.sin().sum(), (x, weight)))]
+    assert memory.tile_norms(model, 4) == ["0"]
+    got = [t for y in (model[0](x), model[0](x[:, 0], gate=x[:, 1])) for t in (y, *torch.autograd.grad(y.sin().sum(), (x, weight)))]
+    torch.testing.assert_close(got, want)

@@ -59,6 +59,8 @@ class BackwardTensors:
 
     def flat_grads(self, grads: Grads, grad_sink: Tensor | None) -> list[Tensor]:
         """Gradients of q, k, v, the sink if there is one, and the captured tensors with `needs`: contiguous, in their tensors' dtypes."""
+        for name in ("q", "k", "v"):  # one after the other: a copy replaces its source
+            setattr(grads, name, getattr(grads, name).contiguous())
         flat = [grads.q, grads.k, grads.v]
         if self.inputs.sink is not None and grad_sink is not None:
             flat.append(grad_sink.to(self.inputs.sink.dtype))

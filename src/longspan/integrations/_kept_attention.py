@@ -95,7 +95,8 @@ class _Replay(TorchDispatchMode):
                 "the function must do the same each time"
             )
         self._next += 1
-        return tuple(t.read() for t in self._results[self._next - 1])
+        # New tensors: autograd makes these results of the recomputed graph, which would live as long as the recorded ones.
+        return tuple(detached_below_autograd(t.read()) for t in self._results[self._next - 1])
 
 
 def record_and_replay(store: HostStore | None) -> tuple[_Record, _Replay]:

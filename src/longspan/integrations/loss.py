@@ -94,9 +94,9 @@ def linear_token_loss(
         return cross_entropy(_widened(linear(h, weight)), t, ignore_index=ignore_index, reduction="sum")
 
     total = _widened(tokens.new_zeros(()))
-    for start in range(0, tokens.shape[0], chunk):
-        end = start + chunk
-        total = total + checkpoint(chunk_sum, tokens[start:end], targets[start:end], use_reentrant=False, preserve_rng_state=False)
+    # One split: the gradient of each slice alone would be as large as `tokens`.
+    for part, part_targets in zip(tokens.split(chunk), targets.split(chunk)):
+        total = total + checkpoint(chunk_sum, part, part_targets, use_reentrant=False, preserve_rng_state=False)
     return total * averaged / _at_least_one(count, total)
 
 

@@ -26,7 +26,7 @@ from longspan.integrations._kept_attention import ATTENTION, Unmodified, record_
 from longspan.integrations._plan_use import run_checked
 from longspan.integrations.loss import linear_token_loss, shift_labels, token_count
 
-__all__ = ["Place", "causal_lm_loss", "checkpoint", "long_context", "tile_mlps", "tiled"]
+__all__ = ["Place", "causal_lm_loss", "checkpoint", "long_context", "tile_mlps", "tile_norms", "tiled"]
 
 Place = Literal["device", "host"]
 _MIN_BYTES = 1 << 20  # smaller inputs stay on the device
@@ -125,9 +125,45 @@ def _tiled_in_training(module: nn.Module, forward: Callable[[Tensor], Tensor], c
     return tiled(forward, x, chunk=chunk) if module.training else forward(x)
 
 
-def _is_mlp(module: nn.Module) -> bool:
+def tile_norms(model: nn.Module, chunk: int) -> list[str]:
+    """Compute the norms of a model by `tiled` in training mode, in place.
+
+    A model's own RMSNorm computes in float32 and keeps several copies of its input for the backward pass. Tiled, it keeps the input. Norms
+    of torch keep no copies and stay as they are.
+
+    Args:
+        model: Any module.
+        chunk: Tokens at a time.
+
+    Returns:
+        The names of these modules: of one argument, without parts, with a class name that ends in "RMSNorm" or "LayerNorm".
+    """
+    names = [name for name, module in model.named_modules() if _is_norm(module)]
+    for name in names:
+        module = model.get_submodule(name)
+        module.forward = functools.partial(_tiled_norm, module, module.forward, chunk)
+    return names
+
+
+def _tiled_norm(module: nn.Module, forward: Callable[..., Tensor], chunk: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A norm over the last dim of x [B, S, ...], by chunks of dim 1. With further arguments, such as a gate, as it is."""
+    if not module.training or args or kwargs or x.ndim < 3 or any(p.shape != x.shape[-1:] for p in module.parameters()):
+        return forward(x, *args, **kwargs)
+    return tiled(forward, x, chunk=chunk, dim=1)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    name, own = type(module).__name__, not type(module).__module__.startswith("torch.")
+    return own and name.endswith(("RMSNorm", "LayerNorm")) and not list(module.children()) and _takes_one_argument(module)
+
+
+def _takes_one_argument(module: nn.Module) -> bool:
     arguments = inspect.signature(module.forward).parameters.values()
-    if len([a for a in arguments if a.default is inspect.Parameter.empty]) != 1:
+    return len([a for a in arguments if a.default is inspect.Parameter.empty]) == 1
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    if not _takes_one_argument(module):
         return False
     leaves = [m for m in module.modules() if not list(m.children())]
     plain = all(isinstance(m, nn.Linear) or not list(m.parameters()) for m in leaves)
@@ -199,8 +235,8 @@ def long_context(
 ) -> Any:  # fmt: skip
     """Prepare a transformers causal LM for long training steps, in place: one call for everything in this module.
 
-    In training mode, every decoder layer runs by `checkpoint`, MLPs run by `tiled`, and `model(**batch)` with labels computes the loss by
-    `causal_lm_loss`, without logits. In evaluation mode the model is as before, apart from the attention implementation.
+    In training mode, every decoder layer runs by `checkpoint`, MLPs and norms run by `tiled`, and `model(**batch)` with labels computes the
+    loss by `causal_lm_loss`, without logits. In evaluation mode the model is as before, apart from the attention implementation.
 
     Args:
         model: A `PreTrainedModel` that supports gradient checkpointing. Its attention implementation becomes "longspan".
@@ -208,7 +244,7 @@ def long_context(
             batches from `prepare_batch`.
         keep: Where attention's results wait for the backward pass.
         inputs: Where the inputs of layers wait.
-        mlp_chunk: Tokens at a time in MLPs; None leaves them whole.
+        mlp_chunk: Tokens at a time in MLPs and norms; None leaves them whole.
         loss_chunk: Tokens whose logits are in memory at once; None: the model computes its own loss, with all logits.
         gradients: As in `prepare_batch`.
         **options: Keywords of `longspan.plan` for `prepare_batch`.
@@ -229,6 +265,7 @@ def long_context(
             module._gradient_checkpointing_func = functools.partial(_checkpoint, keep=kept_on, inputs=inputs_on)
     if mlp_chunk is not None:
         tile_mlps(model, mlp_chunk)
+        tile_norms(model, mlp_chunk)
     plain_forward = model.forward
     names = list(inspect.signature(plain_forward).parameters)
 
