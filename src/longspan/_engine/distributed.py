@@ -122,12 +122,10 @@ def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide
     assert call.setup is not None
     kernel, schedule, capabilities, _, step_calls = call.setup
     captured = call.captured_here
-    terms = BackwardInputs(
-        inputs=AttentionInputs(q=q, k=inputs.k, v=inputs.v), out=tensors.out, lse=tensors.lse, grad_out=tensors.grad_out,
-        grad_lse=grad_lse, needs=needs,
-    )  # fmt: skip
+    kernel_inputs, out, lse, grad_out = AttentionInputs(q=q, k=inputs.k, v=inputs.v), tensors.out, tensors.lse, tensors.grad_out
+    terms = BackwardInputs(inputs=kernel_inputs, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse)
     grad_q, delta, norm = _row_terms(kernel, step_calls, terms)
-    grad_sink = sink_gradient(inputs.sink, tensors.lse, delta)
+    grad_sink = sink_gradient(inputs.sink, lse, delta)
     exchange = call.kv_exchange(call.setup, inputs, backward=True)
     may_overlap = overlap = False
     if q.is_cuda and exchange.group is not None and exchange.group.any_stream:
@@ -139,7 +137,9 @@ def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide
         inputs, needs, exchange, schedule, streams, grad_q=grad_q, return_dtype=call.grad_kv_dtype(q.dtype),
         writes_once=capabilities.rounds_kv_grads_once,
     )  # fmt: skip
-    terms = replace(terms, delta=delta, norm=norm)
+    terms = BackwardInputs(
+        inputs=kernel_inputs, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse, needs=needs, delta=delta, norm=norm
+    )  # fmt: skip
     # By batch row, where batch rows are laid out differently.
     terms_by_row = [terms] if call.plan.batch_layouts == 1 else [_batch_row(terms, r) for r in range(len(q))]
     with streams:

@@ -56,7 +56,9 @@ class StepStreams:
 
     def of(self, step: int) -> AbstractContextManager[object]:
         """A context in which the stream of a step is current."""
-        return _CurrentStream(self._current, self.streams[step % 2]) if self.streams else _UNCHANGED
+        if not self.streams or self._current[-1] is self.streams[step % 2]:
+            return _UNCHANGED
+        return _CurrentStream(self._current, self.streams[step % 2])
 
     def record(self) -> torch.cuda.Event | None:
         """An event after the work that the current stream has now; None where there is one stream only."""

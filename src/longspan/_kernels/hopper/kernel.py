@@ -38,6 +38,7 @@ from longspan._kernels.hopper.state import HopperState
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Capabilities, Grads, Kernel, Selection, State, Work
 from longspan._masks.block_table import BLOCK_SIZE, BlockTable
 from longspan._masks.static_table import StaticTable
+from longspan._torch_private import empty_on_device_of
 
 # Gluon is experimental: names and the barriers that it inserts change between versions. With all of these, the kernels compile and a
 # barrier precedes every arrival (`tests/kernels/hopper_compile.py`). The GPU tests have passed with TESTED_TRITON.
@@ -231,7 +232,7 @@ class HopperKernel:
 
     def row_terms(self, tensors: BackwardInputs, zeroed: Tensor) -> tuple[Tensor, Tensor]:
         lse, grad_lse = tensors.lse.contiguous(), tensors.grad_lse
-        delta, norm = torch.empty_like(lse), torch.empty_like(lse)
+        delta, norm = (empty_on_device_of(lse, lse.shape, lse.dtype) for _ in range(2))
         row_tensors = {
             "q_ptr": tensors.inputs.q if isolation_enabled() else None, "out_ptr": tensors.out, "do_ptr": tensors.grad_out, "lse_ptr": lse,
             "grad_lse_ptr": None if grad_lse is None else grad_lse.float().contiguous(), "norm_ptr": norm, "delta_ptr": delta,
