@@ -98,6 +98,21 @@ def test_integers_of_less_than_64_bits_wrap_as_in_torch(dtype: torch.dtype) -> N
     assert torch.equal(got, want.to(got.dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64], ids=str)
+def test_shifts_by_less_than_zero_or_more_than_the_width_match_torch(dtype: torch.dtype) -> None:
+    info = torch.iinfo(dtype)
+    table = torch.tensor([info.max, info.min, 5, 1], dtype=dtype, device=DEVICE).repeat(16)
+    counts = torch.tensor([-1, 0, 3, 7, 8, 31, 32, 33, 63, 64, 70, 100, -5, 9, 40, 2], device=DEVICE).to(dtype).repeat(4)
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        x, y = table[q], counts[kv]
+        fixed = [x << -1, x << 3, x << 40, x << 70, x >> -1, x >> 9, x >> 33, x >> 70]
+        return sum(((value % 97) * (i + 1)).float() for i, value in enumerate([*fixed, x << y, x >> y]))  # type: ignore[return-value]
+
+    got, want = _evaluate(mod)
+    assert torch.equal(got, want.to(got.dtype))
+
+
 def test_negated_int16_is_not_computed_in_16_bits() -> None:
     """ptxas compares the 16-bit −(−32768) as 32768."""
     table = torch.zeros(64, dtype=torch.int16)

@@ -109,7 +109,8 @@ EMITTERS.update({name: _float_op(name) for name in _UNARY_FLOAT})
 
 
 def _integer(e: Emitter, template: str, values: list[Value], bound: int, *, nonneg: bool = False, floated: bool = False) -> Value:
-    """Integer arithmetic, in 32 bits if `bound` fits, else in 64."""
+    """Integer arithmetic, in 32 bits if `bound` fits, else in 64, where it may wrap."""
+    nonneg = nonneg and bound < 2**63
     type = "int64" if bound > INT32_MAX or common(values) == "int64" else "int32"
     return _apply(e, template, values, type, bound=bound, nonneg=nonneg, floated=(template, tuple(values)) if floated else None)
 
@@ -327,11 +328,20 @@ def _bits(e: Emitter, node: Node, args: list[Any]) -> Value:
 
 @emits("bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__")
 def _shift(e: Emitter, node: Node, args: list[Any]) -> Value:
+    """A shift. By less than 0 or more than the width, torch shifts everything out; on a GPU the result is undefined."""
     a, b = args[:2]
+    known = type(b.literal) is int
     if "left" in str(node.target) or "lshift" in str(node.target):
-        bound = a.bound << b.literal if type(b.literal) is int else 2**63
-        return _integer(e, "{0} << {1}", [a, b], bound, nonneg=a.nonneg)
-    return _integer(e, "{0} >> {1}", [a, b], a.bound, nonneg=a.nonneg)
+        if not known:
+            return _integer(e, "tl.where(({1} < 0) | ({1} > 63), 0, {0} << ({1} & 63))", [a, b], 2**63)
+        outside = not 0 <= b.literal < 64
+        return _integer(
+            e, "{0} * 0" if outside else f"{{0}} << {b.literal}", [a], 0 if outside else max(1, a.bound) << b.literal, nonneg=a.nonneg
+        )
+    most = 63 if a.bound > INT32_MAX or common([a, b]) == "int64" else 31
+    if not known:
+        return _integer(e, f"{{0}} >> tl.where(({{1}} < 0) | ({{1}} > {most}), {most}, {{1}})", [a, b], a.bound, nonneg=a.nonneg)
+    return _integer(e, f"{{0}} >> {b.literal if 0 <= b.literal < most else most}", [a], a.bound, nonneg=a.nonneg)
 
 
 @emits("isnan", "isinf", "isfinite", "signbit")
