@@ -44,7 +44,7 @@ class PreparedLaunch:
     """
 
     kernel: Any
-    options: dict[str, int]
+    options: dict[str, Any]
     ctas: int
     device: torch.device
     descriptors: dict[str, Callable[[Tensor], Any]]
