@@ -94,7 +94,6 @@ def test_labels_that_only_padding_could_predict_do_not_count() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pixel_values": torch.zeros(2, 3)}, "got 'pixel_values', which it cannot split"),
         ({"attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}, "mask of query-key pairs"),
         ({"attention_mask": torch.full((2, LENGTH), 2)}, "give document_ids"),
         ({"labels": torch.zeros(2, 5)}, r"expected labels of shape \[2, 211\]"),

@@ -56,6 +56,7 @@ class PreparedBatch(TypedDict, total=False):
     labels: Tensor
     shift_labels: Tensor
     num_items_in_batch: Tensor
+    attention_mask: Tensor
 
 
 def prepare_batch(
@@ -75,7 +76,9 @@ def prepare_batch(
     Args:
         batch: `input_ids` [B, S] or `inputs_embeds` [B, S, D], and any of: `labels` [B, S], not shifted; `position_ids` [B, S] or [1, S],
             which start again at each packed document; `document_ids` (or `seq_idx`) [B, S], negative for padding; `cu_seq_lens_q`
-            [documents + 1], where documents begin, counted over all rows; `attention_mask` [B, S], 0 for padding.
+            [documents + 1], where documents begin, counted over all rows; `attention_mask` [B, S], 0 for padding. With other entries
+            (images, audio, video, token types) or `position_ids` by axis ([3, B, S], or [4, B, S] after those of text) the model gets the
+            whole batch, and its text decoder takes this rank's tokens.
         mesh: The ranks that share the sequence, as `longspan.plan` takes them. Or a DeviceMesh with an axis "cp" beside any of "dp",
             "dp_replicate", "dp_shard" and "tp": labels are then counted over the data axes too, in one small collective call.
         config: The model or its config. It must run attn_implementation="longspan". Its windows get plans of their own over the common
@@ -86,11 +89,12 @@ def prepare_batch(
         **options: Keywords of `longspan.plan`: layout, strategy, heads, …
 
     Returns:
-        `input_ids` [B, L] (or `inputs_embeds`), `position_ids` [B, L], `longspan_plan`, `use_cache` False. With labels also `labels` and
+        `input_ids` [B, L] (or `inputs_embeds`), `position_ids` [B, L], `longspan_plan`, `use_cache` False; with images and the like, all
+        inputs whole in place of the first two. With labels also `labels` and
         `shift_labels` [B, L], both shifted, and `num_items_in_batch`, by which a transformers model divides its sum.
 
     Raises:
-        ValueError: If the batch holds tensors that cannot be split, or the model computes something from its shard only.
+        ValueError: If entries of the batch do not fit together, or the model computes something from its shard only.
 
     Note:
         Packed documents are detected as transformers does: a document starts where `position_ids` do not increase by one. No token sees
@@ -98,6 +102,10 @@ def prepare_batch(
     """
     if gradients not in ("mean", "sum"):
         raise ValueError(f"prepare_batch: expected gradients='mean' (DDP, FSDP) or 'sum', got {gradients!r}")
+    others, positions_by_axis = _other_inputs(batch), _by_axis(batch.get("position_ids"))
+    whole_inputs = bool(others) or positions_by_axis is not None
+    if positions_by_axis is not None:
+        batch = {**batch, "position_ids": positions_by_axis[0] if len(positions_by_axis) == 4 else None}
     tokens, batch_size, length = _tokens(batch)
     config = getattr(config, "config", config)
     plan_options: dict[str, Any] = {"batch": batch_size, **options}
@@ -114,7 +122,8 @@ def prepare_batch(
     _check_every_rank_has_tokens(plans, roles.context_size, length)
     plans.documents_from_positions = _documents_from_positions(batch, positions)
     plans.states_documents = any(batch.get(name) is not None for name in ("document_ids", "seq_idx", "cu_seq_lens_q"))
-    if batch.get("position_ids") is None:
+    plans.whole_inputs = whole_inputs
+    if batch.get("position_ids") is None and not whole_inputs:
         plans.position_rule = "by place" if config is None else position_rule(config)
 
     device = device_of(mesh) if device is None else device
@@ -122,11 +131,18 @@ def prepare_batch(
     def local(x: Tensor) -> Tensor:
         return plans.shard(x, 1).to(device if device is not None else x.device)
 
-    prepared: PreparedBatch = {"position_ids": local(positions), "longspan_plan": plans, "use_cache": False}
-    if batch.get("input_ids") is not None:
-        prepared["input_ids"] = local(tokens)
+    def whole(x: Any) -> Any:
+        return x.to(device) if isinstance(x, Tensor) and device is not None else x
+
+    prepared: PreparedBatch = {"longspan_plan": plans, "use_cache": False}
+    own: Any = {name: batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None}
+    if whole_inputs:
+        stated = {"position_ids": positions_by_axis if positions_by_axis is not None else batch.get("position_ids")}
+        own = {**own, **others, **stated, "attention_mask": batch.get("attention_mask")}
+        prepared.update({name: whole(value) for name, value in own.items() if value is not None})  # type: ignore[typeddict-item]
     else:
-        prepared["inputs_embeds"] = local(tokens)
+        own = {**own, "position_ids": positions}
+        prepared.update({name: local(value) for name, value in own.items()})  # type: ignore[typeddict-item]
     labels = _shifted_labels(batch, blind)
     if labels is not None:
         total = sum_over_data_ranks(token_count(labels), roles) if count is None else torch.as_tensor(count)
@@ -145,13 +161,6 @@ def document_starts(positions: Tensor) -> Tensor:
 
 def _tokens(batch: Mapping[str, Any]) -> tuple[Tensor, int, int]:
     """(tokens or embeddings, B, S) of a batch whose entries were checked."""
-    unknown = [name for name, value in batch.items() if name not in (*_PER_TOKEN, *_FLASH_ARGUMENTS) and value is not None]
-    if unknown:
-        raise ValueError(
-            f"prepare_batch: expected {', '.join(map(repr, _PER_TOKEN))}, got {', '.join(map(repr, unknown))}, which it cannot split over "
-            "ranks. Images, audio, video and token types change positions and masks of some models: such batches are not supported on "
-            "several ranks. Give arguments that do not depend on tokens to the model directly"
-        )
     tokens = batch.get("input_ids")
     if tokens is None:
         tokens = batch.get("inputs_embeds")
@@ -171,6 +180,17 @@ def _tokens(batch: Mapping[str, Any]) -> tuple[Tensor, int, int]:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"prepare_batch: expected {name} of shape [{batch_size}, {length}] like input_ids, got {got}{hint}")
     return tokens, batch_size, length
+
+
+def _other_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Images, audio, video and token types: everything that is not split by token."""
+    known = (*_PER_TOKEN, *_FLASH_ARGUMENTS)
+    return {name: value for name, value in batch.items() if name not in known and value is not None}
+
+
+def _by_axis(positions: Any) -> Tensor | None:
+    """position_ids by axis of M-RoPE, [3, B, S], or [4, B, S] after those of text; None for others."""
+    return positions if isinstance(positions, Tensor) and positions.ndim == 3 else None
 
 
 def _positions(batch: Mapping[str, Any], tokens: Tensor, config: Any) -> Tensor:

@@ -23,6 +23,7 @@ class Forward:
     counted_loss: whether a loss was computed from shifted labels and the count of the whole batch.
     mixer: the call of a layer without attention that is running.
     has_mixers: whether some layer mixes tokens without attention.
+    in_decoder: whether the text decoder runs, of a model whose inputs are whole (`_decoders`).
     tokens: the model's input_ids, or None.
     cache_update: the update of a `PagedCache` by a layer whose attention has not run yet.
     cache_columns: each `PagedCache` and its columns before this forward, by id of the cache.
@@ -36,9 +37,15 @@ class Forward:
         self.counted_loss = False
         self.mixer: Any = None
         self.has_mixers = False
+        self.in_decoder = False
         self.tokens: Any = None
         self.cache_update: Any = None
         self.cache_columns: dict[int, tuple[Any, int]] = {}
+
+    @property
+    def active_plan(self) -> Any:
+        """The plan; None before the text decoder of a model whose inputs are whole."""
+        return None if getattr(self.plan, "whole_inputs", False) and not self.in_decoder else self.plan
 
     def undo_caches(self) -> None:
         """Drop the tokens of this forward, which failed, from caches."""
@@ -67,9 +74,9 @@ def plan_in_context(module: nn.Module) -> Any:
                 f"{PLAN_KEYWORD} on. Use model.gradient_checkpointing_enable() instead of another checkpoint function"
             )
         return None
-    if forward.plan is not None:
+    if forward.active_plan is not None:
         module._longspan_plan_in_context = True  # type: ignore[assignment]
-    return forward.plan
+    return forward.active_plan
 
 
 def record_loss() -> None:
@@ -107,13 +114,16 @@ class PlanKeepingCheckpoint:
         if forward is None:
             return self.function(run, *args, **kwargs)
 
+        in_decoder = forward.in_decoder
+
         def run_within(*run_args: Any, **run_kwargs: Any) -> Any:
-            mixer = forward.mixer
+            before = forward.mixer, forward.in_decoder
+            forward.in_decoder = in_decoder
             try:
                 with in_forward(forward):
                     return run(*run_args, **run_kwargs)
             finally:
-                forward.mixer = mixer  # a recomputation may end early, inside of a mixer
+                forward.mixer, forward.in_decoder = before  # a recomputation may end early, inside of a mixer
 
         return self.function(run_within, *args, **kwargs)
 

@@ -30,6 +30,7 @@ class ModelMask:
     foreign:       the name of a part that no plan takes over; "" for none.
     packed:        whether the mask separates packed documents.
     q_offset, kv_offset:  the positions of the first query and the first key.
+    whole:         whether the mask is of the whole batch, in a forward with a plan (`_decoders`).
     family:        the model's config class, for error messages.
 
     transformers may move the mask between devices. Models that compute with their mask as with a tensor raise.
@@ -44,6 +45,7 @@ class ModelMask:
     packed: bool = False
     q_offset: int = 0
     kv_offset: int = 0
+    whole: bool = False
     family: str = "this config"
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from longspan.integrations import _mixers
+from longspan.integrations import _decoders, _mixers
 from longspan.integrations._configs import check_implementation, check_positions, layers_without_mixing
 from longspan.integrations._forward import PLAN_KEYWORD, Forward, PlanKeepingCheckpoint, current_forward, described, in_forward, record_loss
 
@@ -38,6 +38,8 @@ def record_use(module: nn.Module) -> None:
             f"longspan: {described(forward.mixer.module)} mixes tokens both by attention and otherwise. This model is not supported on "
             "several ranks; call it without a plan on one device"
         )
+    if forward.active_plan is None:
+        return  # a vision or audio tower
     forward.module_ids.add(id(module))
     if getattr(forward.plan, "documents_from_positions", False) and not forward.searched_documents:
         advice = "Give one document per row" if forward.has_mixers else "Give document_ids [B, S] to prepare_batch to separate them"
@@ -74,6 +76,11 @@ def checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             if plan is not None:
                 _mixers.reject_compiled(self)
+                if _decoders.has_whole_inputs(plan):
+                    raise ValueError(
+                        f"longspan: {type(self).__name__} is compiled as a whole: not supported with a batch of images, audio, video or "
+                        "token types on several ranks; compile its decoder layers instead"
+                    )
             return call(self, *args, **kwargs)  # a layer without a plan raises while it is traced
         outer = current_forward.get()
         if outer is not None and outer.plan is not None:
@@ -132,7 +139,10 @@ def _check_before(model: nn.Module, plan: Any, mask: Any) -> list[nn.Module]:
     Raises:
         ValueError: For a mask beside a plan, and a model that would not place its shard's tokens.
     """
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+    outer, whole = model, _decoders.has_whole_inputs(plan)
+    if whole:
+        model = _decoders.install(model)
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not whole:
         raise ValueError(
             "longspan: expected no attention_mask beside a plan, got one; give attention_mask to prepare_batch, so that the plan covers "
             "the padding of all ranks"
@@ -145,7 +155,7 @@ def _check_before(model: nn.Module, plan: Any, mask: Any) -> list[nn.Module]:
             "shard from 0. This model is not supported on several ranks; call it without a plan on one device"
         )
     check_positions(model.config, plan)
-    for module in model.modules():
+    for module in outer.modules():
         module.__dict__.pop("_longspan_compiled_use", None)
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "_longspan_plan_positions", False):
             raise ValueError(
@@ -169,7 +179,8 @@ def _uses_relative_positions(model: nn.Module, mixers: list[nn.Module]) -> bool:
 
 
 def _check_all_used(model: nn.Module, forward: Forward) -> None:
-    unused = _layers_without_plan(model, forward)
+    part = _decoders.decoder_of(model) if _decoders.has_whole_inputs(forward.plan) else model
+    unused = _layers_without_plan(part, forward)
     if not unused and (forward.module_ids or _any_compiled(model) or any(hasattr(m, "_longspan_compiled_use") for m in model.modules())):
         return
     who = f"{_listed(unused)} did not use it" if unused else "no attention layer used it"

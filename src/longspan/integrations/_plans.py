@@ -18,6 +18,7 @@ from longspan._planner.plan_set import PlanSet
 from longspan._planner.planning import plan
 
 FULL, SLIDING, CHUNKED = "full", "sliding", "chunked"
+_MODEL_MASKS = 8  # plans by masks of a model's own: two or three in a forward
 Span = tuple[str, int]  # (SLIDING, tokens of the window) or (CHUNKED, tokens of a chunk)
 
 
@@ -31,17 +32,30 @@ class ModelPlans(PlanSet):
     position_rule: how tokens were numbered (`position_rule` of the config); None if the batch had position_ids.
     real_tokens: bool [B, S] on the CPU, False for padding; None without padding.
     states_documents: whether the batch says by itself which document a token belongs to (document_ids, seq_idx, cu_seq_lens).
+    whole_inputs: whether the model is given the whole batch, of which its text decoder takes this rank's tokens (`_decoders`).
     """
 
     documents_from_positions: bool = False
     position_rule: str | None = None
     real_tokens: Tensor | None = None
     states_documents: bool = False
+    whole_inputs: bool = False
 
     def __init__(self, plans: dict[str, Plan], *, mask: Mask, spans: Mapping[Span, str], options: Mapping[str, Any]) -> None:
         super().__init__(plans)
         self._mask, self._spans, self._options = mask, dict(spans), dict(options)
         self._lock = threading.Lock()
+        self._by_mask: dict[int, tuple[Mask, Plan]] = {}  # by id of the mask
+
+    def by_mask(self, mask: Mask) -> Plan:
+        """The plan of a mask that the model made of the whole batch, over the same layout. Holds the masks of one forward."""
+        with self._lock:
+            made = self._by_mask.get(id(mask))
+            if made is None:
+                if len(self._by_mask) >= _MODEL_MASKS:
+                    self._by_mask.clear()
+                made = self._by_mask[id(mask)] = mask, self._of_mask(mask, {})
+        return made[1]
 
     def of(self, span: Span | None, heads: int | None = None, kv_heads: int | None = None) -> Plan:
         """The plan for layers of this window or chunk size, None for full attention, and of these heads."""
@@ -67,10 +81,13 @@ class ModelPlans(PlanSet):
                 self._spans[span] = name
 
     def _over_same_layout(self, span: Span | None, heads: Mapping[str, int | None]) -> Plan:
+        return self._of_mask(within(self._mask, span, self.real_tokens), heads)
+
+    def _of_mask(self, mask: Mask, heads: Mapping[str, int | None]) -> Plan:
         full = self._plans[FULL]
         strategy = full.strategy if full.data.head_axis is not None else "auto"
         options = {**self._options, **heads, "layout": full.layout, "strategy": strategy}
-        return plan(within(self._mask, span, self.real_tokens), full.data.q_len, full.mesh, **options)
+        return plan(mask, full.data.q_len, full.mesh, **options)
 
     def on(self, mesh: Any) -> ModelPlans:
         """The same plans as another rank's, or on another mesh of equal shape."""
@@ -81,7 +98,7 @@ class ModelPlans(PlanSet):
 
     def _facts(self) -> dict[str, Any]:
         """What the plans say about their batch."""
-        names = ("documents_from_positions", "position_rule", "real_tokens", "states_documents")
+        names = ("documents_from_positions", "position_rule", "real_tokens", "states_documents", "whole_inputs")
         return {name: getattr(self, name) for name in names}
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -32,7 +32,8 @@ from longspan._planner.plan_set import PlanSet
 from longspan.integrations._adapters import adapting, adapting_later
 from longspan.integrations._batch import PreparedBatch, RealKeys, prepare_batch
 from longspan.integrations._configs import NAME, check_config, dropout_field
-from longspan.integrations._forward import plan_in_context
+from longspan.integrations._decoders import has_whole_inputs
+from longspan.integrations._forward import current_forward, plan_in_context
 from longspan.integrations._model_mask import PACKED, CompiledMask, ModelMask, foreign_part, mask_parts, span_of, visible_keys, with_offsets
 from longspan.integrations._plan_use import checked_call, record_use, recording_loss, searching
 from longspan.integrations._plans import CHUNKED, FULL, SLIDING, ModelPlans, Span
@@ -101,8 +102,14 @@ def attention_mask(
         packed=PACKED in mask_parts(mask_function),
         q_offset=int(q_offset),
         kv_offset=int(kv_offset),
+        whole=_made_of_whole_batch(),
         family=family,
     )
+
+
+def _made_of_whole_batch() -> bool:
+    forward = current_forward.get()
+    return forward is not None and has_whole_inputs(forward.plan) and not forward.in_decoder
 
 
 def _real_keys(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:
@@ -161,6 +168,8 @@ def attention_forward(
     options: dict[str, Any] = {"scale": scaling, "sink": s_aux, "score_mod": score_mod if softcap is None else _softcap(float(softcap))}
     if longspan_plan is None:
         longspan_plan = plan_in_context(module)
+    elif has_whole_inputs(longspan_plan) and _made_of_whole_batch():
+        longspan_plan = None  # a vision or audio tower, which computes on whole inputs
     if update is not None:
         if longspan_plan is not None:
             raise ValueError("longspan: expected either a plan or a PagedCache, got both; to generate, do not give longspan_plan")
@@ -173,7 +182,10 @@ def attention_forward(
         options["mask"] = _mask_on_one_device(module, query, key, attention_mask, sliding_window, rest)
     else:
         _check_planned(module, query, key, attention_mask, rest)
-        options["plan"] = _plan_for(longspan_plan, _span(attention_mask, sliding_window), query.shape[1], key.shape[1])
+        if isinstance(attention_mask, ModelMask) and attention_mask.whole and attention_mask.foreign:
+            options["plan"] = _plan_of_model_mask(longspan_plan, attention_mask)
+        else:
+            options["plan"] = _plan_for(longspan_plan, _span(attention_mask, sliding_window), query.shape[1], key.shape[1])
         record_use(module)
     out: Tensor = attention(query, key, value, **options)
     return out.transpose(1, 2).contiguous(), None
@@ -232,23 +244,34 @@ def _check_planned(module: torch.nn.Module, query: Tensor, key: Tensor, mask: An
         raise ValueError(
             f"longspan: expected no mask beside a plan, got attention_mask of type {type(mask).__name__}; longspan.plan takes masks"
         )
-    if mask is not None and mask.padding:
+    if mask is not None and mask.padding and not mask.whole:
         raise ValueError(
             "longspan: expected no attention_mask beside a plan, got one; give attention_mask to prepare_batch, so that the plan covers "
             "the padding of all ranks"
         )
-    if mask is not None and mask.foreign:
+    if mask is not None and mask.foreign and not mask.whole:
         raise ValueError(
             f"longspan: expected a causal mask, got the part {mask.foreign!r}, which the plan does not hold. This model is not supported "
             "on several ranks"
         )
-    if rest.get("is_causal") is False or not getattr(module, "is_causal", True):
+    is_causal = getattr(module, "is_causal", True) if rest.get("is_causal") is None else rest["is_causal"]
+    if not is_causal and not (mask is not None and mask.whole):
         raise ValueError(
             "longspan: expected a causal layer, as plans of prepare_batch are causal, got one that is not; call the model without a plan"
         )
     config = getattr(module, "config", None)
     if config is not None:
         check_config(config)
+
+
+def _plan_of_model_mask(plans: Any, mask: ModelMask) -> Plan:
+    """The plan of a mask that a model made of the whole batch, such as one with bidirectional image tokens."""
+    if not isinstance(plans, ModelPlans) or plans.states_documents or plans.documents_from_positions or mask.mask is None:
+        raise ValueError(
+            f"longspan: expected one document per row beside a mask with the part {mask.foreign!r}, got packed documents; give one "
+            "document per row"
+        )
+    return plans.by_mask(mask.mask)
 
 
 def _span(mask: Any, sliding_window: int | None) -> Span | None:

@@ -1,0 +1,140 @@
+"""Batches with images, audio or video: the model embeds whole inputs, and its text decoder computes this rank's tokens.
+
+Positions and masks of such models depend on all inputs. Everything before the text decoder therefore runs on the whole batch on every rank:
+embeddings, vision and audio towers, M-RoPE positions, masks with bidirectional image tokens. A hook on the decoder takes this rank's tokens
+of its arguments. Each rank's gradients of towers and embeddings are those of its tokens: their sum over ranks is the gradient.
+
+Legend: B batch, S tokens of the whole sequence, L tokens of this rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longspan._planner.plan import Plan
+from longspan.integrations._configs import default_positions, text_config
+from longspan.integrations._forward import PLAN_KEYWORD, current_forward, described
+from longspan.integrations._plans import ModelPlans
+
+# Tensors [B or 1, S, ...] among a decoder's keywords.
+_BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", "visual_pos_masks", "per_layer_inputs")
+_BY_IMAGE_TOKEN = "deepstack_visual_embeds"  # a list of [image tokens of all rows, D]
+_LOCAL = (PLAN_KEYWORD, "labels", "shift_labels", "num_items_in_batch")  # this rank's already
+
+_install_lock = threading.Lock()
+
+
+def decoder_of(model: Any) -> Any:
+    """The text decoder of a model with several kinds of inputs.
+
+    Raises:
+        ValueError: The model has no inner model of its text config that takes embeddings.
+    """
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    takes = set(inspect.signature(decoder.forward).parameters) if isinstance(decoder, nn.Module) else set()
+    is_inner = decoder is not model and hasattr(type(decoder), "base_model_prefix")
+    if not is_inner or not {"inputs_embeds", "position_ids"} <= takes or type(decoder.config) is not type(text_config(model.config)):
+        raise ValueError(
+            f"longspan: expected a model with an inner text decoder for a batch with images, audio, video or token types, got "
+            f"{type(model).__name__}. Such batches are not supported on several ranks for this model"
+        )
+    return decoder
+
+
+def install(model: nn.Module) -> nn.Module:
+    """Hook the text decoder of a model, once. The hooks do nothing in a forward without whole inputs. Returns the decoder."""
+    decoder: nn.Module = decoder_of(model)
+    with _install_lock:  # ranks of a virtual world share a model
+        if not hasattr(decoder, "_longspan_decoder"):
+            decoder._longspan_decoder = True  # type: ignore[assignment]
+            decoder.register_forward_pre_hook(_shard_arguments, with_kwargs=True)
+            decoder.register_forward_hook(_leave_decoder, always_call=True)
+    return decoder
+
+
+def has_whole_inputs(plans: Any) -> bool:
+    """Whether a plan is of a batch whose inputs are whole."""
+    return isinstance(plans, ModelPlans) and plans.whole_inputs
+
+
+def _shard_arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of a decoder for this rank's tokens."""
+    forward = None if torch.compiler.is_compiling() else current_forward.get()
+    if forward is None or not has_whole_inputs(forward.plan) or forward.in_decoder:
+        return None
+    plans: ModelPlans = forward.plan
+    names = list(inspect.signature(decoder.forward).parameters)
+    arguments = {**dict(zip(names, args)), **kwargs}
+    embeds, plan = arguments.get("inputs_embeds"), plans.of(None)
+    tokens = plan.layout.length
+    if not isinstance(embeds, Tensor) or embeds.ndim != 3 or embeds.shape[1] != tokens:
+        got = f"shape {tuple(embeds.shape)}" if isinstance(embeds, Tensor) else type(embeds).__name__
+        raise ValueError(
+            f"longspan: expected inputs_embeds [B, {tokens}, D] of the whole batch for {described(decoder)}, got {got}. A batch with "
+            "images, audio, video or token types is not supported on several ranks for this model"
+        )
+    _check_mask(decoder, arguments.get("attention_mask"), plans)
+    if isinstance(arguments.get("attention_mask"), Tensor):
+        arguments["attention_mask"] = None
+    positions = arguments.get("position_ids")
+    if positions is None:
+        real = plans.real_tokens
+        positions = default_positions(getattr(decoder, "config", None), embeds, None if real is None else real.to(embeds.device))
+    arguments["position_ids"] = _local_positions(positions.to(embeds.device), plan, embeds.shape[0])
+    images = arguments.get(_BY_IMAGE_TOKEN)
+    if images is not None:
+        chosen = _local_image_tokens(arguments["visual_pos_masks"], plan)
+        arguments[_BY_IMAGE_TOKEN] = [x[chosen.to(x.device)] for x in images]
+    for name, value in arguments.items():
+        if name in _BY_TOKEN and value is not None:
+            arguments[name] = plan.shard(value.expand(embeds.shape[0], *value.shape[1:]), 1)
+    _check_others(decoder, arguments)
+    forward.in_decoder = True
+    return (), arguments
+
+
+def _local_positions(positions: Tensor, plan: Plan, batch: int) -> Tensor:
+    """Positions [B or 1, S] or, by axis of M-RoPE, [axes, B or 1, S] of this rank's tokens."""
+    if positions.ndim == 3:
+        return torch.stack([_local_positions(axis, plan, batch) for axis in positions])
+    return plan.shard(positions.expand(batch, -1), 1)
+
+
+def _local_image_tokens(is_image: Tensor, plan: Plan) -> Tensor:
+    """The numbers of this rank's image tokens among all image tokens, in the order of local tokens. is_image: bool [B, S]."""
+    number = (is_image.flatten().cumsum(0) - 1).view(is_image.shape)
+    return plan.shard(number, 1)[plan.shard(is_image, 1)]
+
+
+def _check_mask(decoder: nn.Module, mask: Any, plans: ModelPlans) -> None:
+    """Raise ValueError for a mask by token that is not the one of the plan."""
+    if isinstance(mask, Tensor):
+        expected = torch.ones_like(mask, dtype=torch.bool) if plans.real_tokens is None else plans.real_tokens.to(mask.device)
+        if mask.ndim != 2 or not torch.equal(mask.bool(), expected):
+            raise ValueError(
+                f"longspan: expected the attention_mask [B, S] that prepare_batch was given for {described(decoder)}, got another of shape "
+                f"{tuple(mask.shape)}. This model is not supported on several ranks"
+            )
+
+
+def _check_others(decoder: nn.Module, arguments: dict[str, Any]) -> None:
+    """Raise ValueError for other tensors, which may be of the whole sequence."""
+    known = (*_BY_TOKEN, *_LOCAL, _BY_IMAGE_TOKEN, "position_ids", "attention_mask")
+    for name, value in arguments.items():
+        held = value if isinstance(value, (tuple, list)) else value.values() if isinstance(value, dict) else [value]
+        if name not in known and any(isinstance(x, Tensor) and x.ndim > 0 for x in held):
+            raise ValueError(
+                f"longspan: {described(decoder)} was given {name!r}, which cannot be split over ranks. A batch with images, audio or video "
+                "is not supported on several ranks for this model"
+            )
+
+
+def _leave_decoder(decoder: nn.Module, args: Any, output: Any) -> None:
+    forward = None if torch.compiler.is_compiling() else current_forward.get()
+    if forward is not None:
+        forward.in_decoder = False
