@@ -68,6 +68,11 @@ class Options:
 # The value of an int32 or int64 modulo 2^bits, by its dtype in torch.
 _WRAPS = {torch.uint8: "{0} & 255", torch.int8: "tl.cast({0}, tl.int8)", torch.int16: "tl.cast({0}, tl.int16)", torch.int32: "{0}"}
 _WRAP_ONCE = "tl.where({0} > 32767, {0} - 65536, tl.where({0} < -32768, {0} + 65536, {0}))"
+# Operations of which every result is in the range of the operands: the bound 128 of int8 stands for −128, never for 128.
+_CHOOSING = frozenset(
+    "minimum maximum fmin fmax clamp clamp_min clamp_max relu where masked_fill clone detach alias remainder fmod bitwise_and bitwise_or "
+    "bitwise_xor bitwise_not __and__ __or__ __xor__ bitwise_right_shift __rshift__".split()
+)
 _UNCONVERTED = ("pow", "full_like")  # calls whose numbers are not converted to the dtype of their operands
 
 
@@ -156,7 +161,7 @@ class Emitter:
             return value
         if value.literal is not None:
             return constant(wrapped_number(int(value.literal), dtype))
-        largest = torch.iinfo(dtype).max if op_name(node) in ("neg", "abs") else bound_of(dtype)  # −(−128) is −128 in int8
+        largest = bound_of(dtype) if op_name(node) in _CHOOSING else torch.iinfo(dtype).max  # −(−128) is −128 in int8
         unsigned = dtype is torch.uint8
         if value.bound <= largest and (value.nonneg or not unsigned):
             return value
