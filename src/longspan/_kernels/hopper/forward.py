@@ -127,12 +127,13 @@ def _row_sum(p, CHAINS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def softmax_block(
-    s, m, total, max_scores, q_first, kv_first, left, global_b, global_h, scale, captured,
+    s, m, total, max_scores, q_first, kv_first, left, masked, global_b, global_h, scale, captured,
     MASK: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, PARTIAL: gl.constexpr,
     SCALE_IN_EXP: gl.constexpr, MAX_SCORES: gl.constexpr, SUM_CHAINS: gl.constexpr, N: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Online softmax of one block's scores [64, N]: (p, m, total, max_scores, factor that rescales earlier sums).
 
+    masked: if PARTIAL, whether the block is masked: positions of a full block need not be consecutive.
     SUM_CHAINS: of `_row_sum`. One is enough if the exponentials arrive no faster than a chain adds them.
     """
     q_pos = gl.expand_dims(q_first + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout)), 1)
@@ -150,15 +151,16 @@ def softmax_block(
                 s = FLAT(s, global_b, global_h, q_pos, kv, low, captured.score, captured.score_sizes)
             else:
                 s = SCORE(s, global_b, global_h, q_pos, kv, captured.score, captured.score_sizes)
-    if PARTIAL:
-        if VISIBLE is not None:
-            of_row = gl.expand_dims(columns, 0)
-            s = masked_scores(s, VISIBLE(captured.mask, kv_first, of_row) & bits_below(left, of_row), of_row)
-        else:
-            if MASK is not None:
-                s = gl.where(MASK(global_b, global_h, q_pos, kv, captured.mask, captured.mask_sizes), s, float("-inf"))
-            if left < N:
-                s = gl.where(gl.expand_dims(columns, 0) < left, s, float("-inf"))
+    if PARTIAL:  # noqa: SIM102 (a compile-time condition)
+        if masked:
+            if VISIBLE is not None:
+                of_row = gl.expand_dims(columns, 0)
+                s = masked_scores(s, VISIBLE(captured.mask, kv_first, of_row) & bits_below(left, of_row), of_row)
+            else:
+                if MASK is not None:
+                    s = gl.where(MASK(global_b, global_h, q_pos, kv, captured.mask, captured.mask_sizes), s, float("-inf"))
+                if left < N:
+                    s = gl.where(gl.expand_dims(columns, 0) < left, s, float("-inf"))
     factor = scale * LOG2_E if SCALE_IN_EXP else LOG2_E
     top = _row_max(s, layout) * factor
     m_new = gl.maximum(m, top)
@@ -205,7 +207,7 @@ def attend_blocks(
         s = warpgroup_mma_wait(1, deps=[s_next])
         mbarrier.arrive(bars.k_empty.index(stage), count=1)
         p, m, total, max_scores, rescale = softmax_block(
-            s, m, total, max_scores, q_first, kv, left, global_b, global_h, scale, captured,
+            s, m, total, max_scores, q_first, kv, left, True, global_b, global_h, scale, captured,
             MASK, VISIBLE, SCORE, FLAT, CORNERS, PARTIAL, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, layout,
         )  # fmt: skip
         acc, weights = warpgroup_mma_wait(0, deps=[acc_next, gl.convert_layout(p.to(v_s.dtype), operand)])
@@ -276,16 +278,10 @@ def _consume(
         s_next = start_scores(q, part_2d(k_s, stage), zeros)
         s = warpgroup_mma_wait(0, deps=[s_next])
         mbarrier.arrive(kv_bars.k_empty.index(stage), count=1)
-        if partial > 0:
-            p, m, total, max_scores, _ = softmax_block(
-                s, m, total, max_scores, q_first, kv, left, global_b, global_h, scale, of_head,
-                MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, layout,
-            )  # fmt: skip
-        else:
-            p, m, total, max_scores, _ = softmax_block(
-                s, m, total, max_scores, q_first, kv, left, global_b, global_h, scale, of_head,
-                MASK, VISIBLE, SCORE, FLAT, CORNERS, False, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, layout,
-            )  # fmt: skip
+        p, m, total, max_scores, _ = softmax_block(
+            s, m, total, max_scores, q_first, kv, left, partial > 0, global_b, global_h, scale, of_head,
+            MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, layout,
+        )  # fmt: skip
         weights = gl.convert_layout(p.to(v_s.dtype), operand)
         i += 1
         acc, total, m, max_scores, weights, i = attend_blocks(

@@ -244,16 +244,10 @@ def _consume(
             give_turn(TURN)
         s = warpgroup_mma_wait(0, deps=[s_next])
         mbarrier.arrive(kv_bars.k_empty.index(stage), count=1)
-        if full == 0:
-            p, m, total, max_scores, _ = softmax_block(
-                s, m, total, max_scores, q_first, kv, keys_left, global_b, global_h, scale, captured,
-                MASK, None, None, None, None, True, SCALE_IN_EXP, False, SUM_CHAINS, N, layout,
-            )  # fmt: skip
-        else:
-            p, m, total, max_scores, _ = softmax_block(
-                s, m, total, max_scores, q_first, kv, keys_left, global_b, global_h, scale, captured,
-                MASK, None, None, None, None, False, SCALE_IN_EXP, False, SUM_CHAINS, N, layout,
-            )  # fmt: skip
+        p, m, total, max_scores, _ = softmax_block(
+            s, m, total, max_scores, q_first, kv, keys_left, full == 0, global_b, global_h, scale, captured,
+            MASK, None, None, None, None, True, SCALE_IN_EXP, False, SUM_CHAINS, N, layout,
+        )  # fmt: skip
         weights = gl.convert_layout(p.to(v_s.dtype), operand)
         i += 1
         left -= 1
