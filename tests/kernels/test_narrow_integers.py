@@ -6,45 +6,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from tests.kernels.integer_cases import COMPARISONS, DTYPES, Operation, table_of
 from torch import Tensor
 
 import longspan as ls
 from longspan.testing import oracle
 
-DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32)
-# Of x = table[q], y = table[kv] and the int64 indices q and kv.
-Operation = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-COMPARISONS: tuple[Operation, ...] = (
-    lambda x, y, q, kv: x + y > 0,
-    lambda x, y, q, kv: x - y < 1,
-    lambda x, y, q, kv: x * y >= 5,
-    lambda x, y, q, kv: -x < y,
-    lambda x, y, q, kv: (x << 3) > y,
-    lambda x, y, q, kv: (y >> 1) < x - 100,
-    lambda x, y, q, kv: y > -3,
-    lambda x, y, q, kv: (x - y) <= -2,
-    lambda x, y, q, kv: (x.abs() - 2) > -(y + 2),
-    lambda x, y, q, kv: ~x * 2 < y,
-    lambda x, y, q, kv: (x + y).long() + q < kv + 40,
-    lambda x, y, q, kv: q.to(x.dtype) * y < 5,
-    lambda x, y, q, kv: (x + 3) // 2 > y % 7,
-    lambda x, y, q, kv: x + kv > y + q,
-    lambda x, y, q, kv: x * 2.5 > y - 1,
-    lambda x, y, q, kv: torch.minimum(x + 5, y) < torch.maximum(x, y * 3),
-    lambda x, y, q, kv: x * -1 > y,
-    lambda x, y, q, kv: 0 - x <= y,
-    lambda x, y, q, kv: (x.long() * -1).to(x.dtype) < y,
-)
 COMPILED = [COMPARISONS[i] for i in (0, 1, 2, 3, 4, 6, 7, 12, 16, 18)]
 SCORED = [COMPARISONS[i] for i in (0, 1, 4, 6, 16)]  # fewer: backward kernels of long programs take a minute to compile
 TOKENS, DIM = 256, 64
-
-
-def table_of(dtype: torch.dtype, device: str) -> Tensor:
-    info = torch.iinfo(dtype)
-    edges = torch.tensor([info.max, info.min, 1, info.max - 1, 0, info.min + 1, 7, 2, info.max // 2, info.min // 2, 100, 3], dtype=dtype)
-    choice = torch.randint(len(edges), (TOKENS,), generator=torch.Generator().manual_seed(0))
-    return edges[choice].to(device)
 
 
 def by_head(table: Tensor, operations: Sequence[Operation]) -> Callable[..., Tensor]:
@@ -74,14 +44,14 @@ def wrong_heads(got: Tensor, want: Tensor, tolerance: float) -> list[int]:
 def wrong_masks(kernel: str, dtype: torch.dtype, device: str, of: torch.dtype, operations: Sequence[Operation] = COMPARISONS) -> list[int]:
     """Heads whose comparison hides other pairs than in torch."""
     q, k, v = tensors(device, len(operations), of)
-    mask = ls.mask_mod(by_head(table_of(dtype, device), operations))
+    mask = ls.mask_mod(by_head(table_of(dtype, device, TOKENS), operations))
     got = ls.attention(q, k, v, mask=mask, kernel=kernel)
     return wrong_heads(got, oracle(q.double(), k.double(), v.double(), mask=mask), 0.02)
 
 
 def wrong_scores(kernel: str, dtype: torch.dtype, device: str, of: torch.dtype) -> list[int]:
     """Heads whose comparison adds to other scores than in torch, in out or in a gradient."""
-    compare = by_head(table_of(dtype, device), SCORED)
+    compare = by_head(table_of(dtype, device, TOKENS), SCORED)
     leaves = [t.requires_grad_() for t in tensors(device, len(SCORED), of)]
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -101,7 +71,7 @@ ROWS = {"difference": 1, "negation": 3, "negative constant": 7}
 
 def wrong_rows(kernel: str, dtype: torch.dtype, device: str, of: torch.dtype, names: Sequence[str] = tuple(ROWS)) -> list[str]:
     """Masks of one comparison beside `causal`, which may become bounds by row: names of results that differ."""
-    table, wrong = table_of(dtype, device), []
+    table, wrong = table_of(dtype, device, TOKENS), []
     for name in names:
         operation = COMPARISONS[ROWS[name]]
         mask = ls.causal() & ls.mask_mod(lambda b, h, q, kv, operation=operation: operation(table[q], table[kv], q, kv))
@@ -123,7 +93,7 @@ def test_narrow_integers_wrap_in_score_mods() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16], ids=str)
 @pytest.mark.parametrize("kernel", ["triton", "hopper"])
 def test_narrow_integers_wrap_in_gpu_code(kernel: str, dtype: torch.dtype) -> None:
     if kernel == "hopper" and torch.cuda.get_device_capability()[0] != 9:

@@ -12,6 +12,8 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 # ruff: noqa: E402
+from tests.kernels.integer_cases import COMPARISONS, DTYPES, table_of
+
 from longspan._kernels.gpu import codegen, launch
 from longspan._kernels.gpu.interpreter import interpreted, quiet
 from longspan._masks.tracing import trace
@@ -96,6 +98,28 @@ def test_integers_of_less_than_64_bits_wrap_as_in_torch(dtype: torch.dtype) -> N
 
     got, want = _evaluate(mod)
     assert torch.equal(got, want.to(got.dtype))
+
+
+def _wrong_operations(dtype: torch.dtype) -> list[int]:
+    table = table_of(dtype, DEVICE, 64)
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        results = [2**i * operation(table[q], table[kv], q, kv) for i, operation in enumerate(COMPARISONS)]
+        return sum(results).float()  # type: ignore[union-attr]
+
+    got, want = _evaluate(mod)
+    return [i for i in range(len(COMPARISONS)) if not torch.equal(got.int() >> i & 1, want.int() >> i & 1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_operations_on_narrow_integers_wrap_as_in_torch(dtype: torch.dtype) -> None:
+    assert _wrong_operations(dtype) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_operations_on_narrow_integers_wrap_as_in_torch_on_a_gpu(dtype: torch.dtype) -> None:
+    assert _wrong_operations(dtype) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64], ids=str)
