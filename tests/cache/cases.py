@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -235,10 +237,13 @@ def main() -> None:
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     kind, kinds = (0, None) if options.kind is None else map(int, options.kind.split("/"))
     end, seed, cases = time.monotonic() + options.seconds, options.first + kind, 0
-    while time.monotonic() < end and cases != options.cases:
-        Case(seed, kernel=options.kernel, device=options.device, dtype=dtype, longest=options.longest, kinds=kinds).run()
-        seed, cases = seed + (kinds or 1), cases + 1
-    print(f"{cases} cases passed, seeds {options.first + kind} to {seed - (kinds or 1)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # `timeout` ends a process that compiles: the count is printed then, too
+    try:
+        while time.monotonic() < end and cases != options.cases:
+            Case(seed, kernel=options.kernel, device=options.device, dtype=dtype, longest=options.longest, kinds=kinds).run()
+            seed, cases = seed + (kinds or 1), cases + 1
+    finally:
+        print(f"{cases} cases passed, seeds {options.first + kind} to {seed - (kinds or 1)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -173,3 +173,16 @@ def test_heads_of_a_long_prefill_are_further_apart_than_32_bits() -> None:
     pages = cache.layer_pages(0)
     decode_call.write_tokens(pages, k, k, step.ranges)
     assert pages.k[0, :, 0, 0].tolist() == pages.v[0, :, 0, 15].tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 90), (17, 77), (32, 64)])
+def test_gathered_pages_are_the_tokens_of_a_sequence(start: int, stop: int, shared: bool) -> None:
+    from longspan._kernels.triton.gather_pages import gather_pages
+
+    k = torch.randn(30, 2, 7, 24, device=DEVICE).bfloat16()
+    table = torch.randperm(30).to(DEVICE, torch.int32).view(2, 15)
+    pages = PagedKV(k=k, v=k[..., :16] if shared else torch.randn(30, 2, 7, 40, device=DEVICE).bfloat16(), table=table, shared=shared)
+    for row in range(2):
+        for got, expected in zip(gather_pages(pages, row, start, stop), pages.gather(row, start, stop), strict=True):
+            assert got.dtype == expected.dtype and torch.equal(got, expected)

@@ -116,7 +116,7 @@ def _attend_alone(tokens: _Tokens, pages: PagedKV, call: CachedCall, work: Paged
     results = StepResults(StepQueries(q, step), out, lse)
     for i, count in enumerate(step.ranges.counts):
         if count > FEW_QUERIES:
-            _attend_gathered(results, i, pages, work, call)
+            _attend_gathered(results, i, pages, work, call, by_triton=by_triton)
         elif count and not by_triton:
             keys = gathered_keys(pages, step.ranges, i, work)
             results.add(i, *attend_sequence(results.queries(i), keys, step.ranges.starts[i], work))
@@ -147,12 +147,18 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, pages: PagedKV, step: CacheStep, wo
     return attend_new_tokens(Queries(q, step.ranges, ragged=q.shape[0] != len(step.ids), new=(k, v)), pages, work)
 
 
-def _attend_gathered(results: StepResults, index: int, pages: PagedKV, work: PagedWork, call: CachedCall) -> None:
+def _attend_gathered(results: StepResults, index: int, pages: PagedKV, work: PagedWork, call: CachedCall, *, by_triton: bool) -> None:
     """Many queries of one sequence over its gathered KV."""
     ranges = call.step.ranges
     start, length = ranges.starts[index], ranges.lengths[index]
     chunk = Chunk(index, start, length, first_gathered(work, start), length)
-    k, v = pages.gather(ranges.rows[index], chunk.first, length)
+    place = ranges.rows[index], chunk.first, length
+    if by_triton:
+        from longspan._kernels.triton.gather_pages import gather_pages
+
+        k, v = gather_pages(pages, *place)
+    else:
+        k, v = pages.gather(*place)
     results.add(index, *attend_chunk((results.queries(index), k, v), chunk, call.step, work, call.kernel))
 
 

@@ -164,7 +164,7 @@ class PagedKV:
         """(k [G, stop − start, D], v [G, stop − start, E]) of the tokens start … stop − 1 of the sequence in a row of the table."""
         size = self.page_size
         pages, skip = self.table[row, start // size : -(-stop // size)].long(), start % size
-        k, v = (x[pages].transpose(0, 1).flatten(1, 2)[:, skip : skip + stop - start] for x in (self.k, self.v))
+        k, v = (x.transpose(0, 1).index_select(1, pages).flatten(1, 2)[:, skip : skip + stop - start] for x in (self.k, self.v))
         return k, v
 
     def gather_local(self, row: int, start: int, stop: int, columns: range) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,7 +175,7 @@ class PagedKV:
         last = columns[-1] * size + size if columns else 0
         used = slice(max(0, start - columns.start * size), len(columns) * size - max(0, last - stop))
         pages = self.table[row, column].long()
-        k, v = (x[pages].transpose(0, 1).flatten(1, 2)[:, used] for x in (self.k, self.v))
+        k, v = (x.transpose(0, 1).index_select(1, pages).flatten(1, 2)[:, used] for x in (self.k, self.v))
         return k, v, positions[used]
 
 
