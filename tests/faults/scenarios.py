@@ -48,7 +48,9 @@ def _attention(state: RankState, mesh: Any, *, score_mod: bool = False, sink: bo
     odd = state.odd
     tokens = TOKENS - (odd == "length")
     mask = ls.causal() if odd != "mask" else ls.causal() & ls.sliding_window(100)
-    if odd == "plan":
+    if odd == "plan" and options["strategy"] == "ulysses_ring":  # no other strategy spans two axes
+        options = {**options, "layout": "head_tail"}
+    elif odd == "plan":
         options.pop("stages", None)
         options = {**options, "layout": "contiguous", "strategy": "allgather" if options["strategy"] == "exchange" else "exchange"}
     first = ls.plan(mask, tokens, mesh, **options)
