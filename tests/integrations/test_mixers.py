@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import warnings
 from typing import Any
@@ -17,6 +18,7 @@ import longspan as ls
 import longspan.integrations.transformers as lst
 from longspan._plan.named_layouts import head_tail
 from longspan._plan.relayout import Relayout, RowsLayout, relayout
+from longspan.integrations import _mixers
 from longspan.integrations._mixers import _check_others, mixers_of, reject_compiled
 from longspan.testing import virtual_world
 
@@ -72,6 +74,25 @@ def test_recomputed_layers_of_a_hybrid_find_the_plan() -> None:
     model = tiny_model("qwen3_next", "longspan").train()
     model.gradient_checkpointing_enable()
     assert_ranks_equal_one(model, batch_of(2), 2, layout="head_tail")
+
+
+@pytest.mark.parametrize(("family", "rows", "ranks", "kind"), [("qwen3_next", 1, 2, "plain"), ("qwen3_5_text", 2, 4, "left")])
+def test_a_gated_delta_net_is_divided_by_heads(
+    family: str, rows: int, ranks: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    model = tiny_model(family, "longspan")
+    calls: list[Any] = []
+    run = _mixers.run_by_heads
+    monkeypatch.setattr(_mixers, "run_by_heads", lambda *args: calls.append(args[1].shape) or run(*args))
+    assert_ranks_equal_one(model, batch_of(rows, kind), ranks)
+    assert len(calls) == ranks
+    assert not _mixers.splits_by_heads(mixers_of(model)[0], 3)  # 16 key heads
+    if ranks == 2:
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(1.1)
+        assert_ranks_equal_one(other, batch_of(rows, kind), ranks)
 
 
 def test_a_recomputation_that_ends_inside_of_a_mixer_leaves_no_mixer_behind() -> None:

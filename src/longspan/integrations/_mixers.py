@@ -1,8 +1,8 @@
 """Layers that mix tokens without attention: convolutions, linear attention, state space models, recurrences.
 
 Such a layer needs whole sequences. Hooks around it gather its input over ranks and take this rank's tokens of its output, both under
-autograd. A batch with at least as many rows as ranks is divided by rows: each rank computes its share. Otherwise every rank computes all
-rows, and the gradients of its tokens.
+autograd. A batch with at least as many rows as ranks is divided by rows: each rank computes its share. With fewer rows, gated delta nets
+are divided by heads (`_head_mixers`); of other layers, every rank computes all rows, and the gradients of its tokens.
 
 Legend: B batch rows, S tokens of the whole sequence, L tokens of this rank.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from longspan._engine.plan_cache import plan_cache
 from longspan._plan.relayout import Relayout, RowsLayout, relayout
 from longspan._planner.plan import Plan
 from longspan.integrations._forward import PLAN_KEYWORD, current_forward, described, plan_in_context
+from longspan.integrations._head_mixers import run_by_heads, splits_by_heads
 from longspan.integrations._plans import ModelPlans
 
 # Direct parameters and buffers of state space models, linear attention with decay, and recurrences.
@@ -86,6 +88,8 @@ def install(model: nn.Module) -> list[nn.Module]:
                 module._longspan_mixer = True  # type: ignore[assignment]
                 module.register_forward_pre_hook(_gather_inputs, with_kwargs=True)
                 module.register_forward_hook(_shard_outputs)
+                if splits_by_heads(module, 1) and not hasattr(type(module).forward, "_longspan_by_heads"):
+                    type(module).forward = _by_heads_or_whole(type(module).forward)  # type: ignore[method-assign]
     return mixers
 
 
@@ -96,6 +100,12 @@ class _MixerCall:
     module: nn.Module
     plan: Plan
     batch: int
+    real_tokens: Tensor | None
+
+    @functools.cached_property
+    def by_heads(self) -> bool:
+        """Whether ranks divide the heads of the layer, not the rows of the batch."""
+        return self.batch < self.plan.mesh.size and splits_by_heads(self.module, self.plan.mesh.size)
 
     @functools.cached_property
     def move(self) -> Relayout | None:
@@ -154,8 +164,12 @@ def _gather_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             f"longspan: expected this rank's {plan.local_len} tokens as the first argument of {described(module)}, [B, L, D], got {got}. "
             "This model is not supported on several ranks; call it without a plan on one device"
         )
-    call = _MixerCall(module=module, plan=plan, batch=hidden.shape[0])
+    call = _MixerCall(module=module, plan=plan, batch=hidden.shape[0], real_tokens=plans.real_tokens)
     arguments = {name: value for name, value in arguments.items() if name not in _NOT_READ}
+    if call.by_heads:
+        _check_others(module, arguments, (names[0], *_GATHERED))
+        forward.mixer = call
+        return (hidden,), {}
     for name in (names[0], *_GATHERED):
         if arguments.get(name) is not None:
             value = arguments[name]
@@ -165,6 +179,21 @@ def _gather_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         arguments["attention_mask"] = plans.real_tokens[call.rows].to(hidden.device, torch.long)
     forward.mixer = call
     return (), arguments
+
+
+def _by_heads_or_whole(own: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward method of a class of mixers that computes this rank's heads where ranks divide them."""
+
+    @functools.wraps(own)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        current = None if torch.compiler.is_compiling() else current_forward.get()
+        call = None if current is None else current.mixer
+        if call is None or call.module is not self or not call.by_heads:
+            return own(self, *args, **kwargs)
+        return run_by_heads(self, args[0], call.plan, call.real_tokens)
+
+    forward._longspan_by_heads = True  # type: ignore[attr-defined]
+    return forward
 
 
 def _check_plans(module: nn.Module, plans: Any) -> None:
@@ -198,6 +227,8 @@ def _shard_outputs(module: nn.Module, args: Any, output: Any) -> Any:
         return None
     call, forward.mixer = forward.mixer, None
     forward.module_ids.add(id(module))
+    if call.by_heads:
+        return None
     if isinstance(output, Tensor):
         return call.shard(output)
     tokens = call.plan.layout.length
