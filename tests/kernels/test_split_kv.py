@@ -247,3 +247,33 @@ def test_pooled_zeros_are_used_once_per_stream(monkeypatch: pytest.MonkeyPatch) 
     assert len(made) > 4
     monkeypatch.setattr(launch, "capturing", lambda device: True)
     assert workspace.zeroed(5, device)._base is None
+
+
+@pytest.mark.parametrize("zeros", [(3,), (1, 0), (0, 5), (1, 7), (2, 5000)])
+@pytest.mark.parametrize("floats", [(), (0, 0), (64, 4)])
+@pytest.mark.parametrize("stream", [None, 1])
+def test_a_workspace_has_an_address_for_each_argument_that_is_not_none(
+    zeros: tuple[int, ...], floats: tuple[int, ...], stream: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """stream: a known stream outside of captures, as for prepared launches."""
+    made: list[tuple[int, int]] = []  # address and number of zeros
+
+    def take(count: int, device: torch.device, *_: int) -> tuple[int, Tensor]:
+        tensor = torch.zeros(count, dtype=torch.int32)
+        made.append((tensor.data_ptr(), count))
+        held.append(tensor)
+        return tensor.data_ptr(), tensor
+
+    held: list[Tensor] = []
+    monkeypatch.setattr(workspace, "take_zeros", take)
+    monkeypatch.setattr(workspace, "_take", take)
+    made_for = workspace.Workspace(device=torch.device("cpu"), zeros=zeros, floats=floats)
+    addresses, tensors = made_for.addresses(stream)
+    assert len(addresses) == made_for.passed == sum(1 for t in made_for.tensors() if t is not None)
+    sizes = [n for n in zeros if n]
+    assert made[: len(sizes)] == list(zip(addresses, sizes))
+    rest = addresses[len(sizes) :]
+    if any(floats):
+        assert rest == [tensors[-1].data_ptr(), tensors[-1].data_ptr() + 4 * floats[0]] and tensors[-1].numel() == sum(floats)
+    else:
+        assert rest == addresses[:1] * len(floats)
