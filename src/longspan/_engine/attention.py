@@ -279,8 +279,9 @@ def _attend_over_mesh(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, p
         return attend_compiled(q, k, v, options, mask=None, scale=scale, returned=options.return_lse or plan.data.degree == 1)
     repeated = repeated_calls.options(plan.data, q, k, v, options)
     if repeated is not None:
-        with raising_on_all_ranks(plan.data.mesh):
-            plan.check_mask()
+        if plan.mask_sources:
+            with raising_on_all_ranks(plan.data.mesh):
+                plan.check_mask()
         return eager.attend(CallTensors(q=q, k=k, v=v), repeated, plan.data)
     with raising_on_all_ranks(plan.data.mesh):
         selects = isinstance(options.mask, Mask) and options.mask.has_selection

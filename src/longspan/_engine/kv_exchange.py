@@ -6,7 +6,6 @@ separately, one buffer each.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -219,18 +218,32 @@ class KVExchange:
 
         A single tensor that is contiguous in this order already is not copied, if there are no spare rows.
         """
-        order, row_dims = ((0, 2, 1, 3), 2) if self.format.per_batch_row else ((2, 0, 1, 3), 1)
+        batch, kv_heads, length, dim = tensors[0].shape
+        if len(tensors) > 1:
+            dim = self.width
+        per_row = self.format.per_batch_row
+        rows, width = (batch * length, kv_heads * dim) if per_row else (length, batch * kv_heads * dim)
+        order = (0, 2, 1, 3) if per_row else (2, 0, 1, 3)
+        if len(tensors) == 1 and not spare_rows and _is_contiguous(tensors[0], order):
+            return tensors[0].as_strided((rows, width), (width, 1))
         permuted = [t.permute(order) for t in tensors]
-        shape = (*permuted[0].shape[:3], sum(t.shape[3] for t in permuted))
-        rows, width = math.prod(shape[:row_dims]), math.prod(shape[row_dims:])
-        if len(permuted) == 1 and not spare_rows and permuted[0].is_contiguous():
-            return permuted[0].view(rows, width)
+        shape = (*permuted[0].shape[:3], dim)
         buffer = empty_rows(self.k, rows + spare_rows, width)
         start = 0
         for t in permuted:
             copy_rows_(buffer[:rows].view(shape)[..., start : start + t.shape[3]], t)
             start += t.shape[3]
         return buffer
+
+
+def _is_contiguous(t: Tensor, order: Sequence[int]) -> bool:
+    """`t.permute(order).is_contiguous()` without a view."""
+    shape, strides, step = t.shape, t.stride(), 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and strides[dim] != step:
+            return False
+        step *= shape[dim]
+    return True
 
 
 def _bind(exchange: Callable[..., Pending], *args: object, what: str) -> Callable[[], Pending]:
