@@ -52,7 +52,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from longspan._kernels.gpu.device_library import LN_2, LOG2_E, bits_below
+from longspan._kernels.gpu.device_library import LN_2, LOG2_E
 from longspan._kernels.gpu.tile_access import wide
 from longspan._kernels.hopper.epilogue import MAX_SPLIT_DIM, Outputs, OutputStrides, by_row, merge, stage_output, store_output
 from longspan._kernels.hopper.forward_producer import (
@@ -82,8 +82,8 @@ from longspan._kernels.hopper.forward_producer import (
 )
 from longspan._kernels.hopper.head_dim_parts import Parts, held_operand, part_2d, ring_of, start_scores
 from longspan._kernels.hopper.isolation import BlockIsolation
-from longspan._kernels.hopper.masked_scores import masked_scores
 from longspan._kernels.hopper.none_arg import first_given, optional
+from longspan._kernels.hopper.online_softmax import softmax_block
 from longspan._kernels.hopper.pipeline import (
     Captured,
     KvBarriers,
@@ -103,77 +103,6 @@ _DYNAMIC = [
     "items", "unsplit", "split_items", "parts", "wide_part", "rows", "tiles", "heads", "shared", "group", "heavy_rows", "light_group",
     "heavy_items", "q_len", "kv_len", "local_tokens", "first_b", "first_h",
 ]  # fmt: skip
-
-
-@gluon.jit
-def _row_max(s, layout: gl.constexpr):
-    """Max of each row of s [rows, columns].
-
-    A thread holds two of every eight columns. Reduced first over the eighths, they are two chains of dependent operations instead of one.
-    """
-    s = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 8])
-    return gl.convert_layout(gl.max(gl.max(s, 1), 1), gl.SliceLayout(1, layout))
-
-
-@gluon.jit
-def _row_sum(p, CHAINS: gl.constexpr, layout: gl.constexpr):
-    """Sum of each row of p [rows, columns], in one chain or, as `_row_max`, in two."""
-    if CHAINS == 1:
-        return gl.sum(p, 1)
-    else:  # noqa: RET505 (Triton compiles what follows a branch that returned)
-        p = gl.reshape(p, [p.shape[0], p.shape[1] // 8, 8])
-        return gl.convert_layout(gl.sum(gl.sum(p, 1), 1), gl.SliceLayout(1, layout))
-
-
-@gluon.jit
-def softmax_block(
-    s, m, total, max_scores, q_first, kv_first, left, masked, global_b, global_h, scale, captured,
-    MASK: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, PARTIAL: gl.constexpr,
-    SCALE_IN_EXP: gl.constexpr, MAX_SCORES: gl.constexpr, SUM_CHAINS: gl.constexpr, N: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """Online softmax of one block's scores [64, N]: (p, m, total, max_scores, factor that rescales earlier sums).
-
-    masked: if PARTIAL, whether the block is masked: positions of a full block need not be consecutive.
-    SUM_CHAINS: of `_row_sum`. One is enough if the exponentials arrive no faster than a chain adds them.
-    """
-    q_pos = gl.expand_dims(q_first + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout)), 1)
-    columns = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
-    kv = gl.expand_dims(kv_first + columns, 0)
-    if not SCALE_IN_EXP:
-        s *= scale
-    if SCORE is not None:
-        if FLAT is None:
-            s = SCORE(s, global_b, global_h, q_pos, kv, captured.score, captured.score_sizes)
-        else:
-            q_last, kv_last = q_first + (GROUP_ROWS - 1), kv_first + (N - 1)
-            low, high = CORNERS(global_b, global_h, q_first, q_last, kv_first, kv_last, captured.score, captured.score_sizes)
-            if low == high:
-                s = FLAT(s, global_b, global_h, q_pos, kv, low, captured.score, captured.score_sizes)
-            else:
-                s = SCORE(s, global_b, global_h, q_pos, kv, captured.score, captured.score_sizes)
-    if PARTIAL:  # noqa: SIM102 (a compile-time condition)
-        if masked:
-            if VISIBLE is not None:
-                of_row = gl.expand_dims(columns, 0)
-                s = masked_scores(s, VISIBLE(captured.mask, kv_first, of_row) & bits_below(left, of_row), of_row)
-            else:
-                if MASK is not None:
-                    s = gl.where(MASK(global_b, global_h, q_pos, kv, captured.mask, captured.mask_sizes), s, float("-inf"))
-                if left < N:
-                    s = gl.where(gl.expand_dims(columns, 0) < left, s, float("-inf"))
-    factor = scale * LOG2_E if SCALE_IN_EXP else LOG2_E
-    top = _row_max(s, layout) * factor
-    m_new = gl.maximum(m, top)
-    if MAX_SCORES:
-        max_scores = gl.maximum(max_scores, top)
-    base = m_new
-    if PARTIAL or SCORE is not None:
-        # A row that has seen nothing: exp2(−inf − 0) is 0, exp2(−inf − −inf) would be NaN.
-        base = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = gl.exp2(s * factor - gl.expand_dims(base, 1))
-    rescale = gl.exp2(m - base)
-    total = total * rescale + _row_sum(p, SUM_CHAINS, layout)
-    return p, m_new, total, max_scores, rescale
 
 
 @gluon.jit

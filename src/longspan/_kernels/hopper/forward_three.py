@@ -40,7 +40,7 @@ from longspan._kernels.gpu.device_library import LN_2
 from longspan._kernels.gpu.tile_access import place_in_order, wide
 from longspan._kernels.hopper import half_tiles
 from longspan._kernels.hopper.epilogue import by_row
-from longspan._kernels.hopper.forward import attend_blocks, softmax_block
+from longspan._kernels.hopper.forward import attend_blocks
 from longspan._kernels.hopper.forward_producer import (
     BLOCK_FIELDS,
     BLOCK_KEYS_LEFT,
@@ -53,6 +53,7 @@ from longspan._kernels.hopper.forward_producer import (
 )
 from longspan._kernels.hopper.head_dim_parts import Parts, load_kv_parts, load_part_tile, part_2d, part_slot, ring_of, start_scores
 from longspan._kernels.hopper.none_arg import optional
+from longspan._kernels.hopper.online_softmax import softmax_block
 from longspan._kernels.hopper.pipeline import (
     Captured,
     KvBarriers,

@@ -18,6 +18,7 @@ probabilities of its visible pairs NaN, and with them its dQ and the dK and dV o
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 import triton
@@ -28,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from longspan._kernels.gpu.tile_access import load_rows, wide
 from longspan._kernels.hopper.gluon_names import reinterpret
+from longspan._kernels.protocol import Work
 
 # Limits of bfloat16 numbers: a product of V and dO over 256 dims, and its difference to delta, is less than 2^128.
 VALUE_LIMIT = gl.constexpr(2.0**60)
@@ -38,6 +40,16 @@ CHECKED_ROWS = 64  # rows of K and V that a CTA of `unbounded_kernel` reads
 CHECKED_TERMS = 1024  # row terms that it reads
 _ROWS = gl.constexpr(4)  # rows of a piece that a warp reads at once
 _DIMS = gl.constexpr(64)  # columns of a piece: TMA stores a tile as panels of 128 bytes by all rows
+
+
+def isolation_enabled() -> bool:
+    """Whether LONGSPAN_ISOLATE=1 is set."""
+    return os.environ.get("LONGSPAN_ISOLATE", "0") not in ("", "0")
+
+
+def isolates(work: Work) -> bool:
+    """Whether passes are isolated (`hopper.isolation`). Without a mask, all rows see the same keys."""
+    return work.mask is not None and isolation_enabled()
 
 
 class BlockIsolation(NamedTuple):

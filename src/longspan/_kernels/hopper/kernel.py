@@ -20,12 +20,11 @@ from longspan._kernels.gpu.row_terms import delta as row_delta
 from longspan._kernels.gpu.selected_tables import tile_of, tiled_work
 from longspan._kernels.hopper.config import HOPPER, MAX_DIM, computes_dq_with_dkv
 from longspan._kernels.hopper.dq_order import ordered_dq_pays
+from longspan._kernels.hopper.isolation import isolates, isolation_enabled
 from longspan._kernels.hopper.passes import (
     HopperCall,
     RowGrads,
     head_parts_of,
-    isolates,
-    isolation_enabled,
     round_tensors,
     row_norm,
     row_terms_launch,

@@ -42,7 +42,7 @@ from longspan._kernels.hopper.forward import forward_kernel
 from longspan._kernels.hopper.forward_producer import GROUPS
 from longspan._kernels.hopper.gqa_split import head_parts
 from longspan._kernels.hopper.half_tiles import half_tile_items
-from longspan._kernels.hopper.isolation import CHECKED_ROWS, CHECKED_TERMS, unbounded_kernel
+from longspan._kernels.hopper.isolation import CHECKED_ROWS, CHECKED_TERMS, isolates, unbounded_kernel
 from longspan._kernels.hopper.item_order import ItemOrder, best_order, outlier_rows, simulated_items
 from longspan._kernels.hopper.round_grads import BLOCK, round_kernel
 from longspan._kernels.hopper.split_kv import KvSplit, best_split
@@ -468,16 +468,6 @@ def round_tensors(total: Tensor | None, grads: Grads, kv_parts: tuple[Tensor, Te
 def streamable(tensor: Tensor) -> Tensor:
     """A tensor that TMA can read: itself, or a contiguous copy."""
     return tensor if launch.describable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def isolation_enabled() -> bool:
-    """Whether LONGSPAN_ISOLATE=1 is set."""
-    return os.environ.get("LONGSPAN_ISOLATE", "0") not in ("", "0")
-
-
-def isolates(work: Work) -> bool:
-    """Whether passes are isolated (`hopper.isolation`). Without a mask, all rows see the same keys."""
-    return work.mask is not None and isolation_enabled()
 
 
 @cache

@@ -1,0 +1,87 @@
+"""Online softmax of one KV block's scores, with score mods and masks, in the registers of a consumer warp group of the forward kernels.
+
+Scores are in base-2 logarithms. m: running max; total: running sum of exp2(s − m).
+"""
+
+# Device code: its arguments are tiles and pointers, which Python types do not describe.
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from longspan._kernels.gpu.device_library import LOG2_E, bits_below
+from longspan._kernels.hopper.forward_producer import GROUP_ROWS
+from longspan._kernels.hopper.masked_scores import masked_scores
+
+
+@gluon.jit
+def _row_max(s, layout: gl.constexpr):
+    """Max of each row of s [rows, columns].
+
+    A thread holds two of every eight columns. Reduced first over the eighths, they are two chains of dependent operations instead of one.
+    """
+    s = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 8])
+    return gl.convert_layout(gl.max(gl.max(s, 1), 1), gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def _row_sum(p, CHAINS: gl.constexpr, layout: gl.constexpr):
+    """Sum of each row of p [rows, columns], in one chain or, as `_row_max`, in two."""
+    if CHAINS == 1:
+        return gl.sum(p, 1)
+    else:  # noqa: RET505 (Triton compiles what follows a branch that returned)
+        p = gl.reshape(p, [p.shape[0], p.shape[1] // 8, 8])
+        return gl.convert_layout(gl.sum(gl.sum(p, 1), 1), gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def softmax_block(
+    s, m, total, max_scores, q_first, kv_first, left, masked, global_b, global_h, scale, captured,
+    MASK: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, PARTIAL: gl.constexpr,
+    SCALE_IN_EXP: gl.constexpr, MAX_SCORES: gl.constexpr, SUM_CHAINS: gl.constexpr, N: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Online softmax of one block's scores [64, N]: (p, m, total, max_scores, factor that rescales earlier sums).
+
+    masked: if PARTIAL, whether the block is masked: positions of a full block need not be consecutive.
+    SUM_CHAINS: of `_row_sum`. One is enough if the exponentials arrive no faster than a chain adds them.
+    """
+    q_pos = gl.expand_dims(q_first + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout)), 1)
+    columns = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+    kv = gl.expand_dims(kv_first + columns, 0)
+    if not SCALE_IN_EXP:
+        s *= scale
+    if SCORE is not None:
+        if FLAT is None:
+            s = SCORE(s, global_b, global_h, q_pos, kv, captured.score, captured.score_sizes)
+        else:
+            q_last, kv_last = q_first + (GROUP_ROWS - 1), kv_first + (N - 1)
+            low, high = CORNERS(global_b, global_h, q_first, q_last, kv_first, kv_last, captured.score, captured.score_sizes)
+            if low == high:
+                s = FLAT(s, global_b, global_h, q_pos, kv, low, captured.score, captured.score_sizes)
+            else:
+                s = SCORE(s, global_b, global_h, q_pos, kv, captured.score, captured.score_sizes)
+    if PARTIAL:  # noqa: SIM102 (a compile-time condition)
+        if masked:
+            if VISIBLE is not None:
+                of_row = gl.expand_dims(columns, 0)
+                s = masked_scores(s, VISIBLE(captured.mask, kv_first, of_row) & bits_below(left, of_row), of_row)
+            else:
+                if MASK is not None:
+                    s = gl.where(MASK(global_b, global_h, q_pos, kv, captured.mask, captured.mask_sizes), s, float("-inf"))
+                if left < N:
+                    s = gl.where(gl.expand_dims(columns, 0) < left, s, float("-inf"))
+    factor = scale * LOG2_E if SCALE_IN_EXP else LOG2_E
+    top = _row_max(s, layout) * factor
+    m_new = gl.maximum(m, top)
+    if MAX_SCORES:
+        max_scores = gl.maximum(max_scores, top)
+    base = m_new
+    if PARTIAL or SCORE is not None:
+        # A row that has seen nothing: exp2(−inf − 0) is 0, exp2(−inf − −inf) would be NaN.
+        base = gl.where(m_new == float("-inf"), 0.0, m_new)
+    p = gl.exp2(s * factor - gl.expand_dims(base, 1))
+    rescale = gl.exp2(m - base)
+    total = total * rescale + _row_sum(p, SUM_CHAINS, layout)
+    return p, m_new, total, max_scores, rescale
