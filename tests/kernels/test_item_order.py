@@ -17,6 +17,7 @@ import triton.language as tl
 import longspan as ls
 from longspan._kernels.gpu.interpreter import interpreted, quiet
 from longspan._kernels.gpu.tile_access import place_in_order
+from longspan._kernels.hopper import first_items
 from longspan._kernels.hopper.item_order import ItemOrder, best_order, outlier_rows, simulated_items
 from longspan._kernels.hopper.makespan import MANY_ITEMS, finish_times
 from longspan._kernels.hopper.split_kv import best_split
@@ -56,9 +57,13 @@ def test_every_item_is_taken_once_and_has_the_length_the_host_computes(data: st.
     assert len(set(map(tuple, decoded.tolist()))) == items
     assert set(decoded[:, 0].tolist()) == set(by_row.tolist()) and decoded[:, 1].max() < subs
     assert decoded[:, 2].max() < batches and decoded[:, 3].max() < heads
+    order = ItemOrder(shared, heavy, late)
+    sizes = {"rows": rows, "tiles": tiles, "heads": heads, "heavy_items": heads * batches * subs * heavy, "M_SUBS": subs}
+    on_host = first_items.places(torch.arange(items), order, by_row.long(), sizes | {"PER_BATCH": False, "PER_HEAD": False})
+    assert torch.equal(torch.stack(on_host, 1).int(), decoded)
     length = dict(zip(by_row.tolist(), work, strict=True))
     for count in (0, 1, items // 2, items):
-        lengths = ItemOrder(shared, heavy, late).lengths(work, heads=heads * batches, subs=subs, count=count)
+        lengths = order.lengths(work, heads=heads * batches, subs=subs, count=count)
         assert lengths == [length[tile] for tile in decoded[items - count :, 0].tolist()]
 
 
@@ -77,6 +82,11 @@ def test_table_rows_per_batch_row_and_head_are_taken_once(per_batch: bool, per_h
             PER_BATCH=per_batch, PER_HEAD=per_head,
         )  # fmt: skip
     assert sorted(map(tuple, decoded.tolist())) == list(product(range(tiles), range(subs), range(batches), range(heads)))
+    sizes = {"rows": rows, "tiles": tiles, "heads": heads, "heavy_items": items // rows * heavy, "M_SUBS": subs}
+    item_order = ItemOrder(group, heavy, 1 if per_head else heads)
+    by_table = {"PER_BATCH": per_batch, "PER_HEAD": per_head}
+    on_host = first_items.places(torch.arange(items), item_order, order.long(), sizes | by_table)
+    assert torch.equal(torch.stack(on_host, 1).int(), decoded)
 
 
 def chosen(work: list[int], *, heads: int, shared: int = 1, fit: int = 2) -> tuple[ItemOrder, float]:

@@ -17,6 +17,12 @@ def wide(x):
 
 
 @triton.jit
+def wide_unsigned(x):
+    """x ≥ 0 in 64 bits. The upper word is a constant, not a register that holds a sign."""
+    return tl.cast(tl.cast(x, tl.uint32), tl.int64)
+
+
+@triton.jit
 def locate(order, rows, tiles, heads, group, SUBS: tl.constexpr, PER_BATCH: tl.constexpr, PER_HEAD: tl.constexpr):
     """`place` of this CTA."""
     return place(tl.program_id(0), order, rows, tiles, heads, group, SUBS, PER_BATCH, PER_HEAD)

@@ -1,7 +1,8 @@
 """The forward kernel for Hopper: a persistent kernel, one CTA per SM, of two consumer warp groups and two or three producer warps.
 
 A work item is 128 queries of one head, 64 per consumer warp group, over all their visible KV or, split-KV, over a part of it
-(`hopper.split_kv`). CTAs take items from a global counter in the order of `hopper.item_order`. Time runs downwards; one item:
+(`hopper.split_kv`). CTAs take items from a global counter in the order of `hopper.item_order`; in a small launch, the first item of each
+CTA has a record from the host (`hopper.first_items`). Time runs downwards; one item:
 
   scheduler warp     load warp              consumer warp groups 0, 1                        state warp (float32 states only)
   ──────────────     ─────────              ─────────────────────────                        ────────────────────────────────
@@ -25,7 +26,7 @@ A work item is 128 queries of one head, 64 per consumer warp group, over all the
 shared memory          size                     written by     read by              mbarriers (arrivals)
 items_s                ITEM_SLOTS item records  scheduler      load, consumers,     item_full (1), item_empty (one per reader)
                                                                state warp
-q_s                    2 × 64 × D               load (TMA)     consumers            q_full (1), q_empty (2)
+q_s                    2 × 64 × D               load (TMA)     consumers            q_full (1), q_empty (1), each per warp group
 k_s, v_s, blocks_s     STAGES × N keys          load (TMA)     consumers            k_full, v_full (1), k_empty, v_empty (2)
 state_s, lse_s         2 × 64 × E, 2 × 64       state warp,    consumers,           state_bars.ready (2), .filled (2)
                                                 consumers      state warp
@@ -53,7 +54,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from longspan._kernels.gpu.device_library import LN_2, LOG2_E
-from longspan._kernels.gpu.tile_access import wide
+from longspan._kernels.gpu.tile_access import wide, wide_unsigned
 from longspan._kernels.hopper.epilogue import MAX_SPLIT_DIM, Outputs, OutputStrides, by_row, merge, stage_output, store_output
 from longspan._kernels.hopper.forward_producer import (
     BATCH,
@@ -74,10 +75,13 @@ from longspan._kernels.hopper.forward_producer import (
     ROWS_LEFT,
     SPLIT_PART,
     ItemBarriers,
+    ItemNumbers,
     SplitKv,
     block_field,
     item_field,
     load,
+    load_first_record,
+    publish_first_item,
     schedule,
 )
 from longspan._kernels.hopper.head_dim_parts import Parts, held_operand, part_2d, ring_of, start_scores
@@ -100,8 +104,8 @@ from longspan._kernels.hopper.tile_io import load_tile
 from longspan._kernels.hopper.turns import await_turn, give_turn
 
 _DYNAMIC = [
-    "items", "unsplit", "split_items", "parts", "wide_part", "rows", "tiles", "heads", "shared", "group", "heavy_rows", "light_group",
-    "heavy_items", "q_len", "kv_len", "local_tokens", "first_b", "first_h",
+    "items", "early_items", "first_items", "unsplit", "split_items", "parts", "wide_part", "rows", "tiles", "heads", "shared", "group",
+    "heavy_rows", "light_group", "heavy_items", "q_len", "kv_len", "local_tokens", "first_b", "first_h",
 ]  # fmt: skip
 
 
@@ -183,7 +187,7 @@ def _consume(
         blocks = item_field(items_s, slot, END_BLOCK) - first_block
         partial = gl.minimum(gl.maximum(item_field(items_s, slot, PARTIAL_BLOCKS) - first_block, 0), blocks)
         full = blocks - partial
-        lse_at = (wide(b) * heads + h) * q_len + row
+        lse_at = wide_unsigned(b * heads + h) * wide_unsigned(q_len) + row
         inside = rows < rows_left
         global_b, global_h = b + first_b, h + first_h
         of_head = captured
@@ -198,7 +202,7 @@ def _consume(
         total = gl.full([GROUP_ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, layout))
         max_scores = gl.full([GROUP_ROWS], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
         acc = gl.full([GROUP_ROWS, EP], 0.0, gl.float32, layout=out_layout)
-        mbarrier.wait(bars.q_full, t & 1)
+        mbarrier.wait(bars.q_full.index(GROUP), t & 1)
         if Q_IN_REGISTERS:
             q = held_operand(part_2d(q_s, GROUP), gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2), True)
         stage = ring_slot(i, STAGES)
@@ -223,7 +227,7 @@ def _consume(
             blocks_s, kv_bars, of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, False, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, STAGES, -1,
             layout, out_layout,
         )  # fmt: skip
-        mbarrier.arrive(bars.q_empty, count=1)
+        mbarrier.arrive(bars.q_empty.index(GROUP), count=1)
         last = ring_slot(i - 1, STAGES)
         mbarrier.wait(kv_bars.v_full.index(last), ring_phase(i - 1, STAGES))
         acc_next = warpgroup_mma(weights, tile_2d(v_s, last), acc, is_async=True)
@@ -299,10 +303,10 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, max_scores_ptr, old_out_ptr, old_lse_ptr, old_max_scores_ptr, complete_out_ptr, q_ptr,
     out_desc, complete_out_desc, old_out_desc, local_k_desc, local_v_desc, q_tail_desc, k_tail_desc, local_k_tail_desc,
     unbounded_ptr, counter, part_out, part_lse,
-    out_stride, old_out_stride, complete_out_stride, q_stride, order, full, partial, counts, complete_flags, q_side, kv_side,
+    out_stride, old_out_stride, complete_out_stride, q_stride, first_records, order, full, partial, counts, complete_flags, q_side, kv_side,
     mask_captured, mask_sizes, score_captured, score_sizes,
-    items, unsplit, split_items, parts, wide_part, rows, tiles, heads, shared, group, heavy_rows, light_group, heavy_items, q_len, kv_len,
-    local_tokens, scale, first_b, first_h,
+    items, early_items, first_items, unsplit, split_items, parts, wide_part, rows, tiles, heads, shared, group, heavy_rows, light_group,
+    heavy_items, q_len, kv_len, local_tokens, scale, first_b, first_h,
     MASK: gl.constexpr, BOUNDS: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr,
     UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, SCALE_IN_EXP: gl.constexpr,
     M_SUBS: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, D: gl.constexpr, E: gl.constexpr, DP: gl.constexpr, EP: gl.constexpr,
@@ -317,6 +321,7 @@ def forward_kernel(
     unbounded_ptr: an int32, not 0 if partial blocks need isolation (`hopper.isolation`); None to isolate none.
     counter: int32 zeros, one for the item counter and two for each split item. part_out, part_lse: partial results of split items.
     full, partial: `RunPointers`. counts: int32 [table rows, 2], tiles in a row's partial and full runs; never both 0 in these rows.
+    first_records: `hopper.first_items`, or None. items, early_items, first_items: `ItemNumbers`.
     unsplit, split_items, parts, wide_part: `SplitKv`. group, heavy_rows, light_group, heavy_items: the order of items (`place_in_order`).
     M_SUBS, N_SUBS: items and KV blocks per tile of the block table. SCALE_IN_EXP: multiply by the scale in the exponent.
     UNIFORM: of a score mod with lookups by batch row and head (`longspan._kernels.gpu.hoisted_lookups`), or None.
@@ -324,6 +329,10 @@ def forward_kernel(
     FLAT, CORNERS: of a score mod whose lookup is uniform over many tiles (`longspan._kernels.gpu.uniform_lookup`), or None.
     """
     dtype: gl.constexpr = q_desc.dtype
+    first_records = optional(first_records)
+    FIRST_RECORDS: gl.constexpr = first_records is not None
+    if FIRST_RECORDS:
+        first_record = load_first_record(first_records)  # arrives while mbarriers are initialised
     out_desc, complete_out_desc, old_out_desc = optional(out_desc), optional(complete_out_desc), optional(old_out_desc)
     STATE_WARP: gl.constexpr = 0 if out_desc is None else 1
     q, k = Parts(q_desc, first_given(q_tail_desc, q_desc)), Parts(k_desc, first_given(k_tail_desc, k_desc))
@@ -331,13 +340,16 @@ def forward_kernel(
     v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, EP], v_desc.layout)
     items_s, blocks_s, near_end = shared_ints(ITEM_SLOTS * ITEM_FIELDS), shared_ints(BLOCK_FIELDS * STAGES), mbarriers(2, 1)
     bars = ItemBarriers(
-        mbarriers(ITEM_SLOTS, 1), mbarriers(ITEM_SLOTS, GROUPS + 1 + STATE_WARP), mbarriers(1, 1).index(0), mbarriers(1, GROUPS).index(0)
+        mbarriers(ITEM_SLOTS, 1), mbarriers(ITEM_SLOTS, GROUPS + 1 + STATE_WARP), mbarriers(GROUPS, 1), mbarriers(GROUPS, 1)
     )
     kv_bars = KvBarriers(mbarriers(STAGES, 1), mbarriers(STAGES, GROUPS), mbarriers(STAGES, 1), mbarriers(STAGES, GROUPS))
     isolation = None
     if unbounded_ptr is not None:
         bad_keys = gl.allocate_shared_memory(gl.int8, [N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         isolation = BlockIsolation(unbounded_ptr, mbarriers(2, 1), bad_keys)
+    if FIRST_RECORDS:
+        publish_first_item(items_s, first_record, bars.item_full)
+    numbers = ItemNumbers(items, early_items, first_items)
     split, groups = SplitKv(unsplit, split_items, parts, wide_part), (group, heavy_rows, light_group, heavy_items)
     old_lse_ptr, complete_flags = optional(old_lse_ptr), optional(complete_flags)
     to = Outputs(
@@ -370,12 +382,12 @@ def forward_kernel(
                     1, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES,
                 )),
                 (schedule, (
-                    q_ptr, q_stride, counter, items, split, order, full, partial, counts, complete_flags, q_side, rows, tiles, heads,
-                    groups, q_len, items_s, near_end, bars, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
+                    q_ptr, q_stride, counter, numbers, split, order, full, partial, counts, complete_flags, q_side, rows, tiles, heads,
+                    groups, q_len, items_s, near_end, bars, FIRST_RECORDS, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
                 )),
                 (load, (
                     q, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end, state_due,
-                    bars, kv_bars, optional(isolation), N, N_SUBS, STAGES,
+                    bars, kv_bars, optional(isolation), FIRST_RECORDS, N, N_SUBS, STAGES,
                 )),
                 (move_states, (
                     out_desc, complete_out_desc, old_out_desc, old_lse_ptr, heads, q_len, state_s, lse_s, items_s, bars, state_bars,
@@ -400,12 +412,12 @@ def forward_kernel(
                     1, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES,
                 )),
                 (schedule, (
-                    q_ptr, q_stride, counter, items, split, order, full, partial, counts, complete_flags, q_side, rows, tiles, heads,
-                    groups, q_len, items_s, near_end, bars, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
+                    q_ptr, q_stride, counter, numbers, split, order, full, partial, counts, complete_flags, q_side, rows, tiles, heads,
+                    groups, q_len, items_s, near_end, bars, FIRST_RECORDS, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
                 )),
                 (load, (
                     q, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end,
-                    optional(None), bars, kv_bars, optional(isolation), N, N_SUBS, STAGES,
+                    optional(None), bars, kv_bars, optional(isolation), FIRST_RECORDS, N, N_SUBS, STAGES,
                 )),
             ],
             [4, 1, 1],

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from longspan._kernels.gpu.tile_access import place_in_order, run_place, span, table_row, wide
+from longspan._kernels.hopper.gluon_names import reinterpret
 from longspan._kernels.hopper.head_dim_parts import load_kv_parts, load_part_tile, part_bytes, part_slot
 from longspan._kernels.hopper.isolation import isolate_values
 from longspan._kernels.hopper.pipeline import load_int, load_kv_tile, ring_phase, ring_slot, store_int, take_item
@@ -36,7 +37,9 @@ FULL_RUN = gl.constexpr(8)  # first full run of the table row
 FIRST_BLOCK = gl.constexpr(9)  # begin of the item's range of blocks: 0 unless the item is a part of a split one
 SPLIT_PART = gl.constexpr(10)  # index among all split-KV parts; negative for items that are not split
 COMPLETE = gl.constexpr(11)  # 1: the output goes to the tensor of complete query tiles
-ITEM_FIELDS = gl.constexpr(12)
+FIRST_TILE = gl.constexpr(12)  # first and last KV tile of the table row's first run; in records of `hopper.first_items` only
+LAST_TILE = gl.constexpr(13)
+ITEM_FIELDS = gl.constexpr(16)
 
 # A KV block's record, one per pipeline stage: int32 fields.
 BLOCK_POSITION = gl.constexpr(0)  # global position of its first key
@@ -45,12 +48,24 @@ BLOCK_FIELDS = gl.constexpr(2)
 
 
 class ItemBarriers(NamedTuple):
-    """mbarriers of the ring of item records (arrays of `ITEM_SLOTS`) and of the query tiles (one each)."""
+    """Arrays of mbarriers of the ring of item records (`ITEM_SLOTS` each) and of the query tiles (one per consumer warp group each;
+    in `hopper.forward_three`, one mbarrier for all).
+    """
 
     item_full: Any
     item_empty: Any
     q_full: Any
     q_empty: Any
+
+
+class ItemNumbers(NamedTuple):
+    """Numbers of a launch's items: all are below `total`, the last ones not below `early`. Those below `first`, one per CTA, do not come
+    from the global counter.
+    """
+
+    total: Any
+    early: Any
+    first: Any
 
 
 class SplitKv(NamedTuple):
@@ -77,18 +92,25 @@ def block_field(blocks_s, stage, FIELD: gl.constexpr):
 @gluon.jit
 def schedule(
     q_ptr, q_stride, counter, items, split, order, full, partial, counts, complete_flags, q_side, rows, tiles, heads, groups, q_len,
-    items_s, near_end, bars,
+    items_s, near_end, bars, FIRST_RECORDS: gl.constexpr,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, M_SUBS: gl.constexpr, N_SUBS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """The scheduler warp: takes item numbers from the global counter and writes item records, until the counter passes `items`.
+    """The scheduler warp: takes item numbers from the global counter and writes item records, until all `ItemNumbers` are taken.
 
     A CTA takes its next item when the load warp is near the end of the current one (`near_end`): an item taken earlier would wait for this
-    CTA while another CTA may be idle. Items of few blocks would end before the next record is ready, so they are taken one item earlier.
+    CTA while another CTA may be idle. After an item of few blocks, the next one is taken one item earlier: the record would not be ready
+    when the short item ends. The last items are not: with two items in advance, some CTAs would finish when others have long been idle.
+    FIRST_RECORDS: the first item of this CTA has been scheduled (`publish_first_item`).
     The item's queries are prefetched into L2, so that the load warp does not wait for global memory between two items.
     """
     t = 0  # items so far
-    item = take_item(counter)
-    while item < items:
+    if FIRST_RECORDS:
+        blocks = item_field(items_s, 0, END_BLOCK) - item_field(items_s, 0, FIRST_BLOCK)
+        if (blocks > NEAR_END) | (items.first > items.early):
+            mbarrier.wait(near_end.index(0), 0)
+        t += 1
+    item = items.first + take_item(counter)
+    while item < items.total:
         whole_item, part = item, 0
         if item >= split.unsplit:
             whole_item = split.unsplit + (item - split.unsplit) % split.split_items
@@ -121,11 +143,11 @@ def schedule(
             store_int(items_s, record + COMPLETE, gl.load(complete_flags + tile))
         mbarrier.arrive(bars.item_full.index(slot), count=1)
         prefetch_rows(q_ptr + wide(b) * q_stride[0] + wide(h) * q_stride[1], row, left, q_stride[2], D, GROUPS * GROUP_ROWS)
-        ending = gl.where(end_block - first_block > NEAR_END, t, t - 1)
+        ending = gl.where((end_block - first_block > NEAR_END) | (item >= items.early), t, t - 1)
         if ending >= 0:
             mbarrier.wait(near_end.index(ring_slot(ending, 2)), ring_phase(ending, 2))
         t += 1
-        item = take_item(counter)
+        item = items.first + take_item(counter)
     slot = ring_slot(t, ITEM_SLOTS)
     mbarrier.wait(bars.item_empty.index(slot), ring_phase(t, ITEM_SLOTS) ^ 1)
     store_int(items_s, slot * ITEM_FIELDS + HEAD, -1)
@@ -133,24 +155,43 @@ def schedule(
 
 
 @gluon.jit
-def _load_queries(q_desc, b, h, row, q_full, q_s):
-    """Start the TMA loads of an item's query tiles (`Parts`), one per consumer warp group."""
+def load_first_record(records):
+    """The record of this CTA's first item, one field per thread. records: int32 [CTAs, ITEM_FIELDS]."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.load(records + gl.program_id(0) * ITEM_FIELDS + gl.arange(0, ITEM_FIELDS, layout=layout))
+
+
+@gluon.jit
+def publish_first_item(items_s, record, item_full):
+    """Write the record of this CTA's first item to slot 0 and hand it over."""
+    slots = reinterpret(items_s, gl.int32, [ITEM_SLOTS, ITEM_FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    slots.index(0).store(record)
+    mbarrier.arrive(item_full.index(0), count=1)
+
+
+@gluon.jit
+def _load_queries(q_desc, b, h, row, t, bars, q_s):
+    """Start the TMA loads of item t's query tiles (`Parts`), one per consumer warp group, each as soon as the warp group has read the tile
+    before: the warp group that ends an item first begins the next one first.
+    """
     BYTES: gl.constexpr = part_bytes(q_desc.main.block_type.nbytes, q_desc.tail.block_type.nbytes)
-    mbarrier.expect(q_full, BYTES * GROUPS)
     for group in gl.static_range(GROUPS):
-        load_part_tile(q_desc, b, h, row + group * GROUP_ROWS, q_full, part_slot(q_s, group))
+        if t > 0:
+            mbarrier.wait(bars.q_empty.index(group), (t & 1) ^ 1)
+        mbarrier.expect(bars.q_full.index(group), BYTES)
+        load_part_tile(q_desc, b, h, row + group * GROUP_ROWS, bars.q_full.index(group), part_slot(q_s, group))
 
 
 @gluon.jit
 def load(
     q_desc, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end, state_due, bars, kv_bars,
-    isolation, N: gl.constexpr, N_SUBS: gl.constexpr, STAGES: gl.constexpr,
+    isolation, FIRST_RECORDS: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The load warp: starts the TMA loads of each item's queries and KV blocks, partial blocks first, and writes the blocks' records.
 
     q_desc, q_s, k_s: `Parts`. keys: a `KvSource` of `Parts`.
     `state_due`: mbarriers that tell the state warp to load the item's running state; None without a state warp.
-    isolation: `BlockIsolation`, or None.
+    isolation: `BlockIsolation`, or None. FIRST_RECORDS: the record of the first item has its first run.
     """
     unbounded = 0
     if isolation is not None:
@@ -173,14 +214,21 @@ def load(
         near_end_at, state_at = gl.maximum(end_block - NEAR_END, first_block), gl.minimum(first_block + STATE_AFTER, end_block - 1)
         kv_head = h // shared
         if t == 0:
-            _load_queries(q_desc, b, h, row, bars.q_full, q_s)
+            _load_queries(q_desc, b, h, row, t, bars, q_s)
         run_block = 0  # first block of the run
         while run_block < end_block:
-            if run_block < partial_blocks:
+            is_known = False
+            if FIRST_RECORDS:
+                is_known = (t == 0) & (run_block == 0)
+            if is_known:
+                first, last = item_field(items_s, 0, FIRST_TILE), item_field(items_s, 0, LAST_TILE)
+            elif run_block < partial_blocks:
                 first, last = gl.load(partial.first + partial_run), gl.load(partial.last + partial_run)
-                partial_run += 1
             else:
                 first, last = gl.load(full.first + full_run), gl.load(full.last + full_run)
+            if run_block < partial_blocks:
+                partial_run += 1
+            else:
                 full_run += 1
             row_from, pos_from, left_from = run_place(first, last, kv_len, kv_side, N_SUBS, N)
             run_blocks = (last + 1 - first) * N_SUBS
@@ -200,8 +248,7 @@ def load(
                 load_kv_parts(keys, b, kv_head, row_from + n * N, k_full, part_slot(k_s, stage))
                 if (block == first_block) & (t > 0):
                     # After the item's first K tile: its stage is empty before the query tiles of the item before are.
-                    mbarrier.wait(bars.q_empty, (t & 1) ^ 1)
-                    _load_queries(q_desc, b, h, row, bars.q_full, q_s)
+                    _load_queries(q_desc, b, h, row, t, bars, q_s)
                 mbarrier.wait(kv_bars.v_empty.index(stage), empty_phase)
                 load_kv_tile(values, b, kv_head, row_from + n * N, v_full, v_s.index(stage))
                 if isolation is not None:  # noqa: SIM102 (a compile-time condition)

@@ -38,6 +38,7 @@ from longspan._kernels.hopper.config import (
 )
 from longspan._kernels.hopper.dq_order import dq_order
 from longspan._kernels.hopper.epilogue import MAX_SPLIT_DIM
+from longspan._kernels.hopper.first_items import first_records
 from longspan._kernels.hopper.forward import forward_kernel
 from longspan._kernels.hopper.forward_producer import GROUPS
 from longspan._kernels.hopper.gqa_split import head_parts
@@ -312,6 +313,13 @@ class HopperCall(LaunchCall):
             heavy_items = items // max(1, shared["rows"]) * order.heavy_rows
             more |= {"heavy_rows": order.heavy_rows, "light_group": order.light_group, "heavy_items": heavy_items, **split._asdict()}
             shared["group"], items = order.heavy_group, split.items
+            more["early_items"] = max(0, items - ctas)
+            records = None
+            if known_blocks and tensors["complete_out_ptr"] is None:
+                sizes = {**shared, "heavy_items": heavy_items}
+                records = first_records(self.work, order, sizes, q_len=q.shape[2], items=items, unsplit=split.unsplit, ctas=ctas)
+            more["first_items"] = 0 if records is None else min(items, ctas)
+            more["first_records"] = None if records is None else launch.to_device([records], q.device)[0]
             part_rows = split.split_items * split.parts * config.m
             # The item counter, the split items' arrival counters; out and lse of all parts.
             counters = 1 + GROUPS.value * split.split_items
