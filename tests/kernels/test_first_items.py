@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,13 +10,18 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
+from tests.kernels.calls import forward
+from tests.kernels.test_hopper import on_hopper
+
 import longspan as ls
 from longspan._kernels.gpu import launch
-from longspan._kernels.hopper import first_items
+from longspan._kernels.hopper import HopperKernel, first_items, passes
 from longspan._kernels.hopper import forward_producer as producer
 from longspan._kernels.hopper.item_order import ItemOrder
 from longspan._kernels.protocol import Work
 from longspan._kernels.tiling import Tiling
+from longspan._kernels.triton import TritonKernel
+from longspan._masks.tracing import trace
 
 MASKS = {
     "causal": ls.causal(),
@@ -82,3 +88,30 @@ def test_large_launches_and_launches_that_begin_with_split_items_have_no_records
 def test_a_launch_with_fewer_items_than_ctas_has_a_record_for_each_item() -> None:
     records, _, _ = made(ls.full(), ctas=132)
     assert len(records) == 80
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["causal", "documents", "window of later keys"])
+def test_records_and_one_main_loop_change_no_bit(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    on_hopper()
+    kernel, traced, tiles = HopperKernel(fallback=TritonKernel()), trace(MASKS[name], "mask"), Tiling(length=1277, block=128)
+    q, k, v = (torch.randn(2, h, 1277, 128, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
+    table, constants, prepare = MASKS[name].block_table(1277, 1277, block=128), [], passes.HopperCall.prepare
+
+    def recorded(*arguments: Any) -> Any:
+        constants.append(prepare(*arguments).constants)
+        return prepare(*arguments)
+
+    def run() -> Any:
+        captured = [t.cuda() for t in traced.captured()]
+        # A copy of the table: launches are prepared once for each table.
+        work = Work(table=replace(table), q_tiles=tiles, kv_tiles=tiles, scale=0.1, mask=traced.program, mask_captured=captured)
+        return forward(kernel, q, k, v, work)
+
+    monkeypatch.setattr(passes.HopperCall, "prepare", recorded)
+    new = run()
+    monkeypatch.setattr(passes, "first_records", lambda *_, **__: None)
+    monkeypatch.setattr(passes, "takes_one_loop", lambda *_: False)
+    old = run()
+    assert [(c["ONE_LOOP"], c["first_items"]) for c in constants] == [(True, min(80, passes.persistent_ctas(q.device))), (False, 0)]
+    assert torch.equal(new.out, old.out) and torch.equal(new.lse, old.lse)

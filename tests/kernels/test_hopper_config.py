@@ -54,3 +54,9 @@ def test_tiles_of_the_backward_kernel_by_key_tiles_fit_into_shared_memory(d: int
     kv, dq, outputs = 2 * 2 * tiles.n * d, 2 * 4 * queries * dims, 2 * 2 * 64 * 64
     assert kv + 2 * 2 * tiles.stages * tiles.m * d + ds + dq + outputs <= config.SHARED_BYTES
     assert tiles.stages >= 2 and (tiles.m == 128) == (d == 64 and plain)
+
+
+def test_only_short_items_of_128_dims_have_one_main_loop() -> None:
+    assert config.takes_one_loop(128, 128, 5.1)
+    assert not config.takes_one_loop(128, 128, 8.9) and not config.takes_one_loop(64, 64, 5.1) and not config.takes_one_loop(192, 128, 5.1)
+    assert not config.takes_one_loop(128, 128, float("nan"))  # the mean of an empty table

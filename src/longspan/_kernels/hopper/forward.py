@@ -33,8 +33,11 @@ state_s, lse_s         2 × 64 × E, 2 × 64       state warp,    consumers,    
 –                                               load           scheduler            near_end (1)
 –                                               load           state warp           state_due (1)
 
-Partial blocks, which are masked, precede full blocks. Masks of comparisons need one bound per row and comparison (`gpu.row_bounds`). With
-LONGSPAN_ISOLATE=1, the load warp may change a partial block in shared memory before it signals k_full and v_full (`hopper.isolation`).
+Partial blocks, which are masked, precede full blocks. There is one main loop for each kind, so that no block tests its kind. Items of few
+blocks have one loop for both (ONE_LOOP): each warp group has a copy of the code, and two copies of two loops, each executed a few times,
+do not stay in the instruction cache until the next item. Masks of comparisons need one bound per row and comparison (`gpu.row_bounds`).
+With LONGSPAN_ISOLATE=1, the load warp may change a partial block in shared memory before it signals k_full and v_full
+(`hopper.isolation`).
 The state warp exists if results are float32 running states (`hopper.state_mover`).
 The Triton 3.6 assembler waits for P V before the exponentials of the same warp group, so P V of one warp group overlaps with the softmax of
 the other. While the consumers are in an item's epilogue, the next item's queries and first KV blocks arrive.
@@ -114,10 +117,11 @@ def attend_blocks(
     acc, total, m, max_scores, weights, i, count, q, q_first, global_b, global_h, scale, k_s, v_s, blocks_s, bars, captured,
     MASK: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, PARTIAL: gl.constexpr,
     SCALE_IN_EXP: gl.constexpr, MAX_SCORES: gl.constexpr, SUM_CHAINS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    TURN: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr,
+    TURN: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr, partial_end=None,
 ):  # fmt: skip
     """The main loop over `count` blocks. On entry and on exit, P V of block i − 1 has not been started: `weights` holds its P.
 
+    PARTIAL: whether the blocks are masked; if `partial_end` is not None, those with a number below it.
     TURN: number of the warp group, if warp groups start their wgmmas in turns (`hopper.turns`); otherwise −1.
     """
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
@@ -139,8 +143,11 @@ def attend_blocks(
             give_turn(TURN)
         s = warpgroup_mma_wait(1, deps=[s_next])
         mbarrier.arrive(bars.k_empty.index(stage), count=1)
+        masked = True
+        if partial_end is not None:
+            masked = i < partial_end
         p, m, total, max_scores, rescale = softmax_block(
-            s, m, total, max_scores, q_first, kv, left, True, global_b, global_h, scale, captured,
+            s, m, total, max_scores, q_first, kv, left, masked, global_b, global_h, scale, captured,
             MASK, VISIBLE, SCORE, FLAT, CORNERS, PARTIAL, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, layout,
         )  # fmt: skip
         acc, weights = warpgroup_mma_wait(0, deps=[acc_next, gl.convert_layout(p.to(v_s.dtype), operand)])
@@ -156,7 +163,7 @@ def _consume(
     q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars, out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
     GROUP: gl.constexpr, MASK: gl.constexpr, BOUNDS: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr,
     CORNERS: gl.constexpr, UNIFORM: gl.constexpr, SCALE_IN_EXP: gl.constexpr, N: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, ONE_LOOP: gl.constexpr,
 ):  # fmt: skip
     """A consumer warp group: 64 of the item's 128 queries."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
@@ -217,16 +224,23 @@ def _consume(
         )  # fmt: skip
         weights = gl.convert_layout(p.to(v_s.dtype), operand)
         i += 1
-        acc, total, m, max_scores, weights, i = attend_blocks(
-            acc, total, m, max_scores, weights, i, gl.maximum(partial - 1, 0), q, q_first, global_b, global_h, scale, k_s, v_s, blocks_s,
-            kv_bars, of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, STAGES, -1, layout,
-            out_layout,
-        )  # fmt: skip
-        acc, total, m, max_scores, weights, i = attend_blocks(
-            acc, total, m, max_scores, weights, i, gl.where(partial > 0, full, full - 1), q, q_first, global_b, global_h, scale, k_s, v_s,
-            blocks_s, kv_bars, of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, False, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, STAGES, -1,
-            layout, out_layout,
-        )  # fmt: skip
+        if ONE_LOOP:
+            acc, total, m, max_scores, weights, i = attend_blocks(
+                acc, total, m, max_scores, weights, i, blocks - 1, q, q_first, global_b, global_h, scale, k_s, v_s, blocks_s, kv_bars,
+                of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, STAGES, -1, layout,
+                out_layout, i - 1 + partial,
+            )  # fmt: skip
+        else:
+            acc, total, m, max_scores, weights, i = attend_blocks(
+                acc, total, m, max_scores, weights, i, gl.maximum(partial - 1, 0), q, q_first, global_b, global_h, scale, k_s, v_s,
+                blocks_s, kv_bars, of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, STAGES,
+                -1, layout, out_layout,
+            )  # fmt: skip
+            acc, total, m, max_scores, weights, i = attend_blocks(
+                acc, total, m, max_scores, weights, i, gl.where(partial > 0, full, full - 1), q, q_first, global_b, global_h, scale, k_s,
+                v_s, blocks_s, kv_bars, of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, False, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N,
+                STAGES, -1, layout, out_layout,
+            )  # fmt: skip
         mbarrier.arrive(bars.q_empty.index(GROUP), count=1)
         last = ring_slot(i - 1, STAGES)
         mbarrier.wait(kv_bars.v_full.index(last), ring_phase(i - 1, STAGES))
@@ -310,7 +324,7 @@ def forward_kernel(
     MASK: gl.constexpr, BOUNDS: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr,
     UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, SCALE_IN_EXP: gl.constexpr,
     M_SUBS: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, D: gl.constexpr, E: gl.constexpr, DP: gl.constexpr, EP: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, ONE_LOOP: gl.constexpr,
 ):  # fmt: skip
     """Attention of the first `rows` rows of the block table in `order`, merged with the old state if there is one.
 
@@ -327,6 +341,7 @@ def forward_kernel(
     UNIFORM: of a score mod with lookups by batch row and head (`longspan._kernels.gpu.hoisted_lookups`), or None.
     BOUNDS, VISIBLE: of a mask of comparisons of kv with values of the row (`longspan._kernels.gpu.row_bounds`), or None.
     FLAT, CORNERS: of a score mod whose lookup is uniform over many tiles (`longspan._kernels.gpu.uniform_lookup`), or None.
+    ONE_LOOP: one main loop for partial and full blocks, not two.
     """
     dtype: gl.constexpr = q_desc.dtype
     first_records = optional(first_records)
@@ -374,12 +389,12 @@ def forward_kernel(
                 (_consume, (
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
                     out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
-                    0, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES,
+                    0, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP,
                 )),
                 (_consume, (
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
                     out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
-                    1, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES,
+                    1, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP,
                 )),
                 (schedule, (
                     q_ptr, q_stride, counter, numbers, split, order, full, partial, counts, complete_flags, q_side, rows, tiles, heads,
@@ -404,12 +419,12 @@ def forward_kernel(
                 (_consume, (
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
                     optional(None), optional(None), optional(None), optional(None), optional(None), captured,
-                    0, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES,
+                    0, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP,
                 )),
                 (_consume, (
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
                     optional(None), optional(None), optional(None), optional(None), optional(None), captured,
-                    1, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES,
+                    1, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP,
                 )),
                 (schedule, (
                     q_ptr, q_stride, counter, numbers, split, order, full, partial, counts, complete_flags, q_side, rows, tiles, heads,

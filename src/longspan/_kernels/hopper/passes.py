@@ -33,6 +33,7 @@ from longspan._kernels.hopper.config import (
     forward_config,
     forward_three_config,
     head_dim_parts,
+    takes_one_loop,
     takes_three_groups,
     wide_dkv_config,
 )
@@ -320,6 +321,8 @@ class HopperCall(LaunchCall):
                 records = first_records(self.work, order, sizes, q_len=q.shape[2], items=items, unsplit=split.unsplit, ctas=ctas)
             more["first_items"] = 0 if records is None else min(items, ctas)
             more["first_records"] = None if records is None else launch.to_device([records], q.device)[0]
+            blocks = float(self.work.table.nominal.tiles_per_row.double().mean()) * shared["N_SUBS"]
+            more["ONE_LOOP"] = takes_one_loop(d, e, blocks) and known_blocks and self.work.score is None and tensors["out_desc"] is None
             part_rows = split.split_items * split.parts * config.m
             # The item counter, the split items' arrival counters; out and lse of all parts.
             counters = 1 + GROUPS.value * split.split_items
