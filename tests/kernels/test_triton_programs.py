@@ -122,6 +122,14 @@ def test_operations_on_narrow_integers_wrap_as_in_torch_on_a_gpu(dtype: torch.dt
     assert _wrong_operations(dtype) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16], ids=str)
+def test_quotients_by_integers_beyond_the_dtype_match_torch(dtype: torch.dtype) -> None:
+    """A quotient is a float: torch does not wrap its operands."""
+    table = torch.arange(64, device=DEVICE).to(dtype)
+    got, want = _evaluate(lambda s, b, h, q, kv: table[q] / 40000 + table[kv] / -2 + torch.copysign(table[q], -70000))
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64], ids=str)
 def test_shifts_by_less_than_zero_or_more_than_the_width_match_torch(dtype: torch.dtype) -> None:
     info = torch.iinfo(dtype)

@@ -296,9 +296,13 @@ def _scalars_fit(node: Node) -> bool:
 
 
 def scalar_dtype(node: Node) -> torch.dtype | None:
-    """The integer dtype that torch converts Python integers in a call to, wrapping them silently; None if it converts to another type."""
+    """The integer dtype that torch converts Python integers in a call to, wrapping them silently; None if it converts to another type.
+
+    A quotient of integers is a float: torch then converts operands to the dtype of the result.
+    """
     dtypes = [a.meta["val"].dtype for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor)]
-    if not dtypes or any(d.is_floating_point for d in dtypes):
+    result = getattr(node.meta.get("val"), "dtype", None)
+    if not dtypes or any(d.is_floating_point for d in (*dtypes, result) if d is not None):
         return None
     widest = dtypes[0]
     for dtype in dtypes[1:]:
