@@ -76,6 +76,18 @@ def test_a_shorter_sequence_with_more_splits_decodes_as_alone() -> None:
         torch.testing.assert_close(out[i : i + 1].double(), expected[0] if isinstance(expected, tuple) else expected, rtol=1e-4, atol=1e-5)
 
 
+def test_new_tokens_that_no_query_sees_are_written() -> None:
+    cache = ls.KVCache(pages=9, page_size=16, layers=1, kv_heads=1, head_dim=16, dtype=torch.float32, device=DEVICE)
+    (sequence,) = cache.allocate(1)
+    for count in (63, 3):  # the first of 3 is the last key of a tile
+        q, k, v = (torch.randn(1, 1, count, 16, device=DEVICE) for _ in range(3))
+        step = cache.step([sequence], count)
+        ls.attention(q, k, v, cache=step, layer=0, mask=ls.sliding_window(0, 5), kernel="triton")
+        start, stop = step.ranges.starts[0], step.ranges.lengths[0]
+        for written, new in zip(cache.layer_pages(0).gather(step.ranges.rows[0], start, stop), (k, v), strict=True):
+            assert torch.equal(written, new[0])
+
+
 def test_lookups_beyond_a_table_raise() -> None:
     bias = torch.randn(40, device=DEVICE)
     cache = ls.KVCache(pages=2, layers=1, kv_heads=1, head_dim=16, dtype=torch.float32, device=DEVICE)

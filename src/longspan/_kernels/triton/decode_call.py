@@ -390,10 +390,11 @@ def _make_launches(
     rule = split_rule(kv_heads, shared=sizes.shared)
     k_new = tensors["k_new_ptr"]
     early = capability(q.device) >= (9, 0)
+    window = None if work.window is None else max(1, work.window)  # 0 hides a query's own key, which the query's CTA writes
     shared = {
         "sequences": sizes.sequences, "kv_heads": kv_heads, "splits": splits, "min_queries": sizes.queries[0], "max_queries": max_queries,
         "q_len": q.shape[2], "kv_len": sizes.longest, "first_key": 0, "smallest": rule.smallest, "coarse": rule.coarse,
-        "WINDOW": work.window, "RAGGED": ragged, "R": heads // kv_heads, "M": m, "N": tile.n, "EARLY": early,
+        "WINDOW": window, "RAGGED": ragged, "R": heads // kv_heads, "M": m, "N": tile.n, "EARLY": early,
     }  # fmt: skip
     constants = {
         **shared, **_dims(d - rest, e), "REST": rest, "RESTP": launch.padded(rest), "SHARED": sizes.shared,
