@@ -167,6 +167,13 @@ def test_losses_are_summed_in_float32_or_wider(dtype: torch.dtype) -> None:
         assert abs(float(got) - float(want)) < 1e-5 * float(want)
 
 
+@pytest.mark.parametrize("labels", [4, 12])
+def test_a_tiled_loss_rejects_another_number_of_labels(labels: int) -> None:
+    hidden, weight, targets = torch.randn(8, 7), torch.randn(VOCAB, 7), torch.zeros(labels, dtype=torch.int64)
+    with pytest.raises(ValueError, match=f"expected a label for each of 8 tokens, got {labels} labels"):
+        linear_token_loss(hidden, weight, targets, count=8, chunk=4)
+
+
 def test_an_explicit_count_replaces_the_count_of_the_batch() -> None:
     for gradients, share in (("mean", 3), ("sum", 1)):
         for prepared in on(3, whole(), count=700, gradients=gradients):

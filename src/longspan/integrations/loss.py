@@ -89,6 +89,8 @@ def linear_token_loss(
         This rank's share of the loss: a scalar, in float32 or float64.
     """
     tokens, targets = hidden.flatten(0, -2), labels.flatten()
+    if tokens.shape[0] != targets.shape[0]:
+        raise ValueError(f"linear_token_loss: expected a label for each of {tokens.shape[0]} tokens, got {targets.shape[0]} labels")
 
     def chunk_sum(h: Tensor, t: Tensor) -> Tensor:
         return cross_entropy(_widened(linear(h, weight)), t, ignore_index=ignore_index, reduction="sum")
