@@ -93,9 +93,10 @@ OTHER_TENSORS: dict[str, Callable[[], list[Any]]] = {
     "negated view": lambda: [_negated(tensors()[0]), *tensors()[1:]],
     "subclass": lambda: [tensors()[0].as_subclass(_Subclass), *tensors()[1:]],
     "meta device": lambda: [t.to("meta") for t in tensors()],
+    "sparse": lambda: [tensors()[0].to_sparse(), *tensors()[1:]],
     "no tensor": lambda: [1.0, *tensors()[1:]],
     "same object": lambda: [tensors()[0], *[tensors()[1]] * 2],
-    "nested": lambda: [torch.nested.as_nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=torch.jagged)] * 3,
+    "nested": lambda: [torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])] * 3,
 }
 
 
@@ -111,7 +112,7 @@ def test_a_call_with_other_tensors_is_checked(name: str) -> None:
     "options",
     [{"scale": 0.5}, {"scale": 1}, {"scale": 0.0}, {"kernel": "auto"}, {"kernel": "none"}, {"return_lse": True}, {"max_scores": True},
      {"mask": ls.causal()}, {"sink": torch.zeros(4)}, {"score_mod": lambda s, b, h, q, kv: s}],
-    ids=str,
+    ids=lambda options: " ".join(options) + f" {[v for v in options.values() if isinstance(v, int | float | str)]}",
 )  # fmt: skip
 def test_a_call_with_other_arguments_is_checked(options: dict[str, Any]) -> None:
     assert not is_repeated(repeated_plan(), tensors(), **options)
