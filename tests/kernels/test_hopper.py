@@ -140,6 +140,30 @@ def test_a_row_that_sees_a_nan_has_lse_nan(heads: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("length", [68, 100, 101, 129, 196])  # no multiple of 64; rows past the end would be the next head's
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "fixed order"])
+def test_a_nan_in_a_gradient_stays_in_its_head(length: int, dims: tuple[int, int], deterministic: bool) -> None:
+    on_hopper()
+    torch.manual_seed(0)
+    given = [torch.randn(2, 3, n, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+             for n, d in ((length, dims[0]), (300, dims[0]), (300, dims[1]))]  # fmt: skip
+    grad = torch.randn(2, 3, length, dims[1], device="cuda", dtype=torch.bfloat16)
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    try:
+        out = ls.attention(*given, mask=ls.full(), kernel="hopper")
+        want = torch.autograd.grad(out, given, grad, retain_graph=True)
+        grad[0, 1, 0], grad[1, 0, 3] = torch.nan, torch.inf
+        got = torch.autograd.grad(out, given, grad)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
+        for batch, head in ((0, 0), (0, 2), (1, 1), (1, 2)):
+            torch.testing.assert_close(a[batch, head], b[batch, head], rtol=2e-2, atol=2e-2, msg=f"{name} of head {batch, head}")
+        assert not a[0, 1].isfinite().all() and not a[1, 0].isfinite().all(), name
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dim", [128, 256])
 def test_in_fixed_order_every_run_gives_the_same_bits(dim: int) -> None:
     on_hopper()

@@ -15,6 +15,7 @@ from longspan._kernels.gpu.device_library import LOG2_E
 from longspan._kernels.gpu.interpreter import computable
 from longspan._kernels.gpu.prepared_launch import layout_launch
 from longspan._kernels.gpu.tile_access import load_rows, wide
+from longspan._torch_private import empty_on_device_of
 
 
 @triton.jit
@@ -28,6 +29,41 @@ def row_state(ptr, row, left, SIZE: tl.constexpr, BOUNDED: tl.constexpr):
 def base_two(lse):
     """lse in base 2; +inf for rows that see nothing, so that every probability of the row is 0."""
     return tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
+
+
+@triton.jit
+def first_term(head, q_len):
+    """Index of the first row of head `head`, counted over all batch rows, in the arrays of `padded_rows`."""
+    return wide(head) * ((q_len + 3) // 4 * 4)
+
+
+def padded_length(length: int) -> int:
+    """`length` rounded up to a multiple of 4."""
+    return -(-length // 4) * 4
+
+
+def empty_padded_rows(lse: Tensor) -> Tensor:
+    """float32 of the shape [B, H, Q] of lse, uninitialised; a view where each head takes a multiple of 16 bytes, as TMA needs."""
+    *heads, length = lse.shape
+    padded = empty_on_device_of(lse, (*heads, padded_length(length)), torch.float32)
+    return padded if length % 4 == 0 else padded[..., :length]
+
+
+def is_padded(rows: Tensor) -> bool:
+    """Whether a tensor [B, H, Q] has the layout of `empty_padded_rows` and begins at a multiple of 16 bytes."""
+    (batch, heads, length), (by_batch, by_head, by_row) = rows.shape, rows.stride()
+    padded = padded_length(length)
+    in_order = by_row == 1 and (heads == 1 or by_head == padded) and (batch == 1 or by_batch == heads * padded)
+    return in_order and rows.dtype == torch.float32 and rows.data_ptr() % 16 == 0
+
+
+def padded_rows(rows: Tensor) -> Tensor:
+    """Row terms [B, H, Q] in the layout of `empty_padded_rows`: the tensor itself, or a copy."""
+    if is_padded(rows):
+        return rows
+    *heads, length = rows.shape
+    padded = torch.zeros((*heads, padded_length(length)), dtype=torch.float32, device=rows.device)[..., :length]
+    return padded.copy_(rows)
 
 
 @triton.jit(do_not_specialize=["heads", "q_len"])

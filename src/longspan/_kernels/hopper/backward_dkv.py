@@ -394,13 +394,13 @@ def dkv_kernel(
     first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     SCALE_DQ: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
-    ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr, REGISTERS: gl.constexpr,
+    BM: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of key tiles, each summed over `shared` query heads, and dQ added to dq_ptr (float32) if it is not None.
 
     SCALE_DQ: whether dQ includes the scale. Without it, `hopper.round_grads` multiplies the sum.
     q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr: TMA descriptors. local_k_ptr, local_v_ptr, local_tokens: `KvSource`; dK and dV cover both sources.
-    ALIGNED: norm_ptr and delta_ptr are TMA descriptors of [B · H · Q] in tiles of BM, if every step begins on 16 bytes; otherwise pointers.
+    norm_ptr, delta_ptr: TMA descriptors of [B · H, Q] in tiles of BM.
     norm_rows_ptr, delta_rows_ptr: pointers to the same. unbounded_ptr: the flag of `hopper.isolation`. All three None without isolation.
     dk_ptr, dv_ptr: each KV head `head_parts` times, one for each part of its query heads. kv_heads counts all of these.
     counter: one int32, 0. DS: buffers of dS. heavy_rows: key tiles of `order` whose items come first, of all heads.
@@ -412,8 +412,7 @@ def dkv_kernel(
     dtype: gl.constexpr = k_ptr.dtype
     k_s, v_s = ring_of(Parts(k_ptr, k_ptr), 1), ring_of(Parts(v_ptr, v_ptr), 1)
     q_s, do_s = ring_of(Parts(q_ptr, q_ptr), STAGES), ring_of(Parts(do_ptr, do_ptr), STAGES)
-    tma_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    row_layout: gl.constexpr = tma_layout if ALIGNED else gl.SwizzledSharedLayout(1, 1, 1, [0])
+    row_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     norm_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], row_layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], row_layout)
     steps_s, item_s = shared_ints(STEP_SLOTS * STEP_FIELDS), shared_ints(ITEM_FIELDS)
@@ -455,7 +454,7 @@ def dkv_kernel(
             (produce, (
                 counter, items, Parts(q_ptr, q_ptr), keys, values, Parts(do_ptr, do_ptr), norm_ptr, delta_ptr, order, full, partial,
                 dq_order, order_bars.described, q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len,
-                kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation), PER_BATCH, PER_HEAD, ALIGNED, TILE, BM, STAGES,
+                kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation), PER_BATCH, PER_HEAD, TILE, BM, STAGES,
                 STAGES,
             )),
             (_add_dq, (
@@ -482,7 +481,7 @@ def dkv_kernel(
             (produce, (
                 counter, items, Parts(q_ptr, q_ptr), keys, values, Parts(do_ptr, do_ptr), norm_ptr, delta_ptr, order, full, partial,
                 dq_order, order_bars.described, q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len,
-                kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation), PER_BATCH, PER_HEAD, ALIGNED, TILE, BM, STAGES,
+                kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation), PER_BATCH, PER_HEAD, TILE, BM, STAGES,
                 STAGES,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -39,7 +39,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from longspan._kernels.gpu.device_library import LOG2_E
-from longspan._kernels.gpu.row_terms import base_two
+from longspan._kernels.gpu.row_terms import base_two, first_term
 from longspan._kernels.gpu.tile_access import load_rows, place, run_place, span, table_row, wide
 from longspan._kernels.hopper.head_dim_parts import (
     Parts,
@@ -106,6 +106,7 @@ def row_terms_kernel(
 ):  # fmt: skip
     """Per row, norm = lse in base 2 (`base_two`) and delta = Σ out · grad_out − grad_lse. If out_ptr is None, norm only.
 
+    norm and delta: as of `row_terms.empty_padded_rows`.
     With q_ptr, norm is NaN for bad rows that lse and delta do not show (`hopper.isolation`): with large gradients, or with a query that is
     not finite but sees nothing. q_ptr is None without isolation.
     dq_ptr: contiguous float32 rows of D elements, which are set to 0, or None. counters_ptr: 8 int32, which are set to 0, or None.
@@ -116,9 +117,11 @@ def row_terms_kernel(
     left = q_len - row
     i = tl.arange(0, M)
     at = wide(head) * q_len + row + i
+    to = first_term(head, q_len) + row + i
+    padded = i < (left + 3) // 4 * 4
     lse = tl.load(lse_ptr + at, mask=i < left, other=0.0)
     if q_ptr is None:
-        tl.store(norm_ptr + at, base_two(lse), mask=i < left)
+        tl.store(norm_ptr + to, base_two(lse), mask=padded)
     if counters_ptr is not None:
         n = tl.arange(0, 8)
         tl.store(counters_ptr + n, n * 0, mask=n < 8 - pid * 8)  # the first CTA
@@ -133,17 +136,17 @@ def row_terms_kernel(
         delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
         if grad_lse_ptr is not None:
             delta -= tl.load(grad_lse_ptr + at, mask=i < left, other=0.0)
-        tl.store(delta_ptr + at, delta, mask=i < left)
+        tl.store(delta_ptr + to, delta, mask=padded)
     if q_ptr is not None:
         b64, h64 = wide(head // heads), wide(head % heads)
         do = load_rows(do_ptr + b64 * do_stride[0] + h64 * do_stride[1], row, left, do_stride[2], do_stride[3], M, E, EP, True)
         if out_ptr is None:
-            delta = tl.load(delta_ptr + at, mask=i < left, other=0.0)
+            delta = tl.load(delta_ptr + to, mask=i < left, other=0.0)
         # A query that sees a key has a non-finite lse if it is not finite itself. With a sink, lse is finite: but then out is 0.
         unseen = ((lse == float("-inf")) | (delta == 0.0)) & (i < left)
         bad = has_non_finite(q_ptr + b64 * q_stride[0] + h64 * q_stride[1], row, unseen, q_stride, M, D, DP)
         bad = bad | (tl.max(tl.abs(do.to(tl.float32)), 1) > GRAD_LIMIT) | (lse == float("inf"))
-        tl.store(norm_ptr + at, tl.where(bad, float("nan"), base_two(lse)), mask=i < left)
+        tl.store(norm_ptr + to, tl.where(bad, float("nan"), base_two(lse)), mask=padded)
 
 
 @gluon.jit
@@ -187,10 +190,10 @@ def _load_block(
 
 
 @gluon.jit
-def _load_item(item_number, q_ptr, do_ptr, b, h, row, pos, left, lse_at, q_len, q_s, do_s, item_s, q_bars, isolation, unbounded):
+def _load_item(item_number, q_ptr, do_ptr, b, h, row, pos, left, terms_at, q_len, q_s, do_s, item_s, q_bars, isolation, unbounded):
     """Write the item's record and start the loads of its queries and dO, as soon as the CTA's item before no longer needs the buffers.
 
-    q_ptr, do_ptr, q_s, do_s: `Parts`. lse_at: index of the head's first row in norm and delta. isolation, unbounded: as of `_load_block`.
+    q_ptr, do_ptr, q_s, do_s: `Parts`. terms_at: `first_term` of the head. isolation, unbounded: as of `_load_block`.
     """
     mbarrier.wait(q_bars.empty, (item_number & 1) ^ 1)
     store_int(item_s, ITEM_BATCH, b)
@@ -213,8 +216,8 @@ def _load_item(item_number, q_ptr, do_ptr, b, h, row, pos, left, lse_at, q_len, 
             mbarrier.wait(full, item_number & 1)
             for half in range(2):
                 first = row + half * GROUP_ROWS
-                zero_bad_rows(part_slot(q_s, half), isolation, lse_at + first, q_len - first)
-                zero_bad_rows(part_slot(do_s, half), isolation, lse_at + first, q_len - first)
+                zero_bad_rows(part_slot(q_s, half), isolation, terms_at + first, q_len - first)
+                zero_bad_rows(part_slot(do_s, half), isolation, terms_at + first, q_len - first)
             fence_async_shared()
             mbarrier.arrive(q_bars.full, count=1)
 
@@ -243,7 +246,7 @@ def _produce(
         table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
         full_run, partial_run = gl.load(full.ptr + table), gl.load(partial.ptr + table)
         full_runs, partial_runs = gl.load(full.ptr + table + 1) - full_run, gl.load(partial.ptr + table + 1) - partial_run
-        lse_at = (wide(b) * heads + h) * q_len
+        terms_at = first_term(b * heads + h, q_len)
         queries_loaded = 0
         for run in range(full_runs + partial_runs):
             masked = run >= full_runs
@@ -261,11 +264,11 @@ def _produce(
                 # After the first block: its stage is empty before the buffers of queries are.
                 if queries_loaded == 0:
                     _load_item(
-                        t, q_ptr, do_ptr, b, h, row, pos, left, lse_at, q_len, q_s, do_s, item_s, q_bars, isolation, unbounded
+                        t, q_ptr, do_ptr, b, h, row, pos, left, terms_at, q_len, q_s, do_s, item_s, q_bars, isolation, unbounded
                     )  # fmt: skip
                 queries_loaded = 1
         if queries_loaded == 0:
-            _load_item(t, q_ptr, do_ptr, b, h, row, pos, left, lse_at, q_len, q_s, do_s, item_s, q_bars, isolation, unbounded)
+            _load_item(t, q_ptr, do_ptr, b, h, row, pos, left, terms_at, q_len, q_s, do_s, item_s, q_bars, isolation, unbounded)
         mbarrier.wait(bars.k_empty.index(ring_slot(i, STAGES)), ring_phase(i, STAGES) ^ 1)
         store_int(blocks_s, ring_slot(i, BLOCK_SLOTS) * BLOCK_FIELDS + KIND, END)
         mbarrier.arrive(bars.k_full.index(ring_slot(i, STAGES)), count=1)
@@ -340,9 +343,9 @@ def _compute(
         h = load_int(item_s, ITEM_HEAD)
         row, pos = load_int(item_s, ITEM_ROW) + GROUP * GROUP_ROWS, load_int(item_s, ITEM_POSITION) + GROUP * GROUP_ROWS
         left = load_int(item_s, ITEM_ROWS_LEFT) - GROUP * GROUP_ROWS
-        lse_at = (wide(b) * heads + h) * q_len + row + rows
-        norm = gl.expand_dims(gl.load(norm_ptr + lse_at, mask=rows < left, other=0.0), 1)
-        delta = gl.expand_dims(gl.load(delta_ptr + lse_at, mask=rows < left, other=0.0), 1)
+        terms_at = first_term(b * heads + h, q_len) + row + rows
+        norm = gl.expand_dims(gl.load(norm_ptr + terms_at, mask=rows < left, other=0.0), 1)
+        delta = gl.expand_dims(gl.load(delta_ptr + terms_at, mask=rows < left, other=0.0), 1)
         if ISOLATE:
             norm, delta = isolated_terms(norm, delta)
         q_pos = pos + gl.expand_dims(rows, 1)

@@ -234,7 +234,7 @@ def wide_dkv_kernel(
     items, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, local_tokens, scale, first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, E_TAIL: gl.constexpr,
-    ALIGNED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, DO_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    BM: gl.constexpr, STAGES: gl.constexpr, DO_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of key tiles, each summed over `shared` query heads. Arguments as in `backward_dkv.dkv_kernel`.
 
@@ -242,8 +242,7 @@ def wide_dkv_kernel(
     parts, or None.
     """
     gl.static_assert(STAGES + 3 < STEP_SLOTS, "a step's record must live until it is computed")
-    tma_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    row_layout: gl.constexpr = tma_layout if ALIGNED else gl.SwizzledSharedLayout(1, 1, 1, [0])
+    row_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     norm_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], row_layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BM], row_layout)
     steps_s, item_s = shared_ints(STEP_SLOTS * STEP_FIELDS), shared_ints(ITEM_FIELDS)
@@ -279,6 +278,6 @@ def wide_dkv_kernel(
             counter, items, q, keys, values, do, norm_ptr, delta_ptr, order, full, partial,
             DqOrderArgs(optional(None), optional(None), 0), optional(None), q_side, kv_side, rows, tiles, heads, kv_heads, shared,
             head_parts, group, heavy_rows, q_len, kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation), PER_BATCH,
-            PER_HEAD, ALIGNED, KEYS, BM, STAGES, DO_STAGES,
+            PER_HEAD, KEYS, BM, STAGES, DO_STAGES,
         )),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

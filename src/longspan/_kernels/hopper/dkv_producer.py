@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from longspan._kernels.gpu.tile_access import place_in_order, run_place, span, table_row, wide
-from longspan._kernels.hopper.gluon_names import cp_async, tma_load
+from longspan._kernels.gpu.row_terms import first_term
+from longspan._kernels.gpu.tile_access import place_in_order, run_place, span, table_row
+from longspan._kernels.hopper.gluon_names import tma_load
 from longspan._kernels.hopper.head_dim_parts import load_kv_parts, load_part_tile, part_bytes, part_slot
 from longspan._kernels.hopper.isolation import bound_keys, has_bad_rows, isolate_rows
 from longspan._kernels.hopper.pipeline import ring_phase, ring_slot, store_int, take_item
+from longspan._kernels.hopper.tile_io import view_as
 
 TILE = gl.constexpr(128)  # queries, or keys, of a tile of the block table
 GROUP_KEYS = gl.constexpr(64)  # keys of a compute warp group
@@ -99,17 +101,18 @@ def step_record(it):
 
 @gluon.jit
 def _load_step(
-    it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row, pos, left, lse_at, q_len, kind, earlier_adds, semaphore, described, buffers, bars,
-    isolation, unbounded, isolated, ALIGNED: gl.constexpr, BM: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
+    it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row, pos, left, head_row, q_len, kind, earlier_adds, semaphore, described, buffers, bars,
+    isolation, unbounded, isolated, BM: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Write the step's record and start the loads of its query rows, as soon as its stages are empty. q_ptr, do_ptr: `Parts`.
 
+    head_row: the head's number over all batch rows.
     isolation: `StepIsolation`, or None. unbounded: its flag. isolated: isolated steps so far. Returns their number after this step.
     """
     isolates = False
     if isolation is not None:  # noqa: SIM102 (a compile-time condition)
         if (unbounded != 0) & (kind != FULL):
-            isolates = has_bad_rows(isolation, lse_at + row, q_len - row, BM)
+            isolates = has_bad_rows(isolation, first_term(head_row, q_len) + row, q_len - row, BM)
     stage = ring_slot(it, Q_STAGES)
     mbarrier.wait(bars.q_empty.index(stage), ring_phase(it, Q_STAGES) ^ 1)
     record = step_record(it)
@@ -129,14 +132,15 @@ def _load_step(
     if isolation is not None:  # noqa: SIM102 (a compile-time condition)
         if isolates:  # the consumers wait for the isolated tiles
             q_full, do_full = isolation.loaded.index(0), isolation.loaded.index(1)
-    _load_rows(stage, q_ptr, norm_ptr, b, h, row, lse_at, q_len, buffers.q, buffers.norm, q_full, ALIGNED, BM)
+    _load_rows(stage, q_ptr, norm_ptr, b, h, row, head_row, buffers.q, buffers.norm, q_full)
     if bars.do_empty is not None:
         mbarrier.wait(bars.do_empty.index(do_stage), ring_phase(it, DO_STAGES) ^ 1)
-    _load_rows(do_stage, do_ptr, delta_ptr, b, h, row, lse_at, q_len, buffers.do, buffers.delta, do_full, ALIGNED, BM)
+    _load_rows(do_stage, do_ptr, delta_ptr, b, h, row, head_row, buffers.do, buffers.delta, do_full)
     if isolation is not None:  # noqa: SIM102 (a compile-time condition)
         if isolates:
             q, do, norm, delta = part_slot(buffers.q, stage), part_slot(buffers.do, do_stage), buffers.norm, buffers.delta
-            isolate_rows(q, do, norm.index(stage), delta.index(do_stage), isolation, lse_at + row, q_len - row, isolated & 1)
+            at = first_term(head_row, q_len) + row
+            isolate_rows(q, do, norm.index(stage), delta.index(do_stage), isolation, at, q_len - row, isolated & 1)
             isolated += 1
             mbarrier.arrive(bars.q_full.index(stage), count=1)
             mbarrier.arrive(bars.do_full.index(do_stage), count=1)
@@ -144,23 +148,13 @@ def _load_step(
 
 
 @gluon.jit
-def _load_rows(
-    stage, desc, terms_ptr, b, h, row, lse_at, q_len, tiles, terms, full, ALIGNED: gl.constexpr, BM: gl.constexpr
-):  # fmt: skip
-    """Start the loads of a step's tile of q or of dO and of its row terms, norm or delta."""
-    BYTES: gl.constexpr = part_bytes(desc.main.block_type.nbytes, desc.tail.block_type.nbytes)
-    if ALIGNED:
-        mbarrier.expect(full, BYTES + terms_ptr.block_type.nbytes)
-        load_part_tile(desc, b, h, row, full, part_slot(tiles, stage))
-        tma_load(terms_ptr, [lse_at + row], full, terms.index(stage))
-    else:
-        # Rows past the end repeat the last row: their values are masked, but must be finite.
-        lane_layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        i = gl.minimum(row + gl.arange(0, BM, layout=lane_layout), q_len - 1)
-        cp_async(terms.index(stage), terms_ptr + lse_at + i)
-        async_copy.mbarrier_arrive(full)
-        mbarrier.expect(full, BYTES)
-        load_part_tile(desc, b, h, row, full, part_slot(tiles, stage))
+def _load_rows(stage, desc, terms_desc, b, h, row, head_row, tiles, terms, full):
+    """Start the loads of a step's tile of q or of dO and of its row terms, norm or delta. All are 0 past the end of the head: a NaN of the
+    next head would reach dK through 0 · NaN.
+    """
+    mbarrier.expect(full, part_bytes(desc.main.block_type.nbytes, desc.tail.block_type.nbytes) + terms_desc.block_type.nbytes)
+    load_part_tile(desc, b, h, row, full, part_slot(tiles, stage))
+    tma_load(terms_desc, [head_row, row], full, view_as(terms.index(stage), terms_desc))
 
 
 @gluon.jit
@@ -192,7 +186,7 @@ def _load_item(item_number, keys, values, b, head, head_parts, row, pos, left, k
 def produce(
     counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, dq_order, described, q_side, kv_side,
     rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, k_s, v_s, buffers, item_s, item_bars, bars,
-    isolation, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, ALIGNED: gl.constexpr,
+    isolation, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     KEYS: gl.constexpr, BM: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: takes items (KEYS keys) from the global counter and loads each item's keys, values and steps of queries.
@@ -222,7 +216,6 @@ def produce(
         for j in range(gl.where(kv_left > 0, shared, 0) if KEY_SUBS > 1 else shared):
             h = head * shared + j
             table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
-            lse_at = (b * heads + h) * q_len if ALIGNED else (wide(b) * heads + h) * q_len
             full_run, partial_run = gl.load(full.ptr + table), gl.load(partial.ptr + table)
             full_runs, partial_runs = gl.load(full.ptr + table + 1) - full_run, gl.load(partial.ptr + table + 1) - partial_run
             if ORDERED:
@@ -250,8 +243,8 @@ def produce(
                         semaphore = (b * heads + h) * dq_order.semaphores_per_head + n
                     isolated = _load_step(
                         it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row_from + n * BM, pos_from + n * BM, left_from - n * BM,
-                        lse_at, q_len, kind, earlier_adds, semaphore, described, buffers, bars, isolation, unbounded, isolated,
-                        ALIGNED, BM, Q_STAGES, DO_STAGES,
+                        b * heads + h, q_len, kind, earlier_adds, semaphore, described, buffers, bars, isolation, unbounded, isolated,
+                        BM, Q_STAGES, DO_STAGES,
                     )  # fmt: skip
                     it += 1
                     # After the first step: its stage is empty before the buffers of keys and values are.

@@ -4,7 +4,6 @@ here            Triton 3.6                             later
 barrier         gl.thread_barrier                      gl.barrier, since 3.7
 tma_load        tma.async_copy_global_to_shared        tma.async_load, since 3.8
 tma_store       tma.async_copy_shared_to_global        tma.async_store, since 3.8
-cp_async        async_copy.async_copy_global_to_…      async_copy.async_load, since 3.8
 tma_add         not exported                           tma.async_atomic_add, since 3.8
 reinterpret     buffer._reinterpret                    buffer.reinterpret, since 3.9
 """
@@ -18,7 +17,7 @@ from typing import Any
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 
 def _first(module: Any, *names: str) -> Any:
@@ -29,7 +28,6 @@ def _first(module: Any, *names: str) -> Any:
 barrier = _first(gl, "barrier", "thread_barrier")
 tma_load = _first(tma, "async_load", "async_copy_global_to_shared")
 tma_store = _first(tma, "async_store", "async_copy_shared_to_global")
-cp_async = _first(async_copy, "async_load", "async_copy_global_to_shared")
 tma_add = _first(tma, "async_atomic_add")
 
 if tma_add is None:  # Triton 3.6 and 3.7 can build a TMA reduction but do not export it

@@ -17,6 +17,7 @@ from longspan._kernels.gpu.device import capability
 from longspan._kernels.gpu.interpreter import interpreted
 from longspan._kernels.gpu.lookup_bounds import check_lookups
 from longspan._kernels.gpu.row_terms import delta as row_delta
+from longspan._kernels.gpu.row_terms import empty_padded_rows, padded_rows
 from longspan._kernels.gpu.selected_tables import tile_of, tiled_work
 from longspan._kernels.hopper.config import HOPPER, MAX_DIM, computes_dq_with_dkv
 from longspan._kernels.hopper.dq_order import ordered_dq_pays
@@ -37,7 +38,6 @@ from longspan._kernels.hopper.state import HopperState
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Capabilities, Grads, Kernel, Selection, State, Work
 from longspan._masks.block_table import BLOCK_SIZE, BlockTable
 from longspan._masks.static_table import StaticTable
-from longspan._torch_private import empty_on_device_of
 
 # Gluon is experimental: names and the barriers that it inserts change between versions. With all of these, the kernels compile and a
 # barrier precedes every arrival (`tests/kernels/hopper_compile.py`). The GPU tests have passed with TESTED_TRITON.
@@ -163,8 +163,8 @@ class HopperKernel:
         grads = empty_grads(inputs, work, needs, wide=wide) if into is None else into
         zero_uncovered(grads, work, into=into is not None)
         lse, grad_out, grad_lse = tensors.lse.contiguous(), streamable(tensors.grad_out), tensors.grad_lse
-        call, norm = HopperCall(inputs, work), torch.empty_like(lse) if tensors.norm is None else tensors.norm.contiguous()
-        delta = torch.empty_like(lse) if tensors.delta is None else tensors.delta.contiguous()
+        call = HopperCall(inputs, work)
+        norm, delta = (empty_padded_rows(lse) if t is None else padded_rows(t) for t in (tensors.norm, tensors.delta))
         one_pass = _one_pass(inputs, work, needs) and (into is None or launch.describable(into.q))
         total = None if not one_pass else grads.q if into is not None else torch.empty(q.shape, dtype=torch.float32, device=q.device)
         row_tensors = {
@@ -231,7 +231,7 @@ class HopperKernel:
 
     def row_terms(self, tensors: BackwardInputs, zeroed: Tensor) -> tuple[Tensor, Tensor]:
         lse, grad_lse = tensors.lse.contiguous(), tensors.grad_lse
-        delta, norm = (empty_on_device_of(lse, lse.shape, lse.dtype) for _ in range(2))
+        delta, norm = (empty_padded_rows(lse) for _ in range(2))
         row_tensors = {
             "q_ptr": tensors.inputs.q if isolation_enabled() else None, "out_ptr": tensors.out, "do_ptr": tensors.grad_out, "lse_ptr": lse,
             "grad_lse_ptr": None if grad_lse is None else grad_lse.float().contiguous(), "norm_ptr": norm, "delta_ptr": delta,

@@ -20,6 +20,7 @@ from longspan._kernels.gpu.hoisted_lookups import hoisted_options, uniform_funct
 from longspan._kernels.gpu.launch_call import Cut, LaunchCall, Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch, Tensors, layout_launch
 from longspan._kernels.gpu.row_bounds import bounds_functions
+from longspan._kernels.gpu.row_terms import empty_padded_rows, padded_length
 from longspan._kernels.gpu.uniform_lookup import flat_functions
 from longspan._kernels.gpu.workspace import Workspace, zeroed
 from longspan._kernels.hopper.backward_dkv import dkv_kernel
@@ -57,7 +58,10 @@ _FORWARD_THREE = "forward by three groups"  # name of a pass
 
 
 class RowGrads(NamedTuple):
-    """Per query row: the gradient of out, and `norm` and `delta` of `row_terms`. unbounded: the result of `HopperCall.unbounded`."""
+    """Per query row: the gradient of out, and `norm` and `delta` of `row_terms`, in the layout of `padded_rows`.
+
+    unbounded: the result of `HopperCall.unbounded`.
+    """
 
     grad_out: Tensor
     norm: Tensor
@@ -163,7 +167,8 @@ class HopperCall(LaunchCall):
             (batch, heads, length, e), d = v.shape, self.q.shape[-1]
             constants = {
                 "k_stride": (v if k is None else k).stride(), "v_stride": v.stride(), "heads": heads, "length": length,
-                "terms": 0 if norm is None else norm.numel(), "M": CHECKED_ROWS, "TERMS": CHECKED_TERMS,
+                "terms": 0 if norm is None else norm.shape[0] * norm.shape[1] * padded_length(norm.shape[2]),
+                "M": CHECKED_ROWS, "TERMS": CHECKED_TERMS,
                 "D": d, "DP": launch.padded(d), "E": e, "EP": launch.padded(e),
             }  # fmt: skip
             layout_launch(unbounded_kernel, tensors, constants, batch * heads * -(-length // CHECKED_ROWS))(tensors, {})
@@ -279,7 +284,7 @@ class HopperCall(LaunchCall):
         (d, d_tail), (e, e_tail) = head_dim_parts(q.shape[-1]), head_dim_parts(v.shape[-1])
         if one.name == "forward":  # its values and outputs are in one part
             e, e_tail = width(v.shape[-1]), 0
-        config, tiles, aligned = self._tiles(one)
+        config, tiles = self._tiles(one)
         ctas = persistent_ctas(q.device)
         dq = tensors.get("dq_ptr") if one.name == "dkdv" else None
         cut = Cut(
@@ -293,7 +298,7 @@ class HopperCall(LaunchCall):
         more |= {"V_STAGES": config.second_stages, "D_TAIL": d_tail, "E_TAIL": e_tail}
         workspace = Workspace(device=q.device, zeros=(1,))  # the item counter
         if one.name == "dkdv":
-            more |= {"BM": config.m, "DS": 4 if d <= 64 and config.m == 64 else 2, "ALIGNED": aligned, "DO_STAGES": config.second_stages}
+            more |= {"BM": config.m, "DS": 4 if d <= 64 and config.m == 64 else 2, "DO_STAGES": config.second_stages}
             more["heavy_rows"] = 0 if known["ordered"] else outlier_rows(self.work.table.nominal.transposed)
             more |= {"dq_order_ptr": None, "dq_order_before": None, "semaphores_per_head": 0}
             if known["ordered"]:
@@ -340,11 +345,10 @@ class HopperCall(LaunchCall):
             tables_vary=self.work.device_tables is not None,
         )
 
-    def _tiles(self, one: Pass) -> tuple[TileConfig, dict[str, Callable[[Tensor], TensorDescriptor]], bool]:
-        """(tile shapes, TMA descriptors by kernel argument, whether TMA also loads norm and delta)."""
+    def _tiles(self, one: Pass) -> tuple[TileConfig, dict[str, Callable[[Tensor], TensorDescriptor]]]:
+        """(tile shapes, TMA descriptors by kernel argument)."""
         q, tensors = self.q, one.tensors
         d, e = sum(head_dim_parts(q.shape[-1])), sum(head_dim_parts(self.v.shape[-1]))
-        aligned = False
         tiles: dict[str, Callable[[Tensor], TensorDescriptor]]
         if one.name == "forward":
             config = forward_config(d, width(self.v.shape[-1]), with_state=tensors["out_desc"] is not None)
@@ -355,7 +359,7 @@ class HopperCall(LaunchCall):
             config = dq_config(d, e, scored=self.work.score is not None)
             tiles = _part_descriptors(("q", "do"), tensors, rows=config.m // 2)
         else:
-            dq, row_terms = tensors.get("dq_ptr"), (tensors["norm_ptr"], tensors["delta_ptr"])
+            dq = tensors.get("dq_ptr")
             config = wide_dkv_config(d, e)
             if one.kernel is dkv_kernel:
                 plain = self.work.score is None and not one.settings["ordered"] and tensors["unbounded_ptr"] is None
@@ -364,19 +368,13 @@ class HopperCall(LaunchCall):
             if dq is not None:
                 queries, dims = dq_tile(d, config.m)
                 tiles["dq_ptr"] = partial(tile_descriptor, rows=queries, columns=dims)
-            begins = all(t is not None and t.data_ptr() % 16 == 0 for t in row_terms)
-            rows = q.shape[0] * q.shape[1] * q.shape[2]
-            # Rows of a half past the end must not get the row terms of the next head, which may be NaN.
-            ends = q.shape[2] % (4 if config.m == 64 else config.m) == 0
-            aligned = begins and ends and launch.facts(self.work.q_tiles).aligned and rows < 2**31
-            if aligned:
-                tiles |= dict.fromkeys(("norm_ptr", "delta_ptr"), partial(row_descriptor, size=config.m))
+            tiles |= dict.fromkeys(("norm_ptr", "delta_ptr"), partial(row_descriptor, size=config.m))
         if one.name == "forward":
             tiles |= _part_descriptors(("k", "local_k"), tensors, rows=config.n, suffix="desc")
             tiles |= {n: partial(tile_descriptor, rows=config.n) for n in ("v_desc", "local_v_desc") if tensors[n] is not None}
         else:
             tiles |= _part_descriptors(("k", "v", "local_k", "local_v"), tensors, rows=config.n)
-        return config, tiles, aligned
+        return config, tiles
 
     def _plan_items(self, items: int, shared: dict[str, Any], ctas: int, *, splittable: bool) -> tuple[ItemOrder, KvSplit]:
         """(the order of a forward launch's items, the split-KV of its last ones)."""
@@ -424,9 +422,10 @@ def _part_descriptors(
 
 
 def row_descriptor(tensor: Tensor, *, size: int) -> TensorDescriptor:
-    """A TMA descriptor of a contiguous float32 tensor, flattened, in tiles of `size`."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    return TensorDescriptor(tensor, [tensor.numel()], [1], [size], layout)
+    """A TMA descriptor of `padded_rows` [B, H, Q] in tiles of `size` rows of a head. Rows past the end of a head are 0."""
+    batch, heads, length = tensor.shape
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(tensor, [batch * heads, length], [padded_length(length), 1], [1, size], layout)
 
 
 def width(dim: int) -> int:
@@ -457,7 +456,7 @@ def row_terms_launch(shape: Sequence[int], tensors: Tensors) -> PreparedLaunch:
 def row_norm(lse: Tensor) -> Tensor:
     """The norm of `row_terms_kernel` [B, H, Q], alone."""
     (B, H, Q), m, lse = lse.shape, 64, lse.contiguous()
-    norm = torch.empty_like(lse)
+    norm = empty_padded_rows(lse)
     names = ("q_ptr", "out_ptr", "do_ptr", "lse_ptr", "grad_lse_ptr", "norm_ptr", "delta_ptr", "dq_ptr", "counters_ptr")
     tensors: dict[str, Tensor | None] = {**dict.fromkeys(names), "lse_ptr": lse, "norm_ptr": norm}
     constants: dict[str, Any] = dict.fromkeys(("q_stride", "out_stride", "do_stride"), (1,))

@@ -18,6 +18,7 @@ from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.buffers import empty_grads, empty_state, prefill
 from longspan._kernels.gpu.launch_call import Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch, direct_stream
+from longspan._kernels.gpu.row_terms import empty_padded_rows
 from longspan._kernels.gpu.workspace import take_zeros
 from longspan._kernels.hopper.passes import HopperCall, RowGrads, head_parts_of, round_tensors
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, State, Work
@@ -195,7 +196,7 @@ class HopperBackward:
         if not readable or tensors.grad_lse is not None or tensors.delta is not None:
             return None
         call, grads = HopperCall(inputs, work), empty_grads(inputs, work, tensors.needs, wide=False)
-        norm, delta, parts = torch.empty_like(lse), torch.empty_like(lse), head_parts_of(q, v, work)
+        (norm, delta), parts = (empty_padded_rows(lse) for _ in range(2)), head_parts_of(q, v, work)
         total = torch.empty(q.shape, dtype=torch.float32, device=q.device) if one_pass else None
         dk, dv = grads.k, grads.v
         if parts > 1:
@@ -212,7 +213,8 @@ class HopperBackward:
         rounding = call.rounding(round_tensors(total, grads, (dk, dv), parts), parts) if one_pass or parts > 1 else None
         if not all(p is None or p.is_compiled for p in (row_terms, None if dq is None else dq.launch, dkdv.launch, rounding)):
             return None
-        sizes = lse.numel(), lse.numel(), q.numel() * one_pass, dk.numel() * (parts > 1), dv.numel() * (parts > 1), 8
+        row_terms_size = q.shape[0] * q.shape[1] * norm.stride(1)
+        sizes = row_terms_size, row_terms_size, q.numel() * one_pass, dk.numel() * (parts > 1), dv.numel() * (parts > 1), 8
         a, b, c, d, e, f, floats = accumulate((-(-n // _ROW_ALIGNMENT) * _ROW_ALIGNMENT for n in sizes), initial=0)
         return cls(
             row_terms=row_terms, dq=dq, dkdv=dkdv, rounding=rounding, rounding_scale=call.rounding_scale,

@@ -15,6 +15,7 @@ from torch import Tensor
 from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.buffers import prefill
 from longspan._kernels.gpu.prepared_launch import direct_stream
+from longspan._kernels.gpu.row_terms import is_padded
 from longspan._kernels.hopper.passes import HopperCall, RowGrads, head_parts_of
 from longspan._kernels.hopper.prepared import PreparedPass, allocator_like, contiguous_allocator, distinct, is_preparable
 from longspan._kernels.hopper.state import HopperState
@@ -117,7 +118,7 @@ class HopperBackwardStep:
     ) -> HopperBackwardStep | None:  # fmt: skip
         inputs, grad_out = distinct(tensors.inputs), tensors.grad_out.detach()
         norm, delta = tensors.norm, tensors.delta
-        if norm is None or delta is None or not norm.is_contiguous() or not delta.is_contiguous():
+        if norm is None or delta is None or not is_padded(norm) or not is_padded(delta):
             return None
         if not is_preparable(inputs, work) or not launch.describable(grad_out):
             return None

@@ -1,0 +1,43 @@
+"""Row terms of backward passes: their values, and their layout for TMA."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from longspan._kernels.gpu.row_terms import empty_padded_rows, is_padded, padded_length, padded_rows
+from longspan._kernels.hopper.passes import row_norm, row_terms_launch
+
+
+@pytest.mark.parametrize("length", [1, 5, 64, 67, 130])
+def test_each_head_takes_a_multiple_of_16_bytes_and_ends_with_zeros(length: int) -> None:
+    torch.manual_seed(0)
+    q, out, grad = (torch.randn(2, 3, length, 16, dtype=torch.bfloat16) for _ in range(3))
+    lse, grad_lse = torch.randn(2, 3, length), torch.randn(2, 3, length)
+    lse[0, 1, 0] = -torch.inf
+    norm, delta, dq = empty_padded_rows(lse), empty_padded_rows(lse), torch.ones(q.shape)
+    tensors = {
+        "q_ptr": None, "out_ptr": out, "do_ptr": grad, "lse_ptr": lse, "grad_lse_ptr": grad_lse, "norm_ptr": norm,
+        "delta_ptr": delta, "dq_ptr": dq, "counters_ptr": None,
+    }  # fmt: skip
+    row_terms_launch(q.shape, tensors)(tensors, {})
+    want = torch.where(lse == -torch.inf, torch.inf, lse * torch.log2(torch.tensor(torch.e)))
+    torch.testing.assert_close(norm, want)
+    torch.testing.assert_close(delta, (out.float() * grad.float()).sum(-1) - grad_lse)
+    torch.testing.assert_close(row_norm(lse), want)
+    assert not dq.any()
+    for rows in (norm, delta):
+        assert is_padded(rows) and padded_rows(rows) is rows
+        whole = rows.as_strided((2, 3, padded_length(length)), (3 * padded_length(length), padded_length(length), 1))
+        assert not whole[..., length:].any()
+
+
+def test_rows_in_another_layout_are_copied() -> None:
+    rows = torch.randn(2, 3, 7)
+    copy = padded_rows(rows)
+    assert not is_padded(rows) and is_padded(copy) and torch.equal(rows, copy)
+    view = torch.randn(2, 3, 9)[..., 1:]  # 8 rows per head, but neither the base nor the heads are aligned
+    assert not is_padded(view) and torch.equal(padded_rows(view), view)
+    assert is_padded(copy[1:]) and is_padded(torch.randn(2, 3, 8))
