@@ -60,14 +60,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from longspan._kernels.gpu.tile_access import wide
 from longspan._kernels.hopper.dkv_halves import compute_halves
-from longspan._kernels.hopper.dkv_math import probabilities, stage_dq, sync_groups
+from longspan._kernels.hopper.dkv_math import release_step_before, stage_dq, stage_no_dq, step_probabilities, store_kv_grad, sync_groups
 from longspan._kernels.hopper.dkv_producer import (
     BATCH,
     EARLIER_ADDS,
     END,
-    FULL,
     GROUP_KEYS,
     HEAD,
     ITEM_BATCH,
@@ -77,9 +75,7 @@ from longspan._kernels.hopper.dkv_producer import (
     ITEM_POSITION,
     ITEM_ROW,
     KIND,
-    POSITION,
     ROW,
-    ROWS_LEFT,
     SEMAPHORE,
     STEP_FIELDS,
     STEP_SLOTS,
@@ -108,7 +104,6 @@ from longspan._kernels.hopper.pipeline import (
     shared_ints,
     tile_2d,
 )
-from longspan._kernels.hopper.tile_io import store_tile
 from longspan._kernels.hopper.tma_reduce import wait_until_added
 
 _DYNAMIC = [
@@ -200,25 +195,15 @@ def _compute(
                 s_next = warpgroup_mma(k_w, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
             mbarrier.wait(bars.do_full.index(stage), ring_phase(it, STAGES))
             dp_next = warpgroup_mma(v_w, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            if not PREFETCH:  # noqa: SIM102 (a compile-time condition)
-                # Here, while S and dP are computed: between dK and the next S, the tensor cores would idle.
-                if it > start:
-                    mbarrier.arrive(bars.q_empty.index(ring_slot(it - 1, STAGES)), count=1)
+            if not PREFETCH:  # here, while S and dP are computed: between dK and the next S, the tensor cores would idle
+                release_step_before(it, start, bars, STAGES)
             norm = gl.expand_dims(buffers.norm.index(stage).load(row_l), 0)
             if not PREFETCH:
                 s = warpgroup_mma_wait(1, deps=[s_next])
-            if kind == FULL:
-                p, slope = probabilities(
-                    s, norm, kind, b + first_b, load_int(steps, record + HEAD) + first_h, load_int(steps, record + POSITION), BM,
-                    kv_pos, kv_left, scale, of_head,
-                    GROUP, MASK, SCORE, JOINT, False, BM, dtype, st_l,
-                )  # fmt: skip
-            else:
-                p, slope = probabilities(
-                    s, norm, kind, b + first_b, load_int(steps, record + HEAD) + first_h,
-                    load_int(steps, record + POSITION), load_int(steps, record + ROWS_LEFT), kv_pos, kv_left, scale, of_head,
-                    GROUP, MASK, SCORE, JOINT, True, BM, dtype, st_l,
-                )  # fmt: skip
+            p, slope = step_probabilities(
+                s, norm, kind, steps, record, b + first_b, first_h, kv_pos, kv_left, scale, of_head,
+                0, GROUP, MASK, SCORE, JOINT, BM, dtype, st_l,
+            )  # fmt: skip
             if PREFETCH:
                 dv_next = warpgroup_mma(gl.convert_layout(p, p_l), do, dv, is_async=True)
             delta = gl.expand_dims(buffers.delta.index(stage).load(row_l), 0)
@@ -270,9 +255,8 @@ def _compute(
                 kind = load_int(steps, step_record(after) + KIND)
                 dk = warpgroup_mma_wait(0, deps=[dk_next])
             it = after
-        if not PREFETCH:  # noqa: SIM102 (a compile-time condition)
-            if it > start:
-                mbarrier.arrive(bars.q_empty.index(ring_slot(it - 1, STAGES)), count=1)
+        if not PREFETCH:
+            release_step_before(it, start, bars, STAGES)
         # The END record passes through all mbarriers as a step does.
         mbarrier.wait(bars.do_full.index(ring_slot(it, STAGES)), ring_phase(it, STAGES))
         mbarrier.arrive(bars.q_empty.index(ring_slot(it, STAGES)), count=1)
@@ -291,25 +275,21 @@ def _compute(
             mbarrier.arrive(item_bars.empty, count=1)
             if DQ:  # both groups have computed the last step's dQ: the next item may overwrite its dS
                 sync_groups()
-        zero = (it >> 30) * 16  # as above; a multiple of 16, so that the alignment of rows stays known
-        dk_head, left = dk_ptr + wide(b) * dk_stride[0] + wide(head) * dk_stride[1], kv_left - GROUP * GROUP_KEYS
-        store_tile(dk_head, dk * scale, kv_row, left, dk_stride[2] + zero, D, DP)
-        dv_head = dv_ptr + wide(b) * dv_stride[0] + wide(head) * dv_stride[1]
-        store_tile(dv_head, dv, kv_row, left, dv_stride[2] + zero, E, EP)
+        left = kv_left - GROUP * GROUP_KEYS
+        store_kv_grad(dk_ptr, dk_stride, b, head, dk * scale, kv_row, left, it, D, DP)
+        store_kv_grad(dv_ptr, dv_stride, b, head, dv, kv_row, left, it, E, EP)
         if DQ:
             if PREFETCH:
                 mbarrier.wait(ds_bars.empty.index(ring_slot(it, DS)), ring_phase(it, DS) ^ 1)
                 mbarrier.arrive(ds_bars.full.index(ring_slot(it, DS)), count=1)
                 mbarrier.arrive(ds_bars.empty.index(ring_slot(it, DS)), count=1)
-            mbarrier.wait(dq_bars.empty, (it & 1) ^ 1)
-            mbarrier.arrive(dq_bars.full, count=1)
+            stage_no_dq(it, dq_bars)
         it += 1
         t += 1
         mbarrier.wait(item_bars.k_full, t & 1)
         b = load_int(item_s, ITEM_BATCH)
     if DQ:
-        mbarrier.wait(dq_bars.empty, (it & 1) ^ 1)
-        mbarrier.arrive(dq_bars.full, count=1)
+        stage_no_dq(it, dq_bars)
 
 
 @gluon.jit

@@ -35,10 +35,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from longspan._kernels.hopper.dkv_math import probabilities
+from longspan._kernels.hopper.dkv_math import step_probabilities
 from longspan._kernels.hopper.dkv_producer import (
     END,
-    FULL,
     GROUP_KEYS,
     HEAD,
     ITEM_BATCH,
@@ -48,8 +47,6 @@ from longspan._kernels.hopper.dkv_producer import (
     ITEM_POSITION,
     ITEM_ROW,
     KIND,
-    POSITION,
-    ROWS_LEFT,
     STEP_FIELDS,
     STEP_SLOTS,
     DqOrderArgs,
@@ -130,18 +127,10 @@ def _compute_dv(
                 score = UNIFORM(b + first_b, load_int(steps, record + HEAD) + first_h, captured.score, captured.score_sizes)
                 of_head = Captured(captured.mask, captured.mask_sizes, score, captured.score_sizes)
             norm = gl.expand_dims(buffers.norm.index(ring_slot(it, Q_STAGES)).load(gl.SliceLayout(0, st_l)), 0)
-            if kind == FULL:
-                p, slope = probabilities(
-                    s, norm, kind, b + first_b, load_int(steps, record + HEAD) + first_h, load_int(steps, record + POSITION), BM,
-                    kv_pos, kv_left, scale, of_head,
-                    0, MASK, SCORE, JOINT, False, BM, dtype, st_l,
-                )  # fmt: skip
-            else:
-                p, slope = probabilities(
-                    s, norm, kind, b + first_b, load_int(steps, record + HEAD) + first_h,
-                    load_int(steps, record + POSITION), load_int(steps, record + ROWS_LEFT), kv_pos, kv_left, scale, of_head,
-                    0, MASK, SCORE, JOINT, True, BM, dtype, st_l,
-                )  # fmt: skip
+            p, slope = step_probabilities(
+                s, norm, kind, steps, record, b + first_b, first_h, kv_pos, kv_left, scale, of_head,
+                0, 0, MASK, SCORE, JOINT, BM, dtype, st_l,
+            )  # fmt: skip
             step = it - t  # END records do not use p_s
             mbarrier.wait(p_bars.empty.index(ring_slot(step, P_SLOTS)), ring_phase(step, P_SLOTS) ^ 1)
             p_s.index(ring_slot(step, P_SLOTS)).store(p if SCORE is None else slope.to(dtype))

@@ -33,25 +33,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from longspan._kernels.gpu.tile_access import wide
-from longspan._kernels.hopper.dkv_math import probabilities, stage_dq, sync_groups
+from longspan._kernels.hopper.dkv_math import release_step_before, stage_dq, stage_no_dq, step_probabilities, store_kv_grad, sync_groups
 from longspan._kernels.hopper.dkv_producer import (
     END,
-    FULL,
     GROUP_KEYS,
-    HEAD,
     ITEM_BATCH,
     ITEM_HEAD,
     ITEM_KEYS_LEFT,
     ITEM_POSITION,
     ITEM_ROW,
     KIND,
-    POSITION,
-    ROWS_LEFT,
     step_record,
 )
 from longspan._kernels.hopper.pipeline import load_int, ring_phase, ring_slot, tile_2d
-from longspan._kernels.hopper.tile_io import store_tile
 from longspan._kernels.hopper.turns import await_turn, give_turn
 
 HALF = gl.constexpr(64)  # queries
@@ -64,17 +58,11 @@ def _half(
 ):  # fmt: skip
     """(Pᵀ, dSᵀ) of half INDEX of a step, from its scores s. dp_next: dPᵀ, complete when at most PENDING wgmma are in flight."""
     row_l: gl.constexpr = gl.SliceLayout(0, layout)
-    h, pos = load_int(steps, record + HEAD) + first_h, load_int(steps, record + POSITION) + INDEX * HALF
     norm = gl.expand_dims(norm_s.slice(INDEX * HALF, HALF).load(row_l), 0)
-    if kind == FULL:
-        p, slope = probabilities(
-            s, norm, kind, b, h, pos, HALF, kv_pos, kv_left, scale, captured, GROUP, MASK, None, None, False, HALF, dtype, layout
-        )  # fmt: skip
-    else:
-        left = load_int(steps, record + ROWS_LEFT) - INDEX * HALF
-        p, slope = probabilities(
-            s, norm, kind, b, h, pos, left, kv_pos, kv_left, scale, captured, GROUP, MASK, None, None, True, HALF, dtype, layout
-        )  # fmt: skip
+    p, slope = step_probabilities(
+        s, norm, kind, steps, record, b, first_h, kv_pos, kv_left, scale, captured,
+        INDEX * HALF, GROUP, MASK, None, None, HALF, dtype, layout,
+    )  # fmt: skip
     delta = gl.expand_dims(delta_s.slice(INDEX * HALF, HALF).load(row_l), 0)
     dp = warpgroup_mma_wait(PENDING, deps=[dp_next])
     return p, (slope * (dp - delta)).to(dtype)
@@ -124,8 +112,7 @@ def compute_halves(
             s_b_next = warpgroup_mma(k_w, q_b.permute((1, 0)), zeros, use_acc=False, is_async=True)
             if GROUP == 0:
                 give_turn(GROUP)
-            if it > start:
-                mbarrier.arrive(bars.q_empty.index(ring_slot(it - 1, STAGES)), count=1)
+            release_step_before(it, start, bars, STAGES)
             s_a = warpgroup_mma_wait(2, deps=[s_a_next])
             p_a, ds_a = _half(
                 s_a, dp_a_next, norm_s, delta_s, record, steps, kind, b + first_b, first_h, kv_pos, kv_left, scale, captured,
@@ -153,23 +140,18 @@ def compute_halves(
             mbarrier.wait(bars.q_full.index(ring_slot(it, STAGES)), ring_phase(it, STAGES))
             kind = load_int(steps, step_record(it) + KIND)
             dk = warpgroup_mma_wait(0, deps=[dk_next])
-        if it > start:
-            mbarrier.arrive(bars.q_empty.index(ring_slot(it - 1, STAGES)), count=1)
+        release_step_before(it, start, bars, STAGES)
         # The END record passes through all mbarriers as a step does.
         mbarrier.wait(bars.do_full.index(ring_slot(it, STAGES)), ring_phase(it, STAGES))
         mbarrier.arrive(bars.q_empty.index(ring_slot(it, STAGES)), count=1)
         mbarrier.arrive(item_bars.empty, count=1)
         sync_groups()  # both groups have computed the last step's dQ: the next item may overwrite its dS
-        zero = (it >> 30) * 16  # as above; a multiple of 16, so that the alignment of rows stays known
-        dk_head, left = dk_ptr + wide(b) * dk_stride[0] + wide(head) * dk_stride[1], kv_left - GROUP * GROUP_KEYS
-        store_tile(dk_head, dk * scale, kv_row, left, dk_stride[2] + zero, D, DP)
-        dv_head = dv_ptr + wide(b) * dv_stride[0] + wide(head) * dv_stride[1]
-        store_tile(dv_head, dv, kv_row, left, dv_stride[2] + zero, E, EP)
-        mbarrier.wait(dq_bars.empty, (it & 1) ^ 1)
-        mbarrier.arrive(dq_bars.full, count=1)
+        left = kv_left - GROUP * GROUP_KEYS
+        store_kv_grad(dk_ptr, dk_stride, b, head, dk * scale, kv_row, left, it, D, DP)
+        store_kv_grad(dv_ptr, dv_stride, b, head, dv, kv_row, left, it, E, EP)
+        stage_no_dq(it, dq_bars)
         it += 1
         t += 1
         mbarrier.wait(item_bars.k_full, t & 1)
         b = load_int(item_s, ITEM_BATCH)
-    mbarrier.wait(dq_bars.empty, (it & 1) ^ 1)
-    mbarrier.arrive(dq_bars.full, count=1)
+    stage_no_dq(it, dq_bars)

@@ -10,7 +10,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from longspan._kernels.gpu.device_library import LOG2_E
-from longspan._kernels.hopper.dkv_producer import GROUP_KEYS, SHORT
+from longspan._kernels.gpu.tile_access import wide
+from longspan._kernels.hopper.dkv_producer import FULL, GROUP_KEYS, HEAD, POSITION, ROWS_LEFT, SHORT
+from longspan._kernels.hopper.pipeline import load_int, ring_slot
+from longspan._kernels.hopper.tile_io import store_tile
 
 
 @gluon.jit
@@ -27,6 +30,48 @@ def stage_dq(dq, step, dq_s, dq_bars):
     dq_s.permute((1, 0)).store(dq)
     fence_async_shared()
     mbarrier.arrive(dq_bars.full, count=1)
+
+
+@gluon.jit
+def stage_no_dq(use, dq_bars):
+    """Pass buffer use `use` on to the dQ warp, which adds nothing: the record is END or STOP."""
+    mbarrier.wait(dq_bars.empty, (use & 1) ^ 1)
+    mbarrier.arrive(dq_bars.full, count=1)
+
+
+@gluon.jit
+def release_step_before(it, start, bars, STAGES: gl.constexpr):
+    """Signal that the stage of step it − 1 is empty, unless step `it` is the item's first, `start`."""
+    if it > start:
+        mbarrier.arrive(bars.q_empty.index(ring_slot(it - 1, STAGES)), count=1)
+
+
+@gluon.jit
+def store_kv_grad(ptr, strides, b, head, grad, row, left, it, DIM: gl.constexpr, PADDED: gl.constexpr):
+    """Store an item's dK or dV of 64 keys from row `row` on, of which `left` exist."""
+    # + 0, but unknown to the compiler, which would otherwise compute addresses before the item's steps and spill them. A multiple of 16,
+    # so that the alignment of rows stays known.
+    store_tile(ptr + wide(b) * strides[0] + wide(head) * strides[1], grad, row, left, strides[2] + (it >> 30) * 16, DIM, PADDED)
+
+
+@gluon.jit
+def step_probabilities(
+    s, norm, kind, steps, record, at_b, first_h, kv_pos, kv_left, scale, captured,
+    FIRST: gl.constexpr, GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, BM: gl.constexpr,
+    dtype: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """`probabilities` of BM queries of a step from its query FIRST on. record: the step's, in `steps`."""
+    h, pos = load_int(steps, record + HEAD) + first_h, load_int(steps, record + POSITION) + FIRST
+    if kind == FULL:
+        p, slope = probabilities(
+            s, norm, kind, at_b, h, pos, BM, kv_pos, kv_left, scale, captured, GROUP, MASK, SCORE, JOINT, False, BM, dtype, layout
+        )  # fmt: skip
+    else:
+        left = load_int(steps, record + ROWS_LEFT) - FIRST
+        p, slope = probabilities(
+            s, norm, kind, at_b, h, pos, left, kv_pos, kv_left, scale, captured, GROUP, MASK, SCORE, JOINT, True, BM, dtype, layout
+        )  # fmt: skip
+    return p, slope
 
 
 @gluon.jit
