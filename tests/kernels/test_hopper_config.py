@@ -60,3 +60,18 @@ def test_only_short_items_of_128_dims_have_one_main_loop() -> None:
     assert config.takes_one_loop(128, 128, 5.1)
     assert not config.takes_one_loop(128, 128, 8.9) and not config.takes_one_loop(64, 64, 5.1) and not config.takes_one_loop(192, 128, 5.1)
     assert not config.takes_one_loop(128, 128, float("nan"))  # the mean of an empty table
+
+
+@pytest.mark.parametrize("e", [64, 128])
+def test_tiles_of_the_backward_kernel_with_keys_in_two_parts_fit_into_shared_memory(e: int) -> None:
+    tiles = config.dkv_config(192, with_dq=True, plain=True)
+    queries, dims = config.dq_tile(192, tiles.m)
+    kv, ds, dq = 2 * tiles.n * (192 + e), 2 * 2 * tiles.n * tiles.m, 2 * 4 * queries * dims
+    assert kv + 2 * tiles.stages * tiles.m * (192 + e) + ds + dq + 2048 <= config.SHARED_BYTES
+
+
+def test_dq_is_computed_with_dk_where_registers_suffice() -> None:
+    dims = ((64, 64), (96, 128), (128, 128), (128, 64), (192, 128), (136, 40), (192, 192), (128, 192), (256, 256))
+    supported = [config.computes_dq_with_dkv(d, e, scored=False) for d, e in dims]
+    assert supported == [True, True, True, False, True, True, False, False, False]
+    assert [config.computes_dq_with_dkv(d, e, scored=True) for d, e in dims] == [True, True, True, *[False] * 6]

@@ -44,7 +44,8 @@ the same step, and fewer registers are in use at once. Step i then:
   q, norm i + 1 ──q_full──►   ‖ wait for the queries of step i + 1 while dK is computed                ◄──dq_empty──
 
 On an H200 at head dim 128, PREFETCH takes 3 to 7 % less time with a score mod, and 3 to 6 % more without one. Ordered dQ has PREFETCH at
-every head dim. At head dims up to 64, without a score mod, ordered dQ and isolation, a step has 128 queries (`hopper.dkv_halves`).
+every head dim up to 128. At head dims up to 64, without a score mod, ordered dQ and isolation, a step has 128 queries
+(`hopper.dkv_halves`). Keys with head dims of 129 to 192 are in two parts, and P is in shared memory too (`hopper.dkv_parts`).
 With LONGSPAN_ISOLATE=1, the producer warp may change tiles in shared memory before it signals that they are full (`hopper.isolation`).
 Without dQ (`hopper.backward_dq` computes it then), there are only the producer warp and the compute warp groups, with PREFETCH.
 """
@@ -62,6 +63,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from longspan._kernels.hopper.dkv_halves import compute_halves
 from longspan._kernels.hopper.dkv_math import release_step_before, stage_dq, stage_no_dq, step_probabilities, store_kv_grad, sync_groups
+from longspan._kernels.hopper.dkv_parts import compute_parts
 from longspan._kernels.hopper.dkv_producer import (
     BATCH,
     EARLIER_ADDS,
@@ -91,7 +93,7 @@ from longspan._kernels.hopper.dkv_producer import (
 from longspan._kernels.hopper.gluon_names import tma_add
 from longspan._kernels.hopper.head_dim_parts import Parts, ring_of
 from longspan._kernels.hopper.isolation import StepIsolation
-from longspan._kernels.hopper.none_arg import optional
+from longspan._kernels.hopper.none_arg import first_given, optional
 from longspan._kernels.hopper.pipeline import (
     BufferBarriers,
     Captured,
@@ -297,19 +299,24 @@ def _compute_group(
     dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s, ds_s, dq_s, buffers, item_s, item_bars, bars,
     ds_bars, dq_bars,
     GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, SCALE_DQ: gl.constexpr,
-    PREFETCH: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
+    PREFETCH: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
     STAGES: gl.constexpr, DS: gl.constexpr,
 ):  # fmt: skip
-    """A compute warp group, with dQ."""
-    if BM == 128:
+    """A compute warp group, with dQ. k_s, v_s: `Parts`."""
+    if D_TAIL > 0:
+        compute_parts(
+            dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s.main, ds_s, dq_s, buffers, item_s, item_bars,
+            bars, dq_bars, GROUP, MASK, SCALE_DQ, BM, D, DP, D_TAIL, E, EP, STAGES, DS,
+        )  # fmt: skip
+    elif BM == 128:
         compute_halves(
-            dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s, ds_s, dq_s, buffers, item_s, item_bars,
-            bars, dq_bars, GROUP, MASK, SCALE_DQ, D, DP, E, EP, STAGES, DS,
+            dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, ds_s, dq_s, buffers, item_s,
+            item_bars, bars, dq_bars, GROUP, MASK, SCALE_DQ, D, DP, E, EP, STAGES, DS,
         )  # fmt: skip
     else:
         _compute(
-            dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s, ds_s, dq_s, buffers, item_s, item_bars,
-            bars, ds_bars, dq_bars, GROUP, MASK, SCORE, JOINT, UNIFORM, True, SCALE_DQ, PREFETCH, BM, D, DP, E, EP, STAGES, DS,
+            dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, ds_s, dq_s, buffers, item_s,
+            item_bars, bars, ds_bars, dq_bars, GROUP, MASK, SCORE, JOINT, UNIFORM, True, SCALE_DQ, PREFETCH, BM, D, DP, E, EP, STAGES, DS,
         )  # fmt: skip
 
 
@@ -334,12 +341,16 @@ def _order_dq(semaphores, steps, order_bars):
 
 
 @gluon.jit
-def _add_dq(dq_ptr, semaphores, dq_s, steps, dq_bars, order_bars, GROUP: gl.constexpr, WIDE: gl.constexpr):
-    """A dQ warp: adds one compute warp group's dQ tiles to global memory by TMA reductions.
+def _add_dq(
+    dq_ptr, semaphores, dq_s, steps, dq_bars, order_bars, GROUP: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr
+):  # fmt: skip
+    """A dQ warp: adds one compute warp group's dQ tiles to global memory by TMA reductions. A step has one tile, or two (`dkv_parts`).
 
     With `semaphores`, each tile waits until it is due, and counts up its semaphore when it was added. Reductions happen in L2: an addition
     that completed before this one starts precedes it, without a fence between the wait and the TMA.
     """
+    TILES: gl.constexpr = 2 if D_TAIL > 0 and GROUP == 0 else 1  # of a step
+    FIRST: gl.constexpr = 0 if DP <= 64 else GROUP * (DP if D_TAIL > 0 else 64)  # column
     it = 0
     mbarrier.wait(dq_bars.full, 0)
     kind = load_int(steps, KIND)
@@ -347,33 +358,35 @@ def _add_dq(dq_ptr, semaphores, dq_s, steps, dq_bars, order_bars, GROUP: gl.cons
         record = step_record(it)
         if semaphores is not None:  # END records too: the order warp must not fall behind by a whole ring
             mbarrier.wait(order_bars.due.index(ring_slot(it, STEP_SLOTS)), ring_phase(it, STEP_SLOTS))
-        if kind != END:
-            h, row, b = load_int(steps, record + HEAD), load_int(steps, record + ROW), load_int(steps, record + BATCH)
-            if WIDE:
-                tma_add(dq_ptr, [b, h, row, GROUP * 64], dq_s)
-            else:
-                tma_add(dq_ptr, [b, h, row + GROUP * dq_s.shape[2], 0], dq_s)
-            tma.store_wait(0)
-        mbarrier.arrive(dq_bars.empty, count=1)
+        for tile in gl.static_range(TILES):
+            if tile > 0:
+                mbarrier.wait(dq_bars.full, (it * TILES + tile) & 1)
+            if kind != END:
+                h, row, b = load_int(steps, record + HEAD), load_int(steps, record + ROW), load_int(steps, record + BATCH)
+                if DP <= 64:
+                    row += GROUP * dq_s.shape[2]
+                tma_add(dq_ptr, [b, h, row, FIRST + tile * 64], dq_s)
+                tma.store_wait(0)
+            mbarrier.arrive(dq_bars.empty, count=1)
         if semaphores is not None:  # noqa: SIM102 (a compile-time condition)
             if kind != END:
                 wait_until_added()
                 gl.atomic_add(semaphores + load_int(steps, record + SEMAPHORE), 1, sem="release")
         it += 1
-        mbarrier.wait(dq_bars.full, it & 1)
+        mbarrier.wait(dq_bars.full, (it * TILES) & 1)
         kind = load_int(steps, step_record(it) + KIND)
 
 
 @gluon.jit(do_not_specialize=_DYNAMIC)
 def dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr, local_k_ptr, local_v_ptr, norm_rows_ptr, delta_rows_ptr,
-    unbounded_ptr, counter, semaphores,
+    unbounded_ptr, q_tail_ptr, k_tail_ptr, v_tail_ptr, do_tail_ptr, local_k_tail_ptr, local_v_tail_ptr, counter, semaphores,
     dk_stride, dv_stride, order, full, partial, dq_order_ptr, dq_order_before, q_side, kv_side,
     mask_captured, mask_sizes, score_captured, score_sizes,
     items, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, local_tokens, semaphores_per_head, scale,
     first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
-    SCALE_DQ: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
+    SCALE_DQ: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
     BM: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of key tiles, each summed over `shared` query heads, and dQ added to dq_ptr (float32) if it is not None.
@@ -382,6 +395,7 @@ def dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr: TMA descriptors. local_k_ptr, local_v_ptr, local_tokens: `KvSource`; dK and dV cover both sources.
     norm_ptr, delta_ptr: TMA descriptors of [B · H, Q] in tiles of BM.
     norm_rows_ptr, delta_rows_ptr: pointers to the same. unbounded_ptr: the flag of `hopper.isolation`. All three None without isolation.
+    D_TAIL, x_tail_ptr: as in `backward_wide.wide_dkv_kernel`.
     dk_ptr, dv_ptr: each KV head `head_parts` times, one for each part of its query heads. kv_heads counts all of these.
     counter: one int32, 0. DS: buffers of dS. heavy_rows: key tiles of `order` whose items come first, of all heads.
     semaphores: int32 zeros, one per step of each head, if dQ is accumulated in a fixed order (`hopper.dq_order`), or None.
@@ -390,8 +404,9 @@ def dkv_kernel(
     gl.static_assert(STAGES + 3 < STEP_SLOTS, "a step's record must live until its dQ is added")
     DQ: gl.constexpr = dq_ptr is not None
     dtype: gl.constexpr = k_ptr.dtype
-    k_s, v_s = ring_of(Parts(k_ptr, k_ptr), 1), ring_of(Parts(v_ptr, v_ptr), 1)
-    q_s, do_s = ring_of(Parts(q_ptr, q_ptr), STAGES), ring_of(Parts(do_ptr, do_ptr), STAGES)
+    q, do = Parts(q_ptr, first_given(q_tail_ptr, q_ptr)), Parts(do_ptr, first_given(do_tail_ptr, do_ptr))
+    k, v = Parts(k_ptr, first_given(k_tail_ptr, k_ptr)), Parts(v_ptr, first_given(v_tail_ptr, v_ptr))
+    k_s, v_s, q_s, do_s = ring_of(k, 1), ring_of(v, 1), ring_of(q, STAGES), ring_of(do, STAGES)
     row_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     norm_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], row_layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], row_layout)
@@ -403,12 +418,11 @@ def dkv_kernel(
     kv_side = (optional(kv_side[0]), optional(kv_side[1]), optional(kv_side[2]))
     captured = Captured(mask_captured, mask_sizes, score_captured, score_sizes)
     full, partial = RunPointers(full[0], full[1], full[2]), RunPointers(partial[0], partial[1], partial[2])
-    local_k, local_v = optional(local_k_ptr), optional(local_v_ptr)
-    keys = KvSource(Parts(k_ptr, k_ptr), Parts(local_k, local_k), local_tokens)
-    values = KvSource(Parts(v_ptr, v_ptr), Parts(local_v, local_v), local_tokens)
+    keys = KvSource(k, Parts(optional(local_k_ptr), first_given(local_k_tail_ptr, local_k_ptr)), local_tokens)
+    values = KvSource(v, Parts(optional(local_v_ptr), first_given(local_v_tail_ptr, local_v_ptr)), local_tokens)
     isolation = None if unbounded_ptr is None else StepIsolation(unbounded_ptr, norm_rows_ptr, delta_rows_ptr, mbarriers(4, 1))
     semaphores, order_bars = optional(semaphores), OrderBarriers(optional(None), optional(None))
-    PREFETCH: gl.constexpr = BM == 64 and (DP <= 64 or semaphores is not None or SCORE is not None)
+    PREFETCH: gl.constexpr = BM == 64 and D_TAIL == 0 and (DP <= 64 or semaphores is not None or SCORE is not None)
     dq_order = DqOrderArgs(optional(dq_order_ptr), optional(dq_order_before), semaphores_per_head)
     if semaphores is not None:
         order_bars = OrderBarriers(mbarriers(STEP_SLOTS, 1), mbarriers(STEP_SLOTS, 1))
@@ -422,26 +436,26 @@ def dkv_kernel(
         fence_async_shared()
         gl.warp_specialize([
             (_compute_group, (
-                dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, ds_s, tile_2d(dq_s, 0),
+                dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s, ds_s, tile_2d(dq_s, 0),
                 buffers, item_s, item_bars, bars, ds_bars, BufferBarriers(dq_full.index(0), dq_empty.index(0)),
-                0, MASK, SCORE, JOINT, UNIFORM, SCALE_DQ, PREFETCH, BM, D, DP, E, EP, STAGES, DS,
+                0, MASK, SCORE, JOINT, UNIFORM, SCALE_DQ, PREFETCH, BM, D, DP, D_TAIL, E, EP, STAGES, DS,
             )),
             (_compute_group, (
-                dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, ds_s, tile_2d(dq_s, 1),
+                dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s, ds_s, tile_2d(dq_s, 1),
                 buffers, item_s, item_bars, bars, ds_bars, BufferBarriers(dq_full.index(1), dq_empty.index(1)),
-                1, MASK, SCORE, JOINT, UNIFORM, SCALE_DQ, PREFETCH, BM, D, DP, E, EP, STAGES, DS,
+                1, MASK, SCORE, JOINT, UNIFORM, SCALE_DQ, PREFETCH, BM, D, DP, D_TAIL, E, EP, STAGES, DS,
             )),
             (produce, (
-                counter, items, Parts(q_ptr, q_ptr), keys, values, Parts(do_ptr, do_ptr), norm_ptr, delta_ptr, order, full, partial,
+                counter, items, q, keys, values, do, norm_ptr, delta_ptr, order, full, partial,
                 dq_order, order_bars.described, q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len,
                 kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation), PER_BATCH, PER_HEAD, TILE, BM, STAGES,
                 STAGES,
             )),
             (_add_dq, (
-                dq_ptr, semaphores, dq_s.index(0), steps_s, BufferBarriers(dq_full.index(0), dq_empty.index(0)), order_bars, 0, DP > 64,
+                dq_ptr, semaphores, dq_s.index(0), steps_s, BufferBarriers(dq_full.index(0), dq_empty.index(0)), order_bars, 0, DP, D_TAIL,
             )),
             (_add_dq, (
-                dq_ptr, semaphores, dq_s.index(1), steps_s, BufferBarriers(dq_full.index(1), dq_empty.index(1)), order_bars, 1, DP > 64,
+                dq_ptr, semaphores, dq_s.index(1), steps_s, BufferBarriers(dq_full.index(1), dq_empty.index(1)), order_bars, 1, DP, D_TAIL,
             )),
             (_order_dq, (semaphores, steps_s, order_bars)),
         ], [4, 1, 1, 1, 1], [REGISTERS, 24, 24, 24, 24])  # fmt: skip
@@ -459,7 +473,7 @@ def dkv_kernel(
                 1, MASK, SCORE, JOINT, UNIFORM, False, False, True, BM, D, DP, E, EP, STAGES, DS,
             )),
             (produce, (
-                counter, items, Parts(q_ptr, q_ptr), keys, values, Parts(do_ptr, do_ptr), norm_ptr, delta_ptr, order, full, partial,
+                counter, items, q, keys, values, do, norm_ptr, delta_ptr, order, full, partial,
                 dq_order, order_bars.described, q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len,
                 kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation), PER_BATCH, PER_HEAD, TILE, BM, STAGES,
                 STAGES,

@@ -66,15 +66,22 @@ def head_dim_parts(dim: int) -> tuple[int, int]:
     return (128, 64) if 128 < dim <= 192 else (max(64, 1 << (dim - 1).bit_length()), 0)
 
 
-def computes_dq_with_dkv(d: int, e: int) -> bool:
-    """Whether `hopper.backward_dkv` supports these padded head dims: dK and dV of 64 keys must fit into the registers of a warp group.
-    Otherwise `hopper.backward_wide` computes dK and dV, and `hopper.backward_dq` dQ.
+def computes_dq_with_dkv(d: int, e: int, *, scored: bool) -> bool:
+    """Whether `hopper.backward_dkv` supports these head dims, with dQ: dK and dV of 64 keys must fit into the registers of a warp group.
+    Otherwise `hopper.backward_wide` computes dK and dV, and `hopper.backward_dq` dQ. scored: with a score mod.
     """
-    return d == e <= 128
+    d, e = sum(head_dim_parts(d)), sum(head_dim_parts(e))
+    return d == e <= 128 or (d == 192 and e <= 128 and not scored)
+
+
+def takes_wide_dkv(d: int, e: int) -> bool:
+    """Whether `hopper.backward_wide` computes dK and dV of these head dims, where dQ is computed apart."""
+    return not sum(head_dim_parts(d)) == sum(head_dim_parts(e)) <= 128
 
 
 def dkv_config(d: int, *, with_dq: bool, plain: bool) -> TileConfig:
-    """For `hopper.backward_dkv`: items of n keys, steps of m queries. A wide dQ takes the shared memory of two stages.
+    """For `hopper.backward_dkv` and keys of padded head dim d: items of n keys, steps of m queries. A wide dQ takes the shared memory of
+    two stages.
 
     plain: without a score mod, ordered dQ and isolation. Only plain passes have steps of 128 queries (`hopper.dkv_halves`): a score mod
     needs the registers of the second half, ordered dQ may have to wait for other CTAs, and isolation was tested with 64 queries only.
@@ -96,7 +103,7 @@ def wide_dkv_config(d: int, e: int) -> TileConfig:
 
 
 def dq_tile(d: int, m: int) -> tuple[int, int]:
-    """(queries, dims) of a step's dQ that each of two warp groups computes: half of the dims, or at 64 dims half of the queries."""
+    """(queries, dims) of a tile of a step's dQ. Each of two warp groups computes one tile; of 192 dims, the first group computes two."""
     return (m, 64) if d > 64 else (m // 2, 64)
 
 

@@ -30,7 +30,6 @@ from longspan._kernels.hopper.passes import (
     row_norm,
     row_terms_launch,
     streamable,
-    width,
 )
 from longspan._kernels.hopper.prepared import HopperBackward, HopperForward
 from longspan._kernels.hopper.prepared_steps import HopperBackwardStep, HopperForwardStep
@@ -74,7 +73,7 @@ class HopperKernel:
 
     dQ is accumulated over KV tiles in arrival order: its last bits may differ from run to run. With
     `torch.use_deterministic_algorithms(True)`, CTAs add in a fixed order (`hopper.dq_order`). Where a fixed order would leave SMs idle
-    (sparse masks, few work items), where captured tensors need gradients, and for head dims over 128 or different head dims, a second
+    (sparse masks, few work items), where captured tensors need gradients, and for wide head dims (`config.computes_dq_with_dkv`), a second
     kernel computes dQ. Forward results have the same bits in every run; which work items are split along KV depends on their number, and
     so do last bits.
 
@@ -285,7 +284,7 @@ def _supports_backward(inputs: AttentionInputs, work: Work) -> bool:
 def _one_pass(inputs: AttentionInputs, work: Work, needs: Sequence[bool]) -> bool:
     """Whether the dK/dV kernel computes dQ too."""
     q, v = inputs.q, inputs.v
-    if any(needs) or not computes_dq_with_dkv(width(q.shape[-1]), width(v.shape[-1])):
+    if any(needs) or not computes_dq_with_dkv(q.shape[-1], v.shape[-1], scored=work.score is not None):
         return False
     if not torch.are_deterministic_algorithms_enabled():
         return True

@@ -27,7 +27,6 @@ from longspan._kernels.hopper.backward_dkv import dkv_kernel
 from longspan._kernels.hopper.backward_dq import dq_kernel, row_terms_kernel
 from longspan._kernels.hopper.config import (
     TileConfig,
-    computes_dq_with_dkv,
     dkv_config,
     dq_config,
     dq_tile,
@@ -36,6 +35,7 @@ from longspan._kernels.hopper.config import (
     head_dim_parts,
     takes_one_loop,
     takes_three_groups,
+    takes_wide_dkv,
     wide_dkv_config,
 )
 from longspan._kernels.hopper.dq_order import dq_order
@@ -229,15 +229,14 @@ class HopperCall(LaunchCall):
             "q_ptr": self.q, "k_ptr": self.k, "v_ptr": self.v, "do_ptr": grad_out, "norm_ptr": norm, "delta_ptr": delta, "dk_ptr": dk,
             "dv_ptr": dv, "dq_ptr": dq, "local_k_ptr": self._local_kv[0], "local_v_ptr": self._local_kv[1],
             "norm_rows_ptr": None if unbounded is None else norm, "delta_rows_ptr": None if unbounded is None else delta,
-            "unbounded_ptr": unbounded,
+            "unbounded_ptr": unbounded, **self._tails(grad_out),
         }  # fmt: skip
         kernel = dkv_kernel
-        if not computes_dq_with_dkv(width(self.q.shape[-1]), width(self.v.shape[-1])):
+        if dq is None and takes_wide_dkv(self.q.shape[-1], self.v.shape[-1]):
             from longspan._kernels.hopper.backward_wide import wide_dkv_kernel  # here: the import takes 20 ms of the first call
 
-            assert dq is None
             del tensors["dq_ptr"]
-            kernel, tensors = wide_dkv_kernel, {**tensors, **self._tails(grad_out)}
+            kernel = wide_dkv_kernel
         scales = not (rounded and self.rounds_with_scale)
         settings = {"SCALE_DQ": scales, "ordered": ordered, "head_parts": head_parts_of(self.q, self.v, self.work)}
         needs = (False,) * len(self.work.score_captured)
