@@ -107,7 +107,9 @@ class PreparedCall:
         dq, dk, dv, captured = prepared(q, k, v, out, lse, grad_out, score_captured)
         if not needs:
             return dq, dk, dv, None
-        return dq, dk, dv, None, *(None if g is None else g.to(t.dtype) for g, t in zip(captured, score_captured, strict=True))
+        return dq, dk, dv, None, *[
+            g if g is None or g.dtype == t.dtype else g.to(t.dtype) for g, t in zip(captured, score_captured, strict=True)
+        ]  # fmt: skip
 
     def _prepared_backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, score_captured: Sequence[Tensor],
