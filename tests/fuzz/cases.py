@@ -282,13 +282,13 @@ def _template(case: Case, rng: Random) -> mods.Spec:
 def _expression(case: Case, rng: Random) -> mods.Spec:
     """A comparison of random integer expressions of the indices, which exercises the rules of interval arithmetic."""
     while True:
-        spec = _comparison(case, rng)
+        spec = integer_comparison(case, rng)
         with contextlib.suppress(RuntimeError, TypeError):  # such as `~` of a float
             mods.visible(spec, (1, 1, 2, 2))
             return spec
 
 
-def _comparison(case: Case, rng: Random) -> mods.Spec:
+def integer_comparison(case: Case, rng: Random) -> mods.Spec:
     captures: list[mods.Spec] = []
 
     def term(depth: int) -> str:
@@ -304,7 +304,9 @@ def _comparison(case: Case, rng: Random) -> mods.Spec:
             "torch.tanh(({x}) / {n}) * {n}", "torch.exp2(-({x}).abs().float() / {n})", "({x}).bool().long()", "torch.floor(({x}) / {n})",
         )  # fmt: skip
         if rng.random() < 0.2 and len(captures) < 2:
-            captures.append({"kind": rng.choice(("int", "int32", "uint8")), "shape": [11], "seed": rng.randrange(100), "low": 0, "high": 9})
+            kind = rng.choice(("int", "int32", "int16", "int8", "uint8"))
+            table = {"kind": kind, "shape": [11], "seed": rng.randrange(100), "low": 0, "high": 9}
+            captures.append({**table, "limits": True} if kind != "int" and rng.random() < 0.5 else table)
             return f"t{len(captures) - 1}[({inner}).long() % 11]"
         if rng.random() < 0.3:
             return f"({inner}) {rng.choice('+-*')} ({term(depth - 1)})"

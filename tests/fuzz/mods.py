@@ -33,8 +33,14 @@ def _capture(spec: Spec, dtype: torch.dtype, device: str) -> Tensor:
         return values.to(device, dtype).requires_grad_(bool(spec.get("grad")))
     if spec["kind"] == "bool":
         return (torch.rand(spec["shape"], generator=generator) < spec.get("density", 0.5)).to(device)
-    kinds = {"int": torch.int64, "int32": torch.int32, "int16": torch.int16, "uint8": torch.uint8}
-    return torch.randint(spec["low"], spec["high"], spec["shape"], generator=generator).to(device, kinds[spec["kind"]])
+    integer = {"int": torch.int64, "int32": torch.int32, "int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8}[spec["kind"]]
+    values = torch.randint(spec["low"], spec["high"], spec["shape"], generator=generator).to(integer)
+    if spec.get("limits"):  # half of the values are near the limits of the dtype
+        info = torch.iinfo(integer)
+        limits = torch.tensor([info.min, info.min + 1, info.max - 1, info.max], dtype=integer)
+        near = limits[torch.randint(4, spec["shape"], generator=generator)]
+        values = torch.where(torch.rand(spec["shape"], generator=generator) < 0.5, values, near)
+    return values.to(device)
 
 
 _window = [5]
