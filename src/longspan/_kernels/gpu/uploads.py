@@ -57,8 +57,10 @@ class Uploads:
             for other, event in self._events.get(device, {}).items():
                 if other != stream:
                     current.wait_event(event)  # not `query`, which would break a capture in another thread
-            for number, reference in list(self._alive.get(device, {}).items()):
-                tensor = reference() if number > recorded.get(stream, 0) else None
+            alive, last = self._alive.get(device, {}), recorded.get(stream, 0)
+            for number in list(alive):  # not `items`: before Python 3.12, making tuples may collect garbage, which removes entries
+                reference = alive.get(number) if number > last else None
+                tensor = None if reference is None else reference()
                 if tensor is not None:
                     tensor.record_stream(current)  # no-op for memory of the same stream
             recorded[stream] = next(self._numbers)
