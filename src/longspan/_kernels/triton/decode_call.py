@@ -347,9 +347,14 @@ def _row_tiles(q: Tensor, k: Tensor, sizes: DecodeSizes) -> int:
 
 def _loads_by_tma(k: Tensor, shared_dim: int, paged: bool, tile: DecodeTile) -> bool:
     """Whether TMA can load tiles of keys: they are in one page, and the elements shared with values need no padding."""
-    if not tile.tma or interpreted() or capability(k.device) < (9, 0):
+    if not tile.tma or not _is_hopper_or_later(k.device):
         return False
     return launch.describable(k) and launch.padded(shared_dim) == shared_dim and not (paged and k.shape[2] % tile.n)
+
+
+def _is_hopper_or_later(device: torch.device) -> bool:
+    """Whether a device has TMA and dependent launches. ROCm builds of torch report 9.4 for AMD's devices, which have neither."""
+    return not interpreted() and torch.version.hip is None and capability(device) >= (9, 0)
 
 
 class ByContents:
@@ -389,7 +394,7 @@ def _make_launches(
     options = _options(work, q.dtype, sizes.longest)
     rule = split_rule(kv_heads, shared=sizes.shared)
     k_new = tensors["k_new_ptr"]
-    early = capability(q.device) >= (9, 0)
+    early = _is_hopper_or_later(q.device)
     window = None if work.window is None else max(1, work.window)  # 0 hides a query's own key, which the query's CTA writes
     shared = {
         "sequences": sizes.sequences, "kv_heads": kv_heads, "splits": splits, "min_queries": sizes.queries[0], "max_queries": max_queries,
