@@ -196,7 +196,7 @@ class Answers:
         self._question = 0  # the next one to answer
         self._warned: StartedExchange | None = None
         self._stop = threading.Event()
-        self._threads: list[threading.Thread] = []  # the one that answers, and those that ask
+        self._threads: list[threading.Thread] = []  # one answers questions, the others ask
         self._started(self._run, "longspan watchdog")
         atexit.register(self.stop)
 

@@ -1,6 +1,6 @@
 """Calls with a plan that repeat: a guard over q, k and v finds their options, which were checked before.
 
-Only calls without a mask, score_mod, sink and max scores: those of the others depend on more than layouts. The checks of a call over a mesh
+Options of calls with a mask, score_mod, sink or max scores depend on more than layouts and are not cached. The checks of a call over a mesh
 (`longspan._engine.call_agreement`) and the agreement of all ranks are not skipped.
 """
 

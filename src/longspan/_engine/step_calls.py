@@ -1,7 +1,7 @@
 """The kernel calls of one kind of pass over a mesh, by step and batch row. A call that repeats is prepared by its kernel.
 
-Prepared steps are found by the layouts of the pass's tensors, once per pass: the layouts of a step's buffers follow from them and from the
-schedule. Everything else that a step depends on is part of the key under which `longspan._engine.plan_cache` holds the calls. A step is
+Prepared steps are looked up by the layouts of the pass's tensors, once per pass: the layouts of a step's buffers follow from them and from
+the schedule. Everything else that a step depends on is part of the key under which `longspan._engine.plan_cache` holds the calls. A step is
 prepared when it is made for the second time with tensors of the same layouts: preparation takes longer than a call, and a plan may be used
 once.
 """
@@ -110,7 +110,7 @@ class StepCalls:
         return len(self._layouts)
 
     def unprepared(self) -> LayoutCalls:
-        """Calls that are neither prepared nor cached, such as those of a CUDA graph capture."""
+        """Calls that are neither prepared nor cached, such as calls in a CUDA graph capture."""
         return LayoutCalls(self._kernel, None)
 
     def of_layouts(self, layouts: Hashable) -> LayoutCalls:

@@ -301,7 +301,7 @@ class PreparesCalls(Protocol):
 
 
 class KVAddresses(NamedTuple):
-    """Addresses of a step's k and v. `local_k`, `local_v`: those of `AttentionInputs.local_kv`, 0 if it is None."""
+    """Addresses of a step's k and v. `local_k`, `local_v`: addresses of `AttentionInputs.local_kv`, 0 if it is None."""
 
     k: int
     v: int
@@ -310,7 +310,7 @@ class KVAddresses(NamedTuple):
 
 
 class GradTargets(NamedTuple):
-    """Where a backward step writes its gradients: `Grads` with those of k and v by address. `views`: makes the `Grads`."""
+    """Where a backward step writes its gradients: `Grads` with gradients of k and v by address. `views`: makes the `Grads`."""
 
     q: Tensor
     captured: list[Tensor | None]
