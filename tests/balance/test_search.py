@@ -142,6 +142,13 @@ def test_pairs_are_exact_in_small_blocks(mask, block):
             assert torch.equal(pairs[b, h], per_query.view(-1, block).sum(1).double())
 
 
+@pytest.mark.parametrize("block", [(8, 64), (64, 8)], ids=str)
+def test_pairs_are_exact_in_small_blocks_that_are_not_square(block):
+    table = ls.causal().block_table(97, block=block)
+    per_query = torch.nn.functional.pad(visible(ls.causal(), 97, 0, 0).sum(1), (0, -97 % block[0]))
+    assert torch.equal(pairs_per_row(table, ls.causal().traced.program), per_query.view(-1, block[0]).sum(1).double())
+
+
 @pytest.mark.parametrize("length", [2 * 1024, 3001])
 @pytest.mark.parametrize("block", [128, 100])
 def test_pairs_are_estimated_well_in_large_blocks(length, block):

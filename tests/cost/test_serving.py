@@ -39,6 +39,11 @@ def test_passing_kv_wins_before_both_pass_as_many_bytes() -> None:
     assert passed_tensors(MODEL, group, 64_000, 64_000).choice == "KV"
 
 
+def test_one_context_rank_passes_nothing_and_two_pass_tensors() -> None:
+    one, two = (passed_tensors(MODEL, ServingGroup(cluster=cluster("h100"), tp=8, cp=cp), 64_000, 0) for cp in (1, 2))
+    assert (one.kv, one.q) == (0.0, 0.0) and two.q > 0.0
+
+
 def test_memory_and_largest_batch_follow_from_sizes() -> None:
     model, group = MODELS["qwen3-8b"], ServingGroup(cluster=cluster("h200"), tp=8, cp=2)
     memory = serving_memory(model, group, 1 << 20)
