@@ -17,7 +17,8 @@ from torch import Tensor
 import longspan as ls
 from longspan._engine import kv_exchange
 from longspan._engine.kv_exchange import StepKV
-from longspan._engine.step_calls import MAX_LAYOUTS, StepCalls
+from longspan._engine.step_calls import MAX_LAYOUTS, StepCalls, forward_layouts
+from longspan._engine.values import CallTensors
 from longspan._kernels import registry
 from longspan._kernels.cpu import CpuKernel
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, GradTargets, KVAddresses, State, Work
@@ -263,6 +264,15 @@ def test_kernels_without_prepared_steps_graph_captures_and_max_scores_take_the_p
             state = calls.forward((0, 0), q, kv, lambda: work, (), state=None, final=True, max_scores=max_scores)
             assert (state.max_scores is not None) == max_scores
     assert not kernel.prepared and not kernel.used
+
+
+def test_a_misaligned_q_and_a_misaligned_k_are_different_layouts() -> None:
+    """With an aligned q, steps over received KV are prepared whatever the alignment of the local k."""
+    whole = [torch.randn(1, 1, 9, 4, dtype=torch.float64) for _ in range(3)]
+    aligned, shifted = ([t.flatten()[start : start + 32].view(1, 1, 8, 4) for t in whole] for start in (0, 1))
+    misaligned_q = CallTensors(q=shifted[0], k=aligned[1], v=aligned[2])
+    misaligned_k = CallTensors(q=aligned[0], k=shifted[1], v=aligned[2])
+    assert forward_layouts(misaligned_q, (), 1.0) != forward_layouts(misaligned_k, (), 1.0)
 
 
 def test_layouts_of_prepared_steps_are_bounded() -> None:

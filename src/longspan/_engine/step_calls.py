@@ -142,7 +142,7 @@ class StepCalls:
 def forward_layouts(inputs: CallTensors, captured: Sequence[Tensor], scale: float) -> Hashable:
     """Layouts of the tensors of a forward pass, and its scale, on which its steps depend. captured: as in `LayoutCalls`."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & MISALIGNED
+    misaligned = q.data_ptr() & MISALIGNED, k.data_ptr() & MISALIGNED, v.data_ptr() & MISALIGNED
     return q.stride(), k.stride(), v.stride(), misaligned, inputs.sink is None, _captured_layouts(captured), scale
 
 
