@@ -273,6 +273,7 @@ def on_ranks(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]
 
 # Beginnings of reasons by a part of the message.
 _REASONS = (
+    (r"got an encoder of type ('\S+'), which is not supported", "not supported"),
     (r"expected layers of type .*, got (.*) in \w+:", r"layers of type \1"),
     (r"in which (\S+?),? .*would mix", r"`\1` mixes tokens"),
     (r"computes its loss by code of its own", "computes its loss by code of its own"),

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
+import transformers
+from tests.integrations.families import on_ranks, results
 from tests.integrations.other_families import classes, row, try_class, written_rows
+
+import longspan as ls
+import longspan.integrations.transformers as lst
+from longspan.integrations import memory
 
 SAMPLE = (("encoder", "bert"),)
 
@@ -25,3 +34,50 @@ def test_no_class_is_silently_wrong() -> None:
     rows = written_rows()
     assert rows.keys() == classes().keys()
     assert not [line for line in rows.values() if "WRONG" in line]
+
+
+def encoder(name: str, **settings: Any) -> Any:
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = getattr(transformers, f"{name}Config")(**sizes, pad_token_id=0, attention_probs_dropout_prob=0.0, **settings)
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}ForMaskedLM")._from_config(config, attn_implementation="longspan").eval()
+
+
+def test_token_types_and_documents_of_an_encoder_on_ranks_equal_one_process() -> None:
+    model = encoder("Bert")
+    ids = torch.randint(3, 61, (2, 23), generator=torch.Generator().manual_seed(1))
+    labels = ids.masked_fill(torch.arange(23) % 3 != torch.tensor([[0], [1]]), -100)
+    types = (torch.arange(23) > 9).long().expand(2, 23)
+    batch = {"input_ids": ids, "labels": labels, "token_type_ids": types}
+    got, want = on_ranks(model, batch), results(model, batch)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-6)
+    # Two documents of one row are two rows of a batch; both have labels.
+    places = torch.cat([torch.arange(9), torch.arange(14)])[None]
+    packed = {"input_ids": ids[:1], "labels": labels[:1], "position_ids": places, "document_ids": (torch.arange(23) > 8).long()[None]}
+    parts = [results(model, {"input_ids": ids[:1, a:b], "labels": labels[:1, a:b]})[0] for a, b in ((0, 9), (9, 23))]
+    counts = [int((labels[0, a:b] != -100).sum()) for a, b in ((0, 9), (9, 23))]
+    mean = (parts[0] * counts[0] + parts[1] * counts[1]) / sum(counts)
+    torch.testing.assert_close(on_ranks(model, packed)[0], mean, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("Esm", {"position_embedding_type": "rotary", "mask_token_id": 4}, "expected position_embedding_type='absolute', got 'rotary'"),
+        ("Esm", {"token_dropout": True, "mask_token_id": 4}, "expected token_dropout=False"),
+        ("MobileBert", {"embedding_size": 16, "intra_bottleneck_size": 16}, "got an encoder of type 'mobilebert', which is not supported"),
+    ],
+)
+def test_encoders_that_depend_on_their_shard_raise(name: str, settings: dict[str, Any], message: str) -> None:
+    ids = torch.ones(2, 23, dtype=torch.long)
+    with pytest.raises(ValueError, match=message):
+        on_ranks(encoder(name, **settings), {"input_ids": ids, "labels": ids})
+
+
+def test_an_encoder_beside_a_plan_of_its_config_raises() -> None:
+    model, ids = encoder("Bert"), torch.ones(2, 23, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"expected a causal layer, .* got not a causal layer, BertSelfAttention"):
+        model(**lst.prepare_batch({"input_ids": ids}, ls.Mesh.abstract(1), config=model.config))
+    with pytest.raises(ValueError, match="whose labels are not shifted"):
+        memory.causal_lm_loss(model, {"input_ids": ids, "labels": ids})

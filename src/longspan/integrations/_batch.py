@@ -18,11 +18,20 @@ from torch import Tensor
 from longspan._comm.mesh import MeshLike
 from longspan._cost.rates import Cluster
 from longspan._masks.algebra import Mask
-from longspan._masks.constructors import causal, documents
+from longspan._masks.constructors import causal, documents, full
 from longspan._masks.extent import Extent
 from longspan._plan.layout import Layout
 from longspan._plan.schedule import Schedule
-from longspan.integrations._configs import check_config, check_implementation, default_positions, head_counts, position_rule, spans_of
+from longspan.integrations._configs import (
+    check_config,
+    check_encoder,
+    check_implementation,
+    default_positions,
+    head_counts,
+    is_masked_lm,
+    position_rule,
+    spans_of,
+)
 from longspan.integrations._meshes import device_of, mesh_roles, sum_over_data_ranks
 from longspan.integrations._plans import ModelPlans, model_plans
 from longspan.integrations.loss import IGNORED, shift_labels, token_count
@@ -57,6 +66,7 @@ class PreparedBatch(TypedDict, total=False):
     shift_labels: Tensor
     num_items_in_batch: Tensor
     attention_mask: Tensor
+    token_type_ids: Tensor
 
 
 def prepare_batch(
@@ -81,7 +91,8 @@ def prepare_batch(
             whole batch, and its text decoder takes this rank's tokens.
         mesh: The ranks that share the sequence, as `longspan.plan` takes them. Or a DeviceMesh with an axis "cp" beside any of "dp",
             "dp_replicate", "dp_shard" and "tp": labels are then counted over the data axes too, in one small collective call.
-        config: The model or its config. It must run attn_implementation="longspan". Its windows get plans of their own over the common
+        config: The model or its config. A `ForMaskedLM` model itself (not its config) gets plans of bidirectional attention, and its
+            labels are not shifted. The model must run attn_implementation="longspan". Its windows get plans of their own over the common
             layout. Its head counts help to choose a strategy.
         count: The number of labels that count in the optimizer's step, if that is more than this batch (gradient accumulation).
         gradients: "mean" if gradients will be averaged over context and data ranks, as by DDP and FSDP2; "sum" if they will be summed.
@@ -102,23 +113,32 @@ def prepare_batch(
     """
     if gradients not in ("mean", "sum"):
         raise ValueError(f"prepare_batch: expected gradients='mean' (DDP, FSDP) or 'sum', got {gradients!r}")
+    token_types = batch.get("token_type_ids") if is_masked_lm(config) else None
+    if token_types is not None:
+        batch = {name: value for name, value in batch.items() if name != "token_type_ids"}
     others, positions_by_axis = _other_inputs(batch), _by_axis(batch.get("position_ids"))
     whole_inputs = bool(others) or positions_by_axis is not None
     if positions_by_axis is not None:
         batch = {**batch, "position_ids": positions_by_axis[0] if len(positions_by_axis) == 4 else None}
     tokens, batch_size, length = _tokens(batch)
+    bidirectional = is_masked_lm(config)
     config = getattr(config, "config", config)
     plan_options: dict[str, Any] = {"batch": batch_size, **options}
     roles = mesh_roles(mesh)
     if config is not None:
         check_implementation(config)
         check_config(config)
+        if bidirectional:
+            check_encoder(config)
         plan_options = {**head_counts(config, roles.heads_size), **plan_options}
     positions = _positions(batch, tokens, config)
-    mask, blind = _mask(batch, positions)
+    mask, blind = _mask(batch, positions, bidirectional=bidirectional)
     real = _real_tokens(batch)
     real = None if real is None or bool(real.all()) else real
-    plans = model_plans(mask, length, roles.context, [] if config is None else spans_of(config), real, plan_options)
+    spans = [] if config is None else spans_of(config)
+    plans = model_plans(
+        mask, length, roles.context, spans=spans, real_tokens=real, bidirectional=bidirectional, options=plan_options
+    )  # fmt: skip
     _check_every_rank_has_tokens(plans, roles.context_size, length)
     plans.documents_from_positions = _documents_from_positions(batch, positions)
     plans.states_documents = any(batch.get(name) is not None for name in ("document_ids", "seq_idx", "cu_seq_lens_q"))
@@ -134,7 +154,11 @@ def prepare_batch(
     def whole(x: Any) -> Any:
         return x.to(device) if isinstance(x, Tensor) and device is not None else x
 
-    prepared: PreparedBatch = {"longspan_plan": plans, "use_cache": False}
+    prepared: PreparedBatch = {"longspan_plan": plans}
+    if not bidirectional:
+        prepared["use_cache"] = False
+    if token_types is not None:
+        prepared["token_type_ids"] = local(token_types.expand(batch_size, length))
     own: Any = {name: batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None}
     if whole_inputs:
         stated = {"position_ids": positions_by_axis if positions_by_axis is not None else batch.get("position_ids")}
@@ -143,12 +167,14 @@ def prepare_batch(
     else:
         own = {**own, "position_ids": positions}
         prepared.update({name: local(value) for name, value in own.items()})  # type: ignore[typeddict-item]
-    labels = _shifted_labels(batch, blind)
+    labels = _encoder_labels(batch, blind) if bidirectional else _shifted_labels(batch, blind)
     if labels is not None:
         total = sum_over_data_ranks(token_count(labels), roles) if count is None else torch.as_tensor(count)
         divisor = total.clamp(min=1) / (roles.averaged if gradients == "mean" else 1)
         local_labels = local(labels)
-        prepared["labels"] = prepared["shift_labels"] = local_labels
+        prepared["labels"] = local_labels
+        if not bidirectional:
+            prepared["shift_labels"] = local_labels
         prepared["num_items_in_batch"] = divisor.to(local_labels.device)
     return prepared
 
@@ -208,17 +234,18 @@ def _documents_from_positions(batch: Mapping[str, Any], positions: Tensor) -> bo
     return not stated and batch.get("position_ids") is not None and bool(document_starts(positions)[:, 1:].any())
 
 
-def _mask(batch: Mapping[str, Any], positions: Tensor) -> tuple[Mask, Tensor | None]:
+def _mask(batch: Mapping[str, Any], positions: Tensor, *, bidirectional: bool) -> tuple[Mask, Tensor | None]:
     """The mask of layers without a window, and the tokens that see nothing, bool [B, S] or None."""
     ids = _document_ids(batch, positions)
-    mask, blind = causal(), None
+    mask: Mask = full() if bidirectional else causal()
+    blind = None
     if ids is not None and bool((ids != ids[:, :1]).any() | (ids < 0).any()):
         mask = mask & documents(ids=ids[0] if bool((ids == ids[:1]).all()) else ids)
         blind = ids < 0 if bool((ids < 0).any()) else None
     real = _real_tokens(batch)
     if real is not None and not bool(real.all()):
         mask = mask & RealKeys((real[0] if bool((real == real[:1]).all()) else real).contiguous())
-        only_padding_before = real.int().cumsum(1) == 0
+        only_padding_before = (~real.any(1, keepdim=True)).expand_as(real) if bidirectional else real.int().cumsum(1) == 0
         blind = only_padding_before if blind is None else blind | only_padding_before
     return mask, blind
 
@@ -309,6 +336,14 @@ def _shifted_labels(batch: Mapping[str, Any], blind: Tensor | None) -> Tensor | 
             return None
         shifted = shift_labels(batch["labels"])
     return shifted if blind is None else shifted.masked_fill(blind.to(shifted.device), IGNORED)
+
+
+def _encoder_labels(batch: Mapping[str, Any], blind: Tensor | None) -> Tensor | None:
+    """The label of each token [B, S], not shifted; None without labels."""
+    if batch.get("shift_labels") is not None:
+        raise ValueError("prepare_batch: expected labels for a ForMaskedLM model, whose labels are not shifted, got shift_labels")
+    labels: Tensor | None = batch.get("labels")
+    return labels if labels is None or blind is None else labels.masked_fill(blind.to(labels.device), IGNORED)
 
 
 def _check_every_rank_has_tokens(plans: ModelPlans, ranks: int, length: int) -> None:

@@ -16,9 +16,15 @@ _ROPES_BY_LONGEST_POSITION = ("dynamic", "longrope")
 # Model types that number tokens otherwise than 0, 1, 2, … if they get no position_ids.
 _POSITIONS_BY_PAD_TOKEN = (
     "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "xmod", "kosmos_2_text_model",
-    "kosmos_2_5_text_model",
+    "kosmos_2_5_text_model", "esm",
 )  # fmt: skip
 _POSITIONS_BY_MASK = ("opt",)
+# Encoders whose loss and gradients on ranks were compared with one process (docs/other-families.md).
+_ENCODERS = (
+    "albert", "bert", "camembert", "data2vec-text", "distilbert", "electra", "ernie", "esm", "eurobert", "gte", "jina_embeddings_v3",
+    "modernbert", "modernvbert", "nomic_bert", "roberta", "roberta-prelayernorm", "roc_bert", "ultrabert", "ultravbert", "xlm-roberta",
+    "xlm-roberta-xl",
+)  # fmt: skip
 _DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout", "attn_config.attn_pdrop", "dropout")
 
 
@@ -26,6 +32,31 @@ def text_config(config: Any) -> Any:
     """The config of a model's text decoder."""
     get = getattr(config, "get_text_config", None)
     return config if get is None else get()
+
+
+def is_masked_lm(model: Any) -> bool:
+    """Whether a model, not a config, is an encoder for masked language modelling."""
+    return hasattr(model, "config") and type(model).__name__.endswith("ForMaskedLM")
+
+
+def check_encoder(config: Any) -> None:
+    """Raise ValueError for encoders that were not compared with one process, or compute something from their shard only."""
+    kind = getattr(config, "model_type", "")
+    if kind not in _ENCODERS:
+        raise ValueError(
+            f"longspan: got an encoder of type {kind!r}, which is not supported on several ranks: expected one of "
+            f"{', '.join(map(repr, _ENCODERS))}; call the model without a plan on one device"
+        )
+    if getattr(config, "position_embedding_type", None) not in (None, "absolute"):
+        raise ValueError(
+            f"longspan: expected position_embedding_type='absolute', got {config.position_embedding_type!r}, by which layers number the "
+            "tokens of their shard from 0. This model is not supported on several ranks"
+        )
+    if getattr(config, "token_dropout", False):
+        raise ValueError(
+            "longspan: expected token_dropout=False, got True, by which a model scales its embeddings by the share of masked tokens in its "
+            "shard. Set config.token_dropout=False"
+        )
 
 
 def check_implementation(config: Any) -> None:

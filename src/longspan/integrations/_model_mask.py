@@ -16,6 +16,7 @@ from longspan.integrations._configs import chunk_size
 PACKED = "packed_sequence_mask_function"
 # transformers' mask functions that a plan takes over, by the name of the function that makes them.
 _PLANNED_MASKS = ("causal_mask_function", "sliding_window_overlay", PACKED, "chunked_overlay")
+_BIDIRECTIONAL_MASKS = ("bidirectional_mask_function", "sliding_window_bidirectional_overlay")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,6 +29,7 @@ class ModelMask:
     window:        the number of keys that a query sees before itself, itself included; None for all.
     chunk:         the number of tokens of a chunk, outside of which a query sees nothing; None for no chunks.
     foreign:       the name of a part that no plan takes over; "" for none.
+    bidirectional: whether tokens see later tokens too, as in encoders.
     packed:        whether the mask separates packed documents.
     q_offset, kv_offset:  the positions of the first query and the first key.
     whole:         whether the mask is of the whole batch, in a forward with a plan (`_decoders`).
@@ -42,6 +44,7 @@ class ModelMask:
     window: int | None = None
     chunk: int | None = None
     foreign: str = ""
+    bidirectional: bool = False
     packed: bool = False
     q_offset: int = 0
     kv_offset: int = 0
@@ -131,7 +134,13 @@ def span_of(size: int | None, config: Any) -> dict[str, int | None]:
 
 def foreign_part(mask_function: Callable[..., Any] | None) -> str:
     """The name of the first part of a mask function that no plan takes over; "" for none."""
-    return next((name for name in mask_parts(mask_function) if name not in _PLANNED_MASKS), "")
+    planned = _BIDIRECTIONAL_MASKS if is_bidirectional(mask_function) else _PLANNED_MASKS
+    return next((name for name in mask_parts(mask_function) if name not in planned), "")
+
+
+def is_bidirectional(mask_function: Callable[..., Any] | None) -> bool:
+    """Whether a mask function is an encoder's."""
+    return bool(set(mask_parts(mask_function)) & set(_BIDIRECTIONAL_MASKS))
 
 
 def mask_parts(mask_function: Callable[..., Any] | None) -> list[str]:

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from longspan.integrations import _decoders, _mixers
-from longspan.integrations._configs import check_implementation, check_positions, layers_without_mixing
+from longspan.integrations._configs import check_implementation, check_positions, is_masked_lm, layers_without_mixing
 from longspan.integrations._forward import PLAN_KEYWORD, Forward, PlanKeepingCheckpoint, current_forward, described, in_forward, record_loss
+from longspan.integrations.loss import token_loss
 
 
 def record_use(module: nn.Module) -> None:
@@ -101,9 +102,19 @@ def run_checked(model: nn.Module, call: Callable[..., Any], args: tuple[Any, ...
     outer = current_forward.get()
     if forward.tokens is None and outer is not None:
         forward.tokens = outer.tokens  # a text model that gets embeddings from the model around it
+    labels, count = None, kwargs.get("num_items_in_batch")
+    if getattr(plan, "bidirectional", False):
+        if not is_masked_lm(model):
+            raise ValueError(
+                f"longspan: expected a plan for {type(model).__name__}, got one for a ForMaskedLM model; give the model to prepare_batch"
+            )
+        # Encoders average the loss of their own labels.
+        labels, kwargs = kwargs.get("labels"), {n: v for n, v in kwargs.items() if n not in ("labels", "num_items_in_batch")}
     with in_forward(forward):
         try:
             output = call(*args, **kwargs)
+            if labels is not None:
+                output = _with_loss(output, labels, count)
         except BaseException:
             forward.undo_caches()
             raise
@@ -188,6 +199,14 @@ def _check_all_used(model: nn.Module, forward: Forward) -> None:
         f"longspan: {type(model).__name__} was given {PLAN_KEYWORD}, but {who}: tokens were mixed within this rank's shard only, and the "
         "loss is wrong. This model is not supported on several ranks; call it without a plan on one device"
     )
+
+
+def _with_loss(output: Any, labels: torch.Tensor, count: Any) -> Any:
+    """A model's output with this rank's share of the loss of labels that are not shifted."""
+    if isinstance(output, tuple) or count is None:
+        raise ValueError("longspan: expected num_items_in_batch from prepare_batch and return_dict=True for labels of a ForMaskedLM")
+    record_loss()
+    return type(output)(**{"loss": token_loss(output.logits, labels, count=count), **output})
 
 
 def _check_loss(model: nn.Module, forward: Forward, kwargs: dict[str, Any], output: Any) -> None:

@@ -32,6 +32,7 @@ class ModelPlans(PlanSet):
     position_rule: how tokens were numbered (`position_rule` of the config); None if the batch had position_ids.
     real_tokens: bool [B, S] on the CPU, False for padding; None without padding.
     states_documents: whether the batch says by itself which document a token belongs to (document_ids, seq_idx, cu_seq_lens).
+    bidirectional: whether tokens see later tokens too, as in encoders; labels are then not shifted.
     whole_inputs: whether the model is given the whole batch, of which its text decoder takes this rank's tokens (`_decoders`).
     """
 
@@ -39,6 +40,7 @@ class ModelPlans(PlanSet):
     position_rule: str | None = None
     real_tokens: Tensor | None = None
     states_documents: bool = False
+    bidirectional: bool = False
     whole_inputs: bool = False
 
     def __init__(self, plans: dict[str, Plan], *, mask: Mask, spans: Mapping[Span, str], options: Mapping[str, Any]) -> None:
@@ -81,7 +83,7 @@ class ModelPlans(PlanSet):
                 self._spans[span] = name
 
     def _over_same_layout(self, span: Span | None, heads: Mapping[str, int | None]) -> Plan:
-        return self._of_mask(within(self._mask, span, self.real_tokens), heads)
+        return self._of_mask(within(self._mask, span, self.real_tokens, bidirectional=self.bidirectional), heads)
 
     def _of_mask(self, mask: Mask, heads: Mapping[str, int | None]) -> Plan:
         full = self._plans[FULL]
@@ -98,7 +100,7 @@ class ModelPlans(PlanSet):
 
     def _facts(self) -> dict[str, Any]:
         """What the plans say about their batch."""
-        names = ("documents_from_positions", "position_rule", "real_tokens", "states_documents", "whole_inputs")
+        names = ("documents_from_positions", "position_rule", "real_tokens", "states_documents", "bidirectional", "whole_inputs")
         return {name: getattr(self, name) for name in names}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -136,27 +138,38 @@ class Chunks(Mask):
         return f"chunks({self.size})"
 
 
-def within(mask: Mask, span: Span | None, real_tokens: Tensor | None) -> Mask:
-    """The mask of layers with a window or chunks. Chunks start at a row's first real token, as in transformers."""
+def within(mask: Mask, span: Span | None, real_tokens: Tensor | None, *, bidirectional: bool = False) -> Mask:
+    """The mask of layers with a window or chunks. Chunks start at a row's first real token, as in transformers.
+
+    A window of n tokens holds a token and the n - 1 before it; a bidirectional one, the n tokens before and the n after it too.
+    """
     if span is None:
         return mask
     kind, size = span
     if kind == SLIDING:
-        return mask & sliding_window(size)
+        return mask & (sliding_window(size + 1, size) if bidirectional else sliding_window(size))
     padding = None if real_tokens is None else (real_tokens.int().cumsum(1) == 0).sum(1)
     return mask & Chunks(size, None if padding is None or not bool(padding.any()) else padding)
 
 
 def model_plans(
-    mask: Mask, seq_len: int, mesh: MeshLike, spans: list[Span], real_tokens: Tensor | None, options: Mapping[str, Any]
+    mask: Mask,
+    seq_len: int,
+    mesh: MeshLike,
+    *,
+    spans: list[Span],
+    real_tokens: Tensor | None,
+    bidirectional: bool,
+    options: Mapping[str, Any],
 ) -> ModelPlans:
     """Plans for layers of full attention and of each span. `options`: for `longspan.plan`."""
     names: dict[Span, str] = {}
     for span in spans:
         names[span] = span_name(span, names)
-    masks = {FULL: mask, **{name: within(mask, span, real_tokens) for span, name in names.items()}}
+    windows = {name: within(mask, span, real_tokens, bidirectional=bidirectional) for span, name in names.items()}
+    masks = {FULL: mask, **windows}
     plans = plan(masks, seq_len, mesh, **options)
     later_options = {name: value for name, value in options.items() if name not in ("layout", "strategy", "stages")}
     made = ModelPlans(dict(plans), mask=mask, spans=names, options=later_options)
-    made.real_tokens = real_tokens
+    made.real_tokens, made.bidirectional = real_tokens, bidirectional
     return made

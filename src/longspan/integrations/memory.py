@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
+from longspan.integrations._configs import is_masked_lm
 from longspan.integrations._forward import outside_of_forwards, record_loss
 from longspan.integrations._host_store import HostStore, HostTensor
 from longspan.integrations._kept_attention import ATTENTION, Unmodified, record_and_replay
@@ -187,6 +188,8 @@ def causal_lm_loss(model: Any, batch: Mapping[str, Any], *, chunk: int = 4096) -
     labels, shifted, count = (keywords.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch"))
     if labels is None and shifted is None:
         raise ValueError("memory.causal_lm_loss: expected labels in the batch")
+    if is_masked_lm(model):
+        raise ValueError(f"memory.causal_lm_loss: expected a causal LM, got {type(model).__name__}, whose labels are not shifted")
     if getattr(model.config, "output_router_logits", False) or keywords.get("output_router_logits"):
         raise ValueError("memory.causal_lm_loss: expected output_router_logits=False: the load-balancing loss is not computed")
     _check_head(model)

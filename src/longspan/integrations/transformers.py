@@ -33,8 +33,18 @@ from longspan.integrations._adapters import adapting, adapting_later
 from longspan.integrations._batch import PreparedBatch, RealKeys, prepare_batch
 from longspan.integrations._configs import NAME, check_config, dropout_field
 from longspan.integrations._decoders import has_whole_inputs
-from longspan.integrations._forward import current_forward, plan_in_context
-from longspan.integrations._model_mask import PACKED, CompiledMask, ModelMask, foreign_part, mask_parts, span_of, visible_keys, with_offsets
+from longspan.integrations._forward import current_forward, described, plan_in_context
+from longspan.integrations._model_mask import (
+    PACKED,
+    CompiledMask,
+    ModelMask,
+    foreign_part,
+    is_bidirectional,
+    mask_parts,
+    span_of,
+    visible_keys,
+    with_offsets,
+)
 from longspan.integrations._plan_use import checked_call, record_use, recording_loss, searching
 from longspan.integrations._plans import CHUNKED, FULL, SLIDING, ModelPlans, Span
 from longspan.integrations.memory import long_context
@@ -99,6 +109,7 @@ def attention_mask(
         row=row,
         **span_of(rest.get("local_size"), rest.get("config")),
         foreign=foreign_part(mask_function),
+        bidirectional=is_bidirectional(mask_function),
         packed=PACKED in mask_parts(mask_function),
         q_offset=int(q_offset),
         kv_offset=int(kv_offset),
@@ -182,6 +193,7 @@ def attention_forward(
         options["mask"] = _mask_on_one_device(module, query, key, attention_mask, sliding_window, rest)
     else:
         _check_planned(module, query, key, attention_mask, rest)
+        _check_direction(module, attention_mask, rest, longspan_plan)
         if isinstance(attention_mask, ModelMask) and attention_mask.whole and attention_mask.foreign:
             options["plan"] = _plan_of_model_mask(longspan_plan, attention_mask)
         else:
@@ -254,14 +266,24 @@ def _check_planned(module: torch.nn.Module, query: Tensor, key: Tensor, mask: An
             f"longspan: expected a causal mask, got the part {mask.foreign!r}, which the plan does not hold. This model is not supported "
             "on several ranks"
         )
-    is_causal = getattr(module, "is_causal", True) if rest.get("is_causal") is None else rest["is_causal"]
-    if not is_causal and not (mask is not None and mask.whole):
-        raise ValueError(
-            "longspan: expected a causal layer, as plans of prepare_batch are causal, got one that is not; call the model without a plan"
-        )
     config = getattr(module, "config", None)
     if config is not None:
         check_config(config)
+
+
+def _check_direction(module: torch.nn.Module, mask: Any, rest: dict[str, Any], plans: Any) -> None:
+    """Raise ValueError for a causal layer beside a plan of an encoder, and the other way round."""
+    planned = isinstance(plans, ModelPlans) and plans.bidirectional
+    is_causal = getattr(module, "is_causal", True) if rest.get("is_causal") is None else rest["is_causal"]
+    bidirectional = mask.bidirectional if isinstance(mask, ModelMask) else not is_causal
+    if isinstance(mask, ModelMask) and mask.whole:
+        return  # a mask of its own, or a causal one
+    if bidirectional != planned or (not planned and not is_causal):
+        expected, got = (f"{'not ' * no}a causal layer" for no in (planned, bidirectional or not is_causal))
+        raise ValueError(
+            f"longspan: expected {expected}, as the plan of prepare_batch is made for, got {got}, {described(module)}. Give the model to "
+            "prepare_batch, which plans a ForMaskedLM model for bidirectional attention, or call the model without a plan on one device"
+        )
 
 
 def _plan_of_model_mask(plans: Any, mask: ModelMask) -> Plan:
