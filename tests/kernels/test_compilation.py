@@ -167,6 +167,16 @@ def test_no_garbage_is_collected_while_a_kernel_is_traced(monkeypatch: pytest.Mo
     assert enabled == [False] and compilation.gc.isenabled()
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of threads in a process that forks
+def test_a_process_forked_while_a_kernel_is_traced_collects_garbage() -> None:
+    with compilation._without_garbage_collection():
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if compilation.gc.isenabled() else 1)
+    assert os.waitpid(child, 0)[1] == 0 and compilation.gc.isenabled()
+
+
 @pytest.mark.parametrize("scored", [False, True])
 def test_the_first_forward_pass_compiles_the_kernels_of_backward(scored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead: list[PreparedLaunch] = []

@@ -41,6 +41,7 @@ Job = Callable[[], Any]
 _MAX_WAIT_S = 300.0  # for another process that compiles; then compile without the lock
 _POLL_S = 0.01
 _tracing = threading.Lock()
+_collection_paused = threading.Event()
 _collected: ContextVar[list[Job] | None] = ContextVar("longspan_collected_compile_jobs", default=None)
 _compiles_here: ContextVar[bool] = ContextVar("longspan_compiles_here", default=False)
 _waiting: ContextVar[list[Job] | None] = ContextVar("longspan_waiting_compile_jobs", default=None)
@@ -75,14 +76,27 @@ def _compile_once(src: Any, target: Any = None, options: Any = None, **more: Any
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Collect no garbage in this context, which one thread enters at a time."""
-    enabled = gc.isenabled()
+    """Collect no garbage in this context, which one thread enters at a time. Processes forked meanwhile collect garbage."""
+    if not gc.isenabled():
+        yield
+        return
     gc.disable()
+    _collection_paused.set()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        _collection_paused.clear()
+        gc.enable()
+
+
+def _resume_collection() -> None:
+    """In a forked process: the thread that traces, and would resume collection, exists in the parent only."""
+    if _collection_paused.is_set():
+        gc.enable()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_resume_collection)
 
 
 def _compile_locked(src: Any, target: Any, options: Any, more: dict[str, Any]) -> Any:
