@@ -10,6 +10,8 @@ import torch
 from tests.integrations.families import on_ranks, results, with_random_weights
 from torch import Tensor
 
+from longspan.testing import virtual_world
+
 transformers = pytest.importorskip("transformers")
 lst = pytest.importorskip("longspan.integrations.transformers")
 
@@ -57,6 +59,21 @@ def qwen3_vl() -> tuple[Any, Any, dict[str, Tensor]]:
     )  # fmt: skip
     _, _, batch = qwen2_vl()
     return transformers.Qwen3VLForConditionalGeneration, config, batch
+
+
+def qwen3_5() -> tuple[Any, Any, dict[str, Tensor]]:
+    """A gated delta net and attention, with M-RoPE."""
+    _, other, batch = qwen3_vl()
+    vision = {k: v for k, v in other.vision_config.to_dict().items() if k not in ("model_type", "deepstack_visual_indexes")}
+    text = {
+        **TEXT, "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}, "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+    }  # fmt: skip
+    config = transformers.Qwen3_5Config(
+        text_config=text, vision_config=vision, image_token_id=IMAGE, vision_start_token_id=START, video_token_id=93,
+        vision_end_token_id=94,
+    )  # fmt: skip
+    return transformers.Qwen3_5ForConditionalGeneration, config, batch
 
 
 def gemma3() -> tuple[Any, Any, dict[str, Tensor]]:
@@ -111,7 +128,7 @@ def assert_same(got: Any, want: Any) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """All families, plain and padded left; a sample of both without --whole-grid."""
     if {"family", "padded"} <= set(metafunc.fixturenames):
-        cases = [(family, padded) for family in (qwen2_vl, qwen3_vl, gemma3, llava) for padded in (False, True)]
+        cases = [(family, padded) for family in (qwen2_vl, qwen3_vl, qwen3_5, gemma3, llava) for padded in (False, True)]
         sample = [(qwen3_vl, False), (gemma3, True)]
         cases = cases if metafunc.config.getoption("--whole-grid") else sample
         ids = [f"{family.__name__}-{'left' if padded else 'plain'}" for family, padded in cases]
@@ -163,6 +180,20 @@ def test_images_with_checkpointed_layers_equal_eager(family: Callable[[], Any]) 
     assert_same(on_ranks(model, batch), want)
     lst.long_context(model, loss_chunk=None)
     assert_same(on_ranks(model, batch), want)
+
+
+@pytest.mark.usefixtures("whole_grid")
+@pytest.mark.parametrize("family", [qwen3_vl, llava])
+def test_long_context_takes_whole_batches_with_images(family: Callable[[], Any]) -> None:
+    eager, batch = model_of(family, "eager")
+    want = results(eager, {**batch, "use_cache": False})
+
+    def rank(mesh: Any) -> Any:
+        model = model_of(family, "longspan")[0].train()
+        return results(lst.long_context(model, mesh, gradients="sum", loss_chunk=16, mlp_chunk=16), batch)
+
+    shares = virtual_world(3).run(rank)
+    assert_same((sum(s[0] for s in shares), [sum(parts) for parts in zip(*(s[1] for s in shares), strict=True)]), want)
 
 
 def test_packed_documents_raise_beside_bidirectional_image_tokens() -> None:
