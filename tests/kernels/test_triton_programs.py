@@ -130,6 +130,20 @@ def test_quotients_by_integers_beyond_the_dtype_match_torch(dtype: torch.dtype) 
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("divided", [torch.remainder, torch.fmod, torch.floor_divide])
+def test_float_quotients_and_rests_are_exact(divided: Callable[..., Tensor]) -> None:
+    """1 / 0.1 rounds to 10 in float32, but 0.1 is above a tenth: torch's `1 // 0.1` is 9."""
+    numbers = torch.tensor([1.0, 0.1, -0.3, 7.5, 3e7, -1e9, 2.0, 0.7, -49.0, 1e-3, 0.0, 6.0, torch.inf, -torch.inf, torch.nan, 12345.678])
+    table = numbers.to(DEVICE).repeat(4)
+
+    def by_numbers(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return divided(q * 1.0, 0.1) + 100 * divided(kv, -0.7) + divided(3.5 + 0 * s, table[q].abs() + 0.1)
+
+    for mod in (lambda s, b, h, q, kv: divided(table[q], table[kv]), by_numbers):
+        got, want = _evaluate(mod)
+        torch.testing.assert_close(got, want.to(got.dtype), rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64], ids=str)
 def test_shifts_by_less_than_zero_or_more_than_the_width_match_torch(dtype: torch.dtype) -> None:
     info = torch.iinfo(dtype)

@@ -96,6 +96,46 @@ def truncate(x):
 
 
 @triton.jit
+def alike(a, b):
+    """a and b as tiles of the same shape and dtype; one of them may be a number."""
+    always = (a == b) | (a != b)
+    return tl.where(always, a, b), tl.where(always, b, a)
+
+
+@triton.jit
+def fmod(a, b):
+    """The rest of a / b rounded towards zero, exact for quotients below 2^70.
+
+    `a - truncate(a / b) * b` is not: 1 / 0.1 is below 10 in float32, but rounds to 10.
+    """
+    a, b = alike(a, b)
+    rest, divisor = a.to(tl.float64), b.to(tl.float64)
+    negative = rest < 0
+    for _ in tl.static_range(3):  # 24 bits of the quotient at a time: their float64 product with a float32 divisor is exact
+        rest = tl.fma(-truncate(rest / divisor).to(tl.float32).to(tl.float64), divisor, rest)
+        too_far = (rest != 0) & ((rest < 0) != negative)  # a quotient that was rounded up is too large
+        rest = tl.where(too_far, rest + tl.where(negative, -tl.abs(divisor), tl.abs(divisor)), rest)
+    only_b_is_infinite = (tl.abs(divisor) == float("inf")) & (tl.abs(a) != float("inf"))
+    return tl.where(only_b_is_infinite, a, rest.to(a.dtype))
+
+
+@triton.jit
+def remainder(a, b):
+    """Floating point: the rest of a / b rounded down, which has the sign of b."""
+    rest = fmod(a, b)
+    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+
+
+@triton.jit
+def floor_quotient(a, b):
+    """Floating point: a / b rounded down, from the exact rest."""
+    a, b = alike(a, b)
+    rest = fmod(a, b)
+    towards_zero = tl.floor((a.to(tl.float64) - rest) / b + 0.5)  # an integer but for the error of the division
+    return tl.where(b == 0, a / b, (towards_zero - ((rest != 0) & ((rest < 0) != (b < 0))).to(tl.int32)).to(a.dtype))
+
+
+@triton.jit
 def round_even(x):
     """To the nearest integer, halves to the even one."""
     up = tl.floor(x + 0.5)

@@ -177,6 +177,8 @@ def _div(e: Emitter, node: Node, args: list[Any]) -> Value:
     if type in FLOATS:
         if mode is None:
             return _divide(e, node, a, b, type)
+        if mode == "floor":
+            return _apply(e, "floor_quotient({0}, {1})", [a, b], type)
         return _apply(e, _ROUNDING[str(mode)], [_apply(e, _quotient(type, rounded=True), [a, b], type)], type)
     if mode == "trunc" and not (a.nonneg and b.nonneg):
         return _integer(e, "trunc_div({0}, {1})", [a, b], a.bound)
@@ -201,8 +203,7 @@ def _remainder(e: Emitter, node: Node, args: list[Any]) -> Value:
     floor = node.target.overloadpacket.__name__ == "remainder"  # type: ignore[union-attr]
     type = result_type(node)
     if type in FLOATS:
-        rounded = "tl.floor" if floor else "truncate"
-        return _apply(e, f"{{0}} - {rounded}({_quotient(type, rounded=True)}) * {{1}}", [a, b], type)
+        return _apply(e, "remainder({0}, {1})" if floor else "fmod({0}, {1})", [a, b], type)
     if floor and _power_of_two(b) is not None:
         return _integer(e, f"{{0}} & {b.literal - 1}", [a], b.bound, nonneg=True)
     if a.nonneg and b.nonneg:
