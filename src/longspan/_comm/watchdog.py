@@ -196,14 +196,17 @@ class Answers:
         self._question = 0  # the next one to answer
         self._warned: StartedExchange | None = None
         self._stop = threading.Event()
+        self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []  # one answers questions, the others ask
         self._started(self._run, "longspan watchdog")
         atexit.register(self.stop)
 
     def _started(self, run: Callable[[], None], name: str) -> threading.Thread:
         thread = threading.Thread(target=run, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        with self._lock:
+            self._threads = [t for t in self._threads if t.is_alive()]
+            thread.start()
+            self._threads.append(thread)
         return thread
 
     def stop(self) -> None:
@@ -211,7 +214,9 @@ class Answers:
         if self._pid == os.getpid():
             self._stop.set()
             end = time.monotonic() + _STOP_SECONDS
-            for thread in self._threads:
+            with self._lock:  # no thread that is listed has yet to start
+                threads = list(self._threads)
+            for thread in threads:
                 thread.join(max(0.0, end - time.monotonic()))
 
     def _run(self) -> None:
