@@ -1,4 +1,4 @@
-"""Calls with a plan that repeat: found by their tensors' layouts, and never taken for a call that differs."""
+"""Repeated calls with a plan: recognised by their tensors' layouts; a call that differs is not taken for one."""
 
 from __future__ import annotations
 
@@ -139,9 +139,9 @@ def test_a_call_in_another_mode_is_checked(name: str) -> None:
 
 
 def test_a_call_under_a_transform_is_checked() -> None:
-    plan, found = repeated_plan(), []
-    torch.vmap(lambda q, k, v: (found.append(is_repeated(plan, [q, k, v])), q)[1])(*(torch.stack([t, t]) for t in tensors()))
-    assert found == [False]
+    plan, recognised = repeated_plan(), []
+    torch.vmap(lambda q, k, v: (recognised.append(is_repeated(plan, [q, k, v])), q)[1])(*(torch.stack([t, t]) for t in tensors()))
+    assert recognised == [False]
 
 
 def test_calls_with_a_mod_a_sink_or_in_a_mode_are_not_remembered() -> None:

@@ -155,7 +155,8 @@ def _tiled_norm(module: nn.Module, forward: Callable[..., Tensor], chunk: int, x
 
 def _is_norm(module: nn.Module) -> bool:
     name, own = type(module).__name__, not type(module).__module__.startswith("torch.")
-    return own and name.endswith(("RMSNorm", "LayerNorm")) and not list(module.children()) and _takes_one_argument(module)
+    channels_last = getattr(module, "data_format", "channels_last") == "channels_last"  # norms of images may be over dim 1
+    return own and channels_last and name.endswith(("RMSNorm", "LayerNorm")) and not list(module.children()) and _takes_one_argument(module)
 
 
 def _takes_one_argument(module: nn.Module) -> bool:
