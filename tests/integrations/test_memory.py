@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import longspan as ls
 from longspan._engine import ops
 from longspan.integrations import memory
+from longspan.integrations.loss import linear_token_loss
 from longspan.testing import virtual_world
 
 transformers = pytest.importorskip("transformers")
@@ -309,3 +310,28 @@ def test_tiled_norms_equal_whole_ones() -> None:
     assert memory.tile_norms(model, 4) == ["0"]
     got = [t for y in (model[0](x), model[0](x[:, 0], gate=x[:, 1])) for t in (y, *torch.autograd.grad(y.sin().sum(), (x, weight)))]
     torch.testing.assert_close(got, want)
+
+
+class TinyMLP(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def test_chunks_sum_gradients_of_float32_weights_in_float32_under_autocast() -> None:
+    """Chunks that share autocast's bfloat16 copy of a weight would round the sum after every chunk."""
+    x, grad, labels = torch.randn(1, 96, 6), torch.randn(1, 96, 6), torch.randint(0, 5, (1, 96))
+    mlp, head = TinyMLP(nn.Linear(6, 7), nn.SiLU(), nn.Linear(7, 6)), torch.randn(5, 6, requires_grad=True)
+
+    def of_mlp(x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return torch.autograd.grad(mlp(x), list(mlp.parameters()), grad.bfloat16())
+
+    def of_head(x: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return torch.autograd.grad(linear_token_loss(x, head, labels, count=96, chunk=2), head)
+
+    parts = [(x[:, i : i + 2], grad[:, i : i + 2], labels[:, i : i + 2]) for i in range(0, 96, 2)]
+    want = [sum(each) for each in zip(*(of_mlp(a, g) for a, g, _ in parts), strict=True)]
+    assert memory.tile_mlps(nn.Sequential(mlp), 2) == ["0"]
+    torch.testing.assert_close(of_mlp(x, grad), tuple(want))
+    torch.testing.assert_close(of_head(x, labels)[0], sum(of_head(a, t)[0] for a, _, t in parts))

@@ -7,6 +7,9 @@ Legend: B batch, S tokens, V vocabulary, D hidden size.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear, pad
@@ -97,8 +100,9 @@ def linear_token_loss(
 
     total = _widened(tokens.new_zeros(()))
     # One split: the gradient of each slice alone would be as large as `tokens`.
-    for part, part_targets in zip(tokens.split(chunk), targets.split(chunk)):
-        total = total + checkpoint(chunk_sum, part, part_targets, use_reentrant=False, preserve_rng_state=False)
+    with autocast_without_cache(hidden.device.type):
+        for part, part_targets in zip(tokens.split(chunk), targets.split(chunk)):
+            total = total + checkpoint(chunk_sum, part, part_targets, use_reentrant=False, preserve_rng_state=False)
     return total * averaged / _at_least_one(count, total)
 
 
@@ -110,3 +114,10 @@ def _widened(x: Tensor) -> Tensor:
 def _at_least_one(count: Tensor | float, like: Tensor) -> Tensor:
     """The count as a divisor: 1 for a batch in which no label counts, so that its loss is 0 instead of NaN."""
     return torch.as_tensor(count, device=like.device, dtype=like.dtype).clamp(min=1)
+
+
+def autocast_without_cache(device: str) -> AbstractContextManager[Any]:
+    """Under autocast, let every chunk cast weights for itself. Chunks that share a bfloat16 copy would sum its gradients in bfloat16."""
+    if not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, dtype=torch.get_autocast_dtype(device), cache_enabled=False)
