@@ -109,6 +109,7 @@ __all__ = [
     "outside_of_modes",
     "process_group_by_name",
     "tensor_guard",
+    "tensors_can_be_guarded",
     "transform_is_active",
     "tree_flatten",
     "tree_leaves",
@@ -215,6 +216,14 @@ def tensor_guard(*tensors: Tensor) -> Callable[..., bool]:
     if guards is None:
         return lambda *_: False
     return guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[no-any-return]
+
+
+def tensors_can_be_guarded(q: Any, k: Any, v: Any) -> bool:
+    """Whether guards of `tensor_guard` may be called with q, k and v: tensors, none of them nested, which would end the process."""
+    try:
+        return not (q.is_nested or k.is_nested or v.is_nested)
+    except AttributeError:
+        return False
 
 
 def current_raw_stream(device: int) -> int:

@@ -172,10 +172,12 @@ def assemble(code: Any) -> str:
 
 
 def check_arrivals(code: Any) -> None:
-    """One thread arrives at an mbarrier, or adds to a counter with release semantics, for its warp or warp group, whose other threads may
-    still read or write what it hands over. Gluon synchronizes them before, in every Triton so far, but does not document it.
+    """Check that a barrier of the warp or warp group precedes every arrival and every release addition by one of its threads.
 
-    Not checked: cp.async.mbarrier.arrive, by which each thread hands over its own copies.
+    Without it, other threads could still access the buffer that the arrival releases. Gluon inserts these barriers in all supported
+    versions of Triton, but does not document it.
+
+    Not checked: cp.async.mbarrier.arrive, by which each thread arrives for its own copies.
     """
     orders_or_stores = r"\b(bar|barrier|mbarrier|wgmma|fence|cp)\.|\bst\.(shared|global)|stmatrix"
     by_kind = {  # what hands over, and instructions that may not stand between a barrier and it

@@ -214,7 +214,7 @@ class Answers:
         if self._pid == os.getpid():
             self._stop.set()
             end = time.monotonic() + _STOP_SECONDS
-            with self._lock:  # no thread that is listed has yet to start
+            with self._lock:  # every listed thread has been started
                 threads = list(self._threads)
             for thread in threads:
                 thread.join(max(0.0, end - time.monotonic()))

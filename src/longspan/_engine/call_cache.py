@@ -29,7 +29,7 @@ from longspan._engine.values import PLAIN, CallOptions, CallTensors
 from longspan._kernels.protocol import ALIGNMENT
 from longspan._masks.algebra import Full, Mask
 from longspan._masks.remembered_mask import remembered_mask
-from longspan._torch_private import is_transformed_tensor, nothing_intercepts_calls, tensor_guard
+from longspan._torch_private import is_transformed_tensor, nothing_intercepts_calls, tensor_guard, tensors_can_be_guarded
 
 _RECENT_LAYOUTS = 4  # of calls with the same mask, scale and kernel
 _KERNELS = frozenset(("auto", "hopper", "triton", "cpu"))  # the others depend on more settings, or do not use the operator
@@ -112,10 +112,7 @@ class CallCache:
         else:
             return None
         recents = self._recent.get((mask_key or id(owner), scale, kernel))
-        try:
-            if recents is None or q.is_nested or k.is_nested or v.is_nested:  # a guard ends the process for nested tensors
-                return None
-        except AttributeError:  # no tensor: the checks will raise
+        if recents is None or not tensors_can_be_guarded(q, k, v):
             return None
         for recent in recents:
             if recent.guard(q, k, v) and recent.owner() is owner and recent.settings == _settings(q):

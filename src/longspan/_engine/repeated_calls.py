@@ -1,4 +1,4 @@
-"""Calls with a plan that repeat: a guard over q, k and v finds their options, which were checked before.
+"""Repeated calls with a plan: their checked options, looked up by a guard over q, k and v.
 
 Options of calls with a mask, score_mod, sink or max scores depend on more than layouts and are not cached. The checks of a call over a mesh
 (`longspan._engine.call_agreement`) and the agreement of all ranks are not skipped.
@@ -16,7 +16,7 @@ from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.values import CallOptions
 from longspan._kernels.registry import torch_settings
 from longspan._plan.plan_data import PlanData
-from longspan._torch_private import nothing_intercepts_calls, tensor_guard
+from longspan._torch_private import nothing_intercepts_calls, tensor_guard, tensors_can_be_guarded
 
 _LAYOUTS = 4  # of q, k and v, per plan, scale, kernel and use of lse
 
@@ -42,10 +42,7 @@ class RepeatedCalls:
         """
         kind = _kind(options)
         known = None if kind is None else self._by_plan.peek(plan, kind)
-        try:
-            if known is None or q.is_nested or k.is_nested or v.is_nested:  # a guard ends the process for nested tensors
-                return None
-        except AttributeError:  # no tensor: the checks will raise
+        if known is None or not tensors_can_be_guarded(q, k, v):
             return None
         for repeated in known:
             if repeated.guard(q, k, v) and repeated.settings == torch_settings():

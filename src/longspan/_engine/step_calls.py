@@ -37,7 +37,7 @@ Place = tuple[int, int]  # the step and the batch row
 
 
 class _Mark(Enum):
-    """In place of a prepared step: made once, or not supported by the kernel."""
+    """State of a step that is not prepared: called once so far, or the kernel cannot prepare it."""
 
     SEEN_ONCE = 0
     NOT_SUPPORTED = 1

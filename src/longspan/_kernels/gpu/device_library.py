@@ -104,7 +104,7 @@ def alike(a, b):
 
 @triton.jit
 def fmod(a, b):
-    """The rest of a / b rounded towards zero, exact for quotients below 2^70.
+    """The remainder of the truncated division a / b, exact for quotients below 2^70.
 
     `a - truncate(a / b) * b` is not: 1 / 0.1 is below 10 in float32, but rounds to 10.
     """
@@ -121,14 +121,14 @@ def fmod(a, b):
 
 @triton.jit
 def remainder(a, b):
-    """Floating point: the rest of a / b rounded down, which has the sign of b."""
+    """Floating point: the remainder of the floor division a / b, which has the sign of b."""
     rest = fmod(a, b)
     return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
 
 
 @triton.jit
 def floor_quotient(a, b):
-    """Floating point: a / b rounded down, from the exact rest."""
+    """Floating point: the floor of a / b, from the exact remainder."""
     a, b = alike(a, b)
     rest = fmod(a, b)
     towards_zero = tl.floor((a.to(tl.float64) - rest) / b + 0.5)  # an integer but for the error of the division
