@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear, pad
 from torch.utils.checkpoint import checkpoint
 
+from longspan.integrations._wide_sums import aliases
+
 __all__ = ["IGNORED", "linear_token_loss", "shift_labels", "token_count", "token_loss"]
 
 IGNORED = -100  # the label of a token that does not count
@@ -77,7 +79,7 @@ def linear_token_loss(
 ) -> Tensor:
     """`token_loss` of linear(hidden, weight), with the logits of `chunk` tokens in memory at a time.
 
-    Backward computes the logits again, chunk by chunk.
+    Backward computes the logits again, chunk by chunk. The gradient of the weight is summed over chunks in float32 and rounded once.
 
     Args:
         hidden: [..., D], the last hidden states of this rank's tokens.
@@ -95,8 +97,10 @@ def linear_token_loss(
     if tokens.shape[0] != targets.shape[0]:
         raise ValueError(f"linear_token_loss: expected a label for each of {tokens.shape[0]} tokens, got {targets.shape[0]} labels")
 
+    alias = aliases(weight)
+
     def chunk_sum(h: Tensor, t: Tensor) -> Tensor:
-        return cross_entropy(_widened(linear(h, weight)), t, ignore_index=ignore_index, reduction="sum")
+        return cross_entropy(_widened(linear(h, alias())), t, ignore_index=ignore_index, reduction="sum")
 
     total = _widened(tokens.new_zeros(()))
     # One split: the gradient of each slice alone would be as large as `tokens`.

@@ -25,6 +25,7 @@ from longspan.integrations._forward import outside_of_forwards, record_loss
 from longspan.integrations._host_store import HostStore, HostTensor
 from longspan.integrations._kept_attention import ATTENTION, Unmodified, record_and_replay
 from longspan.integrations._plan_use import run_checked
+from longspan.integrations._wide_sums import WideSums
 from longspan.integrations.loss import autocast_without_cache, linear_token_loss, shift_labels, token_count
 
 __all__ = ["Place", "causal_lm_loss", "checkpoint", "long_context", "tile_mlps", "tile_norms", "tiled"]
@@ -87,7 +88,8 @@ def _checkpoint(fn: Callable[..., Any], *args: Any, keep: HostStore | None, inpu
 def tiled(fn: Callable[[Tensor], Tensor], x: Tensor, *, chunk: int, dim: int = -2) -> Tensor:
     """fn(x) for a function of single tokens, with the activations of `chunk` tokens in memory at a time.
 
-    Backward computes them again, chunk by chunk.
+    Backward computes them again, chunk by chunk. Gradients of parameters are summed over chunks in float32 and rounded once, also those of
+    bfloat16 parameters.
 
     Args:
         fn: A function that treats every token alike, such as an MLP.
@@ -99,8 +101,9 @@ def tiled(fn: Callable[[Tensor], Tensor], x: Tensor, *, chunk: int, dim: int = -
         raise ValueError(f"memory.tiled: expected chunk of at least 1 token, got {chunk}")
     if x.shape[dim] <= chunk:
         return fn(x)
+    run = WideSums(fn)
     with autocast_without_cache(x.device.type):
-        return torch.cat([torch_checkpoint.checkpoint(fn, part, use_reentrant=False) for part in x.split(chunk, dim)], dim)
+        return torch.cat([torch_checkpoint.checkpoint(run, part, use_reentrant=False) for part in x.split(chunk, dim)], dim)
 
 
 def tile_mlps(model: nn.Module, chunk: int) -> list[str]:
