@@ -99,15 +99,15 @@ def test_strided_tensors_match_the_oracle(kernels: list[str]) -> None:
     assert set(kernels) == {"forward_three_kernel"}
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_rows_do_not_see_tiles_of_the_other_row_of_their_item(value: float, kernels: list[str]) -> None:
+def test_rows_do_not_see_tiles_of_the_other_row_of_their_item(kernels: list[str]) -> None:
     q, k, v = draw(5, 5, 1677, 1677)
     clean, clean_lse = ls.attention(q, k, v, mask=ls.causal(), kernel="hopper", return_lse=True)
-    for start in range(128, 1677, 128):
-        bad_k, bad_v = k.clone(), v.clone()
-        bad_k[:, :, start : start + 128] = bad_v[:, :, start : start + 128] = value
-        out, lse = ls.attention(q, bad_k, bad_v, mask=ls.causal(), kernel="hopper", return_lse=True)
-        assert torch.equal(out[:, :, :start], clean[:, :, :start]) and torch.equal(lse[:, :, :start], clean_lse[:, :, :start])
+    for value in (torch.nan, torch.inf):
+        for start in range(128, 1677, 128):
+            bad_k, bad_v = k.clone(), v.clone()
+            bad_k[:, :, start : start + 128] = bad_v[:, :, start : start + 128] = value
+            out, lse = ls.attention(q, bad_k, bad_v, mask=ls.causal(), kernel="hopper", return_lse=True)
+            assert torch.equal(out[:, :, :start], clean[:, :, :start]) and torch.equal(lse[:, :, :start], clean_lse[:, :, :start])
     assert set(kernels) == {"forward_three_kernel"}
 
 

@@ -50,8 +50,8 @@ def test_a_hopper_gpu_with_a_triton_that_was_not_tested_is_told_once_what_auto_t
     for tested in kernel.TESTED_TRITON:
         monkeypatch.setattr(kernel, "triton_version", lambda tested=tested: tested)
         assert registry.first_candidate(device) == "hopper"
-    monkeypatch.setattr(kernel, "triton_version", lambda: kernel.NEWEST_TRITON)
-    with pytest.warns(UserWarning, match=r"uses 'triton' on this Hopper GPU.*passed with 3\.6, 3\.7 only; kernel='hopper' uses it"):
+    monkeypatch.setattr(kernel, "triton_version", lambda: (3, 8))
+    with pytest.warns(UserWarning, match=r"uses 'triton' on this Hopper GPU.*passed with 3\.6, 3\.7, 3\.9 only; kernel='hopper' uses it"):
         assert registry.first_candidate(device) == "triton"
     assert kernel.unsupported_triton() is None
     monkeypatch.setattr(kernel, "triton_version", lambda: (3, 99))

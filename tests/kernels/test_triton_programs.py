@@ -15,6 +15,7 @@ tl = pytest.importorskip("triton.language")
 from tests.kernels.integer_cases import COMPARISONS, DTYPES, table_of
 
 from longspan._kernels.gpu import codegen, launch
+from longspan._kernels.gpu.compile_options import FUSED
 from longspan._kernels.gpu.interpreter import interpreted, quiet
 from longspan._masks.tracing import trace
 
@@ -43,7 +44,7 @@ def _evaluate(fn: Mod) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(score)
     captured = traced.captured()
     with quiet():
-        _evaluate_kernel[(1,)](score, out, launch.pack_captured(captured, score), launch.pack_sizes(captured), program)
+        _evaluate_kernel[(1,)](score, out, launch.pack_captured(captured, score), launch.pack_sizes(captured), program, **FUSED)
     zero, place = torch.zeros((), dtype=torch.int64, device=DEVICE), torch.arange(64, device=DEVICE)
     return out, fn(score, zero, zero, place[:, None], place[None, :]).expand(64, 64).to(out.dtype)
 
