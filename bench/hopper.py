@@ -29,7 +29,7 @@ import torch._functorch.config
 import torch.nn.functional as F
 import triton
 from bench.gpu_kernels import Case, document_lengths, softcap, visible_pairs
-from bench.timing import device_ms
+from bench.timing import deterministic, device_ms
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -84,15 +84,6 @@ def poison(like: Tensor) -> None:
     """Fill memory with NaN that the caching allocator is likely to hand out for the next results."""
     for _ in range(4):
         torch.empty_like(like, dtype=torch.float32).fill_(torch.nan)
-
-
-def deterministic(back: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """The result of `back` under torch.use_deterministic_algorithms."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        return back()
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def calls_of(row: Row, case: Case, q: Tensor, k: Tensor, v: Tensor, *, flex: bool) -> dict[str, Callable[[], Tensor]]:

@@ -12,6 +12,7 @@ order; medians of 20 calls. Every peer gets its preferred memory layout ([B, H, 
     first       seconds of the first forward and backward, compilation included (longer with --prepare-at-once)
     error       relative error of out against float64, over 64 queries
     MiB         peak memory of forward and backward without the inputs
+    fixed       speed of longspan's backward pass under torch.use_deterministic_algorithms, over that of its default mode (device)
 
 Most of the time is compilation. With --prepare-at-once every row has a process of its own: all compile at once, and when the last is ready
 they are timed one after the other, while the others wait. It needs memory for all rows.
@@ -30,13 +31,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench.peer_calls import PEERS, Peer, Unsupported, transposed
 from bench.peer_problems import ROWS, Row, problem_of, reference, visible_pairs
-from bench.timing import as_called_ms, device_ms, host_us
+from bench.timing import as_called_ms, deterministic, device_ms, host_us
 
 PASSES = ("forward", "backward")
 
@@ -99,6 +101,8 @@ def prepare(row: Row, peers: list[Peer]) -> PreparedRow:
         calls["forward"][peer.name] = lambda call=call, leaves=leaves: call(*leaves)
         calls["backward"][peer.name] = lambda out=out, leaves=leaves, g=grad_out: torch.autograd.grad(out, leaves, g, retain_graph=True)
         del grads
+    if "longspan" in calls["backward"]:
+        deterministic(calls["backward"]["longspan"])
     return PreparedRow(known=result, flop=flop, calls=calls)
 
 
@@ -108,6 +112,10 @@ def time_row(row: PreparedRow) -> dict[str, Any]:
     for step, factor in zip(PASSES, (1.0, 2.5), strict=True):
         for column, clock in (("device", device_ms), ("called", as_called_ms)):
             result[f"{step}_{column}"] = {name: factor * row.flop / ms / 1e9 for name, ms in clock(row.calls[step]).items()}
+    if "longspan" in row.calls["backward"]:
+        fast = row.calls["backward"]["longspan"]
+        times = device_ms({"default": fast, "fixed": partial(deterministic, fast)})
+        result["fixed"] = times["default"] / times["fixed"]
     result["host_us"] = {step: {name: host_us(call, repeat=20) for name, call in row.calls[step].items()} for step in PASSES}
     return result
 
@@ -242,6 +250,8 @@ def main() -> None:
     for row in rows:
         details = [f"{n} {row['error'][n]:.1e}, {row['peak_mib'][n]:.0f} MiB, first {row['first_s'][n]:.1f} s, "
                    f"host {row['host_us']['forward'][n]:.0f}/{row['host_us']['backward'][n]:.0f} µs" for n in row["error"]]  # fmt: skip
+        if "fixed" in row:
+            details.append(f"deterministic backward {row['fixed']:.2f} of the default's speed")
         print(f"{row['row']}: " + "; ".join(details + [f"{n} skipped ({why})" for n, why in row["skipped"].items()]))
     if args.json:
         print(json.dumps({**about, "rows": rows}))

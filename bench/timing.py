@@ -38,6 +38,15 @@ def host_us(call: Callable[[], Any], *, repeat: int = 100) -> float:
     return 1e6 * statistics.median(samples)
 
 
+def deterministic(call: Callable[[], Any]) -> Any:
+    """The result of a call under torch.use_deterministic_algorithms."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return call()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def _alternating(calls: Calls, *, repeat: int, warmup: int, pause: bool) -> dict[str, float]:
     """Median milliseconds by call. The order is random in each round: a kernel after one with a high power draw runs at a lower clock."""
     for call in calls.values():
