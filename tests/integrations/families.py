@@ -259,11 +259,11 @@ def _without_cache(model: Any) -> dict[str, Any]:
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
 
-def on_ranks(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The loss and the gradients of all ranks, summed."""
+def on_ranks(model: Any, batch: dict[str, Tensor], **options: Any) -> tuple[Tensor, list[Tensor]]:
+    """The loss and the gradients of all ranks, summed. `options`: for `prepare_batch`."""
 
     def rank(mesh: Any) -> tuple[Tensor, list[Tensor]]:
-        return results(model, dict(lst.prepare_batch(batch, mesh, config=model, gradients="sum")))
+        return results(model, dict(lst.prepare_batch(batch, mesh, config=model, gradients="sum", **options)))
 
     shares = virtual_world(RANKS).run(rank)
     return sum(s[0] for s in shares), [torch.stack(parts).sum(0) for parts in zip(*(s[1] for s in shares))]
@@ -273,7 +273,7 @@ def on_ranks(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]
 
 # Beginnings of reasons by a part of the message.
 _REASONS = (
-    (r"got an encoder of type ('\S+'), which is not supported", "not supported"),
+    (r"got an encoder(-decoder)? of type ('\S+'), which is not supported", "not supported"),
     (r"expected layers of type .*, got (.*) in \w+:", r"layers of type \1"),
     (r"in which (\S+?),? .*would mix", r"`\1` mixes tokens"),
     (r"computes its loss by code of its own", "computes its loss by code of its own"),

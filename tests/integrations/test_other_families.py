@@ -17,7 +17,7 @@ import longspan as ls
 import longspan.integrations.transformers as lst
 from longspan.integrations import memory
 
-SAMPLE = (("encoder", "bert"),)
+SAMPLE = (("encoder", "bert"), ("encoder-decoder", "t5gemma"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -16,7 +16,8 @@ Public modules:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from longspan.integrations._batch import PlanOptions, PreparedBatch, prepare_batch
+from longspan.integrations._batch import prepare_batch
+from longspan.integrations._batch_parts import PlanOptions, PreparedBatch
 
 if TYPE_CHECKING:
     from longspan.integrations import accelerate as accelerate

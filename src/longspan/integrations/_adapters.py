@@ -21,6 +21,7 @@ from longspan.integrations._configs import NAME
 from longspan.integrations._forward import PLAN_KEYWORD, plan_in_context
 from longspan.integrations._model_mask import ModelMask
 from longspan.integrations._plan_use import guarded_forward
+from longspan.integrations._relative_bias import adapt_t5, adapt_umt5
 
 AttentionForward = Callable[..., tuple[Tensor, None]]
 
@@ -236,6 +237,10 @@ _ADAPTERS: dict[str, Callable[[ModuleType, AttentionForward], None]] = {
     "modeling_gptj": _adapt_gptj,
     "modeling_llama4": _adapt_llama4,
     "modeling_mpt": _adapt_mpt,
+    "modeling_mt5": adapt_t5,
+    "modeling_switch_transformers": adapt_t5,
+    "modeling_t5": adapt_t5,
+    "modeling_umt5": adapt_umt5,
 }
 
 

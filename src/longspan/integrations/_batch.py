@@ -9,19 +9,23 @@ Legend: B batch, S tokens of the whole sequence, L tokens of this rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
 from longspan._comm.mesh import MeshLike
-from longspan._cost.rates import Cluster
 from longspan._masks.algebra import Mask
 from longspan._masks.constructors import causal, documents, full
-from longspan._masks.extent import Extent
-from longspan._plan.layout import Layout
-from longspan._plan.schedule import Schedule
+from longspan.integrations._batch_parts import (
+    PlanOptions,
+    PreparedBatch,
+    RealKeys,
+    check_every_rank_has_tokens,
+    label_keywords,
+    own_labels,
+    real_tokens,
+)
 from longspan.integrations._configs import (
     check_config,
     check_encoder,
@@ -32,41 +36,14 @@ from longspan.integrations._configs import (
     position_rule,
     spans_of,
 )
-from longspan.integrations._meshes import device_of, mesh_roles, sum_over_data_ranks
-from longspan.integrations._plans import ModelPlans, model_plans
-from longspan.integrations.loss import IGNORED, shift_labels, token_count
+from longspan.integrations._cross_batch import prepare_two_sequences
+from longspan.integrations._cross_plans import is_encoder_decoder
+from longspan.integrations._meshes import device_of, mesh_roles
+from longspan.integrations._plans import model_plans
+from longspan.integrations.loss import IGNORED, shift_labels
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "attention_mask", "document_ids", "seq_idx")
 _FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-
-
-class PlanOptions(TypedDict, total=False):
-    """Keywords of `longspan.plan` that `prepare_batch` passes on."""
-
-    layout: str | Layout
-    strategy: str | Schedule
-    heads: int
-    kv_heads: int
-    head_dim: int
-    stages: int | None
-    overlap: bool | None
-    grad_reduce_dtype: torch.dtype | None
-    cluster: Cluster | str | None
-
-
-class PreparedBatch(TypedDict, total=False):
-    """The keywords of a model's forward on one rank: see `prepare_batch`."""
-
-    input_ids: Tensor
-    inputs_embeds: Tensor
-    position_ids: Tensor
-    longspan_plan: ModelPlans
-    use_cache: bool
-    labels: Tensor
-    shift_labels: Tensor
-    num_items_in_batch: Tensor
-    attention_mask: Tensor
-    token_type_ids: Tensor
 
 
 def prepare_batch(
@@ -92,8 +69,10 @@ def prepare_batch(
         mesh: The ranks that share the sequence, as `longspan.plan` takes them. Or a DeviceMesh with an axis "cp" beside any of "dp",
             "dp_replicate", "dp_shard" and "tp": labels are then counted over the data axes too, in one small collective call.
         config: The model or its config. A `ForMaskedLM` model itself (not its config) gets plans of bidirectional attention, and its
-            labels are not shifted. The model must run attn_implementation="longspan". Its windows get plans of their own over the common
-            layout. Its head counts help to choose a strategy.
+            labels are not shifted. An encoder-decoder model itself gets plans of its encoder, its decoder and the cross-attention
+            between them: the batch then has `input_ids` and `attention_mask` of the encoder, `labels` or `decoder_input_ids` and
+            `decoder_attention_mask` of the decoder, and labels are not shifted. The model must run attn_implementation="longspan". Its
+            windows get plans of their own over the common layout. Its head counts help to choose a strategy.
         count: The number of labels that count in the optimizer's step, if that is more than this batch (gradient accumulation).
         gradients: "mean" if gradients will be averaged over context and data ranks, as by DDP and FSDP2; "sum" if they will be summed.
         device: The device of the returned tensors; by default the mesh's.
@@ -113,6 +92,13 @@ def prepare_batch(
     """
     if gradients not in ("mean", "sum"):
         raise ValueError(f"prepare_batch: expected gradients='mean' (DDP, FSDP) or 'sum', got {gradients!r}")
+    if is_encoder_decoder(config):
+        return prepare_two_sequences(batch, mesh, config, count=count, gradients=gradients, device=device, options=options)
+    if getattr(getattr(config, "config", config), "is_encoder_decoder", False):
+        raise ValueError(
+            f"prepare_batch: expected config= to be an encoder-decoder model with a language modelling head, got {type(config).__name__}; "
+            "give the model itself"
+        )
     token_types = batch.get("token_type_ids") if is_masked_lm(config) else None
     if token_types is not None:
         batch = {name: value for name, value in batch.items() if name != "token_type_ids"}
@@ -133,13 +119,13 @@ def prepare_batch(
         plan_options = {**head_counts(config, roles.heads_size), **plan_options}
     positions = _positions(batch, tokens, config)
     mask, blind = _mask(batch, positions, bidirectional=bidirectional)
-    real = _real_tokens(batch)
+    real = real_tokens(batch)
     real = None if real is None or bool(real.all()) else real
     spans = [] if config is None else spans_of(config)
     plans = model_plans(
         mask, length, roles.context, spans=spans, real_tokens=real, bidirectional=bidirectional, options=plan_options
     )  # fmt: skip
-    _check_every_rank_has_tokens(plans, roles.context_size, length)
+    check_every_rank_has_tokens(plans, roles.context_size, length)
     plans.documents_from_positions = _documents_from_positions(batch, positions)
     plans.states_documents = any(batch.get(name) is not None for name in ("document_ids", "seq_idx", "cu_seq_lens_q"))
     plans.whole_inputs = whole_inputs
@@ -167,15 +153,11 @@ def prepare_batch(
     else:
         own = {**own, "position_ids": positions}
         prepared.update({name: local(value) for name, value in own.items()})  # type: ignore[typeddict-item]
-    labels = _encoder_labels(batch, blind) if bidirectional else _shifted_labels(batch, blind)
+    labels = own_labels(batch, blind, "a ForMaskedLM model") if bidirectional else _shifted_labels(batch, blind)
     if labels is not None:
-        total = sum_over_data_ranks(token_count(labels), roles) if count is None else torch.as_tensor(count)
-        divisor = total.clamp(min=1) / (roles.averaged if gradients == "mean" else 1)
-        local_labels = local(labels)
-        prepared["labels"] = local_labels
+        prepared.update(label_keywords(labels, local, roles, count=count, gradients=gradients))
         if not bidirectional:
-            prepared["shift_labels"] = local_labels
-        prepared["num_items_in_batch"] = divisor.to(local_labels.device)
+            prepared["shift_labels"] = prepared["labels"]
     return prepared
 
 
@@ -223,7 +205,7 @@ def _positions(batch: Mapping[str, Any], tokens: Tensor, config: Any) -> Tensor:
     """Token positions [B, S]: of the batch, or numbered as the model numbers a whole batch."""
     positions: Tensor | None = batch.get("position_ids")
     if positions is None:
-        real = _real_tokens(batch)
+        real = real_tokens(batch)
         return default_positions(config, tokens, None if real is None else real.to(tokens.device))
     return positions.expand(tokens.shape[:2])
 
@@ -242,7 +224,7 @@ def _mask(batch: Mapping[str, Any], positions: Tensor, *, bidirectional: bool) -
     if ids is not None and bool((ids != ids[:, :1]).any() | (ids < 0).any()):
         mask = mask & documents(ids=ids[0] if bool((ids == ids[:1]).all()) else ids)
         blind = ids < 0 if bool((ids < 0).any()) else None
-    real = _real_tokens(batch)
+    real = real_tokens(batch)
     if real is not None and not bool(real.all()):
         mask = mask & RealKeys((real[0] if bool((real == real[:1]).all()) else real).contiguous())
         only_padding_before = (~real.any(1, keepdim=True)).expand_as(real) if bidirectional else real.int().cumsum(1) == 0
@@ -256,7 +238,7 @@ def _document_ids(batch: Mapping[str, Any], positions: Tensor) -> Tensor | None:
     if stated is not None:
         return stated
     if batch.get("position_ids") is not None:
-        starts, real = document_starts(positions).cpu(), _real_tokens(batch)
+        starts, real = document_starts(positions).cpu(), real_tokens(batch)
         if real is None:
             ids = starts.cumsum(1)
             if by_lengths is not None and bool((starts[:, 1:] != (by_lengths.diff(dim=1) != 0)).any()):
@@ -298,36 +280,6 @@ def _ids_from_lengths(batch: Mapping[str, Any], positions: Tensor) -> Tensor | N
     return ids - ids[:, :1]  # the same for rows with the same documents
 
 
-def _real_tokens(batch: Mapping[str, Any]) -> Tensor | None:
-    """False for padding, bool [B, S] on the CPU; None without an attention_mask."""
-    if batch.get("attention_mask") is None:
-        return None
-    attention_mask: Tensor = batch["attention_mask"].cpu()
-    if bool(((attention_mask != 0) & (attention_mask != 1)).any()):
-        raise ValueError(
-            "prepare_batch: expected an attention_mask of 0 (padding) and 1, got others; for packed documents give document_ids"
-        )
-    return attention_mask != 0
-
-
-@dataclass(frozen=True, eq=False)
-class RealKeys(Mask):
-    """The mask by which every query sees the keys that are not padding. `real`: bool [S] or [B, S], False for padding."""
-
-    real: Tensor
-
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        real = self.real.to(kv_idx.device) if kv_idx.is_cuda else self.real
-        return (real[kv_idx] if real.ndim == 1 else real[b, kv_idx]) & (q_idx >= 0)
-
-    @property
-    def extent(self) -> Extent:
-        return Extent(kv_len=self.real.shape[-1], batch=self.real.shape[0] if self.real.ndim == 2 else None)
-
-    def __str__(self) -> str:
-        return f"real keys({self.real.shape[-1]} tokens)"
-
-
 def _shifted_labels(batch: Mapping[str, Any], blind: Tensor | None) -> Tensor | None:
     """The next token's label for each token [B, S]; None without labels. A token that sees nothing predicts nothing."""
     shifted: Tensor | None = batch.get("shift_labels")
@@ -336,16 +288,3 @@ def _shifted_labels(batch: Mapping[str, Any], blind: Tensor | None) -> Tensor | 
             return None
         shifted = shift_labels(batch["labels"])
     return shifted if blind is None else shifted.masked_fill(blind.to(shifted.device), IGNORED)
-
-
-def _encoder_labels(batch: Mapping[str, Any], blind: Tensor | None) -> Tensor | None:
-    """The label of each token [B, S], not shifted; None without labels."""
-    if batch.get("shift_labels") is not None:
-        raise ValueError("prepare_batch: expected labels for a ForMaskedLM model, whose labels are not shifted, got shift_labels")
-    labels: Tensor | None = batch.get("labels")
-    return labels if labels is None or blind is None else labels.masked_fill(blind.to(labels.device), IGNORED)
-
-
-def _check_every_rank_has_tokens(plans: ModelPlans, ranks: int, length: int) -> None:
-    if any(plans.layout.local_len(r) == 0 for r in range(ranks)):
-        raise ValueError(f"prepare_batch: expected at least one token per rank, got {length} tokens for {ranks} ranks; use fewer ranks")

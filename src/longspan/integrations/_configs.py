@@ -25,7 +25,15 @@ _ENCODERS = (
     "modernbert", "modernvbert", "nomic_bert", "roberta", "roberta-prelayernorm", "roc_bert", "ultrabert", "ultravbert", "xlm-roberta",
     "xlm-roberta-xl",
 )  # fmt: skip
-_DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout", "attn_config.attn_pdrop", "dropout")
+_DROPOUT_FIELDS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "attention_probs_dropout_prob",
+    "attn_dropout",
+    "attn_config.attn_pdrop",
+    "dropout_rate",
+    "dropout",
+)
 
 
 def text_config(config: Any) -> Any:

@@ -23,7 +23,8 @@ class Forward:
     counted_loss: whether a loss was computed from shifted labels and the count of the whole batch.
     mixer: the call of a layer without attention that is running.
     has_mixers: whether some layer mixes tokens without attention.
-    in_decoder: whether the text decoder runs, of a model whose inputs are whole (`_decoders`).
+    in_decoder: whether the text decoder runs, of a model whose inputs are whole (`_decoders`), or a layer of an encoder-decoder.
+    in_encoder: whether that layer is the encoder's (`_cross_plans`).
     tokens: the model's input_ids, or None.
     cache_update: the update of a `PagedCache` by a layer whose attention has not run yet.
     cache_columns: each `PagedCache` and its columns before this forward, by id of the cache.
@@ -38,14 +39,17 @@ class Forward:
         self.mixer: Any = None
         self.has_mixers = False
         self.in_decoder = False
+        self.in_encoder = False
         self.tokens: Any = None
         self.cache_update: Any = None
         self.cache_columns: dict[int, tuple[Any, int]] = {}
 
     @property
     def active_plan(self) -> Any:
-        """The plan; None before the text decoder of a model whose inputs are whole."""
-        return None if getattr(self.plan, "whole_inputs", False) and not self.in_decoder else self.plan
+        """The plan; None before the text decoder of a model whose inputs are whole; the encoder's plan in the layers of an encoder."""
+        if getattr(self.plan, "whole_inputs", False) and not self.in_decoder:
+            return None
+        return self.plan.encoder if self.in_encoder else self.plan
 
     def undo_caches(self) -> None:
         """Drop the tokens of this forward, which failed, from caches."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from longspan.integrations import _decoders, _mixers
+from longspan.integrations import _cross_plans, _decoders, _mixers
 from longspan.integrations._configs import check_implementation, check_positions, is_masked_lm, layers_without_mixing
 from longspan.integrations._forward import PLAN_KEYWORD, Forward, PlanKeepingCheckpoint, current_forward, described, in_forward, record_loss
 from longspan.integrations.loss import token_loss
@@ -80,7 +80,7 @@ def checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
                 if _decoders.has_whole_inputs(plan):
                     raise ValueError(
                         f"longspan: {type(self).__name__} is compiled as a whole: not supported with a batch of images, audio, video or "
-                        "token types on several ranks; compile its decoder layers instead"
+                        "token types on several ranks, where its decoder layers can be compiled, nor for encoder-decoders"
                     )
             return call(self, *args, **kwargs)  # a layer without a plan raises while it is traced
         outer = current_forward.get()
@@ -97,19 +97,25 @@ def run_checked(model: nn.Module, call: Callable[..., Any], args: tuple[Any, ...
     plan = kwargs.get(PLAN_KEYWORD)
     forward = Forward(plan)
     forward.tokens = kwargs.get("input_ids", args[0] if args else None)
-    if plan is not None:
+    two_stacks = isinstance(plan, _cross_plans.CrossPlans)
+    if isinstance(plan, _cross_plans.CrossPlans):
+        _cross_plans.install(model, plan, kwargs)
+        _keep_plan_in_checkpoints(model)
+    elif plan is not None:
         forward.has_mixers = bool(_check_before(model, plan, kwargs.get("attention_mask")))
     outer = current_forward.get()
     if forward.tokens is None and outer is not None:
         forward.tokens = outer.tokens  # a text model that gets embeddings from the model around it
     labels, count = None, kwargs.get("num_items_in_batch")
-    if getattr(plan, "bidirectional", False):
-        if not is_masked_lm(model):
-            raise ValueError(
-                f"longspan: expected a plan for {type(model).__name__}, got one for a ForMaskedLM model; give the model to prepare_batch"
-            )
-        # Encoders average the loss of their own labels.
+    if getattr(plan, "bidirectional", False) and not is_masked_lm(model):
+        raise ValueError(
+            f"longspan: expected a plan for {type(model).__name__}, got one for a ForMaskedLM model; give the model to prepare_batch"
+        )
+    if getattr(plan, "bidirectional", False) or two_stacks:
+        # Encoders and encoder-decoders average the loss of their own labels.
         labels, kwargs = kwargs.get("labels"), {n: v for n, v in kwargs.items() if n not in ("labels", "num_items_in_batch")}
+    if two_stacks:
+        kwargs.pop(PLAN_KEYWORD)  # layers find the plan of their stack in the forward
     with in_forward(forward):
         try:
             output = call(*args, **kwargs)
@@ -173,10 +179,15 @@ def _check_before(model: nn.Module, plan: Any, mask: Any) -> list[nn.Module]:
                 f"longspan: {described(module)} scales queries by their places in the shard; give attn_implementation='longspan' when the "
                 "model is made, or set config.attn_temperature_tuning=False"
             )
+    _keep_plan_in_checkpoints(outer)
+    return mixers
+
+
+def _keep_plan_in_checkpoints(model: nn.Module) -> None:
+    for module in model.modules():
         function = module.__dict__.get("_gradient_checkpointing_func")
         if function is not None and not isinstance(function, PlanKeepingCheckpoint):
             module._gradient_checkpointing_func = PlanKeepingCheckpoint(function)  # type: ignore[assignment]
-    return mixers
 
 
 def _uses_relative_positions(model: nn.Module, mixers: list[nn.Module]) -> bool:
@@ -190,8 +201,10 @@ def _uses_relative_positions(model: nn.Module, mixers: list[nn.Module]) -> bool:
 
 
 def _check_all_used(model: nn.Module, forward: Forward) -> None:
-    part = _decoders.decoder_of(model) if _decoders.has_whole_inputs(forward.plan) else model
-    unused = _layers_without_plan(part, forward)
+    if isinstance(forward.plan, _cross_plans.CrossPlans):
+        unused = _cross_plans.layers_without_plan(model, forward)
+    else:
+        unused = _layers_without_plan(_decoders.decoder_of(model) if _decoders.has_whole_inputs(forward.plan) else model, forward)
     if not unused and (forward.module_ids or _any_compiled(model) or any(hasattr(m, "_longspan_compiled_use") for m in model.modules())):
         return
     who = f"{_listed(unused)} did not use it" if unused else "no attention layer used it"
@@ -204,7 +217,7 @@ def _check_all_used(model: nn.Module, forward: Forward) -> None:
 def _with_loss(output: Any, labels: torch.Tensor, count: Any) -> Any:
     """A model's output with this rank's share of the loss of labels that are not shifted."""
     if isinstance(output, tuple) or count is None:
-        raise ValueError("longspan: expected num_items_in_batch from prepare_batch and return_dict=True for labels of a ForMaskedLM")
+        raise ValueError("longspan: expected num_items_in_batch from prepare_batch and return_dict=True for labels that are not shifted")
     record_loss()
     return type(output)(**{"loss": token_loss(output.logits, labels, count=count), **output})
 

@@ -193,7 +193,7 @@ def causal_lm_loss(model: Any, batch: Mapping[str, Any], *, chunk: int = 4096) -
     labels, shifted, count = (keywords.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch"))
     if labels is None and shifted is None:
         raise ValueError("memory.causal_lm_loss: expected labels in the batch")
-    if is_masked_lm(model):
+    if is_masked_lm(model) or getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"memory.causal_lm_loss: expected a causal LM, got {type(model).__name__}, whose labels are not shifted")
     if getattr(model.config, "output_router_logits", False) or keywords.get("output_router_logits"):
         raise ValueError("memory.causal_lm_loss: expected output_router_logits=False: the load-balancing loss is not computed")

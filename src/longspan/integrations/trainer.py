@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan._comm.mesh import Mesh
-from longspan.integrations._batch import PlanOptions, prepare_batch
+from longspan.integrations._batch import prepare_batch
+from longspan.integrations._batch_parts import PlanOptions
 from longspan.integrations._configs import NAME, head_counts
 from longspan.integrations._meshes import MeshRoles, mesh_roles
 from longspan.integrations._sampling import EpochLoader, EvalBatches, TrainBatches
@@ -78,6 +79,11 @@ class SpanningMixin(_Base):  # type: ignore[misc]
         if implementation != NAME:
             raise ValueError(
                 f"model: expected attn_implementation={NAME!r} (import longspan.integrations.transformers first), got {implementation!r}"
+            )
+        if getattr(self._config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"model: expected a causal LM, got the encoder-decoder {type(self.model).__name__}, whose labels the Trainer counts "
+                "otherwise; use prepare_batch(batch, mesh, config=model) in a loop of your own"
             )
         if not self.args.average_tokens_across_devices:
             raise ValueError("args: expected average_tokens_across_devices=True, got False: tokens are counted over all ranks")

@@ -30,8 +30,10 @@ from longspan._masks.constructors import sliding_window as window_mask
 from longspan._planner.plan import Plan
 from longspan._planner.plan_set import PlanSet
 from longspan.integrations._adapters import adapting, adapting_later
-from longspan.integrations._batch import PreparedBatch, RealKeys, prepare_batch
+from longspan.integrations._batch import prepare_batch
+from longspan.integrations._batch_parts import PreparedBatch, RealKeys
 from longspan.integrations._configs import NAME, check_config, dropout_field
+from longspan.integrations._cross_plans import cross_plan, crosses
 from longspan.integrations._decoders import has_whole_inputs
 from longspan.integrations._forward import current_forward, described, plan_in_context
 from longspan.integrations._model_mask import (
@@ -192,12 +194,17 @@ def attention_forward(
             return _attend_one_query(query, key, value, attention_mask, scaling), None
         options["mask"] = _mask_on_one_device(module, query, key, attention_mask, sliding_window, rest)
     else:
-        _check_planned(module, query, key, attention_mask, rest)
-        _check_direction(module, attention_mask, rest, longspan_plan)
-        if isinstance(attention_mask, ModelMask) and attention_mask.whole and attention_mask.foreign:
+        bidirectional, span = _is_bidirectional(module, attention_mask, rest), _span(attention_mask, sliding_window)
+        is_cross = crosses(longspan_plan, bidirectional)
+        _check_planned(module, None if is_cross else (query.shape[2], key.shape[2]), attention_mask)
+        if not is_cross:
+            _check_direction(module, attention_mask, rest, longspan_plan)
+        if is_cross:
+            options["plan"] = cross_plan(longspan_plan, module, span, query.shape[1], key.shape[1])
+        elif isinstance(attention_mask, ModelMask) and attention_mask.whole and attention_mask.foreign:
             options["plan"] = _plan_of_model_mask(longspan_plan, attention_mask)
         else:
-            options["plan"] = _plan_for(longspan_plan, _span(attention_mask, sliding_window), query.shape[1], key.shape[1])
+            options["plan"] = _plan_for(longspan_plan, span, query.shape[1], key.shape[1])
         record_use(module)
     out: Tensor = attention(query, key, value, **options)
     return out.transpose(1, 2).contiguous(), None
@@ -243,11 +250,11 @@ def _check_documents(mask: Any, rest: dict[str, Any]) -> None:
         )
 
 
-def _check_planned(module: torch.nn.Module, query: Tensor, key: Tensor, mask: Any, rest: dict[str, Any]) -> None:
-    """Raise ValueError for what a model may not ask for beside a plan, which holds the mask."""
-    if key.shape[2] != query.shape[2]:
+def _check_planned(module: torch.nn.Module, lengths: tuple[int, int] | None, mask: Any) -> None:
+    """Raise ValueError for what a model may not ask for beside a plan, which holds the mask. lengths: of queries and keys."""
+    if lengths is not None and lengths[0] != lengths[1]:
         raise ValueError(
-            f"longspan: expected queries and keys of the same tokens with a plan, got {query.shape[2]} and {key.shape[2]}: a cache holds a "
+            f"longspan: expected queries and keys of the same tokens with a plan, got {lengths[0]} and {lengths[1]}: a cache holds a "
             "shard only. Give use_cache=False and no past_key_values; to generate, call the model without a plan"
         )
     if isinstance(mask, CompiledMask):
@@ -261,7 +268,7 @@ def _check_planned(module: torch.nn.Module, query: Tensor, key: Tensor, mask: An
             "longspan: expected no attention_mask beside a plan, got one; give attention_mask to prepare_batch, so that the plan covers "
             "the padding of all ranks"
         )
-    if mask is not None and mask.foreign and not mask.whole:
+    if mask is not None and mask.foreign and (lengths is None or not mask.whole):
         raise ValueError(
             f"longspan: expected a causal mask, got the part {mask.foreign!r}, which the plan does not hold. This model is not supported "
             "on several ranks"
@@ -271,13 +278,21 @@ def _check_planned(module: torch.nn.Module, query: Tensor, key: Tensor, mask: An
         check_config(config)
 
 
+def _is_causal(module: torch.nn.Module, rest: dict[str, Any]) -> bool:
+    return bool(getattr(module, "is_causal", True) if rest.get("is_causal") is None else rest["is_causal"])
+
+
+def _is_bidirectional(module: torch.nn.Module, mask: Any, rest: dict[str, Any]) -> bool:
+    """Whether a layer lets tokens see later tokens: by its mask, or without one by the layer's is_causal."""
+    return mask.bidirectional if isinstance(mask, ModelMask) else not _is_causal(module, rest)
+
+
 def _check_direction(module: torch.nn.Module, mask: Any, rest: dict[str, Any], plans: Any) -> None:
     """Raise ValueError for a causal layer beside a plan of an encoder, and the other way round."""
     planned = isinstance(plans, ModelPlans) and plans.bidirectional
-    is_causal = getattr(module, "is_causal", True) if rest.get("is_causal") is None else rest["is_causal"]
-    bidirectional = mask.bidirectional if isinstance(mask, ModelMask) else not is_causal
-    if isinstance(mask, ModelMask) and mask.whole:
-        return  # a mask of its own, or a causal one
+    is_causal, bidirectional = _is_causal(module, rest), _is_bidirectional(module, mask, rest)
+    if isinstance(mask, ModelMask) and mask.whole and not planned:
+        return  # a mask of its own, a causal one, or cross-attention
     if bidirectional != planned or (not planned and not is_causal):
         expected, got = (f"{'not ' * no}a causal layer" for no in (planned, bidirectional or not is_causal))
         raise ValueError(
