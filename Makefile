@@ -55,7 +55,7 @@ test-faults: install ## faults of real processes at every exchange: killed, stop
 
 SAMPLE ?= 30
 SEED ?= 0
-mutants: install ## mutation testing: SAMPLE random one-line changes of src/, each of which some test should notice; takes minutes each
+mutants: install ## mutation testing: SAMPLE random one-line changes of src/, each of which some test should notice; runs all tests once, then seconds each
 	PYTHONPATH=src:. $(BIN)/python tests/mutants.py --sample $(SAMPLE) --seed $(SEED) --json
 
 JOBS ?= 8
