@@ -12,7 +12,14 @@ pytest.importorskip("transformers")
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("example", "package"), [("trl_dpo", "trl"), ("lightning_cp", "lightning"), ("accelerate_cp", "accelerate"), ("hybrid", "transformers")]
+    ("example", "package"),
+    [
+        ("trl_dpo", "trl"),
+        ("lightning_cp", "lightning"),
+        ("accelerate_cp", "accelerate"),
+        ("torchtitan_cp", "torchtitan.trainer"),
+        ("hybrid", "transformers"),
+    ],
 )
 def test_twenty_steps_on_four_processes_equal_one_process(example: str, package: str, pytestconfig: pytest.Config) -> None:
     if not pytestconfig.getoption("--whole-grid"):

@@ -1,0 +1,212 @@
+"""torchtitan's extension, against stand-ins for the interface that torchtitan 0.3 documents.
+
+`examples/torchtitan_cp.py` trains with torchtitan itself, where it is installed (`test_trainer_examples.py`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import longspan as ls
+from longspan.testing import virtual_world
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+
+
+class Module(torch.nn.Module):
+    @dataclass(kw_only=True)
+    class Config:
+        sharding_config: Any = None
+
+
+class FlexAttention(Module):
+    @dataclass(kw_only=True)
+    class Config(Module.Config):
+        block_size: int = 128
+
+
+class Decoder(Module):
+    def get_attention_masks(self, positions: Tensor) -> Any:
+        raise AssertionError("the plan replaces the mask")
+
+
+@dataclass(kw_only=True)
+class ShardingConfig:
+    in_src_shardings: dict[str, str]
+    in_dst_shardings: dict[str, str]
+    local_map: Any = None
+
+
+@dataclass
+class ModelSpec:
+    model: Any
+    parallelize_fn: Any = None
+
+
+class Trainer:
+    @dataclass(kw_only=True)
+    class Config:
+        model_spec: Any = None
+        parallelism: Any = field(
+            default_factory=lambda: SimpleNamespace(spmd_backend="partial_dtensor", pipeline_parallel_degree=1, tensor_parallel_degree=1)
+        )
+        training: Any = field(default_factory=lambda: SimpleNamespace(disable_cuda_graphs=True))
+        validator: Any = field(default_factory=lambda: SimpleNamespace(enable=False))
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.ntokens_seen = config, 0
+        model = config.model_spec.parallelize_fn(config.model_spec.model, parallel_dims=Dims(), parallelism=config.parallelism)
+        self.model_parts = [model]
+        self.model_config = SimpleNamespace(first_attention=SimpleNamespace(n_heads=HEADS, n_kv_heads=KV_HEADS))
+
+
+class Dims:
+    cp_enabled = True
+    mesh = "mesh"
+
+
+def derive(source: Any, target: Any, **deltas: Any) -> Any:
+    return target(**deltas)
+
+
+STAND_INS: dict[str, dict[str, Any]] = {
+    "torchtitan": {},
+    "torchtitan.config": {},
+    "torchtitan.config.override": {"derive": derive, "override": lambda **options: lambda factory: factory},
+    "torchtitan.distributed": {},
+    "torchtitan.distributed.spmd_types": {"annotate_input_spmd_types": lambda dims, *rest: rest},
+    "torchtitan.models": {},
+    "torchtitan.models.common": {},
+    "torchtitan.models.common.attention": {"FlexAttention": FlexAttention},
+    "torchtitan.models.common.decoder": {"Decoder": Decoder},
+    "torchtitan.protocols": {},
+    "torchtitan.protocols.module": {"Module": Module},
+    "torchtitan.protocols.sharding": {"LocalMapConfig": lambda in_grad_placements: in_grad_placements},
+    "torchtitan.trainer": {"Trainer": Trainer},
+}
+
+
+@pytest.fixture
+def titan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`longspan.integrations.torchtitan` over the stand-ins."""
+    for name, contents in STAND_INS.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    name = "longspan.integrations.torchtitan"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(name)
+    sys.modules.pop(name, None)
+
+
+def decoder(inner: torch.nn.Module) -> Decoder:
+    model = Decoder()
+    model.inner_attention = inner
+    return model
+
+
+def trainer_of(titan: Any, mesh: Any, **settings: Any) -> Any:
+    spec = ModelSpec(decoder(titan.SpanningAttention(None)), lambda model, **options: model)
+    trainer = titan.SpanningTrainer(titan.SpanningTrainer.Config(model_spec=spec, **settings))
+    trainer.parallel_dims = SimpleNamespace(get_optional_mesh=lambda name: mesh)
+    return trainer
+
+
+def test_a_batch_of_packed_documents_on_ranks_equals_one_device(titan: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, tokens, ranks = 3, 24, 2
+    query, key, value = (torch.randn(rows, tokens, n, HEAD_DIM, generator=generator) for n in (HEADS, KV_HEADS, KV_HEADS))
+    positions = torch.cat([torch.arange(7), torch.arange(17)]).expand(rows, tokens)
+    ids = torch.randint(9, (rows, tokens), generator=generator)
+    by_head = [x.transpose(1, 2) for x in (query, key, value)]
+    want = ls.attention(*by_head, mask=ls.causal() & ls.documents(lengths=[7, 17])).transpose(1, 2)
+
+    def rank(mesh: Any) -> tuple[Tensor, Tensor]:
+        trainer = trainer_of(titan, mesh)
+        inputs, labels, extra = trainer.post_dataloading_process({"input": ids, "positions": positions}, ids + 1)
+        plan = extra["attention_masks"]
+        assert torch.equal(labels, inputs + 1) and torch.equal(extra["positions"], plan.shard(positions, 1))
+        assert trainer.ntokens_seen == rows * tokens // ranks
+        inner = trainer.model_parts[0].inner_attention
+        out = inner(*(plan.shard(x, 1) for x in (query, key, value)), attention_masks=plan, scale=None, enable_gqa=True)
+        # gpt-oss scales the output by a function of the log-sum-exp.
+        scaled = inner(
+            *(plan.shard(x, 1) for x in (query, key, value)), attention_masks=plan, out_transform=lambda o, lse: o * lse[..., None]
+        )
+        assert scaled.shape == out.shape
+        return plan.unshard(out, 1), plan.unshard(inputs, 1)
+
+    for out, whole in virtual_world(ranks).run(rank):
+        torch.testing.assert_close(out, want)
+        assert torch.equal(whole, ids)
+
+
+def test_the_override_keeps_kv_sharded(titan: Any) -> None:
+    sharded = {"q_BLNH": "S(1)", "k_BLNH": "S(1)", "v_BLNH": "S(1)"}
+    config = FlexAttention.Config(
+        sharding_config=ShardingConfig(in_src_shardings=sharded, in_dst_shardings={**sharded, "k_BLNH": "R", "v_BLNH": "R"})
+    )
+    made = titan.spanning_attention(config)
+    assert isinstance(made, titan.SpanningAttention.Config)
+    assert made.sharding_config.in_dst_shardings == sharded and made.sharding_config.local_map == ("S(1)",) * 3
+
+
+def test_torchtitan_does_not_gather_kv_itself(titan: Any) -> None:
+    seen: list[Any] = []
+
+    def parallelize(model: Any, *, parallel_dims: Any, **options: Any) -> Any:
+        seen.append((parallel_dims.cp_enabled, parallel_dims.mesh))
+        return model
+
+    titan.SpanningTrainer(titan.SpanningTrainer.Config(model_spec=ModelSpec(decoder(titan.SpanningAttention(None)), parallelize)))
+    assert seen == [(False, "mesh")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"parallelism": SimpleNamespace(spmd_backend="full_dtensor", pipeline_parallel_degree=1)}, "got 'full_dtensor'"),
+        ({"parallelism": SimpleNamespace(spmd_backend="spmd_types", pipeline_parallel_degree=2)}, "expected pipeline_parallel_degree=1"),
+        ({"training": SimpleNamespace(disable_cuda_graphs=False)}, "disable_cuda_graphs=True"),
+        ({"validator": SimpleNamespace(enable=True)}, "validator.enable=False"),
+    ],
+)
+def test_settings_that_are_not_supported_raise(titan: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer_of(titan, None, **settings)
+
+
+def test_models_and_batches_that_are_not_supported_raise(titan: Any) -> None:
+    class OtherMasks(Decoder):
+        def get_attention_masks(self, positions: Tensor) -> Any:
+            return {}
+
+    for model, message in ((OtherMasks(), "got OtherMasks"), (decoder(FlexAttention()), "expected a model with SpanningAttention")):
+        with pytest.raises(ValueError, match=message):
+            titan.SpanningTrainer(titan.SpanningTrainer.Config(model_spec=ModelSpec(model, lambda model, **options: model)))
+    trainer, ids = trainer_of(titan, ls.Mesh.abstract(2)), torch.ones(1, 24, dtype=torch.long)
+    with pytest.raises(ValueError, match="got images"):
+        trainer.post_dataloading_process({"input": ids, "images": ids}, ids)
+    with pytest.raises(ValueError, match="expected equally many tokens"):
+        trainer.post_dataloading_process({"input": ids[:, :23]}, ids[:, :23])
+    x = torch.ones(1, 24, 2, 8)
+    with pytest.raises(ValueError, match="expected a plan as attention_masks, got NoneType"):
+        titan.SpanningAttention(None)(x, x, x)
+    with pytest.raises(ValueError, match="got sinks"):
+        titan.SpanningAttention(None)(x, x, x, attention_masks=ls.plan(ls.causal(), 24, ls.Mesh.abstract(1)), sinks=1)
+
+
+def test_without_torchtitan_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchtitan", None)
+    monkeypatch.delitem(sys.modules, "longspan.integrations.torchtitan", raising=False)
+    with pytest.raises(ImportError, match="pip install torchtitan"):
+        importlib.import_module("longspan.integrations.torchtitan")
