@@ -53,7 +53,8 @@ def compile_kernel(kernel: Any, arguments: Sequence[Any], options: dict[str, int
     with suppress(AttributeError):
         kernel.device_caches[driver.active.get_current_device()]  # sets `compile`
         kernel.compile = _compile_once
-    return kernel.warmup(*arguments, grid=(1,), **options)
+    # Triton traces an overflow check for every integer operation, and drops it unless it compiles for debugging.
+    return kernel.warmup(*arguments, grid=(1,), sanitize_overflow=knobs.runtime.debug, **options)
 
 
 def _compile_once(src: Any, target: Any = None, options: Any = None, **more: Any) -> Any:
