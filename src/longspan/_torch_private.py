@@ -60,6 +60,7 @@ from threading import Event, RLock, Thread, current_thread, get_ident, main_thre
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor, maybe_current_level
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -352,14 +353,10 @@ def detached_below_autograd(tensor: Tensor) -> Tensor:
 
 def process_group_by_name(name: str) -> ProcessGroup | None:
     """The process group of this process that torch knows under a name, if any."""
-    import torch.distributed as dist
-
     if not dist.is_available() or not dist.is_initialized():
         return None
-    from torch._C._distributed_c10d import _resolve_process_group
-
     try:
-        return _resolve_process_group(name)  # type: ignore[arg-type]
+        return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     except (RuntimeError, ValueError):
         return None
 

@@ -5,7 +5,7 @@ Legend: R received rows, T sent rows. out [R, ...], sent [T, ...], pieces[r] [T_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -100,7 +100,7 @@ class Alone:
 
 def check_whole(group: Group, out: Tensor, sent: Tensor, out_splits: Sequence[int], sent_splits: Sequence[int], *, what: str) -> None:
     """Raise ValueError if this rank's arguments of `all_to_all` are inconsistent."""
-    if _are_consistent(group, out, [sent], out_splits, sent_splits) and sum(sent_splits) == sent.shape[0]:
+    if _are_alike(out, (sent,)) and _splits_fit(group, out, out_splits, sent_splits) and sum(sent_splits) == sent.shape[0]:
         return
     at = _at(group, what)
     _check_rows(at, {"out": out, "sent": sent})
@@ -111,8 +111,8 @@ def check_whole(group: Group, out: Tensor, sent: Tensor, out_splits: Sequence[in
 
 def check_pieces(group: Group, out: Tensor, pieces: Sequence[Tensor], out_splits: Sequence[int], *, what: str) -> None:
     """Raise ValueError if this rank's arguments of `all_to_all_pieces` are inconsistent."""
-    whole = len(pieces) == group.size and all(piece.ndim for piece in pieces)
-    if whole and _are_consistent(group, out, pieces, out_splits, row_counts(pieces)):
+    distinct = {id(piece): piece for piece in pieces}.values()  # most ranks of a ring get the same piece, or nothing
+    if _are_alike(out, distinct) and _splits_fit(group, out, out_splits, row_counts(pieces)):
         return
     at = _at(group, what)
     if len(pieces) != group.size:
@@ -122,15 +122,20 @@ def check_pieces(group: Group, out: Tensor, pieces: Sequence[Tensor], out_splits
     _check_own(at, group.rank, out_splits, row_counts(pieces))
 
 
-def _are_consistent(group: Group, out: Tensor, sent: Sequence[Tensor], out_splits: Sequence[int], sent_splits: Sequence[int]) -> bool:
-    """Whether all checks pass but those of the numbers of sent rows. The checks below find the reason, which takes longer."""
-    size, rank, row, dtype, device = group.size, group.rank, out.shape[1:], out.dtype, out.device
+def _are_alike(out: Tensor, sent: Iterable[Tensor]) -> bool:
+    """Whether all tensors are contiguous rows of one shape, dtype and device. `_check_rows` names the one that differs, in more time."""
+    row, dtype, device = out.shape[1:], out.dtype, out.device
+    if not out.ndim or not out.is_contiguous():
+        return False
+    return all(x.ndim and x.is_contiguous() and x.dtype == dtype and x.shape[1:] == row and x.device == device for x in sent)
+
+
+def _splits_fit(group: Group, out: Tensor, out_splits: Sequence[int], sent_splits: Sequence[int]) -> bool:
+    """Whether `_check_splits` of received rows and `_check_own` pass, and each rank has a number of sent rows, none negative."""
+    size, rank = group.size, group.rank
     if len(out_splits) != size or len(sent_splits) != size or min(out_splits) < 0 or min(sent_splits) < 0:
         return False
-    if not out.ndim or not out.is_contiguous() or sum(out_splits) != out.shape[0] or out_splits[rank] != sent_splits[rank]:
-        return False
-    distinct = {id(x): x for x in sent}.values()
-    return all(x.ndim and x.is_contiguous() and x.dtype == dtype and x.shape[1:] == row and x.device == device for x in distinct)
+    return sum(out_splits) == out.shape[0] and out_splits[rank] == sent_splits[rank]
 
 
 def row_counts(pieces: Sequence[Tensor]) -> list[int]:

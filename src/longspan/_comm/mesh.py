@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -67,11 +68,11 @@ class Mesh:
         axes = mesh_axes(shape, axis_names)
         return Mesh(axes=axes, coordinate=coordinate_of(axes, rank))
 
-    @property
+    @cached_property
     def size(self) -> int:
         return math.prod(axis.size for axis in self.axes)
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """The index of this rank in the mesh: its coordinate in row-major order."""
         index = 0

@@ -121,8 +121,8 @@ class Watchdog:
     started: dict[str, tuple[StartedExchange, float]] = field(default_factory=dict)  # the latest exchange of each group, with its time
     failed: bool = False  # an exchange of this rank has failed, so that it may start no other
     left: str = ""  # the error with which this rank left a call, unless an exchange had failed
+    _started: bool = False
     _world: ref[dist.ProcessGroup] | None = None  # the default process group of the notes
-    _pid: int = 0
     _answers: Answers | None = None  # None without a store
 
     def start_of(self, group: dist.ProcessGroup, what: str) -> StartedExchange:
@@ -162,9 +162,9 @@ class Watchdog:
     def _start(self) -> None:
         """Start the thread at the first exchange over a default process group, and again after another was initialised or after a fork."""
         world = dist.group.WORLD
-        if self._pid == os.getpid() and (None if self._world is None else self._world()) is world:
+        if self._started and (None if self._world is None else self._world()) is world:
             return
-        self._pid, self._world = os.getpid(), None if world is None else ref(world)
+        self._started, self._world = True, None if world is None else ref(world)
         # Numbers count the exchanges of one group. A new default group has new groups, under the names of the old ones.
         self.started, self.waiting, self.failed, self.left = {}, None, False, ""
         if self._answers is not None:
@@ -174,6 +174,10 @@ class Watchdog:
         if store is not None and world is not None:
             interval = min(2.0, max(0.3, exchange_limit(world, "cpu").timeout.total_seconds() / 8))
             self._answers = Answers(self, store, dist.get_rank(), interval)
+
+    def restart(self) -> None:
+        """Let the next exchange start the thread again: a forked process has none."""
+        self._started = False
 
 
 def _asked(ranks: Sequence[int]) -> Sequence[int]:
@@ -337,3 +341,5 @@ def _dump_flight_recorder() -> Path | None:
 
 
 watchdog = Watchdog()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=watchdog.restart)
