@@ -192,6 +192,31 @@ def test_backward_steps_launch_what_the_kernel_launches(how: str, launches: Laun
         assert {"dq", "table", "grad"} <= set(shown[2][0][1]) and "table" in dkdv
 
 
+def test_row_terms_launch_what_the_kernel_launches(launches: Launches) -> None:
+    shown, zeroed_shape = [], (1, HEADS, 512, DIM)
+    prepared = None
+    for turn in range(3):
+        tensors, _ = backward_tensors(staged(QUERIES, STAGES, block=128)[0], (), by_token=turn == 0)
+        tensors = replace(tensors, delta=None, norm=None)
+        if turn < 2:
+            zeroed = torch.full(zeroed_shape, 7.0)
+            delta, norm = KERNEL.row_terms(tensors, zeroed)
+            with_terms = replace(tensors, delta=delta, norm=norm)
+        else:
+            assert prepared is not None
+            zeroed, delta, norm = prepared(tensors.out, tensors.lse, tensors.grad_out)
+            assert zeroed.shape == zeroed_shape and zeroed.dtype == delta.dtype == norm.dtype == torch.float32
+        known = {"out": tensors.out, "do": tensors.grad_out, "lse": tensors.lse, "norm": norm, "delta": delta, "dq": zeroed}
+        names = {t.data_ptr(): name for name, t in known.items()}
+        shown.append([(name, [names.get(int(a)) for a in values]) for name, values in zip(launches.names, launches.values)])
+        launches.clear()
+        if turn == 1:
+            prepared = KERNEL.prepare_row_terms(with_terms, zeroed)
+            assert KERNEL.prepare_row_terms(replace(with_terms, grad_lse=tensors.lse), zeroed) is None
+            assert not launches.names
+    assert shown[2] == shown[1] == [("row_terms_kernel", ["out", "do", "lse", "norm", "delta", "dq"])]
+
+
 def test_what_a_step_cannot_repeat_is_not_prepared(launches: Launches) -> None:
     work = staged(QUERIES, STAGES, block=128)[0]
     inputs = new_inputs(0)

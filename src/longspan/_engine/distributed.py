@@ -14,12 +14,11 @@ from torch import Tensor
 from longspan._engine.gradient_sums import GradientSums
 from longspan._engine.sharded_call import ShardedCall
 from longspan._engine.sink import sink_gradient, sink_state
-from longspan._engine.step_calls import StepCalls, backward_layouts, forward_layouts
+from longspan._engine.step_calls import backward_layouts, forward_layouts
 from longspan._engine.streams import StepStreams, is_captured
 from longspan._engine.ulysses import UlyssesTranspose
 from longspan._engine.values import BackwardTensors, CallTensors
-from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, Kernel, State, like_query, state_dtype
-from longspan._torch_private import empty_on_device_of
+from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, State, like_query
 
 
 def forward(call: ShardedCall, inputs: CallTensors, *, max_scores: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -120,25 +119,23 @@ def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide
     inputs, needs, grad_lse = tensors.inputs, tensors.needs, tensors.grad_lse
     q = inputs.q
     assert call.setup is not None
-    kernel, schedule, capabilities, _, step_calls = call.setup
+    _, schedule, capabilities, _, step_calls = call.setup
     captured = call.captured_here
     kernel_inputs, out, lse, grad_out = AttentionInputs(q=q, k=inputs.k, v=inputs.v), tensors.out, tensors.lse, tensors.grad_out
-    terms = BackwardInputs(inputs=kernel_inputs, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse)
-    grad_q, delta, norm = _row_terms(kernel, step_calls, terms)
-    grad_sink = sink_gradient(inputs.sink, lse, delta)
     exchange = call.kv_exchange(call.setup, inputs, backward=True)
     may_overlap = overlap = False
     if q.is_cuda and exchange.group is not None and exchange.group.any_stream:
         may_overlap, overlap = step_calls.may_overlap(tuple(needs), partial(call.steps_may_overlap, inputs, needs))
     layouts = backward_layouts(tensors, captured, call.scale, may_overlap=may_overlap)
     calls = step_calls.unprepared() if is_captured(q) else step_calls.of_layouts(layouts)
+    terms = BackwardInputs(inputs=kernel_inputs, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse, needs=needs)
+    grad_q, delta, norm = calls.row_terms(terms)
+    grad_sink = sink_gradient(inputs.sink, lse, delta)
+    terms = replace(terms, delta=delta, norm=norm)
     streams = StepStreams(q, two=overlap)
     sums = GradientSums(
         inputs, needs, exchange, schedule, streams, grad_q=grad_q, return_dtype=call.grad_kv_dtype(q.dtype),
         writes_once=capabilities.rounds_kv_grads_once,
-    )  # fmt: skip
-    terms = BackwardInputs(
-        inputs=kernel_inputs, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse, needs=needs, delta=delta, norm=norm
     )  # fmt: skip
     # By batch row, where batch rows are laid out differently.
     terms_by_row = [terms] if call.plan.batch_layouts == 1 else [_batch_row(terms, r) for r in range(len(q))]
@@ -176,16 +173,6 @@ def _batch_row(tensors: BackwardInputs, row: int) -> BackwardInputs:
         inputs=AttentionInputs(q=inputs.q[rows], k=inputs.k[rows], v=inputs.v[rows]), out=tensors.out[rows], lse=tensors.lse[rows],
         grad_out=tensors.grad_out[rows], grad_lse=grad_lse, needs=tensors.needs, delta=delta, norm=norm,
     )  # fmt: skip
-
-
-def _row_terms(kernel: Kernel, calls: StepCalls, tensors: BackwardInputs) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(zeros for the gradient of q in the dtype of lse, delta, norm)."""
-    q = tensors.inputs.q
-    if calls.with_norm is not None:
-        grad_q = empty_on_device_of(q, q.shape, state_dtype(q.dtype))
-        return grad_q, *calls.with_norm.row_terms(tensors, grad_q)
-    grad_q = torch.zeros(q.shape, dtype=state_dtype(q.dtype), device=q.device)
-    return grad_q, kernel.delta(tensors.out, tensors.grad_out, tensors.grad_lse), None
 
 
 def _local_heads(sink: Tensor | None, transpose: UlyssesTranspose) -> Tensor | None:

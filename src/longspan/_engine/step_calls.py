@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 from longspan._engine.kv_exchange import StepKV
@@ -26,10 +27,13 @@ from longspan._kernels.protocol import (
     Kernel,
     PreparedBackwardStep,
     PreparedForwardStep,
+    PreparedRowTerms,
     PreparesSteps,
     State,
     Work,
+    state_dtype,
 )
+from longspan._torch_private import empty_on_device_of
 
 MAX_LAYOUTS = 16  # layouts of tensors, and scales, for which the steps of a pass are prepared
 
@@ -49,8 +53,9 @@ class LayoutCalls:
     `captured` in its methods: the tensors that the score program reads, on the device of the queries.
     """
 
-    def __init__(self, kernel: Kernel, prepares: PreparesSteps | None) -> None:
-        self._kernel, self._prepares = kernel, prepares
+    def __init__(self, kernel: Kernel, prepares: PreparesSteps | None, with_norm: ComputesNorm | None) -> None:
+        self._kernel, self._prepares, self._with_norm = kernel, prepares, with_norm
+        self._row_terms: PreparedRowTerms | _Mark | None = None
         self._forward: dict[Place, PreparedForwardStep | _Mark] = {}
         self._backward: dict[Place, PreparedBackwardStep | _Mark] = {}
 
@@ -95,13 +100,30 @@ class LayoutCalls:
             prepared = self._prepares.prepare_backward_step(step_tensors, step_work, into=grads)
             self._backward[place] = _Mark.NOT_SUPPORTED if prepared is None else prepared
 
+    def row_terms(self, tensors: BackwardInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(zeros for the gradient of q in the dtype of lse, delta, norm if the kernel reads it)."""
+        prepared, kernel, q = self._row_terms, self._kernel, tensors.inputs.q
+        if prepared is not None and not isinstance(prepared, _Mark):
+            return prepared(tensors.out, tensors.lse, tensors.grad_out)
+        if self._with_norm is None:
+            grad_q = torch.zeros(q.shape, dtype=state_dtype(q.dtype), device=q.device)
+            return grad_q, kernel.delta(tensors.out, tensors.grad_out, tensors.grad_lse), None
+        grad_q = empty_on_device_of(q, q.shape, state_dtype(q.dtype))
+        delta, norm = self._with_norm.row_terms(tensors, grad_q)
+        if prepared is None:
+            self._row_terms = _Mark.SEEN_ONCE
+        elif prepared is _Mark.SEEN_ONCE:
+            terms = replace(tensors, delta=delta, norm=norm)
+            self._row_terms = self._with_norm.prepare_row_terms(terms, grad_q) or _Mark.NOT_SUPPORTED
+        return grad_q, delta, norm
+
 
 class StepCalls:
     """The kernel calls of one kind of pass, with prepared steps for at most MAX_LAYOUTS layouts, least recently used dropped first."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self.with_norm: ComputesNorm | None = kernel if isinstance(kernel, ComputesNorm) else None  # tests for protocols are slow
+        self._with_norm: ComputesNorm | None = kernel if isinstance(kernel, ComputesNorm) else None  # tests for protocols are slow
         self._prepares: PreparesSteps | None = kernel if isinstance(kernel, PreparesSteps) else None
         self._layouts: OrderedDict[Hashable, LayoutCalls] = OrderedDict()
         self._overlap: dict[tuple[bool, ...], bool] = {}
@@ -111,7 +133,7 @@ class StepCalls:
 
     def unprepared(self) -> LayoutCalls:
         """Calls that are neither prepared nor cached, such as calls in a CUDA graph capture."""
-        return LayoutCalls(self._kernel, None)
+        return LayoutCalls(self._kernel, None, self._with_norm)
 
     def of_layouts(self, layouts: Hashable) -> LayoutCalls:
         """The calls of passes with these layouts (`forward_layouts`, `backward_layouts`)."""
@@ -119,7 +141,7 @@ class StepCalls:
             return self.unprepared()
         calls = self._layouts.get(layouts)
         if calls is None:
-            calls = self._layouts[layouts] = LayoutCalls(self._kernel, self._prepares)
+            calls = self._layouts[layouts] = LayoutCalls(self._kernel, self._prepares, self._with_norm)
             if len(self._layouts) > MAX_LAYOUTS:
                 self._layouts.popitem(last=False)
         elif 2 * len(self._layouts) >= MAX_LAYOUTS:
@@ -148,10 +170,11 @@ def forward_layouts(inputs: CallTensors, captured: Sequence[Tensor], scale: floa
 
 def backward_layouts(tensors: BackwardTensors, captured: Sequence[Tensor], scale: float, *, may_overlap: bool) -> Hashable:
     """Layouts of the tensors of a backward pass, and its settings, on which its steps depend. may_overlap: from `StepCalls`."""
-    grad_out, grad_lse, lse = tensors.grad_out, tensors.grad_lse, tensors.lse
+    grad_out, grad_lse, out, lse = tensors.grad_out, tensors.grad_lse, tensors.out, tensors.lse
     return (
         forward_layouts(tensors.inputs, captured, scale), grad_out.dtype, grad_out.stride(), grad_out.data_ptr() & MISALIGNED,
-        lse.stride(), lse.data_ptr() & MISALIGNED, grad_lse is None, tuple(tensors.needs), may_overlap,
+        lse.stride(), lse.data_ptr() & MISALIGNED, out.stride(), out.data_ptr() & MISALIGNED, grad_lse is None, tuple(tensors.needs),
+        may_overlap,
     )  # fmt: skip
 
 

@@ -239,6 +239,13 @@ class Kernel(Protocol):
         """Σ out · grad_out − grad_lse [B, H, Q], in the dtype of lse: the term that every score gradient of a row subtracts."""
 
 
+class PreparedRowTerms(Protocol):
+    """`ComputesNorm.row_terms` of a call that repeats."""
+
+    def __call__(self, out: Tensor, lse: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(zeros [B, H, Q, D] for the gradient of q, delta, norm)."""
+
+
 @runtime_checkable
 class ComputesNorm(Protocol):
     """A kernel whose backward passes read another form of lse, which is computed once for all steps."""
@@ -250,6 +257,12 @@ class ComputesNorm(Protocol):
         """(`Kernel.delta`, norm) of out, lse and their gradients, in one launch that also sets `zeroed` to 0.
 
         zeroed: Contiguous float32 [B, H, Q, D].
+        """
+
+    def prepare_row_terms(self, tensors: BackwardInputs, zeroed: Tensor) -> PreparedRowTerms | None:
+        """`row_terms` for tensors of these layouts; None if it cannot be prepared. The rules are those of `PreparesCalls`.
+
+        tensors: With the delta and norm that `row_terms` returned.
         """
 
 

@@ -32,7 +32,7 @@ from longspan._kernels.hopper.passes import (
     streamable,
 )
 from longspan._kernels.hopper.prepared import HopperBackward, HopperForward
-from longspan._kernels.hopper.prepared_steps import HopperBackwardStep, HopperForwardStep
+from longspan._kernels.hopper.prepared_steps import HopperBackwardStep, HopperForwardStep, HopperRowTerms, row_tensors
 from longspan._kernels.hopper.state import HopperState
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Capabilities, Grads, Kernel, Selection, State, Work
 from longspan._masks.block_table import BLOCK_SIZE, BlockTable
@@ -166,7 +166,7 @@ class HopperKernel:
         norm, delta = (empty_padded_rows(lse) if t is None else padded_rows(t) for t in (tensors.norm, tensors.delta))
         one_pass = _one_pass(inputs, work, needs) and (into is None or launch.describable(into.q))
         total = None if not one_pass else grads.q if into is not None else torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        row_tensors = {
+        term_tensors = {
             "q_ptr": call.q if isolates(work) else None, "out_ptr": tensors.out if tensors.delta is None else None, "do_ptr": grad_out,
             "lse_ptr": lse,
             "grad_lse_ptr": None if grad_lse is None else grad_lse.float().contiguous(), "norm_ptr": norm, "delta_ptr": delta,
@@ -174,7 +174,7 @@ class HopperKernel:
             "counters_ptr": torch.empty(8, dtype=torch.int32, device=q.device) if into is None else None,  # for `HopperBackward`
         }  # fmt: skip
         if into is None or tensors.norm is None or tensors.delta is None:
-            call.row_terms(row_tensors)(row_tensors, {})
+            call.row_terms(term_tensors)(term_tensors, {})
         row_grads = RowGrads(grad_out, norm, delta, call.unbounded((norm, delta)))
         if not one_pass:
             call.launch(call.dq_pass(row_grads, grads.q, grads.captured, add=into is not None))
@@ -225,18 +225,16 @@ class HopperKernel:
         one_pass = _one_pass(inputs, work, needs) and launch.describable(into.q)
         return HopperBackwardStep.of(tensors, work, into=into, one_pass=one_pass, ordered=one_pass and deterministic)
 
+    def prepare_row_terms(self, tensors: BackwardInputs, zeroed: Tensor) -> HopperRowTerms | None:
+        return None if isolation_enabled() else HopperRowTerms.of(tensors, zeroed)
+
     def norm(self, lse: Tensor) -> Tensor:
         return row_norm(lse)
 
     def row_terms(self, tensors: BackwardInputs, zeroed: Tensor) -> tuple[Tensor, Tensor]:
-        lse, grad_lse = tensors.lse.contiguous(), tensors.grad_lse
-        delta, norm = (empty_padded_rows(lse) for _ in range(2))
-        row_tensors = {
-            "q_ptr": tensors.inputs.q if isolation_enabled() else None, "out_ptr": tensors.out, "do_ptr": tensors.grad_out, "lse_ptr": lse,
-            "grad_lse_ptr": None if grad_lse is None else grad_lse.float().contiguous(), "norm_ptr": norm, "delta_ptr": delta,
-            "dq_ptr": zeroed, "counters_ptr": None,
-        }  # fmt: skip
-        row_terms_launch(zeroed.shape, row_tensors)(row_tensors, {})
+        delta, norm = (empty_padded_rows(tensors.lse) for _ in range(2))
+        launched = row_tensors(tensors, zeroed, norm, delta)
+        row_terms_launch(zeroed.shape, launched)(launched, {})
         return delta, norm
 
     def selection_block(

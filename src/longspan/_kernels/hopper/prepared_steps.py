@@ -14,9 +14,10 @@ from torch import Tensor
 
 from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.buffers import prefill
-from longspan._kernels.gpu.prepared_launch import direct_stream
+from longspan._kernels.gpu.prepared_launch import PreparedLaunch, direct_stream
 from longspan._kernels.gpu.row_terms import is_padded
-from longspan._kernels.hopper.passes import HopperCall, RowGrads, head_parts_of
+from longspan._kernels.hopper.isolation import isolation_enabled
+from longspan._kernels.hopper.passes import HopperCall, RowGrads, head_parts_of, row_terms_launch
 from longspan._kernels.hopper.prepared import PreparedPass, allocator_like, contiguous_allocator, distinct, is_preparable
 from longspan._kernels.hopper.state import HopperState
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, GradTargets, KVAddresses, State, Work
@@ -99,6 +100,31 @@ class HopperForwardStep:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class HopperRowTerms:
+    """A prepared launch of `row_terms_kernel`, once per backward pass."""
+
+    launch: PreparedLaunch
+    empty_dq: Callable[[], Tensor]
+    empty_rows: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, tensors: BackwardInputs, zeroed: Tensor) -> HopperRowTerms | None:
+        """The launch that computed `tensors.delta` and `tensors.norm`."""
+        lse, norm, delta = tensors.lse, tensors.norm, tensors.delta
+        if norm is None or delta is None or tensors.grad_lse is not None or not lse.is_contiguous() or lse.shape[2] % 4:
+            return None
+        prepared = row_terms_launch(zeroed.shape, row_tensors(tensors, zeroed, norm, delta))
+        return cls(launch=prepared, empty_dq=allocator_like(zeroed), empty_rows=allocator_like(norm)) if prepared.is_compiled else None
+
+    def __call__(self, out: Tensor, lse: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dq, delta, norm = self.empty_dq(), self.empty_rows(), self.empty_rows()
+        self.launch.launch_at(
+            (out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(), norm.data_ptr(), delta.data_ptr(), dq.data_ptr())
+        )  # fmt: skip
+        return dq, delta, norm
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class HopperBackwardStep:
     """A prepared backward step: dQ (if `dq` is not None), then dK and dV with or without dQ, then the sum of their parts.
 
@@ -158,3 +184,13 @@ class HopperBackwardStep:
             grads = into.views()
             for summed, by_part in zip((grads.k, grads.v), parts, strict=True):
                 summed.copy_(by_part.unflatten(1, (-1, self.parts)).sum(2))
+
+
+def row_tensors(tensors: BackwardInputs, zeroed: Tensor, norm: Tensor, delta: Tensor) -> dict[str, Tensor | None]:
+    """The tensors of `row_terms_launch` for a sharded call, where all steps add to dQ: `zeroed`."""
+    grad_lse = tensors.grad_lse
+    return {
+        "q_ptr": tensors.inputs.q if isolation_enabled() else None, "out_ptr": tensors.out, "do_ptr": tensors.grad_out,
+        "lse_ptr": tensors.lse.contiguous(), "grad_lse_ptr": None if grad_lse is None else grad_lse.float().contiguous(),
+        "norm_ptr": norm, "delta_ptr": delta, "dq_ptr": zeroed, "counters_ptr": None,
+    }  # fmt: skip
