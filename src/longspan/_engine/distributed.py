@@ -50,7 +50,7 @@ def _forward_steps(call: ShardedCall, inputs: CallTensors, *, max_scores: bool) 
     _, schedule, _, _, step_calls = call.setup
     captured = call.captured_here
     calls = step_calls.unprepared() if is_captured(q) else step_calls.of_layouts(forward_layouts(inputs, captured, call.scale))
-    exchange = call.kv_exchange(call.setup, inputs, backward=False)
+    exchange = call.kv_exchange(call.setup, call.kv_group(call.setup), inputs, backward=False)
     queries = [q] if call.plan.batch_layouts == 1 else list(q.split(1))
     states: list[State | None] = [sink_state(inputs.sink, part, v, max_scores=max_scores) for part in queries]
     for i, step in enumerate(schedule.steps):
@@ -116,52 +116,55 @@ def _backward_transposed(call: ShardedCall, transpose: UlyssesTranspose, tensors
 
 
 def _backward_steps(call: ShardedCall, tensors: BackwardTensors, *, keep_kv_wide: bool) -> tuple[Grads, Tensor | None]:
-    inputs, needs, grad_lse = tensors.inputs, tensors.needs, tensors.grad_lse
+    inputs, needs, lse = tensors.inputs, tensors.needs, tensors.lse
     q = inputs.q
     assert call.setup is not None
     _, schedule, capabilities, _, step_calls = call.setup
-    captured = call.captured_here
-    kernel_inputs, out, lse, grad_out = AttentionInputs(q=q, k=inputs.k, v=inputs.v), tensors.out, tensors.lse, tensors.grad_out
-    exchange = call.kv_exchange(call.setup, inputs, backward=True)
+    captured, group = call.captured_here, call.kv_group(call.setup)
     may_overlap = overlap = False
-    if q.is_cuda and exchange.group is not None and exchange.group.any_stream:
+    if q.is_cuda and group is not None and group.any_stream:
         may_overlap, overlap = step_calls.may_overlap(tuple(needs), partial(call.steps_may_overlap, inputs, needs))
     layouts = backward_layouts(tensors, captured, call.scale, may_overlap=may_overlap)
     calls = step_calls.unprepared() if is_captured(q) else step_calls.of_layouts(layouts)
-    terms = BackwardInputs(inputs=kernel_inputs, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse, needs=needs)
-    grad_q, delta, norm = calls.row_terms(terms)
+    grad_q, delta, norm = calls.row_terms(tensors)
     grad_sink = sink_gradient(inputs.sink, lse, delta)
-    terms = replace(terms, delta=delta, norm=norm)
+    exchange = call.kv_exchange(call.setup, group, inputs, backward=True)
+    terms = BackwardInputs(
+        inputs=AttentionInputs(q=q, k=inputs.k, v=inputs.v), out=tensors.out, lse=lse, grad_out=tensors.grad_out, grad_lse=tensors.grad_lse,
+        needs=needs, delta=delta, norm=norm,
+    )  # fmt: skip
     streams = StepStreams(q, two=overlap)
     sums = GradientSums(
-        inputs, needs, exchange, schedule, streams, grad_q=grad_q, return_dtype=call.grad_kv_dtype(q.dtype),
+        inputs, needs, exchange, schedule, streams, calls, grad_q=grad_q, return_dtype=call.grad_kv_dtype(q.dtype),
         writes_once=capabilities.rounds_kv_grads_once,
     )  # fmt: skip
     # By batch row, where batch rows are laid out differently.
     terms_by_row = [terms] if call.plan.batch_layouts == 1 else [_batch_row(terms, r) for r in range(len(q))]
     with streams:
         for i, step in enumerate(schedule.steps):
-            with streams.of(i):
-                step_kv = exchange.wait(i)
-                with streams.of(i + 1):
-                    exchange.prepare(i + 1)
-                # The first step may have to wait for a transfer, and nothing follows the last one. Not `overlap`: the first call must sum
-                # in the same order as later ones.
-                concurrent = may_overlap and bool(step.exchanges) and step is not schedule.steps[-1]
-                buffer = sums.buffer(step)
-                for r, (tiles, kv) in enumerate(zip(step.tiles, step_kv, strict=True)):
-                    into, scattered = sums.destination(tiles, r, buffer)
-                    if tiles.empty:
-                        grads = into.views()
-                        grads.k.zero_()
-                        grads.v.zero_()
-                    else:
-                        work = partial(call.work, tiles, r, backward=True, concurrent=concurrent)
-                        calls.backward((i, r), terms_by_row[r], kv, work, captured, into)
-                    if scattered is not None and tiles.kv_rows is not None:
-                        tiles.kv_rows.write_(buffer, scattered)
-                exchange.send(i + 1)
-                sums.send(i, step, buffer)
+            streams.use(i)
+            step_kv = exchange.wait(i)
+            streams.use(i + 1)
+            exchange.prepare(i + 1)
+            streams.use(i)
+            # The first step may have to wait for a transfer, and nothing follows the last one. Not `overlap`: the first call must sum in
+            # the same order as later ones.
+            concurrent = may_overlap and bool(step.exchanges) and step is not schedule.steps[-1]
+            buffer = sums.buffer(step)
+            for r, (tiles, kv) in enumerate(zip(step.tiles, step_kv, strict=True)):
+                into, scattered = sums.destination(tiles, r, buffer)
+                if tiles.empty:
+                    grads = into.views()
+                    grads.k.zero_()
+                    grads.v.zero_()
+                else:
+                    work = partial(call.work, tiles, r, backward=True, concurrent=concurrent)
+                    calls.backward((i, r), terms_by_row[r], kv, work, captured, into)
+                if scattered is not None and tiles.kv_rows is not None:
+                    tiles.kv_rows.write_(buffer, scattered)
+            exchange.send(i + 1)
+            sums.send(i, step, buffer)
+        streams.use(0)
         return sums.finish(keep_kv_wide=keep_kv_wide), grad_sink
 
 

@@ -35,7 +35,7 @@ def attend(inputs: CallTensors, options: CallOptions, plan: PlanData | None) -> 
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs.differentiable):
         tensors = inputs.q, inputs.k, inputs.v, inputs.sink, *inputs.score_captured
         return _apply(inputs, options, plan, *tensors)
-    with torch.no_grad():
+    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
         return ops.run_forward(inputs, options, plan)[0]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from longspan._comm.group import Pending
 from longspan._engine.kv_exchange import KVExchange
 from longspan._engine.local_schedule import ComputeStep, LocalSchedule, StepTiles
+from longspan._engine.step_calls import LayoutCalls
 from longspan._engine.streams import StepStreams
 from longspan._engine.values import CallTensors
 from longspan._kernels.protocol import Grads, GradTargets, state_dtype
@@ -46,6 +47,7 @@ class GradientSums:
         exchange: KVExchange,
         schedule: LocalSchedule,
         streams: StepStreams,
+        calls: LayoutCalls,
         *,
         grad_q: Tensor,
         return_dtype: torch.dtype,
@@ -58,7 +60,7 @@ class GradientSums:
         self._k, self._v, self._exchange, self._schedule, self._streams = k, v, exchange, schedule, streams
         self._q_dtype, self._dtype, self._return_dtype = q.dtype, state_dtype(q.dtype), return_dtype
         self._sent_dtype = return_dtype if writes_once and return_dtype in _KERNEL_DTYPES else self._dtype
-        self._grad_q = grad_q
+        self._grad_q, self._calls = grad_q, calls
         self._grad_captured = [
             torch.zeros(c.shape, dtype=self._dtype, device=q.device) if n else None for c, n in zip(inputs.score_captured, needs)
         ]
@@ -135,19 +137,20 @@ class GradientSums:
         if self._in_flight is None:
             return
         returned, self._in_flight = self._in_flight, None
-        with self._streams.of(returned.index):
-            for pending in returned.pending:
-                pending.wait()
-            if returned.step in self._schedule.final_returns:
-                self._final_returned.append(returned.received)
-                return
+        before = self._streams.use(returned.index)
+        for pending in returned.pending:
+            pending.wait()
+        if returned.step in self._schedule.final_returns:
+            self._final_returned.append(returned.received)
+        else:
             self._streams.wait(self._added)
             rows = returned.step.returned
             lists = rows.lists(self._local_rows, self._grad_kv.device)
             grads = ReturnedGrads(buffers=(returned.received,), parts=(rows.parts,), lists=lists)
             add_returned_rows_(self._grad_kv, grads, unwritten=self._unwritten)
             self._added = self._streams.record()
-        self._unwritten = 0
+            self._unwritten = 0
+        self._streams.use(before)
 
     def finish(self, *, keep_kv_wide: bool) -> Grads:
         """The gradients: of q in its dtype, of k and v in theirs, or, with `keep_kv_wide`, in the dtype of the sums."""
@@ -162,5 +165,10 @@ class GradientSums:
             parts = [step.returned.parts for step in self._schedule.final_returns]
             lists = self._schedule.final_returned_rows.lists(self._local_rows, self._grad_kv.device)
             grads = ReturnedGrads(buffers=self._final_returned, parts=parts, lists=lists)
-            add_returned_and_split(self._grad_kv, grads, grad_k, grad_v, per_row=per_row, local_grads=self._late_grad_kv)
+            if self._calls.final_sum is None:
+                self._calls.final_sum = add_returned_and_split(
+                    self._grad_kv, grads, grad_k, grad_v, per_row=per_row, local_grads=self._late_grad_kv
+                )
+            else:
+                self._calls.final_sum(self._grad_kv, grads, grad_k, grad_v, self._late_grad_kv)
         return Grads(q=self._grad_q.to(self._q_dtype), k=grad_k, v=grad_v, captured=self._grad_captured)

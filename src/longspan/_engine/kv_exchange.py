@@ -17,7 +17,7 @@ from longspan._comm.agreement import Agreement
 from longspan._comm.group import Group, Pending
 from longspan._engine.buffer_rows import RowViews
 from longspan._engine.local_schedule import ComputeStep
-from longspan._engine.streams import current_stream, issue_stream
+from longspan._engine.streams import current_stream, issue_stream, run_on
 from longspan._kernels.protocol import AttentionInputs, KVAddresses
 from longspan._kernels.row_sums import copy_rows_
 from longspan._plan.plan_data import PlanData
@@ -160,15 +160,15 @@ class KVExchange:
         if transfer.issue is None:
             transfer.issue = self._bound(self.steps[i], transfer, own_buffer=i > 0 or self.format.two_buffers)
         self._agreement.wait()
+        started = transfer.issue
         if transfer.packed is None:
-            transfer.pending = [issue() for issue in transfer.issue]
+            transfer.pending = [issue() for issue in started]
         else:
             # A backend's stream waits for the stream that issues the all-to-all. On the current stream, it would wait for the kernel of the
             # step before: issue from another stream that waits for the packing only.
             stream = issue_stream(self.k.get_device())
             stream.wait_event(transfer.packed)
-            with torch.cuda.stream(stream):
-                transfer.pending = [issue() for issue in transfer.issue]
+            transfer.pending = run_on(stream, lambda: [issue() for issue in started])
         transfer.issue = []
 
     def wait(self, i: int) -> list[StepKV]:

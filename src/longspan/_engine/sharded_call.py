@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longspan._comm.agreement import Agreement
+from longspan._comm.group import Group
 from longspan._engine.kv_exchange import KVExchange, KVFormat, sends_kv_separately
 from longspan._engine.local_schedule import LocalSchedule, StepTiles
 from longspan._engine.pass_setup import PassSetup
@@ -128,13 +129,17 @@ class ShardedCall:
         fmt = KVFormat(separate=separate, per_batch_row=per_batch_row, two_buffers=two_buffers)
         return PassSetup(kernel, schedule, capabilities, fmt, StepCalls(kernel))
 
-    def kv_exchange(self, setup: PassSetup, inputs: CallTensors, *, backward: bool) -> KVExchange:
-        """The KV exchange of a pass; starts to send k and v."""
-        group, steps = None, setup.schedule.steps
-        if setup.schedule.exchanges:
-            assert self.plan.kv_axis is not None
-            group = self.plan.mesh.group(self.plan.kv_axis)
-        return KVExchange(group, (inputs.k, inputs.v), steps, setup.fmt, "backward" if backward else "forward", self.agreement)
+    def kv_group(self, setup: PassSetup) -> Group | None:
+        """The group of the KV exchanges of a pass; None if there are none."""
+        if not setup.schedule.exchanges:
+            return None
+        assert self.plan.kv_axis is not None
+        return self.plan.mesh.group(self.plan.kv_axis)
+
+    def kv_exchange(self, setup: PassSetup, group: Group | None, inputs: CallTensors, *, backward: bool) -> KVExchange:
+        """The KV exchange of a pass; starts to send k and v. group: from `kv_group`."""
+        steps, what = setup.schedule.steps, "backward" if backward else "forward"
+        return KVExchange(group, (inputs.k, inputs.v), steps, setup.fmt, what, self.agreement)
 
     def _sends_kv_separately(self, k: Tensor, v: Tensor) -> bool:
         """Not after a Ulysses transpose, which leaves K and V side by side."""

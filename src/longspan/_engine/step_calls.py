@@ -21,6 +21,7 @@ from longspan._engine.kv_exchange import StepKV
 from longspan._engine.values import BackwardTensors, CallTensors
 from longspan._kernels.protocol import (
     MISALIGNED,
+    AttentionInputs,
     BackwardInputs,
     ComputesNorm,
     GradTargets,
@@ -33,6 +34,7 @@ from longspan._kernels.protocol import (
     Work,
     state_dtype,
 )
+from longspan._kernels.row_sums import RepeatedSum
 from longspan._torch_private import empty_on_device_of
 
 MAX_LAYOUTS = 16  # layouts of tensors, and scales, for which the steps of a pass are prepared
@@ -50,8 +52,10 @@ class _Mark(Enum):
 class LayoutCalls:
     """The kernel calls of passes with tensors of one layout. Not prepared without `prepares`.
 
-    `captured` in its methods: the tensors that the score program reads, on the device of the queries.
+    `final_sum`: of `GradientSums`. `captured` in its methods: the tensors that the score program reads, on the device of the queries.
     """
+
+    final_sum: RepeatedSum | None = None
 
     def __init__(self, kernel: Kernel, prepares: PreparesSteps | None, with_norm: ComputesNorm | None) -> None:
         self._kernel, self._prepares, self._with_norm = kernel, prepares, with_norm
@@ -100,7 +104,7 @@ class LayoutCalls:
             prepared = self._prepares.prepare_backward_step(step_tensors, step_work, into=grads)
             self._backward[place] = _Mark.NOT_SUPPORTED if prepared is None else prepared
 
-    def row_terms(self, tensors: BackwardInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    def row_terms(self, tensors: BackwardTensors) -> tuple[Tensor, Tensor, Tensor | None]:
         """(zeros for the gradient of q in the dtype of lse, delta, norm if the kernel reads it)."""
         prepared, kernel, q = self._row_terms, self._kernel, tensors.inputs.q
         if prepared is not None and not isinstance(prepared, _Mark):
@@ -109,11 +113,15 @@ class LayoutCalls:
             grad_q = torch.zeros(q.shape, dtype=state_dtype(q.dtype), device=q.device)
             return grad_q, kernel.delta(tensors.out, tensors.grad_out, tensors.grad_lse), None
         grad_q = empty_on_device_of(q, q.shape, state_dtype(q.dtype))
-        delta, norm = self._with_norm.row_terms(tensors, grad_q)
+        terms = BackwardInputs(
+            inputs=AttentionInputs(q=q, k=tensors.inputs.k, v=tensors.inputs.v), out=tensors.out, lse=tensors.lse,
+            grad_out=tensors.grad_out, grad_lse=tensors.grad_lse,
+        )  # fmt: skip
+        delta, norm = self._with_norm.row_terms(terms, grad_q)
         if prepared is None:
             self._row_terms = _Mark.SEEN_ONCE
         elif prepared is _Mark.SEEN_ONCE:
-            terms = replace(tensors, delta=delta, norm=norm)
+            terms = replace(terms, delta=delta, norm=norm)
             self._row_terms = self._with_norm.prepare_row_terms(terms, grad_q) or _Mark.NOT_SUPPORTED
         return grad_q, delta, norm
 

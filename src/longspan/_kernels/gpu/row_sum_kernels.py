@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan._kernels.gpu.prepared_launch import layout_launch
+from longspan._kernels.gpu.prepared_launch import PreparedLaunch, layout_launch
 
 WIDTH = 1024
 
@@ -88,10 +88,10 @@ def add_rows_and_split(
     *,
     per_row: bool,
     local_grads: Tensor | None = None,
-) -> None:
+) -> PreparedLaunch:
     """`add_rows` of one or two buffers, then of local_grads [L, W] to the first L rows. Sums go to k and v, whose last dim is contiguous.
 
-    lists: (ptr, index) of the buffers as if concatenated.
+    lists: (ptr, index) of the buffers as if concatenated. Returns the launch.
     """
     tensors = {
         "grads_ptr": grads, "first_ptr": buffers[0], "second_ptr": buffers[-1], "local_ptr": grads if local_grads is None else local_grads,
@@ -102,4 +102,6 @@ def add_rows_and_split(
         "first_count": buffers[0].shape[0], "local_count": 0 if local_grads is None else local_grads.shape[0],
         "D": k.shape[3], "KV_DIM": k.shape[3] + v.shape[3], "PER_ROW": per_row, "BLOCK": WIDTH,
     }  # fmt: skip
-    layout_launch(add_rows_and_split_kernel, tensors, constants, _ctas(grads))(tensors, {})
+    prepared = layout_launch(add_rows_and_split_kernel, tensors, constants, _ctas(grads))
+    prepared(tensors, {})
+    return prepared
