@@ -189,9 +189,10 @@ def current_cuda_device() -> int:
     return torch._C._cuda_getDevice()
 
 
-def empty_on_current_device(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor on the current CUDA device, unseen by dispatch modes. CUDA must be initialised."""
-    return torch._C._dynamo.guards._empty_strided_cuda(size, strides, dtype)  # type: ignore[attr-defined, no-any-return]
+# (size, strides, dtype) → an uninitialised tensor on the current CUDA device, unseen by dispatch modes. CUDA must be initialised. Not a
+# Python function, whose call would take as long as the allocation.
+empty_on_current_device: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+empty_on_current_device = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 
 def empty_on_device_of(like: Tensor, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -54,7 +54,8 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(prepared_launch.PreparedLaunch, "_compile_with_fewer_stages", lambda self, arguments: _name(self.kernel))
     monkeypatch.setattr(prepared_launch, "driver_launch", lambda compiled, *_, **__: RecordedLaunch(compiled))
     monkeypatch.setattr(prepared_launch, "ordered_stream", lambda device: 0)
-    monkeypatch.setattr(prepared_launch, "current_cuda_device", lambda: None)  # the index of the CPU
+    for module in (prepared_launch, prepared):
+        monkeypatch.setattr(module, "current_cuda_device", lambda: None)  # the index of the CPU
     for module in (workspace, prepared):
         monkeypatch.setattr(module, "take_zeros", lambda count, device, stream: (0, torch.empty(0)))
     monkeypatch.setattr(hopper_kernel, "_unsupported_reason", lambda inputs, work: None)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from operator import itemgetter, mul
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.buffers import empty_grads, empty_state, prefill
 from longspan._kernels.gpu.launch_call import Pass
-from longspan._kernels.gpu.prepared_launch import PreparedLaunch, direct_stream
+from longspan._kernels.gpu.prepared_launch import PreparedLaunch, unhooked_stream
 from longspan._kernels.gpu.row_terms import empty_padded_rows
 from longspan._kernels.gpu.workspace import take_zeros
 from longspan._kernels.hopper.passes import HopperCall, RowGrads, head_parts_of, round_tensors
@@ -91,7 +92,7 @@ class PreparedPass:
 
 
 def _launch(prepared: PreparedLaunch, stream: int | None, values: Sequence[int | float]) -> None:
-    """Launch on a stream from `direct_stream`, or, if it is None, wherever the launch belongs."""
+    """Launch on a stream from `unhooked_stream`, or, if it is None, wherever the launch belongs."""
     by_driver = prepared.by_driver
     if stream is None or by_driver is None:
         prepared.launch_at(values)
@@ -100,25 +101,19 @@ def _launch(prepared: PreparedLaunch, stream: int | None, values: Sequence[int |
 
 
 def allocator(size: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """A function that allocates uninitialised tensors."""
-    fixed_size, fixed_strides, index = tuple(size), tuple(strides), device.index
-    by_torch = partial(torch.empty_strided, fixed_size, fixed_strides, dtype=dtype, device=device)
-    if device.type != "cuda":
-        return by_torch
-
-    def allocate() -> Tensor:
-        return empty_on_current_device(fixed_size, fixed_strides, dtype) if current_cuda_device() == index else by_torch()
-
-    return allocate
+    """A function that allocates uninitialised tensors on a device, which must be current."""
+    if device.type == "cuda":
+        return partial(empty_on_current_device, tuple(size), tuple(strides), dtype)
+    return partial(torch.empty_strided, tuple(size), tuple(strides), dtype=dtype, device=device)
 
 
 def allocator_like(tensor: Tensor) -> Callable[[], Tensor]:
-    """A function that allocates uninitialised tensors of this shape, dtype and strides."""
+    """`allocator` of tensors of this shape, dtype and strides."""
     return allocator(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def contiguous_allocator(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """A function that allocates uninitialised contiguous tensors."""
+    """`allocator` of contiguous tensors."""
     strides = accumulate((max(1, n) for n in reversed(size[1:])), mul, initial=1)
     return allocator(size, tuple(strides)[::-1], dtype, device)
 
@@ -130,11 +125,26 @@ def distinct(inputs: AttentionInputs) -> AttentionInputs:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HopperForward:
+class OnDevice:
+    """A pass that allocates on the current device and launches there. Calling it makes its device current."""
+
+    device: int
+
+    def run(self, *tensors: Any, **_: Any) -> Any:
+        raise NotImplementedError
+
+    def __call__(self, *tensors: Any) -> Any:
+        if current_cuda_device() == self.device:
+            return self.run(*tensors)
+        with torch.cuda.device(self.device):
+            return self.run(*tensors)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HopperForward(OnDevice):
     """A prepared forward pass. Roles: q, k, v, out, lse. `idle`: ranges of query rows that see no key."""
 
     kernel_pass: PreparedPass
-    device: int
     empty_out: Callable[[], Tensor]
     empty_lse: Callable[[], Tensor]
     idle: tuple[tuple[int, int], ...]
@@ -155,17 +165,17 @@ class HopperForward:
             idle=launch.idle_spans(work.table, work.q_tiles),
         )  # fmt: skip
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, score_captured: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, score_captured: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         out, lse = self.empty_out(), self.empty_lse()
         for start, stop in self.idle:
             prefill(State(out=out, lse=lse).rows(start, stop), None)
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()
-        self.kernel_pass(direct_stream(self.device), addresses, [t.data_ptr() for t in score_captured] if score_captured else ())
+        self.kernel_pass(unhooked_stream(self.device), addresses, [t.data_ptr() for t in score_captured] if score_captured else ())
         return out, lse
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HopperBackward:
+class HopperBackward(OnDevice):
     """A prepared backward pass: row terms, dQ (if `dq` is not None), dK and dV with or without dQ, rounding.
 
     Roles: q, k, v, grad_out, norm, delta, dq, dk, dv, total. total: dQ in float32, where dK and dV are computed with it.
@@ -180,7 +190,6 @@ class HopperBackward:
     rounding: PreparedLaunch | None
     rounding_scale: float
     starts: tuple[int, int, int, int, int, int]
-    device: int
     empty_workspace: Callable[[], Tensor]
     empty_dq: Callable[[], Tensor]
     empty_dk: Callable[[], Tensor]
@@ -224,7 +233,7 @@ class HopperBackward:
             parts=parts > 1, needs=tuple(tensors.needs),
         )  # fmt: skip
 
-    def __call__(
+    def run(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, score_captured: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor | None]]:  # fmt: skip
         workspace, dq, dk, dv = self.empty_workspace(), self.empty_dq(), self.empty_dk(), self.empty_dv()
@@ -241,7 +250,7 @@ class HopperBackward:
         do_at, dq_at, dk_at, dv_at = grad_out.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
         to_dk, to_dv = (base + dk_parts, base + dv_parts) if self.parts else (dk_at, dv_at)
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), do_at, norm, delta, dq_at, to_dk, to_dv, total
-        stream = direct_stream(self.device)
+        stream = unhooked_stream(self.device)
         if self.dq is None:
             _launch(self.row_terms, stream, (out.data_ptr(), do_at, lse.data_ptr(), norm, delta, total, counters))
         else:

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.buffers import prefill
-from longspan._kernels.gpu.prepared_launch import PreparedLaunch, direct_stream
+from longspan._kernels.gpu.prepared_launch import PreparedLaunch, unhooked_stream
 from longspan._kernels.gpu.row_terms import is_padded
 from longspan._kernels.hopper.isolation import isolation_enabled
 from longspan._kernels.hopper.passes import HopperCall, RowGrads, head_parts_of, row_terms_launch
-from longspan._kernels.hopper.prepared import PreparedPass, allocator_like, contiguous_allocator, distinct, is_preparable
+from longspan._kernels.hopper.prepared import OnDevice, PreparedPass, allocator_like, contiguous_allocator, distinct, is_preparable
 from longspan._kernels.hopper.state import HopperState
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, GradTargets, KVAddresses, State, Work
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HopperForwardStep:
+class HopperForwardStep(OnDevice):
     """A prepared forward step. Roles: q, k, v, local k, local v, old out, old lse, out, lse, completed out.
 
     Attributes:
@@ -34,7 +34,6 @@ class HopperForwardStep:
     """
 
     kernel_pass: PreparedPass
-    device: int
     target: Literal["new", "state", "completed"]
     final: bool
     empty_out: Callable[[], Tensor]
@@ -75,7 +74,7 @@ class HopperForwardStep:
             idle=launch.idle_spans(work.table, work.q_tiles) if target == "new" else (),
         )  # fmt: skip
 
-    def __call__(self, q: Tensor, kv: KVAddresses, state: State | None, score_captured: Sequence[Tensor]) -> State:
+    def run(self, q: Tensor, kv: KVAddresses, state: State | None, score_captured: Sequence[Tensor]) -> State:
         completed, old_out, old_lse = None, 0, 0
         if state is not None:
             completed = state.completed_out if type(state) is HopperState else None
@@ -95,12 +94,12 @@ class HopperForwardStep:
         addresses = (
             q.data_ptr(), *kv, old_out, old_lse, out.data_ptr(), lse.data_ptr(), 0 if completed is None else completed.data_ptr()
         )  # fmt: skip
-        self.kernel_pass(direct_stream(self.device), addresses, [t.data_ptr() for t in score_captured])
+        self.kernel_pass(unhooked_stream(self.device), addresses, [t.data_ptr() for t in score_captured])
         return State(out=out, lse=lse) if self.final else HopperState(out=out, lse=lse, completed_out=completed)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HopperRowTerms:
+class HopperRowTerms(OnDevice):
     """A prepared launch of `row_terms_kernel`, once per backward pass."""
 
     launch: PreparedLaunch
@@ -114,9 +113,11 @@ class HopperRowTerms:
         if norm is None or delta is None or tensors.grad_lse is not None or not lse.is_contiguous() or lse.shape[2] % 4:
             return None
         prepared = row_terms_launch(zeroed.shape, row_tensors(tensors, zeroed, norm, delta))
-        return cls(launch=prepared, empty_dq=allocator_like(zeroed), empty_rows=allocator_like(norm)) if prepared.is_compiled else None
+        if not prepared.is_compiled:
+            return None
+        return cls(launch=prepared, device=lse.device.index, empty_dq=allocator_like(zeroed), empty_rows=allocator_like(norm))
 
-    def __call__(self, out: Tensor, lse: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, out: Tensor, lse: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dq, delta, norm = self.empty_dq(), self.empty_rows(), self.empty_rows()
         self.launch.launch_at(
             (out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(), norm.data_ptr(), delta.data_ptr(), dq.data_ptr())
@@ -125,7 +126,7 @@ class HopperRowTerms:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HopperBackwardStep:
+class HopperBackwardStep(OnDevice):
     """A prepared backward step: dQ (if `dq` is not None), then dK and dV with or without dQ, then the sum of their parts.
 
     Roles: q, k, v, grad_out, norm, delta, dq, dk, dv, local k, local v. `empty_parts`: make dK and dV in `parts` parts, where the query
@@ -134,7 +135,6 @@ class HopperBackwardStep:
 
     dq: PreparedPass | None
     dkdv: PreparedPass
-    device: int
     parts: int
     empty_parts: tuple[Callable[[], Tensor], Callable[[], Tensor]] | None
 
@@ -151,9 +151,8 @@ class HopperBackwardStep:
         (local_k, local_v), parts = inputs.local_kv or (None, None), head_parts_of(inputs.q, inputs.v, work)
         call, dk, dv, empty_parts = HopperCall(inputs, work), into.k, into.v, None
         if parts > 1:
-            allocators = [contiguous_allocator((t.shape[0], t.shape[1] * parts, *t.shape[2:]), torch.float32, t.device) for t in (dk, dv)]
-            empty_parts = allocators[0], allocators[1]
-            dk, dv = empty_parts[0](), empty_parts[1]()
+            dk, dv = (torch.empty((t.shape[0], t.shape[1] * parts, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (dk, dv))
+            empty_parts = allocator_like(dk), allocator_like(dv)
         roles = inputs.q, inputs.k, inputs.v, grad_out, norm, delta, into.q, dk, dv, local_k, local_v
         dq, row_grads = None, RowGrads(grad_out, norm, delta)
         if not one_pass:
@@ -164,7 +163,7 @@ class HopperBackwardStep:
             return None
         return cls(dq=dq, dkdv=dkdv, device=inputs.q.device.index, parts=parts, empty_parts=empty_parts)
 
-    def __call__(self, tensors: BackwardInputs, kv: KVAddresses, into: GradTargets, score_captured: Sequence[Tensor]) -> None:
+    def run(self, tensors: BackwardInputs, kv: KVAddresses, into: GradTargets, score_captured: Sequence[Tensor]) -> None:
         norm, delta, parts = tensors.norm, tensors.delta, None
         assert norm is not None and delta is not None
         dk, dv = into.k, into.v
@@ -176,7 +175,7 @@ class HopperBackwardStep:
             tensors.inputs.q.data_ptr(), kv.k, kv.v, tensors.grad_out.data_ptr(), norm_at, delta.data_ptr(), into.q.data_ptr(), dk, dv,
             kv.local_k, kv.local_v,
         )  # fmt: skip
-        stream, captured = direct_stream(self.device), [t.data_ptr() for t in score_captured]
+        stream, captured = unhooked_stream(self.device), [t.data_ptr() for t in score_captured]
         if self.dq is not None:
             self.dq(stream, addresses, captured, [g.data_ptr() for g in into.captured if g is not None] or (norm_at,))
         self.dkdv(stream, addresses, captured)
