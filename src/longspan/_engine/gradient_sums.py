@@ -71,7 +71,7 @@ class GradientSums:
         # row by row.
         width = (kv_heads if per_batch_row else batch * kv_heads) * exchange.width
         self._first_buffer = empty_on_device_of(k, (self._local_rows + first.received_rows, width), self._dtype)
-        self._grad_kv = self._first_buffer[: self._local_rows]
+        self._grad_kv = self._first_buffer[: self._local_rows] if first.received_rows else self._first_buffer
         self._late_step = None if last.exchanges or last is first else last
         self._unwritten = 0 if self._late_step is None else self._late_step.buffer_rows  # first rows of _grad_kv that hold nothing yet
         self._late_grad_kv: Tensor | None = None  # gradients of these rows, if they hold something when the late step is computed

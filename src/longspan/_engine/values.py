@@ -59,15 +59,16 @@ class BackwardTensors:
 
     def flat_grads(self, grads: Grads, grad_sink: Tensor | None) -> list[Tensor]:
         """Gradients of q, k, v, the sink if there is one, and the captured tensors with `needs`: contiguous, in their tensors' dtypes."""
-        for name in ("q", "k", "v"):  # one after the other: a copy replaces its source
-            setattr(grads, name, getattr(grads, name).contiguous())
+        grads.q = grads.q.contiguous()  # one after the other: a copy replaces its source
+        grads.k = grads.k.contiguous()
+        grads.v = grads.v.contiguous()
         flat = [grads.q, grads.k, grads.v]
         if self.inputs.sink is not None and grad_sink is not None:
-            flat.append(grad_sink.to(self.inputs.sink.dtype))
+            flat.append(grad_sink.to(self.inputs.sink.dtype).contiguous())
         for need, grad, tensor in zip(self.needs, grads.captured, self.inputs.score_captured, strict=False):
             if need and grad is not None:
-                flat.append(grad.to(tensor.dtype).to(tensor.device))
-        return [g.contiguous() for g in flat]
+                flat.append(grad.to(tensor.dtype).to(tensor.device).contiguous())
+        return flat
 
 
 class InputGrads(NamedTuple):
