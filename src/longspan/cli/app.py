@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import typer
 
-COMMANDS = ("plan", "calibrate", "verify", "bench", "demo", "train", "generate", "warm")
+COMMANDS = ("plan", "calibrate", "verify", "bench", "demo", "train", "generate", "warm", "hub")
 
 
 class UsageError(Exception):

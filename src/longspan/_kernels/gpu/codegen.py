@@ -219,7 +219,7 @@ def function_source(name: str, parameters: str, lines: Sequence[str]) -> str:
     helpers = ", ".join(n for n in vars(library) if hasattr(getattr(library, n), "fn"))
     return (
         "import triton\nimport triton.language as tl\n"
-        f"from longspan._kernels.gpu.device_library import {helpers}\n\n\n"
+        f"from {library.__name__} import {helpers}\n\n\n"
         f"@triton.jit\ndef {name}({parameters}):\n{body}\n"
     )
 
