@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.mutation import runner
-from tests.mutation.make import PACKAGE, ROOT, given, sample
+from tests.mutation.make import PACKAGE, ROOT, given, sample, survivors
 
 
 def main() -> int:
@@ -36,6 +36,9 @@ def main() -> int:
     parser.add_argument("--changed", action="store_true", help="only files of src/ that differ from the main branch")
     parser.add_argument("--only", nargs="*", default=[], help="only these files or folders")
     parser.add_argument("--given", type=Path, help="a JSON file of mutants made by hand")
+    parser.add_argument("--again", type=Path, help="the --out file of an earlier run: judge the mutants that were not killed")
+    parser.add_argument("--tests", nargs="*", default=["tests"], help="only these test files or folders")
+    parser.add_argument("--out", type=Path, help="append verdicts to this file, a line of JSON each")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no mutant after this time")
     parser.add_argument("--record", type=float, default=1e9, help="seconds to record which mutants tests reach; later files are left out")
     parser.add_argument("--file-limit", type=float, default=600.0, help="seconds to record one test file")
@@ -52,7 +55,10 @@ def main() -> int:
         only += [name for name in names.stdout.split() if name.endswith(".py") and (ROOT / name).exists()]
         if not only:
             raise SystemExit("no file of src/ differs from the main branch")
-    mutants = given(options.given) if options.given else sample(only, options.sample, options.seed)
+    if options.again:
+        mutants = survivors(options.again)
+    else:
+        mutants = given(options.given) if options.given else sample(only, options.sample, options.seed)
     if options.list:
         print(*mutants, sep="\n")
         return 0
@@ -65,13 +71,16 @@ def main() -> int:
     def report(number: int, verdict: str, seconds: float) -> None:
         verdicts.append(asdict(mutants[number]) | {"package": mutants[number].package, "verdict": verdict})
         print(f"{seconds:6.1f} s  {verdict:30s} {mutants[number]}", flush=True)
+        if options.out:
+            with options.out.open("a") as out:
+                print(json.dumps(verdicts[-1]), file=out)
 
     limits = runner.Limits(
         record=options.record, file=options.file_limit, mutant=options.limit, fuzz=options.fuzz, total=options.seconds
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         copy = runner.Copy.make(Path(folder) / "repository", dict(enumerate(mutants)))
-        recording = runner.judge(copy, limits, report)
+        recording = runner.judge(copy, limits, report, options.tests)
     print(f"{len(recording.seconds)} tests in {sum(recording.seconds.values()):.0f} s; failed without a mutant: {sorted(recording.failed)}")
     print(*runner.packages(verdicts), sep="\n")
     if options.json:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.comm.exchanges import counts_of
 
+from longspan._comm.all_reduce import all_reduce_rows
 from longspan._comm.gather import all_gather_rows, reduce_scatter_rows
 from longspan._comm.mesh import Mesh
 from longspan.testing import virtual_world
@@ -42,6 +43,23 @@ def test_reduce_scatter_sums_over_all_ranks(shape: int | tuple[int, int], dtype:
     ):
         assert got.dtype == dtype
         torch.testing.assert_close(got, expected.to(dtype))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_all_reduced_rows_know_their_indices(shape: int | tuple[int, int]) -> None:
+    world = virtual_world(shape)
+    inputs = [rows(r, 7) for r in range(world.size)]
+    expected = sum(x.double() for x in inputs).float() * torch.arange(7)[:, None, None]
+
+    def on_rank(mesh: Mesh) -> torch.Tensor:
+        def finish(reduced: torch.Tensor, indices: range) -> torch.Tensor:
+            return reduced * torch.tensor(list(indices))[:, None, None]
+
+        return all_reduce_rows(mesh, inputs[mesh.rank], lambda parts: parts.sum(0), finish, what="test", fields={})
+
+    results = world.run(on_rank)
+    assert all(torch.equal(results[0], other) for other in results)
+    torch.testing.assert_close(results[0], expected)
 
 
 def test_half_dtypes_are_summed_in_float32_in_rank_order() -> None:

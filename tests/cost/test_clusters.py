@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from longspan._cost.clusters import ClusterError, cluster, dump, load, names
+from longspan._cost.rates import Rates
 
 
 @pytest.mark.parametrize("name", names())
@@ -20,6 +21,23 @@ def test_profiles_round_trip_through_toml_and_name_their_sources(name: str, tmp_
         # Measured triangles may be a little faster than squares: their rows of many lengths leave no slot idle at the end.
         assert len(r.keys) == len(r.full) == len(r.causal) and all(c <= 1.1 * f for c, f in zip(r.causal, r.full, strict=True))
     assert profile.between.bandwidth < profile.inside.bandwidth < profile.hbm
+
+
+def test_rates_need_two_points(tmp_path: Path) -> None:
+    profile = cluster("h100")
+
+    def with_points(count: int) -> str:
+        def cut(rates: Rates) -> Rates:
+            return replace(rates, keys=rates.keys[:count], full=rates.full[:count], causal=rates.causal[:count])
+
+        kernel = replace(profile.kernel, forward=cut(profile.kernel.forward), backward=cut(profile.kernel.backward))
+        return dump(replace(profile, kernel=kernel))
+
+    (tmp_path / "x.toml").write_text(with_points(2))
+    assert len(load(tmp_path / "x.toml").kernel.forward.keys) == 2
+    (tmp_path / "x.toml").write_text(with_points(1))
+    with pytest.raises(ClusterError, match="expected two or more ascending keys"):
+        load(tmp_path / "x.toml")
 
 
 def test_ethernet_between_the_same_nodes_is_slower() -> None:

@@ -126,6 +126,7 @@ def test_a_later_stage_that_needs_its_mask_is_an_error_and_not_a_wrong_answer() 
         ("flash", {"dims": (192, 128)}, {}, "expected the same"),
         ("flash", {"dims": (264, 264)}, {}, "head dim 264: expected at most 256"),
         ("flash", {"dims": (208, 208)}, {"capability": (8, 9)}, r"head dim 208 on Imaginary \(compute capability 8.9\)"),
+        ("flash", {"dims": (224, 224)}, {"capability": (12, 0)}, r"head dim 224 on Imaginary \(compute capability 12.0\)"),
         ("flash", {}, {"capability": (7, 5)}, r"Imaginary \(compute capability 7.5\): expected 8.0 \(Ampere\) or later$"),
         ("efficient", {}, {"capability": (7, 5)}, r"expected 8.0 \(Ampere\) or later for bfloat16"),
         ("efficient", {"dims": (60, 64)}, {}, "head dims 60 and 64: expected multiples of 8"),
@@ -149,6 +150,7 @@ def test_it_says_what_it_rejects_on_cuda(
     ("name", "settings"),
     [
         ("flash", {"dims": (256, 256)}),
+        ("flash", {"dims": (208, 208)}),
         ("flash", {"dtype": torch.float16}),
         ("efficient", {"dims": (192, 128)}),
         ("efficient", {"dims": (20, 12), "dtype": torch.float32}),

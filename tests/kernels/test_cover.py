@@ -130,7 +130,7 @@ def test_the_cpu_kernel_equals_the_oracle_on_block_shaped_masks(
 
 
 @pytest.mark.parametrize("mask", [ls.full(), ls.causal(), window_of_200])
-@pytest.mark.parametrize(("keys", "elements"), [(48, 1 << 21), (100, 4000)])
+@pytest.mark.parametrize(("keys", "elements"), [(48, 1 << 21), (100, 4000), (83, 1 << 21)])  # 83: one key in the last tile
 def test_the_plain_path_equals_the_oracle_over_several_tiles(mask: Mod, keys: int, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain_tiles, "TILE_KEYS", keys)
     monkeypatch.setattr(plain_tiles, "TILE_ELEMENTS", elements)

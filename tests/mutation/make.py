@@ -6,7 +6,7 @@ import ast
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -171,3 +171,10 @@ def given(path: Path) -> list[Mutant]:
         size = len(entry["old"].encode())
         mutants.append(Mutant(line=at[0] + 1, start=start, stop=start + size, kind="given", **entry))
     return mutants
+
+
+def survivors(path: Path) -> list[Mutant]:
+    """The mutants of an earlier run that were not killed. Their files must not have changed since."""
+    verdicts = [json.loads(line) for line in path.read_text().splitlines()]
+    names = [f.name for f in fields(Mutant)]
+    return [Mutant(**{name: one[name] for name in names}) for one in verdicts if "killed" not in one["verdict"]]

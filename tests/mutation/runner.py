@@ -90,7 +90,7 @@ class Recording:
         return sorted((t for t in self.reached.get(key, ()) if t in self.seconds), key=self.seconds.__getitem__)
 
 
-def judge(copy: Copy, limits: Limits, report: Callable[[int, str, float], None]) -> Recording:
+def judge(copy: Copy, limits: Limits, report: Callable[[int, str, float], None], tests: list[str]) -> Recording:
     """Report a verdict for each mutant: killed, survived, not reached, timeout. Returns the recording."""
     begin, recording = time.monotonic(), Recording()
 
@@ -105,11 +105,11 @@ def judge(copy: Copy, limits: Limits, report: Callable[[int, str, float], None])
                 verdict = "killed by random cases" if _fuzz(copy.folder, number, limits.fuzz) else verdict
             report(number, verdict, time.monotonic() - start)
 
-    _with_items(copy.folder, body)
+    _with_items(copy.folder, body, tests)
     return recording
 
 
-def _with_items(folder: Path, body: Callable[[dict[str, Any]], None], tests: list[str] | None = None) -> None:
+def _with_items(folder: Path, body: Callable[[dict[str, Any]], None], tests: list[str]) -> None:
     """Call body(test items by name) in this process, with the tests of the copy imported and collected."""
     import pytest
 
@@ -122,7 +122,7 @@ def _with_items(folder: Path, body: Callable[[dict[str, Any]], None], tests: lis
     sys.path[:0] = [str(folder / "src"), str(folder)]
     os.environ["PYTHONPATH"] = f"{folder / 'src'}:{folder}"
     options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-s", "--no-header", "--no-summary", "--continue-on-collection-errors"]
-    code = pytest.main([*options, *(tests or ["tests"])], plugins=[Plugin()])
+    code = pytest.main([*options, *tests], plugins=[Plugin()])
     if code not in (0, 1, 5):
         raise SystemExit(HARNESS_FAILED)
 
@@ -173,8 +173,10 @@ def _record_file(items: dict[str, Any], names: list[str], results: Path, log: Pa
 def _verdict(copy: Copy, number: int, items: dict[str, Any], recording: Recording, limits: Limits) -> str:
     if number in copy.without:
         return "no program"
-    tests, room = recording.tests(copy, number), limits.mutant
-    chosen = [t for t in tests if (room := room - recording.seconds[t]) > 0]
+    tests, room, chosen = recording.tests(copy, number), limits.mutant, []
+    while room > 0 and len(chosen) < len(tests):
+        chosen.append(tests[len(chosen)])
+        room -= recording.seconds[chosen[-1]]
     if not tests:
         return "not reached"
     seconds = sum(recording.seconds[t] for t in chosen)
