@@ -106,10 +106,13 @@ class Calls:
         self.lists: list[tuple[list[Tensor], list[Tensor]]] = []
         self.singles: list[tuple[Any, ...]] = []
         self.error: RuntimeError | None = None
-        self.group = C10dGroup(name="cp", group=FakeGroup(1, 3))  # type: ignore[arg-type]
+        process_group: Any = FakeGroup(1, 3)
+        process_group.alltoall = lambda into, leaving, options: self._recorded(self.lists)(
+            into, leaving, group=process_group, async_op=options.asyncOp
+        )
+        self.group = C10dGroup(name="cp", group=process_group)
         monkeypatch.setattr(dist, "get_backend_config", lambda group: self._backend_config(config))
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5, 6])
-        monkeypatch.setattr(dist, "all_to_all", self._recorded(self.lists))
         monkeypatch.setattr(dist, "all_to_all_single", self._recorded(self.singles))
 
     @staticmethod

@@ -26,6 +26,9 @@ from longspan._torch_private import backend_timeout
 _SUPPORTED = frozenset({torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8})
 _SUPPORTED_BY_NCCL = _SUPPORTED | {torch.bfloat16, torch.float16}  # views as bytes of all pieces take longer than starting the exchange
 
+_ASYNCHRONOUS = dist.AllToAllOptions()
+_ASYNCHRONOUS.asyncOp = True
+
 
 @dataclass(frozen=True, kw_only=True)
 class C10dGroup:
@@ -92,7 +95,8 @@ class C10dGroup:
         received, sent = list(_cut(out, out_splits)), list(pieces)
         if out.dtype not in _SUPPORTED_BY_NCCL:
             received, sent = ([_as_supported(piece) for piece in views] for views in (received, sent))
-        return self._begin(out, pieces, out_splits, what, lambda: dist.all_to_all(received, sent, group=self.group, async_op=True))
+        # Not `dist.all_to_all`, whose checks of each tensor take as long as starting the exchange: `check_pieces` made them.
+        return self._begin(out, pieces, out_splits, what, lambda: self.group.alltoall(received, sent, _ASYNCHRONOUS))
 
     def _begin(
         self, out: Tensor, sent: Sequence[Tensor], out_splits: Sequence[int], what: str, call: Callable[[], dist.Work | None]
