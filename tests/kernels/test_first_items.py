@@ -61,7 +61,7 @@ def test_records_hold_what_the_device_table_says(name: str) -> None:
         row = tile + (head * sizes["tiles"] if sizes["PER_HEAD"] else 0)
         row += batch * sizes["tiles"] * (sizes["heads"] if sizes["PER_HEAD"] else 1) if sizes["PER_BATCH"] else 0
         partial, full = device.counts[2 * row : 2 * row + 2].tolist()
-        partial_run, full_run = int(device.partial[0][row]), int(device.full[0][row])
+        partial_run, full_run = int(device.partial[0][2 * row]), int(device.full[0][2 * row])
         runs, at = (device.partial, partial_run) if partial else (device.full, full_run)
         items = sizes["rows"] * (1 if sizes["PER_BATCH"] else 2) * (1 if sizes["PER_HEAD"] else 4)
         assert record == [

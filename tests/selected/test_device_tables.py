@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 import longspan as ls
 from longspan._engine import selected as engine
-from longspan._kernels.gpu.selected_tables import SelectedTables, tiled_work
+from longspan._kernels.gpu.selected_tables import SelectedTables, pairs_of, tiled_work
 from longspan._kernels.protocol import AttentionInputs, Selection, Work
 from longspan._kernels.tiling import Tiling
 from longspan._kernels.triton.gathered_call import GatheredKeys, without_repeats
@@ -23,7 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def tiles_of(runs: tuple[torch.Tensor, ...], row: int) -> list[int]:
     ptr, first, last = (t.tolist() for t in runs[:3])
-    return [tile for i in range(ptr[row], ptr[row + 1]) for tile in range(first[i], last[i] + 1)]
+    return [tile for i in range(ptr[2 * row], ptr[2 * row + 1]) for tile in range(first[i], last[i] + 1)]
 
 
 @pytest.mark.parametrize("choices", [1, 2, 4])
@@ -62,6 +62,63 @@ def test_rows_without_tiles_get_a_tile_past_the_last_key_where_a_kernel_needs_on
     rows = tables.of_pass(by_query=True, shared=1)
     assert (tiles_of(rows.partial, 0), tiles_of(rows.full, 0)) == ([2], [])
     assert (tiles_of(rows.partial, 1), tiles_of(rows.full, 1)) == ([], [0])
+
+
+def listed_pairs(runs: tuple[torch.Tensor, ...], row: int) -> list[tuple[int, int]]:
+    ptr, tiles = runs[0].tolist(), runs[1].tolist()
+    return [(tiles[2 * i], tiles[2 * i + 1]) for i in range(ptr[2 * row], ptr[2 * row + 1])]
+
+
+def test_pairs_of_half_blocks_list_each_chosen_tile_once_and_fill_odd_rows_with_a_tile_past_the_last_key() -> None:
+    torch.manual_seed(0)
+    heads, tokens, blocks = 4, 700, 11
+    indices = torch.randint(-1, blocks, (2, 2, 11, 6), dtype=torch.int32, device=DEVICE)
+    indices[:, 0, 1] = -1
+    table = ls.causal().block_table(tokens, block=(64, 64))
+    tiling = Tiling(length=tokens, block=64)
+    q, k = torch.zeros(2, heads, tokens, 16, device=DEVICE), torch.zeros(2, 2, tokens, 16, device=DEVICE)
+    selection = Selection(indices=indices, granularity=64, q_granularity=64, heads_per_choice=2)
+    work = Work(table=table, q_tiles=tiling, kv_tiles=tiling, scale=1.0)
+    made = tiled_work(AttentionInputs(q=q, k=k, v=k), work, selection, dummy=True, kv_pairs=True, head_pairs=True)
+    assert pairs_of(work) == (False, False) and pairs_of(made) == (True, True)
+    tables: Any = made.device_tables
+    rows = tables.of_pass(by_query=True, shared=2)
+    # One item for two heads: the rows of the first of them, both heads of a choice next to each other in no item of their own.
+    assert sorted(rows.order.tolist()) == [r for r in range(2 * heads * 11) if r // 11 % 2 == 0]
+    chosen = (indices[:, :, :, :, None] == torch.arange(blocks, device=DEVICE)).any(3).cpu().repeat_interleave(2, 1)
+    kinds = torch.where(chosen, table.to_dense()[0, 0], 0)
+    for row, kind_row in enumerate(kinds.flatten(0, 2)):
+        partial, full = (listed_pairs(runs, row) for runs in (rows.partial, rows.full))
+        masked, whole = ((kind_row == kind).nonzero().flatten().tolist() for kind in (PARTIAL, FULL))
+        tiles = [tile for pair in partial + full for tile in pair]
+        assert sorted(t for t in tiles if t < blocks) == sorted(masked + whole)
+        assert len([t for t in tiles if t == blocks]) == (2 if not masked + whole else len(masked + whole) % 2)
+        assert not {t for pair in full for t in pair} & {*masked, blocks}  # full pairs are not masked
+        assert rows.counts[2 * row : 2 * row + 2].tolist() == [len(partial), len(full)]
+    columns = tables.of_pass(by_query=False, shared=2)
+    for row, kind_row in enumerate(kinds.mT.flatten(0, 2)):
+        assert tiles_of(columns.partial, row) == (kind_row == PARTIAL).nonzero().flatten().tolist()
+        assert tiles_of(columns.full, row) == (kind_row == FULL).nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_key_tiles_of_a_group_of_heads_come_together_after_the_longest_of_all_groups(shared: int) -> None:
+    torch.manual_seed(shared)
+    heads, tiles = 4, 90  # more tiles than a CTA of the kernel ranks at a time
+    indices = torch.randint(0, tiles, (1, 2, tiles, 5), dtype=torch.int32, device=DEVICE)
+    indices[..., 0] = torch.randint(0, 3, (1, 2, tiles), device=DEVICE)
+    tiling, table = Tiling(length=tiles * 64, block=64), ls.causal().block_table(tiles * 64, block=(64, 64))
+    q = torch.zeros(1, heads, tiles * 64, 16, device=DEVICE)
+    selection = Selection(indices=indices, granularity=64, q_granularity=64, heads_per_choice=2)
+    work = Work(table=table, q_tiles=tiling, kv_tiles=tiling, scale=1.0)
+    tables: Any = tiled_work(AttentionInputs(q=q, k=q, v=q), work, selection, dummy=False).device_tables
+    columns = tables.of_pass(by_query=False, shared=shared)
+    length = columns.counts[: 2 * heads * tiles].view(heads // shared, shared, tiles, 2).sum((1, 3)).tolist()
+    ranked = [sorted(range(tiles), key=lambda t, of=of: (-of[t], t)) for of in length]
+    heavy = 12  # an eighth, rounded up
+    expected = [g * tiles + ranked[g][i] for i in range(heavy) for g in range(heads // shared)]
+    expected += [g * tiles + t for g in range(heads // shared) for t in ranked[g][heavy:]]
+    assert columns.order.tolist() == expected
 
 
 def test_repeated_entries_are_dropped() -> None:

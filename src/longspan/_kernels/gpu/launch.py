@@ -34,9 +34,10 @@ RunOrder = Literal["by kind", "ascending", "descending"]
 class DeviceTable(NamedTuple):
     """A block table on the device, int32.
 
-    `order`: rows in launch order. `full`, `partial`: CSR (ptr, first tile, last tile) of the runs of full and of partial tiles. `counts`
-    [rows, 2]: number of tiles in each row's partial and full runs. In ascending order (`ascending_runs`), where a row has partial runs
-    before its full runs, `partial` has a fourth array [rows]: their number.
+    `order`: rows in launch order. `full`, `partial`: (ptr, first tile, last tile) of the runs of full and of partial tiles; ptr [rows, 2]
+    has the first run of each row and the end of its runs. `counts` [rows, 2]: number of tiles in each row's partial and full runs. In
+    ascending order (`ascending_runs`), where a row has partial runs before its full runs, `partial` has a fourth array [rows]: their
+    number.
     """
 
     order: Tensor
@@ -275,13 +276,18 @@ def device_table(
         elif run_order == "descending":
             full, partial = descending_tiles(full, partial, table.rows)
         counts = torch.stack([_lengths(partial, table.rows), _lengths(full, table.rows)], 1).flatten()
-        return [start_order(table, shared), *full, *partial, counts, *lead]
+        return [start_order(table, shared), _begin_end(full.ptr), *full[1:], _begin_end(partial.ptr), *partial[1:], counts, *lead]
 
     def copy() -> DeviceTable:
         order, *rest = static_arrays(table, arrays, device) if isinstance(table, StaticTable) else to_device(arrays(), device)
         return DeviceTable(order, (rest[0], rest[1], rest[2]), (*rest[3:6], *rest[7:]), rest[6])
 
     return _tables.get(table, (device, shared, positions, columns.name, run_order), copy)
+
+
+def _begin_end(ptr: Tensor) -> Tensor:
+    """CSR pointers [rows + 1] as the begin and the end of each row [rows · 2]."""
+    return torch.stack([ptr[:-1], ptr[1:]], 1).flatten()
 
 
 def ascending_runs(full: Runs, partial: Runs, rows: int) -> tuple[Runs, Runs, Tensor]:

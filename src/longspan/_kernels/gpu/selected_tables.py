@@ -1,10 +1,11 @@
 """Block tables of selections, made on the device: lists of chosen tiles by query tile, and by KV tile for dK and dV.
 
-    indices ──► bits [B, G, q_tiles, kv_tiles / 32] ──► count runs of each row ──► cumulative sum ──► write runs     forward and dQ
-       └──► bits [B, G, kv_tiles, q_tiles / 32] ──► the same over rows of KV tiles                                   dK and dV
+    indices ──► rows_kernel: distinct chosen tiles of a query tile, ascending by kind                                 forward and dQ
+       └──► bits [B, G, kv_tiles, q_tiles / 32] ──► columns_kernel: query tiles of a KV tile ──► order_kernel       dK and dV
 
 Nothing is read on the host: lists have room for as many tiles as a row can have. The mask besides the selection has its block table on the
-host; its kinds, a byte per tile, are copied to the device once per table. A chosen tile has the kind that this table gives it.
+host; its kinds, a byte per tile, are copied to the device once per table. A chosen tile has the kind that this table gives it. Heads with
+the same choice and the same kinds share lists.
 
 Legend: B batch, H query heads, G choices, k entries per row. A table has batch dim 1 or B and head dim 1 or H.
 """
@@ -33,79 +34,83 @@ from longspan._masks.block_table import PARTIAL, BlockTable
 from longspan._torch_modes import default_modes
 
 _kinds: DerivedCache[BlockTable, tuple[Tensor, Tensor]] = DerivedCache(4)  # by device
+_RANKED = 64  # KV tiles that a CTA of `order_kernel` ranks
+# KV tiles of each KV head, as a share, whose items of all heads come first. The longest items of the last head would start when all others
+# end; the other items of a head come together, so that they read the same queries and add to the same dQ in L2.
+_HEAVY_SHARE = 8
 
 
 @triton.jit
-def bit_of(bits, row, columns, count, WORDS: tl.constexpr):
-    """Whether each of `columns` is chosen in a row of bits; False outside of [0, count)."""
-    inside = (columns >= 0) & (columns < count)
-    word = tl.load(bits + row * WORDS + columns // 32, mask=inside, other=0)
-    return inside & (((word >> (columns % 32)) & 1) != 0)
-
-
-@triton.jit
-def kinds_of(kinds, chosen, columns):
-    """The kind of each of `columns`: 0 if not chosen."""
-    return tl.load(kinds + columns, mask=chosen, other=0).to(tl.int32)
-
-
-@triton.jit
-def runs_kernel(
-    bits, kinds, ptr, counts, first, last, sizes, bits_sizes, kind_sizes,
-    WORDS: tl.constexpr, C: tl.constexpr, COPIES: tl.constexpr, WRITE: tl.constexpr, DUMMY: tl.constexpr,
-):  # fmt: skip
-    """Runs of one row of tiles, for `copies` heads: their number with WRITE False, then, given `ptr`, the runs themselves.
-
-    sizes: (rows of tiles, columns, heads of the grid, copies, stride of ptr). bits_sizes: (batch, choices, heads of the grid per choice).
-    kind_sizes: (batch, heads). ptr: partial, then full. COPIES: `copies`, to the next power of two. DUMMY: a row without tiles gets a
-    partial tile past the last key.
-    """
-    tiles, count, heads, copies, ptr_stride = sizes
-    batch_rows, choices, per_choice = bits_sizes
-    pid = tl.program_id(0)
+def _row_of(pid, tiles, heads, sizes):
+    """(tile, head of the grid, batch row, row of the choice without its tile) of a CTA. sizes: (batch, choices, heads per choice)."""
     tile = pid % tiles
     h = (pid // tiles) % heads
     b = pid // (tiles * heads)
-    row = (((b % batch_rows) * choices + (h // per_choice) % choices) * tiles + tile).to(tl.int64)
-    kind_row = ((b % kind_sizes[0]) * kind_sizes[1] + h % kind_sizes[1]) * tiles + tile
-    columns = tl.arange(0, C)
-    kinds += kind_row.to(tl.int64) * count
-    here = kinds_of(kinds, bit_of(bits, row, columns, count, WORDS), columns)
-    before = kinds_of(kinds, bit_of(bits, row, columns - 1, count, WORDS), columns - 1)
-    partials = tl.sum((here == 1).to(tl.int32), 0)
-    fulls = tl.sum((here == 2).to(tl.int32), 0)
-    begins = (here != before) & (here > 0)
-    dummy = DUMMY & (partials + fulls == 0)
-    each = tl.arange(0, COPIES)
-    tables = (b * heads * copies + h * copies + each) * tiles + tile
-    if WRITE:
-        after = kinds_of(kinds, bit_of(bits, row, columns + 1, count, WORDS), columns + 1)
-        ends = (here != after) & (here > 0)
-        for kind in tl.static_range(1, 3):
-            begin, end = begins & (here == kind), ends & (here == kind)
-            begin_at = tl.cumsum(begin.to(tl.int32), 0) - 1
-            end_at = tl.cumsum(end.to(tl.int32), 0) - 1
-            starts = tl.load(ptr + (kind - 1) * ptr_stride + tables, mask=each < copies, other=0)  # all at once: a load takes long
-            for copy in range(copies):
-                at = tl.sum(tl.where(each == copy, starts, 0), 0)
-                tl.store(first + at + begin_at, columns, mask=begin)
-                tl.store(last + at + end_at, columns, mask=end)
-                if DUMMY and kind == 1:
-                    tl.store(first + at, count, mask=dummy)
-                    tl.store(last + at, count, mask=dummy)
-    else:
-        extra = dummy.to(tl.int32)
-        partial_runs = tl.sum((begins & (here == 1)).to(tl.int32), 0) + extra
-        full_runs = tl.sum((begins & (here == 2)).to(tl.int32), 0)
-        tl.store(ptr + tables + 1, partial_runs, mask=each < copies)
-        tl.store(ptr + ptr_stride + tables + 1, full_runs, mask=each < copies)
-        tl.store(counts + 2 * tables, partials + extra, mask=each < copies)
-        tl.store(counts + 2 * tables + 1, fulls, mask=each < copies)
+    return tile, h, b, ((b % sizes[0]) * sizes[1] + (h // sizes[2]) % sizes[1]).to(tl.int64)
 
 
 @triton.jit
-def bits_kernel(indices, bits, rows, tiles, per_row, columns, words, K: tl.constexpr, KP: tl.constexpr, BY_QUERY: tl.constexpr):
-    """Set the bits of the KV tiles that a query tile chooses in its row, or, not BY_QUERY, its bit in the rows of these KV tiles.
+def _store_row(partial, full, counts, rows, begin, partials, fulls, inside):
+    """Store begin, end and numbers of a row's partial and full runs for table rows `rows`."""
+    tl.store(partial + 2 * rows, begin + rows * 0, mask=inside)
+    tl.store(partial + 2 * rows + 1, begin + partials + rows * 0, mask=inside)
+    tl.store(full + 2 * rows, begin + partials + rows * 0, mask=inside)
+    tl.store(full + 2 * rows + 1, begin + partials + fulls + rows * 0, mask=inside)
+    tl.store(counts + 2 * rows, partials + rows * 0, mask=inside)
+    tl.store(counts + 2 * rows + 1, fulls + rows * 0, mask=inside)
+
+
+@triton.jit
+def rows_kernel(
+    indices, kinds, partial, full, counts, listed, sizes, choice_sizes, kind_sizes, room,
+    K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr, COPIES: tl.constexpr, DUMMY: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """The list of one query tile, partial tiles first, for `copies` heads.
+
+    sizes: (query tiles, KV tiles, heads of the grid, copies, rows of the choice, query tiles per row). choice_sizes: of `_row_of`.
+    kind_sizes: (batch, heads). room: of a row's list. KP, COPIES: k and `copies`, to the next power of two. J: entries compared at a time.
+    DUMMY: a row without tiles gets a partial tile past the last key. PAIRS: a run is two entries of the list. A list of odd length begins
+    with a tile past the last key; a run with a partial entry, or with such a tile, is partial.
+    """
+    tiles, columns, heads, copies, source_rows, per_row = sizes
+    pid = tl.program_id(0)
+    tile, h, b, choice = _row_of(pid, tiles, heads, choice_sizes)
+    indices += (choice * source_rows + tile // per_row) * K
+    kinds += (((b % kind_sizes[0]) * kind_sizes[1] + h % kind_sizes[1]) * tiles + tile).to(tl.int64) * columns
+    i = tl.arange(0, KP)
+    own = tl.load(indices + i, mask=i < K, other=-1).to(tl.int32)
+    kind = tl.load(kinds + own, mask=(own >= 0) & (own < columns), other=0).to(tl.int32)
+    repeats, partial_rank, full_rank = i * 0, i * 0, i * 0
+    for first in range(0, K, J):
+        j = first + tl.arange(0, J)
+        other = tl.load(indices + j, mask=j < K, other=-1).to(tl.int32)
+        other_kind = tl.load(kinds + other, mask=(other >= 0) & (other < columns), other=0).to(tl.int32)
+        same, later = own[:, None] == other[None, :], i[:, None] > j[None, :]
+        repeats += tl.sum((same & later).to(tl.int32), 1)
+        other_kind = tl.where(tl.sum((same & (i[:, None] < j[None, :])).to(tl.int32), 0) > 0, 0, other_kind)
+        below = other[None, :] < own[:, None]
+        partial_rank += tl.sum((below & (other_kind == 1)[None, :]).to(tl.int32), 1)
+        full_rank += tl.sum((below & (other_kind == 2)[None, :]).to(tl.int32), 1)
+    kind = tl.where(repeats > 0, 0, kind)
+    partials, fulls = tl.sum((kind == 1).to(tl.int32), 0), tl.sum((kind == 2).to(tl.int32), 0)
+    entries = partials + fulls
+    fill = tl.where(DUMMY & (entries == 0), 2 if PAIRS else 1, entries % 2 if PAIRS else 0)
+    listed += pid.to(tl.int64) * room
+    tl.store(listed + fill + tl.where(kind == 1, partial_rank, partials + full_rank), own, mask=kind > 0)
+    each = tl.arange(0, COPIES)
+    tl.store(listed + each, columns + each * 0, mask=each < tl.minimum(fill, 1))
+    if PAIRS:
+        tl.store(listed + 1 + each, columns + each * 0, mask=each < fill - 1)
+    begin, partial_runs, runs = pid * room, partials + fill, entries + fill
+    if PAIRS:
+        begin, partial_runs, runs = begin // 2, (partial_runs + 1) // 2, runs // 2
+    rows = ((b * heads + h) * copies + each) * tiles + tile
+    _store_row(partial, full, counts, rows, begin, partial_runs, runs - partial_runs, each < copies)
+
+
+@triton.jit
+def bits_kernel(indices, bits, rows, tiles, per_row, columns, words, K: tl.constexpr, KP: tl.constexpr):
+    """Set the bit of a query tile in the rows of the KV tiles that it chooses.
 
     One CTA per choice and query tile. columns: KV tiles. words: of a row of bits.
     """
@@ -115,11 +120,67 @@ def bits_kernel(indices, bits, rows, tiles, per_row, columns, words, K: tl.const
     j = tl.arange(0, KP)
     column = tl.load(indices + (choice * rows + tile // per_row) * K + j, mask=j < K, other=-1)
     chosen = (column >= 0) & (column < columns)
-    if BY_QUERY:
-        word, bit = (choice * tiles + tile) * words + column // 32, 1 << (column & 31)
-    else:
-        word, bit = (choice * columns + column) * words + tile // 32, 1 << (tile % 32)
-    tl.atomic_or(bits + word, bit, mask=chosen, sem="relaxed")
+    tl.atomic_or(bits + (choice * columns + column) * words + tile // 32, 1 << (tile % 32), mask=chosen, sem="relaxed")
+
+
+@triton.jit
+def columns_kernel(
+    bits, used, kinds, partial, full, counts, listed, sizes, choice_sizes, kind_sizes,
+    WORDS: tl.constexpr, C: tl.constexpr, COPIES: tl.constexpr, DUMMY: tl.constexpr,
+):  # fmt: skip
+    """The list of one KV tile, partial tiles first, for `copies` heads.
+
+    sizes: (KV tiles, query tiles, heads of the grid, copies). choice_sizes, kind_sizes, DUMMY: of `rows_kernel`. used: entries of `listed`
+    that other CTAs took. bits: None if all tiles are chosen. WORDS: of a row of bits. C: query tiles, to the next power of two.
+    """
+    tiles, columns, heads, copies = sizes
+    tile, h, b, choice = _row_of(tl.program_id(0), tiles, heads, choice_sizes)
+    c = tl.arange(0, C)
+    chosen = c < columns
+    if bits is not None:
+        word = tl.load(bits + (choice * tiles + tile) * WORDS + c // 32, mask=chosen, other=0)
+        chosen = ((word >> (c % 32)) & 1) != 0
+    kinds += (((b % kind_sizes[0]) * kind_sizes[1] + h % kind_sizes[1]) * tiles + tile).to(tl.int64) * columns
+    kind = tl.load(kinds + c, mask=chosen, other=0).to(tl.int32)
+    is_partial, is_full = (kind == 1).to(tl.int32), (kind == 2).to(tl.int32)
+    partials, fulls = tl.sum(is_partial, 0), tl.sum(is_full, 0)
+    fill = tl.where(DUMMY & (partials + fulls == 0), 1, 0)
+    begin = tl.atomic_add(used, partials + fulls + fill, sem="relaxed")
+    at = tl.where(kind == 1, tl.cumsum(is_partial, 0), partials + tl.cumsum(is_full, 0)) - 1
+    tl.store(listed + begin + at, c, mask=kind > 0)
+    each = tl.arange(0, COPIES)
+    tl.store(listed + begin + each, columns + each * 0, mask=each < fill)
+    rows = ((b * heads + h) * copies + each) * tiles + tile
+    _store_row(partial, full, counts, rows, begin, partials + fill, fulls, each < copies)
+
+
+@triton.jit
+def _work_of(counts, group, tile, tiles, shared, summed):
+    """Tiles of the rows of a KV tile, over the first `summed` of the `shared` query heads of a group; −1 past the last tile."""
+    total = tile * 0
+    for head in range(summed):
+        row = (group * shared + head) * tiles + tile
+        total += tl.load(counts + 2 * row, mask=tile < tiles, other=0) + tl.load(counts + 2 * row + 1, mask=tile < tiles, other=0)
+    return tl.where(tile < tiles, total, -1)
+
+
+@triton.jit
+def order_kernel(counts, order, tiles, groups, shared, summed, heavy, T: tl.constexpr):
+    """Rows of (group of query heads, KV tile) in launch order: the `heavy` longest of each group, then group after group, longest first.
+
+    One CTA per group and T KV tiles. counts: of a table by KV tile. shared, summed: of `_work_of`.
+    """
+    blocks = tl.cdiv(tiles, T)
+    group = tl.program_id(0) // blocks
+    tile = (tl.program_id(0) % blocks) * T + tl.arange(0, T)
+    own, rank = _work_of(counts, group, tile, tiles, shared, summed), tile * 0
+    for first in range(0, tiles, T):
+        j = first + tl.arange(0, T)
+        other = _work_of(counts, group, j, tiles, shared, summed)
+        before = (other[None, :] > own[:, None]) | ((other[None, :] == own[:, None]) & (j[None, :] < tile[:, None]))
+        rank += tl.sum(before.to(tl.int32), 1)
+    at = tl.where(rank < heavy, rank * groups + group, heavy * groups + group * (tiles - heavy) + rank - heavy)
+    tl.store(order + at, group * tiles + tile, mask=tile < tiles)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -131,6 +192,8 @@ class SelectedTables:
         table: Block table of the mask besides the selection.
         batch, heads: Dims of the device tables.
         dummy: Whether rows without tiles get a tile past the last key: the Hopper forward kernel needs one.
+        kv_pairs: Whether a run of a query tile's list is two KV tiles (`rows_kernel`).
+        head_pairs: Whether an item is a query tile of two heads: the order of query tiles has the first of them.
     """
 
     selection: Selection
@@ -138,70 +201,101 @@ class SelectedTables:
     batch: int
     heads: int
     dummy: bool
+    kv_pairs: bool = False
+    head_pairs: bool = False
     _rows: DeviceTable | None = field(default=None, init=False)
     _columns: DeviceTable | None = field(default=None, init=False)
 
     @property
     def signature(self) -> Hashable:
         """Properties on which launches depend; the addresses of the tables are not among them."""
-        return self.dummy
+        return self.dummy, self.kv_pairs, self.head_pairs
 
     def of_pass(self, *, by_query: bool, shared: int) -> DeviceTable:
         """The table by query tile, or by KV tile. shared: query heads of an item of the pass over KV tiles."""
         if by_query:
             if self._rows is None:
-                order = _descending(self.batch * self.heads * self.table.q_tiles, self.selection.indices.device)
-                self._rows = self._build(by_query=True)._replace(order=order)
+                self._rows = self._by_query()
             return self._rows
         if self._columns is None:
-            self._columns = self._build(by_query=False)
-        tiles, shared = self.table.kv_tiles, shared if self.heads > 1 else 1
-        work = self._columns.counts[: 2 * self.batch * self.heads * tiles].view(self.batch, self.heads // shared, shared, tiles, 2)
-        return self._columns._replace(order=work.sum((2, 4), dtype=torch.int32).flatten().argsort(descending=True).int())
+            self._columns = self._by_key()
+        return self._columns._replace(order=self._key_order(self._columns.counts, shared if self.heads > 1 else 1))
 
-    def _build(self, *, by_query: bool) -> DeviceTable:
-        selection, table = self.selection, self.table
-        indices, device = selection.indices, selection.indices.device
-        batch_rows, choices, source_rows, k = indices.shape
-        # Heads with the same choice and the same kinds have copies of one row.
-        grid_heads = self.heads if table.heads > 1 else min(choices, self.heads)
-        copies, per_choice = self.heads // grid_heads, grid_heads // min(choices, grid_heads)
-        tiles, columns = (table.q_tiles, table.kv_tiles) if by_query else (table.kv_tiles, table.q_tiles)
-        rows, words = self.batch * self.heads * tiles, -(-columns // 32)
-        room = self.batch * self.heads * table.q_tiles * min(k, table.kv_tiles)
-        bits = torch.zeros(batch_rows * choices * tiles * words, dtype=torch.int32, device=device)
-        _launch(bits_kernel, batch_rows * choices * table.q_tiles if k else 0, {"indices": indices, "bits": bits}, {
-            "rows": source_rows, "tiles": table.q_tiles, "per_row": selection.q_granularity // table.block[0], "columns": table.kv_tiles,
-            "words": words, "K": k, "KP": triton.next_power_of_2(k), "BY_QUERY": by_query,
+    @property
+    def _grid(self) -> tuple[int, int, tuple[int, int, int]]:
+        """(heads with lists of their own, heads that share each, sizes of the choice by `_row_of`)."""
+        batch_rows, choices = self.selection.indices.shape[:2]
+        heads = self.heads if self.table.heads > 1 else min(choices, self.heads)
+        return heads, self.heads // heads, (batch_rows, choices, heads // min(choices, heads))
+
+    def _empty(self, rows: int, room: int) -> tuple[dict[str, Tensor], DeviceTable]:
+        """(tensors of the kernels, the table) for `rows` table rows and `room` entries of lists, uninitialised."""
+        sizes = [4 * (-(-n // 4) + 1) for n in (2 * rows, 2 * rows, 2 * rows, room)]
+        memory = torch.empty(sum(sizes), dtype=torch.int32, device=self.selection.indices.device)
+        partial, full, counts, listed = memory.split(sizes)
+        tensors = {"partial": partial, "full": full, "counts": counts, "listed": listed}
+        return tensors, DeviceTable(counts, (full, listed, listed), (partial, listed, listed), counts)
+
+    def _by_query(self) -> DeviceTable:
+        selection, table, (heads, copies, choice_sizes) = self.selection, self.table, self._grid
+        source_rows, k = selection.indices.shape[2:]
+        tiles, columns, rows = table.q_tiles, table.kv_tiles, self.batch * heads * table.q_tiles
+        room = (min(k, columns) + 2) // 2 * 2
+        tensors, made = self._empty(rows * copies, rows * room)
+        tensors = {"indices": selection.indices, "kinds": _device_kinds(table, selection.indices.device)[0], **tensors}
+        launch_kernel(rows_kernel, rows, tensors, {
+            "sizes": (tiles, columns, heads, copies, source_rows, selection.q_granularity // table.block[0]), "choice_sizes": choice_sizes,
+            "kind_sizes": (table.batch, table.heads), "room": room, "K": k, "KP": triton.next_power_of_2(max(1, k)),
+            "J": min(64, triton.next_power_of_2(max(1, k))), "COPIES": triton.next_power_of_2(copies), "DUMMY": self.dummy,
+            "PAIRS": self.kv_pairs,
         })  # fmt: skip
-        stride = (rows + 8) // 4 * 4
-        ptr = torch.zeros(2, stride, dtype=torch.int32, device=device)
-        counts = torch.empty(2 * rows + 4, dtype=torch.int32, device=device)
-        # Runs of both kinds are in one list, partial ones first: a sum over one long dim is faster than two sums.
-        lists = torch.empty(2, (room + (rows if self.dummy else 0) + 4) // 4 * 4, dtype=torch.int32, device=device)
-        kinds = _device_kinds(table, device)[0 if by_query else 1]
-        tensors = {"bits": bits, "kinds": kinds, "ptr": ptr, "counts": counts, "first": lists[0], "last": lists[1]}
-        constants = {
-            "sizes": (tiles, columns, grid_heads, copies, stride), "bits_sizes": (batch_rows, choices, per_choice),
-            "kind_sizes": (table.batch, table.heads), "WORDS": words, "C": triton.next_power_of_2(columns),
-            "COPIES": triton.next_power_of_2(copies), "DUMMY": self.dummy and by_query,
-        }  # fmt: skip
-        ctas = self.batch * grid_heads * tiles
-        _launch(runs_kernel, ctas, tensors, {**constants, "WRITE": False})
-        ptr = tensors["ptr"] = ptr.flatten().cumsum(0, dtype=torch.int32).view(2, stride)
-        _launch(runs_kernel, ctas, tensors, {**constants, "WRITE": True})
-        return DeviceTable(counts, (ptr[1], lists[0], lists[1]), (ptr[0], lists[0], lists[1]), counts)
+        groups = self.batch * min(selection.indices.shape[1], self.heads)
+        dims = groups, self.batch * self.heads // groups, tiles
+        return made._replace(order=query_order(dims, 2 if self.head_pairs else 1, selection.indices.device))
+
+    def _by_key(self) -> DeviceTable:
+        selection, table, (heads, copies, choice_sizes) = self.selection, self.table, self._grid
+        batch_rows, choices, source_rows, k = selection.indices.shape
+        tiles, columns, device = table.kv_tiles, table.q_tiles, selection.indices.device
+        words, rows = -(-columns // 32), self.batch * heads * tiles
+        bits = torch.zeros(batch_rows * choices * tiles * words + 4, dtype=torch.int32, device=device)
+        tensors = {"indices": selection.indices, "bits": bits[4:]}
+        launch_kernel(bits_kernel, batch_rows * choices * columns if k else 0, tensors, {
+            "rows": source_rows, "tiles": columns, "per_row": selection.q_granularity // table.block[0], "columns": tiles, "words": words,
+            "K": k, "KP": triton.next_power_of_2(max(1, k)),
+        })  # fmt: skip
+        tensors, made = self._empty(rows * copies, self.batch * heads * columns * min(k, tiles))
+        tensors = {"bits": bits[4:], "used": bits[:4], "kinds": _device_kinds(table, device)[1], **tensors}
+        launch_kernel(columns_kernel, rows, tensors, {
+            "sizes": (tiles, columns, heads, copies), "choice_sizes": choice_sizes, "kind_sizes": (table.batch, table.heads),
+            "WORDS": words, "C": triton.next_power_of_2(columns), "COPIES": triton.next_power_of_2(copies), "DUMMY": False,
+        })  # fmt: skip
+        return made
+
+    def _key_order(self, counts: Tensor, shared: int) -> Tensor:
+        tiles, groups = self.table.kv_tiles, self.batch * self.heads // shared
+        order = torch.empty(groups * tiles, dtype=torch.int32, device=counts.device)
+        launch_kernel(order_kernel, groups * -(-tiles // _RANKED), {"counts": counts, "order": order}, {
+            "tiles": tiles, "groups": groups, "shared": shared, "summed": 1 if self._grid[1] % shared == 0 else shared,
+            "heavy": -(-tiles // _HEAVY_SHARE), "T": _RANKED,
+        })  # fmt: skip
+        return order
 
 
-def _launch(kernel: Any, ctas: int, tensors: Mapping[str, Tensor], constants: dict[str, Any]) -> None:
+def launch_kernel(kernel: Any, ctas: int, tensors: Mapping[str, Tensor | None], constants: dict[str, Any]) -> None:
+    """Launch a kernel of this module, if there is a CTA."""
     if ctas:
         layout_launch(kernel, tensors, constants, ctas)(tensors, {})
 
 
 @lru_cache(maxsize=64)
-def _descending(rows: int, device: torch.device) -> Tensor:
-    """Rows from the last to the first: under a causal mask, rows of later queries may have more tiles."""
-    order = torch.arange(rows - 1, -1, -1, dtype=torch.int32, device=device)
+def query_order(dims: tuple[int, int, int], step: int, device: torch.device) -> Tensor:
+    """Rows of (choice, head, query tile), of every `step`-th head: query tiles of a choice from the last to the first, heads together.
+
+    Under a causal mask, later queries may have more tiles. The heads of a choice read the same keys at the same time.
+    """
+    rows = torch.arange(dims[0] * dims[1] * dims[2], dtype=torch.int32, device=device).view(dims)
+    order = rows[:, ::step].flip(2).mT.flatten()
     note_upload(order)
     return order
 
@@ -221,7 +315,7 @@ def _device_kinds(table: BlockTable, device: torch.device) -> tuple[Tensor, Tens
 
 @lru_cache(maxsize=64)
 @default_modes()
-def _stand_in(lengths: tuple[int, int], block: tuple[int, int], batch: int, heads: int, tiles_per_row: int) -> BlockTable:
+def stand_in(lengths: tuple[int, int], block: tuple[int, int], batch: int, heads: int, tiles_per_row: int) -> BlockTable:
     """A host table with as many tiles per row as a selection may have. Tile sizes and launches are chosen for it, and cached with it."""
     q_len, kv_len = lengths
     q_tiles, kv_tiles = -(-q_len // block[0]), -(-kv_len // block[1])
@@ -250,14 +344,23 @@ def tile_of(selection: Selection) -> tuple[int, int] | None:
     return min(128, selection.q_granularity), selection.granularity
 
 
-def tiled_work(inputs: AttentionInputs, work: Work, selection: Selection, *, dummy: bool) -> Work:
-    """`work` over the chosen tiles only. The table of `work`: of the mask besides the selection."""
+def tiled_work(
+    inputs: AttentionInputs, work: Work, selection: Selection, *, dummy: bool, kv_pairs: bool = False, head_pairs: bool = False
+) -> Work:  # fmt: skip
+    """`work` over the chosen tiles only. The table of `work`: of the mask besides the selection. Options: of `SelectedTables`."""
     table, heads = work.table, inputs.q.shape[1]
     choices = selection.indices.shape[1]
-    table_heads = heads if choices > 1 or table.heads > 1 else 1
+    table_heads = heads if choices > 1 or table.heads > 1 or head_pairs else 1
     batch = max(table.batch, selection.indices.shape[0])
     tables = SelectedTables(
-        selection=replace(selection, indices=selection.indices.contiguous()), table=table, batch=batch, heads=table_heads, dummy=dummy
+        selection=replace(selection, indices=selection.indices.contiguous()), table=table, batch=batch, heads=table_heads, dummy=dummy,
+        kv_pairs=kv_pairs, head_pairs=head_pairs,
     )  # fmt: skip
-    stand_in = _stand_in((table.q_len, table.kv_len), table.block, batch, table_heads, max(1, selection.indices.shape[3]))
-    return replace(work, table=stand_in, device_tables=tables)
+    estimate = stand_in((table.q_len, table.kv_len), table.block, batch, table_heads, max(1, selection.indices.shape[3]))
+    return replace(work, table=estimate, device_tables=tables)
+
+
+def pairs_of(work: Work) -> tuple[bool, bool]:
+    """(`kv_pairs`, `head_pairs`) of the device tables of a call."""
+    tables = work.device_tables
+    return (tables.kv_pairs, tables.head_pairs) if isinstance(tables, SelectedTables) else (False, False)

@@ -105,8 +105,8 @@ def run_place(first, last, length, side, SUBS: tl.constexpr, SIZE: tl.constexpr)
 @triton.jit
 def run_count(full, partial, table):
     """Number of runs, full and partial, in a row of the block table."""
-    fulls = tl.load(full[0] + table + 1) - tl.load(full[0] + table)
-    return fulls + tl.load(partial[0] + table + 1) - tl.load(partial[0] + table)
+    fulls = tl.load(full[0] + 2 * table + 1) - tl.load(full[0] + 2 * table)
+    return fulls + tl.load(partial[0] + 2 * table + 1) - tl.load(partial[0] + 2 * table)
 
 
 @triton.jit
@@ -122,13 +122,13 @@ def lead_runs(partial, table, LEAD: tl.constexpr):
 def run_at(full, partial, table, r, LEAD: tl.constexpr):
     """(first tile, last tile, whether full) of run r of a row: `lead_runs`, full runs, the other partial runs."""
     lead = lead_runs(partial, table, LEAD)
-    begin = tl.load(full[0] + table)
-    fulls = tl.load(full[0] + table + 1) - begin
+    begin = tl.load(full[0] + 2 * table)
+    fulls = tl.load(full[0] + 2 * table + 1) - begin
     whole = (r >= lead) & (r < lead + fulls)
     if whole:
         first, last = tl.load(full[1] + begin + r - lead), tl.load(full[2] + begin + r - lead)
     else:
-        at = tl.load(partial[0] + table) + tl.where(r < lead, r, r - fulls)
+        at = tl.load(partial[0] + 2 * table) + tl.where(r < lead, r, r - fulls)
         first, last = tl.load(partial[1] + at), tl.load(partial[2] + at)
     return first, last, whole
 

@@ -244,8 +244,8 @@ def _produce(
         tile, _, b, h = place(item, order, rows, tiles, heads, group, 1, PER_BATCH, PER_HEAD)
         row, pos, left = span(tile, q_len, q_side, 1, QUERIES)
         table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
-        full_run, partial_run = gl.load(full.ptr + table), gl.load(partial.ptr + table)
-        full_runs, partial_runs = gl.load(full.ptr + table + 1) - full_run, gl.load(partial.ptr + table + 1) - partial_run
+        full_run, partial_run = gl.load(full.ptr + 2 * table), gl.load(partial.ptr + 2 * table)
+        full_runs, partial_runs = gl.load(full.ptr + 2 * table + 1) - full_run, gl.load(partial.ptr + 2 * table + 1) - partial_run
         terms_at = first_term(b * heads + h, q_len)
         queries_loaded = 0
         for run in range(full_runs + partial_runs):

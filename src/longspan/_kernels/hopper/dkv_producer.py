@@ -216,8 +216,8 @@ def produce(
         for j in range(gl.where(kv_left > 0, shared, 0) if KEY_SUBS > 1 else shared):
             h = head * shared + j
             table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
-            full_run, partial_run = gl.load(full.ptr + table), gl.load(partial.ptr + table)
-            full_runs, partial_runs = gl.load(full.ptr + table + 1) - full_run, gl.load(partial.ptr + table + 1) - partial_run
+            full_run, partial_run = gl.load(full.ptr + 2 * table), gl.load(partial.ptr + 2 * table)
+            full_runs, partial_runs = gl.load(full.ptr + 2 * table + 1) - full_run, gl.load(partial.ptr + 2 * table + 1) - partial_run
             if ORDERED:
                 nth = gl.load(dq_order.ptr + table)  # query tiles of the table row so far
                 full_seen = 0

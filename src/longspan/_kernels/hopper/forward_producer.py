@@ -124,7 +124,7 @@ def schedule(
             shares = split.wide_part + split.parts - 1
             first_share, end_share = gl.where(part > 0, split.wide_part + part - 1, 0), split.wide_part + part
             first_block, end_block = end_block * first_share // shares, end_block * end_share // shares
-        partial_run, full_run = gl.load(partial.ptr + table), gl.load(full.ptr + table)
+        partial_run, full_run = gl.load(partial.ptr + 2 * table), gl.load(full.ptr + 2 * table)
         slot = ring_slot(t, ITEM_SLOTS)
         mbarrier.wait(bars.item_empty.index(slot), ring_phase(t, ITEM_SLOTS) ^ 1)
         record = slot * ITEM_FIELDS

@@ -30,8 +30,8 @@ class Captured(NamedTuple):
 
 
 class RunPointers(NamedTuple):
-    """A block table's runs of full, or of partial, tiles in CSR form: table row r has the runs ptr[r] to ptr[r + 1] − 1, each of the tiles
-    first to last.
+    """A block table's runs of full, or of partial, tiles: table row r has the runs ptr[2 r] to ptr[2 r + 1] − 1, each of the tiles first to
+    last.
     """
 
     ptr: Any

@@ -193,23 +193,23 @@ def dkdv_kernel(
         table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
         q_head, do_head = head_of(q_ptr, b, h, q_stride, TMA), head_of(do_ptr, b, h, do_stride, TMA)
         state = (b64 * heads + wide(h)) * q_len
-        tail = tl.load(partial[0] + table) + lead_runs(partial, table, LEAD)
+        tail = tl.load(partial[0] + 2 * table) + lead_runs(partial, table, LEAD)
         if LEAD:
-            for r in tl.range(tl.load(partial[0] + table), tail, num_stages=1):
+            for r in tl.range(tl.load(partial[0] + 2 * table), tail, num_stages=1):
                 dk, dv = dkdv_step(
                     dk, dv, k, v, kv_pos, b, h, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r), False,
                     q_head, do_head, norm_ptr + state, delta_ptr + state, q_stride, do_stride, q_len, q_side, scale,
                     mask_captured, mask_sizes, score_captured, score_sizes,
                     MASK, SCORE, JOINT, True, False, M, N, M_SUBS, D, DP, E, EP, PRECISION, TMA,
                 )  # fmt: skip
-        for r in tl.range(tl.load(full[0] + table), tl.load(full[0] + table + 1), num_stages=1):
+        for r in tl.range(tl.load(full[0] + 2 * table), tl.load(full[0] + 2 * table + 1), num_stages=1):
             dk, dv = dkdv_step(
                 dk, dv, k, v, kv_pos, b, h, b + first_b, h + first_h, tl.load(full[1] + r), tl.load(full[2] + r), True,
                 q_head, do_head, norm_ptr + state, delta_ptr + state, q_stride, do_stride, q_len, q_side, scale,
                 mask_captured, mask_sizes, score_captured, score_sizes,
                 MASK, SCORE, JOINT, False, False, M, N, M_SUBS, D, DP, E, EP, PRECISION, TMA,
             )  # fmt: skip
-        for r in tl.range(tail, tl.load(partial[0] + table + 1), num_stages=1):
+        for r in tl.range(tail, tl.load(partial[0] + 2 * table + 1), num_stages=1):
             dk, dv = dkdv_step(
                 dk, dv, k, v, kv_pos, b, h, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r), False,
                 q_head, do_head, norm_ptr + state, delta_ptr + state, q_stride, do_stride, q_len, q_side, scale,
@@ -333,9 +333,9 @@ def dq_kernel(
     k_head, v_head = head_of(k_ptr, b, g, k_stride, TMA), head_of(v_ptr, b, g, v_stride, TMA)
     q_pos = (pos + tl.arange(0, M))[:, None]
     dq = tl.zeros([M, DP], tl.float32)
-    tail = tl.load(partial[0] + table) + lead_runs(partial, table, LEAD)
+    tail = tl.load(partial[0] + 2 * table) + lead_runs(partial, table, LEAD)
     if LEAD:
-        for r in tl.range(tl.load(partial[0] + table), tail, num_stages=1):
+        for r in tl.range(tl.load(partial[0] + 2 * table), tail, num_stages=1):
             dq = dq_step(
                 dq, q, do, norm, delta, q_pos, left, b, g, b + first_b, h + first_h,
                 tl.load(partial[1] + r), tl.load(partial[2] + r), False,
@@ -343,14 +343,14 @@ def dq_kernel(
                 mask_captured, mask_sizes, score_captured, score_sizes, grads,
                 MASK, SCORE, JOINT, True, False, M, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
             )  # fmt: skip
-    for r in tl.range(tl.load(full[0] + table), tl.load(full[0] + table + 1), num_stages=1):
+    for r in tl.range(tl.load(full[0] + 2 * table), tl.load(full[0] + 2 * table + 1), num_stages=1):
         dq = dq_step(
             dq, q, do, norm, delta, q_pos, left, b, g, b + first_b, h + first_h, tl.load(full[1] + r), tl.load(full[2] + r), True,
             k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
             mask_captured, mask_sizes, score_captured, score_sizes, grads,
             MASK, SCORE, JOINT, False, False, M, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
         )  # fmt: skip
-    for r in tl.range(tail, tl.load(partial[0] + table + 1), num_stages=1):
+    for r in tl.range(tail, tl.load(partial[0] + 2 * table + 1), num_stages=1):
         dq = dq_step(
             dq, q, do, norm, delta, q_pos, left, b, g, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r), False,
             k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,

@@ -155,23 +155,23 @@ def forward_kernel(
     acc, total, m, row_max = load_state(
         old_out_ptr, old_lse_ptr, old_max_scores_ptr, old_out_stride, b64, h64, state_row, row, left, inside, M, E, EP
     )  # fmt: skip
-    tail = tl.load(partial[0] + table) + lead_runs(partial, table, LEAD)
+    tail = tl.load(partial[0] + 2 * table) + lead_runs(partial, table, LEAD)
     if LEAD:
-        for r in tl.range(tl.load(partial[0] + table), tail, num_stages=1):
+        for r in tl.range(tl.load(partial[0] + 2 * table), tail, num_stages=1):
             acc, total, m, row_max = attend(
                 acc, total, m, row_max, q, q_pos, b, g, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r), False,
                 k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
                 mask_captured, mask_sizes, score_captured, score_sizes,
                 MASK, SCORE, True, False, FOLD, PEAK, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
             )  # fmt: skip
-    for r in tl.range(tl.load(full[0] + table), tl.load(full[0] + table + 1), num_stages=1):
+    for r in tl.range(tl.load(full[0] + 2 * table), tl.load(full[0] + 2 * table + 1), num_stages=1):
         acc, total, m, row_max = attend(
             acc, total, m, row_max, q, q_pos, b, g, b + first_b, h + first_h, tl.load(full[1] + r), tl.load(full[2] + r), True,
             k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
             mask_captured, mask_sizes, score_captured, score_sizes,
             MASK, SCORE, False, False, FOLD, PEAK, N, N_SUBS, D, DP, E, EP, PRECISION, TMA,
         )  # fmt: skip
-    for r in tl.range(tail, tl.load(partial[0] + table + 1), num_stages=1):
+    for r in tl.range(tail, tl.load(partial[0] + 2 * table + 1), num_stages=1):
         acc, total, m, row_max = attend(
             acc, total, m, row_max, q, q_pos, b, g, b + first_b, h + first_h, tl.load(partial[1] + r), tl.load(partial[2] + r), False,
             k_head, v_head, k_stride, v_stride, kv_len, kv_side, scale,
