@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon")
 
 import longspan as ls
-from longspan._kernels.hopper.gqa_split import head_parts
+from longspan._kernels.hopper.gqa_split import head_parts, parts_in_l2
 from longspan._kernels.hopper.makespan import MANY_ITEMS, REFERENCE_CTAS, makespan, mean_tiles
 from longspan._kernels.hopper.passes import head_parts_of
 from longspan._kernels.protocol import Work
@@ -52,6 +52,11 @@ def test_heads_are_not_divided_if_concurrent_launches_fill_the_device() -> None:
     work = Work(table=table, q_tiles=tiles, kv_tiles=tiles, scale=0.1)
     q, v = (torch.empty(1, heads, 8192, 128) for heads in (8, 1))
     assert head_parts_of(q, v, work) > 1 == head_parts_of(q, v, replace(work, concurrent=True))
+
+
+@pytest.mark.parametrize(("tokens", "shared", "parts"), [(4096, 8, 1), (32768, 8, 2), (131072, 8, 4), (131072, 6, 2), (131072, 1, 1)])
+def test_query_heads_of_chosen_tiles_are_divided_if_l2_does_not_hold_what_items_read(tokens: int, shared: int, parts: int) -> None:
+    assert parts_in_l2(tokens, shared, 256) == parts
 
 
 MASKS: dict[str, Callable[[], ls.Mask]] = {

@@ -121,6 +121,38 @@ def test_key_tiles_of_a_group_of_heads_come_together_after_the_longest_of_all_gr
     assert columns.order.tolist() == expected
 
 
+@pytest.mark.parametrize(
+    ("block", "heads", "by_head", "dim", "expected"),
+    [
+        ((64, 64), (8, 4), False, 128, (64, 64)),
+        ((128, 64), (3, 3), False, 128, (128, 64)),
+        ((64, 128), (8, 4), False, 128, (64, 128)),
+        ((256, 64), (3, 3), False, 128, (128, 64)),
+        ((64, 64), (3, 3), False, 128, None),  # an item of 64 queries needs two heads of a KV head
+        ((64, 64), (8, 4), True, 128, None),  # … which see the same keys
+        ((64, 64), (8, 4), False, 192, None),
+        ((128, 128), (3, 3), True, 192, (128, 128)),
+        ((32, 64), (8, 4), False, 128, None),
+    ],
+)
+def test_hopper_selects_tiles_of_64_where_two_heads_see_the_same_keys(
+    block: tuple[int, int], heads: tuple[int, int], by_head: bool, dim: int, expected: tuple[int, int] | None
+) -> None:  # fmt: skip
+    from longspan._kernels.hopper import HopperKernel
+    from longspan._kernels.triton import TritonKernel
+
+    q, k = torch.zeros(1, heads[0], 256, dim), torch.zeros(1, heads[1], 256, dim)
+    indices = torch.zeros(1, heads[1], 256 // block[0], 1, dtype=torch.int32)
+    selection = Selection(indices=indices, granularity=block[1], q_granularity=block[0], heads_per_choice=heads[0] // heads[1])
+    inputs = AttentionInputs(q=q, k=k, v=k)
+    kernel = HopperKernel(fallback=TritonKernel())
+    assert kernel.selection_block(inputs, selection, captured_grads=False, by_head=by_head) == expected
+    if expected is not None:
+        tilings = [Tiling(length=256, block=b) for b in expected]
+        work = Work(table=ls.causal().block_table(256, block=expected), q_tiles=tilings[0], kv_tiles=tilings[1], scale=1.0)
+        assert pairs_of(kernel.select(inputs, work, selection)) == (expected[1] == 64, expected[0] == 64)
+
+
 def test_repeated_entries_are_dropped() -> None:
     torch.manual_seed(0)
     indices = torch.randint(-1, 9, (2, 1, 5, 6), dtype=torch.int32, device=DEVICE)

@@ -90,7 +90,7 @@ class SelectedCall:
             if block is None:
                 continue
             tables = one_device.mask_tables(inputs, options)
-            work = one_device.make_work(inputs, options, tables, backward=False, block=block)
+            work = replace(one_device.make_work(inputs, options, tables, backward=False, block=block), selects=True)
             if kernel.capabilities(kernel_inputs, work).unsupported is None:
                 work = replace(kernel.select(kernel_inputs, work, split.selection), mask_is_fixed=split.fixed)
                 return cls(kernel, work, options, split.selection.indices)

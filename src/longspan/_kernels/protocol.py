@@ -82,6 +82,7 @@ class Work:
         invariant: Results of a row must not depend on the other rows of the call, nor on where tiles of queries begin: each row sums over
             KV tiles in ascending order, each KV row over query tiles in ascending order. Tiles of KV (of queries in the pass for dK and
             dV) then begin at places that depend on the row's document only. See `longspan._engine.invariant`.
+        selects: `SelectsKeys.select` makes the tiles to compute from a selection, or made them. `table` may have blocks of 64.
         device_tables: The tiles to compute, on the device (`SelectsKeys`); `table` is then an estimate of their number.
     """
 
@@ -100,6 +101,7 @@ class Work:
     complete_q_tiles: Tensor | None = None
     concurrent: bool = False
     invariant: bool = False
+    selects: bool = False
     device_tables: DeviceTables | None = None
 
 

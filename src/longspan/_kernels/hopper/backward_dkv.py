@@ -387,7 +387,7 @@ def dkv_kernel(
     first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     SCALE_DQ: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
-    BM: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr, REGISTERS: gl.constexpr,
+    BM: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr, REGISTERS: gl.constexpr, Q_TILE: gl.constexpr, KV_TILE: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of key tiles, each summed over `shared` query heads, and dQ added to dq_ptr (float32) if it is not None.
 
@@ -398,6 +398,7 @@ def dkv_kernel(
     D_TAIL, x_tail_ptr: as in `backward_wide.wide_dkv_kernel`.
     dk_ptr, dv_ptr: each KV head `head_parts` times, one for each part of its query heads. kv_heads counts all of these.
     counter: one int32, 0. DS: buffers of dS. heavy_rows: key tiles of `order` whose items come first, of all heads.
+    Q_TILE, KV_TILE: queries and keys of a tile of the block table.
     semaphores: int32 zeros, one per step of each head, if dQ is accumulated in a fixed order (`hopper.dq_order`), or None.
     """
     # The dQ warps still read a step's record when the producer is STAGES + 3 steps ahead.
@@ -449,7 +450,7 @@ def dkv_kernel(
                 counter, items, q, keys, values, do, norm_ptr, delta_ptr, order, full, partial,
                 dq_order, order_bars.described, q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len,
                 kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation), PER_BATCH, PER_HEAD, TILE, BM, STAGES,
-                STAGES,
+                STAGES, Q_TILE, KV_TILE,
             )),
             (_add_dq, (
                 dq_ptr, semaphores, dq_s.index(0), steps_s, BufferBarriers(dq_full.index(0), dq_empty.index(0)), order_bars, 0, DP, D_TAIL,
@@ -476,6 +477,6 @@ def dkv_kernel(
                 counter, items, q, keys, values, do, norm_ptr, delta_ptr, order, full, partial,
                 dq_order, order_bars.described, q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len,
                 kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation), PER_BATCH, PER_HEAD, TILE, BM, STAGES,
-                STAGES,
+                STAGES, Q_TILE, KV_TILE,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -40,15 +40,30 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from longspan._kernels.gpu.device_library import LOG2_E
 from longspan._kernels.gpu.row_terms import base_two, first_term
-from longspan._kernels.gpu.tile_access import load_rows, place, run_place, span, table_row, wide
+from longspan._kernels.gpu.tile_access import load_rows, wide
+from longspan._kernels.hopper.dq_producer import (
+    BLOCK_FIELDS,
+    BLOCK_SLOTS,
+    END,
+    FULL,
+    GROUP_ROWS,
+    ITEM_BATCH,
+    ITEM_FIELDS,
+    ITEM_HEAD,
+    ITEM_POSITION,
+    ITEM_ROW,
+    ITEM_ROWS_LEFT,
+    KIND,
+    block_field,
+    key_positions,
+    keys_left,
+    produce,
+)
+from longspan._kernels.hopper.half_blocks import group_place, paired_ring
 from longspan._kernels.hopper.head_dim_parts import (
     Parts,
     held_operand,
-    load_kv_parts,
-    load_part_tile,
     part_2d,
-    part_bytes,
-    part_slot,
     ring_of,
     start_scores,
     start_sum,
@@ -56,7 +71,7 @@ from longspan._kernels.hopper.head_dim_parts import (
     wait_sum,
     zero_sum,
 )
-from longspan._kernels.hopper.isolation import GRAD_LIMIT, StepIsolation, bound_keys, has_non_finite, isolated_terms, zero_bad_rows
+from longspan._kernels.hopper.isolation import GRAD_LIMIT, StepIsolation, has_non_finite, isolated_terms
 from longspan._kernels.hopper.none_arg import first_given, optional
 from longspan._kernels.hopper.pipeline import (
     BufferBarriers,
@@ -69,34 +84,9 @@ from longspan._kernels.hopper.pipeline import (
     ring_phase,
     ring_slot,
     shared_ints,
-    store_int,
-    take_item,
 )
 
 _DYNAMIC = ["items", "rows", "tiles", "heads", "shared", "group", "q_len", "kv_len", "local_tokens", "first_b", "first_h"]
-
-QUERIES = gl.constexpr(128)  # queries of an item
-GROUP_ROWS = gl.constexpr(64)  # queries of a compute warp group
-BLOCK_SLOTS = gl.constexpr(4)  # block records in flight
-
-# A block's record: int32 fields.
-KIND = gl.constexpr(0)
-POSITION = gl.constexpr(1)  # global position of the block's first key
-KEYS_LEFT = gl.constexpr(2)  # keys from there to the end of the run
-BLOCK_FIELDS = gl.constexpr(3)
-
-# The item's record: int32 fields.
-ITEM_BATCH = gl.constexpr(0)  # −1: no more items
-ITEM_HEAD = gl.constexpr(1)
-ITEM_ROW = gl.constexpr(2)  # first query row in the tensor
-ITEM_POSITION = gl.constexpr(3)  # global position of that row
-ITEM_ROWS_LEFT = gl.constexpr(4)  # queries of the tile
-ITEM_FIELDS = gl.constexpr(5)
-
-# Kinds of block records.
-END = gl.constexpr(0)  # not a block: end of the item
-FULL = gl.constexpr(1)  # every pair is visible
-PARTIAL = gl.constexpr(2)  # the mask decides
 
 
 @triton.jit(do_not_specialize=["heads", "q_len"])
@@ -150,145 +140,12 @@ def row_terms_kernel(
 
 
 @gluon.jit
-def _block_field(blocks_s, slot, FIELD: gl.constexpr):
-    """A field of the block record in `slot`."""
-    return load_int(blocks_s, slot * BLOCK_FIELDS + FIELD)
-
-
-@gluon.jit
-def _load_block(
-    i, keys, values, b, kv_head, row, pos, left, kind, k_s, v_s, blocks_s, bars, isolation, unbounded, isolated,
-    STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-):  # fmt: skip
-    """Write the block's record and start the loads of its keys and values, as soon as their stages are empty.
-
-    isolation: `StepIsolation`, or None. unbounded: its flag. isolated: isolated blocks so far. Returns their number after this block.
-    """
-    stage, v_stage = ring_slot(i, STAGES), ring_slot(i, V_STAGES)
-    mbarrier.wait(bars.k_empty.index(stage), ring_phase(i, STAGES) ^ 1)
-    record = ring_slot(i, BLOCK_SLOTS) * BLOCK_FIELDS
-    store_int(blocks_s, record + KIND, kind)
-    store_int(blocks_s, record + POSITION, pos)
-    store_int(blocks_s, record + KEYS_LEFT, left)
-    k_full, v_full = bars.k_full.index(stage), bars.v_full.index(v_stage)
-    isolates = False
-    if isolation is not None:
-        isolates = (unbounded != 0) & (kind != FULL)
-        if isolates:  # the consumers wait for the isolated tiles
-            k_full, v_full = isolation.loaded.index(2), isolation.loaded.index(3)
-    load_kv_parts(keys, b, kv_head, row, k_full, part_slot(k_s, stage))
-    mbarrier.wait(bars.v_empty.index(v_stage), ring_phase(i, V_STAGES) ^ 1)
-    load_kv_parts(values, b, kv_head, row, v_full, part_slot(v_s, v_stage))
-    if isolation is not None:  # noqa: SIM102 (a compile-time condition)
-        if isolates:
-            k, v, loaded = part_slot(k_s, stage), part_slot(v_s, v_stage), isolation.loaded
-            bound_keys(k, v, loaded.index(2), loaded.index(3), isolated & 1)
-            isolated += 1
-            mbarrier.arrive(bars.k_full.index(stage), count=1)
-            mbarrier.arrive(bars.v_full.index(v_stage), count=1)
-    return isolated
-
-
-@gluon.jit
-def _load_item(item_number, q_ptr, do_ptr, b, h, row, pos, left, terms_at, q_len, q_s, do_s, item_s, q_bars, isolation, unbounded):
-    """Write the item's record and start the loads of its queries and dO, as soon as the CTA's item before no longer needs the buffers.
-
-    q_ptr, do_ptr, q_s, do_s: `Parts`. terms_at: `first_term` of the head. isolation, unbounded: as of `_load_block`.
-    """
-    mbarrier.wait(q_bars.empty, (item_number & 1) ^ 1)
-    store_int(item_s, ITEM_BATCH, b)
-    store_int(item_s, ITEM_HEAD, h)
-    store_int(item_s, ITEM_ROW, row)
-    store_int(item_s, ITEM_POSITION, pos)
-    store_int(item_s, ITEM_ROWS_LEFT, left)
-    Q_BYTES: gl.constexpr = part_bytes(q_ptr.main.block_type.nbytes, q_ptr.tail.block_type.nbytes)
-    DO_BYTES: gl.constexpr = part_bytes(do_ptr.main.block_type.nbytes, do_ptr.tail.block_type.nbytes)
-    full = q_bars.full
-    if isolation is not None:  # noqa: SIM102 (a compile-time condition)
-        if unbounded != 0:
-            full = isolation.loaded.index(0)
-    mbarrier.expect(full, 2 * (Q_BYTES + DO_BYTES))
-    for group in gl.static_range(2):
-        load_part_tile(q_ptr, b, h, row + group * GROUP_ROWS, full, part_slot(q_s, group))
-        load_part_tile(do_ptr, b, h, row + group * GROUP_ROWS, full, part_slot(do_s, group))
-    if isolation is not None:  # noqa: SIM102 (a compile-time condition)
-        if unbounded != 0:
-            mbarrier.wait(full, item_number & 1)
-            for half in range(2):
-                first = row + half * GROUP_ROWS
-                zero_bad_rows(part_slot(q_s, half), isolation, terms_at + first, q_len - first)
-                zero_bad_rows(part_slot(do_s, half), isolation, terms_at + first, q_len - first)
-            fence_async_shared()
-            mbarrier.arrive(q_bars.full, count=1)
-
-
-@gluon.jit
-def _produce(
-    counter, items, q_ptr, keys, values, do_ptr, order, full, partial, q_side, kv_side,
-    rows, tiles, heads, shared, group, q_len, kv_len, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
-    isolation, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-):  # fmt: skip
-    """The producer warp: takes items (query tiles) from the global counter and loads each item's queries, dO and KV blocks.
-
-    q_ptr, do_ptr, q_s, k_s, v_s, do_s: `Parts`. isolation: `StepIsolation`, or None.
-    """
-    unbounded = 0
-    if isolation is not None:
-        unbounded = gl.load(isolation.unbounded)
-    isolated = 0  # isolated blocks so far
-    SUBS: gl.constexpr = QUERIES // N
-    i = 0  # block records so far
-    t = 0  # items so far
-    item = take_item(counter)
-    while item < items:
-        tile, _, b, h = place(item, order, rows, tiles, heads, group, 1, PER_BATCH, PER_HEAD)
-        row, pos, left = span(tile, q_len, q_side, 1, QUERIES)
-        table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
-        full_run, partial_run = gl.load(full.ptr + 2 * table), gl.load(partial.ptr + 2 * table)
-        full_runs, partial_runs = gl.load(full.ptr + 2 * table + 1) - full_run, gl.load(partial.ptr + 2 * table + 1) - partial_run
-        terms_at = first_term(b * heads + h, q_len)
-        queries_loaded = 0
-        for run in range(full_runs + partial_runs):
-            masked = run >= full_runs
-            r = gl.where(masked, partial_run + run - full_runs, full_run + run)
-            first = gl.load(gl.where(masked, partial.first, full.first) + r)
-            last = gl.load(gl.where(masked, partial.last, full.last) + r)
-            row_from, pos_from, left_from = run_place(first, last, kv_len, kv_side, SUBS, N)
-            # Blocks without a key are skipped.
-            for n in range(first * SUBS, gl.minimum((last + 1) * SUBS, (left_from + (N - 1)) // N)):
-                isolated = _load_block(
-                    i, keys, values, b, h // shared, row_from + n * N, pos_from + n * N, left_from - n * N,
-                    gl.where(masked, PARTIAL, FULL), k_s, v_s, blocks_s, bars, isolation, unbounded, isolated, STAGES, V_STAGES,
-                )  # fmt: skip
-                i += 1
-                # After the first block: its stage is empty before the buffers of queries are.
-                if queries_loaded == 0:
-                    _load_item(
-                        t, q_ptr, do_ptr, b, h, row, pos, left, terms_at, q_len, q_s, do_s, item_s, q_bars, isolation, unbounded
-                    )  # fmt: skip
-                queries_loaded = 1
-        if queries_loaded == 0:
-            _load_item(t, q_ptr, do_ptr, b, h, row, pos, left, terms_at, q_len, q_s, do_s, item_s, q_bars, isolation, unbounded)
-        mbarrier.wait(bars.k_empty.index(ring_slot(i, STAGES)), ring_phase(i, STAGES) ^ 1)
-        store_int(blocks_s, ring_slot(i, BLOCK_SLOTS) * BLOCK_FIELDS + KIND, END)
-        mbarrier.arrive(bars.k_full.index(ring_slot(i, STAGES)), count=1)
-        mbarrier.wait(bars.v_empty.index(ring_slot(i, V_STAGES)), ring_phase(i, V_STAGES) ^ 1)
-        mbarrier.arrive(bars.v_full.index(ring_slot(i, V_STAGES)), count=1)
-        i += 1
-        t += 1
-        item = take_item(counter)
-    mbarrier.wait(q_bars.empty, (t & 1) ^ 1)
-    store_int(item_s, ITEM_BATCH, -1)
-    mbarrier.arrive(q_bars.full, count=1)
-
-
-@gluon.jit
 def _probabilities(
     s, norm, global_b, global_h, q_pos, q_left, kv, left, scale, captured,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, SCATTER: gl.constexpr, MASKED: gl.constexpr,
     N: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """(p · ∂t/∂s, p) of one block's scores s; t: the score mod's result.
+    """(p · ∂t/∂s, p) of one block's scores s; t: the score mod's result. kv, left: numbers, or of each column [1, N].
 
     JOINT is linear in its gradient: applied to p, it gives the product. With SCATTER, JOINT also adds to the gradients of
     captured tensors and needs dP first: the result is (s, p).
@@ -322,7 +179,7 @@ def _compute(
     heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
     GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, SCATTER: gl.constexpr,
     ADD: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr,
-    STAGES: gl.constexpr, V_STAGES: gl.constexpr, ISOLATE: gl.constexpr,
+    STAGES: gl.constexpr, V_STAGES: gl.constexpr, ISOLATE: gl.constexpr, KV_PAIRS: gl.constexpr, HEAD_PAIRS: gl.constexpr,
 ):  # fmt: skip
     """A compute warp group: 64 of the item's 128 queries. q_s, k_s, v_s, do_s: `Parts`."""
     dtype: gl.constexpr = k_s.main.dtype
@@ -340,9 +197,9 @@ def _compute(
     mbarrier.wait(q_bars.full, 0)
     b = load_int(item_s, ITEM_BATCH)
     while b >= 0:
-        h = load_int(item_s, ITEM_HEAD)
-        row, pos = load_int(item_s, ITEM_ROW) + GROUP * GROUP_ROWS, load_int(item_s, ITEM_POSITION) + GROUP * GROUP_ROWS
-        left = load_int(item_s, ITEM_ROWS_LEFT) - GROUP * GROUP_ROWS
+        h, row = group_place(load_int(item_s, ITEM_HEAD), load_int(item_s, ITEM_ROW), GROUP, GROUP_ROWS, HEAD_PAIRS)
+        pos = load_int(item_s, ITEM_POSITION) + (0 if HEAD_PAIRS else GROUP * GROUP_ROWS)
+        left = load_int(item_s, ITEM_ROWS_LEFT) - (0 if HEAD_PAIRS else GROUP * GROUP_ROWS)
         terms_at = first_term(b * heads + h, q_len) + row + rows
         norm = gl.expand_dims(gl.load(norm_ptr + terms_at, mask=rows < left, other=0.0), 1)
         delta = gl.expand_dims(gl.load(delta_ptr + terms_at, mask=rows < left, other=0.0), 1)
@@ -357,7 +214,7 @@ def _compute(
         q = held_operand(part_2d(q_s, GROUP), operand, Q_IN_REGISTERS)
         do = held_operand(part_2d(do_s, GROUP), operand, DO_IN_REGISTERS)
         mbarrier.wait(bars.k_full.index(ring_slot(i, STAGES)), ring_phase(i, STAGES))
-        kind = _block_field(blocks_s, ring_slot(i, BLOCK_SLOTS), KIND)
+        kind = block_field(blocks_s, ring_slot(i, BLOCK_SLOTS), KIND)
         s_next = start_scores(q, part_2d(k_s, ring_slot(i, STAGES)), zeros)
         s = warpgroup_mma_wait(0, deps=[s_next])
         while kind != END:
@@ -374,20 +231,20 @@ def _compute(
             dp_next = start_scores(do, part_2d(v_s, v_stage), zeros)
             if kind == FULL:
                 slope, p = _probabilities(
-                    s, norm, b + first_b, h + first_h, q_pos, left, _block_field(blocks_s, slot, POSITION), N, scale, of_head,
+                    s, norm, b + first_b, h + first_h, q_pos, left, key_positions(blocks_s, slot, cols, KV_PAIRS), N, scale, of_head,
                     MASK, SCORE, JOINT, SCATTER, False, N, s_l,
                 )  # fmt: skip
             else:
                 slope, p = _probabilities(
-                    s, norm, b + first_b, h + first_h, q_pos, left, _block_field(blocks_s, slot, POSITION),
-                    _block_field(blocks_s, slot, KEYS_LEFT), scale, of_head, MASK, SCORE, JOINT, SCATTER, True, N, s_l,
+                    s, norm, b + first_b, h + first_h, q_pos, left, key_positions(blocks_s, slot, cols, KV_PAIRS),
+                    keys_left(blocks_s, slot, cols, KV_PAIRS), scale, of_head, MASK, SCORE, JOINT, SCATTER, True, N, s_l,
                 )  # fmt: skip
             dp = warpgroup_mma_wait(0, deps=[dp_next])
             mbarrier.arrive(bars.v_empty.index(v_stage), count=1)
             ds = slope * (dp - delta)
             if SCATTER:
                 valid = (p != 0.0) & (gl.expand_dims(rows, 1) < left)
-                kv = _block_field(blocks_s, slot, POSITION) + cols
+                kv = key_positions(blocks_s, slot, cols, KV_PAIRS) + cols
                 ds = JOINT(
                     p * (dp - delta), slope, b + first_b, h + first_h, q_pos, kv, valid, of_head.score, of_head.score_sizes, grads
                 )  # fmt: skip
@@ -395,7 +252,7 @@ def _compute(
             dq_next = start_sum(ds.to(dtype), part_2d(k_s, stage), dq, D_TAIL)
             after = i + 1
             mbarrier.wait(bars.k_full.index(ring_slot(after, STAGES)), ring_phase(after, STAGES))
-            kind = _block_field(blocks_s, ring_slot(after, BLOCK_SLOTS), KIND)
+            kind = block_field(blocks_s, ring_slot(after, BLOCK_SLOTS), KIND)
             s_next = start_scores(q, part_2d(k_s, ring_slot(after, STAGES)), zeros)
             dq = wait_sum(dq_next, D_PARTS, D_TAIL)
             mbarrier.arrive(bars.k_empty.index(stage), count=1)
@@ -424,16 +281,22 @@ def dq_kernel(
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, E_TAIL: gl.constexpr,
     N: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    KV_PAIRS: gl.constexpr, HEAD_PAIRS: gl.constexpr,
 ):  # fmt: skip
     """dQ of query tiles, stored to dq_ptr or, with ADD, added to it. With SCATTER, gradients of captured tensors are added to `grads`.
 
     q_ptr, k_ptr, v_ptr, do_ptr: TMA descriptors. local_k_ptr, local_v_ptr, local_tokens: `KvSource`. counter: one int32, 0.
     DP, D_TAIL, EP, E_TAIL, x_tail_ptr: as in `backward_wide.wide_dkv_kernel`. unbounded_ptr: as in `backward_dkv.dkv_kernel`.
+    KV_PAIRS, HEAD_PAIRS: see `hopper.half_blocks`. The TMA descriptors of K and V are then those of `load_halves`.
     """
     gl.static_assert(STAGES <= BLOCK_SLOTS, "a block's record must live until the block is computed")
     q, do = Parts(q_ptr, first_given(q_tail_ptr, q_ptr)), Parts(do_ptr, first_given(do_tail_ptr, do_ptr))
     k, v = Parts(k_ptr, first_given(k_tail_ptr, k_ptr)), Parts(v_ptr, first_given(v_tail_ptr, v_ptr))
-    q_s, do_s, k_s, v_s = ring_of(q, 2), ring_of(do, 2), ring_of(k, STAGES), ring_of(v, V_STAGES)
+    q_s, do_s = ring_of(q, 2), ring_of(do, 2)
+    if KV_PAIRS:
+        k_s, v_s = paired_ring(k_ptr, STAGES, DP), paired_ring(v_ptr, V_STAGES, EP)
+    else:
+        k_s, v_s = ring_of(k, STAGES), ring_of(v, V_STAGES)
     blocks_s, item_s = shared_ints(BLOCK_SLOTS * BLOCK_FIELDS), shared_ints(ITEM_FIELDS)
     q_bars = BufferBarriers(mbarriers(1, 1).index(0), mbarriers(1, 2).index(0))
     bars = KvBarriers(mbarriers(STAGES, 1), mbarriers(STAGES, 2), mbarriers(V_STAGES, 1), mbarriers(V_STAGES, 2))
@@ -451,15 +314,17 @@ def dq_kernel(
             norm_ptr, delta_ptr, dq_ptr, dq_stride, captured, grads,
             heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
             0, MASK, SCORE, JOINT, UNIFORM, SCATTER, ADD, N, D, DP, D_TAIL, STAGES, V_STAGES, ISOLATE,
+            KV_PAIRS, HEAD_PAIRS,
         )),
         (_compute, (
             norm_ptr, delta_ptr, dq_ptr, dq_stride, captured, grads,
             heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
             1, MASK, SCORE, JOINT, UNIFORM, SCATTER, ADD, N, D, DP, D_TAIL, STAGES, V_STAGES, ISOLATE,
+            KV_PAIRS, HEAD_PAIRS,
         )),
-        (_produce, (
+        (produce, (
             counter, items, q, keys, values, do, order, full, partial, q_side, kv_side,
             rows, tiles, heads, shared, group, q_len, kv_len, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
-            optional(isolation), PER_BATCH, PER_HEAD, N, STAGES, V_STAGES,
+            optional(isolation), PER_BATCH, PER_HEAD, N, STAGES, V_STAGES, KV_PAIRS, HEAD_PAIRS,
         )),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -56,6 +56,7 @@ from longspan._kernels.hopper.dkv_producer import (
     produce,
     step_record,
 )
+from longspan._kernels.hopper.half_blocks import paired_ring
 from longspan._kernels.hopper.head_dim_parts import (
     Parts,
     held_operand,
@@ -95,7 +96,7 @@ def _compute_dv(
     dv_ptr, dv_stride, captured, scale, first_b, first_h, k_s, p_s, buffers, item_s, item_bars, bars, p_bars,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, BM: gl.constexpr, D_PARTS: gl.constexpr,
     IN_REGISTERS: gl.constexpr,
-    E: gl.constexpr, EP: gl.constexpr, E_TAIL: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
+    E: gl.constexpr, EP: gl.constexpr, E_TAIL: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
     """The warp group that computes P and dV. D_PARTS: number of parts of the keys' head dim."""
     steps = buffers.steps
@@ -129,7 +130,7 @@ def _compute_dv(
             norm = gl.expand_dims(buffers.norm.index(ring_slot(it, Q_STAGES)).load(gl.SliceLayout(0, st_l)), 0)
             p, slope = step_probabilities(
                 s, norm, kind, steps, record, b + first_b, first_h, kv_pos, kv_left, scale, of_head,
-                0, 0, MASK, SCORE, JOINT, BM, dtype, st_l,
+                0, 0, MASK, SCORE, JOINT, BM, dtype, st_l, QUERIES,
             )  # fmt: skip
             step = it - t  # END records do not use p_s
             mbarrier.wait(p_bars.empty.index(ring_slot(step, P_SLOTS)), ring_phase(step, P_SLOTS) ^ 1)
@@ -223,7 +224,7 @@ def wide_dkv_kernel(
     items, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, local_tokens, scale, first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, E_TAIL: gl.constexpr,
-    BM: gl.constexpr, STAGES: gl.constexpr, DO_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    BM: gl.constexpr, STAGES: gl.constexpr, DO_STAGES: gl.constexpr, REGISTERS: gl.constexpr, Q_TILE: gl.constexpr, KV_TILE: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of key tiles, each summed over `shared` query heads. Arguments as in `backward_dkv.dkv_kernel`.
 
@@ -238,7 +239,12 @@ def wide_dkv_kernel(
     q, do = Parts(q_ptr, first_given(q_tail_ptr, q_ptr)), Parts(do_ptr, first_given(do_tail_ptr, do_ptr))
     k, v = Parts(k_ptr, first_given(k_tail_ptr, k_ptr)), Parts(v_ptr, first_given(v_tail_ptr, v_ptr))
     k_s, v_s = ring_of(k, 1), ring_of(v, 1)
-    buffers = StepBuffers(ring_of(q, STAGES), ring_of(do, DO_STAGES), norm_s, delta_s, steps_s)
+    QUERIES: gl.constexpr = Q_TILE if Q_TILE < BM else 0
+    if QUERIES > 0:  # a step has the same queries of two heads
+        q_s, do_s = paired_ring(q_ptr, STAGES, DP), paired_ring(do_ptr, DO_STAGES, EP)
+    else:
+        q_s, do_s = ring_of(q, STAGES), ring_of(do, DO_STAGES)
+    buffers = StepBuffers(q_s, do_s, norm_s, delta_s, steps_s)
     p_s = gl.allocate_shared_memory(k_ptr.dtype, [P_SLOTS, KEYS, BM], gl.NVMMASharedLayout.get_default_for([KEYS, BM], k_ptr.dtype))
     item_bars = KeyTileBarriers(mbarriers(1, 1).index(0), mbarriers(1, 1).index(0), mbarriers(1, 2).index(0))
     bars = StepBarriers(mbarriers(STAGES, 1), mbarriers(DO_STAGES, 1), mbarriers(STAGES, 2), mbarriers(DO_STAGES, 2))
@@ -257,7 +263,7 @@ def wide_dkv_kernel(
     gl.warp_specialize([
         (_compute_dv, (
             dv_ptr, dv_stride, captured, scale, first_b, first_h, k_s, p_s, buffers, item_s, item_bars, bars, p_bars,
-            MASK, SCORE, JOINT, UNIFORM, BM, 2 if D_TAIL else 1, IN_REGISTERS, E, EP, E_TAIL, STAGES, DO_STAGES,
+            MASK, SCORE, JOINT, UNIFORM, BM, 2 if D_TAIL else 1, IN_REGISTERS, E, EP, E_TAIL, STAGES, DO_STAGES, QUERIES,
         )),
         (_compute_dk, (
             dk_ptr, dk_stride, scale, v_s, p_s, buffers, item_s, item_bars, bars, p_bars,
@@ -267,6 +273,6 @@ def wide_dkv_kernel(
             counter, items, q, keys, values, do, norm_ptr, delta_ptr, order, full, partial,
             DqOrderArgs(optional(None), optional(None), 0), optional(None), q_side, kv_side, rows, tiles, heads, kv_heads, shared,
             head_parts, group, heavy_rows, q_len, kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation), PER_BATCH,
-            PER_HEAD, KEYS, BM, STAGES, DO_STAGES,
+            PER_HEAD, KEYS, BM, STAGES, DO_STAGES, Q_TILE, KV_TILE,
         )),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -102,6 +102,12 @@ def wide_dkv_config(d: int, e: int) -> TileConfig:
     return TileConfig(m=64, n=64, stages=stages[0], second_stages=stages[1])
 
 
+def half_dkv_config(d: int, e: int) -> TileConfig:
+    """For `hopper.backward_wide` and block tables of 64 keys, head dims up to 128: steps of 128 queries, or of 64 queries of two heads."""
+    stages = 2 if max(d, e) > 64 else 4
+    return TileConfig(m=128, n=64, stages=stages, second_stages=stages)
+
+
 def dq_tile(d: int, m: int) -> tuple[int, int]:
     """(queries, dims) of a tile of a step's dQ. Each of two warp groups computes one tile; of 192 dims, the first group computes two."""
     return (m, 64) if d > 64 else (m // 2, 64)

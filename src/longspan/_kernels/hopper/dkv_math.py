@@ -58,18 +58,18 @@ def store_kv_grad(ptr, strides, b, head, grad, row, left, it, DIM: gl.constexpr,
 def step_probabilities(
     s, norm, kind, steps, record, at_b, first_h, kv_pos, kv_left, scale, captured,
     FIRST: gl.constexpr, GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, BM: gl.constexpr,
-    dtype: gl.constexpr, layout: gl.constexpr,
+    dtype: gl.constexpr, layout: gl.constexpr, QUERIES: gl.constexpr = 0,
 ):  # fmt: skip
     """`probabilities` of BM queries of a step from its query FIRST on. record: the step's, in `steps`."""
     h, pos = load_int(steps, record + HEAD) + first_h, load_int(steps, record + POSITION) + FIRST
     if kind == FULL:
         p, slope = probabilities(
-            s, norm, kind, at_b, h, pos, BM, kv_pos, kv_left, scale, captured, GROUP, MASK, SCORE, JOINT, False, BM, dtype, layout
+            s, norm, kind, at_b, h, pos, BM, kv_pos, kv_left, scale, captured, GROUP, MASK, SCORE, JOINT, False, BM, dtype, layout, QUERIES
         )  # fmt: skip
     else:
         left = load_int(steps, record + ROWS_LEFT) - FIRST
         p, slope = probabilities(
-            s, norm, kind, at_b, h, pos, left, kv_pos, kv_left, scale, captured, GROUP, MASK, SCORE, JOINT, True, BM, dtype, layout
+            s, norm, kind, at_b, h, pos, left, kv_pos, kv_left, scale, captured, GROUP, MASK, SCORE, JOINT, True, BM, dtype, layout, QUERIES
         )  # fmt: skip
     return p, slope
 
@@ -78,13 +78,15 @@ def step_probabilities(
 def probabilities(
     s, norm, kind, at_b, h, pos, left, kv_pos, kv_left, scale, captured,
     GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, MASKED: gl.constexpr, BM: gl.constexpr,
-    dtype: gl.constexpr, layout: gl.constexpr,
+    dtype: gl.constexpr, layout: gl.constexpr, QUERIES: gl.constexpr = 0,
 ):  # fmt: skip
     """(p in `dtype`, p · ∂t/∂s) of one step's scores s [keys, queries]; t: the score mod's result.
 
-    JOINT is linear in its gradient: applied to p, it gives the product.
+    JOINT is linear in its gradient: applied to p, it gives the product. QUERIES: not 0 if columns are the same queries of several heads.
     """
     cols = gl.expand_dims(gl.arange(0, BM, layout=gl.SliceLayout(0, layout)), 0)
+    if QUERIES > 0:
+        cols = cols & (QUERIES - 1)
     keys = GROUP * GROUP_KEYS + gl.expand_dims(gl.arange(0, GROUP_KEYS, layout=gl.SliceLayout(1, layout)), 1)
     if SCORE is None:
         p = gl.exp2(s * (scale * LOG2_E) - norm)

@@ -13,13 +13,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from longspan._kernels.gpu.row_terms import first_term
 from longspan._kernels.gpu.tile_access import place_in_order, run_place, span, table_row
-from longspan._kernels.hopper.gluon_names import tma_load
+from longspan._kernels.hopper.gluon_names import reinterpret, tma_load
+from longspan._kernels.hopper.half_blocks import HALF, start_halves
 from longspan._kernels.hopper.head_dim_parts import load_kv_parts, load_part_tile, part_bytes, part_slot
 from longspan._kernels.hopper.isolation import bound_keys, has_bad_rows, isolate_rows
 from longspan._kernels.hopper.pipeline import ring_phase, ring_slot, store_int, take_item
 from longspan._kernels.hopper.tile_io import view_as
 
-TILE = gl.constexpr(128)  # queries, or keys, of a tile of the block table
+TILE = gl.constexpr(128)  # keys of an item of `hopper.backward_dkv`
 GROUP_KEYS = gl.constexpr(64)  # keys of a compute warp group
 STEP_SLOTS = gl.constexpr(8)  # step records in flight: the dQ warps lag behind the producer
 
@@ -152,9 +153,17 @@ def _load_rows(stage, desc, terms_desc, b, h, row, head_row, tiles, terms, full)
     """Start the loads of a step's tile of q or of dO and of its row terms, norm or delta. All are 0 past the end of the head: a NaN of the
     next head would reach dK through 0 · NaN.
     """
-    mbarrier.expect(full, part_bytes(desc.main.block_type.nbytes, desc.tail.block_type.nbytes) + terms_desc.block_type.nbytes)
-    load_part_tile(desc, b, h, row, full, part_slot(tiles, stage))
-    tma_load(terms_desc, [head_row, row], full, view_as(terms.index(stage), terms_desc))
+    if terms_desc.block_type.shape[1] < terms.shape[1]:  # a step of two heads
+        PANELS: gl.constexpr = tiles.main.shape[4] // HALF
+        mbarrier.expect(full, 2 * (PANELS * desc.main.block_type.nbytes + terms_desc.block_type.nbytes))
+        start_halves(desc.main, b, h, row, h + 1, row, full, tiles.main, stage)
+        halves = reinterpret(terms, terms_desc.dtype, [terms.shape[0] * 2, HALF], terms.layout)
+        tma_load(terms_desc, [head_row, row], full, view_as(halves.index(stage * 2), terms_desc))
+        tma_load(terms_desc, [head_row + 1, row], full, view_as(halves.index(stage * 2 + 1), terms_desc))
+    else:
+        mbarrier.expect(full, part_bytes(desc.main.block_type.nbytes, desc.tail.block_type.nbytes) + terms_desc.block_type.nbytes)
+        load_part_tile(desc, b, h, row, full, part_slot(tiles, stage))
+        tma_load(terms_desc, [head_row, row], full, view_as(terms.index(stage), terms_desc))
 
 
 @gluon.jit
@@ -187,17 +196,20 @@ def produce(
     counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, dq_order, described, q_side, kv_side,
     rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, k_s, v_s, buffers, item_s, item_bars, bars,
     isolation, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
-    KEYS: gl.constexpr, BM: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
+    KEYS: gl.constexpr, BM: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, Q_TILE: gl.constexpr, KV_TILE: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: takes items (KEYS keys) from the global counter and loads each item's keys, values and steps of queries.
 
     q_ptr, do_ptr, k_s, v_s: `Parts`.
     With ordered dQ, `described` holds mbarriers that complete when a step's record is written, and the steps of a head come in ascending
     order of queries: full and partial runs are merged. Otherwise full runs come first and `described` is None.
-    isolation: `StepIsolation`, or None.
+    isolation: `StepIsolation`, or None. Q_TILE, KV_TILE: queries and keys of a tile of the block table. If a
+    step has more queries than a tile, it has the same queries of two heads (`hopper.half_blocks`).
     """
-    SUBS: gl.constexpr = TILE // BM
-    KEY_SUBS: gl.constexpr = TILE // KEYS
+    HEADS: gl.constexpr = 2 if Q_TILE < BM else 1  # of a step
+    QUERIES: gl.constexpr = BM // HEADS
+    SUBS: gl.constexpr = Q_TILE // QUERIES
+    KEY_SUBS: gl.constexpr = KV_TILE // KEYS
     ORDERED: gl.constexpr = described is not None
     groups = (kv_heads, heavy_rows, group, items // rows * heavy_rows)
     steps = buffers.steps
@@ -213,7 +225,7 @@ def produce(
         kv_row, kv_pos, kv_left = span(tile * KEY_SUBS + sub, kv_len, kv_side, KEY_SUBS, KEYS)
         kv_loaded = 0
         # The second half of a short tile may have no key.
-        for j in range(gl.where(kv_left > 0, shared, 0) if KEY_SUBS > 1 else shared):
+        for j in range(0, gl.where(kv_left > 0, shared, 0) if KEY_SUBS > 1 else shared, HEADS):
             h = head * shared + j
             table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
             full_run, partial_run = gl.load(full.ptr + 2 * table), gl.load(partial.ptr + 2 * table)
@@ -234,15 +246,16 @@ def produce(
                 first = gl.load(gl.where(masked, partial.first, full.first) + r)
                 last = gl.load(gl.where(masked, partial.last, full.last) + r)
                 kind = gl.where(masked, PARTIAL, gl.where(kv_left < KEYS, SHORT, FULL))
-                row_from, pos_from, left_from = run_place(first, last, q_len, q_side, SUBS, BM)
+                row_from, pos_from, left_from = run_place(first, last, q_len, q_side, SUBS, QUERIES)
                 # Steps without a query are skipped.
-                for n in range(first * SUBS, gl.minimum((last + 1) * SUBS, (left_from + (BM - 1)) // BM)):
+                for n in range(first * SUBS, gl.minimum((last + 1) * SUBS, (left_from + (QUERIES - 1)) // QUERIES)):
                     earlier_adds, semaphore = None, None
                     if ORDERED:
                         earlier_adds = gl.load(dq_order.before + nth + n // SUBS - first)
                         semaphore = (b * heads + h) * dq_order.semaphores_per_head + n
+                    at = n * QUERIES
                     isolated = _load_step(
-                        it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row_from + n * BM, pos_from + n * BM, left_from - n * BM,
+                        it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row_from + at, pos_from + at, left_from - at,
                         b * heads + h, q_len, kind, earlier_adds, semaphore, described, buffers, bars, isolation, unbounded, isolated,
                         BM, Q_STAGES, DO_STAGES,
                     )  # fmt: skip

@@ -76,6 +76,8 @@ from longspan._kernels.hopper.forward_producer import (
     POSITION,
     ROW,
     ROWS_LEFT,
+    SECOND_KEYS_LEFT,
+    SECOND_POSITION,
     SPLIT_PART,
     ItemBarriers,
     ItemNumbers,
@@ -87,6 +89,7 @@ from longspan._kernels.hopper.forward_producer import (
     publish_first_item,
     schedule,
 )
+from longspan._kernels.hopper.half_blocks import group_place, paired_ring
 from longspan._kernels.hopper.head_dim_parts import Parts, held_operand, part_2d, ring_of, start_scores
 from longspan._kernels.hopper.isolation import BlockIsolation
 from longspan._kernels.hopper.none_arg import first_given, optional
@@ -117,7 +120,7 @@ def attend_blocks(
     acc, total, m, max_scores, weights, i, count, q, q_first, global_b, global_h, scale, k_s, v_s, blocks_s, bars, captured,
     MASK: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, PARTIAL: gl.constexpr,
     SCALE_IN_EXP: gl.constexpr, MAX_SCORES: gl.constexpr, SUM_CHAINS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    TURN: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr, partial_end=None,
+    TURN: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr, partial_end=None, KV_PAIRS: gl.constexpr = False,
 ):  # fmt: skip
     """The main loop over `count` blocks. On entry and on exit, P V of block i − 1 has not been started: `weights` holds its P.
 
@@ -129,9 +132,11 @@ def attend_blocks(
     for _ in range(count):
         stage, last = ring_slot(i, STAGES), ring_slot(i - 1, STAGES)
         mbarrier.wait(bars.k_full.index(stage), ring_phase(i, STAGES))
-        kv, left = 0, 0
+        kv, left, kv_second, left_second = 0, 0, 0, 0
         if PARTIAL or SCORE is not None:
             kv, left = block_field(blocks_s, stage, BLOCK_POSITION), block_field(blocks_s, stage, BLOCK_KEYS_LEFT)
+            if KV_PAIRS:
+                kv_second, left_second = block_field(blocks_s, stage, SECOND_POSITION), block_field(blocks_s, stage, SECOND_KEYS_LEFT)
         if TURN >= 0:
             mbarrier.wait(bars.v_full.index(last), ring_phase(i - 1, STAGES))
             await_turn(TURN)
@@ -149,6 +154,7 @@ def attend_blocks(
         p, m, total, max_scores, rescale = softmax_block(
             s, m, total, max_scores, q_first, kv, left, masked, global_b, global_h, scale, captured,
             MASK, VISIBLE, SCORE, FLAT, CORNERS, PARTIAL, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, layout,
+            kv_second, left_second, KV_PAIRS,
         )  # fmt: skip
         acc, weights = warpgroup_mma_wait(0, deps=[acc_next, gl.convert_layout(p.to(v_s.dtype), operand)])
         mbarrier.arrive(bars.v_empty.index(last), count=1)
@@ -163,7 +169,7 @@ def _consume(
     q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars, out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
     GROUP: gl.constexpr, MASK: gl.constexpr, BOUNDS: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr,
     CORNERS: gl.constexpr, UNIFORM: gl.constexpr, SCALE_IN_EXP: gl.constexpr, N: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
-    STAGES: gl.constexpr, ONE_LOOP: gl.constexpr,
+    STAGES: gl.constexpr, ONE_LOOP: gl.constexpr, KV_PAIRS: gl.constexpr, HEAD_PAIRS: gl.constexpr,
 ):  # fmt: skip
     """A consumer warp group: 64 of the item's 128 queries."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
@@ -187,9 +193,9 @@ def _consume(
     while h >= 0:
         slot = ring_slot(t, ITEM_SLOTS)
         b = item_field(items_s, slot, BATCH)
-        row = item_field(items_s, slot, ROW) + GROUP * GROUP_ROWS
-        q_first = item_field(items_s, slot, POSITION) + GROUP * GROUP_ROWS
-        rows_left = item_field(items_s, slot, ROWS_LEFT) - GROUP * GROUP_ROWS
+        h, row = group_place(h, item_field(items_s, slot, ROW), GROUP, GROUP_ROWS, HEAD_PAIRS)
+        q_first = item_field(items_s, slot, POSITION) + (0 if HEAD_PAIRS else GROUP * GROUP_ROWS)
+        rows_left = item_field(items_s, slot, ROWS_LEFT) - (0 if HEAD_PAIRS else GROUP * GROUP_ROWS)
         first_block = item_field(items_s, slot, FIRST_BLOCK)
         blocks = item_field(items_s, slot, END_BLOCK) - first_block
         partial = gl.minimum(gl.maximum(item_field(items_s, slot, PARTIAL_BLOCKS) - first_block, 0), blocks)
@@ -215,12 +221,16 @@ def _consume(
         stage = ring_slot(i, STAGES)
         mbarrier.wait(kv_bars.k_full.index(stage), ring_phase(i, STAGES))
         kv, left = block_field(blocks_s, stage, BLOCK_POSITION), block_field(blocks_s, stage, BLOCK_KEYS_LEFT)
+        kv_second, left_second = 0, 0
+        if KV_PAIRS:
+            kv_second, left_second = block_field(blocks_s, stage, SECOND_POSITION), block_field(blocks_s, stage, SECOND_KEYS_LEFT)
         s_next = start_scores(q, part_2d(k_s, stage), zeros)
         s = warpgroup_mma_wait(0, deps=[s_next])
         mbarrier.arrive(kv_bars.k_empty.index(stage), count=1)
         p, m, total, max_scores, _ = softmax_block(
             s, m, total, max_scores, q_first, kv, left, partial > 0, global_b, global_h, scale, of_head,
             MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, layout,
+            kv_second, left_second, KV_PAIRS,
         )  # fmt: skip
         weights = gl.convert_layout(p.to(v_s.dtype), operand)
         i += 1
@@ -228,18 +238,18 @@ def _consume(
             acc, total, m, max_scores, weights, i = attend_blocks(
                 acc, total, m, max_scores, weights, i, blocks - 1, q, q_first, global_b, global_h, scale, k_s, v_s, blocks_s, kv_bars,
                 of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, STAGES, -1, layout,
-                out_layout, i - 1 + partial,
+                out_layout, i - 1 + partial, KV_PAIRS,
             )  # fmt: skip
         else:
             acc, total, m, max_scores, weights, i = attend_blocks(
                 acc, total, m, max_scores, weights, i, gl.maximum(partial - 1, 0), q, q_first, global_b, global_h, scale, k_s, v_s,
                 blocks_s, kv_bars, of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, STAGES,
-                -1, layout, out_layout,
+                -1, layout, out_layout, None, KV_PAIRS,
             )  # fmt: skip
             acc, total, m, max_scores, weights, i = attend_blocks(
                 acc, total, m, max_scores, weights, i, gl.where(partial > 0, full, full - 1), q, q_first, global_b, global_h, scale, k_s,
                 v_s, blocks_s, kv_bars, of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, False, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N,
-                STAGES, -1, layout, out_layout,
+                STAGES, -1, layout, out_layout, None, KV_PAIRS,
             )  # fmt: skip
         mbarrier.arrive(bars.q_empty.index(GROUP), count=1)
         last = ring_slot(i - 1, STAGES)
@@ -324,7 +334,7 @@ def forward_kernel(
     MASK: gl.constexpr, BOUNDS: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr,
     UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, SCALE_IN_EXP: gl.constexpr,
     M_SUBS: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, D: gl.constexpr, E: gl.constexpr, DP: gl.constexpr, EP: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr, ONE_LOOP: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, ONE_LOOP: gl.constexpr, KV_PAIRS: gl.constexpr, HEAD_PAIRS: gl.constexpr,
 ):  # fmt: skip
     """Attention of the first `rows` rows of the block table in `order`, merged with the old state if there is one.
 
@@ -342,6 +352,7 @@ def forward_kernel(
     BOUNDS, VISIBLE: of a mask of comparisons of kv with values of the row (`longspan._kernels.gpu.row_bounds`), or None.
     FLAT, CORNERS: of a score mod whose lookup is uniform over many tiles (`longspan._kernels.gpu.uniform_lookup`), or None.
     ONE_LOOP: one main loop for partial and full blocks, not two.
+    KV_PAIRS, HEAD_PAIRS: see `hopper.half_blocks`. The TMA descriptors of K and V are then those of `load_halves`.
     """
     dtype: gl.constexpr = q_desc.dtype
     first_records = optional(first_records)
@@ -351,8 +362,12 @@ def forward_kernel(
     out_desc, complete_out_desc, old_out_desc = optional(out_desc), optional(complete_out_desc), optional(old_out_desc)
     STATE_WARP: gl.constexpr = 0 if out_desc is None else 1
     q, k = Parts(q_desc, first_given(q_tail_desc, q_desc)), Parts(k_desc, first_given(k_tail_desc, k_desc))
-    q_s, k_s = ring_of(q, GROUPS), ring_of(k, STAGES)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, EP], v_desc.layout)
+    q_s = ring_of(q, GROUPS)
+    if KV_PAIRS:
+        k_s, v_s = paired_ring(k_desc, STAGES, DP), paired_ring(v_desc, STAGES, EP).main
+    else:
+        k_s = ring_of(k, STAGES)
+        v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, EP], v_desc.layout)
     items_s, blocks_s, near_end = shared_ints(ITEM_SLOTS * ITEM_FIELDS), shared_ints(BLOCK_FIELDS * STAGES), mbarriers(2, 1)
     bars = ItemBarriers(
         mbarriers(ITEM_SLOTS, 1), mbarriers(ITEM_SLOTS, GROUPS + 1 + STATE_WARP), mbarriers(GROUPS, 1), mbarriers(GROUPS, 1)
@@ -390,19 +405,23 @@ def forward_kernel(
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
                     out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
                     0, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP,
+                    KV_PAIRS, HEAD_PAIRS,
                 )),
                 (_consume, (
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
                     out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
                     1, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP,
+                    KV_PAIRS, HEAD_PAIRS,
                 )),
                 (schedule, (
                     q_ptr, q_stride, counter, numbers, split, order, full, partial, counts, complete_flags, q_side, rows, tiles, heads,
                     groups, q_len, items_s, near_end, bars, FIRST_RECORDS, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
+                    HEAD_PAIRS,
                 )),
                 (load, (
                     q, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end, state_due,
                     bars, kv_bars, optional(isolation), FIRST_RECORDS, N, N_SUBS, STAGES,
+                    KV_PAIRS, HEAD_PAIRS,
                 )),
                 (move_states, (
                     out_desc, complete_out_desc, old_out_desc, old_lse_ptr, heads, q_len, state_s, lse_s, items_s, bars, state_bars,
@@ -420,19 +439,23 @@ def forward_kernel(
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
                     optional(None), optional(None), optional(None), optional(None), optional(None), captured,
                     0, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP,
+                    KV_PAIRS, HEAD_PAIRS,
                 )),
                 (_consume, (
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
                     optional(None), optional(None), optional(None), optional(None), optional(None), captured,
                     1, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP,
+                    KV_PAIRS, HEAD_PAIRS,
                 )),
                 (schedule, (
                     q_ptr, q_stride, counter, numbers, split, order, full, partial, counts, complete_flags, q_side, rows, tiles, heads,
                     groups, q_len, items_s, near_end, bars, FIRST_RECORDS, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
+                    HEAD_PAIRS,
                 )),
                 (load, (
                     q, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end,
                     optional(None), bars, kv_bars, optional(isolation), FIRST_RECORDS, N, N_SUBS, STAGES,
+                    KV_PAIRS, HEAD_PAIRS,
                 )),
             ],
             [4, 1, 1],

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from longspan._kernels.gpu.tile_access import place_in_order, run_place, span, table_row, wide
 from longspan._kernels.hopper.gluon_names import reinterpret
+from longspan._kernels.hopper.half_blocks import HALF, group_place, load_halves
 from longspan._kernels.hopper.head_dim_parts import load_kv_parts, load_part_tile, part_bytes, part_slot
 from longspan._kernels.hopper.isolation import isolate_values
 from longspan._kernels.hopper.pipeline import load_int, load_kv_tile, ring_phase, ring_slot, store_int, take_item
@@ -44,7 +45,9 @@ ITEM_FIELDS = gl.constexpr(16)
 # A KV block's record, one per pipeline stage: int32 fields.
 BLOCK_POSITION = gl.constexpr(0)  # global position of its first key
 BLOCK_KEYS_LEFT = gl.constexpr(1)  # keys from there to the end of the run
-BLOCK_FIELDS = gl.constexpr(2)
+SECOND_POSITION = gl.constexpr(2)  # of the second half of a block (`hopper.half_blocks`)
+SECOND_KEYS_LEFT = gl.constexpr(3)
+BLOCK_FIELDS = gl.constexpr(4)
 
 
 class ItemBarriers(NamedTuple):
@@ -93,7 +96,7 @@ def block_field(blocks_s, stage, FIELD: gl.constexpr):
 def schedule(
     q_ptr, q_stride, counter, items, split, order, full, partial, counts, complete_flags, q_side, rows, tiles, heads, groups, q_len,
     items_s, near_end, bars, FIRST_RECORDS: gl.constexpr,
-    PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, M_SUBS: gl.constexpr, N_SUBS: gl.constexpr, D: gl.constexpr,
+    PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, M_SUBS: gl.constexpr, N_SUBS: gl.constexpr, D: gl.constexpr, HEAD_PAIRS: gl.constexpr,
 ):  # fmt: skip
     """The scheduler warp: takes item numbers from the global counter and writes item records, until all `ItemNumbers` are taken.
 
@@ -103,6 +106,7 @@ def schedule(
     FIRST_RECORDS: the first item of this CTA has been scheduled (`publish_first_item`).
     The item's queries are prefetched into L2, so that the load warp does not wait for global memory between two items.
     """
+    ROWS: gl.constexpr = GROUP_ROWS if HEAD_PAIRS else GROUPS * GROUP_ROWS
     t = 0  # items so far
     if FIRST_RECORDS:
         blocks = item_field(items_s, 0, END_BLOCK) - item_field(items_s, 0, FIRST_BLOCK)
@@ -117,7 +121,7 @@ def schedule(
             part = (item - split.unsplit) // split.split_items
         tile, sub, b, h = place_in_order(whole_item, order, rows, tiles, heads, groups, M_SUBS, PER_BATCH, PER_HEAD)
         table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
-        row, pos, left = span(tile * M_SUBS + sub, q_len, q_side, M_SUBS, GROUPS * GROUP_ROWS)
+        row, pos, left = span(tile * M_SUBS + sub, q_len, q_side, M_SUBS, ROWS)
         partial_blocks = gl.load(counts + 2 * table) * N_SUBS
         first_block, end_block = 0, partial_blocks + gl.load(counts + 2 * table + 1) * N_SUBS
         if item >= split.unsplit:
@@ -142,7 +146,9 @@ def schedule(
         if complete_flags is not None:
             store_int(items_s, record + COMPLETE, gl.load(complete_flags + tile))
         mbarrier.arrive(bars.item_full.index(slot), count=1)
-        prefetch_rows(q_ptr + wide(b) * q_stride[0] + wide(h) * q_stride[1], row, left, q_stride[2], D, GROUPS * GROUP_ROWS)
+        prefetch_rows(q_ptr + wide(b) * q_stride[0] + wide(h) * q_stride[1], row, left, q_stride[2], D, ROWS)
+        if HEAD_PAIRS:
+            prefetch_rows(q_ptr + wide(b) * q_stride[0] + wide(h + 1) * q_stride[1], row, left, q_stride[2], D, ROWS)
         ending = gl.where((end_block - first_block > NEAR_END) | (item >= items.early), t, t - 1)
         if ending >= 0:
             mbarrier.wait(near_end.index(ring_slot(ending, 2)), ring_phase(ending, 2))
@@ -170,7 +176,7 @@ def publish_first_item(items_s, record, item_full):
 
 
 @gluon.jit
-def _load_queries(q_desc, b, h, row, t, bars, q_s):
+def _load_queries(q_desc, b, h, row, t, bars, q_s, HEAD_PAIRS: gl.constexpr):
     """Start the TMA loads of item t's query tiles (`Parts`), one per consumer warp group, each as soon as the warp group has read the tile
     before: the warp group that ends an item first begins the next one first.
     """
@@ -179,19 +185,22 @@ def _load_queries(q_desc, b, h, row, t, bars, q_s):
         if t > 0:
             mbarrier.wait(bars.q_empty.index(group), (t & 1) ^ 1)
         mbarrier.expect(bars.q_full.index(group), BYTES)
-        load_part_tile(q_desc, b, h, row + group * GROUP_ROWS, bars.q_full.index(group), part_slot(q_s, group))
+        head, first = group_place(h, row, group, GROUP_ROWS, HEAD_PAIRS)
+        load_part_tile(q_desc, b, head, first, bars.q_full.index(group), part_slot(q_s, group))
 
 
 @gluon.jit
 def load(
     q_desc, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end, state_due, bars, kv_bars,
-    isolation, FIRST_RECORDS: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, STAGES: gl.constexpr,
+    isolation, FIRST_RECORDS: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, STAGES: gl.constexpr, KV_PAIRS: gl.constexpr,
+    HEAD_PAIRS: gl.constexpr,
 ):  # fmt: skip
     """The load warp: starts the TMA loads of each item's queries and KV blocks, partial blocks first, and writes the blocks' records.
 
     q_desc, q_s, k_s: `Parts`. keys: a `KvSource` of `Parts`.
     `state_due`: mbarriers that tell the state warp to load the item's running state; None without a state warp.
-    isolation: `BlockIsolation`, or None. FIRST_RECORDS: the record of the first item has its first run.
+    isolation: `BlockIsolation`, or None. FIRST_RECORDS: the record of the first item has its first run. KV_PAIRS, HEAD_PAIRS: see
+    `hopper.half_blocks`; tilings are then plain sequences.
     """
     unbounded = 0
     if isolation is not None:
@@ -214,7 +223,7 @@ def load(
         near_end_at, state_at = gl.maximum(end_block - NEAR_END, first_block), gl.minimum(first_block + STATE_AFTER, end_block - 1)
         kv_head = h // shared
         if t == 0:
-            _load_queries(q_desc, b, h, row, t, bars, q_s)
+            _load_queries(q_desc, b, h, row, t, bars, q_s, HEAD_PAIRS)
         run_block = 0  # first block of the run
         while run_block < end_block:
             is_known = False
@@ -222,6 +231,9 @@ def load(
                 is_known = (t == 0) & (run_block == 0)
             if is_known:
                 first, last = item_field(items_s, 0, FIRST_TILE), item_field(items_s, 0, LAST_TILE)
+            elif KV_PAIRS:  # both kinds are in one list
+                listed = partial.first + 2 * gl.where(run_block < partial_blocks, partial_run, full_run)
+                first, last = gl.load(listed), gl.load(listed + 1)
             elif run_block < partial_blocks:
                 first, last = gl.load(partial.first + partial_run), gl.load(partial.last + partial_run)
             else:
@@ -231,26 +243,38 @@ def load(
             else:
                 full_run += 1
             row_from, pos_from, left_from = run_place(first, last, kv_len, kv_side, N_SUBS, N)
-            run_blocks = (last + 1 - first) * N_SUBS
+            run_blocks = 1 if KV_PAIRS else (last + 1 - first) * N_SUBS
             for block in range(gl.maximum(run_block, first_block), gl.minimum(run_block + run_blocks, end_block)):
                 n = first * N_SUBS + block - run_block
                 stage = ring_slot(i, STAGES)
                 empty_phase = ring_phase(i, STAGES) ^ 1
                 mbarrier.wait(kv_bars.k_empty.index(stage), empty_phase)
-                store_int(blocks_s, BLOCK_FIELDS * stage + BLOCK_POSITION, pos_from + n * N)
-                store_int(blocks_s, BLOCK_FIELDS * stage + BLOCK_KEYS_LEFT, left_from - n * N)
+                if KV_PAIRS:
+                    store_int(blocks_s, BLOCK_FIELDS * stage + BLOCK_POSITION, first * HALF)
+                    store_int(blocks_s, BLOCK_FIELDS * stage + BLOCK_KEYS_LEFT, kv_len - first * HALF)
+                    store_int(blocks_s, BLOCK_FIELDS * stage + SECOND_POSITION, last * HALF)
+                    store_int(blocks_s, BLOCK_FIELDS * stage + SECOND_KEYS_LEFT, kv_len - last * HALF)
+                else:
+                    store_int(blocks_s, BLOCK_FIELDS * stage + BLOCK_POSITION, pos_from + n * N)
+                    store_int(blocks_s, BLOCK_FIELDS * stage + BLOCK_KEYS_LEFT, left_from - n * N)
                 k_full, v_full = kv_bars.k_full.index(stage), kv_bars.v_full.index(stage)
                 isolates = False
                 if isolation is not None:
                     isolates = (unbounded != 0) & (block < partial_blocks)
                     if isolates:  # the consumers wait for the isolated tiles
                         k_full, v_full = isolation.loaded.index(0), isolation.loaded.index(1)
-                load_kv_parts(keys, b, kv_head, row_from + n * N, k_full, part_slot(k_s, stage))
+                if KV_PAIRS:
+                    load_halves(keys.rest.main, b, kv_head, first * HALF, last * HALF, k_full, k_s.main, stage)
+                else:
+                    load_kv_parts(keys, b, kv_head, row_from + n * N, k_full, part_slot(k_s, stage))
                 if (block == first_block) & (t > 0):
                     # After the item's first K tile: its stage is empty before the query tiles of the item before are.
-                    _load_queries(q_desc, b, h, row, t, bars, q_s)
+                    _load_queries(q_desc, b, h, row, t, bars, q_s, HEAD_PAIRS)
                 mbarrier.wait(kv_bars.v_empty.index(stage), empty_phase)
-                load_kv_tile(values, b, kv_head, row_from + n * N, v_full, v_s.index(stage))
+                if KV_PAIRS:
+                    load_halves(values.rest, b, kv_head, first * HALF, last * HALF, v_full, v_s, stage)
+                else:
+                    load_kv_tile(values, b, kv_head, row_from + n * N, v_full, v_s.index(stage))
                 if isolation is not None:  # noqa: SIM102 (a compile-time condition)
                     if isolates:
                         isolate_values(k_s.main.index(stage), v_s.index(stage), isolation, isolated & 1)

@@ -16,6 +16,7 @@ from longspan._masks.block_table import BlockTable
 _TILE_SECONDS = 4.5e-6  # 128 queries by 128 keys of one head
 _SUM_SECONDS = 1.5e-5  # sum of the parts, plus its bytes at
 _BYTES_PER_SECOND = 3.5e12
+_PART_BYTES = 128 * 2**20  # of the query heads of a KV head, above which they are divided
 _MAX_RELATIVE_TIME = 0.95  # a split must take less than this share of the time without it
 
 _head_parts: DerivedCache[BlockTable, int] = DerivedCache(16)  # by head counts and head dims
@@ -27,6 +28,18 @@ def head_parts(table: BlockTable, kv_heads: int, shared: int, dims: int) -> int:
     table: rows are key tiles. kv_heads: KV heads of all batch rows. shared: query heads per KV head. dims: head dims of K and V, summed.
     """
     return _head_parts.get(table, (kv_heads, shared, dims), partial(_fastest_parts, table, kv_heads, shared, dims))
+
+
+def parts_in_l2(q_len: int, shared: int, dims: int) -> int:
+    """The number of parts for chosen tiles, where many items read few queries each: items of a part come together, and what they read of
+    their query heads, and add to dQ, should come from L2.
+
+    dims: head dims of K and V, summed. H200, D128, 64 heads over 8, 4,096 keys per query in blocks of 128, TFLOP/s of the backward pass
+    with 1, 2, 4, 8 parts: 32k 461, 482, 464, 435; 131k 423, 425, 442, 421. More parts take longer to sum.
+    """
+    read = shared * q_len * 4 * dims  # q and dO in 16 bits, dQ in float32
+    wanted = 1 if read <= _PART_BYTES else 2 if read <= 4 * _PART_BYTES else 4
+    return max(n for n in (1, 2, 4) if n <= wanted and shared % n == 0)
 
 
 def _fastest_parts(table: BlockTable, kv_heads: int, shared: int, dims: int) -> int:

@@ -242,10 +242,15 @@ class HopperKernel:
     ) -> tuple[int, int] | None:  # fmt: skip
         block = tile_of(selection)
         d, e = inputs.q.shape[-1], inputs.v.shape[-1]
-        return block if block == (BLOCK_SIZE, BLOCK_SIZE) and max(d, e) <= MAX_DIM else None
+        if block is None or max(d, e) > MAX_DIM or (block != (BLOCK_SIZE, BLOCK_SIZE) and (max(d, e) > 128 or isolation_enabled())):
+            return None
+        # An item of 64 queries has two heads: they must see the same keys of the same KV head.
+        together = (selection.heads_per_choice, inputs.q.shape[1] // inputs.k.shape[1])
+        return block if block[0] == BLOCK_SIZE or not (by_head or any(heads % 2 for heads in together)) else None
 
     def select(self, inputs: AttentionInputs, work: Work, selection: Selection) -> Work:
-        return tiled_work(inputs, work, selection, dummy=True)
+        q_block, kv_block = work.table.block
+        return tiled_work(inputs, work, selection, dummy=True, kv_pairs=kv_block < BLOCK_SIZE, head_pairs=q_block < BLOCK_SIZE)
 
     def delta(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
         return row_delta(out, grad_out, grad_lse)
@@ -266,7 +271,7 @@ def _unsupported_reason(inputs: AttentionInputs, work: Work) -> str | None:
         return f"dtype {q.dtype}: expected bfloat16 or float16"
     if q.shape[-1] % 8 or v.shape[-1] % 8:
         return f"head dims {q.shape[-1]} and {v.shape[-1]}: expected multiples of 8, since TMA copies 16 bytes"
-    if any(block % BLOCK_SIZE for block in work.table.block):
+    if any(block % BLOCK_SIZE for block in work.table.block) and not (work.selects and work.score is None):
         return f"table block {work.table.block}: expected multiples of {BLOCK_SIZE}"
     return limits.unsupported(inputs, work)
 
@@ -275,14 +280,14 @@ def _supports_backward(inputs: AttentionInputs, work: Work) -> bool:
     """Whether the Hopper backward kernels support this work; else the fallback computes it."""
     q, v = inputs.q, inputs.v
     covered = launch.facts(work.q_tiles).covers and launch.facts(work.kv_tiles).covers
-    tiles = max(q.shape[-1], v.shape[-1]) <= MAX_DIM and work.table.block == (BLOCK_SIZE, BLOCK_SIZE)
+    tiles = max(q.shape[-1], v.shape[-1]) <= MAX_DIM and (work.table.block == (BLOCK_SIZE, BLOCK_SIZE) or work.selects)
     return covered and tiles and q.numel() > 0 and work.kv_tiles.length > 0 and (work.score is None or work.joint is not None)
 
 
 def _one_pass(inputs: AttentionInputs, work: Work, needs: Sequence[bool]) -> bool:
     """Whether the dK/dV kernel computes dQ too."""
     q, v = inputs.q, inputs.v
-    if any(needs) or not computes_dq_with_dkv(q.shape[-1], v.shape[-1], scored=work.score is not None):
+    if work.kv_tiles.block < BLOCK_SIZE or any(needs) or not computes_dq_with_dkv(q.shape[-1], v.shape[-1], scored=work.score is not None):
         return False
     if not torch.are_deterministic_algorithms_enabled():
         return True

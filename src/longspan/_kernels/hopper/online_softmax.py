@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from longspan._kernels.gpu.device_library import LOG2_E, bits_below
 from longspan._kernels.hopper.forward_producer import GROUP_ROWS
+from longspan._kernels.hopper.half_blocks import HALF, of_halves
 from longspan._kernels.hopper.masked_scores import masked_scores
 
 
@@ -41,15 +42,17 @@ def softmax_block(
     s, m, total, max_scores, q_first, kv_first, left, masked, global_b, global_h, scale, captured,
     MASK: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, PARTIAL: gl.constexpr,
     SCALE_IN_EXP: gl.constexpr, MAX_SCORES: gl.constexpr, SUM_CHAINS: gl.constexpr, N: gl.constexpr, layout: gl.constexpr,
+    kv_second=0, left_second=0, KV_PAIRS: gl.constexpr = False,
 ):  # fmt: skip
     """Online softmax of one block's scores [64, N]: (p, m, total, max_scores, factor that rescales earlier sums).
 
     masked: if PARTIAL, whether the block is masked: positions of a full block need not be consecutive.
+    kv_second, left_second: with KV_PAIRS, `kv_first` and `left` of the second half of the block (`hopper.half_blocks`).
     SUM_CHAINS: of `_row_sum`. One is enough if the exponentials arrive no faster than a chain adds them.
     """
     q_pos = gl.expand_dims(q_first + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout)), 1)
     columns = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
-    kv = gl.expand_dims(kv_first + columns, 0)
+    kv = gl.expand_dims(of_halves(columns, kv_first, kv_second - HALF, KV_PAIRS) + columns, 0)
     if not SCALE_IN_EXP:
         s *= scale
     if SCORE is not None:
@@ -66,11 +69,17 @@ def softmax_block(
         if masked:
             if VISIBLE is not None:
                 of_row = gl.expand_dims(columns, 0)
-                s = masked_scores(s, VISIBLE(captured.mask, kv_first, of_row) & bits_below(left, of_row), of_row)
+                visible = VISIBLE(captured.mask, kv_first, of_row) & bits_below(left, of_row)
+                if KV_PAIRS:  # of a word, the lower half has the bits of the first 64 columns
+                    second = VISIBLE(captured.mask, kv_second, of_row) & bits_below(left_second, of_row)
+                    visible = (visible & 0xFFFF) | (second << 16)
+                s = masked_scores(s, visible, of_row)
             else:
                 if MASK is not None:
                     s = gl.where(MASK(global_b, global_h, q_pos, kv, captured.mask, captured.mask_sizes), s, float("-inf"))
-                if left < N:
+                if KV_PAIRS:
+                    s = gl.where(gl.expand_dims(columns < of_halves(columns, left, left_second + HALF, KV_PAIRS), 0), s, float("-inf"))
+                elif left < N:
                     s = gl.where(gl.expand_dims(columns, 0) < left, s, float("-inf"))
     factor = scale * LOG2_E if SCALE_IN_EXP else LOG2_E
     top = _row_max(s, layout) * factor

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longspan._kernels.gpu import launch
@@ -21,6 +20,7 @@ from longspan._kernels.gpu.launch_call import Cut, LaunchCall, Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch, Tensors, layout_launch
 from longspan._kernels.gpu.row_bounds import bounds_functions
 from longspan._kernels.gpu.row_terms import empty_padded_rows, padded_length
+from longspan._kernels.gpu.selected_tables import SelectedTables, pairs_of
 from longspan._kernels.gpu.uniform_lookup import flat_functions
 from longspan._kernels.gpu.workspace import Workspace, zeroed
 from longspan._kernels.hopper.backward_dkv import dkv_kernel
@@ -32,18 +32,21 @@ from longspan._kernels.hopper.config import (
     dq_tile,
     forward_config,
     forward_three_config,
+    half_dkv_config,
     head_dim_parts,
     takes_one_loop,
     takes_three_groups,
     takes_wide_dkv,
     wide_dkv_config,
 )
+from longspan._kernels.hopper.descriptors import part_descriptors, row_descriptor, tile_descriptor, width
 from longspan._kernels.hopper.dq_order import dq_order
 from longspan._kernels.hopper.epilogue import MAX_SPLIT_DIM
 from longspan._kernels.hopper.first_items import first_records
 from longspan._kernels.hopper.forward import forward_kernel
 from longspan._kernels.hopper.forward_producer import GROUPS
-from longspan._kernels.hopper.gqa_split import head_parts
+from longspan._kernels.hopper.gqa_split import head_parts, parts_in_l2
+from longspan._kernels.hopper.half_blocks import HALF
 from longspan._kernels.hopper.half_tiles import half_tile_items
 from longspan._kernels.hopper.isolation import CHECKED_ROWS, CHECKED_TERMS, isolates, unbounded_kernel
 from longspan._kernels.hopper.item_order import ItemOrder, best_order, outlier_rows, simulated_items
@@ -52,7 +55,6 @@ from longspan._kernels.hopper.split_kv import KvSplit, best_split
 from longspan._kernels.protocol import AttentionInputs, Grads, State, Work
 from longspan._masks.static_table import StaticTable
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _L2_BYTES = 32 * 2**20  # KV of the heads in use at once should fit into so much of L2
 _FORWARD_THREE = "forward by three groups"  # name of a pass
 
@@ -138,12 +140,22 @@ class HopperCall(LaunchCall):
         return takes_three_groups(heads=q.shape[0] * q.shape[1], items=len(items.items), walked=walked, visible=visible)
 
     def _moved_by_tma(self, result: State, old: State | None, done: Tensor | None) -> tuple[Tensor | None, ...]:
-        """(out, out of complete tiles, old out) for the state warp; Nones if there is no running state or TMA cannot move it."""
+        """(out, out of complete tiles, old out) for the state warp; Nones if there is no running state or TMA cannot move it.
+
+        The state warp moves 128 rows of one head: items of two heads load and store their states themselves.
+        """
         tensors = [t for t in (result.out, done, None if old is None else old.out) if t is not None]
         has_state = old is not None or result.out.dtype == torch.float32
         float32_state = old is None or old.out.dtype == torch.float32
         fits = width(self.v.shape[-1]) <= MAX_SPLIT_DIM.value
-        if not has_state or not float32_state or not fits or result.max_scores is not None or not all(map(launch.describable, tensors)):
+        if (
+            not has_state
+            or not float32_state
+            or not fits
+            or pairs_of(self.work)[1]
+            or result.max_scores is not None
+            or not all(map(launch.describable, tensors))
+        ):
             return None, None, None
         return result.out, done, None if old is None else old.out
 
@@ -232,7 +244,7 @@ class HopperCall(LaunchCall):
             "unbounded_ptr": unbounded, **self._tails(grad_out),
         }  # fmt: skip
         kernel = dkv_kernel
-        if dq is None and takes_wide_dkv(self.q.shape[-1], self.v.shape[-1]):
+        if dq is None and (takes_wide_dkv(self.q.shape[-1], self.v.shape[-1]) or self.work.kv_tiles.block < 128):
             from longspan._kernels.hopper.backward_wide import wide_dkv_kernel  # here: the import takes 20 ms of the first call
 
             del tensors["dq_ptr"]
@@ -284,20 +296,26 @@ class HopperCall(LaunchCall):
         if one.name == "forward":  # its values and outputs are in one part
             e, e_tail = width(v.shape[-1]), 0
         config, tiles = self._tiles(one)
+        kv_pairs, head_pairs = pairs_of(self.work) if one.by_query else (False, False)
         ctas = persistent_ctas(q.device)
         dq = tensors.get("dq_ptr") if one.name == "dkdv" else None
+        item_queries = 128 if one.name == "dkdv" else config.m  # an item of the dK/dV kernel has keys, not queries
         cut = Cut(
-            m=128 if one.name == "dkdv" else config.m,  # an item of the dK/dV kernel has keys, not queries
-            n=config.n, l2_bytes=_L2_BYTES, ctas_in_flight=ctas, added_bytes=0 if dq is None else dq.element_size() * q.shape[-1],
-            head_parts=known.get("head_parts", 1),
+            m=min(item_queries, self.work.q_tiles.block), n=config.n // 2 if kv_pairs else config.n, l2_bytes=_L2_BYTES,
+            ctas_in_flight=ctas,
+            added_bytes=0 if dq is None else dq.element_size() * q.shape[-1], head_parts=known.get("head_parts", 1),
         )  # fmt: skip
         items, shared = self.work_arguments(one, cut)
+        if head_pairs:
+            items, shared["rows"] = items // 2, shared["rows"] // 2
+        shared["N"] = config.n
         more: dict[str, Any] = {"STAGES": config.stages, "REGISTERS": config.registers, "local_tokens": self._local_tokens}
         more["UNIFORM"] = uniform_function(self.work.score, self.program_options)
-        more |= {"V_STAGES": config.second_stages, "D_TAIL": d_tail, "E_TAIL": e_tail}
+        more |= {"V_STAGES": config.second_stages, "D_TAIL": d_tail, "E_TAIL": e_tail, "KV_PAIRS": kv_pairs, "HEAD_PAIRS": head_pairs}
         workspace = Workspace(device=q.device, zeros=(1,))  # the item counter
         if one.name == "dkdv":
             more |= {"BM": config.m, "DS": 4 if d <= 64 and config.m == 64 else 2, "DO_STAGES": config.second_stages}
+            more |= {"Q_TILE": min(128, self.work.q_tiles.block), "KV_TILE": min(128, self.work.kv_tiles.block)}
             more["heavy_rows"] = 0 if known["ordered"] else outlier_rows(self.work.table.nominal.transposed)
             more |= {"dq_order_ptr": None, "dq_order_before": None, "semaphores_per_head": 0}
             if known["ordered"]:
@@ -351,28 +369,35 @@ class HopperCall(LaunchCall):
         tiles: dict[str, Callable[[Tensor], TensorDescriptor]]
         if one.name == "forward":
             config = forward_config(d, width(self.v.shape[-1]), with_state=tensors["out_desc"] is not None)
-            tiles = _part_descriptors(("q",), tensors, rows=config.m // 2, suffix="desc")
+            tiles = part_descriptors(("q",), tensors, rows=config.m // 2, suffix="desc")
             by_group = partial(tile_descriptor, rows=config.m // 2)
             tiles |= {name: by_group for name in ("out_desc", "complete_out_desc", "old_out_desc") if tensors[name] is not None}
         elif one.name == "dq":
             config = dq_config(d, e, scored=self.work.score is not None)
-            tiles = _part_descriptors(("q", "do"), tensors, rows=config.m // 2)
+            tiles = part_descriptors(("q", "do"), tensors, rows=config.m // 2)
         else:
             dq = tensors.get("dq_ptr")
-            config = wide_dkv_config(d, e)
+            config = half_dkv_config(d, e) if self.work.kv_tiles.block < 128 else wide_dkv_config(d, e)
             if one.kernel is dkv_kernel:
                 plain = self.work.score is None and not one.settings["ordered"] and tensors["unbounded_ptr"] is None
+                plain &= self.work.q_tiles.block >= 128
                 config = dkv_config(d, with_dq=dq is not None, plain=plain)
-            tiles = _part_descriptors(("q", "do"), tensors, rows=config.m)
+            tiles = part_descriptors(("q", "do"), tensors, rows=config.m)
             if dq is not None:
                 queries, dims = dq_tile(d, config.m)
                 tiles["dq_ptr"] = partial(tile_descriptor, rows=queries, columns=dims)
-            tiles |= dict.fromkeys(("norm_ptr", "delta_ptr"), partial(row_descriptor, size=config.m))
+            queries = min(config.m, self.work.q_tiles.block)
+            if queries < config.m:  # a step has the same queries of two heads
+                tiles |= dict.fromkeys(("q_ptr", "do_ptr"), partial(tile_descriptor, rows=HALF.value, columns=HALF.value))
+            tiles |= dict.fromkeys(("norm_ptr", "delta_ptr"), partial(row_descriptor, size=queries))
         if one.name == "forward":
-            tiles |= _part_descriptors(("k", "local_k"), tensors, rows=config.n, suffix="desc")
+            tiles |= part_descriptors(("k", "local_k"), tensors, rows=config.n, suffix="desc")
             tiles |= {n: partial(tile_descriptor, rows=config.n) for n in ("v_desc", "local_v_desc") if tensors[n] is not None}
         else:
-            tiles |= _part_descriptors(("k", "v", "local_k", "local_v"), tensors, rows=config.n)
+            tiles |= part_descriptors(("k", "v", "local_k", "local_v"), tensors, rows=config.n)
+        if one.by_query and pairs_of(self.work)[0]:
+            halves = partial(tile_descriptor, rows=HALF.value, columns=HALF.value)
+            tiles |= dict.fromkeys(("k_desc", "v_desc") if one.name == "forward" else ("k_ptr", "v_ptr"), halves)
         return config, tiles
 
     def _plan_items(self, items: int, shared: dict[str, Any], ctas: int, *, splittable: bool) -> tuple[ItemOrder, KvSplit]:
@@ -398,45 +423,18 @@ class HopperCall(LaunchCall):
         )  # fmt: skip
 
 
-def tile_descriptor(tensor: Tensor, *, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """A TMA descriptor of a `launch.describable` tensor [B, H, S, D], with tiles in the shared-memory layout that wgmma reads."""
-    block = [1, 1, rows, columns or width(tensor.shape[3])]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype])
-    return TensorDescriptor(tensor, *launch.extents(tensor), block, layout)
-
-
-def _part_descriptors(
-    names: Sequence[str], tensors: Mapping[str, Tensor | None], *, rows: int, suffix: str = "ptr"
-) -> dict[str, Callable[[Tensor], TensorDescriptor]]:  # fmt: skip
-    """By kernel argument, the function that makes the TMA descriptor of a tensor's first columns, or of its last (`head_dim_parts`)."""
-    made: dict[str, Callable[[Tensor], TensorDescriptor]] = {}
-    for name in names:
-        tensor = tensors[f"{name}_{suffix}"]
-        if tensor is not None:
-            main, tail = head_dim_parts(tensor.shape[3])
-            made[f"{name}_{suffix}"] = partial(tile_descriptor, rows=rows, columns=main)
-            if tensors.get(f"{name}_tail_{suffix}") is not None:
-                made[f"{name}_tail_{suffix}"] = partial(tile_descriptor, rows=rows, columns=tail)
-    return made
-
-
-def row_descriptor(tensor: Tensor, *, size: int) -> TensorDescriptor:
-    """A TMA descriptor of `padded_rows` [B, H, Q] in tiles of `size` rows of a head. Rows past the end of a head are 0."""
-    batch, heads, length = tensor.shape
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor(tensor, [batch * heads, length], [padded_length(length), 1], [1, size], layout)
-
-
-def width(dim: int) -> int:
-    """A head dim as padded in shared memory and registers."""
-    return max(64, launch.padded(dim))
-
-
 def head_parts_of(q: Tensor, v: Tensor, work: Work) -> int:
     """`head_parts` of a call's dK/dV launch; 1 if other launches fill the device at the same time."""
     if work.concurrent:
         return 1
-    return head_parts(work.table.nominal.transposed, v.shape[0] * v.shape[1], q.shape[1] // v.shape[1], q.shape[-1] + v.shape[-1])
+    kv_pairs, head_pairs = pairs_of(work)
+    shared, dims = q.shape[1] // v.shape[1], q.shape[-1] + v.shape[-1]
+    if kv_pairs and head_pairs:  # a step has two heads
+        shared //= 2
+    parts = head_parts(work.table.nominal.transposed, v.shape[0] * v.shape[1], shared, dims)
+    if parts > 1 or type(work.device_tables) is not SelectedTables or kv_pairs:  # without dQ, more parts do not pay
+        return parts
+    return parts_in_l2(q.shape[2], shared, dims)
 
 
 def row_terms_launch(shape: Sequence[int], tensors: Tensors) -> PreparedLaunch:

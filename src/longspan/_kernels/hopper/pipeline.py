@@ -31,7 +31,7 @@ class Captured(NamedTuple):
 
 class RunPointers(NamedTuple):
     """A block table's runs of full, or of partial, tiles: table row r has the runs ptr[2 r] to ptr[2 r + 1] − 1, each of the tiles first to
-    last.
+    last. In lists of pairs of half tiles (`hopper.half_blocks`), run r is the tiles first[2 r] and first[2 r + 1].
     """
 
     ptr: Any
