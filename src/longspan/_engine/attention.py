@@ -176,6 +176,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> ops.Outpu
     chosen = _attend_selected(q, k, v, options, scale)
     if chosen is not None:
         return chosen
+    if key is not None and not torch.compiler.is_dynamo_compiling():
+        chosen = _attend_listed(q, k, v, options, scale, key.owner)
+        if chosen is not None:
+            return chosen
     if torch.compiler.is_dynamo_compiling() and isinstance(options.mask, Mask) and options.mask.has_selection:
         compiled = _attend_selected_compiled(q, k, v, options, scale)
         if compiled is not None:
@@ -247,6 +251,18 @@ def _attend_selected(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, sc
     score = _Score.of(_traced_score(options.score_mod, state_dtype(q.dtype)))
     inputs = _call_tensors(q, k, v, options, rest, score)
     results = selected.attend(inputs, CallOptions(spec=_spec(options, rest, score), scale=scale), split)
+    return None if results is None else (*results, _NOTHING)
+
+
+def _attend_listed(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, scale: float, owner: Any) -> ops.Outputs | None:
+    """`attend` over the tiles of a BlockMask on a GPU, whose lists stay there; None for other calls. owner: the mask of the call."""
+    if options.max_scores or not selected.lists_tiles(owner, q, k, kernel=options.kernel):
+        return None
+    mask = _checked_mask(owner, q, k)
+    assert isinstance(mask, FromBlockMask)
+    score = _Score.of(_traced_score(options.score_mod, state_dtype(q.dtype)))
+    inputs = _call_tensors(q, k, v, options, mask.traced, score)
+    results = selected.attend_listed(inputs, CallOptions(spec=_spec(options, mask.traced, score), scale=scale), mask.listed)
     return None if results is None else (*results, _NOTHING)
 
 

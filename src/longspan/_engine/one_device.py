@@ -14,7 +14,7 @@ from longspan._kernels.few_queries import is_decoding
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, Kernel, State, Work
 from longspan._kernels.registry import STATIC, KernelCall, NotSupported, choose, has_triton, kernel_named
 from longspan._kernels.tiling import Tiling
-from longspan._masks.block_table import BLOCK_SIZE
+from longspan._masks.block_table import BLOCK_SIZE, BlockTable
 from longspan._masks.static_mask import static_mask_of
 
 _PLAIN_BLOCK = (BLOCK_SIZE, BLOCK_SIZE)
@@ -62,18 +62,23 @@ def make_work(
     inputs: CallTensors, options: CallOptions, tables: MaskTables | StaticTables, *, backward: bool, block: tuple[int, int] = _PLAIN_BLOCK
 ) -> Work:  # fmt: skip
     """The whole attention as one piece of work, in tiles of `block`."""
+    work = work_of_table(inputs, options, tables.at(block, inputs.mask_captured))
+    joint = options.spec.joint(inputs.score_captured) if backward else None
+    return replace(work, joint=joint, mask_is_fixed=isinstance(tables, StaticTables))
+
+
+def work_of_table(inputs: CallTensors, options: CallOptions, table: BlockTable) -> Work:
+    """The whole attention as one piece of work over the tiles of a table, for a forward pass."""
     q, spec = inputs.q, options.spec
     return Work(
-        table=tables.at(block, inputs.mask_captured),
-        q_tiles=plain_tiling(q.shape[2], block[0]),
-        kv_tiles=plain_tiling(inputs.k.shape[2], block[1]),
+        table=table,
+        q_tiles=plain_tiling(q.shape[2], table.block[0]),
+        kv_tiles=plain_tiling(inputs.k.shape[2], table.block[1]),
         scale=options.scale,
         mask=spec.mask,
         mask_captured=[t.to(q.device) for t in inputs.mask_captured],
         score=spec.score,
         score_captured=[t.to(q.device) for t in inputs.score_captured],
-        joint=spec.joint(inputs.score_captured) if backward else None,
-        mask_is_fixed=isinstance(tables, StaticTables),
     )
 
 

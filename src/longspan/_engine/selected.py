@@ -2,13 +2,15 @@
 
 A mask of the form `selection & rest` takes this path on one device. Its programs, the block table of `rest` and the launches are cached by
 sizes; a new choice costs lookups and launches. Other forms, kernels and transforms evaluate the selection as a lookup table, like any mask.
+The first calls with a torch BlockMask on a GPU take the same path: its lists are not copied to the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -18,10 +20,13 @@ from longspan._engine import one_device
 from longspan._engine.checks import reject_batched_gradients
 from longspan._engine.eager import is_plain
 from longspan._engine.invariant_mode import is_invariant
+from longspan._engine.streams import is_captured
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors, InputGrads
 from longspan._kernels.protocol import AttentionInputs, Kernel, Selection, SelectsKeys, Work
 from longspan._kernels.registry import first_candidate, has_triton, kernel_named
-from longspan._masks.algebra import Full, Mask
+from longspan._masks.algebra import FromBlockMask, Full, Mask
+from longspan._masks.block_mask import ListedMask
+from longspan._masks.block_table import BlockTable
 from longspan._masks.extent import AttentionSizes
 from longspan._masks.selected import split_selection
 from longspan._torch_modes import without_user_defaults
@@ -58,6 +63,22 @@ def split_mask(mask: Any, q: Tensor, k: Tensor, *, kernel: str) -> SplitMask | N
     return SplitMask(selection, rest, fixed=rest is None or rest.reads_copies)
 
 
+_listed_calls: WeakKeyDictionary[FromBlockMask, int] = WeakKeyDictionary()  # calls on the device so far
+# A BlockMask of more calls is no mask of one step: its block table is made on the host once, and calls are prepared.
+_MAX_LISTED_CALLS = 256
+
+
+def lists_tiles(mask: Any, q: Tensor, k: Tensor, *, kernel: str) -> bool:
+    """Whether a call with a BlockMask may list its tiles on the device; counts calls."""
+    if not isinstance(mask, FromBlockMask) or is_invariant() or not nothing_intercepts_calls() or is_captured(q):
+        return False
+    calls = _listed_calls.get(mask, 0)
+    if calls >= _MAX_LISTED_CALLS or not selects_keys(q, k, mask.listed.kinds, kernel):
+        return False
+    _listed_calls[mask] = calls + 1
+    return True
+
+
 def selects_keys(q: Tensor, k: Tensor, indices: Tensor, kernel: str) -> bool:
     """Whether a kernel may select keys on the device for such a call."""
     if not has_triton() or kernel not in ("auto", "triton", "hopper") or not (q.is_cuda or kernel == "triton"):
@@ -81,11 +102,8 @@ class SelectedCall:
         captured_grads: Tensors that the score program captures need gradients.
         """
         kernel_inputs = AttentionInputs(q=inputs.q, k=inputs.k, v=inputs.v)
-        requested = options.spec.kernel
         by_head = options.spec.mask is not None and options.spec.mask.uses_head
-        names = dict.fromkeys((first_candidate(inputs.q.device), "triton")) if requested == "auto" else (requested,)
-        for kernel in map(kernel_named, names):
-            assert isinstance(kernel, SelectsKeys)
+        for kernel in _kernels_by_name(options, inputs.q.device):
             block = kernel.selection_block(kernel_inputs, split.selection, captured_grads=captured_grads, by_head=by_head)
             if block is None:
                 continue
@@ -94,6 +112,23 @@ class SelectedCall:
             if kernel.capabilities(kernel_inputs, work).unsupported is None:
                 work = replace(kernel.select(kernel_inputs, work, split.selection), mask_is_fixed=split.fixed)
                 return cls(kernel, work, options, split.selection.indices)
+        return None
+
+    @classmethod
+    def of_kinds(cls, inputs: CallTensors, options: CallOptions, listed: ListedMask) -> SelectedCall | None:
+        """The call over the tiles of a BlockMask, whose program is the mask of `options`; None if no kernel supports it."""
+        kernel_inputs, kinds = AttentionInputs(q=inputs.q, k=inputs.k, v=inputs.v), listed.kinds
+        rows = torch.zeros(kinds.shape[:3].numel() + 1, dtype=torch.int32)
+        table = BlockTable(
+            q_len=inputs.q.shape[2], kv_len=inputs.k.shape[2], block=listed.block, batch=kinds.shape[0], heads=kinds.shape[1],
+            ptr=rows, first=rows[:0], last=rows[:0], kind=rows[:0].to(torch.int8),
+        )  # fmt: skip
+        work = one_device.work_of_table(inputs, options, table)
+        for kernel in _kernels_by_name(options, inputs.q.device):
+            if kernel.capabilities(kernel_inputs, work).unsupported is None:
+                over_tiles = kernel.list_tiles(kernel_inputs, work, kinds)
+                if over_tiles is not None:
+                    return cls(kernel, over_tiles, options, kinds)
         return None
 
     def forward(self, inputs: CallTensors) -> tuple[Tensor, Tensor]:
@@ -112,6 +147,15 @@ class SelectedCall:
         return tensors.flat_grads(grads, grad_sink)
 
 
+def _kernels_by_name(options: CallOptions, device: torch.device) -> Iterator[Any]:
+    """Kernels that select keys, in the order in which a call tries them."""
+    requested = options.spec.kernel
+    for name in dict.fromkeys((first_candidate(device), "triton")) if requested == "auto" else (requested,):
+        kernel = kernel_named(name)
+        assert isinstance(kernel, SelectsKeys)
+        yield kernel
+
+
 def _on_device_of(q: Tensor, captured: Sequence[Tensor]) -> list[Tensor]:
     """Captured tensors on the device of q: single numbers may be on the host."""
     return [t.to(q.device) for t in captured]
@@ -121,7 +165,17 @@ def attend(inputs: CallTensors, options: CallOptions, split: SplitMask) -> tuple
     """(out, lse), differentiable; None if no kernel selects keys for this call."""
     if not is_plain([*inputs.differentiable, *inputs.mask_captured]):
         return None
-    call = SelectedCall.of(inputs, options, split, captured_grads=any(t.requires_grad for t in inputs.score_captured))
+    return _attend(inputs, SelectedCall.of(inputs, options, split, captured_grads=any(t.requires_grad for t in inputs.score_captured)))
+
+
+def attend_listed(inputs: CallTensors, options: CallOptions, listed: ListedMask) -> tuple[Tensor, Tensor] | None:
+    """`attend` over the tiles of a BlockMask. `listed`: its mask_mod, the mask program of `options`."""
+    if not is_plain([*inputs.differentiable, *inputs.mask_captured]):
+        return None
+    return _attend(inputs, SelectedCall.of_kinds(inputs, options, listed))
+
+
+def _attend(inputs: CallTensors, call: SelectedCall | None) -> tuple[Tensor, Tensor] | None:
     if call is None:
         return None
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs.differentiable):

@@ -284,6 +284,12 @@ class SelectsKeys(Protocol):
     def select(self, inputs: AttentionInputs, work: Work, selection: Selection) -> Work:
         """`work` over the chosen keys only. The table and the mask of `work` are those of the mask besides the selection."""
 
+    def list_tiles(self, inputs: AttentionInputs, work: Work, kinds: Tensor) -> Work | None:
+        """`work` over tiles by their kinds on the device, [batch, heads, q_tiles, kv_tiles] int8; None if the block is not supported.
+
+        The table of `work` is empty and has the sizes and the block of the tiles.
+        """
+
 
 class PreparedForward(Protocol):
     """The forward pass of a call that repeats: one step, no state, no max scores."""

@@ -15,6 +15,7 @@ from longspan._kernels.gpu.buffers import empty_grads, empty_out, empty_state, p
 from longspan._kernels.gpu.determinism import check_order
 from longspan._kernels.gpu.device import capability
 from longspan._kernels.gpu.interpreter import interpreted
+from longspan._kernels.gpu.listed_tables import listed_work
 from longspan._kernels.gpu.lookup_bounds import check_lookups
 from longspan._kernels.gpu.row_terms import delta as row_delta
 from longspan._kernels.gpu.row_terms import empty_padded_rows, padded_rows
@@ -251,6 +252,10 @@ class HopperKernel:
     def select(self, inputs: AttentionInputs, work: Work, selection: Selection) -> Work:
         q_block, kv_block = work.table.block
         return tiled_work(inputs, work, selection, dummy=True, kv_pairs=kv_block < BLOCK_SIZE, head_pairs=q_block < BLOCK_SIZE)
+
+    def list_tiles(self, inputs: AttentionInputs, work: Work, kinds: Tensor) -> Work | None:
+        fits = work.table.block == (BLOCK_SIZE, BLOCK_SIZE) and max(inputs.q.shape[-1], inputs.v.shape[-1]) <= MAX_DIM
+        return listed_work(work, kinds, dummy=True) if fits else None
 
     def delta(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
         return row_delta(out, grad_out, grad_lse)

@@ -15,6 +15,7 @@ from longspan._kernels.gpu.determinism import check_order
 from longspan._kernels.gpu.device import capability
 from longspan._kernels.gpu.device_library import LOG2_E
 from longspan._kernels.gpu.interpreter import computable, interpreted
+from longspan._kernels.gpu.listed_tables import BLOCKS, listed_work
 from longspan._kernels.gpu.lookup_bounds import check_lookups
 from longspan._kernels.gpu.row_terms import delta as row_delta
 from longspan._kernels.gpu.selected_tables import tile_of, tiled_work
@@ -144,6 +145,9 @@ class TritonKernel:
         if tile_of(selection) is None:
             return gathered_work(work, selection)
         return tiled_work(inputs, work, selection, dummy=False)
+
+    def list_tiles(self, inputs: AttentionInputs, work: Work, kinds: Tensor) -> Work | None:
+        return listed_work(work, kinds, dummy=False) if all(block in BLOCKS for block in work.table.block) else None
 
     def delta(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
         return row_delta(out, grad_out, grad_lse)
