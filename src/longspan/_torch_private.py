@@ -12,6 +12,8 @@
 `_resolve_process_group`  A mesh is a value that can be pickled, so it holds its groups' names. torch's own table from names to groups (the
                           one DeviceMesh uses) has no public door.
 `_get_backend`            The timeout of a process group, which has no public accessor.
+`ProcessGroup.alltoall`   `torch.distributed.all_to_all` without its checks of each tensor, which take as long as starting the exchange of
+                          eight ranks and were made before.
 `_set_default_timeout`    The timeout of the exchanges started next: `init_device_mesh` gives its groups 30 minutes, whatever the timeout of
                           the default group is, and a Gloo exchange that outlives its caller blocks the exit of the process.
 `_get_default_store`      The store of the default process group: ranks that wait ask there who is late. torch has no public way to it.
@@ -77,7 +79,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Work
 
 __all__ = [
     "BaseHOP",
@@ -370,6 +372,20 @@ def backend_timeout(group: ProcessGroup, device: str) -> tuple[Any, timedelta | 
     except (AttributeError, RuntimeError, TypeError):
         return None, None
     return backend, timeout if isinstance(timeout, timedelta) and hasattr(backend, "_set_default_timeout") else None
+
+
+def start_all_to_all(group: ProcessGroup, received: list[Tensor], sent: list[Tensor]) -> Work:
+    """Start `torch.distributed.all_to_all`. The caller has checked the tensors."""
+    return group.alltoall(received, sent, _asynchronous())
+
+
+@cache
+def _asynchronous() -> Any:
+    from torch.distributed import AllToAllOptions
+
+    options = AllToAllOptions()
+    options.asyncOp = True
+    return options
 
 
 def default_store() -> Store | None:

@@ -20,14 +20,11 @@ from torch import Tensor
 
 from longspan._comm.group import CPU, Alone, ControlGroup, Done, Pending, check_pieces, check_whole, row_counts
 from longspan._comm.watchdog import ExchangeLimit, StartedExchange, Waiting, exchange_limit, watchdog
-from longspan._torch_private import backend_timeout
+from longspan._torch_private import backend_timeout, start_all_to_all
 
 # Dtypes that every backend supports. Gloo rejects float8 and int16, MPI the half dtypes too: those are sent as bytes, without a copy.
 _SUPPORTED = frozenset({torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8})
 _SUPPORTED_BY_NCCL = _SUPPORTED | {torch.bfloat16, torch.float16}  # views as bytes of all pieces take longer than starting the exchange
-
-_ASYNCHRONOUS = dist.AllToAllOptions()
-_ASYNCHRONOUS.asyncOp = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +92,7 @@ class C10dGroup:
         received, sent = list(_cut(out, out_splits)), list(pieces)
         if out.dtype not in _SUPPORTED_BY_NCCL:
             received, sent = ([_as_supported(piece) for piece in views] for views in (received, sent))
-        # Not `dist.all_to_all`, whose checks of each tensor take as long as starting the exchange: `check_pieces` made them.
-        return self._begin(out, pieces, out_splits, what, lambda: self.group.alltoall(received, sent, _ASYNCHRONOUS))
+        return self._begin(out, pieces, out_splits, what, lambda: start_all_to_all(self.group, received, sent))
 
     def _begin(
         self, out: Tensor, sent: Sequence[Tensor], out_splits: Sequence[int], what: str, call: Callable[[], dist.Work | None]
