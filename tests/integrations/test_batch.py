@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import longspan as ls
 from longspan.integrations import prepare_batch
 from longspan.integrations._configs import check_config, head_counts, spans_of
+from longspan.integrations._decoders import _local_positions
 from longspan.integrations._meshes import mesh_roles
 from longspan.integrations._plans import CHUNKED, within
 from longspan.integrations.loss import linear_token_loss, shift_labels, token_count, token_loss
@@ -249,3 +250,17 @@ def test_chunks_begin_at_the_first_real_token_of_each_row() -> None:
             seen = mask(zero + b, zero, tokens[first:, None], tokens[None, first:])
             chunk = (tokens[first:] - first) // 3
             assert torch.equal(seen, chunk[:, None] == chunk[None])
+
+
+def test_one_row_of_positions_serves_all_batch_rows_of_a_layout_by_row() -> None:
+    """Of M-RoPE's axes, too."""
+    mask = ls.causal() & ls.documents(ids=torch.tensor([[0] * 20 + [1] * 30, [0] * 41 + [1] * 9]))
+    made = ls.plan(mask, 50, ls.Mesh.abstract(2), layout="per_document", strategy="exchange", batch=2)
+    whole = torch.arange(50)[None]
+
+    def rank(mesh: Any) -> None:
+        plan = made.on(mesh)
+        assert torch.equal(_local_positions(whole, plan, 2), plan.positions)
+        assert torch.equal(_local_positions(torch.stack([whole, 2 * whole]), plan, 2), torch.stack([plan.positions, 2 * plan.positions]))
+
+    virtual_world(2).run(rank)

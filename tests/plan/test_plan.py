@@ -53,6 +53,19 @@ def test_a_user_layout_and_a_user_schedule_are_used() -> None:
         ls.plan(ls.full(), 1000, MESH, layout=layout, strategy=plan.schedule)
 
 
+@pytest.mark.parametrize(("strategy", "degree", "copies"), [("ring", 1, 1), ("ulysses", 4, 2)])
+def test_the_report_counts_the_memory_of_each_part(strategy: str, degree: int, copies: int) -> None:
+    """Batch 3, 8 query and 2 KV heads of 64 dims in 2 bytes, 256 tokens of each rank; over 4 ranks, KV heads are sent twice."""
+    made = ls.plan(
+        ls.full(), 1024, ls.Mesh.abstract(4), layout="contiguous", strategy=strategy, batch=3, heads=8, kv_heads=2, head_dim=64
+    )  # fmt: skip
+    q, k = 256 * 3 * 8 * 64, 256 * 3 * 2 * 64
+    parts = made.report().memory_parts
+    assert parts["q, k, v, out, lse"] == 2 * (2 * q + 2 * k) + 4 * 256 * 3 * 8
+    assert parts["gradients, float32"] == 4 * (q + 2 * k * copies)
+    assert parts["transposed copies"] == (2 * (3 * q + 2 * k * copies) if degree > 1 else 0)
+
+
 def test_the_report_has_balance_bytes_memory_and_time() -> None:
     plan = ls.plan(ls.causal(), 4096, MESH, layout="head_tail", strategy="ring", heads=8, kv_heads=2, head_dim=64)
     report = plan.report()
