@@ -114,7 +114,7 @@ def test_key_tiles_of_a_group_of_heads_come_together_after_the_longest_of_all_gr
     tables: Any = tiled_work(AttentionInputs(q=q, k=q, v=q), work, selection, dummy=False).device_tables
     columns = tables.of_pass(by_query=False, shared=shared)
     length = columns.counts[: 2 * heads * tiles].view(heads // shared, shared, tiles, 2).sum((1, 3)).tolist()
-    ranked = [sorted(range(tiles), key=lambda t, of=of: (-of[t], t)) for of in length]
+    ranked = [[t for _, t in sorted((-work_of_tile, t) for t, work_of_tile in enumerate(of))] for of in length]
     heavy = 12  # an eighth, rounded up
     expected = [g * tiles + ranked[g][i] for i in range(heavy) for g in range(heads // shared)]
     expected += [g * tiles + t for g in range(heads // shared) for t in ranked[g][heavy:]]
