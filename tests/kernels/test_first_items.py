@@ -22,6 +22,7 @@ from longspan._kernels.protocol import Work
 from longspan._kernels.tiling import Tiling
 from longspan._kernels.triton import TritonKernel
 from longspan._masks.tracing import trace
+from longspan.testing import oracle
 
 MASKS = {
     "causal": ls.causal(),
@@ -92,7 +93,8 @@ def test_a_launch_with_fewer_items_than_ctas_has_a_record_for_each_item() -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["causal", "documents", "window of later keys"])
-def test_records_and_one_main_loop_change_no_bit(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_records_change_no_bit_and_one_main_loop_matches_the_oracle(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """One main loop raises the running max at other scores than two (`hopper.running_max`)."""
     on_hopper()
     kernel, traced, tiles = HopperKernel(fallback=TritonKernel()), trace(MASKS[name], "mask"), Tiling(length=1277, block=128)
     q, k, v = (torch.randn(2, h, 1277, 128, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
@@ -109,9 +111,19 @@ def test_records_and_one_main_loop_change_no_bit(monkeypatch: pytest.MonkeyPatch
         return forward(kernel, q, k, v, work)
 
     monkeypatch.setattr(passes.HopperCall, "prepare", recorded)
-    new = run()
-    monkeypatch.setattr(passes, "first_records", lambda *_, **__: None)
-    monkeypatch.setattr(passes, "takes_one_loop", lambda *_: False)
-    old = run()
-    assert [(c["ONE_LOOP"], c["first_items"]) for c in constants] == [(True, min(80, passes.persistent_ctas(q.device))), (False, 0)]
-    assert torch.equal(new.out, old.out) and torch.equal(new.lse, old.lse)
+    results = []
+    for one_loop in (True, False):
+        monkeypatch.setattr(passes, "takes_one_loop", lambda *_, one_loop=one_loop: one_loop)
+        with_records = run()
+        with monkeypatch.context() as patched:
+            patched.setattr(passes, "first_records", lambda *_, **__: None)
+            without = run()
+        assert torch.equal(with_records.out, without.out) and torch.equal(with_records.lse, without.lse)
+        results.append(without)
+    records = min(80, passes.persistent_ctas(q.device))
+    assert [(c["ONE_LOOP"], c["first_items"]) for c in constants] == [(True, records), (True, 0), (False, records), (False, 0)]
+    want, want_lse = oracle(q, k, v, mask=MASKS[name], scale=0.1, return_lse=True)
+    dense = oracle(q, k, v, mask=MASKS[name], scale=0.1, dtype=q.dtype)
+    for result in results:
+        assert float((result.out.double() - want).norm()) <= 1.5 * float((dense.double() - want).norm())
+        torch.testing.assert_close(result.lse.double(), want_lse, atol=1e-4, rtol=0)

@@ -13,7 +13,7 @@ CTA has a record from the host (`hopper.first_items`). Time runs downwards; one 
                      Q ────────q_full────►  S = Q K₀ᵀ                          ──k_empty──►
                      V 0 ──────v_full────►  P₀ = softmax(S)
                      K 1 ──────k_full────►  S = Q K₁ᵀ ‖ acc += P₀ V₀           ──v_empty──►
-                     V 1 …                  P₁ = softmax(S), rescale acc
+                     V 1 …                  P₁ = softmax(S); rescale acc if the max was raised
                      after V 2 ──────────────────────────────────────────────state_due───►  load old out, lse
                      …                      …
   ◄──near_end──      4 blocks to go
@@ -39,12 +39,13 @@ do not stay in the instruction cache until the next item. Masks of comparisons n
 With LONGSPAN_ISOLATE=1, the load warp may change a partial block in shared memory before it signals k_full and v_full
 (`hopper.isolation`).
 The state warp exists if results are float32 running states (`hopper.state_mover`).
-The Triton 3.6 assembler waits for P V before the exponentials of the same warp group, so P V of one warp group overlaps with the softmax of
-the other. While the consumers are in an item's epilogue, the next item's queries and first KV blocks arrive.
+P V of a block overlaps with the exponentials of the next one: the branch of `running_max.checked` precedes the wait for P V, which the
+Triton 3.6 assembler would otherwise move before the exponentials. With ONE_LOOP it does; P V of one warp group then overlaps with the
+softmax of the other. While the consumers are in an item's epilogue, the next item's queries and first KV blocks arrive.
 `hopper.forward_three` computes many long items of head dims up to 64.
 
-Scores are in base-2 logarithms, as in `longspan._kernels.triton.forward`. m: running max; total: running sum of exp2(s − m); acc: running
-sum of probabilities times values.
+Scores are in base-2 logarithms, as in `longspan._kernels.triton.forward`. m: running max, or less (`hopper.running_max`); total: running
+sum of exp2(s − m); acc: running sum of probabilities times values.
 """
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
@@ -93,7 +94,7 @@ from longspan._kernels.hopper.half_blocks import group_place, paired_ring
 from longspan._kernels.hopper.head_dim_parts import Parts, held_operand, part_2d, ring_of, start_scores
 from longspan._kernels.hopper.isolation import BlockIsolation
 from longspan._kernels.hopper.none_arg import first_given, optional
-from longspan._kernels.hopper.online_softmax import softmax_block
+from longspan._kernels.hopper.online_softmax import end_rows, softmax_block, start_rows
 from longspan._kernels.hopper.pipeline import (
     Captured,
     KvBarriers,
@@ -105,6 +106,7 @@ from longspan._kernels.hopper.pipeline import (
     shared_ints,
     tile_2d,
 )
+from longspan._kernels.hopper.running_max import rescaled
 from longspan._kernels.hopper.state_mover import StateBarriers, move_states, moved_by_tma
 from longspan._kernels.hopper.tile_io import load_tile
 from longspan._kernels.hopper.turns import await_turn, give_turn
@@ -119,13 +121,16 @@ _DYNAMIC = [
 def attend_blocks(
     acc, total, m, max_scores, weights, i, count, q, q_first, global_b, global_h, scale, k_s, v_s, blocks_s, bars, captured,
     MASK: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, PARTIAL: gl.constexpr,
-    SCALE_IN_EXP: gl.constexpr, MAX_SCORES: gl.constexpr, SUM_CHAINS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    TURN: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr, partial_end=None, KV_PAIRS: gl.constexpr = False,
+    SCALE_IN_EXP: gl.constexpr, MAX_SCORES: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, TURN: gl.constexpr,
+    CHECKED: gl.constexpr, PV_FIRST: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr, partial_end=None,
+    KV_PAIRS: gl.constexpr = False,
 ):  # fmt: skip
     """The main loop over `count` blocks. On entry and on exit, P V of block i − 1 has not been started: `weights` holds its P.
 
     PARTIAL: whether the blocks are masked; if `partial_end` is not None, those with a number below it.
     TURN: number of the warp group, if warp groups start their wgmmas in turns (`hopper.turns`); otherwise −1.
+    CHECKED: of `softmax_block`. PV_FIRST: wait for P V of block i − 1 before the exponentials of block i, whose results then take the
+    registers of its P.
     """
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
     zeros = gl.full([GROUP_ROWS, N], 0.0, gl.float32, layout=layout)
@@ -148,17 +153,22 @@ def attend_blocks(
             give_turn(TURN)
         s = warpgroup_mma_wait(1, deps=[s_next])
         mbarrier.arrive(bars.k_empty.index(stage), count=1)
+        if PV_FIRST:
+            acc = warpgroup_mma_wait(0, deps=[acc_next])
+            mbarrier.arrive(bars.v_empty.index(last), count=1)
         masked = True
         if partial_end is not None:
             masked = i < partial_end
         p, m, total, max_scores, rescale = softmax_block(
             s, m, total, max_scores, q_first, kv, left, masked, global_b, global_h, scale, captured,
-            MASK, VISIBLE, SCORE, FLAT, CORNERS, PARTIAL, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, layout,
+            MASK, VISIBLE, SCORE, FLAT, CORNERS, PARTIAL, SCALE_IN_EXP, MAX_SCORES, False, CHECKED, N, v_s.dtype, layout,
             kv_second, left_second, KV_PAIRS,
         )  # fmt: skip
-        acc, weights = warpgroup_mma_wait(0, deps=[acc_next, gl.convert_layout(p.to(v_s.dtype), operand)])
-        mbarrier.arrive(bars.v_empty.index(last), count=1)
-        acc = acc * by_row(rescale, out_layout)
+        weights = gl.convert_layout(p, operand)
+        if not PV_FIRST:
+            acc, weights = warpgroup_mma_wait(0, deps=[acc_next, weights])
+            mbarrier.arrive(bars.v_empty.index(last), count=1)
+        acc = rescaled(acc, rescale, out_layout)
         i += 1
     return acc, total, m, max_scores, weights, i
 
@@ -182,8 +192,6 @@ def _consume(
     zeros = gl.full([GROUP_ROWS, N], 0.0, gl.float32, layout=layout)
     SMALL: gl.constexpr = q_s.main.shape[4] <= 64 and EP <= 64
     Q_IN_REGISTERS: gl.constexpr = SMALL  # read Q once per item, not once per block
-    # Small head dims, H200, 16 heads, 32k: causal 510 TFLOP/s with two chains for max and sum, 539 with one for the sum; full 497, 494.
-    SUM_CHAINS: gl.constexpr = 1 if SMALL else 2
     if not Q_IN_REGISTERS:
         q = part_2d(q_s, GROUP)
     i = 0  # KV blocks so far
@@ -211,9 +219,7 @@ def _consume(
             bounds = BOUNDS(global_b, global_h, gl.expand_dims(q_first + rows, 1), captured.mask, captured.mask_sizes)
             of_head = Captured(bounds, of_head.mask_sizes, of_head.score, of_head.score_sizes)
 
-        m = gl.full([GROUP_ROWS], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
-        total = gl.full([GROUP_ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, layout))
-        max_scores = gl.full([GROUP_ROWS], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
+        m, total, max_scores = start_rows(not ONE_LOOP, N, layout)
         acc = gl.full([GROUP_ROWS, EP], 0.0, gl.float32, layout=out_layout)
         mbarrier.wait(bars.q_full.index(GROUP), t & 1)
         if Q_IN_REGISTERS:
@@ -229,32 +235,33 @@ def _consume(
         mbarrier.arrive(kv_bars.k_empty.index(stage), count=1)
         p, m, total, max_scores, _ = softmax_block(
             s, m, total, max_scores, q_first, kv, left, partial > 0, global_b, global_h, scale, of_head,
-            MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, layout,
+            MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, True, not ONE_LOOP, N, v_s.dtype, layout,
             kv_second, left_second, KV_PAIRS,
         )  # fmt: skip
-        weights = gl.convert_layout(p.to(v_s.dtype), operand)
+        weights = gl.convert_layout(p, operand)
         i += 1
         if ONE_LOOP:
             acc, total, m, max_scores, weights, i = attend_blocks(
                 acc, total, m, max_scores, weights, i, blocks - 1, q, q_first, global_b, global_h, scale, k_s, v_s, blocks_s, kv_bars,
-                of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, STAGES, -1, layout,
+                of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, N, STAGES, -1, False, False, layout,
                 out_layout, i - 1 + partial, KV_PAIRS,
             )  # fmt: skip
         else:
             acc, total, m, max_scores, weights, i = attend_blocks(
                 acc, total, m, max_scores, weights, i, gl.maximum(partial - 1, 0), q, q_first, global_b, global_h, scale, k_s, v_s,
-                blocks_s, kv_bars, of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N, STAGES,
-                -1, layout, out_layout, None, KV_PAIRS,
+                blocks_s, kv_bars, of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, N, STAGES,
+                -1, True, False, layout, out_layout, None, KV_PAIRS,
             )  # fmt: skip
             acc, total, m, max_scores, weights, i = attend_blocks(
                 acc, total, m, max_scores, weights, i, gl.where(partial > 0, full, full - 1), q, q_first, global_b, global_h, scale, k_s,
-                v_s, blocks_s, kv_bars, of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, False, SCALE_IN_EXP, MAX_SCORES, SUM_CHAINS, N,
-                STAGES, -1, layout, out_layout, None, KV_PAIRS,
+                v_s, blocks_s, kv_bars, of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, False, SCALE_IN_EXP, MAX_SCORES, N,
+                STAGES, -1, True, False, layout, out_layout, None, KV_PAIRS,
             )  # fmt: skip
         mbarrier.arrive(bars.q_empty.index(GROUP), count=1)
         last = ring_slot(i - 1, STAGES)
         mbarrier.wait(kv_bars.v_full.index(last), ring_phase(i - 1, STAGES))
         acc_next = warpgroup_mma(weights, tile_2d(v_s, last), acc, is_async=True)
+        m, total, max_scores = end_rows(m, total, max_scores, layout)
         # 0, but unknown to the compiler, which would otherwise compute the addresses of a tile once for all items, in registers that the
         # main loops need. A multiple of 16, so that the alignment of rows stays known.
         zero = (i >> 30) * 16
@@ -351,7 +358,7 @@ def forward_kernel(
     UNIFORM: of a score mod with lookups by batch row and head (`longspan._kernels.gpu.hoisted_lookups`), or None.
     BOUNDS, VISIBLE: of a mask of comparisons of kv with values of the row (`longspan._kernels.gpu.row_bounds`), or None.
     FLAT, CORNERS: of a score mod whose lookup is uniform over many tiles (`longspan._kernels.gpu.uniform_lookup`), or None.
-    ONE_LOOP: one main loop for partial and full blocks, not two.
+    ONE_LOOP: one main loop for partial and full blocks, not two, and a followed running max (`hopper.running_max`).
     KV_PAIRS, HEAD_PAIRS: see `hopper.half_blocks`. The TMA descriptors of K and V are then those of `load_halves`.
     """
     dtype: gl.constexpr = q_desc.dtype

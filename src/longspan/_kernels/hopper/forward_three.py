@@ -53,7 +53,7 @@ from longspan._kernels.hopper.forward_producer import (
 )
 from longspan._kernels.hopper.head_dim_parts import Parts, load_kv_parts, load_part_tile, part_2d, part_slot, ring_of, start_scores
 from longspan._kernels.hopper.none_arg import optional
-from longspan._kernels.hopper.online_softmax import softmax_block
+from longspan._kernels.hopper.online_softmax import end_rows, softmax_block, start_rows
 from longspan._kernels.hopper.pipeline import (
     Captured,
     KvBarriers,
@@ -84,8 +84,6 @@ COLUMNS = gl.constexpr(half_tiles.COLUMNS)
 HEAD = gl.constexpr(half_tiles.COLUMNS)  # −1: no more items
 BATCH = gl.constexpr(half_tiles.COLUMNS + 1)
 FIELDS = gl.constexpr(half_tiles.COLUMNS + 2)
-
-SUM_CHAINS = gl.constexpr(2)  # of `softmax_block`
 
 # A KV block's second record, one per pipeline stage: int32 fields.
 RUN_FULL = gl.constexpr(0)  # 1 if full for the upper row, plus 2 if full for the lower row
@@ -228,9 +226,7 @@ def _consume(
         left = load_int(items_s, record + BLOCKS) - before - after  # blocks to go
         global_b, global_h = load_int(items_s, record + BATCH) + first_b, h + first_h
 
-        m = gl.full([GROUP_ROWS], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
-        total = gl.full([GROUP_ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, layout))
-        max_scores = gl.full([GROUP_ROWS], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
+        m, total, max_scores = start_rows(True, N, layout)
         acc = gl.full([GROUP_ROWS, EP], 0.0, gl.float32, layout=out_layout)
         mbarrier.wait(bars.q_full, t & 1)
         i = _skip_blocks(i, before, kv_bars, TURN, STAGES)
@@ -247,9 +243,9 @@ def _consume(
         mbarrier.arrive(kv_bars.k_empty.index(stage), count=1)
         p, m, total, max_scores, _ = softmax_block(
             s, m, total, max_scores, q_first, kv, keys_left, full == 0, global_b, global_h, scale, captured,
-            MASK, None, None, None, None, True, SCALE_IN_EXP, False, SUM_CHAINS, N, layout,
+            MASK, None, None, None, None, True, SCALE_IN_EXP, False, True, True, N, v_s.dtype, layout,
         )  # fmt: skip
-        weights = gl.convert_layout(p.to(v_s.dtype), operand)
+        weights = gl.convert_layout(p, operand)
         i += 1
         left -= 1
         while left > 0:
@@ -260,18 +256,19 @@ def _consume(
             left -= count
             acc, total, m, max_scores, weights, i = attend_blocks(
                 acc, total, m, max_scores, weights, i, gl.where(full == 0, count, 0), q, q_first, global_b, global_h, scale, k_s, v_s,
-                blocks_s, kv_bars, captured, MASK, None, None, None, None, True, SCALE_IN_EXP, False, SUM_CHAINS, N, STAGES, TURN, layout,
+                blocks_s, kv_bars, captured, MASK, None, None, None, None, True, SCALE_IN_EXP, False, N, STAGES, TURN, True, True, layout,
                 out_layout,
             )  # fmt: skip
             acc, total, m, max_scores, weights, i = attend_blocks(
                 acc, total, m, max_scores, weights, i, gl.where(full == 0, 0, count), q, q_first, global_b, global_h, scale, k_s, v_s,
-                blocks_s, kv_bars, captured, MASK, None, None, None, None, False, SCALE_IN_EXP, False, SUM_CHAINS, N, STAGES, TURN, layout,
+                blocks_s, kv_bars, captured, MASK, None, None, None, None, False, SCALE_IN_EXP, False, N, STAGES, TURN, True, True, layout,
                 out_layout,
             )  # fmt: skip
         mbarrier.arrive(bars.q_empty, count=1)
         last = ring_slot(i - 1, STAGES)
         mbarrier.wait(kv_bars.v_full.index(last), ring_phase(i - 1, STAGES))
         acc_next = warpgroup_mma(weights, tile_2d(v_s, last), acc, is_async=True)
+        m, total, _ = end_rows(m, total, max_scores, layout)
         zero = (i >> 30) * 16  # 0, but unknown to the compiler, as in `hopper.forward`
         b = load_int(items_s, record + BATCH)
         end = lower * load_int(items_s, record + LOWER_END) + (1 - lower) * load_int(items_s, record + UPPER_END)

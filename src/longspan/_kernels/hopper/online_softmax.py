@@ -15,40 +15,38 @@ from longspan._kernels.gpu.device_library import LOG2_E, bits_below
 from longspan._kernels.hopper.forward_producer import GROUP_ROWS
 from longspan._kernels.hopper.half_blocks import HALF, of_halves
 from longspan._kernels.hopper.masked_scores import masked_scores
+from longspan._kernels.hopper.running_max import NEVER_SEEN, by_lane, checked, followed, per_lane
 
 
 @gluon.jit
-def _row_max(s, layout: gl.constexpr):
-    """Max of each row of s [rows, columns].
-
-    A thread holds two of every eight columns. Reduced first over the eighths, they are two chains of dependent operations instead of one.
-    """
-    s = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 8])
-    return gl.convert_layout(gl.max(gl.max(s, 1), 1), gl.SliceLayout(1, layout))
+def start_rows(CHECKED: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
+    """(m, total, max_scores) [GROUP_ROWS, 8] of rows that have seen nothing; `layout`: of scores [GROUP_ROWS, N]."""
+    m: gl.constexpr = NEVER_SEEN if CHECKED else -float("inf")
+    max_scores: gl.constexpr = -float("inf")
+    return per_lane(GROUP_ROWS, N, m, layout), per_lane(GROUP_ROWS, N, 0.0, layout), per_lane(GROUP_ROWS, N, max_scores, layout)
 
 
 @gluon.jit
-def _row_sum(p, CHAINS: gl.constexpr, layout: gl.constexpr):
-    """Sum of each row of p [rows, columns], in one chain or, as `_row_max`, in two."""
-    if CHAINS == 1:
-        return gl.sum(p, 1)
-    else:  # noqa: RET505 (Triton compiles what follows a branch that returned)
-        p = gl.reshape(p, [p.shape[0], p.shape[1] // 8, 8])
-        return gl.convert_layout(gl.sum(gl.sum(p, 1), 1), gl.SliceLayout(1, layout))
+def end_rows(m, total, max_scores, layout: gl.constexpr):
+    """m, total and max_scores of an item as [GROUP_ROWS], in the layout of the rows of scores."""
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    m, max_scores = gl.convert_layout(gl.max(m, 1), rows), gl.convert_layout(gl.max(max_scores, 1), rows)
+    return m, gl.convert_layout(gl.sum(total, 1), rows), max_scores
 
 
 @gluon.jit
 def softmax_block(
     s, m, total, max_scores, q_first, kv_first, left, masked, global_b, global_h, scale, captured,
     MASK: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, PARTIAL: gl.constexpr,
-    SCALE_IN_EXP: gl.constexpr, MAX_SCORES: gl.constexpr, SUM_CHAINS: gl.constexpr, N: gl.constexpr, layout: gl.constexpr,
-    kv_second=0, left_second=0, KV_PAIRS: gl.constexpr = False,
+    SCALE_IN_EXP: gl.constexpr, MAX_SCORES: gl.constexpr, FIRST: gl.constexpr, CHECKED: gl.constexpr, N: gl.constexpr, DTYPE: gl.constexpr,
+    layout: gl.constexpr, kv_second=0, left_second=0, KV_PAIRS: gl.constexpr = False,
 ):  # fmt: skip
-    """Online softmax of one block's scores [64, N]: (p, m, total, max_scores, factor that rescales earlier sums).
+    """Online softmax of one block's scores [64, N]: (p in DTYPE, m, total, max_scores, factor that rescales earlier sums).
 
+    m, total, max_scores and the factor are [64, 8] (`running_max.by_lane`).
     masked: if PARTIAL, whether the block is masked: positions of a full block need not be consecutive.
     kv_second, left_second: with KV_PAIRS, `kv_first` and `left` of the second half of the block (`hopper.half_blocks`).
-    SUM_CHAINS: of `_row_sum`. One is enough if the exponentials arrive no faster than a chain adds them.
+    FIRST: whether it is the item's first block. CHECKED: whether the running max is `checked` or `followed` (`hopper.running_max`).
     """
     q_pos = gl.expand_dims(q_first + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout)), 1)
     columns = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
@@ -82,15 +80,27 @@ def softmax_block(
                 elif left < N:
                     s = gl.where(gl.expand_dims(columns, 0) < left, s, float("-inf"))
     factor = scale * LOG2_E if SCALE_IN_EXP else LOG2_E
-    top = _row_max(s, layout) * factor
-    m_new = gl.maximum(m, top)
+    s = by_lane(s)
+    if FIRST or MAX_SCORES or not CHECKED:
+        top = gl.max(s, 1)
     if MAX_SCORES:
-        max_scores = gl.maximum(max_scores, top)
-    base = m_new
-    if PARTIAL or SCORE is not None:
-        # A row that has seen nothing: exp2(−inf − 0) is 0, exp2(−inf − −inf) would be NaN.
-        base = gl.where(m_new == float("-inf"), 0.0, m_new)
+        max_scores = gl.maximum(max_scores, top * factor)
+    base, rescale = m, total
+    if not CHECKED:
+        m, rescale = followed(m, top, factor)
+        base = m
+        if PARTIAL or SCORE is not None:
+            # A row that has seen nothing: exp2(−inf − 0) is 0, exp2(−inf − −inf) would be NaN.
+            base = gl.where(m == float("-inf"), 0.0, m)
+    elif FIRST:
+        m = gl.maximum(m, gl.expand_dims(gl.max(top, 1) * factor, 1))
+        base = m
     p = gl.exp2(s * factor - gl.expand_dims(base, 1))
-    rescale = gl.exp2(m - base)
-    total = total * rescale + _row_sum(p, SUM_CHAINS, layout)
-    return p, m_new, total, max_scores, rescale
+    sums, p = gl.sum(p, 1), p.to(DTYPE)
+    if CHECKED and FIRST:
+        total = sums
+    else:
+        if CHECKED:
+            p, sums, m, rescale = checked(p, sums, m, s, factor)
+        total = total * rescale + sums
+    return gl.convert_layout(gl.reshape(p, [GROUP_ROWS, N]), layout), m, total, max_scores, rescale
