@@ -56,6 +56,11 @@ def test_tiles_of_the_backward_kernel_by_key_tiles_fit_into_shared_memory(d: int
     assert tiles.stages >= 2 and (tiles.m == 128) == (d == 64 and plain)
 
 
+def test_warp_groups_take_turns_in_long_items_and_without_a_mask() -> None:
+    assert config.takes_turns(masked=False, blocks=33) and config.takes_turns(masked=True, blocks=130)
+    assert not config.takes_turns(masked=True, blocks=33)
+
+
 def test_only_short_items_of_128_dims_have_one_main_loop() -> None:
     assert config.takes_one_loop(128, 128, 5.1)
     assert not config.takes_one_loop(128, 128, 8.9) and not config.takes_one_loop(64, 64, 5.1) and not config.takes_one_loop(192, 128, 5.1)

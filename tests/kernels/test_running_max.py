@@ -52,12 +52,14 @@ def test_scores_that_grow_and_fall_match_the_oracle(name: str, dims: tuple[int, 
         match_the_oracle(name, dims, mask, dtype, 1411)
 
 
-def test_three_warp_groups_match_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("turns", "length"), [(False, 1283), (True, 1155)])
+def test_three_warp_groups_match_the_oracle(turns: bool, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     on_hopper()
     monkeypatch.setattr("longspan._kernels.hopper.passes.takes_three_groups", lambda **sizes: True)
+    monkeypatch.setattr("longspan._kernels.hopper.passes.takes_turns", lambda **sizes: turns)
     gaps = ls.mask_mod(lambda b, h, q, kv: (q // 200) % 3 == (kv // 150) % 3)
     for name, mask in (("growing", ls.causal()), ("single keys", gaps), ("one step over all floats", ls.full())):
-        match_the_oracle(name, (64, 64), mask, torch.bfloat16, 1283)
+        match_the_oracle(name, (64, 64), mask, torch.bfloat16, length)
 
 
 def test_a_row_whose_max_grows_changes_no_bit_of_other_rows() -> None:

@@ -23,8 +23,9 @@ KV is not split. Time runs downwards; one item:
 Shared memory and mbarriers are those of `hopper.forward` without the state warp, for three consumers; runs_s holds one more record per
 pipeline stage.
 
-Without a mask the warp groups start their wgmmas in turns (`hopper.turns`). With a mask they would wait for a warp group that is in a
-masked block or in its epilogue.
+Without a mask, and over long items, the warp groups start their wgmmas in turns (`hopper.turns`). In shorter items they would often wait
+for a warp group that is in a masked block or in its epilogue. P V of the block before ends before the exponentials, whose results take its
+registers.
 """
 
 # Device code: its arguments are tiles and pointers, which Python types do not describe.
@@ -200,7 +201,7 @@ def _skip_blocks(i, count, bars, TURN: gl.constexpr, STAGES: gl.constexpr):
 def _consume(
     out_ptr, lse_ptr, out_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, runs_s, bars, kv_bars, captured,
     GROUP: gl.constexpr, MASK: gl.constexpr, SCALE_IN_EXP: gl.constexpr, N: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """A consumer warp group: 64 of the item's 192 queries."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
@@ -209,7 +210,7 @@ def _consume(
     rows = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout))
     zeros = gl.full([GROUP_ROWS, N], 0.0, gl.float32, layout=layout)
     q = part_2d(q_s, GROUP)
-    TURN: gl.constexpr = GROUP if MASK is None else -1
+    TURN: gl.constexpr = GROUP if TURNS else -1
     if TURN == GROUPS - 1:
         give_turn(TURN)
     i = 0  # KV blocks so far
@@ -294,13 +295,13 @@ def forward_three_kernel(
     out_stride, q_stride, order, item_table, runs, mask_captured, mask_sizes, score_captured,
     items, rows, heads, shared, group, heavy_rows, light_group, heavy_items, q_len, kv_len, scale, first_b, first_h,
     MASK: gl.constexpr, SCALE_IN_EXP: gl.constexpr, N: gl.constexpr, D: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Attention of queries in `items` of `HalfTileItems` per head and batch row.
 
     q_ptr, q_stride: the tensor of q_desc. counter: an int32 zero. order: int32 0, 1, … of `rows` items of a head.
     item_table: `HalfTileItems.items`. runs: its `full`, `first` and `last`. group, heavy_rows, light_group, heavy_items: the order of items
-    (`place_in_order`). score_captured: not read.
+    (`place_in_order`). score_captured: not read. TURNS: whether warp groups start their wgmmas in turns (`hopper.turns`).
     """
     dtype: gl.constexpr = q_desc.dtype
     q, k = Parts(q_desc, q_desc), Parts(k_desc, k_desc)
@@ -320,15 +321,15 @@ def forward_three_kernel(
         [
             (_consume, (
                 out_ptr, lse_ptr, out_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, runs_s, bars,
-                kv_bars, captured, 0, MASK, SCALE_IN_EXP, N, E, EP, STAGES,
+                kv_bars, captured, 0, MASK, SCALE_IN_EXP, N, E, EP, STAGES, TURNS,
             )),
             (_consume, (
                 out_ptr, lse_ptr, out_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, runs_s, bars,
-                kv_bars, captured, 1, MASK, SCALE_IN_EXP, N, E, EP, STAGES,
+                kv_bars, captured, 1, MASK, SCALE_IN_EXP, N, E, EP, STAGES, TURNS,
             )),
             (_consume, (
                 out_ptr, lse_ptr, out_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, runs_s, bars,
-                kv_bars, captured, 2, MASK, SCALE_IN_EXP, N, E, EP, STAGES,
+                kv_bars, captured, 2, MASK, SCALE_IN_EXP, N, E, EP, STAGES, TURNS,
             )),
             (_schedule, (q_ptr, q_stride, counter, items, order, item_table, rows, heads, groups, items_s, near_end, bars, D)),
             (_load, (

@@ -36,6 +36,7 @@ from longspan._kernels.hopper.config import (
     head_dim_parts,
     takes_one_loop,
     takes_three_groups,
+    takes_turns,
     takes_wide_dkv,
     wide_dkv_config,
 )
@@ -268,7 +269,7 @@ class HopperCall(LaunchCall):
         """The launch of `forward_three.forward_three_kernel`."""
         q, config, ctas = self.q, forward_three_config(), persistent_ctas(self.q.device)
         _, shared = self.work_arguments(one, Cut(m=128, n=config.n, l2_bytes=_L2_BYTES, ctas_in_flight=ctas))
-        items, *runs = half_tile_items(self.work.table, self.work.kv_tiles)
+        items, *runs = half_tiles = half_tile_items(self.work.table, self.work.kv_tiles)
         rows, heads = len(items), q.shape[0] * q.shape[1]
         order = self._order(items[:, 5].tolist(), rows * heads, shared, ctas, subs=1, batches=q.shape[0], splittable=False)
         numbers, item_table, first, last, full = launch.to_device([torch.arange(rows, dtype=torch.int32), items.flatten(), *runs], q.device)
@@ -276,6 +277,7 @@ class HopperCall(LaunchCall):
             "order": numbers, "item_table": item_table, "runs": (full, first, last), "rows": rows, "items": rows * heads, "D": q.shape[-1],
             "EP": width(self.v.shape[-1]), "STAGES": config.stages, "REGISTERS": config.registers, "group": order.heavy_group,
             "heavy_rows": order.heavy_rows, "light_group": order.light_group, "heavy_items": heads * order.heavy_rows,
+            "TURNS": takes_turns(masked=self.work.mask is not None, blocks=float(half_tiles.kv_tiles.double().mean())),
         }  # fmt: skip
         kv = partial(tile_descriptor, rows=config.n)
         return PreparedLaunch(
