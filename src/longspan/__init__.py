@@ -29,6 +29,7 @@ if TYPE_CHECKING or not _is_command:
     from longspan._planner.plan import Plan
     from longspan._planner.plan_set import PlanSet
     from longspan._planner.planning import plan
+    from longspan._planner.steps import plan_step
 
 __version__ = "0.1.0"
 
@@ -53,6 +54,7 @@ __all__ = [
     "invariant",
     "mask_mod",
     "plan",
+    "plan_step",
     "prefix",
     "scaled_dot_product_attention",
     "selected",

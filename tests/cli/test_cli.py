@@ -312,3 +312,32 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "was imported" not in done.stderr and done.returncode == (0 if arguments == ["--help"] else 2), done.stderr
+
+
+def test_a_step_of_samples_is_shown(capsys: Any, tmp_path: Path) -> None:
+    listed = tmp_path / "lengths.txt"
+    listed.write_text("9000\n500\n4k\n")
+    options = ("--gpus", "4", "--tokens-per-gpu", "2560", "--heads", "4/2", "--dim", "16")
+    code, out, _ = called(capsys, "plan", "--samples", str(listed), *options)
+    assert code == 0 and out.startswith(
+        "3 samples of 500 to 9000 tokens, 13596 in all, over 4 ranks: 2 forwards, at most 2560 tokens per rank"
+    )
+    assert called(capsys, "plan", "--samples", "9000,500,4k", *options)[1] == out
+    assert called(capsys, "plan", "--samples", "300*4", *options)[1].startswith("4 samples of 300 to 300 tokens")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--samples", "9k"], "--samples, --tokens-per-gpu: expected both of them"),
+        (["--tokens-per-gpu", "9k"], "--samples, --tokens-per-gpu: expected both of them"),
+        (["--samples", "9k", "--tokens-per-gpu", "1k", "--mask", "full"], "--samples: --mask not supported with --samples"),
+        (["--samples", "90k", "--tokens-per-gpu", "1k", "--gpus", "4"], "a sample of 92160 tokens exceeds 4 ranks"),
+        (["--samples", "x", "--tokens-per-gpu", "1k"], "--samples"),
+        (["--samples", "missing.txt", "--tokens-per-gpu", "1k"], "--samples: missing.txt"),
+        (["--samples", "9", "--tokens-per-gpu", "1k", "--layout", "x"], "--layout: expected one of"),
+    ],
+)
+def test_wrong_options_of_a_step_are_usage_errors(capsys: Any, arguments: list[str], message: str) -> None:
+    code, _, err = called(capsys, "plan", *arguments)
+    assert code == 2 and message in err

@@ -10,7 +10,7 @@ import typer
 
 import longspan as ls
 from longspan._plan.strategies import LAYOUT_NAMES, STRATEGY_NAMES, StrategyName, ulysses_error
-from longspan.cli import files, parse, serve_plan
+from longspan.cli import files, parse, serve_plan, step_plan
 from longspan.cli.app import UsageError, describe, usage_errors
 
 if TYPE_CHECKING:
@@ -60,11 +60,30 @@ def plan(
     model: Annotated[str | None, typer.Option(help="with --serve: qwen3-8b (default), llama3-70b, …; a wrong name lists all")] = None,
     context: Annotated[str | None, typer.Option(help="with --serve: tokens of each sequence; default: 128k")] = None,
     tp: Annotated[str | None, typer.Option(help="with --serve: devices that share heads; default: chosen")] = None,
+    samples: Annotated[str | None, typer.Option(help="plan a step of samples: a file with a length per line, or 200k,9k*12,3k*60")] = None,
+    tokens_per_gpu: Annotated[str | None, typer.Option(help="with --samples: tokens that a device holds at once")] = None,
 ) -> None:
     """Predict attention over many devices, on this CPU.
 
-    Prints balance, traffic, memory and time of the plan; with --serve, of serving a model.
+    Prints balance, traffic, memory and time of the plan; with --serve, of serving a model; with --samples, of an optimizer's step whose
+    samples are planned together over all devices, with as many forwards as the devices' memory needs.
     """
+    if samples is not None or tokens_per_gpu is not None:
+        other = {
+            "--mask": mask, "--tokens": tokens, "--ulysses": ulysses, "--stragglers": stragglers, "--slow-links": slow_links,
+            "--html": html, "--png": png, "--trace": trace, "--explain": explain or None, "--serve": serve or None, "--model": model,
+            "--context": context, "--tp": tp, "--batch": None if batch == "1" else batch, "--stages": stages, "--overlap": overlap,
+        }  # fmt: skip
+        given = [name for name, value in other.items() if value is not None]
+        if given:
+            raise UsageError(
+                f"--samples: {', '.join(given)} not supported with --samples; expected --tokens-per-gpu, --gpus, --heads, --dim"
+            )
+        step_plan.predict(
+            samples, tokens_per_gpu, gpus=parse.count(gpus, "--gpus"), cluster=cluster, heads=parse.heads(heads or "32/8"),
+            dim=parse.count(dim or "128", "--dim"), layout=layout or "auto", strategy=strategy or "auto",
+        )  # fmt: skip
+        return
     if serve:
         training = {
             "--mask": mask, "--tokens": tokens, "--heads": heads, "--dim": dim, "--layout": layout, "--strategy": strategy,

@@ -8,6 +8,7 @@ Public modules:
 - `longspan.integrations.lightning`: `SpanningStrategy`, Lightning's DDP over data × context ranks (needs lightning).
 - `longspan.integrations.accelerate`: `SpanningAccelerator`, whose `maybe_context_parallel` is longspan's (needs accelerate).
 - `longspan.integrations.torchtitan`: `SpanningTrainer` and an override of attention for torchtitan (needs torchtitan).
+- `longspan.integrations.samples`: batches of an optimizer's step, from samples of very different lengths.
 - `longspan.integrations.loss`: the exact loss of a sequence that is split over ranks.
 - `longspan.integrations.memory`: checkpointing that computes attention once, host memory, tiled MLPs and loss for long steps.
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from longspan.integrations import lightning as lightning
     from longspan.integrations import loss as loss
     from longspan.integrations import memory as memory
+    from longspan.integrations import samples as samples
     from longspan.integrations import torchtitan as torchtitan
     from longspan.integrations import trainer as trainer
     from longspan.integrations import transformers as transformers
@@ -33,12 +35,12 @@ else:
 
     def __getattr__(name: str) -> Any:
         """Import a public module when it is asked for: transformers takes seconds to import."""
-        if name in ("accelerate", "generation", "lightning", "loss", "memory", "torchtitan", "trainer", "transformers"):
+        if name in ("accelerate", "generation", "lightning", "loss", "memory", "samples", "torchtitan", "trainer", "transformers"):
             return import_module(f"longspan.integrations.{name}")
         raise AttributeError(f"module 'longspan.integrations' has no attribute {name!r}")
 
 
 __all__ = [
-    "PlanOptions", "PreparedBatch", "accelerate", "generation", "lightning", "loss", "memory", "prepare_batch", "torchtitan",
+    "PlanOptions", "PreparedBatch", "accelerate", "generation", "lightning", "loss", "memory", "prepare_batch", "samples", "torchtitan",
     "trainer", "transformers",
 ]  # fmt: skip
