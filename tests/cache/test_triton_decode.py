@@ -105,7 +105,7 @@ def test_keys_of_a_step_do_not_depend_on_the_batch(dtype: torch.dtype, dim: int)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 3, 8])
 def test_no_length_has_more_splits_than_the_bound(kv_heads: int, shared: bool) -> None:
-    rule = decode_call.SplitRule(kv_heads, 32, 128 if shared else 0)
+    rule = decode_call.SplitRule(32, 128 if shared else 0, 4 * kv_heads)
     counts = [rule.count(length) for length in range(1, 3000)]
     for longest in (1, 31, 32, 33, 127, 128, 129, 513, 1000, 2999):
         assert rule.max_count(longest) == max(counts[:longest])

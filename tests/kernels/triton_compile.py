@@ -122,7 +122,7 @@ def compile_decode(target: int, page_size: int, rows: int, *, latent: bool = Fal
         "MASK": codegen.program_function(trace(mask, "mask").program, OPTIONS), "WINDOW": 100, "PAGE": page_size, "RAGGED": True,
         "SCORE": codegen.program_function(trace(score, "score").program, OPTIONS), "FOLD": False, "R": 4, "M": rows, "N": tile.n,
         "D": dim, "DP": dim, "E": dim, "EP": dim, "REST": 64 if latent else 0, "RESTP": 64, "SHARED": latent,
-        "SAFE_DIM": 128, "TMA": tile.tma, "PRECISION": "tf32", "EARLY": target >= 90,
+        "SAFE_DIM": 128, "TMA": tile.tma, "PRECISION": "tf32", "EARLY": target >= 90, "flags_ptr": None,
     }  # fmt: skip
     kinds: dict[str, Any] = {
         "q_ptr": "*bf16",

@@ -21,7 +21,7 @@ from longspan._cache.step import CacheStep, tokens_first
 from longspan._comm.agreement import raising_on_all_ranks
 from longspan._engine.cached_chunk import Chunk, attend_chunk, first_gathered
 from longspan._engine.cached_mesh import attend_over_mesh
-from longspan._engine.cached_prepared import attend_again, prepare, repeated_key
+from longspan._engine.cached_prepared import attend_again, prepare, repeated_key, split_kernel
 from longspan._engine.cached_tokens import StepQueries, StepResults
 from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, reject_transforms
 from longspan._engine.invariant_mode import is_invariant
@@ -108,7 +108,7 @@ def _attend_alone(tokens: _Tokens, pages: PagedKV, call: CachedCall, work: Paged
     """(out, lse) on one device."""
     (q, k, v), step = tokens, call.step
     if by_triton:
-        out, lse = _decode(q, k, v, pages, step, work)
+        out, lse = _decode(tokens, pages, call, work)
     else:
         pages.write(tokens_first(k), tokens_first(v), step.ranges)
         out = like_query(q, v.shape[-1], q.dtype)
@@ -140,11 +140,13 @@ def _decodes_by_triton(q: Tensor, v: Tensor, step: CacheStep, work: PagedWork, k
     return reason is None
 
 
-def _decode(q: Tensor, k: Tensor, v: Tensor, pages: PagedKV, step: CacheStep, work: PagedWork) -> tuple[Tensor, Tensor]:
+def _decode(tokens: _Tokens, pages: PagedKV, call: CachedCall, work: PagedWork) -> tuple[Tensor, Tensor]:
     """Write k and v, and compute (out, lse) of the sequences with few queries, by the triton kernel."""
     from longspan._kernels.triton.decode_call import Queries, attend_new_tokens
 
-    return attend_new_tokens(Queries(q, step.ranges, ragged=q.shape[0] != len(step.ids), new=(k, v)), pages, work)
+    (q, k, v), step = tokens, call.step
+    ragged, by = q.shape[0] != len(step.ids), split_kernel(q, pages, call.kernel)
+    return attend_new_tokens(Queries(q, step.ranges, ragged, (k, v), by), pages, work)
 
 
 def _attend_gathered(results: StepResults, index: int, pages: PagedKV, work: PagedWork, call: CachedCall, *, by_triton: bool) -> None:

@@ -16,8 +16,9 @@ from torch import Tensor
 from longspan._cache.step import CacheStep
 from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.values import PLAIN
-from longspan._kernels.paged import PagedWork
+from longspan._kernels.paged import PagedKV, PagedWork
 from longspan._kernels.protocol import ALIGNMENT, state_dtype
+from longspan._kernels.registry import first_candidate
 from longspan._masks.algebra import Mask, as_mask
 from longspan._masks.extent import Extent
 from longspan._masks.remembered_mask import remembered_mask
@@ -26,6 +27,7 @@ from longspan._torch_private import nothing_intercepts_calls
 
 if TYPE_CHECKING:
     from longspan._engine.cached import CachedCall
+    from longspan._kernels.gpu.split_kernel import SplitKernel
 
 MAX_PREPARED = 64  # calls per cache
 _ANY_SIZE = Extent()  # of masks that fit sequences of any length
@@ -71,18 +73,30 @@ def _call_key(q: Any, k: Any, v: Any, call: CachedCall) -> Hashable:
         return (
             q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
             value_key, score, sink_layout, scale, torch.backends.cuda.matmul.fp32_precision if q.dtype == torch.float32 else None,
-            v.data_ptr() == k.data_ptr(),
+            v.data_ptr() == k.data_ptr(), call.kernel,
         )  # fmt: skip
     except Exception:  # a mod that cannot be traced, a sparse tensor: the checks of the call raise
         return None
 
 
-def _step_key(step: CacheStep, q: Tensor) -> Hashable:
+def split_kernel(q: Tensor, pages: PagedKV, kernel: str) -> SplitKernel | None:
+    """The kernel that computes partial results in place of triton's decode kernel; None if that one does.
+
+    kernel: of the call. "auto" takes hopper's kernel for latent KV where it supports the call.
+    """
+    if not pages.shared or kernel != "auto" or not q.is_cuda or first_candidate(q.device) != "hopper":
+        return None
+    from longspan._kernels.hopper.latent_decode_call import latent_decode
+
+    return latent_decode(q, pages)
+
+
+def _step_key(step: CacheStep, q: Tensor, kernel: str) -> Hashable:
     """The properties of a step on which launches depend: numbers of new tokens, sizes of launches, shape of the page table."""
     from longspan._kernels.triton.decode_call import Queries, page_sizes
 
-    ragged = q.shape[0] != len(step.ids)
-    sizes = page_sizes(Queries(q, step.ranges, ragged), step.cache.layer_pages(0))
+    ragged, pages = q.shape[0] != len(step.ids), step.cache.layer_pages(0)
+    sizes = page_sizes(Queries(q, step.ranges, ragged, by=split_kernel(q, pages, kernel)), pages)
     return tuple(step.ranges.counts), tuple(sizes), step.cache.table_shape, ragged
 
 
@@ -95,7 +109,7 @@ def attend_again(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, key: Hashabl
     calls = step.prepared_calls()
     prepared = calls.get(key)
     if prepared is None:
-        made = cache.prepared.get((key, _step_key(step, q)))
+        made = cache.prepared.get((key, _step_key(step, q, call.kernel)))
         if made is None:
             return None
         prepared = calls[key] = made.at(cache.layer_pages(0), step.ranges)
@@ -110,20 +124,21 @@ def attend_again(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, key: Hashabl
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, work: PagedWork, key: Hashable) -> None:
     """Prepare a call that the decode kernels have computed."""
-    from longspan._kernels.triton.decode_prepared import LayerTensors, PreparedDecode
+    from longspan._kernels.triton.decode_prepared import LayerTensors, PreparedDecode, StepPlace
 
     step, tensors = call.step, LayerTensors(q, k, v, call.sink)
     cache = step.cache
-    pages, ragged, key_in_cache = cache.layer_pages(0), q.shape[0] != len(step.ids), (key, _step_key(step, q))
+    pages, key_in_cache = cache.layer_pages(0), (key, _step_key(step, q, call.kernel))
+    place = StepPlace(step.ranges, q.shape[0] != len(step.ids), split_kernel(q, pages, call.kernel))
     if key_in_cache in cache.prepared or _is_captured(q):
         return
     if call.mask is not None and as_mask(call.mask).extent != _ANY_SIZE:  # checked at every call
         return
     if any(address % ALIGNMENT for layer in (0, 1) for address in cache.layer_addresses(layer)):
         return
-    if not PreparedDecode.supports(tensors, pages, step.ranges, work, ragged=ragged):
+    if not PreparedDecode.supports(tensors, pages, place, work):
         return
-    made = PreparedDecode(tensors, pages, step.ranges, work, ragged=ragged)
+    made = PreparedDecode(tensors, pages, place, work)
     if made.is_compiled:
         if len(cache.prepared) >= MAX_PREPARED:
             cache.prepared.clear()

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from longspan._kernels.gpu.decode_splits import lowest_key, query_count, sequence_range, split_of_cta, split_tokens
 from longspan._kernels.gpu.device_library import LN_2, LOG2_E
 from longspan._kernels.gpu.nonfinite_counts import any_nan, count_nonfinite, finite_or_zero
 from longspan._kernels.gpu.tile_access import wide
@@ -43,53 +44,11 @@ _DYNAMIC = [
     "first_key",
     "smallest",
     "coarse",
+    "share",
     "new_len",
 ]
 SCALAR_PAGES = tl.constexpr(4)  # pages of a tile whose numbers are loaded as scalars
 WRITTEN = tl.constexpr(16)  # new tokens that a CTA writes at once
-
-
-@triton.jit
-def split_tokens(length, kv_heads, smallest, coarse):
-    """Tokens per split of a sequence: `smallest`, doubled until it is at least 4 · KV heads · number of splits.
-
-    One sequence of 1k to 1M tokens then has enough splits to fill a device, and few enough that merging them costs little. More than four
-    splits have at least `coarse` tokens each: partial results of MLA are as large as the keys of a few hundred tokens.
-    """
-    tokens = smallest
-    while (tokens < 4 * kv_heads * (length // tokens)) | ((tokens < coarse) & (4 * tokens < length)):
-        tokens *= 2
-    return tokens
-
-
-@triton.jit
-def sequence_range(ranges_ptr, n, sequences, q_len, kv_len):
-    """(row of the page table, position of the first query, length, index of the first query) of sequence n."""
-    if ranges_ptr is None:
-        return n, 0, kv_len, 0
-    else:
-        row = tl.load(ranges_ptr + n)
-        start = tl.load(ranges_ptr + sequences + n)
-        length = tl.load(ranges_ptr + 2 * sequences + n)
-        return row, start, length, tl.load(ranges_ptr + 3 * sequences + n)
-
-
-@triton.jit
-def query_count(ranges_ptr, start, length, q_len):
-    """Number of queries of a sequence."""
-    if ranges_ptr is None:
-        return q_len
-    else:
-        return length - start
-
-
-@triton.jit
-def lowest_key(first_key, start, query, WINDOW: tl.constexpr, N: tl.constexpr):
-    """The first key that a tile of queries from `query` on reads, at a multiple of N."""
-    low = first_key
-    if WINDOW is not None:
-        low = tl.maximum(low, start + query - WINDOW + 1)
-    return low // N * N
 
 
 @triton.jit
@@ -256,9 +215,10 @@ def store_partial(part_out_ptr, part_lse_ptr, acc, total, m, at, first, inside, 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, k_desc, rest_desc, table_ptr, ranges_ptr, k_new_ptr, v_new_ptr, part_out_ptr, part_lse_ptr,
+    q_ptr, k_ptr, v_ptr, k_desc, rest_desc, table_ptr, ranges_ptr, k_new_ptr, v_new_ptr, part_out_ptr, part_lse_ptr, flags_ptr,
     q_stride, k_stride, v_stride, k_new_stride, v_new_stride, mask_captured, mask_sizes, score_captured, score_sizes,
-    sequences, kv_heads, row_tiles, splits, min_queries, max_queries, width, q_len, kv_len, first_key, smallest, coarse, new_len, scale,
+    sequences, kv_heads, row_tiles, splits, min_queries, max_queries, width, q_len, kv_len, first_key, smallest, coarse, share, new_len,
+    scale,
     MASK: tl.constexpr, SCORE: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, RAGGED: tl.constexpr, FOLD: tl.constexpr,
     R: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr,
@@ -266,26 +226,21 @@ def decode_kernel(
 ):  # fmt: skip
     """A partial out [M, E] and log-sum-exp [M] of one split. WINDOW: keys before q − WINDOW + 1 are hidden; None: no window.
 
-    Sequences with fewer than `min_queries` or more than `max_queries` queries are left out. k_new_ptr, v_new_ptr: new tokens, which every
-    CTA writes that reads them; None: they were written before. EARLY: merge_kernel starts while this kernel runs.
+    k_new_ptr, v_new_ptr: new tokens, which every CTA writes that reads them; None: they were written before. EARLY: merge_kernel starts
+    while this kernel runs. flags_ptr: int32 [CTAs, 2]; splits with a flag that is not 0 are computed (`gpu.split_kernel`); None: all are.
     """
     if EARLY:
         gdc_launch_dependents()
-    pid = tl.program_id(0)
-    g = pid % kv_heads
-    rest = pid // kv_heads
-    tile = rest % row_tiles
-    rest = rest // row_tiles
-    split = splits - 1 - rest % splits  # the last split first: it has the new tokens, and may be short
-    n = rest // splits
-    row, start, length, first = sequence_range(ranges_ptr, n, sequences, q_len, kv_len)
-    count = query_count(ranges_ptr, start, length, q_len)
-    tokens = split_tokens(length, kv_heads, smallest, coarse)
-    low = lowest_key(first_key, start, (tile * M) // R, WINDOW, N)
-    first_split, end_split = low // tokens, tl.cdiv(length, tokens)
-    chosen = (count >= min_queries) & (count <= max_queries) & (tile * M < count * R)
-    if chosen & (split >= first_split) & (split < end_split):
-        begin, end = tl.maximum(split * tokens, low), tl.minimum((split + 1) * tokens, length)
+    g, tile, split, n, row, start, length, first, count, begin, end = split_of_cta(
+        ranges_ptr, sequences, kv_heads, row_tiles, splits, min_queries, max_queries, q_len, kv_len, first_key, smallest, coarse, share,
+        WINDOW, R, M, N,
+    )  # fmt: skip
+    if flags_ptr is not None:
+        if EARLY:
+            gdc_wait()
+        flags = flags_ptr + 2 * tl.program_id(0)
+        end = tl.where((tl.load(flags) | tl.load(flags + 1)) != 0, end, begin)
+    if begin < end:
         r = tile * M + tl.arange(0, M)
         i = r // R
         inside = i < count
@@ -384,7 +339,7 @@ def merge_row(
 @triton.jit(do_not_specialize=_DYNAMIC)
 def merge_kernel(
     part_out_ptr, part_lse_ptr, ranges_ptr, sink_ptr, out_ptr, lse_ptr, out_stride, lse_stride,
-    sequences, kv_heads, splits, min_queries, max_queries, q_len, kv_len, first_key, smallest, coarse,
+    sequences, kv_heads, splits, min_queries, max_queries, q_len, kv_len, first_key, smallest, coarse, share,
     WINDOW: tl.constexpr, RAGGED: tl.constexpr, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
     FEW: tl.constexpr, FEW_PART: tl.constexpr, MANY: tl.constexpr, MANY_PART: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -405,7 +360,7 @@ def merge_kernel(
     _, start, length, first = sequence_range(ranges_ptr, n, sequences, q_len, kv_len)
     count = query_count(ranges_ptr, start, length, q_len)
     if (i < count) & (count >= min_queries) & (count <= max_queries):
-        tokens = split_tokens(length, kv_heads, smallest, coarse)
+        tokens = split_tokens(length, smallest, coarse, share)
         # The window of the first query of this row's tile. Splits before it have no partial result.
         low = lowest_key(first_key, start, (i * R + h % R) // M * M // R, WINDOW, N)
         begin, end = low // tokens, tl.cdiv(length, tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -19,10 +18,12 @@ from longspan._kernels.gpu.launch_call import tf32_allowed
 from longspan._kernels.gpu.limits import MAX_HEAD_DIM
 from longspan._kernels.gpu.lookup_bounds import stays_inside
 from longspan._kernels.gpu.prepared_launch import Layouts, PreparedLaunch, hold_for_graph, layouts
+from longspan._kernels.gpu.split_kernel import SplitKernel
 from longspan._kernels.gpu.uploads import note_upload
 from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork, QueryRanges
 from longspan._kernels.protocol import like_query
 from longspan._kernels.triton.decode import decode_kernel, merge_kernel, write_kernel
+from longspan._kernels.triton.decode_tile import DecodeTile, choose_tile, tile_rows
 
 SMALLEST_SPLIT = 256  # a multiple of every `DecodeTile.n`
 COARSE_SPLIT = 1024  # of latent KV: partial results have 512 floats per row
@@ -30,49 +31,15 @@ COARSE_SPLIT = 1024  # of latent KV: partial results have 512 floats per row
 _FEW_MERGED, _MANY_MERGED = (16, 256), (64, 64)
 _DECODE_TENSORS = (
     "q_ptr", "k_ptr", "v_ptr", "k_desc", "rest_desc", "table_ptr", "ranges_ptr", "k_new_ptr", "v_new_ptr", "part_out_ptr", "part_lse_ptr",
+    "flags_ptr",
 )  # fmt: skip
+_WRITTEN: dict[str, Tensor | None] = {"k_new_ptr": None, "v_new_ptr": None}  # the new tokens are in their pages
 _MERGE_TENSORS = ("part_out_ptr", "part_lse_ptr", "ranges_ptr", "sink_ptr", "out_ptr", "lse_ptr")
 _SAFE_DIM = 128  # columns of out that are computed again at a time, if a value is not finite
 MAX_SHARED_DIM = 512  # elements that keys and values share
 _FLOATS = torch.empty(4, dtype=torch.float32, device="cpu")  # placeholder of the partial results in cache keys: every launch allocates them
+_FLAGS = torch.empty(4, dtype=torch.int32, device="cpu")  # of the flags
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeTile:
-    """Keys per step, warps per CTA, tiles in shared memory; whether keys are loaded by TMA where possible, and multiplied by wgmma."""
-
-    n: int
-    warps: int
-    buffers: int
-    tma: bool = False
-    wgmma: bool = False
-
-    def stages(self, *, paged: bool) -> int:
-        """Stages of Triton's software pipeline for this number of buffers.
-
-        wgmma still reads a tile when the next step begins, so one buffer is not a stage. With pages, Triton loads a page's number as many
-        stages before a tile as it loads the tile before its use; with wgmma, one stage before.
-        """
-        if self.wgmma:
-            return self.buffers + paged
-        return 2 * self.buffers + 1 if paged else self.buffers + 1
-
-
-def choose_tile(*, dim: int, dtype: torch.dtype, rows: int, waves: float) -> DecodeTile:
-    """The tile of `rows` query rows for padded head dims of at most `dim`. waves: CTAs of the launch per SM.
-
-    n, the keys that are summed at a time, depends neither on pages nor on the batch: a row has the same bits on pages of any size.
-    """
-    if dim > 256:  # latent vectors of MLA: key and value are one tile
-        if dtype == torch.float32:
-            return DecodeTile(n=16, warps=4, buffers=1)
-        return DecodeTile(n=64, warps=4 if rows <= 16 else 8, buffers=2, tma=True, wgmma=rows >= 64)
-    if dtype == torch.float32:
-        return DecodeTile(n=32, warps=4, buffers=2)
-    if dim > 128:
-        return DecodeTile(n=32, warps=4, buffers=3)
-    return DecodeTile(n=64, warps=4, buffers=2 if waves > 4 else 3)  # 3 or 2 CTAs per SM: with 3, a second wave may be nearly empty
 
 
 def unsupported_reason(
@@ -98,16 +65,16 @@ def unsupported_reason(
 
 
 class SplitRule(NamedTuple):
-    """Arguments of `decode.split_tokens` besides the length."""
+    """Arguments of `decode_splits.split_tokens` besides the length."""
 
-    kv_heads: int
     smallest: int
     coarse: int
+    share: int
 
     def tokens(self, length: int) -> int:
-        """As `decode.split_tokens`."""
+        """As `decode_splits.split_tokens`."""
         tokens = self.smallest
-        while tokens < 4 * self.kv_heads * (length // tokens) or (tokens < self.coarse and 4 * tokens < length):
+        while tokens < self.share * (length // tokens) or (tokens < self.coarse and 4 * tokens < length):
             tokens *= 2
         return tokens
 
@@ -119,7 +86,7 @@ class SplitRule(NamedTuple):
         """Upper bound of `count` over all lengths up to `longest`: a shorter sequence may have more splits than a longer one."""
         max_splits, tokens = 0, self.smallest
         while True:
-            last = tokens * (tokens // (4 * self.kv_heads) + 1) - 1  # the longest sequence with splits of `tokens`
+            last = tokens * (tokens // self.share + 1) - 1  # the longest sequence with splits of `tokens`
             if tokens < self.coarse:
                 last = min(last, 4 * tokens)
             max_splits = max(max_splits, -(-min(last, longest) // tokens))
@@ -128,9 +95,11 @@ class SplitRule(NamedTuple):
             tokens *= 2
 
 
-def split_rule(kv_heads: int, *, shared: bool) -> SplitRule:
-    """How sequences are split. shared: keys hold the values."""
-    return SplitRule(kv_heads, SMALLEST_SPLIT, COARSE_SPLIT if shared else 0)
+def split_rule(kv_heads: int, *, shared: bool, by: SplitKernel | None = None, heads: int = 0) -> SplitRule:
+    """How sequences are split. shared: keys hold the values. heads: query heads, if `by` is not None."""
+    if by is not None:
+        return SplitRule(SMALLEST_SPLIT, by.coarse, by.share(heads // kv_heads) * kv_heads)
+    return SplitRule(SMALLEST_SPLIT, COARSE_SPLIT if shared else 0, 4 * kv_heads)
 
 
 def write_tokens(pages: PagedKV, k: Tensor, v: Tensor, ranges: QueryRanges) -> None:
@@ -158,12 +127,14 @@ class Queries(NamedTuple):
     """Queries of a call and where they stand. `ranges`: None for contiguous KV, whose queries are at 0, 1, …
 
     new: k and v of the new tokens, as `write_tokens` takes them, if the decode kernel is to write them; None: they are in their pages.
+    by: the kernel that computes partial results in tiles of its number of rows; None: `decode_kernel`.
     """
 
     q: Tensor
     ranges: QueryRanges | None
     ragged: bool
     new: tuple[Tensor, Tensor] | None = None
+    by: SplitKernel | None = None
 
 
 def attend_new_tokens(queries: Queries, pages: PagedKV, work: PagedWork) -> tuple[Tensor, Tensor]:
@@ -197,14 +168,15 @@ def page_sizes(queries: Queries, pages: PagedKV) -> list[DecodeSizes]:
     """The sizes of each launch of `attend_pages`."""
     q, ranges = queries.q, queries.ranges
     assert ranges is not None
-    kv_heads = pages.k.shape[1]
-    rule = split_rule(kv_heads, shared=pages.shared)
+    heads, kv_heads = q.shape[1], pages.k.shape[1]
     by_tile: dict[int, list[int]] = {}
     for i, count in enumerate(ranges.counts):
         if 0 < count <= FEW_QUERIES:
-            by_tile.setdefault(_tile_rows(count * (q.shape[1] // kv_heads), pages.v.shape[-1], q.dtype), []).append(i)
+            by_tile.setdefault(tile_rows(count * (heads // kv_heads), pages.v.shape[-1], q.dtype), []).append(i)
     made = []
     for m, chosen in by_tile.items():
+        by = queries.by if queries.by is not None and m == queries.by.rows else None
+        rule = split_rule(kv_heads, shared=pages.shared, by=by, heads=heads)
         counts, lengths = [ranges.counts[i] for i in chosen], [ranges.lengths[i] for i in chosen]
         longest, splits = max(lengths), max(map(rule.count, lengths))
         if ranges.longest is not None:  # a captured launch: sequences may grow to that length
@@ -214,7 +186,7 @@ def page_sizes(queries: Queries, pages: PagedKV) -> list[DecodeSizes]:
         unit = 1 << max(0, splits.bit_length() - 3)
         made.append(DecodeSizes(
             sequences=len(ranges.counts), queries=(min(counts), max(counts)), longest=_position_bound(longest),
-            splits=-(-splits // unit) * unit, tile_rows=m, shared=pages.shared,
+            splits=-(-splits // unit) * unit, tile_rows=m, rule=rule, shared=pages.shared, by=by,
         ))  # fmt: skip
     return made
 
@@ -228,10 +200,10 @@ def attend_contiguous(q: Tensor, k: Tensor, v: Tensor, work: PagedWork) -> tuple
 
 
 def _contiguous_launch(q: Tensor, k: Tensor, v: Tensor, work: PagedWork, results: tuple[Tensor, Tensor]) -> DecodeLaunch:
-    rows = _tile_rows(q.shape[2] * (q.shape[1] // k.shape[1]), v.shape[-1], q.dtype)
+    rows = tile_rows(q.shape[2] * (q.shape[1] // k.shape[1]), v.shape[-1], q.dtype)
+    rule = split_rule(k.shape[1], shared=False)
     sizes = DecodeSizes(
-        sequences=q.shape[0], queries=(q.shape[2], q.shape[2]), longest=k.shape[2],
-        splits=split_rule(k.shape[1], shared=False).count(k.shape[2]), tile_rows=rows,
+        sequences=q.shape[0], queries=(q.shape[2], q.shape[2]), longest=k.shape[2], splits=rule.count(k.shape[2]), tile_rows=rows, rule=rule
     )  # fmt: skip
     return decode_launch(Queries(q, None, False), (k, v, None), work, sizes, results)
 
@@ -259,7 +231,7 @@ class DecodeForward:
 
 class DecodeSizes(NamedTuple):
     """Sizes of a launch: sequences, fewest and most queries of a sequence, tokens of the longest sequence, most splits of a sequence, rows
-    of a tile; whether values are the first elements of keys.
+    of a tile; how sequences are split; whether values are the first elements of keys; `Queries.by`.
     """
 
     sequences: int
@@ -267,14 +239,9 @@ class DecodeSizes(NamedTuple):
     longest: int
     splits: int
     tile_rows: int
+    rule: SplitRule
     shared: bool = False
-
-
-def _tile_rows(rows: int, dim: int, dtype: torch.dtype) -> int:
-    """Rows of a tile for a sequence with so many query rows of a KV head. `dim`: of values; registers hold rows × dim results."""
-    if dim > 256:
-        return 16 if rows <= 16 or dtype == torch.float32 else 64
-    return 16 if rows <= 16 else 32 if rows <= 32 else 64
+    by: SplitKernel | None = None
 
 
 def empty_results(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -282,22 +249,44 @@ def empty_results(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return like_query(q, dim, q.dtype), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
-class DecodeLaunch(NamedTuple):
-    """The two launches of a call and their arguments."""
+class Launches(NamedTuple):
+    """The launches of a call, and the sizes of partial outputs and log-sum-exps.
+
+    repair: `decode_kernel` for the splits whose flags a `SplitKernel` has set; None if it sets none.
+    """
 
     decode: PreparedLaunch
+    repair: PreparedLaunch | None
     merge: PreparedLaunch
-    tensors: dict[str, Tensor | None]
-    per_call: dict[str, Any]
     parts: tuple[int, int]
 
+    @property
+    def all(self) -> list[PreparedLaunch]:
+        return [one for one in (self.decode, self.repair, self.merge) if one is not None]
+
+    @property
+    def flags(self) -> int:
+        """Number of flags: two for each CTA."""
+        return 0 if self.repair is None else 2 * self.decode.ctas
+
+
+class DecodeLaunch(NamedTuple):
+    """The launches of a call and their arguments."""
+
+    launches: Launches
+    tensors: dict[str, Tensor | None]
+    per_call: dict[str, Any]
+
     def run(self) -> None:
-        device = self.decode.device
-        part_out = torch.empty(self.parts[0], dtype=torch.float32, device=device)
-        part_lse = torch.empty(self.parts[1], dtype=torch.float32, device=device)
+        decode, repair, merge, parts = self.launches
+        part_out, part_lse = (torch.empty(size, dtype=torch.float32, device=decode.device) for size in parts)
         tensors: dict[str, Tensor | None] = {**self.tensors, "part_out_ptr": part_out, "part_lse_ptr": part_lse}
-        self.decode({name: tensors[name] for name in _DECODE_TENSORS}, self.per_call)
-        self.merge({name: tensors[name] for name in _MERGE_TENSORS}, {})
+        if repair is not None:
+            tensors["flags_ptr"] = torch.empty(self.launches.flags, dtype=torch.int32, device=decode.device)
+        decode({name: tensors[name] for name in _DECODE_TENSORS}, self.per_call)
+        if repair is not None:
+            repair({name: tensors[name] for name in _DECODE_TENSORS} | _WRITTEN, self.per_call)
+        merge({name: tensors[name] for name in _MERGE_TENSORS}, {})
 
 
 def decode_launch(
@@ -306,14 +295,14 @@ def decode_launch(
     """The launches that fill out and lse of the sequences with a number of queries in `sizes.queries`."""
     (k, v, table), q = kv, computable(queries.q)
     rest = q.shape[-1] - v.shape[-1] if sizes.shared else 0
-    described = sizes.shared and _loads_by_tma(k, v.shape[-1], table is not None, _tile(q, k, v, sizes))
+    described = sizes.by is not None or (sizes.shared and _loads_by_tma(k, v.shape[-1], table is not None, _tile(q, k, v, sizes)))
     k_new, v_new = queries.new or (None, None)
     tensors = {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "k_desc": k if described else None, "rest_desc": k if described and rest else None,
         "table_ptr": table,
         "ranges_ptr": None if queries.ranges is None else queries.ranges.device_ranges, "k_new_ptr": k_new, "v_new_ptr": v_new,
         "sink_ptr": None if work.sink is None else computable(work.sink.contiguous()), "out_ptr": results[0], "lse_ptr": results[1],
-        "part_out_ptr": _FLOATS, "part_lse_ptr": _FLOATS,
+        "part_out_ptr": _FLOATS, "part_lse_ptr": _FLOATS, "flags_ptr": None if sizes.by is None or work.mask is None else _FLAGS,
     }  # fmt: skip
     mask_captured, score_captured = (launch.pack_captured(x, q) for x in (work.mask_captured, work.score_captured))
     per_call = {"mask_captured": mask_captured, "score_captured": score_captured, "scale": float(work.scale)}
@@ -322,11 +311,11 @@ def decode_launch(
         work.window, work.scale > 0, None if work.mask is None else work.mask.key, None if work.score is None else work.score.key,
         tf32_allowed(), SMALLEST_SPLIT, COARSE_SPLIT,
     )  # fmt: skip
-    decode, merge, parts = _launches(ByContents(key, partial(_make_launches, queries.ragged, tensors, work, sizes, per_call)))
+    launches = _launches(ByContents(key, partial(_make_launches, queries.ragged, tensors, work, sizes, per_call)))
     if launch.capturing(q.device):
-        hold_for_graph(decode)
-        hold_for_graph(merge)
-    return DecodeLaunch(decode, merge, tensors, per_call, parts)
+        for one in launches.all:
+            hold_for_graph(one)
+    return DecodeLaunch(launches, tensors, per_call)
 
 
 def _tile(q: Tensor, k: Tensor, v: Tensor, sizes: DecodeSizes) -> DecodeTile:
@@ -371,7 +360,7 @@ class ByContents:
 
 
 @lru_cache(maxsize=256)
-def _launches(key: ByContents) -> tuple[PreparedLaunch, PreparedLaunch, tuple[int, int]]:
+def _launches(key: ByContents) -> Launches:
     launches, key.make = key.make(), _made  # the function holds tensors
     return launches  # type: ignore[no-any-return]
 
@@ -382,8 +371,7 @@ def _made() -> Any:
 
 def _make_launches(
     ragged: bool, tensors: dict[str, Tensor | None], work: PagedWork, sizes: DecodeSizes, per_call: dict[str, Any]
-) -> tuple[PreparedLaunch, PreparedLaunch, tuple[int, int]]:  # fmt: skip
-    """(decode, merge, sizes of the partial results)."""
+) -> Launches:  # fmt: skip
     q, k, v, table = (tensors[name] for name in ("q_ptr", "k_ptr", "v_ptr", "table_ptr"))
     assert q is not None and k is not None and v is not None
     page_size = 0 if table is None else k.shape[2]
@@ -392,13 +380,12 @@ def _make_launches(
     rest = d - e if sizes.shared else 0
     tile = _tile(q, k, v, sizes)
     options = _options(work, q.dtype, sizes.longest)
-    rule = split_rule(kv_heads, shared=sizes.shared)
     k_new = tensors["k_new_ptr"]
     early = _is_hopper_or_later(q.device)
     window = None if work.window is None else max(1, work.window)  # 0 hides a query's own key, which the query's CTA writes
     shared = {
         "sequences": sizes.sequences, "kv_heads": kv_heads, "splits": splits, "min_queries": sizes.queries[0], "max_queries": max_queries,
-        "q_len": q.shape[2], "kv_len": sizes.longest, "first_key": 0, "smallest": rule.smallest, "coarse": rule.coarse,
+        "q_len": q.shape[2], "kv_len": sizes.longest, "first_key": 0, **sizes.rule._asdict(),
         "WINDOW": window, "RAGGED": ragged, "R": heads // kv_heads, "M": m, "N": tile.n, "EARLY": early,
     }  # fmt: skip
     constants = {
@@ -420,11 +407,12 @@ def _make_launches(
     merged = {
         **shared, "E": e, "PARTS": parts, "FEW": _FEW_MERGED[0], "FEW_PART": few_part, "MANY": many, "MANY_PART": many_part
     }  # fmt: skip
-    return (
-        _prepared_for(decode_kernel, {name: tensors[name] for name in _DECODE_TENSORS}, constants, decode, per_call),
-        _prepared_for(merge_kernel, {name: tensors[name] for name in _MERGE_TENSORS}, merged, merge, {}),
-        (rows * splits * e, rows * splits),
-    )
+    read = {name: tensors[name] for name in _DECODE_TENSORS}
+    first, repair = _prepared_for(decode_kernel if sizes.by is None else sizes.by, read, constants, decode, per_call), None
+    if read["flags_ptr"] is not None:
+        repair = _prepared_for(decode_kernel, read | _WRITTEN, constants, decode._replace(early=early), per_call)
+    last = _prepared_for(merge_kernel, {name: tensors[name] for name in _MERGE_TENSORS}, merged, merge, {})
+    return Launches(first, repair, last, (rows * splits * e, rows * splits))
 
 
 def _dims(d: int, e: int) -> dict[str, int]:
@@ -459,10 +447,10 @@ class _How(NamedTuple):
 def _prepared_for(
     kernel: Any, tensors: dict[str, Tensor | None], constants: dict[str, Any], how: _How, per_call: dict[str, Any]
 ) -> PreparedLaunch:  # fmt: skip
-    """The launch of a kernel, cached by the layouts of tensors and by constants."""
-    device = next(t.device for t in reversed(tensors.values()) if t is not None and t is not _FLOATS)
+    """The launch of a kernel or of a `SplitKernel`, cached by the layouts of tensors and by constants."""
+    device = next(t.device for t in reversed(tensors.values()) if t is not None and t is not _FLOATS and t is not _FLAGS)
     captured = [t for name in ("mask_captured", "score_captured") for t in per_call.get(name, ())]
-    names = [name for name in kernel.arg_names if name.endswith("_stride")]
+    names = [name for name in (kernel.kernel if isinstance(kernel, SplitKernel) else kernel).arg_names if name.endswith("_stride")]
     strides = {name: _stride(tensors[f"{name.removesuffix('_stride')}_ptr"]) for name in names}
     prepared = _prepared(kernel, device, layouts([*tensors.values(), *captured]), tuple({**constants, **strides}.items()), how)
     if launch.capturing(device):
@@ -479,6 +467,11 @@ def _prepared(
     kernel: Any, device: torch.device, _layouts: Layouts, constants: tuple[tuple[str, Any], ...], how: _How
 ) -> PreparedLaunch:  # fmt: skip
     known = dict(constants)
+    if isinstance(kernel, SplitKernel):
+        return PreparedLaunch(
+            kernel=kernel.kernel, options={**kernel.options, **FUSED}, ctas=how.ctas, device=device, descriptors=kernel.descriptors,
+            constants=known,
+        )  # fmt: skip
     tiles = {"k_desc": "DP", "rest_desc": "RESTP"} if known.get("TMA") else {}
     options = {"num_warps": how.warps, "num_stages": how.stages, **FUSED, **({"launch_pdl": True} if how.early else {})}
     return PreparedLaunch(

@@ -10,6 +10,7 @@ from torch import Tensor
 from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.interpreter import interpreted
 from longspan._kernels.gpu.prepared_launch import direct_stream, hold_for_graph
+from longspan._kernels.gpu.split_kernel import SplitKernel
 from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork, QueryRanges
 from longspan._kernels.protocol import ALIGNMENT
 from longspan._kernels.triton.decode_call import Queries, decode_launch, empty_results, page_sizes, writes_new_tokens
@@ -24,26 +25,38 @@ class LayerTensors(NamedTuple):
     sink: Tensor | None
 
 
+class StepPlace(NamedTuple):
+    """Where a step's queries stand; `ragged` and `by` as in `Queries`."""
+
+    ranges: QueryRanges
+    ragged: bool
+    by: SplitKernel | None = None
+
+
 class PreparedDecode:
     """`attend_new_tokens` of a call whose tensors have fixed layouts, over sequences with fixed numbers of new tokens."""
 
-    def __init__(self, tensors: LayerTensors, pages: PagedKV, ranges: QueryRanges, work: PagedWork, *, ragged: bool) -> None:
+    def __init__(self, tensors: LayerTensors, pages: PagedKV, place: StepPlace, work: PagedWork) -> None:
         q, k, v, _ = tensors
-        queries = Queries(q, ranges, ragged, (k, v))
+        queries = Queries(q, place.ranges, place.ragged, (k, v), place.by)
         (sizes,) = page_sizes(queries, pages)
         results = empty_results(q, v.shape[-1])
         made = decode_launch(queries, (pages.k, pages.v, pages.table), work, sizes, results)
         self._descriptors = sum(made.tensors[name] is not None for name in ("k_desc", "rest_desc"))
-        self._decode, self._merge, self._scale = made.decode, made.merge, float(work.scale)
+        self._launches, self._scale = made.launches, float(work.scale)
+        self._decode, self._repair, self._merge, parts = made.launches
         self._out = results[0].shape, results[0].stride(), q.dtype
         self._lse = results[1].shape
-        self._first_lse = -(-made.parts[0] * 4 // ALIGNMENT) * ALIGNMENT  # bytes
-        self._floats = self._first_lse // 4 + made.parts[1]
+        # Bytes before partial log-sum-exps and before flags, which follow the partial outputs in one tensor.
+        self._first_lse = -(-parts[0] * 4 // ALIGNMENT) * ALIGNMENT
+        self._first_flag = self._first_lse + -(-parts[1] * 4 // ALIGNMENT) * ALIGNMENT
+        self._floats = self._first_flag // 4 + made.launches.flags
         self._device, self._index = q.device, q.device.index
 
     @staticmethod
-    def supports(tensors: LayerTensors, pages: PagedKV, ranges: QueryRanges, work: PagedWork, *, ragged: bool) -> bool:
+    def supports(tensors: LayerTensors, pages: PagedKV, place: StepPlace, work: PagedWork) -> bool:
         """Whether a call can be prepared: one launch computes all sequences, and no program reads tensors."""
+        ranges = place.ranges
         if interpreted() or work.mask_captured or work.score_captured or not ranges.counts:
             return False
         if not 0 < min(ranges.counts) <= max(ranges.counts) <= FEW_QUERIES or ranges.spread is not None:
@@ -54,12 +67,12 @@ class PreparedDecode:
             return False
         if tensors.sink is not None and not tensors.sink.is_contiguous():
             return False
-        return len(page_sizes(Queries(tensors.q, ranges, ragged), pages)) == 1
+        return len(page_sizes(Queries(tensors.q, ranges, place.ragged, by=place.by), pages)) == 1
 
     @property
     def is_compiled(self) -> bool:
         """Whether all kernels were compiled, by a call that was not prepared."""
-        return self._decode.is_compiled and self._merge.is_compiled
+        return all(one.is_compiled for one in self._launches.all)
 
     def at(self, pages: PagedKV, ranges: QueryRanges) -> StepDecode:
         """The call over the sequences of one step. `pages`: of any layer."""
@@ -81,18 +94,19 @@ class PreparedDecode:
         q_address, part_out = q.data_ptr(), partial.data_ptr()
         part_lse = part_out + self._first_lse
         # Programs capture no tensors: their places hold q (`launch.pack_captured`).
-        self._decode.launch_on(
-            stream,
-            (
-                q_address, keys, values, *(keys,) * self._descriptors, table, ranges, k.data_ptr(), v.data_ptr(), part_out, part_lse,
-                q_address, q_address, self._scale,
-            ),
-        )  # fmt: skip
+        pages_read = q_address, keys, values, *(keys,) * self._descriptors, table, ranges
+        captured = q_address, q_address, self._scale
+        if self._repair is None:
+            self._decode.launch_on(stream, (*pages_read, k.data_ptr(), v.data_ptr(), part_out, part_lse, *captured))
+        else:
+            flags = part_out + self._first_flag
+            self._decode.launch_on(stream, (*pages_read, k.data_ptr(), v.data_ptr(), part_out, part_lse, flags, *captured))
+            self._repair.launch_on(stream, (*pages_read, part_out, part_lse, flags, *captured))
         sinks = () if sink is None else (sink.data_ptr(),)
         self._merge.launch_on(stream, (part_out, part_lse, ranges, *sinks, out.data_ptr(), lse.data_ptr()))
         if launch.capturing(device):
-            hold_for_graph(self._decode)
-            hold_for_graph(self._merge)
+            for one in self._launches.all:
+                hold_for_graph(one)
         return out, lse
 
 
