@@ -10,7 +10,8 @@ from tests.cache.test_kv_cache import make_cache, tokens
 from tests.kernels.stub_launches import Launches, record_launches
 
 import longspan as ls
-from longspan._engine import cached_prepared
+from longspan._engine import cached, cached_prepared
+from longspan._engine.cached import CachedCall
 
 decode_call: Any = pytest.importorskip("longspan._kernels.triton.decode_call")
 decode_prepared: Any = pytest.importorskip("longspan._kernels.triton.decode_prepared")
@@ -126,6 +127,66 @@ def test_a_prepared_call_checks_its_layer_and_gradients(launches: Launches) -> N
     q, k, v = tokens(1, 1)
     with pytest.raises(RuntimeError, match="no gradients"):
         ls.attention(q.requires_grad_(), k, v, cache=step, layer=1, kernel="triton")
+
+
+def half_tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v = tokens(2, 1)
+    return q.half(), k.half(), v.half()
+
+
+def repeated_step(launches: Launches) -> tuple[Any, ls.Mask]:
+    """A step of five layers, of which the first two were computed: the call is prepared and is the step's last one."""
+    cache, mask = make_cache(pages=40, layers=5, dtype=torch.float16), ls.causal()
+    step = cache.step(cache.allocate(2), 1)
+    for layer in range(2):
+        ls.attention(*half_tokens(), cache=step, layer=layer, kernel="triton", mask=mask)
+    assert step.last_call is not None
+    return step, mask
+
+
+def test_a_call_like_the_last_one_is_compared_and_needs_no_key(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, mask = repeated_step(launches)
+    q, k, v = half_tokens()
+    with monkeypatch.context() as patch:
+        patch.setattr(cached, "repeated_key", None)
+        launches.clear()
+        ls.attention(q, k, v, cache=step, layer=2, kernel="triton", mask=mask)
+        same = launches.values[0]
+    launches.clear()
+    step.last_call = None
+    ls.attention(q, k, v, cache=step, layer=3, kernel="triton", mask=mask)
+    assert same[0] == q.data_ptr() and same[5:7] == (k.data_ptr(), v.data_ptr()) and len(same) == len(launches.values[0])
+    assert same[1:3] == tuple(x.data_ptr() for x in step.cache.layer_pages(2).kv)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mask": None},
+        {"mask": ls.causal()},
+        {"scale": 0.5},
+        {"score_mod": lambda s, b, h, q, kv: 5.0 * torch.tanh(s / 5.0)},
+        {"sink": torch.zeros(4)},
+        {"kernel": "auto"},
+        {"q": lambda q: q.float()},
+        {"q": lambda q: q.transpose(1, 3).contiguous().transpose(1, 3)},
+        {"q": lambda q: torch.zeros(q.numel() + 1).half()[1:].view(q.shape)},
+        {"q": lambda q: q.requires_grad_()},
+        {"layer": 5},
+        {"layer": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_call_than_the_last_one_is_not_taken_for_it(change: dict[str, Any], launches: Launches) -> None:
+    step, mask = repeated_step(launches)
+    q, k, v = half_tokens()
+    q = change.get("q", lambda q: q)(q)
+    options: dict[str, Any] = {"mask": mask, "kernel": "triton", "layer": 2} | {n: x for n, x in change.items() if n != "q"}
+    assert cached_prepared.attend_same(q, k, v, CachedCall(step=step, **options)) is None
+    with torch.inference_mode():
+        assert cached_prepared.attend_same(*half_tokens(), CachedCall(step=step, layer=2, mask=mask, kernel="triton")) is None
+    step.cache.allocate(30)  # the page table moves
+    assert cached_prepared.attend_same(*half_tokens(), CachedCall(step=step, layer=2, mask=mask, kernel="triton")) is None
 
 
 class TestGraphSteps:

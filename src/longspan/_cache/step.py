@@ -45,6 +45,7 @@ class CacheStep:
     _prepared: tuple[int, dict[Hashable, Any]] = field(
         default_factory=lambda: (-1, {}), init=False, repr=False
     )  # of a version of the page table
+    last_call: Any = field(default=None, init=False, repr=False)  # of the engine: the prepared call that was made last
     _checked: int = field(default=-1, init=False, repr=False)  # the cache's version at the last complete check
 
     @cached_property

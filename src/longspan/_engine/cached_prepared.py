@@ -7,8 +7,8 @@ tensors are not prepared. Legend as in `longspan._kernels.paged`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from longspan._masks.algebra import Mask, as_mask
 from longspan._masks.extent import Extent
 from longspan._masks.remembered_mask import remembered_mask
 from longspan._masks.trace_cache import traces
-from longspan._torch_private import nothing_intercepts_calls
+from longspan._torch_private import nothing_intercepts_calls, tensor_guard, tensors_can_be_guarded
 
 if TYPE_CHECKING:
     from longspan._engine.cached import CachedCall
@@ -31,6 +31,51 @@ if TYPE_CHECKING:
 
 MAX_PREPARED = 64  # calls per cache
 _ANY_SIZE = Extent()  # of masks that fit sequences of any length
+
+
+class LastCall(NamedTuple):
+    """The prepared call that a step made last, without a score mod or a sink. Holds no tensor.
+
+    guard: of q, k and v (`tensor_guard`), none of which requires gradients. one_tensor: whether v begins where k does.
+    table_version: the cache's, when the call was prepared.
+    """
+
+    guard: Callable[..., bool]
+    mask: Mask | None
+    scale: float | None
+    kernel: str
+    one_tensor: bool
+    table_version: int
+    prepared: Any
+
+
+def attend_same(q: Any, k: Any, v: Any, call: CachedCall) -> tuple[Tensor, Tensor] | None:
+    """`attend_again` of a call like the step's last one, in another layer: a comparison instead of a key. None if it differs."""
+    step, mask, layer = call.step, call.mask, call.layer
+    last: LastCall | None = step.last_call if type(step) is CacheStep else None
+    if last is None or mask is not last.mask or call.scale != last.scale or call.kernel != last.kernel:
+        return None
+    if call.score_mod is not None or call.sink is not None or type(layer) is not int or not 0 <= layer < step.cache.layers:
+        return None
+    if last.table_version != step.cache.table_version or q is k or k is v or q is v:
+        return None
+    if is_invariant() or not nothing_intercepts_calls() or not tensors_can_be_guarded(q, k, v) or not last.guard(q, k, v):
+        return None
+    q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    if (q_address | k_address | v_address) % ALIGNMENT or (k_address == v_address) != last.one_tensor:
+        return None
+    return _attend(q, k, v, call, last.prepared)
+
+
+def _remember(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, prepared: Any) -> None:
+    """Make a prepared call the step's last one, if `attend_same` may compare calls with it."""
+    mask, step = call.mask, call.step
+    if (mask is not None and not isinstance(mask, Mask)) or call.score_mod is not None or call.sink is not None:
+        return
+    if q.dtype == torch.float32 or q.requires_grad or k.requires_grad or v.requires_grad:  # TF32 is a setting that may change
+        return
+    one_tensor = k.data_ptr() == v.data_ptr()
+    step.last_call = LastCall(tensor_guard(q, k, v), mask, call.scale, call.kernel, one_tensor, step.cache.table_version, prepared)
 
 
 def repeated_key(q: Any, k: Any, v: Any, call: CachedCall) -> Hashable:
@@ -113,10 +158,17 @@ def attend_again(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, key: Hashabl
         if made is None:
             return None
         prepared = calls[key] = made.at(cache.layer_pages(0), step.ranges)
-    if step.ranges.longest is None and _is_captured(q):
+    _remember(q, k, v, call, prepared)
+    return _attend(q, k, v, call, prepared)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, call: CachedCall, prepared: Any) -> tuple[Tensor, Tensor] | None:
+    """(out, lse) of a call that is prepared for its step."""
+    step, layer, captured = call.step, call.layer, _is_captured(q)
+    if captured and step.ranges.longest is None:
         return None  # the call's checks raise
     step.check_layer(layer)
-    result = prepared(q, k, v, call.sink, *cache.layer_addresses(layer))
+    result = prepared((q, k, v, call.sink), step.cache.layer_addresses(layer), captured=captured)
     if result is not None:
         step.finish_layer(layer)
     return result  # type: ignore[no-any-return]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.interpreter import interpreted
 from longspan._kernels.gpu.prepared_launch import direct_stream, hold_for_graph
 from longspan._kernels.gpu.split_kernel import SplitKernel
 from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork, QueryRanges
 from longspan._kernels.protocol import ALIGNMENT
 from longspan._kernels.triton.decode_call import Queries, decode_launch, empty_results, page_sizes, writes_new_tokens
+from longspan._torch_private import empty_on_current_device
 
 
 class LayerTensors(NamedTuple):
@@ -45,13 +46,15 @@ class PreparedDecode:
         self._descriptors = sum(made.tensors[name] is not None for name in ("k_desc", "rest_desc"))
         self._launches, self._scale = made.launches, float(work.scale)
         self._decode, self._repair, self._merge, parts = made.launches
-        self._out = results[0].shape, results[0].stride(), q.dtype
-        self._lse = results[1].shape
+        self._out = tuple(results[0].shape), results[0].stride(), q.dtype
+        self._lse = tuple(results[1].shape), results[1].stride(), torch.float32
         # Bytes before partial log-sum-exps and before flags, which follow the partial outputs in one tensor.
         self._first_lse = -(-parts[0] * 4 // ALIGNMENT) * ALIGNMENT
         self._first_flag = self._first_lse + -(-parts[1] * 4 // ALIGNMENT) * ALIGNMENT
         self._floats = self._first_flag // 4 + made.launches.flags
-        self._device, self._index = q.device, q.device.index
+        self._index = q.device.index
+        # A launch on a stream of `direct_stream` is on the current device.
+        self._empty = empty_on_current_device if q.is_cuda else partial(_empty_strided, q.device)
 
     @staticmethod
     def supports(tensors: LayerTensors, pages: PagedKV, place: StepPlace, work: PagedWork) -> bool:
@@ -79,35 +82,36 @@ class PreparedDecode:
         return StepDecode(self, pages.table.data_ptr(), ranges.device_ranges.data_ptr())
 
     def run(
-        self, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], pages: tuple[int, int], step: tuple[int, int]
+        self, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], pages: tuple[int, int], step: tuple[int, int], *, captured: bool
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        """`StepDecode.__call__`. `pages`: addresses of the layer's keys and values; `step`: the addresses of `at`."""
+        """`StepDecode.__call__`. `step`: the addresses of `at`."""
         stream = direct_stream(self._index)
         if stream is None:
             return None
         (q, k, v, sink), (keys, values), (table, ranges) = tensors, pages, step
-        device = self._device
-        shape, strides, dtype = self._out
-        out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        lse = torch.empty(self._lse, dtype=torch.float32, device=device)
-        partial = torch.empty(self._floats, dtype=torch.float32, device=device)
-        q_address, part_out = q.data_ptr(), partial.data_ptr()
+        empty = self._empty
+        out, lse, parts = empty(*self._out), empty(*self._lse), empty((self._floats,), (1,), torch.float32)
+        q_address, part_out = q.data_ptr(), parts.data_ptr()
         part_lse = part_out + self._first_lse
         # Programs capture no tensors: their places hold q (`launch.pack_captured`).
         pages_read = q_address, keys, values, *(keys,) * self._descriptors, table, ranges
-        captured = q_address, q_address, self._scale
+        programs = q_address, q_address, self._scale
         if self._repair is None:
-            self._decode.launch_on(stream, (*pages_read, k.data_ptr(), v.data_ptr(), part_out, part_lse, *captured))
+            self._decode.launch_on(stream, (*pages_read, k.data_ptr(), v.data_ptr(), part_out, part_lse, *programs))
         else:
             flags = part_out + self._first_flag
-            self._decode.launch_on(stream, (*pages_read, k.data_ptr(), v.data_ptr(), part_out, part_lse, flags, *captured))
-            self._repair.launch_on(stream, (*pages_read, part_out, part_lse, flags, *captured))
+            self._decode.launch_on(stream, (*pages_read, k.data_ptr(), v.data_ptr(), part_out, part_lse, flags, *programs))
+            self._repair.launch_on(stream, (*pages_read, part_out, part_lse, flags, *programs))
         sinks = () if sink is None else (sink.data_ptr(),)
         self._merge.launch_on(stream, (part_out, part_lse, ranges, *sinks, out.data_ptr(), lse.data_ptr()))
-        if launch.capturing(device):
+        if captured:
             for one in self._launches.all:
                 hold_for_graph(one)
         return out, lse
+
+
+def _empty_strided(device: torch.device, size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, strides, dtype=dtype, device=device)
 
 
 class StepDecode(NamedTuple):
@@ -118,10 +122,10 @@ class StepDecode(NamedTuple):
     ranges: int
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, keys: int, values: int
+        self, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], pages: tuple[int, int], *, captured: bool
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        """(out, lse) of a layer, whose pages are at the addresses `keys` and `values`.
+        """(out, lse) of a layer's q, k, v and sink. `pages`: addresses of its keys and values. captured: by a CUDA graph.
 
         None if a profiler watches launches or another device is current.
         """
-        return self.prepared.run((q, k, v, sink), (keys, values), (self.table, self.ranges))
+        return self.prepared.run(tensors, pages, (self.table, self.ranges), captured=captured)
