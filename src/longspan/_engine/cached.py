@@ -28,7 +28,7 @@ from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork
 from longspan._kernels.paged_splits import attend_sequence, gathered_keys
 from longspan._kernels.protocol import like_query, state_dtype
 from longspan._kernels.registry import NotSupported, check_name, has_triton, kernel_named
-from longspan._masks.algebra import Full, Mask, as_mask
+from longspan._masks.algebra import Causal, Full, Mask, as_mask
 from longspan._masks.block_table import BLOCK_SIZE
 from longspan._masks.trace_cache import traces
 from longspan._torch_modes import without_user_defaults
@@ -184,6 +184,8 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, call: CachedCall) -> tuple[int, Pa
         raise NotSupported("cache=…: longspan.invariant() is not supported with a cache; leave the context, or call without a cache")
     mask = _checked_mask(call.mask, step, q.shape[1])
     _check_window(mask, step.cache.window)
+    if type(mask) is Causal and max(step.ranges.counts, default=0) <= 1:
+        mask = None  # the last token of a sequence sees all of it
     mask_traced = None if mask is None else mask.traced
     score_traced = None if call.score_mod is None else traces.trace(call.score_mod, "score", score_dtype=state_dtype(q.dtype))
     mask_captured = [] if mask_traced is None else [t.detach().to(q.device).resolve_neg() for t in mask_traced.captured()]
