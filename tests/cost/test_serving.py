@@ -29,6 +29,20 @@ def test_the_page_shows_todays_predictions(compared: list[Figure]) -> None:
     assert table(compared) in PAGE.read_text(encoding="utf-8"), "run bench/serving_predictions.py and put its table into the page"
 
 
+def test_a_ring_of_four_takes_three_transfers_and_queries_also_return_results() -> None:
+    """64 heads over 8 devices: 2 · 8 · 128 bytes of a query, 2 · 2 · 128 of a token's KV, 8 · (2 · 128 + 4) of a result."""
+    group = ServingGroup(cluster=cluster("h100"), tp=8, cp=4)
+    model = replace(MODEL, heads=64, kv_heads=8, head_dim=128)
+    bandwidth, latency = group.context_link
+    got = passed_tensors(model, group, 8_000, 4_000)
+    pairs = 8_000 / 4 * (4_000 + 8_000 / 2) / 4
+    compute = 4 * 8 * 128 * pairs / group.cluster.flops + group.cluster.kernel.launch
+    kv, q = (latency + tokens / 4 * size / bandwidth for tokens, size in ((12_000, 512), (8_000, 2048)))
+    returned = latency + 3 * 8_000 / 4 * 8 * (256 + 4) / bandwidth
+    assert got.kv == pytest.approx(compute + 3 * max(compute, kv), rel=1e-9)
+    assert got.q == pytest.approx(compute + 3 * max(compute, q) + returned, rel=1e-9)
+
+
 def test_passing_kv_wins_before_both_pass_as_many_bytes() -> None:
     """Below 2 · KV heads / heads of new tokens, queries are fewer bytes than KV; overlap hides KV earlier than partial results return."""
     shares = crossovers()

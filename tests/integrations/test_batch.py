@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import longspan as ls
 from longspan.integrations import prepare_batch
-from longspan.integrations._configs import check_config, head_counts, spans_of
+from longspan.integrations._configs import check_config, head_counts, layers_without_mixing, spans_of
 from longspan.integrations._decoders import _local_positions
 from longspan.integrations._meshes import mesh_roles
 from longspan.integrations._plans import CHUNKED, within
@@ -264,3 +265,8 @@ def test_one_row_of_positions_serves_all_batch_rows_of_a_layout_by_row() -> None
         assert torch.equal(_local_positions(torch.stack([whole, 2 * whole]), plan, 2), torch.stack([plan.positions, 2 * plan.positions]))
 
     virtual_world(2).run(rank)
+
+
+def test_mlp_and_moe_layers_mix_no_tokens() -> None:
+    config = SimpleNamespace(layer_types=["full_attention", "mlp", "moe", "sliding_attention"])
+    assert layers_without_mixing(config) == {1, 2}

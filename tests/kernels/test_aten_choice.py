@@ -162,6 +162,11 @@ def test_it_rejects_no_more_than_it_must_on_cuda(name: str, settings: dict[str, 
     assert chosen(name, fakes(cuda, **settings), work_for(causal)).name == name
 
 
+def test_flash_attention_needs_no_more_than_ampere(cuda: SimpleNamespace) -> None:
+    cuda.capability = (8, 0)
+    assert chosen("flash", fakes(cuda), work_for(causal)).name == "flash"
+
+
 def test_cudnn_raises_where_results_must_be_the_same_each_time(cuda: SimpleNamespace) -> None:
     torch.use_deterministic_algorithms(True)
     try:

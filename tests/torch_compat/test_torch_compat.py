@@ -22,7 +22,7 @@ from longspan.testing import run_processes, virtual_world
 from longspan.torch_compat import _cp_custom_ops
 from longspan.torch_compat._attention import _ForwardHooks
 from longspan.torch_compat._dispatcher import DispatcherCache, default_layout
-from longspan.torch_compat._load_balancer import layout_of
+from longspan.torch_compat._load_balancer import _LoadBalancer, layout_of
 
 LENGTH = 64
 DOCUMENTS = [[24, 8, 32], [16, 40, 8]]
@@ -224,3 +224,13 @@ def test_flex_cp_allgather_concatenates_kv_and_sums_their_gradients(monkeypatch:
     full = torch.ops.longspan.flex_cp_allgather(*fake, 2, "rank 0")
     assert [t.shape for t in full] == [k.shape, v.shape]
     assert [t.shape for t in torch.ops.longspan.flex_cp_allgather_backward(*full, 2, "rank 0")] == [t.shape for t in fake]
+
+
+class Identity(_LoadBalancer):
+    def _generate_indices(self, restore: bool = False) -> Tensor | None:
+        return None
+
+
+def test_a_balancer_without_indices_cuts_the_sequence_as_torch_does() -> None:
+    layout = Identity()._layout(10, 3)
+    assert [layout.local_len(rank) for rank in range(3)] == [len(part) for part in torch.arange(10).chunk(3)]
