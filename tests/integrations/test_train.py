@@ -18,6 +18,7 @@ import torch
 pytest.importorskip("typer")
 
 from longspan._training.corpus import BEGIN, corpus
+from longspan._training.decoder import DecoderConfig
 from longspan.cli.app import run
 
 SMALL = "--steps 8 --tokens 200 --width 32 --layers 1 --heads 4/2 --save-every 3".split()
@@ -163,3 +164,9 @@ def test_a_corpus_is_documents_in_order_and_never_predicts_across_them(tmp_path:
         assert ids[1:][follows].equal(labels[:-1][follows]) and (ids[1:][~follows] == BEGIN).all()
         starts = torch.cat([torch.tensor([True]), documents[1:] != documents[:-1]])
         assert (positions[starts] == 0).all() and (positions[1:] == positions[:-1] + 1)[~starts[1:]].all()
+
+
+def test_a_decoder_needs_one_of_everything() -> None:
+    assert DecoderConfig(layers=1, heads=1, kv_heads=1).layers == 1
+    with pytest.raises(ValueError, match="layers must be 1 or more, got 0"):
+        DecoderConfig(layers=0)

@@ -320,3 +320,13 @@ def test_runs_are_selected_by_kind_and_rows_sorted_by_work():
     assert partial.first.tolist() == partial.last.tolist() == [0, 1, 2, 3]
     assert table.heavy_first.tolist() == [3, 2, 1, 0]
     assert table.transposed.mask_mod(0, 0, torch.tensor(3), torch.tensor(5))
+
+
+def test_one_of_two_heads_is_selected():
+    traced = trace(lambda b, h, q, kv: (q >= kv) | (h == 1), "mask")
+    table = classify(traced.program, traced.captured(), TableShape(q_len=300, kv_len=300, block=(64, 64), heads=2))
+    q, kv = torch.tensor([3, 0, 2]), torch.tensor([0, 1, 4])
+    for head in (0, 1):
+        assert torch.equal(
+            table.select(q, kv, heads=range(head, head + 1)).to_dense(), table.to_dense()[:, head : head + 1][:, :, q][..., kv]
+        )
