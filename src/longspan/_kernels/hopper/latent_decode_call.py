@@ -11,8 +11,8 @@ from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.compile_options import REGISTERS as REGISTER_OPTIONS
 from longspan._kernels.gpu.split_kernel import SplitKernel
 from longspan._kernels.hopper.config import TileConfig
+from longspan._kernels.hopper.descriptors import tile_descriptor
 from longspan._kernels.hopper.latent_decode import HALF, KEYS, LATENT, REST, ROWS, latent_decode_kernel
-from longspan._kernels.hopper.passes import tile_descriptor
 from longspan._kernels.paged import PagedKV
 
 _CONFIG = TileConfig(m=ROWS.value, n=KEYS.value, stages=2)
