@@ -65,7 +65,7 @@ def steps_of_items(table: BlockTable, queries: Tiling, shared: int) -> list[list
         steps = []
         for h in range(g * shared, (g + 1) * shared):
             r = (b * by_keys.heads + h) * tiles + tile if per_head else row
-            runs = sorted((first[i], last[i]) for start, first, last in kinds for i in range(start[r], start[r + 1]))
+            runs = sorted((first[i], last[i]) for start, first, last in kinds for i in range(start[2 * r], start[2 * r + 1]))
             for nth, x in enumerate(x for first, last in runs for x in range(first, last + 1)):
                 halves = -(-queries.span(x)[1] // 64)
                 steps += [((b, h, 2 * x + half), before[ptr[r] + nth]) for half in range(halves)]
