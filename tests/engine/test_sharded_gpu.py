@@ -20,6 +20,7 @@ CASES = [
     ("prefix", "alibi", "allgather", "round_robin", 2, torch.float32),
     ("custom", "none", "exchange", "contiguous", 5, torch.float32),
     ("window", "relative bias", "ring", "per_document", 3, torch.float32),
+    ("documents", "none", "exchange", "per_document", 3, torch.bfloat16),  # tiles begin at odd rows
 ]
 
 

@@ -126,8 +126,8 @@ def one_call(dims: tuple[int, int], dtype: torch.dtype, *, scored: bool, staged:
     traced = trace(ls.causal() & ls.documents(ids=IDS) if staged and not scored else documents, "mask")
     tiles = Tiling(length=400, block=128)
     if staged:
-        row = torch.tensor([0, 128, 256, 384])
-        tiles = Tiling(length=400, block=128, row=row, pos=row + 1000, count=torch.tensor([128, 128, 128, 16]))
+        row = torch.tensor([0, 128, 253, 381])  # not multiples of 4
+        tiles = Tiling(length=400, block=128, row=row, pos=row + 1000, count=torch.tensor([128, 125, 128, 19]))
     score = trace(softcap, "score")
     more = {"score": score.program, "score_captured": score.captured(), "joint": joint_of(score.program)} if scored else {}
     work = Work(

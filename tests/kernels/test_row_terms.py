@@ -7,8 +7,12 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from longspan._kernels.gpu.row_terms import empty_padded_rows, is_padded, padded_length, padded_rows
-from longspan._kernels.hopper.passes import row_norm, row_terms_launch
+import longspan as ls
+from longspan._kernels.gpu import launch
+from longspan._kernels.gpu.row_terms import empty_padded_rows, is_padded, padded_length, padded_rows, rows_by_tile
+from longspan._kernels.hopper.passes import HopperCall, RowGrads, row_norm, row_terms_launch
+from longspan._kernels.protocol import AttentionInputs, Work
+from longspan._kernels.tiling import Tiling
 
 
 @pytest.mark.parametrize("length", [1, 5, 64, 67, 130])
@@ -41,3 +45,25 @@ def test_rows_in_another_layout_are_copied() -> None:
     view = torch.randn(2, 3, 9)[..., 1:]  # 8 rows per head, but neither the base nor the heads are aligned
     assert not is_padded(view) and torch.equal(padded_rows(view), view)
     assert is_padded(copy[1:]) and is_padded(torch.randn(2, 3, 8))
+
+
+@pytest.mark.parametrize(("starts", "aligned"), [([0, 128, 256], True), ([0, 37, 165], False)])
+def test_terms_of_tiles_that_begin_at_any_row_are_in_the_order_of_tiles(starts: list[int], aligned: bool) -> None:
+    """TMA reads norm and delta at multiples of 16 bytes only."""
+    row = torch.tensor(starts, dtype=torch.int32)
+    count = torch.tensor([*row.diff().tolist(), 270 - starts[-1]], dtype=torch.int32)
+    tiles = Tiling(length=270, block=128, row=row, pos=row, count=count)
+    assert launch.facts(tiles).aligned == aligned
+    q, norm = torch.randn(1, 2, 270, 64, dtype=torch.bfloat16), torch.randn(1, 2, 270)
+    table = ls.full().block_table(384, 384, block=128)
+    call = HopperCall(AttentionInputs(q=q, k=q, v=q), Work(table=table, q_tiles=tiles, kv_tiles=tiles, scale=1.0))
+    one = call.dkdv_pass(RowGrads(q, norm, norm + 1), q, q, None, ordered=False, rounded=True)
+    assert one.settings["BY_TILE"] is not aligned
+    if aligned:
+        assert one.tensors["norm_ptr"] is norm
+        return
+    by_tile = rows_by_tile(norm, tiles)
+    assert by_tile.shape == (1, 2, 3 * 128) and torch.equal(by_tile, one.tensors["norm_ptr"])
+    assert torch.equal(one.tensors["delta_ptr"], by_tile + 1)
+    for t, (start, n) in enumerate(zip(starts, count.tolist(), strict=True)):
+        assert torch.equal(by_tile[..., t * 128 : t * 128 + n], norm[..., start : start + n])

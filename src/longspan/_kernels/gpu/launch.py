@@ -51,7 +51,7 @@ class TilingFacts(NamedTuple):
 
     `short`: tiles with fewer tokens than a block. `row_breaks`: tiles whose rows do not continue those of the previous tile. `breaks`:
     tiles whose rows or positions do not. All ascending, int64, on the host. `covers`: every row of the tensor is in a tile. `reach`:
-    upper bound of all positions, padding included.
+    upper bound of all positions, padding included. `aligned`: every tile begins at a multiple of 4 rows, 16 bytes of float32.
     """
 
     short: Tensor
@@ -59,6 +59,7 @@ class TilingFacts(NamedTuple):
     breaks: Tensor
     covers: bool
     reach: int
+    aligned: bool
 
 
 _facts: DerivedCache[Tiling, TilingFacts] = DerivedCache(1)
@@ -73,7 +74,7 @@ _MAX_SPANS = 8
 def _plain_facts(length: int, block: int) -> TilingFacts:
     tiles = -(-length // block)
     short = torch.tensor([tiles - 1] if length % block else [], dtype=torch.int64)
-    return TilingFacts(short, short[:0], short[:0], True, tiles * block)
+    return TilingFacts(short, short[:0], short[:0], True, tiles * block, block % 4 == 0)
 
 
 def facts(tiling: Tiling) -> TilingFacts:
@@ -94,6 +95,7 @@ def _array_facts(tiling: Tiling, row: Tensor, pos: Tensor, count: Tensor) -> Til
         breaks=torch.nonzero(breaks | (pos.diff() != tiling.block)).flatten() + 1,
         covers=bool((covered.cumsum(0)[:-1] > 0).all()),
         reach=int(pos.max()) + tiling.block if len(pos) else 0,
+        aligned=not bool((row % 4).any()),
     )
 
 

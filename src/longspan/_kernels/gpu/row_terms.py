@@ -10,12 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspan._derived_cache import DerivedCache
 from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.device_library import LOG2_E
 from longspan._kernels.gpu.interpreter import computable
 from longspan._kernels.gpu.prepared_launch import layout_launch
 from longspan._kernels.gpu.tile_access import load_rows, wide
+from longspan._kernels.tiling import Tiling
 from longspan._torch_private import empty_on_device_of
+
+_tile_rows: DerivedCache[Tiling, Tensor] = DerivedCache(16)  # by device
 
 
 @triton.jit
@@ -55,6 +59,21 @@ def is_padded(rows: Tensor) -> bool:
     padded = padded_length(length)
     in_order = by_row == 1 and (heads == 1 or by_head == padded) and (batch == 1 or by_batch == heads * padded)
     return in_order and rows.dtype == torch.float32 and rows.data_ptr() % 16 == 0
+
+
+def rows_by_tile(rows: Tensor, tiling: Tiling) -> Tensor:
+    """Row terms [B, H, Q] as [B, H, tiles · block]: tile t begins at t · block, as TMA needs where tiles begin at any row.
+
+    Rows past the end of a tile are those of other tiles.
+    """
+    assert tiling.row is not None
+    start = tiling.row
+
+    def index() -> Tensor:
+        wanted = (start.cpu().long()[:, None] + torch.arange(tiling.block)).flatten().clamp(max=max(0, tiling.length - 1))
+        return launch.to_device([wanted], rows.device)[0][: len(wanted)]
+
+    return rows.index_select(2, _tile_rows.get(tiling, rows.device, index))
 
 
 def padded_rows(rows: Tensor) -> Tensor:

@@ -388,12 +388,13 @@ def dkv_kernel(
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     SCALE_DQ: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
     BM: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr, REGISTERS: gl.constexpr, Q_TILE: gl.constexpr, KV_TILE: gl.constexpr,
+    BY_TILE: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of key tiles, each summed over `shared` query heads, and dQ added to dq_ptr (float32) if it is not None.
 
     SCALE_DQ: whether dQ includes the scale. Without it, `hopper.round_grads` multiplies the sum.
     q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr: TMA descriptors. local_k_ptr, local_v_ptr, local_tokens: `KvSource`; dK and dV cover both sources.
-    norm_ptr, delta_ptr: TMA descriptors of [B · H, Q] in tiles of BM.
+    norm_ptr, delta_ptr: TMA descriptors of [B · H, Q] in tiles of BM; with BY_TILE, in the order of query tiles (`row_terms.rows_by_tile`).
     norm_rows_ptr, delta_rows_ptr: pointers to the same. unbounded_ptr: the flag of `hopper.isolation`. All three None without isolation.
     D_TAIL, x_tail_ptr: as in `backward_wide.wide_dkv_kernel`.
     dk_ptr, dv_ptr: each KV head `head_parts` times, one for each part of its query heads. kv_heads counts all of these.
@@ -450,7 +451,7 @@ def dkv_kernel(
                 counter, items, q, keys, values, do, norm_ptr, delta_ptr, order, full, partial,
                 dq_order, order_bars.described, q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len,
                 kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation), PER_BATCH, PER_HEAD, TILE, BM, STAGES,
-                STAGES, Q_TILE, KV_TILE,
+                STAGES, Q_TILE, KV_TILE, BY_TILE,
             )),
             (_add_dq, (
                 dq_ptr, semaphores, dq_s.index(0), steps_s, BufferBarriers(dq_full.index(0), dq_empty.index(0)), order_bars, 0, DP, D_TAIL,
@@ -477,6 +478,6 @@ def dkv_kernel(
                 counter, items, q, keys, values, do, norm_ptr, delta_ptr, order, full, partial,
                 dq_order, order_bars.described, q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len,
                 kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation), PER_BATCH, PER_HEAD, TILE, BM, STAGES,
-                STAGES, Q_TILE, KV_TILE,
+                STAGES, Q_TILE, KV_TILE, BY_TILE,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -225,6 +225,7 @@ def wide_dkv_kernel(
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, E_TAIL: gl.constexpr,
     BM: gl.constexpr, STAGES: gl.constexpr, DO_STAGES: gl.constexpr, REGISTERS: gl.constexpr, Q_TILE: gl.constexpr, KV_TILE: gl.constexpr,
+    BY_TILE: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of key tiles, each summed over `shared` query heads. Arguments as in `backward_dkv.dkv_kernel`.
 
@@ -273,6 +274,6 @@ def wide_dkv_kernel(
             counter, items, q, keys, values, do, norm_ptr, delta_ptr, order, full, partial,
             DqOrderArgs(optional(None), optional(None), 0), optional(None), q_side, kv_side, rows, tiles, heads, kv_heads, shared,
             head_parts, group, heavy_rows, q_len, kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation), PER_BATCH,
-            PER_HEAD, KEYS, BM, STAGES, DO_STAGES, Q_TILE, KV_TILE,
+            PER_HEAD, KEYS, BM, STAGES, DO_STAGES, Q_TILE, KV_TILE, BY_TILE,
         )),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -102,12 +102,12 @@ def step_record(it):
 
 @gluon.jit
 def _load_step(
-    it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row, pos, left, head_row, q_len, kind, earlier_adds, semaphore, described, buffers, bars,
-    isolation, unbounded, isolated, BM: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
+    it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row, term, pos, left, head_row, q_len, kind, earlier_adds, semaphore, described, buffers,
+    bars, isolation, unbounded, isolated, BM: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Write the step's record and start the loads of its query rows, as soon as its stages are empty. q_ptr, do_ptr: `Parts`.
 
-    head_row: the head's number over all batch rows.
+    head_row: the head's number over all batch rows. term: the index of the step's first row in norm and delta, a multiple of 4.
     isolation: `StepIsolation`, or None. unbounded: its flag. isolated: isolated steps so far. Returns their number after this step.
     """
     isolates = False
@@ -133,10 +133,10 @@ def _load_step(
     if isolation is not None:  # noqa: SIM102 (a compile-time condition)
         if isolates:  # the consumers wait for the isolated tiles
             q_full, do_full = isolation.loaded.index(0), isolation.loaded.index(1)
-    _load_rows(stage, q_ptr, norm_ptr, b, h, row, head_row, buffers.q, buffers.norm, q_full)
+    _load_rows(stage, q_ptr, norm_ptr, b, h, row, term, head_row, buffers.q, buffers.norm, q_full)
     if bars.do_empty is not None:
         mbarrier.wait(bars.do_empty.index(do_stage), ring_phase(it, DO_STAGES) ^ 1)
-    _load_rows(do_stage, do_ptr, delta_ptr, b, h, row, head_row, buffers.do, buffers.delta, do_full)
+    _load_rows(do_stage, do_ptr, delta_ptr, b, h, row, term, head_row, buffers.do, buffers.delta, do_full)
     if isolation is not None:  # noqa: SIM102 (a compile-time condition)
         if isolates:
             q, do, norm, delta = part_slot(buffers.q, stage), part_slot(buffers.do, do_stage), buffers.norm, buffers.delta
@@ -149,7 +149,7 @@ def _load_step(
 
 
 @gluon.jit
-def _load_rows(stage, desc, terms_desc, b, h, row, head_row, tiles, terms, full):
+def _load_rows(stage, desc, terms_desc, b, h, row, term, head_row, tiles, terms, full):
     """Start the loads of a step's tile of q or of dO and of its row terms, norm or delta. All are 0 past the end of the head: a NaN of the
     next head would reach dK through 0 · NaN.
     """
@@ -158,12 +158,12 @@ def _load_rows(stage, desc, terms_desc, b, h, row, head_row, tiles, terms, full)
         mbarrier.expect(full, 2 * (PANELS * desc.main.block_type.nbytes + terms_desc.block_type.nbytes))
         start_halves(desc.main, b, h, row, h + 1, row, full, tiles.main, stage)
         halves = reinterpret(terms, terms_desc.dtype, [terms.shape[0] * 2, HALF], terms.layout)
-        tma_load(terms_desc, [head_row, row], full, view_as(halves.index(stage * 2), terms_desc))
-        tma_load(terms_desc, [head_row + 1, row], full, view_as(halves.index(stage * 2 + 1), terms_desc))
+        tma_load(terms_desc, [head_row, term], full, view_as(halves.index(stage * 2), terms_desc))
+        tma_load(terms_desc, [head_row + 1, term], full, view_as(halves.index(stage * 2 + 1), terms_desc))
     else:
         mbarrier.expect(full, part_bytes(desc.main.block_type.nbytes, desc.tail.block_type.nbytes) + terms_desc.block_type.nbytes)
         load_part_tile(desc, b, h, row, full, part_slot(tiles, stage))
-        tma_load(terms_desc, [head_row, row], full, view_as(terms.index(stage), terms_desc))
+        tma_load(terms_desc, [head_row, term], full, view_as(terms.index(stage), terms_desc))
 
 
 @gluon.jit
@@ -197,6 +197,7 @@ def produce(
     rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, k_s, v_s, buffers, item_s, item_bars, bars,
     isolation, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     KEYS: gl.constexpr, BM: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, Q_TILE: gl.constexpr, KV_TILE: gl.constexpr,
+    BY_TILE: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: takes items (KEYS keys) from the global counter and loads each item's keys, values and steps of queries.
 
@@ -205,6 +206,7 @@ def produce(
     order of queries: full and partial runs are merged. Otherwise full runs come first and `described` is None.
     isolation: `StepIsolation`, or None. Q_TILE, KV_TILE: queries and keys of a tile of the block table. If a
     step has more queries than a tile, it has the same queries of two heads (`hopper.half_blocks`).
+    BY_TILE: norm and delta are in the order of tiles (`row_terms.rows_by_tile`).
     """
     HEADS: gl.constexpr = 2 if Q_TILE < BM else 1  # of a step
     QUERIES: gl.constexpr = BM // HEADS
@@ -255,7 +257,8 @@ def produce(
                         semaphore = (b * heads + h) * dq_order.semaphores_per_head + n
                     at = n * QUERIES
                     isolated = _load_step(
-                        it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row_from + at, pos_from + at, left_from - at,
+                        it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row_from + at, at if BY_TILE else row_from + at,
+                        pos_from + at, left_from - at,
                         b * heads + h, q_len, kind, earlier_adds, semaphore, described, buffers, bars, isolation, unbounded, isolated,
                         BM, Q_STAGES, DO_STAGES,
                     )  # fmt: skip

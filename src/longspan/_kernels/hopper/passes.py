@@ -19,7 +19,7 @@ from longspan._kernels.gpu.hoisted_lookups import hoisted_options, uniform_funct
 from longspan._kernels.gpu.launch_call import Cut, LaunchCall, Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch, Tensors, layout_launch
 from longspan._kernels.gpu.row_bounds import bounds_functions
-from longspan._kernels.gpu.row_terms import empty_padded_rows, padded_length
+from longspan._kernels.gpu.row_terms import empty_padded_rows, padded_length, rows_by_tile
 from longspan._kernels.gpu.selected_tables import SelectedTables, pairs_of
 from longspan._kernels.gpu.uniform_lookup import flat_functions
 from longspan._kernels.gpu.workspace import Workspace, zeroed
@@ -238,9 +238,11 @@ class HopperCall(LaunchCall):
         rounded: `rounding` follows.
         """
         grad_out, norm, delta, unbounded = row_grads
+        by_tile = not launch.facts(self.work.q_tiles).aligned
+        norm_tiles, delta_tiles = (rows_by_tile(t, self.work.q_tiles) if by_tile else t for t in (norm, delta))
         tensors = {
-            "q_ptr": self.q, "k_ptr": self.k, "v_ptr": self.v, "do_ptr": grad_out, "norm_ptr": norm, "delta_ptr": delta, "dk_ptr": dk,
-            "dv_ptr": dv, "dq_ptr": dq, "local_k_ptr": self._local_kv[0], "local_v_ptr": self._local_kv[1],
+            "q_ptr": self.q, "k_ptr": self.k, "v_ptr": self.v, "do_ptr": grad_out, "norm_ptr": norm_tiles, "delta_ptr": delta_tiles,
+            "dk_ptr": dk, "dv_ptr": dv, "dq_ptr": dq, "local_k_ptr": self._local_kv[0], "local_v_ptr": self._local_kv[1],
             "norm_rows_ptr": None if unbounded is None else norm, "delta_rows_ptr": None if unbounded is None else delta,
             "unbounded_ptr": unbounded, **self._tails(grad_out),
         }  # fmt: skip
@@ -251,7 +253,7 @@ class HopperCall(LaunchCall):
             del tensors["dq_ptr"]
             kernel = wide_dkv_kernel
         scales = not (rounded and self.rounds_with_scale)
-        settings = {"SCALE_DQ": scales, "ordered": ordered, "head_parts": head_parts_of(self.q, self.v, self.work)}
+        settings = {"SCALE_DQ": scales, "ordered": ordered, "head_parts": head_parts_of(self.q, self.v, self.work), "BY_TILE": by_tile}
         needs = (False,) * len(self.work.score_captured)
         return Pass(name="dkdv", kernel=kernel, tensors=tensors, settings=settings, needs=needs)
 

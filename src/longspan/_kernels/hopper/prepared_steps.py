@@ -144,7 +144,7 @@ class HopperBackwardStep(OnDevice):
     ) -> HopperBackwardStep | None:  # fmt: skip
         inputs, grad_out = distinct(tensors.inputs), tensors.grad_out.detach()
         norm, delta = tensors.norm, tensors.delta
-        if norm is None or delta is None or not is_padded(norm) or not is_padded(delta):
+        if norm is None or delta is None or not is_padded(norm) or not is_padded(delta) or not launch.facts(work.q_tiles).aligned:
             return None
         if not is_preparable(inputs, work) or not launch.describable(grad_out):
             return None
