@@ -7,18 +7,21 @@ Legend: B batch, S tokens, V vocabulary, D hidden size.
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear, pad
 from torch.utils.checkpoint import checkpoint
 
+from longspan.integrations import _liger
 from longspan.integrations._wide_sums import aliases
 
 __all__ = ["IGNORED", "linear_token_loss", "shift_labels", "token_count", "token_loss"]
 
+LossKernel = Literal["auto", "liger", "tiled"]
 IGNORED = -100  # the label of a token that does not count
 
 
@@ -76,10 +79,12 @@ def linear_token_loss(
     averaged: int = 1,
     ignore_index: int = IGNORED,
     chunk: int = 4096,
+    kernel: LossKernel = "auto",
 ) -> Tensor:
-    """`token_loss` of linear(hidden, weight), with the logits of `chunk` tokens in memory at a time.
+    """`token_loss` of linear(hidden, weight), with the logits of at most `chunk` tokens in memory at a time.
 
-    Backward computes the logits again, chunk by chunk. The gradient of the weight is summed over chunks in float32 and rounded once.
+    The tiled loss computes the logits again in the backward pass, chunk by chunk; Liger's computes gradients in the forward pass. The
+    gradient of the weight is summed over chunks in float32 and rounded once.
 
     Args:
         hidden: [..., D], the last hidden states of this rank's tokens.
@@ -89,14 +94,29 @@ def linear_token_loss(
         averaged: The number of ranks over which gradients will be averaged, as in `token_loss`.
         ignore_index: The label that does not count.
         chunk: Tokens whose logits are in memory at once.
+        kernel: "tiled"; "liger", Liger's kernel, or ValueError where it cannot compute the call; "auto", Liger's where it is installed,
+            can compute the call and was faster in a measurement at the first call with these sizes, else the tiled one.
 
     Returns:
         This rank's share of the loss: a scalar, in float32 or float64.
     """
+    if kernel not in ("auto", "liger", "tiled"):
+        raise ValueError(f"linear_token_loss: expected kernel 'auto', 'liger' or 'tiled', got {kernel!r}")
     tokens, targets = hidden.flatten(0, -2), labels.flatten()
     if tokens.shape[0] != targets.shape[0]:
         raise ValueError(f"linear_token_loss: expected a label for each of {tokens.shape[0]} tokens, got {targets.shape[0]} labels")
 
+    liger, tiled = (functools.partial(f, ignore_index=ignore_index) for f in (_liger.liger_sum, functools.partial(_tiled_sum, chunk=chunk)))
+    reason = "" if kernel == "tiled" else _liger.unsupported(tokens, weight, chunk)
+    if kernel == "liger" and reason:
+        raise ValueError(f"linear_token_loss: Liger's kernel cannot compute this call: {reason}. Give kernel='tiled'")
+    by_liger = kernel == "liger" or (kernel == "auto" and not reason and _liger.is_faster(liger, tiled, tokens, weight))
+    total = (liger if by_liger else tiled)(tokens, weight, targets)
+    return total * averaged / _at_least_one(count, total)
+
+
+def _tiled_sum(tokens: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int, chunk: int) -> Tensor:
+    """The sum of the losses of tokens [T, D], by chunks."""
     alias = aliases(weight)
 
     def chunk_sum(h: Tensor, t: Tensor) -> Tensor:
@@ -104,10 +124,10 @@ def linear_token_loss(
 
     total = _widened(tokens.new_zeros(()))
     # One split: the gradient of each slice alone would be as large as `tokens`.
-    with autocast_without_cache(hidden.device.type):
+    with autocast_without_cache(tokens.device.type):
         for part, part_targets in zip(tokens.split(chunk), targets.split(chunk)):
             total = total + checkpoint(chunk_sum, part, part_targets, use_reentrant=False, preserve_rng_state=False)
-    return total * averaged / _at_least_one(count, total)
+    return total
 
 
 def _widened(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from longspan.integrations._host_store import HostStore, HostTensor
 from longspan.integrations._kept_attention import ATTENTION, Unmodified, record_and_replay
 from longspan.integrations._plan_use import run_checked
 from longspan.integrations._wide_sums import WideSums
-from longspan.integrations.loss import autocast_without_cache, linear_token_loss, shift_labels, token_count
+from longspan.integrations.loss import LossKernel, autocast_without_cache, linear_token_loss, shift_labels, token_count
 
 __all__ = ["Place", "causal_lm_loss", "checkpoint", "long_context", "tile_mlps", "tile_norms", "tiled"]
 
@@ -176,7 +176,7 @@ def _is_mlp(module: nn.Module) -> bool:
     return type(module).__name__.endswith("MLP") and plain and not list(module.parameters(recurse=False)) and len(leaves) > 1
 
 
-def causal_lm_loss(model: Any, batch: Mapping[str, Any], *, chunk: int = 4096) -> Tensor:
+def causal_lm_loss(model: Any, batch: Mapping[str, Any], *, chunk: int = 4096, kernel: LossKernel = "auto") -> Tensor:
     """The loss of a transformers causal LM on a batch, with the logits of `chunk` tokens in memory at a time.
 
     The same value as `model(**batch).loss`: of a whole batch with `labels`, or this rank's share of a batch from `prepare_batch`.
@@ -185,6 +185,7 @@ def causal_lm_loss(model: Any, batch: Mapping[str, Any], *, chunk: int = 4096) -
         model: A `PreTrainedModel` whose logits are a linear layer of the last hidden states.
         batch: Keyword arguments of the model's forward, with `labels`.
         chunk: Tokens whose logits are in memory at once.
+        kernel: "auto", "liger" or "tiled", as for `longspan.integrations.loss.linear_token_loss`.
 
     Raises:
         ValueError: The batch has no labels, or the model's logits are something else than a linear layer.
@@ -203,7 +204,8 @@ def causal_lm_loss(model: Any, batch: Mapping[str, Any], *, chunk: int = 4096) -
     weight = model.get_output_embeddings().weight
     targets = targets.to(hidden.device)
     record_loss()
-    return linear_token_loss(hidden, weight, targets, count=token_count(targets) if count is None else count, chunk=chunk)
+    total = token_count(targets) if count is None else count
+    return linear_token_loss(hidden, weight, targets, count=total, chunk=chunk, kernel=kernel)
 
 
 def _check_head(model: Any) -> None:
@@ -239,7 +241,7 @@ def _check_head(model: Any) -> None:
 
 def long_context(
     model: Any, mesh: Any = None, *, keep: Place = "device", inputs: Place = "device", mlp_chunk: int | None = None,
-    loss_chunk: int | None = 4096, gradients: Literal["mean", "sum"] = "mean", **options: Any,
+    loss_chunk: int | None = 4096, loss_kernel: LossKernel = "auto", gradients: Literal["mean", "sum"] = "mean", **options: Any,
 ) -> Any:  # fmt: skip
     """Prepare a transformers causal LM for long training steps, in place: one call for everything in this module.
 
@@ -254,6 +256,7 @@ def long_context(
         inputs: Where the inputs of layers wait.
         mlp_chunk: Tokens at a time in MLPs and norms; None leaves them whole.
         loss_chunk: Tokens whose logits are in memory at once; None: the model computes its own loss, with all logits.
+        loss_kernel: "auto", "liger" or "tiled", as for `longspan.integrations.loss.linear_token_loss`.
         gradients: As in `prepare_batch`.
         **options: Keywords of `longspan.plan` for `prepare_batch`.
 
@@ -291,7 +294,7 @@ def long_context(
                 return run_checked(model, plain_forward, (), batch)  # the call of the model had no plan yet
         if loss_chunk is None:
             return plain_forward(**batch)
-        return CausalLMOutput(loss=causal_lm_loss(model, batch, chunk=loss_chunk))  # type: ignore[arg-type]
+        return CausalLMOutput(loss=causal_lm_loss(model, batch, chunk=loss_chunk, kernel=loss_kernel))  # type: ignore[arg-type]
 
     model.forward = forward
     return model
