@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ class _Calls:
         return 0
 
 
-@cache
+@lru_cache(maxsize=64)
 def _measured(key: tuple[torch.device, int, int, torch.dtype], calls: _Calls) -> bool:
     device, dim, vocabulary, dtype = key
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
