@@ -249,7 +249,8 @@ class SelectedTables:
             "J": min(64, triton.next_power_of_2(max(1, k))), "COPIES": triton.next_power_of_2(copies), "DUMMY": self.dummy,
             "PAIRS": self.kv_pairs,
         })  # fmt: skip
-        groups = self.batch * min(selection.indices.shape[1], self.heads)
+        # Head after head; pairs of heads: all pairs of a choice together, which read the same keys at the same time.
+        groups = self.batch * (min(selection.indices.shape[1], self.heads) if self.head_pairs else self.heads)
         dims = groups, self.batch * self.heads // groups, tiles
         return made._replace(order=query_order(dims, 2 if self.head_pairs else 1, selection.indices.device))
 
@@ -290,9 +291,9 @@ def launch_kernel(kernel: Any, ctas: int, tensors: Mapping[str, Tensor | None], 
 
 @lru_cache(maxsize=64)
 def query_order(dims: tuple[int, int, int], step: int, device: torch.device) -> Tensor:
-    """Rows of (choice, head, query tile), of every `step`-th head: query tiles of a choice from the last to the first, heads together.
+    """Rows of (group, head, query tile), of every `step`-th head: query tiles of a group from the last to the first, heads together.
 
-    Under a causal mask, later queries may have more tiles. The heads of a choice read the same keys at the same time.
+    Under a causal mask, later queries may have more tiles.
     """
     rows = torch.arange(dims[0] * dims[1] * dims[2], dtype=torch.int32, device=device).view(dims)
     order = rows[:, ::step].flip(2).mT.flatten()
