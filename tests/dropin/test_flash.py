@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from longspan._dropin import flash
 from longspan._dropin.flash import flash_attn_func, flash_attn_varlen_func
+from longspan._engine.attention import attention
+from longspan._masks.algebra import Mask
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
@@ -40,7 +45,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("lengths", [[(19, 19)], [(7, 19)], [(11, 11), (6, 6)], [(11, 13), (1, 9), (5, 5)]], ids=str)
+@pytest.mark.parametrize("lengths", [[(19, 19)], [(7, 19)], [(1, 19)], [(11, 11), (6, 6)], [(11, 13), (1, 9), (5, 5)]], ids=str)
 def test_packed_and_plain_sequences(case: dict, lengths: list[tuple[int, int]]) -> None:
     generator = torch.Generator().manual_seed(0)
     queries, keys = (sum(n) for n in zip(*lengths))
@@ -55,6 +60,24 @@ def test_packed_and_plain_sequences(case: dict, lengths: list[tuple[int, int]]) 
     if len(lengths) == 1:
         got = flash_attn_func(*(x[None].expand(3, *x.shape) for x in (q, k, v)), **options)
         torch.testing.assert_close(got.double(), want.expand(3, *want.shape), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (31, 0)])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_steps_over_more_and_more_keys_have_one_mask_program(
+    queries: int, window: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = []
+
+    def attend(*tensors: Tensor, mask: Mask, **options: Any) -> Tensor:
+        programs.append(mask.traced.program.key)
+        return attention(*tensors, mask=mask, **options)
+
+    monkeypatch.setattr(flash, "attention", attend)
+    for keys in range(40, 45):
+        k = torch.randn(2, keys, KV_HEADS, DIM)
+        flash_attn_func(torch.randn(2, queries, HEADS, DIM), k, k, causal=True, window_size=window)
+    assert len(programs) == 5 and len(set(programs)) == 1
 
 
 def test_dropout_and_wrong_bounds_raise() -> None:

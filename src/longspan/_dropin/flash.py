@@ -48,11 +48,16 @@ def flash_attn_func(
         s_aux: [H], the logits of attention sinks.
     """
     _check(dropout_p, deterministic)
-    shift = k.shape[1] - q.shape[1]
     left, right = _sides(window_size, causal)
-    if shift == 0:
+    queries, keys = q.shape[1], k.shape[1]
+    if queries == 1:  # decoding: the query stands at the last key, so that a window is a slice
+        first = 0 if left is None else max(0, keys - 1 - left)
+        k, v, mask = k[:, first:], v[:, first:], full()
+    elif queries == keys or (left is None and right is None):
         mask = _aligned(left, right)
     else:
+        # Captured as a tensor: with a number, the mask would be another program for each length, and so another kernel to compile.
+        shift = torch.full((), keys - queries, device="cpu")
         mask = mask_mod(lambda b, h, i, j: _between(j - i - shift, left, right))
     return _attend(q, k, v, mask, softmax_scale, softcap, s_aux)
 
