@@ -88,3 +88,20 @@ def test_dropout_and_wrong_bounds_raise() -> None:
         flash_attn_func(x[None], x[None], x[None], deterministic=True)
     with pytest.raises(ValueError, match="expected cu_seqlens_k from 0 to 6, got 0 to 5"):
         flash_attn_varlen_func(x, x, x, bounds, torch.tensor([0, 5]))
+
+
+@pytest.mark.parametrize(
+    ("bounds_q", "bounds_k", "message"),
+    [
+        ([0, 2, 6], [0, 7], "got 2 in cu_seqlens_q and 1 in cu_seqlens_k"),
+        ([1, 6], [0, 7], "expected cu_seqlens_q from 0 to 6, got 1 to 6"),
+        ([0, 6], [0, 8], "expected cu_seqlens_k from 0 to 7, got 0 to 8"),
+        ([0, 4, 2, 6], [0, 3, 5, 7], r"expected cu_seqlens_q that ascend, got \[0, 4, 2, 6\]"),
+        ([[0, 6]], [0, 7], r"expected cu_seqlens_q of shape \[sequences \+ 1\], got \[1, 2\]"),
+        ([0, 6], [], r"expected cu_seqlens_k of shape \[sequences \+ 1\], got \[0\]"),
+    ],
+)
+def test_wrong_bounds_of_sequences_raise(bounds_q: list, bounds_k: list[int], message: str) -> None:
+    q, k = torch.randn(6, HEADS, DIM), torch.randn(7, KV_HEADS, DIM)
+    with pytest.raises(ValueError, match=message):
+        flash_attn_varlen_func(q, k, k, torch.tensor(bounds_q).int(), torch.tensor(bounds_k).int())

@@ -96,12 +96,17 @@ def flash_attn_varlen_func(
         softcap: Scores become softcap · tanh(score / softcap); 0 for none.
         deterministic: If True, torch.use_deterministic_algorithms(True) must be set, by which gradients have the same bits in every run.
         s_aux: [H], the logits of attention sinks.
+
+    Raises:
+        ValueError: Bounds that do not ascend from 0 to the number of tokens, or numbers of sequences that differ.
     """
     _check(dropout_p, deterministic)
-    bounds_q, bounds_k = cu_seqlens_q.cpu().long(), cu_seqlens_k.cpu().long()
-    for name, bounds, x in (("cu_seqlens_q", bounds_q, q), ("cu_seqlens_k", bounds_k, k)):
-        if int(bounds[0]) != 0 or int(bounds[-1]) != x.shape[0]:
-            raise ValueError(f"flash_attn_varlen_func: expected {name} from 0 to {x.shape[0]}, got {int(bounds[0])} to {int(bounds[-1])}")
+    bounds_q, bounds_k = _bounds(cu_seqlens_q, "cu_seqlens_q", q.shape[0]), _bounds(cu_seqlens_k, "cu_seqlens_k", k.shape[0])
+    if len(bounds_q) != len(bounds_k):
+        raise ValueError(
+            "flash_attn_varlen_func: expected cu_seqlens_q and cu_seqlens_k of equally many sequences, got "
+            f"{len(bounds_q) - 1} in cu_seqlens_q and {len(bounds_k) - 1} in cu_seqlens_k"
+        )
     left, right = _sides(window_size, causal)
     if torch.equal(bounds_q, bounds_k):
         mask = _aligned(left, right) & documents(lengths=[n for n in bounds_q.diff().tolist() if n])
@@ -115,6 +120,19 @@ def _check(dropout_p: float, deterministic: bool) -> None:
         raise ValueError(f"longspan: expected dropout_p=0.0, got {dropout_p}: attention dropout is not supported")
     if deterministic and not torch.are_deterministic_algorithms_enabled():
         raise ValueError("longspan: deterministic=True needs torch.use_deterministic_algorithms(True), which is not set")
+
+
+def _bounds(cu_seqlens: Tensor, name: str, tokens: int) -> Tensor:
+    """[N + 1] int64 on the CPU. Raises ValueError unless they ascend from 0 to the number of tokens."""
+    bounds = cu_seqlens.cpu().long()
+    if bounds.dim() != 1 or not len(bounds):
+        raise ValueError(f"flash_attn_varlen_func: expected {name} of shape [sequences + 1], got {list(bounds.shape)}")
+    first, last = int(bounds[0]), int(bounds[-1])
+    if first != 0 or last != tokens:
+        raise ValueError(f"flash_attn_varlen_func: expected {name} from 0 to {tokens}, got {first} to {last}")
+    if bool((bounds.diff() < 0).any()):
+        raise ValueError(f"flash_attn_varlen_func: expected {name} that ascend, got {bounds.tolist()}")
+    return bounds
 
 
 def _sides(window_size: Window, causal: bool) -> tuple[int | None, int | None]:
