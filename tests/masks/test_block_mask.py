@@ -104,8 +104,23 @@ def test_listed_tiles_of_a_block_mask_without_a_mod_are_visible(mask_mod):
 def test_a_block_mask_with_too_few_rows_raises():
     count, indices = torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 2, dtype=torch.int32)
     mask = BlockMask.from_kv_blocks(count, indices, BLOCK_SIZE=4, mask_mod=noop_mask, seq_lengths=(100, 8))
-    with pytest.raises(ValueError, match="expected 25 rows of tiles"):
-        table_of_block_mask(mask)
+    for convert in (table_of_block_mask, mask_mod_of_block_mask):
+        with pytest.raises(ValueError, match="expected 25 rows of tiles"):
+            convert(mask)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "dense", "triton"])
+def test_a_block_mask_that_does_not_cover_the_lengths_of_a_call_raises(kernel):
+    whole = create_block_mask(ls.causal(), None, None, 150, 170, device="cpu", BLOCK_SIZE=64)
+    rows = whole[:, :, :1]
+    rows.mask_mod = whole.mask_mod
+    q, k = torch.randn(1, 1, 150, 16), torch.randn(1, 1, 170, 16)
+    with pytest.raises(ValueError, match=r"expected 3 rows of tiles \(150 queries, blocks of 64\), got 1"):
+        ls.attention(q, k, k, mask=rows, kernel=kernel)
+    longer = torch.randn(1, 1, 200, 16)
+    for lengths in ((longer, k), (q, longer)):
+        with pytest.raises(ValueError, match="200"):
+            ls.attention(lengths[0], lengths[1], lengths[1], mask=whole, kernel=kernel)
 
 
 COMPOSED_MASKS = {

@@ -53,9 +53,11 @@ def mask_mod_of_block_mask(block_mask: BlockMask) -> ListedMask:
     """Mask_mod of a BlockMask that accounts for its block lists as well as its own mask_mod.
 
     Only tensor operations of static shape, so that it can be built inside a compiled region.
+
+    Raises:
+        ValueError: The BlockMask has fewer rows of tiles than its sequence length needs, as slices of a BlockMask may have.
     """
-    (q_len, kv_len), block = block_mask.seq_lengths, _block(block_mask)
-    q_tiles, kv_tiles = -(-q_len // block[0]), -(-kv_len // block[1])
+    block, (q_tiles, kv_tiles) = _block(block_mask), _tiles(block_mask)
     batch, heads, _ = block_mask.kv_num_blocks.shape
     kinds = torch.zeros(batch, heads, q_tiles, kv_tiles + 1, dtype=torch.int8, device=block_mask.kv_num_blocks.device)
     for count, indices, kind in _lists(block_mask):
@@ -103,6 +105,18 @@ def _block(block_mask: BlockMask) -> tuple[int, int]:
     return q, kv
 
 
+def _tiles(block_mask: BlockMask) -> tuple[int, int]:
+    """Rows and columns of tiles that the sequence lengths need. Raises ValueError if the lists have fewer rows; reads shapes only."""
+    (q_len, kv_len), block = block_mask.seq_lengths, _block(block_mask)
+    q_tiles, listed_q_tiles = -(-q_len // block[0]), block_mask.kv_num_blocks.shape[2]
+    if listed_q_tiles < q_tiles:
+        raise ValueError(
+            f"BlockMask: expected {q_tiles} rows of tiles ({q_len} queries, blocks of {block[0]}), got {listed_q_tiles}; "
+            "rebuild it for this length"
+        )
+    return q_tiles, -(-kv_len // block[1])
+
+
 def _lists(block_mask: BlockMask) -> list[tuple[Tensor, Tensor, int]]:
     """(counts, indices, kind) of each list. Full tiles come last, so that a tile in both lists becomes full."""
     partial, full = (block_mask.kv_num_blocks, block_mask.kv_indices), (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
@@ -114,14 +128,8 @@ def _lists(block_mask: BlockMask) -> list[tuple[Tensor, Tensor, int]]:
 
 def _listed_tiles(block_mask: BlockMask) -> tuple[tuple[int, int, int, int], Tensor, Tensor, Tensor]:
     """(batch, heads, q_tiles, kv_tiles), then row, column (int64) and kind (int8) of each listed tile: unique, sorted, on the CPU."""
-    (q_len, kv_len), block = block_mask.seq_lengths, _block(block_mask)
-    batch, heads, listed_q_tiles = block_mask.kv_num_blocks.shape
-    q_tiles, kv_tiles = -(-q_len // block[0]), -(-kv_len // block[1])
-    if listed_q_tiles < q_tiles:
-        raise ValueError(
-            f"BlockMask: expected {q_tiles} rows of tiles ({q_len} queries, blocks of {block[0]}), got {listed_q_tiles}; "
-            "rebuild it for this length"
-        )
+    batch, heads, _ = block_mask.kv_num_blocks.shape
+    q_tiles, kv_tiles = _tiles(block_mask)
     codes = []  # tile number * 4 + kind
     for count, indices, kind in _lists(block_mask):
         count, indices = count[:, :, :q_tiles].reshape(-1).cpu(), indices[:, :, :q_tiles].reshape(batch * heads * q_tiles, -1).cpu()
