@@ -158,3 +158,31 @@ def test_wrong_options_raise(arguments: list[str], message: str, tmp_path: Path,
     assert run(["hub", str(tmp_path), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["README.md", "build", "build/notes.txt", "build/torch-cpu/metadata.json", "build/lib/metadata.json"])
+@pytest.mark.parametrize("content", ["", '{"name": "other", "id": "_other"}', "[1]"])
+def test_files_of_others_are_not_replaced(name: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(content)
+    assert run(["hub", str(tmp_path), "--backends", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert "README.md and build/ were written by `longspan hub`" in error and str(tmp_path / name.removesuffix("/metadata.json")) in error
+    assert contents(tmp_path) == {name: content.encode()}
+
+
+def test_a_layout_is_replaced_unless_its_card_was_edited(tmp_path: Path) -> None:
+    arguments = ["hub", str(tmp_path), "--backends", "cpu"]
+    assert run([*arguments, "--number", "3", "--repo", "org/first"]) == 0
+    (tmp_path / "LICENSE").write_text("kept")
+    assert run([*arguments, "--repo", "org/second"]) == 0
+    assert "org/second" in (tmp_path / "README.md").read_text() and (tmp_path / "LICENSE").read_text() == "kept"
+    with (tmp_path / "README.md").open("a") as card:
+        card.write("Measured on our GPUs.\n")
+    before = contents(tmp_path)
+    assert run(arguments) == 2
+    assert contents(tmp_path) == before

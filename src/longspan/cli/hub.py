@@ -13,7 +13,9 @@ from longspan.cli.app import UsageError
 
 
 def hub(
-    folder: Annotated[Path, typer.Argument(help="the folder of the repository; `build/` in it is replaced")],
+    folder: Annotated[
+        Path, typer.Argument(help="the folder of the repository; its `README.md` and `build/` are replaced if this command wrote them")
+    ],
     repo: Annotated[str, typer.Option(help="the repository, as `org/name`")] = "longspan/longspan",
     number: Annotated[str, typer.Option(help="the version of the kernel; transformers asks for 1")] = "1",
     backends: Annotated[str, typer.Option(help="build variants: cuda, cpu or both, with a comma")] = "cuda,cpu",
@@ -22,6 +24,8 @@ def hub(
 
     `kernels.get_local_kernel(FOLDER)` loads it. `LOCAL_KERNELS=org/name=FOLDER` lets transformers load it as
     attn_implementation="org/name", on one device. Upload the folder to use it from other machines.
+
+    A FOLDER with another or an edited `README.md`, or with other files in `build/`, is an error: nothing is written.
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise UsageError(f"--repo: expected org/name, got {repo!r}")

@@ -15,6 +15,8 @@ import shutil
 import tokenize
 from pathlib import Path
 
+from longspan.cli.app import UsageError
+
 BACKENDS = ("cuda", "cpu")
 KERNELS_MINVER = "0.17.0"  # the version whose rules this layout follows
 _LEFT_OUT = ("__init__.py", "__main__.py", "cli", "_training", "integrations", "testing", "torch_compat")
@@ -51,19 +53,25 @@ model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="{repo}")
 
 or `kernels.get_kernel("{repo}", version={number}).attention(q, k, v, mask=…)`. Written by `longspan hub`.
 """
+# A card of any version, repository and number, as written: one that was edited does not match.
+_CARD_PATTERN = re.compile(re.sub(r"\\{\w+\\}", r"\\S+", re.escape(_CARD)).encode())
 
 
 def write_layout(target: Path, source: Path, *, repo: str, version: str, number: int, backends: tuple[str, ...] = BACKENDS) -> list[Path]:
     """Write the layout and return the folders of its variants.
 
     Args:
-        target: The folder of the repository. `build/` in it is replaced.
+        target: The folder of the repository. `README.md` and `build/` in it are replaced if this function wrote them.
         source: The folder of the package `longspan`.
         repo: The repository's name, for its card.
         version: The version of longspan.
         number: The version of the kernel, which `kernels` asks for.
         backends: For each a variant `build/torch-<backend>`.
+
+    Raises:
+        UsageError: `README.md` or something in `build/` is not as this function writes it. Nothing is written.
     """
+    _check_replaceable(target)
     files = {path.relative_to(source): path.read_bytes() for path in sorted(source.rglob("*")) if _belongs(path, source)}
     digest = hashlib.sha256(b"".join(name.as_posix().encode() + data for name, data in files.items())).hexdigest()[:10]
     shutil.rmtree(target / "build", ignore_errors=True)
@@ -83,6 +91,34 @@ def write_layout(target: Path, source: Path, *, repo: str, version: str, number:
         variants.append(variant)
     (target / "README.md").write_text(_CARD.format(version=version, repo=repo, number=number))
     return variants
+
+
+def _check_replaceable(target: Path) -> None:
+    """Raise UsageError if the folder has a README.md that is not a card of any version, or entries of build/ that are not variants."""
+    card, build = target / "README.md", target / "build"
+    others = [card] if _exists(card) and not (card.is_file() and _CARD_PATTERN.fullmatch(card.read_bytes())) else []
+    if build.is_dir() and not build.is_symlink():
+        others += [entry for entry in sorted(build.iterdir()) if not _is_variant(entry)]
+    elif _exists(build):
+        others.append(build)
+    if others:
+        raise UsageError(
+            f"expected a folder whose README.md and build/ were written by `longspan hub`, got {', '.join(map(str, others))}, which would "
+            "be replaced; move it or give another folder"
+        )
+
+
+def _exists(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
+def _is_variant(path: Path) -> bool:
+    """Whether a folder has the metadata of a variant that `write_layout` wrote."""
+    try:
+        metadata = json.loads((path / "metadata.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(metadata, dict) and metadata.get("name") == "longspan" and str(metadata.get("id")).startswith("_longspan_")
 
 
 def _belongs(path: Path, source: Path) -> bool:
