@@ -1,4 +1,4 @@
-"""torchtitan's extension, against stand-ins for the interface that torchtitan 0.3 documents.
+"""torchtitan's extension, against stand-ins for the interface that torchtitan 0.3.0 documents.
 
 `examples/torchtitan_cp.py` trains with torchtitan itself, where it is installed (`test_trainer_examples.py`).
 """
@@ -20,6 +20,7 @@ import longspan as ls
 from longspan.testing import virtual_world
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+NAME = "longspan.integrations.torchtitan"
 
 
 class Module(torch.nn.Module):
@@ -32,6 +33,9 @@ class FlexAttention(Module):
     @dataclass(kw_only=True)
     class Config(Module.Config):
         block_size: int = 128
+
+    def forward(self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: Any, scale: float | None = None) -> Tensor:
+        raise AssertionError("SpanningAttention replaces it")
 
 
 class Decoder(Module):
@@ -68,6 +72,9 @@ class Trainer:
         self.model_parts = [model]
         self.model_config = SimpleNamespace(first_attention=SimpleNamespace(n_heads=HEADS, n_kv_heads=KV_HEADS))
 
+    def post_dataloading_process(self, input_dict: dict[str, Tensor], labels: Tensor) -> Any:
+        raise AssertionError("SpanningTrainer replaces it")
+
 
 class Dims:
     cp_enabled = True
@@ -96,16 +103,19 @@ STAND_INS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def titan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`longspan.integrations.torchtitan` over the stand-ins."""
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, contents in STAND_INS.items():
         module = ModuleType(name)
         vars(module).update(contents)
         monkeypatch.setitem(sys.modules, name, module)
-    name = "longspan.integrations.torchtitan"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module(name)
-    sys.modules.pop(name, None)
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+
+
+@pytest.fixture
+def titan(stand_ins: None) -> Iterator[Any]:
+    """`longspan.integrations.torchtitan` over the stand-ins."""
+    yield importlib.import_module(NAME)
+    sys.modules.pop(NAME, None)
 
 
 def decoder(inner: torch.nn.Module) -> Decoder:
@@ -207,6 +217,18 @@ def test_models_and_batches_that_are_not_supported_raise(titan: Any) -> None:
 
 def test_without_torchtitan_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchtitan", None)
-    monkeypatch.delitem(sys.modules, "longspan.integrations.torchtitan", raising=False)
-    with pytest.raises(ImportError, match="pip install torchtitan"):
-        importlib.import_module("longspan.integrations.torchtitan")
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    with pytest.raises(ImportError, match=r"needs torchtitan 0\.3\.0 .* pip install torchtitan==0\.3\.0"):
+        importlib.import_module(NAME)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_torchtitan_with_other_arguments_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, *, attention_masks: Any) -> Tensor:
+        return q_TNH
+
+    monkeypatch.setattr(FlexAttention, "forward", forward)
+    with pytest.raises(
+        ImportError, match=r"expected .*forward\(q_BLNH, k_BLNH, v_BLNH, .* torchtitan 0\.3\.0, got \(q_TNH, k_TNH, v_TNH, "
+    ):
+        importlib.import_module(NAME)

@@ -9,12 +9,15 @@ The override replaces `FlexAttention` of a model by `SpanningAttention`. `Spanni
 and gives the plan to the model in place of the `BlockMask`. Both are extension points that torchtitan documents: `torchtitan/overrides` and
 `Trainer.post_dataloading_process`.
 
+Tested with torchtitan 0.3.0. A version whose `FlexAttention.forward` or hooks have other arguments raises ImportError.
+
 Legend, as torchtitan's: B batch, L tokens of this rank, N heads, H head dim; S tokens of the whole sequence.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,9 +40,23 @@ try:
     from torchtitan.protocols.sharding import LocalMapConfig
     from torchtitan.trainer import Trainer
 except ImportError as error:
-    raise ImportError(f"longspan.integrations.torchtitan needs torchtitan 0.3 or later ({error}): pip install torchtitan") from error
+    raise ImportError(f"longspan.integrations.torchtitan needs torchtitan 0.3.0 ({error}): pip install torchtitan==0.3.0") from error
 
 __all__ = ["SpanningAttention", "SpanningTrainer", "spanning_attention"]
+
+
+def _check_arguments(function: Callable[..., Any], expected: tuple[str, ...]) -> None:
+    """Raise ImportError unless torchtitan's function begins with these arguments: other names may be other shapes."""
+    names = tuple(name for name in inspect.signature(function).parameters if name != "self")
+    if names[: len(expected)] != expected:
+        raise ImportError(
+            f"longspan.integrations.torchtitan: expected {function.__qualname__}({', '.join(expected)}, …) as in torchtitan 0.3.0, got "
+            f"({', '.join(names)}); pip install torchtitan==0.3.0"
+        )
+
+
+_check_arguments(FlexAttention.forward, ("q_BLNH", "k_BLNH", "v_BLNH", "attention_masks"))
+_check_arguments(Trainer.post_dataloading_process, ("input_dict", "labels"))
 
 
 class SpanningAttention(Module):  # type: ignore[misc]
