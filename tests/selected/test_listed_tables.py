@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 import longspan as ls
 from longspan._engine import selected as engine
 from longspan._engine import table_cache
+from longspan._kernels.gpu import listed_tables
 from longspan._kernels.gpu.listed_tables import ListedTables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,6 +90,18 @@ def test_a_block_mask_of_many_calls_gets_a_table_on_the_host(monkeypatch: pytest
     first, second = (results(q, k, v, mask, "triton") for _ in range(2))
     assert device_calls == [True]
     for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_block_mask_of_many_tiles_gets_a_table_on_the_host(monkeypatch: pytest.MonkeyPatch, device_calls: list[bool]) -> None:
+    q, k, v = tensors(150, 200)
+    per_tile = 14  # bytes; the lists have 2 batch rows, 2 heads, 3 × 4 tiles
+    got = []
+    for limit in (2 * 2 * 3 * 4 * per_tile, 2 * 2 * 3 * 4 * per_tile - 1):
+        monkeypatch.setattr(listed_tables, "MAX_BYTES", limit)
+        got.append(results(q, k, v, ls.mask_mod(random_lists(True)), "triton"))
+    assert device_calls == [True, False]
+    for a, b in zip(*got, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 

@@ -17,6 +17,9 @@ from longspan._kernels.protocol import Selection, Work
 from longspan._masks.block_table import PARTIAL
 
 BLOCKS = (64, 128)  # queries and keys of a tile
+MAX_BYTES = 2**30  # of the tables of a call; above, tile lists are made on the host, of the listed tiles only
+# kinds and their transpose (a byte each); indices, lists by query tile and lists by KV tile (int32)
+_BYTES_PER_TILE = 2 * 1 + 3 * 4
 
 
 @dataclass(kw_only=True, eq=False)
@@ -50,8 +53,13 @@ class ListedTables(SelectedTables):
         return made
 
 
-def listed_work(work: Work, kinds: Tensor, *, dummy: bool) -> Work:
-    """`work` over the tiles of `kinds` [batch, heads, q_tiles, kv_tiles] that are not 0. dummy: of `SelectedTables`."""
+def listed_work(work: Work, kinds: Tensor, *, dummy: bool) -> Work | None:
+    """`work` over the tiles of `kinds` [batch, heads, q_tiles, kv_tiles] that are not 0; None if its tables exceed `MAX_BYTES`.
+
+    Lists have room for all tiles, since the number of listed ones is not read. dummy: of `SelectedTables`.
+    """
+    if kinds.numel() * _BYTES_PER_TILE > MAX_BYTES:
+        return None
     table = work.table
     (q_block, kv_block), (batch, heads, _, kv_tiles) = table.block, kinds.shape
     kinds = kinds.clone()  # tiles that reach past the last query or key are partial, as in every block table
