@@ -153,5 +153,5 @@ def mask_parts(mask_function: Callable[..., Any] | None) -> list[str]:
     parts = [c.cell_contents for c in getattr(mask_function, "__closure__", None) or () if isinstance(c.cell_contents, tuple)]
     name = getattr(mask_function, "__qualname__", type(mask_function).__name__).split(".")[0]
     if name in ("and_masks", "or_masks") and len(parts) == 1:
-        return [found for part in parts[0] for found in mask_parts(part)]
+        return [inner for part in parts[0] for inner in mask_parts(part)]
     return [name]
