@@ -34,7 +34,7 @@ WHISPER = {
     "decoder_attention_heads": 4, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "num_mel_bins": 6, "max_source_positions": ENCODED,
     "max_target_positions": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
 }  # fmt: skip
-SETTINGS = {"T5": T5, "Bart": BART, "Whisper": WHISPER}
+SETTINGS = {"T5": T5, "UMT5": T5, "Bart": BART, "Whisper": WHISPER}
 
 
 def model_of(name: str, implementation: str = "longspan", **settings: Any) -> Any:
@@ -112,6 +112,19 @@ def test_generation_with_a_relative_bias_equals_eager() -> None:
     ids = batch_of()["input_ids"]
     texts = [model_of("T5", kind).generate(ids, max_new_tokens=9, do_sample=False) for kind in ("longspan", "eager")]
     assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("name", ["T5", "UMT5"])
+def test_buckets_of_all_distances_or_a_sentence(name: str) -> None:
+    """17 decoder tokens. With 16 buckets, 8 distances have buckets of their own in the decoder, 4 in the encoder."""
+    batch, settings = batch_of(), {"relative_attention_num_buckets": 16}
+    want = results(model_of(name, "eager", **settings, relative_attention_max_distance=9), batch)
+    got = results(model_of(name, **settings, relative_attention_max_distance=9), batch)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * max(float(w.abs().max()) for w in want[1]))
+    for distance in (8, 7):
+        model = model_of(name, **settings, relative_attention_max_distance=distance)
+        with pytest.raises(ValueError, match=f"expected relative_attention_max_distance above 8, .* got {distance}"):
+            model(**batch)
 
 
 def test_no_tensor_of_query_key_pairs_is_made_for_the_bias() -> None:

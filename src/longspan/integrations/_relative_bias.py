@@ -28,7 +28,7 @@ class RelativeBias:
         """Adds the bias to scores of queries behind `past` cached tokens."""
         if not self.layer.has_relative_attention_bias:
             return None
-        farthest: int = self.layer.relative_attention_max_distance
+        farthest = _farthest(self.layer)
         distances = torch.arange(-farthest, farthest + 1, device=self.layer.relative_attention_bias.weight.device)
         table = self.layer.relative_attention_bias(_buckets(self.layer, distances)).float()  # [distances, H]
 
@@ -36,6 +36,22 @@ class RelativeBias:
             return score + table[(kv_idx - q_idx - past).clamp(-farthest, farthest) + farthest, h]
 
         return relative_bias
+
+
+def _farthest(layer: Any) -> int:
+    """The distance from which on all distances have the last bucket.
+
+    Raises:
+        ValueError: Distances beyond `relative_attention_max_distance` have buckets of their own, so that there is no such distance.
+    """
+    farthest, buckets = layer.relative_attention_max_distance, layer.relative_attention_num_buckets
+    exact = buckets // (2 if layer.is_decoder else 4)
+    if farthest <= exact:
+        raise ValueError(
+            f"longspan: expected relative_attention_max_distance above {exact}, the distances of {type(layer).__name__} that have buckets "
+            f"of their own with relative_attention_num_buckets={buckets}, got {farthest}; use attn_implementation='eager'"
+        )
+    return int(farthest)
 
 
 def _buckets(layer: Any, distances: Tensor) -> Tensor:
