@@ -127,6 +127,25 @@ def test_buckets_of_all_distances_or_a_sentence(name: str) -> None:
             model(**batch)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["T5", "Bart", "Whisper"])
+def test_hidden_states_of_both_stacks_are_those_of_this_ranks_tokens(name: str) -> None:
+    model, batch = model_of(name), batch_of(name)
+    expected = model_of(name, "eager")(**batch, output_hidden_states=True)
+
+    def rank(mesh: Any) -> Any:
+        prepared: Any = lst.prepare_batch(batch, mesh, config=model)
+        with torch.no_grad():
+            plans, out = prepared["longspan_plan"], model(**prepared, output_hidden_states=True)
+        stacks = (plans, out.decoder_hidden_states), (plans.encoder, out.encoder_hidden_states)
+        return [[own.unshard(x, 1) for x in states] for own, states in stacks]
+
+    for whole in virtual_world(RANKS).run(rank):
+        for got, want in zip(whole, (expected.decoder_hidden_states, expected.encoder_hidden_states), strict=True):
+            assert len(got) == len(want) == 3
+            torch.testing.assert_close(got, list(want), rtol=1e-4, atol=1e-5 * float(want[-1].abs().max()))
+
+
 def test_no_tensor_of_query_key_pairs_is_made_for_the_bias() -> None:
     model, sizes = model_of("T5"), []
 

@@ -172,7 +172,9 @@ def _enter_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if index == 0:
         arguments[names[0]] = plans.shard(hidden, 1)
         _check_padding(arguments, plans, stack)
-    return (), {name: _local(value, plans, hidden.shape[0]) if name in _BY_TOKEN else value for name, value in arguments.items()}
+    # Hidden states stay positional: transformers takes output_hidden_states from there.
+    hidden = arguments.pop(names[0])
+    return (hidden,), {name: _local(value, plans, hidden.shape[0]) if name in _BY_TOKEN else value for name, value in arguments.items()}
 
 
 def _check_padding(arguments: Mapping[str, Any], plans: ModelPlans, stack: str) -> None:
