@@ -146,6 +146,27 @@ def test_hidden_states_of_both_stacks_are_those_of_this_ranks_tokens(name: str) 
             torch.testing.assert_close(got, list(want), rtol=1e-4, atol=1e-5 * float(want[-1].abs().max()))
 
 
+def test_labels_of_left_padding_do_not_count() -> None:
+    """Eager attention counts them: a token that sees nothing predicts by the mean of all values."""
+    model, batch = model_of("T5"), batch_of()
+    real = torch.arange(DECODED) >= torch.tensor([[3], [0]])
+    generator = torch.Generator().manual_seed(5)
+    batch["decoder_input_ids"], batch["labels"] = torch.randint(3, VOCAB, (2, ROWS, DECODED), generator=generator)
+    batch["decoder_attention_mask"] = real.long()
+    counted = {**batch, "labels": batch["labels"].masked_fill(~real, -100)}
+    compare(model, batch, results(model_of("T5", "eager"), counted))
+
+
+def test_no_cache_is_made_beside_a_plan() -> None:
+    def rank(mesh: Any) -> Any:
+        model = model_of("T5")
+        given: Any = lst.prepare_batch(batch_of(), mesh, config=model)
+        given.pop("use_cache")
+        return model(**given).past_key_values
+
+    assert virtual_world(RANKS).run(rank) == [None] * RANKS
+
+
 def test_no_tensor_of_query_key_pairs_is_made_for_the_bias() -> None:
     model, sizes = model_of("T5"), []
 
@@ -206,6 +227,8 @@ def test_the_loss_without_logits_raises() -> None:
         (with_config, "give the model itself"),
         (with_a_classifier, "with a language modelling head, got BartForSequenceClassification"),
         (changed(attention_mask=None), "expected the attention_mask that prepare_batch was given"),
+        (changed(use_cache=True), "expected use_cache=False and no past_key_values beside a plan"),
+        (prepared(more={"attention_mask": torch.ones(ROWS, ENCODED) * torch.tensor([[1], [0]])}), r"got padding only in rows \[1\]"),
         (changed(input_ids=torch.ones(ROWS, 9, dtype=torch.long)), "expected hidden states .* of the encoder|size of tensor|expanded size"),
         (prepared(dropout_rate=0.1), r"set config.dropout_rate=0.0"),
         (prepared("Bart", encoder_layerdrop=0.1), "expected config.encoder_layerdrop=0.0"),

@@ -124,6 +124,12 @@ def _plans(
         real = real_tokens(batch, name)
         real = None if real is None or bool(real.all()) else real
         if real is not None:
+            if bidirectional and not bool(real.any(1).all()):
+                empty = real.any(1).logical_not().nonzero().flatten().tolist()
+                raise ValueError(
+                    f"prepare_batch: expected a token in every row of attention_mask, got padding only in rows {empty}, whose decoder "
+                    "tokens would see nothing of the encoder; leave these rows out"
+                )
             keys = RealKeys((real[0] if bool((real == real[:1]).all()) else real).contiguous())
             mask = mask & keys
             if bidirectional:

@@ -119,6 +119,11 @@ def install(model: Any, plans: CrossPlans, inputs: Mapping[str, Any]) -> None:
                 f"longspan: expected config.{name}_layerdrop=0.0, got {part.layerdrop}, by which ranks would leave out different layers"
             )
         _hook(part, name)
+    if inputs.get("use_cache") or inputs.get("past_key_values") is not None:
+        raise ValueError(
+            "longspan: expected use_cache=False and no past_key_values beside a plan, got a cache, which would hold a shard only; to "
+            "generate, call the model without a plan"
+        )
     for name, real in zip(_MASKS, (plans.encoder.real_tokens, plans.real_tokens)):
         mask = inputs.get(name)
         same = real is None if mask is None else bool(torch.equal(mask.bool().cpu(), _whole(real, mask)))

@@ -116,6 +116,7 @@ def run_checked(model: nn.Module, call: Callable[..., Any], args: tuple[Any, ...
         labels, kwargs = kwargs.get("labels"), {n: v for n, v in kwargs.items() if n not in ("labels", "num_items_in_batch")}
     if two_stacks:
         kwargs.pop(PLAN_KEYWORD)  # layers find the plan of their stack in the forward
+        kwargs["use_cache"] = False  # config.use_cache would fill a cache with this rank's shard
     with in_forward(forward):
         try:
             output = call(*args, **kwargs)
