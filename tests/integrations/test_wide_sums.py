@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -125,6 +126,21 @@ def test_without_gradients_chunks_use_the_parameters_themselves() -> None:
         memory.tiled(lambda t: seen.append(nn.functional.linear(t, mlp.up.weight).requires_grad) or t, x, chunk=48)
     assert seen == [False] * 4
     assert memory.tiled(mlp, x.detach(), chunk=CHUNK).requires_grad  # the parameters alone need gradients
+
+
+def test_forward_mode_differentiates_the_tiled_loss_of_a_bfloat16_weight() -> None:
+    x, _ = inputs()
+    labels, weight = torch.randint(0, 5, (1, CHUNKS * CHUNK)), torch.randn(5, SIZE).bfloat16().requires_grad_()
+    tangent = torch.randn(5, SIZE).bfloat16()
+
+    def tangents(chunk: int, dtype: torch.dtype) -> float:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(weight.to(dtype), tangent.to(dtype))
+            loss = linear_token_loss(x.detach().to(dtype), dual, labels, count=CHUNKS * CHUNK, chunk=chunk)
+            return forward_ad.unpack_dual(loss).tangent.item()
+
+    want = tangents(CHUNKS * CHUNK, torch.float64)
+    assert abs(tangents(CHUNK, torch.bfloat16) - want) < 0.02 * abs(want)
 
 
 def _sharded(rank_inputs: tuple[Tensor, Tensor]) -> list[Tensor]:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from longspan._torch_private import forward_mode_is_active, is_transformed
+
 _TRANSPOSES = ("T", "mT", "H", "mH")  # attributes of a tensor that autograd differentiates
 
 
@@ -50,7 +52,7 @@ def aliases(weight: Tensor) -> Callable[[], Tensor]:
 
 
 def _is_rounded(weight: Any) -> bool:
-    """DTensors keep their own dtype of sums, and torch.compile its own order."""
+    """DTensors keep their own dtype of sums, and torch.compile its own order. Forward-mode differentiation sums no gradients."""
     return (
         type(weight) in (Tensor, torch.nn.Parameter)
         and weight.requires_grad
@@ -58,6 +60,8 @@ def _is_rounded(weight: Any) -> bool:
         and weight.dtype.itemsize == 2
         and torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
+        and not forward_mode_is_active()
+        and not is_transformed(weight)
     )
 
 
