@@ -143,6 +143,25 @@ def test_forward_mode_differentiates_the_tiled_loss_of_a_bfloat16_weight() -> No
     assert abs(tangents(CHUNK, torch.bfloat16) - want) < 0.02 * abs(want)
 
 
+def test_methods_of_leaves_reach_parameters_inside_of_chunks() -> None:
+    x, grad = inputs()
+    mlp, calls = GatedMLP().bfloat16(), []
+    want = sums_of_chunks(mlp, [mlp.up.weight, mlp.down.weight], x, grad)
+
+    def fn(part: Tensor) -> Tensor:
+        if not calls:
+            calls.append("registered")
+            mlp.up.weight.register_hook(lambda g: calls.append("hook"))
+            mlp.up.weight.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
+        mlp.gate.weight.requires_grad_(False)
+        return mlp(part)
+
+    memory.tiled(fn, x, chunk=CHUNK).backward(grad)
+    assert mlp.gate.weight.grad is None and not mlp.gate.weight.requires_grad
+    assert calls == ["registered", "hook", "accumulated"]
+    assert_rounded_once([mlp.up.weight.grad, mlp.down.weight.grad], want)
+
+
 def _sharded(rank_inputs: tuple[Tensor, Tensor]) -> list[Tensor]:
     """Gradients of an MLP whose weights FSDP2 shards and frees after the forward pass."""
     x, grad = rank_inputs

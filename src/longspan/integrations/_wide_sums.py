@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from longspan._torch_private import forward_mode_is_active, is_transformed
 
 _TRANSPOSES = ("T", "mT", "H", "mH")  # attributes of a tensor that autograd differentiates
+_OF_LEAVES = ("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")  # methods for the parameter itself
 
 
 class _Sum(torch.autograd.Function):
@@ -94,10 +95,11 @@ class _Replaced(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        descriptor = getattr(func, "__self__", None)
-        if getattr(func, "__name__", "") in ("__get__", "__set__") and getattr(descriptor, "__name__", "") not in _TRANSPOSES:
+        descriptor, name = getattr(func, "__self__", None), getattr(func, "__name__", "")
+        is_attribute = name in ("__get__", "__set__") and getattr(descriptor, "__name__", "") not in _TRANSPOSES
+        if is_attribute or name in _OF_LEAVES:
             return func(*args, **kwargs)
-        return func(*map(self._replaced, args), **{name: self._replaced(a) for name, a in kwargs.items()})
+        return func(*map(self._replaced, args), **{key: self._replaced(a) for key, a in kwargs.items()})
 
     def _replaced(self, argument: Any) -> Any:
         if isinstance(argument, torch.nn.Parameter) and _is_rounded(argument):
