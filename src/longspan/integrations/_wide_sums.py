@@ -67,7 +67,7 @@ def _is_rounded(weight: Any) -> bool:
 
 
 class WideSums:
-    """Runs chunks of a function so that gradients of the parameters that it reads are summed in float32."""
+    """Runs chunks of a function so that gradients of parameters that it gives to torch functions are summed in float32."""
 
     def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
         self._fn = fn
@@ -86,7 +86,11 @@ class WideSums:
 
 
 class _Replaced(TorchFunctionMode):
-    """Torch functions get aliases of this chunk in place of 16-bit parameters. What calls no torch function keeps the parameter."""
+    """Torch functions get aliases of this chunk in place of 16-bit parameters.
+
+    What is no torch function gets the parameter, such as the `apply` of a custom `torch.autograd.Function`: autograd then sums its
+    gradients in 16 bits. Setting a module's parameters to aliases would reach it, and would be seen by other threads.
+    """
 
     def __init__(self, sums: WideSums) -> None:
         super().__init__()

@@ -89,7 +89,8 @@ def tiled(fn: Callable[[Tensor], Tensor], x: Tensor, *, chunk: int, dim: int = -
     """fn(x) for a function of single tokens, with the activations of `chunk` tokens in memory at a time.
 
     Backward computes them again, chunk by chunk. Gradients of parameters are summed over chunks in float32 and rounded once, also those of
-    bfloat16 parameters.
+    16-bit parameters. Not those of 16-bit parameters that `fn` gives to a custom `torch.autograd.Function`, that are DTensors or views, or
+    under `torch.compile`: autograd sums them in 16 bits, with an error that grows with the number of chunks.
 
     Args:
         fn: A function that treats every token alike, such as an MLP.
