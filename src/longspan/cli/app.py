@@ -88,8 +88,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """torch raises a plain RuntimeError where the host's memory does not suffice."""
-    return isinstance(error, MemoryError) or "can't allocate memory" in str(error) or "out of memory" in str(error)
+    """torch raises a plain RuntimeError where the host's memory does not suffice; its words depend on the system."""
+    words = ("can't allocate memory", "not enough memory", "out of memory")
+    return isinstance(error, MemoryError) or any(text in str(error) for text in words)
 
 
 def _fail(command: str, message: str, code: int = 2) -> int:
