@@ -5,7 +5,8 @@
 
 The recipe: `SpanningTrainer.Config` in place of `Trainer.Config`, and the override `spanning_attention`. Packed documents, FSDP2.
 
-torchtitan has no CPU mode. To run here, the example stands in for its device type, its memory monitor and NCCL's premultiplied sums.
+torchtitan has no CPU mode. To run without GPUs, the example replaces its device type, its memory monitor and NCCL's
+premultiplied sums.
 """
 
 # ruff: noqa: E402

@@ -183,7 +183,7 @@ def test_no_tensor_of_query_key_pairs_is_made_for_the_bias() -> None:
 
 
 def changed(**entries: Any) -> Any:
-    """A forward whose inputs are not those that `prepare_batch` returned."""
+    """A forward pass with some of the inputs from `prepare_batch` replaced."""
 
     def run(mesh: Any) -> None:
         model = model_of("T5")

@@ -1,8 +1,8 @@
 """All mutants of a file in one program: each mutated expression E becomes `E' if on(number) else E`.
 
 One import then serves every mutant, and a run of the unchanged program tells which tests reach which mutants. Expressions that run when a
-module is imported (constants, default arguments, class bodies) need a new process for each mutant: `Instrumented.at_import`. Their tests
-are those that call any function of the file.
+module is imported (constants, default arguments, class bodies) need a new process for each mutant: `Instrumented.at_import`. Every
+test that calls a function of the file is run for them.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def is_faster(liger: Loss, tiled: Loss, hidden: Tensor, weight: Tensor) -> bool:
 
 
 class _Calls:
-    """Both losses. Equal to any other: what was measured for a key is valid for later calls."""
+    """Both losses. All instances are equal, so that a cache keyed by one returns an earlier measurement."""
 
     def __init__(self, liger: Loss, tiled: Loss) -> None:
         self.liger, self.tiled = liger, tiled

@@ -93,10 +93,7 @@ def _attend(
 
 def adapt_t5(module: ModuleType, attend: AttentionForward) -> None:
     """Adapt the attention layers of T5, mT5 and Switch Transformers, whose first layer's bias is given to the others."""
-    layer = _attention_class(module)
-    own = layer.forward
 
-    @functools.wraps(own)
     def forward(
         self: Any,
         hidden_states: Tensor,
@@ -106,22 +103,17 @@ def adapt_t5(module: ModuleType, attend: AttentionForward) -> None:
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        if self.config._attn_implementation != NAME:
-            return own(self, hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs)
         bias = RelativeBias(self) if position_bias is None else position_bias
         if not isinstance(bias, RelativeBias):
             raise ValueError(f"longspan: expected no position_bias for {type(self).__name__}, got {type(bias).__name__}")
         return _attend(self, hidden_states, key_value_states, mask, bias, past_key_values, attend, **kwargs), bias, None
 
-    layer.forward = forward  # type: ignore[method-assign]
+    _replace_forward(module, forward)
 
 
 def adapt_umt5(module: ModuleType, attend: AttentionForward) -> None:
     """Adapt the attention layers of UMT5, each of which has its own bias."""
-    layer = _attention_class(module)
-    own = layer.forward
 
-    @functools.wraps(own)
     def forward(
         self: Any,
         hidden_states: Tensor,
@@ -130,12 +122,23 @@ def adapt_umt5(module: ModuleType, attend: AttentionForward) -> None:
         attention_mask: Any = None,
         **kwargs: Any,
     ) -> Any:
-        if self.config._attn_implementation != NAME:
-            return own(self, hidden_states, encoder_hidden_states, past_key_values, attention_mask, **kwargs)
         bias = RelativeBias(self)
         return _attend(self, hidden_states, encoder_hidden_states, attention_mask, bias, past_key_values, attend, **kwargs), None
 
-    layer.forward = forward  # type: ignore[method-assign]
+    _replace_forward(module, forward)
+
+
+def _replace_forward(module: ModuleType, forward: Callable[..., Any]) -> None:
+    """Let the attention layers of a module run `forward` where their implementation is longspan, their own otherwise."""
+    layer = _attention_class(module)
+    own = layer.forward
+
+    @functools.wraps(own)
+    def choose(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = forward if self.config._attn_implementation == NAME else own
+        return run(self, *args, **kwargs)
+
+    layer.forward = choose  # type: ignore[method-assign]
 
 
 def _attention_class(module: ModuleType) -> type[nn.Module]:

@@ -31,8 +31,7 @@ def head_parts(table: BlockTable, kv_heads: int, shared: int, dims: int) -> int:
 
 
 def parts_in_l2(q_len: int, shared: int, dims: int) -> int:
-    """The number of parts for chosen tiles, where many items read few queries each: items of a part come together, and what they read of
-    their query heads, and add to dQ, should come from L2.
+    """The number of parts for chosen tiles: items of one part run one after another, so that q, dO and dQ of its query heads stay in L2.
 
     dims: head dims of K and V, summed. H200, D128, 64 heads over 8, 4,096 keys per query in blocks of 128, TFLOP/s of the backward pass
     with 1, 2, 4, 8 parts: 32k 461, 482, 464, 435; 131k 423, 425, 442, 421. More parts take longer to sum.

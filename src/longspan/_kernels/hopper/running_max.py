@@ -131,7 +131,7 @@ def checked(p, sums, m, s, scale):
     """(p, sums, m, factor) of a block, where a row's sums are too large with a higher running max.
 
     p: exp2(s · scale − m) [rows, columns / 8, 8] in 16 bits; s: scores (`by_lane`); sums of p and running max m [rows, 8].
-    factor [rows, 8]: rescales what was accumulated before; 1 in rows whose m has not changed.
+    factor [rows, 8]: by which the earlier O and row sums are multiplied; 1 in rows whose m has not changed.
     """
     COUNT: gl.constexpr = s.shape[1]
     DTYPE: gl.constexpr = p.dtype
