@@ -5,8 +5,8 @@
 - `python title="file.py"` blocks are written to files of that name.
 - `python title="before"` blocks show other libraries' code and are parsed; `title="after"` blocks run on ranks in tests/dropin.
 - `console` blocks: each `$ command` runs in the folder of those files. NOT_RUN lists the exceptions. A block without such files that
-  an earlier page has too runs there. `longspan plan` and `longspan generate` run in this process, `torchrun --nproc-per-node N FILE` on N
-  forked ranks; `longspan --help` and tests/cli start the command and torchrun themselves.
+  an earlier page has too runs there. `longspan plan`, `longspan generate` and `longspan hub` run in this process,
+  `torchrun --nproc-per-node N FILE` on N forked ranks; `longspan --help` and tests/cli start the command and torchrun themselves.
 - `bash title="…"` blocks are checked by `bash -n`.
 """
 
@@ -92,7 +92,7 @@ def test_every_code_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
             for command in commands_of(block):
                 if command.startswith(NOT_RUN) or runs_on_an_earlier_page(block, page):
                     continue
-                if command.startswith(("longspan plan ", "longspan generate ")):
+                if command.startswith(("longspan plan ", "longspan generate ", "longspan hub ")):
                     assert cli_run(shlex.split(command)[1:]) == 0
                 elif script := _TORCHRUN.fullmatch(command):
                     run_script(tmp_path / script[2], int(script[1]), folder=tmp_path)

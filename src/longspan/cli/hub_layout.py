@@ -152,9 +152,11 @@ def relative_source(text: str, depth: int, kernel_id: str) -> str:
 
 def _renamed(text: str, kernel_id: str) -> str:
     """A source whose strings that are names of modules, operators and the like begin with the variant's id, not with "longspan"."""
+    if not re.search("[\"']longspan", text):
+        return text
     lines = text.splitlines(keepends=True)
     for token in reversed(list(tokenize.generate_tokens(io.StringIO(text).readline))):
-        if token.type == tokenize.STRING and token.string[0] in "\"'" and token.start[0] == token.end[0]:
+        if token.type == tokenize.STRING and token.string[1:].startswith("longspan") and token.start[0] == token.end[0]:
             value = ast.literal_eval(token.string)
             if _MODULE_NAME.fullmatch(value):
                 row, (first, last) = token.start[0] - 1, (token.start[1], token.end[1])
