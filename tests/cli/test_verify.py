@@ -42,6 +42,7 @@ def few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spanning, "CASES", (("documents", "bias"),))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("few_checks")
 def test_verify_passes_and_prints_a_table_and_json(capsys: Any) -> None:
     code, out, err = called(capsys, "verify", "--device", "cpu", "--ranks", "4", "--json")

@@ -25,7 +25,7 @@ def test_equals_the_oracle_in_float32(case: Case, kernel: str) -> None:
 @pytest.mark.parametrize("kernel", ["dense", "cpu"])
 @pytest.mark.parametrize(("case", "dtype"), [(c, OTHERS[i % 3]) for i, c in enumerate(SHORT)], ids=str)
 def test_equals_the_oracle_in_other_dtypes(case: Case, kernel: str, dtype: torch.dtype) -> None:
-    check_against_oracle(case, kernel, dtype, through_lse=True)
+    check_against_oracle(case, kernel, dtype, through_lse=True, batch=1 if case.length == 200 else 2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, Triton compiles; see the test on the GPU")

@@ -157,6 +157,7 @@ BLOCKS = st.sampled_from([(16, 16), (7, 13), (32, 16), (128, 128), (1, 5)])
 LEVELS = st.sampled_from([None, (1,), (2, 1), (4, 2, 1), (8, 4, 1), (6, 3, 1)])
 
 
+@pytest.mark.long
 @settings(max_examples=320, suppress_health_check=list(HealthCheck))
 @given(mask=conditions(3), lengths=SHAPES, tables=st.lists(st.tuples(BLOCKS, LEVELS), min_size=2, max_size=2))
 def test_tables_of_random_masks_equal_brute_force(mask, lengths, tables):

@@ -154,6 +154,7 @@ def test_shard_and_unshard_are_differentiable() -> None:
     assert torch.allclose(total, (2 * 6 * torch.arange(50.0, dtype=torch.float64)).expand(3, 50))
 
 
+@pytest.mark.long
 def test_many_plans_do_not_leak() -> None:
     ids = torch.zeros(600, dtype=torch.int64)
 

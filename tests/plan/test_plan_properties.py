@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -50,6 +51,7 @@ class Planned:
         return local_schedule(self.by_rank[rank].data, options).steps
 
 
+@pytest.mark.long
 @settings(max_examples=50)
 @given(planned(), st.booleans(), st.booleans())
 def test_every_plan_is_consistent(args: Any, merged: bool, backward: bool) -> None:
@@ -210,6 +212,7 @@ def test_unshard_of_shard_is_the_same_bits(args: Any, dim: int) -> None:
     assert all(torch.equal(unsharded, whole) for unsharded in virtual_world(ranks).run(rank))
 
 
+@pytest.mark.long
 @settings(max_examples=16)
 @example("causal", "relative bias", "ring", "contiguous", 1, 3, (4, 2), None)  # ranks that own nothing
 @given(
