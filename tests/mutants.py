@@ -19,14 +19,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.mutation import runner
-from tests.mutation.make import PACKAGE, ROOT, given, sample, survivors
+from tests.mutation.make import PACKAGE, ROOT, Mutant, given, sample, survivors
 
 
 def main() -> int:
@@ -38,7 +38,10 @@ def main() -> int:
     parser.add_argument("--given", type=Path, help="a JSON file of mutants made by hand")
     parser.add_argument("--again", type=Path, help="the --out file of an earlier run: judge the mutants that were not killed")
     parser.add_argument("--tests", nargs="*", default=["tests"], help="only these test files or folders")
-    parser.add_argument("--out", type=Path, help="append verdicts to this file, a line of JSON each")
+    parser.add_argument(
+        "--out", type=Path, help="append verdicts to this file, a line of JSON each; mutants that it has are not judged again"
+    )
+    parser.add_argument("--recording", type=Path, help="the tests that reach each mutant: read from this file if it exists, else written")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no mutant after this time")
     parser.add_argument("--record", type=float, default=1e9, help="seconds to record which mutants tests reach; later files are left out")
     parser.add_argument("--file-limit", type=float, default=600.0, help="seconds to record one test file")
@@ -67,6 +70,11 @@ def main() -> int:
         with contextlib.suppress(ImportError):
             __import__(name)
     verdicts: list[dict[str, Any]] = []
+    if options.out and options.out.exists():
+        verdicts = [json.loads(line) for line in options.out.read_text().splitlines()]
+    names = [f.name for f in fields(Mutant)]
+    known = {Mutant(**{name: one[name] for name in names}) for one in verdicts}
+    judged = {number for number, mutant in enumerate(mutants) if mutant in known}
 
     def report(number: int, verdict: str, seconds: float) -> None:
         verdicts.append(asdict(mutants[number]) | {"package": mutants[number].package, "verdict": verdict})
@@ -80,7 +88,7 @@ def main() -> int:
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         copy = runner.Copy.make(Path(folder) / "repository", dict(enumerate(mutants)))
-        recording = runner.judge(copy, limits, report, options.tests)
+        recording = runner.judge(copy, limits, report, options.tests, saved=options.recording, judged=judged)
     print(f"{len(recording.seconds)} tests in {sum(recording.seconds.values()):.0f} s; failed without a mutant: {sorted(recording.failed)}")
     print(*runner.packages(verdicts), sep="\n")
     if options.json:

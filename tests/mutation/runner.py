@@ -84,19 +84,40 @@ class Recording:
         results.unlink(missing_ok=True)
         log.unlink(missing_ok=True)
 
+    def save(self, path: Path) -> None:
+        reached = {number: sorted(tests) for number, tests in self.reached.items()}
+        path.write_text(json.dumps({"seconds": self.seconds, "reached": reached, "failed": sorted(self.failed)}))
+
+    @classmethod
+    def load(cls, path: Path) -> Recording:
+        saved = json.loads(path.read_text())
+        reached = {int(number): set(tests) for number, tests in saved["reached"].items()}
+        return cls(seconds=saved["seconds"], reached=reached, failed=set(saved["failed"]))
+
     def tests(self, copy: Copy, number: int) -> list[str]:
         """Tests that reach a mutant, the fastest first."""
         key = copy.file_numbers[copy.mutants[number].file] if number in copy.at_import else number
         return sorted((t for t in self.reached.get(key, ()) if t in self.seconds), key=self.seconds.__getitem__)
 
 
-def judge(copy: Copy, limits: Limits, report: Callable[[int, str, float], None], tests: list[str]) -> Recording:
-    """Report a verdict for each mutant: killed, survived, not reached, timeout. Returns the recording."""
-    begin, recording = time.monotonic(), Recording()
+def judge(
+    copy: Copy, limits: Limits, report: Callable[[int, str, float], None], tests: list[str], *, saved: Path | None, judged: set[int]
+) -> Recording:
+    """Report a verdict for each mutant that is not `judged`: killed, survived, not reached, timeout. Returns the recording.
+
+    saved: the recording of an earlier run with the same mutants, or where to write it. Without such a file, all tests run once.
+    """
+    begin, recorded = time.monotonic(), saved is not None and saved.exists()
+    recording = Recording.load(saved) if saved is not None and recorded else Recording()
 
     def body(items: dict[str, Any]) -> None:
-        _record(copy, items, limits, recording)
+        if not recorded:
+            _record(copy, items, limits, recording)
+            if saved is not None:
+                recording.save(saved)
         for number, mutant in copy.mutants.items():
+            if number in judged:
+                continue
             if time.monotonic() - begin > limits.total:
                 return
             start = time.monotonic()
@@ -180,6 +201,7 @@ def _verdict(copy: Copy, number: int, items: dict[str, Any], recording: Recordin
     if not tests:
         return "not reached"
     seconds = sum(recording.seconds[t] for t in chosen)
+    chosen = [t for t in chosen if t in items]
     if number in copy.at_import:
         code = subprocess_code(copy.folder, number, chosen[:200], 4 * seconds + 120)
     else:
