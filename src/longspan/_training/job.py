@@ -76,8 +76,8 @@ class StepResult:
     tokens_per_second: float
     seconds: float
     memory_bytes: int
-    flops: float = 0.0
-    mfu: float | None = None
+    flops: float
+    mfu: float | None
 
 
 def check_ranks(job: Job, ranks: int) -> None:
