@@ -163,3 +163,19 @@ def test_idle_spans_join_heads_and_merge_when_there_are_many() -> None:
     table = ls.mask_mod(some).block_table(400, 48, block=16, heads=3)
     spans = launch.idle_spans(table, Tiling(length=400, block=16))
     assert spans == ((16, 400),)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_tma_needs_strides_of_16_bytes_in_dims_of_two_and_more(dim: int) -> None:
+    """In bfloat16, 8 elements. A dim of size one may have any stride, as views of one token or head have."""
+    whole = torch.zeros(6000, dtype=torch.bfloat16)
+    sizes, strides = [3, 5, 7, 16], [5 * 7 * 24, 7 * 24, 24, 1]
+    view = lambda size, stride, start=0: whole.as_strided(
+        [*sizes[:dim], size, *sizes[dim + 1 :]], [*strides[:dim], stride, *strides[dim + 1 :]], start
+    )
+    stride = strides[dim]
+    assert launch.describable(view(sizes[dim], stride)) and launch.describable(view(1, stride)) and launch.describable(view(1, stride + 3))
+    assert launch.describable(view(2, stride + 8, 8))
+    for other in (view(2, stride + 3), view(2, stride + 4), view(2, 0), view(0, stride), view(2, stride, 4)):
+        assert not launch.describable(other)
+    assert not launch.describable(view(2, stride)[..., ::2]) and not launch.describable(view(2, stride)[..., :0])

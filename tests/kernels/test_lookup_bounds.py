@@ -125,6 +125,20 @@ def test_the_same_work_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(looks) == 1, "interval bounds prove this one in bounds"
 
 
+@pytest.mark.parametrize("side", ["q_tiles", "kv_tiles"])
+def test_tiles_at_other_positions_are_checked_again(side: str) -> None:
+    """A table of 256 entries for positions below 250, then for tiles of the same rows that begin at 7."""
+    table, index = torch.randn(256), torch.arange(300)
+    score: Mod = lambda s, b, h, q, kv: s + table[index[q if side == "q_tiles" else kv]]
+    here = work(None, score, SMALL)
+    row = torch.tensor([0, 128])
+    moved = [Tiling(length=SMALL, block=128, row=row, pos=row + start, count=torch.tensor([128, 122])) for start in (3, 7)]
+    check_lookups(here, 1, 2)
+    check_lookups(replace(here, **{side: moved[0]}), 1, 2)
+    with pytest.raises(ValueError, match="looks outside a captured tensor"):
+        check_lookups(replace(here, **{side: moved[1]}), 1, 2)
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_attention_raises_where_torch_raises(backward: bool) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"

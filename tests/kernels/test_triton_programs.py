@@ -56,6 +56,7 @@ OPERATIONS: dict[str, Mod] = {
     "true_divide": lambda s, b, h, q, kv: s + (q - kv) / 7 + 1 / (q + 1) + q / (kv + 1),
     "wide_integers": lambda s, b, h, q, kv: s + ((q * 65536 * 65536 + kv) >> 30) + (q << 33) // 2**31,
     "powers": lambda s, b, h, q, kv: s**2 + s**3 + s.abs() ** 0.5 + s.abs() ** 1.7 + torch.pow(2.0, s) + (s.abs() + 1) ** -1 + q**2,
+    "inverse_powers": lambda s, b, h, q, kv: sum((s.abs() + 1) ** n for n in (-0.5, -1.0, -2.0, -3.0)) + s**0.0,
     "negative_base": lambda s, b, h, q, kv: torch.pow(s, torch.ones_like(s) * 3),
     "exponentials": lambda s, b, h, q, kv: (
         torch.exp(s) + torch.expm1(s * 0.01) + torch.exp2(s) + torch.sigmoid(s) + torch.nn.functional.silu(s)

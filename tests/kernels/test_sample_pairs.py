@@ -1,0 +1,89 @@
+"""Samples of pairs: all lie in tiles of the table or in chosen blocks, and corners are among them."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+import longspan as ls
+from longspan._kernels.gpu import sample_pairs
+from longspan._kernels.protocol import Selection
+from longspan._kernels.tiling import Tiling
+from longspan._masks.block_table import BlockTable
+
+Q_LEN, KV_LEN, BLOCK = 90, 150, (16, 32)
+
+
+def tiling(length: int, block: int, *, arrays: bool) -> Tiling:
+    """Whole tiles, or tiles of 3 rows less, at positions 7 and on."""
+    if not arrays:
+        return Tiling(length=length, block=block)
+    row = torch.arange(0, length, block)
+    count = (length - row).clamp(max=block - 3)
+    return Tiling(length=length, block=block, row=row, pos=row + 7, count=count)
+
+
+def pairs_in_tiles(table: BlockTable, rows: Tiling, columns: Tiling) -> set[tuple[int, ...]]:
+    pairs = set()
+    for b, h, i, j in (table.to_dense() != 0).nonzero().tolist():
+        (_, m, q), (_, n, kv) = rows.span(i), columns.span(j)
+        pairs |= {(b, h, q + x, kv + y) for x in range(m) for y in range(n)}
+    return pairs
+
+
+def table_of(batch: int) -> BlockTable:
+    lengths = torch.tensor([40, 130, 71])[:batch]
+    return ls.mask_mod(lambda b, h, q, kv: (q // 20 >= kv // 33 - 2 * h) & (kv < lengths[b])).block_table(
+        Q_LEN, KV_LEN, block=BLOCK, batch=batch, heads=2
+    )
+
+
+@pytest.mark.parametrize("arrays", [False, True])
+def test_few_pairs_are_all_taken_and_of_many_a_sample_with_the_corners_of_tiles(arrays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, rows, columns = table_of(3), tiling(Q_LEN, BLOCK[0], arrays=arrays), tiling(KV_LEN, BLOCK[1], arrays=arrays)
+    wanted = pairs_in_tiles(table, rows, columns)
+    took = {tuple(pair) for pair in torch.stack(sample_pairs.sampled(table, rows, columns), 1).tolist()}
+    assert took == wanted
+    monkeypatch.setattr(sample_pairs, "_PAIRS", 4000)
+    some = {tuple(pair) for pair in torch.stack(sample_pairs.sampled(table, rows, columns), 1).tolist()}
+    assert some < wanted
+    for b, h, i, j in (table.to_dense() != 0).nonzero().tolist():
+        (_, m, q), (_, n, kv) = rows.span(i), columns.span(j)
+        assert {(b, h, q + x, kv + y) for x in (0, m - 1) for y in (0, n - 1)} <= some
+
+
+def test_pairs_around_given_positions_lie_in_their_tiles() -> None:
+    table, rows, columns = table_of(2), tiling(Q_LEN, BLOCK[0], arrays=False), tiling(KV_LEN, BLOCK[1], arrays=False)
+    wanted = pairs_in_tiles(table, rows, columns)
+    places = torch.tensor([3, 47, 88])
+    some = {tuple(pair) for pair in torch.stack(sample_pairs.around(table, rows, columns, places), 1).tolist()}
+    assert some <= wanted and {q for *_, q, _ in some} == {3, 47, 88}
+    for b, h, place in product(range(2), range(2), (3, 47, 88)):
+        seen = [kv for pair in wanted if pair[:3] == (b, h, place) for kv in pair[3:]]
+        assert {min(seen), max(seen)} <= {pair[3] for pair in some if pair[:3] == (b, h, place)}
+
+
+def test_positions_are_all_those_of_tiles() -> None:
+    made = sample_pairs.places(tiling(50, 16, arrays=True))
+    assert made.tolist() == [start + 7 + i for start, count in ((0, 13), (16, 13), (32, 13), (48, 2)) for i in range(count)]
+
+
+@pytest.mark.parametrize("rows_of_indices", [1, 3])
+def test_chosen_pairs_are_the_corners_of_chosen_blocks(rows_of_indices: int) -> None:
+    """3 batch rows, 2 choices of 3 heads each, rows of 4 queries of 14, blocks of 8 keys of 37."""
+    indices = torch.randint(-1, 5, (rows_of_indices, 2, 4, 2), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    indices[0, 0, 0] = torch.tensor([4, 0])
+    selection = Selection(indices=indices, granularity=8, q_granularity=4, heads_per_choice=3)
+    made = {tuple(pair) for pair in torch.stack([t.flatten() for t in sample_pairs.chosen_pairs(selection, 14, 37, 3)], 1).tolist()}
+    wanted = set()
+    for b, choice, row, k in product(range(rows_of_indices), range(2), range(4), range(2)):
+        block = int(indices[b, choice, row, k])
+        if block >= 0:
+            batch = (0, 2) if rows_of_indices == 1 else (b,)
+            q, kv = (row * 4, min(row * 4 + 3, 13)), (block * 8, min(block * 8 + 7, 36))
+            wanted |= set(product(batch, (choice * 3, choice * 3 + 2), q, kv))
+    assert made == wanted
+    nothing = Selection(indices=indices.fill_(-1), granularity=8, q_granularity=4, heads_per_choice=3)
+    assert not any(t.numel() for t in sample_pairs.chosen_pairs(nothing, 14, 37, 3))
