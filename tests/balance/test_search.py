@@ -325,6 +325,19 @@ def test_masks_without_structure_get_named_layouts():
     assert len(candidates(demand, 4)) == 3
 
 
+def test_a_structure_has_the_longest_run_of_each_units_reads():
+    """Unit i of 12 reads itself and the two before it; the last unit reads units 1 and 2 too, a shorter run."""
+    first = [max(0, i - 2) for i in range(11)] + [1, 9]
+    last = [*range(11), 2, 11]
+    ptr = torch.tensor([*range(12), 13])
+    demand = Demand(length=12 * 8, unit=8, work=torch.ones(12).double(), ptr=ptr, first=torch.tensor(first), last=torch.tensor(last))
+    structure = structure_of([demand, demand])
+    low, high = [max(0, i - 2) for i in range(12)], [*range(1, 13)]
+    if structure.mirrored:
+        low, high = [12 - i for i in high[::-1]], [12 - i for i in low[::-1]]
+    assert (structure.low.tolist(), structure.high.tolist(), structure.work) == (low, high, [2.0] * 12)
+
+
 # ------------------------------------------------------------------------------------------------------- construction and swaps
 
 

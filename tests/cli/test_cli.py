@@ -6,19 +6,24 @@ import json
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import longspan as ls
 from longspan._cost.clusters import cluster, dump
+from longspan._cost.rates import Shape
+from longspan._cost.timeline import Conditions
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 from longspan.cli import main
-from longspan.cli.app import run
+from longspan.cli.app import UsageError, run
+from longspan.cli.plan import Request, _degrees
 
 
 def called(capsys: Any, *arguments: str) -> tuple[int, str, str]:
@@ -341,3 +346,25 @@ def test_a_step_of_samples_is_shown(capsys: Any, tmp_path: Path) -> None:
 def test_wrong_options_of_a_step_are_usage_errors(capsys: Any, arguments: list[str], message: str) -> None:
     code, _, err = called(capsys, "plan", *arguments)
     assert code == 2 and message in err
+
+
+@pytest.mark.parametrize(
+    ("strategy", "heads", "degrees"),
+    [
+        ("ulysses_ring", (12, 4), [2, 4]),
+        ("auto", (12, 4), [1, 2, 4]),
+        ("auto", (32, 8), [1, 8, 16]),
+        ("ring", (12, 4), [1]),
+        ("ulysses", (12, 4), [64]),
+    ],
+)
+def test_ulysses_degrees_to_try_divide_the_heads_and_the_devices(strategy: str, heads: tuple[int, int], degrees: list[int]) -> None:
+    """64 devices, 8 in a node: powers of two up to 16."""
+    shape = Shape(heads=heads[0], kv_heads=heads[1], head_dim=64)
+    request = Request(
+        mask=ls.causal(), tokens=1 << 14, gpus=64, shape=shape, cluster=cluster("h200"), conditions=Conditions(), degree=None
+    )  # fmt: skip
+    assert _degrees(request, strategy) == degrees
+    with pytest.raises(UsageError, match="--ulysses"):
+        _degrees(replace(request, degree=3), strategy)
+    assert _degrees(replace(request, degree=4), strategy) == [4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tests.selected.mesh_cases import KV_EXCHANGES
 
 import longspan as ls
+from longspan._cost.clusters import cluster
 from longspan.testing import virtual_world
 
 TOKENS, RANKS = 4096, 4
@@ -57,3 +59,14 @@ def test_predicted_tokens_are_those_that_random_choices_move() -> None:
 def test_densities_outside_of_0_to_1_raise(density: float) -> None:
     with pytest.raises(ValueError, match="density must be a number from 0 to 1"):
         plan_on(ls.Mesh.abstract(RANKS)).report(density=density)
+
+
+def test_links_between_nodes_count_where_tokens_cross_nodes_only() -> None:
+    profile = cluster("h200")
+    slow = replace(profile, between=replace(profile.between, bandwidth=profile.between.bandwidth / 50))
+    one_node, two_nodes = (plan_on(ls.Mesh.abstract(n)) for n in (8, 12))
+    seconds = lambda plan, where: plan.report(where, density=0.5).seconds
+    assert seconds(one_node, slow) == seconds(one_node, profile)
+    assert seconds(two_nodes, slow) > 2 * seconds(two_nodes, profile)
+    inside = replace(profile, inside=replace(profile.inside, bandwidth=profile.inside.bandwidth / 50))
+    assert seconds(one_node, inside) > 2 * seconds(one_node, profile)

@@ -86,8 +86,19 @@ def test_decoding_takes_longer_with_more_context_and_less_per_token_in_a_batch()
 
 
 def test_a_tp_that_does_not_fit_raises() -> None:
+    assert plan_serving(MODELS["qwen3-8b"], cluster("h200"), gpus=16, context=1 << 14, batch=1, tp=1).group.cp == 16
     with pytest.raises(ValueError, match="tp: expected at most the 8 devices of a node of h200, got 16"):
         plan_serving(MODELS["qwen3-8b"], cluster("h200"), gpus=16, context=1 << 14, batch=1, tp=16)
     for tp in (3, 0):
         with pytest.raises(ValueError, match="tp: expected a divisor of 16 devices and 32 heads"):
             plan_serving(MODELS["qwen3-8b"], cluster("h200"), gpus=16, context=1 << 14, batch=1, tp=tp)
+
+
+def test_numbers_of_a_plan_are_in_their_units() -> None:
+    """131,072 tokens of 36 layers with 8 KV heads of 128 dims, K and V in 2 bytes, over 4 × 2 devices."""
+    plan = plan_serving(MODELS["qwen3-8b"], cluster("h200"), gpus=8, context=1 << 17, batch=3, tp=4)
+    numbers = {name: value for name, (_, value, _) in plan.numbers.items()}
+    assert numbers["weights"] == pytest.approx(2 * MODELS["qwen3-8b"].parameters / 4 / 2**30, rel=0.02)
+    assert numbers["cache"] == pytest.approx(3 * (1 << 17) * 36 * 8 * 128 * 2 * 2 / 8 / 2**30, rel=0.02)
+    assert numbers["token"] == 1e3 * plan.decode.seconds and numbers["throughput"] == pytest.approx(3e3 / numbers["token"])
+    assert numbers["first_token"] == plan.prefill.seconds > numbers["prefill_waiting"] >= 0 and numbers["batch"] > 3

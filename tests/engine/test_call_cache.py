@@ -16,6 +16,7 @@ import torch
 from tests.engine.call_cases import BIAS, CAUSAL, biased, deterministic, qkv, same_as_dense, strided
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan as ls
@@ -404,6 +405,16 @@ def test_a_block_mask_is_remembered_until_its_lists_or_its_mod_change(monkeypatc
     gone = weakref.ref(block_mask)
     del block_mask
     assert gone() is None
+
+
+def test_a_block_mask_without_full_blocks_is_remembered_and_one_of_inference_tensors_is_not() -> None:
+    num, indices = torch.tensor([[[1, 2]]], dtype=torch.int32), torch.tensor([[[[0, 1], [0, 1]]]], dtype=torch.int32)
+    partial = BlockMask.from_kv_blocks(num, indices, BLOCK_SIZE=128, mask_mod=lambda b, h, q, kv: q >= kv)
+    assert partial.full_kv_num_blocks is None
+    assert remembered_masks._of_block_mask(partial) is remembered_masks._of_block_mask(partial)
+    with torch.inference_mode():
+        inference = BlockMask.from_kv_blocks(num.clone(), indices.clone(), BLOCK_SIZE=128, mask_mod=lambda b, h, q, kv: q >= kv)
+    assert remembered_masks._of_block_mask(inference) is not remembered_masks._of_block_mask(inference)
 
 
 def test_autocast_does_not_change_a_prepared_call(prepared: list[PreparedCall]) -> None:

@@ -228,7 +228,7 @@ def test_the_loss_without_logits_raises() -> None:
         (with_a_classifier, "with a language modelling head, got BartForSequenceClassification"),
         (changed(attention_mask=None), "expected the attention_mask that prepare_batch was given"),
         (changed(use_cache=True), "expected use_cache=False and no past_key_values beside a plan"),
-        (prepared(more={"attention_mask": torch.ones(ROWS, ENCODED) * torch.tensor([[1], [0]])}), r"got padding only in rows \[1\]"),
+        (prepared(more={"attention_mask": torch.arange(ENCODED) < torch.tensor([[20], [0]])}), r"got padding only in rows \[1\]"),
         (changed(input_ids=torch.ones(ROWS, 9, dtype=torch.long)), "expected hidden states .* of the encoder|size of tensor|expanded size"),
         (prepared(dropout_rate=0.1), r"set config.dropout_rate=0.0"),
         (prepared("Bart", encoder_layerdrop=0.1), "expected config.encoder_layerdrop=0.0"),

@@ -140,14 +140,14 @@ def test_checkpoint_compiles(forward_calls: list[int]) -> None:
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("tokens", [1, 10, 23])
-def test_tiled_equals_whole(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "chunk"), [(1, 10), (10, 10), (23, 10), (5, 1)])
+def test_tiled_equals_whole(tokens: int, chunk: int) -> None:
     torch.manual_seed(1)
     mlp = nn.Sequential(nn.Linear(6, 11), nn.GELU(), nn.Linear(11, 6)).double()
     x = torch.randn(2, tokens, 6, dtype=torch.float64, requires_grad=True)
     leaves = [x, *mlp.parameters()]
     expected = mlp(x)
-    got = memory.tiled(mlp, x, chunk=10)
+    got = memory.tiled(mlp, x, chunk=chunk)
     torch.testing.assert_close(got, expected)
     weight = torch.randn_like(expected)
     for a, b in zip(torch.autograd.grad(got, leaves, weight), torch.autograd.grad(expected, leaves, weight), strict=True):

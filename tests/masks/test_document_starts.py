@@ -9,7 +9,7 @@ import torch
 
 import longspan as ls
 from longspan._masks.algebra import as_mask
-from longspan._masks.document_starts import block_edges, document_starts
+from longspan._masks.document_starts import _starts_of_first, block_edges, document_starts
 
 IDS = torch.tensor([0, 0, 0, 4, 4, 1, 1, 1])
 
@@ -59,3 +59,13 @@ def test_blocks_are_counted_from_each_start() -> None:
     assert block_edges(torch.tensor([0, 3, 9]), 16, 4).tolist() == [0, 3, 7, 9, 13, 16]
     assert block_edges(torch.tensor([0]), 8, 4).tolist() == [0, 4, 8]
     assert block_edges(torch.tensor([0]), 0, 4).tolist() == [0]
+
+
+@pytest.mark.parametrize("first", [[1, 1, 2, 3], [0, 1, 1, 0], [0, 0, 1, 3]], ids=["later", "returns", "of another document"])
+def test_first_tokens_that_are_not_those_of_documents_in_order_have_no_starts(first: list[int]) -> None:
+    assert _starts_of_first(torch.tensor(first)) is None
+
+
+def test_first_tokens_outside_of_the_sequence_are_padding() -> None:
+    q, kv = _starts_of_first(torch.tensor([-1, 1, 1, 3, 9, 9])) or ((), ())
+    assert (q.tolist(), kv.tolist()) == ([0, 1, 3, 4], [1, 3])

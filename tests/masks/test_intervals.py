@@ -281,6 +281,8 @@ def test_bounds_prove_which_lookups_stay_inside_their_table():
     assert _bounds(lambda b, h, q, kv: ids[q] == ids[(kv + 1).clamp(max=999)]) == (True, [True, True])
     assert _bounds(lambda b, h, q, kv: ids[q] == 0, 1001) == (True, [False])
     assert _bounds(lambda b, h, q, kv: table[b, q] == table[b, kv], batch=4) == (True, [True, True])
+    assert _bounds(lambda b, h, q, kv: table[b, q] == 0, batch=5) == (True, [False])
+    assert _bounds(lambda b, h, q, kv: ids[kv] == 0, kv_len=1001) == (True, [False])
     assert _bounds(lambda b, h, q, kv: table[h, q] == 0, heads=5) == (True, [False])
     assert _bounds(lambda b, h, q, kv: table[h, q] == 0, heads=4) == (True, [True])
 

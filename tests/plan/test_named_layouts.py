@@ -196,3 +196,10 @@ def test_stacking_layouts_of_different_sizes_raises():
         stack([contiguous(12, 2), contiguous(13, 2)])
     with pytest.raises(ValueError, match="equally many tokens of each row"):
         stack([contiguous(301, 2), head_tail(301, 2)])
+
+
+def test_documents_by_row_and_documents_of_all_rows_combine():
+    """The edges of both masks, in either order, with ids [S] and [B, S]."""
+    shared, by_row = torch.tensor([0, 0, 0, 1, 1, 1, 1]), torch.tensor([[5, 5, 6, 6, 6, 6, 6], [5, 5, 5, 5, 5, 6, 6], [5] * 7])
+    for a, b in ((shared, by_row), (by_row, shared)):
+        assert documents_of(ls.documents(ids=a) & ls.causal() & ls.documents(ids=b)) == [[2, 1, 4], [3, 2, 2], [3, 4]]

@@ -149,3 +149,23 @@ def test_ranks_that_move_to_different_layouts_raise() -> None:
             plan.relayout(plan.shard(torch.zeros(LENGTH), 0), 0, to="contiguous" if plan.mesh.rank else scattered(2))
 
     virtual_world(2).run(rank)
+
+
+def test_keys_of_cross_attention_move_by_their_own_length_in_a_set_of_plans_too() -> None:
+    q, kv = torch.randn(41, 2), torch.randn(3, 67)
+    reverse = [ls.Layout(length=n, rows=((((30, n - 30),), ((9, 21),), ((0, 9),)),)) for n in (41, 67)]
+
+    def rank(mesh: Any) -> bool:
+        plans = ls.plan({"full": ls.full(), "near": ls.sliding_window(9, 30)}, (41, 67), mesh, layout="contiguous", strategy="allgather")
+        r, same = plans["near"].mesh.rank, []
+        for plan in (plans, plans["near"]):
+            queries, keys = plan.shard(q, 0), plan.shard(kv, 1, side="kv")
+            moved = plan.relayout(queries, 0, to=reverse[0]), plan.relayout(keys, 1, to=reverse[1], side="kv")
+            back = plan.relayout(moved[1], 1, source=reverse[1], to="plan", side="kv")
+            wanted = q[reverse[0].positions(r)], kv[:, reverse[1].positions(r)], kv[:, plan.kv_positions]
+            same += [torch.equal(a, b) for a, b in zip((*moved, back), wanted)] + [torch.equal(plan.unshard(keys, 1, side="kv"), kv)]
+            with pytest.raises(ValueError, match="expected a layout of 67 tokens over 3 ranks"):
+                plan.relayout(keys, 1, to=reverse[0], side="kv")
+        return all(same)
+
+    assert all(virtual_world(3).run(rank))

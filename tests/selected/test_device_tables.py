@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 import longspan as ls
 from longspan._engine import selected as engine
-from longspan._kernels.gpu.selected_tables import SelectedTables, pairs_of, tiled_work
+from longspan._kernels.gpu.selected_tables import SelectedTables, pairs_of, stand_in, tiled_work
 from longspan._kernels.protocol import AttentionInputs, Selection, Work
 from longspan._kernels.tiling import Tiling
 from longspan._kernels.triton.gathered_call import GatheredKeys, without_repeats
@@ -265,3 +265,13 @@ def test_lookups_are_checked_at_chosen_pairs_only(granularity: int, tokens: int,
     short = torch.zeros(tokens // 2 - 1, device=DEVICE)  # a table of another size is checked again
     with pytest.raises(ValueError, match="looks outside a captured tensor"):
         attend(outside)
+
+
+@pytest.mark.parametrize(("tiles", "rows", "columns"), [(2, 2, 3), (9, 4, 5), (0, 0, 0)])
+def test_the_stand_in_of_a_choice_has_as_many_tiles_in_every_row_and_column(tiles: int, rows: int, columns: int) -> None:
+    """5 tiles of 64 queries and 4 of 128 keys, for 2 batch rows and 3 heads."""
+    table = stand_in((300, 500), (64, 128), 2, 3, tiles)
+    for made, count, each in ((table, 2 * 3 * 5, rows), (table.transposed, 2 * 3 * 4, columns)):
+        assert made.tiles_per_row.tolist() == [each] * count
+        assert int(made.ptr[-1]) == len(made.first) == len(made.last) == len(made.kind) and made.rows == count
+    assert (table.block, table.transposed.block, table.transposed.q_len) == ((64, 128), (128, 64), 500)

@@ -66,6 +66,15 @@ def test_indices_outside_of_the_keys_raise(wrong: int) -> None:
         ls.attention(*tensors(), mask=ls.selected(indices))
 
 
+@pytest.mark.parametrize("wrong", [2, -2])
+def test_indices_outside_of_the_keys_raise_in_compiled_calls(wrong: int) -> None:
+    q, k, v = tensors()
+    attend = torch.compile(lambda i: ls.attention(q, k, v, mask=ls.selected(i)), fullgraph=True, backend="eager")
+    attend(torch.tensor([[[[0, 1], [-1, 1]]]]))
+    with pytest.raises(RuntimeError, match="selected"):
+        attend(torch.tensor([[[[0, 1], [0, wrong]]]]))
+
+
 @pytest.mark.parametrize(
     ("indices", "options", "error", "message"),
     [

@@ -1,0 +1,20 @@
+"""Handles of specs, by which custom operators know the programs of a call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import longspan as ls
+from longspan._engine.spec import Spec
+from longspan._masks.tracing import trace
+
+
+def test_handles_differ_in_every_part_and_have_56_bits() -> None:
+    """Operators take them as int64; 64 bits of a digest would not fit."""
+    spec = Spec(mask=trace(ls.causal(), "mask").program, score=None, kernel="cpu")
+    score = trace(lambda s, b, h, q, kv: s * 2, "score").program
+    parts = [replace(spec, lse=False), replace(spec, invariant=True), replace(spec, mask=None), replace(spec, score=score)]
+    specs = [spec, *parts, *(replace(spec, kernel=f"kernel {i}") for i in range(20))]
+    handles = [one.handle for one in specs]
+    assert len(set(handles)) == len(specs) and min(handles) >= 0 and 2**48 < max(handles) < 2**56
+    assert replace(spec, lse=True).handle == spec.handle
