@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import pickle
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tests.comm.exchanges import uneven_exchange
 
-from longspan._comm.mesh import Axis, Mesh, as_mesh
+from longspan._comm.mesh import Axis, Mesh, _from_device_mesh, as_mesh
 from longspan.testing import virtual_world
 
 
@@ -84,3 +86,11 @@ def test_bad_shapes_ranks_and_names_raise() -> None:
     ):
         with pytest.raises(ValueError, match="mesh: expected"):
             make()
+
+
+@pytest.mark.parametrize("ranks", [[[0, 1], [3, 2]], [[0, 3], [1, 2]], [0, 2, 1], [0, 1, 1]], ids=str)
+def test_a_mesh_in_which_some_ranks_do_not_ascend_raises(ranks: Any) -> None:
+    mesh = torch.tensor(ranks)
+    stub = SimpleNamespace(mesh=mesh, ndim=mesh.ndim, mesh_dim_names=("a", "b")[: mesh.ndim], get_coordinate=lambda: [0] * mesh.ndim)
+    with pytest.raises(ValueError, match="expected a DeviceMesh whose ranks ascend along every dim"):
+        _from_device_mesh(stub)

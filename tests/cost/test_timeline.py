@@ -275,6 +275,17 @@ def test_thousands_of_devices_are_simulated_from_sampled_ranks() -> None:
         simulate(ls.causal(), 63, 64, shape=Shape(heads=8))
 
 
+def test_strategies_whose_kv_takes_half_of_the_memory_are_left_out() -> None:
+    options: dict[str, Any] = {"shape": Shape(heads=8, kv_heads=8)}
+    large = replace(cluster("h200"), memory=1e15)
+    every = {s.name: s.in_flight for s in simulate(ls.causal(), 1 << 16, 8, cluster=large, **options)}
+    middle = sorted(set(every.values()))[len(set(every.values())) // 2]
+    small = simulate(ls.causal(), 1 << 16, 8, cluster=replace(large, memory=2 * middle), **options)
+    assert {s.name for s in small} == {name for name, size in every.items() if size <= middle} != set(every)
+    tiny = simulate(ls.causal(), 1 << 16, 8, cluster=replace(large, memory=-1.0), **options)
+    assert {s.name for s in tiny} == set(every), "where nothing fits, all are shown"
+
+
 def test_weak_scaling_costs_efficiency_and_strong_scaling_more() -> None:
     options: dict[str, Any] = {"shape": Shape(heads=32, kv_heads=8), "cluster": "h100"}
     weak = curve(lambda tokens: ls.causal(), [(8, 1 << 17), (32, 1 << 19)], **options)

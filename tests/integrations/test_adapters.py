@@ -15,7 +15,7 @@ from tests.integrations.tiny_models import FAMILIES as TINY
 from tests.integrations.tiny_models import model_of
 
 FAMILIES = ("gptj", "gpt_neo", "codegen", "bloom", "mpt", "falcon")
-SAMPLE = ("gpt_neo", "bloom")
+SAMPLE = ("gpt_neo", "bloom", "falcon")
 GENERATED = list(product((*TINY, *FAMILIES, "opt", "phi3"), ("dynamic", "static", "quantized"), ("plain", "left")))
 GENERATED_SAMPLE = [
     ("llama", "static", "left"),

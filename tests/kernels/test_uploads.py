@@ -12,6 +12,7 @@ from torch import Tensor
 import longspan as ls
 
 pytest.importorskip("triton")
+from longspan._kernels.gpu import uploads as uploading
 from longspan._kernels.gpu.uploads import Uploads
 
 
@@ -72,6 +73,21 @@ def test_another_stream_waits_for_uploads() -> None:
     device.upload(0)  # between two launches of stream 1
     assert not device.launch(0) and device.launch(1)
     assert device.streams[1].waited[-1] is device.streams[0].recorded[-1]
+
+
+def test_the_current_stream_is_ordered_once_after_each_upload_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = _Device()
+    monkeypatch.setattr(uploading, "uploads", device.uploads)
+    monkeypatch.setattr(uploading, "current_raw_stream", lambda index: device.current)
+    table = device.upload(1)
+    device.current = 2
+    for _ in range(2):
+        assert uploading.ordered_stream(0) == 2
+        assert device.uploads.ordered == {0: {2}} and device.streams[2].waited == device.streams[1].recorded
+        assert table.streams == [device.streams[2]]
+    device.upload(0)
+    device.current = 2
+    assert uploading.ordered_stream(0) == 2 and len(device.streams[2].waited) == 3
 
 
 def test_a_stream_that_uploads_still_waits_for_earlier_uploads_of_others() -> None:
