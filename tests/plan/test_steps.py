@@ -56,6 +56,9 @@ def test_the_number_of_forwards_follows_from_the_limit() -> None:
     [
         ([], 10, "expected lengths of 1 or more tokens, got 'none'"),
         ([3, 0], 10, "expected lengths of 1 or more tokens, got 0"),
+        ([1, -2], 10, "expected lengths of 1 or more tokens, got -2"),
+        ([4, True], 10, "expected lengths of 1 or more tokens, got True"),
+        ([4, 2.5], 10, r"expected lengths of 1 or more tokens, got 2\.5"),
         ([3, 9], 0, "expected tokens_per_rank of 1 or more, got 0"),
         ([100, 9], 10, "a sample of 100 tokens exceeds 4 ranks × tokens_per_rank=10"),
         ([2, 1], 10, "expected at least one token per rank"),

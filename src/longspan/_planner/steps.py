@@ -145,9 +145,9 @@ def plan_step(lengths: Sequence[int], mesh: MeshLike, *, tokens_per_rank: int, *
 
 
 def _check(lengths: Sequence[int], ranks: int, tokens_per_rank: int) -> None:
-    if not lengths or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in lengths):
-        wrong = next((n for n in lengths if not isinstance(n, int) or n < 1), "none")
-        raise ValueError(f"plan_step: expected lengths of 1 or more tokens, got {wrong!r}")
+    wrong = [n for n in lengths if not isinstance(n, int) or isinstance(n, bool) or n < 1]
+    if wrong or not lengths:
+        raise ValueError(f"plan_step: expected lengths of 1 or more tokens, got {wrong[0] if wrong else 'none'!r}")
     if not isinstance(tokens_per_rank, int) or tokens_per_rank < 1:
         raise ValueError(f"plan_step: expected tokens_per_rank of 1 or more, got {tokens_per_rank!r}")
     if max(lengths) > ranks * tokens_per_rank:
