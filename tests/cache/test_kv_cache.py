@@ -326,3 +326,11 @@ def test_layers_whose_masks_have_equal_programs_but_other_windows() -> None:
             outs = [ls.attention(q[part], k[part], v[part], cache=step, layer=i, mask=mask) for i, mask in enumerate(masks)]
         for out in outs:
             torch.testing.assert_close(out.double(), expected[:, :, 600:], rtol=0, atol=1e-6)
+
+
+def test_missing_pages_are_those_that_a_step_lacks() -> None:
+    """9 pages of 8 tokens: 20 and 5 tokens take 4 of them."""
+    cache = make_cache(pages=9)
+    ids = cache.allocate(2)
+    cache.step(ids, [20, 5])
+    assert [cache.missing_pages(ids, counts) for counts in ([4, 3], [28, 16], [28, 24], [29, 24], [60, 24])] == [0, 0, 1, 2, 5]

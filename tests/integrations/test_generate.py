@@ -301,3 +301,11 @@ class TestErrors:
                 model(**{**batch, "use_cache": True}, past_key_values=lst.PagedCache(model))
 
         virtual_world(2).run(run)
+
+
+@pytest.mark.parametrize(
+    ("kv_length", "kv_offset", "want"), [(5, 0, "11011"), (3, 2, "011"), (7, 0, "1101100"), (4, 3, "1100"), (2, 6, "00")]
+)
+def test_keys_of_a_static_cache_that_a_mask_does_not_cover_are_not_real(kv_length: int, kv_offset: int, want: str) -> None:
+    real = lst._real_keys(torch.tensor([[1, 1, 0, 1, 1], [0, 1, 0, 1, 1]]), kv_length, kv_offset)
+    assert real.dtype == torch.bool and "".join(str(int(x)) for x in real[0]) == want

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import longspan as ls
 import longspan.integrations.transformers
-from longspan.integrations.samples import packed, step_batches
+from longspan.integrations.samples import packed, planned_step, step_batches
 from longspan.testing import virtual_world
 
 LENGTHS, RANKS, VOCAB = [211, 17, 5, 40, 9, 31, 88, 3], 4, 61
@@ -75,3 +75,16 @@ def test_what_does_not_fit_raises() -> None:
         packed([{"input_ids": torch.arange(3), "attention_mask": torch.ones(3)}])
     with pytest.raises(ValueError, match="a sample of 211 tokens exceeds 2 ranks"):
         list(step_batches(samples(), mesh, tokens_per_rank=100))
+
+
+@pytest.mark.parametrize("names", [("dp", "cp"), ("tp", "cp")])
+def test_a_mesh_with_an_axis_of_data_or_heads_raises(names: tuple[str, str]) -> None:
+    class Axis:
+        def __init__(self, size: int) -> None:
+            self.size, self.get_local_rank = lambda: size, lambda: 0
+
+    class TwoAxes(dict):  # type: ignore[type-arg]
+        mesh_dim_names = names
+
+    with pytest.raises(ValueError, match=r"step_batches: expected a mesh of one axis.*mesh\['dp', 'cp'\]._flatten"):
+        planned_step([30, 40], TwoAxes({names[0]: Axis(2), "cp": Axis(3)}), tokens_per_rank=50)

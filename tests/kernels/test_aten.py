@@ -212,9 +212,9 @@ def test_no_keys_at_all_are_no_error() -> None:
     assert not any(g.any() for g in torch.autograd.grad(out.sum(), [q, k]))
 
 
-@pytest.mark.parametrize("into_state", [False, True])
-def test_the_largest_scores_are_given_where_asked_for(into_state: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aten, "_MAX_SCORES_IN_FLIGHT", 5000)  # several rows at a time, not all
+@pytest.mark.parametrize(("into_state", "scores_at_once"), [(False, 5000), (True, 5000), (False, 1)])
+def test_the_largest_scores_are_given_where_asked_for(into_state: bool, scores_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aten, "_MAX_SCORES_IN_FLIGHT", scores_at_once)  # several rows at a time, not all, or one
     given = problem(causal)
     before, state = torch.full(given.q.shape[:3], -torch.inf), None
     if into_state:

@@ -250,7 +250,7 @@ def test_pooled_zeros_are_used_once_per_stream(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("zeros", [(3,), (1, 0), (0, 5), (1, 7), (2, 5000)])
-@pytest.mark.parametrize("floats", [(), (0, 0), (64, 4)])
+@pytest.mark.parametrize("floats", [(), (0, 0), (64, 4), (64, 0)])
 @pytest.mark.parametrize("stream", [None, 1])
 def test_a_workspace_has_an_address_for_each_argument_that_is_not_none(
     zeros: tuple[int, ...], floats: tuple[int, ...], stream: int | None, monkeypatch: pytest.MonkeyPatch

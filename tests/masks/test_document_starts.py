@@ -69,3 +69,5 @@ def test_first_tokens_that_are_not_those_of_documents_in_order_have_no_starts(fi
 def test_first_tokens_outside_of_the_sequence_are_padding() -> None:
     q, kv = _starts_of_first(torch.tensor([-1, 1, 1, 3, 9, 9])) or ((), ())
     assert (q.tolist(), kv.tolist()) == ([0, 1, 3, 4], [1, 3])
+    q, kv = _starts_of_first(torch.tensor([0, 0, 2, 2, 5])) or ((), ())
+    assert (q.tolist(), kv.tolist()) == ([0, 2, 4], [0, 2])

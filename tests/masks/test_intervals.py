@@ -272,6 +272,8 @@ def test_bounds_prove_whether_all_integers_fit_32_bits():
     assert _bounds(lambda b, h, q, kv: big[q] > 0) == (False, [True])
     assert _bounds(lambda b, h, q, kv: q >= kv, 2**31, 2**31) == (True, [])
     assert _bounds(lambda b, h, q, kv: q >= kv, 2**31 + 1, 5)[0] is False
+    assert _bounds(lambda b, h, q, kv: q - 2**31 < kv)[0] is True
+    assert _bounds(lambda b, h, q, kv: q - 2**31 - 1 < kv)[0] is False
 
 
 def test_bounds_prove_which_lookups_stay_inside_their_table():

@@ -38,6 +38,7 @@ FAMILIES: dict[str, Any] = {
     "remainder": lambda b, h, q, kv: (q - kv) % 256 < 64,
     "floor division": lambda b, h, q, kv: (q - kv) // 128 == -2,
     "truncated division": lambda b, h, q, kv: torch.div(q - kv, 128, rounding_mode="trunc") == 0,
+    "quotients, the first by 0": lambda b, h, q, kv: (q / kv >= 0) & (kv / (q - 300) < 4.0),
     "blocks of a grid": lambda b, h, q, kv: (q >= kv) | ((kv // BLOCK_SIZE == 5) & (q // BLOCK_SIZE == 1)),
     "BigBird": lambda b, h, q, kv: ((q // 128 - kv // 128).abs() <= 1) | (kv < 128) | (q < 128) | ((q // 128 * 3 + kv // 128) % 5 == 0),
     "strided blocks": lambda b, h, q, kv: (kv // 64 % 4 == 3) | (q // 64 == kv // 64),
