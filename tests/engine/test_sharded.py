@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -37,9 +38,8 @@ def cross_attention() -> tuple[Problem, Results]:
     return problem, problem.by_oracle()
 
 
-@pytest.mark.parametrize("strategy", ["ring", "allgather", "exchange", "ulysses"])
-@pytest.mark.parametrize("layout", ["contiguous", "head_tail", "round_robin", "auto"])
-def test_cross_attention_has_its_own_lengths_layouts_and_shards(strategy: str, layout: str) -> None:
+def test_cross_attention_has_its_own_lengths_layouts_and_shards(cross_case: tuple[str, str]) -> None:
+    strategy, layout = cross_case
     problem, right = cross_attention()
     got = problem.over(3, strategy=strategy, layout=layout)
     for name in right.values:
@@ -54,9 +54,8 @@ def documents_by_row() -> tuple[Problem, Results]:
     return problem, problem.by_oracle()
 
 
-@pytest.mark.parametrize("strategy", ["ring", "allgather", "exchange", "ulysses", "auto"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_batch_rows_may_be_laid_out_differently(strategy: str, layout: str) -> None:
+def test_batch_rows_may_be_laid_out_differently(by_row_case: tuple[str, str]) -> None:
+    strategy, layout = by_row_case
     problem, right = documents_by_row()
     got = problem.over(4, strategy=strategy, layout=layout)
     for name in right.values:
@@ -181,8 +180,19 @@ def test_the_dense_kernel_runs_over_a_mesh() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Without --whole-grid, every other pair of strategy and layout: each of both at least twice."""
+    whole = metafunc.config.getoption("--whole-grid")
     if "any_case" in metafunc.fixturenames:
-        metafunc.parametrize("any_case", whole_grid() if metafunc.config.getoption("--whole-grid") else [], ids=str)
+        metafunc.parametrize("any_case", whole_grid() if whole else [], ids=str)
+    strategies = ("ring", "allgather", "exchange", "ulysses", "auto")
+    pairs = {
+        "cross_case": list(product(strategies[:4], ("contiguous", "head_tail", "round_robin", "auto"))),
+        "by_row_case": list(product(strategies, LAYOUTS)),
+    }
+    for name in pairs.keys() & metafunc.fixturenames:
+        layouts = list(dict.fromkeys(layout for _, layout in pairs[name]))
+        sample = [p for p in pairs[name] if (strategies.index(p[0]) + layouts.index(p[1])) % 2 == 0]
+        metafunc.parametrize(name, pairs[name] if whole else sample, ids="-".join)
 
 
 def test_the_whole_grid_over_ranks(any_case: Case) -> None:
