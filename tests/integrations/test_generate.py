@@ -292,6 +292,16 @@ class TestErrors:
             with pytest.raises(ValueError, match="expected the padding of earlier columns"):
                 model(input_ids=torch.ones(2, 1, dtype=torch.long), attention_mask=other, past_key_values=cache)
 
+    def test_padding_of_columns_that_had_none(self) -> None:
+        model = decoding_model("llama", "longspan")
+        cache, ids = lst.PagedCache(model), one_prompt(9)
+        with torch.no_grad():
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache)
+            other = torch.ones(1, 10, dtype=torch.long)
+            other[0, 4] = 0
+            with pytest.raises(ValueError, match="expected the padding of earlier columns"):
+                model(input_ids=ids[:, :1], attention_mask=other, past_key_values=cache)
+
     def test_a_plan_and_a_cache(self) -> None:
         model = decoding_model("llama", "longspan")
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import longspan as ls
 from longspan._kernels import plain_tiles, rectangles
-from longspan._kernels.protocol import AttentionInputs
+from longspan._kernels.protocol import AttentionInputs, Work
+from longspan._kernels.tiling import Tiling
 from longspan.testing import oracle
 
 Mod = Callable[..., Tensor]
@@ -135,6 +136,27 @@ def test_the_plain_path_equals_the_oracle_over_several_tiles(mask: Mod, keys: in
     monkeypatch.setattr(plain_tiles, "TILE_KEYS", keys)
     monkeypatch.setattr(plain_tiles, "TILE_ELEMENTS", elements)
     agree(mask, 333, (8, 8), soft_cap, sink=False)
+
+
+@pytest.mark.parametrize("kind", ["full", "causal"])
+def test_parts_of_a_rectangle_are_bounded_and_cover_each_pair_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 batch rows and 3 heads: 6 scores for each pair."""
+    monkeypatch.setattr(plain_tiles, "TILE_KEYS", 20)
+    monkeypatch.setattr(plain_tiles, "TILE_ELEMENTS", 6 * 200)
+    q, k = torch.zeros(2, 3, 90, 8), torch.zeros(2, 1, 120, 8)
+    table, tiling = ls.full().block_table(90, 120), Tiling(length=90, block=128)
+    work = Work(table=table, q_tiles=tiling, kv_tiles=Tiling(length=120, block=128), scale=1.0)
+    tiles = plain_tiles.PlainTiles(AttentionInputs(q=q, k=k, v=k), work)
+    rect = rectangles.Rectangle(b=0, h=0, q0=13, q1=13 + 61, k0=31, k1=31 + 61, kind=kind)  # type: ignore[arg-type]
+    count = torch.zeros(90, 120, dtype=torch.int64)
+    for part in tiles.parts(rect):
+        m, n = part.q1 - part.q0, part.k1 - part.k0
+        assert n <= 20 and 6 * m * n <= 6 * 200 and part.kind == kind
+        count[part.q0 : part.q1, part.k0 : part.k1] += 1
+    inside = torch.zeros(90, 120, dtype=torch.int64)
+    inside[13:74, 31:92] = 1
+    assert count.max() == 1 and torch.equal(count * inside, count)
+    assert torch.equal(count.tril(18) if kind == "causal" else count, inside.tril(18) if kind == "causal" else inside)
 
 
 def test_the_flash_path_equals_the_oracle_under_a_window_of_several_tiles() -> None:
