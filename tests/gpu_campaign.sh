@@ -15,7 +15,7 @@ if [ -z "${CPU_ONLY:-}" ]; then
     part gpu_fuzz python3 -m tests.fuzz --device cuda --jobs "$GPU_JOBS" --seconds $((WALL - 42)) --first $((7000000 + SEED)) \
         --keep --json --out "$OUT/gpu"
     for kernel in hopper triton; do
-        part "invariant_$kernel" python3 -m tests.invariant_cases --seconds $((WALL - 12)) --kernel "$kernel" --device cuda --plain \
+        part "invariant_$kernel" python3 -m tests.invariant_cases --seconds $((WALL - 12)) --kernel "$kernel" --device cuda --plain 128 \
             --longest 1500 --first $((20000 + SEED))
     done
 fi

@@ -10,7 +10,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,17 +80,22 @@ def _dilated(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def problem(
-    seed: int, *, longest: int = 400, dtype: torch.dtype | None = None, kernel: str = "auto", device: str = "cpu", plain: bool = False
+    seed: int, *, longest: int = 400, dtype: torch.dtype | None = None, kernel: str = "auto", device: str = "cpu", plain_dim: int = 0,
+    masks: Sequence[str] = (),
 ) -> Problem:  # fmt: skip
-    """A random document. plain: causal or a window, without score mods, in bfloat16 with head dims of 128: few kernels to compile."""
+    """A random document. plain_dim: causal or a window, without score mods, in bfloat16 with these head dims: few kernels to compile.
+
+    masks: names to choose from.
+    """
     choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     heads, kv_heads = choose.choice(((1, 1), (2, 1), (4, 2), (3, 3)))
     dim = choose.choice((8, 16, 32, 40, 64))
     value_dim = dim if choose.random() < 0.6 else choose.choice((8, 16, 24, 64))
     length = max(1, int(longest ** choose.uniform(0.2, 1)))
     dtype = dtype or choose.choice((torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16))
+    plain = plain_dim > 0
     if plain:
-        dtype, dim, value_dim = torch.bfloat16, 128, 128
+        dtype, dim, value_dim = torch.bfloat16, plain_dim, plain_dim
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
@@ -103,7 +108,7 @@ def problem(
         grad_out=draw(1, heads, length, value_dim),
         grad_lse=draw(1, heads, length).to(wide) * (choose.random() < 0.5),
         sink=draw(heads).to(wide) if choose.random() < 0.3 and not plain else None,
-        mask=choose.choice(("causal", "causal", "window") if plain else ("causal", "causal", "full", "window", "dilated")),
+        mask=choose.choice(masks or (("causal", "causal", "window") if plain else ("causal", "causal", "full", "window", "dilated"))),
         window=(200, 150) if plain else (choose.randint(1, 200), choose.choice((0, 0, 5, 150))),
         score="none" if plain else choose.choice(SCORES),
         table=torch.randn(200, generator=generator).to(device, wide),
@@ -271,14 +276,16 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=2, help="variations of each kind on one rank")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--longest", type=int, default=400, help="tokens of a document at most")
-    parser.add_argument("--plain", action="store_true", help="causal or windowed bfloat16 documents with head dims of 128 only")
+    parser.add_argument("--plain", type=int, default=0, metavar="DIM", help="only causal or windowed bfloat16 documents of this head dim")
+    parser.add_argument("--masks", type=lambda names: tuple(names.split(",")), default=(), help="names of masks, by commas; all if empty")
     args = parser.parse_args()
     counts: Counter[str] = Counter()
     start, wrong, seed = time.monotonic(), 0, args.first
     while time.monotonic() - start < args.seconds and seed < args.first + args.cases:
         for failure in failures(
-            seed, counts, repeats=args.repeats, kernel=args.kernel, device=args.device, longest=args.longest, plain=args.plain
-        ):
+            seed, counts, repeats=args.repeats, kernel=args.kernel, device=args.device, longest=args.longest, plain_dim=args.plain,
+            masks=args.masks,
+        ):  # fmt: skip
             wrong += 1
             print(failure, flush=True)
         seed += 1

@@ -17,6 +17,7 @@ from longspan._engine import attention, call_cache, prepared_call
 from longspan._engine.call_cache import CallCache
 from longspan._kernels.hopper import passes
 from longspan._kernels.hopper.prepared import HopperBackward, HopperForward
+from longspan.testing import virtual_world
 
 BIAS = torch.nn.Parameter(torch.zeros(8))
 
@@ -67,6 +68,27 @@ def test_heads_that_are_not_shared_are_rounded_by_the_kernel_itself(launches: La
     _, grads = repeat(tensors, [], times=1, mask=ls.causal())
     dkdv, rounding = launches.values[2:]
     assert dkdv[6:8] == (grads[1].data_ptr(), grads[2].data_ptr()) and rounding[1:] == (grads[0].data_ptr(), 64**-0.5)
+
+
+def test_invariant_backward_passes_sum_each_row_in_one_cta(launches: Launches) -> None:
+    """dQ by a kernel of its own; the heads of a group are not divided, however few items there are. Over ranks, each side on its own."""
+    tensors = qkv()
+    with ls.invariant():
+        out = ls.attention(*tensors, mask=ls.causal(), kernel="hopper")
+    launches.clear()
+    torch.autograd.grad(out.sum(), tensors)
+    assert launches.names[-3:] == ["row_terms_kernel", "dq_kernel", "dkv_kernel"]
+
+    def rank(mesh: Any) -> None:
+        plan = ls.plan(ls.causal(), 512, mesh)
+        shards = [plan.shard(t.detach(), 2).requires_grad_() for t in tensors]
+        with ls.invariant():
+            out = ls.attention(*shards, plan=plan, kernel="hopper")
+        launches.clear()
+        torch.autograd.grad(out.sum(), shards)
+
+    virtual_world(1).run(rank)
+    assert [name for name in launches.names if "row" not in name] == ["dq_kernel", "dkv_kernel"]
 
 
 def capped(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Attention whose rows have the same bits in every batch, packing, chunk and layout (`longspan.invariant()`).
 
     pass          a rank computes     from                                order of each sum
-    forward, dQ   its own queries     KV of all ranks, gathered           blocks of KV of the row's document, ascending
-    dK, dV        its own KV          q, dO, lse, delta of all ranks      blocks of queries of the document, ascending
+    forward, dQ   its own queries     KV of all ranks, gathered           blocks of KV of the row's document, by position
+    dK, dV        its own KV          q, dO, lse, delta of all ranks      blocks of queries of the document, by position
 
 Each result is computed by one rank in one kernel call, so ranks merge nothing: a rank count, a layout or a strategy decides only where a
 row is computed. Kernels (`Work.invariant`) compute each row independently of the other rows of its tile. Blocks are counted from the start

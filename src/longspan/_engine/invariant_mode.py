@@ -23,9 +23,9 @@ def invariant() -> Iterator[None]:
     the number of ranks, the layout or the strategy. Backward passes follow the mode of their forward pass. The mode belongs to the thread
     or task that entered it, as that of `torch.no_grad`; as that, it may decorate a function.
 
-    Kernels: 'cpu', 'triton' and 'hopper', whose backward pass is triton's; others raise, and so does torch.compile. Over a mesh, every
-    strategy gathers the KV of all ranks, and the backward pass also q and the gradient of out: memory per rank grows with the whole
-    sequence. The how-to page "Same bits everywhere" says what the results may depend on.
+    Kernels: 'cpu', 'triton' and 'hopper'; others raise, and so does torch.compile. Over a mesh, every strategy gathers the KV of all
+    ranks, and the backward pass also q and the gradient of out: memory per rank grows with the whole sequence. The
+    how-to page "Same bits everywhere" says what the results may depend on.
 
     Example:
         >>> with longspan.invariant():

@@ -80,8 +80,8 @@ class Work:
             then their rows of `State.out` are undefined. Their lse stays in the state.
         concurrent: A hint: other kernels run on the device at the same time, so idle SMs are no loss.
         invariant: Results of a row must not depend on the other rows of the call, nor on where tiles of queries begin: each row sums over
-            KV tiles in ascending order, each KV row over query tiles in ascending order. Tiles of KV (of queries in the pass for dK and
-            dV) then begin at places that depend on the row's document only. See `longspan._engine.invariant`.
+            KV tiles, each KV row over query tiles, in an order that follows from their positions alone. Tiles of KV (of queries in the
+            pass for dK and dV) then begin at places that depend on the row's document only. See `longspan._engine.invariant`.
         selects: `SelectsKeys.select` makes the tiles to compute from a selection, or made them. `table` may have blocks of 64.
         device_tables: The tiles to compute, on the device (`SelectsKeys`); `table` is then an estimate of their number.
     """

@@ -26,8 +26,8 @@ from longspan._masks.static_table import StaticTable
 
 Pointers = tuple[Tensor, Tensor, Tensor]
 # The order in which a kernel iterates over a table row's runs. By kind: full runs and partial runs separately. Ascending, descending: by
-# position, so that the order of a query's sum does not depend on other queries of its tile. A kernel that iterates over full runs first
-# needs `ascending_runs`; a kernel that iterates over partial runs first needs `descending_tiles`.
+# position, so that the order of a row's sum does not depend on other rows of its tile. A kernel that iterates over partial, full and
+# partial runs needs `ascending_runs`; a kernel that iterates over partial runs first needs `descending_tiles`.
 RunOrder = Literal["by kind", "ascending", "descending"]
 
 

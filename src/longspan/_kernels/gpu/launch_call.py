@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,11 +72,8 @@ class Cut:
 class LaunchCall:
     """The tensors of one call. A subclass has a method per pass, which calls `launch`, and implements `prepare`.
 
-    `invariant_order`: the order of a row's runs if `Work.invariant`.
     `variant`: a hashable value that distinguishes launches of different configurations.
     """
-
-    invariant_order: ClassVar[launch.RunOrder] = "ascending"
 
     def __init__(self, inputs: AttentionInputs, work: Work, *, variant: Hashable = None) -> None:
         self.q, self.k, self.v, self.work = inputs.q, inputs.k, inputs.v, work
@@ -86,6 +83,10 @@ class LaunchCall:
         self._variant = variant
         self._mask_captured = launch.pack_captured(work.mask_captured, q)
         self._score_captured = launch.pack_captured(work.score_captured, q)
+
+    def invariant_order(self, one: Pass) -> launch.RunOrder:
+        """The order of a row's runs if `Work.invariant`."""
+        return "ascending"
 
     def prepare(self, one: Pass) -> PreparedLaunch:
         """The launch of a pass. May depend only on what the key in `launch` covers."""
@@ -164,7 +165,7 @@ class LaunchCall:
         if work.device_tables is None:
             on_device = launch.device_table(
                 table, columns, q.device, shared=1 if by_query else shared, positions=work.score is not None,
-                run_order=self.invariant_order if work.invariant else "by kind",
+                run_order=self.invariant_order(one) if work.invariant else "by kind",
             )  # fmt: skip
             lead, tables = len(on_device.partial) > 3, on_device._asdict()
         options = self.program_options

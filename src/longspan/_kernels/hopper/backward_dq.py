@@ -281,7 +281,7 @@ def dq_kernel(
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, E_TAIL: gl.constexpr,
     N: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    KV_PAIRS: gl.constexpr, HEAD_PAIRS: gl.constexpr,
+    KV_PAIRS: gl.constexpr, HEAD_PAIRS: gl.constexpr, LEAD: gl.constexpr,
 ):  # fmt: skip
     """dQ of query tiles, stored to dq_ptr or, with ADD, added to it. With SCATTER, gradients of captured tensors are added to `grads`.
 
@@ -306,6 +306,9 @@ def dq_kernel(
     q_side = (optional(q_side[0]), optional(q_side[1]), optional(q_side[2]))
     kv_side = (optional(kv_side[0]), optional(kv_side[1]), optional(kv_side[2]))
     captured = Captured(mask_captured, mask_sizes, score_captured, score_sizes)
+    lead = None
+    if LEAD:
+        lead = partial[3]
     full, partial = RunPointers(full[0], full[1], full[2]), RunPointers(partial[0], partial[1], partial[2])
     keys = KvSource(k, Parts(optional(local_k_ptr), first_given(local_k_tail_ptr, local_k_ptr)), local_tokens)
     values = KvSource(v, Parts(optional(local_v_ptr), first_given(local_v_tail_ptr, local_v_ptr)), local_tokens)
@@ -323,7 +326,7 @@ def dq_kernel(
             KV_PAIRS, HEAD_PAIRS,
         )),
         (produce, (
-            counter, items, q, keys, values, do, order, full, partial, q_side, kv_side,
+            counter, items, q, keys, values, do, order, full, partial, optional(lead), q_side, kv_side,
             rows, tiles, heads, shared, group, q_len, kv_len, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
             optional(isolation), PER_BATCH, PER_HEAD, N, STAGES, V_STAGES, KV_PAIRS, HEAD_PAIRS,
         )),

@@ -193,7 +193,7 @@ def _load_item(item_number, keys, values, b, head, head_parts, row, pos, left, k
 
 @gluon.jit
 def produce(
-    counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, dq_order, described, q_side, kv_side,
+    counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, lead, dq_order, described, q_side, kv_side,
     rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, k_s, v_s, buffers, item_s, item_bars, bars,
     isolation, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     KEYS: gl.constexpr, BM: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, Q_TILE: gl.constexpr, KV_TILE: gl.constexpr,
@@ -203,7 +203,8 @@ def produce(
 
     q_ptr, do_ptr, k_s, v_s: `Parts`.
     With ordered dQ, `described` holds mbarriers that complete when a step's record is written, and the steps of a head come in ascending
-    order of queries: full and partial runs are merged. Otherwise full runs come first and `described` is None.
+    order of queries: full and partial runs are merged. Otherwise full runs come first, after `lead` partial runs of
+    the table row if it is not None (`launch.ascending_runs`), and `described` is None.
     isolation: `StepIsolation`, or None. Q_TILE, KV_TILE: queries and keys of a tile of the block table. If a
     step has more queries than a tile, it has the same queries of two heads (`hopper.half_blocks`).
     BY_TILE: norm and delta are in the order of tiles (`row_terms.rows_by_tile`).
@@ -232,6 +233,7 @@ def produce(
             table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
             full_run, partial_run = gl.load(full.ptr + 2 * table), gl.load(partial.ptr + 2 * table)
             full_runs, partial_runs = gl.load(full.ptr + 2 * table + 1) - full_run, gl.load(partial.ptr + 2 * table + 1) - partial_run
+            first_runs = gl.load(lead + table) if lead is not None else 0  # partial runs before the full ones
             if ORDERED:
                 nth = gl.load(dq_order.ptr + table)  # query tiles of the table row so far
                 full_seen = 0
@@ -243,8 +245,11 @@ def produce(
                     r = gl.where(masked, next_partial, r)
                     full_seen += gl.where(masked, 0, 1)
                 else:
-                    masked = i >= full_runs
-                    r = gl.where(masked, partial_run + i - full_runs, full_run + i)
+                    masked, nth_partial = i >= full_runs, i - full_runs
+                    if lead is not None:
+                        masked = (i < first_runs) | (i >= first_runs + full_runs)
+                        nth_partial = gl.where(i < first_runs, i, i - full_runs)
+                    r = gl.where(masked, partial_run + nth_partial, full_run + i - first_runs)
                 first = gl.load(gl.where(masked, partial.first, full.first) + r)
                 last = gl.load(gl.where(masked, partial.last, full.last) + r)
                 kind = gl.where(masked, PARTIAL, gl.where(kv_left < KEYS, SHORT, FULL))

@@ -149,14 +149,14 @@ def _load_item(
 
 @gluon.jit
 def produce(
-    counter, items, q_ptr, keys, values, do_ptr, order, full, partial, q_side, kv_side,
+    counter, items, q_ptr, keys, values, do_ptr, order, full, partial, lead, q_side, kv_side,
     rows, tiles, heads, shared, group, q_len, kv_len, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
     isolation, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     KV_PAIRS: gl.constexpr, HEAD_PAIRS: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: takes items (query tiles) from the global counter and loads each item's queries, dO and KV blocks.
 
-    q_ptr, do_ptr, q_s, k_s, v_s, do_s: `Parts`. isolation: `StepIsolation`, or None.
+    q_ptr, do_ptr, q_s, k_s, v_s, do_s: `Parts`. isolation: `StepIsolation`, or None. lead: as in `dkv_producer.produce`.
     """
     unbounded = 0
     if isolation is not None:
@@ -174,9 +174,13 @@ def produce(
         full_runs, partial_runs = gl.load(full.ptr + 2 * table + 1) - full_run, gl.load(partial.ptr + 2 * table + 1) - partial_run
         terms_at = first_term(b * heads + h, q_len)
         queries_loaded = 0
+        first_runs = gl.load(lead + table) if lead is not None else 0  # partial runs before the full ones
         for run in range(full_runs + partial_runs):
-            masked = run >= full_runs
-            r = gl.where(masked, partial_run + run - full_runs, full_run + run)
+            masked, nth_partial = run >= full_runs, run - full_runs
+            if lead is not None:
+                masked = (run < first_runs) | (run >= first_runs + full_runs)
+                nth_partial = gl.where(run < first_runs, run, run - full_runs)
+            r = gl.where(masked, partial_run + nth_partial, full_run + run - first_runs)
             if KV_PAIRS:  # both kinds are in one list
                 first, second = gl.load(partial.first + 2 * r) * HALF, gl.load(partial.first + 2 * r + 1) * HALF
                 row_from, pos_from, left_from, begin, end = first, first, kv_len - first, 0, 1

@@ -79,8 +79,11 @@ class HopperKernel:
     kernel computes dQ. Forward results have the same bits in every run; which work items are split along KV depends on their number, and
     so do last bits.
 
-    `fallback` computes what these kernels do not support: backward passes in `longspan.invariant()`, tilings that leave rows
-    uncovered, empty KV, and results whose head dim is not contiguous.
+    In `longspan.invariant()`, too, a second kernel computes dQ: each row of dQ, dK and dV is one sum in one CTA, in an order that follows
+    from positions.
+
+    `fallback` computes what these kernels do not support: tilings that leave rows uncovered, empty KV, and results whose head dim is not
+    contiguous.
     """
 
     name = "hopper"
@@ -157,7 +160,7 @@ class HopperKernel:
     def backward(self, tensors: BackwardInputs, work: Work, *, wide: bool, into: Grads | None = None) -> Grads:
         assert tensors.inputs.local_kv is None or into is not None
         inputs, needs = _without_empty_buffer(tensors.inputs), tensors.needs
-        if not _supports_backward(inputs, work) or not inputs.k.numel() or work.invariant:
+        if not _supports_backward(inputs, work) or not inputs.k.numel():
             return self._fallback.backward(replace(tensors, inputs=_in_one_buffer(inputs)), work, wide=wide, into=into)
         q, deterministic = inputs.q, torch.are_deterministic_algorithms_enabled()
         check_order(work, needs, q)
@@ -178,8 +181,10 @@ class HopperKernel:
         if into is None or tensors.norm is None or tensors.delta is None:
             call.row_terms(term_tensors)(term_tensors, {})
         row_grads = RowGrads(grad_out, norm, delta, call.unbounded((norm, delta)))
-        if not one_pass:
+        if not one_pass and tensors.side != "kv":
             call.launch(call.dq_pass(row_grads, grads.q, grads.captured, add=into is not None))
+        if tensors.side == "q":
+            return grads
         parts, dk, dv = head_parts_of(call.q, call.v, work), grads.k, grads.v
         if parts > 1:  # each part of a KV head's query heads fills its own dK and dV, summed below
             dk, dv = (torch.empty((t.shape[0], t.shape[1] * parts, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (dk, dv))
@@ -293,7 +298,9 @@ def _supports_backward(inputs: AttentionInputs, work: Work) -> bool:
 def _one_pass(inputs: AttentionInputs, work: Work, needs: Sequence[bool]) -> bool:
     """Whether the dK/dV kernel computes dQ too."""
     q, v = inputs.q, inputs.v
-    if work.kv_tiles.block < BLOCK_SIZE or any(needs) or not computes_dq_with_dkv(q.shape[-1], v.shape[-1], scored=work.score is not None):
+    if work.invariant or work.kv_tiles.block < BLOCK_SIZE or any(needs):
+        return False
+    if not computes_dq_with_dkv(q.shape[-1], v.shape[-1], scored=work.score is not None):
         return False
     if not torch.are_deterministic_algorithms_enabled():
         return True

@@ -75,8 +75,6 @@ class RowGrads(NamedTuple):
 class HopperCall(LaunchCall):
     """The tensors of one call, copied if TMA cannot read them. Its methods launch the kernels."""
 
-    invariant_order = "descending"  # the forward kernel walks partial runs first
-
     def __init__(self, inputs: AttentionInputs, work: Work) -> None:
         q, k, v = streamable(inputs.q), streamable(inputs.k), streamable(inputs.v)
         super().__init__(inputs if q is inputs.q and k is inputs.k and v is inputs.v else replace(inputs, q=q, k=k, v=v), work)
@@ -85,6 +83,9 @@ class HopperCall(LaunchCall):
         if inputs.local_kv is not None:
             local_k, local_v = inputs.local_kv
             self._local_kv, self._local_tokens = (streamable(local_k), streamable(local_v)), local_k.shape[2]
+
+    def invariant_order(self, one: Pass) -> launch.RunOrder:
+        return "descending" if one.name == "forward" else "ascending"  # the forward kernel walks partial runs first
 
     def forward(self, result: State, old: State | None, *, done: Tensor | None = None) -> None:
         """Fill the rows of `result` that see a key, merged with `old`, which may be the same state.
@@ -428,8 +429,8 @@ class HopperCall(LaunchCall):
 
 
 def head_parts_of(q: Tensor, v: Tensor, work: Work) -> int:
-    """`head_parts` of a call's dK/dV launch; 1 if other launches fill the device at the same time."""
-    if work.concurrent:
+    """`head_parts` of a call's dK/dV launch; 1 if other launches fill the device at the same time, and for sums in a fixed order."""
+    if work.concurrent or work.invariant:
         return 1
     kv_pairs, head_pairs = pairs_of(work)
     shared, dims = q.shape[1] // v.shape[1], q.shape[-1] + v.shape[-1]
