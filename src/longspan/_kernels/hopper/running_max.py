@@ -98,20 +98,22 @@ def _types(count, dtype):
 
 
 @gluon.jit
-def _halves(x):
-    """Both halves of dim 1 of x [rows, columns, 8]."""
-    x = gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2, 8])
-    return gl.split(gl.permute(x, (0, 2, 3, 1)))
-
-
-@gluon.jit
 def _columns(x):
-    """x [rows, columns, 8] as a tuple of tensors [rows, 8]."""
+    """x [rows, 2ⁿ, 8] as a tuple of tensors [rows, 8]. Split into four at a time: the compiler takes long for each reshape."""
     if x.shape[1] == 1:
         return (gl.reshape(x, [x.shape[0], 8]),)
+    elif x.shape[1] == 2:
+        first, second = gl.split(gl.permute(x, (0, 2, 1)))
+        return (first, second)
+    elif x.shape[1] == 4:
+        low, high = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, 2, 8]), (0, 3, 2, 1)))
+        return gl.split(low) + gl.split(high)
     else:
-        first, second = _halves(x)
-        return _columns(first) + _columns(second)
+        x = gl.reshape(x, [x.shape[0], 2, 2, x.shape[1] // 4, 8])
+        low, high = gl.split(gl.permute(x, (0, 3, 4, 2, 1)))
+        first, second = gl.split(low)
+        third, fourth = gl.split(high)
+        return _columns(first) + _columns(second) + _columns(third) + _columns(fourth)
 
 
 @gluon.jit
@@ -120,9 +122,16 @@ def _join(columns):
     COUNT: gl.constexpr = len(columns)
     if COUNT == 1:
         return gl.reshape(columns[0], [columns[0].shape[0], 1, 8])
+    elif COUNT == 2:
+        return gl.permute(gl.join(columns[0], columns[1]), (0, 2, 1))
+    elif COUNT == 4:
+        x = gl.permute(gl.join(gl.join(columns[0], columns[1]), gl.join(columns[2], columns[3])), (0, 3, 2, 1))
+        return gl.reshape(x, [x.shape[0], 4, 8])
     else:
-        first, second = _join(columns[: COUNT // 2]), _join(columns[COUNT // 2 :])
-        x = gl.permute(gl.join(first, second), (0, 3, 1, 2))
+        QUARTER: gl.constexpr = COUNT // 4
+        low = gl.join(_join(columns[:QUARTER]), _join(columns[QUARTER : 2 * QUARTER]))
+        high = gl.join(_join(columns[2 * QUARTER : 3 * QUARTER]), _join(columns[3 * QUARTER :]))
+        x = gl.permute(gl.join(low, high), (0, 4, 3, 1, 2))
         return gl.reshape(x, [x.shape[0], COUNT, 8])
 
 
