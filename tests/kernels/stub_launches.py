@@ -6,6 +6,7 @@ launch function, is the code that runs on a GPU.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         monkeypatch.setattr(module, "current_cuda_device", lambda: None)  # the index of the CPU
     for module in (workspace, prepared):
         monkeypatch.setattr(module, "take_zeros", lambda count, device, stream: (0, torch.empty(0)))
+    monkeypatch.setattr(prepared, "fill_with_zeros", lambda address, words, stream, device: ctypes.memset(address, 0, 4 * words))
     monkeypatch.setattr(hopper_kernel, "_unsupported_reason", lambda inputs, work: None)
     monkeypatch.setattr(passes, "persistent_ctas", lambda device: 132)
     monkeypatch.setattr(registry, "has_gluon", lambda: True)

@@ -52,6 +52,7 @@ def _driver() -> ctypes.CDLL:
     library.cuLaunchKernelEx.argtypes = [pointer, pointer, pointer, pointer]
     library.cuTensorMapEncodeTiled.argtypes = [pointer, number, number, pointer, pointer, pointer, pointer, pointer, *[number] * 4]
     library.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
+    library.cuMemsetD32Async.argtypes = [ctypes.c_uint64, number, ctypes.c_size_t, pointer]
     return library
 
 
@@ -150,6 +151,17 @@ class DriverLaunch:
                 status = self._launch(self._config, self._function, self._params, None)
         if status:
             _check(status)
+
+
+def fill_with_zeros(address: int, words: int, stream: int, device: int) -> None:
+    """Set 32-bit words of device memory to 0, on a stream of the device, which is current."""
+    fill = _driver().cuMemsetD32Async
+    status = fill(address, 0, words, stream)
+    if status == _INVALID_CONTEXT:  # in a thread that has not used CUDA yet
+        _make_context_current(device)
+        status = fill(address, 0, words, stream)
+    if status:
+        _check(status)
 
 
 def driver_launch(
