@@ -190,6 +190,60 @@ def _load_queries(q_desc, b, h, row, t, bars, q_s, HEAD_PAIRS: gl.constexpr):
 
 
 @gluon.jit
+def _load_block(
+    i, t, block, n, first, last, place, item, isolated, unbounded, q_desc, keys, values, kv_len, q_s, k_s, v_s, blocks_s, near_end,
+    state_due, bars, kv_bars, isolation, N: gl.constexpr, STAGES: gl.constexpr, KV_PAIRS: gl.constexpr, HEAD_PAIRS: gl.constexpr,
+):  # fmt: skip
+    """`load` for KV block i, which is block `block` of item t: block n of the tiles from `first` to `last`. Returns `isolated`.
+
+    A function of its own, because the compiler's frontend visits the body of each loop twice: in three loops eight times.
+    """
+    b, h, kv_head, row, first_block, partial_blocks, state_at, near_end_at = item
+    row_from, pos_from, left_from = place
+    stage = ring_slot(i, STAGES)
+    empty_phase = ring_phase(i, STAGES) ^ 1
+    mbarrier.wait(kv_bars.k_empty.index(stage), empty_phase)
+    if KV_PAIRS:
+        store_int(blocks_s, BLOCK_FIELDS * stage + BLOCK_POSITION, first * HALF)
+        store_int(blocks_s, BLOCK_FIELDS * stage + BLOCK_KEYS_LEFT, kv_len - first * HALF)
+        store_int(blocks_s, BLOCK_FIELDS * stage + SECOND_POSITION, last * HALF)
+        store_int(blocks_s, BLOCK_FIELDS * stage + SECOND_KEYS_LEFT, kv_len - last * HALF)
+    else:
+        store_int(blocks_s, BLOCK_FIELDS * stage + BLOCK_POSITION, pos_from + n * N)
+        store_int(blocks_s, BLOCK_FIELDS * stage + BLOCK_KEYS_LEFT, left_from - n * N)
+    k_full, v_full = kv_bars.k_full.index(stage), kv_bars.v_full.index(stage)
+    isolates = False
+    if isolation is not None:
+        isolates = (unbounded != 0) & (block < partial_blocks)
+        if isolates:  # the consumers wait for the isolated tiles
+            k_full, v_full = isolation.loaded.index(0), isolation.loaded.index(1)
+    if KV_PAIRS:
+        load_halves(keys.rest.main, b, kv_head, first * HALF, last * HALF, k_full, k_s.main, stage)
+    else:
+        load_kv_parts(keys, b, kv_head, row_from + n * N, k_full, part_slot(k_s, stage))
+    if (block == first_block) & (t > 0):
+        # After the item's first K tile: its stage is empty before the query tiles of the item before are.
+        _load_queries(q_desc, b, h, row, t, bars, q_s, HEAD_PAIRS)
+    mbarrier.wait(kv_bars.v_empty.index(stage), empty_phase)
+    if KV_PAIRS:
+        load_halves(values.rest, b, kv_head, first * HALF, last * HALF, v_full, v_s, stage)
+    else:
+        load_kv_tile(values, b, kv_head, row_from + n * N, v_full, v_s.index(stage))
+    if isolation is not None:  # noqa: SIM102 (a compile-time condition)
+        if isolates:
+            isolate_values(k_s.main.index(stage), v_s.index(stage), isolation, isolated & 1)
+            isolated += 1
+            mbarrier.arrive(kv_bars.k_full.index(stage), count=1)
+            mbarrier.arrive(kv_bars.v_full.index(stage), count=1)
+    if state_due is not None:  # noqa: SIM102 (a compile-time condition)
+        if block == state_at:
+            mbarrier.arrive(state_due.index(ring_slot(t, 2)), count=1)
+    if block == near_end_at:
+        mbarrier.arrive(near_end.index(ring_slot(t, 2)), count=1)
+    return isolated
+
+
+@gluon.jit
 def load(
     q_desc, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end, state_due, bars, kv_bars,
     isolation, FIRST_RECORDS: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, STAGES: gl.constexpr, KV_PAIRS: gl.constexpr,
@@ -245,47 +299,11 @@ def load(
             row_from, pos_from, left_from = run_place(first, last, kv_len, kv_side, N_SUBS, N)
             run_blocks = 1 if KV_PAIRS else (last + 1 - first) * N_SUBS
             for block in range(gl.maximum(run_block, first_block), gl.minimum(run_block + run_blocks, end_block)):
-                n = first * N_SUBS + block - run_block
-                stage = ring_slot(i, STAGES)
-                empty_phase = ring_phase(i, STAGES) ^ 1
-                mbarrier.wait(kv_bars.k_empty.index(stage), empty_phase)
-                if KV_PAIRS:
-                    store_int(blocks_s, BLOCK_FIELDS * stage + BLOCK_POSITION, first * HALF)
-                    store_int(blocks_s, BLOCK_FIELDS * stage + BLOCK_KEYS_LEFT, kv_len - first * HALF)
-                    store_int(blocks_s, BLOCK_FIELDS * stage + SECOND_POSITION, last * HALF)
-                    store_int(blocks_s, BLOCK_FIELDS * stage + SECOND_KEYS_LEFT, kv_len - last * HALF)
-                else:
-                    store_int(blocks_s, BLOCK_FIELDS * stage + BLOCK_POSITION, pos_from + n * N)
-                    store_int(blocks_s, BLOCK_FIELDS * stage + BLOCK_KEYS_LEFT, left_from - n * N)
-                k_full, v_full = kv_bars.k_full.index(stage), kv_bars.v_full.index(stage)
-                isolates = False
-                if isolation is not None:
-                    isolates = (unbounded != 0) & (block < partial_blocks)
-                    if isolates:  # the consumers wait for the isolated tiles
-                        k_full, v_full = isolation.loaded.index(0), isolation.loaded.index(1)
-                if KV_PAIRS:
-                    load_halves(keys.rest.main, b, kv_head, first * HALF, last * HALF, k_full, k_s.main, stage)
-                else:
-                    load_kv_parts(keys, b, kv_head, row_from + n * N, k_full, part_slot(k_s, stage))
-                if (block == first_block) & (t > 0):
-                    # After the item's first K tile: its stage is empty before the query tiles of the item before are.
-                    _load_queries(q_desc, b, h, row, t, bars, q_s, HEAD_PAIRS)
-                mbarrier.wait(kv_bars.v_empty.index(stage), empty_phase)
-                if KV_PAIRS:
-                    load_halves(values.rest, b, kv_head, first * HALF, last * HALF, v_full, v_s, stage)
-                else:
-                    load_kv_tile(values, b, kv_head, row_from + n * N, v_full, v_s.index(stage))
-                if isolation is not None:  # noqa: SIM102 (a compile-time condition)
-                    if isolates:
-                        isolate_values(k_s.main.index(stage), v_s.index(stage), isolation, isolated & 1)
-                        isolated += 1
-                        mbarrier.arrive(kv_bars.k_full.index(stage), count=1)
-                        mbarrier.arrive(kv_bars.v_full.index(stage), count=1)
-                if state_due is not None:  # noqa: SIM102 (a compile-time condition)
-                    if block == state_at:
-                        mbarrier.arrive(state_due.index(ring_slot(t, 2)), count=1)
-                if block == near_end_at:
-                    mbarrier.arrive(near_end.index(ring_slot(t, 2)), count=1)
+                isolated = _load_block(
+                    i, t, block, first * N_SUBS + block - run_block, first, last, (row_from, pos_from, left_from),
+                    (b, h, kv_head, row, first_block, partial_blocks, state_at, near_end_at), isolated, unbounded, q_desc, keys, values,
+                    kv_len, q_s, k_s, v_s, blocks_s, near_end, state_due, bars, kv_bars, isolation, N, STAGES, KV_PAIRS, HEAD_PAIRS,
+                )  # fmt: skip
                 i += 1
             run_block += run_blocks
         t += 1
