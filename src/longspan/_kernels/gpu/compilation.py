@@ -13,6 +13,7 @@ Private parts of Triton used here, 3.6 to 3.9. Without one of them, Triton compi
 `JITFunction.compile`           called with the source, target and options of a kernel that this process has not compiled.
 `ASTSource.make_ir`, `.hash`    tracing; a hash of the source, the signature and the constants.
 `triton.runtime.cache.triton_key`
+`GluonSemantic.warp_specialize`, `GluonCallerContext`, `CodeGenerator.caller_context`
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _compile_once(src: Any, target: Any = None, options: Any = None, **more: Any
     trace = src.make_ir
 
     def trace_alone(*args: Any, **kwargs: Any) -> Any:
-        with _tracing, _without_garbage_collection():
+        with _tracing, _without_garbage_collection(), _partitions_share_functions():
             module = trace(*args, **kwargs)
         _start_waiting()
         return module
@@ -88,6 +89,38 @@ def _without_garbage_collection() -> Iterator[None]:
     finally:
         _collection_paused.clear()
         gc.enable()
+
+
+@contextmanager
+def _partitions_share_functions() -> Iterator[None]:
+    """In Gluon kernels, let the default partition call the same functions as other partitions of as many warps.
+
+    Gluon names functions by the number of warps of the calling partition, but not in the default partition: it would trace, and optimize,
+    each function of two equal warp groups twice. One thread enters this context at a time.
+    """
+    try:
+        from triton.experimental.gluon.language import _semantic
+
+        semantic, context = _semantic.GluonSemantic, _semantic.GluonCallerContext
+        specialize = semantic.warp_specialize
+    except (ImportError, AttributeError):  # another Triton
+        yield
+        return
+
+    def warp_specialize(self: Any, functions_and_args: Any, warps: Any, registers: Any, generator: Any) -> Any:
+        if generator.caller_context is not None:
+            return specialize(self, functions_and_args, warps, registers, generator)
+        generator.caller_context = context(num_warps=self.builder.options.num_warps)
+        try:
+            return specialize(self, functions_and_args, warps, registers, generator)
+        finally:
+            generator.caller_context = None
+
+    semantic.warp_specialize = warp_specialize
+    try:
+        yield
+    finally:
+        semantic.warp_specialize = specialize
 
 
 def _resume_collection() -> None:
