@@ -225,6 +225,12 @@ def check_counters(name: str, code: Any) -> None:
     assert name != "forward_kernel" or orders.count("acq_rel") in (0, 2), f"{name}: arrival counters are {orders}"
 
 
+def check_functions(name: str, code: Any) -> None:
+    """The warp groups of the forward kernel, all of four warps, share functions: the main loop is traced once for each kind of block."""
+    loops = re.findall(r"tt\.func private @\S*attend_blocks", code.asm["source"])
+    assert len(loops) <= 2 or name != "forward_kernel", f"{name}: the main loop was traced {len(loops)} times"
+
+
 def main() -> None:
     compile_instead_of_launching()
     grid = [((128, 128), torch.bfloat16, True, True)]
@@ -245,6 +251,7 @@ def main() -> None:
         for name, code in programs.values():
             check_arrivals(code)
             check_counters(name, code)
+            check_functions(name, code)
             log = assembler_logs.get(code.hash) or assemble(code)
             spilled = re.search(r"(\d+) bytes spill stores", log)
             used = f"{code.metadata.shared} bytes shared, {spilled[1] if spilled else '?'} bytes spilled"

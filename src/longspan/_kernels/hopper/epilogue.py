@@ -65,7 +65,7 @@ def merge(m, total, old_m):
 
 @gluon.jit
 def _combine_parts(
-    to, arrivals, item, split, rows, rows_left, zero, GROUP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, layout: gl.constexpr
+    to, arrivals, item, split, rows, rows_left, zero, group, E: gl.constexpr, EP: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
     """After the store of a part: (whether it is the last of its item; if so, the max, sum and output over all parts).
 
@@ -78,7 +78,7 @@ def _combine_parts(
     is_last = gl.atomic_add(arrivals, 1, sem="acq_rel") == split.parts - 1
     if is_last:
         for i in range(split.parts):
-            part = (item + i * split.split_items) * GROUPS + GROUP
+            part = (item + i * split.split_items) * GROUPS + group
             part_m = gl.load(to.part_lse + part * GROUP_ROWS + rows, mask=rows < rows_left, other=-float("inf"))
             part_out = load_tile(to.part_out + wide(part) * (GROUP_ROWS * EP), 0, rows_left, EP + zero, E, EP, layout)
             m, total, factor, part_factor = merge(m, total, part_m)
@@ -102,7 +102,7 @@ def _store(to, strides, complete, acc, b, h, row, rows_left, zero, E: gl.constex
 @gluon.jit
 def store_output(
     to, counter, split, strides, complete, acc, b, h, row, rows, rows_left, lse_at, split_part, zero,
-    GROUP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, ROW_WISE: gl.constexpr, layout: gl.constexpr,
+    group, E: gl.constexpr, EP: gl.constexpr, ROW_WISE: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Store an item's output to global memory. Of a split item (split_part ≥ 0), store the part; the last part combines all of them."""
     if EP > MAX_SPLIT_DIM:  # noqa: SIM114 (a compile-time condition)
@@ -110,11 +110,11 @@ def store_output(
     elif split_part < 0:
         _store(to, strides, complete, acc, b, h, row, rows_left, zero, E, EP, ROW_WISE)
     else:
-        part = split_part * GROUPS + GROUP
+        part = split_part * GROUPS + group
         store_tile(to.part_out + wide(part) * (GROUP_ROWS * EP), acc, 0, rows_left, EP + zero, E, EP)
         item = split_part % split.split_items
-        arrivals = counter + 1 + item * GROUPS + GROUP
-        is_last, m, total, acc = _combine_parts(to, arrivals, item, split, rows, rows_left, zero, GROUP, E, EP, layout)
+        arrivals = counter + 1 + item * GROUPS + group
+        is_last, m, total, acc = _combine_parts(to, arrivals, item, split, rows, rows_left, zero, group, E, EP, layout)
         if is_last:
             seen = total != 0.0  # also where total is NaN
             divisor = gl.where(seen, total, 1.0)
@@ -124,21 +124,21 @@ def store_output(
 
 
 @gluon.jit
-def stage_output(state_s, out_desc, complete_out_desc, complete, acc, GROUP: gl.constexpr):
+def stage_output(state_s, out_desc, complete_out_desc, complete, acc, group):
     """Write an item's output to shared memory, in the dtype of the tensor to which the state warp stores it."""
     if complete_out_desc is None:
-        _stage(state_s, out_desc, acc, GROUP)
+        _stage(state_s, out_desc, acc, group)
     else:
         if complete == 0:
-            _stage(state_s, out_desc, acc, GROUP)
+            _stage(state_s, out_desc, acc, group)
         else:
-            _stage(state_s, complete_out_desc, acc, GROUP)
+            _stage(state_s, complete_out_desc, acc, group)
     fence_async_shared()
 
 
 @gluon.jit
-def _stage(state_s, desc, acc, GROUP: gl.constexpr):
+def _stage(state_s, desc, acc, group):
     if desc.dtype != gl.float32:  # a narrower tile overlaps rows of the old state that other warps of the group may still read
         barrier()
-    tile = view_as(state_s.index(GROUP), desc)
+    tile = view_as(state_s.index(group), desc)
     tile.reshape([tile.shape[2], tile.shape[3]]).store(acc.to(desc.dtype))

@@ -174,6 +174,155 @@ def attend_blocks(
 
 
 @gluon.jit
+def _attend_item(
+    h, i, t, group, q, rows, zeros,
+    to, counter, split, strides, heads, q_len, scale, first_b, first_h,
+    k_s, v_s, items_s, blocks_s, bars, kv_bars, out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
+    MASK: gl.constexpr, BOUNDS: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr,
+    CORNERS: gl.constexpr, UNIFORM: gl.constexpr, SCALE_IN_EXP: gl.constexpr, N: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
+    STAGES: gl.constexpr, ONE_LOOP: gl.constexpr, KV_PAIRS: gl.constexpr, HEAD_PAIRS: gl.constexpr,
+    layout: gl.constexpr, out_layout: gl.constexpr,
+):  # fmt: skip
+    """Item t of consumer warp group `group`, from KV block i on. q: the tile of its queries. Returns the KV block after the item.
+
+    A function of its own, with a group that is known at run time only before it is inlined: the compiler's frontend visits it once, and
+    not twice in the loop of each of two warp groups.
+    """
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
+    MAX_SCORES: gl.constexpr = to.max_scores is not None
+    WIDE: gl.constexpr = EP > MAX_SPLIT_DIM
+    STATE_WARP: gl.constexpr = state_s is not None
+    SMALL: gl.constexpr = q.main.shape[1] <= 64 and EP <= 64
+    Q_IN_REGISTERS: gl.constexpr = SMALL  # read Q once per item, not once per block
+    slot = ring_slot(t, ITEM_SLOTS)
+    b = item_field(items_s, slot, BATCH)
+    h, row = group_place(h, item_field(items_s, slot, ROW), group, GROUP_ROWS, HEAD_PAIRS)
+    q_first = item_field(items_s, slot, POSITION) + (0 if HEAD_PAIRS else group * GROUP_ROWS)
+    rows_left = item_field(items_s, slot, ROWS_LEFT) - (0 if HEAD_PAIRS else group * GROUP_ROWS)
+    first_block = item_field(items_s, slot, FIRST_BLOCK)
+    blocks = item_field(items_s, slot, END_BLOCK) - first_block
+    partial = gl.minimum(gl.maximum(item_field(items_s, slot, PARTIAL_BLOCKS) - first_block, 0), blocks)
+    full = blocks - partial
+    lse_at = wide_unsigned(b * heads + h) * wide_unsigned(q_len) + row
+    inside = rows < rows_left
+    global_b, global_h = b + first_b, h + first_h
+    of_head = captured
+    if UNIFORM is not None:
+        score = UNIFORM(global_b, global_h, captured.score, captured.score_sizes)
+        of_head = Captured(captured.mask, captured.mask_sizes, score, captured.score_sizes)
+    if BOUNDS is not None:
+        bounds = BOUNDS(global_b, global_h, gl.expand_dims(q_first + rows, 1), captured.mask, captured.mask_sizes)
+        of_head = Captured(bounds, of_head.mask_sizes, of_head.score, of_head.score_sizes)
+
+    m, total, max_scores = start_rows(not ONE_LOOP, N, layout)
+    acc = gl.full([GROUP_ROWS, EP], 0.0, gl.float32, layout=out_layout)
+    mbarrier.wait(bars.q_full.index(group), t & 1)
+    if Q_IN_REGISTERS:
+        q = held_operand(q, gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2), True)
+    stage = ring_slot(i, STAGES)
+    mbarrier.wait(kv_bars.k_full.index(stage), ring_phase(i, STAGES))
+    kv, left = block_field(blocks_s, stage, BLOCK_POSITION), block_field(blocks_s, stage, BLOCK_KEYS_LEFT)
+    kv_second, left_second = 0, 0
+    if KV_PAIRS:
+        kv_second, left_second = block_field(blocks_s, stage, SECOND_POSITION), block_field(blocks_s, stage, SECOND_KEYS_LEFT)
+    s_next = start_scores(q, part_2d(k_s, stage), zeros)
+    s = warpgroup_mma_wait(0, deps=[s_next])
+    mbarrier.arrive(kv_bars.k_empty.index(stage), count=1)
+    p, m, total, max_scores, _ = softmax_block(
+        s, m, total, max_scores, q_first, kv, left, partial > 0, global_b, global_h, scale, of_head,
+        MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, True, not ONE_LOOP, N, v_s.dtype, layout,
+        kv_second, left_second, KV_PAIRS,
+    )  # fmt: skip
+    weights = gl.convert_layout(p, operand)
+    i += 1
+    if ONE_LOOP:
+        acc, total, m, max_scores, weights, i = attend_blocks(
+            acc, total, m, max_scores, weights, i, blocks - 1, q, q_first, global_b, global_h, scale, k_s, v_s, blocks_s, kv_bars,
+            of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, N, STAGES, -1, False, False, layout,
+            out_layout, i - 1 + partial, KV_PAIRS,
+        )  # fmt: skip
+    else:
+        acc, total, m, max_scores, weights, i = attend_blocks(
+            acc, total, m, max_scores, weights, i, gl.maximum(partial - 1, 0), q, q_first, global_b, global_h, scale, k_s, v_s,
+            blocks_s, kv_bars, of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, N, STAGES,
+            -1, True, False, layout, out_layout, None, KV_PAIRS,
+        )  # fmt: skip
+        acc, total, m, max_scores, weights, i = attend_blocks(
+            acc, total, m, max_scores, weights, i, gl.where(partial > 0, full, full - 1), q, q_first, global_b, global_h, scale, k_s,
+            v_s, blocks_s, kv_bars, of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, False, SCALE_IN_EXP, MAX_SCORES, N,
+            STAGES, -1, True, False, layout, out_layout, None, KV_PAIRS,
+        )  # fmt: skip
+    mbarrier.arrive(bars.q_empty.index(group), count=1)
+    last = ring_slot(i - 1, STAGES)
+    mbarrier.wait(kv_bars.v_full.index(last), ring_phase(i - 1, STAGES))
+    acc_next = warpgroup_mma(weights, tile_2d(v_s, last), acc, is_async=True)
+    m, total, max_scores = end_rows(m, total, max_scores, layout)
+    # 0, but unknown to the compiler, which would otherwise compute the addresses of a tile once for all items, in registers that the
+    # main loops need. A multiple of 16, so that the alignment of rows stays known.
+    zero = (i >> 30) * 16
+    split_part = item_field(items_s, slot, SPLIT_PART)
+    complete = 0
+    if to.complete_out is not None:
+        complete = item_field(items_s, slot, COMPLETE)
+    mbarrier.arrive(bars.item_empty.index(slot), count=1)
+    part = split_part * GROUPS + group
+    # The old state is merged last, when the registers of scores and weights are free. Of a split item, the first part merges it.
+    factor, old_factor = total, total
+    by_tma = moved_by_tma(rows_left + group * GROUP_ROWS, split_part, GROUPS * GROUP_ROWS)
+    if STATE_WARP:
+        mbarrier.wait(state_bars.ready, t & 1)
+    if to.old_lse is not None:
+        old_left = gl.where(split_part < split.split_items, rows_left, 0)
+        old_head = to.old_out + wide(b) * strides.old_out[0] + wide(h) * strides.old_out[1]
+        if STATE_WARP:
+            if by_tma:
+                old_m = lse_s.index(group).load(gl.SliceLayout(1, layout)) * LOG2_E
+                old = tile_2d(state_s, group).load(out_layout)
+            else:
+                old_m = gl.load(to.old_lse + lse_at + rows, mask=rows < old_left, other=-float("inf")) * LOG2_E
+                old = load_tile(old_head, row, old_left, strides.old_out[2] + zero, E, EP, out_layout)
+        else:
+            old_m = gl.load(to.old_lse + lse_at + rows, mask=rows < old_left, other=-float("inf")) * LOG2_E
+            if not WIDE:
+                old = load_tile(old_head, row, old_left, strides.old_out[2] + zero, E, EP, out_layout)
+        m, total, factor, old_factor = merge(m, total, old_m)
+    if to.old_max_scores is not None:
+        old_max_scores = gl.load(to.old_max_scores + lse_at + rows, mask=inside, other=-float("inf"))
+        max_scores = gl.maximum(max_scores, old_max_scores * LOG2_E)
+    seen = total != 0.0  # also where total is NaN: a row that sees a NaN has lse NaN
+    divisor = gl.where(seen, total, 1.0)
+    if split_part < 0:
+        gl.store(to.lse + lse_at + rows, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=inside)
+    else:
+        gl.store(to.part_lse + part * GROUP_ROWS + rows, gl.where(seen, m + gl.log2(divisor), -float("inf")), mask=inside)
+    if MAX_SCORES:
+        gl.store(to.max_scores + lse_at + rows, max_scores * LN_2, mask=inside)
+    acc = warpgroup_mma_wait(0, deps=[acc_next])
+    mbarrier.arrive(kv_bars.v_empty.index(last), count=1)
+    if to.old_lse is None:
+        acc = acc * by_row(1.0 / divisor, out_layout)
+    else:
+        if WIDE:  # there are no registers for two tiles of this width: the old one is loaded here, and used as it arrives
+            old = load_tile(old_head, row, old_left, strides.old_out[2] + zero, E, EP, out_layout)
+        acc = acc * by_row(factor / divisor, out_layout) + old * by_row(old_factor / divisor, out_layout)
+    if STATE_WARP:
+        if by_tma:
+            stage_output(state_s, out_desc, complete_out_desc, complete, acc, group)
+        else:
+            store_output(
+                to, counter, split, strides, complete, acc, b, h, row, rows, rows_left, lse_at, split_part, zero,
+                group, E, EP, not STATE_WARP, out_layout,
+            )  # fmt: skip
+        mbarrier.arrive(state_bars.filled, count=1)
+    else:
+        store_output(
+            to, counter, split, strides, complete, acc, b, h, row, rows, rows_left, lse_at, split_part, zero,
+            group, E, EP, not STATE_WARP, out_layout,
+        )  # fmt: skip
+    return i
+
+
+@gluon.jit
 def _consume(
     to, counter, split, strides, heads, q_len, scale, first_b, first_h,
     q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars, out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
@@ -184,146 +333,19 @@ def _consume(
     """A consumer warp group: 64 of the item's 128 queries."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, EP, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
-    MAX_SCORES: gl.constexpr = to.max_scores is not None
-    WIDE: gl.constexpr = EP > MAX_SPLIT_DIM
-    STATE_WARP: gl.constexpr = state_s is not None
     rows = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout))
     zeros = gl.full([GROUP_ROWS, N], 0.0, gl.float32, layout=layout)
-    SMALL: gl.constexpr = q_s.main.shape[4] <= 64 and EP <= 64
-    Q_IN_REGISTERS: gl.constexpr = SMALL  # read Q once per item, not once per block
-    if not Q_IN_REGISTERS:
-        q = part_2d(q_s, GROUP)
+    q = part_2d(q_s, GROUP)
     i = 0  # KV blocks so far
     t = 0  # items so far
     mbarrier.wait(bars.item_full.index(0), 0)
     h = item_field(items_s, 0, HEAD)
     while h >= 0:
-        slot = ring_slot(t, ITEM_SLOTS)
-        b = item_field(items_s, slot, BATCH)
-        h, row = group_place(h, item_field(items_s, slot, ROW), GROUP, GROUP_ROWS, HEAD_PAIRS)
-        q_first = item_field(items_s, slot, POSITION) + (0 if HEAD_PAIRS else GROUP * GROUP_ROWS)
-        rows_left = item_field(items_s, slot, ROWS_LEFT) - (0 if HEAD_PAIRS else GROUP * GROUP_ROWS)
-        first_block = item_field(items_s, slot, FIRST_BLOCK)
-        blocks = item_field(items_s, slot, END_BLOCK) - first_block
-        partial = gl.minimum(gl.maximum(item_field(items_s, slot, PARTIAL_BLOCKS) - first_block, 0), blocks)
-        full = blocks - partial
-        lse_at = wide_unsigned(b * heads + h) * wide_unsigned(q_len) + row
-        inside = rows < rows_left
-        global_b, global_h = b + first_b, h + first_h
-        of_head = captured
-        if UNIFORM is not None:
-            score = UNIFORM(global_b, global_h, captured.score, captured.score_sizes)
-            of_head = Captured(captured.mask, captured.mask_sizes, score, captured.score_sizes)
-        if BOUNDS is not None:
-            bounds = BOUNDS(global_b, global_h, gl.expand_dims(q_first + rows, 1), captured.mask, captured.mask_sizes)
-            of_head = Captured(bounds, of_head.mask_sizes, of_head.score, of_head.score_sizes)
-
-        m, total, max_scores = start_rows(not ONE_LOOP, N, layout)
-        acc = gl.full([GROUP_ROWS, EP], 0.0, gl.float32, layout=out_layout)
-        mbarrier.wait(bars.q_full.index(GROUP), t & 1)
-        if Q_IN_REGISTERS:
-            q = held_operand(part_2d(q_s, GROUP), gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2), True)
-        stage = ring_slot(i, STAGES)
-        mbarrier.wait(kv_bars.k_full.index(stage), ring_phase(i, STAGES))
-        kv, left = block_field(blocks_s, stage, BLOCK_POSITION), block_field(blocks_s, stage, BLOCK_KEYS_LEFT)
-        kv_second, left_second = 0, 0
-        if KV_PAIRS:
-            kv_second, left_second = block_field(blocks_s, stage, SECOND_POSITION), block_field(blocks_s, stage, SECOND_KEYS_LEFT)
-        s_next = start_scores(q, part_2d(k_s, stage), zeros)
-        s = warpgroup_mma_wait(0, deps=[s_next])
-        mbarrier.arrive(kv_bars.k_empty.index(stage), count=1)
-        p, m, total, max_scores, _ = softmax_block(
-            s, m, total, max_scores, q_first, kv, left, partial > 0, global_b, global_h, scale, of_head,
-            MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, True, not ONE_LOOP, N, v_s.dtype, layout,
-            kv_second, left_second, KV_PAIRS,
+        i = _attend_item(
+            h, i, t, gl.to_tensor(GROUP), q, rows, zeros, to, counter, split, strides, heads, q_len, scale, first_b, first_h, k_s, v_s,
+            items_s, blocks_s, bars, kv_bars, out_desc, complete_out_desc, state_s, lse_s, state_bars, captured, MASK, BOUNDS, VISIBLE,
+            SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP, KV_PAIRS, HEAD_PAIRS, layout, out_layout,
         )  # fmt: skip
-        weights = gl.convert_layout(p, operand)
-        i += 1
-        if ONE_LOOP:
-            acc, total, m, max_scores, weights, i = attend_blocks(
-                acc, total, m, max_scores, weights, i, blocks - 1, q, q_first, global_b, global_h, scale, k_s, v_s, blocks_s, kv_bars,
-                of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, N, STAGES, -1, False, False, layout,
-                out_layout, i - 1 + partial, KV_PAIRS,
-            )  # fmt: skip
-        else:
-            acc, total, m, max_scores, weights, i = attend_blocks(
-                acc, total, m, max_scores, weights, i, gl.maximum(partial - 1, 0), q, q_first, global_b, global_h, scale, k_s, v_s,
-                blocks_s, kv_bars, of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, N, STAGES,
-                -1, True, False, layout, out_layout, None, KV_PAIRS,
-            )  # fmt: skip
-            acc, total, m, max_scores, weights, i = attend_blocks(
-                acc, total, m, max_scores, weights, i, gl.where(partial > 0, full, full - 1), q, q_first, global_b, global_h, scale, k_s,
-                v_s, blocks_s, kv_bars, of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, False, SCALE_IN_EXP, MAX_SCORES, N,
-                STAGES, -1, True, False, layout, out_layout, None, KV_PAIRS,
-            )  # fmt: skip
-        mbarrier.arrive(bars.q_empty.index(GROUP), count=1)
-        last = ring_slot(i - 1, STAGES)
-        mbarrier.wait(kv_bars.v_full.index(last), ring_phase(i - 1, STAGES))
-        acc_next = warpgroup_mma(weights, tile_2d(v_s, last), acc, is_async=True)
-        m, total, max_scores = end_rows(m, total, max_scores, layout)
-        # 0, but unknown to the compiler, which would otherwise compute the addresses of a tile once for all items, in registers that the
-        # main loops need. A multiple of 16, so that the alignment of rows stays known.
-        zero = (i >> 30) * 16
-        split_part = item_field(items_s, slot, SPLIT_PART)
-        complete = 0
-        if to.complete_out is not None:
-            complete = item_field(items_s, slot, COMPLETE)
-        mbarrier.arrive(bars.item_empty.index(slot), count=1)
-        part = split_part * GROUPS + GROUP
-        # The old state is merged last, when the registers of scores and weights are free. Of a split item, the first part merges it.
-        factor, old_factor = total, total
-        by_tma = moved_by_tma(rows_left + GROUP * GROUP_ROWS, split_part, GROUPS * GROUP_ROWS)
-        if STATE_WARP:
-            mbarrier.wait(state_bars.ready, t & 1)
-        if to.old_lse is not None:
-            old_left = gl.where(split_part < split.split_items, rows_left, 0)
-            old_head = to.old_out + wide(b) * strides.old_out[0] + wide(h) * strides.old_out[1]
-            if STATE_WARP:
-                if by_tma:
-                    old_m = lse_s.index(GROUP).load(gl.SliceLayout(1, layout)) * LOG2_E
-                    old = tile_2d(state_s, GROUP).load(out_layout)
-                else:
-                    old_m = gl.load(to.old_lse + lse_at + rows, mask=rows < old_left, other=-float("inf")) * LOG2_E
-                    old = load_tile(old_head, row, old_left, strides.old_out[2] + zero, E, EP, out_layout)
-            else:
-                old_m = gl.load(to.old_lse + lse_at + rows, mask=rows < old_left, other=-float("inf")) * LOG2_E
-                if not WIDE:
-                    old = load_tile(old_head, row, old_left, strides.old_out[2] + zero, E, EP, out_layout)
-            m, total, factor, old_factor = merge(m, total, old_m)
-        if to.old_max_scores is not None:
-            old_max_scores = gl.load(to.old_max_scores + lse_at + rows, mask=inside, other=-float("inf"))
-            max_scores = gl.maximum(max_scores, old_max_scores * LOG2_E)
-        seen = total != 0.0  # also where total is NaN: a row that sees a NaN has lse NaN
-        divisor = gl.where(seen, total, 1.0)
-        if split_part < 0:
-            gl.store(to.lse + lse_at + rows, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=inside)
-        else:
-            gl.store(to.part_lse + part * GROUP_ROWS + rows, gl.where(seen, m + gl.log2(divisor), -float("inf")), mask=inside)
-        if MAX_SCORES:
-            gl.store(to.max_scores + lse_at + rows, max_scores * LN_2, mask=inside)
-        acc = warpgroup_mma_wait(0, deps=[acc_next])
-        mbarrier.arrive(kv_bars.v_empty.index(last), count=1)
-        if to.old_lse is None:
-            acc = acc * by_row(1.0 / divisor, out_layout)
-        else:
-            if WIDE:  # there are no registers for two tiles of this width: the old one is loaded here, and used as it arrives
-                old = load_tile(old_head, row, old_left, strides.old_out[2] + zero, E, EP, out_layout)
-            acc = acc * by_row(factor / divisor, out_layout) + old * by_row(old_factor / divisor, out_layout)
-        if STATE_WARP:
-            if by_tma:
-                stage_output(state_s, out_desc, complete_out_desc, complete, acc, GROUP)
-            else:
-                store_output(
-                    to, counter, split, strides, complete, acc, b, h, row, rows, rows_left, lse_at, split_part, zero,
-                    GROUP, E, EP, not STATE_WARP, out_layout,
-                )  # fmt: skip
-            mbarrier.arrive(state_bars.filled, count=1)
-        else:
-            store_output(
-                to, counter, split, strides, complete, acc, b, h, row, rows, rows_left, lse_at, split_part, zero,
-                GROUP, E, EP, not STATE_WARP, out_layout,
-            )  # fmt: skip
         t += 1
         mbarrier.wait(bars.item_full.index(ring_slot(t, ITEM_SLOTS)), ring_phase(t, ITEM_SLOTS))
         h = item_field(items_s, ring_slot(t, ITEM_SLOTS), HEAD)

@@ -50,12 +50,12 @@ def start_halves(desc, b, h, first, second_h, second, full, ring, slot):
 
 
 @gluon.jit
-def group_place(h, row, GROUP: gl.constexpr, ROWS: gl.constexpr, HEAD_PAIRS: gl.constexpr):
+def group_place(h, row, group, ROWS: gl.constexpr, HEAD_PAIRS: gl.constexpr):
     """(head, offset of rows) of a warp group of an item of head h."""
     if HEAD_PAIRS:
-        return h + GROUP, row
+        return h + group, row
     else:  # noqa: RET505 (Triton compiles what follows a branch that returned)
-        return h, row + GROUP * ROWS
+        return h, row + group * ROWS
 
 
 @gluon.jit
