@@ -13,7 +13,7 @@ from longspan._balance.demand import Demand, pairs_per_row
 from longspan._cost.clusters import cluster
 from longspan._cost.estimate import OwnerEstimate
 from longspan._cost.plan_workload import of_plan
-from longspan._cost.predict import timeline
+from longspan._cost.predict import fastest, timeline
 from longspan._cost.rates import Link, Rates, Shape
 from longspan._cost.report_data import report
 from longspan._cost.simulate import curve, demand_for, owner_of, simulate
@@ -273,6 +273,27 @@ def test_thousands_of_devices_are_simulated_from_sampled_ranks() -> None:
     assert all(s.in_flight < 180 * 2**30 for s in simulated)
     with pytest.raises(ValueError, match="one token or more for each of 64 devices"):
         simulate(ls.causal(), 63, 64, shape=Shape(heads=8))
+
+
+def test_local_kv_is_joined_with_one_all_to_all_only_and_where_that_is_faster() -> None:
+    options: dict[str, Any] = {"layout": "head_tail", "strategy": "exchange", "overlap": True, "heads": 8, "head_dim": 64}
+    made = lambda tokens, stages: of_plan(ls.plan(ls.causal(), tokens, ls.Mesh.abstract(4), stages=stages, **options).data, 8)
+    joined = []
+    for tokens in (1 << 10, 1 << 18):
+        one = made(tokens, 1)
+        both = [fastest(one, cluster("h200"), overlap=overlap)[1].seconds for overlap in (True, False)]
+        work, line = fastest(one, cluster("h200"))
+        assert line.seconds == min(both) and work.joined == (both[1] < both[0])
+        joined.append(work.joined)
+    assert joined == [True, False]
+    three = made(1 << 11, 3)
+    both = [fastest(three, cluster("h200"), overlap=overlap)[1].seconds for overlap in (True, False)]
+    assert (
+        three.exchange_steps == 3
+        and not fastest(three, cluster("h200"))[0].joined
+        and fastest(three, cluster("h200"))[1].seconds == both[0]
+    )
+    assert fastest(three, cluster("h200"), overlap=False)[0].joined
 
 
 def test_strategies_whose_kv_takes_half_of_the_memory_are_left_out() -> None:

@@ -19,6 +19,8 @@ COMPARE = {
 }  # fmt: skip
 ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.Div: "*", ast.Mod: "+", ast.BitAnd: "|", ast.BitOr: "&"}
 CASTS = ("float", "double", "to", "contiguous", "clone", "detach", "long", "int", "bool", "abs", "expand", "flatten", "cpu")
+# Calls whose first two arguments may be swapped, or need not be told apart.
+SYMMETRIC = ("isinstance", "getattr", "setattr", "hasattr", "range", "zip", "min", "max", "minimum", "maximum", "equal")
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "minimum": "maximum", "maximum": "minimum", "amax": "amin", "amin": "amax"}
 
 
@@ -101,7 +103,7 @@ class _Finder:
         if name in NAMES:
             yield from self._replaced(node, self._text(node).replace(name, NAMES[name], 1), "min/max, any/all")
         plain = [a for a in node.args if not isinstance(a, ast.Starred)]
-        if len(plain) >= 2 and plain == node.args and name not in ("isinstance", "getattr", "setattr", "hasattr", "range", "zip"):
+        if len(plain) >= 2 and plain == node.args and name not in SYMMETRIC:
             first, second = self._text(plain[0]), self._text(plain[1])
             if first and second and first != second and plain[0].lineno == plain[1].end_lineno:
                 at, stop = plain[0].col_offset, plain[1].end_col_offset or 0

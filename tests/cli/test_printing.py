@@ -1,0 +1,33 @@
+"""Printed tables: text of any length stays in one line where the output is no terminal."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from longspan.cli import printing
+
+
+def test_the_heading_of_simulated_strategies_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    mask = f"causal & documents([{', '.join(map(str, range(60)))}])"
+    line = SimpleNamespace(forward=SimpleNamespace(seconds=0.25), backward=SimpleNamespace(seconds=0.5))
+    sizes = {"tokens": 1 << 20, "gpus": 4096, "seconds": 0.75, "computing": 0.125, "imbalance": 1.5, "flops_per_device": 3e14}
+    best = SimpleNamespace(name="ring", timeline=line, **sizes)
+    printing.simulated([best], mask, SimpleNamespace(name="h200", kernel=SimpleNamespace(name="hopper")))
+    head, _, row = capsys.readouterr().out.splitlines()[:3]
+    assert head == f"{mask}, 1,048,576 tokens over 4,096 devices (h200: hopper), simulated from a sample of ranks"
+    assert row.split() == ["ring", "750.00", "250.00", "500.00", "125.00", "1.500", "300"]
+
+
+def test_ranks_have_visible_colours_of_the_cube_and_neighbours_distant_ones() -> None:
+    """Of 6 × 6 × 6 colours, those whose red, green and blue add up to 5 or more of 15."""
+    numbers = [int(printing._colour(rank).removeprefix("color(").removesuffix(")")) for rank in range(400)]
+    levels = [((n - 16) // 36, (n - 16) // 6 % 6, (n - 16) % 6) for n in numbers]
+    assert all(17 <= n < 231 and sum(level) >= 5 for n, level in zip(numbers, levels))
+    assert len(set(numbers)) == len({(r, g, b) for r in range(6) for g in range(6) for b in range(6) if r + g + b >= 5}) - 1
+    assert all(abs(a - b) > 6 for a, b in pairwise(numbers))
