@@ -374,6 +374,22 @@ def test_swaps_keep_counts_never_add_excess_and_count_reads_exactly(seed, ranks,
     assert sum(map(swapper._reads, swapper.runs_of)) - reads == int(after.received.sum() - before.received.sum())
 
 
+@pytest.mark.parametrize("kind", ["documents", "window", "windows in documents"])
+def test_a_chunk_removes_the_reads_that_no_other_unit_of_its_owner_has(kind):
+    demand = demand_of(MASKS[kind](2990, 5), 2990, 16)
+    structure = structure_of([demand])
+    blocks = torch.randperm(structure.units // 9, generator=torch.Generator().manual_seed(3)) % 4
+    owner = torch.cat([blocks.repeat_interleave(9), torch.full((structure.units % 9,), 3)])
+    swapper = Swapper(structure, owner, 4, max_work=1e18)
+    reads = lambda units: len({read for u in units for read in range(swapper.lows[u], swapper.highs[u])})
+    mine = [set((owner == rank).nonzero()[:, 0].tolist()) for rank in range(4)]
+    chunks = swapper.chunks
+    assert len(chunks.rank) > structure.units // 9
+    for rank, begin, end, removed in zip(*(t.tolist() for t in (chunks.rank, chunks.begin, chunks.end, chunks.removed))):
+        assert set(range(begin, end)) <= mine[rank]
+        assert removed == reads(mine[rank] - set(range(begin, end))) - reads(mine[rank])
+
+
 def test_partial_and_full_tiles_both_count_as_reads():
     kinds = torch.tensor([[PARTIAL, 0, 0], [FULL, PARTIAL, 0], [0, FULL, PARTIAL]])[None, None]
     got = evaluate(Demand.of(table_of(kinds, 12, 4)), torch.tensor([0, 1, 2]), 3)

@@ -200,6 +200,15 @@ def test_the_floor_for_short_rows_does_not_change_long_rows() -> None:
     assert float(4 * keys[2] / seconds[2] / 1e12) > 500  # rates beyond the table continue its last slope
 
 
+def test_each_further_partial_tile_wastes_half_a_tile_at_the_last_slope() -> None:
+    """Picoseconds 4 · keys / rate: 10.24, 10.24 and 65.536; the last slope is 55.296 over 7168 keys."""
+    rates = Rates(keys=(128.0, 1024.0, 8192.0), full=(50.0, 400.0, 500.0), causal=(40.0, 300.0, 450.0))
+    keys, edges = torch.full((4,), 2048.0, dtype=torch.float64), torch.tensor([0.0, 1.0, 2.0, 4.0], dtype=torch.float64)
+    seconds = rates.seconds(keys, edges) * 1e12
+    assert (seconds[2:] - seconds[1]).tolist() == pytest.approx([55.296 / 7168 * 128 / 2 * n for n in (1, 3)])
+    assert float(seconds[0]) == pytest.approx(10.24 + 55.296 / 7) and float(seconds[1]) > float(seconds[0])
+
+
 def test_only_active_query_tiles_count_and_engine_bytes_take_time() -> None:
     plan = planned(ls.causal() & ls.sliding_window(700), strategy="ring", layout="contiguous", heads=96, overlap=True)
     work = of_plan(plan.data, 8)

@@ -223,3 +223,17 @@ def test_a_tensor_that_one_rank_modified_before_the_backward_pass_raises_on_ever
     errors = errors_of(run)
     assert all(isinstance(e, RuntimeError) and "modified by an inplace operation" in str(e) for e in errors)
     assert "rank 1" in str(errors[0])
+
+
+def test_a_rank_in_the_backward_pass_while_others_call_again_is_named() -> None:
+    def run(mesh: Any) -> None:
+        plan = ls.plan(ls.causal(), 40, mesh, layout="contiguous", strategy="ring")
+        given = [t.requires_grad_() for t in tensors(plan)]
+        out = ls.attention(*given, plan=plan)
+        if plan.mesh.rank == 2:
+            out.sum().backward()
+        else:
+            ls.attention(*given, plan=plan)
+
+    for error in errors_of(run):
+        assert "call: rank 2 has attention, backward pass, ranks 0, 1 have attention, forward pass" in str(error), error

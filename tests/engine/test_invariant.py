@@ -218,3 +218,13 @@ def test_threads_that_python_did_not_start_follow_the_mode() -> None:
     with ls.invariant():
         assert in_a_foreign_thread()
     assert not in_a_foreign_thread() and not is_invariant()
+
+
+def test_gradients_that_are_zero_are_positive_zeros() -> None:
+    """0 · scale is −0.0 for a negative scale, in rows that see nothing and in keys that no row sees."""
+    q, k, v = (torch.randn(1, h, 150, 16, requires_grad=True) for h in (4, 2, 2))
+    mask = ls.mask_mod(lambda b, h, i, j: (i >= j) & (i > 9) & (j != 70))
+    with ls.invariant():
+        grads = torch.autograd.grad(ls.attention(q, k, v, mask=mask, scale=-0.3, kernel="cpu").sum(), (q, k, v))
+    for grad, rows in zip(grads, (slice(0, 10), slice(70, 71), slice(70, 71))):
+        assert not grad[:, :, rows].any() and not grad[:, :, rows].signbit().any()

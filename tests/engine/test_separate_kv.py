@@ -292,3 +292,12 @@ def test_on_a_gpu_kv_in_two_buffers_gives_the_bits_of_one(way: str, ranks: int, 
     assert bool(joined) == (not WAYS[way]["overlap"])
     fast, _, _ = over(p, ranks, lambda t, _: by_token(t), **WAYS[way])
     check_budget(p, Results(fast))
+
+
+def test_shards_of_enough_bytes_are_sent_separately(monkeypatch: pytest.MonkeyPatch) -> None:
+    """41 tokens of each of 3 ranks, 2 batch rows, 5 KV heads, 7 + 9 dims in 2 bytes: 13,120 bytes."""
+    plan = ls.plan(ls.causal(), 125, ls.Mesh.abstract(3), layout="contiguous", strategy="ring").data
+    k, v = (torch.empty(2, 5, 41, dim, dtype=torch.bfloat16) for dim in (7, 9))
+    for limit, expected in ((13_120, True), (13_121, False)):
+        monkeypatch.setattr(kv_exchange, "SEPARATE_KV_BYTES", limit)
+        assert kv_exchange.sends_kv_separately(plan, k, v) == expected

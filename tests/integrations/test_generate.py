@@ -319,3 +319,13 @@ class TestErrors:
 def test_keys_of_a_static_cache_that_a_mask_does_not_cover_are_not_real(kv_length: int, kv_offset: int, want: str) -> None:
     real = lst._real_keys(torch.tensor([[1, 1, 0, 1, 1], [0, 1, 0, 1, 1]]), kv_length, kv_offset)
     assert real.dtype == torch.bool and "".join(str(int(x)) for x in real[0]) == want
+
+
+@pytest.mark.parametrize("last", [1, 2, 3])
+def test_a_few_tokens_after_a_dynamic_cache_see_what_they_would_in_one_forward(last: int) -> None:
+    model, ids = decoding_model("gemma3", "longspan"), one_prompt(23)
+    with torch.no_grad():
+        whole = model(input_ids=ids).logits
+        cache = model(input_ids=ids[:, :-last], use_cache=True).past_key_values
+        logits = model(input_ids=ids[:, -last:], past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(logits, whole[:, -last:], rtol=1e-4, atol=1e-5)

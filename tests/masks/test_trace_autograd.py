@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import longspan as ls
-from longspan._masks import tracing
+from longspan._masks import trace_autograd, tracing
+from longspan._masks.tracing import trace
 from longspan._torch_private import detach_is_recorded
 
 TABLE = torch.randn(8, dtype=torch.float64, requires_grad=True)
@@ -210,3 +211,13 @@ def test_gradients_are_those_of_eager_autograd(name: str, of: Callable[[Unary], 
         got = torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True, materialize_grads=True)
         for g, e in zip(got, expected, strict=True):
             torch.testing.assert_close(g, e)
+
+
+def test_scores_that_a_torch_without_records_of_detach_cannot_trace_raise_and_masks_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_autograd, "detach_is_recorded", lambda: False)
+    score: Any = lambda s, b, h, q, kv: torch.stack([s, s]).sum(0)[...] + s
+    with pytest.raises(Exception, match=r"does not record detach, torch\.no_grad\(\) and x\[\.\.\.\] in this kind of score_mod"):
+        trace(score, "score")
+    with torch.no_grad():
+        trace(score, "score")
+    trace(lambda b, h, q, kv: (torch.stack([q, kv]).sum(0)[...] + q) * 0.5 > kv, "mask")
