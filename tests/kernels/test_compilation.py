@@ -106,6 +106,30 @@ def test_waiting_jobs_start_when_the_first_kernel_is_traced(monkeypatch: pytest.
     assert order == ["traced", "job", "compiled"]
 
 
+def test_the_driver_is_made_once_in_a_thread_before_the_first_kernel_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    makers: list[str] = []
+
+    class Driver:
+        @property
+        def active(self) -> Any:
+            makers.append(threading.current_thread().name)
+            return SimpleNamespace(get_current_device=lambda: 0)
+
+    class Kernel:
+        device_caches = (None,)
+        compile: Any = None
+
+        def warmup(self, *arguments: Any, **options: Any) -> str:
+            return "kernel"
+
+    compilation.start_driver.cache_clear()
+    monkeypatch.setattr(compilation, "driver", Driver())
+    compilation.start_driver()
+    assert [compilation.compile_kernel(Kernel(), (), {}) for _ in range(2)] == ["kernel"] * 2
+    assert makers == ["longspan-driver", "MainThread", "MainThread"]
+    compilation.start_driver.cache_clear()
+
+
 def test_waiting_jobs_start_at_the_end_if_nothing_is_compiled() -> None:
     done = threading.Event()
     with compilation.compiling_meanwhile([done.set]):
@@ -189,7 +213,7 @@ def test_the_first_forward_pass_compiles_the_kernels_of_backward(scored: bool, m
 
     record_launches(monkeypatch)
     monkeypatch.setattr(compile_ahead, "_may_compile", lambda q: True)
-    monkeypatch.setattr(compilation, "compile_in_threads", lambda jobs: ahead.extend(job.func.__self__ for job in jobs))
+    monkeypatch.setattr(compilation, "compile_in_threads", lambda jobs, **_: ahead.extend(job.func.__self__ for job in jobs))
     monkeypatch.setattr(PreparedLaunch, "compile", note)
     q, k, v = (torch.zeros(1, h, 300, 64, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
     slope = torch.ones(4, requires_grad=True)

@@ -37,7 +37,7 @@ def compiling_backward(inputs: CallTensors, options: CallOptions, needs: Sequenc
     if not _may_compile(inputs.q):
         yield
         return
-    from longspan._kernels.gpu.compilation import collected_jobs, compiling_meanwhile
+    from longspan._kernels.gpu.compilation import collected_jobs, compiling_meanwhile, start_driver
 
     q, v = inputs.q, inputs.v
     key = options.spec, q.dtype, q.device, q.shape[-1], v.shape[-1], q.shape[1] == v.shape[1], inputs.sink is None, tuple(needs)
@@ -47,6 +47,7 @@ def compiling_backward(inputs: CallTensors, options: CallOptions, needs: Sequenc
     if len(_seen) >= _MAX_SEEN:
         _seen.clear()
     _seen.add(key)
+    start_driver()
     try:
         jobs = _backward_jobs(inputs, options, needs)
     except Exception:  # out of memory here, or an error that the backward pass will raise too

@@ -10,6 +10,7 @@
 Private parts of Triton used here, 3.6 to 3.9. Without one of them, Triton compiles as it does by itself:
 
 `JITFunction.device_caches`     looking up a device sets `JITFunction.compile`.
+`JITFunction.cache_key`         a hash of the sources of the kernel and of all functions that it calls; computed once.
 `JITFunction.compile`           called with the source, target and options of a kernel that this process has not compiled.
 `ASTSource.make_ir`, `.hash`    tracing; a hash of the source, the signature and the constants.
 `triton.runtime.cache.triton_key`
@@ -41,6 +42,7 @@ from triton.runtime import driver
 Job = Callable[[], Any]
 _MAX_WAIT_S = 300.0  # for another process that compiles; then compile without the lock
 _POLL_S = 0.01
+_HEAD_START_S = 0.1  # of a traced kernel, until it is in code that runs without Python's lock, over kernels that wait to be traced
 _tracing = threading.Lock()
 _collection_paused = threading.Event()
 _collected: ContextVar[list[Job] | None] = ContextVar("longspan_collected_compile_jobs", default=None)
@@ -51,11 +53,28 @@ _waiting: ContextVar[list[Job] | None] = ContextVar("longspan_waiting_compile_jo
 def compile_kernel(kernel: Any, arguments: Sequence[Any], options: dict[str, int]) -> Any:
     """The compiled kernel for these arguments, from Triton's caches if they have it. Nothing is loaded or launched."""
     _shorten_triton_key()
+    starting = start_driver()
+    with suppress(AttributeError):
+        _ = kernel.cache_key  # a hash of all functions that it calls, which Triton needs later, made while the driver starts
+    starting.join()
     with suppress(AttributeError):
         kernel.device_caches[driver.active.get_current_device()]  # sets `compile`
         kernel.compile = _compile_once
     # Triton traces an overflow check for every integer operation, and drops it unless it compiles for debugging.
     return kernel.warmup(*arguments, grid=(1,), sanitize_overflow=knobs.runtime.debug, **options)
+
+
+@cache
+def start_driver() -> threading.Thread:
+    """The thread that makes Triton's driver. With an empty cache, Triton runs a C compiler for it, which takes 0.4 s."""
+
+    def make() -> None:
+        with suppress(Exception):  # whoever uses the driver makes it again and raises
+            _ = driver.active
+
+    thread = threading.Thread(target=make, name="longspan-driver")
+    thread.start()
+    return thread
 
 
 def _compile_once(src: Any, target: Any = None, options: Any = None, **more: Any) -> Any:
@@ -65,7 +84,7 @@ def _compile_once(src: Any, target: Any = None, options: Any = None, **more: Any
     def trace_alone(*args: Any, **kwargs: Any) -> Any:
         with _tracing, _without_garbage_collection(), _partitions_share_functions():
             module = trace(*args, **kwargs)
-        _start_waiting()
+        _start_waiting(after_s=_HEAD_START_S)
         return module
 
     src.make_ir = trace_alone
@@ -140,12 +159,16 @@ def _compile_locked(src: Any, target: Any, options: Any, more: dict[str, Any]) -
         return triton.compile(src, target=target, options=options, **more)
 
 
-def compile_in_threads(jobs: Sequence[Job]) -> list[Future[Any]]:
-    """Run every job in a thread of its own. Python waits for them at exit: a thread inside LLVM must not be ended."""
+def compile_in_threads(jobs: Sequence[Job], *, after_s: float = 0.0) -> list[Future[Any]]:
+    """Run every job in a thread of its own, `after_s` seconds from now. Python waits for the threads at exit: one inside LLVM must not be
+    ended.
+    """
     started = []
     for job in jobs:
         future: Future[Any] = Future()
-        threading.Thread(target=_run, args=(job, future), name="longspan-compile").start()
+        thread = threading.Timer(after_s, _run, (job, future))
+        thread.name = "longspan-compile"
+        thread.start()
         started.append(future)
     return started
 
@@ -192,10 +215,10 @@ def compiling_meanwhile(jobs: Sequence[Job]) -> Iterator[None]:
         _waiting.reset(token)
 
 
-def _start_waiting() -> None:
+def _start_waiting(*, after_s: float = 0.0) -> None:
     jobs = _waiting.get()
     if jobs:
-        compile_in_threads(jobs)
+        compile_in_threads(jobs, after_s=after_s)
         jobs.clear()
 
 
