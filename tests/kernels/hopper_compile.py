@@ -35,7 +35,7 @@ import longspan as ls
 from longspan._kernels.gpu import prepared_launch
 from longspan._kernels.gpu.driver_launch import parameters
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch
-from longspan._kernels.hopper import HopperKernel, dq_order, passes
+from longspan._kernels.hopper import HopperKernel, kernel, passes
 from longspan._kernels.hopper.kernel import HopperState
 from longspan._kernels.protocol import AttentionInputs, Grads, Selection, State, Work
 from longspan._kernels.tiling import Tiling
@@ -157,9 +157,9 @@ def one_call(dims: tuple[int, int], dtype: torch.dtype, *, scored: bool, staged:
     backward(HOPPER, q, k, v, out, result.lse, grad, None, work, needs=[True] * scored, wide=staged)
     torch.use_deterministic_algorithms(True)
     # dQ in a fixed order, and by a kernel of its own, as gradients of captured tensors need it too
-    for density in (0.0, 2.0) if "--all" in sys.argv or not scored else (0.0,):
-        dq_order.MIN_DENSITY = density
-        backward(HOPPER, q, k, v, out, result.lse, grad, None, work, needs=[False] * scored, wide=staged)
+    for ordered in (True, False) if "--all" in sys.argv or not scored else (True,):
+        with patch.object(kernel, "ordered_dq_pays", lambda *_, ordered=ordered, **__: ordered):
+            backward(HOPPER, q, k, v, out, result.lse, grad, None, work, needs=[False] * scored, wide=staged)
     torch.use_deterministic_algorithms(False)
     if not scored:  # partial tiles before full ones
         window = replace(work, invariant=True, table=ls.sliding_window(300).block_table(400, 400, block=128))

@@ -22,7 +22,7 @@ import longspan as ls
 from longspan._kernels.gpu import launch
 from longspan._kernels.hopper import HopperKernel, dq_order, passes
 from longspan._kernels.hopper import kernel as hopper
-from longspan._kernels.hopper.dq_order import MAX_TILES, order_efficiency, ordered_dq_pays
+from longspan._kernels.hopper.dq_order import MAX_TILES, choose_order, ordered_dq_pays
 from longspan._kernels.hopper.kernel import _one_pass
 from longspan._kernels.hopper.makespan import REFERENCE_CTAS
 from longspan._kernels.protocol import AttentionInputs, Grads
@@ -49,13 +49,13 @@ def tables(draw: st.DrawFn) -> tuple[BlockTable, int]:
 Step = tuple[tuple[int, int, int], int]  # ((batch, head, step of queries), how many add to it before)
 
 
-def steps_of_items(table: BlockTable, queries: Tiling, shared: int) -> list[list[Step]]:
+def steps_of_items(table: BlockTable, queries: Tiling, shared: int, items_per_tile: int = 40) -> list[list[Step]]:
     """The steps of each item in launch order, as the producer warp walks them: full and partial runs merged, ascending queries, steps
     without a query skipped. If the table is the same for all heads, those of one head group.
     """
     by_keys = table.transposed
     on_device = launch.device_table(by_keys, queries, CPU, shared=shared, positions=False)
-    order, ptr, before = (t.tolist() for t in dq_order.dq_order(by_keys, shared, CPU))
+    order, ptr, before = (t.tolist() for t in dq_order.dq_order(by_keys, items_per_tile, shared, CPU))
     kinds = [[t.tolist() for t in runs] for runs in (on_device.full, on_device.partial)]
     tiles, per_head = by_keys.q_tiles, by_keys.heads > 1
     groups = by_keys.heads // shared if per_head else 1
@@ -132,17 +132,42 @@ def test_counts_match_the_producer_with_short_tiles(data: st.DataObject) -> None
     check_counts(steps_of_items(work.table, work.q_tiles, shared))
 
 
+def pays(mask: ls.Mask, tokens: int, items_per_tile: int, shared: int = 1, *, scored: bool = False) -> bool:
+    return ordered_dq_pays(mask.block_table(tokens, tokens, block=128), items_per_tile, shared, scored=scored)
+
+
 def test_ordered_dq_pays_for_dense_tables_of_limited_size() -> None:
-    assert ordered_dq_pays(ls.causal().block_table(2**17, 2**17, block=128), 8)
-    assert MAX_TILES < (2**20 // 128) ** 2 and not ordered_dq_pays(ls.full().block_table(2**20, 2**20, block=128), 32)
-    assert not ordered_dq_pays(ls.sliding_window(1024).block_table(2**14, 2**14, block=128), 32)
+    assert pays(ls.causal(), 2**17, 8) and not pays(ls.sliding_window(1024), 2**14, 32)
+    assert MAX_TILES < (2**20 // 128) ** 2 and not pays(ls.full(), 2**20, 32)
 
 
 def test_ordered_dq_does_not_pay_for_launches_that_end_with_few_long_items() -> None:
-    full, causal = (mask.block_table(2**13, 2**13, block=128) for mask in (ls.full(), ls.causal()))
-    assert ordered_dq_pays(full, 1) and ordered_dq_pays(full, 8) and ordered_dq_pays(full, 32)  # all items are equally long
-    assert ordered_dq_pays(causal, 32) and not ordered_dq_pays(causal, 8)
-    assert ordered_dq_pays(causal, 1)  # no more items than ctas: all start at once
+    assert all(pays(ls.full(), 2**13, n) for n in (1, 8, 32))  # all items are equally long
+    assert pays(ls.causal(), 2**13, 32) and not pays(ls.causal(), 2**11, 16)
+    assert pays(ls.causal(), 2**13, 1)  # no more items than ctas: all start at once
+
+
+def test_a_score_mod_pays_for_a_less_balanced_order() -> None:
+    assert pays(ls.causal(), 3072, 8, 4, scored=True) and not pays(ls.causal(), 3072, 8, 4)
+
+
+def test_one_long_document_is_taken_in_waves_and_several_from_the_last_tile_to_the_first() -> None:
+    tokens = 2**15
+    orders = [
+        choose_order(mask.block_table(tokens, tokens, block=128).transposed, 8, 4).order
+        for mask in (ls.causal(), ls.prefix(5000) | ls.causal(), ls.sliding_window(1024), ls.causal() & ls.documents([tokens // 8] * 8))
+    ]
+    assert orders == ["waves", "waves", "descending", "descending"]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 200), st.integers(1, 300))
+def test_waves_have_every_tile_once_and_alternate(tiles: int, items_per_tile: int) -> None:
+    order = dq_order.key_tiles(tiles, items_per_tile, "waves").tolist()
+    assert sorted(order) == list(range(tiles))
+    size = max(1, REFERENCE_CTAS // items_per_tile)
+    assert order[0] == min(tiles, size) - 1  # the first wave descends to tile 0
+    assert order.index(0) == order[0]
 
 
 @settings(deadline=None, max_examples=40)
@@ -150,10 +175,10 @@ def test_ordered_dq_does_not_pay_for_launches_that_end_with_few_long_items() -> 
 def test_efficiency_is_one_for_equal_items_and_bounded_otherwise(groups: int, tiles: int, slope: float) -> None:
     seen = torch.arange(tiles)[:, None] >= (torch.arange(tiles) * slope).floor()  # later key tiles are seen by fewer queries
     table = table_of_pairs(seen[None, None], Tiling(length=tiles, block=1), Tiling(length=tiles, block=1)).transposed
-    work = table.tiles_per_row.tolist()
-    assert 0.5 < order_efficiency(table, groups) <= 1 + max(work) / (sum(work) * groups / REFERENCE_CTAS)
+    work, efficiency = table.tiles_per_row.tolist(), choose_order(table, groups, 1).efficiency
+    assert 0.5 < efficiency <= 1 + max(work) / (sum(work) * groups / REFERENCE_CTAS)
     if slope * tiles <= 1 or groups * tiles <= REFERENCE_CTAS:
-        assert order_efficiency(table, groups) == 1
+        assert efficiency == 1
 
 
 def test_deterministic_dq_takes_one_pass_or_two(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,11 +198,10 @@ def test_deterministic_dq_takes_one_pass_or_two(monkeypatch: pytest.MonkeyPatch)
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=[0.0, 2.0], ids=["ordered dQ", "separate dQ kernel"])
+@pytest.fixture(params=[True, False], ids=["ordered dQ", "separate dQ kernel"])
 def deterministic(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     """Deterministic mode, forced to ordered dQ or to a separate dQ kernel."""
-    monkeypatch.setattr(dq_order, "MIN_DENSITY", request.param)
-    monkeypatch.setattr(dq_order, "MIN_EFFICIENCY", 0.0)
+    monkeypatch.setattr(hopper, "ordered_dq_pays", lambda *_, **__: request.param)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -195,27 +219,46 @@ MASKS: dict[str, Callable[[], ls.Mask]] = {
 }
 
 
+Score = Callable[..., Tensor] | None
+
+
+def check_repeated_gradients(inputs: list[Tensor], mask: ls.Mask, score: Score) -> None:
+    """Check that ten backward passes have the same bits, and an error not above that of bfloat16."""
+    out = ls.attention(*inputs, mask=mask, score_mod=score, kernel="hopper")
+    grad = torch.randn_like(out)
+    runs = [torch.autograd.grad(out, inputs, grad, retain_graph=True) for _ in range(10)]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+    def of_oracle(dtype: torch.dtype) -> Sequence[Tensor]:
+        return torch.autograd.grad(oracle(*inputs, mask=mask, score_mod=score, dtype=dtype), inputs, grad.to(dtype))
+
+    torch.use_deterministic_algorithms(False)
+    for got, want, dense in zip(runs[0], of_oracle(torch.float64), of_oracle(torch.bfloat16), strict=True):
+        assert float((got.double() - want.double()).norm()) <= 1.1 * float((dense.double() - want.double()).norm())
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("score", [None, lambda s, b, h, q, kv: 20 * torch.tanh(s / 20)], ids=["no score", "soft cap"])
 @pytest.mark.parametrize(
     ("name", "dim"), [*((name, 128) for name in MASKS), *((name, 64) for name in ("full", "by head")), ("documents", 40)]
 )
-def test_gradients_are_right_and_the_same_in_every_run(name: str, dim: int, score: Callable[..., Tensor] | None) -> None:
+def test_gradients_are_right_and_the_same_in_every_run(name: str, dim: int, score: Score) -> None:
     on_hopper()
     torch.manual_seed(0)
     inputs = [torch.randn(2, h, 1263, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (6, 2, 2)]
-    out = ls.attention(*inputs, mask=MASKS[name](), score_mod=score, kernel="hopper")
-    grad = torch.randn_like(out)
-    runs = [torch.autograd.grad(out, inputs, grad, retain_graph=True) for _ in range(10)]
-    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+    check_repeated_gradients(inputs, MASKS[name](), score)
 
-    def of_oracle(dtype: torch.dtype) -> Sequence[Tensor]:
-        return torch.autograd.grad(oracle(*inputs, mask=MASKS[name](), score_mod=score, dtype=dtype), inputs, grad.to(dtype))
 
-    torch.use_deterministic_algorithms(False)
-    for got, want, dense in zip(runs[0], of_oracle(torch.float64), of_oracle(torch.bfloat16), strict=True):
-        assert float((got.double() - want.double()).norm()) <= 1.1 * float((dense.double() - want.double()).norm())
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize(("heads", "dim"), [((66, 33), 128), ((44, 44), 64)])
+def test_gradients_of_several_waves_of_key_tiles_are_right(heads: tuple[int, int], dim: int) -> None:
+    on_hopper()
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, h, 2611, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (heads[0], heads[1], heads[1])]
+    assert choose_order(ls.causal().block_table(2611, 2611, block=128).transposed, heads[1], heads[0] // heads[1]).order == "waves"
+    check_repeated_gradients(inputs, ls.causal(), None)
 
 
 @pytest.mark.gpu

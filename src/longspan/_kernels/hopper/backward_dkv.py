@@ -43,9 +43,9 @@ the same step, and fewer registers are in use at once. Step i then:
                               ‖ dQ to dq_s while dK is computed ──dq_full──►                           TMA reduce-add
   q, norm i + 1 ──q_full──►   ‖ wait for the queries of step i + 1 while dK is computed                ◄──dq_empty──
 
-On an H200 at head dim 128, PREFETCH takes 3 to 7 % less time with a score mod, and 3 to 6 % more without one. Ordered dQ has PREFETCH at
-every head dim up to 128. At head dims up to 64, without a score mod, ordered dQ and isolation, a step has 128 queries
-(`hopper.dkv_halves`). Keys with head dims of 129 to 192 are in two parts, and P is in shared memory too (`hopper.dkv_parts`).
+On an H200 at head dim 128, PREFETCH takes 3 to 7 % less time with a score mod, and 3 to 6 % more without one. At head dims up to 64,
+without a score mod and isolation, a step has 128 queries (`hopper.dkv_halves`). Keys with head dims of 129 to 192 are in two parts, and P
+is in shared memory too (`hopper.dkv_parts`).
 With LONGSPAN_ISOLATE=1, the producer warp may change tiles in shared memory before it signals that they are full (`hopper.isolation`).
 Without dQ (`hopper.backward_dq` computes it then), there are only the producer warp and the compute warp groups, with PREFETCH.
 """
@@ -427,7 +427,7 @@ def dkv_kernel(
     values = KvSource(v, Parts(optional(local_v_ptr), first_given(local_v_tail_ptr, local_v_ptr)), local_tokens)
     isolation = None if unbounded_ptr is None else StepIsolation(unbounded_ptr, norm_rows_ptr, delta_rows_ptr, mbarriers(4, 1))
     semaphores, order_bars = optional(semaphores), OrderBarriers(optional(None), optional(None))
-    PREFETCH: gl.constexpr = BM == 64 and D_TAIL == 0 and (DP <= 64 or semaphores is not None or SCORE is not None)
+    PREFETCH: gl.constexpr = BM == 64 and D_TAIL == 0 and (DP <= 64 or SCORE is not None)
     dq_order = DqOrderArgs(optional(dq_order_ptr), optional(dq_order_before), semaphores_per_head)
     if semaphores is not None:
         order_bars = OrderBarriers(mbarriers(STEP_SLOTS, 1), mbarriers(STEP_SLOTS, 1))

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from functools import partial
 
+from torch import Tensor
+
 from longspan._derived_cache import DerivedCache
+from longspan._kernels.gpu.selected_tables import SelectedTables, pairs_of
 from longspan._kernels.hopper.makespan import MANY_ITEMS, REFERENCE_CTAS, makespan, mean_tiles
+from longspan._kernels.protocol import Work
 from longspan._masks.block_table import BlockTable
 
 # Measured with the backward kernel on an H200 at head dim 128.
@@ -20,6 +24,26 @@ _PART_BYTES = 128 * 2**20  # of the query heads of a KV head, above which they a
 _MAX_RELATIVE_TIME = 0.95  # a split must take less than this share of the time without it
 
 _head_parts: DerivedCache[BlockTable, int] = DerivedCache(16)  # by head counts and head dims
+
+
+def head_parts_of(q: Tensor, v: Tensor, work: Work) -> int:
+    """`head_parts` of a call's dK/dV launch; 1 if other launches fill the device at the same time, and for sums in a fixed order."""
+    if work.concurrent or work.invariant:
+        return 1
+    kv_pairs, head_pairs = pairs_of(work)
+    shared, dims = q.shape[1] // v.shape[1], q.shape[-1] + v.shape[-1]
+    if kv_pairs and head_pairs:  # a step has two heads
+        shared //= 2
+    parts = head_parts(work.table.nominal.transposed, v.shape[0] * v.shape[1], shared, dims)
+    if parts > 1 or type(work.device_tables) is not SelectedTables or kv_pairs:  # without dQ, more parts do not pay
+        return parts
+    return parts_in_l2(q.shape[2], shared, dims)
+
+
+def order_sizes(q: Tensor, v: Tensor, work: Work) -> tuple[int, int]:
+    """(items of each key tile that a launch with ordered dQ takes together, query heads of an item)."""
+    kv_heads = v.shape[1] * head_parts_of(q, v, work)
+    return work.table.batch * kv_heads, q.shape[1] // kv_heads
 
 
 def head_parts(table: BlockTable, kv_heads: int, shared: int, dims: int) -> int:

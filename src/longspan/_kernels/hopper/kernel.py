@@ -22,11 +22,11 @@ from longspan._kernels.gpu.row_terms import empty_padded_rows, padded_rows
 from longspan._kernels.gpu.selected_tables import tile_of, tiled_work
 from longspan._kernels.hopper.config import HOPPER, MAX_DIM, computes_dq_with_dkv
 from longspan._kernels.hopper.dq_order import ordered_dq_pays
+from longspan._kernels.hopper.gqa_split import head_parts_of, order_sizes
 from longspan._kernels.hopper.isolation import isolates, isolation_enabled
 from longspan._kernels.hopper.passes import (
     HopperCall,
     RowGrads,
-    head_parts_of,
     round_tensors,
     row_norm,
     row_terms_launch,
@@ -307,7 +307,7 @@ def _one_pass(inputs: AttentionInputs, work: Work, needs: Sequence[bool]) -> boo
     # The fixed order follows from a table on the host that does not change.
     if work.device_tables is not None or isinstance(work.table, StaticTable):
         return False
-    return ordered_dq_pays(work.table, v.shape[0] * v.shape[1] * head_parts_of(q, v, work))
+    return ordered_dq_pays(work.table, *order_sizes(q, v, work), scored=work.score is not None)
 
 
 def _has_empty_kv(inputs: AttentionInputs) -> bool:

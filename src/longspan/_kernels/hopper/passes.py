@@ -20,7 +20,7 @@ from longspan._kernels.gpu.launch_call import Cut, LaunchCall, Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch, Tensors, layout_launch
 from longspan._kernels.gpu.row_bounds import bounds_functions
 from longspan._kernels.gpu.row_terms import empty_padded_rows, padded_length, rows_by_tile
-from longspan._kernels.gpu.selected_tables import SelectedTables, pairs_of
+from longspan._kernels.gpu.selected_tables import pairs_of
 from longspan._kernels.gpu.uniform_lookup import flat_functions
 from longspan._kernels.gpu.workspace import Workspace, zeroed
 from longspan._kernels.hopper.backward_dkv import dkv_kernel
@@ -41,12 +41,12 @@ from longspan._kernels.hopper.config import (
     wide_dkv_config,
 )
 from longspan._kernels.hopper.descriptors import part_descriptors, row_descriptor, tile_descriptor, width
-from longspan._kernels.hopper.dq_order import dq_order
+from longspan._kernels.hopper.dq_order import choose_order, dq_order
 from longspan._kernels.hopper.epilogue import MAX_SPLIT_DIM
 from longspan._kernels.hopper.first_items import first_records
 from longspan._kernels.hopper.forward import forward_kernel
 from longspan._kernels.hopper.forward_producer import GROUPS
-from longspan._kernels.hopper.gqa_split import head_parts, parts_in_l2
+from longspan._kernels.hopper.gqa_split import head_parts_of, order_sizes
 from longspan._kernels.hopper.half_blocks import HALF
 from longspan._kernels.hopper.half_tiles import half_tile_items
 from longspan._kernels.hopper.isolation import CHECKED_ROWS, CHECKED_TERMS, isolates, unbounded_kernel
@@ -324,8 +324,11 @@ class HopperCall(LaunchCall):
             more["heavy_rows"] = 0 if known["ordered"] else outlier_rows(self.work.table.nominal.transposed)
             more |= {"dq_order_ptr": None, "dq_order_before": None, "semaphores_per_head": 0}
             if known["ordered"]:
-                fixed = dq_order(self.work.table.transposed, shared["shared"], q.device)
+                by_keys, together = self.work.table.transposed, order_sizes(q, v, self.work)
+                fixed = dq_order(by_keys, *together, q.device)
                 shared["order"] = fixed.order
+                if choose_order(by_keys, *together).order == "waves" and not shared["PER_HEAD"]:
+                    shared["group"] = shared["kv_heads"]
                 steps = self.work.table.q_tiles * (self.work.q_tiles.block // config.m)
                 more |= {"dq_order_ptr": fixed.ptr, "dq_order_before": fixed.before, "semaphores_per_head": steps}
             if one.kernel is dkv_kernel:
@@ -384,7 +387,7 @@ class HopperCall(LaunchCall):
             dq = tensors.get("dq_ptr")
             config = half_dkv_config(d, e) if self.work.kv_tiles.block < 128 else wide_dkv_config(d, e)
             if one.kernel is dkv_kernel:
-                plain = self.work.score is None and not one.settings["ordered"] and tensors["unbounded_ptr"] is None
+                plain = self.work.score is None and tensors["unbounded_ptr"] is None
                 plain &= self.work.q_tiles.block >= 128
                 config = dkv_config(d, with_dq=dq is not None, plain=plain)
             tiles = part_descriptors(("q", "do"), tensors, rows=config.m)
@@ -426,20 +429,6 @@ class HopperCall(LaunchCall):
             heads_in_l2=heads_per_kv * (_L2_BYTES // max(1, kv_bytes)), ctas=ctas,
             end_time=lambda lengths: best_split(lengths, items, ctas=ctas, splittable=splittable)[1],
         )  # fmt: skip
-
-
-def head_parts_of(q: Tensor, v: Tensor, work: Work) -> int:
-    """`head_parts` of a call's dK/dV launch; 1 if other launches fill the device at the same time, and for sums in a fixed order."""
-    if work.concurrent or work.invariant:
-        return 1
-    kv_pairs, head_pairs = pairs_of(work)
-    shared, dims = q.shape[1] // v.shape[1], q.shape[-1] + v.shape[-1]
-    if kv_pairs and head_pairs:  # a step has two heads
-        shared //= 2
-    parts = head_parts(work.table.nominal.transposed, v.shape[0] * v.shape[1], shared, dims)
-    if parts > 1 or type(work.device_tables) is not SelectedTables or kv_pairs:  # without dQ, more parts do not pay
-        return parts
-    return parts_in_l2(q.shape[2], shared, dims)
 
 
 def row_terms_launch(shape: Sequence[int], tensors: Tensors) -> PreparedLaunch:

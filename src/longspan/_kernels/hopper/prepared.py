@@ -22,7 +22,8 @@ from longspan._kernels.gpu.launch_call import Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch, unhooked_stream
 from longspan._kernels.gpu.row_terms import empty_padded_rows
 from longspan._kernels.gpu.workspace import take_zeros
-from longspan._kernels.hopper.passes import HopperCall, RowGrads, head_parts_of, round_tensors
+from longspan._kernels.hopper.gqa_split import head_parts_of
+from longspan._kernels.hopper.passes import HopperCall, RowGrads, round_tensors
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, State, Work
 from longspan._torch_private import current_cuda_device, empty_on_current_device
 

@@ -16,8 +16,9 @@ from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.buffers import prefill
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch, unhooked_stream
 from longspan._kernels.gpu.row_terms import is_padded
+from longspan._kernels.hopper.gqa_split import head_parts_of
 from longspan._kernels.hopper.isolation import isolation_enabled
-from longspan._kernels.hopper.passes import HopperCall, RowGrads, head_parts_of, row_terms_launch
+from longspan._kernels.hopper.passes import HopperCall, RowGrads, row_terms_launch
 from longspan._kernels.hopper.prepared import OnDevice, PreparedPass, allocator_like, contiguous_allocator, distinct, is_preparable
 from longspan._kernels.hopper.state import HopperState
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, GradTargets, KVAddresses, State, Work
