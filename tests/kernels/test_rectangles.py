@@ -13,7 +13,8 @@ from tests.kernels.shards import shard, work_of
 from torch import Tensor
 
 from longspan._kernels.protocol import Work
-from longspan._kernels.rectangles import Rectangle, rectangles
+from longspan._kernels.rectangles import Rectangle, _all_full, rectangles
+from longspan._masks.block_table import FULL, PARTIAL
 
 Mod = Callable[..., Tensor]
 
@@ -106,3 +107,7 @@ def test_positions_follow_the_tiles_and_are_kept() -> None:
     device = torch.device("cpu")
     want = torch.cat([torch.arange(40, 60), torch.arange(3, 8), torch.arange(90, 107)])
     assert torch.equal(tiling.positions(device), want) and tiling.positions(device) is tiling.positions(device)
+
+
+def test_adjacent_runs_of_a_table_without_a_mask_become_one_full_run() -> None:
+    assert _all_full([(0, 1, PARTIAL), (2, 3, FULL), (5, 6, PARTIAL), (7, 9, FULL)]) == [(0, 3, FULL), (5, 9, FULL)]

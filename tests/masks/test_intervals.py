@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan._masks.interval_rules import Interval, carrier
+from longspan._masks.interval_rules import EXACT, Interval, _magnitude, carrier
 from longspan._masks.interval_steps import KV, Q
 from longspan._masks.intervals import Interpreter, bounds
 from longspan._masks.range_lookup import RangeTable
@@ -294,3 +294,9 @@ def test_bounds_support_score_programs():
     traced = trace(lambda score, b, h, q, kv: score + bias[h, q - kv + 50], "score")
     program_bounds = bounds(traced.program, traced.captured(), 50, 50, heads=2)
     assert program_bounds.int32 and list(program_bounds.lookups.values()) == [True]
+
+
+def test_magnitudes_are_those_of_the_farthest_ends():
+    far_below, far_above = (Interval(torch.tensor(lo), torch.tensor(hi)) for lo, hi in (([-100, 5], [-50, 7]), ([-9, -2], [1, 40])))
+    assert [_magnitude(x) for x in (far_below, far_above, -3, 2.5)] == [100, 40, 3, 3]
+    assert _magnitude(Interval(torch.tensor([0.5]), torch.tensor([0.5]))) > EXACT and _magnitude(float("inf")) > EXACT
