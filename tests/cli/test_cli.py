@@ -329,6 +329,9 @@ def test_a_step_of_samples_is_shown(capsys: Any, tmp_path: Path) -> None:
     )
     assert called(capsys, "plan", "--samples", "9000,500,4k", *options)[1] == out
     assert called(capsys, "plan", "--samples", "300*4", *options)[1].startswith("4 samples of 300 to 300 tokens")
+    assert called(capsys, "plan", "--samples", "1.5k,2k", *options)[1].startswith("2 samples of 1536 to 2048 tokens")
+    many = ",".join(["70"] * 130)  # longer than a file's name may be
+    assert called(capsys, "plan", "--samples", many, *options)[1].startswith("130 samples of 70 to 70 tokens")
 
 
 @pytest.mark.parametrize(
@@ -341,11 +344,21 @@ def test_a_step_of_samples_is_shown(capsys: Any, tmp_path: Path) -> None:
         (["--samples", "x", "--tokens-per-gpu", "1k"], "--samples"),
         (["--samples", "missing.txt", "--tokens-per-gpu", "1k"], "--samples: missing.txt"),
         (["--samples", "9", "--tokens-per-gpu", "1k", "--layout", "x"], "--layout: expected one of"),
+        (["--samples", "5*9999999999999", "--tokens-per-gpu", "1k"], "--samples: expected at most 100000 samples"),
+        (["--samples", "5*", "--tokens-per-gpu", "1k"], "--samples: expected a number of 1 or more"),
     ],
 )
 def test_wrong_options_of_a_step_are_usage_errors(capsys: Any, arguments: list[str], message: str) -> None:
     code, _, err = called(capsys, "plan", *arguments)
     assert code == 2 and message in err
+
+
+def test_commas_in_a_file_of_lengths_are_a_usage_error(capsys: Any, tmp_path: Path) -> None:
+    """As an argument, 100,200 is two lengths: one length of 100200 from a file would be another step."""
+    listed = tmp_path / "lengths.csv"
+    listed.write_text("100,200\n300\n")
+    code, _, err = called(capsys, "plan", "--samples", str(listed), "--tokens-per-gpu", "64k", "--gpus", "4")
+    assert code == 2 and "without commas, got '100,200'" in err
 
 
 @pytest.mark.parametrize(

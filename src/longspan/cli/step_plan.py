@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from longspan.cli import parse
 from longspan.cli.app import UsageError, describe, usage_errors
 
 MAX_SAMPLES = 100_000
+_TERMS = re.compile(r"[\d.,*_kKmMgG -]*")  # lengths, not the name of a file
 
 
 def predict(
@@ -51,16 +54,18 @@ def predict(
 
 def parsed_lengths(text: str) -> list[int]:
     """Lengths of samples: of a file with one per line, or of terms such as 200k and 9k*12."""
-    path = Path(text)
-    if path.suffix or path.is_file():
-        with usage_errors(f"--samples: {text}", OSError, UnicodeDecodeError):
-            terms = path.read_text().split()
-    else:
+    if _TERMS.fullmatch(text) and not os.path.isfile(text):  # Path.is_file raises for a text longer than a file's name may be
         terms = text.split(",")
+    else:
+        with usage_errors(f"--samples: {text[:80]}", OSError, UnicodeDecodeError):
+            terms = Path(text).read_text().split()
+        if wrong := next((term for term in terms if "," in term), None):  # 100,200 would be one length of 100200
+            raise UsageError(f"--samples: expected one length per line in {text}, without commas, got {wrong[:40]!r}")
     lengths: list[int] = []
     for term in terms:
-        length, _, times = term.partition("*")
-        lengths += [parse.count(length, "--samples")] * (parse.count(times, "--samples") if times else 1)
-        if len(lengths) > MAX_SAMPLES:
+        length, star, times = term.partition("*")
+        count = parse.count(times, "--samples") if star else 1
+        if len(lengths) + count > MAX_SAMPLES:
             raise UsageError(f"--samples: expected at most {MAX_SAMPLES} samples, got more")
+        lengths += [parse.count(length, "--samples")] * count
     return lengths
