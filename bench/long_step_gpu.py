@@ -1,18 +1,19 @@
 """Long training steps on one GPU: one rank's share of a million-token step of Qwen3-8B, and whole steps of a Llama-3.2-1B shape.
 
-    PYTHONPATH=src:. python bench/long_step_gpu.py share [--tokens 1048576] [--ranks 8]
-    PYTHONPATH=src:. python bench/long_step_gpu.py whole [--tokens 524288] [--seconds 200]
+    PYTHONPATH=src:. python bench/long_step_gpu.py share [--tokens 1048576] [--ranks 8] [--masks causal …] [--calls 2]
+    PYTHONPATH=src:. python bench/long_step_gpu.py whole [--tokens 524288] [--only compare | long] [--seconds 200]
 
 share: one decoder layer with the sizes of Qwen3-8B runs forward and backward as one rank of N, by `memory.checkpoint`: attention once, the
 rest again in the backward pass. KV of other ranks arrive in memory that already holds random numbers (bench/link.py): transfers over a real
-link take no SM and are listed in bytes. The step is 36 layers, the tiled loss and the optimizer's share, each measured. Masks: causal,
-packed documents, and four layers with a window of 4,096 tokens to one without.
+link take no SM and are listed in bytes. The step is 36 layers, the embedding, the tiled loss and the optimizer's share, each measured
+at its full size; the first call, which compiles or loads kernels, is printed and not counted. Masks: causal, packed documents, and four
+layers with a window of 4,096 tokens to one without. `--calls 0` only compiles.
 
 whole: forward, backward and AdamW of a model with the sizes of Llama-3.2-1B and random bfloat16 weights, by `memory.long_context`; where
-transformers is not installed, of the same layers in plain torch by `memory.checkpoint`. Before it, the loss of 32,768 tokens against the
-plain path: SDPA, all logits, no recomputation.
+transformers is not installed, of the same layers in plain torch by `memory.checkpoint`. `compare`: loss and gradients of a shorter sequence
+against the plain path (SDPA, all logits, no recomputation). `long`: the step. After `--seconds` it stops behind the next layer of the
+backward pass, whose peak memory is that of the step, and says what is extrapolated.
 
-With `--turns FOLDER`, both parts may be started together: they import and compile side by side, then `share` measures, then `whole`.
 `--tiny` runs both on a CPU, to test this file.
 """
 
@@ -21,15 +22,31 @@ from __future__ import annotations
 import argparse
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from bench.link import EchoMesh, Link
+from bench.long_step_layer import (
+    DEVICE,
+    DTYPE,
+    LLAMA_1B,
+    QWEN3_8B,
+    START,
+    TINY,
+    Layer,
+    Shape,
+    peak_gib,
+    reset_peak,
+    rotary_of,
+    say,
+    synchronize,
+    timed,
+)
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan as ls
@@ -37,76 +54,7 @@ from longspan._engine import ops
 from longspan.integrations import memory
 from longspan.integrations.loss import linear_token_loss, shift_labels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-START = time.perf_counter()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes of a decoder."""
-
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    vocab: int
-    rope_base: float
-    qk_norm: bool = False
-    chunk: int = 8192  # tokens at a time in MLPs and the loss
-
-
-QWEN3_8B = Shape(
-    layers=36, width=4096, heads=32, kv_heads=8, head_dim=128, hidden=12288, vocab=151936, rope_base=1e6, qk_norm=True
-)  # fmt: skip
-LLAMA_1B = Shape(layers=16, width=2048, heads=32, kv_heads=8, head_dim=64, hidden=8192, vocab=128256, rope_base=5e5)
-TINY = Shape(layers=3, width=64, heads=4, kv_heads=2, head_dim=16, hidden=96, vocab=211, rope_base=1e4, qk_norm=True, chunk=64)
-
-
-def say(text: str) -> None:
-    print(f"[{time.perf_counter() - START:6.1f} s] {text}", flush=True)
-
-
-def synchronize() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-
-
-def timed(fn: Callable[[], Any]) -> tuple[float, Any]:
-    """(seconds, result) of a call, nothing else running."""
-    synchronize()
-    start = time.perf_counter()
-    result = fn()
-    synchronize()
-    return time.perf_counter() - start, result
-
-
-def peak_gib() -> float:
-    return torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
-
-
-def reset_peak() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-class Turns:
-    """Files by which the two parts of this benchmark take turns; without a folder, nobody waits."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
-
-    def tell(self, what: str) -> None:
-        if self.folder is not None:
-            (self.folder / what).touch()
-
-    def wait(self, what: str, seconds: float) -> None:
-        end = time.perf_counter() + seconds
-        while self.folder is not None and not (self.folder / what).exists() and time.perf_counter() < end:
-            time.sleep(0.1)
+PARTS = ("attention, forward", "attention, backward", "rest, forward", "rest, recomputed and backward")
 
 
 class CountAttention(TorchDispatchMode):
@@ -119,50 +67,6 @@ class CountAttention(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls += func is ops.attend._opoverload
         return func(*args, **(kwargs or {}))
-
-
-class Layer(nn.Module):
-    """A decoder layer: x [1, L, C] → [1, L, C]. RMSNorm, rotary positions, GQA, SwiGLU by `memory.tiled`."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        c, d = shape.width, shape.head_dim
-        self.shape = shape
-        self.norms = nn.ParameterList([nn.Parameter(torch.ones(n)) for n in (c, c, d, d)])
-        sizes = [(c, shape.heads * d), (c, shape.kv_heads * d), (c, shape.kv_heads * d), (shape.heads * d, c)]
-        self.q, self.k, self.v, self.o = (nn.Linear(*size, bias=False) for size in sizes)
-        self.gate, self.up = (nn.Linear(c, shape.hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(shape.hidden, c, bias=False)
-
-    def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """q [1, H, L, D], k and v [1, G, L, D]."""
-        d = self.shape.head_dim
-        x = rms_norm(x, x.shape[-1:], self.norms[0], 1e-6)
-        q, k, v = (w(x).unflatten(-1, (-1, d)) for w in (self.q, self.k, self.v))
-        if self.shape.qk_norm:
-            q, k = rms_norm(q, (d,), self.norms[2], 1e-6), rms_norm(k, (d,), self.norms[3], 1e-6)
-        return rotated(q.transpose(1, 2), rotary), rotated(k.transpose(1, 2), rotary), v.transpose(1, 2)
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.down(silu(self.gate(x)) * self.up(x))
-
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Callable[..., Tensor]) -> Tensor:
-        x = x + self.o(attend(*self.project(x, rotary)).transpose(1, 2).flatten(2))
-        return x + memory.tiled(self.mlp, rms_norm(x, x.shape[-1:], self.norms[1], 1e-6), chunk=self.shape.chunk)
-
-
-def rotary_of(positions: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """(cos, sin) [1, 1, L, D / 2]."""
-    half = shape.head_dim // 2
-    frequency = shape.rope_base ** (-torch.arange(half, device=DEVICE, dtype=torch.float32) / half)
-    angle = positions.to(DEVICE).float()[None, None, :, None] * frequency
-    return angle.cos().to(DTYPE), angle.sin().to(DTYPE)
-
-
-def rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    cos, sin = rotary
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 # -------------------------------------------------------------------------------------------------------------- one rank's share
@@ -194,27 +98,29 @@ def plan_of(mask: Any, tokens: int, ranks: int, shape: Shape) -> Any:
     return plan.on(EchoMesh(axes=ls.Mesh.abstract(ranks).axes, coordinate=(busiest,)))
 
 
-def layer_seconds(layer: Layer, plan: Any) -> dict[str, float]:
-    """Seconds of the parts of a layer's step on this rank's tokens: the layer with q in place of attention's result, then as it trains."""
+def layer_seconds(layer: Layer, plan: Any, calls: int) -> Iterator[dict[str, float]]:
+    """Seconds of the parts of a layer's step on this rank's tokens, of the first and of `calls` further calls.
+
+    The layer runs with q in place of attention's result, then as it trains: the difference is attention's.
+    """
     x = torch.randn(1, plan.local_len, layer.shape.width, device=DEVICE, dtype=DTYPE, requires_grad=True)
+    grad = torch.randn_like(x)
     rotary = rotary_of(plan.positions, layer.shape)
-    count = CountAttention()
 
     def both(attend: Callable[..., Tensor]) -> tuple[float, float]:
         forward, y = timed(lambda: memory.checkpoint(layer, x, rotary, attend))
-        grad = torch.randn_like(y)
         backward, _ = timed(lambda: y.backward(grad))
         layer.zero_grad(set_to_none=True)
+        x.grad = None
         return forward, backward
 
     both(lambda q, k, v: q + k.mean() + v.mean())
-    rest = both(lambda q, k, v: q + k.mean() + v.mean())
-    reset_peak()
-    with count:
-        whole_layer = both(lambda q, k, v: ls.attention(q, k, v, plan=plan))
-    assert count.calls == 1, f"expected one forward of attention, got {count.calls}"
-    names = ("attention, forward", "attention, backward", "rest, forward", "rest, recomputed and backward")
-    return dict(zip(names, (whole_layer[0] - rest[0], whole_layer[1] - rest[1], *rest)))
+    for _ in range(1 + calls):
+        rest = both(lambda q, k, v: q + k.mean() + v.mean())
+        with CountAttention() as count:
+            whole_layer = both(lambda q, k, v: ls.attention(q, k, v, plan=plan))
+        assert count.calls == 1, f"expected one forward of attention, got {count.calls}"
+        yield dict(zip(PARTS, (whole_layer[0] - rest[0], whole_layer[1] - rest[1], *rest)))
 
 
 def loss_seconds(shape: Shape, tokens: int) -> float:
@@ -223,6 +129,18 @@ def loss_seconds(shape: Shape, tokens: int) -> float:
     weight = torch.randn(shape.vocab, shape.width, device=DEVICE, dtype=DTYPE).mul_(0.02).requires_grad_()
     labels = torch.randint(shape.vocab, (1, tokens), device=DEVICE)
     return timed(lambda: linear_token_loss(hidden, weight, labels, count=tokens, chunk=shape.chunk).backward())[0]
+
+
+def embedding_seconds(shape: Shape, tokens: int) -> float:
+    """Seconds of the embedding of a rank's tokens and of the last norm, forward and backward."""
+    weight = torch.randn(shape.vocab, shape.width, device=DEVICE, dtype=DTYPE, requires_grad=True)
+    scale = torch.ones(shape.width, device=DEVICE, dtype=DTYPE, requires_grad=True)
+    ids = torch.randint(shape.vocab, (1, tokens), device=DEVICE)
+    return timed(
+        lambda: rms_norm(embedding(ids, weight), (shape.width,), scale, 1e-6).backward(
+            torch.ones((), device=DEVICE, dtype=DTYPE).expand(1, tokens, shape.width)
+        )
+    )[0]
 
 
 def optimizer_seconds(parameters: int) -> float:
@@ -234,7 +152,7 @@ def optimizer_seconds(parameters: int) -> float:
     return timed(optimizer.step)[0]
 
 
-def share(shape: Shape, tokens: int, ranks: int, window: int, turns: Turns) -> None:
+def share(shape: Shape, tokens: int, ranks: int, window: int, args: argparse.Namespace) -> None:
     EchoMesh.use(Link("none") if DEVICE == "cuda" else HostLink())
     with torch.device(DEVICE):
         layer = Layer(shape).to(DTYPE)
@@ -242,49 +160,63 @@ def share(shape: Shape, tokens: int, ranks: int, window: int, turns: Turns) -> N
     masks = {
         "causal": causal,
         "documents": causal & ls.documents(lengths=document_lengths(tokens)),
-        f"window {window}": causal & ls.sliding_window(window),
+        "window": causal & ls.sliding_window(window),
     }
-    small = max(tokens // 16, ranks * 16)
-    warm_ups = [causal, causal & ls.documents(lengths=document_lengths(small)), causal & ls.sliding_window(window)]
-    for name, mask in zip(masks, warm_ups):
-        layer_seconds(layer, plan_of(mask, small, ranks, shape))
-        say(f"warm-up of {name} on {small} tokens done")
-    results = {}
-    turns.wait("whole is warm", 30)
-    say("measuring")
-    for name, mask in masks.items():
-        planning, plan = timed(lambda mask=mask: plan_of(mask, tokens, ranks, shape))
-        reset_peak()
-        first = layer_seconds(layer, plan)  # compiles what the warm-up did not need
-        results[name] = layer_seconds(layer, plan)
-        parts = ", ".join(f"{part} {1e3 * value:.0f} ms (first call {1e3 * first[part]:.0f})" for part, value in results[name].items())
-        report = plan.report()
-        received = float(report.received[:, plan.mesh.rank].sum()) * 2 * shape.kv_heads * shape.head_dim * DTYPE.itemsize
-        say(
-            f"{name}: rank {plan.mesh.rank} of {ranks}, {plan.local_len} tokens, {plan.strategy}, layout {plan.data.layout}, balance "
-            f"{report.balance:.3f}, planned in {planning:.2f} s; a layer: {parts}; KV received "
-            f"{received / 1e9:.2f} GB; peak {peak_gib():.1f} GiB"
-        )
-        EchoMesh.link.buffers.clear()
+    results = {name: measured_layer(layer, name, masks[name], tokens, ranks, args.calls) for name in args.masks}
     parameters = sum(p.numel() for p in layer.parameters()) * shape.layers + 2 * shape.vocab * shape.width
     del layer
     reset_peak()
     local = tokens // ranks
-    loss_seconds(shape, min(local, 2 * shape.chunk))
-    loss, optimizer = loss_seconds(shape, local), optimizer_seconds(parameters // ranks)
-    say(f"loss {loss:.2f} s, AdamW of {parameters / ranks / 1e9:.2f} G parameters {optimizer:.3f} s")
-    turns.tell("share is done")
+    for what in (loss_seconds, embedding_seconds):
+        what(shape, min(local, 2 * shape.chunk))
+    if not args.calls:
+        say("compiled")
+        return
+    ends = {
+        "embedding and last norm": embedding_seconds(shape, local),
+        "loss": loss_seconds(shape, local),
+        "optimizer": optimizer_seconds(parameters // ranks),
+    }
+    gathered = parameters * DTYPE.itemsize * (ranks - 1) / ranks / 1e9
+    say(
+        f"not measured: links. A step of FSDP with {parameters / 1e9:.2f} G parameters receives {2 * gathered:.1f} GB of weights and "
+        f"{gathered:.1f} GB of gradients per rank; KV above"
+    )
     window_layers = round(shape.layers * 4 / 5)
     layers = {
         "causal": {"causal": shape.layers},
         "documents": {"documents": shape.layers},
-        f"4 layers with window {window} : 1": {f"window {window}": window_layers, "causal": shape.layers - window_layers},
+        f"4 layers with window {window} : 1": {"window": window_layers, "causal": shape.layers - window_layers},
     }
     for name, counts in layers.items():
-        parts = {part: sum(n * results[mask][part] for mask, n in counts.items()) for part in results["causal"]}
-        total = sum(parts.values()) + loss + optimizer
-        listed = " + ".join(f"{part} {value:.1f}" for part, value in parts.items())
-        say(f"STEP {name}: {total:.1f} s = {listed} + loss {loss:.1f} + optimizer {optimizer:.2f}, {shape.layers} layers ({counts})")
+        if counts.keys() <= results.keys():
+            parts = {part: sum(n * results[mask][part] for mask, n in counts.items()) for part in PARTS} | ends
+            listed = " + ".join(f"{part} {value:.2f}" for part, value in parts.items())
+            say(f"STEP {name}: {sum(parts.values()):.1f} s = {listed}, {shape.layers} × one measured layer ({counts})")
+
+
+def measured_layer(layer: Layer, name: str, mask: Any, tokens: int, ranks: int, calls: int) -> dict[str, float]:
+    """Seconds of the parts of a layer: medians of all calls but the first."""
+    shape = layer.shape
+    planning, plan = timed(lambda: plan_of(mask, tokens, ranks, shape))
+    report, rank = plan.report(), plan.mesh.rank
+    moved = [float(x[..., rank].sum()) / 1e9 for x in (report.bytes_received, report.bytes_received_backward)]
+    say(
+        f"{name}: rank {rank} of {ranks}, {plan.local_len} tokens, {plan.strategy}, layout {plan.data.layout}, balance "
+        f"{report.balance:.3f}, planned in {planning:.2f} s; received {moved[0]:.2f} GB forward, {moved[1]:.2f} backward"
+    )
+    reset_peak()
+    results = []
+    for result in layer_seconds(layer, plan, calls):
+        results.append(result)
+        parts = ", ".join(f"{part} {1e3 * value:.0f} ms" for part, value in result.items())
+        say(f"  call {len(results)} of a layer: {parts}")
+    EchoMesh.link.buffers.clear()
+    flops = 4 * int(report.pairs[rank]) * shape.heads * shape.head_dim / 1e12
+    medians = {part: median(r[part] for r in results[1:] or results) for part in PARTS}
+    forward, backward = (medians[f"attention, {what}"] for what in ("forward", "backward"))
+    say(f"  attention {flops / forward:.0f} and {2.5 * flops / backward:.0f} TFLOP/s; peak {peak_gib():.1f} GiB")
+    return medians
 
 
 # ------------------------------------------------------------------------------------------------------------------- whole steps
@@ -363,12 +295,11 @@ def plain_model(shape: Shape) -> Trained:
     )
 
 
-def whole(shape: Shape, tokens: int, compared: int, seconds: float, turns: Turns) -> None:
+def whole(shape: Shape, tokens: int, compared: int, args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     try:
         trained, way = transformers_model(shape), "transformers LlamaForCausalLM"
-        short = torch.randint(shape.vocab, (1, 256), device=DEVICE)
-        trained.plain_loss(short)
+        trained.plain_loss(torch.randint(shape.vocab, (1, 256), device=DEVICE))
     except Exception as error:
         say(f"no transformers model here ({type(error).__name__}: {str(error)[:200]}): the same layers in plain torch")
         trained, way = plain_model(shape), "plain torch"
@@ -376,71 +307,106 @@ def whole(shape: Shape, tokens: int, compared: int, seconds: float, turns: Turns
     say(f"{way}: {sum(p.numel() for p in parameters) / 1e9:.2f} G parameters, {DTYPE}")
     ids = torch.randint(shape.vocab, (1, tokens), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     head = ids[:, :compared]
+    if args.only == "long":
+        wanted, loss_of = None, trained.make_long()
+    else:
+        wanted, loss_of = compare(trained, parameters, head)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=DEVICE == "cuda")
+
+    def step(batch: Tensor, watch: Watch | None = None) -> float:
+        if watch is not None:
+            watch.follow(trained.layers)
+        loss = loss_of(batch)
+        if watch is not None:
+            watch.forward_ends(float(loss.detach()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    reset_peak()
+    took, loss = timed(lambda: step(head))
+    short_peak = peak_gib()
+    told = "" if wanted is None else f", {abs(loss - wanted) / wanted:.1e} from the plain path"
+    say(f"STEP {compared} tokens: {took:.2f} s (first), peak {short_peak:.2f} GiB, loss {loss:.6f}{told}")
+    if args.only == "compare":
+        return
+    say(f"STEP {compared} tokens: {timed(lambda: step(head))[0]:.2f} s (second)")
+    reset_peak()
+    watch = Watch(args.seconds)
+    try:
+        took, told = timed(lambda: step(ids, watch))[0], ""
+    except TimeoutError:
+        took = watch.extrapolated()
+        told = f" (extrapolated: {watch.done} of {len(trained.layers)} layers of the backward pass were measured, no optimizer step)"
+    slope = (peak_gib() - short_peak) * 2**30 / (tokens - compared)
+    kept = shape.layers * (2 * shape.width * DTYPE.itemsize + 4 * shape.heads)
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    say(
+        f"STEP {tokens} tokens: {took:.1f} s{told}, {tokens / took:,.0f} tokens/s, peak GPU {peak_gib():.2f} GiB, peak host "
+        f"{host:.1f} GiB, {slope / 1024:.1f} KiB per further token (kept: {kept / 1024:.1f} KiB)"
+    )
+
+
+def compare(trained: Trained, parameters: list[nn.Parameter], ids: Tensor) -> tuple[float, Callable[[Tensor], Tensor]]:
+    """Compare the gradients of a quarter of `ids` with the plain path's. Returns the plain path's loss of `ids`, and the long path."""
     with torch.no_grad():
-        wanted = float(trained.plain_loss(head))
-    say(f"plain path, {compared} tokens: loss {wanted:.6f}, peak {peak_gib():.1f} GiB")
-    few = ids[:, : compared // 4]
+        wanted = float(trained.plain_loss(ids))
+    say(f"plain path, {ids.shape[1]} tokens: loss {wanted:.6f}, peak {peak_gib():.1f} GiB")
+    few = ids[:, : ids.shape[1] // 4]
     wanted_grads = torch.autograd.grad(trained.plain_loss(few), parameters)
     loss_of = trained.make_long()
     grads = torch.autograd.grad(loss_of(few), parameters)
     difference = [float((g.float() - w.float()).norm() / w.float().norm()) for g, w in zip(grads, wanted_grads)]
     say(f"{few.shape[1]} tokens: gradients differ by {max(difference):.1e} at most, {sum(difference) / len(difference):.1e} in the mean")
-    del grads, wanted_grads
-    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=DEVICE == "cuda")
+    return wanted, loss_of
 
-    def step(batch: Tensor, *, report: bool) -> float:
-        parts: list[tuple[str, float]] = [("start", time.perf_counter())]
-        if report:
-            say_after(trained.layers, parts)
-        loss = loss_of(batch)
+
+class Watch:
+    """Times after layers of one step. Raises TimeoutError behind a layer of the backward pass that ends later than `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.start, self.forward = seconds, 0.0, 0.0
+        self.backward: list[float] = []  # seconds since the end of the forward pass, after each layer
+
+    @property
+    def done(self) -> int:
+        return len(self.backward)
+
+    def follow(self, layers: nn.ModuleList) -> None:
+        self.layers = len(layers)
+        handles: dict[int, Any] = {}
+
+        def before(index: int) -> Callable[..., None]:
+            def hook(_layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+                handles[index].remove()  # the recomputation calls the layer again
+                if inputs[0].requires_grad:
+                    inputs[0].register_hook(lambda _grad: self.layer_ends(index))
+                if index in (1, self.layers // 2):
+                    synchronize()
+                    say(f"  forward, {index} layers: {time.perf_counter() - self.start:.1f} s")
+
+            return hook
+
+        handles |= {i: layer.register_forward_pre_hook(before(i)) for i, layer in enumerate(layers)}
+        self.start = time.perf_counter()
+
+    def forward_ends(self, loss: float) -> None:
         synchronize()
-        parts.append(("forward", time.perf_counter()))
-        if report:
-            say(f"  forward of {batch.shape[1]} tokens: {parts[-1][1] - parts[0][1]:.1f} s, loss {float(loss.detach()):.6f}")
-        loss.backward()
+        self.forward = time.perf_counter() - self.start
+        say(f"  forward: {self.forward:.1f} s, loss {loss:.6f}, {peak_gib():.2f} GiB")
+
+    def layer_ends(self, index: int) -> None:
         synchronize()
-        if report:
-            say(f"  backward: {time.perf_counter() - parts[-1][1]:.1f} s")
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        synchronize()
-        return float(loss.detach())
+        self.backward.append(time.perf_counter() - self.start - self.forward)
+        say(f"  backward, {self.done} layers: {self.backward[-1]:.1f} s, peak {peak_gib():.2f} GiB")
+        if time.perf_counter() - START > self.seconds and index:
+            raise TimeoutError
 
-    peaks = {}
-    reset_peak()
-    took, loss = timed(lambda: step(head, report=False))
-    peaks[compared] = peak_gib()
-    error = abs(loss - wanted) / wanted
-    say(f"STEP {compared} tokens: {took:.2f} s (first), peak {peaks[compared]:.2f} GiB, loss {loss:.6f}, {error:.1e} from the plain path")
-    reset_peak()
-    turns.tell("whole is warm")
-    turns.wait("share is done", 100)
-    left = seconds - (time.perf_counter() - START)
-    say(f"{tokens} tokens, {left:.0f} s left")
-    took, loss = timed(lambda: step(ids, report=True))
-    peaks[tokens] = peak_gib()
-    slope = (peaks[tokens] - peaks[compared]) * 2**30 / (tokens - compared)
-    kept = shape.layers * (2 * shape.width * DTYPE.itemsize + 4 * shape.heads)
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    say(
-        f"STEP {tokens} tokens: {took:.1f} s, {tokens / took:,.0f} tokens/s, loss {loss:.6f}, peak GPU {peaks[tokens]:.2f} GiB, peak host "
-        f"{host:.1f} GiB, {slope / 1024:.1f} KiB per further token (kept: {kept / 1024:.1f} KiB)"
-    )
-
-
-def say_after(layers: nn.ModuleList, parts: list[tuple[str, float]]) -> None:
-    """Print the time after the first and some later layers of the next forward pass, in case that the run is stopped."""
-    wanted = {0, len(layers) // 2, len(layers) - 1}
-
-    def after(index: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            handles[index].remove()
-            synchronize()
-            say(f"  forward, layer {index}: {time.perf_counter() - parts[0][1]:.1f} s")
-
-        return hook
-
-    handles = {i: layers[i].register_forward_hook(after(i)) for i in wanted}
+    def extrapolated(self) -> float:
+        """Seconds of the step: the layers that were not reached take what the last one took."""
+        before = self.backward[-2] if self.done > 1 else 0.0
+        return self.forward + self.backward[-1] + (self.layers - self.done) * (self.backward[-1] - before)
 
 
 def main() -> None:
@@ -448,19 +414,20 @@ def main() -> None:
     parser.add_argument("part", choices=("share", "whole"))
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=200, help="time for `whole`, printed only")
-    parser.add_argument("--turns", type=Path, help="a folder by which both parts, started together, take turns")
+    parser.add_argument("--masks", nargs="+", choices=("causal", "documents", "window"), default=["causal", "documents", "window"])
+    parser.add_argument("--calls", type=int, default=2, help="measured calls of a layer in `share`; 0: only compile")
+    parser.add_argument("--only", choices=("compare", "long"), help="one half of `whole`")
+    parser.add_argument("--seconds", type=float, default=200, help="when `whole` stops its step")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to test this file on a CPU")
     args = parser.parse_args()
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
     print(f"# bench long_step_gpu {args.part}, {name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}", flush=True)
-    turns = Turns(args.turns)
     if args.part == "share":
         tokens = args.tokens or (2048 if args.tiny else 1 << 20)
-        share(TINY if args.tiny else QWEN3_8B, tokens, args.ranks, 128 if args.tiny else 4096, turns)
+        share(TINY if args.tiny else QWEN3_8B, tokens, args.ranks, 128 if args.tiny else 4096, args)
     else:
         tokens = args.tokens or (1024 if args.tiny else 1 << 19)
-        whole(TINY if args.tiny else LLAMA_1B, tokens, 256 if args.tiny else 1 << 15, args.seconds, turns)
+        whole(TINY if args.tiny else LLAMA_1B, tokens, 256 if args.tiny else 1 << 15, args)
 
 
 if __name__ == "__main__":
