@@ -14,7 +14,15 @@ from longspan._comm.agreement import raising_on_all_ranks
 from longspan._engine import eager, ops, selected, selected_mesh, selected_mesh_ops
 from longspan._engine.cached import CachedCall, attend_cached
 from longspan._engine.call_cache import CallEntry, calls, score_key
-from longspan._engine.checks import check_captured, check_scale, check_sink, check_tensors, reject_transforms, tracing_under_transforms
+from longspan._engine.checks import (
+    check_captured,
+    check_scale,
+    check_sink,
+    check_tensors,
+    is_plain,
+    reject_transforms,
+    tracing_under_transforms,
+)
 from longspan._engine.dense_distributed import dense_over_mesh
 from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.plan_cache import plan_cache
@@ -311,7 +319,7 @@ def _attend_over_mesh(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, p
     if chosen is not None:
         return *selected_mesh_ops.attend(inputs, call, plan, chosen), _NOTHING
     results = _run(inputs, options, None, score, scale)
-    if options.kernel != "dense" and eager.is_plain((q, k, v)) and inputs.q is q and inputs.k is k and inputs.v is v:
+    if options.kernel != "dense" and is_plain((q, k, v)) and inputs.q is q and inputs.k is k and inputs.v is v:
         repeated_calls.add(plan.data, q, k, v, options, CallOptions(spec=_spec(options, None, score), scale=scale))
     return results
 
@@ -345,7 +353,7 @@ def _run(inputs: CallTensors, options: AttendOptions, mask: Traced | None, score
         with without_user_defaults():
             return _dense(inputs, call) if plan is None else dense_over_mesh(inputs, call, plan.data)
     try:
-        if eager.is_plain([*inputs.differentiable, *inputs.mask_captured]):
+        if is_plain([*inputs.differentiable, *inputs.mask_captured]):
             return eager.attend(inputs, call, None if plan is None else plan.data)
         out, lse, max_scores = ops.attend(
             inputs.q, inputs.k, inputs.v, inputs.sink, inputs.mask_captured, inputs.score_captured,

@@ -12,14 +12,22 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import FlexKernelOptions
 from torch.overrides import TorchFunctionMode
 
+from longspan._engine.values import PLAIN
 from longspan._masks.tracing import ProgramError
-from longspan._torch_private import is_batched_gradient, is_transformed, transform_is_active, tree_leaves
+from longspan._torch_private import is_batched_gradient, is_transformed, modes_are_active, transform_is_active, tree_leaves
 
 # torch's option names, each also with a prefix for the forward or the backward pass only.
 _OPTIONS = frozenset(f"{side}{name}" for name in FlexKernelOptions.__annotations__ for side in ("", "fwd_", "bwd_"))
 _BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH")
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether a call without torch's dispatcher behaves as the operator would: no dispatch mode is active, no tensor is of a subclass, and
+    none is left over from a transform of torch.func, whose gradients would be lost.
+    """
+    return not modes_are_active() and all(type(t) in PLAIN and not is_transformed(t) for t in tensors)
 
 
 def check_tensors(q: Any, k: Any, v: Any) -> None:

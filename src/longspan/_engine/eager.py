@@ -6,7 +6,6 @@ dispatch mode or tensor subclasses, an autograd function calls the same code dir
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,17 +16,9 @@ from longspan._comm.agreement import raising_on_all_ranks
 from longspan._engine import ops
 from longspan._engine.checks import reject_batched_gradients
 from longspan._engine.compile_ahead import compiling_backward
-from longspan._engine.values import PLAIN, BackwardTensors, CallOptions, CallTensors, InputGrads
+from longspan._engine.values import BackwardTensors, CallOptions, CallTensors, InputGrads
 from longspan._plan.handle import PlanHandle
 from longspan._plan.plan_data import PlanData
-from longspan._torch_private import is_transformed, modes_are_active
-
-
-def is_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether the autograd function behaves as the operator would: no dispatch mode is active, no tensor is of a subclass, and none is left
-    over from a transform of torch.func, whose gradients would be lost.
-    """
-    return not modes_are_active() and all(type(t) in PLAIN and not is_transformed(t) for t in tensors)
 
 
 def attend(inputs: CallTensors, options: CallOptions, plan: PlanData | None) -> ops.Outputs:
@@ -74,7 +65,7 @@ class _Attend(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             flat = backward_by_operator(tensors, ctx.options, ctx.plan)
         else:
-            flat = ops.run_backward(tensors, ctx.options, ctx.plan, forward_number=ctx.number)
+            flat = ops.run_backward(tensors, ctx.options, ctx.plan, forward_number=ctx.number, strided=True)
         grads = InputGrads.of(flat, sink, needs)
         return None, None, None, *grads[:4], *grads.captured
 

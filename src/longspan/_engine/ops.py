@@ -13,7 +13,7 @@ from torch import Tensor
 from longspan._comm.agreement import raising_on_all_ranks
 from longspan._engine import distributed, invariant, one_device
 from longspan._engine.call_agreement import begin_call
-from longspan._engine.checks import reject_batched_gradients
+from longspan._engine.checks import is_plain, reject_batched_gradients
 from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.spec import SpecRegistry
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors, InputGrads, empty_flat_grads
@@ -54,8 +54,10 @@ def run_forward(inputs: CallTensors, options: CallOptions, plan: PlanData | None
 
 
 @without_user_defaults()
-def run_backward(tensors: BackwardTensors, options: CallOptions, plan: PlanData | None, *, forward_number: int = 0) -> list[Tensor]:
-    """The results of `attend_backward`. forward_number: from `run_forward`, 0 if unknown."""
+def run_backward(
+    tensors: BackwardTensors, options: CallOptions, plan: PlanData | None, *, forward_number: int = 0, strided: bool = False
+) -> list[Tensor]:  # fmt: skip
+    """The results of `attend_backward`. forward_number: from `run_forward`, 0 if unknown. strided: as for `flat_grads`."""
     inputs = tensors.inputs
     if plan is None:
         grads, grad_sink = (invariant if options.spec.invariant else one_device).backward(tensors, options)
@@ -67,7 +69,7 @@ def run_backward(tensors: BackwardTensors, options: CallOptions, plan: PlanData 
                 grads, grad_sink = invariant.backward_over_mesh(plan, tensors, options)
             else:
                 grads, grad_sink = distributed.backward(call, tensors)
-    return tensors.flat_grads(grads, grad_sink)
+    return tensors.flat_grads(grads, grad_sink, strided=strided)
 
 
 # The host decides which tiles exist: CUDA graphs of a compiler must leave the operators out.
@@ -158,7 +160,17 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_
     needs = [bool(n) for n in ctx.needs_input_grad[5]] if score_captured else []
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    flat = attend_backward(grad_out, grad_lse, q, k, v, sink, out, lse, mask_captured, score_captured, needs, plan, ctx.spec, ctx.scale)
+    given = (grad_out, grad_lse, q, k, v, sink, out, lse, plan, *captured)
+    if not torch.is_grad_enabled() and is_plain([t for t in given if t is not None]):
+        # The same code without the operator, whose results are contiguous: a copy of the gradient of q would be the peak of a long step.
+        inputs = CallTensors(q=q, k=k, v=v, sink=sink, mask_captured=mask_captured, score_captured=score_captured)
+        tensors = BackwardTensors(
+            inputs=inputs, out=out, lse=lse, grad_out=grad_out.resolve_neg(), grad_lse=None if grad_lse is None else grad_lse.resolve_neg(),
+            needs=needs,
+        )  # fmt: skip
+        flat = run_backward(tensors, CallOptions(spec=ctx.keep_alive, scale=ctx.scale), plan_of(plan), strided=True)
+    else:
+        flat = attend_backward(grad_out, grad_lse, q, k, v, sink, out, lse, mask_captured, score_captured, needs, plan, ctx.spec, ctx.scale)
     grads = InputGrads.of(flat, sink, needs)
     return *grads[:4], [None] * len(mask_captured), grads.captured, *[None] * 4
 

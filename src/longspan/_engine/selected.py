@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan._engine import one_device
-from longspan._engine.checks import reject_batched_gradients
-from longspan._engine.eager import is_plain
+from longspan._engine.checks import is_plain, reject_batched_gradients
 from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.streams import is_captured
 from longspan._engine.values import BackwardTensors, CallOptions, CallTensors, InputGrads

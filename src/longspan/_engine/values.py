@@ -57,11 +57,15 @@ class BackwardTensors:
     grad_lse: Tensor | None
     needs: Sequence[bool]
 
-    def flat_grads(self, grads: Grads, grad_sink: Tensor | None) -> list[Tensor]:
-        """Gradients of q, k, v, the sink if there is one, and the captured tensors with `needs`: contiguous, in their tensors' dtypes."""
-        grads.q = grads.q.contiguous()  # one after the other: a copy replaces its source
-        grads.k = grads.k.contiguous()
-        grads.v = grads.v.contiguous()
+    def flat_grads(self, grads: Grads, grad_sink: Tensor | None, *, strided: bool = False) -> list[Tensor]:
+        """Gradients of q, k, v, the sink if there is one, and the captured tensors with `needs`, in their tensors' dtypes.
+
+        strided: Those of q, k and v may have the strides of their tensors. Otherwise all are contiguous.
+        """
+        q, k, v = (self.inputs.q, self.inputs.k, self.inputs.v) if strided else (None, None, None)
+        grads.q = _laid_out(grads.q, q)  # one after the other: a copy replaces its source
+        grads.k = _laid_out(grads.k, k)
+        grads.v = _laid_out(grads.v, v)
         flat = [grads.q, grads.k, grads.v]
         if self.inputs.sink is not None and grad_sink is not None:
             flat.append(grad_sink.to(self.inputs.sink.dtype).contiguous())
@@ -69,6 +73,11 @@ class BackwardTensors:
             if need and grad is not None:
                 flat.append(grad.to(tensor.dtype).to(tensor.device).contiguous())
         return flat
+
+
+def _laid_out(grad: Tensor, like: Tensor | None) -> Tensor:
+    """A gradient with the strides of its tensor `like`, or else contiguous."""
+    return grad if like is not None and grad.stride() == like.stride() else grad.contiguous()
 
 
 class InputGrads(NamedTuple):
