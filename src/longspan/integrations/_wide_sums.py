@@ -7,7 +7,7 @@ the sum over chunks runs in float32, and the weight gets one gradient. Its hooks
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -66,6 +66,14 @@ def _is_rounded(weight: Any) -> bool:
     )
 
 
+class Aliases(Protocol):
+    """What stands in for parameters while a chunk is computed."""
+
+    def takes(self, parameter: torch.nn.Parameter) -> bool: ...
+
+    def alias(self, parameter: torch.nn.Parameter) -> Tensor: ...
+
+
 class WideSums:
     """Runs chunks of a function so that gradients of parameters that it gives to torch functions are summed in float32."""
 
@@ -76,23 +84,26 @@ class WideSums:
     def __call__(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return self._fn(x)
-        with _Replaced(self):
+        with Replaced(self):
             return self._fn(x)
 
-    def alias(self, parameter: Tensor) -> Tensor:
+    def takes(self, parameter: torch.nn.Parameter) -> bool:
+        return _is_rounded(parameter)
+
+    def alias(self, parameter: torch.nn.Parameter) -> Tensor:
         if id(parameter) not in self._aliases:
             self._aliases[id(parameter)] = parameter, aliases(parameter)
         return self._aliases[id(parameter)][1]()
 
 
-class _Replaced(TorchFunctionMode):
-    """Torch functions get aliases of this chunk in place of 16-bit parameters.
+class Replaced(TorchFunctionMode):
+    """Torch functions get aliases of this chunk in place of the parameters that `sums` takes.
 
     What is no torch function gets the parameter, such as the `apply` of a custom `torch.autograd.Function`: autograd then sums its
     gradients in 16 bits. Setting a module's parameters to aliases would reach it, and would be seen by other threads.
     """
 
-    def __init__(self, sums: WideSums) -> None:
+    def __init__(self, sums: Aliases) -> None:
         super().__init__()
         self._sums = sums
         self._of_chunk: dict[int, Tensor] = {}
@@ -106,7 +117,7 @@ class _Replaced(TorchFunctionMode):
         return func(*map(self._replaced, args), **{key: self._replaced(a) for key, a in kwargs.items()})
 
     def _replaced(self, argument: Any) -> Any:
-        if isinstance(argument, torch.nn.Parameter) and _is_rounded(argument):
+        if isinstance(argument, torch.nn.Parameter) and self._sums.takes(argument):
             if id(argument) not in self._of_chunk:
                 self._of_chunk[id(argument)] = self._sums.alias(argument)
             return self._of_chunk[id(argument)]

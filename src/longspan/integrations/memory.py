@@ -25,8 +25,8 @@ from longspan.integrations._forward import outside_of_forwards, record_loss
 from longspan.integrations._host_store import HostStore, HostTensor
 from longspan.integrations._kept_attention import ATTENTION, Unmodified, record_and_replay
 from longspan.integrations._plan_use import run_checked
-from longspan.integrations._wide_sums import WideSums
-from longspan.integrations.loss import LossKernel, autocast_without_cache, linear_token_loss, shift_labels, token_count
+from longspan.integrations._tiles import run_tiled
+from longspan.integrations.loss import LossKernel, linear_token_loss, shift_labels, token_count
 
 __all__ = ["Place", "causal_lm_loss", "checkpoint", "long_context", "tile_mlps", "tile_norms", "tiled"]
 
@@ -102,9 +102,7 @@ def tiled(fn: Callable[[Tensor], Tensor], x: Tensor, *, chunk: int, dim: int = -
         raise ValueError(f"memory.tiled: expected chunk of at least 1 token, got {chunk}")
     if x.shape[dim] <= chunk:
         return fn(x)
-    run = WideSums(fn)
-    with autocast_without_cache(x.device.type):
-        return torch.cat([torch_checkpoint.checkpoint(run, part, use_reentrant=False) for part in x.split(chunk, dim)], dim)
+    return run_tiled(fn, x, chunk, dim)
 
 
 def tile_mlps(model: nn.Module, chunk: int) -> list[str]:

@@ -1,0 +1,162 @@
+"""Chunks of `memory.tiled`: their gradients in one tensor, their random numbers, what they keep."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longspan.integrations import _tiles, memory
+from longspan.integrations._tiles import RandomStates
+
+
+def grads_of(y: Tensor, *tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(y.square().sum(), tensors, **options)
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.SiLU(), nn.Linear(7, 3)).double()
+
+
+def nodes_of(y: Tensor) -> int:
+    seen, nodes = set(), [y.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    return len(seen)
+
+
+def test_a_tiled_module_is_one_node_whatever_the_number_of_chunks() -> None:
+    x = torch.randn(2, 50, 5, dtype=torch.float64, requires_grad=True)
+    assert nodes_of(memory.tiled(mlp(), x, chunk=25)) == nodes_of(memory.tiled(mlp(), x, chunk=3)) < 9
+
+
+@pytest.mark.parametrize("dim", [1, -2])
+def test_gradients_of_x_and_parameters_equal_those_of_one_call(dim: int) -> None:
+    module, x = mlp(), torch.randn(2, 11, 5, dtype=torch.float64, requires_grad=True)
+    want = grads_of(module(x), x, *module.parameters())
+    y = memory.tiled(module, x, chunk=4, dim=dim)
+    got = grads_of(y, x, *module.parameters(), retain_graph=True)
+    copies = [g.clone() for g in got]
+    again = grads_of(2 * y, x, *module.parameters())
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(again, tuple(4 * w for w in want))
+    assert all(map(torch.equal, got, copies))
+
+
+def test_gradients_of_gradients_pass_through_a_tiled_module() -> None:
+    module, x = mlp(), torch.randn(1, 5, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: memory.tiled(module, x, chunk=2), x)
+    assert torch.autograd.gradcheck(lambda x: memory.tiled(module, x, chunk=2), x, check_batched_grad=True)
+
+
+def test_frozen_parameters_get_no_gradient_and_others_do() -> None:
+    module, x = mlp(), torch.randn(1, 9, 5, dtype=torch.float64, requires_grad=True)
+    module[0].requires_grad_(False)  # type: ignore[index]
+    memory.tiled(module, x, chunk=2).square().sum().backward()
+    got = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    module(x.detach()).square().sum().backward()
+    assert got[0] is None and got[1] is None
+    torch.testing.assert_close(got[2:], [p.grad for p in list(module.parameters())[2:]])
+
+
+def test_captured_tensors_and_parameters_of_custom_functions_get_gradients() -> None:
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            x, weight = ctx.saved_tensors
+            return grad * weight, (grad * x).sum((0, 1))
+
+    x, leaf = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((1, 9, 5), (5,)))
+    parameter = nn.Parameter(torch.randn(5, dtype=torch.float64))
+    inner = leaf.exp()
+    for fn in (lambda x: x * leaf, lambda x: x * inner, lambda x: Scaled.apply(x, parameter).sin() * leaf):
+        tensors = x, leaf, parameter
+        want = grads_of(fn(x), *tensors, retain_graph=True, allow_unused=True)
+        torch.testing.assert_close(grads_of(memory.tiled(fn, x, chunk=4), *tensors, retain_graph=True, allow_unused=True), want)
+
+
+def test_other_parameters_in_the_recomputation_raise() -> None:
+    weights = [nn.Parameter(torch.ones(5)) for _ in range(2)]
+    use = [0]
+    x = torch.randn(1, 9, 5, requires_grad=True)
+    y = memory.tiled(lambda x: x * weights[use[0]], x, chunk=4)
+    use[0] = 1
+    with pytest.raises(RuntimeError, match="expected the parameters of the forward pass in the recomputation, got others"):
+        y.sum().backward()
+
+
+def test_a_recomputed_layer_computes_its_last_tiled_function_once_more_only() -> None:
+    calls: list[int] = []
+
+    def fn(x: Tensor) -> Tensor:
+        calls.append(x.shape[1])
+        return x.sin()
+
+    x = torch.randn(1, 12, 5, requires_grad=True)
+    y = memory.checkpoint(lambda x: x + memory.tiled(fn, x.cos(), chunk=4), x)
+    y.sum().backward()
+    assert len(calls) == 2 * 3
+    torch.testing.assert_close(x.grad, 1 - x.detach().cos().cos() * x.detach().sin())
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.4])
+@pytest.mark.parametrize("again", [False, True])
+def test_recomputed_chunks_draw_the_numbers_of_their_forward_pass(probability: float, again: bool) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, probability).sin()
+
+    x = torch.randn(1, 50, 3, requires_grad=True)
+    torch.manual_seed(3)
+    want = torch.autograd.grad(torch.cat([fn(p) for p in x.split(16, 1)], 1).square().sum(), x)[0]
+    drawn = torch.get_rng_state()
+    torch.manual_seed(3)
+    y = memory.tiled(fn, x, chunk=16)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    got = [torch.autograd.grad(y.square().sum(), x, retain_graph=again)[0] for _ in range(1 + again)]
+    assert all(torch.equal(g, want) for g in got)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_chunks_that_draw_no_numbers_share_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[RandomStates] = []
+
+    class Noted(RandomStates):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(_tiles, "RandomStates", Noted)
+    x = torch.randn(1, 50, 3, requires_grad=True)
+    memory.tiled(torch.sin, x, chunk=16)
+    memory.tiled(lambda x: nn.functional.dropout(x, 0.5), x, chunk=16)
+    assert [len(m.states) for m in made] == [1, 5]
+
+
+def test_nothing_of_a_tiled_function_lives_longer_than_its_result() -> None:
+    seen: list[weakref.ref[Tensor]] = []
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.exp()  # its node saves its result
+        seen.extend((weakref.ref(x), weakref.ref(y)))
+        return y.rsqrt()
+
+    x = torch.randn(1, 12, 5, requires_grad=True)
+    y = memory.tiled(fn, x, chunk=4)
+    assert not any(ref() is not None for ref in seen)
+    y.sum().backward()
+    assert len(seen) == 12 and not any(ref() is not None for ref in seen)
