@@ -212,7 +212,7 @@ def measured_layer(layer: Layer, name: str, mask: Any, tokens: int, ranks: int, 
         parts = ", ".join(f"{part} {1e3 * value:.0f} ms" for part, value in result.items())
         say(f"  call {len(results)} of a layer: {parts}")
     EchoMesh.link.buffers.clear()
-    flops = 4 * int(report.pairs[rank]) * shape.heads * shape.head_dim / 1e12
+    flops = 4 * int(report.pairs[rank]) * shape.head_dim / 1e12  # pairs of all heads
     medians = {part: median(r[part] for r in results[1:] or results) for part in PARTS}
     forward, backward = (medians[f"attention, {what}"] for what in ("forward", "backward"))
     say(f"  attention {flops / forward:.0f} and {2.5 * flops / backward:.0f} TFLOP/s; peak {peak_gib():.1f} GiB")
