@@ -366,7 +366,7 @@ class Watch:
     """Times after layers of one step. Raises TimeoutError behind a layer of the backward pass that ends later than `seconds`."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.start, self.forward = seconds, 0.0, 0.0
+        self.seconds, self.start, self.forward, self.loss = seconds, 0.0, 0.0, 0.0
         self.backward: list[float] = []  # seconds since the end of the forward pass, after each layer
 
     @property
@@ -388,13 +388,24 @@ class Watch:
 
             return hook
 
+        def behind(_layer: nn.Module, _inputs: Any, output: Any) -> None:
+            last.remove()
+            hidden = output[0] if isinstance(output, tuple) else output
+            hidden.register_hook(lambda _grad: self.loss_ends())
+
         handles |= {i: layer.register_forward_pre_hook(before(i)) for i, layer in enumerate(layers)}
+        last = layers[-1].register_forward_hook(behind)
         self.start = time.perf_counter()
 
     def forward_ends(self, loss: float) -> None:
         synchronize()
         self.forward = time.perf_counter() - self.start
         say(f"  forward: {self.forward:.1f} s, loss {loss:.6f}, {peak_gib():.2f} GiB")
+
+    def loss_ends(self) -> None:
+        synchronize()
+        self.loss = time.perf_counter() - self.start - self.forward
+        say(f"  backward of the loss: {self.loss:.1f} s")
 
     def layer_ends(self, index: int) -> None:
         synchronize()
@@ -405,7 +416,7 @@ class Watch:
 
     def extrapolated(self) -> float:
         """Seconds of the step: the layers that were not reached take what the last one took."""
-        before = self.backward[-2] if self.done > 1 else 0.0
+        before = self.backward[-2] if self.done > 1 else self.loss
         return self.forward + self.backward[-1] + (self.layers - self.done) * (self.backward[-1] - before)
 
 
