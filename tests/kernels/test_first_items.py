@@ -64,10 +64,11 @@ def test_records_hold_what_the_device_table_says(name: str) -> None:
         partial, full = device.counts[2 * row : 2 * row + 2].tolist()
         partial_run, full_run = int(device.partial[0][2 * row]), int(device.full[0][2 * row])
         runs, at = (device.partial, partial_run) if partial else (device.full, full_run)
+        leading = int(device.partial[2][device.partial[0][2 * row + 1] - 1]) if partial else 0
         items = sizes["rows"] * (1 if sizes["PER_BATCH"] else 2) * (1 if sizes["PER_HEAD"] else 4)
         assert record == [
             head, batch, tile * 128, tile * 128, 1277 - tile * 128, 2 * partial, 2 * (partial + full), partial_run, full_run, 0,
-            i - items, 0, int(runs[1][at]), int(runs[2][at]), 0, 0,
+            i - items, 0, int(runs[1][at]), int(runs[2][at]), leading, 0,
         ]  # fmt: skip
         assert partial + full > 0
         lengths.append(partial + full)
@@ -76,7 +77,7 @@ def test_records_hold_what_the_device_table_says(name: str) -> None:
 
 def test_fields_of_records_are_those_of_the_kernel() -> None:
     names = ("HEAD", "BATCH", "ROW", "POSITION", "ROWS_LEFT", "PARTIAL_BLOCKS", "END_BLOCK", "PARTIAL_RUN", "FULL_RUN", "FIRST_BLOCK",
-             "SPLIT_PART", "COMPLETE", "FIRST_TILE", "LAST_TILE")  # fmt: skip
+             "SPLIT_PART", "COMPLETE", "FIRST_TILE", "LAST_TILE", "LEADING_TILE")  # fmt: skip
     assert [getattr(producer, name).value for name in names] == list(range(len(names)))
 
 
@@ -122,6 +123,9 @@ def test_records_change_no_bit_and_one_main_loop_matches_the_oracle(monkeypatch:
         results.append(without)
     records = min(80, passes.persistent_ctas(q.device))
     assert [(c["ONE_LOOP"], c["first_items"]) for c in constants] == [(True, records), (True, 0), (False, records), (False, 0)]
+    # Documents begin with the diagonal, and keep the max that they have there.
+    leads = 1 if name == "documents" else None
+    assert [(c["lead"], c["FOLLOWED"]) for c in constants] == [(leads, not leads)] * 2 + [(leads, False)] * 2
     want, want_lse = oracle(q, k, v, mask=MASKS[name], scale=0.1, return_lse=True)
     dense = oracle(q, k, v, mask=MASKS[name], scale=0.1, dtype=q.dtype)
     for result in results:

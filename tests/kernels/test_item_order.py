@@ -18,7 +18,7 @@ import longspan as ls
 from longspan._kernels.gpu.interpreter import interpreted, quiet
 from longspan._kernels.gpu.tile_access import place_in_order
 from longspan._kernels.hopper import first_items
-from longspan._kernels.hopper.item_order import ItemOrder, best_order, outlier_rows, simulated_items
+from longspan._kernels.hopper.item_order import ItemOrder, best_order, diagonal_first, outlier_rows, simulated_items
 from longspan._kernels.hopper.makespan import MANY_ITEMS, finish_times
 from longspan._kernels.hopper.split_kv import best_split
 
@@ -139,3 +139,12 @@ def test_keys_that_all_queries_see_beside_a_window_come_first_of_all_heads() -> 
 @pytest.mark.parametrize("mask", [ls.full(), ls.causal(), ls.sliding_window(1024)], ids=["full", "causal", "window"])
 def test_masks_of_even_work_have_no_outlier(mask: ls.Mask) -> None:
     assert outlier_rows(mask.block_table(8192, 8192, block=128).transposed) == 0
+
+
+def test_items_begin_with_the_diagonal_if_rows_have_other_partial_tiles_before_it() -> None:
+    lengths = [300, 77, 650, 973]
+    causal = (ls.sliding_window(300), ls.causal() & ls.documents(lengths=lengths), ls.prefix(64) & ls.causal() | ls.sliding_window(300))
+    others = (ls.causal(), ls.full(), ls.sliding_window(1, 300), ls.documents(lengths=lengths))
+    assert all(diagonal_first(mask.block_table(2000)) for mask in causal)
+    assert not any(diagonal_first(mask.block_table(2000)) for mask in others)
+    assert not diagonal_first(ls.mask_mod(lambda b, h, q, kv: kv < 0 * q).block_table(2000))  # no tiles at all

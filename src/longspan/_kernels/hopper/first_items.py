@@ -44,11 +44,12 @@ def first_records(
         torch.where(partial_tiles > 0, _at(of_partial, partial_run), _at(of_full, full_run))
         for of_partial, of_full in ((partial.first, full.first), (partial.last, full.last))
     )
+    leading = _at(partial.last, (partial.ptr[table_row + 1].long() - 1).clamp(min=0)) * (partial_tiles > 0)
     row = (tile * sizes["M_SUBS"] + sub) * _ITEM_ROWS
     partial_blocks, zero = partial_tiles * sizes["N_SUBS"], torch.zeros_like(row)
     fields = [
         h, b, row, row, q_len - row, partial_blocks, partial_blocks + full_tiles * sizes["N_SUBS"], partial_run, full_run, zero,
-        torch.arange(count) - unsplit, zero, firsts, lasts,
+        torch.arange(count) - unsplit, zero, firsts, lasts, leading,
     ]  # fmt: skip
     return torch.stack(fields + [zero] * (_FIELDS - len(fields)), 1).int().flatten()
 

@@ -33,14 +33,15 @@ state_s, lse_s         2 × 64 × E, 2 × 64       state warp,    consumers,    
 –                                               load           scheduler            near_end (1)
 –                                               load           state warp           state_due (1)
 
-Partial blocks, which are masked, precede full blocks. There is one main loop for each kind, so that no block tests its kind. Items of few
-blocks have one loop for both (ONE_LOOP): each warp group has a copy of the code, and two copies of two loops, each executed a few times,
-do not stay in the instruction cache until the next item. Masks of comparisons need one bound per row and comparison (`gpu.row_bounds`).
+Partial blocks, which are masked, precede full blocks; of these, the diagonal may come first (`lead`). There is one main loop for each kind,
+so that no block tests its kind. Items of few blocks have one loop for both (ONE_LOOP): each warp group has a copy of the code, and two
+copies of two loops, each executed a few times, do not stay in the instruction cache until the next item. Masks of comparisons need one
+bound per row and comparison (`gpu.row_bounds`).
 With LONGSPAN_ISOLATE=1, the load warp may change a partial block in shared memory before it signals k_full and v_full
 (`hopper.isolation`).
 The state warp exists if results are float32 running states (`hopper.state_mover`).
 P V of a block overlaps with the exponentials of the next one: the branch of `running_max.checked` precedes the wait for P V, which the
-Triton 3.6 assembler would otherwise move before the exponentials. With ONE_LOOP it does; P V of one warp group then overlaps with the
+Triton 3.6 assembler would otherwise move before the exponentials. With FOLLOWED it does; P V of one warp group then overlaps with the
 softmax of the other. While the consumers are in an item's epilogue, the next item's queries and first KV blocks arrive.
 `hopper.forward_three` computes many long items of head dims up to 64.
 
@@ -112,8 +113,8 @@ from longspan._kernels.hopper.tile_io import load_tile
 from longspan._kernels.hopper.turns import await_turn, give_turn
 
 _DYNAMIC = [
-    "items", "early_items", "first_items", "unsplit", "split_items", "parts", "wide_part", "rows", "tiles", "heads", "shared", "group",
-    "heavy_rows", "light_group", "heavy_items", "q_len", "kv_len", "local_tokens", "first_b", "first_h",
+    "items", "early_items", "first_items", "unsplit", "split_items", "parts", "wide_part", "lead", "rows", "tiles", "heads", "shared",
+    "group", "heavy_rows", "light_group", "heavy_items", "q_len", "kv_len", "local_tokens", "first_b", "first_h",
 ]  # fmt: skip
 
 
@@ -180,7 +181,7 @@ def _attend_item(
     k_s, v_s, items_s, blocks_s, bars, kv_bars, out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
     MASK: gl.constexpr, BOUNDS: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr,
     CORNERS: gl.constexpr, UNIFORM: gl.constexpr, SCALE_IN_EXP: gl.constexpr, N: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
-    STAGES: gl.constexpr, ONE_LOOP: gl.constexpr, KV_PAIRS: gl.constexpr, HEAD_PAIRS: gl.constexpr,
+    STAGES: gl.constexpr, ONE_LOOP: gl.constexpr, FOLLOWED: gl.constexpr, KV_PAIRS: gl.constexpr, HEAD_PAIRS: gl.constexpr,
     layout: gl.constexpr, out_layout: gl.constexpr,
 ):  # fmt: skip
     """Item t of consumer warp group `group`, from KV block i on. q: the tile of its queries. Returns the KV block after the item.
@@ -214,7 +215,7 @@ def _attend_item(
         bounds = BOUNDS(global_b, global_h, gl.expand_dims(q_first + rows, 1), captured.mask, captured.mask_sizes)
         of_head = Captured(bounds, of_head.mask_sizes, of_head.score, of_head.score_sizes)
 
-    m, total, max_scores = start_rows(not ONE_LOOP, N, layout)
+    m, total, max_scores = start_rows(not FOLLOWED, N, layout)
     acc = gl.full([GROUP_ROWS, EP], 0.0, gl.float32, layout=out_layout)
     mbarrier.wait(bars.q_full.index(group), t & 1)
     if Q_IN_REGISTERS:
@@ -230,7 +231,7 @@ def _attend_item(
     mbarrier.arrive(kv_bars.k_empty.index(stage), count=1)
     p, m, total, max_scores, _ = softmax_block(
         s, m, total, max_scores, q_first, kv, left, partial > 0, global_b, global_h, scale, of_head,
-        MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, True, not ONE_LOOP, N, v_s.dtype, layout,
+        MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, True, not FOLLOWED, N, v_s.dtype, layout,
         kv_second, left_second, KV_PAIRS,
     )  # fmt: skip
     weights = gl.convert_layout(p, operand)
@@ -238,7 +239,7 @@ def _attend_item(
     if ONE_LOOP:
         acc, total, m, max_scores, weights, i = attend_blocks(
             acc, total, m, max_scores, weights, i, blocks - 1, q, q_first, global_b, global_h, scale, k_s, v_s, blocks_s, kv_bars,
-            of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, N, STAGES, -1, False, False, layout,
+            of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, N, STAGES, -1, not FOLLOWED, False, layout,
             out_layout, i - 1 + partial, KV_PAIRS,
         )  # fmt: skip
     else:
@@ -328,7 +329,7 @@ def _consume(
     q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars, out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
     GROUP: gl.constexpr, MASK: gl.constexpr, BOUNDS: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr,
     CORNERS: gl.constexpr, UNIFORM: gl.constexpr, SCALE_IN_EXP: gl.constexpr, N: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
-    STAGES: gl.constexpr, ONE_LOOP: gl.constexpr, KV_PAIRS: gl.constexpr, HEAD_PAIRS: gl.constexpr,
+    STAGES: gl.constexpr, ONE_LOOP: gl.constexpr, FOLLOWED: gl.constexpr, KV_PAIRS: gl.constexpr, HEAD_PAIRS: gl.constexpr,
 ):  # fmt: skip
     """A consumer warp group: 64 of the item's 128 queries."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
@@ -344,7 +345,7 @@ def _consume(
         i = _attend_item(
             h, i, t, gl.to_tensor(GROUP), q, rows, zeros, to, counter, split, strides, heads, q_len, scale, first_b, first_h, k_s, v_s,
             items_s, blocks_s, bars, kv_bars, out_desc, complete_out_desc, state_s, lse_s, state_bars, captured, MASK, BOUNDS, VISIBLE,
-            SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP, KV_PAIRS, HEAD_PAIRS, layout, out_layout,
+            SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP, FOLLOWED, KV_PAIRS, HEAD_PAIRS, layout, out_layout,
         )  # fmt: skip
         t += 1
         mbarrier.wait(bars.item_full.index(ring_slot(t, ITEM_SLOTS)), ring_phase(t, ITEM_SLOTS))
@@ -358,12 +359,13 @@ def forward_kernel(
     unbounded_ptr, counter, part_out, part_lse,
     out_stride, old_out_stride, complete_out_stride, q_stride, first_records, order, full, partial, counts, complete_flags, q_side, kv_side,
     mask_captured, mask_sizes, score_captured, score_sizes,
-    items, early_items, first_items, unsplit, split_items, parts, wide_part, rows, tiles, heads, shared, group, heavy_rows, light_group,
-    heavy_items, q_len, kv_len, local_tokens, scale, first_b, first_h,
+    items, early_items, first_items, unsplit, split_items, parts, wide_part, lead, rows, tiles, heads, shared, group, heavy_rows,
+    light_group, heavy_items, q_len, kv_len, local_tokens, scale, first_b, first_h,
     MASK: gl.constexpr, BOUNDS: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr,
     UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, SCALE_IN_EXP: gl.constexpr,
     M_SUBS: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, D: gl.constexpr, E: gl.constexpr, DP: gl.constexpr, EP: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr, ONE_LOOP: gl.constexpr, KV_PAIRS: gl.constexpr, HEAD_PAIRS: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, ONE_LOOP: gl.constexpr, FOLLOWED: gl.constexpr, KV_PAIRS: gl.constexpr,
+    HEAD_PAIRS: gl.constexpr,
 ):  # fmt: skip
     """Attention of the first `rows` rows of the block table in `order`, merged with the old state if there is one.
 
@@ -375,16 +377,18 @@ def forward_kernel(
     counter: int32 zeros, one for the item counter and two for each split item. part_out, part_lse: partial results of split items.
     full, partial: `RunPointers`. counts: int32 [table rows, 2], tiles in a row's partial and full runs; never both 0 in these rows.
     first_records: `hopper.first_items`, or None. items, early_items, first_items: `ItemNumbers`.
-    unsplit, split_items, parts, wide_part: `SplitKv`. group, heavy_rows, light_group, heavy_items: the order of items (`place_in_order`).
+    unsplit, split_items, parts, wide_part: `SplitKv`. lead: of `forward_producer.load`.
+    group, heavy_rows, light_group, heavy_items: the order of items (`place_in_order`).
     M_SUBS, N_SUBS: items and KV blocks per tile of the block table. SCALE_IN_EXP: multiply by the scale in the exponent.
     UNIFORM: of a score mod with lookups by batch row and head (`longspan._kernels.gpu.hoisted_lookups`), or None.
     BOUNDS, VISIBLE: of a mask of comparisons of kv with values of the row (`longspan._kernels.gpu.row_bounds`), or None.
     FLAT, CORNERS: of a score mod whose lookup is uniform over many tiles (`longspan._kernels.gpu.uniform_lookup`), or None.
-    ONE_LOOP: one main loop for partial and full blocks, not two, and a followed running max (`hopper.running_max`).
+    ONE_LOOP: one main loop for partial and full blocks, not two. FOLLOWED: with ONE_LOOP, whether the running max is followed
+    (`hopper.running_max`).
     KV_PAIRS, HEAD_PAIRS: see `hopper.half_blocks`. The TMA descriptors of K and V are then those of `load_halves`.
     """
     dtype: gl.constexpr = q_desc.dtype
-    first_records = optional(first_records)
+    first_records, lead = optional(first_records), optional(lead)
     FIRST_RECORDS: gl.constexpr = first_records is not None
     if FIRST_RECORDS:
         first_record = load_first_record(first_records)  # arrives while mbarriers are initialised
@@ -434,21 +438,21 @@ def forward_kernel(
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
                     out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
                     0, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP,
-                    KV_PAIRS, HEAD_PAIRS,
+                    FOLLOWED, KV_PAIRS, HEAD_PAIRS,
                 )),
                 (_consume, (
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
                     out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
                     1, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP,
-                    KV_PAIRS, HEAD_PAIRS,
+                    FOLLOWED, KV_PAIRS, HEAD_PAIRS,
                 )),
                 (schedule, (
-                    q_ptr, q_stride, counter, numbers, split, order, full, partial, counts, complete_flags, q_side, rows, tiles, heads,
-                    groups, q_len, items_s, near_end, bars, FIRST_RECORDS, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
+                    q_ptr, q_stride, counter, numbers, split, order, full, partial, counts, complete_flags, q_side, lead, rows, tiles,
+                    heads, groups, q_len, items_s, near_end, bars, FIRST_RECORDS, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
                     HEAD_PAIRS,
                 )),
                 (load, (
-                    q, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end, state_due,
+                    q, keys, values, full, partial, kv_side, lead, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end, state_due,
                     bars, kv_bars, optional(isolation), FIRST_RECORDS, N, N_SUBS, STAGES,
                     KV_PAIRS, HEAD_PAIRS,
                 )),
@@ -468,21 +472,21 @@ def forward_kernel(
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
                     optional(None), optional(None), optional(None), optional(None), optional(None), captured,
                     0, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP,
-                    KV_PAIRS, HEAD_PAIRS,
+                    FOLLOWED, KV_PAIRS, HEAD_PAIRS,
                 )),
                 (_consume, (
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
                     optional(None), optional(None), optional(None), optional(None), optional(None), captured,
                     1, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP,
-                    KV_PAIRS, HEAD_PAIRS,
+                    FOLLOWED, KV_PAIRS, HEAD_PAIRS,
                 )),
                 (schedule, (
-                    q_ptr, q_stride, counter, numbers, split, order, full, partial, counts, complete_flags, q_side, rows, tiles, heads,
-                    groups, q_len, items_s, near_end, bars, FIRST_RECORDS, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
+                    q_ptr, q_stride, counter, numbers, split, order, full, partial, counts, complete_flags, q_side, lead, rows, tiles,
+                    heads, groups, q_len, items_s, near_end, bars, FIRST_RECORDS, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
                     HEAD_PAIRS,
                 )),
                 (load, (
-                    q, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end,
+                    q, keys, values, full, partial, kv_side, lead, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end,
                     optional(None), bars, kv_bars, optional(isolation), FIRST_RECORDS, N, N_SUBS, STAGES,
                     KV_PAIRS, HEAD_PAIRS,
                 )),

@@ -40,6 +40,7 @@ SPLIT_PART = gl.constexpr(10)  # index among all split-KV parts; negative for it
 COMPLETE = gl.constexpr(11)  # 1: the output goes to the tensor of complete query tiles
 FIRST_TILE = gl.constexpr(12)  # first and last KV tile of the table row's first run; in records of `hopper.first_items` only
 LAST_TILE = gl.constexpr(13)
+LEADING_TILE = gl.constexpr(14)  # last partial KV tile of the table row
 ITEM_FIELDS = gl.constexpr(16)
 
 # A KV block's record, one per pipeline stage: int32 fields.
@@ -94,8 +95,8 @@ def block_field(blocks_s, stage, FIELD: gl.constexpr):
 
 @gluon.jit
 def schedule(
-    q_ptr, q_stride, counter, items, split, order, full, partial, counts, complete_flags, q_side, rows, tiles, heads, groups, q_len,
-    items_s, near_end, bars, FIRST_RECORDS: gl.constexpr,
+    q_ptr, q_stride, counter, items, split, order, full, partial, counts, complete_flags, q_side, lead, rows, tiles, heads, groups,
+    q_len, items_s, near_end, bars, FIRST_RECORDS: gl.constexpr,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, M_SUBS: gl.constexpr, N_SUBS: gl.constexpr, D: gl.constexpr, HEAD_PAIRS: gl.constexpr,
 ):  # fmt: skip
     """The scheduler warp: takes item numbers from the global counter and writes item records, until all `ItemNumbers` are taken.
@@ -103,7 +104,7 @@ def schedule(
     A CTA takes its next item when the load warp is near the end of the current one (`near_end`): an item taken earlier would wait for this
     CTA while another CTA may be idle. After an item of few blocks, the next one is taken one item earlier: the record would not be ready
     when the short item ends. The last items are not: with two items in advance, some CTAs would finish when others have long been idle.
-    FIRST_RECORDS: the first item of this CTA has been scheduled (`publish_first_item`).
+    FIRST_RECORDS: the first item of this CTA has been scheduled (`publish_first_item`). lead: of `load`.
     The item's queries are prefetched into L2, so that the load warp does not wait for global memory between two items.
     """
     ROWS: gl.constexpr = GROUP_ROWS if HEAD_PAIRS else GROUPS * GROUP_ROWS
@@ -129,6 +130,10 @@ def schedule(
             first_share, end_share = gl.where(part > 0, split.wide_part + part - 1, 0), split.wide_part + part
             first_block, end_block = end_block * first_share // shares, end_block * end_share // shares
         partial_run, full_run = gl.load(partial.ptr + 2 * table), gl.load(full.ptr + 2 * table)
+        leading_tile = 0
+        if lead is not None:  # noqa: SIM102 (a compile-time condition)
+            if (lead != 0) & (partial_blocks > 0):
+                leading_tile = gl.load(partial.last + gl.load(partial.ptr + 2 * table + 1) - 1)
         slot = ring_slot(t, ITEM_SLOTS)
         mbarrier.wait(bars.item_empty.index(slot), ring_phase(t, ITEM_SLOTS) ^ 1)
         record = slot * ITEM_FIELDS
@@ -143,6 +148,8 @@ def schedule(
         store_int(items_s, record + FULL_RUN, full_run)
         store_int(items_s, record + FIRST_BLOCK, first_block)
         store_int(items_s, record + SPLIT_PART, item - split.unsplit)
+        if lead is not None:
+            store_int(items_s, record + LEADING_TILE, leading_tile)
         if complete_flags is not None:
             store_int(items_s, record + COMPLETE, gl.load(complete_flags + tile))
         mbarrier.arrive(bars.item_full.index(slot), count=1)
@@ -245,8 +252,8 @@ def _load_block(
 
 @gluon.jit
 def load(
-    q_desc, keys, values, full, partial, kv_side, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end, state_due, bars, kv_bars,
-    isolation, FIRST_RECORDS: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, STAGES: gl.constexpr, KV_PAIRS: gl.constexpr,
+    q_desc, keys, values, full, partial, kv_side, lead, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end, state_due, bars,
+    kv_bars, isolation, FIRST_RECORDS: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, STAGES: gl.constexpr, KV_PAIRS: gl.constexpr,
     HEAD_PAIRS: gl.constexpr,
 ):  # fmt: skip
     """The load warp: starts the TMA loads of each item's queries and KV blocks, partial blocks first, and writes the blocks' records.
@@ -255,6 +262,8 @@ def load(
     `state_due`: mbarriers that tell the state warp to load the item's running state; None without a state warp.
     isolation: `BlockIsolation`, or None. FIRST_RECORDS: the record of the first item has its first run. KV_PAIRS, HEAD_PAIRS: see
     `hopper.half_blocks`; tilings are then plain sequences.
+    lead: if neither None nor 0, the last partial tile comes before the others. Under a causal mask it is the diagonal, where every row sees
+    a key: rows have a running max before the tiles in which they see nothing, and keep it (`running_max.checked`).
     """
     unbounded = 0
     if isolation is not None:
@@ -273,6 +282,9 @@ def load(
         partial_run = item_field(items_s, slot, PARTIAL_RUN)
         full_run = item_field(items_s, slot, FULL_RUN)
         first_block = item_field(items_s, slot, FIRST_BLOCK)
+        leading_tile = 0
+        if lead is not None:
+            leading_tile = item_field(items_s, slot, LEADING_TILE)
         mbarrier.arrive(bars.item_empty.index(slot), count=1)
         near_end_at, state_at = gl.maximum(end_block - NEAR_END, first_block), gl.minimum(first_block + STATE_AFTER, end_block - 1)
         kv_head = h // shared
@@ -280,10 +292,14 @@ def load(
             _load_queries(q_desc, b, h, row, t, bars, q_s, HEAD_PAIRS)
         run_block = 0  # first block of the run
         while run_block < end_block:
-            is_known = False
+            is_known, leads = False, False
+            if lead is not None:
+                leads = (lead != 0) & (run_block == 0) & (partial_blocks > 0)
             if FIRST_RECORDS:
                 is_known = (t == 0) & (run_block == 0)
-            if is_known:
+            if leads:
+                first, last = leading_tile, leading_tile
+            elif is_known:
                 first, last = item_field(items_s, 0, FIRST_TILE), item_field(items_s, 0, LAST_TILE)
             elif KV_PAIRS:  # both kinds are in one list
                 listed = partial.first + 2 * gl.where(run_block < partial_blocks, partial_run, full_run)
@@ -293,11 +309,14 @@ def load(
             else:
                 first, last = gl.load(full.first + full_run), gl.load(full.last + full_run)
             if run_block < partial_blocks:
-                partial_run += 1
+                partial_run += 1 if lead is None else gl.where(leads, 0, 1)
             else:
                 full_run += 1
             row_from, pos_from, left_from = run_place(first, last, kv_len, kv_side, N_SUBS, N)
             run_blocks = 1 if KV_PAIRS else (last + 1 - first) * N_SUBS
+            if lead is not None:  # noqa: SIM102 (a compile-time condition)
+                if run_block < partial_blocks:  # without the leading tile, which ends the last partial run
+                    run_blocks = gl.minimum(run_blocks, partial_blocks - run_block)
             for block in range(gl.maximum(run_block, first_block), gl.minimum(run_block + run_blocks, end_block)):
                 isolated = _load_block(
                     i, t, block, first * N_SUBS + block - run_block, first, last, (row_from, pos_from, left_from),

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
+
 from longspan._kernels.hopper.makespan import MANY_ITEMS
-from longspan._masks.block_table import BlockTable
+from longspan._masks.block_table import PARTIAL, BlockTable
 
 # Slowdown per KV head in use whose KV does not fit into L2. On an H200 at 32,768 causal tokens: 0.2 to 0.3 %, with 1 to 32 heads in use,
 # for a whole sequence and for a rank's shard of it.
@@ -92,3 +94,18 @@ def outlier_rows(table: BlockTable) -> int:
     """
     tiles = table.tiles_per_row.double()
     return int((tiles > _OUTLIER * tiles.mean()).sum()) if table.heads == 1 and len(tiles) else 0
+
+
+def diagonal_first(table: BlockTable) -> bool:
+    """Whether items begin with their last partial tile: in most rows it is the diagonal, and not the only partial tile.
+
+    Under causal masks of windows and documents, every row sees a key there, and may see none in the others.
+    """
+    runs = table.runs(PARTIAL)
+    ptr, last = runs.ptr.long(), runs.last.long()
+    if not len(last):
+        return False
+    last_of_row, first_of_row = last[(ptr[1:] - 1).clamp(min=0)], runs.first.long()[ptr[:-1].clamp(max=len(last) - 1)]
+    masked = ptr.diff() > 0
+    ends_on_diagonal = masked & (last_of_row > first_of_row) & (last_of_row == torch.arange(len(masked)) % table.q_tiles)
+    return 2 * int(ends_on_diagonal.sum()) > int(masked.sum())

@@ -50,7 +50,7 @@ from longspan._kernels.hopper.gqa_split import head_parts_of, order_sizes
 from longspan._kernels.hopper.half_blocks import HALF
 from longspan._kernels.hopper.half_tiles import half_tile_items
 from longspan._kernels.hopper.isolation import CHECKED_ROWS, CHECKED_TERMS, isolates, unbounded_kernel
-from longspan._kernels.hopper.item_order import ItemOrder, best_order, outlier_rows, simulated_items
+from longspan._kernels.hopper.item_order import ItemOrder, best_order, diagonal_first, outlier_rows, simulated_items
 from longspan._kernels.hopper.round_grads import BLOCK, round_kernel
 from longspan._kernels.hopper.split_kv import KvSplit, best_split
 from longspan._kernels.protocol import AttentionInputs, Grads, State, Work
@@ -351,8 +351,11 @@ class HopperCall(LaunchCall):
                 records = first_records(self.work, order, sizes, q_len=q.shape[2], items=items, unsplit=split.unsplit, ctas=ctas)
             more["first_items"] = 0 if records is None else min(items, ctas)
             more["first_records"] = None if records is None else launch.to_device([records], q.device)[0]
+            plain = self.work.q_tiles.row is None and self.work.kv_tiles.row is None
+            more["lead"] = 1 if known_blocks and plain and d == e == 128 and diagonal_first(self.work.table) else None
             blocks = float(self.work.table.nominal.tiles_per_row.double().mean()) * shared["N_SUBS"]
             more["ONE_LOOP"] = takes_one_loop(d, e, blocks) and known_blocks and self.work.score is None and tensors["out_desc"] is None
+            more["FOLLOWED"] = more["ONE_LOOP"] and not more["lead"]
             part_rows = split.split_items * split.parts * config.m
             # The item counter, the split items' arrival counters; out and lse of all parts.
             counters = 1 + GROUPS.value * split.split_items

@@ -6,7 +6,8 @@ enough; then nothing that was accumulated before has to be rescaled. There are t
 - `checked`: the exponentials of a KV block are computed with the running max of the blocks before. They need not wait for the max of their
   own block, which most blocks never compute: their sums, which are needed anyway, tell whether a score is far above the running max. A warp
   with such a row computes the row's max, exponentials and sums once more.
-- `followed`: the max of the block is computed before its exponentials. Less code, for items of few blocks.
+- `followed`: the max of the block is computed before its exponentials. For items of few blocks in whose first block rows may see nothing:
+  `checked` would compute their exponentials twice.
 
 What a row computes does not depend on the other rows.
 
