@@ -10,6 +10,7 @@ from tests.sharded import Problem
 from torch import Tensor
 
 import longspan as ls
+from longspan.integrations import memory
 from longspan.testing import oracle, virtual_world
 
 Grads = tuple[Tensor, ...]
@@ -173,3 +174,25 @@ def test_lazily_negated_views_have_the_sign_of_their_values(kernel: str) -> None
     for _ in range(3):  # the third call of a kind would be prepared
         for got, right in zip(results(kernel), results("dense"), strict=True):
             torch.testing.assert_close(got, right, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gradients_have_the_strides_of_inputs_by_token_or_are_contiguous(checkpointed: bool) -> None:
+    by_token = [torch.randn(2, 37, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    grads: list[Tensor] = []
+
+    def attend(*tensors: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) * 1.0 for t in tensors)
+        for t in (q, k, v):
+            t.register_hook(grads.append)
+        return ls.attention(q, k, v, mask=ls.causal())
+
+    out = memory.checkpoint(attend, *by_token) if checkpointed else attend(*by_token)
+    got = torch.autograd.grad(out.square().sum(), by_token)
+    want = torch.autograd.grad(
+        ls.attention(*(t.transpose(1, 2) for t in by_token), mask=ls.causal(), kernel="dense").square().sum(), by_token
+    )
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert len(grads) == 3
+    assert all(g.is_contiguous() or g.transpose(1, 2).is_contiguous() for g in grads)
+    assert any(g.shape[1] == 4 and g.transpose(1, 2).is_contiguous() for g in grads)  # no copy of the operator's gradient of q
