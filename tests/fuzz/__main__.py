@@ -18,6 +18,7 @@ from typing import Any
 HERE = Path(__file__).parent
 TILES = (16, 16, 16, 8, 16, 32, 16, 128)  # of the parts of a run, in turn
 PART, GPU_PART = 1000, 100  # cases of one process; few on a GPU, where most of the time is compiling, which runs in parallel
+LATE = 300.0  # seconds after the end of the run when a case that still runs counts as one that hangs
 
 
 def main() -> int:
@@ -56,15 +57,9 @@ def _run(options: argparse.Namespace) -> int:
             tile = options.tile or (TILES[part % len(TILES)] if options.device == "cpu" else 128)
             running.append(_started(options, options.first + part * size, cases, tile, end - time.monotonic()))
             part, left = part + 1, left - cases
-        process = running.pop(0)
-        text, _ = process.communicate()
-        lines = text.strip().splitlines()
-        try:
-            counts = json.loads(lines[-1])
-        except (ValueError, IndexError):
-            died = {"died": process.returncode, "seed": _running(options.out, process.pid).read_text(), "said": lines[-3:]}
-            counts = {"cases": 0, "refused": 0, "seconds": 0.0, "families": {}, "wrong": [died]}
-        _running(options.out, process.pid).unlink(missing_ok=True)
+        process = _next_to_end(running, end)
+        running.remove(process)
+        counts = _counts(options, process)
         total.update({name: counts[name] for name in ("cases", "refused", "seconds")})
         families.update(counts["families"])
         wrong += counts["wrong"]
@@ -83,6 +78,31 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(counts))
     return 1 if wrong else 0
+
+
+def _next_to_end(running: list[subprocess.Popen[str]], end: float) -> subprocess.Popen[str]:
+    """The process that ends first; after LATE seconds beyond `end`, one that did not is killed."""
+    while True:
+        for process in running:
+            if process.poll() is not None:
+                return process
+        if time.monotonic() > end + LATE:
+            running[0].kill()
+        time.sleep(0.05)
+
+
+def _counts(options: argparse.Namespace, process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The counts of a process that has ended; if it died, its case is among the wrong ones."""
+    assert process.stdout is not None
+    lines = process.stdout.read().strip().splitlines()
+    running = _running(options.out, process.pid)
+    try:
+        counts: dict[str, Any] = json.loads(lines[-1])
+    except (ValueError, IndexError):
+        died = {"died": process.returncode, "seed": running.read_text() if running.exists() else None, "said": lines[-3:]}
+        counts = {"cases": 0, "refused": 0, "seconds": 0.0, "families": {}, "wrong": [died]}
+    running.unlink(missing_ok=True)
+    return counts
 
 
 def _running(folder: Path, pid: int) -> Path:
