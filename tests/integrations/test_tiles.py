@@ -88,6 +88,45 @@ def test_captured_tensors_and_parameters_of_custom_functions_get_gradients() -> 
         torch.testing.assert_close(grads_of(memory.tiled(fn, x, chunk=4), *tensors, retain_graph=True, allow_unused=True), want)
 
 
+class Experts(nn.Module):
+    """Each token goes to one of three experts, by its first element; experts without tokens are not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(3)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, y = x[..., 0].detach().long(), torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            if (chosen == i).any():
+                y = y.index_put((chosen == i,), expert(x[chosen == i]))
+        return y
+
+
+def test_parameters_that_only_later_chunks_use_get_gradients() -> None:
+    module, x = Experts(), torch.randn(2, 13, 5, dtype=torch.float64)
+    x[:, :, 0] = torch.tensor([0.0] * 4 + [1.0] * 3 + [0.0, 2.0] * 3)
+    x.requires_grad_()
+    want = grads_of(module(x), x, *module.parameters())
+    got = grads_of(memory.tiled(module, x, chunk=4), x, *module.parameters())
+    torch.testing.assert_close(got, want)
+
+
+def test_a_captured_tensor_that_only_a_later_chunk_uses_raises() -> None:
+    captured, x = torch.randn(5, requires_grad=True), torch.randn(1, 9, 5).abs()
+    x[0, :4] *= -1
+    y = memory.tiled(lambda x: x * captured if x[0, 0, 0] > 0 else x.sin(), x.requires_grad_(), chunk=4)
+    with pytest.raises(RuntimeError, match="chunk 1 needs a gradient of a tensor that is no parameter"):
+        y.sum().backward()
+
+
+def test_results_of_tiled_functions_may_be_modified_in_place() -> None:
+    module, x = mlp(), torch.randn(2, 11, 5, dtype=torch.float64, requires_grad=True)
+    want = grads_of(module(x) * 3, x)
+    torch.testing.assert_close(grads_of(memory.tiled(module, x, chunk=4).mul_(3), x), want)
+
+
 def test_other_parameters_in_the_recomputation_raise() -> None:
     weights = [nn.Parameter(torch.ones(5)) for _ in range(2)]
     use = [0]

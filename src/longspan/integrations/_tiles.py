@@ -4,8 +4,10 @@ A checkpoint for each chunk would leave thousands of small objects per layer unt
 the last one is known, and compute the chunks once more where the layer is itself recomputed. One node keeps x alone: its backward pass
 computes a chunk, differentiates it, and writes its gradient into that of x.
 
-The node must know the tensors that get gradients. The first chunk runs with stand-ins of the parameters; if its graph leads to anything but
-the chunk and the stand-ins (a captured tensor, a parameter in a custom `torch.autograd.Function`), chunks are checkpointed one by one.
+The node must know the tensors that get gradients: the parameters that torch functions were given in any chunk (an expert's may first occur
+in a later one). The first chunk runs with stand-ins of the parameters; if its graph leads to anything but the chunk and the stand-ins (a
+captured tensor, a parameter in a custom `torch.autograd.Function`), chunks are checkpointed one by one. If only a later chunk's graph does,
+the backward pass raises.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def run_tiled(fn: TokenFunction, x: Tensor, chunk: int, dim: int) -> Tensor:
         first = call.trial(x)
         if first is None:
             return _checkpointed(fn, x, chunk, dim)
-        return _Tiled.apply(call, first, saved, *call.parameters)  # type: ignore[no-any-return]
+        with torch.no_grad():
+            call.compute(first, x)
+        return _Tiled.apply(call, saved, *call.parameters)  # type: ignore[no-any-return]
 
 
 def _may_be_one_node(x: Tensor) -> bool:
@@ -92,6 +96,15 @@ class _StandIns:
             self.by_id[id(parameter)] = parameter, parameter.detach().requires_grad_()
         return self.by_id[id(parameter)][1]
 
+    @property
+    def parameters(self) -> dict[int, nn.Parameter]:
+        return {key: parameter for key, (parameter, _) in self.by_id.items()}
+
+    @property
+    def ids(self) -> set[int]:
+        """Of the stand-ins."""
+        return {id(alias) for _, alias in self.by_id.values()}
+
 
 class _Call:
     """One call of a tiled function: its chunks, and what it takes to compute them again."""
@@ -100,10 +113,15 @@ class _Call:
         self.fn, self.chunk, self.dim = fn, chunk, dim
         self.node: Any = saved.grad_fn
         self.random = RandomStates(saved.device)
-        self.parameters: list[nn.Parameter] = []  # those that get gradients
-        self.given: set[int] = set()  # ids of all that torch functions were given
+        self.given: dict[int, nn.Parameter] = {}  # by id, what torch functions were given in the forward pass
+        self.out: Tensor | None = None
         kinds = sorted({saved.device.type, "cpu"})
         self.autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that may get gradients."""
+        return list(self.given.values())
 
     def trial(self, x: Tensor) -> Tensor | None:
         """The result of the first chunk; None if anything else needs a gradient than the chunk and parameters given to torch functions."""
@@ -111,25 +129,29 @@ class _Call:
         part, stand_ins = next(iter(x.split(self.chunk, self.dim))).detach().requires_grad_(), _StandIns()
         with saved_tensors_hooks(_nothing, _nothing), Replaced(stand_ins):  # never differentiated
             y = self.fn(part)
-        parameters = {id(alias): parameter for parameter, alias in stand_ins.by_id.values()}
         leaves = _leaves(y)
-        if not leaves or not leaves <= {id(part), *parameters}:
+        if not leaves or not leaves <= stand_ins.ids | {id(part)}:
             self.random.restore(0)
             return None
-        self.given = set(stand_ins.by_id)
-        self.parameters = [parameter for key, parameter in parameters.items() if key in leaves]
+        self.given |= stand_ins.parameters
         return y.detach()
 
-    def forward(self, first: Tensor, x: Tensor) -> Tensor:
+    def compute(self, first: Tensor, x: Tensor) -> None:
+        """Set `out`, the result of all chunks, and the parameters that they use."""
         shape = list(first.shape)
         shape[self.dim] = x.shape[self.dim]
         out = first.new_empty(shape)
         for i, (part, target) in enumerate(zip(x.split(self.chunk, self.dim), out.split(self.chunk, self.dim), strict=True)):
-            if i:
-                self.random.note()
-            target.copy_(self.fn(part) if i else first)
+            if i == 0:
+                target.copy_(first)
+                continue
+            self.random.note()
+            stand_ins = _StandIns()
+            with Replaced(stand_ins):
+                target.copy_(self.fn(part))
+            self.given |= stand_ins.parameters
         self.random.note()
-        return out
+        self.out = out
 
     def backward(self, grad: Tensor, needs: list[bool]) -> tuple[Tensor, list[Tensor | None]]:
         """Gradients of x and of the parameters; those of 16-bit parameters are summed in float32."""
@@ -141,8 +163,13 @@ class _Call:
             part, stand_ins = part.detach().requires_grad_(), _StandIns()
             with self.as_in_forward(i), Replaced(stand_ins):
                 y = self.fn(part)
-            if not stand_ins.by_id.keys() <= self.given:
+            if not stand_ins.by_id.keys() <= self.given.keys():
                 raise RuntimeError("memory.tiled: expected the parameters of the forward pass in the recomputation, got others")
+            if not _leaves(y) <= stand_ins.ids | {id(part)}:
+                raise RuntimeError(
+                    f"memory.tiled: chunk {i} needs a gradient of a tensor that is no parameter, or of a parameter in a custom "
+                    "torch.autograd.Function, and chunk 0 does not: its gradient would be lost. Let all chunks use it, or do not tile"
+                )
             wanted = [(j, stand_ins.alias(p)) for j, p in enumerate(self.parameters) if needs[j]]
             dx, *grads = torch.autograd.grad(y, [part, *(alias for _, alias in wanted)], part_grad, allow_unused=True)
             target.zero_() if dx is None else target.copy_(dx)
@@ -204,10 +231,12 @@ def _added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, first: Tensor, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, call: _Call, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return call.forward(first, x)
+        out, call.out = call.out, None  # not an argument, whose view would be returned
+        assert out is not None
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -215,8 +244,8 @@ class _Tiled(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         by_operations = torch.is_grad_enabled() or is_batched_gradient(grad)
         backward = ctx.call.differentiable_backward if by_operations else ctx.call.backward
-        dx, grads = backward(grad, list(ctx.needs_input_grad[3:]))
-        return None, None, dx, *grads
+        dx, grads = backward(grad, list(ctx.needs_input_grad[2:]))
+        return None, dx, *grads
 
 
 class RandomStates:
