@@ -1,6 +1,6 @@
 """`longspan.invariant()` on one GPU beside the fast mode: forward and backward, causal and packed documents.
 
-    PYTHONPATH=src:. python bench/invariant.py [--tokens N] [--rounds N] [--kernel NAME]
+    PYTHONPATH=src:. python bench/invariant.py [--tokens N] [--rounds N] [--kernel NAME] [--json]
 
 B 1, H 16 over 4 KV heads, D 128, bfloat16; documents of 200 to 4,000 tokens. Device time of calls that are queued behind a waiting kernel,
 median of rounds that alternate between the modes. Prints the relative difference of the gradients of both modes first.
@@ -9,6 +9,7 @@ median of rounds that alternate between the modes. Prints the relative differenc
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 from collections.abc import Callable
@@ -57,8 +58,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--kernel", default="hopper")
+    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
+    rows = []
     shapes = [(1, heads, options.tokens, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
     for name, mask in (("causal", ls.causal()), ("documents", ls.causal() & ls.documents(documents(options.tokens)))):
@@ -74,6 +77,9 @@ def main() -> None:
         for j, part in enumerate(("forward", "backward", "both")):
             fast, same_bits = ms["fast"][j], ms["invariant"][j]
             print(f"{name:10s} {part:9s} fast {fast:7.3f} ms, invariant {same_bits:7.3f} ms, speed {fast / same_bits:.3f}", flush=True)
+            rows.append({"mask": name, "pass": part, "fast_ms": fast, "invariant_ms": same_bits})
+    if options.json:
+        print(json.dumps({"bench": "invariant", "kernel": options.kernel, "tokens": options.tokens, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ layers with a window of 4,096 tokens to one without. `--calls 0` only compiles.
 
 whole: forward, backward and AdamW of a model with the sizes of Llama-3.2-1B and random bfloat16 weights, by `memory.long_context`; where
 transformers is not installed, of the same layers in plain torch by `memory.checkpoint`. `compare`: loss and gradients of a shorter sequence
-against the plain path (SDPA, all logits, no recomputation). `long`: the step. After `--seconds` it stops behind the next layer of the
-backward pass, whose peak memory is that of the step, and says what is extrapolated.
+against the plain path (SDPA, all logits, no recomputation). `long`: the step. After `--seconds` it stops at the end of a layer's
+backward pass and extrapolates the time of the other layers. Memory peaks in the first layer of the backward pass, which always runs.
 
 `--tiny` runs both on a CPU, to test this file.
 """

@@ -1,4 +1,4 @@
-"""Chunks of `memory.tiled`: their gradients in one tensor, their random numbers, what they keep."""
+"""`memory.tiled`: gradients, random numbers and memory of its chunks."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class _StandIns:
 
 
 class _Call:
-    """One call of a tiled function: its chunks, and what it takes to compute them again."""
+    """One call of a tiled function: computes its chunks, and recomputes and differentiates them in the backward pass."""
 
     def __init__(self, fn: TokenFunction, saved: Tensor, chunk: int, dim: int) -> None:
         self.fn, self.chunk, self.dim = fn, chunk, dim
@@ -204,7 +204,7 @@ def _nothing(_saved: Any) -> Any:
 
 
 def _leaves(y: Any) -> set[int]:
-    """Ids of the leaves of a result's graph; none for what is no plain tensor with a graph."""
+    """Ids of the leaf tensors in the autograd graph of y; empty if y is no plain tensor or has no graph."""
     if type(y) is not Tensor or y.grad_fn is None:
         return set()
     leaves, seen, nodes = set(), set(), [y.grad_fn]
