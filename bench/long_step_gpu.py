@@ -1,7 +1,8 @@
 """Long training steps on one GPU: one rank's share of a million-token step of Qwen3-8B, and whole steps of a Llama-3.2-1B shape.
 
-    PYTHONPATH=src:. python bench/long_step_gpu.py share [--tokens 1048576] [--ranks 8] [--masks causal …] [--calls 2]
-    PYTHONPATH=src:. python bench/long_step_gpu.py whole [--tokens 524288] [--only compare | long] [--seconds 200]
+    PYTHONPATH=src:. python bench/long_step_gpu.py share [--tokens 1048576] [--ranks 8] [--masks causal …] [--calls 2] [--json]
+    PYTHONPATH=src:. python bench/long_step_gpu.py whole [--tokens 524288] [--only compare | long] [--seconds 200] [--json]
+    PYTHONPATH=src:. python bench/long_step_gpu.py gradients [--tokens 8192] [--json]
 
 share: one decoder layer with the sizes of Qwen3-8B runs forward and backward as one rank of N, by `memory.checkpoint`: attention once, the
 rest again in the backward pass. KV of other ranks arrive in memory that already holds random numbers (bench/link.py): transfers over a real
@@ -10,20 +11,22 @@ at its full size; the first call, which compiles or loads kernels, is printed an
 layers with a window of 4,096 tokens to one without. `--calls 0` only compiles.
 
 whole: forward, backward and AdamW of a model with the sizes of Llama-3.2-1B and random bfloat16 weights, by `memory.long_context`; where
-transformers is not installed, of the same layers in plain torch by `memory.checkpoint`. `compare`: loss and gradients of a shorter sequence
-against the plain path (SDPA, all logits, no recomputation). `long`: the step. After `--seconds` it stops at the end of a layer's
-backward pass and extrapolates the time of the other layers. Memory peaks in the first layer of the backward pass, which always runs.
+transformers is not installed, of the same layers in plain torch by `memory.checkpoint`. `compare`: the loss of a shorter sequence against
+the plain path (SDPA, all logits, no recomputation). `long`: the step, with a line for each layer and an estimate before. If a layer of the
+backward pass would end later than `--seconds` after the start, the step stops before it and its time is extrapolated. Memory peaks in the
+first layer of the backward pass, which always runs.
 
-`--tiny` runs both on a CPU, to test this file.
+gradients: the bfloat16 gradients of both paths against the plain path in float32 (float64 on a CPU) with the same weights, by parameter.
+
+`--tiny` runs all on a CPU, to test this file.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
+import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -34,7 +37,6 @@ from bench.long_step_layer import (
     DTYPE,
     LLAMA_1B,
     QWEN3_8B,
-    START,
     TINY,
     Layer,
     Shape,
@@ -42,17 +44,17 @@ from bench.long_step_layer import (
     reset_peak,
     rotary_of,
     say,
-    synchronize,
     timed,
 )
-from torch import Tensor, nn
-from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention
+from bench.long_step_whole import gradients, whole
+from torch import Tensor
+from torch.nn.functional import embedding, rms_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan as ls
 from longspan._engine import ops
 from longspan.integrations import memory
-from longspan.integrations.loss import linear_token_loss, shift_labels
+from longspan.integrations.loss import linear_token_loss
 
 PARTS = ("attention, forward", "attention, backward", "rest, forward", "rest, recomputed and backward")
 
@@ -67,9 +69,6 @@ class CountAttention(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls += func is ops.attend._opoverload
         return func(*args, **(kwargs or {}))
-
-
-# -------------------------------------------------------------------------------------------------------------- one rank's share
 
 
 class HostLink(Link):
@@ -152,7 +151,7 @@ def optimizer_seconds(parameters: int) -> float:
     return timed(optimizer.step)[0]
 
 
-def share(shape: Shape, tokens: int, ranks: int, window: int, args: argparse.Namespace) -> None:
+def share(shape: Shape, tokens: int, ranks: int, window: int, args: argparse.Namespace) -> dict[str, Any]:
     EchoMesh.use(Link("none") if DEVICE == "cuda" else HostLink())
     with torch.device(DEVICE):
         layer = Layer(shape).to(DTYPE)
@@ -171,7 +170,7 @@ def share(shape: Shape, tokens: int, ranks: int, window: int, args: argparse.Nam
         what(shape, min(local, 2 * shape.chunk))
     if not args.calls:
         say("compiled")
-        return
+        return {}
     ends = {
         "embedding and last norm": embedding_seconds(shape, local),
         "loss": loss_seconds(shape, local),
@@ -188,11 +187,16 @@ def share(shape: Shape, tokens: int, ranks: int, window: int, args: argparse.Nam
         "documents": {"documents": shape.layers},
         f"4 layers with window {window} : 1": {"window": window_layers, "causal": shape.layers - window_layers},
     }
-    for name, counts in layers.items():
-        if counts.keys() <= results.keys():
-            parts = {part: sum(n * results[mask][part] for mask, n in counts.items()) for part in PARTS} | ends
-            listed = " + ".join(f"{part} {value:.2f}" for part, value in parts.items())
-            say(f"STEP {name}: {sum(parts.values()):.1f} s = {listed}, {shape.layers} × one measured layer ({counts})")
+    steps = {
+        name: {part: sum(n * results[mask][part] for mask, n in counts.items()) for part in PARTS} | ends
+        for name, counts in layers.items()
+        if counts.keys() <= results.keys()
+    }
+    print(f"\n{f'seconds, {shape.layers} × one measured layer':34}" + "".join(f"{name:>32}" for name in steps))
+    for part in [*PARTS, *ends]:
+        print(f"{part:34}" + "".join(f"{parts[part]:32.2f}" for parts in steps.values()))
+    print(f"{'step':34}" + "".join(f"{sum(parts.values()):32.1f}" for parts in steps.values()))
+    return {"tokens": tokens, "ranks": ranks, "layer_seconds": results, "step_seconds": steps, "parameters": parameters}
 
 
 def measured_layer(layer: Layer, name: str, mask: Any, tokens: int, ranks: int, calls: int) -> dict[str, float]:
@@ -219,226 +223,32 @@ def measured_layer(layer: Layer, name: str, mask: Any, tokens: int, ranks: int, 
     return medians
 
 
-# ------------------------------------------------------------------------------------------------------------------- whole steps
-
-
-class PlainModel(nn.Module):
-    """The decoder in plain torch, for machines without transformers."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        self.tokens = nn.Embedding(shape.vocab, shape.width)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.last = nn.Parameter(torch.ones(shape.width))
-
-    def loss(self, ids: Tensor, *, plain: bool) -> Tensor:
-        """The loss by SDPA and all logits (plain), or by `memory.checkpoint` and a tiled loss."""
-        x = self.tokens(ids)
-        rotary = rotary_of(torch.arange(ids.shape[1]), self.shape)
-        for layer in self.layers:
-            if plain:
-                x = layer(x, rotary, lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
-            else:
-                x = memory.checkpoint(layer, x, rotary, lambda q, k, v: ls.attention(q, k, v, mask=ls.causal()))
-        x = rms_norm(x, x.shape[-1:], self.last, 1e-6)
-        labels = shift_labels(ids)
-        chunk = ids.shape[1] if plain else self.shape.chunk
-        return linear_token_loss(x, self.tokens.weight, labels, count=ids.shape[1] - 1, chunk=chunk)
-
-
-@dataclass(kw_only=True)
-class Trained:
-    """A model with its two ways to compute a loss of ids [1, S]."""
-
-    model: nn.Module
-    layers: nn.ModuleList
-    plain_loss: Callable[[Tensor], Tensor]
-    make_long: Callable[[], Callable[[Tensor], Tensor]]
-
-
-def transformers_model(shape: Shape) -> Trained:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    import longspan.integrations.transformers  # noqa: F401
-
-    config = LlamaConfig(
-        vocab_size=shape.vocab, hidden_size=shape.width, intermediate_size=shape.hidden, num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim, tie_word_embeddings=True,
-        max_position_embeddings=1 << 20, rope_parameters={"rope_type": "default", "rope_theta": shape.rope_base},
-    )  # fmt: skip
-    with torch.device(DEVICE):
-        model: Any = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=DTYPE).train()
-
-    def make_long() -> Callable[[Tensor], Tensor]:
-        memory.long_context(model, mlp_chunk=shape.chunk, loss_chunk=shape.chunk)
-        return lambda ids: model(input_ids=ids, labels=ids).loss
-
-    return Trained(
-        model=model,
-        layers=model.model.layers,
-        plain_loss=lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss,
-        make_long=make_long,
-    )
-
-
-def plain_model(shape: Shape) -> Trained:
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        model = PlainModel(shape).to(DTYPE)
-    nn.init.normal_(model.tokens.weight, std=0.02)
-    return Trained(
-        model=model,
-        layers=model.layers,
-        plain_loss=lambda ids: model.loss(ids, plain=True),
-        make_long=lambda: lambda ids: model.loss(ids, plain=False),
-    )
-
-
-def whole(shape: Shape, tokens: int, compared: int, args: argparse.Namespace) -> None:
-    torch.manual_seed(0)
-    try:
-        trained, way = transformers_model(shape), "transformers LlamaForCausalLM"
-        trained.plain_loss(torch.randint(shape.vocab, (1, 256), device=DEVICE))
-    except Exception as error:
-        say(f"no transformers model here ({type(error).__name__}: {str(error)[:200]}): the same layers in plain torch")
-        trained, way = plain_model(shape), "plain torch"
-    parameters = [p for p in trained.model.parameters() if p.requires_grad]
-    say(f"{way}: {sum(p.numel() for p in parameters) / 1e9:.2f} G parameters, {DTYPE}")
-    ids = torch.randint(shape.vocab, (1, tokens), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    head = ids[:, :compared]
-    if args.only == "long":
-        wanted, loss_of = None, trained.make_long()
-    else:
-        wanted, loss_of = compare(trained, parameters, head)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=DEVICE == "cuda")
-
-    def step(batch: Tensor, watch: Watch | None = None) -> float:
-        if watch is not None:
-            watch.follow(trained.layers)
-        loss = loss_of(batch)
-        if watch is not None:
-            watch.forward_ends(float(loss.detach()))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
-
-    reset_peak()
-    took, loss = timed(lambda: step(head))
-    short_peak = peak_gib()
-    told = "" if wanted is None else f", {abs(loss - wanted) / wanted:.1e} from the plain path"
-    say(f"STEP {compared} tokens: {took:.2f} s (first), peak {short_peak:.2f} GiB, loss {loss:.6f}{told}")
-    if args.only == "compare":
-        return
-    say(f"STEP {compared} tokens: {timed(lambda: step(head))[0]:.2f} s (second)")
-    reset_peak()
-    watch = Watch(args.seconds)
-    try:
-        took, told = timed(lambda: step(ids, watch))[0], ""
-    except TimeoutError:
-        took = watch.extrapolated()
-        told = f" (extrapolated: {watch.done} of {len(trained.layers)} layers of the backward pass were measured, no optimizer step)"
-    slope = (peak_gib() - short_peak) * 2**30 / (tokens - compared)
-    kept = shape.layers * (2 * shape.width * DTYPE.itemsize + 4 * shape.heads)
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    say(
-        f"STEP {tokens} tokens: {took:.1f} s{told}, {tokens / took:,.0f} tokens/s, peak GPU {peak_gib():.2f} GiB, peak host "
-        f"{host:.1f} GiB, {slope / 1024:.1f} KiB per further token (kept: {kept / 1024:.1f} KiB)"
-    )
-
-
-def compare(trained: Trained, parameters: list[nn.Parameter], ids: Tensor) -> tuple[float, Callable[[Tensor], Tensor]]:
-    """Compare the gradients of a quarter of `ids` with the plain path's. Returns the plain path's loss of `ids`, and the long path."""
-    with torch.no_grad():
-        wanted = float(trained.plain_loss(ids))
-    say(f"plain path, {ids.shape[1]} tokens: loss {wanted:.6f}, peak {peak_gib():.1f} GiB")
-    few = ids[:, : ids.shape[1] // 4]
-    wanted_grads = torch.autograd.grad(trained.plain_loss(few), parameters)
-    loss_of = trained.make_long()
-    grads = torch.autograd.grad(loss_of(few), parameters)
-    difference = [float((g.float() - w.float()).norm() / w.float().norm()) for g, w in zip(grads, wanted_grads)]
-    say(f"{few.shape[1]} tokens: gradients differ by {max(difference):.1e} at most, {sum(difference) / len(difference):.1e} in the mean")
-    return wanted, loss_of
-
-
-class Watch:
-    """Times after layers of one step. Raises TimeoutError behind a layer of the backward pass that ends later than `seconds`."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.start, self.forward, self.loss = seconds, 0.0, 0.0, 0.0
-        self.backward: list[float] = []  # seconds since the end of the forward pass, after each layer
-
-    @property
-    def done(self) -> int:
-        return len(self.backward)
-
-    def follow(self, layers: nn.ModuleList) -> None:
-        self.layers = len(layers)
-        handles: dict[int, Any] = {}
-
-        def before(index: int) -> Callable[..., None]:
-            def hook(_layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-                handles[index].remove()  # the recomputation calls the layer again
-                if inputs[0].requires_grad:
-                    inputs[0].register_hook(lambda _grad: self.layer_ends(index))
-                if index in (1, self.layers // 2):
-                    synchronize()
-                    say(f"  forward, {index} layers: {time.perf_counter() - self.start:.1f} s")
-
-            return hook
-
-        def behind(_layer: nn.Module, _inputs: Any, output: Any) -> None:
-            last.remove()
-            hidden = output[0] if isinstance(output, tuple) else output
-            hidden.register_hook(lambda _grad: self.loss_ends())
-
-        handles |= {i: layer.register_forward_pre_hook(before(i)) for i, layer in enumerate(layers)}
-        last = layers[-1].register_forward_hook(behind)
-        self.start = time.perf_counter()
-
-    def forward_ends(self, loss: float) -> None:
-        synchronize()
-        self.forward = time.perf_counter() - self.start
-        say(f"  forward: {self.forward:.1f} s, loss {loss:.6f}, {peak_gib():.2f} GiB")
-
-    def loss_ends(self) -> None:
-        synchronize()
-        self.loss = time.perf_counter() - self.start - self.forward
-        say(f"  backward of the loss: {self.loss:.1f} s")
-
-    def layer_ends(self, index: int) -> None:
-        synchronize()
-        self.backward.append(time.perf_counter() - self.start - self.forward)
-        say(f"  backward, {self.done} layers: {self.backward[-1]:.1f} s, peak {peak_gib():.2f} GiB")
-        if time.perf_counter() - START > self.seconds and index:
-            raise TimeoutError
-
-    def extrapolated(self) -> float:
-        """Seconds of the step: the layers that were not reached take what the last one took."""
-        before = self.backward[-2] if self.done > 1 else self.loss
-        return self.forward + self.backward[-1] + (self.layers - self.done) * (self.backward[-1] - before)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("share", "whole"))
+    parser.add_argument("part", choices=("share", "whole", "gradients"))
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--masks", nargs="+", choices=("causal", "documents", "window"), default=["causal", "documents", "window"])
     parser.add_argument("--calls", type=int, default=2, help="measured calls of a layer in `share`; 0: only compile")
     parser.add_argument("--only", choices=("compare", "long"), help="one half of `whole`")
-    parser.add_argument("--seconds", type=float, default=200, help="when `whole` stops its step")
+    parser.add_argument("--seconds", type=float, default=200, help="seconds after the start at which `whole` stops its step")
+    parser.add_argument("--json", action="store_true", help="a JSON object as the last line")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to test this file on a CPU")
     args = parser.parse_args()
-    name = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
-    print(f"# bench long_step_gpu {args.part}, {name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}", flush=True)
+    shape = TINY if args.tiny else QWEN3_8B if args.part == "share" else LLAMA_1B
+    about = {
+        "bench": f"long_step_gpu {args.part}", "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU",
+        "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+    print("# bench {bench}, {device}, torch {torch}, {date}".format(**about), flush=True)
     if args.part == "share":
-        tokens = args.tokens or (2048 if args.tiny else 1 << 20)
-        share(TINY if args.tiny else QWEN3_8B, tokens, args.ranks, 128 if args.tiny else 4096, args)
+        results = share(shape, args.tokens or (2048 if args.tiny else 1 << 20), args.ranks, 128 if args.tiny else 4096, args)
+    elif args.part == "gradients":
+        results = gradients(shape, args.tokens or (512 if args.tiny else 1 << 13))
     else:
-        tokens = args.tokens or (1024 if args.tiny else 1 << 19)
-        whole(TINY if args.tiny else LLAMA_1B, tokens, 256 if args.tiny else 1 << 15, args)
+        results = whole(shape, args.tokens or (1024 if args.tiny else 1 << 19), 256 if args.tiny else 1 << 15, args)
+    if args.json:
+        print(json.dumps(about | results), flush=True)
 
 
 if __name__ == "__main__":

@@ -99,12 +99,12 @@ class Layer(nn.Module):
         return x + memory.tiled(self.mlp, rms_norm(x, x.shape[-1:], self.norms[1], 1e-6), chunk=self.shape.chunk)
 
 
-def rotary_of(positions: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+def rotary_of(positions: Tensor, shape: Shape, dtype: torch.dtype = DTYPE) -> tuple[Tensor, Tensor]:
     """(cos, sin) [1, 1, L, D / 2]."""
     half = shape.head_dim // 2
     frequency = shape.rope_base ** (-torch.arange(half, device=DEVICE, dtype=torch.float32) / half)
     angle = positions.to(DEVICE).float()[None, None, :, None] * frequency
-    return angle.cos().to(DTYPE), angle.sin().to(DTYPE)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
