@@ -343,3 +343,16 @@ def test_wrong_arguments_raise_and_leave_everything_unchanged(name: str) -> None
     arguments, message = wrong_buffers()[name]
     with pytest.raises((ValueError, TypeError), match=message):
         context_parallel(virtual_world(2).meshes[0], **arguments)
+
+
+def test_dims_that_are_not_integers_raise() -> None:
+    def rank(mesh: Any) -> None:
+        tokens = torch.zeros(3, 10)
+        with pytest.raises(TypeError, match=r"^buffer_seq_dims\[0\]: expected an integer dim, got 1.0, a float"):
+            context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1.0]).__enter__()  # type: ignore[list-item]
+        with context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]) as cp:
+            for call in (cp.shard, cp.unshard):
+                with pytest.raises(TypeError, match=r"^(un)?shard: expected an integer dim, got '1', a str"):
+                    call(torch.zeros(3, 10), "1")  # type: ignore[arg-type]
+
+    virtual_world(2).run(rank)

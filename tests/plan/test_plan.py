@@ -139,6 +139,23 @@ def test_shard_and_unshard_raise_for_tensors_of_another_size() -> None:
     assert cross.shard(torch.zeros(1001), 0).shape == (1001,)
 
 
+@pytest.mark.parametrize("dim", [1.0, "1", None, True])
+def test_dims_that_are_not_integers_raise(dim: Any) -> None:
+    plan = ls.plan(ls.causal(), 1000, ls.Mesh.abstract(1))
+    whole = torch.zeros(3, 1000, 7)
+    calls = {
+        "plan.shard": lambda: plan.shard(whole, dim),
+        "plan.unshard": lambda: plan.unshard(whole, dim),
+        "plan.relayout": lambda: plan.relayout(whole, dim, to="contiguous"),
+        "plan.gather_pooled": lambda: plan.gather_pooled(whole, 8, dim),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=rf"^{name}: expected an integer dim, got {dim!r}, a {type(dim).__name__}$"):
+            call()
+    index = torch.tensor(1)
+    assert torch.equal(plan.shard(whole, index), whole)
+
+
 def test_shard_and_unshard_are_differentiable() -> None:
     x = torch.randn(3, 50, dtype=torch.float64)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from longspan._plan.layout import Layout
-from longspan._plan.sharding import shard
+from longspan._plan.sharding import check_dims, shard
 
 _IS_SHARD = "_longspan_shard"  # attribute of a tensor that holds a shard now, in any thread
 
@@ -104,6 +104,7 @@ def make_buffers(tensors: Sequence[Any], dims: Sequence[int], not_restored: Iter
         if type(tensor) is not Tensor:
             hint = "; DDP, FSDP or tensor parallelism shard parameters and DTensors" if isinstance(tensor, Tensor) else ""
             raise TypeError(f"buffers[{i}]: expected a plain tensor, got {type(tensor).__name__}{hint}")
+        check_dims(f"buffer_seq_dims[{i}]", dim)
         if not -tensor.ndim <= dim < tensor.ndim:
             raise ValueError(f"buffer_seq_dims[{i}]: expected a dim of buffers[{i}], whose shape is {tuple(tensor.shape)}, got {dim}")
         if tensor.requires_grad:

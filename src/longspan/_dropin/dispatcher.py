@@ -29,7 +29,7 @@ from longspan._masks.algebra import Mask
 from longspan._masks.constructors import causal, full
 from longspan._plan.layout import Layout
 from longspan._plan.schedule import Schedule
-from longspan._plan.sharding import shard, unshard
+from longspan._plan.sharding import check_dims, shard, unshard
 from longspan._plan.strategies import StrategyName
 from longspan._planner.plan import Plan
 from longspan._planner.planning import plan
@@ -76,7 +76,7 @@ class AttentionDispatcher:
         try:
             _check_dim(x, dim, "unshard")
             layout = self.sequences.lookup("unshard", x.shape[dim], x.device)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise_on_all_ranks(self.mesh, error)
         return unshard(x, dim, layout, self.mesh)
 
@@ -226,6 +226,7 @@ class AttentionDispatcher:
 
 
 def _check_dim(x: Tensor, dim: int, name: str) -> None:
+    check_dims(name, dim)
     if not isinstance(x, Tensor) or not -x.ndim <= dim < x.ndim:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name}: expected a tensor and one of its dims, got {got} and dim {dim}")

@@ -22,6 +22,13 @@ Tree = TypeVar("Tree")
 MAX_VIEWS = 16  # up to this many segments are concatenated as views; more are gathered by index
 
 
+def check_dims(what: str, *dims: Any) -> None:
+    """Raise TypeError unless all dims are integers. `what` names the call or the argument in the message."""
+    for dim in dims:
+        if isinstance(dim, bool) or not hasattr(dim, "__index__"):
+            raise TypeError(f"{what}: expected an integer dim, got {dim!r}, a {type(dim).__name__}")
+
+
 def each_tensor(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
     """Apply fn to every tensor of a tree; other leaves are returned as they are."""
     mapped: Tree = tree_map(lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf, tree)

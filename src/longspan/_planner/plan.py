@@ -24,7 +24,7 @@ from longspan._plan.plan_data import PlanData
 from longspan._plan.pooling import gather_pooled
 from longspan._plan.relayout import HeadsLayout, Placement, Relayout, relayout
 from longspan._plan.schedule import Schedule
-from longspan._plan.sharding import Tree, each_tensor, shard, unshard
+from longspan._plan.sharding import Tree, check_dims, each_tensor, shard, unshard
 from longspan._planner.mask_work import considered_for
 from longspan._torch_modes import default_modes
 
@@ -146,6 +146,7 @@ class Plan(PlanHandle):
 
         Raises:
             ValueError: A tensor's size in `dim` is not the sequence's length.
+            TypeError: `dim` is not an integer.
 
         Example:
             >>> import torch, longspan as ls
@@ -292,6 +293,7 @@ class Plan(PlanHandle):
                 raise ValueError("plan.gather_pooled: expected one layout for all batch rows, got one per batch row; give another layout=")
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 raise TypeError(f"plan.gather_pooled: expected a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+            check_dims("plan.gather_pooled", dim)
             if not -x.ndim <= dim < x.ndim or x.shape[dim] != self.kv_local_len:
                 raise ValueError(
                     f"plan.gather_pooled: expected this rank's {self.kv_local_len} keys in dim {dim}, got shape {tuple(x.shape)}"
@@ -305,6 +307,7 @@ class Plan(PlanHandle):
             raise ValueError(f"plan.relayout: side must be 'q' or 'kv', got {side!r}")
         before, after = (self._placement(end, side) for end in ends)
         dims = [dim] if heads_dim is None else [dim, heads_dim]
+        check_dims("plan.relayout", *dims)
         if not all(-x.ndim <= d < x.ndim for d in dims) or len({d % x.ndim for d in dims}) < len(dims):
             raise ValueError(f"plan.relayout: expected different dims of a tensor of shape {tuple(x.shape)}, got {dims}")
         if HeadsLayout in map(type, (before, after)):
@@ -349,6 +352,7 @@ class Plan(PlanHandle):
     def _side(self, x: Tensor, dim: int, side: str | None, what: str, *, local: bool) -> int:
         if side not in (None, "q", "kv"):
             raise ValueError(f"plan.{what}: side must be 'q', 'kv' or None, got {side!r}")
+        check_dims(f"plan.{what}", dim)
         if not -x.ndim <= dim < x.ndim:
             raise ValueError(f"plan.{what}: dim {dim} is not a dim of a tensor of shape {tuple(x.shape)}")
         sizes = [self.local_len, self.kv_local_len] if local else [self.data.q_len, self.data.kv_len]
