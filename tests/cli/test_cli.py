@@ -41,7 +41,7 @@ def test_plan_prints_a_picture_and_a_table(capsys: Any) -> None:
 
 
 def test_plan_writes_a_page_a_picture_and_a_trace(capsys: Any, tmp_path: Path) -> None:
-    (tmp_path / "my lengths.txt").write_text("3000, 1000\n4000\n192")
+    (tmp_path / "my lengths.txt").write_text("3000, 1000\n4000\n192", encoding="utf-8-sig")  # with a byte order mark
     files = {name: tmp_path / name for name in ("report.html", "plan.png", "trace.json")}
     code, _, err = called(
         capsys, "plan", "--mask", f"causal & documents({tmp_path}/my lengths.txt)", "--tokens", "8192", "--gpus", "4", "--cluster", "a100",
@@ -327,6 +327,8 @@ def test_a_step_of_samples_is_shown(capsys: Any, tmp_path: Path) -> None:
     assert code == 0 and out.startswith(
         "3 samples of 500 to 9000 tokens, 13596 in all, over 4 ranks: 2 forwards, at most 2560 tokens per rank"
     )
+    listed.write_text("9000\n500\n4k\n", encoding="utf-8-sig")  # with a byte order mark
+    assert called(capsys, "plan", "--samples", str(listed), *options)[1] == out
     assert called(capsys, "plan", "--samples", "9000,500,4k", *options)[1] == out
     assert called(capsys, "plan", "--samples", "300*4", *options)[1].startswith("4 samples of 300 to 300 tokens")
     assert called(capsys, "plan", "--samples", "1.5k,2k", *options)[1].startswith("2 samples of 1536 to 2048 tokens")

@@ -16,6 +16,8 @@ def test_profiles_round_trip_through_toml_and_name_their_sources(name: str, tmp_
     profile = cluster(name)
     (tmp_path / "x.toml").write_text(dump(profile))
     assert load(tmp_path / "x.toml") == profile and profile.kernel.source and profile.about
+    (tmp_path / "x.toml").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "x.toml").read_bytes())  # a byte order mark
+    assert load(tmp_path / "x.toml") == profile
     rates = profile.kernel
     for r in (rates.forward, rates.backward):
         # Measured triangles may be a little faster than squares: their rows of many lengths leave no slot idle at the end.

@@ -60,7 +60,7 @@ def load(path: Path) -> Cluster:
     if path.exists() and not path.is_file():  # opening a FIFO would block
         raise ClusterError(f"cluster file {path}: expected a regular file")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ClusterError(f"cluster file {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
     try:

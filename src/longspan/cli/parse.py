@@ -151,7 +151,7 @@ def _read_lengths(path: Path) -> list[int]:
     try:
         if path.exists() and not path.is_file():  # opening a FIFO would block
             raise UsageError(f"--mask: documents({path}): expected a regular file")
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise UsageError(f"--mask: documents({path}): {describe(error) if isinstance(error, OSError) else 'not a text file'}") from None
     lengths = []

@@ -58,7 +58,7 @@ def parsed_lengths(text: str) -> list[int]:
         terms = text.split(",")
     else:
         with usage_errors(f"--samples: {text[:80]}", OSError, UnicodeDecodeError):
-            terms = Path(text).read_text().split()
+            terms = Path(text).read_text(encoding="utf-8-sig").split()
         if wrong := next((term for term in terms if "," in term), None):  # 100,200 would be one length of 100200
             raise UsageError(f"--samples: expected one length per line in {text}, without commas, got {wrong[:40]!r}")
     lengths: list[int] = []
