@@ -245,6 +245,7 @@ class Step:
     peak: float = 0.0  # GiB
     parts: dict[str, float] = field(default_factory=dict)  # seconds
     layers_done: int = 0  # of the backward pass
+    attention_calls: int = 0  # forward
     is_complete: bool = True
 
     @property
@@ -253,8 +254,8 @@ class Step:
         whole = attention_flops(self.shape, self.tokens)
         share = self.layers_done / self.shape.layers
         return {
-            "forward": whole / self.parts["attention, forward"],
-            "backward": 2.5 * whole * share / self.parts["attention, backward"],
+            "forward": whole / max(1e-9, self.parts["attention, forward"]),
+            "backward": 2.5 * whole * share / max(1e-9, self.parts["attention, backward"]),
         }
 
     def estimate(self, tokens: int) -> dict[str, float]:
@@ -299,7 +300,7 @@ class Trainer:
                     handle.remove()
         self.optimizer.zero_grad(set_to_none=True)
         step.parts |= {f"attention, {name}": attention.seconds(name) for name in ("forward", "backward")}
-        assert attention.calls("forward") == self.shape.layers, f"attention ran {attention.calls('forward')} times forward"
+        step.attention_calls = attention.calls("forward")
         step.peak = peak_gib()
         step.seconds = time.perf_counter() - watch.start if step.is_complete else watch.extrapolated()
         return step
@@ -401,6 +402,9 @@ def whole(shape: Shape, tokens: int, compared: int, args: argparse.Namespace) ->
     results["host_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     results["rows"] = [_row(step) for step in steps]
     _print_table(results)
+    for step in steps:
+        if step.attention_calls != shape.layers:
+            raise AssertionError(f"expected one forward of attention per layer, got {step.attention_calls} for {shape.layers} layers")
     return results
 
 
