@@ -20,10 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from longspan._engine.attention import attention
-from longspan._engine.invariant_mode import is_invariant
 from longspan._engine.signatures import as_autocast
 from longspan._masks.constructors import causal, mask_mod
 from longspan._masks.constructors import sliding_window as window_mask
@@ -47,6 +45,7 @@ from longspan.integrations._model_mask import (
     visible_keys,
     with_offsets,
 )
+from longspan.integrations._one_query import attend_one_query
 from longspan.integrations._plan_use import checked_call, record_use, recording_loss, searching
 from longspan.integrations._plans import CHUNKED, FULL, SLIDING, ModelPlans, Span
 from longspan.integrations.memory import long_context
@@ -190,8 +189,9 @@ def attention_forward(
         if paged is not None:
             return paged, None
     if longspan_plan is None:
-        if _is_one_query(query, attention_mask, options):
-            return _attend_one_query(query, key, value, attention_mask, scaling), None
+        one = attend_one_query(query, key, value, attention_mask, **options)
+        if one is not None:
+            return one, None
         options["mask"] = _mask_on_one_device(module, query, key, attention_mask, sliding_window, rest)
     else:
         bidirectional, span = _is_bidirectional(module, attention_mask, rest), _span(attention_mask, sliding_window)
@@ -208,19 +208,6 @@ def attention_forward(
         record_use(module)
     out: Tensor = attention(query, key, value, **options)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _is_one_query(query: Tensor, mask: Any, options: dict[str, Any]) -> bool:
-    """Whether a call is one of `generate`'s steps, for which torch's kernel takes less time than the choice of another."""
-    plain = options["sink"] is None and options["score_mod"] is None
-    return query.shape[2] == 1 and isinstance(mask, ModelMask) and mask.mask is None and plain and not is_invariant()
-
-
-def _attend_one_query(query: Tensor, key: Tensor, value: Tensor, mask: ModelMask, scale: float | None) -> Tensor:
-    """out [B, 1, H, D] of one query per batch row, by torch's SDPA."""
-    row = None if mask.row is None else mask.row[:, None, None].to(query.device)
-    out = scaled_dot_product_attention(query, key, value, attn_mask=row, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
-    return out.transpose(1, 2).contiguous()
 
 
 def _check_supported(module: torch.nn.Module, dropout: float, rest: dict[str, Any]) -> None:
