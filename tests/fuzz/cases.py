@@ -1,8 +1,7 @@
 """Random cases: `draw(seed, tile)` is a JSON value that says everything about one attention call.
 
 GROUP consecutive seeds share sizes, mask and score mod, with other values in captured tensors: their traces are cached, so that cases are
-fast, and stale cache entries become visible. On a GPU, where a new kernel costs seconds of compiling, GPU_GROUP seeds also share whatever
-kernels are compiled for: entry point, kernel, dtype, sink, lse and the gradients that are needed.
+fast, and stale cache entries become visible. On a GPU, where a new kernel costs seconds of compiling, cases come from `tests.fuzz.groups`.
 """
 
 from __future__ import annotations
@@ -16,74 +15,95 @@ from tests.fuzz import mods
 
 Case = dict[str, Any]
 SEED_RANGE = 1 << 20
-GROUP, GPU_GROUP = 5, 25
+GROUP = 5
+SINKS = ("normal", "large", "low", "none")
 FULL: mods.Spec = {"op": "full"}
 
 
 def draw(seed: int, tile: int, *, device: str = "cpu") -> Case:
     """The case of a seed, for tiles of `tile` tokens."""
-    rng, shared = Random(f"{seed} {tile}"), Random(f"group {seed // (GROUP if device == 'cpu' else GPU_GROUP)} {tile}")
-    compiled = rng if device == "cpu" else shared  # draws what kernels are compiled for
+    if device != "cpu":
+        from tests.fuzz.groups import member
+
+        return member(seed, tile, device=device)
+    rng, shared = Random(f"{seed} {tile}"), Random(f"group {seed // GROUP} {tile}")
     case: Case = {"seed": seed, "tile": tile, "device": device}
-    case["entry"] = compiled.choices(("attention", "flex", "sdpa", "plan", "context"), (60, 12, 9, 13, 6))[0]
-    kernels = {"auto": 4, "cpu": 2, "dense": 1, "aten": 0.6} if device == "cpu" else {"auto": 2, "triton": 3, "hopper": 4}
+    case["entry"] = rng.choices(("attention", "flex", "sdpa", "plan", "context"), (60, 12, 9, 13, 6))[0]
     plain = case["entry"] in ("flex", "sdpa", "context")
-    kernel = compiled.choices(list(kernels), list(kernels.values()))[0]
+    kernel = rng.choices(("auto", "cpu", "dense", "aten"), (4, 2, 1, 0.6))[0]
     case["kernel"] = "auto" if plain else kernel
-    dtypes = {"float32": 5, "float64": 3, "bfloat16": 1, "float16": 1} if device == "cpu" else {"float32": 1, "bfloat16": 5, "float16": 3}
-    case["dtype"] = compiled.choices(list(dtypes), list(dtypes.values()))[0]
-    if kernel == "hopper" and case["dtype"] == "float32":
-        case["dtype"] = "bfloat16"
-    _draw_sizes(case, shared, device)
-    _draw_mask(case, shared)
-    _draw_score(case, shared)
-    _reseed(case, rng)
-    if (
-        device == "cpu"
-        and not plain
-        and max(case["q_len"], case["kv_len"]) <= 40
-        and case["batch"] * case["heads"] <= 4
-        and rng.random() < 0.05
-    ):
+    case["dtype"] = rng.choices(("float32", "float64", "bfloat16", "float16"), (5, 3, 1, 1))[0]
+    _draw_sizes(case, shared)
+    draw_mask(case, shared)
+    draw_score(case, shared)
+    reseed(case, rng)
+    case["value_dim"] = case["dim"] if rng.random() < 0.65 else rng.choice((case["dim"], 3, 8))
+    if not plain and max(case["q_len"], case["kv_len"]) <= 40 and case["batch"] * case["heads"] <= 4 and rng.random() < 0.05:
         case["kernel"], case["dtype"] = "triton", "float32"  # the interpreter rounds half precision its own way
     if case["kernel"] == "aten":
         case["score"] = None
     case["scale"] = rng.choice((None, None, None, 0.5, 1.0, -0.3, 0.0))
-    case["sink"] = compiled.choice((None, None, None, "normal", "large", "low", "none")) if case["entry"] in ("attention", "plan") else None
-    case["lse"] = case["entry"] != "sdpa" and compiled.random() < 0.6
-    case["through"] = compiled.choice(("out", "out", "both", "lse")) if case["lse"] else "out"
-    case["needs"] = compiled.choice(("all", "all", "all", "all", "all", "all", "q", "k", "v", "kv", "captured", "none"))
+    case["sink"] = rng.choice((None, None, None, *SINKS)) if case["entry"] in ("attention", "plan") else None
+    draw_outputs(case, rng)
     strides = ("plain", "plain", "plain", "bshd", "sliced", "strided", "last", "rows", "heads", "offset")
     case["strides"] = {name: rng.choice(strides) for name in ("q", "k", "v", "grad")}
+    draw_poison(case, rng)
+    if case["entry"] in ("plan", "context"):
+        draw_mesh(case, rng)
+    draw_call(case, rng)
+    case["invariant"] = case["entry"] in ("attention", "plan") and case["kernel"] in ("auto", "cpu") and rng.random() < 0.08
+    case["compile"] = case["entry"] == "attention" and rng.random() < 0.0005
+    return valid(sized(case))
+
+
+def draw_outputs(case: Case, rng: Random) -> None:
+    """Which results a call returns, and which gradients it needs."""
+    case["lse"] = case["entry"] != "sdpa" and rng.random() < 0.6
+    case["through"] = rng.choice(("out", "out", "both", "lse")) if case["lse"] else "out"
+    case["needs"] = rng.choice(("all", "all", "all", "all", "all", "all", "q", "k", "v", "kv", "captured", "none"))
+
+
+def draw_poison(case: Case, rng: Random) -> None:
+    """In a quarter of the cases, NaN, inf or huge numbers in some tokens."""
     case["poison"] = None
-    isolated = device == "cpu" or case["kernel"] == "triton"  # kernel "hopper" lets NaN and inf pass within a tile
-    if rng.random() < 0.25 and isolated:
+    if rng.random() < 0.25:
         what, value = rng.choice(("k", "v", "kv", "q", "grad")), rng.choice(("nan", "inf", "-inf", "huge"))
         case["poison"] = {"what": what, "value": value, "where": rng.choice(("unseen", "any")), "seed": rng.randrange(SEED_RANGE)}
-    if case["entry"] in ("plan", "context"):
-        _draw_mesh(case, compiled)
-    case["again"] = rng.choice((None, None, None, "scale", "captures", "values", "state")) if case["entry"] == "attention" else None
-    if case["entry"] in ("flex", "context"):
-        case["block_mask"] = rng.choice(("mask", "mod", "BlockMask", "table")) if case["entry"] == "flex" else "BlockMask"
-        case["aux"] = case["entry"] == "flex" and case["lse"] and rng.random() < 0.5
-    if case["entry"] in ("sdpa", "context"):
+
+
+def draw_call(case: Case, rng: Random) -> None:
+    """A second call with something changed, and the forms in which FlexAttention and SDPA take a mask."""
+    entry = case["entry"]
+    case["again"] = rng.choice((None, None, None, "scale", "captures", "values", "state")) if entry == "attention" else None
+    if entry in ("flex", "context"):
+        case["block_mask"] = rng.choice(("mask", "mod", "BlockMask", "table")) if entry == "flex" else "BlockMask"
+        case["aux"] = entry == "flex" and case["lse"] and rng.random() < 0.5
+    if entry in ("sdpa", "context"):
         case["form"] = (
-            rng.choice(("none", "causal", "bool", "float")) if case["entry"] == "sdpa" else rng.choice(("flex", "causal", "bool", "none"))
+            rng.choice(("none", "causal", "bool", "float")) if entry == "sdpa" else rng.choice(("flex", "causal", "bool", "none"))
         )
-    case["invariant"] = case["entry"] in ("attention", "plan") and case["kernel"] in ("auto", "cpu") and rng.random() < 0.08
-    case["compile"] = device == "cpu" and case["entry"] == "attention" and rng.random() < 0.0005
-    return valid(case)
 
 
-def _reseed(case: Case, rng: Random) -> None:
-    """Give captured tensors values of their own and, on the CPU, now and then another value dim than the group's."""
-    for leaf in mods.leaves(case["mask"] or FULL):
-        for capture in leaf.get("captures", ()):
-            capture["seed"] = rng.randrange(SEED_RANGE)
-    for capture in (case["score"] or {}).get("captures", ()):
+def captures_of(case: Case) -> list[mods.Spec]:
+    """The captured tensors of mask and score mod."""
+    leaves = [*mods.leaves(case["mask"] or FULL), case["score"] or {}]
+    return [capture for leaf in leaves for capture in leaf.get("captures", ())]
+
+
+def sized(case: Case) -> Case:
+    """The case with numbers for the names of sizes ("q_len", "heads", "longest") in the specs of captured tensors."""
+    sizes = {**case, "longest": max(case["q_len"], case["kv_len"])}
+    for capture in captures_of(case):
+        capture["shape"] = [sizes.get(n, n) if isinstance(n, str) else n for n in capture["shape"]]
+        if isinstance(capture.get("high"), str):
+            capture["high"] = sizes[capture["high"]]
+    return case
+
+
+def reseed(case: Case, rng: Random) -> None:
+    """Give captured tensors values of their own."""
+    for capture in captures_of(case):
         capture["seed"] = rng.randrange(SEED_RANGE)
-    if case["device"] == "cpu":
-        case["value_dim"] = case["dim"] if rng.random() < 0.65 else rng.choice((case["dim"], 3, 8))
 
 
 def valid(case: Case) -> Case:
@@ -105,7 +125,7 @@ def valid(case: Case) -> Case:
             case["mask"] = None if case["form"] == "none" else {"op": "causal"}
         if case["form"] == "bool" and case["mask"] is None:
             case["form"] = "none"
-    if case.get("compile") or case["kernel"] not in ("auto", "cpu", "triton"):
+    if case.get("compile") or case["kernel"] in ("dense", "aten"):
         case["invariant"] = False
     if (case.get("mesh") or {}).get("buffers") == "inference":
         case["needs"] = "none"
@@ -124,28 +144,24 @@ def valid(case: Case) -> Case:
     return case
 
 
-def _draw_sizes(case: Case, rng: Random, device: str) -> None:
+def _draw_sizes(case: Case, rng: Random) -> None:
     tile = case["tile"]
-    unit = tile if device == "cpu" else 128
-    lengths = [1, unit - 1, unit + 1, 2 * unit, 2 * unit + 3, 3 * unit, 4 * unit + 5, 5 * unit]
-    if device != "cpu":
-        lengths += [10 * unit + 7, 16 * unit]
-    if tile >= 64 and device == "cpu":
+    lengths = [1, tile - 1, tile + 1, 2 * tile, 2 * tile + 3, 3 * tile, 4 * tile + 5, 5 * tile]
+    if tile >= 64:
         lengths = [300, 500] if rng.random() < 0.1 else [1, 5, 17, 40, 130]
     case["q_len"] = rng.choice(lengths)
     case["kv_len"] = case["q_len"] if rng.random() < 0.6 else rng.choice(lengths)
     case["batch"] = rng.choice((1, 1, 2, 3))
     case["kv_heads"] = rng.choice((1, 1, 2, 3))
     case["heads"] = case["kv_heads"] * rng.choice((1, 1, 2, 3) if case["batch"] * case["kv_heads"] < 4 else (1, 2))
-    dims = (4, 8, 16, 5, 1) if device == "cpu" else (64, 128, 128, 16, 40, 96, 192, 256)
-    case["dim"] = rng.choice(dims)
-    case["value_dim"] = case["dim"] if rng.random() < 0.65 else rng.choice(dims)
+    case["dim"] = rng.choice((4, 8, 16, 5, 1))
+    case["value_dim"] = case["dim"] if rng.random() < 0.65 else rng.choice((4, 8, 16, 5, 1))
 
 
 # --------------------------------------------------------------------------------------------------------------------------- masks
 
 
-def _draw_mask(case: Case, rng: Random) -> None:
+def draw_mask(case: Case, rng: Random) -> None:
     if rng.random() < 0.08:
         case["mask"] = None
         return
@@ -176,15 +192,15 @@ def _leaf(case: Case, rng: Random) -> mods.Spec:
     if kind == "prefix rows":
         return {"op": "prefix", "length": [rng.choice((0, 1, tile, tile + 3)) for _ in range(case["batch"])]}
     if kind == "documents":
-        return {"op": "documents", "lengths": _documents(case["q_len"], tile, rng)}
+        return {"op": "documents", "lengths": document_lengths(case["q_len"], tile, rng)}
     if kind == "documents rows":
-        rows = [_documents(case["q_len"], tile, rng) for _ in range(case["batch"])]
+        rows = [document_lengths(case["q_len"], tile, rng) for _ in range(case["batch"])]
         for row in rows[1:]:
             if rng.random() < 0.4 and sum(row[:-1]) > 0:
                 row.pop()  # padding
         return {"op": "documents", "lengths": rows}
     if kind in ("ids", "ids rows"):
-        return {"op": "ids", "ids": _ids(case, rng) if kind == "ids" else [_ids(case, rng) for _ in range(case["batch"])]}
+        return {"op": "ids", "ids": token_ids(case, rng) if kind == "ids" else [token_ids(case, rng) for _ in range(case["batch"])]}
     if kind == "state":
         every = {
             "torch's state": "(q >= kv) if torch.are_deterministic_algorithms_enabled() else (q <= kv)",
@@ -197,7 +213,7 @@ def _leaf(case: Case, rng: Random) -> mods.Spec:
     return _template(case, rng) if kind == "mod" else _expression(case, rng)
 
 
-def _documents(length: int, tile: int, rng: Random) -> list[int]:
+def document_lengths(length: int, tile: int, rng: Random) -> list[int]:
     lengths = []
     while length:
         n = min(length, rng.choice((1, tile // 2, tile - 1, tile, tile + 1, 2 * tile + 3, 3 * tile)))
@@ -208,11 +224,11 @@ def _documents(length: int, tile: int, rng: Random) -> list[int]:
     return lengths
 
 
-def _ids(case: Case, rng: Random) -> list[int]:
+def token_ids(case: Case, rng: Random) -> list[int]:
     """Ids of tokens: shuffled ones, or contiguous documents with padding between or after them."""
     if rng.random() < 0.4:
         return [rng.randint(-1, 2) for _ in range(case["q_len"])]
-    ids = [i for i, n in enumerate(_documents(case["q_len"], case["tile"], rng)) for _ in range(n)]
+    ids = [i for i, n in enumerate(document_lengths(case["q_len"], case["tile"], rng)) for _ in range(n)]
     padding = rng.sample(sorted(set(ids)), k=rng.choice((0, 1)) if len(set(ids)) > 1 else 0)
     return [-1 if i in padding else i for i in ids]
 
@@ -242,9 +258,8 @@ def _mod(name: str, text: str, *captures: mods.Spec) -> mods.Spec:
 
 
 def _template(case: Case, rng: Random) -> mods.Spec:
-    """A mask_mod as users write them, most of them with captured tensors."""
-    q_len, kv_len, batch, heads, tile = (case[n] for n in ("q_len", "kv_len", "batch", "heads", "tile"))
-    longest, seed = max(q_len, kv_len), rng.randrange(SEED_RANGE)
+    """A mask_mod as users write them, most of them with captured tensors, whose sizes have names (`sized`)."""
+    tile, longest, seed = case["tile"], max(case["q_len"], case["kv_len"]), rng.randrange(SEED_RANGE)
     n = rng.choice((2, 3, 7))
     integers = {"kind": rng.choice(("int", "int", "int32", "int16", "uint8")), "seed": seed, "low": 0}
     limits = {**integers, "kind": "int", "high": longest + 1}
@@ -259,20 +274,20 @@ def _template(case: Case, rng: Random) -> mods.Spec:
         "shifted": (f"q + {rng.choice((1, tile, -1, -tile))} >= kv",),
         "square": (f"(q - kv).square() < {rng.choice((100, 9, 500))}",),
         "heads differ": (f"(q + h) % {n} != kv % 2 + b",),
-        "ids": ("t0[q] == t0[kv]", {**integers, "shape": [longest], "high": 3}),
-        "ids per row": ("t0[b, q] == t0[b, kv]", {**integers, "shape": [batch, longest], "high": 3}),
-        "limits": ("kv < t0[q]", {**limits, "shape": [q_len]}),
-        "limits per head": ("kv < t0[h]", {**limits, "shape": [heads]}),
-        "limits per row and head": ("(kv <= t0[b, h]) & (q >= kv)", {**limits, "shape": [batch, heads]}),
-        "range of keys": ("(kv >= t0[q]) & (kv < t1[q])", {**limits, "shape": [q_len]}, {**limits, "shape": [q_len]}),
-        "padding": ("t0[b, kv]", {**bools, "shape": [batch, kv_len], "density": 0.7}),
-        "dense": ("t0[q, kv]", {**bools, "shape": [q_len, kv_len], "density": rng.choice((0.05, 0.5))}),
-        "dense per head": ("t0[h, q, kv]", {**bools, "shape": [heads, q_len, kv_len], "density": 0.5}),
-        "nested lookup": ("t0[t1[q]] >= kv", {**limits, "shape": [longest]}, {**limits, "high": longest, "shape": [q_len]}),
+        "ids": ("t0[q] == t0[kv]", {**integers, "shape": ["longest"], "high": 3}),
+        "ids per row": ("t0[b, q] == t0[b, kv]", {**integers, "shape": ["batch", "longest"], "high": 3}),
+        "limits": ("kv < t0[q]", {**limits, "shape": ["q_len"]}),
+        "limits per head": ("kv < t0[h]", {**limits, "shape": ["heads"]}),
+        "limits per row and head": ("(kv <= t0[b, h]) & (q >= kv)", {**limits, "shape": ["batch", "heads"]}),
+        "range of keys": ("(kv >= t0[q]) & (kv < t1[q])", {**limits, "shape": ["q_len"]}, {**limits, "shape": ["q_len"]}),
+        "padding": ("t0[b, kv]", {**bools, "shape": ["batch", "kv_len"], "density": 0.7}),
+        "dense": ("t0[q, kv]", {**bools, "shape": ["q_len", "kv_len"], "density": rng.choice((0.05, 0.5))}),
+        "dense per head": ("t0[h, q, kv]", {**bools, "shape": ["heads", "q_len", "kv_len"], "density": 0.5}),
+        "nested lookup": ("t0[t1[q]] >= kv", {**limits, "shape": ["longest"]}, {**limits, "high": "longest", "shape": ["q_len"]}),
         "negative index": (f"t0[(q - kv) % -{longest}] > 0", {**integers, "shape": [longest], "high": 2}),
-        "captured negative index": ("t0[t1[kv]] > 0", {**integers, "shape": [7], "high": 2}, {**signed, "shape": [kv_len]}),
+        "captured negative index": ("t0[t1[kv]] > 0", {**integers, "shape": [7], "high": 2}, {**signed, "shape": ["kv_len"]}),
         "scalar": ("kv < t0 + q", {**limits, "shape": []}),
-        "float": ("t0[q] > t0[kv]", {"kind": "float", "shape": [longest], "seed": seed}),
+        "float": ("t0[q] > t0[kv]", {"kind": "float", "shape": ["longest"], "seed": seed}),
         "with a constant": (f"(q >= kv) & {rng.choice((True, False))} | (kv < {n})",),
     }  # fmt: skip
     name = rng.choice(list(every))
@@ -319,40 +334,40 @@ def integer_comparison(case: Case, rng: Random) -> mods.Spec:
 # --------------------------------------------------------------------------------------------------------------------- score mods
 
 
-def _draw_score(case: Case, rng: Random) -> None:
+def draw_score(case: Case, rng: Random) -> None:
     case["score"] = None
     if rng.random() < 0.5:
         return
-    q_len, kv_len, batch, heads = (case[n] for n in ("q_len", "kv_len", "batch", "heads"))
+    q_len, kv_len = case["q_len"], case["kv_len"]
     seed, c, grad = rng.randrange(SEED_RANGE), rng.choice((5.0, 20.0)), rng.random() < 0.7
 
-    def table(*shape: int, size: float = 0.5, number: int = 0) -> mods.Spec:
+    def table(*shape: int | str, size: float = 0.5, number: int = 0) -> mods.Spec:
         return {"kind": "float", "shape": list(shape), "seed": seed + number, "grad": grad, "size": size}
 
     def made(name: str, text: str, *captures: mods.Spec) -> mods.Spec:
         return {"name": name, "text": text, "captures": list(captures)}
 
-    integers = {"kind": "int", "seed": seed, "low": 0, "high": heads, "shape": [kv_len]}
+    integers = {"kind": "int", "seed": seed, "low": 0, "high": "heads", "shape": ["kv_len"]}
     case["score"] = rng.choice((
         lambda: made("softcap", f"{c} * torch.tanh(s / {c})"),
-        lambda: made("alibi", "s - t0[h] * (q - kv).abs()", {**table(heads), "grad": False}),
-        lambda: made("learned alibi", "s + t0[h] * (kv - q)", table(heads, size=0.1)),
+        lambda: made("alibi", "s - t0[h] * (q - kv).abs()", {**table("heads"), "grad": False}),
+        lambda: made("learned alibi", "s + t0[h] * (kv - q)", table("heads", size=0.1)),
         lambda: made("relative", f"s + t0[q - kv + {kv_len}]", table(q_len + kv_len + 1)),
-        lambda: made("relative per head", "s + t0[h, (q - kv).clamp(-8, 8) + 8]", table(heads, 17)),
-        lambda: made("head scale", "s * torch.sigmoid(t0[h]) + t0[h]", table(heads)),
-        lambda: made("row scale", "s * t0[b]", table(batch)),
-        lambda: made("query scale", "s * t0[b, q]", table(batch, q_len)),
-        lambda: made("key bias", "s + t0[kv]", table(kv_len)),
-        lambda: made("dense bias", "s + t0[q, kv]", table(q_len, kv_len)),
+        lambda: made("relative per head", "s + t0[h, (q - kv).clamp(-8, 8) + 8]", table("heads", 17)),
+        lambda: made("head scale", "s * torch.sigmoid(t0[h]) + t0[h]", table("heads")),
+        lambda: made("row scale", "s * t0[b]", table("batch")),
+        lambda: made("query scale", "s * t0[b, q]", table("batch", "q_len")),
+        lambda: made("key bias", "s + t0[kv]", table("kv_len")),
+        lambda: made("dense bias", "s + t0[q, kv]", table("q_len", "kv_len")),
         lambda: made("scalar", "s * t0 + t0", table()),
-        lambda: made("two tables", "s + t0[h] * t1[kv]", table(heads), table(kv_len, number=1)),
-        lambda: made("lookup of lookup", "s + t0[t1[kv]]", table(heads), integers),
+        lambda: made("two tables", "s + t0[h] * t1[kv]", table("heads"), table("kv_len", number=1)),
+        lambda: made("lookup of lookup", "s + t0[t1[kv]]", table("heads"), integers),
         lambda: made("square", "s + 0.1 * s * s"),
         lambda: made("cut", "torch.where((q - kv) % 3 == 0, s, -float('inf'))"),
-        lambda: made("softcap and bias", f"{c} * torch.tanh((s + t0[h, kv]) / {c})", table(heads, kv_len)),
+        lambda: made("softcap and bias", f"{c} * torch.tanh((s + t0[h, kv]) / {c})", table("heads", "kv_len")),
         lambda: made("distance", "s - torch.log1p((q - kv).abs().float())"),
         lambda: made("constant", "s * 0.0 + (kv % 5)"),
-        lambda: made("no score", "t0[kv] + 0.0 * s", table(kv_len)),
+        lambda: made("no score", "t0[kv] + 0.0 * s", table("kv_len")),
     ))()  # fmt: skip
 
 
@@ -367,7 +382,7 @@ def ulysses_fits(degree: int, heads: int, kv_heads: int) -> bool:
     return here % group == 0 or group % here == 0
 
 
-def _draw_mesh(case: Case, rng: Random) -> None:
+def draw_mesh(case: Case, rng: Random) -> None:
     two = case["entry"] == "plan" and rng.random() < 0.35
     shape = (
         rng.choice(((1, 2), (2, 1), (2, 2), (2, 2), (2, 2), (3, 2), (2, 3), (2, 4)))
@@ -382,8 +397,8 @@ def _draw_mesh(case: Case, rng: Random) -> None:
     if not ulysses_fits(degree, case["heads"], case["kv_heads"]):
         if two:
             case["kv_heads"], case["heads"] = degree, degree * rng.choice((1, 2))
-            _draw_mask(case, rng)
-            _draw_score(case, rng)
+            draw_mask(case, rng)
+            draw_score(case, rng)
         else:
             strategies.remove("ulysses")
     strategies += ["auto"] * (rng.random() < 0.2)

@@ -328,7 +328,7 @@ def _over_mesh(case: Case, p: Problem) -> Results:
         both = ls.plan(made, lengths, mesh, **options)
         return both["a"] if isinstance(both, ls.PlanSet) else both
 
-    world = virtual_world(shape, axis_names=mesh["names"], device=None if case["device"] == "cpu" else case["device"])
+    world = _world(case, shape, mesh["names"])
     shared = None if mesh["own_plan"] else plan(ls.Mesh.abstract(shape, axis_names=mesh["names"]))
 
     def rank(here: Any) -> Results:
@@ -346,6 +346,12 @@ def _over_mesh(case: Case, p: Problem) -> Results:
         return results
 
     return _summed(world.run(rank))
+
+
+def _world(case: Case, shape: Any, names: Sequence[str] | None = None) -> Any:
+    """Virtual ranks. On a GPU, they wait long for a rank that compiles kernels."""
+    on_gpu = case["device"] != "cpu"
+    return virtual_world(shape, axis_names=names, device=case["device"] if on_gpu else None, timeout=600.0 if on_gpu else 60.0)
 
 
 def _layout(case: Case, ranks: int) -> Any:
@@ -399,7 +405,7 @@ def _in_context(case: Case, problems: list[Problem]) -> list[Results]:
                 by_call.append({n: t if n in SHARED or n.startswith("captured") else cp.unshard(t, 2) for n, t in results.items()})
             return by_call
 
-    by_rank = virtual_world(mesh["shape"][0], device=None if case["device"] == "cpu" else case["device"]).run(rank)
+    by_rank = _world(case, mesh["shape"][0]).run(rank)
     return [_summed([results[i] for results in by_rank]) for i in range(len(problems))]
 
 
