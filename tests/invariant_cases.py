@@ -41,6 +41,8 @@ class Problem:
     score: str
     kernel: str = "auto"
     window: tuple[int, int] = (1, 0)
+    layouts: tuple[str, ...] = LAYOUTS  # of `over_ranks`
+    strategies: tuple[str, ...] = STRATEGIES
     table: Tensor = field(default_factory=lambda: torch.zeros(1))
 
     @property
@@ -66,6 +68,8 @@ class Problem:
         """The score mod of a call whose query 0 is the document's query `first`. It reads relative positions only."""
         table, slope = self.table, 0.25
         size = len(table) // 2
+        if self.q.is_cuda:  # a tensor: one program, and one kernel, for every offset
+            first = torch.tensor(first, device=self.q.device)  # type: ignore[assignment]
         if self.score == "alibi":
             return lambda s, b, h, q, kv: s - slope * (h + 1) * (q + first - kv).abs()
         if self.score == "softcap":
@@ -81,19 +85,24 @@ def _dilated(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 def problem(
     seed: int, *, longest: int = 400, dtype: torch.dtype | None = None, kernel: str = "auto", device: str = "cpu", plain_dim: int = 0,
-    masks: Sequence[str] = (),
+    masks: Sequence[str] = (), group: int = 1,
 ) -> Problem:  # fmt: skip
     """A random document. plain_dim: causal or a window, without score mods, in bfloat16 with these head dims: few kernels to compile.
 
-    masks: names to choose from.
+    masks: names to choose from. group: so many consecutive seeds share what GPU kernels are compiled for: head dims, dtype, mask, score
+    mod, sink, layouts and strategy.
     """
     choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    heads, kv_heads = choose.choice(((1, 1), (2, 1), (4, 2), (3, 3)))
-    dim = choose.choice((8, 16, 32, 40, 64))
-    value_dim = dim if choose.random() < 0.6 else choose.choice((8, 16, 24, 64))
-    length = max(1, int(longest ** choose.uniform(0.2, 1)))
-    dtype = dtype or choose.choice((torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16))
+    shared = choose if group == 1 else random.Random(f"kernels of group {seed // group}")
     plain = plain_dim > 0
+    heads, kv_heads = choose.choice(((1, 1), (2, 1), (4, 2), (3, 3)))
+    dim = shared.choice((8, 16, 32, 40, 64) if group == 1 else (16, 40, 64, 64, 96, 128, 128, 256))
+    value_dim = dim if shared.random() < 0.6 else shared.choice((8, 16, 24, 64))
+    length = max(1, int(longest ** choose.uniform(0.2, 1)))
+    dtypes = [torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16]
+    if group > 1:
+        dtypes = [torch.bfloat16, torch.bfloat16, torch.float16] + [torch.float32] * (kernel == "triton" and dim <= 64)
+    dtype = dtype or shared.choice(dtypes)
     if plain:
         dtype, dim, value_dim = torch.bfloat16, plain_dim, plain_dim
 
@@ -101,19 +110,25 @@ def problem(
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
     wide = state_dtype(dtype)
+    tensors = {
+        "q": draw(1, heads, length, dim),
+        "k": draw(1, kv_heads, length, dim),
+        "v": draw(1, kv_heads, length, value_dim),
+        "grad_out": draw(1, heads, length, value_dim),
+        "grad_lse": draw(1, heads, length).to(wide) * (choose.random() < 0.5),
+        "sink": draw(heads).to(wide) if shared.random() < 0.3 and not plain else None,
+    }
+    mask = shared.choice(masks or (("causal", "causal", "window") if plain else ("causal", "causal", "full", "window", "dilated")))
+    window = (200, 150) if plain else (shared.randint(1, 200), shared.choice((0, 0, 5, 150)))
+    score = "none" if plain or kernel == "hopper" else shared.choice(SCORES)  # kernel "hopper" has no score mods in invariant mode
+    table = torch.randn(200, generator=generator).to(device, wide)
+    layouts, strategies = LAYOUTS, STRATEGIES
+    if group > 1:
+        layouts = shared.choice((("contiguous",), ("head_tail", "round_robin"), ("per_document", "head_tail")))
+        strategies = (shared.choice(("ring", "allgather", "exchange")), "ulysses")
     return Problem(
-        q=draw(1, heads, length, dim),
-        k=draw(1, kv_heads, length, dim),
-        v=draw(1, kv_heads, length, value_dim),
-        grad_out=draw(1, heads, length, value_dim),
-        grad_lse=draw(1, heads, length).to(wide) * (choose.random() < 0.5),
-        sink=draw(heads).to(wide) if choose.random() < 0.3 and not plain else None,
-        mask=choose.choice(masks or (("causal", "causal", "window") if plain else ("causal", "causal", "full", "window", "dilated"))),
-        window=(200, 150) if plain else (choose.randint(1, 200), choose.choice((0, 0, 5, 150))),
-        score="none" if plain else choose.choice(SCORES),
-        table=torch.randn(200, generator=generator).to(device, wide),
-        kernel=kernel,
-    )
+        **tensors, mask=mask, window=window, score=score, table=table, kernel=kernel, layouts=layouts, strategies=strategies
+    )  # fmt: skip
 
 
 def results(one: Problem, tensors: tuple[Tensor, ...], mask: Any, *, first: int = 0, plan: Any = None, attend: Any = None) -> Results:
@@ -187,10 +202,13 @@ def over_ranks(one: Problem, choose: random.Random) -> tuple[Results, str]:
     mask = packed_mask(one, before, after) if is_packed else one.within_document()
     whole = packed_tensors(one, sum(before), sum(after)) if is_packed else (one.q, one.k, one.v, one.grad_out, one.grad_lse)
     heads, kv_heads, length = one.q.shape[1], one.k.shape[1], whole[0].shape[2]
-    strategy = choose.choice([s for s in STRATEGIES if s != "ulysses" or (heads % ranks == 0 and (kv_heads % ranks == 0 or kv_heads == 1))])
+    strategy = choose.choice(
+        [s for s in one.strategies if s != "ulysses" or (heads % ranks == 0 and (kv_heads % ranks == 0 or kv_heads == 1))]
+    )
     # Tables of masks that intervals do not decide take long for the many short tiles of a round robin.
     dealt = one.mask != "dilated" and length <= 250
-    layout = choose.choice([name for name in LAYOUTS if (name != "per_document" or is_packed) and (name != "round_robin" or dealt)])
+    possible = [name for name in one.layouts if (name != "per_document" or is_packed) and (name != "round_robin" or dealt)]
+    layout = choose.choice(possible)
     if layout == "per_document" and strategy == "auto":
         strategy = "exchange"
     sizes = {"batch": 1, "heads": heads, "kv_heads": kv_heads, "head_dim": one.q.shape[3]}
@@ -201,7 +219,8 @@ def over_ranks(one: Problem, choose: random.Random) -> tuple[Results, str]:
         got = results(one, tuple(plan.shard(t, 2) for t in whole), None, plan=plan)
         return {name: x if name == "dsink" else plan.unshard(x, 2) for name, x in got.items()}
 
-    by_rank = virtual_world(ranks).run(rank)
+    # Ranks wait for one that compiles kernels.
+    by_rank = virtual_world(ranks, timeout=600.0 if one.q.is_cuda else 60.0).run(rank)
     at = slice(sum(before), sum(before) + one.length)
     got = {name: x[:, :, at] for name, x in by_rank[0].items() if name != "dsink"}
     if one.sink is not None and not is_packed:

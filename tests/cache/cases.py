@@ -88,22 +88,23 @@ class Case:
         dtype: torch.dtype | None = None,
         longest: int = 700,
         mesh: Any = None,
-        kinds: int | None = None,
+        group: int = 1,
     ) -> None:
-        """kinds: as many kinds of caches and programs for all seeds, with which few GPU kernels are compiled: long steps run by the kernel
-        "cpu", short ones have at most four tokens, and head dims are multiples of 16, on which kernels are specialised. None: one kind per
-        seed, and steps of any length.
+        """group: so many consecutive seeds have the same kind of cache and programs, for which GPU kernels are compiled: steps of more than
+        four tokens run by the kernel "cpu" in most groups, and head dims are multiples of 16, on which kernels are specialised. 1: one kind
+        per seed, and steps of any length.
         """
-        self.kinds = kinds
+        self.few_kernels = group > 1
         self.seed, self.rng, self.kernel, self.device = seed, random.Random(seed), kernel, device
-        rng = self.rng if kinds is None else random.Random(seed % kinds)
-        last = torch.float64 if kinds is None else torch.float16  # the GPU decode kernels do not support float64
+        rng = random.Random(f"kernels of group {seed // group}") if self.few_kernels else self.rng
+        last = torch.float16 if self.few_kernels else torch.float64  # the GPU decode kernels do not support float64
         self.dtype = dtype or rng.choice([torch.float32, torch.float32, torch.bfloat16, last])
         self.layers, self.kv_heads = rng.choice([1, 1, 2]), rng.choice([1, 2, 3])
-        key_dims, value_dims = ([16, 32, 24], [16, 40]) if kinds is None else ([16, 32, 48], [16, 48])
+        key_dims, value_dims = ([16, 32, 48, 64, 128], [16, 48, 64, 128]) if self.few_kernels else ([16, 32, 24], [16, 40])
         self.heads, self.dims = self.kv_heads * rng.choice([1, 2, 4]), (rng.choice(key_dims), rng.choice(value_dims))
         self.page_size, self.longest = rng.choice([1, 7, 16, 64]), min(longest, rng.choice([40, 200, 700]))
         self.generator = torch.Generator().manual_seed(seed)
+        self.comparisons, self.done = 0, set[str]()  # comparisons with the oracle, and names of what happened to sequences
         self.models: dict[int, Model] = {}
         self.mask_name, self.score_name = rng.choice(list(MASKS)), rng.choice(list(SCORES))
         self.mask = MASKS[self.mask_name](rng, self.longest, device)
@@ -111,7 +112,7 @@ class Case:
         window = reach + rng.choice([0, 0, 5]) if reach is not None and reach > 0 and rng.random() < 0.7 else None
         self.shared = rng.random() < 0.25
         if self.shared:  # latent vectors of MLA: values are the first elements of keys
-            self.dims = (self.dims[1] + rng.choice([0, 8, 16] if kinds is None else [0, 16, 32]), self.dims[1])
+            self.dims = (self.dims[1] + rng.choice([0, 16, 32] if self.few_kernels else [0, 8, 16]), self.dims[1])
         self.cache = ls.KVCache(
             pages=-(-self.longest // self.page_size) * 6 + 8, page_size=self.page_size, layers=self.layers, kv_heads=self.kv_heads,
             head_dim=self.dims[0], value_dim=self.dims[1], shared_kv=self.shared, window=window, dtype=self.dtype, device=device, mesh=mesh,
@@ -119,6 +120,7 @@ class Case:
         self.score_mod = SCORES[self.score_name](rng, self.heads, self.longest, device)
         self.sink = torch.randn(self.heads, generator=self.generator).to(device) if rng.random() < 0.3 else None
         self.scale = rng.choice([None, None, 0.3, -0.2])
+        self.long_steps = not self.few_kernels or rng.random() < 0.2
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.device, self.dtype)
@@ -140,12 +142,14 @@ class Case:
         self.step(chosen)
         if rng.random() < 0.4:
             parent = rng.choice(sorted(self.models))
+            self.done.add("fork")
             self.models[self.cache.fork(parent)] = Model(list(self.models[parent].layers))
         if rng.random() < 0.4:
             shrunk = rng.choice(sorted(self.models))
             length = rng.randint(0, self.models[shrunk].length)
             try:
                 self.cache.truncate(shrunk, length)
+                self.done.add("truncate")
             except ValueError:  # the window before the remaining tokens was given back
                 assert self.cache.window is not None
                 length = self.models[shrunk].length
@@ -153,6 +157,7 @@ class Case:
         while len(self.models) > 4:
             ended = rng.choice(sorted(self.models))
             self.cache.free(ended)
+            self.done.add("free")
             del self.models[ended]
 
     def step(self, ids: list[int]) -> None:
@@ -161,13 +166,13 @@ class Case:
         if shortest_room < 1:
             return
         if rng.random() < 0.4:
-            one = rng.randint(1, min(8 if self.kinds is None else 4, shortest_room))
+            one = rng.randint(1, min(4 if self.few_kernels else 8, shortest_room))
             counts, given = [one] * len(ids), one
         else:
-            counts = [rng.choice([0, 1, 1, 5 if self.kinds is None else 4, rng.randint(1, self.longest)]) for _ in ids]
+            counts = [rng.choice([0, 1, 1, 4 if self.few_kernels else 5, rng.randint(1, self.longest)]) for _ in ids]
             counts = given = [min(c, self.longest - self.models[i].length) for c, i in zip(counts, ids)]
         step = self.cache.step(ids, given)
-        kernel = "cpu" if self.kinds is not None and max(counts) > 4 else self.kernel
+        kernel = "cpu" if not self.long_steps and max(counts) > 4 else self.kernel
         batched = len(set(counts)) == 1 and rng.random() < 0.7
         shape = (len(ids), counts[0]) if batched else (1, sum(counts))
         starts = [self.models[i].length for i in ids]
@@ -197,6 +202,7 @@ class Case:
 
     def compare(self, q: Tensor, kv: tuple[Tensor, Tensor], got: tuple[Tensor, Tensor], index: int, start: int) -> None:
         """Raise unless out and lse of one sequence's new tokens are as near the oracle's as the dtype allows."""
+        self.comparisons += 1
         mask, score = self.mask, self.score_mod
         at_mask = None if mask is None else lambda b, h, q, kv: mask(b + index, h, q + start, kv)
         at_score = None if score is None else lambda s, b, h, q, kv: score(s, b + index, h, q + start, kv)
@@ -223,7 +229,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default=None, help="such as bfloat16; drawn at random by default")
     parser.add_argument("--longest", type=int, default=700, help="tokens of the longest sequence")
-    parser.add_argument("--kind", default=None, help="such as 3/12: seeds of one of 12 kinds of caches; GPU kernels compile once per kind")
+    parser.add_argument("--group", type=int, default=1, help="seeds that share GPU kernels")
     parser.add_argument("--split", type=int, default=None, help="tokens of the smallest split of the triton kernel, a multiple of 64")
     options = parser.parse_args()
     if options.split is not None:
@@ -235,15 +241,14 @@ def main() -> None:
 
         speed_up()
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    kind, kinds = (0, None) if options.kind is None else map(int, options.kind.split("/"))
-    end, seed, cases = time.monotonic() + options.seconds, options.first + kind, 0
+    end, seed, cases = time.monotonic() + options.seconds, options.first, 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # `timeout` ends a process that compiles: the count is printed then, too
     try:
         while time.monotonic() < end and cases != options.cases:
-            Case(seed, kernel=options.kernel, device=options.device, dtype=dtype, longest=options.longest, kinds=kinds).run()
-            seed, cases = seed + (kinds or 1), cases + 1
+            Case(seed, kernel=options.kernel, device=options.device, dtype=dtype, longest=options.longest, group=options.group).run()
+            seed, cases = seed + 1, cases + 1
     finally:
-        print(f"{cases} cases passed, seeds {options.first + kind} to {seed - (kinds or 1)}", flush=True)
+        print(f"{cases} cases passed, seeds {options.first} to {seed - 1}", flush=True)
 
 
 if __name__ == "__main__":

@@ -32,53 +32,76 @@ class Case:
     mask: Any
     score_mod: Callable[..., Tensor] | None
     grad_out: Tensor
+    kernel: str = "auto"
+    families: tuple[str, ...] = ()
 
 
-def draw(seed: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu", longest: int = 300, kinds: int = 10**9) -> Case:
-    """The case of a seed. kinds: number of different sizes, masks and mods: a GPU compiles kernels for each."""
-    rng = random.Random(seed % kinds)
-    generator = torch.Generator().manual_seed(seed)
-    batch, kv_heads, shared = rng.choice([1, 1, 2]), rng.choice([1, 2]), rng.choice([1, 2, 3])
-    heads = kv_heads * shared
+def draw(seed: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu", longest: int = 300, group: int = 1) -> Case:
+    """The case of a seed. group: so many consecutive seeds share what GPU kernels are compiled for, and draw a dtype and a kernel: they
+    differ in lengths, batch, heads, indices, counts and documents.
+    """
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    shared = rng if group == 1 else random.Random(f"kernels of group {seed // group}")
+    if group == 1:
+        batch, kv_heads, ratio = rng.choice([1, 1, 2]), rng.choice([1, 2]), rng.choice([1, 2, 3])
+        rows_differ = rng.random() < 0.5
+    else:  # kernels are specialised on sizes of 1 and on the number of query heads of a KV head
+        rows_differ, ratio = shared.random() < 0.5, shared.choice([1, 2, 3])
+        batch, kv_heads = (rng.choice([2, 3]) if shared.random() < p else 1 for p in (1.0 if rows_differ else 0.4, 0.6))
+    heads = kv_heads * ratio
     q_len = rng.randint(1, longest)
-    kv_len = q_len if rng.random() < 0.7 else rng.randint(1, longest)
-    granularity = rng.choice(GRANULARITIES)
-    q_granularity = rng.choice([None, 1, 16, 64, 128])
+    kv_len = q_len if shared.random() < 0.7 else rng.randint(1, longest)
+    granularity = shared.choice(GRANULARITIES)
+    q_granularity = shared.choice([None, 1, 16, 64, 128])
     blocks, rows = -(-kv_len // granularity), -(-q_len // (q_granularity or granularity))
-    shape = (rng.choice([1, batch]), rng.choice([1, kv_heads, heads]), rows, rng.randint(1, min(12, blocks + 2)))
+    by_head = shared.choice(["none", "kv_heads", "heads"])
+    choices = shared.randint(1, 12 if group > 1 else min(12, blocks + 2))
+    shape = (batch if rows_differ else 1, {"none": 1, "kv_heads": kv_heads, "heads": heads}[by_head], rows, choices)
     indices = torch.randint(0, blocks, shape, generator=generator, dtype=torch.int32)
     indices[torch.rand(shape, generator=generator) < 0.2] = -1
     indices[torch.rand(shape[:3], generator=generator) < 0.15] = -1
-    counts = torch.randint(0, shape[3] + 1, shape[:3], generator=generator) if rng.random() < 0.3 else None
+    counts = torch.randint(0, shape[3] + 1, shape[:3], generator=generator) if shared.random() < 0.3 else None
     selected = ls.selected(indices.to(device), granularity, q_granularity, None if counts is None else counts.to(device))
-    other = rng.choice(["", "", "& causal", "& causal", "& documents", "| window", "& ~prefix", "& mask_mod"])
+    other = shared.choice(["", "", "& causal", "& causal", "& documents", "| window", "& ~prefix", "& mask_mod"])
     if "documents" in other and q_len != kv_len:
         other = "& causal"
-    mask = _combined(selected, other, q_len, rng)
-    dims = {"q": (batch, heads, q_len, 16), "k": (batch, kv_heads, kv_len, 16), "v": (batch, kv_heads, kv_len, rng.choice([16, 32]))}
+    mask = _combined(selected, other, q_len, shared, rng)
+    dim, value_dim, kernel = 16, shared.choice([16, 32]), "auto"
+    if group > 1:
+        dim, value_dim = shared.choice([(16, 16), (64, 64), (64, 64), (128, 128), (128, 128), (96, 32)])
+        kernel = shared.choice(["auto", "auto", "triton"])
+        dtype = shared.choice(
+            [torch.float32, torch.float16, torch.bfloat16, torch.bfloat16] if dim < 128 else [torch.bfloat16, torch.float16]
+        )
+    dims = {"q": (batch, heads, q_len, dim), "k": (batch, kv_heads, kv_len, dim), "v": (batch, kv_heads, kv_len, value_dim)}
     tensors = {n: torch.randn(s, generator=generator).to(device, dtype).requires_grad_() for n, s in dims.items()}
-    if rng.random() < 0.25:
+    if shared.random() < 0.25:
         tensors["sink"] = torch.randn(heads, generator=generator).to(device, dtype).requires_grad_()
     score_mod = None
-    if rng.random() < 0.25:
+    if shared.random() < 0.25:
         tensors["bias"] = bias = torch.randn(heads, generator=generator).to(device).requires_grad_()
         score_mod = lambda s, b, h, q, kv: s + bias[h] * (q - kv) * 0.01
     grad_out = torch.randn(*dims["q"][:3], dims["v"][3], generator=generator).to(device, dtype)
+    families = [f"granularity {granularity}", f"queries {q_granularity or granularity}", f"with {other or 'nothing'}", f"kernel {kernel}"]
+    families += [f"dims {dim}/{value_dim}", str(dtype).removeprefix("torch."), f"choices by {by_head}"]
+    families += [name for name in ("sink", "bias") if name in tensors]
+    families += ["counts"] * (counts is not None) + ["cross lengths"] * (q_len != kv_len) + ["gqa"] * (ratio > 1)
     return Case(
-        text=f"seed {seed}: {mask} {other} H {heads}/{kv_heads}", tensors=tensors, mask=mask, score_mod=score_mod, grad_out=grad_out
-    )
+        text=f"seed {seed}: {mask} {other} H {heads}/{kv_heads}", tensors=tensors, mask=mask, score_mod=score_mod, grad_out=grad_out,
+        kernel=kernel, families=tuple(families),
+    )  # fmt: skip
 
 
-def _combined(selected: Any, other: str, q_len: int, rng: random.Random) -> Any:
+def _combined(selected: Any, other: str, q_len: int, shared: random.Random, rng: random.Random) -> Any:
     if other == "& causal":
         return selected & ls.causal()
     if other == "& documents":
         cut = rng.randint(0, q_len)
         return ls.causal() & selected & ls.documents([n for n in (cut, q_len - cut) if n])
     if other == "| window":
-        return (selected | ls.sliding_window(rng.randint(1, 40))) & ls.causal()
+        return (selected | ls.sliding_window(shared.randint(1, 40))) & ls.causal()
     if other == "& ~prefix":
-        return selected & ~ls.prefix(rng.randint(0, 50))
+        return selected & ~ls.prefix(shared.randint(0, 50))
     if other == "& mask_mod":
         return selected & (lambda b, h, q, kv: (q + kv + h) % 3 != 0)
     return selected
@@ -116,12 +139,13 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--longest", type=int, default=300)
-    parser.add_argument("--kinds", type=int, default=10**9)
+    parser.add_argument("--group", type=int, default=1, help="seeds that share GPU kernels; they draw dtype and kernel")
     options = parser.parse_args()
     end, seed = time.monotonic() + options.seconds, options.seed
     while time.monotonic() < end and seed < options.seed + options.cases:
-        sizes = {"longest": options.longest, "kinds": options.kinds}
-        check(draw(seed, dtype=getattr(torch, options.dtype), device=options.device, **sizes), kernel=options.kernel)
+        sizes = {"longest": options.longest, "group": options.group}
+        case = draw(seed, dtype=getattr(torch, options.dtype), device=options.device, **sizes)
+        check(case, kernel=options.kernel if options.group == 1 else case.kernel)
         seed += 1
     print(f"{seed - options.seed} selections right (seeds {options.seed} to {seed - 1}, kernel {options.kernel})")
 
