@@ -64,8 +64,8 @@ JOBS ?= 8
 test-gpu: ## tests that need a GPU, with the Python and torch at hand: installs nothing; JOBS processes, since most of the time is compiling; TRITON=folder of another Triton
 	seq $(JOBS) | PYTHONPATH=$(TRITON:%=%:)src xargs -P $(JOBS) -I{} $(PYTHON) -m pytest -m gpu -q -p no:cacheprovider --part {}/$(JOBS)
 
-campaign-gpu: ## random cases for five minutes: fuzz and invariance on the GPU, fuzz on the CPU beside it; installs nothing
-	bash tests/gpu_campaign.sh
+campaign-gpu: ## random campaigns on a GPU until each has its count, five minutes at most: calls, invariance, caches, selections; installs nothing
+	PYTHON=$(PYTHON) bash tests/gpu_campaign.sh
 
 sanitize-gpu: ## compute-sanitizer over the Hopper kernels; fails at any report but racecheck's two kinds that the script explains
 	PYTHONPATH=src:. compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 $(PYTHON) tests/kernels/hopper_sanitizer_cases.py

@@ -13,22 +13,20 @@ import re
 import subprocess
 import sys
 import tempfile
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import triton
 from tests.kernels.calls import backward, forward
+from tests.kernels_of_calls import SHARED_MEMORY, pretend_device
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler.compiler import CompiledKernel
-from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import longspan as ls
@@ -45,7 +43,6 @@ from longspan._masks.tracing import trace
 
 HOPPER = HopperKernel(fallback=TritonKernel())
 
-SHARED_MEMORY = 227 * 1024
 ASSEMBLER = get_ptxas(90).path  # Triton has several: since 3.9, another one for sm_90 and later
 IDS = torch.arange(1400) // 90
 SLOPES = torch.linspace(0.1, 0.9, 4)
@@ -53,30 +50,12 @@ compiled: list[Any] = []  # (kernel's name, compiled kernel)
 assembler_logs: dict[str, str] = {}  # by hash of the compiled kernel; kernels of Triton's cache are not assembled again
 
 
-class CompileOnlyDriver:
-    """A Triton driver with a target and no device."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-
 def compile_instead_of_launching() -> None:
     """Patch torch and Triton so that launches for CPU tensors compile for sm_90 and stop there."""
     triton.knobs.nvidia.dump_ptxas_log = True  # Triton prints the log of the assembler
     triton.knobs.compilation.disable_line_info = True  # a quarter of the time
-    driver.set_active(CompileOnlyDriver())  # type: ignore[arg-type]
+    pretend_device()
     CompiledKernel._init_handles = lambda self: None  # type: ignore[method-assign]
-    torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc, return-value]
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(  # type: ignore[assignment, return-value]
-        multi_processor_count=132, shared_memory_per_block_optin=SHARED_MEMORY
-    )
     run = JITFunction.run
 
     def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
