@@ -139,7 +139,9 @@ class Selected(Mask):
     def _check_range(self, blocks: int) -> None:
         """Raise for an index outside of [−1, blocks). On CUDA the device asserts, because reading the indices would synchronise."""
         if torch.compiler.is_compiling() or self.indices.is_cuda:
-            assert_on_device(((self.indices >= -1) & (self.indices < blocks)).all(), _OUTSIDE)
+            if self.indices.numel():
+                low, high = self.indices.aminmax()  # reads the indices once and stores nothing of their size
+                assert_on_device((low >= -1) & (high < blocks), _OUTSIDE)
         else:
             self._check_range_on_host(blocks)
 
