@@ -2,10 +2,10 @@
 
     PYTHONPATH=src:. python bench/selected.py [--tokens N …] [--rows NAME …] [--kernel NAME] [--peer] [--check] [--json]
 
-B 1, H 64 over 8 KV heads (single tokens: over 1), D 128, bfloat16, one choice per KV head, causal. Every call has a new mask, as in a
-model: its time includes the making of tables. TFLOP/s count visible (query, key) pairs: 4·D each forward, 2.5 times as much backward.
-"tables" is the device time from indices to the lists of both passes. "host" is the host time of a forward call. --check compares with a
-dense computation of 2,048 tokens instead of measuring.
+B 1, H 64 over 8 KV heads (single tokens: 64 or 128 heads over 1, or 64 over 8), D 128, bfloat16, one choice per KV head, causal. Every
+call has a new mask, as in a model: its time includes the making of tables. TFLOP/s count visible (query, key) pairs: 4·D each forward, 2.5
+times as much backward. "tables" is the device time from indices to the lists of both passes. "host" is the host time of a forward call.
+--check compares with a dense computation of 2,048 tokens instead of measuring.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import longspan as ls
 
-HEADS, DIM, BLOCK = 64, 128, 128
+DIM, BLOCK = 128, 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,7 @@ class Row:
     q_granularity: int
     keys: int
     kv_heads: int = 8
+    heads: int = 64
 
 
 ROWS = (
@@ -44,6 +45,8 @@ ROWS = (
     Row(name="nsa", granularity=64, q_granularity=1, keys=1024),
     Row(name="micro16", granularity=16, q_granularity=1, keys=2048),
     Row(name="token", granularity=1, q_granularity=1, keys=2048, kv_heads=1),
+    Row(name="token128", granularity=1, q_granularity=1, keys=2048, kv_heads=1, heads=128),
+    Row(name="token_gqa", granularity=1, q_granularity=1, keys=2048),
 )
 
 
@@ -80,7 +83,7 @@ def pairs(row: Row, indices: Tensor, tokens: int) -> int:
 
 def qkv(row: Row, tokens: int) -> list[Tensor]:
     torch.manual_seed(0)
-    shapes = ((1, HEADS, tokens, DIM), (1, row.kv_heads, tokens, DIM), (1, row.kv_heads, tokens, DIM))
+    shapes = ((1, row.heads, tokens, DIM), (1, row.kv_heads, tokens, DIM), (1, row.kv_heads, tokens, DIM))
     return [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
 
 
@@ -103,7 +106,7 @@ def check(row: Row, kernel: str) -> dict[str, Any]:
     wide = [t.detach().float().requires_grad_() for t in (q, k, v)]
     parts = []
     for g in range(row.kv_heads):
-        shared = slice(g * HEADS // row.kv_heads, (g + 1) * HEADS // row.kv_heads)
+        shared = slice(g * row.heads // row.kv_heads, (g + 1) * row.heads // row.kv_heads)
         scores = (wide[0][0, shared] @ wide[1][0, g].T) / DIM**0.5
         scores = scores.masked_fill(~visible[g], -torch.inf)
         parts.append(torch.nan_to_num(scores.softmax(-1), 0.0) @ wide[2][0, g])
@@ -114,13 +117,13 @@ def check(row: Row, kernel: str) -> dict[str, Any]:
     return {"check": row.name, "kernel": kernel, **worst}
 
 
-def flex_mask(indices: Tensor) -> BlockMask:
+def flex_mask(indices: Tensor, heads: int) -> BlockMask:
     """The BlockMask of a choice of blocks of 128: the query's own block is partial, the others are full."""
     rows = indices.shape[2]
-    ordered = torch.where(indices < 0, rows, indices).sort(-1).values.repeat_interleave(HEADS // indices.shape[1], 1)
+    ordered = torch.where(indices < 0, rows, indices).sort(-1).values.repeat_interleave(heads // indices.shape[1], 1)
     count = (ordered < rows).sum(-1).int()
-    own = torch.arange(rows, device="cuda", dtype=torch.int32)[None, None, :, None].expand(1, HEADS, rows, 1)
-    wide = torch.zeros(1, HEADS, rows, rows, dtype=torch.int32, device="cuda")
+    own = torch.arange(rows, device="cuda", dtype=torch.int32)[None, None, :, None].expand(1, heads, rows, 1)
+    wide = torch.zeros(1, heads, rows, rows, dtype=torch.int32, device="cuda")
     full = wide.clone()
     full[..., : ordered.shape[-1]] = ordered.clamp(max=rows - 1)
     wide[..., :1] = own
@@ -133,7 +136,7 @@ def measure(row: Row, tokens: int, kernel: str, *, peer: bool) -> dict[str, Any]
     q, k, v = qkv(row, tokens)
     grad = torch.randn_like(q)
     choices = [choose(row, tokens, seed=s) for s in range(2)]
-    flops = 4 * DIM * HEADS * pairs(row, choices[0], tokens)
+    flops = 4 * DIM * row.heads * pairs(row, choices[0], tokens)
     turn = [0]
 
     def mask() -> ls.Mask:
@@ -152,7 +155,7 @@ def measure(row: Row, tokens: int, kernel: str, *, peer: bool) -> dict[str, Any]
         compiled = torch.compile(flex_attention)
 
         def flex() -> Any:
-            return compiled(q, k, v, block_mask=flex_mask(choices[0]), enable_gqa=True)
+            return compiled(q, k, v, block_mask=flex_mask(choices[0], row.heads), enable_gqa=True)
 
         def flex_forward() -> None:
             with torch.no_grad():
@@ -172,25 +175,30 @@ def measure(row: Row, tokens: int, kernel: str, *, peer: bool) -> dict[str, Any]
 
 
 def _tables_ms(row: Row, q: Tensor, k: Tensor, indices: Tensor) -> float:
-    """Device time from indices to the tables of both passes; 0 where the kernel reads the indices themselves."""
+    """Device time from indices to the tables of both passes, or to the lists of single keys; 0 where the kernel reads the indices."""
+    from longspan._kernels.gpu.chosen_keys import ChosenKeysCall
     from longspan._kernels.gpu.selected_tables import tile_of, tiled_work
     from longspan._kernels.protocol import AttentionInputs, Selection, Work
     from longspan._kernels.tiling import Tiling
+    from longspan._masks.tracing import trace
 
-    selection = Selection(
-        indices=indices, granularity=row.granularity, q_granularity=row.q_granularity, heads_per_choice=HEADS // row.kv_heads
-    )  # fmt: skip
+    shared = row.heads // row.kv_heads
+    selection = Selection(indices=indices, granularity=row.granularity, q_granularity=row.q_granularity, heads_per_choice=shared)
     block, tokens = tile_of(selection), q.shape[2]
-    if block is None:
+    if block is None and row.granularity > 1:
         return 0.0
-    table = ls.causal().block_table(tokens, block=block)
-    tilings = (Tiling(length=tokens, block=b) for b in block)
+    table = ls.causal().block_table(tokens, block=block or BLOCK)
+    tilings = (Tiling(length=tokens, block=b) for b in table.block)
     work = Work(table=table, q_tiles=next(tilings), kv_tiles=next(tilings), scale=1.0)
+    inputs = AttentionInputs(q=q, k=k, v=k)
 
     def build() -> None:
-        tables: Any = tiled_work(AttentionInputs(q=q, k=k, v=k), work, selection, dummy=True).device_tables
-        tables.of_pass(by_query=True, shared=HEADS // row.kv_heads)
-        tables.of_pass(by_query=False, shared=HEADS // row.kv_heads)
+        if block is None:
+            ChosenKeysCall(inputs, replace(work, mask=trace(ls.causal(), "mask").program), selection).lists()
+            return
+        tables: Any = tiled_work(inputs, work, selection, dummy=True).device_tables
+        tables.of_pass(by_query=True, shared=shared)
+        tables.of_pass(by_query=False, shared=shared)
 
     return device_ms({"tables": build}, repeat=10)["tables"]
 

@@ -3,7 +3,7 @@
 Run as a process of its own, without Triton's interpreter: Triton gets a driver that knows the compilation target only. Fails if a kernel
 needs more shared memory than an SM has, if the assembler serializes wgmma, or if a warp group may arrive at an mbarrier before all of its
 warps are there. `--all` compiles all head dims and variants, `--selected` those of
-chosen tiles only. Another Triton: put its folder first in PYTHONPATH.
+chosen tiles and keys only. Another Triton: put its folder first in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -165,6 +165,23 @@ def selected_call(block: tuple[int, int], dims: tuple[int, int]) -> None:
     backward(HOPPER, q, k, v, out, result.lse, torch.randn_like(out), None, work, needs=[], wide=False)
 
 
+def gathered_call(heads: int, dims: tuple[int, int], queries: int = 1) -> None:
+    """Forward and backward over single chosen keys of one KV head, a list for `queries` queries."""
+    q, k, v = (torch.randn(1, h, 400, d, dtype=torch.bfloat16) for h, d in ((heads, dims[0]), (1, dims[0]), (1, dims[1])))
+    traced = trace(ls.causal(), "mask")
+    tiles = Tiling(length=400, block=64)
+    table = ls.causal().block_table(400, 400, block=(64, 64))
+    work = Work(table=table, q_tiles=tiles, kv_tiles=tiles, scale=0.1, mask=traced.program, selects=True)
+    indices = torch.zeros(1, 1, 400 // queries, 70, dtype=torch.int32)
+    selection = Selection(indices=indices, granularity=1, q_granularity=queries, heads_per_choice=heads)
+    work = HOPPER.select(AttentionInputs(q=q, k=k, v=v), work, selection)
+    sink = State(out=torch.zeros(1, heads, 400, dims[1]), lse=torch.zeros(1, heads, 400))
+    for state in (None, sink) if "--all" in sys.argv else (None,):
+        result = forward(HOPPER, q, k, v, work, state=state, final=True)
+    out = result.out.to(q.dtype)
+    backward(HOPPER, q, k, v, out, result.lse, torch.randn_like(out), None, work, needs=[], wide=False)
+
+
 def assemble(code: Any) -> str:
     """The assembler's output for a compiled kernel: registers, spills and warnings."""
     with tempfile.TemporaryDirectory() as folder:
@@ -222,7 +239,10 @@ def main() -> None:
     ]
     blocks = ((64, 64), (128, 64), (64, 128), (128, 128)) if "--all" in sys.argv else ((64, 64),)
     calls += [(f"(128, 128) selected={block}", partial(selected_call, block, (128, 128))) for block in blocks]
-    for name_of_call, call in calls if "--selected" not in sys.argv else calls[-len(blocks) :]:
+    gathered = ((64, (128, 128), 1), (128, (128, 128), 1), (64, (64, 64), 1), (32, (128, 64), 1), (8, (128, 128), 16))
+    gathered = gathered if "--all" in sys.argv else gathered[:1]
+    calls += [(f"{call[1]} {call[0]} heads, {call[2]} queries gathered", partial(gathered_call, *call)) for call in gathered]
+    for name_of_call, call in calls if "--selected" not in sys.argv else calls[-len(blocks) - len(gathered) :]:
         compiled.clear()
         call()
         assert compiled, "no kernel was launched"

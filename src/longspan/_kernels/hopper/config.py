@@ -8,6 +8,7 @@ from longspan._kernels.hopper.makespan import REFERENCE_CTAS
 
 HOPPER = (9, 0)  # compute capability
 MAX_DIM = 256  # largest head dim of the backward kernels
+MIN_GATHERED_ROWS = 8  # query heads of a KV head, times queries, with one list; fewer were not measured
 SHARED_BYTES = 227 * 1024  # shared memory of a CTA
 
 
@@ -135,3 +136,58 @@ def dq_config(d: int, e: int, *, scored: bool) -> TileConfig:
     k_bytes, v_bytes = 2 * 64 * d, 2 * 64 * e
     k, v = next((k, v) for k, v in ((4, 4), (4, 2), (3, 3), (3, 2), (2, 2), (2, 1)) if k * k_bytes + v * v_bytes <= rest)
     return TileConfig(m=128, n=64, stages=k, second_stages=v)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatheredConfig:
+    """For kernels over single chosen keys: items of `queries` queries by `heads` query heads, 64 rows per warp group, blocks of n keys.
+
+    `start_registers`, `registers`: as in `TileConfig`. `load_registers`: of the warp group that gathers.
+    """
+
+    heads: int
+    queries: int
+    groups: int
+    n: int
+    stages: int
+    start_registers: int
+    registers: int
+    load_registers: int
+    ctas_per_sm: int
+
+
+def _packed(heads: int, queries: int) -> tuple[int, int, int]:
+    """(heads, queries, warp groups) of an item: 128 rows for two warp groups, or at most 64 rows for one."""
+    groups = 2 if heads * queries >= 128 and (heads <= 64 or heads % 128 == 0) else 1
+    if heads > 64 * groups:
+        return 64 * groups, 1, groups
+    return heads, min(queries, 1 << (64 * groups // heads).bit_length() - 1), groups
+
+
+def gathered_forward_config(heads: int, queries: int) -> GatheredConfig | None:
+    """For `heads` query heads of one KV head and `queries` queries with one list; None if the heads do not make whole warp groups.
+
+    Up to 64 rows, two CTAs share an SM: one computes softmax while the other one runs wgmma.
+    """
+    if heads > 64 and heads % 64:
+        return None
+    heads, queries, groups = _packed(heads, queries)
+    if groups == 2:
+        return GatheredConfig(
+            heads=heads, queries=queries, groups=2, n=64, stages=6, start_registers=168, registers=216, load_registers=72, ctas_per_sm=1
+        )
+    return GatheredConfig(
+        heads=heads, queries=queries, groups=1, n=64, stages=3, start_registers=128, registers=200, load_registers=56, ctas_per_sm=2
+    )
+
+
+def gathered_backward_config(heads: int, queries: int) -> GatheredConfig:
+    """As `gathered_forward_config`. dQ, dK and dV of 64 rows and 64 keys take most registers of a warp group."""
+    heads, queries, groups = _packed(heads, queries)
+    if groups == 2:
+        return GatheredConfig(
+            heads=heads, queries=queries, groups=2, n=64, stages=3, start_registers=168, registers=216, load_registers=72, ctas_per_sm=1
+        )
+    return GatheredConfig(
+        heads=heads, queries=queries, groups=1, n=64, stages=2, start_registers=128, registers=216, load_registers=40, ctas_per_sm=2
+    )

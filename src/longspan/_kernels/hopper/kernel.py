@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longspan._kernels.gpu import launch, limits
 from longspan._kernels.gpu.buffers import empty_grads, empty_out, empty_state, prefill, usable, zero_uncovered
+from longspan._kernels.gpu.chosen_keys import adds_grads
 from longspan._kernels.gpu.determinism import check_order
 from longspan._kernels.gpu.device import capability
 from longspan._kernels.gpu.interpreter import interpreted
@@ -22,6 +23,7 @@ from longspan._kernels.gpu.row_terms import empty_padded_rows, padded_rows
 from longspan._kernels.gpu.selected_tables import tile_of, tiled_work
 from longspan._kernels.hopper.config import HOPPER, MAX_DIM, computes_dq_with_dkv
 from longspan._kernels.hopper.dq_order import ordered_dq_pays
+from longspan._kernels.hopper.gathered_call import GatheredCall, GatheredKeys, gathers_heads
 from longspan._kernels.hopper.gqa_split import head_parts_of, order_sizes
 from longspan._kernels.hopper.isolation import isolates, isolation_enabled
 from longspan._kernels.hopper.passes import (
@@ -44,6 +46,10 @@ from longspan._masks.static_table import StaticTable
 # 3.7 and 3.9 for earlier kernels; `docs/api/limits.md` names what has not run since.
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)  # of torch 2.11 and of torch 2.15
 TESTED_TRITON = ((3, 6), (3, 7), (3, 9))  # of torch 2.11, of 2.12 and 2.13, and of 2.15
+
+# Block of the table of the mask besides a selection of single keys, of which only the program is read. As for all blocks below 128,
+# score mods are not supported.
+_GATHERED = (64, 64)
 
 
 @cache
@@ -112,6 +118,9 @@ class HopperKernel:
         check_order(work, needs, q)
 
     def forward(self, inputs: AttentionInputs, work: Work, *, state: State | None, final: bool, max_scores: bool) -> State:
+        if isinstance(work.device_tables, GatheredKeys):
+            assert final and not max_scores
+            return GatheredCall(inputs, work).forward(state)
         inputs = _without_empty_buffer(inputs)
         if work.invariant and inputs.q.stride(3) != 1:  # strides must not choose the kernel
             inputs = replace(inputs, q=inputs.q.contiguous())
@@ -158,6 +167,10 @@ class HopperKernel:
         return HopperState(out=result.out, lse=result.lse, max_scores=result.max_scores, completed_out=completed)
 
     def backward(self, tensors: BackwardInputs, work: Work, *, wide: bool, into: Grads | None = None) -> Grads:
+        if isinstance(work.device_tables, GatheredKeys):
+            assert into is None and not wide
+            delta = self.delta(tensors.out, tensors.grad_out, tensors.grad_lse) if tensors.delta is None else tensors.delta.contiguous()
+            return GatheredCall(tensors.inputs, work).backward(tensors.grad_out, tensors.lse.contiguous(), delta)
         assert tensors.inputs.local_kv is None or into is not None
         inputs, needs = _without_empty_buffer(tensors.inputs), tensors.needs
         if not _supports_backward(inputs, work) or not inputs.k.numel():
@@ -248,6 +261,9 @@ class HopperKernel:
         self, inputs: AttentionInputs, selection: Selection, *, captured_grads: bool, by_head: bool
     ) -> tuple[int, int] | None:  # fmt: skip
         block = tile_of(selection)
+        if block is None and not captured_grads and not by_head and adds_grads(selection) and gathers_heads(inputs, selection):
+            # Queries with one list load keys that one of them may not see.
+            return _GATHERED if selection.q_granularity == 1 or not isolation_enabled() else None
         d, e = inputs.q.shape[-1], inputs.v.shape[-1]
         if block is None or max(d, e) > MAX_DIM or (block != (BLOCK_SIZE, BLOCK_SIZE) and (max(d, e) > 128 or isolation_enabled())):
             return None
@@ -256,6 +272,8 @@ class HopperKernel:
         return block if block[0] == BLOCK_SIZE or not (by_head or any(heads % 2 for heads in together)) else None
 
     def select(self, inputs: AttentionInputs, work: Work, selection: Selection) -> Work:
+        if tile_of(selection) is None:
+            return replace(work, device_tables=GatheredKeys(selection=selection))
         q_block, kv_block = work.table.block
         return tiled_work(inputs, work, selection, dummy=True, kv_pairs=kv_block < BLOCK_SIZE, head_pairs=q_block < BLOCK_SIZE)
 

@@ -54,11 +54,6 @@ def without_repeats(indices: Tensor, blocks: int) -> Tensor:
     return result
 
 
-def gathers(selection: Selection) -> bool:
-    """Whether the kernels support a selection under torch's present settings: dK and dV are summed in arrival order."""
-    return not torch.are_deterministic_algorithms_enabled() and selection.indices.shape[3] > 0
-
-
 class GatheredCall(LaunchCall):
     """The tensors of one call over single chosen keys."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from longspan._kernels.few_queries import is_decoding
 from longspan._kernels.gpu import launch, limits
 from longspan._kernels.gpu.buffers import empty_grads, empty_state, prefill, usable, zero_uncovered
+from longspan._kernels.gpu.chosen_keys import adds_grads
 from longspan._kernels.gpu.determinism import check_order
 from longspan._kernels.gpu.device import capability
 from longspan._kernels.gpu.device_library import LOG2_E
@@ -23,7 +24,7 @@ from longspan._kernels.paged import PagedWork
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Capabilities, Grads, Selection, State, Work
 from longspan._kernels.triton.config import FINE, Config, prefers_fine_tables
 from longspan._kernels.triton.decode_call import DecodeForward, attend_contiguous
-from longspan._kernels.triton.gathered_call import GatheredCall, GatheredKeys, gathered_work, gathers
+from longspan._kernels.triton.gathered_call import GatheredCall, GatheredKeys, gathered_work
 from longspan._kernels.triton.passes import RowTerms, TritonCall
 from longspan._masks.block_table import BLOCK_SIZE, BlockTable
 
@@ -138,7 +139,7 @@ class TritonKernel:
         self, inputs: AttentionInputs, selection: Selection, *, captured_grads: bool, by_head: bool
     ) -> tuple[int, int] | None:  # fmt: skip
         # Heads of a group are rows of one tile of gathered keys: a key that one of them does not see must not be in it.
-        gathered = not captured_grads and not by_head and gathers(selection)
+        gathered = not captured_grads and not by_head and adds_grads(selection)
         return tile_of(selection) or ((BLOCK_SIZE, BLOCK_SIZE) if gathered else None)
 
     def select(self, inputs: AttentionInputs, work: Work, selection: Selection) -> Work:

@@ -1,0 +1,309 @@
+"""Attention over single chosen keys for Hopper: the query heads of one query and KV head are the rows of wgmma.
+
+One work item is one query in ROWS heads of one KV head that share a choice. The load warp group gathers K and V rows by cp.async through
+the list of the query's keys (`gpu.chosen_keys`), N keys at a time; each of GROUPS warp groups computes 64 heads. CTAs are persistent: the
+ring of stages continues from one item to the next, so that gathers do not wait for epilogues. Time runs downwards; block b is N keys:
+
+  load warp group          warp group of 64 heads
+  ───────────────          ──────────────────────
+  K 0 ────k_full────►      S₀ = Q K₀ᵀ                                 ──k_empty──►
+  V 0                      P₀ = exp2(S₀ − m)
+  K 1 ────k_full────►      S₁ = Q K₁ᵀ    started
+  V 1 ────v_full────►      acc += P₀ V₀  started
+                           P₁ = exp2(S₁ − m), while P₀ V₀ runs        ──k_empty──►
+                           acc, rescaled                              ──v_empty──►
+
+A thread's copies arrive at `full` on their own (128 arrivals). cp.async writes through the generic proxy and wgmma reads through the async
+proxy: readers fence after `full`. Rows past the end of a list are filled with zeros, and their scores are −inf.
+
+Keys are read once per item: ROWS · 4 D FLOP for 4 D bytes. Where ROWS is 64, the bandwidth of L2 bounds the speed.
+"""
+
+# Device code: its arguments are tiles and pointers, which Python types do not describe.
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from longspan._kernels.gpu.device_library import LN_2, LOG2_E
+from longspan._kernels.gpu.tile_access import wide
+from longspan._kernels.hopper.epilogue import by_row
+from longspan._kernels.hopper.none_arg import optional
+from longspan._kernels.hopper.pipeline import Captured, KvBarriers, mbarriers, ring_phase, ring_slot
+
+HEADS = gl.constexpr(64)  # rows of a warp group
+LOAD_WARPS = gl.constexpr(4)
+
+DYNAMIC = ["heads", "shared", "q_len", "entries", "items", "first_b", "first_h"]
+
+
+class Items(NamedTuple):
+    """Work items: their number, query heads, query heads per KV head, queries, entries of a list; batch rows, choices, rows, queries per
+    row and heads per choice of the lists.
+    """
+
+    items: Any
+    heads: Any
+    shared: Any
+    q_len: Any
+    entries: Any
+    batch_rows: Any
+    choices: Any
+    list_rows: Any
+    per_row: Any
+    per_choice: Any
+
+
+class Lists(NamedTuple):
+    """Pointers to the lists of keys and their lengths."""
+
+    keys: Any
+    counts: Any
+
+
+class Tensors(NamedTuple):
+    """Pointers and strides of q, out and the old state; of the lse. The old state may be None."""
+
+    q: Any
+    out: Any
+    lse: Any
+    old_out: Any
+    old_lse: Any
+    q_stride: Any
+    out_stride: Any
+    old_out_stride: Any
+
+
+@gluon.jit
+def place_item(item, items, H: gl.constexpr, QUERIES: gl.constexpr):
+    """(batch row, KV head, first head, first query, row of the lists) of an item."""
+    blocks, units = (items.q_len + QUERIES - 1) // QUERIES, items.heads // H
+    q = item % blocks * QUERIES
+    first_head = (item // blocks) % units * H
+    b = item // (blocks * units)
+    choice = (first_head // items.per_choice) % items.choices
+    row = ((b % items.batch_rows) * items.choices + choice) * items.list_rows + q // items.per_row
+    return b, first_head // items.shared, first_head, q, row
+
+
+@gluon.jit
+def place_rows(first, first_head, first_q, items, H: gl.constexpr, QUERIES: gl.constexpr, layout: gl.constexpr):
+    """(head, query, whether there is such a row) of rows first … first + 63 of an item, [64] in a slice of a layout."""
+    i = first + gl.arange(0, HEADS, layout=layout)
+    q = first_q + i // H
+    return first_head + i % H, q, (i < H * QUERIES) & (q < items.q_len)
+
+
+@gluon.jit
+def copy_rows(head, stride, kv, to, DIM: gl.constexpr, layout: gl.constexpr):
+    """Start copies of the rows kv of a head to shared memory: zeros where kv is −1."""
+    d = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
+    kv = gl.convert_layout(kv, gl.SliceLayout(1, layout))
+    rows = head + wide(kv) * stride
+    async_copy.async_copy_global_to_shared(to, gl.expand_dims(rows, 1) + gl.expand_dims(d, 0), mask=gl.expand_dims(kv >= 0, 1))
+
+
+@gluon.jit
+def gather(
+    k_ptr, v_ptr, k_stride, v_stride, lists, items, k_s, v_s, bars,
+    H: gl.constexpr, QUERIES: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+):  # fmt: skip
+    """The load warp group."""
+    k_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [LOAD_WARPS, 1], [1, 0])
+    v_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // E, E // 8], [LOAD_WARPS, 1], [1, 0])
+    j = gl.arange(0, N, layout=gl.SliceLayout(1, k_layout))
+    t = 0
+    for item in range(gl.program_id(0), items.items, gl.num_programs(0)):
+        b, g, _, _, row = place_item(item, items, H, QUERIES)
+        count = gl.load(lists.counts + row)
+        keys = lists.keys + wide(row) * items.entries
+        k_head = k_ptr + wide(b) * k_stride[0] + wide(g) * k_stride[1]
+        v_head = v_ptr + wide(b) * v_stride[0] + wide(g) * v_stride[1]
+        kv = gl.load(keys + j, mask=j < count, other=-1)
+        for n in range(0, count, N):
+            later = gl.load(keys + n + N + j, mask=n + N + j < count, other=-1)
+            stage, phase = ring_slot(t, STAGES), ring_phase(t, STAGES) ^ 1
+            mbarrier.wait(bars.k_empty.index(stage), phase)
+            copy_rows(k_head, k_stride[2], kv, k_s.index(stage), D, k_layout)
+            async_copy.mbarrier_arrive(bars.k_full.index(stage), increment_count=False)
+            mbarrier.wait(bars.v_empty.index(stage), phase)
+            copy_rows(v_head, v_stride[2], kv, v_s.index(stage), E, v_layout)
+            async_copy.mbarrier_arrive(bars.v_full.index(stage), increment_count=False)
+            kv = later
+            t += 1
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def load_query(ptr, stride, b, q, head, is_row, DIM: gl.constexpr, layout: gl.constexpr):
+    """[HEADS, DIM] rows of queries and heads [HEADS] in the slice of the layout."""
+    d = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
+    rows = ptr + wide(b) * stride[0] + wide(q) * stride[2] + wide(head) * stride[1]
+    return gl.load(gl.expand_dims(rows, 1) + gl.expand_dims(d, 0), mask=gl.expand_dims(is_row, 1), other=0.0)
+
+
+@gluon.jit
+def _softmax(s, m, total, visible, left, factor, MASKED: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
+    """Online softmax of a block of scores of which `left` are of keys: (p, m, total, factor that rescales earlier sums).
+
+    MASKED: rows see the pairs of `visible` only.
+    """
+    s = s * factor
+    if MASKED:
+        s = gl.where(visible, s, -float("inf"))
+    if left < N:
+        j = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+        s = gl.where(gl.expand_dims(j < left, 0), s, -float("inf"))
+    m_new = gl.maximum(m, gl.max(s, 1))
+    base = gl.where(m_new == -float("inf"), 0.0, m_new)  # nothing seen yet: −inf − −inf would be NaN
+    p = gl.exp2(s - gl.expand_dims(base, 1))
+    rescale = gl.exp2(m - base)
+    return p, m_new, total * rescale + gl.sum(p, 1), rescale
+
+
+@gluon.jit
+def _visible(keys, n, count, b, head, q, first_b, first_h, captured, MASK: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
+    """Whether rows see keys n … n + N − 1 of a list, [HEADS, N]; True without a mask."""
+    if MASK is None:
+        return True
+    else:  # noqa: RET505 (Triton compiles what follows a branch that returned)
+        j = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+        kv = gl.load(keys + j, mask=j < count, other=0)
+        rows = gl.expand_dims(head + first_h, 1), gl.expand_dims(q, 1)
+        return MASK(b + first_b, rows[0], rows[1], gl.expand_dims(kv, 0), captured.mask, captured.mask_sizes)
+
+
+@gluon.jit
+def attend(
+    tensors, lists, items, scale, first_b, first_h, captured, k_s, v_s, bars, GROUP: gl.constexpr, MASK: gl.constexpr,
+    H: gl.constexpr, QUERIES: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+):  # fmt: skip
+    """A warp group that computes rows 64 GROUP … of each item."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, E, 16])
+    q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2)
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
+    MASKED: gl.constexpr = MASK is not None
+    FIRST: gl.constexpr = GROUP * HEADS
+    factor = scale * LOG2_E
+    dtype: gl.constexpr = k_s.dtype
+    zero = gl.full([HEADS, N], 0.0, gl.float32, layout=layout)
+    t = 0
+    for item in range(gl.program_id(0), items.items, gl.num_programs(0)):
+        b, _, first_head, first_q, row = place_item(item, items, H, QUERIES)
+        count = gl.load(lists.counts + row)
+        keys = lists.keys + wide(row) * items.entries
+        head, q_idx, is_row = place_rows(FIRST, first_head, first_q, items, H, QUERIES, gl.SliceLayout(1, q_layout))
+        q = load_query(tensors.q, tensors.q_stride, b, q_idx, head, is_row, D, q_layout)
+        head, q_idx, is_row = place_rows(FIRST, first_head, first_q, items, H, QUERIES, gl.SliceLayout(1, layout))
+        state_row = (wide(b) * items.heads + head) * items.q_len + q_idx
+        m = gl.full([HEADS], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
+        total = gl.full([HEADS], 0.0, gl.float32, layout=gl.SliceLayout(1, layout))
+        acc = gl.full([HEADS, E], 0.0, gl.float32, layout=out_layout)
+        out_head, out_q, is_out = place_rows(FIRST, first_head, first_q, items, H, QUERIES, gl.SliceLayout(1, out_layout))
+        if tensors.old_lse is not None:
+            m = gl.load(tensors.old_lse + state_row, mask=is_row, other=-float("inf")) * LOG2_E
+            total = gl.where(m == -float("inf"), 0.0, 1.0)
+            acc = load_query(tensors.old_out, tensors.old_out_stride, b, out_q, out_head, is_out, E, out_layout).to(gl.float32)
+        if count > 0:
+            mbarrier.wait(bars.k_full.index(ring_slot(t, STAGES)), ring_phase(t, STAGES))
+            fence_async_shared()
+            s_next = warpgroup_mma(q, k_s.index(ring_slot(t, STAGES)).permute((1, 0)), zero, use_acc=False, is_async=True)
+            visible = _visible(keys, 0, count, b, head, q_idx, first_b, first_h, captured, MASK, N, layout)
+            s = warpgroup_mma_wait(0, deps=[s_next])
+            mbarrier.arrive(bars.k_empty.index(ring_slot(t, STAGES)), count=1)
+            p, m, total, rescale = _softmax(s, m, total, visible, count, factor, MASKED, N, layout)
+            acc = acc * by_row(rescale, out_layout)
+            weights = gl.convert_layout(p.to(dtype), p_layout)
+            for n in range(N, count, N):
+                last, last_phase = ring_slot(t, STAGES), ring_phase(t, STAGES)
+                t += 1
+                stage = ring_slot(t, STAGES)
+                mbarrier.wait(bars.k_full.index(stage), ring_phase(t, STAGES))
+                fence_async_shared()
+                s_next = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+                mbarrier.wait(bars.v_full.index(last), last_phase)
+                fence_async_shared()
+                acc_next = warpgroup_mma(weights, v_s.index(last), acc, is_async=True)
+                visible = _visible(keys, n, count, b, head, q_idx, first_b, first_h, captured, MASK, N, layout)
+                s = warpgroup_mma_wait(1, deps=[s_next])
+                mbarrier.arrive(bars.k_empty.index(stage), count=1)
+                p, m, total, rescale = _softmax(s, m, total, visible, count - n, factor, MASKED, N, layout)
+                acc = warpgroup_mma_wait(0, deps=[acc_next])
+                mbarrier.arrive(bars.v_empty.index(last), count=1)
+                acc = acc * by_row(rescale, out_layout)
+                weights = gl.convert_layout(p.to(dtype), p_layout)
+            last = ring_slot(t, STAGES)
+            mbarrier.wait(bars.v_full.index(last), ring_phase(t, STAGES))
+            fence_async_shared()
+            acc_next = warpgroup_mma(weights, v_s.index(last), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc_next])
+            mbarrier.arrive(bars.v_empty.index(last), count=1)
+            t += 1
+        seen = total != 0.0  # also where total is NaN: a row that sees a NaN has lse NaN
+        divisor = gl.where(seen, total, 1.0)
+        gl.store(tensors.lse + state_row, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=is_row)
+        acc = acc * by_row(1.0 / divisor, out_layout)
+        stride = tensors.out_stride
+        e = gl.arange(0, E, layout=gl.SliceLayout(0, out_layout))
+        rows = tensors.out + wide(b) * stride[0] + wide(out_q) * stride[2] + wide(out_head) * stride[1]
+        gl.store(gl.expand_dims(rows, 1) + gl.expand_dims(e, 0), acc.to(dtype), mask=gl.expand_dims(is_out, 1))
+
+
+@gluon.jit(do_not_specialize=DYNAMIC)
+def gathered_forward_kernel(
+    q_ptr, k_ptr, v_ptr, keys_ptr, counts_ptr, out_ptr, lse_ptr, old_out_ptr, old_lse_ptr,
+    q_stride, k_stride, v_stride, out_stride, old_out_stride, mask_captured, mask_sizes, list_sizes,
+    heads, shared, q_len, entries, items, scale, first_b, first_h,
+    MASK: gl.constexpr, H: gl.constexpr, QUERIES: gl.constexpr, GROUPS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, E: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """out and lse of all items, merged into an old state where there is one.
+
+    list_sizes: (batch rows, choices, rows, queries per row, heads per choice) of the lists.
+    """
+    dtype: gl.constexpr = k_ptr.dtype.element_ty
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, N, D], gl.NVMMASharedLayout.get_default_for([N, D], dtype))
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, N, E], gl.NVMMASharedLayout.get_default_for([N, E], dtype))
+    bars = KvBarriers(
+        mbarriers(STAGES, 32 * LOAD_WARPS), mbarriers(STAGES, GROUPS), mbarriers(STAGES, 32 * LOAD_WARPS), mbarriers(STAGES, GROUPS)
+    )  # fmt: skip
+    batch_rows, choices, list_rows, per_row, per_choice = list_sizes
+    everything = Items(items, heads, shared, q_len, entries, batch_rows, choices, list_rows, per_row, per_choice)
+    lists = Lists(keys_ptr, counts_ptr)
+    tensors = Tensors(
+        q_ptr, out_ptr, lse_ptr, optional(old_out_ptr), optional(old_lse_ptr), q_stride, out_stride, old_out_stride
+    )  # fmt: skip
+    captured = Captured(mask_captured, mask_sizes, (), ())
+    fence_async_shared()
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (attend, (
+                    tensors, lists, everything, scale, first_b, first_h, captured, k_s, v_s, bars, 0, MASK, H, QUERIES, N, STAGES, D, E,
+                )),
+                (gather, (k_ptr, v_ptr, k_stride, v_stride, lists, everything, k_s, v_s, bars, H, QUERIES, N, STAGES, D, E)),
+            ],
+            [LOAD_WARPS],
+            [LOAD_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (attend, (
+                    tensors, lists, everything, scale, first_b, first_h, captured, k_s, v_s, bars, 0, MASK, H, QUERIES, N, STAGES, D, E,
+                )),
+                (attend, (
+                    tensors, lists, everything, scale, first_b, first_h, captured, k_s, v_s, bars, 1, MASK, H, QUERIES, N, STAGES, D, E,
+                )),
+                (gather, (k_ptr, v_ptr, k_stride, v_stride, lists, everything, k_s, v_s, bars, H, QUERIES, N, STAGES, D, E)),
+            ],
+            [4, LOAD_WARPS],
+            [REGISTERS, LOAD_REGISTERS],
+        )  # fmt: skip

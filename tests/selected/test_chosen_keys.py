@@ -1,0 +1,102 @@
+"""Lists of single chosen keys, in Triton's interpreter on CPU, and Hopper's choice of kernels for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import longspan as ls
+from longspan._kernels.gpu.chosen_keys import ChosenKeysCall
+from longspan._kernels.hopper import HopperKernel
+from longspan._kernels.hopper.gathered_call import GatheredKeys
+from longspan._kernels.protocol import AttentionInputs, Selection, Work
+from longspan._kernels.tiling import Tiling
+from longspan._kernels.triton import TritonKernel
+from longspan._masks.tracing import trace
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def inputs_of(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int = 16) -> AttentionInputs:
+    q, k = torch.zeros(batch, heads, q_len, dim, device=DEVICE), torch.zeros(batch, kv_heads, kv_len, dim, device=DEVICE)
+    return AttentionInputs(q=q, k=k, v=k)
+
+
+def work_of(q_len: int, kv_len: int, mask: ls.Mask | None) -> Work:
+    traced = None if mask is None else trace(mask, "mask")
+    table = ls.full().block_table(q_len, kv_len, block=(64, 64))
+    tilings = [Tiling(length=n, block=64) for n in (q_len, kv_len)]
+    work = Work(table=table, q_tiles=tilings[0], kv_tiles=tilings[1], scale=1.0, selects=True)
+    if traced is None:
+        return work
+    captured = [t.to(DEVICE) for t in traced.captured()]
+    return Work(
+        table=table, q_tiles=tilings[0], kv_tiles=tilings[1], scale=1.0, selects=True, mask=traced.program, mask_captured=captured
+    )  # fmt: skip
+
+
+IDS = torch.tensor([0] * 5 + [1] * 9 + [-1] + [2] * 6)
+
+
+@pytest.mark.parametrize(
+    ("mask", "q_granularity", "batch_rows"),
+    [(None, 1, 2), (ls.causal(), 4, 1), (ls.causal(), 1, 1), (ls.causal() & ls.documents(ids=IDS), 1, 2)],
+)
+def test_lists_hold_distinct_keys_that_single_queries_see(mask: ls.Mask | None, q_granularity: int, batch_rows: int) -> None:
+    batch, choices, tokens, k = 2, 3, 21, 11
+    generator = torch.Generator().manual_seed(0)
+    rows = -(-tokens // q_granularity)
+    indices = torch.randint(-1, tokens, (batch_rows, choices, rows, k), generator=generator, dtype=torch.int32)
+    indices[:, 1, 2] = -1
+    indices[:, 0, :] = indices[:, 0, :].sort(-1).values
+    indices[:, 2, 0] = torch.arange(k)  # no repeats
+    selection = Selection(indices=indices.to(DEVICE), granularity=1, q_granularity=q_granularity, heads_per_choice=2)
+    lists = ChosenKeysCall(inputs_of(batch, 6, 3, tokens, tokens), work_of(tokens, tokens, mask), selection).lists()
+    mask = mask if q_granularity == 1 else None  # of several queries, the kernel evaluates it
+    assert lists.counts.shape == (batch_rows if mask is None else batch, choices, rows)
+    for b, g, q in torch.cartesian_prod(*map(torch.arange, lists.counts.shape)).tolist():
+        row = indices[b % batch_rows, g, q].tolist()
+
+        def sees(kv: int, b: int = b, q: int = q) -> bool:
+            return mask is None or bool(mask(*(torch.tensor(i) for i in (b, 0, q, kv))))
+
+        got = lists.keys[b, g, q, : int(lists.counts[b, g, q])].tolist()
+        assert len(got) == len(set(got)) and set(got) == {kv for kv in row if kv >= 0 and sees(kv)}
+
+
+def test_rows_without_repeats_keep_their_order() -> None:
+    indices = torch.tensor([[[[4, -1, 2, 6, 0], [3, -1, -1, 1, 2]]]], dtype=torch.int32, device=DEVICE)
+    selection = Selection(indices=indices, granularity=1, q_granularity=1, heads_per_choice=1)
+    lists = ChosenKeysCall(inputs_of(1, 1, 1, 2, 7), work_of(2, 7, None), selection).lists()
+    assert lists.counts.flatten().tolist() == [4, 3]
+    assert (lists.keys[0, 0, 0, :4].tolist(), lists.keys[0, 0, 1, :3].tolist()) == ([4, 2, 6, 0], [3, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "choices", "dims", "granularity", "gathers"),
+    [
+        (64, 1, 1, (128, 128), 1, True),
+        (128, 1, 1, (128, 64), 1, True),
+        (64, 1, 64, (128, 128), 1, False),  # one head per choice
+        (96, 1, 1, (128, 128), 1, False),  # neither 64 nor 128 heads
+        (64, 8, 8, (128, 128), 1, True),
+        (64, 16, 16, (128, 128), 1, False),  # 4 heads
+        (64, 1, 1, (96, 96), 1, False),
+        (64, 1, 1, (128, 128), 4, False),
+    ],
+)
+def test_hopper_gathers_keys_for_groups_of_many_heads(
+    heads: int, kv_heads: int, choices: int, dims: tuple[int, int], granularity: int, gathers: bool
+) -> None:  # fmt: skip
+    kernel = HopperKernel(fallback=TritonKernel())
+    q, k, v = (torch.zeros(1, h, 32, d) for h, d in ((heads, dims[0]), (kv_heads, dims[0]), (kv_heads, dims[1])))
+    indices = torch.zeros(1, choices, 32, 5, dtype=torch.int32)
+    selection = Selection(indices=indices, granularity=granularity, q_granularity=1, heads_per_choice=heads // choices)
+    inputs = AttentionInputs(q=q, k=k, v=v)
+    for by_head, captured_grads in ((False, False), (True, False), (False, True)):
+        block = kernel.selection_block(inputs, selection, captured_grads=captured_grads, by_head=by_head)
+        assert (block is not None) == (gathers and not by_head and not captured_grads)
+    if gathers:
+        assert isinstance(kernel.select(inputs, work_of(32, 32, None), selection).device_tables, GatheredKeys)
