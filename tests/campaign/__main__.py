@@ -1,5 +1,8 @@
 """`python -m tests.campaign --jobs 16 --seconds 300`: the random campaigns on a GPU, side by side, until each has reached its count.
 
+Groups of seeds share kernels. New groups begin as long as there is time to reach the counts with further members of compiled groups: the
+more time and cores, the more groups.
+
 Prints counts while it runs and one line of JSON per campaign at the end, also when it is cut off. Every case is a line of OUT/cases.jsonl
 as soon as it ends. A case that runs for 300 s without compiling is wrong: it hangs. `--replay "calls 1234"` checks one case;
 `python -m tests.fuzz --device cuda --first 1234 --cases 1` minimises one of the calls.
@@ -23,6 +26,8 @@ from typing import Any
 from tests.campaign.kinds import Campaign, campaigns
 
 HANGS_S = 300.0
+SLOW_CASE_S, SLOW_GROUP_S = 0.5, 60.0  # a case without compiling, and compiling a group, before one was measured
+TAIL_S, CHUNK = 25.0, 10  # time for the last cases to end; members of a compiled group that a worker takes at once
 COMMAND = [sys.executable, "-m", "tests.campaign.worker"]  # of a worker, before the device
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +52,7 @@ class Worker:
         self.done, self.last = -1, -1  # seeds: the last one that ended, the last one to check
         self.begun, self.ran_s, self.compiling = 0.0, 0.0, 0
         self._since = time.monotonic()
+        self.groups: dict[str, set[int]] = defaultdict(set)  # by campaign, groups of which it has kernels
 
     def give(self, name: str, first: int, count: int) -> None:
         self.name, self.seed, self.done, self.last = name, None, first - 1, first + count - 1
@@ -95,33 +101,49 @@ class Counts:
     """The counts of one campaign."""
 
     def __init__(self, name: str, campaign: Campaign, first: int) -> None:
-        self.name, self.campaign, self.first = name, campaign, first - first % campaign.members
-        self.next = self.first
-        self.rest: list[tuple[int, int]] = []  # (first seed, count) of groups that a worker left
+        self.name, self.campaign = name, campaign
+        self.first_group = first // campaign.members
+        self.begun: list[int] = []  # members that were given to workers, by group
+        self.rest: list[tuple[int, int]] = []  # (first seed, count) that a worker left
         self.groups: set[int] = set()
         self.families: dict[str, list[Any]] = defaultdict(lambda: [0, set()])
         self.wrong: list[dict[str, Any]] = []
         self.cases = self.refused = self.comparisons = 0
         self.seconds = 0.0
+        self.warm = [SLOW_CASE_S]  # seconds of cases that compiled nothing
         self.compiled: dict[str, list[float]] = defaultdict(list)  # seconds of each kernel, by name
 
     @property
-    def open(self) -> bool:
-        """Whether there are seeds to begin."""
-        return bool(self.rest) or self.next < self.first + self.campaign.target
+    def left(self) -> int:
+        """Seeds to begin."""
+        return self.campaign.target - sum(self.begun) + sum(count for _, count in self.rest)
 
     @property
-    def share(self) -> float:
-        return (self.next - self.first) / self.campaign.target
+    def left_s(self) -> float:
+        """Seconds that the cases left take one process if they compile nothing."""
+        return (self.campaign.target - self.cases) * sum(self.warm) / len(self.warm)
 
-    def take(self) -> tuple[int, int]:
-        """Seeds for a worker: the rest of a group, or a new group."""
-        if self.rest:
-            return self.rest.pop()
-        first = self.next
-        count = min(self.campaign.members, self.first + self.campaign.target - first)
-        self.next += count
-        return first, count
+    @property
+    def group_s(self) -> float:
+        """Seconds of compiling a group, at most: kernels may compile side by side."""
+        return sum(map(sum, self.compiled.values())) / len(self.groups) if self.compiled else SLOW_GROUP_S
+
+    def new_group(self) -> tuple[int, int]:
+        """(first seed, count) of a new group."""
+        self.begun.append(0)
+        return self.more(len(self.begun) - 1, self.campaign.first)
+
+    def more(self, group: int, count: int) -> tuple[int, int]:
+        """(first seed, count) of the next members of a group."""
+        count = min(count, self.campaign.members - self.begun[group], self.campaign.target - sum(self.begun))
+        seed = (self.first_group + group) * self.campaign.members + self.begun[group]
+        self.begun[group] += count
+        return seed, count
+
+    def fullest(self, groups: set[int]) -> int | None:
+        """Of these groups, the one that has most members left; None if none has any."""
+        best = max(groups, key=lambda g: -self.begun[g], default=None)
+        return None if best is None or self.begun[best] == self.campaign.members else best
 
     def add(self, event: dict[str, Any]) -> None:
         group = event["end"] // self.campaign.members
@@ -130,6 +152,8 @@ class Counts:
         self.comparisons += event.get("comparisons", 0)
         self.refused += event["outcome"] == "refused"
         self.seconds += event.get("seconds", 0.0)
+        if "seconds" in event and not event["compiled"]:
+            self.warm.append(event["seconds"])
         for name, seconds in event.get("compiled", ()):
             self.compiled[name].append(seconds)
         if event["outcome"] == "wrong":
@@ -144,7 +168,8 @@ class Counts:
             "campaign": self.name, "cases": self.cases, "groups": len(self.groups), "wrong": len(self.wrong), "refused": self.refused,
             "not_run": max(0, self.campaign.target - self.cases), "comparisons": self.comparisons,
             "seconds": round(self.seconds, 1), "kernels": {n: [len(s), round(sum(s), 1)] for n, s in sorted(self.compiled.items())},
-            "first": self.first, "wrong_cases": self.wrong,
+            "first": self.first_group * self.campaign.members, "warm_s": round(sum(self.warm) / len(self.warm), 3),
+            "wrong_cases": self.wrong,
             "in_flight": in_flight, "families": {name: [n, len(g)] for name, (n, g) in sorted(self.families.items())},
         }  # fmt: skip
 
@@ -209,13 +234,37 @@ class Run:
             print(f"WRONG {worker.name} {event['end']}: {event['text'][:300]}", file=sys.stderr, flush=True)
 
     def next(self, worker: Worker) -> None:
-        """Give the worker a group of the campaign that is least advanced."""
-        candidates = [c for c in self.counts.values() if c.open]
+        """Give the worker a new group, or members of a group that it has compiled if only these are in time."""
+        candidates = [c for c in self.counts.values() if c.left > 0]
         if not candidates:
             self.stop(worker)
             return
-        chosen = min(candidates, key=lambda c: (not c.rest, c.share))
-        worker.give(chosen.name, *chosen.take())
+        waiting = next((c for c in candidates if c.rest), None)
+        if waiting is not None:
+            worker.give(waiting.name, *waiting.rest.pop())
+            return
+        for one in sorted(candidates, key=lambda c: len(c.begun) / c.campaign.groups):
+            if self.has_time(one):
+                self.begin_group(worker, one)
+                return
+        chosen = max(candidates, key=lambda c: c.left / c.campaign.target)
+        group = chosen.fullest(worker.groups[chosen.name])
+        if group is None:  # others have compiled it: the kernels are on disk
+            group = chosen.fullest(set(range(len(chosen.begun))))
+        if group is None:
+            self.begin_group(worker, chosen)
+        else:
+            worker.groups[chosen.name].add(group)
+            worker.give(chosen.name, *chosen.more(group, CHUNK))
+
+    def begin_group(self, worker: Worker, chosen: Counts) -> None:
+        worker.groups[chosen.name].add(len(chosen.begun))
+        worker.give(chosen.name, *chosen.new_group())
+
+    def has_time(self, new: Counts) -> bool:
+        """Whether a group of this campaign may be compiled, and all counts reached without compiling after it."""
+        left = self.options.seconds - (time.monotonic() - self.begin) - TAIL_S - new.group_s
+        return sum(c.left_s for c in self.counts.values()) / self.options.jobs < left
 
     def lost(self, worker: Worker, why: str) -> None:
         """Count the case of a process that died or hangs, and give the rest of its group to another one."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 CALLS_TILE = 128  # longspan's constants keep their values
-INVARIANT_MEMBERS, CACHE_MEMBERS, SELECTED_MEMBERS = 50, 10, 25
+INVARIANT_MEMBERS, CACHE_MEMBERS, SELECTED_MEMBERS = 256, 64, 128  # seeds of a group
 
 
 class NotSupported(Exception):
@@ -22,10 +22,16 @@ class Right(NamedTuple):
 
 
 class Campaign(NamedTuple):
-    """`check(seed, device)` raises if the case is wrong."""
+    """`check(seed, device)` raises if the case is wrong.
+
+    target: cases that the campaign should reach. members: consecutive seeds that share kernels. first: so many of them run before another
+    group begins. groups: of campaigns side by side, groups begin in this proportion.
+    """
 
     target: int
     members: int
+    first: int
+    groups: int
     check: Callable[[int, str], Right]
 
 
@@ -88,9 +94,9 @@ def campaigns() -> dict[str, Campaign]:
     from tests.fuzz.groups import MEMBERS
 
     return {
-        "calls": Campaign(2000, MEMBERS, _call),
-        "invariant hopper": Campaign(500, INVARIANT_MEMBERS, _invariant("hopper")),
-        "invariant triton": Campaign(500, INVARIANT_MEMBERS, _invariant("triton")),
-        "cache": Campaign(500, CACHE_MEMBERS, _cache),
-        "selected": Campaign(2000, SELECTED_MEMBERS, _selected),
+        "calls": Campaign(2000, MEMBERS, 16, 75, _call),
+        "invariant hopper": Campaign(500, INVARIANT_MEMBERS, 30, 6, _invariant("hopper")),
+        "invariant triton": Campaign(500, INVARIANT_MEMBERS, 30, 6, _invariant("triton")),
+        "cache": Campaign(500, CACHE_MEMBERS, 10, 24, _cache),
+        "selected": Campaign(2000, SELECTED_MEMBERS, 25, 40, _selected),
     }

@@ -44,7 +44,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, target: int, seconds
     script.write_text(WORKER)
     monkeypatch.setattr(runner, "COMMAND", [sys.executable, str(script)])
     monkeypatch.setattr(runner, "HANGS_S", 0.6)
-    counts = runner.Counts("some", Campaign(target, 4, lambda seed, device: Right(set())), first)
+    counts = runner.Counts("some", Campaign(target, 4, 4, 1, lambda seed, device: Right(set())), first)
     options = argparse.Namespace(device="cpu", jobs=2, seconds=seconds, out=tmp_path)
     it = runner.Run(options, {"some": counts})
     it.loop()
@@ -73,7 +73,7 @@ def test_a_run_that_is_cut_off_reports_what_ended_and_what_was_in_flight(tmp_pat
 
 def test_a_run_whose_processes_do_not_start_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "COMMAND", [sys.executable, "-c", "raise SystemExit(5)"])
-    counts = runner.Counts("some", Campaign(8, 4, lambda seed, device: Right(set())), 0)
+    counts = runner.Counts("some", Campaign(8, 4, 4, 1, lambda seed, device: Right(set())), 0)
     it = runner.Run(argparse.Namespace(device="cpu", jobs=2, seconds=60.0, out=tmp_path), {"some": counts})
     with pytest.raises(RuntimeError, match="before their first case: died with exit code 5"):
         it.loop()
@@ -86,17 +86,42 @@ def texts(spec: Any) -> list[str]:
 
 @pytest.mark.parametrize("group", range(40, 60))
 def test_members_of_a_group_share_programs_and_differ_in_sizes(group: int) -> None:
-    cases = [draw(seed, 128, device="cuda") for seed in range(group * MEMBERS, (group + 1) * MEMBERS)]
+    cases = [draw(seed, 128, device="cuda") for seed in range(group * MEMBERS, group * MEMBERS + 20)]
     compiled = ("entry", "kernel", "dtype", "dim", "value_dim", "lse", "through", "needs", "invariant")
     assert len({tuple(case[name] for name in compiled) for case in cases}) == 1
     if cases[0].get("form") != "float":  # SDPA's float mask is a table of the call's sizes
         assert len({(*texts(case["mask"]), (case["score"] or {}).get("text")) for case in cases}) == 1
-    assert len({(case["q_len"], case["kv_len"], case["batch"], case["heads"]) for case in cases}) > MEMBERS // 2
+    assert len({(case["q_len"], case["kv_len"], case["batch"], case["heads"]) for case in cases}) > 10
     assert cases[3] == draw(group * MEMBERS + 3, 128, device="cuda")
 
 
 def test_parts_of_a_gpu_run_are_whole_groups() -> None:
     assert GPU_PART % MEMBERS == 0
+
+
+def test_without_time_for_new_groups_the_count_is_reached_with_more_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "TAIL_S", 1000.0)
+    counts = runner.Counts("some", Campaign(22, 16, 3, 1, lambda seed, device: Right(set())), 0)
+    it = runner.Run(argparse.Namespace(device="cpu", jobs=2, seconds=60.0, out=tmp_path), {"some": counts})
+    given: list[tuple[int, int]] = []
+
+    class Taker:
+        def __init__(self) -> None:
+            self.groups: dict[str, set[int]] = {"some": set()}
+
+        def give(self, name: str, first: int, count: int) -> None:
+            given.append((first, count))
+
+    stopped: list[Any] = []
+    monkeypatch.setattr(it, "stop", stopped.append)
+    first, second = Taker(), Taker()
+    it.begin_group(first, counts)  # type: ignore[arg-type]
+    for worker in (first, second, second, first):
+        it.next(worker)  # type: ignore[arg-type]
+    assert given == [(0, 3), (3, 10), (13, 3), (16, 3), (19, 3)]
+    it.next(first)  # type: ignore[arg-type]
+    assert stopped == [first]
+    it.close()
 
 
 def test_a_group_compiles_its_kernels_once() -> None:

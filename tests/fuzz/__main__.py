@@ -17,8 +17,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 TILES = (16, 16, 16, 8, 16, 32, 16, 128)  # of the parts of a run, in turn
-# Cases of one process; few on a GPU, where most of the time is compiling, which runs in parallel: a multiple of `groups.MEMBERS`.
-PART, GPU_PART = 1000, 100
+# Cases of one process; few on a GPU, where most of the time is compiling, which runs in parallel: one group of `tests.fuzz.groups`.
+PART, GPU_PART = 1000, 64
 LATE = 300.0  # seconds after the end of the run when a case that still runs counts as one that hangs
 
 

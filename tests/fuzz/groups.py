@@ -5,8 +5,8 @@ whether there is a sink, which gradients are needed, the sign of the scale, and 
 lengths, batch, heads, strides of the class, poison, values, document ids, limits and tables that programs look up, layouts of a mesh.
 
 Triton also compiles again for integers that are 1 or divisible by 16, and for addresses that are not. Strides are such integers: of head
-dims that are multiples of 16, all but those of the classes "last" and "offset" are divisible. Of other head dims, a group has either even
-lengths or odd lengths and head counts, so that each stride is divisible in all members or in none.
+dims that are multiples of 16, all but those of the classes "last" and "offset" are divisible. With other head dims or the class "last", a
+group has either lengths that are multiples of 2 or 16, or odd lengths and head counts: a stride is divisible in all members or in none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from tests.fuzz.cases import (
     valid,
 )
 
-MEMBERS = 20
+MEMBERS = 64
+LARGEST = 5  # the member that has the lengths of its group
 MAX_SCORES = 1 << 24  # of one call: the oracle has a dozen float64 tensors of them
 LENGTHS = (1, 2, 17, 64, 127, 129, 256, 259, 384, 517, 640, 1024, 1287, 2048)
 # Strides that kernels see alike: by class, its members and its weight.
@@ -54,7 +55,7 @@ def member(seed: int, tile: int, *, device: str) -> Case:
     case = copy.deepcopy({name: value for name, value in group.items() if name != "rules"})
     case["seed"] = seed
     rules = group["rules"]
-    _draw_sizes(case, rules, rng, largest=index == MEMBERS - 1)
+    _draw_sizes(case, rules, rng, largest=index == LARGEST)
     if case["mask"] is not None:
         case["mask"] = _redrawn(case["mask"], case, rng)
     sized(case)
@@ -116,8 +117,11 @@ def _group(number: int, tile: int, device: str) -> Case:
     rules["layouts"] = rng.choice((("contiguous",), ("head_tail", "round_robin", "custom", "custom")))
     rules["lengths"] = LENGTHS if "mesh" not in case else [n for n in LENGTHS if n > 128]
     divisible = case["dim"] % 16 == case["value_dim"] % 16 == 0
-    rules["parity"] = None if divisible else rng.choice(("even", "odd"))
     classes = rng.choices(list(STRIDES), [weight for _, weight in STRIDES.values()], k=4)
+    # A stride of class "last" is a length: a multiple of 16, or neither that nor 1.
+    rules["multiple"] = 16 if "last" in classes else 1 if divisible else 2
+    rules["odd"] = rules["multiple"] > 1 and rng.random() < 0.5
+    rules["odd heads"] = rules["odd"] and not divisible
     aligned = STRIDES["aligned"][0] if divisible else ("plain", "sliced")
     rules["strides"] = {n: aligned if c == "aligned" else STRIDES[c][0] for n, c in zip(("q", "k", "v", "grad"), classes)}
     return {**case, "rules": rules}
@@ -128,7 +132,7 @@ def _draw_sizes(case: Case, rules: dict[str, Any], rng: Random, *, largest: bool
     longest = case["q_len"], case["kv_len"]
     if not largest:
         case["q_len"], case["kv_len"] = (
-            rng.choice([n for n in (*rules["lengths"], rng.randint(1, limit)) if n <= limit]) for limit in longest
+            rng.choice([n for n in rules["lengths"] if n <= limit]) if rng.random() < 0.6 else rng.randint(1, limit) for limit in longest
         )
     if rules["square"]:
         case["kv_len"] = case["q_len"]
@@ -138,16 +142,18 @@ def _draw_sizes(case: Case, rules: dict[str, Any], rng: Random, *, largest: bool
     if mesh and "ulysses" in mesh["strategy"]:
         degree = mesh["shape"][0 if mesh["names"] != ["ring", "ulysses"] else 1]
         heads = [(g, h) for g, h in heads if ulysses_fits(degree, h, g)] or [(case["kv_heads"], case["heads"])]
-    elif rules["parity"] == "odd":
+    elif rules["odd heads"]:
         heads = [(g, h) for g, h in heads if h % 2]
     case["kv_heads"], case["heads"] = rng.choice(heads)
     pairs = case["q_len"] * case["kv_len"]
     if case["batch"] * case["heads"] * pairs > MAX_SCORES:
         case["batch"] = min(rules["batches"])
         case["kv_heads"], case["heads"] = rng.choice([one for one in heads if case["batch"] * one[1] * pairs <= MAX_SCORES] or heads[:1])
-    for side in ("q_len", "kv_len") if rules["parity"] else ():
-        if (case[side] % 2 == 0) == (rules["parity"] == "odd"):
-            case[side] = max(2, case[side] - 1)
+    for side in ("q_len", "kv_len"):
+        if rules["odd"]:
+            case[side] = max(case[side] - 1 + case[side] % 2, 3)
+        else:
+            case[side] = max(case[side] // rules["multiple"], 1) * rules["multiple"]
 
 
 def _redrawn(spec: mods.Spec, case: Case, rng: Random) -> mods.Spec:
