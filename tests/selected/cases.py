@@ -42,20 +42,23 @@ def draw(seed: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu", 
     """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     shared = rng if group == 1 else random.Random(f"kernels of group {seed // group}")
+    granularity = shared.choice(GRANULARITIES)
     if group == 1:
         batch, kv_heads, ratio = rng.choice([1, 1, 2]), rng.choice([1, 2]), rng.choice([1, 2, 3])
         rows_differ = rng.random() < 0.5
     else:  # kernels are specialised on sizes of 1 and on the number of query heads of a KV head
-        rows_differ, ratio = shared.random() < 0.5, shared.choice([1, 2, 3])
+        rows_differ, ratio = shared.random() < 0.5, shared.choice([1, 2, 8, 16, 64] if granularity == 1 else [1, 2, 3])
         batch, kv_heads = (rng.choice([2, 3]) if shared.random() < p else 1 for p in (1.0 if rows_differ else 0.4, 0.6))
+        longest = longest if ratio < 8 else longest // 3
     heads = kv_heads * ratio
     q_len = rng.randint(1, longest)
     kv_len = q_len if shared.random() < 0.7 else rng.randint(1, longest)
-    granularity = shared.choice(GRANULARITIES)
     q_granularity = shared.choice([None, 1, 16, 64, 128])
     blocks, rows = -(-kv_len // granularity), -(-q_len // (q_granularity or granularity))
     by_head = shared.choice(["none", "kv_heads", "heads"])
     choices = shared.randint(1, 12 if group > 1 else min(12, blocks + 2))
+    if group > 1 and granularity == 1 and shared.random() < 0.6:  # more than one tile of keys
+        choices = shared.choice([65, 100, 150])
     shape = (batch if rows_differ else 1, {"none": 1, "kv_heads": kv_heads, "heads": heads}[by_head], rows, choices)
     indices = torch.randint(0, blocks, shape, generator=generator, dtype=torch.int32)
     indices[torch.rand(shape, generator=generator) < 0.2] = -1
@@ -63,7 +66,8 @@ def draw(seed: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu", 
     counts = torch.randint(0, shape[3] + 1, shape[:3], generator=generator) if shared.random() < 0.3 else None
     selected = ls.selected(indices.to(device), granularity, q_granularity, None if counts is None else counts.to(device))
     other = shared.choice(["", "", "& causal", "& causal", "& documents", "| window", "& ~prefix", "& mask_mod"])
-    if "documents" in other and q_len != kv_len:
+    # Tables of a mask that depends on the head are built on the host, head by head.
+    if ("documents" in other and q_len != kv_len) or ("mask_mod" in other and ratio >= 8):
         other = "& causal"
     mask = _combined(selected, other, q_len, shared, rng)
     dim, value_dim, kernel = 16, shared.choice([16, 32]), "auto"
