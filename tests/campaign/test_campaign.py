@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.campaign import __main__ as runner
-from tests.campaign.kinds import Campaign, Right
+from tests.campaign.kinds import CALLS_MEMBERS, Campaign, Right
 from tests.fuzz import mods
 from tests.fuzz.__main__ import GPU_PART
 from tests.fuzz.cases import draw
@@ -95,8 +95,9 @@ def test_members_of_a_group_share_programs_and_differ_in_sizes(group: int) -> No
     assert cases[3] == draw(group * MEMBERS + 3, 128, device="cuda")
 
 
-def test_parts_of_a_gpu_run_are_whole_groups() -> None:
+def test_runners_know_the_size_of_groups_of_calls() -> None:
     assert GPU_PART % MEMBERS == 0
+    assert CALLS_MEMBERS == MEMBERS
 
 
 def test_without_time_for_new_groups_the_count_is_reached_with_more_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
