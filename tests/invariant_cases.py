@@ -92,7 +92,7 @@ def problem(
     masks: names to choose from. group: so many consecutive seeds share what GPU kernels are compiled for: head dims, dtype, mask, score
     mod, sink, layouts and strategy.
     """
-    choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    choose, generator = random.Random(seed), torch.Generator(device).manual_seed(seed)
     shared = choose if group == 1 else random.Random(f"kernels of group {seed // group}")
     plain = plain_dim > 0
     heads, kv_heads = choose.choice(((1, 1), (2, 1), (4, 2), (3, 3)))
@@ -107,7 +107,7 @@ def problem(
         dtype, dim, value_dim = torch.bfloat16, plain_dim, plain_dim
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device=device).to(dtype)
 
     wide = state_dtype(dtype)
     tensors = {
@@ -121,7 +121,7 @@ def problem(
     mask = shared.choice(masks or (("causal", "causal", "window") if plain else ("causal", "causal", "full", "window", "dilated")))
     window = (200, 150) if plain else (shared.randint(1, 200), shared.choice((0, 0, 5, 150)))
     score = "none" if plain or kernel == "hopper" else shared.choice(SCORES)  # kernel "hopper" has no score mods in invariant mode
-    table = torch.randn(200, generator=generator).to(device, wide)
+    table = torch.randn(200, generator=generator, device=device).to(wide)
     layouts, strategies = LAYOUTS, STRATEGIES
     if group > 1:
         layouts = shared.choice((("contiguous",), ("head_tail", "round_robin"), ("per_document", "head_tail")))

@@ -48,23 +48,23 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
 def problem_of(case: Case, *, change: int = 0) -> Problem:
     """The tensors of a case. `change`: draws other values, for a second call."""
     dtype, device = dtype_of(case), case["device"]
-    generator = torch.Generator().manual_seed(case["seed"] + 7919 * change)
+    # On its device: on the host, drawing would take half of a case's time on a GPU.
+    generator = torch.Generator(device).manual_seed(case["seed"] + 7919 * change)
     b, h, g, m, n, d, e = (case[name] for name in ("batch", "heads", "kv_heads", "q_len", "kv_len", "dim", "value_dim"))
 
     def random(name: str, *shape: int) -> Tensor:
-        t = torch.randn(shape, generator=generator, dtype=torch.float64)
+        t = torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
         kind = case["strides"].get(name)  # expanded tensors repeat their values
         t = t[:1].expand(shape) if kind == "rows" else t[:, :1].expand(shape) if kind == "heads" else t
-        return t.to(device, dtype)
+        return t.to(dtype)
 
     q, k, v, grad_out = random("q", b, h, m, d), random("k", b, g, n, d), random("v", b, g, n, e), random("grad", b, h, m, e)
-    grad_lse = torch.randn(b, h, m, generator=generator, dtype=torch.float64).to(device, wide_of(dtype))
+    grad_lse = torch.randn(b, h, m, generator=generator, dtype=torch.float64, device=device).to(wide_of(dtype))
     sink = None
     if case["sink"]:
-        sink = torch.randn(h, generator=generator, dtype=torch.float64)
-        sink = {"normal": sink, "large": sink + 30, "low": sink - 30, "none": torch.full((h,), -torch.inf)}[case["sink"]].to(
-            device, wide_of(dtype)
-        )
+        sink = torch.randn(h, generator=generator, dtype=torch.float64, device=device)
+        none = torch.full_like(sink, -torch.inf)
+        sink = {"normal": sink, "large": sink + 30, "low": sink - 30, "none": none}[case["sink"]].to(wide_of(dtype))
     seen = mods.visible(case["mask"], (b, h, m, n), device)
     through = case["through"] in ("out", "both"), case["through"] in ("lse", "both")
     problem = Problem(
