@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from longspan._kernels.gpu.device_library import LN_2, LOG2_E
 from longspan._kernels.gpu.tile_access import wide
 from longspan._kernels.hopper.epilogue import by_row
+from longspan._kernels.hopper.gluon_names import copy_async
 from longspan._kernels.hopper.none_arg import optional
 from longspan._kernels.hopper.pipeline import Captured, KvBarriers, mbarriers, ring_phase, ring_slot
 
@@ -106,7 +107,7 @@ def copy_rows(head, stride, kv, to, DIM: gl.constexpr, layout: gl.constexpr):
     d = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     kv = gl.convert_layout(kv, gl.SliceLayout(1, layout))
     rows = head + wide(kv) * stride
-    async_copy.async_copy_global_to_shared(to, gl.expand_dims(rows, 1) + gl.expand_dims(d, 0), mask=gl.expand_dims(kv >= 0, 1))
+    copy_async(to, gl.expand_dims(rows, 1) + gl.expand_dims(d, 0), mask=gl.expand_dims(kv >= 0, 1))
 
 
 @gluon.jit

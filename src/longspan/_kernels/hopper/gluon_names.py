@@ -2,6 +2,7 @@
 
 here            Triton 3.6                             later
 barrier         gl.thread_barrier                      gl.barrier, since 3.7
+copy_async      async_copy.async_copy_global_to_shared async_copy.async_load, in 3.9
 tma_load        tma.async_copy_global_to_shared        tma.async_load, since 3.8
 tma_store       tma.async_copy_shared_to_global        tma.async_store, since 3.8
 tma_add         not exported                           tma.async_atomic_add, since 3.8
@@ -17,6 +18,7 @@ from typing import Any
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 
@@ -26,6 +28,7 @@ def _first(module: Any, *names: str) -> Any:
 
 
 barrier = _first(gl, "barrier", "thread_barrier")
+copy_async = _first(async_copy, "async_load", "async_copy_global_to_shared")
 tma_load = _first(tma, "async_load", "async_copy_global_to_shared")
 tma_store = _first(tma, "async_store", "async_copy_shared_to_global")
 tma_add = _first(tma, "async_atomic_add")
