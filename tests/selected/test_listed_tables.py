@@ -113,3 +113,45 @@ def test_other_block_sizes_and_kernels_take_the_table_on_the_host(device_calls: 
         for a, b in zip(results(q, k, v, ls.mask_mod(made), kernel), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert device_calls == [False]  # asked for triton only
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kernel", ["triton", "hopper"])
+def test_a_graph_sees_new_lists_of_a_block_mask(kernel: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, h, 500, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
+    ids = torch.zeros(500, dtype=torch.int32, device=DEVICE)
+    counts, indices = torch.zeros(1, 1, 4, dtype=torch.int32, device=DEVICE), torch.zeros(1, 1, 4, 4, dtype=torch.int32, device=DEVICE)
+
+    def draw(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        counts.copy_(torch.randint(0, 5, counts.shape, generator=generator))
+        indices.copy_(torch.rand(indices.shape, generator=generator).argsort(-1))
+        ids.copy_(torch.randint(0, 2, ids.shape, generator=generator).sort().values)
+
+    def block_mask() -> BlockMask:
+        mod = lambda b, h, i, j: (i >= j) & (ids[i] == ids[j])
+        return BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=128, mask_mod=mod, seq_lengths=(500, 500))
+
+    draw(0)
+    mask = block_mask()
+
+    def call(mask: BlockMask) -> list[Tensor]:
+        out = ls.attention(q, k, v, mask=mask, kernel=kernel)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call(mask)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = call(mask)
+    for seed in (1, 2):
+        draw(seed)
+        graph.replay()
+        for a, b in zip(got, call(block_mask()), strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-2)
+        assert bool(got[0].any())

@@ -266,10 +266,10 @@ def _attend_listed(q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, scal
     """`attend` over the tiles of a BlockMask on a GPU, whose lists stay there; None for other calls. owner: the mask of the call."""
     if options.max_scores or not selected.lists_tiles(owner, q, k, kernel=options.kernel):
         return None
-    mask = _checked_mask(owner, q, k)
+    mask = _checked_mask(selected.read_again(owner) if is_captured(q) else owner, q, k)
     assert isinstance(mask, FromBlockMask)
     score = _Score.of(_traced_score(options.score_mod, state_dtype(q.dtype)))
-    inputs = _call_tensors(q, k, v, options, mask.traced, score)
+    inputs = _call_tensors(q, k, v, options, mask.traced, score, mask_on_host=False)
     results = selected.attend_listed(inputs, CallOptions(spec=_spec(options, mask.traced, score), scale=scale), mask.listed)
     return None if results is None else (*results, _NOTHING)
 
@@ -382,11 +382,14 @@ def _dense(inputs: CallTensors, options: CallOptions) -> ops.Outputs:
 
 
 def _call_tensors(
-    q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, mask: Traced | None, score: _Score | None
+    q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, mask: Traced | None, score: _Score | None, *, mask_on_host: bool = True
 ) -> CallTensors:  # fmt: skip
-    """The tensors of the call and the tensors that its programs capture, checked."""
+    """The tensors of the call and the tensors that its programs capture, checked.
+
+    mask_on_host: Tile lists that the host makes depend on the mask, so that a CUDA graph cannot see a mask that changes.
+    """
     mask_captured = [] if mask is None else mask.captured()
-    if mask_captured and is_captured(q) and static_mask_of(mask_captured) is None:
+    if mask_captured and mask_on_host and is_captured(q) and static_mask_of(mask_captured) is None:
         raise RuntimeError(MASK_IN_GRAPH)
     # Kernels read memory, which holds the opposite sign of a lazily negated view (x.conj().imag).
     inputs = CallTensors(

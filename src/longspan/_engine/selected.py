@@ -24,7 +24,7 @@ from longspan._engine.values import BackwardTensors, CallOptions, CallTensors, I
 from longspan._kernels.protocol import AttentionInputs, Kernel, Selection, SelectsKeys, Work
 from longspan._kernels.registry import first_candidate, has_triton, kernel_named
 from longspan._masks.algebra import FromBlockMask, Full, Mask
-from longspan._masks.block_mask import ListedMask
+from longspan._masks.block_mask import ListedMask, mask_mod_of_block_mask
 from longspan._masks.block_table import BlockTable
 from longspan._masks.extent import AttentionSizes
 from longspan._masks.selected import split_selection
@@ -68,14 +68,23 @@ _MAX_LISTED_CALLS = 256
 
 
 def lists_tiles(mask: Any, q: Tensor, k: Tensor, *, kernel: str) -> bool:
-    """Whether a call with a BlockMask may list its tiles on the device; counts calls."""
-    if not isinstance(mask, FromBlockMask) or is_invariant() or not nothing_intercepts_calls() or is_captured(q):
+    """Whether a call with a BlockMask may list its tiles on the device; counts calls outside of CUDA graphs."""
+    if not isinstance(mask, FromBlockMask) or is_invariant() or not nothing_intercepts_calls():
         return False
+    if not selects_keys(q, k, mask.listed.kinds, kernel):
+        return False
+    if is_captured(q):
+        return True
     calls = _listed_calls.get(mask, 0)
-    if calls >= _MAX_LISTED_CALLS or not selects_keys(q, k, mask.listed.kinds, kernel):
+    if calls >= _MAX_LISTED_CALLS:
         return False
     _listed_calls[mask] = calls + 1
     return True
+
+
+def read_again(mask: FromBlockMask) -> FromBlockMask:
+    """The mask with lists that are read anew: a replayed CUDA graph sees those that the BlockMask has then."""
+    return FromBlockMask(mask.block_mask, mask_mod_of_block_mask(mask.block_mask))
 
 
 def selects_keys(q: Tensor, k: Tensor, indices: Tensor, kernel: str) -> bool:
@@ -127,7 +136,8 @@ class SelectedCall:
             if kernel.capabilities(kernel_inputs, work).unsupported is None:
                 over_tiles = kernel.list_tiles(kernel_inputs, work, kinds)
                 if over_tiles is not None:
-                    return cls(kernel, over_tiles, options, kinds)
+                    # Nothing on the host depends on tensors that the mask reads.
+                    return cls(kernel, replace(over_tiles, mask_is_fixed=True), options, kinds)
         return None
 
     def forward(self, inputs: CallTensors) -> tuple[Tensor, Tensor]:
