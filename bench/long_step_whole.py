@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import resource
 import time
 from collections import defaultdict
@@ -28,7 +29,7 @@ from bench.long_step_layer import (
     synchronize,
 )
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, linear, rms_norm, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan as ls
@@ -157,19 +158,32 @@ def gradients(shape: Shape, tokens: int) -> dict[str, Any]:
     """Errors of the bfloat16 gradients of both paths against the plain path in float32 (float64 on a CPU), with the same weights."""
     trained = make_model(shape, torch.bfloat16)
     ids = token_ids(shape, tokens)
-    losses, grads = {}, {}
+    losses, grads, by_token = {}, {}, {}
 
-    def keep(path: str, loss: Tensor, parameters: list[nn.Parameter]) -> None:
-        grads[path] = torch.autograd.grad(loss, parameters)
+    def keep(path: str, loss_of: Callable[[Tensor], Tensor], model: nn.Module) -> None:
+        hidden: list[Tensor] = []
+        handles = [m.register_forward_hook(lambda *call: hidden.append(call[2].detach())) for m in last_norms(model)]
+        loss = loss_of(ids)
+        for handle in handles:
+            handle.remove()
+        grads[path] = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
         losses[path] = float(loss.detach())
+        if hidden:
+            by_token[path] = token_losses(hidden[-1], output_weight(model), ids)
         say(f"{path}, {tokens} tokens: loss {losses[path]:.6f}, peak {peak_gib():.1f} GiB")
 
     wide = trained.widened()
-    keep("reference", trained.plain_loss(wide, ids), [p for p in wide.parameters() if p.requires_grad])
+    keep("reference", functools.partial(trained.plain_loss, wide), wide)
     del wide
-    parameters = list(trained.parameters.values())
-    keep("plain", trained.plain_loss(trained.model, ids), parameters)
-    keep("long", trained.make_long()(ids), parameters)
+    keep("plain", functools.partial(trained.plain_loss, trained.model), trained.model)
+    keep("long", trained.make_long(), trained.model)
+    spread = {path: loss_difference(by_token[path] - by_token["reference"]) for path in by_token if path != "reference"}
+    for path, (mean, error, size) in spread.items():
+        own = losses[path] - float(by_token[path].mean())
+        print(
+            f"loss of the {path} path - reference, from the last hidden states in {REFERENCE_DTYPE}: {mean:+.1e} ± {error:.1e} (standard "
+            f"error), {size:.1e} for one token; rounding of logits and of sums: {own:+.1e}"
+        )
     rows = []
     for i, name in enumerate(trained.parameters):
         reference, plain, long = (grads[path][i].to(REFERENCE_DTYPE) for path in ("reference", "plain", "long"))
@@ -182,7 +196,28 @@ def gradients(shape: Shape, tokens: int) -> dict[str, Any]:
         means = {key: sum(r[key] for r in members) / len(members) for key in ("plain", "long", "both")}
         shown = {key: f"{100 * means[key]:.2f} % ({100 * max(r[key] for r in members):.2f})" for key in means}
         print(f"{kind:38} {shown['plain']:>18} {shown['long']:>18} {means['long'] / means['plain']:>13.3f} {shown['both']:>18}", flush=True)
-    return {"tokens": tokens, "losses": losses, "reference": str(REFERENCE_DTYPE), "rows": rows}
+    return {"tokens": tokens, "losses": losses, "reference": str(REFERENCE_DTYPE), "loss_differences": spread, "rows": rows}
+
+
+def last_norms(model: nn.Module) -> list[nn.Module]:
+    """The module of transformers' models whose output the output layer takes."""
+    return [module for name, module in model.named_modules() if name == "model.norm"]
+
+
+def output_weight(model: Any) -> Tensor:
+    weight: Tensor = model.get_output_embeddings().weight
+    return weight.detach().to(REFERENCE_DTYPE)
+
+
+def token_losses(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """The loss of each token but the last, by logits in REFERENCE_DTYPE."""
+    pairs = zip(hidden[0, :-1].split(1024), ids[0, 1:].split(1024))
+    return torch.cat([cross_entropy(linear(h.to(weight.dtype), weight), t, reduction="none") for h, t in pairs])
+
+
+def loss_difference(difference: Tensor) -> tuple[float, float, float]:
+    """Mean, its standard error, and root mean square of differences by token."""
+    return float(difference.mean()), float(difference.std()) / len(difference) ** 0.5, float(difference.square().mean().sqrt())
 
 
 def _by_kind(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -1,10 +1,10 @@
 """Linear layer and cross entropy without logits [S, V] on one GPU: Liger's fused kernel, the tiled loss, and which of them `auto` takes.
 
-    PYTHONPATH=src:. python bench/loss_gpu.py [--tokens N …] [--repeat 5] [--chunk 4096] [--check] [--json]
+    PYTHONPATH=src:. python bench/loss_gpu.py [--tokens N …] [--repeat 5] [--chunk 4096] [--only errors | times] [--json]
 
 Forward and backward with the sizes of Llama-3.2-1B and Qwen3-8B in bfloat16, random hidden states and weights; a tenth of the labels do not
 count. Milliseconds are medians of calls that alternate; "peak" is memory above the inputs. Errors of the loss, of the gradients of the
-hidden states and of the weight are relative, against float64. `--check` computes errors only.
+hidden states and of the weight are relative, against float64.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 8192, 32768, 131072])
     parser.add_argument("--chunk", type=int, default=4096, help="tokens whose logits are in memory at once")
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--check", action="store_true", help="errors only")
+    parser.add_argument("--only", choices=("errors", "times"), help="one half")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to test this file on a CPU")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -113,11 +113,11 @@ def main() -> None:
     if reason:
         say(f"without Liger: {reason}")
     rows, checked = [], {}
-    for name, shape in shapes.items():
+    for name, shape in shapes.items() if args.only != "times" else ():
         checked[name] = errors(shape, kernels, args.chunk)
         listed = "; ".join(f"{k} " + ", ".join(f"{r} {e:.1e}" for r, e in zip(RESULTS, v)) for k, v in checked[name].items())
         print(f"error against float64, {name}, {CHECKED_TOKENS} tokens: {listed}", flush=True)
-    if not args.check:
+    if args.only != "errors":
         columns = "".join(f"{k + ', ms':>12}" for k in kernels)
         print(f"{'sizes':14} {'tokens':>8} {columns}{'tiled / liger':>15}{'auto':>8}   peak GiB")
         for name, shape in shapes.items():

@@ -74,6 +74,8 @@ def test_the_faster_one_computes_the_loss(
         assert calls[0] == {"ignore_index": -100, "reduction": "sum", "accum_dtype": torch.float32}
     linear_token_loss(hidden[..., :4], weight[:, :4], labels, count=70)
     assert len(measured) == 4  # other sizes
+    linear_token_loss(hidden[0], weight, labels[0], count=70)
+    assert len(measured) == 6  # fewer tokens
 
 
 def test_a_measurement_runs_both(calls: list[Any]) -> None:
@@ -134,6 +136,11 @@ def test_long_context_names_its_kernel(calls: list[Any]) -> None:
         losses[-1].backward()
     torch.testing.assert_close(*losses)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(("tokens", "sample"), [(1024, 1024), (2047, 1024), (8192, 8192), (100000, 32768)])
+def test_measurements_have_about_as_many_tokens_as_calls(tokens: int, sample: int) -> None:
+    assert _liger.sample_tokens(tokens) == sample
 
 
 @pytest.mark.parametrize(("tokens", "dim", "vocabulary", "chunk"), [(16384, 4096, 32000, 2048), (5, 4096, 32000, 1), (100, 64, 32, 100)])
