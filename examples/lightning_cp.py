@@ -1,4 +1,4 @@
-"""Lightning with every sequence split over four processes: weights after 20 steps, compared with one process.
+"""Lightning with every sequence split over four processes, padded and packed: weights after 20 steps, compared with one process.
 
     pip install lightning
     python -m examples.lightning_cp
@@ -54,21 +54,26 @@ class Module(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.3)
 
 
-def data(*, shuffled: bool) -> DataLoader[dict[str, Tensor]]:
-    """Two rows per batch, of different lengths, padded right. shuffled: in the order that Lightning gives several processes."""
+def sample(length: int, *, packed: bool, generator: torch.Generator) -> dict[str, Tensor]:
+    """90 tokens: `length` of them, padded right; or a document of `length` tokens and another one."""
+    ids, real = torch.randint(3, VOCAB, (90,), generator=generator), torch.arange(90) < length
+    if packed:
+        labels = ids.clone()
+        labels[length] = -100  # shifted, the first document's last token would predict it
+        return {"input_ids": ids, "labels": labels, "position_ids": torch.cat([torch.arange(length), torch.arange(90 - length)])}
+    return {"input_ids": ids.masked_fill(~real, 0), "labels": ids.masked_fill(~real, -100), "attention_mask": real.long()}
+
+
+def data(*, packed: bool, shuffled: bool) -> DataLoader[dict[str, Tensor]]:
+    """Two rows per batch, of different lengths. shuffled: in the order that Lightning gives several processes."""
     generator = torch.Generator().manual_seed(1)
-    samples = []
-    for _ in range(2 * STEPS):
-        length = int(torch.randint(20, 90, (), generator=generator))
-        ids = torch.zeros(90, dtype=torch.long)
-        ids[:length] = torch.randint(3, VOCAB, (length,), generator=generator)
-        real = torch.arange(90) < length
-        samples.append({"input_ids": ids, "labels": ids.masked_fill(~real, -100), "attention_mask": real.long()})
+    lengths = torch.randint(20, 90, (2 * STEPS,), generator=generator).tolist()
+    samples = [sample(length, packed=packed, generator=generator) for length in lengths]
     sampler = DistributedSampler(samples, num_replicas=1, rank=0, seed=0) if shuffled else None  # type: ignore[arg-type, var-annotated]
     return DataLoader(samples, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
 
 
-def train(**options: Any) -> tuple[list[float], list[Tensor]]:
+def train(*, packed: bool, **options: Any) -> tuple[list[float], list[Tensor]]:
     """The losses that this rank saw, and the weights after training."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -78,32 +83,37 @@ def train(**options: Any) -> tuple[list[float], list[Tensor]]:
             accelerator="cpu", max_steps=STEPS, logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, default_root_dir=folder, **options,
         )  # fmt: skip
-        trainer.fit(module, data(shuffled=options["devices"] == 1))
+        trainer.fit(module, data(packed=packed, shuffled=options["devices"] == 1))
     return module.losses, [p.detach().clone() for p in module.parameters()]
 
 
-def rank() -> tuple[list[float], list[Tensor]]:
+def rank(packed: bool) -> tuple[list[float], list[Tensor]]:
     """One process, with the environment variables of torchrun."""
     this_rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": this_rank, "LOCAL_RANK": this_rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0"}
     strategy = SpanningStrategy(context_size=RANKS, cluster_environment=TorchElasticEnvironment(), process_group_backend="gloo")
-    return train(strategy=strategy, devices=RANKS)
+    return train(packed=packed, strategy=strategy, devices=RANKS)
 
 
 def difference() -> float:
-    """The largest difference of a step's loss or of a weight between one process and several."""
-    by_rank = run_processes(rank, RANKS, timeout=280.0)
-    losses, weights = train(devices=1)
+    """The largest difference of a step's loss or of a weight between one process and several, padded and packed."""
+    return max(difference_of(packed=packed) for packed in (False, True))
+
+
+def difference_of(*, packed: bool) -> float:
+    by_rank = run_processes(rank, RANKS, packed, timeout=280.0)
+    losses, weights = train(packed=packed, devices=1)
     # Each rank's loss is its share, times the ranks over which gradients are averaged.
     mean = [sum(step) / RANKS for step in zip(*(r[0] for r in by_rank), strict=True)]
-    assert len(losses) == STEPS == len(mean) and abs(losses[0] - losses[-1]) > 1e-2
+    moved = max(float((a - b).abs().max()) for a, b in zip(Module().parameters(), weights, strict=True))
+    assert len(losses) == STEPS == len(mean) and moved > 1e-2
     off = max(float((a - b).abs().max()) for r in by_rank for a, b in zip(r[1], weights, strict=True))
     return max(off, *(abs(a - b) for a, b in zip(mean, losses, strict=True)))
 
 
 def main() -> None:
     largest = difference()
-    print(f"{STEPS} steps on {RANKS} processes: losses and weights differ by up to {largest:.1e}")
+    print(f"{STEPS} steps on {RANKS} processes, padded and packed: losses and weights differ by up to {largest:.1e}")
     if not largest < 1e-5:
         raise SystemExit("results do not match")
     print("all match")

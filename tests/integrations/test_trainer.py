@@ -21,12 +21,15 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.long
-def test_six_steps_of_the_trainer_on_two_processes_give_the_weights_of_one_process() -> None:
+@pytest.mark.parametrize("packed", [True, False])
+def test_twenty_steps_of_the_trainer_on_four_processes_give_the_weights_of_one_process(packed: bool, pytestconfig: pytest.Config) -> None:
+    if not packed and not pytestconfig.getoption("--whole-grid"):
+        pytest.skip("starts four processes: run with --whole-grid")
     from examples.transformers_trainer import differences
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        off, moved = differences()
+        off, moved = differences(packed)
     assert off < 1e-6 and moved > 1e-2
 
 
