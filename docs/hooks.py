@@ -59,4 +59,36 @@ def _ratio(row: dict[str, Any], step: str, column: str) -> str:
     return f"{ours / max(speeds.values()):.2f}" if speeds else "–"
 
 
-TABLES = {"peers": peers_table}
+def long_step_table(data: dict[str, Any]) -> str:
+    """Seconds of the parts of whole training steps."""
+    rows = data["rows"]
+    lines = [f"{data['device']}, torch {data['torch']}, {data['date']}.", "", "| seconds | " + " | ".join(_tokens(r) for r in rows) + " |"]
+    lines.append("|---|" + "---:|" * len(rows))
+    for part in rows[0]["parts"]:
+        lines.append(f"| {part} | " + " | ".join(f"{row['parts'][part]:.2f}" for row in rows) + " |")
+    lines.append("| step | " + " | ".join(f"{row['seconds']:.2f}" for row in rows) + " |")
+    for name in ("forward", "backward"):
+        lines.append(f"| attention {name}, TFLOP/s | " + " | ".join(f"{row['attention_tflops'][name]:.0f}" for row in rows) + " |")
+    lines.append("| peak GPU memory, GiB | " + " | ".join(f"{row['peak_gib']:.1f}" for row in rows) + " |")
+    return "\n".join(lines)
+
+
+def loss_table(data: dict[str, Any]) -> str:
+    """Milliseconds and memory of the tiled loss and of Liger's."""
+    lines = [f"{data['device']}, torch {data['torch']}, liger-kernel {data['liger']}, chunk {data['chunk']}, {data['date']}.", ""]
+    lines += [
+        "| sizes | tokens | tiled | liger | tiled / liger | `auto` takes | peak GiB tiled / liger |",
+        "|---|---:|---:|---:|---:|---|---:|",
+    ]
+    for row in data["rows"]:
+        ms, peak = row["ms"], row["peak_gib"]
+        cells = [f"{ms['tiled']:.0f}", f"{ms['liger']:.0f}", f"{ms['tiled'] / ms['liger']:.2f}", row["auto"]]
+        lines.append(f"| {row['sizes']} | {row['tokens']:,} | " + " | ".join(cells) + f" | {peak['tiled']:.1f} / {peak['liger']:.1f} |")
+    return "\n".join(lines)
+
+
+def _tokens(row: dict[str, Any]) -> str:
+    return f"{row['tokens']:,} tokens"
+
+
+TABLES = {"peers": peers_table, "long_step_gpu": long_step_table, "loss_gpu": loss_table}
