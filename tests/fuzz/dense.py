@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from tests.fuzz import mods
@@ -108,6 +108,21 @@ def budgets(p: Problem, right: dict[str, Tensor], dtype: torch.dtype) -> dict[st
         rounding = 16 * wide_eps * max(term, size) + (0.0 if name in ("lse", "max_scores") else 2 * narrow_eps * size)
         allowed[name] = 4 * dense_error + rounding
     return allowed
+
+
+def rounding_of_out(p: Problem, right: dict[str, Tensor], dtype: torch.dtype) -> dict[str, float]:
+    """Error of each gradient if delta = Σ out · grad_out is computed from out rounded to `dtype`, as kernels do: out is what they saved.
+
+    With d more in delta, dS = P · (dP − delta) has −P · d more, the gradient of −d · lse. Dense attention does not have this error, which
+    is large if a row sees few keys: with one key and a low sink, dP and delta cancel.
+    """
+    if not p.through[0]:
+        return {}
+    out = right["out"].double()
+    more = ((out.to(dtype).double() - out) * p.grad_out.double()).sum(-1)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    moved = solve(replace(p, grad_lse=more, through=(False, True)), torch.float64, wide)
+    return {name: _largest(t) for name, t in moved.items() if name not in ("out", "lse", "max_scores", "dv")}
 
 
 def _largest(t: Tensor) -> float:
