@@ -26,7 +26,7 @@ from typing import Any
 from tests.campaign.kinds import Campaign, campaigns
 
 HANGS_S = 300.0
-SLOW_CASE_S, SLOW_GROUP_S = 0.5, 60.0  # a case without compiling, and compiling a group, before one was measured
+SLOW_CASE_S, SLOW_GROUP_S = 0.25, 60.0  # a case without compiling, and compiling a group, before one was measured
 TAIL_S, CHUNK = 25.0, 10  # time for the last cases to end; members of a compiled group that a worker takes at once
 COMMAND = [sys.executable, "-m", "tests.campaign.worker"]  # of a worker, before the device
 ROOT = Path(__file__).parents[2]
