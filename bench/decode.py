@@ -1,6 +1,9 @@
 """Decoding: few queries over many keys, contiguous and from a paged cache, beside torch's flash attention and flash-attn-4.
 
-    PYTHONPATH=src:. python bench/decode.py [--rows TEXT] [--json]
+    PYTHONPATH=src:. python bench/decode.py [--rows TEXT] [--peers] [--json]
+
+--peers: only rows that peers compute too, contiguous KV; ends with a table of speeds. A peer's result is compared with longspan's first.
+flash-attn-4 runs as called by default, and once more with the splits that its heuristic chooses, where it supports them.
 
 GQA 32/8, head dim 128, bfloat16; MLA rows: one latent KV head of 576 elements, whose first 512 are values. TB/s count the keys and values
 of all sequences once, also where a window hides some. Calls alternate in random order; medians of 20.
@@ -17,6 +20,8 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -131,13 +136,42 @@ def contiguous_calls(row: Row) -> dict[str, Callable[[], Any]]:
             return flash(q, k, v, enable_gqa=True)
 
     calls["torch flash"] = torch_flash
+    return calls | flash_attn_calls(q, k, v, calls["longspan"]())
+
+
+def flash_attn_calls(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, expected: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """flash-attn-4's calls that run here and match `expected`."""
     try:
-        from flash_attn.cute import flash_attn_func
+        flash_attn_func = import_module("flash_attn.cute.interface").flash_attn_func
     except Exception:
-        return calls
-    q4, k4, v4 = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-    calls["flash-attn-4"] = lambda: flash_attn_func(q4, k4, v4)
+        return {}
+    tokens_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, options in (("flash-attn-4", {}), ("flash-attn-4, split", {"num_splits": 0})):
+        call = partial(flash_attn_func, *tokens_first, **options)
+        try:
+            out = call()
+        except Exception as error:  # its releases support different options
+            print(f"  {name}: {type(error).__name__}: {str(error)[:120]}", flush=True)
+            continue
+        out = (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+        difference = (out - expected).abs().max().item() / expected.abs().max().item()
+        if difference < 0.05:
+            calls[name] = call
+        else:
+            print(f"  {name}: not timed, differs from longspan by {difference:.1e} of the largest value", flush=True)
     return calls
+
+
+def print_table(results: list[dict[str, Any]]) -> None:
+    """Speeds by row and kernel, and longspan's over that of the best peer."""
+    names = list(dict.fromkeys(name for one in results for name in one["speed"]))
+    print(f"{'':24}" + "".join(f"{name:>22}" for name in names) + f"{'longspan / best':>18}")
+    for one in results:
+        speeds = one["speed"]
+        cells = [f"{speeds[n]:.2f} {one['unit']} {one['device_us'][n]:5.0f} us" if n in speeds else "" for n in names]
+        best = max((speed for name, speed in speeds.items() if name != "longspan"), default=math.nan)
+        print(f"{one['row']:24}" + "".join(f"{cell:>22}" for cell in cells) + f"{speeds['longspan'] / best:18.2f}", flush=True)
 
 
 def paged_calls(row: Row) -> dict[str, Callable[[], Any]]:
@@ -184,10 +218,11 @@ def measure(row: Row) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="only rows whose name contains this text")
+    parser.add_argument("--peers", action="store_true", help="only rows that peers compute too; end with a table")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     options = parser.parse_args()
     results = []
-    for row in (r for r in ROWS if options.rows in r.name):
+    for row in (r for r in ROWS if options.rows in r.name and not (options.peers and r.page_size)):
         torch.cuda.empty_cache()
         results.append(measure(row))
         one = results[-1]
@@ -197,6 +232,8 @@ def main() -> None:
             for name, speed in one["speed"].items()
         ]
         print(f"{row.name}: " + "; ".join(cells), flush=True)
+    if options.peers:
+        print_table(results)
     if options.json:
         print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": results}))
 
