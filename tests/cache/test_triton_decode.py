@@ -11,6 +11,7 @@ from torch import Tensor
 
 import longspan as ls
 from longspan._cache.step import tokens_first
+from longspan._engine.cached import write_cached
 from longspan._kernels.paged import PagedKV, PagedWork, query_ranges
 from longspan._masks.tracing import trace
 from longspan.testing import oracle
@@ -198,3 +199,19 @@ def test_gathered_pages_are_the_tokens_of_a_sequence(start: int, stop: int, shar
     for row in range(2):
         for got, expected in zip(gather_pages(pages, row, start, stop), pages.gather(row, start, stop), strict=True):
             assert got.dtype == expected.dtype and torch.equal(got, expected)
+
+
+@pytest.mark.gpu
+def test_few_splits_have_the_same_bits_beside_a_sequence_of_many() -> None:
+    """Sequences of 17 and of 5 splits: merged by other parts of the kernel, which is compiled for both or for the second only."""
+    generator = torch.Generator().manual_seed(3)
+    cache = ls.KVCache(pages=160, page_size=16, layers=1, kv_heads=1, head_dim=128, dtype=torch.float16, device=DEVICE)
+    long, short = cache.allocate(2)
+    for sequence_id, count in ((long, 2100), (short, 300)):
+        k, v = (torch.randn(1, 1, count, 128, generator=generator).to(DEVICE, torch.float16) for _ in range(2))
+        write_cached(k, v, cache.step([sequence_id], count), 0)
+    q, k, v = (torch.randn(2, heads, 1, 128, generator=generator).to(DEVICE, torch.float16) for heads in (4, 1, 1))
+    both = ls.attention(q, k, v, cache=cache.step([long, short], 1), layer=0, kernel="triton")
+    cache.truncate([short], [300])
+    alone = ls.attention(q[1:], k[1:], v[1:], cache=cache.step([short], 1), layer=0, kernel="triton")
+    assert torch.equal(both[1:], alone)

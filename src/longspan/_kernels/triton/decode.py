@@ -346,10 +346,9 @@ def merge_kernel(
     """A part of out, and lse, of one query of one head. PARTS: CTAs of a row.
 
     A row of at most FEW splits is merged at once, FEW_PART elements per CTA. A row of more splits is merged MANY splits at a time,
-    MANY_PART elements per CTA. MANY is 0 if no sequence has more than FEW splits. EARLY: launched while decode_kernel runs.
+    MANY_PART elements per CTA. MANY is 0 if no sequence has more than FEW splits. EARLY: launched while decode_kernel runs, whose results
+    it waits for; decode_kernel does not write the ranges.
     """
-    if EARLY:
-        gdc_wait()
     pid = tl.program_id(0)
     part = pid % PARTS
     rest = pid // PARTS
@@ -369,6 +368,8 @@ def merge_kernel(
         token = wide(first + i) if RAGGED else wide(i)
         out_row = out_ptr + n64 * out_stride[0] + wide(h) * out_stride[1] + token * out_stride[2]
         lse_at = lse_ptr + n64 * lse_stride[0] + h * lse_stride[1] + token * lse_stride[2]
+        if EARLY:
+            gdc_wait()
         if end <= FEW:  # splits of the whole sequence: the order of a sum depends on nothing else
             if part * FEW_PART < E:
                 merge_row(

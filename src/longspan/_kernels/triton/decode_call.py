@@ -27,8 +27,10 @@ from longspan._kernels.triton.decode_tile import DecodeTile, choose_tile, tile_r
 
 SMALLEST_SPLIT = 256  # a multiple of every `DecodeTile.n`
 COARSE_SPLIT = 1024  # of latent KV: partial results have 512 floats per row
-# (splits merged at once, elements of a row per CTA): for sequences with at most 16 splits, and for sequences with more.
-_FEW_MERGED, _MANY_MERGED = (16, 256), (64, 64)
+# (splits merged at once, elements of a row per CTA): of sequences with at most so many splits; of others, elements per warp.
+_FEW_MERGED, _MANY_MERGED = (16, 512), (64, 32)
+_FEW_LATENT = 8  # in place of 16, for latent KV
+_MERGED_DIM = 128  # elements of a row per warp of a merging CTA: a thread holds the same elements of all splits that are merged at once
 _DECODE_TENSORS = (
     "q_ptr", "k_ptr", "v_ptr", "k_desc", "rest_desc", "table_ptr", "ranges_ptr", "k_new_ptr", "v_new_ptr", "part_out_ptr", "part_lse_ptr",
     "flags_ptr",
@@ -399,13 +401,15 @@ def _make_launches(
         "PRECISION": "ieee" if q.dtype == torch.float32 and not tf32_allowed() else "tf32",
     }  # fmt: skip
     rows = sizes.sequences * heads * max_queries
-    few_part, many_part = (min(part, launch.padded(e)) for _, part in (_FEW_MERGED, _MANY_MERGED))
-    many = _MANY_MERGED[0] if splits > _FEW_MERGED[0] else 0
+    few = min(_FEW_MERGED[0], _FEW_LATENT) if sizes.shared else _FEW_MERGED[0]
+    merge_warps = max(1, launch.padded(e) // _MERGED_DIM)  # of all launches: the order of sums follows from it
+    few_part, many_part = min(_FEW_MERGED[1], launch.padded(e)), min(_MANY_MERGED[1] * merge_warps, launch.padded(e))
+    many = _MANY_MERGED[0] if splits > few else 0
     parts = launch.padded(e) // (many_part if many else few_part)
     decode = _How(ctas=_ctas(q, k, sizes), warps=tile.warps, stages=tile.stages(paged=table is not None))
-    merge = _How(ctas=rows * parts, warps=4, early=early)
+    merge = _How(ctas=rows * parts, warps=merge_warps, early=early)
     merged = {
-        **shared, "E": e, "PARTS": parts, "FEW": _FEW_MERGED[0], "FEW_PART": few_part, "MANY": many, "MANY_PART": many_part
+        **shared, "E": e, "PARTS": parts, "FEW": few, "FEW_PART": few_part, "MANY": many, "MANY_PART": many_part
     }  # fmt: skip
     read = {name: tensors[name] for name in _DECODE_TENSORS}
     first, repair = _prepared_for(decode_kernel if sizes.by is None else sizes.by, read, constants, decode, per_call), None
