@@ -140,9 +140,11 @@ def one_call(dims: tuple[int, int], dtype: torch.dtype, *, scored: bool, staged:
         with patch.object(kernel, "ordered_dq_pays", lambda *_, ordered=ordered, **__: ordered):
             backward(HOPPER, q, k, v, out, result.lse, grad, None, work, needs=[False] * scored, wide=staged)
     torch.use_deterministic_algorithms(False)
-    if not scored:  # partial tiles before full ones
+    if not scored:  # partial tiles before full ones; dQ with dK and dV, and by a kernel of its own
         window = replace(work, invariant=True, table=ls.sliding_window(300).block_table(400, 400, block=128))
-        backward(HOPPER, q, k, v, out, result.lse, grad, None, window, wide=staged)
+        for ordered in (True, False):
+            with patch.object(kernel, "ordered_dq_pays", lambda *_, ordered=ordered, **__: ordered):
+                backward(HOPPER, q, k, v, out, result.lse, grad, None, window, wide=False)
     if staged:  # KV in two buffers
         into = Grads(q=torch.zeros(q.shape), k=torch.zeros(k.shape), v=torch.zeros(v.shape), captured=[None] * scored)
         backward(HOPPER, q, *received, out, result.lse, grad, None, work, local_kv=local_kv, needs=[False] * scored, wide=True, into=into)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -22,10 +23,9 @@ import longspan as ls
 from longspan._kernels.gpu import launch
 from longspan._kernels.hopper import HopperKernel, dq_order, passes
 from longspan._kernels.hopper import kernel as hopper
-from longspan._kernels.hopper.dq_order import MAX_TILES, choose_order, ordered_dq_pays
+from longspan._kernels.hopper.dq_order import MAX_TILES, OrderChoice, choose_order, ordered_dq_pays
 from longspan._kernels.hopper.kernel import _one_pass
-from longspan._kernels.hopper.makespan import REFERENCE_CTAS
-from longspan._kernels.protocol import AttentionInputs, Grads
+from longspan._kernels.protocol import AttentionInputs, Grads, Work
 from longspan._kernels.tiling import Tiling
 from longspan._kernels.triton import TritonKernel
 from longspan._masks.block_table import BlockTable
@@ -49,13 +49,13 @@ def tables(draw: st.DrawFn) -> tuple[BlockTable, int]:
 Step = tuple[tuple[int, int, int], int]  # ((batch, head, step of queries), how many add to it before)
 
 
-def steps_of_items(table: BlockTable, queries: Tiling, shared: int, items_per_tile: int = 40) -> list[list[Step]]:
-    """The steps of each item in launch order, as the producer warp walks them: full and partial runs merged, ascending queries, steps
-    without a query skipped. If the table is the same for all heads, those of one head group.
+def steps_of_items(table: BlockTable, queries: Tiling, shared: int, together: int = 1) -> list[list[Step]]:
+    """The steps of each item in launch order, as the producer warp walks them: full and partial runs merged, downwards, at each query tile
+    `together` heads, steps without a query skipped. If the table is the same for all heads, those of one head group.
     """
     by_keys = table.transposed
     on_device = launch.device_table(by_keys, queries, CPU, shared=shared, positions=False)
-    order, ptr, before = (t.tolist() for t in dq_order.dq_order(by_keys, items_per_tile, shared, CPU))
+    order, ptr, before = (t.tolist() for t in dq_order.dq_order(by_keys, shared, CPU))
     kinds = [[t.tolist() for t in runs] for runs in (on_device.full, on_device.partial)]
     tiles, per_head = by_keys.q_tiles, by_keys.heads > 1
     groups = by_keys.heads // shared if per_head else 1
@@ -63,12 +63,15 @@ def steps_of_items(table: BlockTable, queries: Tiling, shared: int, items_per_ti
     for row in order[: by_keys.batch * groups * tiles]:
         b, g, tile = row // (tiles * groups), row // tiles % groups, row % tiles
         steps = []
-        for h in range(g * shared, (g + 1) * shared):
-            r = (b * by_keys.heads + h) * tiles + tile if per_head else row
+        step = 1 if per_head else together
+        for first_head in range(g * shared, (g + 1) * shared, step):
+            r = (b * by_keys.heads + first_head) * tiles + tile if per_head else row
             runs = sorted((first[i], last[i]) for start, first, last in kinds for i in range(start[2 * r], start[2 * r + 1]))
-            for nth, x in enumerate(x for first, last in runs for x in range(first, last + 1)):
-                halves = -(-queries.span(x)[1] // 64)
-                steps += [((b, h, 2 * x + half), before[ptr[r] + nth]) for half in range(halves)]
+            walk = list(enumerate(x for first, last in runs for x in range(first, last + 1)))
+            assert ptr[r] + len(walk) == ptr[r + 1]
+            for nth, x in reversed(walk):
+                halves, heads = -(-queries.span(x)[1] // 64), range(first_head, first_head + step)
+                steps += [((b, h, 2 * x + half), before[ptr[r] + nth]) for h in heads for half in range(halves)]
         items.append(steps)
     return items
 
@@ -83,12 +86,11 @@ def check_counts(items: list[list[Step]]) -> int:
 
 
 @settings(deadline=None, max_examples=60)
-@given(tables())
-def test_each_step_counts_the_key_tiles_that_were_taken_before(case: tuple[BlockTable, int]) -> None:
+@given(tables(), st.booleans())
+def test_each_step_counts_the_key_tiles_that_were_taken_before(case: tuple[BlockTable, int], together: bool) -> None:
     table, shared = case
-    assert check_counts(steps_of_items(table, Tiling(length=table.q_len, block=1), shared)) == int(table.tiles_per_row.sum()) * (
-        shared if table.heads == 1 else 1
-    )
+    items = steps_of_items(table, Tiling(length=table.q_len, block=1), shared, shared if together else 1)
+    assert check_counts(items) == int(table.tiles_per_row.sum()) * (shared if table.heads == 1 else 1)
 
 
 @settings(deadline=None, max_examples=60)
@@ -136,66 +138,78 @@ def pays(mask: ls.Mask, tokens: int, items_per_tile: int, shared: int = 1, *, sc
     return ordered_dq_pays(mask.block_table(tokens, tokens, block=128), items_per_tile, shared, scored=scored)
 
 
-def test_ordered_dq_pays_for_dense_tables_of_limited_size() -> None:
-    assert pays(ls.causal(), 2**17, 8) and not pays(ls.sliding_window(1024), 2**14, 32)
+def test_ordered_dq_pays_for_tables_of_limited_size() -> None:
+    assert pays(ls.causal(), 2**15, 8) and pays(ls.sliding_window(1024), 2**14, 32) and not pays(ls.sliding_window(300), 2**14, 32)
     assert MAX_TILES < (2**20 // 128) ** 2 and not pays(ls.full(), 2**20, 32)
 
 
-def test_ordered_dq_does_not_pay_for_launches_that_end_with_few_long_items() -> None:
-    assert all(pays(ls.full(), 2**13, n) for n in (1, 8, 32))  # all items are equally long
+def test_ordered_dq_does_not_pay_where_items_that_start_together_are_short() -> None:
+    assert all(pays(ls.full(), 2**13, n) for n in (8, 32))
     assert pays(ls.causal(), 2**13, 32) and not pays(ls.causal(), 2**11, 16)
-    assert pays(ls.causal(), 2**13, 1)  # no more items than ctas: all start at once
 
 
-def test_a_score_mod_pays_for_a_less_balanced_order() -> None:
-    assert pays(ls.causal(), 3072, 8, 4, scored=True) and not pays(ls.causal(), 3072, 8, 4)
+def choice(mask: ls.Mask, tokens: int, *, invariant: bool = False) -> OrderChoice:
+    """Of 32 heads over 8."""
+    return choose_order(mask.block_table(tokens, tokens, block=128).transposed, 8, 4, invariant=invariant)
 
 
-def test_one_long_document_is_taken_in_waves_and_several_from_the_last_tile_to_the_first() -> None:
-    tokens = 2**15
-    orders = [
-        choose_order(mask.block_table(tokens, tokens, block=128).transposed, 8, 4).order
-        for mask in (ls.causal(), ls.prefix(5000) | ls.causal(), ls.sliding_window(1024), ls.causal() & ls.documents([tokens // 8] * 8))
-    ]
-    assert orders == ["waves", "waves", "descending", "descending"]
+def test_heads_are_walked_together_unless_queries_would_leave_l2() -> None:
+    tokens = 2**14
+    assert choice(ls.causal(), tokens).together == choice(ls.causal() & ls.documents([1000] * 16 + [384]), tokens).together == 4
+    assert choice(ls.sliding_window(1024), tokens).together == 1
+    assert choice(ls.sliding_window(1024), tokens).efficiency > 0.9 > choice(ls.sliding_window(1024), tokens, invariant=True).efficiency
+
+
+@pytest.mark.parametrize("mask", [ls.causal(), ls.sliding_window(700), ls.prefix(64) | ls.sliding_window(700)])
+def test_the_walk_of_invariant_sums_does_not_depend_on_the_mask(mask: ls.Mask) -> None:
+    assert choice(mask, 5000, invariant=True).together == 4
+
+
+def test_items_of_the_same_length_are_taken_by_few_heads_at_once() -> None:
+    masks = (ls.full(), ls.sliding_window(1024), ls.causal(), ls.prefix(5000) | ls.causal())
+    assert [choice(mask, 2**14).all_heads for mask in masks] == [False, False, True, True]
+
+
+def test_key_tiles_are_added_in_ascending_order() -> None:
+    by_keys = ls.causal().block_table(1000, 1000, block=128).transposed
+    assert dq_order.dq_order(by_keys, 3, CPU).order[:8].tolist() == list(range(8))
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(1, 200), st.integers(1, 300))
-def test_waves_have_every_tile_once_and_alternate(tiles: int, items_per_tile: int) -> None:
-    order = dq_order.key_tiles(tiles, items_per_tile, "waves").tolist()
-    assert sorted(order) == list(range(tiles))
-    size = max(1, REFERENCE_CTAS // items_per_tile)
-    assert order[0] == min(tiles, size) - 1  # the first wave descends to tile 0
-    assert order.index(0) == order[0]
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.integers(1, 40), st.integers(1, 100), st.floats(0, 1))
-def test_efficiency_is_one_for_equal_items_and_bounded_otherwise(groups: int, tiles: int, slope: float) -> None:
+@given(st.integers(1, 40), st.integers(1, 60), st.floats(0, 1))
+def test_efficiency_is_at_most_that_of_no_waits(groups: int, tiles: int, slope: float) -> None:
     seen = torch.arange(tiles)[:, None] >= (torch.arange(tiles) * slope).floor()  # later key tiles are seen by fewer queries
     table = table_of_pairs(seen[None, None], Tiling(length=tiles, block=1), Tiling(length=tiles, block=1)).transposed
-    work, efficiency = table.tiles_per_row.tolist(), choose_order(table, groups, 1).efficiency
-    assert 0.5 < efficiency <= 1 + max(work) / (sum(work) * groups / REFERENCE_CTAS)
-    if slope * tiles <= 1 or groups * tiles <= REFERENCE_CTAS:
-        assert efficiency == 1
+    assert 0 < choose_order(table, groups, 1).efficiency <= 1
+
+
+def causal_call(heads: int, tokens: int, dim: int = 128, *, invariant: bool = False) -> tuple[AttentionInputs, Work]:
+    q = torch.empty(1, heads, tokens, dim, dtype=torch.bfloat16)
+    work = work_of(lambda b, h, q, kv: q >= kv, ((0, tokens),), ((0, tokens),), block=128)
+    return AttentionInputs(q=q, k=q, v=q), replace(work, invariant=invariant)
 
 
 def test_deterministic_dq_takes_one_pass_or_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    q = torch.empty(1, 2, 3000, 128, dtype=torch.bfloat16)
-    dense, sparse = (
-        work_of(mod, ((0, 3000),), ((0, 3000),), block=128) for mod in (lambda b, h, q, kv: q >= kv, lambda b, h, q, kv: q == kv)
-    )
-    inputs = AttentionInputs(q=q, k=q, v=q)
+    long, short = causal_call(2, 3000), causal_call(16, 2048)
     monkeypatch.setattr(hopper, "_unsupported_reason", lambda *_: None)  # as on a Hopper GPU
-    assert _one_pass(inputs, dense, []) and _one_pass(inputs, sparse, []) and HOPPER.capabilities(inputs, dense).concurrent_backward
-    assert not HOPPER.capabilities(inputs, dense, needs=[True]).concurrent_backward
+    assert _one_pass(*long, []) and _one_pass(*short, []) and HOPPER.capabilities(*long).concurrent_backward
+    assert not HOPPER.capabilities(*long, needs=[True]).concurrent_backward
     torch.use_deterministic_algorithms(True)
     try:
-        assert _one_pass(inputs, dense, []) and not _one_pass(inputs, sparse, []) and not _one_pass(inputs, dense, [True])
-        assert not HOPPER.capabilities(inputs, dense).concurrent_backward  # concurrent launches would add in arbitrary order
+        assert _one_pass(*long, []) and not _one_pass(*short, []) and not _one_pass(*long, [True])
+        assert not HOPPER.capabilities(*long).concurrent_backward  # concurrent launches would add in arbitrary order
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_invariant_dq_takes_one_pass_where_both_ways_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "_unsupported_reason", lambda *_: None)
+    inputs, work = causal_call(2, 3000, invariant=True)
+    assert _one_pass(inputs, work, []) and not HOPPER.capabilities(inputs, work).concurrent_backward
+    assert not _one_pass(*causal_call(16, 2048, invariant=True), [])
+    assert not _one_pass(*causal_call(2, 3000, 192, invariant=True), [])  # hopper.dkv_parts rounds P
+    monkeypatch.setattr(hopper, "isolates", lambda work: True)
+    assert not _one_pass(inputs, work, [])
 
 
 @pytest.fixture(params=[True, False], ids=["ordered dQ", "separate dQ kernel"])
@@ -253,11 +267,10 @@ def test_gradients_are_right_and_the_same_in_every_run(name: str, dim: int, scor
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(("heads", "dim"), [((66, 33), 128), ((44, 44), 64)])
-def test_gradients_of_several_waves_of_key_tiles_are_right(heads: tuple[int, int], dim: int) -> None:
+def test_gradients_of_several_rounds_of_key_tiles_are_right(heads: tuple[int, int], dim: int) -> None:
     on_hopper()
     torch.manual_seed(0)
     inputs = [torch.randn(1, h, 2611, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (heads[0], heads[1], heads[1])]
-    assert choose_order(ls.causal().block_table(2611, 2611, block=128).transposed, heads[1], heads[0] // heads[1]).order == "waves"
     check_repeated_gradients(inputs, ls.causal(), None)
 
 

@@ -15,7 +15,7 @@ from tests.kernels.stub_launches import Launches, record_launches
 import longspan as ls
 from longspan._engine import attention, call_cache, prepared_call
 from longspan._engine.call_cache import CallCache
-from longspan._kernels.hopper import passes
+from longspan._kernels.hopper import kernel, passes
 from longspan._kernels.hopper.prepared import HopperBackward, HopperForward
 from longspan.testing import virtual_world
 
@@ -70,14 +70,21 @@ def test_heads_that_are_not_shared_are_rounded_by_the_kernel_itself(launches: La
     assert dkdv[6:8] == (grads[1].data_ptr(), grads[2].data_ptr()) and rounding[1:] == (grads[0].data_ptr(), 64**-0.5)
 
 
-def test_invariant_backward_passes_sum_each_row_in_one_cta(launches: Launches) -> None:
-    """dQ by a kernel of its own; the heads of a group are not divided, however few items there are. Over ranks, each side on its own."""
+@pytest.mark.parametrize(
+    ("pays", "names"),
+    [(True, ["row_terms_kernel", "dkv_kernel", "round_kernel"]), (False, ["row_terms_kernel", "dq_kernel", "dkv_kernel"])],
+)
+def test_invariant_backward_passes_do_not_divide_the_heads_of_a_group(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, pays: bool, names: list[str]
+) -> None:
+    """However few items there are. dQ with dK and dV, or by a kernel of its own; so over ranks, where each side is computed apart."""
+    monkeypatch.setattr(kernel, "ordered_dq_pays", lambda *_, **__: pays)
     tensors = qkv()
     with ls.invariant():
         out = ls.attention(*tensors, mask=ls.causal(), kernel="hopper")
     launches.clear()
     torch.autograd.grad(out.sum(), tensors)
-    assert launches.names[-3:] == ["row_terms_kernel", "dq_kernel", "dkv_kernel"]
+    assert launches.names[-3:] == names
 
     def rank(mesh: Any) -> None:
         plan = ls.plan(ls.causal(), 512, mesh)

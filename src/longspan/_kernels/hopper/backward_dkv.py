@@ -110,7 +110,7 @@ from longspan._kernels.hopper.tma_reduce import wait_until_added
 
 _DYNAMIC = [
     "items", "rows", "tiles", "heads", "kv_heads", "shared", "head_parts", "group", "heavy_rows", "q_len", "kv_len", "local_tokens",
-    "semaphores_per_head", "first_b", "first_h",
+    "semaphores_per_head", "upward", "together", "first_b", "first_h",
 ]  # fmt: skip
 
 
@@ -383,12 +383,12 @@ def dkv_kernel(
     unbounded_ptr, q_tail_ptr, k_tail_ptr, v_tail_ptr, do_tail_ptr, local_k_tail_ptr, local_v_tail_ptr, counter, semaphores,
     dk_stride, dv_stride, order, full, partial, dq_order_ptr, dq_order_before, q_side, kv_side,
     mask_captured, mask_sizes, score_captured, score_sizes,
-    items, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, local_tokens, semaphores_per_head, scale,
-    first_b, first_h,
+    items, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, local_tokens, semaphores_per_head, upward,
+    together, scale, first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     SCALE_DQ: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
     BM: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr, REGISTERS: gl.constexpr, Q_TILE: gl.constexpr, KV_TILE: gl.constexpr,
-    LEAD: gl.constexpr, BY_TILE: gl.constexpr,
+    BY_TILE: gl.constexpr, MERGED: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of key tiles, each summed over `shared` query heads, and dQ added to dq_ptr (float32) if it is not None.
 
@@ -401,6 +401,7 @@ def dkv_kernel(
     counter: one int32, 0. DS: buffers of dS. heavy_rows: key tiles of `order` whose items come first, of all heads.
     Q_TILE, KV_TILE: queries and keys of a tile of the block table.
     semaphores: int32 zeros, one per step of each head, if dQ is accumulated in a fixed order (`hopper.dq_order`), or None.
+    MERGED: as in `dkv_producer.produce`. upward, together: as in `DqOrderArgs`.
     """
     # The dQ warps still read a step's record when the producer is STAGES + 3 steps ahead.
     gl.static_assert(STAGES + 3 < STEP_SLOTS, "a step's record must live until its dQ is added")
@@ -419,16 +420,13 @@ def dkv_kernel(
     q_side = (optional(q_side[0]), optional(q_side[1]), optional(q_side[2]))
     kv_side = (optional(kv_side[0]), optional(kv_side[1]), optional(kv_side[2]))
     captured = Captured(mask_captured, mask_sizes, score_captured, score_sizes)
-    lead = None
-    if LEAD:
-        lead = partial[3]
     full, partial = RunPointers(full[0], full[1], full[2]), RunPointers(partial[0], partial[1], partial[2])
     keys = KvSource(k, Parts(optional(local_k_ptr), first_given(local_k_tail_ptr, local_k_ptr)), local_tokens)
     values = KvSource(v, Parts(optional(local_v_ptr), first_given(local_v_tail_ptr, local_v_ptr)), local_tokens)
     isolation = None if unbounded_ptr is None else StepIsolation(unbounded_ptr, norm_rows_ptr, delta_rows_ptr, mbarriers(4, 1))
     semaphores, order_bars = optional(semaphores), OrderBarriers(optional(None), optional(None))
     PREFETCH: gl.constexpr = BM == 64 and D_TAIL == 0 and (DP <= 64 or SCORE is not None)
-    dq_order = DqOrderArgs(optional(dq_order_ptr), optional(dq_order_before), semaphores_per_head)
+    dq_order = DqOrderArgs(optional(dq_order_ptr), optional(dq_order_before), semaphores_per_head, upward, together)
     if semaphores is not None:
         order_bars = OrderBarriers(mbarriers(STEP_SLOTS, 1), mbarriers(STEP_SLOTS, 1))
     if DQ:
@@ -451,10 +449,10 @@ def dkv_kernel(
                 1, MASK, SCORE, JOINT, UNIFORM, SCALE_DQ, PREFETCH, BM, D, DP, D_TAIL, E, EP, STAGES, DS,
             )),
             (produce, (
-                counter, items, q, keys, values, do, norm_ptr, delta_ptr, order, full, partial, optional(lead),
+                counter, items, q, keys, values, do, norm_ptr, delta_ptr, order, full, partial,
                 dq_order, order_bars.described, q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len,
                 kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation), PER_BATCH, PER_HEAD, TILE, BM, STAGES,
-                STAGES, Q_TILE, KV_TILE, BY_TILE,
+                STAGES, Q_TILE, KV_TILE, BY_TILE, MERGED,
             )),
             (_add_dq, (
                 dq_ptr, semaphores, dq_s.index(0), steps_s, BufferBarriers(dq_full.index(0), dq_empty.index(0)), order_bars, 0, DP, D_TAIL,
@@ -478,9 +476,9 @@ def dkv_kernel(
                 1, MASK, SCORE, JOINT, UNIFORM, False, False, True, BM, D, DP, E, EP, STAGES, DS,
             )),
             (produce, (
-                counter, items, q, keys, values, do, norm_ptr, delta_ptr, order, full, partial, optional(lead),
+                counter, items, q, keys, values, do, norm_ptr, delta_ptr, order, full, partial,
                 dq_order, order_bars.described, q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len,
                 kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation), PER_BATCH, PER_HEAD, TILE, BM, STAGES,
-                STAGES, Q_TILE, KV_TILE, BY_TILE,
+                STAGES, Q_TILE, KV_TILE, BY_TILE, MERGED,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip

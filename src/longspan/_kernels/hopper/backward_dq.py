@@ -65,6 +65,7 @@ from longspan._kernels.hopper.head_dim_parts import (
     held_operand,
     part_2d,
     ring_of,
+    start_block_sum,
     start_scores,
     start_sum,
     store_sum,
@@ -178,10 +179,14 @@ def _compute(
     norm_ptr, delta_ptr, dq_ptr, dq_stride, captured, grads,
     heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
     GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, SCATTER: gl.constexpr,
-    ADD: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr,
+    ADD: gl.constexpr, BY_BLOCK: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr,
     STAGES: gl.constexpr, V_STAGES: gl.constexpr, ISOLATE: gl.constexpr, KV_PAIRS: gl.constexpr, HEAD_PAIRS: gl.constexpr,
 ):  # fmt: skip
     """A compute warp group: 64 of the item's 128 queries. q_s, k_s, v_s, do_s: `Parts`."""
+    gl.static_assert(not BY_BLOCK or (N == 128 and DP <= 128 and D_TAIL == 0), "a block is a key tile of `hopper.backward_dkv`")
+    # Columns of both parts of the sum.
+    MAIN: gl.constexpr = 64 if BY_BLOCK else DP
+    TAIL: gl.constexpr = DP - 64 if BY_BLOCK else D_TAIL
     dtype: gl.constexpr = k_s.main.dtype
     D_PARTS: gl.constexpr = 2 if D_TAIL else 1
     ROW_WISE: gl.constexpr = DP + D_TAIL <= 128 and v_s.main.shape[4] <= 128 and v_s.tail.shape[4] == v_s.main.shape[4]
@@ -210,7 +215,7 @@ def _compute(
         if UNIFORM is not None:
             score = UNIFORM(b + first_b, h + first_h, captured.score, captured.score_sizes)
             of_head = Captured(captured.mask, captured.mask_sizes, score, captured.score_sizes)
-        dq = zero_sum(GROUP_ROWS, DP, D_TAIL)
+        dq = zero_sum(GROUP_ROWS, MAIN, TAIL)
         q = held_operand(part_2d(q_s, GROUP), operand, Q_IN_REGISTERS)
         do = held_operand(part_2d(do_s, GROUP), operand, DO_IN_REGISTERS)
         mbarrier.wait(bars.k_full.index(ring_slot(i, STAGES)), ring_phase(i, STAGES))
@@ -249,12 +254,20 @@ def _compute(
                     p * (dp - delta), slope, b + first_b, h + first_h, q_pos, kv, valid, of_head.score, of_head.score_sizes, grads
                 )  # fmt: skip
                 ds = gl.where(valid, ds, 0.0)
-            dq_next = start_sum(ds.to(dtype), part_2d(k_s, stage), dq, D_TAIL)
+            if BY_BLOCK:
+                dq_next = start_block_sum(ds.to(dtype), part_2d(k_s, stage).main, DP)
+                if TAIL > 0:  # here: there are too few registers for both parts beside the next scores
+                    dq = Parts(dq.main, dq.tail + warpgroup_mma_wait(1, deps=[dq_next.tail]))
+            else:
+                dq_next = start_sum(ds.to(dtype), part_2d(k_s, stage), dq, D_TAIL)
             after = i + 1
             mbarrier.wait(bars.k_full.index(ring_slot(after, STAGES)), ring_phase(after, STAGES))
             kind = block_field(blocks_s, ring_slot(after, BLOCK_SLOTS), KIND)
             s_next = start_scores(q, part_2d(k_s, ring_slot(after, STAGES)), zeros)
-            dq = wait_sum(dq_next, D_PARTS, D_TAIL)
+            if BY_BLOCK:
+                dq = Parts(dq.main + warpgroup_mma_wait(1, deps=[dq_next.main]), dq.tail)
+            else:
+                dq = wait_sum(dq_next, D_PARTS, D_TAIL)
             mbarrier.arrive(bars.k_empty.index(stage), count=1)
             s = warpgroup_mma_wait(0, deps=[s_next])
             i = after
@@ -266,7 +279,7 @@ def _compute(
         i += 1
         t += 1
         # + 0, as above; a multiple of 16, so that the alignment of rows stays known
-        store_sum(dq_ptr, dq_stride, b, h, dq, scale, row, left, (i >> 30) * 16, D, DP, D_TAIL, ADD, ROW_WISE)
+        store_sum(dq_ptr, dq_stride, b, h, dq, scale, row, left, (i >> 30) * 16, D, MAIN, TAIL, ADD, ROW_WISE)
         mbarrier.wait(q_bars.full, t & 1)
         b = load_int(item_s, ITEM_BATCH)
 
@@ -278,7 +291,7 @@ def dq_kernel(
     order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes, grads,
     items, rows, tiles, heads, shared, group, q_len, kv_len, local_tokens, scale, first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, SCATTER: gl.constexpr, ADD: gl.constexpr,
-    PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
+    BY_BLOCK: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, E_TAIL: gl.constexpr,
     N: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     KV_PAIRS: gl.constexpr, HEAD_PAIRS: gl.constexpr, LEAD: gl.constexpr,
@@ -287,6 +300,7 @@ def dq_kernel(
 
     q_ptr, k_ptr, v_ptr, do_ptr: TMA descriptors. local_k_ptr, local_v_ptr, local_tokens: `KvSource`. counter: one int32, 0.
     DP, D_TAIL, EP, E_TAIL, x_tail_ptr: as in `backward_wide.wide_dkv_kernel`. unbounded_ptr: as in `backward_dkv.dkv_kernel`.
+    BY_BLOCK: dQ of each block is computed from 0 and added in float32, with the bits of the sums of `backward_dkv` in ascending order.
     KV_PAIRS, HEAD_PAIRS: see `hopper.half_blocks`. The TMA descriptors of K and V are then those of `load_halves`.
     """
     gl.static_assert(STAGES <= BLOCK_SLOTS, "a block's record must live until the block is computed")
@@ -316,13 +330,13 @@ def dq_kernel(
         (_compute, (
             norm_ptr, delta_ptr, dq_ptr, dq_stride, captured, grads,
             heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
-            0, MASK, SCORE, JOINT, UNIFORM, SCATTER, ADD, N, D, DP, D_TAIL, STAGES, V_STAGES, ISOLATE,
+            0, MASK, SCORE, JOINT, UNIFORM, SCATTER, ADD, BY_BLOCK, N, D, DP, D_TAIL, STAGES, V_STAGES, ISOLATE,
             KV_PAIRS, HEAD_PAIRS,
         )),
         (_compute, (
             norm_ptr, delta_ptr, dq_ptr, dq_stride, captured, grads,
             heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, do_s, blocks_s, item_s, q_bars, bars,
-            1, MASK, SCORE, JOINT, UNIFORM, SCATTER, ADD, N, D, DP, D_TAIL, STAGES, V_STAGES, ISOLATE,
+            1, MASK, SCORE, JOINT, UNIFORM, SCATTER, ADD, BY_BLOCK, N, D, DP, D_TAIL, STAGES, V_STAGES, ISOLATE,
             KV_PAIRS, HEAD_PAIRS,
         )),
         (produce, (

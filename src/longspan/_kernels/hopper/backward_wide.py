@@ -84,7 +84,7 @@ from longspan._kernels.hopper.pipeline import (
 
 _DYNAMIC = [
     "items", "rows", "tiles", "heads", "kv_heads", "shared", "head_parts", "group", "heavy_rows", "q_len", "kv_len", "local_tokens",
-    "first_b", "first_h",
+    "upward", "together", "first_b", "first_h",
 ]  # fmt: skip
 
 P_SLOTS = gl.constexpr(2)
@@ -221,11 +221,12 @@ def wide_dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dk_ptr, dv_ptr, local_k_ptr, local_v_ptr, norm_rows_ptr, delta_rows_ptr,
     unbounded_ptr, q_tail_ptr, k_tail_ptr, v_tail_ptr, do_tail_ptr, local_k_tail_ptr, local_v_tail_ptr, counter,
     dk_stride, dv_stride, order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
-    items, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, local_tokens, scale, first_b, first_h,
+    items, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, local_tokens, upward, together, scale,
+    first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, E_TAIL: gl.constexpr,
     BM: gl.constexpr, STAGES: gl.constexpr, DO_STAGES: gl.constexpr, REGISTERS: gl.constexpr, Q_TILE: gl.constexpr, KV_TILE: gl.constexpr,
-    LEAD: gl.constexpr, BY_TILE: gl.constexpr,
+    BY_TILE: gl.constexpr, MERGED: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of key tiles, each summed over `shared` query heads. Arguments as in `backward_dkv.dkv_kernel`.
 
@@ -255,9 +256,6 @@ def wide_dkv_kernel(
     q_side = (optional(q_side[0]), optional(q_side[1]), optional(q_side[2]))
     kv_side = (optional(kv_side[0]), optional(kv_side[1]), optional(kv_side[2]))
     captured = Captured(mask_captured, mask_sizes, score_captured, score_sizes)
-    lead = None
-    if LEAD:
-        lead = partial[3]
     full, partial = RunPointers(full[0], full[1], full[2]), RunPointers(partial[0], partial[1], partial[2])
     keys = KvSource(k, Parts(optional(local_k_ptr), first_given(local_k_tail_ptr, local_k_ptr)), local_tokens)
     values = KvSource(v, Parts(optional(local_v_ptr), first_given(local_v_tail_ptr, local_v_ptr)), local_tokens)
@@ -274,9 +272,9 @@ def wide_dkv_kernel(
             BM, 2 if E_TAIL else 1, IN_REGISTERS, D, DP, D_TAIL, STAGES, DO_STAGES,
         )),
         (produce, (
-            counter, items, q, keys, values, do, norm_ptr, delta_ptr, order, full, partial, optional(lead),
-            DqOrderArgs(optional(None), optional(None), 0), optional(None), q_side, kv_side, rows, tiles, heads, kv_heads, shared,
-            head_parts, group, heavy_rows, q_len, kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation), PER_BATCH,
-            PER_HEAD, KEYS, BM, STAGES, DO_STAGES, Q_TILE, KV_TILE, BY_TILE,
+            counter, items, q, keys, values, do, norm_ptr, delta_ptr, order, full, partial,
+            DqOrderArgs(optional(None), optional(None), 0, upward, together), optional(None), q_side, kv_side, rows, tiles, heads, kv_heads,
+            shared, head_parts, group, heavy_rows, q_len, kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation),
+            PER_BATCH, PER_HEAD, KEYS, BM, STAGES, DO_STAGES, Q_TILE, KV_TILE, BY_TILE, MERGED,
         )),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

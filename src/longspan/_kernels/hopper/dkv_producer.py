@@ -87,11 +87,17 @@ class KeyTileBarriers(NamedTuple):
 
 
 class DqOrderArgs(NamedTuple):
-    """The tensors of `hopper.dq_order.DqOrder` as pointers, or None, and the number of semaphores per head."""
+    """The tensors of `hopper.dq_order.DqOrder` as pointers, or None, and the number of semaphores per head.
+
+    upward: key tiles below this number walk their queries upwards, the others downwards; launches pass 0. together: query heads that are
+    walked together at each query tile.
+    """
 
     ptr: Any
     before: Any
     semaphores_per_head: Any
+    upward: Any
+    together: Any
 
 
 @gluon.jit
@@ -192,19 +198,35 @@ def _load_item(item_number, keys, values, b, head, head_parts, row, pos, left, k
 
 
 @gluon.jit
+def _next_run(i, fulls, partials, full, partial, full_run, full_runs, partial_run, partial_runs, down):
+    """(first tile, last tile, whether partial, full runs so far) of run i of a table row, in the order of tiles: downwards if `down`.
+
+    fulls: full runs so far. partials: i − fulls.
+    """
+    step = gl.where(down, -1, 1)
+    of_full = gl.where(down, full_run + full_runs - 1, full_run) + step * fulls
+    of_partial = gl.where(down, partial_run + partial_runs - 1, partial_run) + step * partials
+    next_full = gl.load(full.first + of_full, mask=fulls < full_runs, other=gl.where(down, -1, _NO_TILE))
+    next_partial = gl.load(partial.first + of_partial, mask=partials < partial_runs, other=gl.where(down, -1, _NO_TILE))
+    masked = (next_partial > next_full) == down
+    last = gl.load(gl.where(masked, partial.last + of_partial, full.last + of_full))
+    return gl.where(masked, next_partial, next_full), last, masked, fulls + gl.where(masked, 0, 1)
+
+
+@gluon.jit
 def produce(
-    counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, lead, dq_order, described, q_side, kv_side,
+    counter, items, q_ptr, keys, values, do_ptr, norm_ptr, delta_ptr, order, full, partial, dq_order, described, q_side, kv_side,
     rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, k_s, v_s, buffers, item_s, item_bars, bars,
     isolation, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     KEYS: gl.constexpr, BM: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr, Q_TILE: gl.constexpr, KV_TILE: gl.constexpr,
-    BY_TILE: gl.constexpr,
+    BY_TILE: gl.constexpr, MERGED: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: takes items (KEYS keys) from the global counter and loads each item's keys, values and steps of queries.
 
     q_ptr, do_ptr, k_s, v_s: `Parts`.
-    With ordered dQ, `described` holds mbarriers that complete when a step's record is written, and the steps of a head come in ascending
-    order of queries: full and partial runs are merged. Otherwise full runs come first, after `lead` partial runs of
-    the table row if it is not None (`launch.ascending_runs`), and `described` is None.
+    MERGED: full and partial runs are walked in the order of query tiles, for each tile the steps of several heads (`DqOrderArgs`); so with
+    ordered dQ, for which `described` holds mbarriers that complete when a step's record is written. Otherwise heads come one after
+    the other, each with its full runs first, and `described` is None.
     isolation: `StepIsolation`, or None. Q_TILE, KV_TILE: queries and keys of a tile of the block table. If a
     step has more queries than a tile, it has the same queries of two heads (`hopper.half_blocks`).
     BY_TILE: norm and delta are in the order of tiles (`row_terms.rows_by_tile`).
@@ -228,54 +250,63 @@ def produce(
         kv_row, kv_pos, kv_left = span(tile * KEY_SUBS + sub, kv_len, kv_side, KEY_SUBS, KEYS)
         kv_loaded = 0
         # The second half of a short tile may have no key.
-        for j in range(0, gl.where(kv_left > 0, shared, 0) if KEY_SUBS > 1 else shared, HEADS):
-            h = head * shared + j
-            table = table_row(tile, b, h, tiles, heads, PER_BATCH, PER_HEAD)
+        item_heads = gl.where(kv_left > 0, shared, 0) if KEY_SUBS > 1 else shared
+        for j in range(0, item_heads, dq_order.together if MERGED else HEADS):
+            first_head = head * shared + j
+            last_head = first_head + (dq_order.together if MERGED else 1)
+            table = table_row(tile, b, first_head, tiles, heads, PER_BATCH, PER_HEAD)
             full_run, partial_run = gl.load(full.ptr + 2 * table), gl.load(partial.ptr + 2 * table)
             full_runs, partial_runs = gl.load(full.ptr + 2 * table + 1) - full_run, gl.load(partial.ptr + 2 * table + 1) - partial_run
-            first_runs = gl.load(lead + table) if lead is not None else 0  # partial runs before the full ones
+            if MERGED:
+                down = tile >= dq_order.upward
+                fulls = 0
             if ORDERED:
-                nth = gl.load(dq_order.ptr + table)  # query tiles of the table row so far
-                full_seen = 0
+                nth = gl.load(dq_order.ptr + table + gl.where(down, 1, 0))  # query tiles of the table row so far; from its end if `down`
             for i in range(full_runs + partial_runs):
-                if ORDERED:
-                    r, next_partial = full_run + full_seen, partial_run + i - full_seen
-                    first_partial = gl.load(partial.first + next_partial, mask=i - full_seen < partial_runs, other=_NO_TILE)
-                    masked = first_partial < gl.load(full.first + r, mask=full_seen < full_runs, other=_NO_TILE)
-                    r = gl.where(masked, next_partial, r)
-                    full_seen += gl.where(masked, 0, 1)
+                if MERGED:
+                    first, last, masked, fulls = _next_run(
+                        i, fulls, i - fulls, full, partial, full_run, full_runs, partial_run, partial_runs, down
+                    )  # fmt: skip
                 else:
-                    masked, nth_partial = i >= full_runs, i - full_runs
-                    if lead is not None:
-                        masked = (i < first_runs) | (i >= first_runs + full_runs)
-                        nth_partial = gl.where(i < first_runs, i, i - full_runs)
-                    r = gl.where(masked, partial_run + nth_partial, full_run + i - first_runs)
-                first = gl.load(gl.where(masked, partial.first, full.first) + r)
-                last = gl.load(gl.where(masked, partial.last, full.last) + r)
+                    masked = i >= full_runs
+                    r = gl.where(masked, partial_run + i - full_runs, full_run + i)
+                    first = gl.load(gl.where(masked, partial.first, full.first) + r)
+                    last = gl.load(gl.where(masked, partial.last, full.last) + r)
                 kind = gl.where(masked, PARTIAL, gl.where(kv_left < KEYS, SHORT, FULL))
                 row_from, pos_from, left_from = run_place(first, last, q_len, q_side, SUBS, QUERIES)
                 # Steps without a query are skipped.
-                for n in range(first * SUBS, gl.minimum((last + 1) * SUBS, (left_from + (QUERIES - 1)) // QUERIES)):
-                    earlier_adds, semaphore = None, None
-                    if ORDERED:
-                        earlier_adds = gl.load(dq_order.before + nth + n // SUBS - first)
-                        semaphore = (b * heads + h) * dq_order.semaphores_per_head + n
-                    at = n * QUERIES
-                    isolated = _load_step(
-                        it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row_from + at, at if BY_TILE else row_from + at,
-                        pos_from + at, left_from - at,
-                        b * heads + h, q_len, kind, earlier_adds, semaphore, described, buffers, bars, isolation, unbounded, isolated,
-                        BM, Q_STAGES, DO_STAGES,
-                    )  # fmt: skip
-                    it += 1
-                    # After the first step: its stage is empty before the buffers of keys and values are.
-                    if kv_loaded == 0:
-                        _load_item(
-                            t, keys, values, b, head, head_parts, kv_row, kv_pos, kv_left, k_s, v_s, item_s, item_bars, isolation, unbounded
-                        )  # fmt: skip
-                    kv_loaded = 1
+                end = gl.minimum((last + 1) * SUBS, (left_from + (QUERIES - 1)) // QUERIES)
+                tile_count = last + 1 - first
                 if ORDERED:
-                    nth += last + 1 - first
+                    nth -= gl.where(down, tile_count, 0)
+                for m in range(tile_count if MERGED else 1):
+                    begin, stop = first * SUBS, end
+                    if MERGED:
+                        begin = gl.where(down, last - m, first + m) * SUBS
+                        stop = gl.minimum(begin + SUBS, end)
+                    for h in range(first_head, last_head):
+                        for n in range(begin, stop):
+                            earlier_adds, semaphore = None, None
+                            if ORDERED:
+                                earlier_adds = gl.load(dq_order.before + nth + n // SUBS - first)
+                                semaphore = (b * heads + h) * dq_order.semaphores_per_head + n
+                            at = n * QUERIES
+                            isolated = _load_step(
+                                it, q_ptr, do_ptr, norm_ptr, delta_ptr, b, h, row_from + at, at if BY_TILE else row_from + at,
+                                pos_from + at, left_from - at,
+                                b * heads + h, q_len, kind, earlier_adds, semaphore, described, buffers, bars, isolation, unbounded,
+                                isolated, BM, Q_STAGES, DO_STAGES,
+                            )  # fmt: skip
+                            it += 1
+                            # After the first step: its stage is empty before the buffers of keys and values are.
+                            if kv_loaded == 0:
+                                _load_item(
+                                    t, keys, values, b, head, head_parts, kv_row, kv_pos, kv_left, k_s, v_s, item_s, item_bars, isolation,
+                                    unbounded,
+                                )  # fmt: skip
+                            kv_loaded = 1
+                if ORDERED:
+                    nth += gl.where(down, 0, tile_count)
         if kv_loaded == 0:
             _load_item(
                 t, keys, values, b, head, head_parts, kv_row, kv_pos, kv_left, k_s, v_s, item_s, item_bars, isolation, unbounded

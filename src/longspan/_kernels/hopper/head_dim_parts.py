@@ -140,6 +140,19 @@ def wait_sum(acc, PENDING: gl.constexpr, TAIL: gl.constexpr):
 
 
 @gluon.jit
+def start_block_sum(weights, right, DIM: gl.constexpr):
+    """Start the wgmma weights · right of a block, from 0: `Parts` of 64 columns, a commit group each, that of the second part first."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    left = gl.convert_layout(weights, gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2))
+    zeros = gl.full([weights.shape[0], 64], 0.0, gl.float32, layout=layout)
+    if DIM > 64:
+        tail = warpgroup_mma(left, right.slice(64, 64, dim=1), zeros, use_acc=False, is_async=True)
+        return Parts(warpgroup_mma(left, right.slice(0, 64, dim=1), zeros, use_acc=False, is_async=True), tail)
+    else:
+        return Parts(warpgroup_mma(left, right, zeros, use_acc=False, is_async=True), 0)
+
+
+@gluon.jit
 def store_sum(
     ptr, strides, b, head, acc, factor, row, left, zero,
     DIM: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr, ADD: gl.constexpr, ROW_WISE: gl.constexpr,

@@ -21,7 +21,7 @@ from longspan._kernels.gpu.lookup_bounds import check_lookups
 from longspan._kernels.gpu.row_terms import delta as row_delta
 from longspan._kernels.gpu.row_terms import empty_padded_rows, padded_rows
 from longspan._kernels.gpu.selected_tables import tile_of, tiled_work
-from longspan._kernels.hopper.config import HOPPER, MAX_DIM, computes_dq_with_dkv
+from longspan._kernels.hopper.config import HOPPER, MAX_DIM, computes_dq_with_dkv, takes_wide_dkv
 from longspan._kernels.hopper.dq_order import ordered_dq_pays
 from longspan._kernels.hopper.gathered_call import GatheredCall, GatheredKeys, gathers_heads
 from longspan._kernels.hopper.gqa_split import head_parts_of, order_sizes
@@ -105,7 +105,7 @@ class HopperKernel:
             return Capabilities(unsupported=reason)
         # Deterministic: TMA reductions of two concurrent launches would add to dQ in arbitrary order.
         deterministic = torch.are_deterministic_algorithms_enabled()
-        concurrent = not deterministic and _supports_backward(inputs, work) and _one_pass(inputs, work, needs)
+        concurrent = not deterministic and not work.invariant and _supports_backward(inputs, work) and _one_pass(inputs, work, needs)
         return Capabilities(two_kv_buffers=True, concurrent_backward=concurrent, rounds_kv_grads_once=True)
 
     def block_size(self, inputs: AttentionInputs, table: BlockTable) -> tuple[int, int]:
@@ -182,7 +182,9 @@ class HopperKernel:
         lse, grad_out, grad_lse = tensors.lse.contiguous(), streamable(tensors.grad_out), tensors.grad_lse
         call = HopperCall(inputs, work)
         norm, delta = (empty_padded_rows(lse) if t is None else padded_rows(t) for t in (tensors.norm, tensors.delta))
-        one_pass = _one_pass(inputs, work, needs) and (into is None or launch.describable(into.q))
+        one_pass = tensors.side == "all" and _one_pass(inputs, work, needs) and (into is None or launch.describable(into.q))
+        # Sums that include the scale have other bits than those of the separate dQ kernel.
+        one_pass = one_pass and not (work.invariant and (wide or into is not None))
         total = None if not one_pass else grads.q if into is not None else torch.empty(q.shape, dtype=torch.float32, device=q.device)
         term_tensors = {
             "q_ptr": call.q if isolates(work) else None, "out_ptr": tensors.out if tensors.delta is None else None, "do_ptr": grad_out,
@@ -202,7 +204,7 @@ class HopperKernel:
         if parts > 1:  # each part of a KV head's query heads fills its own dK and dV, summed below
             dk, dv = (torch.empty((t.shape[0], t.shape[1] * parts, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (dk, dv))
         rounded = into is None and not wide
-        ordered = one_pass and deterministic
+        ordered = one_pass and (deterministic or work.invariant)
         call.launch(call.dkdv_pass(row_grads, dk, dv, total, ordered=ordered, rounded=rounded))
         if not rounded:
             if parts > 1:
@@ -226,7 +228,8 @@ class HopperKernel:
         if any(needs) and torch.are_deterministic_algorithms_enabled():  # `check_order` may have to warn at every call
             return None
         one_pass = _one_pass(inputs, work, needs)
-        return HopperBackward.of(tensors, work, one_pass=one_pass, ordered=one_pass and torch.are_deterministic_algorithms_enabled())
+        ordered = one_pass and (work.invariant or torch.are_deterministic_algorithms_enabled())
+        return HopperBackward.of(tensors, work, one_pass=one_pass, ordered=ordered)
 
     def prepare_forward_step(
         self, inputs: AttentionInputs, work: Work, *, state: State | None, result: State, final: bool
@@ -316,16 +319,19 @@ def _supports_backward(inputs: AttentionInputs, work: Work) -> bool:
 def _one_pass(inputs: AttentionInputs, work: Work, needs: Sequence[bool]) -> bool:
     """Whether the dK/dV kernel computes dQ too."""
     q, v = inputs.q, inputs.v
-    if work.invariant or work.kv_tiles.block < BLOCK_SIZE or any(needs):
+    if work.kv_tiles.block < BLOCK_SIZE or any(needs):
         return False
     if not computes_dq_with_dkv(q.shape[-1], v.shape[-1], scored=work.score is not None):
         return False
-    if not torch.are_deterministic_algorithms_enabled():
+    # Where `hopper.backward_dq` has the bits of this kernel.
+    if work.invariant and (takes_wide_dkv(q.shape[-1], v.shape[-1]) or isolates(work)):
+        return False
+    if not work.invariant and not torch.are_deterministic_algorithms_enabled():
         return True
     # The fixed order follows from a table on the host that does not change.
     if work.device_tables is not None or isinstance(work.table, StaticTable):
         return False
-    return ordered_dq_pays(work.table, *order_sizes(q, v, work), scored=work.score is not None)
+    return ordered_dq_pays(work.table, *order_sizes(q, v, work), scored=work.score is not None, invariant=work.invariant)
 
 
 def _has_empty_kv(inputs: AttentionInputs) -> bool:

@@ -41,7 +41,7 @@ from longspan._kernels.hopper.config import (
     wide_dkv_config,
 )
 from longspan._kernels.hopper.descriptors import part_descriptors, row_descriptor, tile_descriptor, width
-from longspan._kernels.hopper.dq_order import choose_order, dq_order
+from longspan._kernels.hopper.dq_order import choose_order, dq_order, heads_of_tables
 from longspan._kernels.hopper.epilogue import MAX_SPLIT_DIM
 from longspan._kernels.hopper.first_items import first_records
 from longspan._kernels.hopper.forward import forward_kernel
@@ -85,7 +85,9 @@ class HopperCall(LaunchCall):
             self._local_kv, self._local_tokens = (streamable(local_k), streamable(local_v)), local_k.shape[2]
 
     def invariant_order(self, one: Pass) -> launch.RunOrder:
-        return "descending" if one.name == "forward" else "ascending"  # the forward kernel walks partial runs first
+        if one.name == "forward":
+            return "descending"  # it walks partial runs first
+        return "ascending" if one.name == "dq" else "by kind"  # the kernel of dK and dV merges runs itself (MERGED)
 
     def forward(self, result: State, old: State | None, *, done: Tensor | None = None) -> None:
         """Fill the rows of `result` that see a key, merged with `old`, which may be the same state.
@@ -229,8 +231,8 @@ class HopperCall(LaunchCall):
             "local_k_ptr": self._local_kv[0], "local_v_ptr": self._local_kv[1], "unbounded_ptr": unbounded, **self._tails(grad_out),
         }  # fmt: skip
         grads = tuple(g for g in captured if g is not None) or (norm,)
-        needs = tuple(g is not None for g in captured)
-        settings = {"ADD": add, "SCATTER": any(needs)}
+        needs, q_dim, v_dim = tuple(g is not None for g in captured), self.q.shape[-1], self.v.shape[-1]
+        settings = {"ADD": add, "SCATTER": any(needs), "BY_BLOCK": self.work.invariant and not takes_wide_dkv(q_dim, v_dim)}
         return Pass(name="dq", kernel=dq_kernel, tensors=tensors, settings=settings, needs=needs, grads=grads, busy_only=add)
 
     def dkdv_pass(self, row_grads: RowGrads, dk: Tensor, dv: Tensor, dq: Tensor | None, *, ordered: bool, rounded: bool) -> Pass:
@@ -322,12 +324,14 @@ class HopperCall(LaunchCall):
             more |= {"BM": config.m, "DS": 4 if d <= 64 and config.m == 64 else 2, "DO_STAGES": config.second_stages}
             more |= {"Q_TILE": min(128, self.work.q_tiles.block), "KV_TILE": min(128, self.work.kv_tiles.block)}
             more["heavy_rows"] = 0 if known["ordered"] else outlier_rows(self.work.table.nominal.transposed)
-            more |= {"dq_order_ptr": None, "dq_order_before": None, "semaphores_per_head": 0}
-            if known["ordered"]:
-                by_keys, together = self.work.table.transposed, order_sizes(q, v, self.work)
-                fixed = dq_order(by_keys, *together, q.device)
-                shared["order"] = fixed.order
-                if choose_order(by_keys, *together).order == "waves" and not shared["PER_HEAD"]:
+            more |= {"dq_order_ptr": None, "dq_order_before": None, "semaphores_per_head": 0, "upward": 0}
+            by_keys = self.work.table.transposed if known["ordered"] or self.work.invariant else None
+            more |= {"MERGED": by_keys is not None, "together": 1 if by_keys is None else heads_of_tables(by_keys, shared["shared"])}
+            if by_keys is not None and known["ordered"]:
+                choice = choose_order(by_keys, *order_sizes(q, v, self.work), invariant=self.work.invariant)
+                fixed = dq_order(by_keys, shared["shared"], q.device)
+                shared["order"], more["together"] = fixed.order, choice.together
+                if choice.all_heads and not shared["PER_HEAD"]:
                     shared["group"] = shared["kv_heads"]
                 steps = self.work.table.q_tiles * (self.work.q_tiles.block // config.m)
                 more |= {"dq_order_ptr": fixed.ptr, "dq_order_before": fixed.before, "semaphores_per_head": steps}
