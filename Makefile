@@ -11,7 +11,7 @@ WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # and clearing new pages takes 3 % of the time.
 RUN_TESTS := OMP_NUM_THREADS=1 MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_MMAP_THRESHOLD_=1000000000 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help install demo style test test-torches test-all test-faults fuzz mutants test-gpu campaign-gpu sanitize-gpu lint bench bench-gpu docs docs-serve clean
+.PHONY: help install demo kernels style test test-torches test-all test-faults fuzz mutants test-gpu campaign-gpu sanitize-gpu lint bench bench-gpu docs docs-serve clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,9 @@ $(STAMP): pyproject.toml constraints-dev.txt
 
 demo: install ## a packed batch over four processes, forward and backward, compared with one process
 	$(BIN)/python -m longspan.cli demo
+
+kernels: install ## compile the kernels that are part of the package, for Hopper GPUs; needs none. Only those that changed
+	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(BIN)/python tests/kernels/build_prebuilt.py
 
 style: install
 	$(BIN)/ruff check .

@@ -29,9 +29,10 @@ def warm(
 ) -> int:
     """Compile the kernels of an attention call, forward and backward in parallel threads, into Triton's cache on disk.
 
-    Later processes of this machine, and later calls of this one, find them there. Kernels depend on dtype, head dims, `mask` and
-    `score_mod` as programs; of head counts and lengths, only on whether few KV heads leave SMs idle in the backward pass. Nothing is
-    computed. Calls with a plan are not supported: their kernels are compiled at the first call.
+    Later processes of this machine, and later calls of this one, take them from there. Kernels of common calls are part of the package and
+    are not compiled. Kernels depend on dtype, head dims, `mask` and `score_mod` as programs; of head counts and lengths, only on whether
+    few KV heads leave SMs idle in the backward pass. Nothing is computed. Calls with a plan are not supported: their kernels compile at
+    the first call.
 
     Args:
         mask, score_mod, kernel: As for `attention`.
@@ -43,7 +44,8 @@ def warm(
         device: A CUDA device of the kind that the job will use.
 
     Returns:
-        The number of kernels that were compiled or found on disk. 0: this process had compiled them all, or `kernel` is not compiled.
+        The number of kernels that were compiled, or taken from disk or from the package. 0: this process had them all, or `kernel`
+        is not compiled.
     """
     device = torch.device(device)
     if device.type != "cuda":

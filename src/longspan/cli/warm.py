@@ -26,8 +26,9 @@ def warm(
 ) -> None:
     """Compile attention kernels before a job begins.
 
-    The kernels go into Triton's cache on disk; forward and backward compile in parallel. A job that begins afterwards finds them there, on
-    every rank of this machine. Calls with a plan compile their kernels at the first call.
+    The kernels go into Triton's cache on disk, compiled or, for common calls, taken from the package; forward and backward compile in
+    parallel. A job that begins afterwards takes them from there, on every rank of this machine. Calls with a plan compile their kernels at
+    the first call.
     """
     length, (q_heads, kv_heads) = parse.count(tokens, "--tokens"), parse.heads(heads)
     if dtype not in DTYPES:

@@ -53,13 +53,16 @@ _waiting: ContextVar[list[Job] | None] = ContextVar("longspan_waiting_compile_jo
 def compile_kernel(kernel: Any, arguments: Sequence[Any], options: dict[str, int]) -> Any:
     """The compiled kernel for these arguments, from Triton's caches if they have it. Nothing is loaded or launched."""
     _shorten_triton_key()
+    from longspan._kernels.gpu.prebuilt import may_be_prebuilt
+
     starting = start_driver()
-    with suppress(AttributeError):
-        _ = kernel.cache_key  # a hash of all functions that it calls, which Triton needs later, made while the driver starts
+    if not may_be_prebuilt(kernel, arguments):
+        with suppress(AttributeError):
+            _ = kernel.cache_key  # a hash of all functions that it calls, which Triton needs later, made while the driver starts
     starting.join()
     with suppress(AttributeError):
         kernel.device_caches[driver.active.get_current_device()]  # sets `compile`
-        kernel.compile = _compile_once
+        kernel.compile = _take_or_compile
     # Triton traces an overflow check for every integer operation, and drops it unless it compiles for debugging.
     return kernel.warmup(*arguments, grid=(1,), sanitize_overflow=knobs.runtime.debug, **options)
 
@@ -75,6 +78,13 @@ def start_driver() -> threading.Thread:
     thread = threading.Thread(target=make, name="longspan-driver")
     thread.start()
     return thread
+
+
+def _take_or_compile(src: Any, target: Any = None, options: Any = None, **more: Any) -> Any:
+    """The kernel that the package has, or else a compiled one."""
+    from longspan._kernels.gpu.prebuilt import prebuilt_kernel
+
+    return prebuilt_kernel(src, target, options or {}) or _compile_once(src, target, options, **more)
 
 
 def _compile_once(src: Any, target: Any = None, options: Any = None, **more: Any) -> Any:
