@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +18,7 @@ pytest.importorskip("triton.experimental.gluon")
 from tests.kernels.shards import work_of
 
 import longspan as ls
+from longspan._kernels.hopper.isolation import isolates
 from longspan._kernels.hopper.passes import HopperCall
 from longspan._kernels.protocol import AttentionInputs
 from longspan.testing import virtual_world
@@ -57,36 +59,37 @@ def causal_call(length: int, local: int = 0) -> tuple[HopperCall, list[Tensor]]:
     return call, [*kv, torch.zeros(2, 4, 100), torch.zeros(2, 4, 100)]
 
 
-def flag(call: HopperCall, terms: tuple[Tensor, Tensor] | None) -> int:
-    unbounded = call.unbounded(terms)
-    assert unbounded is not None
-    return int(unbounded)
+def flag(call: HopperCall, norm: Tensor, delta: Tensor, *, scanned: bool) -> int:
+    flag = torch.zeros(1, dtype=torch.int32)
+    for launch, tensors in call.unbounded(norm, delta, flag, scanned=scanned):
+        launch(tensors, {})
+    return int(flag)
 
 
-@pytest.mark.parametrize(("which", "value", "forward", "backward"), [
-    (0, float("nan"), 0, 1), (1, float("nan"), 1, 1), (1, float("inf"), 1, 1), (1, -3e38, 1, 1), (1, 1e17, 0, 0), (1, 2e18, 1, 1),
-    (2, float("-inf"), 0, 1), (3, float("nan"), 1, 1), (4, float("nan"), 0, 1), (4, float("-inf"), 0, 0), (5, float("inf"), 0, 1),
+@pytest.mark.parametrize(("which", "value", "of_kv", "of_rows"), [
+    (0, float("nan"), 1, 0), (1, float("nan"), 1, 0), (1, float("inf"), 1, 0), (1, -3e38, 1, 0), (1, 1e17, 0, 0), (1, 2e18, 1, 0),
+    (2, float("-inf"), 1, 0), (3, float("nan"), 1, 0), (4, float("nan"), 1, 1), (4, float("-inf"), 0, 0), (5, float("inf"), 1, 1),
 ])  # fmt: skip
-def test_numbers_that_need_isolation_set_the_flag(which: int, value: float, forward: int, backward: int) -> None:
+def test_numbers_that_need_isolation_set_the_flag(which: int, value: float, of_kv: int, of_rows: int) -> None:
     call, tensors = causal_call(130, local=70)
     norm, delta = tensors[4:]
-    assert (flag(call, None), flag(call, (norm, delta))) == (0, 0)
+    assert (flag(call, norm, delta, scanned=True), flag(call, norm, delta, scanned=False)) == (0, 0)
     tensors[which].view(-1)[-1] = value
-    assert (flag(call, None), flag(call, (norm, delta))) == (forward, backward)
+    assert (flag(call, norm, delta, scanned=True), flag(call, norm, delta, scanned=False)) == (of_kv, of_rows)
 
 
 def test_row_terms_beyond_the_first_round_of_ctas_are_read() -> None:
     call, _ = causal_call(1)
     norm, delta = torch.zeros(2, 4, 1100), torch.zeros(2, 4, 1100)  # 4 CTAs read 1,024 each at a time
     delta[1, 3, -1] = torch.nan
-    assert flag(call, (norm, delta)) == 1
+    assert flag(call, norm, delta, scanned=True) == 1
 
 
-def test_calls_without_a_mask_or_the_variable_are_not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_without_a_mask_or_without_the_variable_are_not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
     call, _ = causal_call(130)
-    assert call.unbounded() is not None
+    assert isolates(call.work) and not isolates(replace(call.work, mask=None))
     monkeypatch.setenv("LONGSPAN_ISOLATE", "0")
-    assert call.unbounded() is None
+    assert not isolates(call.work)
 
 
 @contextmanager
@@ -279,6 +282,16 @@ def test_a_captured_graph_isolates_what_came_after_the_capture() -> None:
         assert torch.equal(results[0][0][:, rows], clean[0][0][:, rows])
         torch.testing.assert_close(results[1][0][:, rows], clean[1][0][:, rows], rtol=1e-2, atol=1e-3)
         assert bool(results[0].isnan().any()) == (value is not None) and torch.equal(results[2][1], clean[2][1])
+
+
+@pytest.mark.gpu
+def test_items_of_three_warp_groups_are_isolated() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 16, 8192, 64, device="cuda").bfloat16() for _ in range(3))
+    clean = ls.attention(q, k, v, mask=ls.causal(), kernel="hopper")
+    v[:, :, 5000], k[:, :, 6000] = torch.nan, torch.inf
+    dirty = ls.attention(q, k, v, mask=ls.causal(), kernel="hopper")
+    assert torch.equal(clean[:, :, :5000], dirty[:, :, :5000]) and dirty[:, :, 5000:].isnan().any(-1).all()
 
 
 @pytest.mark.gpu

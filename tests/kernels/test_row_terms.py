@@ -25,6 +25,7 @@ def test_each_head_takes_a_multiple_of_16_bytes_and_ends_with_zeros(length: int)
     tensors = {
         "q_ptr": None, "out_ptr": out, "do_ptr": grad, "lse_ptr": lse, "grad_lse_ptr": grad_lse, "norm_ptr": norm,
         "delta_ptr": delta, "dq_ptr": dq, "counters_ptr": None,
+        "k_ptr": None, "v_ptr": None, "flag_ptr": None,
     }  # fmt: skip
     row_terms_launch(q.shape, tensors)(tensors, {})
     want = torch.where(lse == -torch.inf, torch.inf, lse * torch.log2(torch.tensor(torch.e)))

@@ -106,6 +106,11 @@ def _take(count: int, device: torch.device) -> tuple[int, Tensor]:
     return take_zeros(count, device, current_raw_stream(device.index))
 
 
+def take_flag(device: torch.device, stream: int | None) -> tuple[int, Tensor]:
+    """(the address of one zero, the tensor that it is part of). stream: of `Workspace.addresses`."""
+    return _take(1, device) if stream is None else take_zeros(1, device, stream)
+
+
 def take_zeros(count: int, device: torch.device, stream: int) -> tuple[int, Tensor]:
     """(the address of at most 4,096 zeros, the tensor that they are part of), for a launch on the current stream outside of captures."""
     key = device.index, stream

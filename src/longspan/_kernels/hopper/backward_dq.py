@@ -72,7 +72,7 @@ from longspan._kernels.hopper.head_dim_parts import (
     wait_sum,
     zero_sum,
 )
-from longspan._kernels.hopper.isolation import GRAD_LIMIT, StepIsolation, has_non_finite, isolated_terms
+from longspan._kernels.hopper.isolation import GRAD_LIMIT, StepIsolation, flag_unbounded, has_non_finite, is_bad, isolated_terms
 from longspan._kernels.hopper.none_arg import first_given, optional
 from longspan._kernels.hopper.pipeline import (
     BufferBarriers,
@@ -90,20 +90,26 @@ from longspan._kernels.hopper.pipeline import (
 _DYNAMIC = ["items", "rows", "tiles", "heads", "shared", "group", "q_len", "kv_len", "local_tokens", "first_b", "first_h"]
 
 
-@triton.jit(do_not_specialize=["heads", "q_len"])
+@triton.jit(do_not_specialize=["heads", "q_len", "row_ctas", "kv_heads", "kv_len"])
 def row_terms_kernel(
-    q_ptr, out_ptr, do_ptr, lse_ptr, grad_lse_ptr, norm_ptr, delta_ptr, dq_ptr, counters_ptr, q_stride, out_stride, do_stride, heads, q_len,
+    q_ptr, out_ptr, do_ptr, lse_ptr, grad_lse_ptr, norm_ptr, delta_ptr, dq_ptr, counters_ptr, k_ptr, v_ptr, flag_ptr,
+    q_stride, out_stride, do_stride, k_stride, v_stride, heads, q_len, row_ctas, kv_heads, kv_len,
     M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
     """Per row, norm = lse in base 2 (`base_two`) and delta = Σ out · grad_out − grad_lse. If out_ptr is None, norm only.
 
     norm and delta: as of `row_terms.empty_padded_rows`.
     With q_ptr, norm is NaN for bad rows that lse and delta do not show (`hopper.isolation`): with large gradients, or with a query that is
-    not finite but sees nothing. q_ptr is None without isolation.
+    not finite but sees nothing. q_ptr is None without isolation. flag_ptr: an int32 that is set to 1 if a row is bad, or None. With k_ptr
+    and v_ptr, the CTAs from row_ctas on set it if K or V is unbounded.
     dq_ptr: contiguous float32 rows of D elements, which are set to 0, or None. counters_ptr: 8 int32, which are set to 0, or None.
     """
-    blocks = tl.cdiv(q_len, M)
     pid = tl.program_id(0)
+    if k_ptr is not None:  # noqa: SIM102 (a compile-time condition)
+        if pid >= row_ctas:
+            flag_unbounded(k_ptr, v_ptr, flag_ptr, k_stride, v_stride, kv_heads, kv_len, pid - row_ctas, M, D, DP, E, EP)
+            return
+    blocks = tl.cdiv(q_len, M)
     row, head = (pid % blocks) * M, pid // blocks
     left = q_len - row
     i = tl.arange(0, M)
@@ -128,16 +134,21 @@ def row_terms_kernel(
         if grad_lse_ptr is not None:
             delta -= tl.load(grad_lse_ptr + at, mask=i < left, other=0.0)
         tl.store(delta_ptr + to, delta, mask=padded)
+        largest = tl.max(tl.abs(do.to(tl.float32)), 1)
     if q_ptr is not None:
         b64, h64 = wide(head // heads), wide(head % heads)
-        do = load_rows(do_ptr + b64 * do_stride[0] + h64 * do_stride[1], row, left, do_stride[2], do_stride[3], M, E, EP, True)
         if out_ptr is None:
-            delta = tl.load(delta_ptr + to, mask=i < left, other=0.0)
+            do = load_rows(do_ptr + b64 * do_stride[0] + h64 * do_stride[1], row, left, do_stride[2], do_stride[3], M, E, EP, True)
+            delta, largest = tl.load(delta_ptr + to, mask=i < left, other=0.0), tl.max(tl.abs(do.to(tl.float32)), 1)
         # A query that sees a key has a non-finite lse if it is not finite itself. With a sink, lse is finite: but then out is 0.
         unseen = ((lse == float("-inf")) | (delta == 0.0)) & (i < left)
-        bad = has_non_finite(q_ptr + b64 * q_stride[0] + h64 * q_stride[1], row, unseen, q_stride, M, D, DP)
-        bad = bad | (tl.max(tl.abs(do.to(tl.float32)), 1) > GRAD_LIMIT) | (lse == float("inf"))
-        tl.store(norm_ptr + to, tl.where(bad, float("nan"), base_two(lse)), mask=padded)
+        bad = has_non_finite(q_ptr + b64 * q_stride[0] + h64 * q_stride[1], row, unseen, q_stride, M, D)
+        bad = bad | (largest > GRAD_LIMIT) | (lse == float("inf"))
+        norm = tl.where(bad, float("nan"), base_two(lse))
+        tl.store(norm_ptr + to, norm, mask=padded)
+        if flag_ptr is not None:  # noqa: SIM102 (a compile-time condition)
+            if tl.max((is_bad(norm, delta) & (i < left)).to(tl.int32), 0) > 0:
+                tl.store(flag_ptr, 1)
 
 
 @gluon.jit

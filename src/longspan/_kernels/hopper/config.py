@@ -93,8 +93,8 @@ def dkv_config(d: int, *, with_dq: bool, plain: bool) -> TileConfig:
     """For `hopper.backward_dkv` and keys of padded head dim d: items of n keys, steps of m queries. A wide dQ takes the shared memory of
     two stages.
 
-    plain: without a score mod and isolation. Only plain passes have steps of 128 queries (`hopper.dkv_halves`): a score mod needs the
-    registers of the second half, and isolation was tested with 64 queries only.
+    plain: without a score mod. Only plain passes have steps of 128 queries (`hopper.dkv_halves`): a score mod needs the registers of the
+    second half.
     """
     if with_dq and d <= 64 and plain:
         return TileConfig(m=128, n=128, stages=2)

@@ -242,6 +242,9 @@ def produce(
     if isolation is not None:
         unbounded = gl.load(isolation.unbounded)
     isolated = 0  # isolated steps so far
+    item_isolation = isolation
+    if KEYS == TILE:  # the compute warp groups isolate keys and values themselves
+        item_isolation = None
     it = 0  # step records so far
     t = 0  # items so far
     item = take_item(counter)
@@ -301,15 +304,15 @@ def produce(
                             # After the first step: its stage is empty before the buffers of keys and values are.
                             if kv_loaded == 0:
                                 _load_item(
-                                    t, keys, values, b, head, head_parts, kv_row, kv_pos, kv_left, k_s, v_s, item_s, item_bars, isolation,
-                                    unbounded,
+                                    t, keys, values, b, head, head_parts, kv_row, kv_pos, kv_left, k_s, v_s, item_s, item_bars,
+                                    item_isolation, unbounded,
                                 )  # fmt: skip
                             kv_loaded = 1
                 if ORDERED:
                     nth += gl.where(down, 0, tile_count)
         if kv_loaded == 0:
             _load_item(
-                t, keys, values, b, head, head_parts, kv_row, kv_pos, kv_left, k_s, v_s, item_s, item_bars, isolation, unbounded
+                t, keys, values, b, head, head_parts, kv_row, kv_pos, kv_left, k_s, v_s, item_s, item_bars, item_isolation, unbounded
             )  # fmt: skip
         mbarrier.wait(bars.q_empty.index(ring_slot(it, Q_STAGES)), ring_phase(it, Q_STAGES) ^ 1)
         store_int(steps, step_record(it) + KIND, END)

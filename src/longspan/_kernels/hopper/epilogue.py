@@ -64,6 +64,15 @@ def merge(m, total, old_m):
 
 
 @gluon.jit
+def store_lse(to, m, divisor, seen, split_part, part, lse_at, rows, inside):
+    """Store the lse of an item, or in base 2 that of part `part` of a split item (split_part ≥ 0). seen: rows that see a key."""
+    if split_part < 0:
+        gl.store(to.lse + lse_at + rows, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=inside)
+    else:
+        gl.store(to.part_lse + part * GROUP_ROWS + rows, gl.where(seen, m + gl.log2(divisor), -float("inf")), mask=inside)
+
+
+@gluon.jit
 def _combine_parts(
     to, arrivals, item, split, rows, rows_left, zero, group, E: gl.constexpr, EP: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
@@ -100,27 +109,49 @@ def _store(to, strides, complete, acc, b, h, row, rows_left, zero, E: gl.constex
 
 
 @gluon.jit
-def store_output(
+def _store_part(
     to, counter, split, strides, complete, acc, b, h, row, rows, rows_left, lse_at, split_part, zero,
     group, E: gl.constexpr, EP: gl.constexpr, ROW_WISE: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Store an item's output to global memory. Of a split item (split_part ≥ 0), store the part; the last part combines all of them."""
+    """Store a part of a split item. The last part combines all of them."""
+    part = split_part * GROUPS + group
+    store_tile(to.part_out + wide(part) * (GROUP_ROWS * EP), acc, 0, rows_left, EP + zero, E, EP)
+    item = split_part % split.split_items
+    arrivals = counter + 1 + item * GROUPS + group
+    is_last, m, total, acc = _combine_parts(to, arrivals, item, split, rows, rows_left, zero, group, E, EP, layout)
+    if is_last:
+        seen = total != 0.0  # also where total is NaN
+        divisor = gl.where(seen, total, 1.0)
+        gl.store(to.lse + lse_at + rows, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=rows < rows_left)
+        acc = acc * by_row(1.0 / divisor, layout)
+        _store(to, strides, complete, acc, b, h, row, rows_left, zero, E, EP, ROW_WISE)
+
+
+@gluon.jit
+def store_output(
+    to, counter, split, strides, complete, acc, b, h, row, rows, rows_left, lse_at, split_part, stored, zero,
+    group, E: gl.constexpr, EP: gl.constexpr, ROW_WISE: gl.constexpr, layout: gl.constexpr, ISOLATE: gl.constexpr,
+):  # fmt: skip
+    """Store an item's output to global memory. Of a split item (split_part ≥ 0), store the part.
+
+    stored: with ISOLATE, whether the part is stored, or comes once more (`hopper.repeats`).
+    """
     if EP > MAX_SPLIT_DIM:  # noqa: SIM114 (a compile-time condition)
         _store(to, strides, complete, acc, b, h, row, rows_left, zero, E, EP, ROW_WISE)
     elif split_part < 0:
         _store(to, strides, complete, acc, b, h, row, rows_left, zero, E, EP, ROW_WISE)
     else:
-        part = split_part * GROUPS + group
-        store_tile(to.part_out + wide(part) * (GROUP_ROWS * EP), acc, 0, rows_left, EP + zero, E, EP)
-        item = split_part % split.split_items
-        arrivals = counter + 1 + item * GROUPS + group
-        is_last, m, total, acc = _combine_parts(to, arrivals, item, split, rows, rows_left, zero, group, E, EP, layout)
-        if is_last:
-            seen = total != 0.0  # also where total is NaN
-            divisor = gl.where(seen, total, 1.0)
-            gl.store(to.lse + lse_at + rows, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=rows < rows_left)
-            acc = acc * by_row(1.0 / divisor, layout)
-            _store(to, strides, complete, acc, b, h, row, rows_left, zero, E, EP, ROW_WISE)
+        if ISOLATE:
+            if stored:
+                _store_part(
+                    to, counter, split, strides, complete, acc, b, h, row, rows, rows_left, lse_at, split_part, zero, group, E, EP,
+                    ROW_WISE, layout,
+                )  # fmt: skip
+        else:
+            _store_part(
+                to, counter, split, strides, complete, acc, b, h, row, rows, rows_left, lse_at, split_part, zero, group, E, EP, ROW_WISE,
+                layout,
+            )  # fmt: skip
 
 
 @gluon.jit

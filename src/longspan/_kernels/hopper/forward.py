@@ -35,11 +35,9 @@ state_s, lse_s         2 × 64 × E, 2 × 64       state warp,    consumers,    
 
 Partial blocks, which are masked, precede full blocks; of these, the diagonal may come first (`lead`). There is one main loop for each kind,
 so that no block tests its kind. Items of few blocks have one loop for both (ONE_LOOP): each warp group has a copy of the code, and two
-copies of two loops, each executed a few times, do not stay in the instruction cache until the next item. Masks of comparisons need one
-bound per row and comparison (`gpu.row_bounds`).
-With LONGSPAN_ISOLATE=1, the load warp may change a partial block in shared memory before it signals k_full and v_full
-(`hopper.isolation`).
-The state warp exists if results are float32 running states (`hopper.state_mover`).
+copies of two loops do not stay in the instruction cache until the next item. Masks of comparisons have bounds by row (`gpu.row_bounds`).
+With LONGSPAN_ISOLATE=1, an item whose output has a NaN is scheduled once more (`hopper.repeats`), with isolated partial blocks
+(`hopper.isolation`). The state warp exists if results are float32 running states (`hopper.state_mover`).
 P V of a block overlaps with the exponentials of the next one: the branch of `running_max.checked` precedes the wait for P V, which the
 Triton 3.6 assembler would otherwise move before the exponentials. With FOLLOWED it does; P V of one warp group then overlaps with the
 softmax of the other. While the consumers are in an item's epilogue, the next item's queries and first KV blocks arrive.
@@ -60,7 +58,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from longspan._kernels.gpu.device_library import LN_2, LOG2_E
 from longspan._kernels.gpu.tile_access import wide, wide_unsigned
-from longspan._kernels.hopper.epilogue import MAX_SPLIT_DIM, Outputs, OutputStrides, by_row, merge, stage_output, store_output
+from longspan._kernels.hopper.epilogue import MAX_SPLIT_DIM, Outputs, OutputStrides, by_row, merge, stage_output, store_lse, store_output
 from longspan._kernels.hopper.forward_producer import (
     BATCH,
     BLOCK_FIELDS,
@@ -76,6 +74,7 @@ from longspan._kernels.hopper.forward_producer import (
     ITEM_SLOTS,
     PARTIAL_BLOCKS,
     POSITION,
+    REPEATED,
     ROW,
     ROWS_LEFT,
     SECOND_KEYS_LEFT,
@@ -93,7 +92,7 @@ from longspan._kernels.hopper.forward_producer import (
 )
 from longspan._kernels.hopper.half_blocks import group_place, paired_ring
 from longspan._kernels.hopper.head_dim_parts import Parts, held_operand, part_2d, ring_of, start_scores
-from longspan._kernels.hopper.isolation import BlockIsolation
+from longspan._kernels.hopper.isolation import block_isolation
 from longspan._kernels.hopper.none_arg import first_given, optional
 from longspan._kernels.hopper.online_softmax import end_rows, softmax_block, start_rows
 from longspan._kernels.hopper.pipeline import (
@@ -107,6 +106,7 @@ from longspan._kernels.hopper.pipeline import (
     shared_ints,
     tile_2d,
 )
+from longspan._kernels.hopper.repeats import is_stored, notes, poisoned_rows
 from longspan._kernels.hopper.running_max import rescaled
 from longspan._kernels.hopper.state_mover import StateBarriers, move_states, moved_by_tma
 from longspan._kernels.hopper.tile_io import load_tile
@@ -130,8 +130,7 @@ def attend_blocks(
 
     PARTIAL: whether the blocks are masked; if `partial_end` is not None, those with a number below it.
     TURN: number of the warp group, if warp groups start their wgmmas in turns (`hopper.turns`); otherwise −1.
-    CHECKED: of `softmax_block`. PV_FIRST: wait for P V of block i − 1 before the exponentials of block i, whose results then take the
-    registers of its P.
+    CHECKED: of `softmax_block`. PV_FIRST: wait for P V of block i − 1 before the exponentials of block i, which take its registers.
     """
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
     zeros = gl.full([GROUP_ROWS, N], 0.0, gl.float32, layout=layout)
@@ -178,7 +177,7 @@ def attend_blocks(
 def _attend_item(
     h, i, t, group, q, rows, zeros,
     to, counter, split, strides, heads, q_len, scale, first_b, first_h,
-    k_s, v_s, items_s, blocks_s, bars, kv_bars, out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
+    k_s, v_s, items_s, blocks_s, bars, kv_bars, out_desc, complete_out_desc, state_s, lse_s, state_bars, noted, captured,
     MASK: gl.constexpr, BOUNDS: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr,
     CORNERS: gl.constexpr, UNIFORM: gl.constexpr, SCALE_IN_EXP: gl.constexpr, N: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
     STAGES: gl.constexpr, ONE_LOOP: gl.constexpr, FOLLOWED: gl.constexpr, KV_PAIRS: gl.constexpr, HEAD_PAIRS: gl.constexpr,
@@ -193,8 +192,7 @@ def _attend_item(
     MAX_SCORES: gl.constexpr = to.max_scores is not None
     WIDE: gl.constexpr = EP > MAX_SPLIT_DIM
     STATE_WARP: gl.constexpr = state_s is not None
-    SMALL: gl.constexpr = q.main.shape[1] <= 64 and EP <= 64
-    Q_IN_REGISTERS: gl.constexpr = SMALL  # read Q once per item, not once per block
+    Q_IN_REGISTERS: gl.constexpr = q.main.shape[1] <= 64 and EP <= 64  # read Q once per item, not once per block
     slot = ring_slot(t, ITEM_SLOTS)
     b = item_field(items_s, slot, BATCH)
     h, row = group_place(h, item_field(items_s, slot, ROW), group, GROUP_ROWS, HEAD_PAIRS)
@@ -262,10 +260,13 @@ def _attend_item(
     # main loops need. A multiple of 16, so that the alignment of rows stays known.
     zero = (i >> 30) * 16
     split_part = item_field(items_s, slot, SPLIT_PART)
-    complete = 0
+    complete, repeated = 0, 0
     if to.complete_out is not None:
         complete = item_field(items_s, slot, COMPLETE)
-    mbarrier.arrive(bars.item_empty.index(slot), count=1)
+    if noted is None:
+        mbarrier.arrive(bars.item_empty.index(slot), count=1)
+    else:  # released below
+        repeated = item_field(items_s, slot, REPEATED)
     part = split_part * GROUPS + group
     # The old state is merged last, when the registers of scores and weights are free. Of a split item, the first part merges it.
     factor, old_factor = total, total
@@ -292,33 +293,45 @@ def _attend_item(
         max_scores = gl.maximum(max_scores, old_max_scores * LOG2_E)
     seen = total != 0.0  # also where total is NaN: a row that sees a NaN has lse NaN
     divisor = gl.where(seen, total, 1.0)
-    if split_part < 0:
-        gl.store(to.lse + lse_at + rows, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=inside)
-    else:
-        gl.store(to.part_lse + part * GROUP_ROWS + rows, gl.where(seen, m + gl.log2(divisor), -float("inf")), mask=inside)
+    if noted is None or to.old_lse is None:
+        store_lse(to, m, divisor, seen, split_part, part, lse_at, rows, inside)
     if MAX_SCORES:
         gl.store(to.max_scores + lse_at + rows, max_scores * LN_2, mask=inside)
     acc = warpgroup_mma_wait(0, deps=[acc_next])
     mbarrier.arrive(kv_bars.v_empty.index(last), count=1)
+    stored = True  # what must be stored once
+    if noted is not None:
+        poisoned = poisoned_rows(acc)
+        noted.index(slot * GROUPS + group).store(poisoned)
+        if to.old_lse is not None:
+            stored = is_stored(poisoned, repeated, group)
+        elif not WIDE:
+            stored = split_part < 0
+            if split_part >= 0:
+                stored = is_stored(poisoned, repeated, group)
+        mbarrier.arrive(bars.item_empty.index(slot), count=1)
     if to.old_lse is None:
         acc = acc * by_row(1.0 / divisor, out_layout)
     else:
         if WIDE:  # there are no registers for two tiles of this width: the old one is loaded here, and used as it arrives
             old = load_tile(old_head, row, old_left, strides.old_out[2] + zero, E, EP, out_layout)
         acc = acc * by_row(factor / divisor, out_layout) + old * by_row(old_factor / divisor, out_layout)
+        if noted is not None:
+            rows_left = gl.where(stored, rows_left, 0)
+            store_lse(to, m, divisor, seen, split_part, part, lse_at, rows, rows < rows_left)
     if STATE_WARP:
         if by_tma:
             stage_output(state_s, out_desc, complete_out_desc, complete, acc, group)
         else:
             store_output(
-                to, counter, split, strides, complete, acc, b, h, row, rows, rows_left, lse_at, split_part, zero,
-                group, E, EP, not STATE_WARP, out_layout,
+                to, counter, split, strides, complete, acc, b, h, row, rows, rows_left, lse_at, split_part, stored, zero,
+                group, E, EP, not STATE_WARP, out_layout, noted is not None,
             )  # fmt: skip
         mbarrier.arrive(state_bars.filled, count=1)
     else:
         store_output(
-            to, counter, split, strides, complete, acc, b, h, row, rows, rows_left, lse_at, split_part, zero,
-            group, E, EP, not STATE_WARP, out_layout,
+            to, counter, split, strides, complete, acc, b, h, row, rows, rows_left, lse_at, split_part, stored, zero,
+            group, E, EP, not STATE_WARP, out_layout, noted is not None,
         )  # fmt: skip
     return i
 
@@ -326,7 +339,7 @@ def _attend_item(
 @gluon.jit
 def _consume(
     to, counter, split, strides, heads, q_len, scale, first_b, first_h,
-    q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars, out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
+    q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars, out_desc, complete_out_desc, state_s, lse_s, state_bars, noted, captured,
     GROUP: gl.constexpr, MASK: gl.constexpr, BOUNDS: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr,
     CORNERS: gl.constexpr, UNIFORM: gl.constexpr, SCALE_IN_EXP: gl.constexpr, N: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
     STAGES: gl.constexpr, ONE_LOOP: gl.constexpr, FOLLOWED: gl.constexpr, KV_PAIRS: gl.constexpr, HEAD_PAIRS: gl.constexpr,
@@ -344,8 +357,9 @@ def _consume(
     while h >= 0:
         i = _attend_item(
             h, i, t, gl.to_tensor(GROUP), q, rows, zeros, to, counter, split, strides, heads, q_len, scale, first_b, first_h, k_s, v_s,
-            items_s, blocks_s, bars, kv_bars, out_desc, complete_out_desc, state_s, lse_s, state_bars, captured, MASK, BOUNDS, VISIBLE,
-            SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP, FOLLOWED, KV_PAIRS, HEAD_PAIRS, layout, out_layout,
+            items_s, blocks_s, bars, kv_bars, out_desc, complete_out_desc, state_s, lse_s, state_bars, noted, captured, MASK, BOUNDS,
+            VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP, FOLLOWED, KV_PAIRS, HEAD_PAIRS, layout,
+            out_layout,
         )  # fmt: skip
         t += 1
         mbarrier.wait(bars.item_full.index(ring_slot(t, ITEM_SLOTS)), ring_phase(t, ITEM_SLOTS))
@@ -356,16 +370,15 @@ def _consume(
 def forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, max_scores_ptr, old_out_ptr, old_lse_ptr, old_max_scores_ptr, complete_out_ptr, q_ptr,
     out_desc, complete_out_desc, old_out_desc, local_k_desc, local_v_desc, q_tail_desc, k_tail_desc, local_k_tail_desc,
-    unbounded_ptr, counter, part_out, part_lse,
-    out_stride, old_out_stride, complete_out_stride, q_stride, first_records, order, full, partial, counts, complete_flags, q_side, kv_side,
-    mask_captured, mask_sizes, score_captured, score_sizes,
+    counter, part_out, part_lse, out_stride, old_out_stride, complete_out_stride, q_stride, first_records, order, full, partial, counts,
+    complete_flags, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
     items, early_items, first_items, unsplit, split_items, parts, wide_part, lead, rows, tiles, heads, shared, group, heavy_rows,
     light_group, heavy_items, q_len, kv_len, local_tokens, scale, first_b, first_h,
     MASK: gl.constexpr, BOUNDS: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr,
     UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, SCALE_IN_EXP: gl.constexpr,
     M_SUBS: gl.constexpr, N: gl.constexpr, N_SUBS: gl.constexpr, D: gl.constexpr, E: gl.constexpr, DP: gl.constexpr, EP: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, ONE_LOOP: gl.constexpr, FOLLOWED: gl.constexpr, KV_PAIRS: gl.constexpr,
-    HEAD_PAIRS: gl.constexpr,
+    HEAD_PAIRS: gl.constexpr, ISOLATE: gl.constexpr,
 ):  # fmt: skip
     """Attention of the first `rows` rows of the block table in `order`, merged with the old state if there is one.
 
@@ -373,19 +386,17 @@ def forward_kernel(
     q_tail_desc, k_tail_desc, local_k_tail_desc: TMA descriptors of the last columns of a head dim in two parts (`Parts`), or None.
     complete_out_ptr, complete_flags: outputs of query tiles whose flag is 1 go to complete_out_ptr instead of out_ptr.
     out_desc, complete_out_desc, old_out_desc: TMA descriptors of the tensors of the same names, for the state warp. None: no state warp.
-    unbounded_ptr: an int32, not 0 if partial blocks need isolation (`hopper.isolation`); None to isolate none.
     counter: int32 zeros, one for the item counter and two for each split item. part_out, part_lse: partial results of split items.
     full, partial: `RunPointers`. counts: int32 [table rows, 2], tiles in a row's partial and full runs; never both 0 in these rows.
     first_records: `hopper.first_items`, or None. items, early_items, first_items: `ItemNumbers`.
-    unsplit, split_items, parts, wide_part: `SplitKv`. lead: of `forward_producer.load`.
-    group, heavy_rows, light_group, heavy_items: the order of items (`place_in_order`).
+    unsplit, split_items, parts, wide_part: `SplitKv`. lead: of `load`. group, heavy_rows, light_group, heavy_items: of `place_in_order`.
     M_SUBS, N_SUBS: items and KV blocks per tile of the block table. SCALE_IN_EXP: multiply by the scale in the exponent.
     UNIFORM: of a score mod with lookups by batch row and head (`longspan._kernels.gpu.hoisted_lookups`), or None.
     BOUNDS, VISIBLE: of a mask of comparisons of kv with values of the row (`longspan._kernels.gpu.row_bounds`), or None.
     FLAT, CORNERS: of a score mod whose lookup is uniform over many tiles (`longspan._kernels.gpu.uniform_lookup`), or None.
-    ONE_LOOP: one main loop for partial and full blocks, not two. FOLLOWED: with ONE_LOOP, whether the running max is followed
-    (`hopper.running_max`).
+    ONE_LOOP: one main loop for partial and full blocks, not two. FOLLOWED: with ONE_LOOP, follow the running max (`hopper.running_max`).
     KV_PAIRS, HEAD_PAIRS: see `hopper.half_blocks`. The TMA descriptors of K and V are then those of `load_halves`.
+    ISOLATE: compute items once more, isolated, where a value that is not finite reached the output (`hopper.repeats`).
     """
     dtype: gl.constexpr = q_desc.dtype
     first_records, lead = optional(first_records), optional(lead)
@@ -406,10 +417,9 @@ def forward_kernel(
         mbarriers(ITEM_SLOTS, 1), mbarriers(ITEM_SLOTS, GROUPS + 1 + STATE_WARP), mbarriers(GROUPS, 1), mbarriers(GROUPS, 1)
     )
     kv_bars = KvBarriers(mbarriers(STAGES, 1), mbarriers(STAGES, GROUPS), mbarriers(STAGES, 1), mbarriers(STAGES, GROUPS))
-    isolation = None
-    if unbounded_ptr is not None:
-        bad_keys = gl.allocate_shared_memory(gl.int8, [N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        isolation = BlockIsolation(unbounded_ptr, mbarriers(2, 1), bad_keys)
+    isolation, noted = optional(None), optional(None)
+    if ISOLATE:
+        isolation, noted = block_isolation(N), notes(ITEM_SLOTS * GROUPS)
     if FIRST_RECORDS:
         publish_first_item(items_s, first_record, bars.item_full)
     numbers = ItemNumbers(items, early_items, first_items)
@@ -436,29 +446,26 @@ def forward_kernel(
             [
                 (_consume, (
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
-                    out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
-                    0, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP,
-                    FOLLOWED, KV_PAIRS, HEAD_PAIRS,
+                    out_desc, complete_out_desc, state_s, lse_s, state_bars, noted, captured, 0, MASK, BOUNDS, VISIBLE, SCORE, FLAT,
+                    CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP, FOLLOWED, KV_PAIRS, HEAD_PAIRS,
                 )),
                 (_consume, (
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
-                    out_desc, complete_out_desc, state_s, lse_s, state_bars, captured,
-                    1, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP,
-                    FOLLOWED, KV_PAIRS, HEAD_PAIRS,
+                    out_desc, complete_out_desc, state_s, lse_s, state_bars, noted, captured, 1, MASK, BOUNDS, VISIBLE, SCORE, FLAT,
+                    CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP, FOLLOWED, KV_PAIRS, HEAD_PAIRS,
                 )),
                 (schedule, (
                     q_ptr, q_stride, counter, numbers, split, order, full, partial, counts, complete_flags, q_side, lead, rows, tiles,
-                    heads, groups, q_len, items_s, near_end, bars, FIRST_RECORDS, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
+                    heads, groups, q_len, items_s, near_end, bars, noted, FIRST_RECORDS, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
                     HEAD_PAIRS,
                 )),
                 (load, (
                     q, keys, values, full, partial, kv_side, lead, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end, state_due,
-                    bars, kv_bars, optional(isolation), FIRST_RECORDS, N, N_SUBS, STAGES,
-                    KV_PAIRS, HEAD_PAIRS,
+                    bars, kv_bars, isolation, FIRST_RECORDS, N, N_SUBS, STAGES, KV_PAIRS, HEAD_PAIRS,
                 )),
                 (move_states, (
                     out_desc, complete_out_desc, old_out_desc, old_lse_ptr, heads, q_len, state_s, lse_s, items_s, bars, state_bars,
-                    state_due,
+                    state_due, noted,
                 )),
             ],
             [4, 1, 1, 1],
@@ -470,25 +477,22 @@ def forward_kernel(
             [
                 (_consume, (
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
-                    optional(None), optional(None), optional(None), optional(None), optional(None), captured,
-                    0, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP,
-                    FOLLOWED, KV_PAIRS, HEAD_PAIRS,
+                    optional(None), optional(None), optional(None), optional(None), optional(None), noted, captured, 0, MASK, BOUNDS,
+                    VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP, FOLLOWED, KV_PAIRS, HEAD_PAIRS,
                 )),
                 (_consume, (
                     to, counter, split, strides, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, bars, kv_bars,
-                    optional(None), optional(None), optional(None), optional(None), optional(None), captured,
-                    1, MASK, BOUNDS, VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP,
-                    FOLLOWED, KV_PAIRS, HEAD_PAIRS,
+                    optional(None), optional(None), optional(None), optional(None), optional(None), noted, captured, 1, MASK, BOUNDS,
+                    VISIBLE, SCORE, FLAT, CORNERS, UNIFORM, SCALE_IN_EXP, N, E, EP, STAGES, ONE_LOOP, FOLLOWED, KV_PAIRS, HEAD_PAIRS,
                 )),
                 (schedule, (
                     q_ptr, q_stride, counter, numbers, split, order, full, partial, counts, complete_flags, q_side, lead, rows, tiles,
-                    heads, groups, q_len, items_s, near_end, bars, FIRST_RECORDS, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
+                    heads, groups, q_len, items_s, near_end, bars, noted, FIRST_RECORDS, PER_BATCH, PER_HEAD, M_SUBS, N_SUBS, D,
                     HEAD_PAIRS,
                 )),
                 (load, (
                     q, keys, values, full, partial, kv_side, lead, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, near_end,
-                    optional(None), bars, kv_bars, optional(isolation), FIRST_RECORDS, N, N_SUBS, STAGES,
-                    KV_PAIRS, HEAD_PAIRS,
+                    optional(None), bars, kv_bars, isolation, FIRST_RECORDS, N, N_SUBS, STAGES, KV_PAIRS, HEAD_PAIRS,
                 )),
             ],
             [4, 1, 1],

@@ -15,8 +15,9 @@ from longspan._kernels.gpu.tile_access import place_in_order, run_place, span, t
 from longspan._kernels.hopper.gluon_names import reinterpret
 from longspan._kernels.hopper.half_blocks import HALF, group_place, load_halves
 from longspan._kernels.hopper.head_dim_parts import load_kv_parts, load_part_tile, part_bytes, part_slot
-from longspan._kernels.hopper.isolation import isolate_values
+from longspan._kernels.hopper.isolation import isolate_block
 from longspan._kernels.hopper.pipeline import load_int, load_kv_tile, ring_phase, ring_slot, store_int, take_item
+from longspan._kernels.hopper.repeats import repeat_items
 from longspan._kernels.hopper.tile_io import prefetch_rows
 
 GROUPS = gl.constexpr(2)  # consumer warp groups
@@ -41,6 +42,7 @@ COMPLETE = gl.constexpr(11)  # 1: the output goes to the tensor of complete quer
 FIRST_TILE = gl.constexpr(12)  # first and last KV tile of the table row's first run; in records of `hopper.first_items` only
 LAST_TILE = gl.constexpr(13)
 LEADING_TILE = gl.constexpr(14)  # last partial KV tile of the table row
+REPEATED = gl.constexpr(15)  # 0, or the item is computed again for these warp groups (`hopper.repeats`)
 ITEM_FIELDS = gl.constexpr(16)
 
 # A KV block's record, one per pipeline stage: int32 fields.
@@ -96,7 +98,7 @@ def block_field(blocks_s, stage, FIELD: gl.constexpr):
 @gluon.jit
 def schedule(
     q_ptr, q_stride, counter, items, split, order, full, partial, counts, complete_flags, q_side, lead, rows, tiles, heads, groups,
-    q_len, items_s, near_end, bars, FIRST_RECORDS: gl.constexpr,
+    q_len, items_s, near_end, bars, noted, FIRST_RECORDS: gl.constexpr,
     PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr, M_SUBS: gl.constexpr, N_SUBS: gl.constexpr, D: gl.constexpr, HEAD_PAIRS: gl.constexpr,
 ):  # fmt: skip
     """The scheduler warp: takes item numbers from the global counter and writes item records, until all `ItemNumbers` are taken.
@@ -104,7 +106,7 @@ def schedule(
     A CTA takes its next item when the load warp is near the end of the current one (`near_end`): an item taken earlier would wait for this
     CTA while another CTA may be idle. After an item of few blocks, the next one is taken one item earlier: the record would not be ready
     when the short item ends. The last items are not: with two items in advance, some CTAs would finish when others have long been idle.
-    FIRST_RECORDS: the first item of this CTA has been scheduled (`publish_first_item`). lead: of `load`.
+    FIRST_RECORDS: the first item of this CTA has been scheduled (`publish_first_item`). lead: of `load`. noted: of `repeat_items`.
     The item's queries are prefetched into L2, so that the load warp does not wait for global memory between two items.
     """
     ROWS: gl.constexpr = GROUP_ROWS if HEAD_PAIRS else GROUPS * GROUP_ROWS
@@ -116,6 +118,7 @@ def schedule(
         t += 1
     item = items.first + take_item(counter)
     while item < items.total:
+        t = repeat_items(t, 1, items_s, noted, bars, REPEATED, ITEM_FIELDS, ITEM_SLOTS, GROUPS)
         whole_item, part = item, 0
         if item >= split.unsplit:
             whole_item = split.unsplit + (item - split.unsplit) % split.split_items
@@ -152,6 +155,8 @@ def schedule(
             store_int(items_s, record + LEADING_TILE, leading_tile)
         if complete_flags is not None:
             store_int(items_s, record + COMPLETE, gl.load(complete_flags + tile))
+        if noted is not None:
+            store_int(items_s, record + REPEATED, 0)
         mbarrier.arrive(bars.item_full.index(slot), count=1)
         prefetch_rows(q_ptr + wide(b) * q_stride[0] + wide(h) * q_stride[1], row, left, q_stride[2], D, ROWS)
         if HEAD_PAIRS:
@@ -161,6 +166,7 @@ def schedule(
             mbarrier.wait(near_end.index(ring_slot(ending, 2)), ring_phase(ending, 2))
         t += 1
         item = items.first + take_item(counter)
+    t = repeat_items(t, ITEM_SLOTS, items_s, noted, bars, REPEATED, ITEM_FIELDS, ITEM_SLOTS, GROUPS)
     slot = ring_slot(t, ITEM_SLOTS)
     mbarrier.wait(bars.item_empty.index(slot), ring_phase(t, ITEM_SLOTS) ^ 1)
     store_int(items_s, slot * ITEM_FIELDS + HEAD, -1)
@@ -198,7 +204,7 @@ def _load_queries(q_desc, b, h, row, t, bars, q_s, HEAD_PAIRS: gl.constexpr):
 
 @gluon.jit
 def _load_block(
-    i, t, block, n, first, last, place, item, isolated, unbounded, q_desc, keys, values, kv_len, q_s, k_s, v_s, blocks_s, near_end,
+    i, t, block, n, first, last, place, item, isolated, repeated, q_desc, keys, values, kv_len, q_s, k_s, v_s, blocks_s, near_end,
     state_due, bars, kv_bars, isolation, N: gl.constexpr, STAGES: gl.constexpr, KV_PAIRS: gl.constexpr, HEAD_PAIRS: gl.constexpr,
 ):  # fmt: skip
     """`load` for KV block i, which is block `block` of item t: block n of the tiles from `first` to `last`. Returns `isolated`.
@@ -221,7 +227,7 @@ def _load_block(
     k_full, v_full = kv_bars.k_full.index(stage), kv_bars.v_full.index(stage)
     isolates = False
     if isolation is not None:
-        isolates = (unbounded != 0) & (block < partial_blocks)
+        isolates = (repeated != 0) & (block < partial_blocks)
         if isolates:  # the consumers wait for the isolated tiles
             k_full, v_full = isolation.loaded.index(0), isolation.loaded.index(1)
     if KV_PAIRS:
@@ -238,10 +244,7 @@ def _load_block(
         load_kv_tile(values, b, kv_head, row_from + n * N, v_full, v_s.index(stage))
     if isolation is not None:  # noqa: SIM102 (a compile-time condition)
         if isolates:
-            isolate_values(k_s.main.index(stage), v_s.index(stage), isolation, isolated & 1)
-            isolated += 1
-            mbarrier.arrive(kv_bars.k_full.index(stage), count=1)
-            mbarrier.arrive(kv_bars.v_full.index(stage), count=1)
+            isolated = isolate_block(k_s.main, v_s, stage, isolation, isolated, kv_bars)
     if state_due is not None:  # noqa: SIM102 (a compile-time condition)
         if block == state_at:
             mbarrier.arrive(state_due.index(ring_slot(t, 2)), count=1)
@@ -265,9 +268,6 @@ def load(
     lead: if neither None nor 0, the last partial tile comes before the others. Under a causal mask it is the diagonal, where every row sees
     a key: rows have a running max before the tiles in which they see nothing, and keep it (`running_max.checked`).
     """
-    unbounded = 0
-    if isolation is not None:
-        unbounded = gl.load(isolation.unbounded)
     isolated = 0  # isolated KV blocks so far
     i = 0  # KV blocks so far
     t = 0  # items so far
@@ -282,9 +282,11 @@ def load(
         partial_run = item_field(items_s, slot, PARTIAL_RUN)
         full_run = item_field(items_s, slot, FULL_RUN)
         first_block = item_field(items_s, slot, FIRST_BLOCK)
-        leading_tile = 0
+        leading_tile, repeated = 0, 0
         if lead is not None:
             leading_tile = item_field(items_s, slot, LEADING_TILE)
+        if isolation is not None:
+            repeated = item_field(items_s, slot, REPEATED)
         mbarrier.arrive(bars.item_empty.index(slot), count=1)
         near_end_at, state_at = gl.maximum(end_block - NEAR_END, first_block), gl.minimum(first_block + STATE_AFTER, end_block - 1)
         kv_head = h // shared
@@ -320,7 +322,7 @@ def load(
             for block in range(gl.maximum(run_block, first_block), gl.minimum(run_block + run_blocks, end_block)):
                 isolated = _load_block(
                     i, t, block, first * N_SUBS + block - run_block, first, last, (row_from, pos_from, left_from),
-                    (b, h, kv_head, row, first_block, partial_blocks, state_at, near_end_at), isolated, unbounded, q_desc, keys, values,
+                    (b, h, kv_head, row, first_block, partial_blocks, state_at, near_end_at), isolated, repeated, q_desc, keys, values,
                     kv_len, q_s, k_s, v_s, blocks_s, near_end, state_due, bars, kv_bars, isolation, N, STAGES, KV_PAIRS, HEAD_PAIRS,
                 )  # fmt: skip
                 i += 1

@@ -53,6 +53,7 @@ from longspan._kernels.hopper.forward_producer import (
     block_field,
 )
 from longspan._kernels.hopper.head_dim_parts import Parts, load_kv_parts, load_part_tile, part_2d, part_slot, ring_of, start_scores
+from longspan._kernels.hopper.isolation import block_isolation, isolate_block
 from longspan._kernels.hopper.none_arg import optional
 from longspan._kernels.hopper.online_softmax import end_rows, softmax_block, start_rows
 from longspan._kernels.hopper.pipeline import (
@@ -69,6 +70,7 @@ from longspan._kernels.hopper.pipeline import (
     take_item,
     tile_2d,
 )
+from longspan._kernels.hopper.repeats import notes, poisoned_rows, repeat_items
 from longspan._kernels.hopper.tile_io import prefetch_rows, store_tile
 from longspan._kernels.hopper.turns import GROUPS, await_turn, give_turn
 
@@ -84,10 +86,12 @@ RUN = gl.constexpr(half_tiles.FIRST_RUN)
 COLUMNS = gl.constexpr(half_tiles.COLUMNS)
 HEAD = gl.constexpr(half_tiles.COLUMNS)  # −1: no more items
 BATCH = gl.constexpr(half_tiles.COLUMNS + 1)
-FIELDS = gl.constexpr(half_tiles.COLUMNS + 2)
+PLAIN_FIELDS = gl.constexpr(half_tiles.COLUMNS + 2)
+REPEATED = PLAIN_FIELDS  # with isolation, one more field, as in `hopper.forward_producer`
 
 # A KV block's second record, one per pipeline stage: int32 fields.
 RUN_FULL = gl.constexpr(0)  # 1 if full for the upper row, plus 2 if full for the lower row
+FULL_FOR_BOTH = gl.constexpr(3)
 RUN_LEFT = gl.constexpr(1)  # blocks from here to the end of the run
 RUN_FIELDS = gl.constexpr(2)
 
@@ -97,11 +101,13 @@ _DYNAMIC = [
 
 
 @gluon.jit
-def _schedule(q_ptr, q_stride, counter, items, order, item_table, rows, heads, groups, items_s, near_end, bars, D: gl.constexpr):
+def _schedule(q_ptr, q_stride, counter, items, order, item_table, rows, heads, groups, items_s, near_end, bars, noted, D: gl.constexpr):
     """The scheduler warp, as `forward_producer.schedule`."""
+    FIELDS: gl.constexpr = PLAIN_FIELDS if noted is None else PLAIN_FIELDS + 1
     t = 0  # items so far
     item = take_item(counter)
     while item < items:
+        t = repeat_items(t, 1, items_s, noted, bars, REPEATED, FIELDS, ITEM_SLOTS, GROUPS)
         place, _, b, h = place_in_order(item, order, rows, rows, heads, groups, 1, False, False)
         columns = item_table + place * COLUMNS
         slot = ring_slot(t, ITEM_SLOTS)
@@ -111,6 +117,8 @@ def _schedule(q_ptr, q_stride, counter, items, order, item_table, rows, heads, g
             store_int(items_s, record + column, gl.load(columns + column))
         store_int(items_s, record + HEAD, h)
         store_int(items_s, record + BATCH, b)
+        if noted is not None:
+            store_int(items_s, record + REPEATED, 0)
         mbarrier.arrive(bars.item_full.index(slot), count=1)
         first, end = gl.load(columns + FIRST_QUERY), gl.maximum(gl.load(columns + UPPER_END), gl.load(columns + LOWER_END))
         head = q_ptr + wide(b) * q_stride[0] + wide(h) * q_stride[1]
@@ -120,6 +128,7 @@ def _schedule(q_ptr, q_stride, counter, items, order, item_table, rows, heads, g
             mbarrier.wait(near_end.index(ring_slot(ending, 2)), ring_phase(ending, 2))
         t += 1
         item = take_item(counter)
+    t = repeat_items(t, ITEM_SLOTS, items_s, noted, bars, REPEATED, FIELDS, ITEM_SLOTS, GROUPS)
     slot = ring_slot(t, ITEM_SLOTS)
     mbarrier.wait(bars.item_empty.index(slot), ring_phase(t, ITEM_SLOTS) ^ 1)
     store_int(items_s, slot * FIELDS + HEAD, -1)
@@ -137,9 +146,11 @@ def _load_queries(q, b, h, row, q_full, q_s):
 @gluon.jit
 def _load(
     q, keys, values, runs, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, runs_s, near_end, bars, kv_bars,
-    N: gl.constexpr, STAGES: gl.constexpr,
+    isolation, N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The load warp, as `forward_producer.load`. runs: pointers to `full`, `first` and `last` of `HalfTileItems`."""
+    FIELDS: gl.constexpr = PLAIN_FIELDS if isolation is None else PLAIN_FIELDS + 1
+    isolated = 0  # isolated KV blocks so far
     i = 0  # KV blocks so far
     t = 0  # items so far
     mbarrier.wait(bars.item_full.index(0), 0)
@@ -149,6 +160,9 @@ def _load(
         record = slot * FIELDS
         b, row = load_int(items_s, record + BATCH), load_int(items_s, record + FIRST_QUERY)
         blocks, run = load_int(items_s, record + BLOCKS), load_int(items_s, record + RUN)
+        repeated = 0
+        if isolation is not None:
+            repeated = load_int(items_s, record + REPEATED)
         mbarrier.arrive(bars.item_empty.index(slot), count=1)
         near_end_at = gl.maximum(blocks - NEAR_END, 0)
         kv_head = h // shared
@@ -166,12 +180,20 @@ def _load(
                 store_int(blocks_s, BLOCK_FIELDS * stage + BLOCK_KEYS_LEFT, kv_len - n * N)
                 store_int(runs_s, RUN_FIELDS * stage + RUN_FULL, full)
                 store_int(runs_s, RUN_FIELDS * stage + RUN_LEFT, last + 1 - n)
-                load_kv_parts(keys, b, kv_head, n * N, kv_bars.k_full.index(stage), part_slot(k_s, stage))
+                k_full, v_full, isolates = kv_bars.k_full.index(stage), kv_bars.v_full.index(stage), False
+                if isolation is not None:
+                    isolates = (repeated != 0) & (full != FULL_FOR_BOTH)
+                    if isolates:  # the consumers wait for the isolated tiles
+                        k_full, v_full = isolation.loaded.index(0), isolation.loaded.index(1)
+                load_kv_parts(keys, b, kv_head, n * N, k_full, part_slot(k_s, stage))
                 if (block == 0) & (t > 0):
                     mbarrier.wait(bars.q_empty, (t & 1) ^ 1)
                     _load_queries(q, b, h, row, bars.q_full, q_s)
                 mbarrier.wait(kv_bars.v_empty.index(stage), empty_phase)
-                load_kv_tile(values, b, kv_head, n * N, kv_bars.v_full.index(stage), v_s.index(stage))
+                load_kv_tile(values, b, kv_head, n * N, v_full, v_s.index(stage))
+                if isolation is not None:  # noqa: SIM102 (a compile-time condition)
+                    if isolates:
+                        isolated = isolate_block(k_s.main, v_s, stage, isolation, isolated, kv_bars)
                 if block == near_end_at:
                     mbarrier.arrive(near_end.index(ring_slot(t, 2)), count=1)
                 i += 1
@@ -199,11 +221,12 @@ def _skip_blocks(i, count, bars, TURN: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    out_ptr, lse_ptr, out_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, runs_s, bars, kv_bars, captured,
-    GROUP: gl.constexpr, MASK: gl.constexpr, SCALE_IN_EXP: gl.constexpr, N: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
+    out_ptr, lse_ptr, out_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, runs_s, bars, kv_bars, noted,
+    captured, GROUP: gl.constexpr, MASK: gl.constexpr, SCALE_IN_EXP: gl.constexpr, N: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
     STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """A consumer warp group: 64 of the item's 192 queries."""
+    FIELDS: gl.constexpr = PLAIN_FIELDS if noted is None else PLAIN_FIELDS + 1
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, EP, 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
@@ -273,7 +296,8 @@ def _consume(
         zero = (i >> 30) * 16  # 0, but unknown to the compiler, as in `hopper.forward`
         b = load_int(items_s, record + BATCH)
         end = lower * load_int(items_s, record + LOWER_END) + (1 - lower) * load_int(items_s, record + UPPER_END)
-        mbarrier.arrive(bars.item_empty.index(slot), count=1)
+        if noted is None:
+            mbarrier.arrive(bars.item_empty.index(slot), count=1)
         rows_left = end - q_first
         seen = total != 0.0  # also where total is NaN: a row that sees a NaN has lse NaN
         divisor = gl.where(seen, total, 1.0)
@@ -281,6 +305,9 @@ def _consume(
         gl.store(lse_ptr + (wide(b) * heads + h) * q_len + q_first + rows, lse, mask=rows < rows_left)
         acc = warpgroup_mma_wait(0, deps=[acc_next])
         mbarrier.arrive(kv_bars.v_empty.index(last), count=1)
+        if noted is not None:
+            noted.index(slot * GROUPS + GROUP).store(poisoned_rows(acc))
+            mbarrier.arrive(bars.item_empty.index(slot), count=1)
         acc = acc * by_row(1.0 / divisor, out_layout)
         store_tile(out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1], acc, q_first, rows_left, out_stride[2] + zero, E, EP, True)
         i = _skip_blocks(i, after, kv_bars, TURN, STAGES)
@@ -295,18 +322,20 @@ def forward_three_kernel(
     out_stride, q_stride, order, item_table, runs, mask_captured, mask_sizes, score_captured,
     items, rows, heads, shared, group, heavy_rows, light_group, heavy_items, q_len, kv_len, scale, first_b, first_h,
     MASK: gl.constexpr, SCALE_IN_EXP: gl.constexpr, N: gl.constexpr, D: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr, ISOLATE: gl.constexpr,
 ):  # fmt: skip
     """Attention of queries in `items` of `HalfTileItems` per head and batch row.
 
     q_ptr, q_stride: the tensor of q_desc. counter: an int32 zero. order: int32 0, 1, … of `rows` items of a head.
     item_table: `HalfTileItems.items`. runs: its `full`, `first` and `last`. group, heavy_rows, light_group, heavy_items: the order of items
     (`place_in_order`). score_captured: not read. TURNS: whether warp groups start their wgmmas in turns (`hopper.turns`).
+    ISOLATE: as of `hopper.forward`.
     """
     dtype: gl.constexpr = q_desc.dtype
     q, k = Parts(q_desc, q_desc), Parts(k_desc, k_desc)
     q_s, k_s = ring_of(q, GROUPS), ring_of(k, STAGES)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, EP], v_desc.layout)
+    FIELDS: gl.constexpr = PLAIN_FIELDS + (1 if ISOLATE else 0)
     items_s, blocks_s, runs_s = shared_ints(ITEM_SLOTS * FIELDS), shared_ints(BLOCK_FIELDS * STAGES), shared_ints(RUN_FIELDS * STAGES)
     near_end = mbarriers(2, 1)
     bars = ItemBarriers(
@@ -316,24 +345,28 @@ def forward_three_kernel(
     captured = Captured(mask_captured, mask_sizes, mask_captured, mask_sizes)
     keys, values = KvSource(k, Parts(optional(None), optional(None)), 0), KvSource(v_desc, optional(None), 0)
     groups = (group, heavy_rows, light_group, heavy_items)
+    isolation, noted = optional(None), optional(None)
+    if ISOLATE:
+        isolation, noted = block_isolation(N), notes(ITEM_SLOTS * GROUPS)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_consume, (
                 out_ptr, lse_ptr, out_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, runs_s, bars,
-                kv_bars, captured, 0, MASK, SCALE_IN_EXP, N, E, EP, STAGES, TURNS,
+                kv_bars, noted, captured, 0, MASK, SCALE_IN_EXP, N, E, EP, STAGES, TURNS,
             )),
             (_consume, (
                 out_ptr, lse_ptr, out_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, runs_s, bars,
-                kv_bars, captured, 1, MASK, SCALE_IN_EXP, N, E, EP, STAGES, TURNS,
+                kv_bars, noted, captured, 1, MASK, SCALE_IN_EXP, N, E, EP, STAGES, TURNS,
             )),
             (_consume, (
                 out_ptr, lse_ptr, out_stride, heads, q_len, scale, first_b, first_h, q_s, k_s, v_s, items_s, blocks_s, runs_s, bars,
-                kv_bars, captured, 2, MASK, SCALE_IN_EXP, N, E, EP, STAGES, TURNS,
+                kv_bars, noted, captured, 2, MASK, SCALE_IN_EXP, N, E, EP, STAGES, TURNS,
             )),
-            (_schedule, (q_ptr, q_stride, counter, items, order, item_table, rows, heads, groups, items_s, near_end, bars, D)),
+            (_schedule, (q_ptr, q_stride, counter, items, order, item_table, rows, heads, groups, items_s, near_end, bars, noted, D)),
             (_load, (
-                q, keys, values, runs, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, runs_s, near_end, bars, kv_bars, N, STAGES,
+                q, keys, values, runs, shared, kv_len, q_s, k_s, v_s, items_s, blocks_s, runs_s, near_end, bars, kv_bars, isolation, N,
+                STAGES,
             )),
         ],
         [4, 4, 1, 1],

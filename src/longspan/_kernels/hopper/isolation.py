@@ -1,12 +1,21 @@
 """Isolation of rows and keys from NaN, ±inf and overflowing numbers that they do not see (LONGSPAN_ISOLATE=1).
 
 A masked pair has P = 0 and dS = 0, but wgmma adds 0 · x for it to sums of other rows and keys, and dP of a masked pair may be infinite.
-`unbounded_kernel` reads V, and for a backward pass also K and the row terms, before the pass, and sets a flag on the device if it finds
-such a number. If the flag is set, the producer warps change tiles in shared memory before the other warps read them:
+Where there is such a number, warps change tiles in shared memory before the others read them:
 
-  forward    K, V     of partial blocks: values that are not finite become 0, and their keys NaN. Rows that see such a key become NaN.
-  backward   K, V     of partial blocks, and of all items of the dK/dV kernels: NaN becomes 0, larger numbers the limit
-             Q, dO    of partial steps: bad rows become 0, with norm NaN and delta 0
+                    what                                                       by             if
+  forward           K, V of partial blocks: values that are not finite         load warp      the item is computed again, since its output
+                    become 0, and their keys NaN, so that rows that see them                  has a NaN (`hopper.repeats`)
+                    become NaN
+  dK, dV with dQ    K, V of each item: NaN becomes 0, larger numbers the       compute warp   the group's 64 keys or values have one
+                    limit                                                      groups
+  dQ alone, wide    K, V of partial blocks, and of each item: likewise         producer       the flag is set
+  dK, dV
+  all of backward   Q, dO of partial steps: bad rows become 0, with norm NaN   producer       the flag is set, and the step has a bad row
+                    and delta 0
+
+The flag is an int32 on the device. `row_terms_kernel` sets it if a row is bad, and for the kernels in the third line also if K or V is
+unbounded. In steps of a sharded call, `unbounded_kernel` does.
 
 A row is bad if its norm is NaN or its delta is not finite: it is not finite itself, or it sees something that is not. Its norm makes the
 probabilities of its visible pairs NaN, and with them its dQ and the dK and dV of the keys that it sees, and nothing else.
@@ -28,7 +37,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from longspan._kernels.gpu.tile_access import load_rows, wide
-from longspan._kernels.hopper.gluon_names import reinterpret
+from longspan._kernels.hopper.gluon_names import barrier, reinterpret
+from longspan._kernels.hopper.pipeline import mbarriers
 from longspan._kernels.protocol import Work
 
 # Limits of bfloat16 numbers: a product of V and dO over 256 dims, and its difference to delta, is less than 2^128.
@@ -53,9 +63,8 @@ def isolates(work: Work) -> bool:
 
 
 class BlockIsolation(NamedTuple):
-    """`unbounded`: pointer to the flag. `loaded`: mbarriers of the loads of a block's K and V. `bad_keys`: int8 [N] in shared memory."""
+    """`loaded`: mbarriers of the loads of a block's K and V. `bad_keys`: int8 [N] in shared memory."""
 
-    unbounded: Any
     loaded: Any
     bad_keys: Any
 
@@ -77,6 +86,20 @@ def _is_unbounded(ptr, stride, batch, head, row, left, M: tl.constexpr, D: tl.co
     return tl.max(tl.max(tl.where(tl.abs(x.to(tl.float32)) < VALUE_LIMIT, 0, 1), 1), 0) > 0
 
 
+@triton.jit
+def flag_unbounded(
+    k_ptr, v_ptr, flag_ptr, k_stride, v_stride, heads, length, cta,
+    M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+):  # fmt: skip
+    """Set the int32 at flag_ptr to 1 if M rows of K or V [B, heads, length, D or E], the `cta`-th, are unbounded."""
+    blocks = tl.cdiv(length, M)
+    row, head = (cta % blocks) * M, cta // blocks
+    flagged = _is_unbounded(v_ptr, v_stride, head // heads, head % heads, row, length - row, M, E, EP)
+    flagged = flagged | _is_unbounded(k_ptr, k_stride, head // heads, head % heads, row, length - row, M, D, DP)
+    if flagged:
+        tl.store(flag_ptr, 1)
+
+
 @triton.jit(do_not_specialize=["heads", "length", "terms"])
 def unbounded_kernel(
     k_ptr, v_ptr, norm_ptr, delta_ptr, flag_ptr, k_stride, v_stride, heads, length, terms,
@@ -84,37 +107,39 @@ def unbounded_kernel(
 ):  # fmt: skip
     """Set the int32 at flag_ptr to 1 if K or V [B, heads, length, D or E] is unbounded or a row term [terms] is of a bad row.
 
-    k_ptr: None to check V alone. norm_ptr, delta_ptr: None for a forward pass.
+    k_ptr, v_ptr: None to check row terms alone.
     """
-    pid, blocks = tl.program_id(0), tl.cdiv(length, M)
-    row, head = (pid % blocks) * M, pid // blocks
-    flagged = _is_unbounded(v_ptr, v_stride, head // heads, head % heads, row, length - row, M, E, EP)
-    if k_ptr is not None:
-        flagged = flagged | _is_unbounded(k_ptr, k_stride, head // heads, head % heads, row, length - row, M, D, DP)
-    if norm_ptr is not None:
-        # CTA p starts at term p · TERMS. Terms past those of all CTAs are read in further rounds.
-        for first in range(pid * TERMS, terms, tl.num_programs(0) * TERMS):
-            i = first + tl.arange(0, TERMS)
-            norm = tl.load(norm_ptr + i, mask=i < terms, other=0.0)
-            delta = tl.load(delta_ptr + i, mask=i < terms, other=0.0)
-            flagged = flagged | (tl.max(_is_bad(norm, delta).to(tl.int32), 0) > 0)
-    if flagged:
-        tl.store(flag_ptr, 1)
+    pid = tl.program_id(0)
+    if v_ptr is not None:
+        flag_unbounded(k_ptr, v_ptr, flag_ptr, k_stride, v_stride, heads, length, pid, M, D, DP, E, EP)
+    # CTA p starts at term p · TERMS. Terms past those of all CTAs are read in further rounds.
+    for first in range(pid * TERMS, terms, tl.num_programs(0) * TERMS):
+        i = first + tl.arange(0, TERMS)
+        norm = tl.load(norm_ptr + i, mask=i < terms, other=0.0)
+        delta = tl.load(delta_ptr + i, mask=i < terms, other=0.0)
+        if tl.max(is_bad(norm, delta).to(tl.int32), 0) > 0:
+            tl.store(flag_ptr, 1)
 
 
 @triton.jit
-def _is_bad(norm, delta):
+def is_bad(norm, delta):
     """Whether rows with these terms are bad, as defined above."""
     return (norm != norm) | (((delta <= DELTA_LIMIT) & (delta >= -DELTA_LIMIT)) == 0)
 
 
 @triton.jit
-def has_non_finite(ptr, row, rows, stride, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """Whether each of M rows of a head has a NaN or ±inf, bool [M]. rows: which to read."""
-    i, d = tl.arange(0, M), tl.arange(0, DP)
-    at = ptr + wide(row + i)[:, None] * stride[2] + d[None, :] * stride[3]
-    x = tl.load(at, mask=rows[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-    return tl.sum(x * 0.0, 1) != 0.0
+def has_non_finite(ptr, row, rows, stride, M: tl.constexpr, D: tl.constexpr):
+    """Whether each of M rows of a head has a NaN or ±inf, bool [M]. rows: which to read.
+
+    By column: a tile would take the registers of those that the kernel holds. D is a multiple of 8.
+    """
+    at = ptr + wide(row + tl.arange(0, M)) * stride[2]
+    total = tl.zeros((M,), tl.float32)
+    if tl.max(rows.to(tl.int32), 0) > 0:
+        for d in range(0, D, 8):
+            for i in tl.static_range(8):
+                total += tl.load(at + (d + i) * stride[3], mask=rows, other=0.0).to(tl.float32) * 0.0
+    return total != 0.0
 
 
 @gluon.jit
@@ -125,6 +150,13 @@ def _pieces(tile):
     """
     NUMBER: gl.constexpr = tile.shape[2] * tile.shape[3] // (_ROWS * _DIMS)
     return reinterpret(tile, tile.dtype, [NUMBER, _ROWS, _DIMS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def block_isolation(N: gl.constexpr):
+    """The shared memory of `BlockIsolation` for blocks of N keys."""
+    bad_keys = gl.allocate_shared_memory(gl.int8, [N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return BlockIsolation(mbarriers(2, 1), bad_keys)
 
 
 @gluon.jit
@@ -154,6 +186,18 @@ def isolate_values(k, v, isolation, phase):
 
 
 @gluon.jit
+def isolate_block(k, v, stage, isolation, isolated, bars):
+    """`isolate_values` for the block in a stage of the rings k and v, which then is signalled to the consumers.
+
+    isolated: blocks that were isolated before. Returns their number after this block. bars: `KvBarriers`.
+    """
+    isolate_values(k.index(stage), v.index(stage), isolation, isolated & 1)
+    mbarrier.arrive(bars.k_full.index(stage), count=1)
+    mbarrier.arrive(bars.v_full.index(stage), count=1)
+    return isolated + 1
+
+
+@gluon.jit
 def _bound(tile, LIMIT: gl.constexpr):
     """Set NaN in a tile [1, 1, rows, dims] to 0, and clamp numbers to ±LIMIT, or to the range of float16 (one warp)."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
@@ -179,6 +223,64 @@ def bound_keys(k, v, k_loaded, v_loaded, phase):
     fence_async_shared()
 
 
+@gluon.constexpr_function
+def _larger_instruction(dtype):
+    return f"max.NaN.xorsign.abs.{'bf16' if dtype == gl.bfloat16 else 'f16'}x2 $0, $1, $2;"
+
+
+@gluon.jit
+def _group_words(tile, panel, GROUP: gl.constexpr):
+    """Two floats per int32 [64, 32]: 64 columns of a warp group's 64 of 128 rows of a tile [1, 1, rows, dims]. Four warps."""
+    words = reinterpret(tile, gl.int32, [tile.shape[3] // _DIMS * 2, 64, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    return words.index(panel * 2 + GROUP).load(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def _largest(tile, largest, GROUP: gl.constexpr):
+    """The larger of each word of `largest` and the words of all columns (`_group_words`), by magnitude; NaN is the largest."""
+    for panel in gl.static_range(tile.shape[3] // _DIMS):
+        words = _group_words(tile, panel, GROUP)
+        largest = gl.inline_asm_elementwise(
+            _larger_instruction(tile.dtype), "=r,r,r", [largest, words], dtype=gl.int32, is_pure=True, pack=1
+        )
+    return largest
+
+
+@gluon.jit
+def _bound_group(tile, LIMIT: gl.constexpr, GROUP: gl.constexpr):
+    """`_bound` for a warp group's rows (`_group_words`)."""
+    LARGEST: gl.constexpr = 65504.0 if tile.dtype == gl.float16 else LIMIT
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    blocks = reinterpret(tile, tile.dtype, [tile.shape[3] // _DIMS * 2, 64, _DIMS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    for panel in range(tile.shape[3] // _DIMS):
+        x = blocks.index(panel * 2 + GROUP).load(layout).to(gl.float32)
+        x = gl.where(x == x, gl.minimum(gl.maximum(x, -LARGEST), LARGEST), 0.0)
+        blocks.index(panel * 2 + GROUP).store(x.to(tile.dtype))
+
+
+@gluon.jit
+def bound_group_keys(k, k_tail, v, GROUP: gl.constexpr):
+    """`bound_keys` by the warp group that computes with 64 of the item's 128 keys and values, before it reads them.
+
+    k_tail: the last columns of keys in two parts, or k. The other warp group multiplies dS by these keys too, when it has waited for this
+    one.
+    """
+    largest = _group_words(v, 0, GROUP)
+    largest = _largest(k, _largest(v, largest, GROUP), GROUP)
+    if k_tail.shape[3] != k.shape[3]:
+        largest = _largest(k_tail, largest, GROUP)
+    # + x reaches the highest bit of a half from the limit on: 2^60, or inf in float16.
+    BELOW: gl.constexpr = 0x0400 if v.dtype == gl.float16 else 0x8000 - ((127 + 60) << 7)
+    over = ((largest & 0x7FFF7FFF) + BELOW * 0x10001) & -0x7FFF8000
+    if gl.max(gl.max(gl.where(over == 0, 0, 1), 1), 0) != 0:
+        _bound_group(v, VALUE_LIMIT, GROUP)
+        _bound_group(k, 3.3e38, GROUP)
+        if k_tail.shape[3] != k.shape[3]:
+            _bound_group(k_tail, 3.3e38, GROUP)
+        fence_async_shared()
+        barrier()
+
+
 @gluon.jit
 def has_bad_rows(isolation, at, left, BM: gl.constexpr):
     """Whether any of the BM rows from `at` on is bad. `left`: rows from there to the end of the head; later ones are not read. One warp."""
@@ -186,13 +288,13 @@ def has_bad_rows(isolation, at, left, BM: gl.constexpr):
     i = gl.arange(0, BM, layout=layout)
     norm = gl.load(isolation.norm + at + i, mask=i < left, other=0.0)
     delta = gl.load(isolation.delta + at + i, mask=i < left, other=0.0)
-    return gl.max(gl.where(_is_bad(norm, delta), 1, 0), 0) > 0
+    return gl.max(gl.where(is_bad(norm, delta), 1, 0), 0) > 0
 
 
 @gluon.jit
 def isolated_terms(norm, delta):
     """(norm, delta) with NaN and 0 for bad rows."""
-    bad = _is_bad(norm, delta)
+    bad = is_bad(norm, delta)
     return gl.where(bad, float("nan"), norm), gl.where(bad, 0.0, delta)
 
 
@@ -207,7 +309,7 @@ def _zero_bad_rows(tile, isolation, at, left):
         norm = gl.load(isolation.norm + at + row, mask=row < left, other=0.0)
         delta = gl.load(isolation.delta + at + row, mask=row < left, other=0.0)
         x = pieces.index(i).load(layout)
-        pieces.index(i).store(gl.where(gl.expand_dims(_is_bad(norm, delta), 1), 0.0, x).to(x.dtype))
+        pieces.index(i).store(gl.where(gl.expand_dims(is_bad(norm, delta), 1), 0.0, x).to(x.dtype))
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ from longspan._kernels.gpu.lookup_bounds import check_lookups
 from longspan._kernels.gpu.row_terms import delta as row_delta
 from longspan._kernels.gpu.row_terms import empty_padded_rows, padded_rows
 from longspan._kernels.gpu.selected_tables import tile_of, tiled_work
+from longspan._kernels.gpu.workspace import zeroed as int_zeros
 from longspan._kernels.hopper.config import HOPPER, MAX_DIM, computes_dq_with_dkv, takes_wide_dkv
 from longspan._kernels.hopper.dq_order import ordered_dq_pays
 from longspan._kernels.hopper.gathered_call import GatheredCall, GatheredKeys, gathers_heads
@@ -186,16 +187,23 @@ class HopperKernel:
         # Sums that include the scale have other bits than those of the separate dQ kernel.
         one_pass = one_pass and not (work.invariant and (wide or into is not None))
         total = None if not one_pass else grads.q if into is not None else torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        isolated, scanned = isolates(work), isolates(work) and not one_pass
+        flag = int_zeros(1, q.device) if isolated else None
         term_tensors = {
-            "q_ptr": call.q if isolates(work) else None, "out_ptr": tensors.out if tensors.delta is None else None, "do_ptr": grad_out,
+            "q_ptr": call.q if isolated else None, "out_ptr": tensors.out if tensors.delta is None else None, "do_ptr": grad_out,
             "lse_ptr": lse,
             "grad_lse_ptr": None if grad_lse is None else grad_lse.float().contiguous(), "norm_ptr": norm, "delta_ptr": delta,
             "dq_ptr": total if into is None else None,
             "counters_ptr": torch.empty(8, dtype=torch.int32, device=q.device) if into is None else None,  # for `HopperBackward`
+            "k_ptr": call.k if scanned and into is None else None, "v_ptr": call.v if scanned and into is None else None,
+            "flag_ptr": flag if into is None else None,
         }  # fmt: skip
         if into is None or tensors.norm is None or tensors.delta is None:
             call.row_terms(term_tensors)(term_tensors, {})
-        row_grads = RowGrads(grad_out, norm, delta, call.unbounded((norm, delta)))
+        if into is not None and flag is not None:
+            for check, checked in call.unbounded(norm, delta, flag, scanned=scanned):
+                check(checked, {})
+        row_grads = RowGrads(grad_out, norm, delta, flag)
         if not one_pass and tensors.side != "kv":
             call.launch(call.dq_pass(row_grads, grads.q, grads.captured, add=into is not None))
         if tensors.side == "q":
@@ -217,13 +225,13 @@ class HopperKernel:
         return grads
 
     def prepare_forward(self, inputs: AttentionInputs, work: Work) -> HopperForward | None:
-        if isolates(work) or not inputs.q.numel() or not inputs.k.numel() or not launch.facts(work.kv_tiles).covers:
+        if not inputs.q.numel() or not inputs.k.numel() or not launch.facts(work.kv_tiles).covers:
             return None
         return HopperForward.of(inputs, work)
 
     def prepare_backward(self, tensors: BackwardInputs, work: Work) -> HopperBackward | None:
         inputs, needs = tensors.inputs, tensors.needs
-        if isolates(work) or not _supports_backward(inputs, work) or not inputs.k.numel():
+        if not _supports_backward(inputs, work) or not inputs.k.numel():
             return None
         if any(needs) and torch.are_deterministic_algorithms_enabled():  # `check_order` may have to warn at every call
             return None

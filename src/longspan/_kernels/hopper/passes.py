@@ -22,7 +22,7 @@ from longspan._kernels.gpu.row_bounds import bounds_functions
 from longspan._kernels.gpu.row_terms import empty_padded_rows, padded_length, rows_by_tile
 from longspan._kernels.gpu.selected_tables import pairs_of
 from longspan._kernels.gpu.uniform_lookup import flat_functions
-from longspan._kernels.gpu.workspace import Workspace, zeroed
+from longspan._kernels.gpu.workspace import Workspace
 from longspan._kernels.hopper.backward_dkv import dkv_kernel
 from longspan._kernels.hopper.backward_dq import dq_kernel, row_terms_kernel
 from longspan._kernels.hopper.config import (
@@ -94,19 +94,17 @@ class HopperCall(LaunchCall):
 
         If `done` is not None, outputs of complete query tiles (`Work.complete_q_tiles`) go there instead of to `result.out`.
         """
-        self.launch(self.forward_pass(result, old, done=done, unbounded=self.unbounded()))
+        self.launch(self.forward_pass(result, old, done=done))
 
-    def forward_pass(
-        self, result: State, old: State | None, *, done: Tensor | None = None, unbounded: Tensor | None = None
-    ) -> Pass:  # fmt: skip
-        """The pass that `forward` launches. unbounded: the result of the method of that name."""
+    def forward_pass(self, result: State, old: State | None, *, done: Tensor | None = None) -> Pass:
+        """The pass that `forward` launches."""
         if old is None and done is None and self._takes_three_groups(result):
             from longspan._kernels.hopper.forward_three import forward_three_kernel  # here: the import takes 10 ms of the first call
 
             tensors: dict[str, Tensor | None] = {
                 "q_desc": self.q, "k_desc": self.k, "v_desc": self.v, "out_ptr": result.out, "lse_ptr": result.lse, "q_ptr": self.q,
             }  # fmt: skip
-            settings: dict[str, Any] = {"SCALE_IN_EXP": self.work.scale > 0}
+            settings: dict[str, Any] = {"SCALE_IN_EXP": self.work.scale > 0, "ISOLATE": isolates(self.work)}
             return Pass(name=_FORWARD_THREE, kernel=forward_three_kernel, tensors=tensors, settings=settings, busy_only=True)
         old_out, old_lse, old_max_scores = (None, None, None) if old is None else (old.out, old.lse, old.max_scores)
         out_by_tma, complete_by_tma, old_by_tma = self._moved_by_tma(result, old, done)
@@ -119,11 +117,11 @@ class HopperCall(LaunchCall):
         }  # fmt: skip
         tails = self._tails(None)
         tensors |= {f"{name}_tail_desc": tails[f"{name}_tail_ptr"] for name in ("q", "k", "local_k")}
-        tensors["unbounded_ptr"] = unbounded
         assert done is None or self.work.complete_q_tiles is not None
         # Part of the key of the prepared launch, which holds the flags on the device.
         completed = None if done is None or self.work.complete_q_tiles is None else bytes(self.work.complete_q_tiles.tolist())
-        settings = {"SCALE_IN_EXP": self.work.score is None and self.work.scale > 0, "completed": completed}
+        scale_in_exp = self.work.score is None and self.work.scale > 0
+        settings = {"SCALE_IN_EXP": scale_in_exp, "completed": completed, "ISOLATE": isolates(self.work)}
         return Pass(name="forward", kernel=forward_kernel, tensors=tensors, settings=settings, busy_only=True)
 
     def _takes_three_groups(self, result: State) -> bool:
@@ -132,8 +130,6 @@ class HopperCall(LaunchCall):
         if max(width(q.shape[-1]), width(v.shape[-1])) > 64 or result.max_scores is not None or result.out.dtype != q.dtype:
             return False
         if work.score is not None or work.device_tables is not None or work.invariant or self._local_kv[0] is not None:
-            return False
-        if isolates(work):  # that kernel does not isolate rows
             return False
         if work.q_tiles.row is not None or work.kv_tiles.row is not None or isinstance(table, StaticTable) or table.tiles is not None:
             return False
@@ -167,33 +163,31 @@ class HopperCall(LaunchCall):
     def program_options(self) -> Options:
         return hoisted_options(self.work.score, self.work.joint, super().program_options)
 
-    def unbounded(self, row_terms: tuple[Tensor, Tensor] | None = None) -> Tensor | None:
-        """An int32 on the device that is not 0 if this pass has to be isolated (`hopper.isolation`); None if isolation is off.
+    def unbounded(self, norm: Tensor, delta: Tensor, flag: Tensor, *, scanned: bool) -> list[tuple[PreparedLaunch, Tensors]]:
+        """Launches, with their tensors, that set an int32 `flag` if a backward step has to be isolated (`hopper.isolation`).
 
-        row_terms: norm and delta of a backward pass. Launches one kernel for each buffer of KV.
+        scanned: check K and V too, in one launch for each buffer of KV. Kernels with dQ check the keys of their items themselves.
         """
-        if not isolates(self.work):
-            return None
-        flag = zeroed(1, self.v.device)
-        for k, v in ((self.k, self.v), self._local_kv):
-            if v is None:
-                continue
-            norm, delta = (None, None) if row_terms is None else row_terms
-            tensors = {"k_ptr": None if row_terms is None else k, "v_ptr": v, "norm_ptr": norm, "delta_ptr": delta, "flag_ptr": flag}
-            (batch, heads, length, e), d = v.shape, self.q.shape[-1]
+        terms, d, e = norm.shape[0] * norm.shape[1] * padded_length(norm.shape[2]), self.q.shape[-1], self.v.shape[-1]
+        buffers = [(k, v) for k, v in ((self.k, self.v), self._local_kv) if k is not None and v is not None] if scanned else [(None, None)]
+        launches: list[tuple[PreparedLaunch, Tensors]] = []
+        for k, v in buffers:
+            tensors = {"k_ptr": k, "v_ptr": v, "norm_ptr": norm, "delta_ptr": delta, "flag_ptr": flag}
+            (batch, heads, length), ctas = (0, 0, 0) if k is None else k.shape[:3], -(-terms // CHECKED_TERMS)
+            if k is not None:
+                ctas = batch * heads * -(-length // CHECKED_ROWS)
             constants = {
-                "k_stride": (v if k is None else k).stride(), "v_stride": v.stride(), "heads": heads, "length": length,
-                "terms": 0 if norm is None else norm.shape[0] * norm.shape[1] * padded_length(norm.shape[2]),
-                "M": CHECKED_ROWS, "TERMS": CHECKED_TERMS,
+                "k_stride": (1,) * 4 if k is None else k.stride(), "v_stride": (1,) * 4 if v is None else v.stride(),
+                "heads": heads, "length": length, "terms": terms, "M": CHECKED_ROWS, "TERMS": CHECKED_TERMS,
                 "D": d, "DP": launch.padded(d), "E": e, "EP": launch.padded(e),
             }  # fmt: skip
-            layout_launch(unbounded_kernel, tensors, constants, batch * heads * -(-length // CHECKED_ROWS))(tensors, {})
-        return flag
+            launches.append((layout_launch(unbounded_kernel, tensors, constants, ctas), tensors))
+        return launches
 
     def row_terms(self, tensors: Tensors) -> PreparedLaunch:
         """The launch of `row_terms_kernel`, which fills norm and, if out is not None, delta [B, H, Q], and sets a float32 dQ to 0.
 
-        tensors: q_ptr, out_ptr, do_ptr, lse_ptr, grad_lse_ptr, norm_ptr, delta_ptr, dq_ptr, counters_ptr.
+        tensors: q_ptr, out_ptr, do_ptr, lse_ptr, grad_lse_ptr, norm_ptr, delta_ptr, dq_ptr, counters_ptr, k_ptr, v_ptr, flag_ptr.
         """
         return row_terms_launch(self.q.shape, tensors)
 
@@ -394,8 +388,7 @@ class HopperCall(LaunchCall):
             dq = tensors.get("dq_ptr")
             config = half_dkv_config(d, e) if self.work.kv_tiles.block < 128 else wide_dkv_config(d, e)
             if one.kernel is dkv_kernel:
-                plain = self.work.score is None and tensors["unbounded_ptr"] is None
-                plain &= self.work.q_tiles.block >= 128
+                plain = self.work.score is None and self.work.q_tiles.block >= 128
                 config = dkv_config(d, with_dq=dq is not None, plain=plain)
             tiles = part_descriptors(("q", "do"), tensors, rows=config.m)
             if dq is not None:
@@ -442,23 +435,26 @@ def row_terms_launch(shape: Sequence[int], tensors: Tensors) -> PreparedLaunch:
     """`HopperCall.row_terms` for queries of a shape [B, H, Q, D]."""
     (B, H, Q, D), m, grad_out, out, q = shape, 64, tensors["do_ptr"], tensors["out_ptr"], tensors["q_ptr"]
     assert grad_out is not None
-    E = grad_out.shape[-1]
+    E, k, v, row_ctas = grad_out.shape[-1], tensors["k_ptr"], tensors["v_ptr"], B * H * -(-Q // m)
     constants = {
         "q_stride": (1,) * 4 if q is None else q.stride(), "out_stride": (grad_out if out is None else out).stride(),
-        "do_stride": grad_out.stride(), "heads": H, "q_len": Q,
+        "do_stride": grad_out.stride(),
+        "k_stride": (1,) * 4 if k is None else k.stride(), "v_stride": (1,) * 4 if v is None else v.stride(),
+        "heads": H, "q_len": Q, "row_ctas": row_ctas, "kv_heads": 0 if k is None else k.shape[1], "kv_len": 0 if k is None else k.shape[2],
         "M": m, "D": D, "DP": launch.padded(D), "E": E, "EP": launch.padded(E),
     }  # fmt: skip
-    return layout_launch(row_terms_kernel, tensors, constants, B * H * -(-Q // m))
+    kv_ctas = 0 if k is None else k.shape[0] * k.shape[1] * -(-k.shape[2] // m)
+    return layout_launch(row_terms_kernel, tensors, constants, row_ctas + kv_ctas)
 
 
 def row_norm(lse: Tensor) -> Tensor:
     """The norm of `row_terms_kernel` [B, H, Q], alone."""
     (B, H, Q), m, lse = lse.shape, 64, lse.contiguous()
     norm = empty_padded_rows(lse)
-    names = ("q_ptr", "out_ptr", "do_ptr", "lse_ptr", "grad_lse_ptr", "norm_ptr", "delta_ptr", "dq_ptr", "counters_ptr")
+    names = row_terms_kernel.arg_names[: row_terms_kernel.arg_names.index("q_stride")]
     tensors: dict[str, Tensor | None] = {**dict.fromkeys(names), "lse_ptr": lse, "norm_ptr": norm}
-    constants: dict[str, Any] = dict.fromkeys(("q_stride", "out_stride", "do_stride"), (1,))
-    constants |= {"heads": H, "q_len": Q, "M": m, "D": 16, "DP": 16, "E": 16, "EP": 16}
+    constants: dict[str, Any] = dict.fromkeys(("q_stride", "out_stride", "do_stride", "k_stride", "v_stride"), (1,))
+    constants |= {"heads": H, "q_len": Q, "row_ctas": 0, "kv_heads": 0, "kv_len": 0, "M": m, "D": 16, "DP": 16, "E": 16, "EP": 16}
     if norm.numel():
         layout_launch(row_terms_kernel, tensors, constants, B * H * -(-Q // m))(tensors, {})
     return norm

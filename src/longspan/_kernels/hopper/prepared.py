@@ -21,8 +21,9 @@ from longspan._kernels.gpu.driver_launch import fill_with_zeros
 from longspan._kernels.gpu.launch_call import Pass
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch, unhooked_stream
 from longspan._kernels.gpu.row_terms import empty_padded_rows
-from longspan._kernels.gpu.workspace import take_zeros
+from longspan._kernels.gpu.workspace import take_flag, take_zeros
 from longspan._kernels.hopper.gqa_split import head_parts_of
+from longspan._kernels.hopper.isolation import isolates
 from longspan._kernels.hopper.passes import HopperCall, RowGrads, round_tensors
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, State, Work
 from longspan._torch_private import current_cuda_device, empty_on_current_device
@@ -93,7 +94,7 @@ class PreparedPass:
             by_driver(stream, values)
 
 
-def _launch(prepared: PreparedLaunch, stream: int | None, values: Sequence[int | float]) -> None:
+def launch_prepared(prepared: PreparedLaunch, stream: int | None, values: Sequence[int | float]) -> None:
     """Launch on a stream from `unhooked_stream`, or, if it is None, wherever the launch belongs."""
     by_driver = prepared.by_driver
     if stream is None or by_driver is None:
@@ -189,7 +190,8 @@ class HopperForward(OnDevice):
 class HopperBackward(OnDevice):
     """A prepared backward pass: row terms, dQ (if `dq` is not None), dK and dV with or without dQ, rounding.
 
-    Roles: q, k, v, grad_out, norm, delta, dq, dk, dv, total. total: dQ in float32, where dK and dV are computed with it.
+    Roles: q, k, v, grad_out, norm, delta, dq, dk, dv, total, flag. total: dQ in float32, where dK and dV are computed with it. flag: of
+    `hopper.isolation`, if `isolated`.
     `starts`: offsets in bytes of norm, delta, total, the parts of dK and of dV and the item counters in the workspace. `parts`: whether the
     kernel computes parts of dK and dV. `empty_dq`, `empty_dk`, `empty_dv`: make the gradients. `empty_captured`: the same for each tensor
     that the score program captures, None for one that gets no gradient.
@@ -206,6 +208,7 @@ class HopperBackward(OnDevice):
     empty_dk: Callable[[], Tensor]
     empty_dv: Callable[[], Tensor]
     parts: bool
+    isolated: bool
     empty_captured: tuple[Callable[[], Tensor] | None, ...]
 
     @classmethod
@@ -221,12 +224,16 @@ class HopperBackward(OnDevice):
         dk, dv = grads.k, grads.v
         if parts > 1:
             dk, dv = (torch.empty((t.shape[0], t.shape[1] * parts, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (dk, dv))
+        isolated, scanned = isolates(work), isolates(work) and not one_pass
+        flag = torch.empty(1, dtype=torch.int32, device=q.device) if isolated else None
         row_terms = call.row_terms({
-            "q_ptr": None, "out_ptr": tensors.out, "do_ptr": grad_out, "lse_ptr": lse, "grad_lse_ptr": None, "norm_ptr": norm,
-            "delta_ptr": delta, "dq_ptr": total, "counters_ptr": torch.empty(8, dtype=torch.int32, device=q.device),
+            "q_ptr": q if isolated else None, "out_ptr": tensors.out, "do_ptr": grad_out, "lse_ptr": lse, "grad_lse_ptr": None,
+            "norm_ptr": norm, "delta_ptr": delta, "dq_ptr": total,
+            "counters_ptr": torch.empty(8, dtype=torch.int32, device=q.device),
+            "k_ptr": k if scanned else None, "v_ptr": v if scanned else None, "flag_ptr": flag,
         })  # fmt: skip
-        roles = q, k, v, grad_out, norm, delta, grads.q, dk, dv, total
-        dq, row_grads = None, RowGrads(grad_out, norm, delta)
+        roles = q, k, v, grad_out, norm, delta, grads.q, dk, dv, total, flag
+        dq, row_grads = None, RowGrads(grad_out, norm, delta, flag)
         if not one_pass:
             dq = PreparedPass.of(call, call.dq_pass(row_grads, grads.q, grads.captured, add=False), roles)
         dkdv = PreparedPass.of(call, call.dkdv_pass(row_grads, dk, dv, total, ordered=ordered, rounded=True), roles)
@@ -241,7 +248,7 @@ class HopperBackward(OnDevice):
             starts=(4 * a, 4 * b, 4 * c, 4 * d, 4 * e, 4 * f), device=q.device.index,
             empty_workspace=allocator((floats,), (1,), torch.float32, q.device), empty_dq=contiguous_allocator(q.shape, q.dtype, q.device),
             empty_dk=contiguous_allocator(k.shape, k.dtype, k.device), empty_dv=contiguous_allocator(v.shape, v.dtype, v.device),
-            parts=parts > 1,
+            parts=parts > 1, isolated=isolated,
             empty_captured=tuple(
                 contiguous_allocator(c.shape, torch.float32, c.device) if n else None
                 for c, n in zip(work.score_captured, tensors.needs, strict=True)
@@ -262,15 +269,21 @@ class HopperBackward(OnDevice):
             score_at = [t.data_ptr() for t in score_captured]
         do_at, dq_at, dk_at, dv_at = grad_out.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
         to_dk, to_dv = (base + dk_parts, base + dv_parts) if self.parts else (dk_at, dv_at)
-        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), do_at, norm, delta, dq_at, to_dk, to_dv, total
+        q_at, k_at, v_at, flag = q.data_ptr(), k.data_ptr(), v.data_ptr(), 0
+        of_rows: tuple[int, ...] = out.data_ptr(), do_at, lse.data_ptr(), norm, delta
         if self.dq is None:
-            _launch(self.row_terms, stream, (out.data_ptr(), do_at, lse.data_ptr(), norm, delta, total, counters))
-        else:
-            _launch(self.row_terms, stream, (out.data_ptr(), do_at, lse.data_ptr(), norm, delta, counters))
+            of_rows = *of_rows, total
+        of_rows = *of_rows, counters
+        if self.isolated:
+            flag, _pool = take_flag(self.row_terms.device, stream)
+            of_rows = (q_at, *of_rows, flag) if self.dq is None else (q_at, *of_rows, k_at, v_at, flag)
+        addresses = q_at, k_at, v_at, do_at, norm, delta, dq_at, to_dk, to_dv, total, flag
+        launch_prepared(self.row_terms, stream, of_rows)
+        if self.dq is not None:
             self.dq(stream, addresses, score_at, [g.data_ptr() for g in captured if g is not None] or (norm,), counters)
         self.dkdv(stream, addresses, score_at, (), counters + 16)
         if self.rounding is not None:
             rounded = (total, dq_at) if self.dq is None else ()
             parts = (to_dk, dk_at, to_dv, dv_at) if self.parts else ()
-            _launch(self.rounding, stream, (*rounded, *parts, self.rounding_scale))
+            launch_prepared(self.rounding, stream, (*rounded, *parts, self.rounding_scale))
         return dq, dk, dv, captured

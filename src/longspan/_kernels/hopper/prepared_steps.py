@@ -193,4 +193,5 @@ def row_tensors(tensors: BackwardInputs, zeroed: Tensor, norm: Tensor, delta: Te
         "q_ptr": tensors.inputs.q if isolation_enabled() else None, "out_ptr": tensors.out, "do_ptr": tensors.grad_out,
         "lse_ptr": tensors.lse.contiguous(), "grad_lse_ptr": None if grad_lse is None else grad_lse.float().contiguous(),
         "norm_ptr": norm, "delta_ptr": delta, "dq_ptr": zeroed, "counters_ptr": None,
+        "k_ptr": None, "v_ptr": None, "flag_ptr": None,
     }  # fmt: skip

@@ -24,6 +24,7 @@ from longspan._kernels.hopper.forward_producer import (
     GROUPS,
     HEAD,
     ITEM_SLOTS,
+    REPEATED,
     ROW,
     ROWS_LEFT,
     SPLIT_PART,
@@ -31,6 +32,7 @@ from longspan._kernels.hopper.forward_producer import (
 )
 from longspan._kernels.hopper.gluon_names import tma_load, tma_store
 from longspan._kernels.hopper.pipeline import ring_phase, ring_slot
+from longspan._kernels.hopper.repeats import poisoned_groups
 from longspan._kernels.hopper.tile_io import view_as
 
 
@@ -48,19 +50,24 @@ def moved_by_tma(left, split_part, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _store_tiles(desc, b, h, row, state_s):
-    """Start the TMA stores of an item's output tiles, one per consumer warp group."""
+def _store_tiles(desc, b, h, row, state_s, groups):
+    """Start the TMA stores of an item's output tiles, one per consumer warp group. groups: bits of those that store; None for all."""
     for group in gl.static_range(GROUPS):
-        tma_store(desc, [b, h, row + group * GROUP_ROWS, 0], view_as(state_s.index(group), desc))
+        if groups is None:
+            tma_store(desc, [b, h, row + group * GROUP_ROWS, 0], view_as(state_s.index(group), desc))
+        else:
+            if (groups >> group) & 1 != 0:
+                tma_store(desc, [b, h, row + group * GROUP_ROWS, 0], view_as(state_s.index(group), desc))
 
 
 @gluon.jit
 def move_states(
-    out_desc, complete_out_desc, old_out_desc, old_lse_ptr, heads, q_len, state_s, lse_s, items_s, bars, state_bars, state_due
+    out_desc, complete_out_desc, old_out_desc, old_lse_ptr, heads, q_len, state_s, lse_s, items_s, bars, state_bars, state_due, noted
 ):  # fmt: skip
     """The state warp. state_s: float32 [GROUPS, 1, 1, GROUP_ROWS, EP]. lse_s: float32 [GROUPS, GROUP_ROWS], if there is an old state.
 
     `state_due` completes when the item's first KV blocks, which are needed before its state, are in flight.
+    noted: of `repeats.repeat_items`.
     """
     t = 0  # items so far
     mbarrier.wait(bars.item_full.index(0), 0)
@@ -73,6 +80,9 @@ def move_states(
         complete = 0
         if complete_out_desc is not None:
             complete = item_field(items_s, slot, COMPLETE)
+        groups = None
+        if noted is not None:
+            repeated = item_field(items_s, slot, REPEATED)
         mbarrier.arrive(bars.item_empty.index(slot), count=1)
         if old_out_desc is not None:
             mbarrier.wait(state_due.index(ring_slot(t, 2)), ring_phase(t, 2))
@@ -91,14 +101,16 @@ def move_states(
         else:
             mbarrier.arrive(state_bars.ready, count=2)
         mbarrier.wait(state_bars.filled, t & 1)
+        if noted is not None:
+            groups = gl.where(repeated == 0, ~poisoned_groups(noted, slot, GROUPS), repeated)
         if by_tma:
             if complete_out_desc is None:
-                _store_tiles(out_desc, b, h, row, state_s)
+                _store_tiles(out_desc, b, h, row, state_s, groups)
             else:
                 if complete == 0:
-                    _store_tiles(out_desc, b, h, row, state_s)
+                    _store_tiles(out_desc, b, h, row, state_s, groups)
                 else:
-                    _store_tiles(complete_out_desc, b, h, row, state_s)
+                    _store_tiles(complete_out_desc, b, h, row, state_s, groups)
             tma.store_wait(0)
         t += 1
         mbarrier.wait(bars.item_full.index(ring_slot(t, ITEM_SLOTS)), ring_phase(t, ITEM_SLOTS))
