@@ -153,7 +153,9 @@ def choice(mask: ls.Mask, tokens: int, *, invariant: bool = False) -> OrderChoic
     return choose_order(mask.block_table(tokens, tokens, block=128).transposed, 8, 4, invariant=invariant)
 
 
-def test_heads_are_walked_together_unless_queries_would_leave_l2() -> None:
+def test_heads_are_walked_together_unless_queries_would_leave_l2(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choice(ls.sliding_window(1024), 2**13).together == 4 and not pays(ls.sliding_window(1024), 2**13, 8, 4)
+    monkeypatch.setattr(dq_order, "ONE_HEAD_AFTER_THE_OTHER", True)
     tokens = 2**14
     assert choice(ls.causal(), tokens).together == choice(ls.causal() & ls.documents([1000] * 16 + [384]), tokens).together == 4
     assert choice(ls.sliding_window(1024), tokens).together == 1
@@ -272,6 +274,32 @@ def test_gradients_of_several_rounds_of_key_tiles_are_right(heads: tuple[int, in
     torch.manual_seed(0)
     inputs = [torch.randn(1, h, 2611, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (heads[0], heads[1], heads[1])]
     check_repeated_gradients(inputs, ls.causal(), None)
+
+
+def _window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q - kv < 300) & (q >= kv)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("together", [1, 2, 4])
+def test_gradients_are_right_however_many_heads_are_walked_together(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_hopper()
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(1, h, 1911, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))
+    work = work_of(_window, ((0, 1911),), ((0, 1911),), block=128, scale=128**-0.5)
+    monkeypatch.setattr(hopper, "ordered_dq_pays", lambda *_, **__: True)
+    monkeypatch.setattr(hopper, "head_parts_of", lambda *_: 1)
+    monkeypatch.setattr(passes, "head_parts_of", lambda *_: 1)
+    monkeypatch.setattr(passes, "choose_order", lambda *_, **__: OrderChoice(together, True, 1.0))
+    exact = [t.double().requires_grad_() for t in (q, k, v)]
+    out, lse = oracle(*exact, mask=ls.mask_mod(_window), return_lse=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        got = backward(HOPPER, q, k, v, out.detach().to(q.dtype), lse.detach().float(), grad, None, work, wide=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for x, want in zip((got.q, got.k, got.v), torch.autograd.grad(out, exact, grad.double()), strict=True):
+        assert float((x.double() - want).norm()) < 5e-3 * float(want.norm())
 
 
 @pytest.mark.gpu

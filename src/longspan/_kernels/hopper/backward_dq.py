@@ -1,7 +1,8 @@
 """The backward kernel by query tiles on Hopper: dQ of 128 queries, accumulated by one CTA in a fixed order, and the gradients of captured
 tensors.
 
-Used for dQ where results must be deterministic and `hopper.dq_order` does not pay, and where captured tensors need gradients.
+Used for dQ where results must be deterministic and `hopper.dq_order` does not pay, over ranks in `longspan.invariant()`, and where captured
+tensors need gradients.
 A persistent kernel, one CTA per SM. A work item is 128 queries of one head, 64 per compute warp group; a block is N keys. CTAs take items
 from a global counter, heaviest first. Time runs downwards; block i of an item:
 

@@ -81,13 +81,12 @@ class HopperKernel:
     """Kernel for Hopper GPUs. Numerics as in `TritonKernel`: scores, sums and the running state in float32; P in the dtype of v for P·V.
 
     dQ is accumulated over KV tiles in arrival order: its last bits may differ from run to run. With
-    `torch.use_deterministic_algorithms(True)`, CTAs add in a fixed order (`hopper.dq_order`). Where a fixed order would leave SMs idle
-    (sparse masks, few work items), where captured tensors need gradients, and for wide head dims (`config.computes_dq_with_dkv`), a second
-    kernel computes dQ. Forward results have the same bits in every run; which work items are split along KV depends on their number, and
-    so do last bits.
+    `torch.use_deterministic_algorithms(True)`, CTAs add in a fixed order (`hopper.dq_order`). Where CTAs would wait for each other or leave
+    L2 (short sequences and documents, windows, sinks), where captured tensors need gradients, and for wide head dims
+    (`config.computes_dq_with_dkv`), a second kernel computes dQ. Forward results have the same bits in every run; which work items are
+    split along KV depends on their number, and so do last bits.
 
-    In `longspan.invariant()`, too, a second kernel computes dQ: each row of dQ, dK and dV is one sum in one CTA, in an order that follows
-    from positions.
+    In `longspan.invariant()`, each row of dQ, dK and dV is a sum in an order that follows from positions, by one kernel or two.
 
     `fallback` computes what these kernels do not support: tilings that leave rows uncovered, empty KV, and results whose head dim is not
     contiguous.
