@@ -48,6 +48,17 @@ def test_equals_the_reference_and_ignores_hidden_keys(mod: str, sink: bool, dtyp
     assert torch.allclose(got.transpose(1, 2).double(), reference.double(), rtol=budget, atol=budget)
 
 
+@pytest.mark.parametrize("mod", ["softcap", "alibi"])
+def test_autocast_does_not_round_scores(mod: str) -> None:
+    """Under autocast, q, k and v are bfloat16; the result has their bits without autocast."""
+    q, k, v, visible = tensors(torch.bfloat16)
+    mask = ModelMask(mask=None, row=visible)
+    want = attend_one_query(q, k, v, mask, scale=None, sink=None, score_mod=MODS[mod])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = attend_one_query(q, k, v, mask, scale=None, sink=None, score_mod=MODS[mod])
+    assert got is not None and want is not None and torch.equal(got, want)
+
+
 def test_gradients_equal_those_of_the_engine() -> None:
     q, k, v, _ = tensors(torch.float64)
     leaves = [t.requires_grad_() for t in (q, k, v, torch.linspace(-1, 2, HEADS, dtype=torch.float64))]

@@ -34,7 +34,8 @@ def attend_one_query(
         grouped = query.shape[1] != key.shape[1]
         out = scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=grouped)
     elif query.device.type == "cpu" and (score_mod is None or _is_own(score_mod)):
-        out = _by_scores(query, key, value, visible, scale, sink, score_mod)
+        with torch.autocast("cpu", enabled=False):  # it would round scores to bfloat16
+            out = _by_scores(query, key, value, visible, scale, sink, score_mod)
     else:
         return None
     return out.transpose(1, 2).contiguous()
