@@ -70,7 +70,7 @@ def digest(tmp_path: Path, text: str) -> str:
     return source_digest(kernel_of(tmp_path, text))
 
 
-def kernel_of(tmp_path: Path, text: str) -> Any:
+def kernel_of(tmp_path: Path, text: str, jit: tuple[str, ...] = ("helper", "default", "other", "kernel")) -> Any:
     """The function `kernel` of a module of this package with a text."""
     path = tmp_path / f"sample_{abs(hash(text))}.py"
     path.write_text(text)
@@ -78,7 +78,7 @@ def kernel_of(tmp_path: Path, text: str) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for name in ("helper", "default", "other", "kernel"):
+    for name in jit:
         setattr(module, name, JITFunction(getattr(module, name)))
     return module.kernel
 
@@ -107,7 +107,32 @@ def test_a_change_elsewhere_in_the_file_does_not(tmp_path: Path, old: str, new: 
 
 def test_the_digest_covers_each_function_once(tmp_path: Path) -> None:
     texts = source_texts(kernel_of(tmp_path, SAMPLE))
-    assert set(texts) == {"", ".sample.default", ".sample.default=0", ".sample.helper", ".sample.helper:FACTOR"}
+    functions = {"", ".sample.default", ".sample.helper", ".sample.kernel:default", ".sample.kernel:helper"}
+    assert set(texts) == functions | {".sample.default=0", ".sample.helper:FACTOR"}
+
+
+def test_the_digest_covers_which_function_a_name_is(tmp_path: Path) -> None:
+    text = SAMPLE.replace("default(helper(x))", "default(first(second(x)))")
+    forward, reverse = (
+        ("\ndef kernel", "\nfirst, second = helper, other\ndef kernel"),
+        ("\ndef kernel", "\nfirst, second = other, helper\ndef kernel"),
+    )
+    assert digest(tmp_path, text.replace(*forward)) != digest(tmp_path, text.replace(*reverse))
+
+
+def test_two_functions_of_one_name_have_no_digest(tmp_path: Path) -> None:
+    made = "\ndef make(n):\n    def inner(x):\n        return x + n\n    return inner\n\nfirst, second = make(3), make(5)\ndef kernel"
+    with pytest.raises(NoDigest, match="expected one function of this name"):
+        digest(tmp_path, SAMPLE.replace("default(helper(x))", "first(second(x))").replace("\ndef kernel", made))
+
+
+@pytest.mark.parametrize("factor", ["3", "5"])
+def test_the_digest_covers_constants_of_decorated_functions(tmp_path: Path, factor: str) -> None:
+    wrap = "\nimport functools\ndef wrap(f):\n    return functools.wraps(f)(lambda *a: f(*a))\n\n@wrap\ndef helper"
+    texts = source_texts(
+        kernel_of(tmp_path, SAMPLE.replace("\ndef helper", wrap).replace("FACTOR = 3", f"FACTOR = {factor}"), jit=("kernel",))
+    )
+    assert texts[".sample.helper:FACTOR"] == factor
 
 
 def test_an_object_without_text_has_no_digest(tmp_path: Path) -> None:
@@ -192,7 +217,15 @@ def test_a_kernel_that_the_package_lacks_is_compiled(packed: Callable[[], Any], 
 
 @pytest.mark.parametrize(
     "name",
-    ["TRITON_ALWAYS_COMPILE", "TRITON_KERNEL_DUMP", "TRITON_KERNEL_OVERRIDE", "DISABLE_PTXAS_OPT", "MLIR_ENABLE_DUMP", "DISABLE_LLVM_OPT"],
+    [
+        "TRITON_ALWAYS_COMPILE",
+        "TRITON_KERNEL_DUMP",
+        "TRITON_KERNEL_OVERRIDE",
+        "DISABLE_PTXAS_OPT",
+        "MLIR_ENABLE_DUMP",
+        "DISABLE_LLVM_OPT",
+        "TRITON_OVERRIDE_ARCH",
+    ],
 )
 def test_variables_of_triton_that_ask_for_a_compilation_get_one(
     packed: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, name: str
@@ -219,6 +252,15 @@ def test_longspan_prebuilt_0_compiles(packed: Callable[[], Any], monkeypatch: py
     function = kernel_of(tmp_path, SAMPLE)
     assert prebuilt.may_be_prebuilt(function, ())
     monkeypatch.setenv("LONGSPAN_PREBUILT", "0")
+    assert packed() is None and not prebuilt.may_be_prebuilt(function, ())
+
+
+def test_a_function_without_source_compiles(packed: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(function: Any) -> str:
+        raise OSError("could not get source code")
+
+    function = kernel_of(tmp_path, SAMPLE)
+    monkeypatch.setattr(prebuilt, "source_digest", fail)
     assert packed() is None and not prebuilt.may_be_prebuilt(function, ())
 
 

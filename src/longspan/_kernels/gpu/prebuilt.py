@@ -54,6 +54,10 @@ _COMPILER_VARIABLES = (  # that no `knobs` has
 )  # fmt: skip
 
 
+# With another Triton, without the source of a function, or if Triton's cache cannot be written: the kernel compiles.
+_FAILURES = (NoDigest, AttributeError, KeyError, TypeError, ValueError, OSError)
+
+
 def prebuilt_kernel(source: Any, target: Any, options: dict[str, Any]) -> Any | None:
     """The kernel of the package for an `ASTSource`, a target and all of Triton's options; None if it has to be compiled."""
     try:
@@ -61,7 +65,7 @@ def prebuilt_kernel(source: Any, target: Any, options: dict[str, Any]) -> Any | 
             return None
         key = kernel_key(source, target, options)
         return (_cached(source, key) or _unpacked(source, key)) if path_of(key).exists() else None
-    except (NoDigest, AttributeError, KeyError, TypeError, ValueError, OSError):  # another Triton, or its cache cannot be written
+    except _FAILURES:
         return None
 
 
@@ -90,7 +94,7 @@ def may_be_prebuilt(kernel: Any, arguments: Sequence[Any]) -> bool:
     """Whether the package has some kernel of this source and of the functions among the arguments. Needs no driver."""
     try:
         return not _is_turned_off() and sources_key(kernel, arguments) in _prebuilt_sources()
-    except (NoDigest, AttributeError):
+    except _FAILURES:
         return False
 
 
@@ -170,7 +174,8 @@ def _compiles_anew(options: dict[str, Any]) -> bool:
         compilation.always_compile, compilation.override, compilation.dump_ir, compilation.use_ir_loc, compilation.instrumentation_mode,
         compilation.enable_asan, compilation.front_end_debugging, nvidia.dump_nvptx, nvidia.disable_ptxas_opt, nvidia.ptxas_options,
         nvidia.mock_ptx_version, nvidia.dump_ptxas_log, nvidia.libdevice_path, knobs.runtime.debug,
-        knobs.runtime.add_stages_inspection_hook, options["debug"], options["sanitize_overflow"], options["ir_override"],
+        knobs.runtime.add_stages_inspection_hook, knobs.runtime.override_arch,
+        options["debug"], options["sanitize_overflow"], options["ir_override"],
         *(os.environ.get(name) for name in _COMPILER_VARIABLES),
     )  # fmt: skip
     return _is_turned_off() or any(asked) or bool(get_cache_invalidating_env_vars())

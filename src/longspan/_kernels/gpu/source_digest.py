@@ -28,7 +28,23 @@ _PLAIN = (bool, int, float, str, type(None), Enum)
 
 
 class NoDigest(Exception):
-    """A kernel refers to an object of a kind that has no text of its own."""
+    """A kernel refers to an object of a kind that has no text of its own, or to two functions of one name."""
+
+
+class _Texts(dict[str, str]):
+    """Texts by name, and the functions and classes of these names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._objects: dict[str, Any] = {}
+
+    def is_new(self, name: str, value: Any) -> bool:
+        """Whether a function or class is to be added. Raises `NoDigest` if another one has its name, such as the same function with other
+        captured variables.
+        """
+        if self._objects.setdefault(name, value) is not value:
+            raise NoDigest(f"{name}: expected one function of this name")
+        return name not in self
 
 
 def source_digest(function: Any) -> str:
@@ -42,7 +58,7 @@ def source_digest(function: Any) -> str:
 
 def source_texts(function: Any) -> dict[str, str]:
     """What the digest covers: texts by name, in the order of names."""
-    texts: dict[str, str] = {}
+    texts = _Texts()
     _add(texts, function)
     own = _name(function)
     return {"": texts.pop(own), **dict(sorted(texts.items()))}
@@ -62,12 +78,11 @@ def encoded(value: Any) -> str:
     raise NoDigest(f"{value!r}: expected a number, a string, a tuple or a function")
 
 
-def _add(texts: dict[str, str], function: Any) -> None:
+def _add(texts: _Texts, function: Any) -> None:
     """Add a function and all that it refers to."""
-    name = _name(function)
-    if name in texts:
+    name, plain = _name(function), _plain(function)
+    if not texts.is_new(name, plain):
         return
-    plain = getattr(function, "fn", function)
     lines = function.raw_src if hasattr(function, "raw_src") else inspect.getsourcelines(function)[0]
     # Names of generated functions have a hash of their torch graph, which changes with torch where the source does not.
     texts[name] = "".join(lines).replace(plain.__name__, _stem(plain)).strip()
@@ -77,24 +92,30 @@ def _add(texts: dict[str, str], function: Any) -> None:
         if reference in captured or reference in plain.__globals__:
             value = captured.get(reference, plain.__globals__.get(reference))
             _add_value(texts, f"{name}:{reference}", value, names)
-    for i, value in enumerate(plain.__defaults__ or ()):
+    for i, value in enumerate((*(plain.__defaults__ or ()), *sorted((plain.__kwdefaults__ or {}).items()))):
         _add_value(texts, f"{name}={i}", value, names)
 
 
-def _add_value(texts: dict[str, str], name: str, value: Any, names: Iterable[str]) -> None:
+def _add_value(texts: _Texts, name: str, value: Any, names: Iterable[str]) -> None:
     """Add a value that a function refers to by `name`. names: those in its bytecode, some of them attributes of modules."""
     if isinstance(value, ModuleType):
+        texts[name] = f"module {value.__name__.removeprefix(_PACKAGE)}"
         for attribute in sorted(set(names) & set(vars(value))) if _is_ours(value.__name__) else ():
             _add_value(texts, f"{value.__name__.removeprefix(_PACKAGE)}.{attribute}", getattr(value, attribute), names)
     elif isinstance(value, type):
+        texts[name] = f"class {value.__qualname__}"
         if _is_ours(value.__module__):
+            texts[name] = f"class {_class_name(value)}"
             _add_class(texts, value)
     elif hasattr(value, "raw_src") or isinstance(value, FunctionType):
         named = name.rsplit(":", 1)[-1]
         if _gluon_names().get(named) is value:
-            texts[f"{_GLUON_NAMES}.{named}"] = _definitions()[named]
-        elif _is_ours(getattr(value, "fn", value).__module__):
+            texts[name], texts[f"{_GLUON_NAMES}.{named}"] = f"function {_GLUON_NAMES}.{named}", _definitions()[named]
+        elif _is_ours(_plain(value).__module__):
+            texts[name] = f"function {_name(value)}"
             _add(texts, value)
+        else:
+            texts[name] = f"function {_plain(value).__qualname__}"
     else:
         texts[name] = encoded(value)
 
@@ -122,10 +143,10 @@ def _definitions() -> dict[str, str]:
     return {name: helpers + lines for name, lines in bound.items()}
 
 
-def _add_class(texts: dict[str, str], cls: type) -> None:
+def _add_class(texts: _Texts, cls: type) -> None:
     """Add a class: its annotated fields, its defaults, its functions."""
-    name = f"{cls.__module__.removeprefix(_PACKAGE)}.{cls.__qualname__}"
-    if name in texts:
+    name = _class_name(cls)
+    if not texts.is_new(name, cls):
         return
     fields = vars(cls).get("__annotations__", {})
     texts[name] = repr([(field, str(getattr(kind, "__forward_arg__", kind))) for field, kind in fields.items()])
@@ -150,8 +171,17 @@ def _is_ours(module: str | None) -> bool:
     return module is not None and f"{module}.".startswith(f"{_PACKAGE}.")
 
 
+def _class_name(cls: type) -> str:
+    return f"{cls.__module__.removeprefix(_PACKAGE)}.{cls.__qualname__}"
+
+
+def _plain(function: Any) -> Any:
+    """The Python function that a jit function or a decorator wraps."""
+    return inspect.unwrap(getattr(function, "fn", function))
+
+
 def _name(function: Any) -> str:
-    plain = getattr(function, "fn", function)
+    plain = _plain(function)
     return f"{plain.__module__.removeprefix(_PACKAGE)}.{plain.__qualname__.replace(plain.__name__, _stem(plain))}"
 
 
