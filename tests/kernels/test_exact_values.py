@@ -50,6 +50,26 @@ def test_quotients_before_discontinuous_operations_equal_torchs(score: Mod | Non
     assert float((got - want).abs().max()) < 4e-3
 
 
+@pytest.mark.parametrize("power", [torch.exp2, lambda x: 2.0**x, lambda x: (x * 0 + 2) ** x], ids=["exp2", "base 2", "tensors"])
+@pytest.mark.parametrize("device", [DEVICE, pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_subnormal_powers_of_two_are_not_zero_in_a_mask(power: Callable[[Tensor], Tensor], device: str) -> None:
+    """2⁻¹⁴⁹ is the smallest positive float32. Triton's exp2 gives 0 for all results below 2⁻¹²⁶."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 200, 16, device=device) for _ in range(3))
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (power(-(kv.float())) <= 0) | (q == kv)
+
+    got, want = (ls.attention(q, k, v, mask=mask, kernel=kernel) for kernel in ("triton", "dense"))
+    assert float((got - want).abs().max()) < 4e-3
+
+
+def test_powers_of_two_keep_subnormal_results_before_a_comparison_only() -> None:
+    assert "exp2_subnormal" in source(lambda b, h, q, kv: torch.exp2(-kv.float()) <= q, "mask")
+    assert "exp2_subnormal" not in source(lambda s, b, h, q, kv: s + torch.exp2(-kv.float()))
+    assert "exp2_subnormal" in source(lambda b, h, q, kv: 2.0 ** -kv.float() <= q, "mask")
+
+
 def source(mod: Mod, kind: str = "score") -> str:
     """The generated function of a program."""
     return codegen.program_source(trace(mod, kind).program, FAST).split("\n\n\n")[1]  # type: ignore[arg-type]

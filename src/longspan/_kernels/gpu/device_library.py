@@ -51,6 +51,12 @@ def mul_rn(x, y):
 
 
 @triton.jit
+def exp2_subnormal(x):
+    """2 ** x in float32 with results below 2⁻¹²⁶, which the instruction of `tl.exp2` replaces by 0."""
+    return tl.where(x < -126.0, tl.exp2(x + 64.0) * 5.421010862427522e-20, tl.exp2(x))  # 2⁻⁶⁴
+
+
+@triton.jit
 def tanh_fast(x):
     """The hardware's tanh, one instruction: relative error up to 2⁻¹¹, that of rounding to float16."""
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -151,7 +157,7 @@ def sign(x):
 @triton.jit
 def power(x, y):
     """x ** y for any float32 x: the sign of a negative base follows the parity of an integral exponent, else NaN."""
-    magnitude = tl.exp2(y * tl.log2(tl.abs(x)))
+    magnitude = exp2_subnormal(y * tl.log2(tl.abs(x)))
     odd = y - 2.0 * tl.floor(y * 0.5)
     signed = tl.where(odd == 1.0, -magnitude, tl.where(odd == 0.0, magnitude, float("nan")))
     return tl.where(y == 0.0, 1.0, tl.where(x < 0, signed, magnitude))

@@ -48,8 +48,13 @@ _UNARY_FLOAT = {
     "lerp": "{0} + {2} * ({1} - {0})",
     "copysign": "tl.where({1} < 0, -tl.abs({0}), tl.abs({0}))",
 }
-# Correctly rounded forms for `exact_values.decisive` nodes: Triton's default quotients and roots differ in the last bit.
-_ROUNDED = {"reciprocal": "tl.div_rn(1.0, {0})", "sqrt": "tl.sqrt_rn({0})", "rsqrt": "tl.div_rn(1.0, tl.sqrt_rn({0}))"}
+# Forms for `exact_values.decisive` nodes: Triton's default quotients and roots differ in the last bit, its 2 ** x is 0 below 2⁻¹²⁶.
+_ROUNDED = {
+    "reciprocal": "tl.div_rn(1.0, {0})",
+    "sqrt": "tl.sqrt_rn({0})",
+    "rsqrt": "tl.div_rn(1.0, tl.sqrt_rn({0}))",
+    "exp2": "exp2_subnormal({0})",
+}
 _ROUNDING = {"floor": "tl.floor({0})", "ceil": "tl.ceil({0})", "trunc": "truncate({0})", "round": "round_even({0})"}
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _LOGIC = {"logical_and": "&", "logical_or": "|", "logical_xor": "^"}
@@ -233,12 +238,12 @@ def _pow(e: Emitter, node: Node, args: list[Any]) -> Value:
         )
     if type not in FLOATS:
         raise _no(node, "of integers with this exponent")
-    named = _ROUNDED if _decides(e, node, type) else _UNARY_FLOAT
+    named = {**_UNARY_FLOAT, **_ROUNDED} if _decides(e, node, type) else _UNARY_FLOAT
     special = {0.5: named["sqrt"], -0.5: named["rsqrt"], -1.0: named["reciprocal"], -2.0: "1.0 / ({0} * {0})", 0.0: "{0} * 0.0 + 1.0"}
     if n is not None and float(n) in special:
         return _apply(e, special[float(n)], [base], type)
     if base.literal is not None and base.literal > 0:
-        return _apply(e, f"tl.exp2({{0}} * {math.log2(base.literal)!r})", [exponent], type)
+        return _apply(e, named["exp2"].format(f"{{0}} * {math.log2(base.literal)!r}"), [exponent], type)
     return _apply(e, "power({0}, {1})", [base, exponent], type)
 
 
