@@ -10,7 +10,7 @@ import argparse
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from longspan.testing import oracle
 from longspan.testing.budget import budgets, error
 
 GRANULARITIES = (128, 64, 16, 4, 1)
+OTHER_DRAWS = 4  # of the inputs, for error budgets of single numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +122,30 @@ def results(case: Case, run: Callable[..., Any], **options: Any) -> dict[str, Te
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(t, grads, strict=True))}
 
 
+def _dense(case: Case) -> dict[str, Tensor]:
+    return results(case, oracle, dtype=case.tensors["q"].dtype)
+
+
+def _other_draws(case: Case) -> list[Case]:
+    """The case with other q, k, v and gradients of out."""
+    generator, draws = torch.Generator().manual_seed(0), []
+    for _ in range(OTHER_DRAWS):
+        drawn = [torch.randn(t.shape, generator=generator).to(t) for t in (*(case.tensors[n] for n in "qkv"), case.grad_out)]
+        tensors = {**case.tensors, **{n: t.requires_grad_() for n, t in zip("qkv", drawn[:3], strict=True)}}
+        draws.append(replace(case, tensors=tensors, grad_out=drawn[3]))
+    return draws
+
+
 def check(case: Case, **options: Any) -> None:
     """Compare longspan with the oracle; raises AssertionError."""
     right, got = results(case, oracle), results(case, ls.attention, **options)
-    dense = results(case, oracle, dtype=case.tensors["q"].dtype)
-    allowed = budgets(
-        right, dense, v=case.tensors["v"].detach(), grad_out=case.grad_out, captured=[n for n in ("sink", "bias") if n in right]
-    )
+    sizes: dict[str, Any] = {"v": case.tensors["v"].detach(), "grad_out": case.grad_out}
+    captured = [n for n in ("sink", "bias") if n in right]
+    allowed = budgets(right, _dense(case), captured=captured, **sizes)
+    if any(error(got[name], right[name]) > 4 * allowed[name] for name in captured):
+        # The sum of all gradients of scores is one number: in one draw, its roundings may cancel.
+        others = [(results(other, oracle), _dense(other)) for other in _other_draws(case)]
+        allowed = budgets(right, _dense(case), captured=captured, others=others, **sizes)
     for name, budget in allowed.items():
         assert error(got[name], right[name]) <= 4 * budget, f"{case.text}: {name} off by {error(got[name], right[name])}, allowed {budget}"
     dead = right["lse"] == -torch.inf
