@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Worker:
-    """A process that checks cases, and what it does now."""
+    """A worker process that checks cases, and its state."""
 
     def __init__(self, device: str, log: Path) -> None:
         environment = {"OMP_NUM_THREADS": "1", "TRITON_DISABLE_LINE_INFO": "1", **os.environ}  # line info: a quarter of the compile time

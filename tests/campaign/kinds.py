@@ -16,7 +16,7 @@ class NotSupported(Exception):
 
 
 class Right(NamedTuple):
-    """A case without an error. families: what it exercises. comparisons: of results."""
+    """Result of a case that passed. families: the features it covers. comparisons: number of compared results."""
 
     families: set[str]
     comparisons: int = 1

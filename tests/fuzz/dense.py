@@ -111,7 +111,7 @@ def budgets(p: Problem, right: dict[str, Tensor], dtype: torch.dtype) -> dict[st
 
 
 def rounding_of_out(p: Problem, right: dict[str, Tensor], dtype: torch.dtype) -> dict[str, float]:
-    """Error of each gradient if delta = Σ out · grad_out is computed from out rounded to `dtype`, as kernels do: out is what they saved.
+    """Error of each gradient if delta = Σ out · grad_out uses out rounded to `dtype`, as kernels do, which save out in that dtype.
 
     With d more in delta, dS = P · (dP − delta) has −P · d more, the gradient of −d · lse. Dense attention does not have this error, which
     is large if a row sees few keys: with one key and a low sink, dP and delta cancel.

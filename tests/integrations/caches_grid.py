@@ -3,7 +3,7 @@
 Greedy tokens of two left-padded prompts by "longspan" and by eager attention, with a dynamic, a static and a quantized (fp8) cache. In
 families with sliding layers, which the table marks, the dynamic and the static cache hold windows, and transformers has no quantized cache.
 CPU seconds of 100 tokens of one prompt
-with a dynamic cache: of the first call in a process, and of the third one, beside eager's third one. Each family has a process of its own,
+with a dynamic cache: first and third call of a process, and eager's third call. Each family has a process of its own,
 forked after all imports.
 """
 

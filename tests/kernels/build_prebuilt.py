@@ -1,4 +1,4 @@
-"""Build the kernels of the package (`longspan._kernels.gpu.prebuilt`) that are missing, and remove those that no common call asks for.
+"""Compile the prebuilt kernels (`longspan._kernels.gpu.prebuilt`) that are missing, and delete those that no common call uses.
 
     make kernels
 

@@ -1,4 +1,4 @@
-"""The calls whose kernels are part of the package (`longspan._kernels.gpu.prebuilt`), and what they ask Triton to compile.
+"""The calls whose kernels are prebuilt (`longspan._kernels.gpu.prebuilt`), and the compilations that they request from Triton.
 
 No GPU is needed: CPU tensors stand for CUDA tensors (`stub_launches`), and Triton gets a driver that knows the target only. For a process
 of its own, without Triton's interpreter.

@@ -83,7 +83,7 @@ def lists_tiles(mask: Any, q: Tensor, k: Tensor, *, kernel: str) -> bool:
 
 
 def read_again(mask: FromBlockMask) -> FromBlockMask:
-    """The mask with lists that are read anew: a replayed CUDA graph sees those that the BlockMask has then."""
+    """The mask, with its tile lists read from the BlockMask at every launch, so that a replayed CUDA graph uses the current ones."""
     return FromBlockMask(mask.block_mask, mask_mod_of_block_mask(mask.block_mask))
 
 
