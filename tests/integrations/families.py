@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.integrations.family_cases import case_of, merged
 from torch import Tensor
 
 import longspan.integrations.transformers as lst
@@ -105,9 +106,9 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def special_settings(model_type: str) -> dict[str, Any]:
-    """Settings without which a tiny config of a model type is not valid."""
-    return _SPECIAL.get(model_type, {})
+def tiny_settings(kind: type, class_name: str) -> dict[str, Any]:
+    """The settings of a tiny config of a config class, for a class of models."""
+    return merged({**_tiny_fields(kind), **_SPECIAL.get(kind.model_type, {})}, case_of(class_name).settings)
 
 
 def causal_lm_types() -> dict[str, str]:
@@ -123,7 +124,7 @@ def tiny_config(model_type: str) -> Any:
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
-    config = kind(**{**_tiny_fields(kind), **_SPECIAL.get(model_type, {})})
+    config = kind(**tiny_settings(kind, causal_lm_types()[model_type]))
     # Some classes take a part of the config that is registered for their model type.
     wanted = getattr(transformers, causal_lm_types()[model_type]).config_class
     parts = [config, *(getattr(config, name, None) for name in getattr(kind, "sub_configs", {}))]
@@ -141,7 +142,13 @@ def tiny_model(model_type: str, implementation: str) -> Any:
         size = sum(p.numel() for p in kind._from_config(tiny_config(model_type), attn_implementation="eager").parameters())
     if size > 60e6:
         raise RuntimeError(f"no tiny config: {size / 1e6:.0f} M parameters")
-    model = kind._from_config(config, attn_implementation=implementation, dtype=torch.float32).eval()
+    model = kind._from_config(config, attn_implementation=implementation, dtype=torch.float32)
+    return prepared_model(model)
+
+
+def prepared_model(model: Any) -> Any:
+    """The model with the same weights each time, in eval mode unless its class has a loss in train mode only."""
+    model.train(case_of(type(model).__name__).train)
     if hasattr(model, "set_default_language"):
         model.set_default_language("en_XX")
     return with_random_weights(model)
@@ -231,9 +238,10 @@ def try_family(model_type: str, kinds: tuple[str, ...] = KINDS) -> dict[str, Any
         if mixers_of(eager):  # on ranks, such layers divide a batch by its rows
             kinds = (*kinds, "many rows")
         wanted: dict[str, Any] = {}
+        batches = {kind: case_of(type(eager).__name__).batch(batch_of(kind)) for kind in kinds}
         for kind in kinds:
             try:
-                wanted[kind] = results(eager, {**batch_of(kind), **_without_cache(eager)})
+                wanted[kind] = results(eager, {**batches[kind], **_without_cache(eager)})
             except Exception as error:
                 wanted[kind] = _failure(error).detail
         if isinstance(wanted[kinds[0]], str):
@@ -248,10 +256,9 @@ def try_family(model_type: str, kinds: tuple[str, ...] = KINDS) -> dict[str, Any
             if isinstance(wanted[kind], str):
                 outcome["one process"][kind] = outcome["ranks"][kind] = Outcome(verdict="not tested", detail=wanted[kind])
                 continue
-            batch = batch_of(kind)
-            arguments = {**batch, **_without_cache(model)}
+            arguments = {**batches[kind], **_without_cache(model)}
             outcome["one process"][kind] = _outcome(lambda m=model, a=arguments: results(m, a), wanted[kind])
-            outcome["ranks"][kind] = _outcome(lambda m=model, b=batch: on_ranks(m, b), wanted[kind])
+            outcome["ranks"][kind] = _outcome(lambda m=model, b=batches[kind]: on_ranks(m, b), wanted[kind])
         return outcome
 
 
@@ -330,7 +337,14 @@ def verdicts(outcome: dict[str, Any]) -> tuple[str, str, str]:
 
 def row(model_type: str, outcome: dict[str, Any]) -> str:
     """A family's line of the page."""
-    return f"| {model_type} | `{causal_lm_types()[model_type]}` | {' | '.join(verdicts(outcome))} |"
+    return line_of([model_type, f"`{causal_lm_types()[model_type]}`"], verdicts(outcome), causal_lm_types()[model_type])
+
+
+def line_of(first: list[str], verdicts: tuple[str, str, str], class_name: str) -> str:
+    """A line of a table: first cells, verdicts and note. A note begins with the inputs that the class was given beside tokens."""
+    given = case_of(class_name).batch(batch_of("plain")).keys() - batch_of("plain").keys()
+    inputs = f"with {', '.join(f'`{name}`' for name in sorted(given))}" if given else ""
+    return f"| {' | '.join([*first, *verdicts[:2], '; '.join(filter(None, [inputs, verdicts[2]]))])} |"
 
 
 def page(rows: dict[str, str]) -> str:

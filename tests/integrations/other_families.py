@@ -17,14 +17,15 @@ from tests.integrations.families import (
     _failure,
     _outcome,
     _reason,
-    _tiny_fields,
     _without_cache,
     batch_of,
+    line_of,
     on_ranks,
+    prepared_model,
     results,
-    special_settings,
-    with_random_weights,
+    tiny_settings,
 )
+from tests.integrations.family_cases import case_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "other-families.md"
 SECTIONS = ("encoder", "encoder-decoder", "vision-language")
@@ -54,10 +55,10 @@ def classes() -> dict[tuple[str, str], str]:
 def labelled_batch(kind: str, model: Any) -> dict[str, torch.Tensor]:
     """A batch of `families.batch_of`. Inputs of a decoder behind an encoder are its labels: fewer than the encoder's, none padded."""
     batch = batch_of(kind)
-    if not model.config.is_encoder_decoder:
-        return batch
-    tokens = LENGTH if model.config.model_type == "fsmt" else LENGTH - 14  # FSMT makes its decoder's inputs of the encoder's
-    return {**batch, "labels": batch["input_ids"][:, :tokens].contiguous()}
+    if model.config.is_encoder_decoder:
+        tokens = LENGTH if model.config.model_type == "fsmt" else LENGTH - 14  # FSMT makes its decoder's inputs of the encoder's
+        batch["labels"] = batch["input_ids"][:, :tokens].contiguous()
+    return case_of(type(model).__name__).batch(batch)
 
 
 def tiny_model(key: tuple[str, str], implementation: str) -> Any:
@@ -67,7 +68,7 @@ def tiny_model(key: tuple[str, str], implementation: str) -> Any:
 
     section, model_type = key
     kind = getattr(transformers, classes()[key])
-    settings = {**_tiny_fields(CONFIG_MAPPING[model_type]), **special_settings(model_type)}
+    settings = tiny_settings(CONFIG_MAPPING[model_type], classes()[key])
     if section == "encoder":
         settings["is_decoder"] = False
     config = CONFIG_MAPPING[model_type](**settings)
@@ -78,7 +79,7 @@ def tiny_model(key: tuple[str, str], implementation: str) -> Any:
     if section == "encoder-decoder" and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 1
     torch.manual_seed(3)
-    return with_random_weights(kind._from_config(config, attn_implementation=implementation, dtype=torch.float32).eval())
+    return prepared_model(kind._from_config(config, attn_implementation=implementation, dtype=torch.float32))
 
 
 def try_class(key: tuple[str, str]) -> dict[str, Any]:
@@ -120,7 +121,7 @@ def verdicts(outcome: dict[str, Any]) -> tuple[str, str, str]:
 
 def row(key: tuple[str, str], outcome: dict[str, Any]) -> str:
     """A class's line of the page."""
-    return f"| {key[0]} | {key[1]} | `{classes()[key]}` | {' | '.join(verdicts(outcome))} |"
+    return line_of([*key, f"`{classes()[key]}`"], verdicts(outcome), classes()[key])
 
 
 _COLUMNS = "| kind | model type | class | one process | three ranks | note |\n|---|---|---|---|---|---|"
