@@ -60,7 +60,9 @@ def image_tokens(batch: Batch, count: int, token: int = IMAGE) -> Batch:
 
 def case_of(name: str) -> Case:
     """The case of a class by its name."""
-    return CASES.get(name, Case())
+    from tests.integrations.image_cases import IMAGE_CASES
+
+    return CASES.get(name) or IMAGE_CASES.get(name) or Case()
 
 
 CASES: dict[str, Case] = {}
