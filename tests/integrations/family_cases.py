@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -25,12 +26,19 @@ class Case:
 
     settings: fields of its config, those of nested configs in nested dicts; None removes a field of the tiny config.
     inputs: entries of a batch that the class requires, from the batch of tokens and labels; they replace entries of the same name.
-    train: the class has a loss in train mode only.
+    train: the class has gradients in train mode only.
+    package: a package that the class requires and the tests do not install.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     inputs: Callable[[Batch], Batch] = no_inputs
     train: bool = False
+    package: str | None = None
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the package that the class requires is installed."""
+        return self.package is None or find_spec(self.package) is not None
 
     def batch(self, batch: Batch) -> Batch:
         """The batch with the inputs that the class requires."""
@@ -65,4 +73,58 @@ def case_of(name: str) -> Case:
     return CASES.get(name) or IMAGE_CASES.get(name) or Case()
 
 
-CASES: dict[str, Case] = {}
+def pixels(*shape: int) -> Callable[[Batch], Batch]:
+    """`pixel_values` of one image of a shape for each row."""
+    return lambda batch: {"pixel_values": random(len(batch["labels"]), *shape)}
+
+
+def _codebooks(batch: Batch) -> Batch:
+    """Two codebooks of audio codes: tokens [B · codebooks, S], labels [B, S, codebooks]."""
+    other = batch["input_ids"].flip(1)
+    labels = torch.stack([batch["labels"], other.masked_fill(batch["labels"] < 0, -100)], 2)
+    return {"input_ids": torch.stack([batch["input_ids"], other], 1).flatten(0, 1), "labels": labels}
+
+
+def _shared_kv(batch: Batch) -> Batch:
+    """Embeddings of a larger model and the KV of its last layers, 2 KV heads of head dim 8 and 16."""
+    rows, tokens = batch["input_ids"].shape
+    kv = {
+        kind: (random(rows, 2, tokens, dim), random(rows, 2, tokens, dim))
+        for kind, dim in (("sliding_attention", 8), ("full_attention", 16))
+    }
+    return {"input_ids": None, "inputs_embeds": random(rows, tokens, 2 * 20), "shared_kv_states": kv}
+
+
+_VIT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}  # of head dim 8
+_COMPASS_ROPE = {"sliding_attention": _MROPE, "full_attention": None}
+_ASSISTANT = Case(
+    settings={
+        "text_config": {
+            "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 2, "global_head_dim": 16,
+            "num_global_key_value_heads": 2, "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "backbone_hidden_size": 20,
+    },
+    inputs=_shared_kv,
+)  # fmt: skip
+_REFORMER = Case(settings={"hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0}, train=True)
+
+# Causal LMs
+CASES: dict[str, Case] = {
+    "BltForCausalLM": Case(
+        settings={
+            "encoder_hash_byte_group_vocab": 50, "encoder_hash_byte_group_size": [3, 4], "patching_mode": "entropy",
+            "encoder_config": {"hidden_size_global": 32}, "decoder_config": {"hidden_size_global": 32},
+        }
+    ),
+    "CohereCompassForCausalLM": Case(settings={"rope_parameters": _COMPASS_ROPE}),
+    "Gemma3nForConditionalGeneration": Case(settings={"vision_config": {"architecture": "test_vit"}}, package="timm"),
+    "Gemma4AssistantForCausalLM": _ASSISTANT,
+    "Gemma4UnifiedAssistantForCausalLM": _ASSISTANT,
+    "GitForCausalLM": Case(settings={"vision_config": _VIT}, inputs=pixels(3, 8, 8)),
+    "MusicgenForCausalLM": Case(settings={"decoder": {"num_codebooks": 2}}, inputs=_codebooks),
+    "MusicgenMelodyForCausalLM": Case(settings={"decoder": {"num_codebooks": 2}}, inputs=_codebooks),
+    "ReformerForMaskedLM": _REFORMER,
+    "ReformerModelWithLMHead": _REFORMER,
+}  # fmt: skip

@@ -162,6 +162,7 @@ def main() -> None:
     wanted = options.sections
     for key in classes():
         skipped = options.missing and key in written_rows()
+        skipped |= not case_of(classes()[key]).is_possible
         if not skipped and (not wanted or key[0] in wanted or key[1] in wanted):
             outcome = try_class(key)
             line = row(key, outcome)

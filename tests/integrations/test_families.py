@@ -6,9 +6,10 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests.integrations.families import _reason, causal_lm_types, row, try_family, written_rows
+from tests.integrations.families import _reason, batch_of, causal_lm_types, on_ranks, row, tiny_model, try_family, written_rows
+from tests.integrations.family_cases import case_of
 
-SAMPLE = ("opt", "lfm2")  # right but for packed position_ids; layers that are not attention
+SAMPLE = ("opt", "lfm2", "git")  # right but for packed position_ids; layers that are not attention; with an image
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -17,6 +18,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_the_page_has_the_family_as_it_is(family: str) -> None:
+    if not case_of(causal_lm_types()[family]).is_possible:
+        pytest.skip(f"needs {case_of(causal_lm_types()[family]).package}")
     assert row(family, try_family(family)) == written_rows()[family]
 
 
@@ -30,3 +33,10 @@ def test_notes_are_sentences_or_end_at_a_word() -> None:
     assert _reason("KeyError: 'x'") == "KeyError: 'x'"
     assert _reason("RuntimeError: Validation error for 'x': ValueError: a must be b. Call c() first.") == "a must be b"
     assert _reason("ValueError: " + "word " * 40) == "word " * 24 + "…"
+
+
+def test_attention_code_of_its_own_that_fails_on_a_shard_raises() -> None:
+    model = tiny_model("reformer", "longspan")  # whose chunks of 9 tokens do not divide a shard
+    with pytest.raises(ValueError, match="no attention layer used it") as raised:
+        on_ranks(model, batch_of("plain"))
+    assert "multiple of least common multiple chunk_length" in str(raised.value.__cause__)

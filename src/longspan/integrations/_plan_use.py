@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -122,8 +123,10 @@ def run_checked(model: nn.Module, call: Callable[..., Any], args: tuple[Any, ...
             output = call(*args, **kwargs)
             if labels is not None:
                 output = _with_loss(output, labels, count)
-        except BaseException:
+        except BaseException as error:
             forward.undo_caches()
+            if plan is not None and not forward.module_ids and _has_own_attention(model):
+                raise ValueError(_unused_plan(model, [])) from error
             raise
     if outer is not None:
         outer.cache_columns = {**forward.cache_columns, **outer.cache_columns}
@@ -208,11 +211,21 @@ def _check_all_used(model: nn.Module, forward: Forward) -> None:
         unused = _layers_without_plan(_decoders.decoder_of(model) if _decoders.has_whole_inputs(forward.plan) else model, forward)
     if not unused and (forward.module_ids or _any_compiled(model) or any(hasattr(m, "_longspan_compiled_use") for m in model.modules())):
         return
+    raise ValueError(_unused_plan(model, unused))
+
+
+def _unused_plan(model: nn.Module, unused: list[str]) -> str:
     who = f"{_listed(unused)} did not use it" if unused else "no attention layer used it"
-    raise ValueError(
+    return (
         f"longspan: {type(model).__name__} was given {PLAN_KEYWORD}, but {who}: tokens were mixed within this rank's shard only, and the "
         "loss is wrong. This model is not supported on several ranks; call it without a plan on one device"
     )
+
+
+def _has_own_attention(model: nn.Module) -> bool:
+    """Whether no module's code names transformers' attention interface or was adapted to longspan's."""
+    sources = [vars(sys.modules[type(module).__module__]) for module in model.modules()]
+    return not any("ALL_ATTENTION_FUNCTIONS" in names or "_longspan_adapted" in names for names in sources)
 
 
 def _with_loss(output: Any, labels: torch.Tensor, count: Any) -> Any:
