@@ -29,8 +29,9 @@ $(STAMP): pyproject.toml constraints-dev.txt
 demo: install ## a packed batch over four processes, forward and backward, compared with one process
 	$(BIN)/python -m longspan.cli demo
 
-kernels: install ## compile the kernels that are part of the package, for Hopper GPUs; needs none. Only those that changed
+kernels: install ## compile the kernels that are part of the package, for Hopper GPUs, and those that tests check; needs none. Only those that changed
 	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(BIN)/python tests/kernels/build_prebuilt.py
+	for script in hopper latent_decode triton; do PYTHONPATH=src:. OMP_NUM_THREADS=1 $(BIN)/python tests/kernels/$${script}_compile.py --record || exit 1; done
 
 style: install
 	$(BIN)/ruff check .

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.kernels.scripts import run_hopper_script
 from torch import Tensor
 
 import longspan as ls
@@ -20,16 +17,8 @@ IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 
 
 @pytest.mark.long
-def test_the_kernel_compiles_without_spills() -> None:
-    pytest.importorskip("triton.experimental.gluon")
-    from longspan._kernels.hopper.kernel import unsupported_triton
-
-    if (reason := unsupported_triton()) is not None:
-        pytest.skip(reason)
-    script = Path(__file__).parents[1] / "kernels" / "latent_decode_compile.py"
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_kernel_compiles_without_spills(pytestconfig: pytest.Config) -> None:
+    run_hopper_script("latent_decode_compile.py", pytestconfig)
 
 
 class Latent:

@@ -2,8 +2,8 @@
 
 Run as a process of its own, without Triton's interpreter: Triton gets a driver that knows the compilation target only. Fails if a kernel
 needs more shared memory than an SM has, if the assembler serializes wgmma, or if a warp group may arrive at an mbarrier before all of its
-warps are there. `--all` compiles all head dims and variants, `--selected` those of
-chosen tiles and keys only. Another Triton: put its folder first in PYTHONPATH.
+warps are there. Compiles kernels that its record does not have (`tests.kernels.compiled_record`). `--all` compiles all head dims and
+variants, `--selected` those of chosen tiles and keys only. Another Triton: put its folder first in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from unittest.mock import patch
 import torch
 import triton
 from tests.kernels.calls import backward, forward
+from tests.kernels.compiled_record import Record, is_recorded, parameter_bytes
 from tests.kernels_of_calls import SHARED_MEMORY, pretend_device
 from torch import Tensor
 from triton.backends.nvidia.compiler import get_ptxas
@@ -30,7 +31,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 import longspan as ls
-from longspan._kernels.gpu import prepared_launch
+from longspan._kernels.gpu import compilation, prepared_launch
 from longspan._kernels.gpu.driver_launch import parameters
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch
 from longspan._kernels.hopper import HopperKernel, kernel, passes
@@ -50,8 +51,8 @@ compiled: list[Any] = []  # (kernel's name, compiled kernel)
 assembler_logs: dict[str, str] = {}  # by hash of the compiled kernel; kernels of Triton's cache are not assembled again
 
 
-def compile_instead_of_launching() -> None:
-    """Patch torch and Triton so that launches for CPU tensors compile for sm_90 and stop there."""
+def compile_instead_of_launching(record: Record) -> None:
+    """Patch torch and Triton so that launches for CPU tensors compile for sm_90, unless the record has the kernel, and stop there."""
     triton.knobs.nvidia.dump_ptxas_log = True  # Triton prints the log of the assembler
     triton.knobs.compilation.disable_line_info = True  # a quarter of the time
     pretend_device()
@@ -67,6 +68,7 @@ def compile_instead_of_launching() -> None:
         return kernel
 
     JITFunction.run = only_compile  # type: ignore[method-assign]
+    compilation._take_or_compile = partial(record.take_or_compile, compilation._compile_once)
     prepared_launch.driver_launch = check_parameters  # type: ignore[assignment]
     # A prepared launch would bypass Triton the second time.
     PreparedLaunch.__call__ = PreparedLaunch.compile  # type: ignore[method-assign]
@@ -75,10 +77,7 @@ def compile_instead_of_launching() -> None:
 def check_parameters(code: Any, arguments: list[Any], varying: list[bool], **_: Any) -> None:
     """Check the layout of a driver launch's argument block against the parameters in PTX."""
     expected = [p.bytes for p in parameters(code, arguments, varying)] + [8, 8]
-    entry = re.search(r"\.entry [^(]*\((.*?)\)", code.asm["ptx"], re.DOTALL)
-    assert entry is not None
-    declared = re.findall(r"\.param (?:\.align \d+ )?\.([a-z]+)(\d+)[^,\[]*(?:\[(\d+)\])?", entry[1])
-    sizes = [int(bits) // 8 * int(count or 1) for _, bits, count in declared]
+    sizes = parameter_bytes(code)
     if sizes != expected:
         raise SystemExit(f"{code.name}: expected kernel parameters of {expected} bytes, PTX has {sizes}")
 
@@ -230,7 +229,8 @@ def check_functions(name: str, code: Any) -> None:
 
 
 def main() -> None:
-    compile_instead_of_launching()
+    record = Record(__file__)
+    compile_instead_of_launching(record)
     grid = [((128, 128), torch.bfloat16, True, True)]
     if "--all" in sys.argv:
         dims = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (72, 200), (256, 256))
@@ -250,6 +250,8 @@ def main() -> None:
         assert compiled, "no kernel was launched"
         programs = {code.hash: (name, code) for name, code in compiled}  # several calls launch the same program: assemble it once
         for name, code in programs.values():
+            if is_recorded(code):
+                continue
             check_arrivals(code)
             check_counters(name, code)
             check_functions(name, code)
@@ -261,6 +263,7 @@ def main() -> None:
                 raise SystemExit(f"expected at most {SHARED_MEMORY} bytes of shared memory, the size of an SM")
             if "serialized" in log:
                 raise SystemExit(f"the assembler serialized wgmma: {log}")
+    record.save()
 
 
 if __name__ == "__main__":

@@ -4,13 +4,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from tests.kernels.scripts import run_hopper_script
 from torch import Tensor
 
 import longspan as ls
@@ -20,16 +16,8 @@ from longspan.testing import oracle
 
 
 @pytest.mark.long
-def test_the_kernels_compile_for_hopper_without_one() -> None:
-    pytest.importorskip("triton.experimental.gluon")
-    from longspan._kernels.hopper.kernel import unsupported_triton
-
-    if (reason := unsupported_triton()) is not None:
-        pytest.skip(reason)
-    script = Path(__file__).with_name("hopper_compile.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
+def test_the_kernels_compile_for_hopper_without_one(pytestconfig: pytest.Config) -> None:
+    run_hopper_script("hopper_compile.py", pytestconfig)
 
 
 def test_another_device_raises_with_the_reason() -> None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.kernels.scripts import run_script
 
 pytest.importorskip("triton")
 
@@ -49,11 +50,8 @@ def kernel(x):
 
 
 @pytest.mark.long
-def test_the_package_has_the_kernels_of_common_calls() -> None:
-    script = Path(__file__).with_name("prebuilt_check.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_package_has_the_kernels_of_common_calls(pytestconfig: pytest.Config) -> None:
+    run_script("prebuilt_check.py", pytestconfig)
 
 
 def test_files_of_the_package_are_intact_and_small() -> None:

@@ -5,13 +5,9 @@ Error budget: a few times what rounding the result to the dtype costs, for value
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +20,7 @@ tl = pytest.importorskip("triton.language")
 
 # ruff: noqa: E402
 from tests.kernels.calls import backward, forward, unsupported_reason
+from tests.kernels.scripts import run_script
 
 from longspan._kernels.gpu import prepared_launch
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch
@@ -454,11 +451,8 @@ def test_unsupported_inputs_are_rejected() -> None:
 
 
 @pytest.mark.long
-def test_the_compiler_accepts_what_the_interpreter_runs() -> None:
-    script = Path(__file__).with_name("triton_compile.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
+def test_the_compiler_accepts_what_the_interpreter_runs(pytestconfig: pytest.Config) -> None:
+    run_script("triton_compile.py", pytestconfig)
 
 
 def test_a_launch_without_enough_shared_memory_uses_fewer_stages(monkeypatch: pytest.MonkeyPatch) -> None:

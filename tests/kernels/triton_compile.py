@@ -1,7 +1,8 @@
 """Compile the triton kernels without a GPU and print the shared memory of a CTA.
 
 The interpreter accepts Python that Triton's compiler rejects. test_triton runs this script in a process without the interpreter, for two
-configurations; `python triton_compile.py --all` compiles all of them in some minutes.
+configurations, of which it compiles those that its record does not have (`tests.kernels.compiled_record`);
+`python triton_compile.py --all` compiles all of them in some minutes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from tests.kernels.compiled_record import Record, is_recorded
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -30,6 +32,7 @@ from longspan._masks.tracing import trace
 triton.knobs.compilation.disable_line_info = True  # a quarter of the time
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 OPTIONS = codegen.Options(fast=True)
+RECORD = Record(__file__)
 TABLE = torch.zeros(64)
 
 
@@ -86,8 +89,12 @@ def compile_kernel(
         else:
             signature[name] = {"order": "*i32", "scale": "fp32"}.get(name, "i32")
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": tile.warps, "num_stages": tile.stages})
-    return compiled.metadata.shared
+    return shared_memory(source, target, {"num_warps": tile.warps, "num_stages": tile.stages})
+
+
+def shared_memory(source: ASTSource, target: int, options: dict[str, Any]) -> int:
+    """Bytes of shared memory of a kernel, compiled or recorded."""
+    return int(RECORD.take_or_compile(triton.compile, source, GPUTarget("cuda", target, 32), options).metadata.shared)
 
 
 def decisive(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -105,7 +112,10 @@ def check_rounding() -> None:
     program = codegen.program_function(trace(decisive, "mask").program, OPTIONS)
     kinds: dict[str, Any] = {"out_ptr": "*i1", "b": "i32", "h": "i32", "captured": ("*fp32",), "sizes": ("i32",), "MASK": "constexpr"}
     source = ASTSource(fn=mask_kernel, signature=kinds, constexprs={(5,): program})
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    kernel = RECORD.take_or_compile(triton.compile, source, GPUTarget("cuda", 90, 32), {})
+    if is_recorded(kernel):
+        return
+    code = kernel.asm["ptx"]
     for wanted in ("div.rn.f32", "sqrt.rn.f32", "mul.rn.f32"):
         if wanted not in code:
             raise SystemExit(f"expected {wanted} in the mask's code")
@@ -155,8 +165,7 @@ def compile_decode(target: int, page_size: int, rows: int, *, latent: bool = Fal
             if name.endswith("_ptr"):
                 attributes[i,] = [["tt.divisibility", 16]]
     source = ASTSource(fn=decode_kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages(paged=page_size > 0)}
-    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options).metadata.shared
+    return shared_memory(source, target, {"num_warps": tile.warps, "num_stages": tile.stages(paged=page_size > 0)})
 
 
 def main() -> None:
@@ -184,6 +193,7 @@ def main() -> None:
             print(f"sm_{target} {kernel.fn.__name__} {dims} {dtype} {tile} scored={scored} arrays={arrays}: {used} bytes", flush=True)
             if used > SHARED_MEMORY[target]:
                 raise SystemExit(f"more shared memory than sm_{target} has")
+    RECORD.save()
 
 
 if __name__ == "__main__":
