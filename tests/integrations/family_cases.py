@@ -96,7 +96,8 @@ def _shared_kv(batch: Batch) -> Batch:
 
 
 _VIT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
-_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}  # of head dim 8
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_MROPE = {**_ROPE, "mrope_section": [1, 1, 2]}  # of head dim 8
 _COMPASS_ROPE = {"sliding_attention": _MROPE, "full_attention": None}
 _ASSISTANT = Case(
     settings={
@@ -125,6 +126,21 @@ CASES: dict[str, Case] = {
     "GitForCausalLM": Case(settings={"vision_config": _VIT}, inputs=pixels(3, 8, 8)),
     "MusicgenForCausalLM": Case(settings={"decoder": {"num_codebooks": 2}}, inputs=_codebooks),
     "MusicgenMelodyForCausalLM": Case(settings={"decoder": {"num_codebooks": 2}}, inputs=_codebooks),
-    "ReformerForMaskedLM": _REFORMER,
     "ReformerModelWithLMHead": _REFORMER,
+    # encoders
+    "EsmcForMaskedLM": Case(settings={"num_key_value_heads": 4}),
+    "LukeForMaskedLM": Case(settings={"entity_vocab_size": 13, "entity_emb_size": 16}),
+    "NeoMMEForMaskedLM": Case(
+        settings={
+            "embedding_rank": 16, "num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {"full_attention": {**_ROPE, "partial_rotary_factor": 0.5}, "sliding_attention": _ROPE},
+        }
+    ),
+    "PerceiverForMaskedLM": Case(
+        settings={
+            "d_latents": 24, "num_latents": 11, "num_self_attends_per_block": 2, "num_self_attention_heads": 4,
+            "num_cross_attention_heads": 4, "qk_channels": 16, "v_channels": 24, "max_position_embeddings": 45,
+        }
+    ),
+    "ReformerForMaskedLM": _REFORMER,
 }  # fmt: skip

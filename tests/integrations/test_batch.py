@@ -203,6 +203,14 @@ def test_a_rank_holds_its_share_of_query_and_kv_heads() -> None:
     assert head_counts(config(num_attention_heads=12), 3) == {"heads": 4, "kv_heads": 4}
 
 
+def test_layers_of_one_config_may_differ() -> None:
+    layers = [config(sliding_window=w, num_attention_heads=12, num_key_value_heads=g) for w, g in ((9, 4), (None, 4), (31, 4), (9, 4))]
+    assert spans_of(config(is_heterogeneous=True, per_layer_config=layers)) == [("sliding", 9), ("sliding", 31)]
+    assert head_counts(config(is_heterogeneous=True, per_layer_config=layers), 2) == {"heads": 6, "kv_heads": 2}
+    layers[1].num_key_value_heads = 6
+    assert head_counts(config(is_heterogeneous=True, per_layer_config=layers), 2) == {}
+
+
 class AxisStub:
     """One axis of a DeviceMesh, or all of them."""
 

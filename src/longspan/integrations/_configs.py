@@ -21,9 +21,9 @@ _POSITIONS_BY_PAD_TOKEN = (
 _POSITIONS_BY_MASK = ("opt",)
 # Encoders whose loss and gradients on ranks were compared with one process (docs/other-families.md).
 _ENCODERS = (
-    "albert", "bert", "camembert", "data2vec-text", "distilbert", "electra", "ernie", "esm", "eurobert", "gte", "jina_embeddings_v3",
-    "modernbert", "modernvbert", "nomic_bert", "roberta", "roberta-prelayernorm", "roc_bert", "ultrabert", "ultravbert", "xlm-roberta",
-    "xlm-roberta-xl",
+    "albert", "bert", "camembert", "data2vec-text", "distilbert", "electra", "ernie", "esm", "esmc", "eurobert", "gte",
+    "jina_embeddings_v3", "modernbert", "modernvbert", "neomme", "nomic_bert", "roberta", "roberta-prelayernorm", "roc_bert", "ultrabert",
+    "ultravbert", "xlm-roberta", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 _DROPOUT_FIELDS = (
     "attention_dropout",
@@ -124,13 +124,18 @@ def _rope_types(config: Any) -> list[str]:
 def spans_of(config: Any) -> list[tuple[str, int]]:
     """The windows ("sliding", tokens) and chunk sizes ("chunked", tokens) of a model's layers."""
     config = text_config(config)
-    window, chunk = getattr(config, "sliding_window", None), chunk_size(config)
+    windows, chunk = [w for w in _by_layer(config, "sliding_window") if w is not None], chunk_size(config)
     layer_types = getattr(config, "layer_types", None)
-    enabled = getattr(config, "use_sliding_window", True)
-    spans = []
-    if window is not None and enabled and (layer_types is None or "sliding_attention" in layer_types):
-        spans.append(("sliding", int(window)))
+    enabled = getattr(config, "use_sliding_window", True) and (layer_types is None or "sliding_attention" in layer_types)
+    spans = [("sliding", int(window)) for window in windows if enabled]
     return spans if chunk is None else [*spans, ("chunked", chunk)]
+
+
+def _by_layer(config: Any, name: str) -> list[Any]:
+    """The distinct values of a setting over the layers of a config, which may differ (`per_layer_config`)."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    values = [getattr(layer, name, None) for layer in layers]
+    return [value for i, value in enumerate(values) if value not in values[:i]]
 
 
 def chunk_size(config: Any) -> int | None:
@@ -143,8 +148,10 @@ def chunk_size(config: Any) -> int | None:
 def head_counts(config: Any, heads_size: int) -> dict[str, int]:
     """Query and KV heads of one rank, {"heads": …, "kv_heads": …}, if `heads_size` ranks share them; {} if the config does not say."""
     config = text_config(config)
-    heads = getattr(config, "num_attention_heads", None)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    by_layer = _by_layer(config, "num_attention_heads"), _by_layer(config, "num_key_value_heads")
+    if any(len(values) > 1 for values in by_layer):
+        return {}
+    heads, kv_heads = by_layer[0][0], by_layer[1][0] or by_layer[0][0]
     if getattr(config, "model_type", "") == "falcon" and config.multi_query and not config.new_decoder_architecture:
         kv_heads = 1
     if not isinstance(heads, int) or not isinstance(kv_heads, int) or heads % heads_size or kv_heads % heads_size:
