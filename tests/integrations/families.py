@@ -315,6 +315,8 @@ _REASONS = (
     (r"expected this rank's \d+ tokens as the first argument of (\w+)", r"`\1` mixes tokens in another order of dims"),
     (r"expected labels of shape .* got shape \(\d+, \d+, \d+\)", "labels by codebook"),
     (r"expected queries and keys of the same tokens", "attends to other tokens than its own"),
+    (r"expected inputs_embeds \[.* of the whole batch for (\w+)", r"`\1` takes images itself"),
+    (r"expected a mask for \d+ queries over \d+ keys", "cross-attention that is called causal"),
     (r"got attention_mask of (shape|type)", "makes a mask of query-key pairs"),
     (r"^KeyError: '(full|sliding)_attention'", "no RoPE parameters by layer type"),
 )

@@ -42,7 +42,7 @@ class Case:
 
     def batch(self, batch: Batch) -> Batch:
         """The batch with the inputs that the class requires."""
-        return {**batch, **self.inputs(batch)}
+        return {name: value for name, value in {**batch, **self.inputs(batch)}.items() if value is not None}
 
 
 def merged(settings: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

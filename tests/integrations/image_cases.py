@@ -1,47 +1,106 @@
-"""What vision-language classes of transformers need beside the sizes of `families`, from Granite 4 Vision on: a part of `family_cases`."""
+"""Vision-language classes from Granite 4 Vision on: the cases of `family_cases` for them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from tests.integrations.family_cases import Case
+import torch
+from tests.integrations.family_cases import IMAGE, Batch, Case, image_tokens, pixels, random
 
 _MROPE: dict[str, Any] = {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}}
-
+_OMNI = Case(settings={**_MROPE, "vision_start_token_id": 58})
 _MUSE = {"out_hidden_size": 128, "projector_hidden_size": 24}
+_IMAGE_SIZES = {"image_size": 8, "patch_size": 4}
+_Q_FORMER = {"vision_config": _IMAGE_SIZES, "num_query_tokens": 3}
+_NO_TOKENS = {"input_ids": None, "attention_mask": None}  # of an encoder that takes images only
+
+
+def _image_seen_by_tokens(batch: Batch) -> Batch:
+    """One image per row, which is not among the tokens: every token sees it."""
+    return {"pixel_values": random(2, 1, 3, 8, 8), "image_attention_mask": torch.ones(*batch["input_ids"].shape, 1, dtype=torch.long)}
+
+
+def _image_at_places(batch: Batch) -> Batch:
+    """An image of five tokens in each row, and a mask of their places."""
+    tokens = image_tokens(batch, 5)
+    return {**tokens, **pixels(3, 8, 8)(batch), "image_embeds_position_mask": tokens["input_ids"] == IMAGE}
+
+
+def _instructed(*shape: int, count: int) -> Callable[[Batch], Batch]:
+    """Images or videos of a shape, `count` tokens each, and an instruction of seven tokens for the Q-Former."""
+    return lambda batch: {**image_tokens(batch, count), **pixels(*shape)(batch), "qformer_input_ids": batch["input_ids"][:, -7:]}
+
+
+def _actions(batch: Batch) -> Batch:
+    """The state and the actions of a robot, in place of labels, an image of four tokens, and the noise of a diffusion step."""
+    images = {"pixel_values": random(2, 1, 3, 8, 8), "pixel_attention_mask": torch.ones(2, 1, dtype=torch.bool)}
+    step = {"noise": random(2, 6, 5).flip(0), "timestep": torch.tensor([0.3, 0.8])}
+    tokens = {"input_ids": image_tokens(batch, 4)["input_ids"], "labels": None}
+    return {**tokens, **images, **step, "state": random(2, 5), "actions": random(2, 6, 5)}
+
+
+def _patches(batch: Batch) -> Batch:
+    """Patches of 24 numbers after their row and column, in place of an encoder's tokens; the second image has fewer."""
+    places = torch.cartesian_prod(torch.arange(3.0), torch.arange(5.0)).expand(2, 15, 2)
+    real = torch.arange(15) < torch.tensor([[15], [11]])
+    return {"flattened_patches": torch.cat([places, random(2, 15, 24)], 2), "input_ids": None, "attention_mask": real.long()}
+
+
+def _formula(batch: Batch) -> Batch:
+    """An image per row; the class makes the inputs of its decoder of `input_ids`."""
+    return {**pixels(3, 32, 32)(batch), "input_ids": batch["labels"], "attention_mask": None}
+
+
+def _boxes(batch: Batch) -> Batch:
+    """The box of each token on a page, as shares of its width and height."""
+    return {"bbox": random(2, batch["input_ids"].shape[1], 2, 2).sigmoid().sort(2).values.flatten(2)}
+
 
 IMAGE_CASES: dict[str, Case] = {
     "Granite4VisionForConditionalGeneration": Case(
         settings={
             "vision_config": {"hidden_size": 64, "image_size": 16, "patch_size": 4},  # heads of 64 in the Q-Former
-            "deepstack_layer_map": [[0, 0]],
-            "spatial_target_layers": [0, 0, 1, 1],
-            "downsample_rate": "1/2",
+            "deepstack_layer_map": [[0, 0]], "spatial_target_layers": [0, 0, 1, 1], "downsample_rate": "1/2",
         }
     ),
     "HunYuanVLForConditionalGeneration": Case(settings=_MROPE),
+    "IdeficsForVisionText2Text": Case(
+        settings={
+            "vision_config": {**_IMAGE_SIZES, "embed_dim": 16}, "alpha_initializer": "ones",
+            "freeze_text_layers": False, "freeze_vision_layers": False,
+        },
+        inputs=_image_seen_by_tokens,
+    ),
     "InklingForConditionalGeneration": Case(
         settings={
             "text_config": {
-                "swa_num_attention_heads": 4,
-                "swa_num_key_value_heads": 2,
-                "swa_head_dim": 8,
-                "layer_types": ["hybrid_sliding", "hybrid"],
+                "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "layer_types": ["hybrid_sliding", "hybrid"],
             }
-        }
+        },
+        package="scipy",
+    ),
+    "InstructBlipForConditionalGeneration": Case(
+        settings={**_Q_FORMER, "image_token_index": IMAGE}, inputs=_instructed(3, 8, 8, count=3)
+    ),
+    "InstructBlipVideoForConditionalGeneration": Case(
+        settings={**_Q_FORMER, "video_token_index": IMAGE}, inputs=_instructed(2, 3, 8, 8, count=6)
     ),
     "JanusForConditionalGeneration": Case(
         settings={
             "vision_config": {"image_size": 16, "patch_size": 4, "projection_dim": 32},
             "vq_config": {
-                "base_channels": 32,
-                "channel_multiplier": [1, 1],
-                "latent_channels": 16,
-                "num_embeddings": 16,
-                "projection_dim": 32,
+                "base_channels": 32, "channel_multiplier": [1, 1], "latent_channels": 16, "num_embeddings": 16, "projection_dim": 32,
                 "image_token_embed_dim": 32,
             },
         }
+    ),
+    "Kosmos2ForConditionalGeneration": Case(
+        settings={
+            "text_config": {"embed_dim": 32, "layers": 2, "attention_heads": 4, "dropout": 0.0},
+            "vision_config": _IMAGE_SIZES, "latent_query_num": 5,
+        },
+        inputs=_image_at_places,
     ),
     "Molmo2ForConditionalGeneration": Case(settings={"adapter_config": {"vision_feature_layer": [0, 1]}}),
     "MuseGlimmerForConditionalGeneration": Case(settings=_MUSE),
@@ -55,10 +114,37 @@ IMAGE_CASES: dict[str, Case] = {
     "NemotronH_Omni_Reasoning_V3": Case(
         settings={"vision_config": {"video_temporal_patch_size": 2}, "vision_hidden_size": 32, "projector_hidden_size": 24}
     ),
+    "PI0ForConditionalGeneration": Case(
+        settings={
+            "vlm_config": {"vision_config": _IMAGE_SIZES, "projection_dim": 32, "image_token_id": IMAGE},
+            "chunk_size": 6, "max_state_dim": 5, "max_action_dim": 5,
+        },
+        inputs=_actions,
+    ),
+    "PPFormulaNetForConditionalGeneration": Case(
+        settings={
+            "vision_config": {
+                "image_size": 32, "patch_size": 4, "window_size": 3, "global_attn_indexes": [1], "mlp_dim": 24, "output_channels": 8,
+                "post_conv_in_channels": 8, "post_conv_mid_channels": 12, "post_conv_out_channels": 16, "decoder_hidden_size": 32,
+            }
+        },
+        inputs=_formula,
+    ),
     "PaddleOCRVLForConditionalGeneration": Case(settings=_MROPE),
-    "Qwen2_5OmniThinkerForConditionalGeneration": Case(settings={**_MROPE, "vision_start_token_id": 58}),
-    "Qwen2_5_VLForConditionalGeneration": Case(settings=_MROPE),
+    "PerceptionLMForConditionalGeneration": Case(
+        settings={"vision_config": {"architecture": "test_vit", "model_args": {"embed_dim": 32}}}, package="timm"
+    ),
+    "Pix2StructForConditionalGeneration": Case(
+        settings={"text_config": {"d_kv": 8}, "vision_config": {"d_kv": 8, "patch_embed_hidden_size": 24, "seq_len": 16}}, inputs=_patches
+    ),
     "Qwen2VLForConditionalGeneration": Case(settings={**_MROPE, "vision_config": {"embed_dim": 16, "depth": 2}}),
-    "Qwen3OmniMoeThinkerForConditionalGeneration": Case(settings={**_MROPE, "vision_start_token_id": 58}),
+    "Qwen2_5OmniThinkerForConditionalGeneration": _OMNI,
+    "Qwen2_5_VLForConditionalGeneration": Case(settings=_MROPE),
+    "Qwen3OmniMoeThinkerForConditionalGeneration": _OMNI,
+    "UdopForConditionalGeneration": Case(settings={"decoder_start_token_id": 1, "d_kv": 8}, inputs=_boxes),
     "UnlimitedOcrForConditionalGeneration": Case(settings={"text_config": {"num_key_value_heads": 4}}),  # its eager attention has no GQA
-}
+    "VisionEncoderDecoderModel": Case(
+        settings={"encoder": _IMAGE_SIZES, "decoder": {"add_cross_attention": True}, "decoder_start_token_id": 1, "pad_token_id": 0},
+        inputs=lambda batch: {**pixels(3, 8, 8)(batch), **_NO_TOKENS},
+    ),
+}  # fmt: skip

@@ -1,6 +1,7 @@
 """Encoders, encoder-decoders and vision-language classes of the installed transformers: `python -m tests.integrations.other_families`.
 
-As `tests.integrations.families`, of which it writes a second page, docs/other-families.md. Vision-language models get text only.
+As `tests.integrations.families`, of which it writes a second page, docs/other-families.md. Vision-language models get images only where a
+class requires them.
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ _HEAD = """# Encoders, encoder-decoders, vision-language models
 
 The classes of transformers {version} for masked language modelling, sequence-to-sequence and image-text-to-text, as far as they are not on
 the page of [causal LMs](families.md), tried with a tiny random model and text batches: plain, padded left, padded right. Verdicts as there.
+Classes that require images or other inputs get them beside the text, or in place of an encoder's text: their notes begin with these inputs.
 `python -m tests.integrations.other_families` writes this page.
 """
 

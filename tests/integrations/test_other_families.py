@@ -18,7 +18,12 @@ import longspan as ls
 import longspan.integrations.transformers as lst
 from longspan.integrations import memory
 
-SAMPLE = (("encoder", "bert"), ("encoder-decoder", "t5gemma"))
+SAMPLE = (
+    ("encoder", "bert"),
+    ("encoder-decoder", "t5gemma"),
+    ("vision-language", "instructblip"),  # images among the tokens
+    ("vision-language", "vision-encoder-decoder"),  # images in place of tokens
+)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

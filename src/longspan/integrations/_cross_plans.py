@@ -30,7 +30,7 @@ _TYPES = (
     "bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mt5", "pegasus", "plbart", "seamless_m4t", "seamless_m4t_v2",
     "t5", "t5gemma", "umt5", "whisper",
 )  # fmt: skip
-_CLASSES = ("ForConditionalGeneration", "MTModel", "ForTextToText")
+_CLASSES = ("ForConditionalGeneration", "MTModel", "ForTextToText", "EncoderDecoderModel")
 _LISTS = ("layers", "block")  # the layers of a stack
 _BY_TOKEN = ("position_embeddings", "position_ids")  # arguments of layers, [B or 1, S, ...], or tuples of such
 _MASKS = ("attention_mask", "decoder_attention_mask")
