@@ -316,6 +316,7 @@ _REASONS = (
     (r"expected labels of shape .* got shape \(\d+, \d+, \d+\)", "labels by codebook"),
     (r"expected queries and keys of the same tokens", "attends to other tokens than its own"),
     (r"expected inputs_embeds \[.* of the whole batch for (\w+)", r"`\1` takes images itself"),
+    (r"got not a causal layer, (\w+)", r"`\1` is not causal"),
     (r"expected a mask for \d+ queries over \d+ keys", "cross-attention that is called causal"),
     (r"got attention_mask of (shape|type)", "makes a mask of query-key pairs"),
     (r"^KeyError: '(full|sliding)_attention'", "no RoPE parameters by layer type"),

@@ -22,6 +22,7 @@ SAMPLE = (
     ("encoder", "bert"),
     ("encoder-decoder", "t5gemma"),
     ("vision-language", "instructblip"),  # images among the tokens
+    ("vision-language", "molmo2"),  # makes the mask of its text decoder
     ("vision-language", "vision-encoder-decoder"),  # images in place of tokens
 )
 

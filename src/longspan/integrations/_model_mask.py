@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -99,6 +100,21 @@ class ModelMask:
             f"longspan: the model of {self.family} {what}: it computes with its mask as with a tensor, and longspan has no S × S mask. "
             "This model is not supported; use attn_implementation='sdpa' or 'eager'"
         )
+
+
+def keeping_masks(preprocess: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' first step of making a mask, which leaves a `ModelMask` as it is, as it does a mask of query-key pairs.
+
+    Some models make the mask of their text decoder, which makes one of its own otherwise.
+    """
+
+    @functools.wraps(preprocess)
+    def preprocess_or_keep(config: Any, inputs_embeds: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(attention_mask, ModelMask):
+            return True, attention_mask, None, None, None, None, None
+        return preprocess(config, inputs_embeds, attention_mask, *args, **kwargs)
+
+    return preprocess_or_keep
 
 
 @dataclass

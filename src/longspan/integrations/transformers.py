@@ -40,6 +40,7 @@ from longspan.integrations._model_mask import (
     ModelMask,
     foreign_part,
     is_bidirectional,
+    keeping_masks,
     mask_parts,
     span_of,
     visible_keys,
@@ -367,5 +368,6 @@ if not hasattr(PreTrainedModel.__call__, "__wrapped__"):  # not twice, when the 
     loss_function: Any = PreTrainedModel.loss_function
     PreTrainedModel.loss_function = property(recording_loss(loss_function.fget), loss_function.fset)  # type: ignore[method-assign, assignment]
     masking_utils.find_packed_sequence_indices = searching(masking_utils.find_packed_sequence_indices)
+    masking_utils._preprocess_mask_arguments = keeping_masks(masking_utils._preprocess_mask_arguments)
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)
