@@ -301,6 +301,7 @@ def on_ranks(model: Any, batch: dict[str, Tensor], **options: Any) -> tuple[Tens
 # Beginnings of reasons by a part of the message.
 _REASONS = (
     (r"got an encoder(-decoder)? of type ('\S+'), which is not supported", "not supported"),
+    (r"expected config= to be an encoder-decoder model", "not supported"),
     (r"expected layers of type .*, got (.*) in \w+:", r"layers of type \1"),
     (r"in which (\S+?),? .*would mix", r"`\1` mixes tokens"),
     (r"computes its loss by code of its own", "computes its loss by code of its own"),

@@ -99,6 +99,7 @@ _VIT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _MROPE = {**_ROPE, "mrope_section": [1, 1, 2]}  # of head dim 8
 _COMPASS_ROPE = {"sliding_attention": _MROPE, "full_attention": None}
+_WAVE = {"hidden_size": 16, "num_filters": 2, "downsampling_ratios": [2, 4], "depths": [1, 1, 1], "kernel_size": 3}
 _ASSISTANT = Case(
     settings={
         "text_config": {
@@ -143,4 +144,24 @@ CASES: dict[str, Case] = {
         }
     ),
     "ReformerForMaskedLM": _REFORMER,
+    # encoder-decoders
+    "EncoderDecoderModel": Case(
+        settings={
+            "encoder": {"is_decoder": False}, "decoder": {"add_cross_attention": True}, "decoder_start_token_id": 1, "pad_token_id": 0,
+        }
+    ),
+    "Nemotron3_5TranscribeForConditionalGeneration": Case(
+        settings={
+            "audio_config": {"diarization_config": {"head_config": {"audio_hidden_size": 32}}},
+            "word_timestamp_config": {"blank_token_id": 60},
+        }
+    ),
+    "ProphetNetForConditionalGeneration": Case(settings={"add_cross_attention": True, "is_decoder": False}),
+    "VibeVoiceAsrForConditionalGeneration": Case(
+        settings={"acoustic_tokenizer_encoder_config": _WAVE, "semantic_tokenizer_encoder_config": _WAVE, "audio_token_id": IMAGE}
+    ),
+    "VoxtralRealtimeForConditionalGeneration": Case(
+        settings={"audio_config": {"num_mel_bins": 6}, "downsample_factor": 2},
+        inputs=lambda batch: {"input_features": random(len(batch["labels"]), 6, 4 * batch["input_ids"].shape[1])},
+    ),
 }  # fmt: skip

@@ -21,6 +21,7 @@ from longspan.integrations import memory
 SAMPLE = (
     ("encoder", "bert"),
     ("encoder-decoder", "t5gemma"),
+    ("encoder-decoder", "voxtral_realtime"),  # with audio
     ("vision-language", "instructblip"),  # images among the tokens
     ("vision-language", "molmo2"),  # makes the mask of its text decoder
     ("vision-language", "vision-encoder-decoder"),  # images in place of tokens

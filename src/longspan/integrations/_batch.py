@@ -97,7 +97,7 @@ def prepare_batch(
     if getattr(getattr(config, "config", config), "is_encoder_decoder", False):
         raise ValueError(
             f"prepare_batch: expected config= to be an encoder-decoder model with a language modelling head, got {type(config).__name__}; "
-            "give the model itself"
+            + ("this model is not supported on several ranks" if hasattr(config, "config") else "give the model itself")
         )
     token_types = batch.get("token_type_ids") if is_masked_lm(config) else None
     if token_types is not None:

@@ -93,7 +93,7 @@ def _shard_arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     for name, value in arguments.items():
         if name in _BY_TOKEN and value is not None:
             arguments[name] = plan.shard(value.expand(embeds.shape[0], *value.shape[1:]), 1)
-    _check_others(decoder, arguments)
+    _check_others(decoder, arguments, tokens)
     forward.in_decoder = True
     return (), arguments
 
@@ -122,12 +122,13 @@ def _check_mask(decoder: nn.Module, mask: Any, plans: ModelPlans) -> None:
             )
 
 
-def _check_others(decoder: nn.Module, arguments: dict[str, Any]) -> None:
-    """Raise ValueError for other tensors, which may be of the whole sequence."""
+def _check_others(decoder: nn.Module, arguments: dict[str, Any], tokens: int) -> None:
+    """Raise ValueError for other tensors, which may be of the whole sequence. A single vector [1, D] is the same for all tokens."""
     known = (*_BY_TOKEN, *_LOCAL, _BY_IMAGE_TOKEN, "position_ids", "attention_mask")
     for name, value in arguments.items():
         held = value if isinstance(value, (tuple, list)) else value.values() if isinstance(value, dict) else [value]
-        if name not in known and any(isinstance(x, Tensor) and x.ndim > 0 for x in held):
+        tensors = [x for x in held if isinstance(x, Tensor) and x.ndim > 0]
+        if name not in known and not all(x.is_floating_point() and x.shape[0] == 1 and x.numel() == x.shape[-1] != tokens for x in tensors):
             raise ValueError(
                 f"longspan: {described(decoder)} was given {name!r}, which cannot be split over ranks. A batch with images, audio or video "
                 "is not supported on several ranks for this model"
