@@ -315,6 +315,7 @@ _REASONS = (
     (r"classes of its own", "attention classes of its own"),
     (r"expected this rank's \d+ tokens as the first argument of (\w+)", r"`\1` mixes tokens in another order of dims"),
     (r"expected labels of shape .* got shape \(\d+, \d+, \d+\)", "labels by codebook"),
+    (r"expected labels of shape .* got shape", "labels of other tokens than `input_ids`"),
     (r"expected queries and keys of the same tokens", "attends to other tokens than its own"),
     (r"expected inputs_embeds \[.* of the whole batch for (\w+)", r"`\1` takes images itself"),
     (r"got not a causal layer, (\w+)", r"`\1` is not causal"),

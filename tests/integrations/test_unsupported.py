@@ -52,6 +52,13 @@ def test_a_whole_model_compiles_to_one_graph_and_a_new_plan_does_not_recompile()
         compiled(batch_of("plain")["input_ids"], attention_mask=torch.ones(2, 157), use_cache=False)
 
 
+def test_layers_that_are_not_causal_see_all_keys_without_a_mask_whatever_their_window() -> None:
+    q, k = (torch.randn(2, 4, tokens, 8, generator=torch.Generator().manual_seed(tokens)) for tokens in (5, 13))
+    layer = torch.nn.Module()
+    out, _ = lst.attention_forward(layer, q, k, k, None, sliding_window=3, is_causal=False)
+    assert relative(out.transpose(1, 2), oracle(q, k, k)) < 1e-6
+
+
 def prepared_for(model: Any, **extra: Any) -> dict[str, Any]:
     return {**lst.prepare_batch(batch_of("plain"), ls.Mesh.abstract(1), config=model.config), **extra}
 

@@ -339,7 +339,9 @@ def _mask_on_one_device(module: torch.nn.Module, query: Tensor, key: Tensor, mas
         return mask
     is_causal = rest.get("is_causal")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if not is_causal or query.shape[2] == 1:
+    if not is_causal:
+        return None  # as in eager attention, where a window is part of the mask
+    if query.shape[2] == 1:
         return None if window is None else mask_mod(lambda b, h, q, kv: kv > key.shape[2] - 1 - window)
     if query.shape[2] != key.shape[2]:
         raise ValueError(f"longspan: expected a mask for {query.shape[2]} queries over {key.shape[2]} keys, got none")
