@@ -187,10 +187,10 @@ def test_images_with_checkpointed_layers_equal_eager(family: Callable[[], Any]) 
 def test_long_context_takes_whole_batches_with_images(family: Callable[[], Any]) -> None:
     eager, batch = model_of(family, "eager")
     want = results(eager, {**batch, "use_cache": False})
+    models = [model_of(family, "longspan")[0].train() for _ in range(3)]  # not in threads: they would share one random generator
 
     def rank(mesh: Any) -> Any:
-        model = model_of(family, "longspan")[0].train()
-        return results(lst.long_context(model, mesh, gradients="sum", loss_chunk=16, mlp_chunk=16), batch)
+        return results(lst.long_context(models[mesh.rank], mesh, gradients="sum", loss_chunk=16, mlp_chunk=16), batch)
 
     shares = virtual_world(3).run(rank)
     assert_same((sum(s[0] for s in shares), [sum(parts) for parts in zip(*(s[1] for s in shares), strict=True)]), want)
