@@ -368,10 +368,10 @@ def row(model_type: str, outcome: dict[str, Any]) -> str:
 
 
 def line_of(first: list[str], verdicts: tuple[str, str, str], class_name: str) -> str:
-    """A line of a table: first cells, verdicts and note. A note begins with the inputs and the package that the class requires."""
+    """A line of a table: first cells, verdicts and note. A note begins with inputs beside tokens and the required package."""
     case = case_of(class_name)
-    given = case.batch(batch_of("plain")).keys() - batch_of("plain").keys()
-    inputs = f"with {', '.join(f'`{name}`' for name in sorted(given))}" if given else ""
+    given = case.batch(batch_of("plain"), with_images=True).keys() - batch_of("plain").keys()
+    inputs = f"{'with' if case.images is None else 'also with'} {', '.join(f'`{name}`' for name in sorted(given))}" if given else ""
     package = f"needs {case.package}" if case.package else ""
     return f"| {' | '.join([*first, *verdicts[:2], '; '.join(filter(None, [inputs, package, verdicts[2]]))])} |"
 

@@ -26,12 +26,14 @@ class Case:
 
     settings: fields of its config, those of nested configs in nested dicts; None removes a field of the tiny config.
     inputs: entries of a batch that the class requires, from the batch of tokens and labels; they replace entries of the same name.
+    images: entries of a batch with an image in each row, for a class that runs without images too; None for no such batches.
     train: the class has gradients in train mode only.
     package: a package that the class requires and the tests do not install.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     inputs: Callable[[Batch], Batch] = no_inputs
+    images: Callable[[Batch], Batch] | None = None
     train: bool = False
     package: str | None = None
 
@@ -40,9 +42,10 @@ class Case:
         """Whether the package that the class requires is installed."""
         return self.package is None or find_spec(self.package) is not None
 
-    def batch(self, batch: Batch) -> Batch:
-        """The batch with the inputs that the class requires."""
-        return {name: value for name, value in {**batch, **self.inputs(batch)}.items() if value is not None}
+    def batch(self, batch: Batch, *, with_images: bool = False) -> Batch:
+        """The batch with the inputs that the class requires, or with those of `images`."""
+        inputs = self.images if with_images and self.images is not None else self.inputs
+        return {name: value for name, value in {**batch, **inputs(batch)}.items() if value is not None}
 
 
 def merged(settings: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

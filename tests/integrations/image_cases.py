@@ -8,12 +8,49 @@ from typing import Any
 import torch
 from tests.integrations.family_cases import IMAGE, Batch, Case, image_tokens, pixels, random
 
-_MROPE: dict[str, Any] = {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}}
-_OMNI = Case(settings={**_MROPE, "vision_start_token_id": 58})
-_MUSE = {"out_hidden_size": 128, "projector_hidden_size": 24}
+_MROPE: dict[str, Any] = {
+    "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
+    "image_token_id": IMAGE,
+}
+_GRID_TOWER = {"depth": 2, "patch_size": 4, "out_hidden_size": 32}
+_WINDOW_TOWER = {**_GRID_TOWER, "window_size": 16, "fullatt_block_indexes": [1]}
+_MUSE = {"vision_config": {"patch_size": 4}, "out_hidden_size": 128, "projector_hidden_size": 24, "image_token_id": IMAGE}
 _IMAGE_SIZES = {"image_size": 8, "patch_size": 4}
 _Q_FORMER = {"vision_config": _IMAGE_SIZES, "num_query_tokens": 3}
 _NO_TOKENS = {"input_ids": None, "attention_mask": None}  # of an encoder that takes images only
+
+
+def _grids(*patch: int, grid: str = "image_grid_thw", types: bool = False, count: int = 6) -> Callable[[Batch], Batch]:
+    """Two images of 4 × 6 patches of a shape, `count` tokens each, and their grids; with the type of each token if `types`."""
+
+    def inputs(batch: Batch) -> Batch:
+        tokens = image_tokens(batch, count)
+        sizes = torch.tensor([[1, 4, 6]] * 2)[:, 1 if grid == "image_grid_hw" else 0 :]
+        kinds = {"mm_token_type_ids": (tokens["input_ids"] == IMAGE).int()} if types else {}
+        return {**tokens, "pixel_values": random(48, *patch), grid: sizes, **kinds}
+
+    return inputs
+
+
+def _images(*shape: int, count: int) -> Callable[[Batch], Batch]:
+    """An image of a shape in each row, `count` tokens each."""
+    return lambda batch: {**image_tokens(batch, count), **pixels(*shape)(batch)}
+
+
+def _pooled(batch: Batch) -> Batch:
+    """Two images of 4 × 4 patches, in low and in high resolution, and the patches that make each of their 8 tokens."""
+    tokens = image_tokens(batch, 8)
+    squares = torch.arange(16).view(2, 2, 2, 2).transpose(1, 2).reshape(4, 4)
+    squares = torch.cat([squares, squares.flip(0)])
+    pooling = {"image_token_pooling": torch.cat([squares, squares + 16]), "image_grids": torch.full((2, 4), 2)}
+    types = (tokens["input_ids"] == IMAGE).int()
+    return {**tokens, **pooling, "pixel_values": random(2, 16, 48), "image_num_crops": torch.ones(2).long(), "mm_token_type_ids": types}
+
+
+def _image_before_prompt(batch: Batch) -> Batch:
+    """An image of four tokens in each row. Token types: 0 up to the end of a prompt, whose tokens see each other, then 1."""
+    types = (torch.arange(batch["input_ids"].shape[1]) > 25).long().expand_as(batch["input_ids"])
+    return {**_images(3, 8, 8, count=4)(batch), "token_type_ids": types}
 
 
 def _image_seen_by_tokens(batch: Batch) -> Batch:
@@ -62,9 +99,14 @@ IMAGE_CASES: dict[str, Case] = {
         settings={
             "vision_config": {"hidden_size": 64, "image_size": 16, "patch_size": 4},  # heads of 64 in the Q-Former
             "deepstack_layer_map": [[0, 0]], "spatial_target_layers": [0, 0, 1, 1], "downsample_rate": "1/2",
-        }
+            "image_token_index": IMAGE, "image_grid_pinpoints": [[16, 16]],
+        },
+        images=lambda batch: {**_images(2, 3, 16, 16, count=10)(batch), "image_sizes": torch.full((2, 2), 16)},
     ),
-    "HunYuanVLForConditionalGeneration": Case(settings=_MROPE),
+    "HunYuanVLForConditionalGeneration": Case(
+        settings={**_MROPE, "vision_config": {"patch_size": 4, "max_image_size": 32, "out_hidden_size": 32}},
+        images=_grids(48, types=True, count=10),
+    ),
     "IdeficsForVisionText2Text": Case(
         settings={
             "vision_config": {**_IMAGE_SIZES, "embed_dim": 16}, "alpha_initializer": "ones",
@@ -93,7 +135,9 @@ IMAGE_CASES: dict[str, Case] = {
                 "base_channels": 32, "channel_multiplier": [1, 1], "latent_channels": 16, "num_embeddings": 16, "projection_dim": 32,
                 "image_token_embed_dim": 32,
             },
-        }
+            "image_token_id": IMAGE,
+        },
+        images=_images(3, 16, 16, count=16),
     ),
     "Kosmos2ForConditionalGeneration": Case(
         settings={
@@ -102,17 +146,28 @@ IMAGE_CASES: dict[str, Case] = {
         },
         inputs=_image_at_places,
     ),
-    "Molmo2ForConditionalGeneration": Case(settings={"adapter_config": {"vision_feature_layer": [0, 1]}}),
-    "MuseGlimmerForConditionalGeneration": Case(settings=_MUSE),
+    "Molmo2ForConditionalGeneration": Case(
+        settings={
+            "adapter_config": {"vision_feature_layer": [0, 1], "text_hidden_size": 32}, "image_patch_id": IMAGE,
+            "vision_config": {"image_size": [16, 16], "patch_size": 4},
+        },
+        images=_pooled,
+    ),
+    "MuseGlimmerForConditionalGeneration": Case(settings=_MUSE, images=_grids(96)),
     "MuseSparkForConditionalGeneration": Case(
         settings={
             **_MUSE,
             "audio_config": {"patch_sizes": [4, 3], "hidden_sizes": [8, 16], "depths": [1, 1], "out_hidden_size": 32},
             "text_config": {"moe_hidden_size": 16},
-        }
+        },
+        images=_grids(96),
     ),
     "NemotronH_Omni_Reasoning_V3": Case(
-        settings={"vision_config": {"video_temporal_patch_size": 2}, "vision_hidden_size": 32, "projector_hidden_size": 24}
+        settings={
+            "vision_config": {"video_temporal_patch_size": 2}, "vision_hidden_size": 32, "projector_hidden_size": 24,
+            "image_token_id": IMAGE,
+        },
+        images=_grids(768, grid="image_grid_hw"),
     ),
     "PI0ForConditionalGeneration": Case(
         settings={
@@ -130,17 +185,35 @@ IMAGE_CASES: dict[str, Case] = {
         },
         inputs=_formula,
     ),
-    "PaddleOCRVLForConditionalGeneration": Case(settings=_MROPE),
+    "PaddleOCRVLForConditionalGeneration": Case(
+        settings={**_MROPE, "vision_config": {"patch_size": 4, "image_size": 16}}, images=_grids(3, 4, 4, types=True)
+    ),
+    "PaliGemmaForConditionalGeneration": Case(
+        settings={"vision_config": {**_IMAGE_SIZES, "vision_use_head": False}, "projection_dim": 32, "image_token_id": IMAGE},
+        inputs=_image_before_prompt,
+    ),
     "PerceptionLMForConditionalGeneration": Case(
-        settings={"vision_config": {"architecture": "test_vit", "model_args": {"embed_dim": 32}}}, package="timm"
+        settings={"vision_config": {"architecture": "test_vit", "model_args": {"embed_dim": 32}}, "image_token_id": IMAGE},
+        images=_images(1, 3, 64, 64, count=16),
+        package="timm",
     ),
     "Pix2StructForConditionalGeneration": Case(
         settings={"text_config": {"d_kv": 8}, "vision_config": {"d_kv": 8, "patch_embed_hidden_size": 24, "seq_len": 16}}, inputs=_patches
     ),
-    "Qwen2VLForConditionalGeneration": Case(settings={**_MROPE, "vision_config": {"embed_dim": 16, "depth": 2}}),
-    "Qwen2_5OmniThinkerForConditionalGeneration": _OMNI,
-    "Qwen2_5_VLForConditionalGeneration": Case(settings=_MROPE),
-    "Qwen3OmniMoeThinkerForConditionalGeneration": _OMNI,
+    "Qwen2VLForConditionalGeneration": Case(
+        settings={**_MROPE, "vision_config": {"embed_dim": 16, "depth": 2, "patch_size": 4, "mlp_ratio": 2}}, images=_grids(96, types=True)
+    ),
+    "Qwen2_5OmniThinkerForConditionalGeneration": Case(
+        settings={**_MROPE, "vision_start_token_id": 58, "vision_config": _WINDOW_TOWER}, images=_grids(96)
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Case(settings={**_MROPE, "vision_config": _WINDOW_TOWER}, images=_grids(96, types=True)),
+    "Qwen3OmniMoeThinkerForConditionalGeneration": Case(
+        settings={
+            **_MROPE, "vision_start_token_id": 58,
+            "vision_config": {**_GRID_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        },
+        images=_grids(96),
+    ),
     "UdopForConditionalGeneration": Case(settings={"decoder_start_token_id": 1, "d_kv": 8}, inputs=_boxes),
     "UnlimitedOcrForConditionalGeneration": Case(settings={"text_config": {"num_key_value_heads": 4}}),  # its eager attention has no GQA
     "VisionEncoderDecoderModel": Case(

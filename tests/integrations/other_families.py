@@ -1,7 +1,7 @@
 """Encoders, encoder-decoders and vision-language classes of the installed transformers: `python -m tests.integrations.other_families`.
 
-As `tests.integrations.families`, of which it writes a second page, docs/other-families.md. Vision-language models get images only where a
-class requires them.
+As `tests.integrations.families`, of which it writes a second page, docs/other-families.md. Vision-language models get images where a
+case of `family_cases` has them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tests.integrations.family_cases import case_of
 PAGE = Path(__file__).parents[2] / "docs" / "other-families.md"
 SECTIONS = ("encoder", "encoder-decoder", "vision-language")
 KINDS = ("plain", "left", "right")
+IMAGE_KINDS = {"images": "plain", "images left": "left"}  # for classes that run without images too
 
 
 def classes() -> dict[tuple[str, str], str]:
@@ -55,11 +56,11 @@ def classes() -> dict[tuple[str, str], str]:
 
 def labelled_batch(kind: str, model: Any) -> dict[str, torch.Tensor]:
     """A batch of `families.batch_of`. Inputs of a decoder behind an encoder are its labels: fewer than the encoder's, none padded."""
-    batch = batch_of(kind)
+    batch = batch_of(IMAGE_KINDS.get(kind, kind))
     if model.config.is_encoder_decoder:
         tokens = LENGTH if model.config.model_type == "fsmt" else LENGTH - 14  # FSMT makes its decoder's inputs of the encoder's
         batch["labels"] = batch["input_ids"][:, :tokens].contiguous()
-    return case_of(type(model).__name__).batch(batch)
+    return case_of(type(model).__name__).batch(batch, with_images=kind in IMAGE_KINDS)
 
 
 def tiny_model(key: tuple[str, str], implementation: str) -> Any:
@@ -85,11 +86,12 @@ def tiny_model(key: tuple[str, str], implementation: str) -> Any:
 
 def try_class(key: tuple[str, str]) -> dict[str, Any]:
     """{"one process": {kind: Outcome}, "ranks": {kind: Outcome}}, or {"not tested": why} if eager attention does not run."""
+    kinds = (*KINDS, *IMAGE_KINDS) if case_of(classes()[key]).images is not None else KINDS
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             eager = tiny_model(key, "eager")
-            wanted = {kind: results(eager, {**labelled_batch(kind, eager), **_without_cache(eager)}) for kind in KINDS}
+            wanted = {kind: results(eager, {**labelled_batch(kind, eager), **_without_cache(eager)}) for kind in kinds}
         except Exception as error:
             return {"not tested": _failure(error).detail}
         if not all(bool(torch.isfinite(loss)) for loss, _ in wanted.values()):
@@ -97,9 +99,9 @@ def try_class(key: tuple[str, str]) -> dict[str, Any]:
         try:
             model = tiny_model(key, "longspan")
         except Exception as error:
-            return {where: dict.fromkeys(KINDS, _failure(error)) for where in ("one process", "ranks")}
+            return {where: dict.fromkeys(kinds, _failure(error)) for where in ("one process", "ranks")}
         outcome: dict[str, dict[str, Outcome]] = {"one process": {}, "ranks": {}}
-        for kind in KINDS:
+        for kind in kinds:
             arguments = {**labelled_batch(kind, model), **_without_cache(model)}
             outcome["one process"][kind] = _outcome(lambda m=model, a=arguments: results(m, a), wanted[kind])
             batch = labelled_batch(kind, model)
@@ -130,7 +132,8 @@ _HEAD = """# Encoders, encoder-decoders, vision-language models
 
 The classes of transformers {version} for masked language modelling, sequence-to-sequence and image-text-to-text, as far as they are not on
 the page of [causal LMs](families.md), tried with a tiny random model and text batches: plain, padded left, padded right. Verdicts as there.
-Classes that require images or other inputs get them beside the text, or in place of an encoder's text: their notes begin with these inputs.
+Classes that require images or other inputs get them beside the text, or in place of an encoder's text: a note begins with these inputs.
+"Also with": batches with images, plain and padded left, beside those of text alone. Other vision-language classes get text alone.
 `python -m tests.integrations.other_families` writes this page.
 """
 

@@ -22,6 +22,7 @@ SAMPLE = (
     ("encoder", "bert"),
     ("encoder-decoder", "t5gemma"),
     ("encoder-decoder", "voxtral_realtime"),  # with audio
+    ("vision-language", "granite4_vision"),  # features of image tokens in several layers
     ("vision-language", "instructblip"),  # images among the tokens
     ("vision-language", "molmo2"),  # makes the mask of its text decoder
     ("vision-language", "vision-encoder-decoder"),  # images in place of tokens

@@ -22,8 +22,9 @@ from longspan.integrations._forward import PLAN_KEYWORD, current_forward, descri
 from longspan.integrations._plans import ModelPlans
 
 # Tensors [B or 1, S, ...] among a decoder's keywords.
-_BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", "visual_pos_masks", "per_layer_inputs")
-_BY_IMAGE_TOKEN = "deepstack_visual_embeds"  # a list of [image tokens of all rows, D]
+_BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", "visual_pos_masks", "vision_mask", "per_layer_inputs")
+# Features of image tokens, a list or a dict by layer of [image tokens of all rows, D], and the mask of these tokens, [B, S] or [B, S, 1].
+_BY_IMAGE_TOKEN = {"deepstack_visual_embeds": "visual_pos_masks", "deepstack_features": "vision_mask"}
 _LOCAL = (PLAN_KEYWORD, "labels", "shift_labels", "num_items_in_batch")  # this rank's already
 
 _install_lock = threading.Lock()
@@ -86,10 +87,12 @@ def _shard_arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         real = plans.real_tokens
         positions = default_positions(getattr(decoder, "config", None), embeds, None if real is None else real.to(embeds.device))
     arguments["position_ids"] = _local_positions(positions.to(embeds.device), plan, embeds.shape[0])
-    images = arguments.get(_BY_IMAGE_TOKEN)
-    if images is not None:
-        chosen = _local_image_tokens(arguments["visual_pos_masks"], plan)
-        arguments[_BY_IMAGE_TOKEN] = [x[chosen.to(x.device)] for x in images]
+    for name, mask in _BY_IMAGE_TOKEN.items():
+        if arguments.get(name) is not None:
+            chosen = _local_image_tokens(arguments[mask].flatten(1), plan)
+            images = arguments[name]
+            local = {k: x[chosen.to(x.device)] for k, x in (images.items() if isinstance(images, dict) else enumerate(images))}
+            arguments[name] = local if isinstance(images, dict) else list(local.values())
     for name, value in arguments.items():
         if name in _BY_TOKEN and value is not None:
             arguments[name] = plan.shard(value.expand(embeds.shape[0], *value.shape[1:]), 1)
@@ -124,7 +127,7 @@ def _check_mask(decoder: nn.Module, mask: Any, plans: ModelPlans) -> None:
 
 def _check_others(decoder: nn.Module, arguments: dict[str, Any], tokens: int) -> None:
     """Raise ValueError for other tensors, which may be of the whole sequence. A single vector [1, D] is the same for all tokens."""
-    known = (*_BY_TOKEN, *_LOCAL, _BY_IMAGE_TOKEN, "position_ids", "attention_mask")
+    known = (*_BY_TOKEN, *_LOCAL, *_BY_IMAGE_TOKEN, "position_ids", "attention_mask")
     for name, value in arguments.items():
         held = value if isinstance(value, (tuple, list)) else value.values() if isinstance(value, dict) else [value]
         tensors = [x for x in held if isinstance(x, Tensor) and x.ndim > 0]

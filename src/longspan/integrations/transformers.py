@@ -68,6 +68,7 @@ __all__ = ["NAME", "PagedCache", "PreparedBatch", "attention_forward", "attentio
 _IGNORED_KEYWORDS = (
     "position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict", "labels", "shift_labels", "num_items_in_batch",
     "logits_to_keep", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "is_causal",
+    "vision_feature_layer",
 )  # fmt: skip
 
 
