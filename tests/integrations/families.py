@@ -159,8 +159,9 @@ def tiny_model(model_type: str, implementation: str) -> Any:
 
 
 def prepared_model(model: Any) -> Any:
-    """The model with the same weights each time, in eval mode unless its class has a loss in train mode only."""
-    model.train(case_of(type(model).__name__).train)
+    """The model with the same weights each time, in eval mode unless its class has gradients in train mode only."""
+    case = case_of(type(model).__name__)
+    model.train(case.train).to(case.dtype)
     if hasattr(model, "set_default_language"):
         model.set_default_language("en_XX")
     return with_random_weights(model)
@@ -373,7 +374,8 @@ def line_of(first: list[str], verdicts: tuple[str, str, str], class_name: str) -
     given = case.batch(batch_of("plain"), with_images=True).keys() - batch_of("plain").keys()
     inputs = f"{'with' if case.images is None else 'also with'} {', '.join(f'`{name}`' for name in sorted(given))}" if given else ""
     package = f"needs {case.package}" if case.package else ""
-    return f"| {' | '.join([*first, *verdicts[:2], '; '.join(filter(None, [inputs, package, verdicts[2]]))])} |"
+    dtype = "" if case.dtype == torch.float32 else f"in {case.dtype}".replace("torch.", "")
+    return f"| {' | '.join([*first, *verdicts[:2], '; '.join(filter(None, [inputs, package, dtype, verdicts[2]]))])} |"
 
 
 def page(rows: dict[str, str]) -> str:
@@ -401,7 +403,7 @@ parameter are compared with eager attention. On three ranks, their sums over ran
 Models with layers without attention also run a plain batch of more rows than ranks, which these layers divide by rows. Notes name inputs
 beside tokens, and packages, that a class requires.
 
-- *right*: loss to 1e-5, gradients to 2e-4 (float32).
+- *right*: loss to 1e-5, gradients to 2e-4, in float32 if the note does not say otherwise.
 - *raises*: an error says why, before or instead of a result.
 - *not tested*: eager attention does not run on these batches, or there is no tiny config (see the note).
 - *WRONG*: a silent difference or a crash.

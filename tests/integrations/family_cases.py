@@ -28,6 +28,7 @@ class Case:
     inputs: entries of a batch that the class requires, from the batch of tokens and labels; they replace entries of the same name.
     images: entries of a batch with an image in each row, for a class that runs without images too; None for no such batches.
     train: the class has gradients in train mode only.
+    dtype: of the model; float64 where rounding in float32 changes the sign of an input of ReLU, and so its gradient.
     package: a package that the class requires and the tests do not install.
     """
 
@@ -35,6 +36,7 @@ class Case:
     inputs: Callable[[Batch], Batch] = no_inputs
     images: Callable[[Batch], Batch] | None = None
     train: bool = False
+    dtype: torch.dtype = torch.float32
     package: str | None = None
 
     @property
@@ -134,6 +136,7 @@ CASES: dict[str, Case] = {
             "encoder_config": {"hidden_size_global": 32}, "decoder_config": {"hidden_size_global": 32},
         }
     ),
+    "CTRLLMHeadModel": Case(dtype=torch.float64),
     "CohereCompassForCausalLM": Case(settings={"rope_parameters": _COMPASS_ROPE}),
     "Gemma3nForConditionalGeneration": Case(settings={"vision_config": {"architecture": "test_vit"}}, package="timm"),
     "Gemma4AssistantForCausalLM": _ASSISTANT,
