@@ -24,7 +24,7 @@ def no_inputs(batch: Batch) -> Batch:
 class Case:
     """One class.
 
-    settings: fields of its config, those of nested configs in nested dicts; None removes a field of the tiny config.
+    settings: fields of its config, those of nested configs in nested dicts.
     inputs: entries of a batch that the class requires, from the batch of tokens and labels; they replace entries of the same name.
     images: entries of a batch with an image in each row, for a class that runs without images too; None for no such batches.
     train: the class has gradients in train mode only.

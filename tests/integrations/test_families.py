@@ -40,3 +40,14 @@ def test_attention_code_of_its_own_that_fails_on_a_shard_raises() -> None:
     with pytest.raises(ValueError, match="no attention layer used it") as raised:
         on_ranks(model, batch_of("plain"))
     assert "multiple of least common multiple chunk_length" in str(raised.value.__cause__)
+
+
+def test_an_interrupt_is_not_blamed_on_attention_code_of_its_own() -> None:
+    model = tiny_model("reformer", "longspan")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    model.reformer.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        on_ranks(model, batch_of("plain"))

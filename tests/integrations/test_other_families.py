@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from tests.integrations import families
 from tests.integrations.families import on_ranks, results
 from tests.integrations.family_cases import case_of
-from tests.integrations.other_families import classes, row, try_class, written_rows
+from tests.integrations.other_families import PAGE, classes, row, try_class, written_rows
 
 import longspan as ls
 import longspan.integrations.transformers as lst
@@ -45,6 +47,14 @@ def test_all_classes_are_tested_and_none_is_silently_wrong() -> None:
     rows = written_rows()
     assert rows.keys() == classes().keys()
     assert not [line for line in rows.values() if "WRONG" in line or "not tested" in line]
+
+
+def test_the_readme_has_the_counts_of_both_pages() -> None:
+    text = (PAGE.parents[1] / "README.md").read_text()
+    for rows, column, kind in ((families.written_rows(), 4, "causal model types"), (written_rows(), 5, "further classes")):
+        verdicts = [line.split("|")[column].strip() for line in rows.values()]
+        right, raises = verdicts.count("right"), verdicts.count("raises")
+        assert re.search(rf"{len(rows)} {kind}[^.]*?, {right} [^.]*? three ranks, and {raises} raise", text), (len(rows), right, raises)
 
 
 def encoder(name: str, **settings: Any) -> Any:

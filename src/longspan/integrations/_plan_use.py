@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -125,7 +126,7 @@ def run_checked(model: nn.Module, call: Callable[..., Any], args: tuple[Any, ...
                 output = _with_loss(output, labels, count)
         except BaseException as error:
             forward.undo_caches()
-            if plan is not None and not forward.module_ids and "longspan" not in str(error) and _has_own_attention(model):
+            if plan is not None and _fails_on_a_shard(model, forward, error):
                 raise ValueError(_unused_plan(model, [])) from error
             raise
     if outer is not None:
@@ -222,8 +223,12 @@ def _unused_plan(model: nn.Module, unused: list[str]) -> str:
     )
 
 
-def _has_own_attention(model: nn.Module) -> bool:
-    """Whether no module's code names transformers' attention interface or was adapted to longspan's."""
+def _fails_on_a_shard(model: nn.Module, forward: Forward, error: BaseException) -> bool:
+    """Whether an error comes of attention code of the model's own: no module names transformers' interface or was adapted to longspan."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_own = frame.f_globals.get("__name__", "").startswith("longspan.")  # longspan's error says more
+    if is_own or forward.module_ids or isinstance(error, torch.OutOfMemoryError) or not isinstance(error, Exception):
+        return False
     sources = [vars(sys.modules[type(module).__module__]) for module in model.modules()]
     return not any("ALL_ATTENTION_FUNCTIONS" in names or "_longspan_adapted" in names for names in sources)
 
