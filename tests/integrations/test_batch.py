@@ -23,7 +23,7 @@ from longspan.testing import virtual_world
 LENGTH, ROWS, VOCAB = 211, 2, 17
 
 
-def whole(**extra: Tensor) -> dict[str, Tensor]:
+def whole(**extra: Any) -> dict[str, Any]:
     ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH)
     return {"input_ids": ids, "labels": ids, **extra}
 
@@ -278,3 +278,19 @@ def test_one_row_of_positions_serves_all_batch_rows_of_a_layout_by_row() -> None
 def test_mlp_and_moe_layers_mix_no_tokens() -> None:
     config = SimpleNamespace(layer_types=["full_attention", "mlp", "moe", "sliding_attention"])
     assert layers_without_mixing(config) == {1, 2}
+
+
+def test_settings_in_a_batch_are_honoured_or_raise() -> None:
+    flags = {"return_dict": True, "output_hidden_states": False, "use_cache": False, "logits_to_keep": 0}
+    for prepared in on(3, whole(num_items_in_batch=torch.tensor(500), **flags), gradients="sum"):
+        assert prepared["num_items_in_batch"] == 500
+        assert prepared["input_ids"].shape[1] < LENGTH  # split: none of them is taken for an image
+        assert (prepared["return_dict"], prepared["output_hidden_states"], prepared["use_cache"]) == (True, False, False)
+        assert "logits_to_keep" not in prepared
+    for entries, options, message in (
+        ({"num_items_in_batch": 500}, {"count": 400}, "got both: 400, 500"),
+        ({"use_cache": True}, {}, "expected no use_cache in the batch, got True"),
+        ({"logits_to_keep": 3}, {}, "expected no logits_to_keep in the batch, got 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare_batch({**whole(), **entries}, ls.Mesh.abstract(3), **options)

@@ -25,6 +25,7 @@ from longspan.integrations._batch_parts import (
     label_keywords,
     own_labels,
     real_tokens,
+    split_settings,
 )
 from longspan.integrations._configs import (
     check_config,
@@ -65,7 +66,7 @@ def prepare_batch(
             which start again at each packed document; `document_ids` (or `seq_idx`) [B, S], negative for padding; `cu_seq_lens_q`
             [documents + 1], where documents begin, counted over all rows; `attention_mask` [B, S], 0 for padding. With other entries
             (images, audio, video, token types) or `position_ids` by axis ([3, B, S], or [4, B, S] after those of text) the model gets the
-            whole batch, and its text decoder takes this rank's tokens.
+            whole batch, and its text decoder takes this rank's tokens. `num_items_in_batch` is `count`.
         mesh: The ranks that share the sequence, as `longspan.plan` takes them. Or a DeviceMesh with an axis "cp" beside any of "dp",
             "dp_replicate", "dp_shard" and "tp": labels are then counted over the data axes too, in one small collective call.
         config: The model or its config. A `ForMaskedLM` model itself (not its config) gets plans of bidirectional attention, and its
@@ -92,8 +93,10 @@ def prepare_batch(
     """
     if gradients not in ("mean", "sum"):
         raise ValueError(f"prepare_batch: expected gradients='mean' (DDP, FSDP) or 'sum', got {gradients!r}")
+    batch, flags, count = split_settings(batch, count)
     if is_encoder_decoder(config):
-        return prepare_two_sequences(batch, mesh, config, count=count, gradients=gradients, device=device, options=options)
+        prepared = prepare_two_sequences(batch, mesh, config, count=count, gradients=gradients, device=device, options=options)
+        return {**prepared, **flags}  # type: ignore[typeddict-item]
     if getattr(getattr(config, "config", config), "is_encoder_decoder", False):
         raise ValueError(
             f"prepare_batch: expected config= to be an encoder-decoder model with a language modelling head, got {type(config).__name__}; "
@@ -140,7 +143,7 @@ def prepare_batch(
     def whole(x: Any) -> Any:
         return x.to(device) if isinstance(x, Tensor) and device is not None else x
 
-    prepared: PreparedBatch = {"longspan_plan": plans}
+    prepared = {"longspan_plan": plans, **flags}  # type: ignore[typeddict-item]
     if not bidirectional:
         prepared["use_cache"] = False
     if token_types is not None:

@@ -51,6 +51,29 @@ class PreparedBatch(TypedDict, total=False):
     token_type_ids: Tensor
 
 
+_FLAGS = ("return_dict", "output_hidden_states", "output_attentions")  # settings of a forward that every rank may honour
+
+
+def split_settings(batch: Mapping[str, Any], count: Tensor | float | None) -> tuple[dict[str, Any], dict[str, Any], Tensor | float | None]:
+    """(the tensors of a batch, settings of the forward among its entries, the number of labels): entries that are no inputs of a model.
+
+    Raises:
+        ValueError: `num_items_in_batch` is not `count`, or a setting is not supported on ranks.
+    """
+    given = batch.get("num_items_in_batch")
+    if given is not None and count is not None and float(given) != float(count):
+        raise ValueError(f"prepare_batch: expected count= or num_items_in_batch in the batch, got both: {float(count):g}, {float(given):g}")
+    for name in ("use_cache", "logits_to_keep"):
+        value = batch.get(name)
+        if isinstance(value, Tensor) or value:
+            hint = "a forward with a plan has no cache" if name == "use_cache" else "a rank has logits of its own tokens only"
+            raise ValueError(f"prepare_batch: expected no {name} in the batch, got {value}: {hint}")
+    flags = {name: batch[name] for name in _FLAGS if batch.get(name) is not None}
+    settings = (*_FLAGS, "num_items_in_batch", "use_cache", "logits_to_keep")
+    inputs = {name: value for name, value in batch.items() if name not in settings}
+    return inputs, flags, count if given is None else given
+
+
 def real_tokens(batch: Mapping[str, Any], name: str = "attention_mask") -> Tensor | None:
     """False for padding, bool [B, S] on the CPU; None without an attention_mask."""
     if batch.get(name) is None:
