@@ -101,6 +101,30 @@ def test_pairs_of_half_blocks_list_each_chosen_tile_once_and_fill_odd_rows_with_
         assert tiles_of(columns.full, row) == (kind_row == FULL).nonzero().flatten().tolist()
 
 
+def test_key_tiles_of_many_query_tiles_list_them_in_order() -> None:
+    """100 query tiles: three whole words of bits, and 4 bits of another one."""
+    torch.manual_seed(0)
+    q_tiles, kv_tiles, k = 100, 70, 3
+    indices = torch.randint(2, kv_tiles, (1, 2, q_tiles, k), dtype=torch.int32, device=DEVICE)
+    indices[indices == 40] = -1  # chosen by none
+    indices[:, 0, :, 1] = 0  # chosen by all
+    indices[:, 1, 31::32, 2] = 1  # the last bits of words only
+    indices[:, 1, 64:96, 0] = 60  # a whole word
+    table = (ls.sliding_window(64 * 90) & ls.causal()).block_table(q_tiles * 64, kv_tiles * 64, block=(64, 64))
+    tilings = [Tiling(length=n * 64, block=64) for n in (q_tiles, kv_tiles)]
+    q, kv = torch.zeros(1, 2, q_tiles * 64, 16, device=DEVICE), torch.zeros(1, 2, kv_tiles * 64, 16, device=DEVICE)
+    selection = Selection(indices=indices, granularity=64, q_granularity=64, heads_per_choice=1)
+    work = Work(table=table, q_tiles=tilings[0], kv_tiles=tilings[1], scale=1.0)
+    tables: Any = tiled_work(AttentionInputs(q=q, k=kv, v=kv), work, selection, dummy=False).device_tables
+    columns = tables.of_pass(by_query=False, shared=1)
+    chosen = (indices[0, :, :, :, None] == torch.arange(kv_tiles, device=DEVICE)).any(2).cpu()
+    kinds = torch.where(chosen, table.to_dense()[0], 0).mT
+    assert kinds[0, 0].count_nonzero() == 90 + 1 and not kinds[:, 40].any()
+    for row, kind_row in enumerate(kinds.flatten(0, 1)):
+        for runs, kind in ((columns.partial, PARTIAL), (columns.full, FULL)):
+            assert tiles_of(runs, row) == (kind_row == kind).nonzero().flatten().tolist()
+
+
 @pytest.mark.parametrize("shared", [1, 2])
 def test_key_tiles_of_a_group_of_heads_come_together_after_the_longest_of_all_groups(shared: int) -> None:
     torch.manual_seed(shared)

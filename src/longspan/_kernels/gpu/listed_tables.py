@@ -48,7 +48,7 @@ class ListedTables(SelectedTables):
         used = torch.zeros(4, dtype=torch.int32, device=kinds.device)
         launch_kernel(columns_kernel, rows, {"bits": None, "used": used, "kinds": kinds.contiguous(), **tensors}, {
             "sizes": (tiles, columns, heads, 1), "choice_sizes": (1, 1, 1), "kind_sizes": (batch, heads), "WORDS": 0,
-            "C": triton.next_power_of_2(columns), "COPIES": 1, "DUMMY": dummy,
+            "W": triton.next_power_of_2(-(-columns // 32)), "COPIES": 1, "DUMMY": dummy,
         })  # fmt: skip
         return made
 

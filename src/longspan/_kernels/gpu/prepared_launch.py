@@ -271,15 +271,15 @@ class _RecentLaunch(NamedTuple):
 _recent_launches: dict[int, _RecentLaunch] = {}
 
 
-def layout_launch(kernel: Any, tensors: Tensors, constants: Mapping[str, Any], ctas: int) -> PreparedLaunch:
+def layout_launch(kernel: Any, tensors: Tensors, constants: Mapping[str, Any], ctas: int, *, num_warps: int = 4) -> PreparedLaunch:
     """The cached launch of a kernel that depends on nothing but the layouts of its tensors and on constants. constants: hashable."""
     distinct, places = _distinct(tensors.values())
-    settings = places, tuple(constants.items()), ctas
+    settings = places, tuple(constants.items()), ctas, num_warps
     aligned = not reduce(or_, [t.data_ptr() for t in distinct]) % 16
     recent, device = _recent_launches.get(id(kernel)), distinct[0].device
     if recent is not None and aligned and recent.settings == settings and recent.guard(*distinct) and not launch.capturing(device):
         return recent.launch
-    prepared = _layout_launch(kernel, device, layouts(tensors.values()), tuple(constants.items()), ctas)
+    prepared = _layout_launch(kernel, device, layouts(tensors.values()), tuple(constants.items()), ctas, num_warps)
     if launch.capturing(device):
         hold_for_graph(prepared)
     elif aligned:
@@ -289,10 +289,10 @@ def layout_launch(kernel: Any, tensors: Tensors, constants: Mapping[str, Any], c
 
 @lru_cache(maxsize=512)
 def _layout_launch(
-    kernel: Any, device: torch.device, _layouts: Layouts, constants: tuple[tuple[str, Any], ...], ctas: int
+    kernel: Any, device: torch.device, _layouts: Layouts, constants: tuple[tuple[str, Any], ...], ctas: int, num_warps: int
 ) -> PreparedLaunch:
     return PreparedLaunch(
-        kernel=kernel, options={"num_warps": 4, **FUSED}, ctas=ctas, device=device, descriptors={}, constants=dict(constants)
+        kernel=kernel, options={"num_warps": num_warps, **FUSED}, ctas=ctas, device=device, descriptors={}, constants=dict(constants)
     )  # fmt: skip
 
 

@@ -34,7 +34,9 @@ from longspan._masks.block_table import PARTIAL, BlockTable
 from longspan._torch_modes import default_modes
 
 _kinds: DerivedCache[BlockTable, tuple[Tensor, Tensor]] = DerivedCache(4)  # by device
-_RANKED = 64  # KV tiles that a CTA of `order_kernel` ranks
+_RANKED, _COMPARED = 64, 128  # KV tiles that a CTA of `order_kernel` ranks, and compares with at a time
+_ENTRIES = 1024  # entries of indices that a CTA of `bits_kernel` reads
+_ONE_WARP = 32  # entries of a row of indices that one warp of `rows_kernel` compares
 # KV tiles of each KV head, as a share, whose items of all heads come first. The longest items of the last head would start when all others
 # end; the other items of a head come together, so that they read the same queries and add to the same dQ in L2.
 _HEAVY_SHARE = 8
@@ -109,45 +111,82 @@ def rows_kernel(
 
 
 @triton.jit
-def bits_kernel(indices, bits, rows, tiles, per_row, columns, words, K: tl.constexpr, KP: tl.constexpr):
-    """Set the bit of a query tile in the rows of the KV tiles that it chooses.
+def bits_kernel(indices, bits, entries, rows, tiles, per_row, columns, words, K: tl.constexpr, E: tl.constexpr):
+    """Set the bits of query tiles in the rows of the KV tiles that they choose.
 
-    One CTA per choice and query tile. columns: KV tiles. words: of a row of bits.
+    One CTA per E of the `entries` of all choices and query tiles. columns: KV tiles. words: of a row of bits.
     """
-    pid = tl.program_id(0)
-    tile = pid % tiles
-    choice = (pid // tiles).to(tl.int64)
-    j = tl.arange(0, KP)
-    column = tl.load(indices + (choice * rows + tile // per_row) * K + j, mask=j < K, other=-1)
+    e = tl.program_id(0) * E + tl.arange(0, E)
+    tile = (e // K) % tiles
+    choice = (e // K // tiles).to(tl.int64)
+    column = tl.load(indices + (choice * rows + tile // per_row) * K + e % K, mask=e < entries, other=-1)
     chosen = (column >= 0) & (column < columns)
     tl.atomic_or(bits + (choice * columns + column) * words + tile // 32, 1 << (tile % 32), mask=chosen, sem="relaxed")
 
 
 @triton.jit
+def _lowest(words):
+    """(the lowest set bit of each word, its number); 0 and a negative number for 0. words: uint32."""
+    bit = words & (0 - words)
+    return bit, (bit.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # the exponent of a power of two
+
+
+@triton.jit
+def _set_bits(words):
+    """The number of set bits of each word, int32. words: uint32."""
+    pairs = words - ((words >> 1) & 0x55555555)
+    fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    bytes_ = (fours + (fours >> 4)) & 0x0F0F0F0F
+    halves = bytes_ + (bytes_ >> 8)
+    return ((halves + (halves >> 16)) & 0x3F).to(tl.int32)
+
+
+@triton.jit
+def _list_bits(listed, w, words, number):
+    """Store the numbers of the set bits of words w, ascending. number: of set bits in each."""
+    at = tl.cumsum(number, 0) - number
+    for _ in range(tl.max(number, 0)):
+        bit, place = _lowest(words)
+        tl.store(listed + at, w * 32 + place, mask=words != 0)
+        at += 1
+        words = words ^ bit
+
+
+@triton.jit
 def columns_kernel(
     bits, used, kinds, partial, full, counts, listed, sizes, choice_sizes, kind_sizes,
-    WORDS: tl.constexpr, C: tl.constexpr, COPIES: tl.constexpr, DUMMY: tl.constexpr,
+    WORDS: tl.constexpr, W: tl.constexpr, COPIES: tl.constexpr, DUMMY: tl.constexpr,
 ):  # fmt: skip
     """The list of one KV tile, partial tiles first, for `copies` heads.
 
     sizes: (KV tiles, query tiles, heads of the grid, copies). choice_sizes, kind_sizes, DUMMY: of `rows_kernel`. used: entries of `listed`
-    that other CTAs took. bits: None if all tiles are chosen. WORDS: of a row of bits. C: query tiles, to the next power of two.
+    that other CTAs took. bits: None if all tiles are chosen. WORDS: of a row of bits, a bit per query tile. W: to the next power of two.
     """
     tiles, columns, heads, copies = sizes
     tile, h, b, choice = _row_of(tl.program_id(0), tiles, heads, choice_sizes)
-    c = tl.arange(0, C)
-    chosen = c < columns
-    if bits is not None:
-        word = tl.load(bits + (choice * tiles + tile) * WORDS + c // 32, mask=chosen, other=0)
-        chosen = ((word >> (c % 32)) & 1) != 0
     kinds += (((b % kind_sizes[0]) * kind_sizes[1] + h % kind_sizes[1]) * tiles + tile).to(tl.int64) * columns
-    kind = tl.load(kinds + c, mask=chosen, other=0).to(tl.int32)
-    is_partial, is_full = (kind == 1).to(tl.int32), (kind == 2).to(tl.int32)
-    partials, fulls = tl.sum(is_partial, 0), tl.sum(is_full, 0)
+    w = tl.arange(0, W)
+    if bits is None:
+        i = tl.arange(0, 32)[None, :]
+        c = w[:, None] * 32 + i
+        kind = tl.load(kinds + c, mask=c < columns, other=0)
+        is_partial = tl.sum(tl.where(kind == 1, 1 << i, 0), 1).to(tl.uint32, bitcast=True)
+        is_full = tl.sum(tl.where(kind == 2, 1 << i, 0), 1).to(tl.uint32, bitcast=True)
+    else:
+        rest = tl.load(bits + (choice * tiles + tile) * WORDS + w, mask=w < WORDS, other=0).to(tl.uint32, bitcast=True)
+        is_partial, is_full = rest & 0, rest & 0
+        for _ in range(tl.max(_set_bits(rest), 0)):
+            bit, place = _lowest(rest)
+            kind = tl.load(kinds + w * 32 + place, mask=rest != 0, other=0)
+            is_partial |= tl.where(kind == 1, bit, 0)
+            is_full |= tl.where(kind == 2, bit, 0)
+            rest = rest ^ bit
+    partials_of, fulls_of = _set_bits(is_partial), _set_bits(is_full)
+    partials, fulls = tl.sum(partials_of, 0), tl.sum(fulls_of, 0)
     fill = tl.where(DUMMY & (partials + fulls == 0), 1, 0)
     begin = tl.atomic_add(used, partials + fulls + fill, sem="relaxed")
-    at = tl.where(kind == 1, tl.cumsum(is_partial, 0), partials + tl.cumsum(is_full, 0)) - 1
-    tl.store(listed + begin + at, c, mask=kind > 0)
+    _list_bits(listed + begin, w, is_partial, partials_of)
+    _list_bits(listed + begin + partials, w, is_full, fulls_of)
     each = tl.arange(0, COPIES)
     tl.store(listed + begin + each, columns + each * 0, mask=each < fill)
     rows = ((b * heads + h) * copies + each) * tiles + tile
@@ -155,30 +194,31 @@ def columns_kernel(
 
 
 @triton.jit
-def _work_of(counts, group, tile, tiles, shared, summed):
-    """Tiles of the rows of a KV tile, over the first `summed` of the `shared` query heads of a group; −1 past the last tile."""
+def _order_key(counts, group, tile, tiles, shared, summed):
+    """A key of a KV tile, greater for more work and, of equal work, for earlier tiles; negative past the last tile.
+
+    Work: tiles of the rows of the KV tile, over the first `summed` of the `shared` query heads of a group.
+    """
     total = tile * 0
     for head in range(summed):
         row = (group * shared + head) * tiles + tile
         total += tl.load(counts + 2 * row, mask=tile < tiles, other=0) + tl.load(counts + 2 * row + 1, mask=tile < tiles, other=0)
-    return tl.where(tile < tiles, total, -1)
+    return tl.where(tile < tiles, (total.to(tl.int64) << 32) - tile, -1 << 40)
 
 
 @triton.jit
-def order_kernel(counts, order, tiles, groups, shared, summed, heavy, T: tl.constexpr):
+def order_kernel(counts, order, tiles, groups, shared, summed, heavy, T: tl.constexpr, J: tl.constexpr):
     """Rows of (group of query heads, KV tile) in launch order: the `heavy` longest of each group, then group after group, longest first.
 
-    One CTA per group and T KV tiles. counts: of a table by KV tile. shared, summed: of `_work_of`.
+    One CTA per group and T KV tiles, which it compares with J at a time. counts: of a table by KV tile. shared, summed: of `_order_key`.
     """
     blocks = tl.cdiv(tiles, T)
     group = tl.program_id(0) // blocks
     tile = (tl.program_id(0) % blocks) * T + tl.arange(0, T)
-    own, rank = _work_of(counts, group, tile, tiles, shared, summed), tile * 0
-    for first in range(0, tiles, T):
-        j = first + tl.arange(0, T)
-        other = _work_of(counts, group, j, tiles, shared, summed)
-        before = (other[None, :] > own[:, None]) | ((other[None, :] == own[:, None]) & (j[None, :] < tile[:, None]))
-        rank += tl.sum(before.to(tl.int32), 1)
+    own, rank = _order_key(counts, group, tile, tiles, shared, summed), tile * 0
+    for first in range(0, tiles, J):
+        other = _order_key(counts, group, first + tl.arange(0, J), tiles, shared, summed)
+        rank += tl.sum((other[None, :] > own[:, None]).to(tl.int32), 1)
     at = tl.where(rank < heavy, rank * groups + group, heavy * groups + group * (tiles - heavy) + rank - heavy)
     tl.store(order + at, group * tiles + tile, mask=tile < tiles)
 
@@ -248,7 +288,7 @@ class SelectedTables:
             "kind_sizes": (table.batch, table.heads), "room": room, "K": k, "KP": triton.next_power_of_2(max(1, k)),
             "J": min(64, triton.next_power_of_2(max(1, k))), "COPIES": triton.next_power_of_2(copies), "DUMMY": self.dummy,
             "PAIRS": self.kv_pairs,
-        })  # fmt: skip
+        }, num_warps=1 if k <= _ONE_WARP else 4)  # fmt: skip
         # Head after head; pairs of heads: all pairs of a choice together, which read the same keys at the same time.
         groups = self.batch * (min(selection.indices.shape[1], self.heads) if self.head_pairs else self.heads)
         dims = groups, self.batch * self.heads // groups, tiles
@@ -261,16 +301,17 @@ class SelectedTables:
         words, rows = -(-columns // 32), self.batch * heads * tiles
         bits = torch.zeros(batch_rows * choices * tiles * words + 4, dtype=torch.int32, device=device)
         tensors = {"indices": selection.indices, "bits": bits[4:]}
-        launch_kernel(bits_kernel, batch_rows * choices * columns if k else 0, tensors, {
-            "rows": source_rows, "tiles": columns, "per_row": selection.q_granularity // table.block[0], "columns": tiles, "words": words,
-            "K": k, "KP": triton.next_power_of_2(max(1, k)),
+        entries = batch_rows * choices * columns * k
+        launch_kernel(bits_kernel, -(-entries // _ENTRIES), tensors, {
+            "entries": entries, "rows": source_rows, "tiles": columns, "per_row": selection.q_granularity // table.block[0],
+            "columns": tiles, "words": words, "K": max(1, k), "E": _ENTRIES,
         })  # fmt: skip
         tensors, made = self._empty(rows * copies, self.batch * heads * columns * min(k, tiles))
         tensors = {"bits": bits[4:], "used": bits[:4], "kinds": _device_kinds(table, device)[1], **tensors}
         launch_kernel(columns_kernel, rows, tensors, {
             "sizes": (tiles, columns, heads, copies), "choice_sizes": choice_sizes, "kind_sizes": (table.batch, table.heads),
-            "WORDS": words, "C": triton.next_power_of_2(columns), "COPIES": triton.next_power_of_2(copies), "DUMMY": False,
-        })  # fmt: skip
+            "WORDS": words, "W": triton.next_power_of_2(words), "COPIES": triton.next_power_of_2(copies), "DUMMY": False,
+        }, num_warps=1)  # fmt: skip
         return made
 
     def _key_order(self, counts: Tensor, shared: int) -> Tensor:
@@ -278,15 +319,15 @@ class SelectedTables:
         order = torch.empty(groups * tiles, dtype=torch.int32, device=counts.device)
         launch_kernel(order_kernel, groups * -(-tiles // _RANKED), {"counts": counts, "order": order}, {
             "tiles": tiles, "groups": groups, "shared": shared, "summed": 1 if self._grid[1] % shared == 0 else shared,
-            "heavy": -(-tiles // _HEAVY_SHARE), "T": _RANKED,
+            "heavy": -(-tiles // _HEAVY_SHARE), "T": _RANKED, "J": min(_COMPARED, triton.next_power_of_2(tiles)),
         })  # fmt: skip
         return order
 
 
-def launch_kernel(kernel: Any, ctas: int, tensors: Mapping[str, Tensor | None], constants: dict[str, Any]) -> None:
+def launch_kernel(kernel: Any, ctas: int, tensors: Mapping[str, Tensor | None], constants: dict[str, Any], *, num_warps: int = 4) -> None:
     """Launch a kernel of this module, if there is a CTA."""
     if ctas:
-        layout_launch(kernel, tensors, constants, ctas)(tensors, {})
+        layout_launch(kernel, tensors, constants, ctas, num_warps=num_warps)(tensors, {})
 
 
 @lru_cache(maxsize=64)
