@@ -23,6 +23,7 @@ from longspan.integrations import memory
 SAMPLE = (
     ("encoder", "bert"),
     ("encoder-decoder", "t5gemma"),
+    ("encoder-decoder", "vibevoice_asr"),  # only its text decoder takes position_ids
     ("encoder-decoder", "voxtral_realtime"),  # with audio
     ("vision-language", "granite4_vision"),  # features of image tokens in several layers
     ("vision-language", "instructblip"),  # images among the tokens

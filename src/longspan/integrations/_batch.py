@@ -39,6 +39,7 @@ from longspan.integrations._configs import (
 )
 from longspan.integrations._cross_batch import prepare_two_sequences
 from longspan.integrations._cross_plans import is_encoder_decoder
+from longspan.integrations._decoders import only_decoder_takes_positions
 from longspan.integrations._meshes import device_of, mesh_roles
 from longspan.integrations._plans import model_plans
 from longspan.integrations.loss import IGNORED, shift_labels
@@ -106,7 +107,7 @@ def prepare_batch(
     if token_types is not None:
         batch = {name: value for name, value in batch.items() if name != "token_type_ids"}
     others, positions_by_axis = _other_inputs(batch), _by_axis(batch.get("position_ids"))
-    whole_inputs = bool(others) or positions_by_axis is not None
+    whole_inputs = bool(others) or positions_by_axis is not None or only_decoder_takes_positions(config)
     if positions_by_axis is not None:
         batch = {**batch, "position_ids": positions_by_axis[0] if len(positions_by_axis) == 4 else None}
     tokens, batch_size, length = _tokens(batch)

@@ -47,6 +47,17 @@ def decoder_of(model: Any) -> Any:
     return decoder
 
 
+def only_decoder_takes_positions(model: Any) -> bool:
+    """Whether a model, not a config, takes no position_ids, but a text decoder with a config of its own does: it needs whole inputs."""
+    is_model = isinstance(model, nn.Module) and hasattr(type(model), "base_model_prefix")  # no wrapper, whose forward takes anything
+    if not is_model or "position_ids" in inspect.signature(type(model).forward).parameters:
+        return False
+    try:
+        return type(decoder_of(model).config) is not type(model.config)
+    except ValueError:
+        return False
+
+
 def install(model: nn.Module) -> nn.Module:
     """Hook the text decoder of a model, once. The hooks do nothing in a forward without whole inputs. Returns the decoder."""
     decoder: nn.Module = decoder_of(model)
