@@ -110,9 +110,10 @@ def keeping_masks(preprocess: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(preprocess)
     def preprocess_or_keep(config: Any, inputs_embeds: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(attention_mask, ModelMask):
-            return True, attention_mask, None, None, None, None, None
-        return preprocess(config, inputs_embeds, attention_mask, *args, **kwargs)
+        if not isinstance(attention_mask, ModelMask):
+            return preprocess(config, inputs_embeds, attention_mask, *args, **kwargs)
+        pairs = inputs_embeds.new_empty(1, 1, 1, 1)  # stands for the mask
+        return tuple(attention_mask if x is pairs else x for x in preprocess(config, inputs_embeds, pairs, *args, **kwargs))
 
     return preprocess_or_keep
 
