@@ -64,6 +64,10 @@ def long_tests_first(items: list[pytest.Item], workers: int) -> list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--whole-grid"):
+        repetitions = [item for item in items if item.get_closest_marker("repetition")]
+        items[:] = [item for item in items if item not in set(repetitions)]
+        config.hook.pytest_deselected(items=repetitions)
     if hasattr(config, "workerinput"):
         items[:] = long_tests_first(items, config.workerinput["workercount"])
     part = config.getoption("--part")

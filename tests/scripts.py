@@ -14,9 +14,9 @@ import torch.distributed as dist
 from longspan.testing import run_processes
 
 
-def run_script(script: Path, ranks: int, *, folder: Path | None = None, timeout: float = 240.0) -> str:
-    """Run a script on `ranks` processes with the environment of `torchrun --nproc-per-node RANKS`: what rank 0 printed."""
-    return run_processes(_script, ranks, str(script), None if folder is None else str(folder), timeout=timeout)[0]
+def run_script(script: Path, ranks: int, *, folder: Path | None = None, timeout: float = 240.0) -> list[str]:
+    """Run a script on `ranks` processes with the environment of `torchrun --nproc-per-node RANKS`: what each rank printed."""
+    return run_processes(_script, ranks, str(script), None if folder is None else str(folder), timeout=timeout)
 
 
 def _script(script: str, folder: str | None) -> str:

@@ -29,7 +29,7 @@ def moved(problem: Problem, ranks: Any, **options: Any) -> tuple[dict[str, torch
 @lru_cache(maxsize=1)  # tests of one mask run one after the other
 def problem_and_oracle(mask: str) -> tuple[Problem, dict[str, torch.Tensor]]:
     """A problem and its results by the oracle."""
-    problem = Problem(mask=mask_named(mask, 1003, LAYOUT), score="alibi", q_len=1003, kv_len=1003, batch=2, heads=6, kv_heads=3)
+    problem = Problem(mask=mask_named(mask, 803, LAYOUT), score="alibi", q_len=803, kv_len=803, batch=1, heads=6, kv_heads=2)
     return problem, problem.by_oracle().values
 
 

@@ -10,14 +10,17 @@ from tests.cases import LENGTHS, Case, check_against_oracle, covering_sample, wh
 # with score mods and lengths; each would compile kernels of its own. `python -m tests.fuzz --device cuda` has such pairs.
 ON_GPU = covering_sample(whole_grid())[:30]
 MEDIUM = covering_sample(whole_grid(lengths=(1, 7, 128, 300, 650)))  # 650: five whole tiles and a part of one
-SHORT = covering_sample(whole_grid(lengths=(1, 7, 128, 200)))
+SHORT = covering_sample(whole_grid(lengths=(1, 7, 128, 150)))
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 OTHERS = (torch.bfloat16, torch.float16, torch.float64)
 TINY = [c for c in covering_sample(whole_grid(lengths=(1, 7, 40, 130))) if c.dims == "64" or c.length < 100]
 
 
-@pytest.mark.parametrize("kernel", ["dense", "cpu"])
-@pytest.mark.parametrize("case", MEDIUM, ids=str)
+# The dense kernel has no tiles: 650 tokens are to it what 300 are.
+CASES = [(c, kernel) for c in MEDIUM for kernel in ("dense", "cpu") if kernel == "cpu" or c.length < 650]
+
+
+@pytest.mark.parametrize(("case", "kernel"), CASES, ids=str)
 def test_equals_the_oracle_in_float32(case: Case, kernel: str) -> None:
     check_against_oracle(case, kernel, torch.float32, batch=1 if case.length == 650 else 2)
 
@@ -25,7 +28,7 @@ def test_equals_the_oracle_in_float32(case: Case, kernel: str) -> None:
 @pytest.mark.parametrize("kernel", ["dense", "cpu"])
 @pytest.mark.parametrize(("case", "dtype"), [(c, OTHERS[i % 3]) for i, c in enumerate(SHORT)], ids=str)
 def test_equals_the_oracle_in_other_dtypes(case: Case, kernel: str, dtype: torch.dtype) -> None:
-    check_against_oracle(case, kernel, dtype, through_lse=True, batch=1 if case.length == 200 else 2)
+    check_against_oracle(case, kernel, dtype, through_lse=True, batch=1 if case.length == 150 else 2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, Triton compiles; see the test on the GPU")

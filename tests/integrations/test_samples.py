@@ -47,9 +47,12 @@ def test_gradients_of_a_step_equal_those_of_single_samples(tokens_per_rank: int,
         total = total + net(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(count), use_cache=False).loss
     want = torch.autograd.grad(total, parameters)
 
+    # With one strategy for the second case: each rank plans every candidate of the step.
+    options: dict[str, Any] = {} if forwards == 1 else {"strategy": "allgather"}
+
     def rank(mesh: Any) -> tuple[torch.Tensor, list[torch.Tensor], int]:
         losses, grads, made = torch.zeros(()), [torch.zeros_like(p) for p in parameters], 0
-        for batch in step_batches(samples(), mesh, tokens_per_rank=tokens_per_rank, config=net, gradients="sum"):
+        for batch in step_batches(samples(), mesh, tokens_per_rank=tokens_per_rank, config=net, gradients="sum", **options):
             loss = net(**batch).loss
             grads = [a + b for a, b in zip(grads, torch.autograd.grad(loss, parameters))]
             losses, made = losses + loss.detach(), made + 1
