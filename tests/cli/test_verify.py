@@ -168,7 +168,9 @@ def test_bench_reports_different_results_with_exit_code_1(capsys: Any, monkeypat
 def test_verify_uses_the_processes_of_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "few.py"
     script.write_text(
-        "from longspan._kernels import registry\nfrom longspan.cli import oracle_checks, strategy_checks\nfrom longspan.cli.app import run\n"
+        "from longspan._kernels import registry\n"
+        "from longspan.cli import oracle_checks, strategy_checks\n"
+        "from longspan.cli.app import run\n"
         "oracle_checks.MASKS, oracle_checks.SCORES, strategy_checks.CASES = ('causal',), ('none',), (('documents', 'bias'),)\n"
         "registry.NAMES = ('auto', 'dense', 'cpu')\n"
         "assert run(['verify', '--device', 'cpu', '--json']) == 0\n"

@@ -26,7 +26,8 @@ from longspan._kernels.gpu.prebuilt import _OPTIONS, kernel_key
 from longspan._kernels.gpu.source_digest import NoDigest
 
 HERE = Path(__file__).parent
-CHECKS = (compilation.__file__, __file__, HERE / "hopper_compile.py")  # code that compiles and checks, beside the script itself
+# Code that compiles and checks, beside the script itself.
+CHECKS = (compilation.__file__, __file__, HERE / "hopper_compile.py", HERE / "calls.py", HERE.parent / "kernels_of_calls.py")
 
 
 @dataclass(frozen=True, kw_only=True)
