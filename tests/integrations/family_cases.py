@@ -100,22 +100,11 @@ def _shared_kv(batch: Batch) -> Batch:
     return {"input_ids": None, "inputs_embeds": random(rows, tokens, 2 * 20), "shared_kv_states": kv}
 
 
-def _canvas(batch: Batch) -> Batch:
-    """Eight tokens of a diffusion step, which see all real tokens, and labels for them."""
-    mask = batch.get("attention_mask")
-    seen = {} if mask is None else {"decoder_attention_mask": torch.cat([mask, torch.ones_like(mask[:, :8])], 1)}
-    return {"decoder_input_ids": batch["input_ids"][:, -8:].contiguous(), "labels": batch["input_ids"][:, :8].contiguous(), **seen}
-
-
 _VIT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _MROPE = {**_ROPE, "mrope_section": [1, 1, 2]}  # of head dim 8
-_COMPASS_ROPE = {"sliding_attention": _MROPE, "full_attention": None}
+COMPASS_ROPE = {"sliding_attention": _MROPE, "full_attention": None}
 _WAVE = {"hidden_size": 16, "num_filters": 2, "downsampling_ratios": [2, 4], "depths": [1, 1, 1], "kernel_size": 3}
-_PATCHES = {"image_size": 8, "patch_size": 4}
-_VQ = {"base_channels": 32, "channel_multiplier": [1, 1], "embed_dim": 8, "latent_channels": 8, "num_embeddings": 16, "num_res_blocks": 1}
-_TOWER = {"depth": 2, "out_hidden_size": 32}
-_GLM = Case(settings={"text_config": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}}, "vision_config": _TOWER})
 _ASSISTANT = Case(
     settings={
         "text_config": {
@@ -137,7 +126,7 @@ CASES: dict[str, Case] = {
         }
     ),
     "CTRLLMHeadModel": Case(dtype=torch.float64),
-    "CohereCompassForCausalLM": Case(settings={"rope_parameters": _COMPASS_ROPE}),
+    "CohereCompassForCausalLM": Case(settings={"rope_parameters": COMPASS_ROPE}),
     "Gemma3nForConditionalGeneration": Case(settings={"vision_config": {"architecture": "test_vit"}}, package="timm"),
     "Gemma4AssistantForCausalLM": _ASSISTANT,
     "Gemma4UnifiedAssistantForCausalLM": _ASSISTANT,
@@ -181,56 +170,4 @@ CASES: dict[str, Case] = {
         settings={"audio_config": {"num_mel_bins": 6}, "downsample_factor": 2},
         inputs=lambda batch: {"input_features": random(len(batch["labels"]), 6, 4 * batch["input_ids"].shape[1])},
     ),
-    # vision-language, up to GLM
-    "BlipForConditionalGeneration": Case(
-        settings={"vision_config": _PATCHES, "text_config": {"encoder_hidden_size": 32}}, inputs=pixels(3, 8, 8)
-    ),
-    "Blip2ForConditionalGeneration": Case(
-        settings={
-            "vision_config": _PATCHES, "qformer_config": {"encoder_hidden_size": 32}, "num_query_tokens": 3, "image_token_index": IMAGE,
-        },
-        inputs=lambda batch: {**image_tokens(batch, 3), **pixels(3, 8, 8)(batch)},
-    ),
-    "ChameleonForConditionalGeneration": Case(settings={"vocabulary_map": {"<image>": IMAGE}, "vq_config": _VQ}),
-    "CohereCompassForConditionalGeneration": Case(
-        settings={"text_config": {"rope_parameters": _COMPASS_ROPE}, "vision_config": {**_TOWER, "deepstack_visual_indexes": [0, 1]}}
-    ),
-    "Cosmos3EdgeForConditionalGeneration": Case(settings={"text_config": {"rope_parameters": _MROPE}, "projector_hidden_size": 24}),
-    "DeepseekOcr2ForConditionalGeneration": Case(
-        settings={
-            "text_config": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]},
-            "vision_config": {
-                "sam_config": {"mlp_dim": 24, "output_channels": 8, "downsample_channels": [8, 32], "global_attn_indexes": [1]}
-            },
-        }
-    ),
-    "DiffusionGemmaForBlockDiffusion": Case(
-        settings={"text_config": {"top_k_experts": 2, "layer_types": ["sliding_attention", "full_attention"]}, "canvas_length": 8},
-        inputs=_canvas,
-    ),
-    "Emu3ForConditionalGeneration": Case(settings={"vocabulary_map": {"<image>": IMAGE}, "vq_config": {**_VQ, "codebook_size": 16}}),
-    "Ernie4_5_VLMoeForConditionalGeneration": Case(
-        settings={"text_config": {"moe_intermediate_size": [24, 16], "rope_parameters": _MROPE}, "vision_config": {"depth": 2}}
-    ),
-    "FastVlmForConditionalGeneration": Case(
-        settings={"vision_config": {"architecture": "test_vit", "model_args": None, "hidden_size": 64}}, package="timm"
-    ),
-    "Florence2ForConditionalGeneration": Case(
-        settings={
-            "vision_config": {
-                "depths": [1, 1], "patch_size": [3, 3], "patch_stride": [2, 2], "patch_padding": [1, 1], "patch_prenorm": [False, True],
-                "embed_dim": [8, 16], "num_heads": [2, 4], "num_groups": [2, 4], "window_size": 2, "projection_dim": 32,
-            }
-        }
-    ),
-    "Glm46VForConditionalGeneration": _GLM,
-    "Glm4vForConditionalGeneration": _GLM,
-    "Glm4vMoeForConditionalGeneration": _GLM,
-    "Glm5NextForConditionalGeneration": Case(
-        settings={
-            "text_config": {"qk_rope_head_dim": 0, "qk_head_dim": 8, "layer_types": ["linear_attention", "indexed_attention"]},
-            "vision_config": {**_TOWER, "projection_intermediate_size": 24},
-        }
-    ),
-    "GlmOcrForConditionalGeneration": _GLM,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Vision-language classes from Granite 4 Vision on: the cases of `family_cases` for them."""
+"""Vision-language classes: the cases of `family_cases` for them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.integrations.family_cases import IMAGE, Batch, Case, image_tokens, pixels, random
+from tests.integrations.family_cases import COMPASS_ROPE, IMAGE, Batch, Case, image_tokens, merged, pixels, random
 
 _MROPE: dict[str, Any] = {
     "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
@@ -17,6 +17,7 @@ _WINDOW_TOWER = {**_GRID_TOWER, "window_size": 16, "fullatt_block_indexes": [1]}
 _MUSE = {"vision_config": {"patch_size": 4}, "out_hidden_size": 128, "projector_hidden_size": 24, "image_token_id": IMAGE}
 _IMAGE_SIZES = {"image_size": 8, "patch_size": 4}
 _Q_FORMER = {"vision_config": _IMAGE_SIZES, "num_query_tokens": 3}
+_VQ = {"base_channels": 32, "channel_multiplier": [1, 1], "embed_dim": 8, "latent_channels": 8, "num_embeddings": 16, "num_res_blocks": 1}
 _NO_TOKENS = {"input_ids": None, "attention_mask": None}  # of an encoder that takes images only
 
 
@@ -30,6 +31,11 @@ def _grids(*patch: int, grid: str = "image_grid_thw", types: bool = False, count
         return {**tokens, "pixel_values": random(48, *patch), grid: sizes, **kinds}
 
     return inputs
+
+
+def _masked_grids(batch: Batch) -> Batch:
+    """Two images and an attention_mask, without which the class takes the places of image tokens for those of packed documents."""
+    return {"attention_mask": torch.ones_like(batch["input_ids"]), **batch, **_grids(48, types=True)(batch)}
 
 
 def _images(*shape: int, count: int) -> Callable[[Batch], Batch]:
@@ -94,7 +100,76 @@ def _boxes(batch: Batch) -> Batch:
     return {"bbox": random(2, batch["input_ids"].shape[1], 2, 2).sigmoid().sort(2).values.flatten(2)}
 
 
+def _canvas(batch: Batch) -> Batch:
+    """Eight tokens of a diffusion step, which see all real tokens, and labels for them."""
+    mask = batch.get("attention_mask")
+    seen = {} if mask is None else {"decoder_attention_mask": torch.cat([mask, torch.ones_like(mask[:, :8])], 1)}
+    return {"decoder_input_ids": batch["input_ids"][:, -8:].contiguous(), "labels": batch["input_ids"][:, :8].contiguous(), **seen}
+
+
+_GLM = Case(
+    settings=merged(_MROPE, {"text_config": {"rope_parameters": {"partial_rotary_factor": 1.0}}, "vision_config": _GRID_TOWER}),
+    images=_grids(96, types=True),
+)
 IMAGE_CASES: dict[str, Case] = {
+    "BlipForConditionalGeneration": Case(
+        settings={"vision_config": _IMAGE_SIZES, "text_config": {"encoder_hidden_size": 32}}, inputs=pixels(3, 8, 8)
+    ),
+    "Blip2ForConditionalGeneration": Case(
+        settings={
+            "vision_config": _IMAGE_SIZES, "qformer_config": {"encoder_hidden_size": 32}, "num_query_tokens": 3, "image_token_index": IMAGE,
+        },
+        inputs=_images(3, 8, 8, count=3),
+    ),
+    "ChameleonForConditionalGeneration": Case(settings={"vocabulary_map": {"<image>": IMAGE}, "vq_config": _VQ}),
+    "CohereCompassForConditionalGeneration": Case(
+        settings={
+            "text_config": {"rope_parameters": COMPASS_ROPE}, "vision_config": {**_GRID_TOWER, "deepstack_visual_indexes": [0, 1]},
+            "image_token_id": IMAGE,
+        },
+        images=_grids(96, types=True),
+    ),
+    "Cosmos3EdgeForConditionalGeneration": Case(
+        settings={**_MROPE, "projector_hidden_size": 24, "vision_config": {"patch_size": 4}}, images=_masked_grids
+    ),
+    "DeepseekOcr2ForConditionalGeneration": Case(
+        settings={
+            "text_config": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]},
+            "vision_config": {
+                "sam_config": {"mlp_dim": 24, "output_channels": 8, "downsample_channels": [8, 32], "global_attn_indexes": [1]}
+            },
+        }
+    ),
+    "DiffusionGemmaForBlockDiffusion": Case(
+        settings={"text_config": {"top_k_experts": 2, "layer_types": ["sliding_attention", "full_attention"]}, "canvas_length": 8},
+        inputs=_canvas,
+    ),
+    "Emu3ForConditionalGeneration": Case(settings={"vocabulary_map": {"<image>": IMAGE}, "vq_config": {**_VQ, "codebook_size": 16}}),
+    "Ernie4_5_VLMoeForConditionalGeneration": Case(
+        settings=merged(_MROPE, {"text_config": {"moe_intermediate_size": [24, 16]}, "vision_config": {"depth": 2, "patch_size": 4}}),
+        images=_grids(48, types=True),
+    ),
+    "FastVlmForConditionalGeneration": Case(
+        settings={"vision_config": {"architecture": "test_vit", "model_args": None, "hidden_size": 64}}, package="timm"
+    ),
+    "Florence2ForConditionalGeneration": Case(
+        settings={
+            "vision_config": {
+                "depths": [1, 1], "patch_size": [3, 3], "patch_stride": [2, 2], "patch_padding": [1, 1], "patch_prenorm": [False, True],
+                "embed_dim": [8, 16], "num_heads": [2, 4], "num_groups": [2, 4], "window_size": 2, "projection_dim": 32,
+            }
+        }
+    ),
+    "Glm46VForConditionalGeneration": _GLM,
+    "Glm4vForConditionalGeneration": _GLM,
+    "Glm4vMoeForConditionalGeneration": _GLM,
+    "Glm5NextForConditionalGeneration": Case(
+        settings={
+            "text_config": {"qk_rope_head_dim": 0, "qk_head_dim": 8, "layer_types": ["linear_attention", "indexed_attention"]},
+            "vision_config": {**_GRID_TOWER, "projection_intermediate_size": 24},
+        }
+    ),
+    "GlmOcrForConditionalGeneration": _GLM,
     "Granite4VisionForConditionalGeneration": Case(
         settings={
             "vision_config": {"hidden_size": 64, "image_size": 16, "patch_size": 4},  # heads of 64 in the Q-Former

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integrations.families import on_ranks, results, with_random_weights
+from tests.integrations.other_families import labelled_batch, tiny_model
 from torch import Tensor
 
 from longspan.testing import virtual_world
@@ -201,6 +202,15 @@ def test_packed_documents_raise_beside_bidirectional_image_tokens() -> None:
     documents = (torch.arange(LENGTH) > 20).long().expand(2, LENGTH)
     with pytest.raises(ValueError, match="expected one document per row"):
         on_ranks(model, {**batch, "document_ids": documents})
+
+
+def test_images_whose_positions_look_like_packed_documents_raise_without_an_attention_mask() -> None:
+    model = tiny_model(("vision-language", "cosmos3_edge"), "longspan")
+    batch = labelled_batch("images", model)
+    on_ranks(model, batch)
+    del batch["attention_mask"]
+    with pytest.raises(ValueError, match="takes positions of images for the beginnings of packed documents"):
+        on_ranks(model, batch)
 
 
 def test_inputs_that_a_decoder_cannot_split_raise() -> None:

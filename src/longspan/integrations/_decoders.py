@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,9 +92,10 @@ def _shard_arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str
             "images, audio, video or token types is not supported on several ranks for this model"
         )
     _check_mask(decoder, arguments.get("attention_mask"), plans)
+    positions = arguments.get("position_ids")
+    forward.whole_positions = positions if arguments.get("attention_mask") is None else None
     if isinstance(arguments.get("attention_mask"), Tensor):
         arguments["attention_mask"] = None
-    positions = arguments.get("position_ids")
     if positions is None:
         real = plans.real_tokens
         positions = default_positions(getattr(decoder, "config", None), embeds, None if real is None else real.to(embeds.device))
@@ -117,6 +119,23 @@ def _local_positions(positions: Tensor, plan: Plan, batch: int) -> Tensor:
     if positions.ndim == 3:
         return torch.stack([_local_positions(axis, plan, batch) for axis in positions])
     return plan.shard(positions.expand(batch, -1), 1)
+
+
+def check_no_documents(forward: Any, local: Tensor, search: Callable[[Tensor], Any]) -> None:
+    """Raise ValueError if a model looks for packed documents in positions that it made of images, and would find some.
+
+    local: the positions of this rank's tokens, in which it looks; search: transformers' search.
+    """
+    positions, plans = forward.whole_positions, forward.plan
+    if positions is None or plans.documents_from_positions or plans.states_documents:
+        return
+    axes = positions if positions.ndim == 3 else positions[None]
+    used = next((x for x in axes if torch.equal(_local_positions(x, plans.of(None), len(local)), local)), None)
+    if used is not None and search(used) is not None:
+        raise ValueError(
+            "longspan: the model takes positions of images for the beginnings of packed documents, which the plan does not separate. Give "
+            "attention_mask (ones, without padding) to prepare_batch: transformers then looks for no documents"
+        )
 
 
 def _local_image_tokens(is_image: Tensor, plan: Plan) -> Tensor:

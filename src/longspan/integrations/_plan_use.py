@@ -63,6 +63,8 @@ def searching(search: Callable[..., Any]) -> Callable[..., Any]:
         if forward is None or forward.plan is None:
             return search(*args, **kwargs)
         forward.searched_documents = True
+        if forward.in_decoder and _decoders.has_whole_inputs(forward.plan):
+            _decoders.check_no_documents(forward, args[0] if args else kwargs["position_ids"], search)
         return None
 
     return search_or_note
