@@ -121,7 +121,13 @@ IMAGE_CASES: dict[str, Case] = {
         },
         inputs=_images(3, 8, 8, count=3),
     ),
-    "ChameleonForConditionalGeneration": Case(settings={"vocabulary_map": {"<image>": IMAGE}, "vq_config": _VQ}),
+    "ChameleonForConditionalGeneration": Case(
+        settings={
+            "vocabulary_map": {"<image>": IMAGE, **{f"IMGIMG{chr(65 + i // 10)}{chr(65 + i % 10)}Z": IMAGE + 1 + i for i in range(16)}},
+            "vocab_size": IMAGE + 17, "vq_config": _VQ,  # tokens of images are never predicted
+        },
+        images=_images(3, 8, 8, count=16),
+    ),
     "CohereCompassForConditionalGeneration": Case(
         settings={
             "text_config": {"rope_parameters": COMPASS_ROPE}, "vision_config": {**_GRID_TOWER, "deepstack_visual_indexes": [0, 1]},
@@ -144,7 +150,15 @@ IMAGE_CASES: dict[str, Case] = {
         settings={"text_config": {"top_k_experts": 2, "layer_types": ["sliding_attention", "full_attention"]}, "canvas_length": 8},
         inputs=_canvas,
     ),
-    "Emu3ForConditionalGeneration": Case(settings={"vocabulary_map": {"<image>": IMAGE}, "vq_config": {**_VQ, "codebook_size": 16}}),
+    "Emu3ForConditionalGeneration": Case(
+        settings={
+            "vocabulary_map": {
+                "<image>": IMAGE, "<|extra_200|>": 2, **{f"<|visual token {i:06}|>": i + 3 for i in range(16)},
+            },
+            "vq_config": {**_VQ, "codebook_size": 16},
+        },
+        images=lambda batch: {**_images(3, 6, 6, count=12)(batch), "image_sizes": torch.full((2, 2), 6)},
+    ),
     "Ernie4_5_VLMoeForConditionalGeneration": Case(
         settings=merged(_MROPE, {"text_config": {"moe_intermediate_size": [24, 16]}, "vision_config": {"depth": 2, "patch_size": 4}}),
         images=_grids(48, types=True),

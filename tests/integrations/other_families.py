@@ -110,15 +110,17 @@ def try_class(key: tuple[str, str]) -> dict[str, Any]:
 
 
 def verdicts(outcome: dict[str, Any]) -> tuple[str, str, str]:
-    """(verdict on one process, on three ranks, note): the worst of all batches."""
+    """(verdict on one process, on three ranks, note): the worst of all batches. That images alone raise is a note."""
     if "not tested" in outcome:
         return "not tested", "not tested", _reason(outcome["not tested"])
     cells, notes = [], []
-    for where in ("one process", "ranks"):
-        worst = next((c for v in ("WRONG", "raises") for c in outcome[where].values() if c.verdict == v), None)
-        cells.append("right" if worst is None else worst.verdict)
+    for where, words in (("one process", "on one process"), ("ranks", "on three ranks")):
+        kind, worst = next(((k, c) for v in ("WRONG", "raises") for k, c in outcome[where].items() if c.verdict == v), (None, None))
+        only_images = worst is not None and worst.verdict == "raises" and kind in IMAGE_KINDS  # they come last
+        cells.append("right" if worst is None or only_images else worst.verdict)
         if worst is not None:
-            notes.append(_reason(worst.detail) if worst.verdict == "raises" else worst.detail[:200])
+            reason = _reason(worst.detail) if worst.verdict == "raises" else worst.detail[:200]
+            notes.append(f"images raise {words}: {reason}" if only_images else reason)
     return cells[0], cells[1], "; ".join(dict.fromkeys(notes))
 
 
