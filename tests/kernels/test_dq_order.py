@@ -153,10 +153,9 @@ def choice(mask: ls.Mask, tokens: int, *, invariant: bool = False) -> OrderChoic
     return choose_order(mask.block_table(tokens, tokens, block=128).transposed, 8, 4, invariant=invariant)
 
 
-def test_heads_are_walked_together_unless_queries_would_leave_l2(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choice(ls.sliding_window(1024), 2**13).together == 4 and not pays(ls.sliding_window(1024), 2**13, 8, 4)
-    monkeypatch.setattr(dq_order, "ONE_HEAD_AFTER_THE_OTHER", True)
+def test_heads_are_walked_together_unless_queries_would_leave_l2() -> None:
     tokens = 2**14
+    assert pays(ls.sliding_window(1024), tokens, 8, 4)
     assert choice(ls.causal(), tokens).together == choice(ls.causal() & ls.documents([1000] * 16 + [384]), tokens).together == 4
     assert choice(ls.sliding_window(1024), tokens).together == 1
     assert choice(ls.sliding_window(1024), tokens).efficiency > 0.9 > choice(ls.sliding_window(1024), tokens, invariant=True).efficiency

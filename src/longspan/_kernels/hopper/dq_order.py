@@ -47,9 +47,6 @@ _L2_GAP = 3.5
 _L2_MISS_COST = 0.65
 _SIMULATED_TILES = 2**15  # of the first items that are simulated (20 ms)
 _GOOD_EFFICIENCY = 0.95  # for which no other order is simulated
-# Whether deterministic passes may walk query heads one after the other: under windows, 0.91 of the default's speed instead of 0.88 with two
-# kernels, and under masks by head. Timed on an H200, but its gradients were not compared with float64 there.
-ONE_HEAD_AFTER_THE_OTHER = False
 _ALIKE = 0.9  # mean over most query tiles of an item, from which on items have the same length
 
 
@@ -92,8 +89,6 @@ def ordered_dq_pays(table: BlockTable, items_per_tile: int, shared: int, *, scor
     tiles = sum(table.counts()[1:])
     if tiles > MAX_TILES or tiles < MIN_ITEM_TILES * table.transposed.rows:
         return False
-    if heads_of_tables(table, shared) < shared and not ONE_HEAD_AFTER_THE_OTHER:
-        return False
     efficiency = choose_order(table.transposed, items_per_tile, shared, invariant=invariant).efficiency
     return efficiency >= (MIN_EFFICIENCY_SCORED if scored else MIN_EFFICIENCY)
 
@@ -120,7 +115,7 @@ def _simulate_orders(table: BlockTable, items_per_tile: int, shared: int, invari
     all_heads = sum(lengths) < _ALIKE * len(lengths) * max(lengths, default=0)
     most = heads_of_tables(table, shared)
     choices: list[OrderChoice] = []
-    for together in (most,) if invariant or not ONE_HEAD_AFTER_THE_OTHER else sorted({1, most}, reverse=True):
+    for together in (most,) if invariant else sorted({1, most}, reverse=True):
         end = _simulated_end(walks, table.kv_tiles, ctas, together, shared // together) * together / shared
         choices.append(OrderChoice(together, all_heads, least / max(1.0, end)))
         if choices[-1].efficiency >= _GOOD_EFFICIENCY:
