@@ -99,3 +99,32 @@ def test_gradients_use_fast_forms_without_a_discontinuity() -> None:
     program = trace(lambda s, b, h, q, kv: 30 * torch.tanh(s / 30), "score").program
     text = codegen.joint_source(program, joint_of(program), [], FAST)
     assert "tanh_fast(" in text and repr(1 / 30) in text
+
+
+FUNCTIONS = ["exp exp2 expm1 log log2 log10", "log1p sin cos tan sinh cosh", "tanh atanh sigmoid silu", "sqrt rsqrt reciprocal"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["triton", "hopper"])
+@pytest.mark.parametrize("names", FUNCTIONS)
+def test_functions_in_masks_have_the_bits_of_torch(names: str, kernel: str) -> None:
+    """A row sees its keys if functions of its number equal torch's. Numbers of all sizes: random bits, integers by 7, normal ones."""
+    functions = [getattr(torch.nn.functional if name == "silu" else torch, name) for name in names.split()]
+    generator = torch.Generator().manual_seed(3)
+    bits = torch.randint(-(2**31), 2**31, (40_000,), generator=generator).to(torch.int32).view(torch.float32)
+    x = torch.cat([bits[bits.isfinite()], torch.arange(-9_000, 9_001) / 7, torch.randn(8_000, generator=generator)]).cuda()
+    want = torch.stack([function(x) for function in functions])
+    finite = want.isfinite()  # NaN equals nothing
+    want.nan_to_num_(0.0, 0.0, 0.0)
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        seen = kv >= 0
+        for i, function in enumerate(functions):
+            seen = seen & ((function(x[q]) == want[i, q]) | ~finite[i, q])
+        return seen
+
+    q = torch.zeros(1, 1, len(x), 64, device="cuda", dtype=torch.bfloat16)
+    k = torch.zeros(1, 1, 3, 64, device="cuda", dtype=torch.bfloat16)
+    _, lse = ls.attention(q, k, k, mask=mask, kernel=kernel, return_lse=True)
+    wrong = torch.isinf(lse[0, 0])
+    assert not wrong.any(), f"{int(wrong.sum())} of {len(x)}: {x[wrong][:5].tolist()}"

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+TINY = tl.constexpr(1.1754943508222875e-38)  # 2⁻¹²⁶, the smallest normal float32
 
 
 @triton.jit
@@ -53,7 +55,78 @@ def mul_rn(x, y):
 @triton.jit
 def exp2_subnormal(x):
     """2 ** x in float32 with results below 2⁻¹²⁶, which the instruction of `tl.exp2` replaces by 0."""
-    return tl.where(x < -126.0, tl.exp2(x + 64.0) * 5.421010862427522e-20, tl.exp2(x))  # 2⁻⁶⁴
+    half = tl.exp2(x * 0.5)
+    return tl.where(x < -126.0, half * half, tl.exp2(x))
+
+
+@triton.jit
+def rsqrt_subnormal(x):
+    """1 / √x in float32 by the instruction of `tl.rsqrt`, also of numbers below 2⁻¹²⁶, which it takes for 0."""
+    return tl.where(tl.abs(x) < TINY, tl.rsqrt(x * 16777216.0) * 4096.0, tl.rsqrt(x))
+
+
+# Functions of CUDA's library, which torch calls too: the same bits. As Triton compiles them, they take numbers below 2⁻¹²⁶ for 0; that
+# changes those that are the identity there.
+
+
+@triton.jit
+def exp_exact(x):
+    return libdevice.exp(x)
+
+
+@triton.jit
+def log10_exact(x):
+    return libdevice.log10(x)
+
+
+@triton.jit
+def cosh_exact(x):
+    return libdevice.cosh(x)
+
+
+@triton.jit
+def sigmoid_exact(x):
+    return tl.div_rn(1.0, 1.0 + libdevice.exp(-x))
+
+
+@triton.jit
+def silu_exact(x):
+    return tl.div_rn(x, 1.0 + libdevice.exp(-x))
+
+
+@triton.jit
+def expm1_exact(x):
+    return tl.where(tl.abs(x) < TINY, x, libdevice.expm1(x))
+
+
+@triton.jit
+def log1p_exact(x):
+    return tl.where(tl.abs(x) < TINY, x, libdevice.log1p(x))
+
+
+@triton.jit
+def sin_exact(x):
+    return tl.where(tl.abs(x) < TINY, x, libdevice.sin(x))
+
+
+@triton.jit
+def tan_exact(x):
+    return tl.where(tl.abs(x) < TINY, x, libdevice.tan(x))
+
+
+@triton.jit
+def sinh_exact(x):
+    return tl.where(tl.abs(x) < TINY, x, libdevice.sinh(x))
+
+
+@triton.jit
+def tanh_exact(x):
+    return tl.where(tl.abs(x) < TINY, x, libdevice.tanh(x))
+
+
+@triton.jit
+def atanh_exact(x):
+    return tl.where(tl.abs(x) < TINY, x, libdevice.atanh(x))
 
 
 @triton.jit

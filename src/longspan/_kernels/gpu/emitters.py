@@ -36,6 +36,7 @@ _UNARY_FLOAT = {
     "acosh": "tl.log({0} + tl.sqrt({0} * {0} - 1.0))",
     "atanh": "0.5 * (log1p({0}) - log1p(-{0}))",
     "sigmoid": "sigmoid({0})",
+    "tanh": "tanh({0})",
     "silu": "{0} * sigmoid({0})",
     "erf": "tl.erf({0})",
     "erfc": "1.0 - tl.erf({0})",
@@ -52,9 +53,12 @@ _UNARY_FLOAT = {
 _ROUNDED = {
     "reciprocal": "tl.div_rn(1.0, {0})",
     "sqrt": "tl.sqrt_rn({0})",
-    "rsqrt": "tl.div_rn(1.0, tl.sqrt_rn({0}))",
+    "rsqrt": "rsqrt_subnormal({0})",
     "exp2": "exp2_subnormal({0})",
 }
+# Forms for such nodes on GPUs: the functions that torch calls. erf, asinh, acosh, hypot and powers have no such form: Triton's versions
+# differ from torch's in the last bits.
+_FROM_LIBRARY = {name: f"{name}_exact({{0}})" for name in "exp expm1 log10 log1p sin tan sinh cosh tanh atanh sigmoid silu".split()}
 _ROUNDING = {"floor": "tl.floor({0})", "ceil": "tl.ceil({0})", "trunc": "truncate({0})", "round": "round_even({0})"}
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _LOGIC = {"logical_and": "&", "logical_or": "|", "logical_xor": "^"}
@@ -99,10 +103,16 @@ def _float_op(name: str) -> Emit:
         type = result_type(node)
         if type not in FLOATS:
             raise _no(node, "on integers")
-        table = _ROUNDED if name in _ROUNDED and _decides(e, node, type) else _UNARY_FLOAT
-        return _apply(e, table[name], [a for a in args if isinstance(a, Value)], type)
+        return _apply(e, _form(e, name, exact=_decides(e, node, type)), [a for a in args if isinstance(a, Value)], type)
 
     return emit
+
+
+def _form(e: Emitter, name: str, *, exact: bool) -> str:
+    """The source of a function of floating-point numbers. exact: with the bits of torch's."""
+    if exact and not e.options.interpreted and name in _FROM_LIBRARY:
+        return _FROM_LIBRARY[name]
+    return (_ROUNDED if exact and name in _ROUNDED else _UNARY_FLOAT)[name]
 
 
 def _decides(e: Emitter, node: Node, type: str) -> bool:
@@ -238,12 +248,15 @@ def _pow(e: Emitter, node: Node, args: list[Any]) -> Value:
         )
     if type not in FLOATS:
         raise _no(node, "of integers with this exponent")
-    named = {**_UNARY_FLOAT, **_ROUNDED} if _decides(e, node, type) else _UNARY_FLOAT
-    special = {0.5: named["sqrt"], -0.5: named["rsqrt"], -1.0: named["reciprocal"], -2.0: "1.0 / ({0} * {0})", 0.0: "{0} * 0.0 + 1.0"}
-    if n is not None and float(n) in special:
-        return _apply(e, special[float(n)], [base], type)
+    exact = _decides(e, node, type)
+    functions = {0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal"}
+    if n is not None and float(n) in functions:
+        return _apply(e, _form(e, functions[float(n)], exact=exact), [base], type)
+    products = {-2.0: "1.0 / ({0} * {0})", 0.0: "{0} * 0.0 + 1.0"}
+    if n is not None and float(n) in products:
+        return _apply(e, products[float(n)], [base], type)
     if base.literal is not None and base.literal > 0:
-        return _apply(e, named["exp2"].format(f"{{0}} * {math.log2(base.literal)!r}"), [exponent], type)
+        return _apply(e, _form(e, "exp2", exact=exact).format(f"{{0}} * {math.log2(base.literal)!r}"), [exponent], type)
     return _apply(e, "power({0}, {1})", [base, exponent], type)
 
 
@@ -251,7 +264,7 @@ def _pow(e: Emitter, node: Node, args: list[Any]) -> Value:
 def _tanh(e: Emitter, node: Node, args: list[Any]) -> Value:
     type = result_type(node)
     fast = e.options.fast and not e.options.interpreted and type == "float32" and node not in e.decisive
-    return _apply(e, "tanh_fast({0})" if fast else "tanh({0})", args[:1], type)
+    return _apply(e, "tanh_fast({0})" if fast else _form(e, "tanh", exact=_decides(e, node, type)), args[:1], type)
 
 
 @emits("floor", "ceil", "trunc", "round", "frac")
