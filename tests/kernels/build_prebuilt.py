@@ -17,7 +17,7 @@ from pathlib import Path
 
 import triton
 from tests.kernels.common_calls import TARGET, Request, common_requests
-from triton.backends.nvidia.compiler import get_ptxas
+from triton.backends.nvidia import compiler as nvidia_compiler
 
 from longspan._kernels.gpu import compilation, prebuilt
 
@@ -25,7 +25,9 @@ _requests: list[Request] = []  # for the processes, which are forked: a request 
 
 
 def assembler_version() -> str:
-    text = subprocess.run([get_ptxas(TARGET.arch).path, "--version"], capture_output=True, text=True, check=True).stdout
+    with compilation.right_assembler(TARGET):
+        path = nvidia_compiler.get_ptxas(TARGET.arch).path
+    text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
     version = re.search(r"V([\d.]+)", text)
     return f"ptxas {version[1] if version else text}"
 
@@ -34,7 +36,7 @@ def build(index: int) -> str:
     """Compile one kernel and write its file; a line that describes it."""
     request, started = _requests[index], time.perf_counter()
     triton.knobs.compilation.disable_line_info = True  # a quarter of the time, and of the size
-    with compilation._partitions_share_functions():
+    with compilation._partitions_share_functions(), compilation.right_assembler(TARGET):
         kernel = triton.compile(request.source, target=TARGET, options=request.options)
     path = prebuilt.path_of(request.key)
     path.write_bytes(prebuilt.pack(kernel.metadata._asdict(), kernel.asm["cubin"], assembler=assembler_version()))

@@ -4,7 +4,8 @@
 - Kernels may be compiled in threads (`compile_in_threads`). LLVM and the assembler run without Python's lock. Tracing holds it, so one
   kernel is traced at a time: two at once would both take twice as long.
 - Triton's key, a hash of its own 400 MB, takes up to 2 s per process. Kernels compiled here are found in Triton's cache by the sizes and
-  times of modification of these files instead.
+  times of modification of these files, and the assembler's version, instead.
+- Not by an assembler that is known to be wrong (`assembler`).
 - Tracing creates a million Python objects. The garbage collector would search all of torch's objects for unreachable ones meanwhile.
 
 Private parts of Triton used here, 3.6 to 3.9. Without one of them, Triton compiles as it does by itself:
@@ -39,6 +40,8 @@ from triton import knobs
 from triton.runtime import cache as triton_cache
 from triton.runtime import driver
 
+from longspan._kernels.gpu import assembler
+
 Job = Callable[[], Any]
 _MAX_WAIT_S = 300.0  # for another process that compiles; then compile without the lock
 _POLL_S = 0.01
@@ -46,7 +49,8 @@ _HEAD_START_S = 0.1  # of a traced kernel, until it is in code that runs without
 _tracing = threading.Lock()
 _collection_paused = threading.Event()
 _collected: ContextVar[list[Job] | None] = ContextVar("longspan_collected_compile_jobs", default=None)
-_compiles_here: ContextVar[bool] = ContextVar("longspan_compiles_here", default=False)
+# Version of the assembler of the kernel that this thread compiles here; None while it compiles none.
+_assembler: ContextVar[str | None] = ContextVar("longspan_assembler", default=None)
 _waiting: ContextVar[list[Job] | None] = ContextVar("longspan_waiting_compile_jobs", default=None)
 
 
@@ -98,11 +102,23 @@ def _compile_once(src: Any, target: Any = None, options: Any = None, **more: Any
         return module
 
     src.make_ir = trace_alone
-    token = _compiles_here.set(True)
+    with right_assembler(target):
+        return _compile_locked(src, target, assembler.options_for(src, target, options), more)
+
+
+@contextmanager
+def right_assembler(target: Any) -> Iterator[None]:
+    """Kernels that this thread compiles for the target in this context are longspan's: assembled without known faults."""
+    assembler.use_right_assembler(_compiles_here)
+    token = _assembler.set(assembler.version(target))
     try:
-        return _compile_locked(src, target, options, more)
+        yield
     finally:
-        _compiles_here.reset(token)
+        _assembler.reset(token)
+
+
+def _compiles_here() -> bool:
+    return _assembler.get() is not None
 
 
 @contextmanager
@@ -278,7 +294,7 @@ def _shorten_triton_key() -> None:
         short = f"longspan-{_triton_files_digest()}"
     except OSError:
         return
-    triton_cache.triton_key = lambda: short if _compiles_here.get() else compute()
+    triton_cache.triton_key = lambda: f"{short}-{_assembler.get()}" if _compiles_here() else compute()
 
 
 def _triton_files_digest() -> str:

@@ -1,0 +1,85 @@
+"""The assembler of longspan's kernels: not ptxas 12.8, which Triton 3.6 and 3.7 bring for Hopper and older GPUs.
+
+If one loop multiplies two tiles that lie at the same address of shared memory, one after the other, and their wgmma descriptors differ in
+the upper half, ptxas 12.8.93 may take the lower half from a uniform register that it has not set. The kernel then reads other shared
+memory: its result is wrong, or the launch fails. ptxas 12.9 and 13 set the register. Triton 3.6 and 3.7 bring one of these too, for
+Blackwell; it assembles for other GPUs as well. A driver of CUDA 12 need not load code of ptxas 13: there, kernels of Triton are assembled
+by ptxas 12.8 with less optimization, which does not have the fault. Gluon kernels have no such loops.
+
+Private parts of Triton used here, 3.6 to 3.9: `triton.backends.nvidia.compiler.get_ptxas`, `JITFunction.is_gluon`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from triton import knobs
+from triton.backends.nvidia import compiler as nvidia_compiler
+
+_FIRST_RIGHT = (12, 9)
+_LESS_OPTIMIZED = "--opt-level 1"
+
+
+@cache
+def use_right_assembler(compiles_here: Callable[[], bool]) -> None:
+    """Let Triton take the right assembler for kernels that are compiled while `compiles_here()` is true."""
+    original = getattr(nvidia_compiler, "get_ptxas", None)
+    if original is not None:
+        nvidia_compiler.get_ptxas = lambda arch: _right(original(arch)) if compiles_here() else original(arch)
+
+
+def version(target: Any) -> str:
+    """Version of the assembler of kernels for this target; "" if Triton does not tell."""
+    own = _own(target)
+    return "" if own is None else str(_right(own).version)
+
+
+def options_for(source: Any, target: Any, options: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Compile options of a kernel, with less optimization if its assembler has the fault."""
+    own = _own(target)
+    if own is None or source.fn.is_gluon() or _is_right(_right(own)):
+        return options
+    options = options or {}
+    return {**options, "ptx_options": f"{options.get('ptx_options') or ''} {_LESS_OPTIMIZED}".strip()}
+
+
+def _own(target: Any) -> Any:
+    """The assembler that Triton would take; None for other GPUs than NVIDIA's."""
+    get = getattr(nvidia_compiler, "get_ptxas", None)
+    return None if get is None or getattr(target, "backend", None) != "cuda" else get(target.arch)
+
+
+def _right(tool: Any) -> Any:
+    """The tool, or one without the fault that this machine's driver loads code of. Not if the user has chosen one."""
+    if _is_right(tool) or os.environ.get("TRITON_PTXAS_PATH"):
+        return tool
+    try:
+        other = knobs.nvidia.ptxas_blackwell
+    except (AttributeError, RuntimeError):  # not there
+        return tool
+    major = _version(other)[0]
+    return other if _is_right(other) and (major == 12 or major <= _driver_major()) else tool
+
+
+def _is_right(tool: Any) -> bool:
+    return _version(tool) >= _FIRST_RIGHT
+
+
+def _version(tool: Any) -> tuple[int, int]:
+    major, minor = tool.version.split(".")[:2]
+    return int(major), int(minor)
+
+
+@cache
+def _driver_major() -> int:
+    """CUDA version of the driver; 0 without one."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value // 1000
