@@ -46,7 +46,7 @@ the same step, and fewer registers are in use at once. Step i then:
 On an H200 at head dim 128, PREFETCH takes 3 to 7 % less time with a score mod, and 3 to 6 % more without one. At head dims up to 64,
 without a score mod and isolation, a step has 128 queries (`hopper.dkv_halves`). Keys with head dims of 129 to 192 are in two parts, and P
 is in shared memory too (`hopper.dkv_parts`).
-With LONGSPAN_ISOLATE=1, the producer warp may change tiles in shared memory before it signals that they are full (`hopper.isolation`).
+With isolation, the producer warp may change tiles in shared memory before it signals that they are full (`hopper.isolation`).
 Without dQ (`hopper.backward_dq` computes it then), there are only the producer warp and the compute warp groups, with PREFETCH.
 """
 
@@ -92,7 +92,7 @@ from longspan._kernels.hopper.dkv_producer import (
 )
 from longspan._kernels.hopper.gluon_names import tma_add
 from longspan._kernels.hopper.head_dim_parts import Parts, ring_of
-from longspan._kernels.hopper.isolation import StepIsolation, bound_group_keys
+from longspan._kernels.hopper.isolation import StepIsolation, bound_group_keys, largest_keys
 from longspan._kernels.hopper.none_arg import first_given, optional
 from longspan._kernels.hopper.pipeline import (
     BufferBarriers,
@@ -107,6 +107,7 @@ from longspan._kernels.hopper.pipeline import (
     tile_2d,
 )
 from longspan._kernels.hopper.tma_reduce import wait_until_added
+from longspan._kernels.hopper.warp_votes import ballots
 
 _DYNAMIC = [
     "items", "rows", "tiles", "heads", "kv_heads", "shared", "head_parts", "group", "heavy_rows", "q_len", "kv_len", "local_tokens",
@@ -141,7 +142,7 @@ def _compute(
     ds_bars, dq_bars,
     GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, DQ: gl.constexpr,
     SCALE_DQ: gl.constexpr, PREFETCH: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
-    STAGES: gl.constexpr, DS: gl.constexpr, ISOLATE: gl.constexpr,
+    STAGES: gl.constexpr, DS: gl.constexpr, votes,
 ):  # fmt: skip
     """A compute warp group: 64 of the item's 128 keys. PREFETCH: which of the two orders above a step has."""
     steps = buffers.steps
@@ -166,11 +167,13 @@ def _compute(
         kv_pos, kv_left = load_int(item_s, ITEM_POSITION), load_int(item_s, ITEM_KEYS_LEFT)
         dk = gl.full([GROUP_KEYS, DP], 0.0, gl.float32, layout=dk_l)
         dv = gl.full([GROUP_KEYS, EP], 0.0, gl.float32, layout=dv_l)
+        if votes is not None:
+            largest = largest_keys(k_s.index(0), k_s.index(0), GROUP)
         mbarrier.wait(bars.q_full.index(ring_slot(it, STAGES)), ring_phase(it, STAGES))
         kind = load_int(steps, step_record(it) + KIND)
-        if ISOLATE:
+        if votes is not None:
             mbarrier.wait(item_bars.v_full, t & 1)
-            bound_group_keys(k_s.index(0), k_s.index(0), v_s.index(0), GROUP)
+            bound_group_keys(k_s.index(0), k_s.index(0), v_s.index(0), largest, votes, it >> 30, GROUP)
         k_w = tile_2d(k_s, 0).slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
         if KV_IN_REGISTERS:
             k_w = k_w.load(operand)
@@ -303,24 +306,24 @@ def _compute_group(
     ds_bars, dq_bars,
     GROUP: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, SCALE_DQ: gl.constexpr,
     PREFETCH: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
-    STAGES: gl.constexpr, DS: gl.constexpr, ISOLATE: gl.constexpr,
+    STAGES: gl.constexpr, DS: gl.constexpr, votes,
 ):  # fmt: skip
     """A compute warp group, with dQ. k_s, v_s: `Parts`."""
     if D_TAIL > 0:
         compute_parts(
             dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s.main, ds_s, dq_s, buffers, item_s, item_bars,
-            bars, dq_bars, GROUP, MASK, SCALE_DQ, BM, D, DP, D_TAIL, E, EP, STAGES, DS, ISOLATE,
+            bars, dq_bars, GROUP, MASK, SCALE_DQ, BM, D, DP, D_TAIL, E, EP, STAGES, DS, votes,
         )  # fmt: skip
     elif BM == 128:
         compute_halves(
             dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, ds_s, dq_s, buffers, item_s,
-            item_bars, bars, dq_bars, GROUP, MASK, SCALE_DQ, D, DP, E, EP, STAGES, DS, ISOLATE,
+            item_bars, bars, dq_bars, GROUP, MASK, SCALE_DQ, D, DP, E, EP, STAGES, DS, votes,
         )  # fmt: skip
     else:
         _compute(
             dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, ds_s, dq_s, buffers, item_s,
             item_bars, bars, ds_bars, dq_bars, GROUP, MASK, SCORE, JOINT, UNIFORM, True, SCALE_DQ, PREFETCH, BM, D, DP, E, EP, STAGES, DS,
-            ISOLATE,
+            votes,
         )  # fmt: skip
 
 
@@ -427,8 +430,9 @@ def dkv_kernel(
     full, partial = RunPointers(full[0], full[1], full[2]), RunPointers(partial[0], partial[1], partial[2])
     keys = KvSource(k, Parts(optional(local_k_ptr), first_given(local_k_tail_ptr, local_k_ptr)), local_tokens)
     values = KvSource(v, Parts(optional(local_v_ptr), first_given(local_v_tail_ptr, local_v_ptr)), local_tokens)
-    ISOLATE: gl.constexpr = unbounded_ptr is not None
-    isolation = StepIsolation(unbounded_ptr, norm_rows_ptr, delta_rows_ptr, mbarriers(2, 1)) if ISOLATE else None
+    isolation, votes = optional(None), optional(None)
+    if unbounded_ptr is not None:
+        isolation, votes = StepIsolation(unbounded_ptr, norm_rows_ptr, delta_rows_ptr, mbarriers(2, 1)), ballots(2)
     semaphores, order_bars = optional(semaphores), OrderBarriers(optional(None), optional(None))
     PREFETCH: gl.constexpr = BM == 64 and D_TAIL == 0 and (DP <= 64 or SCORE is not None)
     dq_order = DqOrderArgs(optional(dq_order_ptr), optional(dq_order_before), semaphores_per_head, upward, together)
@@ -446,17 +450,17 @@ def dkv_kernel(
             (_compute_group, (
                 dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s, ds_s, tile_2d(dq_s, 0),
                 buffers, item_s, item_bars, bars, ds_bars, BufferBarriers(dq_full.index(0), dq_empty.index(0)),
-                0, MASK, SCORE, JOINT, UNIFORM, SCALE_DQ, PREFETCH, BM, D, DP, D_TAIL, E, EP, STAGES, DS, ISOLATE,
+                0, MASK, SCORE, JOINT, UNIFORM, SCALE_DQ, PREFETCH, BM, D, DP, D_TAIL, E, EP, STAGES, DS, votes,
             )),
             (_compute_group, (
                 dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s, v_s, ds_s, tile_2d(dq_s, 1),
                 buffers, item_s, item_bars, bars, ds_bars, BufferBarriers(dq_full.index(1), dq_empty.index(1)),
-                1, MASK, SCORE, JOINT, UNIFORM, SCALE_DQ, PREFETCH, BM, D, DP, D_TAIL, E, EP, STAGES, DS, ISOLATE,
+                1, MASK, SCORE, JOINT, UNIFORM, SCALE_DQ, PREFETCH, BM, D, DP, D_TAIL, E, EP, STAGES, DS, votes,
             )),
             (produce, (
                 counter, items, q, keys, values, do, norm_ptr, delta_ptr, order, full, partial,
                 dq_order, order_bars.described, q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len,
-                kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation), PER_BATCH, PER_HEAD, TILE, BM, STAGES,
+                kv_len, k_s, v_s, buffers, item_s, item_bars, bars, isolation, PER_BATCH, PER_HEAD, TILE, BM, STAGES,
                 STAGES, Q_TILE, KV_TILE, BY_TILE, MERGED,
             )),
             (_add_dq, (
@@ -473,17 +477,17 @@ def dkv_kernel(
             (_compute, (
                 dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, optional(None), optional(None),
                 buffers, item_s, item_bars, bars, optional(None), optional(None),
-                0, MASK, SCORE, JOINT, UNIFORM, False, False, True, BM, D, DP, E, EP, STAGES, DS, ISOLATE,
+                0, MASK, SCORE, JOINT, UNIFORM, False, False, True, BM, D, DP, E, EP, STAGES, DS, votes,
             )),
             (_compute, (
                 dk_ptr, dv_ptr, dk_stride, dv_stride, captured, scale, first_b, first_h, k_s.main, v_s.main, optional(None), optional(None),
                 buffers, item_s, item_bars, bars, optional(None), optional(None),
-                1, MASK, SCORE, JOINT, UNIFORM, False, False, True, BM, D, DP, E, EP, STAGES, DS, ISOLATE,
+                1, MASK, SCORE, JOINT, UNIFORM, False, False, True, BM, D, DP, E, EP, STAGES, DS, votes,
             )),
             (produce, (
                 counter, items, q, keys, values, do, norm_ptr, delta_ptr, order, full, partial,
                 dq_order, order_bars.described, q_side, kv_side, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len,
-                kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation), PER_BATCH, PER_HEAD, TILE, BM, STAGES,
+                kv_len, k_s, v_s, buffers, item_s, item_bars, bars, isolation, PER_BATCH, PER_HEAD, TILE, BM, STAGES,
                 STAGES, Q_TILE, KV_TILE, BY_TILE, MERGED,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip

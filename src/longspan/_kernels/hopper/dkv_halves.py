@@ -45,7 +45,7 @@ from longspan._kernels.hopper.dkv_producer import (
     KIND,
     step_record,
 )
-from longspan._kernels.hopper.isolation import bound_group_keys
+from longspan._kernels.hopper.isolation import bound_group_keys, largest_keys
 from longspan._kernels.hopper.pipeline import load_int, ring_phase, ring_slot, tile_2d
 from longspan._kernels.hopper.turns import await_turn, give_turn
 
@@ -75,7 +75,7 @@ def compute_halves(
     dq_bars,
     GROUP: gl.constexpr, MASK: gl.constexpr, SCALE_DQ: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr,
-    ISOLATE: gl.constexpr,
+    votes,
 ):  # fmt: skip
     """A compute warp group: 64 of the item's 128 keys, in the order of the picture above."""
     gl.static_assert(DP == 64 and EP == 64, "all head dims of a half in one wgmma")
@@ -92,11 +92,13 @@ def compute_halves(
         head, kv_row = load_int(item_s, ITEM_HEAD), load_int(item_s, ITEM_ROW) + GROUP * GROUP_KEYS
         kv_pos, kv_left = load_int(item_s, ITEM_POSITION), load_int(item_s, ITEM_KEYS_LEFT)
         dk, dv = zeros, zeros
+        if votes is not None:
+            largest = largest_keys(k_s.index(0), k_s.index(0), GROUP)
         mbarrier.wait(bars.q_full.index(ring_slot(it, STAGES)), ring_phase(it, STAGES))
         kind = load_int(steps, step_record(it) + KIND)
-        if ISOLATE:
+        if votes is not None:
             mbarrier.wait(item_bars.v_full, t & 1)
-            bound_group_keys(k_s.index(0), k_s.index(0), v_s.index(0), GROUP)
+            bound_group_keys(k_s.index(0), k_s.index(0), v_s.index(0), largest, votes, it >> 30, GROUP)
         k_w = tile_2d(k_s, 0).slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0).load(weights)
         mbarrier.wait(item_bars.v_full, t & 1)
         start = it

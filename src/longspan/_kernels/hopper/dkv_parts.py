@@ -46,7 +46,7 @@ from longspan._kernels.hopper.dkv_producer import (
     step_record,
 )
 from longspan._kernels.hopper.head_dim_parts import Parts, part_2d, start_scores, start_sum, store_sum, wait_sum, zero_sum
-from longspan._kernels.hopper.isolation import bound_group_keys
+from longspan._kernels.hopper.isolation import bound_group_keys, largest_keys
 from longspan._kernels.hopper.pipeline import load_int, ring_phase, ring_slot, tile_2d
 
 
@@ -62,7 +62,7 @@ def compute_parts(
     dq_bars,
     GROUP: gl.constexpr, MASK: gl.constexpr, SCALE_DQ: gl.constexpr, BM: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, STAGES: gl.constexpr, DS: gl.constexpr,
-    ISOLATE: gl.constexpr,
+    votes,
 ):  # fmt: skip
     """A compute warp group: 64 of the item's 128 keys, in the order of the picture above. k_s: `Parts`."""
     gl.static_assert(DP == 128 and D_TAIL == 64, "group 0 has the first two of three parts of dQ")
@@ -78,11 +78,13 @@ def compute_parts(
     # Fields of the item's record are read where they are used: there are too few registers to hold them.
     while load_int(item_s, ITEM_BATCH) >= 0:
         dk, dv = zero_sum(GROUP_KEYS, DP, D_TAIL), zero_sum(GROUP_KEYS, EP, 0).main
+        if votes is not None:
+            largest = largest_keys(k_s.main.index(0), k_s.tail.index(0), GROUP)
         mbarrier.wait(bars.q_full.index(ring_slot(it, STAGES)), ring_phase(it, STAGES))
         kind = load_int(steps, step_record(it) + KIND)
         mbarrier.wait(item_bars.v_full, t & 1)
-        if ISOLATE:
-            bound_group_keys(k_s.main.index(0), k_s.tail.index(0), v_s.index(0), GROUP)
+        if votes is not None:
+            bound_group_keys(k_s.main.index(0), k_s.tail.index(0), v_s.index(0), largest, votes, it >> 30, GROUP)
         start = it
         while kind != END:
             stage, record = ring_slot(it, STAGES), step_record(it)

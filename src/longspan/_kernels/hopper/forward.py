@@ -36,7 +36,7 @@ state_s, lse_s         2 × 64 × E, 2 × 64       state warp,    consumers,    
 Partial blocks, which are masked, precede full blocks; of these, the diagonal may come first (`lead`). There is one main loop for each kind,
 so that no block tests its kind. Items of few blocks have one loop for both (ONE_LOOP): each warp group has a copy of the code, and two
 copies of two loops do not stay in the instruction cache until the next item. Masks of comparisons have bounds by row (`gpu.row_bounds`).
-With LONGSPAN_ISOLATE=1, an item whose output has a NaN is scheduled once more (`hopper.repeats`), with isolated partial blocks
+With isolation, an item whose output has a NaN is scheduled once more (`hopper.repeats`), with isolated partial blocks
 (`hopper.isolation`). The state warp exists if results are float32 running states (`hopper.state_mover`).
 P V of a block overlaps with the exponentials of the next one: the branch of `running_max.checked` precedes the wait for P V, which the
 Triton 3.6 assembler would otherwise move before the exponentials. With FOLLOWED it does; P V of one warp group then overlaps with the
@@ -100,17 +100,19 @@ from longspan._kernels.hopper.pipeline import (
     KvBarriers,
     KvSource,
     RunPointers,
+    end_basic_block,
     mbarriers,
     ring_phase,
     ring_slot,
     shared_ints,
     tile_2d,
 )
-from longspan._kernels.hopper.repeats import is_stored, notes, poisoned_rows
+from longspan._kernels.hopper.repeats import note_item
 from longspan._kernels.hopper.running_max import rescaled
 from longspan._kernels.hopper.state_mover import StateBarriers, move_states, moved_by_tma
 from longspan._kernels.hopper.tile_io import load_tile
 from longspan._kernels.hopper.turns import await_turn, give_turn
+from longspan._kernels.hopper.warp_votes import ballots
 
 _DYNAMIC = [
     "items", "early_items", "first_items", "unsplit", "split_items", "parts", "wide_part", "lead", "rows", "tiles", "heads", "shared",
@@ -124,13 +126,15 @@ def attend_blocks(
     MASK: gl.constexpr, VISIBLE: gl.constexpr, SCORE: gl.constexpr, FLAT: gl.constexpr, CORNERS: gl.constexpr, PARTIAL: gl.constexpr,
     SCALE_IN_EXP: gl.constexpr, MAX_SCORES: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, TURN: gl.constexpr,
     CHECKED: gl.constexpr, PV_FIRST: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr, partial_end=None,
-    KV_PAIRS: gl.constexpr = False,
+    KV_PAIRS: gl.constexpr = False, RELEASE_FIRST: gl.constexpr = False,
 ):  # fmt: skip
     """The main loop over `count` blocks. On entry and on exit, P V of block i − 1 has not been started: `weights` holds its P.
 
     PARTIAL: whether the blocks are masked; if `partial_end` is not None, those with a number below it.
     TURN: number of the warp group, if warp groups start their wgmmas in turns (`hopper.turns`); otherwise −1.
     CHECKED: of `softmax_block`. PV_FIRST: wait for P V of block i − 1 before the exponentials of block i, which take its registers.
+    RELEASE_FIRST: release the keys before anything is computed from the scores. With a score mod, the assembler may otherwise release them
+    half a block later.
     """
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
     zeros = gl.full([GROUP_ROWS, N], 0.0, gl.float32, layout=layout)
@@ -153,6 +157,8 @@ def attend_blocks(
             give_turn(TURN)
         s = warpgroup_mma_wait(1, deps=[s_next])
         mbarrier.arrive(bars.k_empty.index(stage), count=1)
+        if RELEASE_FIRST:
+            end_basic_block(i)
         if PV_FIRST:
             acc = warpgroup_mma_wait(0, deps=[acc_next])
             mbarrier.arrive(bars.v_empty.index(last), count=1)
@@ -193,6 +199,7 @@ def _attend_item(
     WIDE: gl.constexpr = EP > MAX_SPLIT_DIM
     STATE_WARP: gl.constexpr = state_s is not None
     Q_IN_REGISTERS: gl.constexpr = q.main.shape[1] <= 64 and EP <= 64  # read Q once per item, not once per block
+    RELEASE_FIRST: gl.constexpr = noted is not None and SCORE is not None
     slot = ring_slot(t, ITEM_SLOTS)
     b = item_field(items_s, slot, BATCH)
     h, row = group_place(h, item_field(items_s, slot, ROW), group, GROUP_ROWS, HEAD_PAIRS)
@@ -238,18 +245,18 @@ def _attend_item(
         acc, total, m, max_scores, weights, i = attend_blocks(
             acc, total, m, max_scores, weights, i, blocks - 1, q, q_first, global_b, global_h, scale, k_s, v_s, blocks_s, kv_bars,
             of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, N, STAGES, -1, not FOLLOWED, False, layout,
-            out_layout, i - 1 + partial, KV_PAIRS,
+            out_layout, i - 1 + partial, KV_PAIRS, RELEASE_FIRST,
         )  # fmt: skip
     else:
         acc, total, m, max_scores, weights, i = attend_blocks(
             acc, total, m, max_scores, weights, i, gl.maximum(partial - 1, 0), q, q_first, global_b, global_h, scale, k_s, v_s,
             blocks_s, kv_bars, of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, True, SCALE_IN_EXP, MAX_SCORES, N, STAGES,
-            -1, True, False, layout, out_layout, None, KV_PAIRS,
+            -1, True, False, layout, out_layout, None, KV_PAIRS, RELEASE_FIRST,
         )  # fmt: skip
         acc, total, m, max_scores, weights, i = attend_blocks(
             acc, total, m, max_scores, weights, i, gl.where(partial > 0, full, full - 1), q, q_first, global_b, global_h, scale, k_s,
             v_s, blocks_s, kv_bars, of_head, MASK, VISIBLE, SCORE, FLAT, CORNERS, False, SCALE_IN_EXP, MAX_SCORES, N,
-            STAGES, -1, True, False, layout, out_layout, None, KV_PAIRS,
+            STAGES, -1, True, False, layout, out_layout, None, KV_PAIRS, RELEASE_FIRST,
         )  # fmt: skip
     mbarrier.arrive(bars.q_empty.index(group), count=1)
     last = ring_slot(i - 1, STAGES)
@@ -260,13 +267,11 @@ def _attend_item(
     # main loops need. A multiple of 16, so that the alignment of rows stays known.
     zero = (i >> 30) * 16
     split_part = item_field(items_s, slot, SPLIT_PART)
-    complete, repeated = 0, 0
+    complete = 0
     if to.complete_out is not None:
         complete = item_field(items_s, slot, COMPLETE)
-    if noted is None:
+    if noted is None:  # otherwise below
         mbarrier.arrive(bars.item_empty.index(slot), count=1)
-    else:  # released below
-        repeated = item_field(items_s, slot, REPEATED)
     part = split_part * GROUPS + group
     # The old state is merged last, when the registers of scores and weights are free. Of a split item, the first part merges it.
     factor, old_factor = total, total
@@ -298,17 +303,12 @@ def _attend_item(
     if MAX_SCORES:
         gl.store(to.max_scores + lse_at + rows, max_scores * LN_2, mask=inside)
     acc = warpgroup_mma_wait(0, deps=[acc_next])
-    mbarrier.arrive(kv_bars.v_empty.index(last), count=1)
-    stored = True  # what must be stored once
+    stored = True
     if noted is not None:
-        poisoned = poisoned_rows(acc)
-        noted.index(slot * GROUPS + group).store(poisoned)
-        if to.old_lse is not None:
-            stored = is_stored(poisoned, repeated, group)
-        elif not WIDE:
-            stored = split_part < 0
-            if split_part >= 0:
-                stored = is_stored(poisoned, repeated, group)
+        repeated_at, merged = slot * ITEM_FIELDS + REPEATED, to.old_lse is not None
+        stored = note_item(acc, noted, slot * GROUPS + group, items_s, repeated_at, group, split_part, merged, not WIDE)
+    mbarrier.arrive(kv_bars.v_empty.index(last), count=1)
+    if noted is not None:  # here, so that the two arrivals wait for all warps once
         mbarrier.arrive(bars.item_empty.index(slot), count=1)
     if to.old_lse is None:
         acc = acc * by_row(1.0 / divisor, out_layout)
@@ -419,7 +419,7 @@ def forward_kernel(
     kv_bars = KvBarriers(mbarriers(STAGES, 1), mbarriers(STAGES, GROUPS), mbarriers(STAGES, 1), mbarriers(STAGES, GROUPS))
     isolation, noted = optional(None), optional(None)
     if ISOLATE:
-        isolation, noted = block_isolation(N), notes(ITEM_SLOTS * GROUPS)
+        isolation, noted = block_isolation(N), ballots(ITEM_SLOTS * GROUPS)
     if FIRST_RECORDS:
         publish_first_item(items_s, first_record, bars.item_full)
     numbers = ItemNumbers(items, early_items, first_items)

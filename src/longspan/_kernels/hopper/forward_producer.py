@@ -17,7 +17,7 @@ from longspan._kernels.hopper.half_blocks import HALF, group_place, load_halves
 from longspan._kernels.hopper.head_dim_parts import load_kv_parts, load_part_tile, part_bytes, part_slot
 from longspan._kernels.hopper.isolation import isolate_block
 from longspan._kernels.hopper.pipeline import load_int, load_kv_tile, ring_phase, ring_slot, store_int, take_item
-from longspan._kernels.hopper.repeats import repeat_items
+from longspan._kernels.hopper.repeats import repeat_item, repeat_last_items
 from longspan._kernels.hopper.tile_io import prefetch_rows
 
 GROUPS = gl.constexpr(2)  # consumer warp groups
@@ -106,7 +106,7 @@ def schedule(
     A CTA takes its next item when the load warp is near the end of the current one (`near_end`): an item taken earlier would wait for this
     CTA while another CTA may be idle. After an item of few blocks, the next one is taken one item earlier: the record would not be ready
     when the short item ends. The last items are not: with two items in advance, some CTAs would finish when others have long been idle.
-    FIRST_RECORDS: the first item of this CTA has been scheduled (`publish_first_item`). lead: of `load`. noted: of `repeat_items`.
+    FIRST_RECORDS: the first item of this CTA has been scheduled (`publish_first_item`). lead: of `load`. noted: of `repeat_item`.
     The item's queries are prefetched into L2, so that the load warp does not wait for global memory between two items.
     """
     ROWS: gl.constexpr = GROUP_ROWS if HEAD_PAIRS else GROUPS * GROUP_ROWS
@@ -118,7 +118,6 @@ def schedule(
         t += 1
     item = items.first + take_item(counter)
     while item < items.total:
-        t = repeat_items(t, 1, items_s, noted, bars, REPEATED, ITEM_FIELDS, ITEM_SLOTS, GROUPS)
         whole_item, part = item, 0
         if item >= split.unsplit:
             whole_item = split.unsplit + (item - split.unsplit) % split.split_items
@@ -166,7 +165,9 @@ def schedule(
             mbarrier.wait(near_end.index(ring_slot(ending, 2)), ring_phase(ending, 2))
         t += 1
         item = items.first + take_item(counter)
-    t = repeat_items(t, ITEM_SLOTS, items_s, noted, bars, REPEATED, ITEM_FIELDS, ITEM_SLOTS, GROUPS)
+        # While the number is on its way: the check takes no time between two items.
+        t = repeat_item(t, items_s, noted, bars, REPEATED, ITEM_FIELDS, ITEM_SLOTS, GROUPS)
+    t = repeat_last_items(t, items_s, noted, bars, REPEATED, ITEM_FIELDS, ITEM_SLOTS, GROUPS)
     slot = ring_slot(t, ITEM_SLOTS)
     mbarrier.wait(bars.item_empty.index(slot), ring_phase(t, ITEM_SLOTS) ^ 1)
     store_int(items_s, slot * ITEM_FIELDS + HEAD, -1)

@@ -70,9 +70,10 @@ from longspan._kernels.hopper.pipeline import (
     take_item,
     tile_2d,
 )
-from longspan._kernels.hopper.repeats import notes, poisoned_rows, repeat_items
+from longspan._kernels.hopper.repeats import note_poison, repeat_item, repeat_last_items
 from longspan._kernels.hopper.tile_io import prefetch_rows, store_tile
 from longspan._kernels.hopper.turns import GROUPS, await_turn, give_turn
+from longspan._kernels.hopper.warp_votes import ballots
 
 # An item's record: the columns of `HalfTileItems.items` as int32 fields, and two more.
 FIRST_QUERY = gl.constexpr(half_tiles.FIRST_QUERY)
@@ -107,7 +108,6 @@ def _schedule(q_ptr, q_stride, counter, items, order, item_table, rows, heads, g
     t = 0  # items so far
     item = take_item(counter)
     while item < items:
-        t = repeat_items(t, 1, items_s, noted, bars, REPEATED, FIELDS, ITEM_SLOTS, GROUPS)
         place, _, b, h = place_in_order(item, order, rows, rows, heads, groups, 1, False, False)
         columns = item_table + place * COLUMNS
         slot = ring_slot(t, ITEM_SLOTS)
@@ -128,7 +128,8 @@ def _schedule(q_ptr, q_stride, counter, items, order, item_table, rows, heads, g
             mbarrier.wait(near_end.index(ring_slot(ending, 2)), ring_phase(ending, 2))
         t += 1
         item = take_item(counter)
-    t = repeat_items(t, ITEM_SLOTS, items_s, noted, bars, REPEATED, FIELDS, ITEM_SLOTS, GROUPS)
+        t = repeat_item(t, items_s, noted, bars, REPEATED, FIELDS, ITEM_SLOTS, GROUPS)
+    t = repeat_last_items(t, items_s, noted, bars, REPEATED, FIELDS, ITEM_SLOTS, GROUPS)
     slot = ring_slot(t, ITEM_SLOTS)
     mbarrier.wait(bars.item_empty.index(slot), ring_phase(t, ITEM_SLOTS) ^ 1)
     store_int(items_s, slot * FIELDS + HEAD, -1)
@@ -304,9 +305,10 @@ def _consume(
         lse = gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf"))
         gl.store(lse_ptr + (wide(b) * heads + h) * q_len + q_first + rows, lse, mask=rows < rows_left)
         acc = warpgroup_mma_wait(0, deps=[acc_next])
+        if noted is not None:  # here, so that the two arrivals wait for all warps once
+            note_poison(acc, noted, slot * GROUPS + GROUP)
         mbarrier.arrive(kv_bars.v_empty.index(last), count=1)
         if noted is not None:
-            noted.index(slot * GROUPS + GROUP).store(poisoned_rows(acc))
             mbarrier.arrive(bars.item_empty.index(slot), count=1)
         acc = acc * by_row(1.0 / divisor, out_layout)
         store_tile(out_ptr + wide(b) * out_stride[0] + wide(h) * out_stride[1], acc, q_first, rows_left, out_stride[2] + zero, E, EP, True)
@@ -347,7 +349,7 @@ def forward_three_kernel(
     groups = (group, heavy_rows, light_group, heavy_items)
     isolation, noted = optional(None), optional(None)
     if ISOLATE:
-        isolation, noted = block_isolation(N), notes(ITEM_SLOTS * GROUPS)
+        isolation, noted = block_isolation(N), ballots(ITEM_SLOTS * GROUPS)
     fence_async_shared()
     gl.warp_specialize(
         [

@@ -39,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from longspan._kernels.gpu.tile_access import load_rows, wide
 from longspan._kernels.hopper.gluon_names import barrier, reinterpret
 from longspan._kernels.hopper.pipeline import mbarriers
+from longspan._kernels.hopper.warp_votes import any_vote, vote
 from longspan._kernels.protocol import Work
 
 # Limits of bfloat16 numbers: a product of V and dO over 256 dims, and its difference to delta, is less than 2^128.
@@ -160,28 +161,38 @@ def block_isolation(N: gl.constexpr):
 
 
 @gluon.jit
-def isolate_values(k, v, isolation, phase):
+def _words(tile):
+    """`_pieces` as int32 [number, 4, 32], two floats each: the load warp has neither registers nor predicates for more."""
+    NUMBER: gl.constexpr = tile.shape[2] * tile.shape[3] // (_ROWS * _DIMS)
+    return reinterpret(tile, gl.int32, [NUMBER, _ROWS, _DIMS // 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def isolate_values(k, v, isolation, isolated):
     """Wait for the loads of a forward block (one warp). Set values that are not finite to 0 and the keys of these values to NaN.
 
-    k: the keys, or the first columns of keys in two parts.
+    k: the keys, or the first columns of keys in two parts. isolated: blocks that were isolated before.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    zero = isolated >> 30  # 0, but unknown to the compiler, which would otherwise unroll the loops
+    phase = isolated & 1
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, 1], [1, 0])
     mbarrier.wait(isolation.loaded.index(0), phase)
     mbarrier.wait(isolation.loaded.index(1), phase)
-    values, keys = _pieces(v), _pieces(k)
+    values, keys = _words(v), _words(k)
     PER_PANEL: gl.constexpr = v.shape[2] // _ROWS
+    BELOW: gl.constexpr = 0x0400 if v.dtype == gl.float16 else 0x0080  # + x reaches the highest bit of a half from inf on
     bad_keys = reinterpret(isolation.bad_keys, gl.int8, [PER_PANEL, _ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for i in range(values.shape[0]):
+    for i in range(values.shape[0] + zero):
         x = values.index(i).load(layout)
-        finite = gl.abs(x.to(gl.float32)) < float("inf")
-        values.index(i).store(gl.where(finite, x, 0.0).to(x.dtype))
-        bad = gl.max(gl.where(finite, 0, 1), 1)
+        bad = (((x & 0x7FFF7FFF) + BELOW * 0x10001) >> 15) & 0x10001  # of both halves
+        values.index(i).store(x & ~(bad * 0xFFFF))
+        in_row = gl.max(bad, 1)
         if i >= PER_PANEL:
-            bad = bad | bad_keys.index(i % PER_PANEL).load(gl.SliceLayout(1, layout)).to(gl.int32)
-        bad_keys.index(i % PER_PANEL).store(bad.to(gl.int8))
-    for i in range(keys.shape[0]):
-        bad = gl.expand_dims(bad_keys.index(i % PER_PANEL).load(gl.SliceLayout(1, layout)), 1) != 0
-        keys.index(i).store(gl.where(bad, float("nan"), keys.index(i).load(layout)).to(k.dtype))
+            in_row = in_row | bad_keys.index(i % PER_PANEL).load(gl.SliceLayout(1, layout)).to(gl.int32)
+        bad_keys.index(i % PER_PANEL).store(gl.where(in_row == 0, 0, 1).to(gl.int8))
+    for i in range(keys.shape[0] + zero):
+        bad = gl.expand_dims(bad_keys.index(i % PER_PANEL).load(gl.SliceLayout(1, layout)), 1).to(gl.int32)
+        keys.index(i).store(keys.index(i).load(layout) | bad * 0x7FFF7FFF)  # all ones are NaN
     fence_async_shared()
 
 
@@ -191,7 +202,7 @@ def isolate_block(k, v, stage, isolation, isolated, bars):
 
     isolated: blocks that were isolated before. Returns their number after this block. bars: `KvBarriers`.
     """
-    isolate_values(k.index(stage), v.index(stage), isolation, isolated & 1)
+    isolate_values(k.index(stage), v.index(stage), isolation, isolated)
     mbarrier.arrive(bars.k_full.index(stage), count=1)
     mbarrier.arrive(bars.v_full.index(stage), count=1)
     return isolated + 1
@@ -229,17 +240,17 @@ def _larger_instruction(dtype):
 
 
 @gluon.jit
-def _group_words(tile, panel, GROUP: gl.constexpr):
-    """Two floats per int32 [64, 32]: 64 columns of a warp group's 64 of 128 rows of a tile [1, 1, rows, dims]. Four warps."""
-    words = reinterpret(tile, gl.int32, [tile.shape[3] // _DIMS * 2, 64, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    return words.index(panel * 2 + GROUP).load(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+def _group_words(tile, piece, GROUP: gl.constexpr):
+    """Two floats per int32 [16, 32]: a piece of a warp group's 64 of 128 rows of a tile [1, 1, rows, dims]. Four warps."""
+    words = reinterpret(tile, gl.int32, [tile.shape[3] // _DIMS * 8, 16, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    return words.index(piece // 4 * 8 + GROUP * 4 + piece % 4).load(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
 def _largest(tile, largest, GROUP: gl.constexpr):
-    """The larger of each word of `largest` and the words of all columns (`_group_words`), by magnitude; NaN is the largest."""
-    for panel in gl.static_range(tile.shape[3] // _DIMS):
-        words = _group_words(tile, panel, GROUP)
+    """The larger of each word of `largest` and the words of all pieces (`_group_words`), by magnitude; NaN is the largest."""
+    for piece in gl.static_range(tile.shape[3] // _DIMS * 4):
+        words = _group_words(tile, piece, GROUP)
         largest = gl.inline_asm_elementwise(
             _larger_instruction(tile.dtype), "=r,r,r", [largest, words], dtype=gl.int32, is_pure=True, pack=1
         )
@@ -247,36 +258,45 @@ def _largest(tile, largest, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _bound_group(tile, LIMIT: gl.constexpr, GROUP: gl.constexpr):
-    """`_bound` for a warp group's rows (`_group_words`)."""
+def _bound_group(tile, LIMIT: gl.constexpr, zero, GROUP: gl.constexpr):
+    """`_bound` for a warp group's rows (`_group_words`). zero: 0, but unknown to the compiler, which would otherwise unroll the loop."""
     LARGEST: gl.constexpr = 65504.0 if tile.dtype == gl.float16 else LIMIT
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    blocks = reinterpret(tile, tile.dtype, [tile.shape[3] // _DIMS * 2, 64, _DIMS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    for panel in range(tile.shape[3] // _DIMS):
-        x = blocks.index(panel * 2 + GROUP).load(layout).to(gl.float32)
+    pieces = reinterpret(tile, tile.dtype, [tile.shape[3] // _DIMS * 8, 16, _DIMS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    for piece in range(tile.shape[3] // _DIMS * 4 + zero):
+        at = piece // 4 * 8 + GROUP * 4 + piece % 4
+        x = pieces.index(at).load(layout).to(gl.float32)
         x = gl.where(x == x, gl.minimum(gl.maximum(x, -LARGEST), LARGEST), 0.0)
-        blocks.index(panel * 2 + GROUP).store(x.to(tile.dtype))
+        pieces.index(at).store(x.to(tile.dtype))
 
 
 @gluon.jit
-def bound_group_keys(k, k_tail, v, GROUP: gl.constexpr):
-    """`bound_keys` by the warp group that computes with 64 of the item's 128 keys and values, before it reads them.
-
-    k_tail: the last columns of keys in two parts, or k. The other warp group multiplies dS by these keys too, when it has waited for this
-    one.
-    """
-    largest = _group_words(v, 0, GROUP)
-    largest = _largest(k, _largest(v, largest, GROUP), GROUP)
+def largest_keys(k, k_tail, GROUP: gl.constexpr):
+    """The largest of the warp group's keys, int32 [16, 32] (`_largest`). k_tail: the last columns of keys in two parts, or k."""
+    largest = _largest(k, gl.full([16, 32], 0, gl.int32, gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])), GROUP)
     if k_tail.shape[3] != k.shape[3]:
         largest = _largest(k_tail, largest, GROUP)
+    return largest
+
+
+@gluon.jit
+def bound_group_keys(k, k_tail, v, largest, votes, zero, GROUP: gl.constexpr):
+    """`bound_keys` by the warp group that computes with 64 of the item's 128 keys and values, before it reads them.
+
+    k, k_tail, largest: of `largest_keys`. votes: `warp_votes.ballots`. zero: of `_bound_group`. The other warp group multiplies dS by these
+    keys too, when it has waited for this one.
+    """
+    largest = _largest(v, largest, GROUP)
     # + x reaches the highest bit of a half from the limit on: 2^60, or inf in float16.
     BELOW: gl.constexpr = 0x0400 if v.dtype == gl.float16 else 0x8000 - ((127 + 60) << 7)
     over = ((largest & 0x7FFF7FFF) + BELOW * 0x10001) & -0x7FFF8000
-    if gl.max(gl.max(gl.where(over == 0, 0, 1), 1), 0) != 0:
-        _bound_group(v, VALUE_LIMIT, GROUP)
-        _bound_group(k, 3.3e38, GROUP)
+    in_thread = gl.max(gl.reshape(gl.where(over == 0, 0, 1), [4, 4, 8, 4]), 3)
+    vote(votes, GROUP, gl.reshape(in_thread, [128]))
+    if any_vote(votes, GROUP) != 0:
+        _bound_group(v, VALUE_LIMIT, zero, GROUP)
+        _bound_group(k, 3.3e38, zero, GROUP)
         if k_tail.shape[3] != k.shape[3]:
-            _bound_group(k_tail, 3.3e38, GROUP)
+            _bound_group(k_tail, 3.3e38, zero, GROUP)
         fence_async_shared()
         barrier()
 

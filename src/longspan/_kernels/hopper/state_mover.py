@@ -67,7 +67,7 @@ def move_states(
     """The state warp. state_s: float32 [GROUPS, 1, 1, GROUP_ROWS, EP]. lse_s: float32 [GROUPS, GROUP_ROWS], if there is an old state.
 
     `state_due` completes when the item's first KV blocks, which are needed before its state, are in flight.
-    noted: of `repeats.repeat_items`.
+    noted: of `repeats.repeat_item`.
     """
     t = 0  # items so far
     mbarrier.wait(bars.item_full.index(0), 0)
