@@ -28,6 +28,7 @@ HEADS, KV_HEADS, DIM = 4, 1, 64
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    monkeypatch.setenv("LONGSPAN_ISOLATE", "1")
     return record_launches(monkeypatch)
 
 
@@ -58,8 +59,9 @@ def named(launches: Launches, tensors: dict[str, Tensor | None]) -> list[Any]:
     names: dict[Any, str] = {t.data_ptr(): name for name, t in tensors.items() if t is not None}
     shown = []
     for name, values in zip(launches.names, launches.values, strict=True):
-        *addresses, scale, first_batch, first_head = values
-        shown.append((name, tuple(names.get(a, "other") for a in addresses), (scale, first_batch, first_head)))
+        numbers = 0 if name == "unbounded_kernel" else 3  # scale, first batch row, first head
+        split = len(values) - numbers
+        shown.append((name, tuple(names.get(a, "other") for a in values[:split]), values[split:]))
     launches.clear()
     return shown
 
@@ -185,12 +187,25 @@ def test_backward_steps_launch_what_the_kernel_launches(how: str, launches: Laun
     finally:
         torch.use_deterministic_algorithms(False)
     assert shown[2] == shown[1]
-    assert [name for name, *_ in shown[2]] == (["dq_kernel", "dkv_kernel"] if needs else ["dkv_kernel"])
+    assert [name for name, *_ in shown[2]] == ["unbounded_kernel", *(["dq_kernel"] if needs else []), "dkv_kernel"]
     dkdv = shown[2][-1][1]
     assert dkdv[:6] == ("q", "k", "v", "grad_out", "norm", "delta") and ("dq" in dkdv) == (not needs)
     assert dkdv[6:8] == (("dk", "dv") if how == "concurrent" else ("other", "other"))  # parts of dK and dV, summed afterwards
     if needs:
-        assert {"dq", "table", "grad"} <= set(shown[2][0][1]) and "table" in dkdv
+        assert {"dq", "table", "grad"} <= set(shown[2][1][1]) and "table" in dkdv
+
+
+def test_steps_without_isolation_have_no_check(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGSPAN_ISOLATE", "0")
+    work = staged(QUERIES, STAGES, block=128)[0]
+    tensors, into = backward_tensors(work, (), by_token=False)
+    for _ in range(2):
+        KERNEL.backward(tensors, work, wide=True, into=into)
+    launches.clear()
+    step = KERNEL.prepare_backward_step(tensors, work, into=into)
+    assert step is not None
+    step(tensors, addresses(tensors.inputs), targets(into), [])
+    assert launches.names == ["dkv_kernel"]
 
 
 def test_row_terms_launch_what_the_kernel_launches(launches: Launches) -> None:
@@ -205,9 +220,10 @@ def test_row_terms_launch_what_the_kernel_launches(launches: Launches) -> None:
             with_terms = replace(tensors, delta=delta, norm=norm)
         else:
             assert prepared is not None
-            zeroed, delta, norm = prepared(tensors.out, tensors.lse, tensors.grad_out)
+            zeroed, delta, norm = prepared(tensors.inputs.q, tensors.out, tensors.lse, tensors.grad_out)
             assert zeroed.shape == zeroed_shape and zeroed.dtype == delta.dtype == norm.dtype == torch.float32
-        known = {"out": tensors.out, "do": tensors.grad_out, "lse": tensors.lse, "norm": norm, "delta": delta, "dq": zeroed}
+        known = {"q": tensors.inputs.q, "out": tensors.out, "do": tensors.grad_out, "lse": tensors.lse}
+        known |= {"norm": norm, "delta": delta, "dq": zeroed}
         names = {t.data_ptr(): name for name, t in known.items()}
         shown.append([(name, [names.get(int(a)) for a in values]) for name, values in zip(launches.names, launches.values)])
         launches.clear()
@@ -215,7 +231,7 @@ def test_row_terms_launch_what_the_kernel_launches(launches: Launches) -> None:
             prepared = KERNEL.prepare_row_terms(with_terms, zeroed)
             assert KERNEL.prepare_row_terms(replace(with_terms, grad_lse=tensors.lse), zeroed) is None
             assert not launches.names
-    assert shown[2] == shown[1] == [("row_terms_kernel", ["out", "do", "lse", "norm", "delta", "dq"])]
+    assert shown[2] == shown[1] == [("row_terms_kernel", ["q", "out", "do", "lse", "norm", "delta", "dq"])]
 
 
 def test_what_a_step_cannot_repeat_is_not_prepared(launches: Launches) -> None:

@@ -108,7 +108,7 @@ class LayoutCalls:
         """(zeros for the gradient of q in the dtype of lse, delta, norm if the kernel reads it)."""
         prepared, kernel, q = self._row_terms, self._kernel, tensors.inputs.q
         if prepared is not None and not isinstance(prepared, _Mark):
-            return prepared(tensors.out, tensors.lse, tensors.grad_out)
+            return prepared(q, tensors.out, tensors.lse, tensors.grad_out)
         if self._with_norm is None:
             grad_q = torch.zeros(q.shape, dtype=state_dtype(q.dtype), device=q.device)
             return grad_q, kernel.delta(tensors.out, tensors.grad_out, tensors.grad_lse), None

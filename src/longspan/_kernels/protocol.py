@@ -244,7 +244,7 @@ class Kernel(Protocol):
 class PreparedRowTerms(Protocol):
     """`ComputesNorm.row_terms` of a call that repeats."""
 
-    def __call__(self, out: Tensor, lse: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, q: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(zeros [B, H, Q, D] for the gradient of q, delta, norm)."""
 
 

@@ -241,14 +241,14 @@ class HopperKernel:
     def prepare_forward_step(
         self, inputs: AttentionInputs, work: Work, *, state: State | None, result: State, final: bool
     ) -> HopperForwardStep | None:  # fmt: skip
-        if isolates(work) or work.invariant or not inputs.q.numel() or _has_empty_kv(inputs) or not launch.facts(work.kv_tiles).covers:
+        if work.invariant or not inputs.q.numel() or _has_empty_kv(inputs) or not launch.facts(work.kv_tiles).covers:
             return None
         return HopperForwardStep.of(inputs, work, state=state, result=result, final=final)
 
     def prepare_backward_step(self, tensors: BackwardInputs, work: Work, *, into: Grads) -> HopperBackwardStep | None:
         inputs, needs = tensors.inputs, tensors.needs
         deterministic = torch.are_deterministic_algorithms_enabled()
-        if isolates(work) or work.invariant or _has_empty_kv(inputs) or not _supports_backward(inputs, work):
+        if work.invariant or _has_empty_kv(inputs) or not _supports_backward(inputs, work):
             return None
         if any(needs) and deterministic:  # `check_order` may have to warn at every call
             return None
@@ -256,7 +256,7 @@ class HopperKernel:
         return HopperBackwardStep.of(tensors, work, into=into, one_pass=one_pass, ordered=one_pass and deterministic)
 
     def prepare_row_terms(self, tensors: BackwardInputs, zeroed: Tensor) -> HopperRowTerms | None:
-        return None if isolation_enabled() else HopperRowTerms.of(tensors, zeroed)
+        return HopperRowTerms.of(tensors, zeroed)
 
     def norm(self, lse: Tensor) -> Tensor:
         return row_norm(lse)

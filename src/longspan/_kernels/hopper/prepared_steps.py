@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal
 
 import torch
@@ -16,12 +17,23 @@ from longspan._kernels.gpu import launch
 from longspan._kernels.gpu.buffers import prefill
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch, unhooked_stream
 from longspan._kernels.gpu.row_terms import is_padded
+from longspan._kernels.gpu.workspace import take_flag
 from longspan._kernels.hopper.gqa_split import head_parts_of
-from longspan._kernels.hopper.isolation import isolation_enabled
+from longspan._kernels.hopper.isolation import isolates, isolation_enabled
 from longspan._kernels.hopper.passes import HopperCall, RowGrads, row_terms_launch
-from longspan._kernels.hopper.prepared import OnDevice, PreparedPass, allocator_like, contiguous_allocator, distinct, is_preparable
+from longspan._kernels.hopper.prepared import (
+    OnDevice,
+    PreparedPass,
+    allocator_like,
+    contiguous_allocator,
+    distinct,
+    is_preparable,
+    launch_prepared,
+)
 from longspan._kernels.hopper.state import HopperState
 from longspan._kernels.protocol import AttentionInputs, BackwardInputs, Grads, GradTargets, KVAddresses, State, Work
+
+_Check = tuple[PreparedLaunch, Callable[[Sequence[int]], tuple[int, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,6 +116,7 @@ class HopperRowTerms(OnDevice):
     """A prepared launch of `row_terms_kernel`, once per backward pass."""
 
     launch: PreparedLaunch
+    isolated: bool
     empty_dq: Callable[[], Tensor]
     empty_rows: Callable[[], Tensor]
 
@@ -113,16 +126,18 @@ class HopperRowTerms(OnDevice):
         lse, norm, delta = tensors.lse, tensors.norm, tensors.delta
         if norm is None or delta is None or tensors.grad_lse is not None or not lse.is_contiguous() or lse.shape[2] % 4:
             return None
-        prepared = row_terms_launch(zeroed.shape, row_tensors(tensors, zeroed, norm, delta))
+        launched = row_tensors(tensors, zeroed, norm, delta)
+        prepared, isolated = row_terms_launch(zeroed.shape, launched), launched["q_ptr"] is not None
         if not prepared.is_compiled:
             return None
-        return cls(launch=prepared, device=lse.device.index, empty_dq=allocator_like(zeroed), empty_rows=allocator_like(norm))
-
-    def run(self, out: Tensor, lse: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        dq, delta, norm = self.empty_dq(), self.empty_rows(), self.empty_rows()
-        self.launch.launch_at(
-            (out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(), norm.data_ptr(), delta.data_ptr(), dq.data_ptr())
+        return cls(
+            launch=prepared, isolated=isolated, device=lse.device.index, empty_dq=allocator_like(zeroed), empty_rows=allocator_like(norm)
         )  # fmt: skip
+
+    def run(self, q: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dq, delta, norm = self.empty_dq(), self.empty_rows(), self.empty_rows()
+        of_rows = out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(), norm.data_ptr(), delta.data_ptr(), dq.data_ptr()
+        self.launch.launch_at((q.data_ptr(), *of_rows) if self.isolated else of_rows)
         return dq, delta, norm
 
 
@@ -130,9 +145,11 @@ class HopperRowTerms(OnDevice):
 class HopperBackwardStep(OnDevice):
     """A prepared backward step: dQ (if `dq` is not None), then dK and dV with or without dQ, then the sum of their parts.
 
-    Roles: q, k, v, grad_out, norm, delta, dq, dk, dv, local k, local v. `empty_parts`: make dK and dV in `parts` parts, where the query
-    heads of a KV head are divided among CTAs.
+    Roles: q, k, v, grad_out, norm, delta, dq, dk, dv, local k, local v, flag (`hopper.isolation`). `empty_parts`: make dK and dV in `parts`
+    parts, where the query heads of a KV head are divided among CTAs. `checks`: set the flag, by the roles of their tensors.
     """
+
+    checks: tuple[_Check, ...]
 
     dq: PreparedPass | None
     dkdv: PreparedPass
@@ -154,15 +171,23 @@ class HopperBackwardStep(OnDevice):
         if parts > 1:
             dk, dv = (torch.empty((t.shape[0], t.shape[1] * parts, *t.shape[2:]), dtype=torch.float32, device=t.device) for t in (dk, dv))
             empty_parts = allocator_like(dk), allocator_like(dv)
-        roles = inputs.q, inputs.k, inputs.v, grad_out, norm, delta, into.q, dk, dv, local_k, local_v
-        dq, row_grads = None, RowGrads(grad_out, norm, delta)
+        flag = torch.empty(1, dtype=torch.int32, device=norm.device) if isolates(work) else None
+        roles = inputs.q, inputs.k, inputs.v, grad_out, norm, delta, into.q, dk, dv, local_k, local_v, flag
+        dq, row_grads = None, RowGrads(grad_out, norm, delta, flag)
+        checks: tuple[_Check, ...] = ()
+        if flag is not None:
+            role = {id(t): i for i, t in enumerate(roles)}
+            checks = tuple(
+                (check, itemgetter(*(role[id(t)] for t in checked.values() if t is not None)))
+                for check, checked in call.unbounded(norm, delta, flag, scanned=not one_pass)
+            )
         if not one_pass:
             dq = PreparedPass.of(call, call.dq_pass(row_grads, into.q, into.captured, add=True), roles)
         total = into.q if one_pass else None
         dkdv = PreparedPass.of(call, call.dkdv_pass(row_grads, dk, dv, total, ordered=ordered, rounded=False), roles)
-        if not dkdv.launch.is_compiled or (dq is not None and not dq.launch.is_compiled):
+        if not dkdv.launch.is_compiled or (dq is not None and not dq.launch.is_compiled) or not all(c.is_compiled for c, _ in checks):
             return None
-        return cls(dq=dq, dkdv=dkdv, device=inputs.q.device.index, parts=parts, empty_parts=empty_parts)
+        return cls(checks=checks, dq=dq, dkdv=dkdv, device=inputs.q.device.index, parts=parts, empty_parts=empty_parts)
 
     def run(self, tensors: BackwardInputs, kv: KVAddresses, into: GradTargets, score_captured: Sequence[Tensor]) -> None:
         norm, delta, parts = tensors.norm, tensors.delta, None
@@ -172,11 +197,16 @@ class HopperBackwardStep(OnDevice):
             parts = self.empty_parts[0](), self.empty_parts[1]()
             dk, dv = parts[0].data_ptr(), parts[1].data_ptr()
         norm_at = norm.data_ptr()
-        addresses = (
+        addresses: tuple[int, ...] = (
             tensors.inputs.q.data_ptr(), kv.k, kv.v, tensors.grad_out.data_ptr(), norm_at, delta.data_ptr(), into.q.data_ptr(), dk, dv,
             kv.local_k, kv.local_v,
         )  # fmt: skip
         stream, captured = unhooked_stream(self.device), [t.data_ptr() for t in score_captured]
+        if self.checks:
+            flag, _pool = take_flag(self.dkdv.launch.device, stream)
+            addresses = *addresses, flag
+            for check, pick in self.checks:
+                launch_prepared(check, stream, pick(addresses))
         if self.dq is not None:
             self.dq(stream, addresses, captured, [g.data_ptr() for g in into.captured if g is not None] or (norm_at,))
         self.dkdv(stream, addresses, captured)
