@@ -142,7 +142,8 @@ def dq_config(d: int, e: int, *, scored: bool) -> TileConfig:
 class GatheredConfig:
     """For kernels over single chosen keys: items of `queries` queries by `heads` query heads, 64 rows per warp group, blocks of n keys.
 
-    `start_registers`, `registers`: as in `TileConfig`. `load_registers`: of the warp group that gathers.
+    `stages`, `v_stages`: blocks of K and of V in shared memory. `start_registers`, `registers`: as in `TileConfig`.
+    `load_registers`: of the warp group that gathers.
     """
 
     heads: int
@@ -150,6 +151,7 @@ class GatheredConfig:
     groups: int
     n: int
     stages: int
+    v_stages: int
     start_registers: int
     registers: int
     load_registers: int
@@ -174,11 +176,13 @@ def gathered_forward_config(heads: int, queries: int) -> GatheredConfig | None:
     heads, queries, groups = _packed(heads, queries)
     if groups == 2:
         return GatheredConfig(
-            heads=heads, queries=queries, groups=2, n=64, stages=6, start_registers=168, registers=216, load_registers=72, ctas_per_sm=1
-        )
+            heads=heads, queries=queries, groups=2, n=64, stages=7, v_stages=6, start_registers=168, registers=216, load_registers=72,
+            ctas_per_sm=1,
+        )  # fmt: skip
     return GatheredConfig(
-        heads=heads, queries=queries, groups=1, n=64, stages=3, start_registers=128, registers=200, load_registers=56, ctas_per_sm=2
-    )
+        heads=heads, queries=queries, groups=1, n=64, stages=4, v_stages=3, start_registers=128, registers=200, load_registers=56,
+        ctas_per_sm=2,
+    )  # fmt: skip
 
 
 def gathered_backward_config(heads: int, queries: int) -> GatheredConfig:
@@ -186,8 +190,10 @@ def gathered_backward_config(heads: int, queries: int) -> GatheredConfig:
     heads, queries, groups = _packed(heads, queries)
     if groups == 2:
         return GatheredConfig(
-            heads=heads, queries=queries, groups=2, n=64, stages=3, start_registers=168, registers=216, load_registers=72, ctas_per_sm=1
-        )
+            heads=heads, queries=queries, groups=2, n=64, stages=3, v_stages=3, start_registers=168, registers=216, load_registers=72,
+            ctas_per_sm=1,
+        )  # fmt: skip
     return GatheredConfig(
-        heads=heads, queries=queries, groups=1, n=64, stages=2, start_registers=128, registers=216, load_registers=40, ctas_per_sm=2
-    )
+        heads=heads, queries=queries, groups=1, n=64, stages=2, v_stages=2, start_registers=128, registers=216, load_registers=40,
+        ctas_per_sm=2,
+    )  # fmt: skip

@@ -79,7 +79,8 @@ class GatheredCall(LaunchCall):
             "out_ptr": result.out, "lse_ptr": result.lse,
             "old_out_ptr": None if old is None else old.out, "old_lse_ptr": None if old is None else old.lse,
         }  # fmt: skip
-        self.launch(Pass(name="gathered forward", kernel=gathered_forward_kernel, tensors=tensors))
+        settings = {"SCALE_IN_EXP": self.work.scale > 0}
+        self.launch(Pass(name="gathered forward", kernel=gathered_forward_kernel, tensors=tensors, settings=settings))
         return result
 
     def backward(self, grad_out: Tensor, lse: Tensor, delta: Tensor) -> Grads:
@@ -100,7 +101,7 @@ class GatheredCall(LaunchCall):
         batch, heads, q_len, d = q.shape
         config = (gathered_forward_config if one.kernel is gathered_forward_kernel else gathered_backward_config)(*self._rows)
         assert config is not None
-        settings = {"GROUPS": config.groups, "REGISTERS": config.registers}
+        settings = {"GROUPS": config.groups, "REGISTERS": config.registers, "V_STAGES": config.v_stages}
         items = batch * (heads // config.heads) * -(-q_len // config.queries)
         masked = self.work.mask if self._selection.q_granularity > 1 else None  # otherwise the lists are masked
         return PreparedLaunch(
@@ -110,7 +111,7 @@ class GatheredCall(LaunchCall):
             device=q.device,
             descriptors={},
             constants={
-                **self._strides(one),
+                **self._strides(one), **one.settings,
                 "mask_sizes": launch.pack_sizes(self.work.mask_captured),
                 "list_sizes": (*keys.shape[:3], self._selection.q_granularity, self._selection.heads_per_choice),
                 "heads": heads, "shared": heads // self.k.shape[1], "q_len": q_len, "entries": keys.shape[3], "items": items,

@@ -4,14 +4,17 @@ One work item is one query in ROWS heads of one KV head that share a choice. The
 the list of the query's keys (`gpu.chosen_keys`), N keys at a time; each of GROUPS warp groups computes 64 heads. CTAs are persistent: the
 ring of stages continues from one item to the next, so that gathers do not wait for epilogues. Time runs downwards; block b is N keys:
 
-  load warp group          warp group of 64 heads
-  ───────────────          ──────────────────────
+  load warp group          warp group of 64 rows
+  ───────────────          ─────────────────────
   K 0 ────k_full────►      S₀ = Q K₀ᵀ                                 ──k_empty──►
-  V 0                      P₀ = exp2(S₀ − m)
-  K 1 ────k_full────►      S₁ = Q K₁ᵀ    started
-  V 1 ────v_full────►      acc += P₀ V₀  started
-                           P₁ = exp2(S₁ − m), while P₀ V₀ runs        ──k_empty──►
-                           acc, rescaled                              ──v_empty──►
+  K 1 ────k_full────►      P₀ = exp2(S₀ − m), while S₁ = Q K₁ᵀ runs   ──k_empty──►
+  V 0 ────v_full────►      acc += P₀ V₀  started
+                           P₁ = exp2(S₁ − m), while P₀ V₀ runs
+  K 2 ────k_full────►      S₂ = Q K₂ᵀ    started                      ──v_empty──►
+                           acc, rescaled, while Q K₂ᵀ runs            ──k_empty──►
+  V 1 ────v_full────►      …
+
+The mbarriers between P V and the scores end basic blocks of the assembler, which would wait for P V before the exponentials otherwise.
 
 A thread's copies arrive at `full` on their own (128 arrivals). cp.async writes through the generic proxy and wgmma reads through the async
 proxy: readers fence after `full`. Rows past the end of a list are filled with zeros, and their scores are −inf.
@@ -36,7 +39,7 @@ from longspan._kernels.gpu.tile_access import wide
 from longspan._kernels.hopper.epilogue import by_row
 from longspan._kernels.hopper.gluon_names import copy_async
 from longspan._kernels.hopper.none_arg import optional
-from longspan._kernels.hopper.pipeline import Captured, KvBarriers, mbarriers, ring_phase, ring_slot
+from longspan._kernels.hopper.pipeline import Captured, KvBarriers, mbarriers
 
 HEADS = gl.constexpr(64)  # rows of a warp group
 LOAD_WARPS = gl.constexpr(4)
@@ -111,15 +114,22 @@ def copy_rows(head, stride, kv, to, DIM: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def _advance(slot, phase, STAGES: gl.constexpr):
+    """(slot, phase) of the ring's next use. Counted, not divided: a division by 3 takes ten instructions."""
+    last = slot == STAGES - 1
+    return gl.where(last, 0, slot + 1), phase ^ last.to(gl.int32)
+
+
+@gluon.jit
 def gather(
     k_ptr, v_ptr, k_stride, v_stride, lists, items, k_s, v_s, bars,
-    H: gl.constexpr, QUERIES: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+    H: gl.constexpr, QUERIES: gl.constexpr, N: gl.constexpr, D: gl.constexpr, E: gl.constexpr, LAG: gl.constexpr,
 ):  # fmt: skip
-    """The load warp group."""
+    """The load warp group. LAG: blocks of K that are loaded before V of the first block, 0 or 1."""
     k_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [LOAD_WARPS, 1], [1, 0])
     v_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // E, E // 8], [LOAD_WARPS, 1], [1, 0])
     j = gl.arange(0, N, layout=gl.SliceLayout(1, k_layout))
-    t = 0
+    k_slot, k_phase, v_slot, v_phase = 0, 0, 0, 0
     for item in range(gl.program_id(0), items.items, gl.num_programs(0)):
         b, g, _, _, row = place_item(item, items, H, QUERIES)
         count = gl.load(lists.counts + row)
@@ -127,17 +137,21 @@ def gather(
         k_head = k_ptr + wide(b) * k_stride[0] + wide(g) * k_stride[1]
         v_head = v_ptr + wide(b) * v_stride[0] + wide(g) * v_stride[1]
         kv = gl.load(keys + j, mask=j < count, other=-1)
-        for n in range(0, count, N):
+        last = gl.full_like(kv, -1)  # not kv: the compiler would take the loop's first assignment of kv for no change
+        for n in range(0, count + LAG * N, N):
             later = gl.load(keys + n + N + j, mask=n + N + j < count, other=-1)
-            stage, phase = ring_slot(t, STAGES), ring_phase(t, STAGES) ^ 1
-            mbarrier.wait(bars.k_empty.index(stage), phase)
-            copy_rows(k_head, k_stride[2], kv, k_s.index(stage), D, k_layout)
-            async_copy.mbarrier_arrive(bars.k_full.index(stage), increment_count=False)
-            mbarrier.wait(bars.v_empty.index(stage), phase)
-            copy_rows(v_head, v_stride[2], kv, v_s.index(stage), E, v_layout)
-            async_copy.mbarrier_arrive(bars.v_full.index(stage), increment_count=False)
+            if n < count:
+                mbarrier.wait(bars.k_empty.index(k_slot), k_phase ^ 1)
+                copy_rows(k_head, k_stride[2], kv, k_s.index(k_slot), D, k_layout)
+                async_copy.mbarrier_arrive(bars.k_full.index(k_slot), increment_count=False)
+                k_slot, k_phase = _advance(k_slot, k_phase, k_s.shape[0])
+            if n >= LAG * N:
+                mbarrier.wait(bars.v_empty.index(v_slot), v_phase ^ 1)
+                copy_rows(v_head, v_stride[2], last if LAG else kv, v_s.index(v_slot), E, v_layout)
+                async_copy.mbarrier_arrive(bars.v_full.index(v_slot), increment_count=False)
+                v_slot, v_phase = _advance(v_slot, v_phase, v_s.shape[0])
+            last = kv
             kv = later
-            t += 1
     async_copy.wait_group(0)
 
 
@@ -150,22 +164,33 @@ def load_query(ptr, stride, b, q, head, is_row, DIM: gl.constexpr, layout: gl.co
 
 
 @gluon.jit
-def _softmax(s, m, total, visible, left, factor, MASKED: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
+def _softmax(
+    s, m, total, visible, left, factor, MASKED: gl.constexpr, SCALE_IN_EXP: gl.constexpr, N: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
     """Online softmax of a block of scores of which `left` are of keys: (p, m, total, factor that rescales earlier sums).
 
-    MASKED: rows see the pairs of `visible` only.
+    MASKED: rows see the pairs of `visible` only. SCALE_IN_EXP: `factor` is positive, so that the max may be scaled instead of the scores.
     """
-    s = s * factor
     if MASKED:
         s = gl.where(visible, s, -float("inf"))
+    if not SCALE_IN_EXP:
+        s = s * factor
     if left < N:
         j = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
         s = gl.where(gl.expand_dims(j < left, 0), s, -float("inf"))
-    m_new = gl.maximum(m, gl.max(s, 1))
-    base = gl.where(m_new == -float("inf"), 0.0, m_new)  # nothing seen yet: −inf − −inf would be NaN
-    p = gl.exp2(s - gl.expand_dims(base, 1))
+    by_eight = gl.reshape(s, [HEADS, N // 8, 8])  # a thread holds two of every eight columns: two chains of operations instead of one
+    top = gl.convert_layout(gl.max(gl.max(by_eight, 1), 1), gl.SliceLayout(1, layout))
+    if SCALE_IN_EXP:
+        m_new = gl.maximum(m, top * factor)
+        base = gl.where(m_new == -float("inf"), 0.0, m_new)  # nothing seen yet: −inf − −inf would be NaN
+        p = gl.exp2(s * factor - gl.expand_dims(base, 1))
+    else:
+        m_new = gl.maximum(m, top)
+        base = gl.where(m_new == -float("inf"), 0.0, m_new)
+        p = gl.exp2(s - gl.expand_dims(base, 1))
     rescale = gl.exp2(m - base)
-    return p, m_new, total * rescale + gl.sum(p, 1), rescale
+    summed = gl.sum(gl.sum(gl.reshape(p, [HEADS, N // 8, 8]), 1), 1)
+    return p, m_new, total * rescale + gl.convert_layout(summed, gl.SliceLayout(1, layout)), rescale
 
 
 @gluon.jit
@@ -183,7 +208,7 @@ def _visible(keys, n, count, b, head, q, first_b, first_h, captured, MASK: gl.co
 @gluon.jit
 def attend(
     tensors, lists, items, scale, first_b, first_h, captured, k_s, v_s, bars, GROUP: gl.constexpr, MASK: gl.constexpr,
-    H: gl.constexpr, QUERIES: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+    SCALE_IN_EXP: gl.constexpr, H: gl.constexpr, QUERIES: gl.constexpr, N: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
 ):  # fmt: skip
     """A warp group that computes rows 64 GROUP … of each item."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
@@ -195,7 +220,7 @@ def attend(
     factor = scale * LOG2_E
     dtype: gl.constexpr = k_s.dtype
     zero = gl.full([HEADS, N], 0.0, gl.float32, layout=layout)
-    t = 0
+    k_slot, k_phase, v_slot, v_phase = 0, 0, 0, 0
     for item in range(gl.program_id(0), items.items, gl.num_programs(0)):
         b, _, first_head, first_q, row = place_item(item, items, H, QUERIES)
         count = gl.load(lists.counts + row)
@@ -213,40 +238,58 @@ def attend(
             total = gl.where(m == -float("inf"), 0.0, 1.0)
             acc = load_query(tensors.old_out, tensors.old_out_stride, b, out_q, out_head, is_out, E, out_layout).to(gl.float32)
         if count > 0:
-            mbarrier.wait(bars.k_full.index(ring_slot(t, STAGES)), ring_phase(t, STAGES))
+            mbarrier.wait(bars.k_full.index(k_slot), k_phase)
             fence_async_shared()
-            s_next = warpgroup_mma(q, k_s.index(ring_slot(t, STAGES)).permute((1, 0)), zero, use_acc=False, is_async=True)
-            visible = _visible(keys, 0, count, b, head, q_idx, first_b, first_h, captured, MASK, N, layout)
+            s_next = warpgroup_mma(q, k_s.index(k_slot).permute((1, 0)), zero, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s_next])
-            mbarrier.arrive(bars.k_empty.index(ring_slot(t, STAGES)), count=1)
-            p, m, total, rescale = _softmax(s, m, total, visible, count, factor, MASKED, N, layout)
-            acc = acc * by_row(rescale, out_layout)
-            weights = gl.convert_layout(p.to(dtype), p_layout)
-            for n in range(N, count, N):
-                last, last_phase = ring_slot(t, STAGES), ring_phase(t, STAGES)
-                t += 1
-                stage = ring_slot(t, STAGES)
-                mbarrier.wait(bars.k_full.index(stage), ring_phase(t, STAGES))
+            mbarrier.arrive(bars.k_empty.index(k_slot), count=1)
+            k_slot, k_phase = _advance(k_slot, k_phase, k_s.shape[0])
+            left = count - (count - 1) // N * N  # keys of the last block
+            visible = _visible(keys, 0, count, b, head, q_idx, first_b, first_h, captured, MASK, N, layout)
+            if count > N:
+                mbarrier.wait(bars.k_full.index(k_slot), k_phase)
                 fence_async_shared()
-                s_next = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-                mbarrier.wait(bars.v_full.index(last), last_phase)
-                fence_async_shared()
-                acc_next = warpgroup_mma(weights, v_s.index(last), acc, is_async=True)
-                visible = _visible(keys, n, count, b, head, q_idx, first_b, first_h, captured, MASK, N, layout)
-                s = warpgroup_mma_wait(1, deps=[s_next])
-                mbarrier.arrive(bars.k_empty.index(stage), count=1)
-                p, m, total, rescale = _softmax(s, m, total, visible, count - n, factor, MASKED, N, layout)
-                acc = warpgroup_mma_wait(0, deps=[acc_next])
-                mbarrier.arrive(bars.v_empty.index(last), count=1)
-                acc = acc * by_row(rescale, out_layout)
+                s_next = warpgroup_mma(q, k_s.index(k_slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+                p, m, total, rescale = _softmax(s, m, total, visible, N, factor, MASKED, SCALE_IN_EXP, N, layout)
                 weights = gl.convert_layout(p.to(dtype), p_layout)
-            last = ring_slot(t, STAGES)
-            mbarrier.wait(bars.v_full.index(last), ring_phase(t, STAGES))
+                s, weights = warpgroup_mma_wait(0, deps=[s_next, weights])
+                mbarrier.arrive(bars.k_empty.index(k_slot), count=1)
+                k_slot, k_phase = _advance(k_slot, k_phase, k_s.shape[0])
+                acc = acc * by_row(rescale, out_layout)
+                for n in range(2 * N, count, N):  # P of the block before the last one and the scores of the last one are known
+                    mbarrier.wait(bars.v_full.index(v_slot), v_phase)
+                    fence_async_shared()
+                    acc_next = warpgroup_mma(weights, v_s.index(v_slot), acc, is_async=True)
+                    visible = _visible(keys, n - N, count, b, head, q_idx, first_b, first_h, captured, MASK, N, layout)
+                    p, m, total, rescale = _softmax(s, m, total, visible, N, factor, MASKED, SCALE_IN_EXP, N, layout)
+                    weights = gl.convert_layout(p.to(dtype), p_layout)
+                    mbarrier.wait(bars.k_full.index(k_slot), k_phase)
+                    fence_async_shared()
+                    s_next = warpgroup_mma(q, k_s.index(k_slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+                    acc, weights = warpgroup_mma_wait(1, deps=[acc_next, weights])
+                    mbarrier.arrive(bars.v_empty.index(v_slot), count=1)
+                    v_slot, v_phase = _advance(v_slot, v_phase, v_s.shape[0])
+                    acc = acc * by_row(rescale, out_layout)
+                    s = warpgroup_mma_wait(0, deps=[s_next])
+                    mbarrier.arrive(bars.k_empty.index(k_slot), count=1)
+                    k_slot, k_phase = _advance(k_slot, k_phase, k_s.shape[0])
+                mbarrier.wait(bars.v_full.index(v_slot), v_phase)
+                fence_async_shared()
+                acc_next = warpgroup_mma(weights, v_s.index(v_slot), acc, is_async=True)
+                visible = _visible(keys, count - left, count, b, head, q_idx, first_b, first_h, captured, MASK, N, layout)
+                p, m, total, rescale = _softmax(s, m, total, visible, left, factor, MASKED, SCALE_IN_EXP, N, layout)
+                acc, p = warpgroup_mma_wait(0, deps=[acc_next, p])
+                mbarrier.arrive(bars.v_empty.index(v_slot), count=1)
+                v_slot, v_phase = _advance(v_slot, v_phase, v_s.shape[0])
+            else:
+                p, m, total, rescale = _softmax(s, m, total, visible, left, factor, MASKED, SCALE_IN_EXP, N, layout)
+            acc = acc * by_row(rescale, out_layout)
+            mbarrier.wait(bars.v_full.index(v_slot), v_phase)
             fence_async_shared()
-            acc_next = warpgroup_mma(weights, v_s.index(last), acc, is_async=True)
+            acc_next = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), v_s.index(v_slot), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc_next])
-            mbarrier.arrive(bars.v_empty.index(last), count=1)
-            t += 1
+            mbarrier.arrive(bars.v_empty.index(v_slot), count=1)
+            v_slot, v_phase = _advance(v_slot, v_phase, v_s.shape[0])
         seen = total != 0.0  # also where total is NaN: a row that sees a NaN has lse NaN
         divisor = gl.where(seen, total, 1.0)
         gl.store(tensors.lse + state_row, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=is_row)
@@ -262,8 +305,8 @@ def gathered_forward_kernel(
     q_ptr, k_ptr, v_ptr, keys_ptr, counts_ptr, out_ptr, lse_ptr, old_out_ptr, old_lse_ptr,
     q_stride, k_stride, v_stride, out_stride, old_out_stride, mask_captured, mask_sizes, list_sizes,
     heads, shared, q_len, entries, items, scale, first_b, first_h,
-    MASK: gl.constexpr, H: gl.constexpr, QUERIES: gl.constexpr, GROUPS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    D: gl.constexpr, E: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+    MASK: gl.constexpr, SCALE_IN_EXP: gl.constexpr, H: gl.constexpr, QUERIES: gl.constexpr, GROUPS: gl.constexpr, N: gl.constexpr,
+    STAGES: gl.constexpr, V_STAGES: gl.constexpr, D: gl.constexpr, E: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out and lse of all items, merged into an old state where there is one.
 
@@ -271,9 +314,9 @@ def gathered_forward_kernel(
     """
     dtype: gl.constexpr = k_ptr.dtype.element_ty
     k_s = gl.allocate_shared_memory(dtype, [STAGES, N, D], gl.NVMMASharedLayout.get_default_for([N, D], dtype))
-    v_s = gl.allocate_shared_memory(dtype, [STAGES, N, E], gl.NVMMASharedLayout.get_default_for([N, E], dtype))
+    v_s = gl.allocate_shared_memory(dtype, [V_STAGES, N, E], gl.NVMMASharedLayout.get_default_for([N, E], dtype))
     bars = KvBarriers(
-        mbarriers(STAGES, 32 * LOAD_WARPS), mbarriers(STAGES, GROUPS), mbarriers(STAGES, 32 * LOAD_WARPS), mbarriers(STAGES, GROUPS)
+        mbarriers(STAGES, 32 * LOAD_WARPS), mbarriers(STAGES, GROUPS), mbarriers(V_STAGES, 32 * LOAD_WARPS), mbarriers(V_STAGES, GROUPS)
     )  # fmt: skip
     batch_rows, choices, list_rows, per_row, per_choice = list_sizes
     everything = Items(items, heads, shared, q_len, entries, batch_rows, choices, list_rows, per_row, per_choice)
@@ -287,9 +330,10 @@ def gathered_forward_kernel(
         gl.warp_specialize(
             [
                 (attend, (
-                    tensors, lists, everything, scale, first_b, first_h, captured, k_s, v_s, bars, 0, MASK, H, QUERIES, N, STAGES, D, E,
+                    tensors, lists, everything, scale, first_b, first_h, captured, k_s, v_s, bars, 0, MASK, SCALE_IN_EXP, H, QUERIES, N,
+                    D, E,
                 )),
-                (gather, (k_ptr, v_ptr, k_stride, v_stride, lists, everything, k_s, v_s, bars, H, QUERIES, N, STAGES, D, E)),
+                (gather, (k_ptr, v_ptr, k_stride, v_stride, lists, everything, k_s, v_s, bars, H, QUERIES, N, D, E, 1)),
             ],
             [LOAD_WARPS],
             [LOAD_REGISTERS],
@@ -298,12 +342,14 @@ def gathered_forward_kernel(
         gl.warp_specialize(
             [
                 (attend, (
-                    tensors, lists, everything, scale, first_b, first_h, captured, k_s, v_s, bars, 0, MASK, H, QUERIES, N, STAGES, D, E,
+                    tensors, lists, everything, scale, first_b, first_h, captured, k_s, v_s, bars, 0, MASK, SCALE_IN_EXP, H, QUERIES, N,
+                    D, E,
                 )),
                 (attend, (
-                    tensors, lists, everything, scale, first_b, first_h, captured, k_s, v_s, bars, 1, MASK, H, QUERIES, N, STAGES, D, E,
+                    tensors, lists, everything, scale, first_b, first_h, captured, k_s, v_s, bars, 1, MASK, SCALE_IN_EXP, H, QUERIES, N,
+                    D, E,
                 )),
-                (gather, (k_ptr, v_ptr, k_stride, v_stride, lists, everything, k_s, v_s, bars, H, QUERIES, N, STAGES, D, E)),
+                (gather, (k_ptr, v_ptr, k_stride, v_stride, lists, everything, k_s, v_s, bars, H, QUERIES, N, D, E, 1)),
             ],
             [4, LOAD_WARPS],
             [REGISTERS, LOAD_REGISTERS],
