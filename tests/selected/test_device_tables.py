@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 import longspan as ls
 from longspan._engine import selected as engine
+from longspan._kernels.gpu import selected_tables
 from longspan._kernels.gpu.selected_tables import SelectedTables, pairs_of, stand_in, tiled_work
 from longspan._kernels.protocol import AttentionInputs, Selection, Work
 from longspan._kernels.tiling import Tiling
@@ -125,8 +126,11 @@ def test_key_tiles_of_many_query_tiles_list_them_in_order() -> None:
             assert tiles_of(runs, row) == (kind_row == kind).nonzero().flatten().tolist()
 
 
-@pytest.mark.parametrize("shared", [1, 2])
-def test_key_tiles_of_a_group_of_heads_come_together_after_the_longest_of_all_groups(shared: int) -> None:
+@pytest.mark.parametrize(("shared", "narrow_keys"), [(1, 2**31), (2, 2**31), (2, 0)])
+def test_key_tiles_of_a_group_of_heads_come_together_after_the_longest_of_all_groups(
+    shared: int, narrow_keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selected_tables, "_NARROW_KEYS", narrow_keys)
     torch.manual_seed(shared)
     heads, tiles = 4, 90  # more tiles than a CTA of the kernel ranks at a time
     indices = torch.randint(0, tiles, (1, 2, tiles, 5), dtype=torch.int32, device=DEVICE)

@@ -35,6 +35,7 @@ from longspan._torch_modes import default_modes
 
 _kinds: DerivedCache[BlockTable, tuple[Tensor, Tensor]] = DerivedCache(4)  # by device
 _RANKED, _COMPARED = 64, 128  # KV tiles that a CTA of `order_kernel` ranks, and compares with at a time
+_NARROW_KEYS = 2**31  # below it, keys of `order_kernel` have 32 bits
 _ENTRIES = 1024  # entries of indices that a CTA of `bits_kernel` reads
 _ONE_WARP = 32  # entries of a row of indices that one warp of `rows_kernel` compares
 # KV tiles of each KV head, as a share, whose items of all heads come first. The longest items of the last head would start when all others
@@ -194,31 +195,38 @@ def columns_kernel(
 
 
 @triton.jit
-def _order_key(counts, group, tile, tiles, shared, summed):
-    """A key of a KV tile, greater for more work and, of equal work, for earlier tiles; negative past the last tile.
+def _order_key(counts, group, tile, tiles, shared, summed, WIDE: tl.constexpr):
+    """A key of a KV tile, greater for more work and, of equal work, for earlier tiles; least past the last tile.
 
-    Work: tiles of the rows of the KV tile, over the first `summed` of the `shared` query heads of a group.
+    Work: tiles of the rows of the KV tile, over the first `summed` of the `shared` query heads of a group. WIDE: 32 bits do not suffice.
     """
     total = tile * 0
     for head in range(summed):
         row = (group * shared + head) * tiles + tile
         total += tl.load(counts + 2 * row, mask=tile < tiles, other=0) + tl.load(counts + 2 * row + 1, mask=tile < tiles, other=0)
-    return tl.where(tile < tiles, (total.to(tl.int64) << 32) - tile, -1 << 40)
+    if WIDE:
+        total = total.to(tl.int64)
+    return tl.where(tile < tiles, total * tiles + (tiles - tile), 0)
 
 
 @triton.jit
-def order_kernel(counts, order, tiles, groups, shared, summed, heavy, T: tl.constexpr, J: tl.constexpr):
+def order_kernel(
+    counts, order, tiles, groups, shared, summed, heavy, T: tl.constexpr, J: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
     """Rows of (group of query heads, KV tile) in launch order: the `heavy` longest of each group, then group after group, longest first.
 
-    One CTA per group and T KV tiles, which it compares with J at a time. counts: of a table by KV tile. shared, summed: of `_order_key`.
+    One CTA per group and T KV tiles, which it compares with J at a time. counts: of a table by KV tile. shared, summed, WIDE: of
+    `_order_key`.
     """
     blocks = tl.cdiv(tiles, T)
     group = tl.program_id(0) // blocks
     tile = (tl.program_id(0) % blocks) * T + tl.arange(0, T)
-    own, rank = _order_key(counts, group, tile, tiles, shared, summed), tile * 0
-    for first in range(0, tiles, J):
-        other = _order_key(counts, group, first + tl.arange(0, J), tiles, shared, summed)
-        rank += tl.sum((other[None, :] > own[:, None]).to(tl.int32), 1)
+    own = _order_key(counts, group, tile, tiles, shared, summed, WIDE)[:, None]
+    j = tl.arange(0, J)[None, :]
+    greater = tl.zeros([T, J], tl.int32)
+    for first in range(0, tiles, J):  # sums over threads after the loop: one exchange between threads, not one per step
+        greater += (_order_key(counts, group, first + j, tiles, shared, summed, WIDE) > own).to(tl.int32)
+    rank = tl.sum(greater, 1)
     at = tl.where(rank < heavy, rank * groups + group, heavy * groups + group * (tiles - heavy) + rank - heavy)
     tl.store(order + at, group * tiles + tile, mask=tile < tiles)
 
@@ -317,9 +325,11 @@ class SelectedTables:
     def _key_order(self, counts: Tensor, shared: int) -> Tensor:
         tiles, groups = self.table.kv_tiles, self.batch * self.heads // shared
         order = torch.empty(groups * tiles, dtype=torch.int32, device=counts.device)
+        summed = 1 if self._grid[1] % shared == 0 else shared
         launch_kernel(order_kernel, groups * -(-tiles // _RANKED), {"counts": counts, "order": order}, {
-            "tiles": tiles, "groups": groups, "shared": shared, "summed": 1 if self._grid[1] % shared == 0 else shared,
-            "heavy": -(-tiles // _HEAVY_SHARE), "T": _RANKED, "J": min(_COMPARED, triton.next_power_of_2(tiles)),
+            "tiles": tiles, "groups": groups, "shared": shared, "summed": summed, "heavy": -(-tiles // _HEAVY_SHARE),
+            "T": _RANKED, "J": min(_COMPARED, triton.next_power_of_2(tiles)),
+            "WIDE": (summed * self.table.q_tiles + 1) * tiles >= _NARROW_KEYS,
         })  # fmt: skip
         return order
 
