@@ -131,6 +131,7 @@ def test_key_tiles_of_a_group_of_heads_come_together_after_the_longest_of_all_gr
     shared: int, narrow_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(selected_tables, "_NARROW_KEYS", narrow_keys)
+    monkeypatch.setattr(selected_tables, "_HEAVY_SHARE", 8)
     torch.manual_seed(shared)
     heads, tiles = 4, 90  # more tiles than a CTA of the kernel ranks at a time
     indices = torch.randint(0, tiles, (1, 2, tiles, 5), dtype=torch.int32, device=DEVICE)

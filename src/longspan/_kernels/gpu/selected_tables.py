@@ -39,8 +39,9 @@ _NARROW_KEYS = 2**31  # below it, keys of `order_kernel` have 32 bits
 _ENTRIES = 1024  # entries of indices that a CTA of `bits_kernel` reads
 _ONE_WARP = 32  # entries of a row of indices that one warp of `rows_kernel` compares
 # KV tiles of each KV head, as a share, whose items of all heads come first. The longest items of the last head would start when all others
-# end; the other items of a head come together, so that they read the same queries and add to the same dQ in L2.
-_HEAVY_SHARE = 8
+# end; the other items of a head come together, so that they read the same queries and add to the same dQ in L2. H200, 131k tokens, backward
+# TFLOP/s with 1/8, 1/128, 1/512 and 1/1024: blocks of 128 433, 461, 453, 454; blocks of 64 with 1/8, 1/128 and 1/2048: 387, 403, 395.
+_HEAVY_SHARE = 128
 
 
 @triton.jit
