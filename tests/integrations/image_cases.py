@@ -111,6 +111,19 @@ _GLM = Case(
     settings=merged(_MROPE, {"text_config": {"rope_parameters": {"partial_rotary_factor": 1.0}}, "vision_config": _GRID_TOWER}),
     images=_grids(96, types=True),
 )
+_SQUARE = {"vision_config": {"image_size": 16, "patch_size": 4}, "image_token_id": IMAGE}
+_WINDOWS = Case(settings={"vision_config": _WINDOW_TOWER, "image_token_id": IMAGE}, images=_grids(96))
+_QWEN3_5 = Case(
+    settings={"vision_config": {**_GRID_TOWER, "num_position_embeddings": 64}, "image_token_id": IMAGE}, images=_grids(96, types=True)
+)
+_QWEN3_VL = Case(
+    settings={
+        "vision_config": {**_GRID_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        "image_token_id": IMAGE,
+    },
+    images=_grids(96, types=True),
+)
+
 IMAGE_CASES: dict[str, Case] = {
     "BlipForConditionalGeneration": Case(
         settings={"vision_config": _IMAGE_SIZES, "text_config": {"encoder_hidden_size": 32}}, inputs=pixels(3, 8, 8)
@@ -308,5 +321,23 @@ IMAGE_CASES: dict[str, Case] = {
     "VisionEncoderDecoderModel": Case(
         settings={"encoder": _IMAGE_SIZES, "decoder": {"add_cross_attention": True}, "decoder_start_token_id": 1, "pad_token_id": 0},
         inputs=lambda batch: {**pixels(3, 8, 8)(batch), **_NO_TOKENS},
+    ),
+    # classes that run with the sizes of `families`, with images too
+    "Cosmos3OmniForConditionalGeneration": _QWEN3_VL,
+    "DeepseekVLForConditionalGeneration": Case(settings=_SQUARE, images=_images(3, 16, 16, count=16)),
+    "Exaone4_5_ForConditionalGeneration": _WINDOWS,
+    "HyperCLOVAXVisionV2ForConditionalGeneration": _WINDOWS,
+    "Idefics3ForConditionalGeneration": Case(settings=_SQUARE, images=_images(1, 3, 16, 16, count=4)),
+    "MiniMaxM3SparseForConditionalGeneration": Case(
+        settings={"vision_config": {"image_size": 16, "patch_size": 4}, "image_token_index": IMAGE}, images=_grids(96)
+    ),
+    "Ovis2ForConditionalGeneration": Case(settings=_SQUARE, images=_images(3, 16, 16, count=16)),
+    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
+    "SmolVLMForConditionalGeneration": Case(settings=_SQUARE, images=_images(1, 3, 16, 16, count=4)),
+    "VideoLlavaForConditionalGeneration": Case(
+        settings={"vision_config": {"image_size": 16, "patch_size": 4}, "image_token_index": IMAGE}, images=_images(3, 16, 16, count=16)
     ),
 }  # fmt: skip
