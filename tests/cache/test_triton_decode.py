@@ -77,6 +77,62 @@ def test_a_shorter_sequence_with_more_splits_decodes_as_alone() -> None:
         torch.testing.assert_close(out[i : i + 1].double(), expected[0] if isinstance(expected, tuple) else expected, rtol=1e-4, atol=1e-5)
 
 
+GROUPED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sink": {"sink": torch.tensor([0.3, -1.0, 2.0, 0.1])},
+    "window": {"mask": ls.causal() & ls.sliding_window(75)},
+    "hidden": {"mask": ls.mask_mod(lambda b, h, q, kv: (kv < 32) | (kv >= 70))},
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize(("length", "group"), [(151, 128), (151, 256), (60, 64), (20, 64)])
+def test_groups_of_splits_have_the_same_bits(name: str, length: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One CTA per split or per group of splits: merged by a kernel of its own, or not at all where a sequence has one group."""
+    monkeypatch.setattr(decode_call, "GROUP_TOKENS", group)
+    tokens, outs = random_tokens(3, length), []
+    options: dict[str, Any] = {key: x.to(DEVICE) if isinstance(x, Tensor) else x for key, x in GROUPED[name].items()}
+    for grouped in (False, True):
+        monkeypatch.setattr(decode_call.SplitCounts, "groups_fill", lambda *_, grouped=grouped: grouped)
+        outs.append(decoded(tokens, [0, 1, 2], page_size=16, prefix=length - 2, return_lse=True, **options))
+    for x, y in zip(*outs, strict=True):
+        assert torch.equal(x, y)
+    q, k, v = (x.to(DEVICE) for x in tokens)
+    expected = oracle(q, k, v, mask=options.get("mask"), sink=options.get("sink"), return_lse=True)
+    for x, y in zip(outs[1], expected, strict=True):
+        torch.testing.assert_close(x.double(), y[:, :, -2:], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("hidden", [float("nan"), float("inf")])
+def test_hidden_values_of_a_group_change_no_bit(hidden: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_call, "GROUP_TOKENS", 128)
+    monkeypatch.setattr(decode_call.SplitCounts, "groups_fill", lambda *_: True)
+    tokens = random_tokens(1, 150)
+    options: dict[str, Any] = {"page_size": 16, "prefix": 149, "mask": ls.mask_mod(lambda b, h, q, kv: kv != 40)}
+    expected = decoded(tokens, [0], **options)
+    for x in tokens[1:]:
+        x[:, :, 40] = hidden
+    assert torch.equal(decoded(tokens, [0], **options), expected)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fill"),
+    [
+        ([4096] * 32, True),
+        ([8192] * 16, True),
+        ([131072], True),
+        ([4096] * 8, False),
+        ([4096] * 40, False),
+        ([8192] * 64, True),
+        ([2**20], False),
+        ([5000 + 100 * i for i in range(24)], False),
+    ],
+)
+def test_a_cta_computes_a_group_where_groups_fill_the_device(lengths: list[int], fill: bool) -> None:
+    rule = decode_call.SplitRule(256, 0, 32, 4096)
+    assert rule.counts(lengths).groups_fill(8, 132) is fill
+
+
 def test_new_tokens_that_no_query_sees_are_written() -> None:
     cache = ls.KVCache(pages=9, page_size=16, layers=1, kv_heads=1, head_dim=16, dtype=torch.float32, device=DEVICE)
     (sequence,) = cache.allocate(1)
@@ -107,9 +163,11 @@ def test_keys_of_a_step_do_not_depend_on_the_batch(dtype: torch.dtype, dim: int)
 @pytest.mark.parametrize("kv_heads", [1, 3, 8])
 def test_no_length_has_more_splits_than_the_bound(kv_heads: int, shared: bool) -> None:
     rule = decode_call.SplitRule(32, 128 if shared else 0, 4 * kv_heads)
-    counts = [rule.count(length) for length in range(1, 3000)]
-    for longest in (1, 31, 32, 33, 127, 128, 129, 513, 1000, 2999):
-        assert rule.max_count(longest) == max(counts[:longest])
+    rule = rule._replace(group=256)
+    for grouped in (False, True):
+        counts = [rule.count(length, grouped=grouped) for length in range(1, 3000)]
+        for longest in (1, 31, 32, 33, 127, 128, 129, 513, 1000, 2999):
+            assert rule.max_count(longest, grouped=grouped) == max(counts[:longest])
 
 
 @pytest.mark.parametrize("hidden", [float("nan"), float("inf")])
@@ -154,7 +212,7 @@ def test_contiguous_keys_match_the_oracle(queries: int, few: int, monkeypatch: p
 def test_latent_heads_match_the_oracle_and_hide_a_nan(heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of 576 elements, of which the first 512 are values, in two splits; a hidden key changes no bit."""
     monkeypatch.setattr(decode_call, "SMALLEST_SPLIT", 64)
-    monkeypatch.setattr(decode_call, "_FEW_MERGED", (2, 512))  # fewer CTAs: the interpreter takes 10 ms for each
+    monkeypatch.setattr(decode_call, "_FEW_LATENT", 2)  # fewer CTAs: the interpreter takes 10 ms for each
     decode_call._launches.cache_clear()
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, h, n, 576, generator=generator).to(DEVICE, dtype) for h, n in ((heads, 1), (1, 100)))

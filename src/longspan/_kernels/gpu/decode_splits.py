@@ -23,6 +23,12 @@ def split_tokens(length, smallest, coarse, share):
 
 
 @triton.jit
+def group_tokens(tokens, group):
+    """Tokens per group of splits of `tokens`: up to eight splits, at most `group` tokens; one split if it has more."""
+    return tl.maximum(tokens, tl.minimum(8 * tokens, group))
+
+
+@triton.jit
 def sequence_range(ranges_ptr, n, sequences, q_len, kv_len):
     """(row of the page table, position of the first query, length, index of the first query) of sequence n."""
     if ranges_ptr is None:
@@ -54,10 +60,11 @@ def lowest_key(first_key, start, query, WINDOW: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def split_of_cta(
-    ranges_ptr, sequences, kv_heads, row_tiles, splits, min_queries, max_queries, q_len, kv_len, first_key, smallest, coarse, share,
+    ranges_ptr, sequences, kv_heads, row_tiles, splits, min_queries, max_queries, q_len, kv_len, first_key, smallest, coarse, share, group,
     WINDOW: tl.constexpr, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """(KV head, tile of M query rows, split, sequence, its `sequence_range`, its number of queries, first key, key after the last one).
+    """(KV head, tile of M query rows, index, sequence, its `sequence_range`, its number of queries, first key, key after the last one,
+    tokens per split). index: of a split if `group` is 0, else of a group of splits.
 
     A CTA that has nothing to compute gets no keys: sequences with fewer than `min_queries` or more than `max_queries` queries are left out.
     """
@@ -71,7 +78,8 @@ def split_of_cta(
     row, start, length, first = sequence_range(ranges_ptr, n, sequences, q_len, kv_len)
     count = query_count(ranges_ptr, start, length, q_len)
     tokens = split_tokens(length, smallest, coarse, share)
+    taken = group_tokens(tokens, group)
     low = lowest_key(first_key, start, (tile * M) // R, WINDOW, N)
     chosen = (count >= min_queries) & (count <= max_queries) & (tile * M < count * R)
-    begin, end = tl.maximum(split * tokens, low), tl.minimum((split + 1) * tokens, length)
-    return g, tile, split, n, row, start, length, first, count, begin, tl.where(chosen, tl.maximum(begin, end), begin)
+    begin, end = tl.maximum(split * taken, low), tl.minimum((split + 1) * taken, length)
+    return g, tile, split, n, row, start, length, first, count, begin, tl.where(chosen, tl.maximum(begin, end), begin), tokens

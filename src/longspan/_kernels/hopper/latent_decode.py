@@ -339,18 +339,18 @@ def _write_new(
 @gluon.jit(do_not_specialize=_DYNAMIC)
 def latent_decode_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, rest_desc, table_ptr, ranges_ptr, k_new_ptr, v_new_ptr, part_out_ptr, part_lse_ptr, flags_ptr,
-    q_stride, k_stride, v_stride, k_new_stride, v_new_stride, mask_captured, mask_sizes, score_captured, score_sizes,
+    sink_ptr, q_stride, k_stride, v_stride, k_new_stride, v_new_stride, mask_captured, mask_sizes, score_captured, score_sizes,
     sequences, kv_heads, row_tiles, splits, min_queries, max_queries, width, q_len, kv_len, first_key, smallest, coarse, share, new_len,
     scale,
     MASK: gl.constexpr, SCORE: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr, RAGGED: gl.constexpr, FOLD: gl.constexpr,
     R: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Partial results of one split. Arguments as in `triton.decode.decode_kernel`; flags_ptr: int32 [CTAs, 2], or None."""
+    """Partial results of one split. Arguments as in `triton.decode.decode_kernel`; flags_ptr: int32 [CTAs, 2], or None. sink_ptr: None."""
     if EARLY:
         gdc_launch_dependents()
-    g, tile, split, n, row, start, length, first, count, begin, end = split_of_cta(
+    g, tile, split, n, row, start, length, first, count, begin, end, _ = split_of_cta(
         ranges_ptr, sequences, kv_heads, row_tiles, splits, min_queries, max_queries, q_len, kv_len, first_key, smallest, coarse, share,
-        WINDOW, R, ROWS, KEYS,
+        0, WINDOW, R, ROWS, KEYS,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     table = table_ptr + wide(row) * width

@@ -6,11 +6,10 @@
                      S = QKᵀ, mask, P, acc += PV over tiles of N keys, through the software pipeline of `num_stages` tiles
                      stores a partial out and its base-2 log-sum-exp
                      latent KV (MLA): a tile of keys in shared memory holds its values; M = 16, or 64 by wgmma; TMA loads tiles in one page
-    merge_kernel     one CTA per (sequence, query, head, part of the head dim): merges the partial results of a row, then the sink
+    merge_kernel     of `triton.decode_merge`: merges the partial results of a row
 
-The merge is a launch of its own: in the same launch, by the last CTA of a tile, every CTA would wait until its stores are visible to the
-others, which takes 5 to 10 % of the bandwidth (H200). Its CTAs start while the last CTAs of decode_kernel run (programmatic dependent
-launch) and wait for their results.
+If there are enough sequences, a CTA computes a group of up to eight splits, which it merges in registers as merge_kernel does, to the same
+bits; a CTA that has all keys of a sequence stores results (`split_rule`).
 
 Splits are ranges of positions [i · C, (i + 1) · C) of a sequence, where C depends on the sequence's length and the number of KV heads
 (`split_tokens`), and M on the sequence's number of queries. So a row's bits depend neither on the batch nor on pages.
@@ -26,10 +25,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from longspan._kernels.gpu.decode_splits import lowest_key, query_count, sequence_range, split_of_cta, split_tokens
-from longspan._kernels.gpu.device_library import LN_2, LOG2_E
+from longspan._kernels.gpu.decode_splits import split_of_cta
+from longspan._kernels.gpu.device_library import LOG2_E
 from longspan._kernels.gpu.nonfinite_counts import any_nan, count_nonfinite, finite_or_zero
 from longspan._kernels.gpu.tile_access import wide
+from longspan._kernels.triton.decode_merge import add_sink, add_split, final, normalised
 
 _DYNAMIC = [
     "sequences",
@@ -45,6 +45,7 @@ _DYNAMIC = [
     "smallest",
     "coarse",
     "share",
+    "group",
     "new_len",
 ]
 SCALAR_PAGES = tl.constexpr(4)  # pages of a tile whose numbers are loaded as scalars
@@ -132,12 +133,13 @@ def publish_stores(TMA: tl.constexpr):
 @triton.jit
 def attend_keys(
     q, q_rest, n, g, h, q_pos, begin, end, length, k_desc, rest_desc, k_base, v_base, k_stride, v_stride, value_dim, table_row, table_ptr,
-    scale, mask_captured, mask_sizes, score_captured, score_sizes,
+    scale, mask_captured, mask_sizes, score_captured, score_sizes, tokens,
     MASK: tl.constexpr, SCORE: tl.constexpr, PAGE: tl.constexpr, FOLD: tl.constexpr, SAFE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr,
-    SHARED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    SHARED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """(acc, total, m) of q [M, DP] over the keys begin … end − 1, as in `triton.forward`. SAFE: non-finite values count as 0.
+    """(acc, total, m) of q [M, DP] over the keys begin … end − 1, as in `triton.forward`. SAFE: non-finite values count as 0. GROUPED: the
+    keys are splits of `tokens` keys, whose results are merged one after the other.
 
     REST: keys have REST elements more than D, whose queries are q_rest [M, RESTP]. SHARED: values are the first D elements of keys, and a
     tile in shared memory is both. TMA: keys come from the descriptors `k_desc` and `rest_desc`.
@@ -145,6 +147,8 @@ def attend_keys(
     m = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, EP], tl.float32)
+    if GROUPED:
+        group_m, group_total, group_acc = m, total, acc
     d, e = tl.arange(0, DP), tl.arange(0, EP)
     for at in tl.range(begin, end, N, num_stages=1 if SAFE else None):
         kv = at + tl.arange(0, N)
@@ -182,7 +186,17 @@ def attend_keys(
             v = finite_or_zero(v)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         m = m_new
-    return acc, total, m
+        if GROUPED:  # noqa: SIM102 (a compile-time condition)
+            if ((at + N) & (tokens - 1) == 0) | (at + N >= end):  # tokens: a power of two
+                out, lse = normalised(acc, total, m)
+                group_acc, group_total, group_m = add_split(group_acc, group_total, group_m, out, lse)
+                m = tl.full([M], float("-inf"), tl.float32)
+                total = tl.zeros([M], tl.float32)
+                acc = tl.zeros([M, EP], tl.float32)
+    if GROUPED:
+        return group_acc, group_total, group_m
+    else:
+        return acc, total, m
 
 
 @triton.jit
@@ -204,36 +218,51 @@ def count_values(
 
 
 @triton.jit
-def store_partial(part_out_ptr, part_lse_ptr, acc, total, m, at, first, inside, E: tl.constexpr, EP: tl.constexpr):
-    """Store columns first … first + EP − 1 of a partial out [M, E], and its log-sum-exp. `at` [M]: index of the partial result."""
-    nothing = total == 0.0
-    divisor = tl.where(nothing, 1.0, total)
-    tl.store(part_lse_ptr + at, tl.where(nothing, float("-inf"), m + tl.log2(divisor)), mask=inside)
-    e = first + tl.arange(0, EP)
-    tl.store(part_out_ptr + at[:, None] * E + e[None, :], acc / divisor[:, None], mask=inside[:, None] & (e < E)[None, :])
+def store_result(
+    out_ptr, lse_ptr, sink_ptr, acc, total, m, out_row, lse_at, out_step, h, column, inside,
+    E: tl.constexpr, EP: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
+    """Store columns column … column + EP − 1 of rows: partial results, or with DIRECT, the rows' only ones with their sinks, the results.
+
+    out_row, lse_at [M]: elements of out and lse. `out_step`: from one column to the next.
+    """
+    out, lse = normalised(acc, total, m)
+    e = column + tl.arange(0, EP)
+    if DIRECT:
+        base = tl.where(lse == float("-inf"), 0.0, lse)
+        total = tl.exp2(lse - base)
+        out, total, m = add_sink(out, total, lse, sink_ptr, h)
+        out, lse = final(out, total, m)
+    tl.store(lse_ptr + lse_at, lse, mask=inside)
+    at = out_ptr + out_row[:, None] + e[None, :] * out_step
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (e < E)[None, :])
 
 
 @triton.jit(do_not_specialize=_DYNAMIC)
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, rest_desc, table_ptr, ranges_ptr, k_new_ptr, v_new_ptr, part_out_ptr, part_lse_ptr, flags_ptr,
-    q_stride, k_stride, v_stride, k_new_stride, v_new_stride, mask_captured, mask_sizes, score_captured, score_sizes,
-    sequences, kv_heads, row_tiles, splits, min_queries, max_queries, width, q_len, kv_len, first_key, smallest, coarse, share, new_len,
-    scale,
+    sink_ptr, q_stride, k_stride, v_stride, k_new_stride, v_new_stride, out_stride, lse_stride,
+    mask_captured, mask_sizes, score_captured, score_sizes,
+    sequences, kv_heads, row_tiles, splits, min_queries, max_queries, width, q_len, kv_len, first_key, smallest, coarse, share, group,
+    new_len, scale,
     MASK: tl.constexpr, SCORE: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, RAGGED: tl.constexpr, FOLD: tl.constexpr,
     R: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr,
     SAFE_DIM: tl.constexpr, SHARED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    GROUPED: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
-    """A partial out [M, E] and log-sum-exp [M] of one split. WINDOW: keys before q − WINDOW + 1 are hidden; None: no window.
+    """A partial out [M, E] and log-sum-exp [M] of one split, or of a group of splits if GROUPED. DIRECT: sequences have one each, and
+    part_out_ptr and part_lse_ptr are those of the results, with sinks; else sink_ptr is None.
 
-    k_new_ptr, v_new_ptr: new tokens, which every CTA writes that reads them; None: they were written before. EARLY: merge_kernel starts
-    while this kernel runs. flags_ptr: int32 [CTAs, 2]; splits with a flag that is not 0 are computed (`gpu.split_kernel`); None: all are.
+    WINDOW: keys before q − WINDOW + 1 are hidden; None: no window. k_new_ptr, v_new_ptr: new tokens, which every CTA writes that reads
+    them; None: they were written before. EARLY: merge_kernel starts while this kernel runs. flags_ptr: int32 [CTAs, 2]; splits with a flag
+    that is not 0 are computed (`gpu.split_kernel`); None: all are.
     """
     if EARLY:
         gdc_launch_dependents()
-    g, tile, split, n, row, start, length, first, count, begin, end = split_of_cta(
+    g, tile, split, n, row, start, length, first, count, begin, end, tokens = split_of_cta(
         ranges_ptr, sequences, kv_heads, row_tiles, splits, min_queries, max_queries, q_len, kv_len, first_key, smallest, coarse, share,
-        WINDOW, R, M, N,
+        group if GROUPED else 0, WINDOW, R, M, N,
     )  # fmt: skip
     if flags_ptr is not None:
         if EARLY:
@@ -276,109 +305,48 @@ def decode_kernel(
                 publish_stores(TMA)
         acc, total, m = attend_keys(
             q, q_rest, n, g, h, q_pos, begin, end, length, k_desc, rest_desc, k_base, v_base, k_stride, v_stride, E, table_row,
-            table_ptr, scale, mask_captured, mask_sizes, score_captured, score_sizes,
-            MASK, SCORE, PAGE, FOLD, False, M, N, D, DP, EP, REST, RESTP, SHARED, TMA, PRECISION,
+            table_ptr, scale, mask_captured, mask_sizes, score_captured, score_sizes, tokens,
+            MASK, SCORE, PAGE, FOLD, False, M, N, D, DP, EP, REST, RESTP, SHARED, TMA, PRECISION, GROUPED,
         )  # fmt: skip
-        at = ((wide(n) * kv_heads * R + head) * max_queries + i) * splits + split
-        store_partial(part_out_ptr, part_lse_ptr, acc, total, m, at, 0, inside, E, EP)
+        if DIRECT:
+            n64 = wide(0) if RAGGED else wide(n)
+            token = wide(first + i) if RAGGED else wide(i)
+            out_row = n64 * out_stride[0] + wide(head) * out_stride[1] + token * out_stride[2]
+            lse_at = n64 * lse_stride[0] + wide(head) * lse_stride[1] + token * lse_stride[2]
+        else:
+            lse_at = ((wide(n) * kv_heads * R + head) * max_queries + i) * splits + split
+            out_row = lse_at * E
+        out_step = out_stride[3] if DIRECT else 1
+        store_result(part_out_ptr, part_lse_ptr, sink_ptr, acc, total, m, out_row, lse_at, out_step, head, 0, inside, E, EP, DIRECT)
         if any_nan(acc, inside):  # possibly from hidden values: 0 · NaN
             tl.debug_barrier()  # before elements that other threads of the CTA stored are stored again
             # SAFE_DIM values at a time: this path must not need more registers than the loop above.
             for column in tl.range(0, E, SAFE_DIM, num_stages=1):
                 v_part = v_base + column * v_stride[3]
-                part, part_total, part_m = attend_keys(
-                    q, q_rest, n, g, h, q_pos, begin, end, length, None, None, k_base, v_part, k_stride, v_stride, E - column,
-                    table_row, table_ptr, scale, mask_captured, mask_sizes, score_captured, score_sizes,
-                    MASK, SCORE, PAGE, FOLD, True, M, N, D, DP, SAFE_DIM, REST, RESTP, SHARED, False, PRECISION,
-                )  # fmt: skip
-                for sign in tl.range(-1, 2, 2, num_stages=1):
-                    nonfinite = count_values(
-                        sign, n, h, q_pos, begin, end, length, v_part, v_stride, E - column, table_row, table_ptr,
-                        mask_captured, mask_sizes, MASK, PAGE, M, N, SAFE_DIM, PRECISION,
+                group_m, group_total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+                group_acc = tl.zeros([M, SAFE_DIM], tl.float32)
+                for first_split in tl.range(begin // tokens, tl.cdiv(end, tokens), num_stages=1):
+                    lo, hi = tl.maximum(begin, first_split * tokens), tl.minimum(end, (first_split + 1) * tokens)
+                    part, part_total, part_m = attend_keys(
+                        q, q_rest, n, g, h, q_pos, lo, hi, length, None, None, k_base, v_part, k_stride, v_stride, E - column,
+                        table_row, table_ptr, scale, mask_captured, mask_sizes, score_captured, score_sizes, tokens,
+                        MASK, SCORE, PAGE, FOLD, True, M, N, D, DP, SAFE_DIM, REST, RESTP, SHARED, False, PRECISION, False,
                     )  # fmt: skip
-                    part = tl.where(nonfinite > 0.0, part + sign * float("inf"), part)
-                store_partial(part_out_ptr, part_lse_ptr, part, part_total, part_m, at, column, inside, E, SAFE_DIM)
-
-
-@triton.jit
-def merge_row(
-    part_out_ptr, part_lse_ptr, sink_ptr, out_row, lse_at, out_step, at, begin, end, h, part,
-    S: tl.constexpr, E: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """Merge the splits begin … end − 1 of a row, S at a time, then the sink; store PART elements. `at`: index of the row's split 0."""
-    e = part * PART + tl.arange(0, PART)
-    m = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    acc = tl.zeros([PART], tl.float32)
-    for from_split in tl.range(begin // S * S, end, S):
-        s = from_split + tl.arange(0, S)
-        there = (s >= begin) & (s < end)
-        lse = tl.load(part_lse_ptr + at + s, mask=there, other=float("-inf"))
-        x = tl.load(part_out_ptr + (at + s)[:, None] * E + e[None, :], mask=there[:, None] & (e < E)[None, :], other=0.0)
-        m_new = tl.maximum(m, tl.max(lse, 0))
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight, shrink = tl.exp2(lse - base), tl.exp2(m - base)
-        total = total * shrink + tl.sum(weight, 0)
-        acc = acc * shrink + tl.sum(tl.where(weight[:, None] == 0.0, 0.0, x * weight[:, None]), 0)  # 0 · inf would be NaN
-        m = m_new
-    if sink_ptr is not None:
-        logit = tl.load(sink_ptr + h).to(tl.float32) * LOG2_E
-        m_new = tl.maximum(m, logit)
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        shrink = tl.exp2(m - base)
-        total = total * shrink + tl.exp2(logit - base)
-        acc = acc * shrink
-        m = m_new
-    nothing = total == 0.0  # not where total is NaN: a row that sees a NaN has lse NaN
-    divisor = tl.where(nothing, 1.0, total)
-    tl.store(out_row + e * out_step, (acc / divisor).to(out_row.dtype.element_ty), mask=e < E)
-    if part == 0:
-        tl.store(lse_at + tl.arange(0, 1), tl.where(nothing, float("-inf"), m * LN_2 + tl.log(divisor)))
-
-
-@triton.jit(do_not_specialize=_DYNAMIC)
-def merge_kernel(
-    part_out_ptr, part_lse_ptr, ranges_ptr, sink_ptr, out_ptr, lse_ptr, out_stride, lse_stride,
-    sequences, kv_heads, splits, min_queries, max_queries, q_len, kv_len, first_key, smallest, coarse, share,
-    WINDOW: tl.constexpr, RAGGED: tl.constexpr, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr,
-    FEW: tl.constexpr, FEW_PART: tl.constexpr, MANY: tl.constexpr, MANY_PART: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """A part of out, and lse, of one query of one head. PARTS: CTAs of a row.
-
-    A row of at most FEW splits is merged at once, FEW_PART elements per CTA. A row of more splits is merged MANY splits at a time,
-    MANY_PART elements per CTA. MANY is 0 if no sequence has more than FEW splits. EARLY: launched while decode_kernel runs, whose results
-    it waits for; decode_kernel does not write the ranges.
-    """
-    pid = tl.program_id(0)
-    part = pid % PARTS
-    rest = pid // PARTS
-    h = rest % (kv_heads * R)
-    rest = rest // (kv_heads * R)
-    i = rest % max_queries
-    n = rest // max_queries
-    _, start, length, first = sequence_range(ranges_ptr, n, sequences, q_len, kv_len)
-    count = query_count(ranges_ptr, start, length, q_len)
-    if (i < count) & (count >= min_queries) & (count <= max_queries):
-        tokens = split_tokens(length, smallest, coarse, share)
-        # The window of the first query of this row's tile. Splits before it have no partial result.
-        low = lowest_key(first_key, start, (i * R + h % R) // M * M // R, WINDOW, N)
-        begin, end = low // tokens, tl.cdiv(length, tokens)
-        at = ((wide(n) * kv_heads * R + h) * max_queries + i) * splits
-        n64 = wide(0) if RAGGED else wide(n)
-        token = wide(first + i) if RAGGED else wide(i)
-        out_row = out_ptr + n64 * out_stride[0] + wide(h) * out_stride[1] + token * out_stride[2]
-        lse_at = lse_ptr + n64 * lse_stride[0] + h * lse_stride[1] + token * lse_stride[2]
-        if EARLY:
-            gdc_wait()
-        if end <= FEW:  # splits of the whole sequence: the order of a sum depends on nothing else
-            if part * FEW_PART < E:
-                merge_row(
-                    part_out_ptr, part_lse_ptr, sink_ptr, out_row, lse_at, out_stride[3], at, begin, end, h, part, FEW, E, FEW_PART
+                    for sign in tl.range(-1, 2, 2, num_stages=1):
+                        nonfinite = count_values(
+                            sign, n, h, q_pos, lo, hi, length, v_part, v_stride, E - column, table_row, table_ptr,
+                            mask_captured, mask_sizes, MASK, PAGE, M, N, SAFE_DIM, PRECISION,
+                        )  # fmt: skip
+                        part = tl.where(nonfinite > 0.0, part + sign * float("inf"), part)
+                    if GROUPED:
+                        part, part_m = normalised(part, part_total, part_m)
+                        group_acc, group_total, group_m = add_split(group_acc, group_total, group_m, part, part_m)
+                    else:
+                        group_acc, group_total, group_m = part, part_total, part_m
+                store_result(
+                    part_out_ptr, part_lse_ptr, sink_ptr, group_acc, group_total, group_m, out_row, lse_at, out_step, head, column, inside,
+                    E, SAFE_DIM, DIRECT,
                 )  # fmt: skip
-        elif MANY:
-            merge_row(
-                part_out_ptr, part_lse_ptr, sink_ptr, out_row, lse_at, out_stride[3], at, begin, end, h, part, MANY, E, MANY_PART
-            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["kv_heads", "width", "tokens"])

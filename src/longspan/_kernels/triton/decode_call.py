@@ -8,39 +8,40 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longspan._kernels.gpu import codegen, launch
-from longspan._kernels.gpu.compile_options import FUSED
 from longspan._kernels.gpu.device import capability, sm_count
 from longspan._kernels.gpu.interpreter import computable, interpreted
 from longspan._kernels.gpu.launch_call import tf32_allowed
 from longspan._kernels.gpu.limits import MAX_HEAD_DIM
 from longspan._kernels.gpu.lookup_bounds import stays_inside
-from longspan._kernels.gpu.prepared_launch import Layouts, PreparedLaunch, hold_for_graph, layouts
+from longspan._kernels.gpu.prepared_launch import PreparedLaunch, hold_for_graph, layouts
 from longspan._kernels.gpu.split_kernel import SplitKernel
 from longspan._kernels.gpu.uploads import note_upload
 from longspan._kernels.paged import FEW_QUERIES, PagedKV, PagedWork, QueryRanges
 from longspan._kernels.protocol import like_query
-from longspan._kernels.triton.decode import decode_kernel, merge_kernel, write_kernel
+from longspan._kernels.triton.decode import decode_kernel, write_kernel
+from longspan._kernels.triton.decode_launch import FLAGS, FLOATS, LaunchShape, prepared_for, stride_of
+from longspan._kernels.triton.decode_merge import merge_kernel
 from longspan._kernels.triton.decode_tile import DecodeTile, choose_tile, tile_rows
+from longspan._kernels.triton.split_rule import SplitCounts, SplitRule
 
-SMALLEST_SPLIT = 256  # a multiple of every `DecodeTile.n`
+SMALLEST_SPLIT = 256  # a multiple of every `DecodeTile.n`, and a power of two
+GROUP_TOKENS = 4096  # of splits that one CTA may compute: 32 sequences of so many tokens, 8 KV heads, are 256 groups for 132 SMs
 COARSE_SPLIT = 1024  # of latent KV: partial results have 512 floats per row
-# (splits merged at once, elements of a row per CTA): of sequences with at most so many splits; of others, elements per warp.
-_FEW_MERGED, _MANY_MERGED = (16, 512), (64, 32)
-_FEW_LATENT = 8  # in place of 16, for latent KV
+# (groups of splits merged at once, elements of a row per CTA): of sequences with at most so many groups; of others, elements per warp.
+_FEW_MERGED, _MANY_MERGED = (2, 512), (32, 32)
+_FEW_LATENT, _MANY_LATENT = 8, 64  # groups at once, for latent KV, whose groups are single splits
+_GROUPED_RESULTS = 32 * 128  # results of a tile at most: a thread holds 32, and those of a group
 _MERGED_DIM = 128  # elements of a row per warp of a merging CTA: a thread holds the same elements of all splits that are merged at once
 _DECODE_TENSORS = (
     "q_ptr", "k_ptr", "v_ptr", "k_desc", "rest_desc", "table_ptr", "ranges_ptr", "k_new_ptr", "v_new_ptr", "part_out_ptr", "part_lse_ptr",
-    "flags_ptr",
+    "flags_ptr", "sink_ptr",
 )  # fmt: skip
 _WRITTEN: dict[str, Tensor | None] = {"k_new_ptr": None, "v_new_ptr": None}  # the new tokens are in their pages
 _MERGE_TENSORS = ("part_out_ptr", "part_lse_ptr", "ranges_ptr", "sink_ptr", "out_ptr", "lse_ptr")
 _SAFE_DIM = 128  # columns of out that are computed again at a time, if a value is not finite
 MAX_SHARED_DIM = 512  # elements that keys and values share
-_FLOATS = torch.empty(4, dtype=torch.float32, device="cpu")  # placeholder of the partial results in cache keys: every launch allocates them
-_FLAGS = torch.empty(4, dtype=torch.int32, device="cpu")  # of the flags
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -66,42 +67,11 @@ def unsupported_reason(
     return next((r for p in (work.mask, work.score) if (r := codegen.unsupported(p, None, options)) is not None), None)
 
 
-class SplitRule(NamedTuple):
-    """Arguments of `decode_splits.split_tokens` besides the length."""
-
-    smallest: int
-    coarse: int
-    share: int
-
-    def tokens(self, length: int) -> int:
-        """As `decode_splits.split_tokens`."""
-        tokens = self.smallest
-        while tokens < self.share * (length // tokens) or (tokens < self.coarse and 4 * tokens < length):
-            tokens *= 2
-        return tokens
-
-    def count(self, length: int) -> int:
-        """Number of splits of a sequence."""
-        return -(-length // self.tokens(length))
-
-    def max_count(self, longest: int) -> int:
-        """Upper bound of `count` over all lengths up to `longest`: a shorter sequence may have more splits than a longer one."""
-        max_splits, tokens = 0, self.smallest
-        while True:
-            last = tokens * (tokens // self.share + 1) - 1  # the longest sequence with splits of `tokens`
-            if tokens < self.coarse:
-                last = min(last, 4 * tokens)
-            max_splits = max(max_splits, -(-min(last, longest) // tokens))
-            if last >= longest:
-                return max_splits
-            tokens *= 2
-
-
 def split_rule(kv_heads: int, *, shared: bool, by: SplitKernel | None = None, heads: int = 0) -> SplitRule:
     """How sequences are split. shared: keys hold the values. heads: query heads, if `by` is not None."""
     if by is not None:
         return SplitRule(SMALLEST_SPLIT, by.coarse, by.share(heads // kv_heads) * kv_heads)
-    return SplitRule(SMALLEST_SPLIT, COARSE_SPLIT if shared else 0, 4 * kv_heads)
+    return SplitRule(SMALLEST_SPLIT, COARSE_SPLIT if shared else 0, 4 * kv_heads, 0 if shared else GROUP_TOKENS)
 
 
 def write_tokens(pages: PagedKV, k: Tensor, v: Tensor, ranges: QueryRanges) -> None:
@@ -121,8 +91,8 @@ def write_launch(pages: PagedKV, k: Tensor, v: Tensor, ranges: QueryRanges) -> t
         **_dims(k.shape[-1], v.shape[-1]), "kv_heads": k.shape[1], "width": pages.table.shape[1], "tokens": k.shape[2],
         "PAGE": pages.page_size, "SHARED": pages.shared,
     }  # fmt: skip
-    how = _How(ctas=k.shape[0] * k.shape[2] * k.shape[1], warps=1)
-    return _prepared_for(write_kernel, tensors, constants, how, {}), tensors
+    how = LaunchShape(ctas=k.shape[0] * k.shape[2] * k.shape[1], warps=1)
+    return prepared_for(write_kernel, tensors, constants, how, {}), tensors
 
 
 class Queries(NamedTuple):
@@ -161,13 +131,13 @@ def attend_pages(queries: Queries, pages: PagedKV, work: PagedWork) -> tuple[Ten
     q = queries.q
     kv = computable(pages.k), computable(pages.v)
     out, lse = empty_results(q, kv[1].shape[-1])
-    for sizes in page_sizes(queries, pages):
+    for sizes in page_sizes(queries, pages, lookups=_looks_up(work)):
         decode_launch(queries, (*kv, pages.table), work, sizes, (out, lse)).run()
     return out.to(q.dtype), lse
 
 
-def page_sizes(queries: Queries, pages: PagedKV) -> list[DecodeSizes]:
-    """The sizes of each launch of `attend_pages`."""
+def page_sizes(queries: Queries, pages: PagedKV, *, lookups: bool = False) -> list[DecodeSizes]:
+    """The sizes of each launch of `attend_pages`. lookups: programs read tensors."""
     q, ranges = queries.q, queries.ranges
     assert ranges is not None
     heads, kv_heads = q.shape[1], pages.k.shape[1]
@@ -180,15 +150,18 @@ def page_sizes(queries: Queries, pages: PagedKV) -> list[DecodeSizes]:
         by = queries.by if queries.by is not None and m == queries.by.rows else None
         rule = split_rule(kv_heads, shared=pages.shared, by=by, heads=heads)
         counts, lengths = [ranges.counts[i] for i in chosen], [ranges.lengths[i] for i in chosen]
-        longest, splits = max(lengths), max(map(rule.count, lengths))
+        longest, split = max(lengths), rule.counts(lengths)
         if ranges.longest is not None:  # a captured launch: sequences may grow to that length
             longest = max(longest, ranges.longest)
-            splits = rule.max_count(longest)
+            split = rule.largest_counts(longest, len(lengths))
+        grouped = not lookups and _takes_groups(q, kv_heads, m, pages.v.shape[-1], max(counts), split)
+        splits = split.groups if grouped else split.splits
         # Rounded up: of a thousand decoded tokens, only a few then need a new launch. CTAs without a split end at once.
         unit = 1 << max(0, splits.bit_length() - 3)
         made.append(DecodeSizes(
             sequences=len(ranges.counts), queries=(min(counts), max(counts)), longest=_position_bound(longest),
-            splits=-(-splits // unit) * unit, tile_rows=m, rule=rule, shared=pages.shared, by=by,
+            splits=-(-splits // unit) * unit, tile_rows=m, rule=rule, shared=pages.shared, by=by, joined=1 if grouped else split.joined,
+            groups=split.groups, grouped=grouped,
         ))  # fmt: skip
     return made
 
@@ -204,10 +177,25 @@ def attend_contiguous(q: Tensor, k: Tensor, v: Tensor, work: PagedWork) -> tuple
 def _contiguous_launch(q: Tensor, k: Tensor, v: Tensor, work: PagedWork, results: tuple[Tensor, Tensor]) -> DecodeLaunch:
     rows = tile_rows(q.shape[2] * (q.shape[1] // k.shape[1]), v.shape[-1], q.dtype)
     rule = split_rule(k.shape[1], shared=False)
+    split = rule.counts([k.shape[2]])
+    every = split._replace(all_groups=q.shape[0] * split.groups, tokens=q.shape[0] * k.shape[2])
+    grouped = not _looks_up(work) and _takes_groups(q, k.shape[1], rows, v.shape[-1], q.shape[2], every)
     sizes = DecodeSizes(
-        sequences=q.shape[0], queries=(q.shape[2], q.shape[2]), longest=k.shape[2], splits=rule.count(k.shape[2]), tile_rows=rows, rule=rule
+        sequences=q.shape[0], queries=(q.shape[2], q.shape[2]), longest=k.shape[2], splits=split.groups if grouped else split.splits,
+        tile_rows=rows, rule=rule, joined=1 if grouped else split.joined, groups=split.groups, grouped=grouped,
     )  # fmt: skip
     return decode_launch(Queries(q, None, False), (k, v, None), work, sizes, results)
+
+
+def _looks_up(work: PagedWork) -> bool:
+    """Whether programs read tensors. By groups, 32 × 4k with a bias per head and key takes 173 µs on an H200, by splits 165."""
+    return bool(work.mask_captured or work.score_captured)
+
+
+def _takes_groups(q: Tensor, kv_heads: int, rows: int, dim: int, queries: int, split: SplitCounts) -> bool:
+    """Whether a CTA computes a group of splits. Registers then hold the results of a group beside those of a split, rows × dim each."""
+    tiles = -(-queries * (q.shape[1] // kv_heads) // rows) * kv_heads
+    return rows * launch.padded(dim) <= _GROUPED_RESULTS and split.groups_fill(tiles, sm_count(q.device))
 
 
 class DecodeForward:
@@ -232,8 +220,10 @@ class DecodeForward:
 
 
 class DecodeSizes(NamedTuple):
-    """Sizes of a launch: sequences, fewest and most queries of a sequence, tokens of the longest sequence, most splits of a sequence, rows
-    of a tile; how sequences are split; whether values are the first elements of keys; `Queries.by`.
+    """Sizes of a launch: sequences, fewest and most queries of a sequence, tokens of the longest sequence, most partial results of a
+    sequence, rows of a tile; how sequences are split; whether values are the first elements of keys; `Queries.by`.
+
+    grouped: whether a CTA computes a group of splits. joined: partial results per group, at most. groups: of a sequence, at most.
     """
 
     sequences: int
@@ -244,6 +234,14 @@ class DecodeSizes(NamedTuple):
     rule: SplitRule
     shared: bool = False
     by: SplitKernel | None = None
+    joined: int = 1
+    groups: int = 1
+    grouped: bool = False
+
+    @property
+    def direct(self) -> bool:
+        """Whether a CTA computes results, so that none are left to merge."""
+        return self.splits == 1 and self.by is None
 
 
 def empty_results(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -254,12 +252,13 @@ def empty_results(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 class Launches(NamedTuple):
     """The launches of a call, and the sizes of partial outputs and log-sum-exps.
 
-    repair: `decode_kernel` for the splits whose flags a `SplitKernel` has set; None if it sets none.
+    repair: `decode_kernel` for the splits whose flags a `SplitKernel` has set; None if it sets none. merge: None if there is one partial
+    result per row.
     """
 
     decode: PreparedLaunch
     repair: PreparedLaunch | None
-    merge: PreparedLaunch
+    merge: PreparedLaunch | None
     parts: tuple[int, int]
 
     @property
@@ -281,14 +280,24 @@ class DecodeLaunch(NamedTuple):
 
     def run(self) -> None:
         decode, repair, merge, parts = self.launches
+        if merge is None:
+            decode(_read_tensors(self.tensors, direct=True), self.per_call)
+            return
         part_out, part_lse = (torch.empty(size, dtype=torch.float32, device=decode.device) for size in parts)
         tensors: dict[str, Tensor | None] = {**self.tensors, "part_out_ptr": part_out, "part_lse_ptr": part_lse}
         if repair is not None:
             tensors["flags_ptr"] = torch.empty(self.launches.flags, dtype=torch.int32, device=decode.device)
-        decode({name: tensors[name] for name in _DECODE_TENSORS}, self.per_call)
+        read = _read_tensors(tensors, direct=False)
+        decode(read, self.per_call)
         if repair is not None:
-            repair({name: tensors[name] for name in _DECODE_TENSORS} | _WRITTEN, self.per_call)
+            repair(read | _WRITTEN, self.per_call)
         merge({name: tensors[name] for name in _MERGE_TENSORS}, {})
+
+
+def _read_tensors(tensors: dict[str, Tensor | None], *, direct: bool) -> dict[str, Tensor | None]:
+    """Tensors of the decode kernel, in the order of its arguments. direct: of a launch that stores results instead of partial ones."""
+    results = {"part_out_ptr": tensors["out_ptr"], "part_lse_ptr": tensors["lse_ptr"]} if direct else {"sink_ptr": None}
+    return {name: tensors[name] for name in _DECODE_TENSORS} | results
 
 
 def decode_launch(
@@ -304,7 +313,7 @@ def decode_launch(
         "table_ptr": table,
         "ranges_ptr": None if queries.ranges is None else queries.ranges.device_ranges, "k_new_ptr": k_new, "v_new_ptr": v_new,
         "sink_ptr": None if work.sink is None else computable(work.sink.contiguous()), "out_ptr": results[0], "lse_ptr": results[1],
-        "part_out_ptr": _FLOATS, "part_lse_ptr": _FLOATS, "flags_ptr": None if sizes.by is None or work.mask is None else _FLAGS,
+        "part_out_ptr": FLOATS, "part_lse_ptr": FLOATS, "flags_ptr": None if sizes.by is None or work.mask is None else FLAGS,
     }  # fmt: skip
     mask_captured, score_captured = (launch.pack_captured(x, q) for x in (work.mask_captured, work.score_captured))
     per_call = {"mask_captured": mask_captured, "score_captured": score_captured, "scale": float(work.scale)}
@@ -323,7 +332,8 @@ def decode_launch(
 def _tile(q: Tensor, k: Tensor, v: Tensor, sizes: DecodeSizes) -> DecodeTile:
     d, e = q.shape[-1], v.shape[-1]
     dim = max(launch.padded(e if sizes.shared else d), launch.padded(e))
-    return choose_tile(dim=dim, dtype=q.dtype, rows=sizes.tile_rows, waves=_ctas(q, k, sizes) / sm_count(q.device))
+    waves = 0.0 if sizes.grouped else _ctas(q, k, sizes) / sm_count(q.device)
+    return choose_tile(dim=dim, dtype=q.dtype, rows=sizes.tile_rows, waves=waves)
 
 
 def _ctas(q: Tensor, k: Tensor, sizes: DecodeSizes) -> int:
@@ -389,6 +399,7 @@ def _make_launches(
         "sequences": sizes.sequences, "kv_heads": kv_heads, "splits": splits, "min_queries": sizes.queries[0], "max_queries": max_queries,
         "q_len": q.shape[2], "kv_len": sizes.longest, "first_key": 0, **sizes.rule._asdict(),
         "WINDOW": window, "RAGGED": ragged, "R": heads // kv_heads, "M": m, "N": tile.n, "EARLY": early,
+        "GROUPED": sizes.grouped,
     }  # fmt: skip
     constants = {
         **shared, **_dims(d - rest, e), "REST": rest, "RESTP": launch.padded(rest), "SHARED": sizes.shared,
@@ -398,25 +409,40 @@ def _make_launches(
         "mask_sizes": launch.pack_sizes(work.mask_captured), "score_sizes": launch.pack_sizes(work.score_captured),
         "MASK": launch.function(work.mask, options), "SCORE": launch.function(work.score, options),
         "FOLD": work.score is None and work.scale > 0,
-        "PRECISION": "ieee" if q.dtype == torch.float32 and not tf32_allowed() else "tf32",
+        "PRECISION": "ieee" if q.dtype == torch.float32 and not tf32_allowed() else "tf32", "DIRECT": sizes.direct,
+        **{f"{name}_stride": stride_of(tensors[f"{name}_ptr"] if sizes.direct else None) for name in ("out", "lse")},
     }  # fmt: skip
     rows = sizes.sequences * heads * max_queries
-    few = min(_FEW_MERGED[0], _FEW_LATENT) if sizes.shared else _FEW_MERGED[0]
+    few, many = (_FEW_LATENT, _MANY_LATENT) if sizes.shared else (_FEW_MERGED[0], _MANY_MERGED[0])
     merge_warps = max(1, launch.padded(e) // _MERGED_DIM)  # of all launches: the order of sums follows from it
     few_part, many_part = min(_FEW_MERGED[1], launch.padded(e)), min(_MANY_MERGED[1] * merge_warps, launch.padded(e))
-    many = _MANY_MERGED[0] if splits > few else 0
+    many = many if sizes.groups > few else 0
     parts = launch.padded(e) // (many_part if many else few_part)
-    decode = _How(ctas=_ctas(q, k, sizes), warps=tile.warps, stages=tile.stages(paged=table is not None))
-    merge = _How(ctas=rows * parts, warps=merge_warps, early=early)
+    decode = LaunchShape(
+        ctas=_ctas(q, k, sizes), warps=tile.warps, stages=tile.stages(paged=table is not None), registers=_registers(tile, early)
+    )
+    merge = LaunchShape(ctas=rows * parts, warps=merge_warps, early=early)
     merged = {
-        **shared, "E": e, "PARTS": parts, "FEW": few, "FEW_PART": few_part, "MANY": many, "MANY_PART": many_part
+        **shared, "E": e, "PARTS": parts, "FEW": few, "FEW_PART": few_part, "MANY": many, "MANY_PART": many_part, "SPLITS": sizes.joined,
     }  # fmt: skip
-    read = {name: tensors[name] for name in _DECODE_TENSORS}
-    first, repair = _prepared_for(decode_kernel if sizes.by is None else sizes.by, read, constants, decode, per_call), None
+    read = _read_tensors(tensors, direct=sizes.direct)
+    first, repair = prepared_for(decode_kernel if sizes.by is None else sizes.by, read, constants, decode, per_call), None
     if read["flags_ptr"] is not None:
-        repair = _prepared_for(decode_kernel, read | _WRITTEN, constants, decode._replace(early=early), per_call)
-    last = _prepared_for(merge_kernel, {name: tensors[name] for name in _MERGE_TENSORS}, merged, merge, {})
+        repair = prepared_for(decode_kernel, read | _WRITTEN, constants, decode._replace(early=early), per_call)
+    if sizes.direct:
+        return Launches(first, repair, None, (0, 0))
+    last = prepared_for(merge_kernel, {name: tensors[name] for name in _MERGE_TENSORS}, merged, merge, {})
     return Launches(first, repair, last, (rows * splits * e, rows * splits))
+
+
+def _registers(tile: DecodeTile, rows: int) -> int:
+    """Registers of a thread on Hopper: as many as the CTAs have for which shared memory has room; 0: as many as the assembler likes.
+
+    It spills some, for one CTA more than there is room for.
+    """
+    if tile.tma or tile.warps != 4:
+        return 0
+    return 232 if tile.buffers > 2 else 160 if rows <= 16 else 0
 
 
 def _dims(d: int, e: int) -> dict[str, int]:
@@ -437,53 +463,3 @@ def _options(work: PagedWork, dtype: torch.dtype, longest: int) -> codegen.Optio
 def _position_bound(longest: int) -> int:
     """The bound of positions for which programs are compiled."""
     return codegen.SHORT if longest <= codegen.SHORT else codegen.LONG
-
-
-class _How(NamedTuple):
-    """How a kernel is launched: CTAs, warps, pipeline stages; `early`: while the kernel before it ends (programmatic dependent launch)."""
-
-    ctas: int
-    warps: int
-    stages: int = 1
-    early: bool = False
-
-
-def _prepared_for(
-    kernel: Any, tensors: dict[str, Tensor | None], constants: dict[str, Any], how: _How, per_call: dict[str, Any]
-) -> PreparedLaunch:  # fmt: skip
-    """The launch of a kernel or of a `SplitKernel`, cached by the layouts of tensors and by constants."""
-    device = next(t.device for t in reversed(tensors.values()) if t is not None and t is not _FLOATS and t is not _FLAGS)
-    captured = [t for name in ("mask_captured", "score_captured") for t in per_call.get(name, ())]
-    names = [name for name in (kernel.kernel if isinstance(kernel, SplitKernel) else kernel).arg_names if name.endswith("_stride")]
-    strides = {name: _stride(tensors[f"{name.removesuffix('_stride')}_ptr"]) for name in names}
-    prepared = _prepared(kernel, device, layouts([*tensors.values(), *captured]), tuple({**constants, **strides}.items()), how)
-    if launch.capturing(device):
-        hold_for_graph(prepared)
-    return prepared
-
-
-def _stride(tensor: Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0, 0) if tensor is None else tensor.stride()
-
-
-@lru_cache(maxsize=512)
-def _prepared(
-    kernel: Any, device: torch.device, _layouts: Layouts, constants: tuple[tuple[str, Any], ...], how: _How
-) -> PreparedLaunch:  # fmt: skip
-    known = dict(constants)
-    if isinstance(kernel, SplitKernel):
-        return PreparedLaunch(
-            kernel=kernel.kernel, options={**kernel.options, **FUSED}, ctas=how.ctas, device=device, descriptors=kernel.descriptors,
-            constants=known,
-        )  # fmt: skip
-    tiles = {"k_desc": "DP", "rest_desc": "RESTP"} if known.get("TMA") else {}
-    options = {"num_warps": how.warps, "num_stages": how.stages, **FUSED, **({"launch_pdl": True} if how.early else {})}
-    return PreparedLaunch(
-        kernel=kernel, options=options, ctas=how.ctas, device=device,
-        descriptors={name: partial(_described, rows=known["N"], columns=known[dim]) for name, dim in tiles.items()}, constants=known,
-    )  # fmt: skip
-
-
-def _described(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """The TMA descriptor of keys [P, G, page_size, D] or [B, G, K, D], in tiles of rows × columns."""
-    return TensorDescriptor(tensor, *launch.extents(tensor), [1, 1, rows, columns])

@@ -1,4 +1,4 @@
-"""A decode call that repeats: two launches with new addresses, and nothing else. Legend as in `longspan._kernels.paged`."""
+"""A decode call that repeats: one or two launches with new addresses, and nothing else. Legend as in `longspan._kernels.paged`."""
 
 from __future__ import annotations
 
@@ -90,20 +90,26 @@ class PreparedDecode:
             return None
         (q, k, v, sink), (keys, values), (table, ranges) = tensors, pages, step
         empty = self._empty
-        out, lse, parts = empty(*self._out), empty(*self._lse), empty((self._floats,), (1,), torch.float32)
-        q_address, part_out = q.data_ptr(), parts.data_ptr()
-        part_lse = part_out + self._first_lse
+        out, lse = empty(*self._out), empty(*self._lse)
+        q_address = q.data_ptr()
         # Programs capture no tensors: their places hold q (`launch.pack_captured`).
         pages_read = q_address, keys, values, *(keys,) * self._descriptors, table, ranges
         programs = q_address, q_address, self._scale
-        if self._repair is None:
-            self._decode.launch_on(stream, (*pages_read, k.data_ptr(), v.data_ptr(), part_out, part_lse, *programs))
-        else:
-            flags = part_out + self._first_flag
-            self._decode.launch_on(stream, (*pages_read, k.data_ptr(), v.data_ptr(), part_out, part_lse, flags, *programs))
-            self._repair.launch_on(stream, (*pages_read, part_out, part_lse, flags, *programs))
         sinks = () if sink is None else (sink.data_ptr(),)
-        self._merge.launch_on(stream, (part_out, part_lse, ranges, *sinks, out.data_ptr(), lse.data_ptr()))
+        read = *pages_read, k.data_ptr(), v.data_ptr()
+        if self._merge is None:
+            self._decode.launch_on(stream, (*read, out.data_ptr(), lse.data_ptr(), *sinks, *programs))
+        else:
+            parts = empty((self._floats,), (1,), torch.float32)
+            part_out = parts.data_ptr()
+            part_lse = part_out + self._first_lse
+            if self._repair is None:
+                self._decode.launch_on(stream, (*read, part_out, part_lse, *programs))
+            else:
+                flags = part_out + self._first_flag
+                self._decode.launch_on(stream, (*read, part_out, part_lse, flags, *programs))
+                self._repair.launch_on(stream, (*pages_read, part_out, part_lse, flags, *programs))
+            self._merge.launch_on(stream, (part_out, part_lse, ranges, *sinks, out.data_ptr(), lse.data_ptr()))
         if captured:
             for one in self._launches.all:
                 hold_for_graph(one)
