@@ -89,6 +89,17 @@ def test_32_heads_of_two_kv_heads_with_narrow_values() -> None:
     check(case_of((64, 2), (130, 130), (128, 64), mask, dtype=torch.float16), kernel="hopper")
 
 
+@pytest.mark.parametrize("queries", [1, 6])
+def test_8_heads_and_a_negative_scale(queries: int) -> None:
+    """With lists of six queries, the kernel masks scores."""
+    mask = ls.selected(choose((1, 2, 90 // queries, 140), 90, 0), 1, queries) & ls.causal()
+    case = case_of((16, 2), (90, 90), (128, 128), mask)
+    check(case, kernel="hopper")
+    q, k, v = (case.tensors[n].detach() for n in "qkv")
+    opposite = ls.attention(-q, k, v, mask=mask, scale=-(128**-0.5), kernel="hopper")
+    torch.testing.assert_close(opposite, ls.attention(q, k, v, mask=mask, kernel="hopper"), rtol=0, atol=0.02)
+
+
 def test_192_heads_of_three_kv_heads_of_64_dims() -> None:
     mask = ls.selected(choose((1, 1, 77, 65), 77, 0), 1) & ls.causal()
     check(case_of((192, 3), (77, 77), (64, 64), mask), kernel="hopper")

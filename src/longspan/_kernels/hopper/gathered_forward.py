@@ -171,10 +171,10 @@ def _softmax(
 
     MASKED: rows see the pairs of `visible` only. SCALE_IN_EXP: `factor` is positive, so that the max may be scaled instead of the scores.
     """
+    if not SCALE_IN_EXP:  # before −inf, whose product with a negative factor is inf
+        s = s * factor
     if MASKED:
         s = gl.where(visible, s, -float("inf"))
-    if not SCALE_IN_EXP:
-        s = s * factor
     if left < N:
         j = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
         s = gl.where(gl.expand_dims(j < left, 0), s, -float("inf"))
