@@ -26,7 +26,7 @@ class Case:
 
     settings: fields of its config, those of nested configs in nested dicts.
     inputs: entries of a batch that the class requires, from the batch of tokens and labels; they replace entries of the same name.
-    images: entries of a batch with an image in each row, for a class that runs without images too; None for no such batches.
+    images: entries of a batch with an image or audio in each row, for a class that runs without too; None for no such batches.
     train: the class has gradients in train mode only.
     dtype: of the model; float64 where rounding in float32 changes the sign of an input of ReLU, and so its gradient.
     package: a package that the class requires and the tests do not install.
@@ -158,9 +158,15 @@ CASES: dict[str, Case] = {
     ),
     "Nemotron3_5TranscribeForConditionalGeneration": Case(
         settings={
-            "audio_config": {"diarization_config": {"head_config": {"audio_hidden_size": 32}}},
-            "word_timestamp_config": {"blank_token_id": 60},
-        }
+            "audio_config": {
+                "asr_config": {"num_key_value_heads": 4},
+                "diarization_config": {"head_config": {"audio_hidden_size": 32}, "audio_config": {"num_key_value_heads": 4}},
+            },
+            "word_timestamp_config": {"blank_token_id": 60}, "audio_token_id": IMAGE,
+        },
+        images=lambda batch: {
+            **image_tokens(batch, 3), "input_features": random(2, 24, 128), "input_features_mask": torch.ones(2, 24, dtype=torch.long),
+        },
     ),
     "ProphetNetForConditionalGeneration": Case(settings={"add_cross_attention": True, "is_decoder": False}),
     "VibeVoiceAsrForConditionalGeneration": Case(

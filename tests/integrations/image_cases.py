@@ -177,7 +177,9 @@ IMAGE_CASES: dict[str, Case] = {
         images=_grids(48, types=True),
     ),
     "FastVlmForConditionalGeneration": Case(
-        settings={"vision_config": {"architecture": "test_vit", "model_args": None, "hidden_size": 64}}, package="timm"
+        settings={"vision_config": {"architecture": "test_resnet", "model_args": None, "hidden_size": 96}, "image_token_index": IMAGE},
+        images=_images(3, 64, 64, count=4),
+        package="timm",
     ),
     "Florence2ForConditionalGeneration": Case(
         settings={
