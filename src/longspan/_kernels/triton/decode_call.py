@@ -440,9 +440,9 @@ def _registers(tile: DecodeTile, rows: int) -> int:
 
     It spills some, for one CTA more than there is room for.
     """
-    if tile.tma or tile.warps != 4:
+    if tile.tma or tile.warps != 4 or rows > 16:
         return 0
-    return 232 if tile.buffers > 2 else 160 if rows <= 16 else 0
+    return 232 if tile.buffers > 2 else 160
 
 
 def _dims(d: int, e: int) -> dict[str, int]:
