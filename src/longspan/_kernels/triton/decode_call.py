@@ -442,7 +442,7 @@ def _registers(tile: DecodeTile, rows: int) -> int:
     """
     if tile.tma or tile.warps != 4 or rows > 16:
         return 0
-    return 232 if tile.buffers > 2 else 160
+    return 232 if tile.buffers > 2 else 160 if tile.n == 64 else 0
 
 
 def _dims(d: int, e: int) -> dict[str, int]:
