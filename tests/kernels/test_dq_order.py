@@ -209,8 +209,6 @@ def test_invariant_dq_takes_one_pass_where_both_ways_have_the_same_bits(monkeypa
     assert _one_pass(inputs, work, []) and not HOPPER.capabilities(inputs, work).concurrent_backward
     assert not _one_pass(*causal_call(16, 2048, invariant=True), [])
     assert not _one_pass(*causal_call(2, 3000, 192, invariant=True), [])  # hopper.dkv_parts rounds P
-    monkeypatch.setattr(hopper, "isolates", lambda work: True)
-    assert not _one_pass(inputs, work, [])
 
 
 @pytest.fixture(params=[True, False], ids=["ordered dQ", "separate dQ kernel"])

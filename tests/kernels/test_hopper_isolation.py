@@ -1,6 +1,4 @@
-"""Isolation of the Hopper kernels (LONGSPAN_ISOLATE=1): NaN, inf and huge numbers in tokens that a row does not see change no bit of its
-results, in any pass.
-"""
+"""Isolation of the Hopper kernels: NaN, inf and huge numbers in tokens that a row does not see change no bit of its results."""
 
 from __future__ import annotations
 
@@ -18,9 +16,11 @@ pytest.importorskip("triton.experimental.gluon")
 from tests.kernels.shards import work_of
 
 import longspan as ls
-from longspan._kernels.hopper.isolation import isolates
+from longspan._kernels.hopper import HopperKernel
+from longspan._kernels.hopper.isolation import isolates, isolation_demanded
 from longspan._kernels.hopper.passes import HopperCall
-from longspan._kernels.protocol import AttentionInputs
+from longspan._kernels.protocol import AttentionInputs, Selection
+from longspan._kernels.triton import TritonKernel
 from longspan.testing import virtual_world
 
 TOKENS, HEADS, KV_HEADS = 1000, 4, 2
@@ -44,11 +44,6 @@ class Results(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
-
-
-@pytest.fixture(autouse=True)
-def isolate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LONGSPAN_ISOLATE", "1")
 
 
 def causal_call(length: int, local: int = 0) -> tuple[HopperCall, list[Tensor]]:
@@ -85,11 +80,28 @@ def test_row_terms_beyond_the_first_round_of_ctas_are_read() -> None:
     assert flag(call, norm, delta, scanned=True) == 1
 
 
-def test_calls_without_a_mask_or_without_the_variable_are_not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masked_calls_are_isolated_unless_the_variable_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LONGSPAN_ISOLATE", raising=False)
     call, _ = causal_call(130)
-    assert isolates(call.work) and not isolates(replace(call.work, mask=None))
+    assert isolates(call.work) and not isolates(replace(call.work, mask=None)) and not isolation_demanded()
     monkeypatch.setenv("LONGSPAN_ISOLATE", "0")
-    assert not isolates(call.work)
+    assert not isolates(call.work) and not isolation_demanded()
+    monkeypatch.setenv("LONGSPAN_ISOLATE", "1")
+    assert isolates(call.work) and isolation_demanded()
+
+
+@pytest.mark.parametrize(("granularity", "q_granularity"), [(64, 128), (64, 64)])
+def test_chosen_blocks_of_64_are_isolated_on_demand_only(
+    granularity: int, q_granularity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.delenv("LONGSPAN_ISOLATE", raising=False)
+    q, k, v = (torch.zeros(1, heads, 256, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    inputs, kernel = AttentionInputs(q=q, k=k, v=v), HopperKernel(fallback=TritonKernel())
+    indices = torch.zeros(1, 2, 256 // q_granularity, 3, dtype=torch.int32)
+    chosen = Selection(indices=indices, granularity=granularity, q_granularity=q_granularity, heads_per_choice=2)
+    assert kernel.selection_block(inputs, chosen, captured_grads=False, by_head=False) == (q_granularity, granularity)
+    monkeypatch.setenv("LONGSPAN_ISOLATE", "1")
+    assert kernel.selection_block(inputs, chosen, captured_grads=False, by_head=False) is None
 
 
 @contextmanager

@@ -55,9 +55,9 @@ def test_a_repeated_call_launches_four_kernels_with_the_addresses_of_its_tensors
     q, k, v = (t.data_ptr() for t in tensors)
     forward, rows, dkdv, rounding = launches.values
     assert forward[:4] == (q, k, v, out.data_ptr()) and forward[5] == q
-    assert rows[0] == out.data_ptr() and rows[2] == forward[4]
-    norm, delta, total, counters = rows[3:]
-    assert dkdv[:6] == (q, k, v, rows[1], norm, delta) and dkdv[8:10] == (total, counters + 16)
+    assert rows[:2] == (q, out.data_ptr()) and rows[3] == forward[4]
+    norm, delta, total, counters, flag = rows[4:]
+    assert dkdv[:6] == (q, k, v, rows[2], norm, delta) and dkdv[8:13] == (total, norm, delta, flag, counters + 16)
     assert rounding == (total, grads[0].data_ptr(), dkdv[6], grads[1].data_ptr(), dkdv[7], grads[2].data_ptr(), 64**-0.5)
     assert forward[-3:] == dkdv[-3:] == (64**-0.5, 0, 0)
 
@@ -138,7 +138,6 @@ def test_a_captured_parameter_gets_its_gradient_by_the_query_kernel(launches: La
 
 
 def test_isolated_calls_have_one_flag_for_all_kernels(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LONGSPAN_ISOLATE", "1")
     tensors, seen = qkv(), used(monkeypatch)
     repeat(tensors, [BIAS], mask=ls.causal(), score_mod=biased)
     launches.clear()

@@ -1,4 +1,4 @@
-"""Isolation of rows and keys from NaN, ±inf and overflowing numbers that they do not see (LONGSPAN_ISOLATE=1).
+"""Isolation of rows and keys from NaN, ±inf and overflowing numbers that they do not see, unless LONGSPAN_ISOLATE=0.
 
 A masked pair has P = 0 and dS = 0, but wgmma adds 0 · x for it to sums of other rows and keys, and dP of a masked pair may be infinite.
 Where there is such a number, warps change tiles in shared memory before the others read them:
@@ -36,6 +36,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from longspan._kernels.gpu.selected_tables import pairs_of
 from longspan._kernels.gpu.tile_access import load_rows, wide
 from longspan._kernels.hopper.gluon_names import barrier, reinterpret
 from longspan._kernels.hopper.pipeline import mbarriers
@@ -54,13 +55,18 @@ _DIMS = gl.constexpr(64)  # columns of a piece: TMA stores a tile as panels of 1
 
 
 def isolation_enabled() -> bool:
-    """Whether LONGSPAN_ISOLATE=1 is set."""
-    return os.environ.get("LONGSPAN_ISOLATE", "0") not in ("", "0")
+    """Whether LONGSPAN_ISOLATE=0 is not set."""
+    return os.environ.get("LONGSPAN_ISOLATE", "1") not in ("", "0")
+
+
+def isolation_demanded() -> bool:
+    """Whether LONGSPAN_ISOLATE=1 is set: kernels that do not isolate rows are not used."""
+    return isolation_enabled() and "LONGSPAN_ISOLATE" in os.environ
 
 
 def isolates(work: Work) -> bool:
-    """Whether passes are isolated (`hopper.isolation`). Without a mask, all rows see the same keys."""
-    return work.mask is not None and isolation_enabled()
+    """Whether passes are isolated (`hopper.isolation`). Without a mask, all rows see the same keys. Chosen blocks of 64 are not."""
+    return work.mask is not None and isolation_enabled() and pairs_of(work) == (False, False)
 
 
 class BlockIsolation(NamedTuple):

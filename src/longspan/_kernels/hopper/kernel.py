@@ -26,7 +26,7 @@ from longspan._kernels.hopper.config import HOPPER, MAX_DIM, computes_dq_with_dk
 from longspan._kernels.hopper.dq_order import ordered_dq_pays
 from longspan._kernels.hopper.gathered_call import GatheredCall, GatheredKeys, gathers_heads
 from longspan._kernels.hopper.gqa_split import head_parts_of, order_sizes
-from longspan._kernels.hopper.isolation import isolates, isolation_enabled
+from longspan._kernels.hopper.isolation import isolates, isolation_demanded
 from longspan._kernels.hopper.passes import (
     HopperCall,
     RowGrads,
@@ -273,9 +273,9 @@ class HopperKernel:
         block = tile_of(selection)
         if block is None and not captured_grads and not by_head and adds_grads(selection) and gathers_heads(inputs, selection):
             # Queries with one list load keys that one of them may not see.
-            return _GATHERED if selection.q_granularity == 1 or not isolation_enabled() else None
+            return _GATHERED if selection.q_granularity == 1 or not isolation_demanded() else None
         d, e = inputs.q.shape[-1], inputs.v.shape[-1]
-        if block is None or max(d, e) > MAX_DIM or (block != (BLOCK_SIZE, BLOCK_SIZE) and (max(d, e) > 128 or isolation_enabled())):
+        if block is None or max(d, e) > MAX_DIM or (block != (BLOCK_SIZE, BLOCK_SIZE) and (max(d, e) > 128 or isolation_demanded())):
             return None
         # An item of 64 queries has two heads: they must see the same keys of the same KV head.
         together = (selection.heads_per_choice, inputs.q.shape[1] // inputs.k.shape[1])
@@ -331,7 +331,7 @@ def _one_pass(inputs: AttentionInputs, work: Work, needs: Sequence[bool]) -> boo
     if not computes_dq_with_dkv(q.shape[-1], v.shape[-1], scored=work.score is not None):
         return False
     # Where `hopper.backward_dq` has the bits of this kernel.
-    if work.invariant and (takes_wide_dkv(q.shape[-1], v.shape[-1]) or isolates(work)):
+    if work.invariant and takes_wide_dkv(q.shape[-1], v.shape[-1]):
         return False
     if not work.invariant and not torch.are_deterministic_algorithms_enabled():
         return True
