@@ -1,4 +1,5 @@
-"""Compile the prebuilt kernels (`longspan._kernels.gpu.prebuilt`) that are missing, and delete those that no common call uses.
+"""Compile the prebuilt kernels (`longspan._kernels.gpu.prebuilt`) that are missing or of another assembler, and delete those that no
+common call uses.
 
     make kernels
 
@@ -17,17 +18,14 @@ from pathlib import Path
 
 import triton
 from tests.kernels.common_calls import TARGET, Request, common_requests
-from triton.backends.nvidia import compiler as nvidia_compiler
 
-from longspan._kernels.gpu import compilation, prebuilt
+from longspan._kernels.gpu import assembler, compilation, prebuilt
 
 _requests: list[Request] = []  # for the processes, which are forked: a request cannot be sent
 
 
 def assembler_version() -> str:
-    with compilation.right_assembler(TARGET):
-        path = nvidia_compiler.get_ptxas(TARGET.arch).path
-    text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run([assembler.tool(TARGET).path, "--version"], capture_output=True, text=True, check=True).stdout
     version = re.search(r"V([\d.]+)", text)
     return f"ptxas {version[1] if version else text}"
 
@@ -44,11 +42,11 @@ def build(index: int) -> str:
 
 
 def main() -> None:
-    wanted = common_requests()
+    wanted, by = common_requests(), assembler_version()
     folder: Path = prebuilt.FOLDER
     folder.mkdir(exist_ok=True)
     for path in folder.glob("*.xz"):
-        if path.stem not in wanted:
+        if path.stem not in wanted or prebuilt.unpack(path)[0]["assembler"] != by:
             path.unlink()
     _requests.extend(request for key, request in wanted.items() if not prebuilt.path_of(key).exists())
     with multiprocessing.get_context("fork").Pool(max(1, min(int(os.environ.get("JOBS") or os.cpu_count() or 1), len(_requests)))) as pool:

@@ -19,13 +19,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import triton
-from triton.backends.nvidia.compiler import get_ptxas
+from triton.backends.compiler import GPUTarget
 
-from longspan._kernels.gpu import compilation
+from longspan._kernels.gpu import assembler, compilation
 from longspan._kernels.gpu.prebuilt import _OPTIONS, kernel_key
 from longspan._kernels.gpu.source_digest import NoDigest
 
 HERE = Path(__file__).parent
+TARGET = GPUTarget("cuda", 90, 32)
 # Code that compiles and checks, beside the script itself.
 CHECKS = (compilation.__file__, __file__, HERE / "hopper_compile.py", HERE / "calls.py", HERE.parent / "kernels_of_calls.py")
 
@@ -46,7 +47,7 @@ class Record:
     def __init__(self, script: str) -> None:
         self.path = HERE / "compiled" / f"{Path(script).stem}.json"
         text = b"\0".join(Path(path).read_bytes() for path in (*CHECKS, script))
-        self.holds_for = f"Triton {triton.__version__}, {get_ptxas(90).version.split()[-1]}, {hashlib.sha256(text).hexdigest()[:16]}"
+        self.holds_for = f"Triton {triton.__version__}, {assembler.version(TARGET)}, {hashlib.sha256(text).hexdigest()[:16]}"
         self.used: dict[str, Entry] = {}
 
     @cached_property

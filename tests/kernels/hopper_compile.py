@@ -23,15 +23,14 @@ from unittest.mock import patch
 import torch
 import triton
 from tests.kernels.calls import backward, forward
-from tests.kernels.compiled_record import Record, is_recorded, parameter_bytes
+from tests.kernels.compiled_record import TARGET, Record, is_recorded, parameter_bytes
 from tests.kernels_of_calls import SHARED_MEMORY, pretend_device
 from torch import Tensor
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 import longspan as ls
-from longspan._kernels.gpu import compilation, prepared_launch
+from longspan._kernels.gpu import assembler, compilation, prepared_launch
 from longspan._kernels.gpu.driver_launch import parameters
 from longspan._kernels.gpu.prepared_launch import PreparedLaunch
 from longspan._kernels.hopper import HopperKernel, kernel, passes
@@ -44,7 +43,7 @@ from longspan._masks.tracing import trace
 
 HOPPER = HopperKernel(fallback=TritonKernel())
 
-ASSEMBLER = get_ptxas(90).path  # Triton has several: since 3.9, another one for sm_90 and later
+ASSEMBLER = assembler.tool(TARGET).path
 IDS = torch.arange(1400) // 90
 SLOPES = torch.linspace(0.1, 0.9, 4)
 compiled: list[Any] = []  # (kernel's name, compiled kernel)

@@ -29,37 +29,43 @@ def use_right_assembler(compiles_here: Callable[[], bool]) -> None:
     """Let Triton take the right assembler for kernels that are compiled while `compiles_here()` is true."""
     original = getattr(nvidia_compiler, "get_ptxas", None)
     if original is not None:
-        nvidia_compiler.get_ptxas = lambda arch: _right(original(arch)) if compiles_here() else original(arch)
+        nvidia_compiler.get_ptxas = lambda arch: _without_fault(original(arch)) if compiles_here() else original(arch)
+
+
+def tool(target: Any) -> Any:
+    """The assembler of kernels for this target, with `path` and `version`; None if Triton does not tell or it is not NVIDIA's."""
+    own = _tritons_choice(target)
+    return None if own is None else _without_fault(own)
 
 
 def version(target: Any) -> str:
-    """Version of the assembler of kernels for this target; "" if Triton does not tell."""
-    own = _own(target)
-    return "" if own is None else str(_right(own).version)
+    """Version of the assembler of kernels for this target; "" without one."""
+    taken = tool(target)
+    return "" if taken is None else str(taken.version)
 
 
 def options_for(source: Any, target: Any, options: dict[str, Any] | None) -> dict[str, Any] | None:
     """Compile options of a kernel, with less optimization if its assembler has the fault."""
-    own = _own(target)
-    if own is None or source.fn.is_gluon() or _is_right(_right(own)):
+    own = _tritons_choice(target)
+    if own is None or source.fn.is_gluon() or _is_right(_without_fault(own)):
         return options
     options = options or {}
     return {**options, "ptx_options": f"{options.get('ptx_options') or ''} {_LESS_OPTIMIZED}".strip()}
 
 
-def _own(target: Any) -> Any:
+def _tritons_choice(target: Any) -> Any:
     """The assembler that Triton would take; None for other GPUs than NVIDIA's."""
     get = getattr(nvidia_compiler, "get_ptxas", None)
     return None if get is None or getattr(target, "backend", None) != "cuda" else get(target.arch)
 
 
-def _right(tool: Any) -> Any:
+def _without_fault(tool: Any) -> Any:
     """The tool, or one without the fault that this machine's driver loads code of. Not if the user has chosen one."""
     if _is_right(tool) or os.environ.get("TRITON_PTXAS_PATH"):
         return tool
     try:
         other = knobs.nvidia.ptxas_blackwell
-    except (AttributeError, RuntimeError):  # not there
+    except (AttributeError, RuntimeError):  # Triton has no second assembler
         return tool
     major = _version(other)[0]
     return other if _is_right(other) and (major == 12 or major <= _driver_major()) else tool
