@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.swa_utils import AveragedModel
 
 import longspan as ls
 from longspan._engine import ops
@@ -243,6 +246,30 @@ def test_long_context_over_ranks_takes_whole_batches() -> None:
     torch.testing.assert_close(torch.stack([loss for loss, _ in ranks]).sum(), expected.detach().double(), rtol=1e-6, atol=0)
     for i, b in enumerate(want):
         torch.testing.assert_close(torch.stack([grads[i] for _, grads in ranks]).sum(0), b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("copied", [deepcopy, lambda model: AveragedModel(model).module])
+@pytest.mark.parametrize("loss_chunk", [9, None])
+def test_a_deep_copy_of_a_long_context_model_runs_its_own_weights(copied: Any, loss_chunk: int | None) -> None:
+    model, batch, meshes = tiny("Llama").train(), batch_of(), virtual_world(2).run(lambda mesh: mesh)
+    signature = inspect.signature(model.forward)
+    memory.long_context(model, keep="host", inputs="host", mlp_chunk=16, loss_chunk=loss_chunk)
+    want = model(**batch).loss.detach()
+    copy = copied(model)
+    assert inspect.signature(copy.forward) == signature
+    with torch.no_grad():
+        for parameter in copy.parameters():
+            parameter.zero_()
+    loss = copy(**batch).loss
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), torch.tensor(61.0).log().to(loss.dtype))
+    assert not gradients(model)
+    assert gradients(copy)
+    torch.testing.assert_close(model(**batch).loss.detach(), want)
+    stores = {id(m._gradient_checkpointing_func.keywords["keep"]) for m in (*model.model.layers, *copy.model.layers)}
+    assert len(stores) == 2  # one for each model
+    over_ranks = deepcopy(memory.long_context(tiny("Llama"), meshes[0]))
+    assert over_ranks.forward.args[2].mesh is meshes[0]
 
 
 def test_models_that_change_their_logits_compute_their_own_loss_without_a_loss_chunk() -> None:

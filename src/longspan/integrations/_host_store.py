@@ -74,6 +74,9 @@ class HostStore:
         self._last: weakref.ref[HostTensor] | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
+    def __deepcopy__(self, memo: dict[int, object]) -> HostStore:
+        return HostStore()  # of the copy's own forward passes
+
     def put(self, tensor: Tensor) -> HostTensor:
         """Start to copy a tensor to the host. Its memory on the device is free when the copy is done and nobody else holds it."""
         stream = None

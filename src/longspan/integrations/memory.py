@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -265,9 +266,7 @@ def long_context(
     Returns:
         The model.
     """
-    from transformers.modeling_outputs import CausalLMOutput
-
-    from longspan.integrations.transformers import NAME, prepare_batch
+    from longspan.integrations.transformers import NAME
 
     model.set_attn_implementation(NAME)
     kept_on, inputs_on = (HostStore() if place == "host" else None for place in (_checked("keep", keep), _checked("inputs", inputs)))
@@ -279,24 +278,49 @@ def long_context(
     if mlp_chunk is not None:
         tile_mlps(model, mlp_chunk)
         tile_norms(model, mlp_chunk)
-    plain_forward = model.forward
-    names = list(inspect.signature(plain_forward).parameters)
-
-    @functools.wraps(plain_forward)
-    def forward(*args: Any, **batch: Any) -> Any:
-        positional = dict(zip(names, args))
-        if not model.training or positional.keys() & batch.keys():  # the latter raises TypeError
-            return plain_forward(*args, **batch)
-        batch |= positional
-        if batch.get("labels") is None:
-            return plain_forward(**batch)
-        if mesh is not None and batch.get("longspan_plan") is None:
-            batch = dict(prepare_batch(batch, mesh, config=model, gradients=gradients, **options))
-            if loss_chunk is None:
-                return run_checked(model, plain_forward, (), batch)  # the call of the model had no plan yet
-        if loss_chunk is None:
-            return plain_forward(**batch)
-        return CausalLMOutput(loss=causal_lm_loss(model, batch, chunk=loss_chunk, kernel=loss_kernel))  # type: ignore[arg-type]
-
-    model.forward = forward
+    names = tuple(inspect.signature(model.forward).parameters)
+    steps = _Steps(names, mesh, gradients, options, loss_chunk, loss_kernel)
+    # A partial, not a closure: deepcopy gives the copy a forward with the copy's own weights.
+    forward = functools.partial(_long_forward, model, model.forward, steps)
+    model.forward = functools.update_wrapper(forward, model.forward, assigned=("__name__", "__doc__"), updated=())
     return model
+
+
+@dataclass(frozen=True, eq=False)
+class _Steps:
+    """Settings of `long_context`, and the names of the arguments of the model's forward. Copies of a model share them, with the mesh."""
+
+    names: tuple[str, ...]
+    mesh: Any
+    gradients: Literal["mean", "sum"]
+    options: dict[str, Any]
+    loss_chunk: int | None
+    loss_kernel: LossKernel
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Steps:
+        return self
+
+
+def _long_forward(model: Any, plain_forward: Callable[..., Any], steps: _Steps, /, *args: Any, **batch: Any) -> Any:
+    """The forward of a model after `long_context`."""
+    from longspan.integrations.transformers import prepare_batch
+
+    positional = dict(zip(steps.names, args))
+    if not model.training or positional.keys() & batch.keys():  # the latter raises TypeError
+        return plain_forward(*args, **batch)
+    batch |= positional
+    if batch.get("labels") is None:
+        return plain_forward(**batch)
+    if steps.mesh is not None and batch.get("longspan_plan") is None:
+        batch = dict(prepare_batch(batch, steps.mesh, config=model, gradients=steps.gradients, **steps.options))
+        if steps.loss_chunk is None:
+            return run_checked(model, plain_forward, (), batch)  # the call of the model had no plan yet
+    if steps.loss_chunk is None:
+        return plain_forward(**batch)
+    return _loss_output(model, batch, steps.loss_chunk, steps.loss_kernel)
+
+
+def _loss_output(model: Any, batch: dict[str, Any], chunk: int, kernel: LossKernel) -> Any:
+    from transformers.modeling_outputs import CausalLMOutput
+
+    return CausalLMOutput(loss=causal_lm_loss(model, batch, chunk=chunk, kernel=kernel))  # type: ignore[arg-type]
