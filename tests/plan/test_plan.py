@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 import tracemalloc
@@ -242,9 +243,12 @@ def test_a_plan_raises_after_a_tensor_of_its_mask_was_modified_in_place() -> Non
     ids = torch.zeros(64, dtype=torch.int64)
     plan = ls.plan(ls.mask_mod(lambda b, h, q, kv: (kv <= q) & (ids[q] == ids[kv])), 64, ls.Mesh.abstract(1))
     copied = ls.plan(ls.causal() & ls.documents(ids=ids), 64, ls.Mesh.abstract(1))
+    plans = plan, plan.on(ls.Mesh.abstract(1)), copy.copy(plan), copy.deepcopy(plan), copy.deepcopy({"a": [plan]})["a"][0]
     x = torch.randn(1, 2, 64, 8)
-    ls.attention(x, x, x, plan=plan)
+    outs = [ls.attention(x, x, x, plan=one) for one in plans]
+    assert all(torch.equal(out, outs[0]) for out in outs)
     ids[30:] = 1
-    with pytest.raises(ValueError, match=r"tensor of shape \(64,\) that was modified in place\. Make another plan"):
-        ls.attention(x, x, x, plan=plan)
+    for one in plans:
+        with pytest.raises(ValueError, match=r"tensor of shape \(64,\) that was modified in place\. Make another plan"):
+            ls.attention(x, x, x, plan=one)
     ls.attention(x, x, x, plan=copied)  # documents copies its ids

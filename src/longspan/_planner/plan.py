@@ -54,6 +54,18 @@ class Plan(PlanHandle):
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (self.data, self._cluster, self._considered)
 
+    def __copy__(self) -> Plan:
+        return self._with(self.data)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self._with(self.data)  # which is immutable
+
+    def _with(self, data: PlanData) -> Plan:
+        """A plan of these contents, whose mask reads the same tensors."""
+        made = Plan(data, cluster=self._cluster, considered=self._considered)
+        made.mask_sources = self.mask_sources
+        return made
+
     # ------------------------------------------------------------------------------------------------------------- shape and place
 
     @property
@@ -128,7 +140,7 @@ class Plan(PlanHandle):
         want, got = ([axis.size for axis in m.axes] for m in (self.mesh, other))
         if want != got:
             raise ValueError(f"plan.on: expected a mesh of shape {want}, for which the plan was made, got {got}: make a plan for that mesh")
-        return Plan(replace(self.data, mesh=other), cluster=self._cluster, considered=self._considered)
+        return self._with(replace(self.data, mesh=other))
 
     # ------------------------------------------------------------------------------------------------------------------ shards
 
