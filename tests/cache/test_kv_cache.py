@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -334,3 +338,55 @@ def test_missing_pages_are_those_that_a_step_lacks() -> None:
     ids = cache.allocate(2)
     cache.step(ids, [20, 5])
     assert [cache.missing_pages(ids, counts) for counts in ([4, 3], [28, 16], [28, 24], [29, 24], [60, 24])] == [0, 0, 1, 2, 5]
+
+
+def saved(cache: ls.KVCache) -> ls.KVCache:
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), saved])
+@pytest.mark.parametrize("shared_kv", [False, True])
+def test_a_copy_has_pages_addresses_and_sequences_of_its_own(copied: Callable[[ls.KVCache], ls.KVCache], shared_kv: bool) -> None:
+    cache = make_cache(layers=2, value_dim=DIM - 5 if shared_kv else DIM, shared_kv=shared_kv)
+    q, k, v = tokens(1, 17)
+    v = k[..., : DIM - 5] if shared_kv else v
+
+    def attend(target: ls.KVCache, first: int, last: int) -> Tensor:
+        step, part = target.step([0], last - first), (slice(None), slice(None), slice(first, last))
+        outs = [ls.attention(q[part], k[part], v[part], cache=step, layer=layer, mask=ls.causal()) for layer in range(2)]
+        return torch.stack(outs)
+
+    cache.allocate(1)
+    attend(cache, 0, 11)
+    cache.prepared["a launch"] = cache.addresses
+    with torch.inference_mode():
+        other = copied(cache)
+    assert not other.prepared and not other._k.is_inference()
+    for layer in range(2):
+        pages = other.layer_pages(layer)
+        assert other.layer_addresses(layer) == (pages.k.data_ptr(), pages.v.data_ptr())
+    assert not set(other.addresses) & set(cache.addresses) and (other.addresses[0] == other.addresses[1]) == shared_kv
+    before = cache._k.clone()
+    first = attend(other, 11, 17)
+    assert cache.lengths([0]).tolist() == [11] and torch.equal(cache._k.nan_to_num(), before.nan_to_num())
+    assert torch.equal(attend(cache, 11, 17), first)
+
+
+def test_a_copied_step_belongs_to_a_copied_cache() -> None:
+    cache = make_cache()
+    step = cache.step(cache.allocate(1), 3)
+    step.last_call, step.prepared_calls()["a call"] = "a launch", "a launch"
+    other, its_step = copy.deepcopy((cache, step))
+    assert its_step.cache is other and its_step.last_call is None and not its_step.prepared_calls()
+    q, k, v = tokens(1, 3)
+    step.last_call = None
+    want = ls.attention(q, k, v, cache=step, layer=0, mask=ls.causal())
+    assert torch.equal(ls.attention(q, k, v, cache=its_step, layer=0, mask=ls.causal()), want)
+
+
+def test_a_shallow_copy_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"expected copy\.deepcopy of a KVCache"):
+        copy.copy(make_cache())

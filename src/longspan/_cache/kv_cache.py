@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from longspan._cache.arguments import integer, integers, is_several, one_each
+from longspan._cache.copies import DeepCopied
 from longspan._cache.page_pool import OutOfPages, PagePool
 from longspan._cache.sequence import CachedSequence
 from longspan._cache.step import CacheStep
@@ -38,7 +39,7 @@ class _NewPages(NamedTuple):
     copy: int | None
 
 
-class KVCache:
+class KVCache(DeepCopied):
     """A paged KV cache for inference: sequences grow, fork, shrink and end; `longspan.attention(cache=step, layer=i)` reads and writes it.
 
     Sequences that share a prefix share its pages; a page that several sequences hold is copied before one of them writes to it.
@@ -127,6 +128,16 @@ class KVCache:
         self._k, self._v = k, v
         size = k.element_size()
         self._first_layer = k.data_ptr(), v.data_ptr(), k.stride(0) * size, v.stride(0) * size  # addresses and bytes of a layer
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"prepared", "_first_layer", "_v" if self.shared_kv else ""}  # addresses of this cache's memory, and a view of it
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        with default_modes():  # loaded in inference mode: see `_empty_pages`
+            state = {name: x.clone() if isinstance(x, Tensor) and x.is_inference() else x for name, x in state.items()}
+        vars(self).update(state, prepared={}, device=state["_k"].device)
+        self._set_pages(self._k, self._k[..., : self.value_dim] if self.shared_kv else self._v)
 
     def grow(self, pages: int) -> None:
         """Add pages, of each rank if there is a mesh. Copies the pages that exist: double them rather than adding a few at a time.

@@ -48,6 +48,11 @@ class CacheStep:
     last_call: Any = field(default=None, init=False, repr=False)  # of the engine: the prepared call that was made last
     _checked: int = field(default=-1, init=False, repr=False)  # the cache's version at the last complete check
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without prepared calls and addresses: a copy belongs to a copy of the cache, in other memory."""
+        empty = {"_derived": {}, "_addresses": None, "_prepared": (-1, {}), "last_call": None, "_checked": -1}
+        return {name: empty.get(name, value) for name, value in vars(self).items() if name != "positions"}
+
     @cached_property
     def positions(self) -> Tensor:
         """Position of each new token in its sequence, int64 on the cache's device: [n, count], or [1, T] if `ragged`."""
