@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +17,7 @@ pytest.importorskip("transformers")
 
 from tests.integrations.decoding_grid import FAMILIES, NEW, PADS, decode, least_bytes, on_threads, prompts
 from tests.integrations.tiny_models import VOCAB, decoding_model
+from transformers import DynamicCache
 
 import longspan.integrations.transformers as lst
 from longspan.testing import virtual_world
@@ -86,6 +89,40 @@ def test_a_cache_is_reset_and_reused() -> None:
     free = cache.free_pages
     cache.reset()
     assert cache.free_pages > free and generated(model, cache, max_new_tokens=8) == first
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_copies_of_a_prefilled_cache_serve_several_continuations(world: int) -> None:
+    model, prompt = decoding_model("gemma3", "longspan"), one_prompt(37)
+    tails = [(one_prompt(5) + i) % VOCAB for i in range(3)]
+
+    def continued(cache: Any) -> list[list[int]]:
+        with torch.inference_mode():
+            model(prompt, past_key_values=cache)
+            copies = [copy.deepcopy(cache) for _ in tails]
+        batches = ({"input_ids": torch.cat([prompt, tail], 1)} for tail in tails)
+        return [generated(model, one, batch=batch, max_new_tokens=6)[0] for one, batch in zip(copies, batches, strict=True)]
+
+    want = continued(DynamicCache(config=model.config))
+    assert len(set(map(tuple, want))) == 3
+
+    def on_rank(mesh: Any) -> tuple[list[list[int]], int]:
+        cache = lst.PagedCache(model, page_size=4, mesh=mesh)
+        return continued(cache), cache.get_seq_length()
+
+    assert (virtual_world(world).run(on_rank) if world > 1 else [on_rank(None)]) == [(want, 37)] * world
+
+
+def test_a_paged_cache_is_pickled_but_not_copied_by_reference() -> None:
+    model, prompt = decoding_model("gemma3", "longspan"), one_prompt(37)
+    cache = lst.PagedCache(model, page_size=4)
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+        other = pickle.loads(pickle.dumps(cache))
+        logits = [model(one_prompt(3), past_key_values=c).logits for c in (other, cache)]
+    assert torch.equal(*logits) and all(layer.cache is other for layer in other.layers)
+    with pytest.raises(TypeError, match=r"expected copy\.deepcopy of a PagedCache"):
+        copy.copy(cache)
 
 
 def test_right_padding_then_decoding_equals_no_padding() -> None:

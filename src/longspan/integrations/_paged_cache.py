@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
 
+from longspan._cache.copies import DeepCopied
 from longspan._cache.kv_cache import KVCache
 from longspan._cache.step import CacheStep
 from longspan._comm.agreement import CallDescription, agree, raise_on_all_ranks
@@ -75,6 +76,9 @@ class _PagedLayer(CacheLayerMixin):
         self._cache, self.index = ref(cache), index  # no cycle: pages are freed with the last reference to the cache
         self.is_sliding = window is not None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_cache"}
+
     @property
     def cache(self) -> PagedCache:
         cache = self._cache()
@@ -110,11 +114,12 @@ class _PagedLayer(CacheLayerMixin):
         return -1
 
 
-class PagedCache(Cache):
+class PagedCache(DeepCopied, Cache):
     """A cache for transformers' `generate` and `forward`, in the pages of a `longspan.KVCache`.
 
     Supports left and right padding, chunked prefill, sampling, beam search and assisted decoding. Under a mesh, all ranks call the model
-    with the same tokens; each rank holds its share of the pages, and attends to it.
+    with the same tokens; each rank holds its share of the pages, and attends to it. `copy.deepcopy` copies all pages: a prompt that was
+    prefilled once serves several continuations.
 
     Args:
         config: The model, or its config, with attn_implementation="longspan".
@@ -140,6 +145,11 @@ class PagedCache(Cache):
         self._columns: list[tuple[int, Tensor | None]] = []  # ranges of columns, and which are tokens: bool [B, n], or None for all
         self._new: tuple[int, Tensor | None] = (0, None)  # columns of the current forward, and which are tokens
         self._left: set[int] = set()  # layers of the current forward that have not run
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        for layer in self.layers:
+            layer._cache = ref(self)
 
     @property
     def columns(self) -> int:
