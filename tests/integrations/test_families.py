@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -40,6 +41,20 @@ def test_attention_code_of_its_own_that_fails_on_a_shard_raises() -> None:
     with pytest.raises(ValueError, match="no attention layer used it") as raised:
         on_ranks(model, batch_of("plain"))
     assert "multiple of least common multiple chunk_length" in str(raised.value.__cause__)
+
+
+def test_an_error_on_ranks_of_a_model_without_attention_is_its_own() -> None:
+    model, batch = tiny_model("mamba", "longspan"), batch_of("plain")
+    batch["input_ids"][0, 3] = model.config.vocab_size  # no such token
+    with pytest.raises(IndexError, match="index out of range"):
+        on_ranks(model, batch)
+
+
+def test_a_class_of_a_removed_module_does_not_hide_the_error_of_its_model() -> None:
+    model = tiny_model("reformer", "longspan")
+    model.remote = type("Remote", (torch.nn.Module,), {"__module__": "removed"})()
+    with pytest.raises(ValueError, match="its forward failed on this rank's shard"):
+        on_ranks(model, batch_of("plain"))
 
 
 def test_an_interrupt_is_not_blamed_on_attention_code_of_its_own() -> None:

@@ -129,7 +129,7 @@ def run_checked(model: nn.Module, call: Callable[..., Any], args: tuple[Any, ...
         except BaseException as error:
             forward.undo_caches()
             if plan is not None and _fails_on_a_shard(model, forward, error):
-                raise ValueError(_unused_plan(model, [])) from error
+                raise ValueError(_failed_on_a_shard(model)) from error
             raise
     if outer is not None:
         outer.cache_columns = {**forward.cache_columns, **outer.cache_columns}
@@ -225,14 +225,22 @@ def _unused_plan(model: nn.Module, unused: list[str]) -> str:
     )
 
 
+def _failed_on_a_shard(model: nn.Module) -> str:
+    return (
+        f"longspan: {type(model).__name__} was given {PLAN_KEYWORD}, no attention layer used it, and its forward failed on this rank's "
+        "shard. Its attention code is its own: unless the error above has another cause, this model is not supported on several ranks; "
+        "call it without a plan on one device"
+    )
+
+
 def _fails_on_a_shard(model: nn.Module, forward: Forward, error: BaseException) -> bool:
     """Whether an error comes of attention code of the model's own: no module names transformers' interface or was adapted to longspan."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_own = frame.f_globals.get("__name__", "").startswith("longspan.")  # longspan's error says more
-    if is_own or forward.module_ids or isinstance(error, torch.OutOfMemoryError) or not isinstance(error, Exception):
+    if is_own or forward.module_ids or forward.has_mixers or isinstance(error, torch.OutOfMemoryError) or not isinstance(error, Exception):
         return False
-    sources = [vars(sys.modules[type(module).__module__]) for module in model.modules()]
-    return not any("ALL_ATTENTION_FUNCTIONS" in names or "_longspan_adapted" in names for names in sources)
+    sources = {sys.modules.get(type(module).__module__) for module in model.modules()}  # None: of a module that was removed
+    return not any(hasattr(source, "ALL_ATTENTION_FUNCTIONS") or hasattr(source, "_longspan_adapted") for source in sources)
 
 
 def _with_loss(output: Any, labels: torch.Tensor, count: Any) -> Any:
