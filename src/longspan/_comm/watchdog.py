@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
+from longspan._environment import switch
 from longspan._torch_private import backend_timeout, default_store, flight_recorder_dump
 
 if TYPE_CHECKING:
@@ -164,12 +165,13 @@ class Watchdog:
         world = dist.group.WORLD
         if self._started and (None if self._world is None else self._world()) is world:
             return
+        answers = switch("LONGSPAN_WATCHDOG", default=True)
         self._started, self._world = True, None if world is None else ref(world)
         # Numbers count the exchanges of one group. A new default group has new groups, under the names of the old ones.
         self.started, self.waiting, self.failed, self.left = {}, None, False, ""
         if self._answers is not None:
             self._answers.stop()
-        store = None if os.environ.get("LONGSPAN_WATCHDOG") == "0" else default_store()
+        store = default_store() if answers else None
         self._answers = None
         if store is not None and world is not None:
             interval = min(2.0, max(0.3, exchange_limit(world, "cpu").timeout.total_seconds() / 8))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 
 from longspan._comm.mesh import MeshLike, as_mesh
 from longspan._cost.rates import Cluster
+from longspan._environment import switch
 from longspan._masks.algebra import MaskLike, as_mask
 from longspan._plan.handle import mask_sources
 from longspan._plan.layout import Layout
@@ -107,6 +107,7 @@ def plan(
     options = RequestedOptions(
         layout=layout, strategy=strategy, stages=stages, overlap=overlap, grad_reduce_dtype=grad_reduce_dtype, cluster=cluster
     )
+    explains = switch("LONGSPAN_EXPLAIN", default=False)
     with default_modes():
         request = PlanRequest.of([as_mask(m) for m in masks.values()], seq_len, as_mesh(mesh), sizes, options)
         builder = PlanBuilder(request)
@@ -116,6 +117,6 @@ def plan(
         for made, one_mask in zip(plans, request.masks, strict=True):
             if not one_mask.reads_copies:
                 made.mask_sources = mask_sources(one_mask.traced.sources)
-    if os.environ.get("LONGSPAN_EXPLAIN") == "1" and request.mesh.rank == 0:
+    if explains and request.mesh.rank == 0:
         print(plans[0]._explanation(), file=sys.stderr)
     return PlanSet(dict(zip(masks, plans, strict=True))) if isinstance(mask, Mapping) else plans[0]

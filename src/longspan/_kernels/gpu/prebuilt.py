@@ -33,6 +33,7 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.cache import get_cache_manager
 
+from longspan._environment import switch
 from longspan._kernels.gpu.source_digest import NoDigest, encoded, source_digest
 
 FOLDER = Path(__file__).parent.parent / "prebuilt"
@@ -60,6 +61,8 @@ _FAILURES = (NoDigest, AttributeError, KeyError, TypeError, ValueError, OSError)
 
 def prebuilt_kernel(source: Any, target: Any, options: dict[str, Any]) -> Any | None:
     """The kernel of the package for an `ASTSource`, a target and all of Triton's options; None if it has to be compiled."""
+    if _is_turned_off():
+        return None
     try:
         if _compiles_anew(options):
             return None
@@ -92,8 +95,10 @@ def sources_key(kernel: Any, arguments: Sequence[Any]) -> str:
 
 def may_be_prebuilt(kernel: Any, arguments: Sequence[Any]) -> bool:
     """Whether the package has some kernel of this source and of the functions among the arguments. Needs no driver."""
+    if _is_turned_off():
+        return False
     try:
-        return not _is_turned_off() and sources_key(kernel, arguments) in _prebuilt_sources()
+        return sources_key(kernel, arguments) in _prebuilt_sources()
     except _FAILURES:
         return False
 
@@ -164,7 +169,7 @@ def _file_names(source: Any) -> tuple[str, str]:
 
 
 def _is_turned_off() -> bool:
-    return os.environ.get("LONGSPAN_PREBUILT", "1") == "0"
+    return not switch("LONGSPAN_PREBUILT", default=True)
 
 
 def _compiles_anew(options: dict[str, Any]) -> bool:
@@ -178,4 +183,4 @@ def _compiles_anew(options: dict[str, Any]) -> bool:
         options["debug"], options["sanitize_overflow"], options["ir_override"],
         *(os.environ.get(name) for name in _COMPILER_VARIABLES),
     )  # fmt: skip
-    return _is_turned_off() or any(asked) or bool(get_cache_invalidating_env_vars())
+    return any(asked) or bool(get_cache_invalidating_env_vars())

@@ -27,7 +27,6 @@ probabilities of its visible pairs NaN, and with them its dQ and the dK and dV o
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
 import triton
@@ -36,6 +35,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from longspan._environment import switch
 from longspan._kernels.gpu.selected_tables import pairs_of
 from longspan._kernels.gpu.tile_access import load_rows, wide
 from longspan._kernels.hopper.gluon_names import barrier, reinterpret
@@ -56,12 +56,12 @@ _DIMS = gl.constexpr(64)  # columns of a piece: TMA stores a tile as panels of 1
 
 def isolation_enabled() -> bool:
     """Whether LONGSPAN_ISOLATE=0 is not set."""
-    return os.environ.get("LONGSPAN_ISOLATE", "1") not in ("", "0")
+    return switch("LONGSPAN_ISOLATE", default=True)
 
 
 def isolation_demanded() -> bool:
     """Whether LONGSPAN_ISOLATE=1 is set: kernels that do not isolate rows are not used."""
-    return isolation_enabled() and "LONGSPAN_ISOLATE" in os.environ
+    return switch("LONGSPAN_ISOLATE", default=False)
 
 
 def isolates(work: Work) -> bool:
