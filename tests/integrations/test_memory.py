@@ -293,6 +293,56 @@ def test_models_whose_loss_is_not_that_of_a_linear_layer_raise() -> None:
         memory.causal_lm_loss(tiny("Llama"), {"input_ids": torch.ones(1, 3, dtype=torch.long)})
 
 
+@pytest.mark.parametrize("set_before", [True, False])
+def test_a_loss_function_of_the_models_own_raises_or_is_honoured_without_a_loss_chunk(set_before: bool) -> None:
+    def own_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+        return logits.square().mean()
+
+    for loss_chunk in (7, None):
+        model, batch = tiny("Llama").train(), batch_of()
+        if set_before:
+            model.loss_function = own_loss
+        memory.long_context(model, loss_chunk=loss_chunk)
+        if not set_before:
+            model(**batch)  # also after a call
+            model.loss_function = own_loss
+        if loss_chunk is None:
+            torch.testing.assert_close(model(**batch).loss, model.eval()(**batch).logits.square().mean())
+            continue
+        with pytest.raises(ValueError, match=r"expected the loss_function ForCausalLMLoss .*got .*own_loss.* loss_chunk=None"):
+            model(**batch)
+    model = memory.long_context(tiny("Llama").train())
+    model.loss_type = "ForMaskedLM"
+    with pytest.raises(ValueError, match="got <function ForMaskedLMLoss"):
+        model(**batch_of())
+
+
+class DoubledLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("after_a_call", [False, True])
+@pytest.mark.parametrize("change", ["subclass", "forward", "hook", "pre_hook", "backward hook"])
+def test_an_output_layer_that_is_more_than_linear_raises(change: str, after_a_call: bool) -> None:
+    model, batch = memory.long_context(tiny("Llama").train(), loss_chunk=7), batch_of()
+    if after_a_call:
+        model(**batch)
+    head = model.lm_head
+    if change == "subclass":
+        model.lm_head = DoubledLinear(32, 61, bias=False, dtype=torch.float64)
+    elif change == "forward":
+        head.forward = lambda x: 2 * nn.functional.linear(x, head.weight)
+    elif change == "hook":
+        head.register_forward_hook(lambda _, __, logits: 2 * logits)
+    elif change == "pre_hook":
+        head.register_forward_pre_hook(lambda _, args: (2 * args[0],))
+    else:
+        head.register_full_backward_hook(lambda _, grads, __: (2 * grads[0],))
+    with pytest.raises(ValueError, match="has hooks or a forward of its own, which would not run"):
+        model(**batch)
+
+
 def test_recomputed_queries_are_free_after_the_backward_pass_of_attention() -> None:
     alive: list[bool] = []
     stored: list[StorageWeakRef] = []

@@ -33,6 +33,7 @@ __all__ = ["Place", "causal_lm_loss", "checkpoint", "long_context", "tile_mlps",
 
 Place = Literal["device", "host"]
 _MIN_BYTES = 1 << 20  # smaller inputs stay on the device
+_OWN_LOSS = "Use model(**batch).loss, after long_context with loss_chunk=None"
 _CHECK_TOKENS, _LARGE = 4, 1000.0  # tokens of a trial, and a factor of their logits that a soft cap would show
 
 
@@ -183,6 +184,7 @@ def causal_lm_loss(model: Any, batch: Mapping[str, Any], *, chunk: int = 4096, k
     """The loss of a transformers causal LM on a batch, with the logits of `chunk` tokens in memory at a time.
 
     The same value as `model(**batch).loss`: of a whole batch with `labels`, or this rank's share of a batch from `prepare_batch`.
+    Without any label it is 0, where the model's mean is NaN.
 
     Args:
         model: A `PreTrainedModel` whose logits are a linear layer of the last hidden states.
@@ -191,7 +193,8 @@ def causal_lm_loss(model: Any, batch: Mapping[str, Any], *, chunk: int = 4096, k
         kernel: "auto", "liger" or "tiled", as for `longspan.integrations.loss.linear_token_loss`.
 
     Raises:
-        ValueError: The batch has no labels, or the model's logits are something else than a linear layer.
+        ValueError: The batch has no labels, the model's loss_function is not transformers' ForCausalLMLoss, or its logits are something
+            else than a linear layer without hooks.
     """
     keywords = dict(batch)
     labels, shifted, count = (keywords.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch"))
@@ -201,6 +204,7 @@ def causal_lm_loss(model: Any, batch: Mapping[str, Any], *, chunk: int = 4096, k
         raise ValueError(f"memory.causal_lm_loss: expected a causal LM, got {type(model).__name__}, whose labels are not shifted")
     if getattr(model.config, "output_router_logits", False) or keywords.get("output_router_logits"):
         raise ValueError("memory.causal_lm_loss: expected output_router_logits=False: the load-balancing loss is not computed")
+    _check_loss_function(model)
     _check_head(model)
     hidden = model.base_model(**{"use_cache": False, **keywords}).last_hidden_state
     targets = shift_labels(labels) if shifted is None else shifted
@@ -211,19 +215,37 @@ def causal_lm_loss(model: Any, batch: Mapping[str, Any], *, chunk: int = 4096, k
     return linear_token_loss(hidden, weight, targets, count=total, chunk=chunk, kernel=kernel)
 
 
+def _check_loss_function(model: Any) -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    with outside_of_forwards():  # in a forward with a plan, the attribute is a function that records its calls
+        function = model.loss_function
+    if function is not ForCausalLMLoss:
+        raise ValueError(
+            f"memory.causal_lm_loss: expected the loss_function ForCausalLMLoss of transformers, got {function} in {type(model).__name__}. "
+            f"{_OWN_LOSS}"
+        )
+
+
 def _check_head(model: Any) -> None:
     """Raise ValueError unless the model's logits are linear(last hidden states, output embedding), tried once with a few tokens."""
-    if getattr(model, "_longspan_linear_head", False):
-        return
     head, name = model.get_output_embeddings(), type(model).__name__
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ValueError(f"memory.causal_lm_loss: expected an output layer nn.Linear without bias, got {head} in {name}")
+    hooks = (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks)
+    if type(head).forward is not nn.Linear.forward or "forward" in vars(head) or any(hooks):
+        raise ValueError(
+            f"memory.causal_lm_loss: the output layer {type(head).__name__} of {name} has hooks or a forward of its own, which would not "
+            f"run: expected nn.Linear. {_OWN_LOSS}"
+        )
+    if getattr(model, "_longspan_linear_head", False):
+        return
     ids = torch.arange(_CHECK_TOKENS, device=model.get_input_embeddings().weight.device)[None]
-    seen: list[tuple[Tensor, Tensor]] = []
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def enlarge(_head: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
-        seen.append((args[0], _LARGE * output))
-        return seen[-1][1]
+        seen.append((args[0], nn.functional.linear(args[0], head.weight), _LARGE * output))
+        return seen[-1][-1]
 
     training, hook = model.training, head.register_forward_hook(enlarge)
     model.eval()
@@ -234,12 +256,16 @@ def _check_head(model: Any) -> None:
     finally:
         hook.remove()
         model.train(training)
-    if len(seen) != 1 or not torch.allclose(seen[0][0], hidden) or not torch.allclose(logits.to(seen[0][1].dtype), seen[0][1]):
+    if len(seen) != 1 or not _all_close((seen[0][0], hidden), (_LARGE * seen[0][1], seen[0][2]), (logits, seen[0][2])):
         raise ValueError(
             f"memory.causal_lm_loss: {name} changes its hidden states or logits around the output layer (a soft cap or a factor): expected "
-            "logits that are linear in the last hidden states. Use model(**batch).loss, after long_context with loss_chunk=None"
+            f"logits that are linear in the last hidden states. {_OWN_LOSS}"
         )
     model._longspan_linear_head = True
+
+
+def _all_close(*pairs: tuple[Tensor, Tensor]) -> bool:
+    return all(torch.allclose(a.to(b.dtype), b) for a, b in pairs)
 
 
 def long_context(
