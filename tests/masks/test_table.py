@@ -262,6 +262,8 @@ def test_a_lookup_outside_its_table_raises():
     ids = torch.zeros(100, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"looks outside a captured tensor of shape \(100,\).*-100 to 99.*100 entries, got up to 128"):
         table_of(lambda b, h, q, kv: ids[q] == ids[kv], 129, 50)
+    with pytest.raises(ValueError, match="-100 to 99 in a dim of 100 entries, got down to -130"):
+        table_of(lambda b, h, q, kv: ids[kv - 130] == q, 10, 60)
     with pytest.raises(ValueError, match="looks outside a captured tensor"):
         table_of(lambda b, h, q, kv: ids[b] == q, 10, 10, batch=101)
 

@@ -205,11 +205,13 @@ class Interpreter:
         index_bounds = [i.domain_bounds if isinstance(i, IntervalStep) else i for i in indices]
         inside = [bool((i.lo >= 0).all() & (i.hi < size).all()) for i, size in zip(index_bounds, table.shape, strict=True)]
         self.lookups_inside[node] = all(inside)
-        for index_range, size in zip(index_bounds, table.shape, strict=True):
-            if self.strict and bool(((index_range.lo >= size) | (index_range.hi < -size)).any()):
+        for index_range, size in zip(index_bounds, table.shape, strict=True) if self.strict else ():
+            too_high, too_low = bool((index_range.lo >= size).any()), bool((index_range.hi < -size).any())
+            if too_high or too_low:
+                got = f"up to {int(index_range.hi.max())}" if too_high else f"down to {int(index_range.lo.min())}"
                 raise ValueError(
                     f"mask {self.program.name!r} looks outside a captured tensor of shape {tuple(table.shape)}: expected indices "
-                    f"from {-size} to {size - 1} in a dim of {size} entries, got up to {int(index_range.hi.max())}; "
+                    f"from {-size} to {size - 1} in a dim of {size} entries, got {got}; "
                     "capture a tensor made for this call's sizes"
                 )
         varying = [i for i, index in enumerate(indices) if isinstance(index, IntervalStep)]
