@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,3 +51,21 @@ def test_every_benchmark_can_be_imported_without_a_gpu() -> None:
         [sys.executable, "-c", code, *map(str, benches)], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
     )
     assert len(benches) > 9 and done.returncode == 0, done.stderr
+
+
+def test_private_torch_interfaces_are_used_in_one_module() -> None:
+    """Operators of torch.ops and DTensor's sharding rules are exceptions (docs/contributing.md)."""
+    source = Path(ls.__file__).parent
+    exceptions = {source / "_torch_private.py", source / "torch_compat" / "_sharding_rules.py"}
+    used = []
+    for path in sorted(set(source.rglob("*.py")) - exceptions):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.Attribute):
+                names = [ast.unparse(node)]
+            used += [f"{path.name}: {name}" for name in names if re.match(r"torch\.(?!ops\.)(\w+\.)*_(?!_)", name)]
+    assert not used

@@ -48,6 +48,7 @@
 `FunctionMeta`            The class of custom autograd Functions. A trace of a mod must see their calls, and neither dispatch modes nor
                           function modes do; user code often holds a bound `apply`, so replacing `Function.apply` would be too late.
 `_ensureCUDADeviceGuardSet`  See `_keep_device_guard`.
+`_set_grad_enabled`       The node by which Dynamo's graphs begin and end `torch.no_grad()`; it has no public name.
 `tracing`                 `make_fx` takes the fake mode of a compilation in progress from this context, whatever modes are active.
 """
 
@@ -64,6 +65,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _set_grad_enabled as set_grad_enabled_in_graphs
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor, maybe_current_level
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import TracingContext, tracing
@@ -111,6 +113,7 @@ __all__ = [
     "number_of",
     "outside_of_modes",
     "process_group_by_name",
+    "set_grad_enabled_in_graphs",
     "tensor_guard",
     "tensors_can_be_guarded",
     "transform_is_active",

@@ -26,7 +26,7 @@ from longspan._masks.algebra import Mask
 from longspan._masks.program import Kind
 from longspan._masks.tracing import ProgramError, Traced, takes_tensors, trace
 from longspan._torch_modes import without_user_defaults
-from longspan._torch_private import BaseHOP, outside_of_modes
+from longspan._torch_private import BaseHOP, outside_of_modes, set_grad_enabled_in_graphs
 
 if TYPE_CHECKING:
     from longspan._engine.attention import AttendOptions
@@ -309,7 +309,7 @@ def _grad_mode_switches(graph: Graph, kind: Kind) -> set[Node]:
             raise ProgramError(
                 f"{kind}_mod of a compiled function mutates a tensor ({name}); mods must be pure: write `x = x + y`, not `x += y`"
             )
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is set_grad_enabled_in_graphs:
             switches.add(node)
     return switches
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from longspan._torch_private import OpOverload
 from longspan.torch_compat import _ring_kernels as ring
 
 aten = torch.ops.aten
