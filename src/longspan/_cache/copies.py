@@ -5,13 +5,14 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any, NoReturn, Self
 
+from longspan._comm.mesh import Mesh
 from longspan._torch_modes import default_modes
 
 
 class DeepCopied:
     """A base of caches: `copy.deepcopy` copies pages and sequences, and keeps the mesh; `copy.copy` is refused."""
 
-    mesh: Any
+    mesh: Mesh | None
 
     def __copy__(self) -> NoReturn:
         raise TypeError(

@@ -50,7 +50,7 @@ class CacheStep:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without prepared calls and addresses: a copy belongs to a copy of the cache, in other memory."""
-        empty = {"_derived": {}, "_addresses": None, "_prepared": (-1, {}), "last_call": None, "_checked": -1}
+        empty: dict[str, Any] = {"_derived": {}, "_addresses": None, "_prepared": (-1, {}), "last_call": None, "_checked": -1}
         return {name: empty.get(name, value) for name, value in vars(self).items() if name != "positions"}
 
     @cached_property

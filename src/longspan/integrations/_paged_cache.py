@@ -149,7 +149,7 @@ class PagedCache(DeepCopied, Cache):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         for layer in self.layers:
-            layer._cache = ref(self)
+            vars(layer)["_cache"] = ref(self)
 
     @property
     def columns(self) -> int:
