@@ -343,6 +343,45 @@ def test_an_output_layer_that_is_more_than_linear_raises(change: str, after_a_ca
         model(**batch)
 
 
+def test_long_context_returns_a_tuple_without_return_dict() -> None:
+    model, batch = memory.long_context(tiny("Llama").train(), loss_chunk=7), batch_of()
+    output = model(**batch, return_dict=False)
+    assert isinstance(output, tuple)
+    for loss in (model(**batch, return_dict=True).loss, memory.causal_lm_loss(model, {**batch, "return_dict": False})):
+        torch.testing.assert_close(output, (loss,))
+
+
+@pytest.mark.parametrize(
+    ("name", "by_config"), [("output_hidden_states", False), ("output_hidden_states", True), ("output_attentions", False)]
+)
+def test_outputs_that_long_context_does_not_return_raise(name: str, by_config: bool) -> None:
+    model, batch = memory.long_context(tiny("Llama").train(), loss_chunk=7), batch_of()
+    model(**batch, **{name: False})
+    if by_config:
+        setattr(model.config, name, True)
+    with pytest.raises(ValueError, match=f"expected {name}=False in a training step"):
+        model(**batch) if by_config else model(**batch, **{name: True})
+    own = memory.long_context(tiny("Llama").train(), loss_chunk=None)
+    assert len(own(**batch, output_hidden_states=True).hidden_states) == 3
+
+
+def test_another_checkpoint_function_after_long_context_raises() -> None:
+    def rank(mesh: Any) -> None:
+        model, batch = memory.long_context(tiny("Llama").train(), mesh), batch_of()
+        model(**batch)  # with a plan, checkpoint functions are wrapped
+        model(**batch)
+        model.gradient_checkpointing_disable()
+        model(**batch)
+        model.gradient_checkpointing_enable()
+        for training_batch in (batch, {"input_ids": batch["input_ids"]}):
+            with pytest.raises(ValueError, match=r"gradient_checkpointing_enable\(\) was called after long_context"):
+                model(**training_batch)
+        model.eval()(**batch)
+        memory.long_context(model.train(), mesh)(**batch)
+
+    virtual_world(1).run(rank)
+
+
 def test_recomputed_queries_are_free_after_the_backward_pass_of_attention() -> None:
     alive: list[bool] = []
     stored: list[StorageWeakRef] = []

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
 from longspan.integrations._configs import is_masked_lm
-from longspan.integrations._forward import outside_of_forwards, record_loss
+from longspan.integrations._forward import PlanKeepingCheckpoint, outside_of_forwards, record_loss
 from longspan.integrations._host_store import HostStore, HostTensor
 from longspan.integrations._kept_attention import ATTENTION, Unmodified, record_and_replay
 from longspan.integrations._plan_use import run_checked
@@ -198,6 +199,7 @@ def causal_lm_loss(model: Any, batch: Mapping[str, Any], *, chunk: int = 4096, k
     """
     keywords = dict(batch)
     labels, shifted, count = (keywords.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch"))
+    keywords.pop("return_dict", None)  # the result is a tensor
     if labels is None and shifted is None:
         raise ValueError("memory.causal_lm_loss: expected labels in the batch")
     if is_masked_lm(model) or getattr(model.config, "is_encoder_decoder", False):
@@ -218,7 +220,8 @@ def causal_lm_loss(model: Any, batch: Mapping[str, Any], *, chunk: int = 4096, k
 def _check_loss_function(model: Any) -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    with outside_of_forwards():  # in a forward with a plan, the attribute is a function that records its calls
+    # In an eager forward with a plan, the attribute is a function that records its calls.
+    with nullcontext() if torch.compiler.is_compiling() else outside_of_forwards():
         function = model.loss_function
     if function is not ForCausalLMLoss:
         raise ValueError(
@@ -334,6 +337,7 @@ def _long_forward(model: Any, plain_forward: Callable[..., Any], steps: _Steps, 
     positional = dict(zip(steps.names, args))
     if not model.training or positional.keys() & batch.keys():  # the latter raises TypeError
         return plain_forward(*args, **batch)
+    _check_checkpointing(model)
     batch |= positional
     if batch.get("labels") is None:
         return plain_forward(**batch)
@@ -347,6 +351,29 @@ def _long_forward(model: Any, plain_forward: Callable[..., Any], steps: _Steps, 
 
 
 def _loss_output(model: Any, batch: dict[str, Any], chunk: int, kernel: LossKernel) -> Any:
+    """The model's output with its loss alone, a tuple if `return_dict` is False."""
     from transformers.modeling_outputs import CausalLMOutput
 
-    return CausalLMOutput(loss=causal_lm_loss(model, batch, chunk=chunk, kernel=kernel))  # type: ignore[arg-type]
+    for name in ("output_hidden_states", "output_attentions"):
+        given = batch.get(name)
+        if getattr(model.config, name, False) if given is None else given:
+            raise ValueError(
+                f"memory.long_context: expected {name}=False in a training step, got True: only the loss is returned. Use loss_chunk=None "
+                "or evaluation mode"
+            )
+    output = CausalLMOutput(loss=causal_lm_loss(model, batch, chunk=chunk, kernel=kernel))  # type: ignore[arg-type]
+    return output.to_tuple() if batch.get("return_dict") is False else output
+
+
+def _check_checkpointing(model: nn.Module) -> None:
+    """Raise ValueError if another checkpoint function replaced that of `long_context`."""
+    for module in model.modules():
+        function = vars(module).get("_gradient_checkpointing_func")
+        function = function.function if isinstance(function, PlanKeepingCheckpoint) else function
+        if function is None or not getattr(module, "gradient_checkpointing", False):
+            continue
+        if getattr(function, "func", None) is not _checkpoint:
+            raise ValueError(
+                "memory.long_context: gradient_checkpointing_enable() was called after long_context: attention would be computed twice, "
+                "and keep= and inputs= would be lost. Leave gradient_checkpointing off in TrainingArguments, or call long_context last"
+            )
