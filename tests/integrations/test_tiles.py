@@ -127,6 +127,20 @@ def test_results_of_tiled_functions_may_be_modified_in_place() -> None:
     torch.testing.assert_close(grads_of(memory.tiled(module, x, chunk=4).mul_(3), x), want)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("name", ["0.weight", "0.bias", "2.weight"])
+def test_a_parameter_that_was_modified_before_the_backward_pass_raises(name: str, create_graph: bool) -> None:
+    module, x = mlp(), torch.randn(1, 9, 5, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        module.get_parameter(name).mul_(2)  # before the forward pass
+    y = memory.tiled(module, x, chunk=4)
+    grads_of(y, x, retain_graph=True)
+    with torch.no_grad():
+        module.get_parameter(name).mul_(2)
+    with pytest.raises(RuntimeError, match=r"a parameter of shape .* was modified in place between the forward and the backward"):
+        grads_of(y, x, create_graph=create_graph)
+
+
 def test_other_parameters_in_the_recomputation_raise() -> None:
     weights = [nn.Parameter(torch.ones(5)) for _ in range(2)]
     use = [0]

@@ -114,6 +114,7 @@ class _Call:
         self.node: Any = saved.grad_fn
         self.random = RandomStates(saved.device)
         self.given: dict[int, nn.Parameter] = {}  # by id, what torch functions were given in the forward pass
+        self.versions: list[int] = []  # of these parameters
         self.out: Tensor | None = None
         kinds = sorted({saved.device.type, "cpu"})
         self.autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
@@ -151,7 +152,17 @@ class _Call:
                 target.copy_(self.fn(part))
             self.given |= stand_ins.parameters
         self.random.note()
+        self.versions = [p._version for p in self.parameters]
         self.out = out
+
+    def check_unmodified(self) -> None:
+        """Raise RuntimeError if a parameter was modified in place since the forward pass: chunks would be recomputed with other values."""
+        for parameter, version in zip(self.parameters, self.versions, strict=True):
+            if parameter._version != version:
+                raise RuntimeError(
+                    f"memory.tiled: a parameter of shape {tuple(parameter.shape)} was modified in place between the forward and the "
+                    "backward pass: expected an optimizer step after the backward pass, or a parameter that no other layer shares"
+                )
 
     def backward(self, grad: Tensor, needs: list[bool]) -> tuple[Tensor, list[Tensor | None]]:
         """Gradients of x and of the parameters; those of 16-bit parameters are summed in float32."""
@@ -242,6 +253,7 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
+        ctx.call.check_unmodified()
         by_operations = torch.is_grad_enabled() or is_batched_gradient(grad)
         backward = ctx.call.differentiable_backward if by_operations else ctx.call.backward
         dx, grads = backward(grad, list(ctx.needs_input_grad[2:]))

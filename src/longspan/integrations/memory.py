@@ -102,7 +102,8 @@ def tiled(fn: Callable[[Tensor], Tensor], x: Tensor, *, chunk: int, dim: int = -
         dim: The dim of tokens, in x and in the result.
 
     Raises:
-        RuntimeError: In the backward pass, if a tensor that is no parameter needs a gradient in a later chunk and not in the first.
+        RuntimeError: In the backward pass, if a tensor that is no parameter needs a gradient in a later chunk and not in the first, or a
+            parameter was modified in place since the forward pass.
     """
     if chunk < 1:
         raise ValueError(f"memory.tiled: expected chunk of at least 1 token, got {chunk}")
