@@ -89,9 +89,9 @@ def test_32_heads_of_two_kv_heads_with_narrow_values() -> None:
     check(case_of((64, 2), (130, 130), (128, 64), mask, dtype=torch.float16), kernel="hopper")
 
 
-@pytest.mark.parametrize("queries", [1, 6])
+@pytest.mark.parametrize("queries", [1, 2])
 def test_8_heads_and_a_negative_scale(queries: int) -> None:
-    """With lists of six queries, the kernel masks scores."""
+    """With lists of two queries, the kernel masks scores."""
     mask = ls.selected(choose((1, 2, 90 // queries, 140), 90, 0), 1, queries) & ls.causal()
     case = case_of((16, 2), (90, 90), (128, 128), mask)
     check(case, kernel="hopper")
