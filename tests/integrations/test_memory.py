@@ -322,6 +322,14 @@ class DoubledLinear(nn.Linear):
         return 2 * super().forward(x)
 
 
+def test_the_trial_of_the_output_layer_leaves_modes_of_modules_as_they_are() -> None:
+    model = tiny("Llama").train()
+    model.model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    memory.causal_lm_loss(model, batch_of())
+    assert [module.training for module in model.modules()] == modes
+
+
 @pytest.mark.parametrize("after_a_call", [False, True])
 @pytest.mark.parametrize("change", ["subclass", "forward", "hook", "pre_hook", "backward hook"])
 def test_an_output_layer_that_is_more_than_linear_raises(change: str, after_a_call: bool) -> None:

@@ -251,7 +251,7 @@ def _check_head(model: Any) -> None:
         seen.append((args[0], nn.functional.linear(args[0], head.weight), _LARGE * output))
         return seen[-1][-1]
 
-    training, hook = model.training, head.register_forward_hook(enlarge)
+    in_training, hook = [module for module in model.modules() if module.training], head.register_forward_hook(enlarge)
     model.eval()
     try:
         with torch.no_grad(), outside_of_forwards():
@@ -259,7 +259,8 @@ def _check_head(model: Any) -> None:
             hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     finally:
         hook.remove()
-        model.train(training)
+        for module in in_training:  # some parts may be in evaluation mode
+            module.training = True
     if len(seen) != 1 or not _all_close((seen[0][0], hidden), (_LARGE * seen[0][1], seen[0][2]), (logits, seen[0][2])):
         raise ValueError(
             f"memory.causal_lm_loss: {name} changes its hidden states or logits around the output layer (a soft cap or a factor): expected "
