@@ -103,10 +103,10 @@ def per_head(kv_heads: int) -> tuple[Problem, Results]:
     return problem, problem.by_oracle()
 
 
-# Every pair of two of the three.
+# Every pair of two of the three. Two KV heads fit degree 2 only.
 ULYSSES = [
-    pytest.param(shape, inner, kv_heads, marks=() if (i + j + k) % 2 == 0 else pytest.mark.repetition)
-    for k, kv_heads in enumerate((1, 2, 6))
+    pytest.param(shape, inner, kv_heads, marks=() if (i == 1 if kv_heads == 2 else (i + j + k) % 2 == 0) else pytest.mark.repetition)
+    for k, kv_heads in enumerate((1, 6, 2))
     for j, inner in enumerate(("ring", "exchange", "allgather"))
     for i, shape in enumerate(((2, 3), (3, 2)))
 ]
