@@ -1,5 +1,4 @@
-"""Compile the prebuilt kernels (`longspan._kernels.gpu.prebuilt`) that are missing or of another assembler, and delete those that no
-common call uses.
+"""Compile missing prebuilt kernels (`longspan._kernels.gpu.prebuilt`), recompile kernels of another assembler, and delete unused ones.
 
     make kernels
 

@@ -1,10 +1,10 @@
 """The assembler of longspan's kernels: not ptxas 12.8, which Triton 3.6 and 3.7 bring for Hopper and older GPUs.
 
-If one loop multiplies two tiles that lie at the same address of shared memory, one after the other, and their wgmma descriptors differ in
-the upper half, ptxas 12.8.93 may take the lower half from a uniform register that it has not set. The kernel then reads other shared
-memory: its result is wrong, or the launch fails. ptxas 12.9 and 13 set the register. Triton 3.6 and 3.7 bring one of these too, for
-Blackwell; it assembles for other GPUs as well. A driver of CUDA 12 need not load code of ptxas 13: there, kernels of Triton are assembled
-by ptxas 12.8 with less optimization, which does not have the fault. Gluon kernels have no such loops.
+ptxas 12.8.93 miscompiles loops in which two wgmma operands share one shared-memory address, one after the other, and their descriptors
+differ in the upper half: it may read the lower half from a uniform register that it never wrote. The kernel then loads other shared memory,
+so that its result is wrong or the launch fails. ptxas 12.9 and 13.0 to 13.4 assemble such loops correctly. Triton 3.6 and 3.7 have a later
+ptxas for Blackwell, which supports other GPUs too. A driver of CUDA 12 may not load the code of ptxas 13; Triton kernels are then assembled
+by ptxas 12.8 at --opt-level 1, which wrote the register in the kernel that was examined. Gluon kernels give every operand its own address.
 
 Private parts of Triton used here, 3.6 to 3.9: `triton.backends.nvidia.compiler.get_ptxas`, `JITFunction.is_gluon`.
 """

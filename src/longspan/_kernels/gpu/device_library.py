@@ -65,8 +65,8 @@ def rsqrt_subnormal(x):
     return tl.where(tl.abs(x) < TINY, tl.rsqrt(x * 16777216.0) * 4096.0, tl.rsqrt(x))
 
 
-# Functions of CUDA's library, which torch calls too: the same bits. As Triton compiles them, they take numbers below 2⁻¹²⁶ for 0; that
-# changes those that are the identity there.
+# Functions of CUDA's libdevice, which torch's kernels call too, so that results are bit-identical. Triton compiles them with flush-to-zero:
+# functions with f(x) ≈ x near 0 return subnormal inputs unchanged.
 
 
 @triton.jit
