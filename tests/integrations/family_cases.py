@@ -63,8 +63,8 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(11))
 
 
-def image_tokens(batch: Batch, count: int, token: int = IMAGE) -> Batch:
-    """Tokens and labels with an image, or audio, of `count` tokens in each row."""
+def image_tokens(batch: Batch, count: int | Tensor, token: int = IMAGE) -> Batch:
+    """Tokens and labels with an image, or audio, of `count` tokens in each row; counts by row are a tensor [B, 1]."""
     places = torch.arange(batch["input_ids"].shape[1])
     inside = (places >= FIRST) & (places < FIRST + count)
     ids = batch["input_ids"].masked_fill(batch["input_ids"] == token, token - 1).masked_fill(inside, token)

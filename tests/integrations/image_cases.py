@@ -90,6 +90,39 @@ def _patches(batch: Batch) -> Batch:
     return {"flattened_patches": torch.cat([places, random(2, 15, 24)], 2), "input_ids": None, "attention_mask": real.long()}
 
 
+def _page(batch: Batch) -> Batch:
+    """The patches of `_patches` beside tokens, five of which are of the image, and a mask of their places."""
+    tokens = image_tokens(batch, 5)
+    return {**tokens, "flattened_patches": _patches(batch)["flattened_patches"], "image_embeds_position_mask": tokens["input_ids"] == IMAGE}
+
+
+def _padded_images(mask: str, *shape: int, count: int) -> Callable[[Batch], Batch]:
+    """An image of a shape [..., 3, H, W] in each row, `count` tokens each, and a mask of real pixels: fewer in the second row."""
+    real = torch.ones(2, *shape[:-3], *shape[-2:], dtype=torch.long)
+    real[1, ..., -4:] = 0
+    return lambda batch: {**_images(*shape, count=count)(batch), mask: real}
+
+
+def _patches_by_shape(batch: Batch) -> Batch:
+    """Images of 4 × 6 and 4 × 4 patches of 48 numbers, the second padded: 6 and 4 tokens."""
+    shapes = torch.tensor([[4, 6], [4, 4]])
+    real = torch.arange(24) < shapes.prod(1)[:, None]
+    images = {"pixel_values": random(2, 24, 48), "spatial_shapes": shapes, "pixel_attention_mask": real.long()}
+    return {**image_tokens(batch, torch.tensor([[6], [4]])), **images}
+
+
+def _images_by_size(batch: Batch) -> Batch:
+    """Images of 16 × 24 and 16 × 16 pixels, padded to one shape: 6 and 4 tokens."""
+    images = {"pixel_values": random(2, 3, 16, 24), "image_sizes": torch.tensor([[16, 24], [16, 16]])}
+    return {**image_tokens(batch, torch.tensor([[6], [4]])), **images}
+
+
+def _tiles_by_size(batch: Batch) -> Batch:
+    """Images of 8 × 16 and 16 × 8 pixels in tiles of 8 × 8 after a small copy: 14 and 16 tokens, one behind each line of patches."""
+    images = {"pixel_values": random(2, 3, 3, 8, 8), "image_sizes": torch.tensor([[8, 16], [16, 8]])}
+    return {**image_tokens(batch, torch.tensor([[14], [16]])), **images}
+
+
 def _formula(batch: Batch) -> Batch:
     """An image per row; the class makes the inputs of its decoder of `input_ids`."""
     return {**pixels(3, 32, 32)(batch), "input_ids": batch["labels"], "attention_mask": None}
@@ -111,7 +144,8 @@ _GLM = Case(
     settings=merged(_MROPE, {"text_config": {"rope_parameters": {"partial_rotary_factor": 1.0}}, "vision_config": _GRID_TOWER}),
     images=_grids(96, types=True),
 )
-_SQUARE = {"vision_config": {"image_size": 16, "patch_size": 4}, "image_token_id": IMAGE}
+_SMALL = {"image_size": 16, "patch_size": 4}
+_SQUARE = {"vision_config": _SMALL, "image_token_id": IMAGE}
 _WINDOWS = Case(settings={"vision_config": _WINDOW_TOWER, "image_token_id": IMAGE}, images=_grids(96))
 _QWEN3_5 = Case(
     settings={"vision_config": {**_GRID_TOWER, "num_position_embeddings": 64}, "image_token_id": IMAGE}, images=_grids(96, types=True)
@@ -325,11 +359,68 @@ IMAGE_CASES: dict[str, Case] = {
         inputs=lambda batch: {**pixels(3, 8, 8)(batch), **_NO_TOKENS},
     ),
     # classes that run with the sizes of `families`, with images too
+    "AriaForConditionalGeneration": Case(
+        settings={"vision_config": _SMALL, "projector_patch_to_query_dict": {16: 5}, "image_token_index": IMAGE},
+        images=_padded_images("pixel_mask", 3, 16, 16, count=5),
+    ),
+    "AyaVisionForConditionalGeneration": Case(
+        settings={"vision_config": _SMALL, "image_token_index": IMAGE}, images=_images(3, 16, 16, count=4)
+    ),
+    "Cohere2VisionForConditionalGeneration": Case(
+        settings={**_SQUARE, "alignment_intermediate_size": 48}, images=_images(3, 16, 16, count=4)
+    ),
     "Cosmos3OmniForConditionalGeneration": _QWEN3_VL,
     "DeepseekVLForConditionalGeneration": Case(settings=_SQUARE, images=_images(3, 16, 16, count=16)),
     "Exaone4_5_ForConditionalGeneration": _WINDOWS,
     "HyperCLOVAXVisionV2ForConditionalGeneration": _WINDOWS,
+    "Idefics2ForConditionalGeneration": Case(
+        settings={
+            **_SQUARE,
+            "perceiver_config": {"resampler_n_latents": 5, "resampler_depth": 2, "resampler_n_heads": 4, "resampler_head_dim": 8},
+        },
+        images=_padded_images("pixel_attention_mask", 1, 3, 12, 16, count=5),
+    ),
     "Idefics3ForConditionalGeneration": Case(settings=_SQUARE, images=_images(1, 3, 16, 16, count=4)),
+    "InternVLForConditionalGeneration": Case(
+        settings={"vision_config": {"image_size": [16, 16], "patch_size": [4, 4]}, "image_token_id": IMAGE},
+        images=_images(3, 16, 16, count=4),
+    ),
+    "Kimi_K25ForConditionalGeneration": Case(
+        settings={
+            "vision_config": {"patch_size": 4, "pos_emb_height": 8, "pos_emb_width": 8}, "projection_hidden_size": 32,
+            "image_token_id": IMAGE,
+        },
+        images=_grids(3, 4, 4),
+    ),
+    "Kosmos2_5ForConditionalGeneration": Case(
+        settings={"vision_config": {"patch_embed_hidden_size": 24, "max_num_patches": 16}, "latent_query_num": 5}, images=_page
+    ),
+    "Lfm2VlForConditionalGeneration": Case(
+        settings={
+            "vision_config": {"patch_size": 4, "num_patches": 16, "vision_use_head": False},  # whose output the class does not use
+            "projector_hidden_size": 24, "image_token_id": IMAGE,
+        },
+        images=_patches_by_shape,
+    ),
+    "LightOnOcrForConditionalGeneration": Case(
+        settings={"vision_config": {"image_size": 24, "patch_size": 4}, "image_token_id": IMAGE}, images=_images_by_size
+    ),
+    "Llama4ForConditionalGeneration": Case(
+        settings={
+            "vision_config": {
+                **_SMALL, "intermediate_size": 128, "projector_input_dim": 24, "projector_output_dim": 24, "vision_output_dim": 24,
+            },
+            "image_token_index": IMAGE,
+        },
+        images=_images(3, 16, 16, count=4),
+    ),
+    "LlavaForConditionalGeneration": Case(
+        settings={"vision_config": {"image_size": 12, "patch_size": 4}, "image_token_index": IMAGE}, images=_images(3, 12, 12, count=9)
+    ),
+    "LlavaNextForConditionalGeneration": Case(
+        settings={"vision_config": _IMAGE_SIZES, "image_token_index": IMAGE, "image_grid_pinpoints": [[8, 16], [16, 8]]},
+        images=_tiles_by_size,
+    ),
     "MiniMaxM3SparseForConditionalGeneration": Case(
         settings={"vision_config": {"image_size": 16, "patch_size": 4}, "image_token_index": IMAGE}, images=_grids(96)
     ),
