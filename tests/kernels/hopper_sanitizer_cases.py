@@ -1,11 +1,16 @@
 """One small case of every variant of the Hopper kernels, for `compute-sanitizer` on a GPU: `make sanitize-gpu`.
 
 memcheck reports nothing (API errors aside: the launcher asks the driver for one kernel parameter too many to learn their number). racecheck
-reports two kinds of accesses, both ordered by mbarriers that it does not model. One is the arguments that Triton's `warp_specialize` passes
-to its partitions: every kernel that uses it is reported, at the line of the call. The other is the int32 records that one warp writes and
-others read (`hopper/pipeline.py`): the readers meet at a barrier, then one of them arrives on the `empty` mbarrier. `racecheck_control.cu`
-has that pattern alone and is reported too; with an arrival of every reader it is not. `racecheck_filter.py` counts both kinds and fails at
-any other.
+reports accesses that are ordered by mbarriers, which it does not model if one thread arrives for others:
+
+- the arguments that Triton's `warp_specialize` passes to its partitions: every kernel that uses it is reported, at the line of the call;
+- int32 records that one warp writes and others read (`hopper/pipeline.py`): the readers meet at a barrier, then one of them arrives on the
+  `empty` mbarrier. `racecheck_control.cu` has that pattern alone and is reported too; with an arrival of every reader it is not;
+- votes (`hopper/warp_votes.py`) and the lse of earlier states (`hopper/state_mover.py`): the same with writers, which meet at a barrier
+  before one of them arrives on the mbarrier that the readers wait for.
+
+That a barrier of the warp or warp group precedes every arrival is checked in the PTX of every kernel (`hopper_compile.check_arrivals`).
+`racecheck_filter.py` counts these kinds and fails at any other. Kernels of the package have no lines of the source, so they are not used.
 """
 
 from __future__ import annotations

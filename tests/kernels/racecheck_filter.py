@@ -1,7 +1,8 @@
 """Filter for racecheck's reports of the Hopper kernels: `compute-sanitizer --tool racecheck … | python tests/kernels/racecheck_filter.py`.
 
-Two kinds of reports are known false positives, explained in `hopper_sanitizer_cases.py`: work records that one warp writes and others read,
-and the arguments that Triton's `warp_specialize` passes to its partitions. Any other report, or a truncated list, exits with 1.
+Known false positives, explained in `hopper_sanitizer_cases.py`: values of a few bytes that warps pass to each other in shared memory (work
+records, votes, lse of earlier states), and the arguments that Triton's `warp_specialize` passes to its partitions. Any other report, one
+without a line of the source, or a truncated list, exits with 1.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "longspan" / "_kernels" / "hopper"
-RECORD_ACCESS = ("store_int", "load_int")
-_REPORT = re.compile(r"Race reported between .* in (\S+):(\d+)")
+MESSAGE_ACCESS = ("store_int", "load_int", "vote")
+_STATE_LSE = "lse_s.index("
+_REPORT = re.compile(r"Race reported between .* access at \S+(?: in (\S+):(\d+))?")
 _OTHER = re.compile(r"\band (?:Read|Write) access at .* in (\S+):(\d+)")
 _SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)")
 
@@ -23,24 +25,31 @@ _SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) erro
 def known_lines(source: Path = SOURCE) -> dict[str, set[tuple[str, int]]]:
     """(file, line) pairs to which racecheck ascribes each known kind of report.
 
-    Record accesses: the bodies of the functions in RECORD_ACCESS. Arguments of partitions: of each kernel that calls `warp_specialize`, the
-    line of its name, of the call and of the branch around it, to which the compiler ascribes the code that it adds.
+    Messages: the bodies of the functions in MESSAGE_ACCESS. lse of earlier states: their stores and loads. Arguments of partitions: of each
+    kernel that calls `warp_specialize`, the line of its name, of the call and of the branch around it, to which the compiler ascribes the
+    code that it adds.
     """
-    records: set[tuple[str, int]] = set()
+    messages: set[tuple[str, int]] = set()
+    states: set[tuple[str, int]] = set()
     arguments: set[tuple[str, int]] = set()
     for file in sorted(source.glob("*.py")):
         text = file.read_text(encoding="utf-8")
-        if not any(name in text for name in ("warp_specialize", *(f"def {access}(" for access in RECORD_ACCESS))):
+        states |= {(file.name, i) for i, line in enumerate(text.splitlines(), 1) if _STATE_LSE in line}
+        if not any(name in text for name in ("warp_specialize", *(f"def {access}(" for access in MESSAGE_ACCESS))):
             continue
         for function in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)):
-            if function.name in RECORD_ACCESS:
-                records |= _lines(file, function)
+            if function.name in MESSAGE_ACCESS:
+                messages |= _lines(file, function)
             calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and _name(node.func) == "warp_specialize"]
             branches = [node for node in ast.walk(function) if isinstance(node, ast.If) and any(c in ast.walk(node) for c in calls)]
             arguments |= {(file.name, node.lineno) for node in (function, *branches) if calls}
             for call in calls:
                 arguments |= _lines(file, call)
-    return {"work records in shared memory": records, "arguments of warp_specialize partitions": arguments}
+    return {
+        "records and votes in shared memory": messages,
+        "lse of earlier states": states,
+        "arguments of warp_specialize partitions": arguments,
+    }
 
 
 def _lines(file: Path, node: ast.FunctionDef | ast.Call) -> set[tuple[str, int]]:
@@ -57,7 +66,7 @@ def sort_reports(lines: Iterable[str], known: dict[str, set[tuple[str, int]]]) -
     summary = None
     for line in lines:
         if first := _REPORT.search(line):
-            reports.append((line.strip(), [(first[1], int(first[2]))]))
+            reports.append((line.strip(), [(first[1] or "no line", int(first[2] or 0))]))
         elif (more := _OTHER.search(line)) and reports:
             reports[-1][1].append((more[1], int(more[2])))
         summary = _SUMMARY.search(line) or summary

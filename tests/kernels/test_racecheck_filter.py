@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.kernels.racecheck_filter import SOURCE, known_lines, sort_reports
 
-RECORDS, ARGUMENTS = known_lines()
+MESSAGES, STATES, ARGUMENTS = known_lines()
 SUMMARY = "========= RACECHECK SUMMARY: {} hazards displayed ({} errors, 0 warnings)"
 
 
@@ -31,15 +31,30 @@ BRANCH = (
     "backward_dkv.py",
     next(n for n in range(CALL[1], 0, -1) if (SOURCE / "backward_dkv.py").read_text().splitlines()[n - 1] == "    if DQ:"),
 )
+VOTE = ("warp_votes.py", line_of("warp_votes.py", "votes.index(i).store("))
+STATE = ("state_mover.py", line_of("state_mover.py", "lse_s.index(group).store("))
+MERGE = ("forward.py", line_of("forward.py", "lse_s.index(group).load("))
 UNKNOWN = ("tile_io.py", line_of("tile_io.py", "gl.store("))
 
 
-def test_both_known_kinds_are_counted() -> None:
-    lines = [*report(STORE, LOAD, LOAD), *report(KERNEL, CALL, BRANCH), "some case (64, 64)", SUMMARY.format(2, 2)]
-    assert sort_reports(lines, known_lines()) == ({RECORDS: 1, ARGUMENTS: 1}, [])
+def test_known_kinds_are_counted() -> None:
+    accesses = [(STORE, LOAD, LOAD), (VOTE, LOAD), (STATE, MERGE, MERGE), (KERNEL, CALL, BRANCH)]
+    lines = [*(line for one in accesses for line in report(*one)), "some case (64, 64)", SUMMARY.format(4, 4)]
+    assert sort_reports(lines, known_lines()) == ({MESSAGES: 2, STATES: 1, ARGUMENTS: 1}, [])
 
 
-@pytest.mark.parametrize("accesses", [(UNKNOWN, UNKNOWN), (STORE, UNKNOWN), (STORE, KERNEL), (KERNEL, LOAD)], ids=str)
+def test_a_report_without_a_line_of_the_source_is_a_problem() -> None:
+    lines = [
+        "========= Error: Race reported between Write access at forward_kernel+0xe120",
+        "=========     and Read access at forward_kernel+0x20",
+    ]
+    counts, problems = sort_reports([*lines, SUMMARY.format(1, 1)], known_lines())
+    assert not counts and "no line" in problems[0]
+
+
+@pytest.mark.parametrize(
+    "accesses", [(UNKNOWN, UNKNOWN), (STORE, UNKNOWN), (STORE, KERNEL), (KERNEL, LOAD), (STATE, LOAD), (VOTE, MERGE)], ids=str
+)
 def test_reports_of_unknown_lines_or_of_two_kinds_are_problems(accesses: tuple[tuple[str, int], ...]) -> None:
     counts, problems = sort_reports([*report(*accesses), SUMMARY.format(1, 1)], known_lines())
     assert not counts and len(problems) == 1 and f"{accesses[-1][0]}:{accesses[-1][1]}" in problems[0]
