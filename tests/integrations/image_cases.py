@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.integrations.family_cases import COMPASS_ROPE, IMAGE, Batch, Case, image_tokens, merged, pixels, random
+from tests.integrations.family_cases import COMPASS_ROPE, FIRST, IMAGE, Batch, Case, image_tokens, merged, pixels, random
 
 _MROPE: dict[str, Any] = {
     "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
@@ -75,6 +75,27 @@ def _instructed(*shape: int, count: int) -> Callable[[Batch], Batch]:
     return lambda batch: {**image_tokens(batch, count), **pixels(*shape)(batch), "qformer_input_ids": batch["input_ids"][:, -7:]}
 
 
+def _row_of_patches(*grid: int, count: int) -> Callable[[Batch], Batch]:
+    """Two images of a grid of patches of 4 × 4 pixels, `count` tokens each, all patches side by side."""
+    sizes = torch.tensor([grid] * 2)
+    return lambda batch: {**image_tokens(batch, count), "pixel_values": random(1, 3, 4, 8 * grid[0] * grid[1]), "target_sizes": sizes}
+
+
+def _image_and_slice(batch: Batch) -> Batch:
+    """An image of two tokens and a slice of it of three tokens in each row, between their marks, and the type of each token."""
+    images, places = _row_of_patches(4, 8, count=2)(batch), torch.arange(FIRST - 1, FIRST + 8)
+    marked = torch.tensor([50, IMAGE, IMAGE, 51, 52, IMAGE, IMAGE, IMAGE, 53]).expand(2, 9)
+    ids, labels = images["input_ids"].index_copy(1, places, marked), images["labels"].index_fill(1, places, -100)
+    grids = {"target_sizes": torch.tensor([[4, 8], [4, 12]] * 2), "pixel_values": random(1, 3, 4, 4 * 160)}
+    return {"input_ids": ids, "labels": labels, **grids, "mm_token_type_ids": (ids == IMAGE).int()}
+
+
+def _image_and_crops(batch: Batch) -> Batch:
+    """An image of four tokens and a crop of it of one token in each row."""
+    crops = {"pixel_values_local": random(2, 3, 16, 16), "num_local_patches": torch.tensor([1, 1])}
+    return {**_images(3, 32, 32, count=5)(batch), **crops}
+
+
 def _actions(batch: Batch) -> Batch:
     """The state and the actions of a robot, in place of labels, an image of four tokens, and the noise of a diffusion step."""
     images = {"pixel_values": random(2, 1, 3, 8, 8), "pixel_attention_mask": torch.ones(2, 1, dtype=torch.bool)}
@@ -140,12 +161,14 @@ def _canvas(batch: Batch) -> Batch:
     return {"decoder_input_ids": batch["input_ids"][:, -8:].contiguous(), "labels": batch["input_ids"][:, :8].contiguous(), **seen}
 
 
-_GLM = Case(
-    settings=merged(_MROPE, {"text_config": {"rope_parameters": {"partial_rotary_factor": 1.0}}, "vision_config": _GRID_TOWER}),
-    images=_grids(96, types=True),
-)
+_FULL_MROPE = merged(_MROPE, {"text_config": {"rope_parameters": {"partial_rotary_factor": 1.0}}})
+_GLM = Case(settings={**_FULL_MROPE, "vision_config": _GRID_TOWER}, images=_grids(96, types=True))
 _SMALL = {"image_size": 16, "patch_size": 4}
 _SQUARE = {"vision_config": _SMALL, "image_token_id": IMAGE}
+_MINICPM: dict[str, Any] = {"vision_config": _SMALL, "insert_layer_id": 0, "image_token_id": IMAGE}
+_LLAVA_NEXT = Case(
+    settings={"vision_config": _IMAGE_SIZES, "image_token_index": IMAGE, "image_grid_pinpoints": [[8, 16], [16, 8]]}, images=_tiles_by_size
+)
 _WINDOWS = Case(settings={"vision_config": _WINDOW_TOWER, "image_token_id": IMAGE}, images=_grids(96))
 _QWEN3_5 = Case(
     settings={"vision_config": {**_GRID_TOWER, "num_position_embeddings": 64}, "image_token_id": IMAGE}, images=_grids(96, types=True)
@@ -417,20 +440,43 @@ IMAGE_CASES: dict[str, Case] = {
     "LlavaForConditionalGeneration": Case(
         settings={"vision_config": {"image_size": 12, "patch_size": 4}, "image_token_index": IMAGE}, images=_images(3, 12, 12, count=9)
     ),
-    "LlavaNextForConditionalGeneration": Case(
-        settings={"vision_config": _IMAGE_SIZES, "image_token_index": IMAGE, "image_grid_pinpoints": [[8, 16], [16, 8]]},
-        images=_tiles_by_size,
+    "LlavaNextForConditionalGeneration": _LLAVA_NEXT,
+    "LlavaNextVideoForConditionalGeneration": _LLAVA_NEXT,
+    "LlavaOnevisionForConditionalGeneration": _LLAVA_NEXT,
+    "MiniCPMOcrForConditionalGeneration": Case(settings=_MINICPM, images=_row_of_patches(4, 6, count=6)),
+    "MiniCPMV4_6ForConditionalGeneration": Case(settings=_MINICPM, images=_row_of_patches(4, 12, count=3)),
+    "MiniCPMV4_7ForConditionalGeneration": Case(
+        settings={
+            **_MINICPM, "text_config": _FULL_MROPE["text_config"],
+            "image_start_id": 50, "image_end_id": 51, "slice_start_id": 52, "slice_end_id": 53, "newline_id": 54,
+        },
+        images=_image_and_slice,
     ),
     "MiniMaxM3SparseForConditionalGeneration": Case(
         settings={"vision_config": {"image_size": 16, "patch_size": 4}, "image_token_index": IMAGE}, images=_grids(96)
     ),
     "Ovis2ForConditionalGeneration": Case(settings=_SQUARE, images=_images(3, 16, 16, count=16)),
+    "QianfanOCRForConditionalGeneration": Case(
+        settings={"vision_config": {"image_size": [16, 16], "patch_size": [4, 4]}, "image_token_id": IMAGE},
+        images=_images(3, 16, 16, count=4),
+    ),
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL,
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
     "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
     "SmolVLMForConditionalGeneration": Case(settings=_SQUARE, images=_images(1, 3, 16, 16, count=4)),
+    "Step3p7ForConditionalGeneration": Case(
+        settings={"vision_config": {"image_size": 32, "patch_size": 4}, "image_token_id": IMAGE}, images=_image_and_crops
+    ),
+    "VideoLlama3ForConditionalGeneration": Case(
+        settings={"vision_config": {"patch_size": 4}, "image_token_id": IMAGE},
+        images=lambda batch: {**_grids(48)(batch), "image_merge_sizes": torch.tensor([2, 2])},
+    ),
     "VideoLlavaForConditionalGeneration": Case(
         settings={"vision_config": {"image_size": 16, "patch_size": 4}, "image_token_index": IMAGE}, images=_images(3, 16, 16, count=16)
+    ),
+    "VipLlavaForConditionalGeneration": Case(
+        settings={"vision_config": _IMAGE_SIZES, "vision_feature_layers": [-1, 1], "image_token_index": IMAGE},
+        images=_images(3, 8, 8, count=4),
     ),
 }  # fmt: skip
