@@ -113,8 +113,9 @@ def _patches(batch: Batch) -> Batch:
 
 def _page(batch: Batch) -> Batch:
     """The patches of `_patches` beside tokens, five of which are of the image, and a mask of their places."""
-    tokens = image_tokens(batch, 5)
-    return {**tokens, "flattened_patches": _patches(batch)["flattened_patches"], "image_embeds_position_mask": tokens["input_ids"] == IMAGE}
+    tokens, patches = image_tokens(batch, 5), _patches(batch)["flattened_patches"]
+    sizes = {"width": torch.tensor([20, 20]), "height": torch.tensor([12, 12])}
+    return {**tokens, **sizes, "flattened_patches": patches, "image_embeds_position_mask": (tokens["input_ids"] == IMAGE).long()}
 
 
 def _padded_images(mask: str, *shape: int, count: int) -> Callable[[Batch], Batch]:

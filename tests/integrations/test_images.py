@@ -213,6 +213,14 @@ def test_images_whose_positions_look_like_packed_documents_raise_without_an_atte
         on_ranks(model, batch)
 
 
+def test_features_without_a_mask_of_image_tokens_raise() -> None:
+    model = tiny_model(("vision-language", "kosmos-2.5"), "longspan")
+    batch = labelled_batch("images", model)
+    del batch["image_embeds_position_mask"]
+    with pytest.raises(ValueError, match=r"expected inputs_embeds .* for Kosmos2_5TextForCausalLM"):
+        on_ranks(model, batch)
+
+
 def test_inputs_that_a_decoder_cannot_split_raise() -> None:
     config = transformers.BertConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, is_decoder=True,

@@ -27,6 +27,7 @@ SAMPLE = (
     ("encoder-decoder", "voxtral_realtime"),  # with audio
     ("vision-language", "granite4_vision"),  # features of image tokens in several layers
     ("vision-language", "instructblip"),  # images among the tokens
+    ("vision-language", "kosmos-2.5"),  # its decoder embeds tokens, and puts features in place of image tokens
     ("vision-language", "molmo2"),  # makes the mask of its text decoder
     ("vision-language", "vision-encoder-decoder"),  # images in place of tokens
 )

@@ -23,9 +23,14 @@ from longspan.integrations._forward import PLAN_KEYWORD, current_forward, descri
 from longspan.integrations._plans import ModelPlans
 
 # Tensors [B or 1, S, ...] among a decoder's keywords.
-_BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", "visual_pos_masks", "vision_mask", "per_layer_inputs")
+_BY_TOKEN = (
+    "input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", "visual_pos_masks", "vision_mask", "per_layer_inputs",
+    "image_embeds_position_mask",
+)  # fmt: skip
+# Features [B, image tokens of a row, D] that a decoder, which embeds its tokens itself, puts in place of image tokens, and their mask.
+_IN_PLACE, _IN_PLACE_MASK = "image_embeds", "image_embeds_position_mask"
 # Features of image tokens, a list or a dict by layer of [image tokens of all rows, D], and the mask of these tokens, [B, S] or [B, S, 1].
-_BY_IMAGE_TOKEN = {"deepstack_visual_embeds": "visual_pos_masks", "deepstack_features": "vision_mask"}
+_BY_IMAGE_TOKEN = {"deepstack_visual_embeds": "visual_pos_masks", "deepstack_features": "vision_mask", _IN_PLACE: _IN_PLACE_MASK}
 _LOCAL = (PLAN_KEYWORD, "labels", "shift_labels", "num_items_in_batch")  # this rank's already
 
 _install_lock = threading.Lock()
@@ -83,14 +88,9 @@ def _shard_arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     plans: ModelPlans = forward.plan
     names = list(inspect.signature(decoder.forward).parameters)
     arguments = {**dict(zip(names, args)), **kwargs}
-    embeds, plan = arguments.get("inputs_embeds"), plans.of(None)
+    plan = plans.of(None)
     tokens = plan.layout.length
-    if not isinstance(embeds, Tensor) or embeds.ndim != 3 or embeds.shape[1] != tokens:
-        got = f"shape {tuple(embeds.shape)}" if isinstance(embeds, Tensor) else type(embeds).__name__
-        raise ValueError(
-            f"longspan: expected inputs_embeds [B, {tokens}, D] of the whole batch for {described(decoder)}, got {got}. A batch with "
-            "images, audio, video or token types is not supported on several ranks for this model"
-        )
+    inputs = _whole_inputs(decoder, arguments, tokens)
     _check_mask(decoder, arguments.get("attention_mask"), plans)
     positions = arguments.get("position_ids")
     forward.whole_positions = positions if arguments.get("attention_mask") is None else None
@@ -98,20 +98,36 @@ def _shard_arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         arguments["attention_mask"] = None
     if positions is None:
         real = plans.real_tokens
-        positions = default_positions(getattr(decoder, "config", None), embeds, None if real is None else real.to(embeds.device))
-    arguments["position_ids"] = _local_positions(positions.to(embeds.device), plan, embeds.shape[0])
+        positions = default_positions(getattr(decoder, "config", None), inputs, None if real is None else real.to(inputs.device))
+    arguments["position_ids"] = _local_positions(positions.to(inputs.device), plan, inputs.shape[0])
     for name, mask in _BY_IMAGE_TOKEN.items():
-        if arguments.get(name) is not None:
-            chosen = _local_image_tokens(arguments[mask].flatten(1), plan)
-            images = arguments[name]
-            local = {k: x[chosen.to(x.device)] for k, x in (images.items() if isinstance(images, dict) else enumerate(images))}
-            arguments[name] = local if isinstance(images, dict) else list(local.values())
+        if arguments.get(name) is not None and arguments.get(mask) is not None:
+            chosen = _local_image_tokens(arguments[mask].flatten(1) == 1, plan)
+            arguments[name] = _local_features(arguments[name], chosen, in_place=name == _IN_PLACE)
     for name, value in arguments.items():
         if name in _BY_TOKEN and value is not None:
-            arguments[name] = plan.shard(value.expand(embeds.shape[0], *value.shape[1:]), 1)
+            arguments[name] = plan.shard(value.expand(inputs.shape[0], *value.shape[1:]), 1)
     _check_others(decoder, arguments, tokens)
     forward.in_decoder = True
     return (), arguments
+
+
+def _whole_inputs(decoder: nn.Module, arguments: dict[str, Any], tokens: int) -> Tensor:
+    """A decoder's inputs_embeds [B, S, D] of the whole batch, or input_ids [B, S] if it is told which of them are of images.
+
+    Raises:
+        ValueError: The decoder is given neither.
+    """
+    embeds, ids = arguments.get("inputs_embeds"), arguments.get("input_ids")
+    if embeds is None and isinstance(ids, Tensor) and ids.shape[1:] == (tokens,) and arguments.get(_IN_PLACE_MASK) is not None:
+        return ids
+    if isinstance(embeds, Tensor) and embeds.ndim == 3 and embeds.shape[1] == tokens:
+        return embeds
+    got = f"shape {tuple(embeds.shape)}" if isinstance(embeds, Tensor) else type(embeds).__name__
+    raise ValueError(
+        f"longspan: expected inputs_embeds [B, {tokens}, D] of the whole batch for {described(decoder)}, got {got}. A batch with "
+        "images, audio, video or token types is not supported on several ranks for this model"
+    )
 
 
 def _local_positions(positions: Tensor, plan: Plan, batch: int) -> Tensor:
@@ -144,6 +160,15 @@ def _local_image_tokens(is_image: Tensor, plan: Plan) -> Tensor:
     return plan.shard(number, 1)[plan.shard(is_image, 1)]
 
 
+def _local_features(features: Any, chosen: Tensor, *, in_place: bool) -> Any:
+    """The features of the image tokens of these numbers: by layer, or of shape [image tokens, D] if `in_place`."""
+    if in_place:
+        return features.flatten(0, -2)[chosen.to(features.device)]
+    if isinstance(features, dict):
+        return {layer: x[chosen.to(x.device)] for layer, x in features.items()}
+    return [x[chosen.to(x.device)] for x in features]
+
+
 def _check_mask(decoder: nn.Module, mask: Any, plans: ModelPlans) -> None:
     """Raise ValueError for a mask by token that is not the one of the plan."""
     if isinstance(mask, Tensor):
@@ -157,7 +182,8 @@ def _check_mask(decoder: nn.Module, mask: Any, plans: ModelPlans) -> None:
 
 def _check_others(decoder: nn.Module, arguments: dict[str, Any], tokens: int) -> None:
     """Raise ValueError for other tensors, which may be of the whole sequence. A single vector [1, D] is the same for all tokens."""
-    known = (*_BY_TOKEN, *_LOCAL, *_BY_IMAGE_TOKEN, "position_ids", "attention_mask")
+    features = [name for name, mask in _BY_IMAGE_TOKEN.items() if arguments.get(mask) is not None]
+    known = (*_BY_TOKEN, *_LOCAL, *features, "position_ids", "attention_mask")
     for name, value in arguments.items():
         held = value if isinstance(value, (tuple, list)) else value.values() if isinstance(value, dict) else [value]
         tensors = [x for x in held if isinstance(x, Tensor) and x.ndim > 0]
