@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.families import on_ranks, results, with_random_weights
+from tests.integrations.families import on_ranks, results, tiny_settings, with_random_weights
 from tests.integrations.other_families import labelled_batch, tiny_model
 from torch import Tensor
 
@@ -219,6 +219,23 @@ def test_features_without_a_mask_of_image_tokens_raise() -> None:
     del batch["image_embeds_position_mask"]
     with pytest.raises(ValueError, match=r"expected inputs_embeds .* for Kosmos2_5TextForCausalLM"):
         on_ranks(model, batch)
+
+
+def test_a_vision_tower_that_computes_with_its_mask_raises_and_runs_with_sdpa() -> None:
+    settings = tiny_settings(transformers.Lfm2VlConfig, "Lfm2VlForConditionalGeneration")
+    settings["vision_config"]["vision_use_head"] = True  # attention of one query, by a mask tensor
+
+    def model(implementation: Any) -> Any:
+        torch.manual_seed(3)
+        config = transformers.Lfm2VlConfig(**settings)
+        kind = transformers.Lfm2VlForConditionalGeneration
+        return with_random_weights(kind._from_config(config, attn_implementation=implementation, dtype=torch.float32).eval())
+
+    eager, mixed = model("eager"), model({"text_config": "longspan", "vision_config": "sdpa"})
+    batch = labelled_batch("images", eager)
+    assert_same(on_ranks(mixed, batch), results(eager, {**batch, "use_cache": False}))
+    with pytest.raises(ValueError, match=r"computes with its mask .* vision tower alone: attn_implementation=.*'vision_config': 'sdpa'"):
+        on_ranks(model("longspan"), batch)
 
 
 def test_inputs_that_a_decoder_cannot_split_raise() -> None:

@@ -98,7 +98,8 @@ class ModelMask:
     def _raise(self, what: str) -> NoReturn:
         raise ValueError(
             f"longspan: the model of {self.family} {what}: it computes with its mask as with a tensor, and longspan has no S × S mask. "
-            "This model is not supported; use attn_implementation='sdpa' or 'eager'"
+            "This model is not supported; use attn_implementation='sdpa' or 'eager', for the attention of a vision tower alone: "
+            "attn_implementation={'text_config': 'longspan', 'vision_config': 'sdpa'}"
         )
 
 
