@@ -37,7 +37,7 @@ def packed() -> dict[str, Tensor]:
 
 def rank() -> tuple[Tensor, Tensor, list[Tensor]]:
     model = llama("longspan")
-    prepared = lst.prepare_batch(packed(), dist.group.WORLD, config=model.config, gradients="sum")
+    prepared = lst.prepare_batch(packed(), dist.group.WORLD, config=model, gradients="sum")
     out = model(**prepared)
     out.loss.backward()
     grads = [p.grad for p in model.parameters()]

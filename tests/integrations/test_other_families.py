@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import transformers
 from tests.integrations import families
 from tests.integrations.families import on_ranks, results
 from tests.integrations.family_cases import case_of
-from tests.integrations.other_families import PAGE, classes, row, try_class, written_rows
+from tests.integrations.other_families import PAGE, classes, labelled_batch, row, tiny_model, try_class, written_rows
 
 import longspan as ls
 import longspan.integrations.transformers as lst
@@ -104,3 +105,25 @@ def test_an_encoder_beside_a_plan_of_its_config_raises() -> None:
         model(**lst.prepare_batch({"input_ids": ids}, ls.Mesh.abstract(1), config=model.config))
     with pytest.raises(ValueError, match="whose labels are not shifted"):
         memory.causal_lm_loss(model, {"input_ids": ids, "labels": ids})
+
+
+def test_a_model_whose_decoder_alone_takes_positions_asks_for_itself_and_runs_in_the_trainer(tmp_path: Path) -> None:
+    from examples.transformers_trainer import arguments
+
+    from longspan.integrations.trainer import SpanningTrainer
+
+    model = tiny_model(("encoder-decoder", "vibevoice_asr"), "longspan")
+    batch = labelled_batch("left", model)
+    with pytest.raises(ValueError, match=r"Its text decoder takes them: give the model to prepare_batch"):
+        model(**lst.prepare_batch(batch, ls.Mesh.abstract(1), config=model.config))
+    trainer = SpanningTrainer(model=model, args=arguments(str(tmp_path)), mesh=ls.Mesh.abstract(1))
+    torch.testing.assert_close(trainer.compute_loss(model, batch), model(**batch).loss, rtol=1e-5, atol=0)
+
+
+def test_the_trainer_refuses_an_encoder(tmp_path: Path) -> None:
+    from examples.transformers_trainer import arguments
+
+    from longspan.integrations.trainer import SpanningTrainer
+
+    with pytest.raises(ValueError, match="expected a causal LM, got BertForMaskedLM, whose labels are not shifted"):
+        SpanningTrainer(model=encoder("Bert"), args=arguments(str(tmp_path)), mesh=ls.Mesh.abstract(1))

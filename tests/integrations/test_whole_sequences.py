@@ -37,7 +37,10 @@ def test_fields_by_token_are_gathered_without_the_last_token_and_others_stay() -
 
     def rank(mesh: Any) -> dict[str, Any]:
         options = {"layout": "head_tail", "strategy": "ring"}
-        trainer: Any = SimpleNamespace(roles=mesh_roles(mesh), _config=config, plan_options=options, args=SimpleNamespace(device="cpu"))
+        trainer: Any = SimpleNamespace(
+            roles=mesh_roles(mesh), model=SimpleNamespace(config=config), _config=config, plan_options=options,
+            args=SimpleNamespace(device="cpu"),
+        )  # fmt: skip
         model = _WholeSequences(Model(), trainer)
         assert model.name == "tiny"
         for call in ({"labels": IDS}, {"fused_lm_head": True}):

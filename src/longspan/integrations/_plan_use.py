@@ -176,7 +176,12 @@ def _check_before(model: nn.Module, plan: Any, mask: Any) -> list[nn.Module]:
     if "position_ids" not in inspect.signature(type(model).forward).parameters and not _uses_relative_positions(model, mixers):
         raise ValueError(
             f"longspan: expected a model that takes position_ids, got {type(model).__name__}, which would number the tokens of each rank's "
-            "shard from 0. This model is not supported on several ranks; call it without a plan on one device"
+            "shard from 0. "
+            + (
+                "Its text decoder takes them: give the model to prepare_batch, prepare_batch(batch, mesh, config=model)"
+                if _decoders.only_decoder_takes_positions(model)
+                else "This model is not supported on several ranks; call it without a plan on one device"
+            )
         )
     check_positions(model.config, plan)
     for module in outer.modules():

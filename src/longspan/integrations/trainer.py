@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from longspan._comm.mesh import Mesh
 from longspan.integrations._batch import prepare_batch
 from longspan.integrations._batch_parts import PlanOptions
-from longspan.integrations._configs import NAME, head_counts
+from longspan.integrations._configs import NAME, head_counts, is_masked_lm
 from longspan.integrations._meshes import MeshRoles, mesh_roles
 from longspan.integrations._sampling import EpochLoader, EvalBatches, TrainBatches
 
@@ -84,6 +84,11 @@ class SpanningMixin(_Base):  # type: ignore[misc]
             raise ValueError(
                 f"model: expected a causal LM, got the encoder-decoder {type(self.model).__name__}, whose labels the Trainer counts "
                 "otherwise; use prepare_batch(batch, mesh, config=model) in a loop of your own"
+            )
+        if is_masked_lm(self.model):
+            raise ValueError(
+                f"model: expected a causal LM, got {type(self.model).__name__}, whose labels are not shifted; use prepare_batch(batch, mesh, "
+                "config=model) in a loop of your own"
             )
         if not self.args.average_tokens_across_devices:
             raise ValueError("args: expected average_tokens_across_devices=True, got False: tokens are counted over all ranks")
@@ -178,7 +183,7 @@ class SpanningMixin(_Base):  # type: ignore[misc]
         is_evaluation = count is None and not model.training
         options: Any = {**head_counts(self._config, self.roles.heads_size), **self.plan_options}
         mesh: Any = self.roles.context if is_evaluation else self.mesh
-        prepared = prepare_batch(inputs, mesh, config=self._config, count=count, device=self.args.device, **options)
+        prepared = prepare_batch(inputs, mesh, config=self.model, count=count, device=self.args.device, **options)
         outputs = model(**prepared)
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
@@ -264,7 +269,7 @@ class _WholeSequences:
         trainer = self._trainer
         options: Any = {**head_counts(trainer._config, trainer.roles.heads_size), **trainer.plan_options}
         prepared: Any = prepare_batch(
-            {**batch, "labels": labels}, trainer.roles.context, config=trainer._config, count=1, device=trainer.args.device, **options
+            {**batch, "labels": labels}, trainer.roles.context, config=trainer.model, count=1, device=trainer.args.device, **options
         )
         del prepared["labels"], prepared["num_items_in_batch"]  # shift_labels remain
         outputs, plan = self._model(**prepared, fused_lm_head=True), prepared["longspan_plan"]
