@@ -288,7 +288,7 @@ def test_settings_in_a_batch_are_honoured_or_raise() -> None:
         assert (prepared["return_dict"], prepared["output_hidden_states"], prepared["use_cache"]) == (True, False, False)
         assert "logits_to_keep" not in prepared
     for entries, options, message in (
-        ({"num_items_in_batch": 500}, {"count": 400}, "got both: 400, 500"),
+        ({"num_items_in_batch": 500}, {"count": 400}, "to be equal, got 400 and 500"),
         ({"use_cache": True}, {}, "expected no use_cache in the batch, got True"),
         ({"logits_to_keep": 3}, {}, "expected no logits_to_keep in the batch, got 3"),
     ):

@@ -67,7 +67,8 @@ def prepare_batch(
             which start again at each packed document; `document_ids` (or `seq_idx`) [B, S], negative for padding; `cu_seq_lens_q`
             [documents + 1], where documents begin, counted over all rows; `attention_mask` [B, S], 0 for padding. With other entries
             (images, audio, video, token types) or `position_ids` by axis ([3, B, S], or [4, B, S] after those of text) the model gets the
-            whole batch, and its text decoder takes this rank's tokens. `num_items_in_batch` is `count`.
+            whole batch, and its text decoder takes this rank's tokens. `num_items_in_batch` is taken as `count`. `return_dict`,
+            `output_hidden_states` and `output_attentions` are passed on; `use_cache=True` and `logits_to_keep` raise.
         mesh: The ranks that share the sequence, as `longspan.plan` takes them. Or a DeviceMesh with an axis "cp" beside any of "dp",
             "dp_replicate", "dp_shard" and "tp": labels are then counted over the data axes too, in one small collective call.
         config: The model or its config. A `ForMaskedLM` model itself (not its config) gets plans of bidirectional attention, and its
@@ -97,7 +98,7 @@ def prepare_batch(
     batch, flags, count = split_settings(batch, count)
     if is_encoder_decoder(config):
         prepared = prepare_two_sequences(batch, mesh, config, count=count, gradients=gradients, device=device, options=options)
-        return {**prepared, **flags}  # type: ignore[typeddict-item]
+        return {**prepared, **flags}
     if getattr(getattr(config, "config", config), "is_encoder_decoder", False):
         raise ValueError(
             f"prepare_batch: expected config= to be an encoder-decoder model with a language modelling head, got {type(config).__name__}; "
@@ -144,7 +145,7 @@ def prepare_batch(
     def whole(x: Any) -> Any:
         return x.to(device) if isinstance(x, Tensor) and device is not None else x
 
-    prepared = {"longspan_plan": plans, **flags}  # type: ignore[typeddict-item]
+    prepared = {"longspan_plan": plans, **flags}
     if not bidirectional:
         prepared["use_cache"] = False
     if token_types is not None:

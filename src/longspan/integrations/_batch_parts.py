@@ -36,7 +36,15 @@ class PlanOptions(TypedDict, total=False):
     cluster: Cluster | str | None
 
 
-class PreparedBatch(TypedDict, total=False):
+class ForwardFlags(TypedDict, total=False):
+    """Settings of a forward that every rank honours. `prepare_batch` passes them on."""
+
+    return_dict: bool
+    output_hidden_states: bool
+    output_attentions: bool
+
+
+class PreparedBatch(ForwardFlags, total=False):
     """The keywords of a model's forward on one rank: see `prepare_batch`."""
 
     input_ids: Tensor
@@ -51,10 +59,10 @@ class PreparedBatch(TypedDict, total=False):
     token_type_ids: Tensor
 
 
-_FLAGS = ("return_dict", "output_hidden_states", "output_attentions")  # settings of a forward that every rank may honour
+_FLAGS = tuple(ForwardFlags.__annotations__)
 
 
-def split_settings(batch: Mapping[str, Any], count: Tensor | float | None) -> tuple[dict[str, Any], dict[str, Any], Tensor | float | None]:
+def split_settings(batch: Mapping[str, Any], count: Tensor | float | None) -> tuple[dict[str, Any], ForwardFlags, Tensor | float | None]:
     """(the tensors of a batch, settings of the forward among its entries, the number of labels): entries that are no inputs of a model.
 
     Raises:
@@ -62,13 +70,16 @@ def split_settings(batch: Mapping[str, Any], count: Tensor | float | None) -> tu
     """
     given = batch.get("num_items_in_batch")
     if given is not None and count is not None and float(given) != float(count):
-        raise ValueError(f"prepare_batch: expected count= or num_items_in_batch in the batch, got both: {float(count):g}, {float(given):g}")
+        raise ValueError(
+            f"prepare_batch: expected count= and num_items_in_batch of the batch to be equal, got {float(count):g} and {float(given):g}; "
+            "leave one of them out"
+        )
     for name in ("use_cache", "logits_to_keep"):
         value = batch.get(name)
         if isinstance(value, Tensor) or value:
             hint = "a forward with a plan has no cache" if name == "use_cache" else "a rank has logits of its own tokens only"
             raise ValueError(f"prepare_batch: expected no {name} in the batch, got {value}: {hint}")
-    flags = {name: batch[name] for name in _FLAGS if batch.get(name) is not None}
+    flags: Any = {name: batch[name] for name in _FLAGS if batch.get(name) is not None}
     settings = (*_FLAGS, "num_items_in_batch", "use_cache", "logits_to_keep")
     inputs = {name: value for name, value in batch.items() if name not in settings}
     return inputs, flags, count if given is None else given
