@@ -238,6 +238,17 @@ def test_a_vision_tower_that_computes_with_its_mask_raises_and_runs_with_sdpa() 
         on_ranks(model("longspan"), batch)
 
 
+def test_the_axis_of_positions_that_a_model_reads_is_the_same_on_ranks_with_text_only() -> None:
+    from longspan.integrations._decoders import _axes_of
+
+    whole = torch.arange(11).expand(3, 2, 11).clone()
+    whole[1:, :, 7:] = torch.tensor([5, 9])[:, None, None]  # an image
+    for sharded in (whole[..., :4].clone(), whole[..., 6:].clone()):  # text only; with the image
+        assert _axes_of(sharded[1], whole, sharded)[0].data_ptr() == whole[1].data_ptr()
+    assert len(_axes_of(sharded[1].clone(), whole, sharded)) == 1  # by value
+    assert len(_axes_of(sharded[1] + 2, whole, sharded)) == 3  # an offset: any axis
+
+
 def test_inputs_that_a_decoder_cannot_split_raise() -> None:
     config = transformers.BertConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, is_decoder=True,

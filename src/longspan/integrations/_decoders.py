@@ -93,13 +93,15 @@ def _shard_arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     inputs = _whole_inputs(decoder, arguments, tokens)
     _check_mask(decoder, arguments.get("attention_mask"), plans)
     positions = arguments.get("position_ids")
-    forward.whole_positions = positions if arguments.get("attention_mask") is None else None
+    made_positions = positions is not None and arguments.get("attention_mask") is None
     if isinstance(arguments.get("attention_mask"), Tensor):
         arguments["attention_mask"] = None
     if positions is None:
         real = plans.real_tokens
         positions = default_positions(getattr(decoder, "config", None), inputs, None if real is None else real.to(inputs.device))
-    arguments["position_ids"] = _local_positions(positions.to(inputs.device), plan, inputs.shape[0])
+    positions = positions.to(inputs.device)
+    arguments["position_ids"] = _local_positions(positions, plan, inputs.shape[0])
+    forward.made_positions = (positions, arguments["position_ids"]) if made_positions else None
     for name, mask in _BY_IMAGE_TOKEN.items():
         if arguments.get(name) is not None and arguments.get(mask) is not None:
             chosen = _local_image_tokens(arguments[mask].flatten(1) == 1, plan)
@@ -142,16 +144,26 @@ def check_no_documents(forward: Any, local: Tensor, search: Callable[[Tensor], A
 
     local: the positions of this rank's tokens, in which it looks; search: transformers' search.
     """
-    positions, plans = forward.whole_positions, forward.plan
-    if positions is None or plans.documents_from_positions or plans.states_documents:
+    made, plans = forward.made_positions, forward.plan
+    if made is None or plans.documents_from_positions or plans.states_documents:
         return
-    axes = positions if positions.ndim == 3 else positions[None]
-    used = next((x for x in axes if torch.equal(_local_positions(x, plans.of(None), len(local)), local)), None)
-    if used is not None and search(used) is not None:
+    if any(search(axis) is not None for axis in _axes_of(local, *made)):
         raise ValueError(
             "longspan: the model takes positions of images for the beginnings of packed documents, which the plan does not separate. Give "
             "attention_mask (ones, without padding) to prepare_batch: transformers then looks for no documents"
         )
+
+
+def _axes_of(local: Tensor, whole: Tensor, sharded: Tensor) -> list[Tensor]:
+    """The axes of whole positions that a model reads, by its view of sharded ones; by their values if it made others; else all.
+
+    A shard of text only has equal values in all axes: by values alone, ranks may disagree.
+    """
+    if whole.ndim == 2:
+        return [whole]
+    by_view = [x for x, part in zip(whole, sharded) if part.data_ptr() == local.data_ptr()]
+    by_value = [x for x, part in zip(whole, sharded) if part.shape == local.shape and torch.equal(part, local)]
+    return by_view or by_value or list(whole)
 
 
 def _local_image_tokens(is_image: Tensor, plan: Plan) -> Tensor:

@@ -25,7 +25,8 @@ class Forward:
     has_mixers: whether some layer mixes tokens without attention.
     in_decoder: whether the text decoder runs, of a model whose inputs are whole (`_decoders`), or a layer of an encoder-decoder.
     in_encoder: whether that layer is the encoder's (`_cross_plans`).
-    whole_positions: positions that a model with whole inputs made for its text decoder without an attention_mask, or None.
+    made_positions: positions that a model with whole inputs made for its text decoder without an attention_mask, whole and of this rank's
+        tokens; or None.
     tokens: the model's input_ids, or None.
     cache_update: the update of a `PagedCache` by a layer whose attention has not run yet.
     cache_columns: each `PagedCache` and its columns before this forward, by id of the cache.
@@ -41,7 +42,7 @@ class Forward:
         self.has_mixers = False
         self.in_decoder = False
         self.in_encoder = False
-        self.whole_positions: Any = None
+        self.made_positions: Any = None
         self.tokens: Any = None
         self.cache_update: Any = None
         self.cache_columns: dict[int, tuple[Any, int]] = {}
