@@ -36,11 +36,11 @@ def test_generate_without_a_plan_gives_the_tokens_of_eager() -> None:
 
 
 @pytest.mark.long
-def test_a_whole_model_compiles_to_one_graph_and_a_new_plan_does_not_recompile() -> None:
+def test_a_whole_model_compiles_to_one_graph_and_a_new_plan_does_not_recompile(pytestconfig: pytest.Config) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")
+    counter = CompileCounterWithBackend("aot_eager" if pytestconfig.getoption("--whole-grid") else "eager")
     model = model_of("gemma2", "longspan")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for kind, length in (("plain", 157), ("packed", 157), ("packed", 181), ("plain", 199)):
