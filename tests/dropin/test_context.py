@@ -44,6 +44,14 @@ def test_every_layout_and_strategy_gives_the_result_of_one_device(layout: str, s
     assert_close(on_ranks(4, attend, tensors, context=context), on_one_device(attend, tensors))
 
 
+@pytest.mark.parametrize("slices", [(0, 1, 1), (0, 0, 1), (0, 2, 2), (2, 0, 0), (0, 3, 2)])
+def test_batch_and_heads_broadcast_as_in_torch(slices: tuple[int, int, int]) -> None:
+    parts = [slice(None), (slice(None), slice(1)), slice(1), (slice(1), slice(1))]  # all, one head, one batch row, one of each
+    tensors = [t[parts[i]] for t, i in zip(qkv(67), slices)]
+    attend = lambda *t: F.scaled_dot_product_attention(*t, is_causal=True)
+    assert_close(on_ranks(3, attend, tensors), on_one_device(attend, tensors))
+
+
 def test_cross_attention_between_two_sequences_of_the_context() -> None:
     tensors = qkv(71, 203)
     for is_causal in (False, True):
@@ -263,7 +271,10 @@ def unsupported_calls() -> dict[str, tuple[Any, str]]:
         "an unknown sequence": (lambda: F.scaled_dot_product_attention(*[torch.zeros(1, 1, 7, DIM)] * 3), "holds 20 of 40 tokens, got 7"),
         "weights": (lambda: attention(q[0], q[0], q[0]), "need_weights=False"),
         "both masks": (lambda: F.scaled_dot_product_attention(q, q, q, torch.ones(40, 40).bool(), is_causal=True), "got both"),
-        "grouped heads without enable_gqa": (lambda: F.scaled_dot_product_attention(torch.zeros(1, 2, 20, DIM), q, q), "enable_gqa=True"),
+        "grouped heads without enable_gqa": (
+            lambda: F.scaled_dot_product_attention(torch.zeros(1, 4, 20, DIM), *[torch.zeros(1, 2, 20, DIM)] * 2),
+            "enable_gqa=True",
+        ),
     }
 
 

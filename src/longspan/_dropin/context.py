@@ -39,7 +39,8 @@ def context_parallel(
     The code objects of the other two functions are exchanged for ones that run torch's own code in all other threads. Leaving the
     context restores all three.
 
-    Inside, q, k and v are this rank's shards [B, H, S_local, D]. Masks and mods get positions in the whole sequence. All ranks make the
+    Inside, q, k and v are this rank's shards [B, H, S_local, D]. SDPA also takes two or three dims, and broadcasts batch and heads as
+    torch does. Masks and mods get positions in the whole sequence. All ranks make the
     same calls. Results and gradients equal those of one device. Backward, and the recomputation of an activation checkpoint,
     may run after the context.
 

@@ -24,7 +24,7 @@ from longspan._dropin.mask_keys import MaskKeys, MaskRequest
 from longspan._dropin.negotiate import NO_SIZE, AgreedCall, LocalCall, negotiate
 from longspan._engine.attention import AttendOptions, attend
 from longspan._engine.checks import check_kernel_options
-from longspan._engine.signatures import as_autocast, is_no_mask
+from longspan._engine.signatures import as_autocast, grouped_heads, is_no_mask, leading_dims
 from longspan._masks.algebra import Mask
 from longspan._masks.constructors import causal, full
 from longspan._plan.layout import Layout
@@ -108,7 +108,7 @@ class AttentionDispatcher:
             if attn_mask is not None and is_causal:
                 raise ValueError("expected attn_mask or is_causal=True, got both; torch refuses both as well")
             q, k, v = _with_four_dims(*as_autocast(query, key, value))
-            _check_heads(q, k, enable_gqa)
+            q, k, v = grouped_heads(q, k, v, leading_dims(q, k, v, enable_gqa))
             if attn_mask is None:
                 return LocalCall(q=q, k=k, v=v, mask=self._mask_keys.request(causal() if is_causal else full()))
             return self._with_attn_mask(q, k, v, attn_mask, query_dims=query.ndim)

@@ -105,13 +105,13 @@ def scaled_dot_product_attention(
     if attn_mask is not None and is_causal:
         raise ValueError("expected attn_mask or is_causal=True, got both; use longspan.attention with mask=your_mask & causal()")
     query, key, value = as_autocast(query, key, value)
-    leading = _leading(query, key, value, enable_gqa)
+    leading = leading_dims(query, key, value, enable_gqa)
     mask: Mask | None = causal() if is_causal else None
     score_mod = None
     q_len, kv_len = query.shape[-2], key.shape[-2]
     if type(attn_mask).__name__ == "CausalBias":  # by name: importing torch.nn.attention.bias imports Triton
         mask, attn_mask = _as_mask(attn_mask, q_len, kv_len), None
-    q, k, v = _grouped(query, key, value, leading)
+    q, k, v = grouped_heads(query, key, value, leading)
     (attn_mask,) = as_autocast(attn_mask)
     table = None if attn_mask is None else _four_dims(attn_mask, (*leading, q_len, kv_len))
     if 0 in q.shape[:2]:
@@ -140,7 +140,7 @@ def as_autocast(*tensors: Any) -> tuple[Any, ...]:
     return tuple(cast(x) for x in tensors)
 
 
-def _leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
+def leading_dims(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
     """The leading dims of the result: those of query, key and value broadcast, with the heads of query if `enable_gqa`."""
     tensors = (query, key, value)
     for name, t in zip(("query", "key", "value"), tensors, strict=True):
@@ -166,7 +166,7 @@ def _leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tup
         ) from None
 
 
-def _grouped(query: Tensor, key: Tensor, value: Tensor, leading: tuple[int, ...]) -> list[Tensor]:
+def grouped_heads(query: Tensor, key: Tensor, value: Tensor, leading: tuple[int, ...]) -> list[Tensor]:
     """Query [B, H, Q, D], key [B, G, K, D] and value [B, G, K, E] for leading dims (..., H), of which all but H are flattened into B.
 
     Copies only where broadcast dims are flattened with others, and where key and value have different numbers of heads.
