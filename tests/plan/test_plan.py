@@ -116,6 +116,15 @@ def test_a_mesh_with_two_axes_needs_a_two_axis_strategy() -> None:
     assert ls.plan(ls.causal(), 1000, mesh, heads=6).strategy == "ulysses_exchange"
 
 
+@pytest.mark.parametrize(("other", "held"), [("dp", "batches"), ("dp_shard", "batches"), ("tp", "heads")])
+def test_an_axis_that_by_its_name_does_not_share_the_sequence_raises(other: str, held: str) -> None:
+    mesh = ls.Mesh.abstract((2, 3), axis_names=(other, "cp"))
+    with pytest.raises(ValueError, match=rf"got 'cp' beside '{other}', whose ranks hold other {held}; pass mesh\['cp'\]"):
+        ls.plan(ls.causal(), 1000, mesh, heads=6)
+    with pytest.raises(ValueError, match=f"got 'cp' beside '{other}'"):
+        ls.KVCache(pages=4, layers=1, kv_heads=2, head_dim=8, mesh=mesh)
+
+
 @pytest.mark.parametrize("lengths", [1000, (1000, 500)], ids=["self", "cross"])
 def test_a_layout_name_without_a_layout_raises(lengths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longspan._planner.request.LAYOUT_NAMES", (*LAYOUT_NAMES, "spiral"))

@@ -24,7 +24,7 @@ from longspan._cache.page_pool import OutOfPages, PagePool
 from longspan._cache.sequence import CachedSequence
 from longspan._cache.step import CacheStep
 from longspan._comm.agreement import raising_on_all_ranks
-from longspan._comm.mesh import as_mesh
+from longspan._comm.mesh import as_mesh, check_shares_sequence
 from longspan._kernels.paged import PagedKV, QueryRanges, SpreadPages, query_ranges
 from longspan._torch_modes import default_modes
 
@@ -89,6 +89,8 @@ class KVCache(DeepCopied):
         mesh: Any = None,
     ) -> None:
         ranks = None if mesh is None else as_mesh(mesh)
+        if ranks is not None:
+            check_shares_sequence(ranks)
         self.mesh = None if ranks is None or ranks.size == 1 else ranks
         self.ranks, self._rank = (1, 0) if self.mesh is None else (self.mesh.size, self.mesh.rank)
         sizes = {"pages": pages, "page_size": page_size, "layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}

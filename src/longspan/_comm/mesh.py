@@ -26,6 +26,11 @@ MeshLike: TypeAlias = "Mesh | DeviceMesh | ProcessGroup | None"
 
 VIRTUAL = "virtual:"
 
+# Names of axes as accelerate and torchtitan give them: ranks that share a sequence, that hold different batches, different heads.
+CONTEXT_AXIS = "cp"
+DATA_AXES = ("dp", "dp_replicate", "dp_shard")
+HEADS_AXIS = "tp"
+
 
 class World(Protocol):
     """A virtual world: looks up groups by name."""
@@ -186,10 +191,23 @@ def as_mesh(value: Any) -> Mesh:
     )
 
 
+def check_shares_sequence(mesh: Mesh) -> None:
+    """Raise ValueError for an axis "cp" beside one whose ranks hold other batches or heads by its name."""
+    names = [axis.name for axis in mesh.axes]
+    others = [name for name in names if name in (*DATA_AXES, HEADS_AXIS)]
+    if CONTEXT_AXIS in names and others:
+        raise ValueError(
+            f"mesh: expected axes whose ranks share a sequence, got {CONTEXT_AXIS!r} beside {others[0]!r}, whose ranks hold other "
+            f"{'heads' if others[0] == HEADS_AXIS else 'batches'}; pass mesh[{CONTEXT_AXIS!r}]"
+        )
+
+
 def _from_device_mesh(mesh: Any) -> Mesh:
     names = mesh.mesh_dim_names
     if not 1 <= mesh.ndim <= 2:
-        example = f"mesh[{names[-1]!r}]" if names else "a DeviceMesh with mesh_dim_names, indexed by one or two of them"
+        example = "a DeviceMesh with mesh_dim_names, indexed by one or two of them"
+        if names:
+            example = f"mesh[{CONTEXT_AXIS!r}]" if CONTEXT_AXIS in names else f"mesh[one or two of {', '.join(map(repr, names))}]"
         raise ValueError(
             f"mesh: expected a DeviceMesh of one or two dims, got {mesh.ndim} ({mesh}); pass the submesh that shares a sequence: {example}"
         )

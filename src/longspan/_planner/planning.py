@@ -63,7 +63,8 @@ def plan(
     Args:
         mask: A mask as `longspan.attention` takes it, or a mapping of names to masks. Several masks share one layout.
         seq_len: Length of the whole sequence, or (q_len, kv_len) for cross-attention.
-        mesh: A DeviceMesh of one or two axes, a ProcessGroup, a virtual world's mesh, or `longspan.Mesh.abstract(…)` to plan only.
+        mesh: A DeviceMesh of one or two axes, a ProcessGroup, a virtual world's mesh, or `longspan.Mesh.abstract(…)` to plan only. All
+            its ranks share the sequence: of a mesh with an axis "cp" beside "dp" or "tp", pass `mesh["cp"]`.
         layout: Who owns which tokens: "contiguous", "head_tail", "per_document", "round_robin", "auto", a `Layout`, or a pair of layouts
             (queries, keys).
         strategy: How KV moves: "ring", "allgather", "exchange", "ulysses", "ulysses_ring", "ulysses_exchange", "ulysses_allgather",

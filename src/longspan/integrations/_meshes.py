@@ -14,11 +14,7 @@ import torch
 from torch import Tensor
 
 from longspan._comm.gather import all_gather_rows
-from longspan._comm.mesh import as_mesh
-
-CONTEXT_AXIS = "cp"
-DATA_AXES = ("dp", "dp_replicate", "dp_shard")
-HEADS_AXIS = "tp"
+from longspan._comm.mesh import CONTEXT_AXIS, DATA_AXES, HEADS_AXIS, as_mesh
 
 
 @dataclass(frozen=True, kw_only=True)
