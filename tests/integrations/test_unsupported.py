@@ -193,3 +193,13 @@ def test_each_layer_under_one_plan_set_uses_its_own_scale_sink_softcap_and_windo
         mask = ls.causal() if sliding is None else ls.causal() & ls.sliding_window(window)
         want = oracle(q, k, v, mask=mask, scale=scale, sink=sinks, score_mod=None if softcap is None else cap)
         assert relative(got.transpose(1, 2).double(), want) < 1e-5
+
+
+def test_a_transformers_without_a_function_that_longspan_wraps_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+
+    from transformers import masking_utils
+
+    monkeypatch.delattr(masking_utils, "_preprocess_mask_arguments")
+    with pytest.raises(ImportError, match=r"needs transformers 5\.22, with which it is tested \(cannot import name '_preprocess_mask"):
+        importlib.reload(lst)

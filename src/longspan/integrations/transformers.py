@@ -53,10 +53,16 @@ from longspan.integrations.memory import long_context
 
 try:
     from transformers import AttentionInterface, PreTrainedModel, masking_utils
-    from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+    from transformers.masking_utils import (
+        AttentionMaskInterface,
+        _preprocess_mask_arguments,
+        causal_mask_function,
+        find_packed_sequence_indices,
+    )
 except ImportError as error:
     raise ImportError(
-        f"longspan.integrations.transformers needs transformers 5.22 or later ({error}): pip install 'longspan[hf]'"
+        f"longspan.integrations.transformers needs transformers 5.22, with which it is tested ({error}): pip install 'longspan[hf]', or "
+        "'transformers<5.23' if a later one is installed"
     ) from error
 
 from longspan.integrations._paged_attention import attend_paged  # imports transformers
@@ -370,7 +376,7 @@ if not hasattr(PreTrainedModel.__call__, "__wrapped__"):  # not twice, when the 
     )
     loss_function: Any = PreTrainedModel.loss_function
     PreTrainedModel.loss_function = property(recording_loss(loss_function.fget), loss_function.fset)  # type: ignore[method-assign, assignment]
-    masking_utils.find_packed_sequence_indices = searching(masking_utils.find_packed_sequence_indices)
-    masking_utils._preprocess_mask_arguments = keeping_masks(masking_utils._preprocess_mask_arguments)
+    masking_utils.find_packed_sequence_indices = searching(find_packed_sequence_indices)
+    masking_utils._preprocess_mask_arguments = keeping_masks(_preprocess_mask_arguments)
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)
