@@ -53,7 +53,8 @@ def strategy_for(name: str, mesh: Mesh) -> Strategy:
         raise ValueError(f"strategy {name!r} needs a mesh of two axes, such as ('ulysses', 'ring'); got one axis: {axes}")
     if not needs_two_axes and len(mesh.axes) == 2:
         raise ValueError(
-            f"strategy {name!r} runs over one axis; got two: {axes}. Pass the axis that shares a sequence, mesh[name], or use 'ulysses_ring'"
+            f"strategy {name!r} runs over one axis; got two: {axes}. Pass the one whose ranks share a sequence, mesh[name], or use "
+            "'ulysses_ring'"
         )
     if name == "ulysses":
         return Strategy(name=name, head_axis=0, kv_axis=None, moves="none")

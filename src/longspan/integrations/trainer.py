@@ -87,8 +87,8 @@ class SpanningMixin(_Base):  # type: ignore[misc]
             )
         if is_masked_lm(self.model):
             raise ValueError(
-                f"model: expected a causal LM, got {type(self.model).__name__}, whose labels are not shifted; use prepare_batch(batch, mesh, "
-                "config=model) in a loop of your own"
+                f"model: expected a causal LM, got {type(self.model).__name__}, whose labels are not shifted; use prepare_batch(batch, "
+                "mesh, config=model) in a loop of your own"
             )
         if not self.args.average_tokens_across_devices:
             raise ValueError("args: expected average_tokens_across_devices=True, got False: tokens are counted over all ranks")
