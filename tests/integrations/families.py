@@ -322,6 +322,7 @@ _REASONS = (
     (r"got not a causal layer, (\w+)", r"`\1` is not causal"),
     (r"expected a mask for \d+ queries over \d+ keys", "cross-attention that is called causal"),
     (r"got attention_mask of (shape|type)", "makes a mask of query-key pairs"),
+    (r"shows tokens of padding on the left", "its mask shows padding on the left"),
     (r"^KeyError: '(full|sliding)_attention'", "no RoPE parameters by layer type"),
 )
 

@@ -456,6 +456,10 @@ IMAGE_CASES: dict[str, Case] = {
     "MiniMaxM3SparseForConditionalGeneration": Case(
         settings={"vision_config": {"image_size": 16, "patch_size": 4}, "image_token_index": IMAGE}, images=_grids(96)
     ),
+    "Mistral3ForConditionalGeneration": Case(
+        settings={"vision_config": {"image_size": 24, "patch_size": 4}, "image_token_index": IMAGE},
+        images=_images_by_size,
+    ),
     "Ovis2ForConditionalGeneration": Case(settings=_SQUARE, images=_images(3, 16, 16, count=16)),
     "QianfanOCRForConditionalGeneration": Case(
         settings={"vision_config": {"image_size": [16, 16], "patch_size": [4, 4]}, "image_token_id": IMAGE},

@@ -28,6 +28,7 @@ class Forward:
     made_positions: positions that a model with whole inputs made for its text decoder without an attention_mask, whole and of this rank's
         tokens; or None.
     tokens: the model's input_ids, or None.
+    model_mask: the last mask of tokens that a model asked for, or None.
     cache_update: the update of a `PagedCache` by a layer whose attention has not run yet.
     cache_columns: each `PagedCache` and its columns before this forward, by id of the cache.
     """
@@ -44,6 +45,7 @@ class Forward:
         self.in_encoder = False
         self.made_positions: Any = None
         self.tokens: Any = None
+        self.model_mask: Any = None
         self.cache_update: Any = None
         self.cache_columns: dict[int, tuple[Any, int]] = {}
 

@@ -108,6 +108,8 @@ def run_checked(model: nn.Module, call: Callable[..., Any], args: tuple[Any, ...
     elif plan is not None:
         forward.has_mixers = bool(_check_before(model, plan, kwargs.get("attention_mask")))
     outer = current_forward.get()
+    if outer is not None:
+        forward.model_mask = outer.model_mask
     if forward.tokens is None and outer is not None:
         forward.tokens = outer.tokens  # a text model that gets embeddings from the model around it
     labels, count = None, kwargs.get("num_items_in_batch")

@@ -47,6 +47,7 @@ from longspan.integrations._model_mask import (
     with_offsets,
 )
 from longspan.integrations._one_query import attend_one_query
+from longspan.integrations._pair_masks import attend_pairs
 from longspan.integrations._plan_use import checked_call, record_use, recording_loss, searching
 from longspan.integrations._plans import CHUNKED, FULL, SLIDING, ModelPlans, Span
 from longspan.integrations.memory import long_context
@@ -112,7 +113,7 @@ def attention_mask(
         mask = causal() if mask_function is None else mask_mod(with_offsets(mask_function, q_offset, kv_offset))
         if real is not None:
             mask = mask & RealKeys(real[0].contiguous() if batch_size == 1 else real)
-    return ModelMask(
+    made = ModelMask(
         mask=mask,
         padding_mask=real,
         row=row,
@@ -125,6 +126,10 @@ def attention_mask(
         whole=_made_of_whole_batch(),
         family=family,
     )
+    forward = current_forward.get()
+    if forward is not None:
+        forward.model_mask = made
+    return made
 
 
 def _made_of_whole_batch() -> bool:
@@ -162,7 +167,7 @@ def attention_forward(
         query: [B, H, L, D].
         key: [B, G, L, D].
         value: [B, G, L, D].
-        attention_mask: A `ModelMask` or None.
+        attention_mask: A `ModelMask`, None, or without a plan a tensor [B or 1, H or 1, Q, K], as torch's SDPA takes it.
         scaling: Multiplies the scores; 1/√D by default.
         dropout: Must be 0.
         sliding_window: The layer's window. With a plan set, the window of the mask, if there is one, else this selects the plan.
@@ -197,6 +202,8 @@ def attention_forward(
         if paged is not None:
             return paged, None
     if longspan_plan is None:
+        if isinstance(attention_mask, Tensor) and not torch.compiler.is_compiling():
+            return attend_pairs(query, key, value, attention_mask, **options), None
         one = attend_one_query(query, key, value, attention_mask, **options)
         if one is not None:
             return one, None
@@ -337,11 +344,6 @@ def _mask_on_one_device(module: torch.nn.Module, query: Tensor, key: Tensor, mas
         return mask.mask if mask.row is None else RealKeys(mask.row[0].contiguous() if len(mask.row) == 1 else mask.row)
     if isinstance(mask, CompiledMask) or torch.compiler.is_compiling():
         raise ValueError(_NOT_COMPILED)
-    if isinstance(mask, Tensor):
-        raise ValueError(
-            f"longspan: expected a mask by token, got attention_mask of shape {tuple(mask.shape)}: no S × S mask is ever used. Give the "
-            "model a mask [B, S]"
-        )
     if mask is not None:
         return mask
     is_causal = rest.get("is_causal")
