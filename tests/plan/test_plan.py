@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 import tracemalloc
 from typing import Any
 
@@ -189,6 +190,12 @@ def test_many_plans_do_not_leak() -> None:
         ids[: 1 + i % 599] = i
         ls.plan(ls.causal() & ls.documents(ids=ids), 600, MESH, layout="contiguous", strategy="ring")
 
+    def traced() -> int:
+        gc.collect()
+        # CPython's method cache holds names of attributes that torch looks up from C: up to 4,096 strings that belong to no plan.
+        (getattr(sys, "_clear_internal_caches", None) or sys._clear_type_cache)()
+        return tracemalloc.get_traced_memory()[0]
+
     for i in range(30):
         make(i)
     gc.collect()
@@ -196,14 +203,12 @@ def test_many_plans_do_not_leak() -> None:
     tracemalloc.start()
     for i in range(60):
         make(i)
-    gc.collect()
-    first = tracemalloc.get_traced_memory()[0]
-    for i in range(300):
+    first = traced()
+    for i in range(150):
         make(i)
-    gc.collect()
-    grown = tracemalloc.get_traced_memory()[0] - first
+    grown = traced() - first
     tracemalloc.stop()
-    assert len(live) == before and grown < 300 * 200
+    assert len(live) == before and grown < 150 * 20
 
 
 def _plan_in_worker(_: int) -> bytes:
