@@ -9,16 +9,18 @@ from typing import Any
 
 from torch import Tensor
 
-from longspan._comm.mesh import MeshLike
+from longspan._comm.mesh import MeshLike, as_mesh
 from longspan._masks.algebra import Mask
 from longspan._masks.constructors import sliding_window
 from longspan._masks.extent import Extent
 from longspan._planner.plan import Plan
 from longspan._planner.plan_set import PlanSet
 from longspan._planner.planning import plan
+from longspan.integrations._recent_plans import RecentPlans, plans_key
 
 FULL, SLIDING, CHUNKED = "full", "sliding", "chunked"
 _MODEL_MASKS = 8  # plans by masks of a model's own: two or three in a forward
+_recent = RecentPlans(4)  # a few lengths, or training and evaluation by turns
 Span = tuple[str, int]  # (SLIDING, tokens of the window) or (CHUNKED, tokens of a chunk)
 
 
@@ -162,14 +164,15 @@ def model_plans(
     bidirectional: bool,
     options: Mapping[str, Any],
 ) -> ModelPlans:
-    """Plans for layers of full attention and of each span. `options`: for `longspan.plan`."""
+    """Plans for layers of full attention and of each span, or those of a recent batch with equal masks. `options`: for `longspan.plan`."""
     names: dict[Span, str] = {}
     for span in spans:
         names[span] = span_name(span, names)
     windows = {name: within(mask, span, real_tokens, bidirectional=bidirectional) for span, name in names.items()}
     masks = {FULL: mask, **windows}
-    plans = plan(masks, seq_len, mesh, **options)
+    context = as_mesh(mesh)
+    plans = _recent.get(plans_key(masks, seq_len, context, options), lambda: dict(plan(masks, seq_len, context, **options)))
     later_options = {name: value for name, value in options.items() if name not in ("layout", "strategy", "stages")}
-    made = ModelPlans(dict(plans), mask=mask, spans=names, options=later_options)
+    made = ModelPlans(plans, mask=mask, spans=names, options=later_options)
     made.real_tokens, made.bidirectional = real_tokens, bidirectional
     return made
