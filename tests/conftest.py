@@ -1,4 +1,4 @@
-"""Command line options, and settings made before test modules are imported: without a GPU, Triton kernels run in the interpreter."""
+"""Command line options, the order of tests, and settings made before test modules are imported."""
 
 from __future__ import annotations
 
@@ -9,23 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.report.browser import NO_BROWSER
-
-from longspan.testing import processes
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of compile processes would import torch for a few small kernels
-if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
-    from tests.interpreter import speed_up
-
-    speed_up()
-
-# Ranks are forked from one server per worker. The server imports modules that several tests need on every rank.
-if find_spec("transformers"):
-    models = ("llama", "qwen3", "gemma2", "gemma3", "gpt_oss")
-    processes.PRELOADED += ("longspan.integrations.trainer", *(f"transformers.models.{m}.modeling_{m}" for m in models))
 
 HERE = Path(__file__).parent
 # `make test-gpu` installs nothing: without hypothesis, the test files that need it are skipped.
@@ -38,7 +22,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hypothesis draws the same examples in every run, new ones with --whole-grid."""
+    """Settings of a process that runs tests. The one that starts workers imports no torch, which takes 3 s before the workers start.
+
+    Hypothesis draws the same examples in every run, new ones with --whole-grid.
+    """
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        prepare()
     if find_spec("hypothesis"):
         from hypothesis import settings
 
@@ -46,19 +35,40 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("longspan")
 
 
-def long_tests_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
-    """Tests marked `long` at the head of every worker's share: pytest-xdist gives each worker a contiguous range.
+def prepare() -> None:
+    """Without a GPU, Triton kernels run in the interpreter. The fork server, from which ranks start, imports what many ranks need."""
+    import torch
 
-    A worker that started a long test last would leave the other workers idle.
+    from longspan.testing import processes
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of compile processes would import torch for a few small kernels
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+        from tests.interpreter import speed_up
+
+        speed_up()
+    if find_spec("transformers"):
+        models = ("llama", "qwen3", "gemma2", "gemma3", "gpt_oss")
+        processes.PRELOADED += ("longspan.integrations.trainer", *(f"transformers.models.{m}.modeling_{m}" for m in models))
+
+
+def in_order(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Tests by worker: pytest-xdist gives each worker a contiguous range, and one that is done takes tests from the end of another's.
+
+    Tests marked `processes` are the first worker's: only its fork server starts, and while they wait, the other workers have all cores.
+    Tests marked `long` come first in the shares of the other workers: a worker that started one last would leave the others idle.
     """
-    long = [item for item in items if item.get_closest_marker("long")]
-    rest = [item for item in items if not item.get_closest_marker("long")]
+    processes = [item for item in items if item.get_closest_marker("processes")]
+    long = [item for item in items if item.get_closest_marker("long") and item not in set(processes)]
+    first = set(processes + long)
+    rest = [item for item in items if item not in first]
+    heads = [processes, *(long[worker :: workers - 1] for worker in range(workers - 1))] if workers > 1 else [processes + long]
     ordered: list[pytest.Item] = []
-    for worker in range(workers):
-        share = long[worker::workers]
-        size = (len(items) - len(ordered)) // (workers - worker) - len(share)
-        ordered += share + rest[:size]
-        rest = rest[size:]
+    for worker, head in enumerate(heads):
+        size = (len(items) - len(ordered)) // (workers - worker) - len(head)
+        ordered += head + rest[: max(size, 0)]
+        rest = rest[max(size, 0) :]
     return ordered
 
 
@@ -69,11 +79,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(repetitions)]
         config.hook.pytest_deselected(items=repetitions)
     if hasattr(config, "workerinput"):
-        items[:] = long_tests_first(items, config.workerinput["workercount"])
+        items[:] = in_order(items, config.workerinput["workercount"])
     part = config.getoption("--part")
     if part:
         first, step = map(int, part.split("/"))
         items[:] = items[first - 1 :: step]
+    import torch
+
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device: run `make test-gpu` on a machine that has one"))

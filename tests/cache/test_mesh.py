@@ -55,6 +55,7 @@ def on_processes() -> list[int]:
     return decoded
 
 
+@pytest.mark.processes
 def test_greedy_tokens_equal_those_of_one_process() -> None:
     alone = decode_greedily(None)
     assert virtual_world(3).run(decode_greedily) == [alone] * 3

@@ -164,7 +164,7 @@ def test_bench_reports_different_results_with_exit_code_1(capsys: Any, monkeypat
     assert code == 1 and "DIFFERENT RESULTS" in out
 
 
-@pytest.mark.long
+@pytest.mark.processes
 def test_verify_uses_the_processes_of_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "few.py"
     script.write_text(

@@ -22,6 +22,7 @@ from longspan._comm.mesh import Axis, Mesh, as_mesh
 from longspan._comm.row_moves import RowMoves, move_rows
 from longspan.testing import run_processes
 
+pytestmark = pytest.mark.processes
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.bool, torch.float8_e4m3fn)
 
 

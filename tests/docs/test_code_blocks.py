@@ -70,7 +70,7 @@ def runs_on_an_earlier_page(block: Block, page: Path) -> bool:
     return False
 
 
-@pytest.mark.long
+@pytest.mark.processes
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_code_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -24,6 +24,7 @@ def test_an_example_imports_public_names_and_no_other_file(path: Path) -> None:
     assert not [m for m in modules if m.split(".")[0] in ("examples", "tests", "bench")]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("name", "line"), [("flex_attention_cp.py", "gradient of slopes     matches"), ("sdpa_cp.py", "ulysses    loss")])
 def test_a_torchrun_example_matches_one_process(name: str, line: str) -> None:
     assert line in run_script(EXAMPLES / name, 2)[0]
@@ -36,6 +37,7 @@ def test_the_example_of_packed_documents_matches_float64(capsys: Any) -> None:
     assert "all match" in capsys.readouterr().out
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["fsdp_cp.py", "tp_cp.py", "transformers_llama.py"])
 def test_an_example_that_starts_processes_matches_one_process(name: str, pytestconfig: pytest.Config) -> None:
     if not pytestconfig.getoption("--whole-grid"):

@@ -89,6 +89,7 @@ def _run() -> list[Tensor]:
     return outputs
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("ranks", [3])
 def test_the_pages_code_gives_the_result_of_one_device(ranks: int) -> None:
     assert len(blocks()) == len(expected_results())

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from longspan._dropin.context import context_parallel
 from longspan.testing import run_processes
 
+pytestmark = pytest.mark.processes
 LENGTH = 45
 
 

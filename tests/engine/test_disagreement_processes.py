@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +17,7 @@ from longspan._comm.gather import all_gather_rows
 from longspan._comm.mesh import as_mesh
 from longspan.testing import run_processes
 
+pytestmark = pytest.mark.processes
 TOKENS, HEADS, DIM = 203, 4, 8
 ODD_RANK = 1
 

@@ -12,6 +12,7 @@ from tests import invariant_cases as cases
 import longspan as ls
 from longspan.testing import run_processes
 
+pytestmark = pytest.mark.processes
 PLANS = [("head_tail", "ring"), ("round_robin", "exchange"), ("contiguous", "allgather"), ("auto", "auto")]
 BEFORE, AFTER = [41], [60]
 
@@ -36,7 +37,6 @@ def _rank(_: Any = None) -> list[cases.Results]:
     return got
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_real_processes_have_the_bits_of_one_device(ranks: int) -> None:
     by_rank = run_processes(_rank, ranks, None)

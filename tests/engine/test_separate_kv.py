@@ -236,6 +236,7 @@ def _rank(way: str) -> tuple[dict[str, Tensor], list[str]]:
     return p.on_rank(p.plan(dist.group.WORLD, **options), attend=attend), names
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("way", ["exchange", "at once"])
 def test_real_processes_send_k_and_v_separately(way: str) -> None:
     by_rank = run_processes(_rank, 2, way)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import longspan as ls
 from longspan.testing import run_processes
 
+pytestmark = pytest.mark.processes
 CASES = [
     ("causal", "none", "ring", "head_tail"),
     ("documents", "relative bias", "exchange", "auto"),
@@ -50,7 +51,6 @@ def _disagreement(world: Any) -> str:
     return "nothing was raised"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_real_processes_equal_one_device(ranks: int) -> None:
     ranks_found = run_processes(_rank, ranks, None)

@@ -98,9 +98,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="kills of each job")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=6, help="runs at a time")
+    parser.add_argument("--timeout", type=float, default=3.0, help="timeout of the process groups, in seconds; more on a busy machine")
     options = parser.parse_args()
     prepare()
-    supervisor = Supervisor(rank_main, timeout=3.0)
+    supervisor = Supervisor(rank_main, timeout=options.timeout)
     root = tempfile.mkdtemp(prefix="longspan-saves-")
     try:
         return _kills(supervisor, Path(root), options)

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.long
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, and looks for processes in /proc")
 def test_a_sample_of_faults_ends_with_errors_in_time_and_no_wrong_number() -> None:
     # No timed test: the machine may be busy.

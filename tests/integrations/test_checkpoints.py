@@ -22,6 +22,7 @@ from longspan._training.corpus import corpus
 from longspan._training.decoder import DecoderConfig
 from longspan.testing import run_processes
 
+pytestmark = pytest.mark.processes
 IDENTITY = {"width": 32}
 
 

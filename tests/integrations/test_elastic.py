@@ -14,6 +14,8 @@ pytest.importorskip("typer")
 
 from tests.integrations.test_train import SMALL, children, command, losses, wait_for
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_a_killed_rank_restarts_from_the_newest_checkpoint_with_the_same_losses(tmp_path: Path, pytestconfig: pytest.Config) -> None:

@@ -18,6 +18,7 @@ from tests.integrations.test_encoder_decoders import batch_of, model_of
 import longspan.integrations.transformers as lst
 from longspan.testing import run_processes
 
+pytestmark = pytest.mark.processes
 RANKS, ODD_RANK = 3, 1
 Batch = dict[str, Tensor]
 

@@ -17,6 +17,7 @@ from tests.integrations import parallel_decoder
 from tests.integrations.decoding_grid import decode, least_bytes, on_process
 from tests.integrations.tiny_models import FAMILIES, assert_equals_one_process, batch_of, model_of, on_rank, relative, results
 
+pytestmark = pytest.mark.processes
 DECODED = 9  # tokens; 64 of all families by `python -m tests.integrations.decoding_grid`
 KINDS = {"llama": "left", "qwen3": "right", "gemma2": "packed", "gemma3": "packed", "gpt_oss": "packed"}
 
@@ -74,7 +75,6 @@ def _check_families(outputs: list[dict[str, Any]], families: list[str]) -> None:
         assert_equals_one_process(family, KINDS[family], [f["families"][i] for f in outputs])
 
 
-@pytest.mark.long
 def test_models_on_two_processes_with_ddp_autocast_and_recomputation() -> None:
     outputs = run_processes(_two, 2, timeout=240.0)
     _check_families(outputs, list(FAMILIES))
@@ -119,7 +119,6 @@ def _error(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-@pytest.mark.long
 def test_models_on_four_processes_with_other_parallelism(tmp_path: Any, pytestconfig: pytest.Config) -> None:
     families = list(FAMILIES) if pytestconfig.getoption("--whole-grid") else ["gemma2", "gpt_oss"]
     outputs = run_processes(_four, 4, str(tmp_path / "checkpoint"), families, timeout=280.0)

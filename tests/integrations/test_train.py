@@ -60,7 +60,7 @@ def wait_for(condition: Any, what: str, seconds: float = 300.0) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.long
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_losses_do_not_depend_on_processes_nor_on_being_stopped_and_killed(tmp_path: Path) -> None:
     ring = ("--strategy", "ring")  # "auto" plans for 0.3 s per step and rank

@@ -20,7 +20,7 @@ from longspan.testing import virtual_world
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.long
+@pytest.mark.processes
 @pytest.mark.parametrize("packed", [True, False])
 def test_twenty_steps_of_the_trainer_on_four_processes_give_the_weights_of_one_process(packed: bool, pytestconfig: pytest.Config) -> None:
     if not packed and not pytestconfig.getoption("--whole-grid"):
@@ -33,7 +33,7 @@ def test_twenty_steps_of_the_trainer_on_four_processes_give_the_weights_of_one_p
     assert off < 1e-6 and moved > 1e-2
 
 
-@pytest.mark.long
+@pytest.mark.processes
 def test_twenty_steps_of_trl_on_four_processes_give_the_losses_of_one_process(pytestconfig: pytest.Config) -> None:
     if not pytestconfig.getoption("--whole-grid"):
         pytest.skip("trains four times: run with --whole-grid")

@@ -10,7 +10,9 @@ import pytest
 pytest.importorskip("transformers")
 
 
-@pytest.mark.long
+pytestmark = pytest.mark.processes
+
+
 @pytest.mark.parametrize(
     ("example", "package"),
     [

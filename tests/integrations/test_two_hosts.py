@@ -15,6 +15,9 @@ from tests.integrations.test_train import SMALL, command, losses
 pytest.importorskip("typer")
 
 
+pytestmark = pytest.mark.processes
+
+
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
 

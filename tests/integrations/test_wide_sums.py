@@ -174,6 +174,7 @@ def _sharded(rank_inputs: tuple[Tensor, Tensor]) -> list[Tensor]:
     return [p.grad.full_tensor() for p in model.parameters()]
 
 
+@pytest.mark.processes
 def test_weights_that_fsdp2_shards() -> None:
     x, grad = inputs()
     torch.manual_seed(1)

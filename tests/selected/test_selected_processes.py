@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import longspan as ls
 from longspan.testing import run_processes
 
+pytestmark = pytest.mark.processes
 RANKS = 4
 
 

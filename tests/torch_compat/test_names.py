@@ -206,6 +206,7 @@ def _process() -> dict[str, Any]:
     return made
 
 
+@pytest.mark.processes
 def test_functions_equal_torchs_own_over_two_processes() -> None:
     for made in run_processes(_process, 2, timeout=120.0):
         for case, results in made.items():

@@ -125,6 +125,7 @@ def _contexts(mesh: Any) -> dict[str, Any]:
     return outputs
 
 
+@pytest.mark.processes
 def test_calls_that_torch_computes_wrongly_or_rejects_equal_one_device() -> None:
     q, k, v = qkv(LENGTH)
     whole = [t.clone().requires_grad_() for t in (q, k, v)]
