@@ -72,6 +72,35 @@ def test_a_mesh_of_one_rank_gives_the_bits_of_no_mesh(count: int) -> None:
     assert torch.equal(out, run(None))
 
 
+def test_beside_tensor_parallelism_pages_are_spread_along_cp() -> None:
+    """Ranks along tp hold one KV head each, ranks along cp share its pages."""
+    chunks = [tokens(1, count) for count in (37, 3, 1)]
+
+    def run(mesh: ls.Mesh | None) -> Tensor:
+        part = slice(None) if mesh is None else slice(mesh.coordinate[0], mesh.coordinate[0] + 1)
+        cache = make_cache(kv_heads=2 if mesh is None else 1, pages=40, mesh=mesh)
+        assert cache.ranks == (1 if mesh is None else 3)
+        ids, group = cache.allocate(1), HEADS // 2
+        return torch.cat(
+            [
+                ls.attention(
+                    q.unflatten(1, (2, group))[:, part].flatten(1, 2),
+                    k[:, part],
+                    v[:, part],
+                    cache=cache.step(ids, q.shape[2]),
+                    layer=0,
+                    mask=ls.causal(),
+                )
+                for q, k, v in chunks
+            ],
+            2,
+        )
+
+    expected = run(None)
+    for rank, out in enumerate(virtual_world((2, 3), axis_names=("tp", "cp")).run(run)):
+        torch.testing.assert_close(out, expected.unflatten(1, (2, -1))[:, rank // 3])
+
+
 def test_pages_are_spread_over_ranks() -> None:
     def run(mesh: ls.Mesh) -> int:
         cache = make_cache(pages=4, page_size=8, mesh=mesh)

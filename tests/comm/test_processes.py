@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longspan._comm.agreement import CallDescription, agree, raise_on_all_ranks
 from longspan._comm.gather import all_gather_rows, reduce_scatter_rows
-from longspan._comm.mesh import Axis, Mesh, as_mesh
+from longspan._comm.mesh import Axis, Mesh, as_mesh, context_mesh
 from longspan._comm.row_moves import RowMoves, move_rows
 from longspan.testing import run_processes
 
@@ -100,6 +100,7 @@ def of_three() -> tuple[str, float, str]:
     with pytest.raises(ValueError, match=r"one or two dims, got 3 .*submesh.*mesh\['cp'\]"):
         as_mesh(cube)
     assert as_mesh(cube["cp"]).rank == as_mesh(cube["dp", "cp"]).rank == rank
+    assert context_mesh(cube) == context_mesh(cube["cp", "tp"]) == as_mesh(cube["cp"])
     with pytest.raises(ValueError, match="ascend along every dim"):
         as_mesh(DeviceMesh("cpu", [2, 0, 1]))
 

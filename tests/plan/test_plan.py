@@ -117,13 +117,14 @@ def test_a_mesh_with_two_axes_needs_a_two_axis_strategy() -> None:
     assert ls.plan(ls.causal(), 1000, mesh, heads=6).strategy == "ulysses_exchange"
 
 
-@pytest.mark.parametrize(("other", "held"), [("dp", "batches"), ("dp_shard", "batches"), ("tp", "heads")])
-def test_an_axis_that_by_its_name_does_not_share_the_sequence_raises(other: str, held: str) -> None:
-    mesh = ls.Mesh.abstract((2, 3), axis_names=(other, "cp"))
-    with pytest.raises(ValueError, match=rf"got 'cp' beside '{other}', whose ranks hold other {held}; pass mesh\['cp'\]"):
-        ls.plan(ls.causal(), 1000, mesh, heads=6)
-    with pytest.raises(ValueError, match=f"got 'cp' beside '{other}'"):
-        ls.KVCache(pages=4, layers=1, kv_heads=2, head_dim=8, mesh=mesh)
+@pytest.mark.parametrize("names", [("dp", "cp"), ("cp", "dp_shard"), ("tp", "cp")], ids=str)
+def test_of_axes_of_batches_or_heads_beside_cp_a_plan_takes_cp(names: tuple[str, str]) -> None:
+    mesh = ls.Mesh.abstract((2, 3), rank=5, axis_names=names)
+    planned = ls.plan(ls.causal(), 1000, mesh, strategy="ring").mesh
+    along = names.index("cp")
+    assert (planned.axes, planned.coordinate) == ((("cp", (2, 3)[along]),), ((1, 2)[along],))
+    for others in (("cp", "ring"), ("dp", "tp")):  # names that say nothing, or not which axis shares the sequence
+        assert ls.plan(ls.causal(), 1000, ls.Mesh.abstract((2, 3), axis_names=others), heads=6).mesh.size == 6
 
 
 @pytest.mark.parametrize("lengths", [1000, (1000, 500)], ids=["self", "cross"])

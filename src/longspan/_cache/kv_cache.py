@@ -24,7 +24,7 @@ from longspan._cache.page_pool import OutOfPages, PagePool
 from longspan._cache.sequence import CachedSequence
 from longspan._cache.step import CacheStep
 from longspan._comm.agreement import raising_on_all_ranks
-from longspan._comm.mesh import as_mesh, check_shares_sequence
+from longspan._comm.mesh import context_mesh
 from longspan._kernels.paged import PagedKV, QueryRanges, SpreadPages, query_ranges
 from longspan._torch_modes import default_modes
 
@@ -59,7 +59,8 @@ class KVCache(DeepCopied):
         dtype: Of keys and values; torch's default dtype if None.
         device: Of keys and values; torch's default device if None.
         mesh: A DeviceMesh, a ProcessGroup or a virtual mesh, over whose ranks each sequence's pages are spread in turn. All ranks make
-            the same calls, and pass all new tokens to `attention`.
+            the same calls, and pass all new tokens to `attention`. Of axes ("tp", "cp"), the pages are spread along "cp", and `kv_heads` is
+            the number of KV heads of a rank.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -88,9 +89,7 @@ class KVCache(DeepCopied):
         device: torch.device | str | None = None,
         mesh: Any = None,
     ) -> None:
-        ranks = None if mesh is None else as_mesh(mesh)
-        if ranks is not None:
-            check_shares_sequence(ranks)
+        ranks = None if mesh is None else context_mesh(mesh)
         self.mesh = None if ranks is None or ranks.size == 1 else ranks
         self.ranks, self._rank = (1, 0) if self.mesh is None else (self.mesh.size, self.mesh.rank)
         sizes = {"pages": pages, "page_size": page_size, "layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}

@@ -93,6 +93,11 @@ class Mesh:
             return axis
         raise ValueError(f"mesh: expected an axis of {names} or its index, got {axis!r}")
 
+    def along(self, axis: int | str) -> Mesh:
+        """The mesh of this rank's group along one axis."""
+        i = self.axis_index(axis)
+        return Mesh(axes=(self.axes[i],), coordinate=(self.coordinate[i],), groups=self.groups[i : i + 1])
+
     def group(self, axis: int | str) -> Group:
         """The group along one axis, looked up now. Only this needs process groups to exist."""
         i = self.axis_index(axis)
@@ -191,15 +196,13 @@ def as_mesh(value: Any) -> Mesh:
     )
 
 
-def check_shares_sequence(mesh: Mesh) -> None:
-    """Raise ValueError for an axis "cp" beside one whose ranks hold other batches or heads by its name."""
-    names = [axis.name for axis in mesh.axes]
-    others = [name for name in names if name in (*DATA_AXES, HEADS_AXIS)]
-    if CONTEXT_AXIS in names and others:
-        raise ValueError(
-            f"mesh: expected axes whose ranks share a sequence, got {CONTEXT_AXIS!r} beside {others[0]!r}, whose ranks hold other "
-            f"{'heads' if others[0] == HEADS_AXIS else 'batches'}; pass mesh[{CONTEXT_AXIS!r}]"
-        )
+def context_mesh(value: Any) -> Mesh:
+    """`as_mesh` of the ranks that share a sequence: the axis "cp" of a mesh whose other axes, by their names, hold batches or heads."""
+    names = [axis.name for axis in value.axes] if isinstance(value, Mesh) else list(getattr(value, "mesh_dim_names", None) or ())
+    others = [name for name in names if name != CONTEXT_AXIS]
+    if len(others) == len(names) or not others or not set(others) <= {*DATA_AXES, HEADS_AXIS}:
+        return as_mesh(value)
+    return value.along(CONTEXT_AXIS) if isinstance(value, Mesh) else as_mesh(value[CONTEXT_AXIS])
 
 
 def _from_device_mesh(mesh: Any) -> Mesh:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from longspan._comm.agreement import raise_on_all_ranks
-from longspan._comm.mesh import MeshLike, as_mesh
+from longspan._comm.mesh import MeshLike, context_mesh
 from longspan._dropin.attn_mask import as_mask_mod, as_score_mod, gather_mask, with_four_dims
 from longspan._dropin.dtensor import call_on_local
 from longspan._dropin.global_layout import LayoutRule, SequenceLayouts
@@ -46,7 +46,7 @@ class AttentionDispatcher:
     def __init__(
         self, mesh: MeshLike, *, layout: str | Layout | LayoutRule, strategy: StrategyName | Schedule = "auto", lengths: Iterable[int] = ()
     ) -> None:
-        self.mesh = as_mesh(mesh)
+        self.mesh = context_mesh(mesh)
         self.sequences = SequenceLayouts(self.mesh, layout, lengths)
         # The layout is given, so "auto" has only the schedule to choose: the exchange moves only KV that some rank reads.
         exchange: StrategyName = "exchange" if len(self.mesh.axes) == 1 else "ulysses_exchange"

@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from longspan._comm.agreement import raising_on_all_ranks
-from longspan._comm.mesh import Mesh, MeshLike, as_mesh
+from longspan._comm.mesh import Mesh, MeshLike, context_mesh
 from longspan._cost.clusters import cluster as cluster_of
 from longspan._cost.options import Considered
 from longspan._cost.rates import Cluster
@@ -136,7 +136,7 @@ class Plan(PlanHandle):
             >>> plan.on(ls.Mesh.abstract(4, rank=3)).mesh.rank
             3
         """
-        other = as_mesh(mesh)
+        other = context_mesh(mesh)
         want, got = ([axis.size for axis in m.axes] for m in (self.mesh, other))
         if want != got:
             raise ValueError(f"plan.on: expected a mesh of shape {want}, for which the plan was made, got {got}: make a plan for that mesh")

@@ -9,7 +9,7 @@ from typing import overload
 
 import torch
 
-from longspan._comm.mesh import MeshLike, as_mesh
+from longspan._comm.mesh import MeshLike, context_mesh
 from longspan._cost.rates import Cluster
 from longspan._environment import switch
 from longspan._masks.algebra import MaskLike, as_mask
@@ -64,7 +64,7 @@ def plan(
         mask: A mask as `longspan.attention` takes it, or a mapping of names to masks. Several masks share one layout.
         seq_len: Length of the whole sequence, or (q_len, kv_len) for cross-attention.
         mesh: A DeviceMesh of one or two axes, a ProcessGroup, a virtual world's mesh, or `longspan.Mesh.abstract(…)` to plan only. All
-            its ranks share the sequence: of a mesh with an axis "cp" beside "dp" or "tp", pass `mesh["cp"]`.
+            its ranks share the sequence; of axes ("dp", "cp") or ("cp", "tp"), those along "cp".
         layout: Who owns which tokens: "contiguous", "head_tail", "per_document", "round_robin", "auto", a `Layout`, or a pair of layouts
             (queries, keys).
         strategy: How KV moves: "ring", "allgather", "exchange", "ulysses", "ulysses_ring", "ulysses_exchange", "ulysses_allgather",
@@ -110,7 +110,7 @@ def plan(
     )
     explains = switch("LONGSPAN_EXPLAIN", default=False)
     with default_modes():
-        request = PlanRequest.of([as_mask(m) for m in masks.values()], seq_len, as_mesh(mesh), sizes, options)
+        request = PlanRequest.of([as_mask(m) for m in masks.values()], seq_len, context_mesh(mesh), sizes, options)
         builder = PlanBuilder(request)
         data = builder.plans()
         considered = None if builder.considered is None else builder.considered.without_candidates()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from longspan._comm.mesh import Mesh, check_shares_sequence
+from longspan._comm.mesh import Mesh
 from longspan._cost.clusters import cluster as cluster_of
 from longspan._cost.rates import Cluster, Shape
 from longspan._masks.algebra import Full, Mask
@@ -87,7 +87,6 @@ class PlanRequest:
             ValueError: A size or a name is not legal, or a mask does not fit the lengths.
             TypeError: An argument has the wrong type.
         """
-        check_shares_sequence(mesh)
         q_len, kv_len = _checked_lengths(seq_len)
         for mask in masks:
             sizes = sizes.completed_by(mask)

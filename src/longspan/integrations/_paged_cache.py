@@ -26,7 +26,7 @@ from longspan._cache.copies import DeepCopied
 from longspan._cache.kv_cache import KVCache
 from longspan._cache.step import CacheStep
 from longspan._comm.agreement import CallDescription, agree, raise_on_all_ranks
-from longspan._comm.mesh import as_mesh
+from longspan._comm.mesh import context_mesh
 from longspan.integrations._configs import check_implementation, text_config
 from longspan.integrations._forward import current_forward
 
@@ -137,7 +137,7 @@ class PagedCache(DeepCopied, Cache):
         check_implementation(config)
         self.windows = windows = _layer_windows(text_config(config))  # of each layer, None for full attention
         super().__init__(layers=[_PagedLayer(self, i, window) for i, window in enumerate(windows)])
-        self.mesh = None if mesh is None else as_mesh(mesh)
+        self.mesh = None if mesh is None else context_mesh(mesh)
         self._max_tokens, self._page_size = max_tokens, page_size
         self._groups = {window: _LayerGroup(window=window) for window in dict.fromkeys(windows)}
         for i, window in enumerate(windows):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from longspan._comm.mesh import MeshLike, as_mesh
+from longspan._comm.mesh import MeshLike, context_mesh
 from longspan._masks.algebra import Mask
 from longspan._masks.constructors import sliding_window
 from longspan._masks.extent import Extent
@@ -170,7 +170,7 @@ def model_plans(
         names[span] = span_name(span, names)
     windows = {name: within(mask, span, real_tokens, bidirectional=bidirectional) for span, name in names.items()}
     masks = {FULL: mask, **windows}
-    context = as_mesh(mesh)
+    context = context_mesh(mesh)
     plans = _recent.get(plans_key(masks, seq_len, context, options), lambda: dict(plan(masks, seq_len, context, **options)))
     later_options = {name: value for name, value in options.items() if name not in ("layout", "strategy", "stages")}
     made = ModelPlans(plans, mask=mask, spans=names, options=later_options)

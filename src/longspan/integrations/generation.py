@@ -19,7 +19,7 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from longspan._comm.gather import all_gather_rows
-from longspan._comm.mesh import Mesh, as_mesh
+from longspan._comm.mesh import Mesh, context_mesh
 from longspan.integrations.transformers import NAME, PagedCache
 
 __all__ = ["BYTES", "ByteTokenizer", "GenerateOptions", "GenerateRates", "generate", "load_checkpoint", "stop_tokens", "tiny_model"]
@@ -85,7 +85,7 @@ def generate(
     """
     if prompt.ndim != 2 or prompt.shape[0] != 1 or not prompt.shape[1]:
         raise ValueError(f"generate: expected a prompt [1, S] of 1 or more tokens, got {tuple(prompt.shape)}")
-    mesh = None if mesh is None else as_mesh(mesh)
+    mesh = None if mesh is None else context_mesh(mesh)
     cache = PagedCache(model, page_size=options.page_size, mesh=mesh)
     chooser = torch.Generator().manual_seed(options.seed)
     begin, done = time.perf_counter(), 0
