@@ -218,7 +218,7 @@ def function_source(name: str, parameters: str, lines: Sequence[str]) -> str:
     body = "\n".join(f"    {line}" for line in lines)
     helpers = ", ".join(n for n in vars(library) if hasattr(getattr(library, n), "fn"))
     return (
-        "import triton\nimport triton.language as tl\n"
+        "import triton\nimport triton.language as tl\nfrom triton.language.extra import libdevice\n"
         f"from {library.__name__} import {helpers}\n\n\n"
         f"@triton.jit\ndef {name}({parameters}):\n{body}\n"
     )

@@ -56,9 +56,14 @@ _ROUNDED = {
     "rsqrt": "rsqrt_subnormal({0})",
     "exp2": "exp2_subnormal({0})",
 }
-# Forms for such nodes on GPUs: the functions that torch calls. erf, asinh, acosh, hypot and powers have no such form: Triton's versions
-# differ from torch's in the last bits.
-_FROM_LIBRARY = {name: f"{name}_exact({{0}})" for name in "exp expm1 log10 log1p sin tan sinh cosh tanh atanh sigmoid silu".split()}
+# Forms for such nodes on GPUs: the functions of CUDA's libdevice, which torch's kernels call too. erf, asinh, acosh, hypot and powers have
+# no such form: Triton's versions differ from torch's in the last bits.
+_FROM_LIBRARY = {
+    **{name: f"libdevice.{name}({{0}})" for name in ("exp", "log10", "cosh")},
+    **{name: f"keep_subnormals({{0}}, libdevice.{name}({{0}}))" for name in "expm1 log1p sin tan sinh tanh atanh".split()},
+    "sigmoid": "tl.div_rn(1.0, 1.0 + libdevice.exp(-{0}))",
+    "silu": "tl.div_rn({0}, 1.0 + libdevice.exp(-{0}))",
+}
 _ROUNDING = {"floor": "tl.floor({0})", "ceil": "tl.ceil({0})", "trunc": "truncate({0})", "round": "round_even({0})"}
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _LOGIC = {"logical_and": "&", "logical_or": "|", "logical_xor": "^"}
