@@ -4,6 +4,7 @@
     ────                                                     ──────
     CachedSequence: pages, length, unfinished steps          k [layers, pages, G, page_size, D]
     PagePool: free pages, references                         v [layers, pages, G, page_size, E]
+    PageAccounts: pages that a step takes
     step(ids, counts): takes pages, one upload       ──►     table [rows, width] int32, ranges of the step
 
 Nothing here reads from the device. Page p of a sequence holds its tokens p · page_size … (p + 1) · page_size − 1.
@@ -13,14 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longspan._cache.arguments import integer, integers, is_several, one_each
 from longspan._cache.copies import DeepCopied
-from longspan._cache.page_pool import OutOfPages, PagePool
+from longspan._cache.page_accounts import PageAccounts, TakenPages
+from longspan._cache.page_pool import PagePool
 from longspan._cache.sequence import CachedSequence
 from longspan._cache.step import CacheStep
 from longspan._comm.agreement import raising_on_all_ranks
@@ -29,14 +31,6 @@ from longspan._kernels.paged import PagedKV, QueryRanges, SpreadPages, query_ran
 from longspan._torch_modes import default_modes
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
-class _NewPages(NamedTuple):
-    """Pages that a step takes for one sequence: from column `first` on, and the copy of the last page before, if it is shared."""
-
-    first: int
-    shared: int | None
-    copy: int | None
 
 
 class KVCache(DeepCopied):
@@ -108,6 +102,7 @@ class KVCache(DeepCopied):
         with torch.inference_mode(False):
             self._table = torch.zeros((0, 0), dtype=torch.int32, device=self.device)
         self._pool = PagePool(pages, self.ranks)
+        self._accounts = PageAccounts(self._pool, self.page_size)
         self._sequences: dict[int, CachedSequence] = {}
         self._free_rows: list[int] = []
         self._next_id = 0
@@ -211,14 +206,13 @@ class KVCache(DeepCopied):
         grown = max((s.length + c for s, c in zip(sequences, counts, strict=True)), default=0)
         if longest is not None and grown > integer(longest, "step: longest", least=1):
             raise ValueError(f"step: expected sequences of at most longest={longest} tokens, got {grown}")
-        rows_to_copy = self._rows_to_copy(sequences, counts)
-        wanted = self._new_pages(sequences, counts)
-        self._check_room(sequences, wanted, rows_to_copy, sum(counts))
-        width = max((len(s.pages) + w for s, w in zip(sequences, wanted, strict=True)), default=0)
+        wanted = self._accounts.wanted(sequences, counts)
+        self._accounts.check_room(wanted, sum(counts))
+        width = max((len(w.sequence.pages) + w.more for w in wanted), default=0)
         if longest is not None:
-            width = max(width, self._pages_of(longest))
+            width = max(width, self._accounts.pages_of(longest))
         self._grow_table(rows=len(self._sequences), width=width)
-        changes = [self._take_pages(s, more, copies_last=s.row in rows_to_copy) for s, more in zip(sequences, wanted, strict=True)]
+        changes = [self._accounts.take(w) for w in wanted]
         starts = [s.length for s in sequences]
         lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         try:
@@ -226,7 +220,7 @@ class KVCache(DeepCopied):
                 ranges = self._uploaded_ranges(sequences, starts, lengths, changes)
         except BaseException:  # such as out of memory: the caller may free memory and try again
             for sequence, change in zip(sequences, changes, strict=True):
-                self._return_pages(sequence, change)
+                self._accounts.give_back(sequence, change)
             raise
         step = CacheStep(cache=self, ids=ids, ranges=replace(ranges, longest=longest), ragged=ragged)
         for sequence, count in zip(sequences, counts, strict=True):
@@ -249,55 +243,11 @@ class KVCache(DeepCopied):
         """Pages that `grow` must add before `step(ids, counts)` has room; 0 if it has."""
         sequences = self._selected(ids, "missing_pages")
         counts = one_each(counts, len(sequences), "missing_pages: counts")
-        needed = self._needed_pages(sequences, self._new_pages(sequences, counts), self._rows_to_copy(sequences, counts))
+        needed = self._accounts.needed(self._accounts.wanted(sequences, counts))
         return max(0, *(count - self._pool.free(rank) for rank, count in enumerate(needed)))
 
-    def _new_pages(self, sequences: list[CachedSequence], counts: list[int]) -> list[int]:
-        """Number of pages that each sequence needs in addition."""
-        return [self._pages_of(s.length + c) - len(s.pages) for s, c in zip(sequences, counts, strict=True)]
-
-    def _needed_pages(self, sequences: list[CachedSequence], wanted: list[int], rows_to_copy: set[int]) -> list[int]:
-        """Number of new pages and copies of each rank."""
-        needed = [0] * self.ranks
-        for sequence, more in zip(sequences, wanted, strict=True):
-            first = len(sequence.pages) - (sequence.row in rows_to_copy)
-            for column in range(first, len(sequence.pages) + more):
-                needed[self._owner(sequence, column)] += 1
-        return needed
-
-    def _check_room(self, sequences: list[CachedSequence], wanted: list[int], rows_to_copy: set[int], tokens: int) -> None:
-        """Raise OutOfPages unless every rank has a free page for each of its new pages and copies."""
-        for rank, count in enumerate(self._needed_pages(sequences, wanted, rows_to_copy)):
-            if count > self._pool.free(rank):
-                where = f" on rank {rank}" if self.ranks > 1 else ""
-                raise OutOfPages(
-                    f"step: expected {count} free pages{where} for {tokens} new tokens, got {self._pool.free(rank)}; "
-                    "free or truncate sequences, or make a cache with more pages"
-                )
-
-    def _take_pages(self, sequence: CachedSequence, more: int, *, copies_last: bool) -> _NewPages:
-        """Take `more` free pages for a sequence, and one to copy its last page to, if asked for."""
-        shared = copy = None
-        if copies_last:
-            shared, copy = sequence.pages[-1], self._pool.take(self._owner(sequence, len(sequence.pages) - 1))
-            self._pool.release([shared])
-            sequence.pages[-1] = copy
-        first = len(sequence.pages)
-        for column in range(first, first + more):
-            sequence.pages.append(self._pool.take(self._owner(sequence, column)))
-        return _NewPages(first, shared, copy)
-
-    def _return_pages(self, sequence: CachedSequence, new: _NewPages) -> None:
-        """Undo `_take_pages`."""
-        self._pool.release(sequence.pages[new.first :])
-        del sequence.pages[new.first :]
-        if new.shared is not None and new.copy is not None:
-            sequence.pages[-1] = new.shared
-            self._pool.share([new.shared])
-            self._pool.release([new.copy])
-
     def _uploaded_ranges(
-        self, sequences: list[CachedSequence], starts: list[int], lengths: list[int], changes: list[_NewPages]
+        self, sequences: list[CachedSequence], starts: list[int], lengths: list[int], changes: list[TakenPages]
     ) -> QueryRanges:  # fmt: skip
         """The ranges of a step. Also copies pages and then changes the page table, on the device, where they belong to this rank."""
         pool, rank = self._pool, self._rank
@@ -355,7 +305,7 @@ class KVCache(DeepCopied):
         """
         sequences, lengths = self._checked_truncation(ids, lengths)
         for sequence, length in zip(sequences, lengths, strict=True):
-            keep = self._pages_of(length)
+            keep = self._accounts.pages_of(length)
             self._pool.release(sequence.pages[max(keep, sequence.released) :])
             del sequence.pages[keep:]
             sequence.released = min(sequence.released, keep)
@@ -455,25 +405,6 @@ class KVCache(DeepCopied):
         if len(set(handles)) < len(handles):
             raise ValueError(f"{what}: expected different sequences, got {list(handles)}")
         return [self.sequence(h) for h in handles]
-
-    def _owner(self, sequence: CachedSequence, column: int) -> int:
-        """The rank that holds a page of a sequence: pages go round the ranks, from another rank on for each new sequence."""
-        return (column + sequence.shift) % self.ranks
-
-    def _pages_of(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
-
-    def _rows_to_copy(self, sequences: list[CachedSequence], counts: list[int]) -> set[int]:
-        """Rows of the sequences whose last page is shared and will be written to. The last holder of a page writes to it in place."""
-        rows: set[int] = set()
-        leaving: dict[int, int] = {}
-        for sequence, count in zip(sequences, counts, strict=True):
-            if count and sequence.length % self.page_size:
-                page = sequence.pages[-1]
-                if self._pool.references(page) - leaving.get(page, 0) > 1:
-                    leaving[page] = leaving.get(page, 0) + 1
-                    rows.add(sequence.row)
-        return rows
 
     def _check_finished(self, id: int, sequence: CachedSequence, length: int, what: str) -> None:
         """Raise if the first `length` tokens are not written in all layers."""

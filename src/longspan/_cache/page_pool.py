@@ -16,7 +16,7 @@ class PagePool:
     """
 
     def __init__(self, pages: int, ranks: int = 1) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self._free: list[list[int]] = [[] for _ in range(ranks)]  # stacks: pages freed last are taken first
         self._references: list[int] = []
         self.grow(pages)
@@ -24,9 +24,9 @@ class PagePool:
     def grow(self, pages: int) -> None:
         """Add so many free pages to every rank."""
         first = len(self._references)
-        self._references += [0] * (pages * self._ranks)
+        self._references += [0] * (pages * self.ranks)
         for rank, free in enumerate(self._free):
-            free[:0] = range(first + pages * self._ranks - self._ranks + rank, first - 1, -self._ranks)
+            free[:0] = range(first + pages * self.ranks - self.ranks + rank, first - 1, -self.ranks)
 
     def free(self, rank: int) -> int:
         """Number of free pages of a rank."""
@@ -39,11 +39,11 @@ class PagePool:
 
     def owner(self, page: int) -> int:
         """The rank that a page belongs to."""
-        return page % self._ranks
+        return page % self.ranks
 
     def local(self, page: int) -> int:
         """The page's number on its rank."""
-        return page // self._ranks
+        return page // self.ranks
 
     def references(self, page: int) -> int:
         """Number of sequences that hold a page."""
@@ -65,4 +65,4 @@ class PagePool:
         for page in pages:
             self._references[page] -= 1
             if not self._references[page]:
-                self._free[page % self._ranks].append(page)
+                self._free[page % self.ranks].append(page)
