@@ -158,7 +158,7 @@ def test_auto_honours_stages_and_lists_strategies_with_other_numbers() -> None:
     several = ls.plan({"a": MASKS["causal"], "b": MASKS["window"]}, TOKENS, _mesh(1), stages=2, **SIZES)
     assert [p.schedule.stages for p in several.values()] == [2, 2]
     assert ls.plan(MASKS["causal"], TOKENS, _mesh(2), stages=3, **SIZES).schedule.stages == 3
-    assert ls.plan(MASKS["causal"], TOKENS, _mesh(1), stages=5).schedule.stages == 5  # nothing is weighed without heads
+    assert ls.plan(MASKS["causal"], TOKENS, _mesh(1), stages=5).schedule.stages == 5  # nothing is compared without heads
 
 
 def test_a_plan_is_reported_for_the_cluster_it_was_made_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -202,8 +202,8 @@ def test_explain_lists_options_and_why_the_winner_won() -> None:
     assert f"predicted: {1e3 * plan.report().seconds:.3f} ms" in text
     ring = ls.plan(MASKS["causal"], TOKENS, _mesh(1), strategy="ring", layout="contiguous", **SIZES)
     assert "the winner" in ring.explain("a100")
-    assert "nothing to weigh" in ls.plan(ls.full(), (100, 200), _mesh(1)).explain()
-    assert "so that nothing was weighed" in ls.plan(ls.causal(), 4096, _mesh(1)).explain() and "nothing was weighed" not in text
+    assert "nothing to choose" in ls.plan(ls.full(), (100, 200), _mesh(1)).explain()
+    assert "so that nothing was compared" in ls.plan(ls.causal(), 4096, _mesh(1)).explain() and "nothing was compared" not in text
 
 
 def test_longspan_explain_prints_the_explanation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ class PlanBuilder:
     """Builds the plans of one request, one per mask.
 
     Attributes:
-        considered: The options that `auto` weighed, set by `plans`; None where it had nothing to choose from.
+        considered: The options that `auto` compared, set by `plans`; None where it had nothing to choose from.
     """
 
     def __init__(self, request: PlanRequest) -> None:

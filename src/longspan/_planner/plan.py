@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 from torch import Tensor
 
@@ -19,18 +19,15 @@ from longspan._cost.timeline import Conditions
 from longspan._engine.plan_cache import plan_cache
 from longspan._plan.handle import PlanHandle
 from longspan._plan.layout import Layout
-from longspan._plan.named_layouts import contiguous
 from longspan._plan.plan_data import PlanData
 from longspan._plan.pooling import gather_pooled
-from longspan._plan.relayout import HeadsLayout, Placement, Relayout, relayout
+from longspan._plan.relayout import relayout
 from longspan._plan.schedule import Schedule
-from longspan._plan.sharding import Tree, check_dims, each_tensor, shard, unshard
+from longspan._plan.sharding import Tree, each_tensor, shard, unshard
 from longspan._planner.mask_work import considered_for
-from longspan._torch_modes import default_modes
+from longspan._planner.plan_arguments import LayoutLike, Side, check_block, check_keys, checked_relayout, checked_side
 
 ClusterLike = Cluster | str | Path
-Side = Literal["q", "kv"]
-LayoutLike = Layout | Literal["plan", "contiguous", "heads"]  # what `Plan.relayout` moves from and to
 
 
 class Plan(PlanHandle):
@@ -168,7 +165,7 @@ class Plan(PlanHandle):
         """
 
         def one(t: Tensor) -> Tensor:
-            return shard(t, dim, self.data.layouts[self._side(t, dim, side, "shard", local=False)], self.mesh.rank)
+            return shard(t, dim, self.data.layouts[checked_side(self.data, t, dim, side, "shard", local=False)], self.mesh.rank)
 
         return each_tensor(one, x)
 
@@ -201,7 +198,7 @@ class Plan(PlanHandle):
 
         def one(t: Tensor) -> Tensor:
             with raising_on_all_ranks(self.mesh):
-                i = self._side(t, dim, side, "unshard", local=True)
+                i = checked_side(self.data, t, dim, side, "unshard", local=True)
             return unshard(t, dim, self.data.layouts[i], self.mesh, plan_cache.places(self.data, i, t.device))
 
         return each_tensor(one, x)
@@ -243,7 +240,7 @@ class Plan(PlanHandle):
 
         def one(t: Tensor) -> Tensor:
             with raising_on_all_ranks(self.mesh):
-                move = self._relayout(t, dim, (source, to), heads_dim, side)
+                move = checked_relayout(self.data, t, dim, (source, to), heads_dim, side)
             device = t.device  # not t: the moves live until the backward pass
             return relayout(t, move, lambda back: plan_cache.moves(self.data, move, device, back=back))
 
@@ -265,10 +262,7 @@ class Plan(PlanHandle):
             >>> ls.plan(ls.causal(), 1024, ls.Mesh.abstract(4), layout="head_tail").query_blocks(128)
             tensor([0, 7])
         """
-        if not isinstance(block, int) or isinstance(block, bool) or block < 1:
-            raise ValueError(f"plan.query_blocks: expected a block of 1 or more queries, got {block!r}")
-        if len(self.layout.rows) > 1:
-            raise ValueError("plan.query_blocks: expected one layout for all batch rows, got one per batch row; give another layout=")
+        check_block("query_blocks", block, "queries", self.layout)
         return self.layout.blocks(self.mesh.rank, block)
 
     def gather_pooled(self, x: Tensor, block: int, dim: int = -2) -> Tensor:
@@ -299,88 +293,10 @@ class Plan(PlanHandle):
             [[1.5, 5.5, 8.5], [1.5, 5.5, 8.5]]
         """
         with raising_on_all_ranks(self.mesh):
-            if not isinstance(block, int) or isinstance(block, bool) or block < 1:
-                raise ValueError(f"plan.gather_pooled: expected a block of 1 or more keys, got {block!r}")
-            if len(self.kv_layout.rows) > 1:
-                raise ValueError("plan.gather_pooled: expected one layout for all batch rows, got one per batch row; give another layout=")
-            if not isinstance(x, Tensor) or not x.is_floating_point():
-                raise TypeError(f"plan.gather_pooled: expected a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
-            check_dims("plan.gather_pooled", dim)
-            if not -x.ndim <= dim < x.ndim or x.shape[dim] != self.kv_local_len:
-                raise ValueError(
-                    f"plan.gather_pooled: expected this rank's {self.kv_local_len} keys in dim {dim}, got shape {tuple(x.shape)}"
-                )
+            check_block("gather_pooled", block, "keys", self.kv_layout)
+            check_keys(self.data, x, dim)
         pooling = plan_cache.pooling(self.data, block)
         return gather_pooled(x, dim % x.ndim, pooling)
-
-    @default_modes()
-    def _relayout(self, x: Tensor, dim: int, ends: tuple[LayoutLike, LayoutLike], heads_dim: int | None, side: str) -> Relayout:
-        if side not in ("q", "kv"):
-            raise ValueError(f"plan.relayout: side must be 'q' or 'kv', got {side!r}")
-        before, after = (self._placement(end, side) for end in ends)
-        dims = [dim] if heads_dim is None else [dim, heads_dim]
-        check_dims("plan.relayout", *dims)
-        if not all(-x.ndim <= d < x.ndim for d in dims) or len({d % x.ndim for d in dims}) < len(dims):
-            raise ValueError(f"plan.relayout: expected different dims of a tensor of shape {tuple(x.shape)}, got {dims}")
-        if HeadsLayout in map(type, (before, after)):
-            if before == after:
-                raise ValueError("plan.relayout: source and to are both 'heads'; give one layout of tokens")
-            if heads_dim is None:
-                raise ValueError("plan.relayout: 'heads' needs heads_dim=, the dim of heads")
-            if isinstance(before, Layout) and x.shape[heads_dim] % self.mesh.size:
-                raise ValueError(
-                    f"plan.relayout: {x.shape[heads_dim]} heads (dim {heads_dim}) do not divide by {self.mesh.size} ranks: use 'contiguous'"
-                )
-        elif heads_dim is not None:
-            raise ValueError("plan.relayout: heads_dim= is used with 'heads' only; leave it out")
-        tokens = before.local_len(self.mesh.rank)
-        if x.shape[dim] != tokens:
-            raise ValueError(f"plan.relayout: expected {tokens} tokens in dim {dim}, the source layout's, got {tuple(x.shape)}")
-        heads = None if heads_dim is None else heads_dim % x.ndim
-        move = Relayout(mesh=self.mesh, before=before, after=after, dim=dim % x.ndim, heads_dim=heads)
-        if move.batch_rows > 1 and (x.shape[0] != move.batch_rows or 0 in (move.dim, heads)):
-            raise ValueError(
-                f"plan.relayout: batch rows are laid out differently: dim 0 must be the batch of {move.batch_rows}, got {tuple(x.shape)}"
-            )
-        return move
-
-    def _placement(self, layout: LayoutLike, side: str) -> Placement:
-        mine = self.data.layouts[0 if side == "q" else 1]
-        if isinstance(layout, Layout):
-            if (layout.length, layout.ranks) != (mine.length, mine.ranks) or len({1, len(layout.rows), len(mine.rows)}) > 2:
-                raise ValueError(
-                    f"plan.relayout: expected a layout of {mine.length} tokens over {mine.ranks} ranks for {len(mine.rows)} batch rows or "
-                    f"for all, got {layout.length} tokens over {layout.ranks} ranks for {len(layout.rows)} batch rows"
-                )
-            return layout
-        if layout == "plan":
-            return mine
-        if layout == "contiguous":
-            return contiguous(mine.length, mine.ranks)
-        if layout == "heads":
-            return HeadsLayout(length=mine.length, ranks=mine.ranks)
-        raise ValueError(f"plan.relayout: expected a Layout, 'plan', 'contiguous' or 'heads', got {layout!r}")
-
-    def _side(self, x: Tensor, dim: int, side: str | None, what: str, *, local: bool) -> int:
-        if side not in (None, "q", "kv"):
-            raise ValueError(f"plan.{what}: side must be 'q', 'kv' or None, got {side!r}")
-        check_dims(f"plan.{what}", dim)
-        if not -x.ndim <= dim < x.ndim:
-            raise ValueError(f"plan.{what}: dim {dim} is not a dim of a tensor of shape {tuple(x.shape)}")
-        sizes = [self.local_len, self.kv_local_len] if local else [self.data.q_len, self.data.kv_len]
-        options = [0, 1] if side is None else [0 if side == "q" else 1]
-        fitting = [i for i in options if x.shape[dim] == sizes[i]]
-        names = {i: f"{'q' if i == 0 else 'kv'} {sizes[i]}" for i in options}
-        if not fitting:
-            raise ValueError(f"plan.{what}: expected size {' or '.join(dict.fromkeys(names.values()))} in dim {dim}, got {tuple(x.shape)}")
-        batch_rows = len(self.data.layouts[fitting[0]].rows)
-        if batch_rows > 1 and (x.shape[0] != batch_rows or dim % x.ndim == 0):
-            raise ValueError(
-                f"plan.{what}: batch rows are laid out differently: dim 0 must be the batch of {batch_rows}, got {tuple(x.shape)}"
-            )
-        if local and len(fitting) == 2 and self.data.layouts[0] != self.data.layouts[1]:
-            raise ValueError(f"plan.{what}: queries and keys have {sizes[0]} tokens here: say side='q' or side='kv'")
-        return fitting[0]
 
     # ----------------------------------------------------------------------------------------------------------------- reports
 
@@ -441,9 +357,11 @@ class Plan(PlanHandle):
         considered, numbers = self.considered(cluster), self.report(cluster)
         here = f"{self!r}\n  predicted: {1e3 * numbers.seconds:.3f} ms; busiest rank {numbers.balance:.3f} × the mean"
         if considered is None:
-            return f"{here}\n  nothing to weigh: `auto` weighs options for self-attention of one layout over two or more ranks"
+            return f"{here}\n  nothing to choose: `auto` compares options for self-attention of one layout over two or more ranks"
         if self.data.heads is None:
-            here += "\n  made without heads=, kv_heads= and head_dim=, so that nothing was weighed; with them `auto` would take the winner:"
+            here += (
+                "\n  made without heads=, kv_heads= and head_dim=, so that nothing was compared; with them `auto` would take the winner:"
+            )
         return f"{here}\n{considered}"
 
     def plot(self, path: str | Path | None = None, *, cluster: ClusterLike | None = None) -> Any:

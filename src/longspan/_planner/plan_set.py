@@ -9,7 +9,8 @@ from torch import Tensor
 from longspan._comm.mesh import MeshLike
 from longspan._plan.layout import Layout
 from longspan._plan.sharding import Tree
-from longspan._planner.plan import LayoutLike, Plan, Side
+from longspan._planner.plan import Plan
+from longspan._planner.plan_arguments import LayoutLike, Side
 
 
 class PlanSet(Mapping[str, Plan]):

@@ -70,7 +70,7 @@ def plan(
         strategy: How KV moves: "ring", "allgather", "exchange", "ulysses", "ulysses_ring", "ulysses_exchange", "ulysses_allgather",
             "auto", or a `Schedule`. "auto" without `heads` is "exchange".
         batch: Batch size of the calls to come, checked there. Needed for masks that depend on the batch row.
-        heads: Number of query heads, checked at each call. Needed for masks that depend on the head, and by "auto" to weigh options by
+        heads: Number of query heads, checked at each call. Needed for masks that depend on the head, and by "auto" to compare options by
             the cost model.
         kv_heads: Number of KV heads, checked at each call; as many as query heads by default.
         head_dim: Head dim of queries and keys, checked at each call.
