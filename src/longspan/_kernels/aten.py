@@ -32,8 +32,21 @@ FASTEST_FIRST: tuple[Backend, ...] = ("cudnn", "flash", "efficient")
 _MAX_SCORES_IN_FLIGHT = 1 << 22  # elements of the score matrix held at once to find each row's largest score
 
 
+class _ByRectangles:
+    """What all kernels of torch's operators have in common."""
+
+    def block_size(self, inputs: AttentionInputs, table: BlockTable) -> tuple[int, int]:
+        return table.block
+
+    def check(self, inputs: AttentionInputs, work: Work, *, needs: Sequence[bool] = ()) -> None:
+        pass
+
+    def delta(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
+        return plain_delta(out, grad_out, grad_lse)
+
+
 @dataclass(frozen=True)
-class AtenKernel:
+class AtenKernel(_ByRectangles):
     """One backend. On CPU, `flash` is torch's CPU flash operator, in float32 (float64 for float64 inputs)."""
 
     backend: Backend
@@ -44,15 +57,6 @@ class AtenKernel:
 
     def capabilities(self, inputs: AttentionInputs, work: Work, *, needs: Sequence[bool] = ()) -> Capabilities:
         return Capabilities(unsupported=unsupported_reason(self.backend, inputs, work))
-
-    def block_size(self, inputs: AttentionInputs, table: BlockTable) -> tuple[int, int]:
-        return table.block
-
-    def check(self, inputs: AttentionInputs, work: Work, *, needs: Sequence[bool] = ()) -> None:
-        pass
-
-    def delta(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
-        return plain_delta(out, grad_out, grad_lse)
 
     def forward(self, inputs: AttentionInputs, work: Work, *, state: State | None, final: bool, max_scores: bool) -> State:
         q, k, v = inputs.q, inputs.k, inputs.v
@@ -118,7 +122,7 @@ class AtenKernel:
         return total
 
 
-class AnyAtenKernel:
+class AnyAtenKernel(_ByRectangles):
     """The kernel `aten`: the fastest backend that supports the work."""
 
     name = "aten"
@@ -136,15 +140,6 @@ class AnyAtenKernel:
     def capabilities(self, inputs: AttentionInputs, work: Work, *, needs: Sequence[bool] = ()) -> Capabilities:
         picked = self.pick(inputs, work)
         return Capabilities(unsupported=picked if isinstance(picked, str) else None)
-
-    def block_size(self, inputs: AttentionInputs, table: BlockTable) -> tuple[int, int]:
-        return table.block
-
-    def check(self, inputs: AttentionInputs, work: Work, *, needs: Sequence[bool] = ()) -> None:
-        pass
-
-    def delta(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
-        return plain_delta(out, grad_out, grad_lse)
 
     def forward(self, inputs: AttentionInputs, work: Work, *, state: State | None, final: bool, max_scores: bool) -> State:
         return self._picked(inputs, work).forward(inputs, work, state=state, final=final, max_scores=max_scores)
