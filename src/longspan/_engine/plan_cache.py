@@ -85,13 +85,9 @@ class PlanCache:
         """The kernel and the local schedule of one kind of call."""
         return self._pass_setups.get(plan, key, choose)
 
-    def selection_grid(self, plan: PlanData, granularity: int, q_granularity: int) -> SelectionGrid:
-        """The tiles from which selections of these granularities choose."""
-        from longspan._engine.selected_grid import SelectionGrid
-
-        return self._selection_grids.get(
-            plan, (granularity, q_granularity), lambda: SelectionGrid.of(plan, granularity, q_granularity)
-        )  # fmt: skip
+    def selection_grid(self, plan: PlanData, key: Hashable, make: Callable[[], SelectionGrid]) -> SelectionGrid:
+        """The tiles from which selections of one kind choose."""
+        return self._selection_grids.get(plan, key, make)
 
     def pooling(self, plan: PlanData, block: int) -> BlockPooling:
         """The blocks of keys of which each rank owns tokens."""

@@ -71,7 +71,8 @@ def checked_selection(plan: PlanData, mask: Mask, inputs: CallTensors, options: 
 
 
 def _grid(plan: PlanData, mask: Selected) -> SelectionGrid:
-    return plan_cache.selection_grid(plan, mask.granularity, mask.q_granularity)
+    sizes = (mask.granularity, mask.q_granularity)
+    return plan_cache.selection_grid(plan, sizes, lambda: SelectionGrid.of(plan, *sizes))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
