@@ -100,11 +100,29 @@ def test_contents_tell_masks_apart() -> None:
     assert plans_key({"a": ls.causal()}, 8, MESH, {}) != plans_key({"b": ls.causal()}, 8, MESH, {})
 
 
+def test_ranks_of_one_process_share_what_was_planned() -> None:
+    recent, made = RecentPlans(4), []
+    mask = ls.causal() & ls.documents(lengths=[41, 29])
+
+    def plan(mesh: ls.Mesh) -> ls.Plan:
+        key = plans_key({FULL: mask}, LENGTH, mesh, {})
+        return recent.get(key, mesh, lambda: made.append(mesh) or {FULL: ls.plan(mask, LENGTH, mesh)})[FULL]  # type: ignore[func-returns-value]
+
+    meshes = [ls.Mesh.abstract(3, rank=rank) for rank in range(3)]
+    plans = [plan(mesh) for mesh in meshes]
+    assert made == meshes[:1] and [plan(mesh) for mesh in meshes] == plans
+    for mesh, bound in zip(meshes, plans, strict=True):
+        fresh = ls.plan(mask, LENGTH, mesh)
+        assert bound.mesh == mesh and str(bound) == str(fresh) and torch.equal(bound.positions, fresh.positions)
+    plan(ls.Mesh.abstract(2))
+    assert len(made) == 2
+
+
 def test_only_the_last_plans_are_kept() -> None:
     recent, made = RecentPlans(2), []
 
     def ask(key: str | None) -> dict[str, Any]:
-        return recent.get(key, lambda: made.append(key) or {"plan": key})  # type: ignore[func-returns-value, dict-item]
+        return recent.get(key, MESH, lambda: made.append(key) or {"plan": key})  # type: ignore[func-returns-value, dict-item]
 
     for key in ("a", "b", "a", "c", "a", "b", None, None):
         assert ask(key) == {"plan": key}

@@ -20,7 +20,7 @@ from longspan.integrations._recent_plans import RecentPlans, plans_key
 
 FULL, SLIDING, CHUNKED = "full", "sliding", "chunked"
 _MODEL_MASKS = 8  # plans by masks of a model's own: two or three in a forward
-_recent = RecentPlans(4)  # a few lengths, or training and evaluation by turns
+_recent = RecentPlans(8)  # a few lengths, or training and evaluation by turns; virtual ranks need one each
 Span = tuple[str, int]  # (SLIDING, tokens of the window) or (CHUNKED, tokens of a chunk)
 
 
@@ -171,7 +171,8 @@ def model_plans(
     windows = {name: within(mask, span, real_tokens, bidirectional=bidirectional) for span, name in names.items()}
     masks = {FULL: mask, **windows}
     context = context_mesh(mesh)
-    plans = _recent.get(plans_key(masks, seq_len, context, options), lambda: dict(plan(masks, seq_len, context, **options)))
+    key = plans_key(masks, seq_len, context, options)
+    plans = _recent.get(key, context, lambda: dict(plan(masks, seq_len, context, **options)))
     later_options = {name: value for name, value in options.items() if name not in ("layout", "strategy", "stages")}
     made = ModelPlans(plans, mask=mask, spans=names, options=later_options)
     made.real_tokens, made.bidirectional = real_tokens, bidirectional

@@ -21,36 +21,40 @@ _PLAIN = (bool, int, str, torch.dtype, type(None))
 
 
 class RecentPlans:
-    """Plans by name, of the last `size` keys that were asked for. Thread-safe; threads that ask at the same time both make plans."""
+    """Plans by name, the last `size` that were asked for. Thread-safe; threads that ask at the same time both make plans."""
 
     def __init__(self, size: int) -> None:
         self._size, self._lock = size, Lock()
-        self._plans: OrderedDict[Hashable, dict[str, Plan]] = OrderedDict()
+        self._plans: OrderedDict[tuple[Hashable, Mesh], dict[str, Plan]] = OrderedDict()
 
-    def get(self, key: Hashable, make: Callable[[], dict[str, Plan]]) -> dict[str, Plan]:
-        """The plans under a key of `plans_key`, made at the first call; made at every call if the key is None."""
+    def get(self, key: Hashable, mesh: Mesh, make: Callable[[], dict[str, Plan]]) -> dict[str, Plan]:
+        """The plans under a key of `plans_key` on a mesh, made at the first call; made at every call if the key is None.
+
+        Plans of another rank, or of another mesh with the same axes, are bound to this one.
+        """
         if key is None:
             return make()
         with self._lock:
-            plans = self._plans.get(key)
+            plans = self._plans.get((key, mesh))
             if plans is not None:
-                self._plans.move_to_end(key)
-        if plans is None:
-            plans = make()
-            with self._lock:
-                self._plans[key] = plans
-                if len(self._plans) > self._size:
-                    self._plans.popitem(last=False)
+                self._plans.move_to_end((key, mesh))
+                return plans
+            others = next((plans for (same, _), plans in self._plans.items() if same == key), None)
+        plans = make() if others is None else {name: plan.on(mesh) for name, plan in others.items()}
+        with self._lock:
+            self._plans[key, mesh] = plans
+            if len(self._plans) > self._size:
+                self._plans.popitem(last=False)
         return plans
 
 
 def plans_key(masks: Mapping[str, Mask], seq_len: int, mesh: Mesh, options: Mapping[str, Any]) -> Hashable:
-    """Equal for calls of `longspan.plan` that give equal plans; None where that is not known."""
+    """Equal for calls of `longspan.plan` that give equal plans, up to the rank; None where that is not known."""
     contents = [mask_contents(mask) for mask in masks.values()]
     # A cluster may be a file, and a layout or schedule is as large as a plan.
     if None in contents or options.get("cluster") is not None or not all(isinstance(value, _PLAIN) for value in options.values()):
         return None
-    return tuple(masks), tuple(contents), seq_len, mesh, tuple(sorted(options.items(), key=lambda item: item[0]))
+    return tuple(masks), tuple(contents), seq_len, mesh.axes, tuple(sorted(options.items(), key=lambda item: item[0]))
 
 
 def mask_contents(mask: Mask) -> Hashable:
