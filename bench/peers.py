@@ -1,6 +1,6 @@
 """longspan against other attention kernels on one GPU: flash-attn-4, cudnn.flex_attention, FlexAttention, cuDNN, FlashAttention-2.
 
-    PYTHONPATH=src:. python bench/peers.py [--rows TEXT] [--peers NAME,…] [--json]     measure the peers that can be imported
+    PYTHONPATH=src:. python bench/peers.py [--rows TEXT,…] [--peers NAME,…] [--json]     measure the peers that can be imported
     PYTHONPATH=src:. python bench/peers.py --prepare-at-once …                         the same; see below
     PYTHONPATH=src:. python bench/peers.py --plot RESULT.txt PICTURE.png              plot a result
 
@@ -202,7 +202,7 @@ def plot(result: Path, picture: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="", help="only rows whose name contains this")
+    parser.add_argument("--rows", default="", help="only rows whose name contains one of these, separated by commas")
     parser.add_argument("--peers", default="", help="only these peers, separated by commas")
     parser.add_argument("--prepare-at-once", action="store_true", help="compile all rows at once, each in a process of its own")
     parser.add_argument("--serve-row", type=int, help=argparse.SUPPRESS)
@@ -242,7 +242,7 @@ def main() -> None:
     rows = []
     try:
         measure = measured_in_processes if args.prepare_at_once else measured
-        for row in measure([r for r in ROWS if args.rows in str(r)], peers):
+        for row in measure([r for r in ROWS if any(text in str(r) for text in args.rows.split(","))], peers):
             rows.append(row)
             print(line(row, names), flush=True)
     except KeyboardInterrupt:  # also SIGTERM: the rows measured so far are printed
