@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 import longspan as ls
+from longspan._kernels.gpu import chosen_keys
 from longspan._kernels.gpu.chosen_keys import ChosenKeysCall
 from longspan._kernels.hopper import HopperKernel
 from longspan._kernels.hopper.gathered_call import GatheredKeys
@@ -66,12 +69,31 @@ def test_lists_hold_distinct_keys_that_single_queries_see(mask: ls.Mask | None, 
         assert len(got) == len(set(got)) and set(got) == {kv for kv in row if kv >= 0 and sees(kv)}
 
 
-def test_rows_without_repeats_keep_their_order() -> None:
-    indices = torch.tensor([[[[4, -1, 2, 6, 0], [3, -1, -1, 1, 2]]]], dtype=torch.int32, device=DEVICE)
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ([4, -1, 2, 6, 0], [4, 2, 6, 0]),
+        ([3, -1, -1, 1, 2], [3, 1, 2]),
+        ([1, 2, 5, -1, -1], [1, 2, 5]),
+        ([-1, 0, 5, -1, 6], [0, 5, 6]),
+        ([0, 1, 1, 5, 6], [0, 1, 5, 6]),
+        ([2, 5, -1, 5, 6], [2, 5, 6]),
+        ([1, 5, 2, 3, 4], [1, 5, 2, 3, 4]),
+        ([2, 3, 4, 6, 5], [2, 3, 4, 6, 5]),
+        ([6, 5, -1, 3, 5], [3, 5, 6]),  # with repeats: sorted
+        ([6, 6, 6, 6, 6], [6]),
+        ([-1, -1, -1, -1, -1], []),
+    ],
+)
+@pytest.mark.parametrize("chunk", [2, 512])
+def test_rows_without_repeats_keep_their_order(row: list[int], expected: list[int], chunk: int) -> None:
+    """Three equal rows, one after the other: the bits that the first one sets are cleared."""
+    rows = 3 if chunk == 2 else 4  # launches are cached by shape
+    indices = torch.tensor([[[row] * rows]], dtype=torch.int32, device=DEVICE)
     selection = Selection(indices=indices, granularity=1, q_granularity=1, heads_per_choice=1)
-    lists = ChosenKeysCall(inputs_of(1, 1, 1, 2, 7), work_of(2, 7, None), selection).lists()
-    assert lists.counts.flatten().tolist() == [4, 3]
-    assert (lists.keys[0, 0, 0, :4].tolist(), lists.keys[0, 0, 1, :3].tolist()) == ([4, 2, 6, 0], [3, 1, 2])
+    with patch.object(chosen_keys, "_CTAS", 1), patch.object(chosen_keys, "_CHUNK", chunk):
+        lists = ChosenKeysCall(inputs_of(1, 1, 1, rows, 7), work_of(rows, 7, None), selection).lists()
+    assert [lists.keys[0, 0, q, : int(lists.counts[0, 0, q])].tolist() for q in range(rows)] == [expected] * rows
 
 
 @pytest.mark.parametrize(
