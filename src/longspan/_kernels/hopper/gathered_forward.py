@@ -7,17 +7,21 @@ ring of stages continues from one item to the next, so that gathers do not wait 
   load warp group          warp group of 64 rows
   ───────────────          ─────────────────────
   K 0 ────k_full────►      S₀ = Q K₀ᵀ                                 ──k_empty──►
-  K 1 ────k_full────►      P₀ = exp2(S₀ − m), while S₁ = Q K₁ᵀ runs   ──k_empty──►
-  V 0 ────v_full────►      acc += P₀ V₀  started
-                           P₁ = exp2(S₁ − m), while P₀ V₀ runs
-  K 2 ────k_full────►      S₂ = Q K₂ᵀ    started                      ──v_empty──►
-                           acc, rescaled, while Q K₂ᵀ runs            ──k_empty──►
-  V 1 ────v_full────►      …
+                           P₀ = exp2(S₀ − m)
+  K 1 ────k_full────►
+  V 0 ────v_full────►      S₁ = Q K₁ᵀ and acc += P₀ V₀  started
+                           wait for S₁                                ──k_empty──►
+                           P₁ = exp2(S₁ − m), while P₀ V₀ runs        ──v_empty──►
+  K 2 ────k_full────►
+  V 1 ────v_full────►      S₂ = Q K₂ᵀ and acc += P₁ V₁  started
+                           …
 
-The mbarriers between P V and the scores end basic blocks of the assembler, which would wait for P V before the exponentials otherwise.
+The running max m follows the scores only if they grow by much (`hopper.running_max`): most blocks need no max and no rescaling of acc. Its
+check ends a basic block of the assembler, which would wait for P V before the exponentials otherwise.
 
 A thread's copies arrive at `full` on their own (128 arrivals). cp.async writes through the generic proxy and wgmma reads through the async
-proxy: readers fence after `full`. Rows past the end of a list are filled with zeros, and their scores are −inf.
+proxy: readers fence after `full`, once for K and V, since a fence waits for all memory accesses of its thread. Rows past the end of a list
+are filled with zeros, and their scores are −inf.
 
 Keys are read once per item: ROWS · 4 D FLOP for 4 D bytes. Where ROWS is 64, the bandwidth of L2 bounds the speed.
 """
@@ -35,11 +39,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from longspan._kernels.gpu.device_library import LN_2, LOG2_E
-from longspan._kernels.gpu.tile_access import wide
-from longspan._kernels.hopper.epilogue import by_row
+from longspan._kernels.gpu.tile_access import wide, wide_unsigned
+from longspan._kernels.hopper.epilogue import by_row, merge
 from longspan._kernels.hopper.gluon_names import copy_async
 from longspan._kernels.hopper.none_arg import optional
+from longspan._kernels.hopper.online_softmax import end_rows, softmax_block, start_rows
 from longspan._kernels.hopper.pipeline import Captured, KvBarriers, mbarriers
+from longspan._kernels.hopper.running_max import rescaled
 
 HEADS = gl.constexpr(64)  # rows of a warp group
 LOAD_WARPS = gl.constexpr(4)
@@ -109,7 +115,8 @@ def copy_rows(head, stride, kv, to, DIM: gl.constexpr, layout: gl.constexpr):
     """Start copies of the rows kv of a head to shared memory: zeros where kv is −1."""
     d = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     kv = gl.convert_layout(kv, gl.SliceLayout(1, layout))
-    rows = head + wide(kv) * stride
+    # Unsigned: one multiplication instead of three. Rows at −1 are not read.
+    rows = head + wide_unsigned(kv) * wide_unsigned(stride)
     copy_async(to, gl.expand_dims(rows, 1) + gl.expand_dims(d, 0), mask=gl.expand_dims(kv >= 0, 1))
 
 
@@ -165,32 +172,39 @@ def load_query(ptr, stride, b, q, head, is_row, DIM: gl.constexpr, layout: gl.co
 
 @gluon.jit
 def _softmax(
-    s, m, total, visible, left, factor, MASKED: gl.constexpr, SCALE_IN_EXP: gl.constexpr, N: gl.constexpr, layout: gl.constexpr
+    s, m, total, visible, left, scale, FIRST: gl.constexpr, MASKED: gl.constexpr, PARTIAL: gl.constexpr, SCALE_IN_EXP: gl.constexpr,
+    N: gl.constexpr, DTYPE: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Online softmax of a block of scores of which `left` are of keys: (p, m, total, factor that rescales earlier sums).
+    """Online softmax of a block of scores: (p in DTYPE, m, total, factor that rescales earlier sums), as of `softmax_block`.
 
-    MASKED: rows see the pairs of `visible` only. SCALE_IN_EXP: `factor` is positive, so that the max may be scaled instead of the scores.
+    PARTIAL: only the first `left` keys exist. MASKED: rows see the pairs of `visible` only.
     """
-    if not SCALE_IN_EXP:  # before −inf, whose product with a negative factor is inf
-        s = s * factor
+    if not SCALE_IN_EXP:  # before −inf, whose product with a negative scale is inf
+        s = s * scale
+        scale = 1.0
     if MASKED:
         s = gl.where(visible, s, -float("inf"))
-    if left < N:
-        j = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
-        s = gl.where(gl.expand_dims(j < left, 0), s, -float("inf"))
-    by_eight = gl.reshape(s, [HEADS, N // 8, 8])  # a thread holds two of every eight columns: two chains of operations instead of one
-    top = gl.convert_layout(gl.max(gl.max(by_eight, 1), 1), gl.SliceLayout(1, layout))
-    if SCALE_IN_EXP:
-        m_new = gl.maximum(m, top * factor)
-        base = gl.where(m_new == -float("inf"), 0.0, m_new)  # nothing seen yet: −inf − −inf would be NaN
-        p = gl.exp2(s * factor - gl.expand_dims(base, 1))
-    else:
-        m_new = gl.maximum(m, top)
-        base = gl.where(m_new == -float("inf"), 0.0, m_new)
-        p = gl.exp2(s - gl.expand_dims(base, 1))
-    rescale = gl.exp2(m - base)
-    summed = gl.sum(gl.sum(gl.reshape(p, [HEADS, N // 8, 8]), 1), 1)
-    return p, m_new, total * rescale + gl.convert_layout(summed, gl.SliceLayout(1, layout)), rescale
+    p, m, total, _, rescale = softmax_block(
+        s, m, total, total, 0, 0, left, True, 0, 0, scale, None,
+        None, None, None, None, None, PARTIAL, True, False, FIRST, True, N, DTYPE, layout,
+    )  # fmt: skip
+    return p, m, total, rescale
+
+
+@gluon.jit
+def _scores(q, k_s, bars, slot, phase, zero):
+    """Start the scores of the next block of keys."""
+    mbarrier.wait(bars.k_full.index(slot), phase)
+    fence_async_shared()
+    return warpgroup_mma(q, k_s.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _values(weights, v_s, bars, slot, phase, acc):
+    """Start acc += weights V of the next block of values."""
+    mbarrier.wait(bars.v_full.index(slot), phase)
+    fence_async_shared()
+    return warpgroup_mma(weights, v_s.index(slot), acc, is_async=True)
 
 
 @gluon.jit
@@ -206,6 +220,16 @@ def _visible(keys, n, count, b, head, q, first_b, first_h, captured, MASK: gl.co
 
 
 @gluon.jit
+def _load_item(
+    item, tensors, lists, items, FIRST: gl.constexpr, H: gl.constexpr, QUERIES: gl.constexpr, D: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """(number of keys, queries of a warp group) of an item, or of the last one if there is no such item."""
+    b, _, first_head, first_q, row = place_item(gl.minimum(item, items.items - 1), items, H, QUERIES)
+    head, q_idx, is_row = place_rows(FIRST, first_head, first_q, items, H, QUERIES, gl.SliceLayout(1, layout))
+    return gl.load(lists.counts + row), load_query(tensors.q, tensors.q_stride, b, q_idx, head, is_row, D, layout)
+
+
+@gluon.jit
 def attend(
     tensors, lists, items, scale, first_b, first_h, captured, k_s, v_s, bars, GROUP: gl.constexpr, MASK: gl.constexpr,
     SCALE_IN_EXP: gl.constexpr, H: gl.constexpr, QUERIES: gl.constexpr, N: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
@@ -217,79 +241,71 @@ def attend(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
     MASKED: gl.constexpr = MASK is not None
     FIRST: gl.constexpr = GROUP * HEADS
-    factor = scale * LOG2_E
     dtype: gl.constexpr = k_s.dtype
     zero = gl.full([HEADS, N], 0.0, gl.float32, layout=layout)
     k_slot, k_phase, v_slot, v_phase = 0, 0, 0, 0
+    count_next, q_next = _load_item(gl.program_id(0), tensors, lists, items, FIRST, H, QUERIES, D, q_layout)
     for item in range(gl.program_id(0), items.items, gl.num_programs(0)):
         b, _, first_head, first_q, row = place_item(item, items, H, QUERIES)
-        count = gl.load(lists.counts + row)
         keys = lists.keys + wide(row) * items.entries
-        head, q_idx, is_row = place_rows(FIRST, first_head, first_q, items, H, QUERIES, gl.SliceLayout(1, q_layout))
-        q = load_query(tensors.q, tensors.q_stride, b, q_idx, head, is_row, D, q_layout)
+        count, q = count_next, q_next
         head, q_idx, is_row = place_rows(FIRST, first_head, first_q, items, H, QUERIES, gl.SliceLayout(1, layout))
-        state_row = (wide(b) * items.heads + head) * items.q_len + q_idx
-        m = gl.full([HEADS], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
-        total = gl.full([HEADS], 0.0, gl.float32, layout=gl.SliceLayout(1, layout))
+        m, total, max_scores = start_rows(True, N, layout)
         acc = gl.full([HEADS, E], 0.0, gl.float32, layout=out_layout)
-        out_head, out_q, is_out = place_rows(FIRST, first_head, first_q, items, H, QUERIES, gl.SliceLayout(1, out_layout))
-        if tensors.old_lse is not None:
-            m = gl.load(tensors.old_lse + state_row, mask=is_row, other=-float("inf")) * LOG2_E
-            total = gl.where(m == -float("inf"), 0.0, 1.0)
-            acc = load_query(tensors.old_out, tensors.old_out_stride, b, out_q, out_head, is_out, E, out_layout).to(gl.float32)
         if count > 0:
-            mbarrier.wait(bars.k_full.index(k_slot), k_phase)
-            fence_async_shared()
-            s_next = warpgroup_mma(q, k_s.index(k_slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+            s_next = _scores(q, k_s, bars, k_slot, k_phase, zero)
             s = warpgroup_mma_wait(0, deps=[s_next])
             mbarrier.arrive(bars.k_empty.index(k_slot), count=1)
             k_slot, k_phase = _advance(k_slot, k_phase, k_s.shape[0])
             left = count - (count - 1) // N * N  # keys of the last block
             visible = _visible(keys, 0, count, b, head, q_idx, first_b, first_h, captured, MASK, N, layout)
             if count > N:
-                mbarrier.wait(bars.k_full.index(k_slot), k_phase)
-                fence_async_shared()
-                s_next = warpgroup_mma(q, k_s.index(k_slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-                p, m, total, rescale = _softmax(s, m, total, visible, N, factor, MASKED, SCALE_IN_EXP, N, layout)
-                weights = gl.convert_layout(p.to(dtype), p_layout)
-                s, weights = warpgroup_mma_wait(0, deps=[s_next, weights])
-                mbarrier.arrive(bars.k_empty.index(k_slot), count=1)
-                k_slot, k_phase = _advance(k_slot, k_phase, k_s.shape[0])
-                acc = acc * by_row(rescale, out_layout)
-                for n in range(2 * N, count, N):  # P of the block before the last one and the scores of the last one are known
+                p, m, total, rescale = _softmax(s, m, total, visible, N, scale, True, MASKED, False, SCALE_IN_EXP, N, dtype, layout)
+                weights = gl.convert_layout(p, p_layout)
+                for n in range(N, count - N, N):
+                    mbarrier.wait(bars.k_full.index(k_slot), k_phase)
                     mbarrier.wait(bars.v_full.index(v_slot), v_phase)
                     fence_async_shared()
-                    acc_next = warpgroup_mma(weights, v_s.index(v_slot), acc, is_async=True)
-                    visible = _visible(keys, n - N, count, b, head, q_idx, first_b, first_h, captured, MASK, N, layout)
-                    p, m, total, rescale = _softmax(s, m, total, visible, N, factor, MASKED, SCALE_IN_EXP, N, layout)
-                    weights = gl.convert_layout(p.to(dtype), p_layout)
-                    mbarrier.wait(bars.k_full.index(k_slot), k_phase)
-                    fence_async_shared()
                     s_next = warpgroup_mma(q, k_s.index(k_slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-                    acc, weights = warpgroup_mma_wait(1, deps=[acc_next, weights])
-                    mbarrier.arrive(bars.v_empty.index(v_slot), count=1)
-                    v_slot, v_phase = _advance(v_slot, v_phase, v_s.shape[0])
-                    acc = acc * by_row(rescale, out_layout)
-                    s = warpgroup_mma_wait(0, deps=[s_next])
+                    acc_next = warpgroup_mma(weights, v_s.index(v_slot), acc, is_async=True)
+                    s = warpgroup_mma_wait(1, deps=[s_next])
                     mbarrier.arrive(bars.k_empty.index(k_slot), count=1)
                     k_slot, k_phase = _advance(k_slot, k_phase, k_s.shape[0])
-                mbarrier.wait(bars.v_full.index(v_slot), v_phase)
-                fence_async_shared()
-                acc_next = warpgroup_mma(weights, v_s.index(v_slot), acc, is_async=True)
+                    visible = _visible(keys, n, count, b, head, q_idx, first_b, first_h, captured, MASK, N, layout)
+                    p, m, total, rescale = _softmax(s, m, total, visible, N, scale, False, MASKED, False, SCALE_IN_EXP, N, dtype, layout)
+                    weights = gl.convert_layout(p, p_layout)
+                    acc, weights = warpgroup_mma_wait(0, deps=[acc_next, weights])
+                    mbarrier.arrive(bars.v_empty.index(v_slot), count=1)
+                    v_slot, v_phase = _advance(v_slot, v_phase, v_s.shape[0])
+                    acc = rescaled(acc, rescale, out_layout)
+                s_next = _scores(q, k_s, bars, k_slot, k_phase, zero)
+                s = warpgroup_mma_wait(0, deps=[s_next])
+                mbarrier.arrive(bars.k_empty.index(k_slot), count=1)
+                k_slot, k_phase = _advance(k_slot, k_phase, k_s.shape[0])
+                acc_next = _values(weights, v_s, bars, v_slot, v_phase, acc)
                 visible = _visible(keys, count - left, count, b, head, q_idx, first_b, first_h, captured, MASK, N, layout)
-                p, m, total, rescale = _softmax(s, m, total, visible, left, factor, MASKED, SCALE_IN_EXP, N, layout)
+                p, m, total, rescale = _softmax(s, m, total, visible, left, scale, False, MASKED, True, SCALE_IN_EXP, N, dtype, layout)
                 acc, p = warpgroup_mma_wait(0, deps=[acc_next, p])
                 mbarrier.arrive(bars.v_empty.index(v_slot), count=1)
                 v_slot, v_phase = _advance(v_slot, v_phase, v_s.shape[0])
+                acc = rescaled(acc, rescale, out_layout)
             else:
-                p, m, total, rescale = _softmax(s, m, total, visible, left, factor, MASKED, SCALE_IN_EXP, N, layout)
-            acc = acc * by_row(rescale, out_layout)
-            mbarrier.wait(bars.v_full.index(v_slot), v_phase)
-            fence_async_shared()
-            acc_next = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), v_s.index(v_slot), acc, is_async=True)
+                p, m, total, rescale = _softmax(s, m, total, visible, left, scale, True, MASKED, True, SCALE_IN_EXP, N, dtype, layout)
+            acc_next = _values(gl.convert_layout(p, p_layout), v_s, bars, v_slot, v_phase, acc)
+            count_next, q_next = _load_item(item + gl.num_programs(0), tensors, lists, items, FIRST, H, QUERIES, D, q_layout)
             acc = warpgroup_mma_wait(0, deps=[acc_next])
             mbarrier.arrive(bars.v_empty.index(v_slot), count=1)
             v_slot, v_phase = _advance(v_slot, v_phase, v_s.shape[0])
+        else:
+            count_next, q_next = _load_item(item + gl.num_programs(0), tensors, lists, items, FIRST, H, QUERIES, D, q_layout)
+        m, total, max_scores = end_rows(m, total, max_scores, layout)
+        state_row = (wide(b) * items.heads + head) * items.q_len + q_idx
+        out_head, out_q, is_out = place_rows(FIRST, first_head, first_q, items, H, QUERIES, gl.SliceLayout(1, out_layout))
+        if tensors.old_lse is not None:
+            old_m = gl.load(tensors.old_lse + state_row, mask=is_row, other=-float("inf")) * LOG2_E
+            old = load_query(tensors.old_out, tensors.old_out_stride, b, out_q, out_head, is_out, E, out_layout).to(gl.float32)
+            m, total, new, factor = merge(m, total, old_m)
+            acc = acc * by_row(new, out_layout) + old * by_row(factor, out_layout)
         seen = total != 0.0  # also where total is NaN: a row that sees a NaN has lse NaN
         divisor = gl.where(seen, total, 1.0)
         gl.store(tensors.lse + state_row, gl.where(seen, m * LN_2 + gl.log(divisor), -float("inf")), mask=is_row)
