@@ -20,9 +20,9 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon")
 
 import longspan as ls
-from longspan._kernels.gpu import launch
 from longspan._kernels.hopper import HopperKernel, dq_order, passes
 from longspan._kernels.hopper import kernel as hopper
+from longspan._kernels.hopper.dkv_producer import DOWN_LEG, LEG_FIELDS
 from longspan._kernels.hopper.dq_order import MAX_TILES, OrderChoice, choose_order, ordered_dq_pays
 from longspan._kernels.hopper.kernel import _one_pass
 from longspan._kernels.protocol import AttentionInputs, Grads, Work
@@ -46,32 +46,41 @@ def tables(draw: st.DrawFn) -> tuple[BlockTable, int]:
     return table_of_pairs(seen, Tiling(length=shape[2], block=1), Tiling(length=shape[3], block=1)), shared
 
 
+PLAIN = OrderChoice(together=1, all_heads=True)
+
+
+@st.composite
+def choices(draw: st.DrawFn, shared: int) -> OrderChoice:
+    long = tuple(draw(st.sets(st.integers(0, 6), max_size=2))) if draw(st.booleans()) else ()
+    return OrderChoice(
+        together=draw(st.sampled_from([1, shared])), all_heads=True, wave=draw(st.integers(0, 8)), upward=draw(st.integers(0, 9)),
+        long=tuple(sorted(long)), begin=draw(st.integers(0, 9)), chunk=draw(st.integers(1, 4)),
+    )  # fmt: skip
+
+
 Step = tuple[tuple[int, int, int], int]  # ((batch, head, step of queries), how many add to it before)
 
 
-def steps_of_items(table: BlockTable, queries: Tiling, shared: int, together: int = 1) -> list[list[Step]]:
-    """The steps of each item in launch order, as the producer warp walks them: full and partial runs merged, downwards, at each query tile
-    `together` heads, steps without a query skipped. If the table is the same for all heads, those of one head group.
+def steps_of_items(table: BlockTable, queries: Tiling, shared: int, choice: OrderChoice = PLAIN) -> list[list[Step]]:
+    """The steps of each item in launch order, as the producer warp walks their legs; steps without a query are skipped. If the table is the
+    same for all heads, those of one head group.
     """
     by_keys = table.transposed
-    on_device = launch.device_table(by_keys, queries, CPU, shared=shared, positions=False)
-    order, ptr, before = (t.tolist() for t in dq_order.dq_order(by_keys, shared, CPU))
-    kinds = [[t.tolist() for t in runs] for runs in (on_device.full, on_device.partial)]
+    fixed = dq_order.dq_order(by_keys, queries, choice, shared, CPU)
+    order, ptr, before = (t.tolist() for t in (fixed.order, fixed.ptr, fixed.before))
     tiles, per_head = by_keys.q_tiles, by_keys.heads > 1
     groups = by_keys.heads // shared if per_head else 1
     items = []
     for row in order[: by_keys.batch * groups * tiles]:
-        b, g, tile = row // (tiles * groups), row // tiles % groups, row % tiles
+        b, g = row // (tiles * groups), row // tiles % groups
         steps = []
-        step = 1 if per_head else together
-        for first_head in range(g * shared, (g + 1) * shared, step):
-            r = (b * by_keys.heads + first_head) * tiles + tile if per_head else row
-            runs = sorted((first[i], last[i]) for start, first, last in kinds for i in range(start[2 * r], start[2 * r + 1]))
-            walk = list(enumerate(x for first, last in runs for x in range(first, last + 1)))
-            assert ptr[r] + len(walk) == ptr[r + 1]
-            for nth, x in reversed(walk):
-                halves, heads = -(-queries.span(x)[1] // 64), range(first_head, first_head + step)
-                steps += [((b, h, 2 * x + half), before[ptr[r] + nth]) for h in heads for half in range(halves)]
+        for i in range(ptr[row], ptr[row + 1]):
+            first, last, flags, head, heads, at = fixed.legs[i * LEG_FIELDS.value :][: LEG_FIELDS.value].tolist()
+            walk = range(first, last + 1)
+            for x in reversed(walk) if flags & DOWN_LEG.value else walk:
+                halves = -(-queries.span(x)[1] // 64)
+                of = range(g * shared + head, g * shared + head + heads)
+                steps += [((b, h, 2 * x + half), before[at + x - first]) for h in of for half in range(halves)]
         items.append(steps)
     return items
 
@@ -86,19 +95,27 @@ def check_counts(items: list[list[Step]]) -> int:
 
 
 @settings(deadline=None, max_examples=60)
-@given(tables(), st.booleans())
-def test_each_step_counts_the_key_tiles_that_were_taken_before(case: tuple[BlockTable, int], together: bool) -> None:
+@given(tables(), st.data())
+def test_each_step_counts_the_key_tiles_that_were_taken_before(case: tuple[BlockTable, int], data: st.DataObject) -> None:
     table, shared = case
-    items = steps_of_items(table, Tiling(length=table.q_len, block=1), shared, shared if together else 1)
+    choice = data.draw(choices(shared))
+    if any(tile >= table.kv_tiles for tile in choice.long):
+        choice = choice._replace(long=())
+    items = steps_of_items(table, Tiling(length=table.q_len, block=1), shared, choice)
     assert check_counts(items) == int(table.tiles_per_row.sum()) * (shared if table.heads == 1 else 1)
 
 
 @settings(deadline=None, max_examples=60)
-@given(tables(), st.integers(1, 5), st.integers(0, 99))
-def test_no_deadlock_with_any_number_of_ctas(case: tuple[BlockTable, int], ctas: int, seed: int) -> None:
+@given(tables(), st.integers(1, 5), st.integers(0, 99), st.data())
+def test_no_deadlock_with_any_number_of_ctas(case: tuple[BlockTable, int], ctas: int, seed: int, data: st.DataObject) -> None:
     """A random interleaving of CTAs that take items from a counter and do their steps in sequence."""
     table, shared = case
-    draw, taken, done = random.Random(seed), iter(steps_of_items(table, Tiling(length=table.q_len, block=1), shared)), defaultdict(int)
+    choice = data.draw(choices(shared))
+    if any(tile >= table.kv_tiles for tile in choice.long):
+        choice = choice._replace(long=())
+    items = steps_of_items(table, Tiling(length=table.q_len, block=1), shared, choice)
+    draw, taken = random.Random(seed), iter(items)
+    done: dict[tuple[int, int, int], int] = defaultdict(int)
     at: list[list[Step]] = [[] for _ in range(ctas)]
     finished = [False] * ctas
     while not all(finished):
@@ -134,8 +151,9 @@ def test_counts_match_the_producer_with_short_tiles(data: st.DataObject) -> None
     check_counts(steps_of_items(work.table, work.q_tiles, shared))
 
 
-def pays(mask: ls.Mask, tokens: int, items_per_tile: int, shared: int = 1, *, scored: bool = False) -> bool:
-    return ordered_dq_pays(mask.block_table(tokens, tokens, block=128), items_per_tile, shared, scored=scored)
+def pays(mask: ls.Mask, tokens: int, items_per_tile: int, shared: int = 1, *, scored: bool = False, invariant: bool = False) -> bool:
+    table = mask.block_table(tokens, tokens, block=128)
+    return ordered_dq_pays(table, items_per_tile, shared, scored=scored, invariant=invariant)
 
 
 def test_ordered_dq_pays_for_tables_of_limited_size() -> None:
@@ -145,7 +163,7 @@ def test_ordered_dq_pays_for_tables_of_limited_size() -> None:
 
 def test_ordered_dq_does_not_pay_where_items_that_start_together_are_short() -> None:
     assert all(pays(ls.full(), 2**13, n) for n in (8, 32))
-    assert pays(ls.causal(), 2**13, 32) and not pays(ls.causal(), 2**11, 16)
+    assert pays(ls.causal(), 2**13, 32) and not pays(ls.causal(), 2**11, 16, scored=False, invariant=True)
 
 
 def choice(mask: ls.Mask, tokens: int, *, invariant: bool = False) -> OrderChoice:
@@ -171,9 +189,23 @@ def test_items_of_the_same_length_are_taken_by_few_heads_at_once() -> None:
     assert [choice(mask, 2**14).all_heads for mask in masks] == [False, False, True, True]
 
 
+def test_few_items_of_a_causal_mask_begin_with_their_diagonals_and_do_not_wait() -> None:
+    table = ls.causal().block_table(2048, 2048, block=128).transposed
+    chosen = choose_order(table, 16, 1)
+    assert (chosen.wave, chosen.upward, chosen.efficiency) == (8, 8, 1.0) and pays(ls.causal(), 2048, 16)
+    assert chosen.taken(16).tolist() == [*range(7, -1, -1), *range(8, 16)]
+    assert choose_order(table, 16, 1, invariant=True).taken(16).tolist() == list(range(16))
+
+
+def test_the_first_keys_beside_a_window_are_taken_with_the_first_wave() -> None:
+    chosen = choice(ls.prefix(64) | ls.sliding_window(2048), 2**15)
+    assert (chosen.long, chosen.wave, chosen.begin, chosen.chunk, chosen.together) == ((0,), 15, 16, 16, 1)
+    assert chosen.taken(256)[:18].tolist() == [*range(1, 16), 0, 16, 17] and chosen.efficiency > 0.9
+
+
 def test_key_tiles_are_added_in_ascending_order() -> None:
     by_keys = ls.causal().block_table(1000, 1000, block=128).transposed
-    assert dq_order.dq_order(by_keys, 3, CPU).order[:8].tolist() == list(range(8))
+    assert dq_order.dq_order(by_keys, Tiling(length=1000, block=128), PLAIN, 3, CPU).order[:8].tolist() == list(range(8))
 
 
 @settings(deadline=None, max_examples=40)
@@ -191,7 +223,7 @@ def causal_call(heads: int, tokens: int, dim: int = 128, *, invariant: bool = Fa
 
 
 def test_deterministic_dq_takes_one_pass_or_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    long, short = causal_call(2, 3000), causal_call(16, 2048)
+    long, short = causal_call(2, 3000), causal_call(16, 640)
     monkeypatch.setattr(hopper, "_unsupported_reason", lambda *_: None)  # as on a Hopper GPU
     assert _one_pass(*long, []) and _one_pass(*short, []) and HOPPER.capabilities(*long).concurrent_backward
     assert not HOPPER.capabilities(*long, needs=[True]).concurrent_backward
@@ -274,12 +306,21 @@ def test_gradients_of_several_rounds_of_key_tiles_are_right(heads: tuple[int, in
 
 
 def _window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    return (q - kv < 300) & (q >= kv)
+    return (q - kv < 300) & (q >= kv) | (kv < 40)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("together", [1, 2, 4])
-def test_gradients_are_right_however_many_heads_are_walked_together(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "order",
+    [
+        *(OrderChoice(together=n, all_heads=True) for n in (1, 2, 4)),
+        OrderChoice(together=4, all_heads=True, wave=5, upward=5),
+        OrderChoice(together=1, all_heads=True, wave=15, upward=15),
+        OrderChoice(together=1, all_heads=True, wave=4, long=(0,), begin=5, chunk=2),
+        OrderChoice(together=2, all_heads=True, wave=0, long=(0, 7), begin=1, chunk=4),
+    ],
+)
+def test_gradients_are_right_in_every_order(order: OrderChoice, monkeypatch: pytest.MonkeyPatch) -> None:
     on_hopper()
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(1, h, 1911, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))
@@ -287,7 +328,7 @@ def test_gradients_are_right_however_many_heads_are_walked_together(together: in
     monkeypatch.setattr(hopper, "ordered_dq_pays", lambda *_, **__: True)
     monkeypatch.setattr(hopper, "head_parts_of", lambda *_: 1)
     monkeypatch.setattr(passes, "head_parts_of", lambda *_: 1)
-    monkeypatch.setattr(passes, "choose_order", lambda *_, **__: OrderChoice(together, True, 1.0))
+    monkeypatch.setattr(passes, "choose_order", lambda *_, **__: order)
     exact = [t.double().requires_grad_() for t in (q, k, v)]
     out, lse = oracle(*exact, mask=ls.mask_mod(_window), return_lse=True)
     torch.use_deterministic_algorithms(True)

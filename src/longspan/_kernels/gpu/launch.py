@@ -165,19 +165,19 @@ def split_runs(table: BlockTable, columns: TilingFacts, *, positions: bool) -> t
     breaks = columns.breaks if positions else columns.row_breaks
     if not (len(columns.short) or len(breaks) or len(columns.breaks)):
         return full, partial
-    row, first, last = _rows_of(full, table.rows), full.first.long(), full.last.long()
+    row, first, last = rows_of(full, table.rows), full.first.long(), full.last.long()
     run, short = _inside(columns.short, first, last)
-    mixed_row = torch.cat([_rows_of(partial, table.rows), row[run]])
+    mixed_row = torch.cat([rows_of(partial, table.rows), row[run]])
     mixed_first, mixed_last = torch.cat([partial.first.long(), short]), torch.cat([partial.last.long(), short])
     order = torch.argsort(mixed_row * (table.kv_tiles + 1) + mixed_first)
-    mixed_row, mixed_first, mixed_last = _cut(mixed_row[order], mixed_first[order], mixed_last[order], columns.breaks)
-    row, first, last = _cut(row, first, last, torch.cat([breaks, columns.short, columns.short + 1]).unique())
+    mixed_row, mixed_first, mixed_last = cut_runs(mixed_row[order], mixed_first[order], mixed_last[order], columns.breaks)
+    row, first, last = cut_runs(row, first, last, torch.cat([breaks, columns.short, columns.short + 1]).unique())
     keep = ~torch.isin(first, columns.short)
     return _csr(row[keep], first[keep], last[keep], table.rows), _csr(mixed_row, mixed_first, mixed_last, table.rows)
 
 
-def _cut(row: Tensor, first: Tensor, last: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs split before each of the ascending tiles `at`."""
+def cut_runs(row: Tensor, first: Tensor, last: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs split before each of the ascending tiles `at`. row: the table row of each run."""
     run, tile = _inside(at, first, last)
     width = int(last.max()) + 1 if len(last) else 1
     key = torch.cat([torch.arange(len(first)) * width + first, run * width + tile]).unique()
@@ -186,7 +186,8 @@ def _cut(row: Tensor, first: Tensor, last: Tensor, at: Tensor) -> tuple[Tensor, 
     return row[run], begin, torch.where(continues, begin.roll(-1) - 1, last[run])
 
 
-def _rows_of(runs: Runs, rows: int) -> Tensor:
+def rows_of(runs: Runs, rows: int) -> Tensor:
+    """The table row of each run."""
     return torch.repeat_interleave(torch.arange(rows), runs.ptr.diff().long())
 
 
@@ -201,7 +202,7 @@ def _inside(tiles: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]
 
 def _lengths(runs: Runs, rows: int) -> Tensor:
     """Number of tiles in the runs of each row, int64."""
-    return torch.zeros(rows, dtype=torch.int64).index_add_(0, _rows_of(runs, rows), (runs.last - runs.first + 1).long())
+    return torch.zeros(rows, dtype=torch.int64).index_add_(0, rows_of(runs, rows), (runs.last - runs.first + 1).long())
 
 
 def _csr(row: Tensor, first: Tensor, last: Tensor, rows: int) -> Runs:
@@ -218,7 +219,7 @@ def descending_tiles(full: Runs, partial: Runs, rows: int) -> tuple[Runs, Runs]:
     row, tile, is_full = [], [], []
     for runs, kind in ((full, True), (partial, False)):
         length = (runs.last - runs.first + 1).long()
-        row.append(_rows_of(runs, rows).repeat_interleave(length))
+        row.append(rows_of(runs, rows).repeat_interleave(length))
         tile.append(expand_ranges(runs.first.long(), length))
         is_full.append(torch.full((len(row[-1]),), kind))
     all_rows, all_tiles, kinds = torch.cat(row), torch.cat(tile), torch.cat(is_full)
@@ -298,7 +299,7 @@ def ascending_runs(full: Runs, partial: Runs, rows: int) -> tuple[Runs, Runs, Te
 
     Full runs after the first partial run that follows a full run become partial: the mask allows all of their pairs.
     """
-    row = torch.cat([_rows_of(full, rows), _rows_of(partial, rows)])
+    row = torch.cat([rows_of(full, rows), rows_of(partial, rows)])
     first, last = torch.cat([full.first, partial.first]).long(), torch.cat([full.last, partial.last]).long()
     is_full = torch.arange(len(row)) < len(full.first)
     order = torch.argsort(row * (int(last.max()) + 1 if len(last) else 1) + first)

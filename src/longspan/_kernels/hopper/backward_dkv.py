@@ -111,7 +111,7 @@ from longspan._kernels.hopper.warp_votes import ballots
 
 _DYNAMIC = [
     "items", "rows", "tiles", "heads", "kv_heads", "shared", "head_parts", "group", "heavy_rows", "q_len", "kv_len", "local_tokens",
-    "semaphores_per_head", "upward", "together", "first_b", "first_h",
+    "semaphores_per_head", "together", "first_b", "first_h",
 ]  # fmt: skip
 
 
@@ -388,9 +388,9 @@ def _add_dq(
 def dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr, local_k_ptr, local_v_ptr, norm_rows_ptr, delta_rows_ptr,
     unbounded_ptr, q_tail_ptr, k_tail_ptr, v_tail_ptr, do_tail_ptr, local_k_tail_ptr, local_v_tail_ptr, counter, semaphores,
-    dk_stride, dv_stride, order, full, partial, dq_order_ptr, dq_order_before, q_side, kv_side,
+    dk_stride, dv_stride, order, full, partial, dq_order_ptr, dq_order_legs, dq_order_before, q_side, kv_side,
     mask_captured, mask_sizes, score_captured, score_sizes,
-    items, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, local_tokens, semaphores_per_head, upward,
+    items, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, local_tokens, semaphores_per_head,
     together, scale, first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     SCALE_DQ: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, EP: gl.constexpr,
@@ -408,7 +408,7 @@ def dkv_kernel(
     counter: one int32, 0. DS: buffers of dS. heavy_rows: key tiles of `order` whose items come first, of all heads.
     Q_TILE, KV_TILE: queries and keys of a tile of the block table.
     semaphores: int32 zeros, one per step of each head, if dQ is accumulated in a fixed order (`hopper.dq_order`), or None.
-    MERGED: as in `dkv_producer.produce`. upward, together: as in `DqOrderArgs`.
+    MERGED: as in `dkv_producer.produce`. together: as in `DqOrderArgs`.
     """
     # The dQ warps still read a step's record when the producer is STAGES + 3 steps ahead.
     gl.static_assert(STAGES + 3 < STEP_SLOTS, "a step's record must live until its dQ is added")
@@ -435,7 +435,7 @@ def dkv_kernel(
         isolation, votes = StepIsolation(unbounded_ptr, norm_rows_ptr, delta_rows_ptr, mbarriers(2, 1)), ballots(2)
     semaphores, order_bars = optional(semaphores), OrderBarriers(optional(None), optional(None))
     PREFETCH: gl.constexpr = BM == 64 and D_TAIL == 0 and (DP <= 64 or SCORE is not None)
-    dq_order = DqOrderArgs(optional(dq_order_ptr), optional(dq_order_before), semaphores_per_head, upward, together)
+    dq_order = DqOrderArgs(optional(dq_order_ptr), optional(dq_order_legs), optional(dq_order_before), semaphores_per_head, together)
     if semaphores is not None:
         order_bars = OrderBarriers(mbarriers(STEP_SLOTS, 1), mbarriers(STEP_SLOTS, 1))
     if DQ:

@@ -84,7 +84,7 @@ from longspan._kernels.hopper.pipeline import (
 
 _DYNAMIC = [
     "items", "rows", "tiles", "heads", "kv_heads", "shared", "head_parts", "group", "heavy_rows", "q_len", "kv_len", "local_tokens",
-    "upward", "together", "first_b", "first_h",
+    "together", "first_b", "first_h",
 ]  # fmt: skip
 
 P_SLOTS = gl.constexpr(2)
@@ -221,7 +221,7 @@ def wide_dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, norm_ptr, delta_ptr, dk_ptr, dv_ptr, local_k_ptr, local_v_ptr, norm_rows_ptr, delta_rows_ptr,
     unbounded_ptr, q_tail_ptr, k_tail_ptr, v_tail_ptr, do_tail_ptr, local_k_tail_ptr, local_v_tail_ptr, counter,
     dk_stride, dv_stride, order, full, partial, q_side, kv_side, mask_captured, mask_sizes, score_captured, score_sizes,
-    items, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, local_tokens, upward, together, scale,
+    items, rows, tiles, heads, kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, local_tokens, together, scale,
     first_b, first_h,
     MASK: gl.constexpr, SCORE: gl.constexpr, JOINT: gl.constexpr, UNIFORM: gl.constexpr, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, D_TAIL: gl.constexpr, E: gl.constexpr, EP: gl.constexpr, E_TAIL: gl.constexpr,
@@ -273,8 +273,8 @@ def wide_dkv_kernel(
         )),
         (produce, (
             counter, items, q, keys, values, do, norm_ptr, delta_ptr, order, full, partial,
-            DqOrderArgs(optional(None), optional(None), 0, upward, together), optional(None), q_side, kv_side, rows, tiles, heads, kv_heads,
-            shared, head_parts, group, heavy_rows, q_len, kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation),
+            DqOrderArgs(optional(None), optional(None), optional(None), 0, together), optional(None), q_side, kv_side, rows, tiles, heads,
+            kv_heads, shared, head_parts, group, heavy_rows, q_len, kv_len, k_s, v_s, buffers, item_s, item_bars, bars, optional(isolation),
             PER_BATCH, PER_HEAD, KEYS, BM, STAGES, DO_STAGES, Q_TILE, KV_TILE, BY_TILE, MERGED,
         )),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

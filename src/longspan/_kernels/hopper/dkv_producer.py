@@ -50,7 +50,16 @@ FULL = gl.constexpr(1)  # every pair is visible
 PARTIAL = gl.constexpr(2)  # the mask decides
 SHORT = gl.constexpr(3)  # every pair is visible, but the key tile has fewer than KEYS keys
 
-_NO_TILE = gl.constexpr(2**30)  # greater than the index of any tile
+# A leg of an item's walk with ordered dQ (`hopper.dq_order`): int32 fields.
+LEG_FIRST = gl.constexpr(0)  # lowest query tile
+LEG_LAST = gl.constexpr(1)  # highest query tile
+LEG_FLAGS = gl.constexpr(2)  # MASKED_LEG, DOWN_LEG
+LEG_HEAD = gl.constexpr(3)  # first query head, of the item's
+LEG_HEADS = gl.constexpr(4)  # query heads at each tile
+LEG_BEFORE = gl.constexpr(5)  # of its lowest tile, index in `DqOrder.before`
+LEG_FIELDS = gl.constexpr(6)
+MASKED_LEG = gl.constexpr(1)  # partial tiles
+DOWN_LEG = gl.constexpr(2)  # walked from the highest tile to the lowest
 
 
 class StepBuffers(NamedTuple):
@@ -89,14 +98,13 @@ class KeyTileBarriers(NamedTuple):
 class DqOrderArgs(NamedTuple):
     """The tensors of `hopper.dq_order.DqOrder` as pointers, or None, and the number of semaphores per head.
 
-    upward: key tiles below this number walk their queries upwards, the others downwards; launches pass 0. together: query heads that are
-    walked together at each query tile.
+    together: query heads that are walked together; with ordered dQ, all of an item.
     """
 
     ptr: Any
+    legs: Any
     before: Any
     semaphores_per_head: Any
-    upward: Any
     together: Any
 
 
@@ -198,17 +206,15 @@ def _load_item(item_number, keys, values, b, head, head_parts, row, pos, left, k
 
 
 @gluon.jit
-def _next_run(i, fulls, partials, full, partial, full_run, full_runs, partial_run, partial_runs, down):
-    """(first tile, last tile, whether partial, full runs so far) of run i of a table row, in the order of tiles: downwards if `down`.
+def _next_run(fulls, partials, full, partial, full_end, full_runs, partial_end, partial_runs):
+    """(first tile, last tile, whether partial, full runs so far) of the next run of a table row, from the last tile to the first.
 
-    fulls: full runs so far. partials: i − fulls.
+    fulls, partials: runs so far. full_end, partial_end: where the row's runs end.
     """
-    step = gl.where(down, -1, 1)
-    of_full = gl.where(down, full_run + full_runs - 1, full_run) + step * fulls
-    of_partial = gl.where(down, partial_run + partial_runs - 1, partial_run) + step * partials
-    next_full = gl.load(full.first + of_full, mask=fulls < full_runs, other=gl.where(down, -1, _NO_TILE))
-    next_partial = gl.load(partial.first + of_partial, mask=partials < partial_runs, other=gl.where(down, -1, _NO_TILE))
-    masked = (next_partial > next_full) == down
+    of_full, of_partial = full_end - 1 - fulls, partial_end - 1 - partials
+    next_full = gl.load(full.first + of_full, mask=fulls < full_runs, other=-1)
+    next_partial = gl.load(partial.first + of_partial, mask=partials < partial_runs, other=-1)
+    masked = next_partial > next_full
     last = gl.load(gl.where(masked, partial.last + of_partial, full.last + of_full))
     return gl.where(masked, next_partial, next_full), last, masked, fulls + gl.where(masked, 0, 1)
 
@@ -224,9 +230,9 @@ def produce(
     """The producer warp: takes items (KEYS keys) from the global counter and loads each item's keys, values and steps of queries.
 
     q_ptr, do_ptr, k_s, v_s: `Parts`.
-    MERGED: full and partial runs are walked in the order of query tiles, for each tile the steps of several heads (`DqOrderArgs`); so with
-    ordered dQ, for which `described` holds mbarriers that complete when a step's record is written. Otherwise heads come one after
-    the other, each with its full runs first, and `described` is None.
+    MERGED: full and partial runs are walked from the last query tile to the first, for each tile the steps of several heads
+    (`DqOrderArgs`). Otherwise heads come one after the other, each with its full runs first. With ordered dQ, `described` holds mbarriers
+    that complete when a step's record is written, and legs are walked instead of the table's runs; otherwise it is None.
     isolation: `StepIsolation`, or None. Q_TILE, KV_TILE: queries and keys of a tile of the block table. If a
     step has more queries than a tile, it has the same queries of two heads (`hopper.half_blocks`).
     BY_TILE: norm and delta are in the order of tiles (`row_terms.rows_by_tile`).
@@ -257,18 +263,28 @@ def produce(
         for j in range(0, item_heads, dq_order.together if MERGED else HEADS):
             first_head = head * shared + j
             last_head = first_head + (dq_order.together if MERGED else 1)
-            table = table_row(tile, b, first_head, tiles, heads, PER_BATCH, PER_HEAD)
-            full_run, partial_run = gl.load(full.ptr + 2 * table), gl.load(partial.ptr + 2 * table)
-            full_runs, partial_runs = gl.load(full.ptr + 2 * table + 1) - full_run, gl.load(partial.ptr + 2 * table + 1) - partial_run
-            if MERGED:
-                down = tile >= dq_order.upward
-                fulls = 0
             if ORDERED:
-                nth = gl.load(dq_order.ptr + table + gl.where(down, 1, 0))  # query tiles of the table row so far; from its end if `down`
-            for i in range(full_runs + partial_runs):
-                if MERGED:
+                walk = dq_order.ptr + table_row(tile, b, head, tiles, kv_heads, PER_BATCH, PER_HEAD)
+                first_leg = gl.load(walk)
+                runs = gl.load(walk + 1) - first_leg
+            else:
+                table = table_row(tile, b, first_head, tiles, heads, PER_BATCH, PER_HEAD)
+                full_run, partial_run = gl.load(full.ptr + 2 * table), gl.load(partial.ptr + 2 * table)
+                full_end, partial_end = gl.load(full.ptr + 2 * table + 1), gl.load(partial.ptr + 2 * table + 1)
+                full_runs, partial_runs = full_end - full_run, partial_end - partial_run
+                runs = full_runs + partial_runs
+                fulls = 0
+            for i in range(runs):
+                if ORDERED:
+                    leg = dq_order.legs + (first_leg + i) * LEG_FIELDS
+                    first, last, flags = gl.load(leg + LEG_FIRST), gl.load(leg + LEG_LAST), gl.load(leg + LEG_FLAGS)
+                    masked, down = (flags & MASKED_LEG) != 0, (flags & DOWN_LEG) != 0
+                    before = dq_order.before + gl.load(leg + LEG_BEFORE) - first
+                    first_head = head * shared + gl.load(leg + LEG_HEAD)
+                    last_head = first_head + gl.load(leg + LEG_HEADS)
+                elif MERGED:
                     first, last, masked, fulls = _next_run(
-                        i, fulls, i - fulls, full, partial, full_run, full_runs, partial_run, partial_runs, down
+                        fulls, i - fulls, full, partial, full_end, full_runs, partial_end, partial_runs
                     )  # fmt: skip
                 else:
                     masked = i >= full_runs
@@ -279,19 +295,16 @@ def produce(
                 row_from, pos_from, left_from = run_place(first, last, q_len, q_side, SUBS, QUERIES)
                 # Steps without a query are skipped.
                 end = gl.minimum((last + 1) * SUBS, (left_from + (QUERIES - 1)) // QUERIES)
-                tile_count = last + 1 - first
-                if ORDERED:
-                    nth -= gl.where(down, tile_count, 0)
-                for m in range(tile_count if MERGED else 1):
+                for m in range(last + 1 - first if MERGED else 1):
                     begin, stop = first * SUBS, end
                     if MERGED:
-                        begin = gl.where(down, last - m, first + m) * SUBS
+                        begin = (gl.where(down, last - m, first + m) if ORDERED else last - m) * SUBS
                         stop = gl.minimum(begin + SUBS, end)
                     for h in range(first_head, last_head):
                         for n in range(begin, stop):
                             earlier_adds, semaphore = None, None
                             if ORDERED:
-                                earlier_adds = gl.load(dq_order.before + nth + n // SUBS - first)
+                                earlier_adds = gl.load(before + n // SUBS)
                                 semaphore = (b * heads + h) * dq_order.semaphores_per_head + n
                             at = n * QUERIES
                             isolated = _load_step(
@@ -308,8 +321,6 @@ def produce(
                                     item_isolation, unbounded,
                                 )  # fmt: skip
                             kv_loaded = 1
-                if ORDERED:
-                    nth += gl.where(down, 0, tile_count)
         if kv_loaded == 0:
             _load_item(
                 t, keys, values, b, head, head_parts, kv_row, kv_pos, kv_left, k_s, v_s, item_s, item_bars, item_isolation, unbounded

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from longspan._kernels.hopper.makespan import MANY_ITEMS
 from longspan._masks.block_table import PARTIAL, BlockTable
@@ -92,8 +93,13 @@ def outlier_rows(table: BlockTable) -> int:
     Their items of all heads come first. In head order, the long items of the last head would start when all other items end.
     0 for a table by head, whose rows of all heads are in one order.
     """
-    tiles = table.tiles_per_row.double()
-    return int((tiles > _OUTLIER * tiles.mean()).sum()) if table.heads == 1 and len(tiles) else 0
+    return len(outlier_tiles(table.tiles_per_row)) if table.heads == 1 else 0
+
+
+def outlier_tiles(tiles_per_row: Tensor) -> Tensor:
+    """The numbers of rows that have several times the mean number of tiles."""
+    tiles = tiles_per_row.double()
+    return torch.nonzero(tiles > _OUTLIER * tiles.mean()).flatten()
 
 
 def diagonal_first(table: BlockTable) -> bool:

@@ -82,7 +82,7 @@ class HopperKernel:
 
     dQ is accumulated over KV tiles in arrival order: its last bits may differ from run to run. With
     `torch.use_deterministic_algorithms(True)`, CTAs add in a fixed order (`hopper.dq_order`). Where CTAs would wait for each other or leave
-    L2 (short sequences and documents, windows, sinks), where captured tensors need gradients, and for wide head dims
+    L2 (short sequences without a causal mask, short documents), where captured tensors need gradients, and for wide head dims
     (`config.computes_dq_with_dkv`), a second kernel computes dQ. Forward results have the same bits in every run; which work items are
     split along KV depends on their number, and so do last bits.
 

@@ -318,17 +318,20 @@ class HopperCall(LaunchCall):
             more |= {"BM": config.m, "DS": 4 if d <= 64 and config.m == 64 else 2, "DO_STAGES": config.second_stages}
             more |= {"Q_TILE": min(128, self.work.q_tiles.block), "KV_TILE": min(128, self.work.kv_tiles.block)}
             more["heavy_rows"] = 0 if known["ordered"] else outlier_rows(self.work.table.nominal.transposed)
-            more |= {"dq_order_ptr": None, "dq_order_before": None, "semaphores_per_head": 0, "upward": 0}
+            more |= dict.fromkeys(("dq_order_ptr", "dq_order_legs", "dq_order_before")) | {"semaphores_per_head": 0}
             by_keys = self.work.table.transposed if known["ordered"] or self.work.invariant else None
             more |= {"MERGED": by_keys is not None, "together": 1 if by_keys is None else heads_of_tables(by_keys, shared["shared"])}
             if by_keys is not None and known["ordered"]:
                 choice = choose_order(by_keys, *order_sizes(q, v, self.work), invariant=self.work.invariant)
-                fixed = dq_order(by_keys, shared["shared"], q.device)
-                shared["order"], more["together"] = fixed.order, choice.together
+                fixed = dq_order(
+                    by_keys, self.work.q_tiles, choice, shared["shared"], q.device, positions=self.work.score is not None
+                )  # fmt: skip
+                shared["order"], more["together"] = fixed.order, shared["shared"]
                 if choice.all_heads and not shared["PER_HEAD"]:
                     shared["group"] = shared["kv_heads"]
                 steps = self.work.table.q_tiles * (self.work.q_tiles.block // config.m)
-                more |= {"dq_order_ptr": fixed.ptr, "dq_order_before": fixed.before, "semaphores_per_head": steps}
+                more |= {"dq_order_ptr": fixed.ptr, "dq_order_legs": fixed.legs, "dq_order_before": fixed.before}
+                more["semaphores_per_head"] = steps
             if one.kernel is dkv_kernel:
                 workspace = Workspace(device=q.device, zeros=(1, q.shape[0] * q.shape[1] * more["semaphores_per_head"]))
         if one.name == "forward":
