@@ -168,12 +168,14 @@ def prepared_model(model: Any) -> Any:
 
 
 def with_random_weights(model: Any) -> Any:
-    """The model, with the same matrices each time."""
+    """The model, with the same matrices each time. Gates of one number are 0.5: by 0, layers behind them would do nothing."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+            elif parameter.numel() == 1:
+                parameter.fill_(0.5)
     return model
 
 

@@ -96,6 +96,14 @@ def _image_and_crops(batch: Batch) -> Batch:
     return {**_images(3, 32, 32, count=5)(batch), **crops}
 
 
+def _cross_attended_image(batch: Batch) -> Batch:
+    """Two tiles of an image in each row, which are not among the tokens: those behind the first places see them."""
+    places = torch.arange(batch["input_ids"].shape[1])
+    seen = torch.stack([places > 14, places > 20], 1).expand(2, 1, -1, 2).transpose(1, 2)
+    ratio = {"aspect_ratio_ids": torch.full((2, 1), 2), "aspect_ratio_mask": torch.ones(2, 1, 2, dtype=torch.long)}
+    return {"pixel_values": random(2, 1, 2, 3, 8, 8), **ratio, "cross_attention_mask": seen.long()}
+
+
 def _actions(batch: Batch) -> Batch:
     """The state and the actions of a robot, in place of labels, an image of four tokens, and the noise of a diffusion step."""
     images = {"pixel_values": random(2, 1, 3, 8, 8), "pixel_attention_mask": torch.ones(2, 1, dtype=torch.bool)}
@@ -167,6 +175,9 @@ _GLM = Case(settings={**_FULL_MROPE, "vision_config": _GRID_TOWER}, images=_grid
 _SMALL = {"image_size": 16, "patch_size": 4}
 _SQUARE = {"vision_config": _SMALL, "image_token_id": IMAGE}
 _MINICPM: dict[str, Any] = {"vision_config": _SMALL, "insert_layer_id": 0, "image_token_id": IMAGE}
+_INTERN = Case(
+    settings={"vision_config": {"image_size": [16, 16], "patch_size": [4, 4]}, "image_token_id": IMAGE}, images=_images(3, 16, 16, count=4)
+)
 _LLAVA_NEXT = Case(
     settings={"vision_config": _IMAGE_SIZES, "image_token_index": IMAGE, "image_grid_pinpoints": [[8, 16], [16, 8]]}, images=_tiles_by_size
 )
@@ -405,10 +416,7 @@ IMAGE_CASES: dict[str, Case] = {
         images=_padded_images("pixel_attention_mask", 1, 3, 12, 16, count=5),
     ),
     "Idefics3ForConditionalGeneration": Case(settings=_SQUARE, images=_images(1, 3, 16, 16, count=4)),
-    "InternVLForConditionalGeneration": Case(
-        settings={"vision_config": {"image_size": [16, 16], "patch_size": [4, 4]}, "image_token_id": IMAGE},
-        images=_images(3, 16, 16, count=4),
-    ),
+    "InternVLForConditionalGeneration": _INTERN,
     "Kimi_K25ForConditionalGeneration": Case(
         settings={
             "vision_config": {"patch_size": 4, "pos_emb_height": 8, "pos_emb_width": 8}, "projection_hidden_size": 32,
@@ -453,18 +461,23 @@ IMAGE_CASES: dict[str, Case] = {
         },
         images=_image_and_slice,
     ),
-    "MiniMaxM3SparseForConditionalGeneration": Case(
-        settings={"vision_config": {"image_size": 16, "patch_size": 4}, "image_token_index": IMAGE}, images=_grids(96)
-    ),
+    "MiniMaxM3SparseForConditionalGeneration": Case(settings={"vision_config": _SMALL, "image_token_index": IMAGE}, images=_grids(96)),
     "Mistral3ForConditionalGeneration": Case(
         settings={"vision_config": {"image_size": 24, "patch_size": 4}, "image_token_index": IMAGE},
         images=_images_by_size,
     ),
-    "Ovis2ForConditionalGeneration": Case(settings=_SQUARE, images=_images(3, 16, 16, count=16)),
-    "QianfanOCRForConditionalGeneration": Case(
-        settings={"vision_config": {"image_size": [16, 16], "patch_size": [4, 4]}, "image_token_id": IMAGE},
-        images=_images(3, 16, 16, count=4),
+    "MllamaForConditionalGeneration": Case(
+        settings={
+            "text_config": {"cross_attention_layers": [1]},
+            "vision_config": {
+                **_IMAGE_SIZES, "num_global_layers": 1, "attention_heads": 2, "vision_output_dim": 64, "intermediate_layers_indices": [0],
+                "max_num_tiles": 2, "supported_aspect_ratios": [[1, 1], [1, 2]],
+            },
+        },
+        images=_cross_attended_image,
     ),
+    "Ovis2ForConditionalGeneration": Case(settings=_SQUARE, images=_images(3, 16, 16, count=16)),
+    "QianfanOCRForConditionalGeneration": _INTERN,
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL,
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
@@ -478,7 +491,7 @@ IMAGE_CASES: dict[str, Case] = {
         images=lambda batch: {**_grids(48)(batch), "image_merge_sizes": torch.tensor([2, 2])},
     ),
     "VideoLlavaForConditionalGeneration": Case(
-        settings={"vision_config": {"image_size": 16, "patch_size": 4}, "image_token_index": IMAGE}, images=_images(3, 16, 16, count=16)
+        settings={"vision_config": _SMALL, "image_token_index": IMAGE}, images=_images(3, 16, 16, count=16)
     ),
     "VipLlavaForConditionalGeneration": Case(
         settings={"vision_config": _IMAGE_SIZES, "vision_feature_layers": [-1, 1], "image_token_index": IMAGE},

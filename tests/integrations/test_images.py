@@ -258,20 +258,15 @@ def test_inputs_that_a_decoder_cannot_split_raise() -> None:
     ids = token_ids(4, (5, 26))
     with pytest.raises(ValueError, match="images, audio, video or token types"):
         on_ranks(model, {"input_ids": ids, "labels": ids, "token_type_ids": torch.zeros_like(ids)})
-    vision = {
-        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2, "image_size": 8,
-        "patch_size": 4, "vision_output_dim": 32, "intermediate_layers_indices": [0], "max_num_tiles": 1,
-        "supported_aspect_ratios": [[1, 1]],
-    }  # fmt: skip
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    text = {**TEXT, "cross_attention_layers": [1], "num_hidden_layers": 2, "rope_parameters": rope}
-    model = transformers.MllamaForConditionalGeneration._from_config(
-        transformers.MllamaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE),
-        attn_implementation={"text_config": "longspan", "vision_config": "eager"},
-    )
-    images = {
-        "pixel_values": torch.randn(2, 1, 1, 3, 8, 8), "aspect_ratio_ids": torch.ones(2, 1, dtype=torch.long),
-        "aspect_ratio_mask": torch.ones(2, 1, 1, dtype=torch.long), "cross_attention_mask": torch.ones(2, LENGTH, 1, 1, dtype=torch.long),
-    }  # fmt: skip
-    with pytest.raises(ValueError, match=r"expected inputs_embeds .* for MllamaTextModel"):
-        on_ranks(model, {"input_ids": ids, "labels": ids, **images})
+    model = tiny_model(("vision-language", "chameleon"), "longspan")
+    with pytest.raises(ValueError, match=r"expected inputs_embeds .* for ChameleonModel"):
+        on_ranks(model, labelled_batch("images", model))
+
+
+def test_cross_attention_to_all_images_equals_eager_without_a_mask() -> None:
+    eager, model = (tiny_model(("vision-language", "mllama"), implementation) for implementation in ("eager", "longspan"))
+    batch = labelled_batch("images", model)
+    del batch["cross_attention_mask"]
+    want = results(eager, {**batch, "use_cache": False})
+    assert_same(results(model, {**batch, "use_cache": False}), want)
+    assert_same(on_ranks(model, batch), want)

@@ -29,6 +29,7 @@ SAMPLE = (
     ("vision-language", "granite4_vision"),  # features of image tokens in several layers
     ("vision-language", "instructblip"),  # images among the tokens
     ("vision-language", "kosmos-2.5"),  # its decoder embeds tokens, and puts features in place of image tokens
+    ("vision-language", "mllama"),  # cross-attention to images, idle without
     ("vision-language", "molmo2"),  # makes the mask of its text decoder
     ("vision-language", "vision-encoder-decoder"),  # images in place of tokens
 )

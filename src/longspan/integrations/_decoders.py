@@ -31,6 +31,8 @@ _BY_TOKEN = (
 _IN_PLACE, _IN_PLACE_MASK = "image_embeds", "image_embeds_position_mask"
 # Features of image tokens, a list or a dict by layer of [image tokens of all rows, D], and the mask of these tokens, [B, S] or [B, S, 1].
 _BY_IMAGE_TOKEN = {"deepstack_visual_embeds": "visual_pos_masks", "deepstack_features": "vision_mask", _IN_PLACE: _IN_PLACE_MASK}
+# Features [..., D] of all images that cross-attention layers of a decoder see, whole on every rank, and tensors [B, 1, S, ...] beside them.
+_SEEN_FEATURES, _BY_QUERY = "cross_attention_states", ("cross_attention_mask", "full_text_row_masked_out_mask")
 _LOCAL = (PLAN_KEYWORD, "labels", "shift_labels", "num_items_in_batch")  # this rank's already
 
 _install_lock = threading.Lock()
@@ -107,21 +109,22 @@ def _shard_arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str
             chosen = _local_image_tokens(arguments[mask].flatten(1) == 1, plan)
             arguments[name] = _local_features(arguments[name], chosen, in_place=name == _IN_PLACE)
     for name, value in arguments.items():
-        if name in _BY_TOKEN and value is not None:
-            arguments[name] = plan.shard(value.expand(inputs.shape[0], *value.shape[1:]), 1)
+        if name in (*_BY_TOKEN, *_BY_QUERY) and value is not None:
+            arguments[name] = plan.shard(value.expand(inputs.shape[0], *value.shape[1:]), 1 if name in _BY_TOKEN else 2)
     _check_others(decoder, arguments, tokens)
-    forward.in_decoder = True
+    forward.in_decoder, forward.seen_features = True, arguments.get(_SEEN_FEATURES)
     return (), arguments
 
 
 def _whole_inputs(decoder: nn.Module, arguments: dict[str, Any], tokens: int) -> Tensor:
-    """A decoder's inputs_embeds [B, S, D] of the whole batch, or input_ids [B, S] if it is told which of them are of images.
+    """A decoder's inputs_embeds [B, S, D] of the whole batch, or input_ids [B, S] if it is given features of images beside them.
 
     Raises:
         ValueError: The decoder is given neither.
     """
     embeds, ids = arguments.get("inputs_embeds"), arguments.get("input_ids")
-    if embeds is None and isinstance(ids, Tensor) and ids.shape[1:] == (tokens,) and arguments.get(_IN_PLACE_MASK) is not None:
+    has_features = any(arguments.get(name) is not None for name in (_IN_PLACE_MASK, _SEEN_FEATURES))
+    if embeds is None and isinstance(ids, Tensor) and ids.shape[1:] == (tokens,) and has_features:
         return ids
     if isinstance(embeds, Tensor) and embeds.ndim == 3 and embeds.shape[1] == tokens:
         return embeds
@@ -130,6 +133,18 @@ def _whole_inputs(decoder: nn.Module, arguments: dict[str, Any], tokens: int) ->
         f"longspan: expected inputs_embeds [B, {tokens}, D] of the whole batch for {described(decoder)}, got {got}. A batch with "
         "images, audio, video or token types is not supported on several ranks for this model"
     )
+
+
+def sees_features(module: nn.Module, key: Tensor) -> bool:
+    """Whether a layer with a plan is cross-attention to features of images, which every rank has: its tokens need no exchange."""
+    forward = None if torch.compiler.is_compiling() else current_forward.get()
+    features = None if forward is None else forward.seen_features
+    return features is not None and is_cross_attention(module) and key.shape[0] * key.shape[2] == features.shape[:-1].numel()
+
+
+def is_cross_attention(module: nn.Module) -> bool:
+    """Whether a module is a cross-attention layer of a decoder, by transformers' conventions."""
+    return "CrossAttention" in type(module).__name__ and getattr(module, "layer_idx", None) is not None
 
 
 def _local_positions(positions: Tensor, plan: Plan, batch: int) -> Tensor:
@@ -195,7 +210,7 @@ def _check_mask(decoder: nn.Module, mask: Any, plans: ModelPlans) -> None:
 def _check_others(decoder: nn.Module, arguments: dict[str, Any], tokens: int) -> None:
     """Raise ValueError for other tensors, which may be of the whole sequence. A single vector [1, D] is the same for all tokens."""
     features = [name for name, mask in _BY_IMAGE_TOKEN.items() if arguments.get(mask) is not None]
-    known = (*_BY_TOKEN, *_LOCAL, *features, "position_ids", "attention_mask")
+    known = (*_BY_TOKEN, *_BY_QUERY, *_LOCAL, *features, _SEEN_FEATURES, "position_ids", "attention_mask")
     for name, value in arguments.items():
         held = value if isinstance(value, (tuple, list)) else value.values() if isinstance(value, dict) else [value]
         tensors = [x for x in held if isinstance(x, Tensor) and x.ndim > 0]

@@ -29,6 +29,8 @@ class Forward:
         tokens; or None.
     tokens: the model's input_ids, or None.
     model_mask: the last mask of tokens that a model asked for, or None.
+    seen_features: features of images that cross-attention layers of the text decoder see, whole on every rank, or None.
+    ran_ids: the cross-attention layers that ran, by id.
     cache_update: the update of a `PagedCache` by a layer whose attention has not run yet.
     cache_columns: each `PagedCache` and its columns before this forward, by id of the cache.
     """
@@ -46,6 +48,8 @@ class Forward:
         self.made_positions: Any = None
         self.tokens: Any = None
         self.model_mask: Any = None
+        self.seen_features: Any = None
+        self.ran_ids: set[int] = set()
         self.cache_update: Any = None
         self.cache_columns: dict[int, tuple[Any, int]] = {}
 

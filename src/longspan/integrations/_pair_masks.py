@@ -10,16 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longspan._engine.attention import attention
 from longspan._engine.signatures import scaled_dot_product_attention
 from longspan.integrations._forward import current_forward
 
 
-def attend_pairs(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float | None, sink: Any, score_mod: Any) -> Tensor:
+def attend_pairs(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None, sink: Any, score_mod: Any
+) -> Tensor:  # fmt: skip
     """out [B, Q, H, D] of query [B, H, Q, D] over key and value [B, G, K, D], with a mask [B or 1, H or 1, Q or 1, K] as SDPA takes it.
+
+    None is a mask of all pairs.
 
     Raises:
         ValueError: For a sink or a score mod, and a mask by which a query sees padding that sees nothing itself.
     """
+    if mask is None:
+        return attention(query, key, value, scale=scale, sink=sink, score_mod=score_mod).transpose(1, 2).contiguous()
     if sink is not None or score_mod is not None:
         raise ValueError(
             f"longspan: expected a mask by token beside sinks, a soft cap or a score_mod, got attention_mask of shape {tuple(mask.shape)}; "

@@ -188,6 +188,9 @@ def _check_before(model: nn.Module, plan: Any, mask: Any) -> list[nn.Module]:
     check_positions(model.config, plan)
     for module in outer.modules():
         module.__dict__.pop("_longspan_compiled_use", None)
+        if _decoders.is_cross_attention(module) and not hasattr(module, "_longspan_recorded"):
+            module._longspan_recorded = True  # type: ignore[assignment]
+            module.register_forward_pre_hook(_record_run)
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "_longspan_plan_positions", False):
             raise ValueError(
                 f"longspan: {described(module)} scales queries by their places in the shard; give attn_implementation='longspan' when the "
@@ -195,6 +198,12 @@ def _check_before(model: nn.Module, plan: Any, mask: Any) -> list[nn.Module]:
             )
     _keep_plan_in_checkpoints(outer)
     return mixers
+
+
+def _record_run(module: nn.Module, args: Any) -> None:
+    forward = None if torch.compiler.is_compiling() else current_forward.get()
+    if forward is not None:
+        forward.ran_ids.add(id(module))
 
 
 def _keep_plan_in_checkpoints(model: nn.Module) -> None:
@@ -296,7 +305,10 @@ def _listed(names: list[str]) -> str:
 
 
 def _layers_without_plan(model: nn.Module, forward: Forward) -> list[str]:
-    """Names of the layers that mix tokens and did not use the plan. Skips compiled modules, which run no Python, and idle inner models."""
+    """Names of the layers that mix tokens and did not use the plan.
+
+    Skips compiled modules, which run no Python, idle inner models, and cross-attention that did not run.
+    """
     names = []
 
     def visit(module: nn.Module, name: str) -> bool:
@@ -308,6 +320,8 @@ def _layers_without_plan(model: nn.Module, forward: Forward) -> list[str]:
         if _mixers.mixes_tokens(module):
             names.append(name)
             return True  # named already
+        if _decoders.is_cross_attention(module) and id(module) not in forward.ran_ids:
+            return True  # as without images
         children = [(f"{name}.{child_name}" if name else child_name, child) for child_name, child in module.named_children()]
         children = [(child_name, child) for child_name, child in children if not _is_idle_model(child, forward)]
         uses = [visit(child, child_name) for child_name, child in children]

@@ -32,7 +32,7 @@ from longspan.integrations._batch import prepare_batch
 from longspan.integrations._batch_parts import PreparedBatch, RealKeys
 from longspan.integrations._configs import NAME, check_config, dropout_field
 from longspan.integrations._cross_plans import cross_plan, crosses
-from longspan.integrations._decoders import has_whole_inputs
+from longspan.integrations._decoders import has_whole_inputs, is_cross_attention, sees_features
 from longspan.integrations._forward import current_forward, described, plan_in_context
 from longspan.integrations._model_mask import (
     PACKED,
@@ -201,6 +201,9 @@ def attention_forward(
         paged = attend_paged(update, module, (query, key, value), attention_mask, options)
         if paged is not None:
             return paged, None
+    if longspan_plan is not None and sees_features(module, key) and isinstance(attention_mask, Tensor | None):
+        record_use(module)
+        return attend_pairs(query, key, value, attention_mask, **options), None
     if longspan_plan is None:
         if isinstance(attention_mask, Tensor) and not torch.compiler.is_compiling():
             return attend_pairs(query, key, value, attention_mask, **options), None
@@ -346,9 +349,7 @@ def _mask_on_one_device(module: torch.nn.Module, query: Tensor, key: Tensor, mas
         raise ValueError(_NOT_COMPILED)
     if mask is not None:
         return mask
-    is_causal = rest.get("is_causal")
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if not is_causal:
+    if not _is_causal(module, rest) or is_cross_attention(module):
         return None  # as in eager attention, where a window is part of the mask
     if query.shape[2] == 1:
         return None if window is None else mask_mod(lambda b, h, q, kv: kv > key.shape[2] - 1 - window)
