@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import warnings
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -84,6 +85,36 @@ def test_the_trainer_raises_for_another_attention_implementation_and_for_a_mesh_
             SpanningTrainer(model=llama("eager"), args=arguments(str(tmp_path)), mesh=ls.Mesh.abstract(1))
         with pytest.raises(ValueError, match="expected one of all 1 processes, got 3"):
             SpanningTrainer(model=llama("longspan"), args=arguments(str(tmp_path)), mesh=ls.Mesh.abstract(3))
+
+
+def test_a_model_of_whole_sequences_gathers_its_results_by_token_and_no_others() -> None:
+    from examples.transformers_trainer import llama
+
+    from longspan.integrations._meshes import mesh_roles
+    from longspan.integrations.trainer import _WholeSequences
+
+    ids = torch.arange(2 * 11).view(2, 11)
+
+    def rank(mesh: Any) -> dict[str, Any]:
+        model = llama("longspan")
+
+        def outputs(input_ids: torch.Tensor, **_: Any) -> dict[str, Any]:
+            by_token = {"log_probs": input_ids.float() / 4, "correct": input_ids % 3 == 0}
+            return {**by_token, "aux_loss": torch.tensor(2.5), "states": input_ids[..., None].float(), "name": "tiny", "loss": 1.0}
+
+        trainer = SimpleNamespace(
+            roles=mesh_roles(mesh),
+            plan_options={"layout": "head_tail"},
+            _config=model.config,
+            model=model,
+            args=SimpleNamespace(device="cpu"),
+        )
+        return _WholeSequences(outputs, cast(Any, trainer))(input_ids=ids, labels=ids, fused_lm_head=True)
+
+    for got in virtual_world(3).run(rank):
+        assert torch.equal(got["log_probs"], ids[:, :-1].float() / 4) and torch.equal(got["correct"], ids[:, :-1] % 3 == 0)
+        assert got["aux_loss"].shape == () and got["states"].ndim == 3 and got["states"].shape[1] < 11
+        assert (got["name"], got["loss"]) == ("tiny", None)
 
 
 def shown() -> list[Any]:

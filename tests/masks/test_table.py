@@ -258,6 +258,25 @@ def test_a_sliding_window_over_a_million_tokens_has_few_runs_per_row():
     assert torch.equal(transposed.transposed.first, table.first) and torch.equal(transposed.transposed.ptr, table.ptr)
 
 
+@pytest.mark.parametrize("block", [(1, 8), (16, 1), (16, 8)])
+def test_masks_that_compute_vectors_are_evaluated_in_parts(block, monkeypatch):
+    points = torch.randn(60, 5, generator=torch.Generator().manual_seed(0))
+    shapes = []
+    evaluate = classify_module._Head._evaluate
+    monkeypatch.setattr(
+        classify_module._Head, "_evaluate", lambda self, q, kv: (shapes.append((q.shape, kv.shape)), evaluate(self, q, kv))[1]
+    )
+    monkeypatch.setattr(classify_module, "MAX_ELEMENTS", 200)
+
+    def near(b, h, q, kv):
+        return (points[q] - points[kv]).square().sum(-1) < 7
+
+    table = table_of(near, 60, 41, block=block)
+    assert torch.equal(table.to_dense(), brute_force(near, 60, 41, block))
+    tiles, elements_of_tiles = {q[0] for q, _ in shapes}, {q[0] * q[1] * kv[1] for q, kv in shapes}
+    assert len(tiles) > 1 and min(elements_of_tiles) * 5 <= 200  # 5 numbers per element
+
+
 def test_a_lookup_outside_its_table_raises():
     ids = torch.zeros(100, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"looks outside a captured tensor of shape \(100,\).*-100 to 99.*100 entries, got up to 128"):
